@@ -13,8 +13,6 @@ class LmError(Exception):
 class RunError(LmError):
     """A failure while the command was at work, such as a corrupt shard or a full disk."""
 
-    exit_code = 1
-
 
 class DataError(RunError):
     """Training data could not be read. No step was under way, so the weights are those of the last whole step."""

@@ -146,7 +146,7 @@ class BenchOptions:
     """The options of `lm bench step` beside those of a training.
 
     Args:
-        steps: Optimizer steps that are timed, in stretches of trainer.log_interval steps.
+        steps: Optimizer steps that are timed, in rounds of trainer.log_interval steps.
         checkpoints: Checkpoints that are timed after them; 0 for none.
         json: Print one JSON object instead of lines.
         output: File to write the JSON object to.

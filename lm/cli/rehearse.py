@@ -38,16 +38,9 @@ FACTORS = (1.2, 2.0, 10.0, 1e3, 1e6, 0.8, 0.5, 0.1, 0.0, -1.0)  # of the metrics
 
 
 class InventedRun:
-    """Shows invented log lines to guards, and keeps what follows from their findings.
+    """Shows invented log lines to guards, and keeps in `events` what the log says, where it stood and what followed.
 
-    Args:
-        config: of the training.
-        found: the facts of the plan.
-        seconds: of a step.
-        meter: the cost so far, and the rate.
-
-    Attributes:
-        events: what the log says, each with where the run stood and what followed.
+    `found` are the facts of the plan, `seconds` those of a step, and the meter has the cost so far and the rate.
     """
 
     def __init__(
@@ -141,16 +134,9 @@ Played = tuple[str, InventedRun]  # a scenario's name, and how it went
 
 
 def rehearse(config: Namespace, found: dict[str, Any]) -> dict[str, Any]:
-    """Play the guards of a config through.
+    """Play the guards of a config through, over the facts of its plan.
 
-    Args:
-        found: the facts of the plan.
-
-    Returns:
-        What is assumed, and under `rehearsal` the scenarios, each with its `events`.
-
-    Raises:
-        RequestError: the budget cannot be counted.
+    Returns what is assumed, and under `rehearsal` the scenarios, each with its `events`.
     """
     time, guards, max_steps = found.get("time", {}), config.guards, found["steps"]["max_steps"]
     seconds = time["seconds"] / max_steps if time.get("seconds") else SECONDS_PER_STEP

@@ -147,16 +147,13 @@ def linear_cross_entropy(
     """The cross-entropy of the logits `x @ weight.T`, without holding all of them at once.
 
     The gradients are computed with the loss, unscaled, so that fp16 does not lose them; the gradient of `weight` is
-    summed in fp32.
+    summed in fp32. `z_loss` is that of Chowdhery et al. (2022, arXiv:2204.02311, section 5).
 
     Args:
         x: hidden states, `(..., C)` in bf16, fp16 or fp32.
         weight: the output matrix, `(V, C)`; its gradient has its precision.
         labels: `(...)` int64, each below V or `ignore_index`; on a GPU any other makes the loss NaN.
         copy: of `weight`, in the precision of `x`; None: made here.
-        ignore_index: the label of tokens that have no loss.
-        z_loss: weight of the squared logarithm of the partition function (Chowdhery et al., 2022, arXiv:2204.02311,
-            section 5).
 
     Returns:
         `total`, a scalar in fp32 and differentiable: the sum over tokens of `loss + z_loss * lse ** 2`; and `losses`,

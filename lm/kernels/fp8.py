@@ -132,15 +132,8 @@ def quantize(
     wider. With a scale for each row the spread is less and a third bit of mantissa is worth more: gradients are e4m3,
     too, as in torchao's rowwise recipe and in DeepSeek-V3 (2024, arXiv:2412.19437, section 3.3.2).
 
-    Args:
-        x: `(..., K)` in bf16, fp16 or fp32, all but the last dimension its rows.
-        scaling: one scale for the matrix, or one for each row.
-        gradient: it is one, of an output.
-        matrix: whether it is asked for itself.
-        transpose: whether its transpose is asked for.
-
-    Returns:
-        What was asked for. Where a value is infinite or NaN, the scale is infinite: no product hides it.
+    `x` is `(..., K)` in bf16, fp16 or fp32, all but the last dimension its rows. Where a value is infinite or NaN, the
+    scale is infinite: no product hides it. `matrix` and `transpose` say what is asked for.
     """
     dtype, rowwise = E5M2 if gradient and scaling == "tensorwise" else E4M3, scaling == "rowwise"
     values, scale, transposed, transposed_scale = QUANTIZE(x.flatten(0, -2), dtype, rowwise, matrix, transpose)

@@ -21,18 +21,11 @@ Matrix = Tensor | Float8  # as a product takes it
 
 
 def product(a: Scaled, b: Scaled, dtype: torch.dtype) -> Tensor:
-    """`a @ b.T`, both factors in FP8.
+    """`a @ b.T`, both factors in FP8: `(..., K)` and `(N, K)` to `(..., N)` in bf16 or fp32; K and N multiples of 16.
 
     On a GPU it is torch's scaled product; with fast accumulation, which keeps fewer digits of the sum, in the forward
-    pass and wherever rows have scales, as in torchao. On a CPU the same values are multiplied in a wider format.
-
-    Args:
-        a: `(..., K)`; K is a multiple of 16.
-        b: `(N, K)`; N is a multiple of 16.
-        dtype: of the result, bf16 or fp32; where rows have scales, it is rounded to bf16 in between.
-
-    Returns:
-        `(..., N)`. An infinity or a NaN is not hidden: all values with the same scale become NaN.
+    pass and wherever rows have scales, as in torchao. On a CPU the same values are multiplied in a wider format. An
+    infinity or a NaN is not hidden: all values with the same scale become NaN.
     """
     scales = a.scale[..., None], b.scale[None]  # (M, 1) and (1, N), or one element each
     # Where rows have scales, only Hopper with cuBLAS 12.9 can give fp32; every device gives bf16.
@@ -50,11 +43,7 @@ def product(a: Scaled, b: Scaled, dtype: torch.dtype) -> Tensor:
 def weight_matrix(weight: Tensor, dtype: torch.dtype, scaling: Scaling | None, copy: Matrix | None = None) -> Matrix:
     """A weight `(out, in)` for the products of a forward pass and, where gradients are wanted, for `dx`.
 
-    Args:
-        weight: the weight itself.
-        dtype: of the activations.
-        scaling: how FP8 products are scaled; None: no FP8.
-        copy: what this returned before, if the weight has not changed since; None: made here.
+    `dtype` is that of the activations; `copy` is what this returned before, if the weight has not changed since.
     """
     if copy is not None:
         return copy
@@ -122,15 +111,8 @@ class _Linear(torch.autograd.Function):
 
 
 def linear(x: Tensor, weight: Tensor, scaling: Scaling | None = None, copy: Matrix | None = None) -> Tensor:
-    """`x @ weight.T`.
+    """`x @ weight.T`: `(..., in)` and `(out, in)`, whose gradient has its precision, to `(..., out)`.
 
-    Args:
-        x: `(..., in)`.
-        weight: `(out, in)`; its gradient has its precision.
-        scaling: how FP8 products are scaled; None: no FP8.
-        copy: of `weight`, in the precision of `x` or in FP8, as `weight_matrix` makes it; None: made here.
-
-    Returns:
-        `(..., out)`.
+    Without a `scaling` there is no FP8; `copy` is as for `weight_matrix`.
     """
     return _Linear.apply(x, weight, weight_matrix(weight, x.dtype, scaling, copy), scaling)

@@ -17,8 +17,6 @@ from lm.kernels.qk_norm_rope import qk_norm_rope
 from lm.kernels.rms_norm import norm_linear, rms_norm
 from lm.kernels.swiglu import swiglu_linear
 
-OLDEST = (8, 0)  # compute capability with bf16 in hardware
-
 
 class FusedOps(NamedTuple):
     """The ops of a fused forward pass; each is documented where it is defined."""
@@ -34,17 +32,9 @@ FUSED = FusedOps(rms_norm, norm_linear, qk_norm_rope, swiglu_linear, linear_cros
 
 
 def choose_kernels(kernels: str, device: torch.device) -> tuple[FusedOps | None, str]:
-    """The fused ops, if a device can run them.
+    """The fused ops, if a device can run them, else None for plain PyTorch; and why, in words for the log.
 
-    Args:
-        kernels: `on`, `off`, or `auto`: where they can run.
-        device: where the model will be.
-
-    Returns:
-        The ops, or None for plain PyTorch; and what was chosen and why, in words for the log.
-
-    Raises:
-        RequestError: `on` where they cannot run.
+    `kernels` is `on`, where they have to run, `off`, or `auto`.
     """
     if kernels == "off":
         return None, "plain PyTorch"
@@ -60,8 +50,7 @@ def kernels_missing(device: torch.device) -> str | None:
     """Why our kernels cannot run on a device; None if they can."""
     if device.type != "cuda" or torch.version.hip:
         return f"no CUDA device, the model is on {'an AMD GPU' if torch.version.hip else device.type}"
-    capability = torch.cuda.get_device_capability(device)
-    if capability < OLDEST:
+    if torch.cuda.get_device_capability(device) < (8, 0):  # which has bf16 in hardware
         return f"{torch.cuda.get_device_name(device)} is older than compute capability 8.0"
     if not runtime.available():
         return "NVRTC is not installed (pip install cuda-bindings nvidia-cuda-nvrtc)"

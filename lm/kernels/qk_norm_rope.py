@@ -176,14 +176,9 @@ def qk_norm_rope(
 
     Args:
         qkv: the projection, `(B, T, (H + 2 KV) * D)`: queries, keys, values; in bf16, fp16 or fp32.
-        q_weight: `(D)` of the queries' norm, of any of these precisions; None: no norm.
-        k_weight: `(D)` of the keys' norm, in the same precision; None together with `q_weight`.
-        cos: `(P, D / 2)` fp32, a row for each position.
-        sin: `(P, D / 2)` fp32.
+        q_weight, k_weight: `(D)` of the norms, in one of these precisions; None: no norm.
+        cos, sin: `(P, D / 2)` fp32, a row for each position.
         positions: `(B, T)` int32, the position of each token; None: token t is at position t.
-        heads: H.
-        kv_heads: KV.
-        eps: added to the mean square.
 
     Returns:
         q `(B, T, H, D)`, k and v `(B, T, KV, D)`. The values are copied, so that the projection need not be saved.

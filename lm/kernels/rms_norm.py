@@ -131,17 +131,9 @@ class _Norm(torch.autograd.Function):
 def rms_norm(x: Tensor, residual: Tensor | None, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
     """`stream = x + residual` and `y = stream / rms(stream) * weight` (Zhang and Sennrich, 2019, arXiv:1910.07467).
 
-    Args:
-        x: the output of a branch, `(..., C)` in bf16, fp16 or fp32.
-        residual: the residual stream, like `x`; None: `x` is the stream.
-        weight: `(C)`, in any of these precisions.
-        eps: added to the mean square.
-
-    Returns:
-        `(stream, y)`, like `x`. The statistics are fp32, of the stream as it is stored.
-
-    Raises:
-        TypeError: shapes or precisions do not fit, for which a kernel does not look.
+    `x`, the output of a branch, is `(..., C)` in bf16, fp16 or fp32, and so are the residual stream, which is `x` where
+    there is none, and both results; `weight` is `(C)` in any of these precisions. The statistics are fp32, of the
+    stream as it is stored.
     """
     _refuse_mismatch(x, residual, weight)
     stream, y = _Norm.apply(x, residual, weight, eps)
@@ -149,6 +141,7 @@ def rms_norm(x: Tensor, residual: Tensor | None, weight: Tensor, eps: float) -> 
 
 
 def _refuse_mismatch(x: Tensor, residual: Tensor | None, weight: Tensor) -> None:
+    """TypeError: shapes or precisions do not fit, for which a kernel does not look."""
     if residual is not None and (residual.dtype, residual.shape) != (x.dtype, x.shape):
         raise TypeError(f"x is {tuple(x.shape)} in {x.dtype}, and residual {tuple(residual.shape)} in {residual.dtype}")
     if weight.shape != x.shape[-1:]:
@@ -187,16 +180,9 @@ def norm_linear(
     x: Tensor, residual: Tensor | None, norm_weight: Tensor, eps: float, weight: Tensor,
     scaling: Scaling | None = None, copy: Matrix | None = None,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """`rms_norm`, then a linear layer; the backward pass recomputes the normalised rows.
+    """`rms_norm`, then `linear`; the backward pass recomputes the normalised rows.
 
-    Args:
-        x, residual, norm_weight, eps: as for `rms_norm`.
-        weight: `(out, C)`; its gradient has its precision.
-        scaling: how FP8 products are scaled; None: no FP8.
-        copy: of `weight`, as for `linear`; None: made here.
-
-    Returns:
-        `(stream, y @ weight.T)`: `(..., C)` and `(..., out)`.
+    With a weight `(out, C)` it gives `(stream, y @ weight.T)`: `(..., C)` and `(..., out)`.
     """
     _refuse_mismatch(x, residual, norm_weight)
     matrix = linear.weight_matrix(weight, x.dtype, scaling, copy)

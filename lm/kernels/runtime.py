@@ -40,15 +40,9 @@ def available() -> bool:
 
 
 def cubin(name: str, arch: str, **defines: object) -> bytes:
-    """The machine code of a source, from the cache or compiled now.
+    """The machine code of `csrc/<name>.cu` for an architecture such as "sm_90", from the cache or compiled now.
 
-    Args:
-        name: of a file in `csrc/`, without its ending.
-        arch: of the device, such as "sm_90".
-        defines: preprocessor constants.
-
-    Raises:
-        RunError: the source does not compile.
+    `defines` are preprocessor constants.
     """
     path = cache_folder() / f"{name}-{arch}-{_cache_key(name, arch, defines)[:24]}.cubin"
     try:
@@ -63,14 +57,7 @@ def cubin(name: str, arch: str, **defines: object) -> bytes:
 
 
 def compile_source(name: str, arch: str, **defines: object) -> tuple[bytes, str]:
-    """Compile a source now, with arguments as for `cubin`.
-
-    Returns:
-        The machine code, and the compiler's log, which has the registers and spilled bytes of each kernel.
-
-    Raises:
-        RunError: the source does not compile; the message has the compiler's log.
-    """
+    """As `cubin`, compiled now: the machine code, and the log, which has each kernel's registers and spilled bytes."""
     from cuda.bindings import nvrtc
 
     def checked(result: tuple) -> object:
@@ -142,23 +129,19 @@ class Program:
             self._module = self._checked("cuModuleLoadData", driver.cuModuleLoadData(code))
 
     def __call__(self, name: str, blocks: int, threads: int, *arguments: Tensor | int | float | None) -> None:
-        """Launch a kernel on torch's current stream.
+        """Launch a kernel on torch's current stream, in a grid of so many blocks, perhaps none, of so many threads.
 
-        Args:
-            name: of the kernel.
-            blocks: of the grid, which has one dimension; 0: nothing is launched.
-            threads: of a block.
-            arguments: in the kernel's order: a tensor or None is a pointer there, an int `i64`, a float `float`.
-
-        Raises:
-            RunError: the driver refuses.
+        Of the arguments a tensor or None is a pointer in the kernel, an int `i64`, a float `float`.
         """
         if not blocks:
             return
         if torch.cuda.current_device() != self._device:  # its context must be the one of this thread
             with torch.cuda.device(self._device):
                 return self(name, blocks, threads, *arguments)
-        function = self._functions.get(name) or self._find_function(name)
+        if name not in self._functions:
+            found = self._driver.cuModuleGetFunction(self._module, name.encode())
+            self._functions[name] = self._checked(f"finding {name}", found)
+        function = self._functions[name]
         values = tuple(a.data_ptr() if isinstance(a, Tensor) else 0 if a is None else a for a in arguments)
         kinds = tuple(ctypes.c_longlong if isinstance(a, int) else ctypes.c_float if isinstance(a, float)
                       else ctypes.c_void_p for a in arguments)
@@ -176,10 +159,6 @@ class Program:
         device = self._checked("cuDeviceGet", driver.cuDeviceGet(self._device))
         context = self._checked("cuDevicePrimaryCtxRetain", driver.cuDevicePrimaryCtxRetain(device))
         self._checked("cuCtxSetCurrent", driver.cuCtxSetCurrent(context))
-
-    def _find_function(self, name: str) -> Any:
-        found = self._driver.cuModuleGetFunction(self._module, name.encode())
-        return self._functions.setdefault(name, self._checked(f"finding {name}", found))
 
     def _checked(self, action: str, result: tuple) -> Any:
         if result[0] != self._driver.CUresult.CUDA_SUCCESS:
@@ -208,9 +187,7 @@ def multiprocessors(device: torch.device) -> int:
 def vector(width: int, *tensors: Tensor | None) -> int:
     """How many elements a kernel may load at once: 16 bytes of them, or 1 where rows are not aligned to 16 bytes.
 
-    Args:
-        width: elements of a row.
-        tensors: those whose rows are loaded in vectors; the narrowest dtype counts.
+    The tensors are those whose rows, of `width` elements, are loaded in vectors; the narrowest dtype counts.
     """
     given = [tensor for tensor in tensors if tensor is not None]
     count = 16 // min(tensor.element_size() for tensor in given)
@@ -232,14 +209,8 @@ def warps(pieces: int, held: int) -> int:
 def define(schema: str, *, cpu: Callable, cuda: Callable, fake: Callable) -> Callable:
     """Register an op that changes none of its inputs and returns new tensors only.
 
-    Args:
-        schema: its name and types, as torch writes them.
-        cpu: the CPU implementation, in plain PyTorch.
-        cuda: the CUDA implementation, by our kernels.
-        fake: returns empty tensors of the result's shapes, dtypes and strides, for tracing.
-
-    Returns:
-        The op, a callable.
+    `cpu` is plain PyTorch, `cuda` by our kernels; `fake` makes empty tensors of the result's shapes, dtypes and
+    strides, for tracing.
     """
     name = schema.split("(")[0]
     LIBRARY.define(schema, tags=TAGS)

@@ -89,16 +89,9 @@ class _SwigluLinear(torch.autograd.Function):
 def swiglu_linear(
     gate_up: Tensor, weight: Tensor, scaling: Scaling | None = None, copy: Matrix | None = None
 ) -> Tensor:  # fmt: skip
-    """`silu(gate) * up` (Shazeer, 2020, arXiv:2002.05202) in fp32 with one rounding at the end, then a linear layer.
+    """`silu(gate) * up` (Shazeer, 2020, arXiv:2002.05202) in fp32 with one rounding at the end, then `linear`.
 
-    Args:
-        gate_up: gate and up side by side, `(..., 2 I)` in bf16, fp16 or fp32.
-        weight: `(out, I)`; its gradient has its precision.
-        scaling: how FP8 products are scaled; None: no FP8.
-        copy: of `weight`, as for `linear`; None: made here.
-
-    Returns:
-        `(..., out)`.
+    Gate and up are side by side, `(..., 2 I)` in bf16, fp16 or fp32; a weight `(out, I)` makes `(..., out)` of them.
     """
     matrix = linear.weight_matrix(weight, gate_up.dtype, scaling, copy)
     return _SwigluLinear.apply(gate_up, weight, matrix, scaling)

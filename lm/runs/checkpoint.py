@@ -82,12 +82,10 @@ def decode(value: Any) -> Any:
 
 
 def write_folder(folder: Path, content: dict[str, Any]) -> None:
-    """Write a checkpoint, complete or not at all; RunError where the disk is full, or the folder not writable.
+    """Write a checkpoint, complete or not at all, in the place of one that is there.
 
-    Args:
-        folder: its place, in an existing folder; a checkpoint that is there is replaced.
-        content: `state_dict` and `optimizer` (flat tensors on the CPU), `files` (name -> text), and any tree that
-            `encode` takes for the rest.
+    The content is `state_dict` and `optimizer` (flat tensors on the CPU), `files` (name -> text), and any tree that
+    `encode` takes for the rest.
     """
     try:
         with atomic_folder(folder) as temporary:
@@ -97,7 +95,7 @@ def write_folder(folder: Path, content: dict[str, Any]) -> None:
 
 
 def write_files(folder: Path, content: dict[str, Any]) -> None:
-    """Write the files of a checkpoint into a folder; `content` is as for `write_folder`."""
+    """Write the files of a checkpoint into a folder."""
     for key, name in TENSORS.items():
         if key in content:
             save_file(content[key], folder / name, metadata={"format": "pt"})
@@ -151,33 +149,20 @@ def point(link: Path, target: str) -> None:
 
 
 class Average(NamedTuple):
-    """Whose mean the weights of a checkpoint are, where `lm average` made it.
+    """Whose mean the weights of a checkpoint are, where `lm average` made it."""
 
-    Args:
-        steps: the optimizer steps of the checkpoints, ascending.
-        samples: the samples that had been trained on at the last of them.
-    """
-
-    steps: tuple[int, ...]
-    samples: int
+    steps: tuple[int, ...]  # of the checkpoints, ascending
+    samples: int  # that had been trained on at the last of them
 
 
 class Progress(NamedTuple):
-    """Where a training stood at a checkpoint; the defaults are its beginning.
+    """Where a training stood at a checkpoint; the defaults are its beginning."""
 
-    Args:
-        step: the optimizer step that the checkpoint was taken after.
-        samples: the samples that had been trained on.
-        best_name: the name of the best checkpoint so far; None where none was validated.
-        pending_validation: the validation that is due after the step was still to come.
-        average: set for an average, which no training can resume from: one that starts from it is at its beginning.
-    """
-
-    step: int = 0
-    samples: int = 0
-    best_name: str | None = None
-    pending_validation: bool = False
-    average: Average | None = None
+    step: int = 0  # the optimizer step that the checkpoint was taken after
+    samples: int = 0  # that had been trained on
+    best_name: str | None = None  # of the best checkpoint so far; None where none was validated
+    pending_validation: bool = False  # the validation that is due after the step was still to come
+    average: Average | None = None  # of an average, which no training can resume from, but one may start from
 
 
 def read_progress(folder: Path | str | None) -> Progress:
@@ -201,14 +186,9 @@ def read_progress(folder: Path | str | None) -> Progress:
 
 
 def read_folder(folder: Path, optimizer: bool = True, verify: bool = True) -> dict[str, Any]:
-    """Read a checkpoint back into the content that `write_folder` was given.
+    """Read a checkpoint back into the content that `write_folder` was given; RequestError where it is not whole.
 
-    Args:
-        optimizer: with the optimizer's state.
-        verify: compare every file with its digest first; False where `find_damage` has just done so.
-
-    Raises:
-        RequestError: it is not a whole checkpoint; the message names the file.
+    `verify` compares every file with its digest first; False where `find_damage` has just done so.
     """
     if verify and (damage := find_damage(folder)):
         raise RequestError(
@@ -252,9 +232,9 @@ def find_damage(folder: Path) -> str | None:
 
 
 def read_document(folder: Path) -> dict[str, Any]:
-    """The JSON of `trainer.json`, after comparing it with its own digest; the digests of the other files are in it.
+    """The JSON of `trainer.json`, whose digest is compared; a RequestError says in one phrase what is wrong.
 
-    RequestError says in one phrase that there is none, that it is damaged, or that another version of lm wrote it.
+    The digests of the other files are in it.
     """
     try:
         text = (folder / "trainer.json").read_bytes()

@@ -14,8 +14,6 @@ from lm.runs.metrics import BY_SOURCE, METRICS, merge_evaluations, valid_metrics
 from lm.runs.run import STEP, TYPES, Run, is_alert
 from lm.system.files import DAMAGE, nonnegative, parse_line
 
-OF_A_LIVE_RUN = ("phase", "eta_seconds")  # true of a process that trains
-
 
 def read_facts(run: Run) -> dict[str, Any]:
     """The facts of `run.json` and `state.json`, by the names of `TYPES`; None for what is not known (yet).
@@ -28,7 +26,7 @@ def read_facts(run: Run) -> dict[str, Any]:
         "metrics": {}, "tags": [], "command": [], "versions": {}, "machine": {},
         **live, **described, "status": status, "step": live.get("step", described.get("step")),
         "path": str(run.path.resolve()), "name": run.name, "budget": run.read("budget.json") or None,
-        **(dict.fromkeys(OF_A_LIVE_RUN) if status != "running" else {}),
+        **({"phase": None, "eta_seconds": None} if status != "running" else {}),
     }  # fmt: skip
 
 
@@ -64,15 +62,11 @@ ALERTS = 20  # the newest, that are kept
 
 
 class LiveRun:
-    """A run that is being watched: every `refresh` reads only the lines that are new.
-
-    Attributes:
-        state: the result of the last `refresh`.
-    """
+    """A run that is being watched: every `refresh` reads only the lines that are new."""
 
     def __init__(self, run: Run) -> None:
         self.run = run
-        self.state: dict[str, Any] = {}
+        self.state: dict[str, Any] = {}  # the result of the last `refresh`
         self._forget(None)
 
     def _forget(self, started: str | None) -> None:
@@ -82,15 +76,13 @@ class LiveRun:
         self._read: dict[str, int] = {}  # file -> bytes of it that were read
 
     def curve(self, metric: str, most: int = POINTS) -> Series:
-        """One of `CURVES`, in at most `most` points."""
+        """One of `CURVES`."""
         return thin(curve(METRICS[metric].label, self._lines, metric), most)
 
     def refresh(self) -> dict[str, Any]:
-        """Read what is new in the run's files.
+        """Read what is new in the run's files: the object that `lm monitor --json` prints; None is not known.
 
-        Returns:
-            The object that `lm monitor --json` prints. `status` is `Run.status()`, or `gone` where the folder has
-            vanished; the rest is then that of the refresh before. Times are in seconds; None is not known.
+        `status` is `Run.status()`, or `gone` where the folder has vanished; the rest is then that of the last refresh.
         """
         run, now = self.run, time.time()
         if not run.path.is_dir():

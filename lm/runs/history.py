@@ -31,13 +31,9 @@ class Series:
 
 
 def curve(name: str, lines: list[dict[str, Any]], metric: str, x: str = "step", weight: float = 0.0) -> Series:
-    """One metric of a run, by its name in TensorBoard.
+    """One metric of a run, of the lines of `Run.metrics()`, smoothed with a `weight` as of `smooth`.
 
-    Args:
-        lines: `Run.metrics()`.
-        x: `step` (optimizer steps), `tokens`, `flops` where the lines have it, or `time`: hours since the run's first
-            log line.
-        weight: smooth with it, see `smooth`.
+    `x` is `step` (optimizer steps), `tokens`, `flops` where the lines have it, or `time`: hours since the first line.
     """
     points = [line for line in lines if metric in line and x in line]
     began = lines[0]["time"] if x == "time" and points else 0.0
@@ -148,7 +144,7 @@ def refuse_wrong_ranges(expect: dict[str, list[float]]) -> None:
 
 
 def expectations(run: Run) -> list[Expectation]:
-    """What the config of a run expects, with the last value that was logged of each metric."""
+    """What the config of a run expects of its last values."""
     found = []
     for metric, (low, high) in (run.settings().get("expect") or {}).items():
         values = [line[metric] for line in run.metrics(metric) if not math.isnan(line[metric])]

@@ -23,7 +23,7 @@ from typing import Any, BinaryIO
 import pyarrow.fs as pafs
 
 from lm.errors import LmError, RequestError, RunError, first_line
-from lm.runs.run import LOCK, STEP, Run, valid_facts
+from lm.runs.run import LOCK, STEP, Run, session, valid_facts
 from lm.system.files import atomic_folder, parse_json, refuse_url
 from lm.system.remote import ARROW_SCHEMES, COPIED_AT_ONCE, call_within, open_file, open_filesystem
 from lm.system.stop_signals import STOP
@@ -40,25 +40,14 @@ END_PATIENCE = 60.0  # seconds without an answer after which the end of a run wa
 
 
 class Mirror:
-    """A folder of an object store with the mirrors of runs.
-
-    Args:
-        url: `s3://bucket/folder`, `gs://bucket/folder` or `file:///folder`; see `remote.open_filesystem`.
-
-    Attributes:
-        name: the URL for messages, without credentials.
-        answered: when the store answered last, by `time.monotonic`.
-
-    Raises:
-        RequestError: it is another URL, or none.
-    """
+    """A folder of an object store with the mirrors of runs, by a URL as `remote.open_filesystem` takes it."""
 
     def __init__(self, url: str) -> None:
         scheme, _, rest = url.partition("://")
         if scheme not in (*ARROW_SCHEMES, "file") or not rest.strip("/") or (scheme == "file") != rest.startswith("/"):
             raise RequestError(f"trainer.mirror {url}: give s3://bucket/folder, gs://bucket/folder or file:///folder")
-        self.name = re.sub("//[^/@]*@", "//", url.partition("?")[0]).rstrip("/")
-        self.answered = 0.0
+        self.name = re.sub("//[^/@]*@", "//", url.partition("?")[0]).rstrip("/")  # for messages: without credentials
+        self.answered = 0.0  # when the store answered last, by `time.monotonic`
         self._url = url
         self._place: tuple[pafs.FileSystem, str] | None = None  # the file system and the path in it
 
@@ -153,15 +142,10 @@ class Mirror:
     # ---- bringing a run back ------------------------------------------------------------------------------------
 
     def bring_back(self, name: str, root: str, *, named: bool) -> None:
-        """Copy the newest run of a name to this machine, unless the one that is here is as new.
+        """Copy the newest run of a name to this machine, into the folder `root`, unless the one there is as new.
 
-        Args:
-            name: of the run, or of `name`, `name-2` ...
-            root: folder of the runs.
-            named: the name was given with `--run`, so it is exactly that run.
-
-        Raises:
-            RequestError: another machine trains it, or this one trains the older copy.
+        A name that was `named`, with `--run`, is exactly that run, and not the newest of `name`, `name-2` ...; a run
+        that a process trains, here or elsewhere, is refused.
         """
         from filelock import FileLock
 
@@ -185,7 +169,7 @@ class Mirror:
             raise RunError(f"run {name} cannot be brought back from {self.name}: {first_line(error)}") from error
 
     def _refuse_if_trained(self, run: str) -> None:
-        """Refuse a run of which a process gives signs of life; where it may be alive, one is waited for."""
+        """Refuse a run of which a process gives a sign of life, which is waited for."""
         with TemporaryDirectory() as folder:
             copy = Run(folder)
 
@@ -259,13 +243,13 @@ def _is_newer(facts: dict[str, Any], local: Run, others: list[Run]) -> bool:
     here = local.read("run.json")
     if here and here.get("started") != facts.get("started"):
         return False  # it is another run, which `refuse_other` does not let be mixed with this one
-    return local.entered() < _session(facts)
+    return local.entered() < session(facts)
 
 
 class Uploads:
     """The thread that keeps the mirror of a run as the run folder is. A failure is a warning, and ends nothing.
 
-    The `run.json` of the run has to be that of this session, and `Mirror.refuse_other` to let it pass.
+    It begins once `run.json` is that of this session, and `Mirror.refuse_other` has let the run pass.
     """
 
     def __init__(self, mirror: Mirror, run: Run) -> None:
@@ -366,11 +350,11 @@ class Uploads:
         there = self._mirror.facts(self._run.name)
         if self._whole is None:
             self._whole = self._checkpoints()
-            self._sessions = {self._run.entered(), _session(there)}
+            self._sessions = {self._run.entered(), session(there)}
         if not there:  # it is new, or somebody has emptied it
             self._sent.clear()
             self._whole = dict.fromkeys(self._whole)
-        elif _session(there) not in self._sessions:
+        elif session(there) not in self._sessions:
             self._ended = True
             raise RunError(f"the run was resumed on {there.get('host')}, and the mirror is its now")
         self._send_files()
@@ -437,11 +421,6 @@ def _facts(text: bytes) -> dict[str, Any]:
         return valid_facts("run.json", parse_json(text))
     except ValueError:
         return {}
-
-
-def _session(facts: dict[str, Any]) -> tuple[float, float]:
-    """As `Run.entered`, of the facts of a `run.json`."""
-    return facts.get("turn", 0), facts.get("entered", 0.0)
 
 
 def _digest(marker: bytes) -> str:

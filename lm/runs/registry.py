@@ -69,8 +69,7 @@ def note(runs: Iterable[Run]) -> None:
 
 def forget(paths: Iterable[str]) -> None:
     """Remove the rows of these run folders; LmError where the registry cannot be written."""
-    gone = [(path,) for path in paths]
-    _write(lambda database: database.executemany("DELETE FROM runs WHERE path = ?", gone))
+    _write(lambda database: database.executemany("DELETE FROM runs WHERE path = ?", [(path,) for path in paths]))
 
 
 def rebuild(runs: Iterable[Run]) -> None:
@@ -132,10 +131,7 @@ def record_run(run: Run, warned: bool = False) -> bool:
 def find_run(name: str | None, root: str | Path = ROOT, otherwise: str = "") -> Run:
     """The run of a name: a folder under `root`, else one in the registry, else a path; without a name the newest.
 
-    `otherwise` is another cure for the message where there is no run at all.
-
-    Raises:
-        RequestError: there is none, or there are several; the message lists them or the nearest names.
+    RequestError where there is none, or several; `otherwise` is another cure for the message where there is no run.
     """
     if name is None:
         if runs := Run.all(root):

@@ -26,21 +26,12 @@ REFERENCES = ("best", "last", "auto")
 def find_checkpoint(
     reference: str | None, name: str, root: str, *, named: bool, command: str
 ) -> tuple[Path | None, Run | None]:
-    """Resolve `--ckpt_path`.
+    """The checkpoint folder that a `--ckpt_path` means, and the run that it belongs to; None where there is none.
 
-    Args:
-        reference: a folder, `best`, `last`, `step-...`, `auto` or None.
-        name: the run's name: `--run`, or that of the config.
-        root: folder of the runs.
-        named: the name was given with `--run`, so it is exactly that run and not the newest of `name`, `name-2` ...
-        command: without a reference, `fit` starts fresh and the other commands take the best checkpoint.
-
-    Returns:
-        The checkpoint folder or None, and the run that it belongs to. Its files have been compared with their digests
-        for a `fit`, and where the reference is a folder or `auto`.
-
-    Raises:
-        RequestError: the checkpoint is not there, or not whole.
+    The reference is a folder, `best`, `last`, `step-...` or `auto`; without one `fit` starts fresh, and other commands
+    take the best checkpoint. A name that was `named`, with `--run`, is exactly that run, and not the newest of `name`,
+    `name-2` ... For a `fit`, and where the reference is a folder or `auto`, the checkpoint's files have been compared
+    with their digests.
     """
     fit, auto = command == "fit", reference == "auto"
     if reference is None and fit:
@@ -149,10 +140,7 @@ def _refuse_lost_name(root: str, name: str, found: Run | None) -> None:
 
 
 def _beginning(run: Run) -> Path | None:
-    """The checkpoint that a run began from, of an imported model or of another run; None where it began from scratch.
-
-    RequestError: that checkpoint is gone or damaged.
-    """
+    """The checkpoint, of an imported model or another run, that a run began from; None where it began from scratch."""
     began_from = run.read("run.json").get("began_from")
     if began_from is None:
         log.info("run %s was stopped before its first checkpoint: it starts again at its first step", run.path)
@@ -166,12 +154,9 @@ def _beginning(run: Run) -> Path | None:
 
 
 def chosen_model(run: str | None, ckpt_path: str | None, root: str | Path = ROOT) -> Path:
-    """The model folder that `--run` and `--ckpt_path` mean; it is logged.
+    """The model folder that `--run`, else the newest run, and `--ckpt_path` mean; it is logged.
 
-    Args:
-        run: a name under the root or in the registry, or a path; the newest run if not given.
-        ckpt_path: a folder, which need not belong to a run; `best`, `last`, `step-...` or `auto` (the newest whole one)
-            of the run; its best, or its last where none was validated, if not given.
+    Without a `ckpt_path` it is the best checkpoint of the run, or its last where none was validated.
     """
     if is_of_a_run(ckpt_path):
         found = registry.find_run(run, root, otherwise=", or give a --ckpt_path")
@@ -191,10 +176,8 @@ def newest_whole(run: Run) -> Path | None:
     """The newest checkpoint of a run that is not damaged; None where there is no checkpoint. Damaged ones are logged.
 
     When a run is resumed from an earlier step, its later checkpoints are left behind: `run.json` has their digests.
-    They come after all others, however new they are.
-
-    Raises:
-        RequestError: there are checkpoints, and all are damaged; to start from scratch would be a silent loss.
+    They come after all others, however new they are. Where all are damaged, to start from scratch would be a silent
+    loss, and is refused.
     """
     last, left_behind = run.link("last"), run.read("run.json").get("left_behind", [])
     found = {path.name: path for path in run.path.glob("step-*") if STEP.fullmatch(path.name)}
@@ -229,11 +212,7 @@ def repair_links(run: Run, checkpoint: Path) -> None:
 
 
 def refuse_changed_config(run: Run, config: dict[str, Any], force: bool) -> list[str]:
-    """Compare a config with that of a run, log the differences, and return their keys.
-
-    Raises:
-        RequestError: one may not change in a resume, and there is no `force`.
-    """
+    """Log what differs between a config and that of a run, and return the keys; refuse what no resume may change."""
     settings = run.settings()
     if not force and not settings:
         raise RequestError(

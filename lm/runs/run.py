@@ -33,7 +33,6 @@ SILENCE = 30.0  # seconds without a heartbeat after which a run is taken for dea
 LOCK = "run.lock"
 NO_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP, errno.EINVAL)  # of file systems without locks
 
-GROUPS = ("trainer", "model", "data")  # of options in a config
 NUMBER = (int, float)
 VARIABLE = re.compile(r"\$(?:(\w+)|\{(\w+)\})")  # `$NAME` or `${NAME}` in an address under `notify`
 TYPES: dict[str, dict[str, Any]] = {  # file -> fact -> its type; a fact of another type is damaged, and not known
@@ -73,7 +72,7 @@ def is_alert(line: dict[str, Any]) -> bool:
 
 
 def hide_address(url: str) -> str:
-    """An address under `notify` without what may be a password or a token: its scheme; `$NAME` stays as it is."""
+    """An address under `notify` without what may be a password or a token; `$NAME` stays as it is."""
     return url if VARIABLE.fullmatch(url) else f"{url.partition('://')[0]}://..." if "://" in url else "..."
 
 
@@ -96,6 +95,11 @@ def hide_typed_addresses(command: list[str]) -> list[str]:
         re.sub(r"(?s)://.*", "://...", argument) if argument.startswith("--notify") or after else argument
         for argument, after in zip(command, follows)
     ]  # fmt: skip
+
+
+def session(facts: dict[str, Any]) -> tuple[float, float]:
+    """As `Run.entered`, of the facts of a `run.json`."""
+    return nonnegative(facts.get("turn")) or 0, nonnegative(facts.get("entered")) or 0.0
 
 
 def process_exists(pid: int | None) -> bool:
@@ -144,8 +148,10 @@ class Run:
             return {}
         if not isinstance(found, dict):
             return {}
-        whole = {key: value for key, value in found.items() if key not in GROUPS or isinstance(value, dict)}
-        return hide_addresses(whole)
+        groups = ("trainer", "model", "data")
+        return hide_addresses({
+            key: value for key, value in found.items() if key not in groups or isinstance(value, dict)
+        })
 
     def started_in(self) -> Path:
         """The folder that the relative paths of the run's config are relative to.
@@ -197,8 +203,7 @@ class Run:
 
     def entered(self) -> tuple[float, float]:
         """The number and the time of the run's last start or resume: no two sessions have the same."""
-        facts = self.read("run.json")
-        return nonnegative(facts.get("turn")) or 0, nonnegative(facts.get("entered")) or 0.0
+        return session(self.read("run.json"))
 
     @classmethod
     def next_start(cls, root: Path | str) -> int:
@@ -213,10 +218,7 @@ class Run:
 
     @classmethod
     def create(cls, name: str, root: Path | str = ROOT, taken: Callable[[str], bool] = lambda name: False) -> "Run":
-        """Claim a new folder: `name`, else `name-2`, `name-3` ...; an existing one is never overwritten.
-
-        Nor is a name that is `taken`, though there is no such folder.
-        """
+        """Claim a new folder: `name`, else `name-2`, `name-3` ..., the first that is not there and not `taken`."""
         refuse_name(name)
         for attempt in count(1):
             path = Path(root) / (name if attempt == 1 else f"{name}-{attempt}")
@@ -236,10 +238,7 @@ class Run:
         """Be the one process that trains this run, until it ends: take `run.lock`.
 
         The system releases the lock however the process ends, so the run of a dead process is free at once.
-
-        Raises:
-            RequestError: another process trains it; the message says which.
-            OSError: the folder cannot be written to.
+        RequestError where another process trains it, OSError where the folder cannot be written to.
         """
         from filelock import FileLock, Timeout  # takes a while to import
 
@@ -322,9 +321,8 @@ class Run:
     def status(self) -> str:
         """The run's state, also where its process could not say that it ended.
 
-        Returns:
-            `running`; `dead`, where run.json says `running` and its process is gone, or has been silent for a while;
-            `finished`; `stopped` by a guard; `interrupted` by a signal; `failed`; `unknown`.
+        `running`; `dead`, where run.json says `running` and its process is gone, or has been silent for a while;
+        `finished`; `stopped` by a guard; `interrupted` by a signal; `failed`; `unknown`.
         """
         facts = self.read("run.json")
         if facts.get("status") != "running":
@@ -334,7 +332,7 @@ class Run:
         if locked or locked is False and here:
             return "running" if locked else "dead"
         # There are no locks, or another machine's process had it last, whose lock may not be visible here.
-        entered, beaten = nonnegative(facts.get("entered")) or 0.0, nonnegative(beat.get("time")) or 0.0
+        entered, beaten = session(facts)[1], nonnegative(beat.get("time")) or 0.0
         if here and beaten >= entered and not process_exists(beat.get("pid")):
             return "dead"
         return "running" if time.time() - max(beaten, entered) < SILENCE else "dead"

@@ -21,7 +21,6 @@ from lm.system.units import Count, parse_count
 LONGEST_SHOWN = 60  # characters of a value in a message
 LONGEST_MESSAGE = 300
 FEW_OPTIONS, MOST_UNKNOWN = 10, 6  # that a message lists
-BOOLEANS = ("true", "false", "yes", "no")
 
 register_type(Count, serializer=int, deserializer=parse_count, type_check=lambda value, kind: type(value) is kind)
 
@@ -50,7 +49,7 @@ class Parser(OneLineErrors, ArgumentParser):
 def call(function: Callable[..., Any], arguments: list[str], prog: str, meant: str | None = None) -> Any:
     """Call a typed function with the values of a command line; parameters without a default are positional.
 
-    `meant` is what a value without an option is meant for, to be suggested, with `{value}` and its short `{name}`.
+    `meant` is what to suggest for a value without an option, with `{value}` and its short `{name}`.
     """
     parser = Parser(prog=prog, allow_abbrev=False, description=(function.__doc__ or "").partition("\n\n")[0])
     parser.add_function_arguments(function, as_group=False, as_positional=True)
@@ -70,11 +69,7 @@ def arguments_from(options: type, **types: type) -> Callable[[Callable[..., None
     """Decorates an `__init__(self, config)` so that the class is called with the fields of this dataclass.
 
     `Trainer(max_steps=10)` makes a `TrainerConfig` and gives it to the decorated function. `help()` and parsers see the
-    fields.
-
-    Args:
-        options: the dataclass.
-        types: what it names in quotes, because to import it would take seconds.
+    fields. `types` are those that the dataclass names in quotes, because to import them would take seconds.
     """
 
     def decorate(init: Callable[..., None]) -> Callable[..., None]:
@@ -96,10 +91,7 @@ def arguments_from(options: type, **types: type) -> Callable[[Callable[..., None
 
 
 def build_options(options: type, caller: str, *args: Any, **given: Any) -> Any:
-    """A dataclass of options, made of the arguments of a call; a count may be a text, as in a config.
-
-    RequestError: there is no such option, and it names the nearest; or a value is out of range.
-    """
+    """A dataclass of options, made of the arguments of a call; a count may be a text, as in a config."""
     kinds = {one.name: one.type for one in fields(options)}
     if unknown := [name for name in given if name not in kinds]:
         hints = {name: nearest_option(name, list(kinds)) for name in unknown}
@@ -128,7 +120,8 @@ def spell_out(arguments: list[str], flags: Iterable[str] = (), lists: Iterable[s
         option, equals, value = argument.partition("=")
         name = option.removeprefix("--")
         null = value == "null" if equals else rest[:1] == ["null"] and "." in name
-        if name in flags and argument == f"--{name}" and not (rest and rest[0].lower() in BOOLEANS):
+        has_value = rest and rest[0].lower() in ("true", "false", "yes", "no")
+        if name in flags and argument == f"--{name}" and not has_value:
             spelled.append(f"{argument}=true")
         elif name in lists and option != name and (equals or rest) and not null:
             given = [value] if equals else []
@@ -136,16 +129,12 @@ def spell_out(arguments: list[str], flags: Iterable[str] = (), lists: Iterable[s
                 given.append(rest.pop(0))
             if option not in values:
                 spelled.append(option)
-            as_yaml = bool(equals) or not is_text(name)
+            # Texts for a model may look like YAML.
+            as_yaml = bool(equals) or name.rpartition(".")[2] not in ("prompt", "prompts", "stop")
             values.setdefault(option, []).extend(_listed(given[0], as_yaml) if len(given) == 1 else given)
         else:
             spelled.append(argument)
     return [f"{argument}={as_list(values[argument])}" if argument in values else argument for argument in spelled]
-
-
-def is_text(option: str) -> bool:
-    """Whether the values of an option are texts for a model, which may look like YAML."""
-    return option.rpartition(".")[2] in ("prompt", "prompts", "stop")
 
 
 def _listed(text: str, as_yaml: bool) -> list[str]:
@@ -207,7 +196,7 @@ def shorten(message: str, known: list[str]) -> str:
     # Of a type such as `int | None` what each part says, without the list of the parts, and None is no help.
     key, indent = re.match(r'(?:Parser key "(.+?)":)?', message)[1], re.search(r"Errors:\n( *)- ", message)
     errors = re.findall(rf"\n{indent[1]}- (.*(?:\n{indent[1]} {{4}}.*)*)", message) if indent else []
-    if reasons := [each.removeprefix("Not of type Count: ") for each in errors if "NoneType" not in each]:
+    if reasons := [each for each in errors if "NoneType" not in each]:
         given = re.search(r"class_path'?[=:] ?'(\S+?)'", message) or re.search(r"(?s)Given value: (.*)", message)
         # What a class itself says comes before that the value is of none of the other types.
         text = ", or ".join([each for each in reasons if not each.startswith(("Expected", "Not a"))] or reasons)
@@ -216,7 +205,7 @@ def shorten(message: str, known: list[str]) -> str:
         text = message.partition('":')[2] if key else message
     text = re.sub(r"[Ee]xpected a <class '(?:\w+\.)*(\w+)'>", r"expected \1", " ".join(text.split()))
     text = re.sub(r"[Ee]xpected a typing\.Literal\[(.*?)\]", r"expected one of \1", text)
-    text = text.replace(". Got value:", ", got")
+    text = text.replace(". Got value:", ", got").replace("Not of type Count: ", "")
     # What was given for a list may have a password in it.
     text = re.sub("expected list, got .*", "expected a list: [a, b], or lines that begin with a dash", text)
     text = re.sub("Unable to load config .*", "this is a group of options: give each with its name", text)

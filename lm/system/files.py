@@ -50,9 +50,8 @@ _JSON = json.JSONDecoder(parse_int=_integer)  # `json.loads` would make a decode
 def parse_yaml(text: str | bytes) -> Any:
     """Parse a YAML text into plain values: no tag makes an object of another kind.
 
-    Raises:
-        ValueError: it is no YAML, no UTF-8, nested too deep, larger than `LARGEST_YAML` with its aliases, or has a key
-            twice, of which YAML would keep the last one.
+    A ValueError is also what has a key twice, of which YAML would keep the last one, is nested too deep, or is larger
+    than `LARGEST_YAML` with its aliases.
     """
     import yaml
 
@@ -365,13 +364,10 @@ class DiskSpace(NamedTuple):
 
 
 def disk_space(folder: Path, checkpoint: int, keep: int, present: int = 0) -> DiskSpace:
-    """The disk space that a run's checkpoints will need, and what is free there.
+    """The disk space that a run's checkpoints of so many bytes will need, and what is free in a folder, also a new one.
 
-    Args:
-        folder: of the run, or of the runs; it need not exist yet.
-        checkpoint: bytes of one.
-        keep: how many of the newest are kept; the best and the one being written come on top.
-        present: how many exist already, whose space the run will use again.
+    The newest `keep` are kept; the best and the one being written come on top. The run will use the space of those that
+    are `present` again.
     """
     existing = next(path for path in (folder, *folder.absolute().parents) if path.exists())
     free = shutil.disk_usage(existing).free + checkpoint * present

@@ -122,17 +122,12 @@ FAMILIES = {"bf16": 0, "fp16": 1, "16": 1, "tf32": 2, "fp32": 3, "32": 3, "fp8":
 
 
 def peak_flops(device_name: str, precision: str) -> float | None:
-    """The dense peak of a device, the denominator of MFU.
+    """The dense peak of a device, the denominator of MFU, in floating-point operations a second; None if not known.
 
-    Args:
-        device_name: as torch names the GPU, such as "NVIDIA H100 80GB HBM3".
-        precision: of the matrix multiplications: "bf16", "fp16", "tf32" or "fp32", or a trainer's ("bf16-mixed",
-            "bf16-true", "16-mixed", "32-true", "fp8-tensorwise", "fp8-rowwise"). "32-true" is fp32; a program that
-            allows TF32 passes "tf32". For FP8 it is the FP8 peak, although attention and the output matrix compute in
-            bf16. So compare FP8 with bf16 by tokens a second, not by MFU.
-
-    Returns:
-        Floating-point operations a second; None for a CPU, and for a device or a precision that is not in the table.
+    The precision is that of the matrix multiplications: "bf16", "fp16", "tf32" or "fp32", or a trainer's, such as
+    "bf16-mixed" or "fp8-rowwise". "32-true" is fp32; a program that allows TF32 passes "tf32". For FP8 it is the FP8
+    peak, although attention and the output matrix compute in bf16. So compare FP8 with bf16 by tokens a second, not by
+    MFU.
     """
     column = FAMILIES.get(re.sub(r"-(mixed|true|tensorwise|rowwise)$", "", precision))
     model = _model(device_name)
@@ -252,7 +247,6 @@ class Device(NamedTuple):
     peak_tflops: float | None = None  # in the precision of the training; None: that of `PEAKS`
 
     def peak_flops(self, precision: str) -> float | None:
-        """Its peak as `peak_flops` has it, or the one that was given."""
         return self.peak_tflops * 1e12 if self.peak_tflops else peak_flops(self.name, precision)
 
 
@@ -293,11 +287,9 @@ def _spelling(name: str) -> str:
 def find_device(name: str, memory_bytes: int | None = None, peak_tflops: float | None = None) -> tuple[Device, int]:
     """A device by its name, so that a training can be planned for another machine, and how many of them there are.
 
-    Args:
-        name: such as "h200", "RTX 4090" or "NVIDIA A100-SXM4-80GB", of which there is 1; "cpu"; "auto" for the device
-            that this machine would train on.
-        memory_bytes: in place of the device's own; with "auto" it is any other GPU, of compute capability 8.0.
-        peak_tflops: its peak in TFLOP/s in the precision of the training, in place of the one that is known.
+    A name is such as "h200", "RTX 4090" or "NVIDIA A100-SXM4-80GB", of which there is 1; "cpu"; "auto" for the device
+    that this machine would train on. Memory and peak, in TFLOP/s, are in place of the device's own; with memory "auto"
+    is any other GPU, of compute capability 8.0.
     """
     found, count = (Device("any GPU", None, (8, 0)), 1) if memory_bytes and name == "auto" else _named_device(name)
     return found._replace(memory_bytes=memory_bytes or found.memory_bytes, peak_tflops=peak_tflops), count
@@ -349,36 +341,26 @@ class Telemetry:
     """Reads CPU, memory, this process and its GPUs. Loads are means since the reading before; None is not known.
 
     All readings have to come from one thread.
-
-    Args:
-        gpus: UUIDs of the GPUs to read.
-        nvml: the module `pynvml` or a replacement; imported at the first reading if not given.
     """
 
     def __init__(self, gpus: Sequence[str] = (), nvml: Any = None) -> None:
-        self._wanted = gpus
-        self._nvml = nvml
+        self._wanted = gpus  # UUIDs
+        self._nvml = nvml  # in place of the module `pynvml`, which the first reading imports
         self._handles: list[Any] | None = None  # of the GPUs that NVML knows, from the first reading on
         self._has_read = False
 
     def read(self) -> dict[str, Any]:
-        """One reading.
-
-        Returns:
-            `cpu`: `load_percent` of all cores, `cores`; `memory`: `used_bytes` and `total_bytes` of the machine, or of
-            the container where it has a limit; `process`: `memory_bytes` resident; `gpus`: for each `index`, `name`,
-            `load_percent`, `memory_used_bytes`, `memory_total_bytes`, `temperature_celsius`, `power_watts`,
-            `power_limit_watts`, `clocks_limited_by` (reasons, empty where nothing limits them).
-        """
+        """One reading, by `cpu`, `memory`, `process` and `gpus`."""
         if self._handles is None:
             self._handles = self._open()
-        gpus = [self._gpu(handle) for handle in self._handles]
-        return {"cpu": self._cpu(), "memory": memory(), "process": {"memory_bytes": process_bytes()}, "gpus": gpus}
-
-    def _cpu(self) -> dict[str, Any]:
         load, since_before = psutil.cpu_percent(), self._has_read
         self._has_read = True
-        return {"load_percent": load if since_before else None, "cores": os.cpu_count()}
+        return {
+            "cpu": {"load_percent": load if since_before else None, "cores": os.cpu_count()},
+            "memory": memory(),
+            "process": {"memory_bytes": process_bytes()},
+            "gpus": [self._gpu(handle) for handle in self._handles],
+        }
 
     def _open(self) -> list[Any]:
         """Start NVML and find the GPUs; none where the package or the driver is not there."""
@@ -404,7 +386,7 @@ class Telemetry:
             "temperature_celsius": ask("nvmlDeviceGetTemperature", handle, nvml.NVML_TEMPERATURE_GPU),
             "power_watts": ask("nvmlDeviceGetPowerUsage", handle, then=lambda milliwatts: milliwatts / 1e3),
             "power_limit_watts": ask("nvmlDeviceGetEnforcedPowerLimit", handle, then=lambda limit: limit / 1e3),
-            "clocks_limited_by": clock_limits(reasons),
+            "clocks_limited_by": clock_limits(reasons),  # empty where nothing limits them
         }
 
     def _ask(self, function: str, *arguments: Any, then: Callable[[Any], Any] = lambda value: value) -> Any:

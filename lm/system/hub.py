@@ -138,10 +138,7 @@ def _place(path: str) -> Place:
 def _ask(page: str, method: str = "GET", headers: dict[str, str] = {}, **options: Any) -> Any:
     """One request to the hub: a path below its endpoint, or an address of it.
 
-    Raises:
-        RequestError: huggingface_hub is set to work offline.
-        FileNotFoundError, PermissionError: what the hub says of the repository, revision or file.
-        Exception: the request failed in another way.
+    FileNotFoundError and PermissionError are what the hub says of the repository, revision or file.
     """
     from huggingface_hub import constants  # takes a while to import
     from huggingface_hub.errors import OfflineModeIsEnabled

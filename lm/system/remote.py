@@ -41,13 +41,11 @@ FIRST_PAUSE, LONGEST_PAUSE = 0.5, 15.0  # seconds between attempts; doubled afte
 PATIENCE = 150.0  # seconds for all attempts of one read
 LONGEST_ASKED = 600.0  # seconds that a store may ask to wait
 ASK_LATER = (408, 425, 429)  # statuses below 500 after which the same request may succeed
-WARN_EVERY = 60.0  # seconds
 COPIED_AT_ONCE = 2**24  # bytes
 FRESH = 60.0  # seconds in which a copy is not made again where the store says no times
 FACTS = ".source.json"  # in a copy: sizes and times of the files in the store
 GCS_LIMIT, GCS_SECONDS = "retry_limit_seconds", 10  # of pyarrow's own retries, in a URL; 15 minutes if not given
 ARROW_SCHEMES = ("s3", "gs", "gcs")
-_PERMANENT = (FileNotFoundError, PermissionError, IsADirectoryError, NotADirectoryError)
 _DENIED = re.compile(r"ACCESS_DENIED|PERMISSION_DENIED|INVALID_ACCESS_KEY_ID|SIGNATURE_DOES_NOT_MATCH")
 _REFUSED = re.compile(  # how pyarrow words what S3 will not answer better the next time
     r"AWS Error (ACCESS_DENIED|NO_SUCH_BUCKET|INVALID_ACCESS_KEY_ID|SIGNATURE_DOES_NOT_MATCH)|HTTP status 301\)"
@@ -136,12 +134,7 @@ class Listing(NamedTuple):
 
 
 def list_files(source: str, patience: float = PATIENCE) -> Listing:
-    """List a path, folder, glob or URL; of the Hugging Face hub as it is at the latest commit, which the paths name.
-
-    Raises:
-        RequestError: it is not there, or cannot be listed, or a glob matches no file.
-        RunError: a remote file system failed again and again.
-    """
+    """List a path, folder, glob or URL; of the Hugging Face hub as it is at the latest commit, which the paths name."""
     base, pattern = _split_glob(source)
     query = "".join(base.partition("?")[1:]) if is_remote(base) else ""
     filesystem, given, prefix = open_filesystem(base)
@@ -320,15 +313,8 @@ def with_retries(read: Callable, name: str, patience: float = PATIENCE):
     """Call `read`; where it reads a remote file, until it succeeds, with pauses that double.
 
     An attempt that gets no answer is given up after half of the time that is left. Where the store says how long to
-    wait, such as with 'too many requests', that is waited for, and is not of the patience.
-
-    Args:
-        read: may be called several times, and from other threads.
-        name: path or URL of what is read.
-        patience: seconds for all attempts together.
-
-    Raises:
-        Unreachable: the last attempt failed too.
+    wait, such as with 'too many requests', that is waited for, and is not of the patience: the seconds for all attempts
+    together, after which it is `Unreachable`. `read` is called from other threads.
     """
     global _asked_until
     if not is_remote(name):
@@ -415,8 +401,10 @@ def _is_transient(error: Exception) -> bool:
     status = _answer(error)[0]
     if status is not None and 400 <= status < 500:
         return status in ASK_LATER
+    if isinstance(error, FileNotFoundError | PermissionError | IsADirectoryError | NotADirectoryError):
+        return False
     if isinstance(error, OSError):
-        return not isinstance(error, _PERMANENT) and not _REFUSED.search(str(error))
+        return not _REFUSED.search(str(error))
     return not isinstance(error, (LmError, pa.ArrowException)) and type(error).__module__ != "builtins"
 
 
@@ -427,7 +415,7 @@ def is_denied(error: BaseException | None) -> bool:
 
 def _warn(kind: str, message: str) -> None:
     """Log a warning, each kind at most once a minute: all reads fail when a store is gone."""
-    if time.monotonic() - _last_warnings.get(kind, -math.inf) > WARN_EVERY:
+    if time.monotonic() - _last_warnings.get(kind, -math.inf) > 60:
         _last_warnings[kind] = time.monotonic()
         log.warning("%s", message)
 
@@ -447,11 +435,8 @@ def unreadable(name: str, error: Exception) -> RunError:
 def fetch(source: str, names: Sequence[str] = ()) -> Path:
     """Copy files of a remote folder to this machine, unless its copy there is the same by sizes and times.
 
-    The copies are in `$XDG_CACHE_HOME/lm/remote` or `~/.cache/lm/remote`, one of each folder, and may be deleted.
-
-    Args:
-        source: URL of the folder.
-        names: the first must be there, and the others may be; all that are directly in it if not given.
+    The copies are in `$XDG_CACHE_HOME/lm/remote` or `~/.cache/lm/remote`, one of each folder, and may be deleted. Of
+    the names the first must be there, and the others may be; all that are directly in the folder if none are given.
     """
     from filelock import FileLock
 

@@ -19,22 +19,14 @@ FINAL_WRITE_SECONDS = 2.0  # that the watchdog gives `before_exit`, which writes
 
 
 class StopSignals:
-    """The signals that this process received, and their consequence.
-
-    Attributes:
-        received: the first signal.
-        received_at: when it came, by `time.monotonic`.
-        armed: a training checks `received` between steps; otherwise the handler raises `Interrupted`.
-        half_time_over: half of the seconds after a signal have passed, and the training has not finished.
-        saving: a checkpoint is being copied from the device, which may take longer than the limit.
-    """
+    """The signals that this process received, and their consequence."""
 
     def __init__(self) -> None:
-        self.received: signal.Signals | None = None
-        self.received_at = 0.0
-        self.armed = False
-        self.half_time_over = False
-        self.saving = False
+        self.received: signal.Signals | None = None  # the first
+        self.received_at = 0.0  # by `time.monotonic`
+        self.armed = False  # a training checks `received` between steps; otherwise the handler raises `Interrupted`
+        self.half_time_over = False  # half of the seconds after a signal, and the training has not finished
+        self.saving = False  # a checkpoint is being copied from the device, which may take longer than the limit
         self._finished = threading.Event()  # the watchdog has nothing to wait for any more
 
     def catch(self) -> None:
@@ -70,10 +62,8 @@ class StopSignals:
     def arm(self, within: float = 0.0, before_exit: Callable[[], None] | None = None) -> None:
         """From now on a signal is recorded in `received` and raises nothing.
 
-        Args:
-            within: seconds from a signal to `disarm`. After them a watchdog thread ends the process with exit code 75,
-                whatever the main thread does. 0: no limit.
-            before_exit: called by the watchdog thread before it ends the process; it has `FINAL_WRITE_SECONDS`.
+        A `disarm` has to come `within` so many seconds from a signal, if not 0. After them a watchdog thread ends the
+        process with exit code 75, whatever the main thread does, and calls `before_exit` first.
         """
         self.armed, self.half_time_over, self._finished = True, False, threading.Event()
         if within:

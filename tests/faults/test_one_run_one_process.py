@@ -22,10 +22,13 @@ FIT = ("fit", "--config", "small.yaml", "--ckpt_path", "auto")
 
 
 def waiting(folder, *arguments):
-    """A fit that has come to its sixth step, with a checkpoint of the third, and waits there for the file `go`."""
-    process = start(folder, *arguments)
+    """A fit that has come to its sixth step, and waits there for the file `go`; its newest checkpoint is written.
+
+    That is the one of the fourth step. Its writer, a thread, removes the one of the third when it is done.
+    """
+    process, run = start(folder, *arguments), Run(folder / "checkpoints" / "small")
     until = time.monotonic() + 120
-    while not (folder / "waits").exists():
+    while not (folder / "waits").exists() or list(run.steps()) != [4]:
         assert process.poll() is None and time.monotonic() < until, process.communicate()
         time.sleep(0.05)
     return process

@@ -181,16 +181,6 @@ def test_a_changed_config_is_refused_only_where_it_makes_the_run_a_lie(tmp_path)
         refuse_changed_config(run, changed, force=True)
 
 
-def test_an_option_that_is_newer_than_a_run_is_taken_as_off(tmp_path):
-    run = make(tmp_path, "a")
-    run.config.write_text('{"model": {"decoder": {"hidden_size": 8}}}\n')
-    config = {"model": {"decoder": {"hidden_size": 8, "zero_init_residual": False}}}
-    assert refuse_changed_config(run, config, force=False) == []
-    config["model"]["decoder"]["zero_init_residual"] = True
-    with pytest.raises(RequestError, match="another model.decoder.zero_init_residual"):
-        refuse_changed_config(run, config, force=False)
-
-
 def test_an_option_that_one_version_lacks_is_no_difference_where_it_is_off():
     """A value that both configs set is one, also where it is 0 in one and nothing in the other."""
     assert differences([{"data": {"packed": False}}, {"data": {"pad_id": None}, "run": "b"}, {"run": "a"}]) == {}

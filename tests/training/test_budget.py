@@ -8,14 +8,13 @@ from datetime import UTC, datetime, timedelta
 from types import SimpleNamespace
 
 import pytest
-from trainings import lm, make_workplace, write_config
+from trainings import fit, lm, make_workplace, write_config
 
 from lm.cli.main import main
 from lm.errors import RequestError
 from lm.runs.run import Run
 from lm.system.process import seconds_since_process_start
 from lm.training.callbacks.budget import STALE, BudgetGuard, Cost, Meter, Sidecar, judge, read_budget_file
-from lm.training.callbacks.logging import StepTimeEstimator
 from lm.training.config import BudgetConfig
 from lm.training.run_state import RunState
 
@@ -49,25 +48,6 @@ def test_the_age_of_the_process_is_known():
     time.sleep(0.05)
     assert first >= 0 and 0.03 < seconds_since_process_start() - first < 5
     assert first + 0.05 > time.thread_time() * 0.5 or first == 0  # the process may have computed on many cores
-
-
-def test_a_slow_stretch_is_not_the_pace():
-    """Compilation, or a disk that hangs for ten minutes, says nothing of the steps to come."""
-    pace = StepTimeEstimator()
-    assert pace.rest(100, 0) is None
-    pace.steps.extend([2.0, 2.0, 300.0, 2.0, 2.0])
-    pace.validations.extend([30.0, 12.0, 12.0])
-    assert pace.rest(100, 3) == 100 * 2.0 + 3 * 12.0
-
-
-def test_pauses_that_come_again_are_part_of_the_pace_and_a_single_one_is_not():
-    """Evaluations of 120 s every 250 steps make a step of 0.1 s one of 0.58 s."""
-    pace = StepTimeEstimator()
-    pace.steps.append(0.1)
-    pace.pauses.append((250, 500.0))  # the first of a session, which compiled something
-    assert pace.rest(1000, 0) == pytest.approx(100.0)
-    pace.pauses.extend([(500, 120.0), (750, 120.0)])
-    assert pace.rest(1000, 0) == pytest.approx(100.0 + 4 * 120.0)
 
 
 @pytest.mark.parametrize(
@@ -170,7 +150,7 @@ class Simulation:
             if self.trainer.run_state.stop:
                 return
             self.trainer.global_step += 10
-            self.clock.now += 10 * (seconds() if callable(seconds) else seconds)
+            self.clock.now += 10 * seconds
             self.budget.on_metrics(self.trainer, self.module, {})
             if validation and self.trainer.global_step % self.trainer.val_interval == 0:
                 self.clock.now += validation
@@ -262,9 +242,9 @@ def test_a_run_whose_budget_is_spent_is_not_resumed(tmp_path, monkeypatch):
 def test_a_budget_that_is_spent_before_the_first_step_ends_with_3(tmp_path):
     folder = make_workplace(tmp_path)
     budget = {"cap_usd": 0.01, "rate_usd_per_hr": 1e6}
-    fit = lm(folder, "fit", "--config", str(write_config(folder, **{"guards.budget": budget})), expect=3)
-    assert fit.stderr.splitlines()[-1].endswith(" of $0.01 are spent: the end, without a checkpoint")
-    assert Run(folder / "checkpoints/small").status() == "stopped"
+    ended, run = fit(folder, expect=3, **{"guards.budget": budget})
+    assert ended.stderr.splitlines()[-1].endswith(" of $0.01 are spent: the end, without a checkpoint")
+    assert run.status() == "stopped"
 
 
 def test_a_jump_of_the_wall_clock_changes_nothing(tmp_path, monkeypatch):
@@ -300,18 +280,22 @@ def test_a_sidecar_counts_and_the_own_clock_takes_over_where_it_ends(tmp_path, m
     assert [act[:3] for act in simulation.acts] == [(810, "stop", False)]
 
 
-def test_a_rate_that_the_file_raises_over_the_limit_ends_the_run_with_a_checkpoint(tmp_path, monkeypatch):
+@pytest.mark.parametrize(("news", "step", "words"), [
+    ({"rate_usd_per_hr": 4}, 210, "an hour costs $4.00, more than the $2.50"),
+    ({"projected_total_usd": 99}, 230, "$99.00"),  # three log lines in a row
+])  # fmt: skip
+def test_what_the_file_says_later_ends_the_run_with_a_checkpoint(tmp_path, monkeypatch, news, step, words):
     (tmp_path / "run").mkdir()
-    path = tmp_path / "budget.json"
-    path.write_text(json.dumps({"spent_usd": 3, "rate_usd_per_hr": 2, "last_update_utc": stamp(60)}))
+    path = tmp_path / "sidecar.json"
+    sidecar = {"spent_usd": 3, "rate_usd_per_hr": 2, "last_update_utc": stamp(60)}
+    path.write_text(json.dumps(sidecar))
     config = BudgetConfig(cap_usd=50, max_rate_usd_per_hr=2.5, file=str(path))
     simulation = Simulation(tmp_path / "run", monkeypatch, config)
     simulation.lines(20, 1)
     assert simulation.acts == []
-    path.write_text(json.dumps({"spent_usd": 3, "rate_usd_per_hr": 4, "last_update_utc": stamp()}))
+    path.write_text(json.dumps({**sidecar, "last_update_utc": stamp(), **news}))
     simulation.lines(20, 1)
-    assert [act[:3] for act in simulation.acts] == [(210, "stop", True)]
-    assert "an hour costs $4.00, more than the $2.50" in simulation.acts[0][3]
+    assert [act[:3] for act in simulation.acts] == [(step, "stop", True)] and words in simulation.acts[0][3]
 
 
 @pytest.mark.parametrize(("content", "budget", "words"), [
@@ -337,15 +321,6 @@ def test_a_cap_that_cannot_be_counted_is_refused_by_a_fit_before_it_writes_and_b
     if "cap_usd" in budget:  # with a rate its own clock counts
         known = BudgetConfig(**budget, file="budget.json", rate_usd_per_hr=3)
         assert read_budget_file(known) == {}
-
-
-def test_what_a_sidecar_projects_counts(tmp_path, monkeypatch):
-    (tmp_path / "run").mkdir()
-    path = tmp_path / "sidecar.json"
-    path.write_text(json.dumps({"spent_usd": 3, "projected_total_usd": 99, "last_update_utc": stamp()}))
-    simulation = Simulation(tmp_path / "run", monkeypatch, BudgetConfig(cap_usd=50, file=str(path)))
-    simulation.lines(100, 1)
-    assert [act[:3] for act in simulation.acts] == [(130, "stop", True)] and "$99.00" in simulation.acts[0][3]
 
 
 def test_a_file_of_somebody_else_is_not_written_over(tmp_path, monkeypatch):

@@ -65,9 +65,8 @@ def workplace(tmp_path_factory):
     return make_workplace(tmp_path_factory.mktemp("guards"))
 
 
-def poisoned(**steps):
-    poison = {"class_path": "test_guards.Poison", "init_args": steps}
-    return {"trainer.callbacks": [{"class_path": "recorder.Recorder"}, poison]}
+def poisoned(*callbacks, **steps):
+    return {"trainer.callbacks": [*callbacks, {"class_path": "test_guards.Poison", "init_args": steps}]}
 
 
 def tensors(run, step, name="model.safetensors"):
@@ -196,7 +195,7 @@ def test_all_ranks_agree(workplace, strategy):
     """What only the last rank finds is skipped, rolled back and stopped by all of them, and they end together; the
     samples of the step, of both ranks, are kept for a look."""
     changes = {
-        **poisoned(gradient=[3], loss=[5]),
+        **poisoned({"class_path": "recorder.Recorder"}, gradient=[3], loss=[5]),
         "trainer.devices": 2, "trainer.strategy": strategy, "data.micro_batch_size": 2,
         "guards.alerts": {"step == 7 and loss > 0": "rollback", "step == 10 and loss > 0": "stop"},
     }  # fmt: skip

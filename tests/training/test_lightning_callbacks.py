@@ -5,12 +5,11 @@ from pathlib import Path
 
 import pytest
 from lightning.pytorch import callbacks
-from trainings import lm, make_workplace, write_config
+from trainings import fit, lm, make_workplace, write_config
 
 from lm.cli.config import config_parser
 from lm.errors import RequestError
 from lm.runs.checkpoint import find_damage
-from lm.runs.run import Run
 from lm.training.checks import INSTEAD, of_callbacks, refuse
 
 PLACE = "lightning.pytorch.callbacks."
@@ -29,12 +28,9 @@ def workplace(tmp_path_factory):
     return make_workplace(tmp_path_factory.mktemp("callbacks"))
 
 
-def fit(folder, run, *given, expect=0, **changes):
-    """Train with callbacks, each a class's name and its arguments."""
-    given = [{"class_path": name if "." in name else PLACE + name, "init_args": each} for name, each in given]
-    config = write_config(folder, run, **{"trainer.callbacks": given, **changes})
-    done = lm(folder, "fit", "--config", str(config), expect=expect)
-    return done, Run(folder / "checkpoints" / run)
+def given(*callbacks):
+    """Lightning's callbacks, each a class's name and its arguments."""
+    return {"trainer.callbacks": [{"class_path": PLACE + name, "init_args": each} for name, each in callbacks]}
 
 
 @pytest.mark.parametrize("name", callbacks.__all__)
@@ -52,13 +48,14 @@ def test_each_of_them_works_or_is_refused(name):
 def test_a_refusal_is_one_line_and_leaves_no_run(workplace, name):
     """`Timer` has an enum among its arguments, which goes into the run's config."""
     arguments = {"Timer": {"duration": "00:01:00:00"}, "GradientAccumulationScheduler": {"scheduling": {4: 2}}}
-    refused, run = fit(workplace, "refused", (name, arguments.get(name, {})), expect=2)
+    refused, run = fit(workplace, "refused", expect=2, **given((name, arguments.get(name, {}))))
     assert refused.stderr.startswith(f"lm fit: trainer.callbacks: {name} of Lightning does not work here: ")
     assert refused.stderr.count("\n") == 1 and not run.path.exists()
 
 
 def test_a_wrong_argument_is_one_line_too(workplace):
-    refused, _ = fit(workplace, "refused", ("EarlyStopping", {"monitor": "val/loss", "mode": "lowest"}), expect=2)
+    wrong = given(("EarlyStopping", {"monitor": "val/loss", "mode": "lowest"}))
+    refused, _ = fit(workplace, "refused", expect=2, **wrong)
     assert refused.stderr == "lm fit: trainer.callbacks: EarlyStopping: `mode` can be min, max, got lowest\n"
 
 
@@ -83,7 +80,8 @@ class Typed(callbacks.Callback):
 
 
 def test_arguments_of_any_type_are_in_the_config_of_the_run(workplace):
-    _, run = fit(workplace, "typed", ("test_lightning_callbacks.Typed", {}), **{"trainer.max_steps": 3})
+    typed = [{"class_path": "test_lightning_callbacks.Typed"}]
+    _, run = fit(workplace, "typed", **{"trainer.max_steps": 3, "trainer.callbacks": typed})
     (callback,) = run.settings()["trainer"]["callbacks"]
     assert callback["init_args"] == {"place": math.inf, "kind": "epoch"}
     lm(workplace, "validate", "--run", "typed")
@@ -93,7 +91,7 @@ def test_lightnings_checkpoints_beside_ours(workplace):
     """In the run's folder unless another is named; whole, its best two kept, and resumed with the callback's state."""
     best = ("ModelCheckpoint", {"monitor": "val/loss", "save_top_k": 2, "save_last": True})
     often = ("ModelCheckpoint", {"dirpath": "mine/often", "every_n_train_steps": 3, "save_top_k": -1})
-    _, run = fit(workplace, "beside", best, often)
+    _, run = fit(workplace, "beside", **given(best, often))
     names = {"epoch=0-step=8.ckpt", "epoch=0-step=12.ckpt", "last.ckpt"}
     assert {path.name for path in (run.path / "checkpoints").iterdir()} == names
     assert len(list((workplace / "mine/often").iterdir())) == 4
@@ -101,19 +99,20 @@ def test_lightnings_checkpoints_beside_ours(workplace):
     assert not any(map(find_damage, kept)) and list(run.steps()) == [12]
     model = str(workplace / "mine/often/epoch=0-step=6.ckpt")
     assert lm(workplace, "generate", "--ckpt_path", model, "--prompt", "The", "--max_new_tokens", "3").stdout
-    fit(workplace, "beside", best, often, **{"trainer.max_steps": 16, "ckpt_path": "auto"})
+    fit(workplace, "beside", "--ckpt_path", "auto", **given(best, often), **{"trainer.max_steps": 16})
     assert run.status() == "finished" and len(list((workplace / "mine/often").iterdir())) == 5
     assert len(list((run.path / "checkpoints").glob("epoch*"))) == 2
 
 
 def test_a_folder_that_cannot_be_made_is_refused(workplace):
-    refused, run = fit(workplace, "nowhere", ("ModelCheckpoint", {"dirpath": "texts/000.txt/mine"}), expect=2)
+    nowhere = given(("ModelCheckpoint", {"dirpath": "texts/000.txt/mine"}))
+    refused, run = fit(workplace, "nowhere", expect=2, **nowhere)
     assert "trainer.callbacks: ModelCheckpoint cannot write to " in refused.stderr and not run.path.exists()
 
 
 @pytest.mark.parametrize("name", ["ModelCheckpoint", "EarlyStopping"])
 def test_what_is_not_logged_to_lightning_cannot_be_monitored(workplace, name):
-    refused, run = fit(workplace, "monitor", (name, {"monitor": "train/loss"}), expect=2)
+    refused, run = fit(workplace, "monitor", expect=2, **given((name, {"monitor": "train/loss"})))
     assert f"{name} has no train/loss to monitor: give val/loss or val/perplexity or val/bpb" in refused.stderr
     assert not run.path.exists()
 
@@ -121,8 +120,7 @@ def test_what_is_not_logged_to_lightning_cannot_be_monitored(workplace, name):
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_a_profiler_leaves_its_report_in_the_run(workplace, ranks):
     """Also of a validation, and that of every rank."""
-    run = f"profiled-{ranks}"
-    done, run = fit(workplace, run, **{
+    done, run = fit(workplace, f"profiled-{ranks}", **{
         "trainer.profiler": "simple", "trainer.max_steps": 3, "trainer.devices": ranks, "data.micro_batch_size": 2,
     })  # fmt: skip
     names = ["fit-profile.txt"] if ranks == 1 else ["fit-profile-0.txt", "fit-profile-1.txt"]

@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from shard_files import write_rows
-from trainings import expected, lm, losses, write_config
+from trainings import expected, fit, lm, losses, write_config
 
 from lm.data.config import PrepareOptions, SourceConfig
 from lm.data.datamodule import DataModule
@@ -39,12 +39,12 @@ def source(name, **settings):
     return {"name": name, "train": f"{name}/train", "val": f"{name}/val", "tokenizer": "tok", **settings}
 
 
-def config(place, name, sources=None, phases=None, **changes):
-    """6 of 8 samples of a step are low and 2 middle; from step 6 on 4 are middle and 4 high."""
+def mixed(sources=None, phases=None, **changes):
+    """Changes of a config: 6 of 8 samples of a step are low and 2 middle; from step 6 on 4 are middle and 4 high."""
     sources = sources or [source("low", weight=0.75), source("middle", weight=0.25), source("high", weight=0)]
     phases = [{"tokens": 5 * 256, "weights": {"middle": 1, "high": 1}}] if phases is None else phases
     data = {"sources": sources, "phases": phases, "micro_batch_size": 4, "global_batch_tokens": 256, "val_tokens": 384}
-    return str(write_config(place, name, **{"data": data, "trainer.max_steps": 10, **changes}))
+    return {"data": data, "trainer.max_steps": 10, **changes}
 
 
 def source_of(ids):
@@ -58,18 +58,13 @@ def shown(place, run, step):
     return json.loads(done.stdout)["samples"]
 
 
-def metrics(place, run):
-    return [json.loads(line) for line in (place / "checkpoints" / run / "metrics.jsonl").read_text().splitlines()]
-
-
 def test_shares_epochs_and_losses_by_source_are_right(place):
-    lm(place, "fit", "--config", config(place, "mixed"))
+    _, run = fit(place, "mixed", **mixed())
     for step, counts in {1: {"low": 6, "middle": 2}, 5: {"low": 6, "middle": 2}, 6: {"middle": 4, "high": 4}}.items():
         samples = shown(place, "mixed", step)
         assert Counter(source_of(sample["token_ids"]) for sample in samples) == counts
         assert all(sample["source"] == source_of(sample["token_ids"]) for sample in samples)
-    lines = metrics(place, "mixed")
-    last = [line for line in lines if "train/loss" in line][-1]
+    last = run.metrics("train/loss")[-1]
     windows = (700 + 500 - 1) // 32  # of each source, whose two files are one block
     taken = {"low": 30, "middle": 30, "high": 20}
     assert {name: last[f"data/epochs/{name}"] for name in SOURCES} == {
@@ -77,36 +72,35 @@ def test_shares_epochs_and_losses_by_source_are_right(place):
     assert last["train/loss"] == pytest.approx((last["train/loss/middle"] + last["train/loss/high"]) / 2, rel=1e-5)
     assert "train/loss/low" not in last  # it had no sample since the log line before
     shares = np.array(list(taken.values())) / sum(taken.values())  # of the whole run, in every validation
-    for line in (line for line in lines if "val/loss" in line):
+    for line in run.metrics("val/loss"):
         for metric in ("val/loss", "val/bpb"):
             each = [line[f"{metric}/{name}"] for name in SOURCES]
             assert line[metric] == pytest.approx(np.dot(each, shares), rel=1e-5)
 
 
 def test_a_kill_in_each_phase_changes_nothing(place):
-    lm(place, "fit", "--config", config(place, "whole"))
+    fit(place, "whole", **mixed())
     (place / "trace.jsonl").rename(place / "expected.jsonl")
     recorder = {"class_path": "recorder.Recorder"}
     for micro_batch in (9, 15):  # two in a step: steps 5 and 8, after checkpoints at 3 and 6
         kill = {"class_path": "recorder.KillAt", "init_args": dict(signal_name="SIGKILL", micro_batch=micro_batch)}
-        path = config(place, "killed", **{"trainer.callbacks": [recorder, kill]})
-        lm(place, "fit", "--config", path, "--ckpt_path", "auto", expect=-9)
-    lm(place, "fit", "--config", config(place, "killed"), "--ckpt_path", "auto")
+        killed = mixed(**{"trainer.callbacks": [recorder, kill]})
+        fit(place, "killed", "--ckpt_path", "auto", expect=-9, **killed)
+    fit(place, "killed", "--ckpt_path", "auto", **mixed())
     assert losses(place) == expected(place)
 
 
 def test_two_ranks_see_the_same_mixture_and_the_same_losses_by_source(place):
     changes = {"model.decoder.dropout": 0.0, "trainer.max_steps": 6, "trainer.log_interval": 2}
-    for name, devices in (("one-rank", 1), ("two-ranks", 2)):
-        lm(place, "fit", "--config", config(place, name, **changes, **{"trainer.devices": devices}))
-    one, two = ([line for line in metrics(place, name) if "train/loss" in line] for name in ("one-rank", "two-ranks"))
-    for alone, shared in zip(one, two, strict=True):
+    runs = [fit(place, f"ranks-{ranks}", **mixed(**changes, **{"trainer.devices": ranks}))[1] for ranks in (1, 2)]
+    for alone, shared in zip(*(run.metrics("train/loss") for run in runs), strict=True):
         names = {name for name in alone if name.startswith(("train/loss", "data/epochs"))}
         assert {name: shared[name] for name in names} == pytest.approx({name: alone[name] for name in names}, rel=1e-4)
 
 
 def test_plan_shows_the_epochs_of_each_source(place):
-    said = lm(place, "plan", "--config", config(place, "one", [source("low", weight=3)], []), "--json").stdout
+    write_config(place, "one", **mixed([source("low", weight=3)], []))
+    said = lm(place, "plan", "--config", "one.yaml", "--json").stdout
     (found,) = json.loads(said)["steps"]["sources"].values()
     assert found == {"samples": 80, "share": 1.0, "epochs": pytest.approx(80 / 37)}
 
@@ -116,8 +110,9 @@ def test_plan_shows_the_bytes_of_a_token_of_each_prepared_source(place):
     prepare(PrepareOptions(
         input=[str(place / "text.txt")], output=str(place / "made"), tokenizer=str(place / "tok"), val_fraction=0.2))
     manifest = json.loads((place / "made/manifest.json").read_text())["splits"]["train"]
-    path = config(place, "sizes", [{"name": "made", "path": "made"}, source("low")], [])
-    lines = {line.split(":")[0].split()[-1]: line for line in lm(place, "plan", "--config", path).stdout.splitlines()}
+    write_config(place, "sizes", **mixed([{"name": "made", "path": "made"}, source("low")], []))
+    said = lm(place, "plan", "--config", "sizes.yaml").stdout
+    lines = {line.split(":")[0].split()[-1]: line for line in said.splitlines()}
     assert lines["made"].endswith(f"{manifest['bytes'] / manifest['tokens']:.2f} bytes of text a token")
     assert not any("bytes" in lines[name] for name in ("low", "train", "val"))  # not known of all, so not of their sum
 
@@ -137,9 +132,9 @@ def test_plan_shows_the_bytes_of_a_token_of_each_prepared_source(place):
     ([source("a/b")], [], "the name 'a/b' may have letters"),
 ])  # fmt: skip
 def test_a_mixture_that_cannot_be_is_refused_with_the_reason(place, sources, phases, said):
-    path = config(place, "wrong", sources, phases)
+    write_config(place, "wrong", **mixed(sources, phases))
     for command in ("plan", "fit"):
-        assert said in lm(place, command, "--config", path, expect=2).stderr
+        assert said in lm(place, command, "--config", "wrong.yaml", expect=2).stderr
     assert not (place / "checkpoints/wrong").exists()
 
 
@@ -172,10 +167,10 @@ def test_an_error_of_a_source_names_it_in_one_line(place, monkeypatch, given, sa
 def test_later_weights_may_change_on_resume_and_past_ones_not(place):
     """A source that is new begins in a later phase; the run says what changed."""
     name = "changed"
-    lm(place, "fit", "--config", config(place, name, **{"trainer.max_steps": 7}))
+    fit(place, name, **mixed(**{"trainer.max_steps": 7}))
 
     def resume(sources=None, phases=None, expect=0):
-        return lm(place, "fit", "--config", config(place, name, sources, phases), "--ckpt_path", "auto", expect=expect)
+        return fit(place, name, "--ckpt_path", "auto", expect=expect, **mixed(sources, phases))[0]
 
     early = [{"tokens": 4 * 256, "weights": {"middle": 1, "high": 1}}]
     said = "the weights of low, middle, high were 3:1:0, and are 0:1:1: only those of later phases may change"

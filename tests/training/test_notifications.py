@@ -63,17 +63,12 @@ def inbox():
 
 @pytest.fixture(scope="module")
 def place(tmp_path_factory):
-    place = make_workplace(tmp_path_factory.mktemp("notified"))
-    (place / "failing.py").write_text(
-        "from lightning.pytorch import Callback\n\nclass Failing(Callback):\n"
-        "    def on_train_batch_end(self, *args):\n        raise ZeroDivisionError('on purpose')\n"
-    )
-    return place
+    return make_workplace(tmp_path_factory.mktemp("notified"))
 
 
 def configured(place, name, notify, **changes):
-    config = write_config(place, name, **{"notify": notify, "trainer.callbacks": [], **changes})
-    return "--config", str(config)
+    write_config(place, name, **{"notify": notify, **changes})
+    return "--config", f"{name}.yaml"
 
 
 def png(attachment):
@@ -144,7 +139,7 @@ def test_a_guard_that_stops_the_run_is_told_by_mail_with_the_curves(place):
 
 
 def test_an_exception_is_told(place, inbox):
-    callbacks = {"trainer.callbacks": [{"class_path": "failing.Failing"}]}
+    callbacks = {"trainer.callbacks": [{"class_path": "recorder.Failing"}]}
     notify = [{"url": inbox.url("broken"), "level": "error"}]
     lm(place, "fit", *configured(place, "failed", notify, **callbacks), expect=1)
     [(path, failed)] = [(path, body) for path, body in inbox.received if path == "/broken"]

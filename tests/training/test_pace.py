@@ -22,3 +22,13 @@ def test_the_time_left_is_right_to_a_second_after_a_hang_too(log_interval):
         if step > 100:
             hang = 600.0 if step < 1005 else 0.0  # is not foreseen
             assert seconds == pytest.approx(now - lines[step] - hang, abs=1.0), step
+
+
+def test_pauses_that_come_again_are_part_of_the_pace_and_a_single_one_is_not():
+    """Evaluations of 120 s every 250 steps make a step of 0.1 s one of 0.58 s."""
+    pace = StepTimeEstimator()
+    pace.steps.append(0.1)
+    pace.pauses.append((250, 500.0))  # the first of a session, which compiled something
+    assert pace.rest(1000, 0) == pytest.approx(100.0)
+    pace.pauses.extend([(500, 120.0), (750, 120.0)])
+    assert pace.rest(1000, 0) == pytest.approx(100.0 + 4 * 120.0)

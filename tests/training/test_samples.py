@@ -12,14 +12,13 @@ from lightning.pytorch import Callback
 from safetensors.torch import load_file
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from tokenizers import decoders, models
-from trainings import lm, losses, make_workplace, write_config
+from trainings import fit, losses, make_workplace
 
 from lm.data.tokenizer import END_OF_TEXT, Tokenizer, train_bpe
 from lm.errors import RequestError
 from lm.inference.generation import Sampling, generate
 from lm.model.decoder import Decoder
 from lm.model.huggingface import config_from_json, from_huggingface
-from lm.runs.run import Run
 from lm.training.callbacks import evaluation
 from lm.training.callbacks.evaluation import continued
 from lm.training.config import SamplesConfig
@@ -88,17 +87,15 @@ def said_by(checkpoint):
 @pytest.mark.slow
 def test_losses_are_those_without_samples_and_samples_those_of_the_weights(workplace):
     """Also with dropout, over a kill and a resume, and in both logs."""
-    lm(workplace, "fit", "--config", str(write_config(workplace, "without")))
+    fit(workplace, "without")
     expected = losses(workplace)
     (workplace / "trace.jsonl").unlink()
     kill = {"class_path": "recorder.KillAt", "init_args": {"signal_name": "SIGKILL", "micro_batch": 16}}
     for callbacks, code in (([kill], -9), ([], 0)):
         callbacks = [{"class_path": "recorder.Recorder"}, *callbacks]
-        changes = {"samples": {**OPTIONS, "interval": 2}, "trainer.callbacks": callbacks}
-        config = write_config(workplace, "with", **{**changes, "trainer.keep_checkpoints": 9})
-        lm(workplace, "fit", "--config", str(config), "--ckpt_path", "auto", expect=code)
+        changes = {"samples": {**OPTIONS, "interval": 2}, "trainer.callbacks": callbacks, "trainer.keep_checkpoints": 9}
+        _, run = fit(workplace, "with", "--ckpt_path", "auto", expect=code, **changes)
     assert losses(workplace) == expected
-    run = Run(workplace / "checkpoints" / "with")
     lines = written(run)
     assert all(line["tokens"] == line["step"] * 256 for line in lines)
     texts = {(line["step"], line["prompt"]): line["text"] for line in lines}
@@ -117,8 +114,7 @@ def test_ranks_that_share_a_model_write_one_set_after_every_validation(workplace
     """And blocks that are compiled do not mind."""
     changes = {"trainer.devices": 2, "trainer.strategy": "fsdp2", "data.micro_batch_size": 2, "trainer.callbacks": [],
                "trainer.max_steps": 8, "model.compile": "triton_free", "samples": OPTIONS}  # fmt: skip
-    lm(workplace, "fit", "--config", str(write_config(workplace, "shared", **changes)))
-    run = Run(workplace / "checkpoints" / "shared")
+    _, run = fit(workplace, "shared", **changes)
     lines = written(run)
     assert [(line["step"], line["prompt"]) for line in lines] == [(step, text) for step in (4, 8) for text in PROMPTS]
     assert [line["text"] for line in lines[3:]] == said_by(run.checkpoint("last"))
@@ -130,10 +126,9 @@ def test_nothing_that_goes_wrong_stops_the_training_and_its_clock_is_stopped(wor
     changes = {"trainer.callbacks": [{"class_path": "test_samples.Obstacles"}], "trainer.devices": 2,
                "data.micro_batch_size": 2, "trainer.max_steps": 8,
                "samples": {**OPTIONS, "prompts": ["The"], "interval": 2}}  # fmt: skip
-    fit = lm(workplace, "fit", "--config", str(write_config(workplace, "obstacles", **changes)))
-    assert fit.stderr.count("Is a directory") == 3
-    assert "no samples at step 8: the logits are not finite" in fit.stderr
-    run = Run(workplace / "checkpoints" / "obstacles")
+    ended, run = fit(workplace, "obstacles", **changes)
+    assert ended.stderr.count("Is a directory") == 3
+    assert "no samples at step 8: the logits are not finite" in ended.stderr
     assert run.read("run.json")["status"] == "finished" and in_tensorboard(run).keys() == {(2, 0), (4, 0), (6, 0)}
     rates = [entry["perf/tokens_per_second"] for entry in run.metrics() if entry["step"] in (3, 5, 7)]
     assert len(rates) == 3 and all(256 / rate < PAUSE for rate in rates)
@@ -142,15 +137,11 @@ def test_nothing_that_goes_wrong_stops_the_training_and_its_clock_is_stopped(wor
 # ---- the request, and the text --------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("given, words", [
-    ({"interval": 0}, "samples.interval 0 must be at least 1"),
-    ({"max_new_tokens": 0}, "samples.max_new_tokens 0 must be at least 1"),
-    ({"temperature": -1.0}, "samples.temperature -1.0"),
-    ({"top_k": 0}, "samples.top_k 0"),
-])  # fmt: skip
-def test_wrong_numbers_are_refused(given, words):
-    with pytest.raises(RequestError, match=words):
-        SamplesConfig(**given)
+@pytest.mark.parametrize("wrong", [{"interval": 0}, {"max_new_tokens": 0}, {"temperature": -1.0}, {"top_k": 0}])
+def test_wrong_numbers_are_refused(wrong):
+    [(name, value)] = wrong.items()
+    with pytest.raises(RequestError, match=f"samples.{name} {value}"):
+        SamplesConfig(**wrong)
 
 
 def test_a_text_ends_with_its_document_and_reads_on_from_the_prompt():

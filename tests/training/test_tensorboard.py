@@ -13,7 +13,7 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 from tensorboard.backend.event_processing.event_file_loader import RawEventFileLoader
 from tensorboard.compat.proto.event_pb2 import Event
 from tensorboard.plugins.custom_scalar.layout_pb2 import Layout
-from trainings import lm, make_workplace, write_config
+from trainings import fit, make_workplace
 
 from lm.runs.run import Run
 from lm.training.callbacks.logging import BUCKETS, EventFile, count_values
@@ -27,11 +27,8 @@ def killed(tmp_path_factory):
     """A run that was killed after ten steps and resumed from step 6; histograms every 4 steps."""
     place = make_workplace(tmp_path_factory.mktemp("curves"))
     changes = {"trainer.histogram_interval": 4, "trainer.max_steps": STEPS, "trainer.keep_checkpoints": 5}
-    write_config(place, **changes, **{"trainer.callbacks": [KILL]})
-    lm(place, "fit", "--config", "small.yaml", expect=-9)
-    write_config(place, **changes, **{"trainer.callbacks": None})
-    lm(place, "fit", "--config", "small.yaml", "--ckpt_path", "checkpoints/small/step-00000006")
-    run = Run(place / "checkpoints/small")
+    fit(place, expect=-9, **changes, **{"trainer.callbacks": [KILL]})
+    _, run = fit(place, "small", "--ckpt_path", "checkpoints/small/step-00000006", **changes)
     assert len(values(run, "train/loss")) > STEPS  # there are points that do not count any more
     return run
 

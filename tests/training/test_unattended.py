@@ -9,7 +9,7 @@ import time
 from pathlib import Path
 
 import pytest
-from trainings import HERE, PLACES, lm, make_workplace, start, write_config
+from trainings import HERE, PLACES, fit, lm, make_workplace, start, write_config
 
 from lm.runs.history import refuse_wrong_ranges
 from lm.runs.run import Run
@@ -32,8 +32,8 @@ def workplace(tmp_path_factory):
 
 def configured(workplace, name, **changes):
     """A config whose program writes what it hears to `NAME.json`; its command line."""
-    changes = {"trainer.callbacks": [], "on_event": ["./keep.sh", f"{name}.json"], **changes}
-    return "fit", "--config", str(write_config(workplace, name, **changes))
+    write_config(workplace, name, **{"on_event": ["./keep.sh", f"{name}.json"], **changes})
+    return "fit", "--config", f"{name}.yaml"
 
 
 def heard(workplace, name):
@@ -80,11 +80,7 @@ def test_an_interrupted_run_is_announced_with_the_command_that_resumes_it(workpl
 def test_a_guard_and_a_failure_are_announced(workplace):
     lm(workplace, *configured(workplace, "guarded", **{"guards.alerts": {"step > 1 and grad_norm > 0": "stop"}}), expect=3)
     assert (heard(workplace, "guarded")["event"], heard(workplace, "guarded")["exit_code"]) == ("stopped", 3)
-    (workplace / "failing.py").write_text(
-        "from lightning.pytorch import Callback\n\nclass Failing(Callback):\n"
-        "    def on_train_batch_end(self, *args):\n        raise ZeroDivisionError('on purpose')\n"
-    )
-    callbacks = {"trainer.callbacks": [{"class_path": "failing.Failing"}]}
+    callbacks = {"trainer.callbacks": [{"class_path": "recorder.Failing"}]}
     lm(workplace, *configured(workplace, "failed", **callbacks), expect=1)
     assert heard(workplace, "failed")["event"] == "failed" and "on purpose" in heard(workplace, "failed")["reason"]
 
@@ -114,16 +110,13 @@ def test_a_metric_of_a_source_may_be_expected(metric):
     refuse_wrong_ranges({metric: [1, 2]})
 
 
-@pytest.mark.parametrize("given", ["[3, 2]", "[1]", "[1, 2, 3]"])
-def test_a_range_that_is_none_is_refused(workplace, given):
-    refused = lm(workplace, *configured(workplace, "range"), "--expect", f'{{"val/loss": {given}}}', expect=2)
-    assert "give [LOWEST, HIGHEST]" in refused.stderr
-
-
-@pytest.mark.parametrize(("metric", "meant"), [("loss", "train/loss"), ("val/lss", "val/loss"), ("bpb", "val/bpb")])
-def test_a_metric_that_nothing_logs_is_refused_before_the_training(workplace, metric, meant):
-    refused = lm(workplace, *configured(workplace, "metric"), "--expect", f'{{"{metric}": [1, 2]}}', expect=2)
-    assert f"did you mean '{meant}'?" in refused.stderr and not (workplace / "checkpoints" / "metric").exists()
+@pytest.mark.parametrize(("metric", "given", "cure"), [
+    *[("val/loss", given, "give [LOWEST, HIGHEST]") for given in ([3, 2], [1], [1, 2, 3])],
+    ("loss", [1, 2], "did you mean 'train/loss'?"), ("val/lss", [1, 2], "'val/loss'"), ("bpb", [1, 2], "'val/bpb'"),
+])  # fmt: skip
+def test_what_cannot_be_expected_is_refused_before_the_training(workplace, metric, given, cure):
+    refused, run = fit(workplace, "wrong", "--expect", json.dumps({metric: given}), expect=2)
+    assert cure in refused.stderr and not run.path.exists()
 
 
 @pytest.mark.slow

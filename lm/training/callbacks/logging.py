@@ -207,9 +207,8 @@ def format_line(step: int, max_steps: int, metrics: dict[str, float]) -> str:
     parts += [f"{name.removeprefix(loss)} {value:.4f}" for loss in ("train/loss/", "val/loss/")
               for name, value in metrics.items() if name.startswith(loss)]  # of each source of a mixture
     if "eval/core" not in metrics:
-        accuracies = {name: value for name, value in metrics.items() if name.endswith("/accuracy")}
-        short = {name.removeprefix("eval/").removesuffix("/accuracy"): value for name, value in accuracies.items()}
-        parts += [f"{name} {value:.1%}" for name, value in short.items()]
+        parts += [f"{name.removeprefix('eval/').removesuffix('/accuracy')} {value:.1%}"
+                  for name, value in metrics.items() if name.endswith("/accuracy")]  # fmt: skip
     if "perf/tokens_per_second" in metrics:
         parts.append(f"{format_count(metrics['perf/tokens_per_second'])} tokens/s")
     return f"step {step}/{max_steps}  " + "  ".join(parts)
@@ -223,7 +222,7 @@ KEPT_LINES = 100  # of the newest, that a pace is the median of
 class StepTimeEstimator:
     """How long the steps of a training take, and its rest: one estimate for log lines, progress bar and budget.
 
-    A step counts as the median over log lines, a validation as the median of all, so that one slow stretch does not
+    A step counts as the median over log lines, a validation as the median of all, so that one slow part does not
     count. The line in which a session starts is left out. Other pauses, such as evaluations, count by the step: those
     after the first over the steps since then.
     """

@@ -77,17 +77,10 @@ _said = _AppriseLog()
 
 
 class Recipient:
-    """An address that messages of a level, and more important ones, can be sent to.
+    """An address in Apprise's notation that messages of a level, and more important ones, can be sent to.
 
-    Args:
-        url: the address in Apprise's notation; `$NAME` in it is read from the environment.
-        place: where it stands, for errors.
-
-    Attributes:
-        name: for messages: the address without its passwords and tokens.
-
-    Raises:
-        RequestError: a variable is not set, or Apprise is missing or cannot read the address.
+    `$NAME` in it is read from the environment. `name` is the address without its passwords and tokens, `place` where it
+    stands in the config, for errors.
     """
 
     def __init__(self, url: str, level: Level, place: str) -> None:
@@ -113,7 +106,7 @@ class Recipient:
         """Send a message; where the service refuses the picture, the text alone.
 
         Raises:
-            RunError: it could not be sent; the reason has no part of the address.
+            RunError: it could not be sent. The reason has no part of the address.
         """
         if message.picture and self.takes_pictures and self._sent(message, message.picture):
             return
@@ -161,34 +154,26 @@ def _without_secrets(url: str) -> str:
 def open_recipients(notify: Sequence[Any]) -> list[Recipient]:
     """The recipients of a run's messages, none on ranks other than zero.
 
-    Args:
-        notify: of the config: addresses, or each as `{url: ADDRESS, level: LEVEL}`.
-
-    Raises:
-        RequestError: an entry is something else, or cannot be used (see `Recipient`).
+    What is wrong with an entry is checked here and not by the parser, which would print it, passwords and all.
     """
-    return [_recipient(entry, f"notify, entry {number}") for number, entry in enumerate(notify, 1) if rank() == 0]
-
-
-def _recipient(entry: Any, place: str) -> Recipient:
-    """What is wrong with an entry is checked here and not by the parser, which would print it, passwords and all."""
-    entry = {"url": entry} if isinstance(entry, str) else entry
-    if not isinstance(entry, dict) or not isinstance(entry.get("url"), str) or entry.keys() - {"url", "level"}:
-        raise RequestError(f"{place}: give an address, `ntfy://topic`, or {{url: ntfy://topic, level: warning}}")
-    level, place = entry.get("level", "info"), f"{place} ({hide_address(entry['url'])})"
-    if level not in LEVELS:
-        near = "".join(f"; did you mean {name}?" for name in get_close_matches(str(level), LEVELS, 1))
-        raise RequestError(f"{place}: level {level!r} must be one of {', '.join(LEVELS)}{near}")
-    return Recipient(entry["url"], level, place)
+    if rank() != 0:
+        return []
+    recipients = []
+    for number, entry in enumerate(notify, 1):
+        entry = {"url": entry} if isinstance(entry, str) else entry
+        place = f"notify, entry {number}"
+        if not isinstance(entry, dict) or not isinstance(entry.get("url"), str) or entry.keys() - {"url", "level"}:
+            raise RequestError(f"{place}: give an address, `ntfy://topic`, or {{url: ntfy://topic, level: warning}}")
+        level, place = entry.get("level", "info"), f"{place} ({hide_address(entry['url'])})"
+        if level not in LEVELS:
+            near = "".join(f"; did you mean {name}?" for name in get_close_matches(str(level), LEVELS, 1))
+            raise RequestError(f"{place}: level {level!r} must be one of {', '.join(LEVELS)}{near}")
+        recipients.append(Recipient(entry["url"], level, place))
+    return recipients
 
 
 def send_test(recipients: Sequence[Recipient], run: str) -> None:
-    """Send a test message to each address, as of a run of this name, and print whether it was sent.
-
-    Raises:
-        RequestError: there is no address.
-        RunError: a service did not take it.
-    """
+    """Send a test message to each address, as of a run of this name, and print whether it was sent."""
     if not recipients:
         raise RequestError("there is nobody to notify: give addresses under `notify`")
     failed = []

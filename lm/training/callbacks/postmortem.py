@@ -73,7 +73,7 @@ class PostMortem(Callback):
             self._open = incident
 
     def on_metrics(self, trainer: Trainer, pl_module: LightningModule, metrics: dict[str, float]) -> None:
-        new_steps = self._note_steps(trainer, pl_module)
+        new_steps = self._note_steps(trainer)
         loss = metrics.get("train/loss")
         if loss is not None:
             self._losses.append((trainer.global_step, loss))
@@ -97,7 +97,7 @@ class PostMortem(Callback):
     def on_guard(self, trainer: Trainer, pl_module: LightningModule, guard: str, action: Action, message: str) -> None:
         if action == "warn" and guard not in ("spike", "not-finite", "drill"):
             return
-        new_steps = self._note_steps(trainer, pl_module)
+        new_steps = self._note_steps(trainer)
         if self._open is not None:
             if new_steps:
                 self._open.update_highest(trainer.run_state.stats.recent)
@@ -108,7 +108,7 @@ class PostMortem(Callback):
             len(self._known) < MAX_POSTMORTEMS or trainer.global_step in self._known or guard == "drill"
         ):
             self._lines = 0
-            self._open = self._incident(trainer, pl_module, guard, action, message)
+            self._open = self._incident(trainer, guard, action, message)
             with not_training(trainer):
                 self._write(trainer, pl_module, self._open)
 
@@ -137,7 +137,7 @@ class PostMortem(Callback):
                 return f"{expression.text}: {expression.explain(self._evaluator.history)} at step {line['step']}"
         return None
 
-    def _note_steps(self, trainer: Trainer, module: LightningModule) -> bool:
+    def _note_steps(self, trainer: Trainer) -> bool:
         """Keep the steps since the last log line; returns whether they are new."""
         if trainer.run_state.stats.recent is self._noted or not trainer.run_state.stats.recent:
             return False
@@ -191,7 +191,7 @@ class PostMortem(Callback):
                 _save_pictures(folder, incident, [line for line in lines if line.get("time", 0) > incident.time])
                 log.info("post-mortem %s: %s", folder, text.partition("\n")[0])
 
-    def _incident(self, trainer: Trainer, module: LightningModule, guard: str, action: str, message: str) -> Incident:
+    def _incident(self, trainer: Trainer, guard: str, action: str, message: str) -> Incident:
         steps = trainer.run_state.stats.recent
         broken = [  # a GradScaler leaves steps out, too, and that alone is no incident
             step for step in steps if not (math.isfinite(step.loss) and (step.applied or guard != "not-finite"))

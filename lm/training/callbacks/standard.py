@@ -20,41 +20,22 @@ from lm.training.guards import Alerts, NotFinite, ValidationTrend
 
 
 def standard_callbacks(
-    trainer: TrainerConfig,
-    run_folder: RunFolder,
-    sections: Mapping[str, Any],
-    notify: Sequence[Any] = (),
-) -> list[Callback]:
+    trainer: TrainerConfig, run_folder: RunFolder, sections: Mapping[str, Any], notify: Sequence[Any] = ()
+) -> list[Callback]:  # fmt: skip
     """The callbacks of `lm fit` in their order.
 
     The run's folder comes first, so that those after it may write. Of the guards those that find something come first,
-    then the post-mortem of it, then the rollback.
-
-    Args:
-        trainer: the options of the `Trainer`.
-        sections: those of callbacks, as `sections_of_callbacks` gives them.
-        notify: addresses to send messages to, as under `notify:`.
-
-    Raises:
-        RequestError: an address cannot be used.
+    then the post-mortem of it, then the rollback. `sections` are what `sections_of_callbacks` gives.
     """
     guards, samples, evaluation = (sections[name] for name in ("guards", "samples", "evaluation"))
     early, every = trainer.early_stopping, trainer.histogram_interval
-    stopping = [] if early.patience is None else [EarlyStopping(early.patience, early.min_delta)]
-    injection = [] if guards.inject_step is None else [SpikeInjection(guards.inject_step)]
-    optional: list[Callback] = [] if every is None else [Histograms(every)]
-    notifications = [Notifications(open_recipients(notify))] if notify else []
-    if samples.prompts:
-        optional.append(Samples(samples))
-    if evaluation.tasks:
-        optional.append(Evaluations(evaluation))
-    return [
+    callbacks = [
         run_folder,
         Heartbeat(),
         SkippedData(),
         RunLog(trainer.log_interval),
         Throughput(),
-        *injection,
+        None if guards.inject_step is None else SpikeInjection(guards.inject_step),
         Guard(NotFinite(guards.not_finite, guards.max_skipped)),
         Guard(ValidationTrend()),
         Guard(Alerts(guards.alerts)),
@@ -62,11 +43,14 @@ def standard_callbacks(
         ThroughputGuard(guards.throughput),
         PostMortem(guards.spike, guards.inject_step),
         Rollback(guards.max_rollbacks),
-        *notifications,
+        Notifications(open_recipients(notify)) if notify else None,
         ProgressBar(),
-        *optional,
-        *stopping,
+        None if every is None else Histograms(every),
+        Samples(samples) if samples.prompts else None,
+        Evaluations(evaluation) if evaluation.tasks else None,
+        None if early.patience is None else EarlyStopping(early.patience, early.min_delta),
         Checkpoints(trainer.checkpoint_interval, early.min_delta, trainer.keep_checkpoints, trainer.keep_every),
         Interrupt(),
         Predictions(),
     ]
+    return [callback for callback in callbacks if callback is not None]
