@@ -4,6 +4,7 @@
 """
 
 import json
+from collections.abc import Iterator, Sequence
 from hashlib import blake2b
 from pathlib import Path
 from typing import NamedTuple
@@ -65,6 +66,18 @@ def footer_digest(footer: bytes) -> str:
     A footer holds place, size, smallest and largest id of every row group, and in our shards a digest of all tokens.
     """
     return blake2b(footer, digest_size=16).hexdigest()
+
+
+def runs_within(sizes: Sequence[int], limit: int) -> Iterator[range]:
+    """Runs of consecutive places whose sizes stay within a limit together; a larger one begins a run of its own."""
+    first, held = 0, 0
+    for place, size in enumerate(sizes):
+        if place > first and held + size > limit:
+            yield range(first, place)
+            first, held = place, 0
+        held += size
+    if sizes:
+        yield range(first, len(sizes))
 
 
 # ---- reading ---------------------------------------------------------------------------------------------------------

@@ -37,7 +37,7 @@ from lm.data.encode import (
     write_shard,
 )  # fmt: skip
 from lm.data.packing import PackedRows
-from lm.data.parquet import COLUMN, LAYOUT
+from lm.data.parquet import COLUMN, LAYOUT, runs_within
 from lm.data.text_files import TextFile, find_files, split_by_names
 from lm.data.tokenizer import Tokenizer, id_type, train_bpe, train_char
 from lm.errors import Interrupted, RequestError
@@ -286,16 +286,9 @@ def _sample(options: PrepareOptions, units: list[Unit], training: bool = True) -
 def _shards(output: Path, split: Split, shard_tokens: int) -> list[tuple[Path, tuple[Slice, ...]]]:
     """The shards of a split: the path and slices of each, gathered until it is full; makes their folder."""
     (output / split.name).mkdir()
-    groups: list[list[Slice]] = []
-    held = 0
-    for piece in split.slices:
-        length = piece.stop - piece.start
-        if not groups or held + length > shard_tokens:
-            groups.append([])
-            held = 0
-        groups[-1].append(piece)
-        held += length
-    return [(output / split.name / f"{i:05d}.parquet", tuple(group)) for i, group in enumerate(groups)]
+    runs = runs_within([piece.stop - piece.start for piece in split.slices], shard_tokens)
+    groups = [tuple(split.slices[run.start : run.stop]) for run in runs]
+    return [(output / split.name / f"{i:05d}.parquet", group) for i, group in enumerate(groups)]
 
 
 # ---- training and validation -----------------------------------------------------------------------------------------

@@ -23,7 +23,7 @@ import pyarrow.parquet as pq
 from lm.data.cache import BlockCache
 from lm.data.catalog import FOOTER_THREADS, Fingerprint, Shard, find_shards
 from lm.data.packing import PackedRows
-from lm.data.parquet import COLUMN, DAMAGE, IGNORED, BadBlock, Column, Tokens
+from lm.data.parquet import COLUMN, DAMAGE, IGNORED, BadBlock, Column, Tokens, runs_within
 from lm.data.tokenizer import Tokenizer
 from lm.errors import RequestError, RunError, first_line
 from lm.system.process import reader_pool
@@ -375,27 +375,16 @@ def _packed(shards: Collection[Shard], source: str) -> PackedRows | None:
 
 def _blocks(shards: Sequence[Shard], block_tokens: int) -> Iterator[Block]:
     """Join parts of consecutive shards for as long as they stay within `block_tokens`."""
-    parts, held = [], 0
-    for part in (part for shard in shards for part in _parts(shard)):
-        if parts and held + part.tokens > block_tokens:
-            yield Block(tuple(parts), held)
-            parts, held = [], 0
-        parts.append(part)
-        held += part.tokens
-    if parts:
-        yield Block(tuple(parts), held)
+    parts = [part for shard in shards for part in _parts(shard)]
+    for run in runs_within([part.tokens for part in parts], block_tokens):
+        joined = tuple(parts[run.start : run.stop])
+        yield Block(joined, sum(part.tokens for part in joined))
 
 
 def _parts(shard: Shard) -> Iterator[Part]:
     """Group row groups for as long as they stay within BLOCK_TOKENS."""
-    first, held = 0, 0
-    for group, tokens in enumerate(shard.row_groups):
-        if group > first and held + tokens > BLOCK_TOKENS:
-            yield Part(shard.file, range(first, group), held)
-            first, held = group, 0
-        held += tokens
-    if shard.row_groups:
-        yield Part(shard.file, range(first, len(shard.row_groups)), held)
+    for groups in runs_within(shard.row_groups, BLOCK_TOKENS):
+        yield Part(shard.file, groups, sum(shard.row_groups[groups.start : groups.stop]))
 
 
 def _join(parts: Sequence[Tokens]) -> Tokens:
