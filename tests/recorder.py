@@ -49,6 +49,11 @@ class Recorder(AtMicroBatches):
     def on_train_start(self, trainer, pl_module):
         super().on_train_start(trainer, pl_module)
         self.turn = trainer.run.read("run.json").get("turn") if trainer.run else None  # the session's number
+        name = "trace.jsonl" if trainer.world_size == 1 else f"trace-{trainer.global_rank}.jsonl"
+        self.file = open(name, "a+", buffering=1)  # a line is one write
+        self.file.seek(0)
+        whole = self.file.read().rpartition("\n")[0]
+        self.file.truncate(len(whole) + bool(whole))  # a kill may cut a write where a page of memory ends
 
     def after_micro_batch(self, trainer, micro_batch, found):
         entry = {
@@ -61,9 +66,7 @@ class Recorder(AtMicroBatches):
             "ranks": trainer.world_size,
             "turn": self.turn,
         }
-        name = "trace.jsonl" if trainer.world_size == 1 else f"trace-{trainer.global_rank}.jsonl"
-        with open(name, "a") as file:
-            file.write(json.dumps(entry) + "\n")
+        self.file.write(json.dumps(entry) + "\n")
 
 
 class KillAt(AtMicroBatches):

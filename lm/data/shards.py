@@ -204,21 +204,22 @@ class Shards:
                 f"window takes {seq_len + 1} (seq_len + 1): give more data or lower data.seq_len"
             )
         total = int(windows.sum())
-        if self.labels and self.packed is None and not self._has_target(windows, seq_len, limit or total):
+        given = any(shard.labels for shard in self.by_file.values())  # else each window has targets
+        if given and not self._has_target(windows, self.stride(seq_len), limit or total):
             raise RequestError(
                 f"{self.source}: each label of the first {plural(min(limit or total, total), 'window')} is {IGNORED}, "
                 "so there is no loss; take more tokens, name other files, or leave `labels` out"
             )
         return total
 
-    def _has_target(self, windows: np.ndarray, seq_len: int, limit: int) -> bool:
+    def _has_target(self, windows: np.ndarray, stride: int, limit: int) -> bool:
         """Whether one of the first `limit` windows has a target, as far as their blocks can be read."""
         for index, count in enumerate(windows.tolist()):
             if limit <= 0:
                 return False
             with suppress(BadBlock):  # whoever reads it next will say so
                 targets = self.read_tokens(index).targets
-                if targets is None or targets[1 : min(limit, count) * seq_len + 1].any():
+                if targets is None or targets[1 : min(limit, count) * stride + 1].any():
                     return True
             limit -= count
         return False

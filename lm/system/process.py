@@ -62,18 +62,32 @@ def launch_command(arguments: str, other: Path | None = None) -> str:
     start, unknown = program(other), []
     srun = "SLURM_STEP_ID" in os.environ and int(os.environ.get("SLURM_NTASKS", "1")) > 1
     if under_torchrun():
-        nodes, processes = os.environ["GROUP_WORLD_SIZE"], os.environ["LOCAL_WORLD_SIZE"]
         target = shlex.quote(str(script or other)) if script or other else "-m lm"
-        start = f"torchrun --nnodes {nodes} --nproc_per_node {processes} {target}"
-        unknown.append("with the other options of torchrun")
+        nodes, options = os.environ["GROUP_WORLD_SIZE"], _torchrun_options()
+        if not options:
+            options = ["--nnodes", nodes, "--nproc_per_node", os.environ["LOCAL_WORLD_SIZE"]]
+            unknown.append("with the other options of torchrun")
+        start = f"torchrun {shlex.join(options)} {target}"
         if nodes != "1" and not srun:
-            unknown.append("on every node")
+            ranked = any(one.startswith(("--node_rank", "--node-rank")) for one in options)
+            unknown.append("on every node" + ", with its own --node_rank" * ranked)
     if srun:
         sizes = {"nodes": "SLURM_NNODES", "ntasks": "SLURM_NTASKS", "ntasks-per-node": "SLURM_NTASKS_PER_NODE"}
         known = [f"--{name} {os.environ[key]}" for name, key in sizes.items() if key in os.environ]
         start = f"srun {' '.join(known)} {start}"
         unknown.append("with the other options of srun")
     return f"{start} {arguments}" + f"  # {', '.join(unknown)}" * bool(unknown)
+
+
+def _torchrun_options() -> list[str]:
+    """The options of the torchrun that started this process; empty where the system does not say."""
+    own = [argument for argument in sys.orig_argv[1:] if argument != "-u"]  # which torchrun adds
+    with suppress(OSError):
+        typed = Path(f"/proc/{PARENT}/cmdline").read_text().rstrip("\0").split("\0")
+        torchrun = [place for place, one in enumerate(typed) if Path(one).name in ("torchrun", "torch.distributed.run")]
+        if torchrun and typed[-len(own) :] == own:
+            return typed[torchrun[0] + 1 : -len(own)]
+    return []
 
 
 @contextmanager

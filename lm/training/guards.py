@@ -5,6 +5,7 @@ invented ones. The budget is such an observer too, in `callbacks/budget`.
 """
 
 import math
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
@@ -52,12 +53,12 @@ class Finding(NamedTuple):
         return f"{self.guard}: {self.message}" + ("" if self.action == "warn" else f": {self.action}")
 
 
-class Observer:
+class Observer(ABC):
     """Watches a training by its log lines. Its state, where it has one, is in checkpoints under the class's name."""
 
+    @abstractmethod
     def observe(self, line: Line) -> list[Finding]:
         """What this line shows."""
-        raise NotImplementedError
 
     def forget_newest(self) -> None:
         """A rollback took back the steps of the newest line."""

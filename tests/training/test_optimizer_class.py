@@ -81,7 +81,18 @@ class Everything(torch.optim.Optimizer):
 class Hoarder(torch.optim.SGD):
     def step(self, closure=None):
         for p in self.param_groups[0]["params"]:
-            self.state[p]["kept"] = object()
+            self.keep(p)
+
+    def keep(self, p):
+        self.state[p]["kept"] = object()
+
+class NumbersItsSlots(Hoarder):
+    def keep(self, p):
+        self.state[p][0] = torch.zeros_like(p)
+
+class KeepsUnderNumbers(Hoarder):
+    def keep(self, p):
+        self.state[0] = {"kept": torch.zeros_like(p)}
 
 class LateHoarder(torch.optim.SGD):
     count = 0
@@ -193,6 +204,8 @@ def test_plan_counts_what_it_keeps(place, path, values):
         ({"class_path": "my_optimizer.Lion"}, "No module named 'my_optimizer'; give a class"),
         ({"class_path": "torch.nn.Linear"}, "is not a torch.optim.Optimizer"),
         ({"class_path": "my_optimizers.Hoarder"}, "keeps 'kept' of a parameter, and a checkpoint cannot hold a value of"),
+        ({"class_path": "my_optimizers.NumbersItsSlots"}, "under names that are not texts"),
+        ({"class_path": "my_optimizers.KeepsUnderNumbers"}, "under a number, which in a state_dict is a parameter's"),
         ({"class_path": "torch.optim.SGD", "init_args": {"speed": 1}}, "unexpected keyword argument 'speed'"),
         ({"class_path": "torch.optim.SGD", "init_args": {"momentum": "high"}, "weight_decay": 0},
          "torch.optim.SGD with init_args {'momentum': 'high'}: "),
