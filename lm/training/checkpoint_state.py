@@ -6,16 +6,19 @@
 import json
 import logging
 import os
+import random
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from copy import deepcopy
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from lightning.pytorch import LightningModule
 from lightning.pytorch.plugins.io import CheckpointIO
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from lm.data.tokenizer import Tokenizer
@@ -186,6 +189,10 @@ def restore_weights(module: LightningModule, checkpoint: dict[str, Any]) -> None
         values = nothing | checkpoint.pop("optimizer_values", {})  # an imported model has none
         refuse_other_optimizer(values["written_by"], module.options.optimizer)
         slots = index_state(checkpoint.pop("optimizer") | values["state"], parameter_names(module.decoder, optimizer))
+        parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+        for index, of_parameter in slots.items():
+            for slot, value in of_parameter.items():
+                of_parameter[slot] = _laid_out_as(parameters[index], value)
         state["state"] |= slots | values["of_no_parameter"]  # a class may need what it made when it was built
         for group, changed in zip(state["param_groups"], values["groups"]):
             group |= changed
@@ -212,11 +219,20 @@ def name_state(state: dict[Any, Any], names: list[str]) -> dict[str, Any]:
 
 def index_state(values: dict[str, Any], names: list[str]) -> dict[int, dict[str, Any]]:
     """The inverse of `name_state`."""
-    states: dict[str, dict[str, Any]] = {}
+    states: dict[str, dict[str, Any]] = {name: {} for name in names}
     for key, value in values.items():
-        name, _, slot = key.partition("/")
-        states.setdefault(name, {})[slot] = value
-    return {index: states[name] for index, name in enumerate(names) if name in states}
+        name = key.rpartition("/")[0]
+        while name and name not in states:  # the slot has a slash in its name, too
+            name = name.rpartition("/")[0]
+        states.setdefault(name, {})[key[len(name) + 1 :]] = value
+    return {index: states[name] for index, name in enumerate(names) if states[name]}
+
+
+def _laid_out_as(parameter: Tensor, value: Any) -> Any:
+    """State with the strides of its parameter: a fused optimizer goes through both in the order of the memory."""
+    if not isinstance(value, Tensor) or value.shape != parameter.shape or isinstance(parameter, DTensor):
+        return value
+    return torch.empty_like(parameter, dtype=value.dtype, device=value.device).copy_(value)
 
 
 def chosen_optimizer(config: OptimizerConfig) -> dict[str, str]:
@@ -279,16 +295,20 @@ def refuse_other_tokenizer(files: dict[str, str], tokenizer: Tokenizer) -> None:
         )
 
 
-def rng_state() -> dict[str, Tensor]:
-    """This rank's random number generators."""
-    state = {"cpu": torch.get_rng_state()}
+def rng_state() -> dict[str, Any]:
+    """This rank's random number generators: torch's, Python's and numpy's."""
+    name, key, *rest = np.random.get_state()
+    state = {"cpu": torch.get_rng_state(), "python": random.getstate(), "numpy": (name, key.tolist(), *rest)}
     if torch.cuda.is_available():
         state["cuda"] = torch.cuda.get_rng_state()
     return state
 
 
-def restore_generators(state: dict[str, Tensor]) -> None:
+def restore_generators(state: dict[str, Any]) -> None:
     """Put this rank's random number generators where a checkpoint left them."""
     torch.set_rng_state(state["cpu"])
+    if "python" in state:  # a checkpoint of an earlier version has torch's alone
+        random.setstate(state["python"])
+        np.random.set_state(state["numpy"])
     if "cuda" in state and torch.cuda.is_available():
         torch.cuda.set_rng_state(state["cuda"])

@@ -98,7 +98,8 @@ def optimizer_step(
 
 def total_norm(tensors: list[Tensor]) -> Tensor:
     """The global L2 norm of all tensors and all their shards: an fp32 scalar on the device."""
-    norm = torch.linalg.vector_norm(torch.stack(foreach_norm(tensors, 2, dtype=torch.float32)))
+    dtype = torch.float64 if any(tensor.dtype == torch.float64 for tensor in tensors) else torch.float32
+    norm = torch.linalg.vector_norm(torch.stack(foreach_norm(tensors, 2, dtype=dtype))).float()
     return norm.full_tensor() if hasattr(norm, "full_tensor") else norm
 
 

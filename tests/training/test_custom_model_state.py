@@ -1,0 +1,78 @@
+"""Custom models with unusual state: a run that is killed and resumed has the weights of one that was not."""
+
+import pytest
+from safetensors.torch import load_file
+from trainings import lm, make_workplace, write_config
+
+MODEL = '''
+import random
+
+import numpy as np
+import torch
+from torch import nn
+
+import lm
+from lm.model.decoder import losses_of
+
+
+class Bigram(nn.Module):
+    """Logits of the next token by the token alone."""
+
+    def __init__(self, config, variant):
+        super().__init__()
+        self.embed, self.out = nn.Embedding(config.vocab_size, 8), nn.Linear(8, config.vocab_size)
+        self.variant = variant
+        if variant == "transposed":
+            self.out.weight = nn.Parameter(self.out.weight.detach().t().contiguous().t())
+        if variant == "slash":
+            self.register_parameter("scale/of/out", nn.Parameter(torch.ones(8)))
+        if variant == "float64":
+            self.out.double()
+
+    def forward(self, input_ids, labels=None):
+        hidden = self.embed(input_ids)
+        if self.variant == "slash":
+            hidden = hidden * getattr(self, "scale/of/out")
+        if self.variant == "generators" and self.training:
+            hidden = hidden * (random.random() + np.random.rand())
+        logits = self.out(hidden.to(self.out.weight.dtype))
+        return logits if labels is None else losses_of(logits, labels)
+
+
+class MyModule(lm.LanguageModule):
+    def __init__(self, variant: str = "", **options):
+        super().__init__(**options)
+        self.variant = variant
+
+    def build_decoder(self, config):
+        return Bigram(config, self.variant)
+
+
+if __name__ == "__main__":
+    lm.run(MyModule)
+'''
+SHORT = {"trainer.max_steps": 6, "trainer.checkpoint_interval": 2, "trainer.val_interval": 6,
+         "model.schedule.warmup_steps": 0, "trainer.precision": "32-true"}  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory):
+    place = make_workplace(tmp_path_factory.mktemp("state"))
+    (place / "bigram.py").write_text(MODEL)
+    lm(place, "data", "prepare", "--input", "texts", "--output", "data/small", "--tokenizer", "char",
+       "--val_fraction", "0.2")  # fmt: skip
+    return place
+
+
+@pytest.mark.parametrize("variant", ["transposed", "slash", "generators", "float64"])
+def test_a_kill_changes_no_weight(place, variant):
+    changes = SHORT | {"model.variant": variant, "trainer.callbacks": []}
+    config = str(write_config(place, variant, **changes))
+    lm(place, "bigram.py", "fit", "--config", config, "--run", f"{variant}-whole")
+    stop = ["--trainer.callbacks", '[{"class_path": "recorder.KillAt", "init_args": {"signal_name": "SIGKILL", '
+            '"micro_batch": 9}}]']  # fmt: skip
+    lm(place, "bigram.py", "fit", "--config", config, *stop, expect=-9)
+    lm(place, "bigram.py", "fit", "--config", config, "--ckpt_path", "auto")
+    killed, whole = (load_file(place / f"checkpoints/{name}/last/model.safetensors")
+                     for name in (variant, f"{variant}-whole"))  # fmt: skip
+    assert killed.keys() == whole.keys() and all(killed[name].equal(whole[name]) for name in whole)
