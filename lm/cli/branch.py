@@ -15,11 +15,12 @@ import yaml
 
 from lm.cli.config import TrainingCLI, quiet_lightning, resolved_text
 from lm.cli.options import split_overrides
+from lm.data.mixture import continued_mixture
 from lm.errors import RequestError, require_at_least
 from lm.runs.checkpoint import find_damage, read_document, read_progress
 from lm.runs.config_diff import differences, not_allowed
 from lm.runs.registry import find_run
-from lm.runs.run import ROOT, Run, hide_addresses
+from lm.runs.run import ROOT, Run, hide_addresses, refuse_name
 from lm.system.arguments import call
 from lm.system.files import atomic_folder, dump_checksummed, parse_yaml
 from lm.system.process import command_line, under_srun, under_torchrun
@@ -95,11 +96,20 @@ def branch(options: BranchOptions, overrides: list[str]) -> None:
     settings, root = parse_yaml(trunk.config.read_bytes()), trunk.path.parent  # with the addresses of `notify`
     settings["trainer"]["default_root_dir"] = str(root)
     change_context(settings, options.context)
-    change_schedule(settings, step, options)
+    if options.tokens:
+        data = yaml.safe_load(resolved_text(settings, overrides))["data"]  # of the branch, whose steps may be larger
+        change_schedule(settings, step, options, tokens_of_a_step(data))
     text = resolved_text(settings, overrides)
+    old, new = before["data"], yaml.safe_load(text)
+    mixtures = [(data["sources"], data["phases"]) for data in (old, new["data"])]
+    if all(sources for sources, _ in mixtures) and mixtures[0] != mixtures[1]:
+        seen = read_progress(checkpoint).samples * old["seq_len"]
+        new["data"] |= continued_mixture(old, new["data"], seen)
+        text = resolved_text(new)
     after = hide_addresses(yaml.safe_load(text))
     changes = refuse_other_run(trunk, before, after)
     run = Run(root / (options.name or f"{trunk.name}-{step}-{'decay' if options.decay else 'branch'}"))
+    refuse_name(options.name or run.name)
     if run.path.exists():
         raise RequestError(f"there is a run {run.path}: give another --name; `{run.resume_command()}` resumes it")
     run = Run.create(run.name, root)
@@ -162,18 +172,17 @@ def change_context(settings: dict[str, Any], context: int | None) -> None:
     data["global_batch_tokens"] = tokens
 
 
-def change_schedule(settings: dict[str, Any], step: int, options: BranchOptions) -> None:
-    """Set, in place, the schedule of a branch at a step and its number of steps; the other run's if nothing is asked.
-    """
-    if options.tokens is None:
-        return
-    data, trainer, schedule = settings["data"], settings["trainer"], settings["model"]["schedule"]
-    tokens = tokens_of_a_step(data)
+def change_schedule(settings: dict[str, Any], step: int, options: BranchOptions, tokens: int) -> None:
+    """Set, in place, the schedule of a branch at a step and its number of steps, which take `tokens` each."""
+    trainer, schedule = settings["trainer"], settings["model"]["schedule"]
     length, rise = round(options.tokens / tokens), round((options.rewarm or 0) / tokens)
     if length < 1 or (options.rewarm and rise < 1):
         raise RequestError(f"a step takes {tokens:,} tokens, and one of the lengths is less: make it longer")
-    whole = trainer["max_steps"] or -(-trainer["max_tokens"] // tokens)
+    whole = trainer["max_steps"] or -(-trainer["max_tokens"] // tokens_of_a_step(settings["data"]))
     rate = lr_fraction(max(0, step - 1), max(whole, step), ScheduleConfig(**schedule))
+    if not rate and not rise:
+        raise RequestError(f"the learning rate of the run at step {step} is 0, and would stay 0: let it rise with "
+                           "--rewarm TOKENS, or begin at an earlier step with --at")  # fmt: skip
     trainer["max_steps"], trainer["max_tokens"] = step + length, None
     shape = {"name": "wsd", "decay_steps": length - rise} if options.decay else {"name": "constant"}
     settings["model"]["schedule"] = vars(ScheduleConfig()) | shape | {

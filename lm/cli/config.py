@@ -396,7 +396,9 @@ class TrainingCLI(LightningCLI):
     def _prepare_subcommand_kwargs(self, subcommand: str) -> dict[str, Any]:
         self.datamodule.set_position(seed=self.config[subcommand].seed_everything)
         verified = subcommand == "fit" or self.config[subcommand].ckpt_path not in (None, "best", "last")
-        self.trainer.load_with(optimizer=subcommand == "fit", verified=self.checkpoint if verified else None)
+        fit, force = subcommand == "fit", self.config[subcommand].force
+        branch = fit and self.resumed_run is not None and "branch" in self.resumed_run.read("run.json")
+        self.trainer.load_with(fit, self.checkpoint if verified else None, other_model=branch or force)
         if subcommand != "fit":
             self.trainer.run_state.run = self.resumed_run
         path = str(self.checkpoint) if self.checkpoint else None

@@ -3,11 +3,12 @@
 
 import json
 import logging
+import os
 import sys
 import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -21,14 +22,15 @@ from lm.cli.main import console_handler
 from lm.cli.options import refuse_unknown_options
 from lm.cli.plan import PlanChecks
 from lm.data.config import PrepareOptions
+from lm.data.datamodule import DataModule
 from lm.data.prepare import prepare as make_shards
 from lm.errors import RequestError
 from lm.evaluation import benchmark
 from lm.inference.completion import Written
 from lm.inference.pretrained import Pretrained, load_pretrained
-from lm.model.custom import module_class, use_module_class
+from lm.model.custom import module_class, plain_arguments, use_module_class
 from lm.runs.registry import find_run
-from lm.runs.resume import find_checkpoint
+from lm.runs.resume import find_checkpoint, refuse_changed_config
 from lm.runs.run import Run
 from lm.system.arguments import build_options
 from lm.system.stop_signals import STOP
@@ -179,12 +181,11 @@ class Trainer(BareTrainer):
         own = {name: value for name, value in options.items() if name not in sections}
         own.setdefault("stop_within", 0.0)  # a program of somebody else's does not end with the training
         config = build_options(TrainerConfig, "lm.Trainer", **own)
-        self._name = run
+        self._name, self._sections, self._about = run, sections, about or RunOptions()
         quiet_lightning()
-        about = about or RunOptions()
-        self._folder = RunFolder(None, run, "", options=about)
+        self._folder = RunFolder(None, run, "", options=self._about)
         self._checks = PlanChecks(sections)
-        standard = standard_callbacks(config, self._folder, sections, about.notify)
+        standard = standard_callbacks(config, self._folder, sections, self._about.notify)
         super().__init__(**vars(replace(config, callbacks=[*callbacks, *standard, Summary(), self._checks])))
 
     def fit(
@@ -203,14 +204,32 @@ class Trainer(BareTrainer):
         reference = None if ckpt_path is None else str(ckpt_path)
         checkpoint, resumed = find_checkpoint(
             reference, self._name, self.default_root_dir, named=auto, command="fit")  # fmt: skip
-        self._folder.resume(resumed, auto)
+        seed = os.environ.get("PL_GLOBAL_SEED")  # of lightning.seed_everything
+        datamodule.set_position(seed=None if seed is None else int(seed))
+        datamodule.set_position(seq_len=datamodule.seq_len or model.config.max_position_embeddings)
+        config = self._config(model, datamodule)
+        if resumed and checkpoint:
+            refuse_changed_config(resumed, config, force)
+        self._folder.resume(resumed, auto, yaml.safe_dump({"run": self._name, **config}, sort_keys=False))
         self._checks.resume(resumed, force)
-        self.load_with(optimizer=True, verified=checkpoint)
+        self.load_with(optimizer=True, verified=checkpoint, other_model=force)
         with _class_of_models(type(model)), _logging_to_console(), STOP.borrowed():
             try:
                 super().fit(model, datamodule, ckpt_path=checkpoint and str(checkpoint))
             finally:
                 self._folder.announce_end()
+
+    def _config(self, model: LanguageModule, data: DataModule) -> dict[str, Any]:
+        """What this training was made with, as a config of `lm fit` has it; callbacks and loggers, being objects, not.
+        """
+        trainer = asdict(replace(self.options, callbacks=None, logger=None))
+        options = asdict(model.options) | plain_arguments(type(model), model.hparams)
+        sections = {name: asdict(section) for name, section in self._sections.items()}
+        config = {
+            "seed_everything": data.seed, "trainer": trainer, "model": options,
+            "data": asdict(data.options) | {"seq_len": data.seq_len}, **sections, **asdict(self._about),
+        }  # fmt: skip
+        return json.loads(json.dumps(config, default=str))
 
     def validate(
         self, model: LightningModule, datamodule: LightningDataModule, ckpt_path: str | Path | None = None

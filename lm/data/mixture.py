@@ -13,10 +13,10 @@ A *phase* begins at a sample, with other weights; its periods are counted from t
 
 import heapq
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from fractions import Fraction
 from functools import lru_cache
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -97,6 +97,24 @@ def counts_of(phases: Sequence[Phase], samples: int) -> np.ndarray:
         periods, rest = divmod(length, sum(phase.shares))
         total += periods * np.array(phase.shares) + np.bincount(turns(phase.shares)[0][:rest], minlength=len(total))
     return total
+
+
+def continued_mixture(before: Mapping[str, Any], after: Mapping[str, Any], tokens: int) -> dict[str, Any]:
+    """`sources` and `phases` of a run that goes on with others after so many tokens, as values of a config.
+
+    Up to there they are those of before, so that each source goes on with its first sample that was not taken. One
+    that `after` does not have any more stays, with a weight of 0.
+    """
+    weights = [{source["name"]: source["weight"] for source in data["sources"]} for data in (before, after)]
+    phases = after["phases"] or []
+    begun = [phase["weights"] for phase in phases if phase["tokens"] <= tokens]
+    now = begun[-1] if begun and weights[0] == weights[1] else weights[1]
+    given = {source["name"]: source for source in after["sources"]}
+    sources = [given.get(source["name"], source) | {"weight": source["weight"]} for source in before["sources"]]
+    sources += [source | {"weight": 0.0} for name, source in given.items() if name not in weights[0]]
+    past = [phase for phase in before["phases"] or [] if phase["tokens"] < tokens]
+    later = [phase for phase in phases if phase["tokens"] > tokens]
+    return {"sources": sources, "phases": [*past, {"tokens": tokens, "weights": now}, *later]}
 
 
 def describe_change(before: dict, now: dict, samples: int) -> tuple[str, str]:

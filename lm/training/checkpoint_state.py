@@ -10,6 +10,7 @@ import random
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from copy import deepcopy
+from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
@@ -24,9 +25,9 @@ from torch.optim import Optimizer
 from lm.data.tokenizer import Tokenizer
 from lm.errors import RequestError, RunError
 from lm.model.config import DecoderConfig
-from lm.model.custom import MODEL_TYPE, custom_config_json
+from lm.model.custom import MODEL_TYPE, custom_config_json, plain_arguments
 from lm.model.decoder import Decoder
-from lm.model.huggingface import config_json, from_huggingface, generation_config_json, to_huggingface
+from lm.model.huggingface import config_from_json, config_json, from_huggingface, generation_config_json, to_huggingface
 from lm.runs.checkpoint import TENSORS, read_folder, write_folder
 from lm.runs.run import Run
 from lm.system.files import remove_folder
@@ -35,6 +36,9 @@ from lm.training.distributed import gather_from_ranks
 from lm.training.optimizer_class import changed_settings, other_entries, refuse_unkept, same_class
 
 log = logging.getLogger(__name__)
+
+# Fields of the decoder's config that do not change what it computes from its weights when it is not trained.
+TRAINING_ONLY = {"vocab_size", "max_position_embeddings", "initializer_range", "zero_init_residual", "dropout"}
 
 
 class FolderCheckpointIO(CheckpointIO):
@@ -267,6 +271,27 @@ def _refuse_other_class(files: dict[str, str], module: LightningModule) -> None:
         raise RequestError(f"this is a checkpoint of this project's decoder, and the model is {by}: give it to `lm`")
     raise RequestError(f"this is a checkpoint of a model that the class {there} builds, and the model is {by}: give "
                        f"the command to the file that has `lm.run({there})`")  # fmt: skip
+
+
+def refuse_other_model(files: dict[str, str], module: LightningModule) -> None:
+    """Raise RequestError where a checkpoint's `config.json` describes a model that computes something else with the
+    same weights: other rotary wavelengths, windows, heads ..."""
+    document, config = json.loads(files["config.json"]), module.config
+    if module.builtin:
+        there, arguments = config_from_json(document), {}
+    else:
+        there, arguments = DecoderConfig(**document["decoder"]), document["init_args"]
+    names = {one.name for one in fields(DecoderConfig)} - TRAINING_ONLY
+    if there.windows == config.windows:
+        names -= {"window_pattern", "sliding_window"}  # the same in other words
+    values = {f"decoder.{name}": (getattr(there, name), getattr(config, name)) for name in sorted(names)}
+    own = plain_arguments(type(module), module.hparams)
+    values |= {name: (value, own.get(name)) for name, value in arguments.items()}
+    differing = {name: pair for name, pair in values.items() if pair[0] != pair[1]}
+    if differing:
+        what = ", ".join(f"model.{name} is {then} there and {now} here" for name, (then, now) in differing.items())
+        cure = " ".join(f"--model.{name} {'null' if then is None else then}" for name, (then, _) in differing.items())
+        raise RequestError(f"this is a checkpoint of another model: {what}; give {cure}, or --force to compute it so")
 
 
 def _refuse_other_shapes(weights: dict[str, Tensor], module: LightningModule) -> None:

@@ -36,6 +36,7 @@ class RunState:
     stop: GuardStop | None = None  # why the run is to end after this optimizer step
     pending_validation: bool = False  # the run stopped before that of the newest step was done: run it first
     uploads: Uploads | None = None  # to the mirror, on rank zero
+    other_model: bool = False  # take a checkpoint's weights for another model, as a branch does
     restored: dict[str, Any] = field(default_factory=dict)  # of the checkpoint, for `begin`
 
     def samples_of_run(self, trainer: Any) -> int:
@@ -77,6 +78,8 @@ class RunState:
         data, ranks, rank = module.trainer.datamodule, checkpoint["ranks"], module.global_rank
         checkpoint_state.refuse_other_tokenizer(checkpoint["files"], data.tokenizer)
         checkpoint_state.restore_weights(module, checkpoint)
+        if not self.other_model:
+            checkpoint_state.refuse_other_model(checkpoint["files"], module)
         self.pending_validation = checkpoint.get("pending_validation", False) and data.has_validation
         self.cursor = Cursor(start=0, end=checkpoint["cursor"]["consumed"])
         data.set_position(consumed=self.cursor.end)

@@ -187,8 +187,10 @@ class Trainer(PatchedTrainer):
         """Log to these from now on, and to those of the config."""
         self.loggers = [*loggers, *self.own_loggers]
 
-    def load_with(self, optimizer: bool, verified: Path | None = None) -> None:
-        """Read the next checkpoint with or without the optimizer's state; `verified` is known to be whole."""
+    def load_with(self, optimizer: bool, verified: Path | None = None, other_model: bool = False) -> None:
+        """Read the next checkpoint with or without the optimizer's state; `verified` is known to be whole, and
+        `other_model` takes its weights for a model that computes something else with them."""
+        self.run_state.other_model = other_model
         self.checkpoint_io.load_optimizer, self.checkpoint_io.verified = optimizer, verified
 
     @property

@@ -120,6 +120,19 @@ def test_other_data_and_a_longer_context(place):
     assert Run(place / "checkpoints/long").metrics("train/loss")[-1]["tokens"] == 10 * STEP
 
 
+def test_a_rate_of_zero_does_not_stay(place):
+    refused = lm(place, "branch", "whole", "--constant", "512", expect=2).stderr
+    assert "the learning rate of the run at step 8 is 0, and would stay 0: let it rise with --rewarm" in refused
+
+
+def test_lengths_are_counted_in_steps_of_the_branch(place):
+    """512 tokens are two steps of the trunk, and one of a branch whose steps are twice as large."""
+    said = lm(place, "branch", "trunk", "--at", "8", "--decay", "1024", "--name", "larger",
+              "--data.global_batch_tokens", "512", "--make_only")  # fmt: skip
+    config = Run(place / "checkpoints/larger").settings()
+    assert config["trainer"]["max_steps"] == 10 and config["model"]["schedule"]["decay_steps"] == 2, said.stderr
+
+
 @pytest.mark.parametrize("arguments, message", [
     (["--at", "5"], "has no checkpoint of that step; it has those of steps 4, 8, 12"),
     (["--at", "four"], "has no checkpoint of that step"),
@@ -131,6 +144,7 @@ def test_other_data_and_a_longer_context(place):
     (["--decay", "512", "--model.optimizer.lrr", "1"], "did you mean 'model.optimizer.lr'?"),
     (["--decay", "512", "--context", "32"], "--context 32 is the context of the run already"),
     (["--decay", "512", "--name", "whole"], "there is a run"),
+    (["--decay", "512", "--name", "a/b"], "run name 'a/b'"),
     (["--decay", "512", "--data.path", "data/nowhere", "--data.prepare", "null"], "data.path data/nowhere"),
     (["--constant", "512", "--data.micro_batch_size", "3"], "is not a whole number of micro-batches"),
 ])  # fmt: skip

@@ -98,6 +98,24 @@ def test_two_ranks_see_the_same_mixture_and_the_same_losses_by_source(place):
         assert {name: shared[name] for name in names} == pytest.approx({name: alone[name] for name in names}, rel=1e-4)
 
 
+def test_a_branch_with_other_weights_goes_on_where_each_source_was(place):
+    """No sample of the trunk comes again; a source that is left out stays, with a weight of 0, and a new one comes."""
+    two = [source("low", weight=0.75), source("middle", weight=0.25)]
+    fit(place, "trunk", **mixed(two, [], **{"trainer.max_steps": 4, "trainer.checkpoint_interval": 2,
+                                             "trainer.keep_checkpoints": 2}))
+    other = [source("high", weight=0.5), source("middle", weight=0.5)]
+    lm(place, "branch", "trunk", "--at", "2", "--constant", "512", "--name", "branch", "--trainer.callbacks", "[]",
+       "--data.sources", json.dumps(other))  # fmt: skip
+
+    def windows(run, steps):
+        seen = [sample for step in steps for sample in shown(place, run, step)]
+        return {(sample["source"], tuple(sample["token_ids"])) for sample in seen}, Counter(s["source"] for s in seen)
+
+    before, _ = windows("trunk", (1, 2))
+    after, counts = windows("branch", (3, 4))
+    assert counts == {"high": 8, "middle": 8} and not before & after and len(after) == 16
+
+
 def test_plan_shows_the_epochs_of_each_source(place):
     write_config(place, "one", **mixed([source("low", weight=3)], []))
     said = lm(place, "plan", "--config", "one.yaml", "--json").stdout

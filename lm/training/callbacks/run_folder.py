@@ -62,9 +62,9 @@ class RunFolder(Callback):
     _registry_warned: bool = field(default=False, init=False)
     _log: logging.Handler | None = field(default=None, init=False)
 
-    def resume(self, run: Run | None, auto: bool) -> None:
+    def resume(self, run: Run | None, auto: bool, config: str) -> None:
         """Choose the run of the fit that comes, where it was not known when this was made; arguments as above."""
-        self.resumed, self.auto, self._ended = run, auto, None
+        self.resumed, self.auto, self.config, self._ended = run, auto, config, None
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         if stage == "fit":  # before callbacks compare their folders with the checkpoint's

@@ -1,0 +1,87 @@
+"""A checkpoint is never computed as another model in silence, nor a run continued with other settings."""
+
+import json
+import shutil
+
+import pytest
+from trainings import lm, make_workplace, write_config
+
+MODEL = {"model.decoder.num_hidden_layers": 2, "model.decoder.window_pattern": "SL", "model.decoder.sliding_window": 8,
+         "trainer.max_steps": 4, "trainer.checkpoint_interval": 4, "trainer.val_interval": 4, "trainer.callbacks": [],
+         "model.schedule.warmup_steps": 0}  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory):
+    place = make_workplace(tmp_path_factory.mktemp("model"))
+    lm(place, "data", "prepare", "--input", "texts", "--output", "data/small", "--tokenizer", "char",
+       "--val_fraction", "0.2")  # fmt: skip
+    lm(place, "fit", "--config", str(write_config(place, "trained", **MODEL)))
+    shutil.copytree(place / "checkpoints/trained/step-00000004", place / "elsewhere")  # of no run
+    return place
+
+
+OTHER = {
+    "rope_theta": ({"rope_theta": 500.0}, "model.decoder.rope_theta is 10000.0 there and 500.0 here"),
+    "rms_norm_eps": ({"rms_norm_eps": 0.1}, "model.decoder.rms_norm_eps is 1e-05 there and 0.1 here"),
+    "windows": ({"window_pattern": "LS"}, "model.decoder.window_pattern is SL there and LS here"),
+    "window": ({"sliding_window": 4}, "model.decoder.sliding_window is 8 there and 4 here"),
+    "no windows": ({"window_pattern": None, "sliding_window": None}, "give --model.decoder.sliding_window 8 "),
+    "heads": ({"num_attention_heads": 4, "num_key_value_heads": 2}, "num_attention_heads is 2 there and 4 here"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("changes, message", OTHER.values(), ids=OTHER)
+@pytest.mark.parametrize("command", ["validate", "fit"])
+def test_another_model_of_the_same_shapes_is_refused(place, command, changes, message):
+    config = write_config(place, "other", **MODEL | {"trainer.max_steps": 8} | {
+        f"model.decoder.{name}": value for name, value in changes.items()})
+    arguments = ["--config", str(config), "--ckpt_path", "elsewhere"]
+    [line] = lm(place, command, *arguments, expect=2).stderr.strip().splitlines()[-1:]
+    assert message in line and " this is a checkpoint of another model" in line
+    cure = line.partition("give ")[2].partition(", or --force")[0]
+    assert "val/loss" in lm(place, "validate", *arguments, *cure.split()).stdout
+
+
+def test_what_changes_nothing_is_taken(place):
+    """Other words for the same windows, a longer context, dropout, which does nothing here."""
+    same = MODEL | {"model.decoder.window_pattern": "SLSL", "model.decoder.dropout": 0.1, "data.seq_len": 16,
+                    "model.decoder.max_position_embeddings": 64, "model.decoder.initializer_range": 0.1}  # fmt: skip
+    arguments = ["--config", str(write_config(place, "same", **same)), "--ckpt_path", "checkpoints/trained/last"]
+    assert "val/loss" in lm(place, "validate", *arguments).stdout
+
+
+def test_force_computes_another_model(place):
+    config = str(write_config(place, "theta", **MODEL | {"model.decoder.rope_theta": 500.0}))
+    arguments = ["validate", "--config", config, "--ckpt_path", "checkpoints/trained/last", "--force"]
+    assert "val/loss" in lm(place, *arguments).stdout
+
+
+SCRIPT = """
+import json
+import sys
+
+import lightning
+
+import lm
+
+given = {"seed": 1, "rope_theta": 1e4, "shuffle_buffer": 2**20, "document_mask": False} | json.loads(sys.argv[1])
+lightning.seed_everything(given["seed"])
+trainer = lm.Trainer("objects", max_steps=2, checkpoint_interval=1, val_interval=2)
+decoder = lm.DecoderConfig(hidden_size=16, num_hidden_layers=1, num_attention_heads=2, max_position_embeddings=16,
+                           rope_theta=given["rope_theta"])
+module = lm.LanguageModule(decoder, document_mask=given["document_mask"])
+data = lm.DataModule("data/small", micro_batch_size=2, shuffle_buffer=given["shuffle_buffer"], val_tokens=256)
+trainer.fit(module, data, ckpt_path="auto")
+"""
+
+
+def test_the_trainer_in_python_resumes_no_run_with_other_settings(place):
+    (place / "objects.py").write_text(SCRIPT)
+    lm(place, "objects.py", "{}")
+    settings = json.dumps({"seed": 2}), json.dumps({"shuffle_buffer": 2**21}), json.dumps({"document_mask": True})
+    for given in (*settings, json.dumps({"rope_theta": 500.0})):
+        said = lm(place, "objects.py", given, expect=1).stderr
+        assert "RequestError: run checkpoints/objects cannot be resumed with another " in said, given
+    assert "val/loss" in lm(place, "validate", "--run", "objects").stdout  # its config is there
+    lm(place, "objects.py", "{}")
