@@ -107,8 +107,11 @@ def mean_weights(folders: Sequence[Path]) -> dict[str, Tensor]:
             weight = files[-1].get_tensor(name)
             if weight.is_floating_point():
                 total = torch.zeros(weight.shape, dtype=torch.float64)
-                for file in files:
-                    total += file.get_tensor(name)
+                for file, folder in zip(files, folders):
+                    part = file.get_tensor(name)
+                    if part.isnan().any():
+                        raise RequestError(f"the weight {name} of {folder} has NaN in it: leave that checkpoint out")
+                    total += part
                 weight = (total / len(files)).to(weight.dtype)
             mean[name] = weight
         return mean

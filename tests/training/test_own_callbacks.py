@@ -23,6 +23,17 @@ class Logged(Callback):
 
     def on_validation_batch_end(self, trainer, pl_module, *args):
         pl_module.log("mine/rows", 3.0, on_epoch=True, batch_size=1)
+
+class Taken(Callback):
+    def __init__(self, metric):
+        self.metric = metric
+
+    def logged_metrics(self, trainer, pl_module):
+        return {self.metric: -1.0}
+
+class OwnStep(Callback):  # by Lightning's `log`, which has no such names either
+    def on_train_batch_end(self, trainer, pl_module, *args):
+        pl_module.log_dict({"step": -1.0, "time": -1.0, "train/loss": -1.0})
 '''
 
 
@@ -79,3 +90,15 @@ def test_what_lightning_s_log_is_given_is_logged_like_the_rest(place):
     assert newest.keys() >= {"train/loss", "val/loss", "mine/step", "mine/rows"}
     shown = lm(place, "monitor", "logged", "--once").stdout
     assert "mine/step" in shown and "mine/rows" in shown
+
+
+@pytest.mark.parametrize("name", ["step", "time", "train/loss"])
+def test_no_metric_replaces_one_that_is_there(place, name):
+    ended, _ = fit(place, "taken", expect=1, **own("Taken", metric=name))
+    assert f"Taken.logged_metrics returned '{name}', and the log line has a metric of that name: call it" in ended.stderr
+
+
+def test_lightning_s_log_replaces_none_either(place):
+    _, run = fit(place, "stepped", **own("OwnStep"))
+    assert [line["step"] for line in run.metrics("train/loss")] == list(range(1, 13))
+    assert all(line["time"] > 0 and line["train/loss"] > 0 for line in run.metrics("train/loss"))

@@ -96,7 +96,11 @@ class RunLog(Callback):
         metrics = pl_module.logged_metrics()
         for callback in trainer.callbacks:
             if hasattr(callback, "logged_metrics"):
-                metrics |= metrics_of_callback(callback, callback.logged_metrics(trainer, pl_module))
+                found = metrics_of_callback(callback, callback.logged_metrics(trainer, pl_module))
+                if taken := found.keys() & {*metrics, *OF_EVERY_LINE}:
+                    raise RunError(f"{type(callback).__name__}.logged_metrics returned {min(taken)!r}, and the log line "
+                                   f"has a metric of that name: call it '{type(callback).__name__.lower()}/...'")
+                metrics |= found
         own = {name: value for name, value in trainer.logged_metrics.items() if name not in self._of_validations}
         self.log_metrics(trainer, pl_module, _numbers(own) | metrics)
 
@@ -133,7 +137,8 @@ class RunLog(Callback):
             logger.log_metrics({**metrics, "data/tokens": tokens}, step=step)
         for logger in trainer.own_loggers:
             logger.save()  # which Lightning does at each of its log steps; some write nothing before
-        trainer.run.append_metrics({"step": step, "tokens": tokens, "time": steady_time(), **metrics})
+        of_line = zip(OF_EVERY_LINE, (step, tokens, steady_time()))
+        trainer.run.append_metrics(dict(of_line) | {k: v for k, v in metrics.items() if k not in OF_EVERY_LINE})
         kinds = {self._kind(name) for name in logged}
         others = {name: value for name, value in self.latest.items() if self._kind(name) not in kinds}
         self.latest = others | metrics  # a metric that its newest line does not have is not known any more
@@ -192,6 +197,7 @@ def _kind(name: str) -> str:
     return group if group in ("val", "eval") else "train"
 
 
+OF_EVERY_LINE = ("step", "tokens", "time")  # of `metrics.jsonl`; no metric may replace them
 LINE_METRICS = (
     "train/loss", "optim/lr", "optim/grad_norm", "val/loss", "val/perplexity", "val/bpb", "eval/core",
     "perf/mfu", "perf/mfu_full_attention",
