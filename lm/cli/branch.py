@@ -211,7 +211,7 @@ def pin_checkpoint(source: Path, target: Path, seq_len: int, new_seq_len: int) -
     Samples, of `seq_len` tokens there and `new_seq_len` here, count by the tokens that were trained on.
     """
     document = read_document(source)
-    document["callbacks"] = {}
+    document["callbacks"], document["kept_for_good"] = {}, False
     document["cursor"]["consumed"] = document["cursor"]["consumed"] * seq_len // new_seq_len
     with atomic_folder(target) as folder:
         for name in document["digests"]:

@@ -54,6 +54,7 @@ class InventedRun:
         self.tokens_per_second = max(rate, 2 * (config.guards.throughput.floor or 0))
         self.rollbacks = Rollbacks(config.guards.max_rollbacks)
         self.step, self.now, self.stopped = 0, 0.0, False
+        self.rolled_back = 0  # the step of the newest rollback, of which there is a checkpoint
         self.cost: Callable[[], Cost] = lambda: meter.read(ahead=self.now)
         self.events: list[dict[str, Any]] = []
 
@@ -75,6 +76,7 @@ class InventedRun:
     def begin_after(self, step: int) -> None:
         """Have the next log line come after this step."""
         self.step = self.rollbacks.good = step
+        self.rolled_back = 0
         self.now = step * self.seconds
 
     def count_with(self, budget: Budget) -> None:
@@ -109,10 +111,11 @@ class InventedRun:
             if self.rollbacks.asked:
                 continue
             interval = self.config.trainer.checkpoint_interval
-            to, text = self.rollbacks.ask(self.step, lambda good: good - good % interval or None)
+            to, text = self.rollbacks.ask(self.step, lambda good: max(self.rolled_back, good - good % interval) or None)
             if to is None:
                 self._end(f"{reason}; {text}")
             else:
+                self.rolled_back = self.step
                 self._note(text, finding, checkpoint=True)
 
     def _note(self, log: str, finding: Finding, checkpoint: bool = False, reason: str | None = None) -> None:

@@ -296,7 +296,7 @@ class Rollbacks:
 
     def __init__(self, most: int) -> None:
         self.most, self.done = most, 0
-        self.good = 0  # the step of the last log line at which no guard asked for one
+        self.good = 0  # the step of the last log line at which no guard asked for one, or of the newest rollback
         self.asked = False  # at this log line
 
     def note(self, step: int, metrics: Mapping[str, float]) -> None:
@@ -317,6 +317,7 @@ class Rollbacks:
         if to is None:
             return None, f"there is no checkpoint of step {self.good} or before to return to"
         self.done += 1
+        self.good = step  # whose checkpoint will have the weights that are returned to
         return to, (
             f"rollback {self.done} of {self.most}: weights and optimizer are those of step {to}; training continues "
             f"with step {step + 1} and skips the samples in between"

@@ -189,6 +189,19 @@ def test_a_rollback_with_nothing_to_return_to_or_too_many_of_them_stops(workplac
     assert len(run.read("run.json")["rollbacks"]) == 2 and run.read("state.json")["step"] == 9
 
 
+@pytest.mark.parametrize("changes, returns", [
+    # A spike that is longer than one log line: the checkpoint of a rollback is what the next one returns to.
+    ({"guards.alerts": {"step > 6 and step < 10 and loss > 0": "rollback"}}, [(7, 6), (8, 7), (9, 8)]),
+    # A checkpoint between two log lines does not take the place of the one before the last good line.
+    ({"guards.alerts": {"step == 8 and loss > 0": "rollback"}, "trainer.log_interval": 4}, [(8, 3)]),
+], ids=["a long spike", "a checkpoint between"])  # fmt: skip
+def test_what_a_rollback_may_need_is_kept(workplace, changes, returns):
+    one = {"trainer.keep_checkpoints": 1, "trainer.checkpoint_interval": 3, "trainer.val_interval": 100}
+    _, run = fit(workplace, "one-kept", **one, **changes)
+    assert [(each["step"], each["to"]) for each in run.read("run.json")["rollbacks"]] == returns
+    assert list(run.steps()) == [12]
+
+
 @pytest.mark.fault(8)
 @pytest.mark.parametrize("strategy", ["ddp", "fsdp2"])
 def test_all_ranks_agree(workplace, strategy):

@@ -101,6 +101,10 @@ def test_every_so_many_steps_one_is_kept_for_good(workplace):
     changes = {"trainer.keep_every": 5, "trainer.checkpoint_interval": 3, "trainer.max_steps": 16, "on_event": []}
     lm(workplace, *configured(workplace, "kept", **changes, **{"trainer.val_interval": 16}))
     assert list(Run(workplace / "checkpoints" / "kept").steps()) == [5, 10, 15, 16]
+    changes |= {"trainer.keep_every": None, "trainer.max_steps": 20}  # which a resume without the option keeps too
+    from_ten = ["--ckpt_path", "checkpoints/kept/step-00000010"]  # also those that it leaves behind
+    lm(workplace, *configured(workplace, "kept", **changes), *from_ten)
+    assert list(Run(workplace / "checkpoints" / "kept").steps()) == [5, 10, 15, 20]
     refused = lm(workplace, *configured(workplace, "kept", **{"trainer.keep_every": 0}), expect=2)
     assert "trainer.keep_every 0 must be at least 1" in refused.stderr
 

@@ -10,9 +10,9 @@ from typing import Any
 from lightning.pytorch import LightningModule
 from lightning.pytorch.callbacks import ModelCheckpoint
 
-from lm.errors import RunError
+from lm.errors import RequestError, RunError
 from lm.model.estimates import checkpoint_bytes
-from lm.runs.checkpoint import link_to
+from lm.runs.checkpoint import link_to, read_document
 from lm.runs.run import Run
 from lm.system.files import disk_space, remove_folder, remove_stale, stated_digest
 from lm.system.stop_signals import STOP
@@ -43,10 +43,16 @@ class Checkpoints(ModelCheckpoint):
         self.saved_step = -1
         self.requested = False
         self.left_behind: set[str] = set()  # checkpoints later than the one that the run was resumed from
+        self.for_good: set[str] = set()  # checkpoints that are never removed, by the `keep_every` of their time
+        self._return_to = 0  # the newest step that a rollback may return to
 
     def request(self) -> None:
         """Have a checkpoint taken after this optimizer step; on every rank."""
         self.requested = True
+
+    def keep_for_rollback(self, step: int) -> None:
+        """Keep the newest checkpoint that is not younger than this step, until it is another one."""
+        self._return_to = step
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         """Replaces ModelCheckpoint's choice of a folder."""
@@ -59,7 +65,9 @@ class Checkpoints(ModelCheckpoint):
         try:
             remove_half_written(run)
             # Marked, so that a resume after a kill takes none of them.
-            left_behind = [path for step, path in run.steps().items() if step > self.saved_step]
+            steps = run.steps()
+            left_behind = [path for step, path in steps.items() if step > self.saved_step]
+            self.for_good = {path.name for path in steps.values() if is_kept_for_good(path)}
             self.left_behind = {path.name for path in left_behind}
             run.describe(left_behind=[stated_digest(path / "trainer.json") for path in left_behind])
             if chosen and chosen.parent == run.path.resolve():
@@ -116,6 +124,9 @@ class Checkpoints(ModelCheckpoint):
     def _is_kept(self, step: int) -> bool:
         return self.keep_every is not None and step % self.keep_every == 0
 
+    def on_save_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
+        checkpoint["kept_for_good"] = self._name(trainer) in self.for_good  # also in the place of one that was
+
     def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Nothing: ModelCheckpoint would save."""
 
@@ -134,6 +145,8 @@ class Checkpoints(ModelCheckpoint):
         self.saved_step = trainer.global_step
         path = trainer.run.path / self._name(trainer)
         self.left_behind = self.left_behind - {path.name}  # a new set: the writer may be looking at the other
+        if self._is_kept(self.saved_step):
+            self.for_good = self.for_good | {path.name}
         after_write = partial(self._after_write, trainer, trainer.global_step, path.name, self.best_name)
         STOP.saving = True
         try:
@@ -151,10 +164,10 @@ class Checkpoints(ModelCheckpoint):
         """Move `last` and `best`, and remove checkpoints that are neither kept nor linked."""
         link_to(run.path / last, best)
         steps = run.steps()
-        kept = [path.name for at, path in steps.items() if at <= step and path.name not in self.left_behind]
+        of_run = [at for at, path in steps.items() if at <= step and path.name not in self.left_behind]
+        needed = {*of_run[-self.keep :], *[at for at in of_run if at <= self._return_to][-1:]}
         for at, path in steps.items():
-            always = self._is_kept(at) and path.name in kept
-            if not always and path.name not in (*kept[-self.keep :], last, best):
+            if at not in needed and path.name not in (last, best, *self.for_good):
                 remove_folder(path)
 
     @staticmethod
@@ -166,6 +179,14 @@ class Checkpoints(ModelCheckpoint):
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         self.best_loss, self.best_name = state_dict["best_loss"], state_dict["best_name"]
+
+
+def is_kept_for_good(checkpoint: Path) -> bool:
+    """Whether `trainer.keep_every` kept a checkpoint when it was taken."""
+    try:
+        return bool(read_document(checkpoint).get("kept_for_good"))
+    except RequestError:  # damaged
+        return False
 
 
 def remove_half_written(run: Run) -> None:

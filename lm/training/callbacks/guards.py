@@ -143,9 +143,11 @@ class Rollback(Callback):
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         self.rollbacks.good = trainer.global_step
+        trainer.checkpoint_callback.keep_for_rollback(self.rollbacks.good)
 
     def on_metrics(self, trainer: Trainer, pl_module: LightningModule, metrics: Mapping[str, float]) -> None:
         self.rollbacks.note(trainer.global_step, metrics)
+        trainer.checkpoint_callback.keep_for_rollback(self.rollbacks.good)
 
     def on_guard(self, trainer: Trainer, pl_module: LightningModule, guard: str, action: Action, message: str) -> None:
         if action != "rollback" or self.rollbacks.asked:

@@ -98,8 +98,9 @@ class RunLog(Callback):
             if hasattr(callback, "logged_metrics"):
                 found = metrics_of_callback(callback, callback.logged_metrics(trainer, pl_module))
                 if taken := found.keys() & {*metrics, *OF_EVERY_LINE}:
-                    raise RunError(f"{type(callback).__name__}.logged_metrics returned {min(taken)!r}, and the log line "
-                                   f"has a metric of that name: call it '{type(callback).__name__.lower()}/...'")
+                    name = type(callback).__name__
+                    raise RunError(f"{name}.logged_metrics returned {min(taken)!r}, and the log line has a metric of "
+                                   f"that name: call it '{name.lower()}/...'")  # fmt: skip
                 metrics |= found
         own = {name: value for name, value in trainer.logged_metrics.items() if name not in self._of_validations}
         self.log_metrics(trainer, pl_module, _numbers(own) | metrics)
