@@ -32,6 +32,7 @@ from lm.model.low_precision import LowPrecisionLinear
 BUILTIN = {Decoder, FusedDecoder, Block, FusedBlock, SelfAttention, MLP, RMSNorm, Linear, LowPrecisionLinear,
          nn.Embedding, nn.Linear, nn.Dropout, nn.ModuleList}  # fmt: skip
 MEAN_OR_SUM = 0.01  # how far a total may be from one of them and still count as it; they differ by the targets
+SAME_LOSS = 1e-3  # of the largest loss: what kernels may differ by
 MODEL_TYPE = "lm_custom"  # in config.json; Hugging Face has no such type and says so
 
 _configs: WeakKeyDictionary[nn.Module, DecoderConfig] = WeakKeyDictionary()  # of custom models
@@ -90,6 +91,29 @@ def _refuse_losses(decoder: nn.Module, losses: Losses, labels: Tensor, called: s
         raise RequestError(
             f"{called} Losses whose total is the mean of per_token: make it the sum, which is divided by all targets "
             f"of the step later; the gradients would be up to {labels.numel():,} times too small here"
+        )
+
+
+@torch.no_grad()
+def refuse_acausal(decoder: nn.Module, tokens: int, vocab_size: int) -> None:
+    """Raise RequestError for a model that sees later tokens than it predicts from: it would learn to copy, and its loss
+    would mean nothing. The last of so many tokens is another one in a trial, which changes nothing in the model.
+    """
+    device = next(decoder.parameters()).device
+    ids = torch.arange(tokens, device=device)[None] % vocab_size  # (1, T)
+    other = ids.clone()
+    other[0, -1] = (ids[0, -1] + 1) % vocab_size
+    training = [part for part in decoder.modules() if part.training]
+    decoder.eval()
+    before, after = (call_for_losses(decoder, each, ids).per_token[0, :-1].float() for each in (ids, other))
+    for part in training:
+        part.training = True
+    change = (after - before).abs().max().item()
+    if change > SAME_LOSS * before.abs().max().item():
+        raise RequestError(
+            f"{type(decoder).__name__} sees later tokens: when the last of {tokens:,} tokens is another one, losses "
+            f"before it change by up to {change:.2g}. The logits of a token may depend on it and on those before it "
+            "alone: mask the attention, or pad a convolution on its left side only"
         )
 
 

@@ -17,7 +17,14 @@ from lm.data.loader import Batch
 from lm.evaluation.statistics import TokenLoss, loss_metrics
 from lm.model.build import NOT_BUILT, BuildOptions, build
 from lm.model.config import DecoderConfig, matrix_rows
-from lm.model.custom import attach_config, call_for_losses, custom_flops_per_token, is_builtin, module_class
+from lm.model.custom import (
+    attach_config,
+    call_for_losses,
+    custom_flops_per_token,
+    is_builtin,
+    module_class,
+    refuse_acausal,
+)
 from lm.model.decoder import Decoder, Losses, document_ids_from
 from lm.model.estimates import flops_per_token
 from lm.system.arguments import arguments_from
@@ -127,6 +134,9 @@ class LanguageModule(LightningModule):
 
     def _take_decoder(self, decoder: nn.Module) -> None:
         self.decoder, self.builtin = decoder, is_builtin(decoder)
+        if not self.builtin:
+            with self.trainer.precision_plugin.forward_context():
+                refuse_acausal(decoder, self.trainer.datamodule.seq_len, self.config.vocab_size)
         call_hook(self.trainer, "on_model_built", self)
 
     def losses(self, batch: Batch) -> Losses:

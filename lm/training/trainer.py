@@ -253,6 +253,9 @@ def refuse_parts(model: Any, datamodule: Any) -> None:
         raise RequestError(f"lm.Trainer trains an lm.LanguageModule, and this is {kind_of(model)}: build your model "
                            "in `build_decoder` of a subclass, or take lightning.Trainer")  # fmt: skip
     plain_arguments(type(model), model.hparams)  # refuses what a checkpoint could not name
+    if own := [name for name in model.state_dict() if not name.startswith("decoder.")]:
+        raise RequestError(f"{type(model).__name__} has a weight or buffer of its own, {own[0]}, which is not trained "
+                           "and would be in no model: move it into the module that build_decoder returns")  # fmt: skip
     if not isinstance(datamodule, DataModule):
         raise RequestError(f"lm.Trainer takes its data from an lm.DataModule, and this is {kind_of(datamodule)}: give "
                            "lm.DataModule(path), with a folder of `lm.prepare`")  # fmt: skip

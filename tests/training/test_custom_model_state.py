@@ -28,11 +28,15 @@ class Bigram(nn.Module):
             self.register_parameter("scale/of/out", nn.Parameter(torch.ones(8)))
         if variant == "float64":
             self.out.double()
+        if variant == "complex":
+            self.phase = nn.Parameter(torch.ones(8, dtype=torch.complex64))
 
     def forward(self, input_ids, labels=None):
         hidden = self.embed(input_ids)
         if self.variant == "slash":
             hidden = hidden * getattr(self, "scale/of/out")
+        if self.variant == "bidirectional":
+            hidden = hidden + hidden.mean(1, keepdim=True)
         if self.variant == "generators" and self.training:
             hidden = hidden * (random.random() + np.random.rand())
         logits = self.out(hidden.to(self.out.weight.dtype))
@@ -43,6 +47,8 @@ class MyModule(lm.LanguageModule):
     def __init__(self, variant: str = "", **options):
         super().__init__(**options)
         self.variant = variant
+        if variant == "buffer":
+            self.register_buffer("counts", torch.zeros(3))
 
     def build_decoder(self, config):
         return Bigram(config, self.variant)
@@ -76,3 +82,17 @@ def test_a_kill_changes_no_weight(place, variant):
     killed, whole = (load_file(place / f"checkpoints/{name}/last/model.safetensors")
                      for name in (variant, f"{variant}-whole"))  # fmt: skip
     assert killed.keys() == whole.keys() and all(killed[name].equal(whole[name]) for name in whole)
+
+
+REFUSED = {
+    "bidirectional": "Bigram sees later tokens: when the last of 32 tokens is another one, losses before it change",
+    "buffer": "MyModule has a weight or buffer of its own, counts, which is not trained and would be in no model",
+    "complex": "the weight phase is of torch.complex64, which neither optimizers nor checkpoints take",
+}
+
+
+@pytest.mark.parametrize("variant, message", REFUSED.items(), ids=REFUSED)
+def test_what_cannot_be_trained_or_resumed_is_refused_at_the_start(place, variant, message):
+    config = str(write_config(place, variant, **SHORT | {"model.variant": variant, "trainer.callbacks": []}))
+    [line] = lm(place, "bigram.py", "fit", "--config", config, expect=2).stderr.strip().splitlines()[-1:]
+    assert message in line and not (place / "checkpoints" / variant).exists()
