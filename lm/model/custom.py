@@ -99,6 +99,8 @@ def refuse_acausal(decoder: nn.Module, tokens: int, vocab_size: int) -> None:
     """Raise RequestError for a model that sees later tokens than it predicts from: it would learn to copy, and its loss
     would mean nothing. The last of so many tokens is another one in a trial, which changes nothing in the model.
     """
+    if tokens == 1:
+        return
     device = next(decoder.parameters()).device
     ids = torch.arange(tokens, device=device)[None] % vocab_size  # (1, T)
     other = ids.clone()

@@ -1,5 +1,6 @@
 """This process: its exit, its clock, how it was started, and text that is safe to print. Nothing here imports torch."""
 
+import getpass
 import logging
 import os
 import re
@@ -14,7 +15,6 @@ from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from functools import cache
-from ipaddress import ip_address
 from pathlib import Path
 from typing import Any
 from weakref import WeakSet
@@ -188,16 +188,12 @@ def run_facts() -> dict[str, Any]:
     }
 
 
-def host_name() -> str:
-    """A name or an address by which other machines may reach this one; `HOST` where none is known."""
-    if len(session := os.environ.get("SSH_CONNECTION", "").split()) == 4:
-        return session[2]  # where this session came in
-    name = socket.getfqdn()
-    with suppress(OSError, ValueError):
-        addresses = {ip_address(entry[4][0].partition("%")[0]) for entry in socket.getaddrinfo(name, None)}
-        if not all(address.is_loopback for address in addresses) and not re.fullmatch("[0-9a-f]{12}", name):
-            return name  # and no container's, which its own machine alone knows
-    return "HOST"
+def ssh_options() -> str | None:
+    """The options of ssh that bring one to this machine, as the session of this process came in; None: it did not."""
+    session = os.environ.get("SSH_CONNECTION", "").split()  # address and port of the client, then of this machine
+    if len(session) != 4:
+        return None
+    return ("" if session[3] == "22" else f"-p {session[3]} ") + f"{getpass.getuser()}@{session[2]}"
 
 
 def seconds_since_process_start() -> float:

@@ -13,7 +13,7 @@ from lm.system.hardware import (
     memory_bytes,
     peak_flops,
 )
-from lm.system.process import host_name
+from lm.system.process import ssh_options
 
 
 @pytest.mark.parametrize("name, precision, teraflops", [
@@ -118,11 +118,12 @@ def test_a_device_that_is_not_known_has_the_nearest_names(name, nearest):
         find_device(name)
 
 
-def test_another_machine_is_told_a_host_that_it_can_reach(monkeypatch):
-    """The address that the user came in by; else the name of this machine, where it leads to more than itself."""
-    monkeypatch.delenv("SSH_CONNECTION", raising=False)
-    for name, host in (("localhost", "HOST"), ("no-such-host.invalid", "HOST"), ("192.0.2.7", "192.0.2.7")):
-        monkeypatch.setattr("socket.getfqdn", lambda name=name: name)
-        assert host_name() == host
-    monkeypatch.setenv("SSH_CONNECTION", "203.0.113.9 50000 198.51.100.4 22")
-    assert host_name() == "198.51.100.4"
+@pytest.mark.parametrize(("session", "options"), [
+    (None, None), ("203.0.113.9 50000 198.51.100.4 22", "me@198.51.100.4"),
+    ("203.0.113.9 50000 198.51.100.4 2222", "-p 2222 me@198.51.100.4"),
+])  # fmt: skip
+def test_ssh_leads_back_the_way_that_the_session_came(monkeypatch, session, options):
+    monkeypatch.setenv("USER", "me")
+    monkeypatch.setenv("LOGNAME", "me")
+    monkeypatch.setenv("SSH_CONNECTION", session) if session else monkeypatch.delenv("SSH_CONNECTION", raising=False)
+    assert ssh_options() == options

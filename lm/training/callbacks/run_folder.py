@@ -1,6 +1,5 @@
 """The run's folder while it trains: claimed, registered, kept alive by a heartbeat, closed with the run's end."""
 
-import getpass
 import json
 import logging
 import os
@@ -30,7 +29,7 @@ from lm.runs.registry import record_run
 from lm.runs.run import Run, hide_typed_addresses
 from lm.system.files import nonnegative, write_atomically
 from lm.system.hardware import Telemetry, device_name, driver_version, memory_bytes
-from lm.system.process import host_name, run_facts
+from lm.system.process import run_facts, ssh_options
 from lm.training.callback import Callback
 from lm.training.config import RunOptions
 from lm.training.trainer import Trainer
@@ -84,8 +83,8 @@ class RunFolder(Callback):
             self._log = _open_log(trainer.run)
             log.info("run %s", path)
             log.info("curves: tensorboard --logdir %s", trainer.run.path.parent)
-            log.info("from another machine: ssh -N -L 6006:localhost:6006 %s@%s, then http://localhost:6006",
-                     getpass.getuser(), host_name())  # fmt: skip
+            if options := ssh_options():
+                log.info("from your machine: ssh -N -L 6006:localhost:6006 %s, then http://localhost:6006", options)
             self._record(trainer.run)
             if trainer.mirror is not None:
                 trainer.run_state.uploads = Uploads(trainer.mirror, trainer.run)
