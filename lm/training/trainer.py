@@ -18,7 +18,7 @@ from lightning.pytorch.profilers import AdvancedProfiler, SimpleProfiler
 from lightning.pytorch.strategies import Strategy
 
 from lm.data.datamodule import DataModule
-from lm.errors import DataError, Interrupted, LmError, RequestError
+from lm.errors import DataError, Interrupted, LmError, RequestError, RunError
 from lm.model.custom import plain_arguments
 from lm.runs.checkpoint import read_progress
 from lm.runs.mirror import Mirror
@@ -142,6 +142,11 @@ class Trainer(PatchedTrainer):
         """Says what needs how much memory where there is not enough."""
         try:
             yield
+        except SystemExit as error:
+            if not error.code:  # the run has failed, which 0 would hide
+                raise RunError(f"the program was ended by sys.exit({error.code or ''}) in the training, after step "
+                               f"{self.global_step}; {how_to_resume(self)}") from error  # fmt: skip
+            raise
         except Exception as error:
             module = self.lightning_module
             if module is None or module.config.vocab_size is None or not is_out_of_memory(error):

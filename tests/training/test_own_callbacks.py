@@ -31,6 +31,11 @@ class Taken(Callback):
     def logged_metrics(self, trainer, pl_module):
         return {self.metric: -1.0}
 
+class Exits(Callback):
+    def on_train_batch_end(self, trainer, pl_module, *args):
+        if trainer.global_step == 5:
+            raise SystemExit(0)
+
 class OwnStep(Callback):  # by Lightning's `log`, which has no such names either
     def on_train_batch_end(self, trainer, pl_module, *args):
         pl_module.log_dict({"step": -1.0, "time": -1.0, "train/loss": -1.0})
@@ -102,3 +107,8 @@ def test_lightning_s_log_replaces_none_either(place):
     _, run = fit(place, "stepped", **own("OwnStep"))
     assert [line["step"] for line in run.metrics("train/loss")] == list(range(1, 13))
     assert all(line["time"] > 0 and line["train/loss"] > 0 for line in run.metrics("train/loss"))
+
+
+def test_an_exit_in_a_callback_is_a_failure(place):
+    ended, run = fit(place, "left", expect=1, **own("Exits"))
+    assert "ended by sys.exit() in the training, after step 5; `" in ended.stderr and run.status() == "failed"

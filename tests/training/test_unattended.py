@@ -146,3 +146,10 @@ def test_the_loop_runs_again_until_the_run_is_over(workplace):
     _, errors = loop.communicate(timeout=60)
     assert loop.returncode == 75 and run.status() == "interrupted" and not run.is_locked()
     assert errors.count("training resumes in") == 2 and "exit code 137" in errors and "exit code 75" in errors
+
+
+def test_a_run_may_have_a_name_in_any_alphabet(workplace):
+    command = configured(workplace, "named", on_event=[], **{"trainer.max_steps": 2})
+    lm(workplace, *command, "--run", "日本-ünï")
+    lm(workplace, *command, "--run", "日本-ünï", "--ckpt_path", "auto", "--trainer.max_steps", "3")
+    assert Run(workplace / "checkpoints" / "日本-ünï").status() == "finished"

@@ -129,7 +129,8 @@ class RunFolder(Callback):
             )
 
     def _describe(self, trainer: Trainer, run: Run, shards: dict[str, Any]) -> None:
-        write_atomically(run.config, re.sub("^run: .*$", f"run: {json.dumps(run.name)}", self.config, flags=re.M))
+        line = f"run: {json.dumps(run.name)}"
+        write_atomically(run.config, re.sub("^run: .*$", lambda found: line, self.config, flags=re.M))
         write_atomically(run.path / "data.json", json.dumps(shards) + "\n")
         facts, before, name = run_facts(), {}, self.name
         facts["command"] = hide_typed_addresses(facts["command"])
