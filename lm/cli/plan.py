@@ -50,12 +50,6 @@ log = logging.getLogger(__name__)
 
 def plan(config: Namespace, name: str) -> None:
     """Check a config, which has `PlanOptions` too, and say what it asks for; `name` is that of the run."""
-    if config.mfu is not None and not 0 < config.mfu <= 1:
-        raise RequestError(f"--mfu {config.mfu} must lie in (0, 1]")
-    if config.peak_tflops is not None and not 0 < config.peak_tflops < math.inf:
-        raise RequestError(f"--peak_tflops {config.peak_tflops} must be above 0")
-    if config.rate_usd_per_hr is not None and config.rate_usd_per_hr < 0:
-        raise RequestError(f"--rate_usd_per_hr {config.rate_usd_per_hr} must not be below 0")
     if config.fit and config.strict:
         raise RequestError("--fit is about a device, and --strict looks at none: give one of them")
     refuse_name(name)
@@ -109,6 +103,12 @@ def examine(
 
     Of a fit that begins, `opened` is the data, and `resumed` a run whose beginning is over and in part paid for.
     """
+    if config.mfu is not None and not 0 < config.mfu <= 1:
+        raise RequestError(f"--mfu {config.mfu} must lie in (0, 1]")
+    if config.peak_tflops is not None and not 0 < config.peak_tflops < math.inf:
+        raise RequestError(f"--peak_tflops {config.peak_tflops} must be above 0")
+    if config.rate_usd_per_hr is not None and config.rate_usd_per_hr < 0:
+        raise RequestError(f"--rate_usd_per_hr {config.rate_usd_per_hr} must not be below 0")
     wanted = config.device or "auto"
     cpu = wanted == "auto" and config.trainer.accelerator == "cpu"
     device, here = (Device("", None, None), 1) if config.strict else find_device(

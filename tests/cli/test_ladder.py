@@ -155,6 +155,7 @@ def test_the_report_of_several_lengths_and_a_grid(tmp_path):
         (["--depths", "2,300", "--max_steps", "6", "--aspect_ratio", "64"], "depth 300: "),
         (["--depths", "2", "--grid", "model.optimizer.lr=0.1,x2"], "give values or factors, and not both"),
         (["--depths", "2", "--grid", "seed_everything=1,2"], "seed_everything follows from the depth"),
+        (["--depths", "2", "--max_steps", "6", "--mfu", "2"], "--mfu 2.0 must lie in (0, 1]"),
         (["--depths", "2", "--trainer.max_steps", "5"], "give --max_steps"),
         (["--depths", "2", "--max_steps", "6", "--root", "texts/000.txt"], "is a file, or in one"),
     ],
