@@ -1,6 +1,6 @@
 """`lm plan`: what a config means before it is run, on one page, and what is wrong with it; `lm fit` checks the same.
 
-`cli/plan_facts` computes the numbers, and `cli/plan_checks` has the findings on them. Nothing is built or written.
+`cli/plan_facts` has the numbers and the findings on them. Nothing is built or written.
 """
 
 import json
@@ -14,7 +14,6 @@ from typing import Any
 from jsonargparse import Namespace
 from rich.console import Console
 
-from lm.cli import plan_checks as findings
 from lm.cli import plan_facts as facts
 from lm.cli.options import PlanOptions
 from lm.cli.rehearse import rehearse, show_rehearsal
@@ -146,15 +145,15 @@ def examine(
                   custom=training_class().is_custom())  # fmt: skip
     if known.here:
         noted += of_accelerator(trainer.accelerator)
-    noted += findings.of_steps(found["steps"], config)
-    noted += findings.of_schedule(found["steps"], config)
+    noted += facts.of_steps(found["steps"], config)
+    noted += facts.of_schedule(found["steps"], config)
     if resumed is None:
-        noted += findings.of_warmup(found["steps"], config, data)
+        noted += facts.of_warmup(found["steps"], config, data)
     if not config.strict and "unknown" not in data:
         found["data"] = data
-        noted += findings.of_data(data, found["steps"], config)
-        noted += findings.of_tasks(config.evaluation)
-        noted += findings.of_tokenizer(tokenizer, decoder)
+        noted += facts.of_data(data, found["steps"], config)
+        noted += facts.of_tasks(config.evaluation)
+        noted += facts.of_tokenizer(tokenizer, decoder)
     if decoder is None:
         if "unknown" not in data:  # otherwise there is an error already
             noted.append(Finding("advice", "the model's size is not known before the tokenizer is made",
@@ -168,9 +167,9 @@ def examine(
             f"{format_count(parameters(decoder)['total'])} parameters, and build_decoder returned another model",
             f"`{program()} bench step --config FILE` measures it",
         ))  # fmt: skip
-    noted += findings.of_model(found["model"], found["steps"])
-    noted += findings.of_optimizer(config.model.optimizer)
-    noted += findings.of_rules(decoder, found["steps"], config)
+    noted += facts.of_model(found["model"], found["steps"])
+    noted += facts.of_optimizer(config.model.optimizer)
+    noted += facts.of_rules(decoder, found["steps"], config)
     if config.strict:
         return found, by_level(noted)
     if device.capability is None and device.memory_bytes is not None:
@@ -191,17 +190,17 @@ def examine(
     found["checkpoints"] = facts.checkpoint_facts(
         config.trainer.checkpoint_interval, found["steps"], found["time"], one, measured
     )
-    noted += findings.of_checkpoints(found["checkpoints"], found["steps"])
+    noted += facts.of_checkpoints(found["checkpoints"], found["steps"])
     if config.guards.budget.wanted:
         found["budget"] = facts.budget_facts(config.guards.budget, found["time"], rate, budget_file)
         if resumed is None:
-            noted += findings.of_budget(found["budget"], found["time"], found["steps"], config)
+            noted += facts.of_budget(found["budget"], found["time"], found["steps"], config)
     every = config.trainer.keep_every
     kept = config.trainer.keep_checkpoints + (steps.max_steps // every if every else 0) + bool(config.trainer.mirror)
     present = len(resumed.steps()) if resumed else 0
     space = disk_space(Path(config.trainer.default_root_dir), one, kept, present)
     found["disk"] = {**space._asdict(), "mirror": config.trainer.mirror and Mirror(config.trainer.mirror).name}
-    for finding in findings.of_device(found["memory"], space, found["steps"], device, config, precision):
+    for finding in facts.of_device(found["memory"], space, found["steps"], device, config, precision):
         guessed = custom is not None and finding.level == "error"
         noted.append(finding._replace(level="warning") if guessed else finding)
     return found, by_level(noted)
