@@ -14,7 +14,6 @@ import statistics
 import sys
 import tempfile
 import time
-import warnings
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
@@ -35,7 +34,7 @@ from tokenizers import Tokenizer as Backend
 from tokenizers import models
 from torch.autograd.profiler import record_function
 
-from lm.cli.config import config_name, config_parser
+from lm.cli.config import config_name, config_parser, quiet_lightning
 from lm.cli.options import BenchOptions, ProfileOptions
 from lm.cli.plan_facts import find_tokenizer, with_vocabulary
 from lm.cli.runs import folder_bytes
@@ -160,15 +159,11 @@ def fit_briefly(
     It is on one device, or on those of the processes that torchrun or srun started. Guards watch and do nothing; there
     are no samples and no evaluations. The schedule is constant, since the configured one is for a longer run.
 
-    Args:
-        callbacks: beside those of `lm fit` and of the config.
-        own_data: train on the config's data, which must be there; else on random tokens.
-        watch: called with the Trainer before the fit.
-        options: of the Trainer, in place of the config's.
+    `own_data`: train on the config's data, which must be there, else on random tokens. `watch` is called with the
+    Trainer before the fit; `options` are those of the Trainer in place of the config's.
     """
-    warnings.filterwarnings("ignore", module="lightning")
-    for name in ("lightning.pytorch", "lightning.fabric", "lm.training.callbacks.run_folder"):
-        logging.getLogger(name).setLevel(logging.WARNING)
+    quiet_lightning()
+    logging.getLogger("lm.training.callbacks.run_folder").setLevel(logging.WARNING)
     lightning.seed_everything(config.seed_everything)
     root = Path(config.trainer.default_root_dir)
     # Beside the runs: a checkpoint is timed, and the system's temporary folder may lie in memory.

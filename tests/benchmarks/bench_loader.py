@@ -5,7 +5,7 @@ A batch is timed up to `data/loader`; nothing of the model is in it. litdata tak
 """
 
 import gc
-import json as jsonlib
+import json
 import os
 import platform
 import shutil
@@ -16,14 +16,13 @@ import time
 from collections.abc import Callable, Iterator
 from functools import partial
 from importlib import metadata
+from importlib.util import find_spec
 from itertools import islice
 from pathlib import Path
 
 import numpy as np
 import pyarrow as pa
 import torch
-from rich.console import Console
-from rich.table import Table
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # lm, which may not be installed
 
@@ -35,7 +34,7 @@ from lm.data.sampler import BLOCKS_AHEAD, Order, lanes_for
 from lm.data.shards import BLOCK_TOKENS, Shards
 from lm.errors import RequestError
 from lm.system.arguments import call
-from lm.system.units import Count, format_count
+from lm.system.units import Count
 
 VOCABULARY = 50257
 ROWS, SEQ_LEN = 16, 2048
@@ -44,8 +43,8 @@ MANY_SHARDS = 1000
 MIXTURES = (1, 4, 16)  # sources
 
 
-def loader(tokens: Count = Count(200_000_000), rounds: int = 7, json: bool = False) -> None:
-    """Measure the loader: tokens a second, time to the first batch, memory.
+def loader(tokens: Count = Count(200_000_000), rounds: int = 7) -> None:
+    """Measure the loader: tokens a second, time to the first batch, memory; prints one JSON object.
 
     Random tokens with word-like frequencies are written to a temporary folder, as shards in the layout of
     `lm data prepare`, as the flat file that nanoGPT reads, and as litdata's chunks. Our shuffled stream, a memory map
@@ -56,7 +55,6 @@ def loader(tokens: Count = Count(200_000_000), rounds: int = 7, json: bool = Fal
     Args:
         tokens: Tokens to write; two to four bytes of disk each.
         rounds: How often each loader takes its turn.
-        json: Print one JSON object instead of a table.
     """
     torch.set_num_threads(1)  # small copies on more threads are slower, and at the mercy of any neighbour
     with tempfile.TemporaryDirectory(prefix="lm-bench-") as folder:
@@ -64,51 +62,14 @@ def loader(tokens: Count = Count(200_000_000), rounds: int = 7, json: bool = Fal
         found = {
             "date": time.strftime("%Y-%m-%d"), "tokens": int(tokens), "rows": ROWS, "seq_len": SEQ_LEN,
             "rounds": rounds, "cpus": os.cpu_count(), "python": platform.python_version(),
-            "torch": torch.__version__, "pyarrow": pa.__version__, "litdata": _version("litdata"),
+            "torch": torch.__version__, "pyarrow": pa.__version__,
+            "litdata": metadata.version("litdata") if find_spec("litdata") else None,
             "bytes_per_token": sum(path.stat().st_size for path in Path(folder, "train").iterdir()) / tokens,
         }  # fmt: skip
         found |= _memory(Path(folder))
         found |= _first_batch(Path(folder), rounds)
         found |= _speed(Path(folder), rounds)
-    if json:
-        print(jsonlib.dumps(found))
-    else:
-        _show(found, rounds)
-
-
-def _version(package: str) -> str | None:
-    try:
-        return metadata.version(package)
-    except metadata.PackageNotFoundError:
-        return None
-
-
-def _show(found: dict, rounds: int) -> None:
-    table = Table("loader", "tokens/s", "to the memory map", title=f"batches of {ROWS} x {SEQ_LEN}, median of {rounds}")
-    for name, what, ratio in (
-        ("memory_map", "memory map, as in nanoGPT, int64", 1.0),
-        ("litdata", "litdata's TokensLoader, shuffled, uint16", found.get("ratio_litdata")),
-        ("stream", "lm stream, shuffled, uint16 as it goes to a device", found["ratio"]),
-        ("stream_int64", "lm stream, shuffled, inputs and labels int64", found["ratio_int64"]),
-    ):
-        if ratio is None:
-            continue
-        table.add_row(what, format_count(found[f"{name}_tokens_per_s"]), f"{ratio:.1f}x")
-    for count in MIXTURES:
-        rate, ratio = found[f"mixture_{count}_tokens_per_s"], found[f"ratio_mixture_{count}"]
-        table.add_row(f"lm stream of {count} sources", format_count(rate), f"{ratio:.2f} of the stream")
-    console = Console()
-    console.print(table)
-    console.print(
-        f"first batch of {MANY_SHARDS} shards after {found['first_batch_s']:.3f} s with a manifest, "
-        f"{found['first_batch_footers_s']:.3f} s by their footers"
-    )
-    if found["memory_growth_bytes"] is not None:
-        console.print(
-            f"memory grew by {found['memory_growth_bytes'] / 2**20:.0f} MiB over an epoch; the shuffle buffer may hold "
-            f"{found['shuffle_buffer_bytes'] / 2**20:.0f} MiB"
-        )
-    console.print(f"{found['bytes_per_token']:.2f} bytes a token on disk")
+    print(json.dumps(found, indent=1))
 
 
 def _write(folder: Path, tokens: int) -> None:
@@ -134,7 +95,7 @@ def _write(folder: Path, tokens: int) -> None:
             "layout": 1, "column": "input_ids", "tokenizer": "", "vocab_size": VOCABULARY,
             "splits": {"train": {"tokens": total, "shards": listed}},
         }  # fmt: skip
-        (place / "manifest.json").write_text(jsonlib.dumps(manifest))
+        (place / "manifest.json").write_text(json.dumps(manifest))
 
 
 def _shard(folder: Path, name: str, ids: np.ndarray) -> dict:
@@ -272,11 +233,11 @@ def _memory_map(path: Path) -> tuple[torch.Tensor, torch.Tensor]:
 
 def _litdata(folder: Path) -> Iterator[torch.Tensor] | None:
     """litdata's batches of the same tokens, (16, 2049) uint16, without end; None where litdata is not installed."""
-    try:
-        from litdata import StreamingDataLoader, StreamingDataset, TokensLoader
-        from litdata.streaming import Cache
-    except ImportError:
+    if not find_spec("litdata"):
         return None
+    from litdata import StreamingDataLoader, StreamingDataset, TokensLoader
+    from litdata.streaming import Cache
+
     flat = np.memmap(folder / "flat.bin", dtype=np.uint16, mode="r")
     cache = Cache(str(folder / "litdata"), chunk_size=20 * BLOCK_TOKENS, item_loader=TokensLoader())
     for index, first in enumerate(range(0, len(flat), BLOCK_TOKENS)):

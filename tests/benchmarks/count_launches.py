@@ -107,7 +107,7 @@ class Launches(TorchDispatchMode):
             moved = 2 * bytes_of([weights, *means]) + bytes_of(gradients)
             self._add("optimizer and norms", name, multi_tensor_launches(weights, lists=4), moved)
         elif name.startswith("_foreach"):  # a norm has a second kernel that adds up the blocks' sums
-            lists = [arg for arg in args if isinstance(arg, list | tuple) and is_tensors(arg)]
+            lists = [arg for arg in args if isinstance(arg, list | tuple) and all(isinstance(t, Tensor) for t in arg)]
             kind = "copies and casts" if name == "_foreach_copy_" else "optimizer and norms"
             self._add(kind, name, multi_tensor_launches(lists[0], len(lists)) + ("norm" in name), moved)
         elif name in PRODUCTS:
@@ -152,10 +152,6 @@ def is_view(func: Any) -> bool:
     return func._schema.name.endswith("_unsafe_view") or any(a is not None and not a.is_write for a in returned)
 
 
-def is_tensors(values: Any) -> bool:
-    return all(isinstance(value, Tensor) for value in values)
-
-
 def bytes_of(value: Any) -> int:
     """Bytes of all tensors in a structure; what is repeated by a stride of zero counts once."""
     if isinstance(value, Tensor):
@@ -184,12 +180,9 @@ def flash(q: Tensor, k: Tensor, v: Tensor, is_causal: bool, **options: Any) -> T
 
 
 def count(preset: dict[str, Any], copies: bool, precision: str = "bf16-mixed") -> dict[str, Launches]:
-    """The launches of a micro-batch and of an optimizer step.
+    """The launches of a micro-batch and of an optimizer step of a config, with `WeightCopies` or without.
 
-    Args:
-        preset: a config.
-        copies: with `WeightCopies`.
-        precision: one of `PRECISIONS`; FP8 leaves the last block in bf16, as `trainer.fp8_keep` does by default.
+    FP8 leaves the last block in bf16, as `trainer.fp8_keep` does by default.
     """
     config = DecoderConfig(**preset["model"]["decoder"])
     with torch.device("meta"):

@@ -3,7 +3,6 @@
 import contextlib
 import io
 import json
-from dataclasses import replace
 
 import bench_kernels
 import pytest
@@ -122,7 +121,7 @@ def test_an_op_that_breaks_does_not_take_the_others_along(monkeypatch, tmp_path,
             raise RuntimeError("no such kernel\nand more")
 
         whole = cases.rms_norm()
-        return [whole, replace(whole, name="broken", ours=refuse)]
+        return [whole, whole._replace(name="broken", ours=refuse)]
 
     monkeypatch.setattr(Cases, "all", one_breaks)
     with pytest.raises(RunError, match="^broken could not be measured"):
