@@ -185,7 +185,7 @@ def ladder(options: LadderOptions, overrides: list[str]) -> None:
     """Plan all trainings, train those that are not finished, and write the report."""
     quiet_lightning()
     if process.under_torchrun() or process.under_srun():
-        raise RequestError("`lm ladder` starts the trainings itself, one on each device: start it once, by itself")
+        raise RequestError("`lm ladder` starts the trainings itself, one on each device: start it once, without torchrun or srun")
     trainings = make_trainings(options, overrides)
     wanted = [one for one in trainings if one.size.depth in options.sizes]
     refuse_far_predictions(options, trainings)
@@ -258,7 +258,7 @@ def make_trainings(options: LadderOptions, overrides: list[str]) -> list[Trainin
 
 
 def keep_length(config: dict[str, Any], recipe: scale.Recipe, length: Length, typed: Sequence[str]) -> None:
-    """Set, in place, as many steps as the length takes where another batch than the recipe's was typed."""
+    """Set the number of steps, in place, so that a run keeps its length where another batch was typed."""
     tokens = tokens_of_a_step(config["data"])
     if "max_steps" not in length.horizon and tokens != recipe.batch_tokens:
         steps = max(1, round(recipe.tokens / tokens))
@@ -268,7 +268,7 @@ def keep_length(config: dict[str, Any], recipe: scale.Recipe, length: Length, ty
 
 
 def at_point(settings: dict[str, Any], point: dict[str, str]) -> dict[str, Any]:
-    """A resolved config with the values of a point of the grid in place of its own."""
+    """A resolved config in which a point of the grid replaces values."""
     overrides = []
     for key, value in point.items():
         if factor := FACTOR.fullmatch(value):
@@ -368,9 +368,9 @@ def only_one(folder: Path) -> Iterator[None]:
 
 
 def train(options: LadderOptions, wanted: list[Training], trainings: list[Training]) -> list[Training]:
-    """Train what is not finished, each in a process of its own, one at a time on each device; those that failed.
+    """Train what is not finished, one process at a time on each device, and write the report after each.
 
-    The report is written after each.
+    Returns the trainings that failed.
     """
     waiting = [one for one in wanted if not one.finished]
     places, failed = free_devices(waiting), []
@@ -415,7 +415,7 @@ def train(options: LadderOptions, wanted: list[Training], trainings: list[Traini
 
 
 def expected_seconds(done: Sequence[tuple[float, float]], flops: float) -> float:
-    """How long a training of so many operations takes: a straight line through the operations and seconds of others."""
+    """Seconds of a training of so many operations, by a straight line through those of finished trainings."""
     x, seconds = zip(*done, strict=True)
     if max(x) < 1.5 * min(x):
         return sum(seconds) / sum(x) * flops

@@ -72,7 +72,7 @@ class Measured(NamedTuple):
 
 
 def report(name: str, command: str, trainings: Sequence[Training]) -> dict[str, Any]:
-    """What the finished ones of a ladder's trainings say, as it is written to `ladder.json`."""
+    """The results of the finished trainings of a ladder, as `ladder.json` has them."""
     ends = [last_losses(one.run) if one.finished else {} for one in trainings]
     known = [end for end in ends if end]
     bits = all("val/bpb" in end for end in known)

@@ -19,15 +19,13 @@ from lm.cli.options import PlanOptions
 from lm.cli.rehearse import rehearse, show_rehearsal
 from lm.data.config import DataConfig
 from lm.data.datamodule import DataModule
-from lm.data.tokenizer import Tokenizer
-from lm.errors import LmError, RequestError, first_line
+from lm.errors import RequestError
 from lm.model.estimates import checkpoint_bytes, describe_mfu, parameters, recomputed_flops_per_token
 from lm.runs.mirror import Mirror
 from lm.runs.run import Run, refuse_name
 from lm.system.files import disk_space, nonnegative
 from lm.system.hardware import Device, device_name, find_device
 from lm.system.process import program
-from lm.system.remote import NoAnswer, Unreachable
 from lm.system.units import format_bytes, format_count, format_figure, format_time_and_cost, plural
 from lm.training.callback import Callback
 from lm.training.callbacks.budget import read_budget_file
@@ -48,7 +46,7 @@ log = logging.getLogger(__name__)
 
 
 def plan(config: Namespace, name: str) -> None:
-    """Check a config, which has `PlanOptions` too, and say what it asks for; `name` is that of the run."""
+    """Check a config, which has `PlanOptions` too, and print what it means; `name` is that of the run."""
     if config.fit and config.strict:
         raise RequestError("--fit is about a device, and --strict looks at none: give one of them")
     refuse_name(name)
@@ -132,7 +130,7 @@ def examine(
     noted: list[Finding] = []
     data, tokenizer, budget_file, rate = {"prepared": False, "from": []}, None, {}, None
     if not config.strict:
-        data, tokenizer = _open_data(config, opened, noted)
+        data, tokenizer = facts.open_data(config, opened, noted)
         budget_file, rate = _read_rate(config, noted)
     decoder = facts.with_vocabulary(config, tokenizer)
     found["steps"] = facts.step_facts(steps, config, data)
@@ -211,26 +209,8 @@ def by_level(noted: list[Finding]) -> list[Finding]:
     return sorted(noted, key=lambda finding: ("error", "warning", "advice").index(finding.level))
 
 
-def _open_data(
-    config: Namespace, opened: DataModule | None, noted: list[Finding]
-) -> tuple[dict[str, Any], Tokenizer | None]:
-    """The facts of the data and its tokenizer; what is wrong with them is noted."""
-    try:
-        return facts.data_facts_in_time(config.data, opened, config.model.document_mask)
-    except (NoAnswer, Unreachable) as error:
-        why = first_line(error.__cause__ if isinstance(error, Unreachable) else error)
-        where = ", ".join(facts.remote_sources(config.data))
-        noted.append(Finding("warning", f"{where}: how many tokens there are is not known, since the store does "
-                             f"not answer in {facts.NETWORK_SECONDS:g} s: {why}",
-                             "check the network and the credentials, and plan again"))  # fmt: skip
-        return {"unknown": True}, facts.find_tokenizer(config.data)  # which was read before
-    except (LmError, OSError) as error:
-        noted.append(Finding("error", str(error), ""))
-        return {"unknown": True}, None
-
-
 def _read_rate(config: Namespace, noted: list[Finding]) -> tuple[dict[str, Any], float | None]:
-    """What `guards.budget.file` says, and the price of an hour in US dollars; what is wrong with them is noted."""
+    """The content of `guards.budget.file`, and the price of an hour in US dollars; findings are added to `noted`."""
     budget, file, rate = config.guards.budget, {}, None
     try:
         file = read_budget_file(budget)
@@ -308,8 +288,8 @@ def show_plan(found: dict[str, Any], noted: list[Finding]) -> None:
             console.print(f"{'':8}{finding.cure}")
     counts = {level: sum(finding.level == level for finding in noted) for level in colours}
     state = "not ready" if counts["error"] else "ready"
-    said = [plural(count, level).replace("advices", "advice") for level, count in counts.items() if count]
-    console.print(f"[bold]{state}[/bold]{': ' * bool(said)}{', '.join(said)}")
+    counted = [plural(count, level).replace("advices", "advice") for level, count in counts.items() if count]
+    console.print(f"[bold]{state}[/bold]{': ' * bool(counted)}{', '.join(counted)}")
 
 
 def _model_lines(found: dict[str, Any]) -> list[str]:
@@ -338,8 +318,8 @@ def _data_lines(found: dict[str, Any]) -> list[str]:
 
 def _of_text(part: dict[str, Any]) -> str:
     filled, each = part.get("filled_up"), part["bytes_per_token"]
-    said = "" if filled is None else f", {filled:.2%} of a sample only fills it up"
-    return said if each is None else f"{said}, {each:.2f} bytes of text a token"
+    padding = "" if filled is None else f", {filled:.2%} of a sample only fills it up"
+    return padding if each is None else f"{padding}, {each:.2f} bytes of text a token"
 
 
 def _steps_lines(found: dict[str, Any]) -> list[str]:

@@ -21,7 +21,7 @@ from lm.data.datamodule import DataModule
 from lm.data.mixture import counts_of, phases_of
 from lm.data.prepare import describe_small_validation
 from lm.data.tokenizer import Tokenizer
-from lm.errors import RequestError, first_line
+from lm.errors import LmError, RequestError, first_line
 from lm.model.config import DecoderConfig
 from lm.model.custom import attach_config, custom_flops_per_token, is_builtin
 from lm.model.estimates import (
@@ -35,7 +35,7 @@ from lm.model.estimates import (
 )
 from lm.system.files import DAMAGE, DiskSpace, nonnegative, parse_json
 from lm.system.hardware import Device
-from lm.system.remote import call_within, is_remote
+from lm.system.remote import NoAnswer, Unreachable, call_within, is_remote
 from lm.system.units import format_bytes, format_count, format_figure, format_time_and_cost, parse_bytes, plural
 from lm.training.builtin_optimizers import BUILTIN
 from lm.training.callbacks.evaluation import read_evaluation_tasks
@@ -97,7 +97,7 @@ def with_vocabulary(config: Namespace, tokenizer: Tokenizer | None) -> DecoderCo
 
 
 def data_facts(
-    data: Namespace, opened: DataModule | None, document_mask: bool = False
+    data: Namespace, opened: DataModule | None, document_mask: bool
 ) -> tuple[dict[str, Any], Tokenizer | None]:
     """Tokens and shards by split, how well the tokenizer fits a sample of them, and the tokenizer.
 
@@ -147,15 +147,27 @@ def remote_sources(data: Namespace) -> list[str]:
     return [source for group in given for source in group if is_remote(source)]
 
 
-def data_facts_in_time(
-    data: Namespace, opened: DataModule | None, document_mask: bool
+def open_data(
+    config: Namespace, opened: DataModule | None, noted: list[Finding]
 ) -> tuple[dict[str, Any], Tokenizer | None]:
-    """As `data_facts`, but raises NoAnswer or Unreachable where an object store takes more than `NETWORK_SECONDS`."""
-    if opened is not None or not remote_sources(data):
-        return data_facts(data, opened, document_mask)
-    logging.getLogger("lm.system.remote").setLevel(logging.ERROR)  # the page says what failed
-    brief = Namespace(**vars(data) | {"timeout": min(data.timeout, 2 * NETWORK_SECONDS)})  # reads have half of it
-    return call_within(NETWORK_SECONDS, lambda: data_facts(brief, None, document_mask))
+    """As `data_facts`; findings are added to `noted`, also that an object store takes more than `NETWORK_SECONDS`."""
+    data, document_mask = config.data, config.model.document_mask
+    remote = remote_sources(data) if opened is None else []
+    try:
+        if not remote:
+            return data_facts(data, opened, document_mask)
+        logging.getLogger("lm.system.remote").setLevel(logging.ERROR)  # the page says what failed
+        brief = Namespace(**vars(data) | {"timeout": min(data.timeout, 2 * NETWORK_SECONDS)})  # reads have half of it
+        return call_within(NETWORK_SECONDS, lambda: data_facts(brief, None, document_mask))
+    except (NoAnswer, Unreachable) as error:
+        why = first_line(error.__cause__ if isinstance(error, Unreachable) else error)
+        noted.append(Finding("warning", f"{', '.join(remote)}: how many tokens there are is not known, "
+                             f"since the store does not answer in {NETWORK_SECONDS:g} s: {why}",
+                             "check the network and the credentials, and plan again"))  # fmt: skip
+        return {"unknown": True}, find_tokenizer(data)  # which was read before
+    except (LmError, OSError) as error:
+        noted.append(Finding("error", str(error), ""))
+        return {"unknown": True}, None
 
 
 def of_data(data: dict[str, Any], steps: dict[str, Any], config: Namespace) -> Iterator[Finding]:
@@ -337,7 +349,7 @@ def of_rules(decoder: DecoderConfig, steps: dict[str, Any], config: Namespace) -
     if (times := max(batch / best, best / batch)) > FAR_BATCH:
         more = "more" if batch > best else "fewer"
         yield Finding("warning", f"a step has {batch:,} tokens, {times:.1f} times {more} than the {best:,.0f} "
-                      f"that `lm scale` takes for {format_count(tokens)} tokens",
+                      f"that `lm scale` uses for {format_count(tokens)} tokens",
                       f"--data.global_batch_tokens {max(1, round(best / at_once)) * at_once}")  # fmt: skip
     if config.model.optimizer.class_path:
         return  # no rule is known for it
@@ -348,7 +360,7 @@ def of_rules(decoder: DecoderConfig, steps: dict[str, Any], config: Namespace) -
     )
     if (times := max(rate / best, best / rate)) > FAR_RATE:
         yield Finding("warning" if rate > best else "advice", f"model.optimizer.lr {rate:g} is {times:.1f} times "
-                      f"{'more' if rate > best else 'less'} than the {best:.2g} that `lm scale` takes for {why}",
+                      f"{'more' if rate > best else 'less'} than the {best:.2g} that `lm scale` uses for {why}",
                       f"--model.optimizer.lr {best:.2g}")  # fmt: skip
 
 
@@ -446,7 +458,7 @@ def time_facts(
     steps: dict[str, Any], model: dict[str, Any], device: Device, precision: str, mfu: float | None,
     measured: dict[str, Any], usd_per_hour: float | None, recomputed: float,
 ) -> dict[str, Any]:  # fmt: skip
-    """How long the steps take and what that costs; `seconds` is None where nothing says how fast the device is.
+    """How long the steps take and what that costs; `seconds` is None where the speed of the device is not known.
 
     `measured` is what `lm bench step` found; activation checkpointing does `recomputed` operations a token again.
     """
@@ -497,8 +509,8 @@ def read_bench(file: Path, model_parameters: int, seq_len: int) -> dict[str, Any
 def of_device(memory: dict[str, Any], disk: DiskSpace, steps: dict[str, Any], device: Device,
               config: Namespace, precision: str) -> Iterator[Finding]:  # fmt: skip
     if precision != config.trainer.precision:
-        yield Finding("advice", f"{device.name} is slow in {config.trainer.precision}, so {precision} is taken",
-                      f"--trainer.precision {precision} says so")  # fmt: skip
+        yield Finding("advice", f"{device.name} is slow in {config.trainer.precision}, so {precision} is used",
+                      f"set --trainer.precision {precision}")  # fmt: skip
     if config.trainer.matmul_precision == "high" and (device.capability or (0, 0)) < BF16_FROM:
         yield Finding("warning", f"trainer.matmul_precision high is TF32, which {device.name} does not have: it "
                       "changes nothing", "leave it out")  # fmt: skip

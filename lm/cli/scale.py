@@ -23,9 +23,9 @@ ASPECT = 64  # width / depth
 PATTERN = "SSSL"  # S: a layer with a window, L: one with full attention
 DATA = "data/pretrain-32k"
 TOKENS_PER_PARAMETER = 20.0  # Hoffmann et al., 2022, arXiv:2203.15556; nanochat takes 12, with Muon
-DEVICES = 8  # of a node; a batch of as many samples or more comes out even on 8, 4, 2 and 1
+DEVICES = 8  # of a node; a batch of as many samples or more divides evenly over 8, 4, 2 and 1
 EMBEDDING, OUTPUT = 24.0, 4.8  # learning rate x width x sqrt(depth)
-DEVICE_TOKENS = 16_384  # the most tokens that a device runs at once, before `lm plan --fit` says how many fit
+DEVICE_TOKENS = 16_384  # the most tokens of a micro-batch, until `lm plan --fit` finds how many fit
 
 
 @dataclass(frozen=True)
@@ -172,7 +172,7 @@ def mlp_width(width: int) -> int:
 def window_pattern(depth: int, pattern: str) -> str:
     """Three layers with a window, then one with full attention; the last layer always has full attention.
 
-    Source: nanochat, nanochat/gpt.py. Written out layer by layer where the pattern does not come out even.
+    Source: nanochat, nanochat/gpt.py. Written out layer by layer where its length does not divide the depth.
     """
     return pattern if depth % len(pattern) == 0 and pattern[-1] == "L" else (pattern * depth)[: depth - 1] + "L"
 
@@ -203,7 +203,7 @@ def tokens_of_steps(steps: int) -> float:
 
 
 def micro_batch(batch: int, seq_len: int) -> int:
-    """Samples a device runs at once: a power of two that leaves every device of a node a share."""
+    """Samples of a micro-batch: a power of two, so small that every device of a node gets one."""
     return power_of_two(min(DEVICE_TOKENS // seq_len, batch // DEVICES), down=True)
 
 

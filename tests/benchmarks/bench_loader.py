@@ -21,6 +21,7 @@ from itertools import islice
 from pathlib import Path
 
 import numpy as np
+import psutil
 import pyarrow as pa
 import torch
 
@@ -73,7 +74,7 @@ def loader(tokens: Count = Count(200_000_000), rounds: int = 7) -> None:
 
 
 def _write(folder: Path, tokens: int) -> None:
-    """`flat.bin`; `train/`: the same tokens in shards of at most 20 row groups; `many/train/`: 1000 shards; manifests."""
+    """`flat.bin`; the same tokens as `train/` in shards of at most 20 row groups; 1000 shards as `many/train/`."""
     random = np.random.default_rng(0)
     (folder / "train").mkdir()
     (folder / "many/train").mkdir(parents=True)
@@ -140,20 +141,16 @@ def _memory(folder: Path) -> dict:
     before, most = _anonymous_memory(), 0
     batches = _stream(shards)
     for number, _ in enumerate(islice(batches, shards.require_windows(SEQ_LEN) // ROWS)):
-        if before is not None and number % 64 == 0:
+        if number % 64 == 0:
             most = max(most, _anonymous_memory() - before)
     batches.close()
-    held = _buffer(shards) * shards.column.dtype.itemsize
-    return {"memory_growth_bytes": None if before is None else most, "shuffle_buffer_bytes": held}
+    return {"memory_growth_bytes": most, "shuffle_buffer_bytes": _buffer(shards) * shards.column.dtype.itemsize}
 
 
-def _anonymous_memory() -> int | None:
-    """Bytes of this process that no file backs; None where the system does not say."""
-    try:
-        lines = Path("/proc/self/status").read_text().splitlines()
-    except OSError:
-        return None
-    return next((int(line.split()[1]) * 1024 for line in lines if line.startswith("RssAnon")), None)
+def _anonymous_memory() -> int:
+    """Bytes of this process that no file backs."""
+    memory = psutil.Process().memory_info()
+    return memory.rss - getattr(memory, "shared", 0)
 
 
 def _first_batch(folder: Path, rounds: int) -> dict:

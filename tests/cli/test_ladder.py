@@ -25,9 +25,7 @@ LADDER = ["ladder", "--depths", "2,3,4", "--predict", "5", "--max_steps", "6", *
 @pytest.fixture(scope="module")
 def place(tmp_path_factory):
     """A workplace with data, and a finished ladder of three depths."""
-    place = make_workplace(tmp_path_factory.mktemp("ladder"))
-    lm(place, "data", "prepare", "--input", "texts", "--output", "data/small", "--tokenizer", "char",
-       "--val_fraction", "0.2")  # fmt: skip
+    place = make_workplace(tmp_path_factory.mktemp("ladder"), "data/small")
     lm(place, *LADDER)
     return place
 

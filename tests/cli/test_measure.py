@@ -160,9 +160,7 @@ def traced(tmp_path_factory):
 @pytest.fixture(scope="module")
 def slowed(tmp_path_factory):
     """A profile on the config's own data, with a loader and a callback that sleep."""
-    folder = make_workplace(tmp_path_factory.mktemp("slowed"))
-    lm(folder, "data", "prepare", "--input", "texts", "--output", "data/small", "--tokenizer", "char",
-       "--val_fraction", "0.2")  # fmt: skip
+    folder = make_workplace(tmp_path_factory.mktemp("slowed"), "data/small")
     return profiled(folder, SlowData, SlowHook), folder
 
 

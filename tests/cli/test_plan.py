@@ -24,10 +24,7 @@ PLAIN = {"trainer.callbacks": None, "trainer.accelerator": "auto"}
 @pytest.fixture(scope="module")
 def workplace(tmp_path_factory):
     """Texts and the data that was made of them."""
-    folder = make_workplace(tmp_path_factory.mktemp("plan"))
-    lm(folder, "data", "prepare", "--input", "texts", "--output", "data/small", "--tokenizer", "char",
-       "--val_fraction", "0.2")  # fmt: skip
-    return folder
+    return make_workplace(tmp_path_factory.mktemp("plan"), "data/small")
 
 
 @pytest.fixture
@@ -216,7 +213,7 @@ def test_a_fit_refuses_before_it_makes_the_data(cwd):
     assert not (cwd / "data").exists()
 
 
-def test_force_trains_all_the_same_and_a_resume_takes_no_offence_at_the_warm_up(cwd):
+def test_force_trains_all_the_same_and_a_resume_does_not_check_the_warm_up(cwd):
     forced = lm(cwd, "fit", "--config", "small.yaml", "--force").stderr
     assert "error: the warm-up of 2 steps is not over" in forced and "2 steps in" in forced
     again = ["--ckpt_path", "auto", "--trainer.max_steps", "4", "--model.schedule.warmup_steps", "4"]
@@ -400,7 +397,7 @@ LONG_RUN = {  # 1.6e18 operations in the blocks, enough for the rules of `lm sca
     ({"model.schedule.name": "wsd"}, "wsd has no decay, so the run ends at its peak rate 0.001"),
     ({"trainer.gradient_clip_val": None}, "model.optimizer.lr 0.001 without clipping"),
     ({"trainer.gradient_clip_val": 0}, "model.optimizer.lr 0.001 without clipping"),
-    ({"model.optimizer.lr": 1e-2}, "model.optimizer.lr 0.01 is 6.1 times more than the 0.0016 that `lm scale` takes"),
+    ({"model.optimizer.lr": 1e-2}, "model.optimizer.lr 0.01 is 6.1 times more than the 0.0016 that `lm scale` uses"),
     ({"data.global_batch_tokens": 2**21, "trainer.max_steps": 1250}, "2,097,152 tokens, 8.3 times more than the 253,"),
     ({"data.global_batch_tokens": 2**14, "data.micro_batch_size": 8, "trainer.max_steps": 160_000},
      "16,384 tokens, 15.5 times fewer than the 253,"),

@@ -167,9 +167,7 @@ def test_a_wrong_request_is_one_line_and_exit_code_2(arguments, said, capsys):
 
 def test_fit_runs_it(tmp_path):
     """A model of two blocks takes two real steps, with windows, on a CPU; its checkpoint is written."""
-    make_workplace(tmp_path)
-    lm(tmp_path, "data", "prepare", "--input", "texts", "--output", "data/small", "--tokenizer", "char",
-       "--val_fraction", "0.2")  # fmt: skip
+    make_workplace(tmp_path, "data/small")
     printed = lm(tmp_path, "scale", "--depth", "2", "--max_steps", "2", "--vocab_size", "64", "--seq_len", "160",
                  "--data", "data/small")  # fmt: skip
     config = yaml.safe_load(printed.stdout)
