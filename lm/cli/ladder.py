@@ -185,7 +185,8 @@ def ladder(options: LadderOptions, overrides: list[str]) -> None:
     """Plan all trainings, train those that are not finished, and write the report."""
     quiet_lightning()
     if process.under_torchrun() or process.under_srun():
-        raise RequestError("`lm ladder` starts the trainings itself, one on each device: start it once, without torchrun or srun")
+        raise RequestError("`lm ladder` starts the trainings itself, one on each device: start it once, without "
+                           "torchrun or srun")  # fmt: skip
     trainings = make_trainings(options, overrides)
     wanted = [one for one in trainings if one.size.depth in options.sizes]
     refuse_far_predictions(options, trainings)

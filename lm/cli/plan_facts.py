@@ -179,7 +179,7 @@ def of_data(data: dict[str, Any], steps: dict[str, Any], config: Namespace) -> I
         yield Finding("warning", what, cure)
     if data["train"]["documents_end"] is False:
         yield Finding("warning", "model.document_mask does nothing: no document ends in the first block of the "
-                      "training data", "leave it out, or prepare data with its end-of-text token")
+                      "training data", "leave it out, or prepare data with its end-of-text token")  # fmt: skip
     epochs = steps["epochs"]
     for source in config.data.sources or ():
         yield from _of_source(source, data["sources"][source.name]["windows"], steps)
@@ -290,15 +290,15 @@ def of_warmup(steps: dict[str, Any], config: Namespace, data: dict[str, Any]) ->
     shorter = f"--model.schedule.warmup_{'ratio' if ratio else 'steps'} {{}}"
     if warmup >= total:
         yield Finding("error", f"the warm-up of {plural(warmup, 'step')} is not over when the run of {total:,} ends",
-                      f"{shorter.format(0.1 if ratio else total // 10)}, or `lm fit` with --force")
+                      f"{shorter.format(0.1 if ratio else total // 10)}, or `lm fit` with --force")  # fmt: skip
     elif per_epoch is not None and per_epoch < warmup:
         most = f"{int(per_epoch) / total:.6f}" if ratio else int(per_epoch)
         yield Finding("error", f"the data ends before the warm-up does: {_steps_an_epoch(data, steps)}, and the "
                       f"warm-up takes {warmup:,} of {total:,}",
-                      f"{shorter.format(most)}, more data, or `lm fit` with --force")
+                      f"{shorter.format(most)}, more data, or `lm fit` with --force")  # fmt: skip
     elif steps["warmup_share"] > LONG_WARMUP:
         yield Finding("warning", f"warm-up takes {warmup:,} of {total:,} steps, {steps['warmup_share']:.0%} of the run",
-                      f"lower model.schedule.warmup_{'ratio' if ratio else 'steps'}, or train longer")
+                      f"lower model.schedule.warmup_{'ratio' if ratio else 'steps'}, or train longer")  # fmt: skip
 
 
 def _steps_an_epoch(data: dict[str, Any], steps: dict[str, Any]) -> str:
@@ -315,7 +315,7 @@ def of_schedule(steps: dict[str, Any], config: Namespace) -> Iterator[Finding]:
     last, final, end = lr_fraction(total - 1, total, schedule), schedule.final_fraction, max(decay, warmup)
     if name == "wsd" and not decay and final < 1:
         yield Finding("warning", f"model.schedule wsd has no decay, so the run ends at its peak rate {rate:g}",
-                      f"--model.schedule.decay_steps {max(1, total // 5)}, a fifth of the run, or name it constant")
+                      f"--model.schedule.decay_steps {max(1, total // 5)}, a fifth of the run, or name it constant")  # fmt: skip
     elif name in ("cosine", "linear") and decay > total and last > final + 0.01:
         yield Finding("warning", f"the decay ends at step {decay:,}, after the run's {total:,}: the last rate is "
                       f"{last:.0%} of the peak, {last * rate:.2g}, and not {final:.0%}",
@@ -467,7 +467,7 @@ def time_facts(
         rate, basis = measured["tokens_per_second"], measured["basis"]
     elif peak is None:
         return {"seconds": None, "basis": f"the peak of {device.name} in {precision} is not known: give "
-                "--peak_tflops N or --bench FILE"}
+                "--peak_tflops N or --bench FILE"}  # fmt: skip
     elif mfu:
         rate, basis = mfu * peak / flops, f"{mfu:.0%} MFU, given"
     else:
@@ -540,7 +540,7 @@ def _of_memory(
         take = "take a smaller model or context" if recomputed is None else (
             f"--model.activation_checkpointing block --data.micro_batch_size {recomputed}")  # fmt: skip
         yield Finding("error", f"a step takes {need}, and even one sample at a time does not fit",
-                      f"{take}, shard it over more devices with trainer.strategy fsdp2, or `lm fit` with --force")
+                      f"{take}, shard it over more devices with trainer.strategy fsdp2, or `lm fit` with --force")  # fmt: skip
     elif share > 1:
         yield Finding("error", f"a step takes {need}",
                       f"--data.micro_batch_size {best}: the largest that fits, and {stays}; or "
@@ -579,7 +579,7 @@ def of_checkpoints(checkpoints: dict[str, Any], steps: dict[str, Any]) -> Iterat
     if lost > MUCH_LOST:
         yield Finding("warning", f"a crash loses up to {interval:,} steps of work: "
                       f"{format_time_and_cost(lost, checkpoints['lost_usd'])}",
-                      f"--trainer.checkpoint_interval {max(1, int(interval * MUCH_LOST / 2 / lost))}: half an hour")
+                      f"--trainer.checkpoint_interval {max(1, int(interval * MUCH_LOST / 2 / lost))}: half an hour")  # fmt: skip
     if checkpoints["saving_share"] > LONG_SAVING and interval < steps["max_steps"]:
         enough = math.ceil(interval * checkpoints["saving_share"] / LONG_SAVING)
         yield Finding("warning", f"saving takes {checkpoints['saving_share']:.0%} of the time: "

@@ -345,7 +345,7 @@ def write_yaml(made: Recipe, command: str, horizon: str, options: ScaleOptions) 
     window = "" if decoder.sliding_window is None else (
         f"    sliding_window: {decoder.sliding_window:_}"
         "  # tokens of a window: a quarter of the context, in tiles of 128 (nanochat)\n"
-    )
+    )  # fmt: skip
 
     def rate(factor: float) -> str:
         return _float(peak_rate(factor, decoder.num_hidden_layers, decoder.hidden_size))

@@ -81,7 +81,7 @@ class Bench:
         self.options, self.folder = options, folder
         self.variants = dict(map(str.strip, variant.split(":", 1)) for variant in options.variant) or {"config": ""}
         self.scales, self.nanochat_scales = (
-            [float(scale) for scale in scales.split(",")] for scales in (options.scales, options.nanochat_scales))
+            [float(scale) for scale in scales.split(",")] for scales in (options.scales, options.nanochat_scales))  # fmt: skip
         self.seeds = [int(seed) for seed in options.seeds.split(",")]
         facts = run_facts()
         self.found: dict[str, Any] = {

@@ -48,7 +48,7 @@ def main(arguments: list[str]) -> None:
     parser.add_argument("--steps", type=int, default=5, help="Optimizer steps of a turn.")
     parser.add_argument("--rounds", type=int, default=5, help="Turns of each contender.")
     parser.add_argument("--output", type=Path | None, default=None,
-                        help="File to write the JSON object to, after each contender's setup and each round.")
+                        help="File to write the JSON object to, after each contender's setup and each round.")  # fmt: skip
     try:
         config = parser.read(spell_out(arguments, lists=("contenders",)))
         decoder = vars(config.model.decoder) | {"vocab_size": find_vocab_size(config)}

@@ -139,7 +139,7 @@ def test_the_file_says_how_to_make_it_again(tmp_path):
 
 def test_standard_output_is_yaml_alone_and_torch_is_not_imported():
     """People redirect it into a file, and it is there at once; it is the preset, which a changed rule changes."""
-    code = "import sys\nfrom lm.cli.main import main\nmain(['scale', '--depth', '12'])\nassert 'torch' not in sys.modules"
+    code = "import sys\nfrom lm.cli.main import main\nmain(['scale', '--depth', '12'])\nassert 'torch' not in sys.modules"  # fmt: skip
     done, seconds = run_python(code)
     assert seconds < 2  # usually a fifth of a second
     assert done.stderr == "" and done.stdout == DEPTH12.read_text()

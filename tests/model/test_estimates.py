@@ -147,7 +147,7 @@ def kept_bytes(config, step):
 @pytest.mark.parametrize("kernels", [False, True])
 @pytest.mark.parametrize("compile, precision, name", [
     *(("none", precision, name) for precision in ("32-true", "bf16-mixed") for name in CONFIGS),
-    ("triton_free", "bf16-mixed", "tied"), ("triton_free", "32-true", "normed")])
+    ("triton_free", "bf16-mixed", "tied"), ("triton_free", "32-true", "normed")])  # fmt: skip
 def test_what_is_kept_for_the_backward_pass_is_predicted(name, kernels, precision, compile):
     """Within 1 %, in every way to compute a step; 5 % were asked for."""
     config = CONFIGS[name]
@@ -160,7 +160,7 @@ def test_what_is_kept_for_the_backward_pass_is_predicted(name, kernels, precisio
 @pytest.mark.parametrize("mode", ["selective", "block"])
 @pytest.mark.parametrize("compile, precision, name", [
     *(("none", precision, name) for precision in ("32-true", "bf16-mixed") for name in CONFIGS),
-    ("triton_free", "bf16-mixed", "tied")])
+    ("triton_free", "bf16-mixed", "tied")])  # fmt: skip
 def test_what_activation_checkpointing_keeps_is_predicted(name, kernels, precision, compile, mode):
     if kernels and compile != "none" and torch.__version__ < "2.13":
         pytest.skip("refused: compiled code of our kernels is not recomputed")
