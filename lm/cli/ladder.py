@@ -295,8 +295,7 @@ def plan_facts(options: LadderOptions, config: dict[str, Any], depth: int, refus
 def refuse_far_predictions(options: LadderOptions, trainings: list[Training]) -> None:
     """Refuse to predict from too few sizes, or too far from them, before anything is trained."""
     for length in options.lengths if options.held_out else ():
-        sizes = {one.size.depth: one.size for one in trainings if one.size.length == length.label}
-        flops = {depth: size.flops for depth, size in sizes.items()}
+        flops = {one.size.depth: one.size.flops for one in trainings if one.size.length == length.label}
         fitted = [value for depth, value in flops.items() if depth not in options.held_out]
         if len(fitted) < scaling_laws.FEWEST:
             raise RequestError(

@@ -229,12 +229,10 @@ def prediction_rows(found: dict[str, Any]) -> tuple[list[str], list[list[str]]]:
     rows = []
     for one in found["predictions"]:
         interval = "not known" if one["low"] is None else f"{one['low']:.4f} to {one['high']:.4f}"
-        row = [str(one["depth"]), one["length"], one["of"], f"{one['loss']:.4f}", interval]
-        if one["measured"] is not None:
-            outside = "" if one["within"] in (True, None) else ", outside the interval"
-            rows.append([*row, f"{one['measured']:.4f}", f"{one['error']:+.2%}{outside}"])
-        else:
-            rows.append([*row, "", ""])
+        outside = ", outside the interval" * (one["within"] is False)
+        known = one["measured"] is not None
+        measured = [f"{one['measured']:.4f}", f"{one['error']:+.2%}{outside}"] if known else ["", ""]
+        rows.append([str(one["depth"]), one["length"], one["of"], f"{one['loss']:.4f}", interval, *measured])
     return heads, rows
 
 

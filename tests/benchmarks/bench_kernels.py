@@ -25,7 +25,6 @@ from torch import Tensor
 sys.path[:0] = [str(Path(__file__).resolve().parents[n]) for n in (2, 1)]  # lm, which may not be installed; tests
 
 import plain_ops
-from kernel_usage import kernel_usage
 
 from lm.errors import RequestError, RunError, require_at_least
 from lm.kernels import cross_entropy, qk_norm_rope, rms_norm, runtime, swiglu
@@ -111,17 +110,6 @@ class Cases:
         return [self.rms_norm(), self.norm_linear(), self.qk_rope(normed=False), self.qk_rope(normed=True),
                 self.attention(), self.attention(window=quarter), self.attention(document=quarter),
                 self.swiglu(), self.swiglu_linear(), self.cross_entropy()]  # fmt: skip
-
-    def programs(self) -> dict[str, dict[str, object]]:
-        """The sources that these cases use, each with what it is compiled for."""
-        sizes, dtype, vec, wide = self.sizes, self.dtype, 16 // self.item, torch.float32
-        heads = (sizes.heads, sizes.kv_heads, sizes.head_dim, vec)
-        return {
-            "rms_norm": rms_norm.constants(dtype, wide, sizes.hidden, vec),
-            "qk_norm_rope": qk_norm_rope.constants(dtype, wide, *heads),
-            "swiglu": swiglu.constants(dtype, sizes.intermediate, vec),
-            "cross_entropy": cross_entropy.constants(dtype, sizes.vocab, True),
-        }
 
     def random(self, *shape: int, scale: float = 1.0, dtype: torch.dtype | None = None) -> Tensor:
         """Normally distributed numbers, of which a gradient can be taken."""
@@ -384,7 +372,6 @@ class Stopwatch:
 # ---- bench kernels ---------------------------------------------------------------------------------------------------
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
-ARCHITECTURES = ("sm_80", "sm_89", "sm_90", "sm_100")  # whose machine code is looked at where there is no GPU
 FORMULAS = {
     "gb_per_second": "bytes that the pass must move (each input read once, each output written once) / seconds / 1e9",
     "of_copy_rate": "gb_per_second / gb_per_second of a large copy on the same device, in the same run",
@@ -447,7 +434,6 @@ def report(cases: Cases, stopwatch: Stopwatch, rounds: int, inductor: bool) -> d
         "rounds": rounds,
         "copy": {"gb_per_second": stopwatch.copy_rate / 1e9, "bytes": stopwatch.copy_bytes},
         "launch_us": stopwatch.launch_seconds(rounds) * 1e6 if device.type == "cuda" else None,
-        "usage": usage(cases),
         "cases": {case.name: attempt(case, stopwatch, rounds, inductor) for case in cases.all()},
         "formulas": FORMULAS,
     }
@@ -529,23 +515,6 @@ def figures(turn: Turn, traffic: Traffic | None, case: Case, stopwatch: Stopwatc
     return {"seconds": turn.seconds, "host_kept_up": turn.fed, **speed}
 
 
-def usage(cases: Cases) -> dict[str, Any] | str:
-    """Registers and spilled bytes of every kernel, compiled now for the device, or without one for all that count."""
-    if not runtime.available():
-        return "unavailable: NVRTC is not installed"
-    archs = ARCHITECTURES
-    if cases.device.type == "cuda":
-        archs = ("sm_{}{}".format(*torch.cuda.get_device_capability(cases.device)),)
-    return {
-        arch: {
-            kernel: used._asdict()
-            for source, constants in cases.programs().items()
-            for kernel, used in kernel_usage(source, arch, **constants).items()
-        }
-        for arch in archs
-    }
-
-
 # ---- for people ------------------------------------------------------------------------------------------------------
 
 
@@ -573,16 +542,6 @@ def show(found: dict[str, Any]) -> None:
         console.print(f"inductor is {reason}")
     if found["launch_us"] is not None:
         console.print(f"starting a kernel takes the host {found['launch_us']:.1f} us")
-    if isinstance(found["usage"], str):
-        console.print(f"registers are {found['usage']}")
-        return
-    for arch, kernels in found["usage"].items():
-        most = max(kernels, key=lambda name: kernels[name]["registers"])
-        spilled = [name for name, used in kernels.items() if used["spilled_bytes"]]
-        console.print(
-            f"{arch}: {len(kernels)} kernels, at most {kernels[most]['registers']} registers a thread ({most}); "
-            f"spills: {', '.join(spilled) or 'none'}"
-        )
 
 
 if __name__ == "__main__":
