@@ -25,7 +25,9 @@ import psutil
 import pyarrow as pa
 import torch
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # lm, which may not be installed
+sys.path[:0] = [str(Path(__file__).resolve().parents[n]) for n in (2, 1)]  # lm, which may not be installed; tests
+
+from shard_files import write_manifest
 
 from lm.data.datamodule import SHARED_BY
 from lm.data.loader import Batch, Stream
@@ -76,34 +78,27 @@ def loader(tokens: Count = Count(200_000_000), rounds: int = 7) -> None:
 def _write(folder: Path, tokens: int) -> None:
     """`flat.bin`; the same tokens as `train/` in shards of at most 20 row groups; 1000 shards as `many/train/`."""
     random = np.random.default_rng(0)
-    (folder / "train").mkdir()
-    (folder / "many/train").mkdir(parents=True)
-    shards, step = [], max(1, min(20 * BLOCK_TOKENS, -(-tokens // max(MIXTURES))))
+    for name in ("train", "many/train"):
+        (folder / name).mkdir(parents=True)
+    step = max(1, min(20 * BLOCK_TOKENS, -(-tokens // max(MIXTURES))))
     with open(folder / "flat.bin", "wb") as flat:
         for number, first in enumerate(range(0, tokens, step)):
             # rank r with probability about 1 / r, as words have it
             ids = (VOCABULARY ** random.random(min(step, tokens - first), dtype=np.float32)).astype(np.uint16)
             np.minimum(ids, VOCABULARY - 1, out=ids)
             flat.write(ids.tobytes())
-            shards.append(_shard(folder, f"train/{number:05d}.parquet", ids))
-    one = _shard(folder / "many", "train/00000.parquet", ids[:BLOCK_TOKENS])
-    links = [one | {"file": f"train/{number:05d}.parquet"} for number in range(MANY_SHARDS)]
-    for link in links[1:]:
-        os.link(folder / "many" / one["file"], folder / "many" / link["file"])
-    for place, listed in ((folder, shards), (folder / "many", links)):
-        total = sum(sum(shard["row_groups"]) for shard in listed)
-        manifest = {
-            "layout": 1, "column": "input_ids", "tokenizer": "", "vocab_size": VOCABULARY,
-            "splits": {"train": {"tokens": total, "shards": listed}},
-        }  # fmt: skip
-        (place / "manifest.json").write_text(json.dumps(manifest))
+            _write_shard(folder / f"train/{number:05d}.parquet", ids)
+    _write_shard(folder / "many/train/00000.parquet", ids[:BLOCK_TOKENS])
+    for number in range(1, MANY_SHARDS):
+        os.link(folder / "many/train/00000.parquet", folder / f"many/train/{number:05d}.parquet")
+    for place in (folder, folder / "many"):
+        write_manifest(place, vocab_size=VOCABULARY, tokenizer="")
 
 
-def _shard(folder: Path, name: str, ids: np.ndarray) -> dict:
-    writer = ShardWriter(folder / name, ids.dtype, "")
-    writer.write(ids, np.diff(np.append(np.arange(0, len(ids), 777), len(ids))))  # documents of 777 tokens
-    size = writer.close()
-    return {"file": name, "size": size, "row_groups": writer.row_groups}
+def _write_shard(path: Path, ids: np.ndarray) -> None:
+    writer = ShardWriter(path, ids.dtype, "")
+    writer.write(ids, np.append(np.arange(777, len(ids), 777), len(ids)))  # documents of 777 tokens
+    writer.close()
 
 
 def _buffer(shards: Shards) -> int:
