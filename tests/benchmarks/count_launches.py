@@ -49,7 +49,11 @@ KERNELS = {"rms_norm": 1, "rms_norm_backward": 2, "swiglu": 1, "swiglu_backward"
 # queries rounded; with grouped heads the gradients of keys and of values are summed over each group, too.
 ATTENTION = {"forward": 1, "backward": 3, "groups": 2}
 OVERWRITES = ("copy_", "zero_", "fill_", "_foreach_copy_", "_foreach_zero_")  # their first argument is not read
-PRODUCTS = ("mm", "bmm", "addmm", "_scaled_mm")
+KINDS = {
+    **dict.fromkeys(("mm", "bmm", "addmm", "_scaled_mm"), "matrix products"),
+    **dict.fromkeys(("_to_copy", "copy_", "clone"), "copies and casts"),
+    "embedding_dense_backward": "embedding", "add_": "gradients added up",
+}  # fmt: skip
 PRECISIONS = ("bf16-mixed", "fp8-tensorwise", "fp8-rowwise")  # as `trainer.precision`
 CHUNK, BLOCKS = 65_536, 320  # elements of a block, and blocks of a launch, in torch's MultiTensorApply.cuh
 PRESETS = ["published/pretrain-50m-adamw.yaml", "published/pretrain-350m-adamw.yaml"]
@@ -110,18 +114,10 @@ class Launches(TorchDispatchMode):
             lists = [arg for arg in args if isinstance(arg, list | tuple) and all(isinstance(t, Tensor) for t in arg)]
             kind = "copies and casts" if name == "_foreach_copy_" else "optimizer and norms"
             self._add(kind, name, multi_tensor_launches(lists[0], len(lists)) + ("norm" in name), moved)
-        elif name in PRODUCTS:
-            self._add("matrix products", name, 1, moved)
-        elif name in ("_to_copy", "copy_", "clone"):
-            self._add("copies and casts", name, 1, moved)
         elif name == "embedding":
             self._add("embedding", name, 1, bytes_of(args[1]) + 2 * bytes_of(result))
-        elif name == "embedding_dense_backward":
-            self._add("embedding", name, 1, moved)
-        elif name == "add_":
-            self._add("gradients added up", name, 1, moved)
         else:
-            self._add("others", name, 1, moved)
+            self._add(KINDS.get(name, "others"), name, 1, moved)
 
     def _cross_entropy(
         self, x: Tensor, weight: Tensor, labels: Tensor, ignore_index: int, z_loss: float, gradient: bool
