@@ -341,13 +341,12 @@ def test_fp8_is_not_taken_to_be_twice_as_fast(planned):
     assert given["seconds"] == pytest.approx(runs[0]["seconds"] / 2, rel=0.01) and given["mfu"] == pytest.approx(0.4)
 
 
-def test_activation_checkpointing_takes_less_memory_and_more_time(planned):
-    none, selective, block = (planned(**{"model.activation_checkpointing": mode})[1]
+def test_activation_checkpointing_takes_more_time(planned):
+    none, selective, block = (planned(**{"model.activation_checkpointing": mode})[1]["time"]
                               for mode in ("none", "selective", "block"))  # fmt: skip
-    assert none["memory"]["activations"] > selective["memory"]["activations"] > block["memory"]["activations"]
-    assert none["time"]["seconds"] < selective["time"]["seconds"] < block["time"]["seconds"]
-    assert block["time"]["seconds"] < 4 / 3 * none["time"]["seconds"]  # the output matrix is not computed again
-    assert "more work for activation checkpointing" in block["time"]["basis"]
+    # The output matrix is not computed again.
+    assert none["seconds"] < selective["seconds"] < block["seconds"] < 4 / 3 * none["seconds"]
+    assert "more work for activation checkpointing" in block["basis"]
 
 
 def test_tf32_has_a_peak_of_its_own(planned):
