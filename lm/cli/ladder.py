@@ -17,7 +17,7 @@ import sys
 import time
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -52,7 +52,7 @@ from lm.system.units import (
     format_time_and_cost,
     plural,
 )
-from lm.training.builtin_optimizers import BUILTIN, OptimizerName
+from lm.training.builtin_optimizers import BUILTIN
 from lm.training.trainer import device_count
 
 log = logging.getLogger(__name__)
@@ -83,9 +83,9 @@ FOLLOWS = {
 }  # fmt: skip
 
 
-@dataclass
 class LadderOptions:
-    """The sizes, lengths and seeds of a ladder.
+    """Train small models of several depths with the configs of `lm scale`, fit laws to their losses, and predict larger
+    ones. The same command resumes it. Options of a training, such as `--trainer.precision 32-true`, are for all runs.
 
     Args:
         depths: Numbers of blocks, such as 2,4,6,8; width, heads, batch and learning rate follow as in `lm scale`.
@@ -99,71 +99,50 @@ class LadderOptions:
         name: Of the ladder: its folder, and how the names of its runs begin.
         plan_only: Print what would be trained, and train nothing.
         json: Print one JSON object instead of tables.
-        vocab_size: Rows of the embedding; those of the data's tokenizer if not given.
-        seq_len: Context, in tokens.
-        data: Folder that `lm data prepare` made.
-        optimizer: Muon for the matrices in the blocks, or AdamW for all.
-        aspect_ratio: Width / depth, before the width is rounded up to whole heads.
-        head_dim: Width of a head, even.
-        window_pattern: Layers with a window (S) and with full attention (L), repeated; the last is always L.
         device: Plan for this device, as in `lm plan`.
         memory: The device's memory, such as 16GiB.
         peak_tflops: The device's peak in this precision.
         mfu: Share of the device's peak to reckon with.
         rate_usd_per_hr: Price of the machine.
         root: Folder of the runs, in which the ladder has one of its own.
+        vocab_size: Rows of the embedding; those of the data's tokenizer if not given.
+        scaled: Those of `lm.cli.scale.ScaleOptions`.
     """
 
-    depths: list[str] = field(default_factory=list)
-    predict: list[str] = field(default_factory=list)
-    ratio: list[str] = field(default_factory=list)
-    max_steps: Count | None = None
-    seeds: int = 1
-    grid: list[str] = field(default_factory=list)
-    name: str = "ladder"
-    plan_only: bool = False
-    json: bool = False
-    vocab_size: Count | None = None
-    seq_len: Count = scale.SEQ_LEN
-    data: str = scale.DATA
-    optimizer: OptimizerName = "muon"
-    aspect_ratio: float = scale.ASPECT
-    head_dim: Count = Count(scale.HEAD_DIM)
-    window_pattern: str = scale.PATTERN
-    device: str = "auto"
-    memory: str | None = None
-    peak_tflops: float | None = None
-    mfu: float | None = None
-    rate_usd_per_hr: float | None = None
-    root: str = str(ROOT)
-
-    def __post_init__(self) -> None:
-        self.sizes = _numbers("--depths", self.depths, int)
-        self.held_out = _numbers("--predict", self.predict, int)
+    def __init__(
+        self, depths: list[str] = [], predict: list[str] = [], ratio: list[str] = [], max_steps: Count | None = None,
+        seeds: int = 1, grid: list[str] = [], name: str = "ladder", plan_only: bool = False, json: bool = False,
+        device: str = "auto", memory: str | None = None, peak_tflops: float | None = None, mfu: float | None = None,
+        rate_usd_per_hr: float | None = None, root: str = str(ROOT), vocab_size: Count | None = None, **scaled: Any,
+    ) -> None:  # fmt: skip
+        self.sizes, self.held_out = _numbers("--depths", depths, int), _numbers("--predict", predict, int)
         if not self.sizes:
             raise RequestError("give the depths, such as --depths 2,4,6,8")
         if min(self.sizes + self.held_out) < 2:
             raise RequestError("--depths and --predict: a model has 2 blocks or more")
-        require_at_least(1, "--", seeds=self.seeds, max_steps=self.max_steps)
-        if not re.fullmatch(r"\w[\w.+=-]*", self.name):
-            raise RequestError(f"--name {self.name}: use letters, digits, '.', '_', '-', '+' and '=' only")
-        if self.ratio and self.max_steps:
+        require_at_least(1, "--", seeds=seeds, max_steps=max_steps)
+        if not re.fullmatch(r"\w[\w.+=-]*", name):
+            raise RequestError(f"--name {name}: use letters, digits, '.', '_', '-', '+' and '=' only")
+        if ratio and max_steps:
             raise RequestError("--ratio and --max_steps each give the length of the runs: give one of them")
-        if self.max_steps:
-            steps = int(self.max_steps)
-            self.lengths = [Length(f"n{steps}", plural(steps, "step"), {"max_steps": self.max_steps})]
-        else:
-            self.lengths = [
-                Length(
-                    f"r{_spelled(ratio)}", f"{_spelled(ratio)} tokens a parameter", {"target_param_data_ratio": ratio}
-                )
-                for ratio in _numbers("--ratio", self.ratio) or [scale.TOKENS_PER_PARAMETER]
-            ]
-        self.points = [dict(point) for point in itertools.product(*map(_grid_values, self.grid))]
-        if len({key for point in self.points for key in point}) < len(self.grid):
+        self.lengths = [
+            Length(f"r{_spelled(each)}", f"{_spelled(each)} tokens a parameter", {"target_param_data_ratio": each})
+            for each in _numbers("--ratio", ratio) or [scale.TOKENS_PER_PARAMETER]
+        ]
+        if max_steps:
+            self.lengths = [Length(f"n{int(max_steps)}", plural(max_steps, "step"), {"max_steps": max_steps})]
+        self.points = [dict(point) for point in itertools.product(*map(_grid_values, grid))]
+        if len({key for point in self.points for key in point}) < len(grid):
             raise RequestError("--grid names an option twice: give all of its values together, as in lr=0.01,0.02")
-
-        self.folder = Path(self.root) / self.name
+        self.seeds, self.name, self.folder = seeds, name, Path(root) / name
+        self.plan_only, self.json = plan_only, json
+        planned = {"device": device, "memory": memory, "peak_tflops": peak_tflops, "mfu": mfu,
+                   "rate_usd_per_hr": rate_usd_per_hr}  # fmt: skip
+        self.planned = {option: value for option, value in planned.items() if value is not None}  # as of `lm plan`
+        self.scaled = scale.ScaleOptions(**scaled)
+        if not vocab_size and (Path(self.scaled.data) / "tokenizer.json").exists():
+            vocab_size = Tokenizer.load(self.scaled.data).vocab_size
+        self.scaled = replace(self.scaled, vocab_size=vocab_size or scale.VOCAB_SIZE)
 
 
 def _numbers(option: str, given: list[str], kind: type = float) -> list[Any]:
@@ -199,21 +178,15 @@ def _spelled(number: float) -> str:
 def main(arguments: list[str]) -> None:
     """`lm ladder --depths 2,4,6,8 [options] [options of a training]`."""
     own, overrides = split_overrides(arguments)
-    ladder(call(read_options, own, "lm ladder", "--depths {value}"), overrides)
-
-
-def read_options(**options: Any) -> LadderOptions:
-    """Train small models of several depths with the configs of `lm scale`, fit laws to their losses, and predict larger
-    ones. The same command resumes it. Options of a training, such as `--trainer.precision 32-true`, are for all runs.
-    """
-    return LadderOptions(**options)
+    ladder(call(LadderOptions, own, "lm ladder", "--depths {value}"), overrides)
 
 
 def ladder(options: LadderOptions, overrides: list[str]) -> None:
     """Plan all trainings, train those that are not finished, and write the report."""
     quiet_lightning()
     if process.under_torchrun() or process.under_srun():
-        raise RequestError("`lm ladder` starts the trainings itself, one on each device: start it once, by itself")
+        raise RequestError("`lm ladder` starts the trainings itself, one on each device: start it once, without "
+                           "torchrun or srun")  # fmt: skip
     trainings = make_trainings(options, overrides)
     wanted = [one for one in trainings if one.size.depth in options.sizes]
     refuse_far_predictions(options, trainings)
@@ -253,18 +226,10 @@ def make_trainings(options: LadderOptions, overrides: list[str]) -> list[Trainin
     for key in (*typed, *options.points[0]):
         if key in FOLLOWS:
             raise RequestError(f"{key} follows from the depth and the length of each run: give {FOLLOWS[key]}")
-    vocab_size = options.vocab_size
-    if not vocab_size:
-        prepared = (Path(options.data) / "tokenizer.json").exists()
-        vocab_size = Tokenizer.load(options.data).vocab_size if prepared else scale.VOCAB_SIZE
     parts = []
     for depth, length in itertools.product(sorted({*options.sizes, *options.held_out}), options.lengths):
         try:
-            recipe, text = scale.scaled_config(
-                depth, **length.horizon, vocab_size=vocab_size, seq_len=options.seq_len, data=options.data,
-                optimizer=options.optimizer, aspect_ratio=options.aspect_ratio, head_dim=options.head_dim,
-                window_pattern=options.window_pattern,
-            )  # fmt: skip
+            recipe, text = scale.scaled_config(depth, **length.horizon, **vars(options.scaled))
         except RequestError as error:
             raise RequestError(f"depth {depth}, {length.label}: {error}") from error
         settings = yaml.safe_load(text)
@@ -294,7 +259,7 @@ def make_trainings(options: LadderOptions, overrides: list[str]) -> list[Trainin
 
 
 def keep_length(config: dict[str, Any], recipe: scale.Recipe, length: Length, typed: Sequence[str]) -> None:
-    """Set, in place, as many steps as the length takes where another batch than the recipe's was typed."""
+    """Set the number of steps, in place, so that a run keeps its length where another batch was typed."""
     tokens = tokens_of_a_step(config["data"])
     if "max_steps" not in length.horizon and tokens != recipe.batch_tokens:
         steps = max(1, round(recipe.tokens / tokens))
@@ -304,7 +269,7 @@ def keep_length(config: dict[str, Any], recipe: scale.Recipe, length: Length, ty
 
 
 def at_point(settings: dict[str, Any], point: dict[str, str]) -> dict[str, Any]:
-    """A resolved config with the values of a point of the grid in place of its own."""
+    """A resolved config in which a point of the grid replaces values."""
     overrides = []
     for key, value in point.items():
         if factor := FACTOR.fullmatch(value):
@@ -319,10 +284,8 @@ def at_point(settings: dict[str, Any], point: dict[str, str]) -> dict[str, Any]:
 
 def plan_facts(options: LadderOptions, config: dict[str, Any], depth: int, refuse: bool) -> dict[str, Any]:
     """The facts of `lm plan` on a training; `refuse` one with an error, such as too little memory."""
-    names = ("device", "memory", "peak_tflops", "mfu", "rate_usd_per_hr")
-    wanted = {name: getattr(options, name) for name in names if getattr(options, name) is not None}
     parser = config_parser("lm ladder", PlanOptions)
-    found, noted = examine(parser.instantiate_classes(parser.parse_object({**config, **wanted})))
+    found, noted = examine(parser.instantiate_classes(parser.parse_object({**config, **options.planned})))
     errors = [finding for finding in noted if finding.level == "error"]
     if errors and (refuse or "time" not in found):
         raise RequestError(f"depth {depth}: {errors[0]}")
@@ -332,8 +295,7 @@ def plan_facts(options: LadderOptions, config: dict[str, Any], depth: int, refus
 def refuse_far_predictions(options: LadderOptions, trainings: list[Training]) -> None:
     """Refuse to predict from too few sizes, or too far from them, before anything is trained."""
     for length in options.lengths if options.held_out else ():
-        sizes = {one.size.depth: one.size for one in trainings if one.size.length == length.label}
-        flops = {depth: size.flops for depth, size in sizes.items()}
+        flops = {one.size.depth: one.size.flops for one in trainings if one.size.length == length.label}
         fitted = [value for depth, value in flops.items() if depth not in options.held_out]
         if len(fitted) < scaling_laws.FEWEST:
             raise RequestError(
@@ -406,9 +368,9 @@ def only_one(folder: Path) -> Iterator[None]:
 
 
 def train(options: LadderOptions, wanted: list[Training], trainings: list[Training]) -> list[Training]:
-    """Train what is not finished, each in a process of its own, one at a time on each device; those that failed.
+    """Train what is not finished, one process at a time on each device, and write the report after each.
 
-    The report is written after each.
+    Returns the trainings that failed.
     """
     waiting = [one for one in wanted if not one.finished]
     places, failed = free_devices(waiting), []
@@ -436,7 +398,8 @@ def train(options: LadderOptions, wanted: list[Training], trainings: list[Traini
             left = [*waiting, *(each[0] for each in running.values())]
             eta = sum(expected_seconds(done, other.size.flops) for other in left) / (len(places) + len(running))
             found = save_report(options, trainings)
-            usd = eta / 3600 * options.rate_usd_per_hr if options.rate_usd_per_hr else None
+            rate = options.planned.get("rate_usd_per_hr")
+            usd = eta / 3600 * rate if rate else None
             about = f"; {plural(len(left), 'training')} left, about {format_time_and_cost(eta, usd)}" if left else ""
             loss = next(each["loss"] for each in found["runs"] if each["run"] == one.run.name)
             if loss is None:
@@ -452,7 +415,7 @@ def train(options: LadderOptions, wanted: list[Training], trainings: list[Traini
 
 
 def expected_seconds(done: Sequence[tuple[float, float]], flops: float) -> float:
-    """How long a training of so many operations takes: a straight line through the operations and seconds of others."""
+    """Seconds of a training of so many operations, by a straight line through those of finished trainings."""
     x, seconds = zip(*done, strict=True)
     if max(x) < 1.5 * min(x):
         return sum(seconds) / sum(x) * flops

@@ -72,7 +72,7 @@ class Measured(NamedTuple):
 
 
 def report(name: str, command: str, trainings: Sequence[Training]) -> dict[str, Any]:
-    """What the finished ones of a ladder's trainings say, as it is written to `ladder.json`."""
+    """The results of the finished trainings of a ladder, as `ladder.json` has them."""
     ends = [last_losses(one.run) if one.finished else {} for one in trainings]
     known = [end for end in ends if end]
     bits = all("val/bpb" in end for end in known)
@@ -229,12 +229,10 @@ def prediction_rows(found: dict[str, Any]) -> tuple[list[str], list[list[str]]]:
     rows = []
     for one in found["predictions"]:
         interval = "not known" if one["low"] is None else f"{one['low']:.4f} to {one['high']:.4f}"
-        row = [str(one["depth"]), one["length"], one["of"], f"{one['loss']:.4f}", interval]
-        if one["measured"] is not None:
-            outside = "" if one["within"] in (True, None) else ", outside the interval"
-            rows.append([*row, f"{one['measured']:.4f}", f"{one['error']:+.2%}{outside}"])
-        else:
-            rows.append([*row, "", ""])
+        outside = ", outside the interval" * (one["within"] is False)
+        known = one["measured"] is not None
+        measured = [f"{one['measured']:.4f}", f"{one['error']:+.2%}{outside}"] if known else ["", ""]
+        rows.append([str(one["depth"]), one["length"], one["of"], f"{one['loss']:.4f}", interval, *measured])
     return heads, rows
 
 

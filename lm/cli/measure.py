@@ -14,7 +14,6 @@ import statistics
 import sys
 import tempfile
 import time
-import warnings
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
@@ -35,7 +34,7 @@ from tokenizers import Tokenizer as Backend
 from tokenizers import models
 from torch.autograd.profiler import record_function
 
-from lm.cli.config import config_name, config_parser
+from lm.cli.config import config_name, config_parser, quiet_lightning
 from lm.cli.options import BenchOptions, ProfileOptions
 from lm.cli.plan_facts import find_tokenizer, with_vocabulary
 from lm.cli.runs import folder_bytes
@@ -160,15 +159,11 @@ def fit_briefly(
     It is on one device, or on those of the processes that torchrun or srun started. Guards watch and do nothing; there
     are no samples and no evaluations. The schedule is constant, since the configured one is for a longer run.
 
-    Args:
-        callbacks: beside those of `lm fit` and of the config.
-        own_data: train on the config's data, which must be there; else on random tokens.
-        watch: called with the Trainer before the fit.
-        options: of the Trainer, in place of the config's.
+    `own_data`: train on the config's data, which must be there, else on random tokens. `watch` is called with the
+    Trainer before the fit; `options` are those of the Trainer in place of the config's.
     """
-    warnings.filterwarnings("ignore", module="lightning")
-    for name in ("lightning.pytorch", "lightning.fabric", "lm.training.callbacks.run_folder"):
-        logging.getLogger(name).setLevel(logging.WARNING)
+    quiet_lightning()
+    logging.getLogger("lm.training.callbacks.run_folder").setLevel(logging.WARNING)
     lightning.seed_everything(config.seed_everything)
     root = Path(config.trainer.default_root_dir)
     # Beside the runs: a checkpoint is timed, and the system's temporary folder may lie in memory.
@@ -274,10 +269,9 @@ def peak_memory(device: torch.device) -> int | None:
 
 
 class StepTimer(Callback):
-    """Times rounds of optimizer steps after the warm-up, then some checkpoints.
+    """Times rounds of optimizer steps after the warm-up, then some checkpoints, one a step.
 
-    A round is timed from the end of this callback's hook to its next call, so everything that `lm fit` does for a step
-    is in it. After it checkpoints are taken, one a step.
+    A round is timed from the end of this callback's hook to its next call, so it has all that `lm fit` does for a step.
     """
 
     def __init__(self, *, steps_per_round: int, rounds: int, checkpoints: int) -> None:
@@ -340,10 +334,9 @@ class StepTimer(Callback):
 
 
 class Parts(Profiler):
-    """Follows Lightning's spans and adds up seconds by part, step by step.
+    """Follows Lightning's spans and adds up seconds by part, step by step; a callback is a part with the span's name.
 
-    The device is waited for wherever one part ends and another begins. Otherwise its work would count in the part that
-    happens to wait for it. A callback is a part with the span's name.
+    It waits for the device between two parts. Otherwise the device's work would count in a later part.
     """
 
     def __init__(self, trace: "Trace | None" = None) -> None:
@@ -380,7 +373,7 @@ class Parts(Profiler):
             mark.__exit__(None, None, None)
 
     def _enter(self, part: str) -> None:
-        """Count the time since the last border, and spend what comes on `part`."""
+        """Count the time since the last change of part; what follows counts for `part`."""
         if part != self._now:
             self._count()
             self._now = part
@@ -445,8 +438,8 @@ class Trace:
 
 def describe_training(config: Namespace, trainer: Trainer) -> dict[str, Any]:
     """What was trained, on what, and how it was computed."""
-    steps, module, device = trainer.steps, trainer.lightning_module, trainer.strategy.root_device
-    facts = run_facts()
+    module, device, facts = trainer.lightning_module, trainer.strategy.root_device, run_facts()
+    counts = ("seq_len", "micro_batch_size", "accumulate", "tokens_per_step")
     return {
         "config": config.run or config_name(config),
         "date": time.strftime("%Y-%m-%d", time.gmtime()),
@@ -456,19 +449,12 @@ def describe_training(config: Namespace, trainer: Trainer) -> dict[str, Any]:
         "precision": str(trainer.precision),
         "ranks": trainer.world_size,
         "strategy": trainer.options.strategy if trainer.world_size > 1 else None,
-        "compile": module.options.compile,
-        "activation_checkpointing": module.options.activation_checkpointing,
-        "kernels": module.built.kernels,
-        "cuda_graphs": module.options.cuda_graphs,
-        "attention": module.built.attention,
-        "python": facts["python"],
-        "versions": facts["versions"],
+        **{name: getattr(module.options, name) for name in ("compile", "activation_checkpointing", "cuda_graphs")},
+        **{name: getattr(module.built, name) for name in ("kernels", "attention")},
+        **{name: facts[name] for name in ("python", "versions")},
         "parameters": sum(weight.numel() for weight in module.decoder.parameters()),
         "vocab_size": module.config.vocab_size,
-        "seq_len": steps.seq_len,
-        "micro_batch_size": steps.micro_batch_size,
-        "accumulate": steps.accumulate,
-        "tokens_per_step": steps.tokens_per_step,
+        **{name: getattr(trainer.steps, name) for name in counts},
     }
 
 

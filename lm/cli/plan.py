@@ -1,6 +1,6 @@
 """`lm plan`: what a config means before it is run, on one page, and what is wrong with it; `lm fit` checks the same.
 
-`cli/plan_facts` computes the numbers, and `cli/plan_checks` has the findings on them. Nothing is built or written.
+`cli/plan_facts` has the numbers and the findings on them. Nothing is built or written.
 """
 
 import json
@@ -14,21 +14,18 @@ from typing import Any
 from jsonargparse import Namespace
 from rich.console import Console
 
-from lm.cli import plan_checks as findings
 from lm.cli import plan_facts as facts
 from lm.cli.options import PlanOptions
 from lm.cli.rehearse import rehearse, show_rehearsal
 from lm.data.config import DataConfig
 from lm.data.datamodule import DataModule
-from lm.data.tokenizer import Tokenizer
-from lm.errors import LmError, RequestError, first_line
+from lm.errors import RequestError
 from lm.model.estimates import checkpoint_bytes, describe_mfu, parameters, recomputed_flops_per_token
 from lm.runs.mirror import Mirror
 from lm.runs.run import Run, refuse_name
 from lm.system.files import disk_space, nonnegative
 from lm.system.hardware import Device, device_name, find_device
 from lm.system.process import program
-from lm.system.remote import NoAnswer, Unreachable
 from lm.system.units import format_bytes, format_count, format_figure, format_time_and_cost, plural
 from lm.training.callback import Callback
 from lm.training.callbacks.budget import read_budget_file
@@ -49,13 +46,7 @@ log = logging.getLogger(__name__)
 
 
 def plan(config: Namespace, name: str) -> None:
-    """Check a config, which has `PlanOptions` too, and say what it asks for; `name` is that of the run."""
-    if config.mfu is not None and not 0 < config.mfu <= 1:
-        raise RequestError(f"--mfu {config.mfu} must lie in (0, 1]")
-    if config.peak_tflops is not None and not 0 < config.peak_tflops < math.inf:
-        raise RequestError(f"--peak_tflops {config.peak_tflops} must be above 0")
-    if config.rate_usd_per_hr is not None and config.rate_usd_per_hr < 0:
-        raise RequestError(f"--rate_usd_per_hr {config.rate_usd_per_hr} must not be below 0")
+    """Check a config, which has `PlanOptions` too, and print what it means; `name` is that of the run."""
     if config.fit and config.strict:
         raise RequestError("--fit is about a device, and --strict looks at none: give one of them")
     refuse_name(name)
@@ -109,6 +100,12 @@ def examine(
 
     Of a fit that begins, `opened` is the data, and `resumed` a run whose beginning is over and in part paid for.
     """
+    if config.mfu is not None and not 0 < config.mfu <= 1:
+        raise RequestError(f"--mfu {config.mfu} must lie in (0, 1]")
+    if config.peak_tflops is not None and not 0 < config.peak_tflops < math.inf:
+        raise RequestError(f"--peak_tflops {config.peak_tflops} must be above 0")
+    if config.rate_usd_per_hr is not None and config.rate_usd_per_hr < 0:
+        raise RequestError(f"--rate_usd_per_hr {config.rate_usd_per_hr} must not be below 0")
     wanted = config.device or "auto"
     cpu = wanted == "auto" and config.trainer.accelerator == "cpu"
     device, here = (Device("", None, None), 1) if config.strict else find_device(
@@ -133,7 +130,7 @@ def examine(
     noted: list[Finding] = []
     data, tokenizer, budget_file, rate = {"prepared": False, "from": []}, None, {}, None
     if not config.strict:
-        data, tokenizer = _open_data(config, opened, noted)
+        data, tokenizer = facts.open_data(config, opened, noted)
         budget_file, rate = _read_rate(config, noted)
     decoder = facts.with_vocabulary(config, tokenizer)
     found["steps"] = facts.step_facts(steps, config, data)
@@ -146,15 +143,15 @@ def examine(
                   custom=training_class().is_custom())  # fmt: skip
     if known.here:
         noted += of_accelerator(trainer.accelerator)
-    noted += findings.of_steps(found["steps"], config)
-    noted += findings.of_schedule(found["steps"], config)
+    noted += facts.of_steps(found["steps"], config)
+    noted += facts.of_schedule(found["steps"], config)
     if resumed is None:
-        noted += findings.of_warmup(found["steps"], config, data)
+        noted += facts.of_warmup(found["steps"], config, data)
     if not config.strict and "unknown" not in data:
         found["data"] = data
-        noted += findings.of_data(data, found["steps"], config)
-        noted += findings.of_tasks(config.evaluation)
-        noted += findings.of_tokenizer(tokenizer, decoder)
+        noted += facts.of_data(data, found["steps"], config)
+        noted += facts.of_tasks(config.evaluation)
+        noted += facts.of_tokenizer(tokenizer, decoder)
     if decoder is None:
         if "unknown" not in data:  # otherwise there is an error already
             noted.append(Finding("advice", "the model's size is not known before the tokenizer is made",
@@ -168,9 +165,9 @@ def examine(
             f"{format_count(parameters(decoder)['total'])} parameters, and build_decoder returned another model",
             f"`{program()} bench step --config FILE` measures it",
         ))  # fmt: skip
-    noted += findings.of_model(found["model"], found["steps"])
-    noted += findings.of_optimizer(config.model.optimizer)
-    noted += findings.of_rules(decoder, found["steps"], config)
+    noted += facts.of_model(found["model"], found["steps"])
+    noted += facts.of_optimizer(config.model.optimizer)
+    noted += facts.of_rules(decoder, found["steps"], config)
     if config.strict:
         return found, by_level(noted)
     if device.capability is None and device.memory_bytes is not None:
@@ -191,17 +188,17 @@ def examine(
     found["checkpoints"] = facts.checkpoint_facts(
         config.trainer.checkpoint_interval, found["steps"], found["time"], one, measured
     )
-    noted += findings.of_checkpoints(found["checkpoints"], found["steps"])
+    noted += facts.of_checkpoints(found["checkpoints"], found["steps"])
     if config.guards.budget.wanted:
         found["budget"] = facts.budget_facts(config.guards.budget, found["time"], rate, budget_file)
         if resumed is None:
-            noted += findings.of_budget(found["budget"], found["time"], found["steps"], config)
+            noted += facts.of_budget(found["budget"], found["time"], found["steps"], config)
     every = config.trainer.keep_every
     kept = config.trainer.keep_checkpoints + (steps.max_steps // every if every else 0) + bool(config.trainer.mirror)
     present = len(resumed.steps()) if resumed else 0
     space = disk_space(Path(config.trainer.default_root_dir), one, kept, present)
     found["disk"] = {**space._asdict(), "mirror": config.trainer.mirror and Mirror(config.trainer.mirror).name}
-    for finding in findings.of_device(found["memory"], space, found["steps"], device, config, precision):
+    for finding in facts.of_device(found["memory"], space, found["steps"], device, config, precision):
         guessed = custom is not None and finding.level == "error"
         noted.append(finding._replace(level="warning") if guessed else finding)
     return found, by_level(noted)
@@ -212,26 +209,8 @@ def by_level(noted: list[Finding]) -> list[Finding]:
     return sorted(noted, key=lambda finding: ("error", "warning", "advice").index(finding.level))
 
 
-def _open_data(
-    config: Namespace, opened: DataModule | None, noted: list[Finding]
-) -> tuple[dict[str, Any], Tokenizer | None]:
-    """The facts of the data and its tokenizer; what is wrong with them is noted."""
-    try:
-        return facts.data_facts_in_time(config.data, opened, config.model.document_mask)
-    except (NoAnswer, Unreachable) as error:
-        why = first_line(error.__cause__ if isinstance(error, Unreachable) else error)
-        where = ", ".join(facts.remote_sources(config.data))
-        noted.append(Finding("warning", f"{where}: how many tokens there are is not known, since the store does "
-                             f"not answer in {facts.NETWORK_SECONDS:g} s: {why}",
-                             "check the network and the credentials, and plan again"))  # fmt: skip
-        return {"unknown": True}, facts.find_tokenizer(config.data)  # which was read before
-    except (LmError, OSError) as error:
-        noted.append(Finding("error", str(error), ""))
-        return {"unknown": True}, None
-
-
 def _read_rate(config: Namespace, noted: list[Finding]) -> tuple[dict[str, Any], float | None]:
-    """What `guards.budget.file` says, and the price of an hour in US dollars; what is wrong with them is noted."""
+    """The content of `guards.budget.file`, and the price of an hour in US dollars; findings are added to `noted`."""
     budget, file, rate = config.guards.budget, {}, None
     try:
         file = read_budget_file(budget)
@@ -309,8 +288,8 @@ def show_plan(found: dict[str, Any], noted: list[Finding]) -> None:
             console.print(f"{'':8}{finding.cure}")
     counts = {level: sum(finding.level == level for finding in noted) for level in colours}
     state = "not ready" if counts["error"] else "ready"
-    said = [plural(count, level).replace("advices", "advice") for level, count in counts.items() if count]
-    console.print(f"[bold]{state}[/bold]{': ' * bool(said)}{', '.join(said)}")
+    counted = [plural(count, level).replace("advices", "advice") for level, count in counts.items() if count]
+    console.print(f"[bold]{state}[/bold]{': ' * bool(counted)}{', '.join(counted)}")
 
 
 def _model_lines(found: dict[str, Any]) -> list[str]:
@@ -339,8 +318,8 @@ def _data_lines(found: dict[str, Any]) -> list[str]:
 
 def _of_text(part: dict[str, Any]) -> str:
     filled, each = part.get("filled_up"), part["bytes_per_token"]
-    said = "" if filled is None else f", {filled:.2%} of a sample only fills it up"
-    return said if each is None else f"{said}, {each:.2f} bytes of text a token"
+    padding = "" if filled is None else f", {filled:.2%} of a sample only fills it up"
+    return padding if each is None else f"{padding}, {each:.2f} bytes of text a token"
 
 
 def _steps_lines(found: dict[str, Any]) -> list[str]:

@@ -1,10 +1,13 @@
-"""The numbers of `lm plan`: what a config means in tokens, steps, bytes, hours and dollars.
+"""The numbers of `lm plan` and the findings on them, subject by subject: data, steps, model, device, cost.
 
-`cli/plan_checks` has the findings on them, and `cli/plan` the command.
+The numbers are what a config means in tokens, steps, bytes, hours and dollars. A finding, from a function that begins
+with `of_`, is an error, a warning or advice, with the arithmetic and the cure. Which options do not go together is in
+`training/checks`, and the command in `cli/plan`.
 """
 
 import logging
 import math
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -12,30 +15,35 @@ from typing import Any
 import torch
 from jsonargparse import Namespace
 
+from lm.cli.scale import batch_tokens
 from lm.data.config import LEARNED, SourceConfig
 from lm.data.datamodule import DataModule
 from lm.data.mixture import counts_of, phases_of
+from lm.data.prepare import describe_small_validation
 from lm.data.tokenizer import Tokenizer
-from lm.errors import RequestError, first_line
+from lm.errors import LmError, RequestError, first_line
 from lm.model.config import DecoderConfig
 from lm.model.custom import attach_config, custom_flops_per_token, is_builtin
 from lm.model.estimates import (
     Step,
     assumed_speed,
+    block_flops_per_token,
     flops_per_token,
     largest_micro_batch,
     parameters,
     training_memory,
 )
-from lm.system.files import DAMAGE, nonnegative, parse_json
+from lm.system.files import DAMAGE, DiskSpace, nonnegative, parse_json
 from lm.system.hardware import Device
-from lm.system.remote import call_within, is_remote
-from lm.system.units import parse_bytes
-from lm.training.checks import has_kernels
-from lm.training.config import BudgetConfig, OptimizerConfig
+from lm.system.remote import NoAnswer, Unreachable, call_within, is_remote
+from lm.system.units import format_bytes, format_count, format_figure, format_time_and_cost, parse_bytes, plural
+from lm.training.builtin_optimizers import BUILTIN
+from lm.training.callbacks.evaluation import read_evaluation_tasks
+from lm.training.checks import Finding, has_kernels
+from lm.training.config import BudgetConfig, EvaluationConfig, OptimizerConfig
 from lm.training.module import training_class
 from lm.training.optim import state_size
-from lm.training.schedule import Steps, warmup_and_decay_steps
+from lm.training.schedule import Steps, lr_fraction, warmup_and_decay_steps
 from lm.training.trainer import device_count
 
 SMALL_MODEL, SMALL_BATCH = 50e6, 8_192  # parameters, and tokens of a micro-batch, under which the host decides
@@ -44,6 +52,23 @@ CPU_RESERVE_BYTES = 2**26  # what libraries take in a step, beyond what this pro
 RESERVE_SHARE = 0.05  # of the peak, for what the allocator cannot use
 DISK_RATE = 500e6  # bytes a second, of a SATA SSD; volumes of clouds begin at 125e6 (AWS gp3)
 NETWORK_SECONDS = 3.0  # that an object store is waited for
+LONG_WARMUP = 0.2  # share of the run
+MANY_EPOCHS = 4  # up to here repeated tokens are nearly as good as new (Muennighoff et al., 2023, arXiv:2305.16264)
+FEW_TOKENS = 5  # a parameter; 20 are the best for a budget of operations (Hoffmann et al., 2022, arXiv:2203.15556)
+FIRST_TRY = 5e6  # parameters, below which a model is one to try things with
+NEARLY_FULL = 0.92  # of the device's memory
+HALF_EMPTY = 0.45
+LONG_VALIDATION = 0.1  # share of the time
+BF16_FROM = (8, 0)  # compute capability; TF32 too
+FAR_BATCH, FAR_RATE = 4, 3  # times the rules of `lm scale`, above or below
+RULES_FROM = 1e17  # operations in the blocks, the least that the rule of the rate was fitted to (arXiv:2401.02954)
+UNCLIPPED_RATE = 6e-4  # the highest of GPT-3's models, which were all clipped at 1.0 (Brown et al., 2020,
+# arXiv:2005.14165, table 2.1 and appendix B)
+EARLY_DECAY = 0.05  # share of the run after the end of its decay
+MUCH_LOST = 3600  # seconds of work
+LONG_SAVING = 0.05  # share of the time
+ROWS = 64  # a vocabulary that is a multiple of it fills the tiles of a GPU's matrix units
+
 
 # ---- data ------------------------------------------------------------------------------------------------------------
 
@@ -72,7 +97,7 @@ def with_vocabulary(config: Namespace, tokenizer: Tokenizer | None) -> DecoderCo
 
 
 def data_facts(
-    data: Namespace, opened: DataModule | None, document_mask: bool = False
+    data: Namespace, opened: DataModule | None, document_mask: bool
 ) -> tuple[dict[str, Any], Tokenizer | None]:
     """Tokens and shards by split, how well the tokenizer fits a sample of them, and the tokenizer.
 
@@ -122,15 +147,92 @@ def remote_sources(data: Namespace) -> list[str]:
     return [source for group in given for source in group if is_remote(source)]
 
 
-def data_facts_in_time(
-    data: Namespace, opened: DataModule | None, document_mask: bool
+def open_data(
+    config: Namespace, opened: DataModule | None, noted: list[Finding]
 ) -> tuple[dict[str, Any], Tokenizer | None]:
-    """As `data_facts`, but raises NoAnswer or Unreachable where an object store takes more than `NETWORK_SECONDS`."""
-    if opened is not None or not remote_sources(data):
-        return data_facts(data, opened, document_mask)
-    logging.getLogger("lm.system.remote").setLevel(logging.ERROR)  # the page says what failed
-    brief = Namespace(**vars(data) | {"timeout": min(data.timeout, 2 * NETWORK_SECONDS)})  # reads have half of it
-    return call_within(NETWORK_SECONDS, lambda: data_facts(brief, None, document_mask))
+    """As `data_facts`; findings are added to `noted`, also that an object store takes more than `NETWORK_SECONDS`."""
+    data, document_mask = config.data, config.model.document_mask
+    remote = remote_sources(data) if opened is None else []
+    try:
+        if not remote:
+            return data_facts(data, opened, document_mask)
+        logging.getLogger("lm.system.remote").setLevel(logging.ERROR)  # the page says what failed
+        brief = Namespace(**vars(data) | {"timeout": min(data.timeout, 2 * NETWORK_SECONDS)})  # reads have half of it
+        return call_within(NETWORK_SECONDS, lambda: data_facts(brief, None, document_mask))
+    except (NoAnswer, Unreachable) as error:
+        why = first_line(error.__cause__ if isinstance(error, Unreachable) else error)
+        noted.append(Finding("warning", f"{', '.join(remote)}: how many tokens there are is not known, "
+                             f"since the store does not answer in {NETWORK_SECONDS:g} s: {why}",
+                             "check the network and the credentials, and plan again"))  # fmt: skip
+        return {"unknown": True}, find_tokenizer(data)  # which was read before
+    except (LmError, OSError) as error:
+        noted.append(Finding("error", str(error), ""))
+        return {"unknown": True}, None
+
+
+def of_data(data: dict[str, Any], steps: dict[str, Any], config: Namespace) -> Iterator[Finding]:
+    if not data["prepared"]:
+        yield Finding("advice", f"{config.data.path} is not there yet: the first fit makes it from "
+                      f"{', '.join(data['from'])}", "to plan with its tokens, run `lm data prepare` first")  # fmt: skip
+        return
+    for what, cure in data["warnings"]:
+        yield Finding("warning", what, cure)
+    if data["train"]["documents_end"] is False:
+        yield Finding("warning", "model.document_mask does nothing: no document ends in the first block of the "
+                      "training data", "leave it out, or prepare data with its end-of-text token")  # fmt: skip
+    epochs = steps["epochs"]
+    for source in config.data.sources or ():
+        yield from _of_source(source, data["sources"][source.name]["windows"], steps)
+    if epochs > MANY_EPOCHS and not config.data.sources:
+        yield Finding("warning", f"every token is seen {epochs:,.2f} times: {_steps_an_epoch(data, steps)}, and the "
+                      f"run has {steps['max_steps']:,}; beyond {MANY_EPOCHS} epochs repeated tokens teach little",
+                      "give more data, or train for fewer steps")  # fmt: skip
+    if "val" not in data:
+        yield Finding("warning", "there is no validation data: no best checkpoint, no early stopping", "give data.val")
+        return
+    validated = min(config.data.val_tokens or data["val"]["tokens"], data["val"]["tokens"])
+    if problem := describe_small_validation(validated):
+        short = validated < data["val"]["tokens"]
+        yield Finding("warning", problem, "raise data.val_tokens" if short else "give more in data.val, or prepare "
+                      "the data again with a larger --val_fraction")  # fmt: skip
+    # A validation has the forward pass alone, a third of a step's operations.
+    share = validated / 3 / (config.trainer.val_interval * steps["tokens_per_step"])
+    if share > LONG_VALIDATION:
+        yield Finding("warning", f"validations take {share:.0%} as long as training: {format_count(validated)} tokens "
+                      f"every {config.trainer.val_interval:,} steps of {format_count(steps['tokens_per_step'])}",
+                      "lower data.val_tokens, or raise trainer.val_interval")  # fmt: skip
+
+
+def _of_source(source: SourceConfig, windows: int, steps: dict[str, Any]) -> Iterator[Finding]:
+    taken = steps["sources"][source.name]
+    count, epochs, most = taken["samples"], taken["epochs"], source.max_epochs
+    arithmetic = (f"{count:,} of the {steps['tokens'] // steps['seq_len']:,} samples of the run, {taken['share']:.1%}, "
+                  f"are from its {windows:,}")  # fmt: skip
+    if most is not None and epochs > most:
+        yield Finding("error", f"data.sources {source.name} is repeated {epochs:,.3g} times, more than its max_epochs "
+                      f"{most:g}: {arithmetic}", "give it less weight or more data, train for fewer steps, or raise "
+                      "its max_epochs")  # fmt: skip
+    elif most is None and epochs > MANY_EPOCHS:
+        yield Finding("warning", f"data.sources {source.name} is repeated {epochs:,.3g} times: {arithmetic}; beyond "
+                      f"{MANY_EPOCHS} epochs repeated tokens teach little",
+                      "give it less weight or more data, or its max_epochs if this is meant")  # fmt: skip
+
+
+def of_tokenizer(tokenizer: Tokenizer | None, decoder: DecoderConfig | None) -> Iterator[Finding]:
+    if tokenizer and tokenizer.lossy:
+        yield Finding("advice", tokenizer.lossy, "a model learns and writes texts as they are decoded")
+    rows, tokens = decoder.vocab_size if decoder else 0, tokenizer.vocab_size if tokenizer else 0
+    if tokens and rows - tokens > max(ROWS, rows // 10):
+        yield Finding("warning", f"{rows - tokens:,} of {rows:,} rows of the embedding belong to no token of the "
+                      f"tokenizer, which has {tokens:,}",
+                      "if this is the right tokenizer, leave model.decoder.vocab_size out")  # fmt: skip
+
+
+def of_tasks(evaluation: EvaluationConfig) -> Iterator[Finding]:
+    try:
+        read_evaluation_tasks(evaluation)
+    except RequestError as error:
+        yield Finding("error", f"evaluation.tasks: {error}", "")
 
 
 # ---- steps -----------------------------------------------------------------------------------------------------------
@@ -171,6 +273,97 @@ def step_facts(steps: Steps, config: Namespace, data: dict[str, Any]) -> dict[st
     return facts
 
 
+def of_steps(steps: dict[str, Any], config: Namespace) -> Iterator[Finding]:
+    total = steps["max_steps"]
+    if (drill := config.guards.inject_step) is not None and drill > total:
+        yield Finding("error", f"guards.inject_step {drill:,}: the run ends with step {total:,}", "inject it before")
+    for name, count in (("val_interval", "validated"), ("checkpoint_interval", "saved")):
+        interval = config.trainer[name]
+        if interval > total:
+            yield Finding("advice", f"trainer.{name} {interval:,} is more than the run's {total:,} steps: the run is "
+                          f"{count} at its end alone", f"lower trainer.{name}")  # fmt: skip
+
+
+def of_warmup(steps: dict[str, Any], config: Namespace, data: dict[str, Any]) -> Iterator[Finding]:
+    warmup, total, per_epoch = steps["warmup_steps"], steps["max_steps"], steps.get("steps_per_epoch")
+    ratio = config.model.schedule.warmup_ratio is not None
+    shorter = f"--model.schedule.warmup_{'ratio' if ratio else 'steps'} {{}}"
+    if warmup >= total:
+        yield Finding("error", f"the warm-up of {plural(warmup, 'step')} is not over when the run of {total:,} ends",
+                      f"{shorter.format(0.1 if ratio else total // 10)}, or `lm fit` with --force")  # fmt: skip
+    elif per_epoch is not None and per_epoch < warmup:
+        most = f"{int(per_epoch) / total:.6f}" if ratio else int(per_epoch)
+        yield Finding("error", f"the data ends before the warm-up does: {_steps_an_epoch(data, steps)}, and the "
+                      f"warm-up takes {warmup:,} of {total:,}",
+                      f"{shorter.format(most)}, more data, or `lm fit` with --force")  # fmt: skip
+    elif steps["warmup_share"] > LONG_WARMUP:
+        yield Finding("warning", f"warm-up takes {warmup:,} of {total:,} steps, {steps['warmup_share']:.0%} of the run",
+                      f"lower model.schedule.warmup_{'ratio' if ratio else 'steps'}, or train longer")  # fmt: skip
+
+
+def _steps_an_epoch(data: dict[str, Any], steps: dict[str, Any]) -> str:
+    samples = steps["tokens_per_step"] // steps["seq_len"]
+    per_epoch = f"{steps['steps_per_epoch']:,.1f} steps an epoch"
+    return f"{data['train']['windows']:,} samples / {samples:,} a step = {per_epoch}"
+
+
+def of_schedule(steps: dict[str, Any], config: Namespace) -> Iterator[Finding]:
+    """Findings on a decay that does not end with the run, and on a high rate without clipping."""
+    schedule, total = config.model.schedule, steps["max_steps"]
+    warmup, decay = steps["warmup_steps"], steps["decay_steps"]
+    rate, name = config.model.optimizer.lr, schedule.name
+    last, final, end = lr_fraction(total - 1, total, schedule), schedule.final_fraction, max(decay, warmup)
+    if name == "wsd" and not decay and final < 1:
+        yield Finding("warning", f"model.schedule wsd has no decay, so the run ends at its peak rate {rate:g}",
+                      f"--model.schedule.decay_steps {max(1, total // 5)}, a fifth of the run, or name it constant")  # fmt: skip
+    elif name in ("cosine", "linear") and decay > total and last > final + 0.01:
+        yield Finding("warning", f"the decay ends at step {decay:,}, after the run's {total:,}: the last rate is "
+                      f"{last:.0%} of the peak, {last * rate:.2g}, and not {final:.0%}",
+                      "leave model.schedule.decay_steps out to end it with the run")  # fmt: skip
+    elif name in ("cosine", "linear") and decay and total - end > EARLY_DECAY * total and final < 1:
+        yield Finding("warning", f"the decay ends at step {end:,} of {total:,}: the last {1 - end / total:.0%} of the "
+                      f"run have {final:.0%} of the peak rate, {final * rate:.2g}",
+                      "leave model.schedule.decay_steps out to end it with the run")  # fmt: skip
+    if not config.trainer.gradient_clip_val and rate > UNCLIPPED_RATE:
+        yield Finding("warning", f"model.optimizer.lr {rate:g} without clipping: one bad batch can undo the run; runs "
+                      f"with a peak of at most {UNCLIPPED_RATE:g} are clipped at 1.0 too",
+                      "--trainer.gradient_clip_val 1.0")  # fmt: skip
+
+
+def of_optimizer(optimizer: OptimizerConfig) -> Iterator[Finding]:
+    """Options that the class of `model.optimizer.class_path` does not get."""
+    if names := optimizer.left_out():
+        values = ", ".join(f"{name} {getattr(optimizer, name)}" for name in names)
+        yield Finding("warning", f"model.optimizer: {values}: this is for the built-in optimizers, and "
+                      f"{optimizer.class_path} gets none of it",
+                      "put what it should get under model.optimizer.init_args")  # fmt: skip
+
+
+def of_rules(decoder: DecoderConfig, steps: dict[str, Any], config: Namespace) -> Iterator[Finding]:
+    """Findings on a batch or a learning rate far from the rules of `lm scale`, which has their sources."""
+    tokens, batch, rate = steps["tokens"], steps["tokens_per_step"], config.model.optimizer.lr
+    operations = tokens * block_flops_per_token(decoder, steps["seq_len"])
+    if operations < RULES_FROM:
+        return
+    best, at_once = batch_tokens(tokens), batch // steps["accumulate"]
+    if (times := max(batch / best, best / batch)) > FAR_BATCH:
+        more = "more" if batch > best else "fewer"
+        yield Finding("warning", f"a step has {batch:,} tokens, {times:.1f} times {more} than the {best:,.0f} "
+                      f"that `lm scale` uses for {format_count(tokens)} tokens",
+                      f"--data.global_batch_tokens {max(1, round(best / at_once)) * at_once}")  # fmt: skip
+    if config.model.optimizer.class_path:
+        return  # no rule is known for it
+    optimizer = BUILTIN[config.model.optimizer.name]
+    best = optimizer.learning_rate(decoder, operations, batch)
+    why = optimizer.rate_follows.format(
+        flops=operations, batch=batch, depth=decoder.num_hidden_layers, width=decoder.hidden_size
+    )
+    if (times := max(rate / best, best / rate)) > FAR_RATE:
+        yield Finding("warning" if rate > best else "advice", f"model.optimizer.lr {rate:g} is {times:.1f} times "
+                      f"{'more' if rate > best else 'less'} than the {best:.2g} that `lm scale` uses for {why}",
+                      f"--model.optimizer.lr {best:.2g}")  # fmt: skip
+
+
 # ---- model -----------------------------------------------------------------------------------------------------------
 
 
@@ -203,7 +396,21 @@ def custom_model(config: Namespace, decoder: DecoderConfig) -> dict[str, Any] | 
     }  # fmt: skip
 
 
-# ---- device ----------------------------------------------------------------------------------------------------------
+def of_model(model: dict[str, Any], steps: dict[str, Any]) -> Iterator[Finding]:
+    parameters = model["parameters"]["total"]
+    ratio = steps["tokens"] / parameters
+    if ratio < FEW_TOKENS:
+        yield Finding("advice" if parameters < FIRST_TRY else "warning",
+                      f"{format_count(steps['tokens'])} tokens are {ratio:.2g} for each of {format_count(parameters)} "
+                      "parameters; about 20 give the lowest loss for the compute",
+                      "train longer, or take a smaller model")  # fmt: skip
+    if model["vocab_size"] % ROWS:
+        padded = -(-model["vocab_size"] // ROWS) * ROWS
+        yield Finding("advice", f"a vocabulary of {model['vocab_size']:,} is not a multiple of {ROWS}: GPUs multiply "
+                      "such matrices more slowly", f"--model.decoder.vocab_size {padded}")  # fmt: skip
+
+
+# ---- memory and time -------------------------------------------------------------------------------------------------
 
 
 def computation(steps: Steps, config: Namespace, device: Device, precision: str) -> Step:
@@ -251,7 +458,7 @@ def time_facts(
     steps: dict[str, Any], model: dict[str, Any], device: Device, precision: str, mfu: float | None,
     measured: dict[str, Any], usd_per_hour: float | None, recomputed: float,
 ) -> dict[str, Any]:  # fmt: skip
-    """How long the steps take and what that costs; `seconds` is None where nothing says how fast the device is.
+    """How long the steps take and what that costs; `seconds` is None where the speed of the device is not known.
 
     `measured` is what `lm bench step` found; activation checkpointing does `recomputed` operations a token again.
     """
@@ -260,7 +467,7 @@ def time_facts(
         rate, basis = measured["tokens_per_second"], measured["basis"]
     elif peak is None:
         return {"seconds": None, "basis": f"the peak of {device.name} in {precision} is not known: give "
-                "--peak_tflops N or --bench FILE"}
+                "--peak_tflops N or --bench FILE"}  # fmt: skip
     elif mfu:
         rate, basis = mfu * peak / flops, f"{mfu:.0%} MFU, given"
     else:
@@ -299,6 +506,52 @@ def read_bench(file: Path, model_parameters: int, seq_len: int) -> dict[str, Any
     return {**found, "tokens_per_second": rate, "basis": basis}
 
 
+def of_device(memory: dict[str, Any], disk: DiskSpace, steps: dict[str, Any], device: Device,
+              config: Namespace, precision: str) -> Iterator[Finding]:  # fmt: skip
+    if precision != config.trainer.precision:
+        yield Finding("advice", f"{device.name} is slow in {config.trainer.precision}, so {precision} is used",
+                      f"set --trainer.precision {precision}")  # fmt: skip
+    if config.trainer.matmul_precision == "high" and (device.capability or (0, 0)) < BF16_FROM:
+        yield Finding("warning", f"trainer.matmul_precision high is TF32, which {device.name} does not have: it "
+                      "changes nothing", "leave it out")  # fmt: skip
+    if precision.startswith("bf16") and device.capability is not None and device.capability < BF16_FROM:
+        yield Finding("warning", f"{device.name} has no bf16 in hardware", "--trainer.precision 16-mixed")
+    if memory["device"] is None:
+        yield Finding("warning", f"how much memory {device.name} has is not known", "name one with --device")
+    else:
+        yield from _of_memory(memory, steps, device, config)
+    if not disk.suffices:
+        yield Finding("error", str(disk), "free some, set trainer.default_root_dir to another disk, or `lm fit` with "
+                      "--force")  # fmt: skip
+
+
+def _of_memory(
+    memory: dict[str, Any], steps: dict[str, Any], device: Device, config: Namespace
+) -> Iterator[Finding]:  # fmt: skip
+    share, best, asked = memory["total"] / memory["device"], memory["largest_micro_batch"], steps["micro_batch_size"]
+    free = " that are free" if device.capability is None else ""
+    need = f"about {format_bytes(memory['total'])} of {device.name}'s {format_bytes(memory['device'])}{free}"
+    stays = "the run stays the same"
+    if config.data.global_batch_tokens is None and best is not None:
+        tokens = best * steps["seq_len"] * steps["world_size"]
+        stays = f"a step then has {tokens:,} tokens, because data.global_batch_tokens is not set"
+    if share > 1 and best is None:
+        recomputed = memory["largest_recomputed"]
+        take = "take a smaller model or context" if recomputed is None else (
+            f"--model.activation_checkpointing block --data.micro_batch_size {recomputed}")  # fmt: skip
+        yield Finding("error", f"a step takes {need}, and even one sample at a time does not fit",
+                      f"{take}, shard it over more devices with trainer.strategy fsdp2, or `lm fit` with --force")  # fmt: skip
+    elif share > 1:
+        yield Finding("error", f"a step takes {need}",
+                      f"--data.micro_batch_size {best}: the largest that fits, and {stays}; or "
+                      "`lm fit` with --force")  # fmt: skip
+    elif share > NEARLY_FULL:
+        yield Finding("warning", f"a step takes {need}, {share:.0%}", "lower data.micro_batch_size if memory runs out")
+    elif share < HALF_EMPTY and best is not None and best > asked and device.capability is not None:
+        yield Finding("advice", f"a step takes {need}, {share:.0%}",
+                      f"--data.micro_batch_size {best} fits too and may be faster; {stays}")  # fmt: skip
+
+
 # ---- checkpoints and budget ------------------------------------------------------------------------------------------
 
 
@@ -319,6 +572,21 @@ def checkpoint_facts(
             "saving_seconds": saving, "saving_share": saving / lost, "saving_basis": basis}  # fmt: skip
 
 
+def of_checkpoints(checkpoints: dict[str, Any], steps: dict[str, Any]) -> Iterator[Finding]:
+    if "lost_seconds" not in checkpoints:
+        return
+    lost, interval = checkpoints["lost_seconds"], checkpoints["interval"]
+    if lost > MUCH_LOST:
+        yield Finding("warning", f"a crash loses up to {interval:,} steps of work: "
+                      f"{format_time_and_cost(lost, checkpoints['lost_usd'])}",
+                      f"--trainer.checkpoint_interval {max(1, int(interval * MUCH_LOST / 2 / lost))}: half an hour")  # fmt: skip
+    if checkpoints["saving_share"] > LONG_SAVING and interval < steps["max_steps"]:
+        enough = math.ceil(interval * checkpoints["saving_share"] / LONG_SAVING)
+        yield Finding("warning", f"saving takes {checkpoints['saving_share']:.0%} of the time: "
+                      f"{checkpoints['saving_seconds']:,.1f} s ({checkpoints['saving_basis']}) every {lost:,.1f} s",
+                      f"--trainer.checkpoint_interval {enough}")  # fmt: skip
+
+
 def budget_facts(
     budget: BudgetConfig, time: dict[str, Any], rate: float | None, file: dict[str, Any]
 ) -> dict[str, Any]:  # fmt: skip
@@ -328,3 +596,30 @@ def budget_facts(
         "hours": time["seconds"] and time["seconds"] / 3600, "usd": time.get("usd"),
         "spent_usd": nonnegative(file.get("spent_usd")), "hours_elapsed": nonnegative(file.get("hours_elapsed")),
     }  # fmt: skip
+
+
+def of_budget(
+    facts: dict[str, Any], time: dict[str, Any], steps: dict[str, Any], config: Namespace
+) -> Iterator[Finding]:  # fmt: skip
+    """Findings on what the run takes of its budget: errors where its speed was measured or given."""
+    budget, hours, rate = config.guards.budget, facts["hours"], facts["rate_usd_per_hr"]
+    if budget.cap_usd is not None and rate is None and facts["spent_usd"] is not None:
+        yield Finding("warning", f"{budget.file} has no rate_usd_per_hr: the cost is not known beforehand, nor when "
+                      "the file is not updated any more", "give guards.budget.rate_usd_per_hr too")  # fmt: skip
+    if hours is None:
+        return
+    option = "max_tokens" if config.trainer.max_tokens else "max_steps"
+    for name, cap, need, before, arithmetic in (
+        ("cap_usd", budget.cap_usd, facts["usd"], facts["spent_usd"],
+         f"{format_figure(hours)} h x {format_figure(rate or 0)} USD/h = {format_figure(facts['usd'] or 0)} USD"),
+        ("max_hours", budget.max_hours, hours, facts["hours_elapsed"], f"{format_figure(hours)} h"),
+    ):  # fmt: skip
+        if cap is None or need is None or (before or 0.0) + need <= cap:
+            continue
+        spent = f" after {format_figure(before)} before it" if before else ""
+        fits = int(steps["max_steps" if option == "max_steps" else "tokens"] * max(0.0, cap - (before or 0.0)) / need)
+        error = need > cap and not time["assumed"] and not budget.dry_run
+        yield Finding("error" if error else "warning", f"the run takes {arithmetic}{spent}, and "
+                      f"guards.budget.{name} is {format_figure(cap)} ({time['basis']})",
+                      f"--guards.budget.{name} {math.ceil((before or 0.0) + need)}"
+                      f"{f', or --trainer.{option} {fits}' * bool(fits)}")  # fmt: skip

@@ -38,7 +38,7 @@ FACTORS = (1.2, 2.0, 10.0, 1e3, 1e6, 0.8, 0.5, 0.1, 0.0, -1.0)  # of the metrics
 
 
 class InventedRun:
-    """Shows invented log lines to guards, and keeps in `events` what the log says, where it stood and what followed.
+    """Shows invented log lines to guards, and keeps in `events` what they log, at which step, and what follows.
 
     `found` are the facts of the plan, `seconds` those of a step, and the meter has the cost so far and the rate.
     """
@@ -219,7 +219,7 @@ def _slow(run: InventedRun, floor: int) -> Played:
 def _budget(
     run_of: Callable[..., InventedRun], config: BudgetConfig, file: dict[str, Any], meter: Meter
 ) -> Iterator[Played]:  # fmt: skip
-    """Runs at the planned speed, that take less than the budget and more, all of it at once, and too high a rate."""
+    """Runs at the planned speed; below and above the budget; that spend all of it at once; at too high a rate."""
     before, rate = meter.read(), meter.rate or RATE
     lefts = [(config.cap_usd - (before.usd or 0.0)) / rate] if config.cap_usd else []
     lefts += [config.max_hours - before.hours] if config.max_hours else []
@@ -246,7 +246,7 @@ def _budget(
 def _counted(
     file: dict[str, Any], run: InventedRun, rate: float, later_rate: float, before: Cost
 ) -> tuple[dict[str, Any] | None, None]:  # fmt: skip
-    """What the program that keeps the file, if there is one, would say now; nothing is wrong with it."""
+    """What the program that keeps the file, if there is one, would have written by now; nothing is wrong with it."""
     rate = later_rate if run.step > run.max_steps // 2 else rate
     hours, spent = run.now / 3600, before.usd or 0.0
     counted = {"spent_usd": spent + hours * rate, "rate_usd_per_hr": rate, "hours_elapsed": before.hours + hours,

@@ -11,20 +11,44 @@ import shlex
 from dataclasses import dataclass, replace
 from typing import Any
 
-from lm.errors import RequestError
+from lm.errors import RequestError, require_at_least
 from lm.model.config import DecoderConfig
 from lm.model.estimates import block_flops_per_token, flops_per_token, parameters
 from lm.system.units import Count, format_count, plural, spelled_count
 from lm.training.builtin_optimizers import BUILTIN, MATRICES, OptimizerName, peak_rate
 
 VOCAB_SIZE, SEQ_LEN = Count(32_768), Count(2_048)
-HEAD_DIM = 128
+HEAD_DIM = Count(128)
 ASPECT = 64  # width / depth
 PATTERN = "SSSL"  # S: a layer with a window, L: one with full attention
+DATA = "data/pretrain-32k"
 TOKENS_PER_PARAMETER = 20.0  # Hoffmann et al., 2022, arXiv:2203.15556; nanochat takes 12, with Muon
-DEVICES = 8  # of a node; a batch of as many samples or more comes out even on 8, 4, 2 and 1
+DEVICES = 8  # of a node; a batch of as many samples or more divides evenly over 8, 4, 2 and 1
 EMBEDDING, OUTPUT = 24.0, 4.8  # learning rate x width x sqrt(depth)
-DEVICE_TOKENS = 16_384  # the most tokens that a device runs at once, before `lm plan --fit` says how many fit
+DEVICE_TOKENS = 16_384  # the most tokens of a micro-batch, until `lm plan --fit` finds how many fit
+
+
+@dataclass(frozen=True)
+class ScaleOptions:
+    """The options of `lm scale`, beside depth and length, which `lm ladder` has too.
+
+    Args:
+        vocab_size: Rows of the embedding; at least the tokenizer's.
+        seq_len: Context, in tokens.
+        data: Folder that `lm data prepare` made, or will make.
+        optimizer: Muon for the matrices in the blocks, or AdamW for all.
+        aspect_ratio: Width / depth, before the width is rounded up to whole heads.
+        head_dim: Width of a head, even.
+        window_pattern: Layers with a window (S) and with full attention (L), repeated; the last is always L.
+    """
+
+    vocab_size: Count = VOCAB_SIZE
+    seq_len: Count = SEQ_LEN
+    data: str = DATA
+    optimizer: OptimizerName = "muon"
+    aspect_ratio: float = ASPECT
+    head_dim: Count = HEAD_DIM
+    window_pattern: str = PATTERN
 
 
 @dataclass(frozen=True)
@@ -108,10 +132,7 @@ def recipe(
 # ---- the model -------------------------------------------------------------------------------------------------------
 
 
-def shape(
-    depth: int, vocab_size: int = VOCAB_SIZE, seq_len: int = SEQ_LEN, aspect_ratio: float = ASPECT,
-    head_dim: int = HEAD_DIM, pattern: str = PATTERN,
-) -> DecoderConfig:  # fmt: skip
+def shape(depth: int, options: ScaleOptions = ScaleOptions()) -> DecoderConfig:
     """A decoder of `depth` blocks in the proportions below.
 
     Every query head has its own key head, as in nanochat: at these sizes the cache that sharing them saves is small.
@@ -119,14 +140,12 @@ def shape(
     attention logits, which lets larger learning rates pass (Wortsman et al., 2023, arXiv:2309.14322). Blocks begin by
     passing their input on (Goyal et al., 2017, arXiv:1706.02677).
     """
-    if depth < 2:
-        raise RequestError(f"--depth {depth} must be at least 2")
-    if seq_len < 2:
-        raise RequestError(f"--seq_len {seq_len} must be at least 2")
-    hidden_size, window = width(depth, aspect_ratio, head_dim), sliding_window(seq_len)
-    windows = window_pattern(depth, pattern) if window < seq_len else "L"
+    seq_len, head_dim = options.seq_len, options.head_dim
+    require_at_least(2, "--", depth=depth, seq_len=seq_len)
+    hidden_size, window = width(depth, options.aspect_ratio, head_dim), sliding_window(seq_len)
+    windows = window_pattern(depth, options.window_pattern) if window < seq_len else "L"
     return DecoderConfig(
-        vocab_size=vocab_size, hidden_size=hidden_size, num_hidden_layers=depth,
+        vocab_size=options.vocab_size, hidden_size=hidden_size, num_hidden_layers=depth,
         num_attention_heads=hidden_size // head_dim, intermediate_size=mlp_width(hidden_size),
         max_position_embeddings=seq_len, window_pattern=windows,
         sliding_window=window if "S" in windows else None, qk_norm=True, tie_word_embeddings=False,
@@ -134,7 +153,7 @@ def shape(
     )  # fmt: skip
 
 
-def width(depth: int, aspect_ratio: float = ASPECT, head_dim: int = HEAD_DIM) -> int:
+def width(depth: int, aspect_ratio: float, head_dim: int) -> int:
     """Width of the residual stream: `64 x depth`, rounded up to whole heads of 128.
 
     Source: nanochat, https://github.com/karpathy/nanochat, scripts/base_train.py; in its log 64 is better than 128.
@@ -150,10 +169,10 @@ def mlp_width(width: int) -> int:
     return _round_up(8 * width / 3, 128)
 
 
-def window_pattern(depth: int, pattern: str = PATTERN) -> str:
+def window_pattern(depth: int, pattern: str) -> str:
     """Three layers with a window, then one with full attention; the last layer always has full attention.
 
-    Source: nanochat, nanochat/gpt.py. Written out layer by layer where the pattern does not come out even.
+    Source: nanochat, nanochat/gpt.py. Written out layer by layer where its length does not divide the depth.
     """
     return pattern if depth % len(pattern) == 0 and pattern[-1] == "L" else (pattern * depth)[: depth - 1] + "L"
 
@@ -184,7 +203,7 @@ def tokens_of_steps(steps: int) -> float:
 
 
 def micro_batch(batch: int, seq_len: int) -> int:
-    """Samples a device runs at once: a power of two that leaves every device of a node a share."""
+    """Samples of a micro-batch: a power of two, so small that every device of a node gets one."""
     return power_of_two(min(DEVICE_TOKENS // seq_len, batch // DEVICES), down=True)
 
 
@@ -217,7 +236,6 @@ def _round_up(number: float, unit: int) -> int:
 
 # ---- the command -----------------------------------------------------------------------------------------------------
 
-DATA = "data/pretrain-32k"
 INTERVAL = 250  # optimizer steps between validations, and between checkpoints
 VALIDATED = 16  # batches a validation reads after so many steps: a fiftieth of their work
 
@@ -277,13 +295,7 @@ def scaled_config(
     target_param_data_ratio: float | None = None,
     target_flops: float | None = None,
     max_steps: Count | None = None,
-    vocab_size: Count = VOCAB_SIZE,
-    seq_len: Count = SEQ_LEN,
-    data: str = DATA,
-    optimizer: OptimizerName = "muon",
-    aspect_ratio: float = ASPECT,
-    head_dim: Count = Count(HEAD_DIM),
-    window_pattern: str = PATTERN,
+    **others: Any,
 ) -> tuple[Recipe, str]:
     """The recipe of a depth, and a whole config of it as YAML. The arguments are the options of `lm scale`.
 
@@ -293,45 +305,35 @@ def scaled_config(
             is given.
         target_flops: In place of it: floating-point operations of the whole run.
         max_steps: In place of it: optimizer steps.
-        vocab_size: Rows of the embedding; at least the tokenizer's.
-        seq_len: Context, in tokens.
-        data: Folder that `lm data prepare` made, or will make.
-        optimizer: Muon for the matrices in the blocks, or AdamW for all.
-        aspect_ratio: Width / depth, before the width is rounded up to whole heads.
-        head_dim: Width of a head, even.
-        window_pattern: Layers with a window (S) and with full attention (L), repeated; the last is always L.
+        others: Those of `ScaleOptions`.
     """
     if depth is None:
         raise RequestError("give the depth, such as --depth 12")
+    options, usual = ScaleOptions(**others), vars(ScaleOptions())
     horizons = {"target_param_data_ratio": target_param_data_ratio, "target_flops": target_flops,
                 "max_steps": max_steps}  # fmt: skip
-    given = {f"--{name}": value for name, value in horizons.items() if value is not None}
+    given = {name: value for name, value in horizons.items() if value is not None}
     if len(given) > 1:
-        raise RequestError(f"{' and '.join(given)} each give the length of the run: give one of them")
-    sizes = {"--vocab_size": vocab_size, "--aspect_ratio": aspect_ratio, "--head_dim": head_dim}
-    for name, value in {**given, **sizes}.items():
-        if not 0 < value < math.inf:
-            raise RequestError(f"{name} {value} must be above 0")
-    if not window_pattern or set(window_pattern) - {"S", "L"}:
-        raise RequestError(f"--window_pattern {window_pattern!r} must be of S (a window) and L (all), such as SSSL")
+        names = " and ".join(f"--{name}" for name in given)
+        raise RequestError(f"{names} each give the length of the run: give one of them")
+    for name, value in {**given, **vars(options)}.items():
+        if not isinstance(value, str) and not 0 < value < math.inf:
+            raise RequestError(f"--{name} {value} must be above 0")
+    if not options.window_pattern or set(options.window_pattern) - {"S", "L"}:
+        raise RequestError(f"--window_pattern {options.window_pattern!r} must be of S (a window) and L (all), such as "
+                           "SSSL")  # fmt: skip
     if not given:
         target_param_data_ratio = TOKENS_PER_PARAMETER
-    made = recipe(
-        shape(depth, vocab_size, seq_len, aspect_ratio, head_dim, window_pattern), optimizer=optimizer,
-        tokens_per_parameter=target_param_data_ratio, flops=target_flops, steps=max_steps,
-    )  # fmt: skip
-    settings = {
-        "vocab_size": (vocab_size, VOCAB_SIZE), "seq_len": (seq_len, SEQ_LEN), "data": (data, DATA),
-        "optimizer": (optimizer, "muon"), "aspect_ratio": (f"{aspect_ratio:g}", f"{ASPECT:g}"),
-        "head_dim": (head_dim, HEAD_DIM), "window_pattern": (window_pattern, PATTERN),
-    }  # fmt: skip
+    made = recipe(shape(depth, options), optimizer=options.optimizer, tokens_per_parameter=target_param_data_ratio,
+                  flops=target_flops, steps=max_steps)  # fmt: skip
     typed = {name: f"{value:.15g}" for name, value in given.items()}
-    typed |= {f"--{name}": shlex.quote(str(value)) for name, (value, usual) in settings.items() if value != usual}
-    command = " ".join([f"lm scale --depth {depth}", *(f"{name} {value}" for name, value in typed.items())])
-    return made, write_yaml(made, command, _horizon(made, given), data, aspect_ratio)
+    typed |= {name: shlex.quote(f"{value:g}" if isinstance(value, float) else str(value))
+              for name, value in vars(options).items() if value != usual[name]}  # fmt: skip
+    command = " ".join([f"lm scale --depth {depth}", *(f"--{name} {value}" for name, value in typed.items())])
+    return made, write_yaml(made, command, _horizon(made, given), options)
 
 
-def write_yaml(made: Recipe, command: str, horizon: str, data: str, aspect_ratio: float) -> str:
+def write_yaml(made: Recipe, command: str, horizon: str, options: ScaleOptions) -> str:
     """The YAML of a recipe: `command` makes it again, `horizon` is why the run is so long."""
     decoder, optimizer = made.decoder, BUILTIN[made.optimizer]
     memory = 1 / (made.learning_rate * made.weight_decay * made.steps)
@@ -343,22 +345,22 @@ def write_yaml(made: Recipe, command: str, horizon: str, data: str, aspect_ratio
     window = "" if decoder.sliding_window is None else (
         f"    sliding_window: {decoder.sliding_window:_}"
         "  # tokens of a window: a quarter of the context, in tiles of 128 (nanochat)\n"
-    )
+    )  # fmt: skip
 
     def rate(factor: float) -> str:
         return _float(peak_rate(factor, decoder.num_hidden_layers, decoder.hidden_size))
 
-    quoted = data if re.fullmatch(r"[\w.-]*/[\w./-]*", data) else json.dumps(data)
+    data = options.data if re.fullmatch(r"[\w.-]*/[\w./-]*", options.data) else json.dumps(options.data)
     return YAML.format(
         title=f"Depth {decoder.num_hidden_layers}: {format_count(made.parameters)} parameters on "
         f"{format_count(made.tokens)} tokens, {_float(made.flops)} operations. Why each number: lm/cli/scale.py.",
-        command=command, name=f"depth{decoder.num_hidden_layers}", data=quoted,
+        command=command, name=f"depth{decoder.num_hidden_layers}", data=data,
         optimizer=optimizer.optimizer_yaml.format(**numbers), schedule=optimizer.schedule_yaml.format(**numbers),
         steps=f"{made.steps:_}", horizon=horizon, interval=interval, vocab_size=f"{decoder.vocab_size:_}",
         tokenizer=f"bpe --vocab_size {decoder.vocab_size}" if decoder.vocab_size > 256 else "char",
         hidden_size=f"{decoder.hidden_size:_}", depth=decoder.num_hidden_layers, heads=decoder.num_attention_heads,
         intermediate_size=f"{decoder.intermediate_size:_}", seq_len=f"{decoder.max_position_embeddings:_}",
-        window_pattern=decoder.window_pattern, sliding_window=window, aspect_ratio=aspect_ratio,
+        window_pattern=decoder.window_pattern, sliding_window=window, aspect_ratio=options.aspect_ratio,
         head_dim=decoder.head_dim, usual_aspect=ASPECT, usual_head_dim=HEAD_DIM, usual_pattern=PATTERN,
         embedding_lr=rate(EMBEDDING), embedding_factor=EMBEDDING,
         output_lr=rate(OUTPUT), output_factor=OUTPUT,
@@ -371,12 +373,12 @@ def write_yaml(made: Recipe, command: str, horizon: str, data: str, aspect_ratio
 
 def _horizon(made: Recipe, given: dict[str, float]) -> str:
     tokens, batch = format_count(made.tokens), spelled_count(made.batch_tokens)
-    if "--max_steps" in given:
+    if "max_steps" in given:
         return f"as asked: {tokens} tokens, {made.tokens / made.multiplied:.3g} a parameter outside the embedding"
-    if "--target_flops" in given:
-        flops = f"{_float(given['--target_flops'])} operations / {_float(made.flops_per_token)} a token"
+    if "target_flops" in given:
+        flops = f"{_float(given['target_flops'])} operations / {_float(made.flops_per_token)} a token"
         return f"{tokens} tokens in steps of {batch}: {flops}"
-    ratio = given.get("--target_param_data_ratio", TOKENS_PER_PARAMETER)
+    ratio = given.get("target_param_data_ratio", TOKENS_PER_PARAMETER)
     source = "" if given else " (arXiv:2203.15556)"
     count = format_count(made.multiplied)
     return f"{tokens} tokens in steps of {batch}: {ratio:g} for each of {count} outside the embedding{source}"

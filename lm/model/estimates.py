@@ -158,7 +158,7 @@ def training_memory(config: DecoderConfig, step: Step, state: OptimizerState = A
         "casts": casts(config, step),
         "activations": activations(config, step),
         "working": max(loss_working(config, step), block_working(config, step)),
-    }
+    }  # fmt: skip
     memory["peak"] = sum(memory.values())
     if step.accumulate == 1 and not step.cuda_graphs and (step.world_size == 1 or step.sharded):
         later = memory["gradients"] + max(memory["casts"], memory["working"])

@@ -4,6 +4,7 @@
 
 import itertools
 import json as json_format
+import math
 import statistics
 import sys
 import time
@@ -24,9 +25,8 @@ from torch import Tensor
 sys.path[:0] = [str(Path(__file__).resolve().parents[n]) for n in (2, 1)]  # lm, which may not be installed; tests
 
 import plain_ops
-from kernel_usage import kernel_usage
 
-from lm.errors import RequestError, RunError
+from lm.errors import RequestError, RunError, require_at_least
 from lm.kernels import cross_entropy, qk_norm_rope, rms_norm, runtime, swiglu
 from lm.model import attention
 from lm.model.decoder import rotary_table
@@ -60,8 +60,7 @@ class Sizes:
 SMALL = Sizes(tokens=512, seq_len=128, hidden=256, heads=4, kv_heads=2, head_dim=64, intermediate=512, vocab=2_048)
 
 
-@dataclass(frozen=True)
-class Traffic:
+class Traffic(NamedTuple):
     """The bytes that a pass must move: each input read once, each output written once."""
 
     reads: dict[str, int]
@@ -72,28 +71,17 @@ class Traffic:
         return sum(self.reads.values()) + sum(self.writes.values())
 
 
-@dataclass(frozen=True)
-class Case:
-    """One op.
+class Case(NamedTuple):
+    """One op."""
 
-    Args:
-        name: of the public function, and what is special here.
-        ours: the op.
-        plain: the same in plain PyTorch.
-        inputs: makes fresh random inputs; gradients are taken of the tensors that require them.
-        shape: what the inputs' sizes are.
-        forward, backward: what the passes must move; None where a matrix product decides, not memory.
-        operations: floating-point operations of forward and backward pass together, of matrix products alone.
-    """
-
-    name: str
+    name: str  # of the public function, and what is special here
     ours: Callable[..., Any]
-    plain: Callable[..., Any]
-    inputs: Callable[[], tuple[Any, ...]]
+    plain: Callable[..., Any]  # the same in plain PyTorch
+    inputs: Callable[[], tuple[Any, ...]]  # makes new random ones; gradients are taken of those that require them
     shape: dict[str, int]
-    forward: Traffic | None = None
+    forward: Traffic | None = None  # None where a matrix product decides, not memory
     backward: Traffic | None = None
-    operations: int | None = None
+    operations: int | None = None  # of the matrix products, in forward and backward pass together
 
 
 class Swiglu(torch.autograd.Function):
@@ -110,13 +98,7 @@ class Swiglu(torch.autograd.Function):
 
 
 class Cases:
-    """Every op of a decoder, for one micro-batch.
-
-    Args:
-        sizes: of the decoder and of the micro-batch.
-        dtype: of activations and matrices; the norms' weights are fp32, as in mixed precision.
-        device: where the inputs are made.
-    """
+    """Every op of a decoder, for one micro-batch; norms' weights are fp32, as in mixed precision."""
 
     def __init__(self, sizes: Sizes, dtype: torch.dtype, device: torch.device) -> None:
         self.sizes, self.dtype, self.device = sizes, dtype, device
@@ -128,17 +110,6 @@ class Cases:
         return [self.rms_norm(), self.norm_linear(), self.qk_rope(normed=False), self.qk_rope(normed=True),
                 self.attention(), self.attention(window=quarter), self.attention(document=quarter),
                 self.swiglu(), self.swiglu_linear(), self.cross_entropy()]  # fmt: skip
-
-    def programs(self) -> dict[str, dict[str, object]]:
-        """The sources that these cases use, each with what it is compiled for."""
-        sizes, dtype, vec, wide = self.sizes, self.dtype, 16 // self.item, torch.float32
-        heads = (sizes.heads, sizes.kv_heads, sizes.head_dim, vec)
-        return {
-            "rms_norm": rms_norm.constants(dtype, wide, sizes.hidden, vec),
-            "qk_norm_rope": qk_norm_rope.constants(dtype, wide, *heads),
-            "swiglu": swiglu.constants(dtype, sizes.intermediate, vec),
-            "cross_entropy": cross_entropy.constants(dtype, sizes.vocab, True),
-        }
 
     def random(self, *shape: int, scale: float = 1.0, dtype: torch.dtype | None = None) -> Tensor:
         """Normally distributed numbers, of which a gradient can be taken."""
@@ -160,14 +131,17 @@ class Cases:
                 {"dx": rows, "dweight": weight}),
         )  # fmt: skip
 
+    def product(self, name: str, ours: Any, plain: Any, inputs: Callable[[], tuple[Any, ...]], **sizes: int) -> Case:
+        """An op around one matrix product, which is forward one and backward two of as many operations."""
+        return Case(name, ours, plain, inputs, sizes, operations=6 * math.prod(sizes.values()))
+
     def norm_linear(self) -> Case:
         tokens, hidden, out = self.sizes.tokens, self.sizes.hidden, 2 * self.sizes.intermediate
-        return Case(
+        return self.product(
             "norm_linear", rms_norm.norm_linear, plain_ops.norm_linear_plain,
             lambda: (self.random(tokens, hidden), self.random(tokens, hidden), self.norm_weight(hidden), EPS,
                      self.random(out, hidden, scale=0.02)),
-            {"tokens": tokens, "hidden": hidden, "out": out},
-            operations=6 * tokens * hidden * out,
+            tokens=tokens, hidden=hidden, out=out,
         )  # fmt: skip
 
     def qk_rope(self, normed: bool) -> Case:
@@ -194,7 +168,7 @@ class Cases:
         )  # fmt: skip
 
     def attention(self, window: int | None = None, document: int | None = None) -> Case:
-        """With a window, or with documents of this many tokens; the reference is a dense mask, or torch's own choice."""
+        """With a window, or documents of so many tokens; the reference is a dense mask, or torch's own choice."""
         sizes = self.sizes
         batch, length = sizes.tokens // sizes.seq_len, sizes.seq_len
         span = window or length
@@ -243,21 +217,19 @@ class Cases:
 
     def swiglu_linear(self) -> Case:
         tokens, width, out = self.sizes.tokens, self.sizes.intermediate, self.sizes.hidden
-        return Case(
+        return self.product(
             "swiglu_linear", swiglu.swiglu_linear, plain_ops.swiglu_linear_plain,
             lambda: (self.random(tokens, 2 * width), self.random(out, width, scale=0.02)),
-            {"tokens": tokens, "intermediate": width, "out": out},
-            operations=6 * tokens * width * out,
+            tokens=tokens, intermediate=width, out=out,
         )  # fmt: skip
 
     def cross_entropy(self) -> Case:
         tokens, hidden, vocab = self.sizes.tokens, self.sizes.hidden, self.sizes.vocab
-        return Case(
+        return self.product(
             "linear_cross_entropy", cross_entropy.linear_cross_entropy, plain_ops.linear_cross_entropy_plain,
             lambda: (self.random(tokens, hidden), self.random(vocab, hidden, scale=0.02),
                      torch.randint(vocab, (tokens,), device=self.device)),
-            {"tokens": tokens, "hidden": hidden, "vocab": vocab},
-            operations=6 * tokens * hidden * vocab,
+            tokens=tokens, hidden=hidden, vocab=vocab,
         )  # fmt: skip
 
 
@@ -284,18 +256,12 @@ class Stopwatch:
 
     On a GPU a turn is timed by events, behind copies that keep the device busy until all its calls are queued: what
     the host needs for a call is then not in the figure. On a CPU the clock is read.
-
-    Args:
-        device: where the calls work.
-
-    Attributes:
-        cache_bytes: the device's L2 cache; None on a CPU.
     """
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
         size = COPY_BYTES if device.type == "cuda" else 2**26
-        self.cache_bytes: int | None = None
+        self.cache_bytes: int | None = None  # of the L2 cache; None on a CPU
         if device.type == "cuda":
             found = torch.cuda.get_device_properties(device)
             self.cache_bytes = found.L2_cache_size
@@ -317,20 +283,12 @@ class Stopwatch:
         return self.copy_bytes / self._copy_seconds
 
     def sets(self, moved: int) -> int:
-        """How many sets of inputs to go round, so that none is still in the cache when it comes again.
-
-        Args:
-            moved: bytes that one call reads and writes.
-        """
+        """How many sets of inputs to go round, so that none is still in the cache when a call that moves so many bytes
+        gets it again."""
         return 2 if self.cache_bytes is None else max(1, -(-CACHE_TURNOVER * self.cache_bytes // max(moved, 1)))
 
     def median(self, contenders: dict[str, Calls], rounds: int) -> dict[str, Turn]:
-        """Let contenders take turns, and take the median of each one's.
-
-        Args:
-            contenders: name -> the calls of a round over its inputs; one that has none is not measured.
-            rounds: turns of each.
-        """
+        """The median of each contender's turns, which go round by round; its calls are one for each set of inputs."""
         counts = {name: self._warm(calls) for name, calls in contenders.items()}
         turns: dict[str, list[Turn]] = {name: [] for name in contenders}
         for _ in range(rounds):
@@ -379,16 +337,11 @@ class Stopwatch:
         return min(MOST_CALLS, max(1, round(TURN_SECONDS / once)))
 
     def _turn(self, calls: Calls, count: int) -> Turn:
-        if self.device.type == "cuda":
-            return self._cuda_turn(calls, count)
-        begun = time.perf_counter()
-        self._run(calls, count)
-        return Turn((time.perf_counter() - begun) / count, True)
-
-    def _cuda_turn(self, calls: Calls, count: int) -> Turn:
         begun = time.perf_counter()
         self._run(calls, count)
         head_start = time.perf_counter() - begun
+        if self.device.type != "cuda":
+            return Turn(head_start / count, True)
         start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
         for _ in range(3):
             self._wait()
@@ -419,7 +372,6 @@ class Stopwatch:
 # ---- bench kernels ---------------------------------------------------------------------------------------------------
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
-ARCHITECTURES = ("sm_80", "sm_89", "sm_90", "sm_100")  # whose machine code is looked at where there is no GPU
 FORMULAS = {
     "gb_per_second": "bytes that the pass must move (each input read once, each output written once) / seconds / 1e9",
     "of_copy_rate": "gb_per_second / gb_per_second of a large copy on the same device, in the same run",
@@ -450,8 +402,7 @@ def kernels(
     sizes = Sizes() if device.type == "cuda" else SMALL
     if tokens is not None and (tokens < 1 or tokens % sizes.seq_len):
         raise RequestError(f"--tokens {tokens} must be a multiple of {sizes.seq_len}, the length of a sequence")
-    if rounds < 1:
-        raise RequestError(f"--rounds {rounds} must be at least 1")
+    require_at_least(1, "--", rounds=rounds)
     torch.manual_seed(0)
     cases = Cases(replace(sizes, tokens=tokens or sizes.tokens), DTYPES[dtype], device)
     found = report(cases, Stopwatch(device), rounds, inductor)
@@ -483,7 +434,6 @@ def report(cases: Cases, stopwatch: Stopwatch, rounds: int, inductor: bool) -> d
         "rounds": rounds,
         "copy": {"gb_per_second": stopwatch.copy_rate / 1e9, "bytes": stopwatch.copy_bytes},
         "launch_us": stopwatch.launch_seconds(rounds) * 1e6 if device.type == "cuda" else None,
-        "usage": usage(cases),
         "cases": {case.name: attempt(case, stopwatch, rounds, inductor) for case in cases.all()},
         "formulas": FORMULAS,
     }
@@ -565,48 +515,26 @@ def figures(turn: Turn, traffic: Traffic | None, case: Case, stopwatch: Stopwatc
     return {"seconds": turn.seconds, "host_kept_up": turn.fed, **speed}
 
 
-def usage(cases: Cases) -> dict[str, Any] | str:
-    """Registers and spilled bytes of every kernel, compiled now for the device, or without one for all that count."""
-    if not runtime.available():
-        return "unavailable: NVRTC is not installed"
-    archs = ARCHITECTURES
-    if cases.device.type == "cuda":
-        archs = ("sm_{}{}".format(*torch.cuda.get_device_capability(cases.device)),)
-    return {
-        arch: {
-            kernel: used._asdict()
-            for source, constants in cases.programs().items()
-            for kernel, used in kernel_usage(source, arch, **constants).items()
-        }
-        for arch in archs
-    }
-
-
 # ---- for people ------------------------------------------------------------------------------------------------------
 
 
 def show(found: dict[str, Any]) -> None:
     """The report as tables on standard output."""
-    console = Console(highlight=False, soft_wrap=True)
+    console = Console(highlight=False, soft_wrap=True, width=110)
     console.print(
         f"{found['device']}, {found['threads']} threads, torch {found['versions']['torch']}, {found['dtype']}; a copy "
         f"moves {found['copy']['gb_per_second']:,.1f} GB/s; ours: {found['ours']}"
     )
-    moving = Table("op", "pass", "GB/s", "of the copy", "to eager", "to inductor", title="memory decides")
-    multiplying = Table("op", "ms", "TFLOP/s", "to eager", "to inductor", title="matrix products decide")
+    table = Table("op", "pass", "ms", "GB/s or TFLOP/s", "of the copy", "to eager", "to inductor")
     for name, case in found["cases"].items():
-        for one in ("forward", "backward", "forward_backward"):
-            if one not in case:
-                continue
+        for one in [one for one in ("forward", "backward", "forward_backward") if one in case]:
             ours = case[one]["ours"]
+            rate, share = (f"{ours['tflops']:.3g} TFLOP/s", "-") if "tflops" in ours else (
+                f"{ours['gb_per_second']:,.1f} GB/s", f"{ours['of_copy_rate']:.1%}")  # fmt: skip
             ratios = [f"{case[one][who]['seconds'] / ours['seconds']:.2f}x" if who in case[one] else "-"
                       for who in ("eager", "inductor")]  # fmt: skip
-            if one == "forward_backward":
-                multiplying.add_row(name, f"{ours['seconds'] * 1e3:.3f}", f"{ours['tflops']:.3g}", *ratios)
-            else:
-                rate, share = ours["gb_per_second"], ours["of_copy_rate"]
-                moving.add_row(name, one, f"{rate:,.1f}", f"{share:.1%}", *ratios)
-    console.print(moving, multiplying)
+            table.add_row(name, one, f"{ours['seconds'] * 1e3:.3f}", rate, share, *ratios)
+    console.print(table)
     for name, case in found["cases"].items():
         if "unavailable" in case:
             console.print(f"{name} is unavailable: {case['unavailable']}")
@@ -614,16 +542,6 @@ def show(found: dict[str, Any]) -> None:
         console.print(f"inductor is {reason}")
     if found["launch_us"] is not None:
         console.print(f"starting a kernel takes the host {found['launch_us']:.1f} us")
-    if isinstance(found["usage"], str):
-        console.print(f"registers are {found['usage']}")
-        return
-    for arch, kernels in found["usage"].items():
-        most = max(kernels, key=lambda name: kernels[name]["registers"])
-        spilled = [name for name, used in kernels.items() if used["spilled_bytes"]]
-        console.print(
-            f"{arch}: {len(kernels)} kernels, at most {kernels[most]['registers']} registers a thread ({most}); "
-            f"spills: {', '.join(spilled) or 'none'}"
-        )
 
 
 if __name__ == "__main__":

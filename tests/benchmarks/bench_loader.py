@@ -5,7 +5,7 @@ A batch is timed up to `data/loader`; nothing of the model is in it. litdata tak
 """
 
 import gc
-import json as jsonlib
+import json
 import os
 import platform
 import shutil
@@ -16,16 +16,18 @@ import time
 from collections.abc import Callable, Iterator
 from functools import partial
 from importlib import metadata
+from importlib.util import find_spec
 from itertools import islice
 from pathlib import Path
 
 import numpy as np
+import psutil
 import pyarrow as pa
 import torch
-from rich.console import Console
-from rich.table import Table
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # lm, which may not be installed
+sys.path[:0] = [str(Path(__file__).resolve().parents[n]) for n in (2, 1)]  # lm, which may not be installed; tests
+
+from shard_files import write_manifest
 
 from lm.data.datamodule import SHARED_BY
 from lm.data.loader import Batch, Stream
@@ -35,7 +37,7 @@ from lm.data.sampler import BLOCKS_AHEAD, Order, lanes_for
 from lm.data.shards import BLOCK_TOKENS, Shards
 from lm.errors import RequestError
 from lm.system.arguments import call
-from lm.system.units import Count, format_count
+from lm.system.units import Count
 
 VOCABULARY = 50257
 ROWS, SEQ_LEN = 16, 2048
@@ -44,8 +46,8 @@ MANY_SHARDS = 1000
 MIXTURES = (1, 4, 16)  # sources
 
 
-def loader(tokens: Count = Count(200_000_000), rounds: int = 7, json: bool = False) -> None:
-    """Measure the loader: tokens a second, time to the first batch, memory.
+def loader(tokens: Count = Count(200_000_000), rounds: int = 7) -> None:
+    """Measure the loader: tokens a second, time to the first batch, memory; prints one JSON object.
 
     Random tokens with word-like frequencies are written to a temporary folder, as shards in the layout of
     `lm data prepare`, as the flat file that nanoGPT reads, and as litdata's chunks. Our shuffled stream, a memory map
@@ -56,7 +58,6 @@ def loader(tokens: Count = Count(200_000_000), rounds: int = 7, json: bool = Fal
     Args:
         tokens: Tokens to write; two to four bytes of disk each.
         rounds: How often each loader takes its turn.
-        json: Print one JSON object instead of a table.
     """
     torch.set_num_threads(1)  # small copies on more threads are slower, and at the mercy of any neighbour
     with tempfile.TemporaryDirectory(prefix="lm-bench-") as folder:
@@ -64,84 +65,40 @@ def loader(tokens: Count = Count(200_000_000), rounds: int = 7, json: bool = Fal
         found = {
             "date": time.strftime("%Y-%m-%d"), "tokens": int(tokens), "rows": ROWS, "seq_len": SEQ_LEN,
             "rounds": rounds, "cpus": os.cpu_count(), "python": platform.python_version(),
-            "torch": torch.__version__, "pyarrow": pa.__version__, "litdata": _version("litdata"),
+            "torch": torch.__version__, "pyarrow": pa.__version__,
+            "litdata": metadata.version("litdata") if find_spec("litdata") else None,
             "bytes_per_token": sum(path.stat().st_size for path in Path(folder, "train").iterdir()) / tokens,
         }  # fmt: skip
         found |= _memory(Path(folder))
         found |= _first_batch(Path(folder), rounds)
         found |= _speed(Path(folder), rounds)
-    if json:
-        print(jsonlib.dumps(found))
-    else:
-        _show(found, rounds)
-
-
-def _version(package: str) -> str | None:
-    try:
-        return metadata.version(package)
-    except metadata.PackageNotFoundError:
-        return None
-
-
-def _show(found: dict, rounds: int) -> None:
-    table = Table("loader", "tokens/s", "to the memory map", title=f"batches of {ROWS} x {SEQ_LEN}, median of {rounds}")
-    for name, what, ratio in (
-        ("memory_map", "memory map, as in nanoGPT, int64", 1.0),
-        ("litdata", "litdata's TokensLoader, shuffled, uint16", found.get("ratio_litdata")),
-        ("stream", "lm stream, shuffled, uint16 as it goes to a device", found["ratio"]),
-        ("stream_int64", "lm stream, shuffled, inputs and labels int64", found["ratio_int64"]),
-    ):
-        if ratio is None:
-            continue
-        table.add_row(what, format_count(found[f"{name}_tokens_per_s"]), f"{ratio:.1f}x")
-    for count in MIXTURES:
-        rate, ratio = found[f"mixture_{count}_tokens_per_s"], found[f"ratio_mixture_{count}"]
-        table.add_row(f"lm stream of {count} sources", format_count(rate), f"{ratio:.2f} of the stream")
-    console = Console()
-    console.print(table)
-    console.print(
-        f"first batch of {MANY_SHARDS} shards after {found['first_batch_s']:.3f} s with a manifest, "
-        f"{found['first_batch_footers_s']:.3f} s by their footers"
-    )
-    if found["memory_growth_bytes"] is not None:
-        console.print(
-            f"memory grew by {found['memory_growth_bytes'] / 2**20:.0f} MiB over an epoch; the shuffle buffer may hold "
-            f"{found['shuffle_buffer_bytes'] / 2**20:.0f} MiB"
-        )
-    console.print(f"{found['bytes_per_token']:.2f} bytes a token on disk")
+    print(json.dumps(found, indent=1))
 
 
 def _write(folder: Path, tokens: int) -> None:
-    """`flat.bin`; `train/`: the same tokens in shards of at most 20 row groups; `many/train/`: 1000 shards; manifests."""
+    """`flat.bin`; the same tokens as `train/` in shards of at most 20 row groups; 1000 shards as `many/train/`."""
     random = np.random.default_rng(0)
-    (folder / "train").mkdir()
-    (folder / "many/train").mkdir(parents=True)
-    shards, step = [], max(1, min(20 * BLOCK_TOKENS, -(-tokens // max(MIXTURES))))
+    for name in ("train", "many/train"):
+        (folder / name).mkdir(parents=True)
+    step = max(1, min(20 * BLOCK_TOKENS, -(-tokens // max(MIXTURES))))
     with open(folder / "flat.bin", "wb") as flat:
         for number, first in enumerate(range(0, tokens, step)):
             # rank r with probability about 1 / r, as words have it
             ids = (VOCABULARY ** random.random(min(step, tokens - first), dtype=np.float32)).astype(np.uint16)
             np.minimum(ids, VOCABULARY - 1, out=ids)
             flat.write(ids.tobytes())
-            shards.append(_shard(folder, f"train/{number:05d}.parquet", ids))
-    one = _shard(folder / "many", "train/00000.parquet", ids[:BLOCK_TOKENS])
-    links = [one | {"file": f"train/{number:05d}.parquet"} for number in range(MANY_SHARDS)]
-    for link in links[1:]:
-        os.link(folder / "many" / one["file"], folder / "many" / link["file"])
-    for place, listed in ((folder, shards), (folder / "many", links)):
-        total = sum(sum(shard["row_groups"]) for shard in listed)
-        manifest = {
-            "layout": 1, "column": "input_ids", "tokenizer": "", "vocab_size": VOCABULARY,
-            "splits": {"train": {"tokens": total, "shards": listed}},
-        }  # fmt: skip
-        (place / "manifest.json").write_text(jsonlib.dumps(manifest))
+            _write_shard(folder / f"train/{number:05d}.parquet", ids)
+    _write_shard(folder / "many/train/00000.parquet", ids[:BLOCK_TOKENS])
+    for number in range(1, MANY_SHARDS):
+        os.link(folder / "many/train/00000.parquet", folder / f"many/train/{number:05d}.parquet")
+    for place in (folder, folder / "many"):
+        write_manifest(place, vocab_size=VOCABULARY, tokenizer="")
 
 
-def _shard(folder: Path, name: str, ids: np.ndarray) -> dict:
-    writer = ShardWriter(folder / name, ids.dtype, "")
-    writer.write(ids, np.diff(np.append(np.arange(0, len(ids), 777), len(ids))))  # documents of 777 tokens
-    size = writer.close()
-    return {"file": name, "size": size, "row_groups": writer.row_groups}
+def _write_shard(path: Path, ids: np.ndarray) -> None:
+    writer = ShardWriter(path, ids.dtype, "")
+    writer.write(ids, np.append(np.arange(777, len(ids), 777), len(ids)))  # documents of 777 tokens
+    writer.close()
 
 
 def _buffer(shards: Shards) -> int:
@@ -179,20 +136,16 @@ def _memory(folder: Path) -> dict:
     before, most = _anonymous_memory(), 0
     batches = _stream(shards)
     for number, _ in enumerate(islice(batches, shards.require_windows(SEQ_LEN) // ROWS)):
-        if before is not None and number % 64 == 0:
+        if number % 64 == 0:
             most = max(most, _anonymous_memory() - before)
     batches.close()
-    held = _buffer(shards) * shards.column.dtype.itemsize
-    return {"memory_growth_bytes": None if before is None else most, "shuffle_buffer_bytes": held}
+    return {"memory_growth_bytes": most, "shuffle_buffer_bytes": _buffer(shards) * shards.column.dtype.itemsize}
 
 
-def _anonymous_memory() -> int | None:
-    """Bytes of this process that no file backs; None where the system does not say."""
-    try:
-        lines = Path("/proc/self/status").read_text().splitlines()
-    except OSError:
-        return None
-    return next((int(line.split()[1]) * 1024 for line in lines if line.startswith("RssAnon")), None)
+def _anonymous_memory() -> int:
+    """Bytes of this process that no file backs."""
+    memory = psutil.Process().memory_info()
+    return memory.rss - getattr(memory, "shared", 0)
 
 
 def _first_batch(folder: Path, rounds: int) -> dict:
@@ -272,11 +225,11 @@ def _memory_map(path: Path) -> tuple[torch.Tensor, torch.Tensor]:
 
 def _litdata(folder: Path) -> Iterator[torch.Tensor] | None:
     """litdata's batches of the same tokens, (16, 2049) uint16, without end; None where litdata is not installed."""
-    try:
-        from litdata import StreamingDataLoader, StreamingDataset, TokensLoader
-        from litdata.streaming import Cache
-    except ImportError:
+    if not find_spec("litdata"):
         return None
+    from litdata import StreamingDataLoader, StreamingDataset, TokensLoader
+    from litdata.streaming import Cache
+
     flat = np.memmap(folder / "flat.bin", dtype=np.uint16, mode="r")
     cache = Cache(str(folder / "litdata"), chunk_size=20 * BLOCK_TOKENS, item_loader=TokensLoader())
     for index, first in enumerate(range(0, len(flat), BLOCK_TOKENS)):

@@ -33,11 +33,7 @@ class Mode(NamedTuple):
 
     @classmethod
     def parse(cls, text: str) -> "Mode":
-        """A mode as people write it: `triton_free`, `none+graphs`, `inductor+graphs/off`.
-
-        Raises:
-            ValueError: it is none.
-        """
+        """A mode as people write it: `triton_free`, `none+graphs`, `inductor+graphs/off`."""
         match = FORM.fullmatch(text)
         if not match:
             raise ValueError(f"no mode {text!r}; these are some: {' '.join(map(str, MODES))}")

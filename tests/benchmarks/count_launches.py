@@ -49,7 +49,11 @@ KERNELS = {"rms_norm": 1, "rms_norm_backward": 2, "swiglu": 1, "swiglu_backward"
 # queries rounded; with grouped heads the gradients of keys and of values are summed over each group, too.
 ATTENTION = {"forward": 1, "backward": 3, "groups": 2}
 OVERWRITES = ("copy_", "zero_", "fill_", "_foreach_copy_", "_foreach_zero_")  # their first argument is not read
-PRODUCTS = ("mm", "bmm", "addmm", "_scaled_mm")
+KINDS = {
+    **dict.fromkeys(("mm", "bmm", "addmm", "_scaled_mm"), "matrix products"),
+    **dict.fromkeys(("_to_copy", "copy_", "clone"), "copies and casts"),
+    "embedding_dense_backward": "embedding", "add_": "gradients added up",
+}  # fmt: skip
 PRECISIONS = ("bf16-mixed", "fp8-tensorwise", "fp8-rowwise")  # as `trainer.precision`
 CHUNK, BLOCKS = 65_536, 320  # elements of a block, and blocks of a launch, in torch's MultiTensorApply.cuh
 PRESETS = ["published/pretrain-50m-adamw.yaml", "published/pretrain-350m-adamw.yaml"]
@@ -107,21 +111,13 @@ class Launches(TorchDispatchMode):
             moved = 2 * bytes_of([weights, *means]) + bytes_of(gradients)
             self._add("optimizer and norms", name, multi_tensor_launches(weights, lists=4), moved)
         elif name.startswith("_foreach"):  # a norm has a second kernel that adds up the blocks' sums
-            lists = [arg for arg in args if isinstance(arg, list | tuple) and is_tensors(arg)]
+            lists = [arg for arg in args if isinstance(arg, list | tuple) and all(isinstance(t, Tensor) for t in arg)]
             kind = "copies and casts" if name == "_foreach_copy_" else "optimizer and norms"
             self._add(kind, name, multi_tensor_launches(lists[0], len(lists)) + ("norm" in name), moved)
-        elif name in PRODUCTS:
-            self._add("matrix products", name, 1, moved)
-        elif name in ("_to_copy", "copy_", "clone"):
-            self._add("copies and casts", name, 1, moved)
         elif name == "embedding":
             self._add("embedding", name, 1, bytes_of(args[1]) + 2 * bytes_of(result))
-        elif name == "embedding_dense_backward":
-            self._add("embedding", name, 1, moved)
-        elif name == "add_":
-            self._add("gradients added up", name, 1, moved)
         else:
-            self._add("others", name, 1, moved)
+            self._add(KINDS.get(name, "others"), name, 1, moved)
 
     def _cross_entropy(
         self, x: Tensor, weight: Tensor, labels: Tensor, ignore_index: int, z_loss: float, gradient: bool
@@ -152,10 +148,6 @@ def is_view(func: Any) -> bool:
     return func._schema.name.endswith("_unsafe_view") or any(a is not None and not a.is_write for a in returned)
 
 
-def is_tensors(values: Any) -> bool:
-    return all(isinstance(value, Tensor) for value in values)
-
-
 def bytes_of(value: Any) -> int:
     """Bytes of all tensors in a structure; what is repeated by a stride of zero counts once."""
     if isinstance(value, Tensor):
@@ -184,12 +176,9 @@ def flash(q: Tensor, k: Tensor, v: Tensor, is_causal: bool, **options: Any) -> T
 
 
 def count(preset: dict[str, Any], copies: bool, precision: str = "bf16-mixed") -> dict[str, Launches]:
-    """The launches of a micro-batch and of an optimizer step.
+    """The launches of a micro-batch and of an optimizer step of a config, with `WeightCopies` or without.
 
-    Args:
-        preset: a config.
-        copies: with `WeightCopies`.
-        precision: one of `PRECISIONS`; FP8 leaves the last block in bf16, as `trainer.fp8_keep` does by default.
+    FP8 leaves the last block in bf16, as `trainer.fp8_keep` does by default.
     """
     config = DecoderConfig(**preset["model"]["decoder"])
     with torch.device("meta"):

@@ -51,10 +51,7 @@ def main(arguments: list[str]) -> None:
 def compare(checkpoint: Path, tasks: list[Task], lm_eval: list[str]) -> dict[str, Any]:
     """Scores of both, and the largest difference between their log-likelihoods, in nats.
 
-    Args:
-        checkpoint: a folder that transformers can load.
-        tasks: to ask, none with solved examples.
-        lm_eval: the command of the harness.
+    The checkpoint is one that transformers can load; no task has solved examples; `lm_eval` is the harness's command.
     """
     model = load_pretrained(checkpoint, "cpu", torch.float32)
     ours = {result.label: result for result in ask(model.decoder, model.tokenizer, tasks)}

@@ -11,8 +11,7 @@ by each of its scales and the decay is divided by it, with the first seed, and b
 the best scale is trained with every seed.
 
 `--corpora` are `config`, its own text, and `docstrings`, those of Python, torch, NumPy and Matplotlib, on which nothing
-was tuned. Seconds do not include validations or compiling. The sweep may train `--jobs` models at once; the other seeds
-train alone, so that their seconds count.
+was tuned. Seconds do not include validations or compiling.
 """
 
 import argparse
@@ -28,7 +27,6 @@ import tempfile
 import time
 import warnings
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
 from importlib.util import find_spec
 from pathlib import Path
 from types import SimpleNamespace
@@ -42,7 +40,7 @@ LOGGED = 10  # optimizer steps between measurements of the speed
 FORMULAS = {
     "bpb": "validation bits per byte after the last step",
     "spread": "largest minus smallest bpb over the seeds",
-    "seconds": "median over the trainings that ran alone; of each the sum over stretches of 10 steps of their tokens / "
+    "seconds": "median over the seeds; of each the sum over stretches of 10 steps of their tokens / "
     "tokens a second, where the first, which compiles, counts as the second one",
     "curve": "step, tokens, seconds of training, validation bits per byte",
 }
@@ -61,7 +59,6 @@ def main(arguments: list[str]) -> None:
     parser.add_argument("--compile", default="inductor", help="model.compile of ours; nanochat is always compiled")
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--precision", default="32-true", choices=["32-true", "bf16-mixed"], help="of all contenders")
-    parser.add_argument("--jobs", type=int, default=1, help="trainings of the sweep at once")
     parser.add_argument("--folder", type=Path, help="for data and runs; a temporary one if not given")
     parser.add_argument("--output", type=Path)
     options = parser.parse_args(arguments)
@@ -84,12 +81,12 @@ class Bench:
         self.options, self.folder = options, folder
         self.variants = dict(map(str.strip, variant.split(":", 1)) for variant in options.variant) or {"config": ""}
         self.scales, self.nanochat_scales = (
-            [float(scale) for scale in scales.split(",")] for scales in (options.scales, options.nanochat_scales))
+            [float(scale) for scale in scales.split(",")] for scales in (options.scales, options.nanochat_scales))  # fmt: skip
         self.seeds = [int(seed) for seed in options.seeds.split(",")]
         facts = run_facts()
         self.found: dict[str, Any] = {
             "date": time.strftime("%Y-%m-%d", time.gmtime()), "config": options.config, "precision": options.precision,
-            "compile": options.compile, "threads": options.threads, "jobs": options.jobs, "python": facts["python"],
+            "compile": options.compile, "threads": options.threads, "python": facts["python"],
             "versions": facts["versions"], "variants": self.variants, "formulas": FORMULAS, "results": [],
         }  # fmt: skip
 
@@ -99,18 +96,16 @@ class Bench:
     def sweep(self, corpus: str, name: str) -> None:
         """All scales with the first seed, and the best of them with the others."""
         data, scales = self.prepare(corpus), self.nanochat_scales if name == "nanochat" else self.scales
-        with ThreadPoolExecutor(self.options.jobs) as pool:
-            first = list(pool.map(lambda scale: self.train(name, data, scale, self.seeds[0]), sorted(scales)))
+        first = [self.train(name, data, scale, self.seeds[0]) for scale in sorted(scales)]
         while len(scales) > 1 and (best := lowest(first)) in (first[0], first[-1]):  # the best may lie outside
             place, inner = (0, first[1]) if best is first[0] else (len(first), first[-2])
             first.insert(place, self.train(name, data, best["scale"] ** 2 / inner["scale"], self.seeds[0]))
         best = lowest(first)
         rest = [self.train(name, data, best["scale"], seed) for seed in self.seeds[1:]]
-        seeds = [best["bpb"], *(run["bpb"] for run in rest)]
-        alone = [run["seconds"] for run in (rest if self.options.jobs > 1 else [best, *rest])]
+        seeds = [run["bpb"] for run in (best, *rest)]
         result = {
             "corpus": corpus, "contender": name, "scale": best["scale"], "bpb": statistics.fmean(seeds),
-            "spread": max(seeds) - min(seeds), "seconds": statistics.median(alone) if alone else None,
+            "spread": max(seeds) - min(seeds), "seconds": statistics.median(run["seconds"] for run in (best, *rest)),
             "scales": {run["scale"]: run["bpb"] for run in first}, "runs": [*first, *rest],
         }  # fmt: skip
         self.found["results"].append(result)

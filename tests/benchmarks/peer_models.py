@@ -38,25 +38,17 @@ class Contender(NamedTuple):
 def build(
     name: str, config: DecoderConfig, shape: tuple[int, int], device: torch.device, half: torch.dtype | None = None
 ) -> Contender:
-    """Build a contender.
+    """A contender that computes in `half`, or as its weights are, micro-batches of `shape` (B, T).
 
-    Args:
-        name: `lm:MODE` with a mode of `bench_modes.py`, or `transformers`, `liger`, `litgpt`, `nanogpt`, each also with
-            `+inductor`, which compiles the whole model with torch.compile.
-        config: the decoder.
-        shape: `(B, T)` of its micro-batches.
-        device: where it is to train.
-        half: precision of the computation; None: as the weights are.
+    Its name is `lm:MODE` with a mode of `bench_modes.py`, or `transformers`, `liger`, `litgpt`, `nanogpt`, each also
+    with `+inductor`, which compiles the whole model with torch.compile.
     """
     if name.startswith("lm:"):
         return ours(Mode.parse(name.removeprefix("lm:")), config, shape, device, half)
     project, _, compiler = name.partition("+")
     with device:
         contender = BUILDERS[project](config, shape[1])
-    if compiler == "inductor":
-        compiled = torch.compile(contender.loss, dynamic=False)
-        return contender._replace(loss=compiled)
-    return contender
+    return contender._replace(loss=torch.compile(contender.loss, dynamic=False)) if compiler else contender
 
 
 def ours(
@@ -141,10 +133,7 @@ BUILDERS = {"transformers": transformers, "liger": liger, "litgpt": litgpt, "nan
 class Training:
     """Optimizer steps of a contender, in a plain loop that is the same for all.
 
-    Args:
-        contender: what is trained.
-        batches: input ids and labels, `(micro-batches, B, T)` each, gone through in every step.
-        half: precision of the computation; None: as the weights are.
+    `batches` are input ids and labels, `(micro-batches, B, T)` each, gone through in every step.
     """
 
     def __init__(self, contender: Contender, batches: tuple[Tensor, Tensor], half: torch.dtype | None) -> None:

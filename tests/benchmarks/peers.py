@@ -48,7 +48,7 @@ def main(arguments: list[str]) -> None:
     parser.add_argument("--steps", type=int, default=5, help="Optimizer steps of a turn.")
     parser.add_argument("--rounds", type=int, default=5, help="Turns of each contender.")
     parser.add_argument("--output", type=Path | None, default=None,
-                        help="File to write the JSON object to, after each contender's setup and each round.")
+                        help="File to write the JSON object to, after each contender's setup and each round.")  # fmt: skip
     try:
         config = parser.read(spell_out(arguments, lists=("contenders",)))
         decoder = vars(config.model.decoder) | {"vocab_size": find_vocab_size(config)}
@@ -87,6 +87,12 @@ def compare(
     """
     contenders, unavailable = {}, {}
     turns: dict[str, list[float]] = {}
+
+    def report_so_far() -> dict[str, Any]:
+        found = report(task, {name: started for name, (_, started) in contenders.items()}, turns, unavailable)
+        write(found)
+        return found
+
     for name in names:
         process = Process(name, task)
         started = process.read()
@@ -94,7 +100,7 @@ def compare(
             unavailable[name] = started["unavailable"]
         else:
             contenders[name], turns[name] = (process, started), []
-        write(report(task, {name: started for name, (_, started) in contenders.items()}, turns, unavailable))
+        found = report_so_far()
     for _ in range(rounds):
         for name, (process, _) in list(contenders.items()):
             answer = process.turn()
@@ -103,8 +109,7 @@ def compare(
                 del contenders[name]
             else:
                 turns[name].append(answer["seconds"])
-        found = report(task, {name: started for name, (_, started) in contenders.items()}, turns, unavailable)
-        write(found)
+        found = report_so_far()
     for process, _ in contenders.values():
         process.end()
     return found
@@ -113,14 +118,7 @@ def compare(
 def report(
     task: dict[str, Any], started: dict[str, dict], turns: dict[str, list[float]], unavailable: dict[str, str]
 ) -> dict[str, Any]:
-    """The JSON object.
-
-    Args:
-        task: what every contender does.
-        started: by contender what it said when it was set up.
-        turns: seconds a step in each of its turns; before the first round there are none.
-        unavailable: why the others are out.
-    """
+    """The JSON object, of what each contender said when it was set up and of its seconds a step in each turn."""
     from lm.system.process import run_facts
 
     facts = run_facts()

@@ -29,6 +29,6 @@ def test_a_mode_is_read_as_it_is_written():
     for mode in bench_modes.MODES:
         assert bench_modes.Mode.parse(str(mode)) == mode
     assert bench_modes.Mode.parse("triton_free+graphs/off").options == [
-        "--model.compile", "triton_free", "--model.cuda_graphs", "true", "--model.kernels", "off"]
+        "--model.compile", "triton_free", "--model.cuda_graphs", "true", "--model.kernels", "off"]  # fmt: skip
     with pytest.raises(ValueError, match="no mode 'fast'"):
         bench_modes.Mode.parse("fast")

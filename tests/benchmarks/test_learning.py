@@ -24,7 +24,7 @@ def test_the_best_scale_is_trained_with_every_seed(tmp_path, monkeypatch, capsys
 
 def test_seconds_leave_out_the_compiling_of_the_first_steps():
     lines = [{"step": 10, "tokens": 1000, "perf/tokens_per_second": 1.0},
-             {"step": 20, "tokens": 2000, "perf/tokens_per_second": 100.0}, {"step": 20, "tokens": 2000, "val/bpb": 1.5}]
+             {"step": 20, "tokens": 2000, "perf/tokens_per_second": 100.0}, {"step": 20, "tokens": 2000, "val/bpb": 1.5}]  # fmt: skip
     assert learning.curve_of(lines) == [[20, 2000, 20.0, 1.5]]
 
 

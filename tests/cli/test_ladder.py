@@ -25,9 +25,7 @@ LADDER = ["ladder", "--depths", "2,3,4", "--predict", "5", "--max_steps", "6", *
 @pytest.fixture(scope="module")
 def place(tmp_path_factory):
     """A workplace with data, and a finished ladder of three depths."""
-    place = make_workplace(tmp_path_factory.mktemp("ladder"))
-    lm(place, "data", "prepare", "--input", "texts", "--output", "data/small", "--tokenizer", "char",
-       "--val_fraction", "0.2")  # fmt: skip
+    place = make_workplace(tmp_path_factory.mktemp("ladder"), "data/small")
     lm(place, *LADDER)
     return place
 
@@ -82,16 +80,19 @@ def test_a_grid_of_factors(place):
     assert found["sizes"][0]["tokens"] == pytest.approx(3 * found["sizes"][0]["parameters"], rel=0.05)
 
 
+def run_with_loss(path, status="finished", **metrics):
+    """The folder of a run with one log line."""
+    run = Run(path)
+    run.path.mkdir()
+    run.describe(id=run.name, name=run.name, status=status)
+    (run.path / "metrics.jsonl").write_text(json.dumps({"step": 1, "time": 1.0, **metrics}) + "\n")
+    return run
+
+
 @pytest.mark.parametrize("depths", [(2, 3, 4), (2, 3, 4, 5, 6)])
 def test_a_loss_that_rises_with_size_has_no_law(tmp_path, depths):
-    trainings = []
-    for depth in depths:
-        run = Run(tmp_path / str(depth))
-        run.path.mkdir()
-        run.describe(id=run.name, name=run.name, status="finished")
-        (run.path / "metrics.jsonl").write_text(json.dumps({"step": 1, "time": 1.0, "val/loss": 2 + depth / 10}) + "\n")
-        size = ModelSize(depth, "5 steps", depth**3, 100, 600 * depth**3, False)
-        trainings.append(Training(size, {}, 1, run))
+    trainings = [Training(ModelSize(depth, "5 steps", depth**3, 100, 600 * depth**3, False), {}, 1,
+                          run_with_loss(tmp_path / str(depth), **{"val/loss": 2 + depth / 10})) for depth in depths]  # fmt: skip
     found = ladder_report.report("rises", "lm ladder", trainings)
     assert not found["laws"] and "5 steps: the loss does not fall with operations: no law is fitted." in found["notes"]
 
@@ -110,12 +111,8 @@ def test_the_report_of_several_lengths_and_a_grid(tmp_path):
         parameters = 1e5 * depth**3
         tokens, flops = ratio * parameters, 6 * ratio * parameters**2
         loss = expected(depth, ratio) + 0.02 * math.log(factor / best_factor(flops)) ** 2 + 1e-4 * seed
-        name = f"{depth}-{ratio}-{factor}-{seed}"
-        run = Run(tmp_path / name)
-        run.path.mkdir()
-        run.describe(id=name, name=name, status="to do" if held_out else "finished")
-        line = {"step": 1, "tokens": tokens, "time": 1.0, "val/loss": 3 * loss, "val/bpb": loss}
-        (run.path / "metrics.jsonl").write_text(json.dumps(line) + "\n")
+        run = run_with_loss(tmp_path / f"{depth}-{ratio}-{factor}-{seed}", "to do" if held_out else "finished",
+                            tokens=tokens, **{"val/loss": 3 * loss, "val/bpb": loss})  # fmt: skip
         size = ModelSize(depth, f"{ratio} tokens a parameter", parameters, tokens, flops, held_out)
         return Training(size, {"a.lr": f"x{factor}"}, seed, run)
 
@@ -155,6 +152,7 @@ def test_the_report_of_several_lengths_and_a_grid(tmp_path):
         (["--depths", "2,300", "--max_steps", "6", "--aspect_ratio", "64"], "depth 300: "),
         (["--depths", "2", "--grid", "model.optimizer.lr=0.1,x2"], "give values or factors, and not both"),
         (["--depths", "2", "--grid", "seed_everything=1,2"], "seed_everything follows from the depth"),
+        (["--depths", "2", "--max_steps", "6", "--mfu", "2"], "--mfu 2.0 must lie in (0, 1]"),
         (["--depths", "2", "--trainer.max_steps", "5"], "give --max_steps"),
         (["--depths", "2", "--max_steps", "6", "--root", "texts/000.txt"], "is a file, or in one"),
     ],

@@ -51,16 +51,12 @@ def timed(tmp_path_factory):
     return printed
 
 
-def test_says_what_was_measured_and_how(timed):
+def test_the_object_says_what_was_measured_and_its_times_agree(timed):
+    """A CPU has no MFU; a checkpoint's stall is a part of the whole, and its bytes are weights and optimizer."""
     assert timed["config"] == "small" and timed["date"] and timed["device"] and timed["threads"] == 1
-    assert {"torch", "lightning"} <= timed["versions"].keys()
+    assert {"torch", "lightning"} <= timed["versions"].keys() and timed["formulas"] == FORMULAS
     assert (timed["seq_len"], timed["micro_batch_size"], timed["accumulate"]) == (32, 4, 2)
     assert (timed["turns"], timed["steps_per_turn"]) == (2, 2)
-    assert timed["formulas"] == FORMULAS
-
-
-def test_times_agree_with_each_other(timed):
-    """A CPU has no MFU; a checkpoint's stall is a part of the whole, and its bytes are weights and optimizer."""
     assert timed["ms_per_step"] == pytest.approx(2 * timed["ms_per_micro_batch"])
     assert timed["tokens_per_second"] == pytest.approx(4 * 32 / timed["ms_per_micro_batch"] * 1e3)
     assert 0 < timed["cpu_ms_per_step"] and timed["mfu"] is timed["mfu_full_attention"] is None
@@ -138,22 +134,12 @@ class SlowData(Callback):
     """Lets every batch be waited for."""
 
     def setup(self, trainer, pl_module, stage):
-        batches = trainer.datamodule.train_dataloader
-
-        def slow():
-            for batch in batches():
-                time.sleep(WAIT)
-                yield batch
-
-        trainer.datamodule.train_dataloader = lambda: Endless(slow)
-
-
-class Endless:
-    def __init__(self, make):
-        self.make = make
+        self.batches, trainer.datamodule.train_dataloader = trainer.datamodule.train_dataloader, lambda: self
 
     def __iter__(self):
-        return self.make()
+        for batch in self.batches():
+            time.sleep(WAIT)
+            yield batch
 
 
 def profiled(folder, *callbacks, arguments=()):
@@ -174,9 +160,7 @@ def traced(tmp_path_factory):
 @pytest.fixture(scope="module")
 def slowed(tmp_path_factory):
     """A profile on the config's own data, with a loader and a callback that sleep."""
-    folder = make_workplace(tmp_path_factory.mktemp("slowed"))
-    lm(folder, "data", "prepare", "--input", "texts", "--output", "data/small", "--tokenizer", "char",
-       "--val_fraction", "0.2")  # fmt: skip
+    folder = make_workplace(tmp_path_factory.mktemp("slowed"), "data/small")
     return profiled(folder, SlowData, SlowHook), folder
 
 

@@ -24,10 +24,7 @@ PLAIN = {"trainer.callbacks": None, "trainer.accelerator": "auto"}
 @pytest.fixture(scope="module")
 def workplace(tmp_path_factory):
     """Texts and the data that was made of them."""
-    folder = make_workplace(tmp_path_factory.mktemp("plan"))
-    lm(folder, "data", "prepare", "--input", "texts", "--output", "data/small", "--tokenizer", "char",
-       "--val_fraction", "0.2")  # fmt: skip
-    return folder
+    return make_workplace(tmp_path_factory.mktemp("plan"), "data/small")
 
 
 @pytest.fixture
@@ -216,7 +213,7 @@ def test_a_fit_refuses_before_it_makes_the_data(cwd):
     assert not (cwd / "data").exists()
 
 
-def test_force_trains_all_the_same_and_a_resume_takes_no_offence_at_the_warm_up(cwd):
+def test_force_trains_all_the_same_and_a_resume_does_not_check_the_warm_up(cwd):
     forced = lm(cwd, "fit", "--config", "small.yaml", "--force").stderr
     assert "error: the warm-up of 2 steps is not over" in forced and "2 steps in" in forced
     again = ["--ckpt_path", "auto", "--trainer.max_steps", "4", "--model.schedule.warmup_steps", "4"]
@@ -285,25 +282,17 @@ def test_shards_of_another_tokenizer(planned, workplace):
     assert run[0] == 2 and any("tokenizer" in text for text in found(run, "error"))
 
 
-H200, FP8 = ["--device", "h200"], {"trainer.precision": "fp8-rowwise"}
-
-
 @pytest.mark.parametrize("device, changes, level, words", [
-    (H200, {"trainer.max_steps": 3000}, "warning", "every token is seen"),
-    (H200, {"model.schedule.warmup_steps": 4, "trainer.max_steps": 10}, "warning", "4 of 10 steps, 40% of the run"),
-    (H200, {"model.schedule.warmup_steps": 10, "trainer.max_steps": 10}, "error", "is not over"),
-    (H200, {"trainer.val_interval": 500}, "advice", "trainer.val_interval 500 is more than the run's 12 steps"),
-    (H200, {"model.schedule.name": "wsd", "model.schedule.decay_steps": 11}, "error", "warm-up 2 + decay 11 steps are"),
-    (H200, {"data.global_batch_tokens": 200}, "error", "the nearest that fits is 256"),
-    (H200, {"model.decoder.vocab_size": 10}, "error", "is smaller than the tokenizer's"),
-    (H200, {"model.decoder.vocab_size": 4096}, "warning", "belong to no token"),
-    (H200, FP8 | {"model.decoder.num_hidden_layers": 1}, "error", "leaves no matrix for FP8"),
-    (H200, {"model.optimizer.groups.output.lr": 0.1}, "error", "set model.optimizer.groups.embedding"),
-    (H200, {"trainer.devices": 2, "trainer.distributed.reshard": False}, "error", "reshard is for fsdp2"),
-    (H200, {"trainer.val_interval": 1, "data.val_tokens": 4096}, "warning", "validations take"),
-    (H200, {"data.val_tokens": 512}, "warning", "512 tokens give it to within 0.22 nats at best (95 % interval)"),
-    (H200, {"model.decoder.hidden_size": 512, "model.decoder.intermediate_size": 2048}, "warning", "tokens are"),
-    (["--device", "t4"], {"model.kernels": "on"}, "error", "Tesla T4 cannot run them"),
+    ([], {"trainer.max_steps": 3000}, "warning", "every token is seen"),
+    ([], {"model.schedule.warmup_steps": 4, "trainer.max_steps": 10}, "warning", "4 of 10 steps, 40% of the run"),
+    ([], {"model.schedule.warmup_steps": 10, "trainer.max_steps": 10}, "error", "is not over"),
+    ([], {"trainer.val_interval": 500}, "advice", "trainer.val_interval 500 is more than the run's 12 steps"),
+    ([], {"model.schedule.name": "wsd", "model.schedule.decay_steps": 11}, "error", "warm-up 2 + decay 11 steps are"),
+    ([], {"data.global_batch_tokens": 200}, "error", "the nearest that fits is 256"),
+    ([], {"model.decoder.vocab_size": 4096}, "warning", "belong to no token"),
+    ([], {"trainer.val_interval": 1, "data.val_tokens": 4096}, "warning", "validations take"),
+    ([], {"data.val_tokens": 512}, "warning", "512 tokens give it to within 0.22 nats at best (95 % interval)"),
+    ([], {"model.decoder.hidden_size": 512, "model.decoder.intermediate_size": 2048}, "warning", "tokens are"),
     (["--device", "v100"], {"trainer.precision": "bf16-mixed"}, "warning", "no bf16"),
     (["--device", "t4"], {"trainer.matmul_precision": "high"}, "warning", "matmul_precision high is TF32"),
 ])  # fmt: skip
@@ -352,13 +341,12 @@ def test_fp8_is_not_taken_to_be_twice_as_fast(planned):
     assert given["seconds"] == pytest.approx(runs[0]["seconds"] / 2, rel=0.01) and given["mfu"] == pytest.approx(0.4)
 
 
-def test_activation_checkpointing_takes_less_memory_and_more_time(planned):
-    none, selective, block = (planned(**{"model.activation_checkpointing": mode})[1]
+def test_activation_checkpointing_takes_more_time(planned):
+    none, selective, block = (planned(**{"model.activation_checkpointing": mode})[1]["time"]
                               for mode in ("none", "selective", "block"))  # fmt: skip
-    assert none["memory"]["activations"] > selective["memory"]["activations"] > block["memory"]["activations"]
-    assert none["time"]["seconds"] < selective["time"]["seconds"] < block["time"]["seconds"]
-    assert block["time"]["seconds"] < 4 / 3 * none["time"]["seconds"]  # the output matrix is not computed again
-    assert "more work for activation checkpointing" in block["time"]["basis"]
+    # The output matrix is not computed again.
+    assert none["seconds"] < selective["seconds"] < block["seconds"] < 4 / 3 * none["seconds"]
+    assert "more work for activation checkpointing" in block["basis"]
 
 
 def test_tf32_has_a_peak_of_its_own(planned):
@@ -408,7 +396,7 @@ LONG_RUN = {  # 1.6e18 operations in the blocks, enough for the rules of `lm sca
     ({"model.schedule.name": "wsd"}, "wsd has no decay, so the run ends at its peak rate 0.001"),
     ({"trainer.gradient_clip_val": None}, "model.optimizer.lr 0.001 without clipping"),
     ({"trainer.gradient_clip_val": 0}, "model.optimizer.lr 0.001 without clipping"),
-    ({"model.optimizer.lr": 1e-2}, "model.optimizer.lr 0.01 is 6.1 times more than the 0.0016 that `lm scale` takes"),
+    ({"model.optimizer.lr": 1e-2}, "model.optimizer.lr 0.01 is 6.1 times more than the 0.0016 that `lm scale` uses"),
     ({"data.global_batch_tokens": 2**21, "trainer.max_steps": 1250}, "2,097,152 tokens, 8.3 times more than the 253,"),
     ({"data.global_batch_tokens": 2**14, "data.micro_batch_size": 8, "trainer.max_steps": 160_000},
      "16,384 tokens, 15.5 times fewer than the 253,"),

@@ -84,7 +84,7 @@ def test_the_recipe_keeps_the_published_shape(path):
 def test_wide_heads_change_nothing_but_the_heads():
     """The two 350M presets cost the same matrices and operations, so their speeds compare heads alone."""
     narrow, wide = (parse(FOLDER / f"pretrain-350m{suffix}.yaml").model.decoder
-                    for suffix in ("", "-wide-heads"))
+                    for suffix in ("", "-wide-heads"))  # fmt: skip
     assert (narrow.head_dim, wide.head_dim) == (64, 128)
     assert all(parameters(narrow)[part] == parameters(wide)[part] for part in ("embedding", "attention", "mlp"))
     assert flops_per_token(narrow, 1_024) == pytest.approx(flops_per_token(wide, 1_024), rel=1e-4)

@@ -83,12 +83,6 @@ def test_each_horizon_comes_out_within_a_step(depth):
     assert recipe(shape(depth), steps=777).steps == 777
 
 
-def test_three_ways_to_say_one_horizon_give_one_recipe():
-    by_ratio = recipe(shape(12), tokens_per_parameter=20)
-    by_flops = recipe(shape(12), flops=20 * by_ratio.multiplied * by_ratio.flops_per_token)
-    assert by_flops == by_ratio == recipe(shape(12), steps=by_ratio.steps)
-
-
 def test_the_rules_give_their_sources_figures():
     """Figures that others computed or used, so that a wrong constant shows."""
     assert batch_tokens(40e9) == pytest.approx(0.721e6, rel=0.01)  # the fit at 40B tokens, in tokens
@@ -136,12 +130,6 @@ def test_small_runs_make_sense(tmp_path):
     assert config.data.val_tokens <= 2 * config.data.global_batch_tokens
 
 
-def test_every_number_has_its_reason():
-    bare = [line for line in scale("--depth", 6, "--target_flops", 1e17).splitlines()
-            if line.startswith(" ") and not line.endswith(":") and " # " not in line]  # fmt: skip
-    assert bare == []
-
-
 def test_the_file_says_how_to_make_it_again(tmp_path):
     text = scale("--depth", 4, "--target_flops", 2e17, "--vocab_size", "16_384", "--optimizer", "adamw")
     command = next(line for line in text.splitlines() if "lm scale" in line)
@@ -151,7 +139,7 @@ def test_the_file_says_how_to_make_it_again(tmp_path):
 
 def test_standard_output_is_yaml_alone_and_torch_is_not_imported():
     """People redirect it into a file, and it is there at once; it is the preset, which a changed rule changes."""
-    code = "import sys\nfrom lm.cli.main import main\nmain(['scale', '--depth', '12'])\nassert 'torch' not in sys.modules"
+    code = "import sys\nfrom lm.cli.main import main\nmain(['scale', '--depth', '12'])\nassert 'torch' not in sys.modules"  # fmt: skip
     done, seconds = run_python(code)
     assert seconds < 2  # usually a fifth of a second
     assert done.stderr == "" and done.stdout == DEPTH12.read_text()
@@ -179,9 +167,7 @@ def test_a_wrong_request_is_one_line_and_exit_code_2(arguments, said, capsys):
 
 def test_fit_runs_it(tmp_path):
     """A model of two blocks takes two real steps, with windows, on a CPU; its checkpoint is written."""
-    make_workplace(tmp_path)
-    lm(tmp_path, "data", "prepare", "--input", "texts", "--output", "data/small", "--tokenizer", "char",
-       "--val_fraction", "0.2")  # fmt: skip
+    make_workplace(tmp_path, "data/small")
     printed = lm(tmp_path, "scale", "--depth", "2", "--max_steps", "2", "--vocab_size", "64", "--seq_len", "160",
                  "--data", "data/small")  # fmt: skip
     config = yaml.safe_load(printed.stdout)

@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import nn
 
-from lm.cli.plan_checks import of_optimizer
+from lm.cli.plan_facts import of_optimizer
 from lm.errors import RequestError
 from lm.model.config import DecoderConfig, matrix_rows
 from lm.model.decoder import Decoder
