@@ -2,7 +2,7 @@
 
 import pytest
 
-from lm.training.callbacks.logging import StepTimeEstimator
+from lm.training.budget import StepTimeEstimator
 
 
 @pytest.mark.parametrize("log_interval", [10, 100])  # with 100 a validation lies between any two lines

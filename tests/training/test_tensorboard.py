@@ -16,7 +16,7 @@ from tensorboard.plugins.custom_scalar.layout_pb2 import Layout
 from trainings import fit, make_workplace
 
 from lm.runs.run import Run
-from lm.training.callbacks.logging import BUCKETS, EventFile, count_values
+from lm.training.callbacks.loggers import BUCKETS, EventFile, count_values
 
 STEPS = 12  # optimizer steps of the run
 KILL = {"class_path": "recorder.KillAt", "init_args": {"signal_name": "SIGKILL", "micro_batch": 20}}

@@ -18,8 +18,8 @@ from lm.system.hardware import Device, device_name
 from lm.system.process import program
 from lm.system.units import format_count, format_duration, format_time_and_cost, plural
 from lm.training.callback import Callback
-from lm.training.callbacks.budget import BudgetGuard
 from lm.training.callbacks.evaluation import Samples
+from lm.training.callbacks.guards import BudgetGuard
 from lm.training.callbacks.logging import RunLog
 from lm.training.config import SamplesConfig
 from lm.training.precision import multiplication_precision
