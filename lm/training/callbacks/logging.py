@@ -67,21 +67,21 @@ class RunLog(Callback):
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         self._compiles = pl_module.options.compile != "none"
-        self.write_state(trainer, "running")
+        self.write_state(trainer)
 
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, *args: Any) -> None:
         """torch compiles in the first step."""
         if self._compiles:
             self._compiles, self._compiling = False, time.monotonic()
             log.info("compiling with %s in the first step, which may take minutes", pl_module.options.compile)
-            self.write_state(trainer, "running", phase="compiling")
+            self.write_state(trainer, "compiling")
 
     def on_train_batch_end(self, trainer: Trainer, pl_module: LightningModule, *args: Any) -> None:
         step = trainer.global_step
         if self._compiling is not None:
             log.info("compiled: the first step took %s", format_duration(time.monotonic() - self._compiling))
             self._compiling = None
-            self.write_state(trainer, "running")
+            self.write_state(trainer)
         if step % self.interval and step != trainer.max_steps:
             return
         metrics = pl_module.logged_metrics()
@@ -95,7 +95,7 @@ class RunLog(Callback):
         if trainer.fitting:
             self._validation_began = time.monotonic()
             self._before = dict(trainer.logged_metrics)
-            self.write_state(trainer, "running", phase="validating")
+            self.write_state(trainer, "validating")
 
     def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         if trainer.fitting:
@@ -130,7 +130,7 @@ class RunLog(Callback):
         self.latest = others | metrics  # a metric that its newest line does not have is not known any more
         if "train" in kinds:
             self.pace.add_line(step, time.monotonic())
-        self.write_state(trainer, "running")
+        self.write_state(trainer)
         lines.info(format_line(step, trainer.max_steps, metrics))
 
     def _kind(self, name: str) -> str:
@@ -140,13 +140,13 @@ class RunLog(Callback):
         """Seconds until the last step is done; None where it is not known yet."""
         return self.pace.rest(*remaining(trainer))
 
-    def write_state(self, trainer: Trainer, status: str, phase: str = "training") -> None:
+    def write_state(self, trainer: Trainer, phase: str = "training") -> None:
         """Replace `state.json`; `phase` is `compiling`, `training`, `validating` or `evaluating`."""
         if not trainer.is_global_zero:
             return
         trainer.run.write_state({
             "run": trainer.run.name,
-            "status": status,
+            "status": "running",
             "phase": phase,
             "step": trainer.global_step,
             "max_steps": trainer.max_steps,

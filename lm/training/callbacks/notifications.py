@@ -209,7 +209,6 @@ class Notifications(Callback):
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         step, left = trainer.global_step, trainer.max_steps - trainer.global_step
-        step, left = trainer.global_step, trainer.max_steps - trainer.global_step
         tokens = format_count(trainer.steps.tokens(trainer.max_steps) - trainer.steps.tokens(step))
         event = f"resumed after step {step:,}" if step else "started"
         self._send(trainer, "info", event, [f"{plural(left, 'step')} to go, {tokens} tokens"])
