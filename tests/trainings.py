@@ -4,6 +4,8 @@ import json
 import os
 import subprocess
 import sys
+import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -24,12 +26,13 @@ CORPUS = "\n".join(
         for c in ("lost", "found", "sold", "broken", "kept", "hidden")
     )
 )
+RECORDER = {"class_path": "recorder.Recorder"}
 # Steps of 2 micro-batches of 4 x 32 tokens; a validation every 4 steps; a checkpoint every 3.
 CONFIG: dict[str, Any] = {
     "seed_everything": 7,
     "trainer": {
         "max_steps": 12, "val_interval": 4, "checkpoint_interval": 3, "log_interval": 1, "accelerator": "cpu",
-        "callbacks": [{"class_path": "recorder.Recorder"}],
+        "callbacks": [RECORDER],
     },
     "model": {
         "decoder": {
@@ -67,6 +70,11 @@ def write_config(folder: Path, name: str = "small", **changes: Any) -> Path:
     path = folder / f"{name}.yaml"
     path.write_text(yaml.safe_dump(config))
     return path
+
+
+def equipment(name: str, **arguments: Any) -> dict[str, Any]:
+    """A callback with its arguments, as a config names it: `equipment("recorder.KillAt", signal_name="SIGKILL", ...)`."""
+    return {"class_path": name, "init_args": arguments}
 
 
 def start(folder: Path, *arguments: str, fresh: bool = False, **environment: str) -> subprocess.Popen | Fork:
@@ -118,8 +126,39 @@ def expected(folder: Path) -> dict[tuple[int, int], str]:
     return {(entry["step"], entry["micro"]): entry["loss"] for entry in entries}
 
 
-def processes_of(folder: Path) -> list[int]:
-    """Live processes that were started in a folder."""
+def rows_by_step(trace: Path) -> dict[int, list[list[int]]]:
+    """Step -> its rows of 33 tokens, in the order in which a rank has trained on them."""
+    steps: dict[int, list[list[int]]] = {}
+    for entry in map(json.loads, trace.read_text().splitlines()):
+        tokens = entry["tokens"]
+        steps.setdefault(entry["step"], []).extend(tokens[at : at + 33] for at in range(0, len(tokens), 33))
+    return steps
+
+
+def validations(run: Run) -> dict[int, float]:
+    return {line["step"]: line["val/loss"] for line in run.metrics("val/loss")}
+
+
+def wait_until(condition: Callable[[], Any], *processes: Any, seconds: float = 120) -> None:
+    """Wait for what processes are to bring about, and fail with what one of them said if it ends before."""
+    until = time.monotonic() + seconds
+    while not condition():
+        if time.monotonic() > until or any(process.poll() is not None for process in processes):
+            for process in processes:
+                process.kill()
+            raise AssertionError([process.communicate() for process in processes])
+        time.sleep(0.05)
+
+
+def processes_of(folder: Path, patience: float = 0.0) -> list[int]:
+    """Live processes that were started in a folder; those that do not end within so many seconds."""
+    until = time.monotonic() + patience
+    while (found := _living_in(folder)) and time.monotonic() < until:
+        time.sleep(0.2)
+    return found
+
+
+def _living_in(folder: Path) -> list[int]:
     found = []
     for entry in Path("/proc").glob("[0-9]*"):
         try:
