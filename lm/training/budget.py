@@ -84,7 +84,7 @@ class Cost(NamedTuple):
 
 
 class Meter:
-    """Counts what a run costs: `rate` US dollars an hour, since `age` seconds ago, beside what it has cost `before`."""
+    """Counts what a run costs: `rate` US dollars an hour, since `age` seconds ago, added to its cost `before`."""
 
     def __init__(self, rate: float | None, before: Cost, age: float, clock: Callable[[], float] = time.monotonic):
         self.rate, self._base, self._clock = rate, before, clock
@@ -103,7 +103,7 @@ class Meter:
 
 
 class Sidecar:
-    """A `budget.json` that another program keeps, beside the training.
+    """A `budget.json` that another program keeps.
 
     At first sight its own date says how old it is. From then on it is stale when it has not changed for `STALE` seconds
     of a clock that does not jump.

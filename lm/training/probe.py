@@ -125,16 +125,16 @@ def gather_evidence(
     rows, places = _read(trainer, worst.step)  # (G, T + 1)
     losses = token_losses(module, rows, size)  # (G, T)
     means = np.nan_to_num(losses.mean(1), nan=np.inf)  # (G,), what is not a number above all
-    by_batch = means.reshape(-1, size, world).mean(1)  # (micro-batches, ranks): ranks take samples in turn
+    by_batch = means.reshape(-1, size, world).mean(1)  # (micro-batches, ranks): sample i belongs to rank i % ranks
     micro, rank = (int(i) for i in np.unravel_index(by_batch.argmax(), by_batch.shape))
     batches = rows.reshape(-1, size, world, rows.shape[1])  # (micro-batches, B, ranks, T + 1)
     without = "the model is sharded over ranks" if is_sharded(module) else None
     norms, without = _norms(module, batches[micro, :, rank], without)
-    beside = None
+    reference = None
     if ordinary is not None:
         other_rows = _read(trainer, ordinary.step)[0].reshape(batches.shape)
         other_norms, without = _norms(module, other_rows[0, :, 0], without)
-        beside = {"what": _name(ordinary, 0, 0, world), **other_norms._asdict()}
+        reference = {"what": _name(ordinary, 0, 0, world), **other_norms._asdict()}
     samples = [
         Sample(first_sample(trainer, worst.step) + i, *places[i], rows[i].tolist(), losses[i].tolist())
         for i in np.argsort(-means, kind="stable").tolist()
@@ -145,7 +145,7 @@ def gather_evidence(
         texts=[decode(sample.tokens) for sample in samples],
         pieces=[[decode([token]) for token in sample.tokens] for sample in samples[:WORST_SAMPLES]],
         worst={"what": _name(worst, micro, rank, world), **norms._asdict()},
-        ordinary=beside,
+        ordinary=reference,
         without_gradients=without,
     )
 

@@ -97,7 +97,7 @@ class Guard(Callback):
 
 
 class ThroughputGuard(Guard):
-    """Tells `ThroughputFloor` what is known of kernels and GPUs."""
+    """Gives `ThroughputFloor` what is known of kernels and GPUs."""
 
     def __init__(self, config: ThroughputConfig) -> None:
         super().__init__(ThroughputFloor(config))

@@ -205,7 +205,7 @@ class PostMortem(Callback):
     def _write(self, trainer: Trainer, module: LightningModule, incident: Incident) -> None:
         if trainer.is_global_zero:
             incident.lines = trainer.run.metrics()[-LINES_KEPT:]
-        if incident.step in self._known:  # written before a resume from an earlier step; somebody may have edited it
+        if incident.step in self._known:  # written before a resume from an earlier step; it may have been edited
             return
         self._known.append(incident.step)
         evidence = Evidence()

@@ -110,7 +110,7 @@ def _devices(trainer: Trainer) -> str:
 
 
 def _expected(trainer: Trainer, module: LightningModule) -> str:
-    """How long the rest of the run takes, reckoned as `lm plan` does without a measurement."""
+    """How long the rest of the run takes, estimated as `lm plan` does without a measurement."""
     device = Device(device_name(trainer.strategy.root_device), None, None, trainer.options.peak_tflops)
     checkpointing, seq_len = module.options.activation_checkpointing, trainer.datamodule.seq_len
     flops = module.flops_per_token() + recomputed_flops_per_token(module.config, seq_len, checkpointing)
