@@ -69,7 +69,7 @@ def validations_left(step: int, max_steps: int, interval: int) -> int:
     return max_steps // interval - step // interval + (max_steps % interval > 0)
 
 
-# ---- cost -------------------------------------------------------------------------------------------------------------
+# ---- cost ------------------------------------------------------------------------------------------------------------
 
 STALE = 600.0  # seconds after which a sidecar's file that has not changed is ignored
 SETTLED_LINES = 10  # log lines that a pace is measured over before a projection counts

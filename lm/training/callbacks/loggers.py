@@ -131,7 +131,7 @@ for _name, _metric in METRICS.items():
 
 
 class EventFile(TensorBoardLogger):
-    """TensorBoard's event file of a run, without TensorBoard's own files. Every event is on the disk when a method returns.
+    """TensorBoard's event file of a run, and no other file. Every event is on the disk when a method returns.
 
     TensorBoard forgets what earlier files of the folder have of steps later than `resumed_at`, which is 0 in a new run;
     nothing where that is None.

@@ -205,7 +205,7 @@ def format_line(step: int, max_steps: int, metrics: dict[str, float]) -> str:
     return f"step {step}/{max_steps}  " + "  ".join(parts)
 
 
-# ---- speed and time left ----------------------------------------------------------------------------------------------
+# ---- speed and time left ---------------------------------------------------------------------------------------------
 
 
 class Throughput(Callback):
