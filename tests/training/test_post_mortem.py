@@ -11,7 +11,7 @@ import torch
 from decoders import SMALL, trained_like
 from lightning.pytorch import Callback
 from test_guards import poisoned
-from trainings import fit, lm, losses, make_workplace
+from trainings import RECORDER, equipment, fit, lm, losses, make_workplace
 
 from lm.data.loader import Cursor
 from lm.inspection.run_views import draw_incident
@@ -48,8 +48,7 @@ class Compilations(Callback):
 
 
 def with_callback(class_path, **arguments):
-    callback = {"class_path": class_path, "init_args": arguments}
-    return {"trainer.callbacks": [{"class_path": "recorder.Recorder"}, callback]}
+    return {"trainer.callbacks": [RECORDER, equipment(class_path, **arguments)]}
 
 
 @pytest.fixture(scope="module")
