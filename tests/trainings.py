@@ -5,7 +5,7 @@ import os
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -50,11 +50,14 @@ CONFIG: dict[str, Any] = {
 }  # fmt: skip
 
 
-def make_workplace(folder: Path) -> Path:
-    """A folder with texts to train on, from which `lm` is run."""
+def make_workplace(folder: Path, prepared: str | None = None) -> Path:
+    """A folder with texts to train on, from which `lm` is run; `prepared` is a folder in it for shards of them."""
     (folder / "texts").mkdir(parents=True)
     for index, text in enumerate(CORPUS.split("\n")):
         (folder / "texts" / f"{index:03d}.txt").write_text(text + "\n")
+    if prepared:
+        prepare = ("--tokenizer", "char", "--val_fraction", "0.2", "--output", prepared)
+        lm(folder, "data", "prepare", "--input", "texts", *prepare)
     return folder
 
 
@@ -70,11 +73,6 @@ def write_config(folder: Path, name: str = "small", **changes: Any) -> Path:
     path = folder / f"{name}.yaml"
     path.write_text(yaml.safe_dump(config))
     return path
-
-
-def equipment(name: str, **arguments: Any) -> dict[str, Any]:
-    """A callback with its arguments, as a config names it: `equipment("recorder.KillAt", signal_name="SIGKILL", ...)`."""
-    return {"class_path": name, "init_args": arguments}
 
 
 def start(folder: Path, *arguments: str, fresh: bool = False, **environment: str) -> subprocess.Popen | Fork:
@@ -100,30 +98,44 @@ def lm(folder: Path, *arguments: str, expect: int | None = 0, timeout: int = 240
     return subprocess.CompletedProcess(arguments, process.returncode, out, err)
 
 
-def fit(folder: Path, name: str = "small", *arguments: str, expect: int | None = 0, **changes: Any):
-    """Train with `CONFIG` so changed; returns the ended process and the run. The trace begins anew with a new run."""
+def equipment(name: str, **init_args: Any) -> dict[str, Any]:
+    """A callback as a config names it, such as `equipment("recorder.KillAt", signal_name="SIGKILL", micro_batch=9)`."""
+    return {"class_path": name, "init_args": init_args}
+
+
+def fit(
+    folder: Path, name: str = "small", *arguments: str, callbacks: Sequence[dict] = (), program: Sequence[str] = (),
+    expect: int | None = 0, environment: Mapping[str, str] = {}, **changes: Any,
+):  # fmt: skip
+    """Train with `CONFIG` so changed; returns the ended process and the run. The trace begins anew with a new run.
+
+    Args:
+        callbacks: equipment, beside the recorder.
+        program: a file that calls `lm.run`, in place of `python -m lm`.
+    """
     if "--ckpt_path" not in arguments:
         for path in folder.glob("trace*.jsonl"):
             path.unlink()
+    if callbacks:
+        changes["trainer.callbacks"] = [*CONFIG["trainer"]["callbacks"], *callbacks]
     config = write_config(folder, name, **changes)
-    ended = lm(folder, "fit", "--config", config.name, *arguments, expect=expect)
+    ended = lm(folder, *program, "fit", "--config", config.name, *arguments, expect=expect, **environment)
     return ended, Run(folder / "checkpoints" / name)
 
 
-def trace(folder: Path) -> list[dict[str, Any]]:
+def trace(folder: Path, file: str = "trace.jsonl") -> list[dict[str, Any]]:
     """What `Recorder` saw in this folder, in order: one entry a micro-batch."""
-    return [json.loads(line) for line in (folder / "trace.jsonl").read_text().splitlines()]
+    return [json.loads(line) for line in (folder / file).read_text().splitlines()]
 
 
-def losses(folder: Path) -> dict[tuple[int, int], str]:
+def losses(folder: Path, file: str = "trace.jsonl") -> dict[tuple[int, int], str]:
     """The loss of each micro-batch that counted in the end, exactly: (step, micro-batch) -> hexadecimal."""
-    return {(entry["step"], entry["micro"]): entry["loss"] for entry in trace(folder)}
+    return {(entry["step"], entry["micro"]): entry["loss"] for entry in trace(folder, file)}
 
 
 def expected(folder: Path) -> dict[tuple[int, int], str]:
     """As `losses`, of the uninterrupted run whose trace was put aside as `expected.jsonl`."""
-    entries = [json.loads(line) for line in (folder / "expected.jsonl").read_text().splitlines()]
-    return {(entry["step"], entry["micro"]): entry["loss"] for entry in entries}
+    return losses(folder, "expected.jsonl")
 
 
 def rows_by_step(trace: Path) -> dict[int, list[list[int]]]:

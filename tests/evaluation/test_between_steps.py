@@ -11,7 +11,7 @@ from decoders import written_by
 from lightning.pytorch import Callback
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from tokenizers import decoders, models
-from trainings import RECORDER, equipment, fit, lm, losses, make_workplace
+from trainings import equipment, fit, lm, losses, make_workplace
 
 from lm.data.tokenizer import END_OF_TEXT, Tokenizer, train_bpe
 from lm.errors import RequestError, RunError
@@ -112,10 +112,10 @@ def resumed(workplace):
     expected = losses(workplace)
     (workplace / "trace.jsonl").unlink()
     kill = equipment("recorder.KillAt", signal_name="SIGKILL", micro_batch=16)
-    for callbacks, code in (([RECORDER, kill], -9), ([RECORDER], 0)):
-        _, run = fit(workplace, "with", "--ckpt_path", "auto", expect=code, **{
+    for callbacks, code in (([kill], -9), ([], 0)):
+        _, run = fit(workplace, "with", "--ckpt_path", "auto", callbacks=callbacks, expect=code, **{
             "samples": {**SAMPLES, "interval": 2}, "evaluation": {**TASKS, "interval": 2}, "trainer.max_steps": 11,
-            "trainer.keep_checkpoints": 9, "guards.alerts": {"core > -9": "warn"}, "trainer.callbacks": callbacks,
+            "trainer.keep_checkpoints": 9, "guards.alerts": {"core > -9": "warn"},
         })  # fmt: skip
     assert losses(workplace) == expected, "also with dropout"
     return run, EventAccumulator(str(run.path), size_guidance={"tensors": 0, "scalars": 0}).Reload()

@@ -5,7 +5,7 @@ import io
 import shutil
 
 import pytest
-from trainings import RECORDER, equipment, expected, fit, lm, losses, write_config
+from trainings import equipment, expected, fit, lm, losses, write_config
 
 from lm.cli.main import main
 from lm.runs.config_diff import PURPOSES
@@ -35,7 +35,7 @@ def stopped(uninterrupted, tmp_path_factory):
     folder = tmp_path_factory.mktemp("changed") / "work"
     shutil.copytree(uninterrupted, folder, symlinks=True, ignore=shutil.ignore_patterns("checkpoints"))
     stop = equipment("recorder.KillAt", signal_name="SIGTERM", micro_batch=11)
-    fit(folder, expect=75, **{"trainer.callbacks": [RECORDER, stop]})
+    fit(folder, expect=75, callbacks=[stop])
     write_config(folder)
     return folder
 

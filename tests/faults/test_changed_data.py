@@ -1,20 +1,22 @@
 """A resume on other data is refused with the difference; a resume on other ranks sees the same samples."""
 
+import json
 import shutil
 
 import pytest
-from trainings import RECORDER, equipment, expected, fit, lm, losses, rows_by_step, write_config
+from trainings import expected, lm, losses, write_config
 
 from lm.runs.run import Run
 
 
-def samples_of_steps(*traces):
-    """Step -> its rows of tokens, sorted: which rank had which, and when, is not promised."""
+def rows_by_step(folder, *names):
+    """Step -> its rows of tokens, sorted: which rank had which, and when, is the division's affair."""
     steps = {}
-    for trace in traces:
-        for step, rows in rows_by_step(trace).items():
-            steps[step] = sorted(steps.get(step, []) + rows)
-    return steps
+    for path in [path for name in names for path in folder.glob(name)]:
+        for entry in map(json.loads, path.read_text().splitlines()):
+            tokens = entry["tokens"]
+            steps.setdefault(entry["step"], []).extend(tokens[at : at + 33] for at in range(0, len(tokens), 33))
+    return {step: sorted(rows) for step, rows in steps.items()}
 
 
 @pytest.mark.fault(13)
@@ -25,8 +27,10 @@ def test_ranks_and_micro_batches_may_change_at_every_stop(workplace):
         9: {"data.micro_batch_size": 8}, 10: {"trainer.devices": 2, "trainer.strategy": "fsdp2"}, 12: {},
     }  # fmt: skip
     for last, division in divisions.items():
-        _, run = fit(workplace, "divided", "--ckpt_path", "auto", **{"trainer.max_steps": last, **division})
-    assert samples_of_steps(*workplace.glob("trace*.jsonl")) == samples_of_steps(workplace / "expected.jsonl")
+        config = write_config(workplace, "divided", **{"trainer.max_steps": last, **division})
+        lm(workplace, "fit", "--config", str(config), "--ckpt_path", "auto")
+    assert rows_by_step(workplace, "trace*.jsonl") == rows_by_step(workplace, "expected.jsonl")
+    run = Run(workplace / "checkpoints" / "divided")
     assert [line["step"] for line in run.metrics() if "train/loss" in line] == list(range(1, 13))
     assert not (workplace / "checkpoints" / "divided-2").exists()
 
@@ -34,8 +38,11 @@ def test_ranks_and_micro_batches_may_change_at_every_stop(workplace):
 @pytest.mark.fault(11)
 def test_other_shards_are_refused_with_the_difference_until_they_are_put_back(workplace):
     """One added, one removed, one changed and as long as it was, a folder made anew: exit 2, and no step is taken."""
-    kill = equipment("recorder.KillAt", signal_name="SIGKILL", micro_batch=9)
-    fit(workplace, expect=-9, **{"trainer.callbacks": [RECORDER, kill]})
+    first = write_config(workplace, "small", **{"trainer.callbacks": [
+        {"class_path": "recorder.Recorder"},
+        {"class_path": "recorder.KillAt", "init_args": {"signal_name": "SIGKILL", "micro_batch": 9}},
+    ]})  # fmt: skip
+    lm(workplace, "fit", "--config", str(first), expect=-9)
     config = str(write_config(workplace, "small"))
     data, whole = workplace / "data/small", workplace / "whole"
     shutil.copytree(data, whole)

@@ -24,8 +24,7 @@ def train_and_kill(folder, name, kills, **changes):
     """Fit `name`, killed once for each of `kills`, then to its end."""
     (folder / "trace.jsonl").unlink(missing_ok=True)
     for kill in kills:
-        callbacks = [RECORDER, kill_at(**kill)]
-        fit(folder, name, *AUTO, expect=-signal.SIGKILL, **{"trainer.callbacks": callbacks, **changes})
+        fit(folder, name, *AUTO, callbacks=[kill_at(**kill)], expect=-signal.SIGKILL, **changes)
     return fit(folder, name, *AUTO, **changes)[1]
 
 
@@ -120,8 +119,8 @@ def test_any_kept_step_is_one_to_resume_from(workplace):
     assert {3, 6, 9, 12} <= run.steps().keys()
     for micro_batch, first in ((6, 4), (15, 4)):  # in the very next step; after the next checkpoints
         (workplace / "trace.jsonl").unlink(missing_ok=True)
-        killed = {**keep, "trainer.callbacks": [RECORDER, kill_at(micro_batch=micro_batch)]}
-        fit(workplace, "kept", "--ckpt_path", step, expect=-signal.SIGKILL, **killed)
+        kill = kill_at(micro_batch=micro_batch)
+        fit(workplace, "kept", "--ckpt_path", step, callbacks=[kill], expect=-signal.SIGKILL, **keep)
         fit(workplace, "kept", *AUTO, **keep)
         steps = {entry["step"] for entry in trace(workplace)}
         assert losses(workplace) == {key: loss for key, loss in expected(workplace).items() if key[0] >= first}

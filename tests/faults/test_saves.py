@@ -7,7 +7,7 @@ import tempfile
 from pathlib import Path
 
 import pytest
-from trainings import RECORDER, equipment, expected, lm, losses, trace, write_config
+from trainings import expected, lm, losses, trace, write_config
 
 from lm.runs.checkpoint import find_damage
 from lm.runs.run import Run
@@ -15,20 +15,18 @@ from lm.runs.run import Run
 ELSEWHERE = Path("/dev/shm")  # a file system of its own
 
 
-def first_step(folder, name, *callbacks, expect=0, **environment):
-    """`lm fit --ckpt_path auto` of a run, with equipment; returns how it ended, and the first step that it took."""
+def fit(folder, name, *arguments, callbacks=(), expect=0, changes=None, **environment):
+    """`lm fit --ckpt_path auto` of the run `name`, with equipment; returns how it ended, and the first step it took."""
+    callbacks = [{"class_path": "recorder.Recorder"}, *callbacks]
+    config = write_config(folder, name, **{"trainer.callbacks": callbacks, **(changes or {})})
     before = len(trace(folder)) if (folder / "trace.jsonl").exists() else 0
-    typed = ("--config", configured(folder, name, *callbacks), "--ckpt_path", "auto")
-    done = lm(folder, "fit", *typed, expect=expect, **environment)
-    return done, trace(folder)[before]["step"]
-
-
-def configured(folder, name, *callbacks):
-    return str(write_config(folder, name, **{"trainer.callbacks": [RECORDER, *callbacks]}))
+    done = lm(folder, "fit", "--config", str(config), "--ckpt_path", "auto", *arguments, expect=expect, **environment)
+    steps = [entry["step"] for entry in trace(folder)[before:]] if (folder / "trace.jsonl").exists() else []
+    return done, steps[0] if steps else None
 
 
 def kill(event, path, time=1):
-    return equipment("kill_in_save.KillInSave", event=event, path=path, time=time)
+    return {"class_path": "kill_in_save.KillInSave", "init_args": {"event": event, "path": path, "time": time}}
 
 
 # Checkpoints follow steps 3, 6, 9, 12 and the validations of 4, 8, 12, each of them a new best.
@@ -49,9 +47,10 @@ def test_a_kill_in_any_part_of_a_save_loses_nothing_that_was_whole(workplace):
     with tempfile.TemporaryDirectory(dir=ELSEWHERE) as there:
         (workplace / "checkpoints").symlink_to(there)
         for begins, killer in KILLS:
-            killed = dict(expect=-signal.SIGKILL, TMPDIR=str(workplace))
-            assert first_step(workplace, "cut", killer, **killed)[1] == begins
-        assert first_step(workplace, "cut")[1] == 9 and losses(workplace) == expected(workplace)
+            _, first = fit(workplace, "cut", callbacks=[killer], expect=-signal.SIGKILL, TMPDIR=str(workplace))
+            assert first == begins
+        _, first = fit(workplace, "cut")
+        assert first == 9 and losses(workplace) == expected(workplace)
         run = Run(workplace / "checkpoints" / "cut")
         assert list(run.steps()) == [12] and run.link("last").name == run.link("best").name == "step-00000012"
         assert not list(run.path.glob(".*")) and not (workplace / "checkpoints" / "cut-2").exists()
@@ -61,7 +60,11 @@ def test_a_kill_in_any_part_of_a_save_loses_nothing_that_was_whole(workplace):
 
 
 def at_step(step, command):
-    return equipment("at_step.AtStep", step=step, command=command)
+    return {"class_path": "at_step.AtStep", "init_args": {"step": step, "command": command}}
+
+
+def configured(folder, name, *callbacks):
+    return str(write_config(folder, name, **{"trainer.callbacks": [{"class_path": "recorder.Recorder"}, *callbacks]}))
 
 
 @pytest.mark.fault(3)
@@ -114,9 +117,10 @@ def test_a_folder_that_became_read_only_ends_it_with_the_next_checkpoint(workpla
 @pytest.mark.fault(4)
 def test_a_folder_that_vanished_ends_it_with_the_next_step(workplace):
     """Nothing is made in its place, and what is put back resumes."""
-    done, _ = first_step(workplace, "small", at_step(5, "sleep 1; mv checkpoints/small away"), expect=1)
+    done, _ = fit(workplace, "small", callbacks=[at_step(5, "sleep 1; mv checkpoints/small away")], expect=1)
     (end,) = [line for line in done.stderr.splitlines() if line.startswith("lm fit:")]
     assert "the run folder checkpoints/small is gone" in end and "Traceback" not in done.stderr
     assert trace(workplace)[-1]["step"] in (5, 6) and not list((workplace / "checkpoints").iterdir())
     (workplace / "away").rename(workplace / "checkpoints" / "small")
-    assert first_step(workplace, "small")[1] == 5 and losses(workplace) == expected(workplace)
+    _, first = fit(workplace, "small")
+    assert first == 5 and losses(workplace) == expected(workplace)

@@ -6,7 +6,7 @@ import time
 
 import pytest
 from shard_breaker import break_shard
-from trainings import RECORDER, equipment, lm, losses, rows_by_step, trace, write_config
+from trainings import lm, losses, trace, write_config
 
 from lm.runs.run import Run
 
@@ -20,7 +20,8 @@ SHARDS = "data/many/train"
 
 def fit(folder, name, *callbacks, expect=0, **changes):
     """Train `name` or resume it; its losses are those in `trace.jsonl`."""
-    config = write_config(folder, name, **{**MANY, "trainer.callbacks": [RECORDER, *callbacks], **changes})
+    named = [{"class_path": "recorder.Recorder"}, *callbacks]
+    config = write_config(folder, name, **{**MANY, "trainer.callbacks": named, **changes})
     done = lm(folder, "fit", "--config", str(config), "--ckpt_path", "auto", expect=expect)
     return done, Run(folder / "checkpoints" / name)
 
@@ -52,8 +53,13 @@ def put_back(folder):
     shutil.copytree(folder / "whole", folder / SHARDS)
 
 
-def wreck(step, how):
-    return equipment("shard_breaker.BreakShards", step=step, how=how, folder=SHARDS)
+def rows(folder, name):
+    """Step -> its rows of tokens, in the order in which they were trained on."""
+    found = {}
+    for entry in map(json.loads, (folder / f"{name}.jsonl").read_text().splitlines()):
+        tokens = entry["tokens"]
+        found.setdefault(entry["step"], []).extend(tokens[at : at + 33] for at in range(0, len(tokens), 33))
+    return found
 
 
 @pytest.mark.fault(10)
@@ -62,7 +68,8 @@ def test_a_shard_that_breaks_in_a_run_is_named_and_the_run_resumes_once_it_is_wh
     try:
         for step, how, said in ((0, "flip", "cannot be decoded"), (4, "cut", "cannot be decoded"),
                                 (7, "delete", "cannot be read")):  # fmt: skip
-            done, run = fit(folder, "broken", wreck(step, how), expect=1)
+            wreck = {"class_path": "shard_breaker.BreakShards", "init_args": dict(step=step, how=how, folder=SHARDS)}
+            done, run = fit(folder, "broken", wreck, expect=1)
             line = done.stderr.splitlines()[-1]
             assert line.startswith(f"lm fit: shard {SHARDS}/000") and ", row group 0: " in line and said in line
             assert run.status() == "failed" and "row group 0" in run.read("run.json")["reason"]
@@ -86,7 +93,7 @@ def test_a_damaged_shard_is_skipped_where_that_is_asked_for_and_counted(folder):
         expected, counts = losses(folder), {line["step"]: line["data/skipped_samples"] for line in run.metrics()
                                             if "data/skipped_samples" in line}  # fmt: skip
         keep(folder, "skipping")
-        whole, found = (rows_by_step(folder / f"{name}.jsonl") for name in ("straight", "skipping"))
+        whole, found = rows(folder, "straight"), rows(folder, "skipping")
         left_out = [step for step in whole for was, now in zip(whole[step], found[step]) if now != was and not any(now)]
         same = sum(was == now for step in whole for was, now in zip(whole[step], found[step]))
         assert left_out and same + len(left_out) == 12 * 8  # every other sample is where it was
@@ -95,7 +102,7 @@ def test_a_damaged_shard_is_skipped_where_that_is_asked_for_and_counted(folder):
         assert len(alerts) == len(set(alerts)) <= 3 and all("row group 0: cannot be decoded" in a for a in alerts)
         assert [alert["guard"] for alert in run.alerts()] == ["data"] * len(alerts) and alerts[0] in done.stderr
 
-        kill = equipment("recorder.KillAt", signal_name="SIGKILL", micro_batch=21)
+        kill = {"class_path": "recorder.KillAt", "init_args": dict(signal_name="SIGKILL", micro_batch=21)}
         fit(folder, "killed", kill, expect=-9, **skip)
         _, killed = fit(folder, "killed", **skip)
         assert losses(folder) == expected
@@ -115,8 +122,9 @@ def test_a_damaged_shard_is_skipped_where_that_is_asked_for_and_counted(folder):
 @pytest.mark.fault(10)
 def test_nothing_of_a_folder_that_is_gone_is_skipped(folder):
     """`skip` is for damage: a disk that is not there would otherwise be a training on nothing."""
+    wreck = {"class_path": "shard_breaker.BreakShards", "init_args": dict(step=0, how="delete", folder=SHARDS)}
     try:
-        done, _ = fit(folder, "gone", wreck(0, "delete"), expect=1, **{"data.on_bad_shard": "skip"})
+        done, _ = fit(folder, "gone", wreck, expect=1, **{"data.on_bad_shard": "skip"})
     finally:
         put_back(folder)
     assert "cannot be read" in done.stderr and trace(folder)
@@ -126,8 +134,9 @@ def test_nothing_of_a_folder_that_is_gone_is_skipped(folder):
 @pytest.mark.fault(17)
 def test_a_file_system_that_does_not_answer_is_named_after_a_bounded_wait(folder):
     """A read that never returns: exit 1 soon, and the process does end."""
+    wreck = {"class_path": "shard_breaker.BreakShards", "init_args": dict(step=1, how="hang", folder=SHARDS)}
     try:
-        done, run = fit(folder, "hanging", wreck(1, "hang"), expect=1, **{"data.timeout": 3.0})
+        done, run = fit(folder, "hanging", wreck, expect=1, **{"data.timeout": 3.0})
         ended = time.time()
     finally:
         put_back(folder)

@@ -7,7 +7,7 @@ import signal
 import numpy as np
 import pytest
 from shard_files import write_folder, write_tokens
-from trainings import RECORDER, equipment, expected, fit, losses, make_workplace, rows_by_step
+from trainings import equipment, expected, fit, losses, make_workplace, rows_by_step
 
 from lm.data.rare import rare_rows, rare_tokens
 from lm.data.shards import Shards
@@ -155,7 +155,7 @@ def test_another_division_sees_the_same(workplace, drill):
 def test_a_resume_in_the_middle_injects_the_rest(workplace, drill):
     """Killed in the last injected step, resumed from step 33: the losses are those of a run without a stop."""
     kill = equipment("recorder.KillAt", signal_name="SIGKILL", micro_batch=67)
-    _, run = fit(workplace, "killed", expect=-signal.SIGKILL, **DRILL, **{"trainer.callbacks": [RECORDER, kill]})
+    _, run = fit(workplace, "killed", callbacks=[kill], expect=-signal.SIGKILL, **DRILL)
     assert run.read("run.json")["injected"] == {"steps": STEPS} and list(run.steps())[-1] < 34
     fit(workplace, "killed", "--ckpt_path", "auto", **DRILL)
     assert losses(workplace) == expected(workplace) and run.read("run.json")["injected"] == {"steps": STEPS}
