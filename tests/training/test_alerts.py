@@ -14,8 +14,8 @@ from trainings import fit, make_workplace, write_config
 
 from lm.cli.main import main
 from lm.errors import RequestError
-from lm.training.alerts import AlertEvaluator, Expression
 from lm.training.alerts import NAMES as METRICS
+from lm.training.alerts import AlertEvaluator, Expression
 from lm.training.guards import Alerts
 
 NAMES = ("loss", "grad_norm", "val_loss")
@@ -116,7 +116,8 @@ def test_it_is_what_python_says_and_undecided_where_something_is_not_known(tree,
     """Over logs with gaps, NaN and infinities it is what three-valued logic says, and never an error."""
     text = f"({written(tree)}) or loss / (loss - loss) > 1"  # the latter is never decided, and names a metric
     log = [*log, {"loss": 1.0, **last}]
-    assert holds(text, *log) is three_valued(("or", tree, ("compare", (">",), ("number", math.nan), ("number", 1))), log)
+    undecided = ("compare", (">",), ("number", math.nan), ("number", 1))
+    assert holds(text, *log) is three_valued(("or", tree, undecided), log)
 
 
 def test_nothing_fires_until_a_window_is_full():
