@@ -219,27 +219,18 @@ class Throughput(Callback):
         self._since = self._paused = 0.0
         self._step = 0
         self._on_gpu = False
-        self._fetch_began: Any = None  # seconds, or a CUDA event
-        self._fetches: list[tuple[Any, Any]] = []  # when each began and ended
+        self._times: list[Any] = []  # in seconds, or CUDA events: when each fetch began, and when it ended
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         self._peak = trainer.device_peak and trainer.device_peak * trainer.world_size
-        around_fetches(trainer, self._begin_fetch, self._end_fetch)
+        around_fetches(trainer, self._note_time, self._note_time)
         self._on_gpu = pl_module.device.type == "cuda"
         self._since, self._paused, self._step = time.monotonic(), 0.0, trainer.global_step
 
-    def _begin_fetch(self) -> None:
-        self._fetch_began = self._now()
-
-    def _end_fetch(self) -> None:
-        self._fetches.append((self._fetch_began, self._now()))
-
-    def _now(self) -> Any:
-        if not self._on_gpu:
-            return time.monotonic()
-        event = torch.cuda.Event(enable_timing=True)
-        event.record()
-        return event
+    def _note_time(self) -> None:
+        self._times.append(torch.cuda.Event(enable_timing=True) if self._on_gpu else time.monotonic())
+        if self._on_gpu:
+            self._times[-1].record()
 
     def on_pause(self, trainer: Trainer, seconds: float, kind: str) -> None:
         self._paused += seconds
@@ -249,9 +240,10 @@ class Throughput(Callback):
         now = time.monotonic()
         seconds = now - self._since - self._paused
         tokens = trainer.steps.tokens(trainer.global_step) - trainer.steps.tokens(self._step)
-        waited = sum(a.elapsed_time(b) / 1000 if self._on_gpu else b - a for a, b in self._fetches)
+        fetches = zip(self._times[::2], self._times[1::2])
+        waited = sum(a.elapsed_time(b) / 1000 if self._on_gpu else b - a for a, b in fetches)
         self._since, self._paused, self._step = now, 0.0, trainer.global_step
-        self._fetches.clear()
+        self._times.clear()
         rate = tokens / seconds
         metrics = {"perf/tokens_per_second": rate, "perf/data_wait": min(waited / seconds, 1.0)}
         if self._peak:
