@@ -9,7 +9,7 @@ as many samples, since weights are gathered on the way.
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import torch
@@ -26,13 +26,6 @@ from lm.training.step_stats import StepRecord
 from lm.training.trainer import Trainer
 
 
-class Norms(NamedTuple):
-    """Norms of a micro-batch inside the network."""
-
-    activations: dict[str, dict[str, float]]  # name -> `rms` and `max`, the largest absolute value
-    gradients: dict[str, float] | None  # parameter -> L2 norm of the gradient of the mean loss; None: not taken
-
-
 def token_losses(module: LightningModule, rows: np.ndarray, micro_batch: int) -> np.ndarray:
     """The loss of every token of samples `(N, T + 1)`, `micro_batch` of them at once: `(N, T)` fp32, in nats."""
     with _undisturbed(module), torch.no_grad():
@@ -41,12 +34,12 @@ def token_losses(module: LightningModule, rows: np.ndarray, micro_batch: int) ->
     return torch.cat(parts).numpy()
 
 
-def norms(module: LightningModule, rows: np.ndarray, gradients: bool = True) -> Norms:
+def norms(module: LightningModule, rows: np.ndarray, gradients: bool = True) -> dict[str, Any]:
     """Norms inside the network for one micro-batch, `(B, T + 1)`.
 
-    They are those of the embedding's output, of the residual stream that leaves every block, and of what attention and
-    MLP add to it; and of the gradient of the mean over the tokens, but with a sharded model, whose gradients are
-    exchanged between ranks on the way.
+    `activations` has `rms` and `max`, the largest absolute value, of the embedding's output, of the residual stream
+    that leaves every block, and of what attention and MLP add to it. `gradients` has the L2 norm of each parameter's
+    gradient of the mean loss; None with a sharded model, whose gradients are exchanged between ranks on the way.
     """
     seen: dict[str, Tensor] = {}  # name -> (2,) RMS and largest absolute value
     hooks = _watch(module.decoder, seen)
@@ -62,10 +55,10 @@ def norms(module: LightningModule, rows: np.ndarray, gradients: bool = True) -> 
     values = torch.stack(list(seen.values())).tolist()
     activations = {name: {"rms": rms, "max": largest} for name, (rms, largest) in zip(seen, values, strict=True)}
     if not gradients:
-        return Norms(activations, None)
+        return {"activations": activations, "gradients": None}
     tokens = losses.per_token.numel()
     sizes = torch.stack([torch.zeros((), device=module.device) if g is None else g.float().norm() for g in found])
-    return Norms(activations, dict(zip(named, (sizes / tokens).tolist(), strict=True)))
+    return {"activations": activations, "gradients": dict(zip(named, (sizes / tokens).tolist(), strict=True))}
 
 
 def _losses(module: LightningModule, rows: np.ndarray) -> Losses:
@@ -129,12 +122,12 @@ def gather_evidence(
     micro, rank = (int(i) for i in np.unravel_index(by_batch.argmax(), by_batch.shape))
     batches = rows.reshape(-1, size, world, rows.shape[1])  # (micro-batches, B, ranks, T + 1)
     without = "the model is sharded over ranks" if is_sharded(module) else None
-    norms, without = _norms(module, batches[micro, :, rank], without)
+    worst_norms, without = _norms(module, batches[micro, :, rank], without)
     reference = None
     if ordinary is not None:
         other_rows = _read(trainer, ordinary.step)[0].reshape(batches.shape)
         other_norms, without = _norms(module, other_rows[0, :, 0], without)
-        reference = {"what": _name(ordinary, 0, 0, world), **other_norms._asdict()}
+        reference = {"what": _name(ordinary, 0, 0, world), **other_norms}
     samples = [
         Sample(first_sample(trainer, worst.step) + i, *places[i], rows[i].tolist(), losses[i].tolist())
         for i in np.argsort(-means, kind="stable").tolist()
@@ -144,7 +137,7 @@ def gather_evidence(
         samples=samples,
         texts=[decode(sample.tokens) for sample in samples],
         pieces=[[decode([token]) for token in sample.tokens] for sample in samples[:WORST_SAMPLES]],
-        worst={"what": _name(worst, micro, rank, world), **norms._asdict()},
+        worst={"what": _name(worst, micro, rank, world), **worst_norms},
         ordinary=reference,
         without_gradients=without,
     )
@@ -178,7 +171,7 @@ def _name(step: StepRecord, micro: int, rank: int, world: int) -> str:
     return f"micro-batch {micro + 1} of step {step.step}" + (f" on rank {rank}" if world > 1 else "")
 
 
-def _norms(module: LightningModule, rows: np.ndarray, without: str | None) -> tuple[Norms, str | None]:
+def _norms(module: LightningModule, rows: np.ndarray, without: str | None) -> tuple[dict[str, Any], str | None]:
     """The norms, and the reason if there are no gradients among them, such as no memory for them."""
     if without is None:
         try:
