@@ -4,6 +4,8 @@ import json
 import os
 import subprocess
 import sys
+import time
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -24,12 +26,13 @@ CORPUS = "\n".join(
         for c in ("lost", "found", "sold", "broken", "kept", "hidden")
     )
 )
+RECORDER = {"class_path": "recorder.Recorder"}
 # Steps of 2 micro-batches of 4 x 32 tokens; a validation every 4 steps; a checkpoint every 3.
 CONFIG: dict[str, Any] = {
     "seed_everything": 7,
     "trainer": {
         "max_steps": 12, "val_interval": 4, "checkpoint_interval": 3, "log_interval": 1, "accelerator": "cpu",
-        "callbacks": [{"class_path": "recorder.Recorder"}],
+        "callbacks": [RECORDER],
     },
     "model": {
         "decoder": {
@@ -95,34 +98,79 @@ def lm(folder: Path, *arguments: str, expect: int | None = 0, timeout: int = 240
     return subprocess.CompletedProcess(arguments, process.returncode, out, err)
 
 
-def fit(folder: Path, name: str = "small", *arguments: str, expect: int | None = 0, **changes: Any):
-    """Train with `CONFIG` so changed; returns the ended process and the run. The trace begins anew with a new run."""
+def equipment(name: str, **init_args: Any) -> dict[str, Any]:
+    """A callback as a config names it, such as `equipment("recorder.KillAt", signal_name="SIGKILL", micro_batch=9)`."""
+    return {"class_path": name, "init_args": init_args}
+
+
+def fit(
+    folder: Path, name: str = "small", *arguments: str, callbacks: Sequence[dict] = (), program: Sequence[str] = (),
+    expect: int | None = 0, environment: Mapping[str, str] = {}, **changes: Any,
+):  # fmt: skip
+    """Train with `CONFIG` so changed; returns the ended process and the run. The trace begins anew with a new run.
+
+    Args:
+        callbacks: equipment, beside the recorder.
+        program: a file that calls `lm.run`, in place of `python -m lm`.
+    """
     if "--ckpt_path" not in arguments:
         for path in folder.glob("trace*.jsonl"):
             path.unlink()
+    if callbacks:
+        changes["trainer.callbacks"] = [*CONFIG["trainer"]["callbacks"], *callbacks]
     config = write_config(folder, name, **changes)
-    ended = lm(folder, "fit", "--config", config.name, *arguments, expect=expect)
+    ended = lm(folder, *program, "fit", "--config", config.name, *arguments, expect=expect, **environment)
     return ended, Run(folder / "checkpoints" / name)
 
 
-def trace(folder: Path) -> list[dict[str, Any]]:
+def trace(folder: Path, file: str = "trace.jsonl") -> list[dict[str, Any]]:
     """What `Recorder` saw in this folder, in order: one entry a micro-batch."""
-    return [json.loads(line) for line in (folder / "trace.jsonl").read_text().splitlines()]
+    return [json.loads(line) for line in (folder / file).read_text().splitlines()]
 
 
-def losses(folder: Path) -> dict[tuple[int, int], str]:
+def losses(folder: Path, file: str = "trace.jsonl") -> dict[tuple[int, int], str]:
     """The loss of each micro-batch that counted in the end, exactly: (step, micro-batch) -> hexadecimal."""
-    return {(entry["step"], entry["micro"]): entry["loss"] for entry in trace(folder)}
+    return {(entry["step"], entry["micro"]): entry["loss"] for entry in trace(folder, file)}
 
 
 def expected(folder: Path) -> dict[tuple[int, int], str]:
     """As `losses`, of the uninterrupted run whose trace was put aside as `expected.jsonl`."""
-    entries = [json.loads(line) for line in (folder / "expected.jsonl").read_text().splitlines()]
-    return {(entry["step"], entry["micro"]): entry["loss"] for entry in entries}
+    return losses(folder, "expected.jsonl")
 
 
-def processes_of(folder: Path) -> list[int]:
-    """Live processes that were started in a folder."""
+def rows_by_step(trace: Path) -> dict[int, list[list[int]]]:
+    """Step -> its rows of 33 tokens, in the order in which a rank has trained on them."""
+    steps: dict[int, list[list[int]]] = {}
+    for entry in map(json.loads, trace.read_text().splitlines()):
+        tokens = entry["tokens"]
+        steps.setdefault(entry["step"], []).extend(tokens[at : at + 33] for at in range(0, len(tokens), 33))
+    return steps
+
+
+def validations(run: Run) -> dict[int, float]:
+    return {line["step"]: line["val/loss"] for line in run.metrics("val/loss")}
+
+
+def wait_until(condition: Callable[[], Any], *processes: Any, seconds: float = 120) -> None:
+    """Wait for what processes are to bring about, and fail with what one of them said if it ends before."""
+    until = time.monotonic() + seconds
+    while not condition():
+        if time.monotonic() > until or any(process.poll() is not None for process in processes):
+            for process in processes:
+                process.kill()
+            raise AssertionError([process.communicate() for process in processes])
+        time.sleep(0.05)
+
+
+def processes_of(folder: Path, patience: float = 0.0) -> list[int]:
+    """Live processes that were started in a folder; those that do not end within so many seconds."""
+    until = time.monotonic() + patience
+    while (found := _living_in(folder)) and time.monotonic() < until:
+        time.sleep(0.2)
+    return found
+
+
+def _living_in(folder: Path) -> list[int]:
     found = []
     for entry in Path("/proc").glob("[0-9]*"):
         try:

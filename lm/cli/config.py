@@ -46,7 +46,7 @@ from lm.runs.run import ROOT, Run
 from lm.system.arguments import OneLineErrors, Parser, shown, spell_out
 from lm.system.hardware import has_fp8
 from lm.system.process import command_line, rank
-from lm.training.callbacks.budget import read_budget_file
+from lm.training.budget import read_budget_file
 from lm.training.callbacks.run_folder import RunFolder
 from lm.training.callbacks.standard import standard_callbacks
 from lm.training.callbacks.summary import Summary

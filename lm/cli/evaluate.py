@@ -34,7 +34,7 @@ from lm.runs.run import ROOT, Run
 from lm.system.files import refuse_url, write_atomically
 from lm.system.process import harmless
 from lm.system.units import Count, format_count
-from lm.training.callbacks.logging import EventFile
+from lm.training.callbacks.loggers import EventFile
 
 log = logging.getLogger(__name__)
 

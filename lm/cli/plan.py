@@ -27,8 +27,8 @@ from lm.system.files import disk_space, nonnegative
 from lm.system.hardware import Device, device_name, find_device
 from lm.system.process import program
 from lm.system.units import format_bytes, format_count, format_figure, format_time_and_cost, plural
+from lm.training.budget import read_budget_file
 from lm.training.callback import Callback
-from lm.training.callbacks.budget import read_budget_file
 from lm.training.callbacks.notifications import open_recipients, send_test
 from lm.training.checks import Finding, Known, find, of_accelerator
 from lm.training.config import TrainerConfig

@@ -18,8 +18,7 @@ from lm.runs.metrics import METRICS
 from lm.system.files import nonnegative
 from lm.system.units import format_count, format_figure
 from lm.training.alerts import CLOCKS, NAMES
-from lm.training.callbacks.budget import Budget, Cost, Meter, read_budget_file
-from lm.training.callbacks.logging import validations_left
+from lm.training.budget import Budget, Cost, Meter, read_budget_file, validations_left
 from lm.training.config import Action, Alert, BudgetConfig
 from lm.training.guards import Alerts, Finding, Line, NotFinite, Observer, Rollbacks, ThroughputFloor
 from lm.training.schedule import lr_fraction

@@ -1,7 +1,7 @@
 """Guards: observers that get every log line of a training and return what they find. None of them changes anything.
 
 `callbacks/guards` shows them the lines of a training and acts on their findings; `lm plan --rehearse` shows them
-invented ones. The budget is such an observer too, in `callbacks/budget`.
+invented ones. The budget is such an observer too, in `budget`.
 """
 
 import math
@@ -98,7 +98,7 @@ class Alerts(Observer):
         begins = line.step <= max(warmup, FIRST_LINES * line.log_interval)
         values = {**line.metrics, "step": line.step, "data/tokens": line.tokens}
         for expression, holds in self.evaluator.evaluate(values).items():
-            (action, said), text = self._actions[expression], expression.text
+            (action, remark), text = self._actions[expression], expression.text
             if holds is False:
                 self._reported.discard(text)
             if not holds:  # false or undecided, as until its windows are full
@@ -108,7 +108,7 @@ class Alerts(Observer):
             if not (action in ONCE and text in self._reported):
                 figures = expression.explain(self.evaluator.history, omit=("step",))
                 at = f"{figures}{' ' if figures else ''}at step {line.step}"
-                found.append(Finding("alert", action, f"{text}: {at}{'; ' * bool(said)}{said}"))
+                found.append(Finding("alert", action, f"{text}: {at}{'; ' * bool(remark)}{remark}"))
             self._reported.add(text)
         return found
 
@@ -131,8 +131,8 @@ class Alerts(Observer):
 class NotFinite(Observer):
     """Finds optimizer steps whose loss or gradient was not finite, and stops a run that has no others.
 
-    Such a step changes no weight: the device decides that before the optimizer's step, alike on all ranks (see
-    `training/step`).
+    Such a step changes no weight: the device decides that before the optimizer's step, the same on all ranks
+    (see `training/step`).
     """
 
     def __init__(self, policy: Literal["skip", "stop"], max_skipped: int) -> None:

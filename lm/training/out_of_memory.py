@@ -31,7 +31,7 @@ PLACES = {
     "backward": "in the backward pass",
 }  # fmt: skip
 USABLE = 0.9  # fraction of what there was that tensors may take: the rest is lost between them
-CPU_RESERVE = 2**26  # bytes that libraries take in the first steps, beside a checkpoint's copy
+CPU_RESERVE = 2**26  # bytes that libraries take in the first steps, in addition to a checkpoint's copy
 
 
 def is_out_of_memory(error: BaseException) -> bool:

@@ -8,7 +8,8 @@ as many samples, since weights are gathered on the way.
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any, NamedTuple
+from functools import partial
+from typing import Any
 
 import numpy as np
 import torch
@@ -25,13 +26,6 @@ from lm.training.step_stats import StepRecord
 from lm.training.trainer import Trainer
 
 
-class Norms(NamedTuple):
-    """Norms of a micro-batch inside the network."""
-
-    activations: dict[str, dict[str, float]]  # name -> `rms` and `max`, the largest absolute value
-    gradients: dict[str, float] | None  # parameter -> L2 norm of the gradient of the mean loss; None: not taken
-
-
 def token_losses(module: LightningModule, rows: np.ndarray, micro_batch: int) -> np.ndarray:
     """The loss of every token of samples `(N, T + 1)`, `micro_batch` of them at once: `(N, T)` fp32, in nats."""
     with _undisturbed(module), torch.no_grad():
@@ -40,12 +34,12 @@ def token_losses(module: LightningModule, rows: np.ndarray, micro_batch: int) ->
     return torch.cat(parts).numpy()
 
 
-def norms(module: LightningModule, rows: np.ndarray, gradients: bool = True) -> Norms:
+def norms(module: LightningModule, rows: np.ndarray, gradients: bool = True) -> dict[str, Any]:
     """Norms inside the network for one micro-batch, `(B, T + 1)`.
 
-    They are those of the embedding's output, of the residual stream that leaves every block, and of what attention and
-    MLP add to it; and of the gradient of the mean over the tokens, but with a sharded model, whose gradients are
-    exchanged between ranks on the way.
+    `activations` has `rms` and `max`, the largest absolute value, of the embedding's output, of the residual stream
+    that leaves every block, and of what attention and MLP add to it. `gradients` has the L2 norm of each parameter's
+    gradient of the mean loss; None with a sharded model, whose gradients are exchanged between ranks on the way.
     """
     seen: dict[str, Tensor] = {}  # name -> (2,) RMS and largest absolute value
     hooks = _watch(module.decoder, seen)
@@ -61,10 +55,10 @@ def norms(module: LightningModule, rows: np.ndarray, gradients: bool = True) -> 
     values = torch.stack(list(seen.values())).tolist()
     activations = {name: {"rms": rms, "max": largest} for name, (rms, largest) in zip(seen, values, strict=True)}
     if not gradients:
-        return Norms(activations, None)
+        return {"activations": activations, "gradients": None}
     tokens = losses.per_token.numel()
     sizes = torch.stack([torch.zeros((), device=module.device) if g is None else g.float().norm() for g in found])
-    return Norms(activations, dict(zip(named, (sizes / tokens).tolist(), strict=True)))
+    return {"activations": activations, "gradients": dict(zip(named, (sizes / tokens).tolist(), strict=True))}
 
 
 def _losses(module: LightningModule, rows: np.ndarray) -> Losses:
@@ -85,30 +79,25 @@ def _undisturbed(module: LightningModule) -> Iterator[None]:
 def _watch(decoder: Any, seen: dict[str, Tensor]) -> list[RemovableHandle]:
     """Hooks that measure the outputs of the embedding and of the parts of every block."""
 
-    def measure(name: str, x: Tensor) -> None:
-        wide = x.detach().float()
+    def measure(name: str, part: Any, inputs: Any, output: Tensor) -> None:
+        wide = output.detach().float()
         seen[name] = torch.stack([wide.square().mean().sqrt(), wide.abs().max()])
 
-    def after(name: str) -> Any:
-        return lambda part, inputs, output: measure(name, output)
-
-    def after_block(index: int) -> Any:
-        def hook(part: Any, inputs: Any, outputs: Tensor | tuple[Tensor, Tensor]) -> None:
-            if isinstance(outputs, tuple):  # a fused block returns the MLP's output and the rest of the stream apart
-                branch, stream = outputs  # (B, T, C) each
-                measure(f"layers.{index}.mlp", branch)
-                outputs = branch.detach() + stream.detach()
-            measure(f"layers.{index}.stream", outputs)
-
-        return hook
+    def measure_block(name: str, part: Any, inputs: Any, outputs: Tensor | tuple[Tensor, Tensor]) -> None:
+        if isinstance(outputs, tuple):  # a fused block returns the MLP's output and the rest of the stream apart
+            branch, stream = outputs  # (B, T, C) each
+            measure(f"{name}.mlp", part, inputs, branch)
+            outputs = branch.detach() + stream.detach()
+        measure(f"{name}.stream", part, inputs, outputs)
 
     if not isinstance(decoder, Decoder):  # a custom model has other parts
         return []
-    hooks = [decoder.embed_tokens.register_forward_hook(after("embedding"))]
+    hooks = [decoder.embed_tokens.register_forward_hook(partial(measure, "embedding"))]
     for index, layer in enumerate(decoder.layers):
-        hooks.append(layer.self_attn.o_proj.register_forward_hook(after(f"layers.{index}.attention")))
-        hooks.append(layer.mlp.register_forward_hook(after(f"layers.{index}.mlp")))
-        hooks.append(layer.register_forward_hook(after_block(index)))
+        name = f"layers.{index}"
+        hooks.append(layer.self_attn.o_proj.register_forward_hook(partial(measure, f"{name}.attention")))
+        hooks.append(layer.mlp.register_forward_hook(partial(measure, f"{name}.mlp")))
+        hooks.append(layer.register_forward_hook(partial(measure_block, name)))
     return hooks
 
 
@@ -118,34 +107,29 @@ WORST_SAMPLES = 8  # whose tokens are listed
 Place = tuple[str | None, int | None]  # shard and window; None: the sample was injected
 
 
-class StepRef(NamedTuple):
-    """A step of this process, and the first of its samples."""
-
-    step: StepRecord
-    sample: int
-
-
-def gather_evidence(trainer: Trainer, module: LightningModule, worst: StepRef, ordinary: StepRef | None) -> Evidence:
+def gather_evidence(
+    trainer: Trainer, module: LightningModule, worst: StepRecord, ordinary: StepRecord | None
+) -> Evidence:  # fmt: skip
     """The samples and norms of the worst step, and the norms of an ordinary one before it to compare with.
 
     Rank zero calls this; every rank does where the model is sharded.
     """
     size, world = trainer.datamodule.micro_batch_size, trainer.world_size
-    rows, places = _read(trainer, worst)  # (G, T + 1)
+    rows, places = _read(trainer, worst.step)  # (G, T + 1)
     losses = token_losses(module, rows, size)  # (G, T)
     means = np.nan_to_num(losses.mean(1), nan=np.inf)  # (G,), what is not a number above all
-    by_batch = means.reshape(-1, size, world).mean(1)  # (micro-batches, ranks): ranks take samples in turn
+    by_batch = means.reshape(-1, size, world).mean(1)  # (micro-batches, ranks): sample i belongs to rank i % ranks
     micro, rank = (int(i) for i in np.unravel_index(by_batch.argmax(), by_batch.shape))
     batches = rows.reshape(-1, size, world, rows.shape[1])  # (micro-batches, B, ranks, T + 1)
     without = "the model is sharded over ranks" if is_sharded(module) else None
-    norms, without = _norms(module, batches[micro, :, rank], without)
-    beside = None
+    worst_norms, without = _norms(module, batches[micro, :, rank], without)
+    reference = None
     if ordinary is not None:
-        other_rows = _read(trainer, ordinary)[0].reshape(batches.shape)
+        other_rows = _read(trainer, ordinary.step)[0].reshape(batches.shape)
         other_norms, without = _norms(module, other_rows[0, :, 0], without)
-        beside = {"what": _name(ordinary, 0, 0, world), **other_norms._asdict()}
+        reference = {"what": _name(ordinary, 0, 0, world), **other_norms}
     samples = [
-        Sample(worst.sample + i, *places[i], rows[i].tolist(), losses[i].tolist())
+        Sample(first_sample(trainer, worst.step) + i, *places[i], rows[i].tolist(), losses[i].tolist())
         for i in np.argsort(-means, kind="stable").tolist()
     ]
     decode = trainer.datamodule.tokenizer.decode
@@ -153,8 +137,8 @@ def gather_evidence(trainer: Trainer, module: LightningModule, worst: StepRef, o
         samples=samples,
         texts=[decode(sample.tokens) for sample in samples],
         pieces=[[decode([token]) for token in sample.tokens] for sample in samples[:WORST_SAMPLES]],
-        worst={"what": _name(worst, micro, rank, world), **norms._asdict()},
-        ordinary=beside,
+        worst={"what": _name(worst, micro, rank, world), **worst_norms},
+        ordinary=reference,
         without_gradients=without,
     )
 
@@ -169,19 +153,25 @@ def injected_rows(trainer: Trainer, step: int) -> np.ndarray | None:
     return next((rows for rows in call_hook(trainer, "rows_of_step", step) if rows is not None), None)
 
 
-def _read(trainer: Trainer, taken: StepRef) -> tuple[np.ndarray, list[Place]]:
+def first_sample(trainer: Trainer, step: int) -> int:
+    """Which sample of the stream is the first of a step that this process has taken."""
+    steps_since = trainer.global_step - step + 1  # this one included
+    return trainer.run_state.cursor.end - steps_since * trainer.steps.global_batch
+
+
+def _read(trainer: Trainer, step: int) -> tuple[np.ndarray, list[Place]]:
     """The samples of a step, `(G, T + 1)`, and where they are from."""
-    put = injected_rows(trainer, taken.step.step)
+    put = injected_rows(trainer, step)
     if put is not None:
         return put, [(None, None)] * len(put)
-    return trainer.datamodule.read_samples(taken.sample, trainer.steps.global_batch)
+    return trainer.datamodule.read_samples(first_sample(trainer, step), trainer.steps.global_batch)
 
 
-def _name(taken: StepRef, micro: int, rank: int, world: int) -> str:
-    return f"micro-batch {micro + 1} of step {taken.step.step}" + (f" on rank {rank}" if world > 1 else "")
+def _name(step: StepRecord, micro: int, rank: int, world: int) -> str:
+    return f"micro-batch {micro + 1} of step {step.step}" + (f" on rank {rank}" if world > 1 else "")
 
 
-def _norms(module: LightningModule, rows: np.ndarray, without: str | None) -> tuple[Norms, str | None]:
+def _norms(module: LightningModule, rows: np.ndarray, without: str | None) -> tuple[dict[str, Any], str | None]:
     """The norms, and the reason if there are no gradients among them, such as no memory for them."""
     if without is None:
         try:

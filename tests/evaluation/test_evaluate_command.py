@@ -7,7 +7,7 @@ import shutil
 
 import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
-from test_evaluations_callback import WORDS, found_by, write_tasks
+from test_between_steps import WORDS, found_by, write_tasks
 from trainings import lm, make_workplace, write_config
 
 from lm.cli.evaluate import evaluate, short_names

@@ -61,17 +61,6 @@ class Stall(Callback):
         trainer.datamodule.train_dataloader = lambda: Batches(stalling)
 
 
-class EndlessForward(AtMicroBatches):
-    """The forward pass of this micro-batch never ends."""
-
-    def __init__(self, micro_batch: int) -> None:
-        self.micro_batch = micro_batch
-
-    def before_micro_batch(self, trainer, pl_module, index):
-        if index == self.micro_batch:
-            time.sleep(10_000)
-
-
 class Batches:
     def __init__(self, begin):
         self.begin = begin

@@ -22,9 +22,6 @@ class Proxy(ThreadingHTTPServer):
 
     A fault is 403, 429, 500 or 503; `stall`, no answer; `reset`; `cut`, half of the body that was announced; `lie`,
     half of it, announced as such; `drip`, a byte now and then.
-
-    Attributes:
-        met: how often each fault was met; None counts what was answered well.
     """
 
     daemon_threads = True
@@ -34,7 +31,7 @@ class Proxy(ThreadingHTTPServer):
         super().__init__(("127.0.0.1", 0), _Handler)
         self.behind = port
         self.held: str | None = None
-        self.met: Counter = Counter()
+        self.met: Counter = Counter()  # how often each fault was met; None counts what was answered well
         self.well = threading.Event()  # nothing fails any more
         self._faults: Iterator[int | str | None] = repeat(None)
         self._lock = threading.Lock()
@@ -142,15 +139,11 @@ class _Handler(BaseHTTPRequestHandler):
 
 
 class Store:
-    """A bucket `corpus` behind a `proxy`.
-
-    Attributes:
-        environment: what makes a process find it.
-    """
+    """A bucket `corpus` behind a `proxy`."""
 
     def __init__(self, server_port: int, proxy: Proxy) -> None:
         self.proxy = proxy
-        self.environment = {
+        self.environment = {  # with which a process finds it
             "AWS_ENDPOINT_URL": f"http://127.0.0.1:{proxy.server_address[1]}", "AWS_ACCESS_KEY_ID": "test",
             "AWS_SECRET_ACCESS_KEY": "test", "AWS_DEFAULT_REGION": "us-east-1", "AWS_EC2_METADATA_DISABLED": "true",
         }  # fmt: skip

@@ -39,11 +39,9 @@ PATIENCE = 300  # seconds that a session may take
 
 
 class Soak:
-    """A workplace, the run that was never stopped, and what was counted.
+    """A workplace under a folder, the run that was never stopped, and what was counted.
 
-    Args:
-        folder: everything is kept under it.
-        small_disk: the runs may be put on a small disk of their own, to fill it up.
+    With `small_disk` the runs are on a small disk of their own, to fill it up.
     """
 
     def __init__(self, folder: Path, small_disk: bool) -> None:
@@ -86,11 +84,7 @@ class Soak:
 
 
 def soak(folder: Path, minutes: float, seed: int, small_disk: bool, first: int) -> int:
-    """Run after run until the time is up.
-
-    Returns:
-        The exit code: 1 if anything was wrong.
-    """
+    """Run after run until the time is up; returns the exit code, 1 if anything was wrong."""
     print(f"seed {seed}, folder {folder}, the disk is {'filled up too' if small_disk else 'not filled up'}", flush=True)
     began, wrongs, index = time.monotonic(), [], first
     here = Soak(folder, small_disk)

@@ -14,21 +14,13 @@ VITAL = ("run.json", "config.yaml", "data.json")  # what the run is
 
 @dataclass
 class Damage:
-    """One thing that was broken.
+    """One thing that was broken."""
 
-    Args:
-        what: in words.
-        checkpoint: the name of the checkpoint that it spoils, if any.
-        hides_metrics: what the metrics say of the run need not be whole any more.
-        may_refuse: the next fit may refuse with one line, until it is undone.
-        when: seconds since the epoch.
-    """
-
-    what: str
-    checkpoint: str | None = None
-    hides_metrics: bool = False
-    may_refuse: bool = False
-    when: float = 0.0
+    what: str  # in words
+    checkpoint: str | None = None  # the name of the one that it spoils, if any
+    hides_metrics: bool = False  # what the metrics say of the run need not be whole any more
+    may_refuse: bool = False  # the next fit may refuse with one line, until it is undone
+    when: float = 0.0  # seconds since the epoch
     _before: dict[Path, bytes] = field(default_factory=dict)
 
     def keep(self, path: Path) -> bytes:
@@ -42,63 +34,36 @@ class Damage:
 
 
 def damage(run: Path, registry: Path, random: Random) -> Damage | None:
-    """Break something of a run that is not training; None where there is nothing to break yet."""
-    kinds = [spoil_checkpoint, spoil_checkpoint, cut_records, spoil_vital, leave_debris, spoil_registry]
-    found = random.choice(kinds)(run, registry, random)
-    if found is not None:
-        found.when = time.time()
-    return found
+    """Break something of a run that is not training; None where there is nothing to break yet.
 
-
-def spoil_checkpoint(run: Path, registry: Path, random: Random) -> Damage | None:
-    """Flip a byte of, cut or take away any file of any checkpoint."""
-    files = sorted(path for path in run.glob("step-*/*") if path.is_file())
+    Any file of any checkpoint; what is written while it trains and no training needs; what says which run it is, where
+    resuming as it was and refusing are both right, and starting anew is not; the registry; or leave behind what a
+    process that was killed may leave.
+    """
+    kind = random.choice(["checkpoint", "checkpoint", "records", "vital", "debris", "registry"])
+    if kind == "debris":
+        return leave_debris(run, random)
+    files = {"checkpoint": sorted(run.glob("step-*/*")), "records": [run / name for name in SMALL],
+             "vital": [run / name for name in VITAL], "registry": [registry]}[kind]  # fmt: skip
+    files = [path for path in files if path.is_file()]
     if not files:
         return None
     path = random.choice(files)
-    found = Damage(f"in {path.parent.name}/{path.name}: ", checkpoint=path.parent.name)
-    found.what += _spoil(path, found.keep(path), random)
+    found = Damage(f"in {path.parent.name}/{path.name}: ", path.parent.name if kind == "checkpoint" else None,
+                   hides_metrics=kind == "records", may_refuse=kind == "vital", when=time.time())  # fmt: skip
+    content = path.read_bytes() if kind == "registry" else found.keep(path)
+    found.what += _spoil(path, content, random, flips=kind != "vital")
     return found
 
 
-def cut_records(run: Path, registry: Path, random: Random) -> Damage | None:
-    """Cut or fill with junk what is written while it trains and no training needs."""
-    files = [run / name for name in SMALL if (run / name).is_file()]
-    if not files:
-        return None
-    path = random.choice(files)
-    found = Damage(f"in {path.name}: ", hides_metrics=True)
-    found.what += _spoil(path, found.keep(path), random)
-    return found
-
-
-def spoil_vital(run: Path, registry: Path, random: Random) -> Damage | None:
-    """Break what says which run it is: resuming as it was and refusing are both right, starting anew is not."""
-    files = [run / name for name in VITAL if (run / name).is_file()]
-    if not files:
-        return None
-    path = random.choice(files)
-    found = Damage(f"in {path.name}: ", may_refuse=True)
-    found.what += _spoil(path, found.keep(path), random, flips=False)
-    return found
-
-
-def leave_debris(run: Path, registry: Path, random: Random) -> Damage | None:
-    """What processes that were killed may leave: half a checkpoint, half a file."""
+def leave_debris(run: Path, random: Random) -> Damage | None:
+    """Half a checkpoint, half a file."""
     if not run.is_dir():
         return None
     name = random.choice([".tmp-step-00000035-4194000", ".dead-step-00000005-4194000"])
     (run / name).mkdir(exist_ok=True)
     (run / name / "model.safetensors").write_bytes(JUNK)
-    return Damage(f"{name} left behind")
-
-
-def spoil_registry(run: Path, registry: Path, random: Random) -> Damage | None:
-    if not registry.is_file():
-        return None
-    found = Damage("in the registry: ")
-    found.what += _spoil(registry, registry.read_bytes(), random)
-    return found
+    return Damage(f"{name} left behind", when=time.time())
 
 
 def _spoil(path: Path, content: bytes, random: Random, flips: bool = True) -> str:

@@ -6,13 +6,15 @@ import os
 import signal
 import subprocess
 import time
-from collections import Counter
 from pathlib import Path
 from random import Random
-from typing import Any, Protocol
+from typing import Any
 
-from soak_damage import Ballast, Damage, damage
-from soak_watch import count_lines, fold, group, kill_group, kill_quietly, read_trace, validations
+from soak_damage import Damage, damage
+from soak_watch import count_lines, fold, group, kill_group, kill_quietly, read_trace
+from trainings import validations
+
+from lm.runs.run import Run
 
 STEPS, MICRO = 40, 2  # optimizer steps of a run, micro-batches of a step
 DIVISIONS = [
@@ -26,31 +28,10 @@ class Wrong(Exception):
     """A promise was broken."""
 
 
-class Place(Protocol):
-    """Where runs are trained, beside one that was never stopped; `soak.Soak`."""
-
-    folder: Path
-    place: Path
-    registry: Path
-    counts: Counter
-    straight: dict[int, tuple[list[str], list]]
-    ballast: Ballast | None
-
-    def start(self, name: str, *options: str) -> subprocess.Popen: ...
-
-    def wait(self, process: subprocess.Popen, name: str) -> tuple[int, str]: ...
-
-
 class OneRun:
-    """One run from its first step to its last, in as many sessions as it takes.
+    """One run from its first step to its last, in as many sessions as it takes; `soak` is a `soak.Soak`."""
 
-    Args:
-        soak: where, and who counts.
-        index: of the run.
-        random: decides everything.
-    """
-
-    def __init__(self, soak: Place, index: int, random: Random) -> None:
+    def __init__(self, soak: Any, index: int, random: Random) -> None:
         self.soak, self.index, self.random = soak, index, random
         self.path = soak.place / "checkpoints" / "soak"
         self.divided = random.random() < 0.3  # its micro-batch and ranks change
@@ -286,6 +267,6 @@ class OneRun:
             for name in ("model.safetensors", "optimizer.safetensors"):
                 if not filecmp.cmp(here / name, there / name, shallow=False):
                     raise Wrong(f"{link}/{name} is not that of the uninterrupted run")
-        if self.metrics_whole and validations(self.path) != validations(reference):
+        if self.metrics_whole and validations(Run(self.path)) != validations(Run(reference)):
             raise Wrong("its validations are others")
         self.soak.counts["compared bit for bit"] += 1

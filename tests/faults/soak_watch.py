@@ -5,8 +5,6 @@ import os
 import signal
 from pathlib import Path
 
-from lm.runs.run import Run
-
 
 def read_trace(place: Path) -> list[dict]:
     """What a session's ranks trained on; it is taken away, for the next session to begin a new one."""
@@ -41,10 +39,6 @@ def fold(sessions: list[list[dict]]) -> dict[int, tuple[list[str], list]]:
 
 def rows(entry: dict, length: int = 33) -> list[list[int]]:
     return [entry["tokens"][first : first + length] for first in range(0, len(entry["tokens"]), length)]
-
-
-def validations(run: Path) -> dict[int, float]:
-    return {entry["step"]: entry["val/loss"] for entry in Run(run).metrics() if "val/loss" in entry}
 
 
 def group(leader: int) -> list[int]:

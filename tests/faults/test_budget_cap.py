@@ -1,23 +1,18 @@
 """A run that would cost more than it may ends in time, with a checkpoint, and resumes only when it may cost more."""
 
-import signal
-
 import pytest
-from trainings import lm, losses, write_config
+from trainings import RECORDER, equipment, lm, losses, write_config
 
 from lm.runs.run import Run
 
 FIT = ("fit", "--config", "small.yaml", "--ckpt_path", "auto")
 MANY = {"trainer.max_steps": 10**6, "trainer.val_interval": 10**6, "trainer.checkpoint_interval": 10**6}
-RECORDED = {"class_path": "recorder.Recorder"}
-UNTIL_60 = {
-    "class_path": "recorder.KillAt", "init_args": {"signal_name": signal.SIGTERM.name, "micro_batch": 119}
-}  # fmt: skip
+UNTIL_60 = equipment("recorder.KillAt", signal_name="SIGTERM", micro_batch=119)
 
 
 def configure(folder, *callbacks, **budget):
     more = {"guards": {"budget": {"rate_usd_per_hr": 3600, **budget}}} if budget else {}
-    write_config(folder, **MANY, **{"trainer.callbacks": [RECORDED, *callbacks]}, **more)
+    write_config(folder, **MANY, **{"trainer.callbacks": [RECORDER, *callbacks]}, **more)
 
 
 @pytest.mark.fault(23)

@@ -5,7 +5,7 @@ import io
 import shutil
 
 import pytest
-from trainings import expected, lm, losses, write_config
+from trainings import equipment, expected, fit, lm, losses, write_config
 
 from lm.cli.main import main
 from lm.runs.config_diff import PURPOSES
@@ -34,9 +34,8 @@ def stopped(uninterrupted, tmp_path_factory):
     """A run that was stopped after 6 of 12 steps."""
     folder = tmp_path_factory.mktemp("changed") / "work"
     shutil.copytree(uninterrupted, folder, symlinks=True, ignore=shutil.ignore_patterns("checkpoints"))
-    stop = {"class_path": "recorder.KillAt", "init_args": {"signal_name": "SIGTERM", "micro_batch": 11}}
-    callbacks = [{"class_path": "recorder.Recorder"}, stop]
-    lm(folder, "fit", "--config", str(write_config(folder, **{"trainer.callbacks": callbacks})), expect=75)
+    stop = equipment("recorder.KillAt", signal_name="SIGTERM", micro_batch=11)
+    fit(folder, expect=75, callbacks=[stop])
     write_config(folder)
     return folder
 

@@ -10,7 +10,7 @@ import time
 from pathlib import Path
 
 import pytest
-from trainings import PLACES, lm, processes_of, write_config
+from trainings import PLACES, RECORDER, equipment, fit, processes_of, wait_until, write_config
 
 from lm.runs.run import Run
 
@@ -30,14 +30,6 @@ def free_port() -> int:
     with socket.socket() as found:
         found.bind(("127.0.0.1", 0))
         return found.getsockname()[1]
-
-
-def wait_for_listener(port: int) -> None:
-    until = time.monotonic() + 60
-    with socket.socket() as tried:
-        while tried.connect_ex(("127.0.0.1", port)):
-            assert time.monotonic() < until
-            time.sleep(0.05)
 
 
 def torchrun(folder: Path, *arguments: str, log: str, **environment: str) -> subprocess.Popen:
@@ -82,11 +74,11 @@ def losses(run: Run) -> dict[tuple[int, str], float]:
 def test_ranks_and_machines_that_die_and_join_change_no_sample(workplace):
     """SIGKILL to a rank; SIGKILL to an agent, whose ranks end and free the run; one machine trains alone; the other
     comes back. The samples of every step are those of an uninterrupted run of one process, and so are its losses."""
-    lm(workplace, "fit", "--config", str(write_config(workplace, "straight", **SETTINGS)))
+    _, straight = fit(workplace, "straight", **SETTINGS)
     expected = final_entries(workplace)
     (workplace / "trace.jsonl").unlink()
-    hold = {"class_path": "waiting.HoldMachine", "init_args": {"machines": HELD}}
-    write_config(workplace, "elastic", **SETTINGS, **{"trainer.callbacks": [{"class_path": "recorder.Recorder"}, hold]})
+    hold = equipment("waiting.HoldMachine", machines=HELD)
+    write_config(workplace, "elastic", **SETTINGS, **{"trainer.callbacks": [RECORDER, hold]})
     run, port = Run(workplace / "checkpoints" / "elastic"), free_port()
     agents = {"first": agent(workplace, port, "first.log", "first")}
 
@@ -100,7 +92,8 @@ def test_ranks_and_machines_that_die_and_join_change_no_sample(workplace):
         return int(held.read_text())
 
     try:
-        wait_for_listener(port)
+        with socket.socket() as tried:
+            wait_until(lambda: not tried.connect_ex(("127.0.0.1", port)))
         agents["second"] = agent(workplace, port, "second.log", "second")
         os.kill(wait_for_step(5), signal.SIGKILL)
 
@@ -127,7 +120,7 @@ def test_ranks_and_machines_that_die_and_join_change_no_sample(workplace):
     sizes = [seen[step][0]["ranks"] for step in seen]
     assert (sizes[3], sizes[9], sizes[-1]) == (2 * RANKS, RANKS, 2 * RANKS)
     assert json.loads((run.path / "last" / "trainer.json").read_text())["cursor"] == {"consumed": STEPS * BATCH}
-    assert losses(run) == pytest.approx(losses(Run(workplace / "checkpoints" / "straight")), rel=TOLERANCE)
+    assert losses(run) == pytest.approx(losses(straight), rel=TOLERANCE)
     assert run.status() == "finished" and len(run.read("run.json")["stretches"]) >= 4
     assert not (run.path.parent / "elastic-2").exists()
 

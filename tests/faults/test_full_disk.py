@@ -6,7 +6,7 @@ import sys
 import pytest
 from mounts import Mounts
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
-from trainings import expected, losses, write_config
+from trainings import RECORDER, equipment, expected, losses, write_config
 
 from lm.runs.run import Run
 from lm.system.files import Attempts, append_line, read_lines, write_atomically
@@ -28,14 +28,8 @@ def test_a_disk_that_is_full_for_a_while_is_reported_once_and_the_training_conti
     """From step 2 to step 7 no block can be had. What the curves and the log have of other steps is whole."""
     mounts.run("mkdir", "checkpoints")
     mounts.run("mount", "-t", "tmpfs", "-o", "size=20m", "tmpfs", "checkpoints")
-
-    def at(step, command):
-        return {"class_path": "at_step.AtStep", "init_args": {"step": step, "command": command}}
-
-    callbacks = [
-        {"class_path": "recorder.Recorder"}, at(2, "cat /dev/zero > checkpoints/filler 2>/dev/null; true"),
-        at(7, "rm checkpoints/filler"),
-    ]  # fmt: skip
+    commands = {2: "cat /dev/zero > checkpoints/filler 2>/dev/null; true", 7: "rm checkpoints/filler"}
+    callbacks = [RECORDER, *(equipment("at_step.AtStep", step=at, command=each) for at, each in commands.items())]
     changes = {"trainer.checkpoint_interval": 9, "trainer.val_interval": 12, "trainer.callbacks": callbacks,
                "trainer.histogram_interval": 1}  # fmt: skip
     said = mounts.lm("fit", "--config", str(write_config(workplace, **changes)))

@@ -27,7 +27,7 @@ from lm.errors import LmError
 from lm.evaluation.tasks import read_tasks
 from lm.inference.pretrained import load_pretrained
 from lm.runs.checkpoint import find_damage, read_folder
-from lm.training.callbacks.budget import Sidecar
+from lm.training.budget import Sidecar
 
 pytestmark = pytest.mark.fault(25)
 LONGEST = 1000  # characters of a message

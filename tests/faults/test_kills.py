@@ -6,29 +6,26 @@ import signal
 import time
 
 import pytest
-from trainings import expected, lm, losses, start, trace, write_config
+from trainings import RECORDER, equipment, expected, fit, losses, start, trace, validations, wait_until, write_config
 
 from lm.runs.run import Run
 
 SEEDS = range(int(os.environ.get("LM_FAULT_SEEDS", 2)))
 
 
-def validations(folder, run):
-    entries = Run(folder / "checkpoints" / run).metrics()
-    return {entry["step"]: entry["val/loss"] for entry in entries if "val/loss" in entry}
+AUTO = ("--ckpt_path", "auto")
+
+
+def kill_at(**moment):
+    return equipment("recorder.KillAt", signal_name="SIGKILL", **moment)
 
 
 def train_and_kill(folder, name, kills, **changes):
     """Fit `name`, killed once for each of `kills`, then to its end."""
     (folder / "trace.jsonl").unlink(missing_ok=True)
-    for kill in [*kills, None]:
-        callbacks = [{"class_path": "recorder.Recorder"}]
-        if kill is not None:
-            callbacks.append({"class_path": "recorder.KillAt", "init_args": {"signal_name": "SIGKILL", **kill}})
-        config = write_config(folder, name, **{"trainer.callbacks": callbacks, **changes})
-        code = 0 if kill is None else -signal.SIGKILL
-        lm(folder, "fit", "--config", str(config), "--ckpt_path", "auto", expect=code)
-    return Run(folder / "checkpoints" / name)
+    for kill in kills:
+        fit(folder, name, *AUTO, callbacks=[kill_at(**kill)], expect=-signal.SIGKILL, **changes)
+    return fit(folder, name, *AUTO, **changes)[1]
 
 
 # Micro-batches are counted from 0, two a step; checkpoints follow steps 3, 6, 9, 12 and new best validations (4, 8,
@@ -60,9 +57,9 @@ KILLS = {
 def test_losses_and_validations_are_those_of_an_uninterrupted_run(uninterrupted, workplace, name):
     run = train_and_kill(workplace, name, KILLS[name])
     assert losses(workplace) == expected(workplace)
-    assert validations(workplace, name) == validations(uninterrupted, "small")
     assert run.status() == "finished" and run.read("run.json")["reason"] == "all steps done"
     small = Run(uninterrupted / "checkpoints" / "small")
+    assert validations(run) == validations(small)
     assert run.link("best").name == small.link("best").name and list(run.steps()) == list(small.steps())
     assert not list(run.path.glob(".*")) and not (workplace / "checkpoints" / f"{name}-2").exists()
 
@@ -70,25 +67,22 @@ def test_losses_and_validations_are_those_of_an_uninterrupted_run(uninterrupted,
 @pytest.mark.fault(1)
 def test_kills_at_random_moments_change_nothing(workplace):
     """Several kills a run, from outside and at any moment after its first micro-batch; LM_FAULT_SEEDS sets how many."""
-    slow = [{"class_path": "interruptions.SlowSteps", "init_args": {"seconds": 0.03}}]
-    changes = {"trainer.max_steps": 30, "trainer.callbacks": [{"class_path": "recorder.Recorder"}, *slow]}
-    lm(workplace, "fit", "--config", str(write_config(workplace, "straight", **changes)))
+    slow = equipment("interruptions.SlowSteps", seconds=0.03)
+    changes = {"trainer.max_steps": 30, "trainer.callbacks": [RECORDER, slow]}
+    fit(workplace, "straight", **changes)
     straight, seen = losses(workplace), {entry["step"]: entry["samples"] for entry in trace(workplace)}
     for seed in SEEDS:
         moments = random.Random(seed)
         config = str(write_config(workplace, f"random-{seed}", **changes))
-        run = Run(workplace / "checkpoints" / f"random-{seed}")
         (workplace / "trace.jsonl").unlink()
         for _ in range(2):
             before = len(trace(workplace)) if (workplace / "trace.jsonl").exists() else 0
-            process = start(workplace, "fit", "--config", config, "--ckpt_path", "auto")
-            while not (workplace / "trace.jsonl").exists() or len(trace(workplace)) == before:
-                time.sleep(0.01)
-                assert process.poll() is None, process.communicate()
+            process = start(workplace, "fit", "--config", config, *AUTO)
+            wait_until(lambda: (workplace / "trace.jsonl").exists() and len(trace(workplace)) > before, process)
             time.sleep(moments.uniform(0, 1.2))
             process.kill()
             process.communicate()
-        lm(workplace, "fit", "--config", config, "--ckpt_path", "auto")
+        _, run = fit(workplace, f"random-{seed}", *AUTO, **changes)
         assert losses(workplace) == straight, f"seed {seed}"
         assert {entry["step"]: entry["samples"] for entry in trace(workplace)} == seen, f"seed {seed}"
         assert run.read("run.json")["status"] == "finished"
@@ -98,7 +92,7 @@ def test_kills_at_random_moments_change_nothing(workplace):
 def test_epochs_do_not_matter(workplace):
     """The corpus has fewer samples than this run takes, so the kill is in a later epoch; a step's samples are new."""
     long = {"trainer.max_steps": 60, "trainer.val_interval": 60, "trainer.checkpoint_interval": 20}
-    lm(workplace, "fit", "--config", str(write_config(workplace, "long", **long)))
+    fit(workplace, "long", **long)
     straight = losses(workplace)
     train_and_kill(workplace, "long-killed", [dict(micro_batch=101)], **long)
     assert losses(workplace) == straight and len(straight) == 120
@@ -110,7 +104,7 @@ def test_epochs_do_not_matter(workplace):
 @pytest.mark.parametrize("precision", ["bf16-mixed", "bf16-true"])
 def test_half_precision_resumes_exactly_too(workplace, precision):
     changes = {"trainer.precision": precision, "trainer.val_interval": 6}
-    lm(workplace, "fit", "--config", str(write_config(workplace, precision, **changes)))
+    fit(workplace, precision, **changes)
     straight = losses(workplace)
     train_and_kill(workplace, f"{precision}-killed", [dict(micro_batch=19)], **changes)
     assert losses(workplace) == straight
@@ -121,18 +115,13 @@ def test_any_kept_step_is_one_to_resume_from(workplace):
     """`--trainer.keep_checkpoints` keeps more, from each the losses are those that followed it, and a kill before the
     next checkpoint does not bring back the steps that were left behind."""
     keep, step = {"trainer.keep_checkpoints": 9}, "checkpoints/kept/step-00000003"
-    config = str(write_config(workplace, "kept", **keep))
-    lm(workplace, "fit", "--config", config)
-    run = Run(workplace / "checkpoints" / "kept")
+    _, run = fit(workplace, "kept", **keep)
     assert {3, 6, 9, 12} <= run.steps().keys()
     for micro_batch, first in ((6, 4), (15, 4)):  # in the very next step; after the next checkpoints
         (workplace / "trace.jsonl").unlink(missing_ok=True)
-        killed = write_config(workplace, "kept", **{**keep, "trainer.callbacks": [
-            {"class_path": "recorder.Recorder"},
-            {"class_path": "recorder.KillAt", "init_args": dict(signal_name="SIGKILL", micro_batch=micro_batch)},
-        ]})  # fmt: skip
-        lm(workplace, "fit", "--config", str(killed), "--ckpt_path", step, expect=-signal.SIGKILL)
-        lm(workplace, "fit", "--config", str(write_config(workplace, "kept", **keep)), "--ckpt_path", "auto")
+        kill = kill_at(micro_batch=micro_batch)
+        fit(workplace, "kept", "--ckpt_path", step, callbacks=[kill], expect=-signal.SIGKILL, **keep)
+        fit(workplace, "kept", *AUTO, **keep)
         steps = {entry["step"] for entry in trace(workplace)}
         assert losses(workplace) == {key: loss for key, loss in expected(workplace).items() if key[0] >= first}
         assert (min(steps), max(steps)) == (first, 12) and run.status() == "finished"
@@ -147,23 +136,17 @@ def test_early_stopping_stays_stopped_and_a_finished_run_stays_finished(workplac
     assert run.read("run.json")["reason"] == "early stopping"
     # The first validation is always a new best, the second gained less than min_delta.
     assert run.read("run.json")["step"] == 8 and len(trace(workplace)) == 16
-    config = str(write_config(workplace, "patient", **patience))
-    again = lm(workplace, "fit", "--config", config, "--ckpt_path", "auto")
+    again, _ = fit(workplace, "patient", *AUTO, **patience)
     assert "has finished" in again.stderr and "in trainer.callbacks that stopped it" in again.stderr
     assert run.read("run.json")["step"] == 8
     patience["trainer.early_stopping"]["patience"] = 2
-    config = str(write_config(workplace, "patient", **patience))
-    again = lm(workplace, "fit", "--config", config, "--ckpt_path", "auto")
+    again, _ = fit(workplace, "patient", *AUTO, **patience)
     assert run.read("run.json")["step"] == 12  # one more validation without a new best
     assert "stopped early, at step 12 of 40: Monitored metric val/loss did not improve" in again.stderr
 
 
 def test_a_run_that_a_callback_has_stopped_early_continues_without_it(workplace):
-    stop = {"class_path": "lightning.pytorch.callbacks.EarlyStopping", "init_args": {"monitor": "val/loss",
-            "patience": 1, "min_delta": 10.0}}  # fmt: skip
-    fit = ("fit", "--ckpt_path", "auto", "--config")
-    lm(workplace, *fit, str(write_config(workplace, "callback", **{"trainer.callbacks": [stop]})))
-    run = Run(workplace / "checkpoints" / "callback")
-    assert run.read("run.json")["step"] == 8
-    lm(workplace, *fit, str(write_config(workplace, "callback", **{"trainer.callbacks": None})))
-    assert run.read("run.json")["step"] == 12
+    early = "lightning.pytorch.callbacks.EarlyStopping"
+    for callbacks, step in (([equipment(early, monitor="val/loss", patience=1, min_delta=10.0)], 8), (None, 12)):
+        _, run = fit(workplace, "callback", *AUTO, **{"trainer.callbacks": callbacks})
+        assert run.read("run.json")["step"] == step

@@ -1,12 +1,13 @@
 """A training that runs out of memory says how much there was and which micro-batch fits, and loses no checkpoint."""
 
+import json
 import re
 import shutil
 import sys
 
 import pytest
 import torch
-from trainings import lm, losses, write_config
+from trainings import RECORDER, equipment, lm, losses, write_config
 
 from lm.runs.checkpoint import find_damage
 from lm.runs.run import Run
@@ -23,7 +24,7 @@ WIDE = {
     "trainer.max_steps": 2, "trainer.val_interval": 2, "trainer.checkpoint_interval": 1,
     "model.schedule.warmup_steps": 1,
 }  # fmt: skip
-LIMITED = [{"class_path": "recorder.Recorder"}, {"class_path": "memory_limit.Limit", "init_args": {"mebibytes": 250}}]
+LIMITED = [RECORDER, equipment("memory_limit.Limit", mebibytes=250)]
 FIT = ("fit", "--config", "wide.yaml", "--ckpt_path", "auto")
 
 
@@ -58,10 +59,9 @@ def test_out_of_memory_in_a_resume_leaves_the_checkpoints(workplace):
     whole = losses(workplace)
     (workplace / "trace.jsonl").unlink()
 
-    run = Run(workplace / "checkpoints" / "wide")
     first, second = ("--run", "first", *small), ("--run", "first")
-    lm(workplace, *FIT, *first, "--trainer.callbacks", '[{"class_path": "recorder.Recorder"}, '
-       '{"class_path": "recorder.KillAt", "init_args": {"signal_name": "SIGTERM", "micro_batch": 2}}]', expect=75)
+    stop = equipment("recorder.KillAt", signal_name="SIGTERM", micro_batch=2)
+    lm(workplace, *FIT, *first, "--trainer.callbacks", json.dumps([RECORDER, stop]), expect=75)
     run = Run(workplace / "checkpoints" / "first")
     assert list(run.steps()) == [1]
     write_config(workplace, "wide", **WIDE, **{"trainer.callbacks": LIMITED})
@@ -78,7 +78,7 @@ def test_out_of_memory_in_a_resume_leaves_the_checkpoints(workplace):
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
 def test_out_of_memory_on_a_gpu_names_a_micro_batch_that_fits(workplace):
     """With a fifth of a gibibyte of the GPU for this process."""
-    limit = {"class_path": "memory_limit.LimitGPU", "init_args": {"mebibytes": 200}}
+    limit = equipment("memory_limit.LimitGPU", mebibytes=200)
     write_config(workplace, "wide", **WIDE, **{"trainer.accelerator": "gpu", "trainer.callbacks": [limit]})
     said = lm(workplace, *FIT, expect=1).stderr.splitlines()[-1]
     assert said.startswith("lm fit: out of memory (cuda) in the ") and "MiB at most and asked for" in said

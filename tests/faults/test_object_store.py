@@ -5,7 +5,7 @@ from itertools import chain, repeat
 
 import pytest
 from object_store import object_store
-from trainings import lm, losses, make_workplace, start, trace, write_config
+from trainings import lm, losses, make_workplace, start, trace, validations, wait_until, write_config
 
 from lm.data.shards import Shards
 from lm.errors import RequestError
@@ -50,10 +50,6 @@ def store(place, served):
     served.proxy.recover()
 
 
-def validations(run):
-    return {entry["step"]: entry["val/loss"] for entry in run.metrics() if "val/loss" in entry}
-
-
 def test_faults_that_pass_cost_time_and_nothing_else(place, straight, store):
     """Every kind of fault is met in one run, and its losses are those of the same shards on a disk."""
     config = write_config(place, "bumpy", data={**REMOTE, "timeout": 60})
@@ -88,9 +84,7 @@ def test_a_store_that_does_not_answer_at_the_start_is_not_waited_for_without_end
     config = write_config(place, "silent", data={**REMOTE, "timeout": 8})
     store.proxy.fail(chain(repeat(None, 1), repeat("stall")))
     process = start(place, "fit", "--config", str(config), **store.environment)
-    while not store.proxy.met["stall"]:
-        time.sleep(0.05)
-        assert process.poll() is None, process.communicate()
+    wait_until(lambda: store.proxy.met["stall"], process)
     began = time.monotonic()
     out, err = process.communicate(timeout=240)
     assert process.returncode == 1 and time.monotonic() - began < 60

@@ -11,13 +11,13 @@ import threading
 import time
 
 import pytest
-from trainings import expected, lm, losses, start, write_config
+from trainings import RECORDER, equipment, expected, lm, losses, start, wait_until, write_config
 
 from lm.errors import RequestError
 from lm.runs.run import LOCK, Run
 from lm.training.callbacks.run_folder import RunFolder
 
-SLOW = [{"class_path": "recorder.Recorder"}, {"class_path": "waiting.WaitAt", "init_args": {"micro_batch": 10}}]
+SLOW = [RECORDER, equipment("waiting.WaitAt", micro_batch=10)]
 FIT = ("fit", "--config", "small.yaml", "--ckpt_path", "auto")
 
 
@@ -27,10 +27,7 @@ def waiting(folder, *arguments):
     That is the one of the fourth step. Its writer, a thread, removes the one of the third when it is done.
     """
     process, run = start(folder, *arguments), Run(folder / "checkpoints" / "small")
-    until = time.monotonic() + 120
-    while not (folder / "waits").exists() or list(run.steps()) != [4]:
-        assert process.poll() is None and time.monotonic() < until, process.communicate()
-        time.sleep(0.05)
+    wait_until(lambda: (folder / "waits").exists() and list(run.steps()) == [4], process)
     return process
 
 
@@ -75,16 +72,11 @@ def test_of_two_that_start_at_the_same_moment_one_trains(workplace):
     for _ in range(2):  # from scratch, then from a checkpoint
         both = [start(workplace, *FIT) for _ in range(2)]
         try:
-            until = time.monotonic() + 120
-            while not any(process.poll() is not None for process in both):
-                assert time.monotonic() < until
-                time.sleep(0.05)
+            wait_until(lambda both=both: any(process.poll() is not None for process in both))
             loser, winner = sorted(both, key=lambda process: process.poll() is None)
             err = loser.communicate()[1]
             assert loser.returncode == 2 and f"process {winner.pid} on" in err.splitlines()[-1], err
-            while not (workplace / "waits").exists():
-                assert winner.poll() is None and time.monotonic() < until
-                time.sleep(0.05)
+            wait_until((workplace / "waits").exists, winner)
         finally:
             [end(process) for process in both]
         (workplace / "waits").unlink()
@@ -97,16 +89,13 @@ def test_of_two_that_start_at_the_same_moment_one_trains(workplace):
 @pytest.mark.fault(19)
 def test_without_a_checkpoint_to_resume_from_the_same_name_is_another_run_and_auto_finds_it_again(workplace):
     """The second run of a name is resumed as what it is, also the second time."""
-    kill = {"class_path": "recorder.KillAt", "init_args": {"signal_name": "SIGTERM"}}
-    callbacks = [[{"class_path": "recorder.Recorder"}, {**kill, "init_args": {**kill["init_args"], "micro_batch": at}}]
-                 for at in (4, 12)]  # fmt: skip
     (workplace / "checkpoints").mkdir()
     older = Run.create("small", workplace / "checkpoints")
     older.describe(name="small", status="finished", entered=time.time() + 9e5, turn=1)  # by a clock that was wrong
-    write_config(workplace, **{"trainer.callbacks": callbacks[0]})
-    lm(workplace, *FIT[:3], expect=75)
-    write_config(workplace, **{"trainer.callbacks": callbacks[1]})
-    lm(workplace, *FIT, expect=75)
+    for command, micro_batch in ((FIT[:3], 4), (FIT, 12)):
+        stop = equipment("recorder.KillAt", signal_name="SIGTERM", micro_batch=micro_batch)
+        write_config(workplace, **{"trainer.callbacks": [RECORDER, stop]})
+        lm(workplace, *command, expect=75)
     write_config(workplace)
     lm(workplace, *FIT)
     assert Run(workplace / "checkpoints" / "small-2").status() == "finished" and list(older.steps()) == []

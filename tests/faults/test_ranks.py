@@ -6,7 +6,7 @@ import signal
 import time
 
 import pytest
-from trainings import lm, processes_of, start, write_config
+from trainings import RECORDER, equipment, lm, processes_of, start, write_config
 
 from lm.runs.run import Run
 
@@ -19,8 +19,7 @@ TIMEOUT = 15  # seconds that ranks wait for one another
 
 
 def config(folder, name, *callbacks, **changes):
-    named = [{"class_path": "recorder.Recorder"}, *callbacks]
-    return str(write_config(folder, name, **{**TWO, "trainer.callbacks": named, **changes}))
+    return str(write_config(folder, name, **{**TWO, "trainer.callbacks": [RECORDER, *callbacks], **changes}))
 
 
 def losses(folder) -> dict[tuple[int, int, int], str]:
@@ -33,10 +32,6 @@ def losses(folder) -> dict[tuple[int, int, int], str]:
     return found
 
 
-def send(name, rank, step):
-    return {"class_path": "test_distributed.Send", "init_args": dict(name=name, rank=rank, step=step)}
-
-
 def test_a_rank_that_is_killed_or_hangs_ends_the_other_and_the_run_resumes(workplace):
     """SIGKILL to rank one, SIGSTOP to rank one, SIGKILL to rank zero: bounded, named, nobody left, all losses equal."""
     lm(workplace, "fit", "--config", config(workplace, "straight"))
@@ -47,17 +42,15 @@ def test_a_rank_that_is_killed_or_hangs_ends_the_other_and_the_run_resumes(workp
         ("SIGSTOP", 1, 5, 1, "did not answer in time, so it hangs"),
         ("SIGKILL", 0, 9, -signal.SIGKILL, ""),
     ):
-        path = config(workplace, "relay", send(name, rank, step), **{"trainer.rank_timeout": TIMEOUT})
+        send = equipment("test_distributed.Send", name=name, rank=rank, step=step)
+        path = config(workplace, "relay", send, **{"trainer.rank_timeout": TIMEOUT})
         process = start(workplace, "fit", "--config", path, "--ckpt_path", "auto")
         err = process.communicate(timeout=180)[1]
         ended = time.time()
         assert process.returncode == code and said in err.splitlines()[-1], err
         last = max(os.path.getmtime(path) for path in workplace.glob("trace-*.jsonl"))
         assert ended - last < (TIMEOUT if name == "SIGSTOP" else 0) + 30
-        until = time.monotonic() + 20
-        while processes_of(workplace):
-            assert time.monotonic() < until, "a rank outlived the other"
-            time.sleep(0.1)
+        assert not processes_of(workplace, patience=20), "a rank outlived the other"
         assert run.status() == ("dead" if rank == 0 else "failed") and "Traceback" not in err
         if rank == 1:
             assert said in run.read("run.json")["reason"] and "--ckpt_path auto` resumes it" in err

@@ -16,26 +16,36 @@ from contextlib import closing
 from pathlib import Path
 
 import pytest
-from trainings import PLACES, expected, lm, losses, make_workplace, start, trace, write_config
+from trainings import (
+    PLACES,
+    RECORDER,
+    equipment,
+    expected,
+    fit,
+    lm,
+    losses,
+    make_workplace,
+    processes_of,
+    start,
+    trace,
+    validations,
+    wait_until,
+    write_config,
+)  # fmt: skip
 
 from lm.runs.run import Run
 
-RECORDER = {"class_path": "recorder.Recorder"}
+AUTO = ("--ckpt_path", "auto")
 
 
-def validations(folder, run):
-    entries = Run(folder / "checkpoints" / run).metrics()
-    return {entry["step"]: entry["val/loss"] for entry in entries if "val/loss" in entry}
-
-
-def equipment(name, **arguments):
-    return {"class_path": name, "init_args": arguments}
+def kill_at(signal_name, **moment):
+    return equipment("recorder.KillAt", signal_name=signal_name, **moment)
 
 
 def interrupted(folder, name, *callbacks, environment={}, **changes):
     """A fit that a signal ends with exit code 75; returns the run and what it said."""
     config = write_config(folder, name, **{"trainer.callbacks": [RECORDER, *callbacks], **changes})
-    result = lm(folder, "fit", "--config", str(config), "--ckpt_path", "auto", expect=75, **environment)
+    result = lm(folder, "fit", "--config", str(config), *AUTO, expect=75, **environment)
     run = Run(folder / "checkpoints" / name)
     assert run.read("run.json")["status"] == run.read("state.json")["status"] == "interrupted"
     with closing(sqlite3.connect(os.environ["LM_REGISTRY"])) as registry:
@@ -47,16 +57,24 @@ def interrupted(folder, name, *callbacks, environment={}, **changes):
 
 def resume(folder, name, **changes):
     """The same command without what had interrupted it."""
-    config = write_config(folder, name, **{"trainer.callbacks": [RECORDER], **changes})
-    lm(folder, "fit", "--config", str(config), "--ckpt_path", "auto")
-    run = Run(folder / "checkpoints" / name)
+    _, run = fit(folder, name, *AUTO, **changes)
     assert run.status() == "finished"
     return run
 
 
+@pytest.fixture
+def straight(uninterrupted):
+    """The run that was never stopped."""
+    return Run(uninterrupted / "checkpoints" / "small")
+
+
+def as_in_a_straight_run(folder, run, straight):
+    return losses(folder) == expected(folder) and validations(run) == validations(straight)
+
+
 @pytest.mark.fault(6)
 @pytest.mark.fault(7)
-def test_the_step_is_finished_and_saved_and_none_is_trained_on_twice(uninterrupted, workplace):
+def test_the_step_is_finished_and_saved_and_none_is_trained_on_twice(straight, workplace):
     """One run, stopped again and again; in its last save there is nothing left to stop, and it ends as any other."""
     for kill, step in (
         (dict(signal_name="SIGINT", micro_batch=0), 1),
@@ -65,52 +83,46 @@ def test_the_step_is_finished_and_saved_and_none_is_trained_on_twice(uninterrupt
         (dict(signal_name="SIGHUP", micro_batch=13), 7),
         (dict(signal_name="SIGUSR1", micro_batch=15), 8),  # which is validated
     ):
-        run, said = interrupted(workplace, "stopped", equipment("recorder.KillAt", **kill))
+        run, said = interrupted(workplace, "stopped", kill_at(**kill))
         assert step in (None, list(run.steps())[-1]) and f"{kill['signal_name']}: stopped after step" in said
     assert re.search("stopped .*interrupted", lm(workplace, "runs", "ls").stdout)
-    last = equipment("recorder.KillAt", signal_name="SIGTERM", save=True, step=12)
+    last = kill_at("SIGTERM", save=True, step=12)
     resume(workplace, "stopped", **{"trainer.callbacks": [RECORDER, last], "trainer.stop_within": 0.1})
-    assert losses(workplace) == expected(workplace) and len(trace(workplace)) == 24
-    assert validations(workplace, "stopped") == validations(uninterrupted, "small")
+    assert as_in_a_straight_run(workplace, run, straight) and len(trace(workplace)) == 24
 
 
 @pytest.mark.fault(6)
-def test_a_validation_ends_at_its_next_batch_and_is_made_up_for(uninterrupted, workplace):
+def test_a_validation_ends_at_its_next_batch_and_is_made_up_for(straight, workplace):
     """On a machine that is taken away there is no time for the rest of it; its loss, and which checkpoint is the best,
     are those of a run that was never stopped. So it is for the one after the last step."""
     for step in (4, 12):
-        kill = equipment("recorder.KillAt", signal_name="SIGTERM", validation=1, step=step)
+        kill = kill_at("SIGTERM", validation=1, step=step)
         run, said = interrupted(workplace, "validating", kill, equipment("interruptions.Validations"))
         assert f"stopped after step {step} with a checkpoint, before its validation was done" in said
-        assert list(run.steps())[-1] == step and step not in validations(workplace, "validating")
+        assert list(run.steps())[-1] == step and step not in validations(run)
         assert (workplace / "validations.jsonl").read_text().splitlines()[-1] == f"[{step}, 0]"
     resume(workplace, "validating")
-    assert losses(workplace) == expected(workplace) and len(trace(workplace)) == 24
-    assert validations(workplace, "validating") == validations(uninterrupted, "small")
-    small = Run(uninterrupted / "checkpoints" / "small")
-    assert run.link("best").name == small.link("best").name and list(run.steps()) == list(small.steps())
+    assert as_in_a_straight_run(workplace, run, straight) and len(trace(workplace)) == 24
+    assert run.link("best").name == straight.link("best").name and list(run.steps()) == list(straight.steps())
     for file in ("model.safetensors", "optimizer.safetensors"):
-        assert (run.link("last") / file).read_bytes() == (small.link("last") / file).read_bytes()
+        assert (run.link("last") / file).read_bytes() == (straight.link("last") / file).read_bytes()
 
 
 @pytest.mark.fault(6)
-def test_a_wait_for_data_or_for_a_micro_batch_is_ended(uninterrupted, workplace):
+def test_a_wait_for_data_or_for_a_micro_batch_is_ended(straight, workplace):
     """Before the first step, in the middle of a step, and between two: the newest checkpoint is where it resumes.
 
     Lightning asks for the next batch while it still holds one.
     """
     for what, first, step, saved in (
-        ("Stall", dict(step=0), 0, []), ("EndlessForward", dict(micro_batch=11), 5, [4]),
-        ("Stall", dict(step=3), 6, [6]), ("Stall", dict(step=5), 10, [9]),
+        ("interruptions.Stall", dict(step=0), 0, []), ("waiting.WaitAt", dict(micro_batch=11, go="never"), 5, [4]),
+        ("interruptions.Stall", dict(step=3), 6, [6]), ("interruptions.Stall", dict(step=5), 10, [9]),
     ):  # fmt: skip
-        stuck = equipment(f"interruptions.{what}", **first)
-        changes = {"trainer.callbacks": [RECORDER, stuck], "trainer.stop_within": 1}
+        changes = {"trainer.callbacks": [RECORDER, equipment(what, **first)], "trainer.stop_within": 1}
         config = str(write_config(workplace, "stuck", **changes))
-        process = start(workplace, "fit", "--config", config, "--ckpt_path", "auto")
+        process = start(workplace, "fit", "--config", config, *AUTO)
         run = Run(workplace / "checkpoints" / "stuck")
-        while run.status() != "running" or run.read("state.json").get("step", 0) < step:
-            time.sleep(0.1)
-            assert process.poll() is None, process.communicate()
+        wait_until(lambda: run.status() == "running" and run.read("state.json").get("step", 0) >= step, process)
         time.sleep(1.0)
         process.terminate()
         began = time.monotonic()
@@ -120,35 +132,33 @@ def test_a_wait_for_data_or_for_a_micro_batch_is_ended(uninterrupted, workplace)
         assert ("resumes it from step" if saved else "starts again") in said
         assert run.status() == run.read("state.json")["status"] == "interrupted" and list(run.steps())[-1:] == saved
     resume(workplace, "stuck")
-    assert losses(workplace) == expected(workplace)
-    assert validations(workplace, "stuck") == validations(uninterrupted, "small")
+    assert as_in_a_straight_run(workplace, run, straight)
 
 
 @pytest.mark.fault(6)
 def test_a_step_of_slow_micro_batches_is_dropped_and_trained_again(workplace):
     """The checkpoint is that of the step before; what the dropped one drew of random numbers is drawn again."""
     single = {"data.micro_batch_size": 1}  # 8 micro-batches of half a second, and half of 6 seconds until it is dropped
-    lm(workplace, "fit", "--config", str(write_config(workplace, "whole", **single, **{"trainer.callbacks": [RECORDER]})))
-    whole = losses(workplace)
+    _, run = fit(workplace, "whole", **single)
+    whole = losses(workplace), validations(run)
     slow = equipment("interruptions.SlowSteps", seconds=0.5, step=6)
-    kill = equipment("recorder.KillAt", signal_name="SIGTERM", micro_batch=40)
+    kill = kill_at("SIGTERM", micro_batch=40)
     run, said = interrupted(workplace, "dropped", slow, kill, **single, **{"trainer.stop_within": 6})
     assert "stopped after step 5 with a checkpoint; the next one was not done within 3 s" in said
     assert list(run.steps())[-1] == 5
     resume(workplace, "dropped", **single)
-    assert losses(workplace) == whole and validations(workplace, "dropped") == validations(workplace, "whole")
+    assert (losses(workplace), validations(run)) == whole
 
 
 @pytest.mark.fault(6)
-def test_samples_that_do_not_end_are_ended_and_come_again(uninterrupted, workplace):
+def test_samples_that_do_not_end_are_ended_and_come_again(straight, workplace):
     samples = {"samples.prompts": ["Chapter"], "samples.max_new_tokens": 4}
-    kill = equipment("recorder.KillAt", signal_name="SIGTERM", hook="on_validation_end", step=8)
+    kill = kill_at("SIGTERM", hook="on_validation_end", step=8)
     late = {"trainer.stop_within": 1, **samples}
     run, said = interrupted(workplace, "sampling", kill, equipment("interruptions.EndlessSamples", step=8), **late)
     assert "the validation after step 8 was not done within 1 s" in said and list(run.steps())[-1] == 6
     resume(workplace, "sampling", **samples)
-    assert losses(workplace) == expected(workplace)
-    assert validations(workplace, "sampling") == validations(uninterrupted, "small")
+    assert as_in_a_straight_run(workplace, run, straight)
     written = [json.loads(line)["step"] for line in (run.path / "samples.jsonl").read_text().splitlines()]
     assert written == [4, 8, 12]
 
@@ -160,46 +170,25 @@ def test_a_compilation_is_waited_for_or_ended(workplace, stop_within, steps):
     name = f"compiled-{stop_within}"
     compiled = {"model.compile": "inductor", "trainer.stop_within": stop_within}
     run, said = interrupted(
-        workplace, name, equipment("recorder.KillAt", signal_name="SIGTERM", micro_batch=0), **compiled,
+        workplace, name, kill_at("SIGTERM", micro_batch=0), **compiled,
         environment={"TORCHINDUCTOR_CACHE_DIR": str(workplace / "inductor")},
     )  # fmt: skip
     assert list(run.steps()) == steps
     assert ("stopped after step 1" if steps else "step 1 was not done within 1 s") in said
-    assert not processes_of(workplace)
-
-
-def processes_of(folder, patience=10.0):
-    """What still runs in a folder after so many seconds, in which helpers may see that they are alone."""
-    until, found = time.monotonic() + patience, running_in(folder)
-    while found and time.monotonic() < until:
-        time.sleep(0.2)
-        found = running_in(folder)
-    return found
-
-
-def running_in(folder):
-    found = []
-    for pid in filter(str.isdigit, os.listdir("/proc")):
-        try:
-            if os.readlink(f"/proc/{pid}/cwd") == str(folder):
-                found.append(open(f"/proc/{pid}/cmdline").read())
-        except OSError:
-            continue
-    return found
+    assert not processes_of(workplace, patience=10)
 
 
 @pytest.mark.fault(6)
 def test_before_the_first_step_it_ends_at_once_and_the_same_command_starts_again(workplace):
     """While Python imports what it needs, and when the run has its folder already: it resumes in the same one."""
     config = str(write_config(workplace, "early", **{"trainer.callbacks": [RECORDER]}))
-    process = start(workplace, "fit", "--config", config, "--ckpt_path", "auto", fresh=True)
+    process = start(workplace, "fit", "--config", config, *AUTO, fresh=True)
     while "libtorch" not in Path(f"/proc/{process.pid}/maps").read_text():
         time.sleep(0.01)
     process.terminate()
     said = process.communicate(timeout=60)[1]
     assert process.returncode == 75 and "lm fit: SIGTERM: ended before the first step" in said
-    kill = equipment("recorder.KillAt", signal_name="SIGTERM", hook="on_train_start")
-    run, said = interrupted(workplace, "early", kill)
+    run, said = interrupted(workplace, "early", kill_at("SIGTERM", hook="on_train_start"))
     assert "ended before the first step" in said and not run.steps()
     resume(workplace, "early")
     assert losses(workplace) == expected(workplace) and not (workplace / "checkpoints" / "early-2").exists()
@@ -212,13 +201,11 @@ def test_while_the_data_is_prepared_it_ends_at_once(tmp_path):
     (workplace / "texts" / "long.txt").write_text("All of it again, and again. " * 1_000_000)
     config = str(write_config(workplace, "slow", **{"trainer.max_steps": 1, "model.schedule.warmup_steps": 0}))
     process = start(workplace, "fit", "--config", config)
-    while not (workplace / "data").exists():
-        time.sleep(0.05)
-        assert process.poll() is None, process.communicate()
+    wait_until((workplace / "data").exists, process)
     process.terminate()
     said = process.communicate(timeout=240)[1]
     assert process.returncode == 75 and "ended before the first step" in said and "Traceback" not in said
-    assert not processes_of(workplace) and not (workplace / "checkpoints").exists()
+    assert not processes_of(workplace, patience=10) and not (workplace / "checkpoints").exists()
     (workplace / "texts" / "long.txt").unlink()
     lm(workplace, "fit", "--config", config)
 
@@ -229,9 +216,7 @@ def test_a_second_interrupt_ends_it_at_once(workplace):
     slow = {"trainer.callbacks": [RECORDER, equipment("interruptions.SlowSteps", seconds=3600)]}
     config = write_config(workplace, "impatient", **slow)
     process = start(workplace, "fit", "--config", str(config))
-    while not (workplace / "slow-steps").exists():
-        time.sleep(0.1)
-        assert process.poll() is None, process.communicate()
+    wait_until((workplace / "slow-steps").exists, process)
     process.send_signal(signal.SIGINT)
     time.sleep(1.0)
     assert process.poll() is None
@@ -245,14 +230,12 @@ def test_a_second_interrupt_ends_it_at_once(workplace):
 
 
 @pytest.mark.fault(7)
-def test_a_ctrl_c_to_the_whole_group_of_processes_is_a_stop_like_any(uninterrupted, workplace):
+def test_a_ctrl_c_to_the_whole_group_of_processes_is_a_stop_like_any(straight, workplace):
     """As a terminal sends it."""
-    kill = equipment("recorder.KillAt", signal_name="SIGINT", micro_batch=9, group=True)
-    run, said = interrupted(workplace, "grouped", kill)
-    assert list(run.steps())[-1] == 5 and not processes_of(workplace)
+    run, said = interrupted(workplace, "grouped", kill_at("SIGINT", micro_batch=9, group=True))
+    assert list(run.steps())[-1] == 5 and not processes_of(workplace, patience=10)
     resume(workplace, "grouped")
-    assert losses(workplace) == expected(workplace) and len(trace(workplace)) == 24
-    assert validations(workplace, "grouped") == validations(uninterrupted, "small")
+    assert as_in_a_straight_run(workplace, run, straight) and len(trace(workplace)) == 24
 
 
 @pytest.mark.fault(6)
@@ -260,15 +243,13 @@ def test_a_ctrl_c_to_the_whole_group_of_processes_is_a_stop_like_any(uninterrupt
 def test_two_ranks_end_a_validation_and_a_step_together(workplace):
     """A signal reaches the second one alone, in a validation; then, as a Ctrl-C, both, in a step."""
     two = {"trainer.devices": 2, "data.micro_batch_size": 2, "trainer.max_steps": 6}
-    lm(workplace, "fit", "--config", str(write_config(workplace, "two", **two, **{"trainer.callbacks": []})))
-    kill = equipment("recorder.KillAt", signal_name="SIGTERM", validation=1, rank=1)
-    run, said = interrupted(workplace, "both", kill, **two)
+    _, whole = fit(workplace, "two", **two, **{"trainer.callbacks": []})
+    run, said = interrupted(workplace, "both", kill_at("SIGTERM", validation=1, rank=1), **two)
     assert "a signal on another rank: stopped after step 4" in said and list(run.steps())[-1] == 4
-    together = equipment("recorder.KillAt", signal_name="SIGINT", micro_batch=9, rank=0, group=True)
-    run, said = interrupted(workplace, "both", together, **two)
-    assert list(run.steps())[-1] == 5 and not processes_of(workplace)
+    run, said = interrupted(workplace, "both", kill_at("SIGINT", micro_batch=9, rank=0, group=True), **two)
+    assert list(run.steps())[-1] == 5 and not processes_of(workplace, patience=10)
     resume(workplace, "both", **two)
-    assert validations(workplace, "both") == validations(workplace, "two")
+    assert validations(run) == validations(whole)
 
 
 @pytest.mark.fault(6)
@@ -304,9 +285,7 @@ def test_a_ctrl_c_that_ends_the_pipe_too_is_saved_from(workplace):
     slow = {"trainer.max_steps": 1000, "trainer.callbacks": [equipment("interruptions.SlowSteps", seconds=0.05)]}
     process = start(workplace, "fit", "--config", str(write_config(workplace, "piped", **slow)))
     run = Run(workplace / "checkpoints" / "piped")
-    while run.read("state.json").get("step", 0) < 2:
-        time.sleep(0.1)
-        assert process.poll() is None, process.communicate()
+    wait_until(lambda: run.read("state.json").get("step", 0) >= 2, process)
     process.stderr.close()
     process.stdout.close()
     process.send_signal(signal.SIGINT)
@@ -347,9 +326,7 @@ def test_the_command_that_resumes_is_whole_and_works_also_for_a_run_whose_name_g
     for name in ("mine", "mine-2"):
         process = start(workplace, "fit", "--config", config)
         run = Run(workplace / "my runs" / name)
-        while not run.read("state.json").get("step"):
-            time.sleep(0.1)
-            assert process.poll() is None, process.communicate()
+        wait_until(lambda run=run: run.read("state.json").get("step"), process)
         process.terminate()
         said = process.communicate(timeout=60)[1].splitlines()
         assert process.returncode == 75, said

@@ -1,4 +1,5 @@
-"""The budget: what is spent is counted on a clock that does not jump, and a run ends when the cap is reached."""
+"""The budget: what is spent is counted on a clock that does not jump, and a run ends when the cap is reached; the time
+that is left, estimated from log lines and pauses."""
 
 import json
 import math
@@ -14,7 +15,8 @@ from lm.cli.main import main
 from lm.errors import RequestError
 from lm.runs.run import Run
 from lm.system.process import seconds_since_process_start
-from lm.training.callbacks.budget import STALE, BudgetGuard, Cost, Meter, Sidecar, judge, read_budget_file
+from lm.training.budget import STALE, Cost, Meter, Sidecar, StepTimeEstimator, judge, read_budget_file
+from lm.training.callbacks.guards import BudgetGuard
 from lm.training.config import BudgetConfig
 from lm.training.run_state import RunState
 
@@ -130,9 +132,8 @@ class Simulation:
         self.module = SimpleNamespace(options=SimpleNamespace(schedule=None))
         self.clock = Clock()
         self.budget = BudgetGuard(config, self.clock)
-        monkeypatch.setattr("lm.training.callbacks.budget.seconds_since_process_start", lambda: 0.0)
-        for module in ("budget", "guards"):
-            monkeypatch.setattr(f"lm.training.callbacks.{module}.act", self._act)
+        monkeypatch.setattr("lm.training.callbacks.guards.seconds_since_process_start", lambda: 0.0)
+        monkeypatch.setattr("lm.training.callbacks.guards.act", self._act)
         self.budget.on_train_start(self.trainer, self.module)
 
     def _act(self, trainer, pl_module, finding):
@@ -339,3 +340,35 @@ def test_the_file_is_not_written_at_every_line(tmp_path, monkeypatch):
     monkeypatch.setattr(BudgetGuard, "_write", lambda self, trainer: writes.append(setattr(self, "_written", self._clock())))
     simulation.lines(90, 0.2)
     assert 10 <= len(writes) <= 19
+
+
+# ---- time left ------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("log_interval", [10, 100])  # with 100 a validation lies between any two lines
+def test_the_time_left_is_right_to_a_second_after_a_hang_too(log_interval):
+    """2,000 steps of 0.5 s, compilation in the first, a validation of 20 s every 100; the disk hangs for 600 s once."""
+    pace, now, lines, estimates = StepTimeEstimator(), 0.0, {}, {}
+    for step in range(1, 2001):
+        now += 0.5 + (60.0 if step == 1 else 0.0) + (600.0 if step == 1005 else 0.0)
+        if step % log_interval == 0:
+            pace.add_line(step, now)
+            lines[step], estimates[step] = now, pace.rest(2000 - step, 20 - (step - 1) // 100)
+        if step % 100 == 0:
+            now += 20.0
+            pace.add_pause(step, 20.0, "validation")
+    assert estimates.pop(log_interval) is None  # one line says nothing of the pace
+    for step, seconds in estimates.items():
+        if step > 100:
+            hang = 600.0 if step < 1005 else 0.0  # is not foreseen
+            assert seconds == pytest.approx(now - lines[step] - hang, abs=1.0), step
+
+
+def test_pauses_that_come_again_are_part_of_the_pace_and_a_single_one_is_not():
+    """Evaluations of 120 s every 250 steps make a step of 0.1 s one of 0.58 s."""
+    pace = StepTimeEstimator()
+    pace.steps.append(0.1)
+    pace.pauses.append((250, 500.0))  # the first of a session, which compiled something
+    assert pace.rest(1000, 0) == pytest.approx(100.0)
+    pace.pauses.extend([(500, 120.0), (750, 120.0)])
+    assert pace.rest(1000, 0) == pytest.approx(100.0 + 4 * 120.0)

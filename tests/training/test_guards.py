@@ -8,7 +8,7 @@ import torch
 from lightning.pytorch import Callback
 from safetensors.torch import load_file
 from torch.distributed.tensor import DTensor
-from trainings import fit, make_workplace
+from trainings import equipment, fit, make_workplace, rows_by_step
 
 from lm.data.loader import Batch
 from lm.errors import RequestError
@@ -66,7 +66,7 @@ def workplace(tmp_path_factory):
 
 
 def poisoned(*callbacks, **steps):
-    return {"trainer.callbacks": [*callbacks, {"class_path": "test_guards.Poison", "init_args": steps}]}
+    return {"trainer.callbacks": [*callbacks, equipment("test_guards.Poison", **steps)]}
 
 
 def tensors(run, step, name="model.safetensors"):
@@ -219,9 +219,7 @@ def test_all_ranks_agree(workplace, strategy):
     assert not same(tensors(run, 1), tensors(run, 2)) and not same(tensors(run, 8), tensors(run, 9))
     assert run.status() == "stopped" and run.read("state.json")["step"] == 10
     kept = [entry["token_ids"] for entry in json.loads((run.path / "postmortem-00000003/tokens.json").read_text())]
-    traces = [json.loads(line) for path in workplace.glob("trace-*.jsonl") for line in path.read_text().splitlines()]
-    tokens = [entry["tokens"] for entry in traces if entry["step"] == 3]
-    seen = [some[at : at + 33] for some in tokens for at in range(0, len(some), 33)]
+    seen = [row for path in workplace.glob("trace-*.jsonl") for row in rows_by_step(path)[3]]
     assert sorted(kept) == sorted(seen) and len(seen) == 8
 
 

@@ -5,7 +5,7 @@ import time
 
 import pytest
 import yaml
-from trainings import fit, make_workplace
+from trainings import equipment, fit, make_workplace
 
 LOGGERS = '''
 import time
@@ -23,7 +23,7 @@ class Hanging(CSVLogger):
     def log_metrics(self, metrics, step=None):
         time.sleep(600)
 '''
-CSV = {"class_path": "lightning.pytorch.loggers.CSVLogger", "init_args": {"save_dir": "csv"}}
+CSV = equipment("lightning.pytorch.loggers.CSVLogger", save_dir="csv")
 
 
 @pytest.fixture(scope="module")
@@ -50,7 +50,7 @@ def test_a_csv_has_every_metric_and_the_config(place):
 def test_a_logger_that_fails_or_hangs_does_not_stop_the_others_or_the_training(place):
     """Each is said once."""
     began = time.monotonic()
-    broken = [{"class_path": f"my_loggers.{name}", "init_args": {"save_dir": name}} for name in ("Failing", "Hanging")]
+    broken = [equipment(f"my_loggers.{name}", save_dir=name) for name in ("Failing", "Hanging")]
     ended, run = fit(place, "broken", **{"trainer.logger": [*broken, {**CSV, "init_args": {"save_dir": "after"}}]})
     assert time.monotonic() - began < 120
     assert ended.stderr.count("logger Failing failed and gets no more metrics: the service is gone; the training") == 1
@@ -63,10 +63,8 @@ def test_a_logger_that_fails_or_hangs_does_not_stop_the_others_or_the_training(p
 def test_weights_and_biases_offline_and_mlflow_in_a_folder(place, monkeypatch):
     pytest.importorskip("wandb")
     mlflow = pytest.importorskip("mlflow")
-    offline = {"class_path": "lightning.pytorch.loggers.WandbLogger",
-               "init_args": {"offline": True, "save_dir": "wandb-files", "name": "both"}}  # fmt: skip
-    folder = {"class_path": "lightning.pytorch.loggers.MLFlowLogger",
-              "init_args": {"save_dir": "mlruns", "run_name": "both"}}  # fmt: skip
+    offline = equipment("lightning.pytorch.loggers.WandbLogger", offline=True, save_dir="wandb-files", name="both")
+    folder = equipment("lightning.pytorch.loggers.MLFlowLogger", save_dir="mlruns", run_name="both")
     monkeypatch.setenv("MLFLOW_ALLOW_FILE_STORE", "true")
     _, run = fit(place, "both", **{"trainer.logger": [offline, folder]})
     assert list((place / "wandb-files").rglob("run-*.wandb"))

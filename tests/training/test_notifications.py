@@ -13,7 +13,7 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 import pytest
 from aiosmtpd.controller import Controller
-from trainings import lm, make_workplace, start, write_config
+from trainings import equipment, lm, make_workplace, start, wait_until, write_config
 
 from lm.errors import RequestError
 from lm.runs.run import Run
@@ -85,7 +85,7 @@ def test_events_go_to_those_who_want_their_level_and_no_secret_is_in_a_file(plac
         monkeypatch.setenv(name, value)
     notify = ["$HOOK", {"url": inbox.url("warned", "l1teral"), "level": "warning"},
               {"url": "json://me:$PASSWORD@127.0.0.1:${PORT}/failed", "level": "error"}]  # fmt: skip
-    logger = {"class_path": "lightning.pytorch.loggers.CSVLogger", "init_args": {"save_dir": "csv"}}
+    logger = equipment("lightning.pytorch.loggers.CSVLogger", save_dir="csv")
     changes = {
         "guards.alerts": {"step > 5": "warn", "step > 7": {"action": "warn", "message": "look"}},
         "guards.inject_step": 10, "expect": {"val/loss": [0, 0.1]}, "trainer.logger": logger,
@@ -156,8 +156,7 @@ def test_after_a_signal_the_checkpoint_comes_first_and_a_service_without_an_answ
         changes = {"trainer.max_steps": 2000, "trainer.stop_within": 4, "guards.alerts": {"step > 1": "warn"}}
         process = start(place, "fit", *configured(place, "cut", notify, **changes))
         run = Run(place / "checkpoints" / "cut")
-        while len(run.metrics("train/loss")) < 3:
-            time.sleep(0.05)
+        wait_until(lambda: len(run.metrics("train/loss")) >= 3, process)
         process.send_signal(signal.SIGTERM)
         began = time.monotonic()
         _, said = process.communicate(timeout=100)

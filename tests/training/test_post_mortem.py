@@ -11,7 +11,7 @@ import torch
 from decoders import SMALL, trained_like
 from lightning.pytorch import Callback
 from test_guards import poisoned
-from trainings import fit, lm, losses, make_workplace
+from trainings import equipment, fit, lm, losses, make_workplace
 
 from lm.data.loader import Cursor
 from lm.inspection.run_views import draw_incident
@@ -47,11 +47,6 @@ class Compilations(Callback):
         Path("compilations").write_text(str(torch._dynamo.utils.counters["stats"]["unique_graphs"]))
 
 
-def with_callback(class_path, **arguments):
-    callback = {"class_path": class_path, "init_args": arguments}
-    return {"trainer.callbacks": [{"class_path": "recorder.Recorder"}, callback]}
-
-
 @pytest.fixture(scope="module")
 def workplace(tmp_path_factory):
     return make_workplace(tmp_path_factory.mktemp("post_mortem"))
@@ -71,7 +66,8 @@ def section(page, title):
 @pytest.mark.parametrize("compile", ["none", pytest.param("triton_free", marks=pytest.mark.slow)])
 def test_losses_are_those_of_a_run_without_one(workplace, compile):
     """To the bit, with dropout; nothing is compiled for it, and hooks inside compiled blocks are seen."""
-    changes = {"model.compile": compile, "trainer.max_steps": 4, **with_callback("test_post_mortem.Compilations")}
+    changes = {"model.compile": compile, "trainer.max_steps": 4,
+               "callbacks": [equipment("test_post_mortem.Compilations")]}  # fmt: skip
     _, without = fit(workplace, f"without-{compile}", **NEVER, **changes)
     expected, compilations = losses(workplace), (workplace / "compilations").read_text()
     _, run = fit(workplace, f"with-{compile}", **ALWAYS, **changes)
@@ -162,7 +158,7 @@ def test_a_warning_of_an_alert_is_none_and_a_run_has_five_at_most(workplace):
 
 
 def test_a_post_mortem_that_fails_is_one_warning(workplace):
-    ended, run = fit(workplace, "clumsy", **ALWAYS, **with_callback("test_post_mortem.InTheWay"))
+    ended, run = fit(workplace, "clumsy", callbacks=[equipment("test_post_mortem.InTheWay")], **ALWAYS)
     assert ended.stderr.count("the post-mortem could not be written: FileExistsError") == 1
     assert run.read("run.json")["status"] == "finished"
 
@@ -171,8 +167,8 @@ def test_a_post_mortem_that_fails_is_one_warning(workplace):
 def test_an_interrupted_run_continues_its_page(workplace):
     """Interrupted while it was open; the next process closes it, and what a person wrote in it stays."""
     changes = {"guards.spike": "step == 3", "trainer.max_steps": 40, "trainer.val_interval": 40}
-    kill = with_callback("recorder.KillAt", signal_name="SIGTERM", micro_batch=5)
-    _, run = fit(workplace, "again", expect=75, **changes, **kill)
+    kill = equipment("recorder.KillAt", signal_name="SIGTERM", micro_batch=5)
+    _, run = fit(workplace, "again", callbacks=[kill], expect=75, **changes)
     file = run.path / "postmortem-00000003" / "postmortem.md"
     assert "## Recovery\n\nOpen" in file.read_text() and postmortem.still_open(run).step == 3
     file.write_text(file.read_text().replace("_For a person to finish._", "It was the cat."))

@@ -7,7 +7,7 @@ import subprocess
 import sys
 
 import pytest
-from trainings import PLACES, fit, lm, make_workplace, write_config
+from trainings import PLACES, equipment, fit, lm, make_workplace, write_config
 
 
 def test_a_fit_describes_itself_and_what_it_has_made(tmp_path):
@@ -74,8 +74,7 @@ def test_the_installed_command_finds_a_callback_in_the_working_directory_too(tmp
 @pytest.mark.parametrize("rank", [0, 1])
 def test_a_failure_that_nobody_foresaw_leaves_its_traceback_in_the_log_and_its_place_on_the_terminal(tmp_path, rank):
     """Where it is another rank's, rank zero ends because it hears nothing more, with an error that says no cause."""
-    failing = [{"class_path": "recorder.Failing", "init_args": {"rank": rank}}]
-    changes = {"trainer.callbacks": failing, "trainer.devices": 1 + rank}
+    changes = {"trainer.callbacks": [equipment("recorder.Failing", rank=rank)], "trainer.devices": 1 + rank}
     ended, run = fit(make_workplace(tmp_path), expect=1, **changes)
     assert re.search(r"ZeroDivisionError: on purpose \(.*recorder.py, line \d+;", ended.stderr)
     log = (run.path / "log.txt").read_text()

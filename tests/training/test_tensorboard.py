@@ -13,13 +13,13 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 from tensorboard.backend.event_processing.event_file_loader import RawEventFileLoader
 from tensorboard.compat.proto.event_pb2 import Event
 from tensorboard.plugins.custom_scalar.layout_pb2 import Layout
-from trainings import fit, make_workplace
+from trainings import equipment, fit, make_workplace
 
 from lm.runs.run import Run
-from lm.training.callbacks.logging import BUCKETS, EventFile, count_values
+from lm.training.callbacks.loggers import BUCKETS, EventFile, count_values
 
 STEPS = 12  # optimizer steps of the run
-KILL = {"class_path": "recorder.KillAt", "init_args": {"signal_name": "SIGKILL", "micro_batch": 20}}
+KILL = equipment("recorder.KillAt", signal_name="SIGKILL", micro_batch=20)
 
 
 @pytest.fixture(scope="module")

@@ -158,7 +158,7 @@ class Evaluations(BetweenSteps):
 
     def run(self, trainer: Trainer, pl_module: LightningModule, sharded: bool) -> dict[str, float]:
         run, run_log, config = trainer.run, RunLog.of(trainer), self.config
-        run_log.write_state(trainer, "running", phase="evaluating")
+        run_log.write_state(trainer, "evaluating")
         try:
             with not_training(trainer), trainer.precision_plugin.forward_context():
                 results = evaluate(
@@ -166,7 +166,7 @@ class Evaluations(BetweenSteps):
                     max_items=config.max_items, share=(0, 1) if sharded else (trainer.global_rank, trainer.world_size),
                 )  # fmt: skip
         finally:
-            run_log.write_state(trainer, "running")
+            run_log.write_state(trainer)
         tasks = {result.label: result.as_dict() for result in results}
         evaluation = evaluation_record(trainer.global_step, None, tasks, core(results), {}, asdict(config))
         if trainer.is_global_zero:

@@ -1,25 +1,32 @@
 """What a guard may do to a run when it has found something: report, checkpoint, stop, roll back; and damaged data."""
 
+import json
 import logging
+import math
 import time
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, suppress
+from datetime import UTC, datetime
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 from lightning.pytorch import LightningModule
 
 from lm.data.loader import Batch
-from lm.errors import GuardStop
+from lm.errors import GuardStop, RequestError
 from lm.model.build import Built
 from lm.model.fused import is_fused
 from lm.runs.checkpoint import find_damage
-from lm.system.process import steady_time
+from lm.runs.run import Run
+from lm.system.files import nonnegative, write_atomically
+from lm.system.process import seconds_since_process_start, steady_time
 from lm.training import checkpoint_state
+from lm.training.budget import Budget, Cost
 from lm.training.callback import Callback, call_hook
 from lm.training.callbacks.logging import remaining
 from lm.training.callbacks.run_folder import Heartbeat
-from lm.training.config import Action, ThroughputConfig
+from lm.training.config import Action, BudgetConfig, ThroughputConfig
 from lm.training.distributed import gather_from_ranks
 from lm.training.guards import Finding, Line, Observer, Rollbacks, ThroughputFloor
 from lm.training.trainer import Trainer
@@ -90,7 +97,7 @@ class Guard(Callback):
 
 
 class ThroughputGuard(Guard):
-    """Tells `ThroughputFloor` what is known of kernels and GPUs."""
+    """Gives `ThroughputFloor` what is known of kernels and GPUs."""
 
     def __init__(self, config: ThroughputConfig) -> None:
         super().__init__(ThroughputFloor(config))
@@ -123,6 +130,73 @@ def _clock_limits(trainer: Trainer) -> list[str]:
     gpus = [gpu for beat in beats for gpu in beat.get("gpus") or []]
     limits = [f"GPU {gpu['index']}: {', '.join(gpu['clocks_limited_by'])}" for gpu in gpus if gpu["clocks_limited_by"]]
     return [f"clocks are limited: {'; '.join(limits)}"] if limits else []
+
+
+# ---- budget ----------------------------------------------------------------------------------------------------------
+
+WRITE_INTERVAL = 10.0  # seconds between writes of budget.json
+
+
+class BudgetGuard(Guard):
+    """Has a run end before it costs too much, and keeps its cost in `budget.json`.
+
+    The clock runs from the start of the process, since the machine is paid for from then on.
+    """
+
+    def __init__(self, config: BudgetConfig, clock: Callable[[], float] = time.monotonic) -> None:
+        super().__init__(Budget(config, clock))
+        self._clock, self._written = clock, -math.inf
+
+    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        if not self.observer.config.wanted:
+            return
+        spent = []
+        if trainer.is_global_zero:
+            spent = self.observer.begin(_spent_before(trainer.run), seconds_since_process_start())
+            self._write(trainer)
+        for finding in from_rank_zero(trainer, spent):
+            act(trainer, pl_module, finding)
+            raise trainer.run_state.stop
+
+    def on_pause(self, trainer: Trainer, seconds: float, kind: str) -> None:
+        self.observer.pace.add_pause(trainer.global_step, seconds, kind)
+
+    def on_metrics(self, trainer: Trainer, pl_module: LightningModule, metrics: Mapping[str, float]) -> None:
+        super().on_metrics(trainer, pl_module, metrics)
+        if self.observer.meter is not None and self._clock() - self._written >= WRITE_INTERVAL:
+            self._write(trainer)
+
+    def on_train_end(self, trainer: Trainer, *args: Any) -> None:
+        if self.observer.meter is not None:
+            self._write(trainer)
+
+    on_exception = on_train_end
+
+    def _write(self, trainer: Trainer) -> None:
+        self._written = self._clock()
+        budget, path = self.observer, trainer.run.path / "budget.json"
+        if budget.config.file and Path(budget.config.file).resolve() == path.resolve():
+            return  # the other program's own
+        cost, end = budget.meter.read(), budget.projection(*remaining(trainer))
+        content = {
+            "spent_usd": cost.usd, "rate_usd_per_hr": budget.meter.rate, "hours_elapsed": cost.hours,
+            "projected_total_usd": end and end.usd, "cap_usd": budget.config.cap_usd,
+            "last_update_utc": datetime.now(UTC).strftime("%Y-%m-%dT%H:%M:%SZ"),
+        }  # fmt: skip
+        with suppress(OSError):  # a full disk; a checkpoint that cannot be written is an error
+            write_atomically(path, json.dumps(content) + "\n", durable=False)
+
+
+def _spent_before(run: Run) -> Cost:
+    """The cost of the run's earlier sessions. To count from 0 where the file is damaged would spend the cap twice."""
+    before = run.read("budget.json")
+    hours, usd = nonnegative(before.get("hours_elapsed")), nonnegative(before.get("spent_usd"))
+    if (run.path / "budget.json").exists() and hours is None and usd is None:
+        raise RequestError(
+            f"{run.path / 'budget.json'} is damaged, so what the run has cost is not known: write "
+            '{"hours_elapsed": H, "spent_usd": S} into it, or remove it to count from 0'
+        )
+    return Cost(hours or 0.0, usd)
 
 
 # ---- rollback --------------------------------------------------------------------------------------------------------

@@ -1,19 +1,36 @@
-"""Services that a training never waits for: calls in threads of their own, and Lightning's loggers, which use them."""
+"""TensorBoard with its histograms, and other loggers of Lightning, whose calls are made in threads of their own."""
 
 import logging
+import math
+import os
 import time
 from collections.abc import Callable
 from functools import partial
+from pathlib import Path
 from queue import Full, Queue
 from threading import Thread
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from lightning.pytorch.loggers import Logger
+import torch
+from lightning.pytorch import LightningModule
+from lightning.pytorch.loggers import Logger, TensorBoardLogger
+from torch import Tensor
 
 from lm.errors import first_line
-from lm.training.lightning_patches import wrap_methods
+from lm.model.huggingface import to_huggingface
+from lm.runs.metrics import METRICS
+from lm.runs.run import Run
+from lm.system.files import append_bytes
+from lm.training.callback import Callback
+from lm.training.lightning_patches import replace_event_file, wrap_methods
+from lm.training.trainer import Trainer
+
+if TYPE_CHECKING:  # it takes a quarter of a second, which `lm plan` need not wait for
+    from torch.utils.tensorboard import SummaryWriter
 
 log = logging.getLogger(__name__)
+
+# ---- calls that a training never waits for ---------------------------------------------------------------------------
 
 CALLS = ("log_hyperparams", "log_metrics", "save", "finalize")  # that a training makes
 WAITING = 10_000  # calls that may wait; more are left out
@@ -102,3 +119,112 @@ class LoggerThread:
         if not self._said:
             log.warning("logger %s %s; the training continues, and metrics.jsonl has all metrics", self.name, problem)
         self._said = True
+
+
+# ---- TensorBoard -----------------------------------------------------------------------------------------------------
+
+LAYOUT: dict[str, dict[str, list]] = {}  # the Custom Scalars tab: category -> chart -> its curves
+for _name, _metric in METRICS.items():
+    if _metric.chart is not None:
+        _category, _chart = _metric.chart
+        LAYOUT.setdefault(_category, {}).setdefault(_chart, ["Multiline", []])[1].append(_name)
+
+
+class EventFile(TensorBoardLogger):
+    """TensorBoard's event file of a run, and no other file. Every event is on the disk when a method returns.
+
+    TensorBoard forgets what earlier files of the folder have of steps later than `resumed_at`, which is 0 in a new run;
+    nothing where that is None.
+    """
+
+    def __init__(self, run: Run, resumed_at: int | None = None) -> None:
+        purge = None if resumed_at is None else resumed_at + 1
+        super().__init__(str(run.path.parent), run.path.name, version="", default_hp_metric=False, purge_step=purge)
+        self._run = run
+        self._opened = False
+
+    @property
+    def experiment(self) -> "SummaryWriter":
+        """torch's SummaryWriter, which writes nothing where the disk is full instead of failing from then on."""
+        if not self._opened:
+            # Files are read in the order of their names, which begin with the second: not that of an earlier session.
+            names = (path.name.split(".")[3:4] for path in self._run.path.glob("events.out.tfevents.*"))
+            taken = {int(second) for [second] in names if second.isdigit()}
+            while int(time.time()) in taken:
+                time.sleep(0.05)
+            replace_event_file(super().experiment, lambda path: _TolerantFile(path, self._run))
+            self._opened = True
+        return super().experiment
+
+    def log_metrics(self, metrics: dict[str, float], step: int | None = None) -> None:
+        """Write the values of a step as one event."""
+        from tensorboard.compat.proto.summary_pb2 import Summary
+
+        values = [Summary.Value(tag=tag, simple_value=value) for tag, value in metrics.items()]
+        self.experiment.file_writer.add_summary(Summary(value=values), step)
+        self.experiment.flush()
+
+    def save(self) -> None:
+        """Nothing: Lightning would write hparams.yaml."""
+
+
+class _TolerantFile:
+    """The file below TensorBoard's writer, whose thread ends for good at the first write that raises."""
+
+    def __init__(self, path: Path, run: Run) -> None:
+        self._attempt = run.attempt
+        self._descriptor = os.open(path, os.O_WRONLY | os.O_APPEND)
+
+    def write(self, record: bytes) -> None:
+        self._attempt("TensorBoard's event file", lambda: append_bytes(self._descriptor, record))
+
+    def flush(self) -> None:
+        """Nothing is buffered."""
+
+    def close(self) -> None:
+        os.close(self._descriptor)
+
+
+# ---- histograms ------------------------------------------------------------------------------------------------------
+
+BUCKETS = 30  # that TensorBoard draws
+
+
+class Histograms(Callback):
+    """Writes histograms of the decoder's weights to TensorBoard, under Hugging Face's names.
+
+    They are counted on the device: `SummaryWriter.add_histogram` copies every weight to the host and takes a second for
+    25 million of them. Shards of a weight are gathered, one weight at a time.
+    """
+
+    def __init__(self, interval: int) -> None:
+        self.interval = interval
+
+    def on_train_batch_end(self, trainer: Trainer, pl_module: LightningModule, *args: Any) -> None:
+        if trainer.global_step % self.interval:
+            return
+        for name, parameter in pl_module.decoder.named_parameters():
+            weight = parameter.detach()
+            weight = weight.full_tensor() if hasattr(weight, "full_tensor") else weight  # on every rank
+            if not trainer.is_global_zero:
+                continue
+            parts = to_huggingface({name: weight}, pl_module.config) if pl_module.builtin else {name: weight}
+            for part, values in parts.items():
+                if (histogram := count_values(values)) is not None:
+                    writer = trainer.logger.experiment
+                    writer.add_histogram_raw(f"weights/{part}", **histogram, global_step=trainer.global_step)
+
+
+def count_values(values: Tensor) -> dict[str, Any] | None:
+    """A histogram as `SummaryWriter.add_histogram_raw` takes it; None where a value is not finite."""
+    flat = values.flatten().float()
+    low, high = (bound.item() for bound in flat.aminmax())
+    if not (math.isfinite(low) and math.isfinite(high)):
+        return None
+    width = max((high - low) / BUCKETS, 1e-30)
+    counts = torch.bincount(((flat - low) / width).to(torch.uint8).clamp_(max=BUCKETS - 1), minlength=BUCKETS)
+    return {
+        "min": low, "max": high, "num": flat.numel(), "sum": flat.sum(dtype=torch.float64).item(),
+        "sum_squares": flat.square().sum(dtype=torch.float64).item(), "bucket_counts": counts.tolist(),
+        "bucket_limits": torch.linspace(low, high, BUCKETS + 1, dtype=torch.float64)[1:].tolist(),
+    }  # fmt: skip

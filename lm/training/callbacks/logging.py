@@ -1,4 +1,4 @@
-"""Logging of a training: TensorBoard, `metrics.jsonl`, `state.json`, log lines, the time left, a progress bar."""
+"""Logging of a training: `metrics.jsonl`, `state.json`, log lines, tokens a second, the time left, a progress bar."""
 
 import logging
 import math
@@ -6,37 +6,28 @@ import os
 import socket
 import sys
 import time
-from collections import deque
 from collections.abc import Mapping
 from contextlib import suppress
 from numbers import Real
-from pathlib import Path
-from statistics import median
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from lightning.pytorch import Callback as LightningCallback
 from lightning.pytorch import LightningModule
-from lightning.pytorch.loggers import TensorBoardLogger
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from torch import Tensor
 
 from lm.errors import RunError
-from lm.model.huggingface import to_huggingface
 from lm.runs.metrics import METRICS
-from lm.runs.run import Run
 from lm.system.arguments import shown
-from lm.system.files import append_bytes
 from lm.system.process import steady_time
 from lm.system.units import format_count, format_duration
+from lm.training.budget import StepTimeEstimator, validations_left
 from lm.training.callback import Callback, call_hook
-from lm.training.callbacks.loggers import LoggerThread
-from lm.training.lightning_patches import replace_event_file
+from lm.training.callbacks.loggers import LAYOUT, EventFile, LoggerThread
+from lm.training.lightning_patches import around_fetches
 from lm.training.trainer import Trainer
-
-if TYPE_CHECKING:  # it takes a quarter of a second, which `lm plan` need not wait for
-    from torch.utils.tensorboard import SummaryWriter
 
 # ---- log lines -------------------------------------------------------------------------------------------------------
 
@@ -76,21 +67,21 @@ class RunLog(Callback):
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         self._compiles = pl_module.options.compile != "none"
-        self.write_state(trainer, "running")
+        self.write_state(trainer)
 
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, *args: Any) -> None:
         """torch compiles in the first step."""
         if self._compiles:
             self._compiles, self._compiling = False, time.monotonic()
             log.info("compiling with %s in the first step, which may take minutes", pl_module.options.compile)
-            self.write_state(trainer, "running", phase="compiling")
+            self.write_state(trainer, "compiling")
 
     def on_train_batch_end(self, trainer: Trainer, pl_module: LightningModule, *args: Any) -> None:
         step = trainer.global_step
         if self._compiling is not None:
             log.info("compiled: the first step took %s", format_duration(time.monotonic() - self._compiling))
             self._compiling = None
-            self.write_state(trainer, "running")
+            self.write_state(trainer)
         if step % self.interval and step != trainer.max_steps:
             return
         metrics = pl_module.logged_metrics()
@@ -109,7 +100,7 @@ class RunLog(Callback):
         if trainer.fitting:
             self._validation_began = time.monotonic()
             self._before = dict(trainer.logged_metrics)
-            self.write_state(trainer, "running", phase="validating")
+            self.write_state(trainer, "validating")
 
     def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         if trainer.fitting:
@@ -145,7 +136,7 @@ class RunLog(Callback):
         self.latest = others | metrics  # a metric that its newest line does not have is not known any more
         if "train" in kinds:
             self.pace.add_line(step, time.monotonic())
-        self.write_state(trainer, "running")
+        self.write_state(trainer)
         lines.info(format_line(step, trainer.max_steps, metrics))
 
     def _kind(self, name: str) -> str:
@@ -155,13 +146,13 @@ class RunLog(Callback):
         """Seconds until the last step is done; None where it is not known yet."""
         return self.pace.rest(*remaining(trainer))
 
-    def write_state(self, trainer: Trainer, status: str, phase: str = "training") -> None:
+    def write_state(self, trainer: Trainer, phase: str = "training") -> None:
         """Replace `state.json`; `phase` is `compiling`, `training`, `validating` or `evaluating`."""
         if not trainer.is_global_zero:
             return
         trainer.run.write_state({
             "run": trainer.run.name,
-            "status": status,
+            "status": "running",
             "phase": phase,
             "step": trainer.global_step,
             "max_steps": trainer.max_steps,
@@ -221,50 +212,51 @@ def format_line(step: int, max_steps: int, metrics: dict[str, float]) -> str:
     return f"step {step}/{max_steps}  " + "  ".join(parts)
 
 
-# ---- time left -------------------------------------------------------------------------------------------------------
-
-KEPT_LINES = 100  # of the newest, that a pace is the median of
+# ---- speed and time left ---------------------------------------------------------------------------------------------
 
 
-class StepTimeEstimator:
-    """How long the steps of a training take, and its rest: one estimate for log lines, progress bar and budget.
+class Throughput(Callback):
+    """Measures from one log line to the next; pauses such as validations do not count as training.
 
-    A step counts as the median over log lines, a validation as the median of all, so that one slow part does not
-    count. The line in which a session starts is left out. Other pauses, such as evaluations, count by the step: those
-    after the first over the steps since then.
+    Every fetch of a batch is timed. On a CUDA device a fetch costs nothing while the device still computes: two events
+    around the fetch give the time in which the device had no work, and they are read at the log line.
     """
 
     def __init__(self) -> None:
-        self.steps: deque[float] = deque(maxlen=KEPT_LINES)  # seconds a step, of each log line
-        self.validations: deque[float] = deque(maxlen=KEPT_LINES)  # seconds
-        self.pauses: deque[tuple[int, float]] = deque(maxlen=KEPT_LINES)  # after which step, and seconds
-        self.newest_step = -1  # of a log line
-        self._newest_time = self._paused = 0.0  # of that line, and seconds of pauses since then
+        self._since = self._paused = 0.0
+        self._step = 0
+        self._on_gpu = False
+        self._times: list[Any] = []  # in seconds, or CUDA events: when each fetch began, and when it ended
 
-    def add_line(self, step: int, now: float) -> tuple[float, int] | None:
-        """Count a log line of training; returns the seconds and steps since the one before, if there is one."""
-        interval = (now - self._newest_time, step - self.newest_step) if self.newest_step >= 0 else None
-        if interval and interval[1]:
-            self.steps.append((interval[0] - self._paused) / interval[1])
-        self.newest_step, self._newest_time, self._paused = step, now, 0.0
-        return interval
+    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        self._peak = trainer.device_peak and trainer.device_peak * trainer.world_size
+        around_fetches(trainer, self._note_time, self._note_time)
+        self._on_gpu = pl_module.device.type == "cuda"
+        self._since, self._paused, self._step = time.monotonic(), 0.0, trainer.global_step
 
-    def add_pause(self, step: int, seconds: float, kind: str) -> None:
-        """Count a pause after a step, as callbacks' `on_pause` have it."""
+    def _note_time(self) -> None:
+        self._times.append(torch.cuda.Event(enable_timing=True) if self._on_gpu else time.monotonic())
+        if self._on_gpu:
+            self._times[-1].record()
+
+    def on_pause(self, trainer: Trainer, seconds: float, kind: str) -> None:
         self._paused += seconds
-        if kind == "validation":
-            self.validations.append(seconds)
-        else:
-            self.pauses.append((step, seconds))
 
-    def rest(self, steps: int, validations: int) -> float | None:
-        """Seconds that so many steps and validations will take; None before two log lines."""
-        if not self.steps:
-            return None
-        seconds = steps * median(self.steps) + validations * median(self.validations or [0.0])
-        if self.pauses and (since := self.pauses[-1][0] - self.pauses[0][0]):
-            seconds += steps * sum(pause for step, pause in self.pauses if step > self.pauses[0][0]) / since
-        return seconds
+    def logged_metrics(self, trainer: Trainer, pl_module: LightningModule) -> dict[str, Any]:
+        """Of the steps since the last call. The loss was read before this, so the device has caught up."""
+        now = time.monotonic()
+        seconds = now - self._since - self._paused
+        tokens = trainer.steps.tokens(trainer.global_step) - trainer.steps.tokens(self._step)
+        fetches = zip(self._times[::2], self._times[1::2])
+        waited = sum(a.elapsed_time(b) / 1000 if self._on_gpu else b - a for a, b in fetches)
+        self._since, self._paused, self._step = now, 0.0, trainer.global_step
+        self._times.clear()
+        rate = tokens / seconds
+        metrics = {"perf/tokens_per_second": rate, "perf/data_wait": min(waited / seconds, 1.0)}
+        if self._peak:
+            metrics["perf/mfu"] = rate * pl_module.flops_per_token() / self._peak
+            metrics["perf/mfu_full_attention"] = rate * pl_module.flops_per_token(full_attention=True) / self._peak
+        return metrics
 
 
 def remaining(trainer: Trainer) -> tuple[int, int]:
@@ -272,11 +264,6 @@ def remaining(trainer: Trainer) -> tuple[int, int]:
     step, end = trainer.global_step, trainer.max_steps
     validations = validations_left(step, end, trainer.val_interval) if trainer.datamodule.has_validation else 0
     return end - step, validations
-
-
-def validations_left(step: int, max_steps: int, interval: int) -> int:
-    """Validations after a step: one every `interval` steps, and one after the last step."""
-    return max_steps // interval - step // interval + (max_steps % interval > 0)
 
 
 # ---- progress bar ----------------------------------------------------------------------------------------------------
@@ -323,112 +310,3 @@ class ProgressBar(Callback):
             self._progress = None
 
     on_exception = on_train_end
-
-
-# ---- TensorBoard -----------------------------------------------------------------------------------------------------
-
-LAYOUT: dict[str, dict[str, list]] = {}  # the Custom Scalars tab: category -> chart -> its curves
-for _name, _metric in METRICS.items():
-    if _metric.chart is not None:
-        _category, _chart = _metric.chart
-        LAYOUT.setdefault(_category, {}).setdefault(_chart, ["Multiline", []])[1].append(_name)
-
-
-class EventFile(TensorBoardLogger):
-    """TensorBoard's event file of a run, and nothing beside it. Every event is on the disk when a method returns.
-
-    TensorBoard forgets what earlier files of the folder have of steps later than `resumed_at`, which is 0 in a new run;
-    nothing where that is None.
-    """
-
-    def __init__(self, run: Run, resumed_at: int | None = None) -> None:
-        purge = None if resumed_at is None else resumed_at + 1
-        super().__init__(str(run.path.parent), run.path.name, version="", default_hp_metric=False, purge_step=purge)
-        self._run = run
-        self._opened = False
-
-    @property
-    def experiment(self) -> "SummaryWriter":
-        """torch's SummaryWriter, which writes nothing where the disk is full instead of failing from then on."""
-        if not self._opened:
-            # Files are read in the order of their names, which begin with the second: not that of an earlier session.
-            names = (path.name.split(".")[3:4] for path in self._run.path.glob("events.out.tfevents.*"))
-            taken = {int(second) for [second] in names if second.isdigit()}
-            while int(time.time()) in taken:
-                time.sleep(0.05)
-            replace_event_file(super().experiment, lambda path: _TolerantFile(path, self._run))
-            self._opened = True
-        return super().experiment
-
-    def log_metrics(self, metrics: dict[str, float], step: int | None = None) -> None:
-        """Write the values of a step as one event."""
-        from tensorboard.compat.proto.summary_pb2 import Summary
-
-        values = [Summary.Value(tag=tag, simple_value=value) for tag, value in metrics.items()]
-        self.experiment.file_writer.add_summary(Summary(value=values), step)
-        self.experiment.flush()
-
-    def save(self) -> None:
-        """Nothing: Lightning would write hparams.yaml."""
-
-
-class _TolerantFile:
-    """The file below TensorBoard's writer, whose thread ends for good at the first write that raises."""
-
-    def __init__(self, path: Path, run: Run) -> None:
-        self._attempt = run.attempt
-        self._descriptor = os.open(path, os.O_WRONLY | os.O_APPEND)
-
-    def write(self, record: bytes) -> None:
-        self._attempt("TensorBoard's event file", lambda: append_bytes(self._descriptor, record))
-
-    def flush(self) -> None:
-        """Nothing is buffered."""
-
-    def close(self) -> None:
-        os.close(self._descriptor)
-
-
-# ---- histograms ------------------------------------------------------------------------------------------------------
-
-BUCKETS = 30  # that TensorBoard draws
-
-
-class Histograms(Callback):
-    """Writes histograms of the decoder's weights to TensorBoard, under Hugging Face's names.
-
-    They are counted on the device: `SummaryWriter.add_histogram` copies every weight to the host and takes a second for
-    25 million of them. Shards of a weight are gathered, one weight at a time.
-    """
-
-    def __init__(self, interval: int) -> None:
-        self.interval = interval
-
-    def on_train_batch_end(self, trainer: Trainer, pl_module: LightningModule, *args: Any) -> None:
-        if trainer.global_step % self.interval:
-            return
-        for name, parameter in pl_module.decoder.named_parameters():
-            weight = parameter.detach()
-            weight = weight.full_tensor() if hasattr(weight, "full_tensor") else weight  # on every rank
-            if not trainer.is_global_zero:
-                continue
-            parts = to_huggingface({name: weight}, pl_module.config) if pl_module.builtin else {name: weight}
-            for part, values in parts.items():
-                if (histogram := count_values(values)) is not None:
-                    writer = trainer.logger.experiment
-                    writer.add_histogram_raw(f"weights/{part}", **histogram, global_step=trainer.global_step)
-
-
-def count_values(values: Tensor) -> dict[str, Any] | None:
-    """A histogram as `SummaryWriter.add_histogram_raw` takes it; None where a value is not finite."""
-    flat = values.flatten().float()
-    low, high = (bound.item() for bound in flat.aminmax())
-    if not (math.isfinite(low) and math.isfinite(high)):
-        return None
-    width = max((high - low) / BUCKETS, 1e-30)
-    counts = torch.bincount(((flat - low) / width).to(torch.uint8).clamp_(max=BUCKETS - 1), minlength=BUCKETS)
-    return {
-        "min": low, "max": high, "num": flat.numel(), "sum": flat.sum(dtype=torch.float64).item(),
-        "sum_squares": flat.square().sum(dtype=torch.float64).item(), "bucket_counts": counts.tolist(),
-        "bucket_limits": torch.linspace(low, high, BUCKETS + 1, dtype=torch.float64)[1:].tolist(),
-    }  # fmt: skip

@@ -63,7 +63,7 @@ class Message(NamedTuple):
 
 
 class _AppriseLog(logging.Handler):
-    """Keeps the newest line that Apprise logged in each thread. It may have a password in it: nobody else sees it."""
+    """Keeps the newest line that Apprise logged in each thread. It may contain a password, so it is not shown."""
 
     def __init__(self) -> None:
         super().__init__(logging.WARNING)
@@ -73,7 +73,7 @@ class _AppriseLog(logging.Handler):
         self.newest[record.thread] = record.getMessage()
 
 
-_said = _AppriseLog()
+_apprise_log = _AppriseLog()
 
 
 class Recipient:
@@ -90,8 +90,8 @@ class Recipient:
             raise RequestError("notify needs the package apprise: `pip install apprise`") from error
         self._logger = logging.getLogger("apprise")
         self._logger.propagate = False
-        if _said not in self._logger.handlers:
-            self._logger.addHandler(_said)
+        if _apprise_log not in self._logger.handlers:
+            self._logger.addHandler(_apprise_log)
         url = VARIABLE.sub(partial(_from_environment, place), url)
         parts = {part for text in (url, unquote(url)) for part in PARTS.split(text.partition("://")[2])}
         self._secrets = sorted((part for part in parts if len(part) >= SECRET), key=len, reverse=True)
@@ -105,13 +105,12 @@ class Recipient:
     def send(self, message: Message) -> None:
         """Send a message; where the service refuses the picture, the text alone.
 
-        Raises:
-            RunError: it could not be sent. The reason has no part of the address.
+        Where that fails too, a RunError has the reason, without any part of the address.
         """
         if message.picture and self.takes_pictures and self._sent(message, message.picture):
             return
         if not self._sent(message, None):
-            reason = _said.newest.get(threading.get_ident(), "the service did not take it")
+            reason = _apprise_log.newest.get(threading.get_ident(), "the service did not take it")
             for secret in self._secrets:
                 reason = reason.replace(secret, "***")
             raise RunError(reason)
@@ -121,7 +120,7 @@ class Recipient:
         from apprise.attachment.memory import AttachMemory
 
         attached = picture and AppriseAttachment(AttachMemory(picture, name="curves.png", mimetype="image/png"))
-        _said.newest.pop(threading.get_ident(), None)
+        _apprise_log.newest.pop(threading.get_ident(), None)
         kind = {"info": "info", "warning": "warning", "error": "failure"}[message.level]
         try:
             # Not `Apprise.notify`, whose threads Python would wait for when the process ends.
@@ -194,7 +193,7 @@ class Notifications(Callback):
     """Sends messages about the run, from rank zero.
 
     A finding of a guard is sent at once; those of the next `QUIET` seconds wait and are sent together, unless one of
-    them has a post-mortem, or the run ends. A finding that ends the run is told with its end.
+    them has a post-mortem, or the run ends. A finding that ends the run is part of the message on its end.
 
     It stands after the guards, and after those callbacks that write post-mortems and roll back.
     """
@@ -205,10 +204,9 @@ class Notifications(Callback):
         self._failed: set[Recipient] = set()  # the log says it once
         self._findings: list[str] = []  # that are not sent yet
         self._quiet_until = 0.0  # by `time.monotonic`
-        self._post_mortems: set[Path] = set()  # that were told
+        self._post_mortems: set[Path] = set()  # that were sent
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        step, left = trainer.global_step, trainer.max_steps - trainer.global_step
         step, left = trainer.global_step, trainer.max_steps - trainer.global_step
         tokens = format_count(trainer.steps.tokens(trainer.max_steps) - trainer.steps.tokens(step))
         event = f"resumed after step {step:,}" if step else "started"
@@ -249,7 +247,7 @@ class Notifications(Callback):
         self._finish(trainer)
 
     def _new_post_mortem(self, trainer: Trainer) -> Path | None:
-        """The folder of a post-mortem of this step, where there is one and it was not told."""
+        """The folder of a post-mortem of this step, where there is one and it was not sent."""
         folder = postmortem.folder_of(trainer.run, trainer.global_step)
         if folder in self._post_mortems or not folder.exists():
             return None
@@ -307,7 +305,7 @@ class Notifications(Callback):
         for to, thread in self._threads.items():
             if not thread.finish(until - time.monotonic()):
                 self._fail(to, RunError("no answer when the run ended"))
-        self._recipients = []  # how it ended is told once
+        self._recipients = []  # the end is sent once
 
 
 def draw_curves(run: Run) -> bytes | None:

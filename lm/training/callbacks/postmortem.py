@@ -28,7 +28,7 @@ from lm.training.callback import Callback
 from lm.training.callbacks.guards import act, from_rank_zero, not_training
 from lm.training.config import Action
 from lm.training.guards import Finding
-from lm.training.probe import StepRef, gather_evidence, injected_rows, is_sharded
+from lm.training.probe import gather_evidence, injected_rows, is_sharded
 from lm.training.step_stats import StepRecord
 from lm.training.trainer import Trainer
 
@@ -53,8 +53,7 @@ class PostMortem(Callback):
         self._drill = range(0) if drill is None else range(drill, drill + DRILL_STEPS)
         self._evaluator = AlertEvaluator([] if spike is None else [spike])
         self._spiking = False  # reported, and still true
-        self._step_refs: deque[StepRef] = deque(maxlen=STEPS_KEPT)
-        self._noted: list[StepRecord] | None = None  # the newest `stats.recent` that are in `_step_refs`
+        self._steps: deque[StepRecord] = deque(maxlen=STEPS_KEPT)
         self._losses: deque[tuple[int, float]] = deque(maxlen=BASELINE_LINES + 1)  # step and loss of log lines
         self._open: Incident | None = None
         self._lines = 0  # log lines since it was opened
@@ -139,20 +138,17 @@ class PostMortem(Callback):
 
     def _note_steps(self, trainer: Trainer) -> bool:
         """Keep the steps since the last log line; returns whether they are new."""
-        if trainer.run_state.stats.recent is self._noted or not trainer.run_state.stats.recent:
+        recent = trainer.run_state.stats.recent
+        if not recent or (self._steps and self._steps[-1] is recent[-1]):
             return False
-        self._noted = trainer.run_state.stats.recent
-        size = trainer.steps.global_batch
-        after = trainer.run_state.cursor.end  # of the step just taken
-        for step in trainer.run_state.stats.recent:
-            self._step_refs.append(StepRef(step, after - (trainer.global_step - step.step + 1) * size))
+        self._steps.extend(recent)
         return True
 
     def _follow(self, trainer: Trainer, loss: float) -> None:
         """Close the open post-mortem when the loss is as low as before, or has not been so for long."""
         incident, step = self._open, trainer.global_step
         self._lines += 1
-        incident.update_highest(self._noted)
+        incident.update_highest(trainer.run_state.stats.recent)
         if incident.baseline is not None and loss <= incident.baseline:
             after = step - incident.worst
             text = (
@@ -209,13 +205,13 @@ class PostMortem(Callback):
     def _write(self, trainer: Trainer, module: LightningModule, incident: Incident) -> None:
         if trainer.is_global_zero:
             incident.lines = trainer.run.metrics()[-LINES_KEPT:]
-        if incident.step in self._known:  # written before a resume from an earlier step; somebody may have edited it
+        if incident.step in self._known:  # written before a resume from an earlier step; it may have been edited
             return
         self._known.append(incident.step)
         evidence = Evidence()
         if trainer.is_global_zero or is_sharded(module):  # a sharded model computes on all ranks, or on none
             with _failure_logged("filled"):
-                worst = next(each for each in self._step_refs if each.step.step == incident.worst)
+                worst = next(step for step in self._steps if step.step == incident.worst)
                 evidence = gather_evidence(trainer, module, worst, self._ordinary(trainer, incident.worst))
         if trainer.is_global_zero:
             with _failure_logged("written"):
@@ -223,16 +219,14 @@ class PostMortem(Callback):
                 _save_pictures(folder, incident)
                 log.warning("post-mortem: %s", folder / "postmortem.md")
 
-    def _ordinary(self, trainer: Trainer, worst: int) -> StepRef | None:
+    def _ordinary(self, trainer: Trainer, worst: int) -> StepRecord | None:
         """The newest step before the worst whose loss was no higher than that of half of the steps before."""
-        before = [
-            each for each in self._step_refs
-            if each.step.step < worst and each.step.applied and injected_rows(trainer, each.step.step) is None
-        ]  # fmt: skip
+        before = [step for step in self._steps
+                  if step.step < worst and step.applied and injected_rows(trainer, step.step) is None]  # fmt: skip
         if not before:
             return None
-        middle = statistics.median(each.step.loss for each in before[-100:])
-        return next(each for each in reversed(before) if each.step.loss <= middle)
+        middle = statistics.median(step.loss for step in before[-100:])
+        return next(step for step in reversed(before) if step.loss <= middle)
 
 
 def _save_pictures(folder: Path, incident: Incident, after: Sequence[dict[str, Any]] = ()) -> None:
@@ -266,8 +260,6 @@ class SpikeInjection(Callback):
     def __init__(self, first: int) -> None:
         self.first = first
         self._rare: np.ndarray | None = None  # ids, once needed
-        self._step = 0  # of `_rows`
-        self._rows: np.ndarray | None = None  # (G, T + 1)
         self._done: list[int] = []  # the injected steps
         self._logged = 0  # the step of the newest log line
 
@@ -304,14 +296,11 @@ class SpikeInjection(Callback):
         """The injected samples of a step, `(G, T + 1)`, from the seed and the step alone; None: it has none."""
         if not self.first <= step < self.first + DRILL_STEPS:
             return None
-        if self._step != step:
-            data = trainer.datamodule
+        data = trainer.datamodule
+        if self._rare is None:
             train = data.shards["train"]
-            if self._rare is None:
-                self._rare = rare_tokens(train, data.tokenizer.vocab_size).astype(train.column.row_dtype)
-            self._rows = rare_rows(self._rare, data.seed, step, trainer.steps.global_batch, data.seq_len + 1)
-            self._step = step
-        return self._rows
+            self._rare = rare_tokens(train, data.tokenizer.vocab_size).astype(train.column.row_dtype)
+        return rare_rows(self._rare, data.seed, step, trainer.steps.global_batch, data.seq_len + 1)
 
     def logged_metrics(self, trainer: Trainer, pl_module: LightningModule) -> dict[str, float]:
         since, self._logged = self._logged, trainer.global_step

@@ -46,14 +46,14 @@ CLAIM_WAIT = 2.0  # seconds that another process may take between making a run f
 class RunFolder(Callback):
     """Claims the run folder when a fit starts, and records in it and in the registry how the run ended.
 
-    It is the first callback: data, model and request are checked by now, and callbacks after it may write.
+    It is the first callback: data, model and request have been checked, and callbacks after it may write.
     """
 
     resumed: Run | None  # the run to resume; None: start a new one
     name: str  # of a new one
     config: str  # text of the resolved config
     force: bool = False  # resume a run though its shards changed
-    auto: bool = False  # where a run of this name has appeared in the meantime, refuse to start another beside it
+    auto: bool = False  # where a run of this name has appeared in the meantime, refuse to start a second one
     register: bool = True  # write it to the user's registry of runs
     options: RunOptions = field(default_factory=RunOptions)  # tags, a note, and what is done at the run's end
 
@@ -238,7 +238,7 @@ class RunFolder(Callback):
             announce(self._ended, self.options.on_event, patience)
 
     def _log_end(self, text: str, unforeseen: BaseException | None) -> None:
-        """Write to `log.txt` alone how this rank ended, with the traceback of an error that nobody foresaw."""
+        """Write to `log.txt` alone how this rank ended, with the traceback of an unforeseen error."""
         if self._log is not None:
             trace = unforeseen and (type(unforeseen), unforeseen, unforeseen.__traceback__)
             self._log.handle(logging.makeLogRecord({"levelno": logging.INFO, "msg": text, "exc_info": trace}))
@@ -255,7 +255,7 @@ class RunFolder(Callback):
 
 
 def _make_checkpoint_folders(trainer: Trainer, run: Run | None) -> None:
-    """Make the folders of each ModelCheckpoint of Lightning's: in the run's where nobody has named another."""
+    """Make the folders of each ModelCheckpoint of Lightning's: in the run's folder where the config names no other."""
     default = str(Path(trainer.default_root_dir, "checkpoints"))
     for callback in trainer.checkpoint_callbacks:
         if not isinstance(callback, ModelCheckpoint) or callback is trainer.checkpoint_callback:
@@ -296,7 +296,7 @@ def _open_log(run: Run) -> logging.Handler:
 
 
 def event_facts(run: Run) -> dict[str, Any]:
-    """What the program is told of a run that has ended."""
+    """What the program is given about a run that has ended."""
     facts, last = read_facts(run), run.link("last")
     return {
         "event": facts["status"], "exit_code": EXIT_CODES.get(facts["status"], 0), "run": run.name,

@@ -5,16 +5,15 @@ from typing import Any
 
 from lightning.pytorch import Callback
 
-from lm.training.callbacks.budget import BudgetGuard
 from lm.training.callbacks.checkpoints import Checkpoints
 from lm.training.callbacks.evaluation import Evaluations, Predictions, Samples
-from lm.training.callbacks.guards import Guard, Rollback, SkippedData, ThroughputGuard
-from lm.training.callbacks.logging import Histograms, ProgressBar, RunLog
+from lm.training.callbacks.guards import BudgetGuard, Guard, Rollback, SkippedData, ThroughputGuard
+from lm.training.callbacks.loggers import Histograms
+from lm.training.callbacks.logging import ProgressBar, RunLog, Throughput
 from lm.training.callbacks.notifications import Notifications, open_recipients
 from lm.training.callbacks.postmortem import PostMortem, SpikeInjection
 from lm.training.callbacks.run_folder import Heartbeat, RunFolder
 from lm.training.callbacks.stopping import EarlyStopping, Interrupt
-from lm.training.callbacks.throughput import Throughput
 from lm.training.config import TrainerConfig
 from lm.training.guards import Alerts, NotFinite, ValidationTrend
 

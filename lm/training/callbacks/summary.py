@@ -18,8 +18,8 @@ from lm.system.hardware import Device, device_name
 from lm.system.process import program
 from lm.system.units import format_count, format_duration, format_time_and_cost, plural
 from lm.training.callback import Callback
-from lm.training.callbacks.budget import BudgetGuard
 from lm.training.callbacks.evaluation import Samples
+from lm.training.callbacks.guards import BudgetGuard
 from lm.training.callbacks.logging import RunLog
 from lm.training.config import SamplesConfig
 from lm.training.precision import multiplication_precision
@@ -110,7 +110,7 @@ def _devices(trainer: Trainer) -> str:
 
 
 def _expected(trainer: Trainer, module: LightningModule) -> str:
-    """How long the rest of the run takes, reckoned as `lm plan` does without a measurement."""
+    """How long the rest of the run takes, estimated as `lm plan` does without a measurement."""
     device = Device(device_name(trainer.strategy.root_device), None, None, trainer.options.peak_tflops)
     checkpointing, seq_len = module.options.activation_checkpointing, trainer.datamodule.seq_len
     flops = module.flops_per_token() + recomputed_flops_per_token(module.config, seq_len, checkpointing)

@@ -1,32 +1,77 @@
-"""What a run costs over all its sessions, and its end before it costs too much."""
+"""The time that is left of a training, what a run costs over all its sessions, and its end before it costs too much."""
 
-import json
 import logging
 import math
 import time
-from collections.abc import Callable, Mapping
-from contextlib import suppress
+from collections import deque
+from collections.abc import Callable
 from datetime import UTC, datetime
 from pathlib import Path
+from statistics import median
 from typing import Any, NamedTuple
 
-from lightning.pytorch import LightningModule
-
 from lm.errors import RequestError
-from lm.runs.run import Run
-from lm.system.files import nonnegative, parse_json, write_atomically
-from lm.system.process import seconds_since_process_start
+from lm.system.files import nonnegative, parse_json
 from lm.system.units import format_figure
-from lm.training.callbacks.guards import Guard, act, from_rank_zero
-from lm.training.callbacks.logging import StepTimeEstimator, remaining
 from lm.training.config import BudgetConfig
 from lm.training.guards import Finding, Line, Observer
-from lm.training.trainer import Trainer
 
 log = logging.getLogger(__name__)
 
+# ---- time left -------------------------------------------------------------------------------------------------------
+
+KEPT_LINES = 100  # of the newest, that a pace is the median of
+
+
+class StepTimeEstimator:
+    """How long the steps of a training take, and its rest: one estimate for log lines, progress bar and budget.
+
+    A step counts as the median over log lines, a validation as the median of all, so that one slow part does not
+    count. The line in which a session starts is left out. Other pauses, such as evaluations, count by the step: those
+    after the first over the steps since then.
+    """
+
+    def __init__(self) -> None:
+        self.steps: deque[float] = deque(maxlen=KEPT_LINES)  # seconds a step, of each log line
+        self.validations: deque[float] = deque(maxlen=KEPT_LINES)  # seconds
+        self.pauses: deque[tuple[int, float]] = deque(maxlen=KEPT_LINES)  # after which step, and seconds
+        self.newest_step = -1  # of a log line
+        self._newest_time = self._paused = 0.0  # of that line, and seconds of pauses since then
+
+    def add_line(self, step: int, now: float) -> tuple[float, int] | None:
+        """Count a log line of training; returns the seconds and steps since the one before, if there is one."""
+        interval = (now - self._newest_time, step - self.newest_step) if self.newest_step >= 0 else None
+        if interval and interval[1]:
+            self.steps.append((interval[0] - self._paused) / interval[1])
+        self.newest_step, self._newest_time, self._paused = step, now, 0.0
+        return interval
+
+    def add_pause(self, step: int, seconds: float, kind: str) -> None:
+        """Count a pause after a step, as callbacks' `on_pause` have it."""
+        self._paused += seconds
+        if kind == "validation":
+            self.validations.append(seconds)
+        else:
+            self.pauses.append((step, seconds))
+
+    def rest(self, steps: int, validations: int) -> float | None:
+        """Seconds that so many steps and validations will take; None before two log lines."""
+        if not self.steps:
+            return None
+        seconds = steps * median(self.steps) + validations * median(self.validations or [0.0])
+        if self.pauses and (since := self.pauses[-1][0] - self.pauses[0][0]):
+            seconds += steps * sum(pause for step, pause in self.pauses if step > self.pauses[0][0]) / since
+        return seconds
+
+
+def validations_left(step: int, max_steps: int, interval: int) -> int:
+    """Validations after a step: one every `interval` steps, and one after the last step."""
+    return max_steps // interval - step // interval + (max_steps % interval > 0)
+
+
+# ---- cost ------------------------------------------------------------------------------------------------------------
+
 STALE = 600.0  # seconds after which a sidecar's file that has not changed is ignored
-WRITE_INTERVAL = 10.0  # seconds between writes of budget.json
 SETTLED_LINES = 10  # log lines that a pace is measured over before a projection counts
 PROJECTIONS = 3  # over the cap, in a row, end the run
 
@@ -39,7 +84,7 @@ class Cost(NamedTuple):
 
 
 class Meter:
-    """Counts what a run costs: `rate` US dollars an hour, since `age` seconds ago, beside what it has cost `before`."""
+    """Counts what a run costs: `rate` US dollars an hour, since `age` seconds ago, added to its cost `before`."""
 
     def __init__(self, rate: float | None, before: Cost, age: float, clock: Callable[[], float] = time.monotonic):
         self.rate, self._base, self._clock = rate, before, clock
@@ -58,7 +103,7 @@ class Meter:
 
 
 class Sidecar:
-    """A `budget.json` that another program keeps, beside the training.
+    """A `budget.json` that another program keeps.
 
     At first sight its own date says how old it is. From then on it is stale when it has not changed for `STALE` seconds
     of a clock that does not jump.
@@ -73,14 +118,13 @@ class Sidecar:
         """Its content if that is new, and what is wrong with it."""
         try:
             content = parse_json(self.path.read_bytes())
-            update = str(content["last_update_utc"])
+            update, spent = str(content["last_update_utc"]), nonnegative(content["spent_usd"])
             date = datetime.fromisoformat(update)
-            usable = nonnegative(content["spent_usd"]) is not None
         except OSError as error:
             return None, f"cannot be read ({error.strerror})"
         except (ValueError, KeyError, TypeError):
-            usable = False
-        if not usable:
+            spent = None
+        if spent is None:
             return None, "is not whole: spent_usd and last_update_utc are needed"
         if update == self._update:
             return None, "has not been updated for 10 minutes" if self._clock() - self._seen > STALE else None
@@ -239,65 +283,3 @@ class Budget(Observer):
                 self._reported.add(problem)
                 instead = "its own clock counts on" if self.meter.rate else "nothing is counted: no rate is known"
                 log.warning("guards.budget.file %s %s; %s", self.config.file, problem, instead)
-
-
-class BudgetGuard(Guard):
-    """Has a run end before it costs too much, and keeps its cost in `budget.json`.
-
-    The clock runs from the start of the process, since the machine is paid for from then on.
-    """
-
-    def __init__(self, config: BudgetConfig, clock: Callable[[], float] = time.monotonic) -> None:
-        super().__init__(Budget(config, clock))
-        self._clock, self._written = clock, -math.inf
-
-    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        if not self.observer.config.wanted:
-            return
-        spent = []
-        if trainer.is_global_zero:
-            spent = self.observer.begin(_spent_before(trainer.run), seconds_since_process_start())
-            self._write(trainer)
-        for finding in from_rank_zero(trainer, spent):
-            act(trainer, pl_module, finding)
-            raise trainer.run_state.stop
-
-    def on_pause(self, trainer: Trainer, seconds: float, kind: str) -> None:
-        self.observer.pace.add_pause(trainer.global_step, seconds, kind)
-
-    def on_metrics(self, trainer: Trainer, pl_module: LightningModule, metrics: Mapping[str, float]) -> None:
-        super().on_metrics(trainer, pl_module, metrics)
-        if self.observer.meter is not None and self._clock() - self._written >= WRITE_INTERVAL:
-            self._write(trainer)
-
-    def on_train_end(self, trainer: Trainer, *args: Any) -> None:
-        if self.observer.meter is not None:
-            self._write(trainer)
-
-    on_exception = on_train_end
-
-    def _write(self, trainer: Trainer) -> None:
-        self._written = self._clock()
-        budget, path = self.observer, trainer.run.path / "budget.json"
-        if budget.config.file and Path(budget.config.file).resolve() == path.resolve():
-            return  # the other program's own
-        cost, end = budget.meter.read(), budget.projection(*remaining(trainer))
-        content = {
-            "spent_usd": cost.usd, "rate_usd_per_hr": budget.meter.rate, "hours_elapsed": cost.hours,
-            "projected_total_usd": end and end.usd, "cap_usd": budget.config.cap_usd,
-            "last_update_utc": datetime.now(UTC).strftime("%Y-%m-%dT%H:%M:%SZ"),
-        }  # fmt: skip
-        with suppress(OSError):  # a full disk; a checkpoint that cannot be written is an error
-            write_atomically(path, json.dumps(content) + "\n", durable=False)
-
-
-def _spent_before(run: Run) -> Cost:
-    """The cost of the run's earlier sessions. To count from 0 where the file is damaged would spend the cap twice."""
-    before = run.read("budget.json")
-    hours, usd = nonnegative(before.get("hours_elapsed")), nonnegative(before.get("spent_usd"))
-    if (run.path / "budget.json").exists() and hours is None and usd is None:
-        raise RequestError(
-            f"{run.path / 'budget.json'} is damaged, so what the run has cost is not known: write "
-            '{"hours_elapsed": H, "spent_usd": S} into it, or remove it to count from 0'
-        )
-    return Cost(hours or 0.0, usd)
