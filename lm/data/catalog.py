@@ -226,12 +226,20 @@ def _readable(shard: Shard) -> Iterator[None]:
             raise RequestError(str(error)) from error
         raise
     except DAMAGE as error:
-        if getattr(error, "errno", None) not in (None, EIO):
-            raise RequestError(str(unreadable(f"shard {shard.file}", error))) from error
-        raise RequestError(
-            f"shard {shard.file} is not a readable Parquet file ({first_line(error)}); is it truncated, damaged or "
-            "another one?"
-        ) from error
+        raise RequestError(str(explain_damage(f"shard {shard.file}", error))) from error
+
+
+def explain_damage(where: str, error: Exception) -> RunError:
+    """What a failed read means: damage, a file that is not there, or a machine that could not read it."""
+    reason = first_line(error)
+    if isinstance(error, FileNotFoundError) or getattr(error, "errno", None) not in (None, EIO):
+        return unreadable(where, error)
+    if isinstance(error, MemoryError):  # never skipped: the next time there may be enough
+        return RunError(f"{where}: not enough memory to decode it ({reason}), unless the file is damaged")
+    return BadBlock(
+        f"{where}: cannot be decoded ({reason}); is it Parquet? If so, it is truncated, damaged or was changed: fetch "
+        "or write it again"
+    )
 
 
 # ---- fingerprint -----------------------------------------------------------------------------------------------------

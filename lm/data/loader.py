@@ -89,15 +89,10 @@ class Batch:
 
     def split(self, rows: int) -> "list[Batch]":
         """Micro-batches of `rows` rows each, in order. They are views, and carry neither `cursor` nor `bad`."""
+        of_rows = {"mask": self.mask, "row_documents": self.row_documents, "sources": self.sources}
+        given = {name: values for name, values in of_rows.items() if values is not None}
         parts = [slice(start, start + rows) for start in range(0, len(self.tokens), rows)]
-        return [
-            Batch(
-                self.tokens[part], mask=None if self.mask is None else self.mask[part],
-                row_documents=None if self.row_documents is None else self.row_documents[part],
-                sources=None if self.sources is None else self.sources[part],
-            )
-            for part in parts
-        ]  # fmt: skip
+        return [Batch(self.tokens[part], **{name: values[part] for name, values in given.items()}) for part in parts]
 
     def count_documents(self, eos_id: int) -> None:
         """Count the documents of each row, while the tokens are on the host."""

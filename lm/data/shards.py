@@ -14,20 +14,19 @@ from collections import defaultdict
 from collections.abc import Collection, Hashable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
-from errno import EIO
 from typing import NamedTuple
 
 import numpy as np
 import pyarrow.parquet as pq
 
 from lm.data.cache import BlockCache
-from lm.data.catalog import FOOTER_THREADS, Fingerprint, Shard, find_shards
+from lm.data.catalog import FOOTER_THREADS, Fingerprint, Shard, explain_damage, find_shards
 from lm.data.packing import PackedRows
 from lm.data.parquet import COLUMN, DAMAGE, IGNORED, BadBlock, Column, Tokens, runs_within
 from lm.data.tokenizer import Tokenizer
-from lm.errors import RequestError, RunError, first_line
+from lm.errors import RequestError
 from lm.system.process import reader_pool
-from lm.system.remote import PATIENCE, file_identity, is_remote, unreadable
+from lm.system.remote import PATIENCE, file_identity, is_remote
 from lm.system.units import plural
 
 log = logging.getLogger(__name__)
@@ -344,7 +343,7 @@ class Shards:
                             f"{shard.row_groups[group]}: it was changed or badly written; write it again"
                         )
         except DAMAGE as error:
-            raise _not_readable(where, error) from error
+            raise explain_damage(where, error) from error
         return _join(groups)
 
     def fingerprint(self) -> list[Fingerprint]:
@@ -396,18 +395,6 @@ def _join(parts: Sequence[Tokens]) -> Tokens:
         targets = np.concatenate([np.ones(len(part.ids), bool) if part.targets is None else part.targets
                                   for part in parts])  # fmt: skip
     return Tokens(np.concatenate([part.ids for part in parts]), targets)
-
-
-def _not_readable(where: str, error: Exception) -> RunError:
-    """What a failed read means: damage, a file that is not there, or a machine that could not read it."""
-    reason = first_line(error)
-    if isinstance(error, FileNotFoundError) or getattr(error, "errno", None) not in (None, EIO):
-        return unreadable(where, error)
-    if isinstance(error, MemoryError):  # never skipped: the next time there may be enough
-        return RunError(f"{where}: not enough memory to decode it ({reason}), unless the file is damaged")
-    return BadBlock(
-        f"{where}: cannot be decoded ({reason}); the file is truncated, damaged or was changed: fetch or write it again"
-    )
 
 
 def common_file(train: Shards, val: Shards) -> tuple[str, str] | None:

@@ -16,21 +16,16 @@ import pyarrow.parquet as pq
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from shard_files import write_folder, write_manifest, write_rows, write_tokens
+from shard_files import all_tokens, write_folder, write_manifest, write_rows, write_shard, write_tokens
 
 from lm.data import shards as shards_module
 from lm.data.catalog import describe_difference
-from lm.data.parquet import BadBlock, ShardWriter
+from lm.data.parquet import BadBlock
 from lm.data.shards import Block, Part, Shards, common_file
 from lm.errors import RequestError, RunError
 
 INTEGERS = [pa.uint8(), pa.int8(), pa.uint16(), pa.int16(), pa.uint32(), pa.int32(), pa.uint64(), pa.int64()]
-
-
-def all_tokens(shards):
-    return np.concatenate([shards.read(i) for i in range(len(shards.blocks))])
-
-
+IDS = pa.list_(pa.int32())
 rows_of_ids = st.lists(st.lists(st.integers(0, 99), max_size=7), min_size=1, max_size=20)
 
 
@@ -52,11 +47,10 @@ def test_every_layout_reads_to_the_same_tokens(
         "strict": pa.list_(pa.field("element", integer, nullable=False)),
         "list_view": pa.list_view(integer), "large_list_view": pa.large_list_view(integer),
     }[layout]
-    path = tmp_path_factory.mktemp("shard") / "a.parquet"
-    write_rows(
-        path, rows, kind, group, write_statistics=statistics, compression=compression, use_dictionary=dictionary,
-        extra=extra, data_page_version=page,
-    )
+    path = write_rows(
+        tmp_path_factory.mktemp("shard") / "a.parquet", rows, kind, group, {"text": ["x"] * len(rows)} if extra else {},
+        write_statistics=statistics, compression=compression, use_dictionary=dictionary, data_page_version=page,
+    )  # fmt: skip
     for vocab_size, dtype in ((100, np.uint16), (2**16 + 1, np.uint32)):
         shards = Shards.open(str(path), vocab_size=vocab_size)
         tokens = all_tokens(shards)
@@ -94,38 +88,42 @@ def test_one_thousand_shards_open_without_a_footer(tmp_path):
         opened.read(7)
 
 
+def change_manifest(folder, change):
+    manifest = json.loads((folder / "manifest.json").read_text())
+    change(manifest, manifest["splits"]["train"]["shards"])
+    (folder / "manifest.json").write_text(json.dumps(manifest))
+
+
 @pytest.mark.parametrize(
     "change, message",
     [
-        (lambda m, f: m["splits"]["train"]["shards"][0].update(file="../x.parquet"), "which is missing"),
-        (lambda m, f: m["splits"]["train"]["shards"][0].update(size=12), "where the manifest says 12"),
-        (lambda m, f: m["splits"]["train"]["shards"][0].pop("size"), "damaged"),
-        (lambda m, f: m["splits"]["train"]["shards"][0].update(row_groups="many"), "damaged"),
-        (lambda m, f: m.update(layout=2), "layout 2"),
-        (lambda m, f: m.update(column="ids"), "token column is 'ids'"),
-        (lambda m, f: (f / "train/00001.parquet").unlink(), "'train/00001.parquet', which is missing"),
-        (lambda m, f: write_folder(f / "train", [5, 5, 5]), "00002.parquet is not in its manifest|bytes where"),
-        (lambda m, f: m.update(tokenizer="cd" * 32), "another tokenizer"),
+        (lambda manifest, shards: shards[0].update(file="../x.parquet"), "which is missing"),
+        (lambda manifest, shards: shards[0].update(size=12), "where the manifest says 12"),
+        (lambda manifest, shards: shards[0].pop("size"), "damaged"),
+        (lambda manifest, shards: shards[0].update(row_groups="many"), "damaged"),
+        (lambda manifest, shards: manifest.update(layout=2), "layout 2"),
+        (lambda manifest, shards: manifest.update(column="ids"), "token column is 'ids'"),
+        (lambda manifest, shards: manifest.update(tokenizer="cd" * 32), "another tokenizer"),
+        (lambda manifest, shards: shards[1].update(file="train/2.parquet"), "'train/2.parquet', which is missing"),
+        (lambda manifest, shards: manifest["splits"]["train"].update(shards=shards[:1], tokens=50),
+         "00001.parquet is not in its manifest"),
     ],
-)
+)  # fmt: skip
 def test_a_folder_that_is_not_what_its_manifest_says_is_refused(tmp_path, change, message):
     write_folder(tmp_path / "train", [50, 60])
-    manifest = write_manifest(tmp_path)
-    change(manifest, tmp_path)
-    (tmp_path / "manifest.json").write_text(json.dumps(manifest))
+    write_manifest(tmp_path)
+    change_manifest(tmp_path, change)
     with pytest.raises(RequestError, match=message):
         Shards.open(str(tmp_path / "train"), tokenizer_sha256="ab" * 32)
 
 
 def test_a_manifest_with_a_wrong_count_is_found_when_read(tmp_path):
     write_folder(tmp_path / "train", [50])
-    manifest = write_manifest(tmp_path)
-    manifest["splits"]["train"]["shards"][0]["row_groups"][1] += 1
-    (tmp_path / "manifest.json").write_text(json.dumps(manifest))
+    write_manifest(tmp_path)
+    change_manifest(tmp_path, lambda manifest, shards: shards[0].update(row_groups=[28, 23]))
     with pytest.raises(RequestError, match="manifest.json is damaged .*do not add up to the tokens of the split"):
         Shards.open(str(tmp_path / "train"))
-    manifest["splits"]["train"]["tokens"] += 1
-    (tmp_path / "manifest.json").write_text(json.dumps(manifest))
+    change_manifest(tmp_path, lambda manifest, shards: manifest["splits"]["train"].update(tokens=51))
     with pytest.raises(RunError, match="00000.parquet, row group 1 holds 22 tokens where .* manifest says 23"):
         Shards.open(str(tmp_path / "train")).read(0)
 
@@ -165,19 +163,19 @@ def test_ids_outside_the_vocabulary_behind_a_manifest_are_found_when_read(tmp_pa
         Shards.open(str(tmp_path / "train")).read(0)
 
 
-def test_other_columns_are_named(tmp_path):
-    path = write_rows(tmp_path / "a.parquet", ROWS, extra=True)
-    with pytest.raises(RequestError, match="no column 'tokens'; it has text, input_ids; set `column`"):
-        Shards.open(str(path), column="tokens")
-    with pytest.raises(RequestError, match="'text' is string, not a list of integers; tokenize it first"):
-        Shards.open(str(path), column="text")
-    floats = write_rows(tmp_path / "b.parquet", [[0.5]], pa.list_(pa.float32()))
-    with pytest.raises(RequestError, match="b.parquet: column 'input_ids' is list<.*float>, not a list of integers"):
-        Shards.open(str(floats))
-    ids = pa.array([[1, 2]], pa.list_(pa.int32()))
+def test_a_column_that_does_not_hold_ids_is_refused(tmp_path):
+    path = write_rows(tmp_path / "a.parquet", ROWS, columns={"text": ["x"] * len(ROWS)})
+    write_rows(tmp_path / "b.parquet", [[0.5]], pa.list_(pa.float32()))
+    ids = pa.array([[1, 2]], IDS)
     pq.write_table(pa.Table.from_arrays([ids, ids], ["input_ids", "input_ids"]), tmp_path / "c.parquet")
-    with pytest.raises(RequestError, match="c.parquet has 2 columns 'input_ids'; write it again with one"):
-        Shards.open(str(tmp_path / "c.parquet"))
+    for name, column, message in (
+        ("a", "tokens", "no column 'tokens'; it has text, input_ids; set `column`"),
+        ("a", "text", "'text' is string, not a list of integers; tokenize it first"),
+        ("b", "input_ids", "b.parquet: column 'input_ids' is list<.*float>, not a list of integers"),
+        ("c", "input_ids", "c.parquet has 2 columns 'input_ids'; write it again with one"),
+    ):
+        with pytest.raises(RequestError, match=message):
+            Shards.open(str(path.with_stem(name)), column=column)
 
 
 def test_damaged_files_are_named(tmp_path):
@@ -186,7 +184,7 @@ def test_damaged_files_are_named(tmp_path):
     whole = path.read_bytes()
     for content in (whole[: len(whole) // 2], b"", b"PAR1 not at all PAR1", whole[:-4]):
         path.write_bytes(content)
-        with pytest.raises(RequestError, match="a.parquet is not a readable Parquet file"):
+        with pytest.raises(RequestError, match="a.parquet: cannot be decoded .*is it Parquet.*fetch or write it again"):
             Shards.open(str(path))
     flipped = bytearray(whole)
     flipped[len(whole) // 2] ^= 0x10  # one bit of a page: found by its checksum
@@ -204,13 +202,7 @@ def test_no_flipped_byte_and_no_cut_of_a_shard_goes_unseen(tmp_path):
     """Each byte of a shard as `lm data prepare` writes it: the right tokens, or an error of ours, never others."""
     tokens = np.random.default_rng(0).integers(0, 1000, 300).astype(np.uint16)
     path = tmp_path / "train/00000.parquet"
-    path.parent.mkdir()
-    writer = ShardWriter(path, tokens.dtype, "ab" * 32)
-    writer.write(tokens, np.array([100, 100, 250, 300]))
-    writer.close()
-    manifest = write_manifest(tmp_path)
-    manifest["splits"]["train"]["shards"][0]["digest"] = writer.digest
-    (tmp_path / "manifest.json").write_text(json.dumps(manifest))
+    write_manifest(tmp_path, digests=[write_shard(path, tokens, [100, 100, 250])])
     whole, seen = path.read_bytes(), 0
     for place in range(len(whole)):
         for bit in (0x01, 0x80):
@@ -232,19 +224,10 @@ def test_no_flipped_byte_and_no_cut_of_a_shard_goes_unseen(tmp_path):
 def test_a_shard_that_was_replaced_by_one_as_long_is_found(tmp_path):
     """Before any work where its time tells, at the latest when it is first read; in anyone's folder by its footer."""
     one = np.random.default_rng(0).integers(0, 2**16, 300).astype(np.uint16)
-    other = one[::-1].copy()
-    (tmp_path / "train").mkdir()
     paths = [tmp_path / "train/00000.parquet", tmp_path / "other.parquet"]
-    digests = []
-    for path, tokens in zip(paths, (one, other), strict=True):
-        writer = ShardWriter(path, tokens.dtype, "ab" * 32)
-        writer.write(tokens, np.array([300]))
-        writer.close()
-        digests.append(writer.digest)
+    digests = [write_shard(path, tokens) for path, tokens in zip(paths, (one, one[::-1].copy()))]
     assert paths[0].stat().st_size == paths[1].stat().st_size
-    manifest = write_manifest(tmp_path, vocab_size=2**16)
-    manifest["splits"]["train"]["shards"][0]["digest"] = digests[0]
-    (tmp_path / "manifest.json").write_text(json.dumps(manifest))
+    write_manifest(tmp_path, 2**16, digests[:1])
     before = Shards.open(str(tmp_path / "train")).fingerprint()
     by_footer = Shards.open(str(paths[0])).fingerprint()
     paths[1].rename(paths[0])
@@ -257,8 +240,7 @@ def test_a_shard_that_was_replaced_by_one_as_long_is_found(tmp_path):
         Shards.open(str(tmp_path / "train"))
     difference = describe_difference(by_footer, Shards.open(str(paths[0])).fingerprint())
     assert difference == "00000.parquet is as long as it was and holds something else"
-    manifest["splits"]["train"]["shards"][0]["digest"] = digests[1]  # prepared again, from other texts
-    (tmp_path / "manifest.json").write_text(json.dumps(manifest))
+    write_manifest(tmp_path, 2**16, digests[1:])  # prepared again, from other texts
     assert "holds something else" in describe_difference(before, Shards.open(str(tmp_path / "train")).fingerprint())
 
 
@@ -438,15 +420,6 @@ def test_a_file_in_both_splits_is_found(tmp_path):
 # ---- masks and labels ------------------------------------------------------------------------------------------------
 
 
-def write_columns(path, rows, group=3, **columns):
-    """Rows of int32 ids with columns beside them; each a pair of rows and their type."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    arrays = {"input_ids": pa.array(rows, pa.list_(pa.int32()))}
-    arrays |= {name: pa.array(values, kind) for name, (values, kind) in columns.items()}
-    pq.write_table(pa.table(arrays), path, row_group_size=group)
-    return path
-
-
 INTS = pa.list_(pa.int64())
 MASK_TYPES = [pa.list_(pa.int8()), pa.list_(pa.int64()), pa.list_(pa.bool_()), pa.large_list(pa.uint8())]
 
@@ -464,11 +437,11 @@ def test_masks_and_labels_mean_what_they_mean_at_hugging_face(tmp_path_factory, 
     columns = {}
     if masked:
         number = bool if kind == pa.list_(pa.bool_()) else int
-        columns["attention_mask"] = [[number(mask) for _, mask, _ in row] for row in rows], kind
+        columns["attention_mask"] = pa.array([[number(mask) for _, mask, _ in row] for row in rows], kind)
     if labelled:
-        columns["labels"] = [[i if target else -100 for i, _, target in row] for row in rows], INTS
+        columns["labels"] = pa.array([[i if target else -100 for i, _, target in row] for row in rows], INTS)
     ids = [[i for i, *_ in row] for row in rows]
-    path = write_columns(tmp_path_factory.mktemp("shard") / "a.parquet", ids, group, **columns)
+    path = write_rows(tmp_path_factory.mktemp("shard") / "a.parquet", ids, IDS, group, columns)
     kept = [(i, target or not labelled) for row in rows for i, mask, target in row if mask or not masked]
     shards = Shards.open(str(path), vocab_size=100)
     ids, targets = shards.read_tokens(0)
@@ -477,10 +450,10 @@ def test_masks_and_labels_mean_what_they_mean_at_hugging_face(tmp_path_factory, 
 
 
 def test_a_padding_id_outside_the_vocabulary_is_no_error_where_the_mask_leaves_it_out(tmp_path):
-    rows, masks = [[1, 2, 100], [3, 100, 100]], [[1, 1, 0], [1, 0, 0]]
-    path = write_columns(tmp_path / "a.parquet", rows, attention_mask=(masks, pa.list_(pa.int8())))
+    masked = {"attention_mask": [[1, 1, 0], [1, 0, 0]]}
+    path = write_rows(tmp_path / "a.parquet", [[1, 2, 100], [3, 100, 100]], columns=masked)
     assert Shards.open(str(path), vocab_size=100).read(0).tolist() == [1, 2, 3]
-    path = write_columns(tmp_path / "b.parquet", [[1, 2], [3, 100]], attention_mask=([[0, 1]] * 2, pa.list_(pa.int8())))
+    path = write_rows(tmp_path / "b.parquet", [[1, 2], [3, 100]], columns={"attention_mask": [[0, 1]] * 2})
     with pytest.raises(RequestError, match="b.parquet, row group 0, row 1: token id 100 is outside the vocabulary"):
         Shards.open(str(path), vocab_size=100)
 
@@ -501,7 +474,7 @@ def test_a_padding_id_outside_the_vocabulary_is_no_error_where_the_mask_leaves_i
     ],
 )
 def test_masks_and_labels_of_another_kind_are_refused_before_any_work(tmp_path, name, values, kind, message):
-    path = write_columns(tmp_path / "bad.parquet", [[1, 2], [3, 4]], **{name: (values, kind)})
+    path = write_rows(tmp_path / "bad.parquet", [[1, 2], [3, 4]], columns={name: pa.array(values, kind)})
     with pytest.raises(RequestError, match=f"bad.parquet.*{message}") as caught:
         Shards.open(str(path), vocab_size=10)
     assert "\n" not in str(caught.value)
@@ -509,25 +482,24 @@ def test_masks_and_labels_of_another_kind_are_refused_before_any_work(tmp_path, 
 
 def test_windows_without_a_target_are_refused(tmp_path):
     """The first block has none, nor the first window of the second; without labels every token is one."""
-    labels = [[-100, -100], [-100, -100], [-100, -100], [-100, 2]]
-    shards = Shards.open(str(write_columns(tmp_path / "a.parquet", [[1, 2]] * 4, group=2, labels=(labels, INTS))))
-    blocks = [Block((Part(str(tmp_path / "a.parquet"), range(group, group + 1), 4),), 4) for group in (0, 1)]
-    shards.blocks = blocks
+    path, labels = tmp_path / "a.parquet", [[-100, -100], [-100, -100], [-100, -100], [-100, 2]]
+    shards = Shards.open(str(write_rows(path, [[1, 2]] * 4, row_group_rows=2, columns={"labels": labels})))
+    shards.blocks = [Block((Part(str(path), range(group, group + 1), 4),), 4) for group in (0, 1)]
     for seq_len, limit, said in ((1, 3, "first 3 windows"), (1, 5, "first 5 windows"), (2, 1, "first 1 window ")):
         with pytest.raises(RequestError, match=f"a.parquet: each label of the {said}"):
             shards.require_windows(seq_len, limit)
     assert [shards.require_windows(1, limit) for limit in (6, 60, None)] == [6, 6, 6]
-    assert Shards.open(str(write_rows(tmp_path / "b.parquet", [[1, 2]] * 4))).require_windows(1, 1) == 7
-    write_columns(tmp_path / "c.parquet", [[1, 2]] * 4, labels=([[-100, -100]] * 4, INTS))
-    with pytest.raises(RequestError, match="c.parquet: each label of the first 7 windows is -100"):
-        Shards.open(str(tmp_path / "c.parquet")).require_windows(1)
+    assert Shards.open(str(write_rows(path, [[1, 2]] * 4))).require_windows(1, 1) == 7
+    write_rows(path, [[1, 2]] * 4, columns={"labels": [[-100, -100]] * 4})
+    with pytest.raises(RequestError, match="a.parquet: each label of the first 7 windows is -100"):
+        Shards.open(str(path)).require_windows(1)
 
 
 @pytest.mark.parametrize("rows, columns, pad_id", [
-    ([[1, 2]], {"attention_mask": ([[0, 0]], INTS)}, None), ([[0, 0]], {}, 0), ([], {}, None), ([[], []], {}, None),
+    ([[1, 2]], {"attention_mask": [[0, 0]]}, None), ([[0, 0]], {}, 0), ([], {}, None), ([[], []], {}, None),
 ])  # fmt: skip
 def test_shards_without_a_token_are_refused(tmp_path, rows, columns, pad_id):
-    write_columns(tmp_path / "a.parquet", rows, **columns)
+    write_rows(tmp_path / "a.parquet", rows, columns=columns)
     with pytest.raises(RequestError, match=f"{tmp_path} holds no token"):
         Shards.open(str(tmp_path), pad_id=pad_id).require_windows(3)
 
@@ -537,7 +509,7 @@ PADDED = [[5, 6, 7, 0, 0, 0, 0, 0], [5, 0, 0, 0, 0, 0, 0, 0], [1, 2, 3, 4, 5, 6,
 
 def test_an_id_that_fills_rows_up_is_left_out_where_it_is_given(tmp_path):
     """Only then, only at the ends of rows, and an end-of-text token stays once; an error says which id to give."""
-    path, left = (write_columns(tmp_path / f"{step}.parquet", [row[::step] for row in PADDED] * 3) for step in (1, -1))
+    path, left = (write_rows(tmp_path / f"{step}.parquet", [row[::step] for row in PADDED] * 3) for step in (1, -1))
     kept = [5, 6, 7, 5, 1, 2, 3, 4, 5, 6, 7, 8, 9, 0, 4, 5]
     assert Shards.open(str(path), vocab_size=10).tokens == Shards.open(str(path), vocab_size=10, pad_id=9).tokens == 96
     assert Shards.open(str(path), vocab_size=10, pad_id=0).read(0).tolist() == kept * 3
@@ -545,7 +517,7 @@ def test_an_id_that_fills_rows_up_is_left_out_where_it_is_given(tmp_path):
     assert ends == [5, 6, 7, 0, 5, 0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 0, 4, 5, 0] * 3
     assert Shards.open(str(left), vocab_size=10, pad_id=0).read(0).tolist() == [
         7, 6, 5, 5, 8, 7, 6, 5, 4, 3, 2, 1, 5, 4, 0, 9] * 3  # fmt: skip
-    negative = write_columns(tmp_path / "b.parquet", [[-1 if i == 0 else i for i in row] for row in PADDED[:3]])
+    negative = write_rows(tmp_path / "b.parquet", [[-1 if i == 0 else i for i in row] for row in PADDED[:3]], IDS)
     assert Shards.open(str(negative), vocab_size=10, pad_id=-1).tokens == 12
     with pytest.raises(RequestError, match="b.parquet, row group 0, row 0: token id -1 .* up: --data.pad_id -1$"):
         Shards.open(str(negative), vocab_size=10)
@@ -575,7 +547,7 @@ def test_an_encrypted_file_is_named(tmp_path):
         path = tmp_path / f"{plain}.parquet"
         with pq.ParquetWriter(path, rows.schema, encryption_properties=properties) as writer:
             writer.write_table(rows)
-        with pytest.raises(RequestError, match=f"{plain}.parquet is not a readable Parquet file .it is encrypted"):
+        with pytest.raises(RequestError, match=f"{plain}.parquet: cannot be decoded .it is encrypted"):
             Shards.open(str(path))
 
 
