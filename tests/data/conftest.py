@@ -1,7 +1,5 @@
 """Test equipment: an S3 server."""
 
-import socket
-
 import pytest
 
 
@@ -12,13 +10,11 @@ def s3_client():
     from moto.server import ThreadedMotoServer
 
     with pytest.MonkeyPatch.context() as patch:
-        with socket.socket() as free:
-            free.bind(("127.0.0.1", 0))
-            port = free.getsockname()[1]
-        server = ThreadedMotoServer("127.0.0.1", port, verbose=False)
+        server = ThreadedMotoServer("127.0.0.1", port=0, verbose=False)
         server.start()
+        host, port = server.get_host_and_port()
         settings = {
-            "ENDPOINT_URL": f"http://127.0.0.1:{port}", "ACCESS_KEY_ID": "test", "SECRET_ACCESS_KEY": "test",
+            "ENDPOINT_URL": f"http://{host}:{port}", "ACCESS_KEY_ID": "test", "SECRET_ACCESS_KEY": "test",
             "DEFAULT_REGION": "us-east-1", "EC2_METADATA_DISABLED": "true",
         }  # fmt: skip
         for name, value in settings.items():

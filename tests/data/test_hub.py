@@ -22,7 +22,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 from hub_server import Fault, hub_server
-from shard_files import write_folder, write_manifest, write_tokens
+from shard_files import all_tokens, write_folder, write_jsonl, write_manifest, write_rows, write_tokens
 from trainings import PLACES, lm, start, write_config
 
 from lm.data.cache import BlockCache
@@ -60,10 +60,6 @@ def shards_on_hub(hub, tmp_path):
     write_manifest(tmp_path / "made")
     hub.commit("o/n", tmp_path / "made")
     return tokens
-
-
-def all_tokens(shards):
-    return np.concatenate([shards.read(i) for i in range(len(shards.blocks))])
 
 
 @pytest.mark.parametrize("source", ["train", "train/*.parquet", "tr*/*[0-4].parquet", "@main/train/"])
@@ -183,7 +179,6 @@ import sys
 from concurrent.futures import ThreadPoolExecutor
 import numpy as np
 from lm.data.cache import BlockCache
-from lm.data.prepare import PrepareOptions, prepare
 from lm.data.shards import Shards
 from lm.system import remote
 remote.FIRST_PAUSE = 0.05
@@ -204,8 +199,7 @@ def test_sixty_four_readers_download_a_block_once(hub, tmp_path):
     rows = np.random.default_rng(0).integers(0, 1000, (4, 3000)).astype(np.uint16)
     np.save(tmp_path / "tokens.npy", rows.ravel())
     for number, row in enumerate(rows):
-        pq.write_table(pa.table({"input_ids": [row]}), tmp_path / "a.parquet")
-        hub.commit("o/n", {f"{number}.parquet": (tmp_path / "a.parquet").read_bytes()})
+        hub.commit("o/n", {f"{number}.parquet": write_rows(tmp_path / "a.parquet", [row]).read_bytes()})
     processes = [
         subprocess.Popen(
             [sys.executable, "-c", READERS, str(tmp_path / "cache"), "25000", str(tmp_path / "tokens.npy")],
@@ -255,8 +249,8 @@ def texts(hub, tmp_path):
     folder.mkdir()
     for number in range(2):
         pq.write_table(pa.table({"text": TEXTS[number * 100 : number * 100 + 100]}), folder / f"{number}.parquet")
-    lines = "".join(json.dumps({"text": text}) + "\n" for text in TEXTS[200:])
-    (folder / "2.jsonl.gz").write_bytes(gzip.compress(lines.encode()))
+    lines = write_jsonl(tmp_path / "2.jsonl", TEXTS[200:])
+    (folder / "2.jsonl.gz").write_bytes(gzip.compress(lines.read_bytes()))
     hub.commit("o/n", {f"texts/{path.name}": path.read_bytes() for path in folder.iterdir()})
     return folder
 

@@ -9,8 +9,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from lightning.pytorch.trainer.states import TrainerState
-from trainings import expected, lm, losses, write_config
+from shard_files import write_jsonl
+from trainings import expected, fit, lm, losses, write_config
 
+from lm.data.cache import BlockCache
 from lm.data.config import PrepareOptions
 from lm.data.datamodule import DataModule
 from lm.data.packing import PackedRows, pack_documents
@@ -64,8 +66,7 @@ def place(tmp_path_factory):
     place, random = tmp_path_factory.mktemp("place"), np.random.default_rng(0)
     texts = ["".join(random.choice(list("abcdefgh "), length))
              for length in [*random.integers(1, SEQ_LEN, 300), 100, SEQ_LEN - 1, SEQ_LEN, 64]]  # fmt: skip
-    (place / "texts.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
-    common = {"input": [str(place / "texts.jsonl")], "tokenizer": "char", "val_fraction": 0.1}
+    common = {"input": [str(write_jsonl(place / "texts.jsonl", texts))], "tokenizer": "char", "val_fraction": 0.1}
     prepare(PrepareOptions(**common, output=str(place / "packed"), packing="whole", seq_len=Count(SEQ_LEN)))
     prepare(PrepareOptions(**common, output=str(place / "stream")))
     return place
@@ -127,15 +128,15 @@ def test_a_fit_packs_its_texts_and_resumes_over_them(place):
     """The context of the model is the length of a row; what is trained on are the rows, also after a stop."""
     made = data("fitted", packing="whole", seq_len=None, prepare={
         "input": ["texts.jsonl"], "tokenizer": "char", "val_fraction": 0.1})  # fmt: skip
-    recorder = {"class_path": "recorder.Recorder"}
     kill = {"class_path": "recorder.KillAt", "init_args": dict(signal_name="SIGKILL", micro_batch=9)}
-    lm(place, "fit", "--config", str(write_config(place, "fitted", data=made)))
+    fit(place, "fitted", data=made)
     for split in ("train", "val"):
         assert np.array_equal(read_rows(place / "fitted", split)[1], read_rows(place / "packed", split)[1])
     (place / "trace.jsonl").rename(place / "expected.jsonl")
-    killed = write_config(place, "killed", data=made, **{"trainer.callbacks": [recorder, kill]})
-    lm(place, "fit", "--config", str(killed), "--ckpt_path", "auto", expect=-9)
-    lm(place, "fit", "--config", str(write_config(place, "killed", data=made)), "--ckpt_path", "auto")
+    resumed = ("killed", "--ckpt_path", "auto")
+    callbacks = [{"class_path": "recorder.Recorder"}, kill]
+    fit(place, *resumed, expect=-9, data=made, **{"trainer.callbacks": callbacks})
+    fit(place, *resumed, data=made)
     assert losses(place) == expected(place)
     rows = {row.tobytes() for row in read_rows(place / "fitted", "train")[1].astype(np.int64)}
     shown = json.loads(lm(place, "data", "show", "--run", "fitted", "--step", "2", "--json").stdout)
@@ -144,16 +145,17 @@ def test_a_fit_packs_its_texts_and_resumes_over_them(place):
         assert not any(text == "<|endoftext|>" for text in sample["documents"][1:])
 
 
-def test_a_remote_copy_without_its_manifest_is_read_the_same(place):
+def test_a_remote_copy_without_its_manifest_is_read_the_same(place, tmp_path):
     import fsspec
 
     fsspec.filesystem("memory").put(str(place / "packed/train") + "/", "/packed/", recursive=True)
     eos_id = Tokenizer.load(place / "packed").eos_id
-    remote, (local, rows, _) = Shards.open("memory://packed"), read_rows(place / "packed", "train")
+    cache = BlockCache(tmp_path, 10**6)
+    remote, (local, rows, _) = Shards.open("memory://packed", cache=cache), read_rows(place / "packed", "train")
     assert remote.packed == local.packed == PackedRows(SEQ_LEN, eos_id)
-    for shards in (remote, remote):  # the second time from the cache
-        assert np.array_equal(shards.read_tokens(0).ids, rows.ravel())
-        assert np.array_equal(shards.read_tokens(0).targets, local.read_tokens(0).targets)
+    for _ in range(2):  # the second time from the cache
+        ids, targets = remote.read_tokens(0)
+        assert np.array_equal(ids, rows.ravel()) and np.array_equal(targets, local.read_tokens(0).targets)
 
 
 @pytest.mark.parametrize(
@@ -182,12 +184,11 @@ def test_what_does_not_fit_is_one_line(place, command, message):
 @pytest.mark.parametrize("texts", [["a", "b", "c"] * 40, ["abc def. " * 9], ["ab"]], ids=["letters", "one", "short"])
 def test_a_validation_that_had_to_be_cut_has_text_to_predict(tmp_path, texts):
     """And a document that was cut ends, so that no other one follows it without a border."""
-    (tmp_path / "a.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
-    folder = tmp_path / "made"
-    prepare(PrepareOptions([str(tmp_path / "a.jsonl")], str(folder), "char", packing="whole", seq_len=Count(SEQ_LEN)))
+    folder, source = tmp_path / "made", write_jsonl(tmp_path / "a.jsonl", texts)
+    prepare(PrepareOptions([str(source)], str(folder), "char", packing="whole", seq_len=Count(SEQ_LEN)))
     eos_id = Tokenizer.load(folder).eos_id
     for split in ("train", "val"):
-        shards, rows, targets = read_rows(folder, split)
+        _, rows, targets = read_rows(folder, split)
         assert all((row[mask] != eos_id).any() for row, mask in zip(rows, targets))
         [entry] = json.loads((folder / "manifest.json").read_text())["splits"][split]["shards"]
         assert entry["padding"] == (~targets[:, 1:]).sum()
