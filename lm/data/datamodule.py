@@ -45,7 +45,7 @@ def text_batches(
 
     A document begins with the end-of-text token as its first context, as it does in training, and every one of its
     tokens is predicted once. `rows` gets the name of the document and the first token of every row, in order; rows
-    that fill up the last batch do not count.
+    that pad the last batch do not count.
     """
 
     def windows() -> Iterator[np.ndarray]:
@@ -207,7 +207,7 @@ class DataModule(LightningDataModule):
         options = self.options
         shards = Shards.open(
             files, source.column, vocab_size=self.tokenizer.vocab_size, tokenizer_sha256=self.tokenizer.sha256,
-            cache=self.cache, patience=options.timeout / 2,  # so that it is the read that says what is wrong
+            cache=self.cache, patience=options.timeout / 2,  # so that the error of the read comes first
             pad_id=options.pad_id, eos_id=self.tokenizer.eos_id,
             block_tokens=options.shuffle_buffer // BLOCKS_IN_BUFFER if split == "train" else None,
         )

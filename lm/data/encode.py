@@ -224,7 +224,7 @@ def _copy_documents(writer: ShardWriter, slices: Sequence[Slice], folder: Path, 
 
 
 def _copy_packed(writer: ShardWriter, slices: Sequence[Slice], folder: Path, packed: PackedRows) -> dict[str, Any]:
-    """Rows of several documents, as `data/packing` says; returns what they cost."""
+    """Rows of several documents, as `data/packing` describes; returns how much they pad and cut."""
     seq_len, eos_id = packed
     parts = [part_ids(folder, file, writer.dtype)[start:stop] for file, start, stop in slices]
     # A document that validation cut has no end of its own.
@@ -252,7 +252,6 @@ def _copy_packed(writer: ShardWriter, slices: Sequence[Slice], folder: Path, pac
                 ids[row, 0] = parts[part][start - 1]
         writer.write(ids.ravel(), np.arange(1, len(ids) + 1) * (seq_len + 1))
     return {
-        # Tokens that fill rows up.
         "padding": int(packing.rows[-1] + 1) * seq_len - int((packing.stops - packing.starts).sum()),
         "cut_documents": int((lengths > seq_len).sum()),
     }

@@ -128,7 +128,7 @@ def _to_int64(tokens: Tensor) -> Tensor:
 
 
 class Request(NamedTuple):
-    """One batch to be made: its samples in order, and how many rows at the end only fill it up."""
+    """One batch to be made: its samples in order, and how many rows of padding at the end."""
 
     samples: np.ndarray
     cursor: Cursor | None = None
@@ -183,8 +183,8 @@ class Windows(IterableDataset):
     """The first windows in the order in which they are stored, once, for evaluation.
 
     Each window is counted by exactly one rank. All ranks yield the same number of batches, since sharded models run
-    in lockstep: missing rows are filled up with rows whose mask is False. A rank takes one run of consecutive windows
-    of the first `limit`, or of all. `source` is said of every row, in a mixture.
+    in lockstep: missing rows are padding, whose mask is False. A rank takes one run of consecutive windows
+    of the first `limit`, or of all. `source` is the number of the source of all rows, in a mixture.
     """
 
     def __init__(

@@ -76,19 +76,6 @@ def test_a_stream_can_be_sent_to_a_spawned_process(shards):
     assert torch.equal(next(iter(copy)).labels, next(iter(stream(shards))).labels)
 
 
-def test_a_rank_reads_about_its_share(shards):
-    """Over one epoch the ranks together read hardly more blocks than there are."""
-    total = Order(shards.windows(SEQ_LEN), 5).total
-    reads = []
-    for rank in range(4):
-        counted = pickle.loads(pickle.dumps(shards))
-        counted.read_tokens = lambda block, read=counted.read_tokens: reads.append(block) or read(block)
-        mine = stream(counted, rank=rank, world=4, global_batch=total - total % 4)
-        order, requests = mine.order, islice(mine.requests(), 1)
-        list(Assembler(counted, order, SEQ_LEN, requests, mine.buffer).batches())
-    assert len(shards.blocks) - 4 <= len(reads) <= len(shards.blocks) + 3 + 8, "a block may lie on two lanes"
-
-
 @given(st.integers(1, 40), st.integers(0, 500))
 @settings(max_examples=15, deadline=None)
 def test_memory_stays_within_the_buffer(shards, blocks, start):

@@ -532,7 +532,7 @@ def test_inspect_prints_one_json_object_that_agrees_with_the_manifest(tmp_path, 
 def test_the_key_that_a_failure_asked_for_is_taken(tmp_path):
     """The first command has left an unfinished preparation of nothing, begun with another key."""
     source = write_jsonl(tmp_path / "a.jsonl", make_texts(50), key="body")
-    with pytest.raises(RunError, match="no key 'text' among 'id', 'body'; say which with --text_key"):
+    with pytest.raises(RunError, match="no key 'text' among 'id', 'body'; name it with --text_key"):
         run(tmp_path / "out", source)
     assert run(tmp_path / "out", source, text_key="body")["splits"]["train"]["documents"] > 0
 

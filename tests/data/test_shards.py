@@ -24,6 +24,15 @@ from lm.errors import RequestError, RunError
 
 INTEGERS = [pa.uint8(), pa.int8(), pa.uint16(), pa.int16(), pa.uint32(), pa.int32(), pa.uint64(), pa.int64()]
 IDS = pa.list_(pa.int32())
+
+
+def refuses(message, source, **options):
+    """Before any work and in one line."""
+    with pytest.raises(RequestError, match=message) as caught:
+        Shards.open(str(source), **options)
+    assert "\n" not in str(caught.value)
+
+
 rows_of_ids = st.lists(st.lists(st.integers(0, 99), max_size=7), min_size=1, max_size=20)
 
 
@@ -111,16 +120,14 @@ def test_a_folder_that_is_not_what_its_manifest_says_is_refused(tmp_path, change
     write_folder(tmp_path / "train", [50, 60])
     write_manifest(tmp_path)
     change_manifest(tmp_path, change)
-    with pytest.raises(RequestError, match=message):
-        Shards.open(str(tmp_path / "train"), tokenizer_sha256="ab" * 32)
+    refuses(message, tmp_path / "train", tokenizer_sha256="ab" * 32)
 
 
 def test_a_manifest_with_a_wrong_count_is_found_when_read(tmp_path):
     write_folder(tmp_path / "train", [50])
     write_manifest(tmp_path)
     change_manifest(tmp_path, lambda manifest, shards: shards[0].update(row_groups=[28, 23]))
-    with pytest.raises(RequestError, match="manifest.json is damaged .*do not add up to the tokens of the split"):
-        Shards.open(str(tmp_path / "train"))
+    refuses("manifest.json is damaged .*do not add up to the tokens of the split", tmp_path / "train")
     change_manifest(tmp_path, lambda manifest, shards: manifest["splits"]["train"].update(tokens=51))
     with pytest.raises(RunError, match="00000.parquet, row group 1 holds 22 tokens where .* manifest says 23"):
         Shards.open(str(tmp_path / "train")).read(0)
@@ -149,9 +156,7 @@ def spoil(row, value):
 def test_bad_ids_name_file_row_group_and_row(tmp_path, rows, kind, message, statistics):
     """Before any work: the statistics show that something is wrong, and without them all is read."""
     path = write_rows(tmp_path / "bad.parquet", rows, kind, row_group_rows=2, write_statistics=statistics)
-    with pytest.raises(RequestError, match=f"bad.parquet, {message}") as caught:
-        Shards.open(str(path), vocab_size=10)
-    assert "\n" not in str(caught.value)
+    refuses(f"bad.parquet, {message}", path, vocab_size=10)
 
 
 def test_ids_outside_the_vocabulary_behind_a_manifest_are_found_when_read(tmp_path):
@@ -172,8 +177,7 @@ def test_a_column_that_does_not_hold_ids_is_refused(tmp_path):
         ("b", "input_ids", "b.parquet: column 'input_ids' is list<.*float>, not a list of integers"),
         ("c", "input_ids", "c.parquet has 2 columns 'input_ids'; write it again with one"),
     ):
-        with pytest.raises(RequestError, match=message):
-            Shards.open(str(path.with_stem(name)), column=column)
+        refuses(message, path.with_stem(name), column=column)
 
 
 def test_damaged_files_are_named(tmp_path):
@@ -182,8 +186,7 @@ def test_damaged_files_are_named(tmp_path):
     whole = path.read_bytes()
     for content in (whole[: len(whole) // 2], b"", b"PAR1 not at all PAR1", whole[:-4]):
         path.write_bytes(content)
-        with pytest.raises(RequestError, match="a.parquet: cannot be decoded .*is it Parquet.*fetch or write it again"):
-            Shards.open(str(path))
+        refuses("a.parquet: cannot be decoded .*is it Parquet.*fetch or write it again", path)
     flipped = bytearray(whole)
     flipped[len(whole) // 2] ^= 0x10  # one bit of a page: found by its checksum
     path.write_bytes(flipped)
@@ -215,8 +218,7 @@ def test_no_flipped_byte_and_no_cut_of_a_shard_goes_unseen(tmp_path):
     assert seen > len(whole) / 2
     for length in range(0, len(whole), 7):
         path.write_bytes(whole[:length])
-        with pytest.raises(RequestError, match="where the manifest says"):
-            Shards.open(str(path.parent))
+        refuses("where the manifest says", path.parent)
 
 
 def test_a_shard_that_was_replaced_by_one_as_long_is_found(tmp_path):
@@ -234,8 +236,7 @@ def test_a_shard_that_was_replaced_by_one_as_long_is_found(tmp_path):
     with pytest.raises(BadBlock, match="00000.parquet.*its footer is not the one"):
         Shards.open(str(tmp_path / "train")).read(0)
     os.utime(paths[0])
-    with pytest.raises(RequestError, match="00000.parquet.*its footer is not the one"):
-        Shards.open(str(tmp_path / "train"))
+    refuses("00000.parquet.*its footer is not the one", tmp_path / "train")
     difference = describe_difference(by_footer, Shards.open(str(paths[0])).fingerprint())
     assert difference == "00000.parquet is as long as it was and holds something else"
     write_manifest(tmp_path, 2**16, digests[1:])  # prepared again, from other texts
@@ -254,8 +255,7 @@ def test_nothing_there_is_said(tmp_path):
         ("nowhere://a/b", "nowhere://a/b: cannot be opened"),
         (tmp_path / "a**.parquet", "is no pattern of files"),
     ]:
-        with pytest.raises(RequestError, match=message):
-            Shards.open(str(source))
+        refuses(message, source)
     with pytest.raises(RequestError, match="no shards were named"):
         Shards.open([])
     shards = Shards.open(str(write_rows(tmp_path / "a.parquet", ROWS)))
@@ -267,8 +267,7 @@ def test_nothing_there_is_said(tmp_path):
 def test_shards_that_another_tokenizer_made_are_refused(tmp_path):
     path = write_tokens(tmp_path / "a.parquet", np.zeros(9, np.uint16), metadata={"lm.tokenizer": "ab" * 32})
     assert Shards.open(str(path), tokenizer_sha256="ab" * 32).tokens == 9
-    with pytest.raises(RequestError, match="a.parquet was made with another tokenizer .SHA-256 abababababab"):
-        Shards.open(str(path), tokenizer_sha256="cd" * 32)
+    refuses("a.parquet was made with another tokenizer .SHA-256 abababababab", path, tokenizer_sha256="cd" * 32)
 
 
 def test_globs_and_folders_find_what_people_mean(tmp_path, monkeypatch):
@@ -364,8 +363,7 @@ def test_a_link_to_a_folder_above_is_not_followed(tmp_path):
     assert sorted(all_tokens(Shards.open(str(tmp_path / "x"))).tolist()) == [1, 2, 3]
     assert [shard.name for shard in Shards.open(f"{tmp_path}/x/b/*.parquet").fingerprint()] == ["1.parquet"]
     shutil.copy(tmp_path / "above.parquet", os.fsencode(tmp_path) + b"/x/\xff.parquet")
-    with pytest.raises(RequestError, match=r"x: the name '.*\\udcff.parquet' is not UTF-8; rename it"):
-        Shards.open(str(tmp_path / "x"))
+    refuses(r"x: the name '.*\\udcff.parquet' is not UTF-8; rename it", tmp_path / "x")
 
 
 def test_a_file_in_both_splits_is_found(tmp_path):
@@ -426,8 +424,7 @@ def test_a_padding_id_outside_the_vocabulary_is_no_error_where_the_mask_leaves_i
     path = write_rows(tmp_path / "a.parquet", [[1, 2, 100], [3, 100, 100]], columns=masked)
     assert Shards.open(str(path), vocab_size=100).read(0).tolist() == [1, 2, 3]
     path = write_rows(tmp_path / "b.parquet", [[1, 2], [3, 100]], columns={"attention_mask": [[0, 1]] * 2})
-    with pytest.raises(RequestError, match="b.parquet, row group 0, row 1: token id 100 is outside the vocabulary"):
-        Shards.open(str(path), vocab_size=100)
+    refuses("b.parquet, row group 0, row 1: token id 100 is outside the vocabulary", path, vocab_size=100)
 
 
 @pytest.mark.parametrize(
@@ -447,9 +444,7 @@ def test_a_padding_id_outside_the_vocabulary_is_no_error_where_the_mask_leaves_i
 )
 def test_masks_and_labels_of_another_kind_are_refused_before_any_work(tmp_path, name, values, kind, message):
     path = write_rows(tmp_path / "bad.parquet", [[1, 2], [3, 4]], columns={name: pa.array(values, kind)})
-    with pytest.raises(RequestError, match=f"bad.parquet.*{message}") as caught:
-        Shards.open(str(path), vocab_size=10)
-    assert "\n" not in str(caught.value)
+    refuses(f"bad.parquet.*{message}", path, vocab_size=10)
 
 
 def test_windows_without_a_target_are_refused(tmp_path):
@@ -491,8 +486,7 @@ def test_an_id_that_fills_rows_up_is_left_out_where_it_is_given(tmp_path):
         7, 6, 5, 5, 8, 7, 6, 5, 4, 3, 2, 1, 5, 4, 0, 9] * 3  # fmt: skip
     negative = write_rows(tmp_path / "b.parquet", [[-1 if i == 0 else i for i in row] for row in PADDED[:3]], IDS)
     assert Shards.open(str(negative), vocab_size=10, pad_id=-1).tokens == 12
-    with pytest.raises(RequestError, match="b.parquet, row group 0, row 0: token id -1 .* up: --data.pad_id -1$"):
-        Shards.open(str(negative), vocab_size=10)
+    refuses("b.parquet, row group 0, row 0: token id -1 .* padding: --data.pad_id -1$", negative, vocab_size=10)
 
 
 # ---- what Arrow does not tell or takes for something else ------------------------------------------------------------
@@ -519,8 +513,7 @@ def test_an_encrypted_file_is_named(tmp_path):
         path = tmp_path / f"{plain}.parquet"
         with pq.ParquetWriter(path, rows.schema, encryption_properties=properties) as writer:
             writer.write_table(rows)
-        with pytest.raises(RequestError, match=f"{plain}.parquet: cannot be decoded .it is encrypted"):
-            Shards.open(str(path))
+        refuses(f"{plain}.parquet: cannot be decoded .it is encrypted", path)
 
 
 def test_a_column_is_not_taken_for_one_whose_name_begins_alike(tmp_path):
@@ -542,8 +535,7 @@ def test_access_denied_is_said(tmp_path):
     try:
         if os.geteuid() == 0:  # who may read everything
             os.seteuid(65534)
-        with pytest.raises(RequestError, match="shard .*a.parquet: access denied .*; check its permissions"):
-            Shards.open(str(path))
+        refuses("shard .*a.parquet: access denied .*; check its permissions", path)
         with pytest.raises(RunError, match="a.parquet.*: access denied .*; check its permissions") as caught:
             shards.read(0)
         assert not isinstance(caught.value, BadBlock), "which would be skipped"

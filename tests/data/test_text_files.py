@@ -204,7 +204,7 @@ def test_flat_ids_that_do_not_fit_are_refused(name, content, message, tmp_path):
         whole(file)
 
 
-# ---- the split that names say ---------------------------------------------------------------------------------------
+# ---- the split in the names ----------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("names, splits", [
