@@ -139,8 +139,8 @@ def _named_split(name: str) -> str | None:
     path = PurePosixPath(name.lower())
     if _split_suffixes(path.name)[0] in TEXT_SUFFIXES - {".txt", ".text"}:
         return None
-    found = {SPLITS[word] for word in re.split("[^a-z]+", path.name) if word in SPLITS} or {SPLITS.get(path.parent.name)}
-    return found.pop() if len(found) == 1 else None
+    seen = {SPLITS[word] for word in re.split("[^a-z]+", path.name) if word in SPLITS} or {SPLITS.get(path.parent.name)}
+    return seen.pop() if len(seen) == 1 else None
 
 
 def _find(source: str) -> Iterator[TextFile]:
@@ -333,7 +333,7 @@ def _parquet(file: TextFile, part: int, parts: int, column: str) -> Iterator[tup
         if not (pa.types.is_string(kind) or pa.types.is_large_string(kind) or pa.types.is_string_view(kind)):
             listed = getattr(kind, "value_type", None)
             ids = TOKEN_IDS if listed is not None and pa.types.is_integer(listed) else ""
-            raise RunError(f"{file.name}: column {column!r} is not text but {kind}; name one of text with --text_key{ids}")
+            raise RunError(f"{file.name}: column {column!r} is not text but {kind}; give another with --text_key{ids}")
         groups = parquet.num_row_groups
         chosen = range(groups * part // parts, groups * (part + 1) // parts)
         row = sum(parquet.metadata.row_group(group).num_rows for group in range(chosen.start))
