@@ -245,6 +245,7 @@ def test_a_shard_that_was_replaced_by_one_as_long_is_found(tmp_path):
 
 def test_nothing_there_is_said(tmp_path):
     (tmp_path / "empty").mkdir()
+    np.save(tmp_path / "ids.npy", np.arange(9))
     write_folder(tmp_path / "made/train", [50])
     write_manifest(tmp_path / "made")
     for source, message in [
@@ -254,6 +255,7 @@ def test_nothing_there_is_said(tmp_path):
         (tmp_path / "*.parquet", r"\*.parquet: no file matches"),
         ("nowhere://a/b", "nowhere://a/b: cannot be opened"),
         (tmp_path / "a**.parquet", "is no pattern of files"),
+        (tmp_path / "ids.npy", "ids.npy is a .npy file, and training reads Parquet: `lm data prepare --input .*ids.npy"),
     ]:
         refuses(message, source)
     with pytest.raises(RequestError, match="no shards were named"):

@@ -15,6 +15,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 import zstandard
+from shard_files import write_rows
 
 from lm.data import text_files
 from lm.data.text_files import find_files, read_documents, read_pieces, split_by_names
@@ -97,6 +98,10 @@ def test_a_folder_gives_what_is_known_and_says_what_it_skipped(tmp_path, caplog)
     with caplog.at_level(logging.INFO):
         assert texts_of(tmp_path) == ["B.TXT", "a.txt", "b/two.md", "code.py"]
     assert "skipped" in caplog.text and "1 .png" in caplog.text
+    (tmp_path / "arrays").mkdir()
+    np.save(tmp_path / "arrays/a.npy", np.arange(9))
+    with pytest.raises(RequestError, match=r"1 .npy; name the token ids: .*arrays/\*.npy"):
+        find_files([str(tmp_path / "arrays")])
 
 
 def test_order_and_names_do_not_depend_on_how_files_are_given(tmp_path, monkeypatch):
@@ -276,6 +281,9 @@ def test_a_bad_parquet_file_is_named_with_its_row(tmp_path):
     refuses(r"a\.parquet, row 1: column 'text' is not UTF-8")
     path.write_bytes(path.read_bytes()[:-20])
     refuses(r"a\.parquet cannot be read")
+    write_rows(path, [[1, 2]])
+    refuses("no column 'text' among 'input_ids'.*token ids need no preparation")
+    refuses("column 'input_ids' is not text .*token ids need no preparation", text_key="input_ids")
 
 
 NOT_TEXT = {
