@@ -260,10 +260,12 @@ class DataModule(LightningDataModule):
 
     def order(self) -> Order | Mixture:
         """Which window each sample of the training stream is."""
-        orders = [
-            Order(shards.windows(self.seq_len), self._seed_of(name), lanes=self._lanes(shards))
-            for name, shards in self.by_source["train"].items()
-        ]
+        orders = []
+        for name, shards in self.by_source["train"].items():
+            seed = self.seed
+            if self.mixed:  # of the source's name, so that its order is the same whatever other sources there are
+                seed = int.from_bytes(sha256(f"{seed} {name}".encode()).digest()[:8], "big")
+            orders.append(Order(shards.windows(self.seq_len), seed, lanes=self._lanes(shards)))
         return Mixture(orders, self._phases) if self.mixed else orders[0]
 
     def _lanes(self, shards: Shards) -> int:
@@ -285,12 +287,6 @@ class DataModule(LightningDataModule):
             return torch.from_numpy(*sizes.values())
         none = np.zeros(self.tokenizer.vocab_size)
         return torch.from_numpy(np.stack([sizes.get(source.name, none) for source in self.sources]))
-
-    def _seed_of(self, source: str) -> int:
-        """The seed of a source's own order, whatever other sources there are."""
-        if not self.mixed:
-            return self.seed
-        return int.from_bytes(sha256(f"{self.seed} {source}".encode()).digest()[:8], "big")
 
     def read_samples(self, first: int, count: int) -> tuple[np.ndarray, list[tuple[str, int]]]:
         """Samples of the training stream, `(count, T + 1)`, and of each the file and the window of its block."""
