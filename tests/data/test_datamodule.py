@@ -51,7 +51,7 @@ def test_training_data_that_contains_the_validation_data_is_refused(place):
     lm(place, "plan", "--config", config(place, "both", train="both/*.parquet", val="both/val"))
 
 
-def test_what_is_left_over_is_said(place):
+def test_tokens_that_are_left_over_are_reported(place):
     """And short files are trained on."""
     short = lm(place, "plan", "--config", config(place, "short")).stdout
     assert "train: 4.78K tokens in 100 shards, 149 samples, 12 tokens in none" in short

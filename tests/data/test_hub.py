@@ -128,7 +128,7 @@ def test_other_revisions_of_a_file_are_other_files(hub):
     ({"Retry-After": "30"}, 30, 34), ({"RateLimit": '"api";r=0;t=30', "Retry-After": "1"}, 30, 34),
     ({"Retry-After": "86400"}, 600, 661), ({"Retry-After": "soon"}, 0, 1), ({"Retry-After": "a date"}, 24, 36),
 ])  # fmt: skip
-def test_the_hub_is_asked_again_when_it_said(hub, header, least, most, monkeypatch, caplog):
+def test_the_hub_is_asked_again_when_its_answer_asks_for_it(hub, header, least, most, monkeypatch, caplog):
     """And that does not use up the patience, here of 5 seconds; the client has no retries of its own."""
     hub.commit("o/n", {"a.txt": b"text"})
     pauses = []
@@ -333,7 +333,7 @@ def test_a_killed_preparation_goes_on_where_it_was(hub, tmp_path, kind):
         ("datasets/o", None, r"names no repository; the form is hf://datasets/OWNER/NAME/PATH"),
     ],
 )
-def test_what_is_wrong_with_a_url_is_said_at_once(hub, source, token, message, monkeypatch):
+def test_a_wrong_url_is_reported_at_once(hub, source, token, message, monkeypatch):
     hub.commit("o/n", {"a.txt": b"text"})
     hub.commit("o/private", {"a.txt": b"text"})
     hub.private.add("o/private")

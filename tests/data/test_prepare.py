@@ -101,7 +101,7 @@ def test_bytes_of_the_shards_are_those_of_the_text(kind, tmp_path):
         assert shards.token_bytes(tokenizer)[all_tokens(shards)].sum() == pytest.approx(size, rel=1e-9)
 
 
-def test_a_lossy_tokenizer_is_said_once(tmp_path, caplog):
+def test_a_lossy_tokenizer_is_reported_once(tmp_path, caplog):
     source = write_jsonl(tmp_path / "a.jsonl", make_texts(100))
     for kind, times in (("byte_level", 0), ("wordpiece", 1)):
         write_tokenizer(tmp_path / kind, kind, ["Aa the house"] * 20)
@@ -135,7 +135,7 @@ def test_a_text_that_spells_a_special_token_is_one_document(kind, tmp_path):
     assert known & set(ids.tolist()) == {tokenizer.eos_id}
 
 
-def test_the_manifest_tells_what_the_files_are(tmp_path, monkeypatch):
+def test_the_manifest_describes_the_files(tmp_path, monkeypatch):
     monkeypatch.setattr(writer, "ROW_GROUP_TOKENS", 1000)
     monkeypatch.setattr(encode, "ROW_GROUP_TOKENS", 700)  # what is copied at once; it need not be the same
     texts = make_texts(300)
@@ -310,7 +310,7 @@ def test_one_text_file_is_cut_at_a_line_near_its_end(tokenizer, tmp_path, caplog
 
 
 @pytest.mark.parametrize("documents, cure", [(20, "from more text"), (400, r"with --val_fraction 0\.\d+$"), (9000, "")])
-def test_a_validation_that_says_nothing_is_said_with_the_cure(documents, cure, tmp_path, caplog):
+def test_a_validation_too_small_to_mean_anything_is_reported_with_the_cure(documents, cure, tmp_path, caplog):
     source = write_jsonl(tmp_path / "a.jsonl", make_texts(documents))
     manifest = run(tmp_path / "out", source, tokenizer="char", val_fraction=0.01)
     assert "too small for a loss" not in caplog.text  # a fit that prepares its data says it by itself
@@ -402,7 +402,7 @@ def test_a_killed_preparation_resumes_to_the_same_bytes(reached, straight, tmp_p
     assert digests(out) == expected
 
 
-def test_interrupting_the_command_says_how_to_resume(tmp_path):
+def test_an_interrupted_command_explains_how_to_resume(tmp_path):
     command = [sys.executable, "-m", "lm", "data", "prepare", "--input=[embedded:sotu]", f"--output={tmp_path / 'out'}"]
     process = subprocess.Popen([*command, "--vocab_size=300"], stderr=subprocess.PIPE, text=True)
     wait_for(lambda: any((tmp_path / "out").glob(".parts/*-train")) or process.poll() is not None)
@@ -537,7 +537,7 @@ def test_the_key_that_a_failure_asked_for_is_taken(tmp_path):
     assert run(tmp_path / "out", source, text_key="body")["splits"]["train"]["documents"] > 0
 
 
-def test_a_damaged_manifest_is_cured_by_what_is_said(tmp_path, monkeypatch):
+def test_a_damaged_manifest_is_cured_by_the_command_of_its_message(tmp_path, monkeypatch):
     """Without the `rm`, the folder that is there would be refused."""
     monkeypatch.chdir(tmp_path)
     texts = write_jsonl(tmp_path / "a.jsonl", make_texts(100))
@@ -552,7 +552,7 @@ def test_a_damaged_manifest_is_cured_by_what_is_said(tmp_path, monkeypatch):
     assert describe_folder("a folder")["made_by_lm"]
 
 
-def test_inspect_tells_what_it_can_of_other_shards(tmp_path):
+def test_inspect_describes_shards_of_other_programs(tmp_path):
     """Of each split, with what lies beside them, so that no file is left out."""
     for name, ids in (("train/a", [1, 2, 3]), ("val/a", [4, 5]), ("b", [6])):
         write_rows(tmp_path / f"{name}.parquet", [ids])

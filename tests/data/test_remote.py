@@ -84,7 +84,7 @@ def test_many_small_remote_files_are_one_block_and_each_is_kept(tmp_path):
     assert len(list((tmp_path / "cache").iterdir())) == len(block.parts) == 50
 
 
-def test_a_remote_shard_that_is_damaged_is_no_failure_of_the_network(tmp_path):
+def test_a_damaged_remote_shard_is_not_taken_for_a_failing_network(tmp_path):
     """It is fetched once more, for it may have been damaged on the way, and not for as long as there is patience."""
     write_shard(tmp_path / "0.parquet", np.random.default_rng(0).integers(0, 1000, 4000, np.uint16))
     content = bytearray((tmp_path / "0.parquet").read_bytes())

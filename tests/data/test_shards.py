@@ -243,7 +243,7 @@ def test_a_shard_that_was_replaced_by_one_as_long_is_found(tmp_path):
     assert "holds something else" in describe_difference(before, Shards.open(str(tmp_path / "train")).fingerprint())
 
 
-def test_nothing_there_is_said(tmp_path):
+def test_a_source_without_shards_is_refused(tmp_path):
     (tmp_path / "empty").mkdir()
     np.save(tmp_path / "ids.npy", np.arange(9))
     write_folder(tmp_path / "made/train", [50])
@@ -421,7 +421,7 @@ def test_masks_and_labels_mean_what_they_mean_at_hugging_face(tmp_path_factory, 
     assert ([True] * len(kept) if targets is None else targets.tolist()) == [target for _, target in kept]
 
 
-def test_a_padding_id_outside_the_vocabulary_is_no_error_where_the_mask_leaves_it_out(tmp_path):
+def test_padding_outside_the_vocabulary_is_allowed_where_the_mask_leaves_it_out(tmp_path):
     masked = {"attention_mask": [[1, 1, 0], [1, 0, 0]]}
     path = write_rows(tmp_path / "a.parquet", [[1, 2, 100], [3, 100, 100]], columns=masked)
     assert Shards.open(str(path), vocab_size=100).read(0).tolist() == [1, 2, 3]
@@ -527,7 +527,7 @@ def test_a_column_is_not_taken_for_one_whose_name_begins_alike(tmp_path):
             assert shards.read(0).tolist() == expected * 3 and shards.tokens == len(expected) * 3
 
 
-def test_access_denied_is_said(tmp_path):
+def test_denied_access_is_reported(tmp_path):
     """Before any work it is a wrong request, in mid-run a failure; it is never called damage."""
     folder = Path(tempfile.mkdtemp())  # that another user may enter
     folder.chmod(0o755)

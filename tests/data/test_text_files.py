@@ -91,7 +91,7 @@ def test_empty_documents_are_left_out(tmp_path):
     assert texts_of(tmp_path) == ["b"]
 
 
-def test_a_folder_gives_what_is_known_and_says_what_it_skipped(tmp_path, caplog):
+def test_of_a_folder_known_files_are_read_and_others_are_logged(tmp_path, caplog):
     for name in ("b/two.md", "a.txt", "code.py", "logo.png", "ids.bin", ".hidden.txt", ".git/x.txt", "B.TXT"):
         (tmp_path / name).parent.mkdir(exist_ok=True)
         (tmp_path / name).write_text(name)
@@ -225,7 +225,7 @@ def test_flat_ids_that_do_not_fit_are_refused(name, content, message, tmp_path):
     (["train.py", "val.py", "test_a.py"], [None, None, None]),
     (["train_val.txt", "val.txt"], [None, None]),
 ])
-def test_names_decide_the_split_if_all_of_them_say_one(names, splits):
+def test_names_decide_the_split_if_all_of_them_have_one(names, splits):
     files = [text_files.TextFile(name, "text", None, 1, None) for name in names]
     assert [file.split for file in split_by_names(files)] == splits
 

@@ -150,7 +150,7 @@ def test_a_text_that_a_tokenizer_has_no_tokens_for_is_refused():
 
 
 @pytest.mark.parametrize("content", [b"", b"{}", b"[1]", b"not json", b"\xff\xfe", b'{"model": {"type": "BPE"}}'])
-def test_a_file_that_is_no_tokenizer_is_refused_in_one_line(content, tmp_path):
+def test_a_file_that_is_not_a_tokenizer_is_refused_in_one_line(content, tmp_path):
     file = tmp_path / "tokenizer.json"
     file.write_bytes(content)
     with pytest.raises(RequestError, match="tokenizer.json") as caught:
@@ -178,7 +178,7 @@ def test_bytes_of_sentencepiece_tokens():
 
 
 @pytest.mark.parametrize("kind", ["wordpiece", "word_ends", "unigram"])
-def test_marks_of_words_are_no_text(kind, tmp_path):
+def test_marks_of_words_are_not_text(kind, tmp_path):
     """The bytes are those of the text, but for one blank at a border of the document."""
     learned = ["the quick brown foxes were jumping over the lazy dogs", "Fellow citizens of the Senate"]
     tokenizer = Tokenizer.load(write_tokenizer(tmp_path, kind, learned))
