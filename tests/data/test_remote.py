@@ -24,7 +24,6 @@ KEPT = BLOCK.nbytes + 4  # with its checksum
 @pytest.fixture(scope="module")
 def s3(s3_client, tmp_path_factory):
     """A bucket `corpus` with a prepared folder: the client, and the tokens of its shards."""
-    s3_client.create_bucket(Bucket="corpus")
     folder = tmp_path_factory.mktemp("corpus")
     tokens = write_folder(folder / "train", [500, 600, 700])
     write_manifest(folder)

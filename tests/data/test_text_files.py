@@ -317,15 +317,14 @@ def test_a_truncated_or_damaged_compressed_file_is_named(name, tmp_path):
 
 
 def test_texts_on_s3_are_read(s3_client, tmp_path):
-    s3_client.create_bucket(Bucket="texts")
     write_parquet(tmp_path / "c.parquet", DOCUMENTS)
-    s3_client.upload_file(str(tmp_path / "c.parquet"), "texts", "a/c.parquet")
-    s3_client.put_object(Bucket="texts", Key="a/b.jsonl.gz", Body=gzip.compress(json_lines(DOCUMENTS)))
-    s3_client.put_object(Bucket="texts", Key="a/d.jsonl", Body=json_lines(DOCUMENTS))
-    assert texts_of("s3://texts/a") == DOCUMENTS * 3
-    assert texts_of("s3://texts/a/*.jsonl") == DOCUMENTS
-    files = find_files(["s3://texts/a/"])
-    assert [file.name for file in files] == [f"s3://texts/a/{name}" for name in ("b.jsonl.gz", "c.parquet", "d.jsonl")]
+    s3_client.upload_file(str(tmp_path / "c.parquet"), "corpus", "a/c.parquet")
+    s3_client.put_object(Bucket="corpus", Key="a/b.jsonl.gz", Body=gzip.compress(json_lines(DOCUMENTS)))
+    s3_client.put_object(Bucket="corpus", Key="a/d.jsonl", Body=json_lines(DOCUMENTS))
+    assert texts_of("s3://corpus/a") == DOCUMENTS * 3
+    assert texts_of("s3://corpus/a/*.jsonl") == DOCUMENTS
+    files = find_files(["s3://corpus/a/"])
+    assert [file.name for file in files] == [f"s3://corpus/a/{name}" for name in ("b.jsonl.gz", "c.parquet", "d.jsonl")]
     assert [text for part in range(3) for text in whole(files[2], part=part, parts=3)] == DOCUMENTS
-    with pytest.raises(RequestError, match="s3://texts/nowhere"):
-        find_files(["s3://texts/nowhere"])
+    with pytest.raises(RequestError, match="s3://corpus/nowhere"):
+        find_files(["s3://corpus/nowhere"])
