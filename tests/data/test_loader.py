@@ -162,7 +162,7 @@ def test_rows_of_a_damaged_shard_are_left_out_where_that_is_asked_for(tmp_path):
 @given(st.integers(1, 3), st.integers(0, 200))
 @settings(max_examples=15, deadline=None)
 def test_only_targets_of_the_labels_count(labelled, world, start):
-    """Beside a shard without labels too; the tokens are inputs all the same, in training and in evaluation."""
+    """Beside a shard without labels too; the tokens are inputs all the same."""
     shards, ids, targets = labelled
     order = Order(shards.windows(SEQ_LEN), 5, lanes=1)
     expected = np.where(targets, ids, -100)
@@ -174,9 +174,6 @@ def test_only_targets_of_the_labels_count(labelled, world, start):
             assert inputs.tolist() == ids[first : first + SEQ_LEN].tolist()
             assert labels.tolist() == expected[first + 1 : first + SEQ_LEN + 1].tolist()
         assert batch.num_targets == (batch.labels != -100).sum()
-    found = [batch.labels for batch in Windows(shards, seq_len=SEQ_LEN, micro_batch=4)]
-    windows = (len(ids) - 1) // SEQ_LEN
-    assert sum(int((one != -100).sum()) for one in found) == targets[1 : windows * SEQ_LEN + 1].sum()
 
 
 @pytest.fixture(scope="module")

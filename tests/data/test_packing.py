@@ -54,12 +54,6 @@ def test_a_document_goes_into_the_row_with_the_least_space_that_is_enough():
     assert packing.rows.tolist() == [0, 0, 1] and packing.starts.tolist() == [0, 12, 7]
 
 
-def test_what_fills_a_row_up_is_known_from_what_ends_a_document():
-    rows = np.array([[9, 5, 9, 6, 9], [9, 5, 9, 9, 9], [3, 5, 6, 7, 8]])
-    assert PackedRows(4, 9).targets(rows.ravel()).reshape(3, 5).tolist() == [
-        [False, True, True, True, True], [False, True, True, False, False], [False, True, True, True, True]]
-
-
 @pytest.fixture(scope="module")
 def place(tmp_path_factory):
     """`packed/`, `stream/` and the texts of both: short documents, and a few that are longer than a sample."""

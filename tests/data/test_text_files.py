@@ -164,23 +164,19 @@ def test_the_parts_of_a_file_are_the_file(parts, tmp_path):
 # ---- flat ids -------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("piece", [2, 3, 1000])
-def test_flat_ids_are_cut_at_the_end_of_documents(piece, tmp_path, monkeypatch):
+@pytest.mark.parametrize("name, dtype, piece", [
+    ("train.bin", "<u2", 2), ("train.bin", "<u2", 3), ("train.bin", "<u2", 1000), ("train.npy", "<u2", 3),
+    ("train.npy", ">u4", 3), ("train.npy", "<i8", 3),
+])  # fmt: skip
+def test_flat_ids_are_cut_at_the_end_of_documents(name, dtype, piece, tmp_path, monkeypatch):
     monkeypatch.setattr(text_files, "PIECE", piece)
     tokenizer = train_char(["abc"])  # 0 ends a document
-    np.array([2, 3, 0, 0, 4, 4, 4, 4, 0, 2, 3], np.uint16).tofile(tmp_path / "train.bin")
-    [file] = find_files([str(tmp_path / "train.bin")])
+    ids = np.array([2, 3, 0, 0, 4, 4, 4, 4, 0, 2, 3], dtype)
+    (tmp_path / name).write_bytes(ids.tobytes() if name == "train.bin" else saved(ids))
+    [file] = find_files([str(tmp_path / name)])
     assert whole(file, tokenizer=tokenizer) == [[2, 3], [4, 4, 4, 4], [2, 3]]
     [named, _] = split_by_names([file, replace(file, name="val.bin")])
     assert {found.split for found in read_pieces(named, tokenizer=tokenizer)} == {"train"}
-
-
-@pytest.mark.parametrize("dtype", ["<u2", ">u4", "<i8"])
-def test_an_array_of_numpy_is_read_as_flat_ids_are(dtype, tmp_path, monkeypatch):
-    monkeypatch.setattr(text_files, "PIECE", 3)
-    np.save(tmp_path / "ids.npy", np.array([2, 3, 0, 0, 4, 4, 4, 4, 0, 2, 3], dtype))
-    [file] = find_files([str(tmp_path / "ids.npy")])
-    assert whole(file, tokenizer=train_char(["abc"])) == [[2, 3], [4, 4, 4, 4], [2, 3]]
 
 
 def saved(array, cut=None):
