@@ -1,7 +1,7 @@
 """Batches for one rank: the samples of each optimizer step, decoded ahead by threads and laid out in rows.
 
 Input: blocks of tokens (`data/shards`) and the order of samples (`data/sampler`); output: a `Batch`, which
-`data/datamodule` hands to `training/step`. `Stream` and `Windows` say which samples make which batch; `Assembler`
+`data/datamodule` hands to `training/step`. `Stream` and `Windows` decide which samples make which batch; `Assembler`
 copies their rows out of blocks that `BlockBuffer` decodes ahead. Decoding runs in threads of the training process:
 Arrow and numpy release the interpreter lock while they work, and copying batches between processes would cost more
 than reading them.
@@ -39,7 +39,7 @@ SAMPLES_AHEAD = 4096  # decoded ahead at most; fewer where BLOCKS_AHEAD blocks h
 class Cursor:
     """The samples that an optimizer step consumes over all ranks: from `start` up to `end`.
 
-    It travels with the batch: however far the loader has read ahead, the cursor of the newest step says what was
+    It travels with the batch: however far the loader has read ahead, the cursor of the newest step shows what was
     trained on, and the next step begins at its `end`.
     """
 

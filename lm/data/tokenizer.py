@@ -330,7 +330,7 @@ def _of_characters(vocabulary: dict[str, int]) -> Tokenizer:
 
 def _no_token(error: Exception) -> RequestError:
     return RequestError(
-        f"the tokenizer cannot encode a text ({first_line(error)}); take one with a token for every byte, or with one "
+        f"the tokenizer cannot encode a text ({first_line(error)}); use one with a token for every byte, or with one "
         "for what is unknown"
     )
 
@@ -506,7 +506,7 @@ def _finds_same_words(find: Callable[[str], list[str]], tokenizer: Tokenizer) ->
 
 
 def translate(pattern: str) -> re.Pattern[str] | None:
-    r"""An expression of Oniguruma as one of `re`, with `\p{..}` and `\s` spelled out; None if it says more."""
+    r"""An expression of Oniguruma as one of `re`, with `\p{..}` and `\s` spelled out; None if it has more."""
     parts, inside = [], False
     for sign in re.findall(r"\\p\{\w+\}|\\.|\[|\]|[^\\\[\]]", pattern, re.DOTALL):
         category = sign.startswith(r"\p") or sign == BLANK

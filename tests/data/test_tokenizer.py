@@ -145,7 +145,7 @@ def test_the_end_of_a_document_is_given_known_or_asked_for(tmp_path):
 def test_a_text_that_a_tokenizer_has_no_tokens_for_is_refused():
     tokenizer = Tokenizer(Backend(models.WordLevel({"go": 0, "</s>": 1}, unk_token="<unk>")).to_str())
     assert tokenizer.encode_batch(["go"]) == [[0]]
-    with pytest.raises(RequestError, match=r"cannot encode a text \(.*\); take one with a token for every byte"):
+    with pytest.raises(RequestError, match=r"cannot encode a text \(.*\); use one with a token for every byte"):
         tokenizer.encode_batch(["go", "stop"])
 
 
