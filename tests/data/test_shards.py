@@ -159,13 +159,6 @@ def test_bad_ids_name_file_row_group_and_row(tmp_path, rows, kind, message, stat
     refuses(f"bad.parquet, {message}", path, vocab_size=10)
 
 
-def test_ids_outside_the_vocabulary_behind_a_manifest_are_found_when_read(tmp_path):
-    write_rows(tmp_path / "train/0.parquet", [[1], [2, 999]], pa.list_(pa.uint16()))
-    write_manifest(tmp_path, vocab_size=500)
-    with pytest.raises(RunError, match="group 0, row 1: token id 999 is outside the vocabulary of 500; was it made"):
-        Shards.open(str(tmp_path / "train")).read(0)
-
-
 def test_a_column_that_does_not_hold_ids_is_refused(tmp_path):
     path = write_rows(tmp_path / "a.parquet", ROWS, columns={"text": ["x"] * len(ROWS)})
     write_rows(tmp_path / "b.parquet", [[0.5]], pa.list_(pa.float32()))
