@@ -1,38 +1,48 @@
-"""Test equipment: Parquet files of token ids in every layout that people have, and in our own."""
+"""Test equipment: Parquet files of token ids in every layout that people have, and in our own; files of texts."""
 
 import json
+from collections.abc import Iterable
 from pathlib import Path
 
 import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
+from lm.data.parquet import ShardWriter
+from lm.data.shards import Shards
+
 COLUMN = "input_ids"
 OURS = {"lm.layout": "1"}  # what earlier versions put into the footer
 
 
-def write_rows(path: Path, rows: list, kind: pa.DataType = pa.list_(pa.uint16()), row_group_rows: int = 4, **options):
-    """Write rows (lists of ids, possibly with None) as one shard; `extra` adds columns, the rest goes to pyarrow."""
-    columns = {"text": [f"row {i}" for i in range(len(rows))], COLUMN: pa.array(rows, kind)}
-    columns = columns if options.pop("extra", False) else {COLUMN: columns[COLUMN]}
+def write_rows(
+    path: Path, rows: list, kind: pa.DataType = pa.list_(pa.uint16()), row_group_rows: int = 4,
+    columns: dict[str, list | pa.Array] = {}, metadata: dict | None = None, **options,
+):  # fmt: skip
+    """Write rows (lists of ids, possibly with None) as one shard, behind other columns; the rest goes to pyarrow."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    table = pa.table(columns).replace_schema_metadata(options.pop("metadata", None))
+    table = pa.table({**columns, COLUMN: pa.array(rows, kind)}).replace_schema_metadata(metadata)
     pq.write_table(table, path, row_group_size=row_group_rows, **options)
     return path
 
 
 def write_tokens(path: Path, tokens: np.ndarray, row: int = 1024, row_groups: int = 1, metadata: dict | None = OURS):
-    """Write a run of tokens in the layout of earlier versions of `lm data prepare`: rows of `row` tokens, in equal row groups."""
-    ends = np.append(np.arange(0, len(tokens), row), len(tokens)).astype(np.int32)
+    """Write a run of tokens in the layout of earlier versions of `lm data prepare`, in equal row groups."""
+    rows = np.split(tokens, range(row, len(tokens), row))
     kind = pa.list_(pa.field("element", pa.from_numpy_dtype(tokens.dtype), nullable=False))
-    lists = pa.ListArray.from_arrays(pa.array(ends), pa.array(tokens), type=kind)
-    schema = pa.schema([pa.field(COLUMN, kind, nullable=False)], metadata=metadata)
+    return write_rows(
+        path, rows, kind, -(-len(rows) // row_groups), metadata=metadata, use_dictionary=False,
+        column_encoding="BYTE_STREAM_SPLIT", compression="lz4", write_page_checksum=True,
+    )  # fmt: skip
+
+
+def write_shard(path: Path, tokens: np.ndarray, ends: Iterable[int] = ()) -> str:
+    """Write tokens as `lm data prepare` does, with rows that end there; returns the digest of the footer."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    pq.write_table(
-        pa.Table.from_arrays([lists], schema=schema), path, row_group_size=-(-len(lists) // row_groups),
-        use_dictionary=False, column_encoding="BYTE_STREAM_SPLIT", compression="lz4", write_page_checksum=True,
-    )
-    return path
+    writer = ShardWriter(path, tokens.dtype, "ab" * 32)
+    writer.write(tokens, np.array([*ends, len(tokens)]))
+    writer.close()
+    return writer.digest
 
 
 def write_folder(folder: Path, lengths: list[int], vocab_size: int = 1000, seed: int = 0, row_groups: int = 2):
@@ -44,18 +54,32 @@ def write_folder(folder: Path, lengths: list[int], vocab_size: int = 1000, seed:
     return np.concatenate(runs)
 
 
-def write_manifest(folder: Path, split: str = "train", vocab_size: int = 1000, tokenizer: str = "ab" * 32) -> dict:
-    """Write `folder/manifest.json` for the shards of `folder/split`, and return it."""
+def write_manifest(folder: Path, vocab_size: int = 1000, digests: Iterable[str | None] = ()) -> dict:
+    """Write `folder/manifest.json` for the shards of `folder/train`, with the digests of the first ones."""
     shards = []
-    for path in sorted((folder / split).glob("*.parquet")):
+    for path in sorted((folder / "train").glob("*.parquet")):
         footer = pq.read_metadata(path)
         counts = [footer.row_group(group).column(0).num_values for group in range(footer.num_row_groups)]
-        shards.append({"file": f"{split}/{path.name}", "size": path.stat().st_size, "row_groups": counts})
+        shards.append({"file": f"train/{path.name}", "size": path.stat().st_size, "row_groups": counts})
+    for shard, digest in zip(shards, digests):
+        shard["digest"] = digest
     tokens = sum(sum(shard["row_groups"]) for shard in shards)
     manifest = {
-        "layout": 1, "column": COLUMN, "dtype": "uint16", "tokenizer": tokenizer, "vocab_size": vocab_size, "eos_id": 0,
-        "splits": {split: {"documents": 1, "tokens": tokens, "bytes": 1, "shards": shards}},
+        "layout": 1, "column": COLUMN, "dtype": "uint16", "tokenizer": "ab" * 32, "vocab_size": vocab_size, "eos_id": 0,
+        "splits": {"train": {"documents": 1, "tokens": tokens, "bytes": 1, "shards": shards}},
         "sources": [], "options": {},
-    }
+    }  # fmt: skip
     (folder / "manifest.json").write_text(json.dumps(manifest))
     return manifest
+
+
+def all_tokens(shards: Shards) -> np.ndarray:
+    """The ids of all blocks end to end."""
+    return np.concatenate([shards.read(block) for block in range(len(shards.blocks))])
+
+
+def write_jsonl(path: Path, texts: list, key: str = "text") -> Path:
+    """One text a line."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text("".join(json.dumps({"id": number, key: text}) + "\n" for number, text in enumerate(texts)))
+    return path

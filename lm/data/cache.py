@@ -2,12 +2,12 @@
 
 import hashlib
 import os
-import tempfile
 import warnings
 import zlib
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
+from uuid import uuid4
 
 import numpy as np
 from filelock import FileLock
@@ -73,20 +73,16 @@ class BlockCache:
         """Keep a block, if it fits at all; a full disk is a warning, since training works without a cache."""
         if not self.fits(block.nbytes):
             return
-        temporary = None
+        temporary = self.folder / f".{uuid4().hex}.tmp"
         try:
             self.folder.mkdir(parents=True, exist_ok=True)
             self._make_room(block.nbytes + CHECKSUM)
-            with tempfile.NamedTemporaryFile(dir=self.folder, prefix=".", suffix=".tmp", delete=False) as file:
-                temporary = file.name
-                file.write(_checksum(block))
-                file.write(block)
+            temporary.write_bytes(_checksum(block) + block.tobytes())
             os.replace(temporary, self.folder / key)
         except FileNotFoundError:  # another process made room by removing our temporary file
             return
         except OSError as error:
-            if temporary is not None:
-                Path(temporary).unlink(missing_ok=True)
+            temporary.unlink(missing_ok=True)
             warnings.warn(f"block cache {self.folder}: a block was not kept ({first_line(error)})", stacklevel=2)
 
     def _make_room(self, needed: int) -> None:

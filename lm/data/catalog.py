@@ -49,15 +49,15 @@ class Shard:
     filesystem: pafs.FileSystem
     path: str  # there
     size: int  # bytes
-    modified: int | str | None  # ns, or what a store calls the content; None where the file system does not say
+    modified: int | str | None  # ns, or what a store calls the content; None where the file system does not know it
     patience: float  # seconds for all attempts of one read, where it is remote
     column: Column  # how its token ids are read
     row_groups: tuple[int, ...] = ()  # tokens of each
     digest: str | None = None  # of its footer; None where the manifest has none
-    labels: bool = False  # beside the ids, which say what is a target
-    text_ratio: float | None = None  # bytes of the text over those of `Tokenizer.token_bytes`, where a manifest says it
+    labels: bool = False  # whether it has a column of them, which marks the targets
+    text_ratio: float | None = None  # bytes of the text over those of `Tokenizer.token_bytes`, if a manifest has them
     packed: PackedRows | None = None  # what its rows are; None where they are documents
-    padding: int | None = None  # tokens that fill packed rows up, where a manifest says it
+    padding: int | None = None  # tokens of padding in packed rows, where a manifest has their number
 
     @contextmanager
     def open(self, footer: pq.FileMetaData | None = None) -> Iterator[tuple[pq.ParquetFile, str | None]]:
@@ -78,7 +78,7 @@ def find_shards(
 ) -> tuple[list[Shard], int | None]:
     """The shards of a folder, glob, file or URL with their token counts, and the manifest's size of the vocabulary.
 
-    The size is None where there is no manifest. `Shards.open` says what the arguments are.
+    The size is None where there is no manifest. `Shards.open` explains the arguments.
     """
     listing = list_files(source, patience)
     files, manifest = listing.files, None
@@ -109,7 +109,7 @@ def find_shards(
 
 
 def _read_manifest(source: str, filesystem: pafs.FileSystem, path: str) -> dict | None:
-    """The manifest beside a split folder; None where there is none, or it is none of ours."""
+    """The manifest beside a split folder; None where there is none, or another program wrote it."""
     folder, split = posixpath.split(path)
     if is_remote(source) and not folder:  # a bucket has no parent
         return None
@@ -226,12 +226,20 @@ def _readable(shard: Shard) -> Iterator[None]:
             raise RequestError(str(error)) from error
         raise
     except DAMAGE as error:
-        if getattr(error, "errno", None) not in (None, EIO):
-            raise RequestError(str(unreadable(f"shard {shard.file}", error))) from error
-        raise RequestError(
-            f"shard {shard.file} is not a readable Parquet file ({first_line(error)}); is it truncated, damaged or "
-            "another one?"
-        ) from error
+        raise RequestError(str(explain_damage(f"shard {shard.file}", error))) from error
+
+
+def explain_damage(where: str, error: Exception) -> RunError:
+    """What a failed read means: damage, a file that is not there, or a machine that could not read it."""
+    reason = first_line(error)
+    if isinstance(error, FileNotFoundError) or getattr(error, "errno", None) not in (None, EIO):
+        return unreadable(where, error)
+    if isinstance(error, MemoryError):  # never skipped: the next time there may be enough
+        return RunError(f"{where}: not enough memory to decode it ({reason}), unless the file is damaged")
+    return BadBlock(
+        f"{where}: cannot be decoded ({reason}); is it Parquet? If so, it is truncated, damaged or was changed: fetch "
+        "or write it again"
+    )
 
 
 # ---- fingerprint -----------------------------------------------------------------------------------------------------

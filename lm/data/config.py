@@ -35,10 +35,10 @@ class PrepareOptions:
         workers: Processes, one a core if not given. The result is the same for any number.
         packing: How documents become samples. "stream": they are laid end to end, and every `seq_len` tokens are a
             sample, which begins and ends anywhere. "whole": no document is cut that fits a sample, which begins with
-            one or continues a longer one; the rest of it is filled up and not trained on.
+            one or continues a longer one; the rest of it is padding, which is not trained on.
         seq_len: Tokens that a sample of "whole" predicts: the context of the model.
         text_key: Key or column of the text in JSON lines and Parquet.
-        eos_token: Token that ends a document, where the tokenizer's own files do not say.
+        eos_token: Token that ends a document, where the tokenizer's own files do not name it.
         shard_tokens: Tokens of a shard, about.
         sample_bytes: Most text that a "bpe" or "char" is learned from.
     """
@@ -59,7 +59,7 @@ class PrepareOptions:
     def check(self) -> None:
         """Refuse options that are out of range."""
         if not self.output:
-            raise RequestError("say with --output which folder to make")
+            raise RequestError("give the folder to make with --output")
         refuse_url("--output", self.output)
         if Path(self.output).is_file():
             raise RequestError(f"--output {self.output} is a file; give a folder")
@@ -68,8 +68,8 @@ class PrepareOptions:
         if self.workers is not None and self.workers < 1:
             raise RequestError(f"--workers {self.workers}: at least 1")
         if self.packing == "whole" and self.seq_len is None:
-            raise RequestError("--packing whole: say with --seq_len how many tokens a sample predicts, which is the "
-                               "model's max_position_embeddings")  # fmt: skip
+            raise RequestError("--packing whole needs --seq_len, the tokens that a sample predicts: the model's "
+                               "max_position_embeddings")  # fmt: skip
         if self.packing == "stream" and self.seq_len is not None:
             raise RequestError("--seq_len is for --packing whole; a stream is cut into samples when it is trained on")
         if self.seq_len is not None and not 2 <= self.seq_len <= LONGEST_ROW:
@@ -119,7 +119,7 @@ class PhaseConfig:
 
 
 def check_mixture(sources: Sequence[SourceConfig], phases: Sequence[PhaseConfig]) -> None:
-    """Refuse settings that make no mixture. (Said by `SourceConfig`, it would be lost among the types of an option.)"""
+    """Refuse settings that make no mixture. (Raised by `SourceConfig`, jsonargparse would hide it.)"""
     if not sources:
         raise RequestError("data.sources is empty: give at least one {name, path, weight}")
     names = [source.name for source in sources]
@@ -167,7 +167,7 @@ class DataConfig:
         packing: How documents become samples, `stream` or `whole` as in `prepare`; as `path` or the shards were made
             if not given.
         column: Column of token ids in the shards.
-        pad_id: Id that fills rows up, in shards without an `attention_mask`: left out where a row begins or ends in it.
+        pad_id: Id of padding in shards without an `attention_mask`: left out where a row begins or ends with it.
         seq_len: Predicted tokens of a sample; the decoder's `max_position_embeddings` if not given.
         micro_batch_size: Samples that a device runs at once.
         global_batch_tokens: Tokens of an optimizer step over all devices; one micro-batch a device if not given.
@@ -194,7 +194,7 @@ class DataConfig:
     packing: Packing | None = None
     column: str = "input_ids"
     pad_id: int | None = None
-    # How much is taken at once.
+    # How much is read at once.
     seq_len: Count | None = None
     micro_batch_size: Count = Count(8)
     global_batch_tokens: Count | None = None

@@ -45,7 +45,7 @@ def text_batches(
 
     A document begins with the end-of-text token as its first context, as it does in training, and every one of its
     tokens is predicted once. `rows` gets the name of the document and the first token of every row, in order; rows
-    that fill up the last batch do not count.
+    that pad the last batch do not count.
     """
 
     def windows() -> Iterator[np.ndarray]:
@@ -207,7 +207,7 @@ class DataModule(LightningDataModule):
         options = self.options
         shards = Shards.open(
             files, source.column, vocab_size=self.tokenizer.vocab_size, tokenizer_sha256=self.tokenizer.sha256,
-            cache=self.cache, patience=options.timeout / 2,  # so that it is the read that says what is wrong
+            cache=self.cache, patience=options.timeout / 2,  # so that the error of the read comes first
             pad_id=options.pad_id, eos_id=self.tokenizer.eos_id,
             block_tokens=options.shuffle_buffer // BLOCKS_IN_BUFFER if split == "train" else None,
         )
@@ -260,10 +260,12 @@ class DataModule(LightningDataModule):
 
     def order(self) -> Order | Mixture:
         """Which window each sample of the training stream is."""
-        orders = [
-            Order(shards.windows(self.seq_len), self._seed_of(name), lanes=self._lanes(shards))
-            for name, shards in self.by_source["train"].items()
-        ]
+        orders = []
+        for name, shards in self.by_source["train"].items():
+            seed = self.seed
+            if self.mixed:  # of the source's name, so that its order is the same whatever other sources there are
+                seed = int.from_bytes(sha256(f"{seed} {name}".encode()).digest()[:8], "big")
+            orders.append(Order(shards.windows(self.seq_len), seed, lanes=self._lanes(shards)))
         return Mixture(orders, self._phases) if self.mixed else orders[0]
 
     def _lanes(self, shards: Shards) -> int:
@@ -285,12 +287,6 @@ class DataModule(LightningDataModule):
             return torch.from_numpy(*sizes.values())
         none = np.zeros(self.tokenizer.vocab_size)
         return torch.from_numpy(np.stack([sizes.get(source.name, none) for source in self.sources]))
-
-    def _seed_of(self, source: str) -> int:
-        """The seed of a source's own order, whatever other sources there are."""
-        if not self.mixed:
-            return self.seed
-        return int.from_bytes(sha256(f"{self.seed} {source}".encode()).digest()[:8], "big")
 
     def read_samples(self, first: int, count: int) -> tuple[np.ndarray, list[tuple[str, int]]]:
         """Samples of the training stream, `(count, T + 1)`, and of each the file and the window of its block."""

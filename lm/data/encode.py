@@ -124,15 +124,14 @@ def encode_unit(unit: Unit, recipe: Recipe) -> None:
     record: dict[str, Any] = {"parts": []}
     with ExitStack() as stack:
         open_parts: dict[str, _Part] = {}
-        part: _Part | None = None  # of the document that has begun
+        split = None  # of the document that has begun
         for piece, ids in _encoded(unit_pieces(unit, recipe.text_key, encoder.tokenizer), encoder):
-            if part is None:
-                split = split_of(piece, recipe.val_fraction)
-                if split not in open_parts:
-                    file = recipe.folder / f"{path.stem}-{len(record['parts']):03d}-{split}"
-                    open_parts[split] = _Part(stack, file, split)
-                    record["parts"].append(open_parts[split].counts)
-                part = open_parts[split]
+            split = split or split_of(piece, recipe.val_fraction)
+            if split not in open_parts:
+                file = recipe.folder / f"{path.stem}-{len(record['parts']):03d}-{split}"
+                open_parts[split] = _Part(stack, file, split)
+                record["parts"].append(open_parts[split].counts)
+            part = open_parts[split]
             counted = int(sizes[ids].sum())
             part.counts["token_bytes"] += counted
             if isinstance(piece.content, str):
@@ -143,7 +142,7 @@ def encode_unit(unit: Unit, recipe: Recipe) -> None:
             if piece.last:
                 if part.counts["tokens"] >= recipe.shard_tokens:
                     open_parts.pop(split).close()
-                part = None
+                split = None
         for part in open_parts.values():
             part.close()
     write_atomically(path, json.dumps(record))
@@ -224,7 +223,7 @@ def _copy_documents(writer: ShardWriter, slices: Sequence[Slice], folder: Path, 
 
 
 def _copy_packed(writer: ShardWriter, slices: Sequence[Slice], folder: Path, packed: PackedRows) -> dict[str, Any]:
-    """Rows of several documents, as `data/packing` says; returns what they cost."""
+    """Rows of several documents, as `data/packing` describes; returns how much they pad and cut."""
     seq_len, eos_id = packed
     parts = [part_ids(folder, file, writer.dtype)[start:stop] for file, start, stop in slices]
     # A document that validation cut has no end of its own.
@@ -252,7 +251,6 @@ def _copy_packed(writer: ShardWriter, slices: Sequence[Slice], folder: Path, pac
                 ids[row, 0] = parts[part][start - 1]
         writer.write(ids.ravel(), np.arange(1, len(ids) + 1) * (seq_len + 1))
     return {
-        # Tokens that fill rows up.
         "padding": int(packing.rows[-1] + 1) * seq_len - int((packing.stops - packing.starts).sum()),
         "cut_documents": int((lengths > seq_len).sum()),
     }

@@ -1,7 +1,7 @@
 """Batches for one rank: the samples of each optimizer step, decoded ahead by threads and laid out in rows.
 
 Input: blocks of tokens (`data/shards`) and the order of samples (`data/sampler`); output: a `Batch`, which
-`data/datamodule` hands to `training/step`. `Stream` and `Windows` say which samples make which batch; `Assembler`
+`data/datamodule` hands to `training/step`. `Stream` and `Windows` decide which samples make which batch; `Assembler`
 copies their rows out of blocks that `BlockBuffer` decodes ahead. Decoding runs in threads of the training process:
 Arrow and numpy release the interpreter lock while they work, and copying batches between processes would cost more
 than reading them.
@@ -39,7 +39,7 @@ SAMPLES_AHEAD = 4096  # decoded ahead at most; fewer where BLOCKS_AHEAD blocks h
 class Cursor:
     """The samples that an optimizer step consumes over all ranks: from `start` up to `end`.
 
-    It travels with the batch: however far the loader has read ahead, the cursor of the newest step says what was
+    It travels with the batch: however far the loader has read ahead, the cursor of the newest step shows what was
     trained on, and the next step begins at its `end`.
     """
 
@@ -89,15 +89,10 @@ class Batch:
 
     def split(self, rows: int) -> "list[Batch]":
         """Micro-batches of `rows` rows each, in order. They are views, and carry neither `cursor` nor `bad`."""
+        of_rows = {"mask": self.mask, "row_documents": self.row_documents, "sources": self.sources}
+        given = {name: values for name, values in of_rows.items() if values is not None}
         parts = [slice(start, start + rows) for start in range(0, len(self.tokens), rows)]
-        return [
-            Batch(
-                self.tokens[part], mask=None if self.mask is None else self.mask[part],
-                row_documents=None if self.row_documents is None else self.row_documents[part],
-                sources=None if self.sources is None else self.sources[part],
-            )
-            for part in parts
-        ]  # fmt: skip
+        return [Batch(self.tokens[part], **{name: values[part] for name, values in given.items()}) for part in parts]
 
     def count_documents(self, eos_id: int) -> None:
         """Count the documents of each row, while the tokens are on the host."""
@@ -133,7 +128,7 @@ def _to_int64(tokens: Tensor) -> Tensor:
 
 
 class Request(NamedTuple):
-    """One batch to be made: its samples in order, and how many rows at the end only fill it up."""
+    """One batch to be made: its samples in order, and how many rows of padding at the end."""
 
     samples: np.ndarray
     cursor: Cursor | None = None
@@ -167,8 +162,6 @@ class Stream(IterableDataset):
     ) -> None:
         if global_batch % world:
             raise ValueError(f"global_batch {global_batch} is not a multiple of {world} ranks")
-        if shuffle_buffer is not None:
-            shards.require_buffer(shuffle_buffer)
         self.shards, self.order, self.seq_len, self.start = shards, order, seq_len, start
         self.global_batch, self.rank, self.world = global_batch, rank, world
         self.buffer = shuffle_buffer or (order.lanes + BLOCKS_AHEAD) * shards.largest.tokens
@@ -190,8 +183,8 @@ class Windows(IterableDataset):
     """The first windows in the order in which they are stored, once, for evaluation.
 
     Each window is counted by exactly one rank. All ranks yield the same number of batches, since sharded models run
-    in lockstep: missing rows are filled up with rows whose mask is False. A rank takes one run of consecutive windows
-    of the first `limit`, or of all. `source` is said of every row, in a mixture.
+    in lockstep: missing rows are padding, whose mask is False. A rank takes one run of consecutive windows
+    of the first `limit`, or of all. `source` is the number of the source of all rows, in a mixture.
     """
 
     def __init__(

@@ -132,14 +132,13 @@ def describe_change(before: dict, now: dict, samples: int) -> tuple[str, str]:
     then, here = past(before["phases"]), past(now["phases"])
     edges = {phase.start for phase in (*then, *here) if phase.start < samples}
     for start in sorted(edges):
-        was, is_now = ([phase.shares for phase in phases if phase.start <= start][-1] for phases in (then, here))
-        begins = [[phase.start for phase in phases if phase.start <= start][-1] for phases in (then, here)]
+        was, new = ([phase for phase in phases if phase.start <= start][-1] for phases in (then, here))
         seen = f"from sample {start:,} on, of {samples:,} seen"
-        if was != is_now:
-            return (f"{seen}, the weights of {', '.join(others)} were {_ratio(was)}, and are {_ratio(is_now)}: only "
-                    "those of later phases may change"), ""  # fmt: skip
-        if begins[0] != begins[1]:  # by an earlier version, which did not join phases of the same shares
-            return f"{seen}, the turns of its sources began at sample {begins[0]:,}, and begin at {begins[1]:,}", ""
+        if was.shares != new.shares:
+            return (f"{seen}, the weights of {', '.join(others)} were {_ratio(was.shares)}, and are "
+                    f"{_ratio(new.shares)}: only those of later phases may change"), ""  # fmt: skip
+        if was.start != new.start:  # by an earlier version, which did not join phases of the same shares
+            return f"{seen}, the turns of its sources began at sample {was.start:,}, and begin at {new.start:,}", ""
     if then == here:
         return "", ""
     later = "; ".join(f"{_ratio(phase.shares)} from sample {max(phase.start, samples):,}" for phase in here

@@ -3,8 +3,8 @@
 `data/encode` writes a shard in this way where `lm data prepare --packing whole` asks for it. A row predicts `seq_len`
 tokens and has one more before them, as the context of the first: the end-of-text token, or, where a row continues a
 document that is longer than a row, the token before. Documents are put into rows by best-fit decreasing: the longest
-first, each into the row with the least space that is left for it. End-of-text tokens fill a row up; they follow one
-that ends a document, and no document is empty, so `PackedRows.targets` tells them from the others.
+first, each into the row with the least space that is left for it. A row is padded with end-of-text tokens; they follow
+one that ends a document, and no document is empty, so `PackedRows.targets` can tell padding from the ends.
 """
 
 from collections import defaultdict

@@ -97,8 +97,8 @@ class Tokens(NamedTuple):
 class Column:
     """The column of token ids in Parquet files: [0, vocab_size), or [0, 2^31) where the vocabulary is not known.
 
-    Padding is left out: what `attention_mask` says 0 to, and with `pad_id` the run of that id at both ends of a row;
-    of a run at the end one stays where it is the end-of-text token too.
+    Padding is left out: ids whose `attention_mask` is 0, and with `pad_id` the run of that id at both ends of a row; of
+    a run at the end one stays where it is the end-of-text token too.
     """
 
     def __init__(
@@ -126,11 +126,11 @@ class Column:
                 raise RequestError(f"shard {file}: column {name!r} is {kind}, not a list of integers{cure}")
 
     def beside(self, schema: pa.Schema) -> list[str]:
-        """The columns that say which ids are padding or no targets."""
+        """The columns that mark which ids are padding or not targets."""
         return [name for name in (MASK, LABELS) if name in schema.names and name != self.name]
 
     def count(self, parquet: pq.ParquetFile, file: str) -> list[int]:
-        """Tokens of every row group, from the footer's statistics where they tell, else by decoding.
+        """Tokens of every row group, from the footer's statistics where they are enough, else by decoding.
 
         An empty or null list is one null leaf value, so where there are none the tokens are the leaf values. Decoding
         finds null rows, and the row of ids outside the vocabulary. The first row group with labels is decoded in any
@@ -191,7 +191,7 @@ class Column:
             row, token = _row_of(rows, place), ids[place]
             raise BadBlock(
                 f"{where}, row {row}: token id {token} is outside {vocabulary}; was it made with another tokenizer? "
-                f"If this id fills rows up: --data.pad_id {token}"
+                f"If this id is padding: --data.pad_id {token}"
             )
         if targets is not None:
             targets = None if targets[keep].all() else targets[keep]
@@ -231,7 +231,7 @@ class Column:
         return chunk.statistics if sound else None, chunk.num_values
 
     def _is_all_ones(self, parquet: pq.ParquetFile, group: int, values: int) -> bool:
-        """Whether the footer says that the attention mask is 1 for each of so many ids."""
+        """Whether the attention mask is 1 for each of so many ids, by the footer."""
         facts, count = self._statistics(parquet, group, MASK)
         sure = facts is not None and facts.has_null_count and not facts.null_count and facts.has_min_max
         return sure and facts.min == facts.max == 1 and count == values

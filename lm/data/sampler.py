@@ -58,7 +58,8 @@ class Order:
             raise ValueError(f"an order needs at least one window and 2**n lanes, got {self.total} and {lanes}")
         self.seed, self.shuffle = seed, shuffle
         self.lanes = lanes if shuffle else 1
-        self._lane = _bit_reversed(self.lanes)  # the lane of each turn
+        bits = self.lanes.bit_length() - 1
+        self._lane = np.array([int(f"{turn:0{bits}b}"[::-1], 2) for turn in range(self.lanes)])  # of each turn
         full, longer = divmod(self.total, self.lanes)
         sizes = np.full(self.lanes, full)
         sizes[self._lane[:longer]] += 1  # the last round of turns is not complete
@@ -102,26 +103,16 @@ class Order:
         return sequence, starts
 
 
-def _bit_reversed(lanes: int) -> np.ndarray:
-    bits = lanes.bit_length() - 1
-    return np.array([int(f"{turn:0{bits}b}"[::-1], 2) for turn in range(lanes)])
-
-
 # Training runs are resumed under other versions of numpy, and numpy promises the streams of its bit generators only,
 # not those of Generator.permutation (NEP 19). So the keys come from SplitMix64, and a stable sort makes a permutation.
 
 
-def _mix(bits: np.ndarray) -> np.ndarray:
-    """SplitMix64's finaliser (Steele, Lea and Flood, OOPSLA 2014): every input bit moves every output bit."""
+def random_keys(size: int, state: int) -> np.ndarray:
+    """The first `size` outputs of SplitMix64 (Steele, Lea and Flood, OOPSLA 2014) from a seed: (size,) uint64."""
+    bits = np.arange(1, size + 1, dtype=np.uint64) * np.uint64(GOLDEN) + np.uint64(state & U64)
     bits = (bits ^ (bits >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
     bits = (bits ^ (bits >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
     return bits ^ (bits >> np.uint64(31))
-
-
-def random_keys(size: int, state: int) -> np.ndarray:
-    """The first `size` outputs of SplitMix64 that was seeded with `state`: (size,) uint64."""
-    steps = np.arange(1, size + 1, dtype=np.uint64) * np.uint64(GOLDEN)
-    return _mix(steps + np.uint64(state & U64))
 
 
 @lru_cache(maxsize=512)

@@ -6,7 +6,7 @@ next and says which window of which block a sample is.
 A *block* is a run of row groups of one shard, or of several small ones, read at once; a *window* is `seq_len + 1`
 consecutive tokens of a block, at a stride of `seq_len`, so that each token is a target once. Windows do not cross
 blocks: less than `seq_len` tokens at the end of each are in none, which `Shards.left_over` counts. Where documents were
-packed (`data/packing`), each row is a window, and what fills it up is not a target.
+packed (`data/packing`), each row is a window, and its padding is not a target.
 """
 
 import logging
@@ -14,20 +14,19 @@ from collections import defaultdict
 from collections.abc import Collection, Hashable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
-from errno import EIO
 from typing import NamedTuple
 
 import numpy as np
 import pyarrow.parquet as pq
 
 from lm.data.cache import BlockCache
-from lm.data.catalog import FOOTER_THREADS, Fingerprint, Shard, find_shards
+from lm.data.catalog import FOOTER_THREADS, Fingerprint, Shard, explain_damage, find_shards
 from lm.data.packing import PackedRows
 from lm.data.parquet import COLUMN, DAMAGE, IGNORED, BadBlock, Column, Tokens, runs_within
 from lm.data.tokenizer import Tokenizer
-from lm.errors import RequestError, RunError, first_line
+from lm.errors import RequestError
 from lm.system.process import reader_pool
-from lm.system.remote import PATIENCE, file_identity, is_remote, unreadable
+from lm.system.remote import PATIENCE, file_identity, is_remote
 from lm.system.units import plural
 
 log = logging.getLogger(__name__)
@@ -84,7 +83,7 @@ class Shards:
         tokenizer_sha256: str | None = None, cache: BlockCache | None = None, patience: float = PATIENCE,
         pad_id: int | None = None, eos_id: int | None = None, block_tokens: int | None = None,
     ) -> "Shards":
-        """Find shards and learn their token counts; tokens are read only where the footers do not tell.
+        """Find shards and learn their token counts; tokens are read only where the footers are not enough.
 
         A file that is named twice, by whatever paths, counts once. RequestError names a file that cannot be used, and
         RunError a remote source that failed again and again.
@@ -92,7 +91,7 @@ class Shards:
         Args:
             source: folders, globs, files or URLs. The split folder (`DIR/train`) of a folder that `lm data prepare`
                 made is checked against its manifest.
-            column: `Column` says what it is, with `vocab_size`, `pad_id` and `eos_id`. Without a `vocab_size` the
+            column: `Column` explains it, with `vocab_size`, `pad_id` and `eos_id`. Without a `vocab_size` the
                 manifests' is taken; with a `pad_id` all shards are read to count the other ids.
             tokenizer_sha256: of the tokenizer in use; shards that another one made are refused.
             cache: keeps blocks of remote shards on this machine.
@@ -110,7 +109,7 @@ class Shards:
         for shard in (shard for shards, _ in found for shard in shards):
             first = once.setdefault(file_identity(shard.file), shard)
             if first is not shard and not first.filesystem.equals(shard.filesystem):
-                raise RequestError(f"shard {shard.file} is in two stores, which its URL does not tell apart")
+                raise RequestError(f"shard {shard.file} is in two stores, and its URL is the same in both")
             if first is not shard:
                 log.info("shard %s is %s again, and counts once", shard.file, first.file)
         shards = [replace(shard, column=reading) for shard in once.values()]
@@ -175,7 +174,7 @@ class Shards:
     def beginning(self) -> np.ndarray:
         """The tokens of the first block that is not damaged."""
         for index in range(len(self.blocks)):
-            with suppress(BadBlock):  # whoever reads it next will say so
+            with suppress(BadBlock):  # the next read will report it
                 return self.read(index)
         return np.empty(0, self.column.dtype)
 
@@ -217,7 +216,7 @@ class Shards:
         for index, count in enumerate(windows.tolist()):
             if limit <= 0:
                 return False
-            with suppress(BadBlock):  # whoever reads it next will say so
+            with suppress(BadBlock):  # the next read will report it
                 targets = self.read_tokens(index).targets
                 if targets is None or targets[1 : min(limit, count) * stride + 1].any():
                     return True
@@ -231,7 +230,7 @@ class Shards:
 
     @property
     def document_tokens(self) -> int:
-        """`tokens`; of packed rows without the first of each, and without what fills them up, where that is known."""
+        """`tokens`; of packed rows without the first of each, and without padding, where that is known."""
         if self.packed is None:
             return self.tokens
         filling = sum(shard.padding or 0 for shard in self.by_file.values())
@@ -239,7 +238,7 @@ class Shards:
 
     @property
     def padding_fraction(self) -> float | None:
-        """The fraction of the targets of packed rows that only fill them up; None where it is not known."""
+        """The fraction of the targets of packed rows that are padding; None where it is not known."""
         counts = [shard.padding for shard in self.by_file.values()]
         if self.packed is None or None in counts or not self.tokens:
             return None
@@ -256,7 +255,7 @@ class Shards:
     def pieces(self, stop: int | None = None) -> Iterator[np.ndarray]:
         """The first `stop` tokens of all shards laid end to end, or all of them, in pieces (n,).
 
-        Of packed rows without the first token of each, which is context alone, and without what fills them up.
+        Of packed rows without the first token of each, which is context alone, and without padding.
         """
         left = self.tokens if stop is None else stop
         for index in range(len(self.blocks)):
@@ -344,7 +343,7 @@ class Shards:
                             f"{shard.row_groups[group]}: it was changed or badly written; write it again"
                         )
         except DAMAGE as error:
-            raise _not_readable(where, error) from error
+            raise explain_damage(where, error) from error
         return _join(groups)
 
     def fingerprint(self) -> list[Fingerprint]:
@@ -369,8 +368,8 @@ def _packed(shards: Collection[Shard], source: str) -> PackedRows | None:
             raise RequestError(f"{source}: documents were packed differently in {first.file} and {other.file}: prepare "
                                "them with the same --packing and --seq_len")  # fmt: skip
     if first.packed is not None and first.column.pad_id is not None:
-        raise RequestError(f"{source}: data.pad_id is for rows that somebody else filled up; leave it out: documents "
-                           "were packed by `lm data prepare`, and what fills their rows up is known")  # fmt: skip
+        raise RequestError(f"{source}: data.pad_id is for rows that another program padded; leave it out: the "
+                           "padding of documents that `lm data prepare` packed is known")  # fmt: skip
     return first.packed
 
 
@@ -396,18 +395,6 @@ def _join(parts: Sequence[Tokens]) -> Tokens:
         targets = np.concatenate([np.ones(len(part.ids), bool) if part.targets is None else part.targets
                                   for part in parts])  # fmt: skip
     return Tokens(np.concatenate([part.ids for part in parts]), targets)
-
-
-def _not_readable(where: str, error: Exception) -> RunError:
-    """What a failed read means: damage, a file that is not there, or a machine that could not read it."""
-    reason = first_line(error)
-    if isinstance(error, FileNotFoundError) or getattr(error, "errno", None) not in (None, EIO):
-        return unreadable(where, error)
-    if isinstance(error, MemoryError):  # never skipped: the next time there may be enough
-        return RunError(f"{where}: not enough memory to decode it ({reason}), unless the file is damaged")
-    return BadBlock(
-        f"{where}: cannot be decoded ({reason}); the file is truncated, damaged or was changed: fetch or write it again"
-    )
 
 
 def common_file(train: Shards, val: Shards) -> tuple[str, str] | None:

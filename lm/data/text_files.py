@@ -54,7 +54,7 @@ NOT_TEXT = {  # suffixes -> what to do
 DENSITY = 4  # bytes of text in a byte of a compressed file, about
 PIECE = 8 * 2**20  # characters of a text, or ids, that are held at once
 PARQUET_ROWS = 256  # decoded at once; some million characters for usual documents
-# Words of a file's name, or the name of its folder -> the split that it says.
+# Words of a file's name, or the name of its folder -> the split that it names.
 SPLITS = {"train": "train", "training": "train", "val": "val", "valid": "val", "validation": "val", "dev": "val",
           "test": "test"}  # fmt: skip
 SURROGATE = re.compile("[\ud800-\udfff]")
@@ -70,7 +70,7 @@ class TextFile:
     kind: str  # "text" (one document), "jsonl", "parquet" or "flat" (token ids as nanoGPT keeps them)
     compression: str | None  # "gzip", "zstd", "bz2", "xz"
     size: int  # bytes, as it is stored
-    modified: int | str | None  # ns, or what a store calls the content; None where the file system does not say
+    modified: int | str | None  # ns, or what a store calls the content; None where the file system does not know it
     split: str | None = None  # "train" or "val", where the names of the files decide it
     address: str = field(default="", repr=False, compare=False)  # where it is, of a hub at the commit that was listed
 
@@ -112,9 +112,9 @@ def find_files(inputs: Sequence[str]) -> list[TextFile]:
 
 
 def split_by_names(files: list[TextFile]) -> list[TextFile]:
-    """Files with the split that their names say, such as `train.txt` and `val.txt`, if all names say one.
+    """Files with the split in their names, such as `train.txt` and `val.txt`, if all names have one.
 
-    Those of a test split are left out, and the log says so. Code is not asked: `train.py` is a program.
+    Those of a test split are left out, and logged. Names of code do not count: `train.py` is a program.
     """
     named = [(file, _named_split(file.name)) for file in files]
     of: dict[str | None, list[str]] = {}
@@ -124,14 +124,14 @@ def split_by_names(files: list[TextFile]) -> list[TextFile]:
     if "train" not in of or of.keys() <= {"train", None}:
         return files
     if None in of:
-        log.warning("the names of train and val files decide nothing, because others say no split: %s; give them "
-                    "such a name too, or leave them out", shown[None])  # fmt: skip
+        log.warning("the names of train and val files are ignored, because other names have no split: %s; rename "
+                    "those, or leave them out", shown[None])  # fmt: skip
         return files
     if "test" in of:
         log.info("left out, as a test split: %s; prepare it by itself for data.test", shown["test"])
     if "val" not in of:
         return [file for file, split in named if split == "train"]
-    log.info("as the names say, for training: %s; for validation: %s", shown["train"], shown["val"])
+    log.info("by their names, for training: %s; for validation: %s", shown["train"], shown["val"])
     return [replace(file, split=split) for file, split in named if split != "test"]
 
 
@@ -139,8 +139,8 @@ def _named_split(name: str) -> str | None:
     path = PurePosixPath(name.lower())
     if _split_suffixes(path.name)[0] in TEXT_SUFFIXES - {".txt", ".text"}:
         return None
-    said = {SPLITS[word] for word in re.split("[^a-z]+", path.name) if word in SPLITS} or {SPLITS.get(path.parent.name)}
-    return said.pop() if len(said) == 1 else None
+    seen = {SPLITS[word] for word in re.split("[^a-z]+", path.name) if word in SPLITS} or {SPLITS.get(path.parent.name)}
+    return seen.pop() if len(seen) == 1 else None
 
 
 def _find(source: str) -> Iterator[TextFile]:
@@ -291,7 +291,7 @@ def _json_lines(file: TextFile, part: int, parts: int, key: str) -> Iterator[tup
 
 
 def _json_text(line: bytes, key: str) -> str:
-    """The text of a line; ValueError says what is wrong with it."""
+    """The text of a line; ValueError where there is none."""
     try:
         entry = json.loads(line.decode("utf-8-sig"))
     except (ValueError, RecursionError) as error:
@@ -299,7 +299,7 @@ def _json_text(line: bytes, key: str) -> str:
     if not isinstance(entry, dict):
         raise ValueError(f"a JSON {type(entry).__name__} where one object a line is expected")
     if key not in entry:
-        raise ValueError(f"there is no key {key!r} among {', '.join(map(repr, entry))}; say which with --text_key")
+        raise ValueError(f"there is no key {key!r} among {', '.join(map(repr, entry))}; name it with --text_key")
     text = entry[key]
     if not isinstance(text, str):
         raise ValueError(f"{key!r} is not a text but {json.dumps(text)[:40]}")
@@ -325,15 +325,15 @@ def _parquet(file: TextFile, part: int, parts: int, column: str) -> Iterator[tup
         schema = parquet.schema_arrow
         if column not in schema.names:
             raise RunError(
-                f"{file.name} has no column {column!r} among {', '.join(map(repr, schema.names))}; say which holds "
-                f"text with --text_key{TOKEN_IDS if 'input_ids' in schema.names else ''}"
+                f"{file.name} has no column {column!r} among {', '.join(map(repr, schema.names))}; name the one "
+                f"with text by --text_key{TOKEN_IDS if 'input_ids' in schema.names else ''}"
             )
         kind = schema.field(column).type
         kind = kind.value_type if pa.types.is_dictionary(kind) else kind
         if not (pa.types.is_string(kind) or pa.types.is_large_string(kind) or pa.types.is_string_view(kind)):
             listed = getattr(kind, "value_type", None)
             ids = TOKEN_IDS if listed is not None and pa.types.is_integer(listed) else ""
-            raise RunError(f"{file.name}: column {column!r} is not text but {kind}; say which is with --text_key{ids}")
+            raise RunError(f"{file.name}: column {column!r} is not text but {kind}; give another with --text_key{ids}")
         groups = parquet.num_row_groups
         chosen = range(groups * part // parts, groups * (part + 1) // parts)
         row = sum(parquet.metadata.row_group(group).num_rows for group in range(chosen.start))
@@ -380,7 +380,7 @@ def _flat(file: TextFile, tokenizer: Tokenizer | None) -> Iterator[Piece]:
                 yield Piece(f"{file.name}, token {position + start}", ids[start:], not unfinished, file.split)
             position += len(ids)
     if count not in (None, position):
-        raise RunError(f"{file.name} has {position:,} of the {count:,} token ids that it says: it is truncated")
+        raise RunError(f"{file.name} has {position:,} of the {count:,} token ids that its header has: it is truncated")
 
 
 def _npy_header(file: TextFile, stream: BinaryIO) -> tuple[np.dtype, int]:

@@ -246,14 +246,11 @@ class Tokenizer:
         """Bytes of UTF-8 of the documents that ids (n,) stand for, decoded; an unknown token counts as one byte."""
         documents = np.split(ids, np.flatnonzero(ids == self.eos_id) + 1)
         texts = self.backend.decode_batch([document.tolist() for document in documents])
-        unknown = int((ids == self.vocabulary.get(self.unknown, -1)).sum())
-        return sum(len(self._without_added_blanks(text).encode()) for text in texts) + unknown
-
-    def _without_added_blanks(self, text: str) -> str:
-        """A decoded text; where Chinese characters are cut out as words, without the blanks between them."""
         steps = self.description.get("normalizer") or {}
-        chinese = any(step.get("handle_chinese_chars") for step in (steps, *steps.get("normalizers", ())))
-        return BESIDE_CHINESE.sub("", text) if chinese else text
+        if any(step.get("handle_chinese_chars") for step in (steps, *steps.get("normalizers", ()))):
+            texts = [BESIDE_CHINESE.sub("", text) for text in texts]  # blanks that cut them out as words
+        unknown = int((ids == self.vocabulary.get(self.unknown, -1)).sum())
+        return sum(len(text.encode()) for text in texts) + unknown
 
     @cached_property
     def lossy(self) -> str | None:
@@ -333,7 +330,7 @@ def _of_characters(vocabulary: dict[str, int]) -> Tokenizer:
 
 def _no_token(error: Exception) -> RequestError:
     return RequestError(
-        f"the tokenizer cannot encode a text ({first_line(error)}); take one with a token for every byte, or with one "
+        f"the tokenizer cannot encode a text ({first_line(error)}); use one with a token for every byte, or with one "
         "for what is unknown"
     )
 
@@ -451,11 +448,10 @@ def byte_alphabet() -> dict[int, str]:
 
 def _code_table(tokenizer: Tokenizer, dtype: np.dtype) -> np.ndarray | None:
     """Id of every code point, if the tokenizer is one of single characters."""
-    about, model = tokenizer.description, tokenizer.description["model"]
-    plain = not any(about.get(step) for step in ("normalizer", "pre_tokenizer")) and _only_special_added(tokenizer)
+    model = tokenizer.description["model"]
     unknown = tokenizer.vocabulary.get(model.get("unk_token"))
-    options = ("merges", "fuse_unk", "byte_fallback", "dropout", "continuing_subword_prefix", "end_of_word_suffix")
-    if model.get("type") != "BPE" or any(model.get(option) for option in options) or not plain or unknown is None:
+    plain = _is_plain_bpe(tokenizer, "merges", "fuse_unk", "byte_fallback")
+    if not plain or tokenizer.description.get("pre_tokenizer") or unknown is None:
         return None
     table = np.full(0x110000, unknown, dtype)
     for token, number in model["vocab"].items():
@@ -466,20 +462,22 @@ def _code_table(tokenizer: Tokenizer, dtype: np.dtype) -> np.ndarray | None:
 
 def _word_finder(tokenizer: Tokenizer) -> Callable[[str], list[str]] | None:
     """A function that cuts a text into the words that a byte-level tokenizer treats alone, if there is one."""
-    about, model = tokenizer.description, tokenizer.description["model"]
-    options = ("dropout", "continuing_subword_prefix", "end_of_word_suffix")
-    if model.get("type") != "BPE" or any(model.get(option) for option in options) or about.get("normalizer"):
-        return None
-    pattern = _pattern(about.get("pre_tokenizer") or {})
-    expression = None if pattern is None or not _only_special_added(tokenizer) else translate(pattern)
-    if expression is None or not _finds_same_words(expression.findall, tokenizer):
-        return None
-    return expression.findall
+    pattern = _pattern(tokenizer.description.get("pre_tokenizer") or {}) if _is_plain_bpe(tokenizer) else None
+    expression = None if pattern is None else translate(pattern)
+    return expression.findall if expression and _finds_same_words(expression.findall, tokenizer) else None
 
 
-def _only_special_added(tokenizer: Tokenizer) -> bool:
-    """Tokens that were added and are not special are cut out of a text before its words are found."""
-    return all(token.special for token in tokenizer.backend.get_added_tokens_decoder().values())
+def _is_plain_bpe(tokenizer: Tokenizer, *options: str) -> bool:
+    """Whether it is a BPE without a normalizer and without these options, to which only special tokens were added.
+
+    Others would be cut out of a text before its words are found.
+    """
+    model, added = tokenizer.description["model"], tokenizer.backend.get_added_tokens_decoder().values()
+    options = (*options, "dropout", "continuing_subword_prefix", "end_of_word_suffix")
+    return (
+        model.get("type") == "BPE" and not any(model.get(option) for option in options)
+        and not tokenizer.description.get("normalizer") and all(token.special for token in added)
+    )  # fmt: skip
 
 
 def _pattern(step: dict) -> str | None:
@@ -508,7 +506,7 @@ def _finds_same_words(find: Callable[[str], list[str]], tokenizer: Tokenizer) ->
 
 
 def translate(pattern: str) -> re.Pattern[str] | None:
-    r"""An expression of Oniguruma as one of `re`, with `\p{..}` and `\s` spelled out; None if it says more."""
+    r"""An expression of Oniguruma as one of `re`, with `\p{..}` and `\s` spelled out; None if it has more."""
     parts, inside = [], False
     for sign in re.findall(r"\\p\{\w+\}|\\.|\[|\]|[^\\\[\]]", pattern, re.DOTALL):
         category = sign.startswith(r"\p") or sign == BLANK

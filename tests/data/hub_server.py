@@ -115,7 +115,7 @@ class _Handler(BaseHTTPRequestHandler):
     def answer(self) -> None:
         url = urlsplit(self.path)
         form = self.rfile.read(int(self.headers.get("Content-Length", 0))).decode()
-        self.query = {key: values for key, values in parse_qs(url.query + "&" + form).items()}
+        self.query = parse_qs(f"{url.query}&{form}")
         fault = self.server.next_fault(f"{self.command} {url.path}")
         self.cut = fault is not None and fault.kind == "cut"
         if fault is not None and fault.kind == "stall":
@@ -137,15 +137,12 @@ class _Handler(BaseHTTPRequestHandler):
 
     def info(self, repository: str, revision: str = "main") -> None:
         if found := self.open(repository, revision):
-            siblings = [{"rfilename": path} for path in sorted(found[1])]
-            about = {"id": repository, "sha": found[0], "private": repository in self.server.private, "tags": []}
-            self.send_json({**about, "downloads": 0, "likes": 0, "gated": False, "siblings": siblings})
+            self.send_json({"id": repository, "sha": found[0]})
 
     def paths_info(self, repository: str, revision: str) -> None:
         if found := self.open(repository, revision):
-            entries = _entries(found[1])
             wanted = [path.strip("/") for path in self.query.get("paths", [])]
-            self.send_json([entries[path] for path in wanted if path in entries])
+            self.send_json([entry for path, entry in _entries(found[1]).items() if path in wanted])
 
     def tree(self, repository: str, revision: str, folder: str) -> None:
         """A folder in pages, with a cursor in the `Link` to the next."""
@@ -244,18 +241,13 @@ def _entries(files: Mapping[str, bytes]) -> dict[str, dict]:
     entries: dict[str, dict] = {}
     for path, content in files.items():
         for folder in list(Path(path).parents)[:-1]:
-            entries[str(folder)] = {"type": "directory", "oid": _sha1(str(folder).encode()), "size": 0,
-                                    "path": str(folder)}  # fmt: skip
-        entry = {"type": "file", "oid": _sha1(content), "size": len(content), "path": path}
+            entries[str(folder)] = {"type": "directory", "oid": "0" * 40, "size": 0, "path": str(folder)}
+        entry = {"type": "file", "oid": hashlib.sha1(content).hexdigest(), "size": len(content), "path": path}
         if path.endswith(LFS_SUFFIXES):
             oid = hashlib.sha256(content).hexdigest()
             entry["lfs"] = {"oid": oid, "size": len(content), "pointerSize": 130}
         entries[path] = entry
     return entries
-
-
-def _sha1(content: bytes) -> str:
-    return hashlib.sha1(content).hexdigest()
 
 
 @contextmanager

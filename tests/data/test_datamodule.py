@@ -26,7 +26,6 @@ def place(tmp_path_factory):
     write_rows(place / "val/0.parquet", rows(400))
     write_rows(place / "both/0.parquet", rows(900))
     shutil.copytree(place / "val", place / "both/val")
-    write_rows(place / "padded/0.parquet", [row + [1] * 16 for row in rows(*[32] * 50)])
     return place
 
 
@@ -52,7 +51,7 @@ def test_training_data_that_contains_the_validation_data_is_refused(place):
     lm(place, "plan", "--config", config(place, "both", train="both/*.parquet", val="both/val"))
 
 
-def test_what_is_left_over_is_said(place):
+def test_tokens_that_are_left_over_are_reported(place):
     """And short files are trained on."""
     short = lm(place, "plan", "--config", config(place, "short")).stdout
     assert "train: 4.78K tokens in 100 shards, 149 samples, 12 tokens in none" in short
@@ -67,12 +66,6 @@ def test_what_is_left_over_is_said(place):
     assert left.endswith("; lower data.seq_len") and left in log
 
 
-@pytest.mark.parametrize("pad_id, tokens", [(None, "2.4K"), (1, "1.6K")])
-def test_what_fills_rows_up_is_left_out_where_its_id_is_given(place, pad_id, tokens):
-    said = lm(place, "plan", "--config", config(place, "padded", train="padded", pad_id=pad_id)).stdout
-    assert f"train: {tokens} tokens in 1 shard" in said
-
-
 def test_a_run_is_not_resumed_over_other_windows(place):
     """As by a version of lm in which windows ended with their file."""
     written = config(place, "older")
@@ -85,17 +78,3 @@ def test_a_run_is_not_resumed_over_other_windows(place):
     assert "train: the same shards, cut into other windows" in said and "start a new run" in said
     record.write_text(json.dumps(shards))
     lm(place, *resume)
-
-
-def test_files_that_are_no_shards_are_sent_to_prepare(place):
-    np.save(place / "ids.npy", np.arange(2, 12))
-    said = lm(place, "plan", "--config", config(place, "npy", train="ids.npy"), expect=2).stderr
-    assert "ids.npy is a .npy file, and training reads Parquet: `lm data prepare --input ids.npy" in said
-    folder = place / "arrays"
-    folder.mkdir()
-    np.save(folder / "a.npy", np.arange(2, 12))
-    named = lm(place, "data", "prepare", "--input", "arrays", "--output", "made", "--tokenizer", "tok", expect=2)
-    assert "name the token ids: arrays/*.npy" in named.stderr
-    shards = lm(place, "data", "prepare", "--input", "val", "--output", "made", "--tokenizer", "tok",
-                "--text_key", "input_ids", expect=None)  # fmt: skip
-    assert "token ids need no preparation" in shards.stderr

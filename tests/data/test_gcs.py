@@ -59,7 +59,7 @@ def test_a_file_whose_first_bytes_do_not_come_is_read_again(gcs):
         ("corpus/v1", [403] * 9, "cannot be listed .*denied|cannot be listed .*403"),
     ],
 )
-def test_what_is_not_there_or_denied_is_said_at_once(gcs, place, faults, message):
+def test_what_is_missing_or_denied_is_reported_at_once(gcs, place, faults, message):
     """pyarrow would repeat some requests for 15 minutes."""
     server, _ = gcs
     server.fail(faults)

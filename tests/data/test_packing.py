@@ -1,4 +1,4 @@
-"""Whole documents in rows: nothing is lost or cut without need, and what fills rows up is never trained on."""
+"""Whole documents in rows: nothing is lost or cut without need, and padding is never trained on."""
 
 import json
 import re
@@ -9,8 +9,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from lightning.pytorch.trainer.states import TrainerState
-from trainings import expected, lm, losses, write_config
+from shard_files import write_jsonl
+from trainings import expected, fit, lm, losses, write_config
 
+from lm.data.cache import BlockCache
 from lm.data.config import PrepareOptions
 from lm.data.datamodule import DataModule
 from lm.data.packing import PackedRows, pack_documents
@@ -52,20 +54,13 @@ def test_a_document_goes_into_the_row_with_the_least_space_that_is_enough():
     assert packing.rows.tolist() == [0, 0, 1] and packing.starts.tolist() == [0, 12, 7]
 
 
-def test_what_fills_a_row_up_is_known_from_what_ends_a_document():
-    rows = np.array([[9, 5, 9, 6, 9], [9, 5, 9, 9, 9], [3, 5, 6, 7, 8]])
-    assert PackedRows(4, 9).targets(rows.ravel()).reshape(3, 5).tolist() == [
-        [False, True, True, True, True], [False, True, True, False, False], [False, True, True, True, True]]
-
-
 @pytest.fixture(scope="module")
 def place(tmp_path_factory):
     """`packed/`, `stream/` and the texts of both: short documents, and a few that are longer than a sample."""
     place, random = tmp_path_factory.mktemp("place"), np.random.default_rng(0)
     texts = ["".join(random.choice(list("abcdefgh "), length))
              for length in [*random.integers(1, SEQ_LEN, 300), 100, SEQ_LEN - 1, SEQ_LEN, 64]]  # fmt: skip
-    (place / "texts.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
-    common = {"input": [str(place / "texts.jsonl")], "tokenizer": "char", "val_fraction": 0.1}
+    common = {"input": [str(write_jsonl(place / "texts.jsonl", texts))], "tokenizer": "char", "val_fraction": 0.1}
     prepare(PrepareOptions(**common, output=str(place / "packed"), packing="whole", seq_len=Count(SEQ_LEN)))
     prepare(PrepareOptions(**common, output=str(place / "stream")))
     return place
@@ -127,15 +122,15 @@ def test_a_fit_packs_its_texts_and_resumes_over_them(place):
     """The context of the model is the length of a row; what is trained on are the rows, also after a stop."""
     made = data("fitted", packing="whole", seq_len=None, prepare={
         "input": ["texts.jsonl"], "tokenizer": "char", "val_fraction": 0.1})  # fmt: skip
-    recorder = {"class_path": "recorder.Recorder"}
     kill = {"class_path": "recorder.KillAt", "init_args": dict(signal_name="SIGKILL", micro_batch=9)}
-    lm(place, "fit", "--config", str(write_config(place, "fitted", data=made)))
+    fit(place, "fitted", data=made)
     for split in ("train", "val"):
         assert np.array_equal(read_rows(place / "fitted", split)[1], read_rows(place / "packed", split)[1])
     (place / "trace.jsonl").rename(place / "expected.jsonl")
-    killed = write_config(place, "killed", data=made, **{"trainer.callbacks": [recorder, kill]})
-    lm(place, "fit", "--config", str(killed), "--ckpt_path", "auto", expect=-9)
-    lm(place, "fit", "--config", str(write_config(place, "killed", data=made)), "--ckpt_path", "auto")
+    resumed = ("killed", "--ckpt_path", "auto")
+    callbacks = [{"class_path": "recorder.Recorder"}, kill]
+    fit(place, *resumed, expect=-9, data=made, **{"trainer.callbacks": callbacks})
+    fit(place, *resumed, data=made)
     assert losses(place) == expected(place)
     rows = {row.tobytes() for row in read_rows(place / "fitted", "train")[1].astype(np.int64)}
     shown = json.loads(lm(place, "data", "show", "--run", "fitted", "--step", "2", "--json").stdout)
@@ -144,29 +139,30 @@ def test_a_fit_packs_its_texts_and_resumes_over_them(place):
         assert not any(text == "<|endoftext|>" for text in sample["documents"][1:])
 
 
-def test_a_remote_copy_without_its_manifest_is_read_the_same(place):
+def test_a_remote_copy_without_its_manifest_is_read_the_same(place, tmp_path):
     import fsspec
 
     fsspec.filesystem("memory").put(str(place / "packed/train") + "/", "/packed/", recursive=True)
     eos_id = Tokenizer.load(place / "packed").eos_id
-    remote, (local, rows, _) = Shards.open("memory://packed"), read_rows(place / "packed", "train")
+    cache = BlockCache(tmp_path, 10**6)
+    remote, (local, rows, _) = Shards.open("memory://packed", cache=cache), read_rows(place / "packed", "train")
     assert remote.packed == local.packed == PackedRows(SEQ_LEN, eos_id)
-    for shards in (remote, remote):  # the second time from the cache
-        assert np.array_equal(shards.read_tokens(0).ids, rows.ravel())
-        assert np.array_equal(shards.read_tokens(0).targets, local.read_tokens(0).targets)
+    for _ in range(2):  # the second time from the cache
+        ids, targets = remote.read_tokens(0)
+        assert np.array_equal(ids, rows.ravel()) and np.array_equal(targets, local.read_tokens(0).targets)
 
 
 @pytest.mark.parametrize(
     ("command", "message"),
     [
-        ("data prepare --input texts.jsonl --output x --packing whole", "--packing whole: say with --seq_len"),
+        ("data prepare --input texts.jsonl --output x --packing whole", "--packing whole needs --seq_len"),
         ("data prepare --input texts.jsonl --output x --seq_len 64", "--seq_len is for --packing whole"),
         ("data prepare --input texts.jsonl --output packed --tokenizer char --val_fraction 0.1",
          "--packing was whole, is stream, --seq_len was 32, is None"),
         ("plan --config other.yaml --data.seq_len 16", "packed for samples of 32 tokens, and data.seq_len .* is 16"),
         ("plan --config other.yaml --data.packing stream", "prepared with --packing whole, and data.packing is stream"),
         ("plan --config other.yaml --data.path stream --data.packing whole", "prepared with --packing stream, and"),
-        ("plan --config other.yaml --data.pad_id 0", "data.pad_id is for rows that somebody else filled up"),
+        ("plan --config other.yaml --data.pad_id 0", "data.pad_id is for rows that another program padded"),
         ("plan --config mixed.yaml", "packed differently.*: prepare them with the same --packing"),
     ],
 )  # fmt: skip
@@ -182,12 +178,11 @@ def test_what_does_not_fit_is_one_line(place, command, message):
 @pytest.mark.parametrize("texts", [["a", "b", "c"] * 40, ["abc def. " * 9], ["ab"]], ids=["letters", "one", "short"])
 def test_a_validation_that_had_to_be_cut_has_text_to_predict(tmp_path, texts):
     """And a document that was cut ends, so that no other one follows it without a border."""
-    (tmp_path / "a.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
-    folder = tmp_path / "made"
-    prepare(PrepareOptions([str(tmp_path / "a.jsonl")], str(folder), "char", packing="whole", seq_len=Count(SEQ_LEN)))
+    folder, source = tmp_path / "made", write_jsonl(tmp_path / "a.jsonl", texts)
+    prepare(PrepareOptions([str(source)], str(folder), "char", packing="whole", seq_len=Count(SEQ_LEN)))
     eos_id = Tokenizer.load(folder).eos_id
     for split in ("train", "val"):
-        shards, rows, targets = read_rows(folder, split)
+        _, rows, targets = read_rows(folder, split)
         assert all((row[mask] != eos_id).any() for row, mask in zip(rows, targets))
         [entry] = json.loads((folder / "manifest.json").read_text())["splits"][split]["shards"]
         assert entry["padding"] == (~targets[:, 1:]).sum()

@@ -10,7 +10,6 @@ import signal
 import subprocess
 import sys
 import time
-from pathlib import Path
 
 import numpy as np
 import pyarrow as pa
@@ -18,7 +17,8 @@ import pyarrow.parquet as pq
 import pytest
 from huggingface_hub import constants
 from other_tokenizers import KINDS, write_tokenizer
-from shard_files import write_rows
+from shard_files import all_tokens, write_jsonl, write_rows
+from trainings import PLACES, processes_of
 
 from lm.cli.data import describe_folder, inspect
 from lm.data import encode, prepare
@@ -39,12 +39,6 @@ def make_texts(count, seed=0, length=60):
     return [" ".join(draw.choices(WORDS, k=draw.randint(1, length))) for _ in range(count)]
 
 
-def write_jsonl(path, texts):
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
-    return path
-
-
 def run(folder, *inputs, **options):
     """Prepare, and give the manifest."""
     options = {"vocab_size": Count(300), "val_fraction": 0.1, "workers": 1, **options}
@@ -55,7 +49,7 @@ def documents(folder, split):
     """The texts of a split, from its tokens; each ends with the token that says so."""
     tokenizer = Tokenizer.load(folder)
     shards = Shards.open(str(folder / split), vocab_size=tokenizer.vocab_size, tokenizer_sha256=tokenizer.sha256)
-    ids = np.concatenate([shards.read(block) for block in range(len(shards.blocks))])
+    ids = all_tokens(shards)
     texts = tokenizer.decode(ids).split(END_OF_TEXT)
     return texts[:-1] if ids[-1] == tokenizer.eos_id else texts
 
@@ -103,12 +97,11 @@ def test_bytes_of_the_shards_are_those_of_the_text(kind, tmp_path):
     run(tmp_path / "out", write_jsonl(tmp_path / "a.jsonl", texts), tokenizer=str(tmp_path / kind))
     for split, chosen in (("train", False), ("val", True)):
         shards = Shards.open(str(tmp_path / "out" / split), tokenizer_sha256=tokenizer.sha256)
-        ids = np.concatenate([shards.read(block) for block in range(len(shards.blocks))])
         size = sum(len(text.encode()) for text in texts if (split_hash(text) < 0.1) is chosen)
-        assert shards.token_bytes(tokenizer)[ids].sum() == pytest.approx(size, rel=1e-9)
+        assert shards.token_bytes(tokenizer)[all_tokens(shards)].sum() == pytest.approx(size, rel=1e-9)
 
 
-def test_a_lossy_tokenizer_is_said_once(tmp_path, caplog):
+def test_a_lossy_tokenizer_is_reported_once(tmp_path, caplog):
     source = write_jsonl(tmp_path / "a.jsonl", make_texts(100))
     for kind, times in (("byte_level", 0), ("wordpiece", 1)):
         write_tokenizer(tmp_path / kind, kind, ["Aa the house"] * 20)
@@ -124,8 +117,7 @@ def test_bytes_of_shards_of_others_are_those_that_they_decode_to(kind, texts, tm
     """Without a blank too many at the borders of documents or between Chinese characters."""
     tokenizer = Tokenizer.load(write_tokenizer(tmp_path / kind, kind, texts))
     rows = [[*tokenizer.encode(text), tokenizer.eos_id] for text in texts]
-    pq.write_table(pa.table({"input_ids": rows}), tmp_path / "0.parquet")
-    sizes = Shards.open(str(tmp_path / "0.parquet")).token_bytes(tokenizer)
+    sizes = Shards.open(str(write_rows(tmp_path / "0.parquet", rows))).token_bytes(tokenizer)
     assert sizes[np.concatenate(rows)].sum() == pytest.approx(sum(len(text.encode()) for text in texts), rel=1e-9)
 
 
@@ -143,7 +135,7 @@ def test_a_text_that_spells_a_special_token_is_one_document(kind, tmp_path):
     assert known & set(ids.tolist()) == {tokenizer.eos_id}
 
 
-def test_the_manifest_tells_what_the_files_are(tmp_path, monkeypatch):
+def test_the_manifest_describes_the_files(tmp_path, monkeypatch):
     monkeypatch.setattr(writer, "ROW_GROUP_TOKENS", 1000)
     monkeypatch.setattr(encode, "ROW_GROUP_TOKENS", 700)  # what is copied at once; it need not be the same
     texts = make_texts(300)
@@ -171,9 +163,8 @@ def test_a_row_that_passes_row_groups_continues_in_the_next(tmp_path, monkeypatc
     rows = [3, 7, 1, 25, 4, 10]
     tokens = np.arange(sum(rows), dtype=np.uint16)
     shard = ShardWriter(tmp_path / "a.parquet", tokens.dtype, "abc")
-    for first, count in ((0, 2), (2, 4)):
-        start, stop = sum(rows[:first]), sum(rows[: first + count])
-        shard.write(tokens[start:stop], np.cumsum(rows[first : first + count]))
+    shard.write(tokens[:10], np.array([3, 10]))
+    shard.write(tokens[10:], np.cumsum(rows[2:]))
     assert shard.close() == (tmp_path / "a.parquet").stat().st_size
     assert shard.row_groups == [10, 10, 10, 10, 10]
     lists = pq.read_table(tmp_path / "a.parquet")["input_ids"].to_pylist()
@@ -319,7 +310,7 @@ def test_one_text_file_is_cut_at_a_line_near_its_end(tokenizer, tmp_path, caplog
 
 
 @pytest.mark.parametrize("documents, cure", [(20, "from more text"), (400, r"with --val_fraction 0\.\d+$"), (9000, "")])
-def test_a_validation_that_says_nothing_is_said_with_the_cure(documents, cure, tmp_path, caplog):
+def test_a_validation_too_small_to_mean_anything_is_reported_with_the_cure(documents, cure, tmp_path, caplog):
     source = write_jsonl(tmp_path / "a.jsonl", make_texts(documents))
     manifest = run(tmp_path / "out", source, tokenizer="char", val_fraction=0.01)
     assert "too small for a loss" not in caplog.text  # a fit that prepares its data says it by itself
@@ -371,7 +362,8 @@ prepare.prepare(prepare.PrepareOptions(
 
 def begin(source, folder, workers):
     command = [sys.executable, "-c", COMMAND, str(source), str(folder), str(workers)]
-    return subprocess.Popen(command, start_new_session=True, stderr=subprocess.DEVNULL)
+    environment = {**os.environ, "PYTHONPATH": PLACES}
+    return subprocess.Popen(command, cwd=folder.parent, env=environment, stderr=subprocess.DEVNULL)
 
 
 def wait_for(condition, seconds=60):
@@ -379,19 +371,6 @@ def wait_for(condition, seconds=60):
     while not condition():
         assert time.monotonic() < end, "waited in vain"
         time.sleep(0.0005)
-
-
-def alive(session):
-    """Processes of a session that still run."""
-    found = []
-    for stat in Path("/proc").glob("[0-9]*/stat"):
-        try:
-            fields = stat.read_text().rpartition(")")[2].split()
-        except OSError:
-            continue
-        if int(fields[3]) == session and fields[0] != "Z":
-            found.append(int(stat.parent.name))
-    return found
 
 
 @pytest.fixture(scope="module")
@@ -413,7 +392,7 @@ def test_a_killed_preparation_resumes_to_the_same_bytes(reached, straight, tmp_p
     wait_for(lambda: any(out.glob(reached)) or process.poll() is not None)
     process.kill()
     process.wait()
-    wait_for(lambda: not alive(process.pid))  # workers do not outlive it
+    wait_for(lambda: not processes_of(tmp_path))  # workers do not outlive it
     assert not (out / "manifest.json").exists()
     done = {path: path.stat().st_mtime_ns for path in out.glob(".parts/*.json") if len(path.stem) == 32}
     again = begin(source, out, 1)
@@ -423,7 +402,7 @@ def test_a_killed_preparation_resumes_to_the_same_bytes(reached, straight, tmp_p
     assert digests(out) == expected
 
 
-def test_interrupting_the_command_says_how_to_resume(tmp_path):
+def test_an_interrupted_command_explains_how_to_resume(tmp_path):
     command = [sys.executable, "-m", "lm", "data", "prepare", "--input=[embedded:sotu]", f"--output={tmp_path / 'out'}"]
     process = subprocess.Popen([*command, "--vocab_size=300"], stderr=subprocess.PIPE, text=True)
     wait_for(lambda: any((tmp_path / "out").glob(".parts/*-train")) or process.poll() is not None)
@@ -484,13 +463,10 @@ def test_an_unfinished_folder_is_not_taken_for_other_options(tmp_path, many_smal
 
 
 def test_a_folder_with_other_things_is_not_touched(tmp_path):
-    source = write_jsonl(tmp_path / "a.jsonl", ["a"])
     (tmp_path / "out").mkdir()
     (tmp_path / "out/thesis.tex").write_text("mine")
     with pytest.raises(RequestError, match="not empty"):
-        run(tmp_path / "out", source)
-    with pytest.raises(RequestError, match="is a file"):
-        run(source, source)
+        run(tmp_path / "out", write_jsonl(tmp_path / "a.jsonl", ["a"]))
     assert [path.name for path in (tmp_path / "out").iterdir()] == ["thesis.tex"]
 
 
@@ -500,18 +476,15 @@ def test_a_folder_with_other_things_is_not_touched(tmp_path):
         ({"val_fraction": 1.0}, "val_fraction"), ({"workers": 0}, "workers"), ({"output": ""}, "--output"),
         ({"tokenizer": "gpt2"}, "gpt2 is not there.*`hf download gpt2 tokenizer.json tokenizer_config.json`"),
         ({"shard_tokens": Count(0)}, "shard_tokens"), ({"eos_token": "</s>"}, "--eos_token"),
+        ({"output": "a.jsonl"}, "is a file"), ({"input": ["empty.jsonl"]}, "no text"),
     ],
 )  # fmt: skip
-def test_a_wrong_request_is_refused(options, message, tmp_path):
-    source = write_jsonl(tmp_path / "a.jsonl", ["text"])
-    options = {"input": [str(source)], "output": str(tmp_path / "out"), **options}
+def test_a_wrong_request_is_refused(options, message, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    write_jsonl(tmp_path / "a.jsonl", ["text"])
+    write_jsonl(tmp_path / "empty.jsonl", ["", ""])
     with pytest.raises(RequestError, match=message):
-        prepare.prepare(PrepareOptions(**options))
-
-
-def test_text_that_is_all_empty_is_refused(tmp_path):
-    with pytest.raises(RequestError, match="no text"):
-        run(tmp_path / "out", write_jsonl(tmp_path / "a.jsonl", ["", ""]))
+        prepare.prepare(PrepareOptions(**{"input": ["a.jsonl"], "output": "out", **options}))
 
 
 MEASURED = """
@@ -558,13 +531,13 @@ def test_inspect_prints_one_json_object_that_agrees_with_the_manifest(tmp_path, 
 
 def test_the_key_that_a_failure_asked_for_is_taken(tmp_path):
     """The first command has left an unfinished preparation of nothing, begun with another key."""
-    (tmp_path / "a.jsonl").write_text("".join(json.dumps({"body": text}) + "\n" for text in make_texts(50)))
-    with pytest.raises(RunError, match="no key 'text' among 'body'; say which with --text_key"):
-        run(tmp_path / "out", tmp_path / "a.jsonl")
-    assert run(tmp_path / "out", tmp_path / "a.jsonl", text_key="body")["splits"]["train"]["documents"] > 0
+    source = write_jsonl(tmp_path / "a.jsonl", make_texts(50), key="body")
+    with pytest.raises(RunError, match="no key 'text' among 'id', 'body'; name it with --text_key"):
+        run(tmp_path / "out", source)
+    assert run(tmp_path / "out", source, text_key="body")["splits"]["train"]["documents"] > 0
 
 
-def test_a_damaged_manifest_is_cured_by_what_is_said(tmp_path, monkeypatch):
+def test_a_damaged_manifest_is_cured_by_the_command_of_its_message(tmp_path, monkeypatch):
     """Without the `rm`, the folder that is there would be refused."""
     monkeypatch.chdir(tmp_path)
     texts = write_jsonl(tmp_path / "a.jsonl", make_texts(100))
@@ -579,24 +552,18 @@ def test_a_damaged_manifest_is_cured_by_what_is_said(tmp_path, monkeypatch):
     assert describe_folder("a folder")["made_by_lm"]
 
 
-def test_inspect_tells_what_it_can_of_other_shards(tmp_path):
-    pq.write_table(pa.table({"tokens": [[1, 2, 3], [4]]}), tmp_path / "a.parquet")
-    found = describe_folder(str(tmp_path), column="tokens")
-    assert (found["made_by_lm"], found["tokenizer"], found["sample"]) == (False, None, None)
-    [split] = found["splits"].values()
-    assert (split["tokens"], split["shards"]) == (4, 1)
-    with pytest.raises(RequestError, match="nowhere"):
-        describe_folder(str(tmp_path / "nowhere"))
-    with pytest.raises(RequestError, match="has no column 'input_ids'; it has tokens; set `column`$"):
-        inspect(str(tmp_path))
-
-
-def test_inspect_shows_the_splits_of_other_shards(tmp_path):
-    """With what lies beside them, so that no file is left out."""
+def test_inspect_describes_shards_of_other_programs(tmp_path):
+    """Of each split, with what lies beside them, so that no file is left out."""
     for name, ids in (("train/a", [1, 2, 3]), ("val/a", [4, 5]), ("b", [6])):
         write_rows(tmp_path / f"{name}.parquet", [ids])
-    splits = describe_folder(str(tmp_path))["splits"]
-    assert {name: split["tokens"] for name, split in splits.items()} == {"b.parquet": 1, "train": 3, "val": 2}
+    found = describe_folder(str(tmp_path))
+    assert (found["made_by_lm"], found["tokenizer"], found["sample"]) == (False, None, None)
+    splits = {name: (split["tokens"], split["shards"]) for name, split in found["splits"].items()}
+    assert splits == {"b.parquet": (1, 1), "train": (3, 1), "val": (2, 1)}
+    with pytest.raises(RequestError, match="nowhere"):
+        describe_folder(str(tmp_path / "nowhere"))
+    with pytest.raises(RequestError, match="has no column 'ids'; it has input_ids; set `column`$"):
+        describe_folder(str(tmp_path), column="ids")
 
 
 def test_neither_command_imports_torch():

@@ -4,19 +4,18 @@ import multiprocessing
 import os
 import threading
 import time
+from unittest.mock import Mock
 
+import fsspec
 import numpy as np
-import pyarrow as pa
-import pyarrow.parquet as pq
 import pytest
-from shard_files import write_folder, write_manifest
+from shard_files import all_tokens, write_folder, write_manifest, write_rows, write_shard
 
 from lm.data.cache import BlockCache
-from lm.data.parquet import ShardWriter
 from lm.data.shards import BadBlock, Shards
-from lm.errors import RequestError, RunError
+from lm.errors import RunError
 from lm.system import remote
-from lm.system.remote import open_filesystem, with_retries
+from lm.system.remote import with_retries
 
 BLOCK = np.arange(1000, dtype=np.uint16)
 KEPT = BLOCK.nbytes + 4  # with its checksum
@@ -25,7 +24,6 @@ KEPT = BLOCK.nbytes + 4  # with its checksum
 @pytest.fixture(scope="module")
 def s3(s3_client, tmp_path_factory):
     """A bucket `corpus` with a prepared folder: the client, and the tokens of its shards."""
-    s3_client.create_bucket(Bucket="corpus")
     folder = tmp_path_factory.mktemp("corpus")
     tokens = write_folder(folder / "train", [500, 600, 700])
     write_manifest(folder)
@@ -33,10 +31,6 @@ def s3(s3_client, tmp_path_factory):
         s3_client.upload_file(str(path), "corpus", f"v1/{path.relative_to(folder)}")
     s3_client.upload_file(str(folder / "train/00000.parquet"), "corpus", "bare/00000.parquet")
     return s3_client, tokens
-
-
-def all_tokens(shards):
-    return np.concatenate([shards.read(i) for i in range(len(shards.blocks))])
 
 
 @pytest.mark.parametrize("source", ["s3://corpus/v1/train", "s3://corpus/v1/train/", "s3://corpus/v1/train/*.parquet"])
@@ -73,34 +67,12 @@ def test_cached_ids_are_checked_against_the_vocabulary_in_use(s3, tmp_path):
         all_tokens(Shards.open("s3://corpus/v1/train", vocab_size=500, cache=cache))
 
 
-def test_what_is_not_on_s3_is_said(s3):
-    with pytest.raises(RequestError, match="s3://corpus/v2: no such file or folder"):
-        Shards.open("s3://corpus/v2")
-    with pytest.raises(RequestError, match=r"s3://corpus/v1/\*.parquet: no file matches"):
-        Shards.open("s3://corpus/v1/*.parquet")
-
-
-def test_any_fsspec_scheme_is_read(tmp_path):
-    import fsspec
-
-    tokens = write_folder(tmp_path, [300, 400])
-    memory = fsspec.filesystem("memory")
-    memory.put(str(tmp_path) + "/", "/shards/", recursive=True)
-    shards = Shards.open("memory://shards", vocab_size=1000)
-    assert np.array_equal(all_tokens(shards), tokens) and shards.blocks[0].file_of(0).startswith("memory://")
-    with pytest.raises(RequestError, match="nowhere://x: cannot be opened"):
-        open_filesystem("nowhere://x")
-
-
 def test_many_small_remote_files_are_one_block_and_each_is_kept(tmp_path):
     """With their labels: the second time nothing is read but the cache."""
-    import fsspec
-
     memory, ids = fsspec.filesystem("memory"), np.random.default_rng(0).integers(0, 1000, (50, 20))
     labels = np.where(ids % 2, ids, -100)
     for number in range(50):
-        rows = {"input_ids": [ids[number].tolist()], "labels": [labels[number].tolist()]}
-        pq.write_table(pa.table(rows), tmp_path / "a.parquet")
+        write_rows(tmp_path / "a.parquet", ids[number : number + 1].tolist(), columns={"labels": [labels[number]]})
         memory.put(str(tmp_path / "a.parquet"), f"/small/{number:02d}.parquet")
     shards = Shards.open("memory://small", vocab_size=1000, cache=BlockCache(tmp_path / "cache", 10**6))
     for _ in range(2):
@@ -111,11 +83,9 @@ def test_many_small_remote_files_are_one_block_and_each_is_kept(tmp_path):
     assert len(list((tmp_path / "cache").iterdir())) == len(block.parts) == 50
 
 
-def test_a_remote_shard_that_is_damaged_is_no_failure_of_the_network(tmp_path):
+def test_a_damaged_remote_shard_is_not_taken_for_a_failing_network(tmp_path):
     """It is fetched once more, for it may have been damaged on the way, and not for as long as there is patience."""
-    import fsspec
-
-    write_shard(tmp_path / "0.parquet", 4000)
+    write_shard(tmp_path / "0.parquet", np.random.default_rng(0).integers(0, 1000, 4000, np.uint16))
     content = bytearray((tmp_path / "0.parquet").read_bytes())
     content[2000] ^= 1
     fsspec.filesystem("memory").pipe_file("/damaged/0.parquet", bytes(content))
@@ -124,59 +94,13 @@ def test_a_remote_shard_that_is_damaged_is_no_failure_of_the_network(tmp_path):
         shards.read(0)
 
 
-def write_shard(path, tokens):
-    """One shard in our own layout."""
-    writer = ShardWriter(path, np.dtype(np.uint16), "")
-    writer.write(np.random.default_rng(0).integers(0, 1000, tokens, np.uint16), np.array([tokens]))
-    writer.close()
-
-
 def test_a_server_that_is_away_for_a_while_is_waited_for(monkeypatch):
     """Reads that fail are tried again with growing pauses."""
     monkeypatch.setattr(remote, "FIRST_PAUSE", 0.05)
-    attempts, pauses = iter([OSError("connection reset"), TimeoutError("slow"), OSError("slow down"), None]), []
+    pauses, read = [], Mock(side_effect=[OSError("connection reset"), TimeoutError("slow"), OSError("again"), "content"])
     monkeypatch.setattr(time, "sleep", pauses.append)
-
-    def read():
-        error = next(attempts)
-        if error is not None:
-            raise error
-        return "content"
-
     assert with_retries(read, "s3://corpus/x") == "content"
     assert len(pauses) == 3 and 0.04 <= pauses[0] < pauses[1] < pauses[2]
-
-
-@pytest.mark.parametrize("hangs", [False, True])
-def test_patience_with_a_server_has_an_end(hangs, monkeypatch):
-    """Attempts that fail and such that get no answer end in one line with the URL, when the time is over."""
-    monkeypatch.setattr(remote, "FIRST_PAUSE", 0.05)
-    answer, calls = threading.Event(), []
-
-    def fail():
-        calls.append(1)
-        if hangs:
-            answer.wait(30)
-        raise OSError("no route to host.\nmore about it")
-
-    reason = r"no answer in \d\.\d s" if hangs else "no route to host"
-    began = time.monotonic()
-    with pytest.raises(RunError, match=rf"^s3://corpus/x: \d attempts .* failed in 2 s: {reason}; "):
-        with_retries(fail, "s3://corpus/x", patience=2)
-    answer.set()
-    assert time.monotonic() - began < 15 and len(calls) > 1  # an answer would take 30 s
-
-
-def test_what_trying_again_cannot_cure_is_not_tried_again():
-    calls = []
-
-    def missing():
-        calls.append(1)
-        raise FileNotFoundError("gone")
-
-    with pytest.raises(FileNotFoundError):
-        with_retries(missing, "s3://corpus/x")
-    assert len(calls) == 1
 
 
 def test_the_cache_drops_what_was_used_longest_ago(tmp_path):

@@ -3,6 +3,7 @@
 import bz2
 import codecs
 import gzip
+import io
 import json
 import logging
 import lzma
@@ -14,6 +15,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 import zstandard
+from shard_files import write_rows
 
 from lm.data import text_files
 from lm.data.text_files import find_files, read_documents, read_pieces, split_by_names
@@ -89,13 +91,17 @@ def test_empty_documents_are_left_out(tmp_path):
     assert texts_of(tmp_path) == ["b"]
 
 
-def test_a_folder_gives_what_is_known_and_says_what_it_skipped(tmp_path, caplog):
+def test_of_a_folder_known_files_are_read_and_others_are_logged(tmp_path, caplog):
     for name in ("b/two.md", "a.txt", "code.py", "logo.png", "ids.bin", ".hidden.txt", ".git/x.txt", "B.TXT"):
         (tmp_path / name).parent.mkdir(exist_ok=True)
         (tmp_path / name).write_text(name)
     with caplog.at_level(logging.INFO):
         assert texts_of(tmp_path) == ["B.TXT", "a.txt", "b/two.md", "code.py"]
     assert "skipped" in caplog.text and "1 .png" in caplog.text
+    (tmp_path / "arrays").mkdir()
+    np.save(tmp_path / "arrays/a.npy", np.arange(9))
+    with pytest.raises(RequestError, match=r"1 .npy; name the token ids: .*arrays/\*.npy"):
+        find_files([str(tmp_path / "arrays")])
 
 
 def test_order_and_names_do_not_depend_on_how_files_are_given(tmp_path, monkeypatch):
@@ -106,9 +112,8 @@ def test_order_and_names_do_not_depend_on_how_files_are_given(tmp_path, monkeypa
     names = ["c/1.txt", "c/2.txt", "c/d/3.txt"]
     for inputs in (["c"], ["./c/"], ["c/d", "c"], names[::-1], ["c/**/*.txt"], ["c/*.txt", "c/d/[1-3].*"]):
         assert [file.name for file in find_files(inputs)] == names
-    assert [file.name for file in find_files(["c/[!1].txt"])] == ["c/2.txt"]
-    assert [file.name for file in find_files(["c/?.txt"])] == names[:2]
-    assert [file.name for file in find_files(["*/*/*"])] == names[2:]
+    for pattern, found in (("c/[!1].txt", names[1:2]), ("c/?.txt", names[:2]), ("*/*/*", names[2:])):
+        assert [file.name for file in find_files([pattern])] == found
 
 
 def test_a_file_that_is_named_is_read_whatever_it_is_called(tmp_path):
@@ -159,56 +164,48 @@ def test_the_parts_of_a_file_are_the_file(parts, tmp_path):
 # ---- flat ids -------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("piece", [2, 3, 1000])
-def test_flat_ids_are_cut_at_the_end_of_documents(piece, tmp_path, monkeypatch):
+@pytest.mark.parametrize("name, dtype, piece", [
+    ("train.bin", "<u2", 2), ("train.bin", "<u2", 3), ("train.bin", "<u2", 1000), ("train.npy", "<u2", 3),
+    ("train.npy", ">u4", 3), ("train.npy", "<i8", 3),
+])  # fmt: skip
+def test_flat_ids_are_cut_at_the_end_of_documents(name, dtype, piece, tmp_path, monkeypatch):
     monkeypatch.setattr(text_files, "PIECE", piece)
     tokenizer = train_char(["abc"])  # 0 ends a document
-    np.array([2, 3, 0, 0, 4, 4, 4, 4, 0, 2, 3], np.uint16).tofile(tmp_path / "train.bin")
-    [file] = find_files([str(tmp_path / "train.bin")])
+    ids = np.array([2, 3, 0, 0, 4, 4, 4, 4, 0, 2, 3], dtype)
+    (tmp_path / name).write_bytes(ids.tobytes() if name == "train.bin" else saved(ids))
+    [file] = find_files([str(tmp_path / name)])
     assert whole(file, tokenizer=tokenizer) == [[2, 3], [4, 4, 4, 4], [2, 3]]
     [named, _] = split_by_names([file, replace(file, name="val.bin")])
     assert {found.split for found in read_pieces(named, tokenizer=tokenizer)} == {"train"}
 
 
-def test_flat_ids_that_do_not_fit_are_refused(tmp_path):
-    tokenizer = train_char(["abc"])
-    file = tmp_path / "x.bin"
-    np.array([2, 3, 9], np.uint16).tofile(file)
-    with pytest.raises(RunError, match="token 2: id 9 is outside the vocabulary of 5"):
-        whole(find_files([str(file)])[0], tokenizer=tokenizer)
-    with pytest.raises(RequestError, match="--tokenizer"):
-        whole(find_files([str(file)])[0])
-    file.write_bytes(b"abc")
-    with pytest.raises(RunError, match="truncated"):
-        whole(find_files([str(file)])[0], tokenizer=tokenizer)
+def saved(array, cut=None):
+    """The bytes of a `.npy`, of which some may be cut off."""
+    np.save(file := io.BytesIO(), array, allow_pickle=True)
+    return file.getvalue()[:cut]
 
 
-@pytest.mark.parametrize("dtype", ["<u2", ">u4", "<i8"])
-def test_an_array_of_numpy_is_read_as_flat_ids_are(dtype, tmp_path, monkeypatch):
-    monkeypatch.setattr(text_files, "PIECE", 3)
-    np.save(tmp_path / "ids.npy", np.array([2, 3, 0, 0, 4, 4, 4, 4, 0, 2, 3], dtype))
-    [file] = find_files([str(tmp_path / "ids.npy")])
-    assert whole(file, tokenizer=train_char(["abc"])) == [[2, 3], [4, 4, 4, 4], [2, 3]]
-
-
-@pytest.mark.parametrize("array, message", [
-    (np.array([[2, 3]]), r"array of int64 of shape \(1, 2\).*one axis"),
-    (np.array([2.0]), "array of float64"),
-    (np.array([{}]), "array of object"),  # a pickle, which is not opened
-    (np.array([2, -1]), "token 1: id -1 is outside"),
-])
-def test_other_arrays_are_refused(array, message, tmp_path):
-    np.save(tmp_path / "x.npy", array, allow_pickle=True)
+@pytest.mark.parametrize("name, content, message", [
+    ("x.bin", np.array([2, 3, 9], np.uint16).tobytes(), "token 2: id 9 is outside the vocabulary of 5"),
+    ("x.bin", b"abc", "truncated"),
+    ("x.npy", saved(np.array([[2, 3]])), r"array of int64 of shape \(1, 2\).*one axis"),
+    ("x.npy", saved(np.array([2.0])), "array of float64"),
+    ("x.npy", saved(np.array([{}])), "array of object"),  # a pickle, which is not opened
+    ("x.npy", saved(np.array([2, -1])), "token 1: id -1 is outside"),
+    ("x.npy", saved(np.array([2, 3, 4]), -8), "2 of the 3 token ids"),
+    ("x.npy", saved(np.array([2, 3, 4]), -3), "truncated"),
+    ("x.npy", saved(np.array([2, 3, 4]), -150), "not a NumPy array|truncated"),
+])  # fmt: skip
+def test_flat_ids_that_do_not_fit_are_refused(name, content, message, tmp_path):
+    (tmp_path / name).write_bytes(content)
+    [file] = find_files([str(tmp_path / name)])
     with pytest.raises((RequestError, RunError), match=message):
-        whole(find_files([str(tmp_path / "x.npy")])[0], tokenizer=train_char(["abc"]))
-    np.save(tmp_path / "x.npy", np.array([2, 3, 4]))
-    for cut, message in ((8, "2 of the 3 token ids"), (3, "truncated"), (150, "not a NumPy array|truncated")):
-        (tmp_path / "cut.npy").write_bytes((tmp_path / "x.npy").read_bytes()[:-cut])
-        with pytest.raises((RequestError, RunError), match=message):
-            whole(find_files([str(tmp_path / "cut.npy")])[0], tokenizer=train_char(["abc"]))
+        whole(file, tokenizer=train_char(["abc"]))
+    with pytest.raises(RequestError, match="--tokenizer"):
+        whole(file)
 
 
-# ---- the split that names say ---------------------------------------------------------------------------------------
+# ---- the split in the names ----------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("names, splits", [
@@ -224,7 +221,7 @@ def test_other_arrays_are_refused(array, message, tmp_path):
     (["train.py", "val.py", "test_a.py"], [None, None, None]),
     (["train_val.txt", "val.txt"], [None, None]),
 ])
-def test_names_decide_the_split_if_all_of_them_say_one(names, splits):
+def test_names_decide_the_split_if_all_of_them_have_one(names, splits):
     files = [text_files.TextFile(name, "text", None, 1, None) for name in names]
     assert [file.split for file in split_by_names(files)] == splits
 
@@ -259,32 +256,30 @@ def test_the_line_is_right_in_a_later_part_too(tmp_path):
         whole(file, part=2, parts=3)
 
 
-def test_text_that_is_not_utf8_is_named_with_its_line(tmp_path):
-    (tmp_path / "a.txt").write_bytes("ü\nzwei\n".encode() + b"dr\xffei\n")
-    with pytest.raises(RequestError, match=r"a\.txt, line 3: byte 0xff is not UTF-8"):
-        texts_of(tmp_path)
-    (tmp_path / "a.txt").write_bytes("cut ü".encode()[:-1])
-    with pytest.raises(RequestError, match=r"a\.txt, line 1"):
+@pytest.mark.parametrize("content", ["ü\nzwei\n".encode() + b"dr\xffei\n", "a\n\ncut ü".encode()[:-1]])
+def test_text_that_is_not_utf8_is_named_with_its_line(content, tmp_path):
+    (tmp_path / "a.txt").write_bytes(content)
+    with pytest.raises(RequestError, match=r"a\.txt, line 3: byte 0x.. is not UTF-8"):
         texts_of(tmp_path)
 
 
 def test_a_bad_parquet_file_is_named_with_its_row(tmp_path):
+    def refuses(message, **options):
+        with pytest.raises(RunError, match=message):
+            texts_of(path, **options)
+
     path = tmp_path / "a.parquet"
     write_parquet(path, [*DOCUMENTS, None, "x"], row_group_size=2)
-    with pytest.raises(RunError, match=r"a\.parquet, row 4: column 'text' is null"):
-        texts_of(path)
-    invalid = pa.array([b"ok", b"\xff"]).view(pa.string())
-    pq.write_table(pa.table({"text": invalid}), path)
-    with pytest.raises(RunError, match=r"a\.parquet, row 1: column 'text' is not UTF-8"):
-        texts_of(path)
-    with pytest.raises(RunError, match="no column 'body' among 'text'.*--text_key"):
-        texts_of(path, text_key="body")
-    write_parquet(path, DOCUMENTS)
-    with pytest.raises(RunError, match="column 'id' is not text but int64"):
-        texts_of(path, text_key="id")
+    refuses(r"a\.parquet, row 4: column 'text' is null")
+    refuses("no column 'body' among 'id', 'text'.*--text_key", text_key="body")
+    refuses("column 'id' is not text but int64", text_key="id")
+    pq.write_table(pa.table({"text": pa.array([b"ok", b"\xff"]).view(pa.string())}), path)
+    refuses(r"a\.parquet, row 1: column 'text' is not UTF-8")
     path.write_bytes(path.read_bytes()[:-20])
-    with pytest.raises(RunError, match=r"a\.parquet cannot be read"):
-        texts_of(path)
+    refuses(r"a\.parquet cannot be read")
+    write_rows(path, [[1, 2]])
+    refuses("no column 'text' among 'input_ids'.*token ids need no preparation")
+    refuses("column 'input_ids' is not text .*token ids need no preparation", text_key="input_ids")
 
 
 NOT_TEXT = {
@@ -318,24 +313,14 @@ def test_a_truncated_or_damaged_compressed_file_is_named(name, tmp_path):
 
 
 def test_texts_on_s3_are_read(s3_client, tmp_path):
-    s3_client.create_bucket(Bucket="texts")
     write_parquet(tmp_path / "c.parquet", DOCUMENTS)
-    s3_client.upload_file(str(tmp_path / "c.parquet"), "texts", "a/c.parquet")
-    s3_client.put_object(Bucket="texts", Key="a/b.jsonl.gz", Body=gzip.compress(json_lines(DOCUMENTS)))
-    s3_client.put_object(Bucket="texts", Key="a/d.jsonl", Body=json_lines(DOCUMENTS))
-    assert texts_of("s3://texts/a") == DOCUMENTS * 3
-    assert texts_of("s3://texts/a/*.jsonl") == DOCUMENTS
-    files = find_files(["s3://texts/a/"])
-    assert [file.name for file in files] == [f"s3://texts/a/{name}" for name in ("b.jsonl.gz", "c.parquet", "d.jsonl")]
+    s3_client.upload_file(str(tmp_path / "c.parquet"), "corpus", "a/c.parquet")
+    s3_client.put_object(Bucket="corpus", Key="a/b.jsonl.gz", Body=gzip.compress(json_lines(DOCUMENTS)))
+    s3_client.put_object(Bucket="corpus", Key="a/d.jsonl", Body=json_lines(DOCUMENTS))
+    assert texts_of("s3://corpus/a") == DOCUMENTS * 3
+    assert texts_of("s3://corpus/a/*.jsonl") == DOCUMENTS
+    files = find_files(["s3://corpus/a/"])
+    assert [file.name for file in files] == [f"s3://corpus/a/{name}" for name in ("b.jsonl.gz", "c.parquet", "d.jsonl")]
     assert [text for part in range(3) for text in whole(files[2], part=part, parts=3)] == DOCUMENTS
-    with pytest.raises(RequestError, match="s3://texts/nowhere"):
-        find_files(["s3://texts/nowhere"])
-
-
-def test_texts_of_any_fsspec_file_system_are_read():
-    import fsspec
-
-    with fsspec.open("memory://corpus/a.jsonl", "wb") as file:
-        file.write(json_lines(DOCUMENTS))
-    assert texts_of("memory://corpus") == DOCUMENTS
-    assert texts_of("memory://corpus/*.jsonl") == DOCUMENTS
+    with pytest.raises(RequestError, match="s3://corpus/nowhere"):
+        find_files(["s3://corpus/nowhere"])

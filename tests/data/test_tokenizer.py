@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 from other_tokenizers import write_tokenizer
 from tokenizers import AddedToken, Regex, decoders, models, normalizers, pre_tokenizers
 from tokenizers import Tokenizer as Backend
+from transformers import AutoTokenizer
 
 from lm.data.tokenizer import (
     END_OF_TEXT,
@@ -37,9 +38,7 @@ texts = st.text() | st.text(alphabet=KINDS + "alrvedmt<|endoftext|>😀") | st.s
 def with_pre_tokenizer(step, normalizer=None) -> Tokenizer:
     """The same BPE behind another cut."""
     backend = Backend.from_str(BPE.text)
-    backend.pre_tokenizer = step
-    if normalizer is not None:
-        backend.normalizer = normalizer
+    backend.pre_tokenizer, backend.normalizer = step, normalizer
     return Tokenizer(backend.to_str())
 
 
@@ -50,14 +49,10 @@ def sequence(pattern: str) -> pre_tokenizers.PreTokenizer:
 
 @given(texts)
 def test_a_learned_bpe_gives_back_any_text(text):
+    """And the bytes of its tokens add up to the bytes of the text."""
     ids = BPE.encode(text)
-    assert BPE.decode(ids) == text
+    assert BPE.decode(ids) == text and BPE.token_bytes()[ids].sum() == len(text.encode())
     assert BPE.encode_batch([text, ""]) == [ids, []]
-
-
-@given(texts)
-def test_bytes_of_tokens_add_up_to_the_bytes_of_the_text(text):
-    assert BPE.token_bytes()[BPE.encode(text)].sum() == len(text.encode())
 
 
 def test_an_end_of_text_in_a_text_is_text_and_one_in_ids_is_seen():
@@ -70,8 +65,7 @@ def test_an_end_of_text_in_a_text_is_text_and_one_in_ids_is_seen():
 def test_characters_give_back_texts_of_characters_that_were_seen(text):
     characters = train_char(TEXTS)
     ids = characters.encode(text)
-    assert characters.decode(ids) == text
-    assert len(ids) == len(text)
+    assert characters.decode(ids) == text and len(ids) == len(text)
     assert characters.token_bytes()[ids].sum() == len(text.encode())
 
 
@@ -82,12 +76,14 @@ def test_characters_are_in_order_and_others_are_unknown():
     assert characters.token_bytes().tolist() == [0, 1, 1, 1, 1, 3]
 
 
+def save(tokenizer, folder, **options):
+    for name, content in tokenizer.files(**options).items():
+        (folder / name).write_text(content, encoding="utf-8")
+
+
 @pytest.mark.parametrize("tokenizer", [BPE, train_char(TEXTS)], ids=["bpe", "char"])
 def test_transformers_loads_the_files_and_agrees(tokenizer, tmp_path):
-    from transformers import AutoTokenizer
-
-    for name, content in tokenizer.files(model_max_length=77).items():
-        (tmp_path / name).write_text(content, encoding="utf-8")
+    save(tokenizer, tmp_path, model_max_length=77)
     theirs = AutoTokenizer.from_pretrained(tmp_path)
     assert (theirs.eos_token_id, theirs.model_max_length) == (tokenizer.eos_id, 77)
     for text in TEXTS:
@@ -100,8 +96,6 @@ def test_transformers_loads_the_files_and_agrees(tokenizer, tmp_path):
 
 def test_the_ids_of_transformers_without_what_it_adds(tmp_path):
     """As `Tokenizer.encode` says: with a BOS, and with a text that names a special token."""
-    from transformers import AutoTokenizer
-
     write_tokenizer(tmp_path, "llama3", TEXTS)
     ours, theirs = Tokenizer.load(tmp_path), AutoTokenizer.from_pretrained(tmp_path)
     for text in ("the law", f"a{END_OF_TEXT}b"):
@@ -151,12 +145,12 @@ def test_the_end_of_a_document_is_given_known_or_asked_for(tmp_path):
 def test_a_text_that_a_tokenizer_has_no_tokens_for_is_refused():
     tokenizer = Tokenizer(Backend(models.WordLevel({"go": 0, "</s>": 1}, unk_token="<unk>")).to_str())
     assert tokenizer.encode_batch(["go"]) == [[0]]
-    with pytest.raises(RequestError, match=r"cannot encode a text \(.*\); take one with a token for every byte"):
+    with pytest.raises(RequestError, match=r"cannot encode a text \(.*\); use one with a token for every byte"):
         tokenizer.encode_batch(["go", "stop"])
 
 
 @pytest.mark.parametrize("content", [b"", b"{}", b"[1]", b"not json", b"\xff\xfe", b'{"model": {"type": "BPE"}}'])
-def test_a_file_that_is_no_tokenizer_is_refused_in_one_line(content, tmp_path):
+def test_a_file_that_is_not_a_tokenizer_is_refused_in_one_line(content, tmp_path):
     file = tmp_path / "tokenizer.json"
     file.write_bytes(content)
     with pytest.raises(RequestError, match="tokenizer.json") as caught:
@@ -184,7 +178,7 @@ def test_bytes_of_sentencepiece_tokens():
 
 
 @pytest.mark.parametrize("kind", ["wordpiece", "word_ends", "unigram"])
-def test_marks_of_words_are_no_text(kind, tmp_path):
+def test_marks_of_words_are_not_text(kind, tmp_path):
     """The bytes are those of the text, but for one blank at a border of the document."""
     learned = ["the quick brown foxes were jumping over the lazy dogs", "Fellow citizens of the Senate"]
     tokenizer = Tokenizer.load(write_tokenizer(tmp_path, kind, learned))
@@ -248,8 +242,7 @@ def test_a_full_table_of_words_changes_nothing(monkeypatch):
 
 def test_a_length_without_a_limit_is_read(tmp_path):
     """transformers writes it as 10**30, which no number of 64 bits holds."""
-    for name, content in train_bpe(["some text"] * 20, 300).files().items():
-        (tmp_path / name).write_text(content)
+    save(BPE, tmp_path)
     config = json.loads((tmp_path / "tokenizer_config.json").read_text()) | {"model_max_length": int(1e30)}
     (tmp_path / "tokenizer_config.json").write_text(json.dumps(config))
-    assert Tokenizer.load(tmp_path).vocab_size == Tokenizer.load(tmp_path / "tokenizer.json").vocab_size
+    assert Tokenizer.load(tmp_path).sha256 == BPE.sha256
