@@ -11,7 +11,6 @@ import platform
 import re
 from collections.abc import Callable, Sequence
 from difflib import get_close_matches
-from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -173,17 +172,17 @@ def driver_version() -> str | None:
         return None
 
 
-def _start_nvml(nvml: Any = None) -> Any:
-    """The module `pynvml`, or what is given in its place, started; None where there is no package or no driver."""
+def _start_nvml() -> Any:
+    """The module `pynvml`, started; None where there is no package or no driver."""
     try:
-        nvml = nvml or import_module("pynvml")
+        import pynvml
     except ImportError:
         return None
     try:
-        nvml.nvmlInit()
-    except nvml.NVMLError:
+        pynvml.nvmlInit()
+    except pynvml.NVMLError:
         return None
-    return nvml
+    return pynvml
 
 
 def cpu_half_precision(cpuinfo: str | None = None) -> str | None:
@@ -339,9 +338,9 @@ class Telemetry:
     All readings have to come from one thread.
     """
 
-    def __init__(self, gpus: Sequence[str] = (), nvml: Any = None) -> None:
+    def __init__(self, gpus: Sequence[str] = ()) -> None:
         self._wanted = gpus  # UUIDs
-        self._nvml = nvml  # in place of the module `pynvml`, which the first reading imports
+        self._nvml: Any = None  # the module `pynvml`, from the first reading on
         self._handles: list[Any] | None = None  # of the GPUs that NVML knows, from the first reading on
         self._has_read = False
 
@@ -360,7 +359,7 @@ class Telemetry:
 
     def _open(self) -> list[Any]:
         """Start NVML and find the GPUs; none where the package or the driver is not there."""
-        self._nvml = _start_nvml(self._nvml) if self._wanted else None
+        self._nvml = _start_nvml() if self._wanted else None
         if self._nvml is None:
             return []
         found = [self._ask("nvmlDeviceGetHandleByUUID", uuid) for uuid in self._wanted]

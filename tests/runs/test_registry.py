@@ -1,6 +1,5 @@
 """The registry finds a user's runs from anywhere, can be lost without loss, and never holds up a training."""
 
-import json
 import logging
 import os
 import sqlite3
