@@ -10,7 +10,7 @@ from types import SimpleNamespace
 import pynvml
 import pytest
 import torch
-from trainings import lm, make_workplace, write_config
+from trainings import fit, make_workplace
 
 from lm.runs.run import Run
 from lm.system.hardware import CLOCK_LIMITS, Telemetry, clock_limits, memory
@@ -77,7 +77,7 @@ def read(*gpus: dict, wanted: list[str] | None = None) -> list[dict]:
 # ---- GPUs ------------------------------------------------------------------------------------------------------------
 
 
-LOST, RENAMED = (pynvml.NVMLError(getattr(pynvml, f"NVML_ERROR_{code}")) for code in ("GPU_IS_LOST", "FUNCTION_NOT_FOUND"))
+LOST, RENAMED = map(pynvml.NVMLError, (pynvml.NVML_ERROR_GPU_IS_LOST, pynvml.NVML_ERROR_FUNCTION_NOT_FOUND))
 FIGURES = {
     "index": 0, "name": "NVIDIA H200", "load_percent": 97, "memory_used_bytes": 71 * GIB,
     "memory_total_bytes": 140 * GIB, "temperature_celsius": 61, "power_watts": 640.5, "power_limit_watts": 700.0,
@@ -284,9 +284,7 @@ def test_several_gpus_are_one_line_of_tensorboard():
 
 
 def test_a_fit_leaves_its_heartbeat_and_its_memory_among_the_metrics(tmp_path):
-    make_workplace(tmp_path)
-    lm(tmp_path, "fit", "--config", str(write_config(tmp_path, **{"trainer.max_steps": 4})), "--run", "a")
-    run = Run(tmp_path / "checkpoints" / "a")
+    _, run = fit(make_workplace(tmp_path), **{"trainer.max_steps": 4})
     assert run.read("heartbeat.json")["machine"]["process"]["memory_bytes"] > 50 * 2**20
     assert any(line.get("mem/process_gib", 0) > 0.05 for line in run.metrics())
     assert not [path for path in run.path.iterdir() if path.name.startswith(".heartbeat")]
