@@ -1,7 +1,7 @@
 """The mirror of a run: a copy of its folder in an object store, for machines that may be taken away.
 
-`<mirror>/<run>/` holds the files of the run folder but its lock. A checkpoint's `trainer.json`, without which it is no
-checkpoint, is uploaded last and removed first, so a kill leaves none that looks whole and is not. The links `last` and
+`<mirror>/<run>/` holds the files of the run folder but its lock. A checkpoint's `trainer.json` makes it complete: it is
+uploaded last and removed first, so a kill never leaves an incomplete one that looks complete. The links `last` and
 `best` are small objects with the name of a checkpoint. Nothing here imports torch.
 """
 
@@ -40,7 +40,7 @@ END_PATIENCE = 60.0  # seconds without an answer after which the end of a run wa
 
 
 class Mirror:
-    """A folder of an object store with the mirrors of runs, by a URL as `remote.open_filesystem` takes it."""
+    """A folder of an object store with the mirrors of runs, by a URL as for `remote.open_filesystem`."""
 
     def __init__(self, url: str) -> None:
         scheme, _, rest = url.partition("://")
@@ -250,7 +250,7 @@ def _is_newer(facts: dict[str, Any], local: Run, others: list[Run]) -> bool:
 
 
 class Uploads:
-    """The thread that keeps the mirror of a run as the run folder is. A failure is a warning, and ends nothing.
+    """The thread that keeps the mirror of a run up to date. A failure is a warning, and the training continues.
 
     It begins once `run.json` is that of this session, and `Mirror.refuse_other` has let the run pass.
     """
@@ -274,13 +274,13 @@ class Uploads:
         return max((step for step, digest in (self._whole or {}).copy().items() if digest), default=None)
 
     def update(self) -> int:
-        """Have the mirror made as the run folder is, without waiting; returns the number of this request."""
+        """Request an update of the mirror, without waiting; returns the number of the request."""
         self._wanted += 1
         self._asked.set()
         return self._wanted
 
     def wait(self, stop_within: float) -> None:
-        """Wait until the mirror is as the run folder; where it does not become so, that is logged.
+        """Wait until the mirror is up to date with the run folder; where it is not at the end, that is logged.
 
         After a signal it is waited for `stop_within` seconds at most; 0: as long as the store answers.
         """
@@ -299,7 +299,7 @@ class Uploads:
                 request = self.update()
 
     def stop(self) -> None:
-        """End the thread after what it is doing."""
+        """End the thread after its current request."""
         self._ended = True
         self._asked.set()
 

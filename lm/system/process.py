@@ -54,7 +54,7 @@ script: Path | None = None  # the file that `lm.run` was called in, in place of 
 def program(other: Path | None = None) -> str:
     """How this program is started, as it is typed: `lm`, `python -m lm` or `python my_model.py`.
 
-    `other` is the script to start where this program is none, since it alone knows a model's class.
+    `other` is the script to start where this program is not a script, since only it knows a model's class.
     """
     if (script or other) is not None:
         return shlex.join([Path(sys.executable).name, str(script or other)])
@@ -200,7 +200,7 @@ def host_name() -> str:
     with suppress(OSError, ValueError):
         addresses = {ip_address(entry[4][0].partition("%")[0]) for entry in socket.getaddrinfo(name, None)}
         if not all(address.is_loopback for address in addresses) and not re.fullmatch("[0-9a-f]{12}", name):
-            return name  # and no container's, which its own machine alone knows
+            return name  # and not a container's, which only its own machine knows
     return "HOST"
 
 

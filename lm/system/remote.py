@@ -157,7 +157,7 @@ def list_files(source: str, patience: float = PATIENCE) -> Listing:
     try:
         matches = re.compile(glob_translate(pattern)).fullmatch
     except (ValueError, re.error) as error:
-        raise RequestError(f"{source} is no pattern of files: {first_line(error)}") from error
+        raise RequestError(f"{source} is not a pattern of files: {first_line(error)}") from error
     files = {name: file for name, file in files.items() if matches(name)}
     if not files:
         raise RequestError(f"{source}: no file matches")

@@ -75,12 +75,6 @@ def test_every_byte_of_every_file_counts(tmp_path, name):
     assert find_damage(folder) is None
 
 
-def test_what_somebody_puts_beside_is_no_damage(tmp_path):
-    write_folder(tmp_path / "c", content())
-    (tmp_path / "c" / "README.md").write_text("mine")
-    assert find_damage(tmp_path / "c") is None and "README.md" not in read_folder(tmp_path / "c")["files"]
-
-
 def test_a_checkpoint_of_another_version_is_no_damaged_one(tmp_path):
     write_folder(tmp_path / "c", content())
     file = tmp_path / "c" / "trainer.json"
