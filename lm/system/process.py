@@ -39,8 +39,11 @@ def under_torchrun() -> bool:
 
 
 def srun_tasks() -> int:
-    """How many tasks srun started, of which this process is one or belongs to one; 1 without srun."""
-    return int(os.environ.get("SLURM_NTASKS", "1")) if "SLURM_STEP_ID" in os.environ else 1
+    """How many tasks srun started: this process is one, or was started by one. 1 without srun.
+
+    A batch script has the variables of its job too, but it is one process.
+    """
+    return int(os.environ.get("SLURM_NTASKS", 1)) if "SLURM_STEP_ID" in os.environ else 1
 
 
 def under_srun() -> bool:
