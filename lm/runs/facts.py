@@ -1,4 +1,4 @@
-"""Where a run stands: what its files say of it, its row in the registry, and how it is watched while it trains.
+"""The current state of a run: the facts of its files, its row in the registry, and a view of it while it trains.
 
 `lm runs`, `lm monitor`, `on_event`, exports and the notebooks show parts of it. Nothing here imports torch or writes
 into the run.

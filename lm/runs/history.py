@@ -1,6 +1,6 @@
-"""What a run's files say over its time: its curves and samples, whether it ended as expected, where its time went.
+"""A run over time: its curves and samples, whether its last values are as expected, what its time was used for.
 
-`runs/facts` says where it stands. Nothing here imports torch or writes into the run.
+`runs/facts` has its current state. Nothing here imports torch or writes into the run.
 """
 
 import math
@@ -140,7 +140,7 @@ def refuse_wrong_ranges(expect: dict[str, list[float]]) -> None:
             meant = aliases.get(metric) or next(iter(close or get_close_matches(metric, METRICS, 1)), "val/loss")
             raise RequestError(f"expect: nothing logs a metric {metric!r}; did you mean {meant!r}?")
         if len(given) != 2 or not given[0] <= given[1]:
-            raise RequestError(f"expect: {metric} {given} is no range: give [LOWEST, HIGHEST]")
+            raise RequestError(f"expect: {metric} {given} is not a range: give [LOWEST, HIGHEST]")
 
 
 def expectations(run: Run) -> list[Expectation]:

@@ -1,7 +1,7 @@
 """The mirror of a run: a copy of its folder in an object store, for machines that may be taken away.
 
-`<mirror>/<run>/` holds the files of the run folder but its lock. A checkpoint's `trainer.json`, without which it is no
-checkpoint, is uploaded last and removed first, so a kill leaves none that looks whole and is not. The links `last` and
+`<mirror>/<run>/` holds the files of the run folder but its lock. A checkpoint's `trainer.json` makes it complete: it is
+uploaded last and removed first, so a kill never leaves an incomplete one that looks complete. The links `last` and
 `best` are small objects with the name of a checkpoint. Nothing here imports torch.
 """
 
@@ -40,7 +40,7 @@ END_PATIENCE = 60.0  # seconds without an answer after which the end of a run wa
 
 
 class Mirror:
-    """A folder of an object store with the mirrors of runs, by a URL as `remote.open_filesystem` takes it."""
+    """A folder of an object store with the mirrors of runs, by a URL as for `remote.open_filesystem`."""
 
     def __init__(self, url: str) -> None:
         scheme, _, rest = url.partition("://")
@@ -84,9 +84,23 @@ class Mirror:
 
         return self.call(read)
 
+    def has(self, run: str) -> bool:
+        """Whether there is a mirror of a run with this name."""
+        return bool(self._described(run))
+
+    def _described(self, run: str) -> bytes:
+        """The `run.json` of a run's mirror, empty where there is none; RunError where the store does not answer."""
+        try:
+            return self.read(f"{run}/run.json")
+        except OSError as error:
+            raise RunError(f"{self.name}/{run} cannot be read: {first_line(error)}") from error
+
     def facts(self, run: str) -> dict[str, Any]:
-        """What `run.json` in a run's mirror says; empty where there is none."""
-        return _facts(self.read(f"{run}/run.json"))
+        """The facts of a mirror's `run.json`; empty where it is damaged or there is none."""
+        try:
+            return valid_facts("run.json", parse_json(self._described(run)))
+        except ValueError:
+            return {}
 
     def write(
         self, name: str, source: BinaryIO, seconds: float = NO_ANSWER, meanwhile: Callable[[], None] = lambda: None
@@ -209,23 +223,12 @@ class Mirror:
 
     def refuse_other(self, run: Run) -> None:
         """Raise RequestError where the mirror of another run with this one's name is."""
-        started = _facts(self._described(run.name)).get("started")
+        started = self.facts(run.name).get("started")
         if started not in (None, run.read("run.json").get("started")):
             raise RequestError(
                 f"{self.name}/{run.name} is the mirror of another run, which was started at {started}: give another "
                 "--run or --trainer.mirror"
             )
-
-    def has(self, run: str) -> bool:
-        """Whether there is a mirror of a run with this name."""
-        return bool(self._described(run))
-
-    def _described(self, run: str) -> bytes:
-        """`run.json` of a run's mirror; RunError where the store does not answer."""
-        try:
-            return self.read(f"{run}/run.json")
-        except OSError as error:
-            raise RunError(f"{self.name}/{run} cannot be read: {first_line(error)}") from error
 
 
 def refuse_remote_root(root: str) -> None:
@@ -247,7 +250,7 @@ def _is_newer(facts: dict[str, Any], local: Run, others: list[Run]) -> bool:
 
 
 class Uploads:
-    """The thread that keeps the mirror of a run as the run folder is. A failure is a warning, and ends nothing.
+    """The thread that keeps the mirror of a run up to date. A failure is a warning, and the training continues.
 
     It begins once `run.json` is that of this session, and `Mirror.refuse_other` has let the run pass.
     """
@@ -257,9 +260,9 @@ class Uploads:
         self.name = f"{mirror.name}/{run.name}"
         self._whole: dict[str, str | None] | None = None  # checkpoint there -> digest of its marker; None: not whole
         self._sent: dict[str, tuple[int, int]] = {}  # small file -> its time and size when it was uploaded
-        self._wanted = self._done = self._failed = 0  # numbers of requests for an update
+        self._wanted = self._tried = 0  # numbers of requests for an update
         self._asked, self._ended = threading.Event(), False
-        self._beaten, self._error = 0.0, ""
+        self._beaten, self._error = 0.0, ""  # why the mirror is not up to date
         self._sessions: set[tuple[float, float]] = set()  # those that `run.json` in the mirror may be of
         log.info("mirror %s", self.name)
         self.update()
@@ -271,18 +274,18 @@ class Uploads:
         return max((step for step, digest in (self._whole or {}).copy().items() if digest), default=None)
 
     def update(self) -> int:
-        """Have the mirror made as the run folder is, without waiting; returns the number of this request."""
+        """Request an update of the mirror, without waiting; returns the number of the request."""
         self._wanted += 1
         self._asked.set()
         return self._wanted
 
     def wait(self, stop_within: float) -> None:
-        """Wait until the mirror is as the run folder; where it does not become so, that is logged.
+        """Wait until the mirror is up to date with the run folder; where it is not at the end, that is logged.
 
         After a signal it is waited for `stop_within` seconds at most; 0: as long as the store answers.
         """
         request, began = self.update(), time.monotonic()
-        while self._done < request and not self._ended:
+        while (self._tried < request or self._error) and not self._ended:
             now = time.monotonic()
             late = STOP.received is not None and stop_within and now >= STOP.received_at + stop_within
             if late or now >= max(began, self._mirror.answered) + END_PATIENCE:
@@ -291,12 +294,12 @@ class Uploads:
                             f": {self._error}" if self._error else "", self.newest or "none yet")  # fmt: skip
                 return
             time.sleep(0.02)
-            if self._failed >= request:
+            if self._tried >= request and self._error:
                 time.sleep(0.5)
                 request = self.update()
 
     def stop(self) -> None:
-        """End the thread after what it is doing."""
+        """End the thread after its current request."""
         self._ended = True
         self._asked.set()
 
@@ -304,19 +307,19 @@ class Uploads:
         while not self._ended:
             self._asked.wait(BEAT)
             self._asked.clear()
-            request, asked = self._wanted, self._wanted > max(self._done, self._failed)
+            request, asked = self._wanted, self._wanted > self._tried
             try:
                 self._beat()
                 if asked:
                     self._update()
             except Exception as error:  # whatever it is, the training continues
-                self._failed = request if asked else self._failed
                 foreseen = isinstance(error, OSError | LmError)
                 self._describe(first_line(error) if foreseen else f"{type(error).__name__}: {error}")
             else:
                 if asked:
                     self._describe("")
-                    self._done = request
+            if asked:
+                self._tried = request
 
     def _describe(self, error: str) -> None:
         """Write the mirror's state to `run.json`; log a failure when it begins and when it ends."""
@@ -413,14 +416,6 @@ class Uploads:
             self._send_files()  # a resume needs the curves up to its step
             self._send(f"{folder.name}/{MARKER}", io.BytesIO(marker))
             self._whole[folder.name] = _digest(marker)
-
-
-def _facts(text: bytes) -> dict[str, Any]:
-    """The facts of a `run.json`; empty where it is damaged."""
-    try:
-        return valid_facts("run.json", parse_json(text))
-    except ValueError:
-        return {}
 
 
 def _digest(marker: bytes) -> str:

@@ -70,12 +70,12 @@ def find_checkpoint(
 
 
 def is_of_a_run(reference: str | None) -> bool:
-    """Whether a `--ckpt_path` names a checkpoint of a run, and no folder."""
+    """Whether a `--ckpt_path` names a checkpoint of a run, and not a folder."""
     return reference in (None, *REFERENCES) or STEP.fullmatch(reference) is not None
 
 
 def checkpoint_folder(reference: str) -> Path:
-    """The folder of a `--ckpt_path` that is no name of a run's checkpoint; of a URL, a copy on this machine."""
+    """The folder of a `--ckpt_path` that is not the name of a run's checkpoint; of a URL, a copy on this machine."""
     if is_remote(reference):
         address = reference.rstrip("/")
         folder, _, name = address.rpartition("/")
@@ -94,14 +94,14 @@ def checkpoint_folder(reference: str) -> Path:
 
 
 def hub_hint(name: str) -> str:
-    """How to download a model of the Hub, where a name that is no folder may be that of one; else empty."""
+    """How to download a model of the Hub, where a name may be that of one; empty where it cannot be."""
     if not re.fullmatch(r"[\w.-]+/[\w.-]+", name) or Path(name).parent.exists():
         return ""
     return f"; if it is a model of the Hugging Face Hub: `hf download {name} --local-dir {Path(name).name}`"
 
 
 def _cure(path: Path) -> str:
-    """The cure where a folder is no checkpoint but a run or a model."""
+    """The cure where a folder is not a checkpoint but a run or a model."""
     if (path / "run.json").exists():
         return f"; it is a run: give one of its checkpoints, such as {path / 'last'}"
     if (path / "config.json").exists() and not (path / "trainer.json").exists():

@@ -56,7 +56,7 @@ _held: dict[str, Any] = {}  # resolved folder of a run -> the lock that this pro
 
 
 def valid_facts(file: str, document: Any) -> dict[str, Any]:
-    """The facts of a run's file that have their type; empty where the document is no object."""
+    """The facts of a run's file that have their type; empty where the document is not an object."""
     types = TYPES.get(file, {})
     facts = document if isinstance(document, dict) else {}
     return {name: fact for name, fact in facts.items() if name not in types or _has_type(fact, types[name])}
@@ -235,7 +235,7 @@ class Run:
     # ---- one process trains a run -------------------------------------------------------------------------------
 
     def hold(self) -> None:
-        """Be the one process that trains this run, until it ends: take `run.lock`.
+        """Hold `run.lock` until this process ends, so that no other process trains the run.
 
         The system releases the lock however the process ends, so the run of a dead process is free at once.
         RequestError where another process trains it, OSError where the folder cannot be written to.
@@ -281,8 +281,8 @@ class Run:
         locked = self.is_locked()
         trained = self.status() == "running" if locked is None else locked
         # Some shared file systems keep locks to each machine: the run may be trained though its lock looks free here.
-        afar = self.read("heartbeat.json").get("host") not in (None, socket.gethostname())
-        if (trained or afar and self.beats(self.path)) and self._holder().get("pid") != os.getpid():
+        elsewhere = self.read("heartbeat.json").get("host") not in (None, socket.gethostname())
+        if (trained or elsewhere and self.beats(self.path)) and self._holder().get("pid") != os.getpid():
             raise self.is_being_trained(self.path)
 
     def beats(self, place: Path | str, refresh: Callable[[], None] = lambda: None) -> bool:

@@ -11,7 +11,6 @@ import platform
 import re
 from collections.abc import Callable, Sequence
 from difflib import get_close_matches
-from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -111,12 +110,6 @@ WORKSTATION = {
 # Rates of GeForce over its fp32, accumulating in fp32: bf16, fp16, tf32, fp8; a workstation's tensor cores have twice
 # that. NVIDIA Turing, Ampere GA102, Ada and RTX Blackwell white papers.
 RATES = {(7, 5): (0, 4, 0, 0), (8, 6): (2, 2, 1, 0), (8, 9): (2, 2, 1, 4), (12, 0): (2, 2, 1, 4)}
-for _cards, _twice in ((GEFORCE, 1), (WORKSTATION, 2)):
-    for _capability, _bf16_fp16_tf32_fp8 in RATES.items():
-        for _name, (_fp32, _) in _cards[_capability].items():
-            _bf16, _fp16, _tf32, _fp8 = (_twice * rate * _fp32 or None for rate in _bf16_fp16_tf32_fp8)
-            if not any(re.fullmatch(pattern, _name) for pattern in PEAKS):  # some have figures of their own
-                PEAKS[_name] = (_bf16, _fp16, _tf32, _fp32, _fp8)
 
 FAMILIES = {"bf16": 0, "fp16": 1, "16": 1, "tf32": 2, "fp32": 3, "32": 3, "fp8": 4}
 
@@ -179,17 +172,17 @@ def driver_version() -> str | None:
         return None
 
 
-def _start_nvml(nvml: Any = None) -> Any:
-    """The module `pynvml`, or what is given in its place, started; None where there is no package or no driver."""
+def _start_nvml() -> Any:
+    """The module `pynvml`, started; None where there is no package or no driver."""
     try:
-        nvml = nvml or import_module("pynvml")
+        import pynvml
     except ImportError:
         return None
     try:
-        nvml.nvmlInit()
-    except nvml.NVMLError:
+        pynvml.nvmlInit()
+    except pynvml.NVMLError:
         return None
-    return nvml
+    return pynvml
 
 
 def cpu_half_precision(cpuinfo: str | None = None) -> str | None:
@@ -269,9 +262,11 @@ DEVICES = {
     "t4": Device("Tesla T4", 15_360 * MIB, (7, 5)),
 }
 # A driver keeps up to 0.5 % of a card's memory (RTX 5090: 32,607 of 32,768 MiB). Of cards with 8 or 16 GB it is 8 GB.
-for _cards, _brand in ((GEFORCE, "NVIDIA GeForce "), (WORKSTATION, "NVIDIA ")):
-    for _capability in RATES:
-        for _name, (_, _gib) in _cards[_capability].items():
+for _brand, _times, _generations in (("NVIDIA GeForce ", 1, GEFORCE), ("NVIDIA ", 2, WORKSTATION)):
+    for _capability, _cards in _generations.items():
+        for _name, (_fp32, _gib) in _cards.items():
+            _bf16, _fp16, _tf32, _fp8 = (_times * rate * _fp32 or None for rate in RATES[_capability])
+            PEAKS.setdefault(_name, (_bf16, _fp16, _tf32, _fp32, _fp8))  # some have figures of their own
             _short = re.sub(r"^RTX | Generation| Blackwell| Workstation Edition", "", _name).lower().replace(" ", "-")
             DEVICES[_short] = Device(_brand + _name, int(0.995 * _gib * 2**30), _capability)
 
@@ -343,9 +338,9 @@ class Telemetry:
     All readings have to come from one thread.
     """
 
-    def __init__(self, gpus: Sequence[str] = (), nvml: Any = None) -> None:
+    def __init__(self, gpus: Sequence[str] = ()) -> None:
         self._wanted = gpus  # UUIDs
-        self._nvml = nvml  # in place of the module `pynvml`, which the first reading imports
+        self._nvml: Any = None  # the module `pynvml`, from the first reading on
         self._handles: list[Any] | None = None  # of the GPUs that NVML knows, from the first reading on
         self._has_read = False
 
@@ -364,7 +359,7 @@ class Telemetry:
 
     def _open(self) -> list[Any]:
         """Start NVML and find the GPUs; none where the package or the driver is not there."""
-        self._nvml = _start_nvml(self._nvml) if self._wanted else None
+        self._nvml = _start_nvml() if self._wanted else None
         if self._nvml is None:
             return []
         found = [self._ask("nvmlDeviceGetHandleByUUID", uuid) for uuid in self._wanted]

@@ -37,13 +37,26 @@ def under_torchrun() -> bool:
     return "TORCHELASTIC_RUN_ID" in os.environ
 
 
+def srun_tasks() -> int:
+    """How many tasks srun started: this process is one, or was started by one. 1 without srun.
+
+    A batch script has the variables of its job too, but it is one process.
+    """
+    return int(os.environ.get("SLURM_NTASKS", 1)) if "SLURM_STEP_ID" in os.environ else 1
+
+
+def under_srun() -> bool:
+    """Whether srun started this process, one of several."""
+    return srun_tasks() > 1 and not {"RANK", "LOCAL_RANK"} & os.environ.keys()
+
+
 script: Path | None = None  # the file that `lm.run` was called in, in place of this program
 
 
 def program(other: Path | None = None) -> str:
     """How this program is started, as it is typed: `lm`, `python -m lm` or `python my_model.py`.
 
-    `other` is the script to start where this program is none, since it alone knows a model's class.
+    `other` is the script to start where this program is not a script, since only it knows a model's class.
     """
     if (script or other) is not None:
         return shlex.join([Path(sys.executable).name, str(script or other)])
@@ -59,7 +72,7 @@ def launch_command(arguments: str, other: Path | None = None) -> str:
     `arguments` are quoted for a shell, such as `fit --config a.yaml`; `other` is as for `program`.
     """
     start, unknown = program(other), []
-    srun = "SLURM_STEP_ID" in os.environ and int(os.environ.get("SLURM_NTASKS", "1")) > 1
+    srun = srun_tasks() > 1
     if under_torchrun():
         target = shlex.quote(str(script or other)) if script or other else "-m lm"
         nodes, options = os.environ["GROUP_WORLD_SIZE"], _torchrun_options()
@@ -99,12 +112,6 @@ def command_line(arguments: list[str]) -> Iterator[None]:
         yield
     finally:
         sys.argv = before
-
-
-def under_srun() -> bool:
-    """Whether srun started this process, one of several."""
-    started = "SLURM_STEP_ID" in os.environ and not {"RANK", "LOCAL_RANK"} & os.environ.keys()
-    return started and int(os.environ.get("SLURM_NTASKS", "1")) > 1
 
 
 def code_for_launcher(code: int) -> int:

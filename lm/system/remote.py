@@ -151,17 +151,17 @@ def list_files(source: str, patience: float = PATIENCE) -> Listing:
         raise RequestError(f"{source}: no such file or folder")
     if kind == pafs.FileType.File and pattern is None:
         return Listing(filesystem, path, given, prefix, {posixpath.basename(path): found[0]}, "file", query)
-    named = {posixpath.relpath(file.path, path): file for file in found}
+    files = dict(sorted((posixpath.relpath(file.path, path), file) for file in found))
     if pattern is None:
-        return Listing(filesystem, path, given, prefix, dict(sorted(named.items())), "folder", query)
+        return Listing(filesystem, path, given, prefix, files, "folder", query)
     try:
         matches = re.compile(glob_translate(pattern)).fullmatch
     except (ValueError, re.error) as error:
-        raise RequestError(f"{source} is no pattern of files: {first_line(error)}") from error
-    chosen = {name: named[name] for name in sorted(named) if matches(name)}
-    if not chosen:
+        raise RequestError(f"{source} is not a pattern of files: {first_line(error)}") from error
+    files = {name: file for name, file in files.items() if matches(name)}
+    if not files:
         raise RequestError(f"{source}: no file matches")
-    return Listing(filesystem, path, given, prefix, chosen, "glob", query)
+    return Listing(filesystem, path, given, prefix, files, "glob", query)
 
 
 def _pinned(filesystem: pafs.FileSystem, path: str) -> str:

@@ -6,7 +6,7 @@ import time
 
 import pytest
 from object_store import object_store
-from trainings import lm, losses, start, trace, write_config
+from trainings import expected, lm, losses, start, trace, write_config
 
 from lm.runs.run import Run
 
@@ -83,12 +83,6 @@ def straight(uninterrupted):
     return curves(Run(uninterrupted / "checkpoints" / "small"))
 
 
-def expected_losses(place):
-    (place / "trace.jsonl").rename(place / "seen.jsonl") if (place / "trace.jsonl").exists() else None
-    shutil.copy(place / "expected.jsonl", place / "trace.jsonl")
-    return losses(place)
-
-
 @pytest.mark.slow
 def test_a_run_resumes_on_another_machine_as_if_nothing_had_happened(machine, straight):
     """Killed twice; of the checkpoints the newest and the best are in the mirror, as in the folder."""
@@ -102,8 +96,7 @@ def test_a_run_resumes_on_another_machine_as_if_nothing_had_happened(machine, st
     said = machine.fit("--ckpt_path", "auto").stderr
     assert f"bringing back run checkpoints/small from {machine.mirror}/small" in said
     assert [entry["step"] for entry in trace(machine.place)].count(11) == 4  # it came after the newest checkpoint
-    found = losses(machine.place)
-    assert curves(machine.run) == straight and found == expected_losses(machine.place)
+    assert curves(machine.run) == straight and losses(machine.place) == expected(machine.place)
     facts = machine.run.read("run.json")
     assert facts["status"] == "finished" and facts["mirror"]["newest"] == "step-00000012"
     names = machine.store.names(f"{machine.prefix}/small")
@@ -130,8 +123,7 @@ def test_a_kill_in_the_middle_of_an_upload_leaves_the_checkpoint_before(machine,
     assert len(begun) == len(STEP) - 1 or held != "trainer.json"
     said = machine.fit("--ckpt_path", "auto").stderr
     assert ("step-00000006: it was not uploaded to its end" in said) == bool(begun) and "waiting to see" not in said
-    found = losses(machine.place)
-    assert curves(machine.run) == straight and found == expected_losses(machine.place)
+    assert curves(machine.run) == straight and losses(machine.place) == expected(machine.place)
     assert machine.checkpoints() == ["step-00000012"]
 
 
@@ -190,8 +182,7 @@ def test_a_signal_uploads_the_newest_checkpoint_or_says_that_it_did_not(machine,
     machine.store.proxy.recover()
     shutil.rmtree(machine.place / "checkpoints")
     machine.fit("--ckpt_path", "auto")
-    found = losses(machine.place)
-    assert found == expected_losses(machine.place)
+    assert losses(machine.place) == expected(machine.place)
 
 
 @pytest.mark.slow

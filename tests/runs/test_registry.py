@@ -1,6 +1,5 @@
 """The registry finds a user's runs from anywhere, can be lost without loss, and never holds up a training."""
 
-import json
 import logging
 import os
 import sqlite3
@@ -25,16 +24,15 @@ def place(tmp_path, monkeypatch):
     return path
 
 
-def make(root, name="a", status="finished", losses=(3.0, 2.0, 2.5), **facts):
+def make(root, name="a", losses=(3.0, 2.0, 2.5)):
     """A run folder as a training leaves it."""
     run = Run.create(name, root)
-    run.describe(id=run.name, name=name, status=status, entered=time.time(), host="here", **facts)
+    run.describe(id=run.name, name=name, status="finished", entered=time.time(), host="here")
     for step, loss in enumerate(losses, 1):
-        run.append_metrics({"step": step, "tokens": step * 8, "time": float(step), "train/loss": loss + 1})
         run.append_metrics({"step": step, "tokens": step * 8, "time": float(step), "val/loss": loss})
     metrics = {"train/loss": losses[-1] + 1, "val/loss": losses[-1], "perf/tokens_per_second": 1000.0}
     run.write_state({"step": len(losses), "max_steps": 9, "tokens": len(losses) * 8, "metrics": metrics})
-    run.config.write_text("seed_everything: 7\nmodel: {optimizer: {lr: 0.1}}\n")
+    run.config.write_text("seed_everything: 7\n")
     return run
 
 
@@ -73,16 +71,7 @@ def test_the_place_is_read_when_it_is_needed_and_follows_the_user(monkeypatch, t
     assert registry.place() == tmp_path / "somebody" / ".local" / "share" / "lm" / "runs.db"
 
 
-# ---- nothing that is wrong with it matters to a training -------------------------------------------------------------
-
-LOCK = """
-import sqlite3, sys
-database = sqlite3.connect(sys.argv[1], isolation_level=None)
-database.execute("BEGIN EXCLUSIVE")
-print("locked", flush=True)
-sys.stdin.read()
-"""
-
+# ---- nothing that is wrong with it matters to a training; tests/faults has real trainings ----------------------------
 
 BUSY = 5  # seconds that may come on top where the machine has other work
 
@@ -96,25 +85,7 @@ def recorded(run, caplog):
     return time.monotonic() - began, [entry.getMessage() for entry in caplog.records]
 
 
-def test_a_registry_that_another_process_locks_costs_a_second_at_most_and_one_line(
-    place, tmp_path, monkeypatch, caplog
-):
-    assert registry.LOCK_TIMEOUT < registry.PATIENCE <= 1
-    monkeypatch.setattr(registry, "PATIENCE", 10)  # a busy machine must not lose the reason
-    registry.record_run(make(tmp_path / "checkpoints"))
-    holder = subprocess.Popen([sys.executable, "-c", LOCK, str(place)], stdin=subprocess.PIPE, stdout=subprocess.PIPE)
-    try:
-        assert holder.stdout.readline() == b"locked\n"
-        other = make(tmp_path / "checkpoints")
-        seconds, warnings = recorded(other, caplog)
-        assert seconds < BUSY and len(warnings) == 1 and "locked" in warnings[0]
-    finally:
-        holder.communicate()
-    _, warnings = recorded(other, caplog)
-    assert warnings == [] and len(registry.known_runs()) == 2
-
-
-@pytest.mark.parametrize("damage", ["no database", "a damaged page", "a table of an older version"])
+@pytest.mark.parametrize("damage", ["a damaged page", "a table of an older version"])
 def test_a_damaged_registry_is_one_line_and_rebuilt(damage, place, tmp_path, caplog):
     run = make(tmp_path / "checkpoints")
     registry.record_run(run)
@@ -124,8 +95,6 @@ def test_a_damaged_registry_is_one_line_and_rebuilt(damage, place, tmp_path, cap
         with sqlite3.connect(place) as database:
             database.execute("CREATE TABLE runs (path TEXT PRIMARY KEY, name TEXT)")
             database.execute("INSERT INTO runs VALUES ('/somewhere/old', 'old')")
-    elif damage == "no database":
-        place.write_bytes(b"this is no database at all, but it is long enough to look at" * 100)
     else:
         content[4096 - 400 :] = b"\xff" * (len(content) - 4096 + 400)
         place.write_bytes(content)
@@ -158,6 +127,7 @@ def test_a_registry_that_cannot_be_written_is_one_line(what, tmp_path, monkeypat
 
 
 def test_a_disk_that_does_not_answer_holds_nobody_up(place, tmp_path, monkeypatch, caplog):
+    assert registry.LOCK_TIMEOUT < registry.PATIENCE <= 1
     released = threading.Event()
     monkeypatch.setattr(registry, "PATIENCE", 0.2)
     monkeypatch.setattr(registry, "_write", lambda *_: released.wait(30))

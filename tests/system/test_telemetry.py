@@ -10,7 +10,7 @@ from types import SimpleNamespace
 import pynvml
 import pytest
 import torch
-from trainings import lm, make_workplace, write_config
+from trainings import fit, make_workplace
 
 from lm.runs.run import Run
 from lm.system.hardware import CLOCK_LIMITS, Telemetry, clock_limits, memory
@@ -46,10 +46,9 @@ class Driver:
         assert hasattr(pynvml, question), question
 
         def answer(handle, *_):
-            unsupported = pynvml.NVMLError(pynvml.NVML_ERROR_NOT_SUPPORTED)
-            value = self.gpus[handle].get(question.removeprefix("nvmlDeviceGet"), unsupported)
-            if isinstance(value, pynvml.NVMLError):
-                raise value
+            value = self.gpus[handle].get(question.removeprefix("nvmlDeviceGet"))
+            if value is None or isinstance(value, pynvml.NVMLError):
+                raise value or pynvml.NVMLError(pynvml.NVML_ERROR_NOT_SUPPORTED)
             return value
 
         return answer
@@ -69,49 +68,45 @@ def gpu(index: int = 0, **changes) -> dict:
     }  # fmt: skip
 
 
-def read(*gpus: dict) -> list[dict]:
-    return Telemetry([uuid(index) for index in range(len(gpus))], Driver(*gpus)).read()["gpus"]
+def read(*gpus: dict, wanted: list[str] | None = None) -> list[dict]:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setitem(sys.modules, "pynvml", Driver(*gpus))
+        return Telemetry(wanted or [uuid(index) for index in range(len(gpus))]).read()["gpus"]
 
 
 # ---- GPUs ------------------------------------------------------------------------------------------------------------
 
 
-def test_every_figure_of_a_gpu_comes_in_its_unit():
-    assert read(gpu()) == [{
-        "index": 0, "name": "NVIDIA H200", "load_percent": 97, "memory_used_bytes": 71 * GIB,
-        "memory_total_bytes": 140 * GIB, "temperature_celsius": 61, "power_watts": 640.5, "power_limit_watts": 700.0,
-        "clocks_limited_by": [],
-    }]  # fmt: skip
+LOST, RENAMED = map(pynvml.NVMLError, (pynvml.NVML_ERROR_GPU_IS_LOST, pynvml.NVML_ERROR_FUNCTION_NOT_FOUND))
+FIGURES = {
+    "index": 0, "name": "NVIDIA H200", "load_percent": 97, "memory_used_bytes": 71 * GIB,
+    "memory_total_bytes": 140 * GIB, "temperature_celsius": 61, "power_watts": 640.5, "power_limit_watts": 700.0,
+    "clocks_limited_by": [],
+}  # fmt: skip
 
 
-def test_a_sensor_that_is_not_there_is_none_and_the_others_answer():
-    passive = gpu()
-    for sensor in ("Temperature", "PowerUsage", "UtilizationRates", "CurrentClocksEventReasons", "MigMode"):
-        del passive[sensor]
-    found = read(passive)[0]
-    assert found["memory_used_bytes"] == 71 * GIB and found["power_limit_watts"] == 700
-    assert [found[name] for name in ("temperature_celsius", "power_watts", "load_percent", "clocks_limited_by")] == [
-        None
-    ] * 4
+ANSWERS = {
+    "all answer": ({}, {}),
+    "no sensor for some": (
+        dict.fromkeys(["Temperature", "PowerUsage", "UtilizationRates", "CurrentClocksEventReasons", "MigMode"]),
+        dict.fromkeys(["temperature_celsius", "power_watts", "load_percent", "clocks_limited_by"]),
+    ),
+    "sliced": ({"MigMode": [1, 1]}, dict.fromkeys(["load_percent", "memory_used_bytes", "memory_total_bytes"])),
+    "lost": ({"UtilizationRates": LOST}, {"load_percent": None}),
+    "an old driver": (
+        {"CurrentClocksEventReasons": RENAMED, "CurrentClocksThrottleReasons": 0x4},
+        {"clocks_limited_by": ["power cap"]},
+    ),
+}  # fmt: skip
 
 
-def test_a_sliced_gpu_is_not_taken_for_the_slice():
-    found = read(gpu(MigMode=[1, 1]))[0]
-    assert found["load_percent"] is found["memory_used_bytes"] is found["memory_total_bytes"] is None
-    assert found["temperature_celsius"] == 61
-
-
-def test_a_gpu_that_is_lost_while_it_is_watched_is_no_error():
-    driver = Driver(gpu())
-    telemetry = Telemetry([uuid(0)], driver)
-    assert telemetry.read()["gpus"][0]["load_percent"] == 97
-    driver.gpus = ({"UtilizationRates": pynvml.NVMLError(pynvml.NVML_ERROR_GPU_IS_LOST)},)
-    assert telemetry.read()["gpus"][0]["load_percent"] is None
+@pytest.mark.parametrize(("changes", "found"), ANSWERS.values(), ids=ANSWERS)
+def test_a_figure_is_in_its_unit_and_none_where_the_gpu_does_not_answer(changes, found):
+    assert read(gpu(**changes)) == [{**FIGURES, **found}]
 
 
 def test_only_the_gpus_that_are_trained_on_are_read():
-    wanted = [uuid(2), "GPU-unknown", uuid(0)]
-    found = Telemetry(wanted, Driver(gpu(0), gpu(1), gpu(2))).read()["gpus"]
+    found = read(gpu(0), gpu(1), gpu(2), wanted=[uuid(2), "GPU-unknown", uuid(0)])
     assert [one["index"] for one in found] == [2, 0]
 
 
@@ -135,27 +130,15 @@ def test_the_bits_are_those_of_nvml():
     assert set(CLOCK_LIMITS) == known
 
 
-def test_an_old_driver_is_asked_for_the_clocks_by_the_old_name():
-    old = gpu(
-        CurrentClocksEventReasons=pynvml.NVMLError(pynvml.NVML_ERROR_FUNCTION_NOT_FOUND),
-        CurrentClocksThrottleReasons=0x4,
-    )
-    assert read(old)[0]["clocks_limited_by"] == ["power cap"]
-
-
-@pytest.mark.parametrize("code", ["DRIVER_NOT_LOADED", "LIBRARY_NOT_FOUND", "NO_PERMISSION"])
-def test_without_a_driver_there_is_nothing_to_tell(code):
+@pytest.mark.parametrize("code", ["DRIVER_NOT_LOADED", "LIBRARY_NOT_FOUND", "NO_PERMISSION", None])
+def test_without_a_driver_or_its_package_no_gpu_is_read(code, monkeypatch):
     driver = Driver(gpu())
 
     def fails():
         raise pynvml.NVMLError(getattr(pynvml, f"NVML_ERROR_{code}"))
 
     driver.nvmlInit = fails
-    assert Telemetry([uuid(0)], driver).read()["gpus"] == []
-
-
-def test_without_the_package_there_is_nothing_to_tell(monkeypatch):
-    monkeypatch.setitem(sys.modules, "pynvml", None)
+    monkeypatch.setitem(sys.modules, "pynvml", driver if code else None)
     assert Telemetry([uuid(0)]).read()["gpus"] == []
 
 
@@ -291,20 +274,17 @@ def test_other_ranks_have_none():
 
 
 def test_several_gpus_are_one_line_of_tensorboard():
-    driver = Driver(gpu(0, UtilizationRates=SimpleNamespace(gpu=57)), gpu(1), gpu(2))
-    machine = Telemetry([uuid(index) for index in range(3)], driver).read()
-    del machine["gpus"][2]["power_limit_watts"]
-    machine["gpus"][2]["load_percent"] = None
-    found = machine_metrics(machine)
+    gpus = read(gpu(0, UtilizationRates=SimpleNamespace(gpu=57)), gpu(1), gpu(2))
+    del gpus[2]["power_limit_watts"]
+    gpus[2]["load_percent"] = None
+    found = machine_metrics({"gpus": gpus})
     assert found["perf/gpu_load"] == 77 and found["perf/gpu_temperature"] == 63
     assert found["perf/gpu_power"] == 3 * 640.5 and found["mem/gpu_gib"] == 71
     assert machine_metrics({}) == {}
 
 
 def test_a_fit_leaves_its_heartbeat_and_its_memory_among_the_metrics(tmp_path):
-    make_workplace(tmp_path)
-    lm(tmp_path, "fit", "--config", str(write_config(tmp_path, **{"trainer.max_steps": 4})), "--run", "a")
-    run = Run(tmp_path / "checkpoints" / "a")
+    _, run = fit(make_workplace(tmp_path), **{"trainer.max_steps": 4})
     assert run.read("heartbeat.json")["machine"]["process"]["memory_bytes"] > 50 * 2**20
     assert any(line.get("mem/process_gib", 0) > 0.05 for line in run.metrics())
     assert not [path for path in run.path.iterdir() if path.name.startswith(".heartbeat")]
