@@ -1,0 +1,64 @@
+"""Test equipment: a program in a pseudo-terminal, where a test types and reads as a person does."""
+
+import fcntl
+import os
+import pty
+import re
+import select
+import struct
+import sys
+import termios
+import time
+from contextlib import suppress
+from pathlib import Path
+
+from trainings import PLACES
+
+
+class Terminal:
+    """`python COMMAND...` in a pseudo-terminal; `output` is all that it has written."""
+
+    def __init__(self, folder: Path, *command: str, size: tuple[int, int] = (80, 24), **environment: str) -> None:
+        self.pid, self.terminal = pty.fork()
+        if self.pid == 0:
+            os.chdir(folder)
+            inherited = {name: value for name, value in os.environ.items() if name not in ("COLUMNS", "LINES", "NO_COLOR")}
+            equipment = {"TERM": "xterm-256color", "PYTHONPATH": PLACES, "OMP_NUM_THREADS": "1"}
+            os.execve(sys.executable, [sys.executable, *command], {**inherited, **equipment, **environment})
+        self.output, self._waited = b"", 0
+        self.resize(*size)
+
+    def resize(self, width: int, height: int) -> None:
+        fcntl.ioctl(self.terminal, termios.TIOCSWINSZ, struct.pack("HHHH", height, width, 0, 0))
+
+    def type(self, text: str) -> None:
+        os.write(self.terminal, text.encode())
+
+    def read(self, seconds: float) -> bool:
+        """Add to `output` what comes next, if it comes in this time; whether it did."""
+        if not select.select([self.terminal], [], [], seconds)[0]:
+            return False
+        with suppress(OSError):  # of a terminal that nothing has open any more
+            self.output += (read := os.read(self.terminal, 65536))
+            return bool(read)
+        return False
+
+    def wait_for(self, words: str, seconds: float = 60) -> str:
+        """What is written before the next place with some words."""
+        deadline, wanted = time.monotonic() + seconds, words.encode()
+        while (at := self.output.find(wanted, self._waited)) < 0:
+            assert time.monotonic() < deadline, self.output[self._waited :].decode(errors="replace")
+            self.read(0.1)
+        before, self._waited = self.output[self._waited : at], at + len(wanted)
+        return before.decode(errors="replace").replace("\r\n", "\n")
+
+    def end(self) -> int:
+        """Its exit code."""
+        while self.read(10):
+            pass
+        return os.waitstatus_to_exitcode(os.waitpid(self.pid, 0)[1])
+
+
+def plain(text: str) -> str:
+    """A text without colours and what moves the cursor."""
+    return re.sub(r"\x1b\[[0-9;?]*[a-zA-Z]", "", text)
