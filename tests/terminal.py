@@ -22,9 +22,10 @@ class Terminal:
         self.pid, self.terminal = pty.fork()
         if self.pid == 0:
             os.chdir(folder)
-            inherited = {name: value for name, value in os.environ.items() if name not in ("COLUMNS", "LINES", "NO_COLOR")}
-            equipment = {"TERM": "xterm-256color", "PYTHONPATH": PLACES, "OMP_NUM_THREADS": "1"}
-            os.execve(sys.executable, [sys.executable, *command], {**inherited, **equipment, **environment})
+            env = {**os.environ, "TERM": "xterm-256color", "PYTHONPATH": PLACES, "OMP_NUM_THREADS": "1", **environment}
+            for name in {"COLUMNS", "LINES", "NO_COLOR"} & env.keys():
+                del env[name]
+            os.execve(sys.executable, [sys.executable, *command], env)
         self.output, self._waited = b"", 0
         self.resize(*size)
 

@@ -164,7 +164,7 @@ def show(
 
     Args:
         run: Name of the run; the newest if not given.
-        step: Optimizer step, from 1; the last one taken if not given.
+        step: Optimizer step, from 1; the newest of the run if not given.
         limit: Samples to print; 0 for all of them.
         json: Print one JSON object with token ids and texts instead.
         root: Folder of the runs.

@@ -87,7 +87,7 @@ def progress(state: dict[str, Any]) -> RenderableType:
 
 
 def training_facts(state: dict[str, Any]) -> list[Fact]:
-    """The newest metrics, also those of the user's own, and the best validation; NaN and Inf are red."""
+    """The newest metrics, those that a user's callbacks log too, and the best validation; NaN and Inf are red."""
     facts, metrics = [], state.get("metrics", {})
     own = [name for name in metrics if name not in METRICS and not name.startswith(("eval/", *BY_SOURCE))]
     for name in (*FIGURES, *own):
@@ -168,9 +168,8 @@ def alert_lines(state: dict[str, Any], most: int, folded: bool) -> list[Text]:
     """The newest alerts, newest first; folded to the width, or cut off at it."""
     lines = []
     for alert in state.get("alerts", [])[::-1][:most]:
-        at, guard, message, action = (one_line(str(part)) for part in (
-            time.strftime("%H:%M", time.localtime(alert.get("time", 0.0))), alert.get("guard", ""),
-            alert.get("message", ""), alert.get("action", "")))  # fmt: skip
+        at = time.strftime("%H:%M", time.localtime(alert["time"]))
+        guard, message, action = (one_line(alert[name]) for name in ("guard", "message", "action"))
         line = Text(no_wrap=not folded, overflow="fold" if folded else "ellipsis")
         lines.append(line.append(f"{at} {guard}", "bold yellow").append(f" {message} -> {action}"))
     return lines
@@ -216,7 +215,7 @@ def _source_figure(metric: str, value: float | None) -> Text:
 
 @dataclass
 class Chart:
-    """Curves in all of the place that they are given."""
+    """Curves that fill the space which rich gives them."""
 
     curves: Sequence[Series]
     title: str = ""
@@ -280,7 +279,7 @@ def stacked(*parts: Layout) -> Layout:
 
 @dataclass
 class RunView:
-    """One run in the place that it is given: figures above and below, charts in the rest."""
+    """One run in the space which rich gives it: figures above and below, charts in the rest."""
 
     watch: LiveRun
 

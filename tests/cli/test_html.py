@@ -19,7 +19,6 @@ from test_ladder import wait_for
 from trainings import lm, make_workplace, start, write_config
 
 from lm.cli.monitor import monitor
-from lm.cli.options import changed_settings
 from lm.cli.report.run import OPENING, write_page
 from lm.cli.runs_compare import export
 from lm.errors import RequestError, RunError
@@ -130,7 +129,8 @@ def test_the_page_of_a_training(tmp_path):
     for text in ("model.decoder.hidden_size32", "vocab_size", "step-00000012", "Step 12", "Step 6", "The captain"):
         assert text in page.text
     settings = page.text[page.text.index("What differs") : page.text.index("All settings")]
-    assert "data.val_tokens512" in settings and "shuffle_buffer" not in settings and "rms_norm_eps" not in settings
+    assert "data.val_tokens512" in settings
+    assert not [name for name in ("shuffle_buffer", "rms_norm_eps", "betas", "cache_bytes") if name in settings]
 
 
 def test_every_metric_has_its_chart_and_its_row(place):
@@ -209,13 +209,6 @@ def test_a_run_that_has_hardly_begun_has_a_page(place, lines):
     assert "Samples" not in page.text and "Evaluation" not in page.text
     shown = [value for curve in page.curves().values() for value in curve["mean"]]
     assert all(value is None or math.isfinite(value) for value in shown)
-
-
-def test_settings_are_compared_with_the_defaults():
-    changed = changed_settings({"data": {"cache_bytes": 20 * 10**9, "timeout": 300.0, "path": "a", "val": None},
-                                "model": {"optimizer": {"betas": [0.9, 0.95], "lr": 3e-4}, "kernels": "off"},
-                                "trainer": {"callbacks": []}})  # fmt: skip
-    assert changed == {"data.path": "a", "model.kernels": "off"}
 
 
 # ---- the file --------------------------------------------------------------------------------------------------------

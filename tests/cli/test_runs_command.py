@@ -110,7 +110,7 @@ def test_ls_leaves_removed_runs_out_and_says_which_cannot_be_reached(place):
     found = {run["name"]: run["status"] for run in json.loads(runs("ls", "--json").stdout)}
     assert found == {"kept": "finished", "away": "gone"}
     assert {row["name"] for row in registry.known_runs()} == {"kept", "away"}
-    assert "out of the registry" in runs("rm", "away").stdout and {row["name"] for row in registry.known_runs()} == {"kept"}
+    assert "from the registry" in runs("rm", "away").stdout and {row["name"] for row in registry.known_runs()} == {"kept"}
 
 
 def test_ls_works_without_a_registry_and_without_runs(place, monkeypatch):
@@ -225,7 +225,7 @@ def test_show_has_time_operations_speed_load_and_pauses_over_all_sessions(place)
 def test_show_of_a_run_that_has_only_just_begun(place):
     run = Run.create("a", "checkpoints")
     run.describe(id="a", name="a", status="running", entered=time.time())
-    assert "no step taken yet" in runs("show", "a").stdout
+    assert "no step yet" in runs("show", "a").stdout
 
 
 # ---- compare ---------------------------------------------------------------------------------------------------------
@@ -321,7 +321,7 @@ def test_a_single_group_has_a_spread_and_unlike_runs_are_named(place):
     make("a-s3", steps=30, status="running")
     done = runs("compare", "a-s1", "a-s2", "a-s3").stdout
     assert "the configs are the same but for the seed" in done and "noise" not in done
-    assert "a-s3 (dead)" in done and "stand at different steps, 30 to 41" in " ".join(done.split())
+    assert "a-s3 (dead)" in done and "reached different steps, 30 to 41" in " ".join(done.split())
     make_seeds("b", 0.1, [0.30, 0.32])
     refused = runs("compare", "a-s1", "a-s2", "b-s2", expect=2).stderr
     assert "a-s2 and b-s2 have the same config and the same seed 2" in refused

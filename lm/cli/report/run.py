@@ -226,7 +226,7 @@ PLACES = {  # the first part of a metric's name -> the heading over its chart, i
     "train": "Loss", "val": "Loss", "eval": "Evaluation", "optim": "Optimization", "perf": "Speed and machine",
     "mem": "Speed and machine", "data": "Data",
 }  # fmt: skip
-OWN = "Other metrics"  # the heading over those of the user's own
+OWN = "Other metrics"  # the heading over those that a user's callbacks log
 TITLES = {"train/perplexity": "perplexity", "val/perplexity": "perplexity"}  # of charts with several metrics
 EVALUATED = {"accuracy": "accuracy by task", "centered": "centred accuracy by task", "bpb": "bits per byte by text"}
 
