@@ -19,7 +19,7 @@ import torch
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
-from lm.cli.report.table import plain_table
+from lm.cli.charts import plain_table
 from lm.data.parquet import COLUMN
 from lm.errors import RequestError, require_at_least
 from lm.evaluation import benchmark

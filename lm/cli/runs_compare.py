@@ -20,8 +20,7 @@ import yaml
 from rich.console import Console
 from rich.text import Text
 
-from lm.cli.charts import MARKERS, chart
-from lm.cli.report.table import plain_table
+from lm.cli.charts import MARKERS, chart, plain_table
 from lm.cli.runs import summarize, to_json
 from lm.errors import LmError, RequestError, RunError
 from lm.runs import registry
