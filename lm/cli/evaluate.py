@@ -45,19 +45,12 @@ Bar = Callable[[str, int, int | None], None]  # a name, how much of it is done, 
 def evaluate(
     run: str | None = None,
     ckpt_path: str | None = None,
-    tasks: list[str] | None = None,
-    texts: list[str] | None = None,
-    shards: list[str] | None = None,
-    max_items: Count | None = None,
-    num_fewshot: int | None = None,
-    batch_tokens: Count = Count(benchmark.BATCH_TOKENS),
-    begin: Begin = "eos",
-    stride: Count | None = None,
     device: str | None = None,
     dtype: Literal["float32", "bfloat16", "float16"] | None = None,
     output: Path | None = None,
     json: bool = False,
     root: str = str(ROOT),
+    **options: Any,
 ) -> None:
     """Measure a checkpoint on tasks, texts or shards, and keep the result with its run.
 
@@ -66,14 +59,6 @@ def evaluate(
             the newest of all.
         ckpt_path: `best`, `last`, `auto` (the newest that is whole), a step such as `step-00000100`, or the folder of
             a checkpoint or of a Hugging Face model; the best if not given.
-        tasks: Task files: a YAML in the layout of DCLM, a `.jsonl` or `.parquet` of items, or `embedded:sotu`.
-        texts: Files, folders, globs or URLs of text, for bits per byte of each.
-        shards: Folders or globs of shards of token ids, for bits per byte of each.
-        max_items: The most items of a task, documents of a text, or windows of shards; all of them if not given.
-        num_fewshot: Solved items before each question; those of the task files if not given.
-        batch_tokens: The most tokens that go through the model at once; the result does not depend on it.
-        begin: The token before a question: `eos`, as before a document in training, or `nothing`.
-        stride: Tokens between the windows of a text that is longer than the context; the context if not given.
         device: Where to compute; the GPU if there is one.
         dtype: Number format of the weights; as they are stored if not given.
         output: A file to write the result to, as JSON.
@@ -86,10 +71,8 @@ def evaluate(
     if output is not None and not output.absolute().parent.is_dir():
         raise RequestError(f"--output {output}: there is no folder {output.parent}")
     found = measure(
-        lambda: load_pretrained(chosen_model(run, ckpt_path, root), device, dtype and getattr(torch, dtype)),
-        tasks=tasks, texts=texts, shards=shards, max_items=max_items, num_fewshot=num_fewshot,
-        batch_tokens=batch_tokens, begin=begin, stride=stride,
-    )  # fmt: skip
+        lambda: load_pretrained(chosen_model(run, ckpt_path, root), device, dtype and getattr(torch, dtype)), **options
+    )
     if output is not None:
         write_atomically(output, jsonlib.dumps(found, indent=2, ensure_ascii=False) + "\n")
     if json:
@@ -99,11 +82,22 @@ def evaluate(
 
 
 def measure(
-    load: Callable[[], Pretrained], *, tasks: list[str] | None = None, texts: list[str] | None = None,
-    shards: list[str] | None = None, max_items: int | None = None, num_fewshot: int | None = None,
-    batch_tokens: int = benchmark.BATCH_TOKENS, begin: Begin = "eos", stride: int | None = None,
+    load: Callable[[], Pretrained], tasks: list[str] | None = None, texts: list[str] | None = None,
+    shards: list[str] | None = None, max_items: Count | None = None, num_fewshot: int | None = None,
+    batch_tokens: Count = Count(benchmark.BATCH_TOKENS), begin: Begin = "eos", stride: Count | None = None,
 ) -> dict[str, Any]:  # fmt: skip
-    """What `lm evaluate --json` prints of a model, which is loaded once the request is known to be sound."""
+    """What `lm evaluate --json` prints of a model, which is loaded once the request is known to be sound.
+
+    Args:
+        tasks: Task files: a YAML in the layout of DCLM, a `.jsonl` or `.parquet` of items, or `embedded:sotu`.
+        texts: Files, folders, globs or URLs of text, for bits per byte of each.
+        shards: Folders or globs of shards of token ids, for bits per byte of each.
+        max_items: The most items of a task, documents of a text, or windows of shards; all of them if not given.
+        num_fewshot: Solved items before each question; those of the task files if not given.
+        batch_tokens: The most tokens that go through the model at once; the result does not depend on it.
+        begin: The token before a question: `eos`, as before a document in training, or `nothing`.
+        stride: Tokens between the windows of a text that is longer than the context; the context if not given.
+    """
     if not (tasks or texts or shards):
         raise RequestError("give something to evaluate on: --tasks embedded:sotu, --texts FILE or --shards FOLDER")
     require_at_least(1, "--", max_items=max_items, batch_tokens=batch_tokens, stride=stride)
