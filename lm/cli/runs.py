@@ -29,7 +29,7 @@ from lm.runs.history import Expectation, acceptance, expectations, read_samples,
 from lm.runs.metrics import BY_SOURCE, METRICS, describe_evaluation, merge_evaluations
 from lm.runs.run import ROOT, Run
 from lm.system.files import finite_or_none
-from lm.system.process import program
+from lm.system.process import harmless, program
 from lm.system.units import format_bytes, format_count, format_duration, format_figure, plural
 
 log = logging.getLogger(__name__)
@@ -210,7 +210,7 @@ def _print_table(found: list[dict[str, Any]], console: Console) -> None:
         for run in runs:
             console.print(_table_line(rows[run["path"]], widths, STYLES.get(run["status"], "")))
             if run["status"] in EXPLAINED and run["reason"]:
-                reason = Text(f"    {' '.join(run['reason'].split())}", style="dim")
+                reason = Text(f"    {' '.join(harmless(run['reason']).split())}", style="dim")
                 reason.truncate(console.width, overflow="ellipsis")
                 console.print(reason)
 
@@ -335,7 +335,7 @@ def _print_page(found: dict[str, Any]) -> None:
     title = Text(found["name"], style="bold")
     title.append(f"  {found['status']}", style=STYLES.get(found["status"], ""))
     if found["reason"]:
-        title.append(f": {found['reason']}")
+        title.append(f": {harmless(found['reason'])}")
     console.print(title)
     versions = ", ".join(f"{name} {version}" for name, version in found["versions"].items())
     parts = {
@@ -355,7 +355,7 @@ def _print_page(found: dict[str, Any]) -> None:
     grid.add_column(overflow="fold")
     for name, lines in parts.items():
         for number, line in enumerate(line for line in lines if line):
-            grid.add_row(name if not number else "", Text(line))
+            grid.add_row(name if not number else "", Text(harmless(line)))
     console.print(grid)
     command = Text("next".ljust(width + 2), style="dim").append(found["next"], style="not dim")
     console.print(command, soft_wrap=True)  # in one piece, to be copied

@@ -192,16 +192,18 @@ def test_the_command_that_show_ends_with_works_from_any_folder(trained, place):
 
 
 def test_show_has_alerts_samples_costs_and_post_mortems(place):
-    run = make(status="stopped", reason="loss > 10")
+    run = make(status="stopped", reason="loss > 10\x1b[2J")
     for step in range(7):
         run.append_alert({"step": step, "time": 0.0, "guard": "alert", "action": "warn", "message": "loss [bold] > 9"})
-    samples = [{"step": 1, "prompt": "earlier", "text": "!"}, {"step": 9, "prompt": "The [red]", "text": "state\nof"}]
+    samples = [{"step": 1, "prompt": "earlier", "text": "!"},
+               {"step": 9, "prompt": "The [red]", "text": "state\nof\x1b[2J"}]  # fmt: skip
     (run.path / "samples.jsonl").write_text("\n".join(map(json.dumps, samples)) + '\n{"st')
     (run.path / "budget.json").write_text(json.dumps({"spent_usd": 1.5, "cap_usd": 20}))
     (run.path / "postmortem-00000007").mkdir()
     text = runs("show", "a").stdout
     assert "2 before these" in text and "step 6, alert: loss [bold] > 9 (warn)" in text
-    assert "step 9: The [red] state of" in text and "earlier" not in text
+    assert "step 9: The [red] state of␛[2J" in text and "earlier" not in text
+    assert "\x1b" not in text + runs("ls").stdout  # what a model wrote does nothing to the terminal
     assert "1.50 USD spent, of 20.00" in text and "postmortem-00000007" in text
     assert all(len(line) <= 80 for line in text.splitlines()[:-1])  # the command comes last, in one piece
 
