@@ -9,7 +9,6 @@ import struct
 import sys
 import termios
 import time
-from contextlib import suppress
 from pathlib import Path
 
 from trainings import PLACES
@@ -26,7 +25,7 @@ class Terminal:
             for name in {"COLUMNS", "LINES", "NO_COLOR"} & env.keys():
                 del env[name]
             os.execve(sys.executable, [sys.executable, *command], env)
-        self.output, self._waited = b"", 0
+        self.output, self._waited, self._closed = b"", 0, False
         self.resize(*size)
 
     def resize(self, width: int, height: int) -> None:
@@ -35,28 +34,29 @@ class Terminal:
     def type(self, text: str) -> None:
         os.write(self.terminal, text.encode())
 
-    def read(self, seconds: float) -> bool:
-        """Add to `output` what comes next, if it comes in this time; whether it did."""
-        if not select.select([self.terminal], [], [], seconds)[0]:
-            return False
-        with suppress(OSError):  # of a terminal that nothing has open any more
-            self.output += (read := os.read(self.terminal, 65536))
-            return bool(read)
-        return False
+    def read(self, seconds: float) -> None:
+        """Add to `output` what comes next, if it comes in this time."""
+        if select.select([self.terminal], [], [], seconds)[0]:
+            try:
+                self.output += os.read(self.terminal, 65536)
+            except OSError:  # no process has it open any more
+                self._closed = True
 
     def wait_for(self, words: str, seconds: float = 60) -> str:
         """What is written before the next place with some words."""
         deadline, wanted = time.monotonic() + seconds, words.encode()
         while (at := self.output.find(wanted, self._waited)) < 0:
-            assert time.monotonic() < deadline, self.output[self._waited :].decode(errors="replace")
+            going = not self._closed and time.monotonic() < deadline
+            assert going, self.output[self._waited :].decode(errors="replace")
             self.read(0.1)
         before, self._waited = self.output[self._waited : at], at + len(wanted)
         return before.decode(errors="replace").replace("\r\n", "\n")
 
     def end(self) -> int:
-        """Its exit code."""
-        while self.read(10):
-            pass
+        """Its exit code, after all that it still writes."""
+        deadline = time.monotonic() + 60
+        while not self._closed and time.monotonic() < deadline:
+            self.read(1)
         return os.waitstatus_to_exitcode(os.waitpid(self.pid, 0)[1])
 
 
