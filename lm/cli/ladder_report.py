@@ -16,8 +16,8 @@ from typing import Any, NamedTuple
 import numpy as np
 from rich.console import Console
 
+from lm.cli.charts import plain_table
 from lm.cli.report.page import render
-from lm.cli.report.table import plain_table
 from lm.runs import scaling_laws
 from lm.runs.run import Run
 from lm.runs.seeds import spread

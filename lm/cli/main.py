@@ -32,7 +32,7 @@ COMMANDS = {
     "evaluate": ("lm.cli.evaluate:evaluate", "tasks and bits per byte of a checkpoint, with confidence intervals"),
     "export": ("lm.cli.convert:export", "a Hugging Face folder with a model card, reloaded and compared"),
     "import": ("lm.cli.convert:import_model", "a Hugging Face model as a checkpoint that a training starts from"),
-    "average": ("lm.cli.average:average", "the mean of the weights of several checkpoints, as a checkpoint"),
+    "average": ("lm.cli.convert:average", "the mean of the weights of several checkpoints, as a checkpoint"),
     "profile": ("lm.cli.measure:profile", "where the time of a training step goes, by part; a trace"),
     "runs ls": ("lm.cli.runs:ls", "every run: its status, step, losses, tokens a second and age"),
     "runs show": ("lm.cli.runs:show", "one run on a page: progress, losses, model, checkpoints, machine"),

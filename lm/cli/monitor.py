@@ -87,7 +87,7 @@ def progress(state: dict[str, Any]) -> RenderableType:
 
 
 def training_facts(state: dict[str, Any]) -> list[Fact]:
-    """The newest metrics, also those of the user's own, and the best validation; NaN and Inf are red."""
+    """The newest metrics, those that a user's callbacks log too, and the best validation; NaN and Inf are red."""
     facts, metrics = [], state.get("metrics", {})
     own = [name for name in metrics if name not in METRICS and not name.startswith(("eval/", *BY_SOURCE))]
     for name in (*FIGURES, *own):
@@ -168,9 +168,8 @@ def alert_lines(state: dict[str, Any], most: int, folded: bool) -> list[Text]:
     """The newest alerts, newest first; folded to the width, or cut off at it."""
     lines = []
     for alert in state.get("alerts", [])[::-1][:most]:
-        at, guard, message, action = (one_line(str(part)) for part in (
-            time.strftime("%H:%M", time.localtime(alert.get("time", 0.0))), alert.get("guard", ""),
-            alert.get("message", ""), alert.get("action", "")))  # fmt: skip
+        at = time.strftime("%H:%M", time.localtime(alert["time"]))
+        guard, message, action = (one_line(alert[name]) for name in ("guard", "message", "action"))
         line = Text(no_wrap=not folded, overflow="fold" if folded else "ellipsis")
         lines.append(line.append(f"{at} {guard}", "bold yellow").append(f" {message} -> {action}"))
     return lines
@@ -216,7 +215,7 @@ def _source_figure(metric: str, value: float | None) -> Text:
 
 @dataclass
 class Chart:
-    """Curves in all of the place that they are given."""
+    """Curves that fill the space which rich gives them."""
 
     curves: Sequence[Series]
     title: str = ""
@@ -248,11 +247,11 @@ def range_after_start(values: list[float], losses: Sequence[float]) -> tuple[flo
 
 # ---- the page --------------------------------------------------------------------------------------------------------
 
-LEAST = 76  # columns of a run beside another one
-WIDE = 110  # columns from which on there may be charts beside each other
-LOSS = 6, 12  # rows of the smallest chart of the loss, and of the smallest that has others below it
-BELOW = 7, 15  # least and most rows of the charts below
-SMALL = ("optim/grad_norm", "optim/lr", "perf/tokens_per_second")
+RUN_COLUMNS = 76  # columns of a run beside another one
+WIDE_COLUMNS = 110  # columns from which on there are small charts below that of the loss
+LOSS_ROWS = 6, 12  # rows of the smallest chart of the loss, and of the smallest that has small ones below it
+SMALL_ROWS = 7, 15  # least and most rows of the small charts
+SMALL_CHARTS = ("optim/grad_norm", "optim/lr", "perf/tokens_per_second")
 
 
 def page(watches: Sequence[LiveRun], width: int, height: int) -> Layout:
@@ -260,7 +259,7 @@ def page(watches: Sequence[LiveRun], width: int, height: int) -> Layout:
     if len(watches) > max(1, height):
         rest = Layout(Text(f"and {len(watches) - height + 1} more"), size=1)
         return stacked(page(watches[: height - 1], width, height - 1), rest) if height > 1 else rest
-    across = max(1, min(width // LEAST, math.ceil(len(watches) / 2)))
+    across = max(1, min(width // RUN_COLUMNS, math.ceil(len(watches) / 2)))
     down = math.ceil(len(watches) / across)
     apart = (0, int(across > 1), int(down > 1 and height // down > 5), 0)
     rows = []
@@ -280,7 +279,7 @@ def stacked(*parts: Layout) -> Layout:
 
 @dataclass
 class RunView:
-    """One run in the place that it is given: figures above and below, charts in the rest."""
+    """One run in the space which rich gives it: figures above and below, charts in the rest."""
 
     watch: LiveRun
 
@@ -293,17 +292,17 @@ class RunView:
         below = [*alert_lines(state, height // 8, folded=height >= 30), in_row(machine_facts(state, height // 5)),
                  in_row(checkpoint_facts(state))]  # fmt: skip
         room = height - height_of(above, console, width) - height_of(below, console, width)
-        sources = source_table(state, width, max(room // 2, room - LOSS[1]))
+        sources = source_table(state, width, max(room // 2, room - LOSS_ROWS[1]))
         room -= height_of(sources, console, width)
         above += sources
-        if room < LOSS[0] or not self.watch.curve("train/loss").x:
+        if room < LOSS_ROWS[0] or not self.watch.curve("train/loss").x:
             yield Group(*above, *below)
             return
-        charts, small = [Layout(loss_chart(self.watch))], min(BELOW[1], room // 3)
-        if width >= WIDE and small >= BELOW[0] and room - small >= LOSS[1]:
+        charts, small = [Layout(loss_chart(self.watch))], min(SMALL_ROWS[1], room // 3)
+        if width >= WIDE_COLUMNS and small >= SMALL_ROWS[0] and room - small >= LOSS_ROWS[1]:
             charts.append(Layout(size=small))
             charts[1].split_row(*(
-                Padding(Chart([self.watch.curve(name, 60)], METRICS[name].label), (0, 2, 0, 0)) for name in SMALL
+                Padding(Chart([self.watch.curve(name, 60)], METRICS[name].label), (0, 2, 0, 0)) for name in SMALL_CHARTS
             ))  # fmt: skip
         places = stacked(Layout(Group(*above), size=height_of(above, console, width)), *charts,
                          Layout(Group(*below), size=height_of(below, console, width)))  # fmt: skip

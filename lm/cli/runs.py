@@ -29,7 +29,7 @@ from lm.runs.history import Expectation, acceptance, expectations, read_samples,
 from lm.runs.metrics import BY_SOURCE, METRICS, describe_evaluation, merge_evaluations
 from lm.runs.run import ROOT, Run
 from lm.system.files import finite_or_none
-from lm.system.process import program
+from lm.system.process import harmless, program
 from lm.system.units import format_bytes, format_count, format_duration, format_figure, plural
 
 log = logging.getLogger(__name__)
@@ -83,7 +83,7 @@ def rm(run: str, yes: bool = False, root: str = str(ROOT)) -> None:
         if not gone:
             raise
         registry.forget(gone)
-        print(f"took {', '.join(gone)} out of the registry; the folder was gone")
+        print(f"removed {', '.join(gone)} from the registry; there is no such folder any more")
         return
     path = folder.path.resolve()
     folder.refuse_if_trained()
@@ -104,10 +104,7 @@ def rm(run: str, yes: bool = False, root: str = str(ROOT)) -> None:
     shutil.rmtree(dead)
     if folder.path.is_symlink():
         folder.path.unlink()
-    try:
-        registry.forget([str(path)])
-    except LmError as error:
-        log.warning("%s; `lm runs ls` leaves removed runs out all the same", error)
+    _forget([str(path)])
     print(f"removed {path}")
 
 
@@ -146,7 +143,7 @@ def check(run: str, root: str = str(ROOT), json: bool = False) -> None:
     if json:
         print(to_json({**judged, "passed": passed, "status": status}))
     else:
-        print("\n".join([f"{status}", *map(str, found)]))
+        print(status, *found, sep="\n")
     if not passed:
         missed = [str(each) for each in found if not each.met] or [f"it is {status}, not finished"]
         raise LmError(f"run {folder.name} did not pass: {'; '.join(missed)}")
@@ -158,8 +155,8 @@ def check(run: str, root: str = str(ROOT), json: bool = False) -> None:
 def collect_runs(root: str) -> list[dict[str, Any]]:
     """The facts of every run, read from its folder, by when it was last started or resumed.
 
-    A run whose folder was removed is taken out of the registry. Where the folder above is missing too, such as on a
-    disk that is not mounted, the run has the status `gone` and the facts of the registry.
+    A run whose folder is missing is removed from the registry. Where the folder above is missing too, such as on a disk
+    that is not mounted, the run has the status `gone` and the facts of the registry.
     """
     found, removed = {}, []
     for row in registry.known_runs():
@@ -174,11 +171,15 @@ def collect_runs(root: str) -> list[dict[str, Any]]:
         path = str(run.path.resolve())
         found[path] = found.get(path) or run_row(run)
     if removed:
-        try:
-            registry.forget(removed)
-        except LmError as error:
-            log.warning("%s", error)
+        _forget(removed)
     return sorted(found.values(), key=lambda run: (run.get("entered") or 0.0, run["name"]))
+
+
+def _forget(removed: list[str]) -> None:
+    try:
+        registry.forget(removed)
+    except LmError as error:
+        log.warning("%s; `lm runs ls` leaves removed runs out all the same", error)
 
 
 def folder_bytes(path: Path) -> int:
@@ -209,7 +210,7 @@ def _print_table(found: list[dict[str, Any]], console: Console) -> None:
         for run in runs:
             console.print(_table_line(rows[run["path"]], widths, STYLES.get(run["status"], "")))
             if run["status"] in EXPLAINED and run["reason"]:
-                reason = Text(f"    {' '.join(run['reason'].split())}", style="dim")
+                reason = Text(f"    {' '.join(harmless(run['reason']).split())}", style="dim")
                 reason.truncate(console.width, overflow="ellipsis")
                 console.print(reason)
 
@@ -334,7 +335,7 @@ def _print_page(found: dict[str, Any]) -> None:
     title = Text(found["name"], style="bold")
     title.append(f"  {found['status']}", style=STYLES.get(found["status"], ""))
     if found["reason"]:
-        title.append(f": {found['reason']}")
+        title.append(f": {harmless(found['reason'])}")
     console.print(title)
     versions = ", ".join(f"{name} {version}" for name, version in found["versions"].items())
     parts = {
@@ -354,7 +355,7 @@ def _print_page(found: dict[str, Any]) -> None:
     grid.add_column(overflow="fold")
     for name, lines in parts.items():
         for number, line in enumerate(line for line in lines if line):
-            grid.add_row(name if not number else "", Text(line))
+            grid.add_row(name if not number else "", Text(harmless(line)))
     console.print(grid)
     command = Text("next".ljust(width + 2), style="dim").append(found["next"], style="not dim")
     console.print(command, soft_wrap=True)  # in one piece, to be copied
@@ -390,7 +391,7 @@ def _about(found: dict[str, Any]) -> list[str]:
 
 def _progress(found: dict[str, Any]) -> list[str]:
     if found["step"] is None:
-        return ["no step taken yet"]
+        return ["no step yet"]
     last = found["max_steps"]
     of = f" of {last:,} ({found['step'] / last:.0%})" if last else ""
     tokens = "" if found["tokens"] is None else f", {format_count(found['tokens'])} tokens"
@@ -473,9 +474,9 @@ def _training(config: dict[str, Any]) -> list[str]:
 
 def _checkpoints(found: dict[str, Any]) -> list[str]:
     parts = []
-    for checkpoint in found["checkpoints"]:
-        marks = [mark for mark in ("best", "last") if checkpoint[mark]]
-        parts.append(f"step {checkpoint['step']:,} ({', '.join([*marks, format_bytes(checkpoint['bytes'])])})")
+    for one in found["checkpoints"]:
+        about = [*(mark for mark in ("best", "last") if one[mark]), format_bytes(one["bytes"])]
+        parts.append(f"step {one['step']:,} ({', '.join(about)})")
     return [", ".join(parts) or "none yet"]
 
 
@@ -489,10 +490,7 @@ def _cost(budget: dict[str, Any] | None) -> list[str]:
 
 
 def _alerts(alerts: list[dict[str, Any]]) -> list[str]:
-    lines = [
-        f"step {alert.get('step')}, {alert.get('guard')}: {alert.get('message')} ({alert.get('action')})"
-        for alert in alerts[-SHOWN_ALERTS:]
-    ]
+    lines = ["step {step}, {guard}: {message} ({action})".format(**alert) for alert in alerts[-SHOWN_ALERTS:]]
     return [f"{len(alerts) - len(lines)} before these"] * (len(alerts) > len(lines)) + lines
 
 

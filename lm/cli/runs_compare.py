@@ -7,21 +7,20 @@ import csv
 import json as jsonlib
 import math
 import shutil
-import statistics
 import time
 from collections.abc import Sequence
 from difflib import get_close_matches
-from itertools import groupby, pairwise
+from itertools import groupby
 from operator import itemgetter
 from pathlib import Path
 from typing import Any, Literal
 
+import numpy as np
 import yaml
 from rich.console import Console
 from rich.text import Text
 
-from lm.cli.charts import MARKERS, chart
-from lm.cli.report.table import plain_table
+from lm.cli.charts import MARKERS, chart, plain_table
 from lm.cli.runs import summarize, to_json
 from lm.errors import LmError, RequestError, RunError
 from lm.runs import registry
@@ -79,8 +78,7 @@ def compare(
         raise RequestError(_no_metric(metric, metrics))
     rows = [
         {"run": name, "path": str(folder.path.resolve()), "status": folder.status(),
-         metric: summarize(lines, metric), "val/loss": summarize(lines, "val/loss"),
-         "val/bpb": summarize(lines, "val/bpb")}
+         **{measured: summarize(lines, measured) for measured in (metric, "val/loss", "val/bpb")}}
         for name, folder, lines in zip(names, folders, metrics, strict=True)
     ]  # fmt: skip
     differing = differences([folder.settings() for folder in folders])
@@ -122,7 +120,7 @@ def _with_flops(run: Run, lines: list[dict[str, Any]]) -> list[dict[str, Any]]:
     """Log lines with the operations of training up to them."""
     each = run.read("run.json").get("flops_per_token")
     if each is None:
-        raise RequestError(f"run {run.path} does not say how many operations a token takes: give --x tokens")
+        raise RequestError(f"run {run.path} has no count of operations for a token: give --x tokens")
     return [{**line, "flops": each * line["tokens"]} for line in lines if "tokens" in line]
 
 
@@ -213,8 +211,8 @@ def _print_groups(console: Console, compared: dict[str, Any], rows: list[dict[st
         console.print(Text(f"{group['group']}: {', '.join(named)} {seeds}", style="dim"))
         ends = sorted({row[metric]["last_step"] for row in members if row[metric]})
         if len(ends) > 1:
-            console.print(Text(f"the runs of {group['group']} stand at different steps, {ends[0]:,} to {ends[-1]:,}: "
-                               "their mean is of unlike models", style="yellow"))  # fmt: skip
+            console.print(Text(f"the runs of {group['group']} have reached different steps, {ends[0]:,} to "
+                               f"{ends[-1]:,}: their mean is of models trained for different times", style="yellow"))
     if len(groups) > 1:
         console.print()
         _print_differences(console, groups[0]["group"], compared["differences"])
@@ -257,7 +255,7 @@ def export(
     Args:
         run: Name under the root or in the registry, or a path.
         output: The folder to make, which must be empty or not there; `exports/RUN` if not given.
-        checkpoint: Whose weights to take; none leaves them out.
+        checkpoint: Whose weights to copy; none leaves them out.
         html: A file to write instead of the folder: one page with charts to zoom into, samples, evaluations, alerts and
             settings, which opens without a network. Another page of a run is replaced, any other file is not. Passwords
             in URLs and values with names such as `api_key` are left out.
@@ -364,13 +362,12 @@ def draw_pictures(metrics: list[dict[str, Any]], folder: Path, title: str) -> No
 
 def _interrupted(series: Series) -> Series:
     """A curve over time without a line through pauses, as where the run was stopped."""
-    gaps = [b - a for a, b in pairwise(series.x)]
-    usual = statistics.median(gaps) if gaps else 0.0
-    x, y = list(series.x[:1]), list(series.y[:1])
-    for gap, at, value in zip(gaps, series.x[1:], series.y[1:], strict=True):
-        x += [at - gap / 2, at] if gap > PAUSE * usual else [at]
-        y += [math.nan, value] if gap > PAUSE * usual else [value]
-    return Series(series.name, x, y)
+    if len(series.x) < 2:
+        return series
+    x, y = np.array(series.x, float), np.array(series.y, float)
+    gaps = np.diff(x)
+    after = np.flatnonzero(gaps > PAUSE * np.median(gaps)) + 1
+    return Series(series.name, np.insert(x, after, x[after] - gaps[after - 1] / 2), np.insert(y, after, math.nan))
 
 
 def weights_digest(checkpoint: Path) -> str:

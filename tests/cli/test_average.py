@@ -5,11 +5,11 @@ import shutil
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from trainings import lm, make_workplace, write_config
+from trainings import fit, lm, make_workplace
 from transformers import AutoModelForCausalLM
 
 import lm as package
-from lm.cli.average import average, mean_weights
+from lm.cli.convert import average, mean_weights
 from lm.errors import RequestError
 from lm.inference.export import Card, model_card
 from lm.runs.checkpoint import find_damage
@@ -22,8 +22,7 @@ from lm.system.arguments import call
 def workplace(tmp_path_factory):
     """A run with checkpoints of steps 6, 8, 9 and 12, and the mean of the last three."""
     folder = make_workplace(tmp_path_factory.mktemp("average"))
-    settings = {"trainer.keep_checkpoints": 4, "trainer.callbacks": []}
-    lm(folder, "fit", "--config", str(write_config(folder, **settings)))
+    fit(folder, **{"trainer.keep_checkpoints": 4, "trainer.callbacks": []})
     done = lm(folder, "average", "--run", "small", "--last", "3")
     assert done.stdout == "checkpoints/small/average-8-12-of-3\n" and "after steps 8, 9, 12" in done.stderr
     return folder
@@ -90,10 +89,6 @@ def test_halves_are_added_up_in_full_and_counts_are_the_newest(tmp_path):
     mean = mean_weights([tmp_path / str(index) for index in range(4)])
     assert mean["weight"].dtype == torch.bfloat16 and mean["count"] == 3
     assert torch.equal(mean["weight"], torch.full((2,), (1 + 3 / 256) / 4, dtype=torch.bfloat16))
-    (tmp_path / "other").mkdir()
-    save_file({"weight": torch.zeros(3), "count": torch.tensor(1)}, tmp_path / "other" / "model.safetensors")
-    with pytest.raises(RequestError, match=r"different shapes: weight is \(2,\) in .*/0 and \(3,\) in .*/other"):
-        mean_weights([tmp_path / "0", tmp_path / "other"])
 
 
 @pytest.mark.parametrize("arguments, message", [

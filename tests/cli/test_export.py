@@ -16,7 +16,7 @@ import yaml
 from decoders import SHAPES, trained_like, write_huggingface
 from other_tokenizers import KINDS, write_tokenizer
 from safetensors.torch import save_file
-from trainings import CORPUS, lm, make_workplace, write_config
+from trainings import CORPUS, fit, lm, make_workplace
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from lm.cli import convert as command
@@ -34,7 +34,7 @@ from lm.system.units import Count
 def workplace(tmp_path_factory):
     """A folder with one finished run, `small`: 12 steps of 256 tokens, with the budget counted."""
     folder = make_workplace(tmp_path_factory.mktemp("export"))
-    lm(folder, "fit", "--config", str(write_config(folder)), "--guards.budget.rate_usd_per_hr", "2")
+    fit(folder, "small", "--guards.budget.rate_usd_per_hr", "2")
     return folder
 
 
@@ -284,7 +284,7 @@ def test_texts_begin_for_transformers_as_they_did_in_the_training(kind, tmp_path
     folder = make_workplace(tmp_path)
     write_tokenizer(folder / "given", kind, [CORPUS])
     changes = {"data.path": "data/given", "data.prepare.tokenizer": "given", "trainer.max_steps": 3}
-    lm(folder, "fit", "--config", str(write_config(folder, **changes)))
+    fit(folder, **changes)
     lm(folder, "export", "--output", "out")
     code = ("import sys, transformers as t\nfor model in sys.argv[2:]:\n    "
             "print(t.AutoTokenizer.from_pretrained(model)(sys.argv[1]).input_ids)")  # fmt: skip

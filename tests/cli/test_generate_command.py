@@ -3,18 +3,18 @@
 import io
 import json
 import os
-import pty
 import re
-import select
 import subprocess
 import sys
 import time
+from contextlib import suppress
 from dataclasses import replace
 
 import pytest
 import torch
 from decoders import SMALL, trained_like, write_huggingface
-from trainings import PLACES, lm, make_workplace, write_config
+from terminal import Terminal, plain
+from trainings import PLACES, fit, make_workplace
 
 from lm import load_model
 from lm.cli import generate
@@ -28,7 +28,7 @@ PROMPTS = ["The letter", "", "of"]
 def workplace(tmp_path_factory):
     """A run `small` of three steps."""
     folder = make_workplace(tmp_path_factory.mktemp("generate"))
-    lm(folder, "fit", "--config", str(write_config(folder, **{"trainer.max_steps": 3, "trainer.callbacks": None})))
+    fit(folder, **{"trainer.max_steps": 3, "trainer.callbacks": None})
     return folder
 
 
@@ -161,68 +161,21 @@ def test_wrong_requests_are_one_line(typed, arguments, words):
 # ---- a terminal -----------------------------------------------------------------------------------------------------
 
 
-class Terminal:
-    """A program in a pseudo-terminal of its own."""
-
-    def __init__(self, folder, *command: str) -> None:
-        self.pid, self.terminal = pty.fork()
-        if self.pid == 0:
-            os.chdir(folder)
-            env = {**os.environ, "TERM": "xterm-256color", "PYTHONPATH": PLACES, "OMP_NUM_THREADS": "1"}
-            os.execve(sys.executable, [sys.executable, *command], env)
-        self.output = b""
-
-    def wait_for(self, words: str, seconds: float = 60) -> str:
-        """What comes until some words do, and is then done with."""
-        deadline = time.monotonic() + seconds
-        while words.encode() not in self.output:
-            assert time.monotonic() < deadline, self.output.decode(errors="replace")
-            if select.select([self.terminal], [], [], 0.1)[0]:
-                try:
-                    self.output += os.read(self.terminal, 65536)
-                except OSError:
-                    break
-        before, found, self.output = self.output.partition(words.encode())
-        assert found, before.decode(errors="replace")
-        return before.decode(errors="replace").replace("\r\n", "\n")
-
-    def type(self, text: str) -> None:
-        os.write(self.terminal, text.encode())
-
-    def interrupt(self, words: str) -> None:
-        """Type Ctrl-C until some words come: one that arrives while the line is not yet being read is lost."""
-        for attempt in range(10):
-            self.type("\x03")
-            try:
-                self.wait_for(words, 6)
-                return
-            except AssertionError:
-                if attempt == 9:
-                    raise
-
-    def end(self) -> int:
-        """Its exit code."""
-        return os.waitstatus_to_exitcode(os.waitpid(self.pid, 0)[1])
+def on_terminal(folder, model_folder, *options):
+    return Terminal(folder, "-m", "lm", "generate", "--ckpt_path", str(model_folder), "--ignore_eos", *options)
 
 
 @pytest.fixture
 def repl(workplace, model_folder):
-    terminal = Terminal(workplace, "-m", "lm", "generate", "--ckpt_path", str(model_folder), "--max_new_tokens", "12",
-                        "--ignore_eos")  # fmt: skip
+    terminal = on_terminal(workplace, model_folder, "--max_new_tokens", "12")
     terminal.wait_for("> ")
-    yield terminal
-    os.close(terminal.terminal)
+    return terminal
 
 
 def answer(repl, line: str) -> str:
-    """What is said to a line, up to the next prompt."""
+    """What follows a line, up to the next prompt."""
     repl.type(line + "\n")
     return repl.wait_for("> ")
-
-
-def plain(text: str) -> str:
-    """Without colours and what moves the cursor."""
-    return re.sub(r"\x1b\[[0-9;?]*[a-zA-Z]", "", text)
 
 
 def test_a_prompt_takes_lines_and_settings(repl):
@@ -256,7 +209,11 @@ def test_ctrl_c_ends_a_text_and_not_the_prompt(repl):
     repl.wait_for("> ")
     repl.type("half a line")
     repl.wait_for("half a line")
-    repl.interrupt("> ")
+    for _ in range(10):  # a Ctrl-C that arrives while the line is not yet being read is lost
+        repl.type("\x03")
+        with suppress(AssertionError):
+            repl.wait_for("> ", 6)
+            break
     answer(repl, "/max_new_tokens 7")
     assert "7 tokens" in answer(repl, "abc")
     repl.type("\x04")
@@ -264,18 +221,14 @@ def test_ctrl_c_ends_a_text_and_not_the_prompt(repl):
 
 
 def test_a_terminal_shows_a_text_while_it_is_written(workplace, model_folder):
-    terminal = Terminal(workplace, "-m", "lm", "generate", "--ckpt_path", str(model_folder), "--prompt", "abc",
-                        "--max_new_tokens", "600", "--ignore_eos")  # fmt: skip
+    terminal = on_terminal(workplace, model_folder, "--prompt", "abc", "--max_new_tokens", "600")
     terminal.wait_for("abc")
-    began, seen = time.monotonic(), []
-    while "tokens/s" not in (text := terminal.output.decode(errors="replace")):
-        seen.append(len(text))
+    began, seen = time.monotonic(), set()
+    while b"tokens/s" not in terminal.output:
+        seen.add(len(terminal.output))
         assert time.monotonic() - began < 60
-        if select.select([terminal.terminal], [], [], 0.05)[0]:
-            terminal.output += os.read(terminal.terminal, 65536)
-    assert len(set(seen)) > 10
-    assert terminal.end() == 0
-    os.close(terminal.terminal)
+        terminal.read(0.05)
+    assert len(seen) > 10 and terminal.end() == 0
 
 
 def test_what_a_model_writes_cannot_confuse_a_terminal(tmp_path):

@@ -70,7 +70,7 @@ def config(folder, name, **changes):
 
 
 def train_losses(folder, run):
-    return [line["train/loss"] for line in Run(folder / "checkpoints" / run).metrics() if "train/loss" in line]
+    return [line["train/loss"] for line in Run(folder / "checkpoints" / run).metrics("train/loss")]
 
 
 # ---- the checkpoint --------------------------------------------------------------------------------------------------
@@ -160,13 +160,9 @@ def test_a_new_run_begins_with_the_loss_of_the_imported_model(workplace):
     assert run.read("run.json")["stretches"] == [{"step": 0, "sample": 0, "global_batch": 8}]
     assert run.read("run.json")["status"] == "finished" and list(run.steps())[-1] == 4
     first = [torch.tensor(entry["tokens"]).view(4, 33) for entry in trace(workplace) if entry["step"] == 1]
-    theirs = AutoModelForCausalLM.from_pretrained(workplace / "hf", dtype=torch.float32)
-    with torch.no_grad():
-        ids = torch.cat(first)
-        loss = theirs(ids, labels=ids).loss.item()
+    theirs, ids = AutoModelForCausalLM.from_pretrained(workplace / "hf", dtype=torch.float32), torch.cat(first)
     ours = train_losses(workplace, "begun")
-    assert ours[0] == pytest.approx(loss, rel=1e-5)
-    assert ours[-1] < ours[0]
+    assert ours[0] == pytest.approx(theirs(ids, labels=ids).loss.item(), rel=1e-5) and ours[-1] < ours[0]
     state = json.loads((run.path / "last" / "trainer.json").read_text())
     assert state["global_step"] == 4 and state["cursor"]["consumed"] == 32
 
@@ -205,11 +201,8 @@ def test_shards_of_the_model_begin_as_the_whole_of_it_does(workplace):
 
 def test_a_checkpoint_of_ours_makes_a_fresh_start(workplace):
     """Its weights are taken, its steps and its optimizer are not."""
-    run = next(iter(Run.all(workplace / "checkpoints")), None)
-    if run is None:
-        lm(workplace, *config(workplace, "ours", **{"trainer.max_steps": 3}), "--ckpt_path", "models/qwen")
-        run = Run(workplace / "checkpoints" / "ours")
-    shutil.rmtree(workplace / "again", ignore_errors=True)
+    lm(workplace, *config(workplace, "ours", **{"trainer.max_steps": 3}), "--ckpt_path", "models/qwen")
+    run = Run(workplace / "checkpoints" / "ours")
     import_model(str(run.path), str(workplace / "again"))
     made, best = read_folder(workplace / "again"), read_folder(run.checkpoint("best"))
     assert all(torch.equal(made["state_dict"][name], weight) for name, weight in best["state_dict"].items())

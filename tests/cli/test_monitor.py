@@ -1,93 +1,27 @@
 """`lm monitor` shows runs as they are, from their files alone, on any terminal."""
 
-import fcntl
 import json
 import math
 import os
-import pty
 import re
-import select
 import shutil
 import signal
-import socket
-import struct
-import sys
 import termios
 import time
-from collections.abc import Sequence
-from contextlib import suppress
-from functools import partial
 from pathlib import Path
 
 import pytest
 from processor_time import run_python
 from rich.cells import cell_len
 from rich.console import Console
+from run_folders import write_live_run
+from terminal import Terminal, plain
 from trainings import lm, make_workplace, start, write_config
 
 from lm.cli.monitor import page
 from lm.runs.facts import LiveRun
 from lm.runs.history import Series, thin
 from lm.runs.run import Run
-
-GIB = 2**30
-GPU = {
-    "index": 0, "name": "NVIDIA H200", "load_percent": 97, "memory_used_bytes": 71 * GIB,
-    "memory_total_bytes": 140 * GIB, "temperature_celsius": 61, "power_watts": 640.5, "power_limit_watts": 700.0,
-    "clocks_limited_by": ["thermal"],
-}  # fmt: skip
-
-
-def make_run(
-    root: Path, name: str, lines: int = 200, status: str = "running", gpus: int = 0, alerts: int = 0, age: float = 0,
-    sources: Sequence[str] = (),
-) -> Run:
-    """A run folder as a training leaves it, with a log line every 10 steps and a validation every 100, of 1000.
-
-    Of several sources the first has half of the samples up to step 1000, and none after it; the rest are equal.
-    """
-    run, now = Run(root / name), time.time() - age
-    run.path.mkdir(parents=True)
-    for index in range(1, lines + 1):
-        step = 10 * index
-        run.append_metrics({
-            "step": step, "tokens": step * 100, "time": now - (lines - index) * 5, "train/loss": 2 + 8 / index,
-            "optim/lr": 1e-3, "optim/grad_norm": 1 + 1 / index, "perf/tokens_per_second": 1e5, "perf/mfu": 0.4,
-            "perf/mfu_full_attention": 0.42,
-        })  # fmt: skip
-        if step % 100 == 0:
-            run.append_metrics({"step": step, "tokens": step * 100, "time": now - (lines - index) * 5 + 1,
-                                "val/loss": 2.1 + 8 / index, "val/bpb": 1.0})  # fmt: skip
-    latest = {name: value for line in run.metrics()[-2:] for name, value in line.items() if "/" in name}
-    for index, source in enumerate(sources):
-        latest |= {f"train/loss/{source}": 2.5 + index, f"data/epochs/{source}": index / 4}
-        latest |= {} if index == 1 else {f"val/loss/{source}": 2.25 + index}  # which has no validation
-    others = len(sources) - 1
-    mixture = {"sources": sources, "phases": [[0, [others] + [1] * others], [8000, [0] + [1] * others]]}
-    run.write_state({
-        "run": name, "status": status, "phase": "training", "step": 10 * lines, "max_steps": 4000,
-        "tokens": 1000 * lines, "max_tokens": 400_000, "metrics": latest, "time": now, "eta_seconds": 1020.0,
-    })  # fmt: skip
-    run.describe(id=name, name=name, status=status, reason=None, entered=now - 5 * lines, host=socket.gethostname(),
-                 device="NVIDIA H200", world_size=8, mixture=mixture if sources else None,
-                 stretches=[{"step": 0, "sample": 0, "global_batch": 8}])  # fmt: skip
-    machine = {
-        "cpu": {"load_percent": 12.5, "load_average": 3.0, "cores": 64},
-        "memory": {"used_bytes": 100 * GIB, "total_bytes": 512 * GIB},
-        "process": {"memory_bytes": 3 * GIB, "cpu_percent": 120.0},
-        "gpus": [{**GPU, "index": index} for index in range(gpus)] or None,
-    }
-    beat = {"time": now, "pid": os.getpid(), "host": socket.gethostname(), "machine": machine}
-    (run.path / "heartbeat.json").write_text(json.dumps(beat))
-    for index in range(alerts):
-        run.append_alert({"step": index, "time": now, "guard": "spike", "action": "warn",
-                          "message": f"number {index}: loss 9.1 > 1.5 * median(loss, 100) = 3.2\x1b[2J\nwhat next"})
-    checkpoint = run.path / "step-00000100"
-    checkpoint.mkdir()
-    (checkpoint / "trainer.json").write_text("{}")
-    for link in ("last", "best"):
-        (run.path / link).symlink_to(checkpoint.name)
-    return run
 
 
 def watch(run: Run) -> LiveRun:
@@ -119,7 +53,7 @@ def many(tmp_path_factory) -> list[LiveRun]:
         {"age": 3600, "lines": 3}, {"status": "failed", "alerts": 1}, {"lines": 12, "gpus": 2},
         {"lines": 50, "sources": LONG_NAMES},
     ]  # fmt: skip
-    return [watch(make_run(root, f"a-rather-long-name-of-a-run-{i}", **case)) for i, case in enumerate(cases)]
+    return [watch(write_live_run(root, f"a-rather-long-name-of-a-run-{i}", **case)) for i, case in enumerate(cases)]
 
 
 LONG_NAMES = [f"a-crawl-of-the-web-in-english-filtered-{part:02}" for part in range(16)]
@@ -148,7 +82,7 @@ def test_all_that_matters_is_on_the_smallest_terminal(many):
 
 
 def test_a_smoothed_curve_is_drawn_once_it_differs_from_the_loss(tmp_path):
-    pages = [shown_on([watch(make_run(tmp_path, f"run-{n}", lines=n))], 80, 24) for n in (60, 130)]
+    pages = [shown_on([watch(write_live_run(tmp_path, f"run-{n}", lines=n))], 80, 24) for n in (60, 130)]
     assert ["smoothed" in shown for shown in pages] == [False, True] and "o loss" in pages[0]
 
 
@@ -161,18 +95,18 @@ def test_a_wide_terminal_has_every_gpu_and_more_curves(many):
 @pytest.mark.parametrize("width, height", [(80, 24), (120, 40)])
 def test_sources_of_a_mixture_are_shown_with_their_shares_losses_and_epochs(tmp_path, width, height):
     names = ["web", "code", "books"]
-    early, late = (watch(make_run(tmp_path, f"run-{lines}", lines=lines, sources=names)) for lines in (99, 100))
+    early, late = (watch(write_live_run(tmp_path, f"run-{lines}", lines=lines, sources=names)) for lines in (99, 100))
     for shares, watching in ((("50.0%", "25.0%", "25.0%"), early), (("0.0%", "50.0%", "50.0%"), late)):
         shown = shown_on([watching], width, height)
         for source, figures in zip(names, ("2.5000 2.2500 0.00", "3.5000 0.25", "4.5000 4.2500 0.50"), strict=True):
             (line,) = re.findall(rf"{source} +(\d+\.\d%.*)", shown)
             assert f"{shares[names.index(source)]} {figures}" in " ".join(line.split())
         assert "share    loss  val loss  epochs" in shown and "more source" not in shown
-    assert "share" not in shown_on([watch(make_run(tmp_path, "one"))], width, height)
+    assert "share" not in shown_on([watch(write_live_run(tmp_path, "one"))], width, height)
 
 
 def test_many_sources_with_long_names_leave_room_for_the_rest(tmp_path):
-    watching = watch(make_run(tmp_path, "run", sources=LONG_NAMES))
+    watching = watch(write_live_run(tmp_path, "run", sources=LONG_NAMES))
     small, large = (shown_on([watching], *size) for size in ((80, 24), (120, 40)))
     shown = sum(name in small for name in LONG_NAMES)
     assert 4 < shown < 16 and f"and {16 - shown} more sources" in small and "last step-00000100, " in small
@@ -182,7 +116,7 @@ def test_many_sources_with_long_names_leave_room_for_the_rest(tmp_path):
 
 
 def test_a_loss_that_is_no_number_and_the_reason_of_the_end_are_shown(tmp_path):
-    run = make_run(tmp_path, "a")
+    run = write_live_run(tmp_path, "a")
     run.append_metrics({"step": 2010, "tokens": 1, "time": time.time(), "train/loss": math.nan})
     state = run.read("state.json")
     run.write_state({**state, "metrics": {"train/loss": math.nan, "optim/grad_norm": math.inf}})
@@ -197,7 +131,7 @@ def test_a_loss_that_is_no_number_and_the_reason_of_the_end_are_shown(tmp_path):
 
 def test_what_is_shown_is_what_run_metrics_says_across_resumes(tmp_path):
     """Whatever the looks fall between: lines beyond the checkpoint that was resumed from do not count."""
-    run = make_run(tmp_path, "a", lines=50)
+    run = write_live_run(tmp_path, "a", lines=50)
     watching = watch(run)
     for resumed, until in ((400, 900), (620, 700), (700, 1300)):
         run.append_metrics({"resumed_at": resumed})
@@ -217,7 +151,7 @@ def test_what_is_shown_is_what_run_metrics_says_across_resumes(tmp_path):
 
 
 def test_a_line_that_is_half_written_is_no_error(tmp_path):
-    run = make_run(tmp_path, "a", lines=3)
+    run = write_live_run(tmp_path, "a", lines=3)
     with open(run.path / "metrics.jsonl", "a") as file:
         file.write('{"step": 40, "train/l')
         file.flush()
@@ -230,15 +164,15 @@ def test_a_line_that_is_half_written_is_no_error(tmp_path):
 
 
 def test_a_folder_that_vanishes_is_shown_as_gone_and_one_of_its_name_begins_anew(tmp_path):
-    run = make_run(tmp_path, "a")
+    run = write_live_run(tmp_path, "a")
     watching = watch(run)
     shutil.rmtree(run.path)
     assert watching.refresh()["status"] == "gone" and "gone" in shown_on([watching], 80, 24)
     assert watching.state["step"] == 2000  # what was seen last
-    make_run(tmp_path, "a", lines=5)
+    write_live_run(tmp_path, "a", lines=5)
     assert watching.refresh()["status"] == "running" and len(watching.curve("train/loss").x) == 5
     shutil.rmtree(run.path)  # between two looks another run takes the name
-    make_run(tmp_path, "a", lines=7).describe(started="later")
+    write_live_run(tmp_path, "a", lines=7).describe(started="later")
     assert watching.refresh()["best_val_loss"] is None and len(watching.curve("train/loss").x) == 7
     shutil.rmtree(run.path)
     assert "gone" in shown_on([watch(run)], 80, 24)  # never seen
@@ -257,7 +191,7 @@ def test_a_thin_curve_is_true():
 
 
 def test_the_time_left_is_what_the_training_wrote_counted_down(tmp_path):
-    run = make_run(tmp_path, "a")
+    run = write_live_run(tmp_path, "a")
     for eta, age, shown in ((100.0, 30.0, 70.0), (100.0, 130.0, 0.0), (100.0, -5000.0, 100.0), (None, 0.0, None)):
         run.write_state({**run.read("state.json"), "eta_seconds": eta, "time": time.time() - age})
         found = watch(run).state["eta_seconds"]
@@ -268,7 +202,7 @@ def test_the_time_left_is_what_the_training_wrote_counted_down(tmp_path):
 
 
 def test_json_tells_programs_how_a_run_stands(tmp_path):
-    make_run(tmp_path / "checkpoints", "a", gpus=2, alerts=1)
+    write_live_run(tmp_path / "checkpoints", "a", gpus=2, alerts=1)
     before = {path: path.stat().st_mtime_ns for path in (tmp_path / "checkpoints").rglob("*")}
     found = json.loads(monitor(tmp_path, "a", "--json").stdout)
     assert found["run"] == "a" and found["status"] == "running" and found["phase"] == "training"
@@ -286,13 +220,13 @@ def test_which_run_is_meant(tmp_path):
     own = {"LM_REGISTRY": str(tmp_path / "runs.db")}
     assert "no run under" in monitor(tmp_path, "--json", expect=2, **own).stderr
     root = tmp_path / "checkpoints"
-    make_run(root, "old", status="finished", age=9000)
-    make_run(root, "dead", age=60)
+    write_live_run(root, "old", status="finished", age=9000)
+    write_live_run(root, "dead", age=60)
     found = monitor(tmp_path, "--json", **own)
     assert json.loads(found.stdout)["run"] == "dead" and "nothing is running" in found.stderr
-    make_run(root, "alive")
+    write_live_run(root, "alive")
     assert json.loads(monitor(tmp_path, "--json", **own).stdout)["run"] == "alive"
-    make_run(root, "kicking")
+    write_live_run(root, "kicking")
     assert [run["run"] for run in json.loads(monitor(tmp_path, "--json", **own).stdout)] == ["kicking", "alive"]
     both = json.loads(monitor(tmp_path, "old", "checkpoints/dead", "--json", **own).stdout)
     assert [(run["run"], run["status"]) for run in both] == [("old", "finished"), ("dead", "dead")]
@@ -305,7 +239,7 @@ def test_which_run_is_meant(tmp_path):
 
 
 def test_a_pipe_gets_one_plain_page(tmp_path):
-    make_run(tmp_path / "checkpoints", "a")
+    write_live_run(tmp_path / "checkpoints", "a")
     for environment in ({}, {"PYTHONIOENCODING": "ascii"}, {"FORCE_COLOR": "1"}):
         shown = monitor(tmp_path, "a", **environment).stdout
         assert ("\x1b" in shown) == ("FORCE_COLOR" in environment)
@@ -314,7 +248,7 @@ def test_a_pipe_gets_one_plain_page(tmp_path):
 
 
 def test_it_starts_at_once_and_without_torch(tmp_path, monkeypatch):
-    make_run(tmp_path / "checkpoints", "a", lines=2000)
+    write_live_run(tmp_path / "checkpoints", "a", lines=2000)
     monkeypatch.chdir(tmp_path)
     code = (
         "import sys; from lm.cli.main import main; assert main(['monitor', 'a', '--once']) == 0; "
@@ -325,7 +259,7 @@ def test_it_starts_at_once_and_without_torch(tmp_path, monkeypatch):
 
 @pytest.mark.slow
 def test_a_hundred_thousand_lines_are_no_reason_to_wait(tmp_path):
-    run = make_run(tmp_path / "checkpoints", "a", lines=1)
+    run = write_live_run(tmp_path / "checkpoints", "a", lines=1)
     line = json.dumps({"step": 1, "tokens": 5, "time": 1.0, "train/loss": 2.5, **{f"perf/{i}": 0.1 for i in range(12)}})
     with open(run.path / "metrics.jsonl", "w") as file:
         for step in range(1, 100_001):
@@ -341,74 +275,26 @@ def test_a_hundred_thousand_lines_are_no_reason_to_wait(tmp_path):
 # ---- a terminal ------------------------------------------------------------------------------------------------------
 
 
-class Terminal:
-    """`lm monitor` in a pseudo-terminal of its own."""
-
-    def __init__(self, folder: Path, *arguments: str, size: tuple[int, int] = (80, 24), **environment: str) -> None:
-        self.pid, self.terminal = pty.fork()
-        if self.pid == 0:
-            os.chdir(folder)
-            env = {**os.environ, "TERM": "xterm-256color", **environment}
-            for name in {"COLUMNS", "LINES", "NO_COLOR"} & env.keys():
-                del env[name]
-            os.execve(sys.executable, [sys.executable, "-m", "lm", "monitor", *arguments], env)
-        self.output = b""
-        self.resize(*size)
-
-    def resize(self, width: int, height: int) -> None:
-        fcntl.ioctl(self.terminal, termios.TIOCSWINSZ, struct.pack("HHHH", height, width, 0, 0))
-
-    def read(self, seconds: float) -> None:
-        """Add to `output` what it writes in this time; less where it ends."""
-        deadline = time.monotonic() + seconds
-        with suppress(OSError):  # of a terminal that nothing has open any more
-            while select.select([self.terminal], [], [], max(0.0, deadline - time.monotonic()))[0]:
-                self.output += os.read(self.terminal, 65536)
-
-    def wait_for(self, find):
-        """What a function finds in all that is written from now on."""
-        since, deadline = len(self.output), time.monotonic() + 30
-        while not (found := find(self.output[since:].decode(errors="replace"))):
-            assert time.monotonic() < deadline, self.output[since:].decode(errors="replace")
-            self.read(0.1)
-        return found
-
-    def type(self, text: str) -> None:
-        os.write(self.terminal, text.encode())
-
-    def end(self) -> int:
-        """Its exit code."""
-        self.read(10)
-        return os.waitstatus_to_exitcode(os.waitpid(self.pid, 0)[1])
-
-
-def whole_page(output: str) -> str | None:
-    return output if "q leaves" in output else None
-
-
-def last_screen(output: str, height: int) -> list[str] | None:
-    """The lines of the newest page without colours, if it has so many."""
-    lines = re.sub(r"\x1b\[[0-9;?]*[a-zA-Z]", "", re.split(r"\x1b\[H", output)[-1]).split("\r\n")
-    return lines if len(lines) == height else None
-
-
 @pytest.fixture
 def workplace(tmp_path):
-    make_run(tmp_path / "checkpoints", "a", gpus=2, alerts=2)
+    write_live_run(tmp_path / "checkpoints", "a", gpus=2, alerts=2)
     return tmp_path
+
+
+def on_terminal(folder: Path, *arguments: str, **environment: str) -> Terminal:
+    return Terminal(folder, "-m", "lm", "monitor", *arguments, **environment)
 
 
 @pytest.mark.parametrize("leave", ["q", "\x03", "SIGTERM"])
 def test_it_fills_the_terminal_survives_a_resize_and_leaves_it_as_it_was(workplace, leave):
-    terminal = Terminal(workplace, "a", "--interval", "60")  # a resize does not wait for the next look
+    terminal = on_terminal(workplace, "a", "--interval", "60")  # a resize does not wait for the next look
     settings = termios.tcgetattr(terminal.terminal)
-    shown = terminal.wait_for(whole_page)
+    shown = terminal.wait_for("q leaves")
     assert "\x1b[?1049h" in shown and "\x1b[?25l" in shown  # a screen of its own, without a cursor
     for width, height in ((200, 60), (40, 10), (120, 40)) if leave == "q" else ((81, 24),):
         terminal.resize(width, height)
-        page = terminal.wait_for(partial(last_screen, height=height))
-        assert all(len(line) <= width for line in page), page
-        assert page[0].startswith("a  running")
+        lines = plain(terminal.wait_for("q leaves").rpartition("\x1b[H")[2]).split("\n")
+        assert len(lines) == height and all(len(line) <= width for line in lines) and lines[0].startswith("a  running")
     if leave == "SIGTERM":
         os.kill(terminal.pid, signal.SIGTERM)
     else:
@@ -420,16 +306,16 @@ def test_it_fills_the_terminal_survives_a_resize_and_leaves_it_as_it_was(workpla
 
 
 def test_a_dumb_terminal_gets_one_page(workplace):
-    terminal = Terminal(workplace, "a", TERM="dumb")
+    terminal = on_terminal(workplace, "a", TERM="dumb")
     assert terminal.end() == 0
     assert b"a  running" in terminal.output and b"\x1b" not in terminal.output
 
 
 def test_all_active_runs_are_shown_where_none_is_named(workplace):
-    make_run(workplace / "checkpoints", "b", lines=7)
-    make_run(workplace / "checkpoints", "d", status="finished")
-    terminal = Terminal(workplace)
-    shown = terminal.wait_for(whole_page)
+    write_live_run(workplace / "checkpoints", "b", lines=7)
+    write_live_run(workplace / "checkpoints", "d", status="finished")
+    terminal = on_terminal(workplace)
+    shown = terminal.wait_for("q leaves")
     assert "step 70/4,000" in shown and "step 2,000/4,000" in shown and "finished" not in shown
     terminal.type("q")
     assert terminal.end() == 0

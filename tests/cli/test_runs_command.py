@@ -4,22 +4,19 @@ import csv
 import hashlib
 import json
 import os
-import pty
 import re
-import select
 import shutil
-import socket
-import subprocess
 import sys
 import time
 from pathlib import Path
 
 import pyarrow.parquet as pq
 import pytest
-import yaml
 from processor_time import run_python
+from run_folders import write_run
 from safetensors.torch import load_file
-from trainings import CONFIG, lm, make_workplace, write_config
+from terminal import Terminal
+from trainings import fit, lm, make_workplace
 
 from lm.cli.charts import MARKERS, chart
 from lm.cli.runs_compare import _interrupted, export
@@ -46,59 +43,29 @@ def place(tmp_path, monkeypatch):
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory):
     """A run that was really trained."""
-    folder = make_workplace(tmp_path_factory.mktemp("runs"))
-    lm(folder, "fit", "--config", str(write_config(folder)), LM_REGISTRY=str(folder / "runs.db"))
-    return Run(folder / "checkpoints" / "small")
+    return fit(make_workplace(tmp_path_factory.mktemp("runs")))[1]
 
 
-def make(name="a", root="checkpoints", status="finished", entered=None, steps=40, lr=0.1, reason=None):
-    """A run folder as a training leaves it, without checkpoints."""
-    run = Run.create(name, root)
-    entered = time.time() - 60 if entered is None else entered
-    run.describe(
-        id=run.name, name=name, status=status, reason=reason, entered=entered, started="2025-01-02T03:04:05Z",
-        host=socket.gethostname(), command=["lm", "fit", "--config", "a.yaml"], versions={"lm": "0.1.0"},
-    )  # fmt: skip
-    metrics = {}
-    for step in range(1, steps + 1):
-        metrics = {"train/loss": 9 / step + lr, "perf/tokens_per_second": 1e4, "optim/grad_norm": 1.0}
-        run.append_metrics({"step": step, "tokens": step * 256, "time": entered + step * 9, **metrics})
-    run.append_metrics({"step": steps, "tokens": steps * 256, "time": entered + steps * 9, "val/loss": 2.0 + lr})
-    run.write_state({"step": steps, "max_steps": 50, "tokens": steps * 256, "metrics": metrics, "pid": os.getpid()})
-    config = {**json.loads(json.dumps(CONFIG)), "run": run.name}
-    config["model"]["optimizer"]["lr"] = lr
-    run.config.write_text(yaml.safe_dump(config))
-    return run
+def make(name="a", root="checkpoints", status="finished", entered=None, steps=40, lr=0.1, seed=7, more=(), **facts):
+    """A run whose training loss falls to 0.325 and whose validation loss is 2.1 in the end."""
+    lines = [{"step": step, "train/loss": 9 / step + lr, "perf/tokens_per_second": 1e4, "optim/grad_norm": 1.0}
+             for step in range(1, steps + 1)]  # fmt: skip
+    changes = {"model.optimizer.lr": lr, "seed_everything": seed}
+    return write_run(root, name, [*lines, {"step": steps, "val/loss": 2.0 + lr}, *more], status, entered,
+                     changes=changes, **facts)  # fmt: skip
 
 
-def runs(*arguments, expect=0, cwd=None):
-    """`lm runs ...` in a process of its own, with its output in a pipe."""
-    done = subprocess.run(
-        [sys.executable, "-m", "lm", "runs", *arguments], cwd=cwd, capture_output=True, text=True,
-        stdin=subprocess.DEVNULL,
-    )  # fmt: skip
-    assert done.returncode == expect, done.stdout + done.stderr
-    return done
+def runs(*arguments, cwd=None, **options):
+    """`lm runs ...` with its output in a pipe."""
+    return lm(cwd or Path.cwd(), "runs", *arguments, **options)
 
 
-def in_terminal(*arguments, answer=b"", columns=80):
+def in_terminal(*arguments, answer=""):
     """`lm runs ...` on a terminal, where a person types `answer`; what the terminal shows."""
-    parent, child = pty.openpty()
-    process = subprocess.Popen(
-        [sys.executable, "-m", "lm", "runs", *arguments], stdin=child, stdout=child, stderr=child,
-        env={**os.environ, "TERM": "xterm-256color", "COLUMNS": str(columns)},
-    )  # fmt: skip
-    os.close(child)
-    os.write(parent, answer)
-    shown = b""
-    while select.select([parent], [], [], 30)[0]:
-        try:
-            shown += os.read(parent, 65536)
-        except OSError:  # the other end is closed
-            break
-    process.wait()
-    os.close(parent)
-    return shown.decode()
+    terminal = Terminal(Path.cwd(), "-m", "lm", "runs", *arguments)
+    terminal.type(answer)
+    terminal.end()
+    return terminal.output.decode()
 
 
 # ---- ls --------------------------------------------------------------------------------------------------------------
@@ -112,8 +79,7 @@ def test_ls_shows_every_run_newest_last_within_80_columns(place):
     make("stopped", status="stopped", reason="loss > 10 for a reason that goes on and on " * 4, entered=1.5e9)
     make("killed", status="running", entered=time.time() - 3600)
     alive = make("alive", status="running", entered=time.time() - 3000)
-    beat = {"time": time.time(), "pid": os.getpid(), "host": socket.gethostname()}
-    (alive.path / "heartbeat.json").write_text(json.dumps(beat))
+    alive.write_heartbeat({})
     lines = runs("ls").stdout.splitlines()
     assert max(len(line) for line in lines if not line.startswith("/")) <= 80  # a path is whole, however long
     text = "\n".join(lines)
@@ -144,7 +110,7 @@ def test_ls_leaves_removed_runs_out_and_says_which_cannot_be_reached(place):
     found = {run["name"]: run["status"] for run in json.loads(runs("ls", "--json").stdout)}
     assert found == {"kept": "finished", "away": "gone"}
     assert {row["name"] for row in registry.known_runs()} == {"kept", "away"}
-    assert "out of the registry" in runs("rm", "away").stdout and {row["name"] for row in registry.known_runs()} == {"kept"}
+    assert "from the registry" in runs("rm", "away").stdout and {row["name"] for row in registry.known_runs()} == {"kept"}
 
 
 def test_ls_works_without_a_registry_and_without_runs(place, monkeypatch):
@@ -213,7 +179,7 @@ def test_the_command_that_show_ends_with_works_from_any_folder(trained, place):
     """A run that was interrupted resumes with it."""
     before = trained.read("run.json")
     trained.describe(status="interrupted", reason="SIGTERM")
-    command = runs("show", str(trained.path)).stdout.splitlines()[-1].removeprefix("next").strip()
+    command = runs("show", str(trained.path), fresh=True).stdout.splitlines()[-1].removeprefix("next").strip()
     trained.describe(**before)
     home, _, rest = command.partition(" && ")
     assert home == f"cd {trained.path.parent.parent.resolve()}"
@@ -221,33 +187,33 @@ def test_the_command_that_show_ends_with_works_from_any_folder(trained, place):
     assert rest == f"{program} fit --config checkpoints/small/config.yaml --ckpt_path auto"
     folder = home.removeprefix("cd ")
     assert "all 12 steps are done" in lm(Path(folder), *rest.split()[3:]).stderr
-    finished = runs("show", "small", cwd=folder).stdout.splitlines()[-1].removeprefix("next").strip()
+    finished = runs("show", "small", cwd=folder, fresh=True).stdout.splitlines()[-1].removeprefix("next").strip()
     assert finished == f"{program} validate --ckpt_path checkpoints/small/best"
 
 
 def test_show_has_alerts_samples_costs_and_post_mortems(place):
-    run = make(status="stopped", reason="loss > 10")
+    run = make(status="stopped", reason="loss > 10\x1b[2J")
     for step in range(7):
         run.append_alert({"step": step, "time": 0.0, "guard": "alert", "action": "warn", "message": "loss [bold] > 9"})
-    samples = [{"step": 1, "prompt": "earlier", "text": "!"}, {"step": 9, "prompt": "The [red]", "text": "state\nof"}]
+    samples = [{"step": 1, "prompt": "earlier", "text": "!"},
+               {"step": 9, "prompt": "The [red]", "text": "state\nof\x1b[2J"}]  # fmt: skip
     (run.path / "samples.jsonl").write_text("\n".join(map(json.dumps, samples)) + '\n{"st')
     (run.path / "budget.json").write_text(json.dumps({"spent_usd": 1.5, "cap_usd": 20}))
     (run.path / "postmortem-00000007").mkdir()
     text = runs("show", "a").stdout
     assert "2 before these" in text and "step 6, alert: loss [bold] > 9 (warn)" in text
-    assert "step 9: The [red] state of" in text and "earlier" not in text
+    assert "step 9: The [red] state of␛[2J" in text and "earlier" not in text
+    assert "\x1b" not in text + runs("ls").stdout  # what a model wrote does nothing to the terminal
     assert "1.50 USD spent, of 20.00" in text and "postmortem-00000007" in text
     assert all(len(line) <= 80 for line in text.splitlines()[:-1])  # the command comes last, in one piece
 
 
 def test_show_has_time_operations_speed_load_and_pauses_over_all_sessions(place):
-    run = make(steps=0)
-    run.describe(flops_per_token=2e6)
-    for step, load in ((10, 80.0), (20, 90.0)):
-        run.append_metrics({"step": step, "tokens": step * 100, "time": 1e9 + step * 3, "perf/gpu_load": load,
-                            "perf/tokens_per_second": 50.0, "perf/data_wait": 0.25, "perf/mfu": 0.4,
-                            "perf/mfu_full_attention": 0.42})  # fmt: skip
-    run.write_state({"step": 20, "max_steps": 50, "tokens": 2000})
+    write_run("checkpoints", flops_per_token=2e6, lines=[
+        {"step": step, "tokens": step * 100, "time": 1e9 + step * 3, "perf/gpu_load": load, "perf/data_wait": 0.25,
+         "perf/tokens_per_second": 50.0, "perf/mfu": 0.4, "perf/mfu_full_attention": 0.42}
+        for step, load in ((10, 80.0), (20, 90.0))
+    ])  # fmt: skip
     found = json.loads(runs("show", "a", "--json").stdout)
     assert found["seconds"] == {"computing": 30.0, "waiting for data": 10.0, "pauses": 10.0} and found["flops"] == 4e9
     shown = " ".join(runs("show", "a").stdout.split())
@@ -261,7 +227,7 @@ def test_show_has_time_operations_speed_load_and_pauses_over_all_sessions(place)
 def test_show_of_a_run_that_has_only_just_begun(place):
     run = Run.create("a", "checkpoints")
     run.describe(id="a", name="a", status="running", entered=time.time())
-    assert "no step taken yet" in runs("show", "a").stdout
+    assert "no step yet" in runs("show", "a").stdout
 
 
 # ---- compare ---------------------------------------------------------------------------------------------------------
@@ -309,13 +275,10 @@ def test_compare_refuses_in_one_line(place, arguments, message):
     assert message in runs("compare", *arguments, expect=2).stderr.splitlines()[-1]
 
 
-def make_seeds(name, lr, losses, **more):
+def make_seeds(name, lr, losses):
     """Runs of one config with seeds 1, 2, ...: the last training loss of each is one of `losses`."""
     for seed, loss in enumerate(losses, 1):
-        run = make(f"{name}-s{seed}", lr=lr, **more)
-        last = {"train/loss": loss, "val/loss": loss + 1}
-        run.append_metrics({"step": 41, "tokens": 41 * 256, "time": time.time(), **last})
-        run.config.write_text(run.config.read_text().replace("seed_everything: 7", f"seed_everything: {seed}"))
+        make(f"{name}-s{seed}", lr=lr, seed=seed, more=[{"step": 41, "train/loss": loss, "val/loss": loss + 1}])
 
 
 def test_runs_that_differ_in_their_seed_alone_are_one_group(place):
@@ -360,7 +323,7 @@ def test_a_single_group_has_a_spread_and_unlike_runs_are_named(place):
     make("a-s3", steps=30, status="running")
     done = runs("compare", "a-s1", "a-s2", "a-s3").stdout
     assert "the configs are the same but for the seed" in done and "noise" not in done
-    assert "a-s3 (dead)" in done and "stand at different steps, 30 to 41" in " ".join(done.split())
+    assert "a-s3 (dead)" in done and "reached different steps, 30 to 41" in " ".join(done.split())
     make_seeds("b", 0.1, [0.30, 0.32])
     refused = runs("compare", "a-s1", "a-s2", "b-s2", expect=2).stderr
     assert "a-s2 and b-s2 have the same config and the same seed 2" in refused
@@ -468,8 +431,8 @@ def test_rm_asks_and_removes_the_folder_and_its_row(place):
     run, other = make("a"), make("b")
     registry.note([run, other])
     assert "lm runs rm a --yes" in runs("rm", "a", expect=2).stderr and run.path.exists()
-    assert "nothing was removed" in in_terminal("rm", "a", answer=b"\n") and run.path.exists()
-    shown = in_terminal("rm", "a", answer=b"y\n")
+    assert "nothing was removed" in in_terminal("rm", "a", answer="\n") and run.path.exists()
+    shown = in_terminal("rm", "a", answer="y\n")
     assert "KiB" in shown and "checkpoints: none" in shown and not run.path.exists()
     assert [row["name"] for row in registry.known_runs()] == ["b"] and os.listdir("checkpoints") == ["b"]
     assert "removed" in runs("rm", "b", "--yes").stdout and registry.known_runs() == [] and os.listdir("checkpoints") == []

@@ -8,7 +8,7 @@ import shutil
 import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from test_between_steps import WORDS, found_by, write_tasks
-from trainings import lm, make_workplace, write_config
+from trainings import fit, lm, make_workplace
 
 from lm.cli.evaluate import evaluate, short_names
 from lm.cli.runs import show
@@ -26,9 +26,8 @@ def workplace(tmp_path_factory):
     """A run of 8 steps, with checkpoints of 4 and 8."""
     place = make_workplace(tmp_path_factory.mktemp("evaluate"))
     write_tasks(place)
-    changes = {"trainer.max_steps": 8, "trainer.checkpoint_interval": 4, "trainer.keep_checkpoints": 2,
-               "trainer.callbacks": None, "data.val_tokens": None}  # fmt: skip
-    lm(place, "fit", "--config", str(write_config(place, **changes)))
+    fit(place, **{"trainer.max_steps": 8, "trainer.checkpoint_interval": 4, "trainer.keep_checkpoints": 2,
+                  "trainer.callbacks": None, "data.val_tokens": None})  # fmt: skip
     return place
 
 

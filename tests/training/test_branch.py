@@ -6,7 +6,7 @@ import shutil
 
 import pytest
 from safetensors.torch import load_file
-from trainings import lm, make_workplace, write_config
+from trainings import fit, lm, make_workplace
 
 from lm.runs.run import Run
 
@@ -20,9 +20,8 @@ STEP = 256  # tokens
 def place(tmp_path_factory):
     """A trunk of twelve steps with a constant rate, and a whole run whose rate falls in the last four of eight."""
     place = make_workplace(tmp_path_factory.mktemp("branch"))
-    lm(place, "fit", "--config", str(write_config(place, "trunk", **TRUNK)))
-    whole = TRUNK | {"trainer.max_steps": 8, "model.schedule.decay_steps": 4}
-    lm(place, "fit", "--config", str(write_config(place, "whole", **whole)))
+    fit(place, "trunk", **TRUNK)
+    fit(place, "whole", **TRUNK | {"trainer.max_steps": 8, "model.schedule.decay_steps": 4})
     return place
 
 
@@ -67,18 +66,14 @@ def test_it_says_where_it_comes_from(place):
     assert compared["curves"][run.name]["y"][:8] == compared["curves"]["trunk"]["y"][:8]
 
 
-def test_files_are_linked_and_kept_as_the_branch_needs_them(place):
-    lm(place, "branch", "trunk", "--at", "4", "--constant", str(STEP), "--name", "linked", "--trainer.stop_within", "0")
-    first, trunk = (place / "checkpoints" / run / "step-00000004/model.safetensors" for run in ("linked", "trunk"))
-    assert os.path.samefile(first, trunk)  # nine checkpoints are kept
-
-
 def test_made_and_trained_later(place):
-    """By the command that is printed; over two ranks."""
+    """By the command that is printed, from files that are links to those of the trunk."""
     said = lm(place, "branch", "trunk", "--at", "8", "--decay", str(2 * STEP), "--name", "later", "--make_only").stdout
     assert not logged(place, "later") and "fit --config checkpoints/later/config.yaml --ckpt_path auto" in said
     lm(place, "fit", "--config", "checkpoints/later/config.yaml", "--ckpt_path", "auto")
     assert [step for step, *_ in logged(place, "later")] == [9, 10]
+    first, trunk = (place / "checkpoints" / run / "step-00000008/model.safetensors" for run in ("later", "trunk"))
+    assert os.path.samefile(first, trunk)  # nine checkpoints are kept
     refused = lm(place, "branch", "trunk", "--decay", "512", expect=2, TORCHELASTIC_RUN_ID="1", LOCAL_WORLD_SIZE="1",
                  GROUP_WORLD_SIZE="1")  # fmt: skip
     assert "give --make_only to one process" in refused.stderr
@@ -136,7 +131,7 @@ def test_lengths_are_counted_in_steps_of_the_branch(place):
 @pytest.mark.parametrize("arguments, message", [
     (["--at", "5"], "has no checkpoint of that step; it has those of steps 4, 8, 12"),
     (["--at", "four"], "has no checkpoint of that step"),
-    (["--decay", "100"], "a step takes 256 tokens, and one of the lengths is less"),
+    (["--decay", "100"], "a step has 256 tokens, and one of the lengths is shorter"),
     (["--rewarm", "512"], "--rewarm is a part of --decay or of --constant"),
     (["--decay", "512", "--constant", "512"], "give --decay or --constant"),
     (["--decay", "512", "--model.decoder.hidden_size", "64"], "model.decoder.hidden_size was 32, now 64"),

@@ -9,7 +9,6 @@ import math
 import re
 import shlex
 import time
-from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -112,32 +111,23 @@ def _evaluations(run: Run) -> dict[str, Any]:
     for step in steps[:EVALUATED_STEPS]:
         merged = merge_evaluations(every, step)
         tasks = [
-            (name, f"{task['accuracy']:.1%}", _interval(task["interval"], "{:.1%}"), f"{task['baseline']:.1%}",
+            (name, f"{task['accuracy']:.1%}", "{:.1%} to {:.1%}".format(*task["interval"]), f"{task['baseline']:.1%}",
              f"{task['centered']:.3f}", f"{task['items']:,}", task["num_fewshot"])
             for name, task in merged["tasks"].items()
         ]  # fmt: skip
         texts = [
-            (name, _figure(one["bits_per_byte"]), _interval(_around(one, "bits_per_byte", "stderr"), "{:.4f}"),
-             _figure(one["loss"]), _interval(_around(one, "loss", "loss_stderr"), "{:.4f}"), f"{one['tokens']:,}")
+            (name, *_estimate(one["bits_per_byte"], one.get("stderr")),
+             *_estimate(one["loss"], one.get("loss_stderr")), f"{one['tokens']:,}")
             for name, one in merged["texts"].items()
         ]  # fmt: skip
         found.append({"title": f"Step {step:,}{core_sentence(merged)}", "tasks": tasks, "texts": texts})
     return _shown(found, len(steps))
 
 
-def _around(text: dict[str, Any], value: str, error: str) -> tuple[float, float] | None:
-    """The 95 % interval of a mean, from its standard error."""
-    if text.get(value) is None or text.get(error) is None:
-        return None
-    return text[value] - 1.96 * text[error], text[value] + 1.96 * text[error]
-
-
-def _interval(ends: Sequence[float] | None, form: str) -> str:
-    return "" if ends is None else f"{form.format(ends[0])} to {form.format(ends[1])}"
-
-
-def _figure(value: float | None) -> str:
-    return "" if value is None else f"{value:.4f}"
+def _estimate(mean: float | None, error: float | None) -> tuple[str, str]:
+    """A mean, and its 95 % interval from its standard error; empty where they are not known."""
+    interval = "" if None in (mean, error) else f"{mean - 1.96 * error:.4f} to {mean + 1.96 * error:.4f}"
+    return "" if mean is None else f"{mean:.4f}", interval
 
 
 def _samples(run: Run) -> dict[str, Any]:
@@ -226,7 +216,7 @@ PLACES = {  # the first part of a metric's name -> the heading over its chart, i
     "train": "Loss", "val": "Loss", "eval": "Evaluation", "optim": "Optimization", "perf": "Speed and machine",
     "mem": "Speed and machine", "data": "Data",
 }  # fmt: skip
-OWN = "Other metrics"  # the heading over those of the user's own
+OWN = "Other metrics"  # the heading over those that a user's callbacks log
 TITLES = {"train/perplexity": "perplexity", "val/perplexity": "perplexity"}  # of charts with several metrics
 EVALUATED = {"accuracy": "accuracy by task", "centered": "centred accuracy by task", "bpb": "bits per byte by text"}
 
