@@ -4,6 +4,7 @@ import json
 import os
 import subprocess
 import sys
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -92,13 +93,28 @@ def lm(folder: Path, *arguments: str, expect: int | None = 0, timeout: int = 240
     return subprocess.CompletedProcess(arguments, process.returncode, out, err)
 
 
-def fit(folder: Path, name: str = "small", *arguments: str, expect: int | None = 0, **changes: Any):
-    """Train with `CONFIG` so changed; returns the ended process and the run. The trace begins anew with a new run."""
+def equipment(name: str, **init_args: Any) -> dict[str, Any]:
+    """A callback as a config names it, such as `equipment("recorder.KillAt", signal_name="SIGKILL", micro_batch=9)`."""
+    return {"class_path": name, "init_args": init_args}
+
+
+def fit(
+    folder: Path, name: str = "small", *arguments: str, callbacks: Sequence[dict] = (), program: Sequence[str] = (),
+    expect: int | None = 0, environment: Mapping[str, str] = {}, **changes: Any,
+):  # fmt: skip
+    """Train with `CONFIG` so changed; returns the ended process and the run. The trace begins anew with a new run.
+
+    Args:
+        callbacks: equipment, beside the recorder.
+        program: a file that calls `lm.run`, in place of `python -m lm`.
+    """
     if "--ckpt_path" not in arguments:
         for path in folder.glob("trace*.jsonl"):
             path.unlink()
+    if callbacks:
+        changes["trainer.callbacks"] = [*CONFIG["trainer"]["callbacks"], *callbacks]
     config = write_config(folder, name, **changes)
-    ended = lm(folder, "fit", "--config", config.name, *arguments, expect=expect)
+    ended = lm(folder, *program, "fit", "--config", config.name, *arguments, expect=expect, **environment)
     return ended, Run(folder / "checkpoints" / name)
 
 

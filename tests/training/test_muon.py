@@ -1,10 +1,7 @@
 """Muon against torch's own and against singular values; as part of a training, stopped, shared among ranks, scaled."""
 
-import json
 import math
-import signal
 from copy import deepcopy
-from pathlib import Path
 
 import pytest
 import torch
@@ -15,7 +12,7 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
 from torch.utils._python_dispatch import TorchDispatchMode
-from trainings import lm, losses, make_workplace, write_config
+from trainings import fit, make_workplace
 
 from lm.training.muon import COEFFICIENTS, ROUNDS, Muon, assign_owners, orthogonalize
 from lm.training.optim import AdamW
@@ -187,50 +184,18 @@ MUON = {"model.optimizer.name": "muon", "model.optimizer.lr": 1e-2, "model.decod
 
 @pytest.fixture(scope="module")
 def workplace(tmp_path_factory):
-    """A folder with one uninterrupted run, `straight`; its losses are in `expected`."""
-    folder = make_workplace(tmp_path_factory.mktemp("muon"))
-    fit(folder, "straight")
-    (folder / "trace.jsonl").rename(folder / "expected.jsonl")
-    return folder
-
-
-def fit(folder: Path, name: str, *arguments: str, expect: int = 0, **changes):
-    (folder / "trace.jsonl").unlink(missing_ok=True) if "--ckpt_path" not in arguments else None
-    return lm(folder, "fit", "--config", str(write_config(folder, name, **{**MUON, **changes})), *arguments,
-              expect=expect)  # fmt: skip
-
-
-def expected(folder):
-    entries = [json.loads(line) for line in (folder / "expected.jsonl").read_text().splitlines()]
-    return {(entry["step"], entry["micro"]): entry["loss"] for entry in entries}
-
-
-def last(folder, name, file="model"):
-    return load_file(folder / "checkpoints" / name / "last" / f"{file}.safetensors")
-
-
-def test_a_killed_training_resumes_bit_for_bit(workplace):
-    kill = {"class_path": "recorder.KillAt", "init_args": dict(signal_name="SIGKILL", micro_batch=15)}
-    recorder = {"class_path": "recorder.Recorder"}
-    fit(workplace, "killed", expect=-signal.SIGKILL, **{"trainer.callbacks": [recorder, kill]})
-    fit(workplace, "killed", "--ckpt_path", "auto")
-    assert losses(workplace) == expected(workplace)
-    for file in ("model", "optimizer"):
-        straight, killed = (last(workplace, name, file) for name in ("straight", "killed"))
-        assert straight.keys() == killed.keys() and all(torch.equal(straight[key], killed[key]) for key in straight)
+    return make_workplace(tmp_path_factory.mktemp("muon"))
 
 
 def test_a_group_takes_its_own_rate_through_the_schedule(workplace):
     """An embedding whose rate is next to nothing stays where it began; the rest does not."""
     still = {"model.optimizer.groups": {"embedding": {"lr": 1e-30, "weight_decay": 0.0}}}
     changes = {"trainer.max_steps": 4, "trainer.checkpoint_interval": 1, "trainer.keep_checkpoints": 9}
-    fit(workplace, "groups", **{**changes, **still})
-    path = workplace / "checkpoints" / "groups"
-    first, final = (load_file(path / f"step-{step:08d}" / "model.safetensors") for step in (1, 4))
+    _, run = fit(workplace, "groups", **MUON | changes | still)
+    first, final = (load_file(run.steps()[step] / "model.safetensors") for step in (1, 4))
     same = {name for name in first if torch.equal(first[name], final[name])}
     assert same == {"model.embed_tokens.weight"}
-    rates = [json.loads(line).get("optim/lr") for line in (path / "metrics.jsonl").read_text().splitlines()]
-    assert rates[0] == 5e-3  # the optimizer's own, halfway through the warm-up
+    assert run.metrics("optim/lr")[0]["optim/lr"] == 5e-3  # the optimizer's own, halfway through the warm-up
 
 
 # ---- several ranks --------------------------------------------------------------------------------------------------
@@ -241,8 +206,12 @@ SHARED = {**MUON, "model.decoder.dropout": 0.0, "model.schedule.name": "constant
 
 @pytest.fixture(scope="module")
 def alone(workplace):
-    fit(workplace, "alone", **SHARED, **DIVISIONS["one"])
-    return curves(workplace, "alone")
+    """The run of one process."""
+    return fit(workplace, "alone", **SHARED, **DIVISIONS["one"])[1]
+
+
+def tensors(run, file):
+    return load_file(run.checkpoint("last") / f"{file}.safetensors")
 
 
 # Shape: rows. Over three ranks the first one's shards have 6, 6 and 4 rows, and its matrices begin somewhere else; one
@@ -333,9 +302,9 @@ def test_owners_have_as_much_to_do_as_each_other(world):
 @pytest.mark.slow
 @pytest.mark.parametrize("division", ["ddp", "fsdp2-whole"])
 def test_two_ranks_train_as_one_process(workplace, alone, division):
-    fit(workplace, division, **SHARED, **DIVISIONS[division])
-    assert curves(workplace, division) == pytest.approx(alone, rel=TOLERANCE)
-    shared, whole = (last(workplace, name, "optimizer") for name in (division, "alone"))
+    _, run = fit(workplace, division, **SHARED, **DIVISIONS[division])
+    assert curves(run) == pytest.approx(curves(alone), rel=TOLERANCE)
+    shared, whole = tensors(run, "optimizer"), tensors(alone, "optimizer")
     assert shared.keys() == whole.keys()
     for key, tensor in whole.items():
         assert (shared[key] - tensor).norm() <= 1e-4 * tensor.norm(), key
@@ -345,13 +314,12 @@ def test_two_ranks_train_as_one_process(workplace, alone, division):
 def test_a_checkpoint_resumes_under_another_strategy(workplace, alone):
     """Shards, replicas, one process and back: the curve of a run that was never stopped, and the same tensors in the
     files."""
-    relay = {"fsdp2": 2, "ddp": 4, "one": 6, "ddp-whole": 9, "fsdp2-whole": 12}
-    for division, steps in relay.items():
+    for division, steps in {"fsdp2": 2, "ddp": 4, "one": 6, "ddp-whole": 9, "fsdp2-whole": 12}.items():
         changes = {**SHARED, **DIVISIONS[division], "trainer.max_steps": steps}
-        fit(workplace, "relay", "--force", "--ckpt_path", "auto", **changes)  # two steps are all warm-up
-    relayed = curves(workplace, "relay")
+        _, run = fit(workplace, "relay", "--force", "--ckpt_path", "auto", **changes)  # two steps are all warm-up
+    relayed = curves(run)
     assert {step for step, _ in relayed} == set(range(1, 13))
-    assert {key: relayed[key] for key in alone} == pytest.approx(alone, rel=TOLERANCE)
+    assert {key: relayed[key] for key in curves(alone)} == pytest.approx(curves(alone), rel=TOLERANCE)
     for file in ("model", "optimizer"):
-        relayed, straight = (last(workplace, name, file) for name in ("relay", "alone"))
-        assert {key: t.shape for key, t in relayed.items()} == {key: t.shape for key, t in straight.items()}
+        relayed, straight = ({key: t.shape for key, t in tensors(each, file).items()} for each in (run, alone))
+        assert relayed == straight

@@ -11,7 +11,7 @@ import torch
 from lightning.pytorch import Callback
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils._python_dispatch import TorchDispatchMode
-from trainings import lm, losses, make_workplace, trace, write_config
+from trainings import equipment, fit, make_workplace
 
 from lm.kernels.fp8 import QUANTIZE, Scaled, quantize
 from lm.kernels.linear import linear
@@ -22,7 +22,6 @@ from lm.model.config import DecoderConfig
 from lm.model.decoder import Decoder
 from lm.model.fused import fuse
 from lm.model.low_precision import WeightCopies
-from lm.runs.run import Run
 from lm.training.precision import Float8Precision, choose_precision
 
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
@@ -430,7 +429,7 @@ def test_what_is_left_out_is_exact(ops):
 ])  # fmt: skip
 def test_a_request_that_cannot_be_met_ends_with_one_line(tmp_path, arguments, words):
     folder = make_workplace(tmp_path)
-    ended = lm(folder, "fit", "--config", str(write_config(folder)), *arguments, expect=2)
+    ended, _ = fit(folder, "small", *arguments, expect=2)
     assert words in ended.stderr.strip().splitlines()[-1]
     assert not (folder / "checkpoints").exists() and not (folder / "data").exists()
 
@@ -458,24 +457,14 @@ class Emulated(Callback):
         trainer.strategy.precision_plugin = Float8Precision("rowwise", None, "cpu")
 
 
-def fit(folder, name, *callbacks, expect=0, **changes):
-    named = [{"class_path": "recorder.Recorder"}, {"class_path": "test_precision.Emulated"}, *callbacks]
-    config = write_config(folder, name, **changes, **{"trainer.callbacks": named})
-    return lm(folder, "fit", "--config", str(config), "--ckpt_path", "auto", expect=expect)
+EMULATED = [equipment("test_precision.Emulated")]
 
 
-def test_a_run_trains_validates_and_resumes_exactly(tmp_path):
-    folder = make_workplace(tmp_path)
-    said = fit(folder, "straight").stderr
-    assert said.count("precision: fp8-rowwise in 4 of the blocks' 8 matrices; bf16 in layers.1.*") == 1
-    straight = losses(folder)
-    metrics = Run(folder / "checkpoints" / "straight").metrics()
+def test_a_run_trains_and_validates(tmp_path):
+    said, run = fit(make_workplace(tmp_path), callbacks=EMULATED)
+    assert said.stderr.count("precision: fp8-rowwise in 4 of the blocks' 8 matrices; bf16 in layers.1.*") == 1
+    metrics = run.metrics()
     assert metrics[-1]["val/loss"] < 3.4 and metrics[-1]["val/loss"] < metrics[0]["train/loss"]
-    (folder / "trace.jsonl").unlink()
-    kill = {"class_path": "recorder.KillAt", "init_args": dict(signal_name="SIGTERM", micro_batch=11)}
-    fit(folder, "stopped", kill, expect=75)
-    fit(folder, "stopped")
-    assert losses(folder) == straight and len(trace(folder)) == 24
 
 
 @pytest.mark.slow
@@ -483,9 +472,8 @@ def test_shards_compute_what_whole_models_do(tmp_path):
     """FSDP2: matrices are whole where they are multiplied, and their scales those of the whole matrix."""
     folder = make_workplace(tmp_path)
     changes = {"model.decoder.dropout": 0.0, "trainer.devices": 2, "data.micro_batch_size": 2, "trainer.max_steps": 6}
-    found = {}
+    found = []
     for strategy in ("ddp", "fsdp2"):
-        fit(folder, strategy, **changes, **{"trainer.strategy": strategy})
-        found[strategy] = [entry["train/loss"] for entry in Run(folder / "checkpoints" / strategy).metrics()
-                           if "train/loss" in entry]  # fmt: skip
-    assert found["fsdp2"] == pytest.approx(found["ddp"], rel=1e-3) and len(found["ddp"]) == 6
+        _, run = fit(folder, strategy, callbacks=EMULATED, **changes, **{"trainer.strategy": strategy})
+        found.append([line["train/loss"] for line in run.metrics("train/loss")])
+    assert found[1] == pytest.approx(found[0], rel=1e-3) and len(found[0]) == 6

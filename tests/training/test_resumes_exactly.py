@@ -1,0 +1,95 @@
+"""Whatever a run trains with, an interruption changes nothing: losses, weights and optimizer state are the same bits.
+
+A row is a feature and how its run is interrupted. `faults/` has more interruptions, of an ordinary run.
+"""
+
+import json
+import signal
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytest
+from safetensors.torch import load_file
+from test_mixtures import mixed, write_sources
+from test_own_model import FILES
+from trainings import equipment, fit, make_workplace
+
+EXIT = {"SIGKILL": -signal.SIGKILL, "SIGTERM": 75}
+TWO_RANKS = {"trainer.devices": 2, "trainer.strategy": "fsdp2", "data.micro_batch_size": 2, "model.decoder.dropout": 0.0}
+GRAPHS = equipment("recorder.GraphsWithoutDevice")
+
+
+class Row(NamedTuple):
+    changes: dict[str, Any]  # of `trainings.CONFIG`: 12 steps of two micro-batches, a checkpoint every three steps
+    interruptions: list[tuple[str, int]]  # each a signal, and the micro-batch of the run, from 0, at which it comes
+    callbacks: list[dict] = []
+    whole: dict[str, Any] | None = None  # changes for the run without a stop, where it is trained in another way
+    arguments: list[str] = []
+    program: list[str] = []
+
+
+def optimizer(class_path: str, **options: Any) -> dict[str, Any]:
+    return {"model.optimizer": {"class_path": class_path, **options}}
+
+
+ROWS = {
+    "muon": Row({"model.optimizer": {"name": "muon", "lr": 1e-2}, "model.decoder.qk_norm": True}, [("SIGKILL", 15)]),
+    "an optimizer of torch": Row(
+        optimizer("torch.optim.SGD", init_args={"momentum": 0.9, "nesterov": True}, lr=0.05, weight_decay=0),
+        [("SIGKILL", 9)]),
+    "a custom optimizer": Row(
+        optimizer("own_optimizers.Lion", init_args={"beta": 0.95}, lr=0.003), [("SIGKILL", 9)]),
+    "every kind of optimizer state": Row(
+        optimizer("own_optimizers.Everything", lr=0.01, weight_decay=0), [("SIGKILL", 9)]),
+    "shards of a custom optimizer": Row(
+        optimizer("own_optimizers.Everything", lr=0.01, weight_decay=0) | TWO_RANKS, [("SIGTERM", 15)]),
+    "a mixture with two phases": Row(mixed(), [("SIGKILL", 9), ("SIGKILL", 15)]),  # in each phase
+    "packed rows": Row(
+        {"data.path": "data/packed", "data.packing": "whole", "data.seq_len": None}, [("SIGKILL", 9)]),
+    "fp8": Row({}, [("SIGTERM", 11)], [equipment("test_precision.Emulated")]),
+    "cuda graphs": Row({"model.cuda_graphs": True}, [("SIGTERM", 5)], [GRAPHS], whole={}, arguments=["--force"]),
+    "a custom model": Row({"model.optimizer.groups": {"output": {"lr": 0.02}}}, [("SIGKILL", 5)],
+                          program=["my_gru.py"]),
+}  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory):
+    place = make_workplace(tmp_path_factory.mktemp("interrupted"))
+    write_sources(place)
+    (place / "my_gru.py").write_text(FILES["my_gru.py"])
+    return place
+
+
+def entries(place: Path) -> list[dict[str, Any]]:
+    """What the recorders of all ranks wrote down, of micro-batches that did not count in the end too."""
+    return [json.loads(line) for path in place.glob("trace*.jsonl") for line in path.read_text().splitlines()]
+
+
+def losses(entries: list[dict[str, Any]]) -> dict[tuple[int, int, int], str]:
+    """The loss of each micro-batch that counted in the end, exactly."""
+    return {(entry["rank"], entry["step"], entry["micro"]): entry["loss"] for entry in entries}
+
+
+@pytest.mark.parametrize("name", [pytest.param(name, marks=pytest.mark.slow if "shards" in name else [])
+                                  for name in ROWS])  # fmt: skip
+def test_an_interrupted_run_is_the_run_without_a_stop(place, name):
+    row, run = ROWS[name], name.replace(" ", "-")
+    common = {"callbacks": row.callbacks, "program": row.program}
+    _, whole = fit(place, f"{run}-whole", **common, **(row.changes if row.whole is None else row.whole))
+    expected, arguments = entries(place), row.arguments
+    for name, micro_batch in row.interruptions:
+        stop = equipment("recorder.KillAt", signal_name=name, micro_batch=micro_batch)
+        common["callbacks"] = [*row.callbacks, stop]
+        fit(place, run, *arguments, **common, expect=EXIT[name], **row.changes)
+        arguments = [*row.arguments, "--ckpt_path", "auto"]
+    common["callbacks"] = row.callbacks
+    _, resumed = fit(place, run, *arguments, **common, **row.changes)
+    found = entries(place)
+    assert losses(found) == losses(expected)
+    if all(name == "SIGTERM" for name, _ in row.interruptions):  # no micro-batch is computed twice
+        assert len(found) == len(expected)
+    for file in ("model.safetensors", "optimizer.safetensors"):
+        before, after = (load_file(each.checkpoint("last") / file) for each in (whole, resumed))
+        assert before.keys() == after.keys()
+        assert all(before[key].dtype == after[key].dtype and before[key].equal(after[key]) for key in before)
