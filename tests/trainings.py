@@ -48,11 +48,14 @@ CONFIG: dict[str, Any] = {
 }  # fmt: skip
 
 
-def make_workplace(folder: Path) -> Path:
-    """A folder with texts to train on, from which `lm` is run."""
+def make_workplace(folder: Path, prepared: str | None = None) -> Path:
+    """A folder with texts to train on, from which `lm` is run; `prepared` is a folder in it for shards of them."""
     (folder / "texts").mkdir(parents=True)
     for index, text in enumerate(CORPUS.split("\n")):
         (folder / "texts" / f"{index:03d}.txt").write_text(text + "\n")
+    if prepared:
+        prepare = ("--tokenizer", "char", "--val_fraction", "0.2", "--output", prepared)
+        lm(folder, "data", "prepare", "--input", "texts", *prepare)
     return folder
 
 

@@ -147,9 +147,7 @@ def test_only_errors_refuse(caplog):
     {"model.decoder.vocab_size": 5}, {"trainer.matmul_precision": "high", "trainer.precision": "bf16-mixed"},
 ], ids=str)  # fmt: skip
 def test_plan_and_fit_refuse_the_same_in_the_same_words(tmp_path, changes):
-    folder = make_workplace(tmp_path)
-    lm(folder, "data", "prepare", "--input", "texts", "--output", "data/small", "--tokenizer", "char",
-       "--val_fraction", "0.2")  # fmt: skip
+    folder = make_workplace(tmp_path, "data/small")
     config = str(write_config(folder, "wrong", **changes))
     planned, trained = (lm(folder, command, "--config", config, expect=2).stderr for command in ("plan", "fit"))
     refused = trained.strip().splitlines()[-1]

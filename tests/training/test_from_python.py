@@ -35,10 +35,7 @@ SMALL = {"max_steps": 4, "val_interval": 2, "checkpoint_interval": 3, "max_posit
 
 @pytest.fixture(scope="module")
 def workplace(tmp_path_factory):
-    folder = make_workplace(tmp_path_factory.mktemp("python"))
-    lm(folder, "data", "prepare", "--input", "texts", "--output", "data/tiny", "--tokenizer", "char",
-       "--val_fraction", "0.2")  # fmt: skip
-    return folder
+    return make_workplace(tmp_path_factory.mktemp("python"), "data/tiny")
 
 
 def write(folder, script, **changes):

@@ -43,11 +43,9 @@ SHORT = {"trainer.max_steps": 4, "trainer.checkpoint_interval": 2, "trainer.keep
 
 @pytest.fixture(scope="module")
 def place(tmp_path_factory):
-    place = make_workplace(tmp_path_factory.mktemp("own"))
+    place = make_workplace(tmp_path_factory.mktemp("own"), "data/small")
     for name, text in FILES.items():
         (place / name).write_text(text)
-    lm(place, "data", "prepare", "--input", "texts", "--output", "data/small", "--tokenizer", "char",
-       "--val_fraction", "0.2")  # fmt: skip
     return place
 
 
