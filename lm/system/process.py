@@ -38,6 +38,19 @@ def under_torchrun() -> bool:
     return "TORCHELASTIC_RUN_ID" in os.environ
 
 
+def srun_tasks() -> int:
+    """How many tasks srun started: this process is one, or was started by one. 1 without srun.
+
+    A batch script has the variables of its job too, but it is one process.
+    """
+    return int(os.environ.get("SLURM_NTASKS", 1)) if "SLURM_STEP_ID" in os.environ else 1
+
+
+def under_srun() -> bool:
+    """Whether srun started this process, one of several."""
+    return srun_tasks() > 1 and not {"RANK", "LOCAL_RANK"} & os.environ.keys()
+
+
 script: Path | None = None  # the file that `lm.run` was called in, in place of this program
 
 
@@ -60,7 +73,7 @@ def launch_command(arguments: str, other: Path | None = None) -> str:
     `arguments` are quoted for a shell, such as `fit --config a.yaml`; `other` is as for `program`.
     """
     start, unknown = program(other), []
-    srun = "SLURM_STEP_ID" in os.environ and int(os.environ.get("SLURM_NTASKS", "1")) > 1
+    srun = srun_tasks() > 1
     if under_torchrun():
         target = shlex.quote(str(script or other)) if script or other else "-m lm"
         nodes, options = os.environ["GROUP_WORLD_SIZE"], _torchrun_options()
@@ -100,12 +113,6 @@ def command_line(arguments: list[str]) -> Iterator[None]:
         yield
     finally:
         sys.argv = before
-
-
-def under_srun() -> bool:
-    """Whether srun started this process, one of several."""
-    started = "SLURM_STEP_ID" in os.environ and not {"RANK", "LOCAL_RANK"} & os.environ.keys()
-    return started and int(os.environ.get("SLURM_NTASKS", "1")) > 1
 
 
 def code_for_launcher(code: int) -> int:

@@ -350,7 +350,7 @@ Action = Literal["warn", "checkpoint", "stop", "rollback"]
 
 
 class Alert(TypedDict):
-    """What an alert does, and a line that it says to whoever reads the log."""
+    """What an alert does, and a line of text that is logged with it."""
 
     action: Action
     message: NotRequired[str]
@@ -370,7 +370,7 @@ class BudgetConfig:
         rate_usd_per_hr: What the machine costs, in US dollars an hour.
         max_rate_usd_per_hr: The most that an hour may cost; a run whose file says more ends with a checkpoint.
         max_hours: Hours that the run may take over all its sessions.
-        file: A `budget.json` that another program keeps: its figures count; where it has none, the own clock does.
+        file: A `budget.json` that another program keeps. Its figures count, and where it has none this run's own clock.
         warn_at: Part of the cap, or of the hours, at which a warning is due.
         dry_run: Only report what would be done.
     """
@@ -418,7 +418,7 @@ class ThroughputConfig:
     Args:
         floor: Tokens a second over all devices; none: no floor.
         patience: Log lines in a row below the floor before something is done.
-        action: What is done beside naming the cause: `warn` is nothing.
+        action: What is done after the cause is logged; `warn` does nothing more.
     """
 
     floor: Count | None = None

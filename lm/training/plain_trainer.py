@@ -1,4 +1,4 @@
-"""`LanguageModule` and `DataModule` under a plain `lightning.Trainer`, and so in a `LightningCLI` of one's own.
+"""`LanguageModule` and `DataModule` under a plain `lightning.Trainer`, and so in a custom `LightningCLI`.
 
 A batch is an optimizer step there too. What only `training/trainer.Trainer` has is left out, which the log says once:
 the run folder with checkpoints that are Hugging Face models, guards, gradient clipping, a resume exact to the bit.

@@ -139,11 +139,11 @@ def gather_evidence(trainer: Trainer, module: LightningModule, worst: StepRef, o
     batches = rows.reshape(-1, size, world, rows.shape[1])  # (micro-batches, B, ranks, T + 1)
     without = "the model is sharded over ranks" if is_sharded(module) else None
     norms, without = _norms(module, batches[micro, :, rank], without)
-    beside = None
+    other = None
     if ordinary is not None:
         other_rows = _read(trainer, ordinary)[0].reshape(batches.shape)
         other_norms, without = _norms(module, other_rows[0, :, 0], without)
-        beside = {"what": _name(ordinary, 0, 0, world), **other_norms._asdict()}
+        other = {"what": _name(ordinary, 0, 0, world), **other_norms._asdict()}
     samples = [
         Sample(worst.sample + i, *places[i], rows[i].tolist(), losses[i].tolist())
         for i in np.argsort(-means, kind="stable").tolist()
@@ -154,7 +154,7 @@ def gather_evidence(trainer: Trainer, module: LightningModule, worst: StepRef, o
         texts=[decode(sample.tokens) for sample in samples],
         pieces=[[decode([token]) for token in sample.tokens] for sample in samples[:WORST_SAMPLES]],
         worst={"what": _name(worst, micro, rank, world), **norms._asdict()},
-        ordinary=beside,
+        ordinary=other,
         without_gradients=without,
     )
 

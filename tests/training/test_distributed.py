@@ -21,7 +21,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
-from trainings import CONFIG, PLACES, fit, lm, make_workplace, processes_of, start, write_config
+from trainings import CONFIG, PLACES, equipment, fit, lm, make_workplace, processes_of, start, write_config
 
 from lm.errors import RunError
 from lm.model.config import DecoderConfig, matrix_rows
@@ -42,7 +42,7 @@ DIVISIONS = {
 }
 # The order of additions differs between divisions, and training widens the difference of 1e-7 with every step.
 TOLERANCE = 2e-5
-MASK = {"class_path": "test_distributed.Mask"}
+MASK, FAIL = equipment("test_distributed.Mask"), equipment("test_distributed.Fail")
 PLAIN = {
     "model.decoder.dropout": 0.0, "model.document_mask": True, "model.optimizer.lr": 3e-3,
     "model.schedule.name": "constant", "trainer.gradient_clip_val": 0.5, "trainer.max_steps": 14,
@@ -51,17 +51,6 @@ PLAIN = {
 
 
 # ---- what a config names ---------------------------------------------------------------------------------------------
-
-
-class Send(Callback):
-    """Sends a signal to one rank when it begins an optimizer step (the first is 0)."""
-
-    def __init__(self, name: str, rank: int, step: int) -> None:
-        self.number, self.rank, self.step = getattr(signal, name), rank, step
-
-    def on_train_batch_start(self, trainer, pl_module, batch, batch_idx):
-        if trainer.global_rank == self.rank and trainer.global_step == self.step:
-            os.kill(os.getpid(), self.number)
 
 
 class Fail(Callback):
@@ -102,7 +91,7 @@ def alone(workplace):
 
 def changed(division: str, *callbacks: dict, **changes) -> dict:
     """The changes of a config for this division."""
-    named = [MASK, {"class_path": "recorder.Recorder"}, *callbacks]
+    named = [MASK, equipment("recorder.Recorder"), *callbacks]
     return {**PLAIN, **DIVISIONS[division], "trainer.callbacks": named, **changes}
 
 
@@ -259,10 +248,9 @@ def test_every_checkpoint_resumes_under_every_strategy(workplace, alone):
     for index, division in enumerate(order):
         step, rank = 2 * index + 1, index % 2 if division != "one" else 0
         last = index == len(order) - 1
-        send = {"class_path": "test_distributed.Send", "init_args": dict(name="SIGTERM", rank=rank, step=step)}
-        stop = [] if last else [send]
+        stop = equipment("recorder.KillAt", signal_name="SIGTERM", hook="on_train_batch_start", step=step, rank=rank)
         keep = {"trainer.keep_checkpoints": 20, "trainer.log_interval": 7}
-        done, run = train(workplace, "relay", division, *stop, expect=0 if last else 75, **keep)
+        done, run = train(workplace, "relay", division, *([] if last else [stop]), expect=0 if last else 75, **keep)
         if not last:
             assert len(complaints(done.stderr)) == 1 and f"stopped after step {step + 1} " in done.stderr
     reference, logged = curves(alone[0]), curves(run)
@@ -359,7 +347,7 @@ def test_a_signal_to_the_process_group_stops_both_with_one_checkpoint(workplace)
 @pytest.mark.slow
 @pytest.mark.fault(18)
 def test_a_rank_that_fails_alone_is_named_and_ends_the_training(workplace):
-    done, run = train(workplace, "broken", "ddp", {"class_path": "test_distributed.Fail"}, expect=1)
+    done, run = train(workplace, "broken", "ddp", FAIL, expect=1)
     assert "shard 7 is gone" in done.stderr and "local rank 1 failed with exit code 1" in done.stderr
     assert len(complaints(done.stderr)) == 2 and processes_of(workplace) == []
     assert run.status() == "failed"

@@ -91,7 +91,7 @@ ON_CPU = {"max_steps": 1, "accelerator": "cpu"}
 LOADER = "data from an lm.DataModule, and this is a DataLoader"
 MISTAKES = {
     "a class as a callback": (lambda: package.Trainer(callbacks=[Own], **ON_CPU), r"Own is a class: .* Own\(\)"),
-    "no callback": (lambda: package.Trainer(callbacks=[3], **ON_CPU), "3 is no callback"),
+    "no callback": (lambda: package.Trainer(callbacks=[3], **ON_CPU), "3 is not a callback"),
     "no count": (lambda: package.Trainer(max_tokens="2Q"), r"^lm\.Trainer\(max_tokens='2Q'\): expected a count"),
     "a loader": (lambda: package.Trainer(**ON_CPU).fit(package.LanguageModule(DECODER), DataLoader([1])), LOADER),
     "a loader to validate": (

@@ -18,8 +18,8 @@ from lm.training.optim import build_optimizer
 from lm.training.optimizer_class import build_by_class
 
 SGD = {"class_path": "torch.optim.SGD", "init_args": {"momentum": 0.9, "nesterov": True}, "lr": 0.05, "weight_decay": 0}
-EVERYTHING = {"class_path": "own_optimizers.Everything", "lr": 0.01, "weight_decay": 0}
-OWN = {"class_path": "own_optimizers.Lion", "init_args": {"beta": 0.95}, "lr": 0.003}
+EVERYTHING = {"class_path": "my_optimizers.Everything", "lr": 0.01, "weight_decay": 0}
+OWN = {"class_path": "my_optimizers.Lion", "init_args": {"beta": 0.95}, "lr": 0.003}
 
 
 @pytest.fixture(scope="module")
@@ -32,9 +32,10 @@ def place(tmp_path_factory):
     (OWN, {"mean": torch.float32}, {"groups": [{"rounds": 3}, {"rounds": 3}]}),
     (EVERYTHING, {"half": torch.bfloat16, "byte": torch.uint8, **dict.fromkeys(["row", "large", "late"], torch.float32)},
      {"entries": {"steps": 3}}),
-], ids=["torch's", "own", "everything"])  # fmt: skip
+], ids=["SGD", "Lion", "Everything"])  # fmt: skip
 def test_a_checkpoint_has_its_state_as_tensors_and_plain_values(place, optimizer, slots, values):
-    _, run = fit(place, optimizer["class_path"].rpartition(".")[2], **{"model.optimizer": optimizer, "trainer.max_steps": 3})
+    name = optimizer["class_path"].rpartition(".")[2]
+    _, run = fit(place, name, **{"model.optimizer": optimizer, "trainer.max_steps": 3})
     tensors = load_file(run.checkpoint("last") / "optimizer.safetensors")
     assert {key.rpartition("/")[2]: value.dtype for key, value in tensors.items()} == slots
     found = json.loads((run.checkpoint("last") / "trainer.json").read_text())["optimizer_values"]
@@ -85,9 +86,9 @@ def test_plan_counts_what_it_keeps(place, path, values):
         ({"class_path": "torch.optim.Nope"}, "has no attribute 'Nope'; give a class such as torch.optim.SGD"),
         ({"class_path": "my_optimizer.Lion"}, "No module named 'my_optimizer'; give a class"),
         ({"class_path": "torch.nn.Linear"}, "is not a torch.optim.Optimizer"),
-        ({"class_path": "own_optimizers.Hoarder"}, "keeps 'kept' of a parameter, and a checkpoint cannot hold a value of"),
-        ({"class_path": "own_optimizers.NumbersItsSlots"}, "under names that are not texts"),
-        ({"class_path": "own_optimizers.KeepsUnderNumbers"}, "under a number, which in a state_dict is a parameter's"),
+        ({"class_path": "my_optimizers.Hoarder"}, "keeps 'kept' of a parameter, and a checkpoint cannot hold a value of"),
+        ({"class_path": "my_optimizers.NumbersItsSlots"}, "under names that are not texts"),
+        ({"class_path": "my_optimizers.KeepsUnderNumbers"}, "under a number, which in a state_dict is a parameter's"),
         ({"class_path": "torch.optim.SGD", "init_args": {"speed": 1}}, "unexpected keyword argument 'speed'"),
         ({"class_path": "torch.optim.SGD", "init_args": {"momentum": "high"}, "weight_decay": 0},
          "torch.optim.SGD with init_args {'momentum': 'high'}: "),
@@ -103,7 +104,7 @@ def test_what_cannot_train_is_one_line(place, optimizer, message):
 def test_another_optimizer_s_checkpoint_is_refused(place):
     fit(place, "other", **{"model.optimizer": SGD, "trainer.max_steps": 4})
     refused, _ = fit(place, "other", "--ckpt_path", "auto", expect=2, **{"model.optimizer": OWN})
-    assert "optimizer.class_path torch.optim.SGD, and the config has class_path own" in refused.stderr.splitlines()[-1]
+    assert "optimizer.class_path torch.optim.SGD, and the config has class_path my_" in refused.stderr.splitlines()[-1]
 
 
 @pytest.mark.parametrize(("written", "now", "message"), [
@@ -120,7 +121,7 @@ def test_the_class_that_wrote_a_checkpoint_decides(written, now, message):
 
 
 def test_what_a_class_keeps_later_is_refused_at_the_first_checkpoint(place):
-    optimizer = {"class_path": "own_optimizers.LateHoarder", "weight_decay": 0}
+    optimizer = {"class_path": "my_optimizers.LateHoarder", "weight_decay": 0}
     refused, _ = fit(place, "late", expect=2, **{"model.optimizer": optimizer})
-    said = "own_optimizers.LateHoarder: it keeps 'queue' in its state_dict, and a checkpoint cannot hold"
+    said = "my_optimizers.LateHoarder: it keeps 'queue' in its state_dict, and a checkpoint cannot hold"
     assert said in refused.stderr.splitlines()[-1]

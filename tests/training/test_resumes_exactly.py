@@ -16,7 +16,8 @@ from test_own_model import FILES
 from trainings import equipment, fit, make_workplace
 
 EXIT = {"SIGKILL": -signal.SIGKILL, "SIGTERM": 75}
-TWO_RANKS = {"trainer.devices": 2, "trainer.strategy": "fsdp2", "data.micro_batch_size": 2, "model.decoder.dropout": 0.0}
+SHARDED = {"trainer.devices": 2, "trainer.strategy": "fsdp2", "data.micro_batch_size": 2, "model.decoder.dropout": 0}
+HEAD_RATE = {"model.optimizer.groups": {"output": {"lr": 0.02}}}
 GRAPHS = equipment("recorder.GraphsWithoutDevice")
 
 
@@ -34,12 +35,12 @@ ROWS = {
     "an optimizer of torch": Row({"model.optimizer": SGD}, [("SIGKILL", 9)]),
     "a custom optimizer": Row({"model.optimizer": OWN}, [("SIGKILL", 9)]),
     "every kind of optimizer state": Row({"model.optimizer": EVERYTHING}, [("SIGKILL", 9)]),
-    "shards of a custom optimizer": Row({"model.optimizer": EVERYTHING, **TWO_RANKS}, [("SIGTERM", 15)]),
+    "shards of a custom optimizer": Row({"model.optimizer": EVERYTHING, **SHARDED}, [("SIGTERM", 15)]),
     "a mixture with two phases": Row(mixed(), [("SIGKILL", 9), ("SIGKILL", 15)]),  # in each phase
     "packed rows": Row({"data.path": "data/packed", "data.packing": "whole"}, [("SIGKILL", 9)]),
     "fp8": Row({}, [("SIGTERM", 11)], [equipment("test_precision.Emulated")]),
     "cuda graphs": Row({"model.cuda_graphs": True}, [("SIGTERM", 5)], [GRAPHS], whole={}, arguments=["--force"]),
-    "a custom model": Row({"model.optimizer.groups": {"output": {"lr": 0.02}}}, [("SIGKILL", 9)], program=["my_gru.py"]),
+    "a custom model": Row(HEAD_RATE, [("SIGKILL", 9)], program=["my_gru.py"]),
 }  # fmt: skip
 
 
