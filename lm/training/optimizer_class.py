@@ -98,14 +98,6 @@ def other_entries(state: dict[str, Any]) -> dict[str, Any]:
     return {key: value for key, value in state.items() if key not in ("state", "param_groups")}
 
 
-def same_class(one: str, other: str) -> bool:
-    """Whether two class paths name one class, as `torch.optim.SGD` and `torch.optim.sgd.SGD` do."""
-    try:
-        return one == other or _find(one) is _find(other)
-    except RequestError:
-        return False
-
-
 def _settings(group: dict[str, Any]) -> dict[str, Any]:
     return {name: value for name, value in group.items() if name not in ("params", "peak_lr", *OURS)}
 

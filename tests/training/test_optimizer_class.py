@@ -108,7 +108,7 @@ def test_another_optimizer_s_checkpoint_is_refused(place):
 
 
 @pytest.mark.parametrize(("written", "now", "message"), [
-    ({"class_path": "torch.optim.sgd.SGD"}, SGD, None),
+    ({"class_path": "torch.optim.SGD"}, SGD, None),
     ({"class_path": "torch.optim.Adam"}, SGD, "has class_path torch.optim.SGD: give class_path torch.optim.Adam"),
     ({"class_path": "torch.optim.Adam"}, {"name": "muon"}, "config has name muon: give class_path torch.optim.Adam"),
     ({"name": "muon"}, SGD, "give name muon and no class_path"),

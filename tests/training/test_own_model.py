@@ -134,29 +134,27 @@ def test_over_two_ranks(place, strategy):
         torch.testing.assert_close(two[name], weight, rtol=1e-4, atol=1e-5)
 
 
-def test_what_is_said_without_the_class(place):
+def test_commands_that_a_model_of_another_class_does_not_take(place):
     config = str(write_config(place, "said", **SHORT))
     run(place, "my_gru.py", "fit", "--config", config, "--trainer.max_steps", "2", "--run", "said")
-    for command in (["validate", "--run", "said"], ["generate", "--run", "said", "--prompt", "a"]):
-        refused = run(place, *command, expect=2)
-        assert "a model that the class MyGRU builds" in refused
-        assert "has `lm.run(MyGRU)`, such as `python my_gru.py generate`" in refused
-    trained = Run(place / "checkpoints/said")
+    trained, fit = Run(place / "checkpoints/said"), ["fit", "--config", config]
     assert " my_gru.py validate --ckpt_path " in trained.validate_command()
     assert " my_gru.py fit --config " in trained.resume_command()
-    refused = run(place, "fit", "--config", config, "--run", "said", "--ckpt_path", "auto", "--force",
-                  expect=2)  # fmt: skip
-    assert "a model that the class MyGRU builds" in refused
-    refused = run(place, "my_gru.py", "export", "--run", "said", "--output", "published", expect=2)
-    assert "a model of GRU, which Hugging Face's libraries do not have" in refused
-    refused = run(place, "my_gru.py", "import", "--input", "checkpoints/said/best", "--output", "imported", expect=2)
-    assert "holds a model of GRU, and an import makes a decoder" in refused and not (place / "imported").exists()
-    refused = run(place, "my_gru.py", "fit", "--config", config, "--model.document_mask", "true", expect=2)
-    assert "GRU.forward takes no document_ids, and model.document_mask needs it" in refused
-    refused = run(place, "my_gru.py", "fit", "--config", config, "--model.kernels", "on", expect=2)
-    assert "model.kernels is for the decoder of this project" in refused
-    refused = run(place, "my_model.py", "fit", "--config", config, "--model.expansoin", "2", expect=2)
-    assert "did you mean 'model.expansion'?" in refused
+    other, cure = "a model that the class MyGRU builds", "has `lm.run(MyGRU)`, such as `python my_gru.py generate`"
+    imported = ["import", "--input", "checkpoints/said/best", "--output", "imported"]
+    for command, *words in [
+        (["validate", "--run", "said"], other, cure),
+        (["generate", "--run", "said", "--prompt", "a"], other, cure),
+        ([*fit, "--run", "said", "--ckpt_path", "auto", "--force"], other),
+        (["my_gru.py", "export", "--run", "said", "--output", "published"], "a model of GRU, which Hugging Face's"),
+        (["my_gru.py", *imported], "holds a model of GRU, and an import makes a decoder"),
+        (["my_gru.py", *fit, "--model.document_mask", "true"], "GRU.forward takes no document_ids, and model.document"),
+        (["my_gru.py", *fit, "--model.kernels", "on"], "model.kernels is for the decoder of this project"),
+        (["my_model.py", *fit, "--model.expansoin", "2"], "did you mean 'model.expansion'?"),
+    ]:  # fmt: skip
+        refused = run(place, *command, expect=2)
+        assert all(each in refused for each in words), refused
+    assert not (place / "imported").exists()
     assert "--model.expansion int [4]" in run(place, "my_model.py", "fit", "--help", "model")
 
 
