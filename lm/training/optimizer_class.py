@@ -4,7 +4,7 @@ They get our parameter groups, learning rates and clipping; a step that is not f
 `state_dict` goes into checkpoints as tensors and plain values, and comes back exactly.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from importlib import import_module
 from inspect import Parameter, signature
 from typing import Any
@@ -55,12 +55,12 @@ def try_optimizer(class_path: str, init_args: dict[str, Any], weight_decay: floa
 
 def refuse_unkept(class_path: str, optimizer: Optimizer, state: dict[str, Any]) -> None:
     """Refuse an optimizer that keeps in its `state_dict`, here `state`, what a checkpoint cannot hold."""
-    for what, key, value in _kept(optimizer, state):
-        try:
-            encode([key, apply_to_collection(value, Tensor, lambda tensor: None)])
-        except TypeError as error:
-            raise RequestError(f"model.optimizer.class_path {class_path}: it keeps {what}, and {error}, only tensors "
-                               "and plain values") from error  # fmt: skip
+    kept = {**state, "param_groups": changed_settings(optimizer, state["param_groups"])}
+    try:
+        encode(apply_to_collection(kept, Tensor, lambda tensor: None))
+    except TypeError as error:
+        raise RequestError(f"model.optimizer.class_path {class_path}: of its state_dict {error}, only tensors and "
+                           "plain values") from error  # fmt: skip
     # A checkpoint names state by parameter and slot, and a state_dict counts parameters.
     slots = {slot for key, slots in state["state"].items() if isinstance(key, int) for slot in slots}
     if not all(isinstance(slot, str) for slot in slots):
@@ -69,18 +69,6 @@ def refuse_unkept(class_path: str, optimizer: Optimizer, state: dict[str, Any]) 
     if any(isinstance(key, int) for key in optimizer.state):
         raise RequestError(f"model.optimizer.class_path {class_path}: it keeps state under a number, which in a "
                            "state_dict is a parameter's: use a text")  # fmt: skip
-
-
-def _kept(optimizer: Optimizer, state: dict[str, Any]) -> Iterator[tuple[str, Any, Any]]:
-    """All that a `state_dict` has: words for it, its key and its value."""
-    for key, slots in state["state"].items():
-        if isinstance(key, int):
-            yield from ((f"{slot!r} of a parameter", slot, value) for slot, value in slots.items())
-        else:
-            yield f"{key!r} in its state", key, slots
-    for changed in changed_settings(optimizer, state["param_groups"]):
-        yield from ((f"{name!r} in a group", name, value) for name, value in changed.items())
-    yield from ((f"{key!r} in its state_dict", key, value) for key, value in other_entries(state).items())
 
 
 def changed_settings(optimizer: Optimizer, groups: list[dict[str, Any]]) -> list[dict[str, Any]]:

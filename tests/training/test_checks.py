@@ -1,6 +1,7 @@
 """The one list of options that do not go together: `lm plan` prints what `lm fit` refuses, in the same words."""
 
 import pytest
+import torch
 from decoders import SMALL
 from trainings import lm, make_workplace, write_config
 
@@ -21,6 +22,7 @@ from lm.training.config import (
     SamplesConfig,
     TrainerConfig,
 )
+from lm.training.trainer import Trainer
 
 H200, CPU = DEVICES["h200"], Device("a processor", None, None)
 FP8 = {"precision": "fp8-rowwise"}
@@ -118,6 +120,12 @@ def test_only_errors_refuse(caplog):
     with pytest.raises(RequestError, match="^wrong: right$"):
         checks.refuse([checks.error("wrong", "right")])
     assert str(checks.Finding("warning", "odd", "even")) == "odd; even"
+
+
+@pytest.mark.skipif(torch.backends.mps.is_available(), reason="this machine has it")
+def test_a_device_that_is_not_there_is_refused_with_the_cure():
+    with pytest.raises(RequestError, match="give --trainer.accelerator cpu, or auto"):
+        Trainer(max_steps=1, accelerator="mps")
 
 
 @pytest.mark.slow

@@ -70,6 +70,7 @@ class Mask(Callback):
         object.__setattr__(batch, "mask", batch.tokens[:, 1:].to(torch.int64) % 3 > 0)
 
 
+OPTIMIZERS = {"adamw": {}, "muon": {"model.optimizer.name": "muon", "model.decoder.qk_norm": True}}
 TWO_STEPS = {"trainer.max_steps": 2, "model.schedule.warmup_steps": 1}
 ENDLESS = {"trainer.max_steps": 100_000, "trainer.val_interval": 100_000}
 ENVIRONMENT = {**os.environ, "PYTHONPATH": PLACES, "OMP_NUM_THREADS": "1"}
@@ -84,9 +85,9 @@ def workplace(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def alone(workplace):
-    """The run of one process without a stop, and the samples of its steps."""
-    _, run = train(workplace, "one", "one")
-    return run, seen(workplace)
+    """By optimizer, the run of one process without a stop, and the samples of its steps."""
+    return {name: (train(workplace, f"one-{name}", "one", **changes)[1], seen(workplace))
+            for name, changes in OPTIMIZERS.items()}  # fmt: skip
 
 
 def changed(division: str, *callbacks: dict, **changes) -> dict:
@@ -137,13 +138,20 @@ def wait_for(condition, seconds: float = 60.0) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("division", ["ddp", "fsdp2-whole", "fsdp2-compiled"])
-def test_two_ranks_train_as_one_process(workplace, alone, division):
+@pytest.mark.parametrize("division, optimizer", [
+    ("ddp", "adamw"), ("fsdp2-whole", "adamw"), ("fsdp2-compiled", "adamw"), ("ddp", "muon"), ("fsdp2-whole", "muon"),
+])  # fmt: skip
+def test_two_ranks_train_as_one_process(workplace, alone, division, optimizer):
     """With accumulation and without, with clipping, attention inside documents, and labels left out: ranks and
     micro-batches hold different numbers of counted tokens, and every token weighs the same all the same."""
-    done, run = train(workplace, division, division)
-    assert seen(workplace) == alone[1]
-    assert curves(run) == pytest.approx(curves(alone[0]), rel=TOLERANCE)
+    done, run = train(workplace, f"{division}-{optimizer}", division, **OPTIMIZERS[optimizer])
+    one, samples = alone[optimizer]
+    assert seen(workplace) == samples
+    assert curves(run) == pytest.approx(curves(one), rel=TOLERANCE)
+    shared, whole = (load_file(each.checkpoint("last") / "optimizer.safetensors") for each in (run, one))
+    assert shared.keys() == whole.keys()
+    for key, tensor in whole.items():
+        assert (shared[key] - tensor).norm() <= 1e-4 * tensor.norm(), key
     assert complaints(done.stderr) == []  # each line once, and no warning from any rank
     warned = [line for line in done.stderr.splitlines() if line.startswith("warning: ")]
     assert len(warned) == len(set(warned))  # those of `lm plan`, by rank zero alone
@@ -221,7 +229,7 @@ def test_replicas_that_add_gradients_in_bf16_train_as_one_process(workplace, alo
     """As far as bf16 goes; norms of fp32's closeness would mean that nothing was rounded."""
     _, run = train(workplace, "bf16-sums", "ddp-whole",
                    **{"trainer.distributed": {"reduce_dtype": "bf16", "bucket_mb": 1}})  # fmt: skip
-    rounded, whole = (curves(each, ["train/loss", "optim/grad_norm"]) for each in (run, alone[0]))
+    rounded, whole = (curves(each, ["train/loss", "optim/grad_norm"]) for each in (run, alone["adamw"][0]))
     assert rounded == pytest.approx(whole, rel=1e-2) and rounded != pytest.approx(whole, rel=TOLERANCE)
 
 
@@ -241,7 +249,8 @@ def shapes(file: Path) -> dict[str, tuple] | None:
 
 
 @pytest.mark.slow
-def test_every_checkpoint_resumes_under_every_strategy(workplace, alone):
+@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+def test_every_checkpoint_resumes_under_every_strategy(workplace, alone, optimizer):
     """SIGTERM to one rank every second step, and on under another strategy: all six changes, and the curve of a run
     that was never stopped, though losses that were not logged yet cross every stop."""
     order = ["one", "ddp-whole", "fsdp2", "one", "fsdp2", "ddp-whole", "one"]
@@ -249,13 +258,15 @@ def test_every_checkpoint_resumes_under_every_strategy(workplace, alone):
         step, rank = 2 * index + 1, index % 2 if division != "one" else 0
         last = index == len(order) - 1
         stop = equipment("recorder.KillAt", signal_name="SIGTERM", hook="on_train_batch_start", step=step, rank=rank)
-        keep = {"trainer.keep_checkpoints": 20, "trainer.log_interval": 7}
-        done, run = train(workplace, "relay", division, *([] if last else [stop]), expect=0 if last else 75, **keep)
+        changes = {"trainer.keep_checkpoints": 20, "trainer.log_interval": 7, **OPTIMIZERS[optimizer]}
+        done, run = train(workplace, f"relay-{optimizer}", division, *([] if last else [stop]),
+                          expect=0 if last else 75, **changes)  # fmt: skip
         if not last:
             assert len(complaints(done.stderr)) == 1 and f"stopped after step {step + 1} " in done.stderr
-    reference, logged = curves(alone[0]), curves(run)
-    assert {step for step, _ in logged} == {7, 14} and not (workplace / "checkpoints" / "relay-2").exists()
-    counted = {step: sum(token % 3 > 0 for row in rows for token in row[1:]) for step, rows in alone[1].items()}
+    one, samples = alone[optimizer]
+    reference, logged = curves(one), curves(run)
+    assert {step for step, _ in logged} == {7, 14} and not (workplace / "checkpoints" / f"{run.name}-2").exists()
+    counted = {step: sum(token % 3 > 0 for row in rows for token in row[1:]) for step, rows in samples.items()}
     for (step, name), value in logged.items():
         steps = range(step - 6, step + 1) if name == "train/loss" else [step]  # since the last log line, per token
         want = sum(reference[s, name] * counted[s] for s in steps) / sum(counted[s] for s in steps)
@@ -270,7 +281,8 @@ def test_every_checkpoint_resumes_under_every_strategy(workplace, alone):
 @pytest.mark.slow
 def test_validate_counts_every_window_once(workplace, alone):
     """As many windows as one process counts, though they do not divide evenly into ranks and batches."""
-    arguments = ("validate", "--run", "one", "--data.val_tokens", "416", "--data.micro_batch_size", "3")  # 13 windows
+    windows = ("--data.val_tokens", "416", "--data.micro_batch_size", "3")  # 13 of them
+    arguments = ("validate", "--run", "one-adamw", *windows)
     one = lm(workplace, *arguments).stdout
     assert one.startswith("val/loss ")
     for strategy in ("ddp", "fsdp2"):
@@ -293,7 +305,7 @@ def test_torchrun_leaves_one_run_folder(workplace, alone):
     assert [path.name for path in (workplace / "checkpoints").glob("torchrun*")] == ["torchrun"]
     run = Run(workplace / "checkpoints" / "torchrun")
     assert run.read("run.json")["world_size"] == 2 and run.read("run.json")["status"] == "finished"
-    assert curves(run)[1, "train/loss"] == pytest.approx(curves(alone[0])[1, "train/loss"], rel=TOLERANCE)
+    assert curves(run)[1, "train/loss"] == pytest.approx(curves(alone["adamw"][0])[1, "train/loss"], rel=TOLERANCE)
 
 
 @pytest.mark.slow

@@ -1,4 +1,4 @@
-"""Muon against torch's own and against singular values; as part of a training, stopped, shared among ranks, scaled."""
+"""Muon against torch's own and against singular values; with groups, under a gradient scaler, divided among ranks."""
 
 import math
 from copy import deepcopy
@@ -7,7 +7,6 @@ import pytest
 import torch
 import torch.distributed as dist
 from safetensors.torch import load_file
-from test_distributed import DIVISIONS, TOLERANCE, curves
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
@@ -179,19 +178,12 @@ def test_under_a_gradient_scaler_it_takes_the_same_steps_and_none_from_infinity(
 
 # ---- a training -----------------------------------------------------------------------------------------------------
 
-MUON = {"model.optimizer.name": "muon", "model.optimizer.lr": 1e-2, "model.decoder.qk_norm": True}
 
-
-@pytest.fixture(scope="module")
-def workplace(tmp_path_factory):
-    return make_workplace(tmp_path_factory.mktemp("muon"))
-
-
-def test_a_group_takes_its_own_rate_through_the_schedule(workplace):
+def test_a_group_takes_its_own_rate_through_the_schedule(tmp_path):
     """An embedding whose rate is next to nothing stays where it began; the rest does not."""
-    still = {"model.optimizer.groups": {"embedding": {"lr": 1e-30, "weight_decay": 0.0}}}
+    optimizer = {"name": "muon", "lr": 1e-2, "groups": {"embedding": {"lr": 1e-30, "weight_decay": 0.0}}}
     changes = {"trainer.max_steps": 4, "trainer.checkpoint_interval": 1, "trainer.keep_checkpoints": 9}
-    _, run = fit(workplace, "groups", **MUON | changes | still)
+    _, run = fit(make_workplace(tmp_path), **changes, **{"model.optimizer": optimizer})
     first, final = (load_file(run.steps()[step] / "model.safetensors") for step in (1, 4))
     same = {name for name in first if torch.equal(first[name], final[name])}
     assert same == {"model.embed_tokens.weight"}
@@ -199,20 +191,6 @@ def test_a_group_takes_its_own_rate_through_the_schedule(workplace):
 
 
 # ---- several ranks --------------------------------------------------------------------------------------------------
-
-SHARED = {**MUON, "model.decoder.dropout": 0.0, "model.schedule.name": "constant", "trainer.gradient_clip_val": 0.5,
-          "trainer.val_interval": 6, "trainer.checkpoint_interval": 100, "model.optimizer.lr": 3e-3}  # fmt: skip
-
-
-@pytest.fixture(scope="module")
-def alone(workplace):
-    """The run of one process."""
-    return fit(workplace, "alone", **SHARED, **DIVISIONS["one"])[1]
-
-
-def tensors(run, file):
-    return load_file(run.checkpoint("last") / f"{file}.safetensors")
-
 
 # Shape: rows. Over three ranks the first one's shards have 6, 6 and 4 rows, and its matrices begin somewhere else; one
 # row leaves two ranks without.
@@ -297,29 +275,3 @@ def test_owners_have_as_much_to_do_as_each_other(world):
         assert max(shares) - min(shares) <= 1
     loads = [sum(cost * ranks.count(rank) for cost, ranks in zip(costs, owners, strict=True)) for rank in range(world)]
     assert max(loads) <= sum(loads) / world + max(costs)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("division", ["ddp", "fsdp2-whole"])
-def test_two_ranks_train_as_one_process(workplace, alone, division):
-    _, run = fit(workplace, division, **SHARED, **DIVISIONS[division])
-    assert curves(run) == pytest.approx(curves(alone), rel=TOLERANCE)
-    shared, whole = tensors(run, "optimizer"), tensors(alone, "optimizer")
-    assert shared.keys() == whole.keys()
-    for key, tensor in whole.items():
-        assert (shared[key] - tensor).norm() <= 1e-4 * tensor.norm(), key
-
-
-@pytest.mark.slow
-def test_a_checkpoint_resumes_under_another_strategy(workplace, alone):
-    """Shards, replicas, one process and back: the curve of a run that was never stopped, and the same tensors in the
-    files."""
-    for division, steps in {"fsdp2": 2, "ddp": 4, "one": 6, "ddp-whole": 9, "fsdp2-whole": 12}.items():
-        changes = {**SHARED, **DIVISIONS[division], "trainer.max_steps": steps}
-        _, run = fit(workplace, "relay", "--force", "--ckpt_path", "auto", **changes)  # two steps are all warm-up
-    relayed = curves(run)
-    assert {step for step, _ in relayed} == set(range(1, 13))
-    assert {key: relayed[key] for key in curves(alone)} == pytest.approx(curves(alone), rel=TOLERANCE)
-    for file in ("model", "optimizer"):
-        relayed, straight = ({key: t.shape for key, t in tensors(each, file).items()} for each in (run, alone))
-        assert relayed == straight
