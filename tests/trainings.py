@@ -121,20 +121,19 @@ def fit(
     return ended, Run(folder / "checkpoints" / name)
 
 
-def trace(folder: Path) -> list[dict[str, Any]]:
+def trace(folder: Path, file: str = "trace.jsonl") -> list[dict[str, Any]]:
     """What `Recorder` saw in this folder, in order: one entry a micro-batch."""
-    return [json.loads(line) for line in (folder / "trace.jsonl").read_text().splitlines()]
+    return [json.loads(line) for line in (folder / file).read_text().splitlines()]
 
 
-def losses(folder: Path) -> dict[tuple[int, int], str]:
+def losses(folder: Path, file: str = "trace.jsonl") -> dict[tuple[int, int], str]:
     """The loss of each micro-batch that counted in the end, exactly: (step, micro-batch) -> hexadecimal."""
-    return {(entry["step"], entry["micro"]): entry["loss"] for entry in trace(folder)}
+    return {(entry["step"], entry["micro"]): entry["loss"] for entry in trace(folder, file)}
 
 
 def expected(folder: Path) -> dict[tuple[int, int], str]:
     """As `losses`, of the uninterrupted run whose trace was put aside as `expected.jsonl`."""
-    entries = [json.loads(line) for line in (folder / "expected.jsonl").read_text().splitlines()]
-    return {(entry["step"], entry["micro"]): entry["loss"] for entry in entries}
+    return losses(folder, "expected.jsonl")
 
 
 def processes_of(folder: Path) -> list[int]:

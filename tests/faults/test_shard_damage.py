@@ -44,8 +44,7 @@ def folder(uninterrupted, tmp_path_factory):
 
 def straight(folder):
     """The losses of the run on shards that stayed whole."""
-    entries = map(json.loads, (folder / "straight.jsonl").read_text().splitlines())
-    return {(entry["step"], entry["micro"]): entry["loss"] for entry in entries}
+    return losses(folder, "straight.jsonl")
 
 
 def put_back(folder):

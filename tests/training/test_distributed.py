@@ -21,7 +21,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
-from trainings import CONFIG, PLACES, equipment, fit, lm, make_workplace, processes_of, start, write_config
+from trainings import CONFIG, PLACES, equipment, fit, lm, make_workplace, processes_of, start, trace, write_config
 
 from lm.errors import RunError
 from lm.model.config import DecoderConfig, matrix_rows
@@ -107,7 +107,7 @@ def seen(folder: Path) -> dict[int, list[list[int]]]:
     """Each step's rows of tokens, sorted: which rank had which, and when, depends on the division."""
     steps: dict[int, list[list[int]]] = {}
     for path in folder.glob("trace*.jsonl"):
-        for entry in map(json.loads, path.read_text().splitlines()):
+        for entry in trace(folder, path.name):
             tokens = entry["tokens"]
             steps.setdefault(entry["step"], []).extend(tokens[at : at + 33] for at in range(0, len(tokens), 33))
     return {step: sorted(rows) for step, rows in steps.items()}

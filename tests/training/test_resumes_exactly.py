@@ -3,7 +3,6 @@
 A row is a feature and how its run is interrupted. `faults/` has more interruptions, of an ordinary run.
 """
 
-import json
 import signal
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -13,7 +12,7 @@ from safetensors.torch import load_file
 from test_mixtures import mixed, write_sources
 from test_optimizer_class import EVERYTHING, OWN, SGD
 from test_own_model import FILES
-from trainings import equipment, fit, make_workplace
+from trainings import equipment, fit, make_workplace, trace
 
 EXIT = {"SIGKILL": -signal.SIGKILL, "SIGTERM": 75}
 SHARDED = {"trainer.devices": 2, "trainer.strategy": "fsdp2", "data.micro_batch_size": 2, "model.decoder.dropout": 0}
@@ -54,7 +53,7 @@ def place(tmp_path_factory):
 
 def entries(place: Path) -> list[dict[str, Any]]:
     """What the recorders of all ranks wrote down, of micro-batches that did not count in the end too."""
-    return [json.loads(line) for path in place.glob("trace*.jsonl") for line in path.read_text().splitlines()]
+    return [entry for path in place.glob("trace*.jsonl") for entry in trace(place, path.name)]
 
 
 def losses(entries: list[dict[str, Any]]) -> dict[tuple[int, int, int], str]:

@@ -1,15 +1,24 @@
-"""Lightning's own callbacks in a training: each works, or is refused in one line before anything is written."""
+"""Callbacks in a training: Lightning's own work or are refused in one line, those of lm/training/README.md do as it says.
 
+And what is given to Lightning's `log` is logged like our own metrics.
+"""
+
+import json
 import math
+import re
 from pathlib import Path
 
+import numpy as np
 import pytest
+import torch
 from lightning.pytorch import callbacks
-from trainings import fit, lm, make_workplace, write_config
+from safetensors.torch import load_file
+from trainings import HERE, equipment, fit, lm, make_workplace, write_config
 
 from lm.cli.config import config_parser
-from lm.errors import RequestError
+from lm.errors import RequestError, RunError
 from lm.runs.checkpoint import find_damage
+from lm.training.callbacks.logging import metrics_of_callback
 from lm.training.checks import INSTEAD, of_callbacks, refuse
 
 PLACE = "lightning.pytorch.callbacks."
@@ -21,16 +30,25 @@ ARGUMENTS = {
     "ModelPruning": {"pruning_fn": "l1_unstructured"}, "ThroughputMonitor": {"batch_size_fn": len},
     "OnExceptionCheckpoint": {"dirpath": "."},
 }  # fmt: skip
+README = (HERE.parent / "lm" / "training" / "README.md").read_text()
+CALLBACKS = re.search(r"```python\n(# my_callbacks.py\n.*?)```", README, re.DOTALL)[1]
+LOGGING = '''
+from lightning.pytorch.callbacks import Callback
+
+class Logged(Callback):
+    def on_train_batch_end(self, trainer, pl_module, *args):
+        pl_module.log("mine/step", float(trainer.global_step))
+
+    def on_validation_batch_end(self, trainer, pl_module, *args):
+        pl_module.log("mine/rows", 3.0, on_epoch=True, batch_size=1)
+'''
 
 
 @pytest.fixture(scope="module")
 def workplace(tmp_path_factory):
-    return make_workplace(tmp_path_factory.mktemp("callbacks"))
-
-
-def given(*callbacks):
-    """Lightning's callbacks, each a class's name and its arguments."""
-    return {"trainer.callbacks": [{"class_path": PLACE + name, "init_args": each} for name, each in callbacks]}
+    folder = make_workplace(tmp_path_factory.mktemp("callbacks"))
+    (folder / "my_callbacks.py").write_text(CALLBACKS + LOGGING)
+    return folder
 
 
 @pytest.mark.parametrize("name", callbacks.__all__)
@@ -57,7 +75,7 @@ DOES_NOT_WORK, CANNOT_MONITOR = "of Lightning does not work here: ", "has no tra
     ("EarlyStopping", {"monitor": "train/loss"}, CANNOT_MONITOR),
 ])
 def test_a_refusal_is_one_line_and_leaves_no_run(workplace, name, arguments, words):
-    refused, run = fit(workplace, "refused", expect=2, **given((name, arguments)))
+    refused, run = fit(workplace, "refused", expect=2, callbacks=[equipment(PLACE + name, **arguments)])
     *before, line = refused.stderr.splitlines(keepends=True)
     assert line.startswith("lm fit: trainer.callbacks: " + name) and words in line
     assert not run.path.exists() and not any(line.startswith("lm fit") for line in before)
@@ -85,7 +103,7 @@ class Typed(callbacks.Callback):
 
 
 def test_arguments_of_any_type_are_in_the_config_of_the_run(workplace):
-    typed = [{"class_path": "test_lightning_callbacks.Typed"}]
+    typed = [equipment("test_callbacks.Typed")]
     _, run = fit(workplace, "typed", **{"trainer.max_steps": 3, "trainer.callbacks": typed})
     (callback,) = run.settings()["trainer"]["callbacks"]
     assert callback["init_args"] == {"place": math.inf, "kind": "epoch"}
@@ -94,9 +112,11 @@ def test_arguments_of_any_type_are_in_the_config_of_the_run(workplace):
 
 def test_lightnings_checkpoints_beside_ours(workplace):
     """In the run's folder unless another is named; whole, its best two kept, and resumed with the callback's state."""
-    best = ("ModelCheckpoint", {"monitor": "val/loss", "save_top_k": 2, "save_last": True})
-    often = ("ModelCheckpoint", {"dirpath": "mine/often", "every_n_train_steps": 3, "save_top_k": -1})
-    _, run = fit(workplace, "beside", **given(best, often))
+    both = {"callbacks": [
+        equipment(PLACE + "ModelCheckpoint", monitor="val/loss", save_top_k=2, save_last=True),
+        equipment(PLACE + "ModelCheckpoint", dirpath="mine/often", every_n_train_steps=3, save_top_k=-1),
+    ]}  # fmt: skip
+    _, run = fit(workplace, "beside", **both)
     names = {"epoch=0-step=8.ckpt", "epoch=0-step=12.ckpt", "last.ckpt"}
     assert {path.name for path in (run.path / "checkpoints").iterdir()} == names
     assert len(list((workplace / "mine/often").iterdir())) == 4
@@ -104,7 +124,7 @@ def test_lightnings_checkpoints_beside_ours(workplace):
     assert not any(map(find_damage, kept)) and list(run.steps()) == [12]
     model = str(workplace / "mine/often/epoch=0-step=6.ckpt")
     assert lm(workplace, "generate", "--ckpt_path", model, "--prompt", "The", "--max_new_tokens", "3").stdout
-    fit(workplace, "beside", "--ckpt_path", "auto", **given(best, often), **{"trainer.max_steps": 16})
+    fit(workplace, "beside", "--ckpt_path", "auto", **both, **{"trainer.max_steps": 16})
     assert run.status() == "finished" and len(list((workplace / "mine/often").iterdir())) == 5
     assert len(list((run.path / "checkpoints").glob("epoch*"))) == 2
 
@@ -122,3 +142,50 @@ def test_a_profiler_leaves_its_report_in_the_run(workplace, ranks):
     if ranks == 1:
         lm(workplace, "validate", "--run", run.name, "--trainer.profiler", "advanced")
         assert "VALIDATE Profiler Report" in (run.path / "validate-profile.txt").read_text()
+
+
+# ---- custom ones ------------------------------------------------------------------------------------------------------
+
+
+def test_an_embedding_is_frozen_and_the_rest_learns(workplace):
+    """With two ranks too, which exchange the gradients of the rest."""
+    changes = {"trainer.keep_checkpoints": 9, "trainer.devices": 2, "model.decoder.tie_word_embeddings": False}
+    _, run = fit(workplace, "frozen", callbacks=[equipment("my_callbacks.FreezeEmbedding")], **changes)
+    first, last = (load_file(run.steps()[step] / "model.safetensors") for step in (3, 12))
+    same = {name for name in first if torch.equal(first[name], last[name])}
+    assert same == {"model.embed_tokens.weight"}
+
+
+def test_an_own_metric_is_in_every_log_line(workplace):
+    _, run = fit(workplace, "normed", callbacks=[equipment("my_callbacks.EmbeddingNorm")])
+    assert all(line["optim/embedding_norm"] > 0 for line in run.metrics("train/loss"))
+
+
+def test_a_run_stops_at_a_loss(workplace):
+    """After the step whose loss is lower, with a checkpoint of it; what is in the record is that it finished."""
+    _, run = fit(workplace, "stopped", callbacks=[equipment("my_callbacks.StopAtLoss", loss=3.0)])
+    *before, last = run.metrics("train/loss")
+    assert last["train/loss"] < 3.0 <= min(line["train/loss"] for line in before)
+    assert last["step"] < 12 and last["step"] in run.steps()
+
+
+@pytest.mark.parametrize("returned, said", [
+    (["a"], "a list: it returns a dictionary of numbers by name"), (None, "a NoneType: it"),
+    ({"mine": "text"}, "'text' for 'mine': a metric is a number"), ({"mine": torch.ones(2)}, r"tensor.* for 'mine'"),
+])
+def test_what_is_no_metric_is_named_with_its_callback(returned, said):
+    class Own: pass
+    with pytest.raises(RunError, match=rf"^Own\.logged_metrics returned {said}"):
+        metrics_of_callback(Own(), returned)
+    numbers = {"a": torch.tensor(3), "b": np.float32(0.5), "c": 2}
+    assert json.dumps(metrics_of_callback(Own(), numbers)) == '{"a": 3, "b": 0.5, "c": 2}'
+
+
+def test_what_lightning_s_log_is_given_is_logged_like_the_rest(workplace):
+    _, run = fit(workplace, "logged", callbacks=[equipment("my_callbacks.Logged")])
+    assert all(line["mine/step"] == line["step"] for line in run.metrics("train/loss"))
+    assert all((line.get("mine/rows") == 3.0) == ("val/loss" in line) for line in run.metrics())
+    newest = run.read("state.json")["metrics"]
+    assert newest.keys() >= {"train/loss", "val/loss", "mine/step", "mine/rows"}
+    shown = lm(workplace, "monitor", "logged", "--once").stdout
+    assert "mine/step" in shown and "mine/rows" in shown
