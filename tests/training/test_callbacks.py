@@ -1,6 +1,6 @@
-"""Callbacks in a training: Lightning's own work or are refused in one line, those of lm/training/README.md do as it says.
+"""Callbacks in a training: Lightning's own work or are refused in one line; those of lm/training/README.md work.
 
-And what is given to Lightning's `log` is logged like our own metrics.
+What is given to Lightning's `log` is logged like other metrics.
 """
 
 import json
@@ -144,7 +144,7 @@ def test_a_profiler_leaves_its_report_in_the_run(workplace, ranks):
         assert "VALIDATE Profiler Report" in (run.path / "validate-profile.txt").read_text()
 
 
-# ---- custom ones ------------------------------------------------------------------------------------------------------
+# ---- custom ones -----------------------------------------------------------------------------------------------------
 
 
 def test_an_embedding_is_frozen_and_the_rest_learns(workplace):

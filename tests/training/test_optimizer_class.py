@@ -30,8 +30,8 @@ def place(tmp_path_factory):
 @pytest.mark.parametrize("optimizer, slots, values", [
     (SGD, {"momentum_buffer": torch.float32}, {"state": {}, "groups": [{}]}),  # without a decay there is one group
     (OWN, {"mean": torch.float32}, {"groups": [{"rounds": 3}, {"rounds": 3}]}),
-    (EVERYTHING, {"half": torch.bfloat16, "byte": torch.uint8, **dict.fromkeys(["row", "large", "late"], torch.float32)},
-     {"entries": {"steps": 3}}),
+    (EVERYTHING, {"half": torch.bfloat16, "byte": torch.uint8, "row": torch.float32, "large": torch.float32,
+                  "late": torch.float32}, {"entries": {"steps": 3}}),
 ], ids=["SGD", "Lion", "Everything"])  # fmt: skip
 def test_a_checkpoint_has_its_state_as_tensors_and_plain_values(place, optimizer, slots, values):
     name = optimizer["class_path"].rpartition(".")[2]

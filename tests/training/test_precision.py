@@ -231,17 +231,14 @@ def test_gradients_are_those_of_bf16_within_rounding(scaling, joined):
 # ---- the decoder ----------------------------------------------------------------------------------------------------
 
 
-def converted(decoder, scaling, keep=None):
-    """The decoder, its matrices marked as Lightning would have it done."""
-    Float8Precision(scaling, keep, "cpu").convert_module(SimpleNamespace(decoder=decoder))
-    return decoder
-
-
 def built(scaling=None, keep=None, ops=None, config=SMALL):
+    """A decoder; with a scaling its matrices are marked as under Lightning."""
     torch.manual_seed(0)
     decoder = Decoder(config)
     fuse(decoder, ops)
-    return decoder if scaling is None else converted(decoder, scaling, keep)
+    if scaling is not None:
+        Float8Precision(scaling, keep, "cpu").convert_module(SimpleNamespace(decoder=decoder))
+    return decoder
 
 
 def results(decoder):
