@@ -29,7 +29,7 @@ from lm.runs.run import Run
 from lm.system.files import remove_folder
 from lm.training.config import OptimizerConfig
 from lm.training.distributed import gather_from_ranks
-from lm.training.optimizer_class import changed_settings, other_entries, refuse_unkept
+from lm.training.optim import changed_settings, other_entries, refuse_unkept
 
 log = logging.getLogger(__name__)
 

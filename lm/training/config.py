@@ -487,9 +487,7 @@ class SamplesConfig:
     seed: int = 0
 
     def __post_init__(self) -> None:
-        require_at_least(
-            1, "samples.", interval=self.interval, max_new_tokens=self.max_new_tokens, top_k=self.top_k
-        )
+        require_at_least(1, "samples.", interval=self.interval, max_new_tokens=self.max_new_tokens, top_k=self.top_k)
         require(0 <= self.temperature < math.inf, f"samples.temperature {self.temperature} must not be below 0")
 
 

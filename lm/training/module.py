@@ -27,8 +27,7 @@ from lm.training.distributed import FullyShardedStrategy, gather_from_ranks
 from lm.training.lightning_patches import attached_trainer, save_subclass_arguments
 from lm.training.lightning_step import LightningStep, StepDropped
 from lm.training.optim import build_optimizer
-from lm.training.plain_trainer import PlainRunState
-from lm.training.run_state import RunState
+from lm.training.run_state import PlainRunState, RunState
 from lm.training.schedule import lr_fraction
 from lm.training.step import total_norm
 from lm.training.trainer import Trainer

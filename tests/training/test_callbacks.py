@@ -157,7 +157,7 @@ def test_an_embedding_is_frozen_and_the_rest_learns(workplace):
     assert same == {"model.embed_tokens.weight"}
 
 
-def test_an_own_metric_is_in_every_log_line(workplace):
+def test_a_custom_metric_is_in_every_log_line(workplace):
     _, run = fit(workplace, "normed", callbacks=[equipment("my_callbacks.EmbeddingNorm")])
     assert all(line["optim/embedding_norm"] > 0 for line in run.metrics("train/loss"))
 
@@ -174,7 +174,7 @@ def test_a_run_stops_at_a_loss(workplace):
     (["a"], "a list: it returns a dictionary of numbers by name"), (None, "a NoneType: it"),
     ({"mine": "text"}, "'text' for 'mine': a metric is a number"), ({"mine": torch.ones(2)}, r"tensor.* for 'mine'"),
 ])
-def test_what_is_no_metric_is_named_with_its_callback(returned, said):
+def test_what_is_not_a_metric_is_named_with_its_callback(returned, said):
     class Own: pass
     with pytest.raises(RunError, match=rf"^Own\.logged_metrics returned {said}"):
         metrics_of_callback(Own(), returned)

@@ -14,8 +14,7 @@ from lm.model.config import DecoderConfig
 from lm.model.decoder import Decoder
 from lm.training.checkpoint_state import parameter_names, refuse_other_optimizer
 from lm.training.config import GroupConfig, GroupsConfig, OptimizerConfig
-from lm.training.optim import build_optimizer
-from lm.training.optimizer_class import build_by_class
+from lm.training.optim import build_by_class, build_optimizer
 
 SGD = {"class_path": "torch.optim.SGD", "init_args": {"momentum": 0.9, "nesterov": True}, "lr": 0.05, "weight_decay": 0}
 EVERYTHING = {"class_path": "my_optimizers.Everything", "lr": 0.01, "weight_decay": 0}

@@ -1,4 +1,4 @@
-"""A model of one's own, as `lm/training/README.md` shows: its command line, and checkpoints that name its class.
+"""A custom model, as `lm/training/README.md` shows: its command line, and checkpoints that name its class.
 
 The files are those of the page, as they stand there.
 """
