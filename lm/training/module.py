@@ -107,10 +107,7 @@ class LanguageModule(LightningModule):
         """The model to train; a subclass may return its own, by the contract of `model/custom`.
 
         It is built again from this method, with the same arguments of the class, to use a checkpoint; so it must read
-        nothing of the trainer or the data.
-
-        Args:
-            config: `model.decoder`, whose vocabulary is known.
+        nothing of the trainer or the data. `config` is `model.decoder`, and its vocabulary is known.
         """
         return Decoder(config)
 

@@ -1,9 +1,9 @@
 """The optimizer of a decoder: which settings each parameter has, and the class that is built.
 
-`training/builtin_optimizers` names the built-in ones. Any other of torch's, or a custom one, is built by its class path:
-it gets the same groups, learning rates and clipping; a step that is not finite is skipped; what is in its `state_dict`
-goes into checkpoints as tensors and plain values, and comes back exactly. The learning rate over the steps is in
-`training/schedule`.
+`training/builtin_optimizers` names the built-in ones. Any other of torch's, or a custom one, is built by its class
+path: it gets the same groups, learning rates and clipping; a step that is not finite is skipped; what is in its
+`state_dict` goes into checkpoints as tensors and plain values, and comes back exactly. The learning rate over the steps
+is in `training/schedule`.
 """
 
 from collections.abc import Callable, Collection, Iterable, Mapping
