@@ -36,6 +36,12 @@ class Interrupted(LmError):
     exit_code = 75
 
 
+def require(holds: bool, message: str) -> None:
+    """Raise RequestError with a message where something does not hold."""
+    if not holds:
+        raise RequestError(message)
+
+
 def require_at_least(least: int, prefix: str, **values: float | None) -> None:
     """Raise RequestError for a value below the least; None is no value. Names in the message begin with the prefix."""
     for name, value in values.items():

@@ -88,12 +88,8 @@ class KillAt(AtMicroBatches):
         step: int | None = None, rank: int | None = None, group: bool = False,
     ) -> None:  # fmt: skip
         self.number = getattr(signal, signal_name)
-        self.micro_batch = micro_batch
-        self.validation = validation
-        self.save = save
-        self.step = step
-        self.rank = rank
-        self.group = group
+        self.micro_batch, self.validation, self.save = micro_batch, validation, save
+        self.step, self.rank, self.group = step, rank, group
         if group and "LOCAL_RANK" not in os.environ:
             os.setpgid(0, 0)
         if hook:

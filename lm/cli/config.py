@@ -431,7 +431,7 @@ def in_notebook() -> bool:
 
 
 def quiet_lightning() -> None:
-    """Leave out what Lightning says of every training."""
+    """Leave out what Lightning logs about every training."""
     warnings.filterwarnings("ignore", module="lightning")
     for name in ("lightning.pytorch", "lightning.fabric"):
         logging.getLogger(name).setLevel(logging.WARNING)

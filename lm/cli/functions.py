@@ -179,7 +179,7 @@ class Trainer(BareTrainer):
     ) -> None:
         sections = sections_of_callbacks(options)
         own = {name: value for name, value in options.items() if name not in sections}
-        own.setdefault("stop_within", 0.0)  # a program of somebody else's does not end with the training
+        own.setdefault("stop_within", 0.0)  # the program around it does not end with the training
         config = build_options(TrainerConfig, "lm.Trainer", **own)
         self._name, self._sections, self._about = run, sections, about or RunOptions()
         quiet_lightning()

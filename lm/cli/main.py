@@ -114,7 +114,7 @@ def console_handler(stream: TextIO) -> logging.Handler:
 
 
 def _place(error: Exception) -> str:
-    """The last line that an exception passed of ours or of a user's callback: `lm/data/loader.py, line 120`."""
+    """The innermost line of this project or of a user's file where an exception was: `lm/data/loader.py, line 120`."""
     root, libraries = Path(__file__).parents[2], [sysconfig.get_path(name) for name in ("stdlib", "purelib")]
     own = [frame for frame in traceback.extract_tb(error.__traceback__)
            if Path(frame.filename).is_relative_to(root / "lm")

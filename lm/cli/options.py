@@ -199,8 +199,8 @@ def _options_of(kind: type, prefix: str = "") -> Iterator[Option]:
         if inside := next(filter(is_dataclass, get_args(hint) if get_origin(hint) in UNIONS else [hint]), None):
             yield from _options_of(inside, f"{prefix}{name}.")
         elif parameter.kind not in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD):
-            told = isinstance(default, str | int | float | tuple)  # not None, nor that there is none
-            yield Option(prefix + name, _kind(hint), default if told else None, helps.get(name, ""))
+            given = isinstance(default, str | int | float | tuple)  # not None, nor that there is none
+            yield Option(prefix + name, _kind(hint), default if given else None, helps.get(name, ""))
 
 
 def _kind(hint: Any) -> str:
@@ -314,7 +314,7 @@ def split_overrides(arguments: list[str]) -> tuple[list[str], list[str]]:
 
 
 def _keys(document: dict[str, Any], leaves: set[str], place: str = "") -> Iterator[str]:
-    """The names of a config's keys, with dots; below a name that is unknown there are no more."""
+    """The names of a config's keys, with dots; those below an unknown name are left out."""
     for key, value in document.items():
         name = f"{place}{key}"
         yield name
@@ -345,8 +345,8 @@ def find_config(name: str) -> Path:
             return path
     have = sorted({path.name for folder in CONFIGS for path in folder.glob("*.yaml")})
     here = Path(name).parent
-    beside = {str(path) for path in (*here.glob("*.y*ml"), *here.parent.glob(f"*/{Path(name).name}"))}
-    close = get_close_matches(name, [*sorted(beside), *have], 3, cutoff=0.75)
+    nearby = {str(path) for path in (*here.glob("*.y*ml"), *here.parent.glob(f"*/{Path(name).name}"))}
+    close = get_close_matches(name, [*sorted(nearby), *have], 3, cutoff=0.75)
     hint = f"did you mean {' or '.join(close)}?" if close else f"configs/ has: {', '.join(have) or 'none'}"
     raise RequestError(f"no config {name!r} here or in configs/; {hint}")
 

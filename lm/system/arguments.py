@@ -109,8 +109,8 @@ def spell_out(arguments: list[str], flags: Iterable[str] = (), lists: Iterable[s
     """Translate what people type for jsonargparse: `--json` to `--json=true`, `--input a b` to `--input=["a", "b"]`.
 
     A list may also be repeated options, `--input a --input b`, or YAML, `--input '[a, b]'`. Options of texts, such as
-    `--prompt '[Applause]'`, take JSON, and YAML after an equals sign. `--input=null` is no list, and so is `null` after
-    an option of a config, which has a dot.
+    `--prompt '[Applause]'`, take JSON, and YAML after an equals sign. `--input=null` is not a list, nor is `null`
+    after an option of a config, which has a dot.
     """
     spelled: list[str] = []
     values: dict[str, list[str]] = {}  # option -> its values; it stays where it came first
@@ -193,12 +193,12 @@ def shorten(message: str, known: list[str]) -> str:
     if unknown:
         name = ".".join(filter(None, unknown.groups()))
         return unknown_options({name: nearest_option(name, known)})
-    # Of a type such as `int | None` what each part says, without the list of the parts, and None is no help.
+    # Of a type such as `int | None` the error of each part, without the list of the parts; that of None does not help.
     key, indent = re.match(r'(?:Parser key "(.+?)":)?', message)[1], re.search(r"Errors:\n( *)- ", message)
     errors = re.findall(rf"\n{indent[1]}- (.*(?:\n{indent[1]} {{4}}.*)*)", message) if indent else []
     if reasons := [each for each in errors if "NoneType" not in each]:
         given = re.search(r"class_path'?[=:] ?'(\S+?)'", message) or re.search(r"(?s)Given value: (.*)", message)
-        # What a class itself says comes before that the value is of none of the other types.
+        # The error of a class itself counts, and not that the value is of no other type.
         text = ", or ".join([each for each in reasons if not each.startswith(("Expected", "Not a"))] or reasons)
         text += "" if re.search("[Gg]ot ", text) else f", got {given[1]}"
     else:

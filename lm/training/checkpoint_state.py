@@ -33,7 +33,7 @@ from lm.runs.run import Run
 from lm.system.files import remove_folder
 from lm.training.config import OptimizerConfig
 from lm.training.distributed import gather_from_ranks
-from lm.training.optimizer_class import changed_settings, other_entries, refuse_unkept, same_class
+from lm.training.optim import changed_settings, other_entries, refuse_unkept
 
 log = logging.getLogger(__name__)
 
@@ -250,8 +250,6 @@ def refuse_other_optimizer(written: dict[str, str] | None, config: OptimizerConf
     if written is None or written == now:
         return
     [[before, then], [option, value]] = [*written.items(), *now.items()]
-    if before == option == "class_path" and same_class(then, value):
-        return
     raise RequestError(f"this is a checkpoint of another optimizer, of model.optimizer.{before} {then}, and the config "
                        f"has {option} {value}: give {before} {then}"
                        + (" and no class_path" if option == "class_path" != before else ""))  # fmt: skip

@@ -164,7 +164,7 @@ def of_callbacks(given: list[Any]) -> Iterator[Finding]:
         if isinstance(callback, type):
             yield error(f"callbacks: {callback.__name__} is a class", f"give an object, {callback.__name__}()")
         elif not isinstance(callback, Callback):
-            yield error(f"callbacks: {shown(callback)} is no callback", "derive its class from lm.Callback")
+            yield error(f"callbacks: {shown(callback)} is not a callback", "derive its class from lm.Callback")
         for kind, instead in INSTEAD.items():
             if isinstance(callback, kind):
                 yield error(f"trainer.callbacks: {type(callback).__name__} of Lightning does not work here", instead)
@@ -180,9 +180,9 @@ def of_callbacks(given: list[Any]) -> Iterator[Finding]:
 
 
 def of_ranks(trainer: TrainerConfig, devices: int) -> Iterator[Finding]:
-    """What ranks would exchange in vain, or wrongly, on this many devices over all nodes.
+    """Options that would have no effect, or a wrong one, on this many devices over all nodes.
 
-    Under torchrun, whose count may be another after a restart, a count that makes an option idle is no error.
+    Under torchrun the number may change with a restart, so an option that has no effect is not an error there.
     """
     strategy, nodes, precision, options = trainer.strategy, trainer.num_nodes, trainer.precision, trainer.distributed
     restarts = under_torchrun()

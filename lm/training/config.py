@@ -13,7 +13,7 @@ from dataclasses import dataclass, field, fields, replace
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple, NotRequired, TypedDict, Union
 
 from lm.data.config import DataConfig
-from lm.errors import RequestError, require_at_least
+from lm.errors import RequestError, require, require_at_least
 from lm.model.config import ActivationCheckpointing, Attention, Compile, DecoderConfig
 from lm.runs.history import refuse_wrong_ranges
 from lm.system.arguments import shown
@@ -90,24 +90,19 @@ class OptimizerConfig:
     groups: GroupsConfig = field(default_factory=GroupsConfig)
 
     def __post_init__(self) -> None:
-        if self.init_args and self.class_path is None:
-            raise RequestError("model.optimizer.init_args are for a class: give model.optimizer.class_path")
+        require(self.class_path is not None or not self.init_args,
+                "model.optimizer.init_args are for a class: give model.optimizer.class_path")  # fmt: skip
         for name in OURS:
-            if name in self.init_args:
-                raise RequestError(f"model.optimizer.init_args.{name}: give model.optimizer.{name}, which schedule and "
-                                   "groups begin from")  # fmt: skip
-        if not all(0 <= beta < 1 for beta in self.betas):
-            raise RequestError(f"model.optimizer.betas {self.betas} must lie in [0, 1)")
-        if not self.eps > 0:
-            raise RequestError(f"model.optimizer.eps {self.eps} must be above 0")
-        if not 0 <= self.momentum < 1:
-            raise RequestError(f"model.optimizer.momentum {self.momentum} must lie in [0, 1)")
+            require(name not in self.init_args, f"model.optimizer.init_args.{name}: give model.optimizer.{name}, which "
+                    "schedule and groups begin from")  # fmt: skip
+        require(all(0 <= beta < 1 for beta in self.betas), f"model.optimizer.betas {self.betas} must lie in [0, 1)")
+        require(self.eps > 0, f"model.optimizer.eps {self.eps} must be above 0")
+        require(0 <= self.momentum < 1, f"model.optimizer.momentum {self.momentum} must lie in [0, 1)")
         places = {"": self, **{f"groups.{name}.": group for name, group in vars(self.groups).items()}}
         for place, settings in places.items():
-            if settings.lr is not None and not settings.lr > 0:
-                raise RequestError(f"model.optimizer.{place}lr {settings.lr} must be above 0")
-            if settings.weight_decay is not None and not settings.weight_decay >= 0:
-                raise RequestError(f"model.optimizer.{place}weight_decay {settings.weight_decay} must not be below 0")
+            lr, decay = settings.lr, settings.weight_decay
+            require(lr is None or lr > 0, f"model.optimizer.{place}lr {lr} must be above 0")
+            require(decay is None or decay >= 0, f"model.optimizer.{place}weight_decay {decay} must not be below 0")
 
     def left_out(self) -> list[str]:
         """Options of AdamW and Muon that are set, and that the class of `class_path` does not get."""
@@ -145,8 +140,7 @@ class ScheduleConfig:
     def __post_init__(self) -> None:
         for name in ("final_fraction", "warmup_ratio", "decay_ratio", "begin_fraction"):
             value = getattr(self, name)
-            if value is not None and not 0 <= value <= 1:
-                raise RequestError(f"model.schedule.{name} {value} must lie in [0, 1]")
+            require(value is None or 0 <= value <= 1, f"model.schedule.{name} {value} must lie in [0, 1]")
         for name in ("warmup", "decay"):
             steps, ratio = getattr(self, f"{name}_steps"), getattr(self, f"{name}_ratio")
             if steps and ratio is not None:
@@ -157,10 +151,8 @@ class ScheduleConfig:
         if self.begin_fraction and not self.begin_step:
             raise RequestError("model.schedule.begin_fraction is for a branch: give begin_step too, or leave it out")
         if self.name == "wsd" and (self.warmup_ratio or 0) + (self.decay_ratio or 0) > 1:
-            raise RequestError(
-                f"model.schedule.warmup_ratio {self.warmup_ratio} and decay_ratio {self.decay_ratio} together are more "
-                "than the whole run"
-            )
+            raise RequestError(f"model.schedule.warmup_ratio {self.warmup_ratio} and decay_ratio {self.decay_ratio} "
+                               "together are more than the whole run")  # fmt: skip
 
 
 @dataclass
@@ -334,14 +326,10 @@ class TrainerConfig:
                  "keep_every", "num_nodes")  # fmt: skip
         require_at_least(1, "trainer.", **{name: getattr(self, name) for name in whole})
         require_at_least(1, "trainer.early_stopping.", patience=self.early_stopping.patience)
-        if not 0 <= self.stop_within <= YEAR:
-            raise RequestError(f"trainer.stop_within {self.stop_within} is a number of seconds: from 0 to {YEAR:,}")
-        if not 0 < self.rank_timeout <= YEAR:
-            raise RequestError(
-                f"trainer.rank_timeout {self.rank_timeout} is a number of seconds: more than 0, to {YEAR:,}"
-            )
-        if self.peak_tflops is not None and not 0 < self.peak_tflops < math.inf:
-            raise RequestError(f"trainer.peak_tflops {self.peak_tflops} must be above 0")
+        stop, wait, peak = self.stop_within, self.rank_timeout, self.peak_tflops
+        require(0 <= stop <= YEAR, f"trainer.stop_within {stop} is a number of seconds: from 0 to {YEAR:,}")
+        require(0 < wait <= YEAR, f"trainer.rank_timeout {wait} is a number of seconds: more than 0, to {YEAR:,}")
+        require(peak is None or 0 < peak < math.inf, f"trainer.peak_tflops {peak} must be above 0")
 
 
 # ---- guards ----------------------------------------------------------------------------------------------------------
@@ -350,7 +338,7 @@ Action = Literal["warn", "checkpoint", "stop", "rollback"]
 
 
 class Alert(TypedDict):
-    """What an alert does, and a line that it says to whoever reads the log."""
+    """What an alert does, and a line of text that is logged with it."""
 
     action: Action
     message: NotRequired[str]
@@ -370,7 +358,7 @@ class BudgetConfig:
         rate_usd_per_hr: What the machine costs, in US dollars an hour.
         max_rate_usd_per_hr: The most that an hour may cost; a run whose file says more ends with a checkpoint.
         max_hours: Hours that the run may take over all its sessions.
-        file: A `budget.json` that another program keeps: its figures count; where it has none, the own clock does.
+        file: A `budget.json` that another program keeps. Its figures count, and where it has none this run's own clock.
         warn_at: Part of the cap, or of the hours, at which a warning is due.
         dry_run: Only report what would be done.
     """
@@ -386,16 +374,15 @@ class BudgetConfig:
     def __post_init__(self) -> None:
         for name in ("cap_usd", "rate_usd_per_hr", "max_rate_usd_per_hr", "max_hours"):
             value = getattr(self, name)
-            if value is not None and not 0 < value < math.inf:
-                raise RequestError(f"guards.budget.{name} {value} must be more than 0")
-        if not 0 < self.warn_at <= 1:
-            raise RequestError(f"guards.budget.warn_at {self.warn_at} is a part of the cap: more than 0, at most 1")
+            require(value is None or 0 < value < math.inf, f"guards.budget.{name} {value} must be more than 0")
+        require(0 < self.warn_at <= 1,
+                f"guards.budget.warn_at {self.warn_at} is a part of the cap: more than 0, at most 1")  # fmt: skip
         for name in ("cap_usd", "max_rate_usd_per_hr"):
-            if getattr(self, name) is not None and self.rate_usd_per_hr is None and self.file is None:
-                raise RequestError(f"guards.budget.{name} needs guards.budget.rate_usd_per_hr, or a guards.budget.file")
+            require(getattr(self, name) is None or self.rate_usd_per_hr is not None or self.file is not None,
+                    f"guards.budget.{name} needs guards.budget.rate_usd_per_hr, or a guards.budget.file")  # fmt: skip
         self.refuse_rate(self.rate_usd_per_hr, "guards.budget.rate_usd_per_hr")
-        if self.dry_run and self.cap_usd is None and self.max_hours is None:
-            raise RequestError("guards.budget.dry_run needs guards.budget.cap_usd or guards.budget.max_hours")
+        require(not self.dry_run or self.cap_usd is not None or self.max_hours is not None,
+                "guards.budget.dry_run needs guards.budget.cap_usd or guards.budget.max_hours")  # fmt: skip
 
     def refuse_rate(self, rate: float | None, name: str) -> None:
         """Refuse a rate in US dollars an hour, by the name of where it stands."""
@@ -418,7 +405,7 @@ class ThroughputConfig:
     Args:
         floor: Tokens a second over all devices; none: no floor.
         patience: Log lines in a row below the floor before something is done.
-        action: What is done beside naming the cause: `warn` is nothing.
+        action: What is done after the cause is logged; `warn` does nothing more.
     """
 
     floor: Count | None = None
@@ -500,11 +487,8 @@ class SamplesConfig:
     seed: int = 0
 
     def __post_init__(self) -> None:
-        require_at_least(
-            1, "samples.", interval=self.interval, max_new_tokens=self.max_new_tokens, top_k=self.top_k
-        )
-        if not 0 <= self.temperature < math.inf:
-            raise RequestError(f"samples.temperature {self.temperature} must not be below 0")
+        require_at_least(1, "samples.", interval=self.interval, max_new_tokens=self.max_new_tokens, top_k=self.top_k)
+        require(0 <= self.temperature < math.inf, f"samples.temperature {self.temperature} must not be below 0")
 
 
 @dataclass

@@ -40,7 +40,7 @@ from torch.futures import Future
 from torch.optim import Optimizer
 
 from lm.errors import GuardStop, Interrupted, LmError, RequestError, RunError
-from lm.system.process import PARENT, code_for_launcher, under_torchrun
+from lm.system.process import PARENT, code_for_launcher, srun_tasks, under_torchrun
 from lm.system.units import plural
 from lm.training.config import DistributedConfig
 from lm.training.lightning_patches import OwnLauncher, ScriptLauncher, set_group_timeout
@@ -201,11 +201,10 @@ def torchrun_world() -> tuple[int, int] | None:
 def srun_world() -> tuple[int, int] | None:
     """Tasks of a node and nodes, where srun started this process as one of several; else None.
 
-    A batch script has the variables of its job too, but it is one process, and so is a job of one task: there `lm fit`
-    starts the processes of the node itself.
+    In a job of one task `lm fit` starts the processes of the node itself.
     """
-    tasks, nodes = (int(os.environ.get(name, 1)) for name in ("SLURM_NTASKS", "SLURM_NNODES"))
-    if "SLURM_STEP_ID" not in os.environ or tasks == 1 or not SLURMEnvironment.detect():
+    tasks, nodes = srun_tasks(), int(os.environ.get("SLURM_NNODES", 1))
+    if tasks == 1 or not SLURMEnvironment.detect():
         return None
     if "SLURM_NTASKS_PER_NODE" not in os.environ or tasks % nodes:
         raise RequestError(f"srun started {tasks} tasks on {plural(nodes, 'node')}: give it --ntasks-per-node, the "
@@ -267,7 +266,7 @@ class ReplicatedStrategy(OwnLauncher, DDPStrategy):
             raise RequestError(f"the loss does not use the weights {', '.join(unused[:2])}{more}: {UNUSED_CURE}")
 
     def on_exception(self, exception: BaseException) -> None:
-        """Say what DDP says of a later step, in which some weights were not used, as it can be cured here."""
+        """Replace DDP's message of a later step that did not use all weights: its cure is an option of DDP itself."""
         if "Expected to have finished reduction in the prior iteration" in str(exception):
             exception.args = (f"the loss of a step does not use all weights: {UNUSED_CURE}",)
 

@@ -34,8 +34,7 @@ from lm.training.distributed import FullyShardedStrategy, gather_from_ranks
 from lm.training.lightning_patches import attached_trainer, save_subclass_arguments
 from lm.training.lightning_step import LightningStep, StepDropped
 from lm.training.optim import build_optimizer
-from lm.training.plain_trainer import PlainRunState
-from lm.training.run_state import RunState
+from lm.training.run_state import PlainRunState, RunState
 from lm.training.schedule import lr_fraction
 from lm.training.step import total_norm
 from lm.training.trainer import Trainer
@@ -62,29 +61,19 @@ class LanguageModule(LightningModule):
 
     An optimizer step is `training_step` -> `LightningStep` -> `training/step.optimizer_step`, and for each micro-batch
     from there `losses` and a backward pass. Under DDP Lightning wraps this module, and DDP averages the gradients.
-
-    Attributes:
-        options: all arguments.
-        config: the shape of the decoder, with its vocabulary once the data is open.
-        run_state: counts of the run, place in the data, statistics since the last log line; saved in a checkpoint.
-        step: takes an optimizer step; None where nothing is trained.
-        decoder: the model, later compiled and sharded in place.
-        builtin: whether the decoder is `model/decoder`'s in all its parts.
-        built: which kernels and which attention it was built with, in words.
-        validation: sums of the validation that runs.
     """
 
     @arguments_from(ModelConfig)
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
         save_subclass_arguments(self, ModelConfig)  # `hparams`, by which a checkpoint's model is built again
-        self.options, self.config = config, config.decoder
+        self.options, self.config = config, config.decoder  # which has a vocabulary once the data is open
         self.automatic_optimization = False  # `training_step` runs backward passes and optimizer itself
         self.run_state: RunState = PlainRunState()
-        self.step: LightningStep | None = None
-        self.decoder: nn.Module | None = None
-        self.builtin, self.built = True, NOT_BUILT
-        self.validation = TokenLoss()
+        self.step: LightningStep | None = None  # takes an optimizer step, while the model is trained
+        self.decoder: nn.Module | None = None  # compiled and sharded in place
+        self.builtin, self.built = True, NOT_BUILT  # whether all parts are of `model/decoder`; kernels and attention
+        self.validation = TokenLoss()  # sums of the validation that runs
         self._token_bytes: Tensor | None = None  # (V,) bytes of text of each token, on the device
 
     def configure_callbacks(self) -> Sequence[Callback]:
@@ -125,10 +114,7 @@ class LanguageModule(LightningModule):
         """The model to train; a subclass may return its own, by the contract of `model/custom`.
 
         It is built again from this method, with the same arguments of the class, to use a checkpoint; so it must read
-        nothing of the trainer or the data.
-
-        Args:
-            config: `model.decoder`, whose vocabulary is known.
+        nothing of the trainer or the data. `config` is `model.decoder`, and its vocabulary is known.
         """
         return Decoder(config)
 

@@ -69,7 +69,7 @@ class StepStats:
         return torch.zeros_like(self.by_source).index_add_(0, batch.sources, sums)
 
     def metrics(self, sources: Sequence[str] = ()) -> dict[str, float]:
-        """What a log line says of the steps since the last call, which are then in `recent`. Waits for the device."""
+        """Metrics of the steps since the last call, which are then in `recent`. Waits for the device."""
         loss, self.recent = (self.nats / self.tokens).item(), self._records()  # NaN where no step counts
         by_source = (self.by_source[:, 0] / self.by_source[:, 1]).tolist()
         for sums in (self.nats, self.tokens, self.by_source):

@@ -97,13 +97,10 @@ class Trainer(PatchedTrainer):
         )
 
     def fit(self, model: LightningModule, datamodule: LightningDataModule, ckpt_path: str | None = None) -> None:
-        """Train, from scratch or from a checkpoint.
+        """Train, from scratch or from a checkpoint folder.
 
-        Args:
-            model: The module to train.
-            datamodule: Its data; its `seq_len`, `micro_batch_size` and `global_batch_tokens` give the step.
-            ckpt_path: A checkpoint folder to resume from; `lm.runs.resume.find_checkpoint` finds the one that `best`,
-                `last` or `auto` means.
+        `lm.runs.resume.find_checkpoint` finds the folder that `best`, `last` or `auto` means. A step has the
+        `micro_batch_size`, `seq_len` and `global_batch_tokens` of the data.
         """
         refuse_parts(model, datamodule)
         state = self.run_state

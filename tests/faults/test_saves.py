@@ -7,7 +7,8 @@ import tempfile
 from pathlib import Path
 
 import pytest
-from trainings import expected, lm, losses, trace, write_config
+import trainings
+from trainings import expected, losses, trace, write_config
 
 from lm.runs.checkpoint import find_damage
 from lm.runs.run import Run
@@ -15,12 +16,10 @@ from lm.runs.run import Run
 ELSEWHERE = Path("/dev/shm")  # a file system of its own
 
 
-def fit(folder, name, *arguments, callbacks=(), expect=0, changes=None, **environment):
+def fit(folder, name, *arguments, **options):
     """`lm fit --ckpt_path auto` of the run `name`, with equipment; returns how it ended, and the first step it took."""
-    callbacks = [{"class_path": "recorder.Recorder"}, *callbacks]
-    config = write_config(folder, name, **{"trainer.callbacks": callbacks, **(changes or {})})
     before = len(trace(folder)) if (folder / "trace.jsonl").exists() else 0
-    done = lm(folder, "fit", "--config", str(config), "--ckpt_path", "auto", *arguments, expect=expect, **environment)
+    done, _ = trainings.fit(folder, name, "--ckpt_path", "auto", *arguments, **options)
     steps = [entry["step"] for entry in trace(folder)[before:]] if (folder / "trace.jsonl").exists() else []
     return done, steps[0] if steps else None
 
@@ -47,7 +46,8 @@ def test_a_kill_in_any_part_of_a_save_loses_nothing_that_was_whole(workplace):
     with tempfile.TemporaryDirectory(dir=ELSEWHERE) as there:
         (workplace / "checkpoints").symlink_to(there)
         for begins, killer in KILLS:
-            _, first = fit(workplace, "cut", callbacks=[killer], expect=-signal.SIGKILL, TMPDIR=str(workplace))
+            _, first = fit(workplace, "cut", callbacks=[killer], expect=-signal.SIGKILL,
+                           environment={"TMPDIR": str(workplace)})  # fmt: skip
             assert first == begins
         _, first = fit(workplace, "cut")
         assert first == 9 and losses(workplace) == expected(workplace)

@@ -21,7 +21,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
-from trainings import CONFIG, PLACES, lm, make_workplace, processes_of, start, write_config
+from trainings import CONFIG, PLACES, equipment, fit, lm, make_workplace, processes_of, start, trace, write_config
 
 from lm.errors import RunError
 from lm.model.config import DecoderConfig, matrix_rows
@@ -42,7 +42,7 @@ DIVISIONS = {
 }
 # The order of additions differs between divisions, and training widens the difference of 1e-7 with every step.
 TOLERANCE = 2e-5
-MASK = {"class_path": "test_distributed.Mask"}
+MASK, FAIL = equipment("test_distributed.Mask"), equipment("test_distributed.Fail")
 PLAIN = {
     "model.decoder.dropout": 0.0, "model.document_mask": True, "model.optimizer.lr": 3e-3,
     "model.schedule.name": "constant", "trainer.gradient_clip_val": 0.5, "trainer.max_steps": 14,
@@ -51,17 +51,6 @@ PLAIN = {
 
 
 # ---- what a config names ---------------------------------------------------------------------------------------------
-
-
-class Send(Callback):
-    """Sends a signal to one rank when it begins an optimizer step (the first is 0)."""
-
-    def __init__(self, name: str, rank: int, step: int) -> None:
-        self.number, self.rank, self.step = getattr(signal, name), rank, step
-
-    def on_train_batch_start(self, trainer, pl_module, batch, batch_idx):
-        if trainer.global_rank == self.rank and trainer.global_step == self.step:
-            os.kill(os.getpid(), self.number)
 
 
 class Fail(Callback):
@@ -81,49 +70,52 @@ class Mask(Callback):
         object.__setattr__(batch, "mask", batch.tokens[:, 1:].to(torch.int64) % 3 > 0)
 
 
+OPTIMIZERS = {"adamw": {}, "muon": {"model.optimizer.name": "muon", "model.decoder.qk_norm": True}}
+TWO_STEPS = {"trainer.max_steps": 2, "model.schedule.warmup_steps": 1}
+ENDLESS = {"trainer.max_steps": 100_000, "trainer.val_interval": 100_000}
+ENVIRONMENT = {**os.environ, "PYTHONPATH": PLACES, "OMP_NUM_THREADS": "1"}
+
 # ---- how it is looked at ---------------------------------------------------------------------------------------------
 
 
 @pytest.fixture(scope="module")
 def workplace(tmp_path_factory):
-    """A folder where one process has trained `one` without a stop."""
-    folder = make_workplace(tmp_path_factory.mktemp("distributed"))
-    fit(folder, "one", "one")
-    return folder
+    return make_workplace(tmp_path_factory.mktemp("distributed"))
 
 
-def config(folder: Path, run: str, division: str, *callbacks: dict, **changes) -> str:
-    named = [MASK, {"class_path": "recorder.Recorder"}, *callbacks]
-    return str(write_config(folder, run, **{**PLAIN, **DIVISIONS[division], "trainer.callbacks": named, **changes}))
+@pytest.fixture(scope="module")
+def alone(workplace):
+    """By optimizer, the run of one process without a stop, and the samples of its steps."""
+    return {name: (train(workplace, f"one-{name}", "one", **changes)[1], seen(workplace))
+            for name, changes in OPTIMIZERS.items()}  # fmt: skip
 
 
-def fit(folder: Path, run: str, division: str, *callbacks: dict, expect: int = 0, **changes):
-    """Train `run`, or resume it; the samples that its steps saw are left in `seen-<run>.json`."""
+def changed(division: str, *callbacks: dict, **changes) -> dict:
+    """The changes of a config for this division."""
+    named = [MASK, equipment("recorder.Recorder"), *callbacks]
+    return {**PLAIN, **DIVISIONS[division], "trainer.callbacks": named, **changes}
+
+
+def train(folder: Path, run: str, division: str, *callbacks: dict, expect: int = 0, **changes):
+    """Train `run`, or resume it; returns the ended process and the run."""
     for old in folder.glob("trace*.jsonl"):
         old.unlink()
-    done = lm(
-        folder, "fit", "--config", config(folder, run, division, *callbacks, **changes), "--ckpt_path", "auto",
-        expect=expect,
-    )  # fmt: skip
-    (folder / f"seen-{run}.json").write_text(json.dumps(seen(folder)))
-    return done
+    return fit(folder, run, "--ckpt_path", "auto", expect=expect, **changed(division, *callbacks, **changes))
 
 
-def seen(folder: Path) -> dict[str, list[list[int]]]:
-    """Each step's rows of tokens, sorted: which rank had which, and when, is the division's affair."""
-    steps: dict[str, list[list[int]]] = {}
+def seen(folder: Path) -> dict[int, list[list[int]]]:
+    """Each step's rows of tokens, sorted: which rank had which, and when, depends on the division."""
+    steps: dict[int, list[list[int]]] = {}
     for path in folder.glob("trace*.jsonl"):
-        for entry in map(json.loads, path.read_text().splitlines()):
+        for entry in trace(folder, path.name):
             tokens = entry["tokens"]
-            steps.setdefault(str(entry["step"]), []).extend(tokens[at : at + 33] for at in range(0, len(tokens), 33))
+            steps.setdefault(entry["step"], []).extend(tokens[at : at + 33] for at in range(0, len(tokens), 33))
     return {step: sorted(rows) for step, rows in steps.items()}
 
 
-def curves(folder: Path, run: str) -> dict[tuple[int, str], float]:
-    """What the run logged that must not depend on the division."""
-    names = ("train/loss", "val/loss", "val/bpb", "optim/grad_norm", "optim/lr")
-    entries = Run(folder / "checkpoints" / run).metrics()
-    return {(entry["step"], name): entry[name] for entry in entries for name in names if name in entry}
+def curves(run: Run, names=("train/loss", "val/loss", "val/bpb", "optim/grad_norm", "optim/lr")):
+    """What the run logged that must not depend on the division: (step, name) -> value."""
+    return {(entry["step"], name): entry[name] for entry in run.metrics() for name in names if name in entry}
 
 
 def complaints(text: str) -> list[str]:
@@ -146,20 +138,25 @@ def wait_for(condition, seconds: float = 60.0) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("division", ["ddp", "fsdp2-whole", "fsdp2-compiled"])
-def test_two_ranks_train_as_one_process(workplace, division):
+@pytest.mark.parametrize("division, optimizer", [
+    ("ddp", "adamw"), ("fsdp2-whole", "adamw"), ("fsdp2-compiled", "adamw"), ("ddp", "muon"), ("fsdp2-whole", "muon"),
+])  # fmt: skip
+def test_two_ranks_train_as_one_process(workplace, alone, division, optimizer):
     """With accumulation and without, with clipping, attention inside documents, and labels left out: ranks and
     micro-batches hold different numbers of counted tokens, and every token weighs the same all the same."""
-    done = fit(workplace, division, division)
-    samples, expected = (json.loads((workplace / f"seen-{run}.json").read_text()) for run in (division, "one"))
-    assert samples == expected
-    assert curves(workplace, division) == pytest.approx(curves(workplace, "one"), rel=TOLERANCE)
+    done, run = train(workplace, f"{division}-{optimizer}", division, **OPTIMIZERS[optimizer])
+    one, samples = alone[optimizer]
+    assert seen(workplace) == samples
+    assert curves(run) == pytest.approx(curves(one), rel=TOLERANCE)
+    shared, whole = (load_file(each.checkpoint("last") / "optimizer.safetensors") for each in (run, one))
+    assert shared.keys() == whole.keys()
+    for key, tensor in whole.items():
+        assert (shared[key] - tensor).norm() <= 1e-4 * tensor.norm(), key
     assert complaints(done.stderr) == []  # each line once, and no warning from any rank
     warned = [line for line in done.stderr.splitlines() if line.startswith("warning: ")]
     assert len(warned) == len(set(warned))  # those of `lm plan`, by rank zero alone
-    norms = [value for (_, name), value in curves(workplace, division).items() if name == "optim/grad_norm"]
-    assert max(norms) > 0.5  # clipping had something to do
-    state = json.loads((workplace / "checkpoints" / division / "last" / "trainer.json").read_text())
+    assert max(curves(run, ["optim/grad_norm"]).values()) > 0.5  # clipping had something to do
+    state = json.loads((run.checkpoint("last") / "trainer.json").read_text())
     zero, one = (json.dumps(rank["rng"]["cpu"]) for rank in state["ranks"])
     assert zero != one  # same initial weights on every rank, and other random numbers afterwards
 
@@ -228,13 +225,11 @@ def test_shards_exchange_what_the_options_say(tmp_path, world, replicas, precisi
 
 
 @pytest.mark.slow
-def test_replicas_that_add_gradients_in_bf16_train_as_one_process(workplace):
+def test_replicas_that_add_gradients_in_bf16_train_as_one_process(workplace, alone):
     """As far as bf16 goes; norms of fp32's closeness would mean that nothing was rounded."""
-    options = {"trainer.distributed": {"reduce_dtype": "bf16", "bucket_mb": 1}}
-    fit(workplace, "bf16-sums", "ddp-whole", **options)
-    names = ("train/loss", "optim/grad_norm")
-    whole, rounded = ({key: value for key, value in curves(workplace, run).items() if key[1] in names}
-                      for run in ("one", "bf16-sums"))  # fmt: skip
+    _, run = train(workplace, "bf16-sums", "ddp-whole",
+                   **{"trainer.distributed": {"reduce_dtype": "bf16", "bucket_mb": 1}})  # fmt: skip
+    rounded, whole = (curves(each, ["train/loss", "optim/grad_norm"]) for each in (run, alone["adamw"][0]))
     assert rounded == pytest.approx(whole, rel=1e-2) and rounded != pytest.approx(whole, rel=TOLERANCE)
 
 
@@ -242,33 +237,36 @@ def test_replicas_that_add_gradients_in_bf16_train_as_one_process(workplace):
 def test_shards_in_half_precision_train_as_one_process(workplace):
     """As far as bf16 goes: DDP differs from one process by as much."""
     half = {"trainer.precision": "bf16-mixed"}
-    fit(workplace, "half", "one", **half)
-    fit(workplace, "half-shards", "fsdp2-compiled", **half)
-    whole, shards = ({key: value for key, value in curves(workplace, run).items() if key[1].endswith("/loss")}
-                     for run in ("half", "half-shards"))  # fmt: skip
+    whole, shards = (curves(train(workplace, f"half-{division}", division, **half)[1], ["train/loss", "val/loss"])
+                     for division in ("one", "fsdp2-compiled"))  # fmt: skip
     assert shards == pytest.approx(whole, rel=1e-3)
 
 
+def shapes(file: Path) -> dict[str, tuple] | None:
+    if file.suffix != ".safetensors":
+        return None
+    return {key: (tensor.shape, tensor.dtype) for key, tensor in load_file(file).items()}
+
+
 @pytest.mark.slow
-def test_every_checkpoint_resumes_under_every_strategy(workplace):
+@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+def test_every_checkpoint_resumes_under_every_strategy(workplace, alone, optimizer):
     """SIGTERM to one rank every second step, and on under another strategy: all six changes, and the curve of a run
     that was never stopped, though losses that were not logged yet cross every stop."""
     order = ["one", "ddp-whole", "fsdp2", "one", "fsdp2", "ddp-whole", "one"]
     for index, division in enumerate(order):
         step, rank = 2 * index + 1, index % 2 if division != "one" else 0
         last = index == len(order) - 1
-        send = {"class_path": "test_distributed.Send", "init_args": dict(name="SIGTERM", rank=rank, step=step)}
-        stop = [] if last else [send]
-        keep = {"trainer.keep_checkpoints": 20, "trainer.log_interval": 7}
-        done = fit(workplace, "relay", division, *stop, expect=0 if last else 75, **keep)
+        stop = equipment("recorder.KillAt", signal_name="SIGTERM", hook="on_train_batch_start", step=step, rank=rank)
+        changes = {"trainer.keep_checkpoints": 20, "trainer.log_interval": 7, **OPTIMIZERS[optimizer]}
+        done, run = train(workplace, f"relay-{optimizer}", division, *([] if last else [stop]),
+                          expect=0 if last else 75, **changes)  # fmt: skip
         if not last:
             assert len(complaints(done.stderr)) == 1 and f"stopped after step {step + 1} " in done.stderr
-    run = Run(workplace / "checkpoints" / "relay")
-    reference = curves(workplace, "one")
-    logged = curves(workplace, "relay")
-    assert {step for step, _ in logged} == {7, 14} and not (workplace / "checkpoints" / "relay-2").exists()
-    rows = json.loads((workplace / "seen-one.json").read_text())
-    counted = {int(step): sum(token % 3 > 0 for row in rows[step] for token in row[1:]) for step in rows}
+    one, samples = alone[optimizer]
+    reference, logged = curves(one), curves(run)
+    assert {step for step, _ in logged} == {7, 14} and not (workplace / "checkpoints" / f"{run.name}-2").exists()
+    counted = {step: sum(token % 3 > 0 for row in rows for token in row[1:]) for step, rows in samples.items()}
     for (step, name), value in logged.items():
         steps = range(step - 6, step + 1) if name == "train/loss" else [step]  # since the last log line, per token
         want = sum(reference[s, name] * counted[s] for s in steps) / sum(counted[s] for s in steps)
@@ -276,18 +274,15 @@ def test_every_checkpoint_resumes_under_every_strategy(workplace):
     stretches = [stretch["step"] for stretch in run.read("run.json")["stretches"]]
     assert stretches == [0, 2, 4, 6, 8, 10, 12]  # each resumed from where the one before it stopped, and says so
     folders = [run.path / f"step-{step:08d}" for step in (2, 4, 6, 14)]
-    for name in ("model.safetensors", "optimizer.safetensors"):
-        files = [load_file(folder / name) for folder in folders]
-        shapes = [{key: (tensor.shape, tensor.dtype) for key, tensor in tensors.items()} for tensors in files]
-        assert shapes[0] == shapes[1] == shapes[2] == shapes[3]
-    files = [sorted(path.name for path in folder.iterdir()) for folder in folders]
-    assert files[0] == files[1] == files[2] == files[3]
+    made = [{path.name: shapes(path) for path in folder.iterdir()} for folder in folders]
+    assert made[0] == made[1] == made[2] == made[3]
 
 
 @pytest.mark.slow
-def test_validate_counts_every_window_once(workplace):
+def test_validate_counts_every_window_once(workplace, alone):
     """As many windows as one process counts, though they do not divide evenly into ranks and batches."""
-    arguments = ("validate", "--run", "one", "--data.val_tokens", "416", "--data.micro_batch_size", "3")  # 13 windows
+    windows = ("--data.val_tokens", "416", "--data.micro_batch_size", "3")  # 13 of them
+    arguments = ("validate", "--run", "one-adamw", *windows)
     one = lm(workplace, *arguments).stdout
     assert one.startswith("val/loss ")
     for strategy in ("ddp", "fsdp2"):
@@ -301,27 +296,22 @@ def test_validate_counts_every_window_once(workplace):
 
 
 @pytest.mark.slow
-def test_torchrun_leaves_one_run_folder(workplace):
-    path = config(workplace, "torchrun", "ddp", **{"trainer.max_steps": 2, "model.schedule.warmup_steps": 1})
+def test_torchrun_leaves_one_run_folder(workplace, alone):
+    path = write_config(workplace, "torchrun", **changed("ddp", **TWO_STEPS))
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2", "-m", "lm"]
-    env = {**os.environ, "PYTHONPATH": PLACES, "OMP_NUM_THREADS": "1"}
-    done = subprocess.run(
-        [*command, "fit", "--config", path], cwd=workplace, env=env, text=True, capture_output=True, timeout=120
-    )
+    done = subprocess.run([*command, "fit", "--config", str(path)], cwd=workplace, env=ENVIRONMENT, text=True,
+                          capture_output=True, timeout=120)  # fmt: skip
     assert done.returncode == 0, done.stderr
     assert [path.name for path in (workplace / "checkpoints").glob("torchrun*")] == ["torchrun"]
     run = Run(workplace / "checkpoints" / "torchrun")
     assert run.read("run.json")["world_size"] == 2 and run.read("run.json")["status"] == "finished"
-    first = curves(workplace, "torchrun")[1, "train/loss"]
-    assert first == pytest.approx(curves(workplace, "one")[1, "train/loss"], rel=TOLERANCE)
+    assert curves(run)[1, "train/loss"] == pytest.approx(curves(alone["adamw"][0])[1, "train/loss"], rel=TOLERANCE)
 
 
 @pytest.mark.slow
 def test_two_tasks_of_srun_are_two_ranks_of_one_run(workplace):
     """Without `trainer.devices`, which is one on a CPU; only rank zero speaks."""
-    path = config(workplace, "srun", "ddp", **{
-        "trainer.max_steps": 2, "trainer.devices": "auto", "model.schedule.warmup_steps": 1,
-    })  # fmt: skip
+    path = write_config(workplace, "srun", **changed("ddp", **TWO_STEPS, **{"trainer.devices": "auto"}))
     job = {"SLURM_STEP_ID": "0", "SLURM_JOB_ID": "4242", "SLURM_JOB_NAME": "lm", "SLURM_NTASKS": "2",
            "SLURM_NTASKS_PER_NODE": "2", "SLURM_NNODES": "1", "SLURM_NODELIST": "localhost",
            "SLURM_NODEID": "0"}  # fmt: skip
@@ -345,20 +335,17 @@ def test_two_tasks_of_srun_are_two_ranks_of_one_run(workplace):
     ],
 )
 def test_a_wrong_request_is_one_line_and_exit_code_2(workplace, changes, message):
-    done = fit(workplace, "wrong", "ddp", expect=2, **changes)
+    done, run = train(workplace, "wrong", "ddp", expect=2, **changes)
     lines = complaints(done.stderr)
     assert len(lines) == 1 and lines[0].startswith("lm fit: ") and message in lines[0]
-    assert not (workplace / "checkpoints" / "wrong").exists() and processes_of(workplace) == []
+    assert not run.path.exists() and processes_of(workplace) == []
 
 
 @pytest.mark.slow
 def test_a_signal_to_the_process_group_stops_both_with_one_checkpoint(workplace):
-    path = config(workplace, "group", "ddp", **{"trainer.max_steps": 100_000, "trainer.val_interval": 100_000})
-    command = [sys.executable, "-m", "lm", "fit", "--config", path]
-    env = {**os.environ, "PYTHONPATH": PLACES, "OMP_NUM_THREADS": "1"}
-    process = subprocess.Popen(
-        command, cwd=workplace, env=env, text=True, stderr=subprocess.PIPE, start_new_session=True
-    )
+    path = write_config(workplace, "group", **changed("ddp", **ENDLESS))
+    process = subprocess.Popen([sys.executable, "-m", "lm", "fit", "--config", str(path)], cwd=workplace, text=True,
+                               env=ENVIRONMENT, stderr=subprocess.PIPE, start_new_session=True)  # fmt: skip
     run = Run(workplace / "checkpoints" / "group")
     wait_for(lambda: (run.path / "metrics.jsonl").exists())
     os.killpg(process.pid, signal.SIGTERM)
@@ -372,18 +359,18 @@ def test_a_signal_to_the_process_group_stops_both_with_one_checkpoint(workplace)
 @pytest.mark.slow
 @pytest.mark.fault(18)
 def test_a_rank_that_fails_alone_is_named_and_ends_the_training(workplace):
-    done = fit(workplace, "broken", "ddp", {"class_path": "test_distributed.Fail"}, expect=1)
+    done, run = train(workplace, "broken", "ddp", FAIL, expect=1)
     assert "shard 7 is gone" in done.stderr and "local rank 1 failed with exit code 1" in done.stderr
     assert len(complaints(done.stderr)) == 2 and processes_of(workplace) == []
-    assert Run(workplace / "checkpoints" / "broken").read("run.json")["status"] == "failed"
+    assert run.status() == "failed"
 
 
 @pytest.mark.slow
 @pytest.mark.fault(18)
 def test_nobody_outlives_a_process_that_was_killed(workplace):
     """SIGKILL to the process that the user started; of the other one, tests/faults/test_ranks.py has more."""
-    path = config(workplace, "killed", "fsdp2", **{"trainer.max_steps": 100_000, "trainer.val_interval": 100_000})
-    process = start(workplace, "fit", "--config", path)
+    path = write_config(workplace, "killed", **changed("fsdp2", **ENDLESS))
+    process = start(workplace, "fit", "--config", str(path))
     wait_for(lambda: (workplace / "checkpoints" / "killed" / "metrics.jsonl").exists())
     process.kill()
     process.communicate()

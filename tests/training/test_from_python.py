@@ -35,10 +35,7 @@ SMALL = {"max_steps": 4, "val_interval": 2, "checkpoint_interval": 3, "max_posit
 
 @pytest.fixture(scope="module")
 def workplace(tmp_path_factory):
-    folder = make_workplace(tmp_path_factory.mktemp("python"))
-    lm(folder, "data", "prepare", "--input", "texts", "--output", "data/tiny", "--tokenizer", "char",
-       "--val_fraction", "0.2")  # fmt: skip
-    return folder
+    return make_workplace(tmp_path_factory.mktemp("python"), "data/tiny")
 
 
 def write(folder, script, **changes):
@@ -94,8 +91,8 @@ ON_CPU = {"max_steps": 1, "accelerator": "cpu"}
 LOADER = "data from an lm.DataModule, and this is a DataLoader"
 MISTAKES = {
     "a class as a callback": (lambda: package.Trainer(callbacks=[Own], **ON_CPU), r"Own is a class: .* Own\(\)"),
-    "no callback": (lambda: package.Trainer(callbacks=[3], **ON_CPU), "3 is no callback"),
-    "no count": (lambda: package.Trainer(max_tokens="2Q"), r"^lm\.Trainer\(max_tokens='2Q'\): expected a count"),
+    "not a callback": (lambda: package.Trainer(callbacks=[3], **ON_CPU), "3 is not a callback"),
+    "not a count": (lambda: package.Trainer(max_tokens="2Q"), r"^lm\.Trainer\(max_tokens='2Q'\): expected a count"),
     "a loader": (lambda: package.Trainer(**ON_CPU).fit(package.LanguageModule(DECODER), DataLoader([1])), LOADER),
     "a loader to validate": (
         lambda: package.Trainer(**ON_CPU).validate(package.LanguageModule(DECODER), DataLoader([1])), LOADER),
@@ -247,7 +244,7 @@ def test_lightning_s_own_trainer_over_two_ranks(workplace):
     assert one == pytest.approx(two, rel=1e-4)
 
 
-def test_a_command_line_of_one_s_own(workplace):
+def test_a_custom_command_line(workplace):
     (workplace / "cli.py").write_text(CLI)
     text = re.sub(r"(max_position_embeddings: )\d+", r"\g<1>32", CLI_YAML).replace("8192", "256")
     (workplace / "cli.yaml").write_text(text.replace("max_steps: 100", "max_steps: 4, accelerator: cpu"))

@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from shard_files import write_rows
-from trainings import expected, fit, lm, losses, write_config
+from trainings import fit, lm, write_config
 
 from lm.data.config import PrepareOptions, SourceConfig
 from lm.data.datamodule import DataModule
@@ -19,9 +19,9 @@ from lm.errors import RequestError
 SOURCES = {"low": (2, 5), "middle": (5, 8), "high": (8, 12)}  # ids of each source, which tell them apart
 
 
-@pytest.fixture(scope="module")
-def place(tmp_path_factory):
-    place, random = tmp_path_factory.mktemp("place"), np.random.default_rng(0)
+def write_sources(place):
+    """Shards of all sources and of `more`, and two tokenizers."""
+    random = np.random.default_rng(0)
     (place / "tok").mkdir()
     (place / "tok/tokenizer.json").write_text(train_char(["abcdefghij"]).text)
     (place / "other").mkdir()
@@ -32,6 +32,12 @@ def place(tmp_path_factory):
                 rows = [random.integers(first, end, length).tolist()]
                 write_rows(place / f"{name}/{split}/{number}.parquet", rows)
     write_rows(place / "more/train/0.parquet", [random.integers(8, 12, 500).tolist()])
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory):
+    place = tmp_path_factory.mktemp("place")
+    write_sources(place)
     return place
 
 
@@ -76,18 +82,6 @@ def test_shares_epochs_and_losses_by_source_are_right(place):
         for metric in ("val/loss", "val/bpb"):
             each = [line[f"{metric}/{name}"] for name in SOURCES]
             assert line[metric] == pytest.approx(np.dot(each, shares), rel=1e-5)
-
-
-def test_a_kill_in_each_phase_changes_nothing(place):
-    fit(place, "whole", **mixed())
-    (place / "trace.jsonl").rename(place / "expected.jsonl")
-    recorder = {"class_path": "recorder.Recorder"}
-    for micro_batch in (9, 15):  # two in a step: steps 5 and 8, after checkpoints at 3 and 6
-        kill = {"class_path": "recorder.KillAt", "init_args": dict(signal_name="SIGKILL", micro_batch=micro_batch)}
-        killed = mixed(**{"trainer.callbacks": [recorder, kill]})
-        fit(place, "killed", "--ckpt_path", "auto", expect=-9, **killed)
-    fit(place, "killed", "--ckpt_path", "auto", **mixed())
-    assert losses(place) == expected(place)
 
 
 def test_two_ranks_see_the_same_mixture_and_the_same_losses_by_source(place):

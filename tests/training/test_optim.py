@@ -1,7 +1,9 @@
-"""Schedules are pure functions, settings fall on the groups that they name, and state survives its names."""
+"""Schedules and counts of steps are pure functions, settings are those of a parameter's group, state has names."""
 
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 from torch import nn
 
 from lm.cli.plan_facts import of_optimizer
@@ -11,7 +13,7 @@ from lm.model.decoder import Decoder
 from lm.training.checkpoint_state import index_state, name_state, parameter_names
 from lm.training.config import GroupConfig, GroupsConfig, OptimizerConfig, ScheduleConfig
 from lm.training.optim import build_optimizer, parameter_groups
-from lm.training.schedule import lr_fraction, warmup_and_decay_steps
+from lm.training.schedule import lr_fraction, plan_steps, warmup_and_decay_steps
 
 SHAPE = dict(
     vocab_size=24, hidden_size=16, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2,
@@ -86,7 +88,27 @@ def test_shares_that_make_a_whole_fill_every_run(steps):
         assert sum(warmup_and_decay_steps(steps, ScheduleConfig("wsd", warmup_ratio=warmup, decay_ratio=1 - warmup))) <= steps
 
 
-@pytest.mark.parametrize("config, given, message", [
+# ---- steps ----------------------------------------------------------------------------------------------------------
+
+REQUEST = dict(seq_len=1024, micro_batch_size=16, global_batch_tokens=524_288, world_size=1, max_steps=10,
+               max_tokens=None)  # fmt: skip
+
+
+def test_accumulation_is_what_is_left_of_the_global_batch():
+    steps = plan_steps(**REQUEST)
+    assert (steps.accumulate, steps.global_batch, steps.tokens_per_step) == (32, 512, 524_288)
+    assert plan_steps(**{**REQUEST, "world_size": 8}).accumulate == 4
+
+
+@given(st.integers(1, 64), st.integers(1, 8), st.integers(1, 16), st.integers(1, 512))
+def test_every_division_of_a_global_batch_has_the_same_tokens(micro, accumulate, world, seq_len):
+    tokens = micro * accumulate * world * seq_len
+    steps = plan_steps(seq_len=seq_len, micro_batch_size=micro, global_batch_tokens=tokens, world_size=world,
+                       max_steps=None, max_tokens=tokens * 3 + 1)  # fmt: skip
+    assert steps.tokens_per_step == tokens and steps.accumulate == accumulate and steps.max_steps == 4
+
+
+@pytest.mark.parametrize("config, changes, message", [
     (ScheduleConfig, dict(final_fraction=2.0), "final_fraction 2.0"),
     (ScheduleConfig, dict(warmup_ratio=-0.1), "warmup_ratio -0.1"),
     (ScheduleConfig, dict(decay_ratio=1.5), "decay_ratio 1.5"),
@@ -99,10 +121,15 @@ def test_shares_that_make_a_whole_fill_every_run(steps):
     (OptimizerConfig, dict(momentum=1.0), "momentum 1.0"),
     (OptimizerConfig, dict(groups=GroupsConfig(norms=GroupConfig(lr=-1.0))), "groups.norms.lr -1.0"),
     (OptimizerConfig, dict(groups=GroupsConfig(norms=GroupConfig(weight_decay=-1.0))), "groups.norms.weight_decay"),
+    # with the arithmetic
+    (plan_steps, REQUEST | {"world_size": 3}, r"16 x seq_len 1024 x 3 ranks = 49,152 tokens.*10\.667.*540,672"),
+    (plan_steps, REQUEST | {"global_batch_tokens": 1024}, "nearest that fits is 16,384"),
+    (plan_steps, REQUEST | {"max_steps": None}, "one of trainer.max_steps and trainer.max_tokens"),
+    (plan_steps, REQUEST | {"max_tokens": 5}, "one of trainer.max_steps and trainer.max_tokens"),
 ])  # fmt: skip
-def test_nonsense_is_refused(config, given, message):
+def test_nonsense_is_refused(config, changes, message):
     with pytest.raises(RequestError, match=message):
-        config(**given)
+        config(**changes)
 
 
 # ---- groups ---------------------------------------------------------------------------------------------------------

@@ -1,0 +1,225 @@
+"""Callbacks in a training: Lightning's own work or are refused in one line; those of lm/training/README.md work.
+
+What is given to Lightning's `log` is logged like other metrics.
+"""
+
+import json
+import math
+import re
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from lightning.pytorch import callbacks
+from safetensors.torch import load_file
+from trainings import HERE, equipment, fit, lm, make_workplace, write_config
+
+from lm.cli.config import config_parser
+from lm.errors import RequestError, RunError
+from lm.runs.checkpoint import find_damage
+from lm.training.callbacks.logging import metrics_of_callback
+from lm.training.checks import INSTEAD, of_callbacks, refuse
+
+PLACE = "lightning.pytorch.callbacks."
+# With validations the first two, and nothing but texts or subclasses the others.
+WORKING = {"ModelCheckpoint", "EarlyStopping", "ModelSummary", "RichModelSummary", "LambdaCallback", "BaseFinetuning",
+           "BasePredictionWriter", "Callback", "Checkpoint"}  # fmt: skip
+ARGUMENTS = {
+    "GradientAccumulationScheduler": {"scheduling": {0: 2}}, "StochasticWeightAveraging": {"swa_lrs": 0.1},
+    "ModelPruning": {"pruning_fn": "l1_unstructured"}, "ThroughputMonitor": {"batch_size_fn": len},
+    "OnExceptionCheckpoint": {"dirpath": "."},
+}  # fmt: skip
+README = (HERE.parent / "lm" / "training" / "README.md").read_text()
+CALLBACKS = re.search(r"```python\n(# my_callbacks.py\n.*?)```", README, re.DOTALL)[1]
+LOGGING = '''
+from lightning.pytorch.callbacks import Callback
+
+class Logged(Callback):
+    def on_train_batch_end(self, trainer, pl_module, *args):
+        pl_module.log("mine/step", float(trainer.global_step))
+
+    def on_validation_batch_end(self, trainer, pl_module, *args):
+        pl_module.log("mine/rows", 3.0, on_epoch=True, batch_size=1)
+
+class Taken(Callback):
+    def __init__(self, metric):
+        self.metric = metric
+
+    def logged_metrics(self, trainer, pl_module):
+        return {self.metric: -1.0}
+
+class Exits(Callback):
+    def on_train_batch_end(self, trainer, pl_module, *args):
+        if trainer.global_step == 5:
+            raise SystemExit(0)
+
+class OwnStep(Callback):  # by Lightning's `log`, which has no such names either
+    def on_train_batch_end(self, trainer, pl_module, *args):
+        pl_module.log_dict({"step": -1.0, "time": -1.0, "train/loss": -1.0})
+'''
+
+
+@pytest.fixture(scope="module")
+def workplace(tmp_path_factory):
+    folder = make_workplace(tmp_path_factory.mktemp("callbacks"))
+    (folder / "my_callbacks.py").write_text(CALLBACKS + LOGGING)
+    return folder
+
+
+@pytest.mark.parametrize("name", callbacks.__all__)
+def test_each_of_them_works_or_is_refused(name):
+    """One that a new version of Lightning brings has to be looked at."""
+    kind = getattr(callbacks, name)
+    if name in WORKING:
+        return
+    assert issubclass(kind, tuple(INSTEAD))
+    with pytest.raises(RequestError, match=f"^trainer.callbacks: {name} of Lightning does not work here: "):
+        refuse(of_callbacks([kind(**ARGUMENTS.get(name, {}))]))
+
+
+DOES_NOT_WORK, CANNOT_MONITOR = "of Lightning does not work here: ", "has no train/loss to monitor: give val/loss or "
+
+
+@pytest.mark.parametrize("name, arguments, words", [
+    ("Timer", {"duration": "00:01:00:00"}, DOES_NOT_WORK),  # with an enum, which goes into the run's config
+    ("GradientAccumulationScheduler", {"scheduling": {4: 2}}, DOES_NOT_WORK),
+    ("TQDMProgressBar", {}, DOES_NOT_WORK),
+    ("EarlyStopping", {"monitor": "val/loss", "mode": "lowest"}, "`mode` can be min, max, got lowest\n"),
+    ("ModelCheckpoint", {"dirpath": "texts/000.txt/mine"}, "cannot write to "),
+    ("ModelCheckpoint", {"monitor": "train/loss"}, CANNOT_MONITOR),
+    ("EarlyStopping", {"monitor": "train/loss"}, CANNOT_MONITOR),
+])
+def test_a_refusal_is_one_line_and_leaves_no_run(workplace, name, arguments, words):
+    alone = {"trainer.callbacks": [equipment(PLACE + name, **arguments)]}  # a user's might log more to monitor
+    refused, run = fit(workplace, "refused", expect=2, **alone)
+    *before, line = refused.stderr.splitlines(keepends=True)
+    assert line.startswith("lm fit: trainer.callbacks: " + name) and words in line
+    assert not run.path.exists() and not any(line.startswith("lm fit") for line in before)
+    assert not before or words != DOES_NOT_WORK  # before data is made
+
+
+@pytest.mark.parametrize("given, message", [
+    ([{"class_path": PLACE + "EarlyStopping"}], f"give monitor under init_args, got {PLACE}EarlyStopping"),
+    ([{"class_path": "EarlyStopping"}], "Give the full class path"),
+    ({"class_path": PLACE + "EarlyStopping"}, "expected a list: [a, b], or lines that begin with a dash"),
+    ([{"class_path": PLACE + "EarlyStoping"}], "has no attribute 'EarlyStoping'"),
+])  # fmt: skip
+def test_a_wrong_entry_says_what_to_write(tmp_path, given, message):
+    config = write_config(tmp_path, **{"trainer.callbacks": given})
+    with pytest.raises(RequestError) as refused:
+        config_parser("lm plan").read(["--config", str(config)])
+    assert str(refused.value).startswith("trainer.callbacks: ") and message in str(refused.value)
+
+
+class Typed(callbacks.Callback):
+    """Its argument is of no type that YAML knows."""
+
+    def __init__(self, place: Path | float = math.inf, kind: str = callbacks.timer.Interval.epoch) -> None:
+        assert kind == "epoch"
+
+
+def test_arguments_of_any_type_are_in_the_config_of_the_run(workplace):
+    typed = [equipment("test_callbacks.Typed")]
+    _, run = fit(workplace, "typed", **{"trainer.max_steps": 3, "trainer.callbacks": typed})
+    (callback,) = run.settings()["trainer"]["callbacks"]
+    assert callback["init_args"] == {"place": math.inf, "kind": "epoch"}
+    lm(workplace, "validate", "--run", "typed")
+
+
+def test_lightnings_checkpoints_beside_ours(workplace):
+    """In the run's folder unless another is named; whole, its best two kept, and resumed with the callback's state."""
+    both = {"callbacks": [
+        equipment(PLACE + "ModelCheckpoint", monitor="val/loss", save_top_k=2, save_last=True),
+        equipment(PLACE + "ModelCheckpoint", dirpath="mine/often", every_n_train_steps=3, save_top_k=-1),
+    ]}  # fmt: skip
+    _, run = fit(workplace, "beside", **both)
+    names = {"epoch=0-step=8.ckpt", "epoch=0-step=12.ckpt", "last.ckpt"}
+    assert {path.name for path in (run.path / "checkpoints").iterdir()} == names
+    assert len(list((workplace / "mine/often").iterdir())) == 4
+    kept = [*(run.path / "checkpoints").iterdir(), *(workplace / "mine/often").iterdir(), run.checkpoint("last")]
+    assert not any(map(find_damage, kept)) and list(run.steps()) == [12]
+    model = str(workplace / "mine/often/epoch=0-step=6.ckpt")
+    assert lm(workplace, "generate", "--ckpt_path", model, "--prompt", "The", "--max_new_tokens", "3").stdout
+    fit(workplace, "beside", "--ckpt_path", "auto", **both, **{"trainer.max_steps": 16})
+    assert run.status() == "finished" and len(list((workplace / "mine/often").iterdir())) == 5
+    assert len(list((run.path / "checkpoints").glob("epoch*"))) == 2
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_a_profiler_leaves_its_report_in_the_run(workplace, ranks):
+    """Also of a validation, and that of every rank."""
+    done, run = fit(workplace, f"profiled-{ranks}", **{
+        "trainer.profiler": "simple", "trainer.max_steps": 3, "trainer.devices": ranks, "data.micro_batch_size": 2,
+    })  # fmt: skip
+    names = ["fit-profile.txt"] if ranks == 1 else ["fit-profile-0.txt", "fit-profile-1.txt"]
+    assert f"profile: {Path('checkpoints', run.name, names[0])}\n" in done.stderr
+    for name in names:
+        assert "run_training_batch" in (run.path / name).read_text()
+    if ranks == 1:
+        lm(workplace, "validate", "--run", run.name, "--trainer.profiler", "advanced")
+        assert "VALIDATE Profiler Report" in (run.path / "validate-profile.txt").read_text()
+
+
+# ---- custom ones -----------------------------------------------------------------------------------------------------
+
+
+def test_an_embedding_is_frozen_and_the_rest_learns(workplace):
+    """With two ranks too, which exchange the gradients of the rest."""
+    changes = {"trainer.keep_checkpoints": 9, "trainer.devices": 2, "model.decoder.tie_word_embeddings": False}
+    _, run = fit(workplace, "frozen", callbacks=[equipment("my_callbacks.FreezeEmbedding")], **changes)
+    first, last = (load_file(run.steps()[step] / "model.safetensors") for step in (3, 12))
+    same = {name for name in first if torch.equal(first[name], last[name])}
+    assert same == {"model.embed_tokens.weight"}
+
+
+def test_a_custom_metric_is_in_every_log_line(workplace):
+    _, run = fit(workplace, "normed", callbacks=[equipment("my_callbacks.EmbeddingNorm")])
+    assert all(line["optim/embedding_norm"] > 0 for line in run.metrics("train/loss"))
+
+
+def test_a_run_stops_at_a_loss(workplace):
+    """After the step whose loss is lower, with a checkpoint of it; what is in the record is that it finished."""
+    _, run = fit(workplace, "stopped", callbacks=[equipment("my_callbacks.StopAtLoss", loss=3.0)])
+    *before, last = run.metrics("train/loss")
+    assert last["train/loss"] < 3.0 <= min(line["train/loss"] for line in before)
+    assert last["step"] < 12 and last["step"] in run.steps()
+
+
+@pytest.mark.parametrize("returned, said", [
+    (["a"], "a list: it returns a dictionary of numbers by name"), (None, "a NoneType: it"),
+    ({"mine": "text"}, "'text' for 'mine': a metric is a number"), ({"mine": torch.ones(2)}, r"tensor.* for 'mine'"),
+])
+def test_what_is_not_a_metric_is_named_with_its_callback(returned, said):
+    class Own: pass
+    with pytest.raises(RunError, match=rf"^Own\.logged_metrics returned {said}"):
+        metrics_of_callback(Own(), returned)
+    numbers = {"a": torch.tensor(3), "b": np.float32(0.5), "c": 2}
+    assert json.dumps(metrics_of_callback(Own(), numbers)) == '{"a": 3, "b": 0.5, "c": 2}'
+
+
+def test_what_lightning_s_log_is_given_is_logged_like_the_rest(workplace):
+    _, run = fit(workplace, "logged", callbacks=[equipment("my_callbacks.Logged")])
+    assert all(line["mine/step"] == line["step"] for line in run.metrics("train/loss"))
+    assert all((line.get("mine/rows") == 3.0) == ("val/loss" in line) for line in run.metrics())
+    newest = run.read("state.json")["metrics"]
+    assert newest.keys() >= {"train/loss", "val/loss", "mine/step", "mine/rows"}
+    shown = lm(workplace, "monitor", "logged", "--once").stdout
+    assert "mine/step" in shown and "mine/rows" in shown
+
+
+@pytest.mark.parametrize("name", ["step", "time", "train/loss"])
+def test_no_metric_replaces_one_that_is_there(workplace, name):
+    ended, _ = fit(workplace, "taken", expect=1, callbacks=[equipment("my_callbacks.Taken", metric=name)])
+    assert f"Taken.logged_metrics returned '{name}', and the log line has a metric of that name: call it" in ended.stderr
+
+
+def test_lightning_s_log_replaces_none_either(workplace):
+    _, run = fit(workplace, "stepped", callbacks=[equipment("my_callbacks.OwnStep")])
+    assert [line["step"] for line in run.metrics("train/loss")] == list(range(1, 13))
+    assert all(line["time"] > 0 and line["train/loss"] > 0 for line in run.metrics("train/loss"))
+
+
+def test_an_exit_in_a_callback_is_a_failure(workplace):
+    ended, run = fit(workplace, "left", expect=1, callbacks=[equipment("my_callbacks.Exits")])
+    assert "ended by sys.exit() in the training, after step 5; `" in ended.stderr and run.status() == "failed"

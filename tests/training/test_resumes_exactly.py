@@ -1,0 +1,87 @@
+"""Whatever a run trains with, an interruption changes nothing: losses, weights and optimizer state are the same bits.
+
+A row is a feature and how its run is interrupted. `faults/` has more interruptions, of an ordinary run.
+"""
+
+import signal
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytest
+from safetensors.torch import load_file
+from test_mixtures import mixed, write_sources
+from test_optimizer_class import EVERYTHING, OWN, SGD
+from test_own_model import FILES
+from trainings import equipment, fit, make_workplace, trace
+
+EXIT = {"SIGKILL": -signal.SIGKILL, "SIGTERM": 75}
+SHARDED = {"trainer.devices": 2, "trainer.strategy": "fsdp2", "data.micro_batch_size": 2, "model.decoder.dropout": 0}
+HEAD_RATE = {"model.optimizer.groups": {"output": {"lr": 0.02}}}
+GRAPHS = equipment("recorder.GraphsWithoutDevice")
+
+
+class Row(NamedTuple):
+    changes: dict[str, Any]  # of `trainings.CONFIG`: 12 steps of two micro-batches, a checkpoint every three steps
+    interruptions: list[tuple[str, int]]  # each a signal, and the micro-batch of the run, from 0, at which it comes
+    callbacks: list[dict] = []
+    whole: dict[str, Any] | None = None  # changes for the run without a stop, where it is trained in another way
+    arguments: list[str] = []
+    program: list[str] = []
+
+
+ROWS = {
+    "muon": Row({"model.optimizer": {"name": "muon", "lr": 1e-2}, "model.decoder.qk_norm": True}, [("SIGKILL", 15)]),
+    "an optimizer of torch": Row({"model.optimizer": SGD}, [("SIGKILL", 9)]),
+    "a custom optimizer": Row({"model.optimizer": OWN}, [("SIGKILL", 9)]),
+    "every kind of optimizer state": Row({"model.optimizer": EVERYTHING}, [("SIGKILL", 9)]),
+    "shards of a custom optimizer": Row({"model.optimizer": EVERYTHING, **SHARDED}, [("SIGTERM", 15)]),
+    "a mixture with two phases": Row(mixed(), [("SIGKILL", 9), ("SIGKILL", 15)]),  # in each phase
+    "packed rows": Row({"data.path": "data/packed", "data.packing": "whole"}, [("SIGKILL", 9)]),
+    "fp8": Row({}, [("SIGTERM", 11)], [equipment("test_precision.Emulated")]),
+    "cuda graphs": Row({"model.cuda_graphs": True}, [("SIGTERM", 5)], [GRAPHS], whole={}, arguments=["--force"]),
+    "a custom model": Row(HEAD_RATE, [("SIGKILL", 9)], program=["my_gru.py"]),
+}  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory):
+    place = make_workplace(tmp_path_factory.mktemp("interrupted"))
+    write_sources(place)
+    (place / "my_gru.py").write_text(FILES["my_gru.py"])
+    return place
+
+
+def entries(place: Path) -> list[dict[str, Any]]:
+    """What the recorders of all ranks wrote down, of micro-batches that did not count in the end too."""
+    return [entry for path in place.glob("trace*.jsonl") for entry in trace(place, path.name)]
+
+
+def losses(entries: list[dict[str, Any]]) -> dict[tuple[int, int, int], str]:
+    """The loss of each micro-batch that counted in the end, exactly."""
+    return {(entry["rank"], entry["step"], entry["micro"]): entry["loss"] for entry in entries}
+
+
+@pytest.mark.parametrize("name", [pytest.param(name, marks=pytest.mark.slow if "shards" in name else [])
+                                  for name in ROWS])  # fmt: skip
+def test_an_interrupted_run_is_the_run_without_a_stop(place, name):
+    row, run = ROWS[name], name.replace(" ", "-")
+
+    def train(run, changes, *arguments, callbacks=(), expect=0):
+        callbacks = [*row.callbacks, *callbacks]
+        return fit(place, run, *arguments, callbacks=callbacks, program=row.program, expect=expect, **changes)[1]
+
+    whole = train(f"{run}-whole", row.changes if row.whole is None else row.whole)
+    expected, arguments = entries(place), row.arguments
+    for signal_name, micro_batch in row.interruptions:
+        stop = equipment("recorder.KillAt", signal_name=signal_name, micro_batch=micro_batch)
+        train(run, row.changes, *arguments, callbacks=[stop], expect=EXIT[signal_name])
+        arguments = [*row.arguments, "--ckpt_path", "auto"]
+    resumed = train(run, row.changes, *arguments)
+    found = entries(place)
+    assert losses(found) == losses(expected)
+    if all(name == "SIGTERM" for name, _ in row.interruptions):  # no micro-batch is computed twice
+        assert len(found) == len(expected)
+    for file in ("model.safetensors", "optimizer.safetensors"):
+        before, after = (load_file(each.checkpoint("last") / file) for each in (whole, resumed))
+        assert before.keys() == after.keys()
+        assert all(before[key].dtype == after[key].dtype and before[key].equal(after[key]) for key in before)
