@@ -21,7 +21,6 @@ from lm.data.loader import Batch
 from lm.kernels.cross_entropy import linear_cross_entropy
 from lm.kernels.fp8 import QUANTIZE, quantize
 from lm.kernels.linear import linear, product
-from lm.kernels.operations import FUSED
 from lm.kernels.qk_norm_rope import qk_norm_rope
 from lm.kernels.rms_norm import norm_linear, rms_norm
 from lm.kernels.swiglu import swiglu_linear
@@ -159,10 +158,11 @@ def deterministic():
     torch.use_deterministic_algorithms(False)
 
 
-def built(config, ops=FUSED):
+def built(config, fused=True):
     torch.manual_seed(0)
     model = Decoder(config).cuda()
-    fuse(model, ops)
+    if fused:
+        fuse(model)
     enter_kernels(model)
     return model
 
@@ -181,7 +181,7 @@ def gradients(model, documents=None):
 @pytest.mark.parametrize("documents", [False, True])
 def test_the_whole_decoder_agrees_with_plain_pytorch(config, documents):
     number = (torch.arange(256, device="cuda") // 50).expand(2, -1) if documents else None
-    for ours, plain in zip(gradients(built(config), number), gradients(built(config, None), number), strict=True):
+    for ours, plain in zip(gradients(built(config), number), gradients(built(config, False), number), strict=True):
         assert (ours - plain).norm() / plain.norm() < 3e-2
 
 
@@ -249,12 +249,12 @@ def test_a_recorded_micro_batch_takes_any_number_of_documents(deterministic):
         assert torch.equal(usual, replayed)
 
 
-@pytest.mark.parametrize("ops", [None, FUSED], ids=["plain", "fused"])
+@pytest.mark.parametrize("fused", [False, True], ids=["plain", "fused"])
 @pytest.mark.parametrize("mode", ["selective", "block"])
-def test_activation_checkpointing_changes_no_bit_and_takes_less_memory(mode, ops, deterministic):
+def test_activation_checkpointing_changes_no_bit_and_takes_less_memory(mode, fused, deterministic):
     results, peaks = [], []
     for chosen in ("none", mode):
-        model = built(VARIANTS["windows"], ops)
+        model = built(VARIANTS["windows"], fused)
         checkpoint_activations(model, chosen)
         gradients(model)
         torch.cuda.reset_peak_memory_stats()
@@ -393,10 +393,10 @@ def in_fp8(model, scaling):
 
 @needs_fp8
 @scalings
-@pytest.mark.parametrize("ops", [FUSED, None], ids=["fused", "plain"])
-def test_an_fp8_decoder_is_near_bf16_and_compiled_the_same_to_the_bit(scaling, ops, deterministic):
-    bf16 = gradients(built(SMALL, ops))
-    model = in_fp8(built(SMALL, ops), scaling)
+@pytest.mark.parametrize("fused", [True, False], ids=["fused", "plain"])
+def test_an_fp8_decoder_is_near_bf16_and_compiled_the_same_to_the_bit(scaling, fused, deterministic):
+    bf16 = gradients(built(SMALL, fused))
+    model = in_fp8(built(SMALL, fused), scaling)
     eager = [t.clone() for t in gradients(model)]
     for mine, exact in zip(eager, bf16, strict=True):
         assert 0 < (mine - exact).norm() / exact.norm() < 0.3

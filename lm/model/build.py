@@ -12,14 +12,13 @@ import torch
 from torch import nn
 
 from lm.errors import RequestError
-from lm.kernels.operations import choose_kernels
 from lm.model.attention import describe_attention, enter_kernels
 from lm.model.attention_choice import Attention, Choice, Shape, choose_attention
 from lm.model.compile import ActivationCheckpointing, Compile, checkpoint_activations, compile_decoder
 from lm.model.config import DecoderConfig
 from lm.model.custom import attach_config, is_builtin, refuse_contract
 from lm.model.decoder import Decoder
-from lm.model.fused import fuse
+from lm.model.fused import choose_kernels, fuse
 
 
 @dataclass(frozen=True)
@@ -71,10 +70,11 @@ def build(
         _refuse_custom(decoder, options)
     on_made(decoder)
 
-    ops, kernels = None, f"the model's own, {type(decoder).__name__}"
+    kernels = f"the model's own, {type(decoder).__name__}"
     if builtin:
-        ops, kernels = choose_kernels(options.kernels, device)
-        fuse(decoder, ops)
+        fused, kernels = choose_kernels(options.kernels, device)
+        if fused:
+            fuse(decoder)
 
     attention = "the model's own"
     if isinstance(decoder, Decoder):

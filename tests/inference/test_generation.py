@@ -12,7 +12,6 @@ from lm.errors import RequestError, RunError
 from lm.inference import decode_step
 from lm.inference.decode_step import Cache
 from lm.inference.generation import Sampling, generate
-from lm.kernels.operations import FUSED
 from lm.model.compile import compile_decoder
 from lm.model.decoder import Decoder
 from lm.model.fused import fuse
@@ -32,12 +31,13 @@ def greedy(count: int) -> Sampling:
 # ---- the same as without a cache, as alone, and as transformers -----------------------------------------------------
 
 
-@pytest.mark.parametrize("ops", [None, FUSED], ids=["plain", "fused"])
+@pytest.mark.parametrize("fused", [False, True], ids=["plain", "fused"])
 @pytest.mark.parametrize("sizes", [[1] * 40, [17] + [1] * 23, [6, 1, 13, 20]], ids=["singly", "prompt", "pieces"])
-def test_logits_with_a_cache_are_those_without(config, sizes, ops):
+def test_logits_with_a_cache_are_those_without(config, sizes, fused):
     """At every position, beyond the windows too, and however the tokens are divided."""
     decoder, cache = trained_like(config), Cache(config, 2, 40, torch.device("cpu"), torch.float32)
-    fuse(decoder, ops)
+    if fused:
+        fuse(decoder)
     ids = torch.randint(config.vocab_size, (2, 40))
     ends = torch.tensor(sizes).cumsum(0)
     with torch.no_grad():
@@ -90,12 +90,13 @@ def test_greedy_tokens_of_unequal_prompts_are_those_of_transformers(config, pena
     assert penalty == 1 or all(len(set(tokens)) > 10 for tokens in expected)
 
 
-@pytest.mark.parametrize("ops", [None, FUSED], ids=["plain", "fused"])
-def test_a_static_step_gives_the_same_tokens(config, ops, monkeypatch):
+@pytest.mark.parametrize("fused", [False, True], ids=["plain", "fused"])
+def test_a_static_step_gives_the_same_tokens(config, fused, monkeypatch):
     """With more slots in sight than are used, and where they must be doubled on the way."""
     monkeypatch.setattr(decode_step, "SMALLEST", 16)
     decoder = trained_like(config)
-    fuse(decoder, ops)
+    if fused:
+        fuse(decoder)
     dynamic, static = (list(generate(decoder, UNEQUAL, greedy(50), step=step)) for step in ("dynamic", "static"))
     assert [new[:3] for new in dynamic] == [new[:3] for new in static]
     one, two = (torch.tensor([new.log_probability for new in news]) for news in (dynamic, static))

@@ -16,7 +16,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from lm.errors import RequestError, RunError
 from lm.kernels import cross_entropy, fp8, qk_norm_rope, rms_norm, runtime, swiglu
 from lm.kernels.linear import linear
-from lm.kernels.operations import choose_kernels
+from lm.model.fused import choose_kernels
 
 DTYPES = [torch.float32, torch.bfloat16]  # to a kernel fp16 is bf16 with another conversion, so it takes one shape
 TOLERANCE = {torch.float32: 2e-6, torch.bfloat16: 8e-3, torch.float16: 1e-3}  # of the largest value
@@ -270,8 +270,8 @@ def test_where_a_kernel_does_not_load_plain_pytorch_is_taken_and_the_reason_said
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
     monkeypatch.setattr(runtime, "available", lambda: True)
     monkeypatch.setattr(runtime, "program", refuse)
-    ops, words = choose_kernels("auto", torch.device("cuda"))
-    assert ops is None and "UNSUPPORTED_PTX_VERSION" in words
+    fused, words = choose_kernels("auto", torch.device("cuda"))
+    assert not fused and "UNSUPPORTED_PTX_VERSION" in words
     with pytest.raises(RequestError, match="UNSUPPORTED_PTX_VERSION"):
         choose_kernels("on", torch.device("cuda"))
 

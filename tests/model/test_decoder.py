@@ -12,7 +12,6 @@ from emulation.flash_on_cpu import flash_on_cpu  # noqa: F401
 from torch._dynamo.utils import counters
 
 from lm.errors import RequestError
-from lm.kernels.operations import FUSED
 from lm.model import attention
 from lm.model.attention import documents_from, kernel_for
 from lm.model.compile import checkpoint_activations, compile_decoder, triton_free
@@ -46,12 +45,13 @@ def config(request):
     return request.param
 
 
-both = pytest.mark.parametrize("ops", [None, FUSED], ids=["plain", "fused"])  # forward passes
+both = pytest.mark.parametrize("fused", [False, True], ids=["plain", "fused"])  # forward passes
 
 
-def built(config, ops):
+def built(config, fused):
     model = Decoder(config)
-    fuse(model, ops)
+    if fused:
+        fuse(model)
     return model
 
 
@@ -178,8 +178,8 @@ def test_rotary_angles_are_fp32_whatever_the_default_precision(default):
 @both
 @pytest.mark.parametrize("way", ["true", "mixed"])
 @pytest.mark.parametrize("documents", [False, True])
-def test_bf16_is_close_to_fp32_and_its_losses_are_fp32(config, ops, way, documents):
-    model = built(config, ops).eval()
+def test_bf16_is_close_to_fp32_and_its_losses_are_fp32(config, fused, way, documents):
+    model = built(config, fused).eval()
     ids, labels = batch()
     number = document_ids_from(ids, EOS) if documents else None
     wide = model(ids, labels=labels, document_ids=number).per_token
@@ -220,7 +220,7 @@ def test_the_fused_forward_pass_is_the_plain_one(config, documents):
         if parameter.ndim == 1:
             torch.nn.init.uniform_(parameter, 0.5, 1.5)
     fused = copy.deepcopy(plain)
-    fuse(fused, FUSED)
+    fuse(fused)
     ids, labels = batch()
     ids[0, 9] = ids[1, 3] = ids[1, 4] = EOS
     labels[0, 3:7] = -100
@@ -241,7 +241,7 @@ def test_the_fused_forward_pass_is_the_plain_one(config, documents):
 def test_copies_of_the_weights_in_half_precision_follow_the_weights_and_change_no_bit(name, compile):
     """But for the gradients of attention's output matrices, which without copies are rounded to half precision."""
     torch._dynamo.reset()
-    model = built(VARIANTS[name], FUSED)
+    model = built(VARIANTS[name], True)
     compile_decoder(model, compile)
     copies = WeightCopies(model, torch.bfloat16)
     ids, labels = batch()
@@ -271,13 +271,13 @@ def test_copies_of_the_weights_in_half_precision_follow_the_weights_and_change_n
 @pytest.mark.parametrize("mode", ["selective", "block"])
 @pytest.mark.parametrize("compile", ["none", "triton_free"])
 @pytest.mark.parametrize("name", ["qk_norm", "dropout"])
-def test_activation_checkpointing_changes_no_bit_and_saves_memory(name, mode, compile, ops):
-    if ops and compile != "none" and torch.__version__ < "2.13":
+def test_activation_checkpointing_changes_no_bit_and_saves_memory(name, mode, compile, fused):
+    if fused and compile != "none" and torch.__version__ < "2.13":
         pytest.skip("refused by training/checks: compiled code of our kernels is not recomputed")
     results, kept = [], []
     for chosen in ("none", mode):
         torch.manual_seed(0)
-        model = built(VARIANTS[name], ops)
+        model = built(VARIANTS[name], fused)
         checkpoint_activations(model, chosen)
         torch._dynamo.reset()
         compile_decoder(model, compile)
@@ -303,11 +303,11 @@ def test_activation_checkpointing_changes_no_bit_and_saves_memory(name, mode, co
 
 
 @both
-def test_a_model_built_on_meta_is_whole_after_initialize(config, ops):
+def test_a_model_built_on_meta_is_whole_after_initialize(config, fused):
     torch.manual_seed(1)
-    model = built(config, ops).eval()
+    model = built(config, fused).eval()
     with torch.device("meta"):
-        other = built(config, ops)
+        other = built(config, fused)
     assert all(tensor.is_meta for tensor in other.state_dict().values()) and not list(other.buffers())
     other = other.to_empty(device="cpu").eval()
     for parameter in other.parameters():
@@ -321,10 +321,10 @@ def test_a_model_built_on_meta_is_whole_after_initialize(config, ops):
 
 @both
 @pytest.mark.parametrize("name", ["windows", "qk_norm"])
-def test_compiled_blocks_share_a_graph_and_are_eager_to_the_bit(name, ops):
+def test_compiled_blocks_share_a_graph_and_are_eager_to_the_bit(name, fused):
     """Names, weights and gradients stay; and a second block of a kind costs no second compilation."""
     torch._dynamo.reset()
-    model = built(replace(VARIANTS[name], num_hidden_layers=5), ops)
+    model = built(replace(VARIANTS[name], num_hidden_layers=5), fused)
     ids, labels = batch()
     results, names = [], list(model.state_dict())
     for mode in ("none", "triton_free"):
@@ -335,18 +335,18 @@ def test_compiled_blocks_share_a_graph_and_are_eager_to_the_bit(name, ops):
         results.append([parameter.grad for parameter in model.parameters()])
     assert list(model.state_dict()) == names
     # the blocks with the same window; the loss; the first fused block, which has no stream yet
-    assert counters["stats"]["unique_graphs"] == len(set(model.config.windows)) + 1 + (ops is not None)
+    assert counters["stats"]["unique_graphs"] == len(set(model.config.windows)) + 1 + fused
     for eager, compiled in zip(*results, strict=True):
         assert torch.equal(eager, compiled)
 
 
-@pytest.mark.parametrize("ops, training", [(None, True), (FUSED, True), (FUSED, False)],
+@pytest.mark.parametrize("fused, training", [(False, True), (True, True), (True, False)],
                          ids=["plain", "fused", "fused, infer"])
-def test_compiled_blocks_take_any_number_of_documents(ops, training, flash_on_cpu, monkeypatch):  # noqa: F811
+def test_compiled_blocks_take_any_number_of_documents(fused, training, flash_on_cpu, monkeypatch):  # noqa: F811
     """On a GPU documents become sequences, in other numbers in every batch. The blocks are compiled once for the first
     number and once for all others, and what they compute is what masks give."""
     torch._dynamo.reset()
-    model = built(replace(SMALL, num_hidden_layers=3, window_pattern="SSL", sliding_window=7), ops).train(training)
+    model = built(replace(SMALL, num_hidden_layers=3, window_pattern="SSL", sliding_window=7), fused).train(training)
     compiled = copy.deepcopy(model)
     compile_decoder(compiled, "triton_free")
     graphs = []

@@ -16,7 +16,8 @@ from trainings import lm, losses, make_workplace, trace, write_config
 from lm.kernels.fp8 import QUANTIZE, Scaled, quantize
 from lm.kernels.linear import linear
 from lm.kernels.linear import product as product_of_quantised
-from lm.kernels.operations import FUSED
+from lm.kernels.rms_norm import norm_linear
+from lm.kernels.swiglu import swiglu_linear
 from lm.model.compile import compile_decoder
 from lm.model.config import DecoderConfig
 from lm.model.decoder import Decoder
@@ -188,8 +189,8 @@ def test_each_matrix_is_quantised_once_for_all_of_its_products(scaling, joined):
     x, w = torch.randn(48, 64 if joined == "swiglu_linear" else 32), torch.randn(80, 32)
     norm = torch.ones(32)
     wide = {"linear": lambda x, w, copy=None: linear(x, w, scaling, copy),
-            "norm_linear": lambda x, w, copy=None: FUSED.norm_linear(x, None, norm, 1e-5, w, scaling, copy)[1],
-            "swiglu_linear": lambda x, w, copy=None: FUSED.swiglu_linear(x, w, scaling, copy)}[joined]  # fmt: skip
+            "norm_linear": lambda x, w, copy=None: norm_linear(x, None, norm, 1e-5, w, scaling, copy)[1],
+            "swiglu_linear": lambda x, w, copy=None: swiglu_linear(x, w, scaling, copy)}[joined]  # fmt: skip
     gradient, transposed = ((48, 80), True, True), ((48, 32), False, True)
     with Quantised() as quantised:
         wide(x.requires_grad_(), w.requires_grad_()).sum().backward()
@@ -226,9 +227,9 @@ def test_gradients_are_those_of_bf16_within_rounding(scaling, joined):
         if joined == "linear":
             out = linear(x, weight, scaling)
         elif joined == "swiglu_linear":
-            out = FUSED.swiglu_linear(x, weight, scaling)
+            out = swiglu_linear(x, weight, scaling)
         else:
-            out = FUSED.norm_linear(x, None, norm, 1e-5, weight, scaling)[1]
+            out = norm_linear(x, None, norm, 1e-5, weight, scaling)[1]
         torch.manual_seed(2)
         out.backward(torch.randn(out.shape).to(dtype))
         return out.detach(), *(t.grad for t in (x, weight, norm) if t.grad is not None)
@@ -248,10 +249,11 @@ def converted(decoder, scaling, keep=None, tokens=(4, 32)):
     return decoder
 
 
-def built(scaling=None, keep=None, ops=None, config=SMALL):
+def built(scaling=None, keep=None, fused=False, config=SMALL):
     torch.manual_seed(0)
     decoder = Decoder(config)
-    fuse(decoder, ops)
+    if fused:
+        fuse(decoder)
     return decoder if scaling is None else converted(decoder, scaling, keep)
 
 
@@ -267,9 +269,9 @@ def results(decoder):
 
 
 @pytest.mark.parametrize("scaling", SCALINGS)
-@pytest.mark.parametrize("ops", [None, FUSED], ids=["plain", "fused"])
-def test_compiled_it_is_eager_to_the_bit_in_one_graph(scaling, ops):
-    decoder = built(scaling, ops=ops)
+@pytest.mark.parametrize("fused", [False, True], ids=["plain", "fused"])
+def test_compiled_it_is_eager_to_the_bit_in_one_graph(scaling, fused):
+    decoder = built(scaling, fused=fused)
     eager = [t.clone() for t in results(decoder)]
     torch._dynamo.reset()
     compile_decoder(decoder, "triton_free")  # whole graphs or an error
@@ -304,8 +306,8 @@ def test_a_compiled_backward_pass_is_outside_of_autocast_as_in_eager_mode(scalin
 @pytest.mark.parametrize("scaling", SCALINGS)
 def test_inductor_is_nearer_to_eager_than_fp8_is_to_bf16(scaling):
     """It rounds less often to bf16 on the way, and so some values fall to the other side in FP8."""
-    bf16 = results(built(ops=FUSED))
-    decoder = built(scaling, ops=FUSED)
+    bf16 = results(built(fused=True))
+    decoder = built(scaling, fused=True)
     eager = [t.clone() for t in results(decoder)]
     torch._dynamo.reset()
     compile_decoder(decoder, "inductor")
@@ -317,7 +319,7 @@ def test_inductor_is_nearer_to_eager_than_fp8_is_to_bf16(scaling):
 @pytest.mark.parametrize("scaling", SCALINGS)
 def test_weights_that_are_quantised_once_a_step_compute_the_same_to_the_bit(scaling, mode):
     """Their copies stay where they are, and follow the weights from step to step."""
-    decoder = built(scaling, ["layers.2.mlp.*"], FUSED)
+    decoder = built(scaling, ["layers.2.mlp.*"], True)
     torch._dynamo.reset()
     compile_decoder(decoder, mode)
     copies = WeightCopies(decoder, torch.bfloat16)
@@ -339,7 +341,7 @@ def test_weights_that_are_quantised_once_a_step_compute_the_same_to_the_bit(scal
 
 @pytest.mark.parametrize("scaling", SCALINGS)
 def test_plain_and_fused_differ_by_rounding_only(scaling):
-    for mine, plain in zip(results(built(scaling, ops=FUSED)), results(built(scaling)), strict=True):
+    for mine, plain in zip(results(built(scaling, fused=True)), results(built(scaling)), strict=True):
         assert (mine - plain).norm() < 7e-2 * plain.norm()
 
 
@@ -348,7 +350,7 @@ def test_it_learns_as_bf16_does(scaling):
     """Thirty steps on one text; the losses stay together all along and end where they should."""
 
     def curve(scaling, keep=None):
-        decoder = built(scaling, keep, FUSED)
+        decoder = built(scaling, keep, True)
         torch.manual_seed(3)
         text = torch.randint(64, (400,))
         optimizer = torch.optim.AdamW(decoder.parameters(), lr=3e-3)
@@ -388,20 +390,20 @@ def test_matrices_are_left_out_by_name_and_the_last_blocks_if_none_is_named(keep
     assert len(in_fp8(built("rowwise", []))) == len(in_fp8(untied)) == 12 and type(untied.lm_head) is torch.nn.Linear
 
 
-@pytest.mark.parametrize("ops", [None, FUSED], ids=["plain", "fused"])
+@pytest.mark.parametrize("fused", [False, True], ids=["plain", "fused"])
 @pytest.mark.parametrize("part", ["self_attn.qkv_proj", "self_attn.o_proj", "mlp.gate_up_proj", "mlp.down_proj"])
-def test_each_kind_of_matrix_is_multiplied_in_fp8(part, ops):
+def test_each_kind_of_matrix_is_multiplied_in_fp8(part, fused):
     """One alone: the losses change, and its own gradient changes by more than bf16 rounds."""
     others = {"self_attn.qkv_proj", "self_attn.o_proj", "mlp.gate_up_proj", "mlp.down_proj"} - {part}
     keep = ["layers.[02].*", *(f"layers.1.{other}" for other in others)]
-    bf16, ours = built(None, ops=ops), built("rowwise", keep, ops)
+    bf16, ours = built(None, fused=fused), built("rowwise", keep, fused)
     assert not torch.equal(results(ours)[0], results(bf16)[0])
     exact, rounded = (decoder.get_parameter(f"layers.1.{part}.weight").grad for decoder in (bf16, ours))
     assert 0.015 < (rounded - exact).norm() / exact.norm() < 0.15
 
 
-@pytest.mark.parametrize("ops", [None, FUSED], ids=["plain", "fused"])
-def test_what_is_left_out_is_exact(ops):
+@pytest.mark.parametrize("fused", [False, True], ids=["plain", "fused"])
+def test_what_is_left_out_is_exact(fused):
     """FP8 in the last matrix alone: all that comes before it is bf16's to the bit, and what comes after is not."""
     keep = ["layers.[01].*", "layers.2.self_attn.*", "*.gate_up_proj"]
     seen = {}
@@ -413,8 +415,8 @@ def test_what_is_left_out_is_exact(ops):
             lambda part, inputs, output: seen.setdefault((name, "attention"), output))
         results(decoder)
 
-    run("bf16", built(None, ops=ops))
-    run("fp8", built("rowwise", keep, ops))
+    run("bf16", built(None, fused=fused))
+    run("fp8", built("rowwise", keep, fused))
     for place in (0, 1, "attention"):
         for exact, same in zip(seen["bf16", place], seen["fp8", place], strict=True):
             assert torch.equal(exact, same)
