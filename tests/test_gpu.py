@@ -15,7 +15,7 @@ from plain_ops import (
     rms_norm_plain,
     swiglu_linear_plain,
 )
-from trainings import lm, losses, make_workplace, trace, write_config
+from trainings import fit, losses, make_workplace, trace
 
 from lm.data.loader import Batch
 from lm.kernels.cross_entropy import linear_cross_entropy
@@ -31,7 +31,6 @@ from lm.model.config import DecoderConfig
 from lm.model.decoder import Decoder, document_ids_from, rotary_table
 from lm.model.fused import fuse
 from lm.model.low_precision import LowPrecisionLinear, WeightCopies, use_low_precision
-from lm.runs.run import Run
 from lm.system.hardware import has_fp8
 from lm.training.checkpoint_state import FolderCheckpointIO
 
@@ -46,23 +45,27 @@ def test_tokens_widen_on_the_device_as_on_the_host():
     assert torch.equal(there.labels.cpu(), Batch(tokens).labels)
 
 
+RECORDER = {"class_path": "recorder.Recorder"}
+KILLER = {"class_path": "recorder.KillAt", "init_args": dict(signal_name="SIGTERM", micro_batch=11)}
+ON_GPU = {"trainer.accelerator": "gpu", "trainer.devices": 1}
+
+
+def stopped_and_resumed(folder, **changes):
+    """The losses of a run that was stopped after step 6 and resumed."""
+    fit(folder, "stopped", expect=75, **{**changes, "trainer.callbacks": [RECORDER, KILLER]})
+    fit(folder, "stopped", "--ckpt_path", "auto", **changes)
+    return losses(folder)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("precision", ["32-true", "bf16-mixed", "bf16-true", "16-mixed"])
 def test_every_precision_learns_clips_and_resumes_exactly(tmp_path, precision):
-    """Stopped after step 6 and resumed: the losses of a run that was never stopped, to the bit."""
-    folder = make_workplace(tmp_path)
-    changes = {"trainer.accelerator": "gpu", "trainer.devices": 1, "trainer.precision": precision}
-    lm(folder, "fit", "--config", str(write_config(folder, "straight", **changes)))
-    straight = losses(folder)
-    metrics = Run(folder / "checkpoints" / "straight").metrics()
+    """Stopped and resumed: the losses of a run that was never stopped, to the bit."""
+    folder, changes = make_workplace(tmp_path), {**ON_GPU, "trainer.precision": precision}
+    _, run = fit(folder, "straight", **changes)
+    straight, metrics = losses(folder), run.metrics()
     assert metrics[-1]["val/loss"] < 3.4 and all(entry.get("optim/grad_norm", 0) < 100 for entry in metrics)
-    (folder / "trace.jsonl").unlink()
-    kill = {"class_path": "recorder.KillAt", "init_args": dict(signal_name="SIGTERM", micro_batch=11)}
-    callbacks = [{"class_path": "recorder.Recorder"}]
-    killed = write_config(folder, "stopped", **changes, **{"trainer.callbacks": [*callbacks, kill]})
-    lm(folder, "fit", "--config", str(killed), expect=75)
-    lm(folder, "fit", "--config", str(write_config(folder, "stopped", **changes)), "--ckpt_path", "auto")
-    assert losses(folder) == straight and len(trace(folder)) == 24
+    assert stopped_and_resumed(folder, **changes) == straight and len(trace(folder)) == 24
 
 
 # ---- kernels --------------------------------------------------------------------------------------------------------
@@ -111,8 +114,8 @@ def results(function, inputs, dtype=None):
     """Outputs and gradients; in another precision if one is given."""
     inputs = [t.detach().to(dtype).requires_grad_() if dtype and isinstance(t, torch.Tensor) and t.is_floating_point()
               and t.requires_grad else t for t in inputs]
-    outputs = [t for t in function(*inputs) if t.requires_grad] if function is not swiglu_linear and \
-        function is not swiglu_linear_plain else [function(*inputs)]
+    outputs = function(*inputs)
+    outputs = [t for t in outputs if t.requires_grad] if isinstance(outputs, tuple) else [outputs]
     torch.manual_seed(0)
     loss = sum((t * torch.randn(t.shape, device="cuda", dtype=torch.float32).to(t.dtype)).sum() for t in outputs)
     wanted = [t for t in inputs if isinstance(t, torch.Tensor) and t.requires_grad]
@@ -297,19 +300,10 @@ def test_a_checkpoint_is_copied_into_page_locked_memory_that_is_kept(tmp_path):
 @pytest.mark.parametrize("precision", ["bf16-mixed", "16-mixed"])
 def test_cuda_graphs_train_as_without_them(tmp_path, precision):
     """Accumulation, clipping, loss scaling, the schedule and a resume, under Lightning."""
-    folder = make_workplace(tmp_path)
-    changes = {"trainer.accelerator": "gpu", "trainer.devices": 1, "trainer.precision": precision,
-               "model.decoder.dropout": 0.0}
-    lm(folder, "fit", "--config", str(write_config(folder, "usual", **changes)))
+    folder, changes = make_workplace(tmp_path), {**ON_GPU, "trainer.precision": precision, "model.decoder.dropout": 0.0}
+    fit(folder, "usual", **changes)
     usual = losses(folder)
-    (folder / "trace.jsonl").unlink()
-    changes["model.cuda_graphs"] = True
-    kill = {"class_path": "recorder.KillAt", "init_args": dict(signal_name="SIGTERM", micro_batch=11)}
-    killed = write_config(folder, "graphs", **changes,
-                          **{"trainer.callbacks": [{"class_path": "recorder.Recorder"}, kill]})
-    lm(folder, "fit", "--config", str(killed), expect=75)
-    lm(folder, "fit", "--config", str(write_config(folder, "graphs", **changes)), "--ckpt_path", "auto")
-    assert losses(folder) == usual
+    assert stopped_and_resumed(folder, **changes, **{"model.cuda_graphs": True}) == usual
 
 
 # ---- FP8 ------------------------------------------------------------------------------------------------------------
@@ -418,23 +412,14 @@ def test_an_fp8_micro_batch_is_recorded_and_replayed_to_the_bit(scaling, mode, d
 @pytest.mark.parametrize("graphs", [False, True])
 def test_fp8_learns_and_resumes_exactly(tmp_path, scaling, graphs):
     """Stopped and resumed, as every other precision; what it trains to is near what bf16 does."""
-    folder = make_workplace(tmp_path)
-    changes = {"trainer.accelerator": "gpu", "trainer.devices": 1, "model.decoder.dropout": 0.0}
-    lm(folder, "fit", "--config", str(write_config(folder, "bf16", **changes, **{"trainer.precision": "bf16-mixed"})))
-    (folder / "trace.jsonl").unlink()
+    folder, changes = make_workplace(tmp_path), {**ON_GPU, "model.decoder.dropout": 0.0}
+    _, bf16 = fit(folder, "bf16", **changes, **{"trainer.precision": "bf16-mixed"})
     changes |= {"trainer.precision": f"fp8-{scaling}", "model.cuda_graphs": graphs}
-    said = lm(folder, "fit", "--config", str(write_config(folder, "straight", **changes))).stderr
-    assert f"precision: fp8-{scaling} in 4 of the blocks' 8 matrices" in said
+    ended, run = fit(folder, "straight", **changes)
+    assert f"precision: fp8-{scaling} in 4 of the blocks' 8 matrices" in ended.stderr
     straight = losses(folder)
-    ours, bf16 = (Run(folder / "checkpoints" / run).metrics()[-1]["val/loss"] for run in ("straight", "bf16"))
-    assert ours == pytest.approx(bf16, rel=0.03)
-    (folder / "trace.jsonl").unlink()
-    kill = {"class_path": "recorder.KillAt", "init_args": dict(signal_name="SIGTERM", micro_batch=11)}
-    killed = write_config(folder, "stopped", **changes,
-                          **{"trainer.callbacks": [{"class_path": "recorder.Recorder"}, kill]})
-    lm(folder, "fit", "--config", str(killed), expect=75)
-    lm(folder, "fit", "--config", str(write_config(folder, "stopped", **changes)), "--ckpt_path", "auto")
-    assert losses(folder) == straight
+    assert run.metrics()[-1]["val/loss"] == pytest.approx(bf16.metrics()[-1]["val/loss"], rel=0.03)
+    assert stopped_and_resumed(folder, **changes) == straight
 
 
 @pytest.mark.parametrize("tool", ["memcheck", "racecheck"])
