@@ -12,6 +12,7 @@ from plain_ops import (
     linear_cross_entropy_plain,
     norm_linear_plain,
     qk_norm_rope_plain,
+    results,
     rms_norm_plain,
     swiglu_linear_plain,
 )
@@ -108,18 +109,6 @@ def op(name, dtype, rows, width):
 
 OPS = ["rms_norm", "first rms_norm", "norm_linear", "swiglu_linear", "qk_norm_rope", "bare qk_norm_rope",
        "linear_cross_entropy"]  # fmt: skip
-
-
-def results(function, inputs, dtype=None):
-    """Outputs and gradients; in another precision if one is given."""
-    inputs = [t.detach().to(dtype).requires_grad_() if dtype and isinstance(t, torch.Tensor) and t.is_floating_point()
-              and t.requires_grad else t for t in inputs]
-    outputs = function(*inputs)
-    outputs = [t for t in outputs if t.requires_grad] if isinstance(outputs, tuple) else [outputs]
-    torch.manual_seed(0)
-    loss = sum((t * torch.randn(t.shape, device="cuda", dtype=torch.float32).to(t.dtype)).sum() for t in outputs)
-    wanted = [t for t in inputs if isinstance(t, torch.Tensor) and t.requires_grad]
-    return [*(t.detach() for t in outputs), *torch.autograd.grad(loss, wanted)]
 
 
 @pytest.mark.parametrize("name", OPS)
@@ -235,7 +224,7 @@ def test_a_recorded_micro_batch_takes_any_number_of_documents(deterministic):
         total.backward()
         return each
 
-    results = []
+    found = []
     for capture in (False, True):
         model.zero_grad()
         micro, copies = GraphedMicroBatch(model.parameters(), step, capture), WeightCopies(model, torch.bfloat16)
@@ -244,27 +233,27 @@ def test_a_recorded_micro_batch_takes_any_number_of_documents(deterministic):
             ids = torch.randint(8, 1000, (2, 257), device="cuda")
             ids[:, 5 : 5 + number * 3] = 7
             with copies:
-                results.append(micro(ids, 16 << number % 3))
-        results += [gradient.clone() for gradient in micro.gradients]
+                found.append(micro(ids, 16 << number % 3))
+        found += [gradient.clone() for gradient in micro.gradients]
         assert len(micro.recorded) == 3 * capture
-    half = len(results) // 2
-    for usual, replayed in zip(results[:half], results[half:], strict=True):
+    half = len(found) // 2
+    for usual, replayed in zip(found[:half], found[half:], strict=True):
         assert torch.equal(usual, replayed)
 
 
 @pytest.mark.parametrize("fused", [False, True], ids=["plain", "fused"])
 @pytest.mark.parametrize("mode", ["selective", "block"])
 def test_activation_checkpointing_changes_no_bit_and_takes_less_memory(mode, fused, deterministic):
-    results, peaks = [], []
+    found, peaks = [], []
     for chosen in ("none", mode):
         model = built(VARIANTS["windows"], fused)
         checkpoint_activations(model, chosen)
         gradients(model)
         torch.cuda.reset_peak_memory_stats()
-        results.append(gradients(model))
+        found.append(gradients(model))
         peaks.append(torch.cuda.max_memory_allocated())
     assert peaks[1] < peaks[0]
-    for plain, recomputed in zip(*results, strict=True):
+    for plain, recomputed in zip(*found, strict=True):
         assert torch.equal(plain, recomputed)
 
 

@@ -18,7 +18,7 @@ from lm.errors import RequestError
 from lm.inference.pretrained import Pretrained
 from lm.inspection.data import jensen_shannon
 from lm.inspection.drawing import BLACK, BLUE, COLORMAP_OF_LINES, ORANGE, SEQUENTIAL, Html, figure, label_axes, table
-from lm.inspection.probabilities import predictions
+from lm.inspection.text_views import predictions
 from lm.model.custom import is_builtin
 from lm.model.decoder import Decoder
 from lm.model.huggingface import to_huggingface
@@ -85,7 +85,7 @@ class Histogram(NamedTuple):
 
 
 def matrices(decoder: Decoder) -> dict[str, Tensor]:
-    """The matrices of a model in fp32 by their names in Hugging Face's files, so fused ones are taken apart."""
+    """The matrices of a model in fp32 by their names in Hugging Face's files, so fused ones are split."""
     weights = to_huggingface({name: weight.detach() for name, weight in decoder.named_parameters()}, decoder.config)
     for name, weight in weights.items():
         if not weight.isfinite().all():

@@ -58,7 +58,7 @@ def build(
     Args:
         config: its shape, with its vocabulary.
         dtype: of the activations.
-        shape: `(B, T)` of a micro-batch, for which attention kernels are measured; None: the usual ones are taken.
+        shape: `(B, T)` of a micro-batch, for which attention kernels are measured; None: the usual ones are used.
         make: the model itself; another than `Decoder` keeps to the contract of `model/custom`.
         on_made: called with the model and its first weights, before anything is compiled or sharded.
         agree: takes the attention kernels that were chosen here and returns those of all ranks.
@@ -101,7 +101,7 @@ def build(
 
 
 def _refuse_custom(decoder: nn.Module, options: BuildOptions) -> None:
-    """Refuse options that a custom model has no use for, and a model that does not keep to the contract."""
+    """Refuse options that do not apply to a custom model, and a model that breaks the contract."""
     refuse_contract(decoder, {"document_ids": options.document_mask, "z_loss": bool(options.z_loss)})
     ours = isinstance(decoder, Decoder)
     for option, asked, possible in (

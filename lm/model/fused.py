@@ -37,7 +37,7 @@ def choose_kernels(kernels: str, device: torch.device) -> tuple[bool, str]:
     if missing is None:
         return True, "CUDA"
     if kernels == "on":
-        raise RequestError(f"model.kernels on: {missing}; `auto` takes plain PyTorch there")
+        raise RequestError(f"model.kernels on: {missing}; `auto` uses plain PyTorch there")
     return False, f"plain PyTorch ({missing})"
 
 

@@ -7,8 +7,7 @@ import pytest
 import torch
 from decoders import SHAPES, SMALL, trained_like, write_huggingface
 from safetensors.torch import load_file, save_file
-from trainings import lm as command
-from trainings import make_workplace, write_config
+from trainings import fit, make_workplace
 
 import lm
 from lm.data.tokenizer import train_char
@@ -19,7 +18,7 @@ from lm.inference.pretrained import INDEX
 @pytest.fixture(scope="module")
 def workplace(tmp_path_factory):
     folder = make_workplace(tmp_path_factory.mktemp("pretrained"))
-    command(folder, "fit", "--config", str(write_config(folder)))
+    fit(folder)
     return folder
 
 
@@ -84,7 +83,7 @@ def test_weights_in_several_files_are_read_through_their_index(folder):
 def test_an_index_that_climbs_out_of_its_folder_is_refused(folder, tmp_path):
     (folder / "model.safetensors").rename(folder.parent / "elsewhere.safetensors")
     (folder / INDEX).write_text(json.dumps({"weight_map": {"lm_head.weight": "../elsewhere.safetensors"}}))
-    with pytest.raises(RequestError, match=r"names '\.\./elsewhere\.safetensors', which is no safetensors file"):
+    with pytest.raises(RequestError, match=r"names '\.\./elsewhere\.safetensors', which is not a safetensors file"):
         lm.load_model(folder)
 
 

@@ -9,7 +9,7 @@ import os
 import pytest
 import torch
 from kernel_usage import kernel_usage
-from plain_ops import norm_linear_plain, rms_norm_plain, swiglu_linear_plain
+from plain_ops import norm_linear_plain, results, rms_norm_plain, swiglu_linear_plain, traced
 from torch.library import opcheck
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -179,22 +179,9 @@ PAIRS = {
 def test_gradients_are_those_of_plain_pytorch(name, compiled):
     """Through autograd as written here, in eager mode and traced without a break."""
     ours, plain = PAIRS[name]
-    if compiled:
-        torch._dynamo.reset()
-        ours = torch.compile(ours, fullgraph=True, backend="aot_eager")
-    results = []
-    for function in (ours, plain):
-        torch.manual_seed(1)
-        inputs = [t.requires_grad_() for t in (*norm_arguments(), torch.randn(6, 16))]
-        outputs = function(*inputs)
-        outputs = outputs if isinstance(outputs, tuple) else (outputs,)
-        loss = sum((output * torch.randn_like(output)).sum() for output in outputs)
-        loss.backward()
-        results.append([*outputs, *(t.grad for t in inputs)])
-    for got, expected in zip(*results, strict=True):
-        assert (got is None) == (expected is None)
-        if got is not None:
-            torch.testing.assert_close(got, expected, atol=2e-5, rtol=2e-5)
+    given = [t.requires_grad_() for t in (*norm_arguments(), torch.randn(6, 16))]
+    found = results(traced(ours) if compiled else ours, given)
+    torch.testing.assert_close(found, results(plain, given), atol=2e-5, rtol=2e-5)
 
 
 @pytest.mark.parametrize("name", ["norm_linear", "swiglu_linear", "linear"])
@@ -204,8 +191,7 @@ def test_gradients_of_fp32_weights_are_not_rounded_to_half_precision(name, compi
     wide = {"norm_linear": lambda x, w, copy: rms_norm.norm_linear(x, None, torch.ones(16), EPS, w, copy=copy)[1],
             "swiglu_linear": lambda x, w, copy: swiglu.swiglu_linear(torch.cat((x, x), -1), w, copy=copy),
             "linear": lambda x, w, copy: linear(x, w, copy=copy)}[name]  # fmt: skip
-    torch._dynamo.reset()
-    function = torch.compile(wide, fullgraph=True, backend="aot_eager") if compiled else wide
+    function = traced(wide) if compiled else wide
     x, w = torch.randn(40, 16).bfloat16(), torch.randn(24, 16, requires_grad=True)
     gradients = []
     for copy in (None, w.detach().bfloat16()):
