@@ -50,13 +50,13 @@ def attention_maps(decoder: Decoder, ids: Sequence[int]) -> np.ndarray:
     rotary, masks = decoder.rotary_and_masks(x)
     for block, mask in zip(decoder.layers, masks, strict=True):
         queries, keys, _ = block.self_attn.queries_keys_values(block.input_layernorm(x), rotary)
-        maps.append(_weights(queries, keys, mask)[0].cpu())
+        maps.append(_attention_weights(queries, keys, mask)[0].cpu())
         kind = Block if is_fused(decoder) else type(block)
         x = kind.forward(block, x, rotary, mask)  # also where `block.forward` is compiled or fused
     return torch.stack(maps).numpy()
 
 
-def _weights(queries: Tensor, keys: Tensor, mask: AttentionMask) -> Tensor:
+def _attention_weights(queries: Tensor, keys: Tensor, mask: AttentionMask) -> Tensor:
     """`(B, H, T, T)` fp32 from queries `(B, T, H, D)` and keys `(B, T, KV, D)`."""
     groups = queries.shape[2] // keys.shape[2]
     queries = queries.float().transpose(1, 2)  # (B, H, T, D)
@@ -84,7 +84,7 @@ def draw_attention(attention: Attention, layer: int, heads: Sequence[int] | None
     rows, side = -(-len(heads) // columns), 1.5 + 0.17 * length
     picture, grid = figure(rows, columns, width=max(6, side * columns + 0.8), height=side * rows + 0.6, squeeze=False)
     for axes, head in zip(grid.flat, heads, strict=False):
-        image = _map(axes, maps[head])
+        image = _heat_map(axes, maps[head])
         for axis in (axes.xaxis, axes.yaxis):
             axis.set_ticks(range(length), attention.tokens, fontsize=8, parse_math=False)
         axes.tick_params(axis="x", rotation=90)
@@ -92,7 +92,7 @@ def draw_attention(attention: Attention, layer: int, heads: Sequence[int] | None
         axes.grid(visible=False)
     for axes in grid.flat[len(heads) :]:
         axes.remove()
-    _scale(picture, image)
+    _color_bar(picture, image)
     picture.suptitle(f"Layer {layer}: rows are tokens, columns what they attend to", fontsize=11)
     return picture
 
@@ -102,23 +102,23 @@ def draw_all_heads(maps: np.ndarray) -> Figure:
     layers, heads = maps.shape[:2]
     picture, grid = figure(layers, heads, width=max(5, 1.2 + 1.2 * heads), height=0.8 + 1.2 * layers, squeeze=False)
     for (layer, head), axes in np.ndenumerate(grid):
-        image = _map(axes, maps[layer, head])
+        image = _heat_map(axes, maps[layer, head])
         axes.set(xticks=[], yticks=[])
         if head == 0:
             axes.set_ylabel(f"layer {layer}", fontsize=9)
         if layer == 0:
             axes.set_title(f"head {head}", fontsize=9)
-    _scale(picture, image)
+    _color_bar(picture, image)
     picture.suptitle("All heads: rows are tokens, columns what they attend to", fontsize=11)
     return picture
 
 
-def _map(axes: Any, weights: np.ndarray) -> Any:
+def _heat_map(axes: Any, weights: np.ndarray) -> Any:
     unseen = np.triu(np.ones_like(weights, dtype=bool), 1)
     return axes.imshow(np.ma.masked_array(weights, unseen), cmap=SEQUENTIAL, norm=PowerNorm(0.5, 0, 1))
 
 
-def _scale(picture: Figure, image: Any) -> None:
+def _color_bar(picture: Figure, image: Any) -> None:
     picture.colorbar(image, ax=picture.axes, label="attention weight", ticks=(0, 0.05, 0.25, 0.5, 1), shrink=0.7)
 
 
