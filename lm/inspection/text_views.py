@@ -72,25 +72,23 @@ def attention_of(model: Pretrained, text: str) -> Attention:
     return Attention([visible(model.tokenizer.decode([token])) for token in ids], attention_maps(model.decoder, ids))
 
 
-def draw_attention(attention: Attention, layer: int, heads: Sequence[int] | None = None) -> Figure:
-    """A heat map of each head of a layer, or of some heads, all counted from 0; a text of up to 40 tokens reads well.
+def draw_attention(attention: Attention, layer: int) -> Figure:
+    """A heat map of each head of a layer, both counted from 0; a text of up to 40 tokens reads well.
 
     The colour grows with the square root of the weight.
     """
-    maps = attention.maps[layer]
-    heads = range(len(maps)) if heads is None else heads
-    length = len(attention.tokens)
-    columns = min(len(heads), 2 if length > 12 else COLUMNS)
-    rows, side = -(-len(heads) // columns), 1.5 + 0.17 * length
+    maps, length = attention.maps[layer], len(attention.tokens)
+    columns = min(len(maps), 2 if length > 12 else COLUMNS)
+    rows, side = -(-len(maps) // columns), 1.5 + 0.17 * length
     picture, grid = figure(rows, columns, width=max(6, side * columns + 0.8), height=side * rows + 0.6, squeeze=False)
-    for axes, head in zip(grid.flat, heads, strict=False):
-        image = _heat_map(axes, maps[head])
+    for head, (axes, weights) in enumerate(zip(grid.flat, maps, strict=False)):
+        image = _heat_map(axes, weights)
         for axis in (axes.xaxis, axes.yaxis):
             axis.set_ticks(range(length), attention.tokens, fontsize=8, parse_math=False)
         axes.tick_params(axis="x", rotation=90)
         label_axes(axes, f"head {head}")
         axes.grid(visible=False)
-    for axes in grid.flat[len(heads) :]:
+    for axes in grid.flat[len(maps) :]:
         axes.remove()
     _color_bar(picture, image)
     picture.suptitle(f"Layer {layer}: rows are tokens, columns what they attend to", fontsize=11)
@@ -188,16 +186,14 @@ def mean_bits(written: Written) -> float:
     return sum(bits) / len(bits) if bits else math.nan
 
 
-def color_expectations(expected: Sequence[Expectation], prompt: str = "") -> Html:
+def color_expectations(expected: Sequence[Expectation]) -> Html:
     """The text, coloured by how little each token was expected; the alternatives appear under the pointer."""
     notes = [
         f"probability {one.probability:.3g}, rank {one.rank:,}, entropy {one.entropy:.2f} bits\nlikeliest: "
         + ", ".join(f"{visible(text)} {probability:.3g}" for text, probability in one.alternatives)
         for one in expected
     ]
-    return colored_text(
-        [prompt, *(one.text for one in expected)], [None, *(one.probability for one in expected)], ["", *notes]
-    )
+    return colored_text([one.text for one in expected], [one.probability for one in expected], notes)
 
 
 def color_written(written: Written) -> Html:

@@ -75,7 +75,8 @@ def test_greedy_tokens_are_those_of_transformers(config, penalty, tmp_path):
     ]  # fmt: skip
     got = written_by(decoder, UNEQUAL, replace(greedy(55), repetition_penalty=penalty))
     assert got == [(tokens, "length") for tokens in expected]
-    assert all(len(set(tokens)) > (5 if penalty == 1 else 10) for tokens in expected)  # it is not one token again
+    assert max(len(set(tokens)) for tokens in expected) > 5  # the comparison is of something
+    assert penalty == 1 or all(len(set(tokens)) > 10 for tokens in expected)
 
 
 @pytest.mark.parametrize("fused", [False, True], ids=["plain", "fused"])
@@ -140,17 +141,7 @@ def test_seeds_reproduce_and_differ():
 # ---- where it ends --------------------------------------------------------------------------------------------------
 
 
-def test_a_row_ends_with_its_document_and_the_others_continue():
-    decoder, sampling = trained_like(SMALL), Sampling(max_new_tokens=25, seed=0)
-    plain = written_by(decoder, UNEQUAL, sampling)
-    eos = plain[1][0][4]
-    stopped = written_by(decoder, UNEQUAL, sampling, eos_id=eos)
-    for (tokens, reason), after in zip(plain, stopped, strict=True):
-        assert after == ((tokens[: tokens.index(eos)], "eos") if eos in tokens else (tokens, reason))
-    assert stopped[1][1] == "eos" and len(stopped[1][0]) <= 4
-
-
-def test_a_caller_ends_a_row_and_is_not_asked_about_the_end_of_a_document():
+def test_a_document_or_the_caller_ends_a_row_and_the_others_continue():
     decoder, sampling = trained_like(SMALL), Sampling(max_new_tokens=12, seed=0)
     plain = written_by(decoder, UNEQUAL, sampling)
     eos, asked = plain[2][0][3], []
@@ -160,10 +151,12 @@ def test_a_caller_ends_a_row_and_is_not_asked_about_the_end_of_a_document():
         return row == 0 and sum(one == 0 for one, _ in asked) == 5
 
     news = list(generate(decoder, UNEQUAL, sampling, eos_id=eos, ended=ended))
-    last = {new.row: new for new in news if new.reason}
-    assert last[0].reason == "stop" and [new.token for new in news if new.row == 0] == plain[0][0][:5]
-    assert last[2].reason == "eos" and (2, eos) not in asked
-    assert asked == [(new.row, new.token) for new in news if new.reason != "eos"]
+    for row, (tokens, _) in enumerate(plain):
+        ends = [place for place, token in enumerate(tokens) if token == eos or (row, place) == (0, 4)]
+        assert [new.token for new in news if new.row == row] == tokens[: ends[0] + 1 if ends else None]
+    reasons = {new.row: new.reason for new in news}  # of the last token of each
+    assert (reasons[0], reasons[2]) == ("stop", "eos")
+    assert asked == [(new.row, new.token) for new in news if new.reason != "eos"]  # not about the end of a document
 
 
 def test_a_full_context_ends_a_row_and_says_so():

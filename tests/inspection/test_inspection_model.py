@@ -227,7 +227,7 @@ def test_every_picture_of_a_model_is_drawn():
             weights.draw_histograms(weights.weight_histograms(model.decoder)),
             weights.draw_spectra(found),
             text_views.draw_all_heads(seen.maps),
-            text_views.draw_attention(seen, 0), text_views.draw_attention(seen, 0, heads=[0]),
+            text_views.draw_attention(seen, 0),
             weights.draw_weight_drift(weights.weight_drift(model.decoder, other.decoder)),
             weights.draw_weight_drift(weights.weight_drift(model.decoder, model.decoder)),
             weights.draw_divergence(weights.distribution_drift(model, other, [TEXT])),
@@ -235,7 +235,7 @@ def test_every_picture_of_a_model_is_drawn():
         ):  # fmt: skip
             check_picture(picture)
         assert "100" in weights.parameter_table(parts).source
-        assert "a" in text_views.color_expectations(expected, "prompt").source
+        assert "a" in text_views.color_expectations(expected).source
         changes = weights.change_table(weights.weight_drift(model.decoder, other.decoder)).source
         assert changes.count("<tr>") == 1 + len(model.decoder.state_dict()) + 3 * config.num_hidden_layers
 
