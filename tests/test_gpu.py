@@ -182,8 +182,7 @@ def test_triton_free_is_eager_to_the_bit(config, deterministic):
     model = built(config)
     eager = [t.clone() for t in gradients(model)]
     compile_decoder(model, "triton_free")
-    for mine, before in zip(gradients(model), eager, strict=True):
-        assert torch.equal(mine, before)
+    torch.testing.assert_close(gradients(model), eager, rtol=0, atol=0)
 
 
 @pytest.mark.parametrize("mode", ["none", "triton_free", "inductor"])
@@ -209,8 +208,7 @@ def replays_to_the_bit(model, mode):
         micro = GraphedMicroBatch(model.parameters(), step, capture)
         totals.append([*(micro(ids).clone() for ids in tokens), *(g.clone() for g in micro.gradients)])
         assert bool(micro.recorded) == capture
-    for usual, replayed in zip(*totals, strict=True):
-        assert torch.equal(usual, replayed)
+    torch.testing.assert_close(*totals, rtol=0, atol=0)
 
 
 def test_a_recorded_micro_batch_takes_any_number_of_documents(deterministic):
@@ -237,8 +235,7 @@ def test_a_recorded_micro_batch_takes_any_number_of_documents(deterministic):
         found += [gradient.clone() for gradient in micro.gradients]
         assert len(micro.recorded) == 3 * capture
     half = len(found) // 2
-    for usual, replayed in zip(found[:half], found[half:], strict=True):
-        assert torch.equal(usual, replayed)
+    torch.testing.assert_close(found[:half], found[half:], rtol=0, atol=0)
 
 
 @pytest.mark.parametrize("fused", [False, True], ids=["plain", "fused"])
@@ -253,8 +250,7 @@ def test_activation_checkpointing_changes_no_bit_and_takes_less_memory(mode, fus
         found.append(gradients(model))
         peaks.append(torch.cuda.max_memory_allocated())
     assert peaks[1] < peaks[0]
-    for plain, recomputed in zip(*found, strict=True):
-        assert torch.equal(plain, recomputed)
+    torch.testing.assert_close(*found, rtol=0, atol=0)
 
 
 def test_every_attention_kernel_that_is_measured_gives_the_same_losses(tmp_path, monkeypatch):
@@ -384,8 +380,7 @@ def test_an_fp8_decoder_is_near_bf16_and_compiled_the_same_to_the_bit(scaling, f
     for mine, exact in zip(eager, bf16, strict=True):
         assert 0 < (mine - exact).norm() / exact.norm() < 0.3
     compile_decoder(model, "triton_free")
-    for mine, before in zip(gradients(model), eager, strict=True):
-        assert torch.equal(mine, before)
+    torch.testing.assert_close(gradients(model), eager, rtol=0, atol=0)
 
 
 @needs_fp8

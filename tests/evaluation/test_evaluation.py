@@ -14,12 +14,9 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 import torch
-import torch.multiprocessing
 import torch.nn.functional as F
 from decoders import SHAPES, SMALL, trained_like, write_huggingface
 from make_sotu_tasks import CORPUS, write_tasks
-from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import fully_shard
 from transformers import AutoModelForCausalLM
 
 from lm.data.config import PrepareOptions
@@ -343,37 +340,6 @@ def test_broken_weights_are_an_error_and_no_score(tasks, tokenizer):
         decoder.norm.weight[0] = math.nan
     with pytest.raises(RunError, match="not finite"):
         evaluate(decoder, tokenizer, tasks)
-
-
-def _one_of_two(rank: int, folder: str, file: str) -> None:
-    """A process that divides the items with another, and then shares the model with it."""
-    torch.set_num_threads(1)
-    torch.distributed.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=2)
-    tasks, tokenizer = read_tasks([file]), Tokenizer.load(folder)
-    decoder = decoder_of(tokenizer)
-    alone = evaluate(decoder, tokenizer, tasks)
-    assert same(alone, evaluate(decoder, tokenizer, tasks, share=(rank, 2)))
-    mesh = init_device_mesh("cpu", (2,))
-    for layer in decoder.layers:
-        fully_shard(layer, mesh=mesh)
-    fully_shard(decoder, mesh=mesh)
-    assert same(alone, evaluate(decoder, tokenizer, tasks))
-    whole = decoder_of(tokenizer)
-    if rank == 1:
-        with torch.no_grad():
-            whole.norm.weight[0] = math.nan
-    with pytest.raises(RunError, match="not finite" if rank else "failed on rank 1"):
-        evaluate(whole, tokenizer, tasks, share=(rank, 2))
-    torch.distributed.destroy_process_group()
-
-
-@pytest.mark.slow
-def test_ranks_divide_the_items_or_share_the_model_and_find_the_same(tokenizer, tmp_path):
-    """Two processes; where one of them fails the other learns of it and does not wait."""
-    for name, text in tokenizer.files().items():
-        (tmp_path / name).write_text(text)
-    file = make_tasks(tmp_path / "tasks", items=7)
-    torch.multiprocessing.spawn(_one_of_two, (str(tmp_path), str(file)), nprocs=2)
 
 
 # ---- bits per byte --------------------------------------------------------------------------------------------------

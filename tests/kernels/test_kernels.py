@@ -130,13 +130,11 @@ def test_rms_norm_takes_rows_that_are_no_neighbours(emulated, which):
     weight, rstd = torch.randn(16), torch.rand(3, 5)
     given[which] = torch.randn(5, 3, 16).transpose(0, 1)
     ours = rms_norm._cuda_backward(*given.values(), weight, rstd, True)
-    for mine, expected in zip(ours, rms_norm._cpu_backward(*given.values(), weight, rstd, True), strict=True):
-        torch.testing.assert_close(mine, expected, atol=1e-5, rtol=1e-5)
-        assert mine.is_contiguous()
+    torch.testing.assert_close(ours, rms_norm._cpu_backward(*given.values(), weight, rstd, True), atol=1e-5, rtol=1e-5)
+    assert all(mine.is_contiguous() for mine in ours)
     x, residual = given[which], torch.randn(5, 3, 16).transpose(0, 1)
-    for mine, expected in zip(rms_norm._cuda_forward(x, residual, weight, EPS),
-                              rms_norm._cpu_forward(x, residual, weight, EPS), strict=True):
-        torch.testing.assert_close(mine, expected, atol=1e-5, rtol=1e-5)
+    ours, plain = (forward(x, residual, weight, EPS) for forward in (rms_norm._cuda_forward, rms_norm._cpu_forward))
+    torch.testing.assert_close(ours, plain, atol=1e-5, rtol=1e-5)
 
 
 # ---- the same through torch -----------------------------------------------------------------------------------------

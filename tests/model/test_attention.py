@@ -9,7 +9,6 @@ from torch.nn.attention import SDPBackend
 
 from lm.model import attention
 from lm.model.attention import (
-    AttentionMask,
     attend,
     attention_mask,
     backends,
@@ -166,19 +165,6 @@ def test_cudnn_comes_first_on_hopper_only_and_never_with_a_mask():
 def test_the_choice_is_described_in_words(monkeypatch, device, capability, dtype, windows, dropout, words):
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
     assert describe_attention(torch.device(device), dtype, windows, False, 64, dropout) == words
-
-
-@pytest.mark.parametrize("kv_heads", [4, 2])
-@pytest.mark.parametrize("width", [8, 6])
-def test_sequences_are_traced_without_a_break(kv_heads, width):
-    """Both passes; on tensors without content, because flash runs on no CPU."""
-    torch._dynamo.reset()
-    q, k, v = (torch.empty(2, 16, n, width, device="meta", dtype=HALF, requires_grad=True)
-               for n in (4, kv_heads, kv_heads))
-    traced = torch.compile(attend, fullgraph=True, backend="aot_eager")
-    out = traced(q, k, v, AttentionMask(5, torch.empty(3, device="meta", dtype=torch.int32), None))
-    out.sum().backward()
-    assert out.shape == q.shape and q.grad.shape == q.shape and k.grad.shape == k.shape
 
 
 def test_kernels_are_entered_around_the_blocks_also_of_a_copy(monkeypatch):
