@@ -61,6 +61,12 @@ def test_parts_add_up_to_what_the_accounting_says(config):
     assert sum(part.share for part in parts) == pytest.approx(1)
 
 
+def test_the_weights_of_a_custom_model_have_its_own_names():
+    model = torch.nn.Sequential(torch.nn.Linear(3, 2))
+    assert [(part.name, part.parameters) for part in weights.parameter_parts(model)] == [("0", 6), ("0.bias", 2)]
+    assert list(weights.weight_histograms(model)) == ["0.weight"]
+
+
 # ---- weights ---------------------------------------------------------------------------------------------------------
 
 
