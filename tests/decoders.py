@@ -36,11 +36,11 @@ def trained_like(config: DecoderConfig) -> Decoder:
     return model
 
 
-def write_huggingface(model: Decoder, path, dtype: str = "float32"):
+def write_huggingface(model: Decoder, path):
     """A model folder as Hugging Face's libraries write it; returns the path."""
     weights = to_huggingface(model.state_dict(), model.config)
     save_file(weights, path / "model.safetensors", metadata={"format": "pt"})
-    (path / "config.json").write_text(json.dumps(config_json(model.config, 7, dtype)))
+    (path / "config.json").write_text(json.dumps(config_json(model.config, 7, "float32")))
     (path / "generation_config.json").write_text(json.dumps(generation_config_json(7)))
     return path
 

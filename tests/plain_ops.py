@@ -1,8 +1,9 @@
 """The fused ops in plain PyTorch, for any device and precision: what tests and benchmarks compare them with.
 
-Arguments and results are those of the ops in `lm/kernels`.
+Arguments and results are those of the ops in `lm/kernels`. `results` computes what is compared.
 """
 
+import torch
 import torch.nn.functional as F
 
 from lm.kernels.linear import linear
@@ -49,3 +50,22 @@ def linear_cross_entropy_plain(x, weight, labels, *, ignore_index=-100, z_loss=0
     losses = F.cross_entropy(logits, targets, ignore_index=ignore_index, reduction="none")  # (N)
     costs = losses + z_loss * logits.logsumexp(-1).square() * (targets != ignore_index)
     return costs.sum(), losses.detach().view(labels.shape)
+
+
+def results(function, inputs, dtype=None):
+    """Outputs, and the gradients of inputs that take one, for always the same gradients of the outputs; all in another
+    precision if one is given."""
+    inputs = [t.detach().to(dtype or t.dtype).requires_grad_() if isinstance(t, torch.Tensor) and t.requires_grad
+              else t for t in inputs]  # fmt: skip
+    outputs = function(*inputs)
+    outputs = outputs if isinstance(outputs, tuple) else (outputs,)
+    torch.manual_seed(0)
+    loss = sum((t * torch.randn(t.shape).to(t)).sum() for t in outputs if t.requires_grad)
+    wanted = [t for t in inputs if isinstance(t, torch.Tensor) and t.requires_grad]
+    return [*(t.detach() for t in outputs), *torch.autograd.grad(loss, wanted, allow_unused=True)]
+
+
+def traced(function):
+    """The function as one graph of `torch.compile`, in both passes."""
+    torch._dynamo.reset()
+    return torch.compile(function, fullgraph=True, backend="aot_eager")

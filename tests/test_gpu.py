@@ -12,16 +12,16 @@ from plain_ops import (
     linear_cross_entropy_plain,
     norm_linear_plain,
     qk_norm_rope_plain,
+    results,
     rms_norm_plain,
     swiglu_linear_plain,
 )
-from trainings import lm, losses, make_workplace, trace, write_config
+from trainings import fit, losses, make_workplace, trace
 
 from lm.data.loader import Batch
 from lm.kernels.cross_entropy import linear_cross_entropy
 from lm.kernels.fp8 import QUANTIZE, quantize
 from lm.kernels.linear import linear, product
-from lm.kernels.operations import FUSED
 from lm.kernels.qk_norm_rope import qk_norm_rope
 from lm.kernels.rms_norm import norm_linear, rms_norm
 from lm.kernels.swiglu import swiglu_linear
@@ -32,7 +32,6 @@ from lm.model.config import DecoderConfig
 from lm.model.decoder import Decoder, document_ids_from, rotary_table
 from lm.model.fused import fuse
 from lm.model.low_precision import LowPrecisionLinear, WeightCopies, use_low_precision
-from lm.runs.run import Run
 from lm.system.hardware import has_fp8
 from lm.training.checkpoint_state import FolderCheckpointIO
 
@@ -47,23 +46,27 @@ def test_tokens_widen_on_the_device_as_on_the_host():
     assert torch.equal(there.labels.cpu(), Batch(tokens).labels)
 
 
+RECORDER = {"class_path": "recorder.Recorder"}
+KILLER = {"class_path": "recorder.KillAt", "init_args": dict(signal_name="SIGTERM", micro_batch=11)}
+ON_GPU = {"trainer.accelerator": "gpu", "trainer.devices": 1}
+
+
+def stopped_and_resumed(folder, **changes):
+    """The losses of a run that was stopped after step 6 and resumed."""
+    fit(folder, "stopped", expect=75, **{**changes, "trainer.callbacks": [RECORDER, KILLER]})
+    fit(folder, "stopped", "--ckpt_path", "auto", **changes)
+    return losses(folder)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("precision", ["32-true", "bf16-mixed", "bf16-true", "16-mixed"])
 def test_every_precision_learns_clips_and_resumes_exactly(tmp_path, precision):
-    """Stopped after step 6 and resumed: the losses of a run that was never stopped, to the bit."""
-    folder = make_workplace(tmp_path)
-    changes = {"trainer.accelerator": "gpu", "trainer.devices": 1, "trainer.precision": precision}
-    lm(folder, "fit", "--config", str(write_config(folder, "straight", **changes)))
-    straight = losses(folder)
-    metrics = Run(folder / "checkpoints" / "straight").metrics()
+    """Stopped and resumed: the losses of a run that was never stopped, to the bit."""
+    folder, changes = make_workplace(tmp_path), {**ON_GPU, "trainer.precision": precision}
+    _, run = fit(folder, "straight", **changes)
+    straight, metrics = losses(folder), run.metrics()
     assert metrics[-1]["val/loss"] < 3.4 and all(entry.get("optim/grad_norm", 0) < 100 for entry in metrics)
-    (folder / "trace.jsonl").unlink()
-    kill = {"class_path": "recorder.KillAt", "init_args": dict(signal_name="SIGTERM", micro_batch=11)}
-    callbacks = [{"class_path": "recorder.Recorder"}]
-    killed = write_config(folder, "stopped", **changes, **{"trainer.callbacks": [*callbacks, kill]})
-    lm(folder, "fit", "--config", str(killed), expect=75)
-    lm(folder, "fit", "--config", str(write_config(folder, "stopped", **changes)), "--ckpt_path", "auto")
-    assert losses(folder) == straight and len(trace(folder)) == 24
+    assert stopped_and_resumed(folder, **changes) == straight and len(trace(folder)) == 24
 
 
 # ---- kernels --------------------------------------------------------------------------------------------------------
@@ -108,18 +111,6 @@ OPS = ["rms_norm", "first rms_norm", "norm_linear", "swiglu_linear", "qk_norm_ro
        "linear_cross_entropy"]  # fmt: skip
 
 
-def results(function, inputs, dtype=None):
-    """Outputs and gradients; in another precision if one is given."""
-    inputs = [t.detach().to(dtype).requires_grad_() if dtype and isinstance(t, torch.Tensor) and t.is_floating_point()
-              and t.requires_grad else t for t in inputs]
-    outputs = [t for t in function(*inputs) if t.requires_grad] if function is not swiglu_linear and \
-        function is not swiglu_linear_plain else [function(*inputs)]
-    torch.manual_seed(0)
-    loss = sum((t * torch.randn(t.shape, device="cuda", dtype=torch.float32).to(t.dtype)).sum() for t in outputs)
-    wanted = [t for t in inputs if isinstance(t, torch.Tensor) and t.requires_grad]
-    return [*(t.detach() for t in outputs), *torch.autograd.grad(loss, wanted)]
-
-
 @pytest.mark.parametrize("name", OPS)
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("rows, width", [(1, 8), (7, 97), (33, 1024), (1023, 768), (5, 50257)])
@@ -159,10 +150,11 @@ def deterministic():
     torch.use_deterministic_algorithms(False)
 
 
-def built(config, ops=FUSED):
+def built(config, fused=True):
     torch.manual_seed(0)
     model = Decoder(config).cuda()
-    fuse(model, ops)
+    if fused:
+        fuse(model)
     enter_kernels(model)
     return model
 
@@ -181,7 +173,7 @@ def gradients(model, documents=None):
 @pytest.mark.parametrize("documents", [False, True])
 def test_the_whole_decoder_agrees_with_plain_pytorch(config, documents):
     number = (torch.arange(256, device="cuda") // 50).expand(2, -1) if documents else None
-    for ours, plain in zip(gradients(built(config), number), gradients(built(config, None), number), strict=True):
+    for ours, plain in zip(gradients(built(config), number), gradients(built(config, False), number), strict=True):
         assert (ours - plain).norm() / plain.norm() < 3e-2
 
 
@@ -190,8 +182,7 @@ def test_triton_free_is_eager_to_the_bit(config, deterministic):
     model = built(config)
     eager = [t.clone() for t in gradients(model)]
     compile_decoder(model, "triton_free")
-    for mine, before in zip(gradients(model), eager, strict=True):
-        assert torch.equal(mine, before)
+    torch.testing.assert_close(gradients(model), eager, rtol=0, atol=0)
 
 
 @pytest.mark.parametrize("mode", ["none", "triton_free", "inductor"])
@@ -217,8 +208,7 @@ def replays_to_the_bit(model, mode):
         micro = GraphedMicroBatch(model.parameters(), step, capture)
         totals.append([*(micro(ids).clone() for ids in tokens), *(g.clone() for g in micro.gradients)])
         assert bool(micro.recorded) == capture
-    for usual, replayed in zip(*totals, strict=True):
-        assert torch.equal(usual, replayed)
+    torch.testing.assert_close(*totals, rtol=0, atol=0)
 
 
 def test_a_recorded_micro_batch_takes_any_number_of_documents(deterministic):
@@ -232,7 +222,7 @@ def test_a_recorded_micro_batch_takes_any_number_of_documents(deterministic):
         total.backward()
         return each
 
-    results = []
+    found = []
     for capture in (False, True):
         model.zero_grad()
         micro, copies = GraphedMicroBatch(model.parameters(), step, capture), WeightCopies(model, torch.bfloat16)
@@ -241,28 +231,26 @@ def test_a_recorded_micro_batch_takes_any_number_of_documents(deterministic):
             ids = torch.randint(8, 1000, (2, 257), device="cuda")
             ids[:, 5 : 5 + number * 3] = 7
             with copies:
-                results.append(micro(ids, 16 << number % 3))
-        results += [gradient.clone() for gradient in micro.gradients]
+                found.append(micro(ids, 16 << number % 3))
+        found += [gradient.clone() for gradient in micro.gradients]
         assert len(micro.recorded) == 3 * capture
-    half = len(results) // 2
-    for usual, replayed in zip(results[:half], results[half:], strict=True):
-        assert torch.equal(usual, replayed)
+    half = len(found) // 2
+    torch.testing.assert_close(found[:half], found[half:], rtol=0, atol=0)
 
 
-@pytest.mark.parametrize("ops", [None, FUSED], ids=["plain", "fused"])
+@pytest.mark.parametrize("fused", [False, True], ids=["plain", "fused"])
 @pytest.mark.parametrize("mode", ["selective", "block"])
-def test_activation_checkpointing_changes_no_bit_and_takes_less_memory(mode, ops, deterministic):
-    results, peaks = [], []
+def test_activation_checkpointing_changes_no_bit_and_takes_less_memory(mode, fused, deterministic):
+    found, peaks = [], []
     for chosen in ("none", mode):
-        model = built(VARIANTS["windows"], ops)
+        model = built(VARIANTS["windows"], fused)
         checkpoint_activations(model, chosen)
         gradients(model)
         torch.cuda.reset_peak_memory_stats()
-        results.append(gradients(model))
+        found.append(gradients(model))
         peaks.append(torch.cuda.max_memory_allocated())
     assert peaks[1] < peaks[0]
-    for plain, recomputed in zip(*results, strict=True):
-        assert torch.equal(plain, recomputed)
+    torch.testing.assert_close(*found, rtol=0, atol=0)
 
 
 def test_every_attention_kernel_that_is_measured_gives_the_same_losses(tmp_path, monkeypatch):
@@ -297,19 +285,10 @@ def test_a_checkpoint_is_copied_into_page_locked_memory_that_is_kept(tmp_path):
 @pytest.mark.parametrize("precision", ["bf16-mixed", "16-mixed"])
 def test_cuda_graphs_train_as_without_them(tmp_path, precision):
     """Accumulation, clipping, loss scaling, the schedule and a resume, under Lightning."""
-    folder = make_workplace(tmp_path)
-    changes = {"trainer.accelerator": "gpu", "trainer.devices": 1, "trainer.precision": precision,
-               "model.decoder.dropout": 0.0}
-    lm(folder, "fit", "--config", str(write_config(folder, "usual", **changes)))
+    folder, changes = make_workplace(tmp_path), {**ON_GPU, "trainer.precision": precision, "model.decoder.dropout": 0.0}
+    fit(folder, "usual", **changes)
     usual = losses(folder)
-    (folder / "trace.jsonl").unlink()
-    changes["model.cuda_graphs"] = True
-    kill = {"class_path": "recorder.KillAt", "init_args": dict(signal_name="SIGTERM", micro_batch=11)}
-    killed = write_config(folder, "graphs", **changes,
-                          **{"trainer.callbacks": [{"class_path": "recorder.Recorder"}, kill]})
-    lm(folder, "fit", "--config", str(killed), expect=75)
-    lm(folder, "fit", "--config", str(write_config(folder, "graphs", **changes)), "--ckpt_path", "auto")
-    assert losses(folder) == usual
+    assert stopped_and_resumed(folder, **changes, **{"model.cuda_graphs": True}) == usual
 
 
 # ---- FP8 ------------------------------------------------------------------------------------------------------------
@@ -393,16 +372,15 @@ def in_fp8(model, scaling):
 
 @needs_fp8
 @scalings
-@pytest.mark.parametrize("ops", [FUSED, None], ids=["fused", "plain"])
-def test_an_fp8_decoder_is_near_bf16_and_compiled_the_same_to_the_bit(scaling, ops, deterministic):
-    bf16 = gradients(built(SMALL, ops))
-    model = in_fp8(built(SMALL, ops), scaling)
+@pytest.mark.parametrize("fused", [True, False], ids=["fused", "plain"])
+def test_an_fp8_decoder_is_near_bf16_and_compiled_the_same_to_the_bit(scaling, fused, deterministic):
+    bf16 = gradients(built(SMALL, fused))
+    model = in_fp8(built(SMALL, fused), scaling)
     eager = [t.clone() for t in gradients(model)]
     for mine, exact in zip(eager, bf16, strict=True):
         assert 0 < (mine - exact).norm() / exact.norm() < 0.3
     compile_decoder(model, "triton_free")
-    for mine, before in zip(gradients(model), eager, strict=True):
-        assert torch.equal(mine, before)
+    torch.testing.assert_close(gradients(model), eager, rtol=0, atol=0)
 
 
 @needs_fp8
@@ -418,23 +396,14 @@ def test_an_fp8_micro_batch_is_recorded_and_replayed_to_the_bit(scaling, mode, d
 @pytest.mark.parametrize("graphs", [False, True])
 def test_fp8_learns_and_resumes_exactly(tmp_path, scaling, graphs):
     """Stopped and resumed, as every other precision; what it trains to is near what bf16 does."""
-    folder = make_workplace(tmp_path)
-    changes = {"trainer.accelerator": "gpu", "trainer.devices": 1, "model.decoder.dropout": 0.0}
-    lm(folder, "fit", "--config", str(write_config(folder, "bf16", **changes, **{"trainer.precision": "bf16-mixed"})))
-    (folder / "trace.jsonl").unlink()
+    folder, changes = make_workplace(tmp_path), {**ON_GPU, "model.decoder.dropout": 0.0}
+    _, bf16 = fit(folder, "bf16", **changes, **{"trainer.precision": "bf16-mixed"})
     changes |= {"trainer.precision": f"fp8-{scaling}", "model.cuda_graphs": graphs}
-    said = lm(folder, "fit", "--config", str(write_config(folder, "straight", **changes))).stderr
-    assert f"precision: fp8-{scaling} in 4 of the blocks' 8 matrices" in said
+    ended, run = fit(folder, "straight", **changes)
+    assert f"precision: fp8-{scaling} in 4 of the blocks' 8 matrices" in ended.stderr
     straight = losses(folder)
-    ours, bf16 = (Run(folder / "checkpoints" / run).metrics()[-1]["val/loss"] for run in ("straight", "bf16"))
-    assert ours == pytest.approx(bf16, rel=0.03)
-    (folder / "trace.jsonl").unlink()
-    kill = {"class_path": "recorder.KillAt", "init_args": dict(signal_name="SIGTERM", micro_batch=11)}
-    killed = write_config(folder, "stopped", **changes,
-                          **{"trainer.callbacks": [{"class_path": "recorder.Recorder"}, kill]})
-    lm(folder, "fit", "--config", str(killed), expect=75)
-    lm(folder, "fit", "--config", str(write_config(folder, "stopped", **changes)), "--ckpt_path", "auto")
-    assert losses(folder) == straight
+    assert run.metrics()[-1]["val/loss"] == pytest.approx(bf16.metrics()[-1]["val/loss"], rel=0.03)
+    assert stopped_and_resumed(folder, **changes) == straight
 
 
 @pytest.mark.parametrize("tool", ["memcheck", "racecheck"])

@@ -37,8 +37,8 @@ from lm.cli.plan_facts import is_prepared
 from lm.data.datamodule import DataModule
 from lm.errors import RequestError
 from lm.inference.pretrained import read_object
-from lm.kernels.operations import kernels_missing
 from lm.model.custom import MODEL_TYPE, known_class, module_class
+from lm.model.fused import kernels_missing
 from lm.runs.mirror import Mirror, refuse_remote_root
 from lm.runs.registry import find_run, record_run
 from lm.runs.resume import checkpoint_folder, find_checkpoint, is_of_a_run, refuse_changed_config, repair_links

@@ -20,8 +20,8 @@ from rich.markup import escape
 from lm.cli.options import find_config, read_config
 from lm.errors import LmError, RequestError, first_line
 from lm.kernels import runtime, swiglu
-from lm.kernels.operations import kernels_missing
 from lm.model.attention_choice import Shape, candidates, measure
+from lm.model.fused import kernels_missing
 from lm.runs import registry
 from lm.runs.run import ROOT
 from lm.system.hardware import cpu_half_precision, device_name, driver_version, memory_bytes, peak_flops

@@ -18,8 +18,7 @@ from rich.text import Text
 
 from lm.errors import LmError, RequestError, require_at_least
 from lm.inference.completion import Written, encode_prompt, gather_texts, generate_text
-from lm.inference.decode_step import Step, check_step
-from lm.inference.generation import Reason, Sampling
+from lm.inference.generation import Reason, Sampling, Step, check_step
 from lm.inference.pretrained import Pretrained, load_pretrained
 from lm.model.compile import compile_decoder
 from lm.runs.resume import chosen_model

@@ -102,7 +102,7 @@ def shards_bits_per_byte(
     batch_tokens: int = BATCH_TOKENS,
     progress: Progress | None = None,
 ) -> CorpusResult:
-    """Measure the windows of shards of token ids, as a validation does. What is not said is as for texts.
+    """Measure the windows of shards of token ids, as a validation does. Other arguments are those for texts.
 
     `source` is as for `data.val`, and `document_mask` keeps attention inside a document, as `model.document_mask` does.
     """

@@ -56,7 +56,7 @@ def read_tasks(paths: Sequence[str], num_fewshot: int | None = None) -> list[Tas
     """The tasks of files, in their order; for each of several numbers of solved items a task, called `LABEL_Nshot`.
 
     A path is a YAML with `icl_tasks:`, a `.jsonl` or `.parquet` file of items, whose kind follows from its columns, or
-    `embedded:sotu`. `num_fewshot` is instead of what the files say; a file of items alone says 0.
+    `embedded:sotu`. `num_fewshot` replaces the number of the files, which is 0 for a file of items alone.
     """
     require_at_least(0, "", num_fewshot=num_fewshot)
     known: dict[str, Task] = {}
@@ -119,7 +119,7 @@ def _from_yaml(file: Path, num_fewshot: int | None) -> Iterator[Task]:
 def _checked(entry: dict[str, Any], place: str) -> tuple[str, str, Kind, list[int], str]:
     """Label, file, kind, numbers of solved items and delimiter of an entry of the YAML."""
     if unknown := [key for key in entry if key not in KEYS]:
-        raise RequestError(f"{place}: {', '.join(map(repr, unknown))} is not known here; take it out")
+        raise RequestError(f"{place}: {', '.join(map(repr, unknown))} is not known here; remove it")
     entry = {"num_fewshot": 0, "continuation_delimiter": " ", **entry}
     for key in ("label", "dataset_uri", "continuation_delimiter"):
         if not isinstance(entry.get(key), str):

@@ -9,19 +9,10 @@ from typing import NamedTuple
 
 from lm.data.tokenizer import Begin, Tokenizer
 from lm.errors import RequestError
-from lm.inference.decode_step import Step
-from lm.inference.generation import Reason, Sampling, generate
+from lm.inference.generation import Reason, Sampling, Step, generate
 from lm.model.decoder import Decoder
 
 BROKEN = "\N{REPLACEMENT CHARACTER}"  # stands for bytes that are not a character, or not yet
-
-
-class Alternative(NamedTuple):
-    """A likely token in the place of one that was written."""
-
-    id: int
-    text: str
-    log_probability: float  # nats, by the model's own distribution
 
 
 class Token(NamedTuple):
@@ -30,7 +21,6 @@ class Token(NamedTuple):
     id: int
     text: str  # that it added; nothing where it ended within a character: the token that completes it has that
     log_probability: float  # nats, by the model's own distribution: at temperature 1, before any filter
-    alternatives: list[Alternative]  # the likeliest tokens in its place, the likeliest first
 
 
 class NewText(NamedTuple):
@@ -56,8 +46,6 @@ def generate_text(
     tokenizer: Tokenizer,
     prompts: Sequence[str],
     sampling: Sampling = Sampling(),
-    *,
-    alternatives: int = 0,
     step: Step = "dynamic",
 ) -> Iterator[NewText]:
     """Continue texts as `generation.generate` does ids; yield what follows as soon as it is sure, once a token."""
@@ -65,13 +53,11 @@ def generate_text(
     texts = [GrowingText(tokenizer, prompt, sampling.stop) for prompt in ids]
     eos_id = None if sampling.ignore_eos else tokenizer.eos_id
     for new in generate(
-        decoder, ids, sampling, eos_id=eos_id, ended=lambda row, token: texts[row].add(token),
-        alternatives=alternatives, step=step,
-    ):  # fmt: skip
+        decoder, ids, sampling, eos_id=eos_id, ended=lambda row, token: texts[row].add(token), step=step
+    ):
         text = texts[new.row]
-        others = [Alternative(other, text.alternative_text(other), log) for other, log in new.alternatives]
         taken = text.take(over=new.reason is not None)
-        token = None if new.reason == "eos" else Token(new.token, text.piece, new.log_probability, others)
+        token = None if new.reason == "eos" else Token(new.token, text.piece, new.log_probability)
         yield NewText(new.row, taken, new.reason, token)
 
 
@@ -113,11 +99,9 @@ class GrowingText:
         self.before = list(prompt)  # tokens up to a sure place ...
         self.shown = tokenizer.decode(self.before)  # ... and their text
         self.behind: list[int] = []  # tokens after it, which end within a character
-        self.older = self.before, self.behind, self.shown  # these three before the newest token
 
     def add(self, token: int) -> bool:
         """Add a token; returns whether the text now holds a stop string."""
-        self.older = self.before, self.behind, self.shown
         self.behind, self.piece = [*self.behind, token], ""
         whole = self.tokenizer.decode(self.before + self.behind)
         if not whole.endswith(BROKEN):
@@ -125,11 +109,6 @@ class GrowingText:
             self.before, self.behind = self.behind, []
             self.shown = self.tokenizer.decode(self.before)
         return self.cut is not None
-
-    def alternative_text(self, token: int) -> str:
-        """The text that another token would have added in the place of the newest one."""
-        before, behind, shown = self.older
-        return self.tokenizer.decode([*before, *behind, token])[len(shown) :]
 
     def take(self, over: bool) -> str:
         """The text that is sure and was not taken before; once it is over, all that is left."""

@@ -60,7 +60,7 @@ BEGINNING = (
 
 @dataclass(frozen=True)
 class Card:
-    """What a person says of a model."""
+    """What the publisher of a model decides."""
 
     name: str
     license: str = "unknown"  # an SPDX identifier

@@ -1,7 +1,8 @@
 """Generation: prompts in, tokens out, one at a time.
 
-`generate` is the loop: the logits of the next token from `inference/decode_step`, then a token by `choose_tokens`, as
-`Sampling` says. `inference/completion` makes text of the tokens.
+`generate` is the loop: the logits of each row's next token, then a token by `choose_tokens`, as `Sampling` says. The
+logits come from `DecodeStep`, a decoder over a `Cache` of the keys and values that were computed before, or from
+`UncachedStep`, any other model. `inference/completion` makes text of the tokens.
 """
 
 import math
@@ -10,19 +11,22 @@ from dataclasses import dataclass, field
 from typing import Literal, NamedTuple
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from lm.data.tokenizer import Begin
 from lm.errors import RequestError, RunError, require_at_least
-from lm.inference.decode_step import DecodeStep, Step, UncachedStep, check_step
+from lm.model.attention import AttentionMask, Past
 from lm.model.config import DecoderConfig
 from lm.model.custom import config_of
-from lm.model.decoder import Decoder, evaluating
+from lm.model.decoder import Continuation, Decoder, Rotary, evaluating, rotary_table
 from lm.system.units import Count
 
 Reason = Literal["eos", "stop", "length", "context"]
+Step = Literal["dynamic", "static", "cuda_graph"]
 HEAD = 1024  # to sort this many and not a whole vocabulary is several times faster on a CPU
-LARGEST_SEED = 2**63 - 1  # that torch takes
+LARGEST_SEED = 2**63 - 1  # that torch accepts
+SMALLEST = 256  # slots of a static step, at least
+WARMUP = 2  # steps before one is captured, so that every kernel is loaded
 
 
 # ---- generation ------------------------------------------------------------------------------------------------------
@@ -35,7 +39,7 @@ class Sampling:
     The filters are applied in the order of transformers: repetition penalty, temperature, `top_k`, `top_p`, `min_p`.
 
     Args:
-        temperature: Logits are divided by it; 0 always takes the likeliest token.
+        temperature: Logits are divided by it; 0 always chooses the likeliest token.
         top_k: Choose among this many of the likeliest tokens; `null`: among all.
         top_p: Choose among the fewest tokens whose probabilities add up to this.
         min_p: Leave out tokens with less than this share of the likeliest one's probability.
@@ -88,7 +92,6 @@ class NewToken(NamedTuple):
     # context is full; None: more follow.
     reason: Reason | None
     log_probability: float  # nats, by the model's own distribution: at temperature 1, before any filter
-    alternatives: list[tuple[int, float]]  # the likeliest tokens here and their log-probabilities, the likeliest first
 
 
 def generate(
@@ -98,7 +101,6 @@ def generate(
     *,
     eos_id: int | None = None,
     ended: Callable[[int, int], bool] | None = None,
-    alternatives: int = 0,
     step: Step = "dynamic",
 ) -> Iterator[NewToken]:
     """Continue prompts; each token is yielded as soon as it is known, row after row.
@@ -109,10 +111,9 @@ def generate(
     Args:
         decoder: or a custom model; on any device. Inside `torch.autocast` it computes in that precision.
         prompts: token ids, in any lengths; an empty prompt begins with `eos_id`, after which documents begin.
-        sampling: how tokens are chosen, and how many. What it says of texts is for `inference/completion`.
+        sampling: how tokens are chosen, and how many. Its options for texts are for `inference/completion`.
         eos_id: the token that ends a row; None: none does.
         ended: called with every row and new token but `eos_id`; returns whether the row is to end with it.
-        alternatives: how many of the likeliest tokens to report with every one that was chosen.
         step: see `DecodeStep`.
     """
     device, config = next(decoder.parameters()).device, config_of(decoder)
@@ -144,7 +145,6 @@ def generate(
                 raise RunError("the logits are not finite: the weights are broken, or a number format overflowed")
             tokens = choose_tokens(logits, sampling, generator, seen)[:, None]  # (B, 1)
             log_probabilities = (logits.gather(-1, tokens) - totals).tolist()
-            others = _likeliest_tokens(logits, totals, alternatives) if alternatives else [[] for _ in rows]
             for row, [token] in enumerate(tokens.tolist()):
                 if row not in active:
                     continue
@@ -157,7 +157,7 @@ def generate(
                     reason = "length" if made == sampling.max_new_tokens else "context"
                 if reason:
                     active.remove(row)
-                yield NewToken(row, token, reason, *log_probabilities[row], others[row])
+                yield NewToken(row, token, reason, *log_probabilities[row])
             if not active:
                 return
             if seen is not None:
@@ -179,12 +179,6 @@ def _checked(config: DecoderConfig, index: int, prompt: list[int], eos_id: int |
             f"is {context}; shorten it by {len(prompt) - context + 1} or more"
         )
     return prompt
-
-
-def _likeliest_tokens(logits: Tensor, totals: Tensor, count: int) -> list[list[tuple[int, float]]]:
-    """For each row the likeliest tokens and their log-probabilities."""
-    values, ids = logits.topk(count)
-    return [list(zip(*row, strict=True)) for row in zip(ids.tolist(), (values - totals).tolist(), strict=True)]
 
 
 # ---- the choice of a token -------------------------------------------------------------------------------------------
@@ -247,3 +241,141 @@ def penalized(logits: Tensor, sampling: Sampling, seen: Tensor | None) -> Tensor
         return logits
     factor = sampling.repetition_penalty
     return logits.where(~seen, torch.where(logits < 0, logits * factor, logits / factor))
+
+
+# ---- the logits of the next token ------------------------------------------------------------------------------------
+
+
+class Cache:
+    """Keys and values of every layer, for rows of unequal length.
+
+    A token's slot is its position, so a mask follows from positions alone. Shorter rows are padded at the end: padding
+    takes slots that the row's own tokens do not attend to, and the next tokens overwrite them. There are `slots` for
+    the most tokens of a row, with its padding.
+    """
+
+    def __init__(self, config: DecoderConfig, rows: int, slots: int, device: torch.device, dtype: torch.dtype) -> None:
+        self.windows = config.windows
+        self.table = rotary_table(slots, config.head_dim, config.rope_theta, device)
+        shape = (len(self.windows), 2, rows, slots, config.num_key_value_heads, config.head_dim)
+        self.layers = torch.zeros(shape, dtype=dtype, device=device)  # keys, then values
+        self.lengths = torch.zeros(rows, dtype=torch.long, device=device)  # (B,), tokens of each row
+
+    def extend(self, length: int, counts: Tensor, slots: int) -> Continuation:
+        """Reserve slots for the next T tokens, of which `counts` `(B,)`, at least one, are a row's own.
+
+        S `slots` are attended to: at least those in use, the new ones included. The decoder must then be called once
+        with the result. The shapes do not depend on the number of tokens so far, so the step can be compiled or
+        captured as a graph.
+        """
+        device = self.lengths.device
+        positions = self.lengths[:, None] + torch.arange(length, device=device)  # (B, T)
+        self.lengths += counts
+        distance = positions[:, :, None] - torch.arange(slots, device=device)  # (B, T, S), from a slot to a token
+        dense = {None: (distance >= 0)[:, None]}  # (B, 1, T, S)
+        for window in set(self.windows) - {None}:
+            dense[window] = dense[None] & (distance < window)[:, None]
+        masks = [
+            AttentionMask(window, None, dense[window], Past(keys, values, positions))
+            for window, (keys, values) in zip(self.windows, self.layers, strict=True)
+        ]
+        return Continuation(Rotary(*self.table, positions.int()), masks, counts - 1)
+
+
+def slots_for(tokens: int, step: Step) -> int:
+    """How many slots a step attends to for this many tokens: the same number, or a power of two."""
+    return tokens if step == "dynamic" else max(SMALLEST, 1 << (tokens - 1).bit_length())
+
+
+def check_step(step: Step, device: torch.device) -> None:
+    """Raise RequestError where a step is to be a CUDA graph and cannot be one."""
+    kind = device.type
+    if step == "cuda_graph" and (kind != "cuda" or torch.is_autocast_enabled(kind)):
+        where = "inside torch.autocast" if kind == "cuda" else f"on {kind}"
+        raise RequestError(f"a step of generation cannot be a CUDA graph {where}")
+
+
+class DecodeStep:
+    """Runs a decoder, in evaluation mode, on prompts, and then on one new token of each row at a time.
+
+    Args:
+        tokens: the most of a row, with its padding.
+        step: `dynamic`: a step attends to the slots in use, so its shape changes at every step; `static`: to a fixed
+            number of slots, doubled when they are full, so that compiled blocks are compiled once; `cuda_graph`: the
+            same, captured (see `check_step`).
+    """
+
+    def __init__(self, decoder: Decoder, rows: int, tokens: int, step: Step) -> None:
+        weight = next(decoder.parameters())
+        kind = weight.device.type
+        dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else weight.dtype
+        self.decoder, self.step = decoder, step
+        self.cache = Cache(decoder.config, rows, slots_for(tokens, step), weight.device, dtype)
+        self.ones = torch.ones_like(self.cache.lengths)  # (B,)
+        self.used = 0  # slots that may hold something, the same for all rows
+        self.slots = 0  # of the newest static step
+        self.calls = 0  # static steps with this many slots
+        self.graph: torch.cuda.CUDAGraph | None = None
+
+    @torch.no_grad()
+    def read(self, ids: Tensor, counts: Tensor) -> Tensor:
+        """Logits `(B, V)` in fp32 after more tokens `(B, T)`, of which `counts` `(B,)` are a row's own.
+
+        Every call has another shape, so compiled blocks run uncompiled.
+        """
+        self.used += ids.shape[1]
+        with torch.compiler.set_stance("force_eager"):
+            return self.decoder(ids, continuation=self.cache.extend(ids.shape[1], counts, self.used)).float()
+
+    @torch.no_grad()
+    def __call__(self, tokens: Tensor) -> Tensor:
+        """Logits `(B, V)` after one more token of each row `(B, 1)`, in fp32; the next step may overwrite them."""
+        if self.step == "dynamic":
+            return self.read(tokens, self.ones)
+        self.used += 1
+        slots = slots_for(self.used, self.step)
+        if slots != self.slots:
+            self.slots, self.calls, self.graph = slots, 0, None
+        self.calls += 1
+        if self.step == "static" or self.calls <= WARMUP:
+            return self._static(tokens)
+        if self.graph is None:
+            self._capture(tokens)
+        self.tokens.copy_(tokens)
+        self.graph.replay()
+        return self.logits
+
+    def _static(self, tokens: Tensor) -> Tensor:
+        return self.decoder(tokens, continuation=self.cache.extend(1, self.ones, self.slots)).float()
+
+    def _capture(self, tokens: Tensor) -> None:
+        self.tokens = tokens.clone()
+        self.graph = torch.cuda.CUDAGraph()
+        device = tokens.device  # its own stream: torch's stream for capturing is on the device that captured first
+        with torch.cuda.device(device), torch.cuda.graph(self.graph, stream=torch.cuda.Stream(device)):
+            self.logits = self._static(self.tokens)
+
+
+class UncachedStep:
+    """As `DecodeStep`, for a custom model, which has no cache: every step reads the whole rows."""
+
+    def __init__(self, decoder: nn.Module) -> None:
+        self.decoder = decoder
+        self.rows: list[Tensor] = []  # of (t,) ids each, without padding
+
+    @torch.no_grad()
+    def read(self, ids: Tensor, counts: Tensor) -> Tensor:
+        self.rows = [row[:count] for row, count in zip(ids, counts.tolist())]
+        return self._logits()
+
+    @torch.no_grad()
+    def __call__(self, tokens: Tensor) -> Tensor:
+        longest = config_of(self.decoder).max_position_embeddings  # a row that has ended is still there
+        self.rows = [torch.cat((row, token))[-longest:] for row, token in zip(self.rows, tokens)]
+        return self._logits()
+
+    def _logits(self) -> Tensor:
+        ids = nn.utils.rnn.pad_sequence(self.rows, batch_first=True)  # (B, T)
+        last = torch.tensor([len(row) - 1 for row in self.rows], device=ids.device)
+        with torch.compiler.set_stance("force_eager"):
+            return self.decoder(ids)[torch.arange(len(ids), device=ids.device), last].float()

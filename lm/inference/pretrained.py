@@ -28,7 +28,7 @@ from lm.system.files import parse_json
 from lm.system.remote import is_remote
 
 INDEX = "model.safetensors.index.json"
-LONGEST_REASON = 400  # characters of what torch says of weights that do not fit
+LONGEST_REASON = 400  # characters of torch's message on weights that do not fit
 
 
 # ---- weights ---------------------------------------------------------------------------------------------------------
@@ -67,7 +67,7 @@ def _files(folder: Path) -> list[str]:
         raise RequestError(f"{folder / INDEX} is damaged: it has no map of weights to files") from error
     for name in names:
         if not isinstance(name, str) or Path(name).name != name or not name.endswith(".safetensors"):
-            raise RequestError(f"{folder / INDEX} names {name!r}, which is no safetensors file of this folder")
+            raise RequestError(f"{folder / INDEX} names {name!r}, which is not a safetensors file of this folder")
     return names
 
 
@@ -101,15 +101,13 @@ class Pretrained:
         return next(self.decoder.parameters()).dtype
 
     def generate(
-        self, prompts: str | Sequence[str], *, sampling: Sampling = Sampling(temperature=0.8, top_k=50),
-        alternatives: int = 0, **options: Any,
-    ) -> list[Written]:  # fmt: skip
+        self, prompts: str | Sequence[str], *, sampling: Sampling = Sampling(temperature=0.8, top_k=50), **options: Any
+    ) -> list[Written]:
         """Continue one text, or several together.
 
         Args:
             prompts: one text or several; an empty one begins a document.
             sampling: how tokens are chosen, and where a text ends.
-            alternatives: how many of the likeliest tokens to report with every one that was chosen.
             options: fields of `Sampling`, such as `max_new_tokens`, `stop` and `seed`, in place of those of `sampling`.
 
         Raises:
@@ -117,8 +115,7 @@ class Pretrained:
             RunError: logits are not finite.
         """
         prompts, sampling = [prompts] if isinstance(prompts, str) else prompts, replace(sampling, **options)
-        news = generate_text(self.decoder, self.tokenizer, prompts, sampling, alternatives=alternatives)
-        return gather_texts(prompts, news)
+        return gather_texts(prompts, generate_text(self.decoder, self.tokenizer, prompts, sampling))
 
 
 def load_pretrained(
@@ -127,7 +124,7 @@ def load_pretrained(
 ) -> Pretrained:  # fmt: skip
     """Load a model for use, as `lm.load_model`, also from the URL of a checkpoint's folder.
 
-    `eos_token` is the token that ends a document, where the folder does not say.
+    `eos_token` is the token that ends a document, where the folder does not name one.
     """
     folder = checkpoint_folder(str(path)) if is_remote(str(path)) else Path(path)
     if not folder.is_dir():

@@ -20,7 +20,7 @@ from lm.runs.run import Run
 from lm.system.arguments import Parser
 from lm.system.files import DAMAGE
 
-SHARES = (0.5, 0.9, 0.99)  # of a text, for which `measure_use` says how many tokens make it up
+SHARES = (0.5, 0.9, 0.99)  # of a text, for which `measure_use` counts the tokens that make it up
 PATHS = ("path", "train", "val", "test", "tokenizer", "cache_dir")  # options of `data:` that are files or folders
 
 
@@ -114,12 +114,12 @@ def measure_use(counts: np.ndarray) -> VocabularyUse:
 
 
 class Moved(NamedTuple):
-    """A token whose share of the text is another in another text."""
+    """A token whose share differs between two texts."""
 
     id: int
     text: str
-    before: float  # its share of the one text
-    after: float  # and of the other
+    before: float  # its share of the first text
+    after: float  # and of the second
     part: float  # of their divergence, in bits
 
 

@@ -18,12 +18,19 @@ from lm.errors import RequestError
 from lm.inference.pretrained import Pretrained
 from lm.inspection.data import jensen_shannon
 from lm.inspection.drawing import BLACK, BLUE, COLORMAP_OF_LINES, ORANGE, SEQUENTIAL, Html, figure, label_axes, table
-from lm.inspection.probabilities import predictions
+from lm.inspection.text_views import predictions
 from lm.model.custom import is_builtin
 from lm.model.decoder import Decoder
 from lm.model.huggingface import to_huggingface
 
 COLUMNS = 3  # panels beside each other
+
+
+def named_weights(decoder: nn.Module) -> dict[str, Tensor]:
+    """Weights under Hugging Face's names, in which fused ones are split; of a custom model under its own."""
+    weights = {name: weight.detach() for name, weight in decoder.named_parameters()}
+    return to_huggingface(weights, decoder.config) if is_builtin(decoder) else weights
+
 
 # ---- parameters ------------------------------------------------------------------------------------------------------
 
@@ -41,7 +48,7 @@ class Part(NamedTuple):
 
 def parameter_parts(decoder: Decoder) -> list[Part]:
     """The parameters by kind, in the order of the model. An output matrix that is the embedding counts once."""
-    weights = to_huggingface(dict(decoder.named_parameters()), decoder.config)
+    weights = named_weights(decoder)
     total = sum(weight.numel() for weight in weights.values())
     kinds: dict[str, list] = {}
     for name, weight in weights.items():
@@ -85,8 +92,8 @@ class Histogram(NamedTuple):
 
 
 def matrices(decoder: Decoder) -> dict[str, Tensor]:
-    """The matrices of a model in fp32 by their names in Hugging Face's files, so fused ones are taken apart."""
-    weights = to_huggingface({name: weight.detach() for name, weight in decoder.named_parameters()}, decoder.config)
+    """The matrices of a model in fp32 by name."""
+    weights = named_weights(decoder)
     for name, weight in weights.items():
         if not weight.isfinite().all():
             raise RequestError(f"{name} is not finite everywhere: the weights are broken")
@@ -180,10 +187,9 @@ class Divergence(NamedTuple):
     bits: np.ndarray  # (N, 2), what the token cost under the first and under the second model, in bits
 
 
-@torch.no_grad()
 def weight_drift(before: Decoder, after: Decoder) -> list[Change]:
     """How every weight differs between two models of the same shape, in the order of the model."""
-    first, second = (_named_weights(model) for model in (before, after))
+    first, second = (named_weights(model) for model in (before, after))
     for name in first | second:
         shapes = [tuple(weights[name].shape) if name in weights else "absent" for weights in (first, second)]
         if shapes[0] != shapes[1]:
@@ -194,12 +200,6 @@ def weight_drift(before: Decoder, after: Decoder) -> list[Change]:
         relative = ((new - old).norm() / old.norm()).item() if (new != old).any() else 0.0
         changes.append(Change(name, relative, F.cosine_similarity(old, new, dim=0).clamp(-1, 1).item()))
     return changes
-
-
-def _named_weights(decoder: nn.Module) -> dict[str, Tensor]:
-    """Weights under Hugging Face's names; of a custom model under its own."""
-    weights = dict(decoder.named_parameters())
-    return to_huggingface(weights, decoder.config) if is_builtin(decoder) else weights
 
 
 def distribution_drift(before: Pretrained, after: Pretrained, texts: Sequence[str]) -> Divergence:

@@ -1,4 +1,4 @@
-"""A matrix in FP8 and its transpose, from one look at its largest values.
+"""A matrix in FP8 and its transpose, with scales from its largest values.
 
 A matrix is divided by a scale and rounded to eight bits. Scales follow from the largest value of the matrix
 (`tensorwise`) or of each of its rows (`rowwise`), where an outlier costs only its own row precision. They stay on the
@@ -133,7 +133,7 @@ def quantize(
     too, as in torchao's rowwise recipe and in DeepSeek-V3 (2024, arXiv:2412.19437, section 3.3.2).
 
     `x` is `(..., K)` in bf16, fp16 or fp32, all but the last dimension its rows. Where a value is infinite or NaN, the
-    scale is infinite: no product hides it. `matrix` and `transpose` say what is asked for.
+    scale is infinite: no product hides it. `matrix` and `transpose` select what is computed.
     """
     dtype, rowwise = E5M2 if gradient and scaling == "tensorwise" else E4M3, scaling == "rowwise"
     values, scale, transposed, transposed_scale = QUANTIZE(x.flatten(0, -2), dtype, rowwise, matrix, transpose)

@@ -12,7 +12,7 @@ import torch._functorch.config  # `import torch` alone does not always bring it
 from torch import Tensor, nn
 from torch.fx import GraphModule
 
-# One operation on a list of tensors takes one kernel, or a few; torch has no public names for these.
+# One operation on a list of tensors is one kernel launch, or a few; torch has no public names for these.
 foreach_copy_ = torch._foreach_copy_
 foreach_lerp_ = torch._foreach_lerp_
 foreach_mul_ = torch._foreach_mul_
@@ -51,7 +51,7 @@ def uncompiled_backend() -> Callable:
 
     Public backends either generate code or trace no backward pass; only these parts make one between them.
     """
-    from torch._dynamo.backends.common import aot_autograd  # takes a second, where nothing is compiled for nothing
+    from torch._dynamo.backends.common import aot_autograd  # a second to import, and most commands compile nothing
     from torch._functorch.aot_autograd import make_boxed_func
     from torch._functorch.partitioners import min_cut_rematerialization_partition
 

@@ -20,7 +20,7 @@ from torch.nn.attention.varlen import varlen_attn
 HALF = (torch.bfloat16, torch.float16)
 FLASH_FROM = (8, 0)  # compute capability
 FLASH_WIDTH = 8  # widths of a head are multiples of it
-GROUPS_IN_VARLEN = "enable_gqa" in inspect.signature(varlen_attn).parameters  # torch 2.11 takes groups unasked
+GROUPS_IN_VARLEN = "enable_gqa" in inspect.signature(varlen_attn).parameters  # torch 2.11 needs no flag
 _order_is_set = False  # whether `kernel_order` is entered
 
 
@@ -136,7 +136,7 @@ def attend(q: Tensor, k: Tensor, v: Tensor, mask: AttentionMask, dropout: float 
             return _one_token(q, k, v, mask)
     heads, kv_heads = q.shape[2], k.shape[2]
     q, k, v = (t.transpose(1, 2) for t in (q, k, v))  # (B, heads, T, D)
-    # The fused kernels for fp32 and for dense masks take no groups: each query head gets its own copy of the keys.
+    # The fused kernels for fp32 and for dense masks know no groups: each query head gets its own copy of the keys.
     copied = heads != kv_heads and (mask.dense is not None or q.device.type == "cuda" and q.dtype not in HALF)
     if copied:
         k, v = (t.repeat_interleave(heads // kv_heads, dim=1) for t in (k, v))  # (B, H, T, D)
@@ -183,7 +183,7 @@ def _varlen(q: Tensor, k: Tensor, v: Tensor, mask: AttentionMask) -> Tensor:
 
 
 def backends(capability: tuple[int, int], masked: bool) -> list[SDPBackend]:
-    """The kernels behind `scaled_dot_product_attention` on a GPU, best first; the first that takes the inputs runs.
+    """The kernels behind `scaled_dot_product_attention` on a GPU, best first; the first that accepts the inputs runs.
 
     cuDNN's is the fastest on Hopper. It is left out on Blackwell, where it corrupts results with fewer than 8 key
     heads (pytorch issue 193893), and with masks, for which its backward pass may give NaN (pytorch issue 196678).
@@ -209,7 +209,7 @@ def kernel_order(order: list[SDPBackend]) -> Iterator[None]:
 def chosen_kernels(
     device: torch.device, masks: Iterable[AttentionMask], first: SDPBackend | None = None
 ) -> Iterator[None]:
-    """Inside the `with`, `scaled_dot_product_attention` takes the best kernel for a device that gives right results.
+    """Inside the `with`, `scaled_dot_product_attention` uses the best kernel for a device that gives right results.
 
     An order that is set already stays, unless `first` asks for another. Where there is no dense mask, `first` is
     preferred to the one that is usually best.

@@ -1,7 +1,7 @@
 """Which of the libraries' attention kernels is the fastest for a model on its device, found by measuring.
 
 Forward and backward pass of a layer are timed for a moment with every kernel that runs. The times are kept by device,
-versions and shape, so that a run that is resumed takes the same kernels again.
+versions and shape, so that a resumed run uses the same kernels.
 """
 
 import hashlib
@@ -40,7 +40,7 @@ class Choice(NamedTuple):
         return _backend(self.causal)
 
     def apply(self, decoder: Decoder) -> None:
-        """Let a decoder take these kernels; sets this process's version of flash attention."""
+        """Make a decoder use these kernels; sets this process's version of flash attention."""
         enter_kernels(decoder, self.backend)
         _use_flash(self.sequences)
 
@@ -65,7 +65,7 @@ class Shape(NamedTuple):
 
     @property
     def sequences(self) -> list[int | None]:
-        """The windows of the layers that take flash attention over sequences."""
+        """The windows of the layers that use flash attention over sequences."""
         return [window for window in self.windows if self.documents or window is not None]
 
 
@@ -73,7 +73,7 @@ def choose_attention(name: Attention, device: torch.device, dtype: torch.dtype, 
     """The kernels for a model, measured unless they are named; None on other devices than CUDA's, and in fp32."""
     if device.type != "cuda" or dtype == torch.float32:
         if name != "auto":
-            raise RequestError(f"model.attention {name} needs a CUDA device and half precision: take auto")
+            raise RequestError(f"model.attention {name} needs a CUDA device and half precision: use auto")
         return None
     if name == "auto":
         times = measured(device, dtype, shape)
@@ -86,7 +86,7 @@ def choose_attention(name: Attention, device: torch.device, dtype: torch.dtype, 
         choice = Choice(name, name if name in FLASH else "flash")
         _, failures = measure(device, dtype, shape, [name])
         if failures:
-            raise RequestError(f"model.attention {name} does not run here ({failures[name]}): take auto")
+            raise RequestError(f"model.attention {name} does not run here ({failures[name]}): use auto")
     return choice
 
 

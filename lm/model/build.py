@@ -12,14 +12,13 @@ import torch
 from torch import nn
 
 from lm.errors import RequestError
-from lm.kernels.operations import choose_kernels
 from lm.model.attention import describe_attention, enter_kernels
 from lm.model.attention_choice import Attention, Choice, Shape, choose_attention
 from lm.model.compile import ActivationCheckpointing, Compile, checkpoint_activations, compile_decoder
 from lm.model.config import DecoderConfig
 from lm.model.custom import attach_config, is_builtin, refuse_contract
 from lm.model.decoder import Decoder
-from lm.model.fused import fuse
+from lm.model.fused import choose_kernels, fuse
 
 
 @dataclass(frozen=True)
@@ -59,7 +58,7 @@ def build(
     Args:
         config: its shape, with its vocabulary.
         dtype: of the activations.
-        shape: `(B, T)` of a micro-batch, for which attention kernels are measured; None: the usual ones are taken.
+        shape: `(B, T)` of a micro-batch, for which attention kernels are measured; None: the usual ones are used.
         make: the model itself; another than `Decoder` keeps to the contract of `model/custom`.
         on_made: called with the model and its first weights, before anything is compiled or sharded.
         agree: takes the attention kernels that were chosen here and returns those of all ranks.
@@ -71,10 +70,11 @@ def build(
         _refuse_custom(decoder, options)
     on_made(decoder)
 
-    ops, kernels = None, f"the model's own, {type(decoder).__name__}"
+    kernels = f"the model's own, {type(decoder).__name__}"
     if builtin:
-        ops, kernels = choose_kernels(options.kernels, device)
-        fuse(decoder, ops)
+        fused, kernels = choose_kernels(options.kernels, device)
+        if fused:
+            fuse(decoder)
 
     attention = "the model's own"
     if isinstance(decoder, Decoder):
@@ -101,7 +101,7 @@ def build(
 
 
 def _refuse_custom(decoder: nn.Module, options: BuildOptions) -> None:
-    """Refuse options that a custom model has no use for, and a model that does not keep to the contract."""
+    """Refuse options that do not apply to a custom model, and a model that breaks the contract."""
     refuse_contract(decoder, {"document_ids": options.document_mask, "z_loss": bool(options.z_loss)})
     ours = isinstance(decoder, Decoder)
     for option, asked, possible in (

@@ -127,6 +127,6 @@ class GraphedMicroBatch:
         if not self.recorded:
             self.tokens = tokens.clone()
         graph, pool = torch.cuda.CUDAGraph(), next((graph.pool() for graph, _ in self.recorded.values()), None)
-        # Other threads, which pin memory for the next batches, may do what they like meanwhile.
+        # Other threads, which pin memory for the next batches, are not restricted meanwhile.
         with torch.cuda.graph(graph, pool, self.stream, capture_error_mode="thread_local"):
             self.recorded[constants] = graph, self.forward_backward(self.tokens, *constants)

@@ -33,11 +33,11 @@ BUILTIN = {Decoder, FusedDecoder, Block, FusedBlock, SelfAttention, MLP, RMSNorm
          nn.Embedding, nn.Linear, nn.Dropout, nn.ModuleList}  # fmt: skip
 MEAN_OR_SUM = 0.01  # how far a total may be from one of them and still count as it; they differ by the targets
 SAME_LOSS = 1e-3  # of the largest loss: what kernels may differ by
-MODEL_TYPE = "lm_custom"  # in config.json; Hugging Face has no such type and says so
+MODEL_TYPE = "lm_custom"  # in config.json; Hugging Face refuses it, as an unknown type
 
 _configs: WeakKeyDictionary[nn.Module, DecoderConfig] = WeakKeyDictionary()  # of custom models
 _checked: WeakSet[nn.Module] = WeakSet()  # custom models whose first losses of a training were right
-_module_class: type | None = None  # the LanguageModule of this process that is not the stock one
+_module_class: type | None = None  # the subclass of LanguageModule that this process uses
 
 
 def use_module_class(kind: type | None) -> None:
@@ -133,7 +133,7 @@ def refuse_contract(decoder: nn.Module, options: Mapping[str, bool]) -> None:
     for option, asked in ({"labels": True} | dict(options)).items():
         if asked and option not in parameters and not anything:
             wanted = {"document_ids": "model.document_mask", "z_loss": "model.z_loss"}.get(option)
-            because = f"{wanted} needs it: leave {wanted} out, or take it" if wanted else "every batch has them"
+            because = f"{wanted} needs it: leave {wanted} out, or add it" if wanted else "every batch has them"
             raise RequestError(f"{name}.forward takes no {option}, and {because}")
 
 
@@ -189,7 +189,7 @@ def plain_arguments(kind: type, arguments: Mapping[str, Any]) -> dict[str, Any]:
         except (TypeError, ValueError) as error:
             raise RequestError(
                 f"{kind.__name__}: the argument {name} is a {type(value).__name__}, and checkpoints write it down as "
-                "JSON: take numbers, texts, lists, dictionaries or dataclasses of them"
+                "JSON: use numbers, texts, lists, dictionaries or dataclasses of them"
             ) from error
     return plain
 

@@ -8,28 +8,64 @@ Read `model/decoder` first. What differs here:
   lies between is recomputed in the backward pass and not saved: a block saves less than half as much.
 - `qk_norm_rope` splits, normalises and rotates in one pass.
 - `linear_cross_entropy` computes loss and gradients in chunks of tokens; all logits never exist at once.
+
+On a GPU the ops are CUDA kernels; on a CPU, which only tests use, they are plain PyTorch.
 """
 
+import torch
 from torch import Tensor, nn
 
-from lm.kernels.operations import FusedOps
+from lm.errors import RequestError, RunError
+from lm.kernels import runtime, swiglu
+from lm.kernels.cross_entropy import linear_cross_entropy
+from lm.kernels.qk_norm_rope import qk_norm_rope
+from lm.kernels.rms_norm import norm_linear, rms_norm
+from lm.kernels.swiglu import swiglu_linear
 from lm.model.attention import AttentionMask, attend
 from lm.model.decoder import IGNORED, Block, Decoder, Rotary
 from lm.model.low_precision import use_low_precision
 
 
-def fuse(decoder: Decoder, ops: FusedOps | None) -> None:
+def choose_kernels(kernels: str, device: torch.device) -> tuple[bool, str]:
+    """Whether a decoder on a device is to be fused, and why, in words for the log.
+
+    `kernels` is `on`, where our kernels have to run, `off`, or `auto`.
+    """
+    if kernels == "off":
+        return False, "plain PyTorch"
+    missing = kernels_missing(device)
+    if missing is None:
+        return True, "CUDA"
+    if kernels == "on":
+        raise RequestError(f"model.kernels on: {missing}; `auto` uses plain PyTorch there")
+    return False, f"plain PyTorch ({missing})"
+
+
+def kernels_missing(device: torch.device) -> str | None:
+    """Why our kernels cannot run on a device; None if they can."""
+    if device.type != "cuda" or torch.version.hip:
+        return f"no CUDA device, the model is on {'an AMD GPU' if torch.version.hip else device.type}"
+    if torch.cuda.get_device_capability(device) < (8, 0):  # which has bf16 in hardware
+        return f"{torch.cuda.get_device_name(device)} is older than compute capability 8.0"
+    if not runtime.available():
+        return "NVRTC is not installed (pip install cuda-bindings nvidia-cuda-nvrtc)"
+    try:  # an older driver does not load what a newer NVRTC compiles
+        runtime.program("swiglu", device, **swiglu.constants(torch.bfloat16, 64, 8))
+    except RunError as error:
+        return f"a kernel does not load: {error}"
+    return None
+
+
+def fuse(decoder: Decoder) -> None:
     """Replace a decoder's forward pass by the one in this file. Call it once, before the decoder is compiled.
 
     The decoder and its blocks change their class and stay the same objects, with the same parameters. They are still
-    called, so hooks around them (FSDP2 has some) run as before. Without `ops` nothing changes.
+    called, so hooks around them (FSDP2 has some) run as before.
     """
-    if ops is None:
-        return
     use_low_precision(decoder)
     for block in decoder.layers:
         block.__class__ = FusedBlock
-    decoder.__class__, decoder.ops = FusedDecoder, ops
+    decoder.__class__ = FusedDecoder
 
 
 def is_fused(decoder: nn.Module) -> bool:
@@ -41,48 +77,45 @@ class FusedBlock(Block):
     """A `Block` with `branch` and `stream` apart, `(B, T, C)` each; their sum is the residual stream."""
 
     def forward(
-        self, branch: Tensor, stream: Tensor | None, rotary: Rotary, mask: AttentionMask, ops: FusedOps
+        self, branch: Tensor, stream: Tensor | None, rotary: Rotary, mask: AttentionMask
     ) -> tuple[Tensor, Tensor]:
-        branch, stream = self.attention_branch(branch, stream, rotary, mask, ops)
-        branch, stream = self.mlp_branch(self.dropout(branch), stream, ops)
+        branch, stream = self.attention_branch(branch, stream, rotary, mask)
+        branch, stream = self.mlp_branch(self.dropout(branch), stream)
         return self.dropout(branch), stream
 
     def attention_branch(
-        self, branch: Tensor, stream: Tensor | None, rotary: Rotary, mask: AttentionMask, ops: FusedOps
+        self, branch: Tensor, stream: Tensor | None, rotary: Rotary, mask: AttentionMask
     ) -> tuple[Tensor, Tensor]:
         """The norm and `SelfAttention.forward`: the new `branch`, and `branch + stream`."""
         part, norm = self.self_attn, self.input_layernorm
         proj = part.qkv_proj  # (B, T, C) -> (B, T, (H + 2 KV) * D)
-        stream, qkv = ops.norm_linear(branch, stream, norm.weight, norm.eps, proj.weight, proj.scaling, proj.copy)
+        stream, qkv = norm_linear(branch, stream, norm.weight, norm.eps, proj.weight, proj.scaling, proj.copy)
         q_weight, k_weight, eps = None, None, 0.0
         if part.q_norm is not None:
             q_weight, k_weight, eps = part.q_norm.weight, part.k_norm.weight, part.q_norm.eps
         # (B, T, H, D), (B, T, KV, D), (B, T, KV, D)
-        q, k, v = ops.qk_norm_rope(qkv, q_weight, k_weight, *rotary, part.heads, part.kv_heads, eps)
+        q, k, v = qk_norm_rope(qkv, q_weight, k_weight, *rotary, part.heads, part.kv_heads, eps)
         out = attend(q, k, v, mask, part.dropout if part.training else 0.0)  # (B, T, H, D)
         return part.o_proj(out.flatten(2)), stream  # (B, T, C)
 
-    def mlp_branch(self, branch: Tensor, stream: Tensor, ops: FusedOps) -> tuple[Tensor, Tensor]:
+    def mlp_branch(self, branch: Tensor, stream: Tensor) -> tuple[Tensor, Tensor]:
         """The norm and `MLP.forward`: the new `branch`, and `branch + stream`."""
         norm, proj = self.post_attention_layernorm, self.mlp.gate_up_proj  # (B, T, C) -> (B, T, 2 I)
-        stream, gate_up = ops.norm_linear(branch, stream, norm.weight, norm.eps, proj.weight, proj.scaling, proj.copy)
+        stream, gate_up = norm_linear(branch, stream, norm.weight, norm.eps, proj.weight, proj.scaling, proj.copy)
         proj = self.mlp.down_proj  # (B, T, 2 I) -> (B, T, C)
-        return ops.swiglu_linear(gate_up, proj.weight, proj.scaling, proj.copy), stream
+        return swiglu_linear(gate_up, proj.weight, proj.scaling, proj.copy), stream
 
 
 class FusedDecoder(Decoder):
     """A `Decoder` of fused blocks."""
 
-    ops: FusedOps
     output_copy: Tensor | None = None  # of the output matrix in half precision, while `WeightCopies` keeps one
 
     def run_blocks(self, branch: Tensor, rotary: Rotary, masks: list[AttentionMask]) -> Tensor:
         stream = None
         for layer, mask in zip(self.layers, masks, strict=True):
-            branch, stream = layer(branch, stream, rotary, mask, self.ops)  # (B, T, C) each
-        return self.ops.rms_norm(branch, stream, self.norm.weight, self.norm.eps)[1]
+            branch, stream = layer(branch, stream, rotary, mask)  # (B, T, C) each
+        return rms_norm(branch, stream, self.norm.weight, self.norm.eps)[1]
 
     def cross_entropy(self, hidden: Tensor, weight: Tensor, labels: Tensor, z_loss: float) -> tuple[Tensor, Tensor]:
-        return self.ops.linear_cross_entropy(
-            hidden, weight, labels, self.output_copy, ignore_index=IGNORED, z_loss=z_loss
-        )
+        return linear_cross_entropy(hidden, weight, labels, self.output_copy, ignore_index=IGNORED, z_loss=z_loss)

@@ -19,7 +19,7 @@ LEFT_OUT = {
     "MinistralForCausalLM": {"num_key_value_heads": 8, "head_dim": None},
 }
 LAYERS = {"S": "sliding_attention", "L": "full_attention"}
-SLIDING_WINDOW = 4096  # where a config.json asks for windows and does not say how wide
+SLIDING_WINDOW = 4096  # where a config.json asks for windows without their width
 LEFT_OUT_OF_BOTH = {"rms_norm_eps": 1e-6, "rope_theta": 10000.0, "tie_word_embeddings": False,
                     "initializer_range": 0.02}
 REQUIRED = ("vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads", "intermediate_size",
@@ -28,7 +28,7 @@ SHAPE = (*REQUIRED, "num_key_value_heads", "head_dim", *LEFT_OUT_OF_BOTH)  # of 
 
 
 def to_huggingface(state: dict[str, Tensor], config: DecoderConfig) -> dict[str, Tensor]:
-    """The weights of `Decoder.state_dict()` under Hugging Face's names: views of the same, fused ones taken apart."""
+    """The weights of `Decoder.state_dict()` under Hugging Face's names: views of the same, fused ones split."""
     heads, kv_heads = (n * config.head_dim for n in (config.num_attention_heads, config.num_key_value_heads))
     out = {}
     for name, weight in state.items():
@@ -78,9 +78,9 @@ def config_json(config: DecoderConfig, eos_id: int | None, dtype: str) -> dict[s
     """The `config.json` of a decoder.
 
     Dropout is not in it: it belongs to the training, and Hugging Face's applies to attention alone. Which layers have
-    windows is in `layer_types`; a Qwen3's `max_window_layers`, the full layers before the first window, says it to
-    readers that know only that, if all layers after it have windows. `dtype` is that of the stored weights: "float32",
-    "bfloat16" or "float16".
+    windows is in `layer_types`; for readers that know only a Qwen3's `max_window_layers`, the full layers before the
+    first window, that holds the same if all layers after it have windows. `dtype` is that of the stored weights:
+    "float32", "bfloat16" or "float16".
     """
     windows = config.windows
     sliding = {

@@ -22,10 +22,10 @@ from lm.data.config import DataConfig
 from lm.data.tokenizer import Tokenizer
 from lm.errors import RequestError
 from lm.kernels.linear import MULTIPLE
-from lm.kernels.operations import kernels_missing
 from lm.model.compile import RECOMPUTED_FROM, keeps_all
 from lm.model.config import DecoderConfig
 from lm.model.decoder import Decoder, Linear
+from lm.model.fused import kernels_missing
 from lm.runs.mirror import refuse_remote_root
 from lm.system.arguments import shown
 from lm.system.hardware import Device
@@ -35,7 +35,7 @@ from lm.training.distributed import srun_world
 from lm.training.precision import kept_in_bf16
 
 log = logging.getLogger(__name__)
-KERNELS_FROM, FP8_FROM = (8, 0), (8, 9)  # compute capability; the first as in `kernels/operations`
+KERNELS_FROM, FP8_FROM = (8, 0), (8, 9)  # compute capability; the first as in `model/fused`
 LEAVE_OUT = "leave it out"
 
 

@@ -32,7 +32,6 @@ sys.path.append(str(ROOT))  # lm, which may not be installed
 
 from lm.errors import RequestError
 from lm.kernels import cross_entropy
-from lm.kernels.operations import FUSED
 from lm.model.config import DecoderConfig, matrix_rows
 from lm.model.decoder import Decoder
 from lm.model.fused import fuse
@@ -184,7 +183,7 @@ def count(preset: dict[str, Any], copies: bool, precision: str = "bf16-mixed") -
     with torch.device("meta"):
         decoder = Decoder(config)
         ids = torch.zeros(preset["data"]["micro_batch_size"], config.max_position_embeddings, dtype=torch.long)
-    fuse(decoder, FUSED)
+    fuse(decoder)
     if precision != "bf16-mixed":
         for matrix in decoder.layers[:-1].modules():
             if isinstance(matrix, LowPrecisionLinear):

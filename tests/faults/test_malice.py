@@ -202,7 +202,7 @@ def test_a_checkpoint_or_an_index_that_names_files_outside_of_its_folder_is_refu
     shutil.copy(folder / "model.safetensors", place / "outside.safetensors")
     for name in ("../outside.safetensors", str(place / "outside.safetensors"), "a/../../outside.safetensors"):
         (model / "model.safetensors.index.json").write_text(json.dumps({"weight_map": {"a": name}}))
-        assert "no safetensors file of this folder" in said("import", "--input", "model", "--output", "made")
+        assert "not a safetensors file of this folder" in said("import", "--input", "model", "--output", "made")
 
 
 def test_tasks_read_no_file_outside_of_their_folder(place):

@@ -8,9 +8,8 @@ import torch
 from decoders import SHAPES, trained_like, written_by
 
 from lm.errors import RequestError
-from lm.inference import decode_step
+from lm.inference import generation
 from lm.inference.generation import Sampling, generate
-from lm.kernels.operations import choose_kernels
 from lm.model.config import DecoderConfig
 from lm.model.decoder import Decoder
 from lm.model.fused import fuse
@@ -19,18 +18,19 @@ pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(),
 UNEQUAL = [[5, 3, 8, 1, 90, 4, 7, 7, 2], [9], [40, 41, 42]]
 
 
-def on_gpu(config: DecoderConfig, kernels: str) -> Decoder:
+def on_gpu(config: DecoderConfig, fused: bool) -> Decoder:
     decoder = trained_like(config).cuda()
-    fuse(decoder, choose_kernels(kernels, torch.device("cuda"))[0])
+    if fused:
+        fuse(decoder)
     return decoder
 
 
-@pytest.mark.parametrize("kernels", ["off", "on"])
+@pytest.mark.parametrize("fused", [False, True], ids=["plain", "fused"])
 @pytest.mark.parametrize("config", SHAPES.values(), ids=SHAPES.keys())
-def test_recorded_steps_write_the_same_tokens(config, kernels, monkeypatch):
+def test_recorded_steps_write_the_same_tokens(config, fused, monkeypatch):
     """Rows of unequal length, windows, groups of heads, and graphs that are recorded anew for more slots."""
-    monkeypatch.setattr(decode_step, "SMALLEST", 16)
-    decoder = on_gpu(config, kernels)
+    monkeypatch.setattr(generation, "SMALLEST", 16)
+    decoder = on_gpu(config, fused)
     for sampling in (Sampling(0, max_new_tokens=50), Sampling(0.8, 20, None, None, 1.2, max_new_tokens=50, seed=1)):
         written = [written_by(decoder, UNEQUAL, sampling, step=step) for step in ("dynamic", "static", "cuda_graph")]
         assert written[0] == written[1] == written[2]
@@ -47,7 +47,7 @@ def test_tokens_are_those_of_the_cpu():
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_recorded_steps_in_half_precision_give_the_figures_of_those_that_are_not(dtype):
-    decoder = on_gpu(SHAPES["qwen3, tied, grouped wide heads"], "on").to(dtype)
+    decoder = on_gpu(SHAPES["qwen3, tied, grouped wide heads"], True).to(dtype)
     greedy = Sampling(0, max_new_tokens=40)
     static, graphed = (list(generate(decoder, UNEQUAL, greedy, step=step)) for step in ("static", "cuda_graph"))
     assert [new[:3] for new in static] == [new[:3] for new in graphed]
@@ -58,7 +58,7 @@ def test_recorded_steps_in_half_precision_give_the_figures_of_those_that_are_not
 def test_deterministic_algorithms_are_no_obstacle():
     torch.use_deterministic_algorithms(True)
     try:
-        decoder = on_gpu(SHAPES["llama, tied"], "on")
+        decoder = on_gpu(SHAPES["llama, tied"], True)
         for sampling in (Sampling(0), Sampling(0.7, 20, 0.9, 0.01, 1.1), Sampling(0.7, top_p=0.8)):
             written_by(decoder, UNEQUAL, replace(sampling, max_new_tokens=10))
     finally:
@@ -67,7 +67,7 @@ def test_deterministic_algorithms_are_no_obstacle():
 
 def test_a_step_inside_autocast_is_not_recorded():
     with torch.autocast("cuda", torch.bfloat16), pytest.raises(RequestError, match="inside torch.autocast"):
-        next(generate(on_gpu(SHAPES["llama, tied"], "off"), [[1]], step="cuda_graph"))
+        next(generate(on_gpu(SHAPES["llama, tied"], False), [[1]], step="cuda_graph"))
 
 
 @pytest.mark.slow
@@ -77,7 +77,7 @@ def test_recorded_steps_are_faster(capsys):
         vocab_size=50304, hidden_size=768, num_hidden_layers=12, num_attention_heads=12, num_key_value_heads=4,
         intermediate_size=2048, max_position_embeddings=1024, qk_norm=True,
     )  # fmt: skip
-    decoder, rates = on_gpu(config, "on").bfloat16(), {}
+    decoder, rates = on_gpu(config, True).bfloat16(), {}
     for step in ("dynamic", "static", "cuda_graph"):
         for _ in range(2):  # the first warms up
             began = time.perf_counter()

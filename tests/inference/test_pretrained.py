@@ -1,25 +1,22 @@
 """`lm.load_model` and `lm.load_run`: a trained model and a run in two lines of Python."""
 
 import json
-import pickle
 
 import pytest
 import torch
 from decoders import SHAPES, SMALL, trained_like, write_huggingface
 from safetensors.torch import load_file, save_file
-from trainings import lm as command
-from trainings import make_workplace, write_config
+from trainings import fit, make_workplace
 
 import lm
 from lm.data.tokenizer import train_char
 from lm.errors import RequestError
-from lm.inference.pretrained import INDEX
 
 
 @pytest.fixture(scope="module")
 def workplace(tmp_path_factory):
     folder = make_workplace(tmp_path_factory.mktemp("pretrained"))
-    command(folder, "fit", "--config", str(write_config(folder)))
+    fit(folder)
     return folder
 
 
@@ -65,39 +62,6 @@ def test_logits_are_those_of_the_weights_in_the_folder(config, tmp_path):
         assert torch.equal(model.decoder(ids), decoder.eval()(ids))
     half = lm.load_model(tmp_path, device="cpu", dtype=torch.bfloat16)
     assert half.dtype == torch.bfloat16 and half.decoder(ids).dtype == torch.bfloat16
-
-
-def test_weights_in_several_files_are_read_through_their_index(folder):
-    whole = lm.load_model(folder, device="cpu").decoder.state_dict()
-    weights = load_file(folder / "model.safetensors")
-    names = sorted(weights)
-    parts = {"model-00001-of-00002.safetensors": names[::2], "model-00002-of-00002.safetensors": names[1::2]}
-    for file, held in parts.items():
-        save_file({name: weights[name] for name in held}, folder / file)
-    (folder / "model.safetensors").unlink()
-    index = {"weight_map": {name: file for file, held in parts.items() for name in held}}
-    (folder / INDEX).write_text(json.dumps(index))
-    read = lm.load_model(folder, device="cpu").decoder.state_dict()
-    assert all(torch.equal(whole[name], read[name]) for name in whole)
-
-
-def test_an_index_that_climbs_out_of_its_folder_is_refused(folder, tmp_path):
-    (folder / "model.safetensors").rename(folder.parent / "elsewhere.safetensors")
-    (folder / INDEX).write_text(json.dumps({"weight_map": {"lm_head.weight": "../elsewhere.safetensors"}}))
-    with pytest.raises(RequestError, match=r"names '\.\./elsewhere\.safetensors', which is no safetensors file"):
-        lm.load_model(folder)
-
-
-def test_a_pickle_is_never_opened(folder):
-    class Canary:
-        def __reduce__(self):
-            return open, (str(folder / "canary"), "w")
-
-    (folder / "model.safetensors").unlink()
-    (folder / "pytorch_model.bin").write_bytes(pickle.dumps(Canary()))
-    with pytest.raises(RequestError, match="no model.safetensors; pytorch_model.bin is a pickle"):
-        lm.load_model(folder)
-    assert not (folder / "canary").exists()
 
 
 def test_what_is_wrong_with_a_folder_is_said_in_one_line(folder):

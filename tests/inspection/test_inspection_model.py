@@ -15,7 +15,7 @@ from transformers import AutoModelForCausalLM
 from lm.data.tokenizer import train_char
 from lm.errors import RequestError
 from lm.inference.pretrained import Pretrained
-from lm.inspection import attention, drawing, probabilities, weights
+from lm.inspection import drawing, text_views, weights
 from lm.model.config import DecoderConfig
 from lm.model.estimates import parameters as counted
 
@@ -61,6 +61,12 @@ def test_parts_add_up_to_what_the_accounting_says(config):
     assert sum(part.share for part in parts) == pytest.approx(1)
 
 
+def test_the_weights_of_a_custom_model_have_its_own_names():
+    model = torch.nn.Sequential(torch.nn.Linear(3, 2))
+    assert [(part.name, part.parameters) for part in weights.parameter_parts(model)] == [("0", 6), ("0.bias", 2)]
+    assert list(weights.weight_histograms(model)) == ["0.weight"]
+
+
 # ---- weights ---------------------------------------------------------------------------------------------------------
 
 
@@ -101,7 +107,7 @@ def test_maps_are_those_of_transformers_eager_attention(config, tmp_path):
     ids = torch.randint(config.vocab_size, (1, 40))
     with torch.no_grad():
         expected = torch.stack(theirs(ids, output_attentions=True).attentions)[:, 0]  # (layers, heads, T, T)
-    maps = attention.attention_maps(decoder, ids[0].tolist())
+    maps = text_views.attention_maps(decoder, ids[0].tolist())
     assert maps.shape == (config.num_hidden_layers, config.num_attention_heads, 40, 40)
     np.testing.assert_allclose(maps, expected.numpy(), atol=1e-5)
     assert maps.std(-1).max() > 0.01  # the comparison is of something
@@ -110,11 +116,11 @@ def test_maps_are_those_of_transformers_eager_attention(config, tmp_path):
 @pytest.mark.parametrize("length, words", [(65, "longer than max_position_embeddings"), (0, "no token")])
 def test_texts_that_leave_nothing_to_attend_to_or_are_too_long_are_refused(length, words):
     with pytest.raises(RequestError, match=words):
-        attention.attention_maps(ready().decoder, [1] * length)
+        text_views.attention_maps(ready().decoder, [1] * length)
 
 
 def test_tokens_of_a_text_stand_beside_its_maps():
-    found = attention.attention_of(ready(), "we a\n")
+    found = text_views.attention_of(ready(), "we a\n")
     assert found.tokens == ["<|endoftext|>", "w", "e", "␣", "a", "↵"] and found.maps.shape[-2:] == (6, 6)
 
 
@@ -177,7 +183,7 @@ def test_divergence_of_a_text_is_that_of_the_definition_token_by_token():
 def test_expectations_are_the_models_own_losses_ranks_and_entropies():
     model = ready()
     text = TEXT * 3  # longer than the context
-    found = probabilities.expectations(model, text, alternatives=3)
+    found = text_views.expectations(model, text, alternatives=3)
     assert "".join(one.text for one in found) == text
     ids = torch.tensor([LETTERS.eos_id, *LETTERS.encode(text)])
     logs = torch.cat([model.decoder(ids[:64][None])[0], model.decoder(ids[64:-1][None])[0]]).log_softmax(-1)
@@ -187,20 +193,19 @@ def test_expectations_are_the_models_own_losses_ranks_and_entropies():
         assert one.entropy == pytest.approx(torch.special.entr(log.exp()).sum().item() / math.log(2), abs=1e-4)
         assert [chance for _, chance in one.alternatives] == pytest.approx(log.exp().topk(3).values.tolist(), rel=1e-4)
     with pytest.raises(RequestError, match="the text is empty"):
-        probabilities.expectations(model, "")
+        text_views.expectations(model, "")
 
 
 @pytest.mark.parametrize("prompt", ["the people", ""])
 def test_what_was_written_cost_what_the_writer_said(prompt):
     model = ready()
-    written = model.generate(prompt, max_new_tokens=20, seed=1, alternatives=2, ignore_eos=True)[0]
-    found = probabilities.expectations_of(model, written, alternatives=2)
+    written = model.generate(prompt, max_new_tokens=20, seed=1, ignore_eos=True)[0]
+    found = text_views.expectations_of(model, written)
     assert len(found) == len(written.tokens) == 20
     for one, token in zip(found, written.tokens, strict=True):
         assert math.log(one.probability) == pytest.approx(token.log_probability, abs=1e-4)
-        assert [text for text, _ in one.alternatives] == [other.text for other in token.alternatives]
     bits = [-math.log2(one.probability) for one in found]
-    assert probabilities.mean_bits(written) == pytest.approx(sum(bits) / 20, rel=1e-4)
+    assert text_views.mean_bits(written) == pytest.approx(sum(bits) / 20, rel=1e-4)
 
 
 # ---- pictures and pages ----------------------------------------------------------------------------------------------
@@ -222,29 +227,29 @@ def test_every_picture_of_a_model_is_drawn():
     for config in (replace(single, tie_word_embeddings=False), SHAPES["qwen3, windows"]):
         model, other = ready(config), ready(config, seed=1)
         parts, found = weights.parameter_parts(model.decoder), weights.spectra(model.decoder)
-        seen = attention.attention_of(model, "a $b$ is < c\n")
-        expected = probabilities.expectations(model, "a $b$ is < c\n")
+        seen = text_views.attention_of(model, "a $b$ is < c\n")
+        expected = text_views.expectations(model, "a $b$ is < c\n")
         for picture in (
             weights.draw_histograms(weights.weight_histograms(model.decoder)),
             weights.draw_spectra(found),
-            attention.draw_all_heads(seen.maps),
-            attention.draw_attention(seen, 0), attention.draw_attention(seen, 0, heads=[0]),
+            text_views.draw_all_heads(seen.maps),
+            text_views.draw_attention(seen, 0),
             weights.draw_weight_drift(weights.weight_drift(model.decoder, other.decoder)),
             weights.draw_weight_drift(weights.weight_drift(model.decoder, model.decoder)),
             weights.draw_divergence(weights.distribution_drift(model, other, [TEXT])),
-            probabilities.draw_expectations(expected),
+            text_views.draw_expectations(expected),
         ):  # fmt: skip
             check_picture(picture)
         assert "100" in weights.parameter_table(parts).source
-        assert "a" in probabilities.color_expectations(expected, "prompt").source
+        assert "a" in text_views.color_expectations(expected).source
         changes = weights.change_table(weights.weight_drift(model.decoder, other.decoder)).source
         assert changes.count("<tr>") == 1 + len(model.decoder.state_dict()) + 3 * config.num_hidden_layers
 
 
 def test_written_text_is_shown_with_its_alternatives():
     model = ready()
-    written = model.generate("a", max_new_tokens=5, seed=3, alternatives=2, ignore_eos=True)[0]
-    sheet = probabilities.alternatives_table(written, tokens=3).source
+    written = model.generate("a", max_new_tokens=5, seed=3, ignore_eos=True)[0]
+    sheet = text_views.alternatives_table(text_views.expectations_of(model, written, 2), tokens=3).source
     assert sheet.count("<tr>") == 4 and "likeliest 2" in sheet and "likeliest 3" not in sheet
-    page = probabilities.color_written(written).source
+    page = text_views.color_written(written).source
     assert page.count("<span") == 1 + 5 + len(drawing.LEGEND)

@@ -7,26 +7,31 @@ import numpy as np
 import pytest
 from shard_files import write_folder
 from tensorboard.backend.event_processing.event_accumulator import SCALARS, EventAccumulator
-from trainings import lm, make_workplace, trace, write_config
+from trainings import fit, make_workplace, trace
 
 from lm.data.shards import Shards
 from lm.data.tokenizer import train_char
 from lm.errors import RequestError
-from lm.inspection import data as data_view
 from lm.inspection import run_views as view
 from lm.inspection.data import (
     Documents,
     count_tokens,
     divergence_parts,
+    draw_document_lengths,
+    draw_frequencies,
     jensen_shannon,
     measure_documents,
     measure_use,
     most_frequent,
     most_moved,
+    moved_table,
     open_data,
     read_step,
+    seen_table,
     split_documents,
+    splits_table,
     token_text,
+    use_table,
 )
 from lm.runs.config_diff import differences
 from lm.runs.history import beside, curve, labels, read_samples, time_spent
@@ -41,10 +46,9 @@ def place(tmp_path_factory):
 @pytest.fixture(scope="module")
 def run(place):
     """A run that was really trained, and resumed from its middle."""
-    write_config(place, **{"samples.prompts": ["Chapter 1", "The"], "trainer.keep_checkpoints": 5})
-    lm(place, "fit", "--config", "small.yaml", "--trainer.max_steps", "6")
-    lm(place, "fit", "--config", "small.yaml", "--ckpt_path", "checkpoints/small/step-00000003")
-    return Run(place / "checkpoints/small")
+    changes = {"samples.prompts": ["Chapter 1", "The"], "trainer.keep_checkpoints": 5}
+    fit(place, "small", "--trainer.max_steps", "6", **changes)
+    return fit(place, "small", "--ckpt_path", "checkpoints/small/step-00000003", **changes)[1]
 
 
 @pytest.fixture
@@ -252,16 +256,16 @@ def test_pictures_and_tables_are_made_of_any_data(run, elsewhere):
     counts = {name: count_tokens(shards, data.tokenizer.vocab_size) for name, shards in data.shards.items()}
     frequent = most_frequent(counts["train"], data.tokenizer)
     pictures = [
-        data_view.draw_document_lengths(documents, 32), data_view.draw_document_lengths(nothing, 32),
-        data_view.draw_frequencies(counts["train"], frequent),
+        draw_document_lengths(documents, 32), draw_document_lengths(nothing, 32),
+        draw_frequencies(counts["train"], frequent),
     ]  # fmt: skip
     assert all(picture._repr_png_().startswith(b"\x89PNG") for picture in pictures)
     uses = {name: measure_use(found) for name, found in counts.items()}
     samples = read_step(run, data, 5, 2)
     tables = [
-        data_view.splits_table(data.shards, documents), data_view.use_table(uses),
-        data_view.moved_table(most_moved(counts["train"], counts["val"], data.tokenizer), "training", "validation"),
-        data_view.seen_table(samples, [split_documents(one.token_ids, data) for one in samples]),
+        splits_table(data.shards, documents), use_table(uses),
+        moved_table(most_moved(counts["train"], counts["val"], data.tokenizer), "training", "validation"),
+        seen_table(samples, [split_documents(one.token_ids, data) for one in samples]),
     ]  # fmt: skip
     assert all(one._repr_html_().startswith("<table>") for one in tables)
     assert "village" in tables[-1].source and "train/00000.parquet, window" in tables[-1].source

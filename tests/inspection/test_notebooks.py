@@ -6,7 +6,7 @@ import time
 from pathlib import Path
 
 import pytest
-from trainings import PLACES, lm, make_workplace, write_config
+from trainings import PLACES, fit, make_workplace
 
 from lm.runs.run import Run
 
@@ -21,10 +21,9 @@ BOOKS = {  # name -> the least it shows: figures, and tables or coloured texts
 def run(tmp_path_factory):
     """A run with several checkpoints, samples and an alert, and another one beside it."""
     place = make_workplace(tmp_path_factory.mktemp("notebooks"))
-    changes = {"samples.prompts": ["Chapter 1"], "trainer.keep_checkpoints": 5}
-    write_config(place, **changes, **{"guards.alerts": {"step > 10": "warn"}})
-    lm(place, "fit", "--config", "small.yaml", "--model.optimizer.lr", "0.02")
-    lm(place, "fit", "--config", "small.yaml")
+    changes = {"samples.prompts": ["Chapter 1"], "trainer.keep_checkpoints": 5, "guards.alerts": {"step > 10": "warn"}}
+    fit(place, "small", "--model.optimizer.lr", "0.02", **changes)
+    fit(place, "small", **changes)
     return Run(place / "checkpoints/small-2")
 
 

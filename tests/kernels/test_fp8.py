@@ -13,15 +13,17 @@ SHAPES = [(BF16, 1, 1), (BF16, 1, 64), (BF16, 63, 97), (BF16, 129, 72), (BF16, 1
 both = pytest.mark.parametrize("rowwise", [False, True], ids=["tensorwise", "rowwise"])
 
 
-def same(got, expected):
-    """Bit for bit, but that a NaN is any NaN."""
-    for mine, plain in zip(got, expected, strict=True):
+def check(*asked):
+    """The kernels' results are those of the plain version bit for bit, but that a NaN is any NaN; returns them."""
+    got = fp8._cuda(*asked)
+    for mine, plain in zip(got, fp8._cpu(*asked), strict=True):
         assert mine.dtype == plain.dtype and mine.shape == plain.shape and mine.stride() == plain.stride()
         mine, plain = (t.view(torch.uint8 if t.itemsize == 1 else torch.int32) for t in (mine, plain))
         if mine.dtype == torch.uint8:
             lost = {E4M3: 0x7F, E5M2: 0x7D}[got[0].dtype if got[0].numel() else got[2].dtype]
             mine, plain = (torch.where((t & 0x7F) >= lost, 0x7F, t) for t in (mine, plain))
         assert torch.equal(mine, plain)
+    return got
 
 
 @both
@@ -32,8 +34,7 @@ def test_the_kernels_are_the_plain_version_to_the_bit(emulated, source, rows, wi
     x = torch.randn(rows, width) * 10 ** (spread * (torch.rand(rows, 1) - 0.5) + spread * (torch.rand(width) - 0.5))
     x, dtype = x.to(source), E5M2 if rows == 144 else E4M3
     for matrix, transpose in ((True, True), (True, False), (False, True)):
-        asked = (x, dtype, rowwise, matrix, transpose)
-        same(fp8._cuda(*asked), fp8._cpu(*asked))
+        check(x, dtype, rowwise, matrix, transpose)
 
 
 @pytest.mark.parametrize("place", [0, 270 * 1024, -1])
@@ -42,7 +43,7 @@ def test_the_largest_value_is_found_wherever_it_is(emulated, place, monkeypatch)
     monkeypatch.setattr(runtime, "multiprocessors", lambda device: 148)
     x = torch.rand(639, 641)
     x.view(-1)[place] = -3e6
-    same(fp8._cuda(x, E4M3, False, True, False), fp8._cpu(x, E4M3, False, True, False))
+    check(x, E4M3, False, True, False)
 
 
 @both
@@ -54,7 +55,7 @@ def test_every_half_precision_value_is_rounded_as_torch_rounds_it(emulated, roww
     values = torch.arange(0x7B, dtype=torch.int32).to(torch.uint8).view(dtype).float()
     halfway = torch.cat(((values[1:] + values[:-1]) / 2, values[-1:], values[:5])).view(8, 16)
     for x in (every, halfway):
-        same(fp8._cuda(x, dtype, rowwise, True, True), fp8._cpu(x, dtype, rowwise, True, True))
+        check(x, dtype, rowwise, True, True)
 
 
 # NaNs as GPUs write them (all bits of the mantissa), as CPUs do, and with the least mantissa
@@ -68,10 +69,8 @@ def test_what_is_not_finite_makes_a_scale_infinite(emulated, bits, source, rowwi
     x = torch.randn(40, 32)
     x[3, 7] = torch.tensor(bits).to(torch.uint32).view(torch.float32)
     x = x.view(torch.int32).bitwise_right_shift(16).to(torch.int16).view(source) if source == BF16 else x
-    asked = (x, E4M3, rowwise, True, True)
-    ours = fp8._cuda(*asked)
-    same(ours, fp8._cpu(*asked))
-    same(fp8._cuda(x, E4M3, rowwise, True, False), fp8._cpu(x, E4M3, rowwise, True, False))
+    ours = check(x, E4M3, rowwise, True, True)
+    check(x, E4M3, rowwise, True, False)
     assert torch.equal(ours[1].isinf(), torch.arange(40) == 3 if rowwise else torch.tensor(True))
     assert (ours[0].float() * ours[1][..., None])[3].isnan().all()
     assert (ours[2].float() * (ours[3] if rowwise else ours[1])[..., None])[7].isnan().all()
@@ -86,17 +85,15 @@ def test_zeros_and_what_is_too_small_or_too_large(emulated, rowwise):
     x[12, 3] = torch.finfo(torch.float32).max  # no power of two brings it into the range
     x[13, 3] = -(2.0**127)
     for part in (x, x[:12], x[:9], x[7:9]):
-        asked = (part, E4M3, rowwise, True, True)
-        same(fp8._cuda(*asked), fp8._cpu(*asked))
-        same(fp8._cuda(part, E4M3, rowwise, True, False), fp8._cpu(part, E4M3, rowwise, True, False))
+        check(part, E4M3, rowwise, True, True)
+        check(part, E4M3, rowwise, True, False)
 
 
 @both
 def test_rows_that_are_not_aligned_or_no_neighbours(emulated, rowwise):
     odd = torch.randn(32 * 48 + 1).bfloat16()[1:].view(32, 48)
     for x in (odd, odd.t(), odd[:, 8:40], odd[:1].expand(32, 48)):
-        asked = (x, E4M3, rowwise, True, True)
-        same(fp8._cuda(*asked), fp8._cpu(*asked))
+        check(x, E4M3, rowwise, True, True)
 
 
 @pytest.mark.parametrize("scaling", ["tensorwise", "rowwise"])

@@ -9,14 +9,14 @@ import os
 import pytest
 import torch
 from kernel_usage import kernel_usage
-from plain_ops import norm_linear_plain, rms_norm_plain, swiglu_linear_plain
+from plain_ops import norm_linear_plain, results, rms_norm_plain, swiglu_linear_plain, traced
 from torch.library import opcheck
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from lm.errors import RequestError, RunError
 from lm.kernels import cross_entropy, fp8, qk_norm_rope, rms_norm, runtime, swiglu
 from lm.kernels.linear import linear
-from lm.kernels.operations import choose_kernels
+from lm.model.fused import choose_kernels
 
 DTYPES = [torch.float32, torch.bfloat16]  # to a kernel fp16 is bf16 with another conversion, so it takes one shape
 TOLERANCE = {torch.float32: 2e-6, torch.bfloat16: 8e-3, torch.float16: 1e-3}  # of the largest value
@@ -130,13 +130,11 @@ def test_rms_norm_takes_rows_that_are_no_neighbours(emulated, which):
     weight, rstd = torch.randn(16), torch.rand(3, 5)
     given[which] = torch.randn(5, 3, 16).transpose(0, 1)
     ours = rms_norm._cuda_backward(*given.values(), weight, rstd, True)
-    for mine, expected in zip(ours, rms_norm._cpu_backward(*given.values(), weight, rstd, True), strict=True):
-        torch.testing.assert_close(mine, expected, atol=1e-5, rtol=1e-5)
-        assert mine.is_contiguous()
+    torch.testing.assert_close(ours, rms_norm._cpu_backward(*given.values(), weight, rstd, True), atol=1e-5, rtol=1e-5)
+    assert all(mine.is_contiguous() for mine in ours)
     x, residual = given[which], torch.randn(5, 3, 16).transpose(0, 1)
-    for mine, expected in zip(rms_norm._cuda_forward(x, residual, weight, EPS),
-                              rms_norm._cpu_forward(x, residual, weight, EPS), strict=True):
-        torch.testing.assert_close(mine, expected, atol=1e-5, rtol=1e-5)
+    ours, plain = (forward(x, residual, weight, EPS) for forward in (rms_norm._cuda_forward, rms_norm._cpu_forward))
+    torch.testing.assert_close(ours, plain, atol=1e-5, rtol=1e-5)
 
 
 # ---- the same through torch -----------------------------------------------------------------------------------------
@@ -179,22 +177,9 @@ PAIRS = {
 def test_gradients_are_those_of_plain_pytorch(name, compiled):
     """Through autograd as written here, in eager mode and traced without a break."""
     ours, plain = PAIRS[name]
-    if compiled:
-        torch._dynamo.reset()
-        ours = torch.compile(ours, fullgraph=True, backend="aot_eager")
-    results = []
-    for function in (ours, plain):
-        torch.manual_seed(1)
-        inputs = [t.requires_grad_() for t in (*norm_arguments(), torch.randn(6, 16))]
-        outputs = function(*inputs)
-        outputs = outputs if isinstance(outputs, tuple) else (outputs,)
-        loss = sum((output * torch.randn_like(output)).sum() for output in outputs)
-        loss.backward()
-        results.append([*outputs, *(t.grad for t in inputs)])
-    for got, expected in zip(*results, strict=True):
-        assert (got is None) == (expected is None)
-        if got is not None:
-            torch.testing.assert_close(got, expected, atol=2e-5, rtol=2e-5)
+    given = [t.requires_grad_() for t in (*norm_arguments(), torch.randn(6, 16))]
+    found = results(traced(ours) if compiled else ours, given)
+    torch.testing.assert_close(found, results(plain, given), atol=2e-5, rtol=2e-5)
 
 
 @pytest.mark.parametrize("name", ["norm_linear", "swiglu_linear", "linear"])
@@ -204,8 +189,7 @@ def test_gradients_of_fp32_weights_are_not_rounded_to_half_precision(name, compi
     wide = {"norm_linear": lambda x, w, copy: rms_norm.norm_linear(x, None, torch.ones(16), EPS, w, copy=copy)[1],
             "swiglu_linear": lambda x, w, copy: swiglu.swiglu_linear(torch.cat((x, x), -1), w, copy=copy),
             "linear": lambda x, w, copy: linear(x, w, copy=copy)}[name]  # fmt: skip
-    torch._dynamo.reset()
-    function = torch.compile(wide, fullgraph=True, backend="aot_eager") if compiled else wide
+    function = traced(wide) if compiled else wide
     x, w = torch.randn(40, 16).bfloat16(), torch.randn(24, 16, requires_grad=True)
     gradients = []
     for copy in (None, w.detach().bfloat16()):
@@ -270,8 +254,8 @@ def test_where_a_kernel_does_not_load_plain_pytorch_is_taken_and_the_reason_said
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
     monkeypatch.setattr(runtime, "available", lambda: True)
     monkeypatch.setattr(runtime, "program", refuse)
-    ops, words = choose_kernels("auto", torch.device("cuda"))
-    assert ops is None and "UNSUPPORTED_PTX_VERSION" in words
+    fused, words = choose_kernels("auto", torch.device("cuda"))
+    assert not fused and "UNSUPPORTED_PTX_VERSION" in words
     with pytest.raises(RequestError, match="UNSUPPORTED_PTX_VERSION"):
         choose_kernels("on", torch.device("cuda"))
 

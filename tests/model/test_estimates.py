@@ -11,7 +11,6 @@ from torch.utils.checkpoint import checkpoint
 from torch.utils.flop_counter import FlopCounterMode
 
 from lm.errors import RequestError
-from lm.kernels.operations import FUSED
 from lm.model.compile import checkpoint_activations, compile_decoder
 from lm.model.config import DecoderConfig, matrix_rows
 from lm.model.decoder import Decoder
@@ -116,7 +115,8 @@ def kept_bytes(config, step):
     torch._dynamo.reset()
     torch.manual_seed(0)
     model = Decoder(config)
-    fuse(model, FUSED if step.kernels else None)
+    if step.kernels:
+        fuse(model)
     checkpoint_activations(model, step.checkpointing)
     compile_decoder(model, step.compile)
     half = step.item == 2

@@ -16,7 +16,8 @@ from trainings import equipment, fit, make_workplace
 from lm.kernels.fp8 import QUANTIZE, Scaled, quantize
 from lm.kernels.linear import linear
 from lm.kernels.linear import product as product_of_quantised
-from lm.kernels.operations import FUSED
+from lm.kernels.rms_norm import norm_linear
+from lm.kernels.swiglu import swiglu_linear
 from lm.model.compile import compile_decoder
 from lm.model.config import DecoderConfig
 from lm.model.decoder import Decoder
@@ -174,8 +175,8 @@ class Quantised(TorchDispatchMode):
 # A product, with what is joined with it: `(x, weight, scaling, copy of the weight, weight of the norm) -> out`.
 JOINED = {
     "linear": lambda x, w, scaling, copy, norm: linear(x, w, scaling, copy),
-    "norm_linear": lambda x, w, scaling, copy, norm: FUSED.norm_linear(x, None, norm, 1e-5, w, scaling, copy)[1],
-    "swiglu_linear": lambda x, w, scaling, copy, norm: FUSED.swiglu_linear(x, w, scaling, copy),
+    "norm_linear": lambda x, w, scaling, copy, norm: norm_linear(x, None, norm, 1e-5, w, scaling, copy)[1],
+    "swiglu_linear": lambda x, w, scaling, copy, norm: swiglu_linear(x, w, scaling, copy),
 }
 
 
@@ -253,9 +254,9 @@ def results(decoder):
 
 
 @pytest.mark.parametrize("scaling", SCALINGS)
-@pytest.mark.parametrize("ops", [None, FUSED], ids=["plain", "fused"])
-def test_compiled_it_is_eager_to_the_bit_in_one_graph(scaling, ops):
-    decoder = built(scaling, ops=ops)
+@pytest.mark.parametrize("fused", [False, True], ids=["plain", "fused"])
+def test_compiled_it_is_eager_to_the_bit_in_one_graph(scaling, fused):
+    decoder = built(scaling, fused=fused)
     eager = [t.clone() for t in results(decoder)]
     torch._dynamo.reset()
     compile_decoder(decoder, "triton_free")  # whole graphs or an error
@@ -290,8 +291,8 @@ def test_a_compiled_backward_pass_is_outside_of_autocast_as_in_eager_mode(scalin
 @pytest.mark.parametrize("scaling", SCALINGS)
 def test_inductor_is_nearer_to_eager_than_fp8_is_to_bf16(scaling):
     """It rounds less often to bf16 on the way, and so some values fall to the other side in FP8."""
-    bf16 = results(built(ops=FUSED))
-    decoder = built(scaling, ops=FUSED)
+    bf16 = results(built(fused=True))
+    decoder = built(scaling, fused=True)
     eager = [t.clone() for t in results(decoder)]
     torch._dynamo.reset()
     compile_decoder(decoder, "inductor")
@@ -305,7 +306,7 @@ def test_inductor_is_nearer_to_eager_than_fp8_is_to_bf16(scaling):
 ])  # fmt: skip
 def test_weights_that_are_quantised_once_a_step_compute_the_same_to_the_bit(scaling, mode):
     """Their copies stay where they are, and follow the weights from step to step."""
-    decoder = built(scaling, ["layers.2.mlp.*"], FUSED)
+    decoder = built(scaling, ["layers.2.mlp.*"], True)
     torch._dynamo.reset()
     compile_decoder(decoder, mode)
     copies = WeightCopies(decoder, torch.bfloat16)
@@ -327,7 +328,7 @@ def test_weights_that_are_quantised_once_a_step_compute_the_same_to_the_bit(scal
 
 @pytest.mark.parametrize("scaling", SCALINGS)
 def test_plain_and_fused_differ_by_rounding_only(scaling):
-    for mine, plain in zip(results(built(scaling, ops=FUSED)), results(built(scaling)), strict=True):
+    for mine, plain in zip(results(built(scaling, fused=True)), results(built(scaling)), strict=True):
         assert (mine - plain).norm() < 7e-2 * plain.norm()
 
 
@@ -336,7 +337,7 @@ def test_it_learns_as_bf16_does(scaling):
     """Thirty steps on one text; the losses stay together all along and end where they should."""
 
     def curve(scaling, keep=None):
-        decoder = built(scaling, keep, FUSED)
+        decoder = built(scaling, keep, True)
         torch.manual_seed(3)
         text = torch.randint(64, (400,))
         optimizer = torch.optim.AdamW(decoder.parameters(), lr=3e-3)
@@ -378,19 +379,19 @@ def test_matrices_are_left_out_by_name_and_the_last_blocks_if_none_is_named(keep
     assert len(in_fp8(built("rowwise", []))) == len(in_fp8(untied)) == 12 and type(untied.lm_head) is torch.nn.Linear
 
 
-@pytest.mark.parametrize("ops", [None, FUSED], ids=["plain", "fused"])
+@pytest.mark.parametrize("fused", [False, True], ids=["plain", "fused"])
 @pytest.mark.parametrize("part", MATRICES)
-def test_each_kind_of_matrix_is_multiplied_in_fp8(part, ops):
+def test_each_kind_of_matrix_is_multiplied_in_fp8(part, fused):
     """One alone: the losses change, and its own gradient changes by more than bf16 rounds."""
     keep = ["layers.[02].*", *(f"layers.1.{other}" for other in MATRICES if other != part)]
-    bf16, ours = built(None, ops=ops), built("rowwise", keep, ops)
+    bf16, ours = built(None, fused=fused), built("rowwise", keep, fused)
     assert not torch.equal(results(ours)[0], results(bf16)[0])
     exact, rounded = (decoder.get_parameter(f"layers.1.{part}.weight").grad for decoder in (bf16, ours))
     assert 0.015 < (rounded - exact).norm() / exact.norm() < 0.15
 
 
-@pytest.mark.parametrize("ops", [None, FUSED], ids=["plain", "fused"])
-def test_what_is_left_out_is_exact(ops):
+@pytest.mark.parametrize("fused", [False, True], ids=["plain", "fused"])
+def test_what_is_left_out_is_exact(fused):
     """FP8 in the last matrix alone: all that comes before it is bf16's to the bit, and what comes after is not."""
     keep = ["layers.[01].*", "layers.2.self_attn.*", "*.gate_up_proj"]
     seen = {}
@@ -402,8 +403,8 @@ def test_what_is_left_out_is_exact(ops):
             lambda part, inputs, output: seen.setdefault((name, "attention"), output))
         results(decoder)
 
-    run("bf16", built(None, ops=ops))
-    run("fp8", built("rowwise", keep, ops))
+    run("bf16", built(None, fused=fused))
+    run("fp8", built("rowwise", keep, fused))
     for place in (0, 1, "attention"):
         for exact, same in zip(seen["bf16", place], seen["fp8", place], strict=True):
             assert torch.equal(exact, same)

@@ -1,0 +1,229 @@
+"""What a model makes of a text, token by token: what every head attends to, and what it expects to come.
+
+Attention is computed from the queries and keys of the model's plain forward pass, after their norm and rotation.
+"""
+
+import math
+from collections.abc import Iterator, Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from matplotlib.colors import PowerNorm
+from matplotlib.figure import Figure
+from torch import Tensor
+
+from lm.errors import RequestError
+from lm.inference.completion import Written
+from lm.inference.pretrained import Pretrained
+from lm.inspection.drawing import BLUE, ORANGE, SEQUENTIAL, Html, colored_text, figure, label_axes, table, visible
+from lm.model.attention import AttentionMask, dense_mask
+from lm.model.decoder import Block, Decoder, SelfAttention
+from lm.model.fused import is_fused
+
+COLUMNS = 4  # heads beside each other
+CHUNK = 128  # tokens whose distributions are looked at together
+
+# ---- attention -------------------------------------------------------------------------------------------------------
+
+
+class Attention(NamedTuple):
+    """The attention maps of a text."""
+
+    tokens: list[str]  # T, the text of each, with visible blanks and line ends
+    maps: np.ndarray  # (layers, heads, T, T), as from `attention_maps`
+
+
+@torch.no_grad()
+def attention_maps(decoder: Decoder, ids: Sequence[int]) -> np.ndarray:
+    """The attention weights of a sequence of T tokens, at most the context: `(layers, heads, T, T)` float32.
+
+    `[l, h, t, s]` is the weight of token `s` for token `t`. Rows sum to one, and are 0 beyond `t` and before a
+    layer's window. The decoder is in evaluation mode.
+    """
+    if not isinstance(decoder, Decoder) or any(type(block.self_attn) is not SelfAttention for block in decoder.layers):
+        raise RequestError("attention maps are of this project's SelfAttention, and this model has its own")
+    if not len(ids):
+        raise RequestError("there is no token to attend to")
+    maps: list[Tensor] = []
+    x = decoder.embed(torch.tensor([list(ids)], device=decoder.embed_tokens.weight.device))  # (1, T, C)
+    rotary, masks = decoder.rotary_and_masks(x)
+    for block, mask in zip(decoder.layers, masks, strict=True):
+        queries, keys, _ = block.self_attn.queries_keys_values(block.input_layernorm(x), rotary)
+        maps.append(_attention_weights(queries, keys, mask)[0].cpu())
+        kind = Block if is_fused(decoder) else type(block)
+        x = kind.forward(block, x, rotary, mask)  # also where `block.forward` is compiled or fused
+    return torch.stack(maps).numpy()
+
+
+def _attention_weights(queries: Tensor, keys: Tensor, mask: AttentionMask) -> Tensor:
+    """`(B, H, T, T)` fp32 from queries `(B, T, H, D)` and keys `(B, T, KV, D)`."""
+    groups = queries.shape[2] // keys.shape[2]
+    queries = queries.float().transpose(1, 2)  # (B, H, T, D)
+    keys = keys.float().transpose(1, 2).repeat_interleave(groups, dim=1)  # (B, H, T, D)
+    scores = queries @ keys.mT * queries.shape[-1] ** -0.5
+    seen = dense_mask(queries.shape[2], mask.window, None, queries.device).dense  # (1, 1, T, T)
+    return scores.masked_fill(~seen, float("-inf")).softmax(-1)
+
+
+def attention_of(model: Pretrained, text: str) -> Attention:
+    """The attention maps of a text, which begins as documents do, after the token that ends one."""
+    ids = [model.tokenizer.eos_id, *model.tokenizer.encode(text)]
+    return Attention([visible(model.tokenizer.decode([token])) for token in ids], attention_maps(model.decoder, ids))
+
+
+def draw_attention(attention: Attention, layer: int) -> Figure:
+    """A heat map of each head of a layer, both counted from 0; a text of up to 40 tokens reads well.
+
+    The colour grows with the square root of the weight.
+    """
+    maps, length = attention.maps[layer], len(attention.tokens)
+    columns = min(len(maps), 2 if length > 12 else COLUMNS)
+    rows, side = -(-len(maps) // columns), 1.5 + 0.17 * length
+    picture, grid = figure(rows, columns, width=max(6, side * columns + 0.8), height=side * rows + 0.6, squeeze=False)
+    for head, (axes, weights) in enumerate(zip(grid.flat, maps, strict=False)):
+        image = _heat_map(axes, weights)
+        for axis in (axes.xaxis, axes.yaxis):
+            axis.set_ticks(range(length), attention.tokens, fontsize=8, parse_math=False)
+        axes.tick_params(axis="x", rotation=90)
+        label_axes(axes, f"head {head}")
+        axes.grid(visible=False)
+    for axes in grid.flat[len(maps) :]:
+        axes.remove()
+    _color_bar(picture, image)
+    picture.suptitle(f"Layer {layer}: rows are tokens, columns what they attend to", fontsize=11)
+    return picture
+
+
+def draw_all_heads(maps: np.ndarray) -> Figure:
+    """A small heat map for every head of every layer, to find those worth a closer look."""
+    layers, heads = maps.shape[:2]
+    picture, grid = figure(layers, heads, width=max(5, 1.2 + 1.2 * heads), height=0.8 + 1.2 * layers, squeeze=False)
+    for (layer, head), axes in np.ndenumerate(grid):
+        image = _heat_map(axes, maps[layer, head])
+        axes.set(xticks=[], yticks=[])
+        if head == 0:
+            axes.set_ylabel(f"layer {layer}", fontsize=9)
+        if layer == 0:
+            axes.set_title(f"head {head}", fontsize=9)
+    _color_bar(picture, image)
+    picture.suptitle("All heads: rows are tokens, columns what they attend to", fontsize=11)
+    return picture
+
+
+def _heat_map(axes: Any, weights: np.ndarray) -> Any:
+    unseen = np.triu(np.ones_like(weights, dtype=bool), 1)
+    return axes.imshow(np.ma.masked_array(weights, unseen), cmap=SEQUENTIAL, norm=PowerNorm(0.5, 0, 1))
+
+
+def _color_bar(picture: Figure, image: Any) -> None:
+    picture.colorbar(image, ax=picture.axes, label="attention weight", ticks=(0, 0.05, 0.25, 0.5, 1), shrink=0.7)
+
+
+# ---- expectations ----------------------------------------------------------------------------------------------------
+
+
+class Expectation(NamedTuple):
+    """A model's prediction in one place, and the token that came."""
+
+    text: str  # of the token
+    probability: float  # of the token, in [0, 1]
+    rank: int  # 1 where none was likelier
+    entropy: float  # of all tokens' distribution, in bits: how open the place was
+    alternatives: list[tuple[str, float]]  # the likeliest tokens and their probabilities, the likeliest first
+
+
+@torch.no_grad()
+def predictions(model: Pretrained, ids: Sequence[int], context: int) -> Iterator[tuple[Sequence[int], Tensor]]:
+    """All tokens but the first with the logits for them, some at a time: n ids and `(n, V)`.
+
+    `context` tokens of the two or more are read at once; nothing before these is known.
+    """
+    for first in range(0, len(ids) - 1, context):
+        window = ids[first : first + context + 1]
+        logits = model.decoder(torch.tensor([window[:-1]], device=model.device))[0]  # (T, V)
+        for start in range(0, len(logits), CHUNK):
+            yield window[start + 1 : start + 1 + CHUNK], logits[start : start + CHUNK]
+
+
+def expectations(model: Pretrained, text: str, alternatives: int = 5) -> list[Expectation]:
+    """What a model expects at every token of a text, which begins as documents do, with the likeliest alternatives.
+
+    A text longer than the context is cut into windows; nothing before a window is known in it.
+    """
+    return _expectations(model, [model.tokenizer.eos_id], model.tokenizer.encode(text), alternatives)
+
+
+def expectations_of(model: Pretrained, written: Written, alternatives: int = 5) -> list[Expectation]:
+    """What a model expects at every token of a generated text, its own or that of a model with the same tokenizer."""
+    prompt = model.tokenizer.encode(written.prompt) or [model.tokenizer.eos_id]
+    return _expectations(model, prompt, [token.id for token in written.tokens], alternatives)
+
+
+def _expectations(model: Pretrained, before: list[int], ids: list[int], alternatives: int) -> list[Expectation]:
+    if not ids:
+        raise RequestError("there is no token to look at: the text is empty")
+    decode = model.tokenizer.decode
+    found: list[Expectation] = []
+    for expected, logits in predictions(model, before + ids, model.config.max_position_embeddings):
+        logs = logits.float().log_softmax(-1).cpu()
+        likely = logs.topk(min(alternatives, logs.shape[-1]))
+        own = logs.gather(-1, torch.tensor(expected)[:, None])  # (n, 1)
+        ranks = (logs > own).sum(-1) + 1
+        entropies = torch.special.entr(logs.exp()).sum(-1) / math.log(2)
+        for place, token in enumerate(expected):
+            others = zip(likely.indices[place].tolist(), likely.values[place].exp().tolist(), strict=True)
+            found.append(Expectation(
+                decode([token]), math.exp(own[place].item()), ranks[place].item(), entropies[place].item(),
+                [(decode([other]), probability) for other, probability in others],
+            ))  # fmt: skip
+    return found[len(before) - 1 :]
+
+
+def mean_bits(written: Written) -> float:
+    """What the tokens that were written cost on average, in bits, by the model's own distribution; NaN without any."""
+    bits = [-token.log_probability / math.log(2) for token in written.tokens]
+    return sum(bits) / len(bits) if bits else math.nan
+
+
+def color_expectations(expected: Sequence[Expectation]) -> Html:
+    """The text, coloured by how little each token was expected; the alternatives appear under the pointer."""
+    notes = [
+        f"probability {one.probability:.3g}, rank {one.rank:,}, entropy {one.entropy:.2f} bits\nlikeliest: "
+        + ", ".join(f"{visible(text)} {probability:.3g}" for text, probability in one.alternatives)
+        for one in expected
+    ]
+    return colored_text([one.text for one in expected], [one.probability for one in expected], notes)
+
+
+def color_written(written: Written) -> Html:
+    """A prompt in grey and what was generated from it, coloured by how little each token was expected."""
+    pieces = [token.text for token in written.tokens]
+    chances = [math.exp(token.log_probability) for token in written.tokens]
+    return colored_text([written.prompt, *pieces], [None, *chances])
+
+
+def alternatives_table(expected: Sequence[Expectation], tokens: int = 20) -> Html:
+    """The first `tokens` of a text, each beside the likeliest in its place."""
+    most = max((len(one.alternatives) for one in expected), default=0)
+    rows = [
+        (visible(one.text), one.probability, *(f"{visible(text)}  {chance:.3f}" for text, chance in one.alternatives))
+        for one in expected[:tokens]
+    ]
+    return table(rows, ("token", "probability", *(f"likeliest {place}" for place in range(1, most + 1))))
+
+
+def draw_expectations(expected: Sequence[Expectation]) -> Figure:
+    """The bits that every token cost as bars, and the entropy of its place, the expected bits, as a line."""
+    picture, axes = figure(width=max(8, 1.5 + 0.19 * len(expected)))
+    places = range(len(expected))
+    costs = [-math.log2(max(one.probability, math.ulp(0.0))) for one in expected]
+    axes.bar(places, costs, color=BLUE, label="this token")
+    axes.plot(
+        places, [one.entropy for one in expected], ".-", color=ORANGE, linewidth=1.2, label="to be expected (entropy)"
+    )
+    axes.set_xticks(places, [visible(one.text) for one in expected], rotation=90, fontsize=8, parse_math=False)
+    axes.margins(x=0.01)
+    label_axes(axes, "What every token cost", "", "bits")
+    axes.grid(visible=False, axis="x")
+    return picture
