@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from lightning.pytorch.trainer.states import TrainerState
 from shard_files import write_jsonl
-from trainings import fit, lm
+from trainings import fit, lm, write_config
 
 from lm.data.cache import BlockCache
 from lm.data.config import PrepareOptions

@@ -14,7 +14,7 @@ from torch._dynamo.utils import counters
 from lm.errors import RequestError
 from lm.model import attention
 from lm.model.attention import kernel_for
-from lm.model.compile import checkpoint_activations, compile_decoder, triton_free
+from lm.model.compile import checkpoint_activations, compile_decoder
 from lm.model.config import DecoderConfig
 from lm.model.decoder import Decoder, RMSNorm, document_ids_from, initialize, rotary_table
 from lm.model.fused import fuse

@@ -232,11 +232,12 @@ def test_gradients_are_those_of_bf16_within_rounding(scaling, joined):
 # ---- the decoder ----------------------------------------------------------------------------------------------------
 
 
-def built(scaling=None, keep=None, ops=None, config=SMALL):
+def built(scaling=None, keep=None, fused=False, config=SMALL):
     """A decoder; with a scaling its matrices are marked as under Lightning."""
     torch.manual_seed(0)
     decoder = Decoder(config)
-    fuse(decoder, ops)
+    if fused:
+        fuse(decoder)
     if scaling is not None:
         Float8Precision(scaling, keep, "cpu").convert_module(SimpleNamespace(decoder=decoder))
     return decoder
