@@ -520,7 +520,7 @@ def figures(turn: Turn, traffic: Traffic | None, case: Case, stopwatch: Stopwatc
 
 def show(found: dict[str, Any]) -> None:
     """The report as tables on standard output."""
-    console = Console(highlight=False, soft_wrap=True, width=110)
+    console = Console(highlight=False, soft_wrap=True, width=120)
     console.print(
         f"{found['device']}, {found['threads']} threads, torch {found['versions']['torch']}, {found['dtype']}; a copy "
         f"moves {found['copy']['gb_per_second']:,.1f} GB/s; ours: {found['ours']}"
