@@ -92,13 +92,16 @@ def rewrite(folder, **changes):
     file.write_bytes(dump_checksummed(load_checksummed(file.read_bytes()) | changes))
 
 
-@pytest.mark.parametrize(("digests", "complaint"), {
+CRAFTED = {
     "a path out of the folder": ({"../secret": "0"}, "outside the folder"),
     "an absolute path": ({"/etc/passwd": "0"}, "outside the folder"),
     "the folder itself": ({"..": "0"}, "is not a file"),
     "no files": ({}, "names no weights"),
     "a list of files": (["model.safetensors"], "names no files"),
-}.values())  # fmt: skip
+}
+
+
+@pytest.mark.parametrize(("digests", "complaint"), CRAFTED.values(), ids=CRAFTED)
 def test_a_document_that_leads_astray_is_refused(tmp_path, digests, complaint):
     write_folder(tmp_path / "c", content())
     if digests and isinstance(digests, dict):
