@@ -450,8 +450,8 @@ def _model(found: dict[str, Any]) -> list[str]:
     if not decoder:
         return [total.rstrip(", ")]
     return [
-        f"{total}{decoder.get('num_hidden_layers')} layers of {decoder.get('hidden_size')}, "
-        f"{heads} heads ({decoder.get('num_key_value_heads') or heads} for keys and values), "
+        f"{total}{plural(decoder.get('num_hidden_layers') or 0, 'layer')} of {decoder.get('hidden_size')}, "
+        f"{plural(heads or 0, 'head')} ({decoder.get('num_key_value_heads') or heads} for keys and values), "
         f"context {decoder.get('max_position_embeddings')}"
     ]
 
@@ -463,10 +463,12 @@ def _training(config: dict[str, Any]) -> list[str]:
         return []
     mixture = ", ".join(f"{source['name']} ({source.get('weight', 1):g} of {source.get('path') or source.get('train')})"
                         for source in data.get("sources") or [])  # fmt: skip
+    tokens, rows = data.get("global_batch_tokens"), data.get("micro_batch_size") or 0
+    step = f"{tokens:,} tokens a step in rows" if tokens else f"{plural(rows, 'row')} a step and device"
     return [
         f"{optimizer.get('class_path') or optimizer.get('name')}, lr {optimizer.get('lr')}, "
         f"{schedule.get('name')} schedule, "
-        f"{data.get('global_batch_tokens')} tokens a step of {data.get('seq_len')}, {trainer.get('precision')}, "
+        f"{step} of {data.get('seq_len')} tokens, {trainer.get('precision')}, "
         f"seed {config.get('seed_everything')}",
         f"data {data.get('path') or data.get('train') or mixture}",
     ]

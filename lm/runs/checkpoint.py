@@ -24,7 +24,7 @@ from torch import Tensor
 
 from lm.errors import RequestError, RunError
 from lm.runs.run import Run
-from lm.system.files import DAMAGE, atomic_folder, digest, dump_checksummed, load_checksummed
+from lm.system.files import DAMAGE, atomic_folder, digest, dump_checksummed, load_checksummed, remove_folder
 from lm.system.units import format_bytes
 
 FORMAT = 5  # 4: Lightning counts optimizer steps, not micro-batches; 5: names in the states of guards
@@ -142,6 +142,8 @@ def point(link: Path, target: str) -> None:
     temporary = link.with_name(f".{link.name}-{os.getpid()}")
     temporary.unlink(missing_ok=True)
     temporary.symlink_to(target)
+    if link.is_dir() and not link.is_symlink():  # of a run that was copied without its links
+        remove_folder(link)
     os.replace(temporary, link)
 
 

@@ -22,7 +22,16 @@ from typing import Any
 
 from lm.errors import RequestError
 from lm.runs.metrics import Evaluation, is_evaluation, numbers, valid_metrics
-from lm.system.files import Attempts, append_line, nonnegative, parse_json, parse_yaml, read_lines, write_atomically
+from lm.system.files import (
+    Attempts,
+    append_line,
+    nonnegative,
+    parse_json,
+    parse_yaml,
+    read_lines,
+    stated_digest,
+    write_atomically,
+)
 from lm.system.process import launch_command, program
 
 log = logging.getLogger(__name__)
@@ -345,9 +354,28 @@ class Run:
         return {step: found[step] for step in sorted(found) if (found[step] / "trainer.json").exists()}
 
     def link(self, name: str) -> Path | None:
-        """What `best` or `last` points to; None where there is none or it dangles."""
+        """What `best` or `last` points to; None where there is none or it dangles.
+
+        A copy of a run may have folders in their place, or nothing: what they pointed to is found all the same.
+        """
         link = self.path / name
-        return link.parent / os.readlink(link) if link.is_symlink() and link.exists() else None
+        if link.is_symlink():
+            return link.parent / os.readlink(link) if link.exists() else None
+        digests = {path: stated_digest(path / "trainer.json") for path in self.steps().values()}
+        if link.is_dir():
+            copied = stated_digest(link / "trainer.json")
+            return next((path for path, digest in digests.items() if digest == copied), None)
+        left_behind = self.read("run.json").get("left_behind", [])
+        last = next((path for path, digest in reversed(digests.items()) if digest not in left_behind), None)
+        return last if last is None or name == "last" else self._best_at(last)
+
+    def _best_at(self, checkpoint: Path) -> Path | None:
+        """The best checkpoint that there was at the time of another."""
+        with suppress(OSError, ValueError, AttributeError):
+            for state in parse_json((checkpoint / "trainer.json").read_bytes())["callbacks"].values():
+                if "best_name" in state and state["best_name"]:
+                    return next((path for path in self.steps().values() if path.name == state["best_name"]), None)
+        return None
 
     def checkpoint(self, name: str | None = None) -> Path:
         """The folder behind `best`, `last` or `step-...`; without a name the best, else the last."""

@@ -3,6 +3,7 @@
 import json
 import os
 import signal
+import shutil
 import subprocess
 import sys
 import time
@@ -153,3 +154,22 @@ def test_a_run_may_have_a_name_in_any_alphabet(workplace):
     lm(workplace, *command, "--run", "日本-ünï")
     lm(workplace, *command, "--run", "日本-ünï", "--ckpt_path", "auto", "--trainer.max_steps", "3")
     assert Run(workplace / "checkpoints" / "日本-ünï").status() == "finished"
+
+
+@pytest.mark.parametrize("copied", ["folders", "nothing"])
+def test_a_run_that_was_copied_without_its_links_is_used_and_resumed(workplace, tmp_path, copied):
+    """`cp -rL` and `scp -r` make folders of the links, others leave them out."""
+    command = configured(workplace, "original", on_event=[], **{"trainer.max_steps": 8, "trainer.keep_checkpoints": 3})
+    if not (workplace / "checkpoints" / "original").exists():
+        lm(workplace, *command)
+    original, run = Run(workplace / "checkpoints" / "original"), Run(workplace / "checkpoints" / f"copy-{copied}")
+    shutil.copytree(original.path, run.path, symlinks=copied == "nothing")
+    for name in ("best", "last"):
+        if copied == "nothing":
+            (run.path / name).unlink()
+        assert run.link(name).name == original.link(name).name
+    assert "val/loss" in lm(workplace, "validate", "--run", run.name, "--ckpt_path", "best").stdout
+    config = ["--config", f"checkpoints/{run.name}/config.yaml", "--run", run.name, "--trainer.max_steps", "10"]
+    (run.path / "run.json").write_text((run.path / "run.json").read_text().replace('"original"', f'"{run.name}"'))
+    lm(workplace, "fit", *config, "--ckpt_path", "auto")
+    assert run.link("last").name == "step-00000010" and all((run.path / name).is_symlink() for name in ("best", "last"))
