@@ -289,6 +289,9 @@ class Run:
         self.seen = self.seen or self.entered()
         locked = self.is_locked()
         trained = self.status() == "running" if locked is None else locked
+        ahead = (nonnegative(self.read("heartbeat.json").get("time")) or 0.0) - time.time() > SILENCE
+        if trained and locked is None and ahead:  # by a wrong clock: the next heartbeat tells
+            trained = self.beats(self.path)
         # Some shared file systems keep locks to each machine: the run may be trained though its lock looks free here.
         elsewhere = self.read("heartbeat.json").get("host") not in (None, socket.gethostname())
         if (trained or elsewhere and self.beats(self.path)) and self._holder().get("pid") != os.getpid():
