@@ -61,7 +61,7 @@ HALF_EMPTY = 0.45
 LONG_VALIDATION = 0.1  # share of the time
 BF16_FROM = (8, 0)  # compute capability; TF32 too
 FAR_BATCH, FAR_RATE = 4, 3  # times the rules of `lm scale`, above or below
-RULES_FROM = 1e17  # operations in the blocks, the least that the rule of the rate was fitted to (arXiv:2401.02954)
+BATCH_RULE_FROM = 1e17  # operations in the blocks, the least that the rule was fitted to (arXiv:2401.02954)
 UNCLIPPED_RATE = 6e-4  # the highest of GPT-3's models, which were all clipped at 1.0 (Brown et al., 2020,
 # arXiv:2005.14165, table 2.1 and appendix B)
 EARLY_DECAY = 0.05  # share of the run after the end of its decay
@@ -343,10 +343,8 @@ def of_rules(decoder: DecoderConfig, steps: dict[str, Any], config: Namespace) -
     """Findings on a batch or a learning rate far from the rules of `lm scale`, which has their sources."""
     tokens, batch, rate = steps["tokens"], steps["tokens_per_step"], config.model.optimizer.lr
     operations = tokens * block_flops_per_token(decoder, steps["seq_len"])
-    if operations < RULES_FROM:
-        return
     best, at_once = batch_tokens(tokens), batch // steps["accumulate"]
-    if (times := max(batch / best, best / batch)) > FAR_BATCH:
+    if operations >= BATCH_RULE_FROM and (times := max(batch / best, best / batch)) > FAR_BATCH:
         more = "more" if batch > best else "fewer"
         yield Finding("warning", f"a step has {batch:,} tokens, {times:.1f} times {more} than the {best:,.0f} "
                       f"that `lm scale` uses for {format_count(tokens)} tokens",
@@ -354,12 +352,14 @@ def of_rules(decoder: DecoderConfig, steps: dict[str, Any], config: Namespace) -
     if config.model.optimizer.class_path:
         return  # no rule is known for it
     optimizer = BUILTIN[config.model.optimizer.name]
+    if operations < optimizer.rule_from:
+        return
     best = optimizer.learning_rate(decoder, operations, batch)
     why = optimizer.rate_follows.format(
         flops=operations, batch=batch, depth=decoder.num_hidden_layers, width=decoder.hidden_size
     )
     if (times := max(rate / best, best / rate)) > FAR_RATE:
-        yield Finding("warning" if rate > best else "advice", f"model.optimizer.lr {rate:g} is {times:.1f} times "
+        yield Finding("warning" if rate > best else "advice", f"model.optimizer.lr {rate:g} is {times:.2g} times "
                       f"{'more' if rate > best else 'less'} than the {best:.2g} that `lm scale` uses for {why}",
                       f"--model.optimizer.lr {best:.2g}")  # fmt: skip
 

@@ -23,6 +23,7 @@ class BuiltinOptimizer(NamedTuple):
     state: OptimizerState  # what it keeps, in the parameters' precision
     whole_matrices: bool  # the blocks' matrices are groups of one shape, with `kind` and `rows` as Muon takes them
     learning_rate: Callable[[DecoderConfig, float, float], float]  # peak; arguments as of `adamw_learning_rate`
+    rule_from: float  # operations in the blocks, the least that the rule of the rate was fitted to
     rate_follows: str  # what the rate is computed from, of `flops`, `batch`, `depth` and `width`
     warmup_steps: Callable[[int, int], int]  # of a run of so many steps, of so many tokens each
     optimizer_yaml: str  # lines of the config that `lm scale` prints, with the source of each number
@@ -60,6 +61,7 @@ BUILTIN: dict[OptimizerName, BuiltinOptimizer] = {
         state=OptimizerState(),
         whole_matrices=False,
         learning_rate=adamw_learning_rate,
+        rule_from=1e17,
         rate_follows="{flops:.2g} operations in the blocks and {batch:,} tokens a step",
         # A tenth of the run, at most 375M tokens (Bergsma et al., 2025, "Scaling with Collapse", arXiv:2509.25087,
         # table 2).
@@ -83,6 +85,7 @@ BUILTIN: dict[OptimizerName, BuiltinOptimizer] = {
         learning_rate=lambda decoder, flops, batch: peak_rate(
             MATRICES, decoder.num_hidden_layers, decoder.hidden_size
         ),
+        rule_from=0,
         rate_follows="muon, {depth} blocks and hidden_size {width:,}",
         warmup_steps=lambda steps, batch: math.floor(min(steps / 10, 40)),  # nanochat, scripts/base_train.py
         optimizer_yaml="""\

@@ -491,3 +491,9 @@ def test_an_object_store_that_does_not_answer_is_a_line_and_not_a_wait(workplace
     (line,) = [line for line in shown.stdout.splitlines() if line.startswith("warning s3://")]
     assert url in line and "does not answer in 3 s" in line and shown.stderr == ""
     assert any(line.startswith("time ") for line in shown.stdout.splitlines())
+
+
+def test_a_rate_far_from_the_rule_of_muon_is_a_warning_at_any_size(planned):
+    warnings = found(planned(**{"model.optimizer": {"name": "muon", "lr": 30.0}}), "warning")
+    [warning] = [one for one in warnings if "optimizer.lr" in one]
+    assert "model.optimizer.lr 30 is " in warning and "that `lm scale` uses for muon, 2 blocks" in warning
