@@ -92,7 +92,7 @@ def _write(folder: Path, tokens: int) -> None:
     for number in range(1, MANY_SHARDS):
         os.link(folder / "many/train/00000.parquet", folder / f"many/train/{number:05d}.parquet")
     for place in (folder, folder / "many"):
-        write_manifest(place, vocab_size=VOCABULARY, tokenizer="")
+        write_manifest(place, vocab_size=VOCABULARY)
 
 
 def _write_shard(path: Path, ids: np.ndarray) -> None:
