@@ -18,9 +18,11 @@ from lightning.pytorch.callbacks import Callback
 from lightning.pytorch.strategies import DDPStrategy, SingleDeviceStrategy
 
 from lm.data.loader import Batch, Cursor
+from lm.data.mixture import describe_change
 from lm.errors import GuardStop, RequestError
 from lm.model.config import DecoderConfig
 from lm.runs.checkpoint import Progress
+from lm.runs.config_diff import differences
 from lm.runs.mirror import Uploads
 from lm.runs.run import Run
 from lm.training import checkpoint_state
@@ -142,14 +144,36 @@ class PlainRunState(RunState, Callback):
             pl_module.log_dict(pl_module.logged_metrics())
 
     def save(self, module: Any, checkpoint: dict[str, Any]) -> None:
-        decoder = json.loads(json.dumps(asdict(module.config)))  # plain values, which torch.load takes without pickle
-        checkpoint["lm"] = {"consumed": self.cursor.end if self.cursor else 0, "decoder": decoder}
+        consumed = self.cursor.end if self.cursor else 0
+        checkpoint["lm"] = {"consumed": consumed, "mixture": module.trainer.datamodule.describe_mixture(),
+                            **self._settings(module)}  # fmt: skip
 
     def restore(self, module: Any, checkpoint: dict[str, Any]) -> None:
         if "lm" not in checkpoint:
             raise RequestError(OTHER_TRAINER)
         if module.decoder is None:  # `load_from_checkpoint`, without a Trainer
             module.build_for_checkpoint(DecoderConfig(**checkpoint["lm"]["decoder"]))
-        else:
-            self.cursor = Cursor(start=0, end=checkpoint["lm"]["consumed"])
-            module.trainer.datamodule.set_position(consumed=self.cursor.end)
+            return
+        self.cursor = Cursor(start=0, end=checkpoint["lm"]["consumed"])
+        if module.trainer.training:
+            self._refuse_other_settings(module, checkpoint["lm"])
+        module.trainer.datamodule.set_position(consumed=self.cursor.end)
+
+    def _settings(self, module: Any) -> dict[str, Any]:
+        """What must stay in a resume, as plain values, which torch.load takes without pickle."""
+        data, decoder = module.trainer.datamodule, asdict(module.config)
+        settings = {"decoder": decoder, "document_mask": module.options.document_mask, "seed": data.seed,
+                    "seq_len": data.seq_len, "shuffle_buffer": data.options.shuffle_buffer}  # fmt: skip
+        return json.loads(json.dumps(settings))
+
+    def _refuse_other_settings(self, module: Any, saved: dict[str, Any]) -> None:
+        now, mixture = self._settings(module), module.trainer.datamodule.describe_mixture()
+        changed = differences([{name: saved[name] for name in now}, now])
+        changes = [f"{name} was {before}, now {after}" for name, (before, after) in changed.items()
+                   if name.removeprefix("decoder.") not in checkpoint_state.TRAINING_ONLY]  # fmt: skip
+        if saved["mixture"] and mixture:
+            reason, _ = describe_change(saved["mixture"], mixture, self.cursor.end)
+            changes += [reason] if reason else []
+        if changes:
+            raise RequestError(f"this is a checkpoint of another training: {'; '.join(changes)}; put it back, or take "
+                               "its weights alone, with LanguageModule.load_from_checkpoint")  # fmt: skip

@@ -85,3 +85,42 @@ def test_the_trainer_in_python_resumes_no_run_with_other_settings(place):
         assert "RequestError: run checkpoints/objects cannot be resumed with another " in said, given
     assert "val/loss" in lm(place, "validate", "--run", "objects").stdout  # its config is there
     lm(place, "objects.py", "{}")
+
+
+PLAIN = """
+import json
+import sys
+
+import lightning
+
+import lm
+
+given = {"seed": 1, "rope_theta": 1e4, "shuffle_buffer": 2**20, "weight": 1.0, "steps": 2} | json.loads(sys.argv[1])
+lightning.seed_everything(given["seed"])
+decoder = lm.DecoderConfig(hidden_size=16, num_hidden_layers=1, num_attention_heads=2, max_position_embeddings=16,
+                           rope_theta=given["rope_theta"], dropout=given["steps"] / 100)
+from lm.data.config import SourceConfig
+sources = [SourceConfig("a", "data/small", weight=given["weight"]), SourceConfig("b", "data/more")]
+data = lm.DataModule(sources=sources, micro_batch_size=2, seq_len=16, shuffle_buffer=given["shuffle_buffer"],
+                     val_tokens=256)
+trainer = lightning.Trainer(max_steps=given["steps"], logger=False, enable_checkpointing=False, accelerator="cpu",
+                            check_val_every_n_epoch=None, enable_progress_bar=False)
+trainer.fit(lm.LanguageModule(decoder), data, ckpt_path="plain.ckpt" if given["steps"] > 2 else None)
+trainer.save_checkpoint("plain.ckpt") if given["steps"] == 2 else None
+"""
+
+
+def test_a_plain_trainer_resumes_no_training_with_other_settings(place):
+    """Dropout, which is the training's, may be another."""
+    (place / "plain.py").write_text(PLAIN)
+    lm(place, "data", "prepare", "--input", "texts/00*.txt", "--output", "data/more", "--tokenizer", "data/small",
+       "--val_fraction", "0.2")  # fmt: skip
+    lm(place, "plain.py", "{}")
+    for change, message in {
+        ("seed", 2): "seed was 1, now 2", ("rope_theta", 500.0): "decoder.rope_theta was 10000.0, now 500.0",
+        ("shuffle_buffer", 2**21): "shuffle_buffer was ",
+        ("weight", 3.0): "from sample 0 on, of 4 seen, the weights of a, b were 1:1, and are 3:1",
+    }.items():  # fmt: skip
+        said = lm(place, "plain.py", json.dumps(dict([change]) | {"steps": 4}), expect=1).stderr
+        assert f"this is a checkpoint of another training: {message}" in said, said
+    lm(place, "plain.py", json.dumps({"steps": 4}))
