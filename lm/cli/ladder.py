@@ -163,12 +163,20 @@ def _numbers(option: str, given: list[str], kind: type = float) -> list[Any]:
 def _grid_values(given: str) -> list[tuple[str, str]]:
     """The values of a `--grid`, each with its key."""
     key, equals, values = given.partition("=")
-    words = list(dict.fromkeys(filter(None, map(str.strip, values.split(",")))))
+    words = list({_number(word): word for word in filter(None, map(str.strip, values.split(",")))}.values())
     if not (key and equals and words):
         raise RequestError(f"--grid {given}: give an option and its values, as in --grid model.optimizer.lr=0.01,0.02")
     if len({bool(FACTOR.fullmatch(word)) for word in words}) > 1:
         raise RequestError(f"--grid {given}: give values or factors, and not both")
     return [(key, word) for word in words]
+
+
+def _number(word: str) -> float | str:
+    """What a value or factor of a grid is, in any spelling: 1e-2 is 0.01."""
+    try:
+        return float(word.removeprefix("x"))
+    except ValueError:
+        return word
 
 
 def _spelled(number: float) -> str:
@@ -195,6 +203,8 @@ def ladder(options: LadderOptions, overrides: list[str]) -> None:
     console.width = max(console.width, 110)  # a narrower terminal breaks the lines, and no figure is cut
     print_plan(console, options, trainings)
     if options.plan_only:
+        if options.json:
+            print(to_json({"sizes": planned_sizes(options, trainings)}))
         return
     try:
         options.folder.mkdir(parents=True, exist_ok=True)
@@ -322,23 +332,37 @@ def refuse_other_settings(trainings: list[Training]) -> None:
                                "that it was made with, or another --name")  # fmt: skip
 
 
+def planned_sizes(options: LadderOptions, trainings: list[Training]) -> list[dict[str, Any]]:
+    """Each size of a ladder, with what one of its trainings takes; `runs` are 0 for one that is predicted."""
+    by_size = {(one.size.depth, one.size.length): one for one in trainings}
+    runs = options.seeds * len(options.points)
+    return [
+        {
+            "depth": one.size.depth, "length": one.size.length,
+            "parameters": one.plan["model"]["parameters"]["total"], "steps": one.plan["steps"]["max_steps"],
+            "tokens": float(one.size.tokens), "flops": one.size.flops, "memory": one.plan["memory"]["total"],
+            "seconds": one.plan["time"]["seconds"], "usd": one.plan["time"].get("usd"),
+            "runs": runs * (one.size.depth in options.sizes),
+        }
+        for one in by_size.values()
+    ]  # fmt: skip
+
+
 def print_plan(console: Console, options: LadderOptions, trainings: list[Training]) -> None:
     """Print the sizes, and what is left to do."""
-    by_size = {(one.size.depth, one.size.length): one for one in trainings}
-    priced = any(one.plan["time"].get("usd") is not None for one in by_size.values())
+    sizes = planned_sizes(options, trainings)
+    priced = any(size["usd"] is not None for size in sizes)
     heads = ["depth", "length", "parameters", "steps", "tokens", "operations", "memory", "time", "runs"]
     rows, seconds, usd = [], 0.0, 0.0
-    for one in by_size.values():
-        trained = one.size.depth in options.sizes
-        runs = options.seeds * len(options.points) * trained
-        each, price = one.plan["time"]["seconds"], one.plan["time"].get("usd")
+    for size in sizes:
+        runs, each, price = size["runs"], size["seconds"], size["usd"]
         seconds += runs * each if each is not None else math.nan * bool(runs)
         usd += runs * (price or 0.0)
         rows.append([
-            str(one.size.depth), one.size.length, format_count(one.plan["model"]["parameters"]["total"]),
-            f"{one.plan['steps']['max_steps']:,}", format_count(float(one.size.tokens)), f"{one.size.flops:.2e}",
-            format_bytes(one.plan["memory"]["total"]), "" if each is None else format_duration(each),
-            str(runs) if trained else "predicted", *["" if price is None else format_figure(runs * price)] * priced,
+            str(size["depth"]), size["length"], format_count(size["parameters"]), f"{size['steps']:,}",
+            format_count(size["tokens"]), f"{size['flops']:.2e}", format_bytes(size["memory"]),
+            "" if each is None else format_duration(each), str(runs) if runs else "predicted",
+            *["" if price is None else format_figure(runs * price)] * priced,
         ])  # fmt: skip
     console.print(plain_table(heads + ["USD"] * priced, "n" * (len(heads) + priced), rows))
     wanted = [one for one in trainings if one.size.depth in options.sizes]

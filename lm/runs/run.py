@@ -23,6 +23,7 @@ from typing import Any
 from lm.errors import RequestError
 from lm.runs.metrics import Evaluation, is_evaluation, numbers, valid_metrics
 from lm.system.files import (
+    DAMAGE,
     Attempts,
     append_line,
     nonnegative,
@@ -374,7 +375,7 @@ class Run:
 
     def _best_at(self, checkpoint: Path) -> Path | None:
         """The best checkpoint that there was at the time of another."""
-        with suppress(OSError, ValueError, AttributeError):
+        with suppress(OSError, *DAMAGE):
             for state in parse_json((checkpoint / "trainer.json").read_bytes())["callbacks"].values():
                 if "best_name" in state and state["best_name"]:
                     return next((path for path in self.steps().values() if path.name == state["best_name"]), None)
