@@ -68,9 +68,11 @@ def test_settings_that_change_the_loss_are_refused_and_others_are_not(place):
 @pytest.mark.slow
 def test_a_grid_of_factors(place):
     """They are of each size's own learning rate; the plan alone makes no folder, and another batch no longer run."""
-    options = ["--depths", "2", "--ratio", "3", "--grid", "model.optimizer.lr=x0.25,x1,x4", "--name", "grid"]
-    plan = lm(place, "ladder", *options, *SIZES, "--plan_only", "--json").stderr
-    assert "3 trainings, 0 of them finished" in plan and not (place / "checkpoints/grid").exists()
+    options = ["--depths", "2", "--ratio", "3", "--grid", "model.optimizer.lr=x0.25,x1,x1.0,x4", "--name", "grid"]
+    plan = lm(place, "ladder", *options, *SIZES, "--plan_only", "--json")
+    assert "3 trainings, 0 of them finished" in plan.stderr and not (place / "checkpoints/grid").exists()
+    [size] = json.loads(plan.stdout)["sizes"]
+    assert (size["depth"], size["runs"]) == (2, 3) and size["tokens"] > 0 and size["parameters"] > 0
     lm(place, "ladder", *options, *SIZES)
     found = report(place, "grid")
     runs = [Run(place / "checkpoints/grid" / one["run"]) for one in found["runs"]]
