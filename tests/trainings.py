@@ -98,7 +98,7 @@ def lm(folder: Path, *arguments: str, expect: int | None = 0, timeout: int = 240
     return subprocess.CompletedProcess(arguments, process.returncode, out, err)
 
 
-def equipment(name: str, **init_args: Any) -> dict[str, Any]:
+def equipment(name: str, /, **init_args: Any) -> dict[str, Any]:
     """A callback as a config names it, such as `equipment("recorder.KillAt", signal_name="SIGKILL", micro_batch=9)`."""
     return {"class_path": name, "init_args": init_args}
 

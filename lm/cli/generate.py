@@ -122,7 +122,8 @@ def generate(
         console.rule(f"{number} of {len(written)}")
         print_text(one.prompt, "bold")
         print_text(one.text + "\n")
-    log.info("%d tokens, %.0f tokens/s, seed %d", tokens, tokens / seconds, chosen.seed)
+    log.info("%d tokens, %.0f tokens/s, the first after %.2g s, seed %d", tokens, tokens / seconds,
+             first_token or seconds, chosen.seed)  # fmt: skip
 
 
 def read_prompts(given: list[str] | None, file: Path | None) -> list[str] | None:

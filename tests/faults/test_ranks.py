@@ -42,7 +42,7 @@ def test_a_rank_that_is_killed_or_hangs_ends_the_other_and_the_run_resumes(workp
         ("SIGSTOP", 1, 5, 1, "did not answer in time, so it hangs"),
         ("SIGKILL", 0, 9, -signal.SIGKILL, ""),
     ):
-        send = equipment("test_distributed.Send", name=name, rank=rank, step=step)
+        send = equipment("recorder.KillAt", signal_name=name, hook="on_train_batch_start", step=step, rank=rank)
         path = config(workplace, "relay", send, **{"trainer.rank_timeout": TIMEOUT})
         process = start(workplace, "fit", "--config", path, "--ckpt_path", "auto")
         err = process.communicate(timeout=180)[1]

@@ -197,7 +197,7 @@ def test_a_rollback_with_nothing_to_return_to_or_too_many_of_them_stops(workplac
 ], ids=["a long spike", "a checkpoint between"])  # fmt: skip
 def test_what_a_rollback_may_need_is_kept(workplace, changes, returns):
     one = {"trainer.keep_checkpoints": 1, "trainer.checkpoint_interval": 3, "trainer.val_interval": 100}
-    _, run = fit(workplace, "one-kept", **one, **changes)
+    _, run = fit(workplace, f"kept-for-{len(returns)}", **one, **changes)
     assert [(each["step"], each["to"]) for each in run.read("run.json")["rollbacks"]] == returns
     assert list(run.steps()) == [12]
 
