@@ -164,8 +164,8 @@ def change_context(settings: dict[str, Any], context: int | None) -> None:
     if context == now:
         raise RequestError(f"--context {context} is the context of the run already: leave it out")
     tokens = tokens_of_a_step(data)
-    if context > now:
-        width = decoder["head_dim"] or decoder["hidden_size"] // decoder["num_attention_heads"]
+    width = decoder["head_dim"] or decoder["hidden_size"] // decoder["num_attention_heads"]
+    if context > now and width > 2:  # heads of 2 have one wavelength, in which the base has no part
         decoder["rope_theta"] *= (context / now) ** (width / (width - 2))
     decoder["max_position_embeddings"], data["seq_len"] = int(context), int(context)
     data["micro_batch_size"] = max(1, data["micro_batch_size"] * now // context)

@@ -128,6 +128,9 @@ def _kind_of(value: Any) -> str:
 def refuse_contract(decoder: nn.Module, options: Mapping[str, bool]) -> None:
     """Raise RequestError for a model whose forward pass does not take labels, or an option that the config asks for."""
     name = type(decoder).__name__
+    if extra := [key for key, value in decoder.state_dict().items() if not isinstance(value, Tensor)]:
+        raise RequestError(f"{name} keeps {extra[0]}, by get_extra_state, and the weights of a checkpoint are tensors: "
+                           "register it as a buffer")  # fmt: skip
     parameters = signature(decoder.forward).parameters
     anything = any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values())
     for option, asked in ({"labels": True} | dict(options)).items():

@@ -43,6 +43,11 @@ class Bigram(nn.Module):
         return logits if labels is None else losses_of(logits, labels)
 
 
+class Counting(Bigram):
+    def get_extra_state(self):
+        return {"count": 1}
+
+
 class MyModule(lm.LanguageModule):
     def __init__(self, variant: str = "", **options):
         super().__init__(**options)
@@ -51,7 +56,12 @@ class MyModule(lm.LanguageModule):
             self.register_buffer("counts", torch.zeros(3))
 
     def build_decoder(self, config):
-        return Bigram(config, self.variant)
+        return (Counting if self.variant == "extra state" else Bigram)(config, self.variant)
+
+    def configure_optimizers(self):
+        if self.variant == "own optimizer":
+            return torch.optim.SGD(self.decoder.parameters(), lr=0.1, momentum=0.9)
+        return super().configure_optimizers()
 
 
 if __name__ == "__main__":
@@ -70,10 +80,11 @@ def place(tmp_path_factory):
     return place
 
 
-@pytest.mark.parametrize("variant", ["transposed", "slash", "generators", "float64"])
+@pytest.mark.parametrize("variant", ["transposed", "slash", "generators", "float64", "own optimizer"])
 def test_a_kill_changes_no_weight(place, variant):
     changes = SHORT | {"model.variant": variant, "trainer.callbacks": []}
-    config = str(write_config(place, variant, **changes))
+    config = str(write_config(place, variant.replace(" ", "-"), **changes))
+    variant = variant.replace(" ", "-")
     lm(place, "bigram.py", "fit", "--config", config, "--run", f"{variant}-whole")
     stop = ["--trainer.callbacks", '[{"class_path": "recorder.KillAt", "init_args": {"signal_name": "SIGKILL", '
             '"micro_batch": 9}}]']  # fmt: skip
@@ -87,12 +98,14 @@ def test_a_kill_changes_no_weight(place, variant):
 REFUSED = {
     "bidirectional": "Bigram sees later tokens: when the last of 32 tokens is another one, losses before it change",
     "buffer": "MyModule has a weight or buffer of its own, counts, which is not trained and would be in no model",
+    "extra state": "Counting keeps _extra_state, by get_extra_state, and the weights of a checkpoint are tensors",
     "complex": "the weight phase is of torch.complex64, which neither optimizers nor checkpoints take",
 }
 
 
 @pytest.mark.parametrize("variant, message", REFUSED.items(), ids=REFUSED)
 def test_what_cannot_be_trained_or_resumed_is_refused_at_the_start(place, variant, message):
-    config = str(write_config(place, variant, **SHORT | {"model.variant": variant, "trainer.callbacks": []}))
+    name = variant.replace(" ", "-")
+    config = str(write_config(place, name, **SHORT | {"model.variant": variant, "trainer.callbacks": []}))
     [line] = lm(place, "bigram.py", "fit", "--config", config, expect=2).stderr.strip().splitlines()[-1:]
-    assert message in line and not (place / "checkpoints" / variant).exists()
+    assert message in line and not (place / "checkpoints" / name).exists()
