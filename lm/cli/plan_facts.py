@@ -359,7 +359,7 @@ def of_rules(decoder: DecoderConfig, steps: dict[str, Any], config: Namespace) -
         flops=operations, batch=batch, depth=decoder.num_hidden_layers, width=decoder.hidden_size
     )
     if (times := max(rate / best, best / rate)) > FAR_RATE:
-        yield Finding("warning" if rate > best else "advice", f"model.optimizer.lr {rate:g} is {times:.2g} times "
+        yield Finding("warning" if rate > best else "advice", f"model.optimizer.lr {rate:g} is {times:,.1f} times "
                       f"{'more' if rate > best else 'less'} than the {best:.2g} that `lm scale` uses for {why}",
                       f"--model.optimizer.lr {best:.2g}")  # fmt: skip
 
