@@ -31,7 +31,7 @@ from lm.errors import RequestError, RunError
 from lm.evaluation.benchmark import TaskResult, core, evaluate
 from lm.evaluation.bits_per_byte import shards_bits_per_byte, texts_bits_per_byte
 from lm.evaluation.scoring import chosen_items, prompts
-from lm.evaluation.statistics import TokenLoss, centered, mean_interval, ratio_error, standard_error, wilson
+from lm.evaluation.statistics import Interval, TokenLoss, centered, mean_interval, ratio_error, standard_error, wilson
 from lm.evaluation.tasks import SHIPPED, Task, read_tasks
 from lm.model.decoder import Decoder
 
@@ -105,6 +105,12 @@ def test_standard_errors_are_the_spread_of_repeated_draws():
     assert np.mean(errors) == pytest.approx(np.std(nats.sum(1) / sizes.sum(1)), rel=0.05)
     assert ratio_error(np.array([2.0, 4.0]), np.ones(2)) == pytest.approx(1)  # as that of a mean of two
     assert math.isnan(ratio_error(np.ones(1), np.ones(1))) and standard_error(1, 1) == math.inf
+
+
+def test_the_interval_of_a_mean_is_as_lopsided_as_those_of_its_parts():
+    """For two equal parts each side is that of one, divided by the square root of 2."""
+    low, high = mean_interval([0.1, 0.1], [Interval(0.04, 0.3)] * 2)
+    assert (0.1 - low, high - 0.1) == (pytest.approx(0.06 / 2**0.5), pytest.approx(0.2 / 2**0.5))
 
 
 def test_the_interval_of_a_mean_covers_it_in_95_of_100_cases():

@@ -173,3 +173,13 @@ def test_a_run_that_was_copied_without_its_links_is_used_and_resumed(workplace, 
     (run.path / "run.json").write_text((run.path / "run.json").read_text().replace('"original"', f'"{run.name}"'))
     lm(workplace, "fit", *config, "--ckpt_path", "auto")
     assert run.link("last").name == "step-00000010" and all((run.path / name).is_symlink() for name in ("best", "last"))
+
+
+def test_a_run_that_failed_does_not_pass_though_its_newest_metrics_do(workplace):
+    command = configured(workplace, "early", on_event=[], expect={"val/loss": [0, 9]}, **{"trainer.val_interval": 2})
+    failing = [{"class_path": "recorder.Failing"}]
+    lm(workplace, *command, "--trainer.max_steps", "2", "--model.schedule.warmup_steps", "0")
+    path = Run(workplace / "checkpoints" / "early")
+    lm(workplace, *command, "--ckpt_path", "auto", "--trainer.callbacks", json.dumps(failing), expect=1)
+    said = lm(workplace, "runs", "check", "early", expect=1)
+    assert path.status() == "failed" and "it is failed, not finished" in said.stderr
