@@ -205,8 +205,8 @@ class Trainer(BareTrainer):
         checkpoint, resumed = find_checkpoint(
             reference, self._name, self.default_root_dir, named=auto, command="fit")  # fmt: skip
         seed = os.environ.get("PL_GLOBAL_SEED")  # of lightning.seed_everything
-        datamodule.set_position(seed=None if seed is None else int(seed))
-        datamodule.set_position(seq_len=datamodule.seq_len or model.config.max_position_embeddings)
+        datamodule.set_position(seed=None if seed is None else int(seed),
+                                seq_len=datamodule.seq_len or model.config.max_position_embeddings)  # fmt: skip
         config = self._config(model, datamodule)
         if resumed and checkpoint:
             refuse_changed_config(resumed, config, force)

@@ -207,11 +207,12 @@ def stream_to_terminal(
 
     It returns the text, its figures in a line, and why it ended.
     """
-    began, text, tokens, reason = time.perf_counter(), "", 0, None
+    began, first_token, text, tokens, reason = time.perf_counter(), None, "", 0, None
     print_text(prompt if begin is None else begin, "bold")
     try:
         with closing(generate_text(model.decoder, model.tokenizer, [prompt], settings, step=step)) as news:
             for new in news:
+                first_token = first_token or time.perf_counter() - began
                 text += new.text
                 tokens += new.token is not None
                 reason = new.reason
@@ -219,8 +220,10 @@ def stream_to_terminal(
     except KeyboardInterrupt:  # ends the text alone
         reason = "Ctrl-C"
     print_text("\n")
-    rate = tokens / (time.perf_counter() - began)
-    return text, f"{tokens} tokens, {rate:,.0f} tokens/s, ended by {reason}, seed {settings.seed}", reason
+    seconds = time.perf_counter() - began
+    figures = (f"{tokens} tokens, {tokens / seconds:,.0f} tokens/s, the first after {first_token or seconds:.2g} s, "
+               f"ended by {reason}, seed {settings.seed}")  # fmt: skip
+    return text, figures, reason
 
 
 def print_text(text: str, style: str | None = None) -> None:

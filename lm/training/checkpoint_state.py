@@ -7,6 +7,7 @@ import json
 import logging
 import os
 import random
+import shlex
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from copy import deepcopy
@@ -288,7 +289,8 @@ def refuse_other_model(files: dict[str, str], module: LightningModule) -> None:
     differing = {name: pair for name, pair in values.items() if pair[0] != pair[1]}
     if differing:
         what = ", ".join(f"model.{name} is {then} there and {now} here" for name, (then, now) in differing.items())
-        cure = " ".join(f"--model.{name} {'null' if then is None else then}" for name, (then, _) in differing.items())
+        cure = " ".join(f"--model.{name} {'null' if then is None else shlex.quote(str(then))}"
+                        for name, (then, _) in differing.items())  # fmt: skip
         raise RequestError(f"this is a checkpoint of another model: {what}; give {cure}, or --force to compute it so")
 
 

@@ -168,10 +168,10 @@ class PlainRunState(RunState, Callback):
 
     def _refuse_other_settings(self, module: Any, saved: dict[str, Any]) -> None:
         now, mixture = self._settings(module), module.trainer.datamodule.describe_mixture()
-        changed = differences([{name: saved[name] for name in now}, now])
+        changed = differences([now | {name: saved[name] for name in now if name in saved}, now])
         changes = [f"{name} was {before}, now {after}" for name, (before, after) in changed.items()
                    if name.removeprefix("decoder.") not in checkpoint_state.TRAINING_ONLY]  # fmt: skip
-        if saved["mixture"] and mixture:
+        if saved.get("mixture") and mixture:
             reason, _ = describe_change(saved["mixture"], mixture, self.cursor.end)
             changes += [reason] if reason else []
         if changes:

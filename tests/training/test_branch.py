@@ -8,6 +8,7 @@ import pytest
 from safetensors.torch import load_file
 from trainings import fit, lm, make_workplace
 
+from lm.cli.branch import change_context
 from lm.runs.run import Run
 
 TRUNK = {"trainer.max_steps": 12, "trainer.checkpoint_interval": 4, "trainer.keep_checkpoints": 9,
@@ -154,3 +155,12 @@ def test_no_such_run(place):
     assert "trunkk" in lm(place, "branch", "trunkk", "--decay", "512", expect=2).stderr
     assert "give a run" in lm(place, "branch", expect=2).stderr
     assert "--decay" in lm(place, "branch", "--help").stdout
+
+
+def test_a_longer_context_of_heads_of_two_keeps_the_base():
+    """Their one wavelength does not depend on it."""
+    decoder = {"head_dim": 2, "rope_theta": 1e4}
+    settings = {"model": {"decoder": decoder}, "data": {"seq_len": 32, "micro_batch_size": 4,
+                                                        "global_batch_tokens": 256}}  # fmt: skip
+    change_context(settings, 64)
+    assert (decoder["rope_theta"], decoder["max_position_embeddings"]) == (1e4, 64)
