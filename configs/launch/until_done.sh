@@ -20,6 +20,6 @@ while true; do
         code=$?
     done
     if [ -n "$stopped" ] || { [ "$code" -ne 75 ] && [ "$code" -lt 128 ]; }; then exit "$code"; fi
-    echo "exit code $code: training resumes in 10 s" >&2
-    sleep "${LM_PAUSE:-10}"
+    echo "exit code $code: training resumes in ${LM_PAUSE:=10} s" >&2
+    sleep "$LM_PAUSE"
 done

@@ -211,8 +211,8 @@ class EarlyStoppingConfig:
     """When to stop before the steps are done.
 
     Args:
-        patience: Validations in a row without a new best before the run stops; none: never.
-        min_delta: How much lower the validation loss must be to count as a new best, here and for the best checkpoint.
+        patience: Validations in a row without progress before the run stops; none: never.
+        min_delta: How much lower than after the newest progress the validation loss must be to count as progress.
     """
 
     patience: int | None = None

@@ -134,8 +134,10 @@ def test_early_stopping_stays_stopped_and_a_finished_run_stays_finished(workplac
     patience = {"trainer.early_stopping": {"patience": 1, "min_delta": 10.0}, "trainer.max_steps": 40}
     run = train_and_kill(workplace, "patient", [dict(hook="on_fit_end")], **patience)
     assert run.read("run.json")["reason"] == "early stopping"
-    # The first validation is always a new best, the second gained less than min_delta.
+    # The first validation is always progress, the second gained less than min_delta, and is the lowest all the same.
     assert run.read("run.json")["step"] == 8 and len(trace(workplace)) == 16
+    lowest = min(run.metrics("val/loss"), key=lambda line: line["val/loss"])
+    assert lowest["step"] == 8 and run.link("best").name == "step-00000008"
     again, _ = fit(workplace, "patient", *AUTO, **patience)
     assert "has finished" in again.stderr and "in trainer.callbacks that stopped it" in again.stderr
     assert run.read("run.json")["step"] == 8

@@ -228,7 +228,8 @@ def test_noise_and_slow_stretches_stop_nothing(tmp_path, monkeypatch, seed):
 
 
 def test_a_damaged_budget_file_is_no_fresh_budget(tmp_path, monkeypatch):
-    for content in ('{"spent_', "[]", "{}", '{"spent_usd": "9", "hours_elapsed": NaN}'):
+    negative = '{"spent_usd": -5, "hours_elapsed": 1.0}'
+    for content in ('{"spent_', "[]", "{}", '{"spent_usd": "9", "hours_elapsed": NaN}', negative):
         (tmp_path / "budget.json").write_text(content)
         with pytest.raises(RequestError, match="is damaged, so what the run has cost is not known"):
             Simulation(tmp_path, monkeypatch, hourly(2000))

@@ -146,7 +146,7 @@ def test_the_loop_runs_again_until_the_run_is_over(workplace):
     loop.send_signal(signal.SIGTERM)
     _, errors = loop.communicate(timeout=60)
     assert loop.returncode == 75 and run.status() == "interrupted" and not run.is_locked()
-    assert errors.count("training resumes in") == 2 and "exit code 137" in errors and "exit code 75" in errors
+    assert errors.count("training resumes in 0 s") == 2 and "exit code 137" in errors and "exit code 75" in errors
 
 
 def test_a_run_may_have_a_name_in_any_alphabet(workplace):

@@ -35,9 +35,9 @@ class Checkpoints(ModelCheckpoint):
 
     FILE_EXTENSION = ""
 
-    def __init__(self, interval: int, min_delta: float = 0.0, keep: int = 1, keep_every: int | None = None) -> None:
+    def __init__(self, interval: int, keep: int = 1, keep_every: int | None = None) -> None:
         super().__init__(monitor="val/loss", save_top_k=0, enable_version_counter=False)
-        self.interval, self.min_delta, self.keep, self.keep_every = interval, min_delta, keep, keep_every
+        self.interval, self.keep, self.keep_every = interval, keep, keep_every
         self.best_loss = float("inf")
         self.best_name: str | None = None
         self.saved_step = -1
@@ -112,7 +112,7 @@ class Checkpoints(ModelCheckpoint):
         if trainer.run_state.pending_validation:  # the checkpoint of this step lacks it
             trainer.run_state.pending_validation, self.saved_step = False, -1
         loss = trainer.callback_metrics["val/loss"].item()
-        if loss < self.best_loss - self.min_delta:
+        if loss < self.best_loss:
             self.best_loss, self.best_name = loss, self._name(trainer)
             self.save(trainer)
         elif self._due(trainer.global_step) or trainer.global_step >= trainer.max_steps:

@@ -190,8 +190,9 @@ class BudgetGuard(Guard):
 def _spent_before(run: Run) -> Cost:
     """The cost of the run's earlier sessions. To count from 0 where the file is damaged would spend the cap twice."""
     before = run.read("budget.json")
-    hours, usd = nonnegative(before.get("hours_elapsed")), nonnegative(before.get("spent_usd"))
-    if (run.path / "budget.json").exists() and hours is None and usd is None:
+    hours, usd = before.get("hours_elapsed"), before.get("spent_usd")  # no dollars without a rate
+    stated = [number for number in (hours, usd) if number is not None]
+    if (run.path / "budget.json").exists() and (not stated or None in map(nonnegative, stated)):
         raise RequestError(
             f"{run.path / 'budget.json'} is damaged, so what the run has cost is not known: write "
             '{"hours_elapsed": H, "spent_usd": S} into it, or remove it to count from 0'

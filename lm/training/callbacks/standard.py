@@ -48,7 +48,7 @@ def standard_callbacks(
         Samples(samples) if samples.prompts else None,
         Evaluations(evaluation) if evaluation.tasks else None,
         None if early.patience is None else EarlyStopping(early.patience, early.min_delta),
-        Checkpoints(trainer.checkpoint_interval, early.min_delta, trainer.keep_checkpoints, trainer.keep_every),
+        Checkpoints(trainer.checkpoint_interval, trainer.keep_checkpoints, trainer.keep_every),
         Interrupt(),
         Predictions(),
     ]
