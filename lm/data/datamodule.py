@@ -22,6 +22,7 @@ from lm.data.cache import BlockCache
 from lm.data.config import DataConfig, SourceConfig
 from lm.data.loader import Batch, Reading, Stream, Windows
 from lm.data.mixture import Mixture, Phase, counts_of, phases_of
+from lm.data.overlap import describe_shared, shared_spans
 from lm.data.prepare import MANIFEST, prepare, refuse_other_options
 from lm.data.sampler import BLOCKS_AHEAD, Order, lanes_for
 from lm.data.shards import Shards, common_file
@@ -90,6 +91,7 @@ class DataModule(LightningDataModule):
         # Bytes of text of each token in what is evaluated: (V,) fp64; of a mixture (sources, V).
         self.token_bytes: torch.Tensor | None = None
         self.shards: dict[str, Shards] = {}  # of each split, those of all sources
+        self.shared: str | None = None  # how much of the validation data is in the training data, where that is much
         self.by_source: dict[str, dict[str, Shards]] = {}  # of each split, by name of the source
         self.predicted: deque[tuple[str, int]] = deque()  # document and first token of rows that were predicted
 
@@ -138,6 +140,9 @@ class DataModule(LightningDataModule):
                 f"the training data contains the validation data: {found[0]}{same}; name other files in data.train "
                 "or data.val, as a folder, a glob or a list"
             )
+        if {"train", "val"} <= self.shards.keys() and any(source.train or source.val for source in self.sources):
+            found = shared_spans(self.shards["train"], self.shards["val"], self.tokenizer.eos_id)
+            self.shared = describe_shared(*found, "passages")
         if "train" in self.shards:
             prefix, sources = self.tokenizer.prefix, self.by_source["train"].values()
             if not prefix or any(shards.beginning()[: len(prefix)].tolist() != prefix for shards in sources):
@@ -222,7 +227,7 @@ class DataModule(LightningDataModule):
 
     def warnings(self) -> list[tuple[str, str]]:
         """What is doubtful in the shards of each split, and what to do about it."""
-        found = []
+        found = [(self.shared, "take the texts that are in both out of one of them")] if self.shared else []
         for split, shards in self.shards.items():
             left, windows = shards.left_over(self.seq_len), shards.windows(self.seq_len)
             if left > NOTED_LEFT_OVER * shards.tokens:
@@ -311,6 +316,8 @@ class DataModule(LightningDataModule):
 
     def train_dataloader(self) -> Stream:
         """This rank's part of one optimizer step after another, without end, from the first sample not trained on."""
+        if "train" not in self.shards:  # there is no Trainer, which calls `setup`
+            self.setup("fit")
         buffer = self.options.shuffle_buffer
         if self.mixed:
             held = sum(self._lanes(shards) * shards.largest.tokens for shards in self.by_source["train"].values())

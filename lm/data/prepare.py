@@ -36,6 +36,7 @@ from lm.data.encode import (
     unit_pieces,
     write_shard,
 )  # fmt: skip
+from lm.data.overlap import SPAN, describe_shared
 from lm.data.packing import PackedRows
 from lm.data.parquet import COLUMN, LAYOUT, runs_within
 from lm.data.text_files import TextFile, find_files, split_by_names
@@ -131,6 +132,8 @@ def _make(
     run_tasks(encode_unit, tasks, [unit.text_bytes for unit in left], "encoding", options.workers)
     encoded = [part for unit in units for part in json.loads(record_path(unit, recipe).read_text())["parts"]]
     splits = divide(encoded, options.val_fraction, tokenizer, parts)
+    if any(file.split for file in files) and (problem := _shared_documents(splits, tokenizer, parts)):
+        log.warning("%s", problem)
     for name in ("train", "val"):
         shutil.rmtree(output / name, ignore_errors=True)  # of a killed attempt
     shards = [shard for split in splits for shard in _shards(output, split, options.shard_tokens)]
@@ -311,6 +314,26 @@ def _gather(name: str, parts: list[dict[str, Any]]) -> Split:
     return Split(name, counts, [Slice(part["file"], 0, part["tokens"]) for part in parts])
 
 
+def _shared_documents(splits: list[Split], tokenizer: Tokenizer, folder: Path) -> str | None:
+    """As `describe_shared`, of the documents of splits that the names of files decide; short ones are left out."""
+    train, *held_out = splits
+    digests = [digest for split in held_out for piece, digest in _documents(split, tokenizer, folder)
+               if piece.stop - piece.start > SPAN]  # fmt: skip
+    left = set(digests)
+    for _, digest in _documents(train, tokenizer, folder) if left else ():
+        left.discard(digest)
+    return describe_shared(sum(digest not in left for digest in digests), len(digests), "documents")
+
+
+def _documents(split: Split, tokenizer: Tokenizer, folder: Path) -> Iterator[tuple[Slice, bytes]]:
+    """The documents of a split, each with the digest of its ids."""
+    for part, first, last in split.slices:
+        ids = part_ids(folder, part, id_type(tokenizer.vocab_size))[first:last]
+        ends = first + np.flatnonzero(ids == tokenizer.eos_id) + 1
+        for start, stop in pairwise([first, *ends.tolist()]):
+            yield Slice(part, start, stop), blake2b(ids[start - first : stop - first]).digest()
+
+
 def _cut(whole: Split, val_fraction: float, tokenizer: Tokenizer, folder: Path) -> list[Split]:
     """Cut a few documents, which the hash left in one split, near their end: at the end of a document or a line.
 
@@ -320,11 +343,7 @@ def _cut(whole: Split, val_fraction: float, tokenizer: Tokenizer, folder: Path) 
     def ids(piece: Slice) -> np.ndarray:
         return part_ids(folder, piece.part, id_type(tokenizer.vocab_size))[piece.start : piece.stop]
 
-    documents: list[Slice] = []
-    for piece in whole.slices:
-        ends = np.flatnonzero(ids(piece) == tokenizer.eos_id) + 1
-        documents += [Slice(piece.part, start, stop) for start, stop in pairwise([0, *ends.tolist()])]
-    digests = [blake2b(ids(document)).digest() for document in documents]
+    documents, digests = zip(*_documents(whole, tokenizer, folder), strict=True)
     different = dict(zip(digests, documents, strict=True))  # one of each, in order
     ends = np.cumsum([document.stop - document.start for document in different.values()])
     if ends[-1] < 2:

@@ -51,8 +51,23 @@ def module_class() -> type | None:
 
 
 def is_builtin(decoder: nn.Module) -> bool:
-    """Whether all of a decoder is `model/decoder`'s: our kernels compute that, and Hugging Face's classes hold it."""
-    return all(type(part) in BUILTIN for part in decoder.modules())
+    """Whether a decoder is what its config says: our kernels compute that, and Hugging Face's classes hold it."""
+    if not isinstance(decoder, Decoder) or any(type(part) not in BUILTIN for part in decoder.modules()):
+        return False
+    with torch.device("meta"):
+        usual = Decoder(decoder.config)
+    shapes = [{name: weight.shape for name, weight in each.named_parameters(remove_duplicate=False)}
+              for each in (decoder, usual)]  # fmt: skip
+    return shapes[0] == shapes[1] and _numbers(usual).items() <= _numbers(decoder).items()
+
+
+def _numbers(decoder: nn.Module) -> dict[tuple[str, str], float]:
+    """The sizes, eps, rates of dropout, ... that its parts hold."""
+    return {
+        (name, key): number
+        for name, part in decoder.named_modules(remove_duplicate=False) for key, number in vars(part).items()
+        if isinstance(number, int | float) and key != "training"
+    }  # fmt: skip
 
 
 def call_for_losses(

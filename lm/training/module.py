@@ -7,6 +7,7 @@ import logging
 from collections.abc import Sequence
 from dataclasses import fields, replace
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -14,12 +15,14 @@ from lightning.pytorch import Callback, LightningModule
 from torch import Tensor, nn
 
 from lm.data.loader import Batch
+from lm.errors import RequestError
 from lm.evaluation.statistics import TokenLoss, loss_metrics
 from lm.model.build import NOT_BUILT, BuildOptions, build
 from lm.model.config import DecoderConfig, matrix_rows
 from lm.model.custom import (
     attach_config,
     call_for_losses,
+    config_of,
     custom_flops_per_token,
     is_builtin,
     module_class,
@@ -119,11 +122,18 @@ class LanguageModule(LightningModule):
         return Decoder(config)
 
     def _take_decoder(self, decoder: nn.Module) -> None:
-        self.decoder, self.builtin = decoder, is_builtin(decoder)
+        self.decoder, self.builtin, self.config = decoder, is_builtin(decoder), config_of(decoder)
         if not self.builtin:
             with self.trainer.precision_plugin.forward_context():
                 refuse_acausal(decoder, self.trainer.datamodule.seq_len, self.config.vocab_size)
         call_hook(self.trainer, "on_model_built", self)
+
+    def forward(self, input_ids: Tensor) -> Tensor:
+        """The logits `(B, T, V)` of tokens `(B, T)`."""
+        if self.decoder is None:
+            raise RequestError("the model is built once a Trainer has opened the data, and so its vocabulary is known; "
+                               "of a run, lm.load_model(run).decoder is the model")  # fmt: skip
+        return self.decoder(input_ids)
 
     def losses(self, batch: Batch) -> Losses:
         """The losses of a batch, in nats: a sum that has a gradient, and each token's loss, which has none.
@@ -229,6 +239,14 @@ class LanguageModule(LightningModule):
 
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         self.run_state.restore(self, checkpoint)
+
+    @classmethod
+    def load_from_checkpoint(cls, checkpoint_path: Any, *args: Any, **options: Any) -> "LanguageModule":
+        """Lightning's own, of the file that a plain `lightning.Trainer` wrote."""
+        if Path(checkpoint_path).is_dir():
+            raise RequestError(f"{checkpoint_path} is a folder, as lm.Trainer writes checkpoints: "
+                               f"lm.load_model({str(checkpoint_path)!r}) loads its model")  # fmt: skip
+        return super().load_from_checkpoint(checkpoint_path, *args, **options)
 
     def build_for_checkpoint(self, config: DecoderConfig) -> None:
         """Build the decoder of a plain Trainer's checkpoint, which `PlainRunState.restore` calls.

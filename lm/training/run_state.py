@@ -140,7 +140,8 @@ class PlainRunState(RunState, Callback):
                            "val_check_interval=100, check_val_every_n_epoch=None)")  # fmt: skip
 
     def on_train_batch_end(self, trainer: lightning.Trainer, pl_module: Any, *args: Any) -> None:
-        if trainer.global_step % trainer.log_every_n_steps == 0:
+        every = trainer.log_every_n_steps  # 0, as under `barebones`: never
+        if every and trainer.global_step % every == 0:
             pl_module.log_dict(pl_module.logged_metrics())
 
     def save(self, module: Any, checkpoint: dict[str, Any]) -> None:

@@ -1,6 +1,7 @@
 """An export is a model for others: the same weights, tokens and texts, described truthfully, or no folder at all."""
 
 import json
+import os
 import re
 import shutil
 import stat
@@ -14,6 +15,7 @@ import pytest
 import torch
 import yaml
 from decoders import SHAPES, trained_like, write_huggingface
+from hub_server import Fault, hub_server
 from other_tokenizers import KINDS, write_tokenizer
 from safetensors.torch import save_file
 from trainings import CORPUS, fit, lm, make_workplace
@@ -85,6 +87,29 @@ def test_the_folder_holds_a_hugging_face_model_and_nothing_of_the_training(expor
     }  # fmt: skip
     modes = {stat.S_IMODE(path.stat().st_mode) for path in exported.iterdir()}
     assert len(modes) == 1 and modes.pop() & stat.S_IROTH  # as others may read it
+
+
+@pytest.mark.slow
+def test_it_is_published_on_the_hub(workplace):
+    """By the same checks; a wrong name or token is told before, and what has failed works by the command that is named."""
+    with hub_server() as hub:
+        given = hub.environment | {"HF_TOKEN": hub.token}
+        done = lm(workplace, "export", "--run", "small", "--output", "out/pushed", "--push_to_hub", "owner/small", **given)
+        assert done.stdout == f"out/pushed\n{hub.endpoint}/owner/small\n"
+        [_, files] = hub.repositories["owner/small"]
+        folder = workplace / "out/pushed"
+        assert files == {path.name: path.read_bytes() for path in folder.iterdir()} and "model.safetensors" in files
+        for name, token, said in (("a b", hub.token, "Repo id must"), ("owner/x", "", "token"), ("owner/x", "hf_no", "token")):
+            refused = lm(workplace, "export", "--run", "small", "--output", "out/never", "--push_to_hub", name,
+                         expect=2, **given | {"HF_TOKEN": token}).stderr  # fmt: skip
+            assert f"cannot publish as {name}: " in refused and said in refused.splitlines()[-1]
+        assert not (workplace / "out/never").exists()
+        hub.fail([Fault(403)], "commit")
+        failed = lm(workplace, "export", "--run", "small", "--output", "out/late", "--push_to_hub", "owner/late",
+                    expect=1, **given)  # fmt: skip
+        cure = re.search(r"try again with `hf (.*)`", failed.stderr)[1].split()
+        subprocess.run([Path(sys.executable).with_name("hf"), *cure], cwd=workplace, env=os.environ | given, check=True)
+        assert "config.json" in hub.repositories["owner/late"][-1]
 
 
 def test_special_tokens_survive_the_way_to_ids_and_back(exported):

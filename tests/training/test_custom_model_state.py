@@ -1,18 +1,23 @@
 """Custom models with unusual state: a run that is killed and resumed has the weights of one that was not."""
 
+import json
+
 import pytest
 from safetensors.torch import load_file
 from trainings import lm, make_workplace, write_config
 
+from lm.runs.run import Run
+
 MODEL = '''
 import random
+from dataclasses import replace
 
 import numpy as np
 import torch
 from torch import nn
 
 import lm
-from lm.model.decoder import losses_of
+from lm.model.decoder import Decoder, losses_of
 
 
 class Bigram(nn.Module):
@@ -56,6 +61,11 @@ class MyModule(lm.LanguageModule):
             self.register_buffer("counts", torch.zeros(3))
 
     def build_decoder(self, config):
+        if self.variant in ("theta", "output"):
+            decoder = Decoder(replace(config, rope_theta=7.0, num_hidden_layers=1))
+            if self.variant == "output":
+                decoder.lm_head = nn.Linear(config.hidden_size, config.vocab_size + 8, bias=False)
+            return decoder
         return (Counting if self.variant == "extra state" else Bigram)(config, self.variant)
 
     def configure_optimizers(self):
@@ -93,6 +103,18 @@ def test_a_kill_changes_no_weight(place, variant):
     killed, whole = (load_file(place / f"checkpoints/{name}/last/model.safetensors")
                      for name in (variant, f"{variant}-whole"))  # fmt: skip
     assert killed.keys() == whole.keys() and all(killed[name].equal(whole[name]) for name in whole)
+
+
+@pytest.mark.parametrize("variant, kind", [("theta", "llama"), ("output", "lm_custom")])
+def test_a_decoder_of_another_config_is_saved_as_what_it_is(place, variant, kind):
+    """Our class with another base and depth is a Llama of those; with an output of its own it is a custom model."""
+    config = str(write_config(place, variant, **SHORT | {"model.variant": variant, "trainer.callbacks": []}))
+    lm(place, "bigram.py", "fit", "--config", config)
+    run = place / "checkpoints" / variant
+    document = json.loads((run / "last/config.json").read_text())
+    assert (document["model_type"], document.get("decoder", document)["rope_theta"]) == (kind, 7.0)
+    said = lm(place, "bigram.py", "validate", "--config", config, "--ckpt_path", str(run / "last")).stdout
+    assert f'{Run(run).metrics("val/loss")[-1]["val/loss"]:.4f}' in said
 
 
 REFUSED = {

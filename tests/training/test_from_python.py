@@ -222,10 +222,22 @@ def test_lightning_s_own_trainer(workplace):
 loaded = lm.LanguageModule.load_from_checkpoint(f"saved-{name}/step=8.ckpt", decoder=decoder)
 print(all(a.equal(b) for a, b in zip(loaded.state_dict().values(), module.state_dict().values(), strict=True)))
 print(trainer.validate(module, datamodule=data)[0]["val/loss"] == trainer.callback_metrics["val/loss"].item())
+from lm.errors import RequestError
+batch = next(iter(lm.DataModule("data/tiny", seq_len=32, micro_batch_size=2).train_dataloader()))
+print(module(batch.input_ids).shape == (2, 32, data.tokenizer.vocab_size))
+for mistake in (lambda: lm.LanguageModule(decoder)(batch.input_ids), lambda: loaded.load_from_checkpoint("data/tiny")):
+    try:
+        mistake()
+    except RequestError as error:
+        print(error)
+quiet = lightning.Trainer(max_steps=2, barebones=True, accelerator="cpu")
+quiet.fit(lm.LanguageModule(decoder), datamodule=data)
 '''
     (workplace / "plain.py").write_text(script)
     said = lm(workplace, "plain.py", "whole")
-    assert said.stdout.split().count("True") == 2
+    assert said.stdout.split().count("True") == 3
+    assert "the model is built once a Trainer has opened the data" in said.stdout
+    assert "data/tiny is a folder, as lm.Trainer writes checkpoints: lm.load_model('data/tiny')" in said.stdout
     assert "under lightning.Trainer there is no run folder" in said.stderr
     lm(workplace, "plain.py", "resumed", "saved-whole/step=4.ckpt")
     assert logged(workplace, "resumed") == logged(workplace, "whole") and len(logged(workplace, "whole")) > 3

@@ -29,6 +29,7 @@ from lm.model.custom import (
 )
 from lm.model.decoder import Decoder, DecoderConfig, Losses, losses_of
 from lm.model.estimates import flops_per_token
+from lm.model.fused import fuse
 from lm.runs.run import Run
 from lm.training.config import DistributedConfig, GroupConfig, GroupsConfig, OptimizerConfig
 from lm.training.distributed import ReplicatedStrategy
@@ -269,6 +270,24 @@ def test_a_model_without_logits_is_trained(place):
     assert "no sample: " in said
     document = json.loads((place / "checkpoints/last/best/config.json").read_text())
     assert document["init_args"] == {"layers": 1, "kind": "lstm"}
+
+
+def test_our_class_with_other_numbers_is_no_model_of_its_config():
+    """Its checkpoints would be another model for Hugging Face's classes, and our kernels would compute another one."""
+
+    def changed(change):
+        decoder = Decoder(DecoderConfig(vocab_size=11, hidden_size=32, num_attention_heads=2, num_hidden_layers=1))
+        change(decoder)
+        return decoder
+
+    assert is_builtin(changed(lambda decoder: None)) and is_builtin(changed(fuse)) and not is_builtin(nn.Embedding(3, 2))
+    for change in (
+        lambda decoder: setattr(decoder.norm, "eps", 0.1),
+        lambda decoder: setattr(decoder.layers[0].mlp, "down_proj", nn.Linear(85, 32, bias=True)),
+        lambda decoder: setattr(decoder.layers[0].dropout, "p", 0.1),
+        lambda decoder: decoder.layers.append(decoder.layers[0]),
+    ):
+        assert not is_builtin(changed(change))
 
 
 def test_a_config_of_its_own_survives():

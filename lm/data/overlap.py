@@ -1,0 +1,78 @@
+"""How much of the validation text is in the training text too, where the model may learn it by heart.
+
+`lm data prepare` compares whole documents. Other shards may have cut them anywhere, so short spans of tokens are
+compared there.
+"""
+
+from collections.abc import Iterator
+from contextlib import suppress
+
+import numpy as np
+
+from lm.data.parquet import BadBlock
+from lm.data.shards import Shards
+from lm.errors import RequestError
+from lm.system.remote import is_remote
+
+SPAN = 32  # tokens that two texts hardly share by chance; of bytes or characters
+LONG_SPAN, SMALL_VOCABULARY = 128, 1024
+FEW_IDS = 5  # different ones in a span: padding, or a line of a table
+SPANS = 512  # of validation, that are looked for
+VALIDATION_BLOCKS, SEARCHED_BLOCKS = 4, 64  # that are read, spread evenly: up to 67M tokens of training
+NOTED, REFUSED = 0.01, 0.1  # shares; any corpus repeats licences, headers and quotations
+
+
+def shared_spans(train: Shards, val: Shards, eos_id: int) -> tuple[int, int]:
+    """Of a sample of spans of validation, how many are in the training data; and how many were looked for.
+
+    In an object store nothing is looked for, since that reads 100 MB.
+    """
+    if any(is_remote(file) for shards in (train, val) for file in shards.by_file):
+        return 0, 0
+    length = SPAN if train.column.vocab_size is None or train.column.vocab_size >= SMALL_VOCABULARY else LONG_SPAN
+    wanted = []
+    count = SPANS // min(VALIDATION_BLOCKS, len(val.blocks))
+    for ids in _read(val, VALIDATION_BLOCKS):
+        starts = np.linspace(0, max(0, len(ids) - length), count, dtype=np.int64)
+        spans = [ids[start : start + length] for start in starts]
+        spans = [span for span in spans if eos_id not in span and len(np.unique(span)) > FEW_IDS]
+        wanted += [_hashes(span, length) for span in spans]
+    wanted = np.unique(np.concatenate([np.empty(0, np.uint64), *wanted]))  # (n,)
+    likely = np.zeros(2**16, bool)
+    likely[wanted >> np.uint64(48)] = True
+    found = np.zeros(len(wanted), bool)
+    for ids in _read(train, SEARCHED_BLOCKS) if len(wanted) else ():
+        hashes = _hashes(ids, length)
+        found |= np.isin(wanted, hashes[likely[hashes >> np.uint64(48)]])
+    return int(found.sum()), len(wanted)
+
+
+def _read(shards: Shards, most: int) -> Iterator[np.ndarray]:
+    """The ids (n,) of at most so many blocks, evenly spread; damaged ones are left to the next reader."""
+    for index in np.unique(np.linspace(0, len(shards.blocks) - 1, most, dtype=np.int64)).tolist():
+        with suppress(BadBlock):
+            yield shards.read(index)
+
+
+def _hashes(ids: np.ndarray, length: int) -> np.ndarray:
+    """(n - length + 1,) of each span: a polynomial of its ids modulo 2^64; `length` is a power of two."""
+    hashes, done = ids.astype(np.uint64) + np.uint64(1), 1
+    while done < length:
+        hashes = hashes[:-done] * np.uint64(pow(0x9E3779B97F4A7C15, done, 2**64)) + hashes[done:]
+        done *= 2
+    return hashes
+
+
+def describe_shared(found: int, total: int, what: str) -> str | None:
+    """That so many of `what` of validation are in the training data, in words; None where they are too few to matter.
+
+    Raises RequestError where they are so many that the validation loss would mean nothing.
+    """
+    share = found / max(1, total)
+    if share < NOTED:
+        return None
+    said = f"{found:,} of {total:,} {what} of the validation data, {share:.1%}, are in the training data too"
+    if share >= REFUSED:
+        raise RequestError(f"{said}, so its loss would measure what was learned by heart: take them out of one of the "
+                           "two, or hold out other text")  # fmt: skip
+    return f"{said}, so its loss is too low"
