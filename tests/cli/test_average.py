@@ -1,6 +1,7 @@
 """The mean of checkpoints is a checkpoint that every command takes, and that no training resumes from."""
 
 import shutil
+from pathlib import Path
 
 import pytest
 import torch
@@ -108,6 +109,11 @@ def test_what_makes_no_mean_is_refused_in_one_line(run, arguments, message):
     with pytest.raises(RequestError, match=message) as caught:
         call(average, ["--run", "small", *arguments], prog="lm average")
     assert "\n" not in str(caught.value) and sorted(run.path.iterdir()) == before
+
+
+def test_the_command_that_validates_one_elsewhere_finds_it(run, caplog):
+    average("small", last=2, output="elsewhere")
+    assert f"--ckpt_path {Path('elsewhere').resolve()}" in caplog.text and find_damage(Path("elsewhere")) is None
 
 
 def test_a_damaged_checkpoint_is_named(run, tmp_path):

@@ -281,6 +281,13 @@ def test_a_replacement_that_fails_gives_the_name_back(run, monkeypatch):
     assert find_damage(run.checkpoint("last")) is None and not list(run.path.glob(".*"))
 
 
+def test_the_best_of_a_run_outlives_a_resume():
+    before, after = Checkpoints(interval=1), Checkpoints(interval=1)
+    before.best_loss, before.best_name = 2.5, "step-00000003"
+    after.load_state_dict(before.state_dict())
+    assert (after.best_loss, after.best_name) == (2.5, "step-00000003")
+
+
 def test_a_checkpoint_that_somebody_has_removed_by_hand_does_not_matter(run):
     remove_folder(run.path / STEPS[2])
     assert list(run.steps()) == [1]

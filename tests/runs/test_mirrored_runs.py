@@ -1,6 +1,7 @@
 """Which copy of a run is taken, that of this machine or that of the mirror, and what is refused."""
 
 import json
+import shutil
 import socket
 import threading
 import time
@@ -175,6 +176,24 @@ def test_checkpoints_go_when_they_went_here_and_not_before_a_newer_one_is_whole(
     uploads.wait(0)
     uploads.stop()
     assert (store / "step-00000009" / "trainer.json").exists() and (store / "run.json").exists()
+
+
+def test_a_checkpoint_that_is_being_replaced_is_no_whole_one(mirror, place):
+    """A download meanwhile would have the old marker and some of the new files."""
+    run = make(place / "a")
+    upload(mirror, run)
+    store = place / "store/small/step-00000003"
+    assert (store / "trainer.json").exists()
+    shutil.rmtree(run.path / "step-00000003")
+    save(run, 3, turn=2)
+    (store / "model.safetensors").unlink()
+    (store / "model.safetensors").mkdir()  # the upload fails here
+    uploads = Uploads(mirror, run)
+    uploads.update()
+    while not run.read("run.json")["mirror"]["error"]:
+        time.sleep(0.02)
+    uploads.stop()
+    assert not (store / "trainer.json").exists()
 
 
 def test_a_run_folder_that_is_gone_empties_no_mirror(mirror, place):

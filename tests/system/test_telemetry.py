@@ -280,6 +280,7 @@ def test_several_gpus_are_one_line_of_tensorboard():
     found = machine_metrics({"gpus": gpus})
     assert found["perf/gpu_load"] == 77 and found["perf/gpu_temperature"] == 63
     assert found["perf/gpu_power"] == 3 * 640.5 and found["mem/gpu_gib"] == 71
+    assert machine_metrics({"process": {"memory_bytes": 3 * 2**30}}) == {"mem/process_gib": 3.0}
     assert machine_metrics({}) == {}
 
 

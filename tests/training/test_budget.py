@@ -239,6 +239,9 @@ def test_a_run_whose_budget_is_spent_is_not_resumed(tmp_path, monkeypatch):
     (tmp_path / "budget.json").write_text('{"spent_usd": 2000, "hours_elapsed": 0.5}')
     with pytest.raises(RuntimeError, match=r"\$2,000.00 of \$2,000.00 are spent"):
         Simulation(tmp_path, monkeypatch, hourly(2000))
+    (tmp_path / "budget.json").write_text('{"spent_usd": null, "hours_elapsed": 4.5}')
+    with pytest.raises(RuntimeError, match="4.50 hours of 4.00 hours are spent"):
+        Simulation(tmp_path, monkeypatch, BudgetConfig(max_hours=4))
 
 
 def test_a_budget_that_is_spent_before_the_first_step_ends_with_3(tmp_path):
