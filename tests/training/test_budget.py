@@ -4,12 +4,15 @@ that is left, estimated from log lines and pauses."""
 import json
 import math
 import random
+import signal
+import subprocess
 import time
+from contextlib import suppress
 from datetime import UTC, datetime, timedelta
 from types import SimpleNamespace
 
 import pytest
-from trainings import fit, lm, make_workplace, write_config
+from trainings import HERE, fit, lm, make_workplace, write_config
 
 from lm.cli.main import main
 from lm.errors import RequestError
@@ -19,6 +22,8 @@ from lm.training.budget import STALE, Cost, Meter, Sidecar, StepTimeEstimator, j
 from lm.training.callbacks.guards import BudgetGuard
 from lm.training.config import BudgetConfig
 from lm.training.run_state import RunState
+
+KEEPER = HERE.parent / "configs" / "launch" / "keep_budget.py"
 
 
 class Clock:
@@ -242,6 +247,32 @@ def test_a_run_whose_budget_is_spent_is_not_resumed(tmp_path, monkeypatch):
     (tmp_path / "budget.json").write_text('{"spent_usd": null, "hours_elapsed": 4.5}')
     with pytest.raises(RuntimeError, match="4.50 hours of 4.00 hours are spent"):
         Simulation(tmp_path, monkeypatch, BudgetConfig(max_hours=4))
+
+
+def test_a_budget_is_kept_over_machines_and_ends_this_one(tmp_path):
+    """By `configs/launch/keep_budget.py`, whose file the training reads; a second start on a machine counts once."""
+    file = tmp_path / "budget.json"
+
+    def keep(rate, cap):
+        command = [str(KEEPER), str(file), "--rate", str(rate), "--cap", str(cap), "--at_cap", f"touch {tmp_path}/ended"]
+        process = subprocess.Popen([*command, "--interval", "0.05"], stdout=subprocess.PIPE, text=True)
+        with suppress(subprocess.TimeoutExpired):
+            process.wait(0.7 if cap > 1e6 else 30)
+        process.kill()
+        said, _ = process.communicate()
+        content, problem = Sidecar(file).read()
+        assert problem is None
+        return process.returncode, content["spent_usd"], said
+
+    code, first, _ = keep(3600, 1e12)  # a dollar a second
+    assert code == -signal.SIGKILL and 0 < first and not (tmp_path / "ended").exists()
+    _, again, _ = keep(3600, 1e12)
+    assert first < again < first + 30
+    file.write_text(json.dumps(json.loads(file.read_text()) | {"machine": "another"}))
+    _, other, _ = keep(3600, 1e12)
+    assert other >= again + first
+    code, _, said = keep(3600, 1)
+    assert code == 0 and "of 1.00 USD are spent: touch" in said and (tmp_path / "ended").exists()
 
 
 def test_a_budget_that_is_spent_before_the_first_step_ends_with_3(tmp_path):
