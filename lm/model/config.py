@@ -41,7 +41,9 @@ class DecoderConfig:
         sliding_window: Tokens that a token attends to in an S layer, itself included.
         qk_norm: RMSNorm on each query and key head before the rotation; exported as Qwen3, else as Llama, or with
             windows as Ministral.
-        initializer_range: Standard deviation of the initial weights.
+        initializer_range: Standard deviation of the initial weights. With `tie_word_embeddings` and
+            `zero_init_residual` 2 / hidden_size is good: the model first predicts its own input, with a logit of
+            hidden_size times this.
         zero_init_residual: Begin with o_proj and down_proj at 0, so that every block passes its input on unchanged at
             first.
         dropout: Probability of dropping, while training, embeddings, attention weights and residual branches.

@@ -1,5 +1,6 @@
 """Every preset parses, comes out even on one device and on a node, and builds at the size that it says."""
 
+import math
 import re
 from dataclasses import replace
 from pathlib import Path
@@ -52,6 +53,18 @@ def test_it_builds_at_its_size_and_comes_out_even(path):
             max_steps=config.trainer.max_steps, max_tokens=config.trainer.max_tokens,
         )  # fmt: skip
         assert plan.tokens_per_step == tokens and (steps is None or plan.max_steps == steps)
+
+
+@pytest.mark.parametrize("path", CONFIGS, ids=lambda path: path.stem)
+def test_the_first_loss_is_that_of_guessing(path):
+    """Within 3 % of ln V, at the width and vocabulary of the preset; two blocks are enough to see it."""
+    torch.manual_seed(1)
+    model = parse(path).model
+    config = replace(model.decoder, vocab_size=model.decoder.vocab_size or 4_096, num_hidden_layers=2)
+    ids = torch.randint(config.vocab_size, (1, 65))
+    with torch.no_grad():
+        loss = Decoder(config)(ids[:, :-1], ids[:, 1:]).total.item() / 64
+    assert loss == pytest.approx(math.log(config.vocab_size), rel=0.03)
 
 
 @pytest.mark.parametrize("path", CONFIGS, ids=lambda path: path.stem)
