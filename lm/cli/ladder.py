@@ -33,7 +33,6 @@ from lm.cli.config import config_parser, quiet_lightning, resolved_text
 from lm.cli.ladder_report import ModelSize, Training, page, print_report, report
 from lm.cli.options import PlanOptions, split_overrides
 from lm.cli.plan import examine
-from lm.cli.runs import to_json
 from lm.data.tokenizer import Tokenizer
 from lm.errors import Interrupted, RequestError, RunError, require_at_least
 from lm.runs import scaling_laws
@@ -41,7 +40,7 @@ from lm.runs.config_diff import differences, not_allowed
 from lm.runs.run import ROOT, Run
 from lm.system import process
 from lm.system.arguments import call
-from lm.system.files import flatten, write_atomically
+from lm.system.files import flatten, to_json, write_atomically
 from lm.system.stop_signals import STOP
 from lm.system.units import (
     Count,

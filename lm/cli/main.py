@@ -35,7 +35,7 @@ COMMANDS = {
     "average": ("lm.cli.convert:average", "the mean of the weights of several checkpoints, as a checkpoint"),
     "profile": ("lm.cli.measure:profile", "where the time of a training step goes, by part; a trace"),
     "runs ls": ("lm.cli.runs:ls", "every run: its status, step, losses, tokens a second and age"),
-    "runs show": ("lm.cli.runs:show", "one run on a page: progress, losses, model, checkpoints, machine"),
+    "runs show": ("lm.cli.runs_show:show", "one run on a page: progress, losses, model, checkpoints, machine"),
     "runs check": ("lm.cli.runs:check", "whether a run ended as its config expects, also as exit code"),
     "runs compare": ("lm.cli.runs_compare:compare", "curves of runs in one chart, and the settings they differ in"),
     "runs export": ("lm.cli.runs_compare:export", "a run for others: metrics, pictures, weights; or one HTML page"),

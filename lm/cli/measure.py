@@ -37,13 +37,12 @@ from torch.autograd.profiler import record_function
 from lm.cli.config import config_name, config_parser, quiet_lightning
 from lm.cli.options import BenchOptions, ProfileOptions
 from lm.cli.plan_facts import find_tokenizer, with_vocabulary
-from lm.cli.runs import folder_bytes
 from lm.data.datamodule import DataModule
 from lm.data.parquet import COLUMN, LAYOUT, ROW_GROUP_TOKENS, ShardWriter
 from lm.data.tokenizer import END_OF_TEXT, Tokenizer
 from lm.errors import Interrupted, RequestError, RunError, require_at_least
 from lm.model.estimates import describe_mfu, training_memory
-from lm.system.files import refuse_url, write_atomically
+from lm.system.files import folder_bytes, refuse_url, write_atomically
 from lm.system.hardware import device_name
 from lm.system.process import rank, run_facts, seconds_since_process_start
 from lm.system.units import format_bytes, format_count, plural

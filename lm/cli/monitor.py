@@ -27,14 +27,14 @@ from rich.table import Table
 from rich.text import Text
 
 from lm.cli.charts import chart
-from lm.cli.runs import STYLES, to_json
+from lm.cli.runs_show import STYLES
 from lm.errors import RequestError, RunError
 from lm.runs.facts import LiveRun
 from lm.runs.history import Series, smooth
 from lm.runs.metrics import BY_SOURCE, METRICS, Metric
 from lm.runs.registry import find_run, known_folders, no_run
 from lm.runs.run import ROOT, Run
-from lm.system.files import DAMAGE
+from lm.system.files import DAMAGE, to_json
 from lm.system.units import format_bytes, format_count, format_duration, plural
 
 FIGURES = (

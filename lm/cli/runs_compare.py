@@ -21,7 +21,7 @@ from rich.console import Console
 from rich.text import Text
 
 from lm.cli.charts import MARKERS, chart, plain_table
-from lm.cli.runs import summarize, to_json
+from lm.cli.runs_show import summarize
 from lm.errors import LmError, RequestError, RunError
 from lm.runs import registry
 from lm.runs.config_diff import differences
@@ -30,7 +30,7 @@ from lm.runs.history import Series, curve, labels, trunk_metrics
 from lm.runs.metrics import METRICS
 from lm.runs.run import ROOT, Run
 from lm.runs.seeds import OF_A_RUN, Group, group_by_seed, mean_curve, spread, welch
-from lm.system.files import digest, finite_or_none, load_checksummed, new_folder, refuse_url
+from lm.system.files import digest, finite_or_none, load_checksummed, new_folder, refuse_url, to_json
 
 X_LABELS = {"step": "step", "tokens": "tokens", "flops": "operations", "time": "hours"}
 

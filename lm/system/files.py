@@ -95,6 +95,11 @@ def finite_or_none(value: Any) -> Any:
     return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
+def to_json(value: Any) -> str:
+    """JSON in which NaN and Inf are null."""
+    return json.dumps(finite_or_none(value), ensure_ascii=False, allow_nan=False)
+
+
 def flatten(config: dict[str, Any], prefix: str = "") -> dict[str, Any]:
     """A nested config as dotted keys; of a list of options, such as the sources of a mixture, with their names."""
     flat: dict[str, Any] = {}
@@ -113,6 +118,11 @@ def nonnegative(value: Any) -> float | None:
     """A value of a JSON document, if it is a finite number >= 0; else None."""
     number = isinstance(value, int | float) and not isinstance(value, bool) and 0 <= value < math.inf
     return float(value) if number else None
+
+
+def folder_bytes(path: Path) -> int:
+    """The size of the files below a folder."""
+    return sum(file.lstat().st_size for file in path.rglob("*"))
 
 
 # ---- paths -----------------------------------------------------------------------------------------------------------

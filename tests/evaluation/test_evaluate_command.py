@@ -11,7 +11,7 @@ from test_between_steps import WORDS, found_by, write_tasks
 from trainings import fit, lm, make_workplace
 
 from lm.cli.evaluate import evaluate, short_names
-from lm.cli.runs import show
+from lm.cli.runs_show import show
 from lm.errors import RequestError
 from lm.runs import registry
 from lm.runs.metrics import evaluation_metrics, evaluation_record, merge_evaluations

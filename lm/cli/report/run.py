@@ -20,7 +20,7 @@ from markupsafe import Markup
 from lm import __version__
 from lm.cli.options import changed_settings
 from lm.cli.report.page import printable, render, source
-from lm.cli.runs import checks_of, describe_run, machine_of, start_command
+from lm.cli.runs_show import checks_of, describe_run, machine_of, start_command
 from lm.errors import RequestError, RunError
 from lm.runs.history import read_samples
 from lm.runs.metrics import BY_SOURCE, METRICS, Metric, core_sentence, merge_evaluations
@@ -28,7 +28,7 @@ from lm.runs.run import Run
 from lm.system.files import finite_or_none, read_lines, refuse_url, write_atomically
 from lm.system.units import format_bytes, format_figure, utc
 
-OPENING = "<!doctype html>\n<!-- A run of lm -->\n"  # of every page: a file that begins otherwise is not replaced
+OPENING = "<!doctype html>\n<!-- A {} of lm -->\n"  # of every page: a file that begins otherwise is not replaced
 POINTS = 1000  # of a curve
 ALL_POINTS = 30_000  # of all curves together, as long as each has `FEWEST_POINTS`
 FEWEST_POINTS = 100
@@ -43,21 +43,22 @@ POSTMORTEM_CHARACTERS = 40_000
 # ---- the file --------------------------------------------------------------------------------------------------------
 
 
-def refuse_html_path(path: str) -> Path:
-    """The file for a page; refuses one that is not the page of a run and would be lost."""
+def refuse_html_path(path: str, kind: str = "run") -> Path:
+    """The file for a page; refuses one that is not the page of a run, or of a `list of runs`, and would be lost."""
     refuse_url("--html", path)
     target = Path(path)
     if target.is_dir():
         raise RequestError(f"--html {target} is a folder; name a file in it, such as {target / 'run.html'}")
     try:
         with open(target, encoding="utf-8", errors="replace") as file:
-            ours = file.read(len(OPENING)) == OPENING
+            opening = OPENING.format(kind)
+            ours = file.read(len(opening)) == opening
     except FileNotFoundError:
         return target.resolve()
     except OSError as error:
         raise RequestError(f"--html {target} cannot be read: {error.strerror}") from error
     if not ours:
-        raise RequestError(f"--html {target} is there already and not the page of a run; choose another")
+        raise RequestError(f"--html {target} is there already and not the page of a {kind}; choose another")
     return target.resolve()  # a link stays one
 
 
@@ -68,13 +69,17 @@ def write_page(run: Run, target: Path, reload: int | None = None) -> str:
     """
     metrics = run.metrics()
     found = describe_run(run, metrics)
-    text = page(run, found, metrics, reload)
+    write_document(target, page(run, found, metrics, reload))
+    return found["status"]
+
+
+def write_document(target: Path, text: str) -> None:
+    """Write or replace a page."""
     try:
         target.parent.mkdir(parents=True, exist_ok=True)
         write_atomically(target, text, durable=False)
     except OSError as error:
         raise RunError(f"could not write {target}: {error.strerror or error}") from error
-    return found["status"]
 
 
 # ---- the page --------------------------------------------------------------------------------------------------------
@@ -94,8 +99,13 @@ def page(run: Run, found: dict[str, Any], metrics: list[dict[str, Any]], reload:
         postmortems=_postmortems(found), model=_model(found), changed=_changed(found["config"]),
         whole_config=yaml.safe_dump(found["config"], allow_unicode=True, sort_keys=False, width=100),
         checkpoints=_checkpoints(found), provenance=_provenance(found),
-        script=Markup(f"/*\nuPlot\n{source('uPlot.LICENSE')}*/\n") + source("uPlot.iife.min.js", "page.js"),
+        script=chart_script(),
     )  # fmt: skip
+
+
+def chart_script() -> Markup:
+    """What draws the charts of a page."""
+    return Markup(f"/*\nuPlot\n{source('uPlot.LICENSE')}*/\n") + source("uPlot.iife.min.js", "page.js")
 
 
 def _shown(entries: list[Any], every: int) -> dict[str, Any]:
@@ -240,24 +250,18 @@ def chart_data(run: Run, metrics: list[dict[str, Any]]) -> tuple[dict[str, Any],
     order = {name: index for index, name in enumerate(METRICS)}
     names = sorted(places, key=lambda name: (order.get(name, len(order)), name))
     most = min(POINTS, max(FEWEST_POINTS, ALL_POINTS // max(1, len(names))))
-    axes, rows, size = _axes(lines), [], 1
+    axes, rows, size = axes_of(lines), [], 1
     tables: dict[tuple[int, ...], tuple[int, dict[str, list]]] = {}  # lines -> number and content of their table
     charts: dict[tuple[str, str], dict[str, Any]] = {}
     for name in names:
         place, title, label, metric = _chart_of(public(name))
         at, values = np.array(places[name]), np.array([lines[index][name] for index in places[name]], dtype=float)
-        each = math.ceil(len(at) / most)
-        middles = at[np.minimum(np.arange(0, len(at), each) + each // 2, len(at) - 1)]
-        table_of = tables.setdefault(
-            tuple(places[name]), (len(tables), {axis: all_x[middles].tolist() for axis, all_x in axes.items()})
-        )
+        drawn, table = curve_of(name, label, metric.form, at, values, axes, most)
+        number, _ = tables.setdefault(tuple(places[name]), (len(tables), table))
         chart = charts.setdefault((place, title), {"place": place, "title": title, "unit": metric.unit, "curves": []})
-        chart["curves"].append({
-            "label": printable(label), "form": metric.form, "points": name.startswith(("val/", "eval/")),
-            "table": table_of[0], **_bucketed(values, each),
-        })  # fmt: skip
+        chart["curves"].append({**drawn, "table": number})
         rows.append(_figures(public(name), label, metric, values, axes["step"][at]))
-        size = max(size, each)
+        size = max(size, math.ceil(len(at) / most))
     found = sorted(charts.values(), key=lambda chart: [*dict.fromkeys(PLACES.values()), OWN].index(chart["place"]))
     return {
         "charts": [{**chart, "title": printable(chart["title"])} for chart in found[:CHARTS]],
@@ -266,7 +270,20 @@ def chart_data(run: Run, metrics: list[dict[str, Any]]) -> tuple[dict[str, Any],
     }, rows  # fmt: skip
 
 
-def _axes(lines: list[dict[str, Any]]) -> dict[str, np.ndarray]:
+def curve_of(
+    name: str, label: str, form: str, at: np.ndarray, values: np.ndarray, axes: dict[str, np.ndarray], most: int
+) -> tuple[dict[str, Any], dict[str, list]]:
+    """The values of a metric in the lines `at`, as at most so many points, and their places on each axis."""
+    each = math.ceil(len(at) / most)
+    middles = at[np.minimum(np.arange(0, len(at), each) + each // 2, len(at) - 1)]
+    points = name.startswith(("val/", "eval/"))
+    return (
+        {"label": printable(label), "form": form, "points": points, **_bucketed(values, each)},
+        {axis: all_x[middles].tolist() for axis, all_x in axes.items()},
+    )
+
+
+def axes_of(lines: list[dict[str, Any]]) -> dict[str, np.ndarray]:
     """What curves are drawn over, for every line: never less than before, as where a clock was set back."""
     steps, tokens, times = (
         np.maximum.accumulate(np.nan_to_num([line.get(name, 0) for line in lines], posinf=0.0))
