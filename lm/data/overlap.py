@@ -19,7 +19,7 @@ LONG_SPAN, SMALL_VOCABULARY = 128, 1024
 FEW_IDS = 5  # different ones in a span: padding, or a line of a table
 SPANS = 512  # of validation, that are looked for
 VALIDATION_BLOCKS, SEARCHED_BLOCKS = 4, 64  # that are read, spread evenly: up to 67M tokens of training
-NOTED, REFUSED = 0.01, 0.1  # shares; any corpus repeats licences, headers and quotations
+NOTED, REFUSED = 0.01, 0.5  # shares; any corpus repeats licences, headers and quotations
 
 
 def shared_spans(train: Shards, val: Shards, eos_id: int) -> tuple[int, int]:

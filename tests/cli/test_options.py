@@ -137,7 +137,7 @@ def test_a_config_that_cannot_be_meant_is_refused(text, message, tmp_path, monke
     (["generate", "--dtype", "bf16"], "got bf16; did you mean 'bfloat16' or 'float16'?"),
     (["plan", "--config", "tiny.yaml", "--trainer.precision", "bf16"], "did you mean 'bf16-mixed' or 'bf16-true'?"),
     (["plan", "--config", "tiny.yaml", "--model.optimizer.name", "AdamW"], "got AdamW; did you mean 'adamw'?"),
-    (["runs", "ls", "--sort", "loss"], "there is no option 'sort'; there are --all, --json, --root"),
+    (["runs", "ls", "--sort", "loss"], "there is no option 'sort'; there are --all, --html, --json, --root, --tag"),
     (["runs", "show"], "give a run, as in `lm runs show RUN`; `lm runs ls` lists them"),
 ])  # fmt: skip
 def test_what_was_meant_is_suggested(arguments, message, capsys):

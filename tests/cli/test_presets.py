@@ -84,12 +84,13 @@ def test_every_number_has_a_comment(path):
 
 @pytest.mark.parametrize("path", FOLDER.glob("published/*.yaml"), ids=lambda path: path.stem)
 def test_the_recipe_keeps_the_published_shape(path):
-    """The norms of queries and keys are all that the recipe adds to the published model; data and length are equal."""
+    """Norms of queries and keys, and other initial weights, are all that the recipe adds; data and length are equal."""
     files = path, FOLDER / f"{path.stem.removesuffix('-adamw')}.yaml"
     first, second = map(parse, files)
     published, ours = first.model, second.model
     assert (published.optimizer.name, ours.optimizer.name) == ("adamw", "muon")
-    as_published = {"qk_norm": False, "zero_init_residual": False, "dropout": published.decoder.dropout}
+    as_published = {"qk_norm": False, "zero_init_residual": False} | {
+        name: getattr(published.decoder, name) for name in ("dropout", "initializer_range")}  # fmt: skip
     assert replace(ours.decoder, **as_published) == published.decoder
     assert first.data == second.data and first.trainer == second.trainer
 

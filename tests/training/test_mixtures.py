@@ -4,6 +4,7 @@ import json
 import shutil
 from collections import Counter
 from pathlib import Path
+from random import Random
 
 import numpy as np
 import pytest
@@ -118,7 +119,7 @@ def test_plan_shows_the_epochs_of_each_source(place):
 
 
 def test_plan_shows_the_bytes_of_a_token_of_each_prepared_source(place):
-    (place / "text.txt").write_text("abcdefghij\n" * 90)
+    (place / "text.txt").write_text("\n\n".join("".join(Random(line).choices("abcdefghij", k=10)) for line in range(90)))
     prepare(PrepareOptions(
         input=[str(place / "text.txt")], output=str(place / "made"), tokenizer=str(place / "tok"), val_fraction=0.2))
     manifest = json.loads((place / "made/manifest.json").read_text())["splits"]["train"]
