@@ -1,4 +1,4 @@
-"""`lm monitor`: runs that are training, live in a terminal or an HTML page, or once as JSON. It only reads their files.
+"""`lm monitor`: runs that are training, live in a terminal, or once as JSON. It only reads their files.
 
 Functions that end in `_facts` give labels and values, and `RunView` arranges them.
 """
@@ -28,7 +28,7 @@ from rich.text import Text
 
 from lm.cli.charts import chart
 from lm.cli.runs_show import STYLES
-from lm.errors import RequestError, RunError
+from lm.errors import RequestError
 from lm.runs.facts import LiveRun
 from lm.runs.history import Series, smooth
 from lm.runs.metrics import BY_SOURCE, METRICS, Metric
@@ -321,9 +321,8 @@ def monitor(
     runs: list[str],
     json: bool = False,
     root: str = str(ROOT),
-    interval: float | None = None,
+    interval: float = 1.0,
     once: bool = False,
-    html: str | None = None,
 ) -> None:
     """Watch runs in the terminal: curves, figures, the machine, checkpoints, alerts, and the time that is left.
 
@@ -331,26 +330,17 @@ def monitor(
         runs: Names or paths; the active runs if not given.
         json: Print the state as one JSON object and end; a list if there are several runs.
         root: Folder of the runs.
-        interval: Seconds between two updates; if not given 1 in the terminal, and 10 of a page.
+        interval: Seconds between two updates.
         once: Print one page and end, as without a terminal.
-        html: A file to write the page of `lm runs export --html` to, instead of the terminal. It is written again at
-            every interval until the run ends, or Ctrl-C; a browser that shows it loads it again by itself.
     """
-    if interval is not None and not 0.05 <= interval <= 3600:
+    if not 0.05 <= interval <= 3600:
         raise RequestError(f"--interval {interval:g} must lie between 0.05 and 3600 seconds")
     if hasattr(sys.stdout, "reconfigure"):
         sys.stdout.reconfigure(errors="replace")  # where there are no braille dots
     console = Console()
-    found = [find_run(name, root) for name in runs] or default_runs(root)
-    if html is not None:
-        if json or len(found) > 1:
-            wrong = "leave out --json" if json else f"name one of {', '.join(run.name for run in found)}"
-            raise RequestError(f"--html writes the page of one run: {wrong}")
-        follow_page(found[0], html, interval or 10.0, once)
-        return
-    watches = [LiveRun(run) for run in found]
+    watches = [LiveRun(run) for run in [find_run(name, root) for name in runs] or default_runs(root)]
     if sys.stdout.isatty() and not console.is_dumb_terminal and not json and not once:
-        follow_runs(watches, console, interval or 1.0)
+        follow_runs(watches, console, interval)
         return
     for watch in watches:
         watch.refresh()
@@ -401,29 +391,6 @@ def follow_runs(watches: list[LiveRun], console: Console, interval: float) -> No
                         return
     except KeyboardInterrupt:
         return
-
-
-def follow_page(run: Run, html: str, interval: float, once: bool) -> None:
-    """Write the HTML page of a run until it ends, or Ctrl-C; the last page does not load itself again."""
-    from lm.cli.report.run import refuse_html_path, write_page
-
-    target, reload = refuse_html_path(html), None if once else math.ceil(interval)
-    print(f"{html}: a page of run {run.name}{'' if once else ', written again until it ends'}", flush=True)
-    try:
-        signal.signal(signal.SIGTERM, signal.default_int_handler)  # as Ctrl-C
-        while True:
-            began = time.monotonic()
-            status = write_page(run, target, reload)
-            if once or status != "running":
-                print(f"the run is {status}")
-                return
-            took = time.monotonic() - began
-            time.sleep(max(interval, 9 * took))  # a long log takes a tenth of a processor at most
-            if not (run.path / "run.json").is_file():
-                raise RunError(f"run {run.path} is not there any more; {html} is as it was before")
-    except KeyboardInterrupt:
-        if run.path.is_dir():
-            write_page(run, target)
 
 
 @contextmanager

@@ -8,14 +8,13 @@ import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import pairwise
 from typing import Any, Literal, NamedTuple
 
 from lm.kernels.torch_private import compiled_graphs
 from lm.system.units import format_count
 from lm.training.alerts import AlertEvaluator
 from lm.training.config import Action, Alert, ScheduleConfig, ThroughputConfig, action_and_message
-from lm.training.schedule import lr_fraction, warmup_and_decay_steps
+from lm.training.schedule import warmup_and_decay_steps
 from lm.training.step_stats import StepRecord
 
 
@@ -38,7 +37,7 @@ class Line:
 class Finding(NamedTuple):
     """What a guard has found, and what is to be done."""
 
-    guard: str  # `alert`, `not-finite`, `budget`, `throughput`, `spike`, `plateau`, `overfitting`, `drill` or `data`
+    guard: str  # `alert`, `not-finite`, `budget`, `throughput`, `spike`, `drill` or `data`
     action: Action
     message: str
     # `stop` with a checkpoint of this step, because nothing is wrong with the weights. Otherwise `last` stays what it
@@ -161,75 +160,6 @@ class NotFinite(Observer):
             message += f"; {self._in_a_row} in a row are as many as guards.max_skipped allows"
         stop = too_many or self.policy == "stop"
         return [Finding("not-finite", "stop" if stop else "warn", message, save=stop)]
-
-
-# ---- plateau and overfitting -----------------------------------------------------------------------------------------
-
-PLATEAU = 1 / 3  # of the run without a better validation
-HIGH_RATE = 0.5  # of the peak, from which on a plateau is not the end of the schedule
-RISES = 3  # validations in a row, each worse than the one before
-
-
-class ValidationTrend(Observer):
-    """Warns once of a plateau, and once of overfitting; neither does anything to the run.
-
-    A plateau: no better validation loss in a third of the run's steps, while the learning rate is still above half of
-    its peak. Overfitting: the validation loss rises three times in a row, while the mean training loss between these
-    validations falls each time.
-    """
-
-    def __init__(self) -> None:
-        self._best: tuple[int, float] | None = None  # step and validation loss
-        self._newest: list[tuple[float, float]] = []  # validation loss, and mean training loss since the one before
-        self._training = (0.0, 0)  # sum and count of the training losses logged since the newest validation
-        self._reported: set[str] = set()
-
-    def observe(self, line: Line) -> list[Finding]:
-        trained, loss = line.metrics.get("train/loss", math.nan), line.metrics.get("val/loss", math.nan)
-        total, count = self._training
-        if math.isfinite(trained):
-            self._training = (total + trained, count + 1)
-        if not math.isfinite(loss):
-            return []
-        if count:  # else no step was logged since the one before
-            self._newest = [*self._newest[-RISES:], (loss, total / count)]
-            self._training = (0.0, 0)
-        if self._best is None or loss < self._best[1]:
-            self._best = (line.step, loss)
-        found = {"plateau": self._plateau(line), "overfitting": self._overfitting()}
-        new = {guard: message for guard, message in found.items() if message and guard not in self._reported}
-        self._reported |= new.keys()
-        return [Finding(guard, "warn", message) for guard, message in new.items()]
-
-    def _plateau(self, line: Line) -> str | None:
-        step, loss = self._best
-        since = line.step - step
-        rate = lr_fraction(max(0, line.step - 1), line.max_steps, line.schedule)
-        if since < PLATEAU * line.max_steps or rate <= HIGH_RATE:
-            return None
-        return (
-            f"the validation loss was {loss:.4f} at step {step} and not lower in the {since} of {line.max_steps} steps "
-            f"since, and the learning rate is at {rate:.0%} of its peak: an earlier decay or a lower peak may help"
-        )
-
-    def _overfitting(self) -> str | None:
-        validated, trained = [each[0] for each in self._newest], [each[1] for each in self._newest]
-        apart = all(a < b for a, b in pairwise(validated)) and all(a > b for a, b in pairwise(trained))
-        if len(validated) <= RISES or not apart:
-            return None
-        return (
-            f"the validation loss rose {RISES} times in a row, from {validated[0]:.4f} to {validated[-1]:.4f}, "
-            f"while the training loss fell from {trained[0]:.4f} to {trained[-1]:.4f}: more data, fewer epochs or "
-            f"dropout may help; the best validation was at step {self._best[0]}"
-        )
-
-    def state_dict(self) -> dict[str, Any]:
-        return {"best": self._best, "newest": self._newest, "training": self._training,
-                "reported": sorted(self._reported)}  # fmt: skip
-
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        self._best, self._training = state_dict["best"], state_dict["training"]
-        self._newest, self._reported = state_dict["newest"], set(state_dict["reported"])
 
 
 # ---- throughput ------------------------------------------------------------------------------------------------------

@@ -4,22 +4,17 @@ import base64
 import hashlib
 import json
 import math
-import os
 import re
 import shutil
-import signal
-import time
 from html.parser import HTMLParser
 from pathlib import Path
 
 import pytest
 import yaml
 from run_folders import write_live_run, write_run
-from test_ladder import wait_for
-from trainings import lm, make_workplace, start, write_config
+from trainings import lm, make_workplace, write_config
 
-from lm.cli.monitor import monitor
-from lm.cli.report.run import OPENING, write_page
+from lm.cli.report.run import OPENING
 from lm.cli.runs import ls
 from lm.cli.runs_compare import export
 from lm.errors import RequestError, RunError
@@ -256,46 +251,6 @@ def test_a_page_replaces_a_page_and_nothing_else(place):
     assert not (place / "new.html").exists() and not list(place.glob(".*"))
 
 
-# ---- a run that goes on ----------------------------------------------------------------------------------------------
-
-
-def test_a_live_page_follows_the_run_to_its_end(place):
-    run = write_live_run(place / "checkpoints", "a", lines=30)
-    process = start(place, "monitor", "a", "--html", "a.html", "--interval", "0.2")
-    file = place / "a.html"
-    wait_for(file.exists)
-    assert "the run goes on, and this page loads itself again every 1 s" in Page(file).text
-    assert ("http-equiv", "refresh") in Page(file).attributes
-    run.append_metrics({"step": 310, "tokens": 31_000, "time": time.time(), "mine": 1.0})
-    wait_for(lambda: ("mine", "mine") in Page(file).curves())  # every page that is read is whole
-    run.describe(status="finished", reason="all steps done")
-    out, _ = process.communicate(timeout=30)
-    assert process.returncode == 0 and "the run is finished" in out
-    assert ("http-equiv", "refresh") not in Page(file).attributes and "a: finished" in Page(file).text
-
-
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-def test_a_page_that_nobody_writes_any_more_does_not_load_itself(place, number):
-    write_live_run(place / "checkpoints", "a", lines=3)
-    process = start(place, "monitor", "--html", "a.html")
-    wait_for((place / "a.html").exists)
-    os.kill(process.pid, number)
-    process.communicate(timeout=30)
-    page = Page(place / "a.html")
-    assert process.returncode == 0 and "the run goes on." in page.text
-    assert ("http-equiv", "refresh") not in page.attributes
-
-
-def test_one_page_is_of_one_run(place):
-    write_live_run(place / "checkpoints", "a", lines=3), write_live_run(place / "checkpoints", "b", lines=3)
-    with pytest.raises(RequestError, match="name one of b, a|name one of a, b"):
-        monitor([], html="a.html")
-    with pytest.raises(RequestError, match="leave out --json"):
-        monitor(["a"], html="a.html", json=True)
-    monitor(["a"], html="a.html", once=True)
-    assert ("http-equiv", "refresh") not in Page("a.html").attributes
-
-
 # ---- in a browser ----------------------------------------------------------------------------------------------------
 
 
@@ -410,20 +365,6 @@ def test_it_fits_a_phone_and_a_sheet_of_paper(view, place, options):
         assert wide < 700 and page.locator("details:not([open])").count() == 0
         page.evaluate("window.dispatchEvent(new Event('afterprint'))")
         assert page.locator("details:not([open])").count() > 3
-
-
-def test_a_live_page_keeps_its_view_when_it_loads_itself_again(view, place):
-    run = write_live_run(place / "checkpoints", "a", lines=100)
-    write_page(run, place / "a.html", reload=1)
-    page = view("a.html", viewport={"width": 1200, "height": 900})
-    drag(page, 0.4, 0.6)
-    left = step_at(page, 0.002)
-    page.locator("summary").first.click()
-    write_page(run, place / "a.html")
-    page.locator("meta[http-equiv=refresh]").wait_for(state="detached")
-    page.locator("canvas").first.wait_for()
-    assert abs(step_at(page, 0.002) - left) < 5 and left > 300
-    assert page.locator("details").first.get_attribute("open") is not None
 
 
 @pytest.mark.parametrize("value", [math.nan, 3.0])

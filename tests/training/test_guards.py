@@ -13,7 +13,7 @@ from trainings import equipment, fit, make_workplace, rows_by_step
 from lm.data.loader import Batch
 from lm.errors import RequestError
 from lm.training.config import GuardsConfig, ScheduleConfig
-from lm.training.guards import Line, Rollbacks, ValidationTrend
+from lm.training.guards import Line, Rollbacks
 from lm.training.step import StepResult
 from lm.training.step_stats import StepStats
 
@@ -121,39 +121,6 @@ def found_in(lines, observer, state=None, max_steps=12, **schedule):
         for finding in observer.observe(
             Line("a", step, max_steps, 256 * step, metrics, 1, ScheduleConfig(**schedule)))
     ]  # fmt: skip
-
-
-def warned(lines, state=None):
-    """Step and guard of what `ValidationTrend` says of lines of step, training loss and validation loss, of 120 steps."""
-    lines = [(step, {name: loss}) for step, *both in lines for name, loss in zip(("train/loss", "val/loss"), both)]
-    observer = ValidationTrend()
-    found = found_in(lines, observer, state, 120, name="cosine", warmup_steps=2)
-    return [(step, finding.guard) for step, finding in found], observer.state_dict()
-
-
-def test_overfitting_is_said_once_and_over_a_resume():
-    """Three rises of the validation loss while the training loss falls; not where it rises too, nor after a dip."""
-    lines = [(1, 3.0, 3.0), (2, 2.8, 2.9), (3, 2.6, 3.0), (4, 2.4, 3.1), (5, 2.2, 3.2), (6, 2.0, 3.3)]
-    assert warned(lines)[0] == [(5, "overfitting")]
-    for cut in range(len(lines)):
-        state = warned(lines[:cut])[1]
-        assert warned(lines[cut:], state)[0] == ([(5, "overfitting")] if cut < 5 else [])
-    assert warned([(step, 6 - trained, validated) for step, trained, validated in lines])[0] == []
-    assert warned([(1, 3.0, 3.0), (2, 2.8, 3.1), (3, 2.6, 3.2), (4, 2.4, 3.1), (5, 2.2, 3.2), (6, 2, 3.3)])[0] == []
-
-
-def test_a_plateau_is_said_once_and_only_while_the_rate_is_high():
-    """A third of 120 steps without a better validation; at the end of a cosine the rate is low."""
-    level = [(step, 3.0, 3.0) for step in range(10, 121, 10)]
-    assert warned(level)[0] == [(50, "plateau")]
-    late = [(step, 3.0, 3.0 - step / 100 if step < 50 else 2.7) for step in range(10, 121, 10)]
-    assert warned(late)[0] == [] and warned([(10, 3.0, math.nan), (50, 3.0, 3.0)])[0] == []
-
-
-def test_a_training_that_learns_nothing_says_that_it_is_on_a_plateau(workplace):
-    done, run = fit(workplace, "plateau", **{"model.optimizer.lr": 1e-30})
-    assert [(alert["step"], alert["guard"], alert["action"]) for alert in run.alerts()] == [(8, "plateau", "warn")]
-    assert "not lower in the 4 of 12 steps since" in done.stderr and run.status() == "finished"
 
 
 @pytest.mark.fault(9)

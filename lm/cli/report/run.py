@@ -1,4 +1,4 @@
-"""A run as one HTML page: `lm runs export --html` and `lm monitor --html`.
+"""A run as one HTML page: `lm runs export --html`.
 
 `run.html` has the text and the tables, so they read without JavaScript, too. `page.js` draws the charts with uPlot from
 the JSON at the end of the page. Nothing here imports torch.
@@ -62,15 +62,10 @@ def refuse_html_path(path: str, kind: str = "run") -> Path:
     return target.resolve()  # a link stays one
 
 
-def write_page(run: Run, target: Path, reload: int | None = None) -> str:
-    """Write or replace the page of a run at a path of `refuse_html_path`, and return the status that it shows.
-
-    It loads itself again after `reload` seconds while the run is being trained.
-    """
+def write_page(run: Run, target: Path) -> None:
+    """Write or replace the page of a run at a path of `refuse_html_path`."""
     metrics = run.metrics()
-    found = describe_run(run, metrics)
-    write_document(target, page(run, found, metrics, reload))
-    return found["status"]
+    write_document(target, page(run, describe_run(run, metrics), metrics))
 
 
 def write_document(target: Path, text: str) -> None:
@@ -85,7 +80,7 @@ def write_document(target: Path, text: str) -> None:
 # ---- the page --------------------------------------------------------------------------------------------------------
 
 
-def page(run: Run, found: dict[str, Any], metrics: list[dict[str, Any]], reload: int | None) -> str:
+def page(run: Run, found: dict[str, Any], metrics: list[dict[str, Any]]) -> str:
     """The whole document; `found` is `describe_run(run)`, `metrics` are `run.metrics()`."""
     found = public({name: part for name, part in found.items() if name != "samples"})
     live = found["status"] == "running"
@@ -93,7 +88,7 @@ def page(run: Run, found: dict[str, Any], metrics: list[dict[str, Any]], reload:
     torch, started = found["versions"].get("torch"), found["started"]
     made = [machine_of(found), f"torch {torch}" if torch else "", f"started {started}" if started else ""]
     return render(
-        "run.html", kind="run", found=found, live=live, reload=reload if live else None, written=time.time(),
+        "run.html", kind="run", found=found, live=live, written=time.time(),
         made="; ".join(filter(None, made)), checks=checks_of(found), metrics=METRICS, figures=figures,
         data=finite_or_none(data), evaluations=_evaluations(run), samples=_samples(run), alerts=_alerts(found),
         postmortems=_postmortems(found), model=_model(found), changed=_changed(found["config"]),

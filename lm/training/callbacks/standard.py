@@ -15,7 +15,7 @@ from lm.training.callbacks.postmortem import PostMortem, SpikeInjection
 from lm.training.callbacks.run_folder import Heartbeat, RunFolder
 from lm.training.callbacks.stopping import EarlyStopping, Interrupt
 from lm.training.config import TrainerConfig
-from lm.training.guards import Alerts, NotFinite, ValidationTrend
+from lm.training.guards import Alerts, NotFinite
 
 
 def standard_callbacks(
@@ -36,7 +36,6 @@ def standard_callbacks(
         Throughput(),
         None if guards.inject_step is None else SpikeInjection(guards.inject_step),
         Guard(NotFinite(guards.not_finite, guards.max_skipped)),
-        Guard(ValidationTrend()),
         Guard(Alerts(guards.alerts)),
         BudgetGuard(guards.budget),
         ThroughputGuard(guards.throughput),
