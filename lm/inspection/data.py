@@ -1,4 +1,4 @@
-"""A run's data: its documents and tokens, the vocabulary in use, the samples of a step, and how far texts are apart."""
+"""A run's data: its documents and tokens, the samples of a step, and how far texts are apart."""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -15,12 +15,11 @@ from lm.data.rare import rare_rows, rare_tokens
 from lm.data.shards import Shards
 from lm.data.tokenizer import Tokenizer
 from lm.errors import RequestError
-from lm.inspection.drawing import BLUE, VERMILION, Html, figure, label_axes, table, visible, wrapped
+from lm.inspection.drawing import VERMILION, Html, figure, label_axes, table, visible, wrapped
 from lm.runs.run import Run
 from lm.system.arguments import Parser
 from lm.system.files import DAMAGE
 
-SHARES = (0.5, 0.9, 0.99)  # of a text, for which `measure_use` counts the tokens that make it up
 PATHS = ("path", "train", "val", "test", "tokenizer", "cache_dir")  # options of `data:` that are files or folders
 
 
@@ -63,53 +62,6 @@ def measure_documents(shards: Shards, tokenizer: Tokenizer, stop: int | None = N
     return Documents(np.diff(np.concatenate(ends)), np.diff(np.concatenate(bytes_at_ends)))
 
 
-# ---- vocabulary ------------------------------------------------------------------------------------------------------
-
-
-class TokenCount(NamedTuple):
-    """A token, how often it occurs, and its share of the text."""
-
-    id: int
-    text: str
-    count: int
-    share: float
-
-
-class VocabularyUse(NamedTuple):
-    """How much of a vocabulary a text uses."""
-
-    size: int
-    unused: np.ndarray  # (n,) ids that never occur
-    needed: dict[float, int]  # for each of `SHARES` the fewest tokens that make up this share of the text
-    entropy: float  # nats a token: the loss of a model that knows the distribution of tokens and no context
-
-
-def token_text(tokenizer: Tokenizer, token: int) -> str:
-    """The text of a token with visible blanks and line ends; a part of a character as the vocabulary writes it."""
-    text = tokenizer.decode([token])
-    if "\ufffd" in text or not text:
-        return tokenizer.backend.id_to_token(int(token)) or f"id {token}"
-    return visible(text)
-
-
-def most_frequent(counts: np.ndarray, tokenizer: Tokenizer, most: int = 30) -> list[TokenCount]:
-    """The tokens that occur most often, by their counts (V,); of equal counts the lower id first."""
-    total = counts.sum()
-    ids = np.argsort(-counts, kind="stable")[:most]
-    return [
-        TokenCount(int(i), token_text(tokenizer, i), int(counts[i]), float(counts[i] / total)) for i in ids if counts[i]
-    ]
-
-
-def measure_use(counts: np.ndarray) -> VocabularyUse:
-    """How much of the vocabulary is used, by the counts (V,) of at least one token."""
-    shares = np.sort(counts)[::-1] / counts.sum()
-    covered = np.cumsum(shares)
-    needed = {share: int(np.searchsorted(covered, share - 1e-12)) + 1 for share in SHARES}
-    used = shares[shares > 0]
-    return VocabularyUse(len(counts), np.flatnonzero(counts == 0), needed, float(-(used * np.log(used)).sum()))
-
-
 # ---- divergence ------------------------------------------------------------------------------------------------------
 
 
@@ -121,6 +73,14 @@ class Moved(NamedTuple):
     before: float  # its share of the first text
     after: float  # and of the second
     part: float  # of their divergence, in bits
+
+
+def token_text(tokenizer: Tokenizer, token: int) -> str:
+    """The text of a token with visible blanks and line ends; a part of a character as the vocabulary writes it."""
+    text = tokenizer.decode([token])
+    if "\ufffd" in text or not text:
+        return tokenizer.backend.id_to_token(int(token)) or f"id {token}"
+    return visible(text)
 
 
 def jensen_shannon(p: np.ndarray, q: np.ndarray) -> np.ndarray:
@@ -256,21 +216,6 @@ def draw_document_lengths(splits: Mapping[str, Documents], context: int) -> Figu
     return made
 
 
-def draw_frequencies(counts: np.ndarray, frequent: Sequence[TokenCount]) -> Figure:
-    """The most frequent tokens with their text, and how fast frequency falls with rank, of the counts (V,)."""
-    made, (bars, ranks) = figure(1, 2, width=11, height=max(3.5, 0.21 * len(frequent)), width_ratios=[3, 2])
-    places = np.arange(len(frequent))
-    bars.barh(places, [100 * one.share for one in frequent], color=BLUE)
-    bars.set_yticks(places, [one.text for one in frequent], fontsize=9, parse_math=False)
-    bars.invert_yaxis()
-    label_axes(bars, "most frequent tokens", "% of all tokens", "")
-    bars.grid(False, axis="y")
-    falling = np.sort(counts[counts > 0])[::-1]
-    ranks.loglog(np.arange(1, len(falling) + 1), falling, color=BLUE, linewidth=1.8)
-    label_axes(ranks, "frequency by rank", "rank (logarithmic)", "occurrences (logarithmic)")
-    return made
-
-
 # ---- tables ----------------------------------------------------------------------------------------------------------
 
 
@@ -284,16 +229,6 @@ def splits_table(shards: Mapping[str, Shards], documents: Mapping[str, Documents
     names = ("split", "tokens", "shards", "tokens looked at", "documents in them", "median length (tokens)",
              "longest (tokens)", "bytes a token")  # fmt: skip
     return table(rows, names)
-
-
-def use_table(uses: Mapping[str, VocabularyUse]) -> Html:
-    """How much of the vocabulary texts use, by the name of the text."""
-    rows = [
-        (name, one.size, len(one.unused), f"{len(one.unused) / one.size:.1%}", *one.needed.values(), one.entropy)
-        for name, one in uses.items()
-    ]
-    names = [f"tokens that make up {share:.0%}" for share in SHARES]
-    return table(rows, ("text", "vocabulary", "never used", "share", *names, "entropy (nats a token)"))
 
 
 def moved_table(moved: Sequence[Moved], before: str, after: str) -> Html:

@@ -1,14 +1,12 @@
-"""A model's weights: how many, how they are distributed, their singular values, how far two models are apart."""
+"""A model's weights: how many, how they are distributed, how far two models are apart."""
 
 import math
 import re
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Mapping, Sequence
+from typing import NamedTuple
 
 import numpy as np
-import torch
 import torch.nn.functional as F
-from matplotlib.axes import Axes
 from matplotlib.cm import ScalarMappable
 from matplotlib.colors import Normalize
 from matplotlib.figure import Figure
@@ -91,63 +89,23 @@ class Histogram(NamedTuple):
     density: np.ndarray  # (bins,), of probability: it integrates to one
 
 
-def matrices(decoder: Decoder) -> dict[str, Tensor]:
-    """The matrices of a model in fp32 by name."""
-    weights = named_weights(decoder)
-    for name, weight in weights.items():
-        if not weight.isfinite().all():
-            raise RequestError(f"{name} is not finite everywhere: the weights are broken")
-    return {name: weight.float() for name, weight in weights.items() if weight.ndim == 2}
-
-
 def weight_histograms(decoder: Decoder, bins: int = 80) -> dict[str, Histogram]:
     """A histogram of every matrix, of at most so many bins of equal width; small matrices have fewer."""
     found = {}
-    for name, weight in matrices(decoder).items():
-        values = weight.cpu().numpy().ravel()
-        density, edges = np.histogram(values, min(bins, math.isqrt(values.size)), density=True)
-        found[name] = Histogram(edges, density)
-    return found
-
-
-def spectra(decoder: Decoder) -> dict[str, np.ndarray]:
-    """The singular values of every matrix `(min(rows, columns),)`, descending.
-
-    They are the roots of the smaller Gram matrix's eigenvalues, which takes a twentieth of the time and is exact to
-    1e-8 of the largest.
-    """
-    found = {}
-    for name, weight in matrices(decoder).items():
-        tall = (weight if weight.shape[0] >= weight.shape[1] else weight.mT).double()
-        found[name] = torch.linalg.eigvalsh(tall.mT @ tall).clamp(min=0).sqrt().flip(0).cpu().numpy()
+    for name, weight in named_weights(decoder).items():
+        if not weight.isfinite().all():
+            raise RequestError(f"{name} is not finite everywhere: the weights are broken")
+        if weight.ndim == 2:
+            values = weight.float().cpu().numpy().ravel()
+            density, edges = np.histogram(values, min(bins, math.isqrt(values.size)), density=True)
+            found[name] = Histogram(edges, density)
     return found
 
 
 def draw_histograms(histograms: Mapping[str, Histogram]) -> Figure:
-    """A panel a kind of matrix with a curve a layer, dark for the first and bright for the last."""
-
-    def curve(axes: Axes, one: Histogram, color: Any) -> None:
-        density = np.where(one.density > 0, one.density, np.nan)  # an empty bin is a gap and no fall to the bottom
-        axes.stairs(density, one.edges, baseline=None, color=color, linewidth=1.2)
-
-    return _by_kind(histograms, curve, "How the weights are distributed", "weight", "density (log scale)", "log")
-
-
-def draw_spectra(found: Mapping[str, np.ndarray]) -> Figure:
-    """A panel a kind of matrix with the singular values of every layer, as shares of the largest."""
-
-    def curve(axes: Axes, values: np.ndarray, color: Any) -> None:
-        axes.plot(np.arange(1, len(values) + 1), values / values[0], color=color, linewidth=1.2)
-
-    return _by_kind(found, curve, "Singular values", "which singular value", "share of the largest")
-
-
-def _by_kind(
-    found: Mapping[str, Any], curve: Callable[[Axes, Any, Any], None], title: str, x: str, y: str, scale: str = "linear"
-) -> Figure:
-    """A panel for each kind of weight, in which `curve` draws each layer's numbers in a colour."""
-    kinds: dict[str, dict[int | None, Any]] = {}
-    for name, one in found.items():
+    """A panel for each kind of matrix with a curve for each layer, dark for the first and bright for the last."""
+    kinds: dict[str, dict[int | None, Histogram]] = {}
+    for name, one in histograms.items():
         kind, layer = kind_and_layer(name)
         kinds.setdefault(kind, {})[layer] = one
     layers = 1 + max(layer or 0 for same in kinds.values() for layer in same)
@@ -156,14 +114,16 @@ def _by_kind(
     picture, grid = figure(rows, COLUMNS, width=10, height=0.8 + 2.6 * rows, squeeze=False)
     for axes, (kind, same) in zip(grid.flat, kinds.items(), strict=False):
         for layer, one in same.items():
-            curve(axes, one, BLACK if layer is None else colors.to_rgba(layer))
-        axes.set_yscale(scale)
+            density = np.where(one.density > 0, one.density, np.nan)  # an empty bin is a gap and no fall to the bottom
+            color = BLACK if layer is None else colors.to_rgba(layer)
+            axes.stairs(density, one.edges, baseline=None, color=color, linewidth=1.2)
+        axes.set_yscale("log")
         axes.locator_params(axis="x", nbins=5)
-        label_axes(axes, kind, x, y)
+        label_axes(axes, kind, "weight", "density (log scale)")
     for axes in grid.flat[len(kinds) :]:
         axes.remove()
     picture.colorbar(colors, ax=picture.axes, label="layer", ticks=range(0, layers, -(-layers // 12)), shrink=0.8)
-    picture.suptitle(title)
+    picture.suptitle("How the weights are distributed")
     return picture
 
 

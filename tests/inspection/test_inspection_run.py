@@ -18,11 +18,8 @@ from lm.inspection.data import (
     count_tokens,
     divergence_parts,
     draw_document_lengths,
-    draw_frequencies,
     jensen_shannon,
     measure_documents,
-    measure_use,
-    most_frequent,
     most_moved,
     moved_table,
     open_data,
@@ -30,8 +27,6 @@ from lm.inspection.data import (
     seen_table,
     split_documents,
     splits_table,
-    token_text,
-    use_table,
 )
 from lm.runs.config_diff import differences
 from lm.runs.history import beside, curve, labels, read_samples, time_spent
@@ -165,21 +160,6 @@ def test_tokens_are_counted_up_to_any_place(tmp_path, monkeypatch):
         assert count_tokens(shards, 50, stop).tolist() == np.bincount(tokens[:stop], minlength=50).tolist()
 
 
-def test_frequent_and_unused_tokens_and_what_they_make_up():
-    tokenizer = train_char(["abc \n"])
-    ids = {text: tokenizer.encode(text)[0] for text in "abc \n"}
-    counts = np.zeros(tokenizer.vocab_size, dtype=np.int64)
-    counts[[ids["a"], ids["b"], ids[" "]]] = [50, 40, 10]
-    frequent = most_frequent(counts, tokenizer)
-    assert [(one.text, one.count, one.share) for one in frequent] == [("a", 50, 0.5), ("b", 40, 0.4), ("␣", 10, 0.1)]
-    use = measure_use(counts)
-    assert use.unused.tolist() == sorted(set(range(len(counts))) - {ids["a"], ids["b"], ids[" "]})
-    assert use.needed == {0.5: 1, 0.9: 2, 0.99: 3}
-    assert measure_use(np.array([3, 3, 1, 3])).needed[0.9] == 3  # 0.3 + 0.3 + 0.3 is less than 0.9 in floating point
-    assert use.entropy == pytest.approx(-sum(p * math.log(p) for p in (0.5, 0.4, 0.1)))
-    assert token_text(tokenizer, ids["\n"]) == "↵" and token_text(tokenizer, 0) == "<|endoftext|>"
-
-
 # ---- divergence ------------------------------------------------------------------------------------------------------
 
 
@@ -254,16 +234,11 @@ def test_pictures_and_tables_are_made_of_any_data(run, elsewhere):
     documents = {name: measure_documents(shards, data.tokenizer) for name, shards in data.shards.items()}
     nothing = {"train": Documents(np.zeros(0, dtype=int), np.zeros(0, dtype=int))}
     counts = {name: count_tokens(shards, data.tokenizer.vocab_size) for name, shards in data.shards.items()}
-    frequent = most_frequent(counts["train"], data.tokenizer)
-    pictures = [
-        draw_document_lengths(documents, 32), draw_document_lengths(nothing, 32),
-        draw_frequencies(counts["train"], frequent),
-    ]  # fmt: skip
+    pictures = [draw_document_lengths(documents, 32), draw_document_lengths(nothing, 32)]
     assert all(picture._repr_png_().startswith(b"\x89PNG") for picture in pictures)
-    uses = {name: measure_use(found) for name, found in counts.items()}
     samples = read_step(run, data, 5, 2)
     tables = [
-        splits_table(data.shards, documents), use_table(uses),
+        splits_table(data.shards, documents),
         moved_table(most_moved(counts["train"], counts["val"], data.tokenizer), "training", "validation"),
         seen_table(samples, [split_documents(one.token_ids, data) for one in samples]),
     ]  # fmt: skip
