@@ -3,7 +3,11 @@
 // A fiber runs until it reaches a barrier or a shuffle, so a launch is deterministic and every exchange between threads
 // goes through the rules below. What it finds: wrong results on any shape, a barrier that not all threads reach, a
 // shuffle without its whole warp, misaligned vectors. A missing barrier shows in one of the two orders of warps, so run
-// both. Real races within a warp it cannot see: `compute-sanitizer` can.
+// both.
+//
+// Compiled with `-fsanitize=thread` it finds races too: every thread is a fiber of ThreadSanitizer, to which a barrier is
+// the only order between threads of a block. A shuffle is none: lanes that exchange values exchange no memory. Blocks run
+// one after the other, so races between blocks are not seen.
 #pragma once
 #include <csetjmp>
 #include <cmath>
@@ -61,7 +65,11 @@ template <typename F> inline unsigned narrow_two(float low, float high) {
 static inline unsigned __float_as_uint(float f) { return bits_of(f); }
 static inline unsigned max(unsigned a, unsigned b) { return a > b ? a : b; }
 static inline unsigned min(unsigned a, unsigned b) { return a < b ? a : b; }
-static inline unsigned atomicMax(unsigned* at, unsigned x) { return std::exchange(*at, max(*at, x)); }
+static inline unsigned atomicMax(unsigned* at, unsigned x) {
+  unsigned old = __atomic_load_n(at, __ATOMIC_RELAXED);
+  while (!__atomic_compare_exchange_n(at, &old, max(old, x), false, __ATOMIC_RELAXED, __ATOMIC_RELAXED)) {}
+  return old;
+}
 static inline float rsqrtf(float x) { return 1.f / std::sqrt(x); }
 static inline float emulated_exp(float x) { return std::exp(x); }
 #define __expf emulated_exp  // glibc has names like these of its own
@@ -74,16 +82,46 @@ namespace emulation {
 
 enum State : uint8_t { RUNNING, AT_BLOCK_BARRIER, AT_WARP_BARRIER, FINISHED };
 
+// What ThreadSanitizer is told. Without it, nothing.
+#ifdef __SANITIZE_THREAD__
+extern "C" {
+void* __tsan_create_fiber(unsigned);
+void* __tsan_get_current_fiber();
+void __tsan_switch_to_fiber(void*, unsigned);
+void __tsan_acquire(void*);
+void __tsan_release(void*);
+}
+#define UNCHECKED __attribute__((no_sanitize("thread")))  // the emulation itself
+#else
+#define UNCHECKED
+inline void* __tsan_create_fiber(unsigned) { return nullptr; }
+inline void* __tsan_get_current_fiber() { return nullptr; }
+inline void __tsan_switch_to_fiber(void*, unsigned) {}
+inline void __tsan_acquire(void*) {}
+inline void __tsan_release(void*) {}
+#endif
+// Who waits at a barrier releases its object and then acquires it. Two of each, in turn: a thread that goes on may reach
+// the next barrier before another has left this one.
+static char block_barriers[2], warp_barriers[2][32], block_begin, block_end;
+static std::vector<void*> checked_fibers;  // by number; they are kept, for each costs much memory
+static void* checked_main;
+
 struct Fiber {
   void* stack_pointer;
   Index index;
   int number;
   State state;
   uint64_t offered[2];  // in a shuffle; two, so that one barrier separates one shuffle from the next
-  unsigned shuffles;
+  unsigned shuffles, block_turn, warp_turn;
 };
 
 constexpr size_t STACK = 64 * 1024;
+
+// Set by what calls a launch, to fill shared memory with NaN: a block must not find anything there.
+static void (*forget_shared)() = nullptr;
+UNCHECKED inline void forget_shared_memory() {
+  if (forget_shared) forget_shared();
+}
 
 struct Launch {
   std::vector<Fiber> fibers;
@@ -102,6 +140,10 @@ static Launch launch_state;  // one launch at a time
 
 [[noreturn]] inline void fail(const char* message) {
   snprintf(launch_state.error, sizeof launch_state.error, "%s (block %u)", message, launch_state.block.x);
+#ifdef __SANITIZE_THREAD__
+  fprintf(stderr, "%s\n", launch_state.error);  // ThreadSanitizer does not know which stack it would jump to
+  _Exit(65);
+#endif
   longjmp(launch_state.failed, 1);
 }
 
@@ -175,20 +217,33 @@ inline void* fresh_stack(char* top, void (*entry)()) {
 #error "no context switch for this processor"
 #endif
 
-// Stop this fiber until the scheduler lets it go on.
-inline void wait(State state) {
+// Stop this fiber until the scheduler lets it go on; `barrier`: memory is in order among those who wait, if there is one.
+UNCHECKED inline void wait(State state, void* barrier) {
   Fiber* self = launch_state.current;
   self->state = state;
+  if (barrier) __tsan_release(barrier);
+  __tsan_switch_to_fiber(checked_main, 1);
   emulation_switch(&self->stack_pointer, launch_state.main_stack_pointer);
+  if (barrier) __tsan_acquire(barrier);
 }
 
-inline void enter() {
+UNCHECKED inline void wait_for_block() {
+  wait(AT_BLOCK_BARRIER, &block_barriers[launch_state.current->block_turn++ & 1]);
+}
+
+UNCHECKED inline void wait_for_warp() {
+  Fiber* self = launch_state.current;
+  wait(AT_WARP_BARRIER, &warp_barriers[self->warp_turn++ & 1][self->number / 32]);
+}
+
+UNCHECKED inline void enter() {
+  __tsan_acquire(&block_begin);
   launch_state.kernel(launch_state.arguments);
-  wait(FINISHED);
+  wait(FINISHED, &block_end);
 }
 
 // Run a warp until all of it waits for the block or has finished; true if any of it ran.
-inline bool run_warp(int first, int end, int& alive) {
+UNCHECKED inline bool run_warp(int first, int end, int& alive) {
   bool moved = false;
   for (;;) {
     int at_warp_barrier = 0, live = 0;
@@ -196,6 +251,7 @@ inline bool run_warp(int first, int end, int& alive) {
       Fiber& fiber = launch_state.fibers[i];
       if (fiber.state == RUNNING) {
         launch_state.current = &fiber;
+        __tsan_switch_to_fiber(checked_fibers[i], 1);
         emulation_switch(&launch_state.main_stack_pointer, fiber.stack_pointer);
         moved = true;
         alive -= fiber.state == FINISHED;
@@ -210,11 +266,12 @@ inline bool run_warp(int first, int end, int& alive) {
   }
 }
 
-inline void run_block() {
+UNCHECKED inline void run_block() {
   Launch& at = launch_state;
+  __tsan_release(&block_begin);
   const int count = (int)at.fibers.size();
   for (int i = 0; i < count; ++i)  // staggered stacks, or all of them would share a few cache lines
-    at.fibers[i] = {fresh_stack(at.stacks + (i + 1) * STACK - (i & 31) * 192, enter), {(unsigned)i, 0, 0}, i, RUNNING, {}, 0};
+    at.fibers[i] = {fresh_stack(at.stacks + (i + 1) * STACK - (i & 31) * 192, enter), {(unsigned)i, 0, 0}, i, RUNNING};
   for (int alive = count; alive > 0;) {
     bool moved = false;
     const int warps = (count + 31) / 32;
@@ -229,17 +286,22 @@ inline void run_block() {
       if (fiber.state == AT_BLOCK_BARRIER) fiber.state = RUNNING;
     if (!moved && alive) fail("no thread can go on");
   }
+  __tsan_acquire(&block_end);
 }
 
-template <class V> V shuffle(V value, int source) {
+UNCHECKED inline void copy(void* to, const void* from, size_t bytes) {  // ThreadSanitizer follows memcpy everywhere
+  for (size_t i = 0; i < bytes; ++i) ((volatile char*)to)[i] = ((const volatile char*)from)[i];
+}
+
+template <class V> UNCHECKED V shuffle(V value, int source) {
   static_assert(sizeof(V) <= 8, "too large for a shuffle");
   Fiber* self = launch_state.current;
   const unsigned turn = self->shuffles++ & 1;
-  memcpy(&self->offered[turn], &value, sizeof(V));
-  wait(AT_WARP_BARRIER);
+  copy(&self->offered[turn], &value, sizeof(V));
+  wait(AT_WARP_BARRIER, nullptr);
   const int from = (self->number & ~31) + source;
   if (source >= 0 && source < 32 && from < (int)launch_state.fibers.size())
-    memcpy(&value, &launch_state.fibers[from].offered[turn], sizeof(V));
+    copy(&value, &launch_state.fibers[from].offered[turn], sizeof(V));
   return value;
 }
 
@@ -255,9 +317,9 @@ template <class... A, size_t... I> void call(void (*kernel)(A...), void** argume
 #define gridDim (emulation::launch_state.grid_size)
 #define CHECK_ALIGNED(p, bytes) if ((uintptr_t)(p) % (bytes)) emulation::fail("a vector that is not aligned")
 
-static inline int emulated_lane() { return emulation::launch_state.current->number & 31; }
-static inline void __syncthreads() { emulation::wait(emulation::AT_BLOCK_BARRIER); }
-static inline void __syncwarp(unsigned = ~0u) { emulation::wait(emulation::AT_WARP_BARRIER); }
+UNCHECKED static inline int emulated_lane() { return emulation::launch_state.current->number & 31; }
+static inline void __syncthreads() { emulation::wait_for_block(); }
+static inline void __syncwarp(unsigned = ~0u) { emulation::wait_for_warp(); }
 template <class V> V __shfl_sync(unsigned, V v, int lane) { return emulation::shuffle(v, lane & 31); }
 template <class V> V __shfl_xor_sync(unsigned, V v, int mask) { return emulation::shuffle(v, emulated_lane() ^ mask); }
 template <class V> V __shfl_down_sync(unsigned, V v, int by) {
@@ -277,7 +339,7 @@ template <class... A> void call_of(void (*kernel)(A...), void** given) {
   call(kernel, given, std::index_sequence_for<A...>{});
 }
 template <class... A>
-const char* run(void (*)(A...), unsigned blocks, unsigned threads, int reversed, int count, void** arguments,
+UNCHECKED const char* run(void (*)(A...), unsigned blocks, unsigned threads, int reversed, int count, void** arguments,
                 void (*kernel)(void**)) {
   Launch& at = launch_state;
   if (setjmp(at.failed)) return at.error;
@@ -294,8 +356,11 @@ const char* run(void (*)(A...), unsigned blocks, unsigned threads, int reversed,
   at.kernel = kernel;
   at.arguments = arguments;
   at.reversed = reversed;
+  checked_main = __tsan_get_current_fiber();
+  while (checked_fibers.size() < threads) checked_fibers.push_back(__tsan_create_fiber(0));
   for (unsigned block = 0; block < blocks; ++block) {
     at.block = {block, 0, 0};
+    forget_shared_memory();
     run_block();
   }
   return nullptr;

@@ -11,6 +11,7 @@ import re
 import shutil
 import subprocess
 import tempfile
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
@@ -35,7 +36,7 @@ class Program:
     """
 
     def __init__(self, source: Path, defines: dict[str, object], reversed: bool) -> None:
-        self.library = ctypes.CDLL(str(_compile(source, defines)))
+        self.library = ctypes.CDLL(str(compile_kernels(source, defines)))
         self.reversed = reversed
 
     def __call__(self, name: str, blocks: int, threads: int, *arguments: Tensor | int | float | None) -> None:
@@ -56,20 +57,24 @@ class Program:
             raise RuntimeError(f"{name}: {error.decode()}")
 
 
-def _compile(source: Path, defines: dict[str, object]) -> Path:
-    """The shared object of a source, compiled once for all tests."""
+def compile_kernels(source: Path, defines: dict[str, object], flags: Sequence[str] = FLAGS, main: Path | None = None) -> Path:
+    """The shared object of a source, or with `main` a program, compiled once for all tests.
+
+    The prelude is the one beside the source, if there is one.
+    """
     constants = "".join(f"#define {key} {value}\n" for key, value in defines.items())
-    text = source.read_text()
+    text, folders = source.read_text(), (source.parent, runtime.SOURCES)
     whole = f'#include "{HEADER}"\n{constants}#define EMULATED\n#include "{source}"\n'
-    whole += "".join(f"EMULATE({name})\n" for name in KERNEL.findall(text))
-    parts = (whole, text, (runtime.SOURCES / runtime.PRELUDE).read_text(), HEADER.read_text(), repr(FLAGS))
+    whole += "".join(f"EMULATE({name})\n" for name in KERNEL.findall(text)) + (f'#include "{main}"\n' if main else "")
+    prelude = next(path for folder in folders if (path := folder / runtime.PRELUDE).exists())
+    parts = (whole, text, *(path.read_text() for path in (prelude, HEADER, *([main] if main else []))), repr(flags))
     path = CACHE / f"{source.stem}-{hashlib.sha256(chr(0).join(parts).encode()).hexdigest()[:24]}.so"
     if not path.exists():
         CACHE.mkdir(exist_ok=True)
         with tempfile.TemporaryDirectory() as folder:
             (Path(folder) / "unit.cpp").write_text(whole)
-            command = ["g++", *FLAGS, f"-I{HEADER.parent}", f"-I{runtime.SOURCES}", "-w", "-o", f"{folder}/unit.so",
-                       f"{folder}/unit.cpp"]  # fmt: skip
+            command = ["g++", *flags, *(f"-I{place}" for place in (HEADER.parent, *folders)), "-w", "-o",
+                       f"{folder}/unit.so", f"{folder}/unit.cpp"]  # fmt: skip
             subprocess.run(command, check=True)
             finished = tempfile.NamedTemporaryFile(dir=CACHE, delete=False).name
             shutil.copy(f"{folder}/unit.so", finished)

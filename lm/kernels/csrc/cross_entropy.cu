@@ -22,13 +22,13 @@ __device__ __forceinline__ bool exists(int piece, int j) {
   return VOCAB == STRIDE ? piece < PIECES : piece * VEC + j < VOCAB;
 }
 
-// The group of vectors of a row from `first` on. A thread that is beyond the row's end loads the last one, which counts
-// for nothing: without a branch the loads are issued together.
+// The group of vectors of a row from `first` on. A thread that is beyond the row's end loads another one, which counts for
+// nothing: without a branch the loads are issued together. Where the row is overwritten meanwhile, that is its own first.
 __device__ __forceinline__ void load_group(const T* at, int first, Vec<T, VEC> (&x)[GROUP]) {
 #pragma unroll
   for (int g = 0; g < GROUP; ++g) {
     const int piece = (first + g) * THREADS + threadIdx.x;
-    x[g] = load<VEC>(at + (piece < PIECES ? piece : PIECES - 1) * VEC);
+    x[g] = load<VEC>(at + (piece < PIECES ? piece : HELD ? PIECES - 1 : threadIdx.x) * VEC);
   }
 }
 

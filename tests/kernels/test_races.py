@@ -1,0 +1,111 @@
+"""No kernel has a race, reads beyond a tensor, or needs what an earlier block left in shared memory."""
+
+import re
+import shutil
+
+import pytest
+import torch
+from emulation.emulator import Program
+from emulation.race_checker import CheckedProgram, Raced
+
+from lm.kernels import cross_entropy, fp8, qk_norm_rope, rms_norm, runtime, swiglu
+
+pytestmark = pytest.mark.skipif(shutil.which("g++") is None, reason="no g++ to compile the emulation with")
+SOURCE = '#include "prelude.cuh"\nextern "C" __global__ void mistake(float* out) {{ {body} }}\n'
+
+
+def norm(rows, width):
+    x, residual, dy, dstream = (torch.randn(rows, width).bfloat16() for _ in range(4))
+    weight = torch.rand(width)
+    stream, y, rstd = rms_norm._cuda_forward(x, residual, weight, 1e-5)
+    return [stream, y, rstd, *rms_norm._cuda_backward(dy, dstream, stream, weight, rstd, True)]
+
+
+def gated(rows, width):
+    gate_up, dz = torch.randn(rows, 2 * width).bfloat16(), torch.randn(rows, width).bfloat16()
+    return [swiglu._cuda_forward(gate_up), *swiglu._cuda_backward(dz, gate_up)]
+
+
+def rotated(tokens, normalised, head_dim=64, heads=4, kv_heads=2):
+    qkv = torch.randn(1, tokens, (heads + 2 * kv_heads) * head_dim).bfloat16()
+    weights = (torch.rand(head_dim), torch.rand(head_dim)) if normalised else (None, None)
+    cos, sin = torch.rand(tokens, head_dim // 2), torch.rand(tokens, head_dim // 2)
+    positions = torch.arange(tokens, dtype=torch.int32).flip(0)[None]
+    parts = qk_norm_rope._cuda_forward(qkv, *weights, cos, sin, positions, heads, kv_heads, 1e-5)
+    return [*parts, *qk_norm_rope._cuda_backward(*parts, qkv, *weights, cos, sin, positions, 1e-5)]
+
+
+def loss(tokens, vocab):
+    x, weight = torch.randn(tokens, 8).bfloat16(), torch.randn(vocab, 8).bfloat16()
+    labels = torch.randint(vocab, (tokens,))
+    labels[1] = -100
+    return list(cross_entropy._cuda(x, weight, labels, -100, 1e-2, True))
+
+
+def float8(rows, width, rowwise):
+    return list(fp8._cuda(torch.randn(rows, width).bfloat16(), torch.float8_e4m3fn, rowwise, True, True))
+
+
+LAUNCHES = {  # source and case -> what launches its kernels
+    "rms_norm, a warp a row": lambda: norm(9, 97),
+    "rms_norm, a block a row": lambda: norm(20, 1032),
+    "swiglu": lambda: gated(5, 96),
+    "qk_norm_rope": lambda: rotated(37, True),
+    "qk_norm_rope, no norm": lambda: rotated(37, False),
+    "cross_entropy, a warp a row": lambda: loss(3, 61),
+    "cross_entropy, rows held in registers": lambda: loss(3, 4099),
+    "cross_entropy, rows read twice": lambda: loss(2, 70_001),
+    "fp8, tensorwise": lambda: float8(65, 72, False),
+    "fp8, rowwise": lambda: float8(65, 72, True),
+}  # fmt: skip
+
+
+def launched(name, monkeypatch, make, sources=runtime.SOURCES):
+    monkeypatch.setattr(runtime, "program", lambda name, device, **defines: make(sources / f"{name}.cu", defines))
+    monkeypatch.setattr(runtime, "multiprocessors", lambda device: 1)  # several rows a block
+    torch.manual_seed(0)
+    return LAUNCHES[name]()
+
+
+@pytest.mark.parametrize("name", LAUNCHES)
+def test_a_kernel_has_no_race_and_the_results_of_the_emulation(name, monkeypatch):
+    checked = launched(name, monkeypatch, CheckedProgram)
+    plain = launched(name, monkeypatch, lambda source, defines: Program(source, defines, False))
+    for mine, theirs in zip(checked, plain, strict=True):
+        assert torch.equal(*(one.view(-1).view(torch.uint8) for one in (mine, theirs)))
+
+
+def barriers():
+    """Every barrier of every source, and the launch that needs it."""
+    need = {"qk_norm_rope.cu": ["qk_norm_rope"] * 2, "fp8.cu": ["fp8, rowwise"] * 2, "prelude.cuh": [
+        "cross_entropy, a warp a row", "rms_norm, a block a row", "rms_norm, a block a row", "rms_norm, a warp a row"]}
+    for path in sorted(runtime.SOURCES.iterdir()):
+        found = [one.start() for one in re.finditer(r"__sync\w+\(\);", path.read_text())]
+        yield from ((path.name, place, name) for place, name in zip(found, need.get(path.name, []), strict=True))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("file, place, name", barriers())
+def test_a_missing_barrier_is_found(file, place, name, monkeypatch, tmp_path):
+    sources = shutil.copytree(runtime.SOURCES, tmp_path / "csrc")
+    text = (sources / file).read_text()
+    (sources / file).write_text(text[:place] + text[place:].replace("__sync", "// __sync", 1))
+    with pytest.raises(Raced, match="data race"):
+        launched(name, monkeypatch, CheckedProgram, sources)
+
+
+@pytest.mark.parametrize("body, said", [
+    ("out[64 - threadIdx.x] = 1.f;", "SEGV"),
+    ("__shared__ float s[64]; if (threadIdx.x < 32) s[threadIdx.x] = 1.f; __syncthreads(); "
+     "out[threadIdx.x] = s[threadIdx.x];", None),
+    ("if (threadIdx.x < 7) __syncthreads();", "not reached by all threads"),
+], ids=["beyond a tensor", "shared memory of nobody", "a barrier of some"])  # fmt: skip
+def test_other_mistakes_are_found(tmp_path, body, said):
+    (tmp_path / "mistake.cu").write_text(SOURCE.format(body=body))
+    run, out = CheckedProgram(tmp_path / "mistake.cu", {}), torch.zeros(64)
+    if said is None:
+        run("mistake", 1, 64, out)
+        assert out.isnan().sum() == 32
+    else:
+        with pytest.raises(Raced, match=said):
+            run("mistake", 1, 64, out)
