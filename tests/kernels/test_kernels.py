@@ -5,10 +5,11 @@
 
 import multiprocessing
 import os
+from collections import Counter
 
 import pytest
 import torch
-from kernel_usage import kernel_usage
+from kernel_usage import kernel_usage, machine_code
 from plain_ops import norm_linear_plain, results, rms_norm_plain, swiglu_linear_plain, traced
 from torch.library import opcheck
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -290,6 +291,35 @@ def test_every_architecture_compiles_without_spills(arch, dtype):
     for name, constants, registers in sources(dtype, arch):
         usage = kernel_usage(name, arch, **constants)
         assert all(use.spilled_bytes == 0 and use.registers <= registers for use in usage.values()), (constants, usage)
+
+
+# Of each kernel its 16-byte stores (a compiler may repeat some), whether it stores numbers one by one too, and how many
+# 16-byte loads come before anything is stored or exchanged, so that they are in flight together.
+BF16 = torch.bfloat16
+ACCESSES = [
+    ("qk_norm_rope", qk_norm_rope.constants(BF16, torch.float32, 16, 4, 64, 8),
+     {"qk_norm_rope_forward": (6, False, 2), "qk_norm_rope_backward": (2, True, 10)}),
+    ("rms_norm", rms_norm.constants(BF16, torch.float32, 2048, 8),
+     {"rms_norm_forward": (4, True, 4), "rms_norm_backward": (2, True, 4)}),
+    ("swiglu", swiglu.constants(BF16, 4096, 8), {"swiglu_forward": (1, False, 2), "swiglu_backward": (3, False, 3)}),
+    ("cross_entropy", cross_entropy.constants(BF16, 32768, True), {"cross_entropy": (5, True, 0)}),
+    ("fp8", fp8.constants(BF16, torch.float8_e4m3fn, 16384, 1024, 8, True),
+     {"fp8_largest_of_rows_and_columns": (0, False, 4)}),
+]  # fmt: skip
+
+
+@needs_nvrtc
+@pytest.mark.parametrize("arch", ["sm_80", "sm_89", "sm_90", "sm_100"])
+def test_vectors_are_moved_by_one_instruction_and_loaded_together(arch):
+    for name, constants, expected in ACCESSES[: -1 if arch == "sm_80" else None]:
+        code = machine_code(name, arch, **constants)
+        for kernel, (stores, scalars, loads) in expected.items():
+            kinds = Counter(each for each in code[kernel] if each.startswith("STG"))
+            ends = [place for place, each in enumerate(code[kernel]) if each.startswith(("STG", "SHFL", "BAR", "RED"))]
+            first = [each for each in code[kernel][: ends[0]] if each.startswith("LDG.E.128")]
+            assert kinds["STG.E.128"] >= stores and len(first) >= loads, (kernel, kinds, first)
+            assert kinds.keys() <= {"STG.E.128", *["STG.E"] * scalars}, (kernel, kinds)
+            assert not [each for each in code[kernel] if each.startswith(("LDL", "STL"))], kernel
 
 
 @needs_nvrtc

@@ -47,8 +47,17 @@ template <int N, typename S> __device__ __forceinline__ Vec<S, N> load(const S* 
   CHECK_ALIGNED(p, alignof(Vec<S, N>));
   return *reinterpret_cast<const Vec<S, N>*>(p);
 }
+// To memory of the device, not to shared memory.
 template <int N, typename S> __device__ __forceinline__ void store(S* p, const Vec<S, N>& x) {
   CHECK_ALIGNED(p, alignof(Vec<S, N>));
+#ifndef EMULATED
+  if constexpr (sizeof(x) == 16) {  // the compiler makes some of these stores into three
+    const unsigned(&word)[4] = reinterpret_cast<const unsigned(&)[4]>(x);
+    asm volatile("st.global.v4.b32 [%0], {%1, %2, %3, %4};"
+                 ::"l"(__cvta_generic_to_global(p)), "r"(word[0]), "r"(word[1]), "r"(word[2]), "r"(word[3]));
+    return;
+  }
+#endif
   *reinterpret_cast<Vec<S, N>*>(p) = x;
 }
 

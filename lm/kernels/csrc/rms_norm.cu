@@ -14,6 +14,7 @@
 
 constexpr int PIECES = WIDTH / VEC;  // of a row
 constexpr int FORWARD_ITEMS = (PIECES + FORWARD_WARPS * 32 - 1) / (FORWARD_WARPS * 32);
+constexpr bool FORWARD_FULL = PIECES == FORWARD_ITEMS * FORWARD_WARPS * 32;  // no thread is beyond the row's end
 constexpr int BACKWARD_ITEMS = (PIECES + BACKWARD_WARPS * 32 - 1) / (BACKWARD_WARPS * 32);
 
 // One block a row. residual and stream may be null, together: then x is the stream.
@@ -21,36 +22,40 @@ extern "C" __global__ void __launch_bounds__(FORWARD_WARPS * 32, 1)
 rms_norm_forward(const T* __restrict__ x, const T* __restrict__ residual, const W* __restrict__ weight,
                  T* __restrict__ stream, T* __restrict__ y, float* __restrict__ rstd, float eps) {
   const i64 row = blockIdx.x, base = row * WIDTH;
-  float h[FORWARD_ITEMS][VEC];
-  float squares = 0.f;
+  // All loads of a thread are issued before the first one is waited for.
+  constexpr int STEP = FORWARD_WARPS * 32;  // from a thread's vector to its next
+  const i64 first = base + (int)threadIdx.x * VEC;
+  Vec<T, VEC> h[FORWARD_ITEMS] = {};
 #pragma unroll
-  for (int i = 0; i < FORWARD_ITEMS; ++i) {
-    const int piece = i * FORWARD_WARPS * 32 + threadIdx.x;
-    if (piece >= PIECES) continue;
-    Vec<T, VEC> a = load<VEC>(x + base + piece * VEC);
-    if (residual) {
-      const Vec<T, VEC> b = load<VEC>(residual + base + piece * VEC);
+  for (int i = 0; i < FORWARD_ITEMS; ++i)
+    if (FORWARD_FULL || i * STEP + threadIdx.x < PIECES) h[i] = load<VEC>(x + first + i * STEP * VEC);
+  if (residual) {
+    Vec<T, VEC> b[FORWARD_ITEMS];
 #pragma unroll
-      for (int j = 0; j < VEC; ++j) narrow(widen(a.v[j]) + widen(b.v[j]), a.v[j]);
-      store<VEC>(stream + base + piece * VEC, a);
-    }
+    for (int i = 0; i < FORWARD_ITEMS; ++i)
+      if (FORWARD_FULL || i * STEP + threadIdx.x < PIECES) b[i] = load<VEC>(residual + first + i * STEP * VEC);
 #pragma unroll
-    for (int j = 0; j < VEC; ++j) {
-      h[i][j] = widen(a.v[j]);
-      squares += h[i][j] * h[i][j];
+    for (int i = 0; i < FORWARD_ITEMS; ++i) {
+      if (!FORWARD_FULL && i * STEP + threadIdx.x >= PIECES) continue;
+#pragma unroll
+      for (int j = 0; j < VEC; ++j) narrow(widen(h[i].v[j]) + widen(b[i].v[j]), h[i].v[j]);
+      store<VEC>(stream + first + i * STEP * VEC, h[i]);
     }
   }
+  float squares = 0.f;
+#pragma unroll
+  for (int i = 0; i < FORWARD_ITEMS; ++i)
+#pragma unroll
+    for (int j = 0; j < VEC; ++j) squares += widen(h[i].v[j]) * widen(h[i].v[j]);  // 0 beyond the row's end
   const float scale = rsqrtf(block_sum<FORWARD_WARPS>(squares) * (1.f / WIDTH) + eps);
   if (threadIdx.x == 0) rstd[row] = scale;
 #pragma unroll
   for (int i = 0; i < FORWARD_ITEMS; ++i) {
-    const int piece = i * FORWARD_WARPS * 32 + threadIdx.x;
-    if (piece >= PIECES) continue;
-    const Vec<W, VEC> w = load<VEC>(weight + piece * VEC);
-    Vec<T, VEC> out;
+    if (!FORWARD_FULL && i * STEP + threadIdx.x >= PIECES) continue;
+    const Vec<W, VEC> w = load<VEC>(weight + (i * STEP + threadIdx.x) * VEC);
 #pragma unroll
-    for (int j = 0; j < VEC; ++j) narrow(h[i][j] * scale * widen(w.v[j]), out.v[j]);
-    store<VEC>(y + base + piece * VEC, out);
+    for (int j = 0; j < VEC; ++j) narrow(widen(h[i].v[j]) * scale * widen(w.v[j]), h[i].v[j]);
+    store<VEC>(y + first + i * STEP * VEC, h[i]);
   }
 }
 
