@@ -4,42 +4,45 @@
 #   tests/benchmarks/on_gpu.sh
 #
 # is the one command, and a first run needs no decision: it finds a Python with torch, takes what is missing from the
-# folder wheels/ where there is no network, and runs the parts below in their order. On a machine without a GPU all
-# runs too, in sizes for a CPU, to try the script itself.
+# folder wheels/ where there is no network, and runs the calls below in their order. On a machine without a GPU all runs
+# too, in sizes for a CPU, to try the script itself.
 #
-#   tests/benchmarks/on_gpu.sh [-p PYTHON] [-w WHEELS] [-o FOLDER] [PART ...]
+#   tests/benchmarks/on_gpu.sh [-n] [-p PYTHON] [-w WHEELS] [-o FOLDER] [CALL | PART ...]
 #
+#   -n  only print the commands as they are on a GPU
 #   -p  the Python to use. Without it the first of .venv/bin/python, python3 and python whose torch sees a GPU, else
-#       whose torch is there; where something is missing and no wheel has it, .venv is made
+#       whose torch is there; where something is missing and no wheel has it, .venv is made, if there is a network
 #   -w  a folder of wheels, for machines without a network; without it wheels/, if that is there. Beside torch, Lightning
 #       and pytest usually three small ones are missing:
 #           pip download --no-deps --dest wheels jsonargparse docstring-parser typeshed-client
-#   -o  where results go; without it build/on_gpu
+#   -o  where results go; without it $OUT, where only the archive is put, or else build/on_gpu
 #
-# A part ends within nine minutes, whatever happens in it (PART_SECONDS sets another limit). Parts, in the order of a
-# run that names none:
+# A call is a number, and its parts end together within nine minutes, whatever happens in them (PART_SECONDS sets
+# another limit); so does a part that is named by itself.
 #
-#   tests                 the GPU tests but slow ones and the sanitizer, four at once where pytest-xdist is there
-#   kernels               each kernel in bf16 beside eager mode and inductor; kernels:fp16 and kernels:fp32 can be named
-#   steps:pretrain-350m   a step in eager mode, inductor block by block and as a whole, CUDA graphs, and in eager
-#                         mode without our kernels
-#   steps:wide-heads      the same model with heads 128 wide, in eager mode and inductor
-#   peers                 two of our modes beside transformers, litgpt, nanoGPT and Liger, those that are there;
-#                         peers:NAME,NAME chooses others, such as peers:lm:none,litgpt
-#   memory                the memory that `lm plan` expects beside what a step takes, at three micro-batches and with
-#                         activation checkpointing, and what a checkpoint costs
-#   profile               where the time of a step goes, with a trace
-#   fit                   a training once whole, and once killed and resumed: the losses have to be the same
-#   sanitizer             compute-sanitizer over the kernels' tests, both of its tools at once
+#   1  smoke                a few of the kernels' tests
+#      kernels              each kernel in bf16 beside eager mode and inductor; kernels:fp16 and kernels:fp32 can be named
+#      steps:headline       the 350M preset in eager mode: 512Ki tokens a step, 64 samples a micro-batch
+#      profile              where the time of a step goes, with a trace
+#   2  tests                the GPU tests but slow ones and the sanitizer, four at once where pytest-xdist is there
+#   3  steps:pretrain-350m  a step by inductor, with CUDA graphs, and without our kernels
+#      steps:wide-heads     the same model with heads 128 wide, in eager mode and inductor
+#      memory               the memory that `lm plan` expects beside what a step takes, at three micro-batches and with
+#                           activation checkpointing, and what a checkpoint costs
+#   4  fit                  a training once whole, and once killed and resumed: the losses have to be the same
+#      peers                two of our modes beside transformers, litgpt, nanoGPT and Liger, those that are there;
+#                           peers:NAME,NAME chooses others, such as peers:lm:none,litgpt
+#   5  sanitizer            compute-sanitizer over the kernels' tests, its four tools at once
+#      steps:fp8            FP8 beside bf16, at 1,024 and at 2,048 wide
 #
 # `all` runs the others after these: trainings (the slow GPU tests), kernels:fp16, steps:pretrain-50m,
-# steps:pretrain-350m-2048 (the longer context), steps:fp8 (at 2,048 wide), steps:tiny.
+# steps:pretrain-350m-2048 (the longer context), steps:tiny.
 #
 # No part needs another one. In particular `kernels` unlocks nothing: every process compiles the kernels that it uses,
 # in a tenth of a second each, and a part that fails keeps no other from running. Nothing here changes the device's
-# settings. JSON files, logs and a summary are packed into one archive after each part, so a run that is cut short
-# loses only the part it was in; archives of several runs unpack into one folder. Sources of litgpt, nanoGPT and Liger
-# are found through LITGPT, NANOGPT and LIGER; what is installed is found anyway.
+# settings. JSON files, logs and a summary are packed into one archive after each part, under 16 MB, so a run that is cut
+# short loses only the part it was in; archives of several runs unpack into one folder. Sources of litgpt, nanoGPT and
+# Liger are found through LITGPT, NANOGPT and LIGER; what is installed is found anyway.
 set -uo pipefail
 here=$PWD
 cd "$(dirname "$0")/../.." || exit 1
@@ -48,12 +51,14 @@ from_here() { [[ $1 == /* ]] && echo "$1" || echo "$here/$1"; }
 usage() { sed -n '2,/^set /{/^#/s/^# \{0,1\}//p}' "$0"; }
 
 part_seconds=${PART_SECONDS:-530}  # and 10 more for what does not end by itself
-defaults='tests kernels steps:pretrain-350m steps:wide-heads peers memory profile fit sanitizer'
-others='trainings kernels:fp16 steps:pretrain-50m steps:pretrain-350m-2048 steps:fp8 steps:tiny'
+calls=('' 'smoke kernels steps:headline profile' tests 'steps:pretrain-350m steps:wide-heads memory' 'fit peers'
+    'sanitizer steps:fp8')
+others='trainings kernels:fp16 steps:pretrain-50m steps:pretrain-350m-2048 steps:tiny'
 
-python='' wheels=wheels out=build/on_gpu
-while getopts p:w:o:h option; do
+python='' wheels=wheels out='' dry=''
+while getopts np:w:o:h option; do
     case $option in
+        n) dry=yes ;;
         p) python=$([[ $OPTARG != */* ]] && echo "$OPTARG" || from_here "$OPTARG") ;;
         w) wheels=$(from_here "$OPTARG") ;;
         o) out=$(from_here "$OPTARG") ;;
@@ -63,13 +68,13 @@ while getopts p:w:o:h option; do
 done
 shift $((OPTIND - 1))
 [ "${1-}" != --help ] || { usage; exit 0; }
-parts=${*:-$defaults}
-[ "$parts" != all ] || parts="$defaults $others"
-for part in $parts; do
+wanted=${*:-1 2 3 4 5}
+[ "$wanted" != all ] || wanted="1 2 3 4 5 $others"
+for part in $wanted; do
     case $part in
-        peers:?* | kernels:fp32 | kernels:bf16) ;;
-        *) [[ " $defaults $others steps " == *" $part "* ]] || {
-            echo "on_gpu.sh: no part $part: $defaults $others" >&2
+        [1-5] | peers:?* | kernels:fp32 | kernels:bf16) ;;
+        *) [[ " ${calls[*]} $others steps " == *" $part "* ]] || {
+            echo "on_gpu.sh: no part $part: 1 to 5, or one of ${calls[*]} $others" >&2
             exit 2
         } ;;
     esac
@@ -111,7 +116,8 @@ missing() {
 }
 
 lacks=$(missing)
-if [ -n "$lacks" ] && [ -z "$given" ]; then
+online() { timeout 5 bash -c ': < /dev/tcp/pypi.org/443' 2> /dev/null; }
+if [ -n "$lacks" ] && [ -z "$given" ] && online; then
     echo "on_gpu.sh: $python: $lacks; installing into .venv"
     [ -x .venv/bin/python ] || "$python" -m venv --system-site-packages .venv
     python=.venv/bin/python
@@ -129,12 +135,17 @@ if torch.cuda.is_available():
     name = torch.cuda.get_device_name().lower().replace("nvidia ", "").split()
     print("-".join(name))
 ') || exit 1
+[ -z "$dry" ] || device=gpu
 gpu=${device:+yes}
 device=${device:-cpu}
 stamp=$(date -u +%F)
 label=$stamp-$device
-results=$out/$label
-archive=$out/on-gpu-$label-$(date -u +%H%M%S).tar.gz
+folder=$out
+[ -n "$folder" ] || folder=${OUT:+$work/results}
+folder=${folder:-build/on_gpu}
+[ -z "$dry" ] || folder=$work/results
+results=$folder/$label
+archive=${out:-${OUT:-$folder}}/on-gpu-$label-$(date -u +%H%M%S).tar.gz
 mkdir -p "$results" || exit 1
 summary=() failed=0 deadline=0
 
@@ -144,6 +155,11 @@ summary=() failed=0 deadline=0
 run() {
     local name=$1 begun=$SECONDS left=$((deadline - SECONDS)) code
     shift
+    if [ -n "$dry" ]; then
+        printf '%q ' "$@"
+        echo
+        return 0
+    fi
     if [ $left -lt 5 ]; then
         summary+=("$name: not begun, the time of its part was over")
         failed=1
@@ -162,13 +178,37 @@ run() {
     return $code
 }
 
-# Everything there is so far in one file.
+# Everything there is so far in one file; without the traces, where they are too large for it.
 pack() {
+    [ -z "$dry" ] || return 0
     printf '%s\n' "${summary[@]}" > "$results/summary-$(basename "$archive" .tar.gz).txt"
-    tar --warning=no-file-changed -czf "$archive.part" -C "$out" "$label"
-    [ $? -le 1 ] && mv "$archive.part" "$archive"  # 1: a process that is being ended still writes to its log
+    local left_out
+    for left_out in '' '--exclude=*-trace-*'; do
+        tar --warning=no-file-changed $left_out -czf "$archive.part" -C "$folder" "$label"
+        [ $? -le 1 ] && mv "$archive.part" "$archive"  # 1: a process that is being ended still writes to its log
+        [ "$(stat -c %s "$archive")" -gt 16000000 ] || break
+    done
 }
 trap 'jobs -p | xargs -r kill; pack; rm -rf "$work"' EXIT
+
+# The figures of the results on one screen.
+figures() {
+    "$python" - "$results"/*.json << 'PYTHON'
+import json
+import sys
+from pathlib import Path
+
+for path in map(Path, sys.argv[1:]):
+    found = json.loads(path.read_text())
+    for name, one in (found.get("modes") or found.get("contenders") or {"": found}).items():
+        if rate := one.get("tokens_per_second"):
+            mfu, memory = one.get("mfu"), one.get("peak_memory_bytes")
+            print(f"{path.stem[11:]} {name}: {rate:,.0f} tokens/s, {one.get('ms_per_step', 0):.1f} ms a step"
+                  + f", MFU {mfu:.1%}" * bool(mfu) + f", {(memory or 0) / 2**30:.1f} GiB" * bool(memory))
+        elif "unavailable" in one:
+            print(f"{path.stem[11:]} {name}: {one['unavailable'][:100]}")
+PYTHON
+}
 
 # ---- parts -----------------------------------------------------------------------------------------------------------
 
@@ -178,15 +218,17 @@ gpu_tests() {
     shift 2
     mapfile -t files < <(grep -rl 'mark\.gpu' tests --include='test_*.py')
     "$python" -c 'import xdist' 2> /dev/null || at_once=()
-    run "$name" "$python" -m pytest -p no:cacheprovider "${files[@]}" "$@" "${at_once[@]}" ${gpu:---co} \
+    run "$name" "$python" -m pytest -p no:cacheprovider "${files[@]}" "$@" "${at_once[@]}" $([ -n "$gpu" ] || echo --co) \
         --continue-on-collection-errors --durations 10
 }
+
+smoke() { gpu_tests smoke 4 -m gpu -k 'kernels_equal and 33-1024'; }
 
 tests() { gpu_tests tests 4 -m 'gpu and not slow' -k 'not sanitizer'; }
 
 trainings() { gpu_tests trainings 4 -m 'gpu and slow'; }
 
-sanitizer() { gpu_tests sanitizer 2 -m gpu -k sanitizer; }
+sanitizer() { gpu_tests sanitizer 4 -m gpu -k sanitizer; }
 
 # kernels [DTYPE]
 kernels() {
@@ -200,30 +242,35 @@ step() {
     local name=$1 modes=$2
     shift 2
     [ -n "$gpu" ] || set -- --config tiny.yaml
-    # Four micro-batches a step instead of 32: the same work for each, in an eighth of the time.
-    run "steps-$name" "$python" tests/benchmarks/bench_modes.py "$@" --steps 20 --trainer.log_interval 5 \
+    run "steps-$name" "$python" tests/benchmarks/bench_modes.py --steps 20 --trainer.log_interval 5 "$@" \
         --checkpoints 0 --output "$results/$stamp-steps-$name-$device.json" --modes $modes
 }
 
 # steps [NAME]
 steps() {
-    local precision batch='--data.global_batch_tokens 64Ki' wide=pretrain-350m-wide-heads.yaml
+    # Four micro-batches a step instead of 32: the same work for each, in an eighth of the time.
+    local precision width batch='--data.global_batch_tokens 64Ki' wide=pretrain-350m-wide-heads.yaml
     case ${1:-} in
-        '') steps pretrain-350m; steps wide-heads ;;
+        '') steps headline; steps pretrain-350m; steps wide-heads ;;
+        headline)  # as it is trained: the optimizer's part of a step is a seventh of that at 64Ki
+            step "$1" none --config pretrain-350m.yaml --data.global_batch_tokens 512Ki --data.micro_batch_size 64 \
+                --steps 6 --trainer.log_interval 2 ;;
         tiny) step tiny 'none triton_free inductor' --config tiny.yaml --trainer.precision bf16-mixed ;;
         pretrain-50m)
             step "$1" 'none none+graphs inductor inductor+graphs none/off inductor/off' --config pretrain-50m.yaml \
                 --data.global_batch_tokens 128Ki ;;
-        pretrain-350m) step "$1" 'none inductor none+graphs none/off' --config pretrain-350m.yaml $batch ;;
+        pretrain-350m) step "$1" 'inductor none+graphs none/off' --config pretrain-350m.yaml $batch ;;
         pretrain-350m-2048)
             step "$1" 'none inductor' --config pretrain-350m.yaml $batch --data.micro_batch_size 8 \
                 --model.decoder.max_position_embeddings 2048 ;;
         wide-heads) step "$1" 'none inductor' --config $wide $batch ;;
-        fp8)  # wide matrices are what it is for
-            for precision in bf16-mixed fp8-tensorwise fp8-rowwise; do
-                step "2048-wide-$precision" inductor --config $wide --trainer.precision $precision \
-                    --model.decoder.hidden_size 2048 --model.decoder.intermediate_size 8192 \
-                    --data.micro_batch_size 8 --data.global_batch_tokens 32Ki
+        fp8)
+            for width in 1024 2048; do
+                for precision in bf16-mixed fp8-tensorwise fp8-rowwise; do
+                    step "$width-wide-$precision" inductor --config $wide --trainer.precision $precision \
+                        --model.decoder.hidden_size $width --model.decoder.intermediate_size $((4 * width)) \
+                        --data.micro_batch_size 8 --data.global_batch_tokens 32Ki --steps 10
+                done
             done ;;
     esac
 }
@@ -234,9 +281,9 @@ peers() {
     local contenders=${1:-lm:none,lm:inductor,transformers+inductor,litgpt+inductor,nanogpt+inductor,liger}
     local config=published/pretrain-350m-adamw  # no norms of queries and keys, which some of them lack
     [ -n "$gpu" ] || config=tiny
-    # Four samples at once: all contenders are on the device together.
+    # Eight samples at once: all contenders are on the device together.
     run "peers-${config#*/}" "$python" tests/benchmarks/peers.py --config $config.yaml "${sources[@]}" \
-        --data.micro_batch_size 4 --accumulate 4 --contenders ${contenders//,/ } \
+        --data.micro_batch_size 8 --accumulate 4 --contenders ${contenders//,/ } \
         --output "$results/$stamp-peers-${config#*/}-$device.json"
 }
 
@@ -268,13 +315,15 @@ fit() {
         --vocab_size 4096 --val_fraction 0.05 || return
     local common=(--config pretrain-350m.yaml "${small[@]}" --data.path "$data" --trainer.max_tokens null
         --model.decoder.vocab_size null --trainer.max_steps 40 --trainer.log_interval 1 --trainer.val_interval 20
-        --trainer.checkpoint_interval 10 --data.micro_batch_size 16 --data.val_tokens 16Ki
+        --trainer.checkpoint_interval 20 --data.micro_batch_size 16 --data.val_tokens 16Ki
+        --model.schedule.warmup_steps 4
         --model.compile triton_free --trainer.default_root_dir "$work/runs" --ckpt_path auto)
     [ -n "$gpu" ] && common+=(--data.global_batch_tokens 64Ki)
     run fit-whole "$python" -m lm fit "${common[@]}" --run whole || return
+    [ -z "$dry" ] || return 0
     "$python" -m lm fit "${common[@]}" --run killed > "$results/fit-killed.log" 2>&1 &
     local process=$!  # not under `timeout`, which would be killed in its place
-    until [ -e "$work/runs/killed/last" ] && grep -q '"step": 15,' "$work/runs/killed/metrics.jsonl" 2> /dev/null; do
+    until [ -e "$work/runs/killed/last" ] && grep -q '"step": 25,' "$work/runs/killed/metrics.jsonl" 2> /dev/null; do
         [ $SECONDS -lt $deadline ] && kill -0 $process 2> /dev/null || break
         sleep 0.1
     done
@@ -305,14 +354,20 @@ PYTHON
     nvidia-smi 2> /dev/null | head -n 15
     "$python" -c 'import sys, torch; print(sys.executable, sys.version, torch.__version__, torch.version.cuda)'
 } | tee "$results/machine.log"
-for part in $parts; do
+for call in $wanted; do
     deadline=$((SECONDS + part_seconds))
-    kind=${part%%:*} which=''
-    [ "$kind" = "$part" ] || which=${part#*:}
-    "$kind" $which
-    pack
+    parts=$call
+    [[ $call != [1-5] ]] || parts=${calls[$call]}
+    for part in $parts; do
+        kind=${part%%:*} which=''
+        [ "$kind" = "$part" ] || which=${part#*:}
+        "$kind" $which
+        pack
+    done
 done
+[ -z "$dry" ] || exit 0
 echo "== summary"
 printf '%s\n' "${summary[@]}"
+figures 2> /dev/null
 echo "all of it: $archive"
 exit $failed

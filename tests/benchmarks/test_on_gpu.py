@@ -1,6 +1,8 @@
 """`on_gpu.sh`: a part that hangs is cut, one that breaks holds no other back, and what there is so far is packed."""
 
+import json
 import os
+import shlex
 import signal
 import subprocess
 import sys
@@ -10,6 +12,7 @@ import zipfile
 from pathlib import Path
 
 import pytest
+from trainings import lm
 
 SCRIPT = Path(__file__).with_name("on_gpu.sh")
 # A Python that lacks nothing and sees no GPU. Kernels hang in it, peers break, a profile works, `lm` does nothing.
@@ -96,9 +99,33 @@ def test_the_losses_of_the_killed_training_are_really_compared(begin, tmp_path):
     assert "AssertionError: ([], [])" in files["fit-same.log"]
 
 
+@pytest.mark.slow
+def test_every_command_for_a_gpu_is_one_that_runs_there(tmp_path):
+    """Trainings are those that `lm plan` finds ready on an H200, but for data that is not made here; tests are there."""
+    said = subprocess.run([SCRIPT, "-n", "-p", sys.executable, "all"], capture_output=True, text=True, check=True).stdout
+    commands = [shlex.split(line)[1:] for line in said.splitlines() if line.startswith(f"{sys.executable} -m ")]
+    commands += [shlex.split(line)[1:] for line in said.splitlines() if line.startswith(f"{sys.executable} tests/")]
+    plans = set()
+    for command in commands:
+        pairs = list(zip(command, command[1:]))
+        if command[1] == "pytest":
+            valued = ("-p", "-m", "-k", "-n", "--durations")
+            alone = [value for option, value in pairs[2:] if value[0] != "-" and option not in valued]
+            assert alone and all((SCRIPT.parents[2] / file).is_file() for file in alone), alone
+        if "--config" in command:
+            of_training = ("--config", "--data.", "--model.", "--trainer.")
+            plans.add(tuple(text for pair in pairs if pair[0].startswith(of_training) for text in pair))
+    assert len(plans) > 12
+    for options in plans:
+        found = json.loads(lm(tmp_path, "plan", *options, "--device", "h200", "--json", expect=None).stdout)
+        errors = [one["what"] for one in found["findings"] if one["level"] == "error"]
+        assert not [what for what in errors if "holds no manifest.json" not in what], options
+        assert "steps" in found, errors
+
+
 @pytest.mark.parametrize("part", ["kernel", "steps:pretrain-1b", "fit:again"])
 def test_an_unknown_part_is_refused_before_anything_runs(begin, tmp_path, part):
     process = begin("profile", part)
     said = process.communicate(timeout=60)[0]
-    assert process.returncode == 2 and f"no part {part}: tests kernels" in said and said.count("\n") == 1
+    assert process.returncode == 2 and f"no part {part}: 1 to 5, or one of" in said and said.count("\n") == 1
     assert not (tmp_path / "out").exists()
