@@ -165,8 +165,9 @@ class OwnLauncher:
 
 
 def set_group_timeout(timeout: timedelta) -> None:
-    """Set how long ranks wait for one another from now on; torch takes it only where the group is made."""
-    dist.distributed_c10d._set_pg_timeout(timeout, dist.group.WORLD)
+    """Set how long ranks wait for one another from now on, in all groups; torch takes it only where a group is made."""
+    for group in dist.distributed_c10d._world.pg_map:  # HSDP has some beside that of all ranks
+        dist.distributed_c10d._set_pg_timeout(timeout, group)
 
 
 # ---- TensorBoard -----------------------------------------------------------------------------------------------------

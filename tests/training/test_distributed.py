@@ -8,6 +8,7 @@ import subprocess
 import sys
 import time
 from collections import Counter
+from datetime import timedelta
 from pathlib import Path
 
 import pytest
@@ -18,6 +19,7 @@ from lightning.pytorch.plugins import MixedPrecision
 from lightning.pytorch.plugins import Precision as PrecisionPlugin
 from safetensors.torch import load_file
 from torch import Tensor
+from torch.distributed import distributed_c10d
 from torch.distributed.device_mesh import init_device_mesh
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
@@ -189,6 +191,9 @@ def shard_on_a_rank(rank: int, rendezvous: str, world: int, replicas: int, preci
     strategy.precision_plugin = MixedPrecision(precision, "cpu") if "mixed" in precision else PrecisionPlugin()
     whole, decoder = small_decoder(), small_decoder()
     strategy.shard(decoder)
+    strategy.on_train_start()
+    waits = {group: group._get_backend(torch.device("cpu")).options._timeout for group in distributed_c10d._world.pg_map}
+    assert len(waits) > replicas and set(waits.values()) == {timedelta(seconds=60)}
     angles = []
     decoder.layers[0].register_forward_pre_hook(lambda _, args: angles.append(args[1].cos.dtype))
     ids = torch.randint(50, (2, 32))
