@@ -40,7 +40,7 @@ from lm.runs.config_diff import differences, not_allowed
 from lm.runs.run import ROOT, Run
 from lm.system import process
 from lm.system.arguments import call
-from lm.system.files import flatten, to_json, write_atomically
+from lm.system.files import to_json, write_atomically
 from lm.system.stop_signals import STOP
 from lm.system.units import (
     Count,
@@ -57,7 +57,6 @@ from lm.training.trainer import device_count
 log = logging.getLogger(__name__)
 
 VALIDATED = 2**20  # tokens, the same for all sizes
-FACTOR = re.compile(r"x(\d+\.?\d*(?:e[+-]?\d+)?)")  # of a size's own value
 POLL = 0.2  # seconds between looks at the trainings
 PATIENCE = 60.0  # seconds that a training of a killed ladder has to save its last checkpoint
 DIES_WITH_PARENT = 1  # PR_SET_PDEATHSIG of prctl(2)
@@ -93,8 +92,6 @@ class LadderOptions:
         ratio: Tokens for each parameter outside the embedding, one number or several; 20 if no length is given.
         max_steps: In place of it: optimizer steps, the same for all sizes.
         seeds: Trainings of each size, with seeds 1, 2 and so on; three or more show the noise.
-        grid: An option with the values to try at each size, such as model.optimizer.lr=0.01,0.02, or, with factors of
-            each size's own, model.optimizer.lr=x0.5,x1,x2.
         name: Of the ladder: its folder, and how the names of its runs begin.
         plan_only: Print what would be trained, and train nothing.
         json: Print one JSON object instead of tables.
@@ -110,7 +107,7 @@ class LadderOptions:
 
     def __init__(
         self, depths: list[str] = [], predict: list[str] = [], ratio: list[str] = [], max_steps: Count | None = None,
-        seeds: int = 1, grid: list[str] = [], name: str = "ladder", plan_only: bool = False, json: bool = False,
+        seeds: int = 1, name: str = "ladder", plan_only: bool = False, json: bool = False,
         device: str = "auto", memory: str | None = None, peak_tflops: float | None = None, mfu: float | None = None,
         rate_usd_per_hr: float | None = None, root: str = str(ROOT), vocab_size: Count | None = None, **scaled: Any,
     ) -> None:  # fmt: skip
@@ -130,9 +127,6 @@ class LadderOptions:
         ]
         if max_steps:
             self.lengths = [Length(f"n{int(max_steps)}", plural(max_steps, "step"), {"max_steps": max_steps})]
-        self.points = [dict(point) for point in itertools.product(*map(_grid_values, grid))]
-        if len({key for point in self.points for key in point}) < len(grid):
-            raise RequestError("--grid names an option twice: give all of its values together, as in lr=0.01,0.02")
         self.seeds, self.name, self.folder = seeds, name, Path(root) / name
         self.plan_only, self.json = plan_only, json
         planned = {"device": device, "memory": memory, "peak_tflops": peak_tflops, "mfu": mfu,
@@ -157,25 +151,6 @@ def _numbers(option: str, given: list[str], kind: type = float) -> list[Any]:
             raise RequestError(f"{option} {','.join(given)}: {word!r} is not a {wanted} above 0")
         found.add(number)
     return sorted(found)
-
-
-def _grid_values(given: str) -> list[tuple[str, str]]:
-    """The values of a `--grid`, each with its key."""
-    key, equals, values = given.partition("=")
-    words = list({_number(word): word for word in filter(None, map(str.strip, values.split(",")))}.values())
-    if not (key and equals and words):
-        raise RequestError(f"--grid {given}: give an option and its values, as in --grid model.optimizer.lr=0.01,0.02")
-    if len({bool(FACTOR.fullmatch(word)) for word in words}) > 1:
-        raise RequestError(f"--grid {given}: give values or factors, and not both")
-    return [(key, word) for word in words]
-
-
-def _number(word: str) -> float | str:
-    """What a value or factor of a grid is, in any spelling: 1e-2 is 0.01."""
-    try:
-        return float(word.removeprefix("x"))
-    except ValueError:
-        return word
 
 
 def _spelled(number: float) -> str:
@@ -212,7 +187,7 @@ def ladder(options: LadderOptions, overrides: list[str]) -> None:
     with only_one(options.folder):
         failed = train(options, wanted, trainings)
         found = save_report(options, trainings)
-        to_train = write_predicted(options, trainings, found)
+        to_train = write_predicted(options, trainings)
     if options.json:
         print(to_json(found))
     else:
@@ -232,7 +207,7 @@ def ladder(options: LadderOptions, overrides: list[str]) -> None:
 def make_trainings(options: LadderOptions, overrides: list[str]) -> list[Training]:
     """All trainings of a ladder, planned: the first seed at all sizes, then the next one."""
     typed = [one.removeprefix("--").partition("=")[0] for one in overrides if one.startswith("--")]
-    for key in (*typed, *options.points[0]):
+    for key in typed:
         if key in FOLLOWS:
             raise RequestError(f"{key} follows from the depth and the length of each run: give {FOLLOWS[key]}")
     parts = []
@@ -245,25 +220,18 @@ def make_trainings(options: LadderOptions, overrides: list[str]) -> list[Trainin
         settings["trainer"] |= {"devices": 1, "default_root_dir": str(options.folder), "keep_checkpoints": 1}
         settings["data"]["val_tokens"] = VALIDATED
         settings = yaml.safe_load(resolved_text(settings, overrides))
-        for point in options.points:
-            config = at_point(settings, point)
-            keep_length(config, recipe, length, [*typed, *point])
-            facts = plan_facts(options, config, depth, refuse=depth in options.sizes)
-            model, tokens = facts["model"], facts["steps"]["tokens"]
-            outside = model["parameters"]["total"] - model["parameters"]["embedding"]
-            flops = tokens * model["flops_per_token"]
-            size = ModelSize(depth, length.label, outside, tokens, flops, depth in options.held_out)
-            values = "".join(f"-{key.rpartition('.')[2]}={value}" for key, value in point.items())
-            parts.append((size, point, config, facts, f"{options.name}-d{depth}-{length.short}{values}"))
+        keep_length(settings, recipe, length, typed)
+        facts = plan_facts(options, settings, depth, refuse=depth in options.sizes)
+        model, tokens = facts["model"], facts["steps"]["tokens"]
+        outside = model["parameters"]["total"] - model["parameters"]["embedding"]
+        flops = tokens * model["flops_per_token"]
+        size = ModelSize(depth, length.label, outside, tokens, flops, depth in options.held_out)
+        parts.append((size, settings, facts, f"{options.name}-d{depth}-{length.short}"))
     made = []
     for seed in range(1, options.seeds + 1):
-        for size, point, config, facts, name in parts:
-            name = re.sub(r"[^\w.+=-]", "_", f"{name}-s{seed}")
-            text = yaml.safe_dump({"run": name, **config, "seed_everything": seed}, sort_keys=False)
-            run = Run(options.folder / name)
-            if any(run.name == other.run.name for other in made):
-                raise RequestError(f"--grid: two values are called {name} as the name of a run; change one of them")
-            made.append(Training(size, point, seed, run, text, facts))
+        for size, config, facts, name in parts:
+            text = yaml.safe_dump({"run": f"{name}-s{seed}", **config, "seed_everything": seed}, sort_keys=False)
+            made.append(Training(size, seed, Run(options.folder / f"{name}-s{seed}"), text, facts))
     return made
 
 
@@ -275,20 +243,6 @@ def keep_length(config: dict[str, Any], recipe: scale.Recipe, length: Length, ty
         config["trainer"]["max_steps"] = steps
         if "model.schedule.warmup_steps" not in typed:
             config["model"]["schedule"]["warmup_steps"] = BUILTIN[recipe.optimizer].warmup_steps(steps, tokens)
-
-
-def at_point(settings: dict[str, Any], point: dict[str, str]) -> dict[str, Any]:
-    """A resolved config in which a point of the grid replaces values."""
-    overrides = []
-    for key, value in point.items():
-        if factor := FACTOR.fullmatch(value):
-            own = flatten(settings).get(key)
-            if isinstance(own, bool) or not isinstance(own, int | float):
-                raise RequestError(f"--grid {key}={value} is a factor, and the config has {own!r} there: give values")
-            product = own * float(factor[1])
-            value = str(round(product) if isinstance(own, int) else float(f"{product:.6g}"))
-        overrides.append(f"--{key}={value}")
-    return yaml.safe_load(resolved_text(settings, overrides)) if overrides else settings
 
 
 def plan_facts(options: LadderOptions, config: dict[str, Any], depth: int, refuse: bool) -> dict[str, Any]:
@@ -334,14 +288,13 @@ def refuse_other_settings(trainings: list[Training]) -> None:
 def planned_sizes(options: LadderOptions, trainings: list[Training]) -> list[dict[str, Any]]:
     """Each size of a ladder, with what one of its trainings takes; `runs` are 0 for one that is predicted."""
     by_size = {(one.size.depth, one.size.length): one for one in trainings}
-    runs = options.seeds * len(options.points)
     return [
         {
             "depth": one.size.depth, "length": one.size.length,
             "parameters": one.plan["model"]["parameters"]["total"], "steps": one.plan["steps"]["max_steps"],
             "tokens": float(one.size.tokens), "flops": one.size.flops, "memory": one.plan["memory"]["total"],
             "seconds": one.plan["time"]["seconds"], "usd": one.plan["time"].get("usd"),
-            "runs": runs * (one.size.depth in options.sizes),
+            "runs": options.seeds * (one.size.depth in options.sizes),
         }
         for one in by_size.values()
     ]  # fmt: skip
@@ -495,12 +448,9 @@ def last_line(file: Path) -> str:
     return next((line for line in reversed(lines) if line), "it printed nothing")
 
 
-def write_predicted(options: LadderOptions, trainings: list[Training], found: dict[str, Any]) -> list[Training]:
-    """Write the configs of sizes that are predicted and not yet trained, at the best point of the largest size."""
-    measured = [size for size in found["sizes"] if size["losses"] and not size["held_out"]]
-    best = max(measured, key=lambda size: size["flops"], default={"point": {}})["point"]
-    left = [one for one in trainings if one.size.depth not in options.sizes and one.seed == 1 and one.point == best
-            and not one.finished]  # fmt: skip
+def write_predicted(options: LadderOptions, trainings: list[Training]) -> list[Training]:
+    """Write the configs of sizes that are predicted and not yet trained."""
+    left = [one for one in trainings if one.size.depth not in options.sizes and one.seed == 1 and not one.finished]
     for one in left:
         settings = yaml.safe_load(one.config)
         settings["trainer"]["devices"] = "auto"

@@ -1,4 +1,4 @@
-"""What a ladder has measured: losses by size, the laws that were fitted to them, predictions, and the best of a grid.
+"""What a ladder has measured: losses by size, the laws that were fitted to them, and predictions.
 
 As one dictionary, `ladder.json`; as tables in the terminal; and as a page, `ladder.html`. Nothing here imports torch.
 """
@@ -43,7 +43,6 @@ class Training:
     """One run of a ladder, which may not have begun."""
 
     size: ModelSize
-    point: dict[str, str]  # of the grid
     seed: int
     run: Run
     config: str = ""  # YAML with all options
@@ -63,12 +62,10 @@ class Training:
 
 
 class Measured(NamedTuple):
-    """The losses of the seeds of a size, at the best point of the grid."""
+    """The losses of the seeds of a size."""
 
     size: ModelSize
-    point: dict[str, str]
     losses: list[float]  # by seed; empty where no training has finished
-    by_point: list[tuple[dict[str, str], list[float]]]
 
 
 def report(name: str, command: str, trainings: Sequence[Training]) -> dict[str, Any]:
@@ -78,20 +75,19 @@ def report(name: str, command: str, trainings: Sequence[Training]) -> dict[str, 
     bits = all("val/bpb" in end for end in known)
     metric, unit = ("val/bpb", "bits per byte") if bits else ("val/loss", "nats a token")
     losses = [end.get(metric) for end in ends]
-    measured = list(measured_sizes(trainings, losses))
+    measured = measured_sizes(trainings, losses)
     found: dict[str, Any] = {
         "name": name, "command": command, "written": time.time(), "unit": unit,
         "runs": [
-            {"run": one.run.name, **one.size._asdict(), "point": one.point, "seed": one.seed, "loss": loss,
+            {"run": one.run.name, **one.size._asdict(), "seed": one.seed, "loss": loss,
              "status": one.run.status() if (one.run.path / "run.json").exists() else "to do"}
             for one, loss in zip(trainings, losses, strict=True)
         ],
         "sizes": [
-            {**one.size._asdict(), "point": one.point, "losses": one.losses,
-             **(spread(one.losses)._asdict() if one.losses else {})}
+            {**one.size._asdict(), "losses": one.losses, **(spread(one.losses)._asdict() if one.losses else {})}
             for one in measured
         ],
-        "laws": [], "predictions": [], "notes": [], "grid": grid_optima(measured),
+        "laws": [], "predictions": [], "notes": [],
     }  # fmt: skip
     for length in dict.fromkeys(one.size.length for one in measured):
         add_laws(found, length, [one for one in measured if one.size.length == length])
@@ -108,20 +104,12 @@ def last_losses(run: Run) -> dict[str, float]:
     return {name: last[name] for name in ("val/loss", "val/bpb") if finite and name in last}
 
 
-def measured_sizes(trainings: Sequence[Training], losses: Sequence[float | None]) -> Iterable[Measured]:
-    """The sizes of a ladder, each with the losses at the point of the grid where their mean is lowest."""
-    groups: dict[tuple[int, str], dict[tuple, list[float]]] = {}
-    first: dict[tuple[int, str], ModelSize] = {}  # a grid may change how many parameters or tokens there are
+def measured_sizes(trainings: Sequence[Training], losses: Sequence[float | None]) -> list[Measured]:
+    """The sizes of a ladder, each with its losses."""
+    by_size: dict[ModelSize, list[float]] = {}
     for one, loss in zip(trainings, losses, strict=True):
-        key = one.size.depth, one.size.length
-        first.setdefault(key, one.size)
-        at = groups.setdefault(key, {}).setdefault(tuple(one.point.items()), [])
-        at += [] if loss is None else [loss]
-    for key, points in groups.items():
-        by_point = [(dict(point), values) for point, values in points.items() if values]
-        most = max((len(values) for _, values in by_point), default=0)  # seeds, the same for all that are compared
-        whole = [pair for pair in by_point if len(pair[1]) == most]
-        yield Measured(first[key], *min(whole, key=lambda pair: fmean(pair[1]), default=({}, [])), by_point)
+        by_size.setdefault(one.size, []).extend([] if loss is None else [loss])
+    return [Measured(size, values) for size, values in by_size.items()]
 
 
 # ---- laws and predictions --------------------------------------------------------------------------------------------
@@ -163,53 +151,14 @@ def add_laws(found: dict[str, Any], length: str, measured: Sequence[Measured]) -
             })  # fmt: skip
 
 
-def number_of(value: str) -> float | None:
-    """The number that a value of a grid is, or multiplies by; None: neither."""
-    try:
-        number = float(value.removeprefix("x"))
-    except ValueError:
-        return None
-    return number if number > 0 else None
-
-
-def grid_optima(measured: Sequence[Measured]) -> list[dict[str, Any]]:
-    """The best value of each option of the grid by size, and the power law of operations that numbers follow."""
-    found = []
-    for key in dict.fromkeys(key for one in measured for key in one.point):
-        rows = []
-        for one in measured:
-            tried: dict[str, float] = {}  # value -> the lowest mean over the other options of the grid
-            for point, losses in one.by_point:
-                tried[point[key]] = min(fmean(losses), tried.get(point[key], math.inf))
-            numbers = [number_of(value) for value in tried]
-            best = None
-            if len(tried) > 2 and None not in numbers:
-                best = scaling_laws.optimum(numbers, list(tried.values()))._asdict()
-            if tried:
-                size = {name: getattr(one.size, name) for name in ("depth", "length", "flops", "held_out")}
-                rows.append({**size, "tried": tried, "lowest": min(tried, key=tried.get), "optimum": best})
-        inside = [row for row in rows if row["optimum"] and row["optimum"]["inside"] and not row["held_out"]]
-        law = None
-        if len({row["flops"] for row in inside}) >= scaling_laws.FEWEST:
-            law = scaling_laws.fit_straight([row["flops"] for row in inside], [row["optimum"]["x"] for row in inside])
-        found.append({
-            "key": key, "factors": any(value.startswith("x") for row in rows for value in row["tried"]), "sizes": rows,
-            "law": None if law is None else law.formula("operations"),
-            "predictions": [{"depth": one.size.depth, "length": one.size.length, "value": float(law(one.size.flops))}
-                            for one in measured if one.size.held_out and law],
-        })  # fmt: skip
-    return found
-
-
 # ---- words -----------------------------------------------------------------------------------------------------------
 
 
 def size_rows(found: dict[str, Any]) -> tuple[list[str], list[list[str]]]:
     """Heads and rows of the table of sizes."""
     several = any(size.get("seeds", 0) > 1 for size in found["sizes"])
-    gridded = bool(found["grid"])
     heads = ["depth", "length", "non-embedding", "tokens", "operations", found["unit"], "seeds"]
-    heads += ["std. error"] * several + ["best of the grid"] * gridded
+    heads += ["std. error"] * several
     rows = []
     for size in found["sizes"]:
         if not size["losses"]:
@@ -218,7 +167,6 @@ def size_rows(found: dict[str, Any]) -> tuple[list[str], list[list[str]]]:
         row += [format_count(float(size["parameters"])), format_count(float(size["tokens"])), f"{size['flops']:.2e}"]
         row += [f"{size['mean']:.4f}", str(size["seeds"])]
         row += [f"{size['stderr']:.2g}" if size["stderr"] is not None else ""] if several else []
-        row += [", ".join(f"{key.rpartition('.')[2]} {value}" for key, value in size["point"].items())] * gridded
         rows.append(row)
     return heads, rows
 
@@ -237,13 +185,12 @@ def prediction_rows(found: dict[str, Any]) -> tuple[list[str], list[list[str]]]:
 
 
 def remarks(found: dict[str, Any]) -> list[str]:
-    """How far the predictions may be trusted, what is best of a grid, and what is missing, in sentences."""
+    """How far the predictions may be trusted, and what is missing, in sentences."""
     without = [run for run in found["runs"] if run["loss"] is None and not run["held_out"]]
     diverged = [run["run"] for run in without if run["status"] == "finished"]
     missing = [run["run"] for run in without if run["status"] != "finished"]
     return [
         *trust(found),
-        *(line for grid in found["grid"] for line in best_of_grid(grid)),
         *([f"Not finished: {', '.join(missing)}."] if missing else []),
         *([f"Without a finite loss at the end: {', '.join(diverged)}."] if diverged else []),
         *(["The prediction is that by operations; the others show how much the choice matters."]
@@ -269,21 +216,6 @@ def trust(found: dict[str, Any]) -> Iterable[str]:
                     f"the largest size, and the sizes differ by a factor of {one['range']:.3g}: "
                     + ("far; the form of the law decides more than the measurements." if far else "not far.")
                 )  # fmt: skip
-
-
-def best_of_grid(grid: dict[str, Any]) -> Iterable[str]:
-    """The best value at each size, and that of sizes which are predicted."""
-    what = "factor of " * grid["factors"] + grid["key"]
-    for row in grid["sizes"]:
-        best = row["optimum"]
-        if best:
-            edge = "" if best["inside"] else ", at the edge of the grid: try values beyond"
-            yield f"{what}: {best['x']:.3g} is best at depth {row['depth']}, {row['length']}{edge}."
-        else:
-            tried = ", ".join(f"{value} {loss:.4f}" for value, loss in row["tried"].items())
-            yield f"{grid['key']} at depth {row['depth']}, {row['length']}: {tried}."
-    for one in grid["predictions"]:
-        yield f"{what}: {one['value']:.3g} at depth {one['depth']}, {one['length']}, by {grid['law']}."
 
 
 def print_report(console: Console, found: dict[str, Any]) -> None:
@@ -312,7 +244,7 @@ def page(found: dict[str, Any]) -> str:
 
 
 def pictures(found: dict[str, Any]) -> Iterable[tuple[str, str]]:
-    """Charts of a report, as a title and an SVG in base64: the laws, the grid."""
+    """Charts of the laws, as a title and an SVG in base64."""
     from lm.inspection.drawing import COLORS, figure, label_axes  # matplotlib takes half a second
 
     def image(drawn: Any) -> str:
@@ -350,18 +282,3 @@ def pictures(found: dict[str, Any]) -> Iterable[tuple[str, str]]:
         label_axes(axes, f"loss by {quantity}; numbers are depths, x is predicted, open marks are not fitted",
                    quantity, found["unit"])  # fmt: skip
         yield f"loss by {quantity}", image(drawn)
-    for grid in found["grid"]:
-        if any(number_of(value) is None for row in grid["sizes"] for value in row["tried"]):
-            continue
-        drawn, axes = figure()
-        for place, row in enumerate(grid["sizes"]):
-            points = sorted((number_of(value), loss) for value, loss in row["tried"].items())
-            color = COLORS[place % len(COLORS)]
-            axes.plot(*zip(*points, strict=True), "o-", color=color, linewidth=1.2, markersize=4,
-                      label=f"depth {row['depth']}, {row['length']}")  # fmt: skip
-            if row["optimum"] and row["optimum"]["inside"]:
-                axes.plot([row["optimum"]["x"]], [row["optimum"]["loss"]], "*", color=color, markersize=11)
-        axes.set_xscale("log")
-        title = f"{grid['key']} by size; a star is the best value"
-        label_axes(axes, title, "factor" if grid["factors"] else grid["key"], found["unit"])
-        yield title, image(drawn)

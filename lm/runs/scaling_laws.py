@@ -144,31 +144,3 @@ def backtest(x: Sequence[float], losses: Sequence[Sequence[float]]) -> tuple[flo
     order = np.argsort(x)
     at, means = [x[place] for place in order], [fmean(losses[place]) for place in order]
     return fmean(float(law(at[-1])) for law in fit_laws(at[:-1], np.array(means[:-1]))), means[-1]
-
-
-# ---- optima ----------------------------------------------------------------------------------------------------------
-
-
-class Optimum(NamedTuple):
-    """Where a loss is lowest."""
-
-    x: float
-    loss: float
-    inside: bool  # otherwise the lowest is at the edge of what was tried, and the optimum may lie beyond
-
-
-def optimum(x: Sequence[float], losses: Sequence[float]) -> Optimum:
-    """The lowest point of the parabola through the lowest loss and its neighbours, over the logarithm of x.
-
-    As usual for learning rates.
-    """
-    order = np.argsort(x)
-    at, values = np.array(x, dtype=float)[order], np.array(losses, dtype=float)[order]
-    lowest = int(values.argmin())
-    if lowest in (0, len(at) - 1):
-        return Optimum(float(at[lowest]), float(values[lowest]), False)
-    near = slice(lowest - 1, lowest + 2)
-    middle = math.log(at[lowest])
-    curve = np.polyfit(np.log(at[near]) - middle, values[near], 2)
-    shift = -curve[1] / (2 * curve[0]) if curve[0] else 0.0
-    return Optimum(math.exp(middle + shift), float(np.polyval(curve, shift)), True)

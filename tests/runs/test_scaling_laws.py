@@ -5,7 +5,7 @@ import math
 import numpy as np
 import pytest
 
-from lm.runs.scaling_laws import backtest, distance, fit_bending, fit_sizes, fit_straight, optimum
+from lm.runs.scaling_laws import backtest, distance, fit_bending, fit_sizes, fit_straight
 
 SIZES = [1e15, 4e15, 2e16, 7e16, 3e17]
 
@@ -59,10 +59,3 @@ def test_the_largest_size_is_predicted_from_the_others():
 def test_distance_is_counted_in_the_range_of_the_sizes():
     assert distance([1.0, 10.0], 100.0) == pytest.approx(1) and distance([1.0, 10.0], 0.1) == pytest.approx(1)
     assert distance([1.0, 10.0], 5.0) == 0
-
-
-def test_an_optimum_is_interpolated_or_said_to_be_at_the_edge():
-    values = [2 + math.log(x / 3e-3) ** 2 for x in (1e-3, 2e-3, 4e-3, 8e-3)]
-    found = optimum([1e-3, 2e-3, 4e-3, 8e-3], values)
-    assert found.inside and (found.x, found.loss) == (pytest.approx(3e-3), pytest.approx(2))
-    assert not optimum([4e-3, 8e-3], values[2:]).inside
