@@ -72,7 +72,7 @@ class Length(NamedTuple):
 
 # What follows from a size and a length, and what asks for another one.
 FOLLOWS = {
-    "seed_everything": "--seeds", "run": "--name", "trainer.default_root_dir": "--root",
+    "trainer.default_root_dir": "--root",
     "trainer.max_steps": "--max_steps",
     "trainer.max_tokens": "--ratio", "data.seq_len": "--seq_len", "model.decoder.num_hidden_layers": "--depths",
     "model.decoder.hidden_size": "--aspect_ratio", "model.decoder.intermediate_size": "--aspect_ratio",
