@@ -4,7 +4,6 @@
 """
 
 import logging
-import os
 import sys
 import tempfile
 import warnings
@@ -458,7 +457,5 @@ def main(arguments: list[str]) -> None:
         refuse_unknown_class(run)
         there = ["--run", run.name, "--trainer.default_root_dir", str(run.path.parent)]
         rest = ["--config", str(run.config), *there, *rest]
-    if not {"", os.getcwd()} & set(sys.path):  # `lm` finds a callback in the working directory as `python -m lm` does
-        sys.path.insert(0, os.getcwd())
     with command_line([command, *rest]):
         TrainingCLI([command, *spell_out(rest, ("force",), LISTS)])

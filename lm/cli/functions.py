@@ -33,6 +33,7 @@ from lm.runs.registry import find_run
 from lm.runs.resume import find_checkpoint, refuse_changed_config
 from lm.runs.run import Run
 from lm.system.arguments import build_options
+from lm.system.process import import_from_working_directory
 from lm.system.stop_signals import STOP
 from lm.training.callbacks.run_folder import RunFolder
 from lm.training.callbacks.standard import standard_callbacks
@@ -102,6 +103,7 @@ def fit(
                  for name, value in given.items()}  # fmt: skip
         arguments = [f"--config={file}", *(f"--{name}={value}" for name, value in typed.items())]
         with _class_of_models(module), _logging_to_console(), STOP.borrowed():
+            import_from_working_directory()
             refuse_unknown_options("fit", arguments)
             quiet_lightning()
             cli = TrainingCLI(["fit", *arguments, *["--force=true"] * force], callbacks)

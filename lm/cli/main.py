@@ -12,7 +12,7 @@ from typing import TextIO
 
 from lm import __version__
 from lm.errors import LmError, RequestError
-from lm.system.process import HarmlessFormatter, harmless, rank
+from lm.system.process import HarmlessFormatter, harmless, import_from_working_directory, rank
 from lm.system.stop_signals import STOP
 
 # name -> "module:function" and what it does
@@ -134,6 +134,7 @@ def _print_error(message: str) -> None:
 def _dispatch(name: str, rest: list[str]) -> int:
     """Import a command and run it; the signals of a fit are caught before its imports, which take seconds."""
     module, _, function = COMMANDS[name][0].partition(":")
+    import_from_working_directory()
     if name in TRAINING:
         from lm.cli import options  # answers before the seconds that importing Lightning takes
 

@@ -59,14 +59,31 @@ def test_compiling_is_said_while_it_takes_its_time(tmp_path):
     assert "compiling" in phases and phases[-1] == "training"
 
 
-def test_the_installed_command_finds_a_callback_in_the_working_directory_too(tmp_path):
+INSTALLED = """
+import sys
+import lm
+from lm.cli.main import main
+
+path, config = sys.path[:], ["--config", "small.yaml"]
+for command in (["fit", *config], ["plan", *config], ["bench", "step", *config, "--steps", "4", "--checkpoints", "0"],
+                ["validate"], ["branch", "small", "--constant", "2k", "--make_only"]):
+    assert main(command) == 0, command
+    sys.path[:] = path
+    del sys.modules["mine"]
+sys.path[0] = ""  # as in a notebook
+lm.fit("sub/small.yaml")
+"""
+
+
+def test_every_command_and_a_notebook_find_a_callback_in_the_working_directory(tmp_path):
     """A script's own folder is the first of its path, where `python -m lm` has the working directory."""
     folder = make_workplace(tmp_path / "work")
     (folder / "mine.py").write_text("from lightning.pytorch import Callback\n\nclass Mine(Callback):\n    pass\n")
-    write_config(folder, **{"trainer.callbacks": [{"class_path": "mine.Mine"}]})
-    (tmp_path / "bin").mkdir()
-    (tmp_path / "bin" / "lm").write_text("from lm.__main__ import main\n\nmain()\n")
-    command = [sys.executable, "../bin/lm", "fit", "--config", "small.yaml"]
+    config = write_config(folder, **{"trainer.callbacks": [{"class_path": "mine.Mine"}], "trainer.max_steps": 4})
+    for other, text in {"sub/small.yaml": config.read_text(), "../bin/lm": INSTALLED}.items():
+        (folder / other).parent.mkdir()
+        (folder / other).write_text(text)
+    command = [sys.executable, "../bin/lm"]
     done = subprocess.run(command, cwd=folder, env={**os.environ, "PYTHONPATH": PLACES}, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
 
