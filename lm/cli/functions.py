@@ -18,7 +18,7 @@ from lightning.pytorch import Callback, LightningDataModule, LightningModule
 
 from lm.cli.config import TrainingCLI, in_notebook, quiet_lightning, refuse_notebook
 from lm.cli.evaluate import measure
-from lm.cli.main import console_handler
+from lm.cli.main import ConsoleHandler
 from lm.cli.options import refuse_unknown_options
 from lm.cli.plan import PlanChecks
 from lm.data.config import PrepareOptions
@@ -280,7 +280,7 @@ def _class_of_models(kind: type | None) -> Iterator[None]:
 def _logging_to_console() -> Iterator[None]:
     """Inside the `with`, progress is printed as the commands print it, where the program has set up no logging."""
     # A notebook shows standard error as if it were errors.
-    logger, handler = logging.getLogger("lm"), console_handler(sys.stdout if in_notebook() else sys.stderr)
+    logger, handler = logging.getLogger("lm"), ConsoleHandler("stdout" if in_notebook() else "stderr")
     if logger.hasHandlers() or logger.level != logging.NOTSET:
         yield
         return

@@ -8,7 +8,7 @@ import traceback
 from collections.abc import Sequence
 from importlib import import_module
 from pathlib import Path
-from typing import TextIO
+from typing import Literal
 
 from lm import __version__
 from lm.errors import LmError, RequestError
@@ -82,7 +82,7 @@ def main(arguments: Sequence[str]) -> int:
     if arguments[0] == "--version":
         print(__version__)
         return 0
-    logging.basicConfig(handlers=[console_handler(sys.stderr)])
+    logging.basicConfig(handlers=[ConsoleHandler()])
     logging.getLogger("lm").setLevel(logging.INFO if rank() == 0 else logging.ERROR)
     name = next((" ".join(arguments[:n]) for n in (2, 1) if " ".join(arguments[:n]) in COMMANDS), None)
     try:
@@ -105,12 +105,19 @@ def main(arguments: Sequence[str]) -> int:
         return 1
 
 
-def console_handler(stream: TextIO) -> logging.Handler:
-    console = logging.StreamHandler(stream)
-    # A line a log interval, unless a progress bar shows it.
-    console.addFilter(lambda record: record.name != "lm.lines" or not sys.stderr.isatty())
-    console.setFormatter(HarmlessFormatter("%(message)s"))
-    return console
+class ConsoleHandler(logging.StreamHandler):
+    """Writes to `sys.stderr`, or `sys.stdout`, as it is at the moment: a progress bar puts its own there."""
+
+    def __init__(self, stream: Literal["stdout", "stderr"] = "stderr") -> None:
+        super().__init__()
+        self.of_sys = stream
+        # A line a log interval, unless a progress bar shows it.
+        self.addFilter(lambda record: record.name != "lm.lines" or not sys.stderr.isatty())
+        self.setFormatter(HarmlessFormatter("%(message)s"))
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.stream = getattr(sys, self.of_sys)
+        super().emit(record)
 
 
 def _place(error: Exception) -> str:
