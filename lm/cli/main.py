@@ -5,10 +5,10 @@ import os
 import sys
 import sysconfig
 import traceback
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from importlib import import_module
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 from lm import __version__
 from lm.errors import LmError, RequestError
@@ -55,6 +55,8 @@ MEANT = {
     "data show": "--run {value}", "evaluate": "--tasks {value}", "export": "--output {value}",
     "import": "--input {value} --output models/{name}", "scale": "--depth {value}",
 }  # fmt: skip
+# Modules of commands that import no torch.
+LIGHT = ("lm.cli.data", "lm.cli.monitor", "lm.cli.runs", "lm.cli.runs_compare", "lm.cli.runs_show", "lm.cli.scale")
 # Those that take a training's config, and so all of its options.
 TRAINING = ("fit", "validate", "test", "predict", "plan", "profile", "bench step")
 
@@ -143,7 +145,7 @@ def _dispatch(name: str, rest: list[str]) -> int:
     module, _, function = COMMANDS[name][0].partition(":")
     import_from_working_directory()
     if name in TRAINING:
-        from lm.cli import options  # answers before the seconds that importing Lightning takes
+        from lm.cli import early, options  # answer before the seconds that importing Lightning takes
 
         if asked := next((flag for flag in ("-h", "--help") if flag in rest), None):
             following = [value for value in rest[rest.index(asked) + 1 :][:1] if not value.startswith("-")]
@@ -153,15 +155,27 @@ def _dispatch(name: str, rest: list[str]) -> int:
         if name == "fit":
             STOP.catch()
         options.refuse_unknown_options(name, rest)
-        getattr(import_module(module), function)([name, *rest] if module == "lm.cli.config" else rest)
+        early.refuse_wrong_values(name, rest)
+        early.refuse_missing_run(name, rest)
+        _load(module, function)([name, *rest] if module == "lm.cli.config" else rest)
         return 0
     if name in ("branch", "ladder"):  # which take options of a training too
         STOP.catch()
-        import_module(module).main(rest)
+        _load(module, function)(rest)
         return 0
+    if module not in LIGHT:
+        from lm.cli.early import refuse_missing_run
+
+        refuse_missing_run(name, rest)
     from lm.system.arguments import call
 
-    return call(getattr(import_module(module), function), rest, f"lm {name}", MEANT.get(name)) or 0
+    return call(_load(module, function), rest, f"lm {name}", MEANT.get(name)) or 0
+
+
+def _load(module: str, function: str) -> Callable[..., Any]:
+    if module not in LIGHT and "torch" not in sys.modules and sys.stderr.isatty():
+        print("loading PyTorch", file=sys.stderr)
+    return getattr(import_module(module), function)
 
 
 def _unknown_command(arguments: list[str]) -> str:
