@@ -1,4 +1,4 @@
-"""What is refused before PyTorch and Lightning are imported, which takes seconds: wrong values, runs that are not there.
+"""What is refused before the seconds that importing PyTorch and Lightning takes: wrong values, and missing runs.
 
 `cli/options` refuses unknown names, and `cli/config` all the rest.
 """

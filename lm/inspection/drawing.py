@@ -10,7 +10,7 @@ import textwrap
 from collections.abc import Sequence
 from dataclasses import dataclass
 from io import BytesIO
-from numbers import Integral
+from numbers import Integral, Real
 from typing import Any
 
 import numpy as np
@@ -85,12 +85,28 @@ def plot_curves(axes: Axes, series: Sequence[Series]) -> None:
         axes.text(0.5, 0.5, "not logged", transform=axes.transAxes, ha="center", va="center", color="gray")
 
 
-def draw_curves(series: Sequence[Series], x: str, y: str, title: str = "", scale: str = "linear") -> Figure:
-    """Curves over one pair of axes with these labels; values that are not finite leave a gap."""
-    made, axes = figure()
-    plot_curves(axes, series)
-    label_axes(axes, title, x, y)
-    axes.set_yscale(scale)
+def draw_curves(
+    series: Sequence[Series], x: str, y: str, title: str = "", scale: str = "linear",
+    sweep: tuple[str, Sequence[Series]] | None = None,
+) -> Figure:  # fmt: skip
+    """Curves over one pair of axes with these labels; values that are not finite leave a gap.
+
+    `sweep` is an option with validation losses over its values, drawn beside the curves.
+    """
+    made, axes = figure(columns=1 if sweep is None else 2, width=8 if sweep is None else 12, squeeze=False)
+    first, *others = axes.flat
+    plot_curves(first, series)
+    label_axes(first, title, x, y)
+    first.set_yscale(scale)
+    for axes in others:
+        option, losses = sweep
+        plot_curves(axes, losses)
+        values = losses[0].x
+        if all(isinstance(value, Real) and value > 0 for value in values) and max(values) > 2 * min(values):
+            axes.set_xscale("log")
+            axes.set_xticks(values, [f"{value:g}" for value in values])
+            axes.minorticks_off()
+        label_axes(axes, "", option, "validation loss")
     return made
 
 

@@ -76,16 +76,16 @@ def test_help_and_a_wrong_name_need_no_torch(tmp_path):
 
 
 @pytest.mark.parametrize("arguments, message", [
-    (["fit", "--trainer.max_steps", "abc"], "lm fit: trainer.max_steps: expected a count such as 1000, 32_768, 512K or"),
-    (["fit", "--config", "two.yaml"], "lm fit: trainer.val_interval: expected a count such as 1000, 32_768, 512K or 10B"),
+    (["fit", "--trainer.max_steps", "abc"], "lm fit: trainer.max_steps: expected a count such as 1000, 32_768, "),
+    (["fit", "--config", "two.yaml"], "lm fit: trainer.val_interval: expected a count such as 1000, "),
     (["plan", "--model.decoder.hidden_size=1.5"], "lm plan: model.decoder.hidden_size: '1.5' is not a whole number"),
-    (["bench", "step", "--trainer.precision", "fp12"], "lm bench step: trainer.precision: expected one of '32-true', '"),
+    (["bench", "step", "--trainer.precision", "fp12"], "lm bench step: trainer.precision: expected one of '32-true'"),
     (["profile", "--model.optimizer.lr", "x"], "lm profile: model.optimizer.lr: expected float, got x"),
     (["plan", "--mfu", "much"], "lm plan: mfu: expected float, got much"),
-    *((command.split(), "no run 'nothing' under checkpoints or in the registry; `lm runs ls` lists them") for command in (
+    *((command.split(), "no run 'nothing' under checkpoints or in the registry; `lm runs ls` lists") for command in (
         "generate --run nothing", "evaluate --run=nothing --tasks embedded:sotu", "export --run nothing",
         "average --run nothing --last 2", "validate --run nothing", "test --run nothing", "predict --run nothing")),
-    (["generate", "--prompt", "a"], "no run under checkpoints yet: start one with `lm fit --config tiny.yaml`, or give a"),
+    (["generate", "--prompt", "a"], "no run under checkpoints yet: start one with `lm fit --config tiny.yaml`, or "),
     (["validate", "--ckpt_path", "best"], "start one with `lm fit --config tiny.yaml`, or give --config"),
 ])  # fmt: skip
 def test_wrong_values_and_missing_runs_are_refused_without_torch(arguments, message, tmp_path, monkeypatch, capsys):

@@ -54,7 +54,8 @@ class Phases(Callback):
 def test_compiling_is_said_while_it_takes_its_time_and_the_time_left_after_three_steps(tmp_path):
     folder = make_workplace(tmp_path)
     (folder / "phases.py").write_text(PHASES)
-    changes = {"model.compile": "triton_free", "trainer.max_steps": 4, "trainer.log_interval": 4, "model.schedule.warmup_steps": 0}
+    changes = {"model.compile": "triton_free", "model.schedule.warmup_steps": 0, "trainer.max_steps": 4,
+               "trainer.log_interval": 4}  # fmt: skip
     said = fit(folder, **{"trainer.callbacks": [{"class_path": "phases.Phases"}], **changes})[0].stderr
     assert said.index("compiling with triton_free in the first step") < said.index("compiled: the first step took ")
     phases = (folder / "phases.txt").read_text().splitlines()

@@ -337,7 +337,7 @@ def _figures(name: str, label: str, metric: Metric, values: np.ndarray, steps: n
     lowest, highest = (finite[find(values[finite])] if len(finite) else None for find in (np.argmin, np.argmax))
     ends = [("", "") if at is None else (metric.shown(float(values[at])), f"{steps[at]:,}") for at in (lowest, highest)]
     bad = len(values) - len(finite)
-    full = label if label == name else f"{label} ({name})"
+    full = label if label == name or name.endswith(TRUNK) else f"{label} ({name})"
     return full, metric.shown(float(values[-1])), *ends[0], *ends[1], f"{len(values):,}", f"{bad:,}" if bad else ""
 
 
@@ -346,6 +346,7 @@ def _marks(run: Run, axes: dict[str, np.ndarray]) -> list[dict[str, Any]]:
     resumed = read_lines(run.path / "metrics.jsonl", ('"resumed_at"',))
     found = {(line["resumed_at"], "resumed") for line in resumed if type(line.get("resumed_at")) is int}
     if origin := run.read("run.json").get("branch"):
+        found.discard((origin["step"], "resumed"))
         found.add((origin["step"], f"branched off {Path(origin['path']).name}"))
     for one in run.read("run.json").get("rollbacks", []):
         found.add((one["step"], f"weights of step {one['to']:,}"))

@@ -284,7 +284,7 @@ class ProgressBar(Callback):
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         if not (trainer.is_global_zero and sys.stderr.isatty()):
             return
-        self._progress = Progress(  # lines above it go as they are: the terminal folds them, and a command can be copied
+        self._progress = Progress(  # the terminal folds the lines above it, so that a command can be copied
             BarColumn(None, table_column=Column(max_width=40)),
             TextColumn("{task.completed}/{task.total} steps{task.description}", markup=False),
             console=Console(stderr=True, soft_wrap=True), redirect_stdout=sys.stdout.isatty(),
@@ -299,10 +299,11 @@ class ProgressBar(Callback):
             shown = ("train/loss", "perf/tokens_per_second", "perf/mfu", "perf/mfu_full_attention")
             newest = {name: value for name, value in log.latest.items() if name in shown}
             seconds, elapsed = log.eta(trainer), self._progress.tasks[0].elapsed
-            parts = [f"{format_duration(seconds)} left" if seconds else "",
+            facts = [f"{format_duration(seconds)} left" if seconds else "",
                      format_line(step, trainer.max_steps, newest).partition("  ")[2],
                      f"{format_duration(elapsed)} elapsed" if elapsed else ""]  # fmt: skip
-            self._progress.update(self._task, completed=step, description="".join(f"  {part}" for part in parts if part))
+            text = "".join(f"  {fact}" for fact in facts if fact)
+            self._progress.update(self._task, completed=step, description=text)
 
     def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         if self._progress is not None:
