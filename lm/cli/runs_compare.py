@@ -96,14 +96,14 @@ def compare(
         from lm.inspection.drawing import draw_curves  # matplotlib takes half a second
 
         try:
-            draw_curves(shown, X_LABELS[x], metric, sweep=_losses_over_option(sweep)).savefig(png, format="png")
+            draw_curves(shown, X_LABELS[x], metric, **sweep).savefig(png, format="png")
         except OSError as error:
             raise RequestError(f"--png {png} cannot be written: {error.strerror}") from error
     if json:
         curves = {one.name: {"x": list(one.x), "y": list(one.y)} for one in series}
         settings_by_run = {key: dict(zip(names, values, strict=True)) for key, values in differing.items()}
         found = {"metric": metric, "x": x, "runs": rows, "curves": curves, "settings": settings_by_run}
-        print(to_json(found | compared | ({"sweep": sweep} if sweep else {})))
+        print(to_json(found | compared | {"sweep": sweep} if sweep else found | compared))
         return
     console = Console(highlight=False)
     console.print(chart(shown, console.width, 20, X_LABELS[x], metric))
@@ -116,7 +116,7 @@ def compare(
     else:
         _print_values(console, rows, metric)
     if sweep:
-        _print_sweep(console, sweep)
+        _print_sweep(console, **sweep)
     _print_settings(console, names, differing, " but for the seed" * several)
 
 
@@ -168,43 +168,27 @@ def _number(value: float | None) -> str:
 # ---- sweeps ----------------------------------------------------------------------------------------------------------
 
 
-def _sweep(
-    groups: Sequence[Group], differing: dict[str, list[Any]], rows: list[dict[str, Any]]
-) -> dict[str, Any] | None:  # fmt: skip
-    """The validation losses over the one option in which the configs differ, by its value; None where it is not one.
-
-    Of several seeds the losses are means.
-    """
-    options = [key for key in differing if key not in OF_A_RUN]
-    if len(options) != 1 or len(groups) < 2:
-        return None
-    values = []
-    for group in groups:
-        if losses := [row["val/loss"] for row in (rows[place] for place in group.members) if row["val/loss"]]:
+def _sweep(groups: Sequence[Group], differing: dict[str, list[Any]], rows: list[dict[str, Any]]) -> dict[str, Any]:
+    """Validation losses over the one option in which configs differ, means of several seeds; {} if it is not one."""
+    option, *others = [key for key in differing if key not in OF_A_RUN] or [None]
+    found = []
+    for group in groups if option and not others else ():
+        losses = [rows[place]["val/loss"] for place in group.members if rows[place]["val/loss"]]
+        if losses:
             final, best = (fmean(loss[which] for loss in losses) for which in ("last", "lowest"))
-            values.append({"value": differing[options[0]][group.members[0]], "run": group.name, "final": final,
-                           "best": best})  # fmt: skip
-    numbers = all(type(one["value"]) in (int, float) for one in values)
-    values.sort(key=lambda one: one["value"] if numbers else str(one["value"]))
-    return {"option": options[0], "values": values} if values else None
+            value = differing[option][group.members[0]]
+            found.append({"value": value, "run": group.name, "final": final, "best": best})
+    if not all(type(one["value"]) in (int, float) for one in found):
+        found = [{**one, "value": str(one["value"])} for one in found]
+    return {"option": option, "values": sorted(found, key=lambda one: one["value"])} if found else {}
 
 
-def _print_sweep(console: Console, sweep: dict[str, Any]) -> None:
-    cells = [[str(one["value"]), one["run"], _number(one["final"]), _number(one["best"])] for one in sweep["values"]]
+def _print_sweep(console: Console, option: str, values: list[dict[str, Any]]) -> None:
+    cells = [[str(one["value"]), one["run"], _number(one["final"]), _number(one["best"])] for one in values]
     console.print()
-    console.print(plain_table((sweep["option"], "run", "final val loss", "best val loss"), "ttnn", cells))
-    best = min(sweep["values"], key=lambda one: (not math.isfinite(one["best"]), one["best"]))
-    console.print(Text(f"lowest validation loss at {sweep['option']} {best['value']}", style="dim"))
-
-
-def _losses_over_option(sweep: dict[str, Any] | None) -> tuple[str, list[Series]] | None:
-    """What a picture shows of a sweep; values that are not numbers stand side by side."""
-    if sweep is None:
-        return None
-    found = sweep["values"]
-    numbers = all(type(one["value"]) in (int, float) for one in found)
-    x = [one["value"] if numbers else str(one["value"]) for one in found]
-    return sweep["option"], [Series(which, x, [one[which] for one in found]) for which in ("final", "best")]
+    console.print(plain_table((option, "run", "final val loss", "best val loss"), "ttnn", cells))
+    best = min(values, key=lambda one: (not math.isfinite(one["best"]), one["best"]))
+    console.print(Text(f"lowest validation loss at {option} {best['value']}", style="dim"))
 
 
 # ---- seeds -----------------------------------------------------------------------------------------------------------

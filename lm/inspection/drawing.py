@@ -10,7 +10,7 @@ import textwrap
 from collections.abc import Sequence
 from dataclasses import dataclass
 from io import BytesIO
-from numbers import Integral, Real
+from numbers import Integral
 from typing import Any
 
 import numpy as np
@@ -86,27 +86,25 @@ def plot_curves(axes: Axes, series: Sequence[Series]) -> None:
 
 
 def draw_curves(
-    series: Sequence[Series], x: str, y: str, title: str = "", scale: str = "linear",
-    sweep: tuple[str, Sequence[Series]] | None = None,
+    series: Sequence[Series], x: str, y: str, title: str = "", scale: str = "linear", option: str = "",
+    values: Sequence[dict[str, Any]] = (),
 ) -> Figure:  # fmt: skip
     """Curves over one pair of axes with these labels; values that are not finite leave a gap.
 
-    `sweep` is an option with validation losses over its values, drawn beside the curves.
+    Beside them the validation losses over an option: `values` have its `value`, and the losses `final` and `best`.
     """
-    made, axes = figure(columns=1 if sweep is None else 2, width=8 if sweep is None else 12, squeeze=False)
-    first, *others = axes.flat
-    plot_curves(first, series)
-    label_axes(first, title, x, y)
-    first.set_yscale(scale)
-    for axes in others:
-        option, losses = sweep
-        plot_curves(axes, losses)
-        values = losses[0].x
-        if all(isinstance(value, Real) and value > 0 for value in values) and max(values) > 2 * min(values):
-            axes.set_xscale("log")
-            axes.set_xticks(values, [f"{value:g}" for value in values])
-            axes.minorticks_off()
-        label_axes(axes, "", option, "validation loss")
+    made, axes = figure(columns=2 if values else 1, width=12 if values else 8, squeeze=False)
+    plot_curves(axes[0, 0], series)
+    label_axes(axes[0, 0], title, x, y)
+    axes[0, 0].set_yscale(scale)
+    if values:
+        places = [one["value"] for one in values]
+        plot_curves(axes[0, 1], [Series(name, places, [one[name] for one in values]) for name in ("final", "best")])
+        if not isinstance(places[0], str) and places[-1] > 2 * places[0] > 0:
+            axes[0, 1].set_xscale("log")
+            axes[0, 1].set_xticks(places, [f"{value:g}" for value in places])
+            axes[0, 1].minorticks_off()
+        label_axes(axes[0, 1], "", option, "validation loss")
     return made
 
 

@@ -156,14 +156,11 @@ def find_runs(names: Iterable[str], root: str | Path = ROOT) -> list[Run]:
     """The runs of several names; `lr-*` is all whose name is like that, under `root`, else in the registry."""
     found: list[Run] = []
     for name in names:
-        if not re.search(r"[*?[]", name):
-            found.append(find_run(name, root))
-            continue
-        like = [run for run in Run.all(root) if fnmatchcase(run.name, name)]
-        like = like or [Run(path) for path in known_folders() if fnmatchcase(path.name, name)]
-        if not like:
-            raise unknown_run(name, root)
-        found += [run for run in like if run.path.resolve() not in [other.path.resolve() for other in found]]
+        like, taken = [], {run.path.resolve() for run in found}
+        if re.search(r"[*?[]", name):
+            like = [run for run in Run.all(root) if fnmatchcase(run.name, name)]
+            like = like or [Run(path) for path in known_folders() if fnmatchcase(path.name, name)]
+        found += [run for run in like if run.path.resolve() not in taken] if like else [find_run(name, root)]
     return found
 
 
