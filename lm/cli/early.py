@@ -21,7 +21,7 @@ from lm.training.config import SECTIONS, TrainerConfig
 
 LISTS = tuple(option.name for option in training_options("fit") if "list of str" in option.kind)
 # Commands that take a run's checkpoint -> another cure where there is no run at all.
-OF_A_RUN = dict.fromkeys(("generate", "evaluate", "export"), ", or give a --ckpt_path") | {"average": ""}
+OF_A_RUN = dict.fromkeys(("generate", "evaluate", "export"), ", or give a --ckpt_path") | {"average": "", "branch": ""}
 OF_A_RUN |= dict.fromkeys(("validate", "test", "predict"), ", or give --config")
 
 
@@ -76,11 +76,11 @@ def refuse_wrong_values(command: str, arguments: list[str]) -> None:
 
 def refuse_missing_run(command: str, arguments: list[str]) -> None:
     """Refuse the name of a run that is not there, or no name where there is no run, for commands that load a model."""
-    given = typed_options(arguments)
-    other = {"-c", "--config", "-h", "--help"} & given.keys() or arguments and not arguments[0].startswith("-")
+    given, run = typed_options(arguments), arguments[0] if arguments and not arguments[0].startswith("-") else None
+    other = {"-c", "--config", "-h", "--help"} & given.keys() or (command == "branch") == (run is None)
     if command in OF_A_RUN and not other and is_of_a_run(given.get("--ckpt_path")):
         root = given.get("--root") or given.get("--trainer.default_root_dir") or ROOT
-        find_run(given.get("--run"), root, otherwise=OF_A_RUN[command])
+        find_run(run or given.get("--run"), root, otherwise=OF_A_RUN[command])
 
 
 def typed_options(arguments: list[str]) -> dict[str, str]:

@@ -159,14 +159,14 @@ def _dispatch(name: str, rest: list[str]) -> int:
         early.refuse_missing_run(name, rest)
         _load(module, function)([name, *rest] if module == "lm.cli.config" else rest)
         return 0
-    if name in ("branch", "ladder"):  # which take options of a training too
-        STOP.catch()
-        _load(module, function)(rest)
-        return 0
     if module not in LIGHT:
         from lm.cli.early import refuse_missing_run
 
         refuse_missing_run(name, rest)
+    if name in ("branch", "ladder"):  # which take options of a training too
+        STOP.catch()
+        _load(module, function)(rest)
+        return 0
     from lm.system.arguments import call
 
     return call(_load(module, function), rest, f"lm {name}", MEANT.get(name)) or 0

@@ -81,10 +81,12 @@ def test_help_and_a_wrong_name_need_no_torch(tmp_path):
     (["plan", "--model.decoder.hidden_size=1.5"], "lm plan: model.decoder.hidden_size: '1.5' is not a whole number"),
     (["bench", "step", "--trainer.precision", "fp12"], "lm bench step: trainer.precision: expected one of '32-true'"),
     (["profile", "--model.optimizer.lr", "x"], "lm profile: model.optimizer.lr: expected float, got x"),
+    (["fit", "--config", "small.yaml", "--data.path", "s3://bucket/x"],
+     "data.path s3://bucket/x is a URL, and only a path works here: give data.train, data.val and data.tokenizer"),
     (["plan", "--mfu", "much"], "lm plan: mfu: expected float, got much"),
     *((command.split(), "no run 'nothing' under checkpoints or in the registry; `lm runs ls` lists") for command in (
         "generate --run nothing", "evaluate --run=nothing --tasks embedded:sotu", "export --run nothing",
-        "average --run nothing --last 2", "validate --run nothing", "test --run nothing", "predict --run nothing")),
+        "average --run nothing --last 2", "branch nothing --decay 1M", "validate --run nothing", "test --run nothing", "predict --run nothing")),
     (["generate", "--prompt", "a"], "no run under checkpoints yet: start one with `lm fit --config tiny.yaml`, or "),
     (["validate", "--ckpt_path", "best"], "start one with `lm fit --config tiny.yaml`, or give --config"),
 ])  # fmt: skip
