@@ -21,7 +21,7 @@ from lightning.pytorch.cli import LightningArgumentParser, LightningCLI
 from lightning.pytorch.loggers import Logger
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 
-from lm.cli.early import LISTS, ConfigFile, typed_options
+from lm.cli.early import LISTS, ConfigFile, add_sections, add_training, typed_options
 from lm.cli.options import CONFIG, SEED, PlanOptions, refuse_unknown_options
 from lm.cli.plan import PlanChecks, plan
 from lm.cli.plan_facts import is_prepared
@@ -46,13 +46,6 @@ from lm.training.module import LanguageModule, training_class
 from lm.training.trainer import Trainer
 
 log = logging.getLogger(__name__)
-
-
-def add_sections(parser: Any) -> None:
-    """Add the sections whose dataclasses are made as they stand, and the options in no section."""
-    for section in SECTIONS:
-        if section.name not in ("trainer", "model", "data"):
-            parser.add_class_arguments(section.options, section.name or None)
 
 
 class TrainingOptions:
@@ -118,16 +111,8 @@ def config_parser(prog: str, options: type | None = None) -> ConfigParser:
     is large, or that opens a file, has been built by then.
     """
     parser = ConfigParser(prog=prog, allow_abbrev=False)
-    parser.add_argument("-c", "--config", action=ConfigFile, help=CONFIG.help)
-    parser.add_argument(f"--{SEED.name}", type=int, default=SEED.default)
-    for name in ("run", "ckpt_path"):  # a config may carry them, and they are `fit`'s
-        parser.add_argument(f"--{name}", type=str | None, default=None)
-    for name, kind in (("trainer", Trainer), ("model", training_class()), ("data", DataModule)):
-        parser.add_class_arguments(kind, name, instantiate=False)
-    add_sections(parser)
-    if options is not None:
-        parser.add_class_arguments(options)
-        parser.flags = tuple(option.name for option in fields(options) if option.type is bool)
+    classes = {"trainer": Trainer, "model": training_class(), "data": DataModule}
+    parser.flags = add_training(parser, classes, options)
     return parser
 
 

@@ -10,14 +10,14 @@ from typing import Any
 
 from jsonargparse import ActionConfigFile
 
-from lm.cli.options import COMMAND_OPTIONS, CONFIG, FIT, SEED, find_config, read_config, training_options
-from lm.data.config import DATA_PATH_CURE
+from lm.cli.options import COMMAND_OPTIONS, CONFIG, SEED, find_config, read_config, training_options
+from lm.data.config import DATA_PATH_CURE, DataConfig
 from lm.errors import RequestError
 from lm.runs.registry import find_run
 from lm.runs.run import ROOT, is_of_a_run
 from lm.system.arguments import Parser, arguments_from, spell_out
 from lm.system.files import refuse_url
-from lm.training.config import SECTIONS, TrainerConfig
+from lm.training.config import SECTIONS, ModelConfig, TrainerConfig
 
 LISTS = tuple(option.name for option in training_options("fit") if "list of str" in option.kind)
 # Commands that take a run's checkpoint -> another cure where there is no run at all.
@@ -33,6 +33,28 @@ class ConfigFile(ActionConfigFile):
         path = find_config(value)
         read_config(path)
         ActionConfigFile.apply_config(parser, cfg, dest, str(path))
+
+
+def add_sections(parser: Any) -> None:
+    """Add the sections whose dataclasses are made as they stand, and the options in no section."""
+    for section in SECTIONS:
+        if section.name not in ("trainer", "model", "data"):
+            parser.add_class_arguments(section.options, section.name or None)
+
+
+def add_training(parser: Any, classes: dict[str, type], options: type | None) -> tuple[str, ...]:
+    """Add the options of a training, those of three classes by their section, and a command's own; returns its flags."""
+    parser.add_argument("-c", "--config", action=ConfigFile, help=CONFIG.help)
+    parser.add_argument(f"--{SEED.name}", type=int, default=SEED.default)
+    for name in ("run", "ckpt_path"):  # a config may carry them, and they are `fit`'s
+        parser.add_argument(f"--{name}", type=str | None, default=None)
+    for name, kind in classes.items():
+        parser.add_class_arguments(kind, name, instantiate=False)
+    add_sections(parser)
+    if options is None:
+        return ()
+    parser.add_class_arguments(options)
+    return tuple(option.name for option in fields(options) if option.type is bool)
 
 
 class TrainerOptions:
@@ -51,20 +73,11 @@ def refuse_wrong_values(command: str, arguments: list[str]) -> None:
     if custom and custom.module_class() or {"--print_config", "--verbose"} & set(arguments):
         return
     parser = Parser(prog=f"lm {command}", allow_abbrev=False)
-    parser.add_argument("-c", "--config", action=ConfigFile, help=CONFIG.help)
-    parser.add_argument(f"--{SEED.name}", type=int, default=SEED.default)
-    for option in FIT:
-        if option not in (CONFIG, SEED):
-            parser.add_argument(f"--{option.name}", type=bool if option.kind == "bool" else str | None)
-    for section in SECTIONS:
-        options = TrainerOptions if section.name == "trainer" else section.options
-        parser.add_class_arguments(options, section.name or None)
-    flags = ["force"]
-    if command in COMMAND_OPTIONS:
-        parser.add_class_arguments(COMMAND_OPTIONS[command])
-        flags += [option.name for option in fields(COMMAND_OPTIONS[command]) if option.type is bool]
+    parser.add_argument("--force", type=bool, default=False)
+    classes = {"trainer": TrainerOptions, "model": ModelConfig, "data": DataConfig}
+    flags = add_training(parser, classes, COMMAND_OPTIONS.get(command))
     try:
-        config = parser.parse_args(spell_out(arguments, flags, LISTS))
+        config = parser.parse_args(spell_out(arguments, (*flags, "force"), LISTS))
     except RequestError as error:
         name = str(error).partition(": ")[0]
         if any(option.name == name and " of " not in option.kind for option in training_options(command)):
