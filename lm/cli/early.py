@@ -43,7 +43,7 @@ def add_sections(parser: Any) -> None:
 
 
 def add_training(parser: Any, classes: dict[str, type], options: type | None) -> tuple[str, ...]:
-    """Add the options of a training, those of three classes by their section, and a command's own; returns its flags."""
+    """Add the options of a training, those of three classes by section, and a command's own; returns its flags."""
     parser.add_argument("-c", "--config", action=ConfigFile, help=CONFIG.help)
     parser.add_argument(f"--{SEED.name}", type=int, default=SEED.default)
     for name in ("run", "ckpt_path"):  # a config may carry them, and they are `fit`'s
