@@ -11,6 +11,7 @@ import termios
 import time
 from pathlib import Path
 
+import pyte
 from trainings import PLACES
 
 
@@ -51,6 +52,14 @@ class Terminal:
             self.read(0.1)
         before, self._waited = self.output[self._waited : at], at + len(wanted)
         return before.decode(errors="replace").replace("\r\n", "\n")
+
+    def rows(self) -> list[str]:
+        """What a person sees of the output in a terminal of this size, with what has scrolled away above it."""
+        height, width, *_ = struct.unpack("HHHH", fcntl.ioctl(self.terminal, termios.TIOCGWINSZ, bytes(8)))
+        screen = pyte.HistoryScreen(width, height, history=10_000)
+        pyte.ByteStream(screen).feed(self.output)
+        above = ["".join(row[column].data for column in range(width)) for row in screen.history.top]
+        return [row.rstrip() for row in (*above, *screen.display)]
 
     def end(self) -> int:
         """Its exit code, after all that it still writes."""

@@ -7,8 +7,10 @@ import ast
 import importlib
 import inspect
 import re
+import shutil
 import subprocess
 import sys
+import zipfile
 from pathlib import Path
 
 import pytest
@@ -158,6 +160,22 @@ def test_the_command_line_answers_without_torch(arguments):
     """`lm --help` is there at once: under half a second, and torch is not even imported."""
     code = f"import sys; from lm.cli.main import main; main({arguments!r}); assert 'torch' not in sys.modules"
     assert run_python(code)[1] < 2  # usually less than a tenth of a second
+
+
+def test_an_editable_install_is_found_beside_a_clone_that_is_called_lm(tmp_path):
+    """That folder, without an `__init__.py`, is a package too, which `lm` in a folder on the path overrules."""
+    pytest.importorskip("setuptools.build_meta")
+    clone, site = tmp_path / "lm", tmp_path / "site"
+    for name in ("pyproject.toml", "README.md", "LICENSE", "lm/cli/report/uPlot.LICENSE", "lm/__init__.py"):
+        (clone / name).parent.mkdir(parents=True, exist_ok=True)
+        shutil.copy(PACKAGE.parent / name, clone / name)
+    (clone / "lm/kernels/csrc").mkdir(parents=True)  # a folder of no modules
+    build = f"from setuptools import build_meta; print(build_meta.build_editable({str(tmp_path)!r}))"
+    subprocess.run([sys.executable, "-c", build], cwd=clone, check=True, capture_output=True)
+    zipfile.ZipFile(next(tmp_path.glob("*.whl"))).extractall(site)
+    found = f"import site; site.addsitedir({str(site)!r}); import lm; print(lm.__file__)"
+    done = subprocess.run([sys.executable, "-S", "-c", found], cwd=tmp_path, env={}, capture_output=True, text=True)
+    assert done.stdout.strip() == str(clone / "lm/__init__.py"), done.stderr
 
 
 # ---- private names of other libraries --------------------------------------------------------------------------------

@@ -4,34 +4,25 @@
 """
 
 import logging
-import os
 import sys
 import tempfile
 import warnings
 from collections.abc import Sequence
 from dataclasses import fields, is_dataclass
-from itertools import pairwise
 from pathlib import Path
 from types import NoneType
 from typing import Any, get_args
 
 import torch
 import yaml
-from jsonargparse import ActionConfigFile, ArgumentParser, Namespace, set_dumper
+from jsonargparse import ArgumentParser, Namespace, set_dumper
 from lightning.pytorch import Callback
 from lightning.pytorch.cli import LightningArgumentParser, LightningCLI
 from lightning.pytorch.loggers import Logger
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 
-from lm.cli.options import (
-    CONFIG,
-    SEED,
-    PlanOptions,
-    find_config,
-    read_config,
-    refuse_unknown_options,
-    training_options,
-)
+from lm.cli.early import LISTS, ConfigFile, add_sections, add_training, typed_options
+from lm.cli.options import CONFIG, SEED, PlanOptions, refuse_unknown_options
 from lm.cli.plan import PlanChecks, plan
 from lm.cli.plan_facts import is_prepared
 from lm.data.datamodule import DataModule
@@ -41,8 +32,8 @@ from lm.model.custom import MODEL_TYPE, known_class, module_class
 from lm.model.fused import kernels_missing
 from lm.runs.mirror import Mirror, refuse_remote_root
 from lm.runs.registry import find_run, record_run
-from lm.runs.resume import checkpoint_folder, find_checkpoint, is_of_a_run, refuse_changed_config, repair_links
-from lm.runs.run import ROOT, Run
+from lm.runs.resume import checkpoint_folder, find_checkpoint, refuse_changed_config, repair_links
+from lm.runs.run import ROOT, Run, is_of_a_run
 from lm.system.arguments import OneLineErrors, Parser, shown, spell_out
 from lm.system.hardware import has_fp8
 from lm.system.process import command_line, rank
@@ -55,25 +46,6 @@ from lm.training.module import LanguageModule, training_class
 from lm.training.trainer import Trainer
 
 log = logging.getLogger(__name__)
-
-LISTS = tuple(option.name for option in training_options("fit") if "list of str" in option.kind)
-
-
-def add_sections(parser: Any) -> None:
-    """Add the sections whose dataclasses are made as they stand, and the options in no section."""
-    for section in SECTIONS:
-        if section.name not in ("trainer", "model", "data"):
-            parser.add_class_arguments(section.options, section.name or None)
-
-
-class ConfigFile(ActionConfigFile):
-    """`--config`, looked up in `configs/` too."""
-
-    @staticmethod
-    def apply_config(parser: Any, cfg: Any, dest: str, value: Any) -> None:
-        path = find_config(value)
-        read_config(path)
-        ActionConfigFile.apply_config(parser, cfg, dest, str(path))
 
 
 class TrainingOptions:
@@ -139,16 +111,8 @@ def config_parser(prog: str, options: type | None = None) -> ConfigParser:
     is large, or that opens a file, has been built by then.
     """
     parser = ConfigParser(prog=prog, allow_abbrev=False)
-    parser.add_argument("-c", "--config", action=ConfigFile, help=CONFIG.help)
-    parser.add_argument(f"--{SEED.name}", type=int, default=SEED.default)
-    for name in ("run", "ckpt_path"):  # a config may carry them, and they are `fit`'s
-        parser.add_argument(f"--{name}", type=str | None, default=None)
-    for name, kind in (("trainer", Trainer), ("model", training_class()), ("data", DataModule)):
-        parser.add_class_arguments(kind, name, instantiate=False)
-    add_sections(parser)
-    if options is not None:
-        parser.add_class_arguments(options)
-        parser.flags = tuple(option.name for option in fields(options) if option.type is bool)
+    classes = {"trainer": Trainer, "model": training_class(), "data": DataModule}
+    parser.flags = add_training(parser, classes, options)
     return parser
 
 
@@ -408,8 +372,7 @@ class TrainingCLI(LightningCLI):
 
 def _chosen_run(arguments: list[str]) -> Run:
     """The run of a command without `--config`: that of `--run`, that of the checkpoint, or the newest."""
-    options = dict(pairwise([*arguments, ""]))
-    options |= dict(a.split("=", 1) for a in arguments if a.startswith("--") and "=" in a)
+    options = typed_options(arguments)
     root = options.get("--trainer.default_root_dir", str(ROOT))
     checkpoint = options.get("--ckpt_path", "best")
     if "--run" not in options and not is_of_a_run(checkpoint):
@@ -458,7 +421,5 @@ def main(arguments: list[str]) -> None:
         refuse_unknown_class(run)
         there = ["--run", run.name, "--trainer.default_root_dir", str(run.path.parent)]
         rest = ["--config", str(run.config), *there, *rest]
-    if not {"", os.getcwd()} & set(sys.path):  # `lm` finds a callback in the working directory as `python -m lm` does
-        sys.path.insert(0, os.getcwd())
     with command_line([command, *rest]):
         TrainingCLI([command, *spell_out(rest, ("force",), LISTS)])

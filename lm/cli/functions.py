@@ -18,7 +18,7 @@ from lightning.pytorch import Callback, LightningDataModule, LightningModule
 
 from lm.cli.config import TrainingCLI, in_notebook, quiet_lightning, refuse_notebook
 from lm.cli.evaluate import measure
-from lm.cli.main import console_handler
+from lm.cli.main import ConsoleHandler
 from lm.cli.options import refuse_unknown_options
 from lm.cli.plan import PlanChecks
 from lm.data.config import PrepareOptions
@@ -33,6 +33,7 @@ from lm.runs.registry import find_run
 from lm.runs.resume import find_checkpoint, refuse_changed_config
 from lm.runs.run import Run
 from lm.system.arguments import build_options
+from lm.system.process import import_from_working_directory
 from lm.system.stop_signals import STOP
 from lm.training.callbacks.run_folder import RunFolder
 from lm.training.callbacks.standard import standard_callbacks
@@ -102,6 +103,7 @@ def fit(
                  for name, value in given.items()}  # fmt: skip
         arguments = [f"--config={file}", *(f"--{name}={value}" for name, value in typed.items())]
         with _class_of_models(module), _logging_to_console(), STOP.borrowed():
+            import_from_working_directory()
             refuse_unknown_options("fit", arguments)
             quiet_lightning()
             cli = TrainingCLI(["fit", *arguments, *["--force=true"] * force], callbacks)
@@ -278,7 +280,7 @@ def _class_of_models(kind: type | None) -> Iterator[None]:
 def _logging_to_console() -> Iterator[None]:
     """Inside the `with`, progress is printed as the commands print it, where the program has set up no logging."""
     # A notebook shows standard error as if it were errors.
-    logger, handler = logging.getLogger("lm"), console_handler(sys.stdout if in_notebook() else sys.stderr)
+    logger, handler = logging.getLogger("lm"), ConsoleHandler("stdout" if in_notebook() else "stderr")
     if logger.hasHandlers() or logger.level != logging.NOTSET:
         yield
         return

@@ -5,14 +5,14 @@ import os
 import sys
 import sysconfig
 import traceback
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from importlib import import_module
 from pathlib import Path
-from typing import TextIO
+from typing import Any, Literal
 
 from lm import __version__
 from lm.errors import LmError, RequestError
-from lm.system.process import HarmlessFormatter, harmless, rank
+from lm.system.process import HarmlessFormatter, harmless, import_from_working_directory, rank
 from lm.system.stop_signals import STOP
 
 # name -> "module:function" and what it does
@@ -55,6 +55,8 @@ MEANT = {
     "data show": "--run {value}", "evaluate": "--tasks {value}", "export": "--output {value}",
     "import": "--input {value} --output models/{name}", "scale": "--depth {value}",
 }  # fmt: skip
+# Modules of commands that import no torch.
+LIGHT = ("lm.cli.data", "lm.cli.monitor", "lm.cli.runs", "lm.cli.runs_compare", "lm.cli.runs_show", "lm.cli.scale")
 # Those that take a training's config, and so all of its options.
 TRAINING = ("fit", "validate", "test", "predict", "plan", "profile", "bench step")
 
@@ -82,7 +84,7 @@ def main(arguments: Sequence[str]) -> int:
     if arguments[0] == "--version":
         print(__version__)
         return 0
-    logging.basicConfig(handlers=[console_handler(sys.stderr)])
+    logging.basicConfig(handlers=[ConsoleHandler()])
     logging.getLogger("lm").setLevel(logging.INFO if rank() == 0 else logging.ERROR)
     name = next((" ".join(arguments[:n]) for n in (2, 1) if " ".join(arguments[:n]) in COMMANDS), None)
     try:
@@ -105,12 +107,19 @@ def main(arguments: Sequence[str]) -> int:
         return 1
 
 
-def console_handler(stream: TextIO) -> logging.Handler:
-    console = logging.StreamHandler(stream)
-    # A line a log interval, unless a progress bar shows it.
-    console.addFilter(lambda record: record.name != "lm.lines" or not sys.stderr.isatty())
-    console.setFormatter(HarmlessFormatter("%(message)s"))
-    return console
+class ConsoleHandler(logging.StreamHandler):
+    """Writes to `sys.stderr`, or `sys.stdout`, as it is at the moment: a progress bar puts its own there."""
+
+    def __init__(self, stream: Literal["stdout", "stderr"] = "stderr") -> None:
+        super().__init__()
+        self.of_sys = stream
+        # A line a log interval, unless a progress bar shows it.
+        self.addFilter(lambda record: record.name != "lm.lines" or not sys.stderr.isatty())
+        self.setFormatter(HarmlessFormatter("%(message)s"))
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.stream = getattr(sys, self.of_sys)
+        super().emit(record)
 
 
 def _place(error: Exception) -> str:
@@ -134,8 +143,9 @@ def _print_error(message: str) -> None:
 def _dispatch(name: str, rest: list[str]) -> int:
     """Import a command and run it; the signals of a fit are caught before its imports, which take seconds."""
     module, _, function = COMMANDS[name][0].partition(":")
+    import_from_working_directory()
     if name in TRAINING:
-        from lm.cli import options  # answers before the seconds that importing Lightning takes
+        from lm.cli import early, options  # answer before the seconds that importing Lightning takes
 
         if asked := next((flag for flag in ("-h", "--help") if flag in rest), None):
             following = [value for value in rest[rest.index(asked) + 1 :][:1] if not value.startswith("-")]
@@ -145,15 +155,27 @@ def _dispatch(name: str, rest: list[str]) -> int:
         if name == "fit":
             STOP.catch()
         options.refuse_unknown_options(name, rest)
-        getattr(import_module(module), function)([name, *rest] if module == "lm.cli.config" else rest)
+        early.refuse_wrong_values(name, rest)
+        early.refuse_missing_run(name, rest)
+        _load(module, function)([name, *rest] if module == "lm.cli.config" else rest)
         return 0
+    if module not in LIGHT:
+        from lm.cli.early import refuse_missing_run
+
+        refuse_missing_run(name, rest)
     if name in ("branch", "ladder"):  # which take options of a training too
         STOP.catch()
-        import_module(module).main(rest)
+        _load(module, function)(rest)
         return 0
     from lm.system.arguments import call
 
-    return call(getattr(import_module(module), function), rest, f"lm {name}", MEANT.get(name)) or 0
+    return call(_load(module, function), rest, f"lm {name}", MEANT.get(name)) or 0
+
+
+def _load(module: str, function: str) -> Callable[..., Any]:
+    if module not in LIGHT and "torch" not in sys.modules and sys.stderr.isatty():
+        print("loading PyTorch", file=sys.stderr)
+    return getattr(import_module(module), function)
 
 
 def _unknown_command(arguments: list[str]) -> str:

@@ -356,16 +356,22 @@ def monitor(
 
 
 def default_runs(root: str) -> list[Run]:
-    """The runs to watch where none is named: those that are running, here and in the registry, else the newest."""
+    """The runs to watch where none is named: those that are running under the root, else in other folders of the
+    registry, else the newest."""
     here = Run.all(root)
     elsewhere = [Run(path) for path in known_folders() if path not in [run.path.resolve() for run in here]]
-    every = [*reversed(here), *sorted(elsewhere, key=lambda run: run.entered()[1], reverse=True)]
-    if not every:
+    elsewhere.sort(key=lambda run: run.entered()[1], reverse=True)
+    here.reverse()
+    if not (here or elsewhere):
         raise no_run(f"{root} or in the registry")
-    active = [run for run in every if run.status() == "running"]
-    if not active:
-        print("nothing is running; this is the newest run", file=sys.stderr)
-    return active or every[:1]
+    for runs in (here, elsewhere):
+        if active := [run for run in runs if run.status() == "running"]:
+            if runs is elsewhere:
+                print(f"nothing is running under {root}, but {', '.join(str(run.path) for run in active)} is",
+                      file=sys.stderr)  # fmt: skip
+            return active
+    print("nothing is running; this is the newest run", file=sys.stderr)
+    return [*here, *elsewhere][:1]
 
 
 def follow_runs(watches: list[LiveRun], console: Console, interval: float) -> None:

@@ -18,6 +18,8 @@ LEARNED = {"bpe": "a byte-level BPE", "char": "one token a character"}
 LONGEST_ROW = 2**24  # tokens
 TIMEOUT = 300.0  # seconds to wait for a block
 
+DATA_PATH_CURE = "give data.train, data.val and data.tokenizer in its place, which may be URLs"
+
 
 @dataclass
 class PrepareOptions:
@@ -221,6 +223,6 @@ class DataConfig:
         if self.train is not None and self.tokenizer is None:
             raise RequestError("data.train needs data.tokenizer: the tokenizer.json that its shards were made with")
         refuse_url("data.cache_dir", self.cache_dir, "give a folder of a local disk")
-        refuse_url("data.path", self.path or "", "give data.train, data.val and data.tokenizer, which may be URLs")
+        refuse_url("data.path", self.path or "", DATA_PATH_CURE)
         if not 0 < self.timeout <= TIMEOUT_MAX / 2:  # which leaves room to add to it
             raise RequestError(f"data.timeout {self.timeout:g} is a number of seconds: more than 0")

@@ -6,11 +6,13 @@ through `record_run`, which never fails and takes at most `PATIENCE` seconds.
 
 import logging
 import os
+import re
 import sqlite3
 import threading
 from collections.abc import Callable, Iterable
 from contextlib import closing
 from difflib import get_close_matches
+from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any
 
@@ -148,6 +150,18 @@ def find_run(name: str | None, root: str | Path = ROOT, otherwise: str = "") -> 
     if (Path(name) / "run.json").is_file():
         return Run(Path(name).resolve())
     raise unknown_run(name, root)
+
+
+def find_runs(names: Iterable[str], root: str | Path = ROOT) -> list[Run]:
+    """The runs of several names; `lr-*` is all whose name is like that, under `root`, else in the registry."""
+    found: list[Run] = []
+    for name in names:
+        like, taken = [], {run.path.resolve() for run in found}
+        if re.search(r"[*?[]", name):
+            like = [run for run in Run.all(root) if fnmatchcase(run.name, name)]
+            like = like or [Run(path) for path in known_folders() if fnmatchcase(path.name, name)]
+        found += [run for run in like if run.path.resolve() not in taken] if like else [find_run(name, root)]
+    return found
 
 
 def no_run(root: str | Path, otherwise: str = "") -> RequestError:

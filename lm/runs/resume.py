@@ -13,14 +13,12 @@ from lm.runs import registry
 from lm.runs.checkpoint import find_damage, link_to, read_progress
 from lm.runs.config_diff import differences, not_allowed
 from lm.runs.mirror import LINKS
-from lm.runs.run import ROOT, STEP, Run, hide_addresses
+from lm.runs.run import REFERENCES, ROOT, STEP, Run, hide_addresses, is_of_a_run
 from lm.system.files import restore_interrupted, stated_digest
 from lm.system.process import rank
 from lm.system.remote import fetch, is_remote
 
 log = logging.getLogger(__name__)
-
-REFERENCES = ("best", "last", "auto")
 
 
 def find_checkpoint(
@@ -67,11 +65,6 @@ def find_checkpoint(
     if fit and not auto and (damage := find_damage(path)):  # the others find it when they read it
         raise RequestError(f"--ckpt_path {reference}: {path}: {damage}; `auto` takes the newest whole one")
     return path, run
-
-
-def is_of_a_run(reference: str | None) -> bool:
-    """Whether a `--ckpt_path` names a checkpoint of a run, and not a folder."""
-    return reference in (None, *REFERENCES) or STEP.fullmatch(reference) is not None
 
 
 def checkpoint_folder(reference: str) -> Path:

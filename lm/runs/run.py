@@ -39,6 +39,7 @@ log = logging.getLogger(__name__)
 
 ROOT = Path("checkpoints")
 STEP = re.compile(r"step-(\d{8,})")
+REFERENCES = ("best", "last", "auto")  # checkpoints of a run, beside the names of its steps
 SILENCE = 30.0  # seconds without a heartbeat after which a run is taken for dead
 LOCK = "run.lock"
 NO_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP, errno.EINVAL)  # of file systems without locks
@@ -119,6 +120,11 @@ def process_exists(pid: int | None) -> bool:
         return True
     except (OSError, TypeError, OverflowError) as error:  # another user's, or no number is known
         return not isinstance(error, ProcessLookupError)
+
+
+def is_of_a_run(reference: str | None) -> bool:
+    """Whether a `--ckpt_path` names a checkpoint of a run, and not a folder."""
+    return reference in (None, *REFERENCES) or STEP.fullmatch(reference) is not None
 
 
 def refuse_name(name: str) -> None:

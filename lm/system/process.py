@@ -102,6 +102,15 @@ def _torchrun_options() -> list[str]:
     return []
 
 
+def import_from_working_directory() -> None:
+    """Let a config name a callback, logger or optimizer of a module there, with `lm` as with `python -m lm`.
+
+    As an absolute path: the parser changes to the folder of a config while it reads it.
+    """
+    if os.getcwd() not in sys.path:
+        sys.path.insert(0, os.getcwd())
+
+
 @contextmanager
 def command_line(arguments: list[str]) -> Iterator[None]:
     """Inside the `with`, these are the arguments of this process: other ranks are started with them, and `run.json` has

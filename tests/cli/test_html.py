@@ -163,6 +163,16 @@ def test_secrets_are_left_out(place):
     assert "lm fit --data.path s3://bucket/data" in page.text  # the rest of the command
 
 
+def test_a_branch_has_the_losses_before_the_branch(place):
+    trunk, run = (write_live_run(place, name, lines=40) for name in ("trunk", "branched"))
+    run.describe(branch={"path": str(trunk.path), "step": 200})
+    page = page_of(run)
+    before = page.curves()["training and validation", "loss before the branch"]
+    steps = [line["step"] for line in trunk.metrics("train/loss") if line["step"] <= 200]
+    assert page.data["tables"][before["table"]]["step"] == steps and len(steps) > 5
+    assert "branched off trunk" in [mark["label"] for mark in page.data["marks"]]
+
+
 def test_all_runs_are_one_page(place):
     """Their table, curves of each in the same charts, scores as bars, what differs; none of the secrets."""
     rich, other = make_rich_run(place / "checkpoints"), write_live_run(place / "checkpoints", "other", lines=30)

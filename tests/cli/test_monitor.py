@@ -233,7 +233,10 @@ def test_which_run_is_meant(tmp_path):
     other = tmp_path / "other"  # a folder from which the registry alone knows the runs
     other.mkdir()
     lm(other, "runs", "rebuild", str(root), **own)
-    assert len(json.loads(monitor(other, "--json", **own).stdout)) == 2
+    found = monitor(other, "--json", **own)
+    assert len(json.loads(found.stdout)) == 2 and f"nothing is running under checkpoints, but {root}" in found.stderr
+    write_live_run(other / "checkpoints", "mine")
+    assert json.loads(monitor(other, "--json", **own).stdout)["run"] == "mine"
     assert "no run 'kickin'" in monitor(tmp_path, "kickin", "--json", expect=2, **own).stderr
     assert "--interval" in monitor(tmp_path, "old", "--interval", "0", expect=2, **own).stderr
 

@@ -68,10 +68,38 @@ def test_own_options_of_a_command_come_first(capsys):
 def test_help_and_a_wrong_name_need_no_torch(tmp_path):
     """Importing Lightning takes seconds, and a typo should not."""
     write_config(tmp_path, **{"trainer.max_step": 5})
-    wrong = [["fit", "--config", str(tmp_path / "small.yaml")], ["fit", "--trainer.max_step", "3"]]
+    wrong = [["fit", "--config", str(tmp_path / "small.yaml")], ["fit", "--trainer.max_step", "3"],
+             ["plan", "--config", "tiny", "--trainer.max_steps", "abc"], ["generate", "--run", "no"]]  # fmt: skip
     for arguments in (["fit", "--help"], *wrong):
         assert run_python(WITHOUT_TORCH.format(commands=[arguments]))[1] < 2  # usually 0.2 seconds
     run_python(WITHOUT_TORCH.format(commands=[[*command.split(), "--help", "all"] for command in TRAINING]))
+
+
+@pytest.mark.parametrize("arguments, message", [
+    (["fit", "--trainer.max_steps", "abc"], "lm fit: trainer.max_steps: expected a count such as 1000, 32_768, "),
+    (["fit", "--config", "two.yaml"], "lm fit: trainer.val_interval: expected a count such as 1000, "),
+    (["plan", "--model.decoder.hidden_size=1.5"], "lm plan: model.decoder.hidden_size: '1.5' is not a whole number"),
+    (["bench", "step", "--trainer.precision", "fp12"], "lm bench step: trainer.precision: expected one of '32-true'"),
+    (["profile", "--model.optimizer.lr", "x"], "lm profile: model.optimizer.lr: expected float, got x"),
+    (["fit", "--config", "small.yaml", "--data.path", "s3://bucket/x"],
+     "data.path s3://bucket/x is a URL, and only a path works here: give data.train, data.val and data.tokenizer"),
+    (["plan", "--mfu", "much"], "lm plan: mfu: expected float, got much"),
+    *((command.split(), "no run 'nothing' under checkpoints or in the registry; `lm runs ls` lists") for command in (
+        "generate --run nothing", "evaluate --run=nothing --tasks embedded:sotu", "export --run nothing",
+        "average --run nothing --last 2", "branch nothing --decay 1M", "validate --run nothing", "test --run nothing",
+        "predict --run nothing")),
+    (["generate", "--prompt", "a"], "no run under checkpoints yet: start one with `lm fit --config tiny.yaml`, or "),
+    (["validate", "--ckpt_path", "best"], "start one with `lm fit --config tiny.yaml`, or give --config"),
+])  # fmt: skip
+def test_wrong_values_and_missing_runs_are_refused_without_torch(arguments, message, tmp_path, monkeypatch, capsys):
+    write_config(tmp_path)
+    write_config(tmp_path, "two", **{"trainer.val_interval": "two"})
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("lm.cli.main._load", lambda *command: pytest.fail("a module of a command was loaded"))
+    config = ["--config", "small.yaml"] * (arguments[0] in ("fit", "plan", "bench", "profile"))
+    if "--config" in arguments:
+        config = []
+    assert main([*arguments, *config]) == 2 and message in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("arguments, message", [
@@ -134,7 +162,7 @@ def test_a_config_that_cannot_be_meant_is_refused(text, message, tmp_path, monke
 @pytest.mark.parametrize("arguments, message", [
     (["generate", "Once upon"], "did you mean `lm generate --prompt 'Once upon'`?"),
     (["data", "prepare", "my_texts"], "did you mean `lm data prepare --input my_texts --output data/my_texts`?"),
-    (["generate", "--dtype", "bf16"], "got bf16; did you mean 'bfloat16' or 'float16'?"),
+    (["generate", "--ckpt_path", ".", "--dtype", "bf16"], "got bf16; did you mean 'bfloat16' or 'float16'?"),
     (["plan", "--config", "tiny.yaml", "--trainer.precision", "bf16"], "did you mean 'bf16-mixed' or 'bf16-true'?"),
     (["plan", "--config", "tiny.yaml", "--model.optimizer.name", "AdamW"], "got AdamW; did you mean 'adamw'?"),
     (["runs", "ls", "--sort", "loss"], "there is no option 'sort'; there are --all, --html, --json, --root, --tag"),

@@ -7,6 +7,7 @@ import subprocess
 import sys
 
 import pytest
+from terminal import Terminal
 from trainings import PLACES, equipment, fit, lm, make_workplace, write_config
 
 
@@ -31,7 +32,7 @@ def test_a_fit_describes_itself_and_what_it_has_made(tmp_path):
         lm(folder, *arguments[3:], *typed)
 
     said = fit(folder, "small", "--trainer.max_steps", "14", "--ckpt_path", "auto", "--seed=9")[0].stderr
-    assert "peak not known, so no MFU" in said and "expected: not known before two log lines" in said
+    assert "peak not known, so no MFU" in said and "expected: not known before the first log line" in said
     assert "weights: resumed from checkpoints/small/step-00000012, after step 12 of 14" in said
     assert "2 steps in " in said
 
@@ -43,30 +44,62 @@ from lightning.pytorch import Callback
 class Phases(Callback):
     def note(self, trainer, *args):
         with open("phases.txt", "a") as file:
-            print(trainer.run.read("state.json")["phase"], file=file)
+            state = trainer.run.read("state.json")
+            print(state["phase"], state.get("eta_seconds"), file=file)
 
     on_train_batch_start = on_train_batch_end = note
 """
 
 
-def test_compiling_is_said_while_it_takes_its_time(tmp_path):
+def test_compiling_is_said_while_it_takes_its_time_and_the_time_left_after_three_steps(tmp_path):
     folder = make_workplace(tmp_path)
     (folder / "phases.py").write_text(PHASES)
-    changes = {"model.compile": "triton_free", "trainer.max_steps": 2, "model.schedule.warmup_steps": 0}
+    changes = {"model.compile": "triton_free", "model.schedule.warmup_steps": 0, "trainer.max_steps": 4,
+               "trainer.log_interval": 4}  # fmt: skip
     said = fit(folder, **{"trainer.callbacks": [{"class_path": "phases.Phases"}], **changes})[0].stderr
     assert said.index("compiling with triton_free in the first step") < said.index("compiled: the first step took ")
-    phases = (folder / "phases.txt").read_text().split()
-    assert "compiling" in phases and phases[-1] == "training"
+    phases = (folder / "phases.txt").read_text().splitlines()
+    assert "compiling None" in phases and phases[-3].startswith("training ") and phases[-3] != "training None"
 
 
-def test_the_installed_command_finds_a_callback_in_the_working_directory_too(tmp_path):
+@pytest.mark.parametrize("width", [40, 100])
+def test_on_a_terminal_lines_scroll_by_above_the_bar(tmp_path, width):
+    folder = make_workplace(tmp_path)
+    write_config(folder, **{"trainer.max_steps": 4, "trainer.log_interval": 4, "trainer.val_interval": 2})
+    terminal = Terminal(folder, "-m", "lm", "fit", "--config", "small.yaml", size=(width, 24))
+    assert terminal.end() == 0
+    rows = terminal.rows()
+    for start in ("device: ", "weights: new", "step 2/4  validation loss", "step 4/4  validation loss", "4 steps in "):
+        assert len([row for row in rows if row.startswith(start)]) == 1, (start, *rows)
+    [bar] = [row for row in rows if "4 steps  " in row]  # no remains of its earlier states; the figures have priority
+    assert bar.lstrip("\N{BOX DRAWINGS HEAVY HORIZONTAL} ").startswith("4/4 steps  loss ") and len(bar) <= width
+
+
+INSTALLED = """
+import sys
+import lm
+from lm.cli.main import main
+
+path, config = sys.path[:], ["--config", "small.yaml"]
+for command in (["fit", *config], ["plan", *config], ["bench", "step", *config, "--steps", "4", "--checkpoints", "0"],
+                ["validate"], ["branch", "small", "--constant", "2k", "--make_only"]):
+    assert main(command) == 0, command
+    sys.path[:] = path
+    del sys.modules["mine"]
+sys.path[0] = ""  # as in a notebook
+lm.fit("sub/small.yaml")
+"""
+
+
+def test_every_command_and_a_notebook_find_a_callback_in_the_working_directory(tmp_path):
     """A script's own folder is the first of its path, where `python -m lm` has the working directory."""
     folder = make_workplace(tmp_path / "work")
     (folder / "mine.py").write_text("from lightning.pytorch import Callback\n\nclass Mine(Callback):\n    pass\n")
-    write_config(folder, **{"trainer.callbacks": [{"class_path": "mine.Mine"}]})
-    (tmp_path / "bin").mkdir()
-    (tmp_path / "bin" / "lm").write_text("from lm.__main__ import main\n\nmain()\n")
-    command = [sys.executable, "../bin/lm", "fit", "--config", "small.yaml"]
+    config = write_config(folder, **{"trainer.callbacks": [{"class_path": "mine.Mine"}], "trainer.max_steps": 4})
+    for other, text in {"sub/small.yaml": config.read_text(), "../bin/lm": INSTALLED}.items():
+        (folder / other).parent.mkdir()
+        (folder / other).write_text(text)
+    command = [sys.executable, "../bin/lm"]
     done = subprocess.run(command, cwd=folder, env={**os.environ, "PYTHONPATH": PLACES}, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
 

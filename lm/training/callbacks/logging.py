@@ -15,7 +15,8 @@ import torch
 from lightning.pytorch import Callback as LightningCallback
 from lightning.pytorch import LightningModule
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.progress import BarColumn, Progress, TextColumn
+from rich.table import Column
 from torch import Tensor
 
 from lm.errors import RunError
@@ -67,6 +68,7 @@ class RunLog(Callback):
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         self._compiles = pl_module.options.compile != "none"
+        self._early = trainer.global_step + EARLY_STEPS
         self.write_state(trainer)
 
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, *args: Any) -> None:
@@ -81,6 +83,9 @@ class RunLog(Callback):
         if self._compiling is not None:
             log.info("compiled: the first step took %s", format_duration(time.monotonic() - self._compiling))
             self._compiling = None
+            self.write_state(trainer)
+        if step <= self._early:
+            self.pace.add_line(step, time.monotonic())
             self.write_state(trainer)
         if step % self.interval and step != trainer.max_steps:
             return
@@ -189,6 +194,7 @@ def _kind(name: str) -> str:
     return group if group in ("val", "eval") else "train"
 
 
+EARLY_STEPS = 3  # of a session, whose times are known before there are log lines
 OF_EVERY_LINE = ("step", "tokens", "time")  # of `metrics.jsonl`; no metric may replace them
 LINE_METRICS = (
     "train/loss", "optim/lr", "optim/grad_norm", "val/loss", "val/perplexity", "val/bpb", "eval/core",
@@ -278,9 +284,10 @@ class ProgressBar(Callback):
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         if not (trainer.is_global_zero and sys.stderr.isatty()):
             return
-        self._progress = Progress(
-            BarColumn(), MofNCompleteColumn(), TextColumn("steps, elapsed"), TimeElapsedColumn(),
-            TextColumn("{task.description}"), console=Console(stderr=True),
+        self._progress = Progress(  # the terminal folds the lines above it, so that a command can be copied
+            BarColumn(None, table_column=Column(max_width=40)),
+            TextColumn("{task.completed}/{task.total} steps{task.description}", markup=False),
+            console=Console(stderr=True, soft_wrap=True), redirect_stdout=sys.stdout.isatty(),
         )  # fmt: skip
         self._task = self._progress.add_task("", total=trainer.max_steps, completed=trainer.global_step)
         self._progress.start()
@@ -291,9 +298,11 @@ class ProgressBar(Callback):
             log = RunLog.of(trainer)
             shown = ("train/loss", "perf/tokens_per_second", "perf/mfu", "perf/mfu_full_attention")
             newest = {name: value for name, value in log.latest.items() if name in shown}
-            text = format_line(step, trainer.max_steps, newest).partition("  ")[2]
-            if (seconds := log.eta(trainer)) is not None:
-                text = f"{format_duration(seconds)} left  {text}"
+            seconds, elapsed = log.eta(trainer), self._progress.tasks[0].elapsed
+            facts = [f"{format_duration(seconds)} left" if seconds else "",
+                     format_line(step, trainer.max_steps, newest).partition("  ")[2],
+                     f"{format_duration(elapsed)} elapsed" if elapsed else ""]  # fmt: skip
+            text = "".join(f"  {fact}" for fact in facts if fact)
             self._progress.update(self._task, completed=step, description=text)
 
     def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:

@@ -1,0 +1,102 @@
+"""What is refused before the seconds that importing PyTorch and Lightning takes: wrong values, and missing runs.
+
+`cli/options` refuses unknown names, and `cli/config` all the rest.
+"""
+
+import sys
+from dataclasses import fields
+from itertools import pairwise
+from typing import Any
+
+from jsonargparse import ActionConfigFile
+
+from lm.cli.options import COMMAND_OPTIONS, CONFIG, SEED, find_config, read_config, training_options
+from lm.data.config import DATA_PATH_CURE, DataConfig
+from lm.errors import RequestError
+from lm.runs.registry import find_run
+from lm.runs.run import ROOT, is_of_a_run
+from lm.system.arguments import Parser, arguments_from, spell_out
+from lm.system.files import refuse_url
+from lm.training.config import SECTIONS, ModelConfig, TrainerConfig
+
+LISTS = tuple(option.name for option in training_options("fit") if "list of str" in option.kind)
+# Commands that take a run's checkpoint -> another cure where there is no run at all.
+OF_A_RUN = dict.fromkeys(("generate", "evaluate", "export"), ", or give a --ckpt_path") | {"average": "", "branch": ""}
+OF_A_RUN |= dict.fromkeys(("validate", "test", "predict"), ", or give --config")
+
+
+class ConfigFile(ActionConfigFile):
+    """`--config`, looked up in `configs/` too."""
+
+    @staticmethod
+    def apply_config(parser: Any, cfg: Any, dest: str, value: Any) -> None:
+        path = find_config(value)
+        read_config(path)
+        ActionConfigFile.apply_config(parser, cfg, dest, str(path))
+
+
+def add_sections(parser: Any) -> None:
+    """Add the sections whose dataclasses are made as they stand, and the options in no section."""
+    for section in SECTIONS:
+        if section.name not in ("trainer", "model", "data"):
+            parser.add_class_arguments(section.options, section.name or None)
+
+
+def add_training(parser: Any, classes: dict[str, type], options: type | None) -> tuple[str, ...]:
+    """Add the options of a training, those of three classes by section, and a command's own; returns its flags."""
+    parser.add_argument("-c", "--config", action=ConfigFile, help=CONFIG.help)
+    parser.add_argument(f"--{SEED.name}", type=int, default=SEED.default)
+    for name in ("run", "ckpt_path"):  # a config may carry them, and they are `fit`'s
+        parser.add_argument(f"--{name}", type=str | None, default=None)
+    for name, kind in classes.items():
+        parser.add_class_arguments(kind, name, instantiate=False)
+    add_sections(parser)
+    if options is None:
+        return ()
+    parser.add_class_arguments(options)
+    return tuple(option.name for option in fields(options) if option.type is bool)
+
+
+class TrainerOptions:
+    """The options of `lm.training.trainer.Trainer`; its callbacks and loggers may be anything here."""
+
+    @arguments_from(TrainerConfig, Callback=Any, Logger=Any)
+    def __init__(self, config: TrainerConfig) -> None: ...
+
+
+def refuse_wrong_values(command: str, arguments: list[str]) -> None:
+    """Refuse a number, a count or a choice that is none, in a command line and in its configs.
+
+    Options of other types are left to the parser of `cli/config`, which knows classes by path.
+    """
+    custom = sys.modules.get("lm.model.custom")  # there where `lm.run` was given a class, whose options are its own
+    if custom and custom.module_class() or {"--print_config", "--verbose"} & set(arguments):
+        return
+    parser = Parser(prog=f"lm {command}", allow_abbrev=False)
+    parser.add_argument("--force", type=bool, default=False)
+    classes = {"trainer": TrainerOptions, "model": ModelConfig, "data": DataConfig}
+    flags = add_training(parser, classes, COMMAND_OPTIONS.get(command))
+    try:
+        config = parser.parse_args(spell_out(arguments, (*flags, "force"), LISTS))
+    except RequestError as error:
+        name = str(error).partition(": ")[0]
+        if any(option.name == name and " of " not in option.kind for option in training_options(command)):
+            raise
+        return
+    if command == "fit" and config.data.path:
+        refuse_url("data.path", config.data.path, DATA_PATH_CURE)
+
+
+def refuse_missing_run(command: str, arguments: list[str]) -> None:
+    """Refuse the name of a run that is not there, or no name where there is no run, for commands that load a model."""
+    given, run = typed_options(arguments), arguments[0] if arguments and not arguments[0].startswith("-") else None
+    other = {"-c", "--config", "-h", "--help"} & given.keys() or (command == "branch") == (run is None)
+    if command in OF_A_RUN and not other and is_of_a_run(given.get("--ckpt_path")):
+        root = given.get("--root") or given.get("--trainer.default_root_dir") or ROOT
+        find_run(run or given.get("--run"), root, otherwise=OF_A_RUN[command])
+
+
+def typed_options(arguments: list[str]) -> dict[str, str]:
+    """What is typed after each option, as `--run mine` or `--run=mine`."""
+    options = dict(pairwise([*arguments, ""]))
+    return options | dict(one.split("=", 1) for one in arguments if one.startswith("--") and "=" in one)
