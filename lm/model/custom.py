@@ -24,18 +24,18 @@ from torch import Tensor, nn
 
 from lm.errors import RequestError
 from lm.model.config import DecoderConfig
-from lm.model.decoder import IGNORED, MLP, Block, Decoder, Linear, Losses, RMSNorm, SelfAttention
+from lm.model.decoder import IGNORED, Block, Decoder, Linear, Losses
 from lm.model.estimates import flops_per_token, parameters
 from lm.model.fused import FusedBlock, FusedDecoder
 from lm.model.low_precision import LowPrecisionLinear
 
-BUILTIN = {Decoder, FusedDecoder, Block, FusedBlock, SelfAttention, MLP, RMSNorm, Linear, LowPrecisionLinear,
-         nn.Embedding, nn.Linear, nn.Dropout, nn.ModuleList}  # fmt: skip
+FUSED = {FusedDecoder: Decoder, FusedBlock: Block, LowPrecisionLinear: Linear}  # the same by our kernels
 MEAN_OR_SUM = 0.01  # how far a total may be from one of them and still count as it; they differ by the targets
 SAME_LOSS = 1e-3  # of the largest loss: what kernels may differ by
 MODEL_TYPE = "lm_custom"  # in config.json; Hugging Face refuses it, as an unknown type
 
 _configs: WeakKeyDictionary[nn.Module, DecoderConfig] = WeakKeyDictionary()  # of custom models
+_builtin: WeakKeyDictionary[nn.Module, bool] = WeakKeyDictionary()  # answers of `is_builtin`
 _checked: WeakSet[nn.Module] = WeakSet()  # custom models whose first losses of a training were right
 _module_class: type | None = None  # the subclass of LanguageModule that this process uses
 
@@ -51,23 +51,29 @@ def module_class() -> type | None:
 
 
 def is_builtin(decoder: nn.Module) -> bool:
-    """Whether a decoder is what its config says: our kernels compute that, and Hugging Face's classes hold it."""
-    if not isinstance(decoder, Decoder) or any(type(part) not in BUILTIN for part in decoder.modules()):
-        return False
+    """Whether a decoder is what its config says: our kernels compute that, and Hugging Face's classes hold it.
+
+    The answer is that of the first call, before hooks and kernels of this project are on it.
+    """
+    if decoder not in _builtin:
+        _builtin[decoder] = isinstance(decoder, Decoder) and _is_of_its_config(decoder)
+    return _builtin[decoder]
+
+
+def _is_of_its_config(decoder: Decoder) -> bool:
     with torch.device("meta"):
         usual = Decoder(decoder.config)
-    shapes = [{name: weight.shape for name, weight in each.named_parameters(remove_duplicate=False)}
-              for each in (decoder, usual)]  # fmt: skip
-    return shapes[0] == shapes[1] and _numbers(usual).items() <= _numbers(decoder).items()
+    shapes = [{name: value.shape for name, value in each.state_dict().items()} for each in (decoder, usual)]
+    return shapes[0] == shapes[1] and _parts(usual) == _parts(decoder)
 
 
-def _numbers(decoder: nn.Module) -> dict[tuple[str, str], float]:
-    """The sizes, eps, rates of dropout, ... that its parts hold."""
+def _parts(decoder: nn.Module) -> dict[str, tuple[type, dict[str, Any]]]:
+    """Class and attributes of each part: sizes, eps, windows, hooks, methods that were replaced ..."""
+    left_out = {"_parameters", "_buffers", "_modules", "_compiled_call_impl", "training"}
     return {
-        (name, key): number
-        for name, part in decoder.named_modules(remove_duplicate=False) for key, number in vars(part).items()
-        if isinstance(number, int | float) and key != "training"
-    }  # fmt: skip
+        name: (FUSED.get(type(part), type(part)), {key: vars(part)[key] for key in vars(part).keys() - left_out})
+        for name, part in decoder.named_modules(remove_duplicate=False)
+    }
 
 
 def call_for_losses(

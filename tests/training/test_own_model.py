@@ -286,6 +286,12 @@ def test_our_class_with_other_numbers_is_no_model_of_its_config():
         lambda decoder: setattr(decoder.layers[0].mlp, "down_proj", nn.Linear(85, 32, bias=True)),
         lambda decoder: setattr(decoder.layers[0].dropout, "p", 0.1),
         lambda decoder: decoder.layers.append(decoder.layers[0]),
+        lambda decoder: decoder.layers[0].mlp.register_forward_hook(lambda part, inputs, output: 2 * output),
+        lambda decoder: decoder.norm.register_forward_pre_hook(lambda part, inputs: (inputs[0] + 1,)),
+        lambda decoder: setattr(decoder.layers[0].mlp, "forward", torch.relu),
+        lambda decoder: setattr(decoder, "windows", [4]),
+        lambda decoder: setattr(decoder.layers[0].mlp, "down_proj", nn.Linear(85, 32, bias=False)),
+        lambda decoder: decoder.register_buffer("scale", torch.ones(3)),
     ):
         assert not is_builtin(changed(change))
 
