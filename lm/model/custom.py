@@ -12,7 +12,7 @@ those before it alone. `document_ids` and `z_loss` are given, as `Decoder.forwar
 """
 
 import json
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import asdict, is_dataclass
 from inspect import signature
 from pathlib import Path
@@ -21,6 +21,7 @@ from weakref import WeakKeyDictionary, WeakSet
 
 import torch
 from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
 
 from lm.errors import RequestError
 from lm.model.config import DecoderConfig
@@ -31,7 +32,7 @@ from lm.model.low_precision import LowPrecisionLinear
 
 FUSED = {FusedDecoder: Decoder, FusedBlock: Block, LowPrecisionLinear: Linear}  # the same by our kernels
 MEAN_OR_SUM = 0.01  # how far a total may be from one of them and still count as it; they differ by the targets
-SAME_LOSS = 1e-3  # of the largest loss: what kernels may differ by
+SAME_LOSS = 1e-3  # of the largest change of a loss: what kernels may differ by
 MODEL_TYPE = "lm_custom"  # in config.json; Hugging Face refuses it, as an unknown type
 
 _configs: WeakKeyDictionary[nn.Module, DecoderConfig] = WeakKeyDictionary()  # of custom models
@@ -82,7 +83,8 @@ def call_for_losses(
 ) -> Losses:  # fmt: skip
     """The losses of a decoder, or of a custom model, which gets `document_ids` and `z_loss` where there are any."""
     if isinstance(decoder, Decoder):
-        return decoder(input_ids, labels, document_ids, z_loss, max_documents=max_documents)
+        options = {"document_ids": document_ids, "z_loss": z_loss, "max_documents": max_documents}
+        return decoder(input_ids, labels, **options)
     options = {"document_ids": document_ids} if document_ids is not None else {}
     found = decoder(input_ids, labels=labels, **options, **({"z_loss": z_loss} if z_loss else {}))
     called = f"{type(decoder).__name__}.forward(input_ids, labels=labels) returned"
@@ -118,26 +120,50 @@ def _refuse_losses(decoder: nn.Module, losses: Losses, labels: Tensor, called: s
 @torch.no_grad()
 def refuse_acausal(decoder: nn.Module, tokens: int, vocab_size: int) -> None:
     """Raise RequestError for a model that sees later tokens than it predicts from: it would learn to copy, and its loss
-    would mean nothing. The last of so many tokens is another one in a trial, which changes nothing in the model.
+    would mean nothing. In each trial the tokens from one on are others, which changes nothing in the model.
     """
-    if tokens == 1:
-        return
     device = next(decoder.parameters()).device
     ids = torch.arange(tokens, device=device)[None] % vocab_size  # (1, T)
-    other = ids.clone()
-    other[0, -1] = (ids[0, -1] + 1) % vocab_size
     training = [part for part in decoder.modules() if part.training]
     decoder.eval()
-    before, after = (call_for_losses(decoder, each, ids).per_token[0, :-1].float() for each in (ids, other))
+    before = call_for_losses(decoder, ids, ids).per_token[0].float()  # (T,)
+    for start in sorted({1, tokens // 2, tokens - 1} - {0, tokens}):
+        other = ids.clone()
+        other[0, start:] = (ids[0, start:] + 1) % vocab_size
+        changes = (call_for_losses(decoder, other, ids).per_token[0].float() - before).abs()
+        change = changes[:start].max().item()
+        if change > SAME_LOSS * changes.max().item():
+            raise RequestError(
+                f"{type(decoder).__name__} sees later tokens: when those from token {start:,} of {tokens:,} on are "
+                f"others, losses before them change by up to {change:.2g}. The logits of a token may depend on it and "
+                "on those before it alone: mask the attention, or pad a convolution on its left side only"
+            )
     for part in training:
         part.training = True
-    change = (after - before).abs().max().item()
-    if change > SAME_LOSS * before.abs().max().item():
-        raise RequestError(
-            f"{type(decoder).__name__} sees later tokens: when the last of {tokens:,} tokens is another one, losses "
-            f"before it change by up to {change:.2g}. The logits of a token may depend on it and on those before it "
-            "alone: mask the attention, or pad a convolution on its left side only"
-        )
+
+
+def refuse_unloadable(decoder: nn.Module, names: Iterable[str]) -> None:
+    """Raise RequestError where checkpoints could not be loaded; `names` of the `state_dict` before a forward pass."""
+    state = decoder.state_dict()
+    try:
+        if made := state.keys() - names:
+            raise RuntimeError(f"{min(made)} is made in the first forward pass, and not by __init__")
+        decoder.load_state_dict(state)
+    except RuntimeError as error:
+        raise RequestError(f"{type(decoder).__name__}: no checkpoint of it could be loaded: "
+                           f"{' '.join(str(error).split())}") from error  # fmt: skip
+
+
+def unsaved_state(decoder: nn.Module) -> dict[str, int | float]:
+    """What a custom model keeps that is not in its `state_dict`: numbers, and hashes of buffers that are not persistent.
+    """
+    kept = {}
+    for place, part in decoder.named_modules():
+        prefix = f"{place}." if place else ""
+        kept |= {prefix + name: value for name, value in vars(part).items() if type(value) in (int, float)}
+        for name, buffer in part.named_buffers(recurse=False):
+            kept[prefix + name] = hash(buffer.cpu().flatten().view(torch.uint8).numpy().tobytes())
+    return {name: kept[name] for name in kept.keys() - decoder.state_dict().keys()}
 
 
 def _kind_of(value: Any) -> str:
@@ -152,6 +178,13 @@ def refuse_contract(decoder: nn.Module, options: Mapping[str, bool]) -> None:
     if extra := [key for key, value in decoder.state_dict().items() if not isinstance(value, Tensor)]:
         raise RequestError(f"{name} keeps {extra[0]}, by get_extra_state, and the weights of a checkpoint are tensors: "
                            "register it as a buffer")  # fmt: skip
+    for key, weight in decoder.named_parameters():
+        if is_lazy(weight):
+            raise RequestError(f"{name}: the shape of {key} is not known before a forward pass: take a class that is "
+                               "given its sizes, such as nn.Linear in place of nn.LazyLinear")  # fmt: skip
+        if any(step == 0 and size > 1 for size, step in zip(weight.shape, weight.stride())):
+            raise RequestError(f"{name}: values of {key} share memory, as `expand` leaves them, and would not be "
+                               "trained: copy it, with `contiguous()`")  # fmt: skip
     parameters = signature(decoder.forward).parameters
     anything = any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values())
     for option, asked in ({"labels": True} | dict(options)).items():
