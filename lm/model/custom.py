@@ -24,6 +24,7 @@ from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
 from lm.errors import RequestError
+from lm.model.attention import enters_kernels
 from lm.model.config import DecoderConfig
 from lm.model.decoder import IGNORED, Block, Decoder, Linear, Losses
 from lm.model.estimates import flops_per_token, parameters
@@ -72,9 +73,10 @@ def _parts(decoder: nn.Module) -> dict[str, tuple[type, dict[str, Any]]]:
     """Class and attributes of each part: sizes, eps, windows, hooks, methods that were replaced ..."""
     left_out = {"_parameters", "_buffers", "_modules", "_compiled_call_impl", "training"}
     return {
-        name: (FUSED.get(type(part), type(part)), {key: vars(part)[key] for key in vars(part).keys() - left_out})
+        name: (FUSED.get(type(part), type(part)),
+               {key: value for key, value in vars(part).items() if key not in left_out and not enters_kernels(value)})
         for name, part in decoder.named_modules(remove_duplicate=False)
-    }
+    }  # fmt: skip
 
 
 def call_for_losses(

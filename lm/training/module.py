@@ -80,6 +80,7 @@ class LanguageModule(LightningModule):
         self.builtin, self.built = True, NOT_BUILT  # whether all parts are of `model/decoder`; kernels and attention
         self.validation = TokenLoss()  # sums of the validation that runs
         self._unsaved: dict[str, Any] = {}  # what a custom model keeps beside its weights, when the training began
+        self._vocabulary: Any = None  # of the tokenizer that the decoder was built for
         self._token_bytes: Tensor | None = None  # (V,) bytes of text of each token, on the device
 
     def configure_callbacks(self) -> Sequence[Callback]:
@@ -94,9 +95,15 @@ class LanguageModule(LightningModule):
 
     def configure_model(self) -> None:
         """Build the decoder, once, when the tokenizer and so the vocabulary is known."""
-        if self.decoder is not None or attached_trainer(self) is None:  # see `build_for_checkpoint`
+        if attached_trainer(self) is None:  # see `build_for_checkpoint`
             return
         data, strategy = self.trainer.datamodule, self.trainer.strategy
+        if self.decoder is not None:
+            if self._vocabulary not in (None, data.tokenizer.vocabulary):
+                raise RequestError("this LanguageModule was built for data of another tokenizer, so the same ids mean "
+                                   "other texts: make another one for this data")  # fmt: skip
+            return
+        self._vocabulary = data.tokenizer.vocabulary
         self.config = replace(self.config, vocab_size=self.config.vocab_size or data.tokenizer.vocab_size)
         if sources := data.source_names:
             self.validation = TokenLoss(len(sources))
