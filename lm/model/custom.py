@@ -26,7 +26,7 @@ from torch.nn.parameter import is_lazy
 from lm.errors import RequestError
 from lm.model.attention import enters_kernels
 from lm.model.config import DecoderConfig
-from lm.model.decoder import IGNORED, Block, Decoder, Linear, Losses
+from lm.model.decoder import IGNORED, Block, Decoder, Linear, Losses, evaluating
 from lm.model.estimates import flops_per_token, parameters
 from lm.model.fused import FusedBlock, FusedDecoder
 from lm.model.low_precision import LowPrecisionLinear
@@ -126,13 +126,12 @@ def refuse_acausal(decoder: nn.Module, tokens: int, vocab_size: int) -> None:
     """
     device = next(decoder.parameters()).device
     ids = torch.arange(tokens, device=device)[None] % vocab_size  # (1, T)
-    training = [part for part in decoder.modules() if part.training]
-    decoder.eval()
-    before = call_for_losses(decoder, ids, ids).per_token[0].float()  # (T,)
     for start in sorted({1, tokens // 2, tokens - 1} - {0, tokens}):
         other = ids.clone()
         other[0, start:] = (ids[0, start:] + 1) % vocab_size
-        changes = (call_for_losses(decoder, other, ids).per_token[0].float() - before).abs()
+        with evaluating(decoder):
+            before, after = (call_for_losses(decoder, each, ids).per_token[0].float() for each in (ids, other))  # (T,)
+        changes = (after - before).abs()
         change = changes[:start].max().item()
         if change > SAME_LOSS * changes.max().item():
             raise RequestError(
@@ -140,8 +139,6 @@ def refuse_acausal(decoder: nn.Module, tokens: int, vocab_size: int) -> None:
                 f"others, losses before them change by up to {change:.2g}. The logits of a token may depend on it and "
                 "on those before it alone: mask the attention, or pad a convolution on its left side only"
             )
-    for part in training:
-        part.training = True
 
 
 def refuse_unloadable(decoder: nn.Module, names: Iterable[str]) -> None:
@@ -157,8 +154,7 @@ def refuse_unloadable(decoder: nn.Module, names: Iterable[str]) -> None:
 
 
 def unsaved_state(decoder: nn.Module) -> dict[str, int | float]:
-    """What a custom model keeps that is not in its `state_dict`: numbers, and hashes of buffers that are not persistent.
-    """
+    """What a custom model has that its `state_dict` has not: numbers, and hashes of buffers that are not persistent."""
     kept = {}
     for place, part in decoder.named_modules():
         prefix = f"{place}." if place else ""

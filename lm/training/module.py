@@ -251,8 +251,8 @@ class LanguageModule(LightningModule):
         self.run_state.save(self, checkpoint)
         now = unsaved_state(self.decoder) if self._unsaved else {}
         if changed := [name for name in sorted(self._unsaved) if now.get(name) != self._unsaved[name]]:
-            log.warning("warning: %s changed in training and is in no checkpoint, so that a resume or a load begins with "
-                        "its first value; register it as a persistent buffer", ", ".join(changed))  # fmt: skip
+            log.warning("warning: %s changed in training and is in no checkpoint, so that a resume or a load begins "
+                        "with its first value; register it as a persistent buffer", ", ".join(changed))  # fmt: skip
             self._unsaved = {}
 
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:

@@ -385,6 +385,17 @@ def test_a_class_without_the_options_of_a_model_is_refused(monkeypatch, kind):
         config_parser("lm fit")
 
 
+class Reserved(package.LanguageModule):
+    def __init__(self, items: int = 3, **options):
+        super().__init__(**options)
+
+
+def test_an_option_of_a_reserved_name_is_refused(monkeypatch):
+    monkeypatch.setattr("lm.model.custom._module_class", Reserved)
+    with pytest.raises(RequestError, match=r"^Reserved\.__init__ has an argument items, which jsonargparse keeps"):
+        config_parser("lm fit")
+
+
 @pytest.mark.parametrize("parser, name", [(config_parser("lm plan"), "model.layers"),
                                           (TrainingParser(prog="lm"), "fit.model.layers")])
 def test_an_option_without_a_default_has_to_be_given(parser, name):
