@@ -80,6 +80,7 @@ class LanguageModule(LightningModule):
         self.builtin, self.built = True, NOT_BUILT  # whether all parts are of `model/decoder`; kernels and attention
         self.validation = TokenLoss()  # sums of the validation that runs
         self._unsaved: dict[str, Any] = {}  # what a custom model keeps beside its weights, when the training began
+        self.built_now = True  # for the training or evaluation that runs, and not for an earlier one
         self._vocabulary: Any = None  # of the tokenizer that the decoder was built for
         self._token_bytes: Tensor | None = None  # (V,) bytes of text of each token, on the device
 
@@ -98,6 +99,7 @@ class LanguageModule(LightningModule):
         if attached_trainer(self) is None:  # see `build_for_checkpoint`
             return
         data, strategy = self.trainer.datamodule, self.trainer.strategy
+        self.validation, self.built_now = TokenLoss(len(data.source_names) or None), self.decoder is None
         if self.decoder is not None:
             if self._vocabulary not in (None, data.tokenizer.vocabulary):
                 raise RequestError("this LanguageModule was built for data of another tokenizer, so the same ids mean "
@@ -105,8 +107,6 @@ class LanguageModule(LightningModule):
             return
         self._vocabulary = data.tokenizer.vocabulary
         self.config = replace(self.config, vocab_size=self.config.vocab_size or data.tokenizer.vocab_size)
-        if sources := data.source_names:
-            self.validation = TokenLoss(len(sources))
         options = BuildOptions(**{option.name: getattr(self.options, option.name) for option in fields(BuildOptions)})
         # Of the activations; in fp16 the choice is that of bf16.
         dtype = torch.float32 if self.trainer.precision == "32-true" else torch.bfloat16

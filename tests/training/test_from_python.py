@@ -187,6 +187,7 @@ import torch
 from safetensors.torch import load_file
 
 import lm
+from lm.data.config import SourceConfig
 
 
 def train(name, data, context=16, kind=lm.LanguageModule, ckpt_path=None, callbacks=()):
@@ -234,6 +235,11 @@ found = {"fresh again": all(weights("second")[name].equal(weight) for name, weig
 train("wide", used, context=32)
 found["context"] = used.seq_len
 found["alone"] = len(list(lm.DataModule("data/tiny", seq_len=16, micro_batch_size=2, val_tokens=256).val_dataloader()))
+lm.Trainer("again", max_steps=2).fit(module, data())
+sources = [SourceConfig("a", "data/tiny"),
+           SourceConfig("b", train="data/tiny/val", val="data/tiny/train", tokenizer="data/tiny")]
+mixed = trainer.validate(module, lm.DataModule(sources=sources, seq_len=16, val_tokens=256))
+found["of a source"] = "val/loss/b" in mixed and "val/loss/b" not in trainer.validate(module, data())
 found["other tokenizer"] = refusal(lm.Trainer("bytes", max_steps=2).fit, module, data("data/bytes"))
 found["scheduler"] = refusal(train, "scheduled", data(), kind=Scheduled)
 config = {"trainer": {"max_steps": np.int64(2)}, "data": {"path": Path("data/tiny"), "micro_batch_size": 2},
@@ -251,10 +257,12 @@ def test_objects_that_are_used_again_begin_anew(workplace):
     lm(workplace, "data", "prepare", "--input", "texts", "--output", "data/bytes", "--tokenizer", "bpe", "--vocab_size",
        "300", "--val_fraction", "0.2")  # fmt: skip
     (workplace / "twice.py").write_text(TWICE)
-    found = json.loads(lm(workplace, "twice.py").stdout.splitlines()[-1])
+    ended = lm(workplace, "twice.py")
+    found = json.loads(ended.stdout.splitlines()[-1])
+    assert ended.stderr.count("weights: those that the module had") == 1
     assert "was built for data of another tokenizer" in found.pop("other tokenizer")
     assert found.pop("scheduler").startswith("Scheduled.configure_optimizers returns one optimizer and no scheduler")
-    assert found == {"fresh again": True, "context": 32, "alone": 8, "in a thread": ["finished"]}
+    assert found == {"fresh again": True, "context": 32, "alone": 8, "of a source": True, "in a thread": ["finished"]}
 
 
 def test_a_signal_ends_it_with_a_checkpoint(workplace):
