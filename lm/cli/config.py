@@ -9,6 +9,7 @@ import tempfile
 import warnings
 from collections.abc import Sequence
 from dataclasses import fields, is_dataclass
+from inspect import signature
 from pathlib import Path
 from types import NoneType
 from typing import Any, get_args
@@ -61,6 +62,9 @@ class TrainingOptions:
                     f"{theclass.__name__}.__init__ does not take {left_out[0]} and other options of LanguageModule: "
                     "let it end with **options, and begin with `super().__init__(**options)`"
                 )
+            if reserved := [name for name in signature(theclass).parameters if hasattr(Namespace, name)]:
+                raise RequestError(f"{theclass.__name__}.__init__ has an argument {reserved[0]}, which jsonargparse "
+                                   "keeps for itself: give it another name")  # fmt: skip
         for action in self._actions:
             if action.dest == "model.optimizer":  # jsonargparse takes a class_path for one of `OptimizerConfig` itself
                 action.basetype = None

@@ -298,8 +298,9 @@ def mean_weights(folders: Sequence[Path]) -> dict[str, Tensor]:
                 total = torch.zeros(weight.shape, dtype=torch.float64)
                 for file, folder in zip(files, folders):
                     part = file.get_tensor(name)
-                    if part.isnan().any():
-                        raise RequestError(f"the weight {name} of {folder} has NaN in it: leave that checkpoint out")
+                    if not part.isfinite().all():
+                        raise RequestError(f"the weight {name} of {folder} has NaN or Inf in it: leave that checkpoint "
+                                           "out")  # fmt: skip
                     total += part
                 weight = (total / len(files)).to(weight.dtype)
             mean[name] = weight

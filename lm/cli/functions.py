@@ -96,10 +96,10 @@ def fit(
     with tempfile.TemporaryDirectory() as folder:
         if isinstance(config, Mapping):
             file = Path(folder) / "run.yaml"
-            file.write_text(yaml.safe_dump(json.loads(json.dumps(config))))
+            file.write_text(yaml.safe_dump(json.loads(json.dumps(config, default=_plain))))
         else:
             file = config
-        typed = {name: str(value) if isinstance(value, str | Path) else json.dumps(value)
+        typed = {name: str(value) if isinstance(value, str | Path) else json.dumps(value, default=_plain)
                  for name, value in given.items()}  # fmt: skip
         arguments = [f"--config={file}", *(f"--{name}={value}" for name, value in typed.items())]
         with _class_of_models(module), _logging_to_console(), STOP.borrowed():
@@ -108,6 +108,11 @@ def fit(
             quiet_lightning()
             cli = TrainingCLI(["fit", *arguments, *["--force=true"] * force], callbacks)
             return cli.trainer.run or cli.resumed_run
+
+
+def _plain(value: Any) -> Any:
+    """A path, or a number of numpy or torch, as JSON has it."""
+    return value.item() if hasattr(value, "item") else str(value)
 
 
 def evaluate(
@@ -208,7 +213,7 @@ class Trainer(BareTrainer):
             reference, self._name, self.default_root_dir, named=auto, command="fit")  # fmt: skip
         seed = os.environ.get("PL_GLOBAL_SEED")  # of lightning.seed_everything
         datamodule.set_position(seed=None if seed is None else int(seed),
-                                seq_len=datamodule.seq_len or model.config.max_position_embeddings)  # fmt: skip
+                                seq_len=datamodule.options.seq_len or model.config.max_position_embeddings)  # fmt: skip
         config = self._config(model, datamodule)
         if resumed and checkpoint:
             refuse_changed_config(resumed, config, force)
@@ -257,7 +262,7 @@ class Trainer(BareTrainer):
             owner = self.run or find_run(self._name, self.default_root_dir)
             ckpt_path = owner.checkpoint(str(ckpt_path))
         refuse_parts(model, datamodule)
-        datamodule.set_position(seq_len=datamodule.seq_len or model.config.max_position_embeddings)
+        datamodule.set_position(seq_len=datamodule.options.seq_len or model.config.max_position_embeddings)
         self.load_with(optimizer=False)
         stage(model, datamodule=datamodule, ckpt_path=ckpt_path and str(ckpt_path), verbose=False)
         return {name: value.item() for name, value in self.callback_metrics.items()}

@@ -23,7 +23,7 @@ from lm.data.prepare import describe_small_validation
 from lm.data.tokenizer import Tokenizer
 from lm.errors import LmError, RequestError, first_line
 from lm.model.config import DecoderConfig
-from lm.model.custom import attach_config, custom_flops_per_token, is_builtin
+from lm.model.custom import attach_config, custom_flops_per_token, is_builtin, refuse_contract
 from lm.model.estimates import (
     Step,
     assumed_speed,
@@ -381,13 +381,19 @@ def custom_model(config: Namespace, decoder: DecoderConfig) -> dict[str, Any] | 
     if not training_class().is_custom():
         return None
     module = training_class()(**vars(config.model))
-    try:
-        with torch.device("meta"):
-            made = module.build_decoder(decoder)
-    except Exception as error:
-        what = f"{type(module).__name__}.build_decoder fails, as tried on the meta device"
-        raise RequestError(f"{what}: {type(error).__name__}: {first_line(error)}") from error
+    made = None
+    for device in ("meta", "cpu"):  # a model may read values when it is built
+        try:
+            with torch.device(device), torch.random.fork_rng(devices=[]):
+                made = module.build_decoder(decoder)
+            break
+        except Exception as error:
+            failed = error
+    if made is None:
+        raise RequestError(f"{type(module).__name__}.build_decoder fails: {type(failed).__name__}: "
+                           f"{first_line(failed)}") from failed  # fmt: skip
     made, seq_len = attach_config(made, decoder), config.data.seq_len
+    refuse_contract(made, {})
     total = sum(weight.numel() for weight in made.parameters())
     return None if is_builtin(made) else {
         "parameters": parameters(decoder) | {"total": total},

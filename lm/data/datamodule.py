@@ -354,6 +354,8 @@ class DataModule(LightningDataModule):
 
     def _windows(self, split: str) -> Any:
         """The windows of a split in order, up to its limit."""
+        if self.tokenizer is None:  # there is no Trainer, which calls `setup`
+            self.setup("validate" if split == "val" else split)
         if split not in self.shards:
             return []
         parts = [

@@ -378,4 +378,5 @@ class UncachedStep:
         ids = nn.utils.rnn.pad_sequence(self.rows, batch_first=True)  # (B, T)
         last = torch.tensor([len(row) - 1 for row in self.rows], device=ids.device)
         with torch.compiler.set_stance("force_eager"):
-            return self.decoder(ids)[torch.arange(len(ids), device=ids.device), last].float()
+            logits = self.decoder(ids)[torch.arange(len(ids), device=ids.device), last]  # (B, V), V of any width
+        return logits[:, : config_of(self.decoder).vocab_size].float()

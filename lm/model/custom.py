@@ -12,7 +12,7 @@ those before it alone. `document_ids` and `z_loss` are given, as `Decoder.forwar
 """
 
 import json
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import asdict, is_dataclass
 from inspect import signature
 from pathlib import Path
@@ -21,21 +21,23 @@ from weakref import WeakKeyDictionary, WeakSet
 
 import torch
 from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
 
 from lm.errors import RequestError
+from lm.model.attention import enters_kernels
 from lm.model.config import DecoderConfig
-from lm.model.decoder import IGNORED, MLP, Block, Decoder, Linear, Losses, RMSNorm, SelfAttention
+from lm.model.decoder import IGNORED, Block, Decoder, Linear, Losses, evaluating
 from lm.model.estimates import flops_per_token, parameters
 from lm.model.fused import FusedBlock, FusedDecoder
 from lm.model.low_precision import LowPrecisionLinear
 
-BUILTIN = {Decoder, FusedDecoder, Block, FusedBlock, SelfAttention, MLP, RMSNorm, Linear, LowPrecisionLinear,
-         nn.Embedding, nn.Linear, nn.Dropout, nn.ModuleList}  # fmt: skip
+FUSED = {FusedDecoder: Decoder, FusedBlock: Block, LowPrecisionLinear: Linear}  # the same by our kernels
 MEAN_OR_SUM = 0.01  # how far a total may be from one of them and still count as it; they differ by the targets
-SAME_LOSS = 1e-3  # of the largest loss: what kernels may differ by
+SAME_LOSS = 1e-3  # of the largest change of a loss: what kernels may differ by
 MODEL_TYPE = "lm_custom"  # in config.json; Hugging Face refuses it, as an unknown type
 
 _configs: WeakKeyDictionary[nn.Module, DecoderConfig] = WeakKeyDictionary()  # of custom models
+_builtin: WeakKeyDictionary[nn.Module, bool] = WeakKeyDictionary()  # answers of `is_builtin`
 _checked: WeakSet[nn.Module] = WeakSet()  # custom models whose first losses of a training were right
 _module_class: type | None = None  # the subclass of LanguageModule that this process uses
 
@@ -51,22 +53,29 @@ def module_class() -> type | None:
 
 
 def is_builtin(decoder: nn.Module) -> bool:
-    """Whether a decoder is what its config says: our kernels compute that, and Hugging Face's classes hold it."""
-    if not isinstance(decoder, Decoder) or any(type(part) not in BUILTIN for part in decoder.modules()):
-        return False
+    """Whether a decoder is what its config says: our kernels compute that, and Hugging Face's classes hold it.
+
+    The answer is that of the first call, before hooks and kernels of this project are on it.
+    """
+    if decoder not in _builtin:
+        _builtin[decoder] = isinstance(decoder, Decoder) and _is_of_its_config(decoder)
+    return _builtin[decoder]
+
+
+def _is_of_its_config(decoder: Decoder) -> bool:
     with torch.device("meta"):
         usual = Decoder(decoder.config)
-    shapes = [{name: weight.shape for name, weight in each.named_parameters(remove_duplicate=False)}
-              for each in (decoder, usual)]  # fmt: skip
-    return shapes[0] == shapes[1] and _numbers(usual).items() <= _numbers(decoder).items()
+    shapes = [{name: value.shape for name, value in each.state_dict().items()} for each in (decoder, usual)]
+    return shapes[0] == shapes[1] and _parts(usual) == _parts(decoder)
 
 
-def _numbers(decoder: nn.Module) -> dict[tuple[str, str], float]:
-    """The sizes, eps, rates of dropout, ... that its parts hold."""
+def _parts(decoder: nn.Module) -> dict[str, tuple[type, dict[str, Any]]]:
+    """Class and attributes of each part: sizes, eps, windows, hooks, methods that were replaced ..."""
+    left_out = {"_parameters", "_buffers", "_modules", "_compiled_call_impl", "training"}
     return {
-        (name, key): number
-        for name, part in decoder.named_modules(remove_duplicate=False) for key, number in vars(part).items()
-        if isinstance(number, int | float) and key != "training"
+        name: (FUSED.get(type(part), type(part)),
+               {key: value for key, value in vars(part).items() if key not in left_out and not enters_kernels(value)})
+        for name, part in decoder.named_modules(remove_duplicate=False)
     }  # fmt: skip
 
 
@@ -76,7 +85,8 @@ def call_for_losses(
 ) -> Losses:  # fmt: skip
     """The losses of a decoder, or of a custom model, which gets `document_ids` and `z_loss` where there are any."""
     if isinstance(decoder, Decoder):
-        return decoder(input_ids, labels, document_ids, z_loss, max_documents=max_documents)
+        options = {"document_ids": document_ids, "z_loss": z_loss, "max_documents": max_documents}
+        return decoder(input_ids, labels, **options)
     options = {"document_ids": document_ids} if document_ids is not None else {}
     found = decoder(input_ids, labels=labels, **options, **({"z_loss": z_loss} if z_loss else {}))
     called = f"{type(decoder).__name__}.forward(input_ids, labels=labels) returned"
@@ -112,26 +122,46 @@ def _refuse_losses(decoder: nn.Module, losses: Losses, labels: Tensor, called: s
 @torch.no_grad()
 def refuse_acausal(decoder: nn.Module, tokens: int, vocab_size: int) -> None:
     """Raise RequestError for a model that sees later tokens than it predicts from: it would learn to copy, and its loss
-    would mean nothing. The last of so many tokens is another one in a trial, which changes nothing in the model.
+    would mean nothing. In each trial the tokens from one on are others, which changes nothing in the model.
     """
-    if tokens == 1:
-        return
     device = next(decoder.parameters()).device
     ids = torch.arange(tokens, device=device)[None] % vocab_size  # (1, T)
-    other = ids.clone()
-    other[0, -1] = (ids[0, -1] + 1) % vocab_size
-    training = [part for part in decoder.modules() if part.training]
-    decoder.eval()
-    before, after = (call_for_losses(decoder, each, ids).per_token[0, :-1].float() for each in (ids, other))
-    for part in training:
-        part.training = True
-    change = (after - before).abs().max().item()
-    if change > SAME_LOSS * before.abs().max().item():
-        raise RequestError(
-            f"{type(decoder).__name__} sees later tokens: when the last of {tokens:,} tokens is another one, losses "
-            f"before it change by up to {change:.2g}. The logits of a token may depend on it and on those before it "
-            "alone: mask the attention, or pad a convolution on its left side only"
-        )
+    for start in sorted({1, tokens // 2, tokens - 1} - {0, tokens}):
+        other = ids.clone()
+        other[0, start:] = (ids[0, start:] + 1) % vocab_size
+        with evaluating(decoder):
+            before, after = (call_for_losses(decoder, each, ids).per_token[0].float() for each in (ids, other))  # (T,)
+        changes = (after - before).abs()
+        change = changes[:start].max().item()
+        if change > SAME_LOSS * changes.max().item():
+            raise RequestError(
+                f"{type(decoder).__name__} sees later tokens: when those from token {start:,} of {tokens:,} on are "
+                f"others, losses before them change by up to {change:.2g}. The logits of a token may depend on it and "
+                "on those before it alone: mask the attention, or pad a convolution on its left side only"
+            )
+
+
+def refuse_unloadable(decoder: nn.Module, names: Iterable[str]) -> None:
+    """Raise RequestError where checkpoints could not be loaded; `names` of the `state_dict` before a forward pass."""
+    state = decoder.state_dict()
+    try:
+        if made := state.keys() - names:
+            raise RuntimeError(f"{min(made)} is made in the first forward pass, and not by __init__")
+        decoder.load_state_dict(state)
+    except RuntimeError as error:
+        raise RequestError(f"{type(decoder).__name__}: no checkpoint of it could be loaded: "
+                           f"{' '.join(str(error).split())}") from error  # fmt: skip
+
+
+def unsaved_state(decoder: nn.Module) -> dict[str, int | float]:
+    """What a custom model has that its `state_dict` has not: numbers, and hashes of buffers that are not persistent."""
+    kept = {}
+    for place, part in decoder.named_modules():
+        prefix = f"{place}." if place else ""
+        kept |= {prefix + name: value for name, value in vars(part).items() if type(value) in (int, float)}
+        for name, buffer in part.named_buffers(recurse=False):
+            kept[prefix + name] = hash(buffer.cpu().flatten().view(torch.uint8).numpy().tobytes())
+    return {name: kept[name] for name in kept.keys() - decoder.state_dict().keys()}
 
 
 def _kind_of(value: Any) -> str:
@@ -146,6 +176,13 @@ def refuse_contract(decoder: nn.Module, options: Mapping[str, bool]) -> None:
     if extra := [key for key, value in decoder.state_dict().items() if not isinstance(value, Tensor)]:
         raise RequestError(f"{name} keeps {extra[0]}, by get_extra_state, and the weights of a checkpoint are tensors: "
                            "register it as a buffer")  # fmt: skip
+    for key, weight in decoder.named_parameters():
+        if is_lazy(weight):
+            raise RequestError(f"{name}: the shape of {key} is not known before a forward pass: take a class that is "
+                               "given its sizes, such as nn.Linear in place of nn.LazyLinear")  # fmt: skip
+        if any(step == 0 and size > 1 for size, step in zip(weight.shape, weight.stride())):
+            raise RequestError(f"{name}: values of {key} share memory, as `expand` leaves them, and would not be "
+                               "trained: copy it, with `contiguous()`")  # fmt: skip
     parameters = signature(decoder.forward).parameters
     anything = any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values())
     for option, asked in ({"labels": True} | dict(options)).items():

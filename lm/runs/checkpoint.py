@@ -34,6 +34,9 @@ NO_SPACE, NO_QUOTA = os.strerror(errno.ENOSPC), os.strerror(errno.EDQUOT)
 # ---- a tree of plain values as JSON ----------------------------------------------------------------------------------
 
 
+KEPT = "let its `state_dict` return numbers, texts, lists, dictionaries or tensors"  # the cure of what `encode` refuses
+
+
 def encode(value: Any, place: str = "") -> Any:
     """Turn a tree of dicts, lists, tuples, numbers, strings and small tensors into what JSON can hold.
 
@@ -105,8 +108,7 @@ def write_files(folder: Path, content: dict[str, Any]) -> None:
     try:
         rest = {key: encode(value, key) for key, value in content.items() if key not in (*TENSORS, "files")}
     except TypeError as error:  # such as callbacks['MyCallback']['cache']
-        cure = "let its `state_dict` return numbers, texts, lists, dictionaries or tensors"
-        raise RunError(f"{error}: {cure}") from error
+        raise RunError(f"{error}: {KEPT}") from error
     (folder / "trainer.json").write_bytes(dump_checksummed({"format": FORMAT, "digests": digests, **rest}))
     mode = (folder / "trainer.json").stat().st_mode
     for path in folder.iterdir():

@@ -30,12 +30,13 @@ class StopSignals:
         self._finished = threading.Event()  # the watchdog has nothing to wait for any more
 
     def catch(self) -> None:
-        """Install the handlers; a later call replaces handlers that other code has installed since.
+        """Install the handlers; a later call replaces handlers that other code has installed since. Python takes none
+        outside of the main thread.
 
         Before its first step a rank that torchrun started and that is not zero keeps the default action: torchrun ends
         and restarts the ranks of a node together, and waits 30 s for one that does not end by itself.
         """
-        if under_torchrun() and rank() and not self.armed:
+        if under_torchrun() and rank() and not self.armed or not _in_main_thread():
             return
         for number in SIGNALS:
             if number != signal.SIGHUP or signal.getsignal(number) != signal.SIG_IGN:  # nohup ignores SIGHUP
@@ -45,9 +46,9 @@ class StopSignals:
     def borrowed(self) -> Iterator[None]:
         """Handlers that are installed inside the `with` are gone after it: for a training in a notebook, for example.
 
-        Does nothing outside of the main thread, where Python takes no handlers.
+        Does nothing outside of the main thread.
         """
-        if threading.current_thread() is not threading.main_thread():
+        if not _in_main_thread():
             yield
             return
         before = {number: signal.getsignal(number) for number in SIGNALS}
@@ -126,6 +127,10 @@ class StopSignals:
                 before_exit()
         finally:
             os._exit(Interrupted.exit_code)
+
+
+def _in_main_thread() -> bool:
+    return threading.current_thread() is threading.main_thread()
 
 
 STOP = StopSignals()  # one for the process: signal handlers belong to a process

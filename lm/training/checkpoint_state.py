@@ -32,6 +32,7 @@ from lm.model.huggingface import config_from_json, config_json, from_huggingface
 from lm.runs.checkpoint import TENSORS, read_folder, write_folder
 from lm.runs.run import Run
 from lm.system.files import remove_folder
+from lm.training.builtin_optimizers import BUILTIN
 from lm.training.config import OptimizerConfig
 from lm.training.distributed import gather_from_ranks
 from lm.training.optim import changed_settings, other_entries, refuse_unkept
@@ -146,7 +147,7 @@ def to_checkpoint(module: LightningModule, checkpoint: dict[str, Any]) -> None:
         state = name_state(whole["state"], parameter_names(module.decoder, optimizer))
         checkpoint["optimizer"] = {name: value for name, value in state.items() if isinstance(value, Tensor)}
         checkpoint["optimizer_values"] = {
-            "written_by": chosen_optimizer(config),
+            "written_by": chosen_optimizer(config, optimizer),
             "state": {name: value for name, value in state.items() if not isinstance(value, Tensor)},
             "groups": changed_settings(optimizer, whole["param_groups"]),
             "of_no_parameter": {key: value for key, value in whole["state"].items() if not isinstance(key, int)},
@@ -192,7 +193,7 @@ def restore_weights(module: LightningModule, checkpoint: dict[str, Any]) -> None
         state = optimizer.state_dict()
         nothing = {"written_by": None, "state": {}, "groups": [], "of_no_parameter": {}, "entries": {}}
         values = nothing | checkpoint.pop("optimizer_values", {})  # an imported model has none
-        refuse_other_optimizer(values["written_by"], module.options.optimizer)
+        refuse_other_optimizer(values["written_by"], chosen_optimizer(module.options.optimizer, optimizer))
         slots = index_state(checkpoint.pop("optimizer") | values["state"], parameter_names(module.decoder, optimizer))
         parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
         for index, of_parameter in slots.items():
@@ -240,19 +241,22 @@ def _laid_out_as(parameter: Tensor, value: Any) -> Any:
     return torch.empty_like(parameter, dtype=value.dtype, device=value.device).copy_(value)
 
 
-def chosen_optimizer(config: OptimizerConfig) -> dict[str, str]:
-    """The option that chooses the optimizer, `name` or `class_path`, and its value."""
-    return {"name": config.name} if config.class_path is None else {"class_path": config.class_path}
+def chosen_optimizer(config: OptimizerConfig, optimizer: Optimizer) -> dict[str, str]:
+    """What chose the optimizer and its value: the option `name` or `class_path`, or a subclass's own method."""
+    if config.class_path is not None:
+        return {"class_path": config.class_path}
+    made = f"{type(optimizer).__module__}.{type(optimizer).__qualname__}"
+    return {"name": config.name} if made == BUILTIN[config.name].class_path else {"configure_optimizers": made}
 
 
-def refuse_other_optimizer(written: dict[str, str] | None, config: OptimizerConfig) -> None:
-    """Refuse the state of another optimizer, `chosen_optimizer` of the checkpoint, than the config's."""
-    now = chosen_optimizer(config)
+def refuse_other_optimizer(written: dict[str, str] | None, now: dict[str, str]) -> None:
+    """Refuse the state of another optimizer than that of now, each as `chosen_optimizer` describes it."""
     if written is None or written == now:
         return
     [[before, then], [option, value]] = [*written.items(), *now.items()]
-    raise RequestError(f"this is a checkpoint of another optimizer, of model.optimizer.{before} {then}, and the config "
-                       f"has {option} {value}: give {before} {then}"
+    place = "" if before == "configure_optimizers" else "model.optimizer."
+    raise RequestError(f"this is a checkpoint of another optimizer, of {place}{before} {then}, and this training has "
+                       f"{option} {value}: give {before} {then}"
                        + (" and no class_path" if option == "class_path" != before else ""))  # fmt: skip
 
 

@@ -26,6 +26,7 @@ from lm.model.compile import RECOMPUTED_FROM, keeps_all
 from lm.model.config import DecoderConfig
 from lm.model.decoder import Decoder, Linear
 from lm.model.fused import kernels_missing
+from lm.runs.checkpoint import KEPT, encode
 from lm.runs.mirror import refuse_remote_root
 from lm.system.arguments import shown
 from lm.system.hardware import Device
@@ -160,6 +161,9 @@ def of_callbacks(given: list[Any]) -> Iterator[Finding]:
         if count > 1:
             yield error(f"trainer.callbacks: {count} callbacks have their state under {key}, and one would be lost",
                         "override `state_key`, or leave one out")  # fmt: skip
+    for each in stateful:
+        if unkept := _unkept(each):
+            yield error(f"trainer.callbacks: {unkept}", KEPT)
     for callback in given:
         if isinstance(callback, type):
             yield error(f"callbacks: {callback.__name__} is a class", f"give an object, {callback.__name__}()")
@@ -174,6 +178,18 @@ def of_callbacks(given: list[Any]) -> Iterator[Finding]:
         if known and monitor not in (None, *MONITORED):
             yield error(f"trainer.callbacks: {type(callback).__name__} has no {monitor} to monitor",
                         f"give {' or '.join(MONITORED)}")  # fmt: skip
+
+
+def _unkept(callback: Callback) -> str | None:
+    """What no checkpoint can hold of a callback's state, as it is before the training."""
+    try:
+        state = callback.state_dict()
+    except Exception:  # some have one in a training alone
+        return None
+    try:
+        encode(state, f"callbacks[{callback.state_key!r}]")
+    except TypeError as error:
+        return str(error)
 
 
 # ---- several devices -------------------------------------------------------------------------------------------------

@@ -27,6 +27,8 @@ from lm.model.custom import (
     is_builtin,
     module_class,
     refuse_acausal,
+    refuse_unloadable,
+    unsaved_state,
 )
 from lm.model.decoder import Decoder, Losses, document_ids_from
 from lm.model.estimates import flops_per_token
@@ -77,6 +79,9 @@ class LanguageModule(LightningModule):
         self.decoder: nn.Module | None = None  # compiled and sharded in place
         self.builtin, self.built = True, NOT_BUILT  # whether all parts are of `model/decoder`; kernels and attention
         self.validation = TokenLoss()  # sums of the validation that runs
+        self._unsaved: dict[str, Any] = {}  # what a custom model keeps beside its weights, when the training began
+        self.built_now = True  # for the training or evaluation that runs, and not for an earlier one
+        self._vocabulary: Any = None  # of the tokenizer that the decoder was built for
         self._token_bytes: Tensor | None = None  # (V,) bytes of text of each token, on the device
 
     def configure_callbacks(self) -> Sequence[Callback]:
@@ -91,12 +96,17 @@ class LanguageModule(LightningModule):
 
     def configure_model(self) -> None:
         """Build the decoder, once, when the tokenizer and so the vocabulary is known."""
-        if self.decoder is not None or attached_trainer(self) is None:  # see `build_for_checkpoint`
+        if attached_trainer(self) is None:  # see `build_for_checkpoint`
             return
         data, strategy = self.trainer.datamodule, self.trainer.strategy
+        self.validation, self.built_now = TokenLoss(len(data.source_names) or None), self.decoder is None
+        if self.decoder is not None:
+            if self._vocabulary not in (None, data.tokenizer.vocabulary):
+                raise RequestError("this LanguageModule was built for data of another tokenizer, so the same ids mean "
+                                   "other texts: make another one for this data")  # fmt: skip
+            return
+        self._vocabulary = data.tokenizer.vocabulary
         self.config = replace(self.config, vocab_size=self.config.vocab_size or data.tokenizer.vocab_size)
-        if sources := data.source_names:
-            self.validation = TokenLoss(len(sources))
         options = BuildOptions(**{option.name: getattr(self.options, option.name) for option in fields(BuildOptions)})
         # Of the activations; in fp16 the choice is that of bf16.
         dtype = torch.float32 if self.trainer.precision == "32-true" else torch.bfloat16
@@ -124,8 +134,10 @@ class LanguageModule(LightningModule):
     def _take_decoder(self, decoder: nn.Module) -> None:
         self.decoder, self.builtin, self.config = decoder, is_builtin(decoder), config_of(decoder)
         if not self.builtin:
+            names = list(decoder.state_dict())
             with self.trainer.precision_plugin.forward_context():
                 refuse_acausal(decoder, self.trainer.datamodule.seq_len, self.config.vocab_size)
+            refuse_unloadable(decoder, names)
         call_hook(self.trainer, "on_model_built", self)
 
     def forward(self, input_ids: Tensor) -> Tensor:
@@ -174,6 +186,7 @@ class LanguageModule(LightningModule):
         self.step = LightningStep(self)
         sources = len(self.trainer.datamodule.source_names)
         self.run_state.begin(self.device, sources=sources, scaled=self.step.scaled, rank=self.global_rank)
+        self._unsaved = {} if self.builtin else unsaved_state(self.decoder)
 
     def on_train_end(self) -> None:
         self.step = None
@@ -236,6 +249,11 @@ class LanguageModule(LightningModule):
 
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         self.run_state.save(self, checkpoint)
+        now = unsaved_state(self.decoder) if self._unsaved else {}
+        if changed := [name for name in sorted(self._unsaved) if now.get(name) != self._unsaved[name]]:
+            log.warning("warning: %s changed in training and is in no checkpoint, so that a resume or a load begins "
+                        "with its first value; register it as a persistent buffer", ", ".join(changed))  # fmt: skip
+            self._unsaved = {}
 
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         self.run_state.restore(self, checkpoint)

@@ -8,6 +8,7 @@ brings it back, by `restore`. `PlainRunState` is that of `LanguageModule` and `D
 import json
 import os
 from dataclasses import asdict, dataclass, field
+from hashlib import sha256
 from typing import Any
 
 import lightning.pytorch as lightning
@@ -133,11 +134,17 @@ class PlainRunState(RunState, Callback):
         )  # fmt: skip
         warmup_and_decay_steps(trainer.max_steps, pl_module.options.schedule)
         seed = os.environ.get("PL_GLOBAL_SEED")  # of lightning.seed_everything
-        data.set_position(global_batch=self.steps.global_batch, seed=None if seed is None else int(seed))
+        seed = None if seed is None else int(seed)
+        data.set_position(global_batch=self.steps.global_batch, seed=seed, consumed=0)
         rank_zero_info(LEFT_OUT)
         if data.has_validation and trainer.check_val_every_n_epoch is not None:
             rank_zero_warn("no validation comes, since the stream of samples has no epochs: give lightning.Trainer("
                            "val_check_interval=100, check_val_every_n_epoch=None)")  # fmt: skip
+
+    def on_train_epoch_end(self, trainer: lightning.Trainer, pl_module: Any) -> None:
+        """An epoch, which `limit_train_batches` may end, does not begin the stream again."""
+        if self.cursor and not trainer.overfit_batches:
+            trainer.train_dataloader.start = self.cursor.end
 
     def on_train_batch_end(self, trainer: lightning.Trainer, pl_module: Any, *args: Any) -> None:
         every = trainer.log_every_n_steps  # 0, as under `barebones`: never
@@ -156,19 +163,22 @@ class PlainRunState(RunState, Callback):
             module.build_for_checkpoint(DecoderConfig(**checkpoint["lm"]["decoder"]))
             return
         self.cursor = Cursor(start=0, end=checkpoint["lm"]["consumed"])
-        if module.trainer.training:
-            self._refuse_other_settings(module, checkpoint["lm"])
+        self._refuse_other_settings(module, checkpoint["lm"])
         module.trainer.datamodule.set_position(consumed=self.cursor.end)
 
     def _settings(self, module: Any) -> dict[str, Any]:
         """What must stay in a resume, as plain values, which torch.load takes without pickle."""
-        data, decoder = module.trainer.datamodule, asdict(module.config)
-        settings = {"decoder": decoder, "document_mask": module.options.document_mask, "seed": data.seed,
-                    "seq_len": data.seq_len, "shuffle_buffer": data.options.shuffle_buffer}  # fmt: skip
+        data = module.trainer.datamodule
+        vocabulary = sha256(json.dumps(data.tokenizer.vocabulary, sort_keys=True).encode()).hexdigest()
+        settings = {"decoder": asdict(module.config), "tokenizer": vocabulary, "seed": data.seed,
+                    "document_mask": module.options.document_mask, "seq_len": data.seq_len,
+                    "shuffle_buffer": data.options.shuffle_buffer}  # fmt: skip
         return json.loads(json.dumps(settings))
 
     def _refuse_other_settings(self, module: Any, saved: dict[str, Any]) -> None:
         now, mixture = self._settings(module), module.trainer.datamodule.describe_mixture()
+        if not module.trainer.training:  # an evaluation, of the same model and the same ids
+            now, mixture = {name: now[name] for name in ("decoder", "tokenizer")}, None
         changed = differences([now | {name: saved[name] for name in now if name in saved}, now])
         changes = [f"{name} was {before}, now {after}" for name, (before, after) in changed.items()
                    if name.removeprefix("decoder.") not in checkpoint_state.TRAINING_ONLY]  # fmt: skip

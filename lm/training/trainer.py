@@ -104,7 +104,7 @@ class Trainer(PatchedTrainer):
         """
         refuse_parts(model, datamodule)
         state = self.run_state
-        datamodule.set_position(seq_len=datamodule.seq_len or model.config.max_position_embeddings)
+        datamodule.set_position(seq_len=datamodule.options.seq_len or model.config.max_position_embeddings)
         device, _ = find_device("auto" if self.strategy.root_device.type == "cuda" else "cpu")
         options = replace(self.options, num_nodes=self.num_nodes)  # as torchrun or SLURM says
         known = checks.Known(self.world_size, device, here=True)
@@ -130,7 +130,7 @@ class Trainer(PatchedTrainer):
             )
         if self.strategy.root_device.type == "cpu":
             keep_freed_memory()
-        datamodule.set_position(global_batch=state.steps.global_batch)
+        datamodule.set_position(global_batch=state.steps.global_batch, consumed=0)  # a checkpoint says more
         self.fit_loop.epoch_loop.max_steps = state.steps.max_steps
         super().fit(model, datamodule=datamodule, ckpt_path=ckpt_path)
 

@@ -125,9 +125,10 @@ def test_a_damaged_checkpoint_is_named(run, tmp_path):
         average(str(tmp_path / "spoilt"), last=3)
 
 
-def test_a_mean_with_nan_in_it_is_refused(tmp_path):
-    for number, value in enumerate((1.0, float("nan"))):
+@pytest.mark.parametrize("spoilt", [float("nan"), float("inf")])
+def test_a_mean_with_nan_in_it_is_refused(tmp_path, spoilt):
+    for number, value in enumerate((1.0, spoilt)):
         (tmp_path / str(number)).mkdir()
         save_file({"weight": torch.full((2,), value)}, tmp_path / str(number) / "model.safetensors")
-    with pytest.raises(RequestError, match="the weight weight of .*/1 has NaN in it: leave that checkpoint out"):
+    with pytest.raises(RequestError, match="the weight weight of .*/1 has NaN or Inf in it: leave that checkpoint out"):
         mean_weights([tmp_path / "0", tmp_path / "1"])

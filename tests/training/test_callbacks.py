@@ -47,7 +47,22 @@ class Taken(Callback):
         self.metric = metric
 
     def logged_metrics(self, trainer, pl_module):
-        return {self.metric: -1.0}
+        return {} if self.metric == "val/bpb" else {self.metric: -1.0}
+
+    def on_train_batch_end(self, trainer, pl_module, *args):
+        if self.metric == "val/bpb":
+            pl_module.log(self.metric, -1.0)
+
+class Thaws(Callback):
+    def on_model_built(self, trainer, pl_module):
+        pl_module.decoder.norm.weight.requires_grad_(False)
+
+    def on_train_batch_start(self, trainer, pl_module, *args):
+        pl_module.decoder.norm.weight.requires_grad_(trainer.global_step > 1)
+
+class Keeps(Callback):
+    def state_dict(self):
+        return {"seen": {1, 2}}
 
 class Exits(Callback):
     def on_train_batch_end(self, trainer, pl_module, *args):
@@ -208,10 +223,23 @@ def test_what_lightning_s_log_is_given_is_logged_like_the_rest(workplace):
     assert "mine/step" in shown and "mine/rows" in shown
 
 
-@pytest.mark.parametrize("name", ["step", "time", "train/loss"])
+@pytest.mark.parametrize("name", ["step", "time", "train/loss", "val/loss", "val/bpb"])
 def test_no_metric_replaces_one_that_is_there(workplace, name):
     ended, _ = fit(workplace, "taken", expect=1, callbacks=[equipment("my_callbacks.Taken", metric=name)])
-    assert f"Taken.logged_metrics returned '{name}', and the log line has a metric of that name: call it" in ended.stderr
+    by = "pl_module.log was given" if name == "val/bpb" else "Taken.logged_metrics returned"
+    assert f"{by} '{name}', and a metric of this project has that name: call it" in ended.stderr
+
+
+def test_a_weight_that_no_optimizer_has_is_not_left_out_in_silence(workplace):
+    ended, run = fit(workplace, "thawed", expect=1, callbacks=[equipment("my_callbacks.Thaws")])
+    assert "the weight norm.weight was frozen when the optimizer was made" in ended.stderr
+    assert run.metrics("train/loss")[-1]["step"] == 2
+
+
+def test_a_state_that_no_checkpoint_holds_is_refused_before_training(workplace):
+    ended, run = fit(workplace, "keeps", expect=2, callbacks=[equipment("my_callbacks.Keeps")])
+    assert "a checkpoint cannot hold callbacks['Keeps']['seen'] of the type set: let its" in ended.stderr
+    assert not run.path.exists()
 
 
 def test_lightning_s_log_replaces_none_either(workplace):

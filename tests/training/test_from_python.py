@@ -176,6 +176,95 @@ def test_a_trainer_trains_one_run():
         trainer.fit(package.LanguageModule(package.DecoderConfig()), package.DataModule("data/tiny"))
 
 
+TWICE = """
+import json
+import threading
+from pathlib import Path
+
+import lightning
+import numpy as np
+import torch
+from safetensors.torch import load_file
+
+import lm
+from lm.data.config import SourceConfig
+
+
+def train(name, data, context=16, kind=lm.LanguageModule, ckpt_path=None, callbacks=()):
+    lightning.seed_everything(1)
+    module = kind(lm.DecoderConfig(hidden_size=16, num_hidden_layers=1, num_attention_heads=2,
+                                   max_position_embeddings=context))
+    trainer = lm.Trainer(name, max_steps=4, val_interval=2, checkpoint_interval=2, accelerator="cpu",
+                         callbacks=callbacks)
+    trainer.fit(module, data, ckpt_path)
+    return trainer, module
+
+
+class Stop(lm.Callback):
+    def on_train_batch_end(self, trainer, *args):
+        trainer.should_stop = trainer.global_step == 2
+
+
+class Scheduled(lm.LanguageModule):
+    def configure_optimizers(self):
+        optimizer = torch.optim.SGD(self.decoder.parameters(), lr=0.1)
+        return [optimizer], [torch.optim.lr_scheduler.StepLR(optimizer, 1)]
+
+
+def data(path="data/tiny"):
+    return lm.DataModule(path, micro_batch_size=2, val_tokens=256)
+
+
+def refusal(train, *arguments, **options):
+    try:
+        train(*arguments, **options)
+    except Exception as error:
+        return str(error)
+
+
+def weights(name):
+    return load_file(Path("checkpoints", name, "last/model.safetensors"))
+
+
+used = data()
+train("halted", used, callbacks=[Stop()])
+train("halted", used, ckpt_path="auto")
+train("second", used)
+trainer, module = train("fresh", data())
+found = {"fresh again": all(weights("second")[name].equal(weight) for name, weight in weights("fresh").items())}
+train("wide", used, context=32)
+found["context"] = used.seq_len
+found["alone"] = len(list(lm.DataModule("data/tiny", seq_len=16, micro_batch_size=2, val_tokens=256).val_dataloader()))
+lm.Trainer("again", max_steps=2).fit(module, data())
+sources = [SourceConfig("a", "data/tiny"),
+           SourceConfig("b", train="data/tiny/val", val="data/tiny/train", tokenizer="data/tiny")]
+mixed = trainer.validate(module, lm.DataModule(sources=sources, seq_len=16, val_tokens=256))
+found["of a source"] = "val/loss/b" in mixed and "val/loss/b" not in trainer.validate(module, data())
+found["other tokenizer"] = refusal(lm.Trainer("bytes", max_steps=2).fit, module, data("data/bytes"))
+found["scheduler"] = refusal(train, "scheduled", data(), kind=Scheduled)
+config = {"trainer": {"max_steps": np.int64(2)}, "data": {"path": Path("data/tiny"), "micro_batch_size": 2},
+          "model": {"decoder": {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}}}
+ended = []
+thread = threading.Thread(target=lambda: ended.append(lm.fit(config, {"model.optimizer.lr": np.float32(1)}).status()))
+thread.start()
+thread.join()
+print(json.dumps(found | {"in a thread": ended}))
+"""
+
+
+def test_objects_that_are_used_again_begin_anew(workplace):
+    """And what a notebook does: data without a Trainer, numbers of numpy, a training in a thread."""
+    lm(workplace, "data", "prepare", "--input", "texts", "--output", "data/bytes", "--tokenizer", "bpe", "--vocab_size",
+       "300", "--val_fraction", "0.2")  # fmt: skip
+    (workplace / "twice.py").write_text(TWICE)
+    ended = lm(workplace, "twice.py")
+    found = json.loads(ended.stdout.splitlines()[-1])
+    assert ended.stderr.count("weights: those that the module had") == 1
+    assert "was built for data of another tokenizer" in found.pop("other tokenizer")
+    assert found.pop("scheduler").startswith("Scheduled.configure_optimizers returns one optimizer and no scheduler")
+    assert found == {"fresh again": True, "context": 32, "alone": 8, "of a source": True, "in a thread": ["finished"]}
+
+
 def test_a_signal_ends_it_with_a_checkpoint(workplace):
     script = TRAINER.replace('"objects"', '"signalled"')
     process = start(workplace, write(workplace, script, **SMALL | {"max_steps": 100_000}))

@@ -5,7 +5,7 @@ import re
 import shutil
 
 import pytest
-from trainings import lm, make_workplace, write_config
+from trainings import CORPUS, lm, make_workplace, write_config
 
 MODEL = {"model.decoder.num_hidden_layers": 2, "model.decoder.window_pattern": "SL", "model.decoder.sliding_window": 8,
          "trainer.max_steps": 4, "trainer.checkpoint_interval": 4, "trainer.val_interval": 4, "trainer.callbacks": [],
@@ -100,18 +100,20 @@ import lightning
 
 import lm
 
-given = {"seed": 1, "rope_theta": 1e4, "shuffle_buffer": 2**20, "weight": 1.0, "steps": 2} | json.loads(sys.argv[1])
+given = {"seed": 1, "rope_theta": 1e4, "shuffle_buffer": 2**20, "weight": 1.0, "steps": 2, "val": "data/small",
+         "command": "fit"} | json.loads(sys.argv[1])
 lightning.seed_everything(given["seed"])
 decoder = lm.DecoderConfig(hidden_size=16, num_hidden_layers=1, num_attention_heads=2, max_position_embeddings=16,
-                           rope_theta=given["rope_theta"], dropout=given["steps"] / 100)
+                           vocab_size=64, rope_theta=given["rope_theta"], dropout=given["steps"] / 100)
 from lm.data.config import SourceConfig
 sources = [SourceConfig("a", "data/small", weight=given["weight"]), SourceConfig("b", "data/more")]
-data = lm.DataModule(sources=sources, micro_batch_size=2, seq_len=16, shuffle_buffer=given["shuffle_buffer"],
-                     val_tokens=256)
+options = {"path": given["val"]} if given["command"] == "validate" else {"sources": sources}
+data = lm.DataModule(**options, micro_batch_size=2, seq_len=16, shuffle_buffer=given["shuffle_buffer"], val_tokens=256)
 trainer = lightning.Trainer(max_steps=given["steps"], logger=False, enable_checkpointing=False, accelerator="cpu",
                             check_val_every_n_epoch=None, enable_progress_bar=False)
-trainer.fit(lm.LanguageModule(decoder), data, ckpt_path="plain.ckpt" if given["steps"] > 2 else None)
-trainer.save_checkpoint("plain.ckpt") if given["steps"] == 2 else None
+new = given["steps"] == 2 and given["command"] == "fit"
+getattr(trainer, given["command"])(lm.LanguageModule(decoder), data, ckpt_path=None if new else "plain.ckpt")
+trainer.save_checkpoint("plain.ckpt") if new else None
 """
 
 
@@ -119,6 +121,10 @@ def test_a_plain_trainer_resumes_no_training_with_other_settings(place):
     """Dropout, which is the training's, may be another."""
     (place / "plain.py").write_text(PLAIN)
     lm(place, "data", "prepare", "--input", "texts/00*.txt", "--output", "data/more", "--tokenizer", "data/small",
+       "--val_fraction", "0.2")  # fmt: skip
+    (place / "capitals").mkdir()
+    (place / "capitals/a.txt").write_text(CORPUS.upper())
+    lm(place, "data", "prepare", "--input", "capitals", "--output", "data/other", "--tokenizer", "char",
        "--val_fraction", "0.2")  # fmt: skip
     lm(place, "plain.py", "{}")
     for change, message in {
@@ -128,4 +134,44 @@ def test_a_plain_trainer_resumes_no_training_with_other_settings(place):
     }.items():  # fmt: skip
         said = lm(place, "plain.py", json.dumps(dict([change]) | {"steps": 4}), expect=1).stderr
         assert f"this is a checkpoint of another training: {message}" in said, said
+    for change, message in {
+        ("rope_theta", 500.0): "decoder.rope_theta was 10000.0, now 500.0", ("val", "data/other"): "tokenizer was ",
+    }.items():  # fmt: skip
+        said = lm(place, "plain.py", json.dumps(dict([change]) | {"command": "validate"}), expect=1).stderr
+        assert f"this is a checkpoint of another training: {message}" in said, said
+    lm(place, "plain.py", json.dumps({"seed": 3, "command": "validate"}))
     lm(place, "plain.py", json.dumps({"steps": 4}))
+
+
+EPOCHS = """
+import lightning
+
+import lm
+
+
+class Seen(lightning.Callback):
+    rows = []
+
+    def on_train_batch_start(self, trainer, pl_module, batch, batch_idx):
+        self.rows += batch.tokens.tolist()
+
+
+decoder = lm.DecoderConfig(hidden_size=16, num_hidden_layers=1, num_attention_heads=2, max_position_embeddings=16)
+found = {}
+for limit, overfit in ((1.0, 0), (2, 0), (1.0, 2)):
+    lightning.seed_everything(1)
+    trainer = lightning.Trainer(max_steps=6, limit_train_batches=limit, overfit_batches=overfit, logger=False,
+                                enable_checkpointing=False, accelerator="cpu", check_val_every_n_epoch=None,
+                                callbacks=[seen := Seen()], enable_progress_bar=False)
+    seen.rows = []
+    trainer.fit(lm.LanguageModule(decoder), lm.DataModule("data/small", micro_batch_size=2, seq_len=16))
+    found[limit, overfit] = seen.rows
+assert found[2, 0] == found[1.0, 0] and len(found[2, 0]) == 12
+assert found[1.0, 2] == 3 * found[2, 0][:4]
+"""
+
+
+def test_an_epoch_of_a_plain_trainer_does_not_begin_the_stream_again(place):
+    """Where `limit_train_batches` ends one; `overfit_batches` asks for the same batches."""
+    (place / "epochs.py").write_text(EPOCHS)
+    lm(place, "epochs.py")

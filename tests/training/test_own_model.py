@@ -25,7 +25,9 @@ from lm.model.custom import (
     config_of,
     custom_flops_per_token,
     is_builtin,
+    refuse_acausal,
     refuse_contract,
+    refuse_unloadable,
 )
 from lm.model.decoder import Decoder, DecoderConfig, Losses, losses_of
 from lm.model.estimates import flops_per_token
@@ -198,6 +200,55 @@ def test_the_contract_is_checked():
         refuse_contract(nn.Linear(2, 2), {})
     with pytest.raises(RequestError, match="build_decoder returned int"):
         attach_config(3, DecoderConfig())
+    for name, weight, said in (
+        ("out", nn.LazyLinear(3), "the shape of out.weight is not known before a forward pass"),
+        ("bias", nn.Parameter(torch.zeros(1).expand(4)), "values of bias share memory, as `expand` leaves them"),
+    ):
+        model = Small()
+        setattr(model, name, weight)
+        with pytest.raises(RequestError, match=f"^Small: {said}"):
+            refuse_contract(model, {})
+
+
+class Seeing(Small):
+    """Sees what `of`, a function of hidden states `(B, T, C)`, makes of them."""
+
+    def __init__(self, of):
+        super().__init__()
+        self.of = of
+
+    def forward(self, input_ids, labels=None):
+        hidden = self.table(input_ids)
+        logits = self.lm_head(hidden + self.of(hidden))
+        return logits if labels is None else losses_of(logits, labels)
+
+
+@pytest.mark.parametrize("tokens", [16, 2])
+def test_a_model_that_sees_any_later_token_is_refused(tokens):
+    torch.manual_seed(0)
+    for of in (
+        lambda hidden: hidden[:, -1:],
+        lambda hidden: hidden[:, : max(2, tokens // 2)].mean(1, keepdim=True),  # the first half, and not the last token
+        lambda hidden: torch.cat((hidden[:, 1:-1], hidden[:, -2:]), 1) if tokens > 2 else hidden.flip(1),
+    ):
+        with pytest.raises(RequestError, match="^Seeing sees later tokens: when those from token "):
+            refuse_acausal(Seeing(of), tokens, 11)
+    for length in (tokens, 1):
+        refuse_acausal(model := Seeing(lambda hidden: hidden.cumsum(1)), length, 11)
+    assert model.training
+
+
+def test_a_model_whose_checkpoints_could_not_be_loaded_is_refused():
+    model = Small()
+    names = list(model.state_dict())
+    refuse_unloadable(model, names)
+    model.register_buffer("mask", torch.ones(3))
+    with pytest.raises(RequestError, match="could be loaded: mask is made in the first forward pass, and not by"):
+        refuse_unloadable(model, names)
+    model = Small()
+    model.register_state_dict_post_hook(lambda part, state, prefix, meta: state.update(extra=torch.ones(1)))
+    with pytest.raises(RequestError, match='could be loaded: .* Unexpected key.* "extra"'):
+        refuse_unloadable(model, list(model.state_dict()))
 
 
 def mean_of(module, input_ids, labels):
@@ -286,6 +337,12 @@ def test_our_class_with_other_numbers_is_no_model_of_its_config():
         lambda decoder: setattr(decoder.layers[0].mlp, "down_proj", nn.Linear(85, 32, bias=True)),
         lambda decoder: setattr(decoder.layers[0].dropout, "p", 0.1),
         lambda decoder: decoder.layers.append(decoder.layers[0]),
+        lambda decoder: decoder.layers[0].mlp.register_forward_hook(lambda part, inputs, output: 2 * output),
+        lambda decoder: decoder.norm.register_forward_pre_hook(lambda part, inputs: (inputs[0] + 1,)),
+        lambda decoder: setattr(decoder.layers[0].mlp, "forward", torch.relu),
+        lambda decoder: setattr(decoder, "windows", [4]),
+        lambda decoder: setattr(decoder.layers[0].mlp, "down_proj", nn.Linear(85, 32, bias=False)),
+        lambda decoder: decoder.register_buffer("scale", torch.ones(3)),
     ):
         assert not is_builtin(changed(change))
 
@@ -325,6 +382,17 @@ class Passes(package.LanguageModule):
 def test_a_class_without_the_options_of_a_model_is_refused(monkeypatch, kind):
     monkeypatch.setattr("lm.model.custom._module_class", kind)
     with pytest.raises(RequestError, match=rf"^{kind.__name__}\.__init__ does not take decoder .* with \*\*options"):
+        config_parser("lm fit")
+
+
+class Reserved(package.LanguageModule):
+    def __init__(self, items: int = 3, **options):
+        super().__init__(**options)
+
+
+def test_an_option_of_a_reserved_name_is_refused(monkeypatch):
+    monkeypatch.setattr("lm.model.custom._module_class", Reserved)
+    with pytest.raises(RequestError, match=r"^Reserved\.__init__ has an argument items, which jsonargparse keeps"):
         config_parser("lm fit")
 
 

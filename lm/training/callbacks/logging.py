@@ -90,15 +90,13 @@ class RunLog(Callback):
         if step % self.interval and step != trainer.max_steps:
             return
         metrics = pl_module.logged_metrics()
+        own = {name: value for name, value in trainer.logged_metrics.items() if name not in self._of_validations}
+        _refuse_taken("pl_module.log was given", own)
         for callback in trainer.callbacks:
             if hasattr(callback, "logged_metrics"):
                 found = metrics_of_callback(callback, callback.logged_metrics(trainer, pl_module))
-                if taken := found.keys() & {*metrics, *OF_EVERY_LINE}:
-                    name = type(callback).__name__
-                    raise RunError(f"{name}.logged_metrics returned {min(taken)!r}, and the log line has a metric of "
-                                   f"that name: call it '{name.lower()}/...'")  # fmt: skip
+                _refuse_taken(f"{type(callback).__name__}.logged_metrics returned", found, *metrics, *OF_EVERY_LINE)
                 metrics |= found
-        own = {name: value for name, value in trainer.logged_metrics.items() if name not in self._of_validations}
         self.log_metrics(trainer, pl_module, _numbers(own) | metrics)
 
     def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
@@ -186,6 +184,12 @@ def metrics_of_callback(callback: LightningCallback, metrics: Any) -> dict[str, 
         if not isinstance(name, str) or not isinstance(value, Real):
             raise RunError(f"{returned} {shown(value)} for {name!r}: a metric is a number")
     return {name: value if isinstance(value, int) else float(value) for name, value in numbers.items()}
+
+
+def _refuse_taken(what: str, found: Mapping[str, Any], *others: str) -> None:
+    """Raise RunError where metrics of a callback have the name of others, or of one of a validation."""
+    if taken := found.keys() & {*others, *(name for name in METRICS if _kind(name) != "train")}:
+        raise RunError(f"{what} {min(taken)!r}, and a metric of this project has that name: call it 'mine/...'")
 
 
 def _kind(name: str) -> str:

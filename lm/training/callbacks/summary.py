@@ -133,6 +133,8 @@ def _time_and_cost(trainer: Trainer, seconds: float) -> str:
 
 
 def _origin(trainer: Trainer) -> str:
+    if not trainer.ckpt_path and not trainer.lightning_module.built_now:
+        return "those that the module had"
     if not trainer.ckpt_path:
         return f"new, drawn from seed {torch.initial_seed()}"
     if trainer.global_step:
