@@ -189,7 +189,7 @@ def of_data(data: dict[str, Any], steps: dict[str, Any], config: Namespace) -> I
         yield Finding("error" if senseless else "warning", f"every token is seen {epochs:,.2f} times: "
                       f"{_steps_an_epoch(data, steps)}, and the run has {steps['max_steps']:,}; beyond {MANY_EPOCHS} "
                       "epochs repeated tokens teach little",
-                      f"give more data, or train for fewer steps{', or `lm fit` with --force' * senseless}")  # fmt: skip
+                      "give more data, or train for fewer steps" + ", or `lm fit --force`" * senseless)  # fmt: skip
     if "val" not in data:
         yield Finding("warning", "there is no validation data: no best checkpoint, no early stopping", "give data.val")
         return
@@ -290,10 +290,10 @@ def of_steps(steps: dict[str, Any], config: Namespace) -> Iterator[Finding]:
 def of_warmup(steps: dict[str, Any], config: Namespace, data: dict[str, Any]) -> Iterator[Finding]:
     warmup, total, per_epoch = steps["warmup_steps"], steps["max_steps"], steps.get("steps_per_epoch")
     ratio = config.model.schedule.warmup_ratio is not None
-    shorter = f"--model.schedule.warmup_{'ratio' if ratio else 'steps'} {{}}"
+    shorter = "ratio 0.1" if ratio else f"steps {total // 10 * (total >= 20)}"
     if warmup >= total:
         yield Finding("error", f"the warm-up of {plural(warmup, 'step')} is not over when the run of {total:,} ends",
-                      f"{shorter.format(0.1 if ratio else total // 10 * (total >= 20))}, or `lm fit` with --force")  # fmt: skip
+                      f"--model.schedule.warmup_{shorter}, or `lm fit` with --force")  # fmt: skip
     elif per_epoch is not None and per_epoch < warmup:
         yield Finding("warning", f"the warm-up of {plural(warmup, 'step')} takes more than all of the data: "
                       f"{_steps_an_epoch(data, steps)}", "give more data, or a smaller batch")  # fmt: skip

@@ -110,8 +110,8 @@ class Tokenizer:
             if template.exists():
                 config = {**(config or {}), "chat_template": template.read_text("utf-8")}
         except FileNotFoundError as error:
-            hub = (f"; of a model on the Hugging Face hub, `hf download {path} tokenizer.json tokenizer_config.json` puts "
-                   "it into the cache; without a network, `lm data prepare --tokenizer bpe` learns one")  # fmt: skip
+            fetch = f"`hf download {path} tokenizer.json tokenizer_config.json` puts it into the cache"
+            hub = f"; of a model on the hub, {fetch}; without a network, `lm data prepare --tokenizer bpe` learns one"
             if close := get_close_matches(str(path), LEARNED, 1):
                 hub = f"; did you mean {close[0]}?"
             raise RequestError(

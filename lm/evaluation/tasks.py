@@ -78,8 +78,8 @@ def _read(path: str, num_fewshot: int | None) -> Iterator[Task]:
     file = SHIPPED / f"{path.removeprefix(EMBEDDED)}.yaml" if path.startswith(EMBEDDED) else Path(path)
     if not file.is_file():
         names = ", ".join(f"{EMBEDDED}{known.stem}" for known in sorted(SHIPPED.glob("*.yaml")))
-        raise RequestError(f"tasks {path}: no such file; the package has {names}, and others are a YAML with icl_tasks, "
-                           "a .jsonl or a .parquet file of yours (lm/evaluation/README.md)")  # fmt: skip
+        raise RequestError(f"tasks {path}: no such file; the package has {names}, and others are a YAML with icl_tasks"
+                           ", a .jsonl or a .parquet file of yours (lm/evaluation/README.md)")  # fmt: skip
     if file.suffix in (".yaml", ".yml"):
         yield from _from_yaml(file, num_fewshot)
     elif file.suffix in (".jsonl", ".parquet"):

@@ -228,6 +228,6 @@ def refuse_changed_config(run: Run, config: dict[str, Any], force: bool) -> list
             f"run {run.path} cannot be resumed with another {', '.join(refused)}: "
             + "; ".join(f"{key} was {before}, now {now}" for key, (before, now) in refused.items())
             + "; start a new run without --ckpt_path"
-            + ", or give --force" * (not any(key.startswith("model.decoder.") for key in not_allowed("branch", refused)))
+            + ", or give --force" * (not any(key.startswith("model.decoder") for key in not_allowed("branch", refused)))
         )
     return list(changed)
