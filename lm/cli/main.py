@@ -76,7 +76,9 @@ def main(arguments: Sequence[str]) -> int:
     arguments = list(arguments)
     debug = "--debug" in arguments
     arguments = [argument for argument in arguments if argument != "--debug"]
-    if not arguments or arguments[0] in ("-h", "--help", "help"):
+    if arguments[:1] == ["help"]:  # `lm help fit`
+        arguments = [*arguments[1:], "--help"]
+    if not arguments or arguments[0] in ("-h", "--help"):
         width = max(map(len, COMMANDS))
         commands = "\n".join(f"  {name:<{width}}  {what}" for name, (_, what) in COMMANDS.items())
         print(HELP.format(version=__version__, commands=commands), end="")

@@ -33,13 +33,21 @@ FREQUENT_WITHOUT_FIT = ["trainer.precision", "trainer.accelerator", "data.val", 
                         "data.val_tokens", "data.micro_batch_size"]  # fmt: skip
 BATCH = "give data.micro_batch_size, and data.global_batch_tokens for the optimizer step"
 ACCUMULATION = "it follows from data.global_batch_tokens and data.micro_batch_size"
-LOGS = "TensorBoard and metrics.jsonl are always written to the run folder; trainer.logger adds others"
+LOGS = ("TensorBoard and metrics.jsonl are always written to the run folder; --trainer.logger "
+        "lightning.pytorch.loggers.WandbLogger adds W&B, after `pip install wandb`")
+RESUME = "give --ckpt_path auto, which resumes the newest run of this config; `last` or a folder chooses"
 EPOCHS = "give trainer.max_steps or trainer.max_tokens"
 # The last part of what Lightning, Hugging Face, nanoGPT and others call an option -> what to use here.
 SYNONYMS = {
     "accumulate_grad_batches": ACCUMULATION, "gradient_accumulation_steps": ACCUMULATION, "batch_size": BATCH,
     "per_device_train_batch_size": BATCH, "max_epochs": EPOCHS, "num_train_epochs": EPOCHS, "epochs": EPOCHS,
-    "logger": LOGS, "report_to": LOGS, "wandb_log": LOGS, "wandb_project": LOGS,
+    "gradient_accumulation": ACCUMULATION, "grad_accum": ACCUMULATION, "grad_accum_steps": ACCUMULATION,
+    "logger": LOGS, "report_to": LOGS, "wandb_log": LOGS, "wandb_project": LOGS, "wandb": LOGS,
+    "verbose": "leave it out; everything is in log.txt of the run folder, and --debug shows where an error came from",
+    "fsdp": "give --trainer.strategy fsdp2", "ddp": "give --trainer.strategy ddp",
+    "device": "give --trainer.accelerator cpu, or gpu, or leave it out: a GPU that is there is used",
+    "dry_run": "`lm plan` with the same options trains nothing, and says what the run would be",
+    "name": "give --run NAME", "run_name": "give --run NAME", "resume": RESUME, "resume_from": RESUME,
     "bias": "leave it out; the decoder has no biases",
     "always_save_checkpoint": "every trainer.checkpoint_interval steps a checkpoint is saved, whatever its loss is",
     "warmup_ratio": "give --model.schedule.warmup_ratio, and --model.schedule.warmup_steps 0 if the config has some",
@@ -54,7 +62,7 @@ SYNONYMS = {
         "trainer.log_interval": "log_every_n_steps log_every logging_steps",
         "trainer.gradient_clip_val": "grad_clip gradient_clip max_grad_norm clip",
         "trainer.precision": "dtype mixed_precision amp bf16 fp16",
-        "trainer.devices": "gpus num_gpus",
+        "trainer.devices": "gpus num_gpus n_gpus num_devices",
         "trainer.default_root_dir": "out_dir output_dir root",
         "model.optimizer.lr": "learning_rate max_lr peak_lr",
         "model.optimizer.weight_decay": "wd decay",
@@ -66,18 +74,18 @@ SYNONYMS = {
         "model.schedule.final_fraction": "min_lr min_lr_ratio",
         "model.decoder.hidden_size": "n_embd n_embed d_model dim embed_dim width",
         "model.decoder.num_hidden_layers": "n_layer n_layers num_layers depth",
-        "model.decoder.num_attention_heads": "n_head n_heads num_heads",
+        "model.decoder.num_attention_heads": "n_head n_heads num_heads heads",
         "model.decoder.num_key_value_heads": "n_kv_head n_kv_heads num_kv_heads",
         "model.decoder.intermediate_size": "ffn_dim d_ff mlp_dim n_inner",
         "model.decoder.max_position_embeddings": "context_length block_size max_seq_len sequence_len n_ctx context",
         "data.val_tokens": "limit_val_batches eval_iters",
         "data.path": "dataset data_path data_dir",
         "seed_everything": "seed",
-        "ckpt_path": "resume resume_from_checkpoint checkpoint init_from",
+        "ckpt_path": "resume_from_checkpoint checkpoint init_from",
     }.items() for synonym in synonyms.split()
 }  # fmt: skip
 # What the parser takes in addition to the options.
-PARSERS_OWN = {"c", "h", "help", "print_config", "verbose", "weights_only", "return_predictions"}
+PARSERS_OWN = {"c", "h", "help", "print_config", "weights_only", "return_predictions"}
 COLUMN = 38  # where the help of an option begins
 UNIONS = (Union, UnionType)
 

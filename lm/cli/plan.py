@@ -7,6 +7,7 @@ import json
 import logging
 import math
 import time
+from collections import Counter
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -72,7 +73,7 @@ def plan(config: Namespace, name: str) -> None:
     else:
         show_plan(found, noted)
     if errors and not config.fit:
-        raise RequestError(f"{name}: {plural(len(errors), 'error')}: {errors[0].what}")
+        raise RequestError(f"{name} is not ready: {_counted(noted)}{f': {errors[0].what}' * config.json}")
 
 
 def largest_that_fits(found: dict[str, Any], noted: list[Finding]) -> int:
@@ -286,10 +287,14 @@ def show_plan(found: dict[str, Any], noted: list[Finding]) -> None:
         console.print(f"[{colours[finding.level]}]{finding.level:8}[/]{finding.what}")
         if finding.cure:
             console.print(f"{'':8}{finding.cure}")
-    counts = {level: sum(finding.level == level for finding in noted) for level in colours}
-    state = "not ready" if counts["error"] else "ready"
-    counted = [plural(count, level).replace("advices", "advice") for level, count in counts.items() if count]
-    console.print(f"[bold]{state}[/bold]{': ' * bool(counted)}{', '.join(counted)}")
+    if not any(finding.level == "error" for finding in noted):  # else the command ends with that
+        console.print(f"[bold]ready[/bold]{': ' * bool(noted)}{_counted(noted)}")
+
+
+def _counted(noted: list[Finding]) -> str:
+    """How many findings there are, the errors first as they come: `1 error, 2 warnings`."""
+    counts = Counter(finding.level for finding in noted)
+    return ", ".join(plural(count, level).replace("advices", "advice") for level, count in counts.items())
 
 
 def _model_lines(found: dict[str, Any]) -> list[str]:
@@ -344,7 +349,7 @@ def _memory_lines(found: dict[str, Any]) -> list[str]:
         f"{format_bytes(memory['total'])}{of_device} on {device['count']} x {device['name']}, {device['precision']}, "
         f"kernels {'on' if device['kernels'] else 'off'}",
         ", ".join(f"{name} {format_bytes(memory[name])}" for name in parts if memory[name]),
-        *([f"the largest micro-batch that fits is {best:,}"] if best else []),
+        *([f"the largest micro-batch that fits is {best:,}"] if best and memory["total"] <= whole else []),
     ]
 
 

@@ -53,6 +53,7 @@ RESERVE_SHARE = 0.05  # of the peak, for what the allocator cannot use
 DISK_RATE = 500e6  # bytes a second, of a SATA SSD; volumes of clouds begin at 125e6 (AWS gp3)
 NETWORK_SECONDS = 3.0  # that an object store is waited for
 LONG_WARMUP = 0.2  # share of the run
+SENSELESS_EPOCHS = 1000  # a model that has learned its text by heart long before is no result, and costs the same
 MANY_EPOCHS = 4  # up to here repeated tokens are nearly as good as new (Muennighoff et al., 2023, arXiv:2305.16264)
 FEW_TOKENS = 5  # a parameter; 20 are the best for a budget of operations (Hoffmann et al., 2022, arXiv:2203.15556)
 FIRST_TRY = 5e6  # parameters, below which a model is one to try things with
@@ -184,9 +185,11 @@ def of_data(data: dict[str, Any], steps: dict[str, Any], config: Namespace) -> I
     for source in config.data.sources or ():
         yield from _of_source(source, data["sources"][source.name]["windows"], steps)
     if epochs > MANY_EPOCHS and not config.data.sources:
-        yield Finding("warning", f"every token is seen {epochs:,.2f} times: {_steps_an_epoch(data, steps)}, and the "
-                      f"run has {steps['max_steps']:,}; beyond {MANY_EPOCHS} epochs repeated tokens teach little",
-                      "give more data, or train for fewer steps")  # fmt: skip
+        senseless = epochs > SENSELESS_EPOCHS
+        yield Finding("error" if senseless else "warning", f"every token is seen {epochs:,.2f} times: "
+                      f"{_steps_an_epoch(data, steps)}, and the run has {steps['max_steps']:,}; beyond {MANY_EPOCHS} "
+                      "epochs repeated tokens teach little",
+                      "give more data, or train for fewer steps" + ", or `lm fit --force`" * senseless)  # fmt: skip
     if "val" not in data:
         yield Finding("warning", "there is no validation data: no best checkpoint, no early stopping", "give data.val")
         return
@@ -287,15 +290,13 @@ def of_steps(steps: dict[str, Any], config: Namespace) -> Iterator[Finding]:
 def of_warmup(steps: dict[str, Any], config: Namespace, data: dict[str, Any]) -> Iterator[Finding]:
     warmup, total, per_epoch = steps["warmup_steps"], steps["max_steps"], steps.get("steps_per_epoch")
     ratio = config.model.schedule.warmup_ratio is not None
-    shorter = f"--model.schedule.warmup_{'ratio' if ratio else 'steps'} {{}}"
+    shorter = "ratio 0.1" if ratio else f"steps {total // 10 * (total >= 20)}"
     if warmup >= total:
         yield Finding("error", f"the warm-up of {plural(warmup, 'step')} is not over when the run of {total:,} ends",
-                      f"{shorter.format(0.1 if ratio else total // 10)}, or `lm fit` with --force")  # fmt: skip
+                      f"--model.schedule.warmup_{shorter}, or `lm fit` with --force")  # fmt: skip
     elif per_epoch is not None and per_epoch < warmup:
-        most = f"{int(per_epoch) / total:.6f}" if ratio else int(per_epoch)
-        yield Finding("error", f"the data ends before the warm-up does: {_steps_an_epoch(data, steps)}, and the "
-                      f"warm-up takes {warmup:,} of {total:,}",
-                      f"{shorter.format(most)}, more data, or `lm fit` with --force")  # fmt: skip
+        yield Finding("warning", f"the warm-up of {plural(warmup, 'step')} takes more than all of the data: "
+                      f"{_steps_an_epoch(data, steps)}", "give more data, or a smaller batch")  # fmt: skip
     elif steps["warmup_share"] > LONG_WARMUP:
         yield Finding("warning", f"warm-up takes {warmup:,} of {total:,} steps, {steps['warmup_share']:.0%} of the run",
                       f"lower model.schedule.warmup_{'ratio' if ratio else 'steps'}, or train longer")  # fmt: skip

@@ -56,7 +56,7 @@ def compare(
         metric: The metric to draw, by its name in TensorBoard.
         x: The x axis; time is hours since the run's first log line, flops are the operations of training so far.
         smooth: Weight of the earlier values in a moving average, from 0 to below 1.
-        png: A file to write the chart to, as a picture.
+        png: A file to write the chart to, as a picture: .png, .svg or .pdf.
         json: Print one JSON object instead.
         root: Folder of the runs.
     """
@@ -96,9 +96,9 @@ def compare(
         from lm.inspection.drawing import draw_curves  # matplotlib takes half a second
 
         try:
-            draw_curves(shown, X_LABELS[x], metric, **sweep).savefig(png, format="png")
-        except OSError as error:
-            raise RequestError(f"--png {png} cannot be written: {error.strerror}") from error
+            draw_curves(shown, X_LABELS[x], metric, **sweep).savefig(png)
+        except (OSError, ValueError) as error:  # the second is an unknown format
+            raise RequestError(f"--png {png} cannot be written: {getattr(error, 'strerror', error)}") from error
     if json:
         curves = {one.name: {"x": list(one.x), "y": list(one.y)} for one in series}
         settings_by_run = {key: dict(zip(names, values, strict=True)) for key, values in differing.items()}

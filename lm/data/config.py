@@ -8,7 +8,7 @@ from pathlib import Path
 from threading import TIMEOUT_MAX
 from typing import Literal
 
-from lm.errors import RequestError
+from lm.errors import RequestError, require_at_least
 from lm.system.files import refuse_url
 from lm.system.units import Count
 
@@ -33,7 +33,8 @@ class PrepareOptions:
         tokenizer: A tokenizer.json or its folder or URL, a name on the Hugging Face hub such as gpt2, or the meta.json
             of characters; "bpe" or "char" learns one from the training documents.
         vocab_size: Tokens of a "bpe"; other tokenizers have their own.
-        val_fraction: Fraction of the documents for validation, chosen by a hash of their text; 0 for none.
+        val_fraction: Fraction of the documents for validation, chosen by a hash of their text; 0 for none. If not given
+            0.01, and of less than 8 MB of text more, up to 0.1, for about 10,000 tokens.
         workers: Processes, one a core if not given. The result is the same for any number.
         packing: How documents become samples. "stream": they are laid end to end, and every `seq_len` tokens are a
             sample, which begins and ends anywhere. "whole": no document is cut that fits a sample, which begins with
@@ -49,7 +50,7 @@ class PrepareOptions:
     output: str = ""
     tokenizer: str = "bpe"
     vocab_size: Count = Count(32768)
-    val_fraction: float = 0.01
+    val_fraction: float | None = None
     workers: int | None = None
     packing: Packing = "stream"
     seq_len: Count | None = None
@@ -65,10 +66,9 @@ class PrepareOptions:
         refuse_url("--output", self.output)
         if Path(self.output).is_file():
             raise RequestError(f"--output {self.output} is a file; give a folder")
-        if not 0 <= self.val_fraction < 1:
+        if self.val_fraction is not None and not 0 <= self.val_fraction < 1:
             raise RequestError(f"--val_fraction {self.val_fraction} must be at least 0 and less than 1")
-        if self.workers is not None and self.workers < 1:
-            raise RequestError(f"--workers {self.workers}: at least 1")
+        require_at_least(1, "--", workers=self.workers, shard_tokens=self.shard_tokens, sample_bytes=self.sample_bytes)
         if self.packing == "whole" and self.seq_len is None:
             raise RequestError("--packing whole needs --seq_len, the tokens that a sample predicts: the model's "
                                "max_position_embeddings")  # fmt: skip
@@ -78,8 +78,6 @@ class PrepareOptions:
             raise RequestError(f"--seq_len {self.seq_len}: from 2 to {LONGEST_ROW}")
         if self.eos_token is not None and self.tokenizer in LEARNED:
             raise RequestError(f"--eos_token is for a tokenizer.json; a learned {self.tokenizer!r} has its own")
-        if self.shard_tokens < 1 or self.sample_bytes < 1:
-            raise RequestError("--shard_tokens and --sample_bytes are at least 1")
 
 
 @dataclass

@@ -12,7 +12,7 @@ import logging
 import math
 import shutil
 from collections.abc import Iterator
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from hashlib import blake2b
 from itertools import pairwise
 from pathlib import Path
@@ -48,6 +48,7 @@ from lm.system.units import plural
 log = logging.getLogger(__name__)
 
 FEW_TOKENS = 10_000  # of validation; the loss over fewer is mostly noise
+VAL_BYTES = 8 * FEW_TOKENS  # of text: documents differ in size, and tokenizers in bytes a token
 LOSS_SPREAD = 2.5  # nats, standard deviation of a token's loss: 2 to 3 for tokens of a BPE
 MANIFEST, PARTS, PLAN = "manifest.json", ".parts", ".parts/plan.json"
 CUT_SEARCH = 4096  # tokens in which the end of a line or document is looked for
@@ -69,6 +70,9 @@ def prepare(options: PrepareOptions) -> dict[str, Any]:
     options.check()
     output, parts = Path(options.output), Path(options.output) / PARTS
     files = split_by_names(find_files(options.input))
+    if options.val_fraction is None:
+        share = VAL_BYTES / max(1, sum(file.text_bytes for file in files))
+        options = replace(options, val_fraction=round(min(0.1, max(0.01, share)), 3))
     given = None if options.tokenizer in LEARNED else Tokenizer.load(options.tokenizer, options.eos_token).bare()
     if given is None and any(file.kind == "flat" for file in files):
         raise RequestError(
@@ -96,12 +100,13 @@ def prepare(options: PrepareOptions) -> dict[str, Any]:
 
 def warn_of_small_validation(output: Path, manifest: dict[str, Any]) -> None:
     """Log what a validation of few tokens is worth, and how to get more; a fit has the check of `lm plan`."""
-    tokens = {name: split["tokens"] for name, split in manifest["splits"].items()}
+    tokens, tried = {name: split["tokens"] for name, split in manifest["splits"].items()}, manifest["options"]
     named = any("split" in source for source in manifest["sources"])  # by the names of the files
-    problem = describe_small_validation(tokens.get("val", FEW_TOKENS))
+    problem = describe_small_validation(reached := tokens.get("val", FEW_TOKENS))
     if problem is None:
         return
-    fraction = math.ceil(120 * FEW_TOKENS / sum(tokens.values())) / 100  # a fifth more, since documents differ in size
+    more = 1.2 * (FEW_TOKENS - reached) / tokens["train"]  # a fifth more, since documents differ in size
+    fraction = math.ceil(100 * (tried["val_fraction"] + more)) / 100
     cure = f"with --val_fraction {fraction}" if fraction <= 0.5 and not named else "from more text"
     log.warning("%s: `rm -r %s`, and prepare it again %s", problem, quote(str(output)), cure)
 
@@ -176,24 +181,25 @@ def _plan(options: PrepareOptions, files: list[TextFile], given: Tokenizer | Non
 
 def _begin(output: Path, parts: Path, plan: dict[str, Any]) -> None:
     """Take an empty folder, or one where the same preparation was stopped."""
-    begun, options, files = _compare(output, PLAN, plan)
-    if options and not any(parts.glob(f"{'?' * 32}.json")):  # no unit is done: it failed at once, or nearly so
-        begun, options = None, ""
+    begun, *differences = _compare(output, PLAN, plan)
     if begun is None:
         if output.is_dir() and any(entry.name != PARTS for entry in output.iterdir()):
-            raise RequestError(f"{output} is not empty, and no preparation that can continue; give another --output")
+            raise RequestError(f"{output} holds other files: {cure_of_other_files(output)}")
         shutil.rmtree(parts, ignore_errors=True)
         parts.mkdir(parents=True)
-    if options:
-        raise RequestError(
-            f"{output} holds an unfinished preparation that was begun otherwise: {options}; {_start_anew(output)}"
-        )
-    if files:
-        log.info("other files than when it was begun (%s): what they change is done again", files)
+    if difference := ", ".join(filter(None, differences)):  # the name of a record says what its parts are made of
+        log.info("it was begun otherwise (%s): what that changes is done again", difference)
         for name in ("tokenizer_config.json", "tokenizer.json"):
             (parts / name).unlink(missing_ok=True)
-    if begun is None or files:
+    if begun is None or difference:
         write_atomically(output / PLAN, json.dumps(plan))
+
+
+def cure_of_other_files(path: Path) -> str:
+    """What to type where a path was given for shards, and something else is there: mostly the texts themselves."""
+    made = f"{path.with_suffix('')}-tokens"
+    return (f"if they are texts, `lm data prepare --input {quote(str(path))} --output {quote(made)}` makes shards of "
+            "them; else give another folder")  # fmt: skip
 
 
 def _start_anew(output: Path) -> str:
@@ -235,7 +241,7 @@ def refuse_other_options(options: PrepareOptions) -> None:
     learned = {"bpe": ["tokenizer", "vocab_size"], "char": ["tokenizer"]}.get(options.tokenizer, [])
     for name in ["val_fraction", "text_key", *learned]:
         wanted = getattr(options, name)
-        if name in made and made[name] != wanted:
+        if name in made and wanted is not None and made[name] != wanted:
             raise RequestError(
                 f"{options.output} was made with {name} {made[name]}, and data.prepare.{name} is {wanted}: "
                 "give --data.prepare null to train on it as it is, or another data.path"

@@ -75,14 +75,11 @@ def read_tasks(paths: Sequence[str], num_fewshot: int | None = None) -> list[Tas
 
 
 def _read(path: str, num_fewshot: int | None) -> Iterator[Task]:
-    file = Path(path)
-    if path.startswith(EMBEDDED):
-        file = SHIPPED / f"{path.removeprefix(EMBEDDED)}.yaml"
-        if not file.exists():
-            names = ", ".join(f"{EMBEDDED}{known.stem}" for known in sorted(SHIPPED.glob("*.yaml")))
-            raise RequestError(f"{path}: the package has no such tasks; it has {names}")
+    file = SHIPPED / f"{path.removeprefix(EMBEDDED)}.yaml" if path.startswith(EMBEDDED) else Path(path)
     if not file.is_file():
-        raise RequestError(f"tasks {path}: no such file; give a YAML with icl_tasks, a .jsonl or a .parquet file")
+        names = ", ".join(f"{EMBEDDED}{known.stem}" for known in sorted(SHIPPED.glob("*.yaml")))
+        raise RequestError(f"tasks {path}: no such file; the package has {names}, and others are a YAML with icl_tasks"
+                           ", a .jsonl or a .parquet file of yours (lm/evaluation/README.md)")  # fmt: skip
     if file.suffix in (".yaml", ".yml"):
         yield from _from_yaml(file, num_fewshot)
     elif file.suffix in (".jsonl", ".parquet"):

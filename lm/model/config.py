@@ -82,10 +82,11 @@ class DecoderConfig:
             raise RequestError(f"dropout {self.dropout} must lie in [0, 1)")
         self._check_windows()
         if self.hidden_size % self.num_attention_heads:
-            raise RequestError(
-                f"num_attention_heads {self.num_attention_heads} does not divide hidden_size {self.hidden_size}: "
-                f"{self.hidden_size} / {self.num_attention_heads} = {self.hidden_size / self.num_attention_heads:.3f}"
-            )
+            even = 2 * self.num_attention_heads  # a multiple of this has an even width of a head
+            below = self.hidden_size // even * even
+            near = " or ".join(f"{width:,}" for width in (below, below + even) if width)
+            raise RequestError(f"num_attention_heads {self.num_attention_heads} does not divide hidden_size "
+                               f"{self.hidden_size}: the nearest hidden_size that fits is {near}")  # fmt: skip
         # Fields that were left open follow from the rest, so that every reader of a config sees whole numbers.
         for name, value in (
             ("num_key_value_heads", self.num_attention_heads),

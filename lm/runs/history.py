@@ -6,13 +6,12 @@
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from difflib import get_close_matches
 from pathlib import Path
 from statistics import fmean
 from typing import Any, NamedTuple
 
 from lm.errors import RequestError
-from lm.runs.metrics import BY_SOURCE, METRICS
+from lm.runs.metrics import refuse_unknown_metric
 from lm.runs.run import Run
 from lm.system.files import read_lines
 
@@ -132,13 +131,8 @@ class Expectation(NamedTuple):
 
 def refuse_wrong_ranges(expect: dict[str, list[float]]) -> None:
     """Raise RequestError where a range is not a lowest and a highest value, or nothing logs such a metric."""
-    aliases = {metric.alert: name for name, metric in METRICS.items() if metric.alert}
     for metric, given in expect.items():
-        close = get_close_matches(metric, METRICS, 1, cutoff=0.8)  # callbacks may log metrics of other names
-        known = metric in METRICS or metric.startswith(tuple(f"{name}/" for name in BY_SOURCE))
-        if not known and ("/" not in metric or close):
-            meant = aliases.get(metric) or next(iter(close or get_close_matches(metric, METRICS, 1)), "val/loss")
-            raise RequestError(f"expect: nothing logs a metric {metric!r}; did you mean {meant!r}?")
+        refuse_unknown_metric(metric, "expect: ")
         if len(given) != 2 or not given[0] <= given[1]:
             raise RequestError(f"expect: {metric} {given} is not a range: give [LOWEST, HIGHEST]")
 

@@ -5,8 +5,10 @@ A metric is a number of a line of `metrics.jsonl`; a line of `evaluations.jsonl`
 
 import time
 from collections.abc import Mapping, Sequence
+from difflib import get_close_matches
 from typing import Any, NamedTuple
 
+from lm.errors import RequestError
 from lm.system.files import DAMAGE, finite_or_none
 from lm.system.units import format_count
 
@@ -60,6 +62,16 @@ METRICS = {  # every metric of metrics.jsonl and TensorBoard, except those of an
     "data/injected": Metric("injected samples", form="{:.0f}"),
 }
 BY_SOURCE = ("train/loss", "val/loss", "val/bpb", "data/epochs")  # also `train/loss/NAME` of each source of a mixture
+
+
+def refuse_unknown_metric(name: str, where: str = "") -> None:
+    """Raise RequestError with the nearest name where nothing logs such a metric; callbacks may log others."""
+    aliases = {metric.alert: known for known, metric in METRICS.items() if metric.alert}
+    close = get_close_matches(name, METRICS, 1, cutoff=0.8)
+    known = name in METRICS or name.startswith(tuple(f"{each}/" for each in BY_SOURCE))
+    if not known and ("/" not in name or close):
+        meant = aliases.get(name) or next(iter(close or get_close_matches(name, METRICS, 1)), "val/loss")
+        raise RequestError(f"{where}nothing logs a metric {name!r}; did you mean {meant!r}?")
 
 
 def numbers(document: dict[str, Any]) -> dict[str, float]:

@@ -61,7 +61,7 @@ def find_checkpoint(
         run.refuse_if_trained()
     path = _checkpoint_of(run, reference)
     if path is None and not (path := _beginning(run)) and not fit:
-        raise RequestError(f"run {run.path} has no checkpoint yet")
+        raise run.no_checkpoint()
     if fit and not auto and (damage := find_damage(path)):  # the others find it when they read it
         raise RequestError(f"--ckpt_path {reference}: {path}: {damage}; `auto` takes the newest whole one")
     return path, run
@@ -155,7 +155,7 @@ def chosen_model(run: str | None, ckpt_path: str | None, root: str | Path = ROOT
         found = registry.find_run(run, root, otherwise=", or give a --ckpt_path")
         path = _checkpoint_of(found, ckpt_path)
         if path is None:
-            raise RequestError(f"run {found.path} has no checkpoint yet")
+            raise found.no_checkpoint()
     elif run:
         raise RequestError(f"--ckpt_path {ckpt_path} names a folder, so there is no need for --run {run}: give one")
     else:
@@ -220,6 +220,7 @@ def refuse_changed_config(run: Run, config: dict[str, Any], force: bool) -> list
         raise RequestError(
             f"run {run.path} cannot be resumed with another {', '.join(refused)}: "
             + "; ".join(f"{key} was {before}, now {now}" for key, (before, now) in refused.items())
-            + "; start a new run, or give --force"
+            + "; start a new run without --ckpt_path"
+            + ", or give --force" * (not any(key.startswith("model.decoder") for key in not_allowed("branch", refused)))
         )
     return list(changed)

@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from lm.errors import RequestError
-from lm.runs.metrics import Evaluation, is_evaluation, numbers, valid_metrics
+from lm.runs.metrics import Evaluation, is_evaluation, numbers, refuse_unknown_metric, valid_metrics
 from lm.system.files import (
     DAMAGE,
     Attempts,
@@ -195,6 +195,11 @@ class Run:
         there, path = self._from_its_folder()
         return there + launch_command(f"fit --config {shlex.quote(str(path / 'config.yaml'))} --ckpt_path auto{force}",
                                       self.script)  # fmt: skip
+
+    def no_checkpoint(self) -> RequestError:
+        """The error where the run has no checkpoint, with what makes one."""
+        cure = "wait for its first" if self.status() == "running" else f"`{self.resume_command()}` trains it"
+        return RequestError(f"run {self.path} has no checkpoint yet: {cure}")
 
     def validate_command(self, checkpoint: str | Path = "best") -> str:
         """The command that validates a checkpoint, a name or an absolute path, on the run's data."""
@@ -457,6 +462,8 @@ class Run:
                 kept = [entry for entry in kept if entry["step"] <= line["resumed_at"]]
             elif not name or name in line:
                 kept.append(line)
+        if name and not kept:
+            refuse_unknown_metric(name)
         return kept
 
     def _append(self, name: str, line: dict[str, Any]) -> None:

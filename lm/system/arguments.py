@@ -18,6 +18,7 @@ from jsonargparse.typing import register_type
 from lm.errors import RequestError
 from lm.system.units import Count, parse_count
 
+NEGATIVE = re.compile(r"-[\d.]+(e[+-]?\d+)?", re.IGNORECASE)
 LONGEST_SHOWN = 60  # characters of a value in a message
 LONGEST_MESSAGE = 300
 FEW_OPTIONS, MOST_UNKNOWN = 10, 6  # that a message lists
@@ -132,6 +133,8 @@ def spell_out(arguments: list[str], flags: Iterable[str] = (), lists: Iterable[s
             # Texts for a model may look like YAML.
             as_yaml = bool(equals) or name.rpartition(".")[2] not in ("prompt", "prompts", "stop")
             values.setdefault(option, []).extend(_listed(given[0], as_yaml) if len(given) == 1 else given)
+        elif option.startswith("--") and not equals and rest and NEGATIVE.fullmatch(rest[0]):
+            spelled.append(f"{argument}={rest.pop(0)}")  # argparse takes -1e-3 for an option
         else:
             spelled.append(argument)
     return [f"{argument}={as_list(values[argument])}" if argument in values else argument for argument in spelled]

@@ -148,7 +148,8 @@ def list_files(source: str, patience: float = PATIENCE) -> Listing:
     except UnicodeEncodeError as error:  # Arrow takes no other names
         raise RequestError(f"{source}: the name {error.object!r} is not UTF-8; rename it") from error
     if kind == pafs.FileType.NotFound:
-        raise RequestError(f"{source}: no such file or folder")
+        several = f"; of several, put spaces between them: {source.replace(',', ' ')}" if "," in source else ""
+        raise RequestError(f"{source}: no such file or folder{several}")
     if kind == pafs.FileType.File and pattern is None:
         return Listing(filesystem, path, given, prefix, {posixpath.basename(path): found[0]}, "file", query)
     files = dict(sorted((posixpath.relpath(file.path, path), file) for file in found))

@@ -121,7 +121,9 @@ class Trainer(PatchedTrainer):
         log.info(str(state.steps))
         state.start = read_progress(ckpt_path)
         if state.start.step >= state.steps.max_steps and not state.start.pending_validation:
-            log.info("the run has finished: all %d steps are done", state.steps.max_steps)
+            limit = "max_steps" if self.options.max_tokens is None else "max_tokens"
+            log.info("the run has finished: all %d steps are done; to train on, give a larger --trainer.%s, such as %d",
+                     state.steps.max_steps, limit, 2 * getattr(self.options, limit))  # fmt: skip
             return
         if self.checkpoint_callback is None:
             log.warning(

@@ -154,6 +154,7 @@ BAD_REQUESTS = {
     "no such run": (["--ckpt_path", "last", "--run", "none"], "no run 'none'"),
     "no such checkpoint": (["--ckpt_path", "somewhere"], "--ckpt_path somewhere: there is no such folder"),
     "no data": (["--data.path", "elsewhere", "--data.prepare", "null"], "elsewhere holds no manifest.json: make it"),
+    "texts for data": (["--data.path", "texts"], "`lm data prepare --input texts --output texts-tokens` makes shards"),
     "empty source": (["--data.path", "new", "--data.prepare.input", "nothing/"], "nothing"),
     "other preparation": (["--data.prepare.tokenizer", "bpe"], "data/small was made with tokenizer char"),
     "seed": (["--seed_everything", "-1"], "seed_everything -1 must be a whole number from 0 to 4294967295"),

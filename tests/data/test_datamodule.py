@@ -45,7 +45,7 @@ def test_training_data_that_contains_the_validation_data_is_refused(place):
     ):  # fmt: skip
         written = config(place, "both", train=train, val=val)
         said = "the training data contains the validation data: " + named
-        assert said in lm(place, "plan", "--config", written, expect=2).stderr
+        assert said in lm(place, "plan", "--config", written, expect=2).stdout
     done = lm(place, "fit", "--config", written, expect=2)
     assert done.stderr.splitlines()[-1].startswith("lm fit: " + said) and not (place / "checkpoints/both").exists()
     lm(place, "plan", "--config", config(place, "both", train="both/*.parquet", val="both/val"))

@@ -309,6 +309,14 @@ def test_one_text_file_is_cut_at_a_line_near_its_end(tokenizer, tmp_path, caplog
     assert "too few documents" in caplog.text
 
 
+@pytest.mark.parametrize("documents, fraction", [(2, 0.1), (20, 0.044), (400, 0.01)])
+def test_without_a_fraction_a_small_text_gives_more_to_validation(documents, fraction, tmp_path, monkeypatch):
+    monkeypatch.setattr(prepare, "VAL_BYTES", 100)
+    text = tmp_path / "a.jsonl"
+    text.write_text('{"text": "%s"}\n' % ("word " * 20) * documents)
+    assert run(tmp_path / "out", text, tokenizer="char", val_fraction=None)["options"]["val_fraction"] == fraction
+
+
 @pytest.mark.parametrize("documents, cure", [(20, "from more text"), (400, r"with --val_fraction 0\.\d+$"), (9000, "")])
 def test_a_validation_too_small_to_mean_anything_is_reported_with_the_cure(documents, cure, tmp_path, caplog):
     source = write_jsonl(tmp_path / "a.jsonl", make_texts(documents))
@@ -331,7 +339,8 @@ def test_a_tokenizer_is_learned_from_training_documents_alone(tmp_path):
 
 def test_a_tokenizer_is_learned_from_no_more_than_the_sample(tmp_path):
     texts = make_texts(400)
-    options = PrepareOptions(input=[str(write_jsonl(tmp_path / "a.jsonl", texts))], sample_bytes=Count(2000))
+    options = PrepareOptions(input=[str(write_jsonl(tmp_path / "a.jsonl", texts))], sample_bytes=Count(2000),
+                             val_fraction=0.01)
     units = encode.plan_units(prepare.find_files(options.input))
     taken = list(prepare._sample(options, units))
     assert 2000 <= sum(map(len, taken)) < 2000 + max(map(len, texts))
@@ -451,21 +460,24 @@ def test_a_finished_folder_is_left_as_it_is_or_refused(tmp_path):
         run(tmp_path / "out", source)
 
 
-def test_an_unfinished_folder_is_not_taken_for_other_options(tmp_path, many_small_units):
+def test_an_unfinished_folder_is_made_with_other_options_as_a_fresh_one_is(tmp_path, many_small_units, caplog):
     """Once a part of the texts is done; the tokenizer is given, so that no text is read before."""
-    source = write_jsonl(tmp_path / "a.jsonl", [*make_texts(800), 5])
+    texts = make_texts(800)
+    source = write_jsonl(tmp_path / "a.jsonl", [*texts, 5])
     run(tmp_path / "first", write_jsonl(tmp_path / "b.jsonl", make_texts(50)))
-    given = {"tokenizer": str(tmp_path / "first" / "tokenizer.json")}
     with pytest.raises(RunError, match="line 801"):
-        run(tmp_path / "out", source, **given)
-    with pytest.raises(RequestError, match="unfinished.*--val_fraction was 0.1, is 0.2; .* `rm -r .*/out` first"):
-        run(tmp_path / "out", source, val_fraction=0.2, **given)
+        run(tmp_path / "out", source, tokenizer=str(tmp_path / "first" / "tokenizer.json"))
+    write_jsonl(source, texts)
+    caplog.set_level("INFO")
+    made, fresh = (run(tmp_path / name, source, val_fraction=0.2) for name in ("out", "fresh"))
+    assert made == fresh and "--val_fraction was 0.1, is 0.2" in caplog.text
+    assert not (tmp_path / "out/.parts").exists()
 
 
 def test_a_folder_with_other_things_is_not_touched(tmp_path):
     (tmp_path / "out").mkdir()
     (tmp_path / "out/thesis.tex").write_text("mine")
-    with pytest.raises(RequestError, match="not empty"):
+    with pytest.raises(RequestError, match="holds other files: if .*/out --output .*/out-tokens` makes"):
         run(tmp_path / "out", write_jsonl(tmp_path / "a.jsonl", ["a"]))
     assert [path.name for path in (tmp_path / "out").iterdir()] == ["thesis.tex"]
 
@@ -475,6 +487,7 @@ def test_a_folder_with_other_things_is_not_touched(tmp_path):
     [
         ({"val_fraction": 1.0}, "val_fraction"), ({"workers": 0}, "workers"), ({"output": ""}, "--output"),
         ({"tokenizer": "gpt2"}, "gpt2 is not there.*`hf download gpt2 tokenizer.json tokenizer_config.json`"),
+        ({"tokenizer": "bpee"}, r"did you mean bpe\?"), ({"input": ["a.jsonl,b.jsonl"]}, "spaces.*: a.jsonl b.jsonl$"),
         ({"shard_tokens": Count(0)}, "shard_tokens"), ({"eos_token": "</s>"}, "--eos_token"),
         ({"output": "a.jsonl"}, "is a file"), ({"input": ["empty.jsonl"]}, "no text"),
     ],

@@ -36,6 +36,7 @@ def test_brackets_are_a_list_where_no_texts_are_meant(arguments):
     assert spell_out(spelled, lists=["data.train"]) == ['--data.train=["a", "b"]']
     assert spell_out(["--on_event", "[x]"], lists=["on_event"]) == ['--on_event=["x"]']
     assert spell_out(["--input", "[ab]*.txt"], lists=["input"]) == ['--input=["[ab]*.txt"]']
+    assert spell_out(["--lr", "-1e-3", "--run", "-x"]) == ["--lr=-1e-3", "--run", "-x"]
 
 
 @pytest.mark.parametrize("arguments, message", [

@@ -147,7 +147,8 @@ def test_plan_shows_the_bytes_of_a_token_of_each_prepared_source(place):
 def test_a_mixture_that_cannot_be_is_refused_with_the_reason(place, sources, phases, said):
     write_config(place, "wrong", **mixed(sources, phases))
     for command in ("plan", "fit"):
-        assert said in lm(place, command, "--config", "wrong.yaml", expect=2).stderr
+        refused = lm(place, command, "--config", "wrong.yaml", expect=2)
+        assert said in refused.stdout + refused.stderr
     assert not (place / "checkpoints/wrong").exists()
 
 
