@@ -65,6 +65,7 @@ class Steps:
     world_size: int
     accumulate: int  # micro-batches of a rank in an optimizer step
     max_steps: int
+    done: tuple[int, int] = (0, 0)  # steps of earlier processes, maybe with another batch, and their samples
 
     @property
     def global_batch(self) -> int:
@@ -77,11 +78,11 @@ class Steps:
 
     def samples(self, step: int) -> int:
         """Samples that the first `step` optimizer steps take, over all ranks."""
-        return step * self.global_batch
+        return self.done[1] + (step - self.done[0]) * self.global_batch
 
     def tokens(self, step: int) -> int:
         """Predicted tokens of the first `step` optimizer steps, over all ranks."""
-        return step * self.tokens_per_step
+        return self.samples(step) * self.seq_len
 
     def __str__(self) -> str:
         return (
@@ -99,6 +100,7 @@ def plan_steps(
     world_size: int,
     max_steps: int | None,
     max_tokens: int | None,
+    done: tuple[int, int] = (0, 0),
 ) -> Steps:
     """The counts of a run that was asked for in optimizer steps or in tokens, which are rounded up to whole steps.
 
@@ -119,7 +121,7 @@ def plan_steps(
         have = "neither is" if max_steps is None else "both are"
         raise RequestError(f"give one of trainer.max_steps and trainer.max_tokens; {have} set")
     if max_steps is None:
-        max_steps = math.ceil(max_tokens / wanted)
+        max_steps = done[0] + max(0, math.ceil((max_tokens - done[1] * seq_len) / wanted))
     if max_steps < 1:
         raise RequestError(f"trainer.max_steps {max_steps} must be at least 1")
-    return Steps(seq_len, micro_batch_size, world_size, wanted // at_once, max_steps)
+    return Steps(seq_len, micro_batch_size, world_size, wanted // at_once, max_steps, done)
