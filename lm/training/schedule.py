@@ -40,7 +40,9 @@ def lr_fraction(step: int, max_steps: int, config: ScheduleConfig) -> float:
     and Hutter, 2017, arXiv:1608.03983; wsd as in Hu et al., 2024, arXiv:2404.06395).
     """
     warmup, decay = warmup_and_decay_steps(max_steps, config)
-    step, max_steps = max(0, step - config.begin_step), max_steps - config.begin_step
+    if step < config.begin_step:  # before its first step, where another branch may begin
+        return config.begin_fraction
+    step, max_steps = step - config.begin_step, max_steps - config.begin_step
     if step < warmup:
         return config.begin_fraction + (1 - config.begin_fraction) * (step + 1) / warmup
     top = config.begin_fraction if config.begin_step and not warmup else 1.0
