@@ -202,6 +202,19 @@ def test_what_a_rollback_may_need_is_kept(workplace, changes, returns):
     assert list(run.steps()) == [12]
 
 
+@pytest.mark.fault(9)
+def test_a_resume_makes_no_step_good_that_no_guard_has_seen(workplace):
+    """After a signal between two log lines, and a kill inside the rollback, it returns to where it would have."""
+    changes = {"trainer.keep_checkpoints": 1, "trainer.checkpoint_interval": 3, "trainer.val_interval": 100,
+               "trainer.log_interval": 4, "guards.alerts": {"step == 8 and loss > 0": "rollback"}}  # fmt: skip
+    for expect, more in ((75, {"signal_name": "SIGTERM", "micro_batch": 12}),
+                         (-9, {"signal_name": "SIGKILL", "save": True, "step": 8}), (0, None)):  # fmt: skip
+        arguments = [] if expect == 75 else ["--ckpt_path", "auto"]
+        kill = [equipment("recorder.KillAt", **more)] if more else []
+        _, run = fit(workplace, "resumed", *arguments, callbacks=kill, expect=expect, **changes)
+    assert run.read("run.json")["rollbacks"] == [{"step": 8, "to": 3}]
+
+
 @pytest.mark.fault(8)
 @pytest.mark.parametrize("strategy", ["ddp", "fsdp2"])
 def test_all_ranks_agree(workplace, strategy):
