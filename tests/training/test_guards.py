@@ -95,10 +95,11 @@ def test_a_step_that_is_not_finite_changes_nothing_and_is_reported(workplace):
 
 
 def test_nothing_but_nan_ends_the_run_with_a_checkpoint_of_unharmed_weights(workplace):
-    done, run = fit(
-        workplace, "only-nan", expect=3, **poisoned(gradient=list(range(5, 13))),
-        **{"guards.max_skipped": 3, "trainer.checkpoint_interval": 4, "trainer.keep_checkpoints": 9},
-    )  # fmt: skip
+    """Also where a signal came after the first of them."""
+    changes = {"guards.max_skipped": 3, "trainer.checkpoint_interval": 4, "trainer.keep_checkpoints": 9}
+    nan, stop = list(range(5, 13)), equipment("recorder.KillAt", signal_name="SIGTERM", micro_batch=8)
+    fit(workplace, "only-nan", expect=75, **poisoned(stop, gradient=nan), **changes)
+    done, run = fit(workplace, "only-nan", "--ckpt_path", "auto", expect=3, **poisoned(gradient=nan), **changes)
     assert run.link("last").name == "step-00000007" and same(tensors(run, 4), tensors(run, 7))
     assert run.status() == "stopped" and "3 in a row" in run.read("run.json")["reason"]
     assert run.read("state.json")["status"] == "stopped" and "3 in a row" in run.read("state.json")["reason"]
