@@ -20,6 +20,7 @@ from lm.errors import RequestError, require_at_least
 from lm.runs.checkpoint import find_damage, read_document, read_progress
 from lm.runs.config_diff import differences, not_allowed
 from lm.runs.registry import find_run
+from lm.runs.resume import warn_if_left_behind
 from lm.runs.run import ROOT, Run, hide_addresses, refuse_name
 from lm.system.arguments import call
 from lm.system.files import atomic_folder, dump_checksummed, parse_yaml
@@ -90,6 +91,7 @@ def branch(options: BranchOptions, overrides: list[str]) -> None:
     checkpoint = checkpoint_at(trunk, options.at)
     if damage := find_damage(checkpoint):
         raise RequestError(f"{checkpoint}: {damage}")
+    warn_if_left_behind(trunk, checkpoint)
     step, before = read_progress(checkpoint).step, trunk.settings()
     if not before:
         raise RequestError(f"{trunk.config} is damaged, so it is not known what the run was trained with")

@@ -29,7 +29,7 @@ from lm.model.custom import is_builtin
 from lm.model.huggingface import to_huggingface
 from lm.runs import registry
 from lm.runs.checkpoint import TENSORS, find_damage, read_document, read_progress, write_files
-from lm.runs.resume import checkpoint_folder, chosen_model, hub_hint
+from lm.runs.resume import checkpoint_folder, chosen_model, hub_hint, warn_if_left_behind
 from lm.runs.run import ROOT, STEP, Run
 from lm.system.files import new_folder
 from lm.system.hub import check_login, publish
@@ -256,15 +256,14 @@ def average(
 
 def choose_checkpoints(run: Run, steps: Sequence[int] | None, last: int | None) -> dict[int, Path]:
     """Checkpoints of a run by optimizer step, ascending: those of `steps`, or the `last` newest."""
-    there, newest = run.steps(), run.link("last")
+    there, left_behind = run.steps(), run.left_behind()
     have = f"run {run.path} has checkpoints of steps {', '.join(map(str, there))}" if there else (
         f"run {run.path} has no checkpoint yet"
     )
     if (steps is None) == (last is None):
         raise RequestError(f"give the checkpoints with --steps, such as --steps 100 200, or with --last 3; {have}")
     if steps is None:
-        # Later ones than `last` were left behind when the run was resumed from there.
-        usable = [step for step, path in there.items() if newest is None or step <= int(newest.name.split("-")[-1])]
+        usable = [step for step, path in there.items() if path not in left_behind]
         if last > len(usable):
             raise RequestError(f"--last {last}: {have}; trainer.keep_checkpoints and trainer.keep_every keep more")
         steps = usable[-last:] if last > 0 else []
@@ -272,6 +271,8 @@ def choose_checkpoints(run: Run, steps: Sequence[int] | None, last: int | None) 
         raise RequestError(f"there is no checkpoint of step {missing[0]}: {have}")
     if len(set(steps)) < 2:
         raise RequestError(f"a mean needs two checkpoints or more; {have}")
+    for step in sorted(steps):
+        warn_if_left_behind(run, there[step])
     return {step: there[step] for step in sorted(steps)}
 
 

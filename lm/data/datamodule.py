@@ -145,7 +145,8 @@ class DataModule(LightningDataModule):
                 f"the training data contains the validation data: {found[0]}{same}; name other files in data.train "
                 "or data.val, as a folder, a glob or a list"
             )
-        if {"train", "val"} <= self.shards.keys() and any(source.train or source.val for source in self.sources):
+        foreign = any(source.train or source.val for source in self.sources)
+        if {"train", "val"} <= self.shards.keys() and (foreign or self.mixed):  # else `lm data prepare` has compared
             found = shared_spans(self.shards["train"], self.shards["val"], self.tokenizer.eos_id)
             self.shared = describe_shared(*found, "passages")
         if "train" in self.shards:

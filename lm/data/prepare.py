@@ -36,9 +36,10 @@ from lm.data.encode import (
     unit_pieces,
     write_shard,
 )  # fmt: skip
-from lm.data.overlap import SPAN, describe_shared
+from lm.data.overlap import SPAN, describe_shared, shared_spans
 from lm.data.packing import PackedRows
 from lm.data.parquet import COLUMN, LAYOUT, runs_within
+from lm.data.shards import Shards
 from lm.data.text_files import TextFile, find_files, split_by_names
 from lm.data.tokenizer import Tokenizer, id_type, train_bpe, train_char
 from lm.errors import Interrupted, RequestError
@@ -137,14 +138,19 @@ def _make(
     run_tasks(encode_unit, tasks, [unit.text_bytes for unit in left], "encoding", options.workers)
     encoded = [part for unit in units for part in json.loads(record_path(unit, recipe).read_text())["parts"]]
     splits = divide(encoded, options.val_fraction, tokenizer, parts)
-    if any(file.split for file in files) and (problem := _shared_documents(splits, tokenizer, parts)):
-        log.warning("%s", problem)
+    named = any(file.split for file in files)  # else no document is in both splits
+    shared = _shared_documents(splits, tokenizer, parts) if named else None
     for name in ("train", "val"):
         shutil.rmtree(output / name, ignore_errors=True)  # of a killed attempt
     shards = [shard for split in splits for shard in _shards(output, split, options.shard_tokens)]
     sizes = [sum(stop - start for _, start, stop in slices) for _, slices in shards]
     tasks = [(*shard, parts, options.seq_len) for shard in shards]
     entries = run_tasks(write_shard, tasks, sizes, "writing", options.workers)
+    if named and shared is None:  # whole, that is
+        opened = [Shards.open(str(output / name), vocab_size=tokenizer.vocab_size) for name in ("train", "val")]
+        shared = describe_shared(*shared_spans(*opened, tokenizer.eos_id), "passages")
+    if shared:
+        log.warning("%s", shared)
     for name, text in tokenizer.files().items():
         write_atomically(output / name, text)
     return {

@@ -179,9 +179,11 @@ def samples_at(run: Run, step: int) -> tuple[int, int]:
     """The first sample of an optimizer step that the run has taken, and how many it has."""
     taken = steps_taken(run)
     try:
-        before = [entry for entry in run.read("run.json").get("stretches", []) if entry["step"] < step]
+        segments = run.read("run.json").get("stretches", [])
+        before = [entry for entry in segments if entry["step"] < step]
         if not before or step > taken:
-            raise RequestError(f"run {run.path} has taken steps 1 to {taken}; there is no step {step}")
+            first = segments[0]["step"] + 1 if segments else 1  # of a branch, the one after its trunk's
+            raise RequestError(f"run {run.path} has taken steps {first} to {taken}; there is no step {step}")
         begin, sample, batch = (int(before[-1][name]) for name in ("step", "sample", "global_batch"))
     except DAMAGE as error:
         raise RequestError(f"{run.path / 'run.json'} is damaged: its `stretches` cannot be read ({error})") from error

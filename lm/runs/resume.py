@@ -14,7 +14,7 @@ from lm.runs.checkpoint import find_damage, link_to, read_progress
 from lm.runs.config_diff import differences, not_allowed
 from lm.runs.mirror import LINKS
 from lm.runs.run import REFERENCES, ROOT, STEP, Run, hide_addresses, is_of_a_run
-from lm.system.files import restore_interrupted, stated_digest
+from lm.system.files import restore_interrupted
 from lm.system.process import rank
 from lm.system.remote import fetch, is_remote
 
@@ -172,15 +172,14 @@ def newest_whole(run: Run) -> Path | None:
     They come after all others, however new they are. Where all are damaged, to start from scratch would be a silent
     loss, and is refused.
     """
-    last, left_behind = run.link("last"), run.read("run.json").get("left_behind", [])
+    last, left_behind = run.link("last"), run.left_behind()
     found = {path.name: path for path in run.path.glob("step-*") if STEP.fullmatch(path.name)}
     link = run.path / "last"
     if link.is_symlink() and STEP.fullmatch(gone := os.readlink(link)) and gone not in found:
         found[gone] = run.path / gone
 
     def newest_first(path: Path) -> tuple[bool, int]:
-        left = path != last and stated_digest(path / "trainer.json") in left_behind
-        return left, -int(STEP.fullmatch(path.name)[1])
+        return path != last and path in left_behind, -int(STEP.fullmatch(path.name)[1])
 
     damaged = {}
     for path in sorted(found.values(), key=newest_first):
@@ -196,6 +195,13 @@ def newest_whole(run: Run) -> Path | None:
             ", and would have to start from its first step: put one back, or start a new run without --ckpt_path"
         )
     return None
+
+
+def warn_if_left_behind(run: Run, checkpoint: Path) -> None:
+    """Log that a checkpoint is not of the run's training as its curves have it."""
+    if checkpoint in run.left_behind():
+        log.warning("%s was left behind when the run was resumed from an earlier step: its weights and the curves of "
+                    "the run are those of two trainings", checkpoint)  # fmt: skip
 
 
 def repair_links(run: Run, checkpoint: Path) -> None:

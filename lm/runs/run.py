@@ -368,6 +368,11 @@ class Run:
         found = {int(match[1]): path for path in self.path.glob("step-*") if (match := STEP.fullmatch(path.name))}
         return {step: found[step] for step in sorted(found) if (found[step] / "trainer.json").exists()}
 
+    def left_behind(self) -> list[Path]:
+        """Those of steps that were taken again, since the run was resumed from an earlier checkpoint."""
+        digests = self.read("run.json").get("left_behind", [])
+        return [path for path in self.steps().values() if stated_digest(path / "trainer.json") in digests]
+
     def link(self, name: str) -> Path | None:
         """What `best` or `last` points to; None where there is none or it dangles.
 
@@ -376,12 +381,11 @@ class Run:
         link = self.path / name
         if link.is_symlink():
             return link.parent / os.readlink(link) if link.exists() else None
-        digests = {path: stated_digest(path / "trainer.json") for path in self.steps().values()}
+        steps, left_behind = self.steps().values(), self.left_behind()
         if link.is_dir():
             copied = stated_digest(link / "trainer.json")
-            return next((path for path, digest in digests.items() if digest == copied), None)
-        left_behind = self.read("run.json").get("left_behind", [])
-        last = next((path for path, digest in reversed(digests.items()) if digest not in left_behind), None)
+            return next((path for path in steps if stated_digest(path / "trainer.json") == copied), None)
+        last = next((path for path in reversed(steps) if path not in left_behind), None)
         return last if last is None or name == "last" else self._best_at(last)
 
     def _best_at(self, checkpoint: Path) -> Path | None:

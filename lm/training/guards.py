@@ -161,6 +161,12 @@ class NotFinite(Observer):
         stop = too_many or self.policy == "stop"
         return [Finding("not-finite", "stop" if stop else "warn", message, save=stop)]
 
+    def state_dict(self) -> dict[str, Any]:
+        return {"in_a_row": self._in_a_row}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        self._in_a_row = state_dict.get("in_a_row", 0)
+
 
 # ---- throughput ------------------------------------------------------------------------------------------------------
 

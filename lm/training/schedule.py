@@ -42,7 +42,9 @@ def lr_fraction(step: int, max_steps: int, config: ScheduleConfig) -> float:
     and Hutter, 2017, arXiv:1608.03983; wsd as in Hu et al., 2024, arXiv:2404.06395).
     """
     warmup, decay = warmup_and_decay_steps(max_steps, config)
-    step, max_steps = max(0, step - config.begin_step), max_steps - config.begin_step
+    if step < config.begin_step:  # before its first step, where another branch may begin
+        return config.begin_fraction
+    step, max_steps = step - config.begin_step, max_steps - config.begin_step
     if step < warmup:
         return config.begin_fraction + (1 - config.begin_fraction) * (step + 1) / warmup
     top = config.begin_fraction if config.begin_step and not warmup else 1.0
@@ -67,6 +69,7 @@ class Steps:
     world_size: int
     accumulate: int  # micro-batches of a rank in an optimizer step
     max_steps: int
+    done: tuple[int, int] = (0, 0)  # steps of earlier processes, maybe with another batch, and their samples
 
     @property
     def global_batch(self) -> int:
@@ -79,11 +82,11 @@ class Steps:
 
     def samples(self, step: int) -> int:
         """Samples that the first `step` optimizer steps take, over all ranks."""
-        return step * self.global_batch
+        return self.done[1] + (step - self.done[0]) * self.global_batch
 
     def tokens(self, step: int) -> int:
         """Predicted tokens of the first `step` optimizer steps, over all ranks."""
-        return step * self.tokens_per_step
+        return self.samples(step) * self.seq_len
 
     def __str__(self) -> str:
         return (
@@ -101,6 +104,7 @@ def plan_steps(
     world_size: int,
     max_steps: int | None,
     max_tokens: int | None,
+    done: tuple[int, int] = (0, 0),
 ) -> Steps:
     """The counts of a run that was asked for in optimizer steps or in tokens, which are rounded up to whole steps.
 
@@ -121,7 +125,7 @@ def plan_steps(
         have = "neither is" if max_steps is None else "both are"
         raise RequestError(f"give one of trainer.max_steps and trainer.max_tokens; {have} set")
     if max_steps is None:
-        max_steps = math.ceil(max_tokens / wanted)
+        max_steps = done[0] + max(0, math.ceil((max_tokens - done[1] * seq_len) / wanted))
     if max_steps < 1:
         raise RequestError(f"trainer.max_steps {max_steps} must be at least 1")
-    return Steps(seq_len, micro_batch_size, world_size, wanted // at_once, max_steps)
+    return Steps(seq_len, micro_batch_size, world_size, wanted // at_once, max_steps, done)

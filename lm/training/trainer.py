@@ -109,6 +109,7 @@ class Trainer(PatchedTrainer):
         options = replace(self.options, num_nodes=self.num_nodes)  # as torchrun or SLURM says
         known = checks.Known(self.world_size, device, here=True)
         checks.refuse(checks.find(options, model.options, datamodule.options, known, custom=model.is_custom()))
+        state.start = read_progress(ckpt_path)
         state.steps = plan_steps(
             seq_len=datamodule.seq_len,
             micro_batch_size=datamodule.micro_batch_size,
@@ -116,10 +117,10 @@ class Trainer(PatchedTrainer):
             world_size=self.world_size,
             max_steps=self.options.max_steps,
             max_tokens=self.options.max_tokens,
+            done=(state.start.step, state.start.samples),
         )
         warmup_and_decay_steps(state.steps.max_steps, model.options.schedule)  # refuses a schedule that does not fit
         log.info(str(state.steps))
-        state.start = read_progress(ckpt_path)
         if state.start.step >= state.steps.max_steps and not state.start.pending_validation:
             limit = "max_steps" if self.options.max_tokens is None else "max_tokens"
             log.info("the run has finished: all %d steps are done; to train on, give a larger --trainer.%s, such as %d",

@@ -10,6 +10,7 @@ from trainings import fit, lm, make_workplace
 from transformers import AutoModelForCausalLM
 
 import lm as package
+from lm.cli.branch import BranchOptions, branch
 from lm.cli.convert import average, mean_weights
 from lm.errors import RequestError
 from lm.inference.export import Card, model_card
@@ -17,6 +18,7 @@ from lm.runs.checkpoint import find_damage
 from lm.runs.resume import newest_whole
 from lm.runs.run import Run
 from lm.system.arguments import call
+from lm.system.files import stated_digest
 
 
 @pytest.fixture(scope="module")
@@ -72,13 +74,19 @@ def test_a_fit_with_it_is_a_new_run_from_its_weights(workplace, run):
     assert (run.path / "metrics.jsonl").read_bytes() == before and list(run.steps()) == [6, 8, 9, 12]
 
 
-def test_checkpoints_that_a_resume_left_behind_are_not_among_the_last(run, tmp_path):
+def test_checkpoints_that_a_resume_left_behind_are_not_among_the_last(run, tmp_path, caplog):
+    """Steps 8 and 12 are of the training before a resume from 6, which has come to 9 since then."""
     shutil.copytree(run.path, tmp_path / "resumed", symlinks=True)
     resumed = Run(tmp_path / "resumed")
     (resumed.path / "last").unlink()
     (resumed.path / "last").symlink_to("step-00000009")
+    left = [stated_digest(resumed.path / f"step-{step:08d}/trainer.json") for step in (8, 12)]
+    resumed.describe(left_behind=left)
     average(str(resumed.path), last=2)
-    assert (resumed.path / "average-8-9-of-2").is_dir()
+    assert (resumed.path / "average-6-9-of-2").is_dir() and "left behind" not in caplog.text
+    average(str(resumed.path), steps=[9, 12])
+    branch(BranchOptions(str(resumed.path), at="12", make_only=True), [])
+    assert caplog.text.count("step-00000012 was left behind when the run was resumed from an earlier step") == 2
 
 
 def test_halves_are_added_up_in_full_and_counts_are_the_newest(tmp_path):

@@ -1,11 +1,12 @@
 """Validation text that is in the training text too is found, however it was written, and counted."""
 
 import random
+import re
 
 import pytest
 from shard_files import write_rows
 
-from lm.data.config import PrepareOptions
+from lm.data.config import PrepareOptions, SourceConfig
 from lm.data.datamodule import DataModule
 from lm.data.overlap import shared_spans
 from lm.data.prepare import prepare
@@ -64,18 +65,26 @@ def test_documents_of_files_for_training_and_validation_are_compared(tmp_path, c
     draw = random.Random(7)
     texts = ["".join(draw.choice("abcdefgh ") for _ in range(300)) for _ in range(60)]
 
-    def make(name, training):
-        for split, documents in (("train", training), ("val", texts[:20])):
+    def make(name, training, validation=texts[:20], tokenizer="char"):
+        for split, documents in (("train", training), ("val", validation)):
             (tmp_path / name / split).mkdir(parents=True)
             for number, text in enumerate(documents):
                 (tmp_path / name / split / f"{number}-{split}.txt").write_text(text)
         files = [str(tmp_path / name / split) for split in ("train", "val")]
-        return prepare(PrepareOptions(files, str(tmp_path / f"{name}-made"), tokenizer="char"))
+        return prepare(PrepareOptions(files, str(tmp_path / f"{name}-made"), tokenizer=tokenizer))
 
     with pytest.raises(RequestError, match="^20 of 20 documents of the validation data, 100.0%, are in the training"):
         make("all", texts)
+    with pytest.raises(RequestError, match=r"^(\d+) of \1 passages of the validation data, 100.0%, are in the training"):
+        make("inside", [f"a {text} b" for text in texts])
     assert make("one", texts[19:])["splits"]["val"]["documents"] == 20
     assert "1 of 20 documents of the validation data, 5.0%, are in the training data too" in caplog.text
     caplog.clear()
-    make("none", texts[20:])
+    make("none", texts[20:40])
+    make("others", texts[:10], texts[40:], tokenizer=str(tmp_path / "none-made"))
     assert "training data too" not in caplog.text
+    # Each is sound by itself, and one has half of the other's validation.
+    sources = [SourceConfig(name, str(tmp_path / f"{name}-made")) for name in ("none", "others")]
+    data = DataModule(sources=sources, seq_len=16)
+    data.setup("fit")
+    assert re.search(r" passages of the validation data, 2\d.\d%, are in the training", data.warnings()[0][0])

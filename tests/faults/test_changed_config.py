@@ -68,10 +68,12 @@ def test_every_fixed_key_is_refused_by_name_and_nothing_is_written(copied, monke
 
 
 def test_what_may_change_is_shown_and_used(copied):
-    """The learning rate, the betas, the decay, the schedule, the batch: of the command, from the next step on."""
+    """The learning rate, the betas, the decay, the schedule, the batch: of the command, from the next step on. Half of
+    the run's tokens are left, which are three of the larger steps."""
     changes = [
         "--model.optimizer.lr=0.02", "--model.optimizer.betas=[0.8, 0.9]", "--model.optimizer.weight_decay=0.5",
         "--model.schedule.name=linear", "--data.global_batch_tokens=512", "--trainer.gradient_clip_val=0.5",
+        "--trainer.max_steps=null", "--trainer.max_tokens=3072",
     ]  # fmt: skip
     shown = resume(copied, *changes).stderr
     for text in ("model.optimizer.lr: 0.01 -> 0.02", "model.optimizer.betas: ", "model.optimizer.weight_decay: ",
@@ -81,6 +83,7 @@ def test_what_may_change_is_shown_and_used(copied):
     run = Run(copied / "checkpoints/small")
     lines = {line["step"]: line for line in run.metrics() if "optim/lr" in line}
     assert lines[7]["optim/lr"] > lines[6]["optim/lr"] and lines[8]["tokens"] == 6 * 256 + 2 * 512
+    assert max(lines) == 9 and run.read("state.json")["max_tokens"] == lines[9]["tokens"] == 3072
     assert run.settings()["model"]["optimizer"]["lr"] == 0.02  # and the next one is compared with this
 
 

@@ -96,6 +96,10 @@ def test_rewarmed(place):
     assert rates == [1.0, 1.0, 0.75, 0.5]  # its trunk ended at its peak
     lm(place, "branch", "whole", "--rewarm", str(2 * STEP), "--constant", str(3 * STEP), "--name", "again")
     assert [round(rate / 0.01, 3) for _, _, rate in logged(place, "again")] == [0.5, 1.0, 1.0]  # from 0
+    lm(place, "branch", "again", "--at", "8", "--rewarm", str(2 * STEP), "--constant", str(3 * STEP), "--name", "third")
+    assert logged(place, "third") == logged(place, "again")  # where its trunk began, the rate is still 0
+    refused = lm(place, "data", "show", "--run", "third", "--step", "8", expect=2).stderr
+    assert "has taken steps 9 to 11; there is no step 8" in refused
 
 
 def test_other_data_and_a_longer_context(place):

@@ -95,10 +95,11 @@ def test_a_step_that_is_not_finite_changes_nothing_and_is_reported(workplace):
 
 
 def test_nothing_but_nan_ends_the_run_with_a_checkpoint_of_unharmed_weights(workplace):
-    done, run = fit(
-        workplace, "only-nan", expect=3, **poisoned(gradient=list(range(5, 13))),
-        **{"guards.max_skipped": 3, "trainer.checkpoint_interval": 4, "trainer.keep_checkpoints": 9},
-    )  # fmt: skip
+    """Also where a signal came after the first of them."""
+    changes = {"guards.max_skipped": 3, "trainer.checkpoint_interval": 4, "trainer.keep_checkpoints": 9}
+    nan, stop = list(range(5, 13)), equipment("recorder.KillAt", signal_name="SIGTERM", micro_batch=8)
+    fit(workplace, "only-nan", expect=75, **poisoned(stop, gradient=nan), **changes)
+    done, run = fit(workplace, "only-nan", "--ckpt_path", "auto", expect=3, **poisoned(gradient=nan), **changes)
     assert run.link("last").name == "step-00000007" and same(tensors(run, 4), tensors(run, 7))
     assert run.status() == "stopped" and "3 in a row" in run.read("run.json")["reason"]
     assert run.read("state.json")["status"] == "stopped" and "3 in a row" in run.read("state.json")["reason"]
@@ -167,6 +168,19 @@ def test_what_a_rollback_may_need_is_kept(workplace, changes, returns):
     _, run = fit(workplace, f"kept-for-{len(returns)}", **one, **changes)
     assert [(each["step"], each["to"]) for each in run.read("run.json")["rollbacks"]] == returns
     assert list(run.steps()) == [12]
+
+
+@pytest.mark.fault(9)
+def test_a_resume_makes_no_step_good_that_no_guard_has_seen(workplace):
+    """After a signal between two log lines, and a kill inside the rollback, it returns to where it would have."""
+    changes = {"trainer.keep_checkpoints": 1, "trainer.checkpoint_interval": 3, "trainer.val_interval": 100,
+               "trainer.log_interval": 4, "guards.alerts": {"step == 8 and loss > 0": "rollback"}}  # fmt: skip
+    for expect, more in ((75, {"signal_name": "SIGTERM", "micro_batch": 12}),
+                         (-9, {"signal_name": "SIGKILL", "save": True, "step": 8}), (0, None)):  # fmt: skip
+        arguments = [] if expect == 75 else ["--ckpt_path", "auto"]
+        kill = [equipment("recorder.KillAt", **more)] if more else []
+        _, run = fit(workplace, "resumed", *arguments, callbacks=kill, expect=expect, **changes)
+    assert run.read("run.json")["rollbacks"] == [{"step": 8, "to": 3}]
 
 
 @pytest.mark.fault(8)

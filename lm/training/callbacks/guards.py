@@ -217,7 +217,9 @@ class Rollback(Callback):
         self.rollbacks = Rollbacks(max_rollbacks)
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        self.rollbacks.good = trainer.global_step
+        seen = self.rollbacks.good  # of an earlier process; a signal may have come after steps that no guard has seen
+        if not trainer.ckpt_path or not any(step <= seen for step in trainer.run.steps()):
+            self.rollbacks.good = trainer.global_step
         trainer.checkpoint_callback.keep_for_rollback(self.rollbacks.good)
 
     def on_metrics(self, trainer: Trainer, pl_module: LightningModule, metrics: Mapping[str, float]) -> None:
@@ -252,10 +254,10 @@ class Rollback(Callback):
         return from_rank_zero(trainer, found)
 
     def state_dict(self) -> dict[str, Any]:
-        return {"done": self.rollbacks.done}
+        return {"done": self.rollbacks.done, "good": self.rollbacks.good}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        self.rollbacks.done = state_dict["done"]
+        self.rollbacks.done, self.rollbacks.good = state_dict["done"], state_dict.get("good", -1)
 
 
 # ---- skipped data ----------------------------------------------------------------------------------------------------

@@ -154,7 +154,8 @@ class RunFolder(Callback):
             id=run.name, name=name, status="running", reason=None, device=device, world_size=trainer.world_size,
             stretches=segments, turn=Run.next_start(run.path.parent), tags=self.options.tags, note=self.options.note,
             machine=machine, flops_per_token=trainer.lightning_module.flops_per_token(),
-            mixture=trainer.datamodule.describe_mixture(), **facts,
+            mixture=trainer.datamodule.describe_mixture(),
+            rollbacks=[each for each in before.get("rollbacks", []) if each["step"] <= start.step], **facts,
         )  # fmt: skip
 
     def _refuse_changed_mixture(self, run: Run, trainer: Trainer) -> set[str]:
