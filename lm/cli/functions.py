@@ -4,7 +4,6 @@
 import json
 import logging
 import os
-import sys
 import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager

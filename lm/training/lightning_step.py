@@ -10,7 +10,7 @@ from lightning.pytorch import LightningModule
 from torch import Tensor
 
 from lm.data.loader import Batch
-from lm.errors import RequestError, RunError
+from lm.errors import RequestError
 from lm.model.compile import GraphedMicroBatch
 from lm.model.fused import is_fused
 from lm.model.low_precision import WeightCopies
@@ -38,7 +38,6 @@ class LightningStep:
         scaler = getattr(trainer.precision_plugin, "scaler", None)
         self.scaled = scaler is not None  # whether a GradScaler multiplies the gradients
         self._module, self._optimizer, self._graphs = module, module.optimizers(), module.options.cuda_graphs
-        self._frozen = {name: p for name, p in module.decoder.named_parameters() if not p.requires_grad}
         self._loss_scale = None if scaler is None else partial(loss_scale, scaler)
         self._weight_copies = weight_copies(module)
         self.forward_backward = self._recorded() if self._graphs else self._forward_backward
@@ -53,28 +52,18 @@ class LightningStep:
         generators = checkpoint_state.rng_state()
         try:
             with self._weight_copies:
-                result = optimizer_step(
+                return optimizer_step(
                     batch, self.forward_backward, self._optimizer.optimizer, micro_batch_size=steps.micro_batch_size,
                     tokens_per_step=steps.tokens_per_step, max_norm=module.run_state.clip,
                     lr_factor=lr_fraction(step, steps.max_steps, module.options.schedule),
                     update=self._optimizer.step, loss_scale=self._loss_scale,
                     no_sync=getattr(module.trainer.strategy, "block_backward_sync", nullcontext),
                 )  # fmt: skip
-            self._refuse_unfrozen()
-            return result
         except StepDropped:
             checkpoint_state.restore_generators(generators)  # dropout has drawn from them
             raise
         finally:
             self.zero_grad()
-
-    def _refuse_unfrozen(self) -> None:
-        """Raise RunError where a weight has a gradient now that no optimizer has, which would never train it."""
-        if late := {name: weight for name, weight in self._frozen.items() if weight.grad is not None}:
-            trained = {weight for group in self._optimizer.optimizer.param_groups for weight in group["params"]}
-            if missing := [name for name, weight in late.items() if weight not in trained]:
-                raise RunError(f"the weight {missing[0]} was frozen when the optimizer was made, which does not have "
-                               "it: to train it later, freeze it in on_train_start")  # fmt: skip
 
     def zero_grad(self) -> None:
         """Clear the gradients; a CUDA graph needs them to stay in their place in memory."""

@@ -230,12 +230,6 @@ def test_no_metric_replaces_one_that_is_there(workplace, name):
     assert f"{by} '{name}', and a metric of this project has that name: call it" in ended.stderr
 
 
-def test_a_weight_that_no_optimizer_has_is_not_left_out_in_silence(workplace):
-    ended, run = fit(workplace, "thawed", expect=1, callbacks=[equipment("my_callbacks.Thaws")])
-    assert "the weight norm.weight was frozen when the optimizer was made" in ended.stderr
-    assert run.metrics("train/loss")[-1]["step"] == 2
-
-
 def test_a_state_that_no_checkpoint_holds_is_refused_before_training(workplace):
     ended, run = fit(workplace, "keeps", expect=2, callbacks=[equipment("my_callbacks.Keeps")])
     assert "a checkpoint cannot hold callbacks['Keeps']['seen'] of the type set: let its" in ended.stderr

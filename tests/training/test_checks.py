@@ -1,5 +1,7 @@
 """The one list of options that do not go together: `lm plan` prints what `lm fit` refuses, in the same words."""
 
+import re
+
 import pytest
 import torch
 from decoders import SMALL
