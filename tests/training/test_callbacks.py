@@ -35,12 +35,14 @@ CALLBACKS = re.search(r"```python\n(# my_callbacks.py\n.*?)```", README, re.DOTA
 LOGGING = '''
 from lightning.pytorch.callbacks import Callback
 
+
 class Logged(Callback):
     def on_train_batch_end(self, trainer, pl_module, *args):
         pl_module.log("mine/step", float(trainer.global_step))
 
     def on_validation_batch_end(self, trainer, pl_module, *args):
         pl_module.log("mine/rows", 3.0, on_epoch=True, batch_size=1)
+
 
 class Taken(Callback):
     def __init__(self, metric):
@@ -53,21 +55,17 @@ class Taken(Callback):
         if self.metric == "val/bpb":
             pl_module.log(self.metric, -1.0)
 
-class Thaws(Callback):
-    def on_model_built(self, trainer, pl_module):
-        pl_module.decoder.norm.weight.requires_grad_(False)
-
-    def on_train_batch_start(self, trainer, pl_module, *args):
-        pl_module.decoder.norm.weight.requires_grad_(trainer.global_step > 1)
 
 class Keeps(Callback):
     def state_dict(self):
         return {"seen": {1, 2}}
 
+
 class Exits(Callback):
     def on_train_batch_end(self, trainer, pl_module, *args):
         if trainer.global_step == 5:
             raise SystemExit(0)
+
 
 class OwnStep(Callback):  # by Lightning's `log`, which has no such names either
     def on_train_batch_end(self, trainer, pl_module, *args):
