@@ -322,6 +322,22 @@ def test_the_batch_size_changes_nothing(tasks, tokenizer):
         evaluate(decoder, tokenizer, tasks, batch_tokens=0)
 
 
+def test_ranks_divide_the_items_and_each_has_all_results_in_their_order(tasks, tokenizer, monkeypatch):
+    """Of seven items the first rank asks four; here one rank after the other runs."""
+    decoder, asked = decoder_of(tokenizer), ([], [])
+
+    def evaluate_on(rank, gather):
+        monkeypatch.setattr(torch.distributed, "all_gather_object", gather)
+        return evaluate(decoder, tokenizer, tasks, max_items=7, share=(rank, 2))
+
+    for rank in (0, 1):
+        evaluate_on(rank, lambda into, own: into.__setitem__(slice(2), [own, asked[rank].append(own) or own]))
+    assert [len(outcomes) for rank in asked for outcomes in rank] == [4, 4, 4, 3, 3, 3]
+    pairs = zip(*asked, strict=True)
+    found = evaluate_on(1, lambda into, own: into.__setitem__(slice(2), next(pairs)))
+    assert same(evaluate(decoder, tokenizer, tasks, max_items=7), found)
+
+
 def test_a_training_is_left_as_it_was(tasks, tokenizer):
     """Dropout is off meanwhile and on again after, random numbers are not touched, and there are no gradients."""
     decoder = decoder_of(tokenizer, dropout=0.4)
