@@ -311,16 +311,6 @@ def test_a_dumb_terminal_gets_one_page(workplace):
     assert b"a  running" in terminal.output and b"\x1b" not in terminal.output
 
 
-def test_all_active_runs_are_shown_where_none_is_named(workplace):
-    write_live_run(workplace / "checkpoints", "b", lines=7)
-    write_live_run(workplace / "checkpoints", "d", status="finished")
-    terminal = on_terminal(workplace)
-    shown = terminal.wait_for("q leaves")
-    assert "step 70/4,000" in shown and "step 2,000/4,000" in shown and "finished" not in shown
-    terminal.type("q")
-    assert terminal.end() == 0
-
-
 # ---- real trainings --------------------------------------------------------------------------------------------------
 
 
