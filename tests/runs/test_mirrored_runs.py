@@ -65,7 +65,10 @@ def test_a_run_comes_back_as_it_was(mirror, place):
     (run.path / "postmortem-00000002").mkdir()
     (run.path / "postmortem-00000002" / "page.html").write_text("page")
     (run.path / "run.lock").touch()
+    (run.path / ".tmp-step-00000009-1").mkdir()  # that is being written
+    (run.path / ".tmp-step-00000009-1" / "model.safetensors").touch()
     upload(mirror, run)
+    assert not list((place / "store" / "small").glob(".*"))
     mirror.bring_back("small", place / "b", named=False)
     back = Run(place / "b" / "small")
     assert list(back.steps()) == [3, 6] and back.link("last").name == back.link("best").name == "step-00000006"
