@@ -156,12 +156,15 @@ def test_a_failed_write_leaves_nothing_and_says_so(tmp_path):
     assert [path.name for path in tmp_path.iterdir()] == ["a"]
 
 
-def test_writing_behind_keeps_what_was_there_at_the_time_of_saving(tmp_path):
-    io = FolderCheckpointIO()
+def test_writing_behind_keeps_what_was_there_at_the_time_of_saving(tmp_path, monkeypatch):
+    io, changed = FolderCheckpointIO(), threading.Event()
+    monkeypatch.setattr("lm.training.checkpoint_state.write_folder",
+                        lambda *arguments: changed.wait(30) and write_folder(*arguments))  # fmt: skip
     moving = content() | {"callbacks": {"spike": {"losses": [1.0]}}}
     io.save_checkpoint(moving, tmp_path / "c", storage_options=lambda: point(tmp_path / "last", "c"))
     moving["state_dict"]["w"].zero_()
     moving["callbacks"]["spike"]["losses"].append(2.0)
+    changed.set()
     io.drain()
     saved = read_folder(tmp_path / "c")
     assert saved["state_dict"]["w"].sum() == 15 and saved["callbacks"] == {"spike": {"losses": [1.0]}}
