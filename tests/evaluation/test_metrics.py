@@ -87,6 +87,15 @@ def test_sums_stay_exact_over_many_tokens_and_in_a_half_precision_module():
     assert metric.nats.item() == 0 and metric.nats.dtype == torch.float64
 
 
+def test_sums_are_taken_over_ranks():
+    """Of two, the second of which has twice as much."""
+    metric = TokenLoss()
+    metric.update(*sample(), TOKEN_BYTES)
+    alone = [getattr(metric, name).item() for name in metric.SUMS]
+    metric.sync(dist_sync_fn=lambda value, group=None: [value, 2 * value], distributed_available=lambda: True)
+    assert [getattr(metric, name).item() for name in metric.SUMS] == pytest.approx([3 * value for value in alone])
+
+
 def test_update_waits_for_no_device():
     """On the meta device nothing has a value, so anything that reads one fails."""
     metric = TokenLoss().to("meta")
