@@ -172,8 +172,8 @@ def test_a_folder_that_vanishes_is_shown_as_gone_and_one_of_its_name_begins_anew
     write_live_run(tmp_path, "a", lines=5)
     assert watching.refresh()["status"] == "running" and len(watching.curve("train/loss").x) == 5
     shutil.rmtree(run.path)  # between two looks another run takes the name
-    write_live_run(tmp_path, "a", lines=7).describe(started="later")
-    assert watching.refresh()["best_val_loss"] is None and len(watching.curve("train/loss").x) == 7
+    write_live_run(tmp_path, "a", lines=3).describe(started="later")
+    assert watching.refresh()["best_val_loss"] is None and len(watching.curve("train/loss").x) == 3
     shutil.rmtree(run.path)
     assert "gone" in shown_on([watch(run)], 80, 24)  # never seen
 
