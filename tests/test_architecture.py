@@ -35,8 +35,8 @@ ROOMS = {
     "__main__": (7, "errors system cli"),
 }
 WITHOUT_TORCH = [
-    "lm", "lm.errors", "lm.system", "lm.runs", "lm.cli.main", "lm.cli.runs", "lm.cli.runs_compare",
-    "lm.cli.report", "lm.cli.monitor", "lm.cli.charts", "lm.cli.scale", "lm.model.config", "lm.model.estimates",
+    "lm", "lm.errors", "lm.system", "lm.runs", "lm.cli.main", "lm.cli.runs", "lm.cli.runs_compare", "lm.cli.report",
+    "lm.cli.monitor", "lm.cli.charts", "lm.cli.data", "lm.cli.scale", "lm.model.config", "lm.model.estimates",
     "lm.data.config", "lm.training.builtin_optimizers", "lm.training.config", "lm.training.schedule",
     "lm.training.alerts", "lm.cli.options",
 ]  # fmt: skip

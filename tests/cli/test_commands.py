@@ -6,10 +6,8 @@ import math
 import pyarrow.parquet as pq
 import pytest
 import torch
-from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from trainings import CORPUS, lm, make_workplace, trace, write_config
 
-from lm.data.tokenizer import Tokenizer
 from lm.runs.run import Run
 
 
@@ -40,22 +38,6 @@ def test_the_run_folder_holds_what_it_promises(workplace, run):
     assert facts["status"] == "finished" and facts["versions"]["torch"] and facts["step"] == 12
     state = run.read("state.json")
     assert state["status"] == "finished" and state["tokens"] == 12 * 256 and state["metrics"]["val/bpb"] > 0
-
-
-def test_curves_are_in_tensorboard_over_optimizer_steps(run):
-    events = EventAccumulator(str(run.path)).Reload()
-    tags = set(events.Tags()["scalars"])
-    assert {
-        "train/loss", "train/perplexity", "val/loss", "val/perplexity", "val/bpb", "optim/lr", "optim/grad_norm",
-        "optim/param_norm", "perf/tokens_per_second", "data/tokens",
-    } <= tags  # fmt: skip
-    assert "hp_metric" not in tags
-    assert [event.step for event in events.Scalars("train/loss")] == list(range(1, 13))
-    assert [event.step for event in events.Scalars("val/loss")] == [4, 8, 12]
-    logged = {entry["step"]: entry["train/loss"] for entry in run.metrics() if "train/loss" in entry}
-    for event in events.Scalars("train/loss"):
-        assert event.value == pytest.approx(logged[event.step], rel=1e-6)
-    assert [int(event.value) for event in events.Scalars("data/tokens")][:2] == [256, 512]
 
 
 def test_validate_in_a_fresh_process_says_what_the_fit_said(workplace, run):
@@ -102,24 +84,6 @@ def hugging_face(run):
     folder = str(run.path / "best")
     model = AutoModelForCausalLM.from_pretrained(folder).eval().requires_grad_(False)
     return model, AutoTokenizer.from_pretrained(folder)
-
-
-def test_a_checkpoint_is_a_hugging_face_model_with_our_logits_and_our_tokenizer(workplace, run):
-    from safetensors.torch import load_file
-
-    from lm.model.config import DecoderConfig
-    from lm.model.decoder import Decoder
-    from lm.model.huggingface import config_from_json, from_huggingface
-
-    model, tokenizer = hugging_face(run)
-    config: DecoderConfig = config_from_json(json.loads((run.path / "best" / "config.json").read_text()))
-    ours = Decoder(config).eval()
-    ours.load_state_dict(from_huggingface(load_file(run.path / "best" / "model.safetensors"), config))
-    text = CORPUS[:30]
-    ids = torch.tensor([tokenizer(text)["input_ids"]])
-    assert ids[0].tolist() == Tokenizer.load(run.path / "best").encode(text)
-    assert tokenizer.decode(ids[0]) == text
-    torch.testing.assert_close(ours(ids), model(ids).logits, atol=1e-5, rtol=0)
 
 
 def test_data_show_prints_the_texts_that_a_step_saw(workplace, run):

@@ -197,6 +197,10 @@ def test_the_card_of_a_mixture_has_its_sources(workplace, run, tmp_path):
                     "hf://datasets/some/code/*.parquet"]  # fmt: skip
     assert yaml.safe_load(text.split("---\n")[1])["datasets"] == ["some/code"]
     assert f"| tokens | {256 * model.step:,} |" in text and f"| training data | {whole + 2000:,} tokens |" in text
+    manifest = tmp_path / "texts/web/manifest.json"
+    manifest.write_text(manifest.read_text().replace('"size": ', '"size": 1'))  # the folder was made anew since
+    text = model_card(model, Card("x"))
+    assert "000.txt" not in text and f"| {whole:,} tokens |" in text
 
 
 def test_the_card_has_the_evaluations_of_this_very_step(run):

@@ -104,6 +104,8 @@ def test_several_are_each_printed_under_their_prompt(typed, monkeypatch):
     with open("prompts.txt", "w") as file:
         file.write("\n".join(PROMPTS[1:]) + "\n")
     assert typed("--prompt", PROMPTS[0], "--prompt_file", "prompts.txt", *options[4:])[1] == out
+    drawn = as_json(typed, "--prompt", "of", "--num_samples", "4", "--max_new_tokens", "9", "--seed", "1")["samples"]
+    assert drawn[:2] != drawn[2:]  # each group has its own random numbers
 
 
 def test_a_text_that_is_piped_in_is_the_prompt(typed):

@@ -579,11 +579,6 @@ def test_inspect_describes_shards_of_other_programs(tmp_path):
         describe_folder(str(tmp_path), column="ids")
 
 
-def test_neither_command_imports_torch():
-    code = "import sys, lm.cli.data; assert 'torch' not in sys.modules"
-    subprocess.run([sys.executable, "-c", code], check=True)
-
-
 def test_nearest_line_end_is_looked_for_only_near_by(tmp_path, monkeypatch):
     """A text without lines is cut all the same."""
     monkeypatch.setattr(prepare, "CUT_SEARCH", 8)

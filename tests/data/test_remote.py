@@ -83,6 +83,16 @@ def test_many_small_remote_files_are_one_block_and_each_is_kept(tmp_path):
     assert len(list((tmp_path / "cache").iterdir())) == len(block.parts) == 50
 
 
+def test_a_copy_of_a_remote_folder_is_made_again_when_its_files_have_changed(tmp_path, monkeypatch):
+    """This store says no times: files of the same size are copied again after a minute."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    for content, fresh, copied in ((b"one", 60, b"one"), (b"three", 60, b"three"), (b"seven", 60, b"three"),
+                                   (b"seven", -1, b"seven")):  # fmt: skip
+        monkeypatch.setattr(remote, "FRESH", fresh)
+        fsspec.filesystem("memory").pipe_file("/copied/config.json", content)
+        assert (remote.fetch("memory://copied") / "config.json").read_bytes() == copied
+
+
 def test_a_damaged_remote_shard_is_not_taken_for_a_failing_network(tmp_path):
     """It is fetched once more, for it may have been damaged on the way, and not for as long as there is patience."""
     write_shard(tmp_path / "0.parquet", np.random.default_rng(0).integers(0, 1000, 4000, np.uint16))

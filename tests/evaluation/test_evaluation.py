@@ -108,18 +108,9 @@ def test_standard_errors_are_the_spread_of_repeated_draws():
 
 
 def test_the_interval_of_a_mean_is_as_lopsided_as_those_of_its_parts():
-    """For two equal parts each side is that of one, divided by the square root of 2."""
-    low, high = mean_interval([0.1, 0.1], [Interval(0.04, 0.3)] * 2)
-    assert (0.1 - low, high - 0.1) == (pytest.approx(0.06 / 2**0.5), pytest.approx(0.2 / 2**0.5))
-
-
-def test_the_interval_of_a_mean_covers_it_in_95_of_100_cases():
-    draw, shares, hits = np.random.default_rng(1), (0.3, 0.55, 0.9), 0
-    for _ in range(2000):
-        rights = [draw.binomial(80, share) for share in shares]
-        interval = mean_interval([right / 80 for right in rights], [wilson(right, 80) for right in rights])
-        hits += interval.low <= np.mean(shares) <= interval.high
-    assert 0.935 < hits / 2000 < 0.968
+    """Each side is half of the root of the sum of their squares."""
+    low, high = mean_interval([0.1, 0.5], [Interval(0.07, 0.2), Interval(0.46, 0.74)])
+    assert (0.3 - low, high - 0.3) == (pytest.approx(0.05 / 2), pytest.approx(0.26 / 2))
 
 
 # ---- files of tasks -------------------------------------------------------------------------------------------------
@@ -320,6 +311,22 @@ def test_the_batch_size_changes_nothing(tasks, tokenizer):
     assert told[-1] == ("language_modeling_x", 14, 14) and told == sorted(told, key=told.index)
     with pytest.raises(RequestError, match="batch_tokens 0"):
         evaluate(decoder, tokenizer, tasks, batch_tokens=0)
+
+
+def test_ranks_divide_the_items_and_each_has_all_results_in_their_order(tasks, tokenizer, monkeypatch):
+    """Of seven items the first rank asks four; here one rank after the other runs."""
+    decoder, asked = decoder_of(tokenizer), ([], [])
+
+    def evaluate_on(rank, gather):
+        monkeypatch.setattr(torch.distributed, "all_gather_object", gather)
+        return evaluate(decoder, tokenizer, tasks, max_items=7, share=(rank, 2))
+
+    for rank in (0, 1):
+        evaluate_on(rank, lambda into, own: into.__setitem__(slice(2), [own, asked[rank].append(own) or own]))
+    assert [len(outcomes) for rank in asked for outcomes in rank] == [4, 4, 4, 3, 3, 3]
+    pairs = zip(*asked, strict=True)
+    found = evaluate_on(1, lambda into, own: into.__setitem__(slice(2), next(pairs)))
+    assert same(evaluate(decoder, tokenizer, tasks, max_items=7), found)
 
 
 def test_a_training_is_left_as_it_was(tasks, tokenizer):

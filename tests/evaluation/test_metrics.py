@@ -5,7 +5,7 @@ import math
 import pytest
 import torch
 
-from lm.evaluation.statistics import TokenLoss
+from lm.evaluation.statistics import TokenLoss, loss_metrics
 
 TOKEN_BYTES = torch.tensor([0, 1, 2, 5])
 
@@ -59,6 +59,20 @@ def test_what_does_not_count(losses, labels, token_bytes, loss, tokens, bits):
     assert result == pytest.approx(expected, nan_ok=True)
 
 
+@pytest.mark.parametrize("tokens, shares, mean", [
+    ([9, 9, 9], [0.5, 0.25, 0.25], 2.25), ([9, 0, 9], [0.5, 0.25, 0.25], 2 + 1 / 3), ([9, 0, 9], [0, 1, 0], 2.5)
+])  # fmt: skip
+def test_the_loss_of_a_mixture_is_weighted_by_the_shares_of_the_sources_that_are_validated(tokens, shares, mean):
+    """Where none of these is trained on, all of them count alike; one without a validation has no loss of its own."""
+    losses = torch.tensor([2.0, 2.0 if tokens[1] else math.nan, 3.0], dtype=torch.float64)
+    result = {"loss": losses, "bits_per_byte": losses / 2, "tokens": torch.tensor(tokens)}
+    found = loss_metrics(result, "val", ["a", "b", "c"], torch.tensor(shares, dtype=torch.float64))
+    each = {f"val/loss/{name}": loss for name, loss, count in zip("abc", (2, 2, 3), tokens) if count}
+    each |= {name.replace("loss", "bpb"): value / 2 for name, value in each.items()}
+    expected = {"val/loss": mean, "val/bpb": mean / 2, "val/perplexity": math.exp(mean), **each}
+    assert {name: value.item() for name, value in found.items()} == pytest.approx(expected)
+
+
 def test_sums_stay_exact_over_many_tokens_and_in_a_half_precision_module():
     """A hundred million tokens: fp32 sums would have lost the last ones."""
     module = torch.nn.ModuleDict({"metric": TokenLoss()}).to(torch.bfloat16)
@@ -71,6 +85,15 @@ def test_sums_stay_exact_over_many_tokens_and_in_a_half_precision_module():
     assert metric.nats.item() == 1e8 + 4 and metric.tokens.item() == 1e8 + 2
     metric.reset()
     assert metric.nats.item() == 0 and metric.nats.dtype == torch.float64
+
+
+def test_sums_are_taken_over_ranks():
+    """Of two, the second of which has twice as much."""
+    metric = TokenLoss()
+    metric.update(*sample(), TOKEN_BYTES)
+    alone = [getattr(metric, name).item() for name in metric.SUMS]
+    metric.sync(dist_sync_fn=lambda value, group=None: [value, 2 * value], distributed_available=lambda: True)
+    assert [getattr(metric, name).item() for name in metric.SUMS] == pytest.approx([3 * value for value in alone])
 
 
 def test_update_waits_for_no_device():

@@ -62,6 +62,10 @@ def test_logits_are_those_of_the_weights_in_the_folder(config, tmp_path):
         assert torch.equal(model.decoder(ids), decoder.eval()(ids))
     half = lm.load_model(tmp_path, device="cpu", dtype=torch.bfloat16)
     assert half.dtype == torch.bfloat16 and half.decoder(ids).dtype == torch.bfloat16
+    weights = load_file(tmp_path / "model.safetensors")
+    save_file({name: weight.bfloat16() for name, weight in weights.items()}, tmp_path / "model.safetensors")
+    stored = lm.load_model(tmp_path, device="cpu")  # as its weights are stored
+    assert stored.dtype == torch.bfloat16 and torch.equal(stored.decoder(ids), half.decoder(ids))
 
 
 def test_what_is_wrong_with_a_folder_is_said_in_one_line(folder):

@@ -60,7 +60,11 @@ def test_tensorboard_and_the_log_lines_agree_also_after_a_resume(run):
     events.Reload()
     lines = run.metrics()
     metrics = {name for line in lines for name in line if "/" in name}
-    assert {"train/loss", "val/bpb", "optim/lr", "perf/tokens_per_second"} <= metrics
+    assert {
+        "train/loss", "train/perplexity", "val/loss", "val/perplexity", "val/bpb", "optim/lr", "optim/grad_norm",
+        "optim/param_norm", "perf/tokens_per_second",
+    } <= metrics  # fmt: skip
+    assert [int(one.value) for one in events.Scalars("data/tokens")][:2] == [256, 512]
     for name in metrics:
         logged, shown = curve(name, lines, name), events.Scalars(name)
         assert [one.step for one in shown] == logged.x and [one.value for one in shown] == pytest.approx(logged.y, rel=1e-6)

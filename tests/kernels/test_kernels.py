@@ -5,6 +5,7 @@
 
 import multiprocessing
 import os
+import shutil
 from collections import Counter
 
 import pytest
@@ -360,12 +361,15 @@ def test_a_cache_that_cannot_be_written_is_done_without(tmp_path):
 @needs_nvrtc
 def test_the_cache_key_knows_sources_constants_and_architecture(tmp_path, monkeypatch):
     monkeypatch.setenv("LM_KERNEL_CACHE", str(tmp_path))
-    for arch, width in (("sm_90", 512), ("sm_90", 1024), ("sm_80", 512)):
+    monkeypatch.setattr(runtime, "compile_source", lambda *names, **constants: (b"code", ""))
+    monkeypatch.setattr(runtime, "SOURCES", shutil.copytree(runtime.SOURCES, tmp_path / "csrc"))
+
+    def files(arch="sm_90", width=512):
         runtime.cubin("swiglu", arch, T="bf16", WIDTH=width, VEC=8)
-    changed = tmp_path / "csrc"
-    changed.mkdir()
-    for file in runtime.SOURCES.iterdir():
-        (changed / file.name).write_text(file.read_text() + "// \n")
-    monkeypatch.setattr(runtime, "SOURCES", changed)
-    runtime.cubin("swiglu", "sm_90", T="bf16", WIDTH=512, VEC=8)
-    assert len(list(tmp_path.glob("*.cubin"))) == 4
+        return len(list(tmp_path.glob("*.cubin")))
+
+    assert [files(), files(), files("sm_80"), files(width=1024)] == [1, 1, 2, 3]
+    for count, name in enumerate(("swiglu.cu", runtime.PRELUDE), start=4):
+        with open(tmp_path / "csrc" / name, "a") as file:
+            file.write("// \n")
+        assert files() == count, name

@@ -70,7 +70,8 @@ def test_gradients_may_lie_as_attention_left_them(emulated):
     neat = [torch.randn(2, 5, n, 32).bfloat16() for n in (4, 2, 2)]
     turned = [g.transpose(1, 2).contiguous().transpose(1, 2) for g in neat]
     scattered = [g.transpose(1, 3).contiguous().transpose(1, 3) for g in neat]
-    results = [qk_norm_rope._cuda_backward(*g, *given, EPS) for g in (neat, turned, scattered)]
+    spread = [g[..., None].repeat(1, 1, 1, 1, 8)[..., 0] for g in neat]  # every eighth value of aligned rows
+    results = [qk_norm_rope._cuda_backward(*g, *given, EPS) for g in (neat, turned, scattered, spread)]
     for dqkv, dweights in results[1:]:
         assert torch.equal(dqkv, results[0][0]) and torch.equal(dweights, results[0][1])
 

@@ -77,11 +77,3 @@ def test_inductor_trains_to_the_same_losses_within_rounding(tmp_path):
         fit(folder, mode, **SHORT, **{"model.compile": mode, "model.decoder.dropout": 0.0})
         found.append({step: float.fromhex(loss) for step, loss in losses(folder).items()})
     assert found[1] == pytest.approx(found[0], abs=2e-4)
-
-
-def test_a_run_resumes_with_another_way_to_compute(tmp_path):
-    """How blocks are compiled is no part of what a run is."""
-    folder, constant = make_workplace(tmp_path), SHORT | {"model.schedule.name": "constant"}
-    fit(folder, **constant | {"trainer.max_steps": 3})
-    fit(folder, "small", "--ckpt_path", "auto", **constant, **{"model.compile": "triton_free"})
-    assert len(losses(folder)) == 10

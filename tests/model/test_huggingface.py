@@ -58,7 +58,10 @@ BARE = {"vocab_size": 10, "hidden_size": 64, "num_hidden_layers": 4, "num_attent
 
 
 def test_a_short_config_takes_hugging_faces_defaults():
-    config = config_from_json({**BARE, "architectures": ["LlamaForCausalLM"]})
+    llama = {**BARE, "architectures": ["LlamaForCausalLM"]}
+    for given in ({"rope_theta": 5e5}, {"rope_parameters": {"rope_type": "default", "rope_theta": 5e5}}):
+        assert config_from_json({**llama, **given}).rope_theta == 5e5  # the second since transformers 5
+    config = config_from_json(llama)
     assert (config.num_key_value_heads, config.head_dim, config.rms_norm_eps) == (4, 16, 1e-6)
     assert not config.tie_word_embeddings
 

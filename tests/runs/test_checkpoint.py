@@ -16,7 +16,7 @@ from lm.errors import RequestError, RunError
 from lm.runs.checkpoint import decode, encode, find_damage, point, read_folder, read_progress, write_folder
 from lm.runs.resume import find_checkpoint, repair_links
 from lm.runs.run import Run
-from lm.system.files import digest, dump_checksummed, load_checksummed, remove_folder, stated_digest
+from lm.system.files import digest, dump_checksummed, load_checksummed, remove_folder, stated_digest, write_atomically
 from lm.training.callbacks.checkpoints import Checkpoints, remove_half_written
 from lm.training.checkpoint_state import FolderCheckpointIO
 
@@ -156,16 +156,32 @@ def test_a_failed_write_leaves_nothing_and_says_so(tmp_path):
     assert [path.name for path in tmp_path.iterdir()] == ["a"]
 
 
-def test_writing_behind_keeps_what_was_there_at_the_time_of_saving(tmp_path):
-    io = FolderCheckpointIO()
+def test_writing_behind_keeps_what_was_there_at_the_time_of_saving(tmp_path, monkeypatch):
+    io, changed = FolderCheckpointIO(), threading.Event()
+    monkeypatch.setattr("lm.training.checkpoint_state.write_folder",
+                        lambda *arguments: changed.wait(30) and write_folder(*arguments))  # fmt: skip
     moving = content() | {"callbacks": {"spike": {"losses": [1.0]}}}
     io.save_checkpoint(moving, tmp_path / "c", storage_options=lambda: point(tmp_path / "last", "c"))
     moving["state_dict"]["w"].zero_()
     moving["callbacks"]["spike"]["losses"].append(2.0)
+    changed.set()
     io.drain()
     saved = read_folder(tmp_path / "c")
     assert saved["state_dict"]["w"].sum() == 15 and saved["callbacks"] == {"spike": {"losses": [1.0]}}
     assert os.readlink(tmp_path / "last") == "c"
+
+
+@pytest.mark.skipif(not os.path.isdir("/proc/self"), reason="looks for names of open files in /proc")
+def test_a_power_cut_finds_a_name_only_where_all_of_its_content_is_on_the_disk(tmp_path, monkeypatch):
+    done = []
+    for name in ("rename", "replace"):
+        monkeypatch.setattr(os, name, lambda *paths, move=getattr(os, name): done.append("named") or move(*paths))
+    monkeypatch.setattr(os, "fsync", lambda at: done.append(Path(f"/proc/self/fd/{at}").readlink().name))
+    write_folder(tmp_path / "c", content())
+    assert sorted(done[:4]) == sorted(FILES) and done[4:] == [f".tmp-c-{os.getpid()}", "named", tmp_path.name]
+    done.clear()
+    write_atomically(tmp_path / "run.json", "{}")
+    assert done == [f".run.json.{os.getpid()}", "named"]
 
 
 def test_the_files_of_a_checkpoint_are_hashed_once(tmp_path, monkeypatch):

@@ -65,7 +65,10 @@ def test_a_run_comes_back_as_it_was(mirror, place):
     (run.path / "postmortem-00000002").mkdir()
     (run.path / "postmortem-00000002" / "page.html").write_text("page")
     (run.path / "run.lock").touch()
+    (run.path / ".tmp-step-00000009-1").mkdir()  # that is being written
+    (run.path / ".tmp-step-00000009-1" / "model.safetensors").touch()
     upload(mirror, run)
+    assert not list((place / "store" / "small").glob(".*"))
     mirror.bring_back("small", place / "b", named=False)
     back = Run(place / "b" / "small")
     assert list(back.steps()) == [3, 6] and back.link("last").name == back.link("best").name == "step-00000006"
@@ -176,6 +179,30 @@ def test_checkpoints_go_when_they_went_here_and_not_before_a_newer_one_is_whole(
     uploads.wait(0)
     uploads.stop()
     assert (store / "step-00000009" / "trainer.json").exists() and (store / "run.json").exists()
+
+
+def test_none_goes_while_the_newest_of_a_training_that_goes_on_is_not_whole(mirror, place, monkeypatch):
+    """While step 3 is uploaded, step 6 is saved and takes its place here."""
+    run, store, there = make(place / "a"), place / "store" / "small", []
+    write, delete = Mirror.write, Mirror.delete_checkpoint
+
+    def train_on(self, name, *arguments, **options):
+        write(self, name, *arguments, **options)
+        if name.endswith("step-00000003/model.safetensors"):
+            save(run, 6)
+            shutil.rmtree(run.path / "step-00000003")
+
+    def note(self, name):
+        there.append((store / "step-00000006" / "trainer.json").exists())
+        delete(self, name)
+
+    monkeypatch.setattr(Mirror, "write", train_on)
+    monkeypatch.setattr(Mirror, "delete_checkpoint", note)
+    uploads = Uploads(mirror, run)
+    for _ in range(2):
+        uploads.wait(0)
+    uploads.stop()
+    assert there == [True] and not (store / "step-00000003").exists()
 
 
 def test_a_checkpoint_that_is_being_replaced_is_no_whole_one(mirror, place):

@@ -44,17 +44,6 @@ def values(run, tag):
     return [value for event in events(run) for value in event.summary.value if value.tag == tag]
 
 
-def steps(run, tag):
-    accumulator = EventAccumulator(str(run.path), size_guidance={"scalars": 0})
-    accumulator.Reload()
-    return [event.step for event in accumulator.Scalars(tag)]
-
-
-def test_a_killed_run_has_every_point_once(killed):
-    assert steps(killed, "train/loss") == list(range(1, STEPS + 1))
-    assert steps(killed, "val/loss") == [4, 8, 12]
-
-
 def test_sessions_of_one_second_are_read_in_their_order(tmp_path):
     """A file's name begins with its second, and then has the process, whose number may be lower than the one before."""
     run = Run.create("quick", tmp_path)
