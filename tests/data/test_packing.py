@@ -165,7 +165,7 @@ def test_what_does_not_fit_is_one_line(place, command, message):
     write_config(place, "mixed", data={**data("packed"), "path": None, "sources": sources})
     done = lm(place, *command.split(), expect=2)
     [line] = done.stderr.strip().splitlines()
-    assert re.search(message, line)
+    assert re.search(message, done.stdout + line)  # `plan` has said it above its last line
 
 
 @pytest.mark.parametrize("texts", [["a", "b", "c"] * 40, ["abc def. " * 9], ["ab"]], ids=["letters", "one", "short"])

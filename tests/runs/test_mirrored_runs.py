@@ -295,4 +295,5 @@ def test_a_url_where_something_is_written_to_a_disk_is_refused(place, command, s
     training = command[0] in ("fit", "validate", "plan", "bench", "profile")
     config, words = ["--config", "tiny.yaml"] if training else [], 1 + (command[0] == "bench")
     assert main([*command[:words], *config, *command[words:]]) == 2
-    assert said in capsys.readouterr().err.splitlines()[-1] and not any(entry.name.startswith(("s3", "gs", "hf")) for entry in place.iterdir())
+    out, err = capsys.readouterr()
+    assert said in out + err.splitlines()[-1] and not any(entry.name.startswith(("s3", "gs", "hf")) for entry in place.iterdir())
