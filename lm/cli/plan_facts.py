@@ -53,7 +53,6 @@ RESERVE_SHARE = 0.05  # of the peak, for what the allocator cannot use
 DISK_RATE = 500e6  # bytes a second, of a SATA SSD; volumes of clouds begin at 125e6 (AWS gp3)
 NETWORK_SECONDS = 3.0  # that an object store is waited for
 LONG_WARMUP = 0.2  # share of the run
-SENSELESS_EPOCHS = 10_000  # a model that has learned its text by heart long before is no result, and costs the same
 MANY_EPOCHS = 4  # up to here repeated tokens are nearly as good as new (Muennighoff et al., 2023, arXiv:2305.16264)
 FEW_TOKENS = 5  # a parameter; 20 are the best for a budget of operations (Hoffmann et al., 2022, arXiv:2203.15556)
 FIRST_TRY = 5e6  # parameters, below which a model is one to try things with
@@ -185,11 +184,10 @@ def of_data(data: dict[str, Any], steps: dict[str, Any], config: Namespace) -> I
     for source in config.data.sources or ():
         yield from _of_source(source, data["sources"][source.name]["windows"], steps)
     if epochs > MANY_EPOCHS and not config.data.sources:
-        senseless = epochs > SENSELESS_EPOCHS
-        yield Finding("error" if senseless else "warning", f"every token is seen {epochs:,.2f} times: "
+        yield Finding("warning", f"every token is seen {epochs:,.2f} times: "
                       f"{_steps_an_epoch(data, steps)}, and the run has {steps['max_steps']:,}; beyond {MANY_EPOCHS} "
                       "epochs repeated tokens teach little",
-                      "give more data, or train for fewer steps" + ", or `lm fit --force`" * senseless)  # fmt: skip
+                      "give more data, or train for fewer steps")  # fmt: skip
     if "val" not in data:
         yield Finding("warning", "there is no validation data: no best checkpoint, no early stopping", "give data.val")
         return
