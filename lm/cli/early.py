@@ -9,6 +9,7 @@ from itertools import pairwise
 from typing import Any
 
 from jsonargparse import ActionConfigFile
+from jsonargparse.typing import register_type
 
 from lm.cli.options import COMMAND_OPTIONS, CONFIG, SEED, find_config, read_config, training_options
 from lm.data.config import DATA_PATH_CURE, DataConfig
@@ -57,10 +58,17 @@ def add_training(parser: Any, classes: dict[str, type], options: type | None) ->
     return tuple(option.name for option in fields(options) if option.type is bool)
 
 
-class TrainerOptions:
-    """The options of `lm.training.trainer.Trainer`; its callbacks and loggers may be anything here."""
+class Unread:
+    """What stands for a callback or a logger; jsonargparse would import a class by path, also where `Any` stands."""
 
-    @arguments_from(TrainerConfig, Callback=Any, Logger=Any)
+
+register_type(Unread, type_check=lambda value, kind: True)
+
+
+class TrainerOptions:
+    """The options of `lm.training.trainer.Trainer`."""
+
+    @arguments_from(TrainerConfig, Callback=Unread, Logger=Unread)
     def __init__(self, config: TrainerConfig) -> None: ...
 
 

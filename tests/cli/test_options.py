@@ -66,10 +66,11 @@ def test_own_options_of_a_command_come_first(capsys):
 
 
 def test_help_and_a_wrong_name_need_no_torch(tmp_path):
-    """Importing Lightning takes seconds, and a typo should not."""
+    """Importing Lightning takes seconds, and a typo should not; a callback by class path is not imported either."""
     write_config(tmp_path, **{"trainer.max_step": 5})
+    good = str(write_config(tmp_path, "good"))
     wrong = [["fit", "--config", str(tmp_path / "small.yaml")], ["fit", "--trainer.max_step", "3"],
-             ["plan", "--config", "tiny", "--trainer.max_steps", "abc"], ["generate", "--run", "no"]]  # fmt: skip
+             ["plan", "--config", good, "--trainer.max_steps", "abc"], ["generate", "--run", "no"]]  # fmt: skip
     for arguments in (["fit", "--help"], *wrong):
         assert run_python(WITHOUT_TORCH.format(commands=[arguments]))[1] < 2  # usually 0.2 seconds
     run_python(WITHOUT_TORCH.format(commands=[[*command.split(), "--help", "all"] for command in TRAINING]))
