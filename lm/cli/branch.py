@@ -5,6 +5,7 @@ space nor the other run any more, and the rest is a resume like any other.
 """
 
 import logging
+import math
 import os
 import shutil
 from dataclasses import dataclass
@@ -110,6 +111,8 @@ def branch(options: BranchOptions, overrides: list[str]) -> None:
         text = resolved_text(new)
     after = hide_addresses(yaml.safe_load(text))
     changes = refuse_other_run(trunk, before, after)
+    if (after["trainer"]["max_steps"] or math.inf) <= step:
+        raise RequestError(f"step {step} is the last of {trunk.path}: give --decay TOKENS or --constant TOKENS")
     run = Run(root / (options.name or f"{trunk.name}-{step}-{'decay' if options.decay else 'branch'}"))
     refuse_name(options.name or run.name)
     if run.path.exists():
@@ -179,7 +182,7 @@ def change_schedule(settings: dict[str, Any], step: int, options: BranchOptions,
     trainer, schedule = settings["trainer"], settings["model"]["schedule"]
     length, rise = round(options.tokens / tokens), round((options.rewarm or 0) / tokens)
     if length < 1 or (options.rewarm and rise < 1):
-        raise RequestError(f"a step has {tokens:,} tokens, and one of the lengths is shorter: make it longer")
+        raise RequestError(f"a step has {tokens:,} tokens, and one of the lengths is shorter: give {tokens} or more")
     whole = trainer["max_steps"] or -(-trainer["max_tokens"] // tokens_of_a_step(settings["data"]))
     rate = lr_fraction(max(0, step - 1), max(whole, step), ScheduleConfig(**schedule))
     if not rate and not rise:

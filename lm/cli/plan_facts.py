@@ -408,7 +408,8 @@ def of_model(model: dict[str, Any], steps: dict[str, Any]) -> Iterator[Finding]:
         yield Finding("advice" if parameters < FIRST_TRY else "warning",
                       f"{format_count(steps['tokens'])} tokens are {ratio:.2g} for each of {format_count(parameters)} "
                       "parameters; about 20 give the lowest loss for the compute",
-                      "train longer, or take a smaller model")  # fmt: skip
+                      "train longer, or take a smaller model" if steps.get("epochs", 0) <= MANY_EPOCHS else
+                      "take a smaller model, or more data")  # fmt: skip
     if model["vocab_size"] % ROWS:
         padded = -(-model["vocab_size"] // ROWS) * ROWS
         yield Finding("advice", f"a vocabulary of {model['vocab_size']:,} is not a multiple of {ROWS}: GPUs multiply "

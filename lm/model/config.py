@@ -98,7 +98,7 @@ class DecoderConfig:
         if self.num_attention_heads % self.num_key_value_heads:
             raise RequestError(
                 f"num_key_value_heads {self.num_key_value_heads} does not divide num_attention_heads "
-                f"{self.num_attention_heads}: every key head serves equally many query heads"
+                f"{self.num_attention_heads}: every key head serves equally many query heads; null makes as many"
             )
         if self.head_dim % 2:
             raise RequestError(

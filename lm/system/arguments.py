@@ -32,8 +32,9 @@ class OneLineErrors:
     def error(self, message: str, ex: Exception | None = None) -> NoReturn:
         """Raise RequestError with the message in one line."""
         missing = re.search(r"the following arguments are required: (\S+)", message)
-        if missing and not self.prog.startswith("lm"):  # of a class that the config names
-            raise RequestError(f"give {missing[1]} under init_args") from ex
+        if missing and not self.prog.startswith("lm ") and "." not in missing[1]:  # of a class that the config names
+            raise RequestError(f"give {missing[1]} under init_args, as in {{class_path: ..., init_args: "
+                               f"{{{missing[1]}: ...}}}}") from ex  # fmt: skip
         if missing and "." in missing[1]:  # of the model's class; LightningCLI puts its subcommand before the name
             name = missing[1].partition(".")[2] if self.prog == "lm" else missing[1]
             raise RequestError(f"give --{name}, or {name} in the config: it has no default") from ex
@@ -209,6 +210,8 @@ def shorten(message: str, known: list[str]) -> str:
     text = re.sub(r"[Ee]xpected a <class '(?:\w+\.)*(\w+)'>", r"expected \1", " ".join(text.split()))
     text = re.sub(r"[Ee]xpected a typing\.Literal\[(.*?)\]", r"expected one of \1", text)
     text = text.replace(". Got value:", ", got").replace("Not of type Count: ", "")
+    text = re.sub(r"Expected a dot import path string: (\S+?)(?=,|$)", r"\1 is not a path of a class, such as "
+                  "lightning.pytorch.loggers.WandbLogger", text)  # fmt: skip
     # What was given for a list may have a password in it.
     text = re.sub("expected list, got .*", "expected a list: [a, b], or lines that begin with a dash", text)
     text = re.sub("Unable to load config .*", "this is a group of options: give each with its name", text)
