@@ -136,7 +136,7 @@ def test_lengths_are_counted_in_steps_of_the_branch(place):
 @pytest.mark.parametrize("arguments, message", [
     (["--at", "5"], "has no checkpoint of that step; it has those of steps 4, 8, 12"),
     (["--at", "four"], "has no checkpoint of that step"),
-    (["--decay", "100"], "a step has 256 tokens, and one of the lengths is shorter"),
+    (["--decay", "100"], "one of the lengths is shorter: give 256 or more"), (["--at", "last"], "give --decay TOKENS or --con"),
     (["--rewarm", "512"], "--rewarm is a part of --decay or of --constant"),
     (["--decay", "512", "--constant", "512"], "give --decay or --constant"),
     (["--decay", "512", "--model.decoder.hidden_size", "64"], "model.decoder.hidden_size was 32, now 64"),
