@@ -85,7 +85,7 @@ def test_checkpoints_that_a_resume_left_behind_are_not_among_the_last(run, tmp_p
     average(str(resumed.path), last=2)
     assert (resumed.path / "average-6-9-of-2").is_dir() and "left behind" not in caplog.text
     average(str(resumed.path), steps=[9, 12])
-    branch(BranchOptions(str(resumed.path), at="12", make_only=True), [])
+    branch(BranchOptions(str(resumed.path), at="12", decay=3000, rewarm=1000, make_only=True), [])
     assert caplog.text.count("step-00000012 was left behind when the run was resumed from an earlier step") == 2
 
 
