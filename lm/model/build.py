@@ -5,6 +5,7 @@ Lightning, of data or of a Trainer.
 """
 
 from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
@@ -60,11 +61,14 @@ def build(
         dtype: of the activations.
         shape: `(B, T)` of a micro-batch, for which attention kernels are measured; None: the usual ones are used.
         make: the model itself; another than `Decoder` keeps to the contract of `model/custom`.
-        on_made: called with the model and its first weights, before anything is compiled or sharded.
+        on_made: called with the model, before anything is compiled or sharded; its weights may still be on the meta
+            device.
         agree: takes the attention kernels that were chosen here and returns those of all ranks.
-        shard: divides the weights over ranks, in place; None: they stay whole.
+        shard: divides the weights over ranks, in place, and gives those of `Decoder`, which have no memory before, their
+            first values; None: they stay whole.
     """
-    decoder = attach_config(make(config), config)
+    with torch.device("meta") if shard is not None and make is Decoder else nullcontext():
+        decoder = attach_config(make(config), config)
     builtin = is_builtin(decoder)
     if not builtin:
         _refuse_custom(decoder, options)

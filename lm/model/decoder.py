@@ -9,7 +9,7 @@ I intermediate_size, V vocab_size.
 """
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from typing import NamedTuple
 
@@ -280,8 +280,10 @@ def document_ids_from(input_ids: Tensor, eos_id: int) -> Tensor:
 
 
 @torch.no_grad()
-def initialize(model: Decoder) -> None:
+def initialize(model: Decoder, weights: Iterable[tuple[str, Tensor]] | None = None) -> None:
     """Set every weight from torch's global random numbers, also of a decoder that was made on the meta device.
+
+    `weights` are tensors in the place of its `named_parameters`, in their order.
 
     | weights                              | initial values                                                      |
     |--------------------------------------|---------------------------------------------------------------------|
@@ -295,7 +297,7 @@ def initialize(model: Decoder) -> None:
     """
     std = model.config.initializer_range
     residual_std = 0.0 if model.config.zero_init_residual else std / math.sqrt(2 * model.config.num_hidden_layers)
-    for name, weight in model.named_parameters():
+    for name, weight in weights or model.named_parameters():
         if weight.ndim == 1:
             nn.init.ones_(weight)
         elif name.endswith(("o_proj.weight", "down_proj.weight")):

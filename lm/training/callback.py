@@ -38,3 +38,9 @@ class Callback(LightningCallback):
 def call_hook(trainer: Trainer, name: str, *args: Any) -> list[Any]:
     """Call a hook of every callback that has it, in their order, with the trainer and `args`; returns their answers."""
     return [getattr(callback, name)(trainer, *args) for callback in trainer.callbacks if hasattr(callback, name)]
+
+
+def has_hook(trainer: Trainer, name: str) -> bool:
+    """Whether a callback defines a hook of `Callback`."""
+    nothing = (None, getattr(Callback, name))
+    return any(getattr(type(callback), name, None) not in nothing for callback in trainer.callbacks)

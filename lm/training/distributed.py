@@ -16,6 +16,7 @@ import time
 import warnings
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from copy import deepcopy
 from datetime import timedelta
 from typing import Any, NoReturn
 
@@ -40,6 +41,7 @@ from torch.futures import Future
 from torch.optim import Optimizer
 
 from lm.errors import GuardStop, Interrupted, LmError, RequestError, RunError
+from lm.model.decoder import initialize
 from lm.system.process import PARENT, code_for_launcher, srun_tasks, under_torchrun
 from lm.system.units import plural
 from lm.training.config import DistributedConfig
@@ -309,13 +311,21 @@ class FullyShardedStrategy(OwnLauncher, ModelParallelStrategy):
         _set_rank_timeout(self.rank_timeout)
 
     def shard(self, decoder: nn.Module) -> None:
-        """Shard a decoder in place: a unit a layer, and one for the rest."""
+        """Shard a decoder in place: a unit a layer, and one for the rest.
+
+        One on the meta device gets its first weights here, matrix by matrix, so that no device ever holds all of them.
+        """
         # The losses that a decoder returns are a view; nothing changes them in place, which is what this warns of.
         warnings.filterwarnings("ignore", message="FSDP2-wrapped module .* returned a view tensor")
         mesh = self.device_mesh["data_parallel"]
         if self.replicas > 1:
             shape = (self.replicas, mesh.size() // self.replicas)
             mesh = init_device_mesh(mesh.device_type, shape, mesh_dim_names=("replicate", "shard"))
+        on_meta = any(weight.is_meta for weight in decoder.parameters())
+        if on_meta:  # each part draws what it does on a real device, so that all random numbers are those of one process
+            for part in decoder.modules():
+                if hasattr(part, "reset_parameters"):
+                    deepcopy(part).to_empty(device=self.root_device).reset_parameters()
         settings = dict(mesh=mesh, mp_policy=self._mixed_precision(), reshard_after_forward=self.options.reshard)
         layers = list(getattr(decoder, "layers", ()))  # a custom model may have none
         for layer in layers:
@@ -327,6 +337,15 @@ class FullyShardedStrategy(OwnLauncher, ModelParallelStrategy):
                 before = layers[max(0, index - self.options.prefetch) : index][::-1]
                 layer.set_modules_to_forward_prefetch(after)
                 layer.set_modules_to_backward_prefetch(before)
+        if on_meta:
+            decoder.to_empty(device=self.root_device)
+            initialize(decoder, _whole_weights(decoder))
+
+    @contextmanager
+    def tensor_init_context(self, empty_init: bool | None = None) -> Iterator[None]:
+        """A custom model is made on the device, as under DDP, with the same random numbers; Lightning takes the CPU."""
+        with self.root_device, super().tensor_init_context(empty_init):
+            yield
 
     def _mixed_precision(self) -> MixedPrecisionPolicy:
         """Where the precision is mixed, weights are gathered in half precision, and gradients added up in fp32.
@@ -431,6 +450,14 @@ class FullyShardedStrategy(OwnLauncher, ModelParallelStrategy):
                 parameter.copy_(weights)
                 parameter.grad = None
         return optimizer.state
+
+
+def _whole_weights(decoder: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    """The weights of a sharded decoder, whole, one after the other; what rank zero sets is then in everyone's shards."""
+    for name, shard in decoder.named_parameters():
+        whole = shard.to_local().new_empty(shard.shape)
+        yield name, whole
+        shard.copy_(distribute_tensor(whole, shard.device_mesh, shard.placements))
 
 
 def _set_rank_timeout(seconds: float) -> None:

@@ -33,7 +33,7 @@ from lm.model.custom import (
 from lm.model.decoder import Decoder, Losses, document_ids_from
 from lm.model.estimates import flops_per_token
 from lm.system.arguments import arguments_from
-from lm.training.callback import call_hook
+from lm.training.callback import call_hook, has_hook
 from lm.training.config import ModelConfig
 from lm.training.distributed import FullyShardedStrategy, gather_from_ranks
 from lm.training.lightning_patches import attached_trainer, save_subclass_arguments
@@ -108,11 +108,12 @@ class LanguageModule(LightningModule):
         self._vocabulary = data.tokenizer.vocabulary
         self.config = replace(self.config, vocab_size=self.config.vocab_size or data.tokenizer.vocab_size)
         options = BuildOptions(**{option.name: getattr(self.options, option.name) for option in fields(BuildOptions)})
+        own = self.is_custom() or has_hook(self.trainer, "on_model_built")  # they make or see the first weights
         # Of the activations; in fp16 the choice is that of bf16.
         dtype = torch.float32 if self.trainer.precision == "32-true" else torch.bfloat16
         self.built = build(
             self.config, options, strategy.root_device, dtype, (data.micro_batch_size, data.seq_len),
-            make=self.build_decoder, on_made=self._take_decoder,
+            make=self.build_decoder if own else Decoder, on_made=self._take_decoder,
             agree=lambda choice: gather_from_ranks(choice)[0],  # attention kernels: the fastest on the first rank
             shard=strategy.shard if isinstance(strategy, FullyShardedStrategy) else None,
         )

@@ -8,6 +8,8 @@ import subprocess
 import sys
 import time
 from collections import Counter
+from collections.abc import Callable
+from contextlib import nullcontext
 from datetime import timedelta
 from pathlib import Path
 
@@ -17,8 +19,9 @@ import torch.distributed as dist
 from lightning.pytorch import Callback
 from lightning.pytorch.plugins import MixedPrecision
 from lightning.pytorch.plugins import Precision as PrecisionPlugin
+from lightning.pytorch.plugins.environments import LightningEnvironment
 from safetensors.torch import load_file
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed import distributed_c10d
 from torch.distributed.device_mesh import init_device_mesh
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -26,8 +29,9 @@ from torch.utils._pytree import tree_leaves
 from trainings import CONFIG, PLACES, equipment, fit, lm, make_workplace, processes_of, start, trace, write_config
 
 from lm.errors import RunError
+from lm.model.build import BuildOptions, build
 from lm.model.config import DecoderConfig, matrix_rows
-from lm.model.decoder import Decoder
+from lm.model.decoder import Decoder, Losses, losses_of
 from lm.runs.run import Run
 from lm.training.config import DistributedConfig, OptimizerConfig
 from lm.training.distributed import FullyShardedStrategy
@@ -178,9 +182,34 @@ class Collectives(TorchDispatchMode):
         return function(*args, **(kwargs or {}))
 
 
-def small_decoder() -> Decoder:
-    torch.manual_seed(0)
-    return Decoder(DecoderConfig(**{**CONFIG["model"]["decoder"], "vocab_size": 50, "dropout": 0.0}))
+SMALL = DecoderConfig(**{**CONFIG["model"]["decoder"], "vocab_size": 50, "dropout": 0.0})
+
+
+class OwnWeights(nn.Module):
+    """A custom model whose first weights nobody else knows."""
+
+    def __init__(self, config: DecoderConfig) -> None:
+        super().__init__()
+        self.embed, self.head = nn.Embedding(50, 32), nn.Linear(32, 50, bias=False)
+        self.head.weight = self.embed.weight
+        nn.init.trunc_normal_(self.embed.weight, std=0.1)
+        self.register_buffer("angles", torch.rand(8).cos())
+
+    def forward(self, input_ids: Tensor, labels: Tensor | None = None) -> Tensor | Losses:
+        logits = self.head(self.embed(input_ids))
+        return logits if labels is None else losses_of(logits, labels)
+
+
+def built(make: Callable[[DecoderConfig], nn.Module], strategy: FullyShardedStrategy | None = None) -> nn.Module:
+    """A model with the first weights of seed 0, which of ours rank zero alone needs."""
+    torch.manual_seed(0 if make is OwnWeights or strategy is None else dist.get_rank())
+    with nullcontext() if strategy is None else strategy.tensor_init_context():
+        return build(SMALL, BuildOptions(kernels="off"), torch.device("cpu"), torch.float32, make=make,
+                     on_made=lambda model: devices.append(next(model.parameters()).device.type),
+                     shard=None if strategy is None else strategy.shard).decoder  # fmt: skip
+
+
+devices: list[str] = []  # where models were made
 
 
 def shard_on_a_rank(rank: int, rendezvous: str, world: int, replicas: int, precision: str, options, expected) -> None:
@@ -189,14 +218,20 @@ def shard_on_a_rank(rank: int, rendezvous: str, world: int, replicas: int, preci
     strategy = FullyShardedStrategy(world, 60.0, DistributedConfig(**options), replicas)
     strategy._device_mesh = init_device_mesh("cpu", (world, 1), mesh_dim_names=("data_parallel", "tensor_parallel"))
     strategy.precision_plugin = MixedPrecision(precision, "cpu") if "mixed" in precision else PrecisionPlugin()
-    whole, decoder = small_decoder(), small_decoder()
-    strategy.shard(decoder)
+    strategy.parallel_devices, strategy.cluster_environment = [torch.device("cpu")], LightningEnvironment()
+    for make in (OwnWeights, Decoder):
+        whole, generator = built(make), torch.get_rng_state()
+        decoder = built(make, strategy)
+        for name, first in decoder.state_dict().items():
+            assert torch.equal(getattr(first, "full_tensor", lambda first=first: first)(), whole.state_dict()[name]), name
+        assert rank or torch.equal(torch.get_rng_state(), generator)
+    assert devices == ["cpu", "cpu", "cpu", "meta"]  # ours has no memory before it is sharded
     strategy.on_train_start()
     waits = {group: group._get_backend(torch.device("cpu")).options._timeout for group in distributed_c10d._world.pg_map}
     assert len(waits) > replicas and set(waits.values()) == {timedelta(seconds=60)}
     angles = []
     decoder.layers[0].register_forward_pre_hook(lambda _, args: angles.append(args[1].cos.dtype))
-    ids = torch.randint(50, (2, 32))
+    ids = torch.randint(50, (2, 32), generator=torch.Generator().manual_seed(0))
     with Collectives() as collectives, strategy.precision_plugin.forward_context():
         decoder(ids, labels=ids).total.backward()
     assert collectives.seen == expected
