@@ -51,7 +51,7 @@ class FolderCheckpointIO(CheckpointIO):
         self.verified: Path | None = None  # the checkpoint whose files have just been compared with their digests
         self._writer = ThreadPoolExecutor(max_workers=1, thread_name_prefix="checkpoint")
         self._pending: Future[None] | None = None  # the newest write
-        self._pinned: dict[tuple[str, str], Tensor] = {}  # page-locked memory for what comes from a GPU
+        self._kept: dict[tuple[str, str | int], Tensor] = {}  # memory for copies, which stays for the next checkpoint
 
     def save_checkpoint(
         self,
@@ -64,12 +64,15 @@ class FolderCheckpointIO(CheckpointIO):
         `storage_options` is Lightning's name for what is ours to use: called after the write, for links and pruning.
         """
         self.drain()
+        copies = {kept.untyped_storage().data_ptr() for kept in self._kept.values()}
         snapshot = {key: deepcopy(value) for key, value in checkpoint.items() if key not in TENSORS}
         for key in TENSORS:
             if key in checkpoint:
-                snapshot[key] = {name: self._copy(key, name, tensor) for name, tensor in checkpoint[key].items()}
-        if self._pinned:
-            torch.cuda.synchronize()  # the copies are there
+                snapshot[key] = {
+                    name: tensor.detach().contiguous() if tensor.untyped_storage().data_ptr() in copies else
+                    self._copy(key, name, tensor) for name, tensor in checkpoint[key].items()
+                }  # fmt: skip
+        self.wait_for_copies()
 
         def write() -> None:
             write_folder(Path(path), snapshot)
@@ -85,17 +88,27 @@ class FolderCheckpointIO(CheckpointIO):
         self._pending = self._writer.submit(write)
 
     def _copy(self, key: str, name: str, tensor: Tensor) -> Tensor:
-        """A contiguous copy on the CPU that training will not write to.
+        """A contiguous copy on the CPU that training will not write to."""
+        if tensor.device.type == "cuda":
+            return self.keep((key, name), tensor)
+        return tensor.detach().to("cpu", copy=True).contiguous()
 
-        From a GPU it is made by the device, into page-locked memory that is kept for the next checkpoint: several times
-        the speed of copies into new memory, one by one. The write before has ended, so nothing reads it any more.
+    def keep(self, place: tuple[str, str | int], tensor: Tensor) -> Tensor:
+        """Copy a tensor into memory that is kept for this place in the next checkpoint; then `wait_for_copies`.
+
+        From a GPU the device makes the copy, into page-locked memory: several times the speed of copies into new
+        memory, one by one.
         """
-        tensor = tensor.detach()
-        if tensor.device.type != "cuda":
-            return tensor.to("cpu", copy=True).contiguous()
-        if (key, name) not in self._pinned:
-            self._pinned[key, name] = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
-        return self._pinned[key, name].copy_(tensor, non_blocking=True)
+        self.drain()  # the write before reads this memory
+        kept = self._kept.get(place)
+        if kept is None or (kept.shape, kept.dtype) != (tensor.shape, tensor.dtype):
+            kept = self._kept[place] = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=tensor.is_cuda)
+        return kept.copy_(tensor.detach(), non_blocking=True)
+
+    def wait_for_copies(self) -> None:
+        """Wait until what `keep` returned can be read."""
+        if torch.cuda.is_initialized():
+            torch.cuda.synchronize()
 
     def load_checkpoint(
         self, path: str | os.PathLike[str], map_location: Any = None, weights_only: bool | None = None

@@ -1,10 +1,11 @@
 """Training on many devices, a process each: whole models (DDP) or shards of one (FSDP2).
 
 A rank takes its rows of every global batch, and gradients are averaged over the ranks. Checkpoints are the same folders
-under every strategy: full tensors that rank zero writes and every rank reads. So a run may stop under one strategy and
-resume under another.
+under every strategy: full tensors, which rank zero writes. So a run may stop under one strategy and resume under
+another.
 """
 
+import itertools
 import logging
 import os
 import re
@@ -29,11 +30,7 @@ from lightning.pytorch.plugins import MixedPrecision
 from lightning.pytorch.strategies import DDPStrategy, ModelParallelStrategy
 from torch import Tensor, nn
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import bf16_compress_hook
-from torch.distributed.checkpoint.state_dict import (
-    StateDictOptions,
-    get_model_state_dict,
-    set_model_state_dict,
-)
+from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor, distribute_tensor
@@ -42,6 +39,7 @@ from torch.optim import Optimizer
 
 from lm.errors import GuardStop, Interrupted, LmError, RequestError, RunError
 from lm.model.decoder import initialize
+from lm.runs.checkpoint import TENSORS
 from lm.system.process import PARENT, code_for_launcher, srun_tasks, under_torchrun
 from lm.system.units import plural
 from lm.training.config import DistributedConfig
@@ -278,7 +276,8 @@ class ReplicatedStrategy(OwnLauncher, DDPStrategy):
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
         """All of the optimizer's state on rank zero: by `gathered_state_dict` of one that divides it over the ranks."""
         optimizer = getattr(optimizer, "optimizer", optimizer)
-        return getattr(optimizer, "gathered_state_dict", optimizer.state_dict)()
+        gather = getattr(optimizer, "gathered_state_dict", None)
+        return optimizer.state_dict() if gather is None else gather(self.checkpoint_io.keep)
 
 
 def _add_in_bf16(state: None, bucket: dist.GradBucket) -> Future[Tensor]:
@@ -383,20 +382,25 @@ class FullyShardedStrategy(OwnLauncher, ModelParallelStrategy):
 
     def lightning_module_state_dict(self) -> dict[str, Any]:
         """Full weights on rank zero, nothing on the others."""
-        options = StateDictOptions(full_state_dict=True, cpu_offload=True)
-        return get_model_state_dict(self.model, options=options)
+        return self._gathered("weights", self.lightning_module.state_dict())
 
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
         """Full optimizer state on rank zero, nothing on the others.
 
         torch's `get_optimizer_state_dict` knows state of parameters alone, and takes a step where there is none yet.
         """
+        return self._gathered("optimizer", getattr(optimizer, "optimizer", optimizer).state_dict())
+
+    def _gathered(self, kind: str, state: dict[str, Any]) -> dict[str, Any]:
+        """A tree of whole tensors in memory that rank zero keeps for checkpoints, and no device holds two at a time."""
+        places = itertools.count()
 
         def gathered(value: Tensor) -> Tensor | None:
             whole = value.full_tensor() if isinstance(value, DTensor) else value  # on every rank
-            return whole.cpu() if self.is_global_zero else None
+            return self.checkpoint_io.keep((kind, next(places)), whole) if self.is_global_zero else None
 
-        state = apply_to_collection(getattr(optimizer, "optimizer", optimizer).state_dict(), Tensor, gathered)
+        state = apply_to_collection(state, Tensor, gathered)
+        self.checkpoint_io.wait_for_copies()
         return state if self.is_global_zero else {}
 
     def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None) -> None:
@@ -404,15 +408,28 @@ class FullyShardedStrategy(OwnLauncher, ModelParallelStrategy):
             self.checkpoint_io.save_checkpoint(checkpoint, filepath, storage_options=storage_options)
 
     def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> dict[str, Any]:
-        return self.checkpoint_io.load_checkpoint(checkpoint_path)
+        """Rank zero reads. The others get everything but its tensors, of which they get the shapes."""
+        content, sent = {}, None
+        if self.is_global_zero:
+            try:
+                content = self.checkpoint_io.load_checkpoint(checkpoint_path)
+                shapes = {key: apply_to_collection(content[key], Tensor, _shape_alone) for key in TENSORS & content.keys()}
+                sent = content | shapes
+            except LmError as error:
+                sent = error
+        sent = self.broadcast(sent)
+        if isinstance(sent, LmError):
+            raise sent
+        return content or sent
 
     def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
-        """Each rank takes its shard of the full weights that it read."""
-        options = StateDictOptions(full_state_dict=True, strict=strict)
-        set_model_state_dict(self.model, dict(checkpoint["state_dict"]), options=options)
+        """Each rank gets its shard of the full weights that rank zero has read."""
+        options = StateDictOptions(full_state_dict=True, broadcast_from_rank0=True, strict=strict)
+        weights = dict(checkpoint["state_dict"]) if self.is_global_zero else {}
+        set_model_state_dict(self.model, weights, options=options)
 
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
-        """Each rank takes its shard of the full optimizer state that it read."""
+        """Each rank gets its shard of the full optimizer state that rank zero has read."""
         for optimizer, saved in zip(self.optimizers, checkpoint["optimizer_states"], strict=True):
             parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
             state = {
@@ -433,9 +450,12 @@ class FullyShardedStrategy(OwnLauncher, ModelParallelStrategy):
         if value.shape != parameter.shape:
             self._example = self._example or optimizer.state or self._state_after_step()
             like = self._example.get(parameter, {}).get(slot)
-        if not isinstance(like, DTensor):
-            return value
-        return distribute_tensor(value.to(like.device), like.device_mesh, like.placements)
+        device = self.root_device
+        whole = torch.empty_like(value, device=device) if value.is_meta else value.to(device)
+        if isinstance(like, DTensor):
+            return distribute_tensor(whole, like.device_mesh, like.placements)
+        dist.broadcast(whole, src=0)
+        return whole.cpu()
 
     def _state_after_step(self) -> dict[Any, Any]:
         """State of a new optimizer after a step, which leaves the weights as they were."""
@@ -450,6 +470,11 @@ class FullyShardedStrategy(OwnLauncher, ModelParallelStrategy):
                 parameter.copy_(weights)
                 parameter.grad = None
         return optimizer.state
+
+
+def _shape_alone(tensor: Tensor) -> Tensor:
+    """A tensor without memory for its values, except for a single one, which is as small."""
+    return tensor if tensor.ndim == 0 else torch.empty_like(tensor, device="meta")
 
 
 def _whole_weights(decoder: nn.Module) -> Iterator[tuple[str, Tensor]]:

@@ -189,8 +189,11 @@ class Muon(Optimizer):
             weights = [local(p) for p in exchange.parameters]
             descend(weights, exchange.receive_all(), group["lr"], group["weight_decay"], skip)
 
-    def gathered_state_dict(self) -> dict[str, Any]:
-        """`state_dict` with the momentum of all matrices on rank zero; to be called on every rank."""
+    def gathered_state_dict(self, keep: Callable[[tuple[str, int], Tensor], Tensor]) -> dict[str, Any]:
+        """`state_dict` with the momentum of all matrices on rank zero; to be called on every rank.
+
+        What others send is copied by `keep`, with its place, so that the device holds one at a time.
+        """
         state, ranks = self.state_dict(), self._ranks
         if ranks.sharded or ranks.world == 1:
             return state
@@ -201,7 +204,7 @@ class Muon(Optimizer):
             momentum = self._momentum(p) if owner == ranks.rank else torch.empty_like(p)
             dist.broadcast(momentum, src=owner)
             if ranks.rank == 0:
-                state["state"][index] = {"momentum_buffer": momentum.cpu()}
+                state["state"][index] = {"momentum_buffer": keep(("momentum", index), momentum)}
         return state
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:

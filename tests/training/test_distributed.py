@@ -24,15 +24,17 @@ from safetensors.torch import load_file
 from torch import Tensor, nn
 from torch.distributed import distributed_c10d
 from torch.distributed.device_mesh import init_device_mesh
+from torch.optim import Optimizer
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from trainings import CONFIG, PLACES, equipment, fit, lm, make_workplace, processes_of, start, trace, write_config
 
-from lm.errors import RunError
+from lm.errors import RequestError, RunError
 from lm.model.build import BuildOptions, build
 from lm.model.config import DecoderConfig, matrix_rows
 from lm.model.decoder import Decoder, Losses, losses_of
 from lm.runs.run import Run
+from lm.training.checkpoint_state import FolderCheckpointIO, index_state, name_state, parameter_names
 from lm.training.config import DistributedConfig, OptimizerConfig
 from lm.training.distributed import FullyShardedStrategy
 from lm.training.optim import build_optimizer
@@ -182,6 +184,16 @@ class Collectives(TorchDispatchMode):
         return function(*args, **(kwargs or {}))
 
 
+class TensorCopies(TorchDispatchMode):
+    """Counts copies of tensors."""
+
+    count = 0
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        self.count += function._opname in ("copy_", "_to_copy", "clone")
+        return function(*args, **(kwargs or {}))
+
+
 SMALL = DecoderConfig(**{**CONFIG["model"]["decoder"], "vocab_size": 50, "dropout": 0.0})
 
 
@@ -212,6 +224,50 @@ def built(make: Callable[[DecoderConfig], nn.Module], strategy: FullyShardedStra
 devices: list[str] = []  # where models were made
 
 
+def save_and_load(strategy: FullyShardedStrategy, folder: Path) -> None:
+    """Rank zero alone has memory for checkpoints, the same for each, and alone reads one."""
+    [optimizer], decoder, io = strategy.optimizers, strategy.model, strategy.checkpoint_io
+    places: set[int] = set()
+    for _ in range(2):
+        weights, state = strategy.lightning_module_state_dict(), strategy.optimizer_state(optimizer)
+        named = name_state(state["state"], parameter_names(decoder, optimizer)) if state else {}
+        with TensorCopies() as copies:
+            strategy.save_checkpoint({"state_dict": weights, "optimizer": named, "files": {}}, folder)
+        assert copies.count == 0  # beside those of `_gathered`
+        assert not places or places == {tensor.data_ptr() for tensor in [*weights.values(), *named.values()]}
+        places = {tensor.data_ptr() for tensor in [*weights.values(), *named.values()]}
+    io.drain()
+    assert len(io._kept) == len(places) and bool(places) == strategy.is_global_zero
+    before = {name: tensor.full_tensor() for name, tensor in decoder.state_dict().items()}
+    slots = of_parameters(optimizer)
+    with torch.no_grad():
+        for tensor in [*decoder.parameters(), *(slot for state in optimizer.state.values() for slot in state.values())]:
+            tensor.zero_()
+    if not strategy.is_global_zero:
+        io.load_checkpoint = None
+    strategy.broadcast(None)  # it is written
+    content = strategy.load_checkpoint(folder)
+    state = index_state(content.pop("optimizer"), parameter_names(decoder, optimizer))
+    strategy.load_model_state_dict(content)
+    strategy.load_optimizer_state_dict({"optimizer_states": [{**optimizer.state_dict(), "state": state}]})
+    for name, tensor in decoder.state_dict().items():
+        assert torch.equal(tensor.full_tensor(), before[name]), name
+    torch.testing.assert_close(of_parameters(optimizer), slots, rtol=0, atol=0)
+    io.load_checkpoint = raise_damage
+    with pytest.raises(RequestError, match="damaged"):  # on all ranks
+        strategy.load_checkpoint(folder)
+
+
+def of_parameters(optimizer: Optimizer) -> list[dict[str, Tensor]]:
+    """The whole state of each parameter."""
+    return [{name: slot.full_tensor() if slot.ndim else slot.clone() for name, slot in optimizer.state[p].items()}
+            for group in optimizer.param_groups for p in group["params"]]  # fmt: skip
+
+
+def raise_damage(folder: Path) -> None:
+    raise RequestError("model.safetensors is damaged")
+
+
 def shard_on_a_rank(rank: int, rendezvous: str, world: int, replicas: int, precision: str, options, expected) -> None:
     """A step under FSDP2 with Muon; what ranks exchange in its forward and backward pass is `expected`."""
     dist.init_process_group("gloo", init_method=f"file://{rendezvous}", rank=rank, world_size=world)
@@ -219,6 +275,7 @@ def shard_on_a_rank(rank: int, rendezvous: str, world: int, replicas: int, preci
     strategy._device_mesh = init_device_mesh("cpu", (world, 1), mesh_dim_names=("data_parallel", "tensor_parallel"))
     strategy.precision_plugin = MixedPrecision(precision, "cpu") if "mixed" in precision else PrecisionPlugin()
     strategy.parallel_devices, strategy.cluster_environment = [torch.device("cpu")], LightningEnvironment()
+    strategy.cluster_environment.set_global_rank(rank)
     for make in (OwnWeights, Decoder):
         whole, generator = built(make), torch.get_rng_state()
         decoder = built(make, strategy)
@@ -238,9 +295,14 @@ def shard_on_a_rank(rank: int, rendezvous: str, world: int, replicas: int, preci
     assert angles == [torch.float32]
     assert {p.dtype for p in decoder.parameters()} == {p.grad.dtype for p in decoder.parameters()} == {torch.float32}
     whole(ids, labels=ids).total.backward()
+    optimizers = [build_optimizer(model, OptimizerConfig(name="muon", lr=1e-2), matrix_rows(model.config))
+                  for model in (whole, decoder)]  # fmt: skip
+    for optimizer in optimizers:
+        optimizer.step()
+    strategy.optimizers, strategy.model = optimizers[1:], decoder
+    strategy._lightning_module, strategy._checkpoint_io = decoder, FolderCheckpointIO()
+    save_and_load(strategy, Path(rendezvous).with_name("saved"))
     if precision == "32-true":
-        for model in (whole, decoder):
-            build_optimizer(model, OptimizerConfig(name="muon", lr=1e-2), matrix_rows(model.config)).step()
         full = {name: p.full_tensor() for name, p in decoder.named_parameters()}
         torch.testing.assert_close(full, dict(whole.named_parameters()), rtol=0, atol=1e-4)
     dist.barrier()

@@ -218,7 +218,7 @@ def steps_of_a_rank(rank: int, world: int, rendezvous: str, weights, state) -> N
     numbers = torch.tensor([len(kept)])
     dist.all_reduce(numbers)
     assert numbers.item() == 3 * COPIES and len(kept) < 3 * COPIES  # a rank keeps that of its own matrices alone
-    saved = optimizer.gathered_state_dict()["state"]
+    saved = optimizer.gathered_state_dict(lambda place, momentum: momentum.clone())["state"]
     if rank == 0:
         assert saved.keys() == state.keys()
         for index, slots in state.items():
