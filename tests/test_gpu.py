@@ -225,7 +225,7 @@ def test_a_recorded_micro_batch_takes_any_number_of_documents(deterministic):
     found = []
     for capture in (False, True):
         model.zero_grad()
-        micro, copies = GraphedMicroBatch(model.parameters(), step, capture), WeightCopies(model, torch.bfloat16)
+        micro, copies = GraphedMicroBatch(model.parameters(), step, capture), WeightCopies(model, torch.bfloat16, True)
         torch.manual_seed(1)
         for number in range(8):
             ids = torch.randint(8, 1000, (2, 257), device="cuda")

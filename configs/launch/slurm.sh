@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # Train on two machines of a SLURM cluster, over as many jobs as it takes. Give it from a folder that all machines see:
 #
-#     sbatch configs/launch/slurm.sh pretrain-350m.yaml --data.path data/mine-32k
+#     sbatch configs/launch/slurm.sh pretrain-350m.yaml --data.path data/mine-32k --data.micro_batch_size 32
 #
 # Five minutes before the time limit the run takes a checkpoint and the job is put back into the queue, as it is after a
 # preemption or a failed machine; it resumes where it was. A run that finished, failed or was stopped by a guard is not

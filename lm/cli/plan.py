@@ -174,7 +174,7 @@ def examine(
     if device.capability is None and device.memory_bytes is not None:
         device = device._replace(memory_bytes=device.memory_bytes // on_node)  # which the ranks of a CPU share
     precision = precision_for_cpu(config.trainer.precision) if device.capability is None else config.trainer.precision
-    step, optimizer = facts.computation(steps, config, device, precision), config.model.optimizer
+    step, optimizer = facts.computation(steps, config, device, precision, data), config.model.optimizer
     found["device"] = {"name": device.name, "precision": precision, "kernels": step.kernels, "count": world_size}
     global_batch = config.data.global_batch_tokens is not None
     found["memory"] = facts.memory_facts(decoder, step, optimizer, device, global_batch)

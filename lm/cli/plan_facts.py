@@ -101,7 +101,7 @@ def data_facts(
 ) -> tuple[dict[str, Any], Tokenizer | None]:
     """Tokens and shards by split, how well the tokenizer fits a sample of them, and the tokenizer.
 
-    Of `opened`, the data of a fit that begins, nothing is read but, for a document mask, whether documents end in the
+    Of `opened`, the data of a fit that begins, nothing is read but, for a document mask, how many documents end in the
     first block.
     """
     if opened is None and not is_prepared(data):
@@ -117,7 +117,7 @@ def data_facts(
             "tokens": shards.document_tokens, "shards": len(shards.fingerprint()),
             "windows": int(shards.windows(opened.seq_len).sum()), "left_over": shards.left_over(opened.seq_len),
             "filled_up": shards.padding_fraction, "dtype": str(shards.column.dtype), "bytes_per_token": None,
-            "documents_end": bool((shards.read(0) == opened.tokenizer.eos_id).any()) if document_mask else None,
+            "documents_per_token": float((shards.read(0) == opened.tokenizer.eos_id).mean()) if document_mask else None,
         }  # fmt: skip
         if reads and not opened.mixed:  # the first block of a mixture is of its first source alone
             first = next(shards.pieces())
@@ -177,7 +177,7 @@ def of_data(data: dict[str, Any], steps: dict[str, Any], config: Namespace) -> I
         return
     for what, cure in data["warnings"]:
         yield Finding("warning", what, cure)
-    if data["train"]["documents_end"] is False:
+    if data["train"]["documents_per_token"] == 0:
         yield Finding("warning", "model.document_mask does nothing: no document ends in the first block of the "
                       "training data", "leave it out, or prepare data with its end-of-text token")  # fmt: skip
     epochs = steps["epochs"]
@@ -419,9 +419,9 @@ def of_model(model: dict[str, Any], steps: dict[str, Any]) -> Iterator[Finding]:
 # ---- memory and time -------------------------------------------------------------------------------------------------
 
 
-def computation(steps: Steps, config: Namespace, device: Device, precision: str) -> Step:
+def computation(steps: Steps, config: Namespace, device: Device, precision: str, data: dict[str, Any]) -> Step:
     """How a micro-batch would be computed on a device."""
-    model = config.model
+    model, train = config.model, data.get("train", {})
     return Step(
         steps.micro_batch_size, steps.seq_len, precision, has_kernels(device, model.kernels), model.compile,
         steps.accumulate, model.cuda_graphs,
@@ -429,6 +429,7 @@ def computation(steps: Steps, config: Namespace, device: Device, precision: str)
         steps.world_size // (config.trainer.num_nodes if config.trainer.strategy == "hsdp" else 1),
         config.trainer.strategy in ("fsdp2", "hsdp") and steps.world_size > 1, model.activation_checkpointing,
         config.trainer.distributed.gathered_blocks(model.decoder.num_hidden_layers),
+        train.get("documents_per_token") or 0.0,
     )  # fmt: skip
 
 

@@ -4,7 +4,6 @@ The forward pass computes the gradients too. Each chunk's logits are overwritten
 products turn that into the gradients of the hidden states and of the output matrix. The backward pass only scales them.
 """
 
-import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -12,6 +11,7 @@ import torch
 from torch import Tensor
 
 from lm.kernels import runtime
+from lm.kernels.linear import add_product
 from lm.kernels.runtime import define
 
 CHUNK_BYTES = 256 * 2**20  # of logits
@@ -41,36 +41,13 @@ def _chunked(overwrite: Callable[..., None], x: Tensor, weight: Tensor, labels: 
         overwrite(chunk, labels[part], losses[part], costs[part])
         if gradient:
             torch.mm(chunk, weight, out=dx[part])  # (chunk, C)
-            _accumulate(dweight, chunk, x[part])
+            add_product(dweight, chunk, x[part])
     return costs, losses, dx, dweight
 
 
 def _stride(vocab: int, dtype: torch.dtype) -> int:
     """Elements from one row of logits to the next: the first multiple of 16 bytes that holds a row."""
     return -(-vocab * dtype.itemsize // 16) * 16 // dtype.itemsize
-
-
-def _accumulate(dweight: Tensor, dlogits: Tensor, x: Tensor) -> None:
-    """`dweight += dlogits.T @ x` in fp32, whatever the factors' precision."""
-    if x.dtype == torch.float32:
-        dweight.addmm_(dlogits.t(), x)
-    elif not x.is_cuda:
-        dweight.addmm_(dlogits.t().float(), x.float())
-    elif _adds_in_place(x.dtype, x.device):
-        torch.addmm(dweight, dlogits.t(), x, out_dtype=torch.float32, out=dweight)
-    else:
-        dweight += torch.mm(dlogits.t(), x, out_dtype=torch.float32)
-
-
-@functools.cache
-def _adds_in_place(dtype: torch.dtype, device: torch.device) -> bool:
-    """Whether this torch's matrix product adds half-precision factors to an fp32 sum; some versions refuse."""
-    total, ones = torch.ones(16, 16, device=device), torch.ones(16, 16, dtype=dtype, device=device)
-    try:
-        torch.addmm(total, ones, ones, out_dtype=torch.float32, out=total)
-    except RuntimeError:
-        return False
-    return bool((total == 17).all())
 
 
 def _cpu(x: Tensor, weight: Tensor, labels: Tensor, ignore_index: int, z_loss: float, gradient: bool) -> Results:

@@ -6,6 +6,7 @@ a weight once for all products of a forward and a backward pass, an output's gra
 activation once in each pass, so that it need not be kept.
 """
 
+import functools
 from collections.abc import Sequence
 from typing import Any
 
@@ -75,11 +76,16 @@ def dx(dout: Matrix, saved: Sequence[Tensor], dtype: torch.dtype) -> Tensor:
     return dout @ saved[0] if isinstance(dout, Tensor) else product(dout.matrix, Scaled(*saved), dtype)
 
 
-def dweight(dout: Matrix, x: Tensor, scaling: Scaling | None, dtype: torch.dtype) -> Tensor:
+def dweight(
+    dout: Matrix, x: Tensor, scaling: Scaling | None, dtype: torch.dtype, total: Tensor | None = None
+) -> Tensor | None:
     """The gradient of `weight`, in its `dtype`: `(..., out)` and `(..., in)` to `(out, in)`.
 
-    The product of half-precision factors is written in fp32 as it is summed, without a rounding in between.
+    The product of half-precision factors is written in fp32 as it is summed, without a rounding in between. With a
+    `total` it is added to that as it is written, and nothing is returned; not in FP8.
     """
+    if total is not None:
+        return add_product(total, dout.flatten(0, -2), x.flatten(0, -2))
     if scaling is not None:
         return product(dout.transpose, quantize(x, scaling, matrix=False, transpose=True).transpose, dtype)
     dout, x = dout.flatten(0, -2), x.flatten(0, -2)  # (tokens, out), (tokens, in)
@@ -90,10 +96,35 @@ def dweight(dout: Matrix, x: Tensor, scaling: Scaling | None, dtype: torch.dtype
     return torch.mm(dout.t(), x, out_dtype=dtype)
 
 
+def add_product(total: Tensor, dout: Tensor, x: Tensor) -> None:
+    """`total += dout.T @ x` in the precision of `total`, by the product itself: `(N, out)` and `(N, in)`."""
+    if x.dtype == total.dtype:
+        total.addmm_(dout.t(), x)
+    elif x.device.type == "cpu":
+        total.addmm_(dout.t().to(total.dtype), x.to(total.dtype))
+    elif _adds_in_place(x.dtype, x.device):
+        torch.addmm(total, dout.t(), x, out_dtype=total.dtype, out=total)
+    else:
+        total += torch.mm(dout.t(), x, out_dtype=total.dtype)
+
+
+@functools.cache
+def _adds_in_place(dtype: torch.dtype, device: torch.device) -> bool:
+    """Whether this torch's matrix product adds half-precision factors to an fp32 sum; some versions refuse."""
+    total, ones = torch.ones(16, 16, device=device), torch.ones(16, 16, dtype=dtype, device=device)
+    try:
+        torch.addmm(total, ones, ones, out_dtype=torch.float32, out=total)
+    except RuntimeError:
+        return False
+    return bool((total == 17).all())
+
+
 class _Linear(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, matrix: Matrix, scaling: Scaling | None) -> Tensor:
-        ctx.weight_dtype, ctx.scaling = weight.dtype, scaling
+    def forward(
+        ctx: Any, x: Tensor, weight: Tensor, matrix: Matrix, scaling: Scaling | None, total: Tensor | None
+    ) -> Tensor:  # fmt: skip
+        ctx.weight_dtype, ctx.scaling, ctx.total = weight.dtype, scaling, total
         ctx.save_for_backward(x, *saved_for_dx(matrix))
         return forward(x, matrix, scaling)
 
@@ -104,15 +135,17 @@ class _Linear(torch.autograd.Function):
         matrix = gradient_matrix(dout, ctx.scaling, for_dx, for_dweight)
         return (
             dx(matrix, weight, x.dtype) if for_dx else None,
-            dweight(matrix, x, ctx.scaling, ctx.weight_dtype) if for_dweight else None,
-            None,
-            None,
+            dweight(matrix, x, ctx.scaling, ctx.weight_dtype, ctx.total) if for_dweight else None,
+            *(None,) * 3,
         )
 
 
-def linear(x: Tensor, weight: Tensor, scaling: Scaling | None = None, copy: Matrix | None = None) -> Tensor:
+def linear(
+    x: Tensor, weight: Tensor, scaling: Scaling | None = None, copy: Matrix | None = None, total: Tensor | None = None
+) -> Tensor:  # fmt: skip
     """`x @ weight.T`: `(..., in)` and `(out, in)`, whose gradient has its precision, to `(..., out)`.
 
-    Without a `scaling` there is no FP8; `copy` is as for `weight_matrix`.
+    Without a `scaling` there is no FP8; `copy` is as for `weight_matrix`. `total` is the weight's `.grad`, if the
+    backward pass is to add the gradient to it by itself: autograd then has none, which saves one pass over memory.
     """
-    return _Linear.apply(x, weight, weight_matrix(weight, x.dtype, scaling, copy), scaling)
+    return _Linear.apply(x, weight, weight_matrix(weight, x.dtype, scaling, copy), scaling, total)

@@ -155,10 +155,10 @@ class _NormLinear(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any, x: Tensor, residual: Tensor | None, norm_weight: Tensor, eps: float, weight: Tensor, matrix: Matrix,
-        scaling: Scaling | None,
+        scaling: Scaling | None, total: Tensor | None,
     ) -> tuple[Tensor | None, Tensor]:  # fmt: skip
         stream, y, rstd = FORWARD(x, residual, norm_weight, eps)
-        ctx.adds, ctx.scaling, ctx.weight_dtype = residual is not None, scaling, weight.dtype
+        ctx.adds, ctx.scaling, ctx.weight_dtype, ctx.total = residual is not None, scaling, weight.dtype, total
         ctx.save_for_backward(stream if ctx.adds else x, norm_weight, rstd, *linear.saved_for_dx(matrix))
         ctx.set_materialize_grads(False)
         return stream if ctx.adds else None, linear.forward(y, matrix, scaling)
@@ -166,19 +166,19 @@ class _NormLinear(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, dstream: Tensor | None, dout: Tensor | None) -> tuple[Tensor | None, ...]:
         if dout is None:
-            return dstream, dstream if ctx.adds else None, *(None,) * 5
+            return dstream, dstream if ctx.adds else None, *(None,) * 6
         stream, norm_weight, rstd, *weight = ctx.saved_tensors
         wanted = ctx.needs_input_grad[4]
         dout = linear.gradient_matrix(dout, ctx.scaling, True, wanted)
         dy = linear.dx(dout, weight, stream.dtype)  # (..., C)
         dx, y, dnorm = BACKWARD(dy, dstream, stream, norm_weight, rstd, wanted)
-        dweight = linear.dweight(dout, y, ctx.scaling, ctx.weight_dtype) if wanted else None  # (out, C)
-        return dx, dx if ctx.adds else None, dnorm, None, dweight, None, None
+        dweight = linear.dweight(dout, y, ctx.scaling, ctx.weight_dtype, ctx.total) if wanted else None  # (out, C)
+        return dx, dx if ctx.adds else None, dnorm, None, dweight, *(None,) * 3
 
 
 def norm_linear(
     x: Tensor, residual: Tensor | None, norm_weight: Tensor, eps: float, weight: Tensor,
-    scaling: Scaling | None = None, copy: Matrix | None = None,
+    scaling: Scaling | None = None, copy: Matrix | None = None, total: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """`rms_norm`, then `linear`; the backward pass recomputes the normalised rows.
 
@@ -186,5 +186,5 @@ def norm_linear(
     """
     _refuse_mismatch(x, residual, norm_weight)
     matrix = linear.weight_matrix(weight, x.dtype, scaling, copy)
-    stream, out = _NormLinear.apply(x, residual, norm_weight, eps, weight, matrix, scaling)
+    stream, out = _NormLinear.apply(x, residual, norm_weight, eps, weight, matrix, scaling, total)
     return x if stream is None else stream, out

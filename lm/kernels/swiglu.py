@@ -71,8 +71,10 @@ BACKWARD = define(
 
 class _SwigluLinear(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, gate_up: Tensor, weight: Tensor, matrix: Matrix, scaling: Scaling | None) -> Tensor:
-        ctx.weight_dtype, ctx.scaling = weight.dtype, scaling
+    def forward(
+        ctx: Any, gate_up: Tensor, weight: Tensor, matrix: Matrix, scaling: Scaling | None, total: Tensor | None
+    ) -> Tensor:  # fmt: skip
+        ctx.weight_dtype, ctx.scaling, ctx.total = weight.dtype, scaling, total
         ctx.save_for_backward(gate_up, *linear.saved_for_dx(matrix))
         return linear.forward(FORWARD(gate_up), matrix, scaling)
 
@@ -82,16 +84,17 @@ class _SwigluLinear(torch.autograd.Function):
         wanted = ctx.needs_input_grad[1]
         dout = linear.gradient_matrix(dout, ctx.scaling, True, wanted)
         dgate_up, z = BACKWARD(linear.dx(dout, weight, gate_up.dtype), gate_up)  # (..., 2 I), (..., I)
-        dweight = linear.dweight(dout, z, ctx.scaling, ctx.weight_dtype) if wanted else None  # (out, I)
-        return dgate_up, dweight, None, None
+        dweight = linear.dweight(dout, z, ctx.scaling, ctx.weight_dtype, ctx.total) if wanted else None  # (out, I)
+        return dgate_up, dweight, *(None,) * 3
 
 
 def swiglu_linear(
-    gate_up: Tensor, weight: Tensor, scaling: Scaling | None = None, copy: Matrix | None = None
+    gate_up: Tensor, weight: Tensor, scaling: Scaling | None = None, copy: Matrix | None = None,
+    total: Tensor | None = None,
 ) -> Tensor:  # fmt: skip
     """`silu(gate) * up` (Shazeer, 2020, arXiv:2002.05202) in fp32 with one rounding at the end, then `linear`.
 
     Gate and up are side by side, `(..., 2 I)` in bf16, fp16 or fp32; a weight `(out, I)` makes `(..., out)` of them.
     """
     matrix = linear.weight_matrix(weight, gate_up.dtype, scaling, copy)
-    return _SwigluLinear.apply(gate_up, weight, matrix, scaling)
+    return _SwigluLinear.apply(gate_up, weight, matrix, scaling, total)

@@ -23,6 +23,11 @@ foreach_zero_ = torch._foreach_zero_
 scaled_mm = torch._scaled_mm  # its public name, torch.nn.functional.scaled_mm, is one that torch 2.11 cannot compile
 
 
+def has_gradient_hooks(weight: nn.Parameter) -> bool:
+    """Whether something waits for the gradient of a weight, which autograd must then have; torch does not tell it."""
+    return bool(weight._backward_hooks or weight._post_accumulate_grad_hooks)
+
+
 class KeepsPrecision:
     """A base of modules, named first, that `to(torch.bfloat16)` leaves in their precision; they still change device.
 

@@ -7,7 +7,11 @@ versions and shape, so that a resumed run uses the same kernels.
 import hashlib
 import json
 import logging
-from typing import NamedTuple
+import time
+from collections.abc import Callable
+from importlib.metadata import distributions
+from itertools import pairwise
+from typing import Any, NamedTuple
 
 import torch
 from torch.nn.attention import (
@@ -18,7 +22,7 @@ from torch.nn.attention import (
     restore_flash_attention_impl,
 )
 
-from lm.errors import RequestError
+from lm.errors import RequestError, RunError, first_line
 from lm.kernels.runtime import cache_folder, write_cached
 from lm.model.attention import AttentionMask, attend, backends, enter_kernels, kernel_order
 from lm.model.config import Attention, DecoderConfig
@@ -26,7 +30,7 @@ from lm.model.decoder import Decoder
 
 log = logging.getLogger(__name__)
 FLASH = {"flash": None, "flash3": "FA3", "flash4": "FA4"}  # torch's names of versions that are wheels of their own
-SECONDS = 0.03  # that a kernel is timed for
+ROUNDS, RUNS = 5, 10  # of a kernel that is timed, and of each round
 
 
 class Choice(NamedTuple):
@@ -42,7 +46,7 @@ class Choice(NamedTuple):
     def apply(self, decoder: Decoder) -> None:
         """Make a decoder use these kernels; sets this process's version of flash attention."""
         enter_kernels(decoder, self.backend)
-        _use_flash(self.sequences)
+        _use_flash(FLASH[self.sequences])
 
 
 class Shape(NamedTuple):
@@ -104,7 +108,9 @@ def fastest(times: dict[str, float], shape: Shape) -> Choice:
 
 def measured(device: torch.device, dtype: torch.dtype, shape: Shape) -> dict[str, float]:
     """What `measure` gives for every kernel of a device, from the cache or measured now."""
-    versions = torch.__version__, torch.backends.cudnn.version(), list_flash_attention_impls()
+    # torch knows the names of flash attention's other versions also where their wheels are not installed.
+    wheels = sorted((wheel.name, wheel.version) for wheel in distributions() if "flash" in str(wheel.name).lower())
+    versions = torch.__version__, torch.backends.cudnn.version(), list_flash_attention_impls(), wheels
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
     key = repr((name, versions, str(dtype), shape))
     path = cache_folder() / f"attention-{hashlib.sha256(key.encode()).hexdigest()[:24]}.json"
@@ -133,8 +139,6 @@ def measure(
     A causal layer is under the kernel's name; one with windows or documents under the version of flash attention and
     the window, such as `flash 512`, or `flash None`.
     """
-    from torch.utils.benchmark import Timer  # is slow to import, and most trainings measure nothing
-
     times, failures = {}, {}
     before = current_flash_attention_impl()
     own = torch.Generator(device).manual_seed(0)  # training draws the same numbers whether this was measured or read
@@ -149,21 +153,46 @@ def measure(
 
         for _ in range(2):  # libraries choose and load their code
             run()
-        timer = Timer("run()", globals={"run": run}, num_threads=torch.get_num_threads())
-        return min(timer.blocked_autorange(min_run_time=SECONDS).times) * 1e3  # a round queues many runs on a GPU
+        return least_milliseconds(run, device)
 
     for name in names:
         try:
-            _use_flash(name if name in FLASH else "flash")
+            _use_flash(FLASH.get(name))
             if len(shape.sequences) < len(shape.windows):
                 with kernel_order([_backend(name)]):
                     times[name] = milliseconds(AttentionMask(None, None, None))
             for window in dict.fromkeys(shape.sequences if name in FLASH else ()):
                 times[f"{name} {window}"] = milliseconds(AttentionMask(window, offsets, None))
-        except (RuntimeError, ImportError, ValueError) as error:  # not installed, unknown, or not for these inputs
-            failures[name] = str(error).strip().splitlines()[0]
-    _use_flash(next(name for name, version in FLASH.items() if version == before))
+        except (RuntimeError, RunError) as error:  # not for these inputs, or not installed
+            failures[name] = first_line(error)
+    _use_flash(before)
     return times, failures
+
+
+def least_milliseconds(run: Callable[[], None], device: torch.device) -> float:
+    """The time of a run in the fastest of several rounds, by the device's clock where it has one.
+
+    All rounds are queued before anything waits, so that from the second on the device never waits for the host, unless
+    the host takes longer for a run than the device does.
+    """
+    marks = [_mark(device)]
+    for _ in range(ROUNDS):
+        for _ in range(RUNS):
+            run()
+        marks.append(_mark(device))
+    if device.type != "cuda":
+        return min(end - start for start, end in pairwise(marks)) / RUNS * 1e3
+    marks[-1].synchronize()
+    return min(start.elapsed_time(end) for start, end in pairwise(marks)) / RUNS
+
+
+def _mark(device: torch.device) -> Any:
+    """A moment of the host's clock, or one in a GPU's queue."""
+    if device.type != "cuda":
+        return time.perf_counter()
+    event = torch.cuda.Event(enable_timing=True)
+    event.record(torch.cuda.current_stream(device))
+    return event
 
 
 def _backend(name: str) -> SDPBackend:
@@ -171,9 +200,12 @@ def _backend(name: str) -> SDPBackend:
     return SDPBackend.MATH if name == "math" else getattr(SDPBackend, f"{name.upper()}_ATTENTION")
 
 
-def _use_flash(name: str) -> None:
-    """Make torch's flash attention the one of this name."""
+def _use_flash(version: str | None) -> None:
+    """Make torch's flash attention the version of this name, one of torch's names; None: the one that torch brings."""
     if current_flash_attention_impl() is not None:
         restore_flash_attention_impl()
-    if FLASH[name] is not None:
-        activate_flash_attention_impl(FLASH[name])
+    if version is not None:
+        try:
+            activate_flash_attention_impl(version)
+        except (ImportError, RuntimeError, ValueError) as error:  # ValueError: torch does not know the name
+            raise RunError(f"flash attention {version}: {first_line(error)}: install its wheel") from error

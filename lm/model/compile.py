@@ -78,9 +78,10 @@ WARMUP = 3  # micro-batches that run as usual first, so that every kernel is loa
 class GraphedMicroBatch:
     """The forward and backward pass of a micro-batch as one CUDA graph: the host starts one thing and not thousands.
 
-    The first calls run as usual, then one is recorded, and from then on it is replayed. Gradients are accumulated in
-    buffers that stay where they are: `zero_grad` clears them, and nothing else may drop them. The optimizer stays
-    outside, and so do accumulation, clipping and the schedule. Without `capture` every call runs as usual.
+    The first calls run as usual, then one is recorded, and from then on it is replayed. So does the first call with
+    other constants: it may compile, which a recording must not. Gradients are accumulated in buffers that stay where
+    they are: `zero_grad` clears them, and nothing else may drop them. The optimizer stays outside, and so do
+    accumulation, clipping and the schedule. Without `capture` every call runs as usual.
 
     `forward_backward` takes tokens `(B, T + 1)`, always of one shape, and what else it was called with, and returns a
     tensor that is not differentiable. It must not wait for the device.
@@ -95,7 +96,7 @@ class GraphedMicroBatch:
             self.gradients.append(parameter.grad)
         self.forward_backward = forward_backward
         self.stream = torch.cuda.Stream() if capture else None  # warmed up and recorded on one that is not the default
-        self.calls = 0
+        self.calls, self.known = 0, set()  # constants that a call had before
         self.recorded: dict[tuple, tuple[torch.cuda.CUDAGraph, Tensor]] = {}  # and what it returns, by constants
 
     def __call__(self, tokens: Tensor, *constants: object) -> Tensor:
@@ -106,12 +107,9 @@ class GraphedMicroBatch:
         self.calls += 1
         if self.stream is None:
             return self.forward_backward(tokens, *constants)
-        if self.calls <= WARMUP:
-            self.stream.wait_stream(torch.cuda.current_stream())
-            with torch.cuda.stream(self.stream):
-                result = self.forward_backward(tokens, *constants)
-            torch.cuda.current_stream().wait_stream(self.stream)
-            return result
+        if self.calls <= WARMUP or constants not in self.known:
+            self.known.add(constants)
+            return self._run_as_usual(tokens, constants)
         if constants not in self.recorded:
             self._record(tokens, constants)
         graph, result = self.recorded[constants]
@@ -122,6 +120,16 @@ class GraphedMicroBatch:
     def zero_grad(self) -> None:
         """Clear the gradients, and keep their buffers."""
         foreach_zero_(self.gradients)
+
+    def _run_as_usual(self, tokens: Tensor, constants: tuple) -> Tensor:
+        if self.recorded:  # their memory is needed for what this call keeps for its backward pass
+            torch.cuda.synchronize()
+            self.recorded.clear()
+        self.stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(self.stream):
+            result = self.forward_backward(tokens, *constants)
+        torch.cuda.current_stream().wait_stream(self.stream)
+        return result
 
     def _record(self, tokens: Tensor, constants: tuple) -> None:
         if not self.recorded:

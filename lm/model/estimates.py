@@ -13,6 +13,7 @@ from lm.system.hardware import Device
 
 ASSUMED_MFU = 0.4  # what published trainings of this size reach on one GPU: nanochat 41 to 50 %, OLMo-core 52 to 57 %
 CHUNK_BYTES = 256 * 2**20  # of logits, as in `kernels/cross_entropy`
+FLASH_TILE = 128  # rows of a tile in the backward pass of flash attention
 
 
 def parameters(config: DecoderConfig) -> dict[str, int]:
@@ -113,11 +114,19 @@ class Step:
     sharded: bool = False  # FSDP2: each device holds a part of weights, gradients and optimizer state
     checkpointing: str = "none"  # as `model.activation_checkpointing`
     gathered: int = 2  # with `sharded`, blocks whose whole weights are there at once
+    documents_per_token: float = 0.0  # with a document mask, tokens that end a document over all tokens
 
     @property
     def tokens(self) -> int:
         """Tokens of a micro-batch."""
         return self.micro_batch_size * self.seq_len
+
+    @property
+    def sequences(self) -> int:
+        """Those of flash attention in a micro-batch: rows, or documents, filled up with empty ones to a power of two
+        as `Batch.max_documents` has it."""
+        documents = self.micro_batch_size + math.ceil(self.tokens * self.documents_per_token)
+        return 1 << (documents - 1).bit_length() if self.documents_per_token else self.micro_batch_size
 
     @property
     def item(self) -> int:
@@ -260,12 +269,23 @@ def loss_working(config: DecoderConfig, step: Step) -> int:
 
 
 def block_working(config: DecoderConfig, step: Step) -> int:
-    """Bytes of temporaries in the backward pass of one block: gradients of gate and up, the activation again, the
-    gradients of the stream and of what is normalised, and what activation checkpointing computes again."""
-    gradients = 3 * config.intermediate_size + 3 * config.hidden_size
-    attention, mlp = _kept_by_block(config, step)
-    recomputed = {"none": 0, "selective": mlp, "block": attention + mlp}[step.checkpointing]
-    return step.tokens * (gradients * (step.item if step.kernels or step.compile == "inductor" else 4) + recomputed)
+    """Bytes of temporaries in the backward pass of one block, and what activation checkpointing computes again.
+
+    The most of the two branches counts. The MLP has the gradients of gate and up, the activation again, and the
+    gradients of the stream and of what is normalised. Attention has those of the stream and of its result; of queries,
+    keys and values, apart and packed; of keys and values for every query head, where heads share them; and flash
+    attention's sum of the queries' gradients in fp32, for which each sequence is rounded up to whole tiles.
+    """
+    item = step.item if step.kernels or step.compile == "inductor" else 4
+    heads, kv_heads = config.num_attention_heads, config.num_key_value_heads
+    wide, narrow = heads * config.head_dim, kv_heads * config.head_dim  # Q, K
+    mlp = 3 * config.intermediate_size + 3 * config.hidden_size
+    attention = 2 * config.hidden_size + 2 * (wide + 2 * narrow) + (2 * wide if kv_heads < heads else 0)
+    tiles = step.tokens + FLASH_TILE * step.sequences if step.item == 2 else 0
+    working = max(step.tokens * mlp * item, step.tokens * attention * item + 4 * tiles * (wide + heads))
+    of_attention, of_mlp = _kept_by_block(config, step)
+    recomputed = {"none": 0, "selective": of_mlp, "block": of_attention + of_mlp}[step.checkpointing]
+    return working + step.tokens * recomputed
 
 
 def checkpoint_bytes(config: DecoderConfig, master_item: int = 4, state: OptimizerState = ADAMW) -> int:

@@ -89,7 +89,7 @@ class FusedBlock(Block):
         """The norm and `SelfAttention.forward`: the new `branch`, and `branch + stream`."""
         part, norm = self.self_attn, self.input_layernorm
         proj = part.qkv_proj  # (B, T, C) -> (B, T, (H + 2 KV) * D)
-        stream, qkv = norm_linear(branch, stream, norm.weight, norm.eps, proj.weight, proj.scaling, proj.copy)
+        stream, qkv = norm_linear(branch, stream, norm.weight, norm.eps, *proj.arguments)
         q_weight, k_weight, eps = None, None, 0.0
         if part.q_norm is not None:
             q_weight, k_weight, eps = part.q_norm.weight, part.k_norm.weight, part.q_norm.eps
@@ -101,9 +101,8 @@ class FusedBlock(Block):
     def mlp_branch(self, branch: Tensor, stream: Tensor) -> tuple[Tensor, Tensor]:
         """The norm and `MLP.forward`: the new `branch`, and `branch + stream`."""
         norm, proj = self.post_attention_layernorm, self.mlp.gate_up_proj  # (B, T, C) -> (B, T, 2 I)
-        stream, gate_up = norm_linear(branch, stream, norm.weight, norm.eps, proj.weight, proj.scaling, proj.copy)
-        proj = self.mlp.down_proj  # (B, T, 2 I) -> (B, T, C)
-        return swiglu_linear(gate_up, proj.weight, proj.scaling, proj.copy), stream
+        stream, gate_up = norm_linear(branch, stream, norm.weight, norm.eps, *proj.arguments)
+        return swiglu_linear(gate_up, *self.mlp.down_proj.arguments), stream  # (B, T, 2 I) -> (B, T, C)
 
 
 class FusedDecoder(Decoder):

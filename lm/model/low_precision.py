@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from lm.kernels.fp8 import Float8, Scaling, quantize
 from lm.kernels.linear import Matrix, linear
-from lm.kernels.torch_private import foreach_copy_
+from lm.kernels.torch_private import foreach_copy_, has_gradient_hooks
 from lm.model.decoder import Linear
 
 
@@ -18,11 +18,18 @@ class LowPrecisionLinear(Linear):
 
     scaling: Scaling | None = None  # of FP8 products; None: no FP8
     copy: Matrix | None = None  # of the weight, as the product takes it, while `WeightCopies` keeps one
+    adds: bool = False  # while the backward pass adds the weight's gradient to `.grad` by itself
+
+    @property
+    def arguments(self) -> tuple[Tensor, Scaling | None, Matrix | None, Tensor | None]:
+        """Of an op in `kernels` that ends with this product."""
+        total = self.weight.grad if self.adds and not has_gradient_hooks(self.weight) else None
+        return self.weight, self.scaling, self.copy, total
 
     def forward(self, x: Tensor) -> Tensor:
         if self.scaling is None and self.copy is None:
             return super().forward(x)
-        return linear(x, self.weight, self.scaling, self.copy)
+        return linear(x, *self.arguments)
 
 
 def use_low_precision(decoder: nn.Module) -> None:
@@ -42,10 +49,13 @@ class WeightCopies:
 
     `with copies:` brings them up to date and lets the forward passes inside use them. They keep their place in memory,
     as CUDA graphs need it. Gradients are those of the weights themselves. `dtype` is that of the activations.
+
+    With `adds`, a product adds a weight's gradient to the `.grad` of earlier micro-batches by itself. That is for eager
+    mode on one device: neither a traced backward pass nor DDP would see it.
     """
 
-    def __init__(self, decoder: nn.Module, dtype: torch.dtype) -> None:
-        self.decoder = decoder
+    def __init__(self, decoder: nn.Module, dtype: torch.dtype, adds: bool = False) -> None:
+        self.decoder, self.adds = decoder, adds
         matrices = [part for part in decoder.modules() if isinstance(part, LowPrecisionLinear)]
         self.float8 = [(matrix, _float8(matrix)) for matrix in matrices if matrix.scaling is not None]
         self.half = [matrix for matrix in matrices if matrix.scaling is None]
@@ -56,7 +66,7 @@ class WeightCopies:
         foreach_copy_(self.copies, self.weights)
         *copies, self.decoder.output_copy = self.copies
         for matrix, copy in zip(self.half, copies, strict=True):
-            matrix.copy = copy
+            matrix.copy, matrix.adds = copy, self.adds
         for matrix, copy in self.float8:
             for old, new in zip(copy, _float8(matrix), strict=True):
                 foreach_copy_(old, new)
@@ -64,7 +74,7 @@ class WeightCopies:
 
     def __exit__(self, *exception: object) -> None:
         for matrix in [*self.half, *(matrix for matrix, _ in self.float8)]:
-            matrix.copy = None
+            matrix.copy, matrix.adds = None, False
         self.decoder.output_copy = None
 
 

@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 from lightning.pytorch import LightningModule
+from lightning.pytorch.strategies import SingleDeviceStrategy
 from torch import Tensor
 
 from lm.data.loader import Batch
@@ -106,4 +107,5 @@ def weight_copies(module: LightningModule) -> AbstractContextManager[Any]:
     mixed = precision not in ("32-true", "bf16-true")
     if not (mixed and is_fused(module.decoder)) or isinstance(module.trainer.strategy, FullyShardedStrategy):
         return nullcontext()
-    return WeightCopies(module.decoder, torch.float16 if precision == "16-mixed" else torch.bfloat16)
+    alone = isinstance(module.trainer.strategy, SingleDeviceStrategy) and module.options.compile == "none"
+    return WeightCopies(module.decoder, torch.float16 if precision == "16-mixed" else torch.bfloat16, adds=alone)

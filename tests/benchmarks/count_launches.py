@@ -31,7 +31,7 @@ ROOT = Path(__file__).resolve().parents[2]
 sys.path.append(str(ROOT))  # lm, which may not be installed
 
 from lm.errors import RequestError
-from lm.kernels import cross_entropy
+from lm.kernels import cross_entropy, linear
 from lm.model.config import DecoderConfig, matrix_rows
 from lm.model.decoder import Decoder
 from lm.model.fused import fuse
@@ -91,7 +91,7 @@ class Launches(TorchDispatchMode):
         read, written = args, result
         if name.endswith("_"):  # in place: `_foreach` ops return nothing
             read, written = args[1:] if name in OVERWRITES else args, args[0]
-        moved = bytes_of(read) + bytes_of(kwargs) + bytes_of(written)
+        moved = bytes_of(read) + bytes_of({**kwargs, "out": None}) + bytes_of(written)
         if name == "linear_cross_entropy":
             self._cross_entropy(*args)
         elif name == "fp8":
@@ -200,11 +200,12 @@ def count(preset: dict[str, Any], copies: bool, precision: str = "bf16-mixed") -
     for parameter in parameters:  # there from the first step on
         optimizer.state[parameter] = {name: torch.empty_like(parameter) for name in ("exp_avg", "exp_avg_sq")}
         optimizer.state[parameter]["step"] = torch.empty((), device="meta")
-    cast = WeightCopies(decoder, DTYPE) if copies else nullcontext()
+    cast = WeightCopies(decoder, DTYPE, adds=True) if copies else nullcontext()
     micro_batch, step = Launches(), Launches()
     with step:
         cast.__enter__()
     usual, F.scaled_dot_product_attention = F.scaled_dot_product_attention, flash
+    linear._adds_in_place = lambda *_: True  # which is tried out with numbers
     try:
         with micro_batch:
             total = decoder(ids, labels=ids).total

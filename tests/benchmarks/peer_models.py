@@ -61,7 +61,8 @@ def ours(
 
     options = BuildOptions(mode.kernels or "auto", compile=mode.compile)
     model = build_decoder(config, options, device, half or torch.float32, shape, make=make).decoder
-    copies = WeightCopies(model, half) if half is not None and is_fused(model) else nullcontext()
+    copied = half is not None and is_fused(model)
+    copies = WeightCopies(model, half, adds=mode.compile == "none") if copied else nullcontext()
 
     def loss(input_ids: Tensor, labels: Tensor) -> Tensor:
         return model(input_ids, labels=labels).total / labels.numel()

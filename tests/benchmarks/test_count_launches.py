@@ -39,6 +39,17 @@ def test_copies_of_the_weights_replace_casts_of_every_micro_batch(counted):
     assert [counts["optimizer_step"].ops["_foreach_copy_"] for counts in counted] == [0, 1]
 
 
+def test_products_add_the_gradients_of_matrices_by_themselves(counted):
+    """A sum is read and written, and the gradient itself is nowhere: two values of each weight less are moved."""
+    without, copies = (launches(counts)["gradients added up"] for counts in counted)
+    assert without - copies == 3 * 4
+    one, other = (sum(counts["micro_batch"].kinds[kind].bytes for kind in ("gradients added up", "matrix products"))
+                  for counts in counted)  # fmt: skip
+    counts = parameters(DecoderConfig(**SHAPE))
+    rounded = 3 * 128 * 128 * 2  # without copies the product for `o_proj` writes bf16, which a cast reads
+    assert one - other == 2 * 4 * (counts["attention"] + counts["mlp"]) - rounded
+
+
 @pytest.mark.parametrize("precision, both, matrix", [("fp8-tensorwise", 2, 2), ("fp8-rowwise", 3, 1)])
 def test_fp8_quantises_what_the_kernels_page_says(counted, precision, both, matrix):
     """4 matrices of each block but the last: the weight, what goes in twice, and the gradient of what comes out."""

@@ -59,8 +59,12 @@ def found(planned_run, level):
 
 
 def test_a_document_mask_without_documents_is_said(planned, workplace):
-    """And not where documents end, as in prepared data."""
-    assert not [text for text in found(planned(**{"model.document_mask": True}), "warning") if "document_mask" in text]
+    """And not where documents end, as in prepared data; the memory is that of as many sequences."""
+    changes = {"data.micro_batch_size": 256, "data.global_batch_tokens": None, "trainer.precision": "bf16-mixed"}
+    plain, masked = planned(**changes), planned(**changes, **{"model.document_mask": True})
+    assert not [text for text in found(masked, "warning") if "document_mask" in text]
+    assert masked[1]["data"]["train"]["documents_per_token"] > 0
+    assert masked[1]["memory"]["working"] > plain[1]["memory"]["working"]
     (workplace / "endless").mkdir()
     write_rows(workplace / "endless" / "a.parquet", [list(range(3, 30)) * 40])
     data = {"data.path": None, "data.prepare": None, "data.train": "endless", "data.tokenizer": "data/small"}

@@ -10,6 +10,7 @@ import torch
 import torch.nn.functional as F
 from emulation.flash_on_cpu import flash_on_cpu  # noqa: F401
 from torch._dynamo.utils import counters
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from lm.errors import RequestError
 from lm.model import attention
@@ -250,6 +251,40 @@ def test_copies_of_the_weights_in_half_precision_follow_the_weights_and_change_n
         with torch.no_grad():
             for parameter in model.parameters():
                 parameter.sub_(parameter.grad, alpha=0.01)
+
+
+@pytest.mark.parametrize("checkpointing", ["none", "block"])
+def test_products_add_gradients_to_those_of_earlier_micro_batches(checkpointing):
+    """In place, with the numbers of autograd's own sum; a weight that has a hook gets its gradient as usual."""
+    model = built(VARIANTS["qk_norm"], True)
+    checkpoint_activations(model, checkpointing)
+    hooked, seen = model.layers[0].mlp.down_proj.weight, []
+    hooked.register_hook(seen.append)
+    ids, labels = batch()
+    found = []
+    for adds in (False, True):
+        model.zero_grad()
+        with WeightCopies(model, torch.bfloat16, adds):
+            for _ in range(3):  # micro-batches
+                with torch.autocast("cpu", torch.bfloat16):
+                    total = model(ids, labels=labels).total
+                with Products() as products:
+                    total.backward()
+        found.append([p.grad for p in model.parameters()])
+        assert products.adding == (4 * 2 - 1) * adds  # one matrix has the hook
+    assert len(seen) == 6
+    torch.testing.assert_close(*found, rtol=1e-6, atol=1e-6)
+    assert not any(block.mlp.down_proj.adds for block in model.layers)
+
+
+class Products(TorchDispatchMode):
+    """Counts matrix products that add to what is there."""
+
+    adding = 0
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        self.adding += function is torch.ops.aten.addmm_.default
+        return function(*args, **(kwargs or {}))
 
 
 @both

@@ -10,6 +10,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.checkpoint import checkpoint
 from torch.utils.flop_counter import FlopCounterMode
 
+from lm.data.loader import Batch
 from lm.errors import RequestError
 from lm.model.compile import checkpoint_activations, compile_decoder
 from lm.model.config import DecoderConfig, matrix_rows
@@ -17,6 +18,7 @@ from lm.model.decoder import Decoder
 from lm.model.estimates import (
     Step,
     activations,
+    block_working,
     casts,
     checkpoint_bytes,
     describe_mfu,
@@ -245,3 +247,17 @@ def test_the_largest_micro_batch_fits_and_the_next_does_not():
     assert 512 % best == 0 and peak(best) <= 20 * GIB < peak(2 * best)
     assert largest_micro_batch(PRESET, step, GIB, samples=512) is None
     assert largest_micro_batch(PRESET, step, 20 * GIB, samples=2**30) == 16  # found at once
+
+
+def test_many_short_documents_need_memory_in_the_backward_pass_of_attention():
+    """flash attention's fp32 sum has whole tiles of 128 rows for each sequence, empty ones too."""
+    step = Step(16, 1024, "bf16-mixed", True)
+    one, many, some = (replace(step, documents_per_token=n / 16_384) for n in (0, 496, 300))
+    assert [one.sequences, many.sequences, some.sequences] == [16, 512, 512]
+    for counted in (many, some):
+        rows = Batch(torch.zeros(16, 1025), row_documents=(1 + round(counted.documents_per_token * 1024),) * 16)
+        assert rows.max_documents == counted.sequences
+    buffer = 4 * (16_384 + 128 * 512) * 16 * 65  # 64 values of a head's row, and its sum
+    assert block_working(PRESET, many) == step.tokens * 2 * 7 * 1024 + buffer
+    assert block_working(PRESET, one) == step.tokens * 2 * 3 * (4096 + 1024) < block_working(PRESET, many)
+    assert training_memory(PRESET, many)["peak"] > training_memory(PRESET, one)["peak"]

@@ -9,6 +9,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 from lightning.pytorch import Callback
+from lightning.pytorch.strategies import SingleDeviceStrategy
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils._python_dispatch import TorchDispatchMode
 from trainings import equipment, fit, make_workplace
@@ -23,6 +24,9 @@ from lm.model.config import DecoderConfig
 from lm.model.decoder import Decoder
 from lm.model.fused import fuse
 from lm.model.low_precision import WeightCopies
+from lm.training.config import DistributedConfig
+from lm.training.distributed import ReplicatedStrategy
+from lm.training.lightning_step import weight_copies
 from lm.training.precision import Float8Precision, choose_precision
 
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
@@ -325,6 +329,18 @@ def test_weights_that_are_quantised_once_a_step_compute_the_same_to_the_bit(scal
             for mine, before in zip(results(decoder), without, strict=True):
                 assert torch.equal(mine, before)
     assert not [part for part in decoder.modules() if getattr(part, "copy", None) is not None]
+
+
+@pytest.mark.parametrize("strategy, compile, adds", [
+    (SingleDeviceStrategy(), "none", True), (SingleDeviceStrategy(), "inductor", False),
+    (ReplicatedStrategy(60.0, DistributedConfig()), "none", False),
+])  # fmt: skip
+def test_gradients_are_added_by_products_where_nothing_waits_for_them(strategy, compile, adds):
+    trainer = SimpleNamespace(precision="bf16-mixed", strategy=strategy)
+    decoder, options = built("tensorwise", fused=True), SimpleNamespace(compile=compile)
+    with weight_copies(SimpleNamespace(trainer=trainer, decoder=decoder, options=options)):
+        # The last block is not in FP8, for which torch's product adds nothing.
+        assert [layer.mlp.down_proj.adds for layer in decoder.layers] == [False, False, adds]
 
 
 @pytest.mark.parametrize("scaling", SCALINGS)
