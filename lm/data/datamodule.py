@@ -23,7 +23,7 @@ from lm.data.config import DataConfig, SourceConfig
 from lm.data.loader import Batch, Reading, Stream, Windows
 from lm.data.mixture import Mixture, Phase, counts_of, phases_of
 from lm.data.overlap import describe_shared, shared_spans
-from lm.data.prepare import MANIFEST, PLAN, cure_of_other_files, prepare, refuse_other_options
+from lm.data.prepare import MANIFEST, cure_of_other_files, holds_other_files, prepare, refuse_other_options
 from lm.data.sampler import BLOCKS_AHEAD, Order, lanes_for
 from lm.data.shards import Shards, common_file
 from lm.data.text_files import read_documents
@@ -111,7 +111,7 @@ class DataModule(LightningDataModule):
             if not path or (path / MANIFEST).exists():
                 continue
             where = f"data.sources {source.name}: {path}" if self.mixed else f"data.path {path}"
-            if path.is_file() or not (path / PLAN).exists() and any(path.glob("*")):
+            if holds_other_files(path):
                 raise RequestError(f"{where} holds no manifest.json: {cure_of_other_files(path)}")
             if options is None:
                 other = "" if self.mixed else ", or give data.prepare.input to make it from"

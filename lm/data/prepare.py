@@ -12,6 +12,7 @@ import logging
 import math
 import shutil
 from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, replace
 from hashlib import blake2b
 from itertools import pairwise
@@ -51,7 +52,7 @@ log = logging.getLogger(__name__)
 FEW_TOKENS = 10_000  # of validation; the loss over fewer is mostly noise
 VAL_BYTES = 8 * FEW_TOKENS  # of text: documents differ in size, and tokenizers in bytes a token
 LOSS_SPREAD = 2.5  # nats, standard deviation of a token's loss: 2 to 3 for tokens of a BPE
-MANIFEST, PARTS, PLAN = "manifest.json", ".parts", ".parts/plan.json"
+MANIFEST, PARTS, PLAN, LOCK = "manifest.json", ".parts", ".parts/plan.json", ".lock"
 CUT_SEARCH = 4096  # tokens in which the end of a line or document is looked for
 
 
@@ -81,22 +82,50 @@ def prepare(options: PrepareOptions) -> dict[str, Any]:
             "meta.json of characters"
         )
     plan = _plan(options, files, given)
+    if (manifest := _finished(output, plan)) is None:
+        if holds_other_files(output):
+            raise RequestError(f"{output} holds other files: {cure_of_other_files(output)}")
+        if given is not None and given.lossy:
+            log.warning("%s", given.lossy)
+        try:
+            with _only_one(output):
+                if (manifest := _finished(output, plan)) is None:  # no other process has made it meanwhile
+                    _begin(output, parts, plan)
+                    manifest = _make(options, output, parts, files, given) | plan
+                    write_atomically(output / MANIFEST, json.dumps(manifest, indent=1, ensure_ascii=False) + "\n")
+                (output / LOCK).unlink(missing_ok=True)
+        except KeyboardInterrupt as error:
+            raise Interrupted("stopped; the same command continues from here") from error
+    shutil.rmtree(parts, ignore_errors=True)
+    return manifest
+
+
+def _finished(output: Path, plan: dict[str, Any]) -> dict[str, Any] | None:
+    """The manifest of a folder that is finished and fits the plan; None where it is still to be made."""
     manifest, *differences = _compare(output, MANIFEST, plan)
     if difference := ", ".join(filter(None, differences)):
         raise RequestError(f"{output} was made otherwise: {difference}; {_start_anew(output)}")
     if manifest is not None:
         log.info("%s is finished with these options and files; nothing to do", output)
-    else:
-        if given is not None and given.lossy:
-            log.warning("%s", given.lossy)
-        _begin(output, parts, plan)
-        try:
-            manifest = _make(options, output, parts, files, given) | plan
-        except KeyboardInterrupt as error:
-            raise Interrupted("stopped; the same command continues from here") from error
-        write_atomically(output / MANIFEST, json.dumps(manifest, indent=1, ensure_ascii=False) + "\n")
-    shutil.rmtree(parts, ignore_errors=True)
     return manifest
+
+
+@contextmanager
+def _only_one(output: Path) -> Iterator[None]:
+    """Inside the `with`, no other process makes this folder, if its file system has locks; waits for one that does."""
+    from filelock import FileLock, Timeout  # takes a while to import
+
+    output.mkdir(parents=True, exist_ok=True)
+    lock = FileLock(output / LOCK)
+    with ExitStack() as held:
+        try:
+            held.enter_context(lock.acquire(timeout=0))
+        except Timeout:
+            log.info("another process is making %s: waiting for it", output)
+            held.enter_context(lock.acquire())
+        except OSError:  # a file system without locks
+            pass
+        yield
 
 
 def warn_of_small_validation(output: Path, manifest: dict[str, Any]) -> None:
@@ -186,11 +215,9 @@ def _plan(options: PrepareOptions, files: list[TextFile], given: Tokenizer | Non
 
 
 def _begin(output: Path, parts: Path, plan: dict[str, Any]) -> None:
-    """Take an empty folder, or one where the same preparation was stopped."""
+    """Begin anew, or where the same preparation was stopped."""
     begun, *differences = _compare(output, PLAN, plan)
     if begun is None:
-        if output.is_dir() and any(entry.name != PARTS for entry in output.iterdir()):
-            raise RequestError(f"{output} holds other files: {cure_of_other_files(output)}")
         shutil.rmtree(parts, ignore_errors=True)
         parts.mkdir(parents=True)
     if difference := ", ".join(filter(None, differences)):  # the name of a record says what its parts are made of
@@ -199,6 +226,12 @@ def _begin(output: Path, parts: Path, plan: dict[str, Any]) -> None:
             (parts / name).unlink(missing_ok=True)
     if begun is None or difference:
         write_atomically(output / PLAN, json.dumps(plan))
+
+
+def holds_other_files(path: Path) -> bool:
+    """Whether a path is not a folder of shards, nor one that is begun or still to be made."""
+    names = {entry.name for entry in path.iterdir()} if path.is_dir() else set()
+    return path.is_file() or not names & {MANIFEST, PARTS} and bool(names - {LOCK})
 
 
 def cure_of_other_files(path: Path) -> str:
