@@ -10,6 +10,8 @@ finished when it has a `manifest.json`, which is written last; until then `.part
 import json
 import logging
 import math
+import os
+import shlex
 import shutil
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
@@ -17,7 +19,6 @@ from dataclasses import asdict, replace
 from hashlib import blake2b
 from itertools import pairwise
 from pathlib import Path
-from shlex import quote
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -45,6 +46,7 @@ from lm.data.text_files import TextFile, find_files, split_by_names
 from lm.data.tokenizer import Tokenizer, id_type, train_bpe, train_char
 from lm.errors import Interrupted, RequestError
 from lm.system.files import parse_json, write_atomically
+from lm.system.remote import is_remote
 from lm.system.units import plural
 
 log = logging.getLogger(__name__)
@@ -90,6 +92,7 @@ def prepare(options: PrepareOptions) -> dict[str, Any]:
         try:
             with _only_one(output):
                 if (manifest := _finished(output, plan)) is None:  # no other process has made it meanwhile
+                    log.info("preparing %s from %s", output, ", ".join(options.input))
                     _begin(output, parts, plan)
                     manifest = _make(options, output, parts, files, given) | plan
                     write_atomically(output / MANIFEST, json.dumps(manifest, indent=1, ensure_ascii=False) + "\n")
@@ -104,7 +107,10 @@ def _finished(output: Path, plan: dict[str, Any]) -> dict[str, Any] | None:
     """The manifest of a folder that is finished and fits the plan; None where it is still to be made."""
     manifest, *differences = _compare(output, MANIFEST, plan)
     if difference := ", ".join(filter(None, differences)):
-        raise RequestError(f"{output} was made otherwise: {difference}; {_start_anew(output)}")
+        before = {name: value for name, value in manifest["options"].items() if value != plan["options"].get(name)}
+        known = not differences[1] and None not in before.values() and before.get("tokenizer", "bpe") in LEARNED
+        same = f"give {' '.join(f'--{name} {value}' for name, value in before.items())} to leave it as it is; or "
+        raise RequestError(f"{output} was made otherwise: {difference}; {same * known}{_start_anew(output)}")
     if manifest is not None:
         log.info("%s is finished with these options and files; nothing to do", output)
     return manifest
@@ -138,7 +144,7 @@ def warn_of_small_validation(output: Path, manifest: dict[str, Any]) -> None:
     more = 1.2 * (FEW_TOKENS - reached) / tokens["train"]  # a fifth more, since documents differ in size
     fraction = math.ceil(100 * (tried["val_fraction"] + more)) / 100
     cure = f"with --val_fraction {fraction}" if fraction <= 0.5 and not named else "from more text"
-    log.warning("%s: `rm -r %s`, and prepare it again %s", problem, quote(str(output)), cure)
+    log.warning("%s: `rm -r %s`, and prepare it again %s", problem, shlex.quote(str(output)), cure)
 
 
 def describe_small_validation(tokens: int) -> str | None:
@@ -237,12 +243,12 @@ def holds_other_files(path: Path) -> bool:
 def cure_of_other_files(path: Path) -> str:
     """What to type where a path was given for shards, and something else is there: mostly the texts themselves."""
     made = f"{path.with_suffix('')}-tokens"
-    return (f"if they are texts, `lm data prepare --input {quote(str(path))} --output {quote(made)}` makes shards of "
-            "them; else give another folder")  # fmt: skip
+    return (f"if they are texts, `lm data prepare --input {shlex.quote(str(path))} --output {shlex.quote(made)}` makes "
+            "shards of them; else give another folder")  # fmt: skip
 
 
 def _start_anew(output: Path) -> str:
-    return f"give another --output, or `rm -r {quote(str(output))}` first"
+    return f"give another --output, or `rm -r {shlex.quote(str(output))}` first"
 
 
 def _compare(output: Path, name: str, plan: dict[str, Any]) -> tuple[dict[str, Any] | None, str, str]:
@@ -272,6 +278,13 @@ def _read(output: Path, name: str) -> dict[str, Any]:
         return made | {"options": {"packing": "stream", **made["options"]}}  # before that was an option, it was so
     except (OSError, KeyError, TypeError, ValueError) as error:
         raise RequestError(f"{file} is damaged ({error}); {_start_anew(output)}") from error
+
+
+def made_from(path: str) -> str:
+    """The texts that a finished folder was made from, as they are typed after `--input`."""
+    names = [source["name"] for source in _read(Path(path), MANIFEST)["sources"]]
+    names = names if len(names) == 1 or any(is_remote(name) for name in names) else [os.path.commonpath(names)]
+    return shlex.join(names) if all(names) else "TEXTS"
 
 
 def refuse_other_options(options: PrepareOptions) -> None:
