@@ -281,6 +281,8 @@ class TrainingCLI(LightningCLI):
         refuse_nulls(config)
         refuse_remote_root(root)
         link_seq_len(config)
+        if self.subcommand == "predict" and not config.data.texts:
+            raise RequestError("nothing to predict on: give text files, JSONL or Parquet with --data.texts")
         if fit and config.trainer.mirror:
             mirror = Mirror(config.trainer.mirror)
             if rank() == 0:

@@ -37,7 +37,7 @@ def prepare(**options: Any) -> None:
             format_count(split["tokens"]), split["bytes"] / split["tokens"], plural(len(split["shards"]), "shard"),
         )  # fmt: skip
     warn_of_small_validation(Path(settings.output), manifest)
-    log.info("train on it: lm fit --config tiny.yaml --data.path %s --data.prepare null", settings.output)
+    log.info("train on it: lm fit --config tiny.yaml --data.path %s", quote(settings.output))
 
 
 def inspect(path: str, column: str = "input_ids", seq_len: int | None = None, json: bool = False) -> None:

@@ -153,7 +153,7 @@ def _dispatch(name: str, rest: list[str]) -> int:
             following = [value for value in rest[rest.index(asked) + 1 :][:1] if not value.startswith("-")]
             options.print_options(name, COMMANDS[name][1], *following)
             return 0
-        rest = [options.SEED_ALIAS.sub(f"--{options.SEED.name}", argument) for argument in rest]
+        rest = [options.SEED_ALIAS.sub(f"--{options.SEED.name}", one) for one in options.replace_data(rest)]
         if name == "fit":
             STOP.catch()
         options.refuse_unknown_options(name, rest)

@@ -84,6 +84,11 @@ SYNONYMS = {
         "ckpt_path": "resume_from_checkpoint checkpoint init_from",
     }.items() for synonym in synonyms.split()
 }  # fmt: skip
+# Where an option says what to read -> those under `data` that say otherwise, or belong to other data.
+OTHER_DATA = {
+    "path": ("train", "sources", "phases", "prepare"), "train": ("path", "sources", "phases", "prepare"),
+    "sources": ("path", "train", "val", "test", "tokenizer", "prepare"),
+}  # fmt: skip
 # What the parser takes in addition to the options.
 PARSERS_OWN = {"c", "h", "help", "print_config", "weights_only", "return_predictions"}
 COLUMN = 38  # where the help of an option begins
@@ -307,6 +312,18 @@ def refuse_unknown_options(command: str, arguments: list[str]) -> None:
         raise RequestError("give a config with --config, such as `lm fit --config tiny.yaml`")
 
 
+def replace_data(arguments: list[str]) -> list[str]:
+    """A command line whose `data.path`, `data.train` or `data.sources` replaces the data of the config, whichever of
+    them that gives: the others are null, and so is what to prepare, unless they are typed too.
+    """
+    values = {name: value for name, value in zip(arguments, [*arguments[1:], ""]) if name.startswith("--data.")}
+    values |= {name: value for name, equals, value in (one.partition("=") for one in arguments) if equals}
+    typed = {name.removeprefix("--data.").partition(".")[0] for name in values}
+    given = [name for name in OTHER_DATA if values.get(f"--data.{name}", "null") != "null"]
+    others = dict.fromkeys(other for name in given for other in OTHER_DATA[name] if other not in typed)
+    return [*arguments, *(f"--data.{other}=null" for other in others)]
+
+
 def split_overrides(arguments: list[str]) -> tuple[list[str], list[str]]:
     """A command line as what is the command's own, and the options of a training among it, with their values."""
     of_a_training = {option.name for option in training_options("fit")} - {option.name for option in FIT}
@@ -318,7 +335,7 @@ def split_overrides(arguments: list[str]) -> tuple[list[str], list[str]]:
             name = argument.removeprefix("--").partition("=")[0]
             part = overrides if "." in name or name in of_a_training else own
         part.append(argument)
-    return own, overrides
+    return own, replace_data(overrides)
 
 
 def _keys(document: dict[str, Any], leaves: set[str], place: str = "") -> Iterator[str]:

@@ -174,6 +174,10 @@ def of_data(data: dict[str, Any], steps: dict[str, Any], config: Namespace) -> I
     if not data["prepared"]:
         yield Finding("advice", f"{config.data.path} is not there yet: the first fit makes it from "
                       f"{', '.join(data['from'])}", "to plan with its tokens, run `lm data prepare` first")  # fmt: skip
+        rows, learned = config.model.decoder.vocab_size, config.data.prepare
+        if rows and learned.tokenizer == "bpe" and rows < learned.vocab_size:
+            yield Finding("error", f"model.decoder.vocab_size {rows:,} is smaller than data.prepare.vocab_size "
+                          f"{learned.vocab_size:,}", "leave it out to take the tokenizer's")  # fmt: skip
         return
     for what, cure in data["warnings"]:
         yield Finding("warning", what, cure)

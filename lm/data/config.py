@@ -163,7 +163,8 @@ class DataConfig:
         tokenizer: A `tokenizer.json` or its folder, also by URL; that of `path` if not given.
         sources: In place of the five above: a mixture of several sources.
         phases: Other weights of these sources, each from a number of tokens on.
-        prepare: What to make `path` from when it is not there yet.
+        prepare: What to make the config's `path` from when it is not there yet; a `path` that is typed is made if
+            `prepare.input` is typed too.
         packing: How documents become samples, `stream` or `whole` as in `prepare`; as `path` or the shards were made
             if not given.
         column: Column of token ids in the shards.

@@ -8,6 +8,7 @@ import logging
 from collections import deque
 from collections.abc import Iterator
 from contextlib import contextmanager
+from difflib import get_close_matches
 from hashlib import sha256
 from itertools import islice
 from pathlib import Path
@@ -23,7 +24,7 @@ from lm.data.config import DataConfig, SourceConfig
 from lm.data.loader import Batch, Reading, Stream, Windows
 from lm.data.mixture import Mixture, Phase, counts_of, phases_of
 from lm.data.overlap import describe_shared, shared_spans
-from lm.data.prepare import MANIFEST, PLAN, cure_of_other_files, prepare, refuse_other_options
+from lm.data.prepare import MANIFEST, cure_of_other_files, holds_other_files, made_from, prepare, refuse_other_options
 from lm.data.sampler import BLOCKS_AHEAD, Order, lanes_for
 from lm.data.shards import Shards, common_file
 from lm.data.text_files import read_documents
@@ -111,11 +112,14 @@ class DataModule(LightningDataModule):
             if not path or (path / MANIFEST).exists():
                 continue
             where = f"data.sources {source.name}: {path}" if self.mixed else f"data.path {path}"
-            if path.is_file() or not (path / PLAN).exists() and any(path.glob("*")):
+            if holds_other_files(path):
                 raise RequestError(f"{where} holds no manifest.json: {cure_of_other_files(path)}")
             if options is None:
+                near = get_close_matches(path.name, [each.parent.name for each in path.parent.glob(f"*/{MANIFEST}")], 1)
+                hint = f"; did you mean {path.with_name(near[0])}? If not" if near else ""
                 other = "" if self.mixed else ", or give data.prepare.input to make it from"
-                raise RequestError(f"{where} holds no manifest.json: make it with {self._preparation(source)}{other}")
+                raise RequestError(f"{where} holds no manifest.json{hint}: make it with {self._preparation(source)}"
+                                   f"{other}")  # fmt: skip
         if options is None or self.options.path is None:
             return
         options.output = self.options.path
@@ -125,7 +129,6 @@ class DataModule(LightningDataModule):
         if (Path(options.output) / MANIFEST).exists():
             refuse_other_options(options)
             return
-        log.info("preparing %s from %s", options.output, ", ".join(options.input))
         prepare(options)
 
     def setup(self, stage: str) -> None:
@@ -189,6 +192,12 @@ class DataModule(LightningDataModule):
         others = [other.tokenizer or other.path for other in self.sources if other is not source]
         return (f"`lm data prepare --input TEXTS --output {source.path or f'data/{source.name}'} "
                 f"--tokenizer {next(iter(others), 'bpe')}`")  # fmt: skip
+
+    def preparation_again(self, tokenizer: Path) -> str:
+        """The command that makes the data, in another folder, with another tokenizer."""
+        path = self.sources[0].path
+        return (f"`lm data prepare --input {made_from(path) if path else 'TEXTS'} --output {path or 'data/mine'}-again "
+                f"--tokenizer {tokenizer}`")  # fmt: skip
 
     def _open_whole(self, source: SourceConfig, split: str) -> Shards | None:
         """The shards of a source that has at least one sample; None where it has no such split."""
@@ -340,9 +349,7 @@ class DataModule(LightningDataModule):
         return self._windows("test")
 
     def predict_dataloader(self) -> Any:
-        texts = self.options.texts
-        if not texts:
-            raise RequestError("nothing to predict on: give text files, JSONL or Parquet with --data.texts")
+        texts = self.options.texts or []
         texts = [texts] if isinstance(texts, str) else texts
         return text_batches(texts, self.tokenizer, self.seq_len, self.micro_batch_size, self.predicted)
 

@@ -10,13 +10,15 @@ finished when it has a `manifest.json`, which is written last; until then `.part
 import json
 import logging
 import math
+import os
+import shlex
 import shutil
 from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, replace
 from hashlib import blake2b
 from itertools import pairwise
 from pathlib import Path
-from shlex import quote
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -44,6 +46,7 @@ from lm.data.text_files import TextFile, find_files, split_by_names
 from lm.data.tokenizer import Tokenizer, id_type, train_bpe, train_char
 from lm.errors import Interrupted, RequestError
 from lm.system.files import parse_json, write_atomically
+from lm.system.remote import is_remote
 from lm.system.units import plural
 
 log = logging.getLogger(__name__)
@@ -51,7 +54,7 @@ log = logging.getLogger(__name__)
 FEW_TOKENS = 10_000  # of validation; the loss over fewer is mostly noise
 VAL_BYTES = 8 * FEW_TOKENS  # of text: documents differ in size, and tokenizers in bytes a token
 LOSS_SPREAD = 2.5  # nats, standard deviation of a token's loss: 2 to 3 for tokens of a BPE
-MANIFEST, PARTS, PLAN = "manifest.json", ".parts", ".parts/plan.json"
+MANIFEST, PARTS, PLAN, LOCK = "manifest.json", ".parts", ".parts/plan.json", ".lock"
 CUT_SEARCH = 4096  # tokens in which the end of a line or document is looked for
 
 
@@ -81,22 +84,54 @@ def prepare(options: PrepareOptions) -> dict[str, Any]:
             "meta.json of characters"
         )
     plan = _plan(options, files, given)
-    manifest, *differences = _compare(output, MANIFEST, plan)
-    if difference := ", ".join(filter(None, differences)):
-        raise RequestError(f"{output} was made otherwise: {difference}; {_start_anew(output)}")
-    if manifest is not None:
-        log.info("%s is finished with these options and files; nothing to do", output)
-    else:
+    if (manifest := _finished(output, plan)) is None:
+        if holds_other_files(output):
+            raise RequestError(f"{output} holds other files: {cure_of_other_files(output)}")
         if given is not None and given.lossy:
             log.warning("%s", given.lossy)
-        _begin(output, parts, plan)
         try:
-            manifest = _make(options, output, parts, files, given) | plan
+            with _only_one(output):
+                if (manifest := _finished(output, plan)) is None:  # no other process has made it meanwhile
+                    log.info("preparing %s from %s", output, ", ".join(options.input))
+                    _begin(output, parts, plan)
+                    manifest = _make(options, output, parts, files, given) | plan
+                    write_atomically(output / MANIFEST, json.dumps(manifest, indent=1, ensure_ascii=False) + "\n")
+                (output / LOCK).unlink(missing_ok=True)
         except KeyboardInterrupt as error:
             raise Interrupted("stopped; the same command continues from here") from error
-        write_atomically(output / MANIFEST, json.dumps(manifest, indent=1, ensure_ascii=False) + "\n")
     shutil.rmtree(parts, ignore_errors=True)
     return manifest
+
+
+def _finished(output: Path, plan: dict[str, Any]) -> dict[str, Any] | None:
+    """The manifest of a folder that is finished and fits the plan; None where it is still to be made."""
+    manifest, *differences = _compare(output, MANIFEST, plan)
+    if difference := ", ".join(filter(None, differences)):
+        before = {name: value for name, value in manifest["options"].items() if value != plan["options"].get(name)}
+        known = not differences[1] and None not in before.values() and before.get("tokenizer", "bpe") in LEARNED
+        same = f"give {' '.join(f'--{name} {value}' for name, value in before.items())} to leave it as it is; or "
+        raise RequestError(f"{output} was made otherwise: {difference}; {same * known}{_start_anew(output)}")
+    if manifest is not None:
+        log.info("%s is finished with these options and files; nothing to do", output)
+    return manifest
+
+
+@contextmanager
+def _only_one(output: Path) -> Iterator[None]:
+    """Inside the `with`, no other process makes this folder, if its file system has locks; waits for one that does."""
+    from filelock import FileLock, Timeout  # takes a while to import
+
+    output.mkdir(parents=True, exist_ok=True)
+    lock = FileLock(output / LOCK)
+    with ExitStack() as held:
+        try:
+            held.enter_context(lock.acquire(timeout=0))
+        except Timeout:
+            log.info("another process is making %s: waiting for it", output)
+            held.enter_context(lock.acquire())
+        except OSError:  # a file system without locks
+            pass
+        yield
 
 
 def warn_of_small_validation(output: Path, manifest: dict[str, Any]) -> None:
@@ -109,7 +144,7 @@ def warn_of_small_validation(output: Path, manifest: dict[str, Any]) -> None:
     more = 1.2 * (FEW_TOKENS - reached) / tokens["train"]  # a fifth more, since documents differ in size
     fraction = math.ceil(100 * (tried["val_fraction"] + more)) / 100
     cure = f"with --val_fraction {fraction}" if fraction <= 0.5 and not named else "from more text"
-    log.warning("%s: `rm -r %s`, and prepare it again %s", problem, quote(str(output)), cure)
+    log.warning("%s: `rm -r %s`, and prepare it again %s", problem, shlex.quote(str(output)), cure)
 
 
 def describe_small_validation(tokens: int) -> str | None:
@@ -186,11 +221,9 @@ def _plan(options: PrepareOptions, files: list[TextFile], given: Tokenizer | Non
 
 
 def _begin(output: Path, parts: Path, plan: dict[str, Any]) -> None:
-    """Take an empty folder, or one where the same preparation was stopped."""
+    """Begin anew, or where the same preparation was stopped."""
     begun, *differences = _compare(output, PLAN, plan)
     if begun is None:
-        if output.is_dir() and any(entry.name != PARTS for entry in output.iterdir()):
-            raise RequestError(f"{output} holds other files: {cure_of_other_files(output)}")
         shutil.rmtree(parts, ignore_errors=True)
         parts.mkdir(parents=True)
     if difference := ", ".join(filter(None, differences)):  # the name of a record says what its parts are made of
@@ -201,15 +234,21 @@ def _begin(output: Path, parts: Path, plan: dict[str, Any]) -> None:
         write_atomically(output / PLAN, json.dumps(plan))
 
 
+def holds_other_files(path: Path) -> bool:
+    """Whether a path is not a folder of shards, nor one that is begun or still to be made."""
+    names = {entry.name for entry in path.iterdir()} if path.is_dir() else set()
+    return path.is_file() or not names & {MANIFEST, PARTS} and bool(names - {LOCK})
+
+
 def cure_of_other_files(path: Path) -> str:
     """What to type where a path was given for shards, and something else is there: mostly the texts themselves."""
     made = f"{path.with_suffix('')}-tokens"
-    return (f"if they are texts, `lm data prepare --input {quote(str(path))} --output {quote(made)}` makes shards of "
-            "them; else give another folder")  # fmt: skip
+    return (f"if they are texts, `lm data prepare --input {shlex.quote(str(path))} --output {shlex.quote(made)}` makes "
+            "shards of them; else give another folder")  # fmt: skip
 
 
 def _start_anew(output: Path) -> str:
-    return f"give another --output, or `rm -r {quote(str(output))}` first"
+    return f"give another --output, or `rm -r {shlex.quote(str(output))}` first"
 
 
 def _compare(output: Path, name: str, plan: dict[str, Any]) -> tuple[dict[str, Any] | None, str, str]:
@@ -239,6 +278,13 @@ def _read(output: Path, name: str) -> dict[str, Any]:
         return made | {"options": {"packing": "stream", **made["options"]}}  # before that was an option, it was so
     except (OSError, KeyError, TypeError, ValueError) as error:
         raise RequestError(f"{file} is damaged ({error}); {_start_anew(output)}") from error
+
+
+def made_from(path: str) -> str:
+    """The texts that a finished folder was made from, as they are typed after `--input`."""
+    names = [source["name"] for source in _read(Path(path), MANIFEST)["sources"]]
+    names = names if len(names) == 1 or any(is_remote(name) for name in names) else [os.path.commonpath(names)]
+    return shlex.join(names) if all(names) else "TEXTS"
 
 
 def refuse_other_options(options: PrepareOptions) -> None:

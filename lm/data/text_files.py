@@ -49,6 +49,7 @@ NOT_TEXT = {  # suffixes -> what to do
     **dict.fromkeys((".html", ".htm", ".docx", ".odt", ".rtf", ".epub"), PANDOC),
     **dict.fromkeys((".csv", ".tsv", ".xlsx"), TABLE),
     **dict.fromkeys((".pkl", ".pickle"), "a pickle may run any code when it is read, and is never read here"),
+    **dict.fromkeys((".png", ".jpg", ".jpeg", ".gif", ".webp"), "give the text that is in it, if there is some"),
     **dict.fromkeys((".zip", ".tar", ".tgz", ".7z", ".rar"), "unpack it and give its files"),
 }
 DENSITY = 4  # bytes of text in a byte of a compressed file, about

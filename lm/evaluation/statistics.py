@@ -150,7 +150,8 @@ def loss_metrics(
     """
     metrics = {f"{prefix}/{short}": result[name] for name, short in {"loss": "loss", "bits_per_byte": "bpb"}.items()}
     if shares is not None:
-        each, measured = metrics, result["tokens"] > 0  # (sources,)
+        # (sources,) each, also where torchmetrics has made a scalar of a single one
+        each, measured = {name: values.view(-1) for name, values in metrics.items()}, result["tokens"].view(-1) > 0
         shares = torch.where(measured, shares, 0)
         shares = shares if shares.any() else measured.double()  # none that is trained on now has a validation
         metrics = {name: (values.nan_to_num() * shares).sum() / shares.sum() for name, values in each.items()}

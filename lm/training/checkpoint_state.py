@@ -23,6 +23,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
+from lm.data.datamodule import DataModule
 from lm.data.tokenizer import Tokenizer
 from lm.errors import RequestError, RunError
 from lm.model.config import DecoderConfig
@@ -324,17 +325,25 @@ def _refuse_other_shapes(weights: dict[str, Tensor], module: LightningModule) ->
             )
 
 
-def refuse_other_tokenizer(files: dict[str, str], tokenizer: Tokenizer) -> None:
+def refuse_other_tokenizer(files: dict[str, str], data: DataModule, checkpoint: Path) -> None:
     """Raise RequestError where a checkpoint's token ids mean other texts than those of the data."""
+    tokenizer = data.tokenizer
     if files["tokenizer.json"] == tokenizer.text:
         return
     own = Tokenizer(files["tokenizer.json"], json.loads(files["tokenizer_config.json"]), name="the checkpoint's")
     if own.vocabulary != tokenizer.vocabulary:
         raise RequestError(
             f"the data's tokenizer ({len(tokenizer.vocabulary):,} tokens) is not the checkpoint's "
-            f"({len(own.vocabulary):,} tokens), so the same ids mean other texts; make the data with `lm data prepare "
-            "--tokenizer` and the checkpoint's folder"
+            f"({len(own.vocabulary):,} tokens), so the same ids mean other texts: make other data, "
+            f"{data.preparation_again(branched_from(checkpoint))}, and give it as data.path"
         )
+
+
+def branched_from(checkpoint: Path) -> Path:
+    """A checkpoint, or, of one that a new branch begins with, that of the run which it is from."""
+    origin = Run(checkpoint.parent).read("run.json").get("branch")
+    begins = origin and checkpoint.name == f"step-{origin['step']:08}"
+    return Path(origin["path"], checkpoint.name) if begins else checkpoint
 
 
 def rng_state() -> dict[str, Any]:

@@ -9,6 +9,7 @@ import json
 import os
 from dataclasses import asdict, dataclass, field
 from hashlib import sha256
+from pathlib import Path
 from typing import Any
 
 import lightning.pytorch as lightning
@@ -87,7 +88,7 @@ class RunState:
         if "lm" in checkpoint:
             raise RequestError(OTHER_TRAINER)
         data, ranks, rank = module.trainer.datamodule, checkpoint["ranks"], module.global_rank
-        checkpoint_state.refuse_other_tokenizer(checkpoint["files"], data.tokenizer)
+        checkpoint_state.refuse_other_tokenizer(checkpoint["files"], data, Path(module.trainer.ckpt_path))
         checkpoint_state.restore_weights(module, checkpoint)
         if not self.other_model:
             checkpoint_state.refuse_other_model(checkpoint["files"], module)

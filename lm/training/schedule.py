@@ -91,8 +91,7 @@ class Steps:
     def __str__(self) -> str:
         return (
             f"{self.micro_batch_size} x {self.seq_len} tokens x {plural(self.accumulate, 'micro-batch')} x "
-            f"{plural(self.world_size, 'rank')} = {self.tokens_per_step:,} tokens a step, "
-            f"{plural(self.max_steps, 'step')}"
+            f"{plural(self.world_size, 'rank')} = {self.tokens_per_step:,} tokens"
         )
 
 
@@ -115,11 +114,17 @@ def plan_steps(
     at_once = micro_batch_size * seq_len * world_size
     wanted = at_once if global_batch_tokens is None else global_batch_tokens
     if wanted % at_once or wanted < at_once:
-        nearest = max(1, round(wanted / at_once)) * at_once
+        sample = seq_len * world_size
+        sizes = [size for size in range(1, micro_batch_size) if wanted % (size * sample) == 0]
+        unit = at_once if sizes or wanted > at_once else sample
+        nearest = max(1, round(wanted / unit)) * unit
+        smaller = f", or give --data.micro_batch_size {sizes[-1]}" if sizes else ""
+        if unit < at_once:
+            smaller = f", with --data.micro_batch_size {nearest // sample}"
         raise RequestError(
             f"data.global_batch_tokens {wanted:,} is not a whole number of micro-batches: micro_batch_size "
             f"{micro_batch_size} x seq_len {seq_len} x {world_size} ranks = {at_once:,} tokens, "
-            f"{wanted:,} / {at_once:,} = {wanted / at_once:.3f}; the nearest that fits is {nearest:,}"
+            f"{wanted:,} / {at_once:,} = {wanted / at_once:.3f}; the nearest that fits is {nearest:,}{smaller}"
         )
     if (max_steps is None) == (max_tokens is None):
         have = "neither is" if max_steps is None else "both are"

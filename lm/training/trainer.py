@@ -120,7 +120,6 @@ class Trainer(PatchedTrainer):
             done=(state.start.step, state.start.samples),
         )
         warmup_and_decay_steps(state.steps.max_steps, model.options.schedule)  # refuses a schedule that does not fit
-        log.info(str(state.steps))
         if state.start.step >= state.steps.max_steps and not state.start.pending_validation:
             limit = "max_steps" if self.options.max_tokens is None else "max_tokens"
             log.info("the run has finished: all %d steps are done; to train on, give a larger --trainer.%s, such as %d",

@@ -113,11 +113,12 @@ def test_without_any_run_validate_says_what_to_do(tmp_path):
 
 BAD_REQUESTS = {
     "not a count": (["--data.micro_batch_size", "many"], "data.micro_batch_size: expected a count such as"),
-    "uneven batch": (["--data.micro_batch_size", "3"], "the nearest that fits is 288"),
+    "uneven batch": (["--data.micro_batch_size", "3"], "the nearest that fits is 288, or give --data.micro_batch_size 2"),
     "context": (["--data.seq_len", "64"], "longer than model.decoder.max_position_embeddings 32"),
     "no such run": (["--ckpt_path", "last", "--run", "none"], "no run 'none'"),
     "no such checkpoint": (["--ckpt_path", "somewhere"], "--ckpt_path somewhere: there is no such folder"),
-    "no data": (["--data.path", "elsewhere", "--data.prepare", "null"], "elsewhere holds no manifest.json: make it"),
+    "no data": (["--data.path", "elsewhere"], "elsewhere holds no manifest.json: make it"),
+    "mistyped data": (["--data.path", "data/smal"], "no manifest.json; did you mean data/small? If not: make it"),
     "texts for data": (["--data.path", "texts"], "`lm data prepare --input texts --output texts-tokens` makes shards"),
     "empty source": (["--data.path", "new", "--data.prepare.input", "nothing/"], "nothing"),
     "other preparation": (["--data.prepare.tokenizer", "bpe"], "data/small was made with tokenizer char"),

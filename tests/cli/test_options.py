@@ -103,6 +103,16 @@ def test_wrong_values_and_missing_runs_are_refused_without_torch(arguments, mess
     assert main([*arguments, *config]) == 2 and message in capsys.readouterr().err
 
 
+@pytest.mark.parametrize("typed, nulls", [
+    ("--data.path a", "train sources phases prepare"), ("--data.path=a --data.prepare.input b", "train sources phases"),
+    ("--data.path null --data.sources [{name: a}]", "train val test tokenizer prepare"), ("--data.path null", ""),
+    ("--data.train a b --data.val c", "path sources phases prepare"),
+    ("--data.path a --data.train b", "sources phases prepare"),
+])  # fmt: skip
+def test_data_that_is_typed_replaces_that_of_the_config(typed, nulls):
+    assert options.replace_data(typed.split()) == [*typed.split(), *(f"--data.{name}=null" for name in nulls.split())]
+
+
 @pytest.mark.parametrize("arguments, message", [
     (["--trainer.max_step", "5"], "there is no option 'trainer.max_step'; did you mean 'trainer.max_steps'?"),
     (["--trainer.max_epochs=5"], "there is no option 'trainer.max_epochs'; give trainer.max_steps or trainer.max_"),

@@ -322,7 +322,8 @@ def test_what_a_fit_would_refuse_by_itself_is_an_error_here(planned, changes, wo
 
 @pytest.mark.parametrize("options, words", [
     (["--fit", "--strict"], "--strict looks at none"),
-    (["--fit", "--model.decoder.vocab_size", "null", "--data.path", "elsewhere"], "the model's size is not known"),
+    (["--fit", "--model.decoder.vocab_size", "null", "--data.path", "elsewhere", "--data.prepare.input", "texts"],
+     "the model's size is not known"),
     (["--fit", "--data.path", "elsewhere", "--data.prepare", "null"], "elsewhere holds no manifest.json"),
     (["--fit", "--model.decoder.hidden_size", "2Mi"], "not even a micro-batch of 1 fits"),
     (["--rate_usd_per_hr", "-1"], "must not be below 0"),

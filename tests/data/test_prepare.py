@@ -411,6 +411,14 @@ def test_a_killed_preparation_resumes_to_the_same_bytes(reached, straight, tmp_p
     assert digests(out) == expected
 
 
+def test_of_two_processes_that_make_a_folder_one_waits_for_the_other(straight, tmp_path):
+    source, expected = straight
+    out = tmp_path / "out"
+    both = [begin(source, out, 1) for _ in range(2)]
+    assert [process.wait() for process in both] == [0, 0]
+    assert digests(out) == expected and not list(out.glob(".*"))  # neither lock nor parts are left
+
+
 def test_an_interrupted_command_explains_how_to_resume(tmp_path):
     command = [sys.executable, "-m", "lm", "data", "prepare", "--input=[embedded:sotu]", f"--output={tmp_path / 'out'}"]
     process = subprocess.Popen([*command, "--vocab_size=300"], stderr=subprocess.PIPE, text=True)
@@ -451,7 +459,7 @@ def test_a_finished_folder_is_left_as_it_is_or_refused(tmp_path):
     before = {path: path.stat().st_mtime_ns for path in (tmp_path / "out").rglob("*")}
     assert run(tmp_path / "out", source, workers=2) == manifest
     assert {path: path.stat().st_mtime_ns for path in (tmp_path / "out").rglob("*")} == before
-    with pytest.raises(RequestError, match="--vocab_size was 300, is 301"):
+    with pytest.raises(RequestError, match="--vocab_size was 300, is 301; give --vocab_size 300 to leave"):
         run(tmp_path / "out", source, vocab_size=Count(301))
     with pytest.raises(RequestError, match=r"b\.jsonl is new"):
         run(tmp_path / "out", source, write_jsonl(tmp_path / "in/b.jsonl", ["b"]))

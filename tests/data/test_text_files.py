@@ -284,7 +284,7 @@ def test_a_bad_parquet_file_is_named_with_its_row(tmp_path):
 
 NOT_TEXT = {
     "a.pdf": "pdftotext .*a.pdf", "a.docx": "pandoc .*a.docx", "a.HTML": "pandoc", "a.csv.gz": "--text_key",
-    "a.zip": "unpack it", "a.tar.gz": "unpack it", "a.png": "zero bytes", "noname": "zero bytes",
+    "a.zip": "unpack it", "a.tar.gz": "unpack it", "a.png": "give the text", "noname": "zero bytes",
 }  # fmt: skip
 
 

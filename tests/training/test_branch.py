@@ -2,6 +2,7 @@
 
 import json
 import os
+import shlex
 import shutil
 
 import pytest
@@ -111,13 +112,24 @@ def test_other_data_and_a_longer_context(place):
     lm(place, "data", "prepare", "--input", "others", "--output", "data/others", "--tokenizer", "data/small",
        "--val_fraction", "0.2")  # fmt: skip
     lm(place, "branch", "trunk", "--at", "8", "--constant", str(2 * STEP), "--name", "long", "--context", "64",
-       "--data.path", "data/others", "--data.prepare", "null")  # fmt: skip
+       "--data.path", "data/others")  # fmt: skip
     config = Run(place / "checkpoints/long").settings()
     assert config["data"]["seq_len"] == 64 and config["data"]["micro_batch_size"] == 2
     assert config["model"]["decoder"]["rope_theta"] == pytest.approx(10_000 * 2 ** (16 / 14))
     document = json.loads((place / "checkpoints/long/step-00000008/trainer.json").read_text())
     assert document["cursor"]["consumed"] == 8 * STEP // 64
     assert Run(place / "checkpoints/long").metrics("train/loss")[-1]["tokens"] == 10 * STEP
+
+
+def test_data_of_another_tokenizer_is_made_again_by_the_command_of_the_message(place):
+    """And typed data replaces the mixture that the other run had."""
+    lm(place, "data", "prepare", "--input", "texts", "--output", "data/bpe", "--vocab_size", "280")
+    lm(place, "branch", "trunk", "--at", "8", "--constant", str(STEP), "--name", "mixed", "--data.sources",
+       "[{name: a, path: data/small}]")  # fmt: skip
+    branch = ("branch", "mixed", "--constant", str(STEP), "--name", "again", "--data.path")
+    refused = lm(place, *branch, "data/bpe", expect=2).stderr.splitlines()[-1]
+    lm(place, *shlex.split(refused.split("`lm ")[1].split("`")[0]))
+    lm(place, *branch, "data/bpe-again")
 
 
 def test_a_rate_of_zero_does_not_stay(place):
@@ -145,7 +157,7 @@ def test_lengths_are_counted_in_steps_of_the_branch(place):
     (["--decay", "512", "--context", "32"], "--context 32 is the context of the run already"),
     (["--decay", "512", "--name", "whole"], "there is a run"),
     (["--decay", "512", "--name", "a/b"], "run name 'a/b'"),
-    (["--decay", "512", "--data.path", "data/nowhere", "--data.prepare", "null"], "data.path data/nowhere"),
+    (["--decay", "512", "--data.path", "data/nowhere"], "data.path data/nowhere"),
     (["--constant", "512", "--data.micro_batch_size", "3"], "is not a whole number of micro-batches"),
 ])  # fmt: skip
 def test_what_cannot_be_is_one_line_and_leaves_nothing(place, arguments, message):

@@ -63,7 +63,7 @@ class Stop(lm.Callback):
     def on_metrics(self, trainer, pl_module, metrics):
         import os, signal
         os.kill(os.getpid(), signal.SIGINT)
-options = SMALL | {"data.path": "data/mine", "data.prepare": None, "trainer.max_steps": 6, "trainer.log_interval": 1}
+options = SMALL | {"data.path": "data/mine", "trainer.max_steps": 6, "trainer.log_interval": 1}
 try:
     lm.fit("tiny.yaml", options, run="stopped", callbacks=[Stop()])
 except Exception as error:

@@ -46,8 +46,8 @@ class Summary(Callback):
 
     def on_metrics(self, trainer: Trainer, pl_module: LightningModule, metrics: dict[str, float]) -> None:
         """Log the time that is left once it is measured: what was assumed at the start may be far from it."""
-        seconds = RunLog.of(trainer).eta(trainer)
-        if seconds and not self._measured and trainer.is_global_zero:
+        seconds, ended = RunLog.of(trainer).eta(trainer), trainer.global_step >= trainer.max_steps
+        if seconds and not ended and not self._measured and trainer.is_global_zero:
             self._measured = True
             log.info("expected, as measured: %s to go", _time_and_cost(trainer, seconds))
 
@@ -92,10 +92,10 @@ def describe_fit(trainer: Trainer, module: LightningModule) -> list[str]:
         f"device: {_devices(trainer)}",
         f"model: {format_count(total)} parameters, {format_count(total - embeddings)} of them outside the embeddings; "
         f"vocabulary {module.config.vocab_size:,}, context {module.config.max_position_embeddings:,}",
-        f"data: {format_count(tokens['train'])} tokens for training, "
-        f"{format_count(tokens.get('val', 0))} for validation",
+        f"data: {f'{data.options.path}, ' if data.options.path else ''}{format_count(tokens['train'])} tokens for "
+        f"training, {format_count(tokens.get('val', 0))} for validation",
         f"training: {steps.max_steps:,} steps of {steps.tokens_per_step:,} tokens = "
-        f"{format_count(steps.tokens(steps.max_steps))} tokens, {epochs}",
+        f"{format_count(steps.tokens(steps.max_steps))} tokens, {epochs}; a step is {steps}",
         f"expected: {_expected(trainer, module)}",
         f"weights: {_origin(trainer)}",
     ]
