@@ -25,9 +25,15 @@ first=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)
 if [ -f .venv/bin/activate ]; then . .venv/bin/activate; fi
 
 export TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 # without it torchrun's restarts fail (pytorch#135712)
-export TORCH_ELASTIC_SHUTDOWN_TIMEOUT=240   # seconds for the checkpoint, from torch 2.13 on; 30 before
+# Seconds for the checkpoint after SIGTERM, from torch 2.13 on; 30 before. A process that waits in NCCL never handles
+# SIGTERM: torchrun kills it after this time, so do not set an end to the job that is nearer.
+export TORCH_ELASTIC_SHUTDOWN_TIMEOUT=240
+# Where machines have several networks, name the one between them: ranks exchange over gloo and over NCCL.
+# export GLOO_SOCKET_IFNAME=eth0 NCCL_SOCKET_IFNAME=eth0
 
 # One task a node: torchrun, which starts a process for each GPU, and starts all of them again when one of them dies.
+# Without torchrun there are no restarts, and each GPU is a task: `srun --ntasks-per-node=8 --kill-on-bad-exit=1` in its
+# place. Without the last option the other tasks wait for one that failed alone, until trainer.rank_timeout.
 srun --cpus-per-task="$SLURM_CPUS_PER_TASK" \
     torchrun --nnodes "$SLURM_NNODES" --nproc_per_node "${SLURM_GPUS_PER_NODE##*:}" --max_restarts 3 \
     --rdzv_backend c10d --rdzv_endpoint "$first:29500" --rdzv_id "$SLURM_JOB_ID-${SLURM_RESTART_COUNT:-0}" \

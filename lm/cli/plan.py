@@ -368,7 +368,8 @@ def _time_lines(found: dict[str, Any]) -> list[str]:
 def _disk_lines(found: dict[str, Any]) -> list[str]:
     one, at_once, free = (format_bytes(found["disk"][name]) for name in ("checkpoint", "at_once", "free"))
     mirror = f"; each is uploaded to {found['disk']['mirror']}" if found["disk"]["mirror"] else ""
-    lines, work = [f"{one} a checkpoint, {at_once} at once; {free} free{mirror}"], found["checkpoints"]
+    lines = [f"{one} a checkpoint, {at_once} at once; {free} free{mirror}", f"{one} of rank zero's memory for its copy"]
+    work = found["checkpoints"]
     if "lost_seconds" in work:
         lines.append(
             f"a crash loses at most {plural(work['interval'], 'step')} of work: "

@@ -64,8 +64,8 @@ def build(
         on_made: called with the model, before anything is compiled or sharded; its weights may still be on the meta
             device.
         agree: takes the attention kernels that were chosen here and returns those of all ranks.
-        shard: divides the weights over ranks, in place, and gives those of `Decoder`, which have no memory before, their
-            first values; None: they stay whole.
+        shard: divides the weights over ranks, in place; None: they stay whole. Those that `Decoder` makes have no
+            memory before, and get their first values from it too.
     """
     with torch.device("meta") if shard is not None and make is Decoder else nullcontext():
         decoder = attach_config(make(config), config)

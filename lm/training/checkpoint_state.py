@@ -65,14 +65,11 @@ class FolderCheckpointIO(CheckpointIO):
         `storage_options` is Lightning's name for what is ours to use: called after the write, for links and pruning.
         """
         self.drain()
-        copies = {kept.untyped_storage().data_ptr() for kept in self._kept.values()}
+        own = {tensor.untyped_storage().data_ptr() for tensor in self._kept.values()}
         snapshot = {key: deepcopy(value) for key, value in checkpoint.items() if key not in TENSORS}
         for key in TENSORS:
             if key in checkpoint:
-                snapshot[key] = {
-                    name: tensor.detach().contiguous() if tensor.untyped_storage().data_ptr() in copies else
-                    self._copy(key, name, tensor) for name, tensor in checkpoint[key].items()
-                }  # fmt: skip
+                snapshot[key] = {name: self._copy((key, name), tensor, own) for name, tensor in checkpoint[key].items()}
         self.wait_for_copies()
 
         def write() -> None:
@@ -88,14 +85,14 @@ class FolderCheckpointIO(CheckpointIO):
 
         self._pending = self._writer.submit(write)
 
-    def _copy(self, key: str, name: str, tensor: Tensor) -> Tensor:
-        """A contiguous copy on the CPU that training will not write to."""
+    def _copy(self, place: tuple[str, str], tensor: Tensor, own: set[int]) -> Tensor:
+        """A contiguous copy on the CPU that training will not write to; those at the addresses `own` are copies."""
         if tensor.device.type == "cuda":
-            return self.keep((key, name), tensor)
-        return tensor.detach().to("cpu", copy=True).contiguous()
+            return self.keep(place, tensor)
+        return tensor.detach().to("cpu", copy=tensor.untyped_storage().data_ptr() not in own).contiguous()
 
     def keep(self, place: tuple[str, str | int], tensor: Tensor) -> Tensor:
-        """Copy a tensor into memory that is kept for this place in the next checkpoint; then `wait_for_copies`.
+        """Copy a tensor into memory that stays for this place in the next checkpoint; then `wait_for_copies`.
 
         From a GPU the device makes the copy, into page-locked memory: several times the speed of copies into new
         memory, one by one.

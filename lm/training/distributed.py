@@ -321,7 +321,7 @@ class FullyShardedStrategy(OwnLauncher, ModelParallelStrategy):
             shape = (self.replicas, mesh.size() // self.replicas)
             mesh = init_device_mesh(mesh.device_type, shape, mesh_dim_names=("replicate", "shard"))
         on_meta = any(weight.is_meta for weight in decoder.parameters())
-        if on_meta:  # each part draws what it does on a real device, so that all random numbers are those of one process
+        if on_meta:  # each part draws what it does on a real device, so random numbers are those of one process
             for part in decoder.modules():
                 if hasattr(part, "reset_parameters"):
                     deepcopy(part).to_empty(device=self.root_device).reset_parameters()
@@ -349,7 +349,9 @@ class FullyShardedStrategy(OwnLauncher, ModelParallelStrategy):
     def _mixed_precision(self) -> MixedPrecisionPolicy:
         """Where the precision is mixed, weights are gathered in half precision, and gradients added up in fp32.
 
-        Shards stay fp32. Inputs keep their precision: angles of the rotary embedding are fp32.
+        Shards stay fp32. Inputs keep their precision: angles of the rotary embedding are fp32. Weights of norms are
+        rounded too, unlike under DDP: FSDP2 refuses to reduce gradients of several precisions in one unit, and as units
+        of their own norms would need hooks that fused blocks, which read the weights themselves, do not run.
         """
         reduce_dtype = torch.bfloat16 if self.options.reduce_dtype == "bf16" else None
         if not isinstance(self.precision_plugin, MixedPrecision):
@@ -413,8 +415,10 @@ class FullyShardedStrategy(OwnLauncher, ModelParallelStrategy):
         if self.is_global_zero:
             try:
                 content = self.checkpoint_io.load_checkpoint(checkpoint_path)
-                shapes = {key: apply_to_collection(content[key], Tensor, _shape_alone) for key in TENSORS & content.keys()}
-                sent = content | shapes
+                sent = content | {
+                    key: {name: tensor.to("meta") if tensor.ndim else tensor for name, tensor in content[key].items()}
+                    for key in TENSORS if key in content
+                }  # fmt: skip
             except LmError as error:
                 sent = error
         sent = self.broadcast(sent)
@@ -472,13 +476,8 @@ class FullyShardedStrategy(OwnLauncher, ModelParallelStrategy):
         return optimizer.state
 
 
-def _shape_alone(tensor: Tensor) -> Tensor:
-    """A tensor without memory for its values, except for a single one, which is as small."""
-    return tensor if tensor.ndim == 0 else torch.empty_like(tensor, device="meta")
-
-
 def _whole_weights(decoder: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    """The weights of a sharded decoder, whole, one after the other; what rank zero sets is then in everyone's shards."""
+    """The weights of a sharded decoder, whole, one by one; what rank zero sets is then in the shards of all."""
     for name, shard in decoder.named_parameters():
         whole = shard.to_local().new_empty(shard.shape)
         yield name, whole

@@ -1,5 +1,7 @@
 """What is said of the machine is true or None: a peak is of that very device and precision, never of a similar one."""
 
+import os
+
 import pytest
 import torch
 
@@ -9,12 +11,14 @@ from lm.system.hardware import (
     PEAKS,
     cpu_half_precision,
     device_name,
+    expand_segments,
     find_device,
     load_of_others,
     memory_bytes,
     peak_flops,
 )
 from lm.system.process import ssh_options
+from lm.training.trainer import Trainer
 
 
 @pytest.mark.parametrize("name, precision, teraflops", [
@@ -135,3 +139,22 @@ def test_the_load_of_others_is_without_this_process(monkeypatch):
     monkeypatch.setattr("os.times", lambda: (60.0, 20.0, 20.0, 20.0, 0.0))  # two cores of the last minute
     monkeypatch.setattr("time.time", lambda: 0.0)
     assert load_of_others() == 7.0
+
+
+@pytest.mark.parametrize("own, on_gpu, expected", [
+    ({}, True, {"PYTORCH_ALLOC_CONF": "expandable_segments:True"}),
+    ({}, False, {}),
+    *(({name: "max_split_size_mb:512"}, True, {name: "max_split_size_mb:512"})
+      for name in ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")),
+])  # fmt: skip
+def test_blocks_of_a_gpu_may_grow_unless_the_user_sets_the_allocator(monkeypatch, own, on_gpu, expected):
+    monkeypatch.setattr(os, "environ", own)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: on_gpu)
+    expand_segments()
+    assert own == expected
+
+
+def test_a_trainer_sets_the_allocator_first_of_all(monkeypatch):
+    monkeypatch.setattr("lm.training.trainer.expand_segments", lambda: pytest.fail("it was called"))
+    with pytest.raises(pytest.fail.Exception):
+        Trainer(max_steps=1, accelerator="cpu")

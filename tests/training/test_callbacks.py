@@ -7,6 +7,7 @@ import json
 import math
 import re
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -18,6 +19,7 @@ from trainings import HERE, equipment, fit, lm, make_workplace, write_config
 from lm.cli.config import config_parser
 from lm.errors import RequestError, RunError
 from lm.runs.checkpoint import find_damage
+from lm.training.callback import Callback, has_hook
 from lm.training.callbacks.logging import metrics_of_callback
 from lm.training.checks import INSTEAD, of_callbacks, refuse
 
@@ -244,3 +246,15 @@ def test_lightning_s_log_replaces_none_either(workplace):
 def test_an_exit_in_a_callback_is_a_failure(workplace):
     ended, run = fit(workplace, "left", expect=1, callbacks=[equipment("my_callbacks.Exits")])
     assert "ended by sys.exit() in the training, after step 5; `" in ended.stderr and run.status() == "failed"
+
+
+def test_weights_are_made_at_once_where_a_callback_sees_them():
+    """Else FSDP2 makes them when it has sharded the model, after `on_model_built`."""
+
+    class Seeing(callbacks.Callback):
+        def on_model_built(self, trainer, pl_module):
+            pass
+
+    found = [has_hook(SimpleNamespace(callbacks=[Callback(), one]), "on_model_built")
+             for one in (Callback(), callbacks.Callback(), Seeing())]  # fmt: skip
+    assert found == [False, False, True]
