@@ -44,7 +44,7 @@ class BranchOptions:
         name: Of the new run; the other's, the step and what is new if not given.
         decay: Tokens to train on while the learning rate falls, linearly, to `final_fraction`.
         constant: Tokens to train on with the learning rate as it is at that step.
-        rewarm: Tokens in which the rate first rises to its peak; a part of those of `decay` or `constant`.
+        rewarm: Warm up again: tokens in which the rate first rises to its peak; a part of `decay` or `constant`.
         final_fraction: Fraction of the peak learning rate at the end of `decay`.
         context: Another context, in tokens; the base of the rotary wavelengths grows with it.
         make_only: Only make the run, and print the command that trains it, for example on several machines.
@@ -67,7 +67,8 @@ class BranchOptions:
         if self.decay and self.constant:
             raise RequestError("give --decay or --constant: with the first the rate falls, with the second it stays")
         if self.rewarm and not self.tokens:
-            raise RequestError("--rewarm is a part of --decay or of --constant: give one of them too")
+            raise RequestError("--rewarm, in which the rate rises again, is a part of --decay or of --constant: give "
+                               "one of them too")  # fmt: skip
         if self.rewarm and self.rewarm >= self.tokens:
             raise RequestError(f"--rewarm {self.rewarm:,} is all of the {self.tokens:,} tokens: make it shorter")
 
@@ -187,7 +188,7 @@ def change_schedule(settings: dict[str, Any], step: int, options: BranchOptions,
     rate = lr_fraction(max(0, step - 1), max(whole, step), ScheduleConfig(**schedule))
     if not rate and not rise:
         raise RequestError(f"the learning rate of the run at step {step} is 0, and would stay 0: let it rise with "
-                           "--rewarm TOKENS, or begin at an earlier step with --at")  # fmt: skip
+                           "--rewarm TOKENS, to its peak, or begin at an earlier step with --at")  # fmt: skip
     trainer["max_steps"], trainer["max_tokens"] = step + length, None
     shape = {"name": "wsd", "decay_steps": length - rise} if options.decay else {"name": "constant"}
     settings["model"]["schedule"] = vars(ScheduleConfig()) | shape | {

@@ -205,7 +205,7 @@ def show_evaluation(found: dict[str, Any]) -> None:
         heads = ("task", "shots", "items", "right", "guessing", "centred", "perplexity")
         console.print(plain_table(heads, "tnnnnnn", [_task_row(*one) for one in found["tasks"].items()]))
     if found["texts"]:
-        heads = ("text", "bits a byte", "loss", "perplexity", "tokens", "bytes")
+        heads = ("text", "bits per byte", "loss", "perplexity", "tokens", "bytes")
         console.print(plain_table(heads, "tnnnnn", [_text_row(*one) for one in found["texts"].items()]))
     step = "" if found["step"] is None else f", step {found['step']:,}"
     took = f", in {found['seconds']:.1f} s"

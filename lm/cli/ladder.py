@@ -33,6 +33,7 @@ from lm.cli.config import config_parser, quiet_lightning, resolved_text
 from lm.cli.ladder_report import ModelSize, Training, page, print_report, report
 from lm.cli.options import PlanOptions, split_overrides
 from lm.cli.plan import examine
+from lm.cli.plan_facts import MANY_EPOCHS
 from lm.data.tokenizer import Tokenizer
 from lm.errors import Interrupted, RequestError, RunError, require_at_least
 from lm.runs import scaling_laws
@@ -292,8 +293,8 @@ def planned_sizes(options: LadderOptions, trainings: list[Training]) -> list[dic
         {
             "depth": one.size.depth, "length": one.size.length,
             "parameters": one.plan["model"]["parameters"]["total"], "steps": one.plan["steps"]["max_steps"],
-            "tokens": float(one.size.tokens), "flops": one.size.flops, "memory": one.plan["memory"]["total"],
-            "seconds": one.plan["time"]["seconds"], "usd": one.plan["time"].get("usd"),
+            "tokens": float(one.size.tokens), "epochs": one.plan["steps"].get("epochs"), "flops": one.size.flops,
+            "memory": one.plan["memory"]["total"], "seconds": one.plan["time"]["seconds"], "usd": one.plan["time"].get("usd"),
             "runs": options.seeds * (one.size.depth in options.sizes),
         }
         for one in by_size.values()
@@ -304,7 +305,7 @@ def print_plan(console: Console, options: LadderOptions, trainings: list[Trainin
     """Print the sizes, and what is left to do."""
     sizes = planned_sizes(options, trainings)
     priced = any(size["usd"] is not None for size in sizes)
-    heads = ["depth", "length", "parameters", "steps", "tokens", "operations", "memory", "time", "runs"]
+    heads = ["depth", "length", "parameters", "steps", "tokens", "epochs", "operations", "memory", "time", "runs"]
     rows, seconds, usd = [], 0.0, 0.0
     for size in sizes:
         runs, each, price = size["runs"], size["seconds"], size["usd"]
@@ -312,11 +313,18 @@ def print_plan(console: Console, options: LadderOptions, trainings: list[Trainin
         usd += runs * (price or 0.0)
         rows.append([
             str(size["depth"]), size["length"], format_count(size["parameters"]), f"{size['steps']:,}",
-            format_count(size["tokens"]), f"{size['flops']:.2e}", format_bytes(size["memory"]),
+            format_count(size["tokens"]), "" if size["epochs"] is None else f"{size['epochs']:.2f}",
+            f"{size['flops']:.2e}", format_bytes(size["memory"]),
             "" if each is None else format_duration(each), str(runs) if runs else "predicted",
             *["" if price is None else format_figure(runs * price)] * priced,
         ])  # fmt: skip
     console.print(plain_table(heads + ["USD"] * priced, "n" * (len(heads) + priced), rows))
+    if repeated := [size for size in sizes if (size["epochs"] or 0) > MANY_EPOCHS]:
+        depths = ", ".join(dict.fromkeys(str(size["depth"]) for size in repeated))
+        console.print(f"warning: the trainings of depth {depths} repeat their data, up to "
+                      f"{max(size['epochs'] for size in repeated):.0f} times; beyond {MANY_EPOCHS} epochs repeated "
+                      "tokens teach little, and a law fitted to them misleads: prepare more text, or give shorter "
+                      "runs with --ratio or --max_steps", soft_wrap=True)  # fmt: skip
     wanted = [one for one in trainings if one.size.depth in options.sizes]
     finished = sum(one.finished for one in wanted)
     total = "" if finished else ": how long they take is known when the first one has ended"

@@ -311,7 +311,7 @@ def _data_lines(found: dict[str, Any]) -> list[str]:
     data = found["data"]
     return [
         f"{split}: {format_count(data[split]['tokens'])} tokens in {plural(data[split]['shards'], 'shard')}, "
-        f"{plural(data[split]['windows'], 'sample')}, {data[split]['left_over']:,} tokens in none"
+        f"{plural(data[split]['windows'], 'sample')}, {data[split]['left_over']:,} tokens left over"
         f"{_of_text(data[split])}"
         for split in ("train", "val") if split in data
     ] + [

@@ -41,7 +41,7 @@ METRICS = {  # every metric of metrics.jsonl and TensorBoard, except those of an
     "optim/param_norm": Metric("parameter norm", "L2 norm", alert="param_norm"),
     "val/loss": Metric("validation loss", NATS, "{:.4f}", alert="val_loss", chart=LOSSES),
     "val/perplexity": Metric("validation perplexity", form="{:.2f}", short="perplexity", alert="val_perplexity"),
-    "val/bpb": Metric("validation bits per byte", "bits a byte", "{:.4f}", "bits per byte", "val_bpb"),
+    "val/bpb": Metric("validation bits per byte", "bits per byte", "{:.4f}", "bits per byte", "val_bpb"),
     "eval/core": Metric("mean centred accuracy", form="{:.4f}", alert="core"),
     "perf/tokens_per_second": Metric(
         "tokens a second", "tokens a second", "count", "tokens/s", "tokens_per_second", (THROUGHPUT, "tokens a second")
@@ -170,7 +170,7 @@ def evaluation_rows(evaluation: Evaluation) -> dict[str, str]:
             f"centred {task['centered']:.3f}; {task['items']:,} items, {task['num_fewshot']} shots"
         )
     for name, texts in evaluation["texts"].items():
-        bits = "" if texts["bits_per_byte"] is None else f"{texts['bits_per_byte']:.4f} bits a byte, "
+        bits = "" if texts["bits_per_byte"] is None else f"{texts['bits_per_byte']:.4f} bits per byte, "
         loss = "not finite" if texts["loss"] is None else f"{texts['loss']:.4f}"
         rows[name] = f"{bits}loss {loss} over {texts['tokens']:,} tokens"
     return rows

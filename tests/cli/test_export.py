@@ -215,7 +215,7 @@ def test_the_card_has_the_evaluations_of_this_very_step(run):
     (run / "evaluations.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
     text = model_card(model, Card("x"))
     assert "| speeches | 30.0% right (20.0% to 40.0%), guessing 25.0%, centred 0.100; 120 items, 5 shots |" in text
-    assert "| book.txt | 1.2500 bits a byte, " in text and "0.0667" in text
+    assert "| book.txt | 1.2500 bits per byte, " in text and "0.0667" in text
     assert "90.0%" not in text and "/home/me" not in text
 
 

@@ -69,6 +69,7 @@ def test_the_plan_alone_makes_no_folder(place):
     assert "3 trainings, 0 of them finished" in plan.stderr and not (place / "checkpoints/new").exists()
     [size] = json.loads(plan.stdout)["sizes"]
     assert (size["depth"], size["runs"]) == (2, 3) and size["tokens"] > 0 and size["parameters"] > 0
+    assert size["epochs"] > 4 and "the trainings of depth 2 repeat their data, up to " in plan.stderr
 
 
 def run_with_loss(path, status="finished", **metrics):
