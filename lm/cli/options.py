@@ -36,14 +36,20 @@ ACCUMULATION = "it follows from data.global_batch_tokens and data.micro_batch_si
 LOGS = ("TensorBoard and metrics.jsonl are always written to the run folder; --trainer.logger "
         "lightning.pytorch.loggers.WandbLogger adds W&B, after `pip install wandb`")
 RESUME = "give --ckpt_path auto, which resumes the newest run of this config; `last` or a folder chooses"
+MODEL = "`lm import --input FOLDER --output models/x` makes a checkpoint of a model, for --ckpt_path models/x"
 EPOCHS = "give trainer.max_steps or trainer.max_tokens"
-# The last part of what Lightning, Hugging Face, nanoGPT and others call an option -> what to use here.
-SYNONYMS = {
+# The last part of what other projects call an option -> what to do here; `system/other_names` has those that only
+# have another name.
+CURES = {
     "accumulate_grad_batches": ACCUMULATION, "gradient_accumulation_steps": ACCUMULATION, "batch_size": BATCH,
     "per_device_train_batch_size": BATCH, "max_epochs": EPOCHS, "num_train_epochs": EPOCHS, "epochs": EPOCHS,
     "gradient_accumulation": ACCUMULATION, "grad_accum": ACCUMULATION, "grad_accum_steps": ACCUMULATION,
     "logger": LOGS, "report_to": LOGS, "wandb_log": LOGS, "wandb_project": LOGS, "wandb": LOGS,
     "verbose": "leave it out; everything is in log.txt of the run folder, and --debug shows where an error came from",
+    "eval_only": "`lm validate` measures a checkpoint", "do_eval": "`lm validate` measures a checkpoint",
+    "do_train": "leave it out; `lm fit` trains", "model_name_or_path": MODEL, "init_from": MODEL, "model_name": MODEL,
+    "tensor_parallel_degree": "give --trainer.strategy fsdp2, which shards the model over the devices",
+    "overwrite_output_dir": "leave it out; a run never overwrites another, and --run NAME chooses its folder",
     "fsdp": "give --trainer.strategy fsdp2", "ddp": "give --trainer.strategy ddp",
     "device": "give --trainer.accelerator cpu, or gpu, or leave it out: a GPU that is there is used",
     "dry_run": "`lm plan` with the same options trains nothing, and says what the run would be",
@@ -52,38 +58,7 @@ SYNONYMS = {
     "always_save_checkpoint": "every trainer.checkpoint_interval steps a checkpoint is saved, whatever its loss is",
     "warmup_ratio": "give --model.schedule.warmup_ratio, and --model.schedule.warmup_steps 0 if the config has some",
     "num_workers": "leave it out; threads of the training process read the data, which is faster",
-} | {
-    synonym: f"did you mean {option!r}?" for option, synonyms in {
-        "trainer.max_steps": "max_iters num_steps train_steps total_steps",
-        "trainer.val_interval": "val_check_interval eval_interval eval_every eval_steps val_every",
-        "trainer.checkpoint_interval": "save_every save_interval save_steps ckpt_interval checkpoint_every",
-        "trainer.keep_checkpoints": "save_total_limit save_top_k",
-        "trainer.keep_every": "every_n_train_steps keep_period",
-        "trainer.log_interval": "log_every_n_steps log_every logging_steps",
-        "trainer.gradient_clip_val": "grad_clip gradient_clip max_grad_norm clip",
-        "trainer.precision": "dtype mixed_precision amp bf16 fp16",
-        "trainer.devices": "gpus num_gpus n_gpus num_devices",
-        "trainer.default_root_dir": "out_dir output_dir root",
-        "model.optimizer.lr": "learning_rate max_lr peak_lr",
-        "model.optimizer.weight_decay": "wd decay",
-        "model.optimizer.betas": "beta1 beta2 adam_beta1 adam_beta2",
-        "model.schedule.name": "lr_scheduler lr_scheduler_type scheduler",
-        "model.attention": "attn_implementation",
-        "model.schedule.decay_steps": "lr_decay_iters",
-        "model.schedule.warmup_steps": "warmup warmup_iters num_warmup_steps",
-        "model.schedule.final_fraction": "min_lr min_lr_ratio",
-        "model.decoder.hidden_size": "n_embd n_embed d_model dim embed_dim width",
-        "model.decoder.num_hidden_layers": "n_layer n_layers num_layers depth",
-        "model.decoder.num_attention_heads": "n_head n_heads num_heads heads",
-        "model.decoder.num_key_value_heads": "n_kv_head n_kv_heads num_kv_heads",
-        "model.decoder.intermediate_size": "ffn_dim d_ff mlp_dim n_inner",
-        "model.decoder.max_position_embeddings": "context_length block_size max_seq_len sequence_len n_ctx context",
-        "data.val_tokens": "limit_val_batches eval_iters",
-        "data.path": "dataset data_path data_dir",
-        "seed_everything": "seed",
-        "ckpt_path": "resume_from_checkpoint checkpoint init_from",
-    }.items() for synonym in synonyms.split()
-}  # fmt: skip
+}
 # Where an option says what to read -> those under `data` that say otherwise, or belong to other data.
 OTHER_DATA = {
     "path": ("train", "sources", "phases", "prepare"), "train": ("path", "sources", "phases", "prepare"),
@@ -304,7 +279,7 @@ def refuse_unknown_options(command: str, arguments: list[str]) -> None:
     if unknown:
         known = sorted(leaves | _groups(leaves))
         raise RequestError("; ".join(
-            where + unknown_options({name: SYNONYMS.get(name.rpartition(".")[2]) or nearest_option(name, known)
+            where + unknown_options({name: CURES.get(name.rpartition(".")[2]) or nearest_option(name, known)
                                      for name in names})
             for where, names in unknown.items()
         ))  # fmt: skip

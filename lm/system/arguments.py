@@ -3,6 +3,7 @@
 import json
 import re
 import shlex
+import sys
 from collections.abc import Callable, Iterable
 from dataclasses import MISSING, fields
 from difflib import get_close_matches
@@ -16,6 +17,7 @@ from jsonargparse import ArgumentParser
 from jsonargparse.typing import register_type
 
 from lm.errors import RequestError
+from lm.system.other_names import CHOICES, OPTIONS
 from lm.system.units import Count, parse_count
 
 NEGATIVE = re.compile(r"-[\d.]+(e[+-]?\d+)?", re.IGNORECASE)
@@ -41,6 +43,9 @@ class OneLineErrors:
         if missing:
             hint = "`lm runs ls` lists them" if missing[1] == "run" else f"`{self.prog} --help` shows what to give"
             raise RequestError(f"give a {missing[1]}, as in `{self.prog} {missing[1].upper()}`; {hint}") from ex
+        for name in re.findall(r"^unrecognized arguments: --(\w+)", message, re.IGNORECASE):
+            if name in [action.dest for action in self._actions if not action.option_strings]:
+                raise RequestError(f"give the {name} without a name: `{self.prog} {name.upper()}`") from ex
         raise RequestError(shorten(message, known_names(self))) from ex
 
 
@@ -191,7 +196,8 @@ def shorten(message: str, known: list[str]) -> str:
     if unrecognized := re.search(r"unrecognized arguments: (.*)", message):
         names = [word.lstrip("-").partition("=")[0] for word in unrecognized[1].split() if word.startswith("--")]
         if not names:
-            return f"{shown(unrecognized[1])} belongs to no option"
+            hint = f"; did you mean --{unrecognized[1]}?" if "=" in unrecognized[1] else ""
+            return f"{shown(unrecognized[1])} belongs to no option{hint}"
         return unknown_options({name: nearest_option(name, known) for name in names})
     unknown = re.search(r"(?:Group '(\S+)' )?does not accept option '([^']+)'|[Kk]ey '([^']+)' is not", message)
     if unknown:
@@ -204,7 +210,7 @@ def shorten(message: str, known: list[str]) -> str:
         given = re.search(r"class_path'?[=:] ?'(\S+?)'", message) or re.search(r"(?s)Given value: (.*)", message)
         # The error of a class itself counts, and not that the value is of no other type.
         text = ", or ".join([each for each in reasons if not each.startswith(("Expected", "Not a"))] or reasons)
-        text += "" if re.search("[Gg]ot ", text) else f", got {given[1]}"
+        text += "" if re.search("[Gg]ot |class_path", text) else f", got {given[1]}"
     else:
         text = message.partition('":')[2] if key else message
     text = re.sub(r"[Ee]xpected a <class '(?:\w+\.)*(\w+)'>", r"expected \1", " ".join(text.split()))
@@ -213,22 +219,42 @@ def shorten(message: str, known: list[str]) -> str:
     text = re.sub(r"Expected a dot import path string: (\S+?)(?=,|$)", r"\1 is not a path of a class, such as "
                   "lightning.pytorch.loggers.WandbLogger", text)  # fmt: skip
     # What was given for a list may have a password in it.
-    text = re.sub("expected list, got .*", "expected a list: [a, b], or lines that begin with a dash", text)
+    text = re.sub("expected (list|tuple), got .*", "expected a list: [a, b], or lines that begin with a dash", text)
     text = re.sub("Unable to load config .*", "this is a group of options: give each with its name", text)
     text = f"{key}: {text}" if key else text
     text = text if len(text) <= LONGEST_MESSAGE else f"{text[:LONGEST_MESSAGE]}..."
+    text += nearest_class(text)
     if choice := re.search(r"expected one of (.*?), got '?(\w[^']*)'?$", text):
         choices = {one.lower(): one for one in re.findall(r"'([^']+)'", choice[1])}
         given = choice[2].lower()
-        close = [one for one in choices if one.startswith(given)] or get_close_matches(given, choices, 2, cutoff=0.5)
-        text += f"; did you mean {' or '.join(repr(choices[one]) for one in close)}?" if close else ""
+        close = [one for one in CHOICES.get(given, "").split("|") if one in choices or " " in one]
+        close = close or [one for one in choices if one.startswith(given) or given.startswith(one)]
+        close = close or get_close_matches(given, choices, 2, cutoff=0.5)
+        text += f"; did you mean {' or '.join(repr(choices.get(one, one)) for one in close)}?" if close else ""
     return text
+
+
+def nearest_class(text: str) -> str:
+    """The nearest name, in a message about a class by path whose module or name does not exist; else empty."""
+    if lost := re.search(r"module '(\S+)' has no attribute '(\w+)'", text):
+        known, where = list(vars(sys.modules[lost[1]])), ""
+    elif lost := re.search(r"class_path.*No module named '((\w+))", text):
+        known, where = [file.stem for file in Path().glob("*.py")], f"; it is no file of {Path.cwd()} and not installed"
+    else:
+        return ""
+    close = get_close_matches(lost[2], known, 1)
+    return f"; did you mean {close[0]!r}?" if close else where
 
 
 def nearest_option(name: str, known: list[str]) -> str:
     """A hint for an option that does not exist: the nearest name; without one the options, if they are few."""
-    whole = sorted((option for option in known if option.endswith(f".{name}")), key=len)  # `lr`: `model.optimizer.lr`
-    if close := whole or get_close_matches(name, known, 1, cutoff=0.6):
+    name = name.replace("-", "_")
+    last = name.rpartition(".")[2]
+    ours = [option for option, others in OPTIONS.items() if last in others.split()]
+    close = [option for option in known if any(one == option or one.endswith(f".{option}") for one in ours)]
+    close = close or sorted((option for option in known if option.endswith(f".{name}")), key=len)  # `lr`
+    close = close or [option for option in known if option.rpartition(".")[2].startswith(name)]  # `temp`
+    if close := close or get_close_matches(name, known, 1, cutoff=0.6):
         return f"did you mean {close[0]!r}?"
     options = [option for option in known if option not in ("h", "help", "print_shtab") and option[-1] != "+"]
     return f"there are {', '.join(f'--{option}' for option in options)}" if len(options) <= FEW_OPTIONS else ""

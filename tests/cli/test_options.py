@@ -12,6 +12,7 @@ from lm.cli.main import TRAINING, main
 from lm.cli.options import PlanOptions
 from lm.errors import RequestError
 from lm.system.arguments import known_names
+from lm.system.other_names import OPTIONS
 
 WITHOUT_TORCH = """
 import sys
@@ -34,8 +35,7 @@ def test_the_dataclasses_have_the_options_of_the_parser():
 def test_what_is_shown_first_exists():
     names = {option.name for option in options.training_options("fit")}
     assert set(options.FREQUENT) | set(options.FREQUENT_WITHOUT_FIT) <= names
-    meant = {hint.split("'")[1] for hint in options.SYNONYMS.values() if hint.startswith("did you mean")}
-    assert meant <= names
+    assert {option for option in OPTIONS if "." in option} <= names
     assert all(option.help for option in options.training_options("fit"))
 
 
@@ -149,7 +149,7 @@ def test_wrong_names_are_refused(arguments, message, tmp_path, monkeypatch):
 def test_the_hint_for_a_warm_up_ratio_works_when_typed(tmp_path):
     """The config has steps, and of two lengths none is meant."""
     config = write_config(tmp_path)
-    hint = options.SYNONYMS["warmup_ratio"]
+    hint = options.CURES["warmup_ratio"]
     flags = re.findall(r"--model\S+", hint.replace(",", ""))
     assert flags == ["--model.schedule.warmup_ratio", "--model.schedule.warmup_steps"] and "steps 0 if" in hint
     read = config_parser("lm plan", PlanOptions).read(["-c", str(config), flags[0], "0.1", flags[1], "0"])
@@ -179,13 +179,25 @@ def test_a_config_that_cannot_be_meant_is_refused(text, message, tmp_path, monke
 @pytest.mark.parametrize("arguments, message", [
     (["generate", "Once upon"], "did you mean `lm generate --prompt 'Once upon'`?"),
     (["data", "prepare", "my_texts"], "did you mean `lm data prepare --input my_texts --output data/my_texts`?"),
-    (["generate", "--ckpt_path", ".", "--dtype", "bf16"], "got bf16; did you mean 'bfloat16' or 'float16'?"),
-    (["plan", "--config", "tiny.yaml", "--trainer.precision", "bf16"], "did you mean 'bf16-mixed' or 'bf16-true'?"),
+    (["generate", "--ckpt_path", ".", "--dtype", "bf16"], "got bf16; did you mean 'bfloat16'?"),
+    (["plan", "--config", "tiny.yaml", "--trainer.precision", "bf16"], "did you mean 'bf16-mixed'?"),
+    (["plan", "--config", "tiny.yaml", "--model.attention", "flash_attention_2"], "; did you mean 'flash'?"),
+    (["plan", "--config", "tiny.yaml", "--model.optimizer.name", "sgd"], "'--model.optimizer.class_path torch.optim."),
+    (["plan", "--config", "tiny.yaml", "--model.optimizer.betas", "0.9,0.95"], "expected a list: [a, b]"),
+    (["plan", "--config", "tiny.yaml", "--trainer.logger", "lightning.pytorch.loggers.WandbLoger"], "n 'WandbLogger'?"),
+    (["plan", "--config", "tiny.yaml", "--trainer.callbacks", "[my_callback.Norm]"], "did you mean 'my_callbacks'?"),
+    (["plan", "--config", "tiny.yaml", "trainer.max_steps=5"], "did you mean --trainer.max_steps=5?"),
+    (["plan", "--config", "tiny.yaml", "--lr-warmup-steps", "5"], "did you mean 'model.schedule.warmup_steps'?"),
+    (["generate", "--ckpt_path", ".", "--temp", "0.5"], "did you mean 'temperature'?"),
+    (["scale", "--size", "50M"], "did you mean 'depth'?"),
+    (["data", "inspect", "--path", "a"], "give the path without a name: `lm data inspect PATH`"),
     (["plan", "--config", "tiny.yaml", "--model.optimizer.name", "AdamW"], "got AdamW; did you mean 'adamw'?"),
     (["runs", "ls", "--sort", "loss"], "there is no option 'sort'; there are --all, --html, --json, --root, --tag"),
     (["runs", "show"], "give a run, as in `lm runs show RUN`; `lm runs ls` lists them"),
 ])  # fmt: skip
-def test_what_was_meant_is_suggested(arguments, message, capsys):
+def test_what_was_meant_is_suggested(arguments, message, capsys, tmp_path, monkeypatch):
+    (tmp_path / "my_callbacks.py").touch()
+    monkeypatch.chdir(tmp_path)
     assert main(arguments) == 2
     said = capsys.readouterr().err
     assert message in said and said.count("\n") == 1

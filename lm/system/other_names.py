@@ -1,0 +1,50 @@
+"""Names that users of Lightning, Hugging Face, nanoGPT and others type -> ours, for messages about wrong ones."""
+
+# Our option -> the last part of what others call it. Commands have different options; one that they have is suggested.
+OPTIONS = {
+    "trainer.max_steps": "max_iters num_steps train_steps total_steps",
+    "trainer.val_interval": "val_check_interval eval_interval eval_every eval_steps val_every",
+    "trainer.checkpoint_interval": "save_every save_interval save_steps ckpt_interval checkpoint_every",
+    "trainer.keep_checkpoints": "save_total_limit save_top_k",
+    "trainer.keep_every": "every_n_train_steps keep_period",
+    "trainer.log_interval": "log_every_n_steps log_every logging_steps",
+    "trainer.gradient_clip_val": "grad_clip gradient_clip max_grad_norm clip",
+    "trainer.precision": "dtype mixed_precision amp bf16 fp16",
+    "trainer.devices": "gpus num_gpus n_gpus num_devices",
+    "trainer.default_root_dir": "out_dir output_dir root",
+    "model.optimizer.lr": "learning_rate max_lr peak_lr",
+    "model.optimizer.weight_decay": "wd decay",
+    "model.optimizer.betas": "beta1 beta2 adam_beta1 adam_beta2",
+    "model.schedule.name": "lr_scheduler lr_scheduler_type scheduler",
+    "model.attention": "attn_implementation",
+    "model.schedule.decay_steps": "lr_decay_iters",
+    "model.schedule.warmup_steps": "warmup warmup_iters num_warmup_steps lr_warmup_steps",
+    "model.schedule.final_fraction": "min_lr min_lr_ratio",
+    "model.optimizer.eps": "adam_epsilon epsilon",
+    "model.decoder.hidden_size": "n_embd n_embed d_model dim embed_dim width",
+    "model.decoder.num_hidden_layers": "n_layer n_layers num_layers depth",
+    "model.decoder.num_attention_heads": "n_head n_heads num_heads heads",
+    "model.decoder.num_key_value_heads": "n_kv_head n_kv_heads num_kv_heads",
+    "model.decoder.intermediate_size": "ffn_dim d_ff mlp_dim n_inner",
+    "model.decoder.max_position_embeddings": "context_length block_size max_seq_len sequence_len n_ctx context "
+                                             "max_length",
+    "data.val_tokens": "limit_val_batches eval_iters",
+    "data.path": "dataset data_path data_dir",
+    "seed_everything": "seed",
+    "max_new_tokens": "max_tokens max_length",
+    "temperature": "temp",
+    "ckpt_path": "model checkpoint resume_from_checkpoint checkpoint_dir checkpoint_path "
+                 "model_path model_name model_name_or_path",
+    "input": "dataset data_dir data_path files",
+    "output": "out out_dir output_dir save_dir",
+    "max_items": "limit",
+    "depth": "size params num_params n_layer num_layers",
+    "depths": "sizes",
+}  # fmt: skip
+# What others call a choice -> ours, of which those are suggested that there are to choose; what is no choice is a cure.
+CHOICES = {
+    "bf16": "bf16-mixed|bfloat16", "bfloat16": "bf16-mixed", "fp16": "16-mixed|float16", "half": "16-mixed|float16",
+    "float16": "16-mixed", "fp32": "32-true|float32", "float32": "32-true", "sdpa": "auto", "eager": "math",
+    "flex_attention": "auto", "true": "inductor", "false": "none", "deepspeed": "fsdp2",
+    "sgd": "--model.optimizer.class_path torch.optim.SGD",
+}  # fmt: skip
