@@ -10,7 +10,6 @@ finished when it has a `manifest.json`, which is written last; until then `.part
 import json
 import logging
 import math
-import os
 import shlex
 import shutil
 from collections.abc import Iterator
@@ -46,7 +45,6 @@ from lm.data.text_files import TextFile, find_files, split_by_names
 from lm.data.tokenizer import Tokenizer, id_type, train_bpe, train_char
 from lm.errors import Interrupted, RequestError
 from lm.system.files import parse_json, write_atomically
-from lm.system.remote import is_remote
 from lm.system.units import plural
 
 log = logging.getLogger(__name__)
@@ -282,9 +280,9 @@ def _read(output: Path, name: str) -> dict[str, Any]:
 
 def made_from(path: str) -> str:
     """The texts that a finished folder was made from, as they are typed after `--input`."""
-    names = [source["name"] for source in _read(Path(path), MANIFEST)["sources"]]
-    names = names if len(names) == 1 or any(is_remote(name) for name in names) else [os.path.commonpath(names)]
-    return shlex.join(names) if all(names) else "TEXTS"
+    names = {source["name"] for source in _read(Path(path), MANIFEST)["sources"]}
+    places = names if len(names) == 1 else {name.rpartition("/")[0] for name in names}
+    return shlex.quote(places.pop()) if len(places) == 1 and all(places) else "TEXTS"
 
 
 def refuse_other_options(options: PrepareOptions) -> None:
