@@ -9,6 +9,8 @@ the bit; torchao's rowwise recipe does the same.
 cores take FP8 only where neighbours in memory are summed: hence the transpose, whose rows have scales of their own.
 """
 
+import math
+from collections.abc import Sequence
 from typing import Literal, NamedTuple
 
 import torch
@@ -57,12 +59,23 @@ def _power_of_two(largest: Tensor, dtype: torch.dtype) -> Tensor:
     """
     bits = largest.clamp(min=SMALLEST).nan_to_num(nan=torch.inf, posinf=torch.inf).view(torch.int32)
     carried = (bits + 0x1FFFFF) & 0x7F800000  # 23 bits of mantissa, cut off
-    return carried.view(torch.float32) / _top(dtype)
+    return carried.view(torch.float32) / top(dtype)
 
 
-def _top(dtype: torch.dtype) -> int:
+def top(dtype: torch.dtype) -> int:
     """The largest power of two in a format."""
     return int(torch.finfo(dtype).max / 1.75)
+
+
+def quantized_rows(x: Tensor) -> tuple[Tensor, Tensor]:
+    """A matrix `(..., K)` in e4m3 with a scale for each row, `(rows)`, by plain PyTorch."""
+    values, scale = _scaled(x.flatten(0, -2), E4M3, True)
+    return values.view(x.shape), scale
+
+
+def empty_rows(x: Tensor, shape: Sequence[int]) -> tuple[Tensor, Tensor]:
+    """Memory for a matrix of this shape in e4m3 with a scale for each row, where `x` is."""
+    return x.new_empty(shape, dtype=E4M3), x.new_empty(math.prod(shape[:-1]), dtype=torch.float32)
 
 
 def _cpu(x: Tensor, dtype: torch.dtype, rowwise: bool, matrix: bool, transpose: bool) -> Results:
@@ -88,7 +101,7 @@ def constants(
     dtype: torch.dtype, float8: torch.dtype, rows: int, width: int, vec: int, rowwise: bool
 ) -> dict[str, object]:
     """Preprocessor constants of the kernels for rows of this width, loaded in vectors of `vec` elements."""
-    return dict(T=runtime.TYPES[dtype], F="e4m3" if float8 == E4M3 else "e5m2", TOP=_top(float8), WIDTH=width, VEC=vec,
+    return dict(T=runtime.TYPES[dtype], F="e4m3" if float8 == E4M3 else "e5m2", TOP=top(float8), WIDTH=width, VEC=vec,
                 ROWWISE=int(rowwise), TRANSPOSED_VEC=1 if rows % 16 else 16,
                 WARPS=runtime.warps(width // vec, max(1, 16 // vec)))  # fmt: skip
 

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from lm.kernels import linear, runtime
-from lm.kernels.fp8 import Scaling
+from lm.kernels.fp8 import E4M3, Scaled, Scaling, empty_rows, quantized_rows, top
 from lm.kernels.linear import Matrix
 from lm.kernels.runtime import define
 
@@ -24,6 +24,13 @@ def _cpu_forward(x: Tensor, residual: Tensor | None, weight: Tensor, eps: float)
     rstd = torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps)  # (..., 1)
     y = (wide * rstd * weight.float()).to(x.dtype)
     return x.new_empty(0) if residual is None else total, y, rstd.squeeze(-1)
+
+
+def _cpu_forward_fp8(
+    x: Tensor, residual: Tensor | None, weight: Tensor, eps: float
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    stream, y, rstd = _cpu_forward(x, residual, weight, eps)
+    return stream, *quantized_rows(y), rstd
 
 
 def _cpu_backward(
@@ -40,29 +47,52 @@ def _cpu_backward(
     return dx.to(stream.dtype), y, dweight.to(weight.dtype)
 
 
-def constants(dtype: torch.dtype, weight_dtype: torch.dtype, width: int, vec: int) -> dict[str, object]:
-    """Preprocessor constants of the kernels for rows of this width, loaded in vectors of `vec` elements."""
+def constants(
+    dtype: torch.dtype, weight_dtype: torch.dtype, width: int, vec: int, float8: bool = False
+) -> dict[str, object]:  # fmt: skip
+    """Preprocessor constants of the kernels for rows of this width, loaded in vectors of `vec` elements.
+
+    With `float8` the forward pass returns e4m3.
+    """
     forward, backward = (runtime.warps(width // vec, max(1, held // vec))
                          for held in (LANE_ELEMENTS, LANE_ELEMENTS // 2))  # fmt: skip
     return dict(T=runtime.TYPES[dtype], W=runtime.TYPES[weight_dtype], WIDTH=width, VEC=vec, FORWARD_WARPS=forward,
-                BACKWARD_WARPS=backward)  # fmt: skip
+                BACKWARD_WARPS=backward, TOP=top(E4M3) if float8 else 0)  # fmt: skip
 
 
-def _program(width: int, x: Tensor, weight: Tensor, *tensors: Tensor | None) -> tuple[runtime.Program, int, int]:
+def _program(
+    width: int, float8: bool, x: Tensor, weight: Tensor, *tensors: Tensor | None
+) -> tuple[runtime.Program, int, int]:
     """The kernels for rows of this width, and the threads of a forward and of a backward block."""
-    chosen = constants(x.dtype, weight.dtype, width, runtime.vector(width, x, weight, *tensors))
+    chosen = constants(x.dtype, weight.dtype, width, runtime.vector(width, x, weight, *tensors), float8)
     run = runtime.program("rms_norm", x.device, **chosen)
     return run, chosen["FORWARD_WARPS"] * 32, chosen["BACKWARD_WARPS"] * 32
 
 
 def _cuda_forward(x: Tensor, residual: Tensor | None, weight: Tensor, eps: float) -> tuple[Tensor, Tensor, Tensor]:
+    y = torch.empty_like(x, memory_format=torch.contiguous_format)
+    stream, rstd = _run_forward(x, residual, weight, eps, y, None)
+    return stream, y, rstd
+
+
+def _cuda_forward_fp8(
+    x: Tensor, residual: Tensor | None, weight: Tensor, eps: float
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    values, scale = empty_rows(x, x.shape)
+    stream, rstd = _run_forward(x, residual, weight, eps, values, scale)
+    return stream, values, scale, rstd
+
+
+def _run_forward(
+    x: Tensor, residual: Tensor | None, weight: Tensor, eps: float, y: Tensor, scale: Tensor | None
+) -> tuple[Tensor, Tensor]:
     x, adds = x.contiguous(), residual is not None
     residual = residual.contiguous() if adds else None
-    stream, y = torch.empty_like(x) if adds else x.new_empty(0), torch.empty_like(x)
+    stream = torch.empty_like(x) if adds else x.new_empty(0)
     rstd = x.new_empty(x.shape[:-1], dtype=torch.float32)
-    run, threads, _ = _program(x.shape[-1], x, weight, residual)
-    run("rms_norm_forward", rstd.numel(), threads, x, residual, weight, stream if adds else None, y, rstd, eps)
-    return stream, y, rstd
+    run, threads, _ = _program(x.shape[-1], scale is not None, x, weight, residual)
+    run("rms_norm_forward", rstd.numel(), threads, x, residual, weight, stream if adds else None, y, scale, rstd, eps)
+    return stream, rstd
 
 
 def _cuda_backward(
@@ -73,7 +103,7 @@ def _cuda_backward(
     width, rows = stream.shape[-1], rstd.numel()
     dx, dweight = torch.empty_like(stream), torch.empty_like(weight)
     y = torch.empty_like(stream) if recompute else stream.new_empty(0)
-    run, _, threads = _program(width, stream, weight, dy, dstream)
+    run, _, threads = _program(width, False, stream, weight, dy, dstream)
     blocks = min(rows, BLOCKS_PER_MULTIPROCESSOR * runtime.multiprocessors(stream.device))
     partial = weight.new_empty((blocks, width), dtype=torch.float32)
     run("rms_norm_backward", blocks, threads, dy, dstream, stream, weight, rstd, dx, y if recompute else None, partial,
@@ -90,6 +120,16 @@ FORWARD = define(
     fake=lambda x, residual, weight, eps: (
         x.new_empty(0 if residual is None else x.shape),
         x.new_empty(x.shape),
+        x.new_empty(x.shape[:-1], dtype=torch.float32),
+    ),
+)
+FORWARD_FP8 = define(  # `y` in e4m3 with a scale for each row, as `fp8` makes it of the `y` of `rms_norm`
+    "rms_norm_fp8(Tensor x, Tensor? residual, Tensor weight, float eps) -> (Tensor, Tensor, Tensor, Tensor)",
+    cpu=_cpu_forward_fp8,
+    cuda=_cuda_forward_fp8,
+    fake=lambda x, residual, weight, eps: (
+        x.new_empty(0 if residual is None else x.shape),
+        *empty_rows(x, x.shape),
         x.new_empty(x.shape[:-1], dtype=torch.float32),
     ),
 )
@@ -157,11 +197,16 @@ class _NormLinear(torch.autograd.Function):
         ctx: Any, x: Tensor, residual: Tensor | None, norm_weight: Tensor, eps: float, weight: Tensor, matrix: Matrix,
         scaling: Scaling | None, total: Tensor | None,
     ) -> tuple[Tensor | None, Tensor]:  # fmt: skip
-        stream, y, rstd = FORWARD(x, residual, norm_weight, eps)
+        if scaling == "rowwise":
+            stream, *y, rstd = FORWARD_FP8(x, residual, norm_weight, eps)
+            out = linear.product(Scaled(*y), matrix.matrix, x.dtype)
+        else:
+            stream, y, rstd = FORWARD(x, residual, norm_weight, eps)
+            out = linear.forward(y, matrix, scaling)
         ctx.adds, ctx.scaling, ctx.weight_dtype, ctx.total = residual is not None, scaling, weight.dtype, total
         ctx.save_for_backward(stream if ctx.adds else x, norm_weight, rstd, *linear.saved_for_dx(matrix))
         ctx.set_materialize_grads(False)
-        return stream if ctx.adds else None, linear.forward(y, matrix, scaling)
+        return stream if ctx.adds else None, out
 
     @staticmethod
     def backward(ctx: Any, dstream: Tensor | None, dout: Tensor | None) -> tuple[Tensor | None, ...]:

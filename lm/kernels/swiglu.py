@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from lm.kernels import linear, runtime
-from lm.kernels.fp8 import Scaling
+from lm.kernels.fp8 import E4M3, Scaled, Scaling, empty_rows, quantized_rows, top
 from lm.kernels.linear import Matrix
 from lm.kernels.runtime import define
 
@@ -18,6 +18,10 @@ from lm.kernels.runtime import define
 def _cpu_forward(gate_up: Tensor) -> Tensor:
     gate, up = gate_up.contiguous().float().chunk(2, -1)
     return (F.silu(gate) * up).to(gate_up.dtype)
+
+
+def _cpu_forward_fp8(gate_up: Tensor) -> tuple[Tensor, Tensor]:
+    return quantized_rows(_cpu_forward(gate_up))
 
 
 def _cpu_backward(dz: Tensor, gate_up: Tensor) -> tuple[Tensor, Tensor]:
@@ -31,6 +35,11 @@ def _cpu_backward(dz: Tensor, gate_up: Tensor) -> tuple[Tensor, Tensor]:
 def constants(dtype: torch.dtype, width: int, vec: int) -> dict[str, object]:
     """Preprocessor constants of the kernels for results of this width, loaded in vectors of `vec` elements."""
     return dict(T=runtime.TYPES[dtype], WIDTH=width, VEC=vec)
+
+
+def constants_fp8(dtype: torch.dtype, width: int, vec: int) -> dict[str, object]:
+    """As `constants`, of the kernel that returns e4m3."""
+    return constants(dtype, width, vec) | dict(WARPS=runtime.warps(width // vec, max(1, 16 // vec)), TOP=top(E4M3))
 
 
 def _run(name: str, gate_up: Tensor, tensors: tuple[Tensor, ...], *loaded: Tensor) -> None:
@@ -49,6 +58,16 @@ def _cuda_forward(gate_up: Tensor) -> Tensor:
     return z
 
 
+def _cuda_forward_fp8(gate_up: Tensor) -> tuple[Tensor, Tensor]:
+    gate_up = gate_up.contiguous()
+    values, scale = _half_fp8(gate_up)
+    width = values.shape[-1]
+    chosen = constants_fp8(gate_up.dtype, width, runtime.vector(width, gate_up))
+    runtime.program("swiglu_fp8", gate_up.device, **chosen)(
+        "swiglu_fp8", scale.numel(), chosen["WARPS"] * 32, gate_up, values, scale)  # fmt: skip
+    return values, scale
+
+
 def _cuda_backward(dz: Tensor, gate_up: Tensor) -> tuple[Tensor, Tensor]:
     dz, gate_up = dz.contiguous(), gate_up.contiguous()
     dgate_up, z = torch.empty_like(gate_up), torch.empty_like(dz)
@@ -60,7 +79,14 @@ def _half(gate_up: Tensor) -> Tensor:
     return gate_up.new_empty((*gate_up.shape[:-1], gate_up.shape[-1] // 2))
 
 
+def _half_fp8(gate_up: Tensor) -> tuple[Tensor, Tensor]:
+    return empty_rows(gate_up, (*gate_up.shape[:-1], gate_up.shape[-1] // 2))
+
+
 FORWARD = define("swiglu(Tensor gate_up) -> Tensor", cpu=_cpu_forward, cuda=_cuda_forward, fake=_half)
+FORWARD_FP8 = define(  # in e4m3 with a scale for each row, as `fp8` makes it of what `swiglu` returns
+    "swiglu_fp8(Tensor gate_up) -> (Tensor, Tensor)", cpu=_cpu_forward_fp8, cuda=_cuda_forward_fp8, fake=_half_fp8
+)
 BACKWARD = define(
     "swiglu_backward(Tensor dz, Tensor gate_up) -> (Tensor, Tensor)",
     cpu=_cpu_backward,
@@ -76,6 +102,8 @@ class _SwigluLinear(torch.autograd.Function):
     ) -> Tensor:  # fmt: skip
         ctx.weight_dtype, ctx.scaling, ctx.total = weight.dtype, scaling, total
         ctx.save_for_backward(gate_up, *linear.saved_for_dx(matrix))
+        if scaling == "rowwise":
+            return linear.product(Scaled(*FORWARD_FP8(gate_up)), matrix.matrix, gate_up.dtype)
         return linear.forward(FORWARD(gate_up), matrix, scaling)
 
     @staticmethod

@@ -43,7 +43,8 @@ from lm.training.step import total_norm
 DTYPE = torch.bfloat16
 # Kernels of our ops, but for `linear_cross_entropy`, see `Launches._cross_entropy`. The backward passes of norms with
 # weights have a second kernel that adds up the gradients of the weights.
-KERNELS = {"rms_norm": 1, "rms_norm_backward": 2, "swiglu": 1, "swiglu_backward": 1, "qk_norm_rope": 1}
+KERNELS = {"rms_norm": 1, "rms_norm_backward": 2, "swiglu": 1, "swiglu_backward": 1, "qk_norm_rope": 1,
+           "rms_norm_fp8": 1, "swiglu_fp8": 1}  # fmt: skip
 # Flash 2: forward one kernel; backward three: the rows' products with the gradient, the gradients, and those of the
 # queries rounded; with grouped heads the gradients of keys and of values are summed over each group, too.
 ATTENTION = {"forward": 1, "backward": 3, "groups": 2}

@@ -56,7 +56,8 @@ def test_fp8_quantises_what_the_kernels_page_says(counted, precision, both, matr
     for copies in (False, True):
         found, bf16 = count(PRESET, copies, precision), counted[copies]
         step = both if copies else 0  # of the weight, once an optimizer step
-        assert found["micro_batch"].ops["fp8"] == 2 * 4 * (both - step + matrix + both + both)
+        inside = 3 if precision == "fp8-rowwise" else 0  # the norms and SwiGLU quantise what they return themselves
+        assert found["micro_batch"].ops["fp8"] == 2 * (4 * (both - step + matrix + both + both) - inside * matrix)
         assert found["optimizer_step"].ops["fp8"] == 2 * 4 * step
         assert launches(found)["matrix products"] == launches(bf16)["matrix products"]
 

@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch.library import opcheck
 
-from lm.kernels import fp8, runtime
+from lm.kernels import fp8, rms_norm, runtime, swiglu
 
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
 BF16, FP32, FP16 = torch.bfloat16, torch.float32, torch.float16
@@ -94,6 +94,27 @@ def test_rows_that_are_not_aligned_or_no_neighbours(emulated, rowwise):
     odd = torch.randn(32 * 48 + 1).bfloat16()[1:].view(32, 48)
     for x in (odd, odd.t(), odd[:, 8:40], odd[:1].expand(32, 48)):
         check(x, E4M3, rowwise, True, True)
+
+
+@pytest.mark.parametrize("source, rows, width", [*SHAPES, (BF16, 0, 16)], ids=str)
+def test_what_norms_and_swiglu_quantise_is_what_would_be_made_of_their_results(emulated, source, rows, width):
+    """To the bit, and so is all else that they return; a row that is not finite has an infinite scale."""
+    x, residual, gate_up = (torch.randn(rows, n).to(source) for n in (width, width, 2 * width))
+    x[1:2], gate_up[1:2], x[2:3, :1], gate_up[2:3, :1] = 0, 0, torch.inf, torch.nan
+    weight = torch.randn(width)
+    norms = rms_norm._cuda_forward_fp8, rms_norm._cuda_forward
+    for given, ours, plain in (((x, residual, weight, 1e-5), *norms), ((x, None, weight, 1e-5), *norms),
+                               ((gate_up,), swiglu._cuda_forward_fp8, swiglu._cuda_forward)):  # fmt: skip
+        place = int(len(given) > 1)  # of the matrix among the results
+        got, expected = ours(*given), plain(*given)
+        expected = [expected] if isinstance(expected, torch.Tensor) else list(expected)
+        values, scale, *_ = fp8._cpu(expected[place], E4M3, True, True, False)
+        expected[place : place + 1] = values, scale
+        for mine, other in zip(got, expected, strict=True):
+            assert mine.dtype == other.dtype and mine.shape == other.shape
+            lost = mine.float().isnan() & other.float().isnan()
+            assert torch.equal(mine.float().masked_fill(lost, 0), other.float().masked_fill(lost, 0))
+        assert got[place + 1][2:3].isinf().all()
 
 
 @pytest.mark.parametrize("scaling", ["tensorwise", "rowwise"])

@@ -153,10 +153,13 @@ def test_torch_accepts_every_op(dtype):
     opcheck(rms_norm.FORWARD, (x, None, weight, EPS))
     opcheck(rms_norm.FORWARD, (x.transpose(0, 1), None, weight, EPS))
     opcheck(rms_norm.FORWARD, (x, residual, weight, EPS))
+    for added in (None, residual.transpose(0, 1)):
+        opcheck(rms_norm.FORWARD_FP8, (x.transpose(0, 1), added, weight, EPS))
     for recompute in (True, False):
         opcheck(rms_norm.BACKWARD, (x, residual, residual, weight, rstd, recompute))
         opcheck(rms_norm.BACKWARD, (x, None, residual, weight, rstd, recompute))
     opcheck(swiglu.FORWARD, (x,))
+    opcheck(swiglu.FORWARD_FP8, (x,))
     opcheck(swiglu.BACKWARD, (x[..., :8], x))
 
 
@@ -274,12 +277,15 @@ def sources(dtype, arch):
         vectors = 1 if width % 8 else vec
         yield "rms_norm", rms_norm.constants(dtype, torch.float32, width, vectors), 96
         yield "swiglu", swiglu.constants(dtype, width, vectors), 96
+        if arch != "sm_80":  # which has no FP8
+            yield "rms_norm", rms_norm.constants(dtype, torch.float32, width, vectors, float8=True), 128
+            yield "swiglu_fp8", swiglu.constants_fp8(dtype, width, vectors), 96
     for vocab in (32768, 50257, 64):
         yield "cross_entropy", cross_entropy.constants(dtype, vocab, True), 255
     for dim, norm in [(64, True), (128, True)] + [(2, True), (250, True), (256, True), (80, False)] * (arch == "sm_90"):
         vectors, weight = vec if dim // 2 % vec == 0 else 1, torch.float32 if norm else None
         yield "qk_norm_rope", qk_norm_rope.constants(dtype, weight, 16, 4, dim, vectors), 255
-    for rows, width in [(16384, 1024), (16384, 16384), (61, 997)] * (arch != "sm_80"):  # which has no FP8
+    for rows, width in [(16384, 1024), (16384, 16384), (61, 997)] * (arch != "sm_80"):
         for rowwise in (False, True):
             vectors = 1 if width % 8 else vec
             yield "fp8", fp8.constants(dtype, torch.float8_e5m2, rows, width, vectors, rowwise), 64
@@ -306,20 +312,23 @@ ACCESSES = [
     ("cross_entropy", cross_entropy.constants(BF16, 32768, True), {"cross_entropy": (5, True, 0)}),
     ("fp8", fp8.constants(BF16, torch.float8_e4m3fn, 16384, 1024, 8, True),
      {"fp8_largest_of_rows_and_columns": (0, False, 4)}),
+    ("rms_norm", rms_norm.constants(BF16, torch.float32, 2048, 8, float8=True), {"rms_norm_forward": (2, True, 4)}),
+    ("swiglu_fp8", swiglu.constants_fp8(BF16, 4096, 8), {"swiglu_fp8": (0, True, 4)}),
 ]  # fmt: skip
 
 
 @needs_nvrtc
 @pytest.mark.parametrize("arch", ["sm_80", "sm_89", "sm_90", "sm_100"])
 def test_vectors_are_moved_by_one_instruction_and_loaded_together(arch):
-    for name, constants, expected in ACCESSES[: -1 if arch == "sm_80" else None]:
+    for name, constants, expected in ACCESSES[: -3 if arch == "sm_80" else None]:
         code = machine_code(name, arch, **constants)
         for kernel, (stores, scalars, loads) in expected.items():
             kinds = Counter(each for each in code[kernel] if each.startswith("STG"))
             ends = [place for place, each in enumerate(code[kernel]) if each.startswith(("STG", "SHFL", "BAR", "RED"))]
             first = [each for each in code[kernel][: ends[0]] if each.startswith("LDG.E.128")]
             assert kinds["STG.E.128"] >= stores and len(first) >= loads, (kernel, kinds, first)
-            assert kinds.keys() <= {"STG.E.128", *["STG.E"] * scalars}, (kernel, kinds)
+            narrow = ["STG.E.64"] * ("TOP" in constants and bool(constants["TOP"]))  # eight numbers in FP8
+            assert kinds.keys() <= {"STG.E.128", *narrow, *["STG.E"] * scalars}, (kernel, kinds)
             assert not [each for each in code[kernel] if each.startswith(("LDL", "STL"))], kernel
 
 

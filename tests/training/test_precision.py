@@ -197,14 +197,16 @@ def test_each_matrix_is_quantised_once_for_all_of_its_products(scaling, joined):
                 out.sum().backward()
         return sorted(found.seen)
 
-    weight, activation = (80, 32), ((48, 32), True, False)
+    weight = (80, 32)
+    # With a scale for each row the norm or SwiGLU quantises what it returns, and nothing is left to do.
+    activation = [] if scaling == "rowwise" and joined != "linear" else [((48, 32), True, False)]
     in_backward = [((48, 80), True, True), ((48, 32), False, True)]  # the gradient, and the activation once more
-    assert quantised(w.requires_grad_()) == sorted([(weight, True, True), activation, *in_backward])
+    assert quantised(w.requires_grad_()) == sorted([(weight, True, True), *activation, *in_backward])
     copy = quantize(w.detach(), scaling, transpose=True)
-    assert quantised(w, copy) == sorted([activation, *in_backward])
-    assert quantised(w, backward=False) == sorted([(weight, True, False), activation])
+    assert quantised(w, copy) == sorted([*activation, *in_backward])
+    assert quantised(w, backward=False) == sorted([(weight, True, False), *activation])
     frozen = quantised(w.detach())
-    assert frozen[1:] == sorted([(weight, True, True), ((48, 80), True, False)])
+    assert frozen == sorted([*activation, (weight, True, True), ((48, 80), True, False)])
 
 
 @pytest.mark.parametrize("scaling", SCALINGS)

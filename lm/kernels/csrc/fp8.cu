@@ -5,48 +5,10 @@
 // The largest value is that of the matrix, or with ROWWISE of each row, and of each column for the transpose. What is not
 // stored: anything wider than FP8. The transpose goes through shared memory and not through a second pass.
 //
-// Magnitudes are compared as whole numbers: the bits of |x|, which have the order of the numbers, infinity above them and
-// NaN above it. So neither is lost, and its scale is infinite.
-//
 // -DT: number format of x. -DF: e4m3 or e5m2. -DTOP: the largest power of two in F. -DWIDTH. -DVEC: neighbours loaded at
 // once; divides WIDTH. -DROWWISE. -DTRANSPOSED_VEC: neighbours of the transpose stored at once, 16 or 1; divides rows.
 // -DWARPS: of a block of fp8_rows.
 #include "prelude.cuh"
-
-constexpr unsigned INFINITE = 0x7f800000u;
-constexpr unsigned SMALLEST = (127u - 100u) << 23;  // 2^-100, so that no scale is zero
-
-template <typename S> __device__ __forceinline__ unsigned magnitude(S x) { return __float_as_uint(widen(x)) & 0x7fffffffu; }
-
-// F ends at 1.75 times a power of two. So a mantissa above 1.75 is rounded up to a power of two, any other down: adding the
-// bits that are missing from there to 2 lets just those carry into the exponent.
-__device__ __forceinline__ float scale_of(unsigned largest) {
-  const unsigned bits = min(max(largest, SMALLEST), INFINITE);
-  return __uint_as_float((bits + 0x1fffffu) & INFINITE) * (1.f / TOP);
-}
-
-// 1 / scale, of a power of two or infinity.
-__device__ __forceinline__ float inverse(float scale) {
-  const unsigned bits = __float_as_uint(scale);
-  return bits == INFINITE ? 0.f : __uint_as_float((254u << 23) - bits);
-}
-
-__device__ __forceinline__ unsigned narrow_four(float a, float b, float c, float d) {
-  return narrow_two<F>(a, b) | narrow_two<F>(c, d) << 16;
-}
-
-// Store N numbers times `factor` as neighbours.
-template <int N> __device__ __forceinline__ void store_row(F* p, const float* x, float factor) {
-  if constexpr (N == 1) {
-    p->bits = narrow_two<F>(*x * factor, 0.f);
-  } else {
-    Vec<unsigned, N / 4> four;
-#pragma unroll
-    for (int j = 0; j < N; j += 4)
-      four.v[j / 4] = narrow_four(x[j] * factor, x[j + 1] * factor, x[j + 2] * factor, x[j + 3] * factor);
-    store<N / 4>(reinterpret_cast<unsigned*>(p), four);
-  }
-}
 
 // ---- a scale for each row, without the transpose: one block a row, one pass -------------------------------------------
 
@@ -57,27 +19,12 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32)
 fp8_rows(const T* __restrict__ x, F* __restrict__ values, float* __restrict__ scales) {
   const i64 row = blockIdx.x, base = row * WIDTH;
   Vec<T, VEC> items[ITEMS] = {};
-  unsigned largest = 0;
 #pragma unroll
   for (int i = 0; i < ITEMS; ++i) {
     const int piece = i * WARPS * 32 + threadIdx.x;
     if (piece < PIECES) items[i] = load<VEC>(x + base + piece * VEC);
   }
-#pragma unroll
-  for (int i = 0; i < ITEMS; ++i)
-#pragma unroll
-    for (int j = 0; j < VEC; ++j) largest = max(largest, magnitude(items[i].v[j]));
-  const float scale = scale_of(block_largest<WARPS>(largest)), factor = inverse(scale);
-  if (threadIdx.x == 0) scales[row] = scale;
-#pragma unroll
-  for (int i = 0; i < ITEMS; ++i) {
-    const int piece = i * WARPS * 32 + threadIdx.x;
-    if (piece >= PIECES) continue;
-    float wide[VEC];
-#pragma unroll
-    for (int j = 0; j < VEC; ++j) wide[j] = widen(items[i].v[j]);
-    store_row<VEC>(values + base + piece * VEC, wide, factor);
-  }
+  quantize_row<TOP, WARPS, PIECES>(items, values + base, scales + row);
 }
 
 // ---- tiles: a block of 256 threads, 32 down and 8 across, each with 4 rows of VEC neighbours --------------------------
@@ -168,20 +115,20 @@ fp8_quantize(const T* __restrict__ x, const unsigned* __restrict__ largest, F* _
   if (ROWWISE) {
 #pragma unroll
     for (int i = 0; i < 4; ++i) {
-      const float scale = scale_of(at.row + i < rows ? largest[at.row + i] : 0);
+      const float scale = scale_of<TOP>(at.row + i < rows ? largest[at.row + i] : 0);
       of_row[i] = inverse(scale);
       if (values && at.column == 0 && at.row + i < rows) scales[at.row + i] = scale;
     }
 #pragma unroll
     for (int j = 0; j < VEC; ++j) {
-      const float scale = scale_of(at.column + j < WIDTH ? largest[rows + at.column + j] : 0);
+      const float scale = scale_of<TOP>(at.column + j < WIDTH ? largest[rows + at.column + j] : 0);
       of_column[j] = inverse(scale);
       if (transposed && at.row == 0 && at.column + j < WIDTH) transposed_scales[at.column + j] = scale;
     }
   } else {
     unsigned most = 0;
     for (int i = threadIdx.x; i < parts; i += 256) most = max(most, largest[i]);
-    const float scale = scale_of(block_largest<8>(most)), factor = inverse(scale);
+    const float scale = scale_of<TOP>(block_largest<8>(most)), factor = inverse(scale);
     if (blockIdx.x == 0 && threadIdx.x == 0) *scales = scale;
 #pragma unroll
     for (int i = 0; i < 4; ++i) of_row[i] = factor;
@@ -204,7 +151,7 @@ fp8_quantize(const T* __restrict__ x, const unsigned* __restrict__ largest, F* _
   __shared__ Vec<unsigned, 4> tile[TILE_COLUMNS][8];
 #pragma unroll
   for (int j = 0; j < VEC; ++j)
-    tile[at.across * VEC + j][(threadIdx.x >> 5) ^ at.across].v[at.down % 4] = narrow_four(
+    tile[at.across * VEC + j][(threadIdx.x >> 5) ^ at.across].v[at.down % 4] = narrow_four<F>(
         wide[0][j] * of_column[j], wide[1][j] * of_column[j], wide[2][j] * of_column[j], wide[3][j] * of_column[j]);
   __syncthreads();  // the tile is whole
   for (int piece = threadIdx.x; piece < TILE_COLUMNS * 8; piece += 256) {

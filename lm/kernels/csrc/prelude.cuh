@@ -106,6 +106,68 @@ template <int Warps> __device__ __forceinline__ unsigned block_largest(unsigned 
   return block_all<Warps, warp_largest>(x, 0u);
 }
 
+// ---- FP8 ---------------------------------------------------------------------------------------------------------------
+//
+// Magnitudes are compared as whole numbers: the bits of |x|, which have the order of the numbers, infinity above them and
+// NaN above it. So neither is lost, and its scale is infinite.
+
+constexpr unsigned INFINITE = 0x7f800000u;
+constexpr unsigned SMALLEST = (127u - 100u) << 23;  // 2^-100, so that no scale is zero
+
+template <typename S> __device__ __forceinline__ unsigned magnitude(S x) { return __float_as_uint(widen(x)) & 0x7fffffffu; }
+
+// The least power of two that brings the largest magnitude into the range of a format whose largest power of two is Top.
+// A format ends at 1.75 times a power of two. So a mantissa above 1.75 is rounded up to a power of two, any other down:
+// adding the bits that are missing from there to 2 lets just those carry into the exponent.
+template <int Top> __device__ __forceinline__ float scale_of(unsigned largest) {
+  const unsigned bits = min(max(largest, SMALLEST), INFINITE);
+  return __uint_as_float((bits + 0x1fffffu) & INFINITE) * (1.f / Top);
+}
+
+// 1 / scale, of a power of two or infinity.
+__device__ __forceinline__ float inverse(float scale) {
+  const unsigned bits = __float_as_uint(scale);
+  return bits == INFINITE ? 0.f : __uint_as_float((254u << 23) - bits);
+}
+
+template <typename F> __device__ __forceinline__ unsigned narrow_four(float a, float b, float c, float d) {
+  return narrow_two<F>(a, b) | narrow_two<F>(c, d) << 16;
+}
+
+// Store N numbers times `factor` as neighbours.
+template <int N, typename F> __device__ __forceinline__ void store_row(F* p, const float* x, float factor) {
+  if constexpr (N == 1) {
+    p->bits = narrow_two<F>(*x * factor, 0.f);
+  } else {
+    Vec<unsigned, N / 4> four;
+#pragma unroll
+    for (int j = 0; j < N; j += 4)
+      four.v[j / 4] = narrow_four<F>(x[j] * factor, x[j + 1] * factor, x[j + 2] * factor, x[j + 3] * factor);
+    store<N / 4>(reinterpret_cast<unsigned*>(p), four);
+  }
+}
+
+// Quantise a row of Pieces vectors, which a block of Warps warps holds, zero beyond its end, and write its scale.
+template <int Top, int Warps, int Pieces, typename F, typename S, int N, int Items>
+__device__ __forceinline__ void quantize_row(const Vec<S, N> (&items)[Items], F* values, float* scale) {
+  unsigned largest = 0;
+#pragma unroll
+  for (int i = 0; i < Items; ++i)
+#pragma unroll
+    for (int j = 0; j < N; ++j) largest = max(largest, magnitude(items[i].v[j]));
+  const float divisor = scale_of<Top>(block_largest<Warps>(largest)), factor = inverse(divisor);
+  if (threadIdx.x == 0) *scale = divisor;
+#pragma unroll
+  for (int i = 0; i < Items; ++i) {
+    const int piece = i * Warps * 32 + threadIdx.x;
+    if (piece >= Pieces) continue;
+    float wide[N];
+#pragma unroll
+    for (int j = 0; j < N; ++j) wide[j] = widen(items[i].v[j]);
+    store_row<N>(values + piece * N, wide, factor);
+  }
+}
+
 // out[c] = sum over blocks of partial[block][c], in fixed order. For blocks of 256 threads, which take 32 columns each.
 template <typename S>
 __device__ __forceinline__ void sum_columns(const float* __restrict__ partial, S* __restrict__ out, int width, i64 blocks) {
