@@ -149,7 +149,7 @@ def test_lengths_are_counted_in_steps_of_the_branch(place):
     (["--at", "5"], "has no checkpoint of that step; it has those of steps 4, 8, 12"),
     (["--at", "four"], "has no checkpoint of that step"),
     (["--decay", "100"], "one of the lengths is shorter: give 256 or more"), (["--at", "last"], "give --decay TOKENS or --con"),
-    (["--rewarm", "512"], "--rewarm is a part of --decay or of --constant"),
+    (["--rewarm", "512"], "is a part of --decay or of --constant"),
     (["--decay", "512", "--constant", "512"], "give --decay or --constant"),
     (["--decay", "512", "--model.decoder.hidden_size", "64"], "model.decoder.hidden_size was 32, now 64"),
     (["--decay", "512", "--model.optimizer.name", "adamw"], "model.optimizer.name was muon, now adamw"),
