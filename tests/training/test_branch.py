@@ -126,7 +126,7 @@ def test_data_of_another_tokenizer_is_made_again_by_the_command_of_the_message(p
     lm(place, "data", "prepare", "--input", "texts", "--output", "data/bpe", "--vocab_size", "280")
     lm(place, "branch", "trunk", "--at", "8", "--constant", str(STEP), "--name", "mixed", "--data.sources",
        "[{name: a, path: data/small}]")  # fmt: skip
-    branch = ("branch", "mixed", "--constant", str(STEP), "--name", "again", "--data.path")
+    branch = ("branch", "mixed", "--constant", str(STEP), "--name", "on-bpe", "--data.path")
     refused = lm(place, *branch, "data/bpe", expect=2).stderr.splitlines()[-1]
     lm(place, *shlex.split(refused.split("`lm ")[1].split("`")[0]))
     lm(place, *branch, "data/bpe-again")
