@@ -107,7 +107,7 @@ MISTAKES = {
     "none of a module": (lambda: package.LanguageModule(DECODER, optimiser=3),
                          "^LanguageModule: there is no option 'optimiser'; did you mean 'optimizer'?"),
     "none of the data": (lambda: package.DataModule("data", micro_batch=4), "^DataModule: .*'micro_batch_size'"),
-    "none of a fit": (lambda: package.fit("tiny.yaml", max_steps=5), r"did you mean 'trainer.max_steps'\?; options are a "
+    "none of a fit": (lambda: package.fit("tiny.yaml", max_steps=5), r"mean 'trainer.max_steps'\?; options are a "
                       r"dictionary: lm\.fit\(config, \{'trainer\.max_steps': 5\}\)$"),
     "none of a text": (lambda: package.inference.pretrained.Pretrained.generate(None, "x", max_tokens=5),
                        r"^generate: .* 'max_tokens'; did you mean 'max_new_tokens'\?$"),
