@@ -18,7 +18,7 @@ from lightning.pytorch import Callback, LightningDataModule, LightningModule
 from lm.cli.config import TrainingCLI, in_notebook, quiet_lightning, refuse_notebook
 from lm.cli.evaluate import measure
 from lm.cli.main import ConsoleHandler
-from lm.cli.options import refuse_unknown_options, replace_data
+from lm.cli.options import refuse_unknown_options, replace_data, training_options
 from lm.cli.plan import PlanChecks
 from lm.data.config import PrepareOptions
 from lm.data.datamodule import DataModule
@@ -31,7 +31,7 @@ from lm.model.custom import module_class, plain_arguments, use_module_class
 from lm.runs.registry import find_run
 from lm.runs.resume import find_checkpoint, refuse_changed_config
 from lm.runs.run import Run
-from lm.system.arguments import build_options
+from lm.system.arguments import build_options, nearest_option, unknown_options
 from lm.system.process import import_from_working_directory
 from lm.system.stop_signals import STOP
 from lm.training.callbacks.run_folder import RunFolder
@@ -67,7 +67,7 @@ def prepare(input: str | Sequence[str], output: str | Path, **options: Any) -> d
 def fit(
     config: str | Path | Mapping[str, Any], options: Mapping[str, Any] | None = None, *, run: str | None = None,
     ckpt_path: str | Path | None = None, force: bool = False, callbacks: Sequence[Callback] = (),
-    module: type[LightningModule] | None = None,
+    module: type[LightningModule] | None = None, **unknown: Any,
 ) -> Run:  # fmt: skip
     """Train a model in this process, as `lm fit` does.
 
@@ -82,6 +82,7 @@ def fit(
         force: train although `lm plan` finds an error, and resume although the config is not the run's any more.
         callbacks: further ones, beside those of the config.
         module: for a custom model, the subclass of `LanguageModule`; that of `lm.run` if not given.
+        unknown: refused, with the nearest option and how to give it.
 
     Returns:
         The run; `run.checkpoint()` is its best checkpoint, and `run.metrics("val/loss")` its validations.
@@ -90,6 +91,10 @@ def fit(
         RequestError: the config is wrong, or a guard of `lm plan` refuses it.
         GuardStop: a guard has stopped the run. RunError: it failed. Interrupted: a signal ended it; `auto` resumes.
     """
+    if unknown:
+        known = [option.name for option in training_options("fit")]
+        hints = unknown_options({name: nearest_option(name, known) for name in unknown})
+        raise RequestError(f"lm.fit: {hints}; options are a dictionary: lm.fit(config, {{'trainer.max_steps': 5}})")
     given = {"trainer.stop_within": 0.0, **(options or {})}
     given |= {name: value for name, value in {"run": run, "ckpt_path": ckpt_path}.items() if value is not None}
     with tempfile.TemporaryDirectory() as folder:

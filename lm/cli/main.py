@@ -47,8 +47,10 @@ COMMANDS = {
 }
 
 # Names that people may try -> the command.
-OTHER_NAMES = {"train": "fit", "pretrain": "fit", "resume": "fit", "eval": "evaluate", "sample": "generate",
-               "prepare": "data prepare", "inspect": "data inspect", "compare": "runs compare"}  # fmt: skip
+OTHER_NAMES = {name.split()[-1]: name for name in COMMANDS} | {
+    "train": "fit", "pretrain": "fit", "resume": "fit", "finetune": "branch", "eval": "evaluate", "sample": "generate",
+    "chat": "generate", "list": "runs ls",
+}  # fmt: skip
 # What a value without an option is meant for.
 MEANT = {
     "generate": "--prompt {value}", "data prepare": "--input {value} --output data/{name}",
@@ -184,6 +186,9 @@ def _unknown_command(arguments: list[str]) -> str:
     from difflib import get_close_matches
 
     family = [name for name in COMMANDS if name.startswith(arguments[0] + " ")]
+    meant = OTHER_NAMES.get("".join(arguments[1:2]))
+    if meant in family:
+        return f"no command {' '.join(arguments[:2])!r}; did you mean `lm {meant}`?"
     if family:
         return f"give one of: {', '.join('lm ' + name for name in family)}"
     families = {name.partition(" ")[0] for name in COMMANDS if " " in name}

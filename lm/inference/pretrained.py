@@ -1,7 +1,7 @@
 """A trained model to use: what `lm.load_model` returns, and what every command that needs a model loads."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from textwrap import shorten
 from typing import Any
@@ -24,6 +24,7 @@ from lm.runs.checkpoint import read_folder, read_progress
 from lm.runs.registry import find_run
 from lm.runs.resume import checkpoint_folder
 from lm.runs.run import Run
+from lm.system.arguments import build_options, shown
 from lm.system.files import parse_json
 from lm.system.remote import is_remote
 
@@ -110,11 +111,17 @@ class Pretrained:
             sampling: how tokens are chosen, and where a text ends.
             options: fields of `Sampling`, such as `max_new_tokens`, `stop` and `seed`, in place of those of `sampling`.
 
+        Returns:
+            For each prompt `text`, what was written after it, without the prompt; the tokens, and why it ended.
+
         Raises:
             RequestError: a number is out of range, or a prompt leaves no room for a token.
             RunError: logits are not finite.
         """
-        prompts, sampling = [prompts] if isinstance(prompts, str) else prompts, replace(sampling, **options)
+        prompts = [prompts] if isinstance(prompts, str) else prompts
+        if not isinstance(prompts, Sequence) or not all(isinstance(prompt, str) for prompt in prompts):
+            raise RequestError(f"generate: give a text or a list of texts as prompts, not {shown(prompts)}")
+        sampling = build_options(Sampling, "generate", **vars(sampling) | options)
         return gather_texts(prompts, generate_text(self.decoder, self.tokenizer, prompts, sampling))
 
 

@@ -107,6 +107,11 @@ MISTAKES = {
     "none of a module": (lambda: package.LanguageModule(DECODER, optimiser=3),
                          "^LanguageModule: there is no option 'optimiser'; did you mean 'optimizer'?"),
     "none of the data": (lambda: package.DataModule("data", micro_batch=4), "^DataModule: .*'micro_batch_size'"),
+    "none of a fit": (lambda: package.fit("tiny.yaml", max_steps=5), r"mean 'trainer.max_steps'\?; options are a "
+                      r"dictionary: lm\.fit\(config, \{'trainer\.max_steps': 5\}\)$"),
+    "none of a text": (lambda: package.inference.pretrained.Pretrained.generate(None, "x", max_tokens=5),
+                       r"^generate: .* 'max_tokens'; did you mean 'max_new_tokens'\?$"),
+    "a number as a prompt": (lambda: package.inference.pretrained.Pretrained.generate(None, 5), "as prompts, not 5$"),
     "none of a preparation": (lambda: package.prepare("a", "b", vocabulary=4), "^lm.prepare: .* no option 'vocabulary'"),
     "a schedule": (lambda: package.LanguageModule(DECODER, schedule="wsd"), r"schedule is 'wsd'.* lm\.Sched"),
 }  # fmt: skip
