@@ -15,6 +15,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from lm.errors import RequestError, require_at_least
+from lm.evaluation.public_tasks import PUBLIC_TASKS
 from lm.system.files import parse_json, parse_yaml
 
 EMBEDDED = "embedded:"
@@ -55,8 +56,9 @@ class Task:
 def read_tasks(paths: Sequence[str], num_fewshot: int | None = None) -> list[Task]:
     """The tasks of files, in their order; for each of several numbers of solved items a task, called `LABEL_Nshot`.
 
-    A path is a YAML with `icl_tasks:`, a `.jsonl` or `.parquet` file of items, whose kind follows from its columns, or
-    `embedded:sotu`. `num_fewshot` replaces the number of the files, which is 0 for a file of items alone.
+    A path is a YAML with `icl_tasks:`, a `.jsonl` or `.parquet` file of items, whose kind follows from its columns,
+    `embedded:sotu`, or the name of a public benchmark, which is read from the Hugging Face hub. `num_fewshot` replaces
+    the number of the files, which is 0 for a file of items alone.
     """
     require_at_least(0, "", num_fewshot=num_fewshot)
     known: dict[str, Task] = {}
@@ -75,11 +77,16 @@ def read_tasks(paths: Sequence[str], num_fewshot: int | None = None) -> list[Tas
 
 
 def _read(path: str, num_fewshot: int | None) -> Iterator[Task]:
+    if path in PUBLIC_TASKS and not Path(path).exists():
+        public = PUBLIC_TASKS[path]
+        yield _task(path, public.kind, public.items(), num_fewshot or 0, " ", None, public.source)
+        return
     file = SHIPPED / f"{path.removeprefix(EMBEDDED)}.yaml" if path.startswith(EMBEDDED) else Path(path)
     if not file.is_file():
         names = ", ".join(f"{EMBEDDED}{known.stem}" for known in sorted(SHIPPED.glob("*.yaml")))
-        raise RequestError(f"tasks {path}: no such file; the package has {names}, and others are a YAML with icl_tasks"
-                           ", a .jsonl or a .parquet file of yours (lm/evaluation/README.md)")  # fmt: skip
+        raise RequestError(f"tasks {path}: no such file; the package has {names}, the hub {', '.join(PUBLIC_TASKS)}, "
+                           "and others are a YAML with icl_tasks, a .jsonl or a .parquet file of yours "
+                           "(lm/evaluation/README.md)")  # fmt: skip
     if file.suffix in (".yaml", ".yml"):
         yield from _from_yaml(file, num_fewshot)
     elif file.suffix in (".jsonl", ".parquet"):
@@ -188,8 +195,9 @@ def _kind(item: Item, file: Path) -> Kind:
 
 
 def _task(
-    label: str, kind: Kind, items: list[Item], num_fewshot: int, delimiter: str, baseline: float | None, source: Path
-) -> Task:
+    label: str, kind: Kind, items: list[Item], num_fewshot: int, delimiter: str, baseline: float | None,
+    source: Path | str,
+) -> Task:  # fmt: skip
     for number, item in enumerate(items, start=1):
         _check(item, kind, f"{source}, item {number}")
     if baseline is None:  # one over the number of answers, on average; no text is written by chance

@@ -184,7 +184,10 @@ def _files(filesystem: pafs.FileSystem, path: str, recursive: bool) -> tuple[paf
             if info["type"] == "directory":
                 found = store.find(path, maxdepth=None if recursive else 1, detail=True)
                 return pafs.FileType.Directory, [_described(each) for each in found.values()]
-        except FileNotFoundError:
+        except FileNotFoundError as error:
+            if isinstance(error.__cause__, OSError):  # fsspec says so of a host of HTTP that it cannot reach, too
+                raise RequestError(f"{path}: {first_line(error.__cause__)}; on a machine without a network give a copy "
+                                   "of the file in its place") from error  # fmt: skip
             return pafs.FileType.NotFound, []
         return pafs.FileType.File, [_described(info)]
     info = filesystem.get_file_info(path)

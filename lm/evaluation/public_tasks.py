@@ -1,0 +1,110 @@
+"""Public benchmarks by their common names: `lm evaluate --tasks hellaswag,arc_easy`.
+
+A benchmark is a data set of the Hugging Face hub and a function that makes an item of `evaluation/tasks` of its rows.
+Questions and answers are worded as in lm-evaluation-harness 0.4, whose names these are.
+"""
+
+import re
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple
+
+import pyarrow.parquet as pq
+
+from lm.system.remote import list_files, open_file
+
+Row = Mapping[str, Any]
+
+
+class PublicTask(NamedTuple):
+    """Where the rows of a benchmark are, and what an item is."""
+
+    dataset: str  # of the hub
+    config: str
+    split: str
+    kind: str  # as in `tasks.COLUMNS`
+    item: Callable[[Row], dict[str, Any]]
+
+    @property
+    def source(self) -> str:
+        """The folder of its rows as Parquet, which the hub makes of every public data set on a branch of its own."""
+        return f"hf://datasets/{self.dataset}@refs/convert/parquet/{self.config}/{self.split}"
+
+    def items(self) -> list[dict[str, Any]]:
+        """All items, in order."""
+        listing = list_files(self.source, patience=5.0)
+        files = [open_file(listing.filesystem, file.path, listing.name(file)) for file in listing.files.values()]
+        return [self.item(row) for file in files for row in pq.read_table(file).to_pylist()]
+
+
+def _choose(query: str, choices: list[str], gold: int) -> dict[str, Any]:
+    return {"query": query, "choices": choices, "gold": gold}
+
+
+def _lettered(query: str, row: Row) -> dict[str, Any]:
+    """A row of which the answers have letters or numbers."""
+    return _choose(query, row["choices"]["text"], row["choices"]["label"].index(row["answerKey"].strip()))
+
+
+def _question(row: Row) -> str:
+    return f"Question: {row['question']}\nAnswer:"
+
+
+def _hellaswag(row: Row) -> dict[str, Any]:
+    def clean(text: str) -> str:  # the marks of WikiHow's pages are taken out
+        return re.sub(r"\[.*?\]", "", text.strip().replace(" [title]", ". ")).replace("  ", " ")
+
+    query = clean(f"{row['activity_label']}: {row['ctx_a']} {row['ctx_b'].capitalize()}")
+    return _choose(query, [clean(ending) for ending in row["endings"]], int(row["label"]))
+
+
+def _lambada(row: Row) -> dict[str, Any]:
+    context, _, word = row["text"].rpartition(" ")
+    return {"context": context, "continuation": word}
+
+
+def _winogrande(row: Row) -> dict[str, Any]:
+    before, _, after = row["sentence"].partition("_")
+    options = [before + row[name] for name in ("option1", "option2")]
+    return {"context_options": options, "continuation": after.strip(), "gold": int(row["answer"]) - 1}
+
+
+def _copa(row: Row) -> dict[str, Any]:
+    link = {"cause": "because", "effect": "therefore"}[row["question"]]
+    choices = [f" {row[name][0].lower()}{row[name][1:]}" for name in ("choice1", "choice2")]  # after the usual blank
+    return _choose(f"{row['premise'].strip()[:-1]} {link}", choices, row["label"])
+
+
+def _commonsense_qa(row: Row) -> dict[str, Any]:
+    letters = "ABCDE"
+    listed = "\n".join(f"{letter}. {text}" for letter, text in zip(letters, row["choices"]["text"], strict=True))
+    return _choose(f"Question: {row['question'].strip()}\n{listed}\nAnswer:", list(letters),
+                   letters.index(row["answerKey"]))  # fmt: skip
+
+
+def _sciq(row: Row) -> dict[str, Any]:
+    choices = [row[name] for name in ("distractor1", "distractor2", "distractor3", "correct_answer")]
+    return _choose(f"{row['support'].lstrip()}\n{_question(row)}", choices, 3)
+
+
+def _boolq(row: Row) -> dict[str, Any]:
+    return _choose(f"{row['passage']}\nQuestion: {row['question']}?\nAnswer:", ["no", "yes"], int(row["label"]))
+
+
+PUBLIC_TASKS = {
+    "arc_challenge": PublicTask("allenai/ai2_arc", "ARC-Challenge", "test", "multiple_choice",
+                                lambda row: _lettered(_question(row), row)),
+    "arc_easy": PublicTask("allenai/ai2_arc", "ARC-Easy", "test", "multiple_choice",
+                           lambda row: _lettered(_question(row), row)),
+    "boolq": PublicTask("aps/super_glue", "boolq", "validation", "multiple_choice", _boolq),
+    "commonsense_qa": PublicTask("tau/commonsense_qa", "default", "validation", "multiple_choice", _commonsense_qa),
+    "copa": PublicTask("aps/super_glue", "copa", "validation", "multiple_choice", _copa),
+    "hellaswag": PublicTask("Rowan/hellaswag", "default", "validation", "multiple_choice", _hellaswag),
+    "lambada_openai": PublicTask("EleutherAI/lambada_openai", "default", "test", "language_modeling", _lambada),
+    "openbookqa": PublicTask("allenai/openbookqa", "main", "test", "multiple_choice",
+                             lambda row: _lettered(row["question_stem"], row)),
+    "piqa": PublicTask("baber/piqa", "default", "validation", "multiple_choice",
+                       lambda row: _choose(f"Question: {row['goal']}\nAnswer:", [row["sol1"], row["sol2"]],
+                                           row["label"])),
+    "sciq": PublicTask("allenai/sciq", "default", "test", "multiple_choice", _sciq),
+    "winogrande": PublicTask("allenai/winogrande", "winogrande_xl", "validation", "schema", _winogrande),
+}  # fmt: skip
