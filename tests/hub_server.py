@@ -36,7 +36,8 @@ class Hub(ThreadingHTTPServer):
     """Repositories of data sets.
 
     Attributes:
-        repositories: `owner/name` -> its commits, each a dict of path -> content; the last one is `main`.
+        repositories: `owner/name` -> its commits, each a dict of path -> content; the last one is `main`, and here
+            the branch with the data set as Parquet too.
         private: repositories that need `token`.
         environment: what makes a process find it.
         requests: how often each was made, such as `GET /api/datasets/o/n/tree/main`; those that failed too.
@@ -81,7 +82,7 @@ class Hub(ThreadingHTTPServer):
         """The commit that a revision means, and its files."""
         commits = self.repositories[repository]
         ids = [self.commit_id(repository, number) for number in range(len(commits))]
-        revision = ids[-1] if revision == "main" else revision
+        revision = ids[-1] if revision in ("main", "refs/convert/parquet") else revision
         return (revision, commits[ids.index(revision)]) if revision in ids else None
 
     def fail(self, faults: Iterable[Fault | None], requests: str = "") -> None:
