@@ -62,7 +62,8 @@ def read_tasks(paths: Sequence[str], num_fewshot: int | None = None) -> list[Tas
     """
     require_at_least(0, "", num_fewshot=num_fewshot)
     known: dict[str, Task] = {}
-    for task in (task for path in paths for task in _read(path, num_fewshot)):
+    names = (name for path in paths for name in ([path] if Path(path).exists() else path.split(",")))
+    for task in (task for name in names for task in _read(name, num_fewshot)):
         if task.label in known:
             raise RequestError(
                 f"two tasks are called {task.label!r}, in {known[task.label].source} and {task.source}: rename one"

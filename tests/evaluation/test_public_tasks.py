@@ -67,6 +67,7 @@ def test_a_benchmark_is_read_by_its_name_and_worded_as_the_harness_words_it(hub,
     [task] = read_tasks([name])
     assert (task.label, task.kind, task.num_fewshot) == (name, PUBLIC_TASKS[name].kind, 0)
     assert list(task.items) == [CASES[name][1]] and task.continuation_delimiter == " "
+    assert [task.label for task in read_tasks(["copa,sciq", "piqa"])] == ["copa", "sciq", "piqa"]
 
 
 def test_a_hub_that_does_not_answer_is_one_line_that_names_the_data_set(hub, monkeypatch):
