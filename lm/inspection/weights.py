@@ -1,4 +1,4 @@
-"""A model's weights: how many, how they are distributed, how far two models are apart."""
+"""A model's weights: how they are distributed, and how far two models are apart."""
 
 import math
 import re
@@ -30,34 +30,6 @@ def named_weights(decoder: nn.Module) -> dict[str, Tensor]:
     return to_huggingface(weights, decoder.config) if is_builtin(decoder) else weights
 
 
-# ---- parameters ------------------------------------------------------------------------------------------------------
-
-
-class Part(NamedTuple):
-    """All weights of one kind."""
-
-    name: str  # as in Hugging Face's files, without the layer: `self_attn.q_proj`
-    number: int  # of such weights: one a layer for what blocks hold
-    shape: tuple[int, ...]  # of each
-    parameters: int
-    share: float  # of all parameters, in [0, 1]
-    bytes: int
-
-
-def parameter_parts(decoder: Decoder) -> list[Part]:
-    """The parameters by kind, in the order of the model. An output matrix that is the embedding counts once."""
-    weights = named_weights(decoder)
-    total = sum(weight.numel() for weight in weights.values())
-    kinds: dict[str, list] = {}
-    for name, weight in weights.items():
-        kinds.setdefault(kind_and_layer(name)[0], []).append(weight)
-    return [
-        Part(kind, len(same), tuple(same[0].shape), count, count / total, count * same[0].element_size())
-        for kind, same in kinds.items()
-        for count in (sum(weight.numel() for weight in same),)
-    ]
-
-
 def kind_and_layer(name: str) -> tuple[str, int | None]:
     """What a weight is and of which layer, from 0: `model.layers.3.mlp.up_proj.weight` is `mlp.up_proj` of layer 3.
 
@@ -65,18 +37,6 @@ def kind_and_layer(name: str) -> tuple[str, int | None]:
     """
     layer, kind = re.fullmatch(r"(?:model\.)?(?:layers\.(\d+)\.)?(.*?)(?:\.weight)?", name).groups()
     return kind, None if layer is None else int(layer)
-
-
-def parameter_table(parts: Sequence[Part]) -> Html:
-    """The parts and their sum as a table."""
-    rows = [
-        (part.name, part.number, " × ".join(map(str, part.shape)), part.parameters, 100 * part.share,
-         part.bytes / 2**20)
-        for part in parts
-    ]  # fmt: skip
-    parameters, size = sum(part.parameters for part in parts), sum(part.bytes for part in parts)
-    rows.append(("all", sum(part.number for part in parts), "", parameters, 100.0, size / 2**20))
-    return table(rows, ("part", "weights", "shape of each", "parameters", "share (%)", "MiB"))
 
 
 # ---- weights ---------------------------------------------------------------------------------------------------------
