@@ -15,7 +15,6 @@ from run_folders import write_live_run, write_run
 from trainings import lm, make_workplace, write_config
 
 from lm.cli.report.run import OPENING
-from lm.cli.runs import ls
 from lm.cli.runs_compare import export
 from lm.errors import RequestError, RunError
 from lm.runs.run import Run
@@ -112,7 +111,7 @@ def test_the_page_of_a_training(tmp_path):
     lm(folder, "fit", "--config", str(config))
     lm(folder, "runs", "export", "small", "--html", "small.html")
     page, run = Page(folder / "small.html"), Run(folder / "checkpoints" / "small")
-    assert page.source.startswith(OPENING.format("run")) and "small: finished" in page.text and "Mine." in page.text
+    assert page.source.startswith(OPENING) and "small: finished" in page.text and "Mine." in page.text
     assert "12of 12 (100%)" in page.text and "3.07Kof 3.07K" in page.text  # steps and tokens
     losses = [line["val/loss"] for line in run.metrics("val/loss")]
     assert f"best validation loss{min(losses):.4f}" in page.text and "torch 2." in page.text
@@ -171,27 +170,6 @@ def test_a_branch_has_the_losses_before_the_branch(place):
     steps = [line["step"] for line in trunk.metrics("train/loss") if line["step"] <= 200]
     assert page.data["tables"][before["table"]]["step"] == steps and len(steps) > 5
     assert "branched off trunk" in [mark["label"] for mark in page.data["marks"]]
-
-
-def test_all_runs_are_one_page(place):
-    """Their table, curves of each in the same charts, scores as bars, what differs; none of the secrets."""
-    rich, other = make_rich_run(place / "checkpoints"), write_live_run(place / "checkpoints", "other", lines=30)
-    ls(html="all.html")
-    page = Page("all.html")
-    assert page.source.startswith(OPENING.format("list of runs")) and "2 runs" in page.text
-    for run, name in ((rich, "reich-λ"), (other, "other")):
-        curve = page.curves()["loss", name]
-        assert len(curve["mean"]) == len(run.metrics("train/loss"))
-        assert page.data["tables"][curve["table"]]["step"][-1] == run.metrics("train/loss")[-1]["step"]
-    assert ("width", "41.00%") in page.attributes and ("x1", "35.00%") in page.attributes and "41.0% at step 100" in page.text
-    assert "model.decoder.hidden_size" in page.text and "img" not in page.tags
-    for secret in ("hooks.example", "me:pass", "hunter2", "signature"):
-        assert secret not in page.source
-    ls(html="all.html", tag="first")
-    assert "1 run" in Page("all.html").text and "other" not in Page("all.html").text
-    export(str(rich.path), html="one.html")
-    with pytest.raises(RequestError, match="one.html is there already and not the page of a list of runs"):
-        ls(html="one.html")
 
 
 def test_nothing_is_loaded_and_only_its_own_script_may_run(place):

@@ -28,7 +28,7 @@ from lm.runs.run import Run
 from lm.system.files import finite_or_none, read_lines, refuse_url, write_atomically
 from lm.system.units import format_bytes, format_figure, utc
 
-OPENING = "<!doctype html>\n<!-- A {} of lm -->\n"  # of every page: a file that begins otherwise is not replaced
+OPENING = "<!doctype html>\n<!-- A run of lm -->\n"  # of every page: a file that begins otherwise is not replaced
 POINTS = 1000  # of a curve
 ALL_POINTS = 30_000  # of all curves together, as long as each has `FEWEST_POINTS`
 FEWEST_POINTS = 100
@@ -43,36 +43,30 @@ POSTMORTEM_CHARACTERS = 40_000
 # ---- the file --------------------------------------------------------------------------------------------------------
 
 
-def refuse_html_path(path: str, kind: str = "run") -> Path:
-    """The file for a page; refuses one that is not the page of a run, or of a `list of runs`, and would be lost."""
+def refuse_html_path(path: str) -> Path:
+    """The file for a page; refuses one that is not the page of a run, and would be lost."""
     refuse_url("--html", path)
     target = Path(path)
     if target.is_dir():
         raise RequestError(f"--html {target} is a folder; name a file in it, such as {target / 'run.html'}")
     try:
         with open(target, encoding="utf-8", errors="replace") as file:
-            opening = OPENING.format(kind)
-            ours = file.read(len(opening)) == opening
+            ours = file.read(len(OPENING)) == OPENING
     except FileNotFoundError:
         return target.resolve()
     except OSError as error:
         raise RequestError(f"--html {target} cannot be read: {error.strerror}") from error
     if not ours:
-        raise RequestError(f"--html {target} is there already and not the page of a {kind}; choose another")
+        raise RequestError(f"--html {target} is there already and not the page of a run; choose another")
     return target.resolve()  # a link stays one
 
 
 def write_page(run: Run, target: Path) -> None:
     """Write or replace the page of a run at a path of `refuse_html_path`."""
     metrics = run.metrics()
-    write_document(target, page(run, describe_run(run, metrics), metrics))
-
-
-def write_document(target: Path, text: str) -> None:
-    """Write or replace a page."""
     try:
         target.parent.mkdir(parents=True, exist_ok=True)
-        write_atomically(target, text, durable=False)
+        write_atomically(target, page(run, describe_run(run, metrics), metrics), durable=False)
     except OSError as error:
         raise RunError(f"could not write {target}: {error.strerror or error}") from error
 
@@ -94,13 +88,8 @@ def page(run: Run, found: dict[str, Any], metrics: list[dict[str, Any]]) -> str:
         postmortems=_postmortems(found), model=_model(found), changed=_changed(found["config"]),
         whole_config=yaml.safe_dump(found["config"], allow_unicode=True, sort_keys=False, width=100),
         checkpoints=_checkpoints(found), provenance=_provenance(found),
-        script=chart_script(),
+        script=Markup(f"/*\nuPlot\n{source('uPlot.LICENSE')}*/\n") + source("uPlot.iife.min.js", "page.js"),
     )  # fmt: skip
-
-
-def chart_script() -> Markup:
-    """What draws the charts of a page."""
-    return Markup(f"/*\nuPlot\n{source('uPlot.LICENSE')}*/\n") + source("uPlot.iife.min.js", "page.js")
 
 
 def _shown(entries: list[Any], every: int) -> dict[str, Any]:
@@ -255,31 +244,23 @@ def chart_data(run: Run, metrics: list[dict[str, Any]]) -> tuple[dict[str, Any],
     for name in names:
         place, title, label, metric = _chart_of(public(name))
         at, values = np.array(places[name]), np.array([lines[index][name] for index in places[name]], dtype=float)
-        drawn, table = curve_of(name, label, metric.form, at, values, axes, most)
+        each = math.ceil(len(at) / most)
+        middles = at[np.minimum(np.arange(0, len(at), each) + each // 2, len(at) - 1)]
+        table = {axis: all_x[middles].tolist() for axis, all_x in axes.items()}
         number, _ = tables.setdefault(tuple(places[name]), (len(tables), table))
         chart = charts.setdefault((place, title), {"place": place, "title": title, "unit": metric.unit, "curves": []})
-        chart["curves"].append({**drawn, "table": number})
+        chart["curves"].append({
+            "label": printable(label), "form": metric.form, "points": name.startswith(("val/", "eval/")),
+            "table": number, **_bucketed(values, each),
+        })  # fmt: skip
         rows.append(_figures(public(name), label, metric, values, axes["step"][at]))
-        size = max(size, math.ceil(len(at) / most))
+        size = max(size, each)
     found = sorted(charts.values(), key=lambda chart: [*dict.fromkeys(PLACES.values()), OWN].index(chart["place"]))
     return {
         "charts": [{**chart, "title": printable(chart["title"])} for chart in found[:CHARTS]],
         "tables": [table for _, table in tables.values()],
         "marks": _marks(run, axes), "size": size, "left_out": max(0, len(found) - CHARTS),
     }, rows  # fmt: skip
-
-
-def curve_of(
-    name: str, label: str, form: str, at: np.ndarray, values: np.ndarray, axes: dict[str, np.ndarray], most: int
-) -> tuple[dict[str, Any], dict[str, list]]:
-    """The values of a metric in the lines `at`, as at most so many points, and their places on each axis."""
-    each = math.ceil(len(at) / most)
-    middles = at[np.minimum(np.arange(0, len(at), each) + each // 2, len(at) - 1)]
-    points = name.startswith(("val/", "eval/"))
-    return (
-        {"label": printable(label), "form": form, "points": points, **_bucketed(values, each)},
-        {axis: all_x[middles].tolist() for axis, all_x in axes.items()},
-    )
 
 
 def axes_of(lines: list[dict[str, Any]]) -> dict[str, np.ndarray]:
