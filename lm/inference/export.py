@@ -7,7 +7,6 @@ folders of the machine or secrets of a URL, so that the card may be published.
 
 import json
 import re
-from collections.abc import Sequence
 from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
@@ -75,7 +74,7 @@ def model_card(model: Pretrained, card: Card) -> str:
     run = Run.of(model.path)
     sections = {"Shape": _table(_shape(model))}
     if run is not None:
-        sections["Data"] = "\n\n".join([_table(data_rows(model, run)), *mixture_parts(model, run)])
+        sections["Data"] = _table(data_rows(model, run))
         sections["Training"] = _table(training_rows(model, run))
         if results := result_rows(model, run):
             sections["Results"] = _table(results)
@@ -161,22 +160,19 @@ def _versions(run: Run | None) -> Rows:
 
 def _table(rows: Rows) -> str:
     """Rows of two columns; those without a value are left out."""
-    return _columns(("", ""), [row for row in rows.items() if row[1] is not None])
-
-
-def _columns(head: Sequence[str], rows: Sequence[Sequence[Any]]) -> str:
-    lines = [[str(cell).replace("\n", " ").replace("|", "\\|") for cell in row] for row in (head, *rows)]
-    return "\n".join(f"| {' | '.join(line)} |" for line in [lines[0], ["---"] * len(head), *lines[1:]])
+    lines = [[str(cell).replace("\n", " ").replace("|", "\\|") for cell in row]
+             for row in rows.items() if row[1] is not None]  # fmt: skip
+    return "\n".join(f"| {name} | {text} |" for name, text in [("", ""), ("---", "---"), *lines])
 
 
 # ---- data ------------------------------------------------------------------------------------------------------------
 
 
 def data_rows(model: Pretrained, run: Run) -> Rows:
-    """What the model was trained and validated on, and the tokenizer."""
+    """What the model was trained and validated on, of a mixture source by source, and the tokenizer."""
     kind = model.tokenizer.description["model"].get("type", "")
     return {
-        "sources": None if mixed(run) else _first_names(sources(run)) or None,
+        **(mixture_rows(model, run) if mixed(run) else {"sources": _first_names(sources(run)) or None}),
         "tokenizer": f"{'byte-level ' if model.tokenizer.byte_level else ''}{kind}, "
         f"{len(model.tokenizer.vocabulary):,} tokens",
         "training data": _extent(run, "train"),
@@ -184,27 +180,17 @@ def data_rows(model: Pretrained, run: Run) -> Rows:
     }
 
 
-def mixture_parts(model: Pretrained, run: Run) -> list[str]:
-    """Of a mixture a table of its sources: shares of the samples in each phase, tokens and epochs, and the files.
-
-    Only phases that this model has seen are in it. Without a mixture there is none.
-    """
-    if not mixed(run):
-        return []
-    mixture, (_, samples) = run.read("run.json")["mixture"], trained_for(model)
-    phases = [Phase(start, tuple(shares)) for start, shares in mixture["phases"] if start < max(1, samples)]
-    length = seq_len_of(model, run)
-    taken = counts_of(phases, samples) * length  # (sources,)
-    later = [f"from {format_count(phase.start * length)} tokens on" for phase in phases[1:]]
-    rows = []
-    for number, source in enumerate(mixture["sources"]):
+def mixture_rows(model: Pretrained, run: Run) -> Rows:
+    """Of each source of a mixture the part of the samples that this model has seen, its epochs, and its files."""
+    mixture, (_, samples), length = run.read("run.json")["mixture"], trained_for(model), seq_len_of(model, run)
+    taken = counts_of([Phase(start, tuple(shares)) for start, shares in mixture["phases"]], samples)  # (sources,)
+    rows = {}
+    for source, count in zip(mixture["sources"], taken.tolist()):
         whole = _tokens(run, "train", source)
-        shares = [f"{phase.shares[number] / sum(phase.shares):.1%}" for phase in phases]
-        epochs = f"{taken[number] / whole:.2f}" if whole else ""
-        data, files = _extent(run, "train", source) or "", _first_names(files_of(run, source))
-        rows.append((source, *shares, f"{taken[number]:,}", epochs, data, files))
-    head = ("source", "share of the samples", *later, "tokens trained on", "epochs", "training data", "made of")
-    return ["The model was trained on a mixture of sources:", _columns(head, rows)]
+        epochs = f", {count * length / whole:.2f} epochs of {_extent(run, 'train', source)}" if whole else ""
+        rows[f"source {source}"] = (f"{count / max(1, samples):.1%} of the samples{epochs}: "
+                                    f"{_first_names(files_of(run, source))}")  # fmt: skip
+    return rows
 
 
 def mixed(run: Run) -> bool:
