@@ -8,7 +8,6 @@ import ctypes
 import logging
 import math
 import os
-import re
 import shlex
 import signal
 import subprocess
@@ -37,7 +36,7 @@ from lm.data.tokenizer import Tokenizer
 from lm.errors import Interrupted, RequestError, RunError, require_at_least
 from lm.runs import scaling_laws
 from lm.runs.config_diff import differences, not_allowed
-from lm.runs.run import ROOT, Run
+from lm.runs.run import ROOT, Run, refuse_name
 from lm.system import process
 from lm.system.arguments import call
 from lm.system.files import to_json, write_atomically
@@ -108,8 +107,7 @@ class LadderOptions:
         if not self.sizes:
             raise RequestError("give the depths, such as --depths 2,4,6,8")
         require_at_least(1, "--", seeds=seeds, max_steps=max_steps)
-        if not re.fullmatch(r"\w[\w.+=-]*", name):
-            raise RequestError(f"--name {name}: use letters, digits, '.', '_', '-', '+' and '=' only")
+        refuse_name(name)
         if max_steps and ratio is not None:
             raise RequestError("--ratio and --max_steps each give the length of the runs: give one of them")
         ratio = scale.TOKENS_PER_PARAMETER if ratio is None else ratio

@@ -132,19 +132,6 @@ def _only_one(output: Path) -> Iterator[None]:
         yield
 
 
-def warn_of_small_validation(output: Path, manifest: dict[str, Any]) -> None:
-    """Log what a validation of few tokens is worth, and how to get more; a fit has the check of `lm plan`."""
-    tokens, tried = {name: split["tokens"] for name, split in manifest["splits"].items()}, manifest["options"]
-    named = any("split" in source for source in manifest["sources"])  # by the names of the files
-    problem = describe_small_validation(reached := tokens.get("val", FEW_TOKENS))
-    if problem is None:
-        return
-    more = 1.2 * (FEW_TOKENS - reached) / tokens["train"]  # a fifth more, since documents differ in size
-    fraction = math.ceil(100 * (tried["val_fraction"] + more)) / 100
-    cure = f"with --val_fraction {fraction}" if fraction <= 0.5 and not named else "from more text"
-    log.warning("%s: `rm -r %s`, and prepare it again %s", problem, shlex.quote(str(output)), cure)
-
-
 def describe_small_validation(tokens: int) -> str | None:
     """What a validation of so few tokens is worth, in words; None where there are enough."""
     if tokens >= FEW_TOKENS:

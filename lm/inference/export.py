@@ -26,7 +26,7 @@ from lm.runs.checkpoint import read_progress
 from lm.runs.history import time_spent
 from lm.runs.metrics import METRICS, evaluation_rows, merge_evaluations
 from lm.runs.run import Run
-from lm.system.units import format_bytes, format_count, format_duration, format_figure
+from lm.system.units import format_bytes, format_count, format_duration
 
 Rows = dict[str, Any]  # name -> value of a table; None where it is not known
 SHOWN_SOURCES = 12
@@ -268,7 +268,7 @@ def public_name(name: str) -> str:
 
 
 def training_rows(model: Pretrained, run: Run) -> Rows:
-    """How the model was trained: steps, batch, optimizer, hardware, operations, time, cost."""
+    """How the model was trained: steps, batch, optimizer, hardware, operations, time."""
     described, (step, samples), config = run.read("run.json"), trained_for(model), run.settings()
     trainer, module = (config.get(name) or {} for name in ("trainer", "model"))
     seq_len = seq_len_of(model, run)
@@ -291,7 +291,6 @@ def training_rows(model: Pretrained, run: Run) -> Rows:
         "compute": f"{flops_per_token(model.config, seq_len) * tokens:.2e} floating-point operations: 6 a parameter "
         "and token, and those of attention",
         "time": f"{format_duration(seconds)} of optimizer steps" if seconds else None,
-        "cost": _cost(run.read("budget.json")),
         "seed": config.get("seed_everything"),
     }
 
@@ -321,14 +320,6 @@ def _optimizer_rows(module: dict[str, Any]) -> Rows:
         warmup = schedule.get("warmup_steps")
         rows["schedule"] = f"{schedule.get('name')}" + (f" after {warmup:,} steps of warm-up" if warmup else "")
     return rows
-
-
-def _cost(budget: dict[str, Any]) -> str | None:
-    spent, hours = budget.get("spent_usd"), budget.get("hours_elapsed")
-    if spent is None:
-        return None
-    taken = "" if hours is None else f" in {format_figure(hours)} hours"
-    return f"{format_figure(spent)} USD{taken}, for the whole run"
 
 
 # ---- results ---------------------------------------------------------------------------------------------------------

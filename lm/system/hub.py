@@ -103,8 +103,6 @@ class HubFileSystem(AbstractFileSystem):
         return info
 
     def _open(self, path: str, mode: str = "rb", **_: Any) -> "HubFile":
-        if mode != "rb":
-            raise RequestError(f"hf://{path}: the hub is read, not written to; give a folder, s3:// or gs://")
         return HubFile(self, path, cache_type="none", size=self.info(path)["size"])
 
 

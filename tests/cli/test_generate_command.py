@@ -123,10 +123,8 @@ def test_stop_strings_and_filters_are_obeyed(typed, model_folder):
     assert stopped["samples"][0]["text"] == plain["text"][: plain["text"].index(stop)]
     assert stopped["samples"][0]["reason"] == "stop" and stopped["stop"] == ["#", stop] and stopped["step"] is None
     greedy = [as_json(typed, *options, *more)["samples"] for more in
-              (["--temperature", "0"], ["--top_k", "1"], ["--min_p", "1"], ["--top_p", "1e-9"])]  # fmt: skip
+              (["--temperature", "0"], ["--top_k", "1"], ["--top_p", "1e-9"])]  # fmt: skip
     assert all(samples == greedy[0] for samples in greedy)
-    [free] = as_json(typed, *options, "--temperature", "0", "--repetition_penalty", "1e9")["samples"]
-    assert len(set(free["token_ids"])) == min(len(free["token_ids"]), 30)
     assert as_json(typed, *options, "--dtype", "bfloat16")["dtype"] == "bfloat16"
 
 

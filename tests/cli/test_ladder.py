@@ -124,7 +124,7 @@ def test_the_report_finds_a_known_law(tmp_path):
         (["--depths", "2", "--ratio", "1e-6"], "depth 2: "),
         (["--depths", "2", "--ratio", "3", "--max_steps", "6"], "--ratio and --max_steps each give the length"),
         (["--depths", "2", "--seeds", "0"], "--seeds 0 must be at least 1"),
-        (["--depths", "2", "--name", "a/b"], "--name a/b: use letters"),
+        (["--depths", "2", "--name", "a/b"], "run name 'a/b': use letters"),
         (["--depths", "2,300", "--max_steps", "6", "--aspect_ratio", "64"], "depth 300: "),
         (["--depths", "2", "--max_steps", "6", "--mfu", "2"], "--mfu 2.0 must lie in (0, 1]"),
         (["--depths", "2", "--trainer.max_steps", "5"], "give --max_steps"),

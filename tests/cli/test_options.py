@@ -82,8 +82,6 @@ def test_help_and_a_wrong_name_need_no_torch(tmp_path):
     (["plan", "--model.decoder.hidden_size=1.5"], "lm plan: model.decoder.hidden_size: '1.5' is not a whole number"),
     (["bench", "step", "--trainer.precision", "fp12"], "lm bench step: trainer.precision: expected one of '32-true'"),
     (["profile", "--model.optimizer.lr", "x"], "lm profile: model.optimizer.lr: expected float, got x"),
-    (["fit", "--config", "small.yaml", "--data.path", "s3://bucket/x"],
-     "data.path s3://bucket/x is a URL, and only a path works here: give data.train, data.val and data.tokenizer"),
     (["plan", "--mfu", "much"], "lm plan: mfu: expected float, got much"),
     *((command.split(), "no run 'nothing' under checkpoints or in the registry; `lm runs ls` lists") for command in (
         "generate --run nothing", "evaluate --run=nothing --tasks embedded:sotu", "export --run nothing",
