@@ -275,7 +275,6 @@ def planned_sizes(options: LadderOptions, trainings: list[Training]) -> list[dic
 
 
 def print_plan(console: Console, options: LadderOptions, trainings: list[Training]) -> None:
-    """Print the sizes, and what is left to do."""
     sizes = planned_sizes(options, trainings)
     priced = any(size["usd"] is not None for size in sizes)
     heads = ["depth", "parameters", "steps", "tokens", "epochs", "operations", "memory", "time", "runs"]
@@ -424,7 +423,6 @@ def stop(running: dict[subprocess.Popen, Any]) -> None:
 
 
 def last_line(file: Path) -> str:
-    """The last line of a log that is not empty."""
     lines = [line.strip() for line in file.read_text(encoding="utf-8", errors="replace").splitlines()]
     return next((line for line in reversed(lines) if line), "it printed nothing")
 

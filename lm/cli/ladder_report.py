@@ -103,7 +103,6 @@ def last_losses(run: Run) -> dict[str, float]:
 
 
 def measured_sizes(trainings: Sequence[Training], losses: Sequence[float | None]) -> list[Measured]:
-    """The sizes of a ladder, each with its losses."""
     by_size: dict[ModelSize, list[float]] = {}
     for one, loss in zip(trainings, losses, strict=True):
         by_size.setdefault(one.size, []).extend([] if loss is None else [loss])
@@ -153,7 +152,6 @@ def add_laws(found: dict[str, Any], measured: Sequence[Measured]) -> None:
 
 
 def size_rows(found: dict[str, Any]) -> tuple[list[str], list[list[str]]]:
-    """Heads and rows of the table of sizes."""
     several = any(size.get("seeds", 0) > 1 for size in found["sizes"])
     heads = ["depth", "non-embedding", "tokens", "operations", found["unit"], "seeds"]
     heads += ["std. error"] * several
@@ -170,7 +168,6 @@ def size_rows(found: dict[str, Any]) -> tuple[list[str], list[list[str]]]:
 
 
 def prediction_rows(found: dict[str, Any]) -> tuple[list[str], list[list[str]]]:
-    """Heads and rows of the table of predictions."""
     heads = ["depth", "by", "predicted", "95 % interval", "measured", "error"]
     rows = []
     for one in found["predictions"]:
@@ -212,7 +209,6 @@ def trust(found: dict[str, Any]) -> Iterable[str]:
 
 
 def print_report(console: Console, found: dict[str, Any]) -> None:
-    """Print the sizes, the predictions and the remarks."""
     for heads, rows in (size_rows(found), prediction_rows(found)):
         if rows:
             console.print()
@@ -226,7 +222,6 @@ def print_report(console: Console, found: dict[str, Any]) -> None:
 
 
 def page(found: dict[str, Any]) -> str:
-    """The report as one HTML page that needs no network."""
     runs = [[run["run"], run["seed"], run["status"], "" if run["loss"] is None else f"{run['loss']:.4f}"]
             for run in found["runs"]]  # fmt: skip
     return render(

@@ -118,7 +118,6 @@ def machine_facts(state: dict[str, Any], most: int) -> list[Fact]:
 
 
 def combine_gpus(gpus: list[dict[str, Any]]) -> dict[str, Any]:
-    """Several GPUs as one."""
     summaries = {
         "load_percent": statistics.fmean, "memory_used_bytes": max, "memory_total_bytes": max,
         "temperature_celsius": max, "power_watts": sum, "power_limit_watts": sum,
@@ -153,7 +152,6 @@ def _of(used: int, total: int | None) -> str:
 
 
 def checkpoint_facts(state: dict[str, Any]) -> list[Fact]:
-    """The last and the best checkpoint with their ages."""
     found = [(label, state.get(name)) for label, name in (("last", "checkpoint"), ("best", "best_checkpoint"))]
     facts = [(label, f"{one['name']}, {format_duration(one['age_seconds'])} ago", "") for label, one in found if one]
     return facts or [("checkpoint", "none yet", "")]
@@ -171,7 +169,6 @@ def alert_lines(state: dict[str, Any], most: int, folded: bool) -> list[Text]:
 
 
 def in_row(facts: list[Fact]) -> Columns:
-    """Facts next to each other, in as many lines as they need."""
     return Columns([Text().append(label + " ", "dim").append(value, style) for label, value, style in facts],
                    padding=(0, 3, 0, 0))  # fmt: skip
 
@@ -237,7 +234,6 @@ def page(watches: Sequence[LiveRun], width: int, height: int) -> Layout:
 
 
 def stacked(*parts: Layout) -> Layout:
-    """Layouts one below the other."""
     whole = Layout()
     whole.split_column(*parts)
     return whole

@@ -121,7 +121,6 @@ def compare(
 
 
 def _with_flops(run: Run, lines: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Log lines with the operations of training up to them."""
     each = run.read("run.json").get("flops_per_token")
     if each is None:
         raise RequestError(f"run {run.path} has no count of operations for a token: give --x tokens")
@@ -379,7 +378,6 @@ def write_metrics(metrics: list[dict[str, Any]], folder: Path) -> None:
 
 
 def draw_pictures(metrics: list[dict[str, Any]], folder: Path, title: str) -> None:
-    """Draw the `PICTURES` that there are values for."""
     from lm.inspection.drawing import draw_curves  # matplotlib takes half a second
 
     for file, (names, x, scale) in PICTURES.items():
@@ -401,7 +399,6 @@ def _interrupted(series: Series) -> Series:
 
 
 def weights_digest(checkpoint: Path) -> str:
-    """The digest of the weights that a checkpoint was written with."""
     try:
         return load_checksummed((checkpoint / "trainer.json").read_bytes())["digests"]["model.safetensors"]
     except (ValueError, KeyError, TypeError) as error:

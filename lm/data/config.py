@@ -57,7 +57,6 @@ class PrepareOptions:
     sample_bytes: Count = Count(200_000_000)
 
     def check(self) -> None:
-        """Refuse options that are out of range."""
         if not self.output:
             raise RequestError("give the folder to make with --output")
         refuse_url("--output", self.output)

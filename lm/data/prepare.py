@@ -57,8 +57,6 @@ CUT_SEARCH = 4096  # tokens in which the end of a line or document is looked for
 
 
 class Split(NamedTuple):
-    """The tokens of a split."""
-
     name: str  # "train" or "val"
     counts: dict[str, int]  # of COUNTS
     slices: list[Slice]  # of the parts

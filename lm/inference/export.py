@@ -159,7 +159,6 @@ def _versions(run: Run | None) -> Rows:
 
 
 def _table(rows: Rows) -> str:
-    """Rows of two columns; those without a value are left out."""
     lines = [[str(cell).replace("\n", " ").replace("|", "\\|") for cell in row]
              for row in rows.items() if row[1] is not None]  # fmt: skip
     return "\n".join(f"| {name} | {text} |" for name, text in [("", ""), ("---", "---"), *lines])

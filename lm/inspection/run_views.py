@@ -89,7 +89,6 @@ def draw_incident(incident: Incident, after: Sequence[dict[str, Any]] = ()) -> d
 
 
 def summary_table(run: Run) -> Html:
-    """Where a run stands."""
     facts, row = read_facts(run), run_row(run)
     rows = {
         "run": facts["name"], "status": facts["status"], "reason": facts["reason"],
@@ -106,7 +105,6 @@ def summary_table(run: Run) -> Html:
 
 
 def alerts_table(run: Run) -> Html:
-    """What guards found and did, oldest first."""
     rows = [
         (alert["step"], str(alert["guard"]), str(alert["action"]), wrapped(str(alert["message"]), 80))
         for alert in run.alerts()

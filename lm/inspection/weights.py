@@ -149,7 +149,6 @@ def distribution_drift(before: Pretrained, after: Pretrained, texts: Sequence[st
 
 
 def change_table(changes: Sequence[Change]) -> Html:
-    """The weights and how they changed, the most changed first."""
     ordered = sorted(changes, key=lambda change: change.relative, reverse=True)
     return table(ordered, ("weight", "relative change", "cosine"))
 

@@ -159,7 +159,6 @@ def memory_bytes(device: torch.device | str = "cpu") -> int | None:
 
 
 def process_bytes() -> int:
-    """Resident memory of this process."""
     return psutil.Process().memory_info().rss
 
 
@@ -244,8 +243,6 @@ MIB = 2**20
 
 
 class Device(NamedTuple):
-    """A kind of device."""
-
     name: str  # torch's
     memory_bytes: int | None  # all of a GPU's, of a CPU's what is free; None: not known
     capability: tuple[int, int] | None  # CUDA compute capability; None: no CUDA device

@@ -30,8 +30,6 @@ REASONS = {  # what the hub calls an error -> what it is
 
 
 class Place(NamedTuple):
-    """A path in a repository."""
-
     kind: str  # "datasets", "spaces" or "models"
     name: str  # OWNER/NAME
     revision: str  # a branch, tag or commit
@@ -121,7 +119,6 @@ class HubFile(AbstractBufferedFile):
 
 @cache
 def hub() -> HubFileSystem:
-    """The file system of this process."""
     return HubFileSystem()
 
 

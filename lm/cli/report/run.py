@@ -150,7 +150,6 @@ def _alerts(found: dict[str, Any]) -> dict[str, Any]:
 
 
 def _postmortems(found: dict[str, Any]) -> dict[str, Any]:
-    """The pages of the newest post-mortems."""
     folders = [Path(path) for path in reversed(found["post_mortems"])]
     pages = []
     for folder in folders[:POSTMORTEMS]:
@@ -174,7 +173,6 @@ def _model(found: dict[str, Any]) -> dict[str, Any]:
 
 
 def _changed(config: dict[str, Any]) -> dict[str, Any]:
-    """Settings that are not the defaults."""
     changed = {name: value for name, value in changed_settings(config).items() if name not in ("run", "tags", "note")}
     return {name: jsonlib.dumps(value, ensure_ascii=False) if isinstance(value, list | dict) else value
             for name, value in changed.items()}  # fmt: skip

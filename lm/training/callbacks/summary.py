@@ -27,8 +27,6 @@ SAMPLE_WIDTH = 300  # characters of a sample that are shown
 
 
 class Summary(Callback):
-    """Describes a fit in a few lines, from rank zero."""
-
     def __init__(self) -> None:
         self._began = (0.0, 0)  # time and optimizer step
         self._measured = False  # whether the time that is left was logged
