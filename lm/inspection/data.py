@@ -12,9 +12,8 @@ import torch
 from lm.data.datamodule import DataModule
 from lm.data.rare import rare_rows, rare_tokens
 from lm.data.shards import Shards
-from lm.data.tokenizer import Tokenizer
 from lm.errors import RequestError
-from lm.inspection.drawing import Html, table, visible, wrapped
+from lm.inspection.drawing import Html, table, wrapped
 from lm.runs.run import Run
 from lm.system.arguments import Parser
 from lm.system.files import DAMAGE
@@ -31,49 +30,16 @@ def count_tokens(shards: Shards, vocab_size: int, stop: int | None = None) -> np
 # ---- divergence ------------------------------------------------------------------------------------------------------
 
 
-class Moved(NamedTuple):
-    """A token whose share differs between two texts."""
-
-    id: int
-    text: str
-    before: float  # its share of the first text
-    after: float  # and of the second
-    part: float  # of their divergence, in bits
-
-
-def token_text(tokenizer: Tokenizer, token: int) -> str:
-    """The text of a token with visible blanks and line ends; a part of a character as the vocabulary writes it."""
-    text = tokenizer.decode([token])
-    if "\ufffd" in text or not text:
-        return tokenizer.backend.id_to_token(int(token)) or f"id {token}"
-    return visible(text)
-
-
 def jensen_shannon(p: np.ndarray, q: np.ndarray) -> np.ndarray:
     """The Jensen-Shannon divergence of distributions (Lin, "Divergence measures based on the Shannon entropy", IEEE
     Transactions on Information Theory 37, 1991), in bits: `(...)` of two `(..., V)`, each divided by its sum.
 
     It is 0 for the same distribution and 1 for nothing in common; NaN where a sum is zero.
     """
-    return divergence_parts(p, q).sum(-1)
-
-
-def divergence_parts(p: np.ndarray, q: np.ndarray) -> np.ndarray:
-    """What each outcome adds to `jensen_shannon`, the entropy of the mean less the mean entropy: (..., V)."""
     with np.errstate(invalid="ignore"):
         p, q = (torch.from_numpy(counts / counts.sum(-1, keepdims=True)) for counts in map(np.float64, (p, q)))
     parts = torch.special.entr((p + q) / 2) - (torch.special.entr(p) + torch.special.entr(q)) / 2
-    return parts.clamp(min=0).numpy() / math.log(2)
-
-
-def most_moved(before: np.ndarray, after: np.ndarray, tokenizer: Tokenizer, most: int = 15) -> list[Moved]:
-    """The tokens that make up most of the divergence of two texts, by their counts (V,), the largest part first."""
-    parts = divergence_parts(before, after)
-    shares = before / before.sum(), after / after.sum()
-    return [
-        Moved(int(i), token_text(tokenizer, i), float(shares[0][i]), float(shares[1][i]), float(parts[i]))
-        for i in np.argsort(-parts, kind="stable")[:most] if parts[i]
-    ]  # fmt: skip
+    return parts.clamp(min=0).sum(-1).numpy() / math.log(2)
 
 
 # ---- the samples of a step -------------------------------------------------------------------------------------------
@@ -165,18 +131,6 @@ def split_documents(token_ids: list[int], data: DataModule) -> list[str]:
     ends = [index + 1 for index, token in enumerate(token_ids) if token == eos_id]
     edges = sorted({0, *ends, len(token_ids)})
     return [data.tokenizer.decode(token_ids[a:b]) for a, b in zip(edges, edges[1:], strict=False)]
-
-
-# ---- tables ----------------------------------------------------------------------------------------------------------
-
-
-def moved_table(moved: Sequence[Moved], before: str, after: str) -> Html:
-    """The tokens that make up most of the divergence of two texts, which are called `before` and `after`."""
-    rows = [
-        (one.text, f"{one.before:.3%}", f"{one.after:.3%}", "more" if one.after > one.before else "less", one.part)
-        for one in moved
-    ]
-    return table(rows, ("token", f"share of {before}", f"share of {after}", f"in {after}", "part (bits)"))
 
 
 def seen_table(samples: Sequence[Sample], documents: Sequence[Sequence[str]], most: int = 600) -> Html:

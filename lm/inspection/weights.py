@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from lm.errors import RequestError
 from lm.inference.pretrained import Pretrained
 from lm.inspection.data import jensen_shannon
-from lm.inspection.drawing import BLACK, BLUE, COLORMAP_OF_LINES, ORANGE, SEQUENTIAL, Html, figure, label_axes, table
+from lm.inspection.drawing import BLACK, BLUE, COLORMAP_OF_LINES, ORANGE, SEQUENTIAL, figure, label_axes
 from lm.inspection.text_views import predictions
 from lm.model.custom import is_builtin
 from lm.model.decoder import Decoder
@@ -146,11 +146,6 @@ def distribution_drift(before: Pretrained, after: Pretrained, texts: Sequence[st
     if not tokens:
         raise RequestError("the texts have no token to predict")
     return Divergence(tokens, *map(np.concatenate, (divergence, agree, bits)))
-
-
-def change_table(changes: Sequence[Change]) -> Html:
-    ordered = sorted(changes, key=lambda change: change.relative, reverse=True)
-    return table(ordered, ("weight", "relative change", "cosine"))
 
 
 def draw_weight_drift(changes: Sequence[Change]) -> Figure:
