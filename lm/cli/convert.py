@@ -7,7 +7,6 @@ optimizer state, so that a new run can start from their weights.
 
 import json
 import logging
-import re
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import asdict
@@ -65,15 +64,12 @@ def export(
         output: The folder to make, which must be empty or not there.
         dtype: Number format of the weights; as they are stored if not given.
         name: What the model card calls the model; the folder's name if not given.
-        license: Its licence, by its SPDX identifier, such as Apache-2.0.
+        license: Its licence as the Hugging Face Hub names it, such as apache-2.0.
         language: Languages of its texts, by their ISO 639 codes, such as en.
         root: Folder of the runs.
     """
     if not output:
         raise RequestError("give the folder to make with --output")
-    for code in language or []:
-        if not re.fullmatch(r"[a-z]{2,3}", code):
-            raise RequestError(f"--language {code}: give ISO 639 codes, such as en")
     with new_folder(Path(output)) as folder:
         model = load_pretrained(chosen_model(run, ckpt_path, root), device="cpu", dtype=dtype and getattr(torch, dtype))
         if not is_builtin(model.decoder):

@@ -31,16 +31,6 @@ from lm.system.units import format_bytes, format_count, format_duration
 Rows = dict[str, Any]  # name -> value of a table; None where it is not known
 SHOWN_SOURCES = 12
 
-# Identifiers that the Hub knows, of https://huggingface.co/docs/hub/repositories-licenses; it takes others by name.
-LICENSES = set(
-    "apache-2.0 mit openrail bigscience-openrail-m creativeml-openrail-m bigcode-openrail-m afl-3.0 artistic-2.0 "
-    "bsl-1.0 bsd bsd-2-clause bsd-3-clause bsd-3-clause-clear c-uda cc cc0-1.0 cc-by-2.0 cc-by-2.5 cc-by-3.0 cc-by-4.0 "
-    "cc-by-sa-3.0 cc-by-sa-4.0 cc-by-nc-2.0 cc-by-nc-3.0 cc-by-nc-4.0 cc-by-nd-4.0 cc-by-nc-nd-3.0 cc-by-nc-nd-4.0 "
-    "cc-by-nc-sa-2.0 cc-by-nc-sa-3.0 cc-by-nc-sa-4.0 cdla-sharing-1.0 cdla-permissive-1.0 cdla-permissive-2.0 wtfpl "
-    "ecl-2.0 epl-1.0 epl-2.0 etalab-2.0 eupl-1.1 agpl-3.0 gfdl gpl gpl-2.0 gpl-3.0 lgpl lgpl-2.1 lgpl-3.0 isc "
-    "lppl-1.3c ms-pl mpl-2.0 odc-by odbl osl-3.0 postgresql ofl-1.1 ncsa unlicense zlib pddl unknown other".split()
-)
-
 USE = """```python
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
@@ -55,6 +45,10 @@ BEGINNING = (
     "`{eos}` ends every document that the model was trained on, and so begins the next: put it before a prompt that is "
     "to be the beginning of a text."
 )
+LIMITS = (
+    "The model repeats what its texts were like, their errors and prejudices included, and states falsehoods as "
+    "fluently as facts. Check what it writes before you rely on it. It sees at most {:,} tokens."
+)
 
 
 @dataclass(frozen=True)
@@ -62,7 +56,7 @@ class Card:
     """What the publisher of a model decides."""
 
     name: str
-    license: str = "unknown"  # an SPDX identifier
+    license: str = "unknown"  # as the Hub names it
     language: tuple[str, ...] = ()  # ISO 639 codes
 
 
@@ -81,19 +75,17 @@ def model_card(model: Pretrained, card: Card) -> str:
     sections["Use"] = USE.format(name=card.name)
     if run is not None:
         sections["Use"] += "\n\n" + BEGINNING.format(eos=model.tokenizer.eos_token)
-    sections |= {"Limits": _limits(model, card), "Versions": _table(_versions(run))}
+    sections |= {"Limits": LIMITS.format(model.config.max_position_embeddings), "Versions": _table(_versions(run))}
     text = "".join(f"\n## {title}\n\n{content}\n" for title, content in sections.items())
     head = f"# {card.name}\n\n{_opening(model, run)}\n"
     return f"---\n{_front_matter(model, card, run).to_yaml()}\n---\n\n{head}{text}"
 
 
 def _front_matter(model: Pretrained, card: Card, run: Run | None) -> ModelCardData:
-    known = card.license.lower() in LICENSES
     found = [re.match(r"hf://datasets/([^/@]+/[^/@]+)", name) for name in (sources(run) if run else [])]
     return ModelCardData(
         language=list(card.language) or None,
-        license=card.license.lower() if known else "other",
-        license_name=None if known else card.license,
+        license=card.license.lower(),
         library_name="transformers",
         pipeline_tag="text-generation",
         tags=["causal-lm", _architecture(model)["model_type"]],
@@ -131,20 +123,6 @@ def _shape(model: Pretrained) -> Rows:
         + ("the embedding" if config.tie_word_embeddings else "its own"),
         "weights": str(model.dtype).removeprefix("torch."),
     }
-
-
-def _limits(model: Pretrained, card: Card) -> str:
-    sentences = [
-        "The model repeats what its texts were like, their errors and prejudices included, and states falsehoods as "
-        "fluently as facts. Check what it writes before you rely on it.",
-        f"It sees at most {model.config.max_position_embeddings:,} tokens.",
-    ]
-    if card.license.lower() == "unknown":
-        sentences.append(
-            "No licence was chosen yet: choose one before you publish the model. The licences of the texts may say "
-            "which ones are possible."
-        )
-    return " ".join(sentences)
 
 
 def _versions(run: Run | None) -> Rows:
