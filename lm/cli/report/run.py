@@ -32,13 +32,7 @@ OPENING = "<!doctype html>\n<!-- A run of lm -->\n"  # of every page: a file tha
 POINTS = 1000  # of a curve
 ALL_POINTS = 30_000  # of all curves together, as long as each has `FEWEST_POINTS`
 FEWEST_POINTS = 100
-CHARTS = 150
 SAMPLED_STEPS = 20
-SAMPLE_CHARACTERS = 4000
-EVALUATED_STEPS = 20
-ALERTS = 100
-POSTMORTEMS = 10
-POSTMORTEM_CHARACTERS = 40_000
 
 # ---- the file --------------------------------------------------------------------------------------------------------
 
@@ -92,17 +86,12 @@ def page(run: Run, found: dict[str, Any], metrics: list[dict[str, Any]]) -> str:
     )  # fmt: skip
 
 
-def _shown(entries: list[Any], every: int) -> dict[str, Any]:
-    """What the page has of so many entries, and how many it leaves out."""
-    return {"shown": entries, "left_out": every - len(entries)}
-
-
-def _evaluations(run: Run) -> dict[str, Any]:
+def _evaluations(run: Run) -> list[dict[str, Any]]:
     """The tables of each evaluation, the newest first."""
     every = public(run.evaluations())
     steps = sorted({one["step"] for one in every if one["step"] is not None}, reverse=True)
     found = []
-    for step in steps[:EVALUATED_STEPS]:
+    for step in steps:
         merged = merge_evaluations(every, step)
         tasks = [
             (name, f"{task['accuracy']:.1%}", "{:.1%} to {:.1%}".format(*task["interval"]), f"{task['baseline']:.1%}",
@@ -115,7 +104,7 @@ def _evaluations(run: Run) -> dict[str, Any]:
             for name, one in merged["texts"].items()
         ]  # fmt: skip
         found.append({"title": f"Step {step:,}{core_sentence(merged)}", "tasks": tasks, "texts": texts})
-    return _shown(found, len(steps))
+    return found
 
 
 def _estimate(mean: float | None, error: float | None) -> tuple[str, str]:
@@ -131,33 +120,25 @@ def _samples(run: Run) -> dict[str, Any]:
     places = np.linspace(0, len(every) - 1, min(SAMPLED_STEPS, len(every)))
     steps = list(dict.fromkeys(every[round(place)] for place in places))
     found = [
-        (f"Step {step:,}", [(one["prompt"], _cut(str(one["text"]), SAMPLE_CHARACTERS))
-                            for one in samples if one["step"] == step])
+        (f"Step {step:,}", [(one["prompt"], str(one["text"])) for one in samples if one["step"] == step])
         for step in steps
-    ]  # fmt: skip
-    return _shown(found, len(every))
+    ]
+    return {"shown": found, "left_out": len(every) - len(found)}
 
 
-def _cut(text: str, most: int) -> str:
-    return text if len(text) <= most else f"{text[:most]}…"
+def _alerts(found: dict[str, Any]) -> list[tuple[str, ...]]:
+    return [(f"{one['step']:,}", utc(one["time"]), one["guard"], one["action"], one["message"])
+            for one in reversed(found["alerts"])]  # fmt: skip
 
 
-def _alerts(found: dict[str, Any]) -> dict[str, Any]:
-    alerts = found["alerts"]
-    rows = [(f"{one['step']:,}", utc(one["time"]), one["guard"], one["action"], one["message"])
-            for one in reversed(alerts[-ALERTS:])]  # fmt: skip
-    return _shown(rows, len(alerts))
-
-
-def _postmortems(found: dict[str, Any]) -> dict[str, Any]:
-    folders = [Path(path) for path in reversed(found["post_mortems"])]
+def _postmortems(found: dict[str, Any]) -> list[tuple[str, str]]:
     pages = []
-    for folder in folders[:POSTMORTEMS]:
+    for folder in map(Path, reversed(found["post_mortems"])):
         step = folder.name.removeprefix("postmortem-").lstrip("0") or "0"
         with suppress(OSError):  # it is being written
             text = public((folder / "postmortem.md").read_text(encoding="utf-8", errors="replace"))
-            pages.append((f"Post-mortem of step {step}", _cut(text, POSTMORTEM_CHARACTERS)))
-    return _shown(pages, len(pages) + len(folders[POSTMORTEMS:]))
+            pages.append((f"Post-mortem of step {step}", text))
+    return pages
 
 
 def _model(found: dict[str, Any]) -> dict[str, Any]:
@@ -224,7 +205,7 @@ def chart_data(run: Run, metrics: list[dict[str, Any]]) -> tuple[dict[str, Any],
         (whether it is drawn as points, too, and never smoothed), `table`, and values as in `_bucketed`;
         `tables`: x values by `step`, `tokens` and `hours`, each for all curves that were logged in the same lines;
         `marks`: resumes and rollbacks, with `label` and their place on each axis;
-        `size`: the most log lines that a point of a curve stands for; `left_out`: charts that are left out.
+        `size`: the most log lines that a point of a curve stands for.
     """
     of_trunk = [{name if name in AXES else name + TRUNK: line[name] for name in (*AXES, *LOSSES) if name in line}
                 for line in trunk_metrics(run)]  # fmt: skip
@@ -255,9 +236,9 @@ def chart_data(run: Run, metrics: list[dict[str, Any]]) -> tuple[dict[str, Any],
         size = max(size, each)
     found = sorted(charts.values(), key=lambda chart: [*dict.fromkeys(PLACES.values()), OWN].index(chart["place"]))
     return {
-        "charts": [{**chart, "title": printable(chart["title"])} for chart in found[:CHARTS]],
+        "charts": [{**chart, "title": printable(chart["title"])} for chart in found],
         "tables": [table for _, table in tables.values()],
-        "marks": _marks(run, axes), "size": size, "left_out": max(0, len(found) - CHARTS),
+        "marks": _marks(run, axes), "size": size,
     }, rows  # fmt: skip
 
 
