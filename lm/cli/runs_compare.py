@@ -16,7 +16,6 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any, Literal
 
-import numpy as np
 import yaml
 from rich.console import Console
 from rich.text import Text
@@ -269,7 +268,6 @@ PICTURES = {  # file -> the metrics that it shows, over what, and the scale of t
     "norms.png": (("optim/grad_norm", "optim/param_norm"), "step", "log"),
     "throughput.png": (("perf/tokens_per_second",), "time", "linear"),  # so that pauses show
 }
-PAUSE = 5  # times the usual time between log lines, from which on a curve over time is interrupted
 
 
 def export(
@@ -382,20 +380,9 @@ def draw_pictures(metrics: list[dict[str, Any]], folder: Path, title: str) -> No
 
     for file, (names, x, scale) in PICTURES.items():
         series = [curve(METRICS[name].label, metrics, name, x) for name in names]
-        series = [_interrupted(one) if x == "time" else one for one in series if one.x]
-        if series:
+        if any(one.x for one in series):
             label = {"step": "optimizer step", "time": "hours since the first log line"}[x]
             draw_curves(series, label, METRICS[names[0]].unit, title, scale).savefig(folder / file)
-
-
-def _interrupted(series: Series) -> Series:
-    """A curve over time without a line through pauses, as where the run was stopped."""
-    if len(series.x) < 2:
-        return series
-    x, y = np.array(series.x, float), np.array(series.y, float)
-    gaps = np.diff(x)
-    after = np.flatnonzero(gaps > PAUSE * np.median(gaps)) + 1
-    return Series(series.name, np.insert(x, after, x[after] - gaps[after - 1] / 2), np.insert(y, after, math.nan))
 
 
 def weights_digest(checkpoint: Path) -> str:

@@ -19,7 +19,7 @@ from terminal import Terminal
 from trainings import fit, lm, make_workplace
 
 from lm.cli.charts import MARKERS, chart
-from lm.cli.runs_compare import _interrupted, export
+from lm.cli.runs_compare import export
 from lm.errors import RequestError, RunError
 from lm.runs import registry
 from lm.runs.history import Series, smooth
@@ -397,12 +397,6 @@ def test_an_export_holds_the_run_and_its_weights_byte_for_byte(trained, place):
     assert manifest["machine"]["cores"] == os.cpu_count() and {"driver", "cuda", "memory_bytes"} <= manifest["machine"].keys()
     assert manifest["versions"]["torch"] == facts["versions"]["torch"] and manifest["tokens"] == 12 * 256
     assert list(place.iterdir()) == [out]
-
-
-def test_a_pause_interrupts_the_curve_over_time():
-    series = _interrupted(Series("speed", [0.0, 0.1, 0.2, 5.2, 5.3], [1.0, 2.0, 3.0, 4.0, 5.0]))
-    assert series.x == pytest.approx([0.0, 0.1, 0.2, 2.7, 5.2, 5.3])
-    assert [str(value) for value in series.y] == ["1.0", "2.0", "3.0", "nan", "4.0", "5.0"]
 
 
 def test_exported_metrics_are_exact_in_both_tables(trained, place):
