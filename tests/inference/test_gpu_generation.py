@@ -31,7 +31,7 @@ def test_recorded_steps_write_the_same_tokens(config, fused, monkeypatch):
     """Rows of unequal length, windows, groups of heads, and graphs that are recorded anew for more slots."""
     monkeypatch.setattr(generation, "SMALLEST", 16)
     decoder = on_gpu(config, fused)
-    for sampling in (Sampling(0, max_new_tokens=50), Sampling(0.8, 20, None, None, 1.2, max_new_tokens=50, seed=1)):
+    for sampling in (Sampling(0, max_new_tokens=50), Sampling(0.8, 20, max_new_tokens=50, seed=1)):
         written = [written_by(decoder, UNEQUAL, sampling, step=step) for step in ("dynamic", "static", "cuda_graph")]
         assert written[0] == written[1] == written[2]
 
@@ -59,7 +59,7 @@ def test_deterministic_algorithms_are_no_obstacle():
     torch.use_deterministic_algorithms(True)
     try:
         decoder = on_gpu(SHAPES["llama, tied"], True)
-        for sampling in (Sampling(0), Sampling(0.7, 20, 0.9, 0.01, 1.1), Sampling(0.7, top_p=0.8)):
+        for sampling in (Sampling(0), Sampling(0.7, 20, 0.9), Sampling(0.7, top_p=0.8)):
             written_by(decoder, UNEQUAL, replace(sampling, max_new_tokens=10))
     finally:
         torch.use_deterministic_algorithms(False)
