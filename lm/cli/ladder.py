@@ -156,10 +156,7 @@ def ladder(options: LadderOptions, overrides: list[str]) -> None:
         if options.json:
             print(to_json({"sizes": planned_sizes(options, trainings)}))
         return
-    try:
-        options.folder.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise RequestError(f"cannot make the folder {options.folder}: {error.strerror}") from error
+    options.folder.mkdir(parents=True, exist_ok=True)
     with only_one(options.folder):
         failed = train(options, wanted, trainings)
         found = save_report(options, trainings)

@@ -94,10 +94,7 @@ def compare(
     if png is not None:
         from lm.inspection.drawing import draw_curves  # matplotlib takes half a second
 
-        try:
-            draw_curves(shown, X_LABELS[x], metric, **sweep).savefig(png)
-        except (OSError, ValueError) as error:  # the second is an unknown format
-            raise RequestError(f"--png {png} cannot be written: {getattr(error, 'strerror', error)}") from error
+        draw_curves(shown, X_LABELS[x], metric, **sweep).savefig(png)
     if json:
         curves = {one.name: {"x": list(one.x), "y": list(one.y)} for one in series}
         settings_by_run = {key: dict(zip(names, values, strict=True)) for key, values in differing.items()}

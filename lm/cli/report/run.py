@@ -21,7 +21,7 @@ from lm import __version__
 from lm.cli.options import changed_settings
 from lm.cli.report.page import printable, render, source
 from lm.cli.runs_show import checks_of, describe_run, machine_of, start_command
-from lm.errors import RequestError, RunError
+from lm.errors import RequestError
 from lm.runs.history import read_samples, trunk_metrics
 from lm.runs.metrics import BY_SOURCE, METRICS, Metric, core_sentence, merge_evaluations
 from lm.runs.run import Run
@@ -41,15 +41,11 @@ def refuse_html_path(path: str) -> Path:
     """The file for a page; refuses one that is not the page of a run, and would be lost."""
     refuse_url("--html", path)
     target = Path(path)
-    if target.is_dir():
-        raise RequestError(f"--html {target} is a folder; name a file in it, such as {target / 'run.html'}")
     try:
         with open(target, encoding="utf-8", errors="replace") as file:
             ours = file.read(len(OPENING)) == OPENING
     except FileNotFoundError:
         return target.resolve()
-    except OSError as error:
-        raise RequestError(f"--html {target} cannot be read: {error.strerror}") from error
     if not ours:
         raise RequestError(f"--html {target} is there already and not the page of a run; choose another")
     return target.resolve()  # a link stays one
@@ -58,11 +54,8 @@ def refuse_html_path(path: str) -> Path:
 def write_page(run: Run, target: Path) -> None:
     """Write or replace the page of a run at a path of `refuse_html_path`."""
     metrics = run.metrics()
-    try:
-        target.parent.mkdir(parents=True, exist_ok=True)
-        write_atomically(target, page(run, describe_run(run, metrics), metrics), durable=False)
-    except OSError as error:
-        raise RunError(f"could not write {target}: {error.strerror or error}") from error
+    target.parent.mkdir(parents=True, exist_ok=True)
+    write_atomically(target, page(run, describe_run(run, metrics), metrics), durable=False)
 
 
 # ---- the page --------------------------------------------------------------------------------------------------------
