@@ -230,7 +230,7 @@ def test_a_page_replaces_a_page_and_nothing_else(place):
         with pytest.raises(RequestError, match=message):
             export(str(run.path), html=target)
     assert (place / "notes.html").read_text() == "<!doctype html>\nmine"
-    for target, error in ((".", "Is a directory"), ("notes.html/page.html", "Not a directory"), ("/proc/x/y", "No such")):
+    for target, error in ((".", "Is a directory"), ("notes.html/x", "Not a directory"), ("/proc/x/y", "No such")):
         with pytest.raises(OSError, match=error):
             export(str(run.path), html=target)
     with pytest.raises(RequestError, match="instead of the folder"):
