@@ -122,7 +122,6 @@ def _labels(values: list[float], step: float) -> list[str]:
 
 
 def _spread(low: float, high: float) -> tuple[float, float]:
-    """Ends of an axis that are apart."""
     if high > low:
         return low, high
     margin = abs(low) * 0.05 or 0.5

@@ -7,11 +7,11 @@ optimizer state, so that a new run can start from their weights.
 
 import json
 import logging
-import re
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import asdict
 from pathlib import Path
+from shlex import quote
 from tempfile import TemporaryDirectory
 from typing import Literal
 
@@ -33,7 +33,6 @@ from lm.runs.checkpoint import TENSORS, find_damage, read_document, read_progres
 from lm.runs.resume import checkpoint_folder, chosen_model, hub_hint, warn_if_left_behind
 from lm.runs.run import ROOT, STEP, Run
 from lm.system.files import new_folder
-from lm.system.hub import check_login, publish
 from lm.system.remote import is_remote
 from lm.system.units import Count
 from lm.training.checkpoint_state import model_files
@@ -54,7 +53,6 @@ def export(
     name: str | None = None,
     license: str = "unknown",
     language: list[str] | None = None,
-    push_to_hub: str | None = None,
     root: str = str(ROOT),
 ) -> None:
     """Write a model to a folder for others: weights, tokenizer and a model card, as Hugging Face's libraries read them.
@@ -67,19 +65,12 @@ def export(
         output: The folder to make, which must be empty or not there.
         dtype: Number format of the weights; as they are stored if not given.
         name: What the model card calls the model; the folder's name if not given.
-        license: Its licence, by its SPDX identifier, such as Apache-2.0.
+        license: Its licence as the Hugging Face Hub names it, such as apache-2.0.
         language: Languages of its texts, by their ISO 639 codes, such as en.
-        push_to_hub: The repository of the Hugging Face hub, OWNER/NAME, that the folder becomes a commit of; made if it
-            is not there, public or private as the owner's settings have it.
         root: Folder of the runs.
     """
     if not output:
         raise RequestError("give the folder to make with --output")
-    for code in language or []:
-        if not re.fullmatch(r"[a-z]{2,3}", code):
-            raise RequestError(f"--language {code}: give ISO 639 codes, such as en")
-    if push_to_hub:
-        check_login(push_to_hub)
     with new_folder(Path(output)) as folder:
         model = load_pretrained(chosen_model(run, ckpt_path, root), device="cpu", dtype=dtype and getattr(torch, dtype))
         if not is_builtin(model.decoder):
@@ -91,9 +82,8 @@ def export(
     log.info("loaded it with %s: logits in fp32 differ by %.1e of the largest", loader, difference)
     if license == "unknown":
         log.info("the model card says that the licence is unknown: choose one with --license before you publish it")
+    log.info("to publish it: hf upload OWNER/NAME %s", quote(output))
     print(output)
-    if push_to_hub:
-        print(publish(Path(output), push_to_hub, f"Model of {model.path.name}"))
 
 
 def write_model(model: Pretrained, card: Card, folder: Path) -> None:

@@ -10,7 +10,7 @@ from rich.console import Console
 from rich.table import Table
 
 from lm.data.config import PrepareOptions
-from lm.data.prepare import MANIFEST, warn_of_small_validation
+from lm.data.prepare import MANIFEST
 from lm.data.prepare import prepare as make
 from lm.data.shards import Shards
 from lm.data.tokenizer import Tokenizer
@@ -36,7 +36,6 @@ def prepare(**options: Any) -> None:
             "%s: %s, %s tokens, %.2f bytes a token, %s", name, plural(split["documents"], "document"),
             format_count(split["tokens"]), split["bytes"] / split["tokens"], plural(len(split["shards"]), "shard"),
         )  # fmt: skip
-    warn_of_small_validation(Path(settings.output), manifest)
     log.info("train on it: lm fit --config tiny.yaml --data.path %s", quote(settings.output))
 
 

@@ -12,12 +12,11 @@ from jsonargparse import ActionConfigFile
 from jsonargparse.typing import register_type
 
 from lm.cli.options import COMMAND_OPTIONS, CONFIG, SEED, find_config, read_config, training_options
-from lm.data.config import DATA_PATH_CURE, DataConfig
+from lm.data.config import DataConfig
 from lm.errors import RequestError
 from lm.runs.registry import find_run
 from lm.runs.run import ROOT, is_of_a_run
 from lm.system.arguments import Parser, arguments_from, spell_out
-from lm.system.files import refuse_url
 from lm.training.config import SECTIONS, ModelConfig, TrainerConfig
 
 LISTS = tuple(option.name for option in training_options("fit") if "list of str" in option.kind)
@@ -85,14 +84,11 @@ def refuse_wrong_values(command: str, arguments: list[str]) -> None:
     classes = {"trainer": TrainerOptions, "model": ModelConfig, "data": DataConfig}
     flags = add_training(parser, classes, COMMAND_OPTIONS.get(command))
     try:
-        config = parser.parse_args(spell_out(arguments, (*flags, "force"), LISTS))
+        parser.parse_args(spell_out(arguments, (*flags, "force"), LISTS))
     except RequestError as error:
         name = str(error).partition(": ")[0]
         if any(option.name == name and " of " not in option.kind for option in training_options(command)):
             raise
-        return
-    if command == "fit" and config.data.path:
-        refuse_url("data.path", config.data.path, DATA_PATH_CURE)
 
 
 def refuse_missing_run(command: str, arguments: list[str]) -> None:

@@ -1,6 +1,5 @@
 """`lm generate`: a checkpoint continues prompts: as the text comes, several at once, as JSON, or interactively."""
 
-import difflib
 import json as jsonlib
 import logging
 import random
@@ -16,14 +15,13 @@ from rich.console import Console
 from rich.progress import Progress
 from rich.text import Text
 
-from lm.errors import LmError, RequestError, require_at_least
+from lm.errors import RequestError, require_at_least
 from lm.inference.completion import Written, encode_prompt, gather_texts, generate_text
 from lm.inference.generation import Reason, Sampling, Step, check_step
 from lm.inference.pretrained import Pretrained, load_pretrained
 from lm.model.compile import compile_decoder
 from lm.runs.resume import chosen_model
 from lm.runs.run import ROOT
-from lm.system.arguments import Parser, as_list
 from lm.system.hardware import device_name
 from lm.system.process import harmless
 from lm.system.units import Count
@@ -85,8 +83,7 @@ def generate(
     model = load_pretrained(chosen_model(run, ckpt_path, root), device, dtype and getattr(torch, dtype))
     mode, step = choose_step(model, compile)
     if prompts is None:
-        Repl(model, chosen, step).run()
-        return
+        return converse(model, chosen, step)
     chosen = with_seed(chosen)
     refuse_long_prompts(model, prompts, chosen)
     prompts = [text for text in prompts for _ in range(num_samples)]
@@ -238,61 +235,23 @@ def print_text(text: str, style: str | None = None) -> None:
 
 # ---- interactive -----------------------------------------------------------------------------------------------------
 
-HELP = """A line is a prompt, and the model continues it. An empty line continues the text so far.
-/temperature 0.7 changes a setting, /top_k none removes it. Ctrl-C ends a text, Ctrl-D leaves. The settings:"""
 
-
-class Repl:
-    def __init__(self, model: Pretrained, settings: Settings, step: Step) -> None:
-        self.model, self.settings, self.step = model, settings, step
-        self.text = ""
-
-    def run(self) -> None:
-        with suppress(ImportError):  # not on every system
-            import readline  # noqa: F401  it gives `input` a history and keys to edit with
-        print("A line is a prompt. /help shows the commands; Ctrl-D leaves.")
-        while True:
-            try:
-                line = input("> ")
-                self.run_command(line[1:]) if line.startswith("/") else self.continue_text(line)
-            except LmError as error:
-                print(harmless(str(error)), file=sys.stderr)
-            except KeyboardInterrupt:
-                print()
-            except EOFError:
-                print()
-                return
-            except UnicodeDecodeError as error:
-                print(f"this is not UTF-8 text: {error}", file=sys.stderr)
-
-    def continue_text(self, line: str) -> None:
-        """Continue a line; an empty one continues the whole text."""
-        prompt = line or self.text
-        text, summary, _ = stream_to_terminal(self.model, prompt, with_seed(self.settings), self.step, begin=line)
-        self.text = prompt + text
-        print(summary)
-
-    def run_command(self, line: str) -> None:
-        """Show the help or a setting, or change a setting."""
-        name, _, value = line.partition(" ")
-        names = list(asdict(self.settings))
-        if name not in (*names, "help"):
-            close = difflib.get_close_matches(name, names, 1)
-            raise RequestError(f"there is no /{name}; {f'did you mean /{close[0]}?' if close else '/help lists them'}")
-        if name == "help":
-            print(HELP)
-        elif value.strip():
-            self.settings = replace(self.settings, **{name: read_setting(name, value)})
-        for shown in names if name == "help" else [name]:
-            value = getattr(self.settings, shown)
-            print(f"{shown} {'none' if value in (None, []) else value}")
-
-
-def read_setting(name: str, value: str) -> Any:
-    """The value of a setting that a person typed."""
-    none = value.strip().lower() == "none"
-    if name == "stop":  # as it is, with its blanks
-        value = as_list([] if none else [value.replace("\\n", "\n").replace("\\t", "\t")])
-    parser = Parser(prog="lm generate")
-    parser.add_class_arguments(Settings)
-    return parser.parse_args([f"--{name}={'null' if none and name != 'stop' else value.strip()}"])[name]
+def converse(model: Pretrained, settings: Settings, step: Step) -> None:
+    """Ask for one prompt after the other; an empty one continues the text so far."""
+    with suppress(ImportError):  # not on every system
+        import readline  # noqa: F401  it gives `input` a history and keys to edit with
+    print("A line is a prompt, and an empty one continues the text so far. Ctrl-C ends a text, Ctrl-D leaves.")
+    text = ""
+    while True:
+        try:
+            line = input("> ")
+            prompt = line or text
+            written, summary, _ = stream_to_terminal(model, prompt, with_seed(settings), step, begin=line)
+            text = prompt + written
+            print(summary)
+        except RequestError as error:  # such as a prompt that fills the context
+            print(harmless(str(error)), file=sys.stderr)
+        except KeyboardInterrupt:
+            print()
+        except EOFError:
+            return print()

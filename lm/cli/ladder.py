@@ -5,11 +5,9 @@ resumes it. `cli/ladder_report` has what is measured and predicted.
 """
 
 import ctypes
-import itertools
 import logging
 import math
 import os
-import re
 import shlex
 import signal
 import subprocess
@@ -19,7 +17,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import torch
@@ -38,7 +36,7 @@ from lm.data.tokenizer import Tokenizer
 from lm.errors import Interrupted, RequestError, RunError, require_at_least
 from lm.runs import scaling_laws
 from lm.runs.config_diff import differences, not_allowed
-from lm.runs.run import ROOT, Run
+from lm.runs.run import ROOT, Run, refuse_name
 from lm.system import process
 from lm.system.arguments import call
 from lm.system.files import to_json, write_atomically
@@ -63,14 +61,6 @@ PATIENCE = 60.0  # seconds that a training of a killed ladder has to save its la
 DIES_WITH_PARENT = 1  # PR_SET_PDEATHSIG of prctl(2)
 
 
-class Length(NamedTuple):
-    """How long the sizes of a ladder are trained."""
-
-    short: str  # in the names of runs
-    label: str
-    horizon: dict[str, Any]  # as `lm scale` takes it
-
-
 # What follows from a size and a length, and what asks for another one.
 FOLLOWS = {
     "trainer.default_root_dir": "--root",
@@ -90,7 +80,7 @@ class LadderOptions:
         depths: Numbers of blocks, such as 2,4,6,8; width, heads, batch and learning rate follow as in `lm scale`.
         predict: Depths whose loss to predict. They are not trained, or, if --depths has them too, trained and compared
             with the prediction.
-        ratio: Tokens for each parameter outside the embedding, one number or several; 20 if no length is given.
+        ratio: Tokens for each parameter outside the embedding; 20 if no length is given.
         max_steps: In place of it: optimizer steps, the same for all sizes.
         seeds: Trainings of each size, with seeds 1, 2 and so on; three or more show the noise.
         name: Of the ladder: its folder, and how the names of its runs begin.
@@ -107,27 +97,22 @@ class LadderOptions:
     """
 
     def __init__(
-        self, depths: list[str] = [], predict: list[str] = [], ratio: list[str] = [], max_steps: Count | None = None,
-        seeds: int = 1, name: str = "ladder", plan_only: bool = False, json: bool = False,
-        device: str = "auto", memory: str | None = None, peak_tflops: float | None = None, mfu: float | None = None,
-        rate_usd_per_hr: float | None = None, root: str = str(ROOT), vocab_size: Count | None = None, **scaled: Any,
+        self, depths: list[str] = [], predict: list[str] = [], ratio: float | None = None,
+        max_steps: Count | None = None, seeds: int = 1, name: str = "ladder", plan_only: bool = False,
+        json: bool = False, device: str = "auto", memory: str | None = None, peak_tflops: float | None = None,
+        mfu: float | None = None, rate_usd_per_hr: float | None = None, root: str = str(ROOT),
+        vocab_size: Count | None = None, **scaled: Any,
     ) -> None:  # fmt: skip
-        self.sizes, self.held_out = _numbers("--depths", depths, int), _numbers("--predict", predict, int)
+        self.sizes, self.held_out = _depths("--depths", depths), _depths("--predict", predict)
         if not self.sizes:
             raise RequestError("give the depths, such as --depths 2,4,6,8")
-        if min(self.sizes + self.held_out) < 2:
-            raise RequestError("--depths and --predict: a model has 2 blocks or more")
         require_at_least(1, "--", seeds=seeds, max_steps=max_steps)
-        if not re.fullmatch(r"\w[\w.+=-]*", name):
-            raise RequestError(f"--name {name}: use letters, digits, '.', '_', '-', '+' and '=' only")
-        if ratio and max_steps:
+        refuse_name(name)
+        if max_steps and ratio is not None:
             raise RequestError("--ratio and --max_steps each give the length of the runs: give one of them")
-        self.lengths = [
-            Length(f"r{_spelled(each)}", f"{_spelled(each)} tokens a parameter", {"target_param_data_ratio": each})
-            for each in _numbers("--ratio", ratio) or [scale.TOKENS_PER_PARAMETER]
-        ]
-        if max_steps:
-            self.lengths = [Length(f"n{int(max_steps)}", plural(max_steps, "step"), {"max_steps": max_steps})]
+        ratio = scale.TOKENS_PER_PARAMETER if ratio is None else ratio
+        self.horizon = {"max_steps": max_steps} if max_steps else {"target_param_data_ratio": ratio}  # as of `lm scale`
+        self.length = f"n{int(max_steps)}" if max_steps else f"r{ratio:g}"  # in the names of runs
         self.seeds, self.name, self.folder = seeds, name, Path(root) / name
         self.plan_only, self.json = plan_only, json
         planned = {"device": device, "memory": memory, "peak_tflops": peak_tflops, "mfu": mfu,
@@ -139,23 +124,13 @@ class LadderOptions:
         self.scaled = replace(self.scaled, vocab_size=vocab_size or scale.VOCAB_SIZE)
 
 
-def _numbers(option: str, given: list[str], kind: type = float) -> list[Any]:
-    """The different numbers of an option, ascending; with commas or spaces between them."""
-    found = set()
-    for word in ",".join(given).split(",") if given else ():
-        try:
-            number = kind(word)
-        except ValueError:
-            number = -1
-        if not 0 < number < math.inf:
-            wanted = "whole number" if kind is int else "number"
-            raise RequestError(f"{option} {','.join(given)}: {word!r} is not a {wanted} above 0")
-        found.add(number)
-    return sorted(found)
-
-
-def _spelled(number: float) -> str:
-    return re.sub(r"e\+0*", "e", f"{number:g}")
+def _depths(option: str, given: list[str]) -> list[int]:
+    """The different depths of an option, ascending; with commas or spaces between them."""
+    words = ",".join(given).split(",") if given else []
+    for word in words:
+        if not word.isdecimal() or int(word) < 2:
+            raise RequestError(f"{option} {','.join(given)}: {word!r} is not a number of blocks, 2 or more")
+    return sorted(set(map(int, words)))
 
 
 def main(arguments: list[str]) -> None:
@@ -181,10 +156,7 @@ def ladder(options: LadderOptions, overrides: list[str]) -> None:
         if options.json:
             print(to_json({"sizes": planned_sizes(options, trainings)}))
         return
-    try:
-        options.folder.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise RequestError(f"cannot make the folder {options.folder}: {error.strerror}") from error
+    options.folder.mkdir(parents=True, exist_ok=True)
     with only_one(options.folder):
         failed = train(options, wanted, trainings)
         found = save_report(options, trainings)
@@ -212,22 +184,22 @@ def make_trainings(options: LadderOptions, overrides: list[str]) -> list[Trainin
         if key in FOLLOWS:
             raise RequestError(f"{key} follows from the depth and the length of each run: give {FOLLOWS[key]}")
     parts = []
-    for depth, length in itertools.product(sorted({*options.sizes, *options.held_out}), options.lengths):
+    for depth in sorted({*options.sizes, *options.held_out}):
         try:
-            recipe, text = scale.scaled_config(depth, **length.horizon, **vars(options.scaled))
+            recipe, text = scale.scaled_config(depth, **options.horizon, **vars(options.scaled))
         except RequestError as error:
-            raise RequestError(f"depth {depth}, {length.label}: {error}") from error
+            raise RequestError(f"depth {depth}: {error}") from error
         settings = yaml.safe_load(text)
         settings["trainer"] |= {"devices": 1, "default_root_dir": str(options.folder), "keep_checkpoints": 1}
         settings["data"]["val_tokens"] = VALIDATED
         settings = yaml.safe_load(resolved_text(settings, overrides))
-        keep_length(settings, recipe, length, typed)
+        keep_length(settings, recipe, options, typed)
         facts = plan_facts(options, settings, depth, refuse=depth in options.sizes)
         model, tokens = facts["model"], facts["steps"]["tokens"]
         outside = model["parameters"]["total"] - model["parameters"]["embedding"]
         flops = tokens * model["flops_per_token"]
-        size = ModelSize(depth, length.label, outside, tokens, flops, depth in options.held_out)
-        parts.append((size, settings, facts, f"{options.name}-d{depth}-{length.short}"))
+        size = ModelSize(depth, outside, tokens, flops, depth in options.held_out)
+        parts.append((size, settings, facts, f"{options.name}-d{depth}-{options.length}"))
     made = []
     for seed in range(1, options.seeds + 1):
         for size, config, facts, name in parts:
@@ -236,10 +208,10 @@ def make_trainings(options: LadderOptions, overrides: list[str]) -> list[Trainin
     return made
 
 
-def keep_length(config: dict[str, Any], recipe: scale.Recipe, length: Length, typed: Sequence[str]) -> None:
+def keep_length(config: dict[str, Any], recipe: scale.Recipe, options: LadderOptions, typed: Sequence[str]) -> None:
     """Set the number of steps, in place, so that a run keeps its length where another batch was typed."""
     tokens = tokens_of_a_step(config["data"])
-    if "max_steps" not in length.horizon and tokens != recipe.batch_tokens:
+    if "max_steps" not in options.horizon and tokens != recipe.batch_tokens:
         steps = max(1, round(recipe.tokens / tokens))
         config["trainer"]["max_steps"] = steps
         if "model.schedule.warmup_steps" not in typed:
@@ -258,21 +230,18 @@ def plan_facts(options: LadderOptions, config: dict[str, Any], depth: int, refus
 
 def refuse_far_predictions(options: LadderOptions, trainings: list[Training]) -> None:
     """Refuse to predict from too few sizes, or too far from them, before anything is trained."""
-    for length in options.lengths if options.held_out else ():
-        flops = {one.size.depth: one.size.flops for one in trainings if one.size.length == length.label}
-        fitted = [value for depth, value in flops.items() if depth not in options.held_out]
-        if len(fitted) < scaling_laws.FEWEST:
+    flops = {one.size.depth: one.size.flops for one in trainings}
+    fitted = [value for depth, value in flops.items() if depth not in options.held_out]
+    if options.held_out and len(fitted) < scaling_laws.FEWEST:
+        raise RequestError(f"a prediction takes {scaling_laws.FEWEST} other sizes or more, and --depths has "
+                           f"{len(fitted)}: add some, such as --depths 2,4,6,8")  # fmt: skip
+    for depth in options.held_out:
+        if scaling_laws.distance(fitted, flops[depth]) > scaling_laws.FARTHEST:
             raise RequestError(
-                f"a prediction takes {scaling_laws.FEWEST} other sizes or more, and --depths has {len(fitted)}: add "
-                "some, such as --depths 2,4,6,8"
+                f"depth {depth} has {flops[depth] / max(fitted):.3g} times the operations of the largest, "
+                f"and the sizes differ by a factor of {max(fitted) / min(fitted):.3g}: that is too far to predict; "
+                "add a size between, or predict a smaller one"
             )
-        for depth in options.held_out:
-            if scaling_laws.distance(fitted, flops[depth]) > scaling_laws.FARTHEST:
-                raise RequestError(
-                    f"depth {depth} has {flops[depth] / max(fitted):.3g} times the operations of the largest, "
-                    f"and the sizes differ by a factor of {max(fitted) / min(fitted):.3g}: that is too far to predict; "
-                    "add a size between, or predict a smaller one"
-                )
 
 
 def refuse_other_settings(trainings: list[Training]) -> None:
@@ -288,13 +257,14 @@ def refuse_other_settings(trainings: list[Training]) -> None:
 
 def planned_sizes(options: LadderOptions, trainings: list[Training]) -> list[dict[str, Any]]:
     """Each size of a ladder, with what one of its trainings takes; `runs` are 0 for one that is predicted."""
-    by_size = {(one.size.depth, one.size.length): one for one in trainings}
+    by_size = {one.size.depth: one for one in trainings}
     return [
         {
-            "depth": one.size.depth, "length": one.size.length,
-            "parameters": one.plan["model"]["parameters"]["total"], "steps": one.plan["steps"]["max_steps"],
+            "depth": one.size.depth, "parameters": one.plan["model"]["parameters"]["total"],
+            "steps": one.plan["steps"]["max_steps"],
             "tokens": float(one.size.tokens), "epochs": one.plan["steps"].get("epochs"), "flops": one.size.flops,
-            "memory": one.plan["memory"]["total"], "seconds": one.plan["time"]["seconds"], "usd": one.plan["time"].get("usd"),
+            "memory": one.plan["memory"]["total"], "seconds": one.plan["time"]["seconds"],
+            "usd": one.plan["time"].get("usd"),
             "runs": options.seeds * (one.size.depth in options.sizes),
         }
         for one in by_size.values()
@@ -302,17 +272,16 @@ def planned_sizes(options: LadderOptions, trainings: list[Training]) -> list[dic
 
 
 def print_plan(console: Console, options: LadderOptions, trainings: list[Training]) -> None:
-    """Print the sizes, and what is left to do."""
     sizes = planned_sizes(options, trainings)
     priced = any(size["usd"] is not None for size in sizes)
-    heads = ["depth", "length", "parameters", "steps", "tokens", "epochs", "operations", "memory", "time", "runs"]
+    heads = ["depth", "parameters", "steps", "tokens", "epochs", "operations", "memory", "time", "runs"]
     rows, seconds, usd = [], 0.0, 0.0
     for size in sizes:
         runs, each, price = size["runs"], size["seconds"], size["usd"]
         seconds += runs * each if each is not None else math.nan * bool(runs)
         usd += runs * (price or 0.0)
         rows.append([
-            str(size["depth"]), size["length"], format_count(size["parameters"]), f"{size['steps']:,}",
+            str(size["depth"]), format_count(size["parameters"]), f"{size['steps']:,}",
             format_count(size["tokens"]), "" if size["epochs"] is None else f"{size['epochs']:.2f}",
             f"{size['flops']:.2e}", format_bytes(size["memory"]),
             "" if each is None else format_duration(each), str(runs) if runs else "predicted",
@@ -451,7 +420,6 @@ def stop(running: dict[subprocess.Popen, Any]) -> None:
 
 
 def last_line(file: Path) -> str:
-    """The last line of a log that is not empty."""
     lines = [line.strip() for line in file.read_text(encoding="utf-8", errors="replace").splitlines()]
     return next((line for line in reversed(lines) if line), "it printed nothing")
 

@@ -28,10 +28,9 @@ LAW_POINTS = 60  # of a curve in a picture
 
 
 class ModelSize(NamedTuple):
-    """A depth trained for a length."""
+    """A model of a ladder, and how long it is trained."""
 
     depth: int
-    length: str
     parameters: int  # outside the embedding
     tokens: int
     flops: float  # floating-point operations of the run
@@ -89,8 +88,7 @@ def report(name: str, command: str, trainings: Sequence[Training]) -> dict[str, 
         ],
         "laws": [], "predictions": [], "notes": [],
     }  # fmt: skip
-    for length in dict.fromkeys(one.size.length for one in measured):
-        add_laws(found, length, [one for one in measured if one.size.length == length])
+    add_laws(found, measured)
     if known and not any(len(one.losses) > 1 for one in measured):
         found["notes"].append("One seed: the noise between trainings is not known, and fewer than five sizes have no "
                               "interval; --seeds 3 trains the others too.")  # fmt: skip
@@ -105,7 +103,6 @@ def last_losses(run: Run) -> dict[str, float]:
 
 
 def measured_sizes(trainings: Sequence[Training], losses: Sequence[float | None]) -> list[Measured]:
-    """The sizes of a ladder, each with its losses."""
     by_size: dict[ModelSize, list[float]] = {}
     for one, loss in zip(trainings, losses, strict=True):
         by_size.setdefault(one.size, []).extend([] if loss is None else [loss])
@@ -115,13 +112,13 @@ def measured_sizes(trainings: Sequence[Training], losses: Sequence[float | None]
 # ---- laws and predictions --------------------------------------------------------------------------------------------
 
 
-def add_laws(found: dict[str, Any], length: str, measured: Sequence[Measured]) -> None:
-    """Fit the laws of the sizes of one length, and predict those that are held out; adds to a report."""
+def add_laws(found: dict[str, Any], measured: Sequence[Measured]) -> None:
+    """Fit the laws of the sizes, and predict those that are held out; adds to a report."""
     fitted = [one for one in measured if one.losses and not one.size.held_out]
     targets = [one for one in measured if one.size.held_out]
     if len(fitted) < scaling_laws.FEWEST:
-        found["notes"].append(f"{length}: {plural(len(fitted), 'size')} finished, and a law takes "
-                              f"{scaling_laws.FEWEST}: nothing is fitted.")  # fmt: skip
+        found["notes"].append(f"{plural(len(fitted), 'size')} finished, and a law takes {scaling_laws.FEWEST}: "
+                              "nothing is fitted.")  # fmt: skip
         return
     losses = [one.losses for one in fitted]
     for quantity, attribute in QUANTITIES.items():
@@ -130,12 +127,12 @@ def add_laws(found: dict[str, Any], length: str, measured: Sequence[Measured]) -
             continue
         fit = scaling_laws.fit_sizes(x, losses)
         if fit.laws[0](max(x)) >= fit.laws[0](min(x)):
-            found["notes"].append(f"{length}: the loss does not fall with {quantity}: no law is fitted.")
+            found["notes"].append(f"The loss does not fall with {quantity}: no law is fitted.")
             continue
         predicted, largest = scaling_laws.backtest(x, losses)
         curve = np.geomspace(min(x + beyond), max(x + beyond), LAW_POINTS).tolist()
         found["laws"].append({
-            "length": length, "of": quantity, "laws": [law.formula(quantity) for law in fit.laws],
+            "of": quantity, "laws": [law.formula(quantity) for law in fit.laws],
             "parameters": [list(map(float, vars(law).values())) for law in fit.laws],
             "backtest": {"depth": fitted[x.index(max(x))].size.depth, "predicted": predicted, "measured": largest},
             "curve": [[at, *fit.predict(at)[:3]] for at in curve],
@@ -144,7 +141,7 @@ def add_laws(found: dict[str, Any], length: str, measured: Sequence[Measured]) -
             prediction, mean = fit.predict(at), fmean(one.losses) if one.losses else None
             known = mean is not None and prediction.low is not None
             found["predictions"].append({
-                "depth": one.size.depth, "length": length, "of": quantity, **prediction._asdict(),
+                "depth": one.size.depth, "of": quantity, **prediction._asdict(),
                 "times_largest": at / max(x), "range": max(x) / min(x), "measured": mean,
                 "error": None if mean is None else prediction.loss / mean - 1,
                 "within": prediction.low <= mean <= prediction.high if known else None,
@@ -155,15 +152,14 @@ def add_laws(found: dict[str, Any], length: str, measured: Sequence[Measured]) -
 
 
 def size_rows(found: dict[str, Any]) -> tuple[list[str], list[list[str]]]:
-    """Heads and rows of the table of sizes."""
     several = any(size.get("seeds", 0) > 1 for size in found["sizes"])
-    heads = ["depth", "length", "non-embedding", "tokens", "operations", found["unit"], "seeds"]
+    heads = ["depth", "non-embedding", "tokens", "operations", found["unit"], "seeds"]
     heads += ["std. error"] * several
     rows = []
     for size in found["sizes"]:
         if not size["losses"]:
             continue
-        row = [f"{size['depth']}{' (not fitted)' * size['held_out']}", size["length"]]
+        row = [f"{size['depth']}{' (not fitted)' * size['held_out']}"]
         row += [format_count(float(size["parameters"])), format_count(float(size["tokens"])), f"{size['flops']:.2e}"]
         row += [f"{size['mean']:.4f}", str(size["seeds"])]
         row += [f"{size['stderr']:.2g}" if size["stderr"] is not None else ""] if several else []
@@ -172,15 +168,14 @@ def size_rows(found: dict[str, Any]) -> tuple[list[str], list[list[str]]]:
 
 
 def prediction_rows(found: dict[str, Any]) -> tuple[list[str], list[list[str]]]:
-    """Heads and rows of the table of predictions."""
-    heads = ["depth", "length", "by", "predicted", "95 % interval", "measured", "error"]
+    heads = ["depth", "by", "predicted", "95 % interval", "measured", "error"]
     rows = []
     for one in found["predictions"]:
         interval = "not known" if one["low"] is None else f"{one['low']:.4f} to {one['high']:.4f}"
         outside = ", outside the interval" * (one["within"] is False)
         known = one["measured"] is not None
         measured = [f"{one['measured']:.4f}", f"{one['error']:+.2%}{outside}"] if known else ["", ""]
-        rows.append([str(one["depth"]), one["length"], one["of"], f"{one['loss']:.4f}", interval, *measured])
+        rows.append([str(one["depth"]), one["of"], f"{one['loss']:.4f}", interval, *measured])
     return heads, rows
 
 
@@ -200,26 +195,20 @@ def remarks(found: dict[str, Any]) -> list[str]:
 
 
 def trust(found: dict[str, Any]) -> Iterable[str]:
-    """Of each length what the smaller sizes predict for the largest one, and how far its predictions are."""
-    for law in found["laws"]:
-        if law["of"] != "operations":
-            continue
+    """What the smaller sizes predict for the largest one, and how far the predictions by operations are."""
+    for law in (law for law in found["laws"] if law["of"] == "operations"):
         back = law["backtest"]
-        error = back["predicted"] / back["measured"] - 1
-        yield (f"{law['length']}: the smaller sizes alone predict {back['predicted']:.4f} for depth {back['depth']}; "
-               f"measured is {back['measured']:.4f} ({error:+.2%}).")  # fmt: skip
-        for one in found["predictions"]:
-            if (one["length"], one["of"]) == (law["length"], law["of"]) and one["times_largest"] > 1:
-                far = one["distance"] > scaling_laws.FAR
-                yield (
-                    f"{one['length']}: depth {one['depth']} takes {one['times_largest']:.3g} times the operations of "
-                    f"the largest size, and the sizes differ by a factor of {one['range']:.3g}: "
-                    + ("far; the form of the law decides more than the measurements." if far else "not far.")
-                )  # fmt: skip
+        yield (f"The smaller sizes alone predict {back['predicted']:.4f} for depth {back['depth']}; measured is "
+               f"{back['measured']:.4f} ({back['predicted'] / back['measured'] - 1:+.2%}).")  # fmt: skip
+    for one in found["predictions"]:
+        if one["of"] == "operations" and one["times_largest"] > 1:
+            far = one["distance"] > scaling_laws.FAR
+            yield (f"Depth {one['depth']} takes {one['times_largest']:.3g} times the operations of the largest size, "
+                   f"and the sizes differ by a factor of {one['range']:.3g}: "
+                   + ("far; the form of the law decides more than the measurements." if far else "not far."))
 
 
 def print_report(console: Console, found: dict[str, Any]) -> None:
-    """Print the sizes, the predictions and the remarks."""
     for heads, rows in (size_rows(found), prediction_rows(found)):
         if rows:
             console.print()
@@ -233,48 +222,43 @@ def print_report(console: Console, found: dict[str, Any]) -> None:
 
 
 def page(found: dict[str, Any]) -> str:
-    """The report as one HTML page that needs no network."""
     runs = [[run["run"], run["seed"], run["status"], "" if run["loss"] is None else f"{run['loss']:.4f}"]
             for run in found["runs"]]  # fmt: skip
     return render(
         "ladder.html", kind="ladder", found=found, remarks=remarks(found), pictures=pictures(found), run_rows=runs,
-        law_rows=[[law["length"], law["of"], text] for law in found["laws"] for text in law["laws"]],
+        law_rows=[[law["of"], text] for law in found["laws"] for text in law["laws"]],
         predictions=prediction_rows(found), sizes=size_rows(found),
     )  # fmt: skip
 
 
 def pictures(found: dict[str, Any]) -> Iterable[tuple[str, str]]:
     """Charts of the laws, as a title and an SVG in base64."""
-    from lm.inspection.drawing import COLORS, figure, label_axes  # matplotlib takes half a second
+    from lm.inspection.drawing import BLUE, figure, label_axes  # matplotlib takes half a second
 
     def image(drawn: Any) -> str:
         file = io.BytesIO()
         drawn.savefig(file, format="svg")
         return base64.b64encode(file.getvalue()).decode()
 
-    colors = {length: COLORS[place % len(COLORS)]
-              for place, length in enumerate(dict.fromkeys(size["length"] for size in found["sizes"]))}  # fmt: skip
     measured = [size for size in found["sizes"] if size["losses"]]
     for quantity, attribute in QUANTITIES.items():
-        laws = [law for law in found["laws"] if law["of"] == quantity]
-        if not laws:
+        law = next((law for law in found["laws"] if law["of"] == quantity), None)
+        if law is None:
             continue
         drawn, axes = figure()
-        for law in laws:
-            at, middle, low, high = zip(*law["curve"], strict=True)
-            axes.plot(at, middle, color=colors[law["length"]], linewidth=1.4, label=f"law, {law['length']}")
-            if low[0] is not None:
-                axes.fill_between(at, low, high, color=colors[law["length"]], alpha=0.2, linewidth=0)
+        at, middle, low, high = zip(*law["curve"], strict=True)
+        axes.plot(at, middle, color=BLUE, linewidth=1.4)
+        if low[0] is not None:
+            axes.fill_between(at, low, high, color=BLUE, alpha=0.2, linewidth=0)
         for size in measured:
             axes.plot([size[attribute]] * len(size["losses"]), size["losses"], "D" if size["held_out"] else "o",
-                      color=colors[size["length"]], markersize=5,
-                      fillstyle="none" if size["held_out"] else "full")  # fmt: skip
+                      color=BLUE, markersize=5, fillstyle="none" if size["held_out"] else "full")  # fmt: skip
             place = size[attribute], max(size["losses"])
             axes.annotate(str(size["depth"]), place, (0, 6), textcoords="offset points", ha="center", fontsize=8)
         for one in (one for one in found["predictions"] if one["of"] == quantity):
-            size = next(s for s in found["sizes"] if (s["depth"], s["length"]) == (one["depth"], one["length"]))
+            size = next(size for size in found["sizes"] if size["depth"] == one["depth"])
             ends = None if one["low"] is None else [[one["loss"] - one["low"]], [one["high"] - one["loss"]]]
-            axes.errorbar([size[attribute]], [one["loss"]], ends, fmt="x", color=colors[one["length"]], capsize=3)
+            axes.errorbar([size[attribute]], [one["loss"]], ends, fmt="x", color=BLUE, capsize=3)
         axes.set_xscale("log")
         axes.set_yscale("log")
         axes.yaxis.set_major_formatter("{x:.3g}")

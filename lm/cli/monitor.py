@@ -4,17 +4,12 @@ Functions that end in `_facts` give labels and values, and `RunView` arranges th
 """
 
 import math
-import os
 import signal
 import statistics
 import sys
-import termios
 import time
-import tty
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass
-from select import select
 from typing import Any
 
 from rich.columns import Columns
@@ -35,7 +30,7 @@ from lm.runs.metrics import BY_SOURCE, METRICS, Metric
 from lm.runs.registry import find_run, known_folders, no_run
 from lm.runs.run import ROOT, Run
 from lm.system.files import DAMAGE, to_json
-from lm.system.units import format_bytes, format_count, format_duration, plural
+from lm.system.units import format_bytes, format_count, format_duration
 
 FIGURES = (
     "train/loss", "val/loss", "val/bpb", "optim/lr", "optim/grad_norm",
@@ -123,7 +118,6 @@ def machine_facts(state: dict[str, Any], most: int) -> list[Fact]:
 
 
 def combine_gpus(gpus: list[dict[str, Any]]) -> dict[str, Any]:
-    """Several GPUs as one."""
     summaries = {
         "load_percent": statistics.fmean, "memory_used_bytes": max, "memory_total_bytes": max,
         "temperature_celsius": max, "power_watts": sum, "power_limit_watts": sum,
@@ -158,7 +152,6 @@ def _of(used: int, total: int | None) -> str:
 
 
 def checkpoint_facts(state: dict[str, Any]) -> list[Fact]:
-    """The last and the best checkpoint with their ages."""
     found = [(label, state.get(name)) for label, name in (("last", "checkpoint"), ("best", "best_checkpoint"))]
     facts = [(label, f"{one['name']}, {format_duration(one['age_seconds'])} ago", "") for label, one in found if one]
     return facts or [("checkpoint", "none yet", "")]
@@ -176,38 +169,8 @@ def alert_lines(state: dict[str, Any], most: int, folded: bool) -> list[Text]:
 
 
 def in_row(facts: list[Fact]) -> Columns:
-    """Facts next to each other, in as many lines as they need."""
     return Columns([Text().append(label + " ", "dim").append(value, style) for label, value, style in facts],
                    padding=(0, 3, 0, 0))  # fmt: skip
-
-
-# ---- sources of a mixture --------------------------------------------------------------------------------------------
-
-COLUMNS = {"share": "share", "train/loss": "loss", "val/loss": "val loss", "data/epochs": "epochs"}  # with headings
-
-
-def source_table(state: dict[str, Any], width: int, most: int) -> list[RenderableType]:
-    """Share, losses and epochs of as many sources of a mixture as `most` lines have room for; NaN and Inf are red."""
-    sources = state.get("sources", {})
-    shown = list(sources.items())[: None if len(sources) < most else max(0, most - 2)]
-    if not shown:
-        return []
-    table = Table(box=None, pad_edge=False, padding=(0, 0, 0, 2), header_style="dim")
-    table.add_column("", no_wrap=True)
-    for heading in COLUMNS.values():
-        table.add_column(heading, justify="right", no_wrap=True, min_width=6)
-    room = max(8, width - sum(2 + max(6, len(heading)) for heading in COLUMNS.values()))  # of a name
-    for name, figures in shown:
-        if len(name) > room:  # without its middle, since names may differ at either end
-            name = f"{name[: room - room // 2 - 1]}…{name[-(room // 2) :]}"
-        table.add_row(Text(name), *(_source_figure(metric, figures.get(metric)) for metric in COLUMNS))
-    left = len(sources) - len(shown)
-    return [table, Text(f"and {plural(left, 'more source')}", "dim")] if left else [table]
-
-
-def _source_figure(metric: str, value: float | None) -> Text:
-    shown = "" if value is None else f"{value:.1%}" if metric == "share" else METRICS[metric].shown(value)
-    return Text(shown, "" if value is None or math.isfinite(value) else "bold red")
 
 
 # ---- curves ----------------------------------------------------------------------------------------------------------
@@ -271,7 +234,6 @@ def page(watches: Sequence[LiveRun], width: int, height: int) -> Layout:
 
 
 def stacked(*parts: Layout) -> Layout:
-    """Layouts one below the other."""
     whole = Layout()
     whole.split_column(*parts)
     return whole
@@ -292,9 +254,6 @@ class RunView:
         below = [*alert_lines(state, height // 8, folded=height >= 30), in_row(machine_facts(state, height // 5)),
                  in_row(checkpoint_facts(state))]  # fmt: skip
         room = height - height_of(above, console, width) - height_of(below, console, width)
-        sources = source_table(state, width, max(room // 2, room - LOSS_ROWS[1]))
-        room -= height_of(sources, console, width)
-        above += sources
         if room < LOSS_ROWS[0] or not self.watch.curve("train/loss").x:
             yield Group(*above, *below)
             return
@@ -375,12 +334,10 @@ def default_runs(root: str) -> list[Run]:
 
 
 def follow_runs(watches: list[LiveRun], console: Console, interval: float) -> None:
-    """Show a page until q or Ctrl-C, updated at every interval and when the terminal's size changes."""
+    """Show a page until Ctrl-C, updated at every interval and when the terminal's size changes."""
     try:
         signal.signal(signal.SIGTERM, signal.default_int_handler)  # as Ctrl-C, which gives the screen back
-        with _keys() as pressed, Live(
-            console=console, screen=True, auto_refresh=False, vertical_overflow="crop"
-        ) as screen:
+        with Live(console=console, screen=True, auto_refresh=False, vertical_overflow="crop") as screen:
             while True:
                 looked = time.monotonic()
                 for watch in watches:
@@ -389,31 +346,10 @@ def follow_runs(watches: list[LiveRun], console: Console, interval: float) -> No
                 while True:
                     if size != console.size:
                         size = console.size
-                        hint = Layout(Text("q leaves; the runs continue", "dim"), size=1)
+                        hint = Layout(Text("Ctrl-C leaves; the runs continue", "dim"), size=1)
                         screen.update(stacked(page(watches, size.width, max(1, size.height - 1)), hint), refresh=True)
                     if time.monotonic() - looked >= interval:
                         break
-                    if b"q" in pressed(min(0.1, interval)):
-                        return
+                    time.sleep(min(0.1, interval))
     except KeyboardInterrupt:
         return
-
-
-@contextmanager
-def _keys() -> Iterator:
-    """A function that waits some seconds for keys, without echo; without a terminal it only waits."""
-    if not sys.stdin.isatty():
-        yield lambda seconds: time.sleep(seconds) or b""
-        return
-    before = termios.tcgetattr(sys.stdin)
-
-    def pressed(seconds: float) -> bytes:
-        if not select([sys.stdin], [], [], seconds)[0]:
-            return b""
-        return os.read(sys.stdin.fileno(), 64) or b"q"  # nothing to read: the terminal is gone
-
-    try:
-        tty.setcbreak(sys.stdin)
-        yield pressed
-    finally:
-        termios.tcsetattr(sys.stdin, termios.TCSADRAIN, before)

@@ -77,7 +77,6 @@ def plan(config: Namespace, name: str) -> None:
 
 
 def largest_that_fits(found: dict[str, Any], noted: list[Finding]) -> int:
-    """The largest micro-batch that fits."""
     if "memory" not in found:  # the last finding is the reason
         errors = [finding for finding in noted if finding.level == "error"]
         raise RequestError(f"--fit: {(errors or noted[-1:])[0].what}")
@@ -206,7 +205,6 @@ def examine(
 
 
 def by_level(noted: list[Finding]) -> list[Finding]:
-    """Findings, the errors first and advice last."""
     return sorted(noted, key=lambda finding: ("error", "warning", "advice").index(finding.level))
 
 

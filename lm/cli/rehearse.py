@@ -155,7 +155,10 @@ def rehearse(config: Namespace, found: dict[str, Any]) -> dict[str, Any]:
     if guards.throughput.floor is not None:
         floor = ThroughputFloor(guards.throughput)
         floor.begin(f"attention {NOT_BUILT.attention}, kernels {NOT_BUILT.kernels}")
-        played.append(_slow(run(floor), guards.throughput.floor))
+        slow = run(floor)
+        while not slow.events and not slow.ended:
+            slow.line({"perf/tokens_per_second": guards.throughput.floor / 2})
+        played.append((f"{format_count(guards.throughput.floor / 2)} tokens/s, half of the floor", slow))
     if guards.budget.cap_usd or guards.budget.max_hours or guards.budget.max_rate_usd_per_hr:
         played += _budget(run, guards.budget, file, meter)
     return {"seconds_per_step": seconds, "basis": basis,
@@ -207,12 +210,6 @@ def _not_finite(run: InventedRun, count: int) -> InventedRun:
         run.line(steps=[StepRecord(step, math.nan, math.nan, False) for step in steps])
         count -= len(steps)
     return run
-
-
-def _slow(run: InventedRun, floor: int) -> Played:
-    while not run.events and not run.ended:
-        run.line({"perf/tokens_per_second": floor / 2})
-    return f"{format_count(floor / 2)} tokens/s, half of the floor", run
 
 
 def _budget(

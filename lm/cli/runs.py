@@ -32,16 +32,12 @@ SHOWN = 20  # runs of other folders that `ls` shows without --all
 EXPLAINED = ("stopped", "interrupted", "failed")  # statuses that have a reason worth a line
 
 
-def ls(
-    all: bool = False, tag: str | None = None, html: str | None = None, root: str = str(ROOT), json: bool = False
-) -> None:
+def ls(all: bool = False, tag: str | None = None, root: str = str(ROOT), json: bool = False) -> None:
     """Every run under a folder, and then the runs of other folders that the registry knows; the newest last.
 
     Args:
         all: Older runs of other folders too.
         tag: Only runs with this tag.
-        html: A file to write them to instead, as one page: a table, their curves in one chart each, their scores as
-            bars, and the settings that differ.
         root: Folder whose runs come first.
         json: Print one JSON list instead.
     """
@@ -53,14 +49,6 @@ def ls(
     own = [run for run in found if Path(run["path"]).parent == here]
     others = [run for run in found if run not in own]
     shown = others if all else others[-SHOWN:]
-    if html is not None:
-        from lm.cli.report.run import refuse_html_path
-        from lm.cli.report.runs import write_overview
-
-        path, listed = refuse_html_path(html, "list of runs"), [run for run in (*shown, *own) if run["status"] != "gone"]
-        write_overview(listed, HEADINGS, list(map(_cells, listed)), path)
-        print(html)
-        return
     console = Console(highlight=False, soft_wrap=True)
     if not found and tag is not None:
         console.print(f"no run has the tag {tag}")

@@ -16,7 +16,6 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any, Literal
 
-import numpy as np
 import yaml
 from rich.console import Console
 from rich.text import Text
@@ -95,10 +94,7 @@ def compare(
     if png is not None:
         from lm.inspection.drawing import draw_curves  # matplotlib takes half a second
 
-        try:
-            draw_curves(shown, X_LABELS[x], metric, **sweep).savefig(png)
-        except (OSError, ValueError) as error:  # the second is an unknown format
-            raise RequestError(f"--png {png} cannot be written: {getattr(error, 'strerror', error)}") from error
+        draw_curves(shown, X_LABELS[x], metric, **sweep).savefig(png)
     if json:
         curves = {one.name: {"x": list(one.x), "y": list(one.y)} for one in series}
         settings_by_run = {key: dict(zip(names, values, strict=True)) for key, values in differing.items()}
@@ -121,7 +117,6 @@ def compare(
 
 
 def _with_flops(run: Run, lines: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Log lines with the operations of training up to them."""
     each = run.read("run.json").get("flops_per_token")
     if each is None:
         raise RequestError(f"run {run.path} has no count of operations for a token: give --x tokens")
@@ -270,7 +265,6 @@ PICTURES = {  # file -> the metrics that it shows, over what, and the scale of t
     "norms.png": (("optim/grad_norm", "optim/param_norm"), "step", "log"),
     "throughput.png": (("perf/tokens_per_second",), "time", "linear"),  # so that pauses show
 }
-PAUSE = 5  # times the usual time between log lines, from which on a curve over time is interrupted
 
 
 def export(
@@ -379,29 +373,16 @@ def write_metrics(metrics: list[dict[str, Any]], folder: Path) -> None:
 
 
 def draw_pictures(metrics: list[dict[str, Any]], folder: Path, title: str) -> None:
-    """Draw the `PICTURES` that there are values for."""
     from lm.inspection.drawing import draw_curves  # matplotlib takes half a second
 
     for file, (names, x, scale) in PICTURES.items():
         series = [curve(METRICS[name].label, metrics, name, x) for name in names]
-        series = [_interrupted(one) if x == "time" else one for one in series if one.x]
-        if series:
+        if any(one.x for one in series):
             label = {"step": "optimizer step", "time": "hours since the first log line"}[x]
             draw_curves(series, label, METRICS[names[0]].unit, title, scale).savefig(folder / file)
 
 
-def _interrupted(series: Series) -> Series:
-    """A curve over time without a line through pauses, as where the run was stopped."""
-    if len(series.x) < 2:
-        return series
-    x, y = np.array(series.x, float), np.array(series.y, float)
-    gaps = np.diff(x)
-    after = np.flatnonzero(gaps > PAUSE * np.median(gaps)) + 1
-    return Series(series.name, np.insert(x, after, x[after] - gaps[after - 1] / 2), np.insert(y, after, math.nan))
-
-
 def weights_digest(checkpoint: Path) -> str:
-    """The digest of the weights that a checkpoint was written with."""
     try:
         return load_checksummed((checkpoint / "trainer.json").read_bytes())["digests"]["model.safetensors"]
     except (ValueError, KeyError, TypeError) as error:

@@ -42,8 +42,6 @@ HIDDEN = re.compile(r"(^|/)[._]")
 
 @dataclass(frozen=True)
 class Shard:
-    """One Parquet file."""
-
     file: str  # its path or URL, for messages
     name: str  # its path below the source, which stays the same when the folder is moved
     filesystem: pafs.FileSystem

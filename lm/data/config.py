@@ -4,7 +4,6 @@ import math
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
 from threading import TIMEOUT_MAX
 from typing import Literal
 
@@ -17,8 +16,6 @@ OnBadShard = Literal["raise", "skip"]
 LEARNED = {"bpe": "a byte-level BPE", "char": "one token a character"}
 LONGEST_ROW = 2**24  # tokens
 TIMEOUT = 300.0  # seconds to wait for a block
-
-DATA_PATH_CURE = "give data.train, data.val and data.tokenizer in its place, which may be URLs"
 
 
 @dataclass
@@ -60,12 +57,9 @@ class PrepareOptions:
     sample_bytes: Count = Count(200_000_000)
 
     def check(self) -> None:
-        """Refuse options that are out of range."""
         if not self.output:
             raise RequestError("give the folder to make with --output")
         refuse_url("--output", self.output)
-        if Path(self.output).is_file():
-            raise RequestError(f"--output {self.output} is a file; give a folder")
         if self.val_fraction is not None and not 0 <= self.val_fraction < 1:
             raise RequestError(f"--val_fraction {self.val_fraction} must be at least 0 and less than 1")
         require_at_least(1, "--", workers=self.workers, shard_tokens=self.shard_tokens, sample_bytes=self.sample_bytes)
@@ -222,6 +216,7 @@ class DataConfig:
         if self.train is not None and self.tokenizer is None:
             raise RequestError("data.train needs data.tokenizer: the tokenizer.json that its shards were made with")
         refuse_url("data.cache_dir", self.cache_dir, "give a folder of a local disk")
-        refuse_url("data.path", self.path or "", DATA_PATH_CURE)
+        refuse_url("data.path", self.path or "",
+                   "give data.train, data.val and data.tokenizer in its place, which may be URLs")  # fmt: skip
         if not 0 < self.timeout <= TIMEOUT_MAX / 2:  # which leaves room to add to it
             raise RequestError(f"data.timeout {self.timeout:g} is a number of seconds: more than 0")

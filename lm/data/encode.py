@@ -190,7 +190,6 @@ class _Part:
 
 
 def part_ids(folder: Path, file: str, dtype: np.dtype) -> np.ndarray:
-    """(n,) the ids of a part, mapped and not read."""
     return np.memmap(folder / file, dtype, mode="r")
 
 

@@ -57,8 +57,6 @@ CUT_SEARCH = 4096  # tokens in which the end of a line or document is looked for
 
 
 class Split(NamedTuple):
-    """The tokens of a split."""
-
     name: str  # "train" or "val"
     counts: dict[str, int]  # of COUNTS
     slices: list[Slice]  # of the parts
@@ -130,19 +128,6 @@ def _only_one(output: Path) -> Iterator[None]:
         except OSError:  # a file system without locks
             pass
         yield
-
-
-def warn_of_small_validation(output: Path, manifest: dict[str, Any]) -> None:
-    """Log what a validation of few tokens is worth, and how to get more; a fit has the check of `lm plan`."""
-    tokens, tried = {name: split["tokens"] for name, split in manifest["splits"].items()}, manifest["options"]
-    named = any("split" in source for source in manifest["sources"])  # by the names of the files
-    problem = describe_small_validation(reached := tokens.get("val", FEW_TOKENS))
-    if problem is None:
-        return
-    more = 1.2 * (FEW_TOKENS - reached) / tokens["train"]  # a fifth more, since documents differ in size
-    fraction = math.ceil(100 * (tried["val_fraction"] + more)) / 100
-    cure = f"with --val_fraction {fraction}" if fraction <= 0.5 and not named else "from more text"
-    log.warning("%s: `rm -r %s`, and prepare it again %s", problem, shlex.quote(str(output)), cure)
 
 
 def describe_small_validation(tokens: int) -> str | None:

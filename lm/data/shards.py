@@ -179,7 +179,6 @@ class Shards:
         return np.empty(0, self.column.dtype)
 
     def require_buffer(self, shuffle_buffer: int) -> None:
-        """Refuse a buffer that does not hold the largest block."""
         if self.largest.tokens > shuffle_buffer:
             raise RequestError(
                 f"{self.largest}: {self.largest.tokens} tokens in one piece, more than data.shuffle_buffer "

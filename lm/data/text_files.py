@@ -65,8 +65,6 @@ SURROGATE = re.compile("[\ud800-\udfff]")
 
 @dataclass(frozen=True)
 class TextFile:
-    """One file of an input."""
-
     name: str  # its path or URL
     kind: str  # "text" (one document), "jsonl", "parquet" or "flat" (token ids as nanoGPT keeps them)
     compression: str | None  # "gzip", "zstd", "bz2", "xz"

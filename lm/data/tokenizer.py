@@ -408,7 +408,6 @@ class Encoder:
         self._codes = _code_table(tokenizer, self.dtype)
         self._find = None if self._codes is not None else _word_finder(tokenizer)
         self._words = _Words(tokenizer, self.dtype)
-        self.way = "characters" if self._codes is not None else "words" if self._find else "tokenizers"
 
     def encode(self, texts: Sequence[str]) -> list[np.ndarray]:
         """Ids of each text, equal to those of `Tokenizer.encode`."""

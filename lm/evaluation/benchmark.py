@@ -22,8 +22,6 @@ Progress = Callable[[str, int, int], None]
 
 
 class Outcome(NamedTuple):
-    """The result of one item."""
-
     right: bool  # by the rule of its kind
     log_likelihoods: tuple[float, ...]  # of each possible answer, summed, in nats
     acc: bool | None  # whether the answer with the largest sum is right; None for language modelling
@@ -60,7 +58,6 @@ class TaskResult:
     outcomes: tuple[Outcome, ...] = field(repr=False)  # in the order of asking
 
     def as_dict(self) -> dict[str, Any]:
-        """Everything but the outcomes, for JSON."""
         return {entry.name: getattr(self, entry.name) for entry in fields(self) if entry.name != "outcomes"}
 
 

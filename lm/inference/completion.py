@@ -62,7 +62,6 @@ def generate_text(
 
 
 def gather_texts(prompts: Sequence[str], news: Iterable[NewText]) -> list[Written]:
-    """The results of `generate_text`, put together."""
     texts: list[list[NewText]] = [[] for _ in prompts]
     for new in news:
         texts[new.row].append(new)

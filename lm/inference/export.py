@@ -7,7 +7,6 @@ folders of the machine or secrets of a URL, so that the card may be published.
 
 import json
 import re
-from collections.abc import Sequence
 from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
@@ -27,20 +26,10 @@ from lm.runs.checkpoint import read_progress
 from lm.runs.history import time_spent
 from lm.runs.metrics import METRICS, evaluation_rows, merge_evaluations
 from lm.runs.run import Run
-from lm.system.units import format_bytes, format_count, format_duration, format_figure
+from lm.system.units import format_bytes, format_count, format_duration
 
 Rows = dict[str, Any]  # name -> value of a table; None where it is not known
 SHOWN_SOURCES = 12
-
-# Identifiers that the Hub knows, of https://huggingface.co/docs/hub/repositories-licenses; it takes others by name.
-LICENSES = set(
-    "apache-2.0 mit openrail bigscience-openrail-m creativeml-openrail-m bigcode-openrail-m afl-3.0 artistic-2.0 "
-    "bsl-1.0 bsd bsd-2-clause bsd-3-clause bsd-3-clause-clear c-uda cc cc0-1.0 cc-by-2.0 cc-by-2.5 cc-by-3.0 cc-by-4.0 "
-    "cc-by-sa-3.0 cc-by-sa-4.0 cc-by-nc-2.0 cc-by-nc-3.0 cc-by-nc-4.0 cc-by-nd-4.0 cc-by-nc-nd-3.0 cc-by-nc-nd-4.0 "
-    "cc-by-nc-sa-2.0 cc-by-nc-sa-3.0 cc-by-nc-sa-4.0 cdla-sharing-1.0 cdla-permissive-1.0 cdla-permissive-2.0 wtfpl "
-    "ecl-2.0 epl-1.0 epl-2.0 etalab-2.0 eupl-1.1 agpl-3.0 gfdl gpl gpl-2.0 gpl-3.0 lgpl lgpl-2.1 lgpl-3.0 isc "
-    "lppl-1.3c ms-pl mpl-2.0 odc-by odbl osl-3.0 postgresql ofl-1.1 ncsa unlicense zlib pddl unknown other".split()
-)
 
 USE = """```python
 from transformers import AutoModelForCausalLM, AutoTokenizer
@@ -56,6 +45,10 @@ BEGINNING = (
     "`{eos}` ends every document that the model was trained on, and so begins the next: put it before a prompt that is "
     "to be the beginning of a text."
 )
+LIMITS = (
+    "The model repeats what its texts were like, their errors and prejudices included, and states falsehoods as "
+    "fluently as facts. Check what it writes before you rely on it. It sees at most {:,} tokens."
+)
 
 
 @dataclass(frozen=True)
@@ -63,7 +56,7 @@ class Card:
     """What the publisher of a model decides."""
 
     name: str
-    license: str = "unknown"  # an SPDX identifier
+    license: str = "unknown"  # as the Hub names it
     language: tuple[str, ...] = ()  # ISO 639 codes
 
 
@@ -75,26 +68,24 @@ def model_card(model: Pretrained, card: Card) -> str:
     run = Run.of(model.path)
     sections = {"Shape": _table(_shape(model))}
     if run is not None:
-        sections["Data"] = "\n\n".join([_table(data_rows(model, run)), *mixture_parts(model, run)])
+        sections["Data"] = _table(data_rows(model, run))
         sections["Training"] = _table(training_rows(model, run))
         if results := result_rows(model, run):
             sections["Results"] = _table(results)
     sections["Use"] = USE.format(name=card.name)
     if run is not None:
         sections["Use"] += "\n\n" + BEGINNING.format(eos=model.tokenizer.eos_token)
-    sections |= {"Limits": _limits(model, card), "Versions": _table(_versions(run))}
+    sections |= {"Limits": LIMITS.format(model.config.max_position_embeddings), "Versions": _table(_versions(run))}
     text = "".join(f"\n## {title}\n\n{content}\n" for title, content in sections.items())
     head = f"# {card.name}\n\n{_opening(model, run)}\n"
     return f"---\n{_front_matter(model, card, run).to_yaml()}\n---\n\n{head}{text}"
 
 
 def _front_matter(model: Pretrained, card: Card, run: Run | None) -> ModelCardData:
-    known = card.license.lower() in LICENSES
     found = [re.match(r"hf://datasets/([^/@]+/[^/@]+)", name) for name in (sources(run) if run else [])]
     return ModelCardData(
         language=list(card.language) or None,
-        license=card.license.lower() if known else "other",
-        license_name=None if known else card.license,
+        license=card.license.lower(),
         library_name="transformers",
         pipeline_tag="text-generation",
         tags=["causal-lm", _architecture(model)["model_type"]],
@@ -134,20 +125,6 @@ def _shape(model: Pretrained) -> Rows:
     }
 
 
-def _limits(model: Pretrained, card: Card) -> str:
-    sentences = [
-        "The model repeats what its texts were like, their errors and prejudices included, and states falsehoods as "
-        "fluently as facts. Check what it writes before you rely on it.",
-        f"It sees at most {model.config.max_position_embeddings:,} tokens.",
-    ]
-    if card.license.lower() == "unknown":
-        sentences.append(
-            "No licence was chosen yet: choose one before you publish the model. The licences of the texts may say "
-            "which ones are possible."
-        )
-    return " ".join(sentences)
-
-
 def _versions(run: Run | None) -> Rows:
     described = run.read("run.json") if run else {}
     packages = ", ".join(f"{name} {version}" for name, version in described.get("versions", {}).items())
@@ -160,23 +137,19 @@ def _versions(run: Run | None) -> Rows:
 
 
 def _table(rows: Rows) -> str:
-    """Rows of two columns; those without a value are left out."""
-    return _columns(("", ""), [row for row in rows.items() if row[1] is not None])
-
-
-def _columns(head: Sequence[str], rows: Sequence[Sequence[Any]]) -> str:
-    lines = [[str(cell).replace("\n", " ").replace("|", "\\|") for cell in row] for row in (head, *rows)]
-    return "\n".join(f"| {' | '.join(line)} |" for line in [lines[0], ["---"] * len(head), *lines[1:]])
+    lines = [[str(cell).replace("\n", " ").replace("|", "\\|") for cell in row]
+             for row in rows.items() if row[1] is not None]  # fmt: skip
+    return "\n".join(f"| {name} | {text} |" for name, text in [("", ""), ("---", "---"), *lines])
 
 
 # ---- data ------------------------------------------------------------------------------------------------------------
 
 
 def data_rows(model: Pretrained, run: Run) -> Rows:
-    """What the model was trained and validated on, and the tokenizer."""
+    """What the model was trained and validated on, of a mixture source by source, and the tokenizer."""
     kind = model.tokenizer.description["model"].get("type", "")
     return {
-        "sources": None if mixed(run) else _first_names(sources(run)) or None,
+        **(mixture_rows(model, run) if mixed(run) else {"sources": _first_names(sources(run)) or None}),
         "tokenizer": f"{'byte-level ' if model.tokenizer.byte_level else ''}{kind}, "
         f"{len(model.tokenizer.vocabulary):,} tokens",
         "training data": _extent(run, "train"),
@@ -184,27 +157,17 @@ def data_rows(model: Pretrained, run: Run) -> Rows:
     }
 
 
-def mixture_parts(model: Pretrained, run: Run) -> list[str]:
-    """Of a mixture a table of its sources: shares of the samples in each phase, tokens and epochs, and the files.
-
-    Only phases that this model has seen are in it. Without a mixture there is none.
-    """
-    if not mixed(run):
-        return []
-    mixture, (_, samples) = run.read("run.json")["mixture"], trained_for(model)
-    phases = [Phase(start, tuple(shares)) for start, shares in mixture["phases"] if start < max(1, samples)]
-    length = seq_len_of(model, run)
-    taken = counts_of(phases, samples) * length  # (sources,)
-    later = [f"from {format_count(phase.start * length)} tokens on" for phase in phases[1:]]
-    rows = []
-    for number, source in enumerate(mixture["sources"]):
+def mixture_rows(model: Pretrained, run: Run) -> Rows:
+    """Of each source of a mixture the part of the samples that this model has seen, its epochs, and its files."""
+    mixture, (_, samples), length = run.read("run.json")["mixture"], trained_for(model), seq_len_of(model, run)
+    taken = counts_of([Phase(start, tuple(shares)) for start, shares in mixture["phases"]], samples)  # (sources,)
+    rows = {}
+    for source, count in zip(mixture["sources"], taken.tolist()):
         whole = _tokens(run, "train", source)
-        shares = [f"{phase.shares[number] / sum(phase.shares):.1%}" for phase in phases]
-        epochs = f"{taken[number] / whole:.2f}" if whole else ""
-        data, files = _extent(run, "train", source) or "", _first_names(files_of(run, source))
-        rows.append((source, *shares, f"{taken[number]:,}", epochs, data, files))
-    head = ("source", "share of the samples", *later, "tokens trained on", "epochs", "training data", "made of")
-    return ["The model was trained on a mixture of sources:", _columns(head, rows)]
+        epochs = f", {count * length / whole:.2f} epochs of {_extent(run, 'train', source)}" if whole else ""
+        rows[f"source {source}"] = (f"{count / max(1, samples):.1%} of the samples{epochs}: "
+                                    f"{_first_names(files_of(run, source))}")  # fmt: skip
+    return rows
 
 
 def mixed(run: Run) -> bool:
@@ -282,7 +245,7 @@ def public_name(name: str) -> str:
 
 
 def training_rows(model: Pretrained, run: Run) -> Rows:
-    """How the model was trained: steps, batch, optimizer, hardware, operations, time, cost."""
+    """How the model was trained: steps, batch, optimizer, hardware, operations, time."""
     described, (step, samples), config = run.read("run.json"), trained_for(model), run.settings()
     trainer, module = (config.get(name) or {} for name in ("trainer", "model"))
     seq_len = seq_len_of(model, run)
@@ -305,7 +268,6 @@ def training_rows(model: Pretrained, run: Run) -> Rows:
         "compute": f"{flops_per_token(model.config, seq_len) * tokens:.2e} floating-point operations: 6 a parameter "
         "and token, and those of attention",
         "time": f"{format_duration(seconds)} of optimizer steps" if seconds else None,
-        "cost": _cost(run.read("budget.json")),
         "seed": config.get("seed_everything"),
     }
 
@@ -335,14 +297,6 @@ def _optimizer_rows(module: dict[str, Any]) -> Rows:
         warmup = schedule.get("warmup_steps")
         rows["schedule"] = f"{schedule.get('name')}" + (f" after {warmup:,} steps of warm-up" if warmup else "")
     return rows
-
-
-def _cost(budget: dict[str, Any]) -> str | None:
-    spent, hours = budget.get("spent_usd"), budget.get("hours_elapsed")
-    if spent is None:
-        return None
-    taken = "" if hours is None else f" in {format_figure(hours)} hours"
-    return f"{format_figure(spent)} USD{taken}, for the whole run"
 
 
 # ---- results ---------------------------------------------------------------------------------------------------------

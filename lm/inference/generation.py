@@ -36,15 +36,12 @@ WARMUP = 2  # steps before one is captured, so that every kernel is loaded
 class Sampling:
     """How a prompt is continued: how a token is chosen from the logits, and where a text ends.
 
-    The filters are applied in the order of transformers: repetition penalty, temperature, `top_k`, `top_p`, `min_p`.
+    The filters are applied in the order of transformers: temperature, `top_k`, `top_p`.
 
     Args:
         temperature: Logits are divided by it; 0 always chooses the likeliest token.
         top_k: Choose among this many of the likeliest tokens; `null`: among all.
         top_p: Choose among the fewest tokens whose probabilities add up to this.
-        min_p: Leave out tokens with less than this share of the likeliest one's probability.
-        repetition_penalty: Above 1, tokens of the prompt or the text so far become less likely: their logits are
-            divided by it, or multiplied where they are negative.
         max_new_tokens: The most tokens that follow a prompt.
         stop: Strings before which a text ends, as they are; a shell writes a line end as $'\\n'.
         seed: Seed of the random numbers; a new one if not given.
@@ -58,8 +55,6 @@ class Sampling:
     temperature: float = 1.0
     top_k: Count | None = None
     top_p: float | None = None  # Holtzman et al., 2019, arXiv:1904.09751
-    min_p: float | None = None  # Nguyen et al., 2024, arXiv:2407.01082
-    repetition_penalty: float = 1.0  # Keskar et al., 2019, arXiv:1909.05858
     max_new_tokens: Count = Count(128)
     stop: list[str] = field(default_factory=list)
     seed: int | None = None
@@ -73,8 +68,6 @@ class Sampling:
         wrong = {
             f"temperature {self.temperature} must not be below 0": not 0 <= self.temperature < math.inf,
             f"top_p {self.top_p} must lie in (0, 1]": self.top_p is not None and not 0 < self.top_p <= 1,
-            f"min_p {self.min_p} must lie in [0, 1]": self.min_p is not None and not 0 <= self.min_p <= 1,
-            f"repetition_penalty {self.repetition_penalty} must be above 0": not 0 < self.repetition_penalty < math.inf,
             f"seed {self.seed} must lie in 0 to {LARGEST_SEED}": not 0 <= (self.seed or 0) <= LARGEST_SEED,
             "a stop string is empty: every text would end before it begins": "" in self.stop,
         }
@@ -124,11 +117,7 @@ def generate(
     counts = [len(row) for row in rows]
     longest = max(counts)
     limits = [min(sampling.max_new_tokens, config.max_position_embeddings - count) for count in counts]
-    # A row is padded with a token of its own, which is there anyway for the penalty on repetition.
     ids = torch.tensor([row + row[:1] * (longest - len(row)) for row in rows], device=device)  # (B, T)
-    seen = None
-    if sampling.repetition_penalty != 1:
-        seen = torch.zeros(len(rows), config.vocab_size, dtype=torch.bool, device=device).scatter_(1, ids, True)
     generator = torch.Generator()
     generator.seed() if sampling.seed is None else generator.manual_seed(sampling.seed)
     if isinstance(decoder, Decoder):
@@ -143,7 +132,7 @@ def generate(
             totals = logits.logsumexp(-1, keepdim=True)  # (B, 1)
             if not totals.isfinite().all():
                 raise RunError("the logits are not finite: the weights are broken, or a number format overflowed")
-            tokens = choose_tokens(logits, sampling, generator, seen)[:, None]  # (B, 1)
+            tokens = choose_tokens(logits, sampling, generator)[:, None]  # (B, 1)
             log_probabilities = (logits.gather(-1, tokens) - totals).tolist()
             for row, [token] in enumerate(tokens.tolist()):
                 if row not in active:
@@ -160,8 +149,6 @@ def generate(
                 yield NewToken(row, token, reason, *log_probabilities[row])
             if not active:
                 return
-            if seen is not None:
-                seen.scatter_(1, tokens, True)
             logits = run(tokens)
 
 
@@ -184,19 +171,15 @@ def _checked(config: DecoderConfig, index: int, prompt: list[int], eos_id: int |
 # ---- the choice of a token -------------------------------------------------------------------------------------------
 
 
-def choose_tokens(
-    logits: Tensor, sampling: Sampling, generator: torch.Generator | None = None, seen: Tensor | None = None
-) -> Tensor:
+def choose_tokens(logits: Tensor, sampling: Sampling, generator: torch.Generator | None = None) -> Tensor:
     """A token for each row, `(B,)`, by finite logits `(B, V)`.
 
-    Args:
-        generator: random numbers, on the CPU, one for each row, so that a seed means the same on every device;
-            None: torch's global ones.
-        seen: `(B, V)`, true for the tokens that a row holds, for the repetition penalty.
+    The random numbers are drawn on the CPU, one for each row, so that a seed means the same on every device; without a
+    generator they are torch's global ones.
     """
     if sampling.temperature == 0:
-        return penalized(logits, sampling, seen).argmax(-1)
-    weights, ids = candidates(logits, sampling, seen)
+        return logits.argmax(-1)
+    weights, ids = candidates(logits, sampling)
     sums = weights.double().cumsum(-1)  # (B, k)
     # A share in (0, 1] of the sum falls to the first token that reaches it, which cannot be one of weight 0.
     share = 1 - torch.rand(len(sums), 1, dtype=torch.float64, generator=generator)
@@ -204,12 +187,11 @@ def choose_tokens(
     return (index if ids is None else ids.gather(-1, index))[:, 0].to(logits.device)
 
 
-def candidates(logits: Tensor, sampling: Sampling, seen: Tensor | None = None) -> tuple[Tensor, Tensor | None]:
+def candidates(logits: Tensor, sampling: Sampling) -> tuple[Tensor, Tensor | None]:
     """The tokens to choose among, at a temperature above 0, on the CPU.
 
     They are `(B, k)` weights, in proportion to the probabilities, and their ids `(B, k)`; None: all tokens in order.
     """
-    logits = penalized(logits, sampling, seen)
     logits = logits - logits.amax(-1, keepdim=True)  # so that no temperature makes them overflow
     weights, ids = (logits / sampling.temperature).softmax(-1), None  # (B, V)
     if sampling.top_k is not None:
@@ -221,8 +203,6 @@ def candidates(logits: Tensor, sampling: Sampling, seen: Tensor | None = None) -
         before = weights.cumsum(-1) - weights  # the sum of the likelier ones
         total = weights.sum(-1, keepdim=True) if sampling.top_k else 1
         weights = weights.where(before < sampling.top_p * total, 0)
-    if sampling.min_p is not None:
-        weights = weights.where(weights >= sampling.min_p * weights.amax(-1, keepdim=True), 0)
     return weights, ids
 
 
@@ -233,14 +213,6 @@ def _likeliest(probabilities: Tensor, share: float) -> tuple[Tensor, Tensor]:
     if HEAD < size and (weights.sum(-1) < share).any():
         weights, ids = probabilities.topk(size)
     return weights, ids
-
-
-def penalized(logits: Tensor, sampling: Sampling, seen: Tensor | None) -> Tensor:
-    """Logits `(B, V)` after the repetition penalty; the same ones where there is none."""
-    if seen is None or sampling.repetition_penalty == 1:
-        return logits
-    factor = sampling.repetition_penalty
-    return logits.where(~seen, torch.where(logits < 0, logits * factor, logits / factor))
 
 
 # ---- the logits of the next token ------------------------------------------------------------------------------------

@@ -1,42 +1,24 @@
-"""A run's data: its documents and tokens, the samples of a step, and how far texts are apart."""
+"""A run's data: its tokens, the samples of a step, and how far texts are apart."""
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from itertools import pairwise
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
 import torch
-from matplotlib.figure import Figure
 
 from lm.data.datamodule import DataModule
 from lm.data.rare import rare_rows, rare_tokens
 from lm.data.shards import Shards
-from lm.data.tokenizer import Tokenizer
 from lm.errors import RequestError
-from lm.inspection.drawing import VERMILION, Html, figure, label_axes, table, visible, wrapped
+from lm.inspection.drawing import Html, table, wrapped
 from lm.runs.run import Run
 from lm.system.arguments import Parser
 from lm.system.files import DAMAGE
 
 PATHS = ("path", "train", "val", "test", "tokenizer", "cache_dir")  # options of `data:` that are files or folders
-
-
-# ---- tokens and documents --------------------------------------------------------------------------------------------
-
-
-class Documents(NamedTuple):
-    """The sizes of the documents of a text, in order."""
-
-    tokens: np.ndarray  # (D,), with the one that ends the document
-    bytes: np.ndarray  # (D,) fp64, of UTF-8; those of the text on average, where tokens are not of bytes
-
-    @property
-    def bytes_per_token(self) -> float:
-        """Of all documents together; NaN where there are none."""
-        total = self.tokens.sum()
-        return float(self.bytes.sum() / total) if total else float("nan")
 
 
 def count_tokens(shards: Shards, vocab_size: int, stop: int | None = None) -> np.ndarray:
@@ -45,42 +27,7 @@ def count_tokens(shards: Shards, vocab_size: int, stop: int | None = None) -> np
     return sum(pieces, np.zeros(vocab_size, dtype=np.int64))
 
 
-def measure_documents(shards: Shards, tokenizer: Tokenizer, stop: int | None = None) -> Documents:
-    """The sizes of the documents before token `stop`; a last one that does not end is left out.
-
-    Each ends with the tokenizer's end-of-text token, and may continue in the next shard.
-    """
-    sizes = shards.token_bytes(tokenizer)
-    ends, bytes_at_ends = [np.zeros(1, np.int64)], [np.zeros(1)]  # counted from the first token
-    seen_tokens, seen_bytes = 0, 0.0
-    for tokens in shards.pieces(stop):
-        ends_here = np.flatnonzero(tokens == tokenizer.eos_id) + 1
-        upto = np.concatenate([[seen_bytes], seen_bytes + np.cumsum(sizes[tokens])])  # bytes before each token
-        ends.append(seen_tokens + ends_here)
-        bytes_at_ends.append(upto[ends_here])
-        seen_tokens, seen_bytes = seen_tokens + len(tokens), upto[-1]
-    return Documents(np.diff(np.concatenate(ends)), np.diff(np.concatenate(bytes_at_ends)))
-
-
 # ---- divergence ------------------------------------------------------------------------------------------------------
-
-
-class Moved(NamedTuple):
-    """A token whose share differs between two texts."""
-
-    id: int
-    text: str
-    before: float  # its share of the first text
-    after: float  # and of the second
-    part: float  # of their divergence, in bits
-
-
-def token_text(tokenizer: Tokenizer, token: int) -> str:
-    """The text of a token with visible blanks and line ends; a part of a character as the vocabulary writes it."""
-    text = tokenizer.decode([token])
-    if "\ufffd" in text or not text:
-        return tokenizer.backend.id_to_token(int(token)) or f"id {token}"
-    return visible(text)
 
 
 def jensen_shannon(p: np.ndarray, q: np.ndarray) -> np.ndarray:
@@ -89,25 +36,10 @@ def jensen_shannon(p: np.ndarray, q: np.ndarray) -> np.ndarray:
 
     It is 0 for the same distribution and 1 for nothing in common; NaN where a sum is zero.
     """
-    return divergence_parts(p, q).sum(-1)
-
-
-def divergence_parts(p: np.ndarray, q: np.ndarray) -> np.ndarray:
-    """What each outcome adds to `jensen_shannon`, the entropy of the mean less the mean entropy: (..., V)."""
     with np.errstate(invalid="ignore"):
         p, q = (torch.from_numpy(counts / counts.sum(-1, keepdims=True)) for counts in map(np.float64, (p, q)))
     parts = torch.special.entr((p + q) / 2) - (torch.special.entr(p) + torch.special.entr(q)) / 2
-    return parts.clamp(min=0).numpy() / math.log(2)
-
-
-def most_moved(before: np.ndarray, after: np.ndarray, tokenizer: Tokenizer, most: int = 15) -> list[Moved]:
-    """The tokens that make up most of the divergence of two texts, by their counts (V,), the largest part first."""
-    parts = divergence_parts(before, after)
-    shares = before / before.sum(), after / after.sum()
-    return [
-        Moved(int(i), token_text(tokenizer, i), float(shares[0][i]), float(shares[1][i]), float(parts[i]))
-        for i in np.argsort(-parts, kind="stable")[:most] if parts[i]
-    ]  # fmt: skip
+    return parts.clamp(min=0).sum(-1).numpy() / math.log(2)
 
 
 # ---- the samples of a step -------------------------------------------------------------------------------------------
@@ -199,47 +131,6 @@ def split_documents(token_ids: list[int], data: DataModule) -> list[str]:
     ends = [index + 1 for index, token in enumerate(token_ids) if token == eos_id]
     edges = sorted({0, *ends, len(token_ids)})
     return [data.tokenizer.decode(token_ids[a:b]) for a, b in zip(edges, edges[1:], strict=False)]
-
-
-# ---- figures ---------------------------------------------------------------------------------------------------------
-
-
-def draw_document_lengths(splits: Mapping[str, Documents], context: int) -> Figure:
-    """How long the documents of each split are; the context, in tokens, is marked."""
-    made, axes = figure(height=4)
-    longest = max(int(one.tokens.max(initial=1)) for one in splits.values())
-    for name, one in splits.items():
-        count = len(one.tokens)
-        axes.hist(one.tokens, np.geomspace(1, longest + 1, 41), weights=np.full(count, 100 / max(1, count)),
-                  histtype="stepfilled", alpha=0.5, label=f"{name}, {count:,} documents")  # fmt: skip
-    axes.axvline(context, color=VERMILION, linestyle="--", label=f"context, {context:,} tokens")
-    axes.set_xscale("log")
-    label_axes(axes, "length of documents", "tokens", "% of the documents")
-    return made
-
-
-# ---- tables ----------------------------------------------------------------------------------------------------------
-
-
-def splits_table(shards: Mapping[str, Shards], documents: Mapping[str, Documents]) -> Html:
-    """The data to train and to validate on: shards by split, and the documents of the part that was looked at."""
-    rows = []
-    for name, one in documents.items():
-        lengths = one.tokens if len(one.tokens) else np.zeros(1, int)
-        rows.append((name, shards[name].document_tokens, len(shards[name].fingerprint()), int(one.tokens.sum()),
-                     len(one.tokens), int(np.median(lengths)), int(lengths.max()), one.bytes_per_token))  # fmt: skip
-    names = ("split", "tokens", "shards", "tokens looked at", "documents in them", "median length (tokens)",
-             "longest (tokens)", "bytes a token")  # fmt: skip
-    return table(rows, names)
-
-
-def moved_table(moved: Sequence[Moved], before: str, after: str) -> Html:
-    """The tokens that make up most of the divergence of two texts, which are called `before` and `after`."""
-    rows = [
-        (one.text, f"{one.before:.3%}", f"{one.after:.3%}", "more" if one.after > one.before else "less", one.part)
-        for one in moved
-    ]
-    return table(rows, ("token", f"share of {before}", f"share of {after}", f"in {after}", "part (bits)"))
 
 
 def seen_table(samples: Sequence[Sample], documents: Sequence[Sequence[str]], most: int = 600) -> Html:

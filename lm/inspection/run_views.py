@@ -1,4 +1,4 @@
-"""A run as figures and tables: its curves, its time, its alerts and its samples."""
+"""A run as figures and tables: its curves, its alerts and its samples."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -7,9 +7,8 @@ import numpy as np
 from matplotlib.figure import Figure
 
 from lm.inspection.drawing import VERMILION, Html, figure, label_axes, plot_curves, table, wrapped
-from lm.runs.config_diff import differences
 from lm.runs.facts import read_facts, run_row
-from lm.runs.history import Series, curve, labels, read_samples, time_spent
+from lm.runs.history import Series, curve, labels, read_samples
 from lm.runs.metrics import METRICS
 from lm.runs.postmortem import Incident
 from lm.runs.run import Run
@@ -66,19 +65,6 @@ def draw_comparison(runs: Sequence[Run], metric: str = "train/loss", y: str = "n
     return made
 
 
-def draw_throughput(run: Run) -> Figure:
-    """Tokens a second and the share of waiting for data over the run's time."""
-    lines = run.metrics("perf/tokens_per_second")
-    made, (speed, waiting) = figure(2, 1, width=9, height=5.5, sharex=True, height_ratios=[3, 1])
-    for panel, name in ((speed, "perf/tokens_per_second"), (waiting, "perf/data_wait")):
-        plot_curves(panel, [curve(METRICS[name].label, lines, name, "time")])
-        panel.set_ylim(bottom=0)
-    speed.yaxis.set_major_formatter(lambda value, _: format_count(value))
-    label_axes(speed, "throughput", "", "tokens a second")
-    label_axes(waiting, "waiting for data", AXES["time"][1], "share of the time")
-    return made
-
-
 def draw_incident(incident: Incident, after: Sequence[dict[str, Any]] = ()) -> dict[str, Figure]:
     """The pictures of a post-mortem by the names of their files: log lines before, steps in question, lines `after`."""
     pictures = {}
@@ -103,7 +89,6 @@ def draw_incident(incident: Incident, after: Sequence[dict[str, Any]] = ()) -> d
 
 
 def summary_table(run: Run) -> Html:
-    """Where a run stands."""
     facts, row = read_facts(run), run_row(run)
     rows = {
         "run": facts["name"], "status": facts["status"], "reason": facts["reason"],
@@ -119,25 +104,7 @@ def summary_table(run: Run) -> Html:
     return table([(name, value) for name, value in rows.items() if value not in (None, "")], ("", ""))
 
 
-def time_table(run: Run) -> Html:
-    """Seconds of training and of pauses, as the log lines show them."""
-    spent = time_spent(run.metrics())
-    total = sum(spent.values()) or 1.0
-    return table(
-        [(name, round(seconds, 1), f"{seconds / total:.1%}") for name, seconds in spent.items()],
-        ("spent on", "seconds", "share"),
-    )
-
-
-def settings_table(runs: Sequence[Run]) -> Html:
-    """The settings in which runs differ."""
-    differing = differences([run.settings() for run in runs])
-    rows = [(key, *("" if value is None else str(value) for value in values)) for key, values in differing.items()]
-    return table(rows, ("setting", *labels(runs)), "" if rows else "The configs are the same.")
-
-
 def alerts_table(run: Run) -> Html:
-    """What guards found and did, oldest first."""
     rows = [
         (alert["step"], str(alert["guard"]), str(alert["action"]), wrapped(str(alert["message"]), 80))
         for alert in run.alerts()

@@ -16,7 +16,7 @@ from torch import Tensor
 from lm.errors import RequestError
 from lm.inference.completion import Written
 from lm.inference.pretrained import Pretrained
-from lm.inspection.drawing import BLUE, ORANGE, SEQUENTIAL, Html, colored_text, figure, label_axes, table, visible
+from lm.inspection.drawing import SEQUENTIAL, Html, colored_text, figure, label_axes, visible
 from lm.model.attention import AttentionMask, dense_mask
 from lm.model.decoder import Block, Decoder, SelfAttention
 from lm.model.fused import is_fused
@@ -201,29 +201,3 @@ def color_written(written: Written) -> Html:
     pieces = [token.text for token in written.tokens]
     chances = [math.exp(token.log_probability) for token in written.tokens]
     return colored_text([written.prompt, *pieces], [None, *chances])
-
-
-def alternatives_table(expected: Sequence[Expectation], tokens: int = 20) -> Html:
-    """The first `tokens` of a text, each beside the likeliest in its place."""
-    most = max((len(one.alternatives) for one in expected), default=0)
-    rows = [
-        (visible(one.text), one.probability, *(f"{visible(text)}  {chance:.3f}" for text, chance in one.alternatives))
-        for one in expected[:tokens]
-    ]
-    return table(rows, ("token", "probability", *(f"likeliest {place}" for place in range(1, most + 1))))
-
-
-def draw_expectations(expected: Sequence[Expectation]) -> Figure:
-    """The bits that every token cost as bars, and the entropy of its place, the expected bits, as a line."""
-    picture, axes = figure(width=max(8, 1.5 + 0.19 * len(expected)))
-    places = range(len(expected))
-    costs = [-math.log2(max(one.probability, math.ulp(0.0))) for one in expected]
-    axes.bar(places, costs, color=BLUE, label="this token")
-    axes.plot(
-        places, [one.entropy for one in expected], ".-", color=ORANGE, linewidth=1.2, label="to be expected (entropy)"
-    )
-    axes.set_xticks(places, [visible(one.text) for one in expected], rotation=90, fontsize=8, parse_math=False)
-    axes.margins(x=0.01)
-    label_axes(axes, "What every token cost", "", "bits")
-    axes.grid(visible=False, axis="x")
-    return picture

@@ -1,4 +1,4 @@
-"""A model's weights: how many, how they are distributed, how far two models are apart."""
+"""A model's weights: how they are distributed, and how far two models are apart."""
 
 import math
 import re
@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from lm.errors import RequestError
 from lm.inference.pretrained import Pretrained
 from lm.inspection.data import jensen_shannon
-from lm.inspection.drawing import BLACK, BLUE, COLORMAP_OF_LINES, ORANGE, SEQUENTIAL, Html, figure, label_axes, table
+from lm.inspection.drawing import BLACK, BLUE, COLORMAP_OF_LINES, ORANGE, SEQUENTIAL, figure, label_axes
 from lm.inspection.text_views import predictions
 from lm.model.custom import is_builtin
 from lm.model.decoder import Decoder
@@ -30,34 +30,6 @@ def named_weights(decoder: nn.Module) -> dict[str, Tensor]:
     return to_huggingface(weights, decoder.config) if is_builtin(decoder) else weights
 
 
-# ---- parameters ------------------------------------------------------------------------------------------------------
-
-
-class Part(NamedTuple):
-    """All weights of one kind."""
-
-    name: str  # as in Hugging Face's files, without the layer: `self_attn.q_proj`
-    number: int  # of such weights: one a layer for what blocks hold
-    shape: tuple[int, ...]  # of each
-    parameters: int
-    share: float  # of all parameters, in [0, 1]
-    bytes: int
-
-
-def parameter_parts(decoder: Decoder) -> list[Part]:
-    """The parameters by kind, in the order of the model. An output matrix that is the embedding counts once."""
-    weights = named_weights(decoder)
-    total = sum(weight.numel() for weight in weights.values())
-    kinds: dict[str, list] = {}
-    for name, weight in weights.items():
-        kinds.setdefault(kind_and_layer(name)[0], []).append(weight)
-    return [
-        Part(kind, len(same), tuple(same[0].shape), count, count / total, count * same[0].element_size())
-        for kind, same in kinds.items()
-        for count in (sum(weight.numel() for weight in same),)
-    ]
-
-
 def kind_and_layer(name: str) -> tuple[str, int | None]:
     """What a weight is and of which layer, from 0: `model.layers.3.mlp.up_proj.weight` is `mlp.up_proj` of layer 3.
 
@@ -65,18 +37,6 @@ def kind_and_layer(name: str) -> tuple[str, int | None]:
     """
     layer, kind = re.fullmatch(r"(?:model\.)?(?:layers\.(\d+)\.)?(.*?)(?:\.weight)?", name).groups()
     return kind, None if layer is None else int(layer)
-
-
-def parameter_table(parts: Sequence[Part]) -> Html:
-    """The parts and their sum as a table."""
-    rows = [
-        (part.name, part.number, " × ".join(map(str, part.shape)), part.parameters, 100 * part.share,
-         part.bytes / 2**20)
-        for part in parts
-    ]  # fmt: skip
-    parameters, size = sum(part.parameters for part in parts), sum(part.bytes for part in parts)
-    rows.append(("all", sum(part.number for part in parts), "", parameters, 100.0, size / 2**20))
-    return table(rows, ("part", "weights", "shape of each", "parameters", "share (%)", "MiB"))
 
 
 # ---- weights ---------------------------------------------------------------------------------------------------------
@@ -186,12 +146,6 @@ def distribution_drift(before: Pretrained, after: Pretrained, texts: Sequence[st
     if not tokens:
         raise RequestError("the texts have no token to predict")
     return Divergence(tokens, *map(np.concatenate, (divergence, agree, bits)))
-
-
-def change_table(changes: Sequence[Change]) -> Html:
-    """The weights and how they changed, the most changed first."""
-    ordered = sorted(changes, key=lambda change: change.relative, reverse=True)
-    return table(ordered, ("weight", "relative change", "cosine"))
 
 
 def draw_weight_drift(changes: Sequence[Change]) -> Figure:

@@ -21,7 +21,6 @@ from weakref import WeakKeyDictionary, WeakSet
 
 import torch
 from torch import Tensor, nn
-from torch.nn.parameter import is_lazy
 
 from lm.errors import RequestError
 from lm.model.attention import enters_kernels
@@ -98,18 +97,13 @@ def call_for_losses(
         )
     losses = Losses(found[0], found[1].detach())
     if torch.is_grad_enabled() and decoder not in _checked:
-        _refuse_losses(decoder, losses, labels, called)
+        _refuse_losses(losses, labels, called)
         _checked.add(decoder)
     return losses
 
 
-def _refuse_losses(decoder: nn.Module, losses: Losses, labels: Tensor, called: str) -> None:
-    """Refuse the first losses of a training if they would train nothing, or, in silence, far too slowly."""
-    if any(weight.requires_grad for weight in decoder.parameters()) and not losses.total.requires_grad:
-        raise RequestError(
-            f"{called} Losses whose total has no gradient: add up the losses of the targets before they are detached; "
-            "only per_token is, as lm.model.decoder.losses_of does it"
-        )
+def _refuse_losses(losses: Losses, labels: Tensor, called: str) -> None:
+    """Refuse the first losses of a training if they would train, in silence, far too slowly."""
     found, total_sum = losses.total.item(), losses.per_token.sum().item()
     means = [total_sum / count for count in (labels.numel(), max(1, int((labels != IGNORED).sum())))]
     if min(abs(found - mean) for mean in means) <= MEAN_OR_SUM * abs(found) < abs(found - total_sum):
@@ -177,9 +171,6 @@ def refuse_contract(decoder: nn.Module, options: Mapping[str, bool]) -> None:
         raise RequestError(f"{name} keeps {extra[0]}, by get_extra_state, and the weights of a checkpoint are tensors: "
                            "register it as a buffer")  # fmt: skip
     for key, weight in decoder.named_parameters():
-        if is_lazy(weight):
-            raise RequestError(f"{name}: the shape of {key} is not known before a forward pass: take a class that is "
-                               "given its sizes, such as nn.Linear in place of nn.LazyLinear")  # fmt: skip
         if any(step == 0 and size > 1 for size, step in zip(weight.shape, weight.stride())):
             raise RequestError(f"{name}: values of {key} share memory, as `expand` leaves them, and would not be "
                                "trained: copy it, with `contiguous()`")  # fmt: skip

@@ -10,9 +10,9 @@ import time
 from typing import Any
 
 from lm.runs.history import Series, curve, thin
-from lm.runs.metrics import BY_SOURCE, METRICS, merge_evaluations, valid_metrics
+from lm.runs.metrics import METRICS, merge_evaluations, valid_metrics
 from lm.runs.run import STEP, TYPES, Run, is_alert
-from lm.system.files import DAMAGE, nonnegative, parse_line
+from lm.system.files import nonnegative, parse_line
 
 
 def read_facts(run: Run) -> dict[str, Any]:
@@ -104,7 +104,6 @@ class LiveRun:
                 "max_tokens", "metrics",
             )},
             "eta_seconds": None if eta is None else max(0.0, eta - (_age(now, facts["time"]) or 0.0)),
-            "sources": _sources(facts),
             "best_val_loss": best, "best_val_step": best_step,
             "checkpoint": _checkpoint(run, "last", now), "best_checkpoint": _checkpoint(run, "best", now),
             "machine": beat.get("machine") or None,
@@ -139,23 +138,6 @@ class LiveRun:
 def _age(now: float, then: Any) -> float | None:
     """Seconds from `then` to `now`; 0 where a clock that was set back says that `then` is still to come."""
     return None if nonnegative(then) is None else max(0.0, now - then)
-
-
-def _sources(facts: dict[str, Any]) -> dict[str, dict[str, float]]:
-    """Of each source of a mixture its `share` of the next samples, and those of `BY_SOURCE` that are known."""
-    if facts["mixture"] is None:
-        return {}
-    try:
-        names, stretch, metrics = facts["mixture"]["sources"], facts["stretches"][-1], facts["metrics"]
-        sample = stretch["sample"] + ((facts["step"] or 0) - stretch["step"]) * stretch["global_batch"]
-        shares = [shares for start, shares in facts["mixture"]["phases"] if start <= max(0, sample)][-1]
-        return {
-            name: {"share": share / sum(shares)}
-            | {metric: metrics[f"{metric}/{name}"] for metric in BY_SOURCE if f"{metric}/{name}" in metrics}
-            for name, share in zip(names, shares, strict=True)
-        }
-    except DAMAGE:
-        return {}
 
 
 def _checkpoint(run: Run, link: str, now: float) -> dict[str, Any] | None:

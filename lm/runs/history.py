@@ -147,7 +147,6 @@ def expectations(run: Run) -> list[Expectation]:
 
 
 def acceptance(found: list[Expectation]) -> dict[str, Any]:
-    """Expectations as they are kept in `run.json`."""
     checks = [{**each._asdict(), "met": each.met} for each in found]
     return {"passed": all(each.met for each in found), "checks": checks}
 

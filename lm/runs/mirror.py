@@ -85,7 +85,6 @@ class Mirror:
         return self.call(read)
 
     def has(self, run: str) -> bool:
-        """Whether there is a mirror of a run with this name."""
         return bool(self._described(run))
 
     def _described(self, run: str) -> bytes:
@@ -125,7 +124,6 @@ class Mirror:
             os.replace(temporary, target)
 
     def delete(self, name: str) -> None:
-        """Delete a file, if it is there."""
         filesystem, path = self.open()
         with suppress(FileNotFoundError):
             self.call(lambda: filesystem.delete_file(f"{path}/{name}"))

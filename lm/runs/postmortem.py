@@ -54,7 +54,6 @@ class Sample:
 
     @property
     def loss(self) -> float:
-        """Mean over its tokens."""
         return sum(self.losses) / len(self.losses)
 
 
@@ -171,7 +170,6 @@ def _parts(worst: dict[str, Any], ordinary: dict[str, Any] | None) -> list[list[
 
 
 def _gradient(side: dict[str, Any], part: str) -> float | None:
-    """The norm of a part's gradient."""
     if side["gradients"] is None:
         return None
     return math.sqrt(sum(norm * norm for name, norm in side["gradients"].items() if name.startswith(f"{part}.")))
@@ -188,7 +186,6 @@ def _number(value: float | None) -> str:
 
 
 def _with_ratio(value: float | None, ordinary: float | None) -> str:
-    """A number, and its ratio to the ordinary one."""
     if value is None:
         return ""
     return _number(value) + (f" ({value / ordinary:.1f}x)" if ordinary else "")
@@ -214,7 +211,6 @@ def folder_of(run: Run, step: int) -> Path:
 
 
 def steps_of(run: Run) -> list[int]:
-    """The steps that have a post-mortem, in order."""
     names = [path.name.removeprefix("postmortem-") for path in run.path.glob("postmortem-*")]
     return sorted(int(name) for name in names if name.isdecimal())  # a person may have copied one
 

@@ -170,7 +170,6 @@ def no_run(root: str | Path, otherwise: str = "") -> RequestError:
 
 
 def unknown_run(name: str, root: str | Path) -> RequestError:
-    """The error where no run has a name."""
     hint = nearest_runs(name, root) or "; `lm runs ls` lists them"
     return RequestError(f"no run {name!r} under {root} or in the registry{hint}")
 

@@ -438,11 +438,9 @@ class Run:
         self._append("alerts.jsonl", alert)
 
     def alerts(self) -> list[dict[str, Any]]:
-        """The alerts of guards, oldest first."""
         return [line for line in read_lines(self.path / "alerts.jsonl") if is_alert(line)]
 
     def append_evaluation(self, evaluation: Evaluation) -> None:
-        """Add one line to `evaluations.jsonl`."""
         append_line(self.path / "evaluations.jsonl", evaluation)
 
     def evaluations(self) -> list[Evaluation]:

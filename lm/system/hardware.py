@@ -160,7 +160,6 @@ def memory_bytes(device: torch.device | str = "cpu") -> int | None:
 
 
 def process_bytes() -> int:
-    """Resident memory of this process."""
     return psutil.Process().memory_info().rss
 
 
@@ -251,8 +250,6 @@ MIB = 2**20
 
 
 class Device(NamedTuple):
-    """A kind of device."""
-
     name: str  # torch's
     memory_bytes: int | None  # all of a GPU's, of a CPU's what is free; None: not known
     capability: tuple[int, int] | None  # CUDA compute capability; None: no CUDA device
@@ -314,9 +311,6 @@ def _named_device(name: str) -> tuple[Device, int]:
     known |= {_spelling(spelled): key for key, device in DEVICES.items() for spelled in (key, device.name)}
     if (key := known.get(_spelling(name))) is not None:
         return DEVICES[key], 1
-    if re.fullmatch(r"(cuda|gpu|nvidia|mps)(:\d+)?", name.lower()):
-        raise RequestError(f"--device {name} names no model: give auto for this machine's device, or a card such as "
-                           f"{', '.join(list(DEVICES)[:8])}")  # fmt: skip
     if name.lower() not in ("auto", "cpu"):
         close = get_close_matches(_spelling(name), known, 3, cutoff=0.7)
         hint = f"did you mean {' or '.join(dict.fromkeys(known[one] for one in close))}? Else " if close else ""

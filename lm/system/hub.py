@@ -8,15 +8,13 @@ told, which counts as an attempt without an answer. Here a request is made once.
 
 import re
 from functools import cache
-from pathlib import Path
-from shlex import quote as quote_argument
 from typing import Any, NamedTuple
 from urllib.parse import quote, unquote
 
 from fsspec import AbstractFileSystem
 from fsspec.spec import AbstractBufferedFile
 
-from lm.errors import RequestError, RunError, first_line
+from lm.errors import RequestError
 
 PATH = re.compile(
     r"((?P<kind>datasets|spaces)/)?(?P<name>[^/@]+/[^/@]+)"
@@ -32,8 +30,6 @@ REASONS = {  # what the hub calls an error -> what it is
 
 
 class Place(NamedTuple):
-    """A path in a repository."""
-
     kind: str  # "datasets", "spaces" or "models"
     name: str  # OWNER/NAME
     revision: str  # a branch, tag or commit
@@ -105,8 +101,6 @@ class HubFileSystem(AbstractFileSystem):
         return info
 
     def _open(self, path: str, mode: str = "rb", **_: Any) -> "HubFile":
-        if mode != "rb":
-            raise RequestError(f"hf://{path}: the hub is read, not written to; give a folder, s3:// or gs://")
         return HubFile(self, path, cache_type="none", size=self.info(path)["size"])
 
 
@@ -125,33 +119,7 @@ class HubFile(AbstractBufferedFile):
 
 @cache
 def hub() -> HubFileSystem:
-    """The file system of this process."""
     return HubFileSystem()
-
-
-def check_login(name: str) -> None:
-    """Raise RequestError unless this is a name for a repository of models and the hub knows the token in use."""
-    from huggingface_hub import HfApi  # takes a while to import
-    from huggingface_hub.utils import validate_repo_id
-
-    try:
-        validate_repo_id(name)
-        HfApi().whoami()
-    except Exception as error:  # of the HTTP library that huggingface_hub uses, too
-        raise RequestError(f"cannot publish as {name}: {first_line(error)}") from error
-
-
-def publish(folder: Path, name: str, message: str) -> str:
-    """Commit the files of a folder to a repository of models, which is made if it is not there; returns its address."""
-    from huggingface_hub import HfApi
-
-    try:
-        address = HfApi().create_repo(name, exist_ok=True)
-        HfApi().upload_folder(repo_id=name, folder_path=folder, commit_message=message)
-    except Exception as error:
-        raise RunError(f"{folder} is whole, but not published: {first_line(error)}; try again with `hf upload {name} "
-                       f"{quote_argument(str(folder))}`") from error  # fmt: skip
-    return str(address)
 
 
 def _place(path: str) -> Place:

@@ -33,7 +33,6 @@ def rank() -> int:
 
 
 def under_torchrun() -> bool:
-    """Whether torchrun started this process."""
     return "TORCHELASTIC_RUN_ID" in os.environ
 
 

@@ -106,8 +106,6 @@ class _FSSpecHandler(pafs.FSSpecHandler):
 
 
 class File(NamedTuple):
-    """A file that was listed."""
-
     path: str  # in its file system
     size: int  # bytes
     modified: int | str | None  # ns; of a store without times what it calls the content (an ETag), if it does
@@ -201,7 +199,6 @@ def _files(filesystem: pafs.FileSystem, path: str, recursive: bool) -> tuple[paf
 
 
 def _described(info: Mapping[str, Any]) -> File:
-    """A file as fsspec describes it."""
     modified = info.get("ETag") or info.get("etag")
     if info.get("mtime") is not None:
         modified = pafs.FileInfo(info["name"], mtime=info["mtime"]).mtime_ns

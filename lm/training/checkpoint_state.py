@@ -115,7 +115,6 @@ class FolderCheckpointIO(CheckpointIO):
         return read_folder(Path(path), self.load_optimizer, verify=Path(path) != self.verified)
 
     def remove_checkpoint(self, path: str | os.PathLike[str]) -> None:
-        """Remove a folder, after the write before it."""
         self.drain()
         remove_folder(Path(path))
 

@@ -1,13 +1,11 @@
-"""The one-line error of a training that runs out of memory: where, how much there was, and a size that fits.
+"""The one-line error of a training that runs out of memory: how much there was, and a size that fits.
 
 How much there was is what training had when it failed, so limits of the process or its container are included, and so
 is the memory that other processes use on the GPU.
 """
 
-import re
 import traceback
 from dataclasses import replace
-from types import TracebackType
 from typing import Any
 
 import torch
@@ -22,14 +20,6 @@ from lm.training.distributed import FullyShardedStrategy
 from lm.training.optim import state_size
 
 MESSAGES = ("can't allocate memory", "out of memory", "ALLOC_FAILED")  # in a RuntimeError of torch
-REQUEST = re.compile(r"[Tt]ried to allocate ([\d.]+) ?(bytes|[KMGT]iB)")
-UNITS = {"bytes": 1, "KiB": 2**10, "MiB": 2**20, "GiB": 2**30, "TiB": 2**40}
-# Functions that a failure may be in; of several the innermost.
-PLACES = {
-    "configure_model": "while the model was built", "validation_step": "in a validation",
-    "optimizer_step": "in the update of the weights", "losses": "in the forward pass",
-    "backward": "in the backward pass",
-}  # fmt: skip
 USABLE = 0.9  # fraction of what there was that tensors may take: the rest is lost between them
 CPU_RESERVE = 2**26  # bytes that libraries take in the first steps, in addition to a checkpoint's copy
 
@@ -55,16 +45,14 @@ def out_of_memory_error(error: BaseException, trainer: Any, before: int | None) 
         memory = training_memory(module.config, step, state)
         had = now - before + memory["weights"] + (memory["optimizer"] if steps_taken else 0)
         reserve = CPU_RESERVE + checkpoint_bytes(module.config, step.master_item, state)
-    where, asked = _place(error.__traceback__), REQUEST.search(str(error))
     traceback.clear_frames(error.__traceback__)
     taken = "there was too little" if had is None else f"it had {format_bytes(had)} at most"
-    more = f" and asked for {format_bytes(int(float(asked[1]) * UNITS[asked[2]]))} more" if asked else ""
     alone = trainer.datamodule.global_batch_tokens is None  # a step would be one micro-batch, of whatever size
     tokens = f" --data.global_batch_tokens {trainer.steps.tokens_per_step}" if alone else ""
     cure = _cure(module.config, step, state, had, reserve, tokens)
     return RunError(
-        f"out of memory ({device.type}) {where} of step {steps_taken + 1}: with micro-batches of "
-        f"{step.micro_batch_size} x {step.seq_len} tokens {taken}{more}; {cure}; checkpoints are as they were"
+        f"out of memory ({device.type}) in step {steps_taken + 1}: with micro-batches of "
+        f"{step.micro_batch_size} x {step.seq_len} tokens {taken}; {cure}; checkpoints are as they were"
     )
 
 
@@ -86,11 +74,6 @@ def _cure(
     tried = replace(step, micro_batch_size=fitting, accumulate=samples // fitting)
     needed = format_bytes(training_memory(config, tried, state)["peak"])
     return f"--data.micro_batch_size {fitting}{tokens} needs about {needed} and fits, and changes no step"
-
-
-def _place(frames: TracebackType | None) -> str:
-    names = [frame.f_code.co_name for frame, _ in traceback.walk_tb(frames)]
-    return next((PLACES[name] for name in reversed(names) if name in PLACES), "at the beginning")
 
 
 def step_of(trainer: Any) -> Step:

@@ -267,7 +267,6 @@ def refuse_parts(model: Any, datamodule: Any) -> None:
 
 
 def kind_of(value: Any) -> str:
-    """What a value is, for a message."""
     return f"the class {value.__name__}" if isinstance(value, type) else f"a {type(value).__name__}"
 
 

@@ -51,12 +51,10 @@ def many(tmp_path_factory) -> list[LiveRun]:
     cases = [
         {"gpus": 8, "alerts": 12}, {"lines": 1}, {"lines": 0}, {"status": "finished"}, {"gpus": 1},
         {"age": 3600, "lines": 3}, {"status": "failed", "alerts": 1}, {"lines": 12, "gpus": 2},
-        {"lines": 50, "sources": LONG_NAMES},
     ]  # fmt: skip
     return [watch(write_live_run(root, f"a-rather-long-name-of-a-run-{i}", **case)) for i, case in enumerate(cases)]
 
 
-LONG_NAMES = [f"a-crawl-of-the-web-in-english-filtered-{part:02}" for part in range(16)]
 SIZES = [(80, 24), (120, 40), (200, 60), (110, 14), (79, 10), (40, 12), (20, 6), (10, 3), (1, 1), (300, 5)]
 
 
@@ -90,29 +88,6 @@ def test_a_wide_terminal_has_every_gpu_and_more_curves(many):
     shown = shown_on(many[:1], 200, 60)
     assert all(f"GPU {index}" in shown for index in range(8))
     assert "gradient norm" in shown and "learning rate" in shown and shown.count("└") == 4
-
-
-@pytest.mark.parametrize("width, height", [(80, 24), (120, 40)])
-def test_sources_of_a_mixture_are_shown_with_their_shares_losses_and_epochs(tmp_path, width, height):
-    names = ["web", "code", "books"]
-    early, late = (watch(write_live_run(tmp_path, f"run-{lines}", lines=lines, sources=names)) for lines in (99, 100))
-    for shares, watching in ((("50.0%", "25.0%", "25.0%"), early), (("0.0%", "50.0%", "50.0%"), late)):
-        shown = shown_on([watching], width, height)
-        for source, figures in zip(names, ("2.5000 2.2500 0.00", "3.5000 0.25", "4.5000 4.2500 0.50"), strict=True):
-            (line,) = re.findall(rf"{source} +(\d+\.\d%.*)", shown)
-            assert f"{shares[names.index(source)]} {figures}" in " ".join(line.split())
-        assert "share    loss  val loss  epochs" in shown and "more source" not in shown
-    assert "share" not in shown_on([watch(write_live_run(tmp_path, "one"))], width, height)
-
-
-def test_many_sources_with_long_names_leave_room_for_the_rest(tmp_path):
-    watching = watch(write_live_run(tmp_path, "run", sources=LONG_NAMES))
-    small, large = (shown_on([watching], *size) for size in ((80, 24), (120, 40)))
-    shown = sum(name in small for name in LONG_NAMES)
-    assert 4 < shown < 16 and f"and {16 - shown} more sources" in small and "last step-00000100, " in small
-    assert all(name in large for name in LONG_NAMES) and "last step-" in large
-    assert all(re.search(rf"a-\S*…\S*-{part:02}  ", shown_on([watching], 60, 40)) for part in range(16))
-    assert sum("⠀" < character < "⣿" for character in small) > 50  # a curve
 
 
 def test_a_loss_that_is_no_number_and_the_reason_of_the_end_are_shown(tmp_path):
@@ -288,15 +263,15 @@ def on_terminal(folder: Path, *arguments: str, **environment: str) -> Terminal:
     return Terminal(folder, "-m", "lm", "monitor", *arguments, **environment)
 
 
-@pytest.mark.parametrize("leave", ["q", "\x03", "SIGTERM"])
+@pytest.mark.parametrize("leave", ["\x03", "SIGTERM"])
 def test_it_fills_the_terminal_survives_a_resize_and_leaves_it_as_it_was(workplace, leave):
     terminal = on_terminal(workplace, "a", "--interval", "60")  # a resize does not wait for the next look
     settings = termios.tcgetattr(terminal.terminal)
-    shown = terminal.wait_for("q leaves")
+    shown = terminal.wait_for("Ctrl-C leaves")
     assert "\x1b[?1049h" in shown and "\x1b[?25l" in shown  # a screen of its own, without a cursor
-    for width, height in ((200, 60), (40, 10), (120, 40)) if leave == "q" else ((81, 24),):
+    for width, height in ((200, 60), (40, 10), (120, 40)) if leave == "SIGTERM" else ((81, 24),):
         terminal.resize(width, height)
-        lines = plain(terminal.wait_for("q leaves").rpartition("\x1b[H")[2]).split("\n")
+        lines = plain(terminal.wait_for("Ctrl-C leaves").rpartition("\x1b[H")[2]).split("\n")
         assert len(lines) == height and all(len(line) <= width for line in lines) and lines[0].startswith("a  running")
     if leave == "SIGTERM":
         os.kill(terminal.pid, signal.SIGTERM)

@@ -62,21 +62,18 @@ def test_rows_of_unequal_length_are_continued_by_pieces_of_unequal_length(config
         torch.testing.assert_close(got, torch.stack(expected), atol=3e-5, rtol=1e-5)
 
 
-@pytest.mark.parametrize("penalty", [1.0, 1.3])
-def test_greedy_tokens_are_those_of_transformers(config, penalty, tmp_path):
-    """Until a context of 64 is full; with a penalty on repetition too, which counts the prompt's tokens and not what
-    fills it up."""
+def test_greedy_tokens_are_those_of_transformers(config, tmp_path):
+    """Until a context of 64 is full."""
     decoder = trained_like(config)
     theirs = AutoModelForCausalLM.from_pretrained(write_huggingface(decoder, tmp_path)).eval()
     expected = [
-        theirs.generate(torch.tensor([prompt]), do_sample=False, max_new_tokens=55, eos_token_id=None, pad_token_id=0,
-                        repetition_penalty=penalty)[0, len(prompt):].tolist()
+        theirs.generate(torch.tensor([prompt]), do_sample=False, max_new_tokens=55, eos_token_id=None, pad_token_id=0)
+        [0, len(prompt):].tolist()
         for prompt in UNEQUAL
     ]  # fmt: skip
-    got = written_by(decoder, UNEQUAL, replace(greedy(55), repetition_penalty=penalty))
+    got = written_by(decoder, UNEQUAL, greedy(55))
     assert got == [(tokens, "length") for tokens in expected]
     assert max(len(set(tokens)) for tokens in expected) > 5  # the comparison is of something
-    assert penalty == 1 or all(len(set(tokens)) > 10 for tokens in expected)
 
 
 @pytest.mark.parametrize("fused", [False, True], ids=["plain", "fused"])
@@ -119,7 +116,7 @@ def test_every_precision_generates(precision):
 # ---- the choice, and the figures that come with it ------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("sampling", [greedy(20), Sampling(0.5, 10, 0.9, 0.01, 1.2, max_new_tokens=20, seed=0)])
+@pytest.mark.parametrize("sampling", [greedy(20), Sampling(0.5, 10, 0.9, max_new_tokens=20, seed=0)])
 def test_log_probabilities_are_those_of_the_model_itself(sampling):
     """At temperature 1 over the whole vocabulary."""
     decoder, prompt = trained_like(SMALL), [5, 6, 7]

@@ -31,7 +31,7 @@ def test_recorded_steps_write_the_same_tokens(config, fused, monkeypatch):
     """Rows of unequal length, windows, groups of heads, and graphs that are recorded anew for more slots."""
     monkeypatch.setattr(generation, "SMALLEST", 16)
     decoder = on_gpu(config, fused)
-    for sampling in (Sampling(0, max_new_tokens=50), Sampling(0.8, 20, None, None, 1.2, max_new_tokens=50, seed=1)):
+    for sampling in (Sampling(0, max_new_tokens=50), Sampling(0.8, 20, max_new_tokens=50, seed=1)):
         written = [written_by(decoder, UNEQUAL, sampling, step=step) for step in ("dynamic", "static", "cuda_graph")]
         assert written[0] == written[1] == written[2]
 
@@ -39,7 +39,7 @@ def test_recorded_steps_write_the_same_tokens(config, fused, monkeypatch):
 def test_tokens_are_those_of_the_cpu():
     """Greedily, and from a seed."""
     decoder = trained_like(replace(SHAPES["qwen3, windows"], num_key_value_heads=2))
-    for filters in ({"temperature": 0}, {"top_k": 20}, {"top_p": 0.8}, {"min_p": 0.05}):
+    for filters in ({"temperature": 0}, {"top_k": 20}, {"top_p": 0.8}):
         sampling = Sampling(**{"temperature": 0.7, "max_new_tokens": 30, "seed": 1, **filters})
         here, there = (written_by(decoder.to(device), UNEQUAL, sampling) for device in ("cpu", "cuda"))
         assert here == there
@@ -59,7 +59,7 @@ def test_deterministic_algorithms_are_no_obstacle():
     torch.use_deterministic_algorithms(True)
     try:
         decoder = on_gpu(SHAPES["llama, tied"], True)
-        for sampling in (Sampling(0), Sampling(0.7, 20, 0.9, 0.01, 1.1), Sampling(0.7, top_p=0.8)):
+        for sampling in (Sampling(0), Sampling(0.7, 20, 0.9), Sampling(0.7, top_p=0.8)):
             written_by(decoder, UNEQUAL, replace(sampling, max_new_tokens=10))
     finally:
         torch.use_deterministic_algorithms(False)

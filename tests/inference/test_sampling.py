@@ -4,8 +4,6 @@ import pytest
 import torch
 from transformers.generation import (
     LogitsProcessorList,
-    MinPLogitsWarper,
-    RepetitionPenaltyLogitsProcessor,
     TemperatureLogitsWarper,
     TopKLogitsWarper,
     TopPLogitsWarper,
@@ -13,13 +11,11 @@ from transformers.generation import (
 
 from lm.errors import RequestError
 from lm.inference import generation
-from lm.inference.generation import Sampling, candidates, choose_tokens, penalized
+from lm.inference.generation import Sampling, candidates, choose_tokens
 
 CASES = [
     Sampling(), Sampling(0.7), Sampling(top_k=7), Sampling(1.3, 1000), Sampling(top_p=0.9), Sampling(0.5, None, 0.3),
-    Sampling(1.5, 20, 0.6), Sampling(top_k=1), Sampling(top_p=1e-6), Sampling(top_p=1.0), Sampling(min_p=0.1),
-    Sampling(2.0, min_p=0.02), Sampling(min_p=0.0), Sampling(min_p=1.0), Sampling(1.2, 30, 0.8, 0.05),
-    Sampling(repetition_penalty=1.3), Sampling(0.8, 40, 0.95, 0.01, 1.5), Sampling(0.9, None, 0.9, None, 0.7),
+    Sampling(1.5, 20, 0.6), Sampling(top_k=1), Sampling(top_p=1e-6), Sampling(top_p=1.0), Sampling(1.2, 30, 0.8),
 ]  # fmt: skip
 
 
@@ -27,20 +23,18 @@ def seeded(seed: int = 0) -> torch.Generator:
     return torch.Generator().manual_seed(seed)
 
 
-def distribution(logits, sampling, seen=None):
+def distribution(logits, sampling):
     """The probabilities of all tokens, `(B, V)`."""
-    weights, ids = candidates(logits, sampling, seen)
+    weights, ids = candidates(logits, sampling)
     ids = torch.arange(logits.shape[1]).expand(len(logits), -1) if ids is None else ids
     return torch.zeros_like(logits).scatter(1, ids, weights / weights.sum(-1, keepdim=True))
 
 
 def processors(sampling):
     """Transformers', in its order."""
-    made = [RepetitionPenaltyLogitsProcessor(sampling.repetition_penalty)]
-    made += [TemperatureLogitsWarper(sampling.temperature)]
+    made = [TemperatureLogitsWarper(sampling.temperature)]
     made += [] if sampling.top_k is None else [TopKLogitsWarper(sampling.top_k)]
     made += [] if sampling.top_p is None else [TopPLogitsWarper(sampling.top_p)]
-    made += [] if sampling.min_p is None else [MinPLogitsWarper(sampling.min_p)]
     return LogitsProcessorList(made)
 
 
@@ -51,20 +45,11 @@ def test_probabilities_are_those_of_transformers(sampling, head, monkeypatch):
     monkeypatch.setattr(generation, "HEAD", head)
     logits = torch.randn(5, 101, generator=seeded()) * 3
     ids = torch.randint(101, (5, 30), generator=seeded(1))  # some twice
-    seen = torch.zeros(5, 101, dtype=torch.bool).scatter(1, ids, True)
     expected = processors(sampling)(ids, logits.clone()).softmax(-1)
-    torch.testing.assert_close(distribution(logits, sampling, seen), expected)
+    torch.testing.assert_close(distribution(logits, sampling), expected)
 
 
-def test_a_penalty_on_repetition_changes_what_is_likeliest():
-    logits, seen = torch.tensor([[3.0, 2.0, -1.0]]), torch.tensor([[True, False, True]])
-    greedy = Sampling(temperature=0, repetition_penalty=2)
-    assert choose_tokens(logits, greedy, seen=seen).tolist() == [1]
-    assert penalized(logits, greedy, seen).tolist() == [[1.5, 2.0, -2.0]]
-    assert choose_tokens(logits, greedy).tolist() == choose_tokens(logits, Sampling(0), seen=seen).tolist() == [0]
-
-
-@pytest.mark.parametrize("sampling", [Sampling(0.8), Sampling(0.8, 6, 0.9), Sampling(0.8, min_p=0.2)], ids=str)
+@pytest.mark.parametrize("sampling", [Sampling(0.8), Sampling(0.8, 6, 0.9)], ids=str)
 def test_tokens_come_as_often_as_their_probabilities_say(sampling):
     """Pearson's chi-square of 20,000 draws, below what one in a million would exceed; what is left out never comes."""
     logits, draws = torch.randn(12, generator=seeded(1)), 20_000
@@ -82,7 +67,7 @@ def test_a_row_takes_one_random_number_whatever_the_filters():
     """So that a seed's other rows and steps do not change with them."""
     logits = torch.randn(3, 50, generator=seeded())
     after = []
-    for sampling in (Sampling(), Sampling(top_k=3), Sampling(min_p=0.5), Sampling(top_p=0.2)):
+    for sampling in (Sampling(), Sampling(top_k=3), Sampling(top_p=0.2)):
         generator = seeded(7)
         choose_tokens(logits, sampling, generator)
         after.append(torch.rand(1, generator=generator).item())
@@ -102,9 +87,6 @@ def test_a_low_temperature_is_greedy_and_nothing_overflows():
     ({"top_k": 0}, "top_k 0 must be at least 1"),
     ({"top_p": 0.0}, r"top_p 0.0 must lie in \(0, 1\]"),
     ({"top_p": 1.1}, "top_p 1.1"),
-    ({"min_p": -0.1}, r"min_p -0.1 must lie in \[0, 1\]"),
-    ({"min_p": 1.5}, "min_p 1.5"),
-    ({"repetition_penalty": 0.0}, "repetition_penalty 0.0 must be above 0"),
     ({"max_new_tokens": 0}, "max_new_tokens 0 must be at least 1"),
     ({"seed": -1}, "seed -1 must lie"),
     ({"stop": ["a", ""]}, "a stop string is empty"),

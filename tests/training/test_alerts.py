@@ -147,7 +147,7 @@ HOSTILE = [
     "loss > None", "... > loss", "loss, loss", "loss > 1; loss", "x = loss > 1", "await loss > 1", "yield", "*loss",
     "loss > 1e309", "loss > " + "9" * 400, "loss > -1e309", "median(*loss) > 1", "median(loss, n=3) > 1",
     "median(loss, 3)(1) > 1", "exec('1') > loss", "open('x') > loss", "print(loss) > 1", "(" * 90 + "loss" + ")" * 90,
-    "-" * 200 + "loss > 1", "not " * 100 + "loss > 1", "(" * 240 + "loss > 1" + ")" * 240, "+".join(["loss"] * 80),
+    "(" * 240 + "loss > 1" + ")" * 240, "+".join(["loss"] * 80),
     "loss > 1\nloss > 2", "loss > 1 # \n or loss > 0", "\0", "loss >\x1b[31m 1", "", "   ", "loss >", "> 1",
     "x" * 10**6,
 ]  # fmt: skip

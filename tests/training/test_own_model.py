@@ -200,14 +200,10 @@ def test_the_contract_is_checked():
         refuse_contract(nn.Linear(2, 2), {})
     with pytest.raises(RequestError, match="build_decoder returned int"):
         attach_config(3, DecoderConfig())
-    for name, weight, said in (
-        ("out", nn.LazyLinear(3), "the shape of out.weight is not known before a forward pass"),
-        ("bias", nn.Parameter(torch.zeros(1).expand(4)), "values of bias share memory, as `expand` leaves them"),
-    ):
-        model = Small()
-        setattr(model, name, weight)
-        with pytest.raises(RequestError, match=f"^Small: {said}"):
-            refuse_contract(model, {})
+    model = Small()
+    model.bias = nn.Parameter(torch.zeros(1).expand(4))
+    with pytest.raises(RequestError, match="^Small: values of bias share memory, as `expand` leaves them"):
+        refuse_contract(model, {})
 
 
 class Seeing(Small):
@@ -263,8 +259,6 @@ WRONG = {
     "one target less": (lambda module, ids, labels: losses_of(module(ids)[:, 1:], labels[:, 1:]),
                         r"a tensor \(\) and a tensor \(2, 2\): it .* per_token \(2, 3\)"),
     "no sum": (lambda module, ids, labels: Losses(torch.zeros(2, 3), torch.zeros(2, 3)), "total one number"),
-    "no gradient": (lambda module, ids, labels: Losses(losses_of(module(ids), labels).per_token.sum(),
-                                                       torch.zeros(2, 3)), "total has no gradient: add up"),
     "a mean": (mean_of, "total is the mean of per_token: make it the sum.* 6 times too small"),
 }  # fmt: skip
 
@@ -313,12 +307,11 @@ if __name__ == "__main__":
 
 
 def test_a_model_without_logits_is_trained(place):
-    """Only a sample at the end is left out. `kind` is an option like any other, though ours has that name, too."""
+    """`kind` is an option like any other, though ours has that name, too."""
     (place / "my_last.py").write_text(OPTIONS)
     changes = SHORT | {"samples.prompts": None, "trainer.max_steps": 2, "model.layers": 1}
     config = str(write_config(place, "last", **changes))
-    said = run(place, "my_last.py", "fit", "--config", config, "--run", "last", "--model.kind", "lstm")
-    assert "no sample: " in said
+    run(place, "my_last.py", "fit", "--config", config, "--run", "last", "--model.kind", "lstm")
     document = json.loads((place / "checkpoints/last/best/config.json").read_text())
     assert document["init_args"] == {"layers": 1, "kind": "lstm"}
 

@@ -21,60 +21,41 @@ from lm import __version__
 from lm.cli.options import changed_settings
 from lm.cli.report.page import printable, render, source
 from lm.cli.runs_show import checks_of, describe_run, machine_of, start_command
-from lm.errors import RequestError, RunError
+from lm.errors import RequestError
 from lm.runs.history import read_samples, trunk_metrics
 from lm.runs.metrics import BY_SOURCE, METRICS, Metric, core_sentence, merge_evaluations
 from lm.runs.run import Run
 from lm.system.files import finite_or_none, read_lines, refuse_url, write_atomically
 from lm.system.units import format_bytes, format_figure, utc
 
-OPENING = "<!doctype html>\n<!-- A {} of lm -->\n"  # of every page: a file that begins otherwise is not replaced
+OPENING = "<!doctype html>\n<!-- A run of lm -->\n"  # of every page: a file that begins otherwise is not replaced
 POINTS = 1000  # of a curve
 ALL_POINTS = 30_000  # of all curves together, as long as each has `FEWEST_POINTS`
 FEWEST_POINTS = 100
-CHARTS = 150
 SAMPLED_STEPS = 20
-SAMPLE_CHARACTERS = 4000
-EVALUATED_STEPS = 20
-ALERTS = 100
-POSTMORTEMS = 10
-POSTMORTEM_CHARACTERS = 40_000
 
 # ---- the file --------------------------------------------------------------------------------------------------------
 
 
-def refuse_html_path(path: str, kind: str = "run") -> Path:
-    """The file for a page; refuses one that is not the page of a run, or of a `list of runs`, and would be lost."""
+def refuse_html_path(path: str) -> Path:
+    """The file for a page; refuses one that is not the page of a run, and would be lost."""
     refuse_url("--html", path)
     target = Path(path)
-    if target.is_dir():
-        raise RequestError(f"--html {target} is a folder; name a file in it, such as {target / 'run.html'}")
     try:
         with open(target, encoding="utf-8", errors="replace") as file:
-            opening = OPENING.format(kind)
-            ours = file.read(len(opening)) == opening
+            ours = file.read(len(OPENING)) == OPENING
     except FileNotFoundError:
         return target.resolve()
-    except OSError as error:
-        raise RequestError(f"--html {target} cannot be read: {error.strerror}") from error
     if not ours:
-        raise RequestError(f"--html {target} is there already and not the page of a {kind}; choose another")
+        raise RequestError(f"--html {target} is there already and not the page of a run; choose another")
     return target.resolve()  # a link stays one
 
 
 def write_page(run: Run, target: Path) -> None:
     """Write or replace the page of a run at a path of `refuse_html_path`."""
     metrics = run.metrics()
-    write_document(target, page(run, describe_run(run, metrics), metrics))
-
-
-def write_document(target: Path, text: str) -> None:
-    """Write or replace a page."""
-    try:
-        target.parent.mkdir(parents=True, exist_ok=True)
-        write_atomically(target, text, durable=False)
-    except OSError as error:
-        raise RunError(f"could not write {target}: {error.strerror or error}") from error
+    target.parent.mkdir(parents=True, exist_ok=True)
+    write_atomically(target, page(run, describe_run(run, metrics), metrics), durable=False)
 
 
 # ---- the page --------------------------------------------------------------------------------------------------------
@@ -94,26 +75,16 @@ def page(run: Run, found: dict[str, Any], metrics: list[dict[str, Any]]) -> str:
         postmortems=_postmortems(found), model=_model(found), changed=_changed(found["config"]),
         whole_config=yaml.safe_dump(found["config"], allow_unicode=True, sort_keys=False, width=100),
         checkpoints=_checkpoints(found), provenance=_provenance(found),
-        script=chart_script(),
+        script=Markup(f"/*\nuPlot\n{source('uPlot.LICENSE')}*/\n") + source("uPlot.iife.min.js", "page.js"),
     )  # fmt: skip
 
 
-def chart_script() -> Markup:
-    """What draws the charts of a page."""
-    return Markup(f"/*\nuPlot\n{source('uPlot.LICENSE')}*/\n") + source("uPlot.iife.min.js", "page.js")
-
-
-def _shown(entries: list[Any], every: int) -> dict[str, Any]:
-    """What the page has of so many entries, and how many it leaves out."""
-    return {"shown": entries, "left_out": every - len(entries)}
-
-
-def _evaluations(run: Run) -> dict[str, Any]:
+def _evaluations(run: Run) -> list[dict[str, Any]]:
     """The tables of each evaluation, the newest first."""
     every = public(run.evaluations())
     steps = sorted({one["step"] for one in every if one["step"] is not None}, reverse=True)
     found = []
-    for step in steps[:EVALUATED_STEPS]:
+    for step in steps:
         merged = merge_evaluations(every, step)
         tasks = [
             (name, f"{task['accuracy']:.1%}", "{:.1%} to {:.1%}".format(*task["interval"]), f"{task['baseline']:.1%}",
@@ -126,7 +97,7 @@ def _evaluations(run: Run) -> dict[str, Any]:
             for name, one in merged["texts"].items()
         ]  # fmt: skip
         found.append({"title": f"Step {step:,}{core_sentence(merged)}", "tasks": tasks, "texts": texts})
-    return _shown(found, len(steps))
+    return found
 
 
 def _estimate(mean: float | None, error: float | None) -> tuple[str, str]:
@@ -142,34 +113,25 @@ def _samples(run: Run) -> dict[str, Any]:
     places = np.linspace(0, len(every) - 1, min(SAMPLED_STEPS, len(every)))
     steps = list(dict.fromkeys(every[round(place)] for place in places))
     found = [
-        (f"Step {step:,}", [(one["prompt"], _cut(str(one["text"]), SAMPLE_CHARACTERS))
-                            for one in samples if one["step"] == step])
+        (f"Step {step:,}", [(one["prompt"], str(one["text"])) for one in samples if one["step"] == step])
         for step in steps
-    ]  # fmt: skip
-    return _shown(found, len(every))
+    ]
+    return {"shown": found, "left_out": len(every) - len(found)}
 
 
-def _cut(text: str, most: int) -> str:
-    return text if len(text) <= most else f"{text[:most]}…"
+def _alerts(found: dict[str, Any]) -> list[tuple[str, ...]]:
+    return [(f"{one['step']:,}", utc(one["time"]), one["guard"], one["action"], one["message"])
+            for one in reversed(found["alerts"])]  # fmt: skip
 
 
-def _alerts(found: dict[str, Any]) -> dict[str, Any]:
-    alerts = found["alerts"]
-    rows = [(f"{one['step']:,}", utc(one["time"]), one["guard"], one["action"], one["message"])
-            for one in reversed(alerts[-ALERTS:])]  # fmt: skip
-    return _shown(rows, len(alerts))
-
-
-def _postmortems(found: dict[str, Any]) -> dict[str, Any]:
-    """The pages of the newest post-mortems."""
-    folders = [Path(path) for path in reversed(found["post_mortems"])]
+def _postmortems(found: dict[str, Any]) -> list[tuple[str, str]]:
     pages = []
-    for folder in folders[:POSTMORTEMS]:
+    for folder in map(Path, reversed(found["post_mortems"])):
         step = folder.name.removeprefix("postmortem-").lstrip("0") or "0"
         with suppress(OSError):  # it is being written
             text = public((folder / "postmortem.md").read_text(encoding="utf-8", errors="replace"))
-            pages.append((f"Post-mortem of step {step}", _cut(text, POSTMORTEM_CHARACTERS)))
-    return _shown(pages, len(pages) + len(folders[POSTMORTEMS:]))
+            pages.append((f"Post-mortem of step {step}", text))
+    return pages
 
 
 def _model(found: dict[str, Any]) -> dict[str, Any]:
@@ -185,7 +147,6 @@ def _model(found: dict[str, Any]) -> dict[str, Any]:
 
 
 def _changed(config: dict[str, Any]) -> dict[str, Any]:
-    """Settings that are not the defaults."""
     changed = {name: value for name, value in changed_settings(config).items() if name not in ("run", "tags", "note")}
     return {name: jsonlib.dumps(value, ensure_ascii=False) if isinstance(value, list | dict) else value
             for name, value in changed.items()}  # fmt: skip
@@ -237,7 +198,7 @@ def chart_data(run: Run, metrics: list[dict[str, Any]]) -> tuple[dict[str, Any],
         (whether it is drawn as points, too, and never smoothed), `table`, and values as in `_bucketed`;
         `tables`: x values by `step`, `tokens` and `hours`, each for all curves that were logged in the same lines;
         `marks`: resumes and rollbacks, with `label` and their place on each axis;
-        `size`: the most log lines that a point of a curve stands for; `left_out`: charts that are left out.
+        `size`: the most log lines that a point of a curve stands for.
     """
     of_trunk = [{name if name in AXES else name + TRUNK: line[name] for name in (*AXES, *LOSSES) if name in line}
                 for line in trunk_metrics(run)]  # fmt: skip
@@ -255,31 +216,23 @@ def chart_data(run: Run, metrics: list[dict[str, Any]]) -> tuple[dict[str, Any],
     for name in names:
         place, title, label, metric = _chart_of(public(name))
         at, values = np.array(places[name]), np.array([lines[index][name] for index in places[name]], dtype=float)
-        drawn, table = curve_of(name, label, metric.form, at, values, axes, most)
+        each = math.ceil(len(at) / most)
+        middles = at[np.minimum(np.arange(0, len(at), each) + each // 2, len(at) - 1)]
+        table = {axis: all_x[middles].tolist() for axis, all_x in axes.items()}
         number, _ = tables.setdefault(tuple(places[name]), (len(tables), table))
         chart = charts.setdefault((place, title), {"place": place, "title": title, "unit": metric.unit, "curves": []})
-        chart["curves"].append({**drawn, "table": number})
+        chart["curves"].append({
+            "label": printable(label), "form": metric.form, "points": name.startswith(("val/", "eval/")),
+            "table": number, **_bucketed(values, each),
+        })  # fmt: skip
         rows.append(_figures(public(name), label, metric, values, axes["step"][at]))
-        size = max(size, math.ceil(len(at) / most))
+        size = max(size, each)
     found = sorted(charts.values(), key=lambda chart: [*dict.fromkeys(PLACES.values()), OWN].index(chart["place"]))
     return {
-        "charts": [{**chart, "title": printable(chart["title"])} for chart in found[:CHARTS]],
+        "charts": [{**chart, "title": printable(chart["title"])} for chart in found],
         "tables": [table for _, table in tables.values()],
-        "marks": _marks(run, axes), "size": size, "left_out": max(0, len(found) - CHARTS),
+        "marks": _marks(run, axes), "size": size,
     }, rows  # fmt: skip
-
-
-def curve_of(
-    name: str, label: str, form: str, at: np.ndarray, values: np.ndarray, axes: dict[str, np.ndarray], most: int
-) -> tuple[dict[str, Any], dict[str, list]]:
-    """The values of a metric in the lines `at`, as at most so many points, and their places on each axis."""
-    each = math.ceil(len(at) / most)
-    middles = at[np.minimum(np.arange(0, len(at), each) + each // 2, len(at) - 1)]
-    points = name.startswith(("val/", "eval/"))
-    return (
-        {"label": printable(label), "form": form, "points": points, **_bucketed(values, each)},
-        {axis: all_x[middles].tolist() for axis, all_x in axes.items()},
-    )
 
 
 def axes_of(lines: list[dict[str, Any]]) -> dict[str, np.ndarray]:

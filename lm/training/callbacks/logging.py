@@ -55,7 +55,6 @@ class RunLog(Callback):
 
     @classmethod
     def of(cls, trainer: Trainer) -> "RunLog":
-        """The one of this trainer."""
         return next(callback for callback in trainer.callbacks if isinstance(callback, cls))
 
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
@@ -207,7 +206,6 @@ LINE_METRICS = (
 
 
 def format_line(step: int, max_steps: int, metrics: dict[str, float]) -> str:
-    """A log line for people."""
     parts = [
         f"{metric.short or metric.label} {metric.shown(metrics[name])}"
         for name, metric in METRICS.items() if name in LINE_METRICS and name in metrics

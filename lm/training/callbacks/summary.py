@@ -10,7 +10,6 @@ import torch
 from lightning.pytorch import LightningModule
 from torch import nn
 
-from lm.errors import first_line
 from lm.model.estimates import assumed_speed, recomputed_flops_per_token
 from lm.runs.checkpoint import read_progress
 from lm.runs.history import read_samples
@@ -19,10 +18,8 @@ from lm.system.hardware import Device, device_name, load_of_others
 from lm.system.process import program
 from lm.system.units import format_count, format_duration, format_time_and_cost, plural
 from lm.training.callback import Callback
-from lm.training.callbacks.evaluation import Samples
 from lm.training.callbacks.guards import BudgetGuard
 from lm.training.callbacks.logging import RunLog
-from lm.training.config import SamplesConfig
 from lm.training.precision import multiplication_precision
 from lm.training.trainer import Trainer
 
@@ -32,8 +29,6 @@ BUSY = 0.5  # cores that are wanted beyond those that there are, from which on i
 
 
 class Summary(Callback):
-    """Describes a fit in a few lines, from rank zero."""
-
     def __init__(self) -> None:
         self._began = (0.0, 0)  # time and optimizer step
         self._measured = False  # whether the time that is left was logged
@@ -70,8 +65,8 @@ class Summary(Callback):
             log.info("model: %s, which Hugging Face transformers loads as it is", model)
         else:
             log.info("model: %s, which lm.load_model(path, module=%s) loads", model, type(pl_module).__name__)
-        if sample := _sample(trainer, pl_module):
-            log.info("sample: %s", sample)
+        for line in read_samples(trainer.run)[-1:]:
+            log.info("sample: %s", textwrap.shorten(line["prompt"] + line["text"], SAMPLE_WIDTH, placeholder=" ..."))
         for command, purpose in next_commands(trainer.run.path, pl_module.builtin):
             log.info("%-60s  # %s", command, purpose)
 
@@ -140,24 +135,6 @@ def _origin(trainer: Trainer) -> str:
     if trainer.global_step:
         return f"resumed from {trainer.ckpt_path}, after step {trainer.global_step:,} of {trainer.max_steps:,}"
     return f"from {trainer.ckpt_path}, and training starts at step 1"
-
-
-def _sample(trainer: Trainer, module: LightningModule) -> str | None:
-    """A text that the model as it is now has written: the first of `samples:`, else one of its own."""
-    written = [line for line in read_samples(trainer.run) if line["step"] == trainer.global_step]
-    if written:
-        text = written[0]["prompt"] + written[0]["text"]
-    elif trainer.world_size == 1:
-        samples = Samples(SamplesConfig(prompts=[""]))
-        samples.setup(trainer, module, "fit")
-        try:
-            text = samples.written(trainer, module)[0]
-        except Exception as error:  # such as that of a custom model which computes no logits without labels
-            log.warning("no sample: %s: %s", type(error).__name__, first_line(error))
-            return None
-    else:
-        return None
-    return textwrap.shorten(text, SAMPLE_WIDTH, placeholder=" ...")
 
 
 def next_commands(run: Path, builtin: bool) -> list[tuple[str, str]]:
