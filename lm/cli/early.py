@@ -3,9 +3,11 @@
 `cli/options` refuses unknown names, and `cli/config` all the rest.
 """
 
+import shlex
 import sys
 from dataclasses import fields
 from itertools import pairwise
+from pathlib import Path
 from typing import Any
 
 from jsonargparse import ActionConfigFile
@@ -13,10 +15,11 @@ from jsonargparse.typing import register_type
 
 from lm.cli.options import COMMAND_OPTIONS, CONFIG, SEED, find_config, read_config, training_options
 from lm.data.config import DATA_PATH_CURE, DataConfig
+from lm.data.text_files import find_files
 from lm.errors import RequestError
 from lm.runs.registry import find_run
 from lm.runs.run import ROOT, is_of_a_run
-from lm.system.arguments import Parser, arguments_from, spell_out
+from lm.system.arguments import Parser, arguments_from, shown, spell_out
 from lm.system.files import refuse_url
 from lm.training.config import SECTIONS, ModelConfig, TrainerConfig
 
@@ -24,6 +27,8 @@ LISTS = tuple(option.name for option in training_options("fit") if "list of str"
 # Commands that take a run's checkpoint -> another cure where there is no run at all.
 OF_A_RUN = dict.fromkeys(("generate", "evaluate", "export"), ", or give a --ckpt_path") | {"average": "", "branch": ""}
 OF_A_RUN |= dict.fromkeys(("validate", "test", "predict"), ", or give --config")
+# What such a command is given beside a run, for the cure where a run has no option before it.
+BESIDE = {"generate": "--prompt Once", "evaluate": "--tasks embedded:sotu", "export": "--output my-model"}
 
 
 class ConfigFile(ActionConfigFile):
@@ -93,6 +98,28 @@ def refuse_wrong_values(command: str, arguments: list[str]) -> None:
         return
     if command == "fit" and config.data.path:
         refuse_url("data.path", config.data.path, DATA_PATH_CURE)
+    if command == "predict" and config.data.texts:
+        find_files(config.data.texts)
+
+
+def refuse_bare_run(command: str, arguments: list[str]) -> None:
+    """Refuse a run, or the folder of a checkpoint, that has no `--run` or `--ckpt_path` before it."""
+    first, *rest = arguments or ["-"]
+    if command not in OF_A_RUN or command == "branch" or first.startswith("-"):
+        return
+    try:
+        find_run(first)
+    except RequestError:
+        if not Path(first).is_dir():
+            return
+        option = "--ckpt_path"
+    else:
+        option = "--run"
+    beside = BESIDE.get(command, "").split()
+    if rest and not rest[0].startswith("-"):
+        rest.insert(0, beside[0] if beside else "--ckpt_path")
+    cure = shlex.join([option, first, *(rest or beside)])
+    raise RequestError(f"{shown(first)} belongs to no option; did you mean `lm {command} {cure}`?")
 
 
 def refuse_missing_run(command: str, arguments: list[str]) -> None:

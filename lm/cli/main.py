@@ -2,6 +2,7 @@
 
 import logging
 import os
+import shlex
 import sys
 import sysconfig
 import traceback
@@ -90,7 +91,7 @@ def main(arguments: Sequence[str]) -> int:
         return 0
     logging.basicConfig(handlers=[ConsoleHandler()])
     logging.getLogger("lm").setLevel(logging.INFO if rank() == 0 else logging.ERROR)
-    name = next((" ".join(arguments[:n]) for n in (2, 1) if " ".join(arguments[:n]) in COMMANDS), None)
+    name = _command(arguments)
     try:
         if name is None:
             raise RequestError(_unknown_command(arguments))
@@ -158,14 +159,16 @@ def _dispatch(name: str, rest: list[str]) -> int:
         rest = [options.SEED_ALIAS.sub(f"--{options.SEED.name}", one) for one in options.replace_data(rest)]
         if name == "fit":
             STOP.catch()
+        early.refuse_bare_run(name, rest)
         options.refuse_unknown_options(name, rest)
         early.refuse_wrong_values(name, rest)
         early.refuse_missing_run(name, rest)
         _load(module, function)([name, *rest] if module == "lm.cli.config" else rest)
         return 0
     if module not in LIGHT:
-        from lm.cli.early import refuse_missing_run
+        from lm.cli.early import refuse_bare_run, refuse_missing_run
 
+        refuse_bare_run(name, rest)
         refuse_missing_run(name, rest)
     if name in ("branch", "ladder"):  # which take options of a training too
         STOP.catch()
@@ -182,9 +185,19 @@ def _load(module: str, function: str) -> Callable[..., Any]:
     return getattr(import_module(module), function)
 
 
+def _command(arguments: list[str]) -> str | None:
+    """The command that a command line begins with."""
+    return next((" ".join(arguments[:n]) for n in (2, 1) if " ".join(arguments[:n]) in COMMANDS), None)
+
+
 def _unknown_command(arguments: list[str]) -> str:
     from difflib import get_close_matches
 
+    for place in range(len(arguments) * arguments[0].startswith("-")):
+        if command := _command(arguments[place:]):
+            words = command.split()
+            typed = shlex.join([*words, *arguments[:place], *arguments[place + len(words) :]])
+            return f"the command comes before its options: `lm {typed}`"
     family = [name for name in COMMANDS if name.startswith(arguments[0] + " ")]
     meant = OTHER_NAMES.get("".join(arguments[1:2]))
     if meant in family:

@@ -54,6 +54,8 @@ CURES = {
     "device": "give --trainer.accelerator cpu, or gpu, or leave it out: a GPU that is there is used",
     "dry_run": "`lm plan` with the same options trains nothing, and says what the run would be",
     "name": "give --run NAME", "run_name": "give --run NAME", "resume": RESUME, "resume_from": RESUME,
+    "backend": "leave it out; GPUs exchange over NCCL and CPUs over gloo",
+    "hidden_act": "leave it out; the MLP is SwiGLU", "save_only_model": "`lm export` writes a model alone",
     "bias": "leave it out; the decoder has no biases",
     "always_save_checkpoint": "every trainer.checkpoint_interval steps a checkpoint is saved, whatever its loss is",
     "warmup_ratio": "give --model.schedule.warmup_ratio, and --model.schedule.warmup_steps 0 if the config has some",
@@ -280,7 +282,7 @@ def refuse_unknown_options(command: str, arguments: list[str]) -> None:
         known = sorted(leaves | _groups(leaves))
         raise RequestError("; ".join(
             where + unknown_options({name: CURES.get(name.rpartition(".")[2]) or nearest_option(name, known)
-                                     for name in names})
+                                     or f"`lm {command} --help all` lists them" for name in names})
             for where, names in unknown.items()
         ))  # fmt: skip
     if command == "fit" and not files and not any(one.startswith(("--data.", "--print_config")) for one in arguments):

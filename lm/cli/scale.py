@@ -25,6 +25,7 @@ DATA = "data/pretrain-32k"
 TOKENS_PER_PARAMETER = 20.0  # Hoffmann et al., 2022, arXiv:2203.15556; nanochat takes 12, with Muon
 DEVICES = 8  # of a node; a batch of as many samples or more divides evenly over 8, 4, 2 and 1
 EMBEDDING, OUTPUT = 24.0, 4.8  # learning rate x width x sqrt(depth)
+DEEPEST = 200  # blocks; a larger number is meant as parameters
 DEVICE_TOKENS = 16_384  # the most tokens of a micro-batch, until `lm plan --fit` finds how many fit
 
 
@@ -291,7 +292,7 @@ def scale(**options: Any) -> None:
 
 
 def scaled_config(
-    depth: int | None = None,
+    depth: Count | None = None,
     target_param_data_ratio: float | None = None,
     target_flops: float | None = None,
     max_steps: Count | None = None,
@@ -310,6 +311,11 @@ def scaled_config(
     if depth is None:
         raise RequestError("give the depth, such as --depth 12")
     options, usual = ScaleOptions(**others), vars(ScaleOptions())
+    if depth > DEEPEST:
+        sizes = {blocks: parameters(shape(blocks, options))["total"] for blocks in range(2, DEEPEST)}
+        blocks = min(sizes, key=lambda blocks: abs(math.log(sizes[blocks] / depth)))
+        raise RequestError(f"--depth {format_count(depth)} is a number of blocks; --depth {blocks} has "
+                           f"{format_count(sizes[blocks])} parameters")  # fmt: skip
     horizons = {"target_param_data_ratio": target_param_data_ratio, "target_flops": target_flops,
                 "max_steps": max_steps}  # fmt: skip
     given = {name: value for name, value in horizons.items() if value is not None}

@@ -18,6 +18,8 @@ from lm.errors import RequestError, require_at_least
 from lm.system.files import parse_json, parse_yaml
 
 EMBEDDED = "embedded:"
+BUNDLE = "https://karpathy-public.s3.us-west-2.amazonaws.com/eval_bundle.zip"  # the one that nanochat reads
+FETCH_BUNDLE = f"curl -O {BUNDLE} && unzip eval_bundle.zip"
 SHIPPED = Path(__file__).parent.parent / "data" / "tasks"
 
 Kind = Literal["multiple_choice", "schema", "language_modeling"]
@@ -78,8 +80,8 @@ def _read(path: str, num_fewshot: int | None) -> Iterator[Task]:
     file = SHIPPED / f"{path.removeprefix(EMBEDDED)}.yaml" if path.startswith(EMBEDDED) else Path(path)
     if not file.is_file():
         names = ", ".join(f"{EMBEDDED}{known.stem}" for known in sorted(SHIPPED.glob("*.yaml")))
-        raise RequestError(f"tasks {path}: no such file; the package has {names}, and others are a YAML with icl_tasks"
-                           ", a .jsonl or a .parquet file of yours (lm/evaluation/README.md)")  # fmt: skip
+        raise RequestError(f"tasks {path}: no such file; give {names}, a .jsonl or .parquet file of your items, or a "
+                           f"YAML such as eval_bundle/core.yaml, which has HellaSwag and others: `{FETCH_BUNDLE}`")
     if file.suffix in (".yaml", ".yml"):
         yield from _from_yaml(file, num_fewshot)
     elif file.suffix in (".jsonl", ".parquet"):
