@@ -17,7 +17,7 @@ from jsonargparse import ArgumentParser
 from jsonargparse.typing import register_type
 
 from lm.errors import RequestError
-from lm.system.other_names import CHOICES, OPTIONS
+from lm.system.other_names import CHOICES, CURES, OPTIONS
 from lm.system.units import Count, parse_count
 
 NEGATIVE = re.compile(r"-[\d.]+(e[+-]?\d+)?", re.IGNORECASE)
@@ -247,9 +247,11 @@ def nearest_class(text: str) -> str:
 
 
 def nearest_option(name: str, known: list[str]) -> str:
-    """A hint for an option that does not exist: the nearest name; without one the options, if they are few."""
+    """A hint for an option that does not exist: what to do instead, or the nearest name, or the options if few."""
     name = name.replace("-", "_")
     last = name.rpartition(".")[2]
+    if "trainer.max_steps" in known and (cures := [cure for cure, others in CURES.items() if last in others.split()]):
+        return cures[0]
     ours = [option for option, others in OPTIONS.items() if last in others.split()]
     close = [option for option in known if any(one == option or one.endswith(f".{option}") for one in ours)]
     close = close or sorted((option for option in known if option.endswith(f".{name}")), key=len)  # `lr`

@@ -12,7 +12,7 @@ from lm.cli.config import config_parser
 from lm.cli.main import TRAINING, main
 from lm.cli.options import PlanOptions
 from lm.errors import RequestError
-from lm.system.arguments import known_names
+from lm.system.arguments import known_names, nearest_option
 from lm.system.other_names import OPTIONS
 
 WITHOUT_TORCH = """
@@ -152,7 +152,7 @@ def test_wrong_names_are_refused(arguments, message, tmp_path, monkeypatch):
 def test_the_hint_for_a_warm_up_ratio_works_when_typed(tmp_path):
     """The config has steps, and of two lengths none is meant."""
     config = write_config(tmp_path)
-    hint = options.CURES["warmup_ratio"]
+    hint = nearest_option("warmup_ratio", ["trainer.max_steps"])
     flags = re.findall(r"--model\S+", hint.replace(",", ""))
     assert flags == ["--model.schedule.warmup_ratio", "--model.schedule.warmup_steps"] and "steps 0 if" in hint
     read = config_parser("lm plan", PlanOptions).read(["-c", str(config), flags[0], "0.1", flags[1], "0"])
