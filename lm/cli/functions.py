@@ -95,7 +95,7 @@ def fit(
     if unknown := [name for name in more if not any(f"{option}.".startswith(f"{name}.") for option in known)]:
         hints = unknown_options({name: nearest_option(name, known) for name in unknown})
         raise RequestError(f"lm.fit: {hints}; options are a dictionary: lm.fit(config, {{'trainer.max_steps': 5}})")
-    given = {"trainer.stop_within": 0.0, **(options or {}), **more}
+    given = {"trainer.stop_within": 0.0, **dict(_dotted({**(options or {}), **more}, known))}
     given |= {name: value for name, value in {"run": run, "ckpt_path": ckpt_path}.items() if value is not None}
     with tempfile.TemporaryDirectory() as folder:
         if isinstance(config, Mapping):
@@ -112,6 +112,15 @@ def fit(
             quiet_lightning()
             cli = TrainingCLI(["fit", *arguments, *["--force=true"] * force], callbacks)
             return cli.trainer.run or cli.resumed_run
+
+
+def _dotted(settings: Mapping[str, Any], known: Sequence[str], group: str = "") -> Iterator[tuple[str, Any]]:
+    """Settings by dotted names, those of groups such as `{"trainer": {"max_steps": 5}}` too."""
+    for name, value in settings.items():
+        if isinstance(value, Mapping) and group + name not in known:
+            yield from _dotted(value, known, f"{group}{name}.")
+        else:
+            yield group + name, value
 
 
 def _plain(value: Any) -> Any:

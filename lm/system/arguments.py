@@ -198,11 +198,11 @@ def shorten(message: str, known: list[str]) -> str:
         if not names:
             hint = f"; did you mean --{unrecognized[1]}?" if "=" in unrecognized[1] else ""
             return f"{shown(unrecognized[1])} belongs to no option{hint}"
-        return unknown_options({name: nearest_option(name, known) for name in names})
+        return unknown_options({name: nearest_option(name, known) or "--help lists them" for name in names})
     unknown = re.search(r"(?:Group '(\S+)' )?does not accept option '([^']+)'|[Kk]ey '([^']+)' is not", message)
     if unknown:
         name = ".".join(filter(None, unknown.groups()))
-        return unknown_options({name: nearest_option(name, known)})
+        return unknown_options({name: nearest_option(name, known) or "--help lists them"})
     # Of a type such as `int | None` the error of each part, without the list of the parts; that of None does not help.
     key, indent = re.match(r'(?:Parser key "(.+?)":)?', message)[1], re.search(r"Errors:\n( *)- ", message)
     errors = re.findall(rf"\n{indent[1]}- (.*(?:\n{indent[1]} {{4}}.*)*)", message) if indent else []

@@ -196,6 +196,7 @@ def test_a_config_that_cannot_be_meant_is_refused(text, message, tmp_path, monke
     (["data", "inspect", "--path", "a"], "give the path without a name: `lm data inspect PATH`"),
     (["plan", "--config", "tiny.yaml", "--model.optimizer.name", "AdamW"], "got AdamW; did you mean 'adamw'?"),
     (["runs", "ls", "--sort", "loss"], "there is no option 'sort'; there are --all, --html, --json, --root, --tag"),
+    (["ladder", "--zzz"], "there is no option 'zzz'; --help lists them"),
     (["ls"], "no command 'ls'; did you mean `lm runs ls`?"), (["list"], "did you mean `lm runs ls`?"),
     (["runs", "list"], "no command 'runs list'; did you mean `lm runs ls`?"), (["inspect", "a"], "`lm data inspect`?"),
     (["runs", "show"], "give a run, as in `lm runs show RUN`; `lm runs ls` lists them"),
