@@ -38,7 +38,7 @@ from lm.data.tokenizer import Tokenizer
 from lm.errors import Interrupted, RequestError, RunError, require_at_least
 from lm.runs import scaling_laws
 from lm.runs.config_diff import differences, not_allowed
-from lm.runs.run import ROOT, Run
+from lm.runs.run import ROOT, Run, refuse_name
 from lm.system import process
 from lm.system.arguments import call
 from lm.system.files import to_json, write_atomically
@@ -115,11 +115,8 @@ class LadderOptions:
         self.sizes, self.held_out = _numbers("--depths", depths, int), _numbers("--predict", predict, int)
         if not self.sizes:
             raise RequestError("give the depths, such as --depths 2,4,6,8")
-        if min(self.sizes + self.held_out) < 2:
-            raise RequestError("--depths and --predict: a model has 2 blocks or more")
         require_at_least(1, "--", seeds=seeds, max_steps=max_steps)
-        if not re.fullmatch(r"\w[\w.+=-]*", name):
-            raise RequestError(f"--name {name}: use letters, digits, '.', '_', '-', '+' and '=' only")
+        refuse_name(name)
         if ratio and max_steps:
             raise RequestError("--ratio and --max_steps each give the length of the runs: give one of them")
         self.lengths = [
@@ -181,10 +178,7 @@ def ladder(options: LadderOptions, overrides: list[str]) -> None:
         if options.json:
             print(to_json({"sizes": planned_sizes(options, trainings)}))
         return
-    try:
-        options.folder.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise RequestError(f"cannot make the folder {options.folder}: {error.strerror}") from error
+    options.folder.mkdir(parents=True, exist_ok=True)
     with only_one(options.folder):
         failed = train(options, wanted, trainings)
         found = save_report(options, trainings)

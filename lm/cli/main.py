@@ -149,9 +149,11 @@ def _dispatch(name: str, rest: list[str]) -> int:
     """Import a command and run it; the signals of a fit are caught before its imports, which take seconds."""
     module, _, function = COMMANDS[name][0].partition(":")
     import_from_working_directory()
-    if name in TRAINING:
-        from lm.cli import early, options  # answer before the seconds that importing Lightning takes
+    if module not in LIGHT:  # answer before the seconds that importing PyTorch takes
+        from lm.cli import early, options
 
+        early.refuse_bare_run(name, rest)
+    if name in TRAINING:
         if asked := next((flag for flag in ("-h", "--help") if flag in rest), None):
             following = [value for value in rest[rest.index(asked) + 1 :][:1] if not value.startswith("-")]
             options.print_options(name, COMMANDS[name][1], *following)
@@ -159,17 +161,13 @@ def _dispatch(name: str, rest: list[str]) -> int:
         rest = [options.SEED_ALIAS.sub(f"--{options.SEED.name}", one) for one in options.replace_data(rest)]
         if name == "fit":
             STOP.catch()
-        early.refuse_bare_run(name, rest)
         options.refuse_unknown_options(name, rest)
         early.refuse_wrong_values(name, rest)
         early.refuse_missing_run(name, rest)
         _load(module, function)([name, *rest] if module == "lm.cli.config" else rest)
         return 0
     if module not in LIGHT:
-        from lm.cli.early import refuse_bare_run, refuse_missing_run
-
-        refuse_bare_run(name, rest)
-        refuse_missing_run(name, rest)
+        early.refuse_missing_run(name, rest)
     if name in ("branch", "ladder"):  # which take options of a training too
         STOP.catch()
         _load(module, function)(rest)

@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from lm.errors import RequestError, require_at_least
-from lm.model.config import DecoderConfig
+from lm.model.config import MOST_LAYERS, DecoderConfig
 from lm.model.estimates import block_flops_per_token, flops_per_token, parameters
 from lm.system.units import Count, format_count, plural, spelled_count
 from lm.training.builtin_optimizers import BUILTIN, MATRICES, OptimizerName, peak_rate
@@ -25,7 +25,6 @@ DATA = "data/pretrain-32k"
 TOKENS_PER_PARAMETER = 20.0  # Hoffmann et al., 2022, arXiv:2203.15556; nanochat takes 12, with Muon
 DEVICES = 8  # of a node; a batch of as many samples or more divides evenly over 8, 4, 2 and 1
 EMBEDDING, OUTPUT = 24.0, 4.8  # learning rate x width x sqrt(depth)
-DEEPEST = 200  # blocks; a larger number is meant as parameters
 DEVICE_TOKENS = 16_384  # the most tokens of a micro-batch, until `lm plan --fit` finds how many fit
 
 
@@ -311,8 +310,8 @@ def scaled_config(
     if depth is None:
         raise RequestError("give the depth, such as --depth 12")
     options, usual = ScaleOptions(**others), vars(ScaleOptions())
-    if depth > DEEPEST:
-        sizes = {blocks: parameters(shape(blocks, options))["total"] for blocks in range(2, DEEPEST)}
+    if depth > MOST_LAYERS:  # it is meant as parameters
+        sizes = {blocks: parameters(shape(blocks, options))["total"] for blocks in range(2, 200)}
         blocks = min(sizes, key=lambda blocks: abs(math.log(sizes[blocks] / depth)))
         raise RequestError(f"--depth {format_count(depth)} is a number of blocks; --depth {blocks} has "
                            f"{format_count(sizes[blocks])} parameters")  # fmt: skip

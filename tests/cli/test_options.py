@@ -205,9 +205,10 @@ def test_a_config_that_cannot_be_meant_is_refused(text, message, tmp_path, monke
     (["generate", "mine"], "did you mean `lm generate --run mine --prompt Once`?"),
     (["generate", "mine", "Once upon", "--top_k", "5"], "`lm generate --run mine --prompt 'Once upon' --top_k 5`?"),
     (["evaluate", "mine"], "did you mean `lm evaluate --run mine --tasks embedded:sotu`?"),
-    (["export", "mine", "out"], "`lm export --run mine --output out`?"), (["validate", "mine"], "lm validate --run mine`"),
-    (["export", "checkpoints/mine/step-00000002"], "`lm export --ckpt_path checkpoints/mine/step-00000002 --output my-"),
-    (["generate", "--ckpt_path", "mine", "--prompt", "a"], "it is a run: give --run mine, and best, last or auto as --ck"),
+    (["export", "mine", "out"], "`lm export --run mine --output out`?"),
+    (["validate", "mine"], "did you mean `lm validate --run mine`?"),
+    (["export", "checkpoints/mine/step-00000002"], "`lm export --ckpt_path checkpoints/mine/step-00000002 --out"),
+    (["generate", "--ckpt_path", "mine", "--prompt", "a"], "it is a run: give --run mine, and best, last or auto"),
     (["generate", "--ckpt_path", "my_callbacks.py", "--prompt", "a"], "my_callbacks.py is a file: give its folder ."),
     (["predict", "--data.texts", "missing.txt"], "lm predict: missing.txt: no such file or folder"),
 ])  # fmt: skip

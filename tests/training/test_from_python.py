@@ -109,7 +109,8 @@ MISTAKES = {
     "none of the data": (lambda: package.DataModule("data", micro_batch=4), "^DataModule: .*'micro_batch_size'"),
     "none of a fit": (lambda: package.fit("tiny.yaml", max_steps=5), r"mean 'trainer.max_steps'\?; options are a "
                       r"dictionary: lm\.fit\(config, \{'trainer\.max_steps': 5\}\)$"),
-    "a group of a fit": (lambda: package.fit("tiny.yaml", trainer={"max_steps": "x"}), r"^trainer\.max_steps: expected a count"),
+    "a group of a fit": (lambda: package.fit("tiny.yaml", trainer={"max_steps": "x"}),
+                         r"^trainer\.max_steps: expected a count"),
     "none of a group": (lambda: package.fit("tiny.yaml", trainer={"max_step": 5}), "did you mean 'trainer.max_steps'"),
     "none of a text": (lambda: package.inference.pretrained.Pretrained.generate(None, "x", max_tokens=5),
                        r"^generate: .* 'max_tokens'; did you mean 'max_new_tokens'\?$"),
