@@ -422,10 +422,11 @@ def main(arguments: list[str]) -> None:
     if command == "plan":
         config = config_parser("lm plan", PlanOptions).read(rest)
         return plan(config, config.run or config_name(config))
-    if command != "fit" and not any(a in ("-c", "--config") or a.startswith("--config=") for a in rest):
+    resumes = {"--run", "--ckpt_path"} <= typed_options(rest).keys()
+    if (command != "fit" or resumes) and not {"-c", "--config"} & typed_options(rest).keys():
         run = _chosen_run(rest)
         refuse_unknown_class(run)
         there = ["--run", run.name, "--trainer.default_root_dir", str(run.path.parent)]
-        rest = ["--config", str(run.config), *there, *rest]
+        rest = ["--config", str(run.config), *rest, *there]
     with command_line([command, *rest]):
         TrainingCLI([command, *spell_out(rest, ("force",), LISTS)])

@@ -49,7 +49,7 @@ COMMANDS = {
 
 # Names that people may try -> the command.
 OTHER_NAMES = {name.split()[-1]: name for name in COMMANDS} | {
-    "train": "fit", "pretrain": "fit", "resume": "fit", "finetune": "branch", "eval": "evaluate", "sample": "generate",
+    "train": "fit", "pretrain": "fit", "resume": "fit --ckpt_path auto --run", "finetune": "branch", "eval": "evaluate", "sample": "generate",
     "chat": "generate", "list": "runs ls",
 }  # fmt: skip
 # What a value without an option is meant for.
@@ -207,5 +207,6 @@ def _unknown_command(arguments: list[str]) -> str:
         meant = " ".join([word, *arguments[1:2]])
         return f"no command {arguments[0]!r}; did you mean `lm {meant if meant in COMMANDS else word}`?"
     close = get_close_matches(arguments[0], {*COMMANDS, *OTHER_NAMES} - {"runs rm"}, 1)
-    hint = f"; did you mean `lm {OTHER_NAMES.get(close[0], close[0])}`?" if close else "; lm --help lists them"
-    return f"no command {arguments[0]!r}{hint}"
+    meant = [*OTHER_NAMES.get(close[0], close[0]).split(), *arguments[1:]] if close else []
+    return f"no command {arguments[0]!r}; " + (f"did you mean `lm {shlex.join(meant)}`?" if meant else "lm --help lists "
+                                              "them")  # fmt: skip

@@ -59,7 +59,7 @@ FIT = [
     Option("run", "name", None, "Name of the run: if not given, the config's for `fit`, otherwise the newest of all. "
            "With a config, the newest of `mine`, `mine-2` and so on is resumed, validated or tested."),
     Option("ckpt_path", "path", None, "A checkpoint: `best`, `last`, a folder, a URL, or `auto`: the newest whole one, "
-           "for `fit` else a fresh start."),
+           "for `fit` else a fresh start. With --run too a `fit` takes the run's own config."),
     Option("force", "bool", None, "Train although `lm plan` finds an error, and resume although the "
            "config or the data is not the run's any more."),
     SEED,
@@ -255,7 +255,8 @@ def refuse_unknown_options(command: str, arguments: list[str]) -> None:
                                      for name in names})
             for where, names in unknown.items()
         ))  # fmt: skip
-    if command == "fit" and not files and not any(one.startswith(("--data.", "--print_config")) for one in arguments):
+    given = any(one.startswith(("--data.", "--print_config")) for one in arguments)
+    if command == "fit" and not files and not given and not {"run", "ckpt_path"} <= set(typed):
         raise RequestError("give a config with --config, such as `lm fit --config tiny.yaml`")
 
 

@@ -83,7 +83,8 @@ def checkpoint_folder(reference: str) -> Path:
         return path
     if path.is_file():
         raise RequestError(f"{path} is a file: give its folder {path.parent}")
-    close = get_close_matches(reference, REFERENCES, 1)
+    step = re.fullmatch(r"(?:step-)?(\d+)", reference)
+    close = [f"step-{int(step[1]):08d}"] if step else get_close_matches(reference, REFERENCES, 1)
     hint = f"did you mean {close[0]}?" if close else f"or give best, last or auto{hub_hint(reference)}"
     with suppress(RequestError):
         registry.find_run(reference)
@@ -161,10 +162,10 @@ def chosen_model(run: str | None, ckpt_path: str | None, root: str | Path = ROOT
         path = _checkpoint_of(found, ckpt_path)
         if path is None:
             raise found.no_checkpoint()
-    elif run:
-        raise RequestError(f"--ckpt_path {ckpt_path} names a folder, so there is no need for --run {run}: give one")
     else:
         path = checkpoint_folder(ckpt_path)
+        if run:
+            raise RequestError(f"--ckpt_path {ckpt_path} names a folder, so there is no need for --run {run}: give one")
         path = Run(path).checkpoint() if (path / "run.json").exists() else path
     log.info("model %s", path)
     return path

@@ -121,6 +121,7 @@ def test_of_several_runs_of_a_config_the_newest_is_taken_and_named(tmp_path, cap
 
 @pytest.mark.parametrize("reference, name, message", [
     ("nowhere", "tiny", "--ckpt_path nowhere: there is no such folder; or give best, last or auto$"),
+    ("1", "tiny", "--ckpt_path 1: there is no such folder; did you mean step-00000001?"),
     ("lats", "tiny", "--ckpt_path lats: there is no such folder; did you mean last?"),
     ("org/small-1b", "tiny", "Hub: `hf download org/small-1b --local-dir small-1b`"),
     ("model", "tiny", "`lm import --input model --output FOLDER` makes a checkpoint of it"),
