@@ -108,13 +108,11 @@ def refuse_bare_run(command: str, arguments: list[str]) -> None:
     if command not in OF_A_RUN or command == "branch" or first.startswith("-"):
         return
     try:
-        find_run(first)
+        option = find_run(first) and "--run"
     except RequestError:
         if not Path(first).is_dir():
             return
         option = "--ckpt_path"
-    else:
-        option = "--run"
     beside = BESIDE.get(command, "").split()
     if rest and not rest[0].startswith("-"):
         rest.insert(0, beside[0] if beside else "--ckpt_path")

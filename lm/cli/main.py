@@ -207,6 +207,7 @@ def _unknown_command(arguments: list[str]) -> str:
         meant = " ".join([word, *arguments[1:2]])
         return f"no command {arguments[0]!r}; did you mean `lm {meant if meant in COMMANDS else word}`?"
     close = get_close_matches(arguments[0], {*COMMANDS, *OTHER_NAMES} - {"runs rm"}, 1)
-    meant = [*OTHER_NAMES.get(close[0], close[0]).split(), *arguments[1:]] if close else []
-    return f"no command {arguments[0]!r}; " + (f"did you mean `lm {shlex.join(meant)}`?" if meant else "lm --help lists "
-                                              "them")  # fmt: skip
+    if not close:
+        return f"no command {arguments[0]!r}; lm --help lists them"
+    meant = shlex.join([*OTHER_NAMES.get(close[0], close[0]).split(), *arguments[1:]])
+    return f"no command {arguments[0]!r}; did you mean `lm {meant}`?"
