@@ -49,8 +49,8 @@ COMMANDS = {
 
 # Names that people may try -> the command.
 OTHER_NAMES = {name.split()[-1]: name for name in COMMANDS} | {
-    "train": "fit", "pretrain": "fit", "resume": "fit --ckpt_path auto --run", "finetune": "branch", "eval": "evaluate", "sample": "generate",
-    "chat": "generate", "list": "runs ls",
+    "train": "fit", "pretrain": "fit", "resume": "fit --ckpt_path auto --run", "finetune": "branch", "eval": "evaluate",
+    "sample": "generate", "chat": "generate", "list": "runs ls",
 }  # fmt: skip
 # What a value without an option is meant for.
 MEANT = {
