@@ -62,7 +62,7 @@ def load_run(path: "str | Path") -> "Run":
 
 
 def load_model(
-    path: "str | Path", device: "str | torch.device | None" = None, dtype: "torch.dtype | None" = None,
+    path: "str | Path", device: "str | torch.device | None" = None, dtype: "str | torch.dtype | None" = None,
     module: "type[LanguageModule] | None" = None,
 ) -> "Pretrained":  # fmt: skip
     """A trained model with its tokenizer, to generate with or to look into.
@@ -71,7 +71,7 @@ def load_model(
         path: the folder or name of a run, whose best checkpoint is taken; the folder of a checkpoint, or of a Llama,
             Qwen3 or Ministral in Hugging Face's format.
         device: where to; the GPU if there is one, else the CPU, if not given.
-        dtype: of the weights; as they are stored if not given.
+        dtype: of the weights, such as `bfloat16`; as they are stored if not given.
         module: the class that `run` was given, for a custom model.
 
     Raises:

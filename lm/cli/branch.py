@@ -126,16 +126,16 @@ def branch(options: BranchOptions, overrides: list[str]) -> None:
         origin = {"run": trunk.name, "path": str(trunk.path.resolve()), "step": step, "changes": changes}
         run.describe(id=run.name, name=run.name, status="interrupted", step=step, branch=origin,
                      turn=Run.next_start(root))  # fmt: skip
-        log.info("run %s begins at step %d of %s", run.path, step, trunk.path)
-        for key, (old, new) in changes.items():
-            log.info("changed: %s: %s -> %s", key, old, new)
+        news = [f"run {run.path} begins at step {step} of {trunk.path}",
+                *(f"changed: {key}: {old} -> {new}" for key, (old, new) in changes.items())]  # fmt: skip
         if options.make_only:
+            log.info("%s", "\n".join(news))
             print(run.resume_command())
             return
         quiet_lightning()
         arguments = ["fit", f"--config={run.config}", f"--run={run.name}", "--ckpt_path=auto"]
         with command_line(arguments):
-            TrainingCLI(arguments)
+            TrainingCLI(arguments, news=news)
     except RequestError:
         if not (run.path / "metrics.jsonl").exists():  # it has not begun, and the name is free again
             run.release()

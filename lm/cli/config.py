@@ -237,8 +237,8 @@ class TrainingParser(TrainingOptions, OneLineErrors, LightningArgumentParser):
 class TrainingCLI(LightningCLI):
     """LightningCLI whose classes are fixed, so that a config needs no `class_path`."""
 
-    def __init__(self, arguments: list[str], callbacks: Sequence[Callback] = ()) -> None:
-        self.own_callbacks, self.typed = callbacks, arguments[0]
+    def __init__(self, arguments: list[str], callbacks: Sequence[Callback] = (), news: Sequence[str] = ()) -> None:
+        self.own_callbacks, self.typed, self.news = callbacks, arguments[0], news
         super().__init__(
             training_class(),
             DataModule,
@@ -299,12 +299,12 @@ class TrainingCLI(LightningCLI):
             config.trainer.devices, config.trainer.num_nodes = 1, 1
         config.run = self.resumed_run.name if self.resumed_run and fit else name
         self.config_text = config_text(self._parser(self.subcommand), config)
-        self.stays_stopped = False
+        self.stays_stopped, self.changed = False, {}
         if fit and self.resumed_run and self.checkpoint:
-            changed = refuse_changed_config(self.resumed_run, yaml.safe_load(self.config_text), force=config.force)
+            self.changed = refuse_changed_config(self.resumed_run, yaml.safe_load(self.config_text), config.force)
             early = self.resumed_run.read("run.json").get("reason") == "early stopping"
             stoppers = ("trainer.early_stopping", "trainer.callbacks")
-            self.stays_stopped = early and not any(key.startswith(stoppers) for key in changed)
+            self.stays_stopped = early and not any(key.startswith(stoppers) for key in self.changed)
 
     def instantiate_trainer(self, **kwargs: Any) -> Trainer:
         trainer_config = {**self._get(self.config_init, "trainer"), **kwargs}
@@ -322,7 +322,7 @@ class TrainingCLI(LightningCLI):
         if fit:
             read_budget_file(sections["guards"].budget)  # refuses a cap that cannot be counted
             self.checks = PlanChecks(sections)
-            self.checks.resume(self.resumed_run, config.force)
+            self.checks.resume(self.resumed_run, config.force, self.changed, self.news)
             callbacks.append(self.checks)
         try:
             trainer = self._instantiate_trainer(trainer_config, callbacks)
@@ -422,10 +422,11 @@ def main(arguments: list[str]) -> None:
     if command == "plan":
         config = config_parser("lm plan", PlanOptions).read(rest)
         return plan(config, config.run or config_name(config))
-    if command != "fit" and not any(a in ("-c", "--config") or a.startswith("--config=") for a in rest):
+    resumes = {"--run", "--ckpt_path"} <= typed_options(rest).keys()
+    if (command != "fit" or resumes) and not {"-c", "--config"} & typed_options(rest).keys():
         run = _chosen_run(rest)
         refuse_unknown_class(run)
         there = ["--run", run.name, "--trainer.default_root_dir", str(run.path.parent)]
-        rest = ["--config", str(run.config), *there, *rest]
+        rest = ["--config", str(run.config), *rest, *there]
     with command_line([command, *rest]):
         TrainingCLI([command, *spell_out(rest, ("force",), LISTS)])

@@ -13,7 +13,6 @@ from dataclasses import asdict
 from pathlib import Path
 from shlex import quote
 from tempfile import TemporaryDirectory
-from typing import Literal
 
 import lightning.pytorch as lightning
 import torch
@@ -24,7 +23,7 @@ from torch import Tensor
 
 from lm.errors import RequestError, first_line
 from lm.inference.export import Card, check_reload, model_card
-from lm.inference.pretrained import Pretrained, load_pretrained, read_object
+from lm.inference.pretrained import DTypeName, Pretrained, load_pretrained, read_object
 from lm.model.config import DecoderConfig
 from lm.model.custom import is_builtin
 from lm.model.huggingface import to_huggingface
@@ -49,7 +48,7 @@ def export(
     run: str | None = None,
     ckpt_path: str | None = None,
     output: str = "",
-    dtype: Literal["float32", "bfloat16", "float16"] | None = None,
+    dtype: DTypeName | None = None,
     name: str | None = None,
     license: str = "unknown",
     language: list[str] | None = None,
@@ -72,7 +71,7 @@ def export(
     if not output:
         raise RequestError("give the folder to make with --output")
     with new_folder(Path(output)) as folder:
-        model = load_pretrained(chosen_model(run, ckpt_path, root), device="cpu", dtype=dtype and getattr(torch, dtype))
+        model = load_pretrained(chosen_model(run, ckpt_path, root), device="cpu", dtype=dtype)
         if not is_builtin(model.decoder):
             raise RequestError(f"{model.path} holds a model of {type(model.decoder).__name__}, which Hugging Face's "
                                "libraries do not have: give the folder to others with the file of its class")

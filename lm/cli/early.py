@@ -3,9 +3,11 @@
 `cli/options` refuses unknown names, and `cli/config` all the rest.
 """
 
+import shlex
 import sys
 from dataclasses import fields
 from itertools import pairwise
+from pathlib import Path
 from typing import Any
 
 from jsonargparse import ActionConfigFile
@@ -13,16 +15,19 @@ from jsonargparse.typing import register_type
 
 from lm.cli.options import COMMAND_OPTIONS, CONFIG, SEED, find_config, read_config, training_options
 from lm.data.config import DataConfig
+from lm.data.text_files import find_files
 from lm.errors import RequestError
 from lm.runs.registry import find_run
 from lm.runs.run import ROOT, is_of_a_run
-from lm.system.arguments import Parser, arguments_from, spell_out
+from lm.system.arguments import Parser, arguments_from, shown, spell_out
 from lm.training.config import SECTIONS, ModelConfig, TrainerConfig
 
 LISTS = tuple(option.name for option in training_options("fit") if "list of str" in option.kind)
 # Commands that take a run's checkpoint -> another cure where there is no run at all.
 OF_A_RUN = dict.fromkeys(("generate", "evaluate", "export"), ", or give a --ckpt_path") | {"average": "", "branch": ""}
 OF_A_RUN |= dict.fromkeys(("validate", "test", "predict"), ", or give --config")
+# What such a command is given beside a run, for the cure where a run has no option before it.
+BESIDE = {"generate": "--prompt Once", "evaluate": "--tasks embedded:sotu", "export": "--output my-model"}
 
 
 class ConfigFile(ActionConfigFile):
@@ -84,11 +89,32 @@ def refuse_wrong_values(command: str, arguments: list[str]) -> None:
     classes = {"trainer": TrainerOptions, "model": ModelConfig, "data": DataConfig}
     flags = add_training(parser, classes, COMMAND_OPTIONS.get(command))
     try:
-        parser.parse_args(spell_out(arguments, (*flags, "force"), LISTS))
+        config = parser.parse_args(spell_out(arguments, (*flags, "force"), LISTS))
     except RequestError as error:
         name = str(error).partition(": ")[0]
         if any(option.name == name and " of " not in option.kind for option in training_options(command)):
             raise
+        return
+    if command == "predict" and config.data.texts:
+        find_files(config.data.texts)
+
+
+def refuse_bare_run(command: str, arguments: list[str]) -> None:
+    """Refuse a run, or the folder of a checkpoint, that has no `--run` or `--ckpt_path` before it."""
+    first, *rest = arguments or ["-"]
+    if command not in OF_A_RUN or command == "branch" or first.startswith("-"):
+        return
+    try:
+        option = find_run(first) and "--run"
+    except RequestError:
+        if not Path(first).is_dir():
+            return
+        option = "--ckpt_path"
+    beside = BESIDE.get(command, "").split()
+    if rest and not rest[0].startswith("-"):
+        rest.insert(0, beside[0] if beside else "--ckpt_path")
+    cure = shlex.join([option, first, *(rest or beside)])
+    raise RequestError(f"{shown(first)} belongs to no option; did you mean `lm {command} {cure}`?")
 
 
 def refuse_missing_run(command: str, arguments: list[str]) -> None:

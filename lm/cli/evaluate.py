@@ -13,9 +13,8 @@ from contextlib import contextmanager
 from dataclasses import asdict
 from functools import partial
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
-import torch
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
@@ -26,7 +25,7 @@ from lm.evaluation import benchmark
 from lm.evaluation.bits_per_byte import shards_bits_per_byte, texts_bits_per_byte
 from lm.evaluation.scoring import Begin
 from lm.evaluation.tasks import read_tasks
-from lm.inference.pretrained import Pretrained, load_pretrained
+from lm.inference.pretrained import DTypeName, Pretrained, load_pretrained
 from lm.runs import registry
 from lm.runs.metrics import Evaluation, core_sentence, evaluation_metrics, evaluation_record, merge_evaluations
 from lm.runs.resume import chosen_model
@@ -46,7 +45,7 @@ def evaluate(
     run: str | None = None,
     ckpt_path: str | None = None,
     device: str | None = None,
-    dtype: Literal["float32", "bfloat16", "float16"] | None = None,
+    dtype: DTypeName | None = None,
     output: Path | None = None,
     json: bool = False,
     root: str = str(ROOT),
@@ -70,9 +69,7 @@ def evaluate(
         raise RequestError(f"--output {output} is a folder; give a file")
     if output is not None and not output.absolute().parent.is_dir():
         raise RequestError(f"--output {output}: there is no folder {output.parent}")
-    found = measure(
-        lambda: load_pretrained(chosen_model(run, ckpt_path, root), device, dtype and getattr(torch, dtype)), **options
-    )
+    found = measure(lambda: load_pretrained(chosen_model(run, ckpt_path, root), device, dtype), **options)
     if output is not None:
         write_atomically(output, jsonlib.dumps(found, indent=2, ensure_ascii=False) + "\n")
     if json:

@@ -67,7 +67,7 @@ def prepare(input: str | Sequence[str], output: str | Path, **options: Any) -> d
 def fit(
     config: str | Path | Mapping[str, Any], options: Mapping[str, Any] | None = None, *, run: str | None = None,
     ckpt_path: str | Path | None = None, force: bool = False, callbacks: Sequence[Callback] = (),
-    module: type[LightningModule] | None = None, **unknown: Any,
+    module: type[LightningModule] | None = None, **more: Any,
 ) -> Run:  # fmt: skip
     """Train a model in this process, as `lm fit` does.
 
@@ -82,7 +82,7 @@ def fit(
         force: train although `lm plan` finds an error, and resume although the config is not the run's any more.
         callbacks: further ones, beside those of the config.
         module: for a custom model, the subclass of `LanguageModule`; that of `lm.run` if not given.
-        unknown: refused, with the nearest option and how to give it.
+        more: further `options`, also a group of them: `trainer={"max_steps": 100}`.
 
     Returns:
         The run; `run.checkpoint()` is its best checkpoint, and `run.metrics("val/loss")` its validations.
@@ -91,11 +91,11 @@ def fit(
         RequestError: the config is wrong, or a guard of `lm plan` refuses it.
         GuardStop: a guard has stopped the run. RunError: it failed. Interrupted: a signal ended it; `auto` resumes.
     """
-    if unknown:
-        known = [option.name for option in training_options("fit")]
+    known = [option.name for option in training_options("fit")]
+    if unknown := [name for name in more if not any(f"{option}.".startswith(f"{name}.") for option in known)]:
         hints = unknown_options({name: nearest_option(name, known) for name in unknown})
         raise RequestError(f"lm.fit: {hints}; options are a dictionary: lm.fit(config, {{'trainer.max_steps': 5}})")
-    given = {"trainer.stop_within": 0.0, **(options or {})}
+    given = {"trainer.stop_within": 0.0, **dict(_dotted({**(options or {}), **more}, known))}
     given |= {name: value for name, value in {"run": run, "ckpt_path": ckpt_path}.items() if value is not None}
     with tempfile.TemporaryDirectory() as folder:
         if isinstance(config, Mapping):
@@ -112,6 +112,15 @@ def fit(
             quiet_lightning()
             cli = TrainingCLI(["fit", *arguments, *["--force=true"] * force], callbacks)
             return cli.trainer.run or cli.resumed_run
+
+
+def _dotted(settings: Mapping[str, Any], known: Sequence[str], group: str = "") -> Iterator[tuple[str, Any]]:
+    """Settings by dotted names, those of groups such as `{"trainer": {"max_steps": 5}}` too."""
+    for name, value in settings.items():
+        if isinstance(value, Mapping) and group + name not in known:
+            yield from _dotted(value, known, f"{group}{name}.")
+        else:
+            yield group + name, value
 
 
 def _plain(value: Any) -> Any:
@@ -219,10 +228,9 @@ class Trainer(BareTrainer):
         datamodule.set_position(seed=None if seed is None else int(seed),
                                 seq_len=datamodule.options.seq_len or model.config.max_position_embeddings)  # fmt: skip
         config = self._config(model, datamodule)
-        if resumed and checkpoint:
-            refuse_changed_config(resumed, config, force)
+        changed = refuse_changed_config(resumed, config, force) if resumed and checkpoint else {}
         self._folder.resume(resumed, auto, yaml.safe_dump({"run": self._name, **config}, sort_keys=False))
-        self._checks.resume(resumed, force)
+        self._checks.resume(resumed, force, changed)
         self.load_with(optimizer=True, verified=checkpoint, other_model=force)
         with _class_of_models(type(model)), _logging_to_console(), STOP.borrowed():
             try:

@@ -10,7 +10,6 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
-import torch
 from rich.console import Console
 from rich.progress import Progress
 from rich.text import Text
@@ -18,7 +17,7 @@ from rich.text import Text
 from lm.errors import RequestError, require_at_least
 from lm.inference.completion import Written, encode_prompt, gather_texts, generate_text
 from lm.inference.generation import Reason, Sampling, Step, check_step
-from lm.inference.pretrained import Pretrained, load_pretrained
+from lm.inference.pretrained import DTypeName, Pretrained, load_pretrained
 from lm.model.compile import compile_decoder
 from lm.runs.resume import chosen_model
 from lm.runs.run import ROOT
@@ -52,7 +51,7 @@ def generate(
     prompt_file: Path | None = None,
     num_samples: Count = Count(1),
     device: str | None = None,
-    dtype: Literal["float32", "bfloat16", "float16"] | None = None,
+    dtype: DTypeName | None = None,
     compile: Compile = "auto",
     json: bool = False,
     root: str = str(ROOT),
@@ -80,7 +79,7 @@ def generate(
     prompts = read_prompts(prompt, prompt_file)
     if prompts is None and json:
         raise RequestError("--json needs a prompt: give --prompt or --prompt_file, or pipe a text in")
-    model = load_pretrained(chosen_model(run, ckpt_path, root), device, dtype and getattr(torch, dtype))
+    model = load_pretrained(chosen_model(run, ckpt_path, root), device, dtype)
     mode, step = choose_step(model, compile)
     if prompts is None:
         return converse(model, chosen, step)

@@ -2,6 +2,7 @@
 
 import logging
 import os
+import shlex
 import sys
 import sysconfig
 import traceback
@@ -48,8 +49,8 @@ COMMANDS = {
 
 # Names that people may try -> the command.
 OTHER_NAMES = {name.split()[-1]: name for name in COMMANDS} | {
-    "train": "fit", "pretrain": "fit", "resume": "fit", "finetune": "branch", "eval": "evaluate", "sample": "generate",
-    "chat": "generate", "list": "runs ls",
+    "train": "fit", "pretrain": "fit", "resume": "fit --ckpt_path auto --run", "finetune": "branch", "eval": "evaluate",
+    "sample": "generate", "chat": "generate", "list": "runs ls",
 }  # fmt: skip
 # What a value without an option is meant for.
 MEANT = {
@@ -90,7 +91,7 @@ def main(arguments: Sequence[str]) -> int:
         return 0
     logging.basicConfig(handlers=[ConsoleHandler()])
     logging.getLogger("lm").setLevel(logging.INFO if rank() == 0 else logging.ERROR)
-    name = next((" ".join(arguments[:n]) for n in (2, 1) if " ".join(arguments[:n]) in COMMANDS), None)
+    name = _command(arguments)
     try:
         if name is None:
             raise RequestError(_unknown_command(arguments))
@@ -148,9 +149,11 @@ def _dispatch(name: str, rest: list[str]) -> int:
     """Import a command and run it; the signals of a fit are caught before its imports, which take seconds."""
     module, _, function = COMMANDS[name][0].partition(":")
     import_from_working_directory()
-    if name in TRAINING:
-        from lm.cli import early, options  # answer before the seconds that importing Lightning takes
+    if module not in LIGHT:  # answer before the seconds that importing PyTorch takes
+        from lm.cli import early, options
 
+        early.refuse_bare_run(name, rest)
+    if name in TRAINING:
         if asked := next((flag for flag in ("-h", "--help") if flag in rest), None):
             following = [value for value in rest[rest.index(asked) + 1 :][:1] if not value.startswith("-")]
             options.print_options(name, COMMANDS[name][1], *following)
@@ -164,9 +167,7 @@ def _dispatch(name: str, rest: list[str]) -> int:
         _load(module, function)([name, *rest] if module == "lm.cli.config" else rest)
         return 0
     if module not in LIGHT:
-        from lm.cli.early import refuse_missing_run
-
-        refuse_missing_run(name, rest)
+        early.refuse_missing_run(name, rest)
     if name in ("branch", "ladder"):  # which take options of a training too
         STOP.catch()
         _load(module, function)(rest)
@@ -182,9 +183,19 @@ def _load(module: str, function: str) -> Callable[..., Any]:
     return getattr(import_module(module), function)
 
 
+def _command(arguments: list[str]) -> str | None:
+    """The command that a command line begins with."""
+    return next((" ".join(arguments[:n]) for n in (2, 1) if " ".join(arguments[:n]) in COMMANDS), None)
+
+
 def _unknown_command(arguments: list[str]) -> str:
     from difflib import get_close_matches
 
+    for place in range(len(arguments) * arguments[0].startswith("-")):
+        if command := _command(arguments[place:]):
+            words = command.split()
+            typed = shlex.join([*words, *arguments[:place], *arguments[place + len(words) :]])
+            return f"the command comes before its options: `lm {typed}`"
     family = [name for name in COMMANDS if name.startswith(arguments[0] + " ")]
     meant = OTHER_NAMES.get("".join(arguments[1:2]))
     if meant in family:
@@ -196,5 +207,7 @@ def _unknown_command(arguments: list[str]) -> str:
         meant = " ".join([word, *arguments[1:2]])
         return f"no command {arguments[0]!r}; did you mean `lm {meant if meant in COMMANDS else word}`?"
     close = get_close_matches(arguments[0], {*COMMANDS, *OTHER_NAMES} - {"runs rm"}, 1)
-    hint = f"; did you mean `lm {OTHER_NAMES.get(close[0], close[0])}`?" if close else "; lm --help lists them"
-    return f"no command {arguments[0]!r}{hint}"
+    if not close:
+        return f"no command {arguments[0]!r}; lm --help lists them"
+    meant = shlex.join([*OTHER_NAMES.get(close[0], close[0]).split(), *arguments[1:]])
+    return f"no command {arguments[0]!r}; did you mean `lm {meant}`?"

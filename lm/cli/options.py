@@ -31,34 +31,6 @@ NAMES = [section.name for section in SECTIONS if section.name]
 FREQUENT = [f"{section.name}.{option}" for section in SECTIONS for option in section.frequent]
 FREQUENT_WITHOUT_FIT = ["trainer.precision", "trainer.accelerator", "data.val", "data.test", "data.texts",
                         "data.val_tokens", "data.micro_batch_size"]  # fmt: skip
-BATCH = "give data.micro_batch_size, and data.global_batch_tokens for the optimizer step"
-ACCUMULATION = "it follows from data.global_batch_tokens and data.micro_batch_size"
-LOGS = ("TensorBoard and metrics.jsonl are always written to the run folder; --trainer.logger "
-        "lightning.pytorch.loggers.WandbLogger adds W&B, after `pip install wandb`")
-RESUME = "give --ckpt_path auto, which resumes the newest run of this config; `last` or a folder chooses"
-MODEL = "`lm import --input FOLDER --output models/x` makes a checkpoint of a model, for --ckpt_path models/x"
-EPOCHS = "give trainer.max_steps or trainer.max_tokens"
-# The last part of what other projects call an option -> what to do here; `system/other_names` has those that only
-# have another name.
-CURES = {
-    "accumulate_grad_batches": ACCUMULATION, "gradient_accumulation_steps": ACCUMULATION, "batch_size": BATCH,
-    "per_device_train_batch_size": BATCH, "max_epochs": EPOCHS, "num_train_epochs": EPOCHS, "epochs": EPOCHS,
-    "gradient_accumulation": ACCUMULATION, "grad_accum": ACCUMULATION, "grad_accum_steps": ACCUMULATION,
-    "logger": LOGS, "report_to": LOGS, "wandb_log": LOGS, "wandb_project": LOGS, "wandb": LOGS,
-    "verbose": "leave it out; everything is in log.txt of the run folder, and --debug shows where an error came from",
-    "eval_only": "`lm validate` measures a checkpoint", "do_eval": "`lm validate` measures a checkpoint",
-    "do_train": "leave it out; `lm fit` trains", "model_name_or_path": MODEL, "init_from": MODEL, "model_name": MODEL,
-    "tensor_parallel_degree": "give --trainer.strategy fsdp2, which shards the model over the devices",
-    "overwrite_output_dir": "leave it out; a run never overwrites another, and --run NAME chooses its folder",
-    "fsdp": "give --trainer.strategy fsdp2", "ddp": "give --trainer.strategy ddp",
-    "device": "give --trainer.accelerator cpu, or gpu, or leave it out: a GPU that is there is used",
-    "dry_run": "`lm plan` with the same options trains nothing, and says what the run would be",
-    "name": "give --run NAME", "run_name": "give --run NAME", "resume": RESUME, "resume_from": RESUME,
-    "bias": "leave it out; the decoder has no biases",
-    "always_save_checkpoint": "every trainer.checkpoint_interval steps a checkpoint is saved, whatever its loss is",
-    "warmup_ratio": "give --model.schedule.warmup_ratio, and --model.schedule.warmup_steps 0 if the config has some",
-    "num_workers": "leave it out; threads of the training process read the data, which is faster",
-}
 # Where an option says what to read -> those under `data` that say otherwise, or belong to other data.
 OTHER_DATA = {
     "path": ("train", "sources", "phases", "prepare"), "train": ("path", "sources", "phases", "prepare"),
@@ -87,7 +59,7 @@ FIT = [
     Option("run", "name", None, "Name of the run: if not given, the config's for `fit`, otherwise the newest of all. "
            "With a config, the newest of `mine`, `mine-2` and so on is resumed, validated or tested."),
     Option("ckpt_path", "path", None, "A checkpoint: `best`, `last`, a folder, a URL, or `auto`: the newest whole one, "
-           "for `fit` else a fresh start."),
+           "for `fit` else a fresh start. With --run too a `fit` takes the run's own config."),
     Option("force", "bool", None, "Train although `lm plan` finds an error, and resume although the "
            "config or the data is not the run's any more."),
     SEED,
@@ -279,11 +251,12 @@ def refuse_unknown_options(command: str, arguments: list[str]) -> None:
     if unknown:
         known = sorted(leaves | _groups(leaves))
         raise RequestError("; ".join(
-            where + unknown_options({name: CURES.get(name.rpartition(".")[2]) or nearest_option(name, known)
+            where + unknown_options({name: nearest_option(name, known) or f"`lm {command} --help all` lists them"
                                      for name in names})
             for where, names in unknown.items()
         ))  # fmt: skip
-    if command == "fit" and not files and not any(one.startswith(("--data.", "--print_config")) for one in arguments):
+    given = any(one.startswith(("--data.", "--print_config")) for one in arguments)
+    if command == "fit" and not files and not given and not {"run", "ckpt_path"} <= set(typed):
         raise RequestError("give a config with --config, such as `lm fit --config tiny.yaml`")
 
 

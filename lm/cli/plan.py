@@ -8,7 +8,7 @@ import logging
 import math
 import time
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -227,11 +227,17 @@ class PlanChecks(Callback):
         self._sections = sections
         self._resumed: Run | None = None
         self._force = False
-        self._noted: list[str] = []  # to be logged once the run has a log
+        self._changed: list[str] = []  # to be logged once the run has a log, and so is what the checks note
+        self._noted: list[str] = []
 
-    def resume(self, run: Run | None, force: bool) -> None:
-        """The run that a fit resumes, whose beginning is not checked; `force` logs the errors too, and trains."""
+    def resume(self, run: Run | None, force: bool, changed: dict[str, list[Any]], news: Sequence[str] = ()) -> None:
+        """The run that a fit resumes, whose beginning is not checked, and how its config was `changed`.
+
+        `force` logs the errors too, and trains; `news` is logged before all else.
+        """
         self._resumed, self._force = run, force
+        self._changed = [*news, *(f"changed since the run was started: {key}: {before} -> {now}"
+                                  for key, (before, now) in changed.items())]  # fmt: skip
 
     def setup(self, trainer: Trainer, pl_module: LanguageModule, stage: str) -> None:
         """The data is open, and the model is not built yet."""
@@ -267,8 +273,11 @@ class PlanChecks(Callback):
         self._noted = [f"{finding.level}: {finding}" for finding in noted]
 
     def on_fit_start(self, trainer: Trainer, pl_module: LanguageModule) -> None:
-        for line in self._noted if trainer.is_global_zero else ():
-            log.warning("%s", line)
+        if trainer.is_global_zero:
+            for line in self._changed:
+                log.info("%s", line)
+            for line in self._noted:
+                log.warning("%s", line)
 
 
 # ---- the page --------------------------------------------------------------------------------------------------------

@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from lm.errors import RequestError, require_at_least
-from lm.model.config import DecoderConfig
+from lm.model.config import MOST_LAYERS, DecoderConfig
 from lm.model.estimates import block_flops_per_token, flops_per_token, parameters
 from lm.system.units import Count, format_count, plural, spelled_count
 from lm.training.builtin_optimizers import BUILTIN, MATRICES, OptimizerName, peak_rate
@@ -291,7 +291,7 @@ def scale(**options: Any) -> None:
 
 
 def scaled_config(
-    depth: int | None = None,
+    depth: Count | None = None,
     target_param_data_ratio: float | None = None,
     target_flops: float | None = None,
     max_steps: Count | None = None,
@@ -310,6 +310,11 @@ def scaled_config(
     if depth is None:
         raise RequestError("give the depth, such as --depth 12")
     options, usual = ScaleOptions(**others), vars(ScaleOptions())
+    if depth > MOST_LAYERS:  # it is meant as parameters
+        sizes = {blocks: parameters(shape(blocks, options))["total"] for blocks in range(2, 200)}
+        blocks = min(sizes, key=lambda blocks: abs(math.log(sizes[blocks] / depth)))
+        raise RequestError(f"--depth {format_count(depth)} is a number of blocks; --depth {blocks} has "
+                           f"{format_count(sizes[blocks])} parameters")  # fmt: skip
     horizons = {"target_param_data_ratio": target_param_data_ratio, "target_flops": target_flops,
                 "max_steps": max_steps}  # fmt: skip
     given = {name: value for name, value in horizons.items() if value is not None}

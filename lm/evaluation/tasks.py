@@ -19,6 +19,8 @@ from lm.evaluation.public_tasks import PUBLIC_TASKS
 from lm.system.files import parse_json, parse_yaml
 
 EMBEDDED = "embedded:"
+BUNDLE = "https://karpathy-public.s3.us-west-2.amazonaws.com/eval_bundle.zip"  # the one that nanochat reads
+FETCH_BUNDLE = f"curl -O {BUNDLE} && unzip eval_bundle.zip"
 SHIPPED = Path(__file__).parent.parent / "data" / "tasks"
 
 Kind = Literal["multiple_choice", "schema", "language_modeling"]
@@ -85,9 +87,9 @@ def _read(path: str, num_fewshot: int | None) -> Iterator[Task]:
     file = SHIPPED / f"{path.removeprefix(EMBEDDED)}.yaml" if path.startswith(EMBEDDED) else Path(path)
     if not file.is_file():
         names = ", ".join(f"{EMBEDDED}{known.stem}" for known in sorted(SHIPPED.glob("*.yaml")))
-        raise RequestError(f"tasks {path}: no such file; the package has {names}, the hub {', '.join(PUBLIC_TASKS)}, "
-                           "and others are a YAML with icl_tasks, a .jsonl or a .parquet file of yours "
-                           "(lm/evaluation/README.md)")  # fmt: skip
+        raise RequestError(f"tasks {path}: no such file; give {names}, the name of a benchmark "
+                           f"({', '.join(PUBLIC_TASKS)}), a .jsonl or .parquet file of your items, or a YAML such as "
+                           f"eval_bundle/core.yaml: `{FETCH_BUNDLE}`")  # fmt: skip
     if file.suffix in (".yaml", ".yml"):
         yield from _from_yaml(file, num_fewshot)
     elif file.suffix in (".jsonl", ".parquet"):

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from textwrap import shorten
-from typing import Any
+from typing import Any, Literal, get_args
 
 import torch
 from safetensors import SafetensorError
@@ -29,6 +29,7 @@ from lm.system.files import parse_json
 from lm.system.remote import is_remote
 
 INDEX = "model.safetensors.index.json"
+DTypeName = Literal["float32", "bfloat16", "float16"]
 LONGEST_REASON = 400  # characters of torch's message on weights that do not fit
 
 
@@ -121,24 +122,31 @@ class Pretrained:
         prompts = [prompts] if isinstance(prompts, str) else prompts
         if not isinstance(prompts, Sequence) or not all(isinstance(prompt, str) for prompt in prompts):
             raise RequestError(f"generate: give a text or a list of texts as prompts, not {shown(prompts)}")
+        if not isinstance(sampling, Sampling):
+            raise RequestError(f"generate: sampling is an lm.Sampling, such as lm.Sampling(top_k=50), and not "
+                               f"{shown(sampling)}")  # fmt: skip
         sampling = build_options(Sampling, "generate", **vars(sampling) | options)
         return gather_texts(prompts, generate_text(self.decoder, self.tokenizer, prompts, sampling))
 
 
 def load_pretrained(
-    path: str | Path, device: str | torch.device | None = None, dtype: torch.dtype | None = None,
+    path: str | Path, device: str | torch.device | None = None, dtype: DTypeName | torch.dtype | None = None,
     eos_token: str | None = None, module: type | None = None,
 ) -> Pretrained:  # fmt: skip
     """Load a model for use, as `lm.load_model`, also from the URL of a checkpoint's folder.
 
     `eos_token` is the token that ends a document, where the folder does not name one.
     """
-    folder = checkpoint_folder(str(path)) if is_remote(str(path)) else Path(path)
+    folder = checkpoint_folder(str(path)) if is_remote(str(path)) or Path(path).is_file() else Path(path)
     if not folder.is_dir():
         folder = find_run(str(path)).path
     if (folder / "run.json").exists():
         folder = Run(folder).checkpoint()
     device = _device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
+    if isinstance(dtype, str):
+        if dtype not in get_args(DTypeName):
+            raise RequestError(f"dtype {dtype!r}: give {', '.join(get_args(DTypeName))}, or a torch.dtype")
+        dtype = getattr(torch, dtype)
     document = read_object(folder / "config.json") if (folder / "config.json").exists() else {}
     if document.get("model_type") == MODEL_TYPE:
         script = Run(folder.resolve().parent).script

@@ -178,7 +178,7 @@ def nearest_runs(name: str, root: str | Path) -> str:
     """`; did you mean tiny or tiny-2?`: the names of runs under `root` that are like a name; empty where none is."""
     names = sorted(run.name for run in Run.all(root))
     swapped = [known for known in names if sorted(known) == sorted(name)]  # letters of a short name
-    close = get_close_matches(name, names, 3) or swapped
+    close = get_close_matches(Path(name).name, names, 3) or swapped
     return f"; did you mean {' or '.join(close)}?" if close else ""
 
 

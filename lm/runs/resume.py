@@ -81,8 +81,14 @@ def checkpoint_folder(reference: str) -> Path:
     path = Path(reference)
     if path.is_dir():
         return path
-    close = get_close_matches(reference, REFERENCES, 1)
+    if path.is_file():
+        raise RequestError(f"{path} is a file: give its folder {path.parent}")
+    step = re.fullmatch(r"(?:step-)?(\d+)", reference)
+    close = [f"step-{int(step[1]):08d}"] if step else get_close_matches(reference, REFERENCES, 1)
     hint = f"did you mean {close[0]}?" if close else f"or give best, last or auto{hub_hint(reference)}"
+    with suppress(RequestError):
+        registry.find_run(reference)
+        hint = f"it is a run: give --run {reference}, and best, last or auto as --ckpt_path"
     raise RequestError(f"--ckpt_path {reference}: there is no such folder; {hint}")
 
 
@@ -156,10 +162,10 @@ def chosen_model(run: str | None, ckpt_path: str | None, root: str | Path = ROOT
         path = _checkpoint_of(found, ckpt_path)
         if path is None:
             raise found.no_checkpoint()
-    elif run:
-        raise RequestError(f"--ckpt_path {ckpt_path} names a folder, so there is no need for --run {run}: give one")
     else:
         path = checkpoint_folder(ckpt_path)
+        if run:
+            raise RequestError(f"--ckpt_path {ckpt_path} names a folder, so there is no need for --run {run}: give one")
         path = Run(path).checkpoint() if (path / "run.json").exists() else path
     log.info("model %s", path)
     return path
@@ -210,17 +216,16 @@ def repair_links(run: Run, checkpoint: Path) -> None:
         link_to(run.path / checkpoint.name, read_progress(checkpoint).best_name)
 
 
-def refuse_changed_config(run: Run, config: dict[str, Any], force: bool) -> list[str]:
-    """Log what differs between a config and that of a run, and return the keys; refuse what no resume may change."""
+def refuse_changed_config(run: Run, config: dict[str, Any], force: bool) -> dict[str, list[Any]]:
+    """What differs between a config and that of a run, `{key: [before, now]}`; refuse what no resume may change."""
     settings = run.settings()
     if not force and not settings:
         raise RequestError(
             f"{run.config} is damaged, so it is not known what the run was trained with: put it back, or give --force "
             "to resume with the config of this command"
         )
-    changed = differences([settings, hide_addresses(config)])
-    for key, (before, now) in changed.items():
-        log.info("changed since the run was started: %s: %s -> %s", key, before, now)
+    changed = {key: values for key, values in differences([settings, hide_addresses(config)]).items()
+               if not key.startswith("data.prepare.") or values[1] is not None}  # null: its shards are compared
     refused = not_allowed("resume", changed)
     if refused and not force:
         raise RequestError(
@@ -229,4 +234,4 @@ def refuse_changed_config(run: Run, config: dict[str, Any], force: bool) -> list
             + "; start a new run without --ckpt_path"
             + ", or give --force" * (not any(key.startswith("model.decoder") for key in not_allowed("branch", refused)))
         )
-    return list(changed)
+    return changed

@@ -17,7 +17,7 @@ from jsonargparse import ArgumentParser
 from jsonargparse.typing import register_type
 
 from lm.errors import RequestError
-from lm.system.other_names import CHOICES, OPTIONS
+from lm.system.other_names import CHOICES, CURES, OPTIONS
 from lm.system.units import Count, parse_count
 
 NEGATIVE = re.compile(r"-[\d.]+(e[+-]?\d+)?", re.IGNORECASE)
@@ -198,11 +198,11 @@ def shorten(message: str, known: list[str]) -> str:
         if not names:
             hint = f"; did you mean --{unrecognized[1]}?" if "=" in unrecognized[1] else ""
             return f"{shown(unrecognized[1])} belongs to no option{hint}"
-        return unknown_options({name: nearest_option(name, known) for name in names})
+        return unknown_options({name: nearest_option(name, known) or "--help lists them" for name in names})
     unknown = re.search(r"(?:Group '(\S+)' )?does not accept option '([^']+)'|[Kk]ey '([^']+)' is not", message)
     if unknown:
         name = ".".join(filter(None, unknown.groups()))
-        return unknown_options({name: nearest_option(name, known)})
+        return unknown_options({name: nearest_option(name, known) or "--help lists them"})
     # Of a type such as `int | None` the error of each part, without the list of the parts; that of None does not help.
     key, indent = re.match(r'(?:Parser key "(.+?)":)?', message)[1], re.search(r"Errors:\n( *)- ", message)
     errors = re.findall(rf"\n{indent[1]}- (.*(?:\n{indent[1]} {{4}}.*)*)", message) if indent else []
@@ -247,9 +247,11 @@ def nearest_class(text: str) -> str:
 
 
 def nearest_option(name: str, known: list[str]) -> str:
-    """A hint for an option that does not exist: the nearest name; without one the options, if they are few."""
+    """A hint for an option that does not exist: what to do instead, or the nearest name, or the options if few."""
     name = name.replace("-", "_")
     last = name.rpartition(".")[2]
+    if "trainer.max_steps" in known and (cures := [cure for cure, others in CURES.items() if last in others.split()]):
+        return cures[0]
     ours = [option for option, others in OPTIONS.items() if last in others.split()]
     close = [option for option in known if any(one == option or one.endswith(f".{option}") for one in ours)]
     close = close or sorted((option for option in known if option.endswith(f".{name}")), key=len)  # `lr`

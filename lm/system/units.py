@@ -10,11 +10,11 @@ MULTIPLIERS = {
 }
 DURATIONS = (("d", 86400), ("h", 3600), ("min", 60), ("s", 1))
 LARGEST = 10**18  # before its suffix
-_PATTERN = re.compile(r"\s*(\d[\d_]*(?:\.\d+)?(?:e[+-]?\d{1,4})?)\s*([KMBGT]?i?)\s*", re.IGNORECASE)
+_PATTERN = re.compile(r"\s*(\d[\d_]*(?:,\d{3})*(?:\.\d+)?(?:e[+-]?\d{1,4})?)\s*([KMBGT]?i?)\s*", re.IGNORECASE)
 
 
 class Count(int):
-    """A whole number >= 0 that may be written `1_000`, `1.5e9`, `512K` (thousands) or `512Ki` (1024s)."""
+    """A whole number >= 0 that may be written `1_000`, `1,000`, `1.5e9`, `512K` (thousands) or `512Ki` (1024s)."""
 
 
 def parse_count(value: str | int | float) -> Count:
@@ -24,7 +24,7 @@ def parse_count(value: str | int | float) -> Count:
     match = _PATTERN.fullmatch(str(value))
     if not match or match[2].upper() not in MULTIPLIERS:
         raise ValueError(f"expected a count such as 1000, 32_768, 512K or 10B, got {value!r}")
-    number = Decimal(match[1].replace("_", ""))
+    number = Decimal(re.sub("[_,]", "", match[1]))
     if number > LARGEST:  # before anybody writes its digits out
         raise ValueError(f"expected a count of at most {LARGEST:.0e}, got {value!r:.40}")
     number *= MULTIPLIERS[match[2].upper()]

@@ -101,7 +101,9 @@ def test_the_newest_run_is_the_one_that_is_taken(workplace):
     """A second fit of the same config is `small-2`, and a validation without a name takes it."""
     lm(workplace, "fit", "--config", "small.yaml", "--trainer.max_steps", "1", "--model.schedule.warmup_steps", "0")
     assert "run small-2, checkpoint checkpoints/small-2/step-00000001" in lm(workplace, "validate").stderr
-    assert "run small, " in lm(workplace, "validate", "--run", "small").stderr
+    assert "run small, " in lm(workplace, "validate", "--run", "checkpoints/small").stderr
+    resumed = lm(workplace, "fit", "--run", "small", "--ckpt_path", "auto")  # with its own config
+    assert "the run has finished: all 12 steps are done" in resumed.stderr
     by_path = lm(workplace, "validate", "--ckpt_path", "checkpoints/small/last")
     assert "run small, " in by_path.stderr and "step-00000012" in by_path.stderr
 

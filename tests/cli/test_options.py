@@ -4,6 +4,7 @@ import re
 
 import pytest
 from processor_time import run_python
+from run_folders import write_run
 from trainings import write_config
 
 from lm.cli import options
@@ -11,7 +12,7 @@ from lm.cli.config import config_parser
 from lm.cli.main import TRAINING, main
 from lm.cli.options import PlanOptions
 from lm.errors import RequestError
-from lm.system.arguments import known_names
+from lm.system.arguments import known_names, nearest_option
 from lm.system.other_names import OPTIONS
 
 WITHOUT_TORCH = """
@@ -115,7 +116,9 @@ def test_data_that_is_typed_replaces_that_of_the_config(typed, nulls):
     (["--trainer.max_step", "5"], "there is no option 'trainer.max_step'; did you mean 'trainer.max_steps'?"),
     (["--trainer.max_epochs=5"], "there is no option 'trainer.max_epochs'; give trainer.max_steps or trainer.max_"),
     (["--modle.optimizer.lr", "1"], "did you mean 'model.optimizer.lr'?"),
-    (["--modes", "all"], "there is no option 'modes'"),
+    (["--zzz", "all"], "there is no option 'zzz'; `lm fit --help all` lists them"),
+    (["--backend", "gloo"], "'backend'; leave it out"), (["--hidden_act", "gelu"], "leave it out; the MLP is SwiGLU"),
+    (["--save_only_model", "true"], "`lm export` writes a model alone"),
     (["--learning_rate", "1"], "did you mean 'model.optimizer.lr'?"),
     (["--model.n_embd", "8"], "did you mean 'model.decoder.hidden_size'?"),
     (["--batch_size", "8"], "give data.micro_batch_size"),
@@ -147,7 +150,7 @@ def test_wrong_names_are_refused(arguments, message, tmp_path, monkeypatch):
 def test_the_hint_for_a_warm_up_ratio_works_when_typed(tmp_path):
     """The config has steps, and of two lengths none is meant."""
     config = write_config(tmp_path)
-    hint = options.CURES["warmup_ratio"]
+    hint = nearest_option("warmup_ratio", ["trainer.max_steps"])
     flags = re.findall(r"--model\S+", hint.replace(",", ""))
     assert flags == ["--model.schedule.warmup_ratio", "--model.schedule.warmup_steps"] and "steps 0 if" in hint
     read = config_parser("lm plan", PlanOptions).read(["-c", str(config), flags[0], "0.1", flags[1], "0"])
@@ -191,12 +194,29 @@ def test_a_config_that_cannot_be_meant_is_refused(text, message, tmp_path, monke
     (["data", "inspect", "--path", "a"], "give the path without a name: `lm data inspect PATH`"),
     (["plan", "--config", "tiny.yaml", "--model.optimizer.name", "AdamW"], "got AdamW; did you mean 'adamw'?"),
     (["runs", "ls", "--sort", "loss"], "there is no option 'sort'; there are --all, --json, --root, --tag"),
+    (["ladder", "--zzz"], "there is no option 'zzz'; --help lists them"),
     (["ls"], "no command 'ls'; did you mean `lm runs ls`?"), (["list"], "did you mean `lm runs ls`?"),
-    (["runs", "list"], "no command 'runs list'; did you mean `lm runs ls`?"), (["inspect", "a"], "`lm data inspect`?"),
+    (["runs", "list"], "no command 'runs list'; did you mean `lm runs ls`?"),
+    (["inspect", "a"], "`lm data inspect a`?"),
     (["runs", "show"], "give a run, as in `lm runs show RUN`; `lm runs ls` lists them"),
+    (["--config", "tiny.yaml", "fit"], "the command comes before its options: `lm fit --config tiny.yaml`"),
+    (["--root", "a", "runs", "ls"], "`lm runs ls --root a`"), (["scale", "--depth", "50M"], "--depth 7 has 56M param"),
+    (["generate", "mine"], "did you mean `lm generate --run mine --prompt Once`?"),
+    (["generate", "mine", "Once upon", "--top_k", "5"], "`lm generate --run mine --prompt 'Once upon' --top_k 5`?"),
+    (["evaluate", "mine"], "did you mean `lm evaluate --run mine --tasks embedded:sotu`?"),
+    (["export", "mine", "out"], "`lm export --run mine --output out`?"),
+    (["fit", "--run", "nothing", "--ckpt_path", "auto"], "no run 'nothing' under checkpoints"),
+    (["train", "--config", "tiny.yaml"], "no command 'train'; did you mean `lm fit --config tiny.yaml`?"),
+    (["resume", "mine"], "did you mean `lm fit --ckpt_path auto --run mine`?"),
+    (["validate", "mine"], "did you mean `lm validate --run mine`?"),
+    (["export", "checkpoints/mine/step-00000002"], "`lm export --ckpt_path checkpoints/mine/step-00000002 --out"),
+    (["generate", "--ckpt_path", "mine", "--prompt", "a"], "it is a run: give --run mine, and best, last or auto"),
+    (["generate", "--ckpt_path", "my_callbacks.py", "--prompt", "a"], "my_callbacks.py is a file: give its folder ."),
+    (["predict", "--data.texts", "missing.txt"], "lm predict: missing.txt: no such file or folder"),
 ])  # fmt: skip
 def test_what_was_meant_is_suggested(arguments, message, capsys, tmp_path, monkeypatch):
     (tmp_path / "my_callbacks.py").touch()
+    (write_run(tmp_path / "checkpoints", "mine").path / "step-00000002").mkdir()
     monkeypatch.chdir(tmp_path)
     assert main(arguments) == 2
     said = capsys.readouterr().err

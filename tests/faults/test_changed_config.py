@@ -67,6 +67,12 @@ def test_every_fixed_key_is_refused_by_name_and_nothing_is_written(copied, monke
     assert {path: path.stat().st_mtime_ns for path in (copied / "checkpoints").rglob("*")} == before
 
 
+def test_data_that_was_prepared_is_resumed_as_it_is(copied):
+    """A typed `--data.path` leaves out what the config prepares; a run that was begun with it in its config goes on."""
+    shown = resume(copied, "--data.path=data/small")
+    assert "data.prepare" not in shown.stderr and losses(copied) == expected(copied)
+
+
 def test_what_may_change_is_shown_and_used(copied):
     """The learning rate, the betas, the decay, the schedule, the batch: of the command, from the next step on. Half of
     the run's tokens are left, which are three of the larger steps."""

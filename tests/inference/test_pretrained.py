@@ -60,7 +60,7 @@ def test_logits_are_those_of_the_weights_in_the_folder(config, tmp_path):
     ids = torch.randint(config.vocab_size, (2, 20))
     with torch.no_grad():
         assert torch.equal(model.decoder(ids), decoder.eval()(ids))
-    half = lm.load_model(tmp_path, device="cpu", dtype=torch.bfloat16)
+    half = lm.load_model(tmp_path, device="cpu", dtype="bfloat16")
     assert half.dtype == torch.bfloat16 and half.decoder(ids).dtype == torch.bfloat16
     weights = load_file(tmp_path / "model.safetensors")
     save_file({name: weight.bfloat16() for name, weight in weights.items()}, tmp_path / "model.safetensors")
@@ -109,6 +109,10 @@ def test_values_of_another_kind_are_refused_in_one_line(folder, name, value, mes
 
 
 def test_integer_weights_and_unknown_devices_are_refused(folder):
+    with pytest.raises(RequestError, match="dtype 'bf16': give float32, bfloat16, float16, or a torch.dtype"):
+        lm.load_model(folder, dtype="bf16")
+    with pytest.raises(RequestError, match="is a file: give its folder"):
+        lm.load_model(folder / "config.json")
     with pytest.raises(RequestError, match="device tpu: there is none here"):
         lm.load_model(folder, device="tpu")
     weights = load_file(folder / "model.safetensors")

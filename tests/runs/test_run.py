@@ -121,6 +121,7 @@ def test_of_several_runs_of_a_config_the_newest_is_taken_and_named(tmp_path, cap
 
 @pytest.mark.parametrize("reference, name, message", [
     ("nowhere", "tiny", "--ckpt_path nowhere: there is no such folder; or give best, last or auto$"),
+    ("1", "tiny", "--ckpt_path 1: there is no such folder; did you mean step-00000001?"),
     ("lats", "tiny", "--ckpt_path lats: there is no such folder; did you mean last?"),
     ("org/small-1b", "tiny", "Hub: `hf download org/small-1b --local-dir small-1b`"),
     ("model", "tiny", "`lm import --input model --output FOLDER` makes a checkpoint of it"),
@@ -153,7 +154,7 @@ def test_a_changed_config_is_refused_only_where_it_makes_the_run_a_lie(tmp_path)
     run = make(tmp_path, "a")
     run.config.write_text("{seed_everything: 1, model: {optimizer: {lr: 0.1}}, data: {path: x}}")
     config = {"seed_everything": 1, "model": {"optimizer": {"lr": 0.2}}, "data": {"path": "x", "micro_batch_size": 4}}
-    assert refuse_changed_config(run, config, force=False) == ["data.micro_batch_size", "model.optimizer.lr"]
+    assert list(refuse_changed_config(run, config, force=False)) == ["data.micro_batch_size", "model.optimizer.lr"]
     for changed in ({"seed_everything": 2}, {"data": {"path": "y"}}):
         with pytest.raises(RequestError, match="cannot be resumed with another (seed_everything|data.path): .*--force"):
             refuse_changed_config(run, config | changed, force=False)
@@ -173,7 +174,7 @@ def test_a_config_of_a_run_that_is_damaged_is_named_and_not_compared(tmp_path):
     config = {"model": {"decoder": {"hidden_size": 8}}, "data": {"path": "x"}}
     for damaged in (text[:20], "", "\0" * 50, None):
         run.config.write_text(text)
-        assert refuse_changed_config(run, config, force=False) == []
+        assert list(refuse_changed_config(run, config, force=False)) == []
         run.config.unlink() if damaged is None else run.config.write_text(damaged)
         with pytest.raises(RequestError, match="config.yaml is damaged, .* put it back, or give --force"):
             refuse_changed_config(run, config, force=False)

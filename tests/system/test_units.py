@@ -8,13 +8,15 @@ from lm.system.units import format_count, format_duration, format_figure, parse_
 @pytest.mark.parametrize(
     ("text", "number"),
     [("1000", 1000), ("32_768", 32768), ("512K", 512_000), ("512Ki", 524_288), ("10B", 10**10), ("1.5e9", 15 * 10**8),
-     ("7.5B", 75 * 10**8), (4096, 4096), (1.5e9, 15 * 10**8), (0, 0), (" 3M ", 3 * 10**6), ("2g", 2 * 10**9)],
+     ("7.5B", 75 * 10**8), (4096, 4096), (1.5e9, 15 * 10**8), (0, 0), (" 3M ", 3 * 10**6), ("2g", 2 * 10**9),
+     ("4,096", 4096), ("1,234,567", 1_234_567)],
 )  # fmt: skip
 def test_accepted(text, number):
     assert parse_count(text) == number
 
 
-@pytest.mark.parametrize("text", ["", "ten", "-5", "1.5", "10 K B", "1e-3", True, None, "0x10", "5X", "nan", "inf"])
+@pytest.mark.parametrize("text", ["", "ten", "-5", "1.5", "10 K B", "1e-3", True, None, "0x10", "5X", "nan", "inf",
+                                  "1,5", "4,0960", ",100"])  # fmt: skip
 def test_refused(text):
     with pytest.raises(ValueError, match="expected a count|not a whole number"):
         parse_count(text)

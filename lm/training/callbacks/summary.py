@@ -51,7 +51,8 @@ class Summary(Callback):
             return
         since, first = self._began
         seconds, steps = time.monotonic() - since, trainer.global_step - first
-        log.info("%d steps in %s, %s tokens in all", steps, format_duration(seconds), format_count(trainer.tokens_seen))
+        log.info("%s in %s, %s tokens in all", plural(steps, "step"), format_duration(seconds),
+                 format_count(trainer.tokens_seen))  # fmt: skip
         if trainer.global_step < trainer.max_steps:
             reasons = [getattr(callback, "stopping_reason_message", None) for callback in trainer.callbacks]
             log.info("stopped early, at step %d of %d: %s", trainer.global_step, trainer.max_steps,
