@@ -109,7 +109,7 @@ def test_a_model_without_a_run_leaves_nothing_behind(workplace, run, capsys):
 
 @pytest.mark.parametrize("options, words", [
     ((), "give something to evaluate on"),
-    (("--tasks", "hellaswag"), "hellaswag: no such file; give embedded:sotu, a .jsonl or .parquet file of your items"),
+    (("--tasks", "hellaswg"), "hellaswg: no such file; give embedded:sotu, the name of a benchmark"),
     (("--tasks", "words.jsonl", "--max_items", "0"), "--max_items 0 must be at least 1"),
     (("--tasks", "words.jsonl", "--num_fewshot", "9"), "too few for 9"),
     (("--tasks", "words.jsonl", "--output", "nowhere/x.json"), "there is no folder nowhere"),

@@ -185,7 +185,7 @@ WRONG_LINES = [
         ("empty.jsonl", "", "has no items"),
         ("bad.parquet", "no", "damaged"),
         ("other.jsonl", '{"text": "a"}\n', "its columns are text"),
-        ("embedded:nothing", None, "the package has embedded:sotu"),
+        ("embedded:nothing", None, "give embedded:sotu"),
         *(("items.jsonl", ITEM + line, message) for line, message in WRONG_LINES),
     ],
 )
