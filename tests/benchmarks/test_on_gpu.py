@@ -91,6 +91,13 @@ def test_of_the_wheels_only_what_is_missing_is_taken_and_the_project_is_on_the_p
     assert path.startswith(f"PYTHONPATH={SCRIPT.parents[2]}:") and unpacked == ["nowhere_installed"]
 
 
+def test_trainings_that_tests_start_find_the_unpacked_packages_too():
+    environment = {**os.environ, "PYTHONPATH": f"{SCRIPT.parents[2]}:{SCRIPT.parents[1]}:/unpacked"}
+    said = subprocess.check_output([sys.executable, "-c", "import trainings; print(trainings.PLACES)"], text=True,
+                                   env=environment)  # fmt: skip
+    assert said.strip().split(":")[-1] == "/unpacked"
+
+
 def test_the_losses_of_the_killed_training_are_really_compared(begin, tmp_path):
     assert begin("fit").wait(timeout=60) == 1
     files = packed(tmp_path)
