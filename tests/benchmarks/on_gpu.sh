@@ -147,7 +147,7 @@ folder=${folder:-build/on_gpu}
 results=$folder/$label
 archive=${out:-${OUT:-$folder}}/on-gpu-$label-$(date -u +%H%M%S).tar.gz
 mkdir -p "$results" || exit 1
-summary=() failed=0 deadline=0
+summary=() again=() failed=0 deadline=0
 
 # ---- running a command -----------------------------------------------------------------------------------------------
 
@@ -173,7 +173,8 @@ run() {
     local verdict="exit code $code"
     [ $code -eq 0 ] && verdict=done
     [ $code -eq 124 ] || [ $code -eq 137 ] && verdict='cut, the time of its part was over,'
-    summary+=("$name: $verdict after $((SECONDS - begun)) s")
+    # The last line has the error, how many tests passed or were skipped, or how far it came.
+    summary+=("$name: $verdict after $((SECONDS - begun)) s: $(tail -n 1 "$results/$name.log" | cut -c -150)")
     [ $code -eq 0 ] || failed=1
     return $code
 }
@@ -200,11 +201,15 @@ from pathlib import Path
 
 for path in map(Path, sys.argv[1:]):
     found = json.loads(path.read_text())
-    for name, one in (found.get("modes") or found.get("contenders") or {"": found}).items():
+    results = found.get("modes") or found.get("contenders") or {"": found}
+    results |= {name: {"unavailable": why} for name, why in found.get("unavailable", {}).items()}
+    for name, one in results.items():
         if rate := one.get("tokens_per_second"):
-            mfu, memory = one.get("mfu"), one.get("peak_memory_bytes")
+            mfu, memory = one.get("mfu"), one.get("peak_memory_bytes") or one.get("peak_bytes")
+            expected = one.get("predicted_memory_bytes")
             print(f"{path.stem[11:]} {name}: {rate:,.0f} tokens/s, {one.get('ms_per_step', 0):.1f} ms a step"
-                  + f", MFU {mfu:.1%}" * bool(mfu) + f", {(memory or 0) / 2**30:.1f} GiB" * bool(memory))
+                  + f", MFU {mfu:.1%}" * bool(mfu) + f", {(memory or 0) / 2**30:.1f} GiB" * bool(memory)
+                  + f" of {(expected or 0) / 2**30:.1f} expected" * bool(memory and expected))
         elif "unavailable" in one:
             print(f"{path.stem[11:]} {name}: {one['unavailable'][:100]}")
 PYTHON
@@ -362,7 +367,9 @@ for call in $wanted; do
     for part in $parts; do
         kind=${part%%:*} which=''
         [ "$kind" = "$part" ] || which=${part#*:}
+        failed=0
         "$kind" $which
+        [ $failed -eq 0 ] || again+=("$part")
         pack
     done
 done
@@ -371,4 +378,6 @@ echo "== summary"
 printf '%s\n' "${summary[@]}"
 figures 2> /dev/null
 echo "all of it: $archive"
-exit $failed
+[[ $wanted != [1-4] ]] || echo "next: tests/benchmarks/on_gpu.sh $((wanted + 1))"
+[ ${#again[@]} -eq 0 ] || echo "once more, what did not end well: tests/benchmarks/on_gpu.sh ${again[*]}"
+exit $((${#again[@]} > 0))

@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import shlex
 import signal
 import subprocess
@@ -57,6 +58,8 @@ def test_a_part_that_hangs_is_cut_and_one_that_breaks_holds_no_other_back(begin,
     assert process.returncode == 1
     assert "kernels-bf16: cut, the time of its part was over" in said and "peers-tiny: exit code 3" in said
     assert "--contenders lm:none transformers" in said
+    assert re.search("kernels-bf16: cut.* after . s: begun\n", said) and "next: " not in said
+    assert "once more, what did not end well: tests/benchmarks/on_gpu.sh kernels peers:lm:none,transformers\n" in said
     files = packed(tmp_path)
     assert {"machine.log", "kernels-bf16.log", "peers-tiny.log", "profile-tiny.log"} <= files.keys()
     (summary,) = (text for name, text in files.items() if name.startswith("summary"))
