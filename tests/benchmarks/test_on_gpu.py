@@ -111,7 +111,7 @@ def test_the_losses_of_the_killed_training_are_really_compared(begin, tmp_path):
 
 @pytest.mark.slow
 def test_every_command_for_a_gpu_is_one_that_runs_there(tmp_path):
-    """Trainings are those that `lm plan` finds ready on an H200, but for data that is not made here; tests are there."""
+    """Trainings are those that `lm plan` finds ready on an H100, but for data that is not made here; tests are there."""
     said = subprocess.run([SCRIPT, "-n", "-p", sys.executable, "all"], capture_output=True, text=True, check=True).stdout
     commands = [shlex.split(line)[1:] for line in said.splitlines() if line.startswith(f"{sys.executable} -m ")]
     commands += [shlex.split(line)[1:] for line in said.splitlines() if line.startswith(f"{sys.executable} tests/")]
@@ -127,7 +127,7 @@ def test_every_command_for_a_gpu_is_one_that_runs_there(tmp_path):
             plans.add(tuple(text for pair in pairs if pair[0].startswith(of_training) for text in pair))
     assert len(plans) > 12
     for options in plans:
-        found = json.loads(lm(tmp_path, "plan", *options, "--device", "h200", "--json", expect=None).stdout)
+        found = json.loads(lm(tmp_path, "plan", *options, "--device", "h100", "--json", expect=None).stdout)
         errors = [one["what"] for one in found["findings"] if one["level"] == "error"]
         assert not [what for what in errors if "holds no manifest.json" not in what], options
         assert "steps" in found, errors
