@@ -22,6 +22,7 @@ case "$*" in
     -c*) exit 0 ;;
     *bench_kernels*) echo begun; exec sleep 100 ;;
     *peers.py*) exit 3 ;;
+    *bench_modes*) while [ "$1" != --output ]; do shift; done; cp "$HERE/modes.json" "$2" ;;
     *profile*) echo "PYTHONPATH=$PYTHONPATH"; ls "${{PYTHONPATH#*:}}" ;;
     "-m lm"*) exit 0 ;;
     *) exec {sys.executable} "$@" ;;
@@ -37,9 +38,10 @@ def begin(tmp_path):
     python.chmod(0o755)
 
     def start(*arguments, seconds=30):
+        environment = {**os.environ, "PYTHONPATH": "", "PART_SECONDS": str(seconds), "HERE": str(tmp_path)}
         return subprocess.Popen(
             [SCRIPT, "-p", "./python", "-w", "wheels", "-o", "out", *arguments], cwd=tmp_path, stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT, text=True, env={**os.environ, "PYTHONPATH": "", "PART_SECONDS": str(seconds)},
+            stderr=subprocess.STDOUT, text=True, env=environment,
         )  # fmt: skip
 
     return start
@@ -64,6 +66,16 @@ def test_a_part_that_hangs_is_cut_and_one_that_breaks_holds_no_other_back(begin,
     assert {"machine.log", "kernels-bf16.log", "peers-tiny.log", "profile-tiny.log"} <= files.keys()
     (summary,) = (text for name, text in files.items() if name.startswith("summary"))
     assert len(summary.splitlines()) == 3 and "profile-tiny: done" in summary
+
+
+def test_the_summary_has_the_figures_of_all_modes(begin, tmp_path):
+    measured = {"tokens_per_second": 1e6, "ms_per_step": 4.0, "peak_memory_bytes": 2**31}
+    modes = {"none": measured | {"mfu": None, "predicted_memory_bytes": 2**30}, "inductor": measured | {"mfu": 0.5},
+             "none/on": {"unavailable": "no GPU"}}  # fmt: skip
+    (tmp_path / "modes.json").write_text(json.dumps({"modes": modes}))
+    said = begin("steps:tiny").communicate(timeout=60)[0]
+    assert "steps-tiny-cpu none: 1,000,000 tokens/s, 4.0 ms a step, 2.0 GiB, 1.0 GiB expected\n" in said
+    assert ", MFU 50.0%, " in said and "steps-tiny-cpu none/on: no GPU\n" in said and "once more" not in said
 
 
 def test_a_signal_ends_it_at_once_and_everything_so_far_is_packed(begin, tmp_path):
