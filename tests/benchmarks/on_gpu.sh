@@ -278,6 +278,7 @@ steps() {
                 --model.decoder.max_position_embeddings 2048 ;;
         wide-heads) step "$1" 'none inductor' --config $wide $batch ;;
         fp8)
+            [ -n "$gpu" ] || { step fp8 inductor; return; }  # which a CPU has not: its six steps would be one
             for width in 1024 2048; do
                 for precision in bf16-mixed fp8-tensorwise fp8-rowwise; do
                     step "$width-wide-$precision" inductor --config $wide --trainer.precision $precision \
