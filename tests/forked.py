@@ -86,7 +86,8 @@ def _server() -> socket.socket:
     """The connection to the process that forks, which ends when it is closed."""
     ours, theirs = socket.socketpair()
     command = [sys.executable, __file__, str(theirs.fileno())]
-    env = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(Path(__file__).parents[1])}
+    places = filter(None, [str(Path(__file__).parents[1]), os.environ.get("PYTHONPATH")])
+    env = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(places)}
     with theirs:
         process = subprocess.Popen(  # with pipes, so that Python's files know that they cannot seek
             command, pass_fds=[theirs.fileno()], env=env,

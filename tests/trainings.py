@@ -14,9 +14,11 @@ from forked import CAN_FORK, Fork
 
 from lm.runs.run import Run
 
-# The test equipment, and lm, which may not be installed and is there all the same.
+# The test equipment, lm, which may not be installed, and packages that are not: PYTHONPATH for other processes.
 HERE = Path(__file__).parent
-PLACES = os.pathsep.join(map(str, (HERE.parent, HERE, *(path for path in HERE.iterdir() if path.is_dir()))))
+PLACES = os.pathsep.join(filter(None, [
+    *map(str, (HERE.parent, HERE, *(path for path in HERE.iterdir() if path.is_dir()))), os.environ.get("PYTHONPATH"),
+]))  # fmt: skip
 CORPUS = "\n".join(
     f"Chapter {i}. The {a} of the {b} was {c}, and so the {b} had no {a} of its own."
     for i, (a, b, c) in enumerate(

@@ -296,6 +296,7 @@ class StepTimer(Callback):
 
         optimizer.register_step_pre_hook(lambda *_: begun.append(timestamp(device)))
         optimizer.register_step_post_hook(after)
+        self.computed = step_of(trainer)  # which reads the data
         self._begin(device)
 
     def on_train_batch_end(
@@ -478,7 +479,7 @@ def describe_times(config: Namespace, timer: StepTimer, trainer: Trainer) -> dic
     rate = steps.tokens_per_step / ms_per_step * 1e3
     flops = {full: module.flops_per_token(full_attention=full) for full in (False, True)}
     optimizer_ms = statistics.median(timer.optimizer_seconds) * 1e3
-    predicted = training_memory(module.config, step_of(trainer), state_size(module.options.optimizer))["peak"]
+    predicted = training_memory(module.config, timer.computed, state_size(module.options.optimizer))["peak"]
     return {
         **describe_training(config, trainer),
         "turns": len(timer.seconds),

@@ -117,7 +117,7 @@ def data_facts(
             "tokens": shards.document_tokens, "shards": len(shards.fingerprint()),
             "windows": int(shards.windows(opened.seq_len).sum()), "left_over": shards.left_over(opened.seq_len),
             "filled_up": shards.padding_fraction, "dtype": str(shards.column.dtype), "bytes_per_token": None,
-            "documents_per_token": float((shards.read(0) == opened.tokenizer.eos_id).mean()) if document_mask else None,
+            "documents_per_token": opened.documents_per_token(split) if document_mask else None,
         }  # fmt: skip
         if reads and not opened.mixed:  # the first block of a mixture is of its first source alone
             first = next(shards.pieces())

@@ -262,6 +262,10 @@ class DataModule(LightningDataModule):
     def has_validation(self) -> bool:
         return "val" in self.shards
 
+    def documents_per_token(self, split: str) -> float:
+        """Tokens that end a document over all tokens, in the first block of a split."""
+        return float((self.shards[split].read(0) == self.tokenizer.eos_id).mean())
+
     def describe_shards(self) -> dict[str, Any]:
         """Name, size in bytes and tokens of every shard by split: what must not change before a resume."""
         return {

@@ -26,9 +26,8 @@ CPU_RESERVE = 2**26  # bytes that libraries take in the first steps, in addition
 
 def is_out_of_memory(error: BaseException) -> bool:
     """Whether an exception is a lack of memory, of the machine or of a GPU."""
-    if isinstance(error, MemoryError | torch.OutOfMemoryError):
-        return True
-    return isinstance(error, RuntimeError) and any(sign in str(error) for sign in MESSAGES)
+    of_torch = isinstance(error, RuntimeError) and any(sign in str(error) for sign in MESSAGES)
+    return of_torch or isinstance(error, MemoryError)
 
 
 def out_of_memory_error(error: BaseException, trainer: Any, before: int | None) -> RunError:
@@ -85,4 +84,5 @@ def step_of(trainer: Any) -> Step:
         steps.accumulate, options.cuda_graphs, steps.world_size // getattr(strategy, "replicas", 1),
         isinstance(strategy, FullyShardedStrategy) and steps.world_size > 1, options.activation_checkpointing,
         trainer.options.distributed.gathered_blocks(module.config.num_hidden_layers),
+        trainer.datamodule.documents_per_token("train") if options.document_mask else 0.0,
     )  # fmt: skip

@@ -10,9 +10,9 @@ code, memory peaks and the time of the first step are kept apart. A mode that ca
 import argparse
 import json
 import re
-import subprocess
 import sys
 from pathlib import Path
+from subprocess import PIPE, Popen
 from typing import Any, NamedTuple
 
 from rich.console import Console
@@ -70,11 +70,17 @@ def main(arguments: list[str]) -> int:
 def measure_mode(mode: Mode, arguments: list[str]) -> dict[str, Any]:
     """The JSON object of `lm bench step` in this mode; where it cannot run the reason, as `unavailable`."""
     command = [sys.executable, "-m", "lm", "bench", "step", *arguments, *mode.options, "--json"]
-    ended = subprocess.run(command, capture_output=True, text=True)
-    if ended.returncode == 0:
-        return json.loads(ended.stdout)
-    reason = (ended.stderr.strip().splitlines() or [f"exit code {ended.returncode}"])[-1]
-    return {"unavailable": reason.removeprefix("lm bench step: ")}
+    print(f"{mode}:", file=sys.stderr, flush=True)
+    process = Popen(command, stdout=PIPE, stderr=PIPE, text=True)
+    reason = ""
+    for line in process.stderr:  # whole, since the last line alone seldom explains a failure
+        sys.stderr.write(line)
+        sys.stderr.flush()
+        reason = line.strip() or reason
+    printed = process.communicate()[0]
+    if process.returncode == 0:
+        return json.loads(printed)
+    return {"unavailable": reason.removeprefix("lm bench step: ") or f"exit code {process.returncode}"}
 
 
 def show_modes(found: dict[str, Any]) -> None:

@@ -170,7 +170,7 @@ class Process:
     """A contender at work in its own process; a line of JSON is a request or an answer."""
 
     def __init__(self, name: str, task: dict[str, Any]) -> None:
-        request = json.dumps(task | {"contender": name})
+        self._name, request = name, json.dumps(task | {"contender": name})
         self._errors = tempfile.TemporaryFile("w+")  # a pipe would fill up
         self._process = subprocess.Popen(
             [sys.executable, __file__, "--as-contender", request], stdin=subprocess.PIPE, stdout=subprocess.PIPE,
@@ -184,7 +184,9 @@ class Process:
             return json.loads(line)
         code = self._process.wait()
         self._errors.seek(0)
-        lines = self._errors.read().strip().splitlines()
+        said = self._errors.read()
+        print(f"{self._name}:\n{said}", file=sys.stderr, flush=True)
+        lines = said.strip().splitlines()
         killed = code < 0 or not lines  # then the last line, if there is one, is about something else
         return {"unavailable": f"exit code {code}" if killed else lines[-1]}
 

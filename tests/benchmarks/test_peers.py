@@ -94,7 +94,8 @@ def test_the_command_measures_some_and_names_the_others(tmp_path, monkeypatch, c
     assert found["speed_to_best_peer"] == found["ratios"]["transformers"] > 0
 
 
-def test_a_contender_that_cannot_begin_says_why_and_takes_no_turn():
+def test_a_contender_that_cannot_begin_says_why_and_takes_no_turn(capsys):
+    """All of what it said is passed on; the report has the last line."""
     task = {
         "config": "small", "decoder": SHAPE, "seq_len": 16, "micro_batch_size": 2, "accumulate": 1,
         "precision": "32-true", "steps": 1, "paths": {},
@@ -102,6 +103,7 @@ def test_a_contender_that_cannot_begin_says_why_and_takes_no_turn():
     gone = Process("nobody", task)
     reason = gone.read()
     assert "nobody" in reason["unavailable"]
+    assert "nobody:\nTraceback (most recent call last)" in capsys.readouterr().err
     assert [gone.turn(), gone.turn()] == [reason, reason]  # to a pipe that nobody reads
     gone.end()
 

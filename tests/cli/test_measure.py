@@ -14,6 +14,7 @@ from trainings import PLACES, lm, make_workplace, write_config
 from lm.cli.measure import FORMULAS, TITLES, bench_step, named_range, profile, show_parts, show_times
 from lm.cli.plan_facts import read_bench
 from lm.errors import RequestError
+from lm.model.estimates import training_memory
 from lm.training.trainer import Trainer
 
 BENCH = ("bench", "step", "--config", "small.yaml", "--model.decoder.vocab_size", "64", "--steps", "4")
@@ -83,7 +84,11 @@ def test_without_checkpoints_none_is_written(tmp_path, monkeypatch, capsys):
     write_config(tmp_path, **{"trainer.log_interval": 2, "trainer.callbacks": None})
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(Trainer, "save_checkpoint", lambda *_, **__: pytest.fail("a checkpoint was written"))
-    bench_step([*BENCH[2:], "--checkpoints", "0", "--output", "found.json"])
+    planned = []
+    monkeypatch.setattr("lm.cli.measure.training_memory", lambda *of: planned.append(of) or training_memory(*of))
+    masked = ("--model.document_mask", "true")
+    bench_step([*BENCH[2:], "--checkpoints", "0", "--output", "found.json", *masked])
+    assert planned[0][1].documents_per_token == pytest.approx(1 / 64, rel=0.5)  # in random tokens
     assert json.loads((tmp_path / "found.json").read_text())["checkpoint"] is None
     assert "a checkpoint of" not in capsys.readouterr().out
 

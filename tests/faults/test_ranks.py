@@ -57,3 +57,17 @@ def test_a_rank_that_is_killed_or_hangs_ends_the_other_and_the_run_resumes(workp
     lm(workplace, "fit", "--config", config(workplace, "relay"), "--ckpt_path", "auto")
     assert losses(workplace) == expected and len(expected) == 2 * 2 * 12 and run.status() == "finished"
     assert list(run.steps())[-1] == 12 and not (workplace / "checkpoints" / "relay-2").exists()
+
+
+@pytest.mark.parametrize("strategy", ["ddp", "fsdp2"])
+def test_a_write_that_fails_while_the_next_checkpoint_is_gathered_ends_both_ranks(workplace, strategy):
+    """Rank zero hears of it in the middle of an exchange, which the other one waits in; with Muon, under DDP too."""
+    path = config(
+        workplace, "unwritten", equipment("at_step.FailingWrite", step=2, seconds=3.0),
+        **{"trainer.checkpoint_interval": 1, "trainer.strategy": strategy, "model.optimizer.name": "muon"},
+    )  # fmt: skip
+    said = lm(workplace, "fit", "--config", path, expect=1, timeout=100).stderr
+    assert said.splitlines()[-1].startswith("lm fit: could not write the checkpoint") and "Traceback" not in said
+    assert "step 3/12" in said and "step 4/12" not in said
+    assert not processes_of(workplace, patience=20)
+    assert Run(workplace / "checkpoints" / "unwritten").status() == "failed"
