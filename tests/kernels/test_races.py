@@ -26,6 +26,15 @@ def gated(rows, width):
     return [swiglu._cuda_forward(gate_up), *swiglu._cuda_backward(dz, gate_up)]
 
 
+def norm_float8(rows, width, adds=True, source=torch.bfloat16):
+    x, residual = (torch.randn(rows, width).to(source) for _ in range(2))
+    return list(rms_norm._cuda_forward_fp8(x, residual if adds else None, torch.rand(width), 1e-5))
+
+
+def gated_float8(rows, width, source=torch.bfloat16):
+    return list(swiglu._cuda_forward_fp8(torch.randn(rows, 2 * width).to(source)))
+
+
 def rotated(tokens, normalised, head_dim=64, heads=4, kv_heads=2):
     qkv = torch.randn(1, tokens, (heads + 2 * kv_heads) * head_dim).bfloat16()
     weights = (torch.rand(head_dim), torch.rand(head_dim)) if normalised else (None, None)
@@ -57,6 +66,14 @@ LAUNCHES = {  # source and case -> what launches its kernels
     "cross_entropy, rows read twice": lambda: loss(2, 70_001),
     "fp8, tensorwise": lambda: float8(65, 72, False),
     "fp8, rowwise": lambda: float8(65, 72, True),
+    "rms_norm in FP8, a warp a row": lambda: norm_float8(9, 96),
+    "rms_norm in FP8, a block a row": lambda: norm_float8(3, 1032),
+    "rms_norm in FP8, no residual, fp32": lambda: norm_float8(3, 1032, False, torch.float32),
+    "rms_norm in FP8, no vectors, fp16": lambda: norm_float8(3, 997, True, torch.float16),
+    "swiglu in FP8, a warp a row": lambda: gated_float8(9, 96),
+    "swiglu in FP8, a block a row": lambda: gated_float8(3, 1032),
+    "swiglu in FP8, fp32": lambda: gated_float8(3, 1032, torch.float32),
+    "swiglu in FP8, no vectors, fp16": lambda: gated_float8(3, 997, torch.float16),
 }  # fmt: skip
 
 
@@ -76,12 +93,13 @@ def test_a_kernel_has_no_race_and_the_results_of_the_emulation(name, monkeypatch
 
 
 def barriers():
-    """Every barrier of every source, and the launch that needs it."""
-    need = {"qk_norm_rope.cu": ["qk_norm_rope"] * 2, "fp8.cu": ["fp8, rowwise"] * 2, "prelude.cuh": [
-        "cross_entropy, a warp a row", "rms_norm, a block a row", "rms_norm, a block a row", "rms_norm, a warp a row"]}
+    """Every barrier of every source, and the launches that need it."""
+    need = {"qk_norm_rope.cu": [["qk_norm_rope"]] * 2, "fp8.cu": [["fp8, rowwise"]] * 2, "prelude.cuh": [
+        ["cross_entropy, a warp a row"], ["rms_norm, a block a row"], [f"{one}, a block a row" for one in ("rms_norm", "rms_norm in FP8", "swiglu in FP8")], ["rms_norm, a warp a row"]]}
     for path in sorted(runtime.SOURCES.iterdir()):
         found = [one.start() for one in re.finditer(r"__sync\w+\(\);", path.read_text())]
-        yield from ((path.name, place, name) for place, name in zip(found, need.get(path.name, []), strict=True))
+        for place, names in zip(found, need.get(path.name, []), strict=True):
+            yield from ((path.name, place, name) for name in names)
 
 
 @pytest.mark.slow
