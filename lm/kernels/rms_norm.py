@@ -4,14 +4,15 @@ Joined, the normalised activations are not saved for the backward pass, which re
 anyway. `swiglu` does the same for the MLP's second linear layer.
 """
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from lm.kernels import linear, runtime
-from lm.kernels.fp8 import E4M3, Scaled, Scaling, empty_rows, quantized_rows, top
-from lm.kernels.linear import Matrix
+from lm.kernels import fp8, linear, runtime
+from lm.kernels.fp8 import E4M3, Scaled, Scaling
+from lm.kernels.linear import Layer, Matrix
 from lm.kernels.runtime import define
 
 BLOCKS_PER_MULTIPROCESSOR = 8  # of the backward pass: enough to hide latency, few enough for short partial sums
@@ -27,10 +28,10 @@ def _cpu_forward(x: Tensor, residual: Tensor | None, weight: Tensor, eps: float)
 
 
 def _cpu_forward_fp8(
-    x: Tensor, residual: Tensor | None, weight: Tensor, eps: float
+    x: Tensor, residual: Tensor | None, weight: Tensor, eps: float, rowwise: bool
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     stream, y, rstd = _cpu_forward(x, residual, weight, eps)
-    return stream, *quantized_rows(y), rstd
+    return stream, *fp8.on_cpu(y, E4M3, rowwise, True, False)[:2], rstd
 
 
 def _cpu_backward(
@@ -47,17 +48,24 @@ def _cpu_backward(
     return dx.to(stream.dtype), y, dweight.to(weight.dtype)
 
 
+def _cpu_backward_fp8(
+    dy: Tensor, dstream: Tensor | None, stream: Tensor, weight: Tensor, rstd: Tensor, rowwise: bool
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    dx, y, dweight = _cpu_backward(dy, dstream, stream, weight, rstd, True)
+    return dx, *fp8.transposed(fp8.on_cpu(y, E4M3, rowwise, False, True)), dweight
+
+
 def constants(
     dtype: torch.dtype, weight_dtype: torch.dtype, width: int, vec: int, float8: bool = False
 ) -> dict[str, object]:  # fmt: skip
     """Preprocessor constants of the kernels for rows of this width, loaded in vectors of `vec` elements.
 
-    With `float8` the forward pass returns e4m3.
+    With `float8` the forward pass returns e4m3, with a scale for each row.
     """
     forward, backward = (runtime.warps(width // vec, max(1, held // vec))
                          for held in (LANE_ELEMENTS, LANE_ELEMENTS // 2))  # fmt: skip
     return dict(T=runtime.TYPES[dtype], W=runtime.TYPES[weight_dtype], WIDTH=width, VEC=vec, FORWARD_WARPS=forward,
-                BACKWARD_WARPS=backward, TOP=top(E4M3) if float8 else 0)  # fmt: skip
+                BACKWARD_WARPS=backward, FP8=int(float8))  # fmt: skip
 
 
 def _program(
@@ -76,15 +84,17 @@ def _cuda_forward(x: Tensor, residual: Tensor | None, weight: Tensor, eps: float
 
 
 def _cuda_forward_fp8(
-    x: Tensor, residual: Tensor | None, weight: Tensor, eps: float
+    x: Tensor, residual: Tensor | None, weight: Tensor, eps: float, rowwise: bool
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    values, scale = empty_rows(x, x.shape)
-    stream, rstd = _run_forward(x, residual, weight, eps, values, scale)
+    values, scale, *_ = results = fp8.empty(x, x.shape, E4M3, rowwise, True, False)
+    stream, rstd = _run_forward(x, residual, weight, eps, values if rowwise else None, scale if rowwise else None)
+    if not rowwise:  # the largest value has to be known first, of what is quantised then and stored nowhere
+        fp8.launch("NORMED", x.contiguous() if residual is None else stream, results, rowwise, weight=weight, rstd=rstd)
     return stream, values, scale, rstd
 
 
 def _run_forward(
-    x: Tensor, residual: Tensor | None, weight: Tensor, eps: float, y: Tensor, scale: Tensor | None
+    x: Tensor, residual: Tensor | None, weight: Tensor, eps: float, y: Tensor | None, scale: Tensor | None
 ) -> tuple[Tensor, Tensor]:
     x, adds = x.contiguous(), residual is not None
     residual = residual.contiguous() if adds else None
@@ -112,6 +122,16 @@ def _cuda_backward(
     return dx, y, dweight
 
 
+def _cuda_backward_fp8(
+    dy: Tensor, dstream: Tensor | None, stream: Tensor, weight: Tensor, rstd: Tensor, rowwise: bool
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    stream = stream.contiguous()
+    dx, _, dweight = _cuda_backward(dy, dstream, stream, weight, rstd, False)
+    results = fp8.empty(stream, stream.shape, E4M3, rowwise, False, True)
+    fp8.launch("NORMED", stream, results, rowwise, weight=weight, rstd=rstd)
+    return dx, *fp8.transposed(results), dweight
+
+
 # An op returns new tensors only: without a residual, where the stream is `x`, an empty one stands in its place.
 FORWARD = define(
     "rms_norm(Tensor x, Tensor? residual, Tensor weight, float eps) -> (Tensor, Tensor, Tensor)",
@@ -123,13 +143,14 @@ FORWARD = define(
         x.new_empty(x.shape[:-1], dtype=torch.float32),
     ),
 )
-FORWARD_FP8 = define(  # `y` in e4m3 with a scale for each row, as `fp8` makes it of the `y` of `rms_norm`
-    "rms_norm_fp8(Tensor x, Tensor? residual, Tensor weight, float eps) -> (Tensor, Tensor, Tensor, Tensor)",
+FORWARD_FP8 = define(  # `y` in e4m3 with its scale, as `fp8` makes it of the `y` of `rms_norm`
+    "rms_norm_fp8(Tensor x, Tensor? residual, Tensor weight, float eps, bool rowwise)"
+    " -> (Tensor, Tensor, Tensor, Tensor)",
     cpu=_cpu_forward_fp8,
     cuda=_cuda_forward_fp8,
-    fake=lambda x, residual, weight, eps: (
+    fake=lambda x, residual, weight, eps, rowwise: (
         x.new_empty(0 if residual is None else x.shape),
-        *empty_rows(x, x.shape),
+        *fp8.empty(x, x.shape, E4M3, rowwise, True, False)[:2],
         x.new_empty(x.shape[:-1], dtype=torch.float32),
     ),
 )
@@ -141,6 +162,17 @@ BACKWARD = define(
     fake=lambda dy, dstream, stream, weight, rstd, recompute: (
         stream.new_empty(stream.shape),
         stream.new_empty(stream.shape if recompute else 0),
+        torch.empty_like(weight),
+    ),
+)
+BACKWARD_FP8 = define(  # the transpose of `y` in e4m3 with its scale, likewise
+    "rms_norm_backward_fp8(Tensor dy, Tensor? dstream, Tensor stream, Tensor weight, Tensor rstd, bool rowwise)"
+    " -> (Tensor, Tensor, Tensor, Tensor)",
+    cpu=_cpu_backward_fp8,
+    cuda=_cuda_backward_fp8,
+    fake=lambda dy, dstream, stream, weight, rstd, rowwise: (
+        stream.new_empty(stream.shape),
+        *fp8.transposed(fp8.empty(stream, stream.shape, E4M3, rowwise, False, True)),
         torch.empty_like(weight),
     ),
 )
@@ -175,12 +207,12 @@ def rms_norm(x: Tensor, residual: Tensor | None, weight: Tensor, eps: float) -> 
     there is none, and both results; `weight` is `(C)` in any of these precisions. The statistics are fp32, of the
     stream as it is stored.
     """
-    _refuse_mismatch(x, residual, weight)
+    refuse_mismatch(x, residual, weight)
     stream, y = _Norm.apply(x, residual, weight, eps)
     return x if stream is None else stream, y
 
 
-def _refuse_mismatch(x: Tensor, residual: Tensor | None, weight: Tensor) -> None:
+def refuse_mismatch(x: Tensor, residual: Tensor | None, weight: Tensor) -> None:
     """TypeError: shapes or precisions do not fit, for which a kernel does not look."""
     if residual is not None and (residual.dtype, residual.shape) != (x.dtype, x.shape):
         raise TypeError(f"x is {tuple(x.shape)} in {x.dtype}, and residual {tuple(residual.shape)} in {residual.dtype}")
@@ -191,19 +223,40 @@ def _refuse_mismatch(x: Tensor, residual: Tensor | None, weight: Tensor) -> None
 # ---- the norm and a linear layer -------------------------------------------------------------------------------------
 
 
+def normed_product(
+    x: Tensor, residual: Tensor | None, norm_weight: Tensor, eps: float, matrix: Matrix, of: Layer
+) -> tuple[Tensor, Tensor, Tensor]:
+    """The stream, or an empty tensor without a residual; `y @ weight.T`; and what the norm's `BACKWARD` takes."""
+    if of.scaling is None:
+        stream, y, rstd = FORWARD(x, residual, norm_weight, eps)
+    else:
+        stream, *y, rstd = FORWARD_FP8(x, residual, norm_weight, eps, of.scaling == "rowwise")
+        y = Scaled(*y)
+    return stream, linear.forward(y, matrix, x.dtype), rstd
+
+
+def normed_product_backward(
+    dout: Matrix, dstream: Tensor | None, stream: Tensor, norm_weight: Tensor, rstd: Tensor, weight: Sequence[Tensor],
+    of: Layer, wanted: bool,
+) -> tuple[Tensor, Tensor, Tensor | None]:  # fmt: skip
+    """The gradients of the stream, of the norm's weight and, if `wanted`, of the matrix; `weight` is as it was saved."""
+    given = linear.dx(dout, weight, stream.dtype), dstream, stream, norm_weight, rstd
+    if of.scaling is None or not wanted:
+        dx, y, dnorm = BACKWARD(*given, wanted)
+    else:
+        dx, *y, dnorm = BACKWARD_FP8(*given, of.scaling == "rowwise")
+        y = Scaled(*y)
+    return dx, dnorm, linear.dweight(dout, y, of) if wanted else None
+
+
 class _NormLinear(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any, x: Tensor, residual: Tensor | None, norm_weight: Tensor, eps: float, weight: Tensor, matrix: Matrix,
-        scaling: Scaling | None, total: Tensor | None,
+        of: Layer,
     ) -> tuple[Tensor | None, Tensor]:  # fmt: skip
-        if scaling == "rowwise":
-            stream, *y, rstd = FORWARD_FP8(x, residual, norm_weight, eps)
-            out = linear.product(Scaled(*y), matrix.matrix, x.dtype)
-        else:
-            stream, y, rstd = FORWARD(x, residual, norm_weight, eps)
-            out = linear.forward(y, matrix, scaling)
-        ctx.adds, ctx.scaling, ctx.weight_dtype, ctx.total = residual is not None, scaling, weight.dtype, total
+        stream, out, rstd = normed_product(x, residual, norm_weight, eps, matrix, of)
+        ctx.adds, ctx.of = residual is not None, of
         ctx.save_for_backward(stream if ctx.adds else x, norm_weight, rstd, *linear.saved_for_dx(matrix))
         ctx.set_materialize_grads(False)
         return stream if ctx.adds else None, out
@@ -211,14 +264,11 @@ class _NormLinear(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, dstream: Tensor | None, dout: Tensor | None) -> tuple[Tensor | None, ...]:
         if dout is None:
-            return dstream, dstream if ctx.adds else None, *(None,) * 6
-        stream, norm_weight, rstd, *weight = ctx.saved_tensors
-        wanted = ctx.needs_input_grad[4]
-        dout = linear.gradient_matrix(dout, ctx.scaling, True, wanted)
-        dy = linear.dx(dout, weight, stream.dtype)  # (..., C)
-        dx, y, dnorm = BACKWARD(dy, dstream, stream, norm_weight, rstd, wanted)
-        dweight = linear.dweight(dout, y, ctx.scaling, ctx.weight_dtype, ctx.total) if wanted else None  # (out, C)
-        return dx, dx if ctx.adds else None, dnorm, None, dweight, *(None,) * 3
+            return dstream, dstream if ctx.adds else None, *(None,) * 5
+        *saved, wanted = *ctx.saved_tensors, ctx.needs_input_grad[4]
+        dout = linear.gradient_matrix(dout, ctx.of.scaling, True, wanted)
+        dx, dnorm, dweight = normed_product_backward(dout, dstream, *saved[:3], saved[3:], ctx.of, wanted)
+        return dx, dx if ctx.adds else None, dnorm, None, dweight, None, None
 
 
 def norm_linear(
@@ -229,7 +279,7 @@ def norm_linear(
 
     With a weight `(out, C)` it gives `(stream, y @ weight.T)`: `(..., C)` and `(..., out)`.
     """
-    _refuse_mismatch(x, residual, norm_weight)
-    matrix = linear.weight_matrix(weight, x.dtype, scaling, copy)
-    stream, out = _NormLinear.apply(x, residual, norm_weight, eps, weight, matrix, scaling, total)
+    refuse_mismatch(x, residual, norm_weight)
+    layer = linear.layer(weight, x.dtype, scaling, copy, total)
+    stream, out = _NormLinear.apply(x, residual, norm_weight, eps, *layer)
     return x if stream is None else stream, out

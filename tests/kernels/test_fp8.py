@@ -16,7 +16,7 @@ both = pytest.mark.parametrize("rowwise", [False, True], ids=["tensorwise", "row
 def check(*asked):
     """The kernels' results are those of the plain version bit for bit, but that a NaN is any NaN; returns them."""
     got = fp8._cuda(*asked)
-    for mine, plain in zip(got, fp8._cpu(*asked), strict=True):
+    for mine, plain in zip(got, fp8.on_cpu(*asked), strict=True):
         assert mine.dtype == plain.dtype and mine.shape == plain.shape and mine.stride() == plain.stride()
         mine, plain = (t.view(torch.uint8 if t.itemsize == 1 else torch.int32) for t in (mine, plain))
         if mine.dtype == torch.uint8:
@@ -96,25 +96,34 @@ def test_rows_that_are_not_aligned_or_no_neighbours(emulated, rowwise):
         check(x, E4M3, rowwise, True, True)
 
 
-@pytest.mark.parametrize("source, rows, width", [*SHAPES, (BF16, 0, 16)], ids=str)
-def test_what_norms_and_swiglu_quantise_is_what_would_be_made_of_their_results(emulated, source, rows, width):
-    """To the bit, and so is all else that they return; a row that is not finite has an infinite scale."""
-    x, residual, gate_up = (torch.randn(rows, n).to(source) for n in (width, width, 2 * width))
+@both
+@pytest.mark.parametrize("source, rows, width", [*SHAPES[::3], (BF16, 144, 200), (BF16, 0, 16)], ids=str)
+def test_what_norms_and_swiglu_quantise_is_what_would_be_made_of_their_results(emulated, source, rows, width, rowwise):
+    """To the bit, in both passes, and so is all else that they return; of rows that are not finite, too."""
+    x, residual, gate_up, dstream = (torch.randn(rows, n).to(source) for n in (width, width, 2 * width, width))
+    gate_up *= 10 ** (2 * torch.rand(rows, 1) - 1)
     x[1:2], gate_up[1:2], x[2:3, :1], gate_up[2:3, :1] = 0, 0, torch.inf, torch.nan
-    weight = torch.randn(width)
-    norms = rms_norm._cuda_forward_fp8, rms_norm._cuda_forward
-    for given, ours, plain in (((x, residual, weight, 1e-5), *norms), ((x, None, weight, 1e-5), *norms),
-                               ((gate_up,), swiglu._cuda_forward_fp8, swiglu._cuda_forward)):  # fmt: skip
-        place = int(len(given) > 1)  # of the matrix among the results
-        got, expected = ours(*given), plain(*given)
-        expected = [expected] if isinstance(expected, torch.Tensor) else list(expected)
-        values, scale, *_ = fp8._cpu(expected[place], E4M3, True, True, False)
-        expected[place : place + 1] = values, scale
-        for mine, other in zip(got, expected, strict=True):
-            assert mine.dtype == other.dtype and mine.shape == other.shape
+    weight, dz, rstd = torch.randn(width), torch.randn(rows, width).to(source), torch.rand(rows)
+    norm, eps, e4m3 = (rms_norm._cuda_forward, rms_norm._cuda_forward_fp8), (weight, 1e-5), (E4M3, True, False)
+    back, transpose = (rms_norm._cuda_backward, rms_norm._cuda_backward_fp8), (E4M3, False, True)
+    gradient = E4M3 if rowwise else E5M2, True, True
+    cases = [  # and what is quantised of each result, if it is
+        (norm, (x, residual, *eps), (None, e4m3, None)),
+        (norm, (x, None, *eps), (None, e4m3, None)),
+        ((swiglu._cuda_forward, swiglu._cuda_forward_fp8), (gate_up,), (e4m3,)),
+        (back, (dz, dstream, x, weight, rstd), (None, transpose, None)),
+        ((swiglu._cuda_backward, swiglu._cuda_backward_fp8), (dz, gate_up), (gradient, transpose)),
+    ]
+    for (plain, ours), given, asked in cases if rows else cases[: 3 * rowwise]:  # no row has no largest value
+        results = plain(*given, True) if plain is back[0] else plain(*given)
+        expected = []
+        for result, how in zip([results] if len(asked) == 1 else results, asked, strict=True):
+            found = (result,) if how is None else fp8.on_cpu(result, how[0], rowwise, *how[1:])
+            expected += fp8.transposed(found) if how is transpose else found[:2] if how is e4m3 else found
+        for mine, other in zip(ours(*given, rowwise), expected, strict=True):
+            assert mine.dtype == other.dtype and mine.shape == other.shape and mine.is_contiguous()
             lost = mine.float().isnan() & other.float().isnan()
             assert torch.equal(mine.float().masked_fill(lost, 0), other.float().masked_fill(lost, 0))
-        assert got[place + 1][2:3].isinf().all()
 
 
 @pytest.mark.parametrize("scaling", ["tensorwise", "rowwise"])

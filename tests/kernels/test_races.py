@@ -28,11 +28,11 @@ def gated(rows, width):
 
 def norm_float8(rows, width, adds=True, source=torch.bfloat16):
     x, residual = (torch.randn(rows, width).to(source) for _ in range(2))
-    return list(rms_norm._cuda_forward_fp8(x, residual if adds else None, torch.rand(width), 1e-5))
+    return list(rms_norm._cuda_forward_fp8(x, residual if adds else None, torch.rand(width), 1e-5, True))
 
 
 def gated_float8(rows, width, source=torch.bfloat16):
-    return list(swiglu._cuda_forward_fp8(torch.randn(rows, 2 * width).to(source)))
+    return list(swiglu._cuda_forward_fp8(torch.randn(rows, 2 * width).to(source), True))
 
 
 def rotated(tokens, normalised, head_dim=64, heads=4, kv_heads=2):

@@ -3,7 +3,7 @@
 // The numbers are those of swiglu.cu, rounded to T, and then of fp8.cu. What is not stored: z in T.
 //
 // -DT: number format of gate and up. -DWIDTH. -DVEC: neighbours loaded at once; divides WIDTH. -DWARPS: of a block, at
-// most 32. -DTOP: the largest power of two in e4m3. One block a row.
+// most 32. One block a row.
 #include "prelude.cuh"
 
 constexpr int PIECES = WIDTH / VEC;  // of a row of z
@@ -24,9 +24,7 @@ swiglu_fp8(const T* __restrict__ gate_up, e4m3* __restrict__ z, float* __restric
 #pragma unroll
   for (int i = 0; i < ITEMS; ++i)
 #pragma unroll
-    for (int j = 0; j < VEC; ++j) {  // zero beyond the row's end
-      const float a = widen(g[i].v[j]), s = 1.f / (1.f + __expf(-a));
-      narrow(a * s * widen(u[i].v[j]), g[i].v[j]);
-    }
-  quantize_row<TOP, WARPS, PIECES>(g, z + row * WIDTH, scales + row);
+    for (int j = 0; j < VEC; ++j)  // zero beyond the row's end
+      narrow(swiglu(widen(g[i].v[j]), widen(u[i].v[j])), g[i].v[j]);
+  quantize_row<WARPS, PIECES>(g, z + row * WIDTH, scales + row);
 }
