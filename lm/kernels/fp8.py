@@ -9,9 +9,8 @@ the bit; torchao's rowwise recipe does the same.
 cores take FP8 only where neighbours in memory are summed: hence the transpose, whose rows have scales of their own.
 """
 
-import math
 from collections.abc import Sequence
-from typing import Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor
@@ -67,23 +66,29 @@ def top(dtype: torch.dtype) -> int:
     return int(torch.finfo(dtype).max / 1.75)
 
 
-def on_cpu(x: Tensor, dtype: torch.dtype, rowwise: bool, matrix: bool, transpose: bool) -> Results:
-    """The specification, in plain PyTorch, of a matrix `(..., K)`: what was not asked for is empty."""
+def on_cpu(
+    x: Tensor, dtype: torch.dtype, rowwise: bool, matrix: bool, transpose: bool, source: str = "MATRIX",
+    weight: Tensor | None = None, rstd: Tensor | None = None,
+) -> Results:  # fmt: skip
+    """The specification, in plain PyTorch; what was not asked for is empty."""
+    if source == "NORMED":
+        x = (x.float() * rstd.flatten()[:, None] * weight.float()).to(x.dtype)
+    elif source == "SWIGLU":
+        x = torch.ops.lm.swiglu(x)
     rows, nothing = x.flatten(0, -2), (x.new_empty(0, dtype=dtype), x.new_empty(0, dtype=torch.float32))
     values, scale = _scaled(rows, dtype, rowwise) if matrix or not rowwise else nothing
-    values, scaled = values.view(x.shape) if matrix else nothing[0], nothing
-    if transpose:
-        scaled = _scaled(rows.t(), dtype, rowwise)
-    return values, scale, scaled[0], scaled[1] if rowwise else nothing[1]
+    other, other_scale = _scaled(rows.t(), dtype, rowwise) if transpose else nothing
+    return values.view(x.shape) if matrix else nothing[0], scale, other, other_scale if rowwise else nothing[1]
 
 
 def empty(
-    x: Tensor, shape: Sequence[int], dtype: torch.dtype, rowwise: bool, matrix: bool, transpose: bool
+    x: Tensor, dtype: torch.dtype, rowwise: bool, matrix: bool, transpose: bool, source: str = "MATRIX", *_: Any
 ) -> Results:  # fmt: skip
-    """Memory for the results of a matrix `(..., K)` of this shape, where `x` is."""
-    rows, width = math.prod(shape[:-1]), shape[-1]
+    """Memory for the results."""
+    width = x.shape[-1] // (2 if source == "SWIGLU" else 1)
+    rows = x.numel() // x.shape[-1]
     return (
-        x.new_empty(shape if matrix else 0, dtype=dtype),
+        x.new_empty((*x.shape[:-1], width) if matrix else 0, dtype=dtype),
         x.new_empty(() if not rowwise else rows if matrix else 0, dtype=torch.float32),
         x.new_empty((width, rows) if transpose else 0, dtype=dtype),
         x.new_empty(width if rowwise and transpose else 0, dtype=torch.float32),
@@ -106,9 +111,12 @@ def constants(
                 WARPS=runtime.warps(width // vec, max(1, 16 // vec)))  # fmt: skip
 
 
-def _cuda(x: Tensor, dtype: torch.dtype, rowwise: bool, matrix: bool, transpose: bool) -> Results:
-    x, results = x.contiguous(), empty(x, x.shape, dtype, rowwise, matrix, transpose)
-    launch("MATRIX", x, results, rowwise)
+def _cuda(
+    x: Tensor, dtype: torch.dtype, rowwise: bool, matrix: bool, transpose: bool, source: str = "MATRIX",
+    weight: Tensor | None = None, rstd: Tensor | None = None,
+) -> Results:  # fmt: skip
+    x, results = x.contiguous(), empty(x, dtype, rowwise, matrix, transpose, source)
+    launch(source, x, results, rowwise, weight=weight, rstd=rstd)
     return results
 
 
@@ -126,8 +134,8 @@ def launch(
                        torch.float32 if weight is None else weight.dtype)
     run, given = runtime.program("fp8", x.device, **chosen), (x, dz, weight, rstd)
     values, scale, transposed, transposed_scale, *_ = found = [each if each.numel() else None for each in results]
-    if source == "MATRIX" and rowwise and transposed is None:
-        run("fp8_rows", rows, chosen["WARPS"] * 32, x, values, scale)
+    if rowwise and transposed is None:
+        run("fp8_rows", rows, chosen["WARPS"] * 32, *given, values, scale)
         return
     tiles = -(-rows // 128) * -(-width // (8 * vec))
     if rowwise:
@@ -141,16 +149,18 @@ def launch(
 
 
 QUANTIZE = define(
-    "fp8(Tensor x, ScalarType dtype, bool rowwise, bool matrix, bool transpose) -> (Tensor, Tensor, Tensor, Tensor)",
+    "fp8(Tensor x, ScalarType dtype, bool rowwise, bool matrix, bool transpose, str source='MATRIX',"
+    " Tensor? weight=None, Tensor? rstd=None) -> (Tensor, Tensor, Tensor, Tensor)",
     cpu=on_cpu,
     cuda=_cuda,
-    fake=lambda x, *asked: empty(x, x.shape, *asked),
+    fake=empty,
 )
 
 
 def quantize(
-    x: Tensor, scaling: Scaling, *, gradient: bool = False, matrix: bool = True, transpose: bool = False
-) -> Float8:
+    x: Tensor, scaling: Scaling, *, gradient: bool = False, matrix: bool = True, transpose: bool = False,
+    source: str = "MATRIX", weight: Tensor | None = None, rstd: Tensor | None = None,
+) -> Float8:  # fmt: skip
     """A matrix in FP8, its largest values near the end of the format's range and none beyond it.
 
     Formats are those of Micikevicius et al. (2022, arXiv:2209.05433): e4m3, and e5m2 for gradients, whose values spread
@@ -158,11 +168,13 @@ def quantize(
     too, as in torchao's rowwise recipe and in DeepSeek-V3 (2024, arXiv:2412.19437, section 3.3.2).
 
     `x` is `(..., K)` in bf16, fp16 or fp32, all but the last dimension its rows. Where a value is infinite or NaN, the
-    scale is infinite: no product hides it. `matrix` and `transpose` select what is computed.
+    scale is infinite: no product hides it. `matrix` and `transpose` select what is computed. Of another `source` (see
+    `csrc/fp8.cu`) it is not `x` that is quantised, but what an op would make of it: `NORMED`, of a stream with the
+    norm's `weight` and `rstd`, or `SWIGLU`, of gate and up.
     """
     dtype, rowwise = E5M2 if gradient and scaling == "tensorwise" else E4M3, scaling == "rowwise"
-    values, scale, transposed, transposed_scale = QUANTIZE(x.flatten(0, -2), dtype, rowwise, matrix, transpose)
+    results = QUANTIZE(x.flatten(0, -2), dtype, rowwise, matrix, transpose, source, weight, rstd)
     return Float8(
-        Scaled(values.view(x.shape), scale) if matrix else None,
-        Scaled(transposed, transposed_scale if rowwise else scale) if transpose else None,
+        Scaled(results[0].view(*x.shape[:-1], -1), results[1]) if matrix else None,
+        Scaled(*transposed(results)) if transpose else None,
     )

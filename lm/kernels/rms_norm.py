@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from lm.kernels import fp8, linear, runtime
-from lm.kernels.fp8 import E4M3, Scaled, Scaling
+from lm.kernels.fp8 import E4M3, Scaled, Scaling, quantize
 from lm.kernels.linear import Layer, Matrix
 from lm.kernels.runtime import define
 
@@ -19,19 +19,21 @@ BLOCKS_PER_MULTIPROCESSOR = 8  # of the backward pass: enough to hide latency, f
 LANE_ELEMENTS = 16  # of a row that a lane keeps in registers; half in the backward pass, with three values of each
 
 
-def _cpu_forward(x: Tensor, residual: Tensor | None, weight: Tensor, eps: float) -> tuple[Tensor, Tensor, Tensor]:
+Forward = tuple[Tensor, Tensor, Tensor, Tensor]  # stream, y, 1 / rms, scale; see `FORWARD`
+
+
+def _cpu_forward(
+    x: Tensor, residual: Tensor | None, weight: Tensor, eps: float, scaling: Scaling | None = None
+) -> Forward:  # fmt: skip
     total = x.contiguous() if residual is None else x.contiguous() + residual.contiguous()
+    stream, y, rstd, scale = _empty_forward(x, residual, weight, eps, scaling)
     wide = total.float()
-    rstd = torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps)  # (..., 1)
-    y = (wide * rstd * weight.float()).to(x.dtype)
-    return x.new_empty(0) if residual is None else total, y, rstd.squeeze(-1)
-
-
-def _cpu_forward_fp8(
-    x: Tensor, residual: Tensor | None, weight: Tensor, eps: float, rowwise: bool
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    stream, y, rstd = _cpu_forward(x, residual, weight, eps)
-    return stream, *fp8.on_cpu(y, E4M3, rowwise, True, False)[:2], rstd
+    rstd = torch.rsqrt(wide.square().mean(-1) + eps)
+    if scaling != "tensorwise":
+        y = (wide * rstd[..., None] * weight.float()).to(x.dtype)
+    if scaling == "rowwise":
+        y, scale, *_ = fp8.on_cpu(y, E4M3, True, True, False)
+    return stream if residual is None else total, y, rstd, scale
 
 
 def _cpu_backward(
@@ -46,13 +48,6 @@ def _cpu_backward(
     y = (n * w).to(stream.dtype) if recompute else stream.new_empty(0)
     dweight = (d * n).flatten(0, -2).sum(0)
     return dx.to(stream.dtype), y, dweight.to(weight.dtype)
-
-
-def _cpu_backward_fp8(
-    dy: Tensor, dstream: Tensor | None, stream: Tensor, weight: Tensor, rstd: Tensor, rowwise: bool
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    dx, y, dweight = _cpu_backward(dy, dstream, stream, weight, rstd, True)
-    return dx, *fp8.transposed(fp8.on_cpu(y, E4M3, rowwise, False, True)), dweight
 
 
 def constants(
@@ -77,32 +72,23 @@ def _program(
     return run, chosen["FORWARD_WARPS"] * 32, chosen["BACKWARD_WARPS"] * 32
 
 
-def _cuda_forward(x: Tensor, residual: Tensor | None, weight: Tensor, eps: float) -> tuple[Tensor, Tensor, Tensor]:
-    y = torch.empty_like(x, memory_format=torch.contiguous_format)
-    stream, rstd = _run_forward(x, residual, weight, eps, y, None)
-    return stream, y, rstd
+def _empty_forward(
+    x: Tensor, residual: Tensor | None, weight: Tensor, eps: float, scaling: Scaling | None = None
+) -> Forward:  # fmt: skip
+    y, scale, *_ = fp8.empty(x, E4M3, True, scaling == "rowwise", False)
+    y = x.new_empty(x.shape) if scaling is None else y
+    return x.new_empty(0 if residual is None else x.shape), y, x.new_empty(x.shape[:-1], dtype=torch.float32), scale
 
 
-def _cuda_forward_fp8(
-    x: Tensor, residual: Tensor | None, weight: Tensor, eps: float, rowwise: bool
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    values, scale, *_ = results = fp8.empty(x, x.shape, E4M3, rowwise, True, False)
-    stream, rstd = _run_forward(x, residual, weight, eps, values if rowwise else None, scale if rowwise else None)
-    if not rowwise:  # the largest value has to be known first, of what is quantised then and stored nowhere
-        fp8.launch("NORMED", x.contiguous() if residual is None else stream, results, rowwise, weight=weight, rstd=rstd)
-    return stream, values, scale, rstd
-
-
-def _run_forward(
-    x: Tensor, residual: Tensor | None, weight: Tensor, eps: float, y: Tensor | None, scale: Tensor | None
-) -> tuple[Tensor, Tensor]:
-    x, adds = x.contiguous(), residual is not None
-    residual = residual.contiguous() if adds else None
-    stream = torch.empty_like(x) if adds else x.new_empty(0)
-    rstd = x.new_empty(x.shape[:-1], dtype=torch.float32)
-    run, threads, _ = _program(x.shape[-1], scale is not None, x, weight, residual)
-    run("rms_norm_forward", rstd.numel(), threads, x, residual, weight, stream if adds else None, y, scale, rstd, eps)
-    return stream, rstd
+def _cuda_forward(
+    x: Tensor, residual: Tensor | None, weight: Tensor, eps: float, scaling: Scaling | None = None
+) -> Forward:  # fmt: skip
+    x, residual = x.contiguous(), None if residual is None else residual.contiguous()
+    stream, y, rstd, scale = results = _empty_forward(x, residual, weight, eps, scaling)
+    run, threads, _ = _program(x.shape[-1], scaling == "rowwise", x, weight, residual)
+    run("rms_norm_forward", rstd.numel(), threads, x, residual, weight, None if residual is None else stream,
+        None if scaling == "tensorwise" else y, scale, rstd, eps)
+    return results
 
 
 def _cuda_backward(
@@ -122,37 +108,14 @@ def _cuda_backward(
     return dx, y, dweight
 
 
-def _cuda_backward_fp8(
-    dy: Tensor, dstream: Tensor | None, stream: Tensor, weight: Tensor, rstd: Tensor, rowwise: bool
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    stream = stream.contiguous()
-    dx, _, dweight = _cuda_backward(dy, dstream, stream, weight, rstd, False)
-    results = fp8.empty(stream, stream.shape, E4M3, rowwise, False, True)
-    fp8.launch("NORMED", stream, results, rowwise, weight=weight, rstd=rstd)
-    return dx, *fp8.transposed(results), dweight
-
-
 # An op returns new tensors only: without a residual, where the stream is `x`, an empty one stands in its place.
+# With `rowwise` scaling `y` is e4m3 with a scale for each row, as `fp8` makes it; with `tensorwise` it is not there.
 FORWARD = define(
-    "rms_norm(Tensor x, Tensor? residual, Tensor weight, float eps) -> (Tensor, Tensor, Tensor)",
+    "rms_norm(Tensor x, Tensor? residual, Tensor weight, float eps, str? scaling=None)"
+    " -> (Tensor, Tensor, Tensor, Tensor)",
     cpu=_cpu_forward,
     cuda=_cuda_forward,
-    fake=lambda x, residual, weight, eps: (
-        x.new_empty(0 if residual is None else x.shape),
-        x.new_empty(x.shape),
-        x.new_empty(x.shape[:-1], dtype=torch.float32),
-    ),
-)
-FORWARD_FP8 = define(  # `y` in e4m3 with its scale, as `fp8` makes it of the `y` of `rms_norm`
-    "rms_norm_fp8(Tensor x, Tensor? residual, Tensor weight, float eps, bool rowwise)"
-    " -> (Tensor, Tensor, Tensor, Tensor)",
-    cpu=_cpu_forward_fp8,
-    cuda=_cuda_forward_fp8,
-    fake=lambda x, residual, weight, eps, rowwise: (
-        x.new_empty(0 if residual is None else x.shape),
-        *fp8.empty(x, x.shape, E4M3, rowwise, True, False)[:2],
-        x.new_empty(x.shape[:-1], dtype=torch.float32),
-    ),
+    fake=_empty_forward,
 )
 BACKWARD = define(
     "rms_norm_backward(Tensor dy, Tensor? dstream, Tensor stream, Tensor weight, Tensor rstd, bool recompute)"
@@ -162,17 +125,6 @@ BACKWARD = define(
     fake=lambda dy, dstream, stream, weight, rstd, recompute: (
         stream.new_empty(stream.shape),
         stream.new_empty(stream.shape if recompute else 0),
-        torch.empty_like(weight),
-    ),
-)
-BACKWARD_FP8 = define(  # the transpose of `y` in e4m3 with its scale, likewise
-    "rms_norm_backward_fp8(Tensor dy, Tensor? dstream, Tensor stream, Tensor weight, Tensor rstd, bool rowwise)"
-    " -> (Tensor, Tensor, Tensor, Tensor)",
-    cpu=_cpu_backward_fp8,
-    cuda=_cuda_backward_fp8,
-    fake=lambda dy, dstream, stream, weight, rstd, rowwise: (
-        stream.new_empty(stream.shape),
-        *fp8.transposed(fp8.empty(stream, stream.shape, E4M3, rowwise, False, True)),
         torch.empty_like(weight),
     ),
 )
@@ -186,7 +138,7 @@ class _Norm(torch.autograd.Function):
     def forward(
         ctx: Any, x: Tensor, residual: Tensor | None, weight: Tensor, eps: float
     ) -> tuple[Tensor | None, Tensor]:
-        stream, y, rstd = FORWARD(x, residual, weight, eps)
+        stream, y, rstd, _ = FORWARD(x, residual, weight, eps)
         ctx.adds = residual is not None
         ctx.save_for_backward(stream if ctx.adds else x, weight, rstd)
         ctx.set_materialize_grads(False)
@@ -227,11 +179,12 @@ def normed_product(
     x: Tensor, residual: Tensor | None, norm_weight: Tensor, eps: float, matrix: Matrix, of: Layer
 ) -> tuple[Tensor, Tensor, Tensor]:
     """The stream, or an empty tensor without a residual; `y @ weight.T`; and what the norm's `BACKWARD` takes."""
-    if of.scaling is None:
-        stream, y, rstd = FORWARD(x, residual, norm_weight, eps)
-    else:
-        stream, *y, rstd = FORWARD_FP8(x, residual, norm_weight, eps, of.scaling == "rowwise")
-        y = Scaled(*y)
+    stream, y, rstd, scale = FORWARD(x, residual, norm_weight, eps, of.scaling)
+    if of.scaling == "rowwise":
+        y = Scaled(y, scale)
+    elif of.scaling == "tensorwise":  # whose scale is known when all of `y` was computed once
+        given = {"source": "NORMED", "weight": norm_weight, "rstd": rstd}
+        y = quantize(x if residual is None else stream, of.scaling, **given).matrix
     return stream, linear.forward(y, matrix, x.dtype), rstd
 
 
@@ -240,13 +193,14 @@ def normed_product_backward(
     of: Layer, wanted: bool,
 ) -> tuple[Tensor, Tensor, Tensor | None]:  # fmt: skip
     """The gradients of the stream, of the norm's weight and, if `wanted`, of the matrix; `weight` is as it was saved."""
-    given = linear.dx(dout, weight, stream.dtype), dstream, stream, norm_weight, rstd
-    if of.scaling is None or not wanted:
-        dx, y, dnorm = BACKWARD(*given, wanted)
-    else:
-        dx, *y, dnorm = BACKWARD_FP8(*given, of.scaling == "rowwise")
-        y = Scaled(*y)
-    return dx, dnorm, linear.dweight(dout, y, of) if wanted else None
+    dy = linear.dx(dout, weight, stream.dtype)  # (..., C)
+    dx, y, dnorm = BACKWARD(dy, dstream, stream, norm_weight, rstd, wanted and of.scaling is None)
+    if not wanted:
+        return dx, dnorm, None
+    if of.scaling is not None:
+        given = {"source": "NORMED", "weight": norm_weight, "rstd": rstd}
+        y = quantize(stream, of.scaling, matrix=False, transpose=True, **given).transpose
+    return dx, dnorm, linear.dweight(dout, y, of)  # (out, C)
 
 
 class _NormLinear(torch.autograd.Function):

@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from lm.kernels import fp8, linear, runtime
-from lm.kernels.fp8 import E4M3, E5M2, Float8, Scaled
+from lm.kernels.fp8 import E4M3, E5M2, Float8, Scaled, quantize
 from lm.kernels.linear import Layer, Matrix
 from lm.kernels.rms_norm import normed_product, normed_product_backward, refuse_mismatch
 from lm.kernels.runtime import define
@@ -20,10 +20,6 @@ from lm.kernels.runtime import define
 def _cpu_forward(gate_up: Tensor) -> Tensor:
     gate, up = gate_up.contiguous().float().chunk(2, -1)
     return (F.silu(gate) * up).to(gate_up.dtype)
-
-
-def _cpu_forward_fp8(gate_up: Tensor, rowwise: bool) -> tuple[Tensor, Tensor]:
-    return fp8.on_cpu(_cpu_forward(gate_up), E4M3, rowwise, True, False)[:2]
 
 
 def _cpu_backward(dz: Tensor, gate_up: Tensor) -> tuple[Tensor, Tensor]:
@@ -45,11 +41,6 @@ def constants(dtype: torch.dtype, width: int, vec: int) -> dict[str, object]:
     return dict(T=runtime.TYPES[dtype], WIDTH=width, VEC=vec)
 
 
-def constants_fp8(dtype: torch.dtype, width: int, vec: int) -> dict[str, object]:
-    """As `constants`, of the kernel that returns e4m3."""
-    return constants(dtype, width, vec) | dict(WARPS=runtime.warps(width // vec, max(1, 16 // vec)))
-
-
 def _run(name: str, gate_up: Tensor, tensors: tuple[Tensor, ...], *loaded: Tensor) -> None:
     """Launch a kernel on these tensors, of which `gate_up` and `loaded` are read in vectors."""
     width = gate_up.shape[-1] // 2
@@ -66,19 +57,6 @@ def _cuda_forward(gate_up: Tensor) -> Tensor:
     return z
 
 
-def _cuda_forward_fp8(gate_up: Tensor, rowwise: bool) -> tuple[Tensor, Tensor]:
-    gate_up = gate_up.contiguous()
-    values, scale, *_ = results = _half_fp8(gate_up, rowwise)
-    width = values.shape[-1]
-    if not rowwise:
-        fp8.launch("SWIGLU", gate_up, results, rowwise)
-        return values, scale
-    chosen = constants_fp8(gate_up.dtype, width, runtime.vector(width, gate_up))
-    runtime.program("swiglu_fp8", gate_up.device, **chosen)(
-        "swiglu_fp8", scale.numel(), chosen["WARPS"] * 32, gate_up, values, scale)  # fmt: skip
-    return values, scale
-
-
 def _cuda_backward(dz: Tensor, gate_up: Tensor) -> tuple[Tensor, Tensor]:
     dz, gate_up = dz.contiguous(), gate_up.contiguous()
     dgate_up, z = torch.empty_like(gate_up), torch.empty_like(dz)
@@ -92,40 +70,29 @@ def _half(gate_up: Tensor) -> Tensor:
 
 def _cuda_backward_fp8(dz: Tensor, gate_up: Tensor, rowwise: bool) -> tuple[Tensor, ...]:
     dz, gate_up = dz.contiguous(), gate_up.contiguous()
-    results = _gradients_fp8(dz, gate_up, rowwise)
+    results = _empty_fp8(dz, gate_up, rowwise)
     fp8.launch("SWIGLU_GRADIENT", gate_up, results, rowwise, dz=dz)
     return results
 
 
-def _half_fp8(gate_up: Tensor, rowwise: bool, matrix: bool = True) -> fp8.Results:
-    """Memory for z in e4m3, or for its transpose."""
-    return fp8.empty(gate_up, (*gate_up.shape[:-1], gate_up.shape[-1] // 2), E4M3, rowwise, matrix, not matrix)
-
-
-def _gradients_fp8(dz: Tensor, gate_up: Tensor, rowwise: bool) -> tuple[Tensor, ...]:
-    gradient = fp8.empty(gate_up, gate_up.shape, E4M3 if rowwise else E5M2, rowwise, True, True)
-    return *gradient, *fp8.transposed(_half_fp8(gate_up, rowwise, False))
+def _empty_fp8(dz: Tensor, gate_up: Tensor, rowwise: bool) -> tuple[Tensor, ...]:
+    gradient = fp8.empty(gate_up, E4M3 if rowwise else E5M2, rowwise, True, True)
+    return *gradient, *fp8.transposed(fp8.empty(dz, E4M3, rowwise, False, True))
 
 
 FORWARD = define("swiglu(Tensor gate_up) -> Tensor", cpu=_cpu_forward, cuda=_cuda_forward, fake=_half)
-FORWARD_FP8 = define(  # in e4m3 with its scale, as `fp8` makes it of what `swiglu` returns
-    "swiglu_fp8(Tensor gate_up, bool rowwise) -> (Tensor, Tensor)",
-    cpu=_cpu_forward_fp8,
-    cuda=_cuda_forward_fp8,
-    fake=lambda gate_up, rowwise: _half_fp8(gate_up, rowwise)[:2],
-)
 BACKWARD = define(
     "swiglu_backward(Tensor dz, Tensor gate_up) -> (Tensor, Tensor)",
     cpu=_cpu_backward,
     cuda=_cuda_backward,
     fake=lambda dz, gate_up: (gate_up.new_empty(gate_up.shape), _half(gate_up)),
 )
-BACKWARD_FP8 = define(  # likewise: what `fp8` makes of the gradient, matrix and transpose, and of z, its transpose
+BACKWARD_FP8 = define(  # what `fp8` makes of these results: the gradient and its transpose, and the transpose of z
     "swiglu_backward_fp8(Tensor dz, Tensor gate_up, bool rowwise)"
     " -> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)",
     cpu=_cpu_backward_fp8,
     cuda=_cuda_backward_fp8,
-    fake=_gradients_fp8,
+    fake=_empty_fp8,
 )
 
 
@@ -136,7 +103,7 @@ class _NormMlp(torch.autograd.Function):
         up_weight: Tensor, up_matrix: Matrix, up: Layer, down_weight: Tensor, down_matrix: Matrix, down: Layer,
     ) -> tuple[Tensor | None, Tensor]:  # fmt: skip
         stream, gate_up, rstd = normed_product(x, residual, norm_weight, eps, up_matrix, up)
-        z = FORWARD(gate_up) if down.scaling is None else Scaled(*FORWARD_FP8(gate_up, down.scaling == "rowwise"))
+        z = FORWARD(gate_up) if down.scaling is None else quantize(gate_up, down.scaling, source="SWIGLU").matrix
         ctx.adds, ctx.up, ctx.down, weights = residual is not None, up, down, linear.saved_for_dx(up_matrix)
         ctx.of_up = 4 + len(weights)
         ctx.save_for_backward(

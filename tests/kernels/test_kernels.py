@@ -57,7 +57,7 @@ def test_rms_norm_equals_float64(emulated, dtype, rows, width, adds):
     weight = 1 + 0.2 * torch.randn(width)  # fp32, as under mixed precision
     residual = residual if adds else None
     stream, y, dx, dweight = exact_norm(x, residual, weight, dstream, dy, dtype)
-    got, normed, rstd = rms_norm._cuda_forward(x, residual, weight, EPS)
+    got, normed, rstd, _ = rms_norm._cuda_forward(x, residual, weight, EPS)
     if adds:
         assert torch.equal(got, x + residual)
     else:
@@ -76,7 +76,7 @@ def test_rms_norm_equals_float64(emulated, dtype, rows, width, adds):
 @pytest.mark.parametrize("value", [0.0, 1e-18, 3e4])
 def test_rms_norm_of_extreme_rows_is_finite(emulated, value):
     x = torch.full((3, 40), value)
-    _, y, rstd = rms_norm._cuda_forward(x, None, torch.ones(40), EPS)
+    _, y, rstd, _ = rms_norm._cuda_forward(x, None, torch.ones(40), EPS)
     dx, _, dweight = rms_norm._cuda_backward(torch.ones_like(x), None, x, torch.ones(40), rstd, True)
     expected = x.double() * torch.rsqrt(x.double().square().mean(-1, keepdim=True) + EPS)
     close(y, expected, torch.float32)
@@ -86,7 +86,7 @@ def test_rms_norm_of_extreme_rows_is_finite(emulated, value):
 def test_rms_norm_weights_of_the_activations_precision(emulated):
     x, dy = torch.randn(9, 64).bfloat16(), torch.randn(9, 64).bfloat16()
     weight = torch.randn(64).bfloat16()
-    _, y, rstd = rms_norm._cuda_forward(x, None, weight, EPS)
+    _, y, rstd, _ = rms_norm._cuda_forward(x, None, weight, EPS)
     _, _, dweight = rms_norm._cuda_backward(dy, None, x, weight, rstd, False)
     _, exact, _, exact_weight = exact_norm(x, None, weight, torch.zeros_like(dy), dy, torch.bfloat16)
     assert dweight.dtype == torch.bfloat16
@@ -154,16 +154,14 @@ def test_torch_accepts_every_op(dtype):
     opcheck(rms_norm.FORWARD, (x.transpose(0, 1), None, weight, EPS))
     opcheck(rms_norm.FORWARD, (x, residual, weight, EPS))
     for added in (None, residual.transpose(0, 1)):
-        for rowwise in (True, False):
-            opcheck(rms_norm.FORWARD_FP8, (x.transpose(0, 1), added, weight, EPS, rowwise))
-            opcheck(rms_norm.BACKWARD_FP8, (x, None if added is None else x, residual, weight, rstd, rowwise))
+        for scaling in ("rowwise", "tensorwise"):
+            opcheck(rms_norm.FORWARD, (x.transpose(0, 1), added, weight, EPS, scaling))
     for recompute in (True, False):
         opcheck(rms_norm.BACKWARD, (x, residual, residual, weight, rstd, recompute))
         opcheck(rms_norm.BACKWARD, (x, None, residual, weight, rstd, recompute))
     opcheck(swiglu.FORWARD, (x,))
     opcheck(swiglu.BACKWARD, (x[..., :8], x))
     for rowwise in (True, False):
-        opcheck(swiglu.FORWARD_FP8, (x, rowwise))
         opcheck(swiglu.BACKWARD_FP8, (x[..., :8], x, rowwise))
 
 
@@ -286,9 +284,8 @@ def sources(dtype, arch):
         yield "swiglu", swiglu.constants(dtype, width, vectors), 96
         if arch != "sm_80":  # which has no FP8
             yield "rms_norm", rms_norm.constants(dtype, torch.float32, width, vectors, float8=True), 128
-            yield "swiglu_fp8", swiglu.constants_fp8(dtype, width, vectors), 96
-            for source, most in [("NORMED", 85), ("SWIGLU", 96), ("SWIGLU_GRADIENT", 128)] * (width != 1024):
-                for rowwise in (False, True)[: 1 if source == "SWIGLU" else 2]:  # rows of z have a kernel of their own
+            for source, most in [("NORMED", 85), ("SWIGLU", 96), ("SWIGLU_GRADIENT", 128)] * (width == 4096):
+                for rowwise in (False, True):
                     chosen = dtype, torch.float8_e4m3fn, 16384, width, vectors, rowwise, source
                     yield "fp8", fp8.constants(*chosen), most
     for vocab in (32768, 50257, 64):
@@ -328,7 +325,7 @@ ACCESSES = [
           ("MATRIX", True, 4, 4), ("NORMED", True, 6, 6), ("NORMED", False, 6, 9), ("SWIGLU", False, 8, 4),
           ("SWIGLU_GRADIENT", True, 12, 12), ("SWIGLU_GRADIENT", False, 12, 3)]],
     ("rms_norm", rms_norm.constants(BF16, torch.float32, 2048, 8, float8=True), {"rms_norm_forward": (2, True, 4)}),
-    ("swiglu_fp8", swiglu.constants_fp8(BF16, 4096, 8), {"swiglu_fp8": (0, True, 4)}),
+    ("fp8", fp8.constants(BF16, torch.float8_e4m3fn, 16384, 4096, 8, True, "SWIGLU"), {"fp8_rows": (0, True, 4)}),
 ]  # fmt: skip
 
 
@@ -342,7 +339,7 @@ def test_vectors_are_moved_by_one_instruction_and_loaded_together(arch):
             ends = [place for place, each in enumerate(code[kernel]) if each.startswith(("STG", "SHFL", "BAR", "RED"))]
             first = [each for each in code[kernel][: ends[0]] if each.startswith("LDG.E.128")]
             assert kinds["STG.E.128"] >= stores and len(first) >= loads, (kernel, kinds, first)
-            narrow = ["STG.E.64"] * (name in ("fp8", "swiglu_fp8") or bool(constants.get("FP8")))  # eight numbers in FP8
+            narrow = ["STG.E.64"] * (name == "fp8" or bool(constants.get("FP8")))  # eight numbers in FP8
             assert kinds.keys() <= {"STG.E.128", *narrow, *["STG.E"] * scalars}, (kernel, kinds)
             assert not [each for each in code[kernel] if each.startswith(("LDL", "STL"))], kernel
 

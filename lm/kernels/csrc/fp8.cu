@@ -23,52 +23,51 @@ constexpr int PARTS = SOURCE == SWIGLU_GRADIENT ? 3 : 1;  // gradient of gate, o
 constexpr int MATRIX_PARTS = SOURCE == SWIGLU_GRADIENT ? 2 : 1;  // which are one matrix, side by side; z is another
 constexpr int PIECES = WIDTH / VEC;  // of a row of a part
 
+// ---- what is quantised -------------------------------------------------------------------------------------------------
+
+// N vectors of every part, each Down rows below and Right columns after the one before; zero beyond the matrix. All loads
+// come before the first number is computed.
+template <int N, int Down, int Right>
+__device__ __forceinline__ void parts_of(const T* x, const T* dz, const W* weight, const float* rstd, i64 row, i64 rows,
+                                         int column, Vec<T, VEC> (&part)[PARTS][N]) {
+  Vec<T, VEC> up[N] = {}, d[N] = {};
+  Vec<W, VEC> w[N] = {};
+  float scale[N] = {};
+#pragma unroll
+  for (int i = 0; i < N; ++i) {
+    const i64 y = row + i * Down;
+    const int at = column + i * Right;
+    if (y >= rows || at >= WIDTH) continue;
+    const T* from = x + y * (SOURCE >= SWIGLU ? 2 * WIDTH : WIDTH) + at;
+    part[0][i] = load<VEC>(from);
+    if (SOURCE == NORMED) scale[i] = rstd[y];
+    if (SOURCE == NORMED) w[i] = load<VEC>(weight + at);
+    if (SOURCE >= SWIGLU) up[i] = load<VEC>(from + WIDTH);
+    if (SOURCE == SWIGLU_GRADIENT) d[i] = load<VEC>(dz + y * WIDTH + at);
+  }
+#pragma unroll
+  for (int i = 0; i < N; ++i)
+#pragma unroll
+    for (int j = 0; j < VEC; ++j) {
+      T& value = part[0][i].v[j];
+      if (SOURCE == NORMED) narrow(widen(value) * scale[i] * widen(w[i].v[j]), value);
+      if (SOURCE == SWIGLU) narrow(swiglu(widen(value), widen(up[i].v[j])), value);
+      if constexpr (SOURCE == SWIGLU_GRADIENT)
+        swiglu_gradient(widen(value), widen(up[i].v[j]), widen(d[i].v[j]), value, part[1][i].v[j], part[2][i].v[j]);
+    }
+}
+
 // ---- a scale for each row, without the transpose: one block a row, one pass -------------------------------------------
 
 constexpr int ITEMS = (PIECES + WARPS * 32 - 1) / (WARPS * 32);
 
 extern "C" __global__ void __launch_bounds__(WARPS * 32)
-fp8_rows(const T* __restrict__ x, F* __restrict__ values, float* __restrict__ scales) {
-  const i64 row = blockIdx.x, base = row * WIDTH;
-  Vec<T, VEC> items[ITEMS] = {};
-#pragma unroll
-  for (int i = 0; i < ITEMS; ++i) {
-    const int piece = i * WARPS * 32 + threadIdx.x;
-    if (piece < PIECES) items[i] = load<VEC>(x + base + piece * VEC);
-  }
-  quantize_row<WARPS, PIECES>(items, values + base, scales + row);
-}
-
-// ---- what is quantised -------------------------------------------------------------------------------------------------
-
-// Vectors of every part in Rows rows from `row` on, zero beyond the matrix. All loads come before the first number is
-// computed.
-template <int Rows>
-__device__ __forceinline__ void parts_of(const T* x, const T* dz, const W* weight, const float* rstd, i64 row, i64 rows,
-                                         int column, Vec<T, VEC> (&part)[PARTS][Rows]) {
-  Vec<T, VEC> up[Rows] = {}, d[Rows] = {};
-  Vec<W, VEC> w = {};
-  float scale[Rows] = {};
-#pragma unroll
-  for (int i = 0; i < Rows; ++i) {
-    if (row + i >= rows || column >= WIDTH) continue;
-    const T* at = x + (row + i) * (SOURCE >= SWIGLU ? 2 * WIDTH : WIDTH) + column;
-    part[0][i] = load<VEC>(at);
-    if (SOURCE == NORMED) scale[i] = rstd[row + i];
-    if (SOURCE >= SWIGLU) up[i] = load<VEC>(at + WIDTH);
-    if (SOURCE == SWIGLU_GRADIENT) d[i] = load<VEC>(dz + (row + i) * WIDTH + column);
-  }
-  if (SOURCE == NORMED && column < WIDTH) w = load<VEC>(weight + column);
-#pragma unroll
-  for (int i = 0; i < Rows; ++i)
-#pragma unroll
-    for (int j = 0; j < VEC; ++j) {
-      T& value = part[0][i].v[j];
-      if (SOURCE == NORMED) narrow(widen(value) * scale[i] * widen(w.v[j]), value);
-      if (SOURCE == SWIGLU) narrow(swiglu(widen(value), widen(up[i].v[j])), value);
-      if constexpr (SOURCE == SWIGLU_GRADIENT)
-        swiglu_gradient(widen(value), widen(up[i].v[j]), widen(d[i].v[j]), value, part[1][i].v[j], part[2][i].v[j]);
-    }
+fp8_rows(const T* __restrict__ x, const T* __restrict__ dz, const W* __restrict__ weight, const float* __restrict__ rstd,
+         F* __restrict__ values, float* __restrict__ scales) {
+  const i64 row = blockIdx.x;
+  Vec<T, VEC> items[PARTS][ITEMS] = {};
+  parts_of<ITEMS, 0, WARPS * 32 * VEC>(x, dz, weight, rstd, row, row + 1, threadIdx.x * VEC, items);
+  quantize_row<WARPS, PIECES>(items[0], values + row * WIDTH, scales + row);
 }
 
 // ---- tiles: a block of 256 threads, 32 down and 8 across, each with 4 rows of VEC neighbours --------------------------
@@ -97,7 +96,7 @@ fp8_largest_of_rows_and_columns(const T* __restrict__ x, const T* __restrict__ d
                                 const float* __restrict__ rstd, unsigned* __restrict__ largest, i64 rows) {
   const Place at = place();
   Vec<T, VEC> part[PARTS][4] = {};
-  parts_of(x, dz, weight, rstd, at.row, rows, at.column, part);
+  parts_of<4, 1, 0>(x, dz, weight, rstd, at.row, rows, at.column, part);
   unsigned row[4] = {};
   __shared__ unsigned of_warp[PARTS][8][TILE_COLUMNS];
 #pragma unroll
@@ -143,7 +142,7 @@ fp8_largest(const T* __restrict__ x, const T* __restrict__ dz, const W* __restri
 #pragma unroll SOURCE == SWIGLU_GRADIENT ? 1 : SOURCE == SWIGLU ? 2 : 4
   for (i64 piece = blockIdx.x * 1024ll + threadIdx.x; piece < rows * PIECES; piece += gridDim.x * 1024ll) {
     Vec<T, VEC> part[PARTS][1] = {};
-    parts_of(x, dz, weight, rstd, piece / PIECES, rows, (int)(piece % PIECES) * VEC, part);
+    parts_of<1, 0, 0>(x, dz, weight, rstd, piece / PIECES, rows, (int)(piece % PIECES) * VEC, part);
 #pragma unroll
     for (int p = 0; p < PARTS; ++p)
 #pragma unroll
@@ -215,7 +214,7 @@ fp8_quantize(const T* __restrict__ x, const T* __restrict__ dz, const W* __restr
              e4m3* __restrict__ z, float* __restrict__ z_scales, i64 rows, i64 blocks) {
   const Place at = place();
   Vec<T, VEC> part[PARTS][4] = {};
-  parts_of(x, dz, weight, rstd, at.row, rows, at.column, part);
+  parts_of<4, 1, 0>(x, dz, weight, rstd, at.row, rows, at.column, part);
   float factor = 0.f, z_factor = 0.f, of_row[4];  // 1 / scale
   if (!ROWWISE) factor = factor_of<F>(largest, blocks, scales);
   if (!ROWWISE && PARTS > MATRIX_PARTS) z_factor = factor_of<e4m3>(largest + blocks, blocks, z_scales);
