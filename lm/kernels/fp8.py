@@ -9,7 +9,6 @@ the bit; torchao's rowwise recipe does the same.
 cores take FP8 only where neighbours in memory are summed: hence the transpose, whose rows have scales of their own.
 """
 
-from collections.abc import Sequence
 from typing import Any, Literal, NamedTuple
 
 import torch
@@ -58,20 +57,15 @@ def _power_of_two(largest: Tensor, dtype: torch.dtype) -> Tensor:
     """
     bits = largest.clamp(min=SMALLEST).nan_to_num(nan=torch.inf, posinf=torch.inf).view(torch.int32)
     carried = (bits + 0x1FFFFF) & 0x7F800000  # 23 bits of mantissa, cut off
-    return carried.view(torch.float32) / top(dtype)
-
-
-def top(dtype: torch.dtype) -> int:
-    """The largest power of two in a format."""
-    return int(torch.finfo(dtype).max / 1.75)
+    return carried.view(torch.float32) / int(torch.finfo(dtype).max / 1.75)
 
 
 def on_cpu(
-    x: Tensor, dtype: torch.dtype, rowwise: bool, matrix: bool, transpose: bool, source: str = "MATRIX",
-    weight: Tensor | None = None, rstd: Tensor | None = None,
-) -> Results:  # fmt: skip
+    x: Tensor, dtype: torch.dtype, rowwise: bool, matrix: bool, transpose: bool, source: str = "MATRIX", *given: Tensor
+) -> Results:
     """The specification, in plain PyTorch; what was not asked for is empty."""
     if source == "NORMED":
+        weight, rstd = given
         x = (x.float() * rstd.flatten()[:, None] * weight.float()).to(x.dtype)
     elif source == "SWIGLU":
         x = torch.ops.lm.swiglu(x)
@@ -112,31 +106,28 @@ def constants(
 
 
 def _cuda(
-    x: Tensor, dtype: torch.dtype, rowwise: bool, matrix: bool, transpose: bool, source: str = "MATRIX",
-    weight: Tensor | None = None, rstd: Tensor | None = None,
-) -> Results:  # fmt: skip
-    x, results = x.contiguous(), empty(x, dtype, rowwise, matrix, transpose, source)
-    launch(source, x, results, rowwise, weight=weight, rstd=rstd)
-    return results
+    x: Tensor, dtype: torch.dtype, rowwise: bool, matrix: bool, transpose: bool, source: str = "MATRIX", *given: Tensor
+) -> Results:
+    results = empty(x, dtype, rowwise, matrix, transpose, source)
+    return launch(source, results, rowwise, x.contiguous(), None, *given)
 
 
 def launch(
-    source: str, x: Tensor, results: Sequence[Tensor], rowwise: bool, *, dz: Tensor | None = None,
+    source: str, results: tuple[Tensor, ...], rowwise: bool, x: Tensor, dz: Tensor | None = None,
     weight: Tensor | None = None, rstd: Tensor | None = None,
-) -> None:  # fmt: skip
-    """Quantise into `results` what `csrc/fp8.cu` computes as `source` of these tensors; an empty result is left out.
-
-    They are `Results`, and for SwiGLU's gradient the transpose of `z` and its scale, too.
+) -> tuple[Tensor, ...]:  # fmt: skip
+    """Quantise into `results`, which are returned, what `csrc/fp8.cu` computes as `source` of these tensors; an empty
+    result is left out. They are `Results`, and for SwiGLU's gradient the transpose of `z` and its scale, too.
     """
     width = x.shape[-1] // (2 if source.startswith("SWIGLU") else 1)  # of a part, as the source calls it
     rows, vec = x.numel() // x.shape[-1], runtime.vector(width, x, dz, weight)
     chosen = constants(x.dtype, results[0].dtype, rows, width, vec, rowwise, source,
                        torch.float32 if weight is None else weight.dtype)
     run, given = runtime.program("fp8", x.device, **chosen), (x, dz, weight, rstd)
-    values, scale, transposed, transposed_scale, *_ = found = [each if each.numel() else None for each in results]
-    if rowwise and transposed is None:
-        run("fp8_rows", rows, chosen["WARPS"] * 32, *given, values, scale)
-        return
+    found = [each if each.numel() else None for each in results]
+    if rowwise and found[2] is None:  # no transpose
+        run("fp8_rows", rows, chosen["WARPS"] * 32, *given, *found[:2])
+        return results
     tiles = -(-rows // 128) * -(-width // (8 * vec))
     if rowwise:
         largest, blocks = x.new_zeros(rows + (3 if len(found) > 4 else 1) * width, dtype=torch.int32), 0
@@ -146,6 +137,7 @@ def launch(
         largest = x.new_empty(2 * blocks, dtype=torch.int32)
         run("fp8_largest", blocks, 1024, *given, largest, rows)
     run("fp8_quantize", tiles, 256, *given, largest, *(*found, None, None)[:6], rows, blocks)
+    return results
 
 
 QUANTIZE = define(
@@ -158,9 +150,8 @@ QUANTIZE = define(
 
 
 def quantize(
-    x: Tensor, scaling: Scaling, *, gradient: bool = False, matrix: bool = True, transpose: bool = False,
-    source: str = "MATRIX", weight: Tensor | None = None, rstd: Tensor | None = None,
-) -> Float8:  # fmt: skip
+    x: Tensor, scaling: Scaling, *source: Any, gradient: bool = False, matrix: bool = True, transpose: bool = False
+) -> Float8:
     """A matrix in FP8, its largest values near the end of the format's range and none beyond it.
 
     Formats are those of Micikevicius et al. (2022, arXiv:2209.05433): e4m3, and e5m2 for gradients, whose values spread
@@ -168,12 +159,11 @@ def quantize(
     too, as in torchao's rowwise recipe and in DeepSeek-V3 (2024, arXiv:2412.19437, section 3.3.2).
 
     `x` is `(..., K)` in bf16, fp16 or fp32, all but the last dimension its rows. Where a value is infinite or NaN, the
-    scale is infinite: no product hides it. `matrix` and `transpose` select what is computed. Of another `source` (see
-    `csrc/fp8.cu`) it is not `x` that is quantised, but what an op would make of it: `NORMED`, of a stream with the
-    norm's `weight` and `rstd`, or `SWIGLU`, of gate and up.
+    scale is infinite: no product hides it. `matrix` and `transpose` select what is computed. With a `source`, which is
+    `"NORMED", weight, rstd` or `"SWIGLU"`, what an op would make of `x` is quantised, see `csrc/fp8.cu`.
     """
     dtype, rowwise = E5M2 if gradient and scaling == "tensorwise" else E4M3, scaling == "rowwise"
-    results = QUANTIZE(x.flatten(0, -2), dtype, rowwise, matrix, transpose, source, weight, rstd)
+    results = QUANTIZE(x.flatten(0, -2), dtype, rowwise, matrix, transpose, *source)
     return Float8(
         Scaled(results[0].view(*x.shape[:-1], -1), results[1]) if matrix else None,
         Scaled(*transposed(results)) if transpose else None,

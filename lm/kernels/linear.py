@@ -63,9 +63,9 @@ def layer(
     return weight, copy, Layer(scaling, weight.dtype, total)
 
 
-def saved_for_dx(weight: Matrix) -> tuple[Tensor, ...]:
-    """The tensors of a weight that `dx` needs."""
-    return (weight,) if isinstance(weight, Tensor) else weight.transpose or ()
+def saved_for_dx(weight: Matrix) -> tuple[Tensor | None, Tensor | None]:
+    """The tensors of a weight that `dx` needs: itself, or its transpose in FP8 and the scale."""
+    return (weight, None) if isinstance(weight, Tensor) else weight.transpose or (None, None)
 
 
 def gradient_matrix(dout: Tensor, scaling: Scaling | None, for_dx: bool, for_dweight: bool) -> Matrix:
@@ -88,7 +88,7 @@ def forward(x: Tensor | Scaled, weight: Matrix, dtype: torch.dtype) -> Tensor:
     return F.linear(x, weight) if isinstance(x, Tensor) else product(x, weight.matrix, dtype)
 
 
-def dx(dout: Matrix, saved: Sequence[Tensor], dtype: torch.dtype) -> Tensor:
+def dx(dout: Matrix, saved: Sequence[Tensor | None], dtype: torch.dtype) -> Tensor:
     """The gradient of `x`, in its `dtype`: `(..., out)` and a weight `(out, in)`, as it was saved, to `(..., in)`."""
     return dout @ saved[0] if isinstance(dout, Tensor) else product(dout.matrix, Scaled(*saved), dtype)
 
@@ -158,7 +158,7 @@ def linear(
 ) -> Tensor:  # fmt: skip
     """`x @ weight.T`: `(..., in)` and `(out, in)`, whose gradient has its precision, to `(..., out)`.
 
-    Without a `scaling` there is no FP8; `copy` is as for `weight_matrix`. `total` is the weight's `.grad`, if the
+    Without a `scaling` there is no FP8; `copy` is as for `layer`. `total` is the weight's `.grad`, if the
     backward pass is to add the gradient to it by itself: autograd then has none, which saves one pass over memory.
     """
     return _Linear.apply(x, *layer(weight, x.dtype, scaling, copy, total))

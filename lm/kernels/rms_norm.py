@@ -183,23 +183,21 @@ def normed_product(
     if of.scaling == "rowwise":
         y = Scaled(y, scale)
     elif of.scaling == "tensorwise":  # whose scale is known when all of `y` was computed once
-        given = {"source": "NORMED", "weight": norm_weight, "rstd": rstd}
-        y = quantize(x if residual is None else stream, of.scaling, **given).matrix
+        y = quantize(x if residual is None else stream, of.scaling, "NORMED", norm_weight, rstd).matrix
     return stream, linear.forward(y, matrix, x.dtype), rstd
 
 
 def normed_product_backward(
-    dout: Matrix, dstream: Tensor | None, stream: Tensor, norm_weight: Tensor, rstd: Tensor, weight: Sequence[Tensor],
-    of: Layer, wanted: bool,
+    dout: Matrix, dstream: Tensor | None, stream: Tensor, norm_weight: Tensor, rstd: Tensor,
+    weight: Sequence[Tensor | None], of: Layer, wanted: bool,
 ) -> tuple[Tensor, Tensor, Tensor | None]:  # fmt: skip
-    """The gradients of the stream, of the norm's weight and, if `wanted`, of the matrix; `weight` is as it was saved."""
+    """The gradients of the stream, of the norm's weight and, if `wanted`, of the matrix, whose `weight` was saved."""
     dy = linear.dx(dout, weight, stream.dtype)  # (..., C)
     dx, y, dnorm = BACKWARD(dy, dstream, stream, norm_weight, rstd, wanted and of.scaling is None)
     if not wanted:
         return dx, dnorm, None
     if of.scaling is not None:
-        given = {"source": "NORMED", "weight": norm_weight, "rstd": rstd}
-        y = quantize(stream, of.scaling, matrix=False, transpose=True, **given).transpose
+        y = quantize(stream, of.scaling, "NORMED", norm_weight, rstd, matrix=False, transpose=True).transpose
     return dx, dnorm, linear.dweight(dout, y, of)  # (out, C)
 
 
@@ -226,14 +224,12 @@ class _NormLinear(torch.autograd.Function):
 
 
 def norm_linear(
-    x: Tensor, residual: Tensor | None, norm_weight: Tensor, eps: float, weight: Tensor,
-    scaling: Scaling | None = None, copy: Matrix | None = None, total: Tensor | None = None,
-) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """`rms_norm`, then `linear`; the backward pass recomputes the normalised rows.
+    x: Tensor, residual: Tensor | None, norm_weight: Tensor, eps: float, weight: Tensor, *options: Any
+) -> tuple[Tensor, Tensor]:
+    """`rms_norm`, then `linear`, whose arguments the last ones are; the backward pass recomputes the normalised rows.
 
     With a weight `(out, C)` it gives `(stream, y @ weight.T)`: `(..., C)` and `(..., out)`.
     """
     refuse_mismatch(x, residual, norm_weight)
-    layer = linear.layer(weight, x.dtype, scaling, copy, total)
-    stream, out = _NormLinear.apply(x, residual, norm_weight, eps, *layer)
+    stream, out = _NormLinear.apply(x, residual, norm_weight, eps, *linear.layer(weight, x.dtype, *options))
     return x if stream is None else stream, out

@@ -41,26 +41,23 @@ def constants(dtype: torch.dtype, width: int, vec: int) -> dict[str, object]:
     return dict(T=runtime.TYPES[dtype], WIDTH=width, VEC=vec)
 
 
-def _run(name: str, gate_up: Tensor, tensors: tuple[Tensor, ...], *loaded: Tensor) -> None:
-    """Launch a kernel on these tensors, of which `gate_up` and `loaded` are read in vectors."""
-    width = gate_up.shape[-1] // 2
-    vec = runtime.vector(width, gate_up, *loaded)
-    pieces = gate_up.numel() // 2 // vec
-    run = runtime.program("swiglu", gate_up.device, **constants(gate_up.dtype, width, vec))
+def _run(name: str, *tensors: Tensor) -> None:
+    """Launch a kernel on these tensors, the last of which is z."""
+    width, vec = tensors[-1].shape[-1], runtime.vector(tensors[-1].shape[-1], *tensors)
+    pieces = tensors[-1].numel() // vec
+    run = runtime.program("swiglu", tensors[0].device, **constants(tensors[0].dtype, width, vec))
     run(name, -(-pieces // 256), 256, *tensors, pieces)
 
 
 def _cuda_forward(gate_up: Tensor) -> Tensor:
-    gate_up = gate_up.contiguous()
     z = _half(gate_up)
-    _run("swiglu_forward", gate_up, (gate_up, z))
+    _run("swiglu_forward", gate_up.contiguous(), z)
     return z
 
 
 def _cuda_backward(dz: Tensor, gate_up: Tensor) -> tuple[Tensor, Tensor]:
-    dz, gate_up = dz.contiguous(), gate_up.contiguous()
-    dgate_up, z = torch.empty_like(gate_up), torch.empty_like(dz)
-    _run("swiglu_backward", gate_up, (dz, gate_up, dgate_up, z), dz)
+    dgate_up, z = gate_up.new_empty(gate_up.shape), dz.new_empty(dz.shape)
+    _run("swiglu_backward", dz.contiguous(), gate_up.contiguous(), dgate_up, z)
     return dgate_up, z
 
 
@@ -69,10 +66,8 @@ def _half(gate_up: Tensor) -> Tensor:
 
 
 def _cuda_backward_fp8(dz: Tensor, gate_up: Tensor, rowwise: bool) -> tuple[Tensor, ...]:
-    dz, gate_up = dz.contiguous(), gate_up.contiguous()
     results = _empty_fp8(dz, gate_up, rowwise)
-    fp8.launch("SWIGLU_GRADIENT", gate_up, results, rowwise, dz=dz)
-    return results
+    return fp8.launch("SWIGLU_GRADIENT", results, rowwise, gate_up.contiguous(), dz.contiguous())
 
 
 def _empty_fp8(dz: Tensor, gate_up: Tensor, rowwise: bool) -> tuple[Tensor, ...]:
@@ -103,12 +98,10 @@ class _NormMlp(torch.autograd.Function):
         up_weight: Tensor, up_matrix: Matrix, up: Layer, down_weight: Tensor, down_matrix: Matrix, down: Layer,
     ) -> tuple[Tensor | None, Tensor]:  # fmt: skip
         stream, gate_up, rstd = normed_product(x, residual, norm_weight, eps, up_matrix, up)
-        z = FORWARD(gate_up) if down.scaling is None else quantize(gate_up, down.scaling, source="SWIGLU").matrix
-        ctx.adds, ctx.up, ctx.down, weights = residual is not None, up, down, linear.saved_for_dx(up_matrix)
-        ctx.of_up = 4 + len(weights)
-        ctx.save_for_backward(
-            stream if ctx.adds else x, norm_weight, rstd, gate_up, *weights, *linear.saved_for_dx(down_matrix)
-        )
+        z = FORWARD(gate_up) if down.scaling is None else quantize(gate_up, down.scaling, "SWIGLU").matrix
+        ctx.adds, ctx.up, ctx.down = residual is not None, up, down
+        weights = *linear.saved_for_dx(up_matrix), *linear.saved_for_dx(down_matrix)
+        ctx.save_for_backward(stream if ctx.adds else x, norm_weight, rstd, gate_up, *weights)
         ctx.set_materialize_grads(False)
         return stream if ctx.adds else None, linear.forward(z, down_matrix, x.dtype)
 
@@ -119,7 +112,7 @@ class _NormMlp(torch.autograd.Function):
         saved, up, down = ctx.saved_tensors, ctx.up, ctx.down
         gate_up, up_wanted, down_wanted = saved[3], ctx.needs_input_grad[4], ctx.needs_input_grad[7]
         dout = linear.gradient_matrix(dout, down.scaling, True, down_wanted)
-        dz = linear.dx(dout, saved[ctx.of_up :], gate_up.dtype)  # (..., I)
+        dz = linear.dx(dout, saved[6:], gate_up.dtype)  # (..., I)
         if up.scaling == down.scaling is not None:
             *gradient, z, scale = BACKWARD_FP8(dz, gate_up, up.scaling == "rowwise")
             dgate_up = Float8(Scaled(*gradient[:2]), Scaled(*fp8.transposed(gradient)))
@@ -129,7 +122,7 @@ class _NormMlp(torch.autograd.Function):
             dgate_up = linear.gradient_matrix(dgate_up, up.scaling, True, up_wanted)
             z = linear.input_matrix(z, down.scaling, True) if down_wanted else z
         ddown = linear.dweight(dout, z, down) if down_wanted else None  # (out, I)
-        dx, dnorm, dup = normed_product_backward(dgate_up, dstream, *saved[:3], saved[4 : ctx.of_up], up, up_wanted)
+        dx, dnorm, dup = normed_product_backward(dgate_up, dstream, *saved[:3], saved[4:6], up, up_wanted)
         return dx, dx if ctx.adds else None, dnorm, None, dup, None, None, ddown, None, None
 
 

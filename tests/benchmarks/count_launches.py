@@ -6,8 +6,9 @@ The decoder runs on meta tensors, which have shapes and no values, and every op 
 that only makes a view, or reserves memory, is none; any other is a launch, with these exceptions: an op of ours counts
 as the kernels that it starts, attention as flash's (`ATTENTION`), and an op over lists of tensors as torch's
 multi-tensor kernels, which take 320 blocks at once. Bytes are inputs read and outputs written, each once, but what FP8
-reads twice, to find the largest value first; what a cache saves, or a matrix product reads twice, is not known here. The counts are of one micro-batch's forward and backward
-pass, its gradients added to those of micro-batches before it, and of what follows the last one: norm, clipping, AdamW.
+reads twice, to find the largest value first; what a cache saves, or a matrix product reads twice, is not known here.
+The counts are of one micro-batch's forward and backward pass, its gradients added to those of micro-batches before it,
+and of what follows the last one: norm, clipping, AdamW.
 """
 
 import argparse
@@ -94,7 +95,7 @@ class Launches(TorchDispatchMode):
         moved = bytes_of(read) + bytes_of({**kwargs, "out": None}) + bytes_of(written)
         if name == "linear_cross_entropy":
             self._cross_entropy(*args)
-        elif name in ("fp8", "swiglu_backward_fp8"):  # read twice, where it cannot be held: the largest value comes first
+        elif name in ("fp8", "swiglu_backward_fp8"):  # read twice, the largest values first, or a row once and held
             rowwise, held = args[2], name == "fp8" and args[2] and not args[4]
             given = args[:2] if name == "swiglu_backward_fp8" else args[0]
             self._add("our kernels", name, 1 if held else 2 + rowwise, moved + (0 if held else bytes_of(given)))

@@ -52,8 +52,8 @@ def test_products_add_the_gradients_of_matrices_by_themselves(counted):
 
 @pytest.mark.parametrize("precision, both, matrix, inside", [("fp8-tensorwise", 2, 2, 0), ("fp8-rowwise", 3, 1, 1)])
 def test_fp8_quantises_what_the_kernels_page_says(counted, precision, both, matrix, inside):
-    """Of each block but the last: 4 weights, what goes into a matrix twice, and what comes out of three; the gradient of
-    gate and up comes with what goes into the last. With `rowwise` the norms return FP8 by themselves."""
+    """Of each block but the last: 4 weights; what goes in, in both passes; the gradient of what comes out. That of gate
+    and up comes with the last matrix's input. With `rowwise` the norms return FP8 by themselves."""
     for copies in (False, True):
         found, bf16 = count(PRESET, copies, precision), counted[copies]
         step = both if copies else 0  # of the weight, once an optimizer step

@@ -195,9 +195,10 @@ def test_gradients_are_those_of_plain_pytorch(name, compiled):
 @pytest.mark.parametrize("compiled", [False, True])
 def test_gradients_of_fp32_weights_are_not_rounded_to_half_precision(name, compiled):
     """Mixed precision: the product of half-precision factors is the gradient, as it is summed in fp32."""
-    wide = {"norm_linear": lambda x, w, copy: rms_norm.norm_linear(x, None, torch.ones(16), EPS, w, copy=copy)[1],
+    wide = {"norm_linear": lambda x, w, copy: rms_norm.norm_linear(x, None, torch.ones(16), EPS, w, None, copy)[1],
             "norm_mlp": lambda x, w, copy: swiglu.norm_mlp(
-                x, None, torch.ones(16), EPS, (w, None, copy), (w[:, :12], None, copy if copy is None else copy[:, :12]))[1],
+                x, None, torch.ones(16), EPS, (w, None, copy), (w[:, :12], None, None if copy is None else copy[:, :12])
+            )[1],
             "linear": lambda x, w, copy: linear(x, w, copy=copy)}[name]  # fmt: skip
     function = traced(wide) if compiled else wide
     x, w = torch.randn(40, 16).bfloat16(), torch.randn(24, 16, requires_grad=True)

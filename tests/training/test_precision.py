@@ -3,6 +3,7 @@
 On a CPU the products of the same eight bits are summed in fp32; `test_gpu` compares that with what a device gives.
 """
 
+import itertools
 import logging
 from types import SimpleNamespace
 
@@ -225,7 +226,7 @@ class Swiglu(torch.autograd.Function):
         return swiglu.BACKWARD(dz, *ctx.saved_tensors)[0]
 
 
-@pytest.mark.parametrize("scalings", [(each, other) for each in (*SCALINGS, None) for other in (*SCALINGS, None)], ids=str)
+@pytest.mark.parametrize("scalings", itertools.product((*SCALINGS, None), repeat=2), ids=str)
 def test_an_mlp_is_its_parts_to_the_bit(scalings):
     """Also where only one of its matrices is in FP8."""
     torch.manual_seed(1)
