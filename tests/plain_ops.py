@@ -21,7 +21,7 @@ def rms_norm_plain(x, residual, weight, eps):
     return stream, normalised(stream, weight, eps).to(x.dtype)
 
 
-def plain_linear(x, weight, scaling):
+def plain_linear(x, weight, scaling=None):
     return F.linear(x, weight.to(x.dtype)) if scaling is None else linear(x, weight, scaling)
 
 
@@ -30,9 +30,16 @@ def norm_linear_plain(x, residual, norm_weight, eps, weight, scaling=None):
     return stream, plain_linear(y, weight, scaling)
 
 
-def swiglu_linear_plain(gate_up, weight, scaling=None):
+def norm_mlp_plain(x, residual, norm_weight, eps, up, down):
+    """`up` and `down` are the weight and perhaps the scaling."""
+    stream, gate_up = norm_linear_plain(x, residual, norm_weight, eps, *up)
     gate, up = gate_up.chunk(2, -1)
-    return plain_linear(F.silu(gate) * up, weight, scaling)
+    return stream, plain_linear(F.silu(gate) * up, *down)
+
+
+def of_weights(mlp):
+    """An MLP of weights alone, in the place of tuples that begin with them."""
+    return lambda x, residual, norm_weight, eps, up, down: mlp(x, residual, norm_weight, eps, (up,), (down,))
 
 
 def qk_norm_rope_plain(qkv, q_weight, k_weight, cos, sin, positions, heads, kv_heads, eps):

@@ -11,10 +11,11 @@ import torch
 from plain_ops import (
     linear_cross_entropy_plain,
     norm_linear_plain,
+    norm_mlp_plain,
+    of_weights,
     qk_norm_rope_plain,
     results,
     rms_norm_plain,
-    swiglu_linear_plain,
 )
 from trainings import fit, losses, make_workplace, trace
 
@@ -24,7 +25,7 @@ from lm.kernels.fp8 import QUANTIZE, quantize
 from lm.kernels.linear import linear, product
 from lm.kernels.qk_norm_rope import qk_norm_rope
 from lm.kernels.rms_norm import norm_linear, rms_norm
-from lm.kernels.swiglu import swiglu_linear
+from lm.kernels.swiglu import norm_mlp
 from lm.model.attention import enter_kernels
 from lm.model.attention_choice import FLASH, Choice, Shape, measured
 from lm.model.compile import GraphedMicroBatch, checkpoint_activations, compile_decoder
@@ -94,8 +95,9 @@ def op(name, dtype, rows, width):
     if name == "norm_linear":
         x, residual, weight, matrix = tensors(dtype, (rows, width), (rows, width), (width,), (24, width))
         return norm_linear, norm_linear_plain, (x, residual, weight, 1e-5, matrix)
-    if name == "swiglu_linear":
-        return swiglu_linear, swiglu_linear_plain, tuple(tensors(dtype, (rows, 2 * width), (24, width)))
+    if name == "norm_mlp":  # with matrices of their own
+        x, weight, up, down = tensors(dtype, (rows, 24), (24,), (2 * width, 24), (24, width))
+        return of_weights(norm_mlp), of_weights(norm_mlp_plain), (x, None, weight, 1e-5, up, down)
     if name.endswith("qk_norm_rope"):
         (qkv,) = tensors(dtype, (1, rows, (heads + 2 * kv_heads) * head_dim))
         norms = tensors(dtype, (head_dim,), (head_dim,)) if name == "qk_norm_rope" else (None, None)
@@ -107,7 +109,7 @@ def op(name, dtype, rows, width):
     return linear_cross_entropy, linear_cross_entropy_plain, (x, weight, labels)
 
 
-OPS = ["rms_norm", "first rms_norm", "norm_linear", "swiglu_linear", "qk_norm_rope", "bare qk_norm_rope",
+OPS = ["rms_norm", "first rms_norm", "norm_linear", "norm_mlp", "qk_norm_rope", "bare qk_norm_rope",
        "linear_cross_entropy"]  # fmt: skip
 
 

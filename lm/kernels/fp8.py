@@ -9,9 +9,7 @@ the bit; torchao's rowwise recipe does the same.
 cores take FP8 only where neighbours in memory are summed: hence the transpose, whose rows have scales of their own.
 """
 
-import math
-from collections.abc import Sequence
-from typing import Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor
@@ -59,85 +57,100 @@ def _power_of_two(largest: Tensor, dtype: torch.dtype) -> Tensor:
     """
     bits = largest.clamp(min=SMALLEST).nan_to_num(nan=torch.inf, posinf=torch.inf).view(torch.int32)
     carried = (bits + 0x1FFFFF) & 0x7F800000  # 23 bits of mantissa, cut off
-    return carried.view(torch.float32) / top(dtype)
+    return carried.view(torch.float32) / int(torch.finfo(dtype).max / 1.75)
 
 
-def top(dtype: torch.dtype) -> int:
-    """The largest power of two in a format."""
-    return int(torch.finfo(dtype).max / 1.75)
+def on_cpu(
+    x: Tensor, dtype: torch.dtype, rowwise: bool, matrix: bool, transpose: bool, source: str = "MATRIX", *given: Tensor
+) -> Results:
+    """The specification, in plain PyTorch; what was not asked for is empty."""
+    if source == "NORMED":
+        weight, rstd = given
+        x = (x.float() * rstd.flatten()[:, None] * weight.float()).to(x.dtype)
+    elif source == "SWIGLU":
+        x = torch.ops.lm.swiglu(x)
+    rows, nothing = x.flatten(0, -2), (x.new_empty(0, dtype=dtype), x.new_empty(0, dtype=torch.float32))
+    values, scale = _scaled(rows, dtype, rowwise) if matrix or not rowwise else nothing
+    other, other_scale = _scaled(rows.t(), dtype, rowwise) if transpose else nothing
+    return values.view(x.shape) if matrix else nothing[0], scale, other, other_scale if rowwise else nothing[1]
 
 
-def quantized_rows(x: Tensor) -> tuple[Tensor, Tensor]:
-    """A matrix `(..., K)` in e4m3 with a scale for each row, `(rows)`, by plain PyTorch."""
-    values, scale = _scaled(x.flatten(0, -2), E4M3, True)
-    return values.view(x.shape), scale
-
-
-def empty_rows(x: Tensor, shape: Sequence[int]) -> tuple[Tensor, Tensor]:
-    """Memory for a matrix of this shape in e4m3 with a scale for each row, where `x` is."""
-    return x.new_empty(shape, dtype=E4M3), x.new_empty(math.prod(shape[:-1]), dtype=torch.float32)
-
-
-def _cpu(x: Tensor, dtype: torch.dtype, rowwise: bool, matrix: bool, transpose: bool) -> Results:
-    nothing = (x.new_empty(0, dtype=dtype), x.new_empty(0, dtype=torch.float32))
-    if rowwise:
-        return (*(_scaled(x, dtype, True) if matrix else nothing),
-                *(_scaled(x.t(), dtype, True) if transpose else nothing))  # fmt: skip
-    values, scale = _scaled(x, dtype, False)
-    return values if matrix else nothing[0], scale, _as_rows(values.t()) if transpose else nothing[0], nothing[1]
-
-
-def _empty(x: Tensor, dtype: torch.dtype, rowwise: bool, matrix: bool, transpose: bool) -> Results:
-    rows, width = x.shape
+def empty(
+    x: Tensor, dtype: torch.dtype, rowwise: bool, matrix: bool, transpose: bool, source: str = "MATRIX", *_: Any
+) -> Results:  # fmt: skip
+    """Memory for the results."""
+    width = x.shape[-1] // (2 if source == "SWIGLU" else 1)
+    rows = x.numel() // x.shape[-1]
     return (
-        x.new_empty((rows, width) if matrix else 0, dtype=dtype),
+        x.new_empty((*x.shape[:-1], width) if matrix else 0, dtype=dtype),
         x.new_empty(() if not rowwise else rows if matrix else 0, dtype=torch.float32),
         x.new_empty((width, rows) if transpose else 0, dtype=dtype),
         x.new_empty(width if rowwise and transpose else 0, dtype=torch.float32),
     )
 
 
+def transposed(results: Results) -> tuple[Tensor, Tensor]:
+    """The transpose among the results of a matrix and its scale, which without rows of their own is the matrix's."""
+    _, scale, values, of_rows = results
+    return values, of_rows if of_rows.numel() else scale
+
+
 def constants(
-    dtype: torch.dtype, float8: torch.dtype, rows: int, width: int, vec: int, rowwise: bool
-) -> dict[str, object]:
+    dtype: torch.dtype, float8: torch.dtype, rows: int, width: int, vec: int, rowwise: bool, source: str = "MATRIX",
+    weight_dtype: torch.dtype = torch.float32,
+) -> dict[str, object]:  # fmt: skip
     """Preprocessor constants of the kernels for rows of this width, loaded in vectors of `vec` elements."""
-    return dict(T=runtime.TYPES[dtype], F="e4m3" if float8 == E4M3 else "e5m2", TOP=top(float8), WIDTH=width, VEC=vec,
-                ROWWISE=int(rowwise), TRANSPOSED_VEC=1 if rows % 16 else 16,
+    return dict(T=runtime.TYPES[dtype], W=runtime.TYPES[weight_dtype], F="e4m3" if float8 == E4M3 else "e5m2",
+                SOURCE=source, WIDTH=width, VEC=vec, ROWWISE=int(rowwise), TRANSPOSED_VEC=1 if rows % 16 else 16,
                 WARPS=runtime.warps(width // vec, max(1, 16 // vec)))  # fmt: skip
 
 
-def _cuda(x: Tensor, dtype: torch.dtype, rowwise: bool, matrix: bool, transpose: bool) -> Results:
-    x, (rows, width) = x.contiguous(), x.shape
-    vec = runtime.vector(width, x)
-    chosen = constants(x.dtype, dtype, rows, width, vec, rowwise)
-    run = runtime.program("fp8", x.device, **chosen)
-    values, scale, transposed, transposed_scale = results = _empty(x, dtype, rowwise, matrix, transpose)
-    if rowwise and not transpose:
-        run("fp8_rows", rows, chosen["WARPS"] * 32, x, values, scale)
+def _cuda(
+    x: Tensor, dtype: torch.dtype, rowwise: bool, matrix: bool, transpose: bool, source: str = "MATRIX", *given: Tensor
+) -> Results:
+    results = empty(x, dtype, rowwise, matrix, transpose, source)
+    return launch(source, results, rowwise, x.contiguous(), None, *given)
+
+
+def launch(
+    source: str, results: tuple[Tensor, ...], rowwise: bool, x: Tensor, dz: Tensor | None = None,
+    weight: Tensor | None = None, rstd: Tensor | None = None,
+) -> tuple[Tensor, ...]:  # fmt: skip
+    """Quantise into `results`, which are returned, what `csrc/fp8.cu` computes as `source` of these tensors; an empty
+    result is left out. They are `Results`, and for SwiGLU's gradient the transpose of `z` and its scale, too.
+    """
+    width = x.shape[-1] // (2 if source.startswith("SWIGLU") else 1)  # of a part, as the source calls it
+    rows, vec = x.numel() // x.shape[-1], runtime.vector(width, x, dz, weight)
+    chosen = constants(x.dtype, results[0].dtype, rows, width, vec, rowwise, source,
+                       torch.float32 if weight is None else weight.dtype)
+    run, given = runtime.program("fp8", x.device, **chosen), (x, dz, weight, rstd)
+    found = [each if each.numel() else None for each in results]
+    if rowwise and found[2] is None:  # no transpose
+        run("fp8_rows", rows, chosen["WARPS"] * 32, *given, *found[:2])
         return results
     tiles = -(-rows // 128) * -(-width // (8 * vec))
     if rowwise:
-        largest, parts = x.new_zeros(rows + width, dtype=torch.int32), 0
-        run("fp8_largest_of_rows_and_columns", tiles, 256, x, largest, rows)
+        largest, blocks = x.new_zeros(rows + (3 if len(found) > 4 else 1) * width, dtype=torch.int32), 0
+        run("fp8_largest_of_rows_and_columns", tiles, 256, *given, largest, rows)
     else:
-        parts = min(2 * runtime.multiprocessors(x.device), -(-x.numel() // (1024 * vec)))
-        largest = x.new_empty(parts, dtype=torch.int32)
-        run("fp8_largest", parts, 1024, x, largest, x.numel() // vec)
-    run("fp8_quantize", tiles, 256, x, largest, values if matrix else None, scale, transposed if transpose else None,
-        transposed_scale, rows, parts)  # fmt: skip
+        blocks = min(2 * runtime.multiprocessors(x.device), -(-rows * width // (1024 * vec)))
+        largest = x.new_empty(2 * blocks, dtype=torch.int32)
+        run("fp8_largest", blocks, 1024, *given, largest, rows)
+    run("fp8_quantize", tiles, 256, *given, largest, *(*found, None, None)[:6], rows, blocks)
     return results
 
 
 QUANTIZE = define(
-    "fp8(Tensor x, ScalarType dtype, bool rowwise, bool matrix, bool transpose) -> (Tensor, Tensor, Tensor, Tensor)",
-    cpu=_cpu,
+    "fp8(Tensor x, ScalarType dtype, bool rowwise, bool matrix, bool transpose, str source='MATRIX',"
+    " Tensor? weight=None, Tensor? rstd=None) -> (Tensor, Tensor, Tensor, Tensor)",
+    cpu=on_cpu,
     cuda=_cuda,
-    fake=_empty,
+    fake=empty,
 )
 
 
 def quantize(
-    x: Tensor, scaling: Scaling, *, gradient: bool = False, matrix: bool = True, transpose: bool = False
+    x: Tensor, scaling: Scaling, *source: Any, gradient: bool = False, matrix: bool = True, transpose: bool = False
 ) -> Float8:
     """A matrix in FP8, its largest values near the end of the format's range and none beyond it.
 
@@ -146,11 +159,12 @@ def quantize(
     too, as in torchao's rowwise recipe and in DeepSeek-V3 (2024, arXiv:2412.19437, section 3.3.2).
 
     `x` is `(..., K)` in bf16, fp16 or fp32, all but the last dimension its rows. Where a value is infinite or NaN, the
-    scale is infinite: no product hides it. `matrix` and `transpose` select what is computed.
+    scale is infinite: no product hides it. `matrix` and `transpose` select what is computed. With a `source`, which is
+    `"NORMED", weight, rstd` or `"SWIGLU"`, what an op would make of `x` is quantised, see `csrc/fp8.cu`.
     """
     dtype, rowwise = E5M2 if gradient and scaling == "tensorwise" else E4M3, scaling == "rowwise"
-    values, scale, transposed, transposed_scale = QUANTIZE(x.flatten(0, -2), dtype, rowwise, matrix, transpose)
+    results = QUANTIZE(x.flatten(0, -2), dtype, rowwise, matrix, transpose, *source)
     return Float8(
-        Scaled(values.view(x.shape), scale) if matrix else None,
-        Scaled(transposed, transposed_scale if rowwise else scale) if transpose else None,
+        Scaled(results[0].view(*x.shape[:-1], -1), results[1]) if matrix else None,
+        Scaled(*transposed(results)) if transpose else None,
     )

@@ -1,6 +1,6 @@
 """A linear layer's three matrix products, one forward and two backward, in the activations' precision or in FP8.
 
-`rms_norm` and `swiglu` join them with the op before; `linear` is the linear layer alone. In FP8 both factors of a
+`rms_norm` and `swiglu` join them with the ops before; `linear` is the linear layer alone. In FP8 both factors of a
 product are quantised (`kernels/fp8`) and the product is scaled back. Each matrix is read for that as seldom as can be:
 a weight once for all products of a forward and a backward pass, an output's gradient once for its two, and an
 activation once in each pass, so that it need not be kept.
@@ -8,7 +8,7 @@ activation once in each pass, so that it need not be kept.
 
 import functools
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -19,6 +19,14 @@ from lm.kernels.torch_private import scaled_mm
 
 MULTIPLE = 16  # tensor cores take multiples of it: both dimensions of a matrix, and the tokens of a gradient
 Matrix = Tensor | Float8  # as a product takes it
+
+
+class Layer(NamedTuple):
+    """What the backward pass of a linear layer has to know, beside the tensors that it saves."""
+
+    scaling: Scaling | None  # of FP8 products
+    dtype: torch.dtype  # of the weight and its gradient
+    total: Tensor | None  # to which the gradient is added; see `linear`
 
 
 def product(a: Scaled, b: Scaled, dtype: torch.dtype) -> Tensor:
@@ -41,20 +49,23 @@ def product(a: Scaled, b: Scaled, dtype: torch.dtype) -> Tensor:
     return out.to(dtype).view(*a.values.shape[:-1], -1)
 
 
-def weight_matrix(weight: Tensor, dtype: torch.dtype, scaling: Scaling | None, copy: Matrix | None = None) -> Matrix:
-    """A weight `(out, in)` for the products of a forward pass and, where gradients are wanted, for `dx`.
+def layer(
+    weight: Tensor, dtype: torch.dtype, scaling: Scaling | None = None, copy: Matrix | None = None,
+    total: Tensor | None = None,
+) -> tuple[Tensor, Matrix, Layer]:  # fmt: skip
+    """A weight `(out, in)`, as the products of a forward pass and, where gradients are wanted, of `dx` take it.
 
-    `dtype` is that of the activations; `copy` is what this returned before, if the weight has not changed since.
+    `dtype` is that of the activations; `copy` is the second result of an earlier call, if the weight is the same still.
     """
-    if copy is not None:
-        return copy
-    weight = weight.detach()
-    return weight.to(dtype) if scaling is None else quantize(weight, scaling, transpose=torch.is_grad_enabled())
+    if copy is None:
+        copy = weight.detach()
+        copy = copy.to(dtype) if scaling is None else quantize(copy, scaling, transpose=torch.is_grad_enabled())
+    return weight, copy, Layer(scaling, weight.dtype, total)
 
 
-def saved_for_dx(weight: Matrix) -> tuple[Tensor, ...]:
-    """The tensors of a weight that `dx` needs."""
-    return (weight,) if isinstance(weight, Tensor) else weight.transpose or ()
+def saved_for_dx(weight: Matrix) -> tuple[Tensor | None, Tensor | None]:
+    """The tensors of a weight that `dx` needs: itself, or its transpose in FP8 and the scale."""
+    return (weight, None) if isinstance(weight, Tensor) else weight.transpose or (None, None)
 
 
 def gradient_matrix(dout: Tensor, scaling: Scaling | None, for_dx: bool, for_dweight: bool) -> Matrix:
@@ -64,36 +75,40 @@ def gradient_matrix(dout: Tensor, scaling: Scaling | None, for_dx: bool, for_dwe
     return quantize(dout, scaling, gradient=True, matrix=for_dx, transpose=for_dweight)
 
 
-def forward(x: Tensor, weight: Matrix, scaling: Scaling | None) -> Tensor:
-    """`x @ weight.T`: `(..., in)` and `(out, in)` to `(..., out)`."""
+def input_matrix(x: Tensor, scaling: Scaling | None, for_dweight: bool = False) -> Tensor | Scaled:
+    """What goes into a layer, `(..., in)`: for `forward`, or for `dweight`."""
     if scaling is None:
-        return F.linear(x, weight)
-    return product(quantize(x, scaling).matrix, weight.matrix, x.dtype)
+        return x
+    found = quantize(x, scaling, matrix=not for_dweight, transpose=for_dweight)
+    return found.transpose if for_dweight else found.matrix
 
 
-def dx(dout: Matrix, saved: Sequence[Tensor], dtype: torch.dtype) -> Tensor:
+def forward(x: Tensor | Scaled, weight: Matrix, dtype: torch.dtype) -> Tensor:
+    """`x @ weight.T`, in a `dtype`: `(..., in)` and `(out, in)` to `(..., out)`."""
+    return F.linear(x, weight) if isinstance(x, Tensor) else product(x, weight.matrix, dtype)
+
+
+def dx(dout: Matrix, saved: Sequence[Tensor | None], dtype: torch.dtype) -> Tensor:
     """The gradient of `x`, in its `dtype`: `(..., out)` and a weight `(out, in)`, as it was saved, to `(..., in)`."""
     return dout @ saved[0] if isinstance(dout, Tensor) else product(dout.matrix, Scaled(*saved), dtype)
 
 
-def dweight(
-    dout: Matrix, x: Tensor, scaling: Scaling | None, dtype: torch.dtype, total: Tensor | None = None
-) -> Tensor | None:
-    """The gradient of `weight`, in its `dtype`: `(..., out)` and `(..., in)` to `(out, in)`.
+def dweight(dout: Matrix, x: Tensor | Scaled, of: Layer) -> Tensor | None:
+    """The gradient of `weight`, in its precision: `(..., out)` and `(..., in)` to `(out, in)`.
 
     The product of half-precision factors is written in fp32 as it is summed, without a rounding in between. With a
     `total` it is added to that as it is written, and nothing is returned; not in FP8.
     """
-    if total is not None:
-        return add_product(total, dout.flatten(0, -2), x.flatten(0, -2))
-    if scaling is not None:
-        return product(dout.transpose, quantize(x, scaling, matrix=False, transpose=True).transpose, dtype)
+    if isinstance(x, Scaled):
+        return product(dout.transpose, x, of.dtype)
     dout, x = dout.flatten(0, -2), x.flatten(0, -2)  # (tokens, out), (tokens, in)
-    if dtype == x.dtype:
+    if of.total is not None:
+        return add_product(of.total, dout, x)
+    if of.dtype == x.dtype:
         return dout.t() @ x
     if x.device.type == "cpu":  # which has no such product
-        return dout.t().to(dtype) @ x.to(dtype)
-    return torch.mm(dout.t(), x, out_dtype=dtype)
+        return dout.t().to(of.dtype) @ x.to(of.dtype)
+    return torch.mm(dout.t(), x, out_dtype=of.dtype)
 
 
 def add_product(total: Tensor, dout: Tensor, x: Tensor) -> None:
@@ -121,22 +136,20 @@ def _adds_in_place(dtype: torch.dtype, device: torch.device) -> bool:
 
 class _Linear(torch.autograd.Function):
     @staticmethod
-    def forward(
-        ctx: Any, x: Tensor, weight: Tensor, matrix: Matrix, scaling: Scaling | None, total: Tensor | None
-    ) -> Tensor:  # fmt: skip
-        ctx.weight_dtype, ctx.scaling, ctx.total = weight.dtype, scaling, total
+    def forward(ctx: Any, x: Tensor, weight: Tensor, matrix: Matrix, of: Layer) -> Tensor:
+        ctx.of = of
         ctx.save_for_backward(x, *saved_for_dx(matrix))
-        return forward(x, matrix, scaling)
+        return forward(input_matrix(x, of.scaling), matrix, x.dtype)
 
     @staticmethod
     def backward(ctx: Any, dout: Tensor) -> tuple[Tensor | None, ...]:
         x, *weight = ctx.saved_tensors
         for_dx, for_dweight, *_ = ctx.needs_input_grad
-        matrix = gradient_matrix(dout, ctx.scaling, for_dx, for_dweight)
+        matrix = gradient_matrix(dout, ctx.of.scaling, for_dx, for_dweight)
         return (
             dx(matrix, weight, x.dtype) if for_dx else None,
-            dweight(matrix, x, ctx.scaling, ctx.weight_dtype, ctx.total) if for_dweight else None,
-            *(None,) * 3,
+            dweight(matrix, input_matrix(x, ctx.of.scaling, True), ctx.of) if for_dweight else None,
+            *(None,) * 2,
         )
 
 
@@ -145,7 +158,7 @@ def linear(
 ) -> Tensor:  # fmt: skip
     """`x @ weight.T`: `(..., in)` and `(out, in)`, whose gradient has its precision, to `(..., out)`.
 
-    Without a `scaling` there is no FP8; `copy` is as for `weight_matrix`. `total` is the weight's `.grad`, if the
+    Without a `scaling` there is no FP8; `copy` is as for `layer`. `total` is the weight's `.grad`, if the
     backward pass is to add the gradient to it by itself: autograd then has none, which saves one pass over memory.
     """
-    return _Linear.apply(x, weight, weight_matrix(weight, x.dtype, scaling, copy), scaling, total)
+    return _Linear.apply(x, *layer(weight, x.dtype, scaling, copy, total))

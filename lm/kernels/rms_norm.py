@@ -4,33 +4,36 @@ Joined, the normalised activations are not saved for the backward pass, which re
 anyway. `swiglu` does the same for the MLP's second linear layer.
 """
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from lm.kernels import linear, runtime
-from lm.kernels.fp8 import E4M3, Scaled, Scaling, empty_rows, quantized_rows, top
-from lm.kernels.linear import Matrix
+from lm.kernels import fp8, linear, runtime
+from lm.kernels.fp8 import E4M3, Scaled, Scaling, quantize
+from lm.kernels.linear import Layer, Matrix
 from lm.kernels.runtime import define
 
 BLOCKS_PER_MULTIPROCESSOR = 8  # of the backward pass: enough to hide latency, few enough for short partial sums
 LANE_ELEMENTS = 16  # of a row that a lane keeps in registers; half in the backward pass, with three values of each
 
 
-def _cpu_forward(x: Tensor, residual: Tensor | None, weight: Tensor, eps: float) -> tuple[Tensor, Tensor, Tensor]:
+Forward = tuple[Tensor, Tensor, Tensor, Tensor]  # stream, y, 1 / rms, scale; see `FORWARD`
+
+
+def _cpu_forward(
+    x: Tensor, residual: Tensor | None, weight: Tensor, eps: float, scaling: Scaling | None = None
+) -> Forward:  # fmt: skip
     total = x.contiguous() if residual is None else x.contiguous() + residual.contiguous()
+    stream, y, rstd, scale = _empty_forward(x, residual, weight, eps, scaling)
     wide = total.float()
-    rstd = torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps)  # (..., 1)
-    y = (wide * rstd * weight.float()).to(x.dtype)
-    return x.new_empty(0) if residual is None else total, y, rstd.squeeze(-1)
-
-
-def _cpu_forward_fp8(
-    x: Tensor, residual: Tensor | None, weight: Tensor, eps: float
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    stream, y, rstd = _cpu_forward(x, residual, weight, eps)
-    return stream, *quantized_rows(y), rstd
+    rstd = torch.rsqrt(wide.square().mean(-1) + eps)
+    if scaling != "tensorwise":
+        y = (wide * rstd[..., None] * weight.float()).to(x.dtype)
+    if scaling == "rowwise":
+        y, scale, *_ = fp8.on_cpu(y, E4M3, True, True, False)
+    return stream if residual is None else total, y, rstd, scale
 
 
 def _cpu_backward(
@@ -52,12 +55,12 @@ def constants(
 ) -> dict[str, object]:  # fmt: skip
     """Preprocessor constants of the kernels for rows of this width, loaded in vectors of `vec` elements.
 
-    With `float8` the forward pass returns e4m3.
+    With `float8` the forward pass returns e4m3, with a scale for each row.
     """
     forward, backward = (runtime.warps(width // vec, max(1, held // vec))
                          for held in (LANE_ELEMENTS, LANE_ELEMENTS // 2))  # fmt: skip
     return dict(T=runtime.TYPES[dtype], W=runtime.TYPES[weight_dtype], WIDTH=width, VEC=vec, FORWARD_WARPS=forward,
-                BACKWARD_WARPS=backward, TOP=top(E4M3) if float8 else 0)  # fmt: skip
+                BACKWARD_WARPS=backward, FP8=int(float8))  # fmt: skip
 
 
 def _program(
@@ -69,30 +72,23 @@ def _program(
     return run, chosen["FORWARD_WARPS"] * 32, chosen["BACKWARD_WARPS"] * 32
 
 
-def _cuda_forward(x: Tensor, residual: Tensor | None, weight: Tensor, eps: float) -> tuple[Tensor, Tensor, Tensor]:
-    y = torch.empty_like(x, memory_format=torch.contiguous_format)
-    stream, rstd = _run_forward(x, residual, weight, eps, y, None)
-    return stream, y, rstd
+def _empty_forward(
+    x: Tensor, residual: Tensor | None, weight: Tensor, eps: float, scaling: Scaling | None = None
+) -> Forward:  # fmt: skip
+    y, scale, *_ = fp8.empty(x, E4M3, True, scaling == "rowwise", False)
+    y = x.new_empty(x.shape) if scaling is None else y
+    return x.new_empty(0 if residual is None else x.shape), y, x.new_empty(x.shape[:-1], dtype=torch.float32), scale
 
 
-def _cuda_forward_fp8(
-    x: Tensor, residual: Tensor | None, weight: Tensor, eps: float
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    values, scale = empty_rows(x, x.shape)
-    stream, rstd = _run_forward(x, residual, weight, eps, values, scale)
-    return stream, values, scale, rstd
-
-
-def _run_forward(
-    x: Tensor, residual: Tensor | None, weight: Tensor, eps: float, y: Tensor, scale: Tensor | None
-) -> tuple[Tensor, Tensor]:
-    x, adds = x.contiguous(), residual is not None
-    residual = residual.contiguous() if adds else None
-    stream = torch.empty_like(x) if adds else x.new_empty(0)
-    rstd = x.new_empty(x.shape[:-1], dtype=torch.float32)
-    run, threads, _ = _program(x.shape[-1], scale is not None, x, weight, residual)
-    run("rms_norm_forward", rstd.numel(), threads, x, residual, weight, stream if adds else None, y, scale, rstd, eps)
-    return stream, rstd
+def _cuda_forward(
+    x: Tensor, residual: Tensor | None, weight: Tensor, eps: float, scaling: Scaling | None = None
+) -> Forward:  # fmt: skip
+    x, residual = x.contiguous(), None if residual is None else residual.contiguous()
+    stream, y, rstd, scale = results = _empty_forward(x, residual, weight, eps, scaling)
+    run, threads, _ = _program(x.shape[-1], scaling == "rowwise", x, weight, residual)
+    run("rms_norm_forward", rstd.numel(), threads, x, residual, weight, None if residual is None else stream,
+        None if scaling == "tensorwise" else y, scale, rstd, eps)
+    return results
 
 
 def _cuda_backward(
@@ -113,25 +109,13 @@ def _cuda_backward(
 
 
 # An op returns new tensors only: without a residual, where the stream is `x`, an empty one stands in its place.
+# With `rowwise` scaling `y` is e4m3 with a scale for each row, as `fp8` makes it; with `tensorwise` it is not there.
 FORWARD = define(
-    "rms_norm(Tensor x, Tensor? residual, Tensor weight, float eps) -> (Tensor, Tensor, Tensor)",
+    "rms_norm(Tensor x, Tensor? residual, Tensor weight, float eps, str? scaling=None)"
+    " -> (Tensor, Tensor, Tensor, Tensor)",
     cpu=_cpu_forward,
     cuda=_cuda_forward,
-    fake=lambda x, residual, weight, eps: (
-        x.new_empty(0 if residual is None else x.shape),
-        x.new_empty(x.shape),
-        x.new_empty(x.shape[:-1], dtype=torch.float32),
-    ),
-)
-FORWARD_FP8 = define(  # `y` in e4m3 with a scale for each row, as `fp8` makes it of the `y` of `rms_norm`
-    "rms_norm_fp8(Tensor x, Tensor? residual, Tensor weight, float eps) -> (Tensor, Tensor, Tensor, Tensor)",
-    cpu=_cpu_forward_fp8,
-    cuda=_cuda_forward_fp8,
-    fake=lambda x, residual, weight, eps: (
-        x.new_empty(0 if residual is None else x.shape),
-        *empty_rows(x, x.shape),
-        x.new_empty(x.shape[:-1], dtype=torch.float32),
-    ),
+    fake=_empty_forward,
 )
 BACKWARD = define(
     "rms_norm_backward(Tensor dy, Tensor? dstream, Tensor stream, Tensor weight, Tensor rstd, bool recompute)"
@@ -154,7 +138,7 @@ class _Norm(torch.autograd.Function):
     def forward(
         ctx: Any, x: Tensor, residual: Tensor | None, weight: Tensor, eps: float
     ) -> tuple[Tensor | None, Tensor]:
-        stream, y, rstd = FORWARD(x, residual, weight, eps)
+        stream, y, rstd, _ = FORWARD(x, residual, weight, eps)
         ctx.adds = residual is not None
         ctx.save_for_backward(stream if ctx.adds else x, weight, rstd)
         ctx.set_materialize_grads(False)
@@ -175,12 +159,12 @@ def rms_norm(x: Tensor, residual: Tensor | None, weight: Tensor, eps: float) -> 
     there is none, and both results; `weight` is `(C)` in any of these precisions. The statistics are fp32, of the
     stream as it is stored.
     """
-    _refuse_mismatch(x, residual, weight)
+    refuse_mismatch(x, residual, weight)
     stream, y = _Norm.apply(x, residual, weight, eps)
     return x if stream is None else stream, y
 
 
-def _refuse_mismatch(x: Tensor, residual: Tensor | None, weight: Tensor) -> None:
+def refuse_mismatch(x: Tensor, residual: Tensor | None, weight: Tensor) -> None:
     """TypeError: shapes or precisions do not fit, for which a kernel does not look."""
     if residual is not None and (residual.dtype, residual.shape) != (x.dtype, x.shape):
         raise TypeError(f"x is {tuple(x.shape)} in {x.dtype}, and residual {tuple(residual.shape)} in {residual.dtype}")
@@ -191,19 +175,40 @@ def _refuse_mismatch(x: Tensor, residual: Tensor | None, weight: Tensor) -> None
 # ---- the norm and a linear layer -------------------------------------------------------------------------------------
 
 
+def normed_product(
+    x: Tensor, residual: Tensor | None, norm_weight: Tensor, eps: float, matrix: Matrix, of: Layer
+) -> tuple[Tensor, Tensor, Tensor]:
+    """The stream, or an empty tensor without a residual; `y @ weight.T`; and what the norm's `BACKWARD` takes."""
+    stream, y, rstd, scale = FORWARD(x, residual, norm_weight, eps, of.scaling)
+    if of.scaling == "rowwise":
+        y = Scaled(y, scale)
+    elif of.scaling == "tensorwise":  # whose scale is known when all of `y` was computed once
+        y = quantize(x if residual is None else stream, of.scaling, "NORMED", norm_weight, rstd).matrix
+    return stream, linear.forward(y, matrix, x.dtype), rstd
+
+
+def normed_product_backward(
+    dout: Matrix, dstream: Tensor | None, stream: Tensor, norm_weight: Tensor, rstd: Tensor,
+    weight: Sequence[Tensor | None], of: Layer, wanted: bool,
+) -> tuple[Tensor, Tensor, Tensor | None]:  # fmt: skip
+    """The gradients of the stream, of the norm's weight and, if `wanted`, of the matrix, whose `weight` was saved."""
+    dy = linear.dx(dout, weight, stream.dtype)  # (..., C)
+    dx, y, dnorm = BACKWARD(dy, dstream, stream, norm_weight, rstd, wanted and of.scaling is None)
+    if not wanted:
+        return dx, dnorm, None
+    if of.scaling is not None:
+        y = quantize(stream, of.scaling, "NORMED", norm_weight, rstd, matrix=False, transpose=True).transpose
+    return dx, dnorm, linear.dweight(dout, y, of)  # (out, C)
+
+
 class _NormLinear(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any, x: Tensor, residual: Tensor | None, norm_weight: Tensor, eps: float, weight: Tensor, matrix: Matrix,
-        scaling: Scaling | None, total: Tensor | None,
+        of: Layer,
     ) -> tuple[Tensor | None, Tensor]:  # fmt: skip
-        if scaling == "rowwise":
-            stream, *y, rstd = FORWARD_FP8(x, residual, norm_weight, eps)
-            out = linear.product(Scaled(*y), matrix.matrix, x.dtype)
-        else:
-            stream, y, rstd = FORWARD(x, residual, norm_weight, eps)
-            out = linear.forward(y, matrix, scaling)
-        ctx.adds, ctx.scaling, ctx.weight_dtype, ctx.total = residual is not None, scaling, weight.dtype, total
+        stream, out, rstd = normed_product(x, residual, norm_weight, eps, matrix, of)
+        ctx.adds, ctx.of = residual is not None, of
         ctx.save_for_backward(stream if ctx.adds else x, norm_weight, rstd, *linear.saved_for_dx(matrix))
         ctx.set_materialize_grads(False)
         return stream if ctx.adds else None, out
@@ -211,25 +216,20 @@ class _NormLinear(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, dstream: Tensor | None, dout: Tensor | None) -> tuple[Tensor | None, ...]:
         if dout is None:
-            return dstream, dstream if ctx.adds else None, *(None,) * 6
-        stream, norm_weight, rstd, *weight = ctx.saved_tensors
-        wanted = ctx.needs_input_grad[4]
-        dout = linear.gradient_matrix(dout, ctx.scaling, True, wanted)
-        dy = linear.dx(dout, weight, stream.dtype)  # (..., C)
-        dx, y, dnorm = BACKWARD(dy, dstream, stream, norm_weight, rstd, wanted)
-        dweight = linear.dweight(dout, y, ctx.scaling, ctx.weight_dtype, ctx.total) if wanted else None  # (out, C)
-        return dx, dx if ctx.adds else None, dnorm, None, dweight, *(None,) * 3
+            return dstream, dstream if ctx.adds else None, *(None,) * 5
+        *saved, wanted = *ctx.saved_tensors, ctx.needs_input_grad[4]
+        dout = linear.gradient_matrix(dout, ctx.of.scaling, True, wanted)
+        dx, dnorm, dweight = normed_product_backward(dout, dstream, *saved[:3], saved[3:], ctx.of, wanted)
+        return dx, dx if ctx.adds else None, dnorm, None, dweight, None, None
 
 
 def norm_linear(
-    x: Tensor, residual: Tensor | None, norm_weight: Tensor, eps: float, weight: Tensor,
-    scaling: Scaling | None = None, copy: Matrix | None = None, total: Tensor | None = None,
-) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """`rms_norm`, then `linear`; the backward pass recomputes the normalised rows.
+    x: Tensor, residual: Tensor | None, norm_weight: Tensor, eps: float, weight: Tensor, *options: Any
+) -> tuple[Tensor, Tensor]:
+    """`rms_norm`, then `linear`, whose arguments the last ones are; the backward pass recomputes the normalised rows.
 
     With a weight `(out, C)` it gives `(stream, y @ weight.T)`: `(..., C)` and `(..., out)`.
     """
-    _refuse_mismatch(x, residual, norm_weight)
-    matrix = linear.weight_matrix(weight, x.dtype, scaling, copy)
-    stream, out = _NormLinear.apply(x, residual, norm_weight, eps, weight, matrix, scaling, total)
+    refuse_mismatch(x, residual, norm_weight)
+    stream, out = _NormLinear.apply(x, residual, norm_weight, eps, *linear.layer(weight, x.dtype, *options))
     return x if stream is None else stream, out

@@ -1,6 +1,7 @@
-"""SwiGLU on the packed gate and up projection, joined with the linear layer after it.
+"""SwiGLU on the packed gate and up projection, joined with the norm and the linear layers around it: an MLP.
 
-The activation is not saved for the backward pass, which recomputes it while it reads gate and up anyway.
+The activation is not saved for the backward pass, which recomputes it while it reads gate and up anyway. In FP8 its
+gradients are quantised as they are computed, which is why one function has both linear layers.
 """
 
 from typing import Any
@@ -9,19 +10,16 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from lm.kernels import linear, runtime
-from lm.kernels.fp8 import E4M3, Scaled, Scaling, empty_rows, quantized_rows, top
-from lm.kernels.linear import Matrix
+from lm.kernels import fp8, linear, runtime
+from lm.kernels.fp8 import E4M3, E5M2, Float8, Scaled, quantize
+from lm.kernels.linear import Layer, Matrix
+from lm.kernels.rms_norm import normed_product, normed_product_backward, refuse_mismatch
 from lm.kernels.runtime import define
 
 
 def _cpu_forward(gate_up: Tensor) -> Tensor:
     gate, up = gate_up.contiguous().float().chunk(2, -1)
     return (F.silu(gate) * up).to(gate_up.dtype)
-
-
-def _cpu_forward_fp8(gate_up: Tensor) -> tuple[Tensor, Tensor]:
-    return quantized_rows(_cpu_forward(gate_up))
 
 
 def _cpu_backward(dz: Tensor, gate_up: Tensor) -> tuple[Tensor, Tensor]:
@@ -32,46 +30,34 @@ def _cpu_backward(dz: Tensor, gate_up: Tensor) -> tuple[Tensor, Tensor]:
     return dgate_up.to(gate_up.dtype), (silu * up).to(gate_up.dtype)
 
 
+def _cpu_backward_fp8(dz: Tensor, gate_up: Tensor, rowwise: bool) -> tuple[Tensor, ...]:
+    dgate_up, z = _cpu_backward(dz, gate_up)
+    gradient = fp8.on_cpu(dgate_up, E4M3 if rowwise else E5M2, rowwise, True, True)
+    return *gradient, *fp8.transposed(fp8.on_cpu(z, E4M3, rowwise, False, True))
+
+
 def constants(dtype: torch.dtype, width: int, vec: int) -> dict[str, object]:
     """Preprocessor constants of the kernels for results of this width, loaded in vectors of `vec` elements."""
     return dict(T=runtime.TYPES[dtype], WIDTH=width, VEC=vec)
 
 
-def constants_fp8(dtype: torch.dtype, width: int, vec: int) -> dict[str, object]:
-    """As `constants`, of the kernel that returns e4m3."""
-    return constants(dtype, width, vec) | dict(WARPS=runtime.warps(width // vec, max(1, 16 // vec)), TOP=top(E4M3))
-
-
-def _run(name: str, gate_up: Tensor, tensors: tuple[Tensor, ...], *loaded: Tensor) -> None:
-    """Launch a kernel on these tensors, of which `gate_up` and `loaded` are read in vectors."""
-    width = gate_up.shape[-1] // 2
-    vec = runtime.vector(width, gate_up, *loaded)
-    pieces = gate_up.numel() // 2 // vec
-    run = runtime.program("swiglu", gate_up.device, **constants(gate_up.dtype, width, vec))
+def _run(name: str, *tensors: Tensor) -> None:
+    """Launch a kernel on these tensors, the last of which is z."""
+    width, vec = tensors[-1].shape[-1], runtime.vector(tensors[-1].shape[-1], *tensors)
+    pieces = tensors[-1].numel() // vec
+    run = runtime.program("swiglu", tensors[0].device, **constants(tensors[0].dtype, width, vec))
     run(name, -(-pieces // 256), 256, *tensors, pieces)
 
 
 def _cuda_forward(gate_up: Tensor) -> Tensor:
-    gate_up = gate_up.contiguous()
     z = _half(gate_up)
-    _run("swiglu_forward", gate_up, (gate_up, z))
+    _run("swiglu_forward", gate_up.contiguous(), z)
     return z
 
 
-def _cuda_forward_fp8(gate_up: Tensor) -> tuple[Tensor, Tensor]:
-    gate_up = gate_up.contiguous()
-    values, scale = _half_fp8(gate_up)
-    width = values.shape[-1]
-    chosen = constants_fp8(gate_up.dtype, width, runtime.vector(width, gate_up))
-    runtime.program("swiglu_fp8", gate_up.device, **chosen)(
-        "swiglu_fp8", scale.numel(), chosen["WARPS"] * 32, gate_up, values, scale)  # fmt: skip
-    return values, scale
-
-
 def _cuda_backward(dz: Tensor, gate_up: Tensor) -> tuple[Tensor, Tensor]:
-    dz, gate_up = dz.contiguous(), gate_up.contiguous()
-    dgate_up, z = torch.empty_like(gate_up), torch.empty_like(dz)
-    _run("swiglu_backward", gate_up, (dz, gate_up, dgate_up, z), dz)
+    dgate_up, z = gate_up.new_empty(gate_up.shape), dz.new_empty(dz.shape)
+    _run("swiglu_backward", dz.contiguous(), gate_up.contiguous(), dgate_up, z)
     return dgate_up, z
 
 
@@ -79,50 +65,76 @@ def _half(gate_up: Tensor) -> Tensor:
     return gate_up.new_empty((*gate_up.shape[:-1], gate_up.shape[-1] // 2))
 
 
-def _half_fp8(gate_up: Tensor) -> tuple[Tensor, Tensor]:
-    return empty_rows(gate_up, (*gate_up.shape[:-1], gate_up.shape[-1] // 2))
+def _cuda_backward_fp8(dz: Tensor, gate_up: Tensor, rowwise: bool) -> tuple[Tensor, ...]:
+    results = _empty_fp8(dz, gate_up, rowwise)
+    return fp8.launch("SWIGLU_GRADIENT", results, rowwise, gate_up.contiguous(), dz.contiguous())
+
+
+def _empty_fp8(dz: Tensor, gate_up: Tensor, rowwise: bool) -> tuple[Tensor, ...]:
+    gradient = fp8.empty(gate_up, E4M3 if rowwise else E5M2, rowwise, True, True)
+    return *gradient, *fp8.transposed(fp8.empty(dz, E4M3, rowwise, False, True))
 
 
 FORWARD = define("swiglu(Tensor gate_up) -> Tensor", cpu=_cpu_forward, cuda=_cuda_forward, fake=_half)
-FORWARD_FP8 = define(  # in e4m3 with a scale for each row, as `fp8` makes it of what `swiglu` returns
-    "swiglu_fp8(Tensor gate_up) -> (Tensor, Tensor)", cpu=_cpu_forward_fp8, cuda=_cuda_forward_fp8, fake=_half_fp8
-)
 BACKWARD = define(
     "swiglu_backward(Tensor dz, Tensor gate_up) -> (Tensor, Tensor)",
     cpu=_cpu_backward,
     cuda=_cuda_backward,
     fake=lambda dz, gate_up: (gate_up.new_empty(gate_up.shape), _half(gate_up)),
 )
+BACKWARD_FP8 = define(  # what `fp8` makes of these results: the gradient and its transpose, and the transpose of z
+    "swiglu_backward_fp8(Tensor dz, Tensor gate_up, bool rowwise)"
+    " -> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)",
+    cpu=_cpu_backward_fp8,
+    cuda=_cuda_backward_fp8,
+    fake=_empty_fp8,
+)
 
 
-class _SwigluLinear(torch.autograd.Function):
+class _NormMlp(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, gate_up: Tensor, weight: Tensor, matrix: Matrix, scaling: Scaling | None, total: Tensor | None
-    ) -> Tensor:  # fmt: skip
-        ctx.weight_dtype, ctx.scaling, ctx.total = weight.dtype, scaling, total
-        ctx.save_for_backward(gate_up, *linear.saved_for_dx(matrix))
-        if scaling == "rowwise":
-            return linear.product(Scaled(*FORWARD_FP8(gate_up)), matrix.matrix, gate_up.dtype)
-        return linear.forward(FORWARD(gate_up), matrix, scaling)
+        ctx: Any, x: Tensor, residual: Tensor | None, norm_weight: Tensor, eps: float,
+        up_weight: Tensor, up_matrix: Matrix, up: Layer, down_weight: Tensor, down_matrix: Matrix, down: Layer,
+    ) -> tuple[Tensor | None, Tensor]:  # fmt: skip
+        stream, gate_up, rstd = normed_product(x, residual, norm_weight, eps, up_matrix, up)
+        z = FORWARD(gate_up) if down.scaling is None else quantize(gate_up, down.scaling, "SWIGLU").matrix
+        ctx.adds, ctx.up, ctx.down = residual is not None, up, down
+        weights = *linear.saved_for_dx(up_matrix), *linear.saved_for_dx(down_matrix)
+        ctx.save_for_backward(stream if ctx.adds else x, norm_weight, rstd, gate_up, *weights)
+        ctx.set_materialize_grads(False)
+        return stream if ctx.adds else None, linear.forward(z, down_matrix, x.dtype)
 
     @staticmethod
-    def backward(ctx: Any, dout: Tensor) -> tuple[Tensor | None, ...]:
-        gate_up, *weight = ctx.saved_tensors
-        wanted = ctx.needs_input_grad[1]
-        dout = linear.gradient_matrix(dout, ctx.scaling, True, wanted)
-        dgate_up, z = BACKWARD(linear.dx(dout, weight, gate_up.dtype), gate_up)  # (..., 2 I), (..., I)
-        dweight = linear.dweight(dout, z, ctx.scaling, ctx.weight_dtype, ctx.total) if wanted else None  # (out, I)
-        return dgate_up, dweight, *(None,) * 3
+    def backward(ctx: Any, dstream: Tensor | None, dout: Tensor | None) -> tuple[Tensor | None, ...]:
+        if dout is None:
+            return dstream, dstream if ctx.adds else None, *(None,) * 8
+        saved, up, down = ctx.saved_tensors, ctx.up, ctx.down
+        gate_up, up_wanted, down_wanted = saved[3], ctx.needs_input_grad[4], ctx.needs_input_grad[7]
+        dout = linear.gradient_matrix(dout, down.scaling, True, down_wanted)
+        dz = linear.dx(dout, saved[6:], gate_up.dtype)  # (..., I)
+        if up.scaling == down.scaling is not None:
+            *gradient, z, scale = BACKWARD_FP8(dz, gate_up, up.scaling == "rowwise")
+            dgate_up = Float8(Scaled(*gradient[:2]), Scaled(*fp8.transposed(gradient)))
+            z = Scaled(z, scale)
+        else:
+            dgate_up, z = BACKWARD(dz, gate_up)  # (..., 2 I), (..., I)
+            dgate_up = linear.gradient_matrix(dgate_up, up.scaling, True, up_wanted)
+            z = linear.input_matrix(z, down.scaling, True) if down_wanted else z
+        ddown = linear.dweight(dout, z, down) if down_wanted else None  # (out, I)
+        dx, dnorm, dup = normed_product_backward(dgate_up, dstream, *saved[:3], saved[4:6], up, up_wanted)
+        return dx, dx if ctx.adds else None, dnorm, None, dup, None, None, ddown, None, None
 
 
-def swiglu_linear(
-    gate_up: Tensor, weight: Tensor, scaling: Scaling | None = None, copy: Matrix | None = None,
-    total: Tensor | None = None,
-) -> Tensor:  # fmt: skip
-    """`silu(gate) * up` (Shazeer, 2020, arXiv:2002.05202) in fp32 with one rounding at the end, then `linear`.
+def norm_mlp(
+    x: Tensor, residual: Tensor | None, norm_weight: Tensor, eps: float, up: tuple, down: tuple
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """`norm_linear`, `silu(gate) * up` (Shazeer, 2020, arXiv:2002.05202) in fp32 with one rounding at its end, and
+    `linear`: `(stream, z @ down.T)`, `(..., C)` each.
 
-    Gate and up are side by side, `(..., 2 I)` in bf16, fp16 or fp32; a weight `(out, I)` makes `(..., out)` of them.
+    `up` and `down` are the last arguments of `linear`, from the weight on: `(2 I, C)`, gate above up, and `(C, I)`.
     """
-    matrix = linear.weight_matrix(weight, gate_up.dtype, scaling, copy)
-    return _SwigluLinear.apply(gate_up, weight, matrix, scaling, total)
+    refuse_mismatch(x, residual, norm_weight)
+    layers = *linear.layer(up[0], x.dtype, *up[1:]), *linear.layer(down[0], x.dtype, *down[1:])
+    stream, out = _NormMlp.apply(x, residual, norm_weight, eps, *layers)
+    return x if stream is None else stream, out

@@ -4,8 +4,8 @@ Read `model/decoder` first. What differs here:
 
 - A block returns the output of its last branch and the residual stream apart. The next norm adds them, so that the
   stream is read and written once instead of twice.
-- `norm_linear` is RMSNorm and the projection after it, `swiglu_linear` the activation and the projection after it. What
-  lies between is recomputed in the backward pass and not saved: a block saves less than half as much.
+- `norm_linear` is RMSNorm and the projection after it, `norm_mlp` that and the rest of the MLP. The normalised rows and
+  the activation are recomputed in the backward pass and not saved: a block saves less than half as much.
 - `qk_norm_rope` splits, normalises and rotates in one pass.
 - `linear_cross_entropy` computes loss and gradients in chunks of tokens; all logits never exist at once.
 
@@ -20,7 +20,7 @@ from lm.kernels import runtime, swiglu
 from lm.kernels.cross_entropy import linear_cross_entropy
 from lm.kernels.qk_norm_rope import qk_norm_rope
 from lm.kernels.rms_norm import norm_linear, rms_norm
-from lm.kernels.swiglu import swiglu_linear
+from lm.kernels.swiglu import norm_mlp
 from lm.model.attention import AttentionMask, attend
 from lm.model.decoder import IGNORED, Block, Decoder, Rotary
 from lm.model.low_precision import use_low_precision
@@ -100,9 +100,10 @@ class FusedBlock(Block):
 
     def mlp_branch(self, branch: Tensor, stream: Tensor) -> tuple[Tensor, Tensor]:
         """The norm and `MLP.forward`: the new `branch`, and `branch + stream`."""
-        norm, proj = self.post_attention_layernorm, self.mlp.gate_up_proj  # (B, T, C) -> (B, T, 2 I)
-        stream, gate_up = norm_linear(branch, stream, norm.weight, norm.eps, *proj.arguments)
-        return swiglu_linear(gate_up, *self.mlp.down_proj.arguments), stream  # (B, T, 2 I) -> (B, T, C)
+        norm, mlp = self.post_attention_layernorm, self.mlp
+        given = mlp.gate_up_proj.arguments, mlp.down_proj.arguments  # (B, T, C) -> (B, T, 2 I) -> (B, T, C)
+        stream, branch = norm_mlp(branch, stream, norm.weight, norm.eps, *given)
+        return branch, stream
 
 
 class FusedDecoder(Decoder):

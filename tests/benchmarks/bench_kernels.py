@@ -85,7 +85,7 @@ class Case(NamedTuple):
 
 
 class Swiglu(torch.autograd.Function):
-    """The activation's two kernels alone, without the linear layer that `swiglu_linear` joins them with."""
+    """The activation's two kernels alone, without the layers that `norm_mlp` joins them with."""
 
     @staticmethod
     def forward(ctx: Any, gate_up: Tensor) -> Tensor:
@@ -109,7 +109,7 @@ class Cases:
         quarter = self.sizes.seq_len // 4
         return [self.rms_norm(), self.norm_linear(), self.qk_rope(normed=False), self.qk_rope(normed=True),
                 self.attention(), self.attention(window=quarter), self.attention(document=quarter),
-                self.swiglu(), self.swiglu_linear(), self.cross_entropy()]  # fmt: skip
+                self.swiglu(), self.norm_mlp(), self.cross_entropy()]  # fmt: skip
 
     def random(self, *shape: int, scale: float = 1.0, dtype: torch.dtype | None = None) -> Tensor:
         """Normally distributed numbers, of which a gradient can be taken."""
@@ -215,12 +215,14 @@ class Cases:
             backward=Traffic({"dz": half, "gate_up": 2 * half}, {"dgate_up": 2 * half, "z": half}),
         )  # fmt: skip
 
-    def swiglu_linear(self) -> Case:
-        tokens, width, out = self.sizes.tokens, self.sizes.intermediate, self.sizes.hidden
-        return self.product(
-            "swiglu_linear", swiglu.swiglu_linear, plain_ops.swiglu_linear_plain,
-            lambda: (self.random(tokens, 2 * width), self.random(out, width, scale=0.02)),
-            tokens=tokens, intermediate=width, out=out,
+    def norm_mlp(self) -> Case:
+        tokens, hidden, width = self.sizes.tokens, self.sizes.hidden, self.sizes.intermediate
+        return Case(
+            "norm_mlp", plain_ops.of_weights(swiglu.norm_mlp), plain_ops.of_weights(plain_ops.norm_mlp_plain),
+            lambda: (self.random(tokens, hidden), self.random(tokens, hidden), self.norm_weight(hidden), EPS,
+                     self.random(2 * width, hidden, scale=0.02), self.random(hidden, width, scale=0.02)),
+            {"tokens": tokens, "hidden": hidden, "intermediate": width},
+            operations=6 * tokens * hidden * 3 * width,
         )  # fmt: skip
 
     def cross_entropy(self) -> Case:

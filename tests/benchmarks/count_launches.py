@@ -5,9 +5,10 @@
 The decoder runs on meta tensors, which have shapes and no values, and every op is seen on its way to a device. An op
 that only makes a view, or reserves memory, is none; any other is a launch, with these exceptions: an op of ours counts
 as the kernels that it starts, attention as flash's (`ATTENTION`), and an op over lists of tensors as torch's
-multi-tensor kernels, which take 320 blocks at once. Bytes are inputs read and outputs written, each once; what a cache
-saves, or a matrix product reads twice, is not known here. The counts are of one micro-batch's forward and backward
-pass, its gradients added to those of micro-batches before it, and of what follows the last one: norm, clipping, AdamW.
+multi-tensor kernels, which take 320 blocks at once. Bytes are inputs read and outputs written, each once, but what FP8
+reads twice, to find the largest value first; what a cache saves, or a matrix product reads twice, is not known here.
+The counts are of one micro-batch's forward and backward pass, its gradients added to those of micro-batches before it,
+and of what follows the last one: norm, clipping, AdamW.
 """
 
 import argparse
@@ -43,8 +44,7 @@ from lm.training.step import total_norm
 DTYPE = torch.bfloat16
 # Kernels of our ops, but for `linear_cross_entropy`, see `Launches._cross_entropy`. The backward passes of norms with
 # weights have a second kernel that adds up the gradients of the weights.
-KERNELS = {"rms_norm": 1, "rms_norm_backward": 2, "swiglu": 1, "swiglu_backward": 1, "qk_norm_rope": 1,
-           "rms_norm_fp8": 1, "swiglu_fp8": 1}  # fmt: skip
+KERNELS = {"rms_norm": 1, "rms_norm_backward": 2, "swiglu": 1, "swiglu_backward": 1, "qk_norm_rope": 1}
 # Flash 2: forward one kernel; backward three: the rows' products with the gradient, the gradients, and those of the
 # queries rounded; with grouped heads the gradients of keys and of values are summed over each group, too.
 ATTENTION = {"forward": 1, "backward": 3, "groups": 2}
@@ -95,9 +95,10 @@ class Launches(TorchDispatchMode):
         moved = bytes_of(read) + bytes_of({**kwargs, "out": None}) + bytes_of(written)
         if name == "linear_cross_entropy":
             self._cross_entropy(*args)
-        elif name == "fp8":
-            rowwise, transpose = args[2], args[4]
-            self._add("our kernels", name, (3 if transpose else 1) if rowwise else 2, moved)
+        elif name in ("fp8", "swiglu_backward_fp8"):  # read twice, the largest values first, or a row once and held
+            rowwise, held = args[2], name == "fp8" and args[2] and not args[4]
+            given = args[:2] if name == "swiglu_backward_fp8" else args[0]
+            self._add("our kernels", name, 1 if held else 2 + rowwise, moved + (0 if held else bytes_of(given)))
         elif namespace == "lm":
             kernels = 1 + (args[4] is not None) if name == "qk_norm_rope_backward" else KERNELS[name]
             self._add("our kernels", name, kernels, moved)

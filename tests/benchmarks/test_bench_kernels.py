@@ -35,7 +35,7 @@ def test_every_op_of_a_decoder_is_there(found):
     assert result == written and result["formulas"] == FORMULAS and result["dtype"] == "bfloat16"
     assert result["date"] and result["device"] and "torch" in result["versions"] and result["rounds"] == 1
     moving = {"rms_norm", "qk_norm_rope", "qk_norm_rope, no norm", "swiglu"}
-    multiplying = {"norm_linear", "swiglu_linear", "linear_cross_entropy", "attention", "attention, window 32",
+    multiplying = {"norm_linear", "norm_mlp", "linear_cross_entropy", "attention", "attention, window 32",
                    "attention, documents of 32"}  # fmt: skip
     assert result["cases"].keys() == moving | multiplying
     for name, case in result["cases"].items():
@@ -93,7 +93,7 @@ def test_a_compiler_that_is_missing_is_said_and_the_rest_is_measured(monkeypatch
 
     monkeypatch.setattr(torch, "compile", lambda function, **options: missing)
     shown = printed_by(call, kernels, [*QUICK, "--dtype", "fp32"], "bench")
-    assert "inductor is unavailable: RuntimeError: no C++ compiler\n" in shown and "swiglu_linear" in shown
+    assert "inductor is unavailable: RuntimeError: no C++ compiler\n" in shown and "norm_mlp" in shown
 
 
 def test_an_op_that_breaks_does_not_take_the_others_along(monkeypatch, tmp_path, capsys):

@@ -50,16 +50,26 @@ def test_products_add_the_gradients_of_matrices_by_themselves(counted):
     assert one - other == 2 * 4 * (counts["attention"] + counts["mlp"]) - rounded
 
 
-@pytest.mark.parametrize("precision, both, matrix", [("fp8-tensorwise", 2, 2), ("fp8-rowwise", 3, 1)])
-def test_fp8_quantises_what_the_kernels_page_says(counted, precision, both, matrix):
-    """4 matrices of each block but the last: the weight, what goes in twice, and the gradient of what comes out."""
+@pytest.mark.parametrize("precision, both, matrix, inside", [("fp8-tensorwise", 2, 2, 0), ("fp8-rowwise", 3, 1, 1)])
+def test_fp8_quantises_what_the_kernels_page_says(counted, precision, both, matrix, inside):
+    """Of each block but the last: 4 weights; what goes in, in both passes; the gradient of what comes out. That of gate
+    and up comes with the last matrix's input. With `rowwise` the norms return FP8 by themselves."""
     for copies in (False, True):
         found, bf16 = count(PRESET, copies, precision), counted[copies]
         step = both if copies else 0  # of the weight, once an optimizer step
-        inside = 3 if precision == "fp8-rowwise" else 0  # the norms and SwiGLU quantise what they return themselves
-        assert found["micro_batch"].ops["fp8"] == 2 * (4 * (both - step + matrix + both + both) - inside * matrix)
+        norms = 2 * inside * matrix
+        assert found["micro_batch"].ops["fp8"] == 2 * (4 * (both - step) + 4 * matrix - norms + 3 * both + 3 * both)
+        assert found["micro_batch"].ops["swiglu_backward_fp8"] == 2 * both
         assert found["optimizer_step"].ops["fp8"] == 2 * 4 * step
         assert launches(found)["matrix products"] == launches(bf16)["matrix products"]
+
+
+def test_what_fp8_computes_twice_is_read_twice():
+    """Values of bf16: gate and up and the gradient twice; and five results of a byte for each three."""
+    dz, gate_up = (torch.empty(64, width, device="meta", dtype=torch.bfloat16) for width in (128, 256))
+    with Launches() as found:
+        torch.ops.lm.swiglu_backward_fp8(dz, gate_up, False)
+    assert found.total == (2, 2 * 2 * (64 * 128 * 3) + 64 * 128 * 5 + 2 * 4)
 
 
 def test_the_optimizer_moves_seven_values_of_a_parameter(counted):

@@ -16,7 +16,7 @@ both = pytest.mark.parametrize("rowwise", [False, True], ids=["tensorwise", "row
 def check(*asked):
     """The kernels' results are those of the plain version bit for bit, but that a NaN is any NaN; returns them."""
     got = fp8._cuda(*asked)
-    for mine, plain in zip(got, fp8._cpu(*asked), strict=True):
+    for mine, plain in zip(got, fp8.on_cpu(*asked), strict=True):
         assert mine.dtype == plain.dtype and mine.shape == plain.shape and mine.stride() == plain.stride()
         mine, plain = (t.view(torch.uint8 if t.itemsize == 1 else torch.int32) for t in (mine, plain))
         if mine.dtype == torch.uint8:
@@ -96,25 +96,39 @@ def test_rows_that_are_not_aligned_or_no_neighbours(emulated, rowwise):
         check(x, E4M3, rowwise, True, True)
 
 
-@pytest.mark.parametrize("source, rows, width", [*SHAPES, (BF16, 0, 16)], ids=str)
-def test_what_norms_and_swiglu_quantise_is_what_would_be_made_of_their_results(emulated, source, rows, width):
-    """To the bit, and so is all else that they return; a row that is not finite has an infinite scale."""
+@both
+@pytest.mark.parametrize("source, rows, width", [*SHAPES[::3], (BF16, 144, 200), (BF16, 0, 16)], ids=str)
+def test_what_norms_and_swiglu_quantise_is_what_would_be_made_of_their_results(emulated, source, rows, width, rowwise):
+    """To the bit, in both passes, and so is all else that they return; of rows that are not finite, too."""
     x, residual, gate_up = (torch.randn(rows, n).to(source) for n in (width, width, 2 * width))
+    gate_up *= 10 ** (2 * torch.rand(rows, 1) - 1)
     x[1:2], gate_up[1:2], x[2:3, :1], gate_up[2:3, :1] = 0, 0, torch.inf, torch.nan
-    weight = torch.randn(width)
-    norms = rms_norm._cuda_forward_fp8, rms_norm._cuda_forward
-    for given, ours, plain in (((x, residual, weight, 1e-5), *norms), ((x, None, weight, 1e-5), *norms),
-                               ((gate_up,), swiglu._cuda_forward_fp8, swiglu._cuda_forward)):  # fmt: skip
-        place = int(len(given) > 1)  # of the matrix among the results
-        got, expected = ours(*given), plain(*given)
-        expected = [expected] if isinstance(expected, torch.Tensor) else list(expected)
-        values, scale, *_ = fp8._cpu(expected[place], E4M3, True, True, False)
-        expected[place : place + 1] = values, scale
-        for mine, other in zip(got, expected, strict=True):
-            assert mine.dtype == other.dtype and mine.shape == other.shape
+    weight, dz = torch.randn(width), torch.randn(rows, width).to(source)
+    stream, y, rstd, _ = rms_norm._cuda_forward(x, residual, weight, 1e-5)
+    matrix, transpose, gradient = (E4M3, True, False), (E4M3, False, True), (E4M3 if rowwise else E5M2, True, True)
+    z = swiglu._cuda_forward(gate_up)
+
+    def check(got, plain, asked):
+        for mine, other in zip(got, fp8.on_cpu(plain, asked[0], rowwise, *asked[1:]), strict=True):
+            assert mine.dtype == other.dtype and mine.shape == other.shape and mine.is_contiguous()
             lost = mine.float().isnan() & other.float().isnan()
             assert torch.equal(mine.float().masked_fill(lost, 0), other.float().masked_fill(lost, 0))
-        assert got[place + 1][2:3].isinf().all()
+
+    for asked in (matrix, transpose, gradient) if rows else (matrix,) * rowwise:  # no row has no largest value
+        given = asked[0], rowwise, *asked[1:]
+        check(fp8._cuda(stream, *given, "NORMED", weight, rstd), y, asked)
+        check(fp8._cuda(gate_up, *given, "SWIGLU"), z, asked)
+    for added in (residual, None) if rowwise else ():
+        plain, mine = (rms_norm._cuda_forward(x, added, weight, 1e-5, scaling) for scaling in (None, "rowwise"))
+        assert all(torch.equal(mine[place], plain[place]) for place in (0, 2))
+        check((mine[1], mine[3], *fp8.on_cpu(x, E4M3, True, False, False)[2:]), plain[1], matrix)
+    if rows:
+        dgate_up, z = swiglu._cuda_backward(dz, gate_up)
+        *gradients, other, scale = swiglu._cuda_backward_fp8(dz, gate_up, rowwise)
+        check(gradients, dgate_up, gradient)
+        _, whole, _, columns = fp8.on_cpu(z, *transpose[:1], rowwise, *transpose[1:])
+        nothing = torch.empty(0, dtype=E4M3)
+        check((nothing, *((whole, other, scale) if rowwise else (scale, other, columns))), z, transpose)
 
 
 @pytest.mark.parametrize("scaling", ["tensorwise", "rowwise"])
@@ -136,3 +150,6 @@ def test_the_transpose_is_that_of_the_matrix_quantised_by_itself(scaling, gradie
 def test_torch_accepts_the_op(rowwise, dtype, matrix, transpose):
     for x in (torch.randn(6, 16).bfloat16(), torch.randn(16, 6).t()):
         opcheck(fp8.QUANTIZE, (x, dtype, rowwise, matrix, transpose))
+        opcheck(fp8.QUANTIZE, (x, dtype, rowwise, matrix, transpose, "SWIGLU"))
+        rstd, weight = torch.rand(x.shape[0]), torch.rand(x.shape[1])
+        opcheck(fp8.QUANTIZE, (x, dtype, rowwise, matrix, transpose, "NORMED", weight, rstd))

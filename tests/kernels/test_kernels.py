@@ -11,7 +11,7 @@ from collections import Counter
 import pytest
 import torch
 from kernel_usage import kernel_usage, machine_code
-from plain_ops import norm_linear_plain, results, rms_norm_plain, swiglu_linear_plain, traced
+from plain_ops import norm_linear_plain, norm_mlp_plain, of_weights, results, rms_norm_plain, traced
 from torch.library import opcheck
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -57,7 +57,7 @@ def test_rms_norm_equals_float64(emulated, dtype, rows, width, adds):
     weight = 1 + 0.2 * torch.randn(width)  # fp32, as under mixed precision
     residual = residual if adds else None
     stream, y, dx, dweight = exact_norm(x, residual, weight, dstream, dy, dtype)
-    got, normed, rstd = rms_norm._cuda_forward(x, residual, weight, EPS)
+    got, normed, rstd, _ = rms_norm._cuda_forward(x, residual, weight, EPS)
     if adds:
         assert torch.equal(got, x + residual)
     else:
@@ -76,7 +76,7 @@ def test_rms_norm_equals_float64(emulated, dtype, rows, width, adds):
 @pytest.mark.parametrize("value", [0.0, 1e-18, 3e4])
 def test_rms_norm_of_extreme_rows_is_finite(emulated, value):
     x = torch.full((3, 40), value)
-    _, y, rstd = rms_norm._cuda_forward(x, None, torch.ones(40), EPS)
+    _, y, rstd, _ = rms_norm._cuda_forward(x, None, torch.ones(40), EPS)
     dx, _, dweight = rms_norm._cuda_backward(torch.ones_like(x), None, x, torch.ones(40), rstd, True)
     expected = x.double() * torch.rsqrt(x.double().square().mean(-1, keepdim=True) + EPS)
     close(y, expected, torch.float32)
@@ -86,7 +86,7 @@ def test_rms_norm_of_extreme_rows_is_finite(emulated, value):
 def test_rms_norm_weights_of_the_activations_precision(emulated):
     x, dy = torch.randn(9, 64).bfloat16(), torch.randn(9, 64).bfloat16()
     weight = torch.randn(64).bfloat16()
-    _, y, rstd = rms_norm._cuda_forward(x, None, weight, EPS)
+    _, y, rstd, _ = rms_norm._cuda_forward(x, None, weight, EPS)
     _, _, dweight = rms_norm._cuda_backward(dy, None, x, weight, rstd, False)
     _, exact, _, exact_weight = exact_norm(x, None, weight, torch.zeros_like(dy), dy, torch.bfloat16)
     assert dweight.dtype == torch.bfloat16
@@ -154,13 +154,15 @@ def test_torch_accepts_every_op(dtype):
     opcheck(rms_norm.FORWARD, (x.transpose(0, 1), None, weight, EPS))
     opcheck(rms_norm.FORWARD, (x, residual, weight, EPS))
     for added in (None, residual.transpose(0, 1)):
-        opcheck(rms_norm.FORWARD_FP8, (x.transpose(0, 1), added, weight, EPS))
+        for scaling in ("rowwise", "tensorwise"):
+            opcheck(rms_norm.FORWARD, (x.transpose(0, 1), added, weight, EPS, scaling))
     for recompute in (True, False):
         opcheck(rms_norm.BACKWARD, (x, residual, residual, weight, rstd, recompute))
         opcheck(rms_norm.BACKWARD, (x, None, residual, weight, rstd, recompute))
     opcheck(swiglu.FORWARD, (x,))
-    opcheck(swiglu.FORWARD_FP8, (x,))
     opcheck(swiglu.BACKWARD, (x[..., :8], x))
+    for rowwise in (True, False):
+        opcheck(swiglu.BACKWARD_FP8, (x[..., :8], x, rowwise))
 
 
 PAIRS = {
@@ -172,8 +174,10 @@ PAIRS = {
                     lambda x, r, w, m: norm_linear_plain(x, r, w, EPS, m)),
     "first norm_linear": (lambda x, r, w, m: rms_norm.norm_linear(x, None, w, EPS, m),
                           lambda x, r, w, m: norm_linear_plain(x, None, w, EPS, m)),
-    "swiglu_linear": (lambda x, r, w, m: swiglu.swiglu_linear(x + r, m[:, :8]),
-                      lambda x, r, w, m: swiglu_linear_plain(x + r, m[:, :8])),
+    "norm_mlp": (lambda x, r, w, m: of_weights(swiglu.norm_mlp)(x, r, w, EPS, m, m[:, :3]),
+                 lambda x, r, w, m: of_weights(norm_mlp_plain)(x, r, w, EPS, m, m[:, :3])),
+    "first norm_mlp": (lambda x, r, w, m: of_weights(swiglu.norm_mlp)(x, None, w, EPS, m, m[:, :3]),
+                       lambda x, r, w, m: of_weights(norm_mlp_plain)(x, None, w, EPS, m, m[:, :3])),
 }  # fmt: skip
 
 
@@ -187,12 +191,14 @@ def test_gradients_are_those_of_plain_pytorch(name, compiled):
     torch.testing.assert_close(found, results(plain, given), atol=2e-5, rtol=2e-5)
 
 
-@pytest.mark.parametrize("name", ["norm_linear", "swiglu_linear", "linear"])
+@pytest.mark.parametrize("name", ["norm_linear", "norm_mlp", "linear"])
 @pytest.mark.parametrize("compiled", [False, True])
 def test_gradients_of_fp32_weights_are_not_rounded_to_half_precision(name, compiled):
     """Mixed precision: the product of half-precision factors is the gradient, as it is summed in fp32."""
-    wide = {"norm_linear": lambda x, w, copy: rms_norm.norm_linear(x, None, torch.ones(16), EPS, w, copy=copy)[1],
-            "swiglu_linear": lambda x, w, copy: swiglu.swiglu_linear(torch.cat((x, x), -1), w, copy=copy),
+    wide = {"norm_linear": lambda x, w, copy: rms_norm.norm_linear(x, None, torch.ones(16), EPS, w, None, copy)[1],
+            "norm_mlp": lambda x, w, copy: swiglu.norm_mlp(
+                x, None, torch.ones(16), EPS, (w, None, copy), (w[:, :12], None, None if copy is None else copy[:, :12])
+            )[1],
             "linear": lambda x, w, copy: linear(x, w, copy=copy)}[name]  # fmt: skip
     function = traced(wide) if compiled else wide
     x, w = torch.randn(40, 16).bfloat16(), torch.randn(24, 16, requires_grad=True)
@@ -279,7 +285,10 @@ def sources(dtype, arch):
         yield "swiglu", swiglu.constants(dtype, width, vectors), 96
         if arch != "sm_80":  # which has no FP8
             yield "rms_norm", rms_norm.constants(dtype, torch.float32, width, vectors, float8=True), 128
-            yield "swiglu_fp8", swiglu.constants_fp8(dtype, width, vectors), 96
+            for source, most in [("NORMED", 85), ("SWIGLU", 96), ("SWIGLU_GRADIENT", 128)] * (width == 4096):
+                for rowwise in (False, True):
+                    chosen = dtype, torch.float8_e4m3fn, 16384, width, vectors, rowwise, source
+                    yield "fp8", fp8.constants(*chosen), most
     for vocab in (32768, 50257, 64):
         yield "cross_entropy", cross_entropy.constants(dtype, vocab, True), 255
     for dim, norm in [(64, True), (128, True)] + [(2, True), (250, True), (256, True), (80, False)] * (arch == "sm_90"):
@@ -310,24 +319,28 @@ ACCESSES = [
      {"rms_norm_forward": (4, True, 4), "rms_norm_backward": (2, True, 4)}),
     ("swiglu", swiglu.constants(BF16, 4096, 8), {"swiglu_forward": (1, False, 2), "swiglu_backward": (3, False, 3)}),
     ("cross_entropy", cross_entropy.constants(BF16, 32768, True), {"cross_entropy": (5, True, 0)}),
-    ("fp8", fp8.constants(BF16, torch.float8_e4m3fn, 16384, 1024, 8, True),
-     {"fp8_largest_of_rows_and_columns": (0, False, 4)}),
+    *[("fp8", fp8.constants(BF16, torch.float8_e4m3fn, 16384, 4096, 8, rowwise, source),
+       {"fp8_quantize": (2, True, loads),
+        "fp8_largest_of_rows_and_columns" if rowwise else "fp8_largest": (0, not rowwise, ahead)})
+      for source, rowwise, loads, ahead in [
+          ("MATRIX", True, 4, 4), ("NORMED", True, 6, 6), ("NORMED", False, 6, 9), ("SWIGLU", False, 8, 4),
+          ("SWIGLU_GRADIENT", True, 12, 12), ("SWIGLU_GRADIENT", False, 12, 3)]],
     ("rms_norm", rms_norm.constants(BF16, torch.float32, 2048, 8, float8=True), {"rms_norm_forward": (2, True, 4)}),
-    ("swiglu_fp8", swiglu.constants_fp8(BF16, 4096, 8), {"swiglu_fp8": (0, True, 4)}),
+    ("fp8", fp8.constants(BF16, torch.float8_e4m3fn, 16384, 4096, 8, True, "SWIGLU"), {"fp8_rows": (0, True, 4)}),
 ]  # fmt: skip
 
 
 @needs_nvrtc
 @pytest.mark.parametrize("arch", ["sm_80", "sm_89", "sm_90", "sm_100"])
 def test_vectors_are_moved_by_one_instruction_and_loaded_together(arch):
-    for name, constants, expected in ACCESSES[: -3 if arch == "sm_80" else None]:
+    for name, constants, expected in ACCESSES[: 4 if arch == "sm_80" else None]:
         code = machine_code(name, arch, **constants)
         for kernel, (stores, scalars, loads) in expected.items():
             kinds = Counter(each for each in code[kernel] if each.startswith("STG"))
             ends = [place for place, each in enumerate(code[kernel]) if each.startswith(("STG", "SHFL", "BAR", "RED"))]
             first = [each for each in code[kernel][: ends[0]] if each.startswith("LDG.E.128")]
             assert kinds["STG.E.128"] >= stores and len(first) >= loads, (kernel, kinds, first)
-            narrow = ["STG.E.64"] * ("TOP" in constants and bool(constants["TOP"]))  # eight numbers in FP8
+            narrow = ["STG.E.64"] * (name == "fp8" or bool(constants.get("FP8")))  # eight numbers in FP8
             assert kinds.keys() <= {"STG.E.128", *narrow, *["STG.E"] * scalars}, (kernel, kinds)
             assert not [each for each in code[kernel] if each.startswith(("LDL", "STL"))], kernel
 

@@ -9,6 +9,7 @@ from emulation.emulator import Program
 from emulation.race_checker import CheckedProgram, Raced
 
 from lm.kernels import cross_entropy, fp8, qk_norm_rope, rms_norm, runtime, swiglu
+from lm.kernels.fp8 import E4M3
 
 pytestmark = pytest.mark.skipif(shutil.which("g++") is None, reason="no g++ to compile the emulation with")
 SOURCE = '#include "prelude.cuh"\nextern "C" __global__ void mistake(float* out) {{ {body} }}\n'
@@ -17,13 +18,31 @@ SOURCE = '#include "prelude.cuh"\nextern "C" __global__ void mistake(float* out)
 def norm(rows, width):
     x, residual, dy, dstream = (torch.randn(rows, width).bfloat16() for _ in range(4))
     weight = torch.rand(width)
-    stream, y, rstd = rms_norm._cuda_forward(x, residual, weight, 1e-5)
+    stream, y, rstd, _ = rms_norm._cuda_forward(x, residual, weight, 1e-5)
     return [stream, y, rstd, *rms_norm._cuda_backward(dy, dstream, stream, weight, rstd, True)]
 
 
 def gated(rows, width):
     gate_up, dz = torch.randn(rows, 2 * width).bfloat16(), torch.randn(rows, width).bfloat16()
     return [swiglu._cuda_forward(gate_up), *swiglu._cuda_backward(dz, gate_up)]
+
+
+def norm_float8(rows, width, adds=True, source=torch.bfloat16):
+    x, residual = (torch.randn(rows, width).to(source) for _ in range(2))
+    return list(rms_norm._cuda_forward(x, residual if adds else None, torch.rand(width), 1e-5, "rowwise"))
+
+
+def gated_float8(rows, width, source=torch.bfloat16, rowwise=True):
+    return list(fp8._cuda(torch.randn(rows, 2 * width).to(source), E4M3, rowwise, True, False, "SWIGLU"))
+
+
+def gradient_float8(rows, width, rowwise):
+    return list(swiglu._cuda_backward_fp8(*(torch.randn(rows, n).bfloat16() for n in (width, 2 * width)), rowwise))
+
+
+def normed_float8(rows, width, rowwise):
+    x, weight, rstd = torch.randn(rows, width).bfloat16(), torch.rand(width), torch.rand(rows)
+    return list(fp8._cuda(x, E4M3, rowwise, not rowwise, True, "NORMED", weight, rstd))
 
 
 def rotated(tokens, normalised, head_dim=64, heads=4, kv_heads=2):
@@ -43,7 +62,7 @@ def loss(tokens, vocab):
 
 
 def float8(rows, width, rowwise):
-    return list(fp8._cuda(torch.randn(rows, width).bfloat16(), torch.float8_e4m3fn, rowwise, True, True))
+    return list(fp8._cuda(torch.randn(rows, width).bfloat16(), E4M3, rowwise, True, True))
 
 
 LAUNCHES = {  # source and case -> what launches its kernels
@@ -57,6 +76,19 @@ LAUNCHES = {  # source and case -> what launches its kernels
     "cross_entropy, rows read twice": lambda: loss(2, 70_001),
     "fp8, tensorwise": lambda: float8(65, 72, False),
     "fp8, rowwise": lambda: float8(65, 72, True),
+    "rms_norm in FP8, a warp a row": lambda: norm_float8(9, 96),
+    "rms_norm in FP8, a block a row": lambda: norm_float8(3, 1032),
+    "rms_norm in FP8, no residual, fp32": lambda: norm_float8(3, 1032, False, torch.float32),
+    "rms_norm in FP8, no vectors, fp16": lambda: norm_float8(3, 997, True, torch.float16),
+    "swiglu in FP8, a warp a row": lambda: gated_float8(9, 96),
+    "swiglu in FP8, a block a row": lambda: gated_float8(3, 1032),
+    "swiglu in FP8, fp32": lambda: gated_float8(3, 1032, torch.float32),
+    "swiglu in FP8, no vectors, fp16": lambda: gated_float8(3, 997, torch.float16),
+    "swiglu in FP8, tensorwise": lambda: gated_float8(65, 72, rowwise=False),
+    "gradient of swiglu in FP8, rowwise": lambda: gradient_float8(65, 72, True),
+    "gradient of swiglu in FP8, tensorwise": lambda: gradient_float8(65, 72, False),
+    "a norm again in FP8, rowwise": lambda: normed_float8(65, 72, True),
+    "a norm again in FP8, tensorwise": lambda: normed_float8(65, 72, False),
 }  # fmt: skip
 
 
@@ -75,23 +107,54 @@ def test_a_kernel_has_no_race_and_the_results_of_the_emulation(name, monkeypatch
         assert torch.equal(*(one.view(-1).view(torch.uint8) for one in (mine, theirs)))
 
 
+IN_FP8 = ["rms_norm in FP8, a block a row", "swiglu in FP8, a block a row"]
+
+
 def barriers():
-    """Every barrier of every source, and the launch that needs it."""
-    need = {"qk_norm_rope.cu": ["qk_norm_rope"] * 2, "fp8.cu": ["fp8, rowwise"] * 2, "prelude.cuh": [
-        "cross_entropy, a warp a row", "rms_norm, a block a row", "rms_norm, a block a row", "rms_norm, a warp a row"]}
+    """Every barrier of every source, and the launches that need it."""
+    tiles = [["fp8, rowwise", "gradient of swiglu in FP8, rowwise"], ["gradient of swiglu in FP8, rowwise"],
+             ["a norm again in FP8, tensorwise"]]  # fmt: skip
+    need = {"qk_norm_rope.cu": [["qk_norm_rope"]] * 2, "fp8.cu": tiles, "prelude.cuh": [
+        ["cross_entropy, a warp a row"], ["rms_norm, a block a row"], ["rms_norm, a block a row", *IN_FP8],
+        ["rms_norm, a warp a row"]]}  # fmt: skip
     for path in sorted(runtime.SOURCES.iterdir()):
         found = [one.start() for one in re.finditer(r"__sync\w+\(\);", path.read_text())]
-        yield from ((path.name, place, name) for place, name in zip(found, need.get(path.name, []), strict=True))
+        for place, names in zip(found, need.get(path.name, []), strict=True):
+            yield from ((path.name, place, name) for name in names)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("file, place, name", barriers())
 def test_a_missing_barrier_is_found(file, place, name, monkeypatch, tmp_path):
-    sources = shutil.copytree(runtime.SOURCES, tmp_path / "csrc")
-    text = (sources / file).read_text()
-    (sources / file).write_text(text[:place] + text[place:].replace("__sync", "// __sync", 1))
+    sources = changed(tmp_path, file, "__sync", "// __sync", place)
     with pytest.raises(Raced, match="data race"):
         launched(name, monkeypatch, CheckedProgram, sources)
+
+
+def changed(folder, file, old, new, place=0):
+    """A copy of the sources in which this text of a file was replaced, once from a place on."""
+    sources = shutil.copytree(runtime.SOURCES, folder / "csrc")
+    text = (sources / file).read_text()
+    assert old in text[place:]
+    (sources / file).write_text(text[:place] + text[place:].replace(old, new, 1))
+    return sources
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name, file, bound", zip(IN_FP8, ["rms_norm.cu", "fp8.cu"], ["x < PIECES) h", "at >= WIDTH"]))
+def test_a_bound_that_is_one_too_far_is_found(name, file, bound, monkeypatch, tmp_path):
+    sources = changed(tmp_path, file, bound, bound.replace("<", "<=").replace(">=", ">"))
+    with pytest.raises(Raced, match="SEGV"):
+        launched(name, monkeypatch, CheckedProgram, sources)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", IN_FP8)
+def test_what_is_not_written_to_shared_memory_is_found(name, monkeypatch, tmp_path):
+    """It is NaN in place of the numbers of a block before, or of zeros, which a maximum would not show."""
+    sources = changed(tmp_path, "prelude.cuh", "if (lane == 0) of_warp", "if (lane == 0 && warp != 1) of_warp")
+    found = launched(name, monkeypatch, CheckedProgram, sources)
+    assert all(value.isinf().all() or value.isnan().all() for value in found if value.shape == (3,))
 
 
 @pytest.mark.parametrize("body, said", [

@@ -116,12 +116,15 @@ constexpr unsigned SMALLEST = (127u - 100u) << 23;  // 2^-100, so that no scale 
 
 template <typename S> __device__ __forceinline__ unsigned magnitude(S x) { return __float_as_uint(widen(x)) & 0x7fffffffu; }
 
-// The least power of two that brings the largest magnitude into the range of a format whose largest power of two is Top.
-// A format ends at 1.75 times a power of two. So a mantissa above 1.75 is rounded up to a power of two, any other down:
-// adding the bits that are missing from there to 2 lets just those carry into the exponent.
-template <int Top> __device__ __forceinline__ float scale_of(unsigned largest) {
+template <typename F> constexpr float TOP = 256.f;  // the largest power of two in a format
+template <> constexpr float TOP<e5m2> = 32768.f;
+
+// The least power of two that brings the largest magnitude into the range of a format. Both end at 1.75 times TOP. So a
+// mantissa above 1.75 is rounded up to a power of two, any other down: adding the bits that are missing from there to 2
+// lets just those carry into the exponent.
+template <typename F> __device__ __forceinline__ float scale_of(unsigned largest) {
   const unsigned bits = min(max(largest, SMALLEST), INFINITE);
-  return __uint_as_float((bits + 0x1fffffu) & INFINITE) * (1.f / Top);
+  return __uint_as_float((bits + 0x1fffffu) & INFINITE) * (1.f / TOP<F>);
 }
 
 // 1 / scale, of a power of two or infinity.
@@ -148,14 +151,14 @@ template <int N, typename F> __device__ __forceinline__ void store_row(F* p, con
 }
 
 // Quantise a row of Pieces vectors, which a block of Warps warps holds, zero beyond its end, and write its scale.
-template <int Top, int Warps, int Pieces, typename F, typename S, int N, int Items>
+template <int Warps, int Pieces, typename F, typename S, int N, int Items>
 __device__ __forceinline__ void quantize_row(const Vec<S, N> (&items)[Items], F* values, float* scale) {
   unsigned largest = 0;
 #pragma unroll
   for (int i = 0; i < Items; ++i)
 #pragma unroll
     for (int j = 0; j < N; ++j) largest = max(largest, magnitude(items[i].v[j]));
-  const float divisor = scale_of<Top>(block_largest<Warps>(largest)), factor = inverse(divisor);
+  const float divisor = scale_of<F>(block_largest<Warps>(largest)), factor = inverse(divisor);
   if (threadIdx.x == 0) *scale = divisor;
 #pragma unroll
   for (int i = 0; i < Items; ++i) {
@@ -166,6 +169,22 @@ __device__ __forceinline__ void quantize_row(const Vec<S, N> (&items)[Items], F*
     for (int j = 0; j < N; ++j) wide[j] = widen(items[i].v[j]);
     store_row<N>(values + piece * N, wide, factor);
   }
+}
+
+// ---- SwiGLU ------------------------------------------------------------------------------------------------------------
+
+__device__ __forceinline__ float sigmoid(float x) { return 1.f / (1.f + __expf(-x)); }
+
+// z = silu(gate) * up, with silu(a) = a / (1 + exp(-a)).
+__device__ __forceinline__ float swiglu(float gate, float up) { return gate * sigmoid(gate) * up; }
+
+// dgate = dz * up * s * (1 + gate * (1 - s)) and dup = dz * gate * s, with s = 1 / (1 + exp(-gate)), rounded to S; and z.
+template <typename S>
+__device__ __forceinline__ void swiglu_gradient(float gate, float up, float dz, S& dgate, S& dup, S& z) {
+  const float s = sigmoid(gate), silu = gate * s;
+  narrow(dz * up * (s + silu * (1.f - s)), dgate);
+  narrow(dz * silu, dup);
+  narrow(silu * up, z);
 }
 
 // out[c] = sum over blocks of partial[block][c], in fixed order. For blocks of 256 threads, which take 32 columns each.

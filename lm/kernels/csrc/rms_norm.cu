@@ -6,8 +6,8 @@
 // `y` for the gradient of the matrix that follows, so that `y` is not kept from the forward pass.
 //
 // -DT, -DW: number formats of activations and of the weight. -DWIDTH. -DVEC: neighbours loaded at once; divides WIDTH.
-// -DFORWARD_WARPS, -DBACKWARD_WARPS: of a block, at most 32. -DTOP: 0, or the largest power of two in e4m3, in which the
-// forward pass then returns `y`, with a scale for each row, as fp8.cu would make it of `y`.
+// -DFORWARD_WARPS, -DBACKWARD_WARPS: of a block, at most 32. -DFP8: 1 where the forward pass returns `y` in
+// e4m3 with a scale for each row, as fp8.cu would make it of `y`; else 0.
 //
 // Of the prelude: load and store move VEC neighbours at once, widen and narrow convert them to float and back, and
 // block_sum gives every thread the sum over its block.
@@ -18,13 +18,13 @@ constexpr int FORWARD_ITEMS = (PIECES + FORWARD_WARPS * 32 - 1) / (FORWARD_WARPS
 constexpr bool FORWARD_FULL = PIECES == FORWARD_ITEMS * FORWARD_WARPS * 32;  // no thread is beyond the row's end
 constexpr int BACKWARD_ITEMS = (PIECES + BACKWARD_WARPS * 32 - 1) / (BACKWARD_WARPS * 32);
 
-#if TOP
+#if FP8
 using Y = e4m3;
 #else
 using Y = T;
 #endif
 
-// One block a row. residual and stream may be null, together: then x is the stream.
+// One block a row. residual and stream may be null, together: then x is the stream. y may be null without FP8.
 extern "C" __global__ void __launch_bounds__(FORWARD_WARPS * 32, 1)
 rms_norm_forward(const T* __restrict__ x, const T* __restrict__ residual, const W* __restrict__ weight,
                  T* __restrict__ stream, Y* __restrict__ y, float* __restrict__ scales, float* __restrict__ rstd,
@@ -63,12 +63,12 @@ rms_norm_forward(const T* __restrict__ x, const T* __restrict__ residual, const 
     const Vec<W, VEC> w = load<VEC>(weight + (i * STEP + threadIdx.x) * VEC);
 #pragma unroll
     for (int j = 0; j < VEC; ++j) narrow(widen(h[i].v[j]) * scale * widen(w.v[j]), h[i].v[j]);
-#if !TOP
-    store<VEC>(y + first + i * STEP * VEC, h[i]);
+#if !FP8
+    if (y) store<VEC>(y + first + i * STEP * VEC, h[i]);
 #endif
   }
-#if TOP
-  quantize_row<TOP, FORWARD_WARPS, PIECES>(h, y + base, scales + row);
+#if FP8
+  quantize_row<FORWARD_WARPS, PIECES>(h, y + base, scales + row);
 #endif
 }
 

@@ -1,6 +1,6 @@
 // SwiGLU on packed rows: gate and up side by side, (rows, 2 * WIDTH) -> (rows, WIDTH).
 //
-//   z = silu(gate) * up,  silu(a) = a / (1 + exp(-a))
+//   z = silu(gate) * up, as the prelude has it and its gradient
 //
 // What is not stored: z. The backward pass reads gate and up anyway, so it recomputes z for the gradient of the matrix
 // that follows.
@@ -18,14 +18,10 @@ swiglu_forward(const T* __restrict__ gate_up, T* __restrict__ z, i64 pieces) {
   const Vec<T, VEC> g = load<VEC>(gate), u = load<VEC>(gate + WIDTH);
   Vec<T, VEC> out;
 #pragma unroll
-  for (int j = 0; j < VEC; ++j) {
-    const float a = widen(g.v[j]), s = 1.f / (1.f + __expf(-a));
-    narrow(a * s * widen(u.v[j]), out.v[j]);
-  }
+  for (int j = 0; j < VEC; ++j) narrow(swiglu(widen(g.v[j]), widen(u.v[j])), out.v[j]);
   store<VEC>(z + piece * VEC, out);
 }
 
-// dgate = dz * up * s * (1 + gate * (1 - s)) and dup = dz * gate * s, with s = 1 / (1 + exp(-gate)).
 extern "C" __global__ void __launch_bounds__(256)
 swiglu_backward(const T* __restrict__ dz, const T* __restrict__ gate_up, T* __restrict__ dgate_up, T* __restrict__ z,
                 i64 pieces) {
@@ -35,13 +31,8 @@ swiglu_backward(const T* __restrict__ dz, const T* __restrict__ gate_up, T* __re
   const Vec<T, VEC> g = load<VEC>(gate_up + at), u = load<VEC>(gate_up + at + WIDTH), d = load<VEC>(dz + piece * VEC);
   Vec<T, VEC> dg, du, out;
 #pragma unroll
-  for (int j = 0; j < VEC; ++j) {
-    const float a = widen(g.v[j]), b = widen(u.v[j]), e = widen(d.v[j]);
-    const float s = 1.f / (1.f + __expf(-a)), silu = a * s;
-    narrow(e * b * (s + silu * (1.f - s)), dg.v[j]);
-    narrow(e * silu, du.v[j]);
-    narrow(silu * b, out.v[j]);
-  }
+  for (int j = 0; j < VEC; ++j)
+    swiglu_gradient(widen(g.v[j]), widen(u.v[j]), widen(d.v[j]), dg.v[j], du.v[j], out.v[j]);
   store<VEC>(dgate_up + at, dg);
   store<VEC>(dgate_up + at + WIDTH, du);
   store<VEC>(z + piece * VEC, out);
