@@ -81,7 +81,8 @@ def test_it_is_trained_on_and_its_export_says_what_it_says(workplace):
     losses = [line["train/loss"] for line in Run(workplace / "checkpoints" / "more").metrics("train/loss")]
     assert losses[-1] < losses[0] - 0.3
     lm(workplace, "export", "--run", "more", "--output", "exported")
-    [written] = library.load_model(workplace / "checkpoints" / "more").generate(PROMPT, max_new_tokens=20, temperature=0)
+    trained = library.load_model(workplace / "checkpoints" / "more")
+    [written] = trained.generate(PROMPT, max_new_tokens=20, temperature=0)
     folder = workplace / "exported"
     again = AutoModelForCausalLM.from_pretrained(folder).eval(), AutoTokenizer.from_pretrained(folder)
     assert written.text == greedy(*again)

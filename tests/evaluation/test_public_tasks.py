@@ -42,7 +42,8 @@ CASES = {
               "correct_answer": "d"},
              {"query": "Some text.\nQuestion: What?\nAnswer:", "choices": [*"abcd"], "gold": 3}),
     "winogrande": ({"sentence": "Ann beat Eve so _ won.", "option1": "Ann", "option2": "Eve", "answer": "2"},
-                   {"context_options": ["Ann beat Eve so Ann", "Ann beat Eve so Eve"], "continuation": "won.", "gold": 1}),
+                   {"context_options": ["Ann beat Eve so Ann", "Ann beat Eve so Eve"], "continuation": "won.",
+                    "gold": 1}),
 }  # fmt: skip
 
 
