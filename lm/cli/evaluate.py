@@ -86,7 +86,8 @@ def measure(
     """What `lm evaluate --json` prints of a model, which is loaded once the request is known to be sound.
 
     Args:
-        tasks: Task files: a YAML in the layout of DCLM, a `.jsonl` or `.parquet` of items, or `embedded:sotu`.
+        tasks: Task files: a YAML in the layout of DCLM, a `.jsonl` or `.parquet` of items, `embedded:sotu`,
+            or public benchmarks by name, such as hellaswag,arc_easy, which come from the Hugging Face hub.
         texts: Files, folders, globs or URLs of text, for bits per byte of each.
         shards: Folders or globs of shards of token ids, for bits per byte of each.
         max_items: The most items of a task, documents of a text, or windows of shards; all of them if not given.
