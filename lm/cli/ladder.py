@@ -4,7 +4,9 @@ The configs are those of `lm scale`, and every training is an ordinary run in th
 resumes it. `cli/ladder_report` has what is measured and predicted.
 """
 
+import copy
 import ctypes
+import json
 import logging
 import math
 import os
@@ -28,8 +30,8 @@ from lm.cli import scale
 from lm.cli.branch import tokens_of_a_step
 from lm.cli.charts import plain_table
 from lm.cli.config import config_parser, quiet_lightning, resolved_text
-from lm.cli.ladder_report import ModelSize, Training, page, print_report, report
-from lm.cli.options import PlanOptions, split_overrides
+from lm.cli.ladder_report import AGAINST, HALF, ModelSize, Training, page, print_report, report
+from lm.cli.options import PlanOptions, find_config, read_config, split_overrides
 from lm.cli.plan import examine
 from lm.cli.plan_facts import MANY_EPOCHS
 from lm.data.tokenizer import Tokenizer
@@ -39,7 +41,7 @@ from lm.runs.config_diff import differences, not_allowed
 from lm.runs.run import ROOT, Run, refuse_name
 from lm.system import process
 from lm.system.arguments import call
-from lm.system.files import to_json, write_atomically
+from lm.system.files import flatten, to_json, write_atomically
 from lm.system.stop_signals import STOP
 from lm.system.units import (
     Count,
@@ -56,6 +58,7 @@ from lm.training.trainer import device_count
 log = logging.getLogger(__name__)
 
 VALIDATED = 2**20  # tokens, the same for all sizes
+VALIDATION = tuple(f"data.{key}" for key in ("path", "sources", "tokenizer", "prepare", "column", "pad_id", "val_tokens"))
 POLL = 0.2  # seconds between looks at the trainings
 PATIENCE = 60.0  # seconds that a training of a killed ladder has to save its last checkpoint
 DIES_WITH_PARENT = 1  # PR_SET_PDEATHSIG of prctl(2)
@@ -83,6 +86,8 @@ class LadderOptions:
         ratio: Tokens for each parameter outside the embedding; 20 if no length is given.
         max_steps: In place of it: optimizer steps, the same for all sizes.
         seeds: Trainings of each size, with seeds 1, 2 and so on; three or more show the noise.
+        against: Compare with another recipe: options that it has in addition, such as '--optimizer adamw', or a YAML
+            file with them. It is trained at the same sizes, and the ladder's own recipe at half of the length too.
         name: Of the ladder: its folder, and how the names of its runs begin.
         plan_only: Print what would be trained, and train nothing.
         json: Print one JSON object instead of tables.
@@ -98,10 +103,10 @@ class LadderOptions:
 
     def __init__(
         self, depths: list[str] = [], predict: list[str] = [], ratio: float | None = None,
-        max_steps: Count | None = None, seeds: int = 1, name: str = "ladder", plan_only: bool = False,
-        json: bool = False, device: str = "auto", memory: str | None = None, peak_tflops: float | None = None,
-        mfu: float | None = None, rate_usd_per_hr: float | None = None, root: str = str(ROOT),
-        vocab_size: Count | None = None, **scaled: Any,
+        max_steps: Count | None = None, seeds: int = 1, against: str | None = None, name: str = "ladder",
+        plan_only: bool = False, json: bool = False, device: str = "auto", memory: str | None = None,
+        peak_tflops: float | None = None, mfu: float | None = None, rate_usd_per_hr: float | None = None,
+        root: str = str(ROOT), vocab_size: Count | None = None, **scaled: Any,
     ) -> None:  # fmt: skip
         self.sizes, self.held_out = _depths("--depths", depths), _depths("--predict", predict)
         if not self.sizes:
@@ -112,8 +117,7 @@ class LadderOptions:
             raise RequestError("--ratio and --max_steps each give the length of the runs: give one of them")
         ratio = scale.TOKENS_PER_PARAMETER if ratio is None else ratio
         self.horizon = {"max_steps": max_steps} if max_steps else {"target_param_data_ratio": ratio}  # as of `lm scale`
-        self.length = f"n{int(max_steps)}" if max_steps else f"r{ratio:g}"  # in the names of runs
-        self.seeds, self.name, self.folder = seeds, name, Path(root) / name
+        self.seeds, self.name, self.folder, self.against = seeds, name, Path(root) / name, against
         self.plan_only, self.json = plan_only, json
         planned = {"device": device, "memory": memory, "peak_tflops": peak_tflops, "mfu": mfu,
                    "rate_usd_per_hr": rate_usd_per_hr}  # fmt: skip
@@ -122,6 +126,11 @@ class LadderOptions:
         if not vocab_size and (Path(self.scaled.data) / "tokenizer.json").exists():
             vocab_size = Tokenizer.load(self.scaled.data).vocab_size
         self.scaled = replace(self.scaled, vocab_size=vocab_size or scale.VOCAB_SIZE)
+
+    @property
+    def length(self) -> str:  # in the names of runs
+        [(name, value)] = self.horizon.items()
+        return f"n{int(value)}" if name == "max_steps" else f"r{value:g}"
 
 
 def _depths(option: str, given: list[str]) -> list[int]:
@@ -135,19 +144,49 @@ def _depths(option: str, given: list[str]) -> list[int]:
 
 def main(arguments: list[str]) -> None:
     """`lm ladder --depths 2,4,6,8 [options] [options of a training]`."""
+    if "--against" in arguments[:-1]:
+        place = arguments.index("--against")  # its value looks like options of the ladder
+        arguments[place : place + 2] = ["=".join(arguments[place : place + 2])]
     own, overrides = split_overrides(arguments)
-    ladder(call(LadderOptions, own, "lm ladder", "--depths {value}"), overrides)
+    options = call(LadderOptions, own, "lm ladder", "--depths {value}")
+    ladder(options, overrides, [] if options.against is None else compared_recipes(options, own, overrides))
 
 
-def ladder(options: LadderOptions, overrides: list[str]) -> None:
+def compared_recipes(
+    options: LadderOptions, own: list[str], overrides: list[str]
+) -> list[tuple[str, LadderOptions, list[str]]]:
+    """The recipes of --against: the ladder's own with half of the length, and the other one."""
+    half, words = copy.copy(options), shlex.split(options.against)
+    half.horizon = {name: value // 2 if name == "max_steps" else value / 2 for name, value in options.horizon.items()}
+    if half.horizon.get("max_steps") == 0:
+        raise RequestError("--max_steps 1 has no half: --against trains the ladder's recipe with half of its steps too")
+    if len(words) == 1 and not words[0].startswith("-"):
+        given = flatten(read_config(find_config(words[0])))
+        words = [f"--{key}={value if isinstance(value, str) else json.dumps(value)}" for key, value in given.items()]
+    more, changed = split_overrides(words)
+    other = call(LadderOptions, [*own, *more], "lm ladder --against")
+    for name in ("sizes", "seeds", "folder", "against"):
+        if getattr(other, name) != getattr(options, name):
+            raise RequestError(f"--against {options.against!r}: depths, seeds and folder are those of the ladder: leave "
+                               "them out there")  # fmt: skip
+    return [(HALF, half, overrides), (AGAINST, other, [*overrides, *changed])]
+
+
+def ladder(
+    options: LadderOptions, overrides: list[str], compared: list[tuple[str, LadderOptions, list[str]]] = []
+) -> None:
     """Plan all trainings, train those that are not finished, and write the report."""
     quiet_lightning()
     if process.under_torchrun() or process.under_srun():
         raise RequestError("`lm ladder` starts the trainings itself, one on each device: start it once, without "
                            "torchrun or srun")  # fmt: skip
     trainings = make_trainings(options, overrides)
-    wanted = [one for one in trainings if one.size.depth in options.sizes]
     refuse_far_predictions(options, trainings)
+    for recipe, its, own in compared:
+        trainings += [one for one in make_trainings(its, own, recipe) if one.size.depth in options.sizes]
+    trainings.sort(key=lambda one: (one.seed, one.size.depth))  # recipes in turns, so that a busy hour slows all alike
+    refuse_other_validation(trainings)
+    wanted = [one for one in trainings if one.size.depth in options.sizes]
     refuse_other_settings(trainings)
     console = Console(highlight=False, stderr=options.json)
     console.width = max(console.width, 110)  # a narrower terminal breaks the lines, and no figure is cut
@@ -177,8 +216,8 @@ def ladder(options: LadderOptions, overrides: list[str]) -> None:
 # ---- the trainings ---------------------------------------------------------------------------------------------------
 
 
-def make_trainings(options: LadderOptions, overrides: list[str]) -> list[Training]:
-    """All trainings of a ladder, planned: the first seed at all sizes, then the next one."""
+def make_trainings(options: LadderOptions, overrides: list[str], recipe: str = "") -> list[Training]:
+    """All trainings of a recipe, planned; `recipe` as of `Training`."""
     typed = [one.removeprefix("--").partition("=")[0] for one in overrides if one.startswith("--")]
     for key in typed:
         if key in FOLLOWS:
@@ -186,25 +225,26 @@ def make_trainings(options: LadderOptions, overrides: list[str]) -> list[Trainin
     parts = []
     for depth in sorted({*options.sizes, *options.held_out}):
         try:
-            recipe, text = scale.scaled_config(depth, **options.horizon, **vars(options.scaled))
+            scaled, text = scale.scaled_config(depth, **options.horizon, **vars(options.scaled))
         except RequestError as error:
             raise RequestError(f"depth {depth}: {error}") from error
         settings = yaml.safe_load(text)
         settings["trainer"] |= {"devices": 1, "default_root_dir": str(options.folder), "keep_checkpoints": 1}
         settings["data"]["val_tokens"] = VALIDATED
         settings = yaml.safe_load(resolved_text(settings, overrides))
-        keep_length(settings, recipe, options, typed)
+        keep_length(settings, scaled, options, typed)
         facts = plan_facts(options, settings, depth, refuse=depth in options.sizes)
         model, tokens = facts["model"], facts["steps"]["tokens"]
         outside = model["parameters"]["total"] - model["parameters"]["embedding"]
         flops = tokens * model["flops_per_token"]
         size = ModelSize(depth, outside, tokens, flops, depth in options.held_out)
-        parts.append((size, settings, facts, f"{options.name}-d{depth}-{options.length}"))
+        prefix = options.name + f"-{AGAINST}" * (recipe == AGAINST)
+        parts.append((size, settings, facts, f"{prefix}-d{depth}-{options.length}"))
     made = []
     for seed in range(1, options.seeds + 1):
         for size, config, facts, name in parts:
             text = yaml.safe_dump({"run": f"{name}-s{seed}", **config, "seed_everything": seed}, sort_keys=False)
-            made.append(Training(size, seed, Run(options.folder / f"{name}-s{seed}"), text, facts))
+            made.append(Training(size, seed, Run(options.folder / f"{name}-s{seed}"), text, facts, recipe))
     return made
 
 
@@ -255,12 +295,29 @@ def refuse_other_settings(trainings: list[Training]) -> None:
                                "that it was made with, or another --name")  # fmt: skip
 
 
+def refuse_other_validation(trainings: list[Training]) -> None:
+    """Refuse to compare recipes whose losses are of different texts."""
+    configs = {one.recipe: yaml.safe_load(one.config) for one in trainings}
+    for key, values in differences([configs[""], configs.get(AGAINST, configs[""])]).items():
+        if key.startswith(VALIDATION) and not (key == "data.path" and same_texts(*values)):
+            raise RequestError(f"--against changes {key}, and losses on other texts do not compare: give the same to "
+                               "both")  # fmt: skip
+
+
+def same_texts(*folders: str) -> bool:
+    """Whether folders, perhaps with different tokenizers, have the same validation text, and a validation reads all."""
+    found = [json.loads((Path(folder) / "manifest.json").read_text())["splits"]["val"]
+             for folder in folders if (Path(folder) / "manifest.json").exists()]  # fmt: skip
+    equal = len({(split["documents"], split["bytes"]) for split in found}) == 1
+    return len(found) == len(folders) and equal and all(split["tokens"] <= VALIDATED for split in found)
+
+
 def planned_sizes(options: LadderOptions, trainings: list[Training]) -> list[dict[str, Any]]:
     """Each size of a ladder, with what one of its trainings takes; `runs` are 0 for one that is predicted."""
-    by_size = {one.size.depth: one for one in trainings}
+    by_size = {(one.recipe, one.size.depth): one for one in trainings}
     return [
         {
-            "depth": one.size.depth, "parameters": one.plan["model"]["parameters"]["total"],
+            "depth": one.size.depth, "recipe": one.recipe, "parameters": one.plan["model"]["parameters"]["total"],
             "steps": one.plan["steps"]["max_steps"],
             "tokens": float(one.size.tokens), "epochs": one.plan["steps"].get("epochs"), "flops": one.size.flops,
             "memory": one.plan["memory"]["total"], "seconds": one.plan["time"]["seconds"],
@@ -281,7 +338,7 @@ def print_plan(console: Console, options: LadderOptions, trainings: list[Trainin
         seconds += runs * each if each is not None else math.nan * bool(runs)
         usd += runs * (price or 0.0)
         rows.append([
-            str(size["depth"]), format_count(size["parameters"]), f"{size['steps']:,}",
+            f"{size['depth']} {size['recipe']}".strip(), format_count(size["parameters"]), f"{size['steps']:,}",
             format_count(size["tokens"]), "" if size["epochs"] is None else f"{size['epochs']:.2f}",
             f"{size['flops']:.2e}", format_bytes(size["memory"]),
             "" if each is None else format_duration(each), str(runs) if runs else "predicted",
@@ -436,7 +493,7 @@ def write_predicted(options: LadderOptions, trainings: list[Training]) -> list[T
 
 def save_report(options: LadderOptions, trainings: Sequence[Training]) -> dict[str, Any]:
     """Write what has been measured so far into the ladder's folder: `ladder.json` and `ladder.html`."""
-    found = report(options.name, f"{process.program()} {shlex.join(sys.argv[1:])}", trainings)
+    found = report(options.name, f"{process.program()} {shlex.join(sys.argv[1:])}", trainings, options.against)
     write_atomically(options.folder / "ladder.json", to_json(found) + "\n", durable=False)
     write_atomically(options.folder / "ladder.html", page(found), durable=False)
     return found

@@ -10,7 +10,7 @@ import time
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from statistics import fmean
+from statistics import fmean, median
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -19,10 +19,12 @@ from rich.console import Console
 from lm.cli.charts import plain_table
 from lm.cli.report.page import render
 from lm.runs import scaling_laws
+from lm.runs.compute_multiplier import TOLD, Compared, Multipliers, compute_multipliers
 from lm.runs.run import Run
 from lm.runs.seeds import spread
 from lm.system.units import format_count, plural
 
+HALF, AGAINST = "half", "against"  # recipes that a ladder compares beside its own, see `Training.recipe`
 QUANTITIES = {"operations": "flops", "parameters": "parameters", "tokens": "tokens"}  # that the loss is a law of
 LAW_POINTS = 60  # of a curve in a picture
 
@@ -46,6 +48,7 @@ class Training:
     run: Run
     config: str = ""  # YAML with all options
     plan: dict[str, Any] = field(default_factory=dict)  # the facts of `lm plan`
+    recipe: str = ""  # the ladder's own; HALF: the same with half of the length; AGAINST: the one that is compared
 
     @property
     def file(self) -> Path:  # of the config
@@ -67,18 +70,22 @@ class Measured(NamedTuple):
     losses: list[float]  # by seed; empty where no training has finished
 
 
-def report(name: str, command: str, trainings: Sequence[Training]) -> dict[str, Any]:
+def report(name: str, command: str, trainings: Sequence[Training], against: str | None = None) -> dict[str, Any]:
     """The results of the finished trainings of a ladder, as `ladder.json` has them."""
     ends = [last_losses(one.run) if one.finished else {} for one in trainings]
     known = [end for end in ends if end]
     bits = all("val/bpb" in end for end in known)
     metric, unit = ("val/bpb", "bits per byte") if bits else ("val/loss", "nats a token")
     losses = [end.get(metric) for end in ends]
-    measured = measured_sizes(trainings, losses)
+    by_recipe = {
+        recipe: measured_sizes(*zip(*some, strict=True)) for recipe in ("", HALF, AGAINST)
+        if (some := [(one, loss) for one, loss in zip(trainings, losses, strict=True) if one.recipe == recipe])
+    }  # fmt: skip
+    measured = by_recipe[""]
     found: dict[str, Any] = {
         "name": name, "command": command, "written": time.time(), "unit": unit,
         "runs": [
-            {"run": one.run.name, **one.size._asdict(), "seed": one.seed, "loss": loss,
+            {"run": one.run.name, **one.size._asdict(), "recipe": one.recipe, "seed": one.seed, "loss": loss,
              "status": one.run.status() if (one.run.path / "run.json").exists() else "to do"}
             for one, loss in zip(trainings, losses, strict=True)
         ],
@@ -89,6 +96,8 @@ def report(name: str, command: str, trainings: Sequence[Training]) -> dict[str, 
         "laws": [], "predictions": [], "notes": [],
     }  # fmt: skip
     add_laws(found, measured)
+    if against is not None:
+        found["against"] = {"recipe": against, **comparison(by_recipe, trainings)}
     if known and not any(len(one.losses) > 1 for one in measured):
         found["notes"].append("One seed: the noise between trainings is not known, and fewer than five sizes have no "
                               "interval; --seeds 3 trains the others too.")  # fmt: skip
@@ -148,6 +157,54 @@ def add_laws(found: dict[str, Any], measured: Sequence[Measured]) -> None:
             })  # fmt: skip
 
 
+# ---- another recipe --------------------------------------------------------------------------------------------------
+
+
+def comparison(measured: dict[str, list[Measured]], trainings: Sequence[Training]) -> dict[str, Any]:
+    """The compute multiplier of the other recipe at each size, in tokens and in seconds, and a verdict in words."""
+    places = [place for place, one in enumerate(measured[""]) if not one.size.held_out]
+    half, whole, other = ([measured[recipe][place] for place in places] for recipe in (HALF, "", AGAINST))
+    found = compute_multipliers([
+        Compared(a.losses, b.losses, c.losses, b.size.tokens / a.size.tokens, b.size.flops)
+        for a, b, c in zip(half, whole, other, strict=True)
+    ])  # fmt: skip
+    rates = [{recipe: tokens_per_second(trainings, recipe, one.size.depth) for recipe in ("", AGAINST)} for one in whole]
+    sizes = []
+    for a, b, c, each, rate in zip(half, whole, other, found.sizes, rates, strict=True):
+        seconds = {recipe: one.size.tokens / rate[recipe] if rate[recipe] else None
+                   for recipe, one in (("", b), (AGAINST, c))}  # fmt: skip
+        faster = seconds[""] / seconds[AGAINST] if all(seconds.values()) else None
+        sizes.append({
+            "depth": b.size.depth, "flops": b.size.flops, "half": a.losses, "whole": b.losses, "other": c.losses,
+            "tokens": each and each._asdict(), "in_seconds": each and faster and each.value * faster,
+        })  # fmt: skip
+    return {"sizes": sizes, "mean": found.mean and found.mean._asdict(), "seeds_needed": found.seeds_needed,
+            "trend": found.trend and found.trend._asdict(), "verdict": verdict(found)}  # fmt: skip
+
+
+def tokens_per_second(trainings: Sequence[Training], recipe: str, depth: int) -> float | None:
+    """The median speed of a recipe's trainings of one size."""
+    metric = "perf/tokens_per_second"
+    rates = [line[metric] for one in trainings if one.recipe == recipe and one.size.depth == depth
+             for line in (one.run.metrics(metric) if one.finished else ())]  # fmt: skip
+    return median(rates) if rates else None
+
+
+def verdict(found: Multipliers) -> str:
+    """Whether the other recipe is better, in one sentence."""
+    mean = found.mean
+    if mean is None:
+        return ("Nothing can be told: where all trainings of a size are finished, the ladder's recipe gains nothing from "
+                "twice the tokens.")  # fmt: skip
+    told = f"the ladder's recipe needs {mean.value:.2f} times its tokens to reach the other one's loss"
+    if mean.low is None:
+        return f"Nothing can be told from one seed: {told}, but noise may be all of it. Give --seeds 3."
+    if mean.low <= 1 <= mean.high:
+        more = f"about {plural(found.seeds_needed, 'seed')} would tell a difference of {TOLD - 1:.0%}"
+        return f"Not distinguishable: {told} ({mean.low:.2f} to {mean.high:.2f}); {more}."
+    return f"The other recipe is {'better' if mean.low > 1 else 'worse'}: {told} ({mean.low:.2f} to {mean.high:.2f})."
+
+
 # ---- words -----------------------------------------------------------------------------------------------------------
 
 
@@ -165,6 +222,29 @@ def size_rows(found: dict[str, Any]) -> tuple[list[str], list[list[str]]]:
         row += [f"{size['stderr']:.2g}" if size["stderr"] is not None else ""] if several else []
         rows.append(row)
     return heads, rows
+
+
+def comparison_rows(found: dict[str, Any]) -> tuple[list[str], list[list[str]]]:
+    heads = ["depth", f"half, {found['unit']}", "whole", "other", "times the tokens", "95 % interval", "times the seconds"]
+    rows = []
+    for size in found.get("against", {}).get("sizes", []):
+        losses = [f"{fmean(size[name]):.4f}" if size[name] else "" for name in ("half", "whole", "other")]
+        times, seconds = size["tokens"], size["in_seconds"]
+        interval = "" if times is None or times["low"] is None else f"{times['low']:.2f} to {times['high']:.2f}"
+        rows.append([str(size["depth"]), *losses, "" if times is None else f"{times['value']:.2f}", interval,
+                     "" if seconds is None else f"{seconds:.2f}"])  # fmt: skip
+    return heads, rows
+
+
+def compared_remarks(against: dict[str, Any] | None) -> Iterable[str]:
+    """The verdict on the recipe of `--against`, and how it changes with size."""
+    if against is None:
+        return
+    yield f"Against {against['recipe']}: {against['verdict']}"
+    trend = against["trend"]
+    if trend is not None:
+        interval = "" if trend["low"] is None else f" ({trend['low']:.2f} to {trend['high']:.2f})"
+        yield f"With ten times the operations the multiplier becomes {trend['value']:.2f} times as large{interval}."
 
 
 def prediction_rows(found: dict[str, Any]) -> tuple[list[str], list[list[str]]]:
@@ -185,6 +265,7 @@ def remarks(found: dict[str, Any]) -> list[str]:
     diverged = [run["run"] for run in without if run["status"] == "finished"]
     missing = [run["run"] for run in without if run["status"] != "finished"]
     return [
+        *compared_remarks(found.get("against")),
         *trust(found),
         *([f"Not finished: {', '.join(missing)}."] if missing else []),
         *([f"Without a finite loss at the end: {', '.join(diverged)}."] if diverged else []),
@@ -209,7 +290,7 @@ def trust(found: dict[str, Any]) -> Iterable[str]:
 
 
 def print_report(console: Console, found: dict[str, Any]) -> None:
-    for heads, rows in (size_rows(found), prediction_rows(found)):
+    for heads, rows in (size_rows(found), prediction_rows(found), comparison_rows(found)):
         if rows:
             console.print()
             console.print(plain_table(heads, "n" * len(heads), rows))
@@ -227,7 +308,7 @@ def page(found: dict[str, Any]) -> str:
     return render(
         "ladder.html", kind="ladder", found=found, remarks=remarks(found), pictures=pictures(found), run_rows=runs,
         law_rows=[[law["of"], text] for law in found["laws"] for text in law["laws"]],
-        predictions=prediction_rows(found), sizes=size_rows(found),
+        predictions=prediction_rows(found), compared=comparison_rows(found), sizes=size_rows(found),
     )  # fmt: skip
 
 

@@ -58,6 +58,19 @@ def test_the_same_command_trains_nothing_again_and_compares_the_prediction(place
     assert predicted["error"] == pytest.approx(predicted["loss"] / predicted["measured"] - 1)
 
 
+def test_another_recipe_is_compared_at_the_same_sizes(place):
+    """One that hardly learns is worse; and the same command trains nothing again."""
+    options = ["ladder", "--depths", "2", "--max_steps", "6", *SIZES, "--name", "still", "--against",
+               "--model.optimizer.groups.embedding.lr 1e-9 --model.optimizer.groups.output.lr 1e-9"]  # fmt: skip
+    said, page = lm(place, *options).stdout, (place / "checkpoints/still/ladder.html").read_text()
+    [size] = report(place, "still")["against"]["sizes"]
+    assert size["whole"] == [report(place)["runs"][0]["loss"]] and size["half"][0] > size["whole"][0]
+    assert size["tokens"]["value"] < 0.9 and size["tokens"]["low"] is None and size["in_seconds"] > 0
+    assert "Nothing can be told from one seed" in said and "times the tokens" in page
+    again = lm(place, *options)
+    assert "begins" not in again.stderr and "3 trainings, 3 of them finished" in again.stdout
+
+
 def test_settings_that_change_the_loss_are_refused_and_others_are_not(place):
     refused = lm(place, *LADDER, "--model.optimizer.lr", "0.3", expect=2).stderr
     assert "ladder-d2-n6-s1 has model.optimizer.lr 0." in refused and "another --name" in refused
@@ -129,6 +142,11 @@ def test_the_report_finds_a_known_law(tmp_path):
         (["--depths", "2", "--max_steps", "6", "--mfu", "2"], "--mfu 2.0 must lie in (0, 1]"),
         (["--depths", "2", "--trainer.max_steps", "5"], "give --max_steps"),
         (["--depths", "2", "--max_steps", "6", "--root", "texts/000.txt"], "is a file, or in one"),
+        (["--depths", "2", "--max_steps", "1", "--against", ""], "--max_steps 1 has no half"),
+        (["--depths", "2", "--max_steps", "6", "--against", "--depths 3"], "depths, seeds and folder are those of the ladder"),
+        (["--depths", "2", "--max_steps", "6", "--against", "--model.optimizer.lrr 3"], "there is no option 'model.optimizer.lrr'"),
+        (["--depths", "2", "--max_steps", "6", "--against", "--data.val_tokens 8K"], "--against changes data.val_tokens, and losses"),
+        (["--depths", "2", "--max_steps", "6", "--against", "other.yaml"], "no config 'other.yaml' here"),
     ],
 )
 def test_bad_input_is_one_line_and_trains_nothing(place, monkeypatch, arguments, message):

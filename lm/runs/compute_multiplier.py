@@ -1,0 +1,92 @@
+"""The effective compute multiplier of a recipe: how many times its tokens another one needs to reach the same loss.
+
+The other one, the reference, is trained with half of its tokens and with all of them, at each of several sizes and with
+several seeds; the recipe in question at the same sizes. Nothing here imports torch.
+"""
+
+import math
+from collections.abc import Sequence
+from statistics import fmean
+from typing import NamedTuple
+
+from lm.runs.seeds import CONFIDENCE, t_exceeded
+
+TOLD = 1.02  # the multiplier that a comparison should be able to tell from 1
+
+
+class Compared(NamedTuple):
+    """Losses of one size, above 0, by seed."""
+
+    half: Sequence[float]  # of the reference with fewer tokens
+    whole: Sequence[float]  # of the reference
+    other: Sequence[float]  # of the recipe in question
+    ratio: float  # tokens of `whole` over those of `half`
+    flops: float  # of a training of the reference
+
+
+class Estimate(NamedTuple):
+    """A number with its 95 % interval, which is None where there is one seed."""
+
+    value: float
+    low: float | None
+    high: float | None
+
+
+class Multipliers(NamedTuple):
+    """Those of all sizes, and what they have in common."""
+
+    sizes: list[Estimate | None]  # None: the reference gains nothing from more tokens, or a loss is missing
+    mean: Estimate | None
+    trend: Estimate | None  # the factor by which the multiplier changes where the operations become ten times as many
+    seeds_needed: int | None  # for each training, to tell a mean of `TOLD` from 1
+
+
+def compute_multipliers(sizes: Sequence[Compared]) -> Multipliers:
+    """Compare losses in logarithms, where the reference's is a straight line through its two lengths.
+
+    So loss is taken to be a power of tokens at one size (Kaplan et al., 2020, arXiv:2001.08361, section 3); a gain of
+    far more than twice is too large where the loss bends. The noise between seeds is taken to be the same factor at all
+    sizes, and independent; errors of a quotient are those of its first derivatives.
+    """
+    groups = [list(map(math.log, losses)) for one in sizes for losses in one[:3] if losses]
+    squares = sum((value - fmean(group)) ** 2 for group in groups for value in group)
+    freedom = sum(len(group) - 1 for group in groups)
+    noise = math.sqrt(squares / freedom) if freedom else None
+    reach = t_exceeded(1 - CONFIDENCE, freedom) if freedom else None
+
+    def estimate(log: float, variance: float) -> Estimate:
+        if noise is None:
+            return Estimate(math.exp(log), None, None)
+        half = reach * noise * math.sqrt(variance)
+        return Estimate(math.exp(log), math.exp(log - half), math.exp(log + half))
+
+    logs = [_log_multiplier(one) for one in sizes]
+    known = [(math.log10(one.flops), *log) for one, log in zip(sizes, logs) if log is not None]
+    each = [None if log is None else estimate(*log) for log in logs]
+    if not known:
+        return Multipliers(each, None, None, None)
+    weights = [1 / variance for _, _, variance in known]
+    total = sum(weights)
+    center, mean = (sum(w * one[i] for w, one in zip(weights, known)) / total for i in (0, 1))
+    spread = sum(w * (at - center) ** 2 for w, (at, *_) in zip(weights, known))
+    slope = sum(w * (at - center) * (log - mean) for w, (at, log, _) in zip(weights, known)) / spread if spread else 0.0
+    needed = None
+    if noise:
+        seeds = min(len(losses) for one in sizes for losses in one[:3] if losses)
+        needed = math.ceil(seeds * (reach * noise / math.sqrt(total) / math.log(TOLD)) ** 2)
+    trend = estimate(slope, 1 / spread) if spread else None
+    return Multipliers(each, estimate(mean, 1 / total), trend, needed)
+
+
+def _log_multiplier(one: Compared) -> tuple[float, float] | None:
+    """Of one size, and its variance in units of that of one training's log loss."""
+    if not all(one[:3]):
+        return None
+    half, whole, other = (fmean(map(math.log, losses)) for losses in one[:3])
+    gained, doubling = half - whole, math.log(one.ratio)
+    if gained <= 0:
+        return None
+    share = (whole - other) / gained
+    by_half, by_whole, by_other = -share / gained, (1 + share) / gained, -1 / gained
+    variance = by_half**2 / len(one.half) + by_whole**2 / len(one.whole) + by_other**2 / len(one.other)
+    return doubling * share, doubling**2 * variance

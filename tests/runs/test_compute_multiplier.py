@@ -1,0 +1,46 @@
+"""The effective compute multiplier of a recipe, on losses of which it is known."""
+
+import numpy as np
+import pytest
+
+from lm.runs.compute_multiplier import Compared, compute_multipliers
+
+
+def sizes(multiplier, noise=0.0, seeds=3, random=np.random.default_rng(0)):
+    """Losses that are powers of the tokens, with another recipe that is `multiplier(flops)` times as good."""
+    def losses(flops, tokens):
+        return (3 * flops**-0.05 * tokens**-0.1 * np.exp(noise * random.standard_normal(seeds))).tolist()
+
+    return [Compared(losses(x, 0.5), losses(x, 1.0), losses(x, multiplier(x)), 2.0, x) for x in (1.0, 10.0, 100.0)]
+
+
+def test_without_noise_the_multipliers_of_all_sizes_and_their_trend_are_exact():
+    found = compute_multipliers(sizes(lambda flops: 1.5 * flops**-0.1))
+    assert [one.value for one in found.sizes] == pytest.approx([1.5, 1.5 * 10**-0.1, 1.5 * 10**-0.2])
+    assert found.trend.value == pytest.approx(10**-0.1)
+    itself = compute_multipliers(sizes(lambda flops: 1.0))
+    assert itself.mean.value == pytest.approx(1) and itself.trend.value == pytest.approx(1)
+
+
+@pytest.mark.parametrize("multiplier", [0.8, 1.0, 1.3])
+def test_the_interval_has_the_truth_in_it_as_often_as_it_says(multiplier):
+    random = np.random.default_rng(1)
+    found = [compute_multipliers(sizes(lambda flops: multiplier, 0.002, random=random)) for _ in range(400)]
+    for estimates in ([one.mean for one in found], [one.sizes[0] for one in found]):
+        assert 0.92 < np.mean([one.low <= multiplier <= one.high for one in estimates]) < 0.98
+
+
+def test_the_seeds_that_are_needed_make_the_interval_narrow_enough():
+    needed = compute_multipliers(sizes(lambda flops: 1.0, 0.002)).seeds_needed
+    mean = compute_multipliers(sizes(lambda flops: 1.0, 0.002, seeds=needed)).mean
+    assert needed > 3 and 1.01 < mean.high / mean.value < 1.025
+
+
+def test_what_cannot_be_told_is_none():
+    one = compute_multipliers(sizes(lambda flops: 1.2, seeds=1))
+    assert one.mean.value == pytest.approx(1.2) and one.mean.low is None and one.seeds_needed is None
+    flat = [one._replace(half=one.whole) for one in sizes(lambda flops: 1.2)]
+    assert compute_multipliers(flat).mean is None and compute_multipliers(flat).sizes == [None] * 3
+    missing = [sizes(lambda flops: 1.2)[0], sizes(lambda flops: 1.2)[1]._replace(other=[])]
+    found = compute_multipliers(missing)
+    assert found.sizes[1] is None and found.mean.value == pytest.approx(1.2) and found.trend is None
