@@ -40,7 +40,6 @@ COMMANDS = {
     "runs check": ("lm.cli.runs:check", "whether a run ended as its config expects, also as exit code"),
     "runs compare": ("lm.cli.runs_compare:compare", "curves of runs in one chart, and the settings they differ in"),
     "runs export": ("lm.cli.runs_compare:export", "a run for others: metrics, pictures, weights; or one HTML page"),
-    "runs rm": ("lm.cli.runs:rm", "remove a run and its checkpoints, after asking"),
     "runs rebuild": ("lm.cli.runs:rebuild", "rebuild the registry of runs from the run folders"),
     "monitor": ("lm.cli.monitor:monitor", "watch runs live in the terminal, or print their state as JSON"),
     "doctor": ("lm.cli.doctor:doctor", "whether this machine can train: GPU, kernels, disk, data, each with a cure"),
@@ -206,7 +205,7 @@ def _unknown_command(arguments: list[str]) -> str:
     for word in get_close_matches(arguments[0], families, 1, cutoff=0.8):
         meant = " ".join([word, *arguments[1:2]])
         return f"no command {arguments[0]!r}; did you mean `lm {meant if meant in COMMANDS else word}`?"
-    close = get_close_matches(arguments[0], {*COMMANDS, *OTHER_NAMES} - {"runs rm"}, 1)
+    close = get_close_matches(arguments[0], {*COMMANDS, *OTHER_NAMES}, 1)
     if not close:
         return f"no command {arguments[0]!r}; lm --help lists them"
     meant = shlex.join([*OTHER_NAMES.get(close[0], close[0]).split(), *arguments[1:]])

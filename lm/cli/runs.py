@@ -1,15 +1,10 @@
-"""`lm runs ls`, `check`, `rm` and `rebuild`: all runs of a user, and their registry.
+"""`lm runs ls`, `check` and `rebuild`: all runs of a user, and their registry.
 
 Nothing here imports torch. `cli/runs_show` and `cli/runs_compare` have the other commands.
 """
 
 import logging
-import os
-import shlex
-import shutil
-import sys
 import time
-from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -22,9 +17,9 @@ from lm.runs import registry
 from lm.runs.facts import run_row
 from lm.runs.history import acceptance, expectations
 from lm.runs.run import ROOT, Run
-from lm.system.files import folder_bytes, to_json
+from lm.system.files import to_json
 from lm.system.process import harmless
-from lm.system.units import format_bytes, format_count, format_duration, plural
+from lm.system.units import format_count, format_duration, plural
 
 log = logging.getLogger(__name__)
 
@@ -58,46 +53,6 @@ def ls(all: bool = False, tag: str | None = None, root: str = str(ROOT), json: b
     _print_table([*shown, *own], console)
     if len(others) > len(shown):
         console.print(f"{plural(len(others) - len(shown), 'older run')} of other folders: --all shows them")
-
-
-def rm(run: str, yes: bool = False, root: str = str(ROOT)) -> None:
-    """Remove a run with its checkpoints, after a question.
-
-    Args:
-        run: Name under the root or in the registry, or a path.
-        yes: Do not ask.
-        root: Folder of the runs.
-    """
-    gone = [row["path"] for row in registry.known_runs() if row["name"] == run and not Path(row["path"]).exists()]
-    try:
-        folder = registry.find_run(run, root)
-    except RequestError:
-        if not gone:
-            raise
-        registry.forget(gone)
-        print(f"removed {', '.join(gone)} from the registry; there is no such folder any more")
-        return
-    path = folder.path.resolve()
-    folder.refuse_if_trained()
-    kept = ", ".join(step.name for step in folder.steps().values()) or "none"
-    print(f"{path}: {folder.status()}, {format_bytes(folder_bytes(path))}, checkpoints: {kept}")
-    if not yes:
-        if not sys.stdin.isatty():
-            raise RequestError(f"there is no terminal to ask on: `lm runs rm {shlex.quote(run)} --yes` removes it")
-        if input("remove it for good? [y/N] ").strip().lower() not in ("y", "yes"):
-            print("nothing was removed")
-            return
-    with suppress(OSError):  # of a disk that cannot be written to, which the next line says
-        folder.hold()
-    dead = path.with_name(f".removed-{path.name}-{os.getpid()}")
-    os.rename(path, dead)
-    folder.release()  # a network's file system cannot remove a folder with a file that is open
-    (dead / "run.json").unlink()  # what a kill leaves here is not a run
-    shutil.rmtree(dead)
-    if folder.path.is_symlink():
-        folder.path.unlink()
-    _forget([str(path)])
-    print(f"removed {path}")
 
 
 def rebuild(roots: list[str]) -> None:
@@ -162,16 +117,12 @@ def collect_runs(root: str) -> list[dict[str, Any]]:
     for run in Run.all(root):
         path = str(run.path.resolve())
         found[path] = found.get(path) or run_row(run)
-    if removed:
-        _forget(removed)
-    return sorted(found.values(), key=lambda run: (run.get("entered") or 0.0, run["name"]))
-
-
-def _forget(removed: list[str]) -> None:
     try:
-        registry.forget(removed)
+        if removed:
+            registry.forget(removed)
     except LmError as error:
         log.warning("%s; `lm runs ls` leaves removed runs out all the same", error)
+    return sorted(found.values(), key=lambda run: (run.get("entered") or 0.0, run["name"]))
 
 
 HEADINGS = ("run", "status", "step", "best loss", "loss", "tokens/s", "age")

@@ -32,13 +32,13 @@ from lm.runs.run import ROOT, Run
 from lm.runs.seeds import OF_A_RUN, Group, group_by_seed, mean_curve, spread, welch
 from lm.system.files import digest, finite_or_none, load_checksummed, new_folder, refuse_url, to_json
 
-X_LABELS = {"step": "step", "tokens": "tokens", "flops": "operations", "time": "hours"}
+X_LABELS = {"step": "step", "tokens": "tokens", "time": "hours"}
 
 
 def compare(
     runs: list[str],
     metric: str = "train/loss",
-    x: Literal["step", "tokens", "flops", "time"] = "step",
+    x: Literal["step", "tokens", "time"] = "step",
     smooth: float = 0.0,
     png: str | None = None,
     json: bool = False,
@@ -53,7 +53,7 @@ def compare(
         runs: Names under the root or in the registry, such as 'lr-*' in quotes, or paths; at least two. Groups are
             compared with that of the first. Where one option differs, a table has the losses over it.
         metric: The metric to draw, by its name in TensorBoard.
-        x: The x axis; time is hours since the run's first log line, flops are the operations of training so far.
+        x: The x axis; time is hours since the run's first log line.
         smooth: Weight of the earlier values in a moving average, from 0 to below 1.
         png: A file to write the chart to, as a picture: .png, .svg or .pdf.
         json: Print one JSON object instead.
@@ -70,8 +70,6 @@ def compare(
     drawn = metrics = [folder.metrics() for folder in folders]
     if x != "time":
         drawn = [trunk_metrics(folder) + lines for folder, lines in zip(folders, metrics, strict=True)]
-    if x == "flops":
-        drawn = [_with_flops(*pair) for pair in zip(folders, drawn, strict=True)]
     names = labels(folders)
     series = [curve(name, lines, metric, x, smooth) for name, lines in zip(names, drawn, strict=True)]
     if not any(one.x for one in series):
@@ -114,13 +112,6 @@ def compare(
     if sweep:
         _print_sweep(console, **sweep)
     _print_settings(console, names, differing, " but for the seed" * several)
-
-
-def _with_flops(run: Run, lines: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    each = run.read("run.json").get("flops_per_token")
-    if each is None:
-        raise RequestError(f"run {run.path} has no count of operations for a token: give --x tokens")
-    return [{**line, "flops": each * line["tokens"]} for line in lines if "tokens" in line]
 
 
 def _no_metric(metric: str, metrics: list[list[dict[str, Any]]]) -> str:

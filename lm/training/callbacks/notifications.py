@@ -4,7 +4,6 @@ Each address has a thread of its own, so a service that does not answer delays n
 address are in no log, error or file of the run, but for `config.yaml` where they stand in the config as they are.
 """
 
-import io
 import logging
 import os
 import re
@@ -12,7 +11,6 @@ import socket
 import threading
 import time
 from collections.abc import Sequence
-from contextlib import suppress
 from difflib import get_close_matches
 from functools import partial
 from pathlib import Path
@@ -24,7 +22,7 @@ from lightning.pytorch import LightningModule
 from lm.errors import GuardStop, Interrupted, LmError, RequestError, RunError, first_line
 from lm.runs import postmortem
 from lm.runs.metrics import METRICS
-from lm.runs.run import VARIABLE, Run, hide_address
+from lm.runs.run import VARIABLE, hide_address
 from lm.system.hardware import device_name
 from lm.system.process import rank
 from lm.system.stop_signals import STOP
@@ -56,7 +54,6 @@ class Message(NamedTuple):
     level: Level
     title: str
     text: str
-    picture: bytes | None = None  # a PNG
 
 
 # ---- addresses -------------------------------------------------------------------------------------------------------
@@ -100,36 +97,22 @@ class Recipient:
         if self._service is None:
             raise RequestError(f"{place}: Apprise cannot read this address; {APPRISE} has the notation of each service")
         self.name, self.level = _without_secrets(self._service.url(privacy=True)), level
-        self.takes_pictures = bool(self._service.attachment_support)
 
     def send(self, message: Message) -> None:
-        """Send a message; where the service refuses the picture, the text alone.
-
-        Where that fails too, a RunError has the reason, without any part of the address.
-        """
-        if message.picture and self.takes_pictures and self._sent(message, message.picture):
-            return
-        if not self._sent(message, None):
-            reason = _apprise_log.newest.get(threading.get_ident(), "the service did not take it")
-            for secret in self._secrets:
-                reason = reason.replace(secret, "***")
-            raise RunError(reason)
-
-    def _sent(self, message: Message, picture: bytes | None) -> bool:
-        from apprise import AppriseAttachment
-        from apprise.attachment.memory import AttachMemory
-
-        attached = picture and AppriseAttachment(AttachMemory(picture, name="curves.png", mimetype="image/png"))
+        """Send a message. Where that fails, a RunError has the reason, without any part of the address."""
         _apprise_log.newest.pop(threading.get_ident(), None)
         kind = {"info": "info", "warning": "warning", "error": "failure"}[message.level]
         try:
             # Not `Apprise.notify`, whose threads Python would wait for when the process ends.
-            return self._service.notify(
-                body=message.text, title=message.title, notify_type=kind, body_format="text", attach=attached or None
-            )
+            sent = self._service.notify(body=message.text, title=message.title, notify_type=kind, body_format="text")
         except Exception as error:
             self._logger.warning("%s: %s", type(error).__name__, first_line(error))
-            return False
+            sent = False
+        if not sent:
+            reason = _apprise_log.newest.get(threading.get_ident(), "the service did not take it")
+            for secret in self._secrets:
+                reason = reason.replace(secret, "***")
+            raise RunError(reason)
 
 
 def _from_environment(place: str, found: re.Match) -> str:
@@ -232,7 +215,7 @@ class Notifications(Callback):
         lines = [ended.get("reason") or "", "" if passed else "not all metrics are as expected: see `lm runs check`"]
         if trainer.run.link("best"):
             lines.append(f"best {loss.label} {loss.shown(trainer.checkpoint_callback.best_loss)}")
-        self._send(trainer, "info" if passed else "warning", "finished", lines, curves=True)
+        self._send(trainer, "info" if passed else "warning", "finished", lines)
         self._finish(trainer)
 
     def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
@@ -243,7 +226,7 @@ class Notifications(Callback):
         text, folder, resume = str(exception), self._new_post_mortem(trainer), trainer.run.resume_command()
         lines = [text if isinstance(exception, LmError) else f"{type(exception).__name__}: {text}"]
         lines += [f"post-mortem: {folder}"] * bool(folder) + [f"`{resume}` resumes it"] * (resume not in text)
-        self._send(trainer, level, event, lines, curves=event != "interrupted")
+        self._send(trainer, level, event, lines)
         self._finish(trainer)
 
     def _new_post_mortem(self, trainer: Trainer) -> Path | None:
@@ -255,7 +238,7 @@ class Notifications(Callback):
         return folder
 
     def _send_findings(self, trainer: Trainer, folder: Path | None = None) -> None:
-        """Send the findings that wait, and the post-mortem of the newest one with its curve of the loss."""
+        """Send the findings that wait, with the folder of the newest one's post-mortem."""
         findings, self._findings = self._findings, []
         if not findings:
             return
@@ -264,28 +247,20 @@ class Notifications(Callback):
         lines = [f"{older} more before these"] * (older > 0) + findings[-MOST_FINDINGS:]
         lines += [f"post-mortem: {folder}"] * bool(folder)
         event = findings[0].partition(":")[0] if len(findings) == 1 else f"{len(findings)} findings of guards"
-        picture = None
-        with suppress(OSError):  # there is none without matplotlib
-            picture = (folder / "loss.png").read_bytes() if folder else None
-        self._send(trainer, "warning", "post-mortem" if folder else event, lines, picture)
+        self._send(trainer, "warning", "post-mortem" if folder else event, lines)
 
-    def _send(
-        self, trainer: Trainer, level: Level, event: str, lines: list[str], picture: bytes | None = None,
-        curves: bool = False,
-    ) -> None:  # fmt: skip
-        """Have a message sent to those who want its level, with a PNG or the run's curves; it waits for nothing."""
+    def _send(self, trainer: Trainer, level: Level, event: str, lines: list[str]) -> None:
+        """Have a message sent to those who want its level; it waits for nothing."""
         to = [one for one in self._recipients if LEVELS.index(level) >= LEVELS.index(one.level)]
         if not to or not trainer.is_global_zero:
             return
-        if curves and any(one.takes_pictures for one in to):
-            picture = draw_curves(trainer.run)
         latest = RunLog.of(trainer).latest
         losses = [f"{METRICS[name].label} {METRICS[name].shown(latest[name])}" for name in ("train/loss", "val/loss")
                   if name in latest]  # fmt: skip
         state = ", ".join([f"step {trainer.global_step:,} of {trainer.max_steps:,}", *losses])
         machine = f"{trainer.run.path.resolve()} on {socket.gethostname()}, {device_name(trainer.strategy.root_device)}"
         text = "\n".join(filter(None, [*lines, state, machine]))
-        message = Message(level, f"{trainer.run.name}: {event}", text, picture)
+        message = Message(level, f"{trainer.run.name}: {event}", text)
         for one in to:
             if one not in self._threads:
                 self._threads[one] = CallThread(f"notify {one.name}", partial(self._fail, one))
@@ -306,16 +281,3 @@ class Notifications(Callback):
             if not thread.finish(until - time.monotonic()):
                 self._fail(to, RunError("no answer when the run ended"))
         self._recipients = []  # the end is sent once
-
-
-def draw_curves(run: Run) -> bytes | None:
-    """A PNG of the run's curves, as `lm.inspection` draws them; None where that fails, as without matplotlib."""
-    try:
-        from lm.inspection.run_views import draw_training
-
-        file = io.BytesIO()
-        draw_training(run).savefig(file, format="png")
-        return file.getvalue()
-    except Exception as error:
-        log.warning("notify: the curves are not drawn: %s: %s", type(error).__name__, first_line(error))
-        return None
