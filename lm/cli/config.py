@@ -8,11 +8,10 @@ import sys
 import tempfile
 import warnings
 from collections.abc import Sequence
-from dataclasses import fields, is_dataclass
+from dataclasses import fields
 from inspect import signature
 from pathlib import Path
-from types import NoneType
-from typing import Any, get_args
+from typing import Any
 
 import torch
 import yaml
@@ -22,7 +21,9 @@ from lightning.pytorch.cli import LightningArgumentParser, LightningCLI
 from lightning.pytorch.loggers import Logger
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 
-from lm.cli.early import LISTS, ConfigFile, add_sections, add_training, typed_options
+from lm.cli.early import (
+    LISTS, ConfigFile, add_sections, add_training, link_seq_len, refuse_nulls, refuse_seed, typed_options,
+)  # fmt: skip
 from lm.cli.options import CONFIG, SEED, PlanOptions, refuse_unknown_options
 from lm.cli.plan import PlanChecks, plan
 from lm.cli.plan_facts import is_prepared
@@ -35,14 +36,14 @@ from lm.runs.mirror import Mirror, refuse_remote_root
 from lm.runs.registry import find_run, record_run
 from lm.runs.resume import checkpoint_folder, find_checkpoint, refuse_changed_config, repair_links
 from lm.runs.run import ROOT, Run, is_of_a_run
-from lm.system.arguments import OneLineErrors, Parser, shown, spell_out
+from lm.system.arguments import OneLineErrors, Parser, spell_out
 from lm.system.hardware import has_fp8
 from lm.system.process import command_line, rank
 from lm.training.budget import read_budget_file
 from lm.training.callbacks.run_folder import RunFolder
 from lm.training.callbacks.standard import standard_callbacks
 from lm.training.callbacks.summary import Summary
-from lm.training.config import SECTIONS, ModelConfig, RunOptions, TrainerConfig, sections_of_callbacks
+from lm.training.config import ModelConfig, RunOptions, TrainerConfig, sections_of_callbacks
 from lm.training.module import LanguageModule, training_class
 from lm.training.trainer import Trainer
 
@@ -151,46 +152,6 @@ def config_text(parser: ArgumentParser, config: Namespace) -> str:
     for name in ("config", "ckpt_path", "force"):
         kept.pop(name, None)
     return parser.dump(kept, format="config", skip_none=False, skip_check=True)
-
-
-def refuse_seed(seed: int) -> None:
-    """Raise RequestError for a seed that the generators do not take."""
-    if isinstance(seed, bool) or not 0 <= seed < 2**32:
-        raise RequestError(f"seed_everything {seed} must be a whole number from 0 to {2**32 - 1}")
-
-
-def refuse_nulls(config: Namespace) -> None:
-    """Refuse a null where it means nothing, and a value in place of a group of options; the parser takes both."""
-    for section in SECTIONS:
-        if section.name:
-            _refuse_nulls(section.options, config[section.name], section.name)
-
-
-def _refuse_nulls(options: type, group: Any, place: str) -> None:
-    if not isinstance(group, Namespace | dict | options):
-        raise RequestError(f"{place} is a group of options and not {shown(group)}")
-    values = group if isinstance(group, dict) else vars(group)
-    for option in fields(options):
-        kinds = get_args(option.type) or (option.type,)
-        inner = next((kind for kind in kinds if is_dataclass(kind)), None)
-        value = values.get(option.name, ...)
-        if value is None and NoneType not in kinds:
-            raise RequestError(
-                f"{place}.{option.name} is null, which means nothing there: leave it out for its default"
-            )
-        if inner is not None and value not in (None, ...):
-            _refuse_nulls(inner, value, f"{place}.{option.name}")
-
-
-def link_seq_len(config: Namespace) -> None:
-    """Set the context of the data to the model's unless the data asks for a shorter one."""
-    most = config.model.decoder.max_position_embeddings
-    if config.data.seq_len is None:
-        config.data.seq_len = most
-    if config.data.seq_len > most:
-        raise RequestError(
-            f"data.seq_len {config.data.seq_len} is longer than model.decoder.max_position_embeddings {most}"
-        )
 
 
 def link_rate(config: Namespace) -> None:

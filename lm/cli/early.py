@@ -5,12 +5,13 @@
 
 import shlex
 import sys
-from dataclasses import fields
+from dataclasses import fields, is_dataclass
 from itertools import pairwise
 from pathlib import Path
-from typing import Any
+from types import NoneType
+from typing import Any, get_args
 
-from jsonargparse import ActionConfigFile
+from jsonargparse import ActionConfigFile, Namespace
 from jsonargparse.typing import register_type
 
 from lm.cli.options import COMMAND_OPTIONS, CONFIG, SEED, find_config, read_config, training_options
@@ -21,13 +22,15 @@ from lm.runs.registry import find_run
 from lm.runs.run import ROOT, is_of_a_run
 from lm.system.arguments import Parser, arguments_from, shown, spell_out
 from lm.training.config import SECTIONS, ModelConfig, TrainerConfig
+from lm.training.schedule import plan_steps
 
 LISTS = tuple(option.name for option in training_options("fit") if "list of str" in option.kind)
 # Commands that take a run's checkpoint -> another cure where there is no run at all.
 OF_A_RUN = dict.fromkeys(("generate", "evaluate", "export"), ", or give a --ckpt_path") | {"average": "", "branch": ""}
 OF_A_RUN |= dict.fromkeys(("validate", "test", "predict"), ", or give --config")
 # What such a command is given beside a run, for the cure where a run has no option before it.
-BESIDE = {"generate": "--prompt Once", "evaluate": "--tasks embedded:sotu", "export": "--output my-model"}
+BESIDE = {"generate": "--prompt Once", "evaluate": "--tasks embedded:sotu", "export": "--output my-model",
+          "average": "--last 2", "predict": "--data.texts my_texts.txt"}  # fmt: skip
 
 
 class ConfigFile(ActionConfigFile):
@@ -97,6 +100,12 @@ def refuse_wrong_values(command: str, arguments: list[str]) -> None:
         return
     if command == "predict" and config.data.texts:
         find_files(config.data.texts)
+    if config.config or command == "fit" and not config.run:
+        refuse_seed(config.seed_everything)
+        refuse_nulls(config)
+        link_seq_len(config)
+        parser.instantiate_classes(config)  # each dataclass refuses what it cannot be
+        refuse_length(config)
 
 
 def refuse_bare_run(command: str, arguments: list[str]) -> None:
@@ -130,3 +139,54 @@ def typed_options(arguments: list[str]) -> dict[str, str]:
     """What is typed after each option, as `--run mine` or `--run=mine`."""
     options = dict(pairwise([*arguments, ""]))
     return options | dict(one.split("=", 1) for one in arguments if one.startswith("--") and "=" in one)
+
+
+# ---- checks of a parsed config -------------------------------------------------------------------------------------
+
+
+def refuse_seed(seed: int) -> None:
+    """Raise RequestError for a seed that the generators do not take."""
+    if isinstance(seed, bool) or not 0 <= seed < 2**32:
+        raise RequestError(f"seed_everything {seed} must be a whole number from 0 to {2**32 - 1}")
+
+
+def refuse_nulls(config: Namespace) -> None:
+    """Refuse a null where it means nothing, and a value in place of a group of options; the parser takes both."""
+    for section in SECTIONS:
+        if section.name:
+            _refuse_nulls(section.options, config[section.name], section.name)
+
+
+def _refuse_nulls(options: type, group: Any, place: str) -> None:
+    if not isinstance(group, Namespace | dict | options):
+        raise RequestError(f"{place} is a group of options and not {shown(group)}")
+    values = group if isinstance(group, dict) else vars(group)
+    for option in fields(options):
+        kinds = get_args(option.type) or (option.type,)
+        inner = next((kind for kind in kinds if is_dataclass(kind)), None)
+        value = values.get(option.name, ...)
+        if value is None and NoneType not in kinds:
+            raise RequestError(
+                f"{place}.{option.name} is null, which means nothing there: leave it out for its default"
+            )
+        if inner is not None and value not in (None, ...):
+            _refuse_nulls(inner, value, f"{place}.{option.name}")
+
+
+def link_seq_len(config: Namespace) -> None:
+    """Set the context of the data to the model's unless the data asks for a shorter one."""
+    most = config.model.decoder.max_position_embeddings
+    if config.data.seq_len is None:
+        config.data.seq_len = most
+    if config.data.seq_len > most:
+        raise RequestError(
+            f"data.seq_len {config.data.seq_len} is longer than model.decoder.max_position_embeddings {most}: leave it "
+            f"out, or give --model.decoder.max_position_embeddings {config.data.seq_len}"
+        )
+
+
+def refuse_length(config: Namespace) -> None:
+    """Refuse a length that is not one, and a step that is not whole micro-batches on one device."""
+    steps = {name: config.trainer[name] for name in ("max_steps", "max_tokens")}
+    of_a_step = {name: config.data[name] for name in ("seq_len", "micro_batch_size", "global_batch_tokens")}
+    plan_steps(world_size=1, **steps, **of_a_step)

@@ -20,6 +20,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 from lm.cli.charts import plain_table
 from lm.data.parquet import COLUMN
+from lm.data.text_files import find_files
 from lm.errors import RequestError, require_at_least
 from lm.evaluation import benchmark
 from lm.evaluation.bits_per_byte import shards_bits_per_byte, texts_bits_per_byte
@@ -101,6 +102,8 @@ def measure(
     require_at_least(1, "--", max_items=max_items, batch_tokens=batch_tokens, stride=stride)
     require_at_least(0, "--", num_fewshot=num_fewshot)
     questions = read_tasks(tasks or [], num_fewshot)
+    for source in texts or []:
+        find_files([source])
     model = load()
     owner = Run.of(model.path)
     began = time.monotonic()

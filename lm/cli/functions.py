@@ -18,7 +18,7 @@ from lightning.pytorch import Callback, LightningDataModule, LightningModule
 from lm.cli.config import TrainingCLI, in_notebook, quiet_lightning, refuse_notebook
 from lm.cli.evaluate import measure
 from lm.cli.main import ConsoleHandler
-from lm.cli.options import refuse_unknown_options, replace_data, training_options
+from lm.cli.options import refuse_unknown_options, replace_settings, training_options
 from lm.cli.plan import PlanChecks
 from lm.data.config import PrepareOptions
 from lm.data.datamodule import DataModule
@@ -105,7 +105,7 @@ def fit(
             file = config
         typed = {name: str(value) if isinstance(value, str | Path) else json.dumps(value, default=_plain)
                  for name, value in given.items()}  # fmt: skip
-        arguments = replace_data([f"--config={file}", *(f"--{name}={value}" for name, value in typed.items())])
+        arguments = replace_settings([f"--config={file}", *(f"--{name}={value}" for name, value in typed.items())])
         with _class_of_models(module), _logging_to_console(), STOP.borrowed():
             import_from_working_directory()
             refuse_unknown_options("fit", arguments)

@@ -26,7 +26,7 @@ COMMANDS = {
     "plan": ("lm.cli.config:main", "what a config means before it is run, and what is wrong with it"),
     "scale": ("lm.cli.scale:scale", "a whole config from a depth, by published scaling rules"),
     "ladder": ("lm.cli.ladder:main", "train small models of several sizes, and predict the loss of a large one"),
-    "data prepare": ("lm.cli.data:prepare", "tokenize texts into Parquet shards"),
+    "data prepare": ("lm.cli.data:prepare_shards", "tokenize texts into Parquet shards"),
     "data inspect": ("lm.cli.data:inspect", "what a data folder holds"),
     "data show": ("lm.cli.data:show", "the texts that a run saw at a step"),
     "generate": ("lm.cli.generate:generate", "what a checkpoint writes after prompts; interactive without any"),
@@ -107,6 +107,9 @@ def main(arguments: Sequence[str]) -> int:
     except Exception as error:
         if debug:
             raise
+        if isinstance(error, OSError) and error.filename and error.strerror:  # no space, no right to write, a loop of links
+            _print_error(f"lm {name}: {error.filename}: {error.strerror}")
+            return 1
         _print_error(f"lm {name}: {type(error).__name__}: {error} ({_place(error)}; --debug shows the traceback)")
         return 1
 
@@ -157,7 +160,7 @@ def _dispatch(name: str, rest: list[str]) -> int:
             following = [value for value in rest[rest.index(asked) + 1 :][:1] if not value.startswith("-")]
             options.print_options(name, COMMANDS[name][1], *following)
             return 0
-        rest = [options.SEED_ALIAS.sub(f"--{options.SEED.name}", one) for one in options.replace_data(rest)]
+        rest = [options.SEED_ALIAS.sub(f"--{options.SEED.name}", one) for one in options.replace_settings(rest)]
         if name == "fit":
             STOP.catch()
         options.refuse_unknown_options(name, rest)

@@ -299,7 +299,7 @@ def monitor(
     console = Console()
     watches = [LiveRun(run) for run in [find_run(name, root) for name in runs] or default_runs(root)]
     if sys.stdout.isatty() and not console.is_dumb_terminal and not json and not once:
-        follow_runs(watches, console, interval)
+        follow_runs(watches, console, interval, None if runs else root)
         return
     for watch in watches:
         watch.refresh()
@@ -333,13 +333,18 @@ def default_runs(root: str) -> list[Run]:
     return [*here, *elsewhere][:1]
 
 
-def follow_runs(watches: list[LiveRun], console: Console, interval: float) -> None:
-    """Show a page until Ctrl-C, updated at every interval and when the terminal's size changes."""
+def follow_runs(watches: list[LiveRun], console: Console, interval: float, root: str | None) -> None:
+    """Show a page until Ctrl-C, updated at every interval and when the terminal's size changes.
+
+    Runs that begin under `root` meanwhile are added.
+    """
     try:
         signal.signal(signal.SIGTERM, signal.default_int_handler)  # as Ctrl-C, which gives the screen back
         with Live(console=console, screen=True, auto_refresh=False, vertical_overflow="crop") as screen:
             while True:
-                looked = time.monotonic()
+                looked, shown = time.monotonic(), [watch.run.path.resolve() for watch in watches]
+                new = [run for run in (Run.all(root) if root else ()) if run.path.resolve() not in shown]
+                watches += [LiveRun(run) for run in new if run.status() == "running"]
                 for watch in watches:
                     watch.refresh()
                 size = None

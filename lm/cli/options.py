@@ -31,10 +31,12 @@ NAMES = [section.name for section in SECTIONS if section.name]
 FREQUENT = [f"{section.name}.{option}" for section in SECTIONS for option in section.frequent]
 FREQUENT_WITHOUT_FIT = ["trainer.precision", "trainer.accelerator", "data.val", "data.test", "data.texts",
                         "data.val_tokens", "data.micro_batch_size"]  # fmt: skip
-# Where an option says what to read -> those under `data` that say otherwise, or belong to other data.
-OTHER_DATA = {
-    "path": ("train", "sources", "phases", "prepare"), "train": ("path", "sources", "phases", "prepare"),
-    "sources": ("path", "train", "val", "test", "tokenizer", "prepare"),
+# Where an option is typed -> those of the config that say otherwise, or belong to other data.
+REPLACED = {
+    "data.path": ("data.train", "data.sources", "data.phases", "data.prepare"),
+    "data.train": ("data.path", "data.sources", "data.phases", "data.prepare"),
+    "data.sources": ("data.path", "data.train", "data.val", "data.test", "data.tokenizer", "data.prepare"),
+    "trainer.max_steps": ("trainer.max_tokens",), "trainer.max_tokens": ("trainer.max_steps",),
 }  # fmt: skip
 # What the parser takes in addition to the options.
 PARSERS_OWN = {"c", "h", "help", "print_config", "weights_only", "return_predictions"}
@@ -235,6 +237,7 @@ def _print_option(option: Option, width: int, short: bool) -> None:
 def refuse_unknown_options(command: str, arguments: list[str]) -> None:
     """Refuse names that no option has, in a command line and in the configs that it names."""
     if arguments and not arguments[0].startswith("-"):
+        find_config(arguments[0])
         raise RequestError(f"{arguments[0]!r} is not an option; did you mean `lm {command} --config {arguments[0]}`?")
     leaves = {option.name for option in (*training_options(command), *FIT)}  # a config may carry those of a fit
     unknown = {}
@@ -260,16 +263,16 @@ def refuse_unknown_options(command: str, arguments: list[str]) -> None:
         raise RequestError("give a config with --config, such as `lm fit --config tiny.yaml`")
 
 
-def replace_data(arguments: list[str]) -> list[str]:
-    """A command line whose `data.path`, `data.train` or `data.sources` replaces the data of the config, whichever of
-    them that gives: the others are null, and so is what to prepare, unless they are typed too.
+def replace_settings(arguments: list[str]) -> list[str]:
+    """A command line with the options of the config that a typed one replaces, such as all other data than its
+    `data.path`, as null, unless they are typed too.
     """
-    values = {name: value for name, value in zip(arguments, [*arguments[1:], ""]) if name.startswith("--data.")}
+    values = {name: value for name, value in zip(arguments, [*arguments[1:], ""]) if name.startswith("--")}
     values |= {name: value for name, equals, value in (one.partition("=") for one in arguments) if equals}
-    typed = {name.removeprefix("--data.").partition(".")[0] for name in values}
-    given = [name for name in OTHER_DATA if values.get(f"--data.{name}", "null") != "null"]
-    others = dict.fromkeys(other for name in given for other in OTHER_DATA[name] if other not in typed)
-    return [*arguments, *(f"--data.{other}=null" for other in others)]
+    typed = {".".join(name.removeprefix("--").split(".")[:2]) for name in values}
+    given = [name for name in REPLACED if values.get(f"--{name}", "null") != "null"]
+    others = dict.fromkeys(other for name in given for other in REPLACED[name] if other not in typed)
+    return [*arguments, *(f"--{other}=null" for other in others)]
 
 
 def split_overrides(arguments: list[str]) -> tuple[list[str], list[str]]:
@@ -283,7 +286,7 @@ def split_overrides(arguments: list[str]) -> tuple[list[str], list[str]]:
             name = argument.removeprefix("--").partition("=")[0]
             part = overrides if "." in name or name in of_a_training else own
         part.append(argument)
-    return own, replace_data(overrides)
+    return own, replace_settings(overrides)
 
 
 def _keys(document: dict[str, Any], leaves: set[str], place: str = "") -> Iterator[str]:
@@ -335,5 +338,6 @@ def read_config(path: Path) -> dict[str, Any]:
         raise RequestError(f"config {path} holds {shown(document)} where options such as `trainer:` belong")
     for name in NAMES:
         if not isinstance(document.get(name, {}), dict):
-            raise RequestError(f"config {path}: {name} is a group of options and not {shown(document[name])}")
+            raise RequestError(f"config {path}: {name} is a group of options and not {shown(document[name])}: give them "
+                               f"in lines below `{name}:`, indented, or leave it out")  # fmt: skip
     return document

@@ -300,7 +300,8 @@ def scaled_config(
     """The recipe of a depth, and a whole config of it as YAML. The arguments are the options of `lm scale`.
 
     Args:
-        depth: Number of blocks; width, heads, batch, learning rate and decay follow.
+        depth: Number of blocks; width, heads, batch, learning rate and decay follow. A number of parameters, such as
+            50M, gives the depth that comes nearest.
         target_param_data_ratio: How long to train: tokens for each parameter outside the embedding; 20 if no horizon
             is given.
         target_flops: In place of it: floating-point operations of the whole run.
@@ -310,11 +311,10 @@ def scaled_config(
     if depth is None:
         raise RequestError("give the depth, such as --depth 12")
     options, usual = ScaleOptions(**others), vars(ScaleOptions())
-    if depth > MOST_LAYERS:  # it is meant as parameters
+    if depth > MOST_LAYERS:  # parameters are meant: the depth that comes nearest to them
         sizes = {blocks: parameters(shape(blocks, options))["total"] for blocks in range(2, 200)}
         blocks = min(sizes, key=lambda blocks: abs(math.log(sizes[blocks] / depth)))
-        raise RequestError(f"--depth {format_count(depth)} is a number of blocks; --depth {blocks} has "
-                           f"{format_count(sizes[blocks])} parameters")  # fmt: skip
+        depth = blocks
     horizons = {"target_param_data_ratio": target_param_data_ratio, "target_flops": target_flops,
                 "max_steps": max_steps}  # fmt: skip
     given = {name: value for name, value in horizons.items() if value is not None}

@@ -35,8 +35,8 @@ class OneLineErrors:
         """Raise RequestError with the message in one line."""
         missing = re.search(r"the following arguments are required: (\S+)", message)
         if missing and not self.prog.startswith("lm ") and "." not in missing[1]:  # of a class that the config names
-            raise RequestError(f"give {missing[1]} under init_args, as in {{class_path: ..., init_args: "
-                               f"{{{missing[1]}: ...}}}}") from ex  # fmt: skip
+            raise RequestError(f"the class needs {missing[1]}: `--trainer.logger.init_args.{missing[1]} VALUE` after a "
+                               f"logger, or {{class_path: ..., init_args: {{{missing[1]}: ...}}}} in the config") from ex
         if missing and "." in missing[1]:  # of the model's class; LightningCLI puts its subcommand before the name
             name = missing[1].partition(".")[2] if self.prog == "lm" else missing[1]
             raise RequestError(f"give --{name}, or {name} in the config: it has no default") from ex
@@ -218,6 +218,7 @@ def shorten(message: str, known: list[str]) -> str:
     text = text.replace(". Got value:", ", got").replace("Not of type Count: ", "")
     text = re.sub(r"Expected a dot import path string: (\S+?)(?=,|$)", r"\1 is not a path of a class, such as "
                   "lightning.pytorch.loggers.WandbLogger", text)  # fmt: skip
+    text = re.sub(r"(expected (?:float|int), got (\d+),(\d+))$", r"\1; write \2.\3", text)
     # What was given for a list may have a password in it.
     text = re.sub("expected (list|tuple), got .*", "expected a list: [a, b], or lines that begin with a dash", text)
     text = re.sub("Unable to load config .*", "this is a group of options: give each with its name", text)

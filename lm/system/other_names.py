@@ -78,4 +78,5 @@ CHOICES = {
     "float16": "16-mixed", "fp32": "32-true|float32", "float32": "32-true", "sdpa": "auto", "eager": "math",
     "flex_attention": "auto", "true": "inductor", "false": "none", "deepspeed": "fsdp2",
     "sgd": "--model.optimizer.class_path torch.optim.SGD",
+    "lion": "--model.optimizer.class_path my_optimizers.Lion",
 }  # fmt: skip

@@ -23,6 +23,7 @@ from collections.abc import Callable, Hashable, Mapping, Sequence
 from datetime import UTC, datetime
 from email.utils import parsedate_to_datetime
 from itertools import count
+from difflib import get_close_matches
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
@@ -147,7 +148,10 @@ def list_files(source: str, patience: float = PATIENCE) -> Listing:
         raise RequestError(f"{source}: the name {error.object!r} is not UTF-8; rename it") from error
     if kind == pafs.FileType.NotFound:
         several = f"; of several, put spaces between them: {source.replace(',', ' ')}" if "," in source else ""
-        raise RequestError(f"{source}: no such file or folder{several}")
+        beside = [] if is_remote(source) else [str(one) for one in Path(source).parent.glob("*")]
+        close = get_close_matches(source, beside, 1, cutoff=0.75)
+        near = f"; did you mean {close[0]}?" if close else ""
+        raise RequestError(f"{source}: no such file or folder{several or near}")
     if kind == pafs.FileType.File and pattern is None:
         return Listing(filesystem, path, given, prefix, {posixpath.basename(path): found[0]}, "file", query)
     files = dict(sorted((posixpath.relpath(file.path, path), file) for file in found))

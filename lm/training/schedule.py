@@ -120,7 +120,7 @@ def plan_steps(
         nearest = max(1, round(wanted / unit)) * unit
         smaller = f", or give --data.micro_batch_size {sizes[-1]}" if sizes else ""
         if unit < at_once:
-            smaller = f", with --data.micro_batch_size {nearest // sample}"
+            smaller = f", with --data.micro_batch_size {nearest // sample}; it counts tokens, {seq_len} a sample"
         raise RequestError(
             f"data.global_batch_tokens {wanted:,} is not a whole number of micro-batches: micro_batch_size "
             f"{micro_batch_size} x seq_len {seq_len} x {world_size} ranks = {at_once:,} tokens, "

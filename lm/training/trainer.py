@@ -124,7 +124,7 @@ class Trainer(PatchedTrainer):
         if state.start.step >= state.steps.max_steps and not state.start.pending_validation:
             limit = "max_steps" if self.options.max_tokens is None else "max_tokens"
             log.info("the run has finished: all %d steps are done; to train on, give a larger --trainer.%s, such as %d",
-                     state.steps.max_steps, limit, 2 * getattr(self.options, limit))  # fmt: skip
+                     state.steps.max_steps, limit, 2 * state.start.step * (1 if limit == "max_steps" else state.steps.tokens_per_step))  # fmt: skip
             return
         if self.checkpoint_callback is None:
             log.warning(

@@ -71,7 +71,8 @@ def test_help_and_a_wrong_name_need_no_torch(tmp_path):
     write_config(tmp_path, **{"trainer.max_step": 5})
     good = str(write_config(tmp_path, "good"))
     wrong = [["fit", "--config", str(tmp_path / "small.yaml")], ["fit", "--trainer.max_step", "3"],
-             ["plan", "--config", good, "--trainer.max_steps", "abc"], ["generate", "--run", "no"]]  # fmt: skip
+             ["plan", "--config", good, "--trainer.max_steps", "abc"], ["generate", "--run", "no"],
+             ["data", "prepare", "--input", str(tmp_path / "smal.yaml"), "--output", "data/x"]]  # fmt: skip
     for arguments in (["fit", "--help"], *wrong):
         assert run_python(WITHOUT_TORCH.format(commands=[arguments]))[1] < 2  # usually 0.2 seconds
     run_python(WITHOUT_TORCH.format(commands=[[*command.split(), "--help", "all"] for command in TRAINING]))
@@ -84,6 +85,13 @@ def test_help_and_a_wrong_name_need_no_torch(tmp_path):
     (["bench", "step", "--trainer.precision", "fp12"], "lm bench step: trainer.precision: expected one of '32-true'"),
     (["profile", "--model.optimizer.lr", "x"], "lm profile: model.optimizer.lr: expected float, got x"),
     (["plan", "--mfu", "much"], "lm plan: mfu: expected float, got much"),
+    (["fit", "--model.decoder.dropout", "10"], "lm fit: dropout 10.0 must lie in [0, 1)"),
+    (["fit", "--model.optimizer.lr", "0,001"], "expected float, got 0,001; write 0.001"),
+    (["fit", "--guards.budget.max_hours", "-1"], "lm fit: guards.budget.max_hours -1.0 must be more than 0"),
+    (["plan", "--data.seq_len", "4096"], "give --model.decoder.max_position_embeddings 4096"),
+    (["fit", "--data.global_batch_tokens", "31"], "lm fit: data.global_batch_tokens 31 is not a whole number of micro-"),
+    (["fit", "--trainer.max_steps", "5", "--trainer.max_tokens", "1M"], "give one of trainer.max_steps and trainer."),
+    (["fit", "--trainer.log_interval", "null"], "lm fit: trainer.log_interval: expected a count"),
     *((command.split(), "no run 'nothing' under checkpoints or in the registry; `lm runs ls` lists") for command in (
         "generate --run nothing", "evaluate --run=nothing --tasks embedded:sotu", "export --run nothing",
         "average --run nothing --last 2", "branch nothing --decay 1M", "validate --run nothing", "test --run nothing",
@@ -96,10 +104,10 @@ def test_wrong_values_and_missing_runs_are_refused_without_torch(arguments, mess
     write_config(tmp_path, "two", **{"trainer.val_interval": "two"})
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr("lm.cli.main._load", lambda *command: pytest.fail("a module of a command was loaded"))
-    config = ["--config", "small.yaml"] * (arguments[0] in ("fit", "plan", "bench", "profile"))
-    if "--config" in arguments:
-        config = []
-    assert main([*arguments, *config]) == 2 and message in capsys.readouterr().err
+    place = 2 if arguments[0] == "bench" else 1
+    if arguments[0] in ("fit", "plan", "bench", "profile") and "--config" not in arguments:
+        arguments = [*arguments[:place], "--config", "small.yaml", *arguments[place:]]
+    assert main(arguments) == 2 and message in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("typed, nulls", [
@@ -107,9 +115,11 @@ def test_wrong_values_and_missing_runs_are_refused_without_torch(arguments, mess
     ("--data.path null --data.sources [{name: a}]", "train val test tokenizer prepare"), ("--data.path null", ""),
     ("--data.train a b --data.val c", "path sources phases prepare"),
     ("--data.path a --data.train b", "sources phases prepare"),
+    ("--trainer.max_tokens 1M", "--trainer.max_steps"), ("--trainer.max_tokens null --trainer.max_steps=5", ""),
 ])  # fmt: skip
-def test_data_that_is_typed_replaces_that_of_the_config(typed, nulls):
-    assert options.replace_data(typed.split()) == [*typed.split(), *(f"--data.{name}=null" for name in nulls.split())]
+def test_data_or_a_length_that_is_typed_replaces_that_of_the_config(typed, nulls):
+    names = [name if name.startswith("--") else f"--data.{name}" for name in nulls.split()]
+    assert options.replace_settings(typed.split()) == [*typed.split(), *(f"{name}=null" for name in names)]
 
 
 @pytest.mark.parametrize("arguments, message", [
@@ -134,7 +144,8 @@ def test_data_that_is_typed_replaces_that_of_the_config(typed, nulls):
      "there are no options 'save_every' (did you mean 'trainer.checkpoint_interval'?), 'trainer.max_step' (did you"),
     (["--config", "small.yml"], "no config 'small.yml' here or in configs/; did you mean small.yaml?"),
     (["--config", "runs/tinny/config.yaml"], "did you mean runs/tiny/config.yaml?"),
-    (["small"], "'small' is not an option; did you mean `lm fit --config small`?"),
+    (["small.yaml"], "'small.yaml' is not an option; did you mean `lm fit --config small.yaml`?"),
+    (["pythia"], "no config 'pythia' here or in configs/"),
     (["--config", "smal.yaml"], "no config 'smal.yaml' here or in configs/"),
 ])  # fmt: skip
 def test_wrong_names_are_refused(arguments, message, tmp_path, monkeypatch):
@@ -200,7 +211,7 @@ def test_a_config_that_cannot_be_meant_is_refused(text, message, tmp_path, monke
     (["inspect", "a"], "`lm data inspect a`?"),
     (["runs", "show"], "give a run, as in `lm runs show RUN`; `lm runs ls` lists them"),
     (["--config", "tiny.yaml", "fit"], "the command comes before its options: `lm fit --config tiny.yaml`"),
-    (["--root", "a", "runs", "ls"], "`lm runs ls --root a`"), (["scale", "--depth", "50M"], "--depth 7 has 56M param"),
+    (["--root", "a", "runs", "ls"], "`lm runs ls --root a`"),
     (["generate", "mine"], "did you mean `lm generate --run mine --prompt Once`?"),
     (["generate", "mine", "Once upon", "--top_k", "5"], "`lm generate --run mine --prompt 'Once upon' --top_k 5`?"),
     (["evaluate", "mine"], "did you mean `lm evaluate --run mine --tasks embedded:sotu`?"),

@@ -177,3 +177,7 @@ def test_fit_runs_it(tmp_path):
     lm(tmp_path, "plan", "--config", "depth2.yaml", "--strict")
     lm(tmp_path, "fit", "--config", "depth2.yaml")
     assert (tmp_path / "checkpoints" / "depth2" / "step-00000002" / "model.safetensors").is_file()
+
+
+def test_a_number_of_parameters_is_the_nearest_depth():
+    assert "num_hidden_layers: 7 " in scale("--depth", "50M", "--max_steps", "100")
