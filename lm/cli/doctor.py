@@ -82,7 +82,7 @@ def _checks(root: Path, data: dict[str, Any]) -> Iterator[Check]:
 
 def _python() -> Iterator[Check]:
     yield Check("Python", "ok", f"{platform.python_version()} at {sys.executable}")
-    needed = [one for one in importlib.metadata.requires("lm") or [] if "extra ==" not in one]
+    needed = [one for one in importlib.metadata.requires("lm-pretrain") or [] if "extra ==" not in one]
     wrong = [one for one in needed if not any(importlib.metadata.distributions(name=re.match(r"[\w.-]+", one)[0]))]
     if wrong:
         yield Check("packages", "error", f"missing: {', '.join(wrong)}", f"pip install {' '.join(map(repr, wrong))}")
