@@ -11,6 +11,7 @@ import venv
 from pathlib import Path
 
 import pytest
+import yaml
 
 from lm import __version__
 from lm.system.process import lm_version
@@ -99,3 +100,10 @@ def test_windows_is_refused_in_a_line():
     code = "import sys; sys.platform = 'win32'; from lm.__main__ import main; main()"
     done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True)
     assert (done.returncode, done.stdout) == (1, "") and done.stderr.endswith("in WSL\n")
+
+
+def test_a_release_has_notes_and_needs_every_other_job():
+    jobs = yaml.safe_load((ROOT / ".github/workflows/ci.yml").read_text())["jobs"]
+    assert set(jobs["release"]["needs"]) == jobs.keys() - {"release"}
+    assert {"run": "bash .ci/run"} in jobs["linux"]["steps"]
+    assert f"\n## {__version__}" in (ROOT / ".github/RELEASES.md").read_text()
