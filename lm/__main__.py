@@ -2,13 +2,21 @@
 
 import sys
 
-from lm.system.process import code_for_launcher, leave
-from lm.system.stop_signals import STOP
+import lm
+
+OTHER = ("lm: another project's package `lm` was installed or removed after this one, in the same folder: "
+         "pip uninstall lm; pip install --force-reinstall --no-deps lm-pretrain")  # fmt: skip
 
 
 def main() -> None:
     """Run the command line and exit with its code."""
+    if sys.platform == "win32":
+        sys.exit("lm: it runs on Linux and macOS; on Windows, install it in WSL")
+    if not hasattr(lm, "load_run"):
+        sys.exit(OTHER)
     from lm.cli.main import main as run
+    from lm.system.process import code_for_launcher, leave
+    from lm.system.stop_signals import STOP
 
     code = run(sys.argv[1:])
     STOP.ignore_signals()

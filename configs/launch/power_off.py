@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""End the rented machine when a run is over, but not when it was interrupted: `on_event: [configs/launch/power_off.py]`.
+"""End the rented machine when a run is over, but not when it was interrupted: `on_event: [configs/launch/power_off.py]`
 
 The facts come as JSON on standard input: event, reason, exit_code, run, path, step, metrics, checkpoint, resume, ...
 Clouds bill a machine that is switched off for its disk alone; some go on billing: there, call their command instead.

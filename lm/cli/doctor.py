@@ -1,4 +1,7 @@
-"""`lm doctor`: whether this machine can train, line by line, each with a cure for what is wrong."""
+"""`lm doctor`: whether this machine can train, line by line, each with a cure for what is wrong.
+
+The page may stand in an issue: it has no keys and no names of people.
+"""
 
 import importlib.metadata
 import json as jsonlib
@@ -25,6 +28,7 @@ from lm.model.fused import kernels_missing
 from lm.runs import registry
 from lm.runs.run import ROOT
 from lm.system.hardware import cpu_half_precision, device_name, driver_version, memory_bytes, peak_flops
+from lm.system.process import lm_version
 from lm.system.remote import is_remote, list_files
 from lm.system.units import format_bytes, plural
 
@@ -52,7 +56,8 @@ def doctor(config: str | None = None, json: bool = False) -> None:
     """
     document = read_config(find_config(config)) if config else {}
     root = Path(str(document.get("trainer", {}).get("default_root_dir", ROOT)))
-    checks = list(_checks(root, document.get("data", {})))
+    checks = [check._replace(what=_anonymous(check.what), cure=_anonymous(check.cure))
+              for check in _checks(root, document.get("data", {}))]  # fmt: skip
     if json:
         print(jsonlib.dumps({
             "checks": [check._asdict() for check in checks], "ready": all(check.level != "error" for check in checks),
@@ -80,9 +85,18 @@ def _checks(root: Path, data: dict[str, Any]) -> Iterator[Check]:
             yield Check(name, "error", what, "please report it with this page")
 
 
+def _anonymous(text: str) -> str:
+    """Without keys in addresses, and without the user's name in paths."""
+    text, home = re.sub(r"(?<=://)[^/\s]+@|\?\w+=\S*?(?=:?\s|:?$)", "", text), os.path.expanduser("~")
+    for name, instead in ((home, "~"), (f"/{Path(home).name}", "/USER")):
+        text = re.sub(rf"{re.escape(name)}(?![\w.-])", instead, text) if name != "/" else text
+    return text
+
+
 def _python() -> Iterator[Check]:
+    yield Check("lm", "ok", f"{lm_version()} on {platform.platform()}")
     yield Check("Python", "ok", f"{platform.python_version()} at {sys.executable}")
-    needed = [one for one in importlib.metadata.requires("lm") or [] if "extra ==" not in one]
+    needed = [one for one in importlib.metadata.requires("lm-pretrain") or [] if "extra ==" not in one]
     wrong = [one for one in needed if not any(importlib.metadata.distributions(name=re.match(r"[\w.-]+", one)[0]))]
     if wrong:
         yield Check("packages", "error", f"missing: {', '.join(wrong)}", f"pip install {' '.join(map(repr, wrong))}")
@@ -95,12 +109,14 @@ def _torch() -> Iterator[Check]:
     built = f"for CUDA {torch.version.cuda}" if torch.version.cuda else "for ROCm" if torch.version.hip else "for CPUs"
     yield Check("torch", "ok", f"{torch.__version__}, {built}")
     driver = driver_version()
+    cuda = "cu130" if driver and int(driver.partition(".")[0]) >= 580 else "cu126"  # what PyTorch is built for
+    cure = (f"pip install --force-reinstall torch=={torch.__version__.partition('+')[0]} "
+            f"--index-url https://download.pytorch.org/whl/{cuda}")  # fmt: skip
     if driver and not torch.version.cuda:
-        yield Check("driver", "error", f"there is an NVIDIA driver, {driver}, and this torch is for CPUs only",
-                    "pip install --force-reinstall torch --index-url https://download.pytorch.org/whl/cu130")
+        yield Check("driver", "error", f"there is an NVIDIA driver, {driver}, and this torch is for CPUs only", cure)
     elif driver and not torch.cuda.is_available():
         yield Check("driver", "error", f"torch for CUDA {torch.version.cuda} finds no GPU with NVIDIA driver {driver}",
-                    "install a newer driver, or torch for an older CUDA; in a container, start it with --gpus all")
+                    f"install a newer driver, or {cure}; in a container, start it with --gpus all")
     elif driver:
         yield Check("driver", "ok", f"NVIDIA {driver}")
 

@@ -13,7 +13,7 @@ from typing import Any, Literal
 
 from lm import __version__
 from lm.errors import LmError, RequestError
-from lm.system.process import HarmlessFormatter, harmless, import_from_working_directory, rank
+from lm.system.process import HarmlessFormatter, harmless, import_from_working_directory, lm_version, rank
 from lm.system.stop_signals import STOP
 
 # name -> "module:function" and what it does
@@ -86,7 +86,7 @@ def main(arguments: Sequence[str]) -> int:
         print(HELP.format(version=__version__, commands=commands), end="")
         return 0
     if arguments[0] == "--version":
-        print(__version__)
+        print(lm_version())
         return 0
     logging.basicConfig(handlers=[ConsoleHandler()])
     logging.getLogger("lm").setLevel(logging.INFO if rank() == 0 else logging.ERROR)

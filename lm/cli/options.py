@@ -25,7 +25,7 @@ from lm.system.files import flatten, parse_yaml
 from lm.system.units import Count, spelled_count
 from lm.training.config import SECTIONS
 
-CONFIGS = (Path("configs"), Path(lm.__file__).parent.parent / "configs")
+CONFIGS = (Path("configs"), Path(lm.__file__).parent / "configs")
 NAMES = [section.name for section in SECTIONS if section.name]
 # Options that a first training needs; `--help all` shows the others too.
 FREQUENT = [f"{section.name}.{option}" for section in SECTIONS for option in section.frequent]

@@ -1,7 +1,7 @@
 """How much of the validation text is in the training text too, where the model may learn it by heart.
 
-`lm data prepare` compares whole documents. Short spans of tokens are compared too, in what it has made, in other shards,
-which may have cut the documents anywhere, and in the sources of a mixture, which may have each other's texts.
+`lm data prepare` compares whole documents. Short spans of tokens are compared too, in what it has made, in other
+shards, which may have cut the documents anywhere, and in the sources of a mixture, which may have each other's texts.
 """
 
 from collections.abc import Iterator

@@ -42,16 +42,16 @@ class KeepsPrecision:
 
 
 def set_compile_options(recompile_limit: int) -> None:
-    """Let one function be compiled at least so often, trace backward passes as eager mode runs them, and keep a block in
-    one graph under DDP.
+    """Let one function be compiled at least so often, trace backward passes as eager mode runs them, and keep a block
+    in one graph under DDP.
 
     `torch.compile` has no argument for these.
     """
     torch._dynamo.config.recompile_limit = max(recompile_limit, torch._dynamo.config.recompile_limit)
     # A traced backward pass would run under autocast, and that of eager mode does not. Off, both compute the same.
     torch._functorch.config.backward_pass_autocast = "off"
-    # dynamo would cut a graph where a bucket of DDP is full, so that gradients are sent during the backward pass. Between
-    # blocks, which are graphs of their own, they are anyway.
+    # dynamo would cut a graph where a bucket of DDP is full, so that gradients are sent during the backward pass.
+    # Between blocks, which are graphs of their own, they are anyway.
     torch._dynamo.config.optimize_ddp = False
 
 

@@ -25,6 +25,7 @@ from torch import Tensor
 from lm.errors import RequestError, RunError
 from lm.runs.run import Run
 from lm.system.files import DAMAGE, atomic_folder, digest, dump_checksummed, load_checksummed, remove_folder
+from lm.system.process import lm_version
 from lm.system.units import format_bytes
 
 FORMAT = 5  # 4: Lightning counts optimizer steps, not micro-batches; 5: names in the states of guards
@@ -109,7 +110,9 @@ def write_files(folder: Path, content: dict[str, Any]) -> None:
         rest = {key: encode(value, key) for key, value in content.items() if key not in (*TENSORS, "files")}
     except TypeError as error:  # such as callbacks['MyCallback']['cache']
         raise RunError(f"{error}: {KEPT}") from error
-    (folder / "trainer.json").write_bytes(dump_checksummed({"format": FORMAT, "digests": digests, **rest}))
+    (folder / "trainer.json").write_bytes(dump_checksummed(
+        {"format": FORMAT, "written_by": lm_version(), "digests": digests, **rest}
+    ))  # fmt: skip
     mode = (folder / "trainer.json").stat().st_mode
     for path in folder.iterdir():
         path.chmod(mode)  # safetensors makes files that only their owner may read
@@ -201,7 +204,7 @@ def read_folder(folder: Path, optimizer: bool = True, verify: bool = True) -> di
     try:
         document = read_document(folder)
         digests = document.pop("digests")
-        content = {key: decode(value) for key, value in document.items() if key != "format"}
+        content = {key: decode(value) for key, value in document.items() if key not in ("format", "written_by")}
         for key, name in TENSORS.items():
             if name in digests and (key != "optimizer" or optimizer):
                 content[key] = load_file(folder / name)
@@ -250,14 +253,17 @@ def read_document(folder: Path) -> dict[str, Any]:
         document = load_checksummed(text)
     except DAMAGE as error:
         if earlier := re.match(rb'{"format": (\d{1,9}), ', text):
-            raise RequestError(_other_format(int(earlier[1]))) from error
+            raise RequestError(_other_format({"format": int(earlier[1])})) from error
         raise RequestError(f"trainer.json is damaged ({error})") from error
     if document.get("format") != FORMAT:
-        raise RequestError(_other_format(document.get("format")))
+        raise RequestError(_other_format(document))
     if not isinstance(document.get("digests"), dict):
         raise RequestError("trainer.json names no files")
     return document
 
 
-def _other_format(version: Any) -> str:
-    return f"format {version!r}, and this version of lm reads format {FORMAT}"
+def _other_format(document: dict[str, Any]) -> str:
+    writer = str(document.get("written_by", ""))
+    reader = f"lm {writer} wrote and reads it (`pip install lm-pretrain=={writer.partition('+')[0]}`)" if writer else (
+        "it is of a commit before lm 0.1.0")  # fmt: skip
+    return f"format {document.get('format')!r}: {reader}; this is lm {lm_version()}, which reads format {FORMAT}"

@@ -1,6 +1,7 @@
 """This process: its exit, its clock, how it was started, and text that is safe to print. Nothing here imports torch."""
 
 import getpass
+import json
 import logging
 import os
 import shlex
@@ -181,15 +182,32 @@ def _offset() -> float:
 # ---- start of the process --------------------------------------------------------------------------------------------
 
 
+@cache
+def lm_version() -> str:
+    """The version of this package, and its commit where that is known: `0.1.0+0b6d58d52`, `.dirty` if files differ."""
+    from importlib.metadata import distributions
+
+    commit, folder = "", Path(__file__).parents[2]
+    if (folder / ".git").exists():
+        commit = _git("-C", str(folder), "describe", "--always", "--abbrev=9", "--dirty=.dirty", "--exclude=*")
+    elif installed := next(iter(distributions(name="lm-pretrain")), None):  # pip keeps what it installed from
+        source = json.loads(installed.read_text("direct_url.json") or "{}")
+        commit = source.get("vcs_info", {}).get("commit_id", "")[:9]
+    return f"{__version__}+{commit}" if commit else __version__
+
+
+def _git(*arguments: str) -> str:
+    """What git prints; nothing where it fails."""
+    try:
+        return subprocess.run(["git", *arguments], capture_output=True, text=True, timeout=5).stdout.strip()
+    except (OSError, subprocess.TimeoutExpired):
+        return ""
+
+
 def run_facts() -> dict[str, Any]:
     """Where and how a run was started, for `run.json`: versions, command, host, git revision."""
     from importlib.metadata import version
 
-    try:
-        git = subprocess.run(["git", "rev-parse", "HEAD"], capture_output=True, text=True, timeout=5)
-        revision = git.stdout.strip()
-    except (OSError, subprocess.TimeoutExpired):
-        revision = ""
     packages = ("torch", "lightning", "torchmetrics", "safetensors", "tokenizers", "pyarrow", "numpy")
     return {
         "started": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
@@ -197,8 +215,8 @@ def run_facts() -> dict[str, Any]:
         "command": [str(script or Path(sys.argv[0]).name), *sys.argv[1:]],
         "host": socket.gethostname(),
         "python": sys.version.split()[0],
-        "versions": {"lm": __version__, **{name: version(name) for name in packages}},
-        "git": revision or None,
+        "versions": {"lm": lm_version(), **{name: version(name) for name in packages}},
+        "git": _git("rev-parse", "HEAD") or None,  # of the working directory
     }
 
 

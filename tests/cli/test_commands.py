@@ -2,6 +2,7 @@
 
 import json
 import math
+import re
 
 import pyarrow.parquet as pq
 import pytest
@@ -34,8 +35,9 @@ def test_the_run_folder_holds_what_it_promises(workplace, run):
         "optimizer.safetensors", "trainer.json",
     }  # fmt: skip
     assert list(run.steps())[-1] == 12 and len(run.steps()) <= 2  # last, best, and nothing else
-    facts = run.read("run.json")
+    facts, trained = run.read("run.json"), json.loads((run.link("last") / "trainer.json").read_text())
     assert facts["status"] == "finished" and facts["versions"]["torch"] and facts["step"] == 12
+    assert facts["versions"]["lm"] == trained["written_by"] and re.match(r"\d+\.\d+\.\d+(\+|$)", trained["written_by"])
     state = run.read("state.json")
     assert state["status"] == "finished" and state["tokens"] == 12 * 256 and state["metrics"]["val/bpb"] > 0
 

@@ -1,5 +1,6 @@
 """`lm doctor` in a process of its own: a healthy machine, and each thing that may be wrong with its cure."""
 
+import importlib
 import json
 import socket
 import time
@@ -38,14 +39,27 @@ def test_what_is_wrong_has_a_cure(tmp_path):
 
 
 def test_a_store_that_does_not_answer_is_a_line_after_seconds(tmp_path):
+    """And the page, which is for issues, has neither its keys nor the user's name."""
+    home = tmp_path / "alice"
+    home.mkdir()
     with socket.create_server(("127.0.0.1", 0)) as silent:
-        source = f"s3://bucket/train?endpoint_override=http://127.0.0.1:{silent.getsockname()[1]}"
-        (tmp_path / "own.yaml").write_text(json.dumps({"data": {"train": source}}))
+        source = f"s3://akey:secret@bucket/train?endpoint_override=http://127.0.0.1:{silent.getsockname()[1]}"
+        (home / "own.yaml").write_text(json.dumps({"data": {"train": source}}))
         began = time.monotonic()
-        keys = {"AWS_ACCESS_KEY_ID": "a", "AWS_SECRET_ACCESS_KEY": "b"}
-        found = checked(tmp_path, "--config", "own.yaml", code=1, **keys)
+        found = checked(home, "--config", "own.yaml", code=1, HOME=str(home), LM_REGISTRY="/data/alice/../alice/a.db")
     assert found["data"]["level"] == "error" and "network" in found["data"]["cure"]
     assert time.monotonic() - began < 40
+    assert "s3://bucket/train" in found["data"]["what"] and found["disk"]["what"].startswith("~: ")
+    assert not [word for word in ("alice", "secret", "akey", "127.0.0.1") if word in json.dumps(found)]
+
+
+@pytest.mark.parametrize("driver, index", [("560.35.05", "cu126"), ("580.65.06", "cu130")])
+def test_the_torch_for_a_driver_is_named(monkeypatch, driver, index):
+    doctor = importlib.import_module("lm.cli.doctor")
+    monkeypatch.setattr(doctor, "driver_version", lambda: driver)
+    monkeypatch.setattr(doctor.torch.version, "cuda", None)
+    _, check = doctor._torch()
+    assert check.level == "error" and check.cure.endswith(f"/whl/{index}")
 
 
 @pytest.mark.parametrize("document", ["data: [1]", "data: {train: 3}", "trainer: {default_root_dir: 5}"])

@@ -210,7 +210,7 @@ def test_nothing_that_goes_wrong_stops_the_training_and_its_clock_is_stopped(wor
 def test_tasks_that_cannot_be_asked_end_a_fit_before_it_begins_and_are_seen_by_plan(workplace, record, words):
     lm(workplace, "data", "prepare", "--input", "texts", "--output", "data/small", "--tokenizer", "char",
        "--val_fraction", "0.2")  # fmt: skip
-    refused, run = fit(workplace, "refused", expect=2, **{"evaluation": record})
+    refused, run = fit(workplace, "refused", expect=2, evaluation=record)
     assert words in refused.stderr and not run.path.exists()
     assert words in lm(workplace, "plan", "--config", "refused.yaml", expect=2).stdout
 

@@ -17,6 +17,7 @@ from lm.runs.checkpoint import decode, encode, find_damage, point, read_folder, 
 from lm.runs.resume import find_checkpoint, repair_links
 from lm.runs.run import Run
 from lm.system.files import digest, dump_checksummed, load_checksummed, remove_folder, stated_digest, write_atomically
+from lm.system.process import lm_version
 from lm.training.callbacks.checkpoints import Checkpoints, remove_half_written
 from lm.training.checkpoint_state import FolderCheckpointIO
 
@@ -79,9 +80,11 @@ def test_a_checkpoint_of_another_version_is_no_damaged_one(tmp_path):
     write_folder(tmp_path / "c", content())
     file = tmp_path / "c" / "trainer.json"
     file.write_text('{"format": 2, "digests": {}}')
-    assert find_damage(tmp_path / "c") == "format 2, and this version of lm reads format 5"
-    file.write_bytes(dump_checksummed({"format": 6, "digests": {}}))
-    assert find_damage(tmp_path / "c") == "format 6, and this version of lm reads format 5"
+    here = f"this is lm {lm_version()}, which reads format 5"
+    assert find_damage(tmp_path / "c") == f"format 2: it is of a commit before lm 0.1.0; {here}"
+    file.write_bytes(dump_checksummed({"format": 6, "written_by": "0.3.0+0123abc", "digests": {}}))
+    reads = "lm 0.3.0+0123abc wrote and reads it (`pip install lm-pretrain==0.3.0`)"
+    assert find_damage(tmp_path / "c") == f"format 6: {reads}; {here}"
     with pytest.raises(RequestError, match="format 5"):
         read_progress(tmp_path / "c")
 

@@ -106,7 +106,7 @@ def test_a_sidecar_is_read_when_it_has_news(tmp_path):
     path = tmp_path / "budget.json"
     sidecar = Sidecar(path, clock)
     assert "cannot be read" in sidecar.read()[1]
-    for half in ('{"spent_usd": 3.2, "last_up', "[]", "{}", '{"spent_usd": "x", "last_update_utc": "%s"}' % stamp(),
+    for half in ('{"spent_usd": 3.2, "last_up', "[]", "{}", f'{{"spent_usd": "x", "last_update_utc": "{stamp()}"}}',
                  '{"spent_usd": 1, "last_update_utc": "yesterday"}', '{"spent_usd": -1, "last_update_utc": ""}'):
         path.write_text(half)
         assert sidecar.read()[0] is None and "not whole" in sidecar.read()[1]

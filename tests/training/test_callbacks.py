@@ -207,7 +207,9 @@ def test_a_run_stops_at_a_loss(workplace):
     ({"mine": "text"}, "'text' for 'mine': a metric is a number"), ({"mine": torch.ones(2)}, r"tensor.* for 'mine'"),
 ])
 def test_what_is_not_a_metric_is_named_with_its_callback(returned, said):
-    class Own: pass
+    class Own:
+        pass
+
     with pytest.raises(RunError, match=rf"^Own\.logged_metrics returned {said}"):
         metrics_of_callback(Own(), returned)
     numbers = {"a": torch.tensor(3), "b": np.float32(0.5), "c": 2}
