@@ -22,7 +22,14 @@ from lightning.pytorch.loggers import Logger
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 
 from lm.cli.early import (
-    LISTS, ConfigFile, add_sections, add_training, link_seq_len, refuse_nulls, refuse_seed, typed_options,
+    LISTS,
+    ConfigFile,
+    add_sections,
+    add_training,
+    link_seq_len,
+    refuse_nulls,
+    refuse_seed,
+    typed_options,
 )  # fmt: skip
 from lm.cli.options import CONFIG, SEED, PlanOptions, refuse_unknown_options
 from lm.cli.plan import PlanChecks, plan

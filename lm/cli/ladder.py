@@ -58,7 +58,8 @@ from lm.training.trainer import device_count
 log = logging.getLogger(__name__)
 
 VALIDATED = 2**20  # tokens, the same for all sizes
-VALIDATION = tuple(f"data.{key}" for key in ("path", "sources", "tokenizer", "prepare", "column", "pad_id", "val_tokens"))
+VALIDATION = ("data.path", "data.sources", "data.tokenizer", "data.prepare", "data.column", "data.pad_id",
+              "data.val_tokens")  # settings that choose what is validated on
 POLL = 0.2  # seconds between looks at the trainings
 PATIENCE = 60.0  # seconds that a training of a killed ladder has to save its last checkpoint
 DIES_WITH_PARENT = 1  # PR_SET_PDEATHSIG of prctl(2)
@@ -167,8 +168,8 @@ def compared_recipes(
     other = call(LadderOptions, [*own, *more], "lm ladder --against")
     for name in ("sizes", "seeds", "folder", "against"):
         if getattr(other, name) != getattr(options, name):
-            raise RequestError(f"--against {options.against!r}: depths, seeds and folder are those of the ladder: leave "
-                               "them out there")  # fmt: skip
+            raise RequestError(f"--against {options.against!r}: depths, seeds and folder are those of the ladder: "
+                               "leave them out there")  # fmt: skip
     return [(HALF, half, overrides), (AGAINST, other, [*overrides, *changed])]
 
 

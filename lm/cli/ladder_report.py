@@ -168,12 +168,10 @@ def comparison(measured: dict[str, list[Measured]], trainings: Sequence[Training
         Compared(a.losses, b.losses, c.losses, b.size.tokens / a.size.tokens, b.size.flops)
         for a, b, c in zip(half, whole, other, strict=True)
     ])  # fmt: skip
-    rates = [{recipe: tokens_per_second(trainings, recipe, one.size.depth) for recipe in ("", AGAINST)} for one in whole]
     sizes = []
-    for a, b, c, each, rate in zip(half, whole, other, found.sizes, rates, strict=True):
-        seconds = {recipe: one.size.tokens / rate[recipe] if rate[recipe] else None
-                   for recipe, one in (("", b), (AGAINST, c))}  # fmt: skip
-        faster = seconds[""] / seconds[AGAINST] if all(seconds.values()) else None
+    for a, b, c, each in zip(half, whole, other, found.sizes, strict=True):
+        rate, of_other = (tokens_per_second(trainings, recipe, b.size.depth) for recipe in ("", AGAINST))
+        faster = b.size.tokens / rate / (c.size.tokens / of_other) if rate and of_other else None
         sizes.append({
             "depth": b.size.depth, "flops": b.size.flops, "half": a.losses, "whole": b.losses, "other": c.losses,
             "tokens": each and each._asdict(), "in_seconds": each and faster and each.value * faster,
@@ -194,8 +192,8 @@ def verdict(found: Multipliers) -> str:
     """Whether the other recipe is better, in one sentence."""
     mean = found.mean
     if mean is None:
-        return ("Nothing can be told: where all trainings of a size are finished, the ladder's recipe gains nothing from "
-                "twice the tokens.")  # fmt: skip
+        return ("Nothing can be told: where all trainings of a size are finished, the ladder's recipe gains nothing "
+                "from its second half.")  # fmt: skip
     told = f"the ladder's recipe needs {mean.value:.2f} times its tokens to reach the other one's loss"
     if mean.low is None:
         return f"Nothing can be told from one seed: {told}, but noise may be all of it. Give --seeds 3."
@@ -225,7 +223,8 @@ def size_rows(found: dict[str, Any]) -> tuple[list[str], list[list[str]]]:
 
 
 def comparison_rows(found: dict[str, Any]) -> tuple[list[str], list[list[str]]]:
-    heads = ["depth", f"half, {found['unit']}", "whole", "other", "times the tokens", "95 % interval", "times the seconds"]
+    heads = ["depth", f"half, {found['unit']}", "whole", "other", "times the tokens", "95 % interval",
+             "times the seconds"]  # fmt: skip
     rows = []
     for size in found.get("against", {}).get("sizes", []):
         losses = [f"{fmean(size[name]):.4f}" if size[name] else "" for name in ("half", "whole", "other")]

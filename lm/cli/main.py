@@ -107,7 +107,7 @@ def main(arguments: Sequence[str]) -> int:
     except Exception as error:
         if debug:
             raise
-        if isinstance(error, OSError) and error.filename and error.strerror:  # no space, no right to write, a loop of links
+        if isinstance(error, OSError) and error.filename and error.strerror:  # such as no space left
             _print_error(f"lm {name}: {error.filename}: {error.strerror}")
             return 1
         _print_error(f"lm {name}: {type(error).__name__}: {error} ({_place(error)}; --debug shows the traceback)")

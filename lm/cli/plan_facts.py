@@ -477,9 +477,9 @@ def time_facts(
     if measured:
         rate, basis = measured["tokens_per_second"], measured["basis"]
     elif peak is None:
-        return {"seconds": None, "basis": f"the peak of {device.name} in {precision} is not known: give "
-                "--peak_tflops N, or measure with `lm bench step --steps 3 --output step.json` and the same config, then "
-                "give --bench step.json"}  # fmt: skip
+        return {"seconds": None, "basis": f"the peak of {device.name} in {precision} is not known: give --peak_tflops "
+                "N, or measure the same config with `lm bench step --steps 3 --output step.json` and give --bench "
+                "step.json"}  # fmt: skip
     elif mfu:
         rate, basis = mfu * peak / flops, f"{mfu:.0%} MFU, given"
     else:

@@ -88,8 +88,8 @@ def find_shards(
     if listing.kind == "folder":
         files = {name: file for name, file in files.items() if SUFFIX.search(name) and not HIDDEN.search(name)}
         if not files:
-            raise RequestError(f"{source}: the folder holds no .parquet file; of texts `lm data prepare --input {source} "
-                               "--output data/NAME --tokenizer bpe` makes some")  # fmt: skip
+            raise RequestError(f"{source}: the folder holds no .parquet file; `lm data prepare --input {source} "
+                               "--output data/NAME --tokenizer bpe` makes some of texts")  # fmt: skip
         try:
             manifest = with_retries(lambda: _read_manifest(source, listing.filesystem, listing.path), source, patience)
         except OSError as error:

@@ -35,8 +35,9 @@ class OneLineErrors:
         """Raise RequestError with the message in one line."""
         missing = re.search(r"the following arguments are required: (\S+)", message)
         if missing and not self.prog.startswith("lm ") and "." not in missing[1]:  # of a class that the config names
-            raise RequestError(f"the class needs {missing[1]}: `--trainer.logger.init_args.{missing[1]} VALUE` after a "
-                               f"logger, or {{class_path: ..., init_args: {{{missing[1]}: ...}}}} in the config") from ex
+            name = missing[1]
+            raise RequestError(f"the class needs {name}: `--trainer.logger.init_args.{name} VALUE` after a logger, or "
+                               f"{{class_path: ..., init_args: {{{name}: ...}}}} in the config") from ex  # fmt: skip
         if missing and "." in missing[1]:  # of the model's class; LightningCLI puts its subcommand before the name
             name = missing[1].partition(".")[2] if self.prog == "lm" else missing[1]
             raise RequestError(f"give --{name}, or {name} in the config: it has no default") from ex

@@ -72,8 +72,8 @@ def parse_yaml(text: str | bytes) -> Any:
         if r"'\t'" in message:
             message = f"line {error.problem_mark.line + 1} has a tab; indent with blanks"
         elif "mapping values are not allowed" in message:
-            message = (f"line {error.problem_mark.line + 1} is indented further than the line before it allows: options "
-                       "of one group begin in the same column")  # fmt: skip
+            message = (f"line {error.problem_mark.line + 1} is indented further than the line before it allows: "
+                       "options of one group begin in the same column")  # fmt: skip
         raise ValueError(message) from error
     except RecursionError:
         raise ValueError("values are nested too deep to be read") from None
