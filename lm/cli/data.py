@@ -27,7 +27,7 @@ SAMPLE_TOKENS = 100
 CONTEXT = 1024
 
 
-def prepare_shards(**options: Any) -> None:  # not `prepare`: jsonargparse would look for it in `lm`, with PyTorch
+def main_prepare(**options: Any) -> None:
     """Tokenize texts into Parquet shards; the same command resumes where it was stopped."""
     settings = PrepareOptions(**options)
     manifest = make(settings)

@@ -30,7 +30,7 @@ OF_A_RUN = dict.fromkeys(("generate", "evaluate", "export"), ", or give a --ckpt
 OF_A_RUN |= dict.fromkeys(("validate", "test", "predict"), ", or give --config")
 # What such a command is given beside a run, for the cure where a run has no option before it.
 BESIDE = {"generate": "--prompt Once", "evaluate": "--tasks embedded:sotu", "export": "--output my-model",
-          "average": "--last 2", "predict": "--data.texts my_texts.txt"}  # fmt: skip
+          "predict": "--data.texts my_texts.txt"}  # fmt: skip
 
 
 class ConfigFile(ActionConfigFile):

@@ -34,7 +34,6 @@ from lm.runs.run import ROOT, Run
 from lm.system.files import refuse_url, write_atomically
 from lm.system.process import harmless
 from lm.system.units import Count, format_count
-from lm.training.callbacks.loggers import EventFile
 
 log = logging.getLogger(__name__)
 
@@ -42,7 +41,7 @@ SPLITS = ("train", "val", "test", "validation")
 Bar = Callable[[str, int, int | None], None]  # a name, how much of it is done, and how much there is
 
 
-def evaluate(
+def main(
     run: str | None = None,
     ckpt_path: str | None = None,
     device: str | None = None,
@@ -190,6 +189,8 @@ def keep_evaluation(run: Run, found: Evaluation) -> None:
     run.append_evaluation(found)
     evaluations = run.evaluations()
     points = {one["step"]: evaluation_metrics(merge_evaluations(evaluations, one["step"])) for one in evaluations}
+    from lm.training.callbacks.loggers import EventFile  # Lightning takes seconds
+
     events = EventFile(run)
     for step in sorted(step for step in points if step >= found["step"]):
         events.log_metrics(points[step], step)

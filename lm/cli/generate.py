@@ -44,7 +44,7 @@ def with_seed(settings: Settings) -> Settings:
     return replace(settings, seed=random.getrandbits(32) if settings.seed is None else settings.seed)
 
 
-def generate(
+def main(
     run: str | None = None,
     ckpt_path: str | None = None,
     prompt: list[str] | None = None,

@@ -139,7 +139,8 @@ def _depths(option: str, given: list[str]) -> list[int]:
     words = ",".join(given).split(",") if given else []
     for word in words:
         if not word.isdecimal() or int(word) < 2:
-            raise RequestError(f"{option} {','.join(given)}: {word!r} is not a number of blocks, 2 or more")
+            raise RequestError(f"{option} {','.join(given)}: {word!r} is not a number of blocks, 2 or more; give "
+                               "several as 2,4,6")  # fmt: skip
     return sorted(set(map(int, words)))
 
 

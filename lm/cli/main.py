@@ -16,7 +16,8 @@ from lm.errors import LmError, RequestError
 from lm.system.process import HarmlessFormatter, harmless, import_from_working_directory, lm_version, rank
 from lm.system.stop_signals import STOP
 
-# name -> "module:function" and what it does
+# name -> "module:function" and what it does. None is called as a function that `lm` has, such as `lm.generate`, since
+# jsonargparse would look whether it is the same, and so import PyTorch and Lightning before it reads what was typed.
 COMMANDS = {
     "fit": ("lm.cli.config:main", "train a model from a config, or resume a run"),
     "branch": ("lm.cli.branch:main", "a new run from a checkpoint of another: a decay, other data, a longer context"),
@@ -26,11 +27,11 @@ COMMANDS = {
     "plan": ("lm.cli.config:main", "what a config means before it is run, and what is wrong with it"),
     "scale": ("lm.cli.scale:scale", "a whole config from a depth, by published scaling rules"),
     "ladder": ("lm.cli.ladder:main", "train small models of several sizes, and predict the loss of a large one"),
-    "data prepare": ("lm.cli.data:prepare_shards", "tokenize texts into Parquet shards"),
+    "data prepare": ("lm.cli.data:main_prepare", "tokenize texts into Parquet shards"),
     "data inspect": ("lm.cli.data:inspect", "what a data folder holds"),
     "data show": ("lm.cli.data:show", "the texts that a run saw at a step"),
-    "generate": ("lm.cli.generate:generate", "what a checkpoint writes after prompts; interactive without any"),
-    "evaluate": ("lm.cli.evaluate:evaluate", "tasks and bits per byte of a checkpoint, with confidence intervals"),
+    "generate": ("lm.cli.generate:main", "what a checkpoint writes after prompts; interactive without any"),
+    "evaluate": ("lm.cli.evaluate:main", "tasks and bits per byte of a checkpoint, with confidence intervals"),
     "export": ("lm.cli.convert:export", "a Hugging Face folder with a model card, reloaded and compared"),
     "import": ("lm.cli.convert:import_model", "a Hugging Face model as a checkpoint that a training starts from"),
     "average": ("lm.cli.convert:average", "the mean of the weights of several checkpoints, as a checkpoint"),
@@ -198,6 +199,8 @@ def _unknown_command(arguments: list[str]) -> str:
             words = command.split()
             typed = shlex.join([*words, *arguments[:place], *arguments[place + len(words) :]])
             return f"the command comes before its options: `lm {typed}`"
+    if arguments[0] in ("-c", "--config"):
+        return f"the command comes first: `lm {shlex.join(['fit', *arguments])}`"
     family = [name for name in COMMANDS if name.startswith(arguments[0] + " ")]
     meant = OTHER_NAMES.get("".join(arguments[1:2]))
     if meant in family:
@@ -211,5 +214,8 @@ def _unknown_command(arguments: list[str]) -> str:
     close = get_close_matches(arguments[0], {*COMMANDS, *OTHER_NAMES}, 1)
     if not close:
         return f"no command {arguments[0]!r}; lm --help lists them"
-    meant = shlex.join([*OTHER_NAMES.get(close[0], close[0]).split(), *arguments[1:]])
+    words, rest = OTHER_NAMES.get(close[0], close[0]).split(), arguments[1:]
+    if words == ["fit"] and rest and not rest[0].startswith("-") and not rest[0].endswith((".yaml", ".yml")):
+        rest = ["--config", "tiny.yaml"]  # a model's name, as in `litgpt pretrain`
+    meant = shlex.join([*words, *rest])
     return f"no command {arguments[0]!r}; did you mean `lm {meant}`?"

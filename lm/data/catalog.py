@@ -125,7 +125,8 @@ def _read_manifest(source: str, filesystem: pafs.FileSystem, path: str) -> dict 
             ) from error
         splits = manifest.get("splits") if isinstance(manifest, dict) and "layout" in manifest else None
         if isinstance(splits, dict) and inside:
-            raise RequestError(f"{source} is a prepared folder: give it as `path`, or name one split: {path}/train")
+            raise RequestError(f"{source} is a prepared folder: name one split, {path}/train or {path}/val; in a "
+                               "training give the folder as data.path")  # fmt: skip
         if isinstance(splits, dict) and split in splits:
             return {**manifest, "modified": info.mtime_ns or 0}
     return None

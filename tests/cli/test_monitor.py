@@ -283,6 +283,15 @@ def test_it_fills_the_terminal_survives_a_resize_and_leaves_it_as_it_was(workpla
     assert termios.tcgetattr(terminal.terminal)[3] == settings[3]  # echo and lines again
 
 
+def test_a_run_that_begins_later_is_shown_too(workplace):
+    terminal = on_terminal(workplace, "--interval", "0.1")
+    terminal.wait_for("a  running")
+    write_live_run(workplace / "checkpoints", "later")
+    terminal.wait_for("later")
+    terminal.type("\x03")
+    assert terminal.end() == 0
+
+
 def test_a_dumb_terminal_gets_one_page(workplace):
     terminal = on_terminal(workplace, "a", TERM="dumb")
     assert terminal.end() == 0

@@ -10,7 +10,8 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 from test_between_steps import WORDS, found_by, write_tasks
 from trainings import fit, lm, make_workplace
 
-from lm.cli.evaluate import evaluate, short_names
+from lm.cli.evaluate import main as evaluate
+from lm.cli.evaluate import short_names
 from lm.cli.runs_show import show
 from lm.errors import RequestError
 from lm.runs import registry
