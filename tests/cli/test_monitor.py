@@ -285,7 +285,7 @@ def test_it_fills_the_terminal_survives_a_resize_and_leaves_it_as_it_was(workpla
 
 def test_a_run_that_begins_later_is_shown_too(workplace):
     terminal = on_terminal(workplace, "--interval", "0.1")
-    terminal.wait_for("a  running")
+    terminal.wait_for("Ctrl-C leaves")
     write_live_run(workplace / "checkpoints", "later")
     terminal.wait_for("later")
     terminal.type("\x03")
