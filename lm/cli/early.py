@@ -95,7 +95,8 @@ def refuse_wrong_values(command: str, arguments: list[str]) -> None:
         config = parser.parse_args(spell_out(arguments, (*flags, "force"), LISTS))
     except RequestError as error:
         name = str(error).partition(": ")[0]
-        if any(option.name == name and " of " not in option.kind for option in training_options(command)):
+        plain = [option.name for option in training_options(command) if " of " not in option.kind]
+        if name in plain or "belongs to no option" in str(error):
             raise
         return
     if command == "predict" and config.data.texts:

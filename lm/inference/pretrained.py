@@ -1,6 +1,7 @@
 """A trained model to use: what `lm.load_model` returns, and what every command that needs a model loads."""
 
 from collections.abc import Sequence
+from contextlib import nullcontext, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from textwrap import shorten
@@ -138,8 +139,9 @@ def load_pretrained(
     `eos_token` is the token that ends a document, where the folder does not name one.
     """
     folder = checkpoint_folder(str(path)) if is_remote(str(path)) or Path(path).is_file() else Path(path)
-    if not folder.is_dir():
-        folder = find_run(str(path)).path
+    if not any((folder / file).exists() for file in ("config.json", "run.json")):
+        with suppress(RequestError) if folder.is_dir() else nullcontext():  # which may have the name of a run
+            folder = find_run(str(path)).path
     if (folder / "run.json").exists():
         folder = Run(folder).checkpoint()
     device = _device(device or ("cuda" if torch.cuda.is_available() else "cpu"))

@@ -91,6 +91,7 @@ def test_help_and_a_wrong_name_need_no_torch(tmp_path):
     (["plan", "--data.seq_len", "4096"], "give --model.decoder.max_position_embeddings 4096"),
     (["fit", "--data.global_batch_tokens", "31"], "lm fit: data.global_batch_tokens 31 is not a whole number of micro-"),
     (["fit", "--trainer.max_steps", "5", "--trainer.max_tokens", "1M"], "give one of trainer.max_steps and trainer."),
+    (["fit", "trainer.max_steps=5"], "did you mean --trainer.max_steps=5?"),
     (["fit", "--trainer.log_interval", "null"], "lm fit: trainer.log_interval: expected a count"),
     *((command.split(), "no run 'nothing' under checkpoints or in the registry; `lm runs ls` lists") for command in (
         "generate --run nothing", "evaluate --run=nothing --tasks embedded:sotu", "export --run nothing",

@@ -123,6 +123,7 @@ def test_integer_weights_and_unknown_devices_are_refused(folder):
 
 def test_a_name_will_do_and_a_stop_string_alone(workplace, monkeypatch):
     monkeypatch.chdir(workplace)
+    (workplace / "small").mkdir()  # not a model, so the run is meant
     model = lm.load_model("small", device="cpu")
     [whole] = model.generate("Chapter", max_new_tokens=12, seed=3, ignore_eos=True)
     stop = whole.text[4:6]
