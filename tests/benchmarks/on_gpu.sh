@@ -35,7 +35,8 @@
 #   5  sanitizer            compute-sanitizer over the kernels' tests, its four tools at once
 #      steps:fp8            FP8 beside bf16, at 1,024 and at 2,048 wide
 #
-# `all` runs the others after these: trainings (the slow GPU tests), kernels:fp16, steps:pretrain-50m,
+# `all` runs the others after these: shakespeare (nanoGPT's 10.7M parameters, which end at 1.4697 there; the text is
+# input.txt here, or TEXT, or fetched), trainings (the slow GPU tests), kernels:fp16, steps:pretrain-50m,
 # steps:pretrain-350m-2048 (the longer context), steps:tiny.
 #
 # No part needs another one. In particular `kernels` unlocks nothing: every process compiles the kernels that it uses,
@@ -53,7 +54,7 @@ usage() { sed -n '2,/^set /{/^#/s/^# \{0,1\}//p}' "$0"; }
 part_seconds=${PART_SECONDS:-530}  # and 10 more for what does not end by itself
 calls=('' 'smoke kernels steps:headline profile' tests 'steps:pretrain-350m steps:wide-heads memory' 'fit peers'
     'sanitizer steps:fp8')
-others='trainings kernels:fp16 steps:pretrain-50m steps:pretrain-350m-2048 steps:tiny'
+others='shakespeare trainings kernels:fp16 steps:pretrain-50m steps:pretrain-350m-2048 steps:tiny'
 
 python='' wheels=wheels out='' dry=''
 while getopts np:w:o:h option; do
@@ -319,6 +320,16 @@ profile() {
     [ -n "$gpu" ] && config=pretrain-350m batch=(--data.global_batch_tokens 64Ki --data.micro_batch_size 16)
     run "profile-$config" "$python" -m lm profile --config $config.yaml --steps 10 "${batch[@]}" \
         --trace "$results/$stamp-trace-$config-$device.json.gz"
+}
+
+# The losses by step are in the run's metrics.jsonl.
+shakespeare() {
+    local text=${TEXT:-$here/input.txt} config=(--config shakespeare-10m.yaml)
+    [ -n "$gpu" ] || config=(--config shakespeare.yaml --trainer.max_steps 20)
+    [ ! -e "$text" ] || config+=(--data.prepare.input "$text")
+    run shakespeare "$python" -m lm fit "${config[@]}" --run shakespeare \
+        --trainer.default_root_dir "$work/runs" || return
+    [ -n "$dry" ] || cp "$work/runs/shakespeare/metrics.jsonl" "$results/$stamp-shakespeare-$device.jsonl"
 }
 
 # On the corpus of the package; the killed training gets no warning.

@@ -21,6 +21,7 @@ SIZES = {
     "tiny": (1.38, None, 8_192, 300),
     "char": (5.8, None, 8_192, 2_000),
     "shakespeare": (1.30, None, 768, 2_000),
+    "shakespeare-10m": (12.2, None, 16_384, 5_000),
     "pretrain-50m": (50.3, 50_304, 524_288, 19_074),
     "pretrain-300m": (251.7, 50_304, 131_072, 100_000),
     "pretrain-350m": (364.9, 32_768, 524_288, 14_306),
@@ -47,7 +48,7 @@ def test_it_builds_at_its_size_and_comes_out_even(path):
     assert counted == parameters(decoder)["total"]
     embedding = decoder.vocab_size * decoder.hidden_size
     assert (counted - embedding) / 1e6 == pytest.approx(size, rel=0.03)
-    for world in (1, 2, 4, 8) if path.stem not in ("tiny", "char", "shakespeare") else (1,):
+    for world in (1, 2, 4, 8) if path.stem not in ("tiny", "char", "shakespeare", "shakespeare-10m") else (1,):
         plan = plan_steps(
             seq_len=decoder.max_position_embeddings, micro_batch_size=config.data.micro_batch_size,
             global_batch_tokens=config.data.global_batch_tokens, world_size=world,
