@@ -19,7 +19,7 @@ from lm.system.files import nonnegative
 from lm.system.units import format_count, format_figure
 from lm.training.alerts import CLOCKS, NAMES
 from lm.training.budget import Budget, Cost, Meter, read_budget_file, validations_left
-from lm.training.config import Action, Alert, BudgetConfig
+from lm.training.config import Action, BudgetConfig
 from lm.training.guards import Alerts, Finding, Line, NotFinite, Observer, Rollbacks, ThroughputFloor
 from lm.training.schedule import lr_fraction
 from lm.training.step_stats import StepRecord
@@ -172,7 +172,7 @@ def _nothing_wrong(run: InventedRun) -> Played:
     return f"nothing wrong: the loss falls from {first:.3g} to {last:.3g}", run
 
 
-def _alert(run_of: Callable[..., InventedRun], text: str, action: Action | Alert) -> Played:
+def _alert(run_of: Callable[..., InventedRun], text: str, action: Action) -> Played:
     """Healthy log lines, late in the run if possible, and then the first change of a line that makes the alert true."""
     for late in range(3):
         alerts = Alerts({text: action})
