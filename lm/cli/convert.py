@@ -41,7 +41,6 @@ log = logging.getLogger(__name__)
 
 SHARD_BYTES = 5 * 10**9  # the most in one file of weights
 DESCRIBING = ("config.json", "generation_config.json")
-SPECIAL = ("bos_token", "eos_token", "unk_token", "pad_token")
 
 
 def export(
@@ -96,9 +95,7 @@ def write_model(model: Pretrained, card: Card, folder: Path) -> None:
             )
     files = describing_files(model, dtype)
     about = json.loads(model.tokenizer.files(model.config.max_position_embeddings)["tokenizer_config.json"])
-    special = {name: token for name, token in about.items() if name in SPECIAL}
-    for file, document in {"tokenizer_config.json": about, "special_tokens_map.json": special}.items():
-        files[file] = json.dumps(document, indent=2, ensure_ascii=False) + "\n"
+    files["tokenizer_config.json"] = json.dumps(about, indent=2, ensure_ascii=False) + "\n"
     files["README.md"] = model_card(model, card)
     for file, text in files.items():
         (folder / file).write_text(text, encoding="utf-8")
