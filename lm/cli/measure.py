@@ -78,10 +78,7 @@ CALLBACK = "[Callback]"  # begins the names that Lightning gives to callbacks' s
 
 
 def bench_step(arguments: list[str]) -> None:
-    """Time a training step: `lm bench step --config X [--steps N] [--checkpoints N] [--json] [--output FILE]`.
-
-    It is a step of one device, or of the processes that torchrun started.
-    """
+    """Time a training step: `lm bench step --config X [--steps N] [--checkpoints N] [--json] [--output FILE]`."""
     config = config_parser("lm bench step", BenchOptions).read(arguments)
     require_at_least(1, "--", steps=config.steps)
     require_at_least(0, "--", checkpoints=config.checkpoints)
@@ -268,7 +265,6 @@ class StepTimer(Callback):
         self.seconds: list[float] = []  # of each round, with the device caught up at both ends
         self.optimizer_seconds: list[float] = []  # of each timed step
         self.savings: list[tuple[float, float]] = []  # that training waits, and until a checkpoint is on the disk
-        self.first_step = 0.0  # seconds, with all that is compiled and loaded in it
         self.first_step_age = 0.0  # seconds from the start of the process to the end of that step
         self.peak_bytes: int | None = None  # most memory in use during the warm-up
         self._optimizer_spans: list[tuple[Any, Any]] = []  # timestamps before and after, since the last round
@@ -291,7 +287,8 @@ class StepTimer(Callback):
     ) -> None:
         step, device = trainer.global_step, pl_module.device
         if step == 1:
-            self.first_step, self.first_step_age = now(device) - self._began, seconds_since_process_start()
+            now(device)
+            self.first_step_age = seconds_since_process_start()
         if step < WARMUP or step <= self.measured and (step - WARMUP) % self.steps_per_round:
             return
         if WARMUP < step <= self.measured:
@@ -474,7 +471,6 @@ def describe_times(config: Namespace, timer: StepTimer, trainer: Trainer) -> dic
         "mfu_full_attention": rate * flops[True] / peak if peak else None,
         "optimizer": {"ms_per_step": optimizer_ms, "share": optimizer_ms / ms_per_step},
         "first_step_s": timer.first_step_age,
-        "first_step": {"step_s": timer.first_step, "warm_up_s": timer.first_step - ms_per_step / 1e3},
         "peak_memory_bytes": timer.peak_bytes,
         "predicted_memory_bytes": predicted,  # of tensors; on a CPU the process itself comes on top
         "checkpoint": checkpoint_cost(timer, config.trainer.checkpoint_interval, ms_per_step),
@@ -500,7 +496,7 @@ def checkpoint_cost(timer: StepTimer, interval: int, ms_per_step: float) -> dict
 def show_times(found: dict[str, Any]) -> None:
     console = Console(highlight=False, soft_wrap=True)
     print_heading(console, found)
-    first, checkpoint, memory = found["first_step"], found["checkpoint"], found["peak_memory_bytes"]
+    checkpoint, memory = found["checkpoint"], found["peak_memory_bytes"]
     console.print(
         f"a step: {found['ms_per_step']:.2f} ms, {found['ms_per_micro_batch']:.2f} ms a micro-batch; "
         f"{format_count(found['tokens_per_second'])} tokens/s"
@@ -508,10 +504,7 @@ def show_times(found: dict[str, Any]) -> None:
     console.print(f"MFU: {describe_mfu(found['mfu'], found['mfu_full_attention'])}")
     optimizer = found["optimizer"]
     console.print(f"the optimizer: {optimizer['ms_per_step']:.2f} ms, {optimizer['share']:.1%} of a step")
-    console.print(
-        f"first step: {found['first_step_s']:.1f} s after the start of the process; it took {first['step_s']:.2f} s, "
-        f"{first['warm_up_s']:.2f} s more than a later one"
-    )
+    console.print(f"first step: done {found['first_step_s']:.1f} s after the start of the process")
     measured = "unknown" if memory is None else format_bytes(memory)
     of = "the whole process" if found["accelerator"] == "cpu" else "tensors"
     console.print(f"peak memory of {of}: {measured}; `lm plan` expects "

@@ -136,10 +136,7 @@ Played = tuple[str, InventedRun]  # a scenario's name, and how it went
 
 
 def rehearse(config: Namespace, found: dict[str, Any]) -> dict[str, Any]:
-    """Play the guards of a config through, over the facts of its plan.
-
-    Returns what is assumed, and under `rehearsal` the scenarios, each with its `events`.
-    """
+    """Play the guards of a config through: what is assumed, and under `rehearsal` scenarios with their `events`."""
     time, guards, max_steps = found.get("time", {}), config.guards, found["steps"]["max_steps"]
     seconds = time["seconds"] / max_steps if time.get("seconds") else SECONDS_PER_STEP
     basis = time["basis"] if time.get("seconds") else "assumed: --peak_tflops N or --bench FILE gives the speed"

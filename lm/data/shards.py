@@ -118,10 +118,7 @@ class Shards:
 
     @classmethod
     def join(cls, sources: Mapping[str, "Shards"]) -> "Shards":
-        """The shards of several sources by name as one, their blocks one source after the other.
-
-        All have the same vocabulary; a file that is in two of them is refused.
-        """
+        """The shards of several sources of one vocabulary by name as one, their blocks one source after the other."""
         first, *others = sources.values()
         if not others:
             return first

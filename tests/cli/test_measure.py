@@ -65,7 +65,7 @@ def test_the_object_says_what_was_measured_and_its_times_agree(timed):
     optimizer, checkpoint = timed["optimizer"], timed["checkpoint"]
     assert 0 < optimizer["ms_per_step"] < timed["ms_per_step"] / 2
     assert optimizer["share"] == pytest.approx(optimizer["ms_per_step"] / timed["ms_per_step"])
-    assert timed["first_step_s"] > timed["first_step"]["step_s"] > 0
+    assert timed["first_step_s"] > 0
     assert 3 * 4 * timed["parameters"] < timed["predicted_memory_bytes"] < timed["peak_memory_bytes"]
     assert 0 < checkpoint["stall_ms"] <= checkpoint["total_ms"] and checkpoint["interval_steps"] == 3
     assert checkpoint["stall_share"] == pytest.approx(checkpoint["stall_ms"] / (3 * timed["ms_per_step"]))
