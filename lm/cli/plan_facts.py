@@ -33,7 +33,7 @@ from lm.model.estimates import (
     parameters,
     training_memory,
 )
-from lm.system.files import DAMAGE, DiskSpace, nonnegative, parse_json
+from lm.system.files import DiskSpace, nonnegative, parse_json
 from lm.system.hardware import Device
 from lm.system.remote import NoAnswer, Unreachable, call_within, is_remote
 from lm.system.units import format_bytes, format_count, format_figure, format_time_and_cost, parse_bytes, plural
@@ -99,15 +99,10 @@ def with_vocabulary(config: Namespace, tokenizer: Tokenizer | None) -> DecoderCo
 def data_facts(
     data: Namespace, opened: DataModule | None, document_mask: bool
 ) -> tuple[dict[str, Any], Tokenizer | None]:
-    """Tokens and shards by split, how well the tokenizer fits a sample of them, and the tokenizer.
-
-    Of `opened`, the data of a fit that begins, nothing is read but, for a document mask, how many documents end in the
-    first block.
-    """
+    """Tokens and shards by split, for a document mask how many documents end in the first block, and the tokenizer."""
     if opened is None and not is_prepared(data):
         return {"prepared": False, "from": list(data.prepare.input)}, find_tokenizer(data)
-    reads = opened is None
-    if reads:
+    if opened is None:
         opened = DataModule(**vars(data))
         opened.prepare_data()  # which makes nothing: it looks whether the folder was made with these options
         opened.setup("fit")
@@ -116,28 +111,15 @@ def data_facts(
         found[split] = {
             "tokens": shards.document_tokens, "shards": len(shards.fingerprint()),
             "windows": int(shards.windows(opened.seq_len).sum()), "left_over": shards.left_over(opened.seq_len),
-            "filled_up": shards.padding_fraction, "dtype": str(shards.column.dtype), "bytes_per_token": None,
+            "filled_up": shards.padding_fraction, "dtype": str(shards.column.dtype),
             "documents_per_token": opened.documents_per_token(split) if document_mask else None,
         }  # fmt: skip
-        if reads and not opened.mixed:  # the first block of a mixture is of its first source alone
-            first = next(shards.pieces())
-            found[split]["bytes_per_token"] = float(shards.token_bytes(opened.tokenizer)[first].mean())
     if opened.mixed:
         for source, shards in zip(opened.sources, opened.by_source["train"].values(), strict=True):
             found["sources"][source.name] = {
                 "tokens": shards.document_tokens, "windows": int(shards.windows(opened.seq_len).sum()),
-                "bytes_per_token": bytes_per_token(source),
             }  # fmt: skip
     return found, opened.tokenizer
-
-
-def bytes_per_token(source: SourceConfig) -> float | None:
-    """Bytes of text of each training token, by the manifest of a prepared folder; None where there is none."""
-    try:
-        made = parse_json((Path(source.path) / "manifest.json").read_bytes())["splits"]["train"]
-        return made["bytes"] / made["tokens"]
-    except (OSError, *DAMAGE):
-        return None
 
 
 def remote_sources(data: Namespace) -> list[str]:
