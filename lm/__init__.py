@@ -55,9 +55,6 @@ def load_run(path: "str | Path") -> "Run":
 
     Args:
         path: the run's folder; or its name, under `checkpoints/` or in the registry.
-
-    Raises:
-        RequestError: there is no such run; the message has the nearest names.
     """
     from lm.runs.registry import find_run
 
@@ -76,9 +73,6 @@ def load_model(
         device: where to; the GPU if there is one, else the CPU, if not given.
         dtype: of the weights, such as `bfloat16`; as they are stored if not given.
         module: the class that `run` was given, for a custom model.
-
-    Raises:
-        RequestError: there is no model, it is damaged, or it is of another architecture.
     """
     from lm.inference.pretrained import load_pretrained
 

@@ -41,7 +41,6 @@ log = logging.getLogger(__name__)
 
 SHARD_BYTES = 5 * 10**9  # the most in one file of weights
 DESCRIBING = ("config.json", "generation_config.json")
-SPECIAL = ("bos_token", "eos_token", "unk_token", "pad_token")
 
 
 def export(
@@ -96,9 +95,7 @@ def write_model(model: Pretrained, card: Card, folder: Path) -> None:
             )
     files = describing_files(model, dtype)
     about = json.loads(model.tokenizer.files(model.config.max_position_embeddings)["tokenizer_config.json"])
-    special = {name: token for name, token in about.items() if name in SPECIAL}
-    for file, document in {"tokenizer_config.json": about, "special_tokens_map.json": special}.items():
-        files[file] = json.dumps(document, indent=2, ensure_ascii=False) + "\n"
+    files["tokenizer_config.json"] = json.dumps(about, indent=2, ensure_ascii=False) + "\n"
     files["README.md"] = model_card(model, card)
     for file, text in files.items():
         (folder / file).write_text(text, encoding="utf-8")
@@ -297,16 +294,8 @@ def mean_weights(folders: Sequence[Path]) -> dict[str, Tensor]:
     """
     with ExitStack() as stack:
         files = [stack.enter_context(safe_open(folder / TENSORS["state_dict"], "pt")) for folder in folders]
-        shapes = [{name: tuple(file.get_slice(name).get_shape()) for name in file.keys()} for file in files]
-        for folder, own in zip(folders, shapes):
-            for name in sorted(own.keys() | shapes[-1].keys()):
-                if own.get(name) != shapes[-1].get(name):
-                    raise RequestError(
-                        f"the checkpoints are of different shapes: {name} is {own.get(name, 'absent')} in {folder} and "
-                        f"{shapes[-1].get(name, 'absent')} in {folders[-1]}"
-                    )
         mean = {}
-        for name in shapes[-1]:
+        for name in files[-1].keys():  # the checkpoints of a run have the same
             weight = files[-1].get_tensor(name)
             if weight.is_floating_point():
                 total = torch.zeros(weight.shape, dtype=torch.float64)

@@ -1,6 +1,6 @@
 """`lm doctor`: whether this machine can train, line by line, each with a cure for what is wrong.
 
-The page may stand in an issue: it has no keys and no names of people.
+The page may stand in an issue: it has no names of people. Whether the data is there, `lm plan` says.
 """
 
 import importlib.metadata
@@ -13,7 +13,7 @@ import sys
 from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
-from typing import Any, Literal, NamedTuple
+from typing import Literal, NamedTuple
 
 import torch
 from filelock import FileLock
@@ -21,7 +21,7 @@ from rich.console import Console
 from rich.markup import escape
 
 from lm.cli.options import find_config, read_config
-from lm.errors import LmError, RequestError, first_line
+from lm.errors import LmError, first_line
 from lm.kernels import runtime, swiglu
 from lm.model.attention_choice import Shape, candidates, measure
 from lm.model.fused import kernels_missing
@@ -29,10 +29,8 @@ from lm.runs import registry
 from lm.runs.run import ROOT
 from lm.system.hardware import cpu_half_precision, device_name, driver_version, memory_bytes, peak_flops
 from lm.system.process import lm_version
-from lm.system.remote import is_remote, list_files
 from lm.system.units import format_bytes, plural
 
-STORE_PATIENCE = 3.0  # seconds that a data store may take to answer
 LITTLE_DISK = 5 * 2**30  # bytes; a checkpoint of the 350M preset takes 4.2 GB
 LONGEST_REASON = 80  # characters of why an attention kernel does not run
 MARKS = {"ok": "[green]ok[/]", "warning": "[yellow]warning[/]", "error": "[red]error[/]"}
@@ -51,13 +49,12 @@ def doctor(config: str | None = None, json: bool = False) -> None:
     """Check what a training needs on this machine: `lm doctor [--config X] [--json]`.
 
     Args:
-        config: A training's config, whose folder of runs and data are checked; the working directory if not given.
+        config: A training's config, whose folder of runs is checked; the working directory if not given.
         json: Print one JSON object instead of a page.
     """
     document = read_config(find_config(config)) if config else {}
     root = Path(str(document.get("trainer", {}).get("default_root_dir", ROOT)))
-    checks = [check._replace(what=_anonymous(check.what), cure=_anonymous(check.cure))
-              for check in _checks(root, document.get("data", {}))]  # fmt: skip
+    checks = [check._replace(what=_anonymous(check.what), cure=_anonymous(check.cure)) for check in _checks(root)]
     if json:
         print(jsonlib.dumps({
             "checks": [check._asdict() for check in checks], "ready": all(check.level != "error" for check in checks),
@@ -72,10 +69,10 @@ def doctor(config: str | None = None, json: bool = False) -> None:
         raise LmError(f"{plural(len(errors), 'error')}: {errors[0].name}: {errors[0].what}")
 
 
-def _checks(root: Path, data: dict[str, Any]) -> Iterator[Check]:
+def _checks(root: Path) -> Iterator[Check]:
     groups = {
         "Python": _python, "torch": _torch, "GPU": _gpus, "kernels": _kernels, "attention": _attention,
-        "C++ compiler": _compiler, "disk": partial(_disk, root), "registry": _registry, "data": partial(_store, data),
+        "C++ compiler": _compiler, "disk": partial(_disk, root), "registry": _registry,
     }  # fmt: skip
     for name, group in groups.items():
         try:
@@ -86,8 +83,8 @@ def _checks(root: Path, data: dict[str, Any]) -> Iterator[Check]:
 
 
 def _anonymous(text: str) -> str:
-    """Without keys in addresses, and without the user's name in paths."""
-    text, home = re.sub(r"(?<=://)[^/\s]+@|\?\w+=\S*?(?=:?\s|:?$)", "", text), os.path.expanduser("~")
+    """Without the user's name in paths."""
+    home = os.path.expanduser("~")
     for name, instead in ((home, "~"), (f"/{Path(home).name}", "/USER")):
         text = re.sub(rf"{re.escape(name)}(?![\w.-])", instead, text) if name != "/" else text
     return text
@@ -213,19 +210,3 @@ def _registry() -> Iterator[Check]:
         yield Check("registry", "ok", f"{registry.place()}, {plural(len(registry.known_runs()), 'run')}")
     except LmError as error:
         yield Check("registry", "warning", str(error), "`lm runs rebuild` makes a new one; LM_REGISTRY names another")
-
-
-def _store(data: dict[str, Any]) -> Iterator[Check]:
-    given = [data.get(name) or [] for name in ("path", "train", "val", "test")]
-    sources = [str(one) for some in given for one in (some if isinstance(some, list) else [some])]
-    for source in dict.fromkeys(sources):
-        try:
-            found = list_files(source, STORE_PATIENCE)
-            yield Check("data", "ok", f"{source}: {plural(len(found.files), 'file')}")
-        except LmError as error:
-            made = source == str(data.get("path")) and data.get("prepare") and not is_remote(source)
-            if made and isinstance(error, RequestError):
-                yield Check("data", "ok", f"{source} is not there yet; the first fit makes it")
-            else:
-                yield Check("data", "error", str(error), "put it there, or set data.path" if not is_remote(source) else
-                            "look at its address, the network, and the credentials in the environment")  # fmt: skip

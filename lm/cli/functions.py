@@ -53,10 +53,6 @@ def prepare(input: str | Sequence[str], output: str | Path, **options: Any) -> d
 
     Returns:
         The folder's manifest: `splits` with the tokens, documents and bytes of each, and what it was made from.
-
-    Raises:
-        RequestError: an option or input is wrong, or the folder was made with other ones.
-        RunError: a file cannot be read.
     """
     inputs = [input] if isinstance(input, str) else list(input)
     config = build_options(PrepareOptions, "lm.prepare", input=inputs, output=str(output), **options)
@@ -145,9 +141,6 @@ def evaluate(
     Returns:
         What `lm evaluate --json` prints: `tasks`, each with accuracy and confidence interval, `texts` with bits per
         byte, `core` where all tasks of a suite are there.
-
-    Raises:
-        RequestError: there is no such model, task or text.
     """
     tasks, texts, shards = ([each] if isinstance(each, str) else list(each) for each in (tasks, texts, shards))
     return measure(
@@ -171,9 +164,6 @@ def generate(
 
     Returns:
         For each prompt `text`, what was written after it, the tokens, and why it ended.
-
-    Raises:
-        RequestError: there is no such model, or a prompt leaves no room for a token.
     """
     loaded = model if isinstance(model, Pretrained) else load_pretrained(model, module=module)
     return loaded.generate(prompts, **options)
@@ -189,9 +179,6 @@ class Trainer(BareTrainer):
         options: the fields of `training/config.TrainerConfig`, which are the config's under `trainer`, with 0 for
             `stop_within` if it is not given; and its other groups, such as `guards=GuardsConfig(...)`, `samples`,
             `evaluation`.
-
-    Attributes:
-        run: once a fit has begun, the run.
     """
 
     def __init__(

@@ -60,18 +60,6 @@ log = logging.getLogger(__name__)
 WARMUP = 5  # optimizer steps: more than the micro-batches after which a CUDA graph is recorded
 TRACED = 3  # optimizer steps
 OPERATORS = 10  # of the table beside a trace
-FORMULAS = {
-    "mfu": "flops_per_token x tokens_per_second / dense peak of the device in this precision",
-    "mfu_full_attention": "the same with flops_per_token_full_attention, as nanochat and the PaLM paper count",
-    "flops_per_token": "6 x parameters without input embedding + 12 x heads x head_dim x mean attended length, summed "
-    "over the layers",
-    "flops_per_token_full_attention": "the same with the whole sequence or window in place of the attended length",
-    "optimizer.ms_per_step": "median over the timed steps of the time inside the optimizer's step(), on the device",
-    "optimizer.share": "optimizer.ms_per_step / ms_per_step",
-    "checkpoint.stall_share": "stall_ms / (interval_steps x ms_per_step)",
-    "first_step_s": "from the start of the process to the end of the first optimizer step",
-    "first_step.warm_up_s": "the first step less a later one: compiling, loading kernels, first allocations",
-}
 # The last part of a span's name -> the part of a step. Spans nest: `training_step` is a whole optimizer step, with the
 # micro-batches in it. A span that is not here belongs to the part around it. Outside of all spans is the rest: the
 # loop's own work.
@@ -90,10 +78,7 @@ CALLBACK = "[Callback]"  # begins the names that Lightning gives to callbacks' s
 
 
 def bench_step(arguments: list[str]) -> None:
-    """Time a training step: `lm bench step --config X [--steps N] [--checkpoints N] [--json] [--output FILE]`.
-
-    It is a step of one device, or of the processes that torchrun started.
-    """
+    """Time a training step: `lm bench step --config X [--steps N] [--checkpoints N] [--json] [--output FILE]`."""
     config = config_parser("lm bench step", BenchOptions).read(arguments)
     require_at_least(1, "--", steps=config.steps)
     require_at_least(0, "--", checkpoints=config.checkpoints)
@@ -278,10 +263,8 @@ class StepTimer(Callback):
         self.measured = WARMUP + rounds * steps_per_round
         self.steps = self.measured + checkpoints
         self.seconds: list[float] = []  # of each round, with the device caught up at both ends
-        self.cpu_seconds: list[float] = []  # of each round, of all threads of this process
         self.optimizer_seconds: list[float] = []  # of each timed step
         self.savings: list[tuple[float, float]] = []  # that training waits, and until a checkpoint is on the disk
-        self.first_step = 0.0  # seconds, with all that is compiled and loaded in it
         self.first_step_age = 0.0  # seconds from the start of the process to the end of that step
         self.peak_bytes: int | None = None  # most memory in use during the warm-up
         self._optimizer_spans: list[tuple[Any, Any]] = []  # timestamps before and after, since the last round
@@ -297,19 +280,19 @@ class StepTimer(Callback):
         optimizer.register_step_pre_hook(lambda *_: begun.append(timestamp(device)))
         optimizer.register_step_post_hook(after)
         self.computed = step_of(trainer)  # which reads the data
-        self._begin(device)
+        self._began = now(device)
 
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: LanguageModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
         step, device = trainer.global_step, pl_module.device
         if step == 1:
-            self.first_step, self.first_step_age = now(device) - self._began, seconds_since_process_start()
+            now(device)
+            self.first_step_age = seconds_since_process_start()
         if step < WARMUP or step <= self.measured and (step - WARMUP) % self.steps_per_round:
             return
         if WARMUP < step <= self.measured:
             self.seconds.append(now(device) - self._began)
-            self.cpu_seconds.append(time.process_time() - self._cpu_began)
             self.optimizer_seconds += [seconds_between(*span) for span in self._optimizer_spans]
         if step > self.measured:
             with not_training(trainer):  # so that the log lines stay true
@@ -321,10 +304,7 @@ class StepTimer(Callback):
             if trainer.is_global_zero:  # each rank has a folder of its own, and this one writes
                 self.checkpoint_bytes = folder_bytes(trainer.run.checkpoint("last"))
         self._optimizer_spans.clear()
-        self._begin(device)
-
-    def _begin(self, device: torch.device) -> None:
-        self._began, self._cpu_began = now(device), time.process_time()
+        self._began = now(device)
 
     def on_train_end(self, trainer: Trainer, pl_module: LanguageModule) -> None:
         trainer.checkpoint_callback.saved_step = trainer.global_step  # no other checkpoint than those that are timed
@@ -486,19 +466,16 @@ def describe_times(config: Namespace, timer: StepTimer, trainer: Trainer) -> dic
         "steps_per_turn": timer.steps_per_round,
         "ms_per_step": ms_per_step,
         "ms_per_micro_batch": ms_per_step / steps.accumulate,
-        "cpu_ms_per_step": statistics.median(timer.cpu_seconds) / timer.steps_per_round * 1e3,
         "tokens_per_second": rate,
         "mfu": rate * flops[False] / peak if peak else None,
         "mfu_full_attention": rate * flops[True] / peak if peak else None,
         "optimizer": {"ms_per_step": optimizer_ms, "share": optimizer_ms / ms_per_step},
         "first_step_s": timer.first_step_age,
-        "first_step": {"step_s": timer.first_step, "warm_up_s": timer.first_step - ms_per_step / 1e3},
         "peak_memory_bytes": timer.peak_bytes,
         "predicted_memory_bytes": predicted,  # of tensors; on a CPU the process itself comes on top
         "checkpoint": checkpoint_cost(timer, config.trainer.checkpoint_interval, ms_per_step),
         "flops_per_token": flops[False],
         "flops_per_token_full_attention": flops[True],
-        "formulas": FORMULAS,
     }
 
 
@@ -519,7 +496,7 @@ def checkpoint_cost(timer: StepTimer, interval: int, ms_per_step: float) -> dict
 def show_times(found: dict[str, Any]) -> None:
     console = Console(highlight=False, soft_wrap=True)
     print_heading(console, found)
-    first, checkpoint, memory = found["first_step"], found["checkpoint"], found["peak_memory_bytes"]
+    checkpoint, memory = found["checkpoint"], found["peak_memory_bytes"]
     console.print(
         f"a step: {found['ms_per_step']:.2f} ms, {found['ms_per_micro_batch']:.2f} ms a micro-batch; "
         f"{format_count(found['tokens_per_second'])} tokens/s"
@@ -527,10 +504,7 @@ def show_times(found: dict[str, Any]) -> None:
     console.print(f"MFU: {describe_mfu(found['mfu'], found['mfu_full_attention'])}")
     optimizer = found["optimizer"]
     console.print(f"the optimizer: {optimizer['ms_per_step']:.2f} ms, {optimizer['share']:.1%} of a step")
-    console.print(
-        f"first step: {found['first_step_s']:.1f} s after the start of the process; it took {first['step_s']:.2f} s, "
-        f"{first['warm_up_s']:.2f} s more than a later one"
-    )
+    console.print(f"first step: done {found['first_step_s']:.1f} s after the start of the process")
     measured = "unknown" if memory is None else format_bytes(memory)
     of = "the whole process" if found["accelerator"] == "cpu" else "tensors"
     console.print(f"peak memory of {of}: {measured}; `lm plan` expects "

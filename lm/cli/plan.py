@@ -319,19 +319,13 @@ def _data_lines(found: dict[str, Any]) -> list[str]:
     return [
         f"{split}: {format_count(data[split]['tokens'])} tokens in {plural(data[split]['shards'], 'shard')}, "
         f"{plural(data[split]['windows'], 'sample')}, {data[split]['left_over']:,} tokens left over"
-        f"{_of_text(data[split])}"
+        + ("" if data[split]["filled_up"] is None else f", {data[split]['filled_up']:.2%} of a sample only fills it up")
         for split in ("train", "val") if split in data
     ] + [
         f"{name}: {source['share']:.1%} of the samples, {source['epochs']:.2f} epochs of "
-        f"{format_count(data['sources'][name]['tokens'])} tokens{_of_text(data['sources'][name])}"
+        f"{format_count(data['sources'][name]['tokens'])} tokens"
         for name, source in found["steps"].get("sources", {}).items()
     ] or ["not there yet"]  # fmt: skip
-
-
-def _of_text(part: dict[str, Any]) -> str:
-    filled, each = part.get("filled_up"), part["bytes_per_token"]
-    padding = "" if filled is None else f", {filled:.2%} of a sample only fills it up"
-    return padding if each is None else f"{padding}, {each:.2f} bytes of text a token"
 
 
 def _steps_lines(found: dict[str, Any]) -> list[str]:

@@ -33,7 +33,7 @@ from lm.model.estimates import (
     parameters,
     training_memory,
 )
-from lm.system.files import DAMAGE, DiskSpace, nonnegative, parse_json
+from lm.system.files import DiskSpace, nonnegative, parse_json
 from lm.system.hardware import Device
 from lm.system.remote import NoAnswer, Unreachable, call_within, is_remote
 from lm.system.units import format_bytes, format_count, format_figure, format_time_and_cost, parse_bytes, plural
@@ -99,15 +99,10 @@ def with_vocabulary(config: Namespace, tokenizer: Tokenizer | None) -> DecoderCo
 def data_facts(
     data: Namespace, opened: DataModule | None, document_mask: bool
 ) -> tuple[dict[str, Any], Tokenizer | None]:
-    """Tokens and shards by split, how well the tokenizer fits a sample of them, and the tokenizer.
-
-    Of `opened`, the data of a fit that begins, nothing is read but, for a document mask, how many documents end in the
-    first block.
-    """
+    """Tokens and shards by split, for a document mask how many documents end in the first block, and the tokenizer."""
     if opened is None and not is_prepared(data):
         return {"prepared": False, "from": list(data.prepare.input)}, find_tokenizer(data)
-    reads = opened is None
-    if reads:
+    if opened is None:
         opened = DataModule(**vars(data))
         opened.prepare_data()  # which makes nothing: it looks whether the folder was made with these options
         opened.setup("fit")
@@ -116,28 +111,15 @@ def data_facts(
         found[split] = {
             "tokens": shards.document_tokens, "shards": len(shards.fingerprint()),
             "windows": int(shards.windows(opened.seq_len).sum()), "left_over": shards.left_over(opened.seq_len),
-            "filled_up": shards.padding_fraction, "dtype": str(shards.column.dtype), "bytes_per_token": None,
+            "filled_up": shards.padding_fraction, "dtype": str(shards.column.dtype),
             "documents_per_token": opened.documents_per_token(split) if document_mask else None,
         }  # fmt: skip
-        if reads and not opened.mixed:  # the first block of a mixture is of its first source alone
-            first = next(shards.pieces())
-            found[split]["bytes_per_token"] = float(shards.token_bytes(opened.tokenizer)[first].mean())
     if opened.mixed:
         for source, shards in zip(opened.sources, opened.by_source["train"].values(), strict=True):
             found["sources"][source.name] = {
                 "tokens": shards.document_tokens, "windows": int(shards.windows(opened.seq_len).sum()),
-                "bytes_per_token": bytes_per_token(source),
             }  # fmt: skip
     return found, opened.tokenizer
-
-
-def bytes_per_token(source: SourceConfig) -> float | None:
-    """Bytes of text of each training token, by the manifest of a prepared folder; None where there is none."""
-    try:
-        made = parse_json((Path(source.path) / "manifest.json").read_bytes())["splits"]["train"]
-        return made["bytes"] / made["tokens"]
-    except (OSError, *DAMAGE):
-        return None
 
 
 def remote_sources(data: Namespace) -> list[str]:
@@ -282,11 +264,6 @@ def of_steps(steps: dict[str, Any], config: Namespace) -> Iterator[Finding]:
     total = steps["max_steps"]
     if (drill := config.guards.inject_step) is not None and drill > total:
         yield Finding("error", f"guards.inject_step {drill:,}: the run ends with step {total:,}", "inject it before")
-    for name, count in (("val_interval", "validated"), ("checkpoint_interval", "saved")):
-        interval = config.trainer[name]
-        if interval > total:
-            yield Finding("advice", f"trainer.{name} {interval:,} is more than the run's {total:,} steps: the run is "
-                          f"{count} at its end alone", f"lower trainer.{name}")  # fmt: skip
 
 
 def of_warmup(steps: dict[str, Any], config: Namespace, data: dict[str, Any]) -> Iterator[Finding]:
@@ -384,17 +361,12 @@ def custom_model(config: Namespace, decoder: DecoderConfig) -> dict[str, Any] | 
     if not training_class().is_custom():
         return None
     module = training_class()(**vars(config.model))
-    made = None
-    for device in ("meta", "cpu"):  # a model may read values when it is built
+    with torch.random.fork_rng(devices=[]):
         try:
-            with torch.device(device), torch.random.fork_rng(devices=[]):
+            with torch.device("meta"):
                 made = module.build_decoder(decoder)
-            break
-        except Exception as error:
-            failed = error
-    if made is None:
-        raise RequestError(f"{type(module).__name__}.build_decoder fails: {type(failed).__name__}: "
-                           f"{first_line(failed)}") from failed  # fmt: skip
+        except Exception:  # it reads values when it is built
+            made = module.build_decoder(decoder)
     made, seq_len = attach_config(made, decoder), config.data.seq_len
     refuse_contract(made, {})
     total = sum(weight.numel() for weight in made.parameters())

@@ -19,7 +19,7 @@ from lm.system.files import nonnegative
 from lm.system.units import format_count, format_figure
 from lm.training.alerts import CLOCKS, NAMES
 from lm.training.budget import Budget, Cost, Meter, read_budget_file, validations_left
-from lm.training.config import Action, Alert, BudgetConfig
+from lm.training.config import Action, BudgetConfig
 from lm.training.guards import Alerts, Finding, Line, NotFinite, Observer, Rollbacks, ThroughputFloor
 from lm.training.schedule import lr_fraction
 from lm.training.step_stats import StepRecord
@@ -136,10 +136,7 @@ Played = tuple[str, InventedRun]  # a scenario's name, and how it went
 
 
 def rehearse(config: Namespace, found: dict[str, Any]) -> dict[str, Any]:
-    """Play the guards of a config through, over the facts of its plan.
-
-    Returns what is assumed, and under `rehearsal` the scenarios, each with its `events`.
-    """
+    """Play the guards of a config through: what is assumed, and under `rehearsal` scenarios with their `events`."""
     time, guards, max_steps = found.get("time", {}), config.guards, found["steps"]["max_steps"]
     seconds = time["seconds"] / max_steps if time.get("seconds") else SECONDS_PER_STEP
     basis = time["basis"] if time.get("seconds") else "assumed: --peak_tflops N or --bench FILE gives the speed"
@@ -172,7 +169,7 @@ def _nothing_wrong(run: InventedRun) -> Played:
     return f"nothing wrong: the loss falls from {first:.3g} to {last:.3g}", run
 
 
-def _alert(run_of: Callable[..., InventedRun], text: str, action: Action | Alert) -> Played:
+def _alert(run_of: Callable[..., InventedRun], text: str, action: Action) -> Played:
     """Healthy log lines, late in the run if possible, and then the first change of a line that makes the alert true."""
     for late in range(3):
         alerts = Alerts({text: action})

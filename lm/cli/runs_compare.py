@@ -39,7 +39,6 @@ def compare(
     runs: list[str],
     metric: str = "train/loss",
     x: Literal["step", "tokens", "time"] = "step",
-    smooth: float = 0.0,
     png: str | None = None,
     json: bool = False,
     root: str = str(ROOT),
@@ -54,13 +53,10 @@ def compare(
             compared with that of the first. Where one option differs, a table has the losses over it.
         metric: The metric to draw, by its name in TensorBoard.
         x: The x axis; time is hours since the run's first log line.
-        smooth: Weight of the earlier values in a moving average, from 0 to below 1.
         png: A file to write the chart to, as a picture: .png, .svg or .pdf.
         json: Print one JSON object instead.
         root: Folder of the runs.
     """
-    if not 0 <= smooth < 1:
-        raise RequestError(f"--smooth {smooth} must lie in [0, 1)")
     refuse_url("--png", png or "")
     folders = registry.find_runs(runs, root)
     if len(folders) < 2:
@@ -71,7 +67,7 @@ def compare(
     if x != "time":
         drawn = [trunk_metrics(folder) + lines for folder, lines in zip(folders, metrics, strict=True)]
     names = labels(folders)
-    series = [curve(name, lines, metric, x, smooth) for name, lines in zip(names, drawn, strict=True)]
+    series = [curve(name, lines, metric, x) for name, lines in zip(names, drawn, strict=True)]
     if not any(one.x for one in series):
         raise RequestError(_no_metric(metric, metrics))
     rows = [
@@ -83,7 +79,7 @@ def compare(
     groups = group_by_seed(folders, names)
     several = len(groups) < len(folders)
     shown = [
-        mean_curve(group.name, [drawn[place] for place in group.members], metric, x, smooth)
+        mean_curve(group.name, [drawn[place] for place in group.members], metric, x)
         if len(group.members) > 1 else series[group.members[0]]
         for group in groups
     ]

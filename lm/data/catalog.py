@@ -74,10 +74,7 @@ class Shard:
 def find_shards(
     source: str, column: Column, tokenizer_sha256: str | None = None, patience: float = PATIENCE
 ) -> tuple[list[Shard], int | None]:
-    """The shards of a folder, glob, file or URL with their token counts, and the manifest's size of the vocabulary.
-
-    The size is None where there is no manifest. `Shards.open` explains the arguments.
-    """
+    """The shards of a source, as for `Shards.open`, with their token counts; the vocabulary's size by a manifest."""
     listing = list_files(source, patience)
     files, manifest = listing.files, None
     if listing.kind == "file" and (other := NOT_SHARDS.search(source)):

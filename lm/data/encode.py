@@ -97,10 +97,7 @@ def unit_pieces(unit: Unit, text_key: str, tokenizer: Tokenizer | None) -> Itera
 
 
 def split_hash(content: str | np.ndarray) -> float:
-    """A number in [0, 1) from a document's content: below the fraction it is for validation, whatever files come.
-
-    Of a document in pieces, the first piece decides.
-    """
+    """A number in [0, 1) from a document's first piece: below the fraction it is for validation."""
     data = content.encode() if isinstance(content, str) else content.astype("<u2").tobytes()
     return int.from_bytes(blake2b(data, digest_size=8).digest(), "big") / 2**64
 

@@ -63,10 +63,7 @@ class Split(NamedTuple):
 
 
 def prepare(options: PrepareOptions) -> dict[str, Any]:
-    """Make shards, or continue making them; a finished folder that fits the options is left as it is.
-
-    Returns the content of `manifest.json`.
-    """
+    """Make shards, or continue to, where they are not finished; returns the content of `manifest.json`."""
     options.check()
     output, parts = Path(options.output), Path(options.output) / PARTS
     files = split_by_names(find_files(options.input))

@@ -85,18 +85,10 @@ class Shards:
     ) -> "Shards":
         """Find shards and learn their token counts; tokens are read only where the footers are not enough.
 
-        A file that is named twice, by whatever paths, counts once. RequestError names a file that cannot be used, and
-        RunError a remote source that failed again and again.
-
-        Args:
-            source: folders, globs, files or URLs. The split folder (`DIR/train`) of a folder that `lm data prepare`
-                made is checked against its manifest.
-            column: `Column` explains it, with `vocab_size`, `pad_id` and `eos_id`. Without a `vocab_size` the
-                manifests' is taken; with a `pad_id` all shards are read to count the other ids.
-            tokenizer_sha256: of the tokenizer in use; shards that another one made are refused.
-            cache: keeps blocks of remote shards on this machine.
-            patience: seconds for all attempts of one read of a remote shard.
-            block_tokens: parts of several shards become one block of at most so many tokens; BLOCK_TOKENS if not given.
+        `source` is folders, globs, files or URLs; a file that is named twice, by whatever paths, counts once. `Column`
+        explains `column`, `vocab_size`, `pad_id` and `eos_id`. Without a `vocab_size` the manifests' is taken; with a
+        `pad_id` all shards are read to count the other ids. `patience` is seconds for all attempts of one remote read.
+        Parts of several shards become one block of at most `block_tokens`, BLOCK_TOKENS if not given.
         """
         sources = [source] if isinstance(source, str) else list(source)
         if not sources:
@@ -118,10 +110,7 @@ class Shards:
 
     @classmethod
     def join(cls, sources: Mapping[str, "Shards"]) -> "Shards":
-        """The shards of several sources by name as one, their blocks one source after the other.
-
-        All have the same vocabulary; a file that is in two of them is refused.
-        """
+        """The shards of several sources of one vocabulary by name as one, their blocks one source after the other."""
         first, *others = sources.values()
         if not others:
             return first
@@ -187,11 +176,7 @@ class Shards:
             )
 
     def require_windows(self, seq_len: int, limit: int | None = None) -> int:
-        """The number of windows.
-
-        Refuses shards without one, or whose labels leave no target in the first `limit` windows, or in all: their loss
-        would be NaN.
-        """
+        """The number of windows; refuses shards without one, or without a target in the first `limit` (or all)."""
         if not self.tokens:
             raise RequestError(f"{self.source} holds no token: it has no rows, or all of them are empty or padding "
                                "(`attention_mask` 0, data.pad_id)")  # fmt: skip

@@ -62,13 +62,9 @@ def texts_bits_per_byte(
 ) -> CorpusResult:
     """Measure texts; each document begins after an end-of-text token, as in training.
 
-    Args:
-        inputs: files, folders, globs or URLs, as `lm data prepare --input` takes them.
-        seq_len: predicted tokens of a window; the decoder's context if not given.
-        stride: tokens between the beginnings of windows. `seq_len`, if not given: windows do not overlap, and a
-            window's first tokens have little before them. With less, each token is still predicted once, with at
-            least `seq_len - stride` tokens before it where the document has them.
-        progress: called with the number of tokens done, and of all where that is known.
+    A window predicts `seq_len` tokens, the decoder's context if not given; the next begins `stride` tokens later,
+    `seq_len` if not given: windows then do not overlap, and a window's first tokens have little before them. With less,
+    each token is still predicted once, with at least `seq_len - stride` tokens before it where the document has them.
     """
     seq_len = _seq_len(decoder, seq_len)
     stride = seq_len if stride is None else stride

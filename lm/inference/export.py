@@ -61,10 +61,7 @@ class Card:
 
 
 def model_card(model: Pretrained, card: Card) -> str:
-    """The text of the `README.md` of a model in the number format of the export.
-
-    The run that the model's folder is in, if any, is its history.
-    """
+    """The `README.md` of a model; the run that its folder is in, if any, is its history."""
     run = Run.of(model.path)
     sections = {"Shape": _table(_shape(model))}
     if run is not None:

@@ -47,9 +47,6 @@ class Sampling:
         seed: Seed of the random numbers; a new one if not given.
         ignore_eos: Continue after the end of a document, whose token is then part of the text, by its name.
         begin: What stands before a prompt: `eos` if the prompt begins a document, or `nothing`.
-
-    Raises:
-        RequestError: a number is out of range, or a stop string is empty.
     """
 
     temperature: float = 1.0

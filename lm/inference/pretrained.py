@@ -115,10 +115,6 @@ class Pretrained:
 
         Returns:
             For each prompt `text`, what was written after it, without the prompt; the tokens, and why it ended.
-
-        Raises:
-            RequestError: a number is out of range, or a prompt leaves no room for a token.
-            RunError: logits are not finite.
         """
         prompts = [prompts] if isinstance(prompts, str) else prompts
         if not isinstance(prompts, Sequence) or not all(isinstance(prompt, str) for prompt in prompts):

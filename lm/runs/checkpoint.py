@@ -239,10 +239,7 @@ def find_damage(folder: Path) -> str | None:
 
 
 def read_document(folder: Path) -> dict[str, Any]:
-    """The JSON of `trainer.json`, whose digest is compared; a RequestError says in one phrase what is wrong.
-
-    The digests of the other files are in it.
-    """
+    """The JSON of `trainer.json`, whose digest is compared; a RequestError says in one phrase what is wrong."""
     try:
         text = (folder / "trainer.json").read_bytes()
     except (FileNotFoundError, NotADirectoryError) as error:

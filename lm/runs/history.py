@@ -29,15 +29,15 @@ class Series:
     high: Sequence[float] = ()
 
 
-def curve(name: str, lines: list[dict[str, Any]], metric: str, x: str = "step", weight: float = 0.0) -> Series:
-    """One metric of a run, of the lines of `Run.metrics()`, smoothed with a `weight` as of `smooth`.
+def curve(name: str, lines: list[dict[str, Any]], metric: str, x: str = "step") -> Series:
+    """One metric of a run, of the lines of `Run.metrics()`.
 
     `x` is `step` (optimizer steps), `tokens`, `flops` where the lines have it, or `time`: hours since the first line.
     """
     points = [line for line in lines if metric in line and x in line]
     began = lines[0]["time"] if x == "time" and points else 0.0
     xs = [(line["time"] - began) / 3600 if x == "time" else line[x] for line in points]
-    return Series(name, xs, smooth([line[metric] for line in points], weight))
+    return Series(name, xs, [line[metric] for line in points])
 
 
 def smooth(values: Sequence[float], weight: float) -> list[float]:

@@ -63,14 +63,12 @@ def group_by_seed(runs: Sequence[Run], names: Sequence[str]) -> list[Group]:
     ]
 
 
-def mean_curve(
-    name: str, runs: Sequence[list[dict[str, Any]]], metric: str, x: str = "step", weight: float = 0.0
-) -> Series:
+def mean_curve(name: str, runs: Sequence[list[dict[str, Any]]], metric: str, x: str = "step") -> Series:
     """The mean of one metric at each step that all runs have, with the lowest and the highest; see `curve`."""
     found = []
     for lines in runs:
         there = [line for line in lines if x in line]
-        drawn = curve(name, lines, metric, x, weight)
+        drawn = curve(name, lines, metric, x)
         found.append(dict(zip(curve(name, there, metric).x, zip(drawn.x, drawn.y, strict=True), strict=True)))
     steps = sorted(set.intersection(*map(set, found)))
     points = [[one[step] for one in found] for step in steps]

@@ -75,31 +75,15 @@ def launch_command(arguments: str, other: Path | None = None) -> str:
     srun = srun_tasks() > 1
     if under_torchrun():
         target = shlex.quote(str(script or other)) if script or other else "-m lm"
-        nodes, options = os.environ["GROUP_WORLD_SIZE"], _torchrun_options()
-        if not options:
-            options = ["--nnodes", nodes, "--nproc_per_node", os.environ["LOCAL_WORLD_SIZE"]]
-            unknown.append("with the other options of torchrun")
-        start = f"torchrun {shlex.join(options)} {target}"
-        if nodes != "1" and not srun:
-            ranked = any(one.startswith(("--node_rank", "--node-rank")) for one in options)
-            unknown.append("on every node" + ", with its own --node_rank" * ranked)
+        nodes, processes = os.environ["GROUP_WORLD_SIZE"], os.environ["LOCAL_WORLD_SIZE"]
+        start = f"torchrun --nnodes {nodes} --nproc_per_node {processes} {target}"
+        unknown.append("with the other options of torchrun" + ", on every node" * (nodes != "1" and not srun))
     if srun:
         sizes = {"nodes": "SLURM_NNODES", "ntasks": "SLURM_NTASKS", "ntasks-per-node": "SLURM_NTASKS_PER_NODE"}
         known = [f"--{name} {os.environ[key]}" for name, key in sizes.items() if key in os.environ]
         start = f"srun {' '.join(known)} {start}"
         unknown.append("with the other options of srun")
     return f"{start} {arguments}" + f"  # {', '.join(unknown)}" * bool(unknown)
-
-
-def _torchrun_options() -> list[str]:
-    """The options of the torchrun that started this process; empty where the system does not say."""
-    own = [argument for argument in sys.orig_argv[1:] if argument != "-u"]  # which torchrun adds
-    with suppress(OSError):
-        typed = Path(f"/proc/{PARENT}/cmdline").read_text().rstrip("\0").split("\0")
-        torchrun = [place for place, one in enumerate(typed) if Path(one).name in ("torchrun", "torch.distributed.run")]
-        if torchrun and typed[-len(own) :] == own:
-            return typed[torchrun[0] + 1 : -len(own)]
-    return []
 
 
 def import_from_working_directory() -> None:

@@ -20,9 +20,7 @@ import re
 import shutil
 import time
 from collections.abc import Callable, Hashable, Mapping, Sequence
-from datetime import UTC, datetime
 from difflib import get_close_matches
-from email.utils import parsedate_to_datetime
 from itertools import count
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
@@ -157,10 +155,7 @@ def list_files(source: str, patience: float = PATIENCE) -> Listing:
     files = dict(sorted((posixpath.relpath(file.path, path), file) for file in found))
     if pattern is None:
         return Listing(filesystem, path, given, prefix, files, "folder", query)
-    try:
-        matches = re.compile(glob_translate(pattern)).fullmatch
-    except (ValueError, re.error) as error:
-        raise RequestError(f"{source} is not a pattern of files: {first_line(error)}") from error
+    matches = re.compile(glob_translate(pattern)).fullmatch
     files = {name: file for name, file in files.items() if matches(name)}
     if not files:
         raise RequestError(f"{source}: no file matches")
@@ -388,17 +383,11 @@ def _answer(error: Exception) -> tuple[int | None, Mapping[str, str]]:
 
 
 def _asked_wait(error: Exception) -> float | None:
-    """Seconds that the store asked to wait, at most LONGEST_ASKED; None where it did not."""
+    """Seconds that the store asked to wait, at most LONGEST_ASKED; None where it did not, or gave a date."""
     status, headers = _answer(error)
     limit = _RATE_LIMIT.search(headers.get("RateLimit") or "") if status == 429 else None
     value = limit[1] if limit else (headers.get("Retry-After") or "").strip()
-    try:
-        until = float(value) if value.isdecimal() else (
-            parsedate_to_datetime(value) - datetime.now(UTC)
-        ).total_seconds()
-    except (TypeError, ValueError):  # no such header, or no date
-        return None
-    return min(max(until, 0.0), LONGEST_ASKED)
+    return min(float(value), LONGEST_ASKED) if value.isdecimal() else None
 
 
 def _is_transient(error: Exception) -> bool:

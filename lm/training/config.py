@@ -10,7 +10,7 @@ import shutil
 import sys
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields, replace
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple, NotRequired, TypedDict, Union
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Union
 
 from lm.data.config import DataConfig
 from lm.errors import RequestError, require, require_at_least
@@ -337,18 +337,6 @@ class TrainerConfig:
 Action = Literal["warn", "checkpoint", "stop", "rollback"]
 
 
-class Alert(TypedDict):
-    """What an alert does, and a line of text that is logged with it."""
-
-    action: Action
-    message: NotRequired[str]
-
-
-def action_and_message(alert: Action | Alert) -> tuple[Action, str]:
-    """Both forms of an alert's value as one; the message is empty where there is none."""
-    return (alert, "") if isinstance(alert, str) else (alert["action"], alert.get("message", ""))
-
-
 @dataclass
 class BudgetConfig:
     """What a run may cost.
@@ -426,7 +414,7 @@ class GuardsConfig:
         alerts: Conditions over the logged metrics, and the action when one becomes true, such as `loss > 10: stop` or
             `loss > 1.5 * median(loss, 100): rollback`. `warn` reports it; `checkpoint` saves; `stop` ends the run;
             `rollback` returns to the weights of the last good checkpoint and continues with the next samples.
-            Windows count log lines before the newest. With a message: `{action: stop, message: look at the data}`.
+            Windows count log lines before the newest.
             In the warm-up and the first ten log lines a condition does nothing before a line at which it is not true.
         not_finite: When a loss or gradient is NaN or Inf, no weight is changed; then `skip` continues with the next
             step, and `stop` ends the run with a checkpoint.
@@ -438,7 +426,7 @@ class GuardsConfig:
         inject_step: A drill: five steps of rare tokens from this step on, and a post-mortem of them.
     """
 
-    alerts: dict[str, Action | Alert] = field(default_factory=dict)
+    alerts: dict[str, Action] = field(default_factory=dict)
     not_finite: Literal["skip", "stop"] = "skip"
     max_skipped: int = 10
     max_rollbacks: int = 3
@@ -449,9 +437,6 @@ class GuardsConfig:
 
     def __post_init__(self) -> None:
         AlertEvaluator([*self.alerts, *([self.spike] if self.spike else [])])  # refuses a typo
-        for text, (_, message) in zip(self.alerts, map(action_and_message, self.alerts.values())):
-            if message and not message.isprintable():
-                raise RequestError(f"guards.alerts `{text}`: its message {message!r} must be one line of text")
         require_at_least(1, "guards.", max_skipped=self.max_skipped, inject_step=self.inject_step)
         require_at_least(0, "guards.", max_rollbacks=self.max_rollbacks)
 

@@ -13,7 +13,7 @@ from typing import Any, Literal, NamedTuple
 from lm.kernels.torch_private import compiled_graphs
 from lm.system.units import format_count
 from lm.training.alerts import AlertEvaluator
-from lm.training.config import Action, Alert, ScheduleConfig, ThroughputConfig, action_and_message
+from lm.training.config import Action, ScheduleConfig, ThroughputConfig
 from lm.training.schedule import warmup_and_decay_steps
 from lm.training.step_stats import StepRecord
 
@@ -83,10 +83,9 @@ class Alerts(Observer):
     has learned nothing.
     """
 
-    def __init__(self, alerts: Mapping[str, Action | Alert]) -> None:
+    def __init__(self, alerts: Mapping[str, Action]) -> None:
         self.evaluator = AlertEvaluator(alerts)
-        actions = map(action_and_message, alerts.values())
-        self._actions = dict(zip(self.evaluator.expressions, actions, strict=True))
+        self._actions = dict(zip(self.evaluator.expressions, alerts.values(), strict=True))
         self._reported: set[str] = set()
         self._armed: set[str] = set()  # were not true once
 
@@ -97,7 +96,7 @@ class Alerts(Observer):
         begins = line.step <= max(warmup, FIRST_LINES * line.log_interval)
         values = {**line.metrics, "step": line.step, "data/tokens": line.tokens}
         for expression, holds in self.evaluator.evaluate(values).items():
-            (action, remark), text = self._actions[expression], expression.text
+            action, text = self._actions[expression], expression.text
             if holds is False:
                 self._reported.discard(text)
             if not holds:  # false or undecided, as until its windows are full
@@ -107,7 +106,7 @@ class Alerts(Observer):
             if not (action in ONCE and text in self._reported):
                 figures = expression.explain(self.evaluator.history, omit=("step",))
                 at = f"{figures}{' ' if figures else ''}at step {line.step}"
-                found.append(Finding("alert", action, f"{text}: {at}{'; ' * bool(remark)}{remark}"))
+                found.append(Finding("alert", action, f"{text}: {at}"))
             self._reported.add(text)
         return found
 

@@ -2,7 +2,6 @@
 
 import importlib
 import json
-import socket
 import time
 
 import pytest
@@ -30,27 +29,18 @@ def test_a_machine_that_can_train(tmp_path):
 
 def test_what_is_wrong_has_a_cure(tmp_path):
     (tmp_path / "file").write_text("")
-    (tmp_path / "own.yaml").write_text("trainer: {default_root_dir: file/runs}\ndata: {train: nowhere, val: null}\n")
+    (tmp_path / "own.yaml").write_text("trainer: {default_root_dir: file/runs}\n")
     (tmp_path / "runs.db").write_text("no database")
     found = checked(tmp_path, "--config", "own.yaml", code=1, LM_REGISTRY=str(tmp_path / "runs.db"))
     assert found["disk"]["level"] == "error" and "trainer.default_root_dir" in found["disk"]["cure"]
-    assert found["data"]["level"] == "error" and "nowhere" in found["data"]["what"]
     assert found["registry"]["level"] == "warning" and "lm runs rebuild" in found["registry"]["cure"]
 
 
-def test_a_store_that_does_not_answer_is_a_line_after_seconds(tmp_path):
-    """And the page, which is for issues, has neither its keys nor the user's name."""
+def test_the_page_has_not_the_users_name(tmp_path):
     home = tmp_path / "alice"
     home.mkdir()
-    with socket.create_server(("127.0.0.1", 0)) as silent:
-        source = f"s3://akey:secret@bucket/train?endpoint_override=http://127.0.0.1:{silent.getsockname()[1]}"
-        (home / "own.yaml").write_text(json.dumps({"data": {"train": source}}))
-        began = time.monotonic()
-        found = checked(home, "--config", "own.yaml", code=1, HOME=str(home), LM_REGISTRY="/data/alice/../alice/a.db")
-    assert found["data"]["level"] == "error" and "network" in found["data"]["cure"]
-    assert time.monotonic() - began < 40
-    assert "s3://bucket/train" in found["data"]["what"] and found["disk"]["what"].startswith("~: ")
-    assert not [word for word in ("alice", "secret", "akey", "127.0.0.1") if word in json.dumps(found)]
+    found = checked(home, HOME=str(home), LM_REGISTRY="/data/alice/../alice/a.db")
+    assert found["disk"]["what"].startswith("~: ") and "alice" not in json.dumps(found)
 
 
 @pytest.mark.parametrize("driver, index", [("560.35.05", "cu126"), ("580.65.06", "cu130")])

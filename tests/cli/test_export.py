@@ -81,7 +81,7 @@ def test_weights_are_those_of_the_best_checkpoint_cast_bit_by_bit(workplace, exp
 def test_the_folder_holds_a_hugging_face_model_and_nothing_of_the_training(exported):
     assert {path.name for path in exported.iterdir()} == {
         "config.json", "generation_config.json", "model.safetensors", "tokenizer.json", "tokenizer_config.json",
-        "special_tokens_map.json", "README.md",
+        "README.md",
     }  # fmt: skip
     modes = {stat.S_IMODE(path.stat().st_mode) for path in exported.iterdir()}
     assert len(modes) == 1 and modes.pop() & stat.S_IROTH  # as others may read it

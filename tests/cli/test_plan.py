@@ -97,7 +97,6 @@ def test_the_same_facts_for_programs(planned):
     assert facts["steps"]["tokens"] == 12 * 256 and facts["steps"]["warmup_steps"] == 2
     assert facts["steps"]["epochs"] == pytest.approx(12 * 8 / facts["data"]["train"]["windows"])
     assert facts["model"]["parameters"]["total"] > 0 and facts["model"]["vocab_size"] > 10
-    assert 0.9 < facts["data"]["train"]["bytes_per_token"] <= 1.0  # of single characters, and the ends of documents
     parts = ("weights", "gradients", "optimizer", "casts", "activations", "working")
     assert facts["memory"]["peak"] == sum(facts["memory"][part] for part in parts)
     rate = facts["time"]["tokens_per_second"] * facts["model"]["flops_per_token"]
@@ -291,7 +290,6 @@ def test_shards_of_another_tokenizer(planned, workplace):
     ([], {"trainer.max_steps": 3000}, "warning", "every token is seen"),
     ([], {"model.schedule.warmup_steps": 4, "trainer.max_steps": 10}, "warning", "4 of 10 steps, 40% of the run"),
     ([], {"model.schedule.warmup_steps": 10, "trainer.max_steps": 10}, "error", "is not over"),
-    ([], {"trainer.val_interval": 500}, "advice", "trainer.val_interval 500 is more than the run's 12 steps"),
     ([], {"model.schedule.name": "wsd", "model.schedule.decay_steps": 11}, "error", "warm-up 2 + decay 11 steps are"),
     ([], {"data.global_batch_tokens": 200}, "error", "the nearest that fits is 256"),
     ([], {"model.decoder.vocab_size": 4096}, "warning", "belong to no token"),

@@ -43,13 +43,13 @@ def outcomes(events):
 def test_every_alert_is_provoked(rehearsed):
     """Of all kinds, with a condition that only holds late, one with a window, and one that nothing makes true."""
     alerts = {
-        "loss > 10": {"action": "stop", "message": "look at the data"}, "grad_norm > 100": "warn",
+        "loss > 10": "stop", "grad_norm > 100": "warn",
         "val_loss > 4 and step > 500": "checkpoint", "loss > 1.5 * median(loss, 20)": "rollback", "loss > loss": "stop",
         "tokens_per_second < 10 or mfu < 0.01": "warn", "loss > 3 and step < 200": "warn",
     }  # fmt: skip
     played = rehearsed({"alerts": alerts, "max_rollbacks": 2})
     (stop,) = scenario(played, "alert `loss > 10`")
-    assert stop["log"].startswith("alert: loss > 10: loss is 26") and stop["log"].endswith("look at the data: stop")
+    assert stop["log"].startswith("alert: loss > 10: loss is 26") and stop["log"].endswith(": stop")
     assert outcomes([stop]) == [("stop", False, 3)]
     assert outcomes(scenario(played, "alert `grad_norm")) == [("warn", False, None)]
     assert outcomes(scenario(played, "alert `val_loss")) == [("checkpoint", True, None)]

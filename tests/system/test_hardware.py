@@ -13,7 +13,6 @@ from lm.system.hardware import (
     device_name,
     expand_segments,
     find_device,
-    load_of_others,
     memory_bytes,
     peak_flops,
 )
@@ -132,13 +131,6 @@ def test_ssh_leads_back_the_way_that_the_session_came(monkeypatch, session, opti
     monkeypatch.setenv("LOGNAME", "me")
     monkeypatch.setenv("SSH_CONNECTION", session) if session else monkeypatch.delenv("SSH_CONNECTION", raising=False)
     assert ssh_options() == options
-
-
-def test_the_load_of_others_is_without_this_process(monkeypatch):
-    monkeypatch.setattr("os.getloadavg", lambda: (9.0, 0.0, 0.0))
-    monkeypatch.setattr("os.times", lambda: (60.0, 20.0, 20.0, 20.0, 0.0))  # two cores of the last minute
-    monkeypatch.setattr("time.time", lambda: 0.0)
-    assert load_of_others() == 7.0
 
 
 @pytest.mark.parametrize("own, on_gpu, expected", [

@@ -219,11 +219,11 @@ def test_memory_is_bounded():
 
 def test_a_training_warns_once_and_stops(tmp_path):
     """Both conditions hold from then on: the warning comes once; the stop ends the run with exit code 3, says why in
-    one line with its message, and leaves no checkpoint of weights that may be broken: `auto` resumes from the one
+    one line, and leaves no checkpoint of weights that may be broken: `auto` resumes from the one
     before. What is true of an untrained model stops nothing."""
     folder = make_workplace(tmp_path)
     window = {"loss < mean(loss, 8)": "warn"}
-    stop = {"loss > 1 and step >= 5": {"action": "stop", "message": "look at the data"}}
+    stop = {"loss > 1 and step >= 5": "stop"}
     untrained = {"loss > 3.5": "stop"}  # ln(38) = 3.64
     ended, run = fit(folder, expect=3, guards={"alerts": {"step > 1": "warn", **untrained, **stop, **window}})
     assert "Traceback" not in ended.stderr and "loss > 1 and step >= 5: loss is " in ended.stderr.splitlines()[-1]
@@ -232,8 +232,7 @@ def test_a_training_warns_once_and_stops(tmp_path):
     assert next(line["train/loss"] for line in run.metrics()) > 3.5
     reasons = [run.read(name)["reason"] for name in ("run.json", "state.json")]
     for said in (ended.stderr, (run.path / "log.txt").read_text(), *reasons):
-        assert "loss > 1 and step >= 5" in said and "at step 5; look at the data" in said
-    assert run.alerts()[-1]["message"].endswith("; look at the data")
+        assert "loss > 1 and step >= 5" in said and "at step 5" in said
     assert run.status() == run.read("state.json")["status"] == "stopped"
     assert list(run.steps()) == [4] and run.link("last").name == "step-00000004"  # the best; none of step 5
 
@@ -265,10 +264,8 @@ def test_it_is_known_after_a_resume_whether_a_condition_was_false():
 
 
 @pytest.mark.parametrize(("alerts", "words"), [
-    ({"loss > 9": {"action": "halt"}}, "halt"), ({"loss > 9": {"message": "x"}}, "action"),
-    ({"loss > 9": {"action": "stop", "mesage": "x"}}, "mesage"), ({"loss > 9": "stopp"}, "'stop'"),
-    ({"loss > 9": {"action": "stop", "message": "a\nb"}}, "one line of"), ([{"loss > 9": "stop"}], "expected dict"),
-    ({"loss > 9": {"action": "warn", "message": 5}}, "got 5"), ({"los > 9": "stop"}, "did you mean loss"),
+    ({"loss > 9": {"action": "halt"}}, "halt"), ({"loss > 9": "stopp"}, "'stop'"),
+    ([{"loss > 9": "stop"}], "expected dict"), ({"los > 9": "stop"}, "did you mean loss"),
 ])  # fmt: skip
 def test_a_wrong_alert_is_one_line(tmp_path, monkeypatch, capsys, alerts, words):
     monkeypatch.chdir(tmp_path)

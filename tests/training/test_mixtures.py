@@ -4,16 +4,14 @@ import json
 import shutil
 from collections import Counter
 from pathlib import Path
-from random import Random
 
 import numpy as np
 import pytest
 from shard_files import write_rows
 from trainings import fit, lm, write_config
 
-from lm.data.config import PrepareOptions, SourceConfig
+from lm.data.config import SourceConfig
 from lm.data.datamodule import DataModule
-from lm.data.prepare import prepare
 from lm.data.tokenizer import train_char
 from lm.errors import RequestError
 
@@ -116,18 +114,6 @@ def test_plan_shows_the_epochs_of_each_source(place):
     said = lm(place, "plan", "--config", "one.yaml", "--json").stdout
     (found,) = json.loads(said)["steps"]["sources"].values()
     assert found == {"samples": 80, "share": 1.0, "epochs": pytest.approx(80 / 37)}
-
-
-def test_plan_shows_the_bytes_of_a_token_of_each_prepared_source(place):
-    (place / "text.txt").write_text("\n\n".join("".join(Random(line).choices("abcdefghij", k=10)) for line in range(90)))
-    prepare(PrepareOptions(
-        input=[str(place / "text.txt")], output=str(place / "made"), tokenizer=str(place / "tok"), val_fraction=0.2))
-    manifest = json.loads((place / "made/manifest.json").read_text())["splits"]["train"]
-    write_config(place, "sizes", **mixed([{"name": "made", "path": "made"}, source("low")], []))
-    said = lm(place, "plan", "--config", "sizes.yaml").stdout
-    lines = {line.split(":")[0].split()[-1]: line for line in said.splitlines()}
-    assert lines["made"].endswith(f"{manifest['bytes'] / manifest['tokens']:.2f} bytes of text a token")
-    assert not any("bytes" in lines[name] for name in ("low", "train", "val"))  # not known of all, so not of their sum
 
 
 @pytest.mark.parametrize("sources, phases, said", [

@@ -82,7 +82,7 @@ def test_events_go_to_those_who_want_their_level_and_no_secret_is_in_a_file(plac
               {"url": "json://me:$PASSWORD@127.0.0.1:${PORT}/failed", "level": "error"}]  # fmt: skip
     logger = equipment("lightning.pytorch.loggers.CSVLogger", save_dir="csv")
     changes = {
-        "guards.alerts": {"step > 5": "warn", "step > 7": {"action": "warn", "message": "look"}},
+        "guards.alerts": {"step > 5": "warn", "step > 7": "warn"},
         "guards.inject_step": 10, "expect": {"val/loss": [0, 0.1]}, "trainer.logger": logger,
     }  # fmt: skip
     done = lm(place, "fit", *configured(place, "all", notify, **changes))
@@ -94,7 +94,7 @@ def test_events_go_to_those_who_want_their_level_and_no_secret_is_in_a_file(plac
     first, alert, later, last = (body for path, body in inbox.received if path == "/all")
     assert "12 steps to go, 3.07K tokens" in first["message"]
     assert "step > 5: at step 6" in alert["message"]
-    assert "look" in later["message"] and "postmortem-" in later["message"]
+    assert "step > 7" in later["message"] and "postmortem-" in later["message"]
     for said in ("all steps done", "not all metrics are as expected", "step 12 of 12, loss ", "best validation loss",
                  "checkpoints/all", socket.gethostname()):  # fmt: skip
         assert said in last["message"]

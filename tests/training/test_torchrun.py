@@ -2,7 +2,6 @@
 
 import os
 import re
-import shlex
 import signal
 import subprocess
 import sys
@@ -96,25 +95,13 @@ def test_the_tasks_that_srun_started_are_ranks(srun):
     assert srun_world() is None
 
 
-@pytest.mark.parametrize("options, expected", [
-    ("--nnodes 2 --rdzv_endpoint 'a b'", "torchrun --nnodes 2 --rdzv_endpoint 'a b' -m lm fit  # on every node"),
-    ("--nnodes 2 --node-rank=0", "torchrun --nnodes 2 --node-rank=0 -m lm fit  # on every node, with its own --node_"),
-    (None, "torchrun --nnodes 2 --nproc_per_node 2 -m lm fit  # with the other options of torchrun, on every node"),
-])  # fmt: skip
-def test_a_command_to_resume_has_the_options_of_torchrun(torchrun, options, expected):
-    own = ["-m", "lm", "fit", "--config", "small.yaml"]
-    typed = ["torchrun", *shlex.split(options or ""), *own] if options else ["another"]
-    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
-    agent = subprocess.Popen([sys.executable, "-c", "print(flush=True); input()", *typed], **pipes)
-    agent.stdout.readline()  # before it has begun, it has no command line
-    torchrun.setattr(process, "PARENT", agent.pid)
-    torchrun.setattr(sys, "orig_argv", ["python", "-u", *own])
-    assert process.launch_command("fit").startswith(expected)
+def test_a_command_to_resume_is_of_torchrun(torchrun):
+    assert process.launch_command("fit").startswith(
+        "torchrun --nnodes 2 --nproc_per_node 2 -m lm fit  # with the other options of torchrun, on every node")
     torchrun.setenv("SLURM_STEP_ID", "0")
     torchrun.setenv("SLURM_NTASKS", "2")
     assert process.launch_command("fit").startswith("srun --ntasks 2 torchrun --nnodes 2 ")
     assert "every node" not in process.launch_command("fit")
-    agent.communicate(b"\n")
 
 
 def test_a_command_to_resume_has_the_sizes_of_srun(srun):

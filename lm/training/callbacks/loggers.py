@@ -34,7 +34,6 @@ log = logging.getLogger(__name__)
 
 CALLS = ("log_hyperparams", "log_metrics", "save", "finalize")  # that a training makes
 WAITING = 10_000  # calls that may wait; more are left out
-LATE = 60.0  # seconds without an answer, after which the log says so
 LAST_WAIT = 10.0  # seconds that the end of a training waits for all of them
 
 
@@ -45,7 +44,6 @@ class CallThread:
     """
 
     def __init__(self, name: str, failed: Callable[[Exception], None]) -> None:
-        self.began: float | None = None  # when the call that is being made began, by `time.monotonic`
         self._failed = failed
         self._calls: Queue[Callable[[], Any] | None] = Queue(WAITING)
         self._thread = Thread(target=self._run, name=name, daemon=True)
@@ -70,12 +68,10 @@ class CallThread:
 
     def _run(self) -> None:
         while (call := self._calls.get()) is not None:
-            self.began = time.monotonic()
             try:
                 call()
             except Exception as error:
                 self._failed(error)
-            self.began = None
 
 
 class LoggerThread:
@@ -95,9 +91,6 @@ class LoggerThread:
         def put(*args: Any, **kwargs: Any) -> None:
             if self._over:
                 return
-            began = self._thread.began
-            if began is not None and time.monotonic() - began > LATE:
-                self._warn(f"has not answered for {LATE:g} s")
             if not self._thread.put(partial(self._make, call, *args, **kwargs)):
                 self._warn(f"is {WAITING:,} calls behind, and what follows is left out")
             if name == "finalize":
