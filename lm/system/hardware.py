@@ -9,6 +9,7 @@ import ctypes
 import os
 import platform
 import re
+import time
 from collections.abc import Callable, Sequence
 from difflib import get_close_matches
 from pathlib import Path
@@ -160,6 +161,12 @@ def memory_bytes(device: torch.device | str = "cpu") -> int | None:
 
 def process_bytes() -> int:
     return psutil.Process().memory_info().rss
+
+
+def load_of_others() -> float:
+    """How many cores other programs use: the load average of a minute without this process and its children."""
+    age = time.time() - psutil.Process().create_time()
+    return max(0.0, os.getloadavg()[0] - sum(os.times()[:4]) / max(60.0, age))
 
 
 def driver_version() -> str | None:
@@ -339,7 +346,10 @@ CGROUPS = (
 
 
 class Telemetry:
-    """Reads CPU, memory, this process and its GPUs, from one thread. Loads are means since the reading before."""
+    """Reads CPU, memory, this process and its GPUs. Loads are means since the reading before; None is not known.
+
+    All readings have to come from one thread.
+    """
 
     def __init__(self, gpus: Sequence[str] = ()) -> None:
         self._wanted = gpus  # UUIDs
