@@ -105,8 +105,10 @@ def refuse_wrong_values(command: str, arguments: list[str]) -> None:
         refuse_seed(config.seed_everything)
         refuse_nulls(config)
         link_seq_len(config)
-        parser.instantiate_classes(config)  # each dataclass refuses what it cannot be
-        refuse_length(config)
+        if not config.get("rate_usd_per_hr"):  # which a budget without a rate gets later
+            parser.instantiate_classes(config)  # each dataclass refuses what it cannot be
+        if command != "plan":  # which lists it with all else that is wrong
+            refuse_length(config)
 
 
 def refuse_bare_run(command: str, arguments: list[str]) -> None:

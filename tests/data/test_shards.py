@@ -242,7 +242,7 @@ def test_a_source_without_shards_is_refused(tmp_path):
     write_folder(tmp_path / "made/train", [50])
     write_manifest(tmp_path / "made")
     for source, message in [
-        (tmp_path / "made", "is a prepared folder: give it as `path`"),
+        (tmp_path / "made", "is a prepared folder: name one split, "),
         (tmp_path / "absent", "absent: no such file or folder"),
         (tmp_path / "empty", "empty: the folder holds no .parquet file"),
         (tmp_path / "*.parquet", r"\*.parquet: no file matches"),
