@@ -25,7 +25,7 @@ from lm.errors import RequestError, first_line
 from lm.inference.export import Card, check_reload, model_card
 from lm.inference.pretrained import DTypeName, Pretrained, load_pretrained, read_object
 from lm.model.config import DecoderConfig
-from lm.model.custom import is_builtin
+from lm.model.custom import MODEL_TYPE, is_builtin
 from lm.model.huggingface import to_huggingface
 from lm.runs import registry
 from lm.runs.checkpoint import TENSORS, find_damage, read_document, read_progress, write_files
@@ -70,10 +70,12 @@ def export(
     if not output:
         raise RequestError("give the folder to make with --output")
     with new_folder(Path(output)) as folder:
-        model = load_pretrained(chosen_model(run, ckpt_path, root), device="cpu", dtype=dtype)
-        if not is_builtin(model.decoder):
-            raise RequestError(f"{model.path} holds a model of {type(model.decoder).__name__}, which Hugging Face's "
-                               "libraries do not have: give the folder to others with the file of its class")
+        chosen = chosen_model(run, ckpt_path, root)
+        described = Path(chosen) / "config.json"
+        if described.exists() and read_object(described).get("model_type") == MODEL_TYPE:
+            raise RequestError(f"{chosen} holds a custom model, which Hugging Face's libraries do not have: give the "
+                               "folder to others with the file of its class")  # fmt: skip
+        model = load_pretrained(chosen, device="cpu", dtype=dtype)
         model.decoder.to(model.dtype)
         write_model(model, Card(name or Path(output).resolve().name, license, tuple(language or [])), folder)
         loader, difference = check_reload(folder, model)

@@ -88,6 +88,8 @@ def fit(
         GuardStop: a guard has stopped the run. RunError: it failed. Interrupted: a signal ended it; `auto` resumes.
     """
     known = [option.name for option in training_options("fit")]
+    if not isinstance(options, Mapping | None) or not isinstance(module, type | None):
+        raise RequestError("lm.fit: options are a dictionary, such as {'trainer.max_steps': 5}, and module is a class")
     if unknown := [name for name in more if not any(f"{option}.".startswith(f"{name}.") for option in known)]:
         hints = unknown_options({name: nearest_option(name, known) for name in unknown})
         raise RequestError(f"lm.fit: {hints}; options are a dictionary: lm.fit(config, {{'trainer.max_steps': 5}})")

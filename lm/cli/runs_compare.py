@@ -88,6 +88,7 @@ def compare(
     if png is not None:
         from lm.inspection.drawing import draw_curves  # matplotlib takes half a second
 
+        Path(png).absolute().parent.mkdir(parents=True, exist_ok=True)
         draw_curves(shown, X_LABELS[x], metric, **sweep).savefig(png)
     if json:
         curves = {one.name: {"x": list(one.x), "y": list(one.y)} for one in series}

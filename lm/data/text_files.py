@@ -159,7 +159,8 @@ def _find(source: str) -> Iterator[TextFile]:
         kinds = ", ".join(f"{count} {suffix}" for suffix, count in skipped.most_common(5))
         if not files:
             ids = sorted({f"*{suffix}" for suffix in skipped if suffix in (".npy", ".bin")})  # arrays of token ids
-            cure = f"; name the token ids: {source.rstrip('/')}/{ids[0]}" if ids else ""
+            cure = "".join(f"; {NOT_TEXT[suffix].format(f'FILE{suffix}')}" for suffix in skipped if suffix in NOT_TEXT)
+            cure = f"; name the token ids: {source.rstrip('/')}/{ids[0]}" if ids else cure
             raise RequestError(
                 f"{source}: the folder holds no text, JSON lines or Parquet, but {kinds or 'nothing'}{cure}"
             )

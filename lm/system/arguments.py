@@ -218,7 +218,7 @@ def shorten(message: str, known: list[str]) -> str:
     text = re.sub(r"[Ee]xpected a typing\.Literal\[(.*?)\]", r"expected one of \1", text)
     text = text.replace(". Got value:", ", got").replace("Not of type Count: ", "")
     if key == "data.sources":
-        return f"{key}: give a list of mappings: [{{name: a, path: data/a}}, {{name: b, path: data/b}}]"
+        return f"{key}: each source has a name and a path: [{{name: a, path: data/a}}, {{name: b, path: data/b}}]"
     text = re.sub(r"Expected a dot import path string: (\S+?)(?=,|$)", r"\1 is not a path of a class, such as "
                   "lightning.pytorch.loggers.WandbLogger", text)  # fmt: skip
     text = re.sub(r"(expected (?:float|int), got (\d+),(\d+))$", r"\1; write \2.\3", text)

@@ -156,8 +156,10 @@ def write_atomically(path: Path, text: str, durable: bool = True) -> None:
                 file.flush()
                 os.fsync(file.fileno())
         os.replace(temporary, path)
-    except BaseException:
+    except BaseException as error:
         temporary.unlink(missing_ok=True)
+        if isinstance(error, OSError):
+            error.filename = str(path)  # and not that of the temporary file
         raise
 
 

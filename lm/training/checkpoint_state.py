@@ -317,7 +317,8 @@ def _refuse_other_shapes(weights: dict[str, Tensor], module: LightningModule) ->
         have, want = (tuple(side[name].shape) if name in side else "absent" for side in (weights, expected))
         if have != want:
             raise RequestError(
-                f"this is a checkpoint of another architecture: its {name} is {have}, the config makes it {want}"
+                f"this is a checkpoint of another architecture: its {name} is {have}, the config makes it {want}; "
+                "without --config the config of the checkpoint's run is taken"
             )
 
 

@@ -10,7 +10,7 @@ import shutil
 import sys
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields, replace
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Union
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Union, get_args
 
 from lm.data.config import DataConfig
 from lm.errors import RequestError, require, require_at_least
@@ -90,6 +90,9 @@ class OptimizerConfig:
     groups: GroupsConfig = field(default_factory=GroupsConfig)
 
     def __post_init__(self) -> None:
+        require(self.class_path is not None or self.name in get_args(OptimizerName),
+                f"model.optimizer.name {self.name!r} is not one of {', '.join(get_args(OptimizerName))}: give "
+                "model.optimizer.class_path for a class")  # fmt: skip
         require(self.class_path is not None or not self.init_args,
                 "model.optimizer.init_args are for a class: give model.optimizer.class_path")  # fmt: skip
         for name in OURS:
