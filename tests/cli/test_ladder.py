@@ -188,8 +188,9 @@ def test_each_device_takes_a_training(monkeypatch, count, visible, devices, plac
 
 
 @pytest.mark.slow
-def test_a_ladder_is_killed_and_resumed(place):
+def test_a_ladder_is_killed_and_resumed(tmp_path):
     """By SIGKILL in its first training, and by SIGTERM in the second; no training outlives it, and losses are equal."""
+    place = make_workplace(tmp_path, "data/small")
     options = ["ladder", "--depths", "2,3", "--max_steps", "60", *SIZES, "--trainer.checkpoint_interval", "10",
                "--trainer.val_interval", "60", "--trainer.stop_within", "0"]  # fmt: skip
     lm(place, *options, "--name", "whole")

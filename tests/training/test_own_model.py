@@ -149,7 +149,7 @@ def test_commands_that_a_model_of_another_class_does_not_take(place):
         (["validate", "--run", "said"], other, cure),
         (["generate", "--run", "said", "--prompt", "a"], other, cure),
         ([*fit, "--run", "said", "--ckpt_path", "auto", "--force"], other),
-        (["my_gru.py", "export", "--run", "said", "--output", "published"], "a model of GRU, which Hugging Face's"),
+        (["export", "--run", "said", "--output", "published"], "a custom model, which Hugging Face's"),
         (["my_gru.py", *imported], "holds a model of GRU, and an import makes a decoder"),
         (["my_gru.py", *fit, "--model.document_mask", "true"], "GRU.forward takes no document_ids, and model.document"),
         (["my_gru.py", *fit, "--model.kernels", "on"], "model.kernels is for the decoder of this project"),
