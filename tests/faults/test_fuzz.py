@@ -95,7 +95,7 @@ def configs(draw):
     return yaml.dump(config, allow_unicode=draw(st.booleans())).encode("utf-8", "surrogatepass")
 
 
-@examples(1000)
+@examples(500)
 @given(text=configs())
 def test_a_config_of_any_kind_is_planned_or_refused(place, text):
     (place / "any.yaml").write_bytes(text)
