@@ -33,7 +33,6 @@ from lm.cli.config import config_parser, quiet_lightning, resolved_text
 from lm.cli.ladder_report import AGAINST, HALF, ModelSize, Training, page, print_report, report
 from lm.cli.options import PlanOptions, find_config, read_config, split_overrides
 from lm.cli.plan import examine
-from lm.cli.plan_facts import MANY_EPOCHS
 from lm.data.tokenizer import Tokenizer
 from lm.errors import Interrupted, RequestError, RunError, require_at_least
 from lm.runs import scaling_laws
@@ -183,7 +182,7 @@ def ladder(
         raise RequestError("`lm ladder` starts the trainings itself, one on each device: start it once, without "
                            "torchrun or srun")  # fmt: skip
     trainings = make_trainings(options, overrides)
-    refuse_far_predictions(options, trainings)
+    refuse_too_few(options, trainings)
     for recipe, its, own in compared:
         trainings += [one for one in make_trainings(its, own, recipe) if one.size.depth in options.sizes]
     trainings.sort(key=lambda one: (one.seed, one.size.depth))  # recipes in turns, so that a busy hour slows all alike
@@ -270,20 +269,12 @@ def plan_facts(options: LadderOptions, config: dict[str, Any], depth: int, refus
     return found
 
 
-def refuse_far_predictions(options: LadderOptions, trainings: list[Training]) -> None:
-    """Refuse to predict from too few sizes, or too far from them, before anything is trained."""
-    flops = {one.size.depth: one.size.flops for one in trainings}
-    fitted = [value for depth, value in flops.items() if depth not in options.held_out]
+def refuse_too_few(options: LadderOptions, trainings: list[Training]) -> None:
+    """Refuse to predict from too few sizes, before anything is trained; `ladder_report` says what is far from them."""
+    fitted = {one.size.depth for one in trainings} - {*options.held_out}
     if options.held_out and len(fitted) < scaling_laws.FEWEST:
         raise RequestError(f"a prediction takes {scaling_laws.FEWEST} other sizes or more, and --depths has "
                            f"{len(fitted)}: add some, such as --depths 2,4,6,8")  # fmt: skip
-    for depth in options.held_out:
-        if scaling_laws.distance(fitted, flops[depth]) > scaling_laws.FARTHEST:
-            raise RequestError(
-                f"depth {depth} has {flops[depth] / max(fitted):.3g} times the operations of the largest, "
-                f"and the sizes differ by a factor of {max(fitted) / min(fitted):.3g}: that is too far to predict; "
-                "add a size between, or predict a smaller one"
-            )
 
 
 def refuse_other_settings(trainings: list[Training]) -> None:
@@ -347,12 +338,6 @@ def print_plan(console: Console, options: LadderOptions, trainings: list[Trainin
             *["" if price is None else format_figure(runs * price)] * priced,
         ])  # fmt: skip
     console.print(plain_table(heads + ["USD"] * priced, "n" * (len(heads) + priced), rows))
-    if repeated := [size for size in sizes if (size["epochs"] or 0) > MANY_EPOCHS]:
-        depths = ", ".join(dict.fromkeys(str(size["depth"]) for size in repeated))
-        console.print(f"warning: the trainings of depth {depths} repeat their data, up to "
-                      f"{max(size['epochs'] for size in repeated):.0f} times; beyond {MANY_EPOCHS} epochs repeated "
-                      "tokens teach little, and a law fitted to them misleads: prepare more text, or give shorter "
-                      "runs with --ratio or --max_steps", soft_wrap=True)  # fmt: skip
     wanted = [one for one in trainings if one.size.depth in options.sizes]
     finished = sum(one.finished for one in wanted)
     total = "" if finished else ": how long they take is known when the first one has ended"

@@ -14,7 +14,6 @@ import numpy as np
 FEWEST = 3  # sizes for a law: two always lie on one
 FEWEST_WITH_OFFSET = 5  # sizes for a law with three parameters, so that two are left to show how well it fits
 FAR = 1.0  # times the range of the sizes, in logarithms, up to which a prediction is taken to be near
-FARTHEST = 2.0  # and beyond which none is made
 DRAWS = 1000  # of the bootstrap
 INTERVAL = (2.5, 97.5)  # percent
 EXPONENTS = np.geomspace(0.005, 1, 200)  # that are tried; what is published lies between 0.05 and 0.5

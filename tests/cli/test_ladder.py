@@ -82,7 +82,7 @@ def test_the_plan_alone_makes_no_folder(place):
     assert "3 trainings, 0 of them finished" in plan.stderr and not (place / "checkpoints/new").exists()
     [size] = json.loads(plan.stdout)["sizes"]
     assert (size["depth"], size["runs"]) == (2, 3) and size["tokens"] > 0 and size["parameters"] > 0
-    assert size["epochs"] > 4 and "the trainings of depth 2 repeat their data, up to " in plan.stderr
+    assert size["epochs"] > 4
 
 
 def run_with_loss(path, status="finished", **metrics):
@@ -133,7 +133,6 @@ def test_the_report_finds_a_known_law(tmp_path):
         (["--depths", "two"], "'two' is not a number of blocks, 2 or more"),
         (["--depths", "1,2"], "'1' is not a number of blocks, 2 or more"),
         (["--depths", "2,3", "--predict", "4", "--max_steps", "6"], "takes 3 other sizes or more"),
-        (["--depths", "2,3,4", "--predict", "40", "--max_steps", "6"], "too far to predict"),
         (["--depths", "2", "--ratio", "1e-6"], "depth 2: "),
         (["--depths", "2", "--ratio", "3", "--max_steps", "6"], "--ratio and --max_steps each give the length"),
         (["--depths", "2", "--seeds", "0"], "--seeds 0 must be at least 1"),
