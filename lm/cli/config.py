@@ -30,7 +30,7 @@ from lm.cli.early import (
     refuse_nulls,
     refuse_seed,
     typed_options,
-)  # fmt: skip
+)
 from lm.cli.options import CONFIG, SEED, PlanOptions, refuse_unknown_options
 from lm.cli.plan import PlanChecks, plan
 from lm.cli.plan_facts import is_prepared

@@ -80,9 +80,9 @@ class TrainerOptions:
 
 
 def refuse_wrong_values(command: str, arguments: list[str]) -> None:
-    """Refuse a number, a count or a choice that is none, in a command line and in its configs.
+    """Refuse what the options of a training cannot be, in a command line and in its configs.
 
-    Options of other types are left to the parser of `cli/config`, which knows classes by path.
+    Lists and classes by path are left to the parser of `cli/config`, and so is all of a config that has a wrong one.
     """
     custom = sys.modules.get("lm.model.custom")  # there where `lm.run` was given a class, whose options are its own
     if custom and custom.module_class() or {"--print_config", "--verbose"} & set(arguments):

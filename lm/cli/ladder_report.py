@@ -198,7 +198,7 @@ def verdict(found: Multipliers) -> str:
     if mean.low is None:
         return f"Nothing can be told from one seed: {told}, but noise may be all of it. Give --seeds 3."
     if mean.low <= 1 <= mean.high:
-        more = f"about {plural(found.seeds_needed, 'seed')} would tell a difference of {TOLD - 1:.0%}"
+        more = f"to tell a difference of {TOLD - 1:.0%} takes about {plural(found.seeds_needed, 'seed')}"
         return f"Not distinguishable: {told} ({mean.low:.2f} to {mean.high:.2f}); {more}."
     return f"The other recipe is {'better' if mean.low > 1 else 'worse'}: {told} ({mean.low:.2f} to {mean.high:.2f})."
 
@@ -239,7 +239,7 @@ def compared_remarks(against: dict[str, Any] | None) -> Iterable[str]:
     """The verdict on the recipe of `--against`, and how it changes with size."""
     if against is None:
         return
-    yield f"Against {against['recipe']}: {against['verdict']}"
+    yield f"Against {against['recipe'] or 'itself'}: {against['verdict']}"
     trend = against["trend"]
     if trend is not None:
         interval = "" if trend["low"] is None else f" ({trend['low']:.2f} to {trend['high']:.2f})"

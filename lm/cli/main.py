@@ -43,7 +43,7 @@ COMMANDS = {
     "runs export": ("lm.cli.runs_compare:export", "a run for others: metrics, pictures, weights; or one HTML page"),
     "runs rebuild": ("lm.cli.runs:rebuild", "rebuild the registry of runs from the run folders"),
     "monitor": ("lm.cli.monitor:monitor", "watch runs live in the terminal, or print their state as JSON"),
-    "doctor": ("lm.cli.doctor:doctor", "whether this machine can train: GPU, kernels, disk, data, each with a cure"),
+    "doctor": ("lm.cli.doctor:doctor", "whether this machine can train: GPU, kernels, disk, each with a cure"),
     "bench step": ("lm.cli.measure:bench_step", "time of a training step, and what a checkpoint costs"),
 }
 

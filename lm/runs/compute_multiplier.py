@@ -71,9 +71,9 @@ def compute_multipliers(sizes: Sequence[Compared]) -> Multipliers:
     spread = sum(w * (at - center) ** 2 for w, (at, *_) in zip(weights, known))
     slope = sum(w * (at - center) * (log - mean) for w, (at, log, _) in zip(weights, known)) / spread if spread else 0.0
     needed = None
-    if noise:
+    if noise is not None:
         seeds = min(len(losses) for one in sizes for losses in one[:3] if losses)
-        needed = math.ceil(seeds * (reach * noise / math.sqrt(total) / math.log(TOLD)) ** 2)
+        needed = max(1, math.ceil(seeds * (reach * noise / math.sqrt(total) / math.log(TOLD)) ** 2))
     trend = estimate(slope, 1 / spread) if spread else None
     return Multipliers(each, estimate(mean, 1 / total), trend, needed)
 

@@ -10,7 +10,7 @@ import yaml
 from trainings import lm, make_workplace, processes_of, start
 
 from lm.cli import ladder_report
-from lm.cli.ladder import expected_seconds, free_devices, main
+from lm.cli.ladder import expected_seconds, free_devices, main, same_texts
 from lm.cli.ladder_report import ModelSize, Training
 from lm.errors import RequestError
 from lm.runs.run import Run
@@ -69,6 +69,15 @@ def test_another_recipe_is_compared_at_the_same_sizes(place):
     assert "Nothing can be told from one seed" in said and "times the tokens" in page
     again = lm(place, *options)
     assert "begins" not in again.stderr and "3 trainings, 3 of them finished" in again.stdout
+
+
+def test_other_data_is_compared_where_the_whole_validation_text_is_the_same(tmp_path):
+    for name, size, tokens in (("a", 900, 300), ("b", 900, 250), ("other", 901, 300), ("long", 900, 2**20 + 1)):
+        (tmp_path / name).mkdir()
+        split = {"documents": 3, "bytes": size, "tokens": tokens}
+        (tmp_path / name / "manifest.json").write_text(json.dumps({"splits": {"val": split}}))
+    a, b, other, long, missing = (str(tmp_path / name) for name in ("a", "b", "other", "long", "missing"))
+    assert same_texts(a, b) and not any(same_texts(a, one) for one in (other, long, missing))
 
 
 def test_settings_that_change_the_loss_are_refused_and_others_are_not(place):

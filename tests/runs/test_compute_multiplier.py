@@ -3,7 +3,8 @@
 import numpy as np
 import pytest
 
-from lm.runs.compute_multiplier import Compared, compute_multipliers
+from lm.cli.ladder_report import verdict
+from lm.runs.compute_multiplier import Compared, Estimate, compute_multipliers
 
 
 def sizes(multiplier, noise=0.0, seeds=3, random=np.random.default_rng(0)):
@@ -20,6 +21,7 @@ def test_without_noise_the_multipliers_of_all_sizes_and_their_trend_are_exact():
     assert found.trend.value == pytest.approx(10**-0.1)
     itself = compute_multipliers(sizes(lambda flops: 1.0))
     assert itself.mean.value == pytest.approx(1) and itself.trend.value == pytest.approx(1)
+    assert "Not distinguishable" in verdict(itself._replace(mean=Estimate(1.0, 1.0, 1.0))) and itself.seeds_needed == 1
 
 
 @pytest.mark.parametrize("multiplier", [0.8, 1.0, 1.3])
