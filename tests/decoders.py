@@ -12,8 +12,15 @@ from lm.model.decoder import Decoder
 from lm.model.huggingface import config_json, generation_config_json, to_huggingface
 
 SMALL = DecoderConfig(
-    vocab_size=101, hidden_size=48, num_hidden_layers=3, num_attention_heads=4, intermediate_size=80,
-    max_position_embeddings=64, rms_norm_eps=1e-4, rope_theta=5000.0, initializer_range=0.2,
+    vocab_size=101,
+    hidden_size=48,
+    num_hidden_layers=3,
+    num_attention_heads=4,
+    intermediate_size=80,
+    max_position_embeddings=64,
+    rms_norm_eps=1e-4,
+    rope_theta=5000.0,
+    initializer_range=0.2,
 )
 SHAPES = {
     "llama, tied": SMALL,

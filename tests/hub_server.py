@@ -207,7 +207,9 @@ class _Handler(BaseHTTPRequestHandler):
             self.server.repositories.setdefault(name, [{}])
             self.send_json({"url": f"{self.server.endpoint}/{name}", "id": name})
         elif page == "preupload":
-            files = [{"path": file["path"], "uploadMode": "regular", "shouldIgnore": False} for file in about[0]["files"]]
+            files = [
+                {"path": file["path"], "uploadMode": "regular", "shouldIgnore": False} for file in about[0]["files"]
+            ]
             self.send_json({"files": files})
         elif page == "commit":
             files = [line["value"] for line in about if line["key"] == "file"]

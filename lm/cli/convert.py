@@ -157,8 +157,10 @@ def import_model(input: str = "", output: str = "", eos_token: str | None = None
             convert_gguf(source, Path(unpacked))
         model = load_pretrained(unpacked if packed else source, "cpu", torch.float32, eos_token=eos_token)
         if not is_builtin(model.decoder):
-            raise RequestError(f"--input {source} holds a model of {type(model.decoder).__name__}, and an import makes "
-                               "a decoder of this project: resume or branch its run")
+            raise RequestError(
+                f"--input {source} holds a model of {type(model.decoder).__name__}, and an import makes "
+                "a decoder of this project: resume or branch its run"
+            )
         weights = to_huggingface(model.decoder.state_dict(), model.config)
         write_files(folder, checkpoint_content(weights, describing_files(model, "float32")))
         # Without a digest in the checkpoint, so that a person may change it: another dropout or context is not damage.
@@ -269,8 +271,10 @@ def average(
 def choose_checkpoints(run: Run, steps: Sequence[int] | None, last: int | None) -> dict[int, Path]:
     """Checkpoints of a run by optimizer step, ascending: those of `steps`, or the `last` newest."""
     there, left_behind = run.steps(), run.left_behind()
-    have = f"run {run.path} has checkpoints of steps {', '.join(map(str, there))}" if there else (
-        f"run {run.path} has no checkpoint yet"
+    have = (
+        f"run {run.path} has checkpoints of steps {', '.join(map(str, there))}"
+        if there
+        else f"run {run.path} has no checkpoint yet"
     )
     if (steps is None) == (last is None):
         raise RequestError(f"give the checkpoints with --steps, such as --steps 100 200, or with --last 3; {have}")

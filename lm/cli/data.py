@@ -137,11 +137,15 @@ def _print_folder(found: dict[str, Any]) -> None:
         table.add_row(split, *(show(counts[name]) if name in counts else "unknown" for name, show in columns.items()))
     console.print(table)
     for split, counts in found["splits"].items():
-        console.print(f"{split and split + ': '}{plural(counts['samples'], 'sample')} at --seq_len {found['seq_len']}, "
-                      f"{counts['left_over']:,} tokens left over ({counts['left_over'] / (counts['tokens'] or 1):.1%})")
+        console.print(
+            f"{split and split + ': '}{plural(counts['samples'], 'sample')} at --seq_len {found['seq_len']}, "
+            f"{counts['left_over']:,} tokens left over ({counts['left_over'] / (counts['tokens'] or 1):.1%})"
+        )
         if "filled_up" in counts:
-            console.print(f"  of whole documents: {plural(counts['cut_documents'], 'longer one')} cut, "
-                          f"{counts['filled_up']:.2%} of a sample only fills it up")
+            console.print(
+                f"  of whole documents: {plural(counts['cut_documents'], 'longer one')} cut, "
+                f"{counts['filled_up']:.2%} of a sample only fills it up"
+            )
     tokenizer = found["tokenizer"]
     if tokenizer is None:
         console.print("tokenizer: there is no tokenizer.json in the folder or beside it")

@@ -112,8 +112,12 @@ def _torch() -> Iterator[Check]:
     if driver and not torch.version.cuda:
         yield Check("driver", "error", f"there is an NVIDIA driver, {driver}, and this torch is for CPUs only", cure)
     elif driver and not torch.cuda.is_available():
-        yield Check("driver", "error", f"torch for CUDA {torch.version.cuda} finds no GPU with NVIDIA driver {driver}",
-                    f"install a newer driver, or {cure}; in a container, start it with --gpus all")
+        yield Check(
+            "driver",
+            "error",
+            f"torch for CUDA {torch.version.cuda} finds no GPU with NVIDIA driver {driver}",
+            f"install a newer driver, or {cure}; in a container, start it with --gpus all",
+        )
     elif driver:
         yield Check("driver", "ok", f"NVIDIA {driver}")
 
@@ -124,8 +128,12 @@ def _gpus() -> Iterator[Check]:
     yield Check("CPU", "ok", f"{device_name('cpu')}, {plural(cores or 1, 'core')}{half}; {format_bytes(size or 0)}")
     if not torch.cuda.is_available():
         mps = torch.backends.mps.is_available()
-        yield Check("GPU", "ok" if mps else "warning", "Apple's, by MPS" if mps else "none: training is on the CPU",
-                    "" if mps else "a CPU trains models of a few million parameters; for more, rent a GPU")
+        yield Check(
+            "GPU",
+            "ok" if mps else "warning",
+            "Apple's, by MPS" if mps else "none: training is on the CPU",
+            "" if mps else "a CPU trains models of a few million parameters; for more, rent a GPU",
+        )
         return
     for index in range(torch.cuda.device_count()):
         device = torch.device("cuda", index)
@@ -150,8 +158,12 @@ def _kernels() -> Iterator[Check]:
         return
     device = torch.device("cuda")
     if missing := kernels_missing(device):
-        yield Check("kernels", "warning", f"{missing}; plain PyTorch is used, which is slower",
-                    "pip install cuda-bindings nvidia-cuda-nvrtc" if "NVRTC" in missing else "install a newer driver")
+        yield Check(
+            "kernels",
+            "warning",
+            f"{missing}; plain PyTorch is used, which is slower",
+            "pip install cuda-bindings nvidia-cuda-nvrtc" if "NVRTC" in missing else "install a newer driver",
+        )
         return
     gate_up = torch.randn(8, 128, device=device, dtype=torch.bfloat16)
     ours = torch.ops.lm.swiglu(gate_up)
@@ -159,8 +171,12 @@ def _kernels() -> Iterator[Check]:
     if error < 0.05:
         yield Check("kernels", "ok", f"compiled by NVRTC, loaded, and right on {device_name(device)}")
     else:
-        yield Check("kernels", "error", f"a kernel is wrong by {error:.3g} on {device_name(device)}",
-                    "--model.kernels off, and please report it with this page")
+        yield Check(
+            "kernels",
+            "error",
+            f"a kernel is wrong by {error:.3g} on {device_name(device)}",
+            "--model.kernels off, and please report it with this page",
+        )
 
 
 def _attention() -> Iterator[Check]:

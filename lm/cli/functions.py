@@ -228,8 +228,7 @@ class Trainer(BareTrainer):
                 self._folder.announce_end()
 
     def _config(self, model: LanguageModule, data: DataModule) -> dict[str, Any]:
-        """What this training was made with, as a config of `lm fit` has it; callbacks and loggers, being objects, not.
-        """
+        """What this training was made with, as a config of `lm fit` has it, without callbacks and loggers: objects."""
         trainer = asdict(replace(self.options, callbacks=None, logger=None))
         options = asdict(model.options) | plain_arguments(type(model), model.hparams)
         sections = {name: asdict(section) for name, section in self._sections.items()}

@@ -57,8 +57,10 @@ from lm.training.trainer import device_count
 log = logging.getLogger(__name__)
 
 VALIDATED = 2**20  # tokens, the same for all sizes
-VALIDATION = ("data.path", "data.sources", "data.tokenizer", "data.prepare", "data.column", "data.pad_id",
-              "data.val_tokens")  # settings that choose what is validated on
+# Settings that choose what is validated on.
+VALIDATION = (
+    "data.path", "data.sources", "data.tokenizer", "data.prepare", "data.column", "data.pad_id", "data.val_tokens",
+)  # fmt: skip
 POLL = 0.2  # seconds between looks at the trainings
 PATIENCE = 60.0  # seconds that a training of a killed ladder has to save its last checkpoint
 DIES_WITH_PARENT = 1  # PR_SET_PDEATHSIG of prctl(2)

@@ -283,9 +283,11 @@ def trust(found: dict[str, Any]) -> Iterable[str]:
     for one in found["predictions"]:
         if one["of"] == "operations" and one["times_largest"] > 1:
             far = one["distance"] > scaling_laws.FAR
-            yield (f"Depth {one['depth']} takes {one['times_largest']:.3g} times the operations of the largest size, "
-                   f"and the sizes differ by a factor of {one['range']:.3g}: "
-                   + ("far; the form of the law decides more than the measurements." if far else "not far."))
+            yield (
+                f"Depth {one['depth']} takes {one['times_largest']:.3g} times the operations of the largest size, "
+                f"and the sizes differ by a factor of {one['range']:.3g}: "
+                + ("far; the form of the law decides more than the measurements." if far else "not far.")
+            )
 
 
 def print_report(console: Console, found: dict[str, Any]) -> None:

@@ -294,8 +294,11 @@ def of_schedule(steps: dict[str, Any], config: Namespace) -> Iterator[Finding]:
     rate, name = config.model.optimizer.lr, schedule.name
     last, final, end = lr_fraction(total - 1, total, schedule), schedule.final_fraction, max(decay, warmup)
     if name == "wsd" and not decay and final < 1:
-        yield Finding("warning", f"model.schedule wsd has no decay, so the run ends at its peak rate {rate:g}",
-                      f"--model.schedule.decay_steps {max(1, total // 5)}, a fifth of the run, or name it constant")
+        yield Finding(
+            "warning",
+            f"model.schedule wsd has no decay, so the run ends at its peak rate {rate:g}",
+            f"--model.schedule.decay_steps {max(1, total // 5)}, a fifth of the run, or name it constant",
+        )
     elif name in ("cosine", "linear") and decay > total and last > final + 0.01:
         yield Finding("warning", f"the decay ends at step {decay:,}, after the run's {total:,}: the last rate is "
                       f"{last:.0%} of the peak, {last * rate:.2g}, and not {final:.0%}",
@@ -523,8 +526,11 @@ def _of_memory(
         recomputed = memory["largest_recomputed"]
         take = "take a smaller model or context" if recomputed is None else (
             f"--model.activation_checkpointing block --data.micro_batch_size {recomputed}")  # fmt: skip
-        yield Finding("error", f"a step takes {need}, and even one sample at a time does not fit",
-                      f"{take}, shard it over more devices with trainer.strategy fsdp2, or `lm fit` with --force")
+        yield Finding(
+            "error",
+            f"a step takes {need}, and even one sample at a time does not fit",
+            f"{take}, shard it over more devices with trainer.strategy fsdp2, or `lm fit` with --force",
+        )
     elif share > 1:
         yield Finding("error", f"a step takes {need}",
                       f"--data.micro_batch_size {best}: the largest that fits, and {stays}; or "
@@ -561,9 +567,11 @@ def of_checkpoints(checkpoints: dict[str, Any], steps: dict[str, Any]) -> Iterat
         return
     lost, interval = checkpoints["lost_seconds"], checkpoints["interval"]
     if lost > MUCH_LOST:
-        yield Finding("warning", f"a crash loses up to {interval:,} steps of work: "
-                      f"{format_time_and_cost(lost, checkpoints['lost_usd'])}",
-                      f"--trainer.checkpoint_interval {max(1, int(interval * MUCH_LOST / 2 / lost))}: half an hour")
+        yield Finding(
+            "warning",
+            f"a crash loses up to {interval:,} steps of work: {format_time_and_cost(lost, checkpoints['lost_usd'])}",
+            f"--trainer.checkpoint_interval {max(1, int(interval * MUCH_LOST / 2 / lost))}: half an hour",
+        )
     if checkpoints["saving_share"] > LONG_SAVING and interval < steps["max_steps"]:
         enough = math.ceil(interval * checkpoints["saving_share"] / LONG_SAVING)
         yield Finding("warning", f"saving takes {checkpoints['saving_share']:.0%} of the time: "

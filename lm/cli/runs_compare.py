@@ -80,7 +80,8 @@ def compare(
     several = len(groups) < len(folders)
     shown = [
         mean_curve(group.name, [drawn[place] for place in group.members], metric, x)
-        if len(group.members) > 1 else series[group.members[0]]
+        if len(group.members) > 1
+        else series[group.members[0]]
         for group in groups
     ]
     compared = _compare_groups(groups, rows, metric, shown) if several else {}
@@ -224,8 +225,13 @@ def _print_groups(console: Console, compared: dict[str, Any], rows: list[dict[st
         console.print(Text(f"{group['group']}: {', '.join(named)} {seeds}", style="dim"))
         ends = sorted({row[metric]["last_step"] for row in members if row[metric]})
         if len(ends) > 1:
-            console.print(Text(f"the runs of {group['group']} have reached different steps, {ends[0]:,} to "
-                               f"{ends[-1]:,}: their mean is of models trained for different times", style="yellow"))
+            console.print(
+                Text(
+                    f"the runs of {group['group']} have reached different steps, {ends[0]:,} to "
+                    f"{ends[-1]:,}: their mean is of models trained for different times",
+                    style="yellow",
+                )
+            )
     if len(groups) > 1:
         console.print()
         _print_differences(console, groups[0]["group"], compared["differences"])

@@ -226,9 +226,14 @@ class DataModule(LightningDataModule):
             return None
         options = self.options
         shards = Shards.open(
-            files, source.column, vocab_size=self.tokenizer.vocab_size, tokenizer_sha256=self.tokenizer.sha256,
-            cache=self.cache, patience=options.timeout / 2,  # so that the error of the read comes first
-            pad_id=options.pad_id, eos_id=self.tokenizer.eos_id,
+            files,
+            source.column,
+            vocab_size=self.tokenizer.vocab_size,
+            tokenizer_sha256=self.tokenizer.sha256,
+            cache=self.cache,
+            patience=options.timeout / 2,  # so that the error of the read comes first
+            pad_id=options.pad_id,
+            eos_id=self.tokenizer.eos_id,
             block_tokens=options.shuffle_buffer // BLOCKS_IN_BUFFER if split == "train" else None,
         )
         made = "stream" if shards.packed is None else "whole"
@@ -342,8 +347,13 @@ class DataModule(LightningDataModule):
             held = sum(self._lanes(shards) * shards.largest.tokens for shards in self.by_source["train"].values())
             buffer = max(buffer, held + BLOCKS_AHEAD * self.shards["train"].largest.tokens)
         return Stream(
-            self.shards["train"], self.order(), seq_len=self.seq_len, start=self.consumed,
-            global_batch=self.global_batch, shuffle_buffer=buffer, **self._share(),
+            self.shards["train"],
+            self.order(),
+            seq_len=self.seq_len,
+            start=self.consumed,
+            global_batch=self.global_batch,
+            shuffle_buffer=buffer,
+            **self._share(),
         )
 
     def val_dataloader(self) -> Any:

@@ -103,7 +103,7 @@ def split_hash(content: str | np.ndarray) -> float:
 
 
 def split_of(piece: Piece, val_fraction: float) -> str:
-    """"train" or "val", for the document that begins with a piece."""
+    """Either "train" or "val", for the document that begins with a piece."""
     return piece.split or ("val" if split_hash(piece.content) < val_fraction else "train")
 
 
@@ -190,9 +190,7 @@ def part_ids(folder: Path, file: str, dtype: np.dtype) -> np.ndarray:
     return np.memmap(folder / file, dtype, mode="r")
 
 
-def write_shard(
-    path: Path, slices: Sequence[Slice], folder: Path, packed_seq_len: int | None = None
-) -> dict[str, Any]:
+def write_shard(path: Path, slices: Sequence[Slice], folder: Path, packed_seq_len: int | None = None) -> dict[str, Any]:
     """Copy slices of the parts in `folder` to one shard, with one row a document, or with documents packed into rows
     that predict `packed_seq_len` tokens; returns its entry of the manifest.
     """

@@ -56,8 +56,14 @@ class Batch:
     """
 
     def __init__(
-        self, tokens: Tensor, cursor: Cursor | None = None, mask: Tensor | None = None, bad: tuple[str, ...] = (),
-        counted: int | None = None, row_documents: tuple[int, ...] | None = None, sources: Tensor | None = None,
+        self,
+        tokens: Tensor,
+        cursor: Cursor | None = None,
+        mask: Tensor | None = None,
+        bad: tuple[str, ...] = (),
+        counted: int | None = None,
+        row_documents: tuple[int, ...] | None = None,
+        sources: Tensor | None = None,
     ) -> None:
         self.tokens = tokens  # (B, T + 1) uint16 or int32, on any device
         self.cursor = cursor  # None outside of training
@@ -157,8 +163,17 @@ class Stream(IterableDataset):
     """
 
     def __init__(
-        self, shards: Shards, order: Order | Mixture, *, seq_len: int, start: int, global_batch: int, rank: int = 0,
-        world: int = 1, shuffle_buffer: int | None = None, reading: Reading = Reading(),
+        self,
+        shards: Shards,
+        order: Order | Mixture,
+        *,
+        seq_len: int,
+        start: int,
+        global_batch: int,
+        rank: int = 0,
+        world: int = 1,
+        shuffle_buffer: int | None = None,
+        reading: Reading = Reading(),
     ) -> None:
         if global_batch % world:
             raise ValueError(f"global_batch {global_batch} is not a multiple of {world} ranks")
@@ -188,8 +203,16 @@ class Windows(IterableDataset):
     """
 
     def __init__(
-        self, shards: Shards, *, seq_len: int, micro_batch: int, limit: int | None = None,
-        rank: int = 0, world: int = 1, reading: Reading = Reading(), source: int | None = None,
+        self,
+        shards: Shards,
+        *,
+        seq_len: int,
+        micro_batch: int,
+        limit: int | None = None,
+        rank: int = 0,
+        world: int = 1,
+        reading: Reading = Reading(),
+        source: int | None = None,
     ) -> None:
         self.shards, self.seq_len, self.micro_batch, self.reading = shards, seq_len, micro_batch, reading
         self.order = Order(shards.windows(seq_len), seed=0, shuffle=False)
@@ -216,7 +239,12 @@ class Assembler:
     """Turns requests into batches, with at most `capacity` tokens of decoded blocks, and at least the largest block."""
 
     def __init__(
-        self, shards: Shards, order: Order | Mixture, seq_len: int, requests: Iterator[Request], capacity: int,
+        self,
+        shards: Shards,
+        order: Order | Mixture,
+        seq_len: int,
+        requests: Iterator[Request],
+        capacity: int,
         reading: Reading = Reading(),
     ) -> None:
         self.shards, self.seq_len, self.reading = shards, seq_len, reading

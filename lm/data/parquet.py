@@ -289,9 +289,7 @@ class ShardWriter:
     rows are not: a row group has as many of them as fit.
     """
 
-    def __init__(
-        self, path: Path, dtype: np.dtype, tokenizer_sha256: str, packed: PackedRows | None = None
-    ) -> None:
+    def __init__(self, path: Path, dtype: np.dtype, tokenizer_sha256: str, packed: PackedRows | None = None) -> None:
         self.path, self.dtype = path, dtype
         row = 1 if packed is None else packed.seq_len + 1
         self._group_tokens = max(1, ROW_GROUP_TOKENS // row) * row

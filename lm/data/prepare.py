@@ -177,9 +177,8 @@ def _make(
         "eos_id": tokenizer.eos_id,
         "packed": None if options.seq_len is None else PackedRows(options.seq_len, tokenizer.eos_id),
         "splits": {
-            split.name: split.counts | {
-                "shards": [entry for entry in entries if entry["file"].startswith(f"{split.name}/")]
-            }
+            split.name: split.counts
+            | {"shards": [entry for entry in entries if entry["file"].startswith(f"{split.name}/")]}
             for split in splits
         },
     }

@@ -67,7 +67,11 @@ class Shards:
     """All shards of a source; `Shards.open` makes one. Safe to use from several threads, and picklable."""
 
     def __init__(
-        self, shards: Collection[Shard], blocks: Sequence[Block], column: Column, source: str,
+        self,
+        shards: Collection[Shard],
+        blocks: Sequence[Block],
+        column: Column,
+        source: str,
         cache: BlockCache | None = None,
     ) -> None:
         self.column, self.source, self.cache, self.blocks = column, source, cache, list(blocks)
@@ -79,9 +83,16 @@ class Shards:
 
     @classmethod
     def open(
-        cls, source: str | Sequence[str], column: str = COLUMN, vocab_size: int | None = None,
-        tokenizer_sha256: str | None = None, cache: BlockCache | None = None, patience: float = PATIENCE,
-        pad_id: int | None = None, eos_id: int | None = None, block_tokens: int | None = None,
+        cls,
+        source: str | Sequence[str],
+        column: str = COLUMN,
+        vocab_size: int | None = None,
+        tokenizer_sha256: str | None = None,
+        cache: BlockCache | None = None,
+        patience: float = PATIENCE,
+        pad_id: int | None = None,
+        eos_id: int | None = None,
+        block_tokens: int | None = None,
     ) -> "Shards":
         """Find shards and learn their token counts; tokens are read only where the footers are not enough.
 
@@ -278,8 +289,14 @@ class Shards:
             return self._fetch(part)
         padding = () if column.pad_id is None else (column.pad_id, column.eos_id)
         key = BlockCache.key(
-            shard.file, shard.size, shard.modified, shard.digest, tuple(part.row_groups), column.name,
-            column.dtype.name, *padding,
+            shard.file,
+            shard.size,
+            shard.modified,
+            shard.digest,
+            tuple(part.row_groups),
+            column.name,
+            column.dtype.name,
+            *padding,
         )
         tokens = self._kept(part, key, kept)
         if tokens is not None:

@@ -43,9 +43,7 @@ class Score(NamedTuple):
     likeliest: np.ndarray  # (n - start,) bool, whether the token is the one that greedy decoding would write
 
 
-def score(
-    decoder: Decoder, rows: Sequence[Row], batch_tokens: int, *, documents_end: int | None = None
-) -> list[Score]:
+def score(decoder: Decoder, rows: Sequence[Row], batch_tokens: int, *, documents_end: int | None = None) -> list[Score]:
     """Score rows of any lengths: a score for each, in order. With FSDP2 all ranks score the same rows.
 
     A batch has at most `batch_tokens`, padding included, and one row at least. `documents_end` is the token that ends a
@@ -97,9 +95,7 @@ def _score(decoder: Decoder, rows: Sequence[Row], documents_end: int | None) -> 
     return [Score(*pair) for pair in zip(np.split(log_probabilities, ends), np.split(likeliest, ends), strict=True)]
 
 
-def _logits(
-    decoder: Decoder, inputs: Tensor, asked: Tensor, documents: Tensor | None, size: int
-) -> Iterator[Tensor]:
+def _logits(decoder: Decoder, inputs: Tensor, asked: Tensor, documents: Tensor | None, size: int) -> Iterator[Tensor]:
     """Logits in fp32 of the n tokens that are asked for, `size` at a time; inputs, `asked` and documents are (B, T)."""
     # The weights of a sharded model are whole inside of its forward pass only; a custom model has nothing else.
     if isinstance(decoder, FSDPModule) or not isinstance(decoder, Decoder):

@@ -118,7 +118,12 @@ class _LinearCrossEntropy(torch.autograd.Function):
 
 
 def linear_cross_entropy(
-    x: Tensor, weight: Tensor, labels: Tensor, copy: Tensor | None = None, *, ignore_index: int = -100,
+    x: Tensor,
+    weight: Tensor,
+    labels: Tensor,
+    copy: Tensor | None = None,
+    *,
+    ignore_index: int = -100,
     z_loss: float = 0.0,
 ) -> tuple[Tensor, Tensor]:
     """The cross-entropy of the logits `x @ weight.T`, without holding all of them at once.

@@ -121,8 +121,9 @@ def launch(
     """
     width = x.shape[-1] // (2 if source.startswith("SWIGLU") else 1)  # of a part, as the source calls it
     rows, vec = x.numel() // x.shape[-1], runtime.vector(width, x, dz, weight)
-    chosen = constants(x.dtype, results[0].dtype, rows, width, vec, rowwise, source,
-                       torch.float32 if weight is None else weight.dtype)
+    chosen = constants(
+        x.dtype, results[0].dtype, rows, width, vec, rowwise, source, torch.float32 if weight is None else weight.dtype
+    )
     run, given = runtime.program("fp8", x.device, **chosen), (x, dz, weight, rstd)
     found = [each if each.numel() else None for each in results]
     if rowwise and found[2] is None:  # no transpose

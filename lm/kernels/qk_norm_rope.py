@@ -112,8 +112,23 @@ def _cuda_backward(
         dweights = q_weight.new_empty((2, dim))
         partial = dq.new_empty((blocks, 2, dim), dtype=torch.float32)
     strided = [argument for d in gradients for argument in (d, *d.stride()[:3])]
-    run("qk_norm_rope_backward", blocks, 256, *strided, qkv, q_weight, k_weight, cos, sin, positions, dqkv, partial,
-        tokens, length, eps)
+    run(
+        "qk_norm_rope_backward",
+        blocks,
+        256,
+        *strided,
+        qkv,
+        q_weight,
+        k_weight,
+        cos,
+        sin,
+        positions,
+        dqkv,
+        partial,
+        tokens,
+        length,
+        eps,
+    )
     if q_weight is not None:
         run("qk_norm_rope_weights", -(-2 * dim // 32), 256, partial, dweights, blocks)
     return dqkv, dweights
@@ -132,8 +147,7 @@ FORWARD = define(
     cpu=_cpu_forward,
     cuda=_cuda_forward,
     fake=lambda qkv, q_weight, k_weight, cos, sin, positions, heads, kv_heads, eps: tuple(
-        qkv.new_empty((*qkv.shape[:2], n, qkv.shape[2] // (heads + 2 * kv_heads)))
-        for n in (heads, kv_heads, kv_heads)
+        qkv.new_empty((*qkv.shape[:2], n, qkv.shape[2] // (heads + 2 * kv_heads))) for n in (heads, kv_heads, kv_heads)
     ),
 )
 BACKWARD = define(

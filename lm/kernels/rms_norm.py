@@ -86,8 +86,19 @@ def _cuda_forward(
     x, residual = x.contiguous(), None if residual is None else residual.contiguous()
     stream, y, rstd, scale = results = _empty_forward(x, residual, weight, eps, scaling)
     run, threads, _ = _program(x.shape[-1], scaling == "rowwise", x, weight, residual)
-    run("rms_norm_forward", rstd.numel(), threads, x, residual, weight, None if residual is None else stream,
-        None if scaling == "tensorwise" else y, scale, rstd, eps)
+    run(
+        "rms_norm_forward",
+        rstd.numel(),
+        threads,
+        x,
+        residual,
+        weight,
+        None if residual is None else stream,
+        None if scaling == "tensorwise" else y,
+        scale,
+        rstd,
+        eps,
+    )
     return results
 
 
@@ -102,8 +113,20 @@ def _cuda_backward(
     run, _, threads = _program(width, False, stream, weight, dy, dstream)
     blocks = min(rows, BLOCKS_PER_MULTIPROCESSOR * runtime.multiprocessors(stream.device))
     partial = weight.new_empty((blocks, width), dtype=torch.float32)
-    run("rms_norm_backward", blocks, threads, dy, dstream, stream, weight, rstd, dx, y if recompute else None, partial,
-        rows)
+    run(
+        "rms_norm_backward",
+        blocks,
+        threads,
+        dy,
+        dstream,
+        stream,
+        weight,
+        rstd,
+        dx,
+        y if recompute else None,
+        partial,
+        rows,
+    )
     run("rms_norm_weight", -(-width // 32), 256, partial, dweight, blocks)
     return dx, y, dweight
 

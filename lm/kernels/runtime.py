@@ -143,8 +143,10 @@ class Program:
             self._functions[name] = self._checked(f"finding {name}", found)
         function = self._functions[name]
         values = tuple(a.data_ptr() if isinstance(a, Tensor) else 0 if a is None else a for a in arguments)
-        kinds = tuple(ctypes.c_longlong if isinstance(a, int) else ctypes.c_float if isinstance(a, float)
-                      else ctypes.c_void_p for a in arguments)
+        kinds = tuple(
+            ctypes.c_longlong if isinstance(a, int) else ctypes.c_float if isinstance(a, float) else ctypes.c_void_p
+            for a in arguments
+        )
         stream = torch.cuda.current_stream(self._device).cuda_stream
         launch = self._driver.cuLaunchKernel
         (result,) = launch(function, blocks, 1, 1, threads, 1, 1, 0, stream, (values, kinds), 0)

@@ -83,8 +83,7 @@ BACKWARD = define(
     fake=lambda dz, gate_up: (gate_up.new_empty(gate_up.shape), _half(gate_up)),
 )
 BACKWARD_FP8 = define(  # what `fp8` makes of these results: the gradient and its transpose, and the transpose of z
-    "swiglu_backward_fp8(Tensor dz, Tensor gate_up, bool rowwise)"
-    " -> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)",
+    "swiglu_backward_fp8(Tensor dz, Tensor gate_up, bool rowwise) -> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)",
     cpu=_cpu_backward_fp8,
     cuda=_cuda_backward_fp8,
     fake=_empty_fp8,

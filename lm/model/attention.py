@@ -176,8 +176,14 @@ def _varlen(q: Tensor, k: Tensor, v: Tensor, mask: AttentionMask) -> Tensor:
         q, k, v = (F.pad(t, (0, -width % FLASH_WIDTH)) for t in (q, k, v))
     left = -1 if mask.window is None else mask.window - 1  # flash counts the tokens before, not the token itself
     out = varlen_attn(
-        *(t.flatten(0, 1) for t in (q, k, v)), mask.offsets, mask.offsets, length, length, scale=width**-0.5,
-        window_size=(left, 0), **groups,
+        *(t.flatten(0, 1) for t in (q, k, v)),
+        mask.offsets,
+        mask.offsets,
+        length,
+        length,
+        scale=width**-0.5,
+        window_size=(left, 0),
+        **groups,
     )  # (B * T, H, D), or wider
     return out[..., :width].unflatten(0, (-1, length))  # (B, T, H, D)
 

@@ -68,8 +68,17 @@ class DecoderConfig:
     dropout: float = 0.0
 
     def __post_init__(self) -> None:
-        whole = ("vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads",
-                 "head_dim", "intermediate_size", "max_position_embeddings", "sliding_window")
+        whole = (
+            "vocab_size",
+            "hidden_size",
+            "num_hidden_layers",
+            "num_attention_heads",
+            "num_key_value_heads",
+            "head_dim",
+            "intermediate_size",
+            "max_position_embeddings",
+            "sliding_window",
+        )
         for name in (*whole, "rms_norm_eps", "rope_theta", "initializer_range"):
             value = getattr(self, name)
             if name in whole and not isinstance(value, int | None):

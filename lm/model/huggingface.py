@@ -20,10 +20,20 @@ LEFT_OUT = {
 }
 LAYERS = {"S": "sliding_attention", "L": "full_attention"}
 SLIDING_WINDOW = 4096  # where a config.json asks for windows without their width
-LEFT_OUT_OF_BOTH = {"rms_norm_eps": 1e-6, "rope_theta": 10000.0, "tie_word_embeddings": False,
-                    "initializer_range": 0.02}
-REQUIRED = ("vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads", "intermediate_size",
-            "max_position_embeddings")
+LEFT_OUT_OF_BOTH = {
+    "rms_norm_eps": 1e-6,
+    "rope_theta": 10000.0,
+    "tie_word_embeddings": False,
+    "initializer_range": 0.02,
+}
+REQUIRED = (
+    "vocab_size",
+    "hidden_size",
+    "num_hidden_layers",
+    "num_attention_heads",
+    "intermediate_size",
+    "max_position_embeddings",
+)
 SHAPE = (*REQUIRED, "num_key_value_heads", "head_dim", *LEFT_OUT_OF_BOTH)  # of which the names are our own, too
 
 
@@ -47,9 +57,11 @@ def to_huggingface(state: dict[str, Tensor], config: DecoderConfig) -> dict[str,
 def from_huggingface(state: dict[str, Tensor], config: DecoderConfig) -> dict[str, Tensor]:
     """The inverse of `to_huggingface`: what `Decoder.load_state_dict` takes; no weight may be missing or left over."""
     # Some files repeat the tied output matrix, and old ones hold the rotary frequencies: both are known without them.
-    left = {name: weight for name, weight in state.items()
-            if not name.endswith("rotary_emb.inv_freq")
-            and not (name == "lm_head.weight" and config.tie_word_embeddings)}
+    left = {
+        name: weight
+        for name, weight in state.items()
+        if not name.endswith("rotary_emb.inv_freq") and not (name == "lm_head.weight" and config.tie_word_embeddings)
+    }
 
     def take(*names: str) -> Tensor:
         missing = [name for name in names if name not in left]
@@ -61,8 +73,13 @@ def from_huggingface(state: dict[str, Tensor], config: DecoderConfig) -> dict[st
     out = {"embed_tokens.weight": take("model.embed_tokens.weight")}
     for i in range(config.num_hidden_layers):
         layer = f"layers.{i}."
-        for part in ("input_layernorm", "post_attention_layernorm", "self_attn.o_proj", "mlp.down_proj",
-                     *(("self_attn.q_norm", "self_attn.k_norm") if config.qk_norm else ())):
+        for part in (
+            "input_layernorm",
+            "post_attention_layernorm",
+            "self_attn.o_proj",
+            "mlp.down_proj",
+            *(("self_attn.q_norm", "self_attn.k_norm") if config.qk_norm else ()),
+        ):
             out[f"{layer}{part}.weight"] = take(f"model.{layer}{part}.weight")
         out[f"{layer}self_attn.qkv_proj.weight"] = take(*(f"model.{layer}self_attn.{p}_proj.weight" for p in "qkv"))
         out[f"{layer}mlp.gate_up_proj.weight"] = take(*(f"model.{layer}mlp.{p}_proj.weight" for p in ("gate", "up")))
@@ -88,15 +105,23 @@ def config_json(config: DecoderConfig, eos_id: int | None, dtype: str) -> dict[s
         "layer_types": [LAYERS["S" if window else "L"] for window in windows],
     }
     if config.qk_norm:
-        architecture = {"architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3", "attention_bias": False,
-                        "use_sliding_window": any(windows),
-                        "max_window_layers": next((i for i, window in enumerate(windows) if window), len(windows)),
-                        **sliding}
+        architecture = {
+            "architectures": ["Qwen3ForCausalLM"],
+            "model_type": "qwen3",
+            "attention_bias": False,
+            "use_sliding_window": any(windows),
+            "max_window_layers": next((i for i, window in enumerate(windows) if window), len(windows)),
+            **sliding,
+        }
     elif any(windows):
         architecture = {"architectures": ["MinistralForCausalLM"], "model_type": "ministral", **sliding}
     else:
-        architecture = {"architectures": ["LlamaForCausalLM"], "model_type": "llama", "attention_bias": False,
-                        "mlp_bias": False}
+        architecture = {
+            "architectures": ["LlamaForCausalLM"],
+            "model_type": "llama",
+            "attention_bias": False,
+            "mlp_bias": False,
+        }
     return {
         **architecture,
         **{name: getattr(config, name) for name in SHAPE},

@@ -224,8 +224,11 @@ def refuse_changed_config(run: Run, config: dict[str, Any], force: bool) -> dict
             f"{run.config} is damaged, so it is not known what the run was trained with: put it back, or give --force "
             "to resume with the config of this command"
         )
-    changed = {key: values for key, values in differences([settings, hide_addresses(config)]).items()
-               if not key.startswith("data.prepare.") or values[1] is not None}  # null: its shards are compared
+    changed = {
+        key: values
+        for key, values in differences([settings, hide_addresses(config)]).items()
+        if not key.startswith("data.prepare.") or values[1] is not None
+    }  # null: its shards are compared
     refused = not_allowed("resume", changed)
     if refused and not force:
         raise RequestError(

@@ -165,9 +165,9 @@ class Run:
         if not isinstance(found, dict):
             return {}
         groups = ("trainer", "model", "data")
-        return hide_addresses({
-            key: value for key, value in found.items() if key not in groups or isinstance(value, dict)
-        })
+        return hide_addresses(
+            {key: value for key, value in found.items() if key not in groups or isinstance(value, dict)}
+        )
 
     def started_in(self) -> Path:
         """The folder that the relative paths of the run's config are relative to.

@@ -71,7 +71,7 @@ CURES = {
     "every trainer.checkpoint_interval steps a checkpoint is saved, whatever its loss is": "always_save_checkpoint",
     "give --model.schedule.warmup_ratio, and --model.schedule.warmup_steps 0 if the config has some": "warmup_ratio",
     "leave it out; threads of the training process read the data, which is faster": "num_workers",
-}
+}  # fmt: skip
 # What others call a choice -> ours, of which those are suggested that there are to choose; what is no choice is a cure.
 CHOICES = {
     "bf16": "bf16-mixed|bfloat16", "bfloat16": "bf16-mixed", "fp16": "16-mixed|float16", "half": "16-mixed|float16",

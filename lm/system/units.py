@@ -5,8 +5,16 @@ import time
 from decimal import Decimal
 
 MULTIPLIERS = {
-    "": 1, "K": 10**3, "M": 10**6, "B": 10**9, "G": 10**9, "T": 10**12,
-    "KI": 2**10, "MI": 2**20, "GI": 2**30, "TI": 2**40,
+    "": 1,
+    "K": 10**3,
+    "M": 10**6,
+    "B": 10**9,
+    "G": 10**9,
+    "T": 10**12,
+    "KI": 2**10,
+    "MI": 2**20,
+    "GI": 2**30,
+    "TI": 2**40,
 }
 DURATIONS = (("d", 86400), ("h", 3600), ("min", 60), ("s", 1))
 LARGEST = 10**18  # before its suffix

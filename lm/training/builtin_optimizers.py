@@ -82,9 +82,7 @@ BUILTIN: dict[OptimizerName, BuiltinOptimizer] = {
         options=("betas", "eps", "momentum"),
         state=OptimizerState(hidden=1, divided=True),
         whole_matrices=True,
-        learning_rate=lambda decoder, flops, batch: peak_rate(
-            MATRICES, decoder.num_hidden_layers, decoder.hidden_size
-        ),
+        learning_rate=lambda decoder, flops, batch: peak_rate(MATRICES, decoder.num_hidden_layers, decoder.hidden_size),
         rule_from=0,
         rate_follows="muon, {depth} blocks and hidden_size {width:,}",
         warmup_steps=lambda steps, batch: math.floor(min(steps / 10, 40)),  # nanochat, scripts/base_train.py

@@ -112,8 +112,13 @@ class LanguageModule(LightningModule):
         # Of the activations; in fp16 the choice is that of bf16.
         dtype = torch.float32 if self.trainer.precision == "32-true" else torch.bfloat16
         self.built = build(
-            self.config, options, strategy.root_device, dtype, (data.micro_batch_size, data.seq_len),
-            make=self.build_decoder if own else Decoder, on_made=self._take_decoder,
+            self.config,
+            options,
+            strategy.root_device,
+            dtype,
+            (data.micro_batch_size, data.seq_len),
+            make=self.build_decoder if own else Decoder,
+            on_made=self._take_decoder,
             agree=lambda choice: gather_from_ranks(choice)[0],  # attention kernels: the fastest on the first rank
             shard=strategy.shard if isinstance(strategy, FullyShardedStrategy) else None,
         )

@@ -73,8 +73,10 @@ def parameter_groups(
         if not parameter.requires_grad:
             continue
         if not parameter.is_floating_point():
-            raise RequestError(f"the weight {name} is of {parameter.dtype}, which neither optimizers nor checkpoints "
-                               "take: keep its real and imaginary part, or its values, as floating-point weights")
+            raise RequestError(
+                f"the weight {name} is of {parameter.dtype}, which neither optimizers nor checkpoints "
+                "take: keep its real and imaginary part, or its values, as floating-point weights"
+            )
         own = getattr(config.groups, group)
         lr = config.lr if own.lr is None else own.lr
         decay = (0.0 if group == "norms" else config.weight_decay) if own.weight_decay is None else own.weight_decay

@@ -55,6 +55,7 @@ def ours(
     mode: Mode, config: DecoderConfig, shape: tuple[int, int], device: torch.device, half: torch.dtype | None
 ) -> Contender:
     """This project's, as `LanguageModule` sets it up."""
+
     def make(config: DecoderConfig) -> Decoder:
         with device:
             return Decoder(config)

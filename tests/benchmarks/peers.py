@@ -205,7 +205,10 @@ def contend(task: dict[str, Any]) -> None:
     """What a contender's process does: set up, then a turn for each line it gets."""
     answers = os.fdopen(os.dup(1), "w", buffering=1)
     os.dup2(2, 1)  # what libraries print is not an answer
-    sys.path[:0] = [str(Path(__file__).parent), *(f"{path}{src}" for path in task["paths"].values() for src in ("", "/src"))]
+    sys.path[:0] = [
+        str(Path(__file__).parent),
+        *(f"{path}{src}" for path in task["paths"].values() for src in ("", "/src")),
+    ]
 
     import torch
     from peer_models import Training, build

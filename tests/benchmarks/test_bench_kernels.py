@@ -98,6 +98,7 @@ def test_a_compiler_that_is_missing_is_said_and_the_rest_is_measured(monkeypatch
 
 def test_an_op_that_breaks_does_not_take_the_others_along(monkeypatch, tmp_path, capsys):
     """Its reason stands in its place, the file is written, and the command fails."""
+
     def one_breaks(cases):
         def refuse(*inputs):
             raise RuntimeError("no such kernel\nand more")

@@ -124,7 +124,9 @@ def test_the_losses_of_the_killed_training_are_really_compared(begin, tmp_path):
 @pytest.mark.slow
 def test_every_command_for_a_gpu_is_one_that_runs_there(tmp_path):
     """Trainings are those that `lm plan` finds ready on an H100, but for data that is not made here; tests are there."""
-    said = subprocess.run([SCRIPT, "-n", "-p", sys.executable, "all"], capture_output=True, text=True, check=True).stdout
+    said = subprocess.run(
+        [SCRIPT, "-n", "-p", sys.executable, "all"], capture_output=True, text=True, check=True
+    ).stdout
     commands = [shlex.split(line)[1:] for line in said.splitlines() if line.startswith(f"{sys.executable} -m ")]
     commands += [shlex.split(line)[1:] for line in said.splitlines() if line.startswith(f"{sys.executable} tests/")]
     plans = set()

@@ -110,6 +110,7 @@ def test_a_contender_that_cannot_begin_says_why_and_takes_no_turn(capsys):
 
 def test_ranking_takes_our_fastest_and_the_fastest_of_the_same_architecture():
     """Ratios are taken round by round, so that a machine that slows down does not count."""
+
     def figures(ms, same=True):
         return {"ms_per_step": ms, "peak_bytes": ms, "same_architecture": same}
 

@@ -253,11 +253,14 @@ def drop_a_weight(folder: Path):
     save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
 
 
-@pytest.mark.parametrize("spoil, named", [
-    (lambda folder: change(folder / "config.json", rope_theta=5100.0), "logits differ"),
-    (swap_two_characters, "to the tokenizer, not"),
-    (drop_a_weight, "logits differ"),
-])
+@pytest.mark.parametrize(
+    "spoil, named",
+    [
+        (lambda folder: change(folder / "config.json", rope_theta=5100.0), "logits differ"),
+        (swap_two_characters, "to the tokenizer, not"),
+        (drop_a_weight, "logits differ"),
+    ],
+)
 def test_what_is_another_model_is_noticed(spoil, named, tmp_path):
     source = model_folder(tmp_path / "hf", SHAPES["llama, tied"])
     shutil.copytree(source, tmp_path / "spoilt")
@@ -327,8 +330,10 @@ def test_large_weights_are_several_files_that_transformers_reads(tmp_path, monke
     assert theirs.keys() == weights.keys() and all(torch.equal(theirs[name], weights[name]) for name in weights)
 
 
-@pytest.mark.parametrize("value, named", [(1e6, "norm.weight has values that are not finite in float16"),
-                                          (float("nan"), "not finite in float16")])
+@pytest.mark.parametrize(
+    "value, named",
+    [(1e6, "norm.weight has values that are not finite in float16"), (float("nan"), "not finite in float16")],
+)
 def test_weights_that_half_precision_cannot_hold_are_refused(value, named, tmp_path):
     source = model_folder(tmp_path / "hf", SHAPES["llama, tied"])
     weights = read_weights(source)
@@ -342,13 +347,16 @@ def test_weights_that_half_precision_cannot_hold_are_refused(value, named, tmp_p
 # ---- requests --------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("arguments, named", [
-    ([], "--output"),
-    (["--output", "full"], "full is there already"),
-    (["--output", "out", "--dtype", "float8"], "dtype"),
-    (["--output", "out", "--ckpt_path", "nowhere"], "nowhere"),
-    (["--output", "out", "--run", "nobody"], "no run 'nobody'"),
-])
+@pytest.mark.parametrize(
+    "arguments, named",
+    [
+        ([], "--output"),
+        (["--output", "full"], "full is there already"),
+        (["--output", "out", "--dtype", "float8"], "dtype"),
+        (["--output", "out", "--ckpt_path", "nowhere"], "nowhere"),
+        (["--output", "out", "--run", "nobody"], "no run 'nobody'"),
+    ],
+)
 def test_a_wrong_request_is_one_line_and_makes_nothing(arguments, named, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "full").mkdir()

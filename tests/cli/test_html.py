@@ -20,7 +20,7 @@ from lm.errors import RequestError
 from lm.runs.run import Run
 
 BROWSER = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
-EVIL = "</script><img src=x onerror=\"window.hacked = 1\">'&amp;"
+EVIL = '</script><img src=x onerror="window.hacked = 1">\'&amp;'
 VOID = {"meta", "link", "input", "img", "br"}
 
 

@@ -245,17 +245,23 @@ def pickle(folder):
     (folder / "model.safetensors").rename(folder / "pytorch_model.bin")
 
 
-@pytest.mark.parametrize("spoil, named", [
-    (pickle, "pytorch_model.bin is a pickle"),
-    (change(architectures=["GPT2LMHeadModel"]), "GPT2LMHeadModel"),
-    (change(rope_parameters={"rope_type": "llama3", "rope_theta": 5e5, "factor": 8.0}), "rope_scaling is .*llama3"),
-    (change(attention_bias=True), "attention_bias is True"),
-    (change(quantization_config={"quant_method": "fp8"}), "quantization_config"),
-    (change(vocab_size=20), r"tokenizer has \d+ ids and the model 20|embed_tokens.weight"),
-    (lambda folder: (folder / "tokenizer.json").unlink(), "no tokenizer.json; transformers makes one: AutoTokenizer"),
-    (lambda folder: (folder / "config.json").unlink(), "no config.json"),
-    (lambda folder: shutil.rmtree(folder), "hf is not a folder"),
-])
+@pytest.mark.parametrize(
+    "spoil, named",
+    [
+        (pickle, "pytorch_model.bin is a pickle"),
+        (change(architectures=["GPT2LMHeadModel"]), "GPT2LMHeadModel"),
+        (change(rope_parameters={"rope_type": "llama3", "rope_theta": 5e5, "factor": 8.0}), "rope_scaling is .*llama3"),
+        (change(attention_bias=True), "attention_bias is True"),
+        (change(quantization_config={"quant_method": "fp8"}), "quantization_config"),
+        (change(vocab_size=20), r"tokenizer has \d+ ids and the model 20|embed_tokens.weight"),
+        (
+            lambda folder: (folder / "tokenizer.json").unlink(),
+            "no tokenizer.json; transformers makes one: AutoTokenizer",
+        ),
+        (lambda folder: (folder / "config.json").unlink(), "no config.json"),
+        (lambda folder: shutil.rmtree(folder), "hf is not a folder"),
+    ],
+)
 def test_what_cannot_be_trained_on_is_refused_in_one_line_and_makes_nothing(spoil, named, tmp_path):
     source = save(tmp_path / "hf")
     spoil(source)

@@ -87,7 +87,21 @@ def test_settings_that_change_the_loss_are_refused_and_others_are_not(place):
 
 
 def test_the_plan_alone_makes_no_folder(place):
-    plan = lm(place, "ladder", "--depths", "2", "--ratio", "3", "--seeds", "3", "--name", "new", *SIZES, "--plan_only", "--json")
+    plan = lm(
+        place,
+        "ladder",
+        "--depths",
+        "2",
+        "--ratio",
+        "3",
+        "--seeds",
+        "3",
+        "--name",
+        "new",
+        *SIZES,
+        "--plan_only",
+        "--json",
+    )
     assert "3 trainings, 0 of them finished" in plan.stderr and not (place / "checkpoints/new").exists()
     [size] = json.loads(plan.stdout)["sizes"]
     assert (size["depth"], size["runs"]) == (2, 3) and size["tokens"] > 0 and size["parameters"] > 0
@@ -151,9 +165,18 @@ def test_the_report_finds_a_known_law(tmp_path):
         (["--depths", "2", "--trainer.max_steps", "5"], "give --max_steps"),
         (["--depths", "2", "--max_steps", "6", "--root", "texts/000.txt"], "is a file, or in one"),
         (["--depths", "2", "--max_steps", "1", "--against", ""], "--max_steps 1 has no half"),
-        (["--depths", "2", "--max_steps", "6", "--against", "--depths 3"], "depths, seeds and folder are those of the ladder"),
-        (["--depths", "2", "--max_steps", "6", "--against", "--model.optimizer.lrr 3"], "there is no option 'model.optimizer.lrr'"),
-        (["--depths", "2", "--max_steps", "6", "--against", "--data.val_tokens 8K"], "--against changes data.val_tokens, and losses"),
+        (
+            ["--depths", "2", "--max_steps", "6", "--against", "--depths 3"],
+            "depths, seeds and folder are those of the ladder",
+        ),
+        (
+            ["--depths", "2", "--max_steps", "6", "--against", "--model.optimizer.lrr 3"],
+            "there is no option 'model.optimizer.lrr'",
+        ),
+        (
+            ["--depths", "2", "--max_steps", "6", "--against", "--data.val_tokens 8K"],
+            "--against changes data.val_tokens, and losses",
+        ),
         (["--depths", "2", "--max_steps", "6", "--against", "other.yaml"], "no config 'other.yaml' here"),
     ],
 )

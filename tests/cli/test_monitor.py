@@ -120,7 +120,9 @@ def test_what_is_shown_is_what_run_metrics_says_across_resumes(tmp_path):
     for watched in (watching, watch(run)):
         for name in ("train/loss", "val/loss"):
             truth = [(line["step"], line[name]) for line in run.metrics() if name in line]
-            assert list(zip(watched.curve(name).x, watched.curve(name).y, strict=True)) == [pytest.approx(point) for point in truth]
+            assert list(zip(watched.curve(name).x, watched.curve(name).y, strict=True)) == [
+                pytest.approx(point) for point in truth
+            ]
     best = min((line["val/loss"], line["step"]) for line in run.metrics() if "val/loss" in line)
     assert (watching.state["best_val_loss"], watching.state["best_val_step"]) == best
 

@@ -163,7 +163,11 @@ def test_every_preset_is_sound(preset, capsys):
     assert main(["plan", "--config", preset, "--device", "h100", "--json"]) in (0, 2)
     strict, whole = (json.loads(line) for line in capsys.readouterr().out.splitlines())
     assert strict["ready"]
-    if preset not in ("char.yaml", "shakespeare.yaml", "shakespeare-10m.yaml"):  # whose vocabulary is known when their texts have been read
+    if preset not in (
+        "char.yaml",
+        "shakespeare.yaml",
+        "shakespeare-10m.yaml",
+    ):  # whose vocabulary is known when their texts have been read
         assert whole["memory"]["total"] < whole["memory"]["device"]
     assert all("holds no manifest.json" in one["what"] for one in whole["findings"] if one["level"] == "error")
 

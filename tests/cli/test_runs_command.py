@@ -303,7 +303,9 @@ def test_runs_that_differ_in_their_seed_alone_are_one_group(place):
     assert (last["mean"], last["stderr"]) == pytest.approx((0.77 / 3, 0.012018504))
     assert once["measures"]["last train/loss"]["stderr"] is None and once["curve"]["low"] == []
     curve = base["curve"]
-    assert (curve["x"][-1], curve["y"][-1], curve["low"][-1], curve["high"][-1]) == pytest.approx((41, 0.31, 0.30, 0.32))
+    assert (curve["x"][-1], curve["y"][-1], curve["low"][-1], curve["high"][-1]) == pytest.approx(
+        (41, 0.31, 0.30, 0.32)
+    )
     tested = {(one["measure"], one["group"]): one for one in found["differences"]}
     loss = tested["last train/loss", "wide"]
     assert loss["against"] == "base" and loss["significant"] is True
@@ -385,7 +387,10 @@ def test_an_export_holds_the_run_and_its_weights_byte_for_byte(trained, place):
     assert manifest["config_sha256"] == digests["config.yaml"] and manifest["seed"] == 7
     facts = trained.read("run.json")
     assert manifest["machine"]["device"] == facts["device"] and manifest["command"] == facts["command"]
-    assert manifest["machine"]["cores"] == os.cpu_count() and {"driver", "cuda", "memory_bytes"} <= manifest["machine"].keys()
+    assert (
+        manifest["machine"]["cores"] == os.cpu_count()
+        and {"driver", "cuda", "memory_bytes"} <= manifest["machine"].keys()
+    )
     assert manifest["versions"]["torch"] == facts["versions"]["torch"] and manifest["tokens"] == 12 * 256
     assert list(place.iterdir()) == [out]
 

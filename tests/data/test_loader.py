@@ -50,7 +50,9 @@ def reference(shards, start, count, seed=5, lanes=8):
 
 @given(
     st.sampled_from([(1, 24), (2, 4), (3, 8), (4, 2), (6, 1), (8, 3), (2, 12), (1, 1)]),
-    st.integers(0, 1000), st.sampled_from([1, 8, 64]), st.integers(60, 2000),
+    st.integers(0, 1000),
+    st.sampled_from([1, 8, 64]),
+    st.integers(60, 2000),
 )
 @settings(max_examples=40, deadline=None)
 def test_ranks_micro_batches_start_and_buffer_change_nothing(shards, division, start, lanes, buffer):

@@ -326,8 +326,9 @@ def test_a_tokenizer_is_learned_from_training_documents_alone(tmp_path):
 
 def test_a_tokenizer_is_learned_from_no_more_than_the_sample(tmp_path):
     texts = make_texts(400)
-    options = PrepareOptions(input=[str(write_jsonl(tmp_path / "a.jsonl", texts))], sample_bytes=Count(2000),
-                             val_fraction=0.01)
+    options = PrepareOptions(
+        input=[str(write_jsonl(tmp_path / "a.jsonl", texts))], sample_bytes=Count(2000), val_fraction=0.01
+    )
     units = encode.plan_units(prepare.find_files(options.input))
     taken = list(prepare._sample(options, units))
     assert 2000 <= sum(map(len, taken)) < 2000 + max(map(len, texts))

@@ -37,9 +37,14 @@ rows_of_ids = st.lists(st.lists(st.integers(0, 99), max_size=7), min_size=1, max
 
 
 @given(
-    rows_of_ids, st.sampled_from(INTEGERS),
+    rows_of_ids,
+    st.sampled_from(INTEGERS),
     st.sampled_from(["list", "large_list", "strict", "fixed", "list_view", "large_list_view"]),
-    st.integers(1, 9), st.booleans(), st.sampled_from(["none", "lz4", "zstd", "snappy"]), st.booleans(), st.booleans(),
+    st.integers(1, 9),
+    st.booleans(),
+    st.sampled_from(["none", "lz4", "zstd", "snappy"]),
+    st.booleans(),
+    st.booleans(),
     st.sampled_from(["1.0", "2.0"]),
 )
 @settings(max_examples=200, deadline=None)
@@ -50,9 +55,12 @@ def test_every_layout_reads_to_the_same_tokens(
     if layout == "fixed":
         rows = [(row * 3 + [1, 2, 3])[:3] for row in rows]
     kind = {
-        "list": pa.list_(integer), "large_list": pa.large_list(integer), "fixed": pa.list_(integer, 3),
+        "list": pa.list_(integer),
+        "large_list": pa.large_list(integer),
+        "fixed": pa.list_(integer, 3),
         "strict": pa.list_(pa.field("element", integer, nullable=False)),
-        "list_view": pa.list_view(integer), "large_list_view": pa.large_list_view(integer),
+        "list_view": pa.list_view(integer),
+        "large_list_view": pa.large_list_view(integer),
     }[layout]
     path = write_rows(
         tmp_path_factory.mktemp("shard") / "a.parquet", rows, kind, group, {"text": ["x"] * len(rows)} if extra else {},
@@ -247,7 +255,10 @@ def test_a_source_without_shards_is_refused(tmp_path):
         (tmp_path / "empty", "empty: the folder holds no .parquet file"),
         (tmp_path / "*.parquet", r"\*.parquet: no file matches"),
         ("nowhere://a/b", "nowhere://a/b: cannot be opened"),
-        (tmp_path / "ids.npy", "ids.npy is a .npy file, and training reads Parquet: `lm data prepare --input .*ids.npy"),
+        (
+            tmp_path / "ids.npy",
+            "ids.npy is a .npy file, and training reads Parquet: `lm data prepare --input .*ids.npy",
+        ),
     ]:
         refuses(message, source)
     with pytest.raises(RequestError, match="no shards were named"):
@@ -392,8 +403,11 @@ marked_ids = st.tuples(st.integers(0, 99), st.booleans(), st.booleans())  # id, 
 
 
 @given(
-    st.lists(st.lists(marked_ids, max_size=6), min_size=1, max_size=12), st.sampled_from(MASK_TYPES),
-    st.booleans(), st.booleans(), st.integers(1, 4),
+    st.lists(st.lists(marked_ids, max_size=6), min_size=1, max_size=12),
+    st.sampled_from(MASK_TYPES),
+    st.booleans(),
+    st.booleans(),
+    st.integers(1, 4),
 )
 @settings(max_examples=80, deadline=None)
 def test_masks_and_labels_mean_what_they_mean_at_hugging_face(tmp_path_factory, rows, kind, masked, labelled, group):

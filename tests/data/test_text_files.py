@@ -122,7 +122,10 @@ def test_a_file_that_is_named_is_read_whatever_it_is_called(tmp_path):
     assert texts_of(tmp_path / "README", tmp_path / "odd[1].log") == ["no suffix", "odd"]
 
 
-@pytest.mark.parametrize("given", ["nowhere", "nowhere/*.txt", "full/*.md", "empty", "embedded:bible", "odd://x/y", "http://127.0.0.1:9/a.txt"])
+@pytest.mark.parametrize(
+    "given",
+    ["nowhere", "nowhere/*.txt", "full/*.md", "empty", "embedded:bible", "odd://x/y", "http://127.0.0.1:9/a.txt"],
+)
 def test_an_input_that_is_not_there_is_named(given, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "empty").mkdir()
@@ -208,19 +211,22 @@ def test_flat_ids_that_do_not_fit_are_refused(name, content, message, tmp_path):
 # ---- the split in the names ----------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("names, splits", [
-    (["train.txt", "val.txt"], ["train", "val"]),
-    (["train-00000-of-00001.parquet", "validation-00000-of-00001.parquet"], ["train", "val"]),
-    (["TinyStoriesV2-GPT4-train.txt", "TinyStoriesV2-GPT4-valid.txt"], ["train", "val"]),
-    (["wiki.train.jsonl.gz", "wiki.dev.jsonl.gz", "wiki.test.jsonl.gz"], ["train", "val"]),  # test is left out
-    (["train/a.txt", "val/a.txt"], ["train", "val"]),
-    (["train.txt", "test.txt"], [None]),
-    (["train.txt", "val.txt", "other.txt"], [None, None, None]),
-    (["train.txt"], [None]),
-    (["val.txt"], [None]),
-    (["train.py", "val.py", "test_a.py"], [None, None, None]),
-    (["train_val.txt", "val.txt"], [None, None]),
-])
+@pytest.mark.parametrize(
+    "names, splits",
+    [
+        (["train.txt", "val.txt"], ["train", "val"]),
+        (["train-00000-of-00001.parquet", "validation-00000-of-00001.parquet"], ["train", "val"]),
+        (["TinyStoriesV2-GPT4-train.txt", "TinyStoriesV2-GPT4-valid.txt"], ["train", "val"]),
+        (["wiki.train.jsonl.gz", "wiki.dev.jsonl.gz", "wiki.test.jsonl.gz"], ["train", "val"]),  # test is left out
+        (["train/a.txt", "val/a.txt"], ["train", "val"]),
+        (["train.txt", "test.txt"], [None]),
+        (["train.txt", "val.txt", "other.txt"], [None, None, None]),
+        (["train.txt"], [None]),
+        (["val.txt"], [None]),
+        (["train.py", "val.py", "test_a.py"], [None, None, None]),
+        (["train_val.txt", "val.txt"], [None, None]),
+    ],
+)
 def test_names_decide_the_split_if_all_of_them_have_one(names, splits):
     files = [text_files.TextFile(name, "text", None, 1, None) for name in names]
     assert [file.split for file in split_by_names(files)] == splits

@@ -20,8 +20,16 @@ from torch import Tensor
 from lm.kernels import runtime
 
 HEADER = Path(__file__).parent / "cuda_on_cpu.h"
-FLAGS = ("-std=c++17", "-O2", "-shared", "-fPIC", "-fno-strict-aliasing", "-fno-gnu-unique", "-fvisibility=hidden",
-         "-ffp-contract=off")  # the same bits on every processor
+FLAGS = (
+    "-std=c++17",
+    "-O2",
+    "-shared",
+    "-fPIC",
+    "-fno-strict-aliasing",
+    "-fno-gnu-unique",
+    "-fvisibility=hidden",
+    "-ffp-contract=off",
+)  # the same bits on every processor
 CACHE = Path(tempfile.gettempdir()) / f"lm-emulated-kernels-{os.getuid()}"
 KERNEL = re.compile(r'extern "C" __global__ void\s*(?:__launch_bounds__\((?:[^()]|\([^()]*\))*\)\s*)?(\w+)\s*\(')
 
@@ -57,7 +65,9 @@ class Program:
             raise RuntimeError(f"{name}: {error.decode()}")
 
 
-def compile_kernels(source: Path, defines: dict[str, object], flags: Sequence[str] = FLAGS, main: Path | None = None) -> Path:
+def compile_kernels(
+    source: Path, defines: dict[str, object], flags: Sequence[str] = FLAGS, main: Path | None = None
+) -> Path:
     """The shared object of a source, or with `main` a program, compiled once for all tests.
 
     The prelude is the one beside the source, if there is one.

@@ -48,8 +48,11 @@ def _backward(dout, q, k, v, out, statistics, starts, starts_k, longest, longest
 @pytest.fixture
 def flash_on_cpu(monkeypatch) -> Iterator[None]:
     """Attention takes the way that it takes on a GPU in half precision."""
-    monkeypatch.setattr(attention, "kernel_for", lambda device, capability, dtype, *mask: kernel_for(
-        "cuda", (8, 0), torch.bfloat16, *mask))
+    monkeypatch.setattr(
+        attention,
+        "kernel_for",
+        lambda device, capability, dtype, *mask: kernel_for("cuda", (8, 0), torch.bfloat16, *mask),
+    )
     library = torch.library.Library("aten", "IMPL")
     library.impl("_flash_attention_forward", _forward, "CPU")
     library.impl("_flash_attention_backward", _backward, "CPU")

@@ -83,9 +83,7 @@ def test_what_is_found_is_the_models_and_stays_with_the_run(workplace, run, caps
 @pytest.mark.slow
 def test_bits_per_byte_of_the_validation_data_are_those_of_the_validation(workplace, run, capsys):
     """As shards, and nearly so as the texts that they were made from, where windows do not cross documents."""
-    found = found_with(
-        capsys, "--shards", "data/small/val", "--texts", "texts/00*.txt", "texts", "--ckpt_path", "last"
-    )
+    found = found_with(capsys, "--shards", "data/small/val", "--texts", "texts/00*.txt", "texts", "--ckpt_path", "last")
     validated = lm(workplace, "validate", "--run", "small", "--ckpt_path", "last").stdout
     loss, bpb = (float(re.search(rf"val/{name} (\S+)", validated)[1]) for name in ("loss", "bpb"))
     texts = found["texts"]

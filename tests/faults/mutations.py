@@ -72,9 +72,7 @@ TEXTS = st.one_of(
 SCALARS = st.one_of(st.none(), st.booleans(), NUMBERS, TEXTS, st.dates())
 VALUES = st.recursive(
     SCALARS,
-    lambda inner: st.one_of(
-        st.lists(inner, max_size=3), st.dictionaries(st.one_of(TEXTS, SCALARS), inner, max_size=3)
-    ),
+    lambda inner: st.one_of(st.lists(inner, max_size=3), st.dictionaries(st.one_of(TEXTS, SCALARS), inner, max_size=3)),
     max_leaves=6,
 )
 JSON_VALUES = st.recursive(

@@ -82,7 +82,8 @@ def test_a_pickle_in_a_checkpoint_is_refused_by_every_command(place, poison, sea
     commands = (
         ["generate", "--ckpt_path", str(folder), "--prompt", "The"],
         ["export", "--ckpt_path", str(folder), "--output", "out"],
-        ["import", "--input", str(folder), "--output", "made"], ["validate", "--ckpt_path", str(folder)],
+        ["import", "--input", str(folder), "--output", "made"],
+        ["validate", "--ckpt_path", str(folder)],
         ["evaluate", "--ckpt_path", str(folder), "--tasks", "embedded:sotu"],
         ["fit", "--config", "small.yaml", "--ckpt_path", str(folder)],
     )

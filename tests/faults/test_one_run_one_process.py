@@ -168,7 +168,9 @@ def test_a_lock_holds_also_where_its_holder_is_not_known(tmp_path, content):
     process, _ = holding(tmp_path)
     try:
         (tmp_path / "heartbeat.json").write_text(content)
-        with pytest.raises(RequestError, match="is being trained by another process: wait for its end, or stop it, and"):
+        with pytest.raises(
+            RequestError, match="is being trained by another process: wait for its end, or stop it, and"
+        ):
             Run(tmp_path).hold()
     finally:
         end(process)

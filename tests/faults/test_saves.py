@@ -78,9 +78,10 @@ def test_a_full_disk_ends_it_with_one_line_and_keeps_the_checkpoint_before(workp
     fill = at_step(4, "sleep 1; cat /dev/zero > checkpoints/filler 2>/dev/null; true")
     config = configured(workplace, "full", *([] if small else [fill]))
     if small:
-        assert "checkpoints of 232 KiB need 696 KiB at once, and 500 KiB are free" in mounts.run(
-            sys.executable, "-m", "lm", "plan", "--config", config, expect=2
-        ).stdout
+        assert (
+            "checkpoints of 232 KiB need 696 KiB at once, and 500 KiB are free"
+            in mounts.run(sys.executable, "-m", "lm", "plan", "--config", config, expect=2).stdout
+        )
         mounts.lm("fit", "--config", config, expect=2)
     said = mounts.lm("fit", "--config", config, *(["--force"] if small else []), expect=1)
     assert ("checkpoints of 232 KiB need 696 KiB at once" in said) == small

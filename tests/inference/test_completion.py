@@ -73,7 +73,7 @@ def test_pieces_are_whole_characters_and_make_the_text(tokenizer, encode_prompt)
     before, after = text[:encode_prompt], text[encode_prompt:]
     prompt = tokenizer.encode(before) or [tokenizer.eos_id]
     tokens = tokenizer.encode(before + after)
-    tokens = tokens[len(prompt):] if tokens[: len(prompt)] == prompt else tokenizer.encode(after)
+    tokens = tokens[len(prompt) :] if tokens[: len(prompt)] == prompt else tokenizer.encode(after)
     taken = grown(tokenizer, prompt, tokens)
     assert "".join(taken) == continued(tokenizer, prompt, tokens)
     assert not any(BROKEN in piece for piece in taken)
@@ -150,8 +150,9 @@ def test_a_stop_string_and_the_end_of_a_document_end_a_row_alone(pair):
     stopped = complete(decoder, tokenizer, PROMPTS, max_new_tokens=20, seed=1, stop=[stop])
     assert stopped[0].reason == "stop" and stopped[0].text == plain[0].text[: plain[0].text.index(stop)]
     assert stopped[0].tokens == plain[0].tokens[: len(stopped[0].text) + 2]
-    assert [one for one in stopped[1:] if stop not in plain[stopped.index(one)].text] == \
-        [one for one in plain[1:] if stop not in one.text]
+    assert [one for one in stopped[1:] if stop not in plain[stopped.index(one)].text] == [
+        one for one in plain[1:] if stop not in one.text
+    ]
     tokenizer = Tokenizer(tokenizer.text, eos_token=plain[1].tokens[4].text)
     ended = complete(decoder, tokenizer, PROMPTS[:1] + PROMPTS[2:], max_new_tokens=20, seed=1)
     on = complete(decoder, tokenizer, PROMPTS[:1] + PROMPTS[2:], max_new_tokens=20, seed=1, ignore_eos=True)

@@ -59,7 +59,9 @@ def test_tensorboard_and_the_log_lines_agree_also_after_a_resume(run):
     assert [int(one.value) for one in events.Scalars("data/tokens")][:2] == [256, 512]
     for name in metrics:
         logged, shown = curve(name, lines, name), events.Scalars(name)
-        assert [one.step for one in shown] == logged.x and [one.value for one in shown] == pytest.approx(logged.y, rel=1e-6)
+        assert [one.step for one in shown] == logged.x and [one.value for one in shown] == pytest.approx(
+            logged.y, rel=1e-6
+        )
 
 
 def test_time_is_that_of_training_of_waiting_and_of_pauses():
@@ -151,7 +153,8 @@ def test_pictures_and_tables_are_made_of_any_run(run, tmp_path):
     run.append_alert({"step": 9, "time": 0.0, "guard": "<spike>", "action": "warn", "message": "loss > 3"})
     for each in (run, fresh):
         for picture in (
-            view.draw_training(each), view.draw_comparison([each, run] if each is fresh else [each]),
+            view.draw_training(each),
+            view.draw_comparison([each, run] if each is fresh else [each]),
         ):
             assert picture._repr_png_().startswith(b"\x89PNG")
         tables = view.summary_table(each), view.alerts_table(each), view.samples_table(each)

@@ -120,8 +120,10 @@ def test_rows_that_do_not_start_at_16_bytes(emulated):
     """A view into the middle of other memory is loaded one by one, and is right."""
     x = torch.randn(4 * 64 + 1).bfloat16()[1:].view(4, 64)
     aligned = x.clone()
-    assert torch.equal(rms_norm._cuda_forward(x, None, torch.ones(64), EPS)[1],
-                       rms_norm._cuda_forward(aligned, None, torch.ones(64), EPS)[1])
+    assert torch.equal(
+        rms_norm._cuda_forward(x, None, torch.ones(64), EPS)[1],
+        rms_norm._cuda_forward(aligned, None, torch.ones(64), EPS)[1],
+    )
     assert torch.equal(swiglu._cuda_forward(x), swiglu._cuda_forward(aligned))
 
 

@@ -42,8 +42,11 @@ def exact(q, k, v, window, ids, scale=None):
         for h in range(q.shape[2]):
             group = h // (q.shape[2] // k.shape[2])
             for t in range(q.shape[1]):
-                seen = [s for s in range(t + 1) if (window is None or t - s < window)
-                        and (ids is None or ids[b, s] == ids[b, t])]
+                seen = [
+                    s
+                    for s in range(t + 1)
+                    if (window is None or t - s < window) and (ids is None or ids[b, s] == ids[b, t])
+                ]
                 weights = (k[b, seen, group] @ q[b, t, h] * scale).softmax(0)
                 out[b, t, h] = weights @ v[b, seen, group]
     return out
@@ -52,8 +55,10 @@ def exact(q, k, v, window, ids, scale=None):
 def assert_same(ours, true, out, expected):
     """Also the gradients."""
     weights = torch.randn_like(out)
-    found, wanted = ((result, *torch.autograd.grad((result * weights).sum(), inputs))
-                     for result, inputs in ((out, ours), (expected, true)))
+    found, wanted = (
+        (result, *torch.autograd.grad((result * weights).sum(), inputs))
+        for result, inputs in ((out, ours), (expected, true))
+    )
     torch.testing.assert_close(found, wanted)
 
 
@@ -93,8 +98,11 @@ def test_sequences_for_flash_say_the_same(monkeypatch, window, ids, groups_known
 
     monkeypatch.setattr(attention, "varlen_attn", varlen)
     monkeypatch.setattr(attention, "GROUPS_IN_VARLEN", groups_known)
-    monkeypatch.setattr(attention, "kernel_for", lambda device, capability, dtype, *mask: kernel_for(
-        "cuda", (8, 0), torch.bfloat16, *mask))
+    monkeypatch.setattr(
+        attention,
+        "kernel_for",
+        lambda device, capability, dtype, *mask: kernel_for("cuda", (8, 0), torch.bfloat16, *mask),
+    )
     ours = heads(width=width)
     true = [t.detach().clone().requires_grad_() for t in ours]
     chosen = mask_of(ours[0], window, ids, limit=limit)
@@ -115,8 +123,14 @@ def test_a_device_is_not_waited_for_where_the_host_knows_how_many_documents_ther
 def test_a_mask_that_all_layers_share_is_made_once(monkeypatch):
     calls = []
     monkeypatch.setattr("lm.model.decoder.attention_mask", lambda *a: calls.append(a[1]) or attention_mask(*a))
-    config = DecoderConfig(vocab_size=50, hidden_size=32, num_hidden_layers=6, num_attention_heads=4,
-                           window_pattern="SSL", sliding_window=5)
+    config = DecoderConfig(
+        vocab_size=50,
+        hidden_size=32,
+        num_hidden_layers=6,
+        num_attention_heads=4,
+        window_pattern="SSL",
+        sliding_window=5,
+    )
     Decoder(config)(torch.randint(50, (2, 40)))
     assert sorted(calls, key=str) == [5, None]
 
@@ -153,15 +167,18 @@ def test_cudnn_comes_first_on_hopper_only_and_never_with_a_mask():
     assert backends((7, 5), False) == [SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
 
 
-@pytest.mark.parametrize("device, capability, dtype, windows, dropout, words", [
-    ("cpu", None, HALF, [None], 0.0, "scaled_dot_product_attention"),
-    ("cpu", None, HALF, [None, 8], 0.0, "scaled_dot_product_attention and masked"),
-    ("cuda:0", (9, 0), HALF, [None], 0.0, "cudnn, then flash"),
-    ("cuda:0", (9, 0), HALF, [None, 8], 0.0, "cudnn, then flash and flash over sequences"),
-    ("cuda:0", (9, 0), HALF, [None, 8], 0.1, "flash, then efficient and masked"),
-    ("cuda:0", (9, 0), torch.float32, [None], 0.0, "efficient, then math"),
-    ("cuda:0", (7, 5), torch.float16, [8], 0.0, "masked"),
-])
+@pytest.mark.parametrize(
+    "device, capability, dtype, windows, dropout, words",
+    [
+        ("cpu", None, HALF, [None], 0.0, "scaled_dot_product_attention"),
+        ("cpu", None, HALF, [None, 8], 0.0, "scaled_dot_product_attention and masked"),
+        ("cuda:0", (9, 0), HALF, [None], 0.0, "cudnn, then flash"),
+        ("cuda:0", (9, 0), HALF, [None, 8], 0.0, "cudnn, then flash and flash over sequences"),
+        ("cuda:0", (9, 0), HALF, [None, 8], 0.1, "flash, then efficient and masked"),
+        ("cuda:0", (9, 0), torch.float32, [None], 0.0, "efficient, then math"),
+        ("cuda:0", (7, 5), torch.float16, [8], 0.0, "masked"),
+    ],
+)
 def test_the_choice_is_described_in_words(monkeypatch, device, capability, dtype, windows, dropout, words):
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
     assert describe_attention(torch.device(device), dtype, windows, False, 64, dropout) == words

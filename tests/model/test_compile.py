@@ -33,7 +33,8 @@ def test_kernels_that_cannot_run_are_refused_when_asked_for(tmp_path, way):
     arguments, changes = (("--model.kernels", "on"), {}) if way == "flag" else ((), {"model.kernels": True})
     ended, _ = fit(folder, "small", *arguments, expect=2, **changes)
     assert ended.stderr.strip().splitlines()[-1] == (
-        f"lm fit: model.kernels on: {device_name()} cannot run them: set model.kernels auto")
+        f"lm fit: model.kernels on: {device_name()} cannot run them: set model.kernels auto"
+    )
     assert not (folder / "checkpoints").exists()
 
 
@@ -100,8 +101,14 @@ def test_nothing_is_compiled_while_a_graph_is_recorded(monkeypatch):
         compiled.append(bool(recording))
         return graph.forward
 
-    for name, fake in {"Stream": MagicMock, "CUDAGraph": MagicMock, "current_stream": MagicMock, "graph": graph,
-                       "stream": contextlib.nullcontext, "synchronize": lambda: happened.append("wait")}.items():
+    for name, fake in {
+        "Stream": MagicMock,
+        "CUDAGraph": MagicMock,
+        "current_stream": MagicMock,
+        "graph": graph,
+        "stream": contextlib.nullcontext,
+        "synchronize": lambda: happened.append("wait"),
+    }.items():
         monkeypatch.setattr(torch.cuda, name, fake)
 
     @torch.compile(backend=compiler)
@@ -116,6 +123,14 @@ def test_nothing_is_compiled_while_a_graph_is_recorded(monkeypatch):
     micro = GraphedMicroBatch([], forward_backward, capture=True)
     for documents in (16, 16, 16, 16, 16, 32, 32, 16, 64, 32):
         micro(torch.ones(2, 3), documents)
-    assert happened == [("run", 16)] * 3 + [("record", 16), "wait", ("run", 32), ("record", 32), ("record", 16), "wait",
-                                            ("run", 64), ("record", 32)]
+    assert happened == [("run", 16)] * 3 + [
+        ("record", 16),
+        "wait",
+        ("run", 32),
+        ("record", 32),
+        ("record", 16),
+        "wait",
+        ("run", 64),
+        ("record", 32),
+    ]
     assert compiled and not any(compiled)

@@ -22,8 +22,14 @@ from lm.model.fused import fuse
 from lm.model.low_precision import WeightCopies
 
 SMALL = DecoderConfig(
-    vocab_size=53, hidden_size=32, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2,
-    intermediate_size=48, max_position_embeddings=64, initializer_range=0.2,
+    vocab_size=53,
+    hidden_size=32,
+    num_hidden_layers=2,
+    num_attention_heads=4,
+    num_key_value_heads=2,
+    intermediate_size=48,
+    max_position_embeddings=64,
+    initializer_range=0.2,
 )
 VARIANTS = {
     "plain": SMALL,
@@ -132,7 +138,7 @@ def test_masked_documents_give_the_logits_and_losses_of_each_document_alone(conf
     for row, cuts in ((0, (0, 9, 10, 30, 40)), (1, (0, 22, 40))):
         for start, end in zip(cuts, cuts[1:], strict=False):
             part = slice(start, end)
-            alone, targets = ids[row:row + 1, part], labels[row:row + 1, part]
+            alone, targets = ids[row : row + 1, part], labels[row : row + 1, part]
             expected = model(alone)[0], model(alone, labels=targets).per_token[0]
             torch.testing.assert_close((together[row, part], losses[row, part]), expected, atol=1e-5, rtol=1e-5)
     assert (together - model(ids)).abs().max() > 1e-2  # without the mask they do see each other
@@ -183,9 +189,18 @@ def test_bf16_is_close_to_fp32_and_its_losses_are_fp32(config, fused, way, docum
 
 @pytest.mark.parametrize("zero", [False, True])
 def test_initial_weights_have_the_documented_spread(zero):
-    model = Decoder(DecoderConfig(vocab_size=4096, hidden_size=256, num_hidden_layers=3, num_attention_heads=4,
-                                  intermediate_size=512, tie_word_embeddings=False, qk_norm=True,
-                                  zero_init_residual=zero))
+    model = Decoder(
+        DecoderConfig(
+            vocab_size=4096,
+            hidden_size=256,
+            num_hidden_layers=3,
+            num_attention_heads=4,
+            intermediate_size=512,
+            tie_word_embeddings=False,
+            qk_norm=True,
+            zero_init_residual=zero,
+        )
+    )
     for name, weight in model.named_parameters():
         if weight.ndim == 1:
             assert torch.all(weight == 1), name
@@ -358,8 +373,9 @@ def test_compiled_blocks_share_a_graph_and_are_eager_to_the_bit(name, fused):
     torch.testing.assert_close(*results, rtol=0, atol=0)
 
 
-@pytest.mark.parametrize("fused, training", [(False, True), (True, True), (True, False)],
-                         ids=["plain", "fused", "fused, infer"])
+@pytest.mark.parametrize(
+    "fused, training", [(False, True), (True, True), (True, False)], ids=["plain", "fused", "fused, infer"]
+)
 def test_compiled_blocks_take_any_number_of_documents(fused, training, flash_on_cpu, monkeypatch):  # noqa: F811
     """On a GPU documents become sequences, in other numbers in every batch. The blocks are compiled once for the first
     number and once for all others, and what they compute is what masks give."""
@@ -416,23 +432,39 @@ def test_the_mlp_is_8_3_of_the_width_unless_it_is_given(width, inside):
     assert DecoderConfig(hidden_size=width, num_attention_heads=2, intermediate_size=96).intermediate_size == 96
 
 
-@pytest.mark.parametrize("given, words", [
-    ({"hidden_size": 100, "num_attention_heads": 8}, "does not divide hidden_size 100.* fits is 96 or 112"),
-    ({"num_attention_heads": 8, "num_key_value_heads": 3}, "num_key_value_heads 3 does not divide"),
-    ({"hidden_size": 24, "num_attention_heads": 8}, "head_dim 3 is odd"),
-    ({"head_dim": 15}, "head_dim 15 is odd"),
-    ({"dropout": 1.0}, r"dropout 1.0 must lie in \[0, 1\)"),
-    ({"dropout": -0.1}, "dropout"),
-    ({"window_pattern": "SSX"}, "window_pattern 'SSX' must be made of S"),
-    ({"window_pattern": ""}, "window_pattern '' must be made of S"),
-    ({"window_pattern": "SL"}, "give sliding_window"),
-    ({"window_pattern": "LL", "sliding_window": 4}, "sliding_window 4 needs a window_pattern with an S"),
-    ({"sliding_window": 4}, "sliding_window 4 needs a window_pattern"),
-    *(({name: 0}, f"{name} 0 must be above 0") for name in (
-        "vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads", "head_dim",
-        "intermediate_size", "max_position_embeddings", "rms_norm_eps", "rope_theta", "initializer_range",
-        "sliding_window")),
-])
+@pytest.mark.parametrize(
+    "given, words",
+    [
+        ({"hidden_size": 100, "num_attention_heads": 8}, "does not divide hidden_size 100.* fits is 96 or 112"),
+        ({"num_attention_heads": 8, "num_key_value_heads": 3}, "num_key_value_heads 3 does not divide"),
+        ({"hidden_size": 24, "num_attention_heads": 8}, "head_dim 3 is odd"),
+        ({"head_dim": 15}, "head_dim 15 is odd"),
+        ({"dropout": 1.0}, r"dropout 1.0 must lie in \[0, 1\)"),
+        ({"dropout": -0.1}, "dropout"),
+        ({"window_pattern": "SSX"}, "window_pattern 'SSX' must be made of S"),
+        ({"window_pattern": ""}, "window_pattern '' must be made of S"),
+        ({"window_pattern": "SL"}, "give sliding_window"),
+        ({"window_pattern": "LL", "sliding_window": 4}, "sliding_window 4 needs a window_pattern with an S"),
+        ({"sliding_window": 4}, "sliding_window 4 needs a window_pattern"),
+        *(
+            ({name: 0}, f"{name} 0 must be above 0")
+            for name in (
+                "vocab_size",
+                "hidden_size",
+                "num_hidden_layers",
+                "num_attention_heads",
+                "num_key_value_heads",
+                "head_dim",
+                "intermediate_size",
+                "max_position_embeddings",
+                "rms_norm_eps",
+                "rope_theta",
+                "initializer_range",
+                "sliding_window",
+            )
+        ),
+    ],
+)
 def test_contradictions_are_refused(given, words):
     with pytest.raises(RequestError, match=words):
         DecoderConfig(**given)

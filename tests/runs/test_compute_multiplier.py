@@ -9,6 +9,7 @@ from lm.runs.compute_multiplier import Compared, Estimate, compute_multipliers
 
 def sizes(multiplier, noise=0.0, seeds=3, random=np.random.default_rng(0)):
     """Losses that are powers of the tokens, with another recipe that is `multiplier(flops)` times as good."""
+
     def losses(flops, tokens):
         return (3 * flops**-0.05 * tokens**-0.1 * np.exp(noise * random.standard_normal(seeds))).tolist()
 

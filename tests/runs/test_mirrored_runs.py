@@ -296,4 +296,6 @@ def test_a_url_where_something_is_written_to_a_disk_is_refused(place, command, s
     config, words = ["--config", "tiny.yaml"] if training else [], 1 + (command[0] == "bench")
     assert main([*command[:words], *config, *command[words:]]) == 2
     out, err = capsys.readouterr()
-    assert said in out + err.splitlines()[-1] and not any(entry.name.startswith(("s3", "gs", "hf")) for entry in place.iterdir())
+    assert said in out + err.splitlines()[-1] and not any(
+        entry.name.startswith(("s3", "gs", "hf")) for entry in place.iterdir()
+    )

@@ -44,10 +44,18 @@ def test_newest_is_the_one_entered_last_and_names_do_not_mix(tmp_path):
     assert Run.all(tmp_path, "nothing") == []
 
 
-@pytest.mark.parametrize("command, script", [
-    (["models/my_gru.py", "fit"], "models/my_gru.py"), (["my_gru.py", "branch", "a"], "my_gru.py"),
-    (["__main__.py", "fit"], None), (["lm", "fit"], None), (["train.py"], None), (["train.py", "a"], None), ([], None),
-])
+@pytest.mark.parametrize(
+    "command, script",
+    [
+        (["models/my_gru.py", "fit"], "models/my_gru.py"),
+        (["my_gru.py", "branch", "a"], "my_gru.py"),
+        (["__main__.py", "fit"], None),
+        (["lm", "fit"], None),
+        (["train.py"], None),
+        (["train.py", "a"], None),
+        ([], None),
+    ],
+)
 def test_the_script_that_trained_a_run_is_part_of_its_commands(tmp_path, command, script):
     """A program that trains by `lm.fit` takes no commands."""
     run = make(tmp_path, "a")

@@ -134,7 +134,10 @@ def test_it_is_looked_at_when_one_of_its_metrics_is_logged():
     watch = AlertEvaluator(["loss > 1", "val_loss > 1 and step > 3", "step > 1"])
     seen = {each.text for each in watch.evaluate({"train/loss": 2.0, "step": 4})}
     assert seen == {"loss > 1", "step > 1"}
-    assert {each.text for each in watch.evaluate({"val/loss": 2.0, "step": 4})} == {"val_loss > 1 and step > 3", "step > 1"}
+    assert {each.text for each in watch.evaluate({"val/loss": 2.0, "step": 4})} == {
+        "val_loss > 1 and step > 3",
+        "step > 1",
+    }
 
 
 # ---- what it refuses -------------------------------------------------------------------------------------------------

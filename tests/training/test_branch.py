@@ -91,7 +91,19 @@ def test_over_two_ranks(place):
 
 
 def test_rewarmed(place):
-    lm(place, "branch", "trunk", "--at", "8", "--constant", str(2 * STEP), "--model.optimizer.lr", "0.02", "--name", "flat")
+    lm(
+        place,
+        "branch",
+        "trunk",
+        "--at",
+        "8",
+        "--constant",
+        str(2 * STEP),
+        "--model.optimizer.lr",
+        "0.02",
+        "--name",
+        "flat",
+    )
     lm(place, "branch", "flat", "--rewarm", str(2 * STEP), "--decay", str(4 * STEP), "--name", "rewarmed",
        "--final_fraction", "0.5")  # fmt: skip
     rates = [round(rate / 0.02, 3) for _, _, rate in logged(place, "rewarmed")]

@@ -106,8 +106,14 @@ def test_a_sidecar_is_read_when_it_has_news(tmp_path):
     path = tmp_path / "budget.json"
     sidecar = Sidecar(path, clock)
     assert "cannot be read" in sidecar.read()[1]
-    for half in ('{"spent_usd": 3.2, "last_up', "[]", "{}", f'{{"spent_usd": "x", "last_update_utc": "{stamp()}"}}',
-                 '{"spent_usd": 1, "last_update_utc": "yesterday"}', '{"spent_usd": -1, "last_update_utc": ""}'):
+    for half in (
+        '{"spent_usd": 3.2, "last_up',
+        "[]",
+        "{}",
+        f'{{"spent_usd": "x", "last_update_utc": "{stamp()}"}}',
+        '{"spent_usd": 1, "last_update_utc": "yesterday"}',
+        '{"spent_usd": -1, "last_update_utc": ""}',
+    ):
         path.write_text(half)
         assert sidecar.read()[0] is None and "not whole" in sidecar.read()[1]
     path.write_text(json.dumps({"spent_usd": 3, "last_update_utc": stamp(STALE + 60)}))
@@ -254,7 +260,16 @@ def test_a_budget_is_kept_over_machines_and_ends_this_one(tmp_path):
     file = tmp_path / "budget.json"
 
     def keep(rate, cap):
-        command = [str(KEEPER), str(file), "--rate", str(rate), "--cap", str(cap), "--at_cap", f"touch {tmp_path}/ended"]
+        command = [
+            str(KEEPER),
+            str(file),
+            "--rate",
+            str(rate),
+            "--cap",
+            str(cap),
+            "--at_cap",
+            f"touch {tmp_path}/ended",
+        ]
         process = subprocess.Popen([*command, "--interval", "0.05"], stdout=subprocess.PIPE, text=True)
         with suppress(subprocess.TimeoutExpired):
             process.wait(0.7 if cap > 1e6 else 30)
@@ -372,7 +387,9 @@ def test_a_file_of_somebody_else_is_not_written_over(tmp_path, monkeypatch):
 def test_the_file_is_not_written_at_every_line(tmp_path, monkeypatch):
     simulation = Simulation(tmp_path, monkeypatch, hourly(1e6))
     writes = []
-    monkeypatch.setattr(BudgetGuard, "_write", lambda self, trainer: writes.append(setattr(self, "_written", self._clock())))
+    monkeypatch.setattr(
+        BudgetGuard, "_write", lambda self, trainer: writes.append(setattr(self, "_written", self._clock()))
+    )
     simulation.lines(90, 0.2)
     assert 10 <= len(writes) <= 19
 

@@ -34,7 +34,7 @@ ARGUMENTS = {
 }  # fmt: skip
 README = (HERE.parent / "lm" / "training" / "README.md").read_text()
 CALLBACKS = re.search(r"```python\n(# my_callbacks.py\n.*?)```", README, re.DOTALL)[1]
-LOGGING = '''
+LOGGING = """
 from lightning.pytorch.callbacks import Callback
 
 
@@ -72,7 +72,7 @@ class Exits(Callback):
 class OwnStep(Callback):  # by Lightning's `log`, which has no such names either
     def on_train_batch_end(self, trainer, pl_module, *args):
         pl_module.log_dict({"step": -1.0, "time": -1.0, "train/loss": -1.0})
-'''
+"""
 
 
 @pytest.fixture(scope="module")
@@ -96,15 +96,18 @@ def test_each_of_them_works_or_is_refused(name):
 DOES_NOT_WORK, CANNOT_MONITOR = "of Lightning does not work here: ", "has no train/loss to monitor: give val/loss or "
 
 
-@pytest.mark.parametrize("name, arguments, words", [
-    ("Timer", {"duration": "00:01:00:00"}, DOES_NOT_WORK),  # with an enum, which goes into the run's config
-    ("GradientAccumulationScheduler", {"scheduling": {4: 2}}, DOES_NOT_WORK),
-    ("TQDMProgressBar", {}, DOES_NOT_WORK),
-    ("EarlyStopping", {"monitor": "val/loss", "mode": "lowest"}, "`mode` can be min, max, got lowest\n"),
-    ("ModelCheckpoint", {"dirpath": "texts/000.txt/mine"}, "cannot write to "),
-    ("ModelCheckpoint", {"monitor": "train/loss"}, CANNOT_MONITOR),
-    ("EarlyStopping", {"monitor": "train/loss"}, CANNOT_MONITOR),
-])
+@pytest.mark.parametrize(
+    "name, arguments, words",
+    [
+        ("Timer", {"duration": "00:01:00:00"}, DOES_NOT_WORK),  # with an enum, which goes into the run's config
+        ("GradientAccumulationScheduler", {"scheduling": {4: 2}}, DOES_NOT_WORK),
+        ("TQDMProgressBar", {}, DOES_NOT_WORK),
+        ("EarlyStopping", {"monitor": "val/loss", "mode": "lowest"}, "`mode` can be min, max, got lowest\n"),
+        ("ModelCheckpoint", {"dirpath": "texts/000.txt/mine"}, "cannot write to "),
+        ("ModelCheckpoint", {"monitor": "train/loss"}, CANNOT_MONITOR),
+        ("EarlyStopping", {"monitor": "train/loss"}, CANNOT_MONITOR),
+    ],
+)
 def test_a_refusal_is_one_line_and_leaves_no_run(workplace, name, arguments, words):
     alone = {"trainer.callbacks": [equipment(PLACE + name, **arguments)]}  # a user's might log more to monitor
     refused, run = fit(workplace, "refused", expect=2, **alone)
@@ -202,10 +205,15 @@ def test_a_run_stops_at_a_loss(workplace):
     assert last["step"] < 12 and last["step"] in run.steps()
 
 
-@pytest.mark.parametrize("returned, said", [
-    (["a"], "a list: it returns a dictionary of numbers by name"), (None, "a NoneType: it"),
-    ({"mine": "text"}, "'text' for 'mine': a metric is a number"), ({"mine": torch.ones(2)}, r"tensor.* for 'mine'"),
-])
+@pytest.mark.parametrize(
+    "returned, said",
+    [
+        (["a"], "a list: it returns a dictionary of numbers by name"),
+        (None, "a NoneType: it"),
+        ({"mine": "text"}, "'text' for 'mine': a metric is a number"),
+        ({"mine": torch.ones(2)}, r"tensor.* for 'mine'"),
+    ],
+)
 def test_what_is_not_a_metric_is_named_with_its_callback(returned, said):
     class Own:
         pass

@@ -122,7 +122,7 @@ def test_a_decoder_of_another_config_is_saved_as_what_it_is(place, variant, kind
     document = json.loads((run / "last/config.json").read_text())
     assert (document["model_type"], document.get("decoder", document)["rope_theta"]) == (kind, 7.0)
     said = lm(place, "bigram.py", "validate", "--config", config, "--ckpt_path", str(run / "last")).stdout
-    assert f'{Run(run).metrics("val/loss")[-1]["val/loss"]:.4f}' in said
+    assert f"{Run(run).metrics('val/loss')[-1]['val/loss']:.4f}" in said
 
 
 def test_what_no_checkpoint_has_is_said_once(place):

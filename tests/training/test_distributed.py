@@ -45,8 +45,12 @@ DIVISIONS = {
     "ddp-whole": {"trainer.devices": 2, "trainer.strategy": "ddp", "data.micro_batch_size": 4},  # 1 a rank
     "fsdp2": {"trainer.devices": 2, "trainer.strategy": "fsdp2", "data.micro_batch_size": 2},
     "fsdp2-whole": {"trainer.devices": 2, "trainer.strategy": "fsdp2", "data.micro_batch_size": 4},
-    "fsdp2-compiled": {"trainer.devices": 2, "trainer.strategy": "fsdp2", "data.micro_batch_size": 4,
-                       "model.compile": "triton_free"},
+    "fsdp2-compiled": {
+        "trainer.devices": 2,
+        "trainer.strategy": "fsdp2",
+        "data.micro_batch_size": 4,
+        "model.compile": "triton_free",
+    },
 }
 # The order of additions differs between divisions, and training widens the difference of 1e-7 with every step.
 TOLERANCE = 2e-5
@@ -280,11 +284,15 @@ def shard_on_a_rank(rank: int, rendezvous: str, world: int, replicas: int, preci
         whole, generator = built(make), torch.get_rng_state()
         decoder = built(make, strategy)
         for name, first in decoder.state_dict().items():
-            assert torch.equal(getattr(first, "full_tensor", lambda first=first: first)(), whole.state_dict()[name]), name
+            assert torch.equal(getattr(first, "full_tensor", lambda first=first: first)(), whole.state_dict()[name]), (
+                name
+            )
         assert rank or torch.equal(torch.get_rng_state(), generator)
     assert devices == ["cpu", "cpu", "cpu", "meta"]  # ours has no memory before it is sharded
     strategy.on_train_start()
-    waits = {group: group._get_backend(torch.device("cpu")).options._timeout for group in distributed_c10d._world.pg_map}
+    waits = {
+        group: group._get_backend(torch.device("cpu")).options._timeout for group in distributed_c10d._world.pg_map
+    }
     assert len(waits) > replicas and set(waits.values()) == {timedelta(seconds=60)}
     angles = []
     decoder.layers[0].register_forward_pre_hook(lambda _, args: angles.append(args[1].cos.dtype))

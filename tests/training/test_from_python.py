@@ -50,11 +50,11 @@ def write(folder, script, **changes):
 
 def test_the_functions_do_what_the_commands_do(workplace):
     """They return values, and a mistake is an exception that can be caught."""
-    script = FUNCTIONS.replace("my_texts/", "texts/").replace('vocab_size=8192', 'tokenizer="char", val_fraction=0.2')
+    script = FUNCTIONS.replace("my_texts/", "texts/").replace("vocab_size=8192", 'tokenizer="char", val_fraction=0.2')
     script = script.replace('"tiny.yaml", {', '"tiny.yaml", SMALL | {').replace('max_steps": 50', 'max_steps": 2')
     small = {"model.decoder.hidden_size": 32, "model.decoder.num_hidden_layers": 1, "samples.prompts": [],
              "data.val_tokens": 512, "data.seq_len": 32, "data.global_batch_tokens": 512}  # fmt: skip
-    more = '''
+    more = """
 try:
     lm.fit("tiny.yaml", {"trainer.max_step": 3})
 except Exception as error:
@@ -71,7 +71,7 @@ except Exception as error:
 import signal
 print(signal.getsignal(signal.SIGINT) is signal.default_int_handler)
 print("steps", list(lm.fit("tiny.yaml", options, run="stopped", ckpt_path="auto").steps()))
-'''
+"""
     said = lm(workplace, write(workplace, f"SMALL = {small!r}\n{script}{more}"))
     out = said.stdout.splitlines()
     assert "'val/loss': " in out[0] and out[0].endswith("checkpoints/mine/step-00000002")
@@ -144,8 +144,10 @@ def test_the_trainer_takes_the_other_sections_of_a_config_by_name():
     assert [each.texts for each in callbacks if isinstance(each, Samples)] == [["a"]]
 
 
-@pytest.mark.parametrize("kind, config", [
-    (BareTrainer, TrainerConfig), (package.LanguageModule, ModelConfig), (package.DataModule, DataConfig)])
+@pytest.mark.parametrize(
+    "kind, config",
+    [(BareTrainer, TrainerConfig), (package.LanguageModule, ModelConfig), (package.DataModule, DataConfig)],
+)
 def test_help_shows_the_fields_of_the_dataclass(kind, config):
     """Each call makes its own defaults: a change of one is not seen by the next."""
     parameters = signature(kind).parameters
@@ -289,7 +291,7 @@ def test_a_signal_ends_it_with_a_checkpoint(workplace):
     assert run.status() == "interrupted" and list(run.steps())[-1] > 3
 
 
-PLAIN = '''
+PLAIN = """
 import lightning, sys
 import lm
 from lightning.pytorch.callbacks import ModelCheckpoint
@@ -306,7 +308,7 @@ trainer = lightning.Trainer(
 module = lm.LanguageModule(decoder, lm.OptimizerConfig(name="muon", lr=0.01))
 data = lm.DataModule("data/tiny", seq_len=32, micro_batch_size=2, global_batch_tokens=256, val_tokens=512)
 trainer.fit(module, datamodule=data, ckpt_path=checkpoint)
-'''
+"""
 
 
 def logged(folder, name):
@@ -317,7 +319,9 @@ def logged(folder, name):
 
 def test_lightning_s_own_trainer(workplace):
     """Validations, checkpoints of its kind, a resume at the place in the data; what is missing is said."""
-    script = PLAIN.replace("DEVICES", "1") + '''
+    script = (
+        PLAIN.replace("DEVICES", "1")
+        + """
 loaded = lm.LanguageModule.load_from_checkpoint(f"saved-{name}/step=8.ckpt", decoder=decoder)
 print(all(a.equal(b) for a, b in zip(loaded.state_dict().values(), module.state_dict().values(), strict=True)))
 print(trainer.validate(module, datamodule=data)[0]["val/loss"] == trainer.callback_metrics["val/loss"].item())
@@ -331,7 +335,8 @@ for mistake in (lambda: lm.LanguageModule(decoder)(batch.input_ids), lambda: loa
         print(error)
 quiet = lightning.Trainer(max_steps=2, barebones=True, accelerator="cpu")
 quiet.fit(lm.LanguageModule(decoder), datamodule=data)
-'''
+"""
+    )
     (workplace / "plain.py").write_text(script)
     said = lm(workplace, "plain.py", "whole")
     assert said.stdout.split().count("True") == 3

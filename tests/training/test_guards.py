@@ -209,7 +209,12 @@ def test_all_ranks_agree(workplace, strategy):
 
 def test_the_sums_leave_out_steps_that_were_not_applied_but_for_overflows_of_the_scaler():
     stats, batch = StepStats(), Batch(torch.zeros(1, 5, dtype=torch.uint16))
-    for nats, norm, scaled in ((8.0, 1.0, False), (math.nan, 1.0, True), (12.0, math.inf, False), (16.0, math.inf, True)):
+    for nats, norm, scaled in (
+        (8.0, 1.0, False),
+        (math.nan, 1.0, True),
+        (12.0, math.inf, False),
+        (16.0, math.inf, True),
+    ):
         nats, norm, targets = torch.tensor(nats), torch.tensor(norm), torch.tensor(4)
         finite = nats.isfinite() & norm.isfinite()
         stats.scaled = scaled

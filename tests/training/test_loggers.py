@@ -7,7 +7,7 @@ import pytest
 import yaml
 from trainings import equipment, fit, make_workplace
 
-LOGGERS = '''
+LOGGERS = """
 import time
 from lightning.pytorch.loggers import CSVLogger
 
@@ -22,7 +22,7 @@ class Refusing(CSVLogger):
 class Hanging(CSVLogger):
     def log_metrics(self, metrics, step=None):
         time.sleep(600)
-'''
+"""
 CSV = equipment("lightning.pytorch.loggers.CSVLogger", save_dir="csv")
 
 

@@ -94,8 +94,11 @@ def test_two_ranks_see_the_same_mixture_and_the_same_losses_by_source(place):
 def test_a_branch_with_other_weights_goes_on_where_each_source_was(place):
     """No sample of the trunk comes again; a source that is left out stays, with a weight of 0, and a new one comes."""
     two = [source("low", weight=0.75), source("middle", weight=0.25)]
-    fit(place, "trunk", **mixed(two, [], **{"trainer.max_steps": 4, "trainer.checkpoint_interval": 2,
-                                             "trainer.keep_checkpoints": 2}))
+    fit(
+        place,
+        "trunk",
+        **mixed(two, [], **{"trainer.max_steps": 4, "trainer.checkpoint_interval": 2, "trainer.keep_checkpoints": 2}),
+    )
     other = [source("high", weight=0.5), source("middle", weight=0.5)]
     lm(place, "branch", "trunk", "--at", "2", "--constant", "512", "--name", "branch", "--trainer.callbacks", "[]",
        "--data.sources", json.dumps(other))  # fmt: skip

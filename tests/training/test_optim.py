@@ -78,14 +78,20 @@ def test_a_warm_up_and_a_decay_that_do_not_fit_into_the_run_are_refused():
     for config in (filled, ScheduleConfig("wsd", warmup_steps=10, decay_ratio=0.95)):
         with pytest.raises(RequestError, match=r"warm-up 10 \+ decay \d+ steps are more than the run's 99"):
             lr_fraction(0, 99, config)
-    assert warmup_and_decay_steps(99, ScheduleConfig("cosine", warmup_steps=10, decay_steps=90)) == (10, 90)  # a fall that ends at 90
+    assert warmup_and_decay_steps(99, ScheduleConfig("cosine", warmup_steps=10, decay_steps=90)) == (
+        10,
+        90,
+    )  # a fall that ends at 90
 
 
 @pytest.mark.parametrize("steps", range(1, 40))
 def test_shares_that_make_a_whole_fill_every_run(steps):
     """Though both may come to half a step and be rounded up."""
     for warmup in (0.1, 0.3, 0.5):
-        assert sum(warmup_and_decay_steps(steps, ScheduleConfig("wsd", warmup_ratio=warmup, decay_ratio=1 - warmup))) <= steps
+        assert (
+            sum(warmup_and_decay_steps(steps, ScheduleConfig("wsd", warmup_ratio=warmup, decay_ratio=1 - warmup)))
+            <= steps
+        )
 
 
 # ---- steps ----------------------------------------------------------------------------------------------------------
@@ -175,7 +181,9 @@ def test_muon_takes_the_matrices_of_the_blocks_and_nothing_else(tied):
 
 def test_options_that_a_class_does_not_get_are_found():
     """Those that are set, as in a config of ours, and not what is for every optimizer."""
-    config = OptimizerConfig(class_path="torch.optim.SGD", name="muon", lr=0.1, momentum=0.9, init_args={"momentum": 0.5})
+    config = OptimizerConfig(
+        class_path="torch.optim.SGD", name="muon", lr=0.1, momentum=0.9, init_args={"momentum": 0.5}
+    )
     [finding] = of_optimizer(config)
     assert "name muon, momentum 0.9: this is for the built-in" in finding.what and "SGD gets none" in finding.what
     assert not list(of_optimizer(OptimizerConfig(class_path="torch.optim.SGD", lr=0.1)))

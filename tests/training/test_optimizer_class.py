@@ -89,8 +89,10 @@ def test_plan_counts_what_it_keeps(place, path, values):
         ({"class_path": "my_optimizers.NumbersItsSlots"}, "under names that are not texts"),
         ({"class_path": "my_optimizers.KeepsUnderNumbers"}, "under a number, which in a state_dict is a parameter's"),
         ({"class_path": "torch.optim.SGD", "init_args": {"speed": 1}}, "unexpected keyword argument 'speed'"),
-        ({"class_path": "torch.optim.SGD", "init_args": {"momentum": "high"}, "weight_decay": 0},
-         "torch.optim.SGD with init_args {'momentum': 'high'}: "),
+        (
+            {"class_path": "torch.optim.SGD", "init_args": {"momentum": "high"}, "weight_decay": 0},
+            "torch.optim.SGD with init_args {'momentum': 'high'}: ",
+        ),
         ({"class_path": "torch.optim.SGD", "init_args": {"lr": 1}}, "init_args.lr: give model.optimizer.lr"),
         ({"init_args": {"momentum": 0.9}}, "init_args are for a class: give model.optimizer.class_path"),
     ],
@@ -103,7 +105,9 @@ def test_what_cannot_train_is_one_line(place, optimizer, message):
 def test_another_optimizer_s_checkpoint_is_refused(place):
     fit(place, "other", **{"model.optimizer": SGD, "trainer.max_steps": 4})
     refused, _ = fit(place, "other", "--ckpt_path", "auto", expect=2, **{"model.optimizer": OWN})
-    assert "optimizer.class_path torch.optim.SGD, and this training has class_path my_" in refused.stderr.splitlines()[-1]
+    assert (
+        "optimizer.class_path torch.optim.SGD, and this training has class_path my_" in refused.stderr.splitlines()[-1]
+    )
 
 
 @pytest.mark.parametrize(("written", "now", "message"), [

@@ -35,8 +35,11 @@ OTHER = {
 @pytest.mark.parametrize("changes, message", OTHER.values(), ids=OTHER)
 @pytest.mark.parametrize("command", ["validate", "fit"])
 def test_another_model_of_the_same_shapes_is_refused(place, command, changes, message):
-    config = write_config(place, "other", **MODEL | {"trainer.max_steps": 8} | {
-        f"model.decoder.{name}": value for name, value in changes.items()})
+    config = write_config(
+        place,
+        "other",
+        **MODEL | {"trainer.max_steps": 8} | {f"model.decoder.{name}": value for name, value in changes.items()},
+    )
     arguments = ["--config", str(config), "--ckpt_path", "elsewhere"]
     [line] = lm(place, command, *arguments, expect=2).stderr.strip().splitlines()[-1:]
     assert message in line and " this is a checkpoint of another model" in line

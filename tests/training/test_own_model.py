@@ -324,7 +324,9 @@ def test_our_class_with_other_numbers_is_no_model_of_its_config():
         change(decoder)
         return decoder
 
-    assert is_builtin(changed(lambda decoder: None)) and is_builtin(changed(fuse)) and not is_builtin(nn.Embedding(3, 2))
+    assert (
+        is_builtin(changed(lambda decoder: None)) and is_builtin(changed(fuse)) and not is_builtin(nn.Embedding(3, 2))
+    )
     for change in (
         lambda decoder: setattr(decoder.norm, "eps", 0.1),
         lambda decoder: setattr(decoder.layers[0].mlp, "down_proj", nn.Linear(85, 32, bias=True)),
@@ -389,8 +391,9 @@ def test_an_option_of_a_reserved_name_is_refused(monkeypatch):
         config_parser("lm fit")
 
 
-@pytest.mark.parametrize("parser, name", [(config_parser("lm plan"), "model.layers"),
-                                          (TrainingParser(prog="lm"), "fit.model.layers")])
+@pytest.mark.parametrize(
+    "parser, name", [(config_parser("lm plan"), "model.layers"), (TrainingParser(prog="lm"), "fit.model.layers")]
+)
 def test_an_option_without_a_default_has_to_be_given(parser, name):
     with pytest.raises(RequestError, match="^give --model.layers, or model.layers in the config"):
         parser.error(f"the following arguments are required: {name}")

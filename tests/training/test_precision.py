@@ -459,7 +459,8 @@ def test_what_is_left_out_is_exact(fused):
         for i, layer in enumerate(decoder.layers):
             layer.register_forward_hook(lambda layer, inputs, output, i=i: seen.setdefault((name, i), output))
         decoder.layers[2].self_attn.o_proj.register_forward_hook(
-            lambda part, inputs, output: seen.setdefault((name, "attention"), output))
+            lambda part, inputs, output: seen.setdefault((name, "attention"), output)
+        )
         results(decoder)
 
     run("bf16", built(None, fused=fused))

@@ -96,7 +96,11 @@ def slow_training(folder, slow, **changes):
     (folder / "slow.py").write_text(slow)
     callbacks = [{"class_path": f"slow.{slow.split('class ')[1].split('(')[0]}"}]
     _, run = fit(folder, **{"guards.throughput": {"floor": "1G"}, "trainer.callbacks": callbacks, **changes})
-    return [alert for alert in run.alerts() if alert["guard"] == "throughput"], run.metrics(), (run.path / "log.txt").read_text()
+    return (
+        [alert for alert in run.alerts() if alert["guard"] == "throughput"],
+        run.metrics(),
+        (run.path / "log.txt").read_text(),
+    )
 
 
 def test_a_slow_loader_is_diagnosed(tmp_path):

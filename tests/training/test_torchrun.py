@@ -97,7 +97,8 @@ def test_the_tasks_that_srun_started_are_ranks(srun):
 
 def test_a_command_to_resume_is_of_torchrun(torchrun):
     assert process.launch_command("fit").startswith(
-        "torchrun --nnodes 2 --nproc_per_node 2 -m lm fit  # with the other options of torchrun, on every node")
+        "torchrun --nnodes 2 --nproc_per_node 2 -m lm fit  # with the other options of torchrun, on every node"
+    )
     torchrun.setenv("SLURM_STEP_ID", "0")
     torchrun.setenv("SLURM_NTASKS", "2")
     assert process.launch_command("fit").startswith("srun --ntasks 2 torchrun --nnodes 2 ")
@@ -201,7 +202,7 @@ def test_the_slurm_job_goes_back_into_the_queue_only_where_the_run_was_interrupt
     scripts = {
         "scontrol": '[ "$1" = show ] && echo node-a && echo node-b || echo "$@" >> requeued',
         "srun": 'echo "$@" > started; shift; exec "$@"',  # after its one option
-        "torchrun": f"mkdir -p {run}; echo '{{\"status\": \"{status}\"}}' > {run}/run.json; exit {code}",
+        "torchrun": f'mkdir -p {run}; echo \'{{"status": "{status}"}}\' > {run}/run.json; exit {code}',
     }
     for name, body in scripts.items():
         (tmp_path / name).write_text(f"#!/bin/sh\n{body}\n")

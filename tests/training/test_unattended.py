@@ -79,7 +79,11 @@ def test_an_interrupted_run_is_announced_with_the_command_that_resumes_it(workpl
 
 
 def test_a_guard_and_a_failure_are_announced(workplace):
-    lm(workplace, *configured(workplace, "guarded", **{"guards.alerts": {"step > 1 and grad_norm > 0": "stop"}}), expect=3)
+    lm(
+        workplace,
+        *configured(workplace, "guarded", **{"guards.alerts": {"step > 1 and grad_norm > 0": "stop"}}),
+        expect=3,
+    )
     assert (heard(workplace, "guarded")["event"], heard(workplace, "guarded")["exit_code"]) == ("stopped", 3)
     callbacks = {"trainer.callbacks": [{"class_path": "recorder.Failing"}]}
     lm(workplace, *configured(workplace, "failed", **callbacks), expect=1)

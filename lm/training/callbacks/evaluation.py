@@ -176,13 +176,15 @@ class Evaluations(BetweenSteps):
 
 # ---- predictions -----------------------------------------------------------------------------------------------------
 
-SCHEMA = pa.schema([
-    ("document", pa.string()),  # where the text came from
-    ("start", pa.int64()),  # index of the row's first token in its document
-    ("token_ids", pa.list_(pa.int32())),
-    ("tokens", pa.list_(pa.string())),
-    ("log_probs", pa.list_(pa.float32())),  # natural logarithm, given the row's tokens before it
-])
+SCHEMA = pa.schema(
+    [
+        ("document", pa.string()),  # where the text came from
+        ("start", pa.int64()),  # index of the row's first token in its document
+        ("token_ids", pa.list_(pa.int32())),
+        ("tokens", pa.list_(pa.string())),
+        ("log_probs", pa.list_(pa.float32())),  # natural logarithm, given the row's tokens before it
+    ]
+)
 
 
 class Predictions(Callback):
@@ -198,7 +200,12 @@ class Predictions(Callback):
         self._writer = pq.ParquetWriter(self.path, SCHEMA, compression="zstd")
 
     def on_predict_batch_end(
-        self, trainer: Trainer, pl_module: LightningModule, outputs: Tensor, batch: Batch, batch_idx: int,
+        self,
+        trainer: Trainer,
+        pl_module: LightningModule,
+        outputs: Tensor,
+        batch: Batch,
+        batch_idx: int,
         dataloader_idx: int = 0,
     ) -> None:
         datamodule = trainer.datamodule
@@ -209,13 +216,15 @@ class Predictions(Callback):
                 continue
             document, start = datamodule.predicted.popleft()
             ids = labels[counts].tolist()
-            rows.append({
-                "document": document,
-                "start": start,
-                "token_ids": ids,
-                "tokens": [datamodule.tokenizer.decode([token]) for token in ids],
-                "log_probs": log_probs[counts].tolist(),
-            })
+            rows.append(
+                {
+                    "document": document,
+                    "start": start,
+                    "token_ids": ids,
+                    "tokens": [datamodule.tokenizer.decode([token]) for token in ids],
+                    "log_probs": log_probs[counts].tolist(),
+                }
+            )
         self._writer.write_table(pa.Table.from_pylist(rows, schema=SCHEMA))
 
     def on_predict_end(self, trainer: Trainer, pl_module: LightningModule) -> None:

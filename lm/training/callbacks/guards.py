@@ -286,7 +286,12 @@ class SkippedData(Callback):
         self._rows += batch.bad
 
     def on_validation_batch_end(
-        self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Batch, batch_idx: int,
+        self,
+        trainer: Trainer,
+        pl_module: LightningModule,
+        outputs: Any,
+        batch: Batch,
+        batch_idx: int,
         dataloader_idx: int = 0,
     ) -> None:
         self._validated |= set(batch.bad)

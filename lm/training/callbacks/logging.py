@@ -152,20 +152,22 @@ class RunLog(Callback):
         """Replace `state.json`; `phase` is `compiling`, `training`, `validating` or `evaluating`."""
         if not trainer.is_global_zero:
             return
-        trainer.run.write_state({
-            "run": trainer.run.name,
-            "status": "running",
-            "phase": phase,
-            "step": trainer.global_step,
-            "max_steps": trainer.max_steps,
-            "tokens": trainer.tokens_seen,
-            "max_tokens": trainer.steps.tokens(trainer.max_steps),
-            "metrics": self.latest,
-            "eta_seconds": self.eta(trainer),
-            "pid": os.getpid(),
-            "host": socket.gethostname(),
-            "time": time.time(),
-        })
+        trainer.run.write_state(
+            {
+                "run": trainer.run.name,
+                "status": "running",
+                "phase": phase,
+                "step": trainer.global_step,
+                "max_steps": trainer.max_steps,
+                "tokens": trainer.tokens_seen,
+                "max_tokens": trainer.steps.tokens(trainer.max_steps),
+                "metrics": self.latest,
+                "eta_seconds": self.eta(trainer),
+                "pid": os.getpid(),
+                "host": socket.gethostname(),
+                "time": time.time(),
+            }
+        )
 
 
 def _numbers(metrics: dict[str, Tensor]) -> dict[str, float]:
@@ -210,8 +212,12 @@ def format_line(step: int, max_steps: int, metrics: dict[str, float]) -> str:
         f"{metric.short or metric.label} {metric.shown(metrics[name])}"
         for name, metric in METRICS.items() if name in LINE_METRICS and name in metrics
     ]  # fmt: skip
-    parts += [f"{name.removeprefix(loss)} {value:.4f}" for loss in ("train/loss/", "val/loss/")
-              for name, value in metrics.items() if name.startswith(loss)]  # of each source of a mixture
+    parts += [
+        f"{name.removeprefix(loss)} {value:.4f}"
+        for loss in ("train/loss/", "val/loss/")
+        for name, value in metrics.items()
+        if name.startswith(loss)
+    ]  # of each source of a mixture
     if "eval/core" not in metrics:
         parts += [f"{name.removeprefix('eval/').removesuffix('/accuracy')} {value:.1%}"
                   for name, value in metrics.items() if name.endswith("/accuracy")]  # fmt: skip

@@ -103,8 +103,10 @@ class PostMortem(Callback):
             with _failure_logged("continued"):
                 if trainer.is_global_zero:
                     postmortem.add_action(trainer.run, self._open, trainer.global_step, guard, action, message)
-        elif guard not in ("budget", "throughput") and trainer.run_state.stats.recent and (
-            len(self._known) < MAX_POSTMORTEMS or trainer.global_step in self._known or guard == "drill"
+        elif (
+            guard not in ("budget", "throughput")
+            and trainer.run_state.stats.recent
+            and (len(self._known) < MAX_POSTMORTEMS or trainer.global_step in self._known or guard == "drill")
         ):
             self._lines = 0
             self._open = self._incident(trainer, guard, action, message)

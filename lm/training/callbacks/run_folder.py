@@ -181,7 +181,8 @@ class RunFolder(Callback):
             )
         differences = {
             split: describe_difference(
-                before.get(split, []), [entry for entry in shards.get(split, []) if entry[0].split("/")[0] not in new])
+                before.get(split, []), [entry for entry in shards.get(split, []) if entry[0].split("/")[0] not in new]
+            )
             for split in sorted(before.keys() | shards.keys())
         }
         difference = "; ".join(f"{split}: {text}" for split, text in differences.items() if text)
