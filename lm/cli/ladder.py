@@ -228,7 +228,9 @@ def make_trainings(options: LadderOptions, overrides: list[str], recipe: str = "
     parts = []
     for depth in sorted({*options.sizes, *options.held_out}):
         try:
-            scaled, text = scale.scaled_config(depth, **options.horizon, **vars(options.scaled))
+            scaled, text = scale.scaled_config(
+                scale.ScaleRequest(**vars(options.scaled), depth=depth, **options.horizon)
+            )
         except RequestError as error:
             raise RequestError(f"depth {depth}: {error}") from error
         settings = yaml.safe_load(text)

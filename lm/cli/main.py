@@ -25,7 +25,7 @@ COMMANDS = {
     "test": ("lm.cli.config:main", "the same on all of the test data"),
     "predict": ("lm.cli.config:main", "per-token log-probabilities of texts, to Parquet"),
     "plan": ("lm.cli.config:main", "what a config means before it is run, and what is wrong with it"),
-    "scale": ("lm.cli.scale:scale", "a whole config from a depth, by published scaling rules"),
+    "scale": ("lm.cli.scale_command:scale", "a whole config from a depth or from hours, by published scaling rules"),
     "ladder": ("lm.cli.ladder:main", "train small models of several sizes, and predict the loss of a large one"),
     "data prepare": ("lm.cli.data:main_prepare", "tokenize texts into Parquet shards"),
     "data inspect": ("lm.cli.data:inspect", "what a data folder holds"),
@@ -59,7 +59,8 @@ MEANT = {
     "import": "--input {value} --output models/{name}", "scale": "--depth {value}",
 }  # fmt: skip
 # Modules of commands that import no torch.
-LIGHT = ("lm.cli.data", "lm.cli.monitor", "lm.cli.runs", "lm.cli.runs_compare", "lm.cli.runs_show", "lm.cli.scale")
+LIGHT = ("lm.cli.data", "lm.cli.monitor", "lm.cli.runs", "lm.cli.runs_compare", "lm.cli.runs_show",
+         "lm.cli.scale_command")  # fmt: skip
 # Those that take a training's config, and so all of its options.
 TRAINING = ("fit", "validate", "test", "predict", "plan", "profile", "bench step")
 

@@ -1,4 +1,4 @@
-"""`lm scale`: a whole config from a depth and a horizon, by published rules, with a reason on every line.
+"""A whole config from a depth and a horizon, by published rules, with a reason on every line; `lm scale` prints it.
 
 Each rule is a pure function that names its source; `training/builtin_optimizers` has those of the learning rates. They
 were found by others on other data, or by us on small models: a search starts there.
@@ -25,6 +25,7 @@ DATA = "data/pretrain-32k"
 TOKENS_PER_PARAMETER = 20.0  # Hoffmann et al., 2022, arXiv:2203.15556; nanochat takes 12, with Muon
 DEVICES = 8  # of a node; a batch of as many samples or more divides evenly over 8, 4, 2 and 1
 EMBEDDING, OUTPUT = 24.0, 4.8  # learning rate x width x sqrt(depth)
+HORIZONS = ("target_param_data_ratio", "target_flops", "max_steps")  # options that give the length
 DEVICE_TOKENS = 16_384  # the most tokens of a micro-batch, until `lm plan --fit` finds how many fit
 
 
@@ -49,6 +50,60 @@ class ScaleOptions:
     aspect_ratio: float = ASPECT
     head_dim: Count = HEAD_DIM
     window_pattern: str = PATTERN
+
+    def __post_init__(self) -> None:
+        require_positive({name: value for name, value in vars(self).items() if isinstance(value, int | float)})
+        if not self.window_pattern or set(self.window_pattern) - {"S", "L"}:
+            raise RequestError(f"--window_pattern {self.window_pattern!r} must be of S (a window) and L (all), such as "
+                               "SSSL")  # fmt: skip
+
+
+@dataclass(frozen=True)
+class ScaleRequest(ScaleOptions):
+    """The options of `lm scale` but for those of a time.
+
+    Args:
+        depth: Number of blocks; width, heads, batch, learning rate and decay follow. A number of parameters, such as
+            50M, gives the depth that comes nearest.
+        target_param_data_ratio: How long to train: tokens for each parameter outside the embedding; 20 if no horizon
+            is given.
+        target_flops: In place of it: floating-point operations of the whole run.
+        max_steps: In place of it: optimizer steps.
+    """
+
+    depth: Count | None = None
+    target_param_data_ratio: float | None = None
+    target_flops: float | None = None
+    max_steps: Count | None = None
+
+    @property
+    def horizon(self) -> dict[str, float]:
+        """The length that is given, by its option."""
+        return {name: value for name in HORIZONS if (value := getattr(self, name)) is not None}
+
+    @property
+    def blocks(self) -> int | None:
+        if self.depth is None or self.depth <= MOST_LAYERS:
+            return self.depth
+        sizes = {blocks: parameters(shape(blocks, self))["total"] for blocks in range(2, 200)}
+        return min(sizes, key=lambda blocks: abs(math.log(sizes[blocks] / self.depth)))
+
+    def command(self, others: dict[str, Any] = {}) -> str:
+        """What to type for the config, with options that are not here."""
+        usual, depth = vars(ScaleOptions()), {} if self.depth is None else {"depth": self.blocks}
+        changed = {name: f"{value:g}" if isinstance(value, float) else str(value)
+                   for name, value in vars(self).items() if value != usual.get(name, value)}  # fmt: skip
+        exact = {name: f"{value:.15g}" if isinstance(value, float) else str(value)
+                 for name, value in {**depth, **self.horizon, **others}.items()}  # fmt: skip
+        return " ".join(
+            ["lm scale", *(f"--{name} {shlex.quote(value)}" for name, value in {**exact, **changed}.items())]
+        )
+
+
+def require_positive(options: dict[str, float]) -> None:
+    for name, value in options.items():
+        if not 0 < value < math.inf:
+            raise RequestError(f"--{name} {value} must be above 0")
 
 
 @dataclass(frozen=True)
@@ -234,7 +289,7 @@ def _round_up(number: float, unit: int) -> int:
     return math.ceil(number / unit) * unit
 
 
-# ---- the command -----------------------------------------------------------------------------------------------------
+# ---- the config ------------------------------------------------------------------------------------------------------
 
 INTERVAL = 250  # optimizer steps between validations, and between checkpoints
 VALIDATED = 16  # batches a validation reads after so many steps: a fiftieth of their work
@@ -285,60 +340,32 @@ data:
 """
 
 
-def scale(**options: Any) -> None:
-    """Print a whole config from a depth, by published scaling rules."""
-    print(scaled_config(**options)[1], end="")
-
-
-def scaled_config(
-    depth: Count | None = None,
-    target_param_data_ratio: float | None = None,
-    target_flops: float | None = None,
-    max_steps: Count | None = None,
-    **others: Any,
-) -> tuple[Recipe, str]:
-    """The recipe of a depth, and a whole config of it as YAML. The arguments are the options of `lm scale`.
-
-    Args:
-        depth: Number of blocks; width, heads, batch, learning rate and decay follow. A number of parameters, such as
-            50M, gives the depth that comes nearest.
-        target_param_data_ratio: How long to train: tokens for each parameter outside the embedding; 20 if no horizon
-            is given.
-        target_flops: In place of it: floating-point operations of the whole run.
-        max_steps: In place of it: optimizer steps.
-        others: Those of `ScaleOptions`.
-    """
-    if depth is None:
-        raise RequestError("give the depth, such as --depth 12")
-    options, usual = ScaleOptions(**others), vars(ScaleOptions())
-    if depth > MOST_LAYERS:  # parameters are meant: the depth that comes nearest to them
-        sizes = {blocks: parameters(shape(blocks, options))["total"] for blocks in range(2, 200)}
-        blocks = min(sizes, key=lambda blocks: abs(math.log(sizes[blocks] / depth)))
-        depth = blocks
-    horizons = {"target_param_data_ratio": target_param_data_ratio, "target_flops": target_flops,
-                "max_steps": max_steps}  # fmt: skip
-    given = {name: value for name, value in horizons.items() if value is not None}
+def scaled_config(request: ScaleRequest) -> tuple[Recipe, str]:
+    """The recipe of a depth, and a whole config of it as YAML."""
+    if request.depth is None:
+        raise RequestError("give the depth, such as --depth 12, or the time, such as --hours 8")
+    given = request.horizon
     if len(given) > 1:
         names = " and ".join(f"--{name}" for name in given)
         raise RequestError(f"{names} each give the length of the run: give one of them")
-    for name, value in {**given, **vars(options)}.items():
-        if not isinstance(value, str) and not 0 < value < math.inf:
-            raise RequestError(f"--{name} {value} must be above 0")
-    if not options.window_pattern or set(options.window_pattern) - {"S", "L"}:
-        raise RequestError(f"--window_pattern {options.window_pattern!r} must be of S (a window) and L (all), such as "
-                           "SSSL")  # fmt: skip
-    if not given:
-        target_param_data_ratio = TOKENS_PER_PARAMETER
-    made = recipe(shape(depth, options), optimizer=options.optimizer, tokens_per_parameter=target_param_data_ratio,
-                  flops=target_flops, steps=max_steps)  # fmt: skip
-    typed = {name: f"{value:.15g}" for name, value in given.items()}
-    typed |= {name: shlex.quote(f"{value:g}" if isinstance(value, float) else str(value))
-              for name, value in vars(options).items() if value != usual[name]}  # fmt: skip
-    command = " ".join([f"lm scale --depth {depth}", *(f"--{name} {value}" for name, value in typed.items())])
-    return made, write_yaml(made, command, _horizon(made, given), options)
+    made = recipe(
+        shape(request.blocks, request),
+        tokens_per_parameter=request.target_param_data_ratio if given else TOKENS_PER_PARAMETER,
+        flops=request.target_flops,
+        steps=request.max_steps,
+        optimizer=request.optimizer,
+    )
+    return made, write_yaml(made, request.command(), _horizon(made, given), request)
 
 
-def write_yaml(made: Recipe, command: str, horizon: str, options: ScaleOptions) -> str:
+def validated_samples(made: Recipe) -> int:
+    """Samples of a validation."""
+    return math.ceil(VALIDATED * min(INTERVAL, made.steps) / INTERVAL) * made.batch
+
+
+def write_yaml(
+    made: Recipe, command: str, horizon: str, options: ScaleOptions, samples_at_once: int | None = None
+) -> str:
     """The YAML of a recipe: `command` makes it again, `horizon` is why the run is so long."""
     decoder, optimizer = made.decoder, BUILTIN[made.optimizer]
     memory = 1 / (made.learning_rate * made.weight_decay * made.steps)
@@ -370,9 +397,10 @@ def write_yaml(made: Recipe, command: str, horizon: str, options: ScaleOptions) 
         embedding_lr=rate(EMBEDDING), embedding_factor=EMBEDDING,
         output_lr=rate(OUTPUT), output_factor=OUTPUT,
         weight_decay=f"{made.weight_decay:.3g}", memory="all" if memory > 1 else f"{100 * memory:.2g}%",
-        micro_batch=micro_batch(made.batch, decoder.max_position_embeddings), batch=spelled_count(made.batch_tokens),
+        micro_batch=samples_at_once or micro_batch(made.batch, decoder.max_position_embeddings),
+        batch=spelled_count(made.batch_tokens),
         samples=plural(made.batch, "sample"),
-        val_tokens=spelled_count(math.ceil(VALIDATED * interval / INTERVAL) * made.batch_tokens),
+        val_tokens=spelled_count(validated_samples(made) * decoder.max_position_embeddings),
     )  # fmt: skip
 
 

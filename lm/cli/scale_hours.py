@@ -1,0 +1,273 @@
+"""`lm scale --hours`: depth, tokens and batch of the lowest loss that a device reaches in so much time.
+
+For each depth, the speed of the device says how many tokens the time has, and a published law what loss they lead to.
+The speed is that of `lm plan` for a named device; on this machine `lm bench step` measures it at the depth that is
+chosen, which may change the choice, and so on until the chosen depth has been measured.
+"""
+
+import json
+import logging
+import math
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import NamedTuple
+
+from lm.cli import scale
+from lm.cli.plan_facts import memory_facts, memory_of_option
+from lm.data.tokenizer import Tokenizer
+from lm.errors import RequestError, RunError, require_at_least
+from lm.model.config import MOST_LAYERS
+from lm.model.estimates import Step, assumed_speed
+from lm.runs.scaling_laws import FEWEST, fit_sizes
+from lm.system import process
+from lm.system.files import parse_json
+from lm.system.hardware import find_device
+from lm.system.units import format_count, format_duration, format_figure
+from lm.training.checks import has_kernels
+from lm.training.config import OptimizerConfig
+from lm.training.precision import precision_for_cpu
+
+log = logging.getLogger(__name__)
+FIRST = 4  # depth that is measured first, on a machine whose peak is not known
+PRECISION = "bf16-mixed"  # of the config
+MEASURED = 4  # optimizer steps that are timed
+STARTUP = 30.0  # seconds until the first step is done, on a device that is not here; assumed
+
+
+@dataclass(frozen=True)
+class TimeOptions:
+    """The options of `lm scale` that `scale` explains."""
+
+    hours: float | None = None
+    usd: float | None = None
+    rate: float | None = None
+    device: str = "auto"
+    devices: int | None = None
+    memory: str | None = None
+    peak_tflops: float | None = None
+    mfu: float | None = None
+    ladder: str | None = None
+
+    def seconds(self) -> float:
+        if self.usd is not None and (self.hours is not None or self.rate is None):
+            raise RequestError("--usd is in place of --hours, and takes --rate: US dollars an hour of the machine")
+        hours = self.hours if self.usd is None else self.usd / (self.rate or math.nan)
+        if not 0 < hours < math.inf:
+            raise RequestError(f"{hours:g} hours: --hours, --usd and --rate must be above 0")
+        return hours * 3600
+
+
+class Speed(NamedTuple):
+    """What a training takes on one device."""
+
+    flops: float  # operations a second in forward and backward pass
+    optimizer: float  # seconds of an optimizer step after them
+    start: float  # seconds until the first step is done
+    checkpoint: float  # seconds that training waits for one
+    basis: str  # where this is from
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """A recipe on so many devices."""
+
+    recipe: scale.Recipe
+    fitting: int  # samples of a micro-batch that a device has memory for
+    devices: int
+    speed: Speed
+
+    @property
+    def loss(self) -> float:
+        return expected_loss(self.recipe.multiplied, self.recipe.tokens)
+
+    @property
+    def micro_batch(self) -> int:
+        """Samples of a micro-batch."""
+        rule = scale.DEVICE_TOKENS // self.recipe.decoder.max_position_embeddings
+        return scale.power_of_two(min(rule, self.recipe.batch // self.devices, self.fitting), down=True)
+
+    def sample_seconds(self, samples: float) -> float:
+        """Of the forward and backward passes of so many samples."""
+        seq_len = self.recipe.decoder.max_position_embeddings
+        return samples * seq_len * self.recipe.flops_per_token / (self.speed.flops * self.devices)
+
+    @property
+    def step_seconds(self) -> float:
+        return self.sample_seconds(self.recipe.batch) + self.speed.optimizer
+
+    @property
+    def interval_seconds(self) -> float:
+        """Of a validation, which has the forward pass alone, a third of the operations, and of a checkpoint."""
+        return self.sample_seconds(scale.validated_samples(self.recipe)) / 3 + self.speed.checkpoint
+
+    @property
+    def seconds(self) -> float:
+        """Of the whole run."""
+        intervals = math.ceil(self.recipe.steps / scale.INTERVAL)
+        return self.speed.start + self.recipe.steps * self.step_seconds + intervals * self.interval_seconds
+
+    def fill(self, seconds: float) -> "Candidate":
+        """The same with as many steps as the time has, and the best batch for so many tokens."""
+        one = self
+        for _ in range(3):  # batch and steps follow from each other
+            per_step = one.step_seconds + one.interval_seconds / min(scale.INTERVAL, one.recipe.steps)
+            tokens = (seconds - one.speed.start) / per_step * one.recipe.batch_tokens
+            seq_len = one.recipe.decoder.max_position_embeddings
+            batch = one.devices * scale.power_of_two(scale.batch_tokens(max(1.0, tokens)) / seq_len / one.devices)
+            steps = int(tokens / (batch * seq_len))
+            if steps < 1:
+                raise RequestError(
+                    f"{format_duration(seconds)} are too few for one optimizer step of depth "
+                    f"{one.recipe.decoder.num_hidden_layers}: it takes {format_figure(one.step_seconds)} s for "
+                    f"{one.recipe.batch_tokens:,} tokens, and the program {format_figure(one.speed.start)} s to start: "
+                    "give more time, or a shorter --seq_len"
+                )
+            one = replace(one, recipe=replace(one.recipe, batch=batch, steps=steps))
+        return one
+
+
+def expected_loss(parameters: float, tokens: float) -> float:
+    """Nats a token of web text after `tokens`, by which depths are compared: their order counts, not the number.
+
+    Besiroglu et al., 2024, arXiv:2404.10102, who fitted the law of Hoffmann et al. (arXiv:2203.15556) again.
+    """
+    return 1.8172 + 482.01 / parameters**0.3478 + 2085.43 / tokens**0.3658
+
+
+def config_for_time(options: TimeOptions, scaled: scale.ScaleRequest, command: str) -> str:
+    """The YAML of the depth with the lowest expected loss, or of the given one, and of the steps that the time has."""
+    for name in scaled.horizon:
+        raise RequestError(f"--{name} gives the length of the run, and so does the time: give one of them")
+    if scaled.vocab_size == scale.VOCAB_SIZE and (Path(scaled.data) / "tokenizer.json").exists():
+        scaled = replace(scaled, vocab_size=Tokenizer.load(scaled.data).vocab_size)
+    best, others = Search(options, scaled).best([scaled.blocks] if scaled.depth else None)
+    made, notes = best.recipe, []
+    if others:
+        beside = (f"depth {one.recipe.decoder.num_hidden_layers}, {format_count(one.recipe.tokens)}" for one in others)
+        notes.append(f"With more loss by the law of arXiv:2404.10102, in the same time: {'; '.join(beside)} tokens.")
+    if options.ladder:
+        notes.append(ladder_loss(Path(options.ladder), made))
+    horizon = (
+        f"{format_count(made.tokens)} tokens, {made.tokens / made.multiplied:.3g} a parameter outside the embedding: "
+        f"{format_duration(best.seconds)} at {format_figure(best.step_seconds)} s a step "
+        f"({f'{best.devices} x ' * (best.devices > 1)}{best.speed.basis})"
+    )
+    title, rest = scale.write_yaml(made, command, horizon, scaled, best.micro_batch).split("\n", 1)
+    return "\n".join([title, *(f"# {note}" for note in notes), rest])
+
+
+class Search:
+    """Looks for the depth; keeps what was measured."""
+
+    def __init__(self, options: TimeOptions, scaled: scale.ScaleOptions) -> None:
+        require_at_least(1, "--", devices=options.devices)
+        if options.mfu is not None and not 0 < options.mfu <= 1:
+            raise RequestError(f"--mfu {options.mfu} must lie in (0, 1]")
+        self.options, self.scaled, self.seconds = options, scaled, options.seconds()
+        self.here = options.device == "auto" and not (options.memory or options.peak_tflops or options.mfu)
+        self.device, count = find_device(options.device, memory_of_option(options.memory), options.peak_tflops)
+        self.precision = PRECISION if self.device.capability else precision_for_cpu(PRECISION)
+        if not self.here and self.device.peak_flops(self.precision) is None:
+            raise RequestError(f"the peak of {self.device.name} in {self.precision} is not known: give --peak_tflops N")
+        self.devices = options.devices or (count if self.here else 1)
+        self.measured: dict[int, Speed] = {}
+
+    def best(self, depths: list[int] | None) -> tuple[Candidate, list[Candidate]]:
+        """The best depth, and the two next to it in loss."""
+        if self.here:
+            self.measure(depths[0] if depths else FIRST)
+        while True:
+            found = sorted(self.candidates(depths), key=lambda one: one.loss)
+            depth = found[0].recipe.decoder.num_hidden_layers
+            if not self.here or depth in self.measured:
+                return found[0], found[1:3]
+            self.measure(depth)
+
+    def candidates(self, depths: list[int] | None) -> Iterator[Candidate]:
+        """Depths from 2 on, until the loss has risen twice or the memory or the time does not do."""
+        lowest, higher = math.inf, 0
+        for depth in depths or range(2, MOST_LAYERS):
+            try:
+                made = self.recipe(depth)
+                one = Candidate(made, self.fitting(made), self.devices, self.speed(made)).fill(self.seconds)
+            except RequestError:
+                if lowest == math.inf:
+                    raise
+                return
+            yield one
+            higher += one.loss > lowest
+            lowest = min(lowest, one.loss)
+            if higher == 2:
+                return
+
+    def recipe(self, depth: int) -> scale.Recipe:
+        """That of a depth, of a length which is not known yet."""
+        return scale.recipe(scale.shape(depth, self.scaled), steps=1000, optimizer=self.scaled.optimizer)
+
+    def fitting(self, made: scale.Recipe) -> int:
+        """Samples of a micro-batch that fit the device; all that are wanted if its memory is not known."""
+        step = Step(1, self.scaled.seq_len, self.precision, has_kernels(self.device, "auto"))
+        memory = memory_facts(made.decoder, step, OptimizerConfig(made.optimizer), self.device, False)
+        most = memory.get("largest_micro_batch", scale.DEVICE_TOKENS)
+        if most is None:
+            raise RequestError(f"not even one sample of {self.scaled.seq_len:,} tokens at depth "
+                               f"{made.decoder.num_hidden_layers} fits {self.device.name}")  # fmt: skip
+        return most
+
+    def speed(self, made: scale.Recipe) -> Speed:
+        """As measured at this depth, or at the nearest one; or a share of the device's peak."""
+        if not self.here and self.options.mfu:
+            peak = self.device.peak_flops(self.precision)
+            return Speed(self.options.mfu * peak, 0.0, STARTUP, 0.0, f"{self.device.name}, {self.options.mfu:.0%} MFU")
+        if not self.here:
+            flops, basis = assumed_speed(self.device, self.precision, 1.0)
+            return Speed(flops, 0.0, STARTUP, 0.0, f"{self.device.name}, {basis}")
+        depth = made.decoder.num_hidden_layers
+        nearest = min(self.measured, key=lambda other: abs(math.log(other / depth)))
+        speed = self.measured[nearest]
+        return speed._replace(optimizer=speed.optimizer * made.parameters / self.recipe(nearest).parameters)
+
+    def measure(self, depth: int) -> None:
+        """Time steps of one micro-batch by `lm bench step`."""
+        made = self.recipe(depth)
+        samples = scale.power_of_two(min(scale.DEVICE_TOKENS // self.scaled.seq_len, self.fitting(made)), down=True)
+        log.info("measuring depth %d: %d steps of %d x %d tokens", depth, MEASURED, samples, self.scaled.seq_len)
+        with tempfile.TemporaryDirectory() as folder:
+            config, output = Path(folder) / "config.yaml", Path(folder) / "step.json"
+            config.write_text(scale.write_yaml(made, "", "", self.scaled, samples))
+            program = [sys.executable, *([str(process.script)] if process.script else ["-m", "lm"])]
+            done = subprocess.run(
+                [*program, "bench", "step", "--config", config, "--steps", str(MEASURED), "--checkpoints", "1",
+                 "--output", output, f"--data.global_batch_tokens={samples * self.scaled.seq_len}",
+                 f"--trainer.default_root_dir={folder}"],
+                capture_output=True, text=True,
+            )  # fmt: skip
+            if done.returncode:
+                raise RunError(f"depth {depth} could not be measured: {done.stderr.strip().splitlines()[-1]}")
+            found = json.loads(output.read_text())
+        optimizer = found["optimizer"]["ms_per_step"] / 1e3
+        rate = samples * self.scaled.seq_len / (found["ms_per_step"] / 1e3 - optimizer)
+        self.measured[depth] = Speed(
+            rate * made.flops_per_token, optimizer, found["first_step_s"], found["checkpoint"]["stall_ms"] / 1e3,
+            f"{self.device.name}, measured",
+        )  # fmt: skip
+
+
+def ladder_loss(folder: Path, made: scale.Recipe) -> str:
+    """What a ladder's law expects of a run, as a sentence."""
+    try:
+        found = parse_json((folder / "ladder.json").read_bytes())
+    except (OSError, ValueError) as error:
+        raise RequestError(f"--ladder {folder}: no ladder.json can be read: {error}; `lm ladder` makes it") from error
+    sizes = [size for size in found["sizes"] if size["losses"]]
+    if len(sizes) < FEWEST:
+        raise RequestError(f"--ladder {folder} has {len(sizes)} finished sizes, and a law takes {FEWEST}")
+    law = fit_sizes([size["flops"] for size in sizes], [size["losses"] for size in sizes])
+    loss, low, high, distance = law.predict(made.flops)
+    interval = "" if low is None else f", {format_figure(low)} to {format_figure(high)}"
+    far = f"; {distance:.1f} times the ladder's range beyond it" if distance else ""
+    return f"The law of {folder} expects {format_figure(loss)} {found['unit']}{interval}{far}."
