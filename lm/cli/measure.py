@@ -36,7 +36,7 @@ from torch.autograd.profiler import record_function
 
 from lm.cli.config import config_name, config_parser, quiet_lightning
 from lm.cli.options import BenchOptions, ProfileOptions
-from lm.cli.plan_facts import find_tokenizer, with_vocabulary
+from lm.cli.plan_facts import data_facts, find_tokenizer, is_prepared, with_vocabulary
 from lm.data.datamodule import DataModule
 from lm.data.parquet import COLUMN, LAYOUT, ROW_GROUP_TOKENS, ShardWriter
 from lm.data.tokenizer import END_OF_TEXT, Tokenizer
@@ -46,6 +46,7 @@ from lm.system.files import folder_bytes, refuse_url, write_atomically
 from lm.system.hardware import device_name
 from lm.system.process import rank, run_facts, seconds_since_process_start
 from lm.system.units import format_bytes, format_count, plural
+from lm.training.budget import steps_within
 from lm.training.callbacks.guards import not_training
 from lm.training.callbacks.run_folder import RunFolder
 from lm.training.callbacks.standard import standard_callbacks
@@ -92,7 +93,9 @@ def bench_step(arguments: list[str]) -> None:
     found = describe_times(config, timer, trainer)
     if config.output:
         write_atomically(config.output, json.dumps(found, indent=2) + "\n")
-    if config.json:
+    if config.hours is not None:
+        print(f"--trainer.max_steps {steps_of_hours(config, found)}")
+    elif config.json:
         print(json.dumps(found))
     else:
         show_times(found)
@@ -152,7 +155,7 @@ def fit_briefly(
     root = Path(config.trainer.default_root_dir)
     # Beside the runs: a checkpoint is timed, and the system's temporary folder may lie in memory.
     with tempfile.TemporaryDirectory(prefix=".lm-bench-", dir=root if root.is_dir() else ".") as folder:
-        data_options = vars(config.data)
+        data_options = dict(vars(config.data))
         if not own_data:
             write_random_data(Path(folder) / "data", find_vocab_size(config), config.data)
             data_options |= dict.fromkeys(
@@ -491,6 +494,22 @@ def checkpoint_cost(timer: StepTimer, interval: int, ms_per_step: float) -> dict
         "interval_steps": interval,
         "stall_share": stall / (interval * ms_per_step),
     }
+
+
+def steps_of_hours(config: Namespace, found: dict[str, Any]) -> int:
+    """Optimizer steps of a run of `--hours`, with its start, validations and checkpoints, by `describe_times`."""
+    data = data_facts(config.data, None, False)[0] if is_prepared(config.data) else {}
+    validated, step = data.get("val", {}).get("tokens", config.data.val_tokens or 0), found["ms_per_step"] / 1e3
+    validation = min(validated, config.data.val_tokens or validated) / found["tokens_per_second"] / 3  # forward alone
+    pauses = [(config.trainer.val_interval, validation)]
+    if found["checkpoint"]:
+        pauses.append((config.trainer.checkpoint_interval, found["checkpoint"]["stall_ms"] / 1e3))
+    left = config.hours * 3600 - found["first_step_s"] - validation  # one follows the last step
+    steps = int(steps_within(left, step, pauses))
+    if steps < 1:
+        raise RequestError(f"--hours {config.hours:g} are too few: the start takes {found['first_step_s']:.1f} s, a "
+                           f"validation {validation:.1f} s and a step {step:.3g} s")  # fmt: skip
+    return steps
 
 
 def show_times(found: dict[str, Any]) -> None:

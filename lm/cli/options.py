@@ -109,12 +109,14 @@ class BenchOptions:
     Args:
         steps: Optimizer steps that are timed, in rounds of trainer.log_interval steps.
         checkpoints: Checkpoints that are timed after them; 0 for none.
+        hours: Print the length of a run that takes so long, as an option of `lm fit`, and nothing else.
         json: Print one JSON object instead of lines.
         output: File to write the JSON object to.
     """
 
     steps: Count = Count(50)
     checkpoints: int = 3
+    hours: float | None = None
     json: bool = False
     output: Path | None = None
 

@@ -27,6 +27,7 @@ from lm.system import process
 from lm.system.files import parse_json
 from lm.system.hardware import find_device
 from lm.system.units import format_count, format_duration, format_figure
+from lm.training.budget import steps_within
 from lm.training.checks import has_kernels
 from lm.training.config import OptimizerConfig
 from lm.training.precision import precision_for_cpu
@@ -114,8 +115,8 @@ class Candidate:
         """The same with as many steps as the time has, and the best batch for so many tokens."""
         one = self
         for _ in range(3):  # batch and steps follow from each other
-            per_step = one.step_seconds + one.interval_seconds / min(scale.INTERVAL, one.recipe.steps)
-            tokens = (seconds - one.speed.start) / per_step * one.recipe.batch_tokens
+            pauses = [(min(scale.INTERVAL, one.recipe.steps), one.interval_seconds)]
+            tokens = steps_within(seconds - one.speed.start, one.step_seconds, pauses) * one.recipe.batch_tokens
             seq_len = one.recipe.decoder.max_position_embeddings
             batch = one.devices * scale.power_of_two(scale.batch_tokens(max(1.0, tokens)) / seq_len / one.devices)
             steps = int(tokens / (batch * seq_len))

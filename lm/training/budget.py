@@ -4,7 +4,7 @@ import logging
 import math
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from datetime import UTC, datetime
 from pathlib import Path
 from statistics import median
@@ -67,6 +67,11 @@ class StepTimeEstimator:
 def validations_left(step: int, max_steps: int, interval: int) -> int:
     """Validations after a step: one every `interval` steps, and one after the last step."""
     return max_steps // interval - step // interval + (max_steps % interval > 0)
+
+
+def steps_within(seconds: float, step: float, pauses: Sequence[tuple[int, float]]) -> float:
+    """Optimizer steps of `step` seconds in some time, with pauses: every how many steps, and of how many seconds."""
+    return seconds / (step + sum(pause / interval for interval, pause in pauses))
 
 
 # ---- cost ------------------------------------------------------------------------------------------------------------

@@ -224,3 +224,18 @@ def test_a_slow_loader_is_waiting_for_data_and_a_slow_callback_is_logging(slowed
     assert HOOK * 1e3 <= parts["callbacks"]["ms_per_step"] < 2 * HOOK * 1e3
     assert next(iter(found["callbacks"])) == "SlowHook" and found["callbacks"]["SlowHook"] >= HOOK * 1e3
     assert parts["rest"]["ms_per_step"] < WAIT * 1e3
+
+
+def test_the_length_of_a_run_of_some_hours(tmp_path, monkeypatch, capsys):
+    """It is printed as an option of `lm fit`, and nothing else; a time without a step is one line."""
+    write_config(tmp_path, **{"trainer.log_interval": 2, "trainer.callbacks": None})
+    monkeypatch.chdir(tmp_path)
+    lengths = []
+    for hours in ("0.5", "1"):
+        bench_step([*BENCH[2:], "--checkpoints", "0", "--hours", hours])
+        option, steps = capsys.readouterr().out.split()
+        assert option == "--trainer.max_steps"
+        lengths.append(int(steps))
+    assert 1.2 < lengths[1] / lengths[0] < 3
+    with pytest.raises(RequestError, match="--hours 1e-06 are too few: the start takes"):
+        bench_step([*BENCH[2:], "--checkpoints", "0", "--hours", "1e-6"])
