@@ -168,6 +168,8 @@ class DataConfig:
         global_batch_tokens: Tokens of an optimizer step over all devices; one micro-batch a device if not given.
         val_tokens: Tokens of a validation, rounded down to whole samples, as many of each source; all if not given.
         shuffle_buffer: Tokens that may be held in memory to shuffle; part of what decides the order.
+        reshuffle: `documents`: a text that is repeated has its documents in another order in each epoch, so that its
+            samples are cut elsewhere.
         timeout: Seconds to wait for data before the run ends because a file system does not answer. Reads of remote
             shards that fail are retried for half of it.
         on_bad_shard: What a fit does when it meets a block of tokens that is damaged: `raise` ends it; `skip` leaves
@@ -195,6 +197,7 @@ class DataConfig:
     global_batch_tokens: Count | None = None
     val_tokens: Count | None = None
     shuffle_buffer: Count = Count(96 * 2**20)
+    reshuffle: Literal["documents"] | None = None
     # How it is read.
     timeout: float = TIMEOUT
     on_bad_shard: OnBadShard = "raise"

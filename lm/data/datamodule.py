@@ -25,6 +25,7 @@ from lm.data.loader import Batch, Reading, Stream, Windows
 from lm.data.mixture import Mixture, Phase, counts_of, phases_of
 from lm.data.overlap import describe_shared, shared_spans
 from lm.data.prepare import MANIFEST, cure_of_other_files, holds_other_files, made_from, prepare, refuse_other_options
+from lm.data.reshuffle import ReshuffledOrder, ReshuffledShards
 from lm.data.sampler import BLOCKS_AHEAD, Order, lanes_for
 from lm.data.shards import Shards, common_file
 from lm.data.text_files import read_documents
@@ -237,6 +238,9 @@ class DataModule(LightningDataModule):
             block_tokens=options.shuffle_buffer // BLOCKS_IN_BUFFER if split == "train" else None,
         )
         made = "stream" if shards.packed is None else "whole"
+        if options.reshuffle and made == "whole":
+            raise RequestError(f"data.reshuffle documents: {shards.source} has whole documents in each sample, which "
+                               "move as they are: leave it out")  # fmt: skip
         wanted = options.packing or ("whole" if options.prepare and options.prepare.packing == "whole" else made)
         if wanted != made:
             raise RequestError(
@@ -294,8 +298,17 @@ class DataModule(LightningDataModule):
             seed = self.seed
             if self.mixed:  # of the source's name, so that its order is the same whatever other sources there are
                 seed = int.from_bytes(sha256(f"{seed} {name}".encode()).digest()[:8], "big")
-            orders.append(Order(shards.windows(self.seq_len), seed, lanes=self._lanes(shards)))
+            windows, lanes = shards.windows(self.seq_len), self._lanes(shards)
+            if self.options.reshuffle:
+                orders.append(ReshuffledOrder(windows, seed, lanes, len(self.shards["train"].blocks)))
+            else:
+                orders.append(Order(windows, seed, lanes))
         return Mixture(orders, self._phases) if self.mixed else orders[0]
+
+    def _training_shards(self) -> Shards:
+        """Those of the blocks that `order` names."""
+        train = self.shards["train"]
+        return ReshuffledShards(train, self.seed, self.tokenizer.eos_id) if self.options.reshuffle else train
 
     def _lanes(self, shards: Shards) -> int:
         """Of one source, whatever other sources there are."""
@@ -319,7 +332,7 @@ class DataModule(LightningDataModule):
 
     def read_samples(self, first: int, count: int) -> tuple[np.ndarray, list[tuple[str, int]]]:
         """Samples of the training stream, `(count, T + 1)`, and of each the file and the window of its block."""
-        train, length = self.shards["train"], self.seq_len
+        train, length = self._training_shards(), self.seq_len
         stride = train.stride(length)
         blocks, windows = self.order().locate(np.arange(first, first + count))
         rows = np.empty((count, length + 1), train.column.row_dtype)
@@ -329,7 +342,7 @@ class DataModule(LightningDataModule):
                 start = int(windows[index]) * stride
                 rows[index] = tokens[start : start + length + 1]
         places = zip(blocks.tolist(), windows.tolist(), strict=True)
-        return rows, [(train.blocks[block].file_of(window * stride), window) for block, window in places]
+        return rows, [(train.file_of(block, window * stride), window) for block, window in places]
 
     def sources_of(self, first: int, count: int) -> list[str | None]:
         """The names of the sources of samples; None without a mixture."""
@@ -347,7 +360,7 @@ class DataModule(LightningDataModule):
             held = sum(self._lanes(shards) * shards.largest.tokens for shards in self.by_source["train"].values())
             buffer = max(buffer, held + BLOCKS_AHEAD * self.shards["train"].largest.tokens)
         return Stream(
-            self.shards["train"],
+            self._training_shards(),
             self.order(),
             seq_len=self.seq_len,
             start=self.consumed,

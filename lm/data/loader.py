@@ -347,14 +347,14 @@ class BlockBuffer:
         if block in self.blocks:
             self.blocks.move_to_end(block)
         else:
-            tokens = self.shards.blocks[block].tokens
+            tokens = self.shards.block(block).tokens
             while self.blocks and self.held + tokens > self.capacity:
                 oldest = next(iter(self.blocks))
                 if self.latest[oldest] >= self.taken:
                     return False
                 del self.blocks[oldest], self.latest[oldest]
                 self.decoded.pop(oldest, None)
-                self.held -= self.shards.blocks[oldest].tokens
+                self.held -= self.shards.block(oldest).tokens
             self.held += tokens
             self.blocks[block] = self.decoders.submit(self.shards.read_tokens, block)
         self.latest[block] = self.wanted
@@ -373,7 +373,7 @@ class BlockBuffer:
                 if is_asked_to_wait():
                     continue
                 raise RunError(
-                    f"{self.shards.blocks[block]}: not read after {self.timeout:g} seconds (data.timeout); does its "
+                    f"{self.shards.block(block)}: not read after {self.timeout:g} seconds (data.timeout); does its "
                     "file system answer?"
                 ) from error
         return tokens

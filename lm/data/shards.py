@@ -243,6 +243,13 @@ class Shards:
     def largest(self) -> Block:
         return max(self.blocks, key=lambda block: block.tokens)
 
+    def block(self, index: int) -> Block:
+        return self.blocks[index]
+
+    def file_of(self, index: int, token: int) -> str:
+        """The file in which a token of a block stands."""
+        return self.block(index).file_of(token)
+
     def read(self, index: int) -> np.ndarray:
         """The ids of `read_tokens`."""
         return self.read_tokens(index).ids

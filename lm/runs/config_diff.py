@@ -17,7 +17,7 @@ PURPOSES = {
     # With others it would be another run: another model, other data, another order of the samples.
     "resume": Rule((
         "seed_everything", "model.decoder", "model.document_mask", "data.path", "data.train", "data.tokenizer",
-        "data.prepare", "data.column", "data.pad_id", "data.seq_len", "data.shuffle_buffer",
+        "data.prepare", "data.column", "data.pad_id", "data.seq_len", "data.shuffle_buffer", "data.reshuffle",
     )),
     # Of the decoder only what changes no weight's shape or meaning may be another.
     "branch": Rule(

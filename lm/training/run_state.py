@@ -173,7 +173,7 @@ class PlainRunState(RunState, Callback):
         vocabulary = sha256(json.dumps(data.tokenizer.vocabulary, sort_keys=True).encode()).hexdigest()
         settings = {"decoder": asdict(module.config), "tokenizer": vocabulary, "seed": data.seed,
                     "document_mask": module.options.document_mask, "seq_len": data.seq_len,
-                    "shuffle_buffer": data.options.shuffle_buffer}  # fmt: skip
+                    "shuffle_buffer": data.options.shuffle_buffer, "reshuffle": data.options.reshuffle}  # fmt: skip
         return json.loads(json.dumps(settings))
 
     def _refuse_other_settings(self, module: Any, saved: dict[str, Any]) -> None:
