@@ -54,6 +54,10 @@ DISK_RATE = 500e6  # bytes a second, of a SATA SSD; volumes of clouds begin at 1
 NETWORK_SECONDS = 3.0  # that an object store is waited for
 LONG_WARMUP = 0.2  # share of the run
 MANY_EPOCHS = 4  # up to here repeated tokens are nearly as good as new (Muennighoff et al., 2023, arXiv:2305.16264)
+REPEATED = f"tokens teach nearly as much as new ones for {MANY_EPOCHS} epochs; later the validation loss may rise again"
+END_EARLY = (
+    "give more data, or --trainer.early_stopping.patience 3; the checkpoint with the lowest loss is kept as `best`"
+)
 FEW_TOKENS = 5  # a parameter; 20 are the best for a budget of operations (Hoffmann et al., 2022, arXiv:2203.15556)
 FIRST_TRY = 5e6  # parameters, below which a model is one to try things with
 NEARLY_FULL = 0.92  # of the device's memory
@@ -171,9 +175,8 @@ def of_data(data: dict[str, Any], steps: dict[str, Any], config: Namespace) -> I
         yield from _of_source(source, data["sources"][source.name]["windows"], steps)
     if epochs > MANY_EPOCHS and not config.data.sources:
         yield Finding("warning", f"every token is seen {epochs:,.2f} times: "
-                      f"{_steps_an_epoch(data, steps)}, and the run has {steps['max_steps']:,}; beyond {MANY_EPOCHS} "
-                      "epochs repeated tokens teach little",
-                      "give more data, or train for fewer steps")  # fmt: skip
+                      f"{_steps_an_epoch(data, steps)}, and the run has {steps['max_steps']:,}; {REPEATED}",
+                      END_EARLY)  # fmt: skip
     if "val" not in data:
         yield Finding("warning", "there is no validation data: no best checkpoint, no early stopping", "give data.val")
         return
@@ -200,8 +203,8 @@ def _of_source(source: SourceConfig, windows: int, steps: dict[str, Any]) -> Ite
                       f"{most:g}: {arithmetic}", "give it less weight or more data, train for fewer steps, or raise "
                       "its max_epochs")  # fmt: skip
     elif most is None and epochs > MANY_EPOCHS:
-        yield Finding("warning", f"data.sources {source.name} is repeated {epochs:,.3g} times: {arithmetic}; beyond "
-                      f"{MANY_EPOCHS} epochs repeated tokens teach little",
+        yield Finding("warning", f"data.sources {source.name} is repeated {epochs:,.3g} times: {arithmetic}; "
+                      f"{REPEATED}",
                       "give it less weight or more data, or its max_epochs if this is meant")  # fmt: skip
 
 
