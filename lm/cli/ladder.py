@@ -442,8 +442,7 @@ def start(one: Training, place: str | None) -> subprocess.Popen:
     while one.run.is_locked() and time.monotonic() < began + PATIENCE and not STOP.received:
         time.sleep(POLL)
     write_atomically(one.file, one.config)
-    program = [sys.executable, *([str(process.script)] if process.script else ["-m", "lm"])]
-    command = [*program, "fit", "--config", str(one.file), "--run", one.run.name, "--ckpt_path", "auto"]
+    command = [*process.command(), "fit", "--config", str(one.file), "--run", one.run.name, "--ckpt_path", "auto"]
     environment = os.environ | ({} if place is None else {"CUDA_VISIBLE_DEVICES": place})
     log.info("%s begins%s", one.run.name, f" on GPU {place}" if place else "")
     with open(one.log, "ab") as file:

@@ -9,7 +9,6 @@ import json
 import logging
 import math
 import subprocess
-import sys
 import tempfile
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
@@ -240,10 +239,9 @@ class Search:
         with tempfile.TemporaryDirectory() as folder:
             config, output = Path(folder) / "config.yaml", Path(folder) / "step.json"
             config.write_text(scale.write_yaml(made, "", "", self.scaled, samples))
-            program = [sys.executable, *([str(process.script)] if process.script else ["-m", "lm"])]
             done = subprocess.run(
-                [*program, "bench", "step", "--config", config, "--steps", str(MEASURED), "--checkpoints", "1",
-                 "--output", output, f"--data.global_batch_tokens={samples * self.scaled.seq_len}",
+                [*process.command(), "bench", "step", "--config", config, "--steps", str(MEASURED),
+                 "--checkpoints", "1", "--output", output, f"--data.global_batch_tokens={samples * self.scaled.seq_len}",
                  f"--trainer.default_root_dir={folder}"],
                 capture_output=True, text=True,
             )  # fmt: skip

@@ -53,6 +53,11 @@ def under_srun() -> bool:
 script: Path | None = None  # the file that `lm.run` was called in, in place of this program
 
 
+def command() -> list[str]:
+    """The arguments that start this program in another process."""
+    return [sys.executable, *([str(script)] if script else ["-m", "lm"])]
+
+
 def program(other: Path | None = None) -> str:
     """How this program is started, as it is typed: `lm`, `python -m lm` or `python my_model.py`.
 
