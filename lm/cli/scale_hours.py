@@ -239,12 +239,10 @@ class Search:
         with tempfile.TemporaryDirectory() as folder:
             config, output = Path(folder) / "config.yaml", Path(folder) / "step.json"
             config.write_text(scale.write_yaml(made, "", "", self.scaled, samples))
-            done = subprocess.run(
-                [*process.command(), "bench", "step", "--config", config, "--steps", str(MEASURED),
-                 "--checkpoints", "1", "--output", output, f"--data.global_batch_tokens={samples * self.scaled.seq_len}",
-                 f"--trainer.default_root_dir={folder}"],
-                capture_output=True, text=True,
-            )  # fmt: skip
+            options = ["--config", config, "--steps", str(MEASURED), "--checkpoints", "1", "--output", output,
+                       f"--data.global_batch_tokens={samples * self.scaled.seq_len}",
+                       f"--trainer.default_root_dir={folder}"]  # fmt: skip
+            done = subprocess.run([*process.command(), "bench", "step", *options], capture_output=True, text=True)
             if done.returncode:
                 raise RunError(f"depth {depth} could not be measured: {done.stderr.strip().splitlines()[-1]}")
             found = json.loads(output.read_text())
