@@ -159,12 +159,8 @@ class OwnLauncher:
     """A base of strategies, named first, that start processes by `launcher_class`; they take none as an argument."""
 
     launcher_class: type[ScriptLauncher]
-    model: Any  # this and the next are those of Lightning's strategies, of closer types
-    lightning_module: Any
-    checkpoint_io: Any
-    cluster_environment: Any
-    num_processes: Any
-    num_nodes: Any
+    model: Any  # the module, sharded or in DDP
+    lightning_module: Any  # a LanguageModule
 
     def _configure_launcher(self) -> None:
         self._launcher = self.launcher_class(self.cluster_environment, self.num_processes, self.num_nodes)

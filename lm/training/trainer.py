@@ -14,7 +14,7 @@ from lightning.fabric.plugins.environments.lightning import LightningEnvironment
 from lightning.fabric.plugins.environments.slurm import SLURMEnvironment
 from lightning.pytorch.callbacks import Callback, Checkpoint
 from lightning.pytorch.loggers import Logger
-from lightning.pytorch.profilers import AdvancedProfiler, Profiler, SimpleProfiler
+from lightning.pytorch.profilers import AdvancedProfiler, SimpleProfiler
 from lightning.pytorch.strategies import Strategy
 
 from lm.data.datamodule import DataModule
@@ -47,9 +47,7 @@ class Trainer(PatchedTrainer):
     Its arguments are the fields of `TrainerConfig`, where each is explained.
     """
 
-    datamodule: DataModule  # these are set by Lightning, which does not declare them
-    callbacks: list[Callback]
-    profiler: Profiler
+    datamodule: DataModule  # Lightning sets it, and does not declare it
     lightning_module: Any  # a LanguageModule, whose file imports this one
 
     @arguments_from(TrainerConfig, Callback=Callback, Logger=Logger)

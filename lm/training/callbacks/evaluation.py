@@ -200,13 +200,7 @@ class Predictions(Callback):
         self._writer = pq.ParquetWriter(self.path, SCHEMA, compression="zstd")
 
     def on_predict_batch_end(
-        self,
-        trainer: Trainer,
-        pl_module: LanguageModule,
-        outputs: Tensor,
-        batch: Batch,
-        batch_idx: int,
-        dataloader_idx: int = 0,
+        self, trainer: Trainer, pl_module: LanguageModule, outputs: Tensor, batch: Batch, *args: Any
     ) -> None:
         datamodule = trainer.datamodule
         rows = []

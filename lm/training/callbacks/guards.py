@@ -286,13 +286,7 @@ class SkippedData(Callback):
         self._rows += batch.bad
 
     def on_validation_batch_end(
-        self,
-        trainer: Trainer,
-        pl_module: LanguageModule,
-        outputs: Any,
-        batch: Batch,
-        batch_idx: int,
-        dataloader_idx: int = 0,
+        self, trainer: Trainer, pl_module: LanguageModule, outputs: Any, batch: Batch, *args: Any
     ) -> None:
         self._validated |= set(batch.bad)
 
