@@ -1,6 +1,7 @@
 """`python -m lm` and the console script `lm`."""
 
 import sys
+from typing import NoReturn
 
 import lm
 
@@ -8,7 +9,7 @@ OTHER = ("lm: another project's package `lm` was installed or removed after this
          "pip uninstall lm; pip install --force-reinstall --no-deps lm-pretrain")  # fmt: skip
 
 
-def main() -> None:
+def main() -> NoReturn:
     """Run the command line and exit with its code."""
     if sys.platform == "win32":
         sys.exit("lm: it runs on Linux and macOS; on Windows, install it in WSL")

@@ -73,9 +73,9 @@ class BranchOptions:
             raise RequestError(f"--rewarm {self.rewarm:,} is all of the {self.tokens:,} tokens: make it shorter")
 
     @property
-    def tokens(self) -> int | None:
-        """Tokens that the branch trains on; None: as many as the other run has left."""
-        return self.decay or self.constant
+    def tokens(self) -> int:
+        """Tokens that the branch trains on; 0: as many as the other run has left."""
+        return self.decay or self.constant or 0
 
 
 def main(arguments: list[str]) -> None:

@@ -16,10 +16,10 @@ from typing import Any
 import torch
 import yaml
 from jsonargparse import ArgumentParser, Namespace, set_dumper
+from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch import Callback
 from lightning.pytorch.cli import LightningArgumentParser, LightningCLI
 from lightning.pytorch.loggers import Logger
-from lightning.pytorch.utilities.exceptions import MisconfigurationException
 
 from lm.cli.early import (
     LISTS,
@@ -293,7 +293,7 @@ class TrainingCLI(LightningCLI):
             self.checks.resume(self.resumed_run, config.force, self.changed, self.news)
             callbacks.append(self.checks)
         try:
-            trainer = self._instantiate_trainer(trainer_config, callbacks)
+            trainer: Any = self._instantiate_trainer(trainer_config, callbacks)
         except (MisconfigurationException, ValueError, TypeError) as error:
             raise RequestError(f"trainer: {' '.join(str(error).split())}") from error
         refuse_notebook(trainer)

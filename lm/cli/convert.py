@@ -5,6 +5,7 @@ An export is reloaded as others do and compared with its source. An import and a
 optimizer state, so that a new run can start from their weights.
 """
 
+import importlib.metadata
 import json
 import logging
 from collections.abc import Mapping, Sequence
@@ -14,7 +15,6 @@ from pathlib import Path
 from shlex import quote
 from tempfile import TemporaryDirectory
 
-import lightning.pytorch as lightning
 import torch
 import yaml
 from huggingface_hub import save_torch_state_dict
@@ -203,7 +203,7 @@ def checkpoint_content(weights: Mapping[str, Tensor], files: Mapping[str, str]) 
         "files": dict(files),
         "epoch": 0,
         "global_step": 0,
-        "pytorch-lightning_version": lightning.__version__,
+        "pytorch-lightning_version": importlib.metadata.version("lightning"),
         "lr_schedulers": [],
         "cursor": {"consumed": 0},
         "ranks": [],
@@ -276,13 +276,13 @@ def choose_checkpoints(run: Run, steps: Sequence[int] | None, last: int | None) 
         if there
         else f"run {run.path} has no checkpoint yet"
     )
-    if (steps is None) == (last is None):
-        raise RequestError(f"give the checkpoints with --steps, such as --steps 100 200, or with --last 3; {have}")
-    if steps is None:
+    if steps is None and last is not None:
         usable = [step for step, path in there.items() if path not in left_behind]
         if last > len(usable):
             raise RequestError(f"--last {last}: {have}; trainer.keep_checkpoints and trainer.keep_every keep more")
         steps = usable[-last:] if last > 0 else []
+    elif steps is None or last is not None:
+        raise RequestError(f"give the checkpoints with --steps, such as --steps 100 200, or with --last 3; {have}")
     if missing := [step for step in steps if step not in there]:
         raise RequestError(f"there is no checkpoint of step {missing[0]}: {have}")
     if len(set(steps)) < 2:

@@ -94,7 +94,7 @@ def _python() -> Iterator[Check]:
     yield Check("lm", "ok", f"{lm_version()} on {platform.platform()}")
     yield Check("Python", "ok", f"{platform.python_version()} at {sys.executable}")
     needed = [one for one in importlib.metadata.requires("lm-pretrain") or [] if "extra ==" not in one]
-    wrong = [one for one in needed if not any(importlib.metadata.distributions(name=re.match(r"[\w.-]+", one)[0]))]
+    wrong = [one for one in needed if not any(importlib.metadata.distributions(name=re.split(r"[^\w.-]", one)[0]))]
     if wrong:
         yield Check("packages", "error", f"missing: {', '.join(wrong)}", f"pip install {' '.join(map(repr, wrong))}")
     else:

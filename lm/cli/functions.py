@@ -109,7 +109,7 @@ def fit(
             refuse_unknown_options("fit", arguments)
             quiet_lightning()
             cli = TrainingCLI(["fit", *arguments, *["--force=true"] * force], callbacks)
-            return cli.trainer.run or cli.resumed_run
+            return cli.trainer.run or cli.resumed_run  # pyright: ignore[reportReturnType]
 
 
 def _dotted(settings: Mapping[str, Any], known: Sequence[str], group: str = "") -> Iterator[tuple[str, Any]]:

@@ -184,7 +184,7 @@ def write_texts(
         task = progress.add_task(f"{len(prompts)} texts", total=len(prompts) * settings.max_new_tokens)
         for first in range(0, len(prompts), TOGETHER):
             some, news = prompts[first : first + TOGETHER], []
-            sampling = replace(settings, seed=settings.seed + first)
+            sampling = replace(settings, seed=(settings.seed or 0) + first)
             for new in generate_text(model.decoder, model.tokenizer, some, sampling, step=step):
                 first_token = first_token or time.perf_counter() - began
                 progress.advance(task)

@@ -126,7 +126,7 @@ class LadderOptions:
         self.planned = {option: value for option, value in planned.items() if value is not None}  # as of `lm plan`
         self.scaled = scale.ScaleOptions(**scaled)
         if not vocab_size and (Path(self.scaled.data) / "tokenizer.json").exists():
-            vocab_size = Tokenizer.load(self.scaled.data).vocab_size
+            vocab_size = Count(Tokenizer.load(self.scaled.data).vocab_size)
         self.scaled = replace(self.scaled, vocab_size=vocab_size or scale.VOCAB_SIZE)
 
     @property

@@ -148,12 +148,12 @@ def add_laws(found: dict[str, Any], measured: Sequence[Measured]) -> None:
         })  # fmt: skip
         for one, at in zip(targets, beyond, strict=True):
             prediction, mean = fit.predict(at), fmean(one.losses) if one.losses else None
-            known = mean is not None and prediction.low is not None
+            low, high = prediction.low, prediction.high
             found["predictions"].append({
                 "depth": one.size.depth, "of": quantity, **prediction._asdict(),
                 "times_largest": at / max(x), "range": max(x) / min(x), "measured": mean,
                 "error": None if mean is None else prediction.loss / mean - 1,
-                "within": prediction.low <= mean <= prediction.high if known else None,
+                "within": None if mean is None or low is None or high is None else low <= mean <= high,
             })  # fmt: skip
 
 
@@ -195,7 +195,7 @@ def verdict(found: Multipliers) -> str:
         return ("Nothing can be told: where all trainings of a size are finished, the ladder's recipe gains nothing "
                 "from its second half.")  # fmt: skip
     told = f"the ladder's recipe needs {mean.value:.2f} times its tokens to reach the other one's loss"
-    if mean.low is None:
+    if mean.low is None or mean.high is None:
         return f"Nothing can be told from one seed: {told}, but noise may be all of it. Give --seeds 3."
     if mean.low <= 1 <= mean.high:
         more = f"to tell a difference of {TOLD - 1:.0%} takes about {plural(found.seeds_needed, 'seed')}"

@@ -157,21 +157,20 @@ def _dispatch(name: str, rest: list[str]) -> int:
         from lm.cli import early, options
 
         early.refuse_bare_run(name, rest)
-    if name in TRAINING:
-        if asked := next((flag for flag in ("-h", "--help") if flag in rest), None):
-            following = [value for value in rest[rest.index(asked) + 1 :][:1] if not value.startswith("-")]
-            options.print_options(name, COMMANDS[name][1], *following)
+        if name in TRAINING:
+            if asked := next((flag for flag in ("-h", "--help") if flag in rest), None):
+                following = [value for value in rest[rest.index(asked) + 1 :][:1] if not value.startswith("-")]
+                options.print_options(name, COMMANDS[name][1], *following)
+                return 0
+            rest = [options.SEED_ALIAS.sub(f"--{options.SEED.name}", one) for one in options.replace_settings(rest)]
+            if name == "fit":
+                STOP.catch()
+            options.refuse_unknown_options(name, rest)
+            early.refuse_wrong_values(name, rest)
+        early.refuse_missing_run(name, rest)
+        if name in TRAINING:
+            _load(module, function)([name, *rest] if module == "lm.cli.config" else rest)
             return 0
-        rest = [options.SEED_ALIAS.sub(f"--{options.SEED.name}", one) for one in options.replace_settings(rest)]
-        if name == "fit":
-            STOP.catch()
-        options.refuse_unknown_options(name, rest)
-        early.refuse_wrong_values(name, rest)
-        early.refuse_missing_run(name, rest)
-        _load(module, function)([name, *rest] if module == "lm.cli.config" else rest)
-        return 0
-    if module not in LIGHT:
-        early.refuse_missing_run(name, rest)
     if name in ("branch", "ladder"):  # which take options of a training too
         STOP.catch()
         _load(module, function)(rest)

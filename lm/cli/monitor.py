@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from rich.columns import Columns
-from rich.console import Console, ConsoleOptions, Group, RenderableType
+from rich.console import Console, ConsoleOptions, Group, RenderableType, RenderResult
 from rich.layout import Layout
 from rich.live import Live
 from rich.padding import Padding
@@ -245,7 +245,7 @@ class RunView:
 
     watch: LiveRun
 
-    def __rich_console__(self, console: Console, options: ConsoleOptions) -> Iterator[RenderableType]:
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
         state, width, height = self.watch.state, options.max_width, options.height or options.max_height
         above = [title(state, width), progress(state)]
         if state.get("reason") and state["status"] not in ("running", "dead"):

@@ -69,7 +69,7 @@ def plan(config: Namespace, name: str) -> None:
     if config.json:
         print(json.dumps({**found, "findings": [finding._asdict() for finding in noted], "ready": not errors}))
     elif config.fit:
-        print(f"--data.micro_batch_size {best}")
+        print(*(f"--{name} {value}" for name, value in found["fit"].items()))
     else:
         show_plan(found, noted)
     if errors and not config.fit:

@@ -454,14 +454,14 @@ def time_facts(
     peak, flops = device.peak_flops(precision), model["flops_per_token"]
     if measured:
         rate, basis = measured["tokens_per_second"], measured["basis"]
-    elif peak is None:
+    elif peak is None or (assumed := assumed_speed(device, precision, flops + recomputed)) is None:
         return {"seconds": None, "basis": f"the peak of {device.name} in {precision} is not known: give --peak_tflops "
                 "N, or measure the same config with `lm bench step --steps 3 --output step.json` and give --bench "
                 "step.json"}  # fmt: skip
     elif mfu:
         rate, basis = mfu * peak / flops, f"{mfu:.0%} MFU, given"
     else:
-        rate, basis = assumed_speed(device, precision, flops + recomputed)
+        rate, basis = assumed
         if recomputed:
             basis += f"; {recomputed / flops:.0%} more work for activation checkpointing"
         if model["parameters"]["total"] < SMALL_MODEL or steps["micro_batch_size"] * steps["seq_len"] < SMALL_BATCH:

@@ -79,9 +79,9 @@ def compare(
     groups = group_by_seed(folders, names)
     several = len(groups) < len(folders)
     shown = [
-        mean_curve(group.name, [drawn[place] for place in group.members], metric, x)
-        if len(group.members) > 1
-        else series[group.members[0]]
+        series[group.members[0]]
+        if len(group.members) == 1
+        else mean_curve(group.name, [drawn[place] for place in group.members], metric, x)
         for group in groups
     ]
     compared = _compare_groups(groups, rows, metric, shown) if several else {}

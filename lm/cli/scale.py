@@ -83,10 +83,10 @@ class ScaleRequest(ScaleOptions):
 
     @property
     def blocks(self) -> int | None:
-        if self.depth is None or self.depth <= MOST_LAYERS:
-            return self.depth
+        if (depth := self.depth) is None or depth <= MOST_LAYERS:
+            return depth
         sizes = {blocks: parameters(shape(blocks, self))["total"] for blocks in range(2, 200)}
-        return min(sizes, key=lambda blocks: abs(math.log(sizes[blocks] / self.depth)))
+        return min(sizes, key=lambda blocks: abs(math.log(sizes[blocks] / depth)))
 
     def command(self, others: dict[str, Any] = {}) -> str:
         """What to type for the config, with options that are not here."""
@@ -172,7 +172,7 @@ def recipe(
     elif flops is not None:
         wanted = flops / step.flops_per_token
     else:
-        wanted = tokens_per_parameter * step.multiplied
+        wanted = (tokens_per_parameter or TOKENS_PER_PARAMETER) * step.multiplied
     batch = power_of_two(batch_tokens(wanted) / seq_len)
     if steps is None:
         steps = round(wanted / (batch * seq_len))

@@ -55,7 +55,7 @@ class TimeOptions:
     def seconds(self) -> float:
         if self.usd is not None and (self.hours is not None or self.rate is None):
             raise RequestError("--usd is in place of --hours, and takes --rate: US dollars an hour of the machine")
-        hours = self.hours if self.usd is None else self.usd / (self.rate or math.nan)
+        hours = (self.hours if self.usd is None else self.usd / (self.rate or math.nan)) or 0.0
         if not 0 < hours < math.inf:
             raise RequestError(f"{hours:g} hours: --hours, --usd and --rate must be above 0")
         return hours * 3600
@@ -220,12 +220,10 @@ class Search:
 
     def speed(self, made: scale.Recipe) -> Speed:
         """As measured at this depth, or at the nearest one; or a share of the device's peak."""
-        if not self.here and self.options.mfu:
-            peak = self.device.peak_flops(self.precision)
+        if not self.here and self.options.mfu and (peak := self.device.peak_flops(self.precision)):
             return Speed(self.options.mfu * peak, 0.0, STARTUP, 0.0, f"{self.device.name}, {self.options.mfu:.0%} MFU")
-        if not self.here:
-            flops, basis = assumed_speed(self.device, self.precision, 1.0)
-            return Speed(flops, 0.0, STARTUP, 0.0, f"{self.device.name}, {basis}")
+        if not self.here and (assumed := assumed_speed(self.device, self.precision, 1.0)):
+            return Speed(assumed[0], 0.0, STARTUP, 0.0, f"{self.device.name}, {assumed[1]}")
         depth = made.decoder.num_hidden_layers
         nearest = min(self.measured, key=lambda other: abs(math.log(other / depth)))
         speed = self.measured[nearest]

@@ -183,7 +183,7 @@ def _check_newer(shards: list[Shard], written: int) -> None:
         with _readable(shard), shard.open():
             pass
 
-    newer = [shard for shard in shards if shard.digest is not None and (shard.modified or 0) > written]
+    newer = [one for one in shards if one.digest and isinstance(one.modified, int) and one.modified > written]
     with ThreadPoolExecutor(FOOTER_THREADS) as pool:
         list(pool.map(check, newer))
 

@@ -82,7 +82,7 @@ class DataModule(LightningDataModule):
         self.sources = config.sources or [
             SourceConfig("all", config.path, config.train, config.val, config.tokenizer, config.column)
         ]
-        self.seq_len = config.seq_len
+        self.seq_len: int = config.seq_len or 0  # tokens of a sample; 0: not known yet
         self.micro_batch_size = config.micro_batch_size
         self.global_batch_tokens = config.global_batch_tokens
         self.cache = BlockCache(config.cache_dir, config.cache_bytes)
@@ -134,7 +134,7 @@ class DataModule(LightningDataModule):
 
     def setup(self, stage: str) -> None:
         """Open the tokenizer and the shards that this stage needs; footers or the manifest only, no tokens."""
-        if self.seq_len is None:
+        if not self.seq_len:
             raise RequestError("give DataModule(seq_len=...), the tokens of a sample: at most the decoder's "
                                "max_position_embeddings")  # fmt: skip
         self.tokenizer = self._common_tokenizer()

@@ -99,7 +99,7 @@ def prepare(options: PrepareOptions) -> dict[str, Any]:
 def _finished(output: Path, plan: dict[str, Any]) -> dict[str, Any] | None:
     """The manifest of a folder that is finished and fits the plan; None where it is still to be made."""
     manifest, *differences = _compare(output, MANIFEST, plan)
-    if difference := ", ".join(filter(None, differences)):
+    if manifest and (difference := ", ".join(filter(None, differences))):
         before = {name: value for name, value in manifest["options"].items() if value != plan["options"].get(name)}
         known = not differences[1] and None not in before.values() and before.get("tokenizer", "bpe") in LEARNED
         same = f"give {' '.join(f'--{name} {value}' for name, value in before.items())} to leave it as it is; or "
@@ -162,8 +162,8 @@ def _make(
     tasks = [(*shard, parts, options.seq_len) for shard in shards]
     entries = run_tasks(write_shard, tasks, sizes, "writing", options.workers)
     if named and shared is None:  # whole, that is
-        opened = [Shards.open(str(output / name), vocab_size=tokenizer.vocab_size) for name in ("train", "val")]
-        shared = describe_shared(*shared_spans(*opened, tokenizer.eos_id), "passages")
+        train, val = (Shards.open(str(output / name), vocab_size=tokenizer.vocab_size) for name in ("train", "val"))
+        shared = describe_shared(*shared_spans(train, val, tokenizer.eos_id), "passages")
     if shared:
         log.warning("%s", shared)
     for name, text in tokenizer.files().items():
@@ -308,7 +308,7 @@ def _sample(options: PrepareOptions, units: list[Unit], training: bool = True) -
         for piece in unit_pieces(unit, options.text_key, None):
             if wanted is None:  # a document begins
                 wanted = not training or split_of(piece, options.val_fraction) == "train"
-            if wanted:
+            if wanted and isinstance(piece.content, str):  # ids come with a tokenizer, and none is learned
                 nothing = False
                 left -= len(piece.content)
                 limit -= len(piece.content)

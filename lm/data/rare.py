@@ -14,7 +14,8 @@ def rare_tokens(shards: Shards, vocab_size: int) -> np.ndarray:
     The first 4 Mi tokens of the shards are counted. Tokens that occur are sorted by count, then by id, and taken from
     the rarest on as long as they make up at most 1 % of the count together; the rarest is always taken.
     """
-    counts = sum(np.bincount(tokens, minlength=vocab_size) for tokens in shards.pieces(COUNTED))
+    pieces = (np.bincount(tokens, minlength=vocab_size) for tokens in shards.pieces(COUNTED))
+    counts = sum(pieces, np.zeros(vocab_size, np.int64))
     rarest = np.argsort(counts, kind="stable")
     rarest = rarest[counts[rarest] > 0]
     within = np.cumsum(counts[rarest]) <= RARE_FRACTION * counts.sum()

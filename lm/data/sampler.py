@@ -64,7 +64,7 @@ class Order:
         sizes = np.full(self.lanes, full)
         sizes[self._lane[:longer]] += 1  # the last round of turns is not complete
         self._lane_starts = np.cumsum(sizes) - sizes
-        self._recent = (-1, None, None)  # the epoch used last, its blocks and their starts
+        self._recent = (-1, self.windows, self.windows)  # the epoch used last, its blocks and their starts
 
     def locate(self, samples) -> tuple[np.ndarray, np.ndarray]:
         """The block of each sample, and its window in that block: two (n,) int64 arrays.

@@ -163,8 +163,8 @@ class Shards:
         """
         sizes = tokenizer.token_bytes().astype(np.float64)
         weights = [sum(shard.row_groups) for shard in self.by_file.values()]
-        ratios = [shard.text_ratio for shard in self.by_file.values()]
-        if None not in ratios and any(weights):
+        ratios = [shard.text_ratio for shard in self.by_file.values() if shard.text_ratio is not None]
+        if len(ratios) == len(weights) and any(weights):
             return sizes * np.average(ratios, weights=weights)
         if tokenizer.byte_level:
             return sizes
@@ -234,8 +234,8 @@ class Shards:
     @property
     def padding_fraction(self) -> float | None:
         """The fraction of the targets of packed rows that are padding; None where it is not known."""
-        counts = [shard.padding for shard in self.by_file.values()]
-        if self.packed is None or None in counts or not self.tokens:
+        counts = [shard.padding for shard in self.by_file.values() if shard.padding is not None]
+        if self.packed is None or len(counts) < len(self.by_file) or not self.tokens:
             return None
         return sum(counts) / (self.tokens / (self.packed.seq_len + 1) * self.packed.seq_len)
 

@@ -17,7 +17,7 @@ from collections.abc import Hashable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path, PurePosixPath
 from shlex import quote
-from typing import BinaryIO, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 import pyarrow as pa
@@ -87,7 +87,7 @@ class TextFile:
         """The file as it is, seekable."""
         return open_file(*open_filesystem(self.address)[:2], self.name)
 
-    def stream(self) -> BinaryIO:
+    def stream(self) -> io.BufferedIOBase:
         """Its content, decompressed; seekable where it is not compressed."""
         stream = io.BufferedReader(self.open(), 2**23 if is_remote(self.name) else 2**20)
         if self.compression is None:
@@ -383,7 +383,7 @@ def _flat(file: TextFile, tokenizer: Tokenizer | None) -> Iterator[Piece]:
         raise RunError(f"{file.name} has {position:,} of the {count:,} token ids that its header has: it is truncated")
 
 
-def _npy_header(file: TextFile, stream: BinaryIO) -> tuple[np.dtype, int]:
+def _npy_header(file: TextFile, stream: io.BufferedIOBase) -> tuple[np.dtype, int]:
     """Read up to the values of a `.npy`; returns their type and how many there are."""
     try:
         version = np.lib.format.read_magic(stream)

@@ -253,7 +253,7 @@ class Tokenizer:
         steps = self.description.get("normalizer") or {}
         if any(step.get("handle_chinese_chars") for step in (steps, *steps.get("normalizers", ()))):
             texts = [BESIDE_CHINESE.sub("", text) for text in texts]  # blanks that cut them out as words
-        unknown = int((ids == self.vocabulary.get(self.unknown, -1)).sum())
+        unknown = 0 if self.unknown is None else int((ids == self.vocabulary.get(self.unknown, -1)).sum())
         return sum(len(text.encode()) for text in texts) + unknown
 
     @cached_property
@@ -415,12 +415,12 @@ class Encoder:
             return [self._codes[np.frombuffer(text.encode("utf-32-le"), "<u4")] for text in texts]
         if self._find is None:
             return [np.array(ids, self.dtype) for ids in self.tokenizer.encode_batch(texts)]
-        return [self._join(text) for text in texts]
+        return [self._join(text, self._find) for text in texts]
 
-    def _join(self, text: str) -> np.ndarray:
+    def _join(self, text: str, find: Callable[[str], list[str]]) -> np.ndarray:
         if not text.isascii() and BEYOND.search(text):
             return np.array(self.tokenizer.encode(text), self.dtype)
-        return np.frombuffer(b"".join(map(self._words.__getitem__, self._find(text))), self.dtype)
+        return np.frombuffer(b"".join(map(self._words.__getitem__, find(text))), self.dtype)
 
 
 class _Words(dict):

@@ -150,9 +150,10 @@ def generate(
 
 
 def _checked(config: DecoderConfig, index: int, prompt: list[int], eos_id: int | None) -> list[int]:
-    if not prompt and eos_id is None:
-        raise RequestError(f"prompt {index} is empty, and no eos_id is given to begin with")
-    prompt = prompt or [eos_id]
+    if not prompt:
+        if eos_id is None:
+            raise RequestError(f"prompt {index} is empty, and no eos_id is given to begin with")
+        prompt = [eos_id]
     vocab_size, context = config.vocab_size, config.max_position_embeddings
     outside = [token for token in prompt if not 0 <= token < vocab_size]
     if outside:
@@ -241,8 +242,8 @@ class Cache:
         positions = self.lengths[:, None] + torch.arange(length, device=device)  # (B, T)
         self.lengths += counts
         distance = positions[:, :, None] - torch.arange(slots, device=device)  # (B, T, S), from a slot to a token
-        dense = {None: (distance >= 0)[:, None]}  # (B, 1, T, S)
-        for window in set(self.windows) - {None}:
+        dense: dict[int | None, Tensor] = {None: (distance >= 0)[:, None]}  # (B, 1, T, S)
+        for window in filter(None, set(self.windows)):
             dense[window] = dense[None] & (distance < window)[:, None]
         masks = [
             AttentionMask(window, None, dense[window], Past(keys, values, positions))

@@ -141,10 +141,9 @@ def load_pretrained(
     if (folder / "run.json").exists():
         folder = Run(folder).checkpoint()
     device = _device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
-    if isinstance(dtype, str):
-        if dtype not in get_args(DTypeName):
-            raise RequestError(f"dtype {dtype!r}: give {', '.join(get_args(DTypeName))}, or a torch.dtype")
-        dtype = getattr(torch, dtype)
+    if isinstance(dtype, str) and dtype not in get_args(DTypeName):
+        raise RequestError(f"dtype {dtype!r}: give {', '.join(get_args(DTypeName))}, or a torch.dtype")
+    of_weights: torch.dtype | None = getattr(torch, dtype) if isinstance(dtype, str) else dtype
     document = read_object(folder / "config.json") if (folder / "config.json").exists() else {}
     if document.get("model_type") == MODEL_TYPE:
         script = Run(folder.resolve().parent).script
@@ -163,7 +162,7 @@ def load_pretrained(
     except RuntimeError as error:  # of other names or shapes, or integers
         reason = shorten(str(error).partition("\n")[2], LONGEST_REASON)
         raise RequestError(f"{folder}: the weights and config.json do not belong together: {reason}") from error
-    decoder.to(device, dtype)
+    decoder.to(device, of_weights)
     decoder.eval().requires_grad_(False)
     built = build(config, BuildOptions(), device, next(decoder.parameters()).dtype, make=lambda config: decoder)
     tokenizer = Tokenizer.load(folder, eos_token)

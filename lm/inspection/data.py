@@ -37,8 +37,8 @@ def jensen_shannon(p: np.ndarray, q: np.ndarray) -> np.ndarray:
     It is 0 for the same distribution and 1 for nothing in common; NaN where a sum is zero.
     """
     with np.errstate(invalid="ignore"):
-        p, q = (torch.from_numpy(counts / counts.sum(-1, keepdims=True)) for counts in map(np.float64, (p, q)))
-    parts = torch.special.entr((p + q) / 2) - (torch.special.entr(p) + torch.special.entr(q)) / 2
+        a, b = (torch.from_numpy(counts / counts.sum(-1, keepdims=True)) for counts in map(np.float64, (p, q)))
+    parts = torch.special.entr((a + b) / 2) - (torch.special.entr(a) + torch.special.entr(b)) / 2
     return parts.clamp(min=0).sum(-1).numpy() / math.log(2)
 
 
@@ -72,7 +72,7 @@ def open_data(run: Run) -> DataModule:
 def _with_paths_from(folder: Path, options: dict[str, Any]) -> dict[str, Any]:
     """The options of `data`, or of a source of a mixture, with paths that hold in any working directory."""
 
-    def absolute(value: str | list[str] | None) -> str | list[str] | None:
+    def absolute(value: Any) -> Any:  # a path, a list of them, or None
         if isinstance(value, list):
             return [absolute(one) for one in value]
         return value if value is None or "://" in value or folder == Path.cwd() else str(folder / value)

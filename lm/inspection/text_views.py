@@ -63,7 +63,7 @@ def _attention_weights(queries: Tensor, keys: Tensor, mask: AttentionMask) -> Te
     keys = keys.float().transpose(1, 2).repeat_interleave(groups, dim=1)  # (B, H, T, D)
     scores = queries @ keys.mT * queries.shape[-1] ** -0.5
     seen = dense_mask(queries.shape[2], mask.window, None, queries.device).dense  # (1, 1, T, T)
-    return scores.masked_fill(~seen, float("-inf")).softmax(-1)
+    return scores.where(seen, float("-inf")).softmax(-1)
 
 
 def attention_of(model: Pretrained, text: str) -> Attention:
@@ -82,7 +82,7 @@ def draw_attention(attention: Attention, layer: int) -> Figure:
     rows, side = -(-len(maps) // columns), 1.5 + 0.17 * length
     picture, grid = figure(rows, columns, width=max(6, side * columns + 0.8), height=side * rows + 0.6, squeeze=False)
     for head, (axes, weights) in enumerate(zip(grid.flat, maps, strict=False)):
-        image = _heat_map(axes, weights)
+        _heat_map(axes, weights)
         for axis in (axes.xaxis, axes.yaxis):
             axis.set_ticks(range(length), attention.tokens, fontsize=8, parse_math=False)
         axes.tick_params(axis="x", rotation=90)
@@ -90,7 +90,7 @@ def draw_attention(attention: Attention, layer: int) -> Figure:
         axes.grid(visible=False)
     for axes in grid.flat[len(maps) :]:
         axes.remove()
-    _color_bar(picture, image)
+    _color_bar(picture)
     picture.suptitle(f"Layer {layer}: rows are tokens, columns what they attend to", fontsize=11)
     return picture
 
@@ -100,23 +100,24 @@ def draw_all_heads(maps: np.ndarray) -> Figure:
     layers, heads = maps.shape[:2]
     picture, grid = figure(layers, heads, width=max(5, 1.2 + 1.2 * heads), height=0.8 + 1.2 * layers, squeeze=False)
     for (layer, head), axes in np.ndenumerate(grid):
-        image = _heat_map(axes, maps[layer, head])
+        _heat_map(axes, maps[layer, head])
         axes.set(xticks=[], yticks=[])
         if head == 0:
             axes.set_ylabel(f"layer {layer}", fontsize=9)
         if layer == 0:
             axes.set_title(f"head {head}", fontsize=9)
-    _color_bar(picture, image)
+    _color_bar(picture)
     picture.suptitle("All heads: rows are tokens, columns what they attend to", fontsize=11)
     return picture
 
 
-def _heat_map(axes: Any, weights: np.ndarray) -> Any:
+def _heat_map(axes: Any, weights: np.ndarray) -> None:
     unseen = np.triu(np.ones_like(weights, dtype=bool), 1)
-    return axes.imshow(np.ma.masked_array(weights, unseen), cmap=SEQUENTIAL, norm=PowerNorm(0.5, 0, 1))
+    axes.imshow(np.ma.masked_array(weights, unseen), cmap=SEQUENTIAL, norm=PowerNorm(0.5, 0, 1))
 
 
-def _color_bar(picture: Figure, image: Any) -> None:
+def _color_bar(picture: Figure) -> None:
+    image = picture.axes[0].images[0]  # the colours of all are the same
     picture.colorbar(image, ax=picture.axes, label="attention weight", ticks=(0, 0.05, 0.25, 0.5, 1), shrink=0.7)
 
 

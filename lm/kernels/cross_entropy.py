@@ -65,7 +65,7 @@ def _cpu(x: Tensor, weight: Tensor, labels: Tensor, ignore_index: int, z_loss: f
     return _chunked(overwrite, x, weight, labels, gradient)
 
 
-def constants(dtype: torch.dtype, vocab: int, gradient: bool) -> dict[str, object]:
+def constants(dtype: torch.dtype, vocab: int, gradient: bool) -> dict[str, Any]:
     """Preprocessor constants of the kernel for rows of this vocabulary, with or without the gradient."""
     vec, stride, warps = 16 // dtype.itemsize, _stride(vocab, dtype), 1
     while warps < 32 and stride > vec * warps * 32 * 4:  # few enough for two rows a multiprocessor

@@ -31,10 +31,10 @@ class Scaled(NamedTuple):
 
 
 class Float8(NamedTuple):
-    """A matrix in FP8 for each of its products; None where it was not asked for."""
+    """A matrix in FP8 for each of its products: each `Scaled`, or None where it was not asked for."""
 
-    matrix: Scaled | None  # (..., K)
-    transpose: Scaled | None  # (K, rows)
+    matrix: Any  # (..., K)
+    transpose: Any  # (K, rows)
 
 
 def _as_rows(x: Tensor) -> Tensor:
@@ -98,7 +98,7 @@ def transposed(results: Results) -> tuple[Tensor, Tensor]:
 def constants(
     dtype: torch.dtype, float8: torch.dtype, rows: int, width: int, vec: int, rowwise: bool, source: str = "MATRIX",
     weight_dtype: torch.dtype = torch.float32,
-) -> dict[str, object]:  # fmt: skip
+) -> dict[str, Any]:  # fmt: skip
     """Preprocessor constants of the kernels for rows of this width, loaded in vectors of `vec` elements."""
     return dict(T=runtime.TYPES[dtype], W=runtime.TYPES[weight_dtype], F="e4m3" if float8 == E4M3 else "e5m2",
                 SOURCE=source, WIDTH=width, VEC=vec, ROWWISE=int(rowwise), TRANSPOSED_VEC=1 if rows % 16 else 16,
@@ -115,7 +115,7 @@ def _cuda(
 def launch(
     source: str, results: tuple[Tensor, ...], rowwise: bool, x: Tensor, dz: Tensor | None = None,
     weight: Tensor | None = None, rstd: Tensor | None = None,
-) -> tuple[Tensor, ...]:  # fmt: skip
+) -> Any:  # fmt: skip
     """Quantise into `results`, which are returned, what `csrc/fp8.cu` computes as `source` of these tensors; an empty
     result is left out. They are `Results`, and for SwiGLU's gradient the transpose of `z` and its scale, too.
     """

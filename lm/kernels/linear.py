@@ -88,7 +88,7 @@ def forward(x: Tensor | Scaled, weight: Matrix, dtype: torch.dtype) -> Tensor:
     return F.linear(x, weight) if isinstance(x, Tensor) else product(x, weight.matrix, dtype)
 
 
-def dx(dout: Matrix, saved: Sequence[Tensor | None], dtype: torch.dtype) -> Tensor:
+def dx(dout: Matrix, saved: Sequence[Any], dtype: torch.dtype) -> Tensor:
     """The gradient of `x`, in its `dtype`: `(..., out)` and a weight `(out, in)`, as it was saved, to `(..., in)`."""
     return dout @ saved[0] if isinstance(dout, Tensor) else product(dout.matrix, Scaled(*saved), dtype)
 

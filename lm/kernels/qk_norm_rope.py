@@ -58,7 +58,7 @@ def _cpu_backward(
 
 
 def constants(dtype: torch.dtype, weight_dtype: torch.dtype | None, heads: int, kv_heads: int, dim: int,
-              vec: int) -> dict[str, object]:  # fmt: skip
+              vec: int) -> dict[str, Any]:  # fmt: skip
     """Preprocessor constants of the kernels for these heads, halves of a head loaded in vectors of `vec` elements.
 
     Without a `weight_dtype` there is no norm.

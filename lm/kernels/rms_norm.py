@@ -52,7 +52,7 @@ def _cpu_backward(
 
 def constants(
     dtype: torch.dtype, weight_dtype: torch.dtype, width: int, vec: int, float8: bool = False
-) -> dict[str, object]:  # fmt: skip
+) -> dict[str, Any]:  # fmt: skip
     """Preprocessor constants of the kernels for rows of this width, loaded in vectors of `vec` elements.
 
     With `float8` the forward pass returns e4m3, with a scale for each row.
@@ -240,9 +240,11 @@ class _NormLinear(torch.autograd.Function):
     def backward(ctx: Any, dstream: Tensor | None, dout: Tensor | None) -> tuple[Tensor | None, ...]:
         if dout is None:
             return dstream, dstream if ctx.adds else None, *(None,) * 5
-        *saved, wanted = *ctx.saved_tensors, ctx.needs_input_grad[4]
-        dout = linear.gradient_matrix(dout, ctx.of.scaling, True, wanted)
-        dx, dnorm, dweight = normed_product_backward(dout, dstream, *saved[:3], saved[3:], ctx.of, wanted)
+        (stream, norm_weight, rstd, *weight), wanted = ctx.saved_tensors, ctx.needs_input_grad[4]
+        gradient = linear.gradient_matrix(dout, ctx.of.scaling, True, wanted)
+        dx, dnorm, dweight = normed_product_backward(
+            gradient, dstream, stream, norm_weight, rstd, weight, ctx.of, wanted
+        )
         return dx, dx if ctx.adds else None, dnorm, None, dweight, None, None
 
 

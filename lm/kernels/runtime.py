@@ -60,7 +60,7 @@ def compile_source(name: str, arch: str, **defines: object) -> tuple[bytes, str]
     """As `cubin`, compiled now: the machine code, and the log, which has each kernel's registers and spilled bytes."""
     from cuda.bindings import nvrtc
 
-    def checked(result: tuple) -> object:
+    def checked(result: tuple) -> Any:
         if result[0] != nvrtc.nvrtcResult.NVRTC_SUCCESS:
             raise RunError(f"NVRTC failed on {name}.cu for {arch}: {result[0].name}")
         return result[1] if len(result) > 1 else None

@@ -36,7 +36,7 @@ def _cpu_backward_fp8(dz: Tensor, gate_up: Tensor, rowwise: bool) -> tuple[Tenso
     return *gradient, *fp8.transposed(fp8.on_cpu(z, E4M3, rowwise, False, True))
 
 
-def constants(dtype: torch.dtype, width: int, vec: int) -> dict[str, object]:
+def constants(dtype: torch.dtype, width: int, vec: int) -> dict[str, Any]:
     """Preprocessor constants of the kernels for results of this width, loaded in vectors of `vec` elements."""
     return dict(T=runtime.TYPES[dtype], WIDTH=width, VEC=vec)
 
@@ -108,10 +108,10 @@ class _NormMlp(torch.autograd.Function):
     def backward(ctx: Any, dstream: Tensor | None, dout: Tensor | None) -> tuple[Tensor | None, ...]:
         if dout is None:
             return dstream, dstream if ctx.adds else None, *(None,) * 8
-        saved, up, down = ctx.saved_tensors, ctx.up, ctx.down
-        gate_up, up_wanted, down_wanted = saved[3], ctx.needs_input_grad[4], ctx.needs_input_grad[7]
-        dout = linear.gradient_matrix(dout, down.scaling, True, down_wanted)
-        dz = linear.dx(dout, saved[6:], gate_up.dtype)  # (..., I)
+        (stream, norm_weight, rstd, gate_up, *weights), up, down = ctx.saved_tensors, ctx.up, ctx.down
+        up_wanted, down_wanted = ctx.needs_input_grad[4], ctx.needs_input_grad[7]
+        dbranch = linear.gradient_matrix(dout, down.scaling, True, down_wanted)
+        dz = linear.dx(dbranch, weights[2:], gate_up.dtype)  # (..., I)
         if up.scaling == down.scaling is not None:
             *gradient, z, scale = BACKWARD_FP8(dz, gate_up, up.scaling == "rowwise")
             dgate_up = Float8(Scaled(*gradient[:2]), Scaled(*fp8.transposed(gradient)))
@@ -120,8 +120,10 @@ class _NormMlp(torch.autograd.Function):
             dgate_up, z = BACKWARD(dz, gate_up)  # (..., 2 I), (..., I)
             dgate_up = linear.gradient_matrix(dgate_up, up.scaling, True, up_wanted)
             z = linear.input_matrix(z, down.scaling, True) if down_wanted else z
-        ddown = linear.dweight(dout, z, down) if down_wanted else None  # (out, I)
-        dx, dnorm, dup = normed_product_backward(dgate_up, dstream, *saved[:3], saved[4:6], up, up_wanted)
+        ddown = linear.dweight(dbranch, z, down) if down_wanted else None  # (out, I)
+        dx, dnorm, dup = normed_product_backward(
+            dgate_up, dstream, stream, norm_weight, rstd, weights[:2], up, up_wanted
+        )
         return dx, dx if ctx.adds else None, dnorm, None, dup, None, None, ddown, None, None
 
 

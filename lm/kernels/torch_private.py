@@ -2,6 +2,7 @@
 
 `training/lightning_patches` has those that only a training needs. A test lets them stand nowhere else.
 """
+# pyright: reportPrivateImportUsage=false
 
 import sys
 from collections.abc import Callable

@@ -131,7 +131,7 @@ def attend(q: Tensor, k: Tensor, v: Tensor, mask: AttentionMask, dropout: float 
     if mask.offsets is not None:
         return _varlen(q, k, v, mask)
     if mask.past is not None:
-        k, v = _with_past(k, v, mask)
+        k, v = _with_past(k, v, mask.past, mask)
         if q.shape[1] == 1:
             return _one_token(q, k, v, mask)
     heads, kv_heads = q.shape[2], k.shape[2]
@@ -161,8 +161,8 @@ def _scaled_dot_product_attention(q: Tensor, k: Tensor, v: Tensor, mask: Attenti
         return F.scaled_dot_product_attention(q, k, v, attn_mask=mask.dense, **options)
 
 
-def _with_past(k: Tensor, v: Tensor, mask: AttentionMask) -> tuple[Tensor, Tensor]:
-    keys, values, positions = mask.past
+def _with_past(k: Tensor, v: Tensor, past: Past, mask: AttentionMask) -> tuple[Tensor, Tensor]:
+    keys, values, positions = past
     rows = torch.arange(k.shape[0], device=k.device)[:, None]  # (B, 1)
     keys[rows, positions], values[rows, positions] = k, v
     used = mask.dense.shape[-1]
@@ -175,15 +175,9 @@ def _varlen(q: Tensor, k: Tensor, v: Tensor, mask: AttentionMask) -> Tensor:
     if width % FLASH_WIDTH:  # zeros change no product of queries and keys, and add columns of zeros to the result
         q, k, v = (F.pad(t, (0, -width % FLASH_WIDTH)) for t in (q, k, v))
     left = -1 if mask.window is None else mask.window - 1  # flash counts the tokens before, not the token itself
-    out = varlen_attn(
-        *(t.flatten(0, 1) for t in (q, k, v)),
-        mask.offsets,
-        mask.offsets,
-        length,
-        length,
-        scale=width**-0.5,
-        window_size=(left, 0),
-        **groups,
+    q, k, v = (t.flatten(0, 1) for t in (q, k, v))
+    out: Any = varlen_attn(
+        q, k, v, mask.offsets, mask.offsets, length, length, scale=width**-0.5, window_size=(left, 0), **groups
     )  # (B * T, H, D), or wider
     return out[..., :width].unflatten(0, (-1, length))  # (B, T, H, D)
 

@@ -24,7 +24,7 @@ def keeps_all(kernels: bool, compile: Compile) -> bool:
     return kernels and compile != "none" and torch.__version__ < RECOMPUTED_FROM
 
 
-def checkpoint_activations(decoder: nn.Module, mode: ActivationCheckpointing) -> None:
+def checkpoint_activations(decoder: Any, mode: ActivationCheckpointing) -> None:
     """Recompute activations in the backward pass instead of keeping them (Chen et al., 2016, arXiv:1604.06174).
 
     Call it after `model/fused.fuse` and before `compile_decoder`. Results are the same to the bit. `block` keeps what
@@ -42,7 +42,7 @@ def checkpoint_activations(decoder: nn.Module, mode: ActivationCheckpointing) ->
         ))  # fmt: skip
 
 
-def compile_decoder(decoder: nn.Module, mode: Compile) -> None:
+def compile_decoder(decoder: Any, mode: Compile) -> None:
     """Compile every block of a decoder and its loss in place; any other model as one.
 
     A block's `forward` is compiled and not its `__call__`: names of parameters do not change, and hooks around a block

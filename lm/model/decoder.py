@@ -11,7 +11,7 @@ I intermediate_size, V vocab_size.
 import math
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -121,7 +121,7 @@ class SelfAttention(nn.Module):
         """`(B, T, C)` to `(B, T, H, D)`, `(B, T, KV, D)` and `(B, T, KV, D)`."""
         qkv = self.qkv_proj(x).unflatten(-1, (-1, self.head_dim))  # (B, T, H + 2 KV, D)
         q, k, v = qkv.split((self.heads, self.kv_heads, self.kv_heads), dim=2)
-        if self.q_norm is not None:
+        if self.q_norm is not None and self.k_norm is not None:
             q, k = self.q_norm(q), self.k_norm(k)
         # The values are copied: a view would keep all of qkv in memory until the backward pass.
         return rotate(q, rotary), rotate(k, rotary), v.contiguous()
@@ -180,7 +180,7 @@ class Decoder(nn.Module):
         self.windows = config.windows  # of each layer
         self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size)
         self.dropout = nn.Dropout(config.dropout)
-        self.layers = nn.ModuleList(Block(config) for _ in range(config.num_hidden_layers))
+        self.layers: Any = nn.ModuleList(Block(config) for _ in range(config.num_hidden_layers))
         self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
         if not config.tie_word_embeddings:
             self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)

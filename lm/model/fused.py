@@ -12,6 +12,8 @@ Read `model/decoder` first. What differs here:
 On a GPU the ops are CUDA kernels; on a CPU, which only tests use, they are plain PyTorch.
 """
 
+from typing import Any
+
 import torch
 from torch import Tensor, nn
 
@@ -88,8 +90,8 @@ class FusedBlock(Block):
     ) -> tuple[Tensor, Tensor]:
         """The norm and `SelfAttention.forward`: the new `branch`, and `branch + stream`."""
         part, norm = self.self_attn, self.input_layernorm
-        proj = part.qkv_proj  # (B, T, C) -> (B, T, (H + 2 KV) * D)
-        stream, qkv = norm_linear(branch, stream, norm.weight, norm.eps, *proj.arguments)
+        given: Any = part.qkv_proj.arguments  # (B, T, C) -> (B, T, (H + 2 KV) * D)
+        stream, qkv = norm_linear(branch, stream, norm.weight, norm.eps, *given)
         q_weight, k_weight, eps = None, None, 0.0
         if part.q_norm is not None:
             q_weight, k_weight, eps = part.q_norm.weight, part.k_norm.weight, part.q_norm.eps
@@ -101,7 +103,7 @@ class FusedBlock(Block):
     def mlp_branch(self, branch: Tensor, stream: Tensor) -> tuple[Tensor, Tensor]:
         """The norm and `MLP.forward`: the new `branch`, and `branch + stream`."""
         norm, mlp = self.post_attention_layernorm, self.mlp
-        given = mlp.gate_up_proj.arguments, mlp.down_proj.arguments  # (B, T, C) -> (B, T, 2 I) -> (B, T, C)
+        given: Any = mlp.gate_up_proj.arguments, mlp.down_proj.arguments  # (B, T, C) -> (B, T, 2 I) -> (B, T, C)
         stream, branch = norm_mlp(branch, stream, norm.weight, norm.eps, *given)
         return branch, stream
 

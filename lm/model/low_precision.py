@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from lm.kernels.fp8 import Float8, Scaling, quantize
 from lm.kernels.linear import Matrix, linear
 from lm.kernels.torch_private import foreach_copy_, has_gradient_hooks
-from lm.model.decoder import Linear
+from lm.model.decoder import Decoder, Linear
 
 
 class LowPrecisionLinear(Linear):
@@ -54,7 +54,7 @@ class WeightCopies:
     mode on one device: neither a traced backward pass nor DDP would see it.
     """
 
-    def __init__(self, decoder: nn.Module, dtype: torch.dtype, adds: bool = False) -> None:
+    def __init__(self, decoder: Decoder, dtype: torch.dtype, adds: bool = False) -> None:
         self.decoder, self.adds = decoder, adds
         matrices = [part for part in decoder.modules() if isinstance(part, LowPrecisionLinear)]
         self.float8 = [(matrix, _float8(matrix)) for matrix in matrices if matrix.scaling is not None]

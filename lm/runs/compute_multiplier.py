@@ -52,7 +52,7 @@ def compute_multipliers(sizes: Sequence[Compared]) -> Multipliers:
     squares = sum((value - fmean(group)) ** 2 for group in groups for value in group)
     freedom = sum(len(group) - 1 for group in groups)
     noise = math.sqrt(squares / freedom) if freedom else None
-    reach = t_exceeded(1 - CONFIDENCE, freedom) if freedom else None
+    reach = t_exceeded(1 - CONFIDENCE, freedom) if freedom else math.nan
 
     def estimate(log: float, variance: float) -> Estimate:
         if noise is None:

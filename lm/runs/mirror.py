@@ -361,7 +361,7 @@ class Uploads:
         self._send_files()
         steps = self._run.steps()
         for step in sorted(steps, reverse=True):
-            self._send_checkpoint(steps[step])
+            self._send_checkpoint(steps[step], self._whole)
         for link in LINKS:
             if target := self._run.link(link):
                 self._send(link, io.BytesIO(target.name.encode()))
@@ -394,7 +394,7 @@ class Uploads:
                     self._sent[name] = (state.st_mtime_ns, state.st_size)
         self._sessions = {self._run.entered()}
 
-    def _send_checkpoint(self, folder: Path) -> None:
+    def _send_checkpoint(self, folder: Path, whole: dict[str, str | None]) -> None:
         """Upload a checkpoint that the mirror lacks; its files stay readable though the run may remove it meanwhile."""
         with ExitStack() as stack:
             try:
@@ -405,15 +405,15 @@ class Uploads:
                 marker = files.pop(MARKER).read()
             except (FileNotFoundError, KeyError):  # removed just now, after a newer one was written
                 return
-            if self._whole.get(folder.name) == _digest(marker):
+            if whole.get(folder.name) == _digest(marker):
                 return
-            self._whole[folder.name] = None
+            whole[folder.name] = None
             self._mirror.delete(f"{self._run.name}/{folder.name}/{MARKER}")
             for name, file in files.items():
                 self._send(f"{folder.name}/{name}", file)
             self._send_files()  # a resume needs the curves up to its step
             self._send(f"{folder.name}/{MARKER}", io.BytesIO(marker))
-            self._whole[folder.name] = _digest(marker)
+            whole[folder.name] = _digest(marker)
 
 
 def _digest(marker: bytes) -> str:

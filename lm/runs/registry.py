@@ -49,6 +49,10 @@ def known_runs() -> list[dict[str, Any]]:
     """
     try:
         path = place()
+    except LmError as error:
+        log.warning("%s", error)
+        return []
+    try:
         if not path.exists():
             return []
         with closing(sqlite3.connect(f"{path.resolve().as_uri()}?mode=ro", timeout=LOCK_TIMEOUT, uri=True)) as database:
@@ -57,8 +61,6 @@ def known_runs() -> list[dict[str, Any]]:
             return [{**dict.fromkeys(COLUMNS), **dict(row)} for row in rows]
     except sqlite3.Error as error:
         log.warning("the registry %s cannot be read: %s; `lm runs rebuild` makes it anew", path, error)
-    except LmError as error:
-        log.warning("%s", error)
     return []
 
 

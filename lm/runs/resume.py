@@ -185,7 +185,7 @@ def newest_whole(run: Run) -> Path | None:
         found[gone] = run.path / gone
 
     def newest_first(path: Path) -> tuple[bool, int]:
-        return path != last and path in left_behind, -int(STEP.fullmatch(path.name)[1])
+        return path != last and path in left_behind, -int(path.name.removeprefix("step-"))
 
     damaged = {}
     for path in sorted(found.values(), key=newest_first):

@@ -16,7 +16,6 @@ import threading
 import time
 from collections.abc import Callable
 from contextlib import suppress
-from itertools import count
 from pathlib import Path
 from typing import Any
 
@@ -241,17 +240,18 @@ class Run:
     def create(cls, name: str, root: Path | str = ROOT, taken: Callable[[str], bool] = lambda name: False) -> "Run":
         """Claim a new folder: `name`, else `name-2`, `name-3` ..., the first that is not there and not `taken`."""
         refuse_name(name)
-        for attempt in count(1):
-            path = Path(root) / (name if attempt == 1 else f"{name}-{attempt}")
-            if taken(path.name):
-                continue
+        path, attempt = Path(root) / name, 1
+        while True:
             try:
-                path.mkdir(parents=True)
-                return cls(path)
+                if not taken(path.name):
+                    path.mkdir(parents=True)
+                    return cls(path)
             except FileExistsError:
-                continue
+                pass
             except OSError as error:
                 raise RequestError(f"cannot make the run folder {path}: {error.strerror}") from error
+            attempt += 1
+            path = Path(root) / f"{name}-{attempt}"
 
     # ---- one process trains a run -------------------------------------------------------------------------------
 

@@ -30,7 +30,7 @@ class Group:
 
     name: str
     members: tuple[int, ...]  # their places in the list of runs
-    seeds: tuple[int, ...]
+    seeds: tuple[int | None, ...]  # None: the config has none
 
 
 def group_by_seed(runs: Sequence[Run], names: Sequence[str]) -> list[Group]:
@@ -120,7 +120,7 @@ def welch(after: Sequence[float], before: Sequence[float]) -> Difference:
     difference = second.mean - first.mean
     if second.stderr is None or first.stderr is None:
         return Difference(difference, None, None, None)
-    squares = [(one.stderr**2, one.seeds - 1) for one in (second, first)]
+    squares = [(second.stderr**2, second.seeds - 1), (first.stderr**2, first.seeds - 1)]
     error = math.sqrt(sum(square for square, _ in squares))
     if error == 0:  # no noise at all
         return Difference(difference, difference, difference, 1.0 if difference == 0 else 0.0)

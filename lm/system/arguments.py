@@ -205,13 +205,14 @@ def shorten(message: str, known: list[str]) -> str:
         name = ".".join(filter(None, unknown.groups()))
         return unknown_options({name: nearest_option(name, known) or "--help lists them"})
     # Of a type such as `int | None` the error of each part, without the list of the parts; that of None does not help.
-    key, indent = re.match(r'(?:Parser key "(.+?)":)?', message)[1], re.search(r"Errors:\n( *)- ", message)
+    key = next(iter(re.findall(r'\AParser key "(.+?)":', message)), None)
+    indent = re.search(r"Errors:\n( *)- ", message)
     errors = re.findall(rf"\n{indent[1]}- (.*(?:\n{indent[1]} {{4}}.*)*)", message) if indent else []
     if reasons := [each for each in errors if "NoneType" not in each]:
         given = re.search(r"class_path'?[=:] ?'(\S+?)'", message) or re.search(r"(?s)Given value: (.*)", message)
         # The error of a class itself counts, and not that the value is of no other type.
         text = ", or ".join([each for each in reasons if not each.startswith(("Expected", "Not a"))] or reasons)
-        text += "" if re.search("[Gg]ot |class_path", text) else f", got {given[1]}"
+        text += f", got {given[1]}" if given and not re.search("[Gg]ot |class_path", text) else ""
     else:
         text = message.partition('":')[2] if key else message
     text = re.sub(r"[Ee]xpected a <class '(?:\w+\.)*(\w+)'>", r"expected \1", " ".join(text.split()))

@@ -126,9 +126,8 @@ def peak_flops(device_name: str, precision: str) -> float | None:
     column = FAMILIES.get(re.sub(r"-(mixed|true|tensorwise|rowwise)$", "", precision))
     model = _model(device_name)
     row = next((peaks for pattern, peaks in PEAKS.items() if re.fullmatch(pattern, model)), None)
-    if row is None or column is None or row[column] is None:
-        return None
-    return row[column] * 1e12
+    peak = None if row is None or column is None else row[column]
+    return None if peak is None else peak * 1e12
 
 
 def _model(device_name: str) -> str:
@@ -308,7 +307,7 @@ def find_device(name: str, memory_bytes: int | None = None, peak_tflops: float |
 
 
 def _named_device(name: str) -> tuple[Device, int]:
-    known = {f"{_spelling(key)}{round(device.memory_bytes / 2**30)}gb": key for key, device in DEVICES.items()}
+    known = {f"{_spelling(key)}{round((device.memory_bytes or 0) / 2**30)}gb": key for key, device in DEVICES.items()}
     known |= {_spelling(spelled): key for key, device in DEVICES.items() for spelled in (key, device.name)}
     if (key := known.get(_spelling(name))) is not None:
         return DEVICES[key], 1

@@ -16,7 +16,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from functools import cache
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 from weakref import WeakSet
 
 from lm import __version__
@@ -135,7 +135,7 @@ def reader_pool(threads: int) -> ThreadPoolExecutor:
     return pool
 
 
-def leave(code: int) -> None:
+def leave(code: int) -> NoReturn:
     """Exit with this code; a read that does not return is not waited for, as Python and pyarrow would."""
     for pool in list(_reader_pools):
         pool.shutdown(wait=False, cancel_futures=True)

@@ -320,7 +320,7 @@ def with_retries(read: Callable, name: str, patience: float = PATIENCE):
     if not is_remote(name):
         return read()
     end = time.monotonic() + patience
-    reason, pause = None, FIRST_PAUSE
+    reason, pause, attempt = None, FIRST_PAUSE, 0
     for attempt in count(1):
         try:
             return call_within((end - time.monotonic()) / 2, read)

@@ -177,8 +177,8 @@ def _parse(text: str) -> ast.expr:
         raise RequestError(f"expression `{text}` is nested too deep to be read") from error
 
 
-def _evaluate(node: ast.expr, history: History) -> float | bool | None:
-    """The value of a number (NaN: unknown) or of a condition (None: undecided)."""
+def _evaluate(node: ast.expr, history: History) -> Any:
+    """The value of a number (a float, NaN: unknown) or of a condition (a bool, None: undecided)."""
     match node:
         case ast.Constant(value=value):
             return float(value)

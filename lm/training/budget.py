@@ -125,11 +125,11 @@ class Sidecar:
             content = parse_json(self.path.read_bytes())
             update, spent = str(content["last_update_utc"]), nonnegative(content["spent_usd"])
             date = datetime.fromisoformat(update)
+            if spent is None:
+                raise ValueError(content["spent_usd"])
         except OSError as error:
             return None, f"cannot be read ({error.strerror})"
         except (ValueError, KeyError, TypeError):
-            spent = None
-        if spent is None:
             return None, "is not whole: spent_usd and last_update_utc are needed"
         if update == self._update:
             return None, "has not been updated for 10 minutes" if self._clock() - self._seen > STALE else None
@@ -178,7 +178,7 @@ def judge(config: BudgetConfig, cost: Cost, projected: Cost | None, rate: float 
     for cap, form, now, _ in caps:
         if now >= cap:
             return Verdict("spent", f"{form(now)} of {form(cap)} are spent")
-    if None not in (rate, limit) and rate > limit:
+    if rate is not None and limit is not None and rate > limit:
         return Verdict("rate", f"an hour costs {_usd(rate)}, more than the {_usd(limit)} that it may")
     for cap, form, now, then in caps:
         if then is not None and then > cap:

@@ -17,7 +17,6 @@ from typing import Any
 
 import numpy as np
 import torch
-from lightning.pytorch import LightningModule
 from lightning.pytorch.plugins.io import CheckpointIO
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
@@ -140,7 +139,7 @@ class FolderCheckpointIO(CheckpointIO):
 # ---- content ---------------------------------------------------------------------------------------------------------
 
 
-def to_checkpoint(module: LightningModule, checkpoint: dict[str, Any]) -> None:
+def to_checkpoint(module: Any, checkpoint: dict[str, Any]) -> None:
     """Turn Lightning's checkpoint, in place, into a Hugging Face model, named optimizer state and the rest."""
     checkpoint.pop(module.CHECKPOINT_HYPER_PARAMS_KEY, None)  # config.json has them
     checkpoint.pop(module.CHECKPOINT_HYPER_PARAMS_NAME, None)
@@ -190,7 +189,7 @@ def model_files(
     }
 
 
-def restore_weights(module: LightningModule, checkpoint: dict[str, Any]) -> None:
+def restore_weights(module: Any, checkpoint: dict[str, Any]) -> None:
     """Turn weights and optimizer into what Lightning's strategies load, in place: the inverse of `to_checkpoint`."""
     weights = checkpoint["state_dict"]
     _refuse_other_class(checkpoint["files"], module)
@@ -273,7 +272,7 @@ def refuse_other_optimizer(written: dict[str, str] | None, now: dict[str, str]) 
 # ---- what does not fit -----------------------------------------------------------------------------------------------
 
 
-def _refuse_other_class(files: dict[str, str], module: LightningModule) -> None:
+def _refuse_other_class(files: dict[str, str], module: Any) -> None:
     document = json.loads(files["config.json"])
     there = document["architectures"][0] if document.get("model_type") == MODEL_TYPE else None
     mine = None if module.builtin else type(module).__name__
@@ -286,7 +285,7 @@ def _refuse_other_class(files: dict[str, str], module: LightningModule) -> None:
                        f"the command to the file that has `lm.run({there})`")  # fmt: skip
 
 
-def refuse_other_model(files: dict[str, str], module: LightningModule) -> None:
+def refuse_other_model(files: dict[str, str], module: Any) -> None:
     """Raise RequestError where a checkpoint's `config.json` describes a model that computes something else with the
     same weights: other rotary wavelengths, windows, heads ..."""
     document, config = json.loads(files["config.json"]), module.config
@@ -308,7 +307,7 @@ def refuse_other_model(files: dict[str, str], module: LightningModule) -> None:
         raise RequestError(f"this is a checkpoint of another model: {what}; give {cure}, or --force to compute it so")
 
 
-def _refuse_other_shapes(weights: dict[str, Tensor], module: LightningModule) -> None:
+def _refuse_other_shapes(weights: dict[str, Tensor], module: Any) -> None:
     config, expected = module.config, module.decoder.state_dict()
     if module.builtin:
         with torch.device("meta"):
@@ -339,8 +338,9 @@ def refuse_other_tokenizer(files: dict[str, str], data: DataModule, checkpoint: 
 def branched_from(checkpoint: Path) -> Path:
     """A checkpoint, or, of one that a new branch begins with, that of the run which it is from."""
     origin = Run(checkpoint.parent).read("run.json").get("branch")
-    begins = origin and checkpoint.name == f"step-{origin['step']:08}"
-    return Path(origin["path"], checkpoint.name) if begins else checkpoint
+    if origin and checkpoint.name == f"step-{origin['step']:08}":
+        return Path(origin["path"], checkpoint.name)
+    return checkpoint
 
 
 def rng_state() -> dict[str, Any]:

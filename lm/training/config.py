@@ -190,7 +190,8 @@ class ModelConfig:
     cuda_graphs: bool = False
 
     def __post_init__(self) -> None:
-        self.kernels = {True: "on", False: "off"}.get(self.kernels, self.kernels)  # YAML takes a bare `on` for true
+        if isinstance(self.kernels, bool):  # YAML takes a bare `on` for true
+            self.kernels = "on" if self.kernels else "off"
         for name, kind, such in (
             ("decoder", DecoderConfig, "hidden_size=64, num_hidden_layers=2"),
             ("optimizer", OptimizerConfig, "class_path='torch.optim.SGD', lr=0.1"),

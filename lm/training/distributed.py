@@ -23,8 +23,8 @@ from typing import Any, NoReturn
 
 import torch
 import torch.distributed as dist
-from lightning.fabric.plugins.environments import SLURMEnvironment
-from lightning.fabric.utilities.apply_func import apply_to_collection
+from lightning.fabric.plugins.environments.slurm import SLURMEnvironment
+from lightning.fabric.utilities.apply_func import apply_to_collection  # pyright: ignore[reportPrivateImportUsage]
 from lightning.pytorch import Trainer
 from lightning.pytorch.plugins import MixedPrecision
 from lightning.pytorch.strategies import DDPStrategy, ModelParallelStrategy
@@ -280,7 +280,7 @@ class ReplicatedStrategy(OwnLauncher, DDPStrategy):
         return optimizer.state_dict() if gather is None else gather(self.checkpoint_io.keep)
 
 
-def _add_in_bf16(state: None, bucket: dist.GradBucket) -> Future[Tensor]:
+def _add_in_bf16(state: None, bucket: dist.GradBucket) -> Future[Tensor]:  # pyright: ignore[reportPrivateImportUsage]
     """torch's hook, which DDP refuses by its name where ranks exchange over gloo, though gloo can."""
     return bf16_compress_hook(None, bucket)
 
@@ -309,7 +309,7 @@ class FullyShardedStrategy(OwnLauncher, ModelParallelStrategy):
     def on_train_start(self) -> None:
         _set_rank_timeout(self.rank_timeout)
 
-    def shard(self, decoder: nn.Module) -> None:
+    def shard(self, decoder: Any) -> None:
         """Shard a decoder in place: a unit a layer, and one for the rest.
 
         One on the meta device gets its first weights here, matrix by matrix, so that no device ever holds all of them.
@@ -325,7 +325,7 @@ class FullyShardedStrategy(OwnLauncher, ModelParallelStrategy):
             for part in decoder.modules():
                 if hasattr(part, "reset_parameters"):
                     deepcopy(part).to_empty(device=self.root_device).reset_parameters()
-        settings = dict(mesh=mesh, mp_policy=self._mixed_precision(), reshard_after_forward=self.options.reshard)
+        settings: Any = dict(mesh=mesh, mp_policy=self._mixed_precision(), reshard_after_forward=self.options.reshard)
         layers = list(getattr(decoder, "layers", ()))  # a custom model may have none
         for layer in layers:
             fully_shard(layer, **settings)
@@ -411,7 +411,7 @@ class FullyShardedStrategy(OwnLauncher, ModelParallelStrategy):
 
     def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> dict[str, Any]:
         """Rank zero reads. The others get everything but its tensors, of which they get the shapes."""
-        content, sent = {}, None
+        content, sent = {}, {}
         if self.is_global_zero:
             try:
                 content = self.checkpoint_io.load_checkpoint(checkpoint_path)

@@ -133,7 +133,7 @@ def drop_step_context(trainer: lightning.Trainer) -> None:
 
 def loss_scale(scaler: torch.amp.GradScaler) -> Tensor:
     """What gradients are multiplied with, on the device; the public `get_scale` would wait for it."""
-    return scaler._scale
+    return scaler._scale  # pyright: ignore[reportReturnType]
 
 
 def wrap_methods(target: Any, names: Iterable[str], wrap: Callable[[str, Callable], Callable]) -> None:
@@ -159,6 +159,8 @@ class OwnLauncher:
     """A base of strategies, named first, that start processes by `launcher_class`; they take none as an argument."""
 
     launcher_class: type[ScriptLauncher]
+    model: Any  # the module, sharded or in DDP
+    lightning_module: Any  # a LanguageModule
 
     def _configure_launcher(self) -> None:
         self._launcher = self.launcher_class(self.cluster_environment, self.num_processes, self.num_nodes)

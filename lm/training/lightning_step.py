@@ -6,7 +6,6 @@ from functools import partial
 from typing import Any
 
 import torch
-from lightning.pytorch import LightningModule
 from lightning.pytorch.strategies import SingleDeviceStrategy
 from torch import Tensor
 
@@ -30,7 +29,7 @@ class StepDropped(Exception):
 class LightningStep:
     """Optimizer steps of a `LanguageModule`, from the start of its training on."""
 
-    def __init__(self, module: LightningModule) -> None:
+    def __init__(self, module: Any) -> None:
         trainer = module.trainer
         if len(trainer.optimizers) != 1 or trainer.lr_scheduler_configs:
             raise RequestError(f"{type(module).__name__}.configure_optimizers returns one optimizer and no scheduler: "
@@ -101,7 +100,7 @@ class LightningStep:
         return replay
 
 
-def weight_copies(module: LightningModule) -> AbstractContextManager[Any]:
+def weight_copies(module: Any) -> AbstractContextManager[Any]:
     """A context in which all micro-batches share copies of the weights in half precision, where that pays."""
     precision = module.trainer.precision
     mixed = precision not in ("32-true", "bf16-true")

@@ -75,7 +75,7 @@ class LanguageModule(LightningModule):
         self.options, self.config = config, config.decoder  # which has a vocabulary once the data is open
         self.automatic_optimization = False  # `training_step` runs backward passes and optimizer itself
         self.run_state: RunState = PlainRunState()
-        self.step: LightningStep | None = None  # takes an optimizer step, while the model is trained
+        self.step: Any = None  # `LightningStep`, which takes an optimizer step, while the model is trained
         self.decoder: nn.Module | None = None  # compiled and sharded in place
         self.builtin, self.built = True, NOT_BUILT  # whether all parts are of `model/decoder`; kernels and attention
         self.validation = TokenLoss()  # sums of the validation that runs
@@ -184,7 +184,8 @@ class LanguageModule(LightningModule):
         try:
             result = self.step(batch, number)
         except StepDropped:  # after a signal, which only our Trainer handles
-            self.trainer.end_run(f"; the next one was not done within {self.trainer.stop_within / 2:g} s")  # it raises
+            self.trainer.end_run(f"; the next one was not done within {self.trainer.stop_within / 2:g} s")
+            raise
         self.run_state.record_step(number + 1, batch, result)
         return result.loss
 

@@ -321,7 +321,8 @@ class ReplicaExchange:
     def _arrived(self) -> Tensor:
         """What was sent to this rank; it is not kept, because all groups of a step are under way together."""
         self.work.wait()
-        arrived, self.buffer = self.buffer, None
+        arrived = self.buffer
+        del self.buffer
         return arrived
 
 

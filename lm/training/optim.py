@@ -12,7 +12,7 @@ from inspect import Parameter, signature
 from typing import Any
 
 import torch
-from lightning.fabric.utilities.apply_func import apply_to_collection
+from lightning.fabric.utilities.apply_func import apply_to_collection  # pyright: ignore[reportPrivateImportUsage]
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Replicate
 from torch.optim import Optimizer

@@ -2,6 +2,7 @@
 
 import logging
 from fnmatch import fnmatchcase
+from typing import Any
 
 import torch
 from lightning.pytorch import LightningModule
@@ -34,7 +35,7 @@ class Float8Precision(MixedPrecision):
     def autocast_context_manager(self) -> torch.autocast:
         return torch.autocast(self.device, dtype=torch.bfloat16, cache_enabled=False)
 
-    def convert_module(self, module: LightningModule) -> LightningModule:
+    def convert_module(self, module: Any) -> LightningModule:
         """Set how the products of the decoder's matrices are scaled. Lightning calls this once the decoder is built."""
         decoder = module.decoder
         keep = kept_in_bf16(self.keep, len(decoder.layers))

@@ -6,14 +6,13 @@ compiled blocks uncompiled, so that hooks inside a block are called. Every rank 
 as many samples, since weights are gathered on the way.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
 import numpy as np
 import torch
-from lightning.pytorch import LightningModule
 from torch import Tensor
 from torch.distributed.fsdp import FSDPModule
 from torch.utils.hooks import RemovableHandle
@@ -26,7 +25,7 @@ from lm.training.step_stats import StepRecord
 from lm.training.trainer import Trainer
 
 
-def token_losses(module: LightningModule, rows: np.ndarray, micro_batch: int) -> np.ndarray:
+def token_losses(module: Any, rows: np.ndarray, micro_batch: int) -> np.ndarray:
     """The loss of every token of samples `(N, T + 1)`, `micro_batch` of them at once: `(N, T)` fp32, in nats."""
     with _undisturbed(module), torch.no_grad():
         parts = [_losses(module, rows[first : first + micro_batch]).per_token.float().cpu()
@@ -34,7 +33,7 @@ def token_losses(module: LightningModule, rows: np.ndarray, micro_batch: int) ->
     return torch.cat(parts).numpy()
 
 
-def norms(module: LightningModule, rows: np.ndarray, gradients: bool = True) -> dict[str, Any]:
+def norms(module: Any, rows: np.ndarray, gradients: bool = True) -> dict[str, Any]:
     """Norms inside the network for one micro-batch, `(B, T + 1)`.
 
     `activations` has `rms` and `max`, the largest absolute value, of the embedding's output, of the residual stream
@@ -61,12 +60,12 @@ def norms(module: LightningModule, rows: np.ndarray, gradients: bool = True) -> 
     return {"activations": activations, "gradients": dict(zip(named, (sizes / tokens).tolist(), strict=True))}
 
 
-def _losses(module: LightningModule, rows: np.ndarray) -> Losses:
+def _losses(module: Any, rows: np.ndarray) -> Losses:
     return module.losses(Batch(torch.from_numpy(np.ascontiguousarray(rows)).to(module.device)))
 
 
 @contextmanager
-def _undisturbed(module: LightningModule) -> Iterator[None]:
+def _undisturbed(module: Any) -> Iterator[None]:
     """Evaluate uncompiled in this block; the inference mode of a validation is lifted."""
     try:
         with evaluating(module), torch.inference_mode(False), torch.compiler.set_stance("force_eager"):
@@ -108,7 +107,7 @@ Place = tuple[str | None, int | None]  # shard and window; None: the sample was 
 
 
 def gather_evidence(
-    trainer: Trainer, module: LightningModule, worst: StepRecord, ordinary: StepRecord | None
+    trainer: Trainer, module: Any, worst: StepRecord, ordinary: StepRecord | None
 ) -> Evidence:  # fmt: skip
     """The samples and norms of the worst step, and the norms of an ordinary one before it to compare with.
 
@@ -129,7 +128,7 @@ def gather_evidence(
         other_norms, without = _norms(module, other_rows[0, :, 0], without)
         reference = {"what": _name(ordinary, 0, 0, world), **other_norms}
     samples = [
-        Sample(first_sample(trainer, worst.step) + i, *places[i], rows[i].tolist(), losses[i].tolist())
+        Sample(first_sample(trainer, worst.step) + i, places[i][0], places[i][1], rows[i].tolist(), losses[i].tolist())
         for i in np.argsort(-means, kind="stable").tolist()
     ]
     decode = trainer.datamodule.tokenizer.decode
@@ -143,7 +142,7 @@ def gather_evidence(
     )
 
 
-def is_sharded(module: LightningModule) -> bool:
+def is_sharded(module: Any) -> bool:
     """Whether every rank has only a part of the weights, so that no rank can compute without the others."""
     return isinstance(module.decoder, FSDPModule)
 
@@ -159,7 +158,7 @@ def first_sample(trainer: Trainer, step: int) -> int:
     return trainer.run_state.cursor.end - steps_since * trainer.steps.global_batch
 
 
-def _read(trainer: Trainer, step: int) -> tuple[np.ndarray, list[Place]]:
+def _read(trainer: Trainer, step: int) -> tuple[np.ndarray, Sequence[Place]]:
     """The samples of a step, `(G, T + 1)`, and where they are from."""
     put = injected_rows(trainer, step)
     if put is not None:
@@ -171,7 +170,7 @@ def _name(step: StepRecord, micro: int, rank: int, world: int) -> str:
     return f"micro-batch {micro + 1} of step {step.step}" + (f" on rank {rank}" if world > 1 else "")
 
 
-def _norms(module: LightningModule, rows: np.ndarray, without: str | None) -> tuple[dict[str, Any], str | None]:
+def _norms(module: Any, rows: np.ndarray, without: str | None) -> tuple[dict[str, Any], str | None]:
     """The norms, and the reason if there are no gradients among them, such as no memory for them."""
     if without is None:
         try:

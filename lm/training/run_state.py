@@ -14,8 +14,7 @@ from typing import Any
 
 import lightning.pytorch as lightning
 import torch
-from lightning.fabric.utilities.rank_zero import rank_zero_info, rank_zero_warn
-from lightning.pytorch import LightningModule
+from lightning.fabric.utilities.rank_zero import rank_zero_info, rank_zero_warn  # pyright: ignore[reportPrivateImportUsage]
 from lightning.pytorch.callbacks import Callback
 from lightning.pytorch.strategies import DDPStrategy, SingleDeviceStrategy
 
@@ -73,14 +72,14 @@ class RunState:
         self.stats.add(step, batch, result)
         self.cursor = batch.cursor
 
-    def save(self, module: LightningModule, checkpoint: dict[str, Any]) -> None:
+    def save(self, module: Any, checkpoint: dict[str, Any]) -> None:
         """Turn Lightning's checkpoint, in place, into one of ours; on every rank."""
         checkpoint_state.to_checkpoint(module, checkpoint)
         checkpoint["cursor"] = {"consumed": self.cursor.end if self.cursor else 0}
         checkpoint["pending_validation"] = self.pending_validation
         checkpoint["step_stats"] = self.stats.state_dict()
 
-    def restore(self, module: LightningModule, checkpoint: dict[str, Any]) -> None:
+    def restore(self, module: Any, checkpoint: dict[str, Any]) -> None:
         """Put the run where a checkpoint left it, and turn weights and optimizer into what Lightning loads, in place.
 
         Hyper-parameters are the config's, so a changed learning rate is what is used.

@@ -126,11 +126,11 @@ def plan_steps(
             f"{micro_batch_size} x seq_len {seq_len} x {world_size} ranks = {at_once:,} tokens, "
             f"{wanted:,} / {at_once:,} = {wanted / at_once:.3f}; the nearest that fits is {nearest:,}{smaller}"
         )
-    if (max_steps is None) == (max_tokens is None):
+    if max_steps is None and max_tokens is not None:
+        max_steps = done[0] + max(0, math.ceil((max_tokens - done[1] * seq_len) / wanted))
+    elif max_steps is None or max_tokens is not None:
         have = "neither is" if max_steps is None else "both are"
         raise RequestError(f"give one of trainer.max_steps and trainer.max_tokens; {have} set")
-    if max_steps is None:
-        max_steps = done[0] + max(0, math.ceil((max_tokens - done[1] * seq_len) / wanted))
     if max_steps < 1:
         raise RequestError(f"trainer.max_steps {max_steps} must be at least 1")
     return Steps(seq_len, micro_batch_size, world_size, wanted // at_once, max_steps, done)

@@ -10,8 +10,8 @@ from typing import Any, NoReturn
 
 import lightning.pytorch as lightning
 import torch
-from lightning.fabric.plugins.environments import LightningEnvironment, SLURMEnvironment
-from lightning.pytorch import LightningDataModule, LightningModule
+from lightning.fabric.plugins.environments.lightning import LightningEnvironment
+from lightning.fabric.plugins.environments.slurm import SLURMEnvironment
 from lightning.pytorch.callbacks import Callback, Checkpoint
 from lightning.pytorch.loggers import Logger
 from lightning.pytorch.profilers import AdvancedProfiler, SimpleProfiler
@@ -46,6 +46,9 @@ class Trainer(PatchedTrainer):
 
     Its arguments are the fields of `TrainerConfig`, where each is explained.
     """
+
+    datamodule: DataModule  # Lightning sets it, and does not declare it
+    lightning_module: Any  # a LanguageModule, whose file imports this one
 
     @arguments_from(TrainerConfig, Callback=Callback, Logger=Logger)
     def __init__(self, config: TrainerConfig) -> None:
@@ -97,7 +100,7 @@ class Trainer(PatchedTrainer):
             plugins=plugins,
         )
 
-    def fit(self, model: LightningModule, datamodule: LightningDataModule, ckpt_path: str | None = None) -> None:
+    def fit(self, model: Any, datamodule: DataModule, ckpt_path: str | None = None) -> None:
         """Train, from scratch or from a checkpoint folder.
 
         `lm.runs.resume.find_checkpoint` finds the folder that `best`, `last` or `auto` means. A step has the
@@ -287,7 +290,7 @@ def _as_started(
 def device_count(devices: int | str | list[int]) -> int | None:
     """How many devices of a node are named; None: all of them."""
     if isinstance(devices, str) and "," in devices:
-        devices = [index for index in devices.split(",") if index.strip().isdigit()]
+        return sum(index.strip().isdigit() for index in devices.split(","))
     if isinstance(devices, list):
         return len(devices)
     return int(devices) if str(devices).isdigit() else None

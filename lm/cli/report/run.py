@@ -85,7 +85,7 @@ def _evaluations(run: Run) -> list[dict[str, Any]]:
     steps = sorted({one["step"] for one in every if one["step"] is not None}, reverse=True)
     found = []
     for step in steps:
-        merged = merge_evaluations(every, step)
+        merged = merge_evaluations(every, step) or {}
         tasks = [
             (name, f"{task['accuracy']:.1%}", "{:.1%} to {:.1%}".format(*task["interval"]), f"{task['baseline']:.1%}",
              f"{task['centered']:.3f}", f"{task['items']:,}", task["num_fewshot"])
@@ -102,7 +102,7 @@ def _evaluations(run: Run) -> list[dict[str, Any]]:
 
 def _estimate(mean: float | None, error: float | None) -> tuple[str, str]:
     """A mean, and its 95 % interval from its standard error; empty where they are not known."""
-    interval = "" if None in (mean, error) else f"{mean - 1.96 * error:.4f} to {mean + 1.96 * error:.4f}"
+    interval = "" if mean is None or error is None else f"{mean - 1.96 * error:.4f} to {mean + 1.96 * error:.4f}"
     return "" if mean is None else f"{mean:.4f}", interval
 
 
@@ -248,8 +248,8 @@ def axes_of(lines: list[dict[str, Any]]) -> dict[str, np.ndarray]:
 def _chart_of(name: str) -> tuple[str, str, str, Metric]:
     """The heading and the title of a metric's chart, and the label and the format of its curve."""
     if name.endswith(TRUNK):
-        *chart, label, metric = _chart_of(name.removesuffix(TRUNK))
-        return *chart, label + TRUNK, metric
+        heading, title, label, metric = _chart_of(name.removesuffix(TRUNK))
+        return heading, title, label + TRUNK, metric
     place = PLACES.get(name.partition("/")[0], OWN)
     if metric := METRICS.get(name):
         return place, metric.chart[1] if metric.chart else TITLES.get(name, metric.label), metric.label, metric

@@ -7,7 +7,6 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from lightning.pytorch import LightningModule
 from lightning.pytorch.callbacks import ModelCheckpoint
 
 from lm.errors import RequestError, RunError
@@ -17,6 +16,7 @@ from lm.runs.run import Run
 from lm.system.files import disk_space, remove_folder, remove_stale, stated_digest
 from lm.system.stop_signals import STOP
 from lm.training.distributed import how_to_resume
+from lm.training.module import LanguageModule
 from lm.training.optim import state_size
 from lm.training.trainer import Trainer
 
@@ -54,10 +54,10 @@ class Checkpoints(ModelCheckpoint):
         """Keep the newest checkpoint that is not younger than this step, until it is another one."""
         self._return_to = step
 
-    def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+    def setup(self, trainer: Trainer, pl_module: LanguageModule, stage: str) -> None:
         """Replaces ModelCheckpoint's choice of a folder."""
 
-    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+    def on_train_start(self, trainer: Trainer, pl_module: LanguageModule) -> None:
         self.saved_step = trainer.global_step if trainer.ckpt_path else -1
         if not trainer.is_global_zero:
             return
@@ -76,7 +76,7 @@ class Checkpoints(ModelCheckpoint):
             raise RunError(f"cannot write to the run folder {run.path}: {error.strerror or error}") from error
         self._warn_of_full_disk(trainer, pl_module)
 
-    def _warn_of_full_disk(self, trainer: Trainer, pl_module: LightningModule) -> None:
+    def _warn_of_full_disk(self, trainer: Trainer, pl_module: LanguageModule) -> None:
         item = next(pl_module.parameters()).element_size()
         one = checkpoint_bytes(pl_module.config, item, state_size(pl_module.options.optimizer))
         kept = self.keep + (trainer.max_steps // self.keep_every if self.keep_every else 0)
@@ -85,7 +85,7 @@ class Checkpoints(ModelCheckpoint):
         if not needed.suffices:
             log.warning("the disk of %s will be full: %s; make room", trainer.run.path, needed)
 
-    def on_train_batch_end(self, trainer: Trainer, pl_module: LightningModule, *args: Any) -> None:
+    def on_train_batch_end(self, trainer: Trainer, pl_module: LanguageModule, *args: Any) -> None:
         self._refuse_lost_run(trainer)
         if self._due(trainer.global_step) and not trainer.validates_after(trainer.global_step):
             self.save(trainer)
@@ -106,7 +106,7 @@ class Checkpoints(ModelCheckpoint):
         except OSError:  # a network's disk may be away for a moment
             pass
 
-    def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+    def on_validation_end(self, trainer: Trainer, pl_module: LanguageModule) -> None:
         if not trainer.fitting:
             return
         if trainer.run_state.pending_validation:  # the checkpoint of this step lacks it
@@ -124,17 +124,17 @@ class Checkpoints(ModelCheckpoint):
     def _is_kept(self, step: int) -> bool:
         return self.keep_every is not None and step % self.keep_every == 0
 
-    def on_save_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
+    def on_save_checkpoint(self, trainer: Trainer, pl_module: LanguageModule, checkpoint: dict[str, Any]) -> None:
         checkpoint["kept_for_good"] = self._name(trainer) in self.for_good  # also in the place of one that was
 
-    def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+    def on_train_epoch_end(self, trainer: Trainer, pl_module: LanguageModule) -> None:
         """Nothing: ModelCheckpoint would save."""
 
-    def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+    def on_train_end(self, trainer: Trainer, pl_module: LanguageModule) -> None:
         self.save(trainer)
         trainer.checkpoint_io.drain()
 
-    def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
+    def on_exception(self, trainer: Trainer, pl_module: LanguageModule, exception: BaseException) -> None:
         """Nothing: a state that may be broken must not become `last`."""
 
     def save(self, trainer: Trainer) -> None:

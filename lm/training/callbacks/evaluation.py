@@ -9,7 +9,6 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.parquet as pq
 import torch
-from lightning.pytorch import LightningModule
 from torch import Tensor
 
 from lm.data.loader import Batch
@@ -25,6 +24,7 @@ from lm.training.callbacks.guards import not_training
 from lm.training.callbacks.logging import RunLog
 from lm.training.config import EvaluationConfig, SamplesConfig
 from lm.training.distributed import FullyShardedStrategy
+from lm.training.module import LanguageModule
 from lm.training.trainer import Trainer
 
 log = logging.getLogger(__name__)
@@ -40,22 +40,22 @@ class BetweenSteps(Callback, ABC):
     name: str  # of what it does, for messages
     interval: int | None  # None: after every validation
 
-    def on_train_batch_end(self, trainer: Trainer, pl_module: LightningModule, *args: Any) -> None:
-        if self.interval is not None and self.is_due(trainer.global_step, trainer.max_steps):
+    def on_train_batch_end(self, trainer: Trainer, pl_module: LanguageModule, *args: Any) -> None:
+        if self.is_due(trainer.global_step, trainer.max_steps):
             self._run(trainer, pl_module)
 
-    def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+    def on_validation_end(self, trainer: Trainer, pl_module: LanguageModule) -> None:
         if trainer.fitting and self.interval is None:
             self._run(trainer, pl_module)
 
     def is_due(self, step: int, max_steps: int) -> bool:
-        return step % self.interval == 0
+        return self.interval is not None and step % self.interval == 0
 
     @abstractmethod
-    def run(self, trainer: Trainer, pl_module: LightningModule, sharded: bool) -> dict[str, float]:
+    def run(self, trainer: Trainer, pl_module: LanguageModule, sharded: bool) -> dict[str, float]:
         """Do it, on every rank, and return metrics. The ranks of a sharded model must compute together."""
 
-    def _run(self, trainer: Trainer, pl_module: LightningModule) -> None:
+    def _run(self, trainer: Trainer, pl_module: LanguageModule) -> None:
         sharded = isinstance(trainer.strategy, FullyShardedStrategy)
         if pl_module.device.type == "cuda":
             torch.cuda.synchronize()  # what is still queued is training
@@ -85,12 +85,12 @@ class Samples(BetweenSteps):
         self.texts = config.prompts or []
         self.prompts: list[list[int]] = []  # their token ids, while fitting
 
-    def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+    def setup(self, trainer: Trainer, pl_module: LanguageModule, stage: str) -> None:
         if stage == "fit":
             tokenizer = trainer.datamodule.tokenizer
             self.prompts = [tokenizer.encode(text) or [tokenizer.eos_id] for text in self.texts]
 
-    def run(self, trainer: Trainer, pl_module: LightningModule, sharded: bool) -> dict[str, float]:
+    def run(self, trainer: Trainer, pl_module: LanguageModule, sharded: bool) -> dict[str, float]:
         if self.prompts and (trainer.is_global_zero or sharded):
             with not_training(trainer):
                 texts = self.written(trainer, pl_module)
@@ -98,7 +98,7 @@ class Samples(BetweenSteps):
                     self._write_samples(trainer, texts)
         return {}
 
-    def written(self, trainer: Trainer, pl_module: LightningModule) -> list[str]:
+    def written(self, trainer: Trainer, pl_module: LanguageModule) -> list[str]:
         config, tokenizer = self.config, trainer.datamodule.tokenizer
         sampling = Sampling(config.temperature, config.top_k, max_new_tokens=config.max_new_tokens, seed=config.seed)
         tokens: list[list[int]] = [[] for _ in self.prompts]
@@ -149,14 +149,14 @@ class Evaluations(BetweenSteps):
         self.config, self.interval = config, config.interval
         self.tasks: list[Task] = []  # while fitting
 
-    def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+    def setup(self, trainer: Trainer, pl_module: LanguageModule, stage: str) -> None:
         if stage == "fit":  # before there is a run folder
             self.tasks = read_evaluation_tasks(self.config)
 
     def is_due(self, step: int, max_steps: int) -> bool:
-        return step % self.interval == 0 or step == max_steps
+        return self.interval is not None and (step % self.interval == 0 or step == max_steps)
 
-    def run(self, trainer: Trainer, pl_module: LightningModule, sharded: bool) -> dict[str, float]:
+    def run(self, trainer: Trainer, pl_module: LanguageModule, sharded: bool) -> dict[str, float]:
         run, run_log, config = trainer.run, RunLog.of(trainer), self.config
         run_log.write_state(trainer, "evaluating")
         try:
@@ -193,20 +193,14 @@ class Predictions(Callback):
     def __init__(self) -> None:
         self._writer: pq.ParquetWriter | None = None
 
-    def on_predict_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+    def on_predict_start(self, trainer: Trainer, pl_module: LanguageModule) -> None:
         if trainer.run is None:
             raise RequestError("predict needs a run to write to; name one with --run or --ckpt_path")
         self.path = trainer.run.path / "predictions.parquet"
         self._writer = pq.ParquetWriter(self.path, SCHEMA, compression="zstd")
 
     def on_predict_batch_end(
-        self,
-        trainer: Trainer,
-        pl_module: LightningModule,
-        outputs: Tensor,
-        batch: Batch,
-        batch_idx: int,
-        dataloader_idx: int = 0,
+        self, trainer: Trainer, pl_module: LanguageModule, outputs: Tensor, batch: Batch, *args: Any
     ) -> None:
         datamodule = trainer.datamodule
         rows = []
@@ -227,6 +221,6 @@ class Predictions(Callback):
             )
         self._writer.write_table(pa.Table.from_pylist(rows, schema=SCHEMA))
 
-    def on_predict_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+    def on_predict_end(self, trainer: Trainer, pl_module: LanguageModule) -> None:
         self._writer.close()
         print(self.path)

@@ -11,8 +11,6 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from lightning.pytorch import LightningModule
-
 from lm.data.loader import Batch
 from lm.errors import GuardStop, RequestError
 from lm.model.build import Built
@@ -29,6 +27,7 @@ from lm.training.callbacks.run_folder import Heartbeat
 from lm.training.config import Action, BudgetConfig, ThroughputConfig
 from lm.training.distributed import gather_from_ranks
 from lm.training.guards import Finding, Line, Observer, Rollbacks, ThroughputFloor
+from lm.training.module import LanguageModule
 from lm.training.trainer import Trainer
 
 log = logging.getLogger(__name__)
@@ -39,7 +38,7 @@ def from_rank_zero(trainer: Trainer, value: Any) -> Any:
     return trainer.strategy.broadcast(value) if trainer.world_size > 1 else value
 
 
-def act(trainer: Trainer, pl_module: LightningModule, finding: Finding) -> None:
+def act(trainer: Trainer, pl_module: LanguageModule, finding: Finding) -> None:
     """Report a finding and do what the config asks for; call it on every rank, with the same finding."""
     guard, action, message, _ = finding
     if trainer.is_global_zero:
@@ -76,7 +75,7 @@ class Guard(Callback):
     def state_key(self) -> str:
         return type(self.observer).__name__
 
-    def on_metrics(self, trainer: Trainer, pl_module: LightningModule, metrics: Mapping[str, float]) -> None:
+    def on_metrics(self, trainer: Trainer, pl_module: LanguageModule, metrics: Mapping[str, float]) -> None:
         line = Line(
             trainer.run.name, trainer.global_step, trainer.max_steps, trainer.tokens_seen, metrics,
             trainer.log_interval, pl_module.options.schedule, remaining(trainer)[1], trainer.run_state.stats.recent,
@@ -85,7 +84,7 @@ class Guard(Callback):
         for finding in from_rank_zero(trainer, self.observer.observe(line)):
             act(trainer, pl_module, finding)
 
-    def on_guard(self, trainer: Trainer, pl_module: LightningModule, guard: str, action: Action, message: str) -> None:
+    def on_guard(self, trainer: Trainer, pl_module: LanguageModule, guard: str, action: Action, message: str) -> None:
         if action == "rollback":
             self.observer.forget_newest()
 
@@ -102,7 +101,7 @@ class ThroughputGuard(Guard):
     def __init__(self, config: ThroughputConfig) -> None:
         super().__init__(ThroughputFloor(config))
 
-    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+    def on_train_start(self, trainer: Trainer, pl_module: LanguageModule) -> None:
         built = pl_module.built
         self.observer.begin(f"attention {built.attention}, kernels {built.kernels}", lambda: [
             *slow_kernels(built, pl_module.device.type, trainer.precision), *_clock_limits(trainer)
@@ -147,7 +146,7 @@ class BudgetGuard(Guard):
         super().__init__(Budget(config, clock))
         self._clock, self._written = clock, -math.inf
 
-    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+    def on_train_start(self, trainer: Trainer, pl_module: LanguageModule) -> None:
         if not self.observer.config.wanted:
             return
         spent = []
@@ -156,12 +155,13 @@ class BudgetGuard(Guard):
             self._write(trainer)
         for finding in from_rank_zero(trainer, spent):
             act(trainer, pl_module, finding)
-            raise trainer.run_state.stop
+            if trainer.run_state.stop is not None:
+                raise trainer.run_state.stop
 
     def on_pause(self, trainer: Trainer, seconds: float, kind: str) -> None:
         self.observer.pace.add_pause(trainer.global_step, seconds, kind)
 
-    def on_metrics(self, trainer: Trainer, pl_module: LightningModule, metrics: Mapping[str, float]) -> None:
+    def on_metrics(self, trainer: Trainer, pl_module: LanguageModule, metrics: Mapping[str, float]) -> None:
         super().on_metrics(trainer, pl_module, metrics)
         if self.observer.meter is not None and self._clock() - self._written >= WRITE_INTERVAL:
             self._write(trainer)
@@ -170,7 +170,7 @@ class BudgetGuard(Guard):
         if self.observer.meter is not None:
             self._write(trainer)
 
-    on_exception = on_train_end
+    on_exception = on_train_end  # pyright: ignore[reportAssignmentType]
 
     def _write(self, trainer: Trainer) -> None:
         self._written = self._clock()
@@ -216,17 +216,17 @@ class Rollback(Callback):
     def __init__(self, max_rollbacks: int) -> None:
         self.rollbacks = Rollbacks(max_rollbacks)
 
-    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+    def on_train_start(self, trainer: Trainer, pl_module: LanguageModule) -> None:
         seen = self.rollbacks.good  # of an earlier process; a signal may have come after steps that no guard has seen
         if not trainer.ckpt_path or not any(step <= seen for step in trainer.run.steps()):
             self.rollbacks.good = trainer.global_step
         trainer.checkpoint_callback.keep_for_rollback(self.rollbacks.good)
 
-    def on_metrics(self, trainer: Trainer, pl_module: LightningModule, metrics: Mapping[str, float]) -> None:
+    def on_metrics(self, trainer: Trainer, pl_module: LanguageModule, metrics: Mapping[str, float]) -> None:
         self.rollbacks.note(trainer.global_step, metrics)
         trainer.checkpoint_callback.keep_for_rollback(self.rollbacks.good)
 
-    def on_guard(self, trainer: Trainer, pl_module: LightningModule, guard: str, action: Action, message: str) -> None:
+    def on_guard(self, trainer: Trainer, pl_module: LanguageModule, guard: str, action: Action, message: str) -> None:
         if action != "rollback" or self.rollbacks.asked:
             return
         to, text = self.rollbacks.ask(trainer.global_step, partial(self._last_good, trainer))
@@ -277,30 +277,24 @@ class SkippedData(Callback):
         self._rows: list[str] = []  # the damaged block of each skipped row, on this rank since the last exchange
         self._validated: set[str] = set()  # damaged blocks of validations, likewise
 
-    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+    def on_train_start(self, trainer: Trainer, pl_module: LanguageModule) -> None:
         self._wanted = trainer.datamodule.options.on_bad_shard == "skip"
 
     def on_train_batch_end(
-        self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Batch, batch_idx: int
+        self, trainer: Trainer, pl_module: LanguageModule, outputs: Any, batch: Batch, batch_idx: int
     ) -> None:
         self._rows += batch.bad
 
     def on_validation_batch_end(
-        self,
-        trainer: Trainer,
-        pl_module: LightningModule,
-        outputs: Any,
-        batch: Batch,
-        batch_idx: int,
-        dataloader_idx: int = 0,
+        self, trainer: Trainer, pl_module: LanguageModule, outputs: Any, batch: Batch, *args: Any
     ) -> None:
         self._validated |= set(batch.bad)
 
-    def logged_metrics(self, trainer: Trainer, pl_module: LightningModule) -> dict[str, float]:
+    def logged_metrics(self, trainer: Trainer, pl_module: LanguageModule) -> dict[str, float]:
         self._exchange()
         return {"data/skipped_samples": self._samples} if self._wanted else {}
 
-    def on_metrics(self, trainer: Trainer, pl_module: LightningModule, metrics: dict[str, float]) -> None:
+    def on_metrics(self, trainer: Trainer, pl_module: LanguageModule, metrics: dict[str, float]) -> None:
         blocks, self._unreported = self._unreported, []
         for block in blocks:
             act(trainer, pl_module, Finding("data", "warn", f"its samples are skipped: {block}"))

@@ -12,7 +12,6 @@ from threading import Thread
 from typing import TYPE_CHECKING, Any
 
 import torch
-from lightning.pytorch import LightningModule
 from lightning.pytorch.loggers import Logger, TensorBoardLogger
 from torch import Tensor
 
@@ -23,6 +22,7 @@ from lm.runs.run import Run
 from lm.system.files import append_bytes
 from lm.training.callback import Callback
 from lm.training.lightning_patches import replace_event_file, wrap_methods
+from lm.training.module import LanguageModule
 from lm.training.trainer import Trainer
 
 if TYPE_CHECKING:  # it takes a quarter of a second, which `lm plan` need not wait for
@@ -193,7 +193,7 @@ class Histograms(Callback):
     def __init__(self, interval: int) -> None:
         self.interval = interval
 
-    def on_train_batch_end(self, trainer: Trainer, pl_module: LightningModule, *args: Any) -> None:
+    def on_train_batch_end(self, trainer: Trainer, pl_module: LanguageModule, *args: Any) -> None:
         if trainer.global_step % self.interval:
             return
         for name, parameter in pl_module.decoder.named_parameters():

@@ -13,7 +13,6 @@ from typing import Any
 
 import torch
 from lightning.pytorch import Callback as LightningCallback
-from lightning.pytorch import LightningModule
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn
 from rich.table import Column
@@ -28,6 +27,7 @@ from lm.training.budget import StepTimeEstimator, validations_left
 from lm.training.callback import Callback, call_hook
 from lm.training.callbacks.loggers import LAYOUT, EventFile, LoggerThread
 from lm.training.lightning_patches import around_fetches
+from lm.training.module import LanguageModule
 from lm.training.trainer import Trainer
 
 # ---- log lines -------------------------------------------------------------------------------------------------------
@@ -57,7 +57,7 @@ class RunLog(Callback):
     def of(cls, trainer: Trainer) -> "RunLog":
         return next(callback for callback in trainer.callbacks if isinstance(callback, cls))
 
-    def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+    def on_fit_start(self, trainer: Trainer, pl_module: LanguageModule) -> None:
         if trainer.is_global_zero:
             trainer.log_to(EventFile(trainer.run, resumed_at=trainer.run_state.start.step))
             trainer.logger.experiment.add_custom_scalars(LAYOUT)
@@ -65,19 +65,19 @@ class RunLog(Callback):
                 LoggerThread(logger)
                 logger.log_hyperparams({"run": trainer.run.name, **trainer.run.settings()})
 
-    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+    def on_train_start(self, trainer: Trainer, pl_module: LanguageModule) -> None:
         self._compiles = pl_module.options.compile != "none"
         self._early = trainer.global_step + EARLY_STEPS
         self.write_state(trainer)
 
-    def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, *args: Any) -> None:
+    def on_train_batch_start(self, trainer: Trainer, pl_module: LanguageModule, *args: Any) -> None:
         """torch compiles in the first step."""
         if self._compiles:
             self._compiles, self._compiling = False, time.monotonic()
             log.info("compiling with %s in the first step, which may take minutes", pl_module.options.compile)
             self.write_state(trainer, "compiling")
 
-    def on_train_batch_end(self, trainer: Trainer, pl_module: LightningModule, *args: Any) -> None:
+    def on_train_batch_end(self, trainer: Trainer, pl_module: LanguageModule, *args: Any) -> None:
         step = trainer.global_step
         if self._compiling is not None:
             log.info("compiled: the first step took %s", format_duration(time.monotonic() - self._compiling))
@@ -98,13 +98,13 @@ class RunLog(Callback):
                 metrics |= found
         self.log_metrics(trainer, pl_module, _numbers(own) | metrics)
 
-    def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+    def on_validation_start(self, trainer: Trainer, pl_module: LanguageModule) -> None:
         if trainer.fitting:
             self._validation_began = time.monotonic()
             self._before = dict(trainer.logged_metrics)
             self.write_state(trainer, "validating")
 
-    def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+    def on_validation_end(self, trainer: Trainer, pl_module: LanguageModule) -> None:
         if trainer.fitting:
             call_hook(trainer, "on_pause", time.monotonic() - self._validation_began, "validation")
             metrics = {name: value for name, value in trainer.callback_metrics.items() if _kind(name) == "val"}
@@ -115,7 +115,7 @@ class RunLog(Callback):
     def on_pause(self, trainer: Trainer, seconds: float, kind: str) -> None:
         self.pace.add_pause(trainer.global_step, seconds, kind)
 
-    def log_metrics(self, trainer: Trainer, pl_module: LightningModule, metrics: dict[str, float]) -> None:
+    def log_metrics(self, trainer: Trainer, pl_module: LanguageModule, metrics: dict[str, float]) -> None:
         """Write metrics of this optimizer step, and hand them to `on_metrics` of every callback; call it on every rank.
 
         All of them are of one kind: of a validation, of an evaluation, or of training.
@@ -242,7 +242,7 @@ class Throughput(Callback):
         self._on_gpu = False
         self._times: list[Any] = []  # in seconds, or CUDA events: when each fetch began, and when it ended
 
-    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+    def on_train_start(self, trainer: Trainer, pl_module: LanguageModule) -> None:
         self._peak = trainer.device_peak and trainer.device_peak * trainer.world_size
         around_fetches(trainer, self._note_time, self._note_time)
         self._on_gpu = pl_module.device.type == "cuda"
@@ -256,7 +256,7 @@ class Throughput(Callback):
     def on_pause(self, trainer: Trainer, seconds: float, kind: str) -> None:
         self._paused += seconds
 
-    def logged_metrics(self, trainer: Trainer, pl_module: LightningModule) -> dict[str, Any]:
+    def logged_metrics(self, trainer: Trainer, pl_module: LanguageModule) -> dict[str, Any]:
         """Of the steps since the last call. The loss was read before this, so the device has caught up."""
         now = time.monotonic()
         seconds = now - self._since - self._paused
@@ -289,7 +289,7 @@ class ProgressBar(Callback):
     def __init__(self) -> None:
         self._progress: Progress | None = None
 
-    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+    def on_train_start(self, trainer: Trainer, pl_module: LanguageModule) -> None:
         if not (trainer.is_global_zero and sys.stderr.isatty()):
             return
         self._progress = Progress(  # the terminal folds the lines above it, so that a command can be copied
@@ -300,7 +300,7 @@ class ProgressBar(Callback):
         self._task = self._progress.add_task("", total=trainer.max_steps, completed=trainer.global_step)
         self._progress.start()
 
-    def on_train_batch_end(self, trainer: Trainer, pl_module: LightningModule, *args: Any) -> None:
+    def on_train_batch_end(self, trainer: Trainer, pl_module: LanguageModule, *args: Any) -> None:
         step = trainer.global_step
         if self._progress is not None:
             log = RunLog.of(trainer)
@@ -313,14 +313,14 @@ class ProgressBar(Callback):
             text = "".join(f"  {fact}" for fact in facts if fact)
             self._progress.update(self._task, completed=step, description=text)
 
-    def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+    def on_validation_end(self, trainer: Trainer, pl_module: LanguageModule) -> None:
         if self._progress is not None:
             newest = {name: value for name, value in RunLog.of(trainer).latest.items() if name.startswith("val/")}
             with suppress(OSError):  # the terminal was closed, and there is a checkpoint to take
                 text = format_line(trainer.global_step, trainer.max_steps, newest)
                 self._progress.console.print(text, highlight=False)
 
-    def on_train_end(self, *args: Any) -> None:
+    def on_train_end(self, *args: Any, **kwargs: Any) -> None:
         if self._progress is not None:
             with suppress(OSError):  # the terminal was closed
                 self._progress.stop()

@@ -17,8 +17,6 @@ from pathlib import Path
 from typing import Any, Literal, NamedTuple
 from urllib.parse import unquote
 
-from lightning.pytorch import LightningModule
-
 from lm.errors import GuardStop, Interrupted, LmError, RequestError, RunError, first_line
 from lm.runs import postmortem
 from lm.runs.metrics import METRICS
@@ -32,6 +30,7 @@ from lm.training.callbacks.loggers import CallThread
 from lm.training.callbacks.logging import RunLog
 from lm.training.config import Action
 from lm.training.guards import Finding
+from lm.training.module import LanguageModule
 from lm.training.trainer import Trainer
 
 log = logging.getLogger(__name__)
@@ -189,13 +188,13 @@ class Notifications(Callback):
         self._quiet_until = 0.0  # by `time.monotonic`
         self._post_mortems: set[Path] = set()  # that were sent
 
-    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+    def on_train_start(self, trainer: Trainer, pl_module: LanguageModule) -> None:
         step, left = trainer.global_step, trainer.max_steps - trainer.global_step
         tokens = format_count(trainer.steps.tokens(trainer.max_steps) - trainer.steps.tokens(step))
         event = f"resumed after step {step:,}" if step else "started"
         self._send(trainer, "info", event, [f"{plural(left, 'step')} to go, {tokens} tokens"])
 
-    def on_guard(self, trainer: Trainer, pl_module: LightningModule, guard: str, action: Action, message: str) -> None:
+    def on_guard(self, trainer: Trainer, pl_module: LanguageModule, guard: str, action: Action, message: str) -> None:
         ends = trainer.run_state.stop is not None or action == "stop" and trainer.global_step < trainer.max_steps
         if ends or not self._recipients:
             return
@@ -204,11 +203,11 @@ class Notifications(Callback):
         if folder or time.monotonic() >= self._quiet_until:
             self._send_findings(trainer, folder)
 
-    def on_metrics(self, trainer: Trainer, pl_module: LightningModule, metrics: dict[str, float]) -> None:
+    def on_metrics(self, trainer: Trainer, pl_module: LanguageModule, metrics: dict[str, float]) -> None:
         if time.monotonic() >= self._quiet_until:
             self._send_findings(trainer)
 
-    def on_fit_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+    def on_fit_end(self, trainer: Trainer, pl_module: LanguageModule) -> None:
         self._send_findings(trainer)
         ended, loss = trainer.run.read("run.json"), METRICS["val/loss"]
         passed = (ended.get("acceptance") or {}).get("passed", True)
@@ -218,7 +217,7 @@ class Notifications(Callback):
         self._send(trainer, "info" if passed else "warning", "finished", lines)
         self._finish(trainer)
 
-    def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
+    def on_exception(self, trainer: Trainer, pl_module: LanguageModule, exception: BaseException) -> None:
         if trainer.run is None or not trainer.fitting:
             return
         self._send_findings(trainer)

@@ -14,7 +14,6 @@ from typing import Any
 
 import numpy as np
 import torch
-from lightning.pytorch import LightningModule
 
 from lm.data.loader import Batch
 from lm.data.rare import RARE_FRACTION, rare_rows, rare_tokens
@@ -28,6 +27,7 @@ from lm.training.callback import Callback
 from lm.training.callbacks.guards import act, from_rank_zero, not_training
 from lm.training.config import Action
 from lm.training.guards import Finding
+from lm.training.module import LanguageModule
 from lm.training.probe import gather_evidence, injected_rows, is_sharded
 from lm.training.step_stats import StepRecord
 from lm.training.trainer import Trainer
@@ -59,7 +59,7 @@ class PostMortem(Callback):
         self._lines = 0  # log lines since it was opened
         self._known: list[int] = []  # steps with a post-mortem
 
-    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+    def on_train_start(self, trainer: Trainer, pl_module: LanguageModule) -> None:
         """Continue a post-mortem that an earlier process of the run left open."""
         known = None
         if trainer.is_global_zero:
@@ -71,7 +71,7 @@ class PostMortem(Callback):
         if incident is not None and incident.step <= trainer.global_step:  # else its step is still to come
             self._open = incident
 
-    def on_metrics(self, trainer: Trainer, pl_module: LightningModule, metrics: dict[str, float]) -> None:
+    def on_metrics(self, trainer: Trainer, pl_module: LanguageModule, metrics: dict[str, float]) -> None:
         new_steps = self._note_steps(trainer)
         loss = metrics.get("train/loss")
         if loss is not None:
@@ -84,7 +84,7 @@ class PostMortem(Callback):
             act(trainer, pl_module, Finding("spike", "warn", message))
         self._write_drill(trainer, pl_module)
 
-    def _write_drill(self, trainer: Trainer, module: LightningModule) -> None:
+    def _write_drill(self, trainer: Trainer, module: LanguageModule) -> None:
         """Write up the drill if its steps were logged just now and are no spike."""
         drilled = any(step.step in self._drill for step in trainer.run_state.stats.recent)
         if drilled and not any(step >= self._drill.start for step in self._known):
@@ -93,7 +93,7 @@ class PostMortem(Callback):
                 self._close(trainer, "not recovered", text)
             act(trainer, module, Finding("drill", "warn", "samples of rare tokens (guards.inject_step)"))
 
-    def on_guard(self, trainer: Trainer, pl_module: LightningModule, guard: str, action: Action, message: str) -> None:
+    def on_guard(self, trainer: Trainer, pl_module: LanguageModule, guard: str, action: Action, message: str) -> None:
         if action == "warn" and guard not in ("spike", "not-finite", "drill"):
             return
         new_steps = self._note_steps(trainer)
@@ -113,13 +113,13 @@ class PostMortem(Callback):
             with not_training(trainer):
                 self._write(trainer, pl_module, self._open)
 
-    def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+    def on_train_end(self, trainer: Trainer, pl_module: LanguageModule) -> None:
         if self._drill:
             trainer.run_state.stats.metrics()  # of the steps since the last log line of a run that stops early
             self._write_drill(trainer, pl_module)
         self._end(trainer)
 
-    def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
+    def on_exception(self, trainer: Trainer, pl_module: LanguageModule, exception: BaseException) -> None:
         if not isinstance(exception, Interrupted):  # such a run is resumed, and its post-mortem with it
             self._end(trainer)
 
@@ -204,7 +204,7 @@ class PostMortem(Callback):
             injected=injected_rows(trainer, worst.step) is not None,
         )  # fmt: skip
 
-    def _write(self, trainer: Trainer, module: LightningModule, incident: Incident) -> None:
+    def _write(self, trainer: Trainer, module: LanguageModule, incident: Incident) -> None:
         if trainer.is_global_zero:
             incident.lines = trainer.run.metrics()[-LINES_KEPT:]
         if incident.step in self._known:  # written before a resume from an earlier step; it may have been edited
@@ -265,7 +265,7 @@ class SpikeInjection(Callback):
         self._done: list[int] = []  # the injected steps
         self._logged = 0  # the step of the newest log line
 
-    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+    def on_train_start(self, trainer: Trainer, pl_module: LanguageModule) -> None:
         noted = trainer.run.read("run.json").get("injected", {}).get("steps", []) if trainer.is_global_zero else None
         noted = from_rank_zero(trainer, noted)
         self._done = [step for step in noted if step <= trainer.global_step]
@@ -275,7 +275,7 @@ class SpikeInjection(Callback):
         if not self._done and self.first <= trainer.global_step:
             log.warning("guards.inject_step %d is past: the run is at step %d", self.first, trainer.global_step)
 
-    def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Batch, batch_idx: int) -> None:
+    def on_train_batch_start(self, trainer: Trainer, pl_module: LanguageModule, batch: Batch, batch_idx: int) -> None:
         step = trainer.global_step + 1
         rows = self.rows_of_step(trainer, step)
         if rows is None:
@@ -304,7 +304,7 @@ class SpikeInjection(Callback):
             self._rare = rare_tokens(train, data.tokenizer.vocab_size).astype(train.column.row_dtype)
         return rare_rows(self._rare, data.seed, step, trainer.steps.global_batch, data.seq_len + 1)
 
-    def logged_metrics(self, trainer: Trainer, pl_module: LightningModule) -> dict[str, float]:
+    def logged_metrics(self, trainer: Trainer, pl_module: LanguageModule) -> dict[str, float]:
         since, self._logged = self._logged, trainer.global_step
         return {"data/injected": 1.0} if any(since < step <= trainer.global_step for step in self._done) else {}
 

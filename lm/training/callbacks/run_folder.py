@@ -16,7 +16,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from lightning.pytorch import LightningModule
 from lightning.pytorch.callbacks import ModelCheckpoint
 
 from lm.data.catalog import describe_difference
@@ -32,6 +31,7 @@ from lm.system.hardware import Telemetry, device_name, driver_version, memory_by
 from lm.system.process import run_facts, ssh_options
 from lm.training.callback import Callback
 from lm.training.config import RunOptions
+from lm.training.module import LanguageModule
 from lm.training.trainer import Trainer
 
 log = logging.getLogger(__name__)
@@ -65,11 +65,11 @@ class RunFolder(Callback):
         """Choose the run of the fit that comes, where it was not known when this was made; arguments as above."""
         self.resumed, self.auto, self.config, self._ended = run, auto, config, None
 
-    def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+    def setup(self, trainer: Trainer, pl_module: LanguageModule, stage: str) -> None:
         if stage == "fit":  # before callbacks compare their folders with the checkpoint's
             _make_checkpoint_folders(trainer, self.resumed)
 
-    def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+    def on_fit_start(self, trainer: Trainer, pl_module: LanguageModule) -> None:
         path = self._claim(trainer) if trainer.is_global_zero else None
         path, resumed_from = trainer.strategy.broadcast((path, str(trainer.ckpt_path)))
         if Path(str(trainer.ckpt_path)).name != Path(resumed_from).name:
@@ -192,7 +192,7 @@ class RunFolder(Callback):
                 "put them back, start a new run, or give --force"
             )
 
-    def on_fit_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+    def on_fit_end(self, trainer: Trainer, pl_module: LanguageModule) -> None:
         reason = "all steps done" if trainer.global_step >= trainer.max_steps else "early stopping"
         if trainer.is_global_zero and (found := expectations(trainer.run)):
             judged = acceptance(found)
@@ -201,7 +201,7 @@ class RunFolder(Callback):
                     "%s: %s", "passed" if judged["passed"] else "not passed", "; ".join(map(str, found)))  # fmt: skip
         self._end(trainer, "finished", reason)
 
-    def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
+    def on_exception(self, trainer: Trainer, pl_module: LanguageModule, exception: BaseException) -> None:
         if trainer.run is None or not trainer.fitting:
             return
         foreseen = isinstance(exception, LmError)
@@ -213,7 +213,7 @@ class RunFolder(Callback):
                 self._log_end(f"rank {trainer.global_rank} failed: {text}", exception)
         self._close_log()
 
-    def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+    def teardown(self, trainer: Trainer, pl_module: LanguageModule, stage: str) -> None:
         """Release the lock after the last write. A fit that fails keeps it until its process ends."""
         self._close_log()
         if trainer.run is not None:
@@ -342,7 +342,7 @@ class Heartbeat(Callback):
         self._end = threading.Event()
         self._thread: threading.Thread | None = None
 
-    def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+    def on_fit_start(self, trainer: Trainer, pl_module: LanguageModule) -> None:
         if trainer.is_global_zero:
             self._end.clear()
             self._thread = threading.Thread(
@@ -363,14 +363,14 @@ class Heartbeat(Callback):
             if self._end.wait(self.interval):
                 return
 
-    def logged_metrics(self, trainer: Trainer, pl_module: LightningModule) -> dict[str, float]:
+    def logged_metrics(self, trainer: Trainer, pl_module: LanguageModule) -> dict[str, float]:
         metrics = machine_metrics(self.latest)
         if pl_module.device.type == "cuda":
             metrics["mem/cuda_peak_gib"] = torch.cuda.max_memory_allocated(pl_module.device) / 2**30
             torch.cuda.reset_peak_memory_stats(pl_module.device)
         return metrics
 
-    def teardown(self, *args: Any, stage: str | None = None) -> None:
+    def teardown(self, *args: Any, **kwargs: Any) -> None:
         self._end.set()
         if self._thread is not None:
             self._thread.join(timeout=1.0)  # not for long: a driver that hangs must not keep the process

@@ -7,7 +7,6 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from lightning.pytorch import LightningModule
 from lightning.pytorch.callbacks import Checkpoint
 from lightning.pytorch.callbacks import EarlyStopping as LightningEarlyStopping
 
@@ -19,6 +18,7 @@ from lm.training.callbacks.notifications import Notifications
 from lm.training.callbacks.run_folder import RunFolder
 from lm.training.distributed import how_to_resume
 from lm.training.lightning_patches import drop_sigterm_broadcast
+from lm.training.module import LanguageModule
 from lm.training.trainer import Trainer
 
 
@@ -34,11 +34,11 @@ class Interrupt(Callback, Checkpoint):
     def __init__(self) -> None:
         self._ranks: dist.ProcessGroup | None = None  # to exchange a flag on the CPU, without waiting for a GPU
 
-    def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+    def setup(self, trainer: Trainer, pl_module: LanguageModule, stage: str) -> None:
         if stage == "fit":
             STOP.catch()
 
-    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+    def on_train_start(self, trainer: Trainer, pl_module: LanguageModule) -> None:
         # Lightning registers its own handlers just before this; they would exit 0 and save nothing.
         drop_sigterm_broadcast(trainer)
         waits = timedelta(seconds=trainer.options.rank_timeout)
@@ -47,22 +47,22 @@ class Interrupt(Callback, Checkpoint):
         STOP.arm(trainer.stop_within if alone else 0.0, partial(self._end_now, trainer))
         STOP.catch()
 
-    def on_train_batch_end(self, trainer: Trainer, pl_module: LightningModule, *args: Any) -> None:
+    def on_train_batch_end(self, trainer: Trainer, pl_module: LanguageModule, *args: Any) -> None:
         without_saving = trainer.run_state.stop is not None and not trainer.checkpoint_callback.requested
         if without_saving or not trainer.validates_after(trainer.global_step):
             self._stop_if_asked(trainer)
 
-    def on_validation_batch_start(self, trainer: Trainer, pl_module: LightningModule, *args: Any) -> None:
+    def on_validation_batch_start(self, trainer: Trainer, pl_module: LanguageModule, *args: Any) -> None:
         if trainer.fitting and self._any_rank_asked():
             trainer.run_state.pending_validation = True
             trainer.end_run()
 
-    def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+    def on_validation_end(self, trainer: Trainer, pl_module: LanguageModule) -> None:
         ends_anyway = trainer.should_stop and trainer.run_state.stop is None
         if trainer.fitting and not ends_anyway:
             self._stop_if_asked(trainer)
 
-    def on_train_end(self, *args: Any) -> None:
+    def on_train_end(self, *args: Any, **kwargs: Any) -> None:
         STOP.disarm()
 
     on_exception = on_train_end
@@ -106,7 +106,7 @@ class EarlyStopping(LightningEarlyStopping):
     def __init__(self, patience: int, min_delta: float) -> None:
         super().__init__("val/loss", min_delta, patience, check_on_train_epoch_end=False)
 
-    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+    def on_train_start(self, trainer: Trainer, pl_module: LanguageModule) -> None:
         if self.wait_count >= self.patience:
             trainer.should_stop = True  # it was killed between its last checkpoint and its end
 

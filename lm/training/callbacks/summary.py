@@ -5,9 +5,9 @@ import os
 import textwrap
 import time
 from pathlib import Path
+from typing import Any
 
 import torch
-from lightning.pytorch import LightningModule
 from torch import nn
 
 from lm.model.estimates import assumed_speed, recomputed_flops_per_token
@@ -20,6 +20,7 @@ from lm.system.units import format_count, format_duration, format_time_and_cost,
 from lm.training.callback import Callback
 from lm.training.callbacks.guards import BudgetGuard
 from lm.training.callbacks.logging import RunLog
+from lm.training.module import LanguageModule
 from lm.training.precision import multiplication_precision
 from lm.training.trainer import Trainer
 
@@ -33,20 +34,20 @@ class Summary(Callback):
         self._began = (0.0, 0)  # time and optimizer step
         self._measured = False  # whether the time that is left was logged
 
-    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+    def on_train_start(self, trainer: Trainer, pl_module: LanguageModule) -> None:
         self._began = time.monotonic(), trainer.global_step
         if trainer.is_global_zero:
             for line in describe_fit(trainer, pl_module):
                 log.info("%s", line)
 
-    def on_metrics(self, trainer: Trainer, pl_module: LightningModule, metrics: dict[str, float]) -> None:
+    def on_metrics(self, trainer: Trainer, pl_module: LanguageModule, metrics: dict[str, float]) -> None:
         """Log the time that is left once it is measured: what was assumed at the start may be far from it."""
         seconds, ended = RunLog.of(trainer).eta(trainer), trainer.global_step >= trainer.max_steps
         if seconds and not ended and not self._measured and trainer.is_global_zero:
             self._measured = True
             log.info("expected, as measured: %s to go", _time_and_cost(trainer, seconds))
 
-    def on_fit_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+    def on_fit_end(self, trainer: Trainer, pl_module: LanguageModule) -> None:
         if not trainer.is_global_zero:
             return
         since, first = self._began
@@ -72,10 +73,10 @@ class Summary(Callback):
             log.info("%-60s  # %s", command, purpose)
 
 
-def describe_fit(trainer: Trainer, module: LightningModule) -> list[str]:
+def describe_fit(trainer: Trainer, module: LanguageModule) -> list[str]:
     """The model, its data, the steps to take, and where its weights come from, a line each."""
     total = sum(parameter.numel() for parameter in module.decoder.parameters())
-    tables = {id(part.weight): part.weight for name, part in module.decoder.named_modules()
+    tables: dict[int, Any] = {id(part.weight): part.weight for name, part in module.decoder.named_modules()
               if isinstance(part, nn.Embedding) or name.split(".")[-1] == "lm_head"}  # fmt: skip
     embeddings = sum(table.numel() for table in tables.values())
     data, steps = trainer.datamodule, trainer.steps
@@ -110,7 +111,7 @@ def _devices(trainer: Trainer) -> str:
     return f"{trainer.world_size} x {name}{strategy}, {trainer.precision}, {peak}"
 
 
-def _expected(trainer: Trainer, module: LightningModule) -> str:
+def _expected(trainer: Trainer, module: LanguageModule) -> str:
     """How long the rest of the run takes, estimated as `lm plan` does without a measurement."""
     device = Device(device_name(trainer.strategy.root_device), None, None, trainer.options.peak_tflops)
     checkpointing, seq_len = module.options.activation_checkpointing, trainer.datamodule.seq_len
