@@ -15,7 +15,7 @@ from rich.progress import Progress
 from rich.text import Text
 
 from lm.errors import RequestError, require_at_least
-from lm.inference.completion import Written, encode_prompt, gather_texts, generate_text
+from lm.inference.completion import Written, gather_texts, generate_text
 from lm.inference.generation import Reason, Sampling, Step, check_step
 from lm.inference.pretrained import DTypeName, Pretrained, load_pretrained
 from lm.model.compile import compile_decoder
@@ -84,7 +84,6 @@ def main(
     if prompts is None:
         return converse(model, chosen, step)
     chosen = with_seed(chosen)
-    refuse_long_prompts(model, prompts, chosen)
     prompts = [text for text in prompts for _ in range(num_samples)]
     if len(prompts) == 1 and not json:
         _, summary, reason = stream_to_terminal(model, prompts[0], chosen, step)
@@ -143,18 +142,6 @@ def read_prompts(given: list[str] | None, file: Path | None) -> list[str] | None
     return None
 
 
-def refuse_long_prompts(model: Pretrained, prompts: list[str], settings: Settings) -> None:
-    """Raise RequestError for a prompt that fills the context, before any text is written."""
-    context = model.config.max_position_embeddings
-    for number, prompt in enumerate(prompts, start=1):
-        count = len(encode_prompt(model.tokenizer, prompt, settings.begin))
-        if count >= context:
-            raise RequestError(
-                f"prompt {number} of {len(prompts)} has {count} tokens, which leaves no room in the context of "
-                f"{context}: shorten it by {count - context + 1} or more"
-            )
-
-
 def choose_step(model: Pretrained, compile: Compile) -> tuple[str, Step]:
     """Decide how a step runs, prepare the decoder for it, and log the choice."""
     mode = compile
@@ -204,11 +191,12 @@ def stream_to_terminal(
     It returns the text, its figures in a line, and why it ended.
     """
     began, first_token, text, tokens, reason = time.perf_counter(), None, "", 0, None
-    print_text(prompt if begin is None else begin, "bold")
     try:
         with closing(generate_text(model.decoder, model.tokenizer, [prompt], settings, step=step)) as news:
             for new in news:
-                first_token = first_token or time.perf_counter() - began
+                if first_token is None:  # the prompt was not refused
+                    print_text(prompt if begin is None else begin, "bold")
+                    first_token = time.perf_counter() - began
                 text += new.text
                 tokens += new.token is not None
                 reason = new.reason

@@ -13,7 +13,7 @@ from lm.data.parquet import COLUMN
 from lm.data.shards import Shards
 from lm.data.text_files import read_documents
 from lm.data.tokenizer import Tokenizer
-from lm.errors import RequestError, require_at_least
+from lm.errors import RequestError
 from lm.evaluation.benchmark import BATCH_TOKENS
 from lm.evaluation.scoring import Row, score
 from lm.evaluation.statistics import perplexity, ratio_error
@@ -70,7 +70,6 @@ def texts_bits_per_byte(
     stride = seq_len if stride is None else stride
     if not 1 <= stride <= seq_len:
         raise RequestError(f"stride {stride} must be between 1 and the {seq_len} tokens of a window")
-    require_at_least(1, "", max_documents=max_documents)
     sizes: list[int] = []  # bytes of each document, from its text
 
     def windows() -> Iterator[Window]:
@@ -103,7 +102,6 @@ def shards_bits_per_byte(
     `source` is as for `data.val`, and `document_mask` keeps attention inside a document, as `model.document_mask` does.
     """
     seq_len = _seq_len(decoder, seq_len)
-    require_at_least(1, "", max_windows=max_windows)
     shards = Shards.open(source, column, tokenizer.vocab_size, tokenizer.sha256)
     shards.require_windows(seq_len, max_windows)
     batches = Windows(shards, seq_len=seq_len, micro_batch=1, limit=max_windows)

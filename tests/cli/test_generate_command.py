@@ -143,7 +143,7 @@ def test_a_compiled_step_writes_the_same(typed):
     (["--top_p", "2"], "top_p 2.0"),
     (["--max_new_tokens", "0"], "max_new_tokens 0 must be at least 1"),
     (["--num_samples", "0"], "--num_samples 0 must be at least 1"),
-    (["--prompt", "x" * 32], "prompt 1 of 1 has 32 tokens, which leaves no room"),
+    (["--prompt", "x" * 32], "prompt 1 leaves no room for a new token: it has 32 tokens"),
     (["--prompt", "--json"], "no prompt: --prompt is empty"),
     (["--prompt_file", "nowhere.txt"], "--prompt_file nowhere.txt cannot be read"),
     (["--device", "gpu"], "device gpu: there is none here"),
