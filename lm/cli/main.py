@@ -20,7 +20,7 @@ from lm.system.stop_signals import STOP
 # jsonargparse would look whether it is the same, and so import PyTorch and Lightning before it reads what was typed.
 COMMANDS = {
     "fit": ("lm.cli.config:main", "train a model from a config, or resume a run"),
-    "branch": ("lm.cli.branch:main", "a new run from a checkpoint of another: a decay, other data, a longer context"),
+    "branch": ("lm.cli.branch:main", "a new run from a checkpoint of another: a decay, other data"),
     "validate": ("lm.cli.config:main", "loss, perplexity and bits per byte of a checkpoint on the validation data"),
     "test": ("lm.cli.config:main", "the same on all of the test data"),
     "predict": ("lm.cli.config:main", "per-token log-probabilities of texts, to Parquet"),
