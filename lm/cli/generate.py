@@ -18,7 +18,6 @@ from lm.errors import RequestError, require_at_least
 from lm.inference.completion import Written, gather_texts, generate_text
 from lm.inference.generation import Reason, Sampling, Step, check_step
 from lm.inference.pretrained import DTypeName, Pretrained, load_pretrained
-from lm.model.compile import compile_decoder
 from lm.runs.resume import chosen_model
 from lm.runs.run import ROOT
 from lm.system.hardware import device_name
@@ -27,8 +26,8 @@ from lm.system.units import Count
 
 log = logging.getLogger(__name__)
 
-Compile = Literal["auto", "none", "inductor", "cuda_graphs"]
-STEPS: dict[str, Step] = {"none": "dynamic", "inductor": "static", "cuda_graphs": "cuda_graph"}
+Compile = Literal["auto", "none", "cuda_graphs"]
+STEPS: dict[str, Step] = {"none": "dynamic", "cuda_graphs": "cuda_graph"}
 TOGETHER = 64  # texts that are written at once, so that their cache fits
 
 
@@ -69,8 +68,7 @@ def main(
         num_samples: Texts for each prompt.
         device: Where to compute; the GPU if there is one.
         dtype: Number format of the weights; as they are stored if not given.
-        compile: How a step runs: `none`: not compiled; `inductor`: compiled, which takes long at first;
-            `cuda_graphs`: recorded, on a GPU; `auto`: `cuda_graphs` on a GPU, otherwise `none`.
+        compile: How a step runs: `cuda_graphs`: recorded, on a GPU; `auto`: so on a GPU, otherwise `none`.
         json: Print one JSON object instead of texts.
         root: Folder of the runs.
     """
@@ -148,8 +146,6 @@ def choose_step(model: Pretrained, compile: Compile) -> tuple[str, Step]:
     if compile == "auto":
         mode = "cuda_graphs" if model.device.type == "cuda" else "none"
     check_step(STEPS[mode], model.device)
-    if mode == "inductor":
-        compile_decoder(model.decoder, "inductor")
     log.info("%s, %s; %s; compile %s", device_name(model.device), dtype_name(model), model.kernels, mode)
     return mode, STEPS[mode]
 

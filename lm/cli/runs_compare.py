@@ -22,7 +22,7 @@ from lm.errors import LmError, RequestError, RunError
 from lm.runs import registry
 from lm.runs.config_diff import differences
 from lm.runs.facts import read_facts, run_row
-from lm.runs.history import curve, labels, trunk_metrics
+from lm.runs.history import curve, labels
 from lm.runs.metrics import METRICS
 from lm.runs.run import ROOT, Run
 from lm.system.files import digest, finite_or_none, load_checksummed, new_folder, refuse_url, to_json
@@ -54,11 +54,9 @@ def compare(
         raise RequestError("name two runs or more; `lm runs ls` lists them")
     if len({folder.path.resolve() for folder in folders}) < len(folders):
         raise RequestError("a run cannot be compared with itself; name each once")
-    drawn = metrics = [folder.metrics() for folder in folders]
-    if x != "time":
-        drawn = [trunk_metrics(folder) + lines for folder, lines in zip(folders, metrics, strict=True)]
+    metrics = [folder.metrics() for folder in folders]
     names = labels(folders)
-    series = [curve(name, lines, metric, x) for name, lines in zip(names, drawn, strict=True)]
+    series = [curve(name, lines, metric, x) for name, lines in zip(names, metrics, strict=True)]
     if not any(one.x for one in series):
         raise RequestError(_no_metric(metric, metrics))
     rows = [

@@ -128,14 +128,6 @@ def test_stop_strings_and_filters_are_obeyed(typed, model_folder):
     assert as_json(typed, *options, "--dtype", "bfloat16")["dtype"] == "bfloat16"
 
 
-@pytest.mark.slow
-def test_a_compiled_step_writes_the_same(typed):
-    options = ("--prompt", *PROMPTS, "--max_new_tokens", "8", "--temperature", "0")
-    compiled = as_json(typed, *options, "--compile", "inductor")
-    assert [one["text"] for one in compiled["samples"]] == [one["text"] for one in as_json(typed, *options)["samples"]]
-    assert compiled["compile"] == "inductor"
-
-
 @pytest.mark.parametrize("arguments, words", [
     (["--run", "other"], "other"),
     (["--ckpt_path", "nowhere"], "nowhere"),
