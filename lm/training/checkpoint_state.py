@@ -355,8 +355,7 @@ def rng_state() -> dict[str, Any]:
 def restore_generators(state: dict[str, Any]) -> None:
     """Put this rank's random number generators where a checkpoint left them."""
     torch.set_rng_state(state["cpu"])
-    if "python" in state:  # a checkpoint of an earlier version has torch's alone
-        random.setstate(state["python"])
-        np.random.set_state(state["numpy"])
+    random.setstate(state["python"])
+    np.random.set_state(state["numpy"])
     if "cuda" in state and torch.cuda.is_available():
         torch.cuda.set_rng_state(state["cuda"])

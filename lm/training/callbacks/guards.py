@@ -257,7 +257,7 @@ class Rollback(Callback):
         return {"done": self.rollbacks.done, "good": self.rollbacks.good}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        self.rollbacks.done, self.rollbacks.good = state_dict["done"], state_dict.get("good", -1)
+        self.rollbacks.done, self.rollbacks.good = state_dict["done"], state_dict["good"]
 
 
 # ---- skipped data ----------------------------------------------------------------------------------------------------
