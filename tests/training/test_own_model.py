@@ -144,13 +144,11 @@ def test_commands_that_a_model_of_another_class_does_not_take(place):
     assert " my_gru.py validate --ckpt_path " in trained.validate_command()
     assert " my_gru.py fit --config " in trained.resume_command()
     other, cure = "a model that the class MyGRU builds", "has `lm.run(MyGRU)`, such as `python my_gru.py generate`"
-    imported = ["import", "--input", "checkpoints/said/best", "--output", "imported"]
     for command, *words in [
         (["validate", "--run", "said"], other, cure),
         (["generate", "--run", "said", "--prompt", "a"], other, cure),
         ([*fit, "--run", "said", "--ckpt_path", "auto", "--force"], other),
         (["export", "--run", "said", "--output", "published"], "a custom model, which Hugging Face's"),
-        (["my_gru.py", *imported], "holds a model of GRU, and an import makes a decoder"),
         (["my_gru.py", *fit, "--model.document_mask", "true"], "GRU.forward takes no document_ids, and model.document"),
         (["my_gru.py", *fit, "--model.kernels", "on"], "model.kernels is for the decoder of this project"),
         (["my_model.py", *fit, "--model.expansoin", "2"], "did you mean 'model.expansion'?"),
