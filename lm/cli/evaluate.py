@@ -81,7 +81,7 @@ def main(
 def measure(
     load: Callable[[], Pretrained], tasks: list[str] | None = None, texts: list[str] | None = None,
     shards: list[str] | None = None, max_items: Count | None = None, num_fewshot: int | None = None,
-    batch_tokens: Count = Count(benchmark.BATCH_TOKENS), begin: Begin = "eos", stride: Count | None = None,
+    batch_tokens: Count = Count(benchmark.BATCH_TOKENS), begin: Begin = "eos",
 ) -> dict[str, Any]:  # fmt: skip
     """What `lm evaluate --json` prints of a model, which is loaded once the request is known to be sound.
 
@@ -94,11 +94,10 @@ def measure(
         num_fewshot: Solved items before each question; those of the task files if not given.
         batch_tokens: The most tokens that go through the model at once; the result does not depend on it.
         begin: The token before a question: `eos`, as before a document in training, or `nothing`.
-        stride: Tokens between the windows of a text that is longer than the context; the context if not given.
     """
     if not (tasks or texts or shards):
         raise RequestError("give something to evaluate on: --tasks embedded:sotu, --texts FILE or --shards FOLDER")
-    require_at_least(1, "--", max_items=max_items, batch_tokens=batch_tokens, stride=stride)
+    require_at_least(1, "--", max_items=max_items, batch_tokens=batch_tokens)
     require_at_least(0, "--", num_fewshot=num_fewshot)
     questions = read_tasks(tasks or [], num_fewshot)
     for source in texts or []:
@@ -111,10 +110,10 @@ def measure(
             model.decoder, model.tokenizer, questions, batch_tokens=batch_tokens, max_items=max_items, begin=begin,
             progress=bar,
         )  # fmt: skip
-        corpora = measure_corpora(model, owner, texts or [], shards or [], stride, max_items, batch_tokens, bar)
+        corpora = measure_corpora(model, owner, texts or [], shards or [], max_items, batch_tokens, bar)
     asked = {
         "tasks": tasks, "texts": texts, "shards": shards, "max_items": max_items, "num_fewshot": num_fewshot,
-        "begin": begin, "stride": stride, "dtype": str(model.dtype).removeprefix("torch."), "device": str(model.device),
+        "begin": begin, "dtype": str(model.dtype).removeprefix("torch."), "device": str(model.device),
     }  # fmt: skip
     by_task = {result.label: result.as_dict() for result in results}
     found = evaluation_record(model.step, model.path.resolve().name, by_task, benchmark.core(results), corpora, asked)
@@ -128,8 +127,8 @@ def measure(
 
 
 def measure_corpora(
-    model: Pretrained, run: Run | None, texts: Sequence[str], shards: Sequence[str], stride: int | None,
-    most: int | None, batch_tokens: int, bar: Bar,
+    model: Pretrained, run: Run | None, texts: Sequence[str], shards: Sequence[str], most: int | None,
+    batch_tokens: int, bar: Bar,
 ) -> dict[str, dict[str, Any]]:  # fmt: skip
     """The fields of `CorpusResult` of each text and of the shards, by short names.
 
@@ -140,7 +139,7 @@ def measure_corpora(
     document_mask = config.get("model", {}).get("document_mask", False)
     names = short_names([*texts, *shards])
     of_texts = {name: texts_bits_per_byte(
-        model.decoder, model.tokenizer, [source], seq_len=data.get("seq_len"), stride=stride, max_documents=most,
+        model.decoder, model.tokenizer, [source], seq_len=data.get("seq_len"), max_documents=most,
         batch_tokens=batch_tokens, progress=partial(bar, name),
     ) for name, source in zip(names, texts)}  # fmt: skip
     of_shards = {name: shards_bits_per_byte(
