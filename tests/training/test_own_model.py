@@ -33,8 +33,7 @@ from lm.model.decoder import Decoder, DecoderConfig, Losses, losses_of
 from lm.model.estimates import flops_per_token
 from lm.model.fused import fuse
 from lm.runs.run import Run
-from lm.training.config import DistributedConfig, GroupConfig, GroupsConfig, OptimizerConfig
-from lm.training.distributed import ReplicatedStrategy
+from lm.training.config import GroupConfig, GroupsConfig, OptimizerConfig
 from lm.training.optim import build_optimizer
 
 README = (HERE.parent / "lm" / "training" / "README.md").read_text()
@@ -109,20 +108,6 @@ def test_any_module(place, monkeypatch):
     changes = {change.name: change.relative for change in weight_drift(model.decoder, again.decoder)}
     assert "gru.weight_ih_l0" in changes and not any(changes.values())
     assert distribution_drift(model, again, prompts).agree.all()
-
-
-def test_weights_that_no_loss_uses_are_named_under_ddp():
-    """Once gradients are exchanged, and in a later step without their names; a frozen one needs no gradient."""
-    strategy, module = ReplicatedStrategy(1.0, DistributedConfig()), nn.Module()
-    module.decoder = Small()
-    module.decoder.table.requires_grad_(False)
-    strategy.model, strategy._lightning_module = SimpleNamespace(require_backward_grad_sync=False), module
-    strategy.post_backward(torch.zeros(()))
-    strategy.model.require_backward_grad_sync = True
-    with pytest.raises(RequestError, match=r"not use the weights mix\.weight, mix\.bias and 1 other: ddp needs"):
-        strategy.post_backward(torch.zeros(()))
-    strategy.on_exception(error := RuntimeError("Expected to have finished reduction in the prior iteration ..."))
-    assert str(error).startswith("the loss of a step does not use all weights: ddp needs")
 
 
 @pytest.mark.parametrize("strategy", ["ddp", "fsdp2"])
