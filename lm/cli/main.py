@@ -216,7 +216,5 @@ def _unknown_command(arguments: list[str]) -> str:
     if not close:
         return f"no command {arguments[0]!r}; lm --help lists them"
     words, rest = OTHER_NAMES.get(close[0], close[0]).split(), arguments[1:]
-    if words == ["fit"] and rest and not rest[0].startswith("-") and not rest[0].endswith((".yaml", ".yml")):
-        rest = ["--config", "tiny.yaml"]  # a model's name, as in `litgpt pretrain`
     meant = shlex.join([*words, *rest])
     return f"no command {arguments[0]!r}; did you mean `lm {meant}`?"
