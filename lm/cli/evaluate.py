@@ -12,7 +12,6 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 from rich.console import Console
@@ -31,7 +30,6 @@ from lm.runs import registry
 from lm.runs.metrics import Evaluation, core_sentence, evaluation_metrics, evaluation_record, merge_evaluations
 from lm.runs.resume import chosen_model
 from lm.runs.run import ROOT, Run
-from lm.system.files import refuse_url, write_atomically
 from lm.system.process import harmless
 from lm.system.units import Count, format_count
 
@@ -46,7 +44,6 @@ def main(
     ckpt_path: str | None = None,
     device: str | None = None,
     dtype: DTypeName | None = None,
-    output: Path | None = None,
     json: bool = False,
     root: str = str(ROOT),
     **options: Any,
@@ -60,18 +57,10 @@ def main(
             a checkpoint or of a Hugging Face model; the best if not given.
         device: Where to compute; the GPU if there is one.
         dtype: Number format of the weights; as they are stored if not given.
-        output: A file to write the result to, as JSON.
         json: Print one JSON object instead of tables.
         root: Folder of the runs.
     """
-    refuse_url("--output", output or "")
-    if output is not None and output.is_dir():
-        raise RequestError(f"--output {output} is a folder; give a file")
-    if output is not None and not output.absolute().parent.is_dir():
-        raise RequestError(f"--output {output}: there is no folder {output.parent}")
     found = measure(lambda: load_pretrained(chosen_model(run, ckpt_path, root), device, dtype), **options)
-    if output is not None:
-        write_atomically(output, jsonlib.dumps(found, indent=2, ensure_ascii=False) + "\n")
     if json:
         print(jsonlib.dumps(found, ensure_ascii=False))
     else:

@@ -7,7 +7,6 @@ import sys
 import time
 from contextlib import closing, suppress
 from dataclasses import asdict, dataclass, replace
-from pathlib import Path
 from typing import Any, Literal
 
 from rich.console import Console
@@ -47,7 +46,6 @@ def main(
     run: str | None = None,
     ckpt_path: str | None = None,
     prompt: list[str] | None = None,
-    prompt_file: Path | None = None,
     num_samples: Count = Count(1),
     device: str | None = None,
     dtype: DTypeName | None = None,
@@ -64,7 +62,6 @@ def main(
         ckpt_path: `best`, `last`, `auto` (the newest that is whole), a step such as `step-00000100`, or the folder of
             a checkpoint or of a Hugging Face model; the best if not given.
         prompt: Texts to continue; an empty one begins a document.
-        prompt_file: A file with more prompts, one a line.
         num_samples: Texts for each prompt.
         device: Where to compute; the GPU if there is one.
         dtype: Number format of the weights; as they are stored if not given.
@@ -74,9 +71,9 @@ def main(
     """
     chosen = Settings(**settings)
     require_at_least(1, "--", num_samples=num_samples)
-    prompts = read_prompts(prompt, prompt_file)
+    prompts = read_prompts(prompt)
     if prompts is None and json:
-        raise RequestError("--json needs a prompt: give --prompt or --prompt_file, or pipe a text in")
+        raise RequestError("--json needs a prompt: give --prompt, or pipe a text in")
     model = load_pretrained(chosen_model(run, ckpt_path, root), device, dtype)
     mode, step = choose_step(model, compile)
     if prompts is None:
@@ -119,19 +116,12 @@ def main(
              first_token or seconds, chosen.seed)  # fmt: skip
 
 
-def read_prompts(given: list[str] | None, file: Path | None) -> list[str] | None:
+def read_prompts(given: list[str] | None) -> list[str] | None:
     """The texts to continue; None where a person is to type them."""
-    prompts = list(given or [])
-    if file is not None:
-        try:
-            text = file.read_text(encoding="utf-8-sig").replace("\r\n", "\n")
-            prompts += text.removesuffix("\n").split("\n") if text else []
-        except (OSError, ValueError) as error:
-            raise RequestError(f"--prompt_file {file} cannot be read: {error}") from error
-    if given is not None or file is not None:
-        if not prompts:
-            raise RequestError("no prompt: " + ("--prompt is empty" if file is None else f"{file} has no line"))
-        return prompts
+    if given is not None:
+        if not given:
+            raise RequestError("no prompt: --prompt is empty")
+        return given
     if not sys.stdin.isatty():
         try:
             return [sys.stdin.read().removesuffix("\n")]
