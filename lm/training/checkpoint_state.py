@@ -355,7 +355,8 @@ def rng_state() -> dict[str, Any]:
 def restore_generators(state: dict[str, Any]) -> None:
     """Put this rank's random number generators where a checkpoint left them."""
     torch.set_rng_state(state["cpu"])
-    random.setstate(state["python"])
-    np.random.set_state(state["numpy"])
+    if "python" in state:  # a checkpoint of an earlier version has torch's alone
+        random.setstate(state["python"])
+        np.random.set_state(state["numpy"])
     if "cuda" in state and torch.cuda.is_available():
         torch.cuda.set_rng_state(state["cuda"])

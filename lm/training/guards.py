@@ -120,7 +120,7 @@ class Alerts(Observer):
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         self.evaluator.history.load_state_dict(state_dict)
         self._reported = set(state_dict["reported"])
-        self._armed = set(state_dict["was_false"])
+        self._armed = set(state_dict.get("was_false", ()))
 
 
 # ---- NaN and Inf -----------------------------------------------------------------------------------------------------
@@ -164,7 +164,7 @@ class NotFinite(Observer):
         return {"in_a_row": self._in_a_row}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        self._in_a_row = state_dict["in_a_row"]
+        self._in_a_row = state_dict.get("in_a_row", 0)
 
 
 # ---- throughput ------------------------------------------------------------------------------------------------------

@@ -247,7 +247,7 @@ class Rollback(Callback):
         return {"done": self.rollbacks.done, "good": self.rollbacks.good}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        self.rollbacks.done, self.rollbacks.good = state_dict["done"], state_dict["good"]
+        self.rollbacks.done, self.rollbacks.good = state_dict["done"], state_dict.get("good", -1)
 
 
 # ---- skipped data ----------------------------------------------------------------------------------------------------
