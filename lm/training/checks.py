@@ -83,7 +83,7 @@ def find(
     """All that is wrong with a training's options; `custom`: the model is not the decoder of this project."""
     yield from of_trainer(trainer)
     if known.devices is not None:
-        yield from of_ranks(trainer)
+        yield from of_ranks(trainer, known.devices)
     if trainer.precision.startswith("fp8"):
         yield from of_fp8(trainer, model.decoder, data, known)
     cpu = known.here and known.device.capability is None and not torch.backends.mps.is_available()
@@ -195,13 +195,34 @@ def _unkept(callback: Callback) -> str | None:
 # ---- several devices -------------------------------------------------------------------------------------------------
 
 
-def of_ranks(trainer: TrainerConfig) -> Iterator[Finding]:
-    """Nodes that do not find one another, and precisions that do not go together."""
-    nodes, precision, options = trainer.num_nodes, trainer.precision, trainer.distributed
-    if nodes > 1 and not under_torchrun() and srun_world() is None and "MASTER_ADDR" not in os.environ:
+def of_ranks(trainer: TrainerConfig, devices: int) -> Iterator[Finding]:
+    """Options that would have no effect, or a wrong one, on this many devices over all nodes.
+
+    Under torchrun the number may change with a restart, so an option that has no effect is not an error there.
+    """
+    strategy, nodes, precision, options = trainer.strategy, trainer.num_nodes, trainer.precision, trainer.distributed
+    restarts = under_torchrun()
+    if nodes > 1 and not restarts and srun_world() is None and "MASTER_ADDR" not in os.environ:
         yield error(f"trainer.num_nodes {nodes}: the nodes do not find one another",
                     f"start the command on each with `torchrun --nnodes {nodes}`, or with `srun --nodes {nodes}`, or "
                     "give --trainer.num_nodes 1")  # fmt: skip
+    if strategy == "hsdp" and nodes == 1 and restarts:
+        yield Finding("advice", "trainer.strategy hsdp is fsdp2 as long as there is one node", "")
+    elif strategy == "hsdp" and (nodes == 1 or devices == nodes):
+        other, where = ("fsdp2", "one node") if nodes == 1 else ("ddp", "one device a node")
+        yield error(f"trainer.strategy hsdp shards a model within each of several nodes, and with {where} it would be "
+                    f"{other}", f"give --trainer.strategy {other}")  # fmt: skip
+    kind = "ddp" if strategy in ("auto", "ddp") else "fsdp2"
+    of = {"bucket_mb": "ddp", "reshard": "fsdp2", "prefetch": "fsdp2"}
+    for name, value in vars(options).items():
+        needs, alone = of.get(name, "several devices"), devices == 1
+        if value is None:
+            continue
+        if alone and restarts and needs in (kind, "several devices"):
+            yield Finding("advice", f"trainer.distributed.{name} changes nothing as long as there is one device", "")
+        elif alone or needs not in (kind, "several devices"):
+            yield error(f"trainer.distributed.{name} is for {needs}, and this training is on "
+                        f"{'one device' if alone else kind}", LEAVE_OUT)  # fmt: skip
     take_mixed = f"{LEAVE_OUT}, or give --trainer.precision bf16-mixed"
     if options.reduce_dtype is not None and precision == "bf16-true":
         yield error("trainer.distributed.reduce_dtype is for gradients in fp32, and trainer.precision bf16-true has "

@@ -52,8 +52,13 @@ ONE, TWO, GRAPHS = Known(1, H200), Known(2), {"cuda_graphs": True}
 
 @pytest.mark.parametrize("given, words", [
     # several devices
+    ((with_options("auto", reduce_dtype="bf16"), {}, {}, Known(1)), "reduce_dtype is for several devices, and this"),
+    ((with_options("ddp", reshard=False), {}, {}, TWO), "distributed.reshard is for fsdp2, and this"),
+    ((with_options("fsdp2", bucket_mb=50), {}, {}, TWO), "distributed.bucket_mb is for ddp, and this training"),
     ((with_options("ddp", reduce_dtype="bf16") | {"precision": "bf16-true"}, {}, {}, TWO), "has them in bf16"),
     ((with_options("ddp", reduce_dtype="bf16") | {"precision": "16-mixed"}, {}, {}, TWO), "need fp16's digits"),
+    (({"strategy": "hsdp"}, {}, {}, TWO), "with one node it would be fsdp2: give --trainer.strategy fsdp2"),
+    (({"strategy": "hsdp", "num_nodes": 2}, {}, {}, TWO), "with one device a node it would be ddp: give"),
     # the Trainer
     (({"matmul_precision": "high", "precision": "bf16-mixed"},), "which is faster already: leave it out"),
     (({"fp8_keep": ["*"]},), "fp8_keep * is for FP8, and trainer.precision is 32-true: leave it out, or take"),

@@ -17,7 +17,7 @@ from lm.system.process import code_for_launcher, rank
 from lm.system.stop_signals import SIGNALS, StopSignals
 from lm.training import checks
 from lm.training.callbacks.run_folder import RunFolder
-from lm.training.config import TrainerConfig
+from lm.training.config import DistributedConfig, TrainerConfig
 from lm.training.distributed import refuse_broken_restarts, srun_world, torchrun_world
 from lm.training.run_state import RunState
 from lm.training.trainer import Trainer, _as_started
@@ -52,6 +52,21 @@ def test_the_processes_that_torchrun_started_count(torchrun, caplog, devices, nu
     caplog.set_level("INFO", "lm")
     assert _as_started("torchrun", torchrun_world(), devices, num_nodes) == expected
     assert len(caplog.records) == said
+
+
+def test_options_for_many_ranks_stay_when_torchrun_has_one_machine_left(torchrun, caplog):
+    """With `--nnodes 1:2` training continues there; what is wrong with any number of ranks is refused all the same."""
+    caplog.set_level("INFO", "lm")
+
+    def found(strategy, devices, **options):
+        trainer = TrainerConfig(strategy=strategy, distributed=DistributedConfig(**options))
+        return list(checks.of_ranks(trainer, devices))
+
+    checks.refuse([*found("hsdp", 2, reshard=False), *found("fsdp2", 1, prefetch=2, reduce_dtype="bf16")])
+    assert [record.getMessage().split(" as long as ")[1] for record in caplog.records] == [
+        "there is one node", "there is one device", "there is one device"]  # fmt: skip
+    with pytest.raises(RequestError, match="bucket_mb is for ddp"):
+        checks.refuse(found("fsdp2", 1, bucket_mb=5))
 
 
 @pytest.fixture
@@ -108,7 +123,7 @@ def test_nodes_that_nothing_has_started_are_not_waited_for(monkeypatch):
     for name in ("MASTER_ADDR", "SLURM_NTASKS"):
         monkeypatch.delenv(name, raising=False)
     with pytest.raises(RequestError, match="trainer.num_nodes 2: .*torchrun --nnodes 2"):
-        checks.refuse(checks.of_ranks(TrainerConfig(num_nodes=2)))
+        checks.refuse(checks.of_ranks(TrainerConfig(num_nodes=2), 2))
 
 
 def test_restarts_that_would_hang_are_refused_before_training(torchrun):
