@@ -102,9 +102,9 @@ def machine_facts(state: dict[str, Any], most: int) -> list[Fact]:
         return []
     try:
         gpus = reading["gpus"] or []
-        facts = [("GPU" if gpu["index"] is None else f"GPU {gpu['index']}", _gpu(gpu), "") for gpu in gpus]
+        facts = [("GPU" if gpu["index"] is None else f"GPU {gpu['index']}", *_gpu(gpu)) for gpu in gpus]
         if len(gpus) > most:
-            facts = [(f"{len(gpus)} GPUs", _gpu(combine_gpus(gpus)), "")]
+            facts = [(f"{len(gpus)} GPUs", *_gpu(combine_gpus(gpus)))]
         cpu, memory, process = reading["cpu"], reading["memory"], reading["process"]
         if cpu["load_percent"] is not None:
             facts.append(("CPU", f"{cpu['load_percent']:.0f}% of {cpu['cores']} cores", ""))
@@ -123,11 +123,13 @@ def combine_gpus(gpus: list[dict[str, Any]]) -> dict[str, Any]:
         "temperature_celsius": max, "power_watts": sum, "power_limit_watts": sum,
     }  # fmt: skip
     known = {name: [gpu[name] for gpu in gpus if gpu[name] is not None] for name in summaries}
-    return {name: summary(known[name]) if known[name] else None for name, summary in summaries.items()}
+    combined = {name: summary(known[name]) if known[name] else None for name, summary in summaries.items()}
+    limits = dict.fromkeys(limit for gpu in gpus for limit in gpu["clocks_limited_by"] or [])
+    return {**combined, "clocks_limited_by": list(limits)}
 
 
-def _gpu(gpu: dict[str, Any]) -> str:
-    """A GPU's figures in a line."""
+def _gpu(gpu: dict[str, Any]) -> tuple[str, str]:
+    """A GPU's figures in a line, and its style: yellow where something limits its clocks."""
     parts = []
     if gpu["load_percent"] is not None:
         parts.append(f"{gpu['load_percent']:.0f}%")
@@ -138,7 +140,8 @@ def _gpu(gpu: dict[str, Any]) -> str:
     if gpu["power_watts"] is not None:
         limit = "" if gpu["power_limit_watts"] is None else f"/{gpu['power_limit_watts']:.0f}"
         parts.append(f"{gpu['power_watts']:.0f}{limit} W")
-    return " ".join(parts) or "not known"
+    limits = gpu["clocks_limited_by"] or []
+    return " ".join([*parts, ", ".join(limits)]).strip() or "not known", "yellow" if limits else ""
 
 
 def _of(used: int, total: int | None) -> str:

@@ -330,6 +330,15 @@ def _named_device(name: str) -> tuple[Device, int]:
 
 # ---- telemetry: load, memory, temperature and power -----------------------------------------------------------------
 
+# Reasons for reduced clocks of a GPU: bits of nvml.h (nvmlClocksEventReason...) and their names. The first is set
+# together with the bit of its cause. An idle GPU and clocks that a person has set are no limits.
+CLOCK_LIMITS = {
+    0x08: "hardware slowdown",  # HwSlowdown
+    0x40: "thermal",  # HwThermalSlowdown
+    0x20: "thermal",  # SwThermalSlowdown
+    0x04: "power cap",  # SwPowerCap
+    0x80: "power brake",  # HwPowerBrakeSlowdown
+}
 # Files of a container's memory, cgroup v2 and v1: used, limit, parts, and the part that the system can reclaim.
 CGROUPS = (
     ("memory.current", "memory.max", "memory.stat", "inactive_file"),
@@ -374,6 +383,9 @@ class Telemetry:
         ask, nvml = self._ask, self._nvml
         sliced = ask("nvmlDeviceGetMigMode", handle, then=lambda modes: modes[0] == nvml.NVML_DEVICE_MIG_ENABLE)
         used = None if sliced else ask("nvmlDeviceGetMemoryInfo", handle)  # of a sliced GPU it is that of all its users
+        reasons = ask("nvmlDeviceGetCurrentClocksEventReasons", handle)
+        if reasons is None:  # drivers before R535 have them under another name
+            reasons = ask("nvmlDeviceGetCurrentClocksThrottleReasons", handle)
         return {
             "index": ask("nvmlDeviceGetIndex", handle),
             "name": ask("nvmlDeviceGetName", handle),
@@ -383,6 +395,7 @@ class Telemetry:
             "temperature_celsius": ask("nvmlDeviceGetTemperature", handle, nvml.NVML_TEMPERATURE_GPU),
             "power_watts": ask("nvmlDeviceGetPowerUsage", handle, then=lambda milliwatts: milliwatts / 1e3),
             "power_limit_watts": ask("nvmlDeviceGetEnforcedPowerLimit", handle, then=lambda limit: limit / 1e3),
+            "clocks_limited_by": clock_limits(reasons),  # empty where nothing limits them
         }
 
     def _ask(self, function: str, *arguments: Any, then: Callable[[Any], Any] = lambda value: value) -> Any:
@@ -391,6 +404,16 @@ class Telemetry:
             return then(getattr(self._nvml, function)(*arguments))
         except self._nvml.NVMLError:
             return None
+
+
+def clock_limits(reasons: int | None) -> list[str] | None:
+    """The names of the reasons for reduced clocks in NVML's bits."""
+    if reasons is None:
+        return None
+    words = dict.fromkeys(word for bit, word in CLOCK_LIMITS.items() if reasons & bit)
+    if len(words) > 1:
+        words.pop("hardware slowdown", None)
+    return list(words)
 
 
 def memory() -> dict[str, int]:

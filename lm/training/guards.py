@@ -182,7 +182,7 @@ class ThroughputFloor(Observer):
         self.config = config
         self.begin()
 
-    def begin(self, computed: str = "", known_causes: Sequence[str] = ()) -> None:
+    def begin(self, computed: str = "", known_causes: Callable[[], list[str]] = list) -> None:
         """A session begins, with these kernels, in words; `known_causes` of a low throughput are in no log line."""
         self._computed, self._known_causes = computed, known_causes
         self._first = True
@@ -213,10 +213,10 @@ class ThroughputFloor(Observer):
         if graphs:
             why = f", the last time because {reason}" if reason else ""
             found.append(f"torch.compile made {graphs} new graphs in {self._lines}{why}")
-        if found := [*found, *self._known_causes]:
+        if found := found + self._known_causes():
             return found
         wait = "not measured" if data_wait is None else f"{data_wait:.1%}"
-        return [f"no cause found (data wait {wait}, no new graphs, {self._computed})"]
+        return [f"no cause found (data wait {wait}, no new graphs, {self._computed}, no limit of clocks seen)"]
 
     @property
     def _lines(self) -> str:

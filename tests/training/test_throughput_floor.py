@@ -18,7 +18,7 @@ from lm.training.guards import ThroughputFloor
 def diagnosis(known=(), lines=3, **metrics):
     """What is said of a rate below the floor in the third log line that is judged."""
     floor = ThroughputFloor(ThroughputConfig(floor=100_000, patience=lines))
-    floor.begin("attention cudnn, kernels CUDA", known)
+    floor.begin("attention cudnn, kernels CUDA", lambda: list(known))
     slow = {"perf/tokens_per_second": 61_234.0, **metrics}
     [(step, finding)] = found_in([(step, slow) for step in range(lines + 1)], floor)
     assert step == lines
@@ -28,12 +28,13 @@ def diagnosis(known=(), lines=3, **metrics):
 @pytest.mark.parametrize(("known", "metrics", "graphs", "causes"), [
     ([], {"perf/data_wait": 0.62}, 0, "waiting for data 62% of the time; is the storage of the shards slow?"),
     ([], {}, 7, "torch.compile made 7 new graphs in 3 log lines, the last time because x size mismatch"),
+    (["clocks are limited: GPU 0: thermal"], {}, 0, "clocks are limited: GPU 0: thermal"),
     (["kernels are slow"], {"perf/data_wait": 0.5}, 0,
      "waiting for data 50% of the time; is the storage of the shards slow?; kernels are slow"),
     ([], {"perf/data_wait": 0.09}, 0,
-     "no cause found (data wait 9.0%, no new graphs, attention cudnn, kernels CUDA)"),
+     "no cause found (data wait 9.0%, no new graphs, attention cudnn, kernels CUDA, no limit of clocks seen)"),
     ([], {}, 0,
-     "no cause found (data wait not measured, no new graphs, attention cudnn, kernels CUDA)"),
+     "no cause found (data wait not measured, no new graphs, attention cudnn, kernels CUDA, no limit of clocks seen)"),
 ])  # fmt: skip
 def test_causes_are_named_with_their_evidence(monkeypatch, known, metrics, graphs, causes):
     made = iter([(0, ""), (0, ""), (graphs, ""), (graphs, "x size mismatch")])

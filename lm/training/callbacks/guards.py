@@ -25,6 +25,7 @@ from lm.training import checkpoint_state
 from lm.training.budget import Budget, Cost
 from lm.training.callback import Callback, call_hook
 from lm.training.callbacks.logging import remaining
+from lm.training.callbacks.run_folder import Heartbeat
 from lm.training.config import Action, BudgetConfig, ThroughputConfig
 from lm.training.distributed import gather_from_ranks
 from lm.training.guards import Finding, Line, Observer, Rollbacks, ThroughputFloor
@@ -96,15 +97,16 @@ class Guard(Callback):
 
 
 class ThroughputGuard(Guard):
-    """Gives `ThroughputFloor` what is known of kernels."""
+    """Gives `ThroughputFloor` what is known of kernels and GPUs."""
 
     def __init__(self, config: ThroughputConfig) -> None:
         super().__init__(ThroughputFloor(config))
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         built = pl_module.built
-        causes = slow_kernels(built, pl_module.device.type, trainer.precision)
-        self.observer.begin(f"attention {built.attention}, kernels {built.kernels}", causes)
+        self.observer.begin(f"attention {built.attention}, kernels {built.kernels}", lambda: [
+            *slow_kernels(built, pl_module.device.type, trainer.precision), *_clock_limits(trainer)
+        ])  # fmt: skip
 
 
 def slow_kernels(built: Built, device: str, precision: str) -> list[str]:
@@ -120,6 +122,14 @@ def slow_kernels(built: Built, device: str, precision: str) -> list[str]:
     if not is_fused(built.decoder):
         found.append(f"kernels are {built.kernels}")
     return found
+
+
+def _clock_limits(trainer: Trainer) -> list[str]:
+    """What limits the clocks of the GPUs, by the newest heartbeat."""
+    beats = [callback.latest for callback in trainer.callbacks if isinstance(callback, Heartbeat)]
+    gpus = [gpu for beat in beats for gpu in beat.get("gpus") or []]
+    limits = [f"GPU {gpu['index']}: {', '.join(gpu['clocks_limited_by'])}" for gpu in gpus if gpu["clocks_limited_by"]]
+    return [f"clocks are limited: {'; '.join(limits)}"] if limits else []
 
 
 # ---- budget ----------------------------------------------------------------------------------------------------------
