@@ -1,4 +1,4 @@
-"""`lm branch`: a new run that begins at a checkpoint of another one, with another schedule, data or context.
+"""`lm branch`: a new run that begins at a checkpoint of another one, with another schedule or other data.
 
 The new run's folder has the weights and the optimizer's state of that checkpoint as hard links, so it needs neither
 space nor the other run any more, and the rest is a resume like any other.
@@ -46,7 +46,6 @@ class BranchOptions:
         constant: Tokens to train on with the learning rate as it is at that step.
         rewarm: Warm up again: tokens in which the rate first rises to its peak; a part of `decay` or `constant`.
         final_fraction: Fraction of the peak learning rate at the end of `decay`.
-        context: Another context, in tokens; the base of the rotary wavelengths grows with it.
         make_only: Only make the run, and print the command that trains it, for example on several machines.
         root: Folder of the runs.
     """
@@ -58,12 +57,11 @@ class BranchOptions:
     constant: Count | None = None
     rewarm: Count | None = None
     final_fraction: float = 0.0
-    context: Count | None = None
     make_only: bool = False
     root: str = str(ROOT)
 
     def __post_init__(self) -> None:
-        require_at_least(1, "--", decay=self.decay, constant=self.constant, rewarm=self.rewarm, context=self.context)
+        require_at_least(1, "--", decay=self.decay, constant=self.constant, rewarm=self.rewarm)
         if self.decay and self.constant:
             raise RequestError("give --decay or --constant: with the first the rate falls, with the second it stays")
         if self.rewarm and not self.tokens:
@@ -99,7 +97,6 @@ def branch(options: BranchOptions, overrides: list[str]) -> None:
         raise RequestError(f"{trunk.config} is damaged, so it is not known what the run was trained with")
     settings, root = parse_yaml(trunk.config.read_bytes()), trunk.path.parent  # with the addresses of `notify`
     settings["trainer"]["default_root_dir"] = str(root)
-    change_context(settings, options.context)
     if options.tokens:
         data = yaml.safe_load(resolved_text(settings, overrides))["data"]  # of the branch, whose steps may be larger
         change_schedule(settings, step, options, tokens_of_a_step(data))
@@ -154,28 +151,6 @@ def checkpoint_at(run: Run, at: str | None) -> Path:
         raise RequestError(f"--at {at}: run {run.path} has no checkpoint of that step; it has those of steps {there} "
                            "(trainer.keep_checkpoints and keep_every decide which are kept)")  # fmt: skip
     return steps[step]
-
-
-def change_context(settings: dict[str, Any], context: int | None) -> None:
-    """Set another context in place, with as many tokens a step.
-
-    The base of the rotary wavelengths is multiplied by `r ^ (d / (d - 2))` for `r` times the context and heads `d`
-    wide, so that the longest wavelength grows by `r` and the shortest stays ("NTK-aware" scaling: Peng et al., 2023,
-    arXiv:2309.00071, section 3.1).
-    """
-    if context is None:
-        return
-    decoder, data = settings["model"]["decoder"], settings["data"]
-    now = data["seq_len"]
-    if context == now:
-        raise RequestError(f"--context {context} is the context of the run already: leave it out")
-    tokens = tokens_of_a_step(data)
-    width = decoder["head_dim"] or decoder["hidden_size"] // decoder["num_attention_heads"]
-    if context > now and width > 2:  # heads of 2 have one wavelength, in which the base has no part
-        decoder["rope_theta"] *= (context / now) ** (width / (width - 2))
-    decoder["max_position_embeddings"], data["seq_len"] = int(context), int(context)
-    data["micro_batch_size"] = max(1, data["micro_batch_size"] * now // context)
-    data["global_batch_tokens"] = tokens
 
 
 def change_schedule(settings: dict[str, Any], step: int, options: BranchOptions, tokens: int) -> None:

@@ -25,7 +25,7 @@ from lm.errors import RequestError, first_line
 from lm.inference.export import Card, check_reload, model_card
 from lm.inference.pretrained import DTypeName, Pretrained, load_pretrained, read_object
 from lm.model.config import DecoderConfig
-from lm.model.custom import MODEL_TYPE, is_builtin
+from lm.model.custom import MODEL_TYPE
 from lm.model.huggingface import to_huggingface
 from lm.runs import registry
 from lm.runs.checkpoint import TENSORS, find_damage, read_document, read_progress, write_files
@@ -156,11 +156,6 @@ def import_model(input: str = "", output: str = "", eos_token: str | None = None
         if packed:
             convert_gguf(source, Path(unpacked))
         model = load_pretrained(unpacked if packed else source, "cpu", torch.float32, eos_token=eos_token)
-        if not is_builtin(model.decoder):
-            raise RequestError(
-                f"--input {source} holds a model of {type(model.decoder).__name__}, and an import makes "
-                "a decoder of this project: resume or branch its run"
-            )
         weights = to_huggingface(model.decoder.state_dict(), model.config)
         write_files(folder, checkpoint_content(weights, describing_files(model, "float32")))
         # Without a digest in the checkpoint, so that a person may change it: another dropout or context is not damage.

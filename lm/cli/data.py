@@ -93,17 +93,14 @@ def _manifest(file: Path) -> dict[str, Any] | None:
     """The manifest of a prepared folder; None of a folder that has none."""
     if not file.is_file():
         return None
-    anew = f"`rm -r {quote(str(file.parent))}`, and run `lm data prepare` again"
     try:
         manifest = parse_json(file.read_bytes())
         names = [name for name, split in manifest["splits"].items() if split["documents"] >= 0 and split["bytes"] >= 0]
+        if not names or any(name in ("", "..") or Path(name).name != name for name in names):
+            raise ValueError("it has no splits, or one outside of its folder")
     except (OSError, *DAMAGE) as error:
+        anew = f"`rm -r {quote(str(file.parent))}`, and run `lm data prepare` again"
         raise RequestError(f"{file} is damaged ({first_line(error)}); {anew}") from error
-    if not names:
-        raise RequestError(f"{file} is damaged: it has no splits; {anew}")
-    for name in names:
-        if name in ("", "..") or Path(name).name != name:
-            raise RequestError(f"{file} has a split {name!r}, which is outside of its folder")
     return manifest
 
 

@@ -11,7 +11,6 @@ import re
 import shutil
 import sys
 from collections.abc import Iterator
-from functools import partial
 from pathlib import Path
 from typing import Literal, NamedTuple
 
@@ -20,7 +19,6 @@ from filelock import FileLock
 from rich.console import Console
 from rich.markup import escape
 
-from lm.cli.options import find_config, read_config
 from lm.errors import LmError, first_line
 from lm.kernels import runtime, swiglu
 from lm.model.attention_choice import Shape, candidates, measure
@@ -45,16 +43,13 @@ class Check(NamedTuple):
     cure: str = ""
 
 
-def doctor(config: str | None = None, json: bool = False) -> None:
-    """Check what a training needs on this machine: `lm doctor [--config X] [--json]`.
+def doctor(json: bool = False) -> None:
+    """Check what a training needs on this machine: `lm doctor [--json]`.
 
     Args:
-        config: A training's config, whose folder of runs is checked; the working directory if not given.
         json: Print one JSON object instead of a page.
     """
-    document = read_config(find_config(config)) if config else {}
-    root = Path(str(document.get("trainer", {}).get("default_root_dir", ROOT)))
-    checks = [check._replace(what=_anonymous(check.what), cure=_anonymous(check.cure)) for check in _checks(root)]
+    checks = [check._replace(what=_anonymous(check.what), cure=_anonymous(check.cure)) for check in _checks()]
     if json:
         print(jsonlib.dumps({
             "checks": [check._asdict() for check in checks], "ready": all(check.level != "error" for check in checks),
@@ -69,10 +64,10 @@ def doctor(config: str | None = None, json: bool = False) -> None:
         raise LmError(f"{plural(len(errors), 'error')}: {errors[0].name}: {errors[0].what}")
 
 
-def _checks(root: Path) -> Iterator[Check]:
+def _checks() -> Iterator[Check]:
     groups = {
         "Python": _python, "torch": _torch, "GPU": _gpus, "kernels": _kernels, "attention": _attention,
-        "C++ compiler": _compiler, "disk": partial(_disk, root), "registry": _registry,
+        "C++ compiler": _compiler, "disk": _disk, "registry": _registry,
     }  # fmt: skip
     for name, group in groups.items():
         try:
@@ -202,8 +197,8 @@ def _compiler() -> Iterator[Check]:
                     "apt install g++, or leave model.compile at none")  # fmt: skip
 
 
-def _disk(root: Path) -> Iterator[Check]:
-    existing = next(path for path in (root, *root.absolute().parents) if path.exists())
+def _disk() -> Iterator[Check]:
+    existing = ROOT if ROOT.exists() else Path()
     free = shutil.disk_usage(existing).free
     place = existing / f".lm-doctor-{os.getpid()}"
     try:

@@ -12,7 +12,6 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 from rich.console import Console
@@ -31,7 +30,6 @@ from lm.runs import registry
 from lm.runs.metrics import Evaluation, core_sentence, evaluation_metrics, evaluation_record, merge_evaluations
 from lm.runs.resume import chosen_model
 from lm.runs.run import ROOT, Run
-from lm.system.files import refuse_url, write_atomically
 from lm.system.process import harmless
 from lm.system.units import Count, format_count
 
@@ -46,7 +44,6 @@ def main(
     ckpt_path: str | None = None,
     device: str | None = None,
     dtype: DTypeName | None = None,
-    output: Path | None = None,
     json: bool = False,
     root: str = str(ROOT),
     **options: Any,
@@ -60,18 +57,10 @@ def main(
             a checkpoint or of a Hugging Face model; the best if not given.
         device: Where to compute; the GPU if there is one.
         dtype: Number format of the weights; as they are stored if not given.
-        output: A file to write the result to, as JSON.
         json: Print one JSON object instead of tables.
         root: Folder of the runs.
     """
-    refuse_url("--output", output or "")
-    if output is not None and output.is_dir():
-        raise RequestError(f"--output {output} is a folder; give a file")
-    if output is not None and not output.absolute().parent.is_dir():
-        raise RequestError(f"--output {output}: there is no folder {output.parent}")
     found = measure(lambda: load_pretrained(chosen_model(run, ckpt_path, root), device, dtype), **options)
-    if output is not None:
-        write_atomically(output, jsonlib.dumps(found, indent=2, ensure_ascii=False) + "\n")
     if json:
         print(jsonlib.dumps(found, ensure_ascii=False))
     else:
@@ -81,7 +70,7 @@ def main(
 def measure(
     load: Callable[[], Pretrained], tasks: list[str] | None = None, texts: list[str] | None = None,
     shards: list[str] | None = None, max_items: Count | None = None, num_fewshot: int | None = None,
-    batch_tokens: Count = Count(benchmark.BATCH_TOKENS), begin: Begin = "eos", stride: Count | None = None,
+    batch_tokens: Count = Count(benchmark.BATCH_TOKENS), begin: Begin = "eos",
 ) -> dict[str, Any]:  # fmt: skip
     """What `lm evaluate --json` prints of a model, which is loaded once the request is known to be sound.
 
@@ -94,11 +83,10 @@ def measure(
         num_fewshot: Solved items before each question; those of the task files if not given.
         batch_tokens: The most tokens that go through the model at once; the result does not depend on it.
         begin: The token before a question: `eos`, as before a document in training, or `nothing`.
-        stride: Tokens between the windows of a text that is longer than the context; the context if not given.
     """
     if not (tasks or texts or shards):
         raise RequestError("give something to evaluate on: --tasks embedded:sotu, --texts FILE or --shards FOLDER")
-    require_at_least(1, "--", max_items=max_items, batch_tokens=batch_tokens, stride=stride)
+    require_at_least(1, "--", max_items=max_items, batch_tokens=batch_tokens)
     require_at_least(0, "--", num_fewshot=num_fewshot)
     questions = read_tasks(tasks or [], num_fewshot)
     for source in texts or []:
@@ -111,10 +99,10 @@ def measure(
             model.decoder, model.tokenizer, questions, batch_tokens=batch_tokens, max_items=max_items, begin=begin,
             progress=bar,
         )  # fmt: skip
-        corpora = measure_corpora(model, owner, texts or [], shards or [], stride, max_items, batch_tokens, bar)
+        corpora = measure_corpora(model, owner, texts or [], shards or [], max_items, batch_tokens, bar)
     asked = {
         "tasks": tasks, "texts": texts, "shards": shards, "max_items": max_items, "num_fewshot": num_fewshot,
-        "begin": begin, "stride": stride, "dtype": str(model.dtype).removeprefix("torch."), "device": str(model.device),
+        "begin": begin, "dtype": str(model.dtype).removeprefix("torch."), "device": str(model.device),
     }  # fmt: skip
     by_task = {result.label: result.as_dict() for result in results}
     found = evaluation_record(model.step, model.path.resolve().name, by_task, benchmark.core(results), corpora, asked)
@@ -128,8 +116,8 @@ def measure(
 
 
 def measure_corpora(
-    model: Pretrained, run: Run | None, texts: Sequence[str], shards: Sequence[str], stride: int | None,
-    most: int | None, batch_tokens: int, bar: Bar,
+    model: Pretrained, run: Run | None, texts: Sequence[str], shards: Sequence[str], most: int | None,
+    batch_tokens: int, bar: Bar,
 ) -> dict[str, dict[str, Any]]:  # fmt: skip
     """The fields of `CorpusResult` of each text and of the shards, by short names.
 
@@ -140,7 +128,7 @@ def measure_corpora(
     document_mask = config.get("model", {}).get("document_mask", False)
     names = short_names([*texts, *shards])
     of_texts = {name: texts_bits_per_byte(
-        model.decoder, model.tokenizer, [source], seq_len=data.get("seq_len"), stride=stride, max_documents=most,
+        model.decoder, model.tokenizer, [source], seq_len=data.get("seq_len"), max_documents=most,
         batch_tokens=batch_tokens, progress=partial(bar, name),
     ) for name, source in zip(names, texts)}  # fmt: skip
     of_shards = {name: shards_bits_per_byte(

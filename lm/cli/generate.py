@@ -7,7 +7,6 @@ import sys
 import time
 from contextlib import closing, suppress
 from dataclasses import asdict, dataclass, replace
-from pathlib import Path
 from typing import Any, Literal
 
 from rich.console import Console
@@ -15,10 +14,9 @@ from rich.progress import Progress
 from rich.text import Text
 
 from lm.errors import RequestError, require_at_least
-from lm.inference.completion import Written, encode_prompt, gather_texts, generate_text
+from lm.inference.completion import Written, gather_texts, generate_text
 from lm.inference.generation import Reason, Sampling, Step, check_step
 from lm.inference.pretrained import DTypeName, Pretrained, load_pretrained
-from lm.model.compile import compile_decoder
 from lm.runs.resume import chosen_model
 from lm.runs.run import ROOT
 from lm.system.hardware import device_name
@@ -27,8 +25,8 @@ from lm.system.units import Count
 
 log = logging.getLogger(__name__)
 
-Compile = Literal["auto", "none", "inductor", "cuda_graphs"]
-STEPS: dict[str, Step] = {"none": "dynamic", "inductor": "static", "cuda_graphs": "cuda_graph"}
+Compile = Literal["auto", "none", "cuda_graphs"]
+STEPS: dict[str, Step] = {"none": "dynamic", "cuda_graphs": "cuda_graph"}
 TOGETHER = 64  # texts that are written at once, so that their cache fits
 
 
@@ -48,7 +46,6 @@ def main(
     run: str | None = None,
     ckpt_path: str | None = None,
     prompt: list[str] | None = None,
-    prompt_file: Path | None = None,
     num_samples: Count = Count(1),
     device: str | None = None,
     dtype: DTypeName | None = None,
@@ -65,26 +62,23 @@ def main(
         ckpt_path: `best`, `last`, `auto` (the newest that is whole), a step such as `step-00000100`, or the folder of
             a checkpoint or of a Hugging Face model; the best if not given.
         prompt: Texts to continue; an empty one begins a document.
-        prompt_file: A file with more prompts, one a line.
         num_samples: Texts for each prompt.
         device: Where to compute; the GPU if there is one.
         dtype: Number format of the weights; as they are stored if not given.
-        compile: How a step runs: `none`: not compiled; `inductor`: compiled, which takes long at first;
-            `cuda_graphs`: recorded, on a GPU; `auto`: `cuda_graphs` on a GPU, otherwise `none`.
+        compile: How a step runs: `cuda_graphs`: recorded, on a GPU; `auto`: so on a GPU, otherwise `none`.
         json: Print one JSON object instead of texts.
         root: Folder of the runs.
     """
     chosen = Settings(**settings)
     require_at_least(1, "--", num_samples=num_samples)
-    prompts = read_prompts(prompt, prompt_file)
+    prompts = read_prompts(prompt)
     if prompts is None and json:
-        raise RequestError("--json needs a prompt: give --prompt or --prompt_file, or pipe a text in")
+        raise RequestError("--json needs a prompt: give --prompt, or pipe a text in")
     model = load_pretrained(chosen_model(run, ckpt_path, root), device, dtype)
     mode, step = choose_step(model, compile)
     if prompts is None:
         return converse(model, chosen, step)
     chosen = with_seed(chosen)
-    refuse_long_prompts(model, prompts, chosen)
     prompts = [text for text in prompts for _ in range(num_samples)]
     if len(prompts) == 1 and not json:
         _, summary, reason = stream_to_terminal(model, prompts[0], chosen, step)
@@ -122,19 +116,12 @@ def main(
              first_token or seconds, chosen.seed)  # fmt: skip
 
 
-def read_prompts(given: list[str] | None, file: Path | None) -> list[str] | None:
+def read_prompts(given: list[str] | None) -> list[str] | None:
     """The texts to continue; None where a person is to type them."""
-    prompts = list(given or [])
-    if file is not None:
-        try:
-            text = file.read_text(encoding="utf-8-sig").replace("\r\n", "\n")
-            prompts += text.removesuffix("\n").split("\n") if text else []
-        except (OSError, ValueError) as error:
-            raise RequestError(f"--prompt_file {file} cannot be read: {error}") from error
-    if given is not None or file is not None:
-        if not prompts:
-            raise RequestError("no prompt: " + ("--prompt is empty" if file is None else f"{file} has no line"))
-        return prompts
+    if given is not None:
+        if not given:
+            raise RequestError("no prompt: --prompt is empty")
+        return given
     if not sys.stdin.isatty():
         try:
             return [sys.stdin.read().removesuffix("\n")]
@@ -143,26 +130,12 @@ def read_prompts(given: list[str] | None, file: Path | None) -> list[str] | None
     return None
 
 
-def refuse_long_prompts(model: Pretrained, prompts: list[str], settings: Settings) -> None:
-    """Raise RequestError for a prompt that fills the context, before any text is written."""
-    context = model.config.max_position_embeddings
-    for number, prompt in enumerate(prompts, start=1):
-        count = len(encode_prompt(model.tokenizer, prompt, settings.begin))
-        if count >= context:
-            raise RequestError(
-                f"prompt {number} of {len(prompts)} has {count} tokens, which leaves no room in the context of "
-                f"{context}: shorten it by {count - context + 1} or more"
-            )
-
-
 def choose_step(model: Pretrained, compile: Compile) -> tuple[str, Step]:
     """Decide how a step runs, prepare the decoder for it, and log the choice."""
     mode = compile
     if compile == "auto":
         mode = "cuda_graphs" if model.device.type == "cuda" else "none"
     check_step(STEPS[mode], model.device)
-    if mode == "inductor":
-        compile_decoder(model.decoder, "inductor")
     log.info("%s, %s; %s; compile %s", device_name(model.device), dtype_name(model), model.kernels, mode)
     return mode, STEPS[mode]
 
@@ -204,11 +177,12 @@ def stream_to_terminal(
     It returns the text, its figures in a line, and why it ended.
     """
     began, first_token, text, tokens, reason = time.perf_counter(), None, "", 0, None
-    print_text(prompt if begin is None else begin, "bold")
     try:
         with closing(generate_text(model.decoder, model.tokenizer, [prompt], settings, step=step)) as news:
             for new in news:
-                first_token = first_token or time.perf_counter() - began
+                if first_token is None:  # the prompt was not refused
+                    print_text(prompt if begin is None else begin, "bold")
+                    first_token = time.perf_counter() - began
                 text += new.text
                 tokens += new.token is not None
                 reason = new.reason

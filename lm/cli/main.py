@@ -20,7 +20,7 @@ from lm.system.stop_signals import STOP
 # jsonargparse would look whether it is the same, and so import PyTorch and Lightning before it reads what was typed.
 COMMANDS = {
     "fit": ("lm.cli.config:main", "train a model from a config, or resume a run"),
-    "branch": ("lm.cli.branch:main", "a new run from a checkpoint of another: a decay, other data, a longer context"),
+    "branch": ("lm.cli.branch:main", "a new run from a checkpoint of another: a decay, other data"),
     "validate": ("lm.cli.config:main", "loss, perplexity and bits per byte of a checkpoint on the validation data"),
     "test": ("lm.cli.config:main", "the same on all of the test data"),
     "predict": ("lm.cli.config:main", "per-token log-probabilities of texts, to Parquet"),
@@ -215,7 +215,5 @@ def _unknown_command(arguments: list[str]) -> str:
     if not close:
         return f"no command {arguments[0]!r}; lm --help lists them"
     words, rest = OTHER_NAMES.get(close[0], close[0]).split(), arguments[1:]
-    if words == ["fit"] and rest and not rest[0].startswith("-") and not rest[0].endswith((".yaml", ".yml")):
-        rest = ["--config", "tiny.yaml"]  # a model's name, as in `litgpt pretrain`
     meant = shlex.join([*words, *rest])
     return f"no command {arguments[0]!r}; did you mean `lm {meant}`?"

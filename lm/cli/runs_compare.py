@@ -13,7 +13,6 @@ from difflib import get_close_matches
 from itertools import groupby
 from operator import itemgetter
 from pathlib import Path
-from statistics import fmean
 from typing import Any, Literal
 
 import yaml
@@ -26,7 +25,7 @@ from lm.errors import LmError, RequestError, RunError
 from lm.runs import registry
 from lm.runs.config_diff import differences
 from lm.runs.facts import read_facts, run_row
-from lm.runs.history import Series, curve, labels, trunk_metrics
+from lm.runs.history import Series, curve, labels
 from lm.runs.metrics import METRICS
 from lm.runs.run import ROOT, Run
 from lm.runs.seeds import OF_A_RUN, Group, group_by_seed, mean_curve, spread, welch
@@ -50,7 +49,7 @@ def compare(
 
     Args:
         runs: Names under the root or in the registry, such as 'lr-*' in quotes, or paths; at least two. Groups are
-            compared with that of the first. Where one option differs, a table has the losses over it.
+            compared with that of the first.
         metric: The metric to draw, by its name in TensorBoard.
         x: The x axis; time is hours since the run's first log line.
         png: A file to write the chart to, as a picture: .png, .svg or .pdf.
@@ -63,11 +62,9 @@ def compare(
         raise RequestError("name two runs or more; `lm runs ls` lists them")
     if len({folder.path.resolve() for folder in folders}) < len(folders):
         raise RequestError("a run cannot be compared with itself; name each once")
-    drawn = metrics = [folder.metrics() for folder in folders]
-    if x != "time":
-        drawn = [trunk_metrics(folder) + lines for folder, lines in zip(folders, metrics, strict=True)]
+    metrics = [folder.metrics() for folder in folders]
     names = labels(folders)
-    series = [curve(name, lines, metric, x) for name, lines in zip(names, drawn, strict=True)]
+    series = [curve(name, lines, metric, x) for name, lines in zip(names, metrics, strict=True)]
     if not any(one.x for one in series):
         raise RequestError(_no_metric(metric, metrics))
     rows = [
@@ -81,21 +78,20 @@ def compare(
     shown = [
         series[group.members[0]]
         if len(group.members) == 1
-        else mean_curve(group.name, [drawn[place] for place in group.members], metric, x)
+        else mean_curve(group.name, [metrics[place] for place in group.members], metric, x)
         for group in groups
     ]
     compared = _compare_groups(groups, rows, metric, shown) if several else {}
-    sweep = _sweep(groups, differing, rows)
     if png is not None:
         from lm.inspection.drawing import draw_curves  # matplotlib takes half a second
 
         Path(png).absolute().parent.mkdir(parents=True, exist_ok=True)
-        draw_curves(shown, X_LABELS[x], metric, **sweep).savefig(png)
+        draw_curves(shown, X_LABELS[x], metric).savefig(png)
     if json:
         curves = {one.name: {"x": list(one.x), "y": list(one.y)} for one in series}
         settings_by_run = {key: dict(zip(names, values, strict=True)) for key, values in differing.items()}
         found = {"metric": metric, "x": x, "runs": rows, "curves": curves, "settings": settings_by_run}
-        print(to_json(found | compared | {"sweep": sweep} if sweep else found | compared))
+        print(to_json(found | compared))
         return
     console = Console(highlight=False)
     console.print(chart(shown, console.width, 20, X_LABELS[x], metric))
@@ -107,8 +103,6 @@ def compare(
         differing = {key: values for key, values in differing.items() if key not in OF_A_RUN}
     else:
         _print_values(console, rows, metric)
-    if sweep:
-        _print_sweep(console, **sweep)
     _print_settings(console, names, differing, " but for the seed" * several)
 
 
@@ -147,32 +141,6 @@ def _number(value: float | None) -> str:
     if value is None:
         return ""
     return str(value) if isinstance(value, int) or not math.isfinite(value) else f"{value:.5g}"
-
-
-# ---- sweeps ----------------------------------------------------------------------------------------------------------
-
-
-def _sweep(groups: Sequence[Group], differing: dict[str, list[Any]], rows: list[dict[str, Any]]) -> dict[str, Any]:
-    """Validation losses over the one option in which configs differ, means of several seeds; {} if it is not one."""
-    option, *others = [key for key in differing if key not in OF_A_RUN] or [None]
-    found = []
-    for group in groups if option and not others else ():
-        losses = [rows[place]["val/loss"] for place in group.members if rows[place]["val/loss"]]
-        if losses:
-            final, best = (fmean(loss[which] for loss in losses) for which in ("last", "lowest"))
-            value = differing[option][group.members[0]]
-            found.append({"value": value, "run": group.name, "final": final, "best": best})
-    if not all(type(one["value"]) in (int, float) for one in found):
-        found = [{**one, "value": str(one["value"])} for one in found]
-    return {"option": option, "values": sorted(found, key=lambda one: one["value"])} if found else {}
-
-
-def _print_sweep(console: Console, option: str, values: list[dict[str, Any]]) -> None:
-    cells = [[str(one["value"]), one["run"], _number(one["final"]), _number(one["best"])] for one in values]
-    console.print()
-    console.print(plain_table((option, "run", "final val loss", "best val loss"), "ttnn", cells))
-    best = min(values, key=lambda one: (not math.isfinite(one["best"]), one["best"]))
-    console.print(Text(f"lowest validation loss at {option} {best['value']}", style="dim"))
 
 
 # ---- seeds -----------------------------------------------------------------------------------------------------------

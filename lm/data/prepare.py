@@ -73,7 +73,7 @@ def prepare(options: PrepareOptions) -> dict[str, Any]:
     given = None if options.tokenizer in LEARNED else Tokenizer.load(options.tokenizer, options.eos_token).bare()
     if given is None and any(file.kind == "flat" for file in files):
         raise RequestError(
-            "a .bin or .npy holds token ids: give the tokenizer.json that they were made with (--tokenizer), or the "
+            "a .bin holds token ids: give the tokenizer.json that they were made with (--tokenizer), or the "
             "meta.json of characters"
         )
     plan = _plan(options, files, given)

@@ -1,7 +1,7 @@
 """Text to be tokenized: which files an input means, and the documents in them.
 
 The first step of `lm data prepare`; `data/encode` encodes what is read here. Plain text, JSON lines, Parquet, and
-token ids in a file of nanoGPT or NumPy. A document of any length streams through: it comes in pieces of at most PIECE
+token ids in a file of nanoGPT. A document of any length streams through: it comes in pieces of at most PIECE
 characters, cut at line ends.
 """
 
@@ -33,7 +33,6 @@ EMBEDDED = "embedded:"
 COMPRESSIONS = {".gz": "gzip", ".zst": "zstd", ".zstd": "zstd", ".bz2": "bz2", ".xz": "xz"}
 KINDS = {
     ".jsonl": "jsonl", ".ndjson": "jsonl", ".json": "jsonl", ".parquet": "parquet", ".pq": "parquet", ".bin": "flat",
-    ".npy": "flat",
 }  # fmt: skip
 TEXT_SUFFIXES = set(
     ".txt .text .md .markdown .rst .tex .org .adoc .xml .css .yaml .yml .toml .ini .cfg "
@@ -48,8 +47,7 @@ NOT_TEXT = {  # suffixes -> what to do
     ".pdf": "`pdftotext {0}` makes text of it",
     **dict.fromkeys((".html", ".htm", ".docx", ".odt", ".rtf", ".epub"), PANDOC),
     **dict.fromkeys((".csv", ".tsv", ".xlsx"), TABLE),
-    **dict.fromkeys((".pkl", ".pickle"), "a pickle may run any code when it is read, and is never read here"),
-    **dict.fromkeys((".png", ".jpg", ".jpeg", ".gif", ".webp"), "give the text that is in it, if there is some"),
+    ".npy": "it holds token ids: np.load({0!r}).astype(np.uint16).tofile('train.bin') makes a file of nanoGPT",
     **dict.fromkeys((".zip", ".tar", ".tgz", ".7z", ".rar"), "unpack it and give its files"),
 }
 DENSITY = 4  # bytes of text in a byte of a compressed file, about
@@ -158,9 +156,8 @@ def _find(source: str) -> Iterator[TextFile]:
         skipped = Counter(posixpath.splitext(name)[1] or "no suffix" for name in visible.keys() - files.keys())
         kinds = ", ".join(f"{count} {suffix}" for suffix, count in skipped.most_common(5))
         if not files:
-            ids = sorted({f"*{suffix}" for suffix in skipped if suffix in (".npy", ".bin")})  # arrays of token ids
             cure = "".join(f"; {NOT_TEXT[suffix].format(f'FILE{suffix}')}" for suffix in skipped if suffix in NOT_TEXT)
-            cure = f"; name the token ids: {source.rstrip('/')}/{ids[0]}" if ids else cure
+            cure = f"; name the token ids: {source.rstrip('/')}/*.bin" if ".bin" in skipped else cure
             raise RequestError(
                 f"{source}: the folder holds no text, JSON lines or Parquet, but {kinds or 'nothing'}{cure}"
             )
@@ -350,20 +347,19 @@ def _parquet(file: TextFile, part: int, parts: int, column: str) -> Iterator[tup
 
 
 def _flat(file: TextFile, tokenizer: Tokenizer | None) -> Iterator[Piece]:
-    """Documents of a file of ids: uint16 as nanoGPT keeps them, or a NumPy array of whole numbers with one axis."""
+    """Documents of a file of ids, uint16 as nanoGPT keeps them."""
     if tokenizer is None:
         raise RequestError(f"{file.name} holds token ids: give the tokenizer.json they were made with (--tokenizer)")
     position = 0  # tokens before the chunk
     unfinished = False  # whether a piece of the document that the chunk begins with was given already
     with file.stream() as stream:
-        dtype, count = _npy_header(file, stream) if _split_suffixes(file.name)[0] == ".npy" else (np.dtype("<u2"), None)
-        following = stream.read(dtype.itemsize * PIECE)
+        following = stream.read(2 * PIECE)
         while data := following:
-            following = stream.read(dtype.itemsize * PIECE)
-            if len(data) % dtype.itemsize:
-                raise RunError(f"{file.name} ends inside of a token id: it is truncated, or not of {dtype.name} ids")
-            ids = np.frombuffer(data, dtype)  # (n,)
-            outside = (ids >= tokenizer.vocab_size) | (ids < 0)
+            following = stream.read(2 * PIECE)
+            if len(data) % 2:
+                raise RunError(f"{file.name} ends inside of a token id: it is truncated, or not of uint16 ids")
+            ids = np.frombuffer(data, "<u2")  # (n,)
+            outside = ids >= tokenizer.vocab_size
             if outside.any():
                 bad = int(np.argmax(outside))
                 raise RunError(
@@ -379,21 +375,3 @@ def _flat(file: TextFile, tokenizer: Tokenizer | None) -> Iterator[Piece]:
                 unfinished = bool(following)
                 yield Piece(f"{file.name}, token {position + start}", ids[start:], not unfinished, file.split)
             position += len(ids)
-    if count not in (None, position):
-        raise RunError(f"{file.name} has {position:,} of the {count:,} token ids that its header has: it is truncated")
-
-
-def _npy_header(file: TextFile, stream: io.BufferedIOBase) -> tuple[np.dtype, int]:
-    """Read up to the values of a `.npy`; returns their type and how many there are."""
-    try:
-        version = np.lib.format.read_magic(stream)
-        header = np.lib.format.read_array_header_1_0 if version == (1, 0) else np.lib.format.read_array_header_2_0
-        shape, _, dtype = header(stream)
-    except ValueError as error:
-        raise RequestError(f"{file.name} is not a NumPy array: {first_line(error)}") from error
-    if len(shape) != 1 or dtype.kind not in "iu":
-        raise RequestError(
-            f"{file.name} holds an array of {dtype} of shape {shape}: token ids are whole numbers with one axis, as "
-            "np.save writes `ids.reshape(-1).astype(np.uint16)`"
-        )
-    return dtype, shape[0]

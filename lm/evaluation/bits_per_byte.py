@@ -13,7 +13,7 @@ from lm.data.parquet import COLUMN
 from lm.data.shards import Shards
 from lm.data.text_files import read_documents
 from lm.data.tokenizer import Tokenizer
-from lm.errors import RequestError, require_at_least
+from lm.errors import RequestError
 from lm.evaluation.benchmark import BATCH_TOKENS
 from lm.evaluation.scoring import Row, score
 from lm.evaluation.statistics import perplexity, ratio_error
@@ -55,29 +55,24 @@ def texts_bits_per_byte(
     inputs: Sequence[str],
     *,
     seq_len: int | None = None,
-    stride: int | None = None,
     max_documents: int | None = None,
     batch_tokens: int = BATCH_TOKENS,
     progress: Progress | None = None,
 ) -> CorpusResult:
     """Measure texts; each document begins after an end-of-text token, as in training.
 
-    A window predicts `seq_len` tokens, the decoder's context if not given; the next begins `stride` tokens later,
-    `seq_len` if not given: windows then do not overlap, and a window's first tokens have little before them. With less,
-    each token is still predicted once, with at least `seq_len - stride` tokens before it where the document has them.
+    A window predicts `seq_len` tokens, the decoder's context if not given. Windows do not overlap, so a window's first
+    tokens have little before them.
     """
     seq_len = _seq_len(decoder, seq_len)
-    stride = seq_len if stride is None else stride
-    if not 1 <= stride <= seq_len:
-        raise RequestError(f"stride {stride} must be between 1 and the {seq_len} tokens of a window")
-    require_at_least(1, "", max_documents=max_documents)
     sizes: list[int] = []  # bytes of each document, from its text
 
     def windows() -> Iterator[Window]:
         for sample, (_, text) in enumerate(islice(read_documents(inputs), max_documents)):
             sizes.append(len(text.encode()))
-            for row in _rows([tokenizer.eos_id, *tokenizer.encode(text)], seq_len, stride):
-                yield Window(sample, row)
+            ids = np.array([tokenizer.eos_id, *tokenizer.encode(text)], np.int32)
+            for start in range(0, len(ids) - 1, seq_len):
+                yield Window(sample, Row(ids[start : start + seq_len + 1], 1))
 
     sums = _measure(decoder, windows(), tokenizer.token_bytes(), batch_tokens, seq_len, progress=progress)
     if not len(sums):
@@ -103,7 +98,6 @@ def shards_bits_per_byte(
     `source` is as for `data.val`, and `document_mask` keeps attention inside a document, as `model.document_mask` does.
     """
     seq_len = _seq_len(decoder, seq_len)
-    require_at_least(1, "", max_windows=max_windows)
     shards = Shards.open(source, column, tokenizer.vocab_size, tokenizer.sha256)
     shards.require_windows(seq_len, max_windows)
     batches = Windows(shards, seq_len=seq_len, micro_batch=1, limit=max_windows)
@@ -119,24 +113,7 @@ def shards_bits_per_byte(
 
 def _seq_len(decoder: Decoder, wanted: int | None) -> int:
     context = config_of(decoder).max_position_embeddings
-    if wanted is not None and not 1 <= wanted <= context:
-        raise RequestError(f"seq_len {wanted} must be between 1 and the context of {context} tokens")
-    return wanted or context
-
-
-def _rows(ids: list[int], seq_len: int, stride: int) -> Iterator[Row]:
-    """Rows of a document, in which each token but the first is predicted once.
-
-    The first window predicts `seq_len` tokens; each of the next ones ends `stride` tokens later, or at the end of the
-    document, and predicts what the one before it did not.
-    """
-    tokens = np.asarray(ids, np.int32)
-    done = 1  # tokens that are predicted, and the first one
-    while done < len(tokens):
-        end = min(len(tokens), done + (seq_len if done == 1 else stride))
-        begin = done - 1 if stride == seq_len else max(0, end - 1 - seq_len)
-        yield Row(tokens[begin:end], done - begin)
-        done = end
+    return min(wanted or context, context)
 
 
 def _measure(

@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.distributed.fsdp import FSDPModule
 
 from lm.data.tokenizer import Begin, Tokenizer
-from lm.errors import RunError, require_at_least
+from lm.errors import RunError
 from lm.evaluation.tasks import COLUMNS, Item, Kind, Task
 from lm.model.custom import config_of
 from lm.model.decoder import Decoder, document_ids_from, evaluating
@@ -49,7 +49,6 @@ def score(decoder: Decoder, rows: Sequence[Row], batch_tokens: int, *, documents
     A batch has at most `batch_tokens`, padding included, and one row at least. `documents_end` is the token that ends a
     document, where attention is to stay inside documents.
     """
-    require_at_least(1, "", batch_tokens=batch_tokens)
     scores: dict[int, Score] = {}
     # Blocks that are compiled for training's shapes run uncompiled here.
     with evaluating(decoder), torch.no_grad(), torch.compiler.set_stance("force_eager"):

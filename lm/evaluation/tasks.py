@@ -14,9 +14,9 @@ from typing import Any, Literal
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from lm.errors import RequestError, require_at_least
+from lm.errors import RequestError
 from lm.evaluation.public_tasks import PUBLIC_TASKS
-from lm.system.files import parse_json, parse_yaml
+from lm.system.files import DAMAGE, parse_line, parse_yaml
 
 EMBEDDED = "embedded:"
 BUNDLE = "https://karpathy-public.s3.us-west-2.amazonaws.com/eval_bundle.zip"  # the one that nanochat reads
@@ -62,7 +62,6 @@ def read_tasks(paths: Sequence[str], num_fewshot: int | None = None) -> list[Tas
     `embedded:sotu`, or the name of a public benchmark, which is read from the Hugging Face hub. `num_fewshot` replaces
     the number of the files, which is 0 for a file of items alone.
     """
-    require_at_least(0, "", num_fewshot=num_fewshot)
     known: dict[str, Task] = {}
     names = (name for path in paths for name in ([path] if Path(path).exists() else path.split(",")))
     for task in (task for name in names for task in _read(name, num_fewshot)):
@@ -105,38 +104,28 @@ def _read(path: str, num_fewshot: int | None) -> Iterator[Task]:
 
 def _from_yaml(file: Path, num_fewshot: int | None) -> Iterator[Task]:
     try:
-        document = parse_yaml(file.read_bytes())
-    except (OSError, ValueError) as error:
-        raise RequestError(f"{file} cannot be read: {error}") from error
-    entries = document.get("icl_tasks") if isinstance(document, dict) else None
-    if not isinstance(entries, list) or not all(isinstance(entry, dict) for entry in entries):
-        raise RequestError(f"{file}: expected a list of tasks under icl_tasks")
+        entries = [dict(entry) for entry in parse_yaml(file.read_bytes())["icl_tasks"]]
+    except (OSError, *DAMAGE) as error:
+        raise RequestError(f"{file} cannot be read: expected a list of tasks under icl_tasks ({error})") from error
     baselines = _baselines(file.parent / "eval_meta_data.csv")
     for entry in entries:
         place = f"{file}, task {entry.get('label')!r}"
-        label, uri, kind, shots, delimiter = _checked(entry, place)
-        source = _source(file.parent, uri, place)
+        if unknown := [key for key in entry if key not in KEYS]:
+            raise RequestError(f"{place}: {', '.join(map(repr, unknown))} is not known here; remove it")
+        if (kind := entry.get("icl_task_type")) not in COLUMNS:
+            raise RequestError(f"{place}: icl_task_type {kind!r} is none of {', '.join(COLUMNS)}")
+        given = entry.get("num_fewshot", 0) if num_fewshot is None else num_fewshot
+        try:
+            label, source = str(entry["label"]), _source(file.parent, entry["dataset_uri"], place)
+            shots = [int(count) for count in (given if isinstance(given, list) else [given])]
+        except DAMAGE as error:
+            raise RequestError(f"{place}: label, dataset_uri or num_fewshot is missing or wrong ({error})") from error
         items = _items(source)
-        shots = shots if num_fewshot is None else [num_fewshot]
         for count in shots:
             name = label if len(shots) == 1 else f"{label}_{count}shot"
-            yield _task(name, kind, items, count, delimiter, baselines.get(label), source)
-
-
-def _checked(entry: dict[str, Any], place: str) -> tuple[str, str, Kind, list[int], str]:
-    """Label, file, kind, numbers of solved items and delimiter of an entry of the YAML."""
-    if unknown := [key for key in entry if key not in KEYS]:
-        raise RequestError(f"{place}: {', '.join(map(repr, unknown))} is not known here; remove it")
-    entry = {"num_fewshot": 0, "continuation_delimiter": " ", **entry}
-    for key in ("label", "dataset_uri", "continuation_delimiter"):
-        if not isinstance(entry.get(key), str):
-            raise RequestError(f"{place}: {key} must be a text, got {entry.get(key)!r}")
-    if (kind := entry.get("icl_task_type")) not in COLUMNS:
-        raise RequestError(f"{place}: icl_task_type {kind!r} is none of {', '.join(COLUMNS)}")
-    shots = entry["num_fewshot"] if isinstance(entry["num_fewshot"], list) else [entry["num_fewshot"]]
-    if not shots or not all(type(count) is int and count >= 0 for count in shots):
-        raise RequestError(f"{place}: num_fewshot must be a list of whole numbers, got {entry['num_fewshot']!r}")
-    return entry["label"], entry["dataset_uri"], kind, shots, entry["continuation_delimiter"]
+            yield _task(
+                name, kind, items, count, entry.get("continuation_delimiter", " "), baselines.get(label), source
+            )
 
 
 def _source(folder: Path, uri: str, place: str) -> Path:
@@ -156,13 +145,9 @@ def _baselines(file: Path) -> dict[str, float]:
         return {}
     try:
         with open(file, encoding="utf-8", newline="") as table:
-            found = {row["Eval Task"]: float(row["Random baseline"]) / 100 for row in csv.DictReader(table)}
+            return {row["Eval Task"]: float(row["Random baseline"]) / 100 for row in csv.DictReader(table)}
     except (KeyError, TypeError, ValueError, csv.Error) as error:
         raise RequestError(f"{file}: expected columns 'Eval Task' and 'Random baseline', in percent") from error
-    for label, share in found.items():
-        if not 0 <= share < 1:
-            raise RequestError(f"{file}: the random baseline of {label!r} is {100 * share:g} %; it must be below 100")
-    return found
 
 
 # ---- a file of items -------------------------------------------------------------------------------------------------
@@ -171,19 +156,14 @@ def _baselines(file: Path) -> dict[str, float]:
 def _items(file: Path) -> list[Item]:
     if file.suffix == ".parquet":
         try:
-            items = pq.read_table(file).to_pylist()
+            items: list[Item] = pq.read_table(file).to_pylist()
         except (pa.ArrowException, OSError, ValueError) as error:
             raise RequestError(f"{file} cannot be read ({str(error).splitlines()[0]}); is it damaged?") from error
     else:
-        lines = enumerate(file.read_bytes().split(b"\n"), start=1)
-        items = []
-        for place, line in ((f"{file}, line {number}", line) for number, line in lines if line.strip()):
-            try:
-                items.append(parse_json(line))
-            except ValueError as error:
-                raise RequestError(f"{place}: not a JSON object on one line ({error})") from error
-            if not isinstance(items[-1], dict):
-                raise RequestError(f"{place}: a JSON {type(items[-1]).__name__} where one object a line is expected")
+        lines = [(number, line) for number, line in enumerate(file.read_bytes().split(b"\n"), start=1) if line.strip()]
+        items = [parse_line(line) for _, line in lines]
+        if {} in items:
+            raise RequestError(f"{file}, line {lines[items.index({})][0]}: not a JSON object on one line")
     if not items:
         raise RequestError(f"{file} has no items")
     return items

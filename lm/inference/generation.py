@@ -100,7 +100,7 @@ def generate(
 
     Args:
         decoder: or a custom model; on any device. Inside `torch.autocast` it computes in that precision.
-        prompts: token ids, in any lengths; an empty prompt begins with `eos_id`, after which documents begin.
+        prompts: token ids, in any lengths, at least one each.
         sampling: how tokens are chosen, and how many. Its options for texts are for `inference/completion`.
         eos_id: the token that ends a row; None: none does.
         ended: called with every row and new token but `eos_id`; returns whether the row is to end with it.
@@ -108,7 +108,7 @@ def generate(
     """
     device, config = next(decoder.parameters()).device, config_of(decoder)
     check_step(step, device)
-    rows = [_checked(config, index, list(prompt), eos_id) for index, prompt in enumerate(prompts)]
+    rows = [_checked(config, index, list(prompt)) for index, prompt in enumerate(prompts)]
     if not rows:
         return
     counts = [len(row) for row in rows]
@@ -149,19 +149,11 @@ def generate(
             logits = run(tokens)
 
 
-def _checked(config: DecoderConfig, index: int, prompt: list[int], eos_id: int | None) -> list[int]:
-    if not prompt:
-        if eos_id is None:
-            raise RequestError(f"prompt {index} is empty, and no eos_id is given to begin with")
-        prompt = [eos_id]
-    vocab_size, context = config.vocab_size, config.max_position_embeddings
-    outside = [token for token in prompt if not 0 <= token < vocab_size]
-    if outside:
-        raise RequestError(f"prompt {index}: token id {outside[0]} is outside the vocabulary of {vocab_size}")
-    if len(prompt) >= context:
+def _checked(config: DecoderConfig, index: int, prompt: list[int]) -> list[int]:
+    if len(prompt) >= (context := config.max_position_embeddings):
         raise RequestError(
-            f"prompt {index} leaves no room for a new token: it has {len(prompt)} tokens, and max_position_embeddings "
-            f"is {context}; shorten it by {len(prompt) - context + 1} or more"
+            f"prompt {index + 1} leaves no room for a new token: it has {len(prompt)} tokens, and the context has "
+            f"{context}; shorten it by {len(prompt) - context + 1} or more"
         )
     return prompt
 

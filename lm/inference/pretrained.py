@@ -25,7 +25,7 @@ from lm.runs.checkpoint import read_folder, read_progress
 from lm.runs.registry import find_run
 from lm.runs.resume import checkpoint_folder
 from lm.runs.run import Run
-from lm.system.arguments import build_options, shown
+from lm.system.arguments import build_options
 from lm.system.files import parse_json
 from lm.system.remote import is_remote
 
@@ -117,11 +117,6 @@ class Pretrained:
             For each prompt `text`, what was written after it, without the prompt; the tokens, and why it ended.
         """
         prompts = [prompts] if isinstance(prompts, str) else prompts
-        if not isinstance(prompts, Sequence) or not all(isinstance(prompt, str) for prompt in prompts):
-            raise RequestError(f"generate: give a text or a list of texts as prompts, not {shown(prompts)}")
-        if not isinstance(sampling, Sampling):
-            raise RequestError(f"generate: sampling is an lm.Sampling, such as lm.Sampling(top_k=50), and not "
-                               f"{shown(sampling)}")  # fmt: skip
         sampling = build_options(Sampling, "generate", **vars(sampling) | options)
         return gather_texts(prompts, generate_text(self.decoder, self.tokenizer, prompts, sampling))
 

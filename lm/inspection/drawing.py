@@ -85,26 +85,12 @@ def plot_curves(axes: Axes, series: Sequence[Series]) -> None:
         axes.text(0.5, 0.5, "not logged", transform=axes.transAxes, ha="center", va="center", color="gray")
 
 
-def draw_curves(
-    series: Sequence[Series], x: str, y: str, title: str = "", scale: str = "linear", option: str = "",
-    values: Sequence[dict[str, Any]] = (),
-) -> Figure:  # fmt: skip
-    """Curves over one pair of axes with these labels; values that are not finite leave a gap.
-
-    Beside them the validation losses over an option: `values` have its `value`, and the losses `final` and `best`.
-    """
-    made, axes = figure(columns=2 if values else 1, width=12 if values else 8, squeeze=False)
-    plot_curves(axes[0, 0], series)
-    label_axes(axes[0, 0], title, x, y)
-    axes[0, 0].set_yscale(scale)
-    if values:
-        places = [one["value"] for one in values]
-        plot_curves(axes[0, 1], [Series(name, places, [one[name] for one in values]) for name in ("final", "best")])
-        if not isinstance(places[0], str) and places[-1] > 2 * places[0] > 0:
-            axes[0, 1].set_xscale("log")
-            axes[0, 1].set_xticks(places, [f"{value:g}" for value in places])
-            axes[0, 1].minorticks_off()
-        label_axes(axes[0, 1], "", option, "validation loss")
+def draw_curves(series: Sequence[Series], x: str, y: str, title: str = "", scale: str = "linear") -> Figure:
+    """Curves over one pair of axes with these labels; values that are not finite leave a gap."""
+    made, axes = figure()
+    plot_curves(axes, series)
+    label_axes(axes, title, x, y)
+    axes.set_yscale(scale)
     return made
 
 

@@ -43,8 +43,6 @@ def attention_maps(decoder: Decoder, ids: Sequence[int]) -> np.ndarray:
     """
     if not isinstance(decoder, Decoder) or any(type(block.self_attn) is not SelfAttention for block in decoder.layers):
         raise RequestError("attention maps are of this project's SelfAttention, and this model has its own")
-    if not len(ids):
-        raise RequestError("there is no token to attend to")
     maps: list[Tensor] = []
     x = decoder.embed(torch.tensor([list(ids)], device=decoder.embed_tokens.weight.device))  # (1, T, C)
     rotary, masks = decoder.rotary_and_masks(x)
@@ -162,8 +160,6 @@ def expectations_of(model: Pretrained, written: Written, alternatives: int = 5) 
 
 
 def _expectations(model: Pretrained, before: list[int], ids: list[int], alternatives: int) -> list[Expectation]:
-    if not ids:
-        raise RequestError("there is no token to look at: the text is empty")
     decode = model.tokenizer.decode
     found: list[Expectation] = []
     for expected, logits in predictions(model, before + ids, model.config.max_position_embeddings):

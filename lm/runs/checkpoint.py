@@ -12,7 +12,6 @@ import base64
 import errno
 import math
 import os
-import re
 import shutil
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -249,8 +248,6 @@ def read_document(folder: Path) -> dict[str, Any]:
     try:
         document = load_checksummed(text)
     except DAMAGE as error:
-        if earlier := re.match(rb'{"format": (\d{1,9}), ', text):
-            raise RequestError(_other_format({"format": int(earlier[1])})) from error
         raise RequestError(f"trainer.json is damaged ({error})") from error
     if document.get("format") != FORMAT:
         raise RequestError(_other_format(document))
@@ -261,6 +258,5 @@ def read_document(folder: Path) -> dict[str, Any]:
 
 def _other_format(document: dict[str, Any]) -> str:
     writer = str(document.get("written_by", ""))
-    reader = f"lm {writer} wrote and reads it (`pip install lm-pretrain=={writer.partition('+')[0]}`)" if writer else (
-        "it is of a commit before lm 0.1.0")  # fmt: skip
-    return f"format {document.get('format')!r}: {reader}; this is lm {lm_version()}, which reads format {FORMAT}"
+    return (f"format {document.get('format')!r}: lm {writer} wrote and reads it (`pip install lm-pretrain=="
+            f"{writer.partition('+')[0]}`); this is lm {lm_version()}, which reads format {FORMAT}")  # fmt: skip

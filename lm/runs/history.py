@@ -68,15 +68,6 @@ def thin(series: Series, most: int) -> Series:
     return Series(series.name, x, y)
 
 
-def trunk_metrics(run: Run) -> list[dict[str, Any]]:
-    """The log lines of the run that a run has branched off, up to the step where it did; none of any other run."""
-    origin = run.read("run.json").get("branch")
-    if not origin:
-        return []
-    trunk = Run(origin["path"])  # it may be gone
-    return [line for line in [*trunk_metrics(trunk), *trunk.metrics()] if line.get("step", 0) <= origin["step"]]
-
-
 def labels(runs: Sequence[Run]) -> list[str]:
     """The names of runs; with their folders where several have the same name."""
     names = [run.path.resolve().name for run in runs]

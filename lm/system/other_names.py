@@ -51,24 +51,16 @@ CURES = {
     "TensorBoard and metrics.jsonl are always written to the run folder; --trainer.logger "
     "lightning.pytorch.loggers.WandbLogger adds W&B, after `pip install wandb`":
         "logger report_to wandb_log wandb_project wandb",
-    "leave it out; everything is in log.txt of the run folder, and --debug shows where an error came from": "verbose",
     "`lm validate` measures a checkpoint": "eval_only do_eval",
-    "leave it out; `lm fit` trains": "do_train",
     "`lm import --input FOLDER --output models/x` makes a checkpoint of a model, for --ckpt_path models/x":
         "model_name_or_path init_from model_name",
     "give --trainer.strategy fsdp2, which shards the model over the devices": "tensor_parallel_degree fsdp deepspeed",
     "give --trainer.strategy ddp": "ddp",
-    "leave it out; a run never overwrites another, and --run NAME chooses its folder": "overwrite_output_dir",
     "give --trainer.accelerator cpu, or gpu, or leave it out: a GPU that is there is used": "device",
     "`lm plan` with the same options trains nothing, and says what the run would be": "dry_run",
     "give --run NAME": "name run_name",
     "give --ckpt_path auto, which resumes the newest run of this config; `last` or a folder chooses":
         "resume resume_from",
-    "leave it out; the decoder has no biases": "bias",
-    "leave it out; the MLP is SwiGLU": "hidden_act activation_function",
-    "leave it out; GPUs exchange over NCCL, and CPUs over gloo": "backend",
-    "leave it out: every checkpoint can be resumed; `lm export` writes a model alone": "save_only_model",
-    "every trainer.checkpoint_interval steps a checkpoint is saved, whatever its loss is": "always_save_checkpoint",
     "give --model.schedule.warmup_ratio, and --model.schedule.warmup_steps 0 if the config has some": "warmup_ratio",
     "leave it out; threads of the training process read the data, which is faster": "num_workers",
 }  # fmt: skip

@@ -112,8 +112,6 @@ class Expression:
                 self._refuse(node, f"this may not stand here; {ALLOWED}")
         for part in parts:
             self._check(part, condition=isinstance(operators[0], LOGIC))
-        if isinstance(operators[0], ast.Div) and _evaluate(node.right, History(self.depths)) == 0:  # a metric is NaN
-            self._refuse(node, "a division by zero, which is never decided")
         if condition and not _is_condition(node):
             self._refuse(node, "a number, where something true or false is needed: compare it, such as `loss > 10`")
         if not condition and _is_condition(node):

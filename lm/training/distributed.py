@@ -229,8 +229,6 @@ def refuse_broken_restarts() -> None:
 # ---- strategies ------------------------------------------------------------------------------------------------------
 
 START_TIMEOUT = timedelta(minutes=30)  # until they train: each prepares data, reads a checkpoint and builds its model
-UNUSED_CURE = ("ddp needs a gradient of each on every rank: use them in every loss, freeze them with "
-               "requires_grad_(False), or train on one device")  # fmt: skip
 
 
 class ReplicatedStrategy(OwnLauncher, DDPStrategy):
@@ -246,29 +244,11 @@ class ReplicatedStrategy(OwnLauncher, DDPStrategy):
         )  # fmt: skip
         self.rank_timeout = rank_timeout
         self.options = options
-        self._checked = False  # that all weights have a gradient
 
     def configure_ddp(self) -> None:
         super().configure_ddp()
         if self.options.reduce_dtype == "bf16":
             self.model.register_comm_hook(None, _add_in_bf16)
-
-    def post_backward(self, closure_loss: Tensor) -> None:
-        """Refuse weights without a gradient after the first exchange of gradients, which would wait for theirs."""
-        super().post_backward(closure_loss)
-        if self._checked or not self.model.require_backward_grad_sync:
-            return
-        self._checked = True
-        unused = [name.removeprefix("decoder.") for name, weight in self.lightning_module.named_parameters()
-                  if weight.requires_grad and weight.grad is None]  # fmt: skip
-        if unused:
-            more = f" and {plural(len(unused) - 2, 'other')}" if len(unused) > 2 else ""
-            raise RequestError(f"the loss does not use the weights {', '.join(unused[:2])}{more}: {UNUSED_CURE}")
-
-    def on_exception(self, exception: BaseException) -> None:
-        """Replace DDP's message of a later step that did not use all weights: its cure is an option of DDP itself."""
-        if "Expected to have finished reduction in the prior iteration" in str(exception):
-            exception.args = (f"the loss of a step does not use all weights: {UNUSED_CURE}",)
 
     def on_train_start(self) -> None:
         _set_rank_timeout(self.rank_timeout)

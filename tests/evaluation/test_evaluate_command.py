@@ -57,8 +57,7 @@ def points(run, name):
 @pytest.mark.slow
 def test_what_is_found_is_the_models_and_stays_with_the_run(workplace, run, capsys):
     """In its folder, the registry, TensorBoard and on its page; an earlier checkpoint after a later one, too."""
-    done = lm(workplace, "evaluate", *WORDS_TASK, "--ckpt_path", "last", "--max_items", "7", "--json",
-              "--output", "found.json")  # fmt: skip
+    done = lm(workplace, "evaluate", *WORDS_TASK, "--ckpt_path", "last", "--max_items", "7", "--json")
     assert "checkpoints/small/step-00000008" in done.stderr
     last = json.loads(done.stdout)
     first = found_with(capsys, *WORDS_TASK, "--ckpt_path", "checkpoints/small/step-00000004", "--max_items", "7")
@@ -70,7 +69,6 @@ def test_what_is_found_is_the_models_and_stays_with_the_run(workplace, run, caps
         assert found["core"] == task["centered"] == pytest.approx(2 * task["accuracy"] - 1)
         low, high = found["core_interval"]
         assert low <= found["core"] <= high and (low, high) == pytest.approx(task["centered_interval"])
-    assert json.loads((workplace / "found.json").read_text()) == last
     assert [entry.items() <= found.items() for entry, found in zip(run.evaluations(), (last, first), strict=True)]
     assert [row["core"] for row in registry.known_runs()] == [first["core"]]  # the newest
     for name, value in evaluation_metrics(first).items():
@@ -111,7 +109,6 @@ def test_a_model_without_a_run_leaves_nothing_behind(workplace, run, capsys):
     (("--tasks", "hellaswg"), "hellaswg: no such file; give embedded:sotu, the name of a benchmark"),
     (("--tasks", "words.jsonl", "--max_items", "0"), "--max_items 0 must be at least 1"),
     (("--tasks", "words.jsonl", "--num_fewshot", "9"), "too few for 9"),
-    (("--tasks", "words.jsonl", "--output", "nowhere/x.json"), "there is no folder nowhere"),
     (("--texts", "nowhere.txt"), "nowhere.txt"),
     (("--shards", "nowhere"), "nowhere"),
     (("--tasks", "words.jsonl", "--run", "nobody"), "no run 'nobody'"),

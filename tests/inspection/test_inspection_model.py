@@ -61,14 +61,6 @@ def test_histograms_are_densities_of_each_matrix():
     assert (one.edges[0], one.edges[-1]) == pytest.approx((keys.min().item(), keys.max().item()))
 
 
-def test_weights_that_are_not_finite_are_named():
-    decoder = trained_like(SMALL)
-    with torch.no_grad():
-        decoder.layers[2].mlp.down_proj.weight[0, 0] = math.nan
-    with pytest.raises(RequestError, match="model.layers.2.mlp.down_proj.weight is not finite"):
-        weights.weight_histograms(decoder)
-
-
 # ---- attention -------------------------------------------------------------------------------------------------------
 
 
@@ -87,10 +79,9 @@ def test_maps_are_those_of_transformers_eager_attention(config, tmp_path):
     assert maps.std(-1).max() > 0.01  # the comparison is of something
 
 
-@pytest.mark.parametrize("length, words", [(65, "longer than max_position_embeddings"), (0, "no token")])
-def test_texts_that_leave_nothing_to_attend_to_or_are_too_long_are_refused(length, words):
-    with pytest.raises(RequestError, match=words):
-        text_views.attention_maps(ready().decoder, [1] * length)
+def test_texts_that_are_too_long_are_refused():
+    with pytest.raises(RequestError, match="longer than max_position_embeddings"):
+        text_views.attention_maps(ready().decoder, [1] * 65)
 
 
 def test_tokens_of_a_text_stand_beside_its_maps():
@@ -118,14 +109,10 @@ def test_drift_of_weights_that_changed_in_a_known_way():
     assert (same.relative, same.cosine) == pytest.approx((0, 1))
 
 
-def test_models_of_other_shapes_or_tokenizers_are_not_compared():
-    other = ready(replace(SMALL, num_hidden_layers=2), tokenizer=train_char(["other letters"]))
-    with pytest.raises(RequestError, match=r"differ in shape: model.layers.2.\S+ is \(.*\) and absent"):
-        weights.weight_drift(ready().decoder, other.decoder)
+def test_models_of_other_tokenizers_are_not_compared():
+    other = ready(tokenizer=train_char(["other letters"]))
     with pytest.raises(RequestError, match="different tokenizers"):
         weights.distribution_drift(ready(), other, [TEXT])
-    with pytest.raises(RequestError, match="no token"):
-        weights.distribution_drift(ready(), ready(), ["", ""])
 
 
 def test_divergence_of_a_text_is_that_of_the_definition_token_by_token():
@@ -166,8 +153,7 @@ def test_expectations_are_the_models_own_losses_ranks_and_entropies():
         assert one.rank == 1 + (log > log[token]).sum()
         assert one.entropy == pytest.approx(torch.special.entr(log.exp()).sum().item() / math.log(2), abs=1e-4)
         assert [chance for _, chance in one.alternatives] == pytest.approx(log.exp().topk(3).values.tolist(), rel=1e-4)
-    with pytest.raises(RequestError, match="the text is empty"):
-        text_views.expectations(model, "")
+    assert text_views.expectations(model, "") == []
 
 
 @pytest.mark.parametrize("prompt", ["the people", ""])

@@ -284,7 +284,6 @@ ROOT = "--trainer.default_root_dir"
         (["data", "prepare", "--input", "x", "--output", "s3://b/x"], "--output s3://b/x is a URL"),
         (["export", "--output", "hf://b/x"], "--output hf://b/x is a URL"),
         (["import", "--input", ".", "--output", "gs://b/x"], "--output gs://b/x is a URL"),
-        (["evaluate", "--texts", "x", "--output", "s3://b/x.json"], "--output s3://b/x.json is a URL"),
         (["runs", "export", "small", "--output", "s3://b/x"], "--output s3://b/x is a URL"),
         (["runs", "compare", "small", "small-2", "--png", "s3://b/x"], "--png s3://b/x is a URL"),
     ],

@@ -72,16 +72,6 @@ class Hoarder(torch.optim.SGD):
         self.state[p]["kept"] = object()
 
 
-class NumbersItsSlots(Hoarder):
-    def keep(self, p):
-        self.state[p][0] = torch.zeros_like(p)
-
-
-class KeepsUnderNumbers(Hoarder):
-    def keep(self, p):
-        self.state[0] = {"kept": torch.zeros_like(p)}
-
-
 class LateHoarder(torch.optim.SGD):
     count = 0
 

@@ -1,4 +1,4 @@
-"""`lm branch`: a run that begins at a checkpoint of another, with a schedule, data or context of its own."""
+"""`lm branch`: a run that begins at a checkpoint of another, with a schedule or data of its own."""
 
 import json
 import os
@@ -9,7 +9,6 @@ import pytest
 from safetensors.torch import load_file
 from trainings import fit, lm, make_workplace
 
-from lm.cli.branch import change_context
 from lm.runs.run import Run
 
 TRUNK = {"trainer.max_steps": 12, "trainer.checkpoint_interval": 4, "trainer.keep_checkpoints": 9,
@@ -52,7 +51,7 @@ def test_a_decay_is_that_of_a_whole_run(place):
 
 
 def test_it_says_where_it_comes_from(place):
-    """In run.json, `runs show` of both, and the chart of `runs compare`, which begins with the trunk."""
+    """In run.json, and `runs show` of both."""
     said = lm(place, "branch", "trunk", "--at", "8", "--constant", str(2 * STEP), "--model.optimizer.lr", "0.02",
               "--data.val_tokens", "256")  # fmt: skip
     assert "changed: model.optimizer.lr: 0.01 -> 0.02" in said.stderr
@@ -63,9 +62,6 @@ def test_it_says_where_it_comes_from(place):
     shown = " ".join(lm(place, "runs", "show", run.name).stdout.split())
     assert "branch of trunk at step 8: data.val_tokens 512 -> 256, model.optimizer.lr 0.01 -> 0.02" in shown
     assert "branches: trunk-8-branch at step 8" in " ".join(lm(place, "runs", "show", "trunk").stdout.split())
-    compared = json.loads(lm(place, "runs", "compare", "trunk", run.name, "--json").stdout)
-    assert compared["curves"][run.name]["x"] == list(range(1, 11))
-    assert compared["curves"][run.name]["y"][:8] == compared["curves"]["trunk"]["y"][:8]
 
 
 def test_made_and_trained_later(place):
@@ -117,18 +113,19 @@ def test_rewarmed(place):
 
 
 def test_other_data_and_a_longer_context(place):
-    """Samples are counted by the tokens that were trained on; the rotary base grows."""
+    """Samples are counted by the tokens that were trained on."""
     (place / "others").mkdir()
     for index in range(60):
         text = f"No garden of {index} was sold, and the engine had an answer. " * 8
         (place / "others" / f"{index}.txt").write_text(text)
     lm(place, "data", "prepare", "--input", "others", "--output", "data/others", "--tokenizer", "data/small",
        "--val_fraction", "0.2")  # fmt: skip
-    lm(place, "branch", "trunk", "--at", "8", "--constant", str(2 * STEP), "--name", "long", "--context", "64",
-       "--data.path", "data/others")  # fmt: skip
+    lm(place, "branch", "trunk", "--at", "8", "--constant", str(2 * STEP), "--name", "long", "--data.path",
+       "data/others", "--model.decoder.max_position_embeddings", "64", "--data.seq_len", "64", "--data.micro_batch_size", "2",
+       "--model.decoder.rope_theta", "2e4")  # fmt: skip
     config = Run(place / "checkpoints/long").settings()
     assert config["data"]["seq_len"] == 64 and config["data"]["micro_batch_size"] == 2
-    assert config["model"]["decoder"]["rope_theta"] == pytest.approx(10_000 * 2 ** (16 / 14))
+    assert config["model"]["decoder"]["rope_theta"] == 2e4
     document = json.loads((place / "checkpoints/long/step-00000008/trainer.json").read_text())
     assert document["cursor"]["consumed"] == 8 * STEP // 64
     assert Run(place / "checkpoints/long").metrics("train/loss")[-1]["tokens"] == 10 * STEP
@@ -167,7 +164,6 @@ def test_lengths_are_counted_in_steps_of_the_branch(place):
     (["--decay", "512", "--model.decoder.hidden_size", "64"], "model.decoder.hidden_size was 32, now 64"),
     (["--decay", "512", "--model.optimizer.name", "adamw"], "model.optimizer.name was muon, now adamw"),
     (["--decay", "512", "--model.optimizer.lrr", "1"], "did you mean 'model.optimizer.lr'?"),
-    (["--decay", "512", "--context", "32"], "--context 32 is the context of the run already"),
     (["--decay", "512", "--name", "whole"], "there is a run"),
     (["--decay", "512", "--name", "a/b"], "run name 'a/b'"),
     (["--decay", "512", "--data.path", "data/nowhere"], "data.path data/nowhere"),
@@ -184,12 +180,3 @@ def test_no_such_run(place):
     assert "trunkk" in lm(place, "branch", "trunkk", "--decay", "512", expect=2).stderr
     assert "give a run" in lm(place, "branch", expect=2).stderr
     assert "--decay" in lm(place, "branch", "--help").stdout
-
-
-def test_a_longer_context_of_heads_of_two_keeps_the_base():
-    """Their one wavelength does not depend on it."""
-    decoder = {"head_dim": 2, "rope_theta": 1e4}
-    settings = {"model": {"decoder": decoder}, "data": {"seq_len": 32, "micro_batch_size": 4,
-                                                        "global_batch_tokens": 256}}  # fmt: skip
-    change_context(settings, 64)
-    assert (decoder["rope_theta"], decoder["max_position_embeddings"]) == (1e4, 64)

@@ -3,13 +3,11 @@
 What is given to Lightning's `log` is logged like other metrics.
 """
 
-import json
 import math
 import re
 from pathlib import Path
 from types import SimpleNamespace
 
-import numpy as np
 import pytest
 import torch
 from lightning.pytorch import callbacks
@@ -17,10 +15,9 @@ from safetensors.torch import load_file
 from trainings import HERE, equipment, fit, lm, make_workplace, write_config
 
 from lm.cli.config import config_parser
-from lm.errors import RequestError, RunError
+from lm.errors import RequestError
 from lm.runs.checkpoint import find_damage
 from lm.training.callback import Callback, has_hook
-from lm.training.callbacks.logging import metrics_of_callback
 from lm.training.checks import INSTEAD, of_callbacks, refuse
 
 PLACE = "lightning.pytorch.callbacks."
@@ -103,7 +100,6 @@ DOES_NOT_WORK, CANNOT_MONITOR = "of Lightning does not work here: ", "has no tra
         ("GradientAccumulationScheduler", {"scheduling": {4: 2}}, DOES_NOT_WORK),
         ("TQDMProgressBar", {}, DOES_NOT_WORK),
         ("EarlyStopping", {"monitor": "val/loss", "mode": "lowest"}, "`mode` can be min, max, got lowest\n"),
-        ("ModelCheckpoint", {"dirpath": "texts/000.txt/mine"}, "cannot write to "),
         ("ModelCheckpoint", {"monitor": "train/loss"}, CANNOT_MONITOR),
         ("EarlyStopping", {"monitor": "train/loss"}, CANNOT_MONITOR),
     ],
@@ -203,25 +199,6 @@ def test_a_run_stops_at_a_loss(workplace):
     *before, last = run.metrics("train/loss")
     assert last["train/loss"] < 3.0 <= min(line["train/loss"] for line in before)
     assert last["step"] < 12 and last["step"] in run.steps()
-
-
-@pytest.mark.parametrize(
-    "returned, said",
-    [
-        (["a"], "a list: it returns a dictionary of numbers by name"),
-        (None, "a NoneType: it"),
-        ({"mine": "text"}, "'text' for 'mine': a metric is a number"),
-        ({"mine": torch.ones(2)}, r"tensor.* for 'mine'"),
-    ],
-)
-def test_what_is_not_a_metric_is_named_with_its_callback(returned, said):
-    class Own:
-        pass
-
-    with pytest.raises(RunError, match=rf"^Own\.logged_metrics returned {said}"):
-        metrics_of_callback(Own(), returned)
-    numbers = {"a": torch.tensor(3), "b": np.float32(0.5), "c": 2}
-    assert json.dumps(metrics_of_callback(Own(), numbers)) == '{"a": 3, "b": 0.5, "c": 2}'
 
 
 def test_what_lightning_s_log_is_given_is_logged_like_the_rest(workplace):

@@ -114,9 +114,6 @@ MISTAKES = {
     "none of a group": (lambda: package.fit("tiny.yaml", trainer={"max_step": 5}), "did you mean 'trainer.max_steps'"),
     "none of a text": (lambda: package.inference.pretrained.Pretrained.generate(None, "x", max_tokens=5),
                        r"^generate: .* 'max_tokens'; did you mean 'max_new_tokens'\?$"),
-    "a number as a prompt": (lambda: package.inference.pretrained.Pretrained.generate(None, 5), "as prompts, not 5$"),
-    "a number as a sampling": (lambda: package.inference.pretrained.Pretrained.generate(None, "x", sampling=5),
-                               r"such as lm\.Sampling\(top_k=50\), and not 5$"),
     "none of a preparation": (lambda: package.prepare("a", "b", vocabulary=4), "^lm.prepare: .* no option 'vocabulary'"),
     "a schedule": (lambda: package.LanguageModule(DECODER, schedule="wsd"), r"schedule is 'wsd'.* lm\.Sched"),
 }  # fmt: skip

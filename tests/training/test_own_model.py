@@ -33,8 +33,7 @@ from lm.model.decoder import Decoder, DecoderConfig, Losses, losses_of
 from lm.model.estimates import flops_per_token
 from lm.model.fused import fuse
 from lm.runs.run import Run
-from lm.training.config import DistributedConfig, GroupConfig, GroupsConfig, OptimizerConfig
-from lm.training.distributed import ReplicatedStrategy
+from lm.training.config import GroupConfig, GroupsConfig, OptimizerConfig
 from lm.training.optim import build_optimizer
 
 README = (HERE.parent / "lm" / "training" / "README.md").read_text()
@@ -111,20 +110,6 @@ def test_any_module(place, monkeypatch):
     assert distribution_drift(model, again, prompts).agree.all()
 
 
-def test_weights_that_no_loss_uses_are_named_under_ddp():
-    """Once gradients are exchanged, and in a later step without their names; a frozen one needs no gradient."""
-    strategy, module = ReplicatedStrategy(1.0, DistributedConfig()), nn.Module()
-    module.decoder = Small()
-    module.decoder.table.requires_grad_(False)
-    strategy.model, strategy._lightning_module = SimpleNamespace(require_backward_grad_sync=False), module
-    strategy.post_backward(torch.zeros(()))
-    strategy.model.require_backward_grad_sync = True
-    with pytest.raises(RequestError, match=r"not use the weights mix\.weight, mix\.bias and 1 other: ddp needs"):
-        strategy.post_backward(torch.zeros(()))
-    strategy.on_exception(error := RuntimeError("Expected to have finished reduction in the prior iteration ..."))
-    assert str(error).startswith("the loss of a step does not use all weights: ddp needs")
-
-
 @pytest.mark.parametrize("strategy", ["ddp", "fsdp2"])
 @pytest.mark.slow
 def test_over_two_ranks(place, strategy):
@@ -144,13 +129,11 @@ def test_commands_that_a_model_of_another_class_does_not_take(place):
     assert " my_gru.py validate --ckpt_path " in trained.validate_command()
     assert " my_gru.py fit --config " in trained.resume_command()
     other, cure = "a model that the class MyGRU builds", "has `lm.run(MyGRU)`, such as `python my_gru.py generate`"
-    imported = ["import", "--input", "checkpoints/said/best", "--output", "imported"]
     for command, *words in [
         (["validate", "--run", "said"], other, cure),
         (["generate", "--run", "said", "--prompt", "a"], other, cure),
         ([*fit, "--run", "said", "--ckpt_path", "auto", "--force"], other),
         (["export", "--run", "said", "--output", "published"], "a custom model, which Hugging Face's"),
-        (["my_gru.py", *imported], "holds a model of GRU, and an import makes a decoder"),
         (["my_gru.py", *fit, "--model.document_mask", "true"], "GRU.forward takes no document_ids, and model.document"),
         (["my_gru.py", *fit, "--model.kernels", "on"], "model.kernels is for the decoder of this project"),
         (["my_model.py", *fit, "--model.expansoin", "2"], "did you mean 'model.expansion'?"),

@@ -22,7 +22,7 @@ from lm.cli.options import changed_settings
 from lm.cli.report.page import printable, render, source
 from lm.cli.runs_show import checks_of, describe_run, machine_of, start_command
 from lm.errors import RequestError
-from lm.runs.history import read_samples, trunk_metrics
+from lm.runs.history import read_samples
 from lm.runs.metrics import BY_SOURCE, METRICS, Metric, core_sentence, merge_evaluations
 from lm.runs.run import Run
 from lm.system.files import finite_or_none, read_lines, refuse_url, write_atomically
@@ -182,8 +182,7 @@ PLACES = {  # the first part of a metric's name -> the heading over its chart, i
     "train": "Loss", "val": "Loss", "eval": "Evaluation", "optim": "Optimization", "perf": "Speed and machine",
     "mem": "Speed and machine", "data": "Data",
 }  # fmt: skip
-AXES, LOSSES = {"step", "tokens", "time"}, ("train/loss", "val/loss", "val/bpb")
-TRUNK = " before the branch"  # ends the names of the losses of the run that a run has branched off
+AXES = {"step", "tokens", "time"}
 OWN = "Other metrics"  # the heading over those that a user's callbacks log
 TITLES = {"train/perplexity": "perplexity", "val/perplexity": "perplexity"}  # of charts with several metrics
 EVALUATED = {"accuracy": "accuracy by task", "centered": "centred accuracy by task", "bpb": "bits per byte by text"}
@@ -200,22 +199,19 @@ def chart_data(run: Run, metrics: list[dict[str, Any]]) -> tuple[dict[str, Any],
         `marks`: resumes and rollbacks, with `label` and their place on each axis;
         `size`: the most log lines that a point of a curve stands for.
     """
-    of_trunk = [{name if name in AXES else name + TRUNK: line[name] for name in (*AXES, *LOSSES) if name in line}
-                for line in trunk_metrics(run)]  # fmt: skip
-    lines = sorted([*of_trunk, *metrics], key=lambda line: line["step"])
     places: dict[str, list[int]] = {}  # metric -> the lines that have it
-    for index, line in enumerate(lines):
+    for index, line in enumerate(metrics):
         for name in line.keys() - AXES:
             places.setdefault(name, []).append(index)
     order = {name: index for index, name in enumerate(METRICS)}
-    names = sorted(places, key=lambda name: (order.get(name.removesuffix(TRUNK), len(order)), name))
+    names = sorted(places, key=lambda name: (order.get(name, len(order)), name))
     most = min(POINTS, max(FEWEST_POINTS, ALL_POINTS // max(1, len(names))))
-    axes, rows, size = axes_of(lines), [], 1
+    axes, rows, size = axes_of(metrics), [], 1
     tables: dict[tuple[int, ...], tuple[int, dict[str, list]]] = {}  # lines -> number and content of their table
     charts: dict[tuple[str, str], dict[str, Any]] = {}
     for name in names:
         place, title, label, metric = _chart_of(public(name))
-        at, values = np.array(places[name]), np.array([lines[index][name] for index in places[name]], dtype=float)
+        at, values = np.array(places[name]), np.array([metrics[index][name] for index in places[name]], dtype=float)
         each = math.ceil(len(at) / most)
         middles = at[np.minimum(np.arange(0, len(at), each) + each // 2, len(at) - 1)]
         table = {axis: all_x[middles].tolist() for axis, all_x in axes.items()}
@@ -247,9 +243,6 @@ def axes_of(lines: list[dict[str, Any]]) -> dict[str, np.ndarray]:
 
 def _chart_of(name: str) -> tuple[str, str, str, Metric]:
     """The heading and the title of a metric's chart, and the label and the format of its curve."""
-    if name.endswith(TRUNK):
-        heading, title, label, metric = _chart_of(name.removesuffix(TRUNK))
-        return heading, title, label + TRUNK, metric
     place = PLACES.get(name.partition("/")[0], OWN)
     if metric := METRICS.get(name):
         return place, metric.chart[1] if metric.chart else TITLES.get(name, metric.label), metric.label, metric
@@ -285,7 +278,7 @@ def _figures(name: str, label: str, metric: Metric, values: np.ndarray, steps: n
     lowest, highest = (finite[find(values[finite])] if len(finite) else None for find in (np.argmin, np.argmax))
     ends = [("", "") if at is None else (metric.shown(float(values[at])), f"{steps[at]:,}") for at in (lowest, highest)]
     bad = len(values) - len(finite)
-    full = label if label == name or name.endswith(TRUNK) else f"{label} ({name})"
+    full = label if label == name else f"{label} ({name})"
     return full, metric.shown(float(values[-1])), *ends[0], *ends[1], f"{len(values):,}", f"{bad:,}" if bad else ""
 
 

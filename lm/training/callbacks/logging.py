@@ -8,11 +8,9 @@ import sys
 import time
 from collections.abc import Mapping
 from contextlib import suppress
-from numbers import Real
 from typing import Any
 
 import torch
-from lightning.pytorch import Callback as LightningCallback
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn
 from rich.table import Column
@@ -20,7 +18,6 @@ from torch import Tensor
 
 from lm.errors import RunError
 from lm.runs.metrics import METRICS
-from lm.system.arguments import shown
 from lm.system.process import steady_time
 from lm.system.units import format_count, format_duration
 from lm.training.budget import StepTimeEstimator, validations_left
@@ -93,7 +90,8 @@ class RunLog(Callback):
         _refuse_taken("pl_module.log was given", own)
         for callback in trainer.callbacks:
             if hasattr(callback, "logged_metrics"):
-                found = metrics_of_callback(callback, callback.logged_metrics(trainer, pl_module))
+                found = {name: value if isinstance(value, int) else float(value)
+                         for name, value in callback.logged_metrics(trainer, pl_module).items()}  # fmt: skip
                 _refuse_taken(f"{type(callback).__name__}.logged_metrics returned", found, *metrics, *OF_EVERY_LINE)
                 metrics |= found
         self.log_metrics(trainer, pl_module, _numbers(own) | metrics)
@@ -172,19 +170,6 @@ class RunLog(Callback):
 
 def _numbers(metrics: dict[str, Tensor]) -> dict[str, float]:
     return {name: value.item() for name, value in metrics.items()}
-
-
-def metrics_of_callback(callback: LightningCallback, metrics: Any) -> dict[str, float]:
-    """What `logged_metrics` of a callback returned, as plain numbers."""
-    returned = f"{type(callback).__name__}.logged_metrics returned"
-    if not isinstance(metrics, Mapping):
-        raise RunError(f"{returned} a {type(metrics).__name__}: it returns a dictionary of numbers by name")
-    numbers = {name: value.item() if isinstance(value, Tensor) and value.numel() == 1 else value
-               for name, value in metrics.items()}  # fmt: skip
-    for name, value in numbers.items():
-        if not isinstance(name, str) or not isinstance(value, Real):
-            raise RunError(f"{returned} {shown(value)} for {name!r}: a metric is a number")
-    return {name: value if isinstance(value, int) else float(value) for name, value in numbers.items()}
 
 
 def _refuse_taken(what: str, found: Mapping[str, Any], *others: str) -> None:

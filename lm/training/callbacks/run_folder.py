@@ -265,12 +265,7 @@ def _make_checkpoint_folders(trainer: Trainer, run: Run | None) -> None:
         if run is not None and callback.dirpath in (None, default):
             callback.dirpath = str(run.path / "checkpoints")
         if trainer.is_global_zero and callback.dirpath not in (None, default):
-            try:
-                Path(callback.dirpath).mkdir(parents=True, exist_ok=True)
-            except OSError as error:
-                raise RequestError(
-                    f"trainer.callbacks: ModelCheckpoint cannot write to {callback.dirpath}: {error.strerror}"
-                ) from error
+            Path(callback.dirpath).mkdir(parents=True, exist_ok=True)
 
 
 class LogFile(logging.FileHandler):

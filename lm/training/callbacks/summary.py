@@ -10,18 +10,16 @@ from typing import Any
 import torch
 from torch import nn
 
-from lm.model.estimates import assumed_speed, recomputed_flops_per_token
 from lm.runs.checkpoint import read_progress
 from lm.runs.history import read_samples
 from lm.runs.metrics import METRICS
-from lm.system.hardware import Device, device_name, load_of_others
+from lm.system.hardware import device_name, load_of_others
 from lm.system.process import program
 from lm.system.units import format_count, format_duration, format_time_and_cost, plural
 from lm.training.callback import Callback
 from lm.training.callbacks.guards import BudgetGuard
 from lm.training.callbacks.logging import RunLog
 from lm.training.module import LanguageModule
-from lm.training.precision import multiplication_precision
 from lm.training.trainer import Trainer
 
 log = logging.getLogger(__name__)
@@ -41,7 +39,7 @@ class Summary(Callback):
                 log.info("%s", line)
 
     def on_metrics(self, trainer: Trainer, pl_module: LanguageModule, metrics: dict[str, float]) -> None:
-        """Log the time that is left once it is measured: what was assumed at the start may be far from it."""
+        """Log the time that is left once it is measured."""
         seconds, ended = RunLog.of(trainer).eta(trainer), trainer.global_step >= trainer.max_steps
         if seconds and not ended and not self._measured and trainer.is_global_zero:
             self._measured = True
@@ -93,7 +91,6 @@ def describe_fit(trainer: Trainer, module: LanguageModule) -> list[str]:
         f"training, {format_count(tokens.get('val', 0))} for validation",
         f"training: {steps.max_steps:,} steps of {steps.tokens_per_step:,} tokens = "
         f"{format_count(steps.tokens(steps.max_steps))} tokens, {epochs}; a step is {steps}",
-        f"expected: {_expected(trainer, module)}",
         f"weights: {_origin(trainer)}",
     ]
 
@@ -109,19 +106,6 @@ def _devices(trainer: Trainer) -> str:
     strategy = f", {'ddp' if strategy == 'auto' else strategy}" if trainer.world_size > 1 else ""
     peak = f"peak {trainer.device_peak / 1e12:,.4g} TFLOP/s" if trainer.device_peak else "peak not known, so no MFU"
     return f"{trainer.world_size} x {name}{strategy}, {trainer.precision}, {peak}"
-
-
-def _expected(trainer: Trainer, module: LanguageModule) -> str:
-    """How long the rest of the run takes, estimated as `lm plan` does without a measurement."""
-    device = Device(device_name(trainer.strategy.root_device), None, None, trainer.options.peak_tflops)
-    checkpointing, seq_len = module.options.activation_checkpointing, trainer.datamodule.seq_len
-    flops = module.flops_per_token() + recomputed_flops_per_token(module.config, seq_len, checkpointing)
-    precision = multiplication_precision(str(trainer.precision), trainer.options.matmul_precision)
-    if (assumed := assumed_speed(device, precision, flops)) is None:
-        return "not known before the first log line"
-    speed, basis = assumed
-    tokens = trainer.steps.tokens(trainer.steps.max_steps) - trainer.steps.tokens(trainer.global_step)
-    return f"{_time_and_cost(trainer, tokens / (speed * trainer.world_size))}, at {basis}"
 
 
 def _time_and_cost(trainer: Trainer, seconds: float) -> str:
