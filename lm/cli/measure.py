@@ -195,7 +195,7 @@ def find_vocab_size(config: Namespace) -> int:
             f"the vocabulary is not known before {config.data.path} is made: make it with `lm data prepare`, or give "
             "--model.decoder.vocab_size"
         )
-    return decoder.vocab_size
+    return decoder.vocab_size  # pyright: ignore[reportReturnType]
 
 
 def write_random_data(folder: Path, vocab_size: int, data: Namespace) -> None:

@@ -220,7 +220,8 @@ class Cache:
         self.windows = config.windows
         self.table = rotary_table(slots, config.head_dim, config.rope_theta, device)
         shape = (len(self.windows), 2, rows, slots, config.num_key_value_heads, config.head_dim)
-        self.layers = torch.zeros(shape, dtype=dtype, device=device)  # keys, then values
+        # Keys, then values.
+        self.layers = torch.zeros(shape, dtype=dtype, device=device)  # pyright: ignore[reportCallIssue]
         self.lengths = torch.zeros(rows, dtype=torch.long, device=device)  # (B,), tokens of each row
 
     def extend(self, length: int, counts: Tensor, slots: int) -> Continuation:

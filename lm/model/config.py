@@ -1,7 +1,7 @@
 """`DecoderConfig`: the shape of a decoder, checked when it is made; and the names of what can compute it."""
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Literal
 
 from lm.errors import RequestError
 from lm.system.units import Count
@@ -16,16 +16,6 @@ ActivationCheckpointing = Literal["none", "selective", "block"]
 
 class Derived(int):
     """A value that follows from other fields; `dataclasses.replace` works it out anew when one of them changes."""
-
-
-# Types of fields that may be given as None, and are numbers as soon as the config is made.
-if TYPE_CHECKING:
-    Derivable = int
-    DerivableCount = Count
-else:
-    Derivable = int | None
-    DerivableCount = Count | None
-LEFT_OPEN: Any = None
 
 
 @dataclass
@@ -59,13 +49,13 @@ class DecoderConfig:
         dropout: Probability of dropping, while training, embeddings, attention weights and residual branches.
     """
 
-    vocab_size: DerivableCount = LEFT_OPEN  # known once the data is open
+    vocab_size: Count | None = None
     hidden_size: Count = Count(512)
     num_hidden_layers: int = 8
     num_attention_heads: int = 8
-    num_key_value_heads: Derivable = LEFT_OPEN
-    head_dim: Derivable = LEFT_OPEN
-    intermediate_size: DerivableCount = LEFT_OPEN
+    num_key_value_heads: int | None = None
+    head_dim: int | None = None
+    intermediate_size: Count | None = None
     max_position_embeddings: Count = Count(1024)
     rms_norm_eps: float = 1e-5
     rope_theta: float = 10000.0
