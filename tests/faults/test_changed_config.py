@@ -26,6 +26,7 @@ LIES = {
     "data.pad_id": ["--data.pad_id=0"],
     "data.seq_len": ["--data.seq_len=16"],
     "data.shuffle_buffer": ["--data.shuffle_buffer=1M"],
+    "data.reshuffle": ["--data.reshuffle=documents"],
 }
 
 
