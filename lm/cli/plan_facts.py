@@ -55,9 +55,7 @@ NETWORK_SECONDS = 3.0  # that an object store is waited for
 LONG_WARMUP = 0.2  # share of the run
 MANY_EPOCHS = 4  # up to here repeated tokens are nearly as good as new (Muennighoff et al., 2023, arXiv:2305.16264)
 REPEATED = f"tokens teach nearly as much as new ones for {MANY_EPOCHS} epochs; later the validation loss may rise again"
-END_EARLY = (
-    "give more data, or --trainer.early_stopping.patience 3; the checkpoint with the lowest loss is kept as `best`"
-)
+END_EARLY = "give more data, or --data.reshuffle documents --trainer.early_stopping.patience 3; `best` is kept"
 FEW_TOKENS = 5  # a parameter; 20 are the best for a budget of operations (Hoffmann et al., 2022, arXiv:2203.15556)
 FIRST_TRY = 5e6  # parameters, below which a model is one to try things with
 NEARLY_FULL = 0.92  # of the device's memory
