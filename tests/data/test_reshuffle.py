@@ -9,6 +9,8 @@ from shard_files import write_rows
 from trainings import lm, make_workplace, write_config
 
 from lm.data import shards as shards_module
+from lm.data.config import SourceConfig
+from lm.data.datamodule import DataModule
 from lm.data.loader import Stream
 from lm.data.reshuffle import ReshuffledOrder, ReshuffledShards
 from lm.data.shards import Shards
@@ -115,3 +117,31 @@ def test_from_the_command_line(tmp_path):
     ]
     assert weights[0] == weights[1]
     assert "data/small/train/" in lm(tmp_path, "data", "show", "--run", "whole", "--step", "24").stdout
+
+
+def test_a_mixture_has_the_documents_of_its_own_sources(tmp_path, monkeypatch):
+    """Blocks are numbered over all sources, and each source has epochs of its own."""
+    make_workplace(tmp_path)
+    monkeypatch.chdir(tmp_path)
+    for name in "ab":
+        lm(
+            tmp_path,
+            "data",
+            "prepare",
+            "--input",
+            "texts",
+            "--output",
+            name,
+            "--tokenizer",
+            "char" if name == "a" else "a",
+        )
+    sources = [SourceConfig("a", "a", weight=3.0), SourceConfig("b", "b", weight=1.0)]
+    data = DataModule(sources=sources, seq_len=32, reshuffle="documents")
+    data.set_position(seed=SEED, global_batch=8)
+    data.setup("fit")
+    rows = np.concatenate([batch.tokens.numpy() for batch in islice(data.train_dataloader(), 200)])
+    shown, places = data.read_samples(0, len(rows))
+    assert np.array_equal(rows, shown)
+    for (file, _), source in zip(places, data.sources_of(0, len(rows)), strict=True):
+        assert file.startswith(f"{source}/")
+    assert data.order().epochs(len(rows)).min() > 1
