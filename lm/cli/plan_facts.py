@@ -179,7 +179,8 @@ def of_data(data: dict[str, Any], steps: dict[str, Any], config: Namespace) -> I
         yield Finding("warning", "there is no validation data: no best checkpoint, no early stopping", "give data.val")
         return
     validated = min(config.data.val_tokens or data["val"]["tokens"], data["val"]["tokens"])
-    if problem := describe_small_validation(validated):
+    problem = describe_small_validation(validated)
+    if problem:
         short = validated < data["val"]["tokens"]
         yield Finding("warning", problem, "raise data.val_tokens" if short else "give more in data.val, or prepare "
                       "the data again with a larger --val_fraction")  # fmt: skip
@@ -188,7 +189,7 @@ def of_data(data: dict[str, Any], steps: dict[str, Any], config: Namespace) -> I
     if share > LONG_VALIDATION:
         yield Finding("warning", f"validations take {share:.0%} as long as training: {format_count(validated)} tokens "
                       f"every {config.trainer.val_interval:,} steps of {format_count(steps['tokens_per_step'])}",
-                      "lower data.val_tokens, or raise trainer.val_interval")  # fmt: skip
+                      "raise trainer.val_interval" + (", or lower data.val_tokens" if not problem else ""))  # fmt: skip
 
 
 def _of_source(source: SourceConfig, windows: int, steps: dict[str, Any]) -> Iterator[Finding]:

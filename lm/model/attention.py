@@ -1,7 +1,7 @@
 """Attention masks, and the library kernel for each: torch's own, none of ours.
 
 Plain causal attention is `scaled_dot_product_attention`. Windows and documents are flash attention over sequences of
-unequal length (`varlen_attn`) where that runs: CUDA from Ampere on, half precision, heads of at most 256, no dropout.
+unequal length (`varlen_attn`) where that runs: CUDA from Ampere on, half precision, heads of at most 256.
 Everywhere else they are a dense mask, which is also the reference for the other two.
 """
 
@@ -64,22 +64,20 @@ def _begins(document_ids: Tensor) -> Tensor:
 
 def kernel_for(
     device_type: str, capability: tuple[int, int], dtype: torch.dtype, window: int | None, documents: bool,
-    head_dim: int, dropout: float,
+    head_dim: int,
 ) -> Literal["causal", "varlen", "masked"]:  # fmt: skip
     """The kernel for layers with this window, where rows are divided into documents or not, on a device."""
     if window is None and not documents:
         return "causal"
     flash = device_type == "cuda" and capability >= FLASH_FROM and dtype in HALF and head_dim <= 256
-    return "varlen" if flash and not dropout else "masked"
+    return "varlen" if flash else "masked"
 
 
 def _capability(device: torch.device) -> tuple[int, int]:
     return torch.cuda.get_device_capability(device) if device.type == "cuda" else (0, 0)
 
 
-def attention_mask(
-    x: Tensor, window: int | None, documents: Documents | None, head_dim: int, dropout: float = 0.0
-) -> AttentionMask:
+def attention_mask(x: Tensor, window: int | None, documents: Documents | None, head_dim: int) -> AttentionMask:
     """The mask of the layers with this window, for hidden states like `x` `(B, T, C)`; None: each row is a document.
 
     Where documents become sequences and their limit is not known, this waits for the device.
@@ -87,9 +85,7 @@ def attention_mask(
     batch, length = x.shape[:2]
     if window is not None and window >= length:
         window = None
-    kernel = kernel_for(
-        x.device.type, _capability(x.device), x.dtype, window, documents is not None, head_dim, dropout
-    )  # fmt: skip
+    kernel = kernel_for(x.device.type, _capability(x.device), x.dtype, window, documents is not None, head_dim)
     if kernel == "causal":
         return AttentionMask(window, None, None)
     if kernel == "masked":
@@ -126,7 +122,7 @@ def dense_mask(length: int, window: int | None, documents: Documents | None, dev
     return AttentionMask(window, None, dense)
 
 
-def attend(q: Tensor, k: Tensor, v: Tensor, mask: AttentionMask, dropout: float = 0.0) -> Tensor:
+def attend(q: Tensor, k: Tensor, v: Tensor, mask: AttentionMask) -> Tensor:
     """Causal attention of `q` `(B, T, H, D)` to `k` and `v` `(B, T, KV, D)`, KV a divisor of H: `(B, T, H, D)`."""
     if mask.offsets is not None:
         return _varlen(q, k, v, mask)
@@ -141,7 +137,7 @@ def attend(q: Tensor, k: Tensor, v: Tensor, mask: AttentionMask, dropout: float 
     if copied:
         k, v = (t.repeat_interleave(heads // kv_heads, dim=1) for t in (k, v))  # (B, H, T, D)
     out = _scaled_dot_product_attention(
-        q, k, v, mask, is_causal=mask.dense is None, dropout_p=dropout, enable_gqa=heads != kv_heads and not copied
+        q, k, v, mask, is_causal=mask.dense is None, enable_gqa=heads != kv_heads and not copied
     )
     return out.transpose(1, 2)  # (B, T, H, D)
 
@@ -244,11 +240,11 @@ def _run_by_kernels(
 
 def describe_attention(
     device: torch.device, dtype: torch.dtype, windows: Iterable[int | None], documents: bool, head_dim: int,
-    dropout: float, first: SDPBackend | None = None,
+    first: SDPBackend | None = None,
 ) -> str:  # fmt: skip
     """The kernels that will run, in words for the log; `first` as for `chosen_kernels`."""
     capability = _capability(device)
-    kernels = {kernel_for(device.type, capability, dtype, window, documents, head_dim, dropout) for window in windows}
+    kernels = {kernel_for(device.type, capability, dtype, window, documents, head_dim) for window in windows}
     names = []
     if "causal" in kernels and device.type == "cuda":
         wide = (SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH)  # the only ones for fp32

@@ -91,7 +91,7 @@ def build(
         else:
             choice.apply(decoder)
         attention = describe_attention(
-            device, dtype, config.windows, options.document_mask, config.head_dim, config.dropout,
+            device, dtype, config.windows, options.document_mask, config.head_dim,
             None if choice is None else choice.backend,
         )  # fmt: skip
 

@@ -106,7 +106,6 @@ class SelfAttention(nn.Module):
         super().__init__()
         self.heads, self.kv_heads, self.head_dim = (
             config.num_attention_heads, int(config.num_key_value_heads), int(config.head_dim))  # fmt: skip
-        self.dropout = config.dropout
         self.qkv_proj = Linear(config.hidden_size, (self.heads + 2 * self.kv_heads) * self.head_dim)
         self.o_proj = Linear(self.heads * self.head_dim, config.hidden_size)
         self.q_norm = RMSNorm(self.head_dim, config.rms_norm_eps) if config.qk_norm else None
@@ -114,7 +113,7 @@ class SelfAttention(nn.Module):
 
     def forward(self, x: Tensor, rotary: Rotary, mask: AttentionMask) -> Tensor:
         q, k, v = self.queries_keys_values(x, rotary)
-        out = attend(q, k, v, mask, self.dropout if self.training else 0.0)  # (B, T, H, D)
+        out = attend(q, k, v, mask)  # (B, T, H, D)
         return self.o_proj(out.flatten(2))  # (B, T, C)
 
     def queries_keys_values(self, x: Tensor, rotary: Rotary) -> tuple[Tensor, Tensor, Tensor]:
@@ -264,9 +263,9 @@ class Decoder(nn.Module):
     ) -> tuple[Rotary, list[AttentionMask]]:
         """The positions of the tokens of `x` `(B, T, C)`, and each layer's attention mask."""
         documents = None if document_ids is None else documents_from(document_ids, max_documents)
-        head_dim, dropout = self.config.head_dim, self.config.dropout if self.training else 0.0
+        head_dim = self.config.head_dim
         table = rotary_table(x.shape[1], head_dim, self.config.rope_theta, x.device)
-        masks = {window: attention_mask(x, window, documents, head_dim, dropout) for window in set(self.windows)}
+        masks = {window: attention_mask(x, window, documents, head_dim) for window in set(self.windows)}
         return Rotary(*table, documents and documents.positions), [masks[window] for window in self.windows]
 
 

@@ -97,7 +97,7 @@ class FusedBlock(Block):
             q_weight, k_weight, eps = part.q_norm.weight, part.k_norm.weight, part.q_norm.eps
         # (B, T, H, D), (B, T, KV, D), (B, T, KV, D)
         q, k, v = qk_norm_rope(qkv, q_weight, k_weight, *rotary, part.heads, part.kv_heads, eps)
-        out = attend(q, k, v, mask, part.dropout if part.training else 0.0)  # (B, T, H, D)
+        out = attend(q, k, v, mask)  # (B, T, H, D)
         return part.o_proj(out.flatten(2)), stream  # (B, T, C)
 
     def mlp_branch(self, branch: Tensor, stream: Tensor) -> tuple[Tensor, Tensor]:

@@ -62,9 +62,9 @@ def assert_same(ours, true, out, expected):
     torch.testing.assert_close(found, wanted)
 
 
-def mask_of(q, window, ids, dropout=0.0, limit=None):
+def mask_of(q, window, ids, limit=None):
     documents = None if ids is None else documents_from(ids, limit)
-    return attention_mask(q.flatten(2), window, documents, q.shape[-1], dropout)
+    return attention_mask(q.flatten(2), window, documents, q.shape[-1])
 
 
 @pytest.mark.parametrize("window", [None, 1, 5, 11, 30])
@@ -139,18 +139,17 @@ def test_a_mask_that_all_layers_share_is_made_once(monkeypatch):
 
 HALF = torch.bfloat16
 CHOICES = [
-    (("cpu", (0, 0), HALF, None, False, 64, 0.0), "causal"),
-    (("cuda", (9, 0), HALF, None, False, 64, 0.1), "causal"),
-    (("cuda", (9, 0), HALF, 128, False, 64, 0.0), "varlen"),
-    (("cuda", (8, 0), torch.float16, None, True, 64, 0.0), "varlen"),
-    (("cuda", (10, 0), HALF, 128, True, 64, 0.0), "varlen"),
-    (("cuda", (7, 5), torch.float16, 128, False, 64, 0.0), "masked"),  # flash does not run before Ampere
-    (("cuda", (9, 0), torch.float32, 128, False, 64, 0.0), "masked"),
-    (("cuda", (9, 0), HALF, 128, False, 256, 0.0), "varlen"),
-    (("cuda", (9, 0), HALF, 128, False, 264, 0.0), "masked"),  # flash refuses wider heads
-    (("cuda", (9, 0), HALF, None, True, 64, 0.1), "masked"),
-    (("cpu", (0, 0), HALF, 128, True, 64, 0.0), "masked"),
-    (("mps", (0, 0), HALF, 128, False, 64, 0.0), "masked"),
+    (("cpu", (0, 0), HALF, None, False, 64), "causal"),
+    (("cuda", (9, 0), HALF, None, False, 64), "causal"),
+    (("cuda", (9, 0), HALF, 128, False, 64), "varlen"),
+    (("cuda", (8, 0), torch.float16, None, True, 64), "varlen"),
+    (("cuda", (10, 0), HALF, 128, True, 64), "varlen"),
+    (("cuda", (7, 5), torch.float16, 128, False, 64), "masked"),  # flash does not run before Ampere
+    (("cuda", (9, 0), torch.float32, 128, False, 64), "masked"),
+    (("cuda", (9, 0), HALF, 128, False, 256), "varlen"),
+    (("cuda", (9, 0), HALF, 128, False, 264), "masked"),  # flash refuses wider heads
+    (("cpu", (0, 0), HALF, 128, True, 64), "masked"),
+    (("mps", (0, 0), HALF, 128, False, 64), "masked"),
 ]
 
 
@@ -168,20 +167,19 @@ def test_cudnn_comes_first_on_hopper_only_and_never_with_a_mask():
 
 
 @pytest.mark.parametrize(
-    "device, capability, dtype, windows, dropout, words",
+    "device, capability, dtype, windows, words",
     [
-        ("cpu", None, HALF, [None], 0.0, "scaled_dot_product_attention"),
-        ("cpu", None, HALF, [None, 8], 0.0, "scaled_dot_product_attention and masked"),
-        ("cuda:0", (9, 0), HALF, [None], 0.0, "cudnn, then flash"),
-        ("cuda:0", (9, 0), HALF, [None, 8], 0.0, "cudnn, then flash and flash over sequences"),
-        ("cuda:0", (9, 0), HALF, [None, 8], 0.1, "flash, then efficient and masked"),
-        ("cuda:0", (9, 0), torch.float32, [None], 0.0, "efficient, then math"),
-        ("cuda:0", (7, 5), torch.float16, [8], 0.0, "masked"),
+        ("cpu", None, HALF, [None], "scaled_dot_product_attention"),
+        ("cpu", None, HALF, [None, 8], "scaled_dot_product_attention and masked"),
+        ("cuda:0", (9, 0), HALF, [None], "cudnn, then flash"),
+        ("cuda:0", (9, 0), HALF, [None, 8], "cudnn, then flash and flash over sequences"),
+        ("cuda:0", (9, 0), torch.float32, [None], "efficient, then math"),
+        ("cuda:0", (7, 5), torch.float16, [8], "masked"),
     ],
 )
-def test_the_choice_is_described_in_words(monkeypatch, device, capability, dtype, windows, dropout, words):
+def test_the_choice_is_described_in_words(monkeypatch, device, capability, dtype, windows, words):
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
-    assert describe_attention(torch.device(device), dtype, windows, False, 64, dropout) == words
+    assert describe_attention(torch.device(device), dtype, windows, False, 64) == words
 
 
 def test_kernels_are_entered_around_the_blocks_also_of_a_copy(monkeypatch):

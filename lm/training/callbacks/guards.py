@@ -115,7 +115,7 @@ def slow_kernels(built: Built, device: str, precision: str) -> list[str]:
         return found
     if "masked" in built.attention:  # of some layer it takes a dense mask
         found.append(f"attention is by a mask, not by flash ({built.attention}): windows and documents need bf16 or "
-                     "fp16, heads of at most 256, and no dropout")  # fmt: skip
+                     "fp16, and heads of at most 256")  # fmt: skip
     elif precision == "32-true":
         found.append(f"attention is not by flash ({built.attention}): precision 32-true rules it out")
     if not is_fused(built.decoder):
