@@ -27,7 +27,6 @@ import yaml
 from rich.console import Console
 
 from lm.cli import scale
-from lm.cli.branch import tokens_of_a_step
 from lm.cli.charts import plain_table
 from lm.cli.config import config_parser, quiet_lightning, resolved_text
 from lm.cli.ladder_report import AGAINST, HALF, ModelSize, Training, page, print_report, report
@@ -51,7 +50,6 @@ from lm.system.units import (
     format_time_and_cost,
     plural,
 )
-from lm.training.builtin_optimizers import BUILTIN
 from lm.training.trainer import device_count
 
 log = logging.getLogger(__name__)
@@ -73,7 +71,7 @@ FOLLOWS = {
     "trainer.max_tokens": "--ratio", "data.seq_len": "--seq_len", "model.decoder.num_hidden_layers": "--depths",
     "model.decoder.hidden_size": "--aspect_ratio", "model.decoder.intermediate_size": "--aspect_ratio",
     "model.decoder.num_attention_heads": "--head_dim", "model.decoder.max_position_embeddings": "--seq_len",
-    "model.decoder.vocab_size": "--vocab_size",
+    "model.decoder.vocab_size": "--vocab_size", "data.global_batch_tokens": "--batch_tokens",
 }  # fmt: skip
 
 
@@ -221,14 +219,13 @@ def ladder(
 
 def make_trainings(options: LadderOptions, overrides: list[str], recipe: str = "") -> list[Training]:
     """All trainings of a recipe, planned; `recipe` as of `Training`."""
-    typed = [one.removeprefix("--").partition("=")[0] for one in overrides if one.startswith("--")]
-    for key in typed:
-        if key in FOLLOWS:
+    for one in overrides:
+        if (key := one.removeprefix("--").partition("=")[0]) in FOLLOWS:
             raise RequestError(f"{key} follows from the depth and the length of each run: give {FOLLOWS[key]}")
     parts = []
     for depth in sorted({*options.sizes, *options.held_out}):
         try:
-            scaled, text = scale.scaled_config(
+            _, text = scale.scaled_config(
                 scale.ScaleRequest(**vars(options.scaled), depth=depth, **options.horizon)
             )
         except RequestError as error:
@@ -237,7 +234,6 @@ def make_trainings(options: LadderOptions, overrides: list[str], recipe: str = "
         settings["trainer"] |= {"devices": 1, "default_root_dir": str(options.folder), "keep_checkpoints": 1}
         settings["data"]["val_tokens"] = VALIDATED
         settings = yaml.safe_load(resolved_text(settings, overrides))
-        keep_length(settings, scaled, options, typed)
         facts = plan_facts(options, settings, depth, refuse=depth in options.sizes)
         model, tokens = facts["model"], facts["steps"]["tokens"]
         outside = model["parameters"]["total"] - model["parameters"]["embedding"]
@@ -251,16 +247,6 @@ def make_trainings(options: LadderOptions, overrides: list[str], recipe: str = "
             text = yaml.safe_dump({"run": f"{name}-s{seed}", **config, "seed_everything": seed}, sort_keys=False)
             made.append(Training(size, seed, Run(options.folder / f"{name}-s{seed}"), text, facts, recipe))
     return made
-
-
-def keep_length(config: dict[str, Any], recipe: scale.Recipe, options: LadderOptions, typed: Sequence[str]) -> None:
-    """Set the number of steps, in place, so that a run keeps its length where another batch was typed."""
-    tokens = tokens_of_a_step(config["data"])
-    if "max_steps" not in options.horizon and tokens != recipe.batch_tokens:
-        steps = max(1, round(recipe.tokens / tokens))
-        config["trainer"]["max_steps"] = steps
-        if "model.schedule.warmup_steps" not in typed:
-            config["model"]["schedule"]["warmup_steps"] = BUILTIN[recipe.optimizer].warmup_steps(steps, tokens)
 
 
 def plan_facts(options: LadderOptions, config: dict[str, Any], depth: int, refuse: bool) -> dict[str, Any]:

@@ -41,6 +41,7 @@ class ScaleOptions:
         aspect_ratio: Width / depth, before the width is rounded up to whole heads.
         head_dim: Width of a head, even.
         window_pattern: Layers with a window (S) and with full attention (L), repeated; the last is always L.
+        batch_tokens: Tokens of an optimizer step; the best for the length of the run if not given.
     """
 
     vocab_size: Count = VOCAB_SIZE
@@ -50,12 +51,16 @@ class ScaleOptions:
     aspect_ratio: float = ASPECT
     head_dim: Count = HEAD_DIM
     window_pattern: str = PATTERN
+    batch_tokens: Count | None = None
 
     def __post_init__(self) -> None:
         require_positive({name: value for name, value in vars(self).items() if isinstance(value, int | float)})
         if not self.window_pattern or set(self.window_pattern) - {"S", "L"}:
             raise RequestError(f"--window_pattern {self.window_pattern!r} must be of S (a window) and L (all), such as "
                                "SSSL")  # fmt: skip
+        if self.batch_tokens and self.batch_tokens % self.seq_len:
+            raise RequestError(f"--batch_tokens {self.batch_tokens:,} must be whole samples of --seq_len "
+                               f"{self.seq_len:,}")  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -80,6 +85,10 @@ class ScaleRequest(ScaleOptions):
     def horizon(self) -> dict[str, float]:
         """The length that is given, by its option."""
         return {name: value for name in HORIZONS if (value := getattr(self, name)) is not None}
+
+    @property
+    def batch(self) -> int | None:  # samples of an optimizer step, if given
+        return self.batch_tokens and self.batch_tokens // self.seq_len
 
     @property
     def blocks(self) -> int | None:
@@ -160,20 +169,20 @@ class Recipe:
 
 def recipe(
     decoder: DecoderConfig, *, tokens_per_parameter: float | None = None, flops: float | None = None,
-    steps: int | None = None, optimizer: OptimizerName = "muon",
+    steps: int | None = None, optimizer: OptimizerName = "muon", batch: int | None = None,
 ) -> Recipe:  # fmt: skip
-    """The recipe of a decoder for a horizon, which is given in one of three ways.
+    """The recipe of a decoder for a horizon, which is given in one of three ways, and a batch of so many samples.
 
     They are tokens for each parameter outside the embedding, floating-point operations of the run, optimizer steps.
     """
     step, seq_len = Recipe(decoder, 1, 1, optimizer), decoder.max_position_embeddings  # a step of one sample
     if steps is not None:
-        wanted = tokens_of_steps(steps)
+        wanted = tokens_of_steps(steps)  # at the best batch
     elif flops is not None:
         wanted = flops / step.flops_per_token
     else:
         wanted = (tokens_per_parameter or TOKENS_PER_PARAMETER) * step.multiplied
-    batch = power_of_two(batch_tokens(wanted) / seq_len)
+    batch = batch or power_of_two(batch_tokens(wanted) / seq_len)
     if steps is None:
         steps = round(wanted / (batch * seq_len))
     if steps < 1:
@@ -335,7 +344,7 @@ model:
 data:
   path: {data}  # a folder that `lm data prepare` made
   micro_batch_size: {micro_batch}  # samples a device runs at once; `lm plan --fit` finds the most that fit
-  global_batch_tokens: {batch}  # {samples}: the power of two nearest to the best for this run (arXiv:2505.13738)
+  global_batch_tokens: {batch}  # {samples}: {batch_reason}
   val_tokens: {val_tokens}  # tokens of a validation; `lm test` takes all of them
 """
 
@@ -354,6 +363,7 @@ def scaled_config(request: ScaleRequest) -> tuple[Recipe, str]:
         flops=request.target_flops,
         steps=request.max_steps,
         optimizer=request.optimizer,
+        batch=request.batch,
     )
     return made, write_yaml(made, request.command(), _horizon(made, given), request)
 
@@ -400,6 +410,8 @@ def write_yaml(
         micro_batch=samples_at_once or micro_batch(made.batch, decoder.max_position_embeddings),
         batch=spelled_count(made.batch_tokens),
         samples=plural(made.batch, "sample"),
+        batch_reason="as asked" if options.batch_tokens else
+        "the power of two nearest to the best for this run (arXiv:2505.13738)",
         val_tokens=spelled_count(validated_samples(made) * decoder.max_position_embeddings),
     )  # fmt: skip
 

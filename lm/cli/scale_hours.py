@@ -79,6 +79,7 @@ class Candidate:
     fitting: int  # samples of a micro-batch that a device has memory for
     devices: int
     speed: Speed
+    batch: int | None = None  # samples of an optimizer step, if given
 
     @property
     def loss(self) -> float:
@@ -117,7 +118,8 @@ class Candidate:
             pauses = [(min(scale.INTERVAL, one.recipe.steps), one.interval_seconds)]
             tokens = steps_within(seconds - one.speed.start, one.step_seconds, pauses) * one.recipe.batch_tokens
             seq_len = one.recipe.decoder.max_position_embeddings
-            batch = one.devices * scale.power_of_two(scale.batch_tokens(max(1.0, tokens)) / seq_len / one.devices)
+            best = one.devices * scale.power_of_two(scale.batch_tokens(max(1.0, tokens)) / seq_len / one.devices)
+            batch = one.batch or best
             steps = int(tokens / (batch * seq_len))
             if steps < 1:
                 raise RequestError(
@@ -193,7 +195,8 @@ class Search:
         for depth in depths or range(2, MOST_LAYERS):
             try:
                 made = self.recipe(depth)
-                one = Candidate(made, self.fitting(made), self.devices, self.speed(made)).fill(self.seconds)
+                one = Candidate(made, self.fitting(made), self.devices, self.speed(made), self.scaled.batch)
+                one = one.fill(self.seconds)
             except RequestError:
                 if lowest == math.inf:
                     raise

@@ -46,8 +46,8 @@ class DecoderConfig:
             hidden_size times this.
         zero_init_residual: Begin with o_proj and down_proj at 0, so that every block passes its input on unchanged at
             first.
-        dropout: Probability of dropping, while training, embeddings and residual branches; attention weights are not, so
-            that its fastest kernels run.
+        dropout: Probability of dropping, while training, embeddings and residual branches. Attention weights are left
+            alone, so that their fastest kernels run.
     """
 
     vocab_size: Count | None = None

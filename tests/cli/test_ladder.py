@@ -16,7 +16,7 @@ from lm.errors import RequestError
 from lm.runs.run import Run
 
 SIZES = ["--data", "data/small", "--seq_len", "32", "--aspect_ratio", "8", "--head_dim", "8", "--window_pattern", "L",
-         "--data.global_batch_tokens", "256", "--data.micro_batch_size", "4",
+         "--batch_tokens", "256", "--data.micro_batch_size", "4",
          "--trainer.accelerator", "cpu"]  # fmt: skip
 LADDER = ["ladder", "--depths", "2,3,4", "--predict", "5", "--max_steps", "6", *SIZES]
 

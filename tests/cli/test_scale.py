@@ -11,7 +11,7 @@ from trainings import lm, make_workplace
 
 from lm.cli.config import config_parser
 from lm.cli.main import main
-from lm.cli.scale import batch_tokens, recipe, shape, tokens_of_steps, weight_decay
+from lm.cli.scale import ScaleRequest, batch_tokens, recipe, scaled_config, shape, tokens_of_steps, weight_decay
 from lm.model.estimates import flops_per_token, parameters
 from lm.system.units import parse_count
 from lm.training.builtin_optimizers import BUILTIN, adamw_learning_rate, peak_rate
@@ -181,3 +181,13 @@ def test_fit_runs_it(tmp_path):
 
 def test_a_number_of_parameters_is_the_nearest_depth():
     assert "num_hidden_layers: 7 " in scale("--depth", "50M", "--max_steps", "100")
+
+
+def test_a_batch_that_is_given_decides_steps_and_decay():
+    """The decay is that of the tokens which the run really has: steps times the given batch."""
+    options = {"depth": 4, "seq_len": 256, "batch_tokens": 8192}
+    made, text = scaled_config(ScaleRequest(**options, max_steps=300))
+    assert (made.batch, made.steps, made.tokens) == (32, 300, 300 * 8192) and "8Ki  # 32 samples: as asked" in text
+    usual, _ = scaled_config(ScaleRequest(depth=4, seq_len=256, max_steps=300))
+    assert usual.batch > made.batch and usual.weight_decay > made.weight_decay
+    assert scaled_config(ScaleRequest(**options))[0].tokens == pytest.approx(20 * made.multiplied, rel=1e-3)
