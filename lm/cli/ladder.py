@@ -17,7 +17,6 @@ import sys
 import time
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -32,7 +31,6 @@ from lm.cli.config import config_parser, quiet_lightning, resolved_text
 from lm.cli.ladder_report import AGAINST, HALF, ModelSize, Training, page, print_report, report
 from lm.cli.options import PlanOptions, find_config, read_config, split_overrides
 from lm.cli.plan import examine
-from lm.data.tokenizer import Tokenizer
 from lm.errors import Interrupted, RequestError, RunError, require_at_least
 from lm.runs import scaling_laws
 from lm.runs.config_diff import differences, not_allowed
@@ -97,7 +95,6 @@ class LadderOptions:
         mfu: Share of the device's peak to reckon with.
         rate_usd_per_hr: Price of the machine.
         root: Folder of the runs, in which the ladder has one of its own.
-        vocab_size: Rows of the embedding; those of the data's tokenizer if not given.
         scaled: Those of `lm.cli.scale.ScaleOptions`.
     """
 
@@ -106,7 +103,7 @@ class LadderOptions:
         max_steps: Count | None = None, seeds: int = 1, against: str | None = None, name: str = "ladder",
         plan_only: bool = False, json: bool = False, device: str = "auto", memory: str | None = None,
         peak_tflops: float | None = None, mfu: float | None = None, rate_usd_per_hr: float | None = None,
-        root: str = str(ROOT), vocab_size: Count | None = None, **scaled: Any,
+        root: str = str(ROOT), **scaled: Any,
     ) -> None:  # fmt: skip
         self.sizes, self.held_out = _depths("--depths", depths), _depths("--predict", predict)
         if not self.sizes:
@@ -123,9 +120,6 @@ class LadderOptions:
                    "rate_usd_per_hr": rate_usd_per_hr}  # fmt: skip
         self.planned = {option: value for option, value in planned.items() if value is not None}  # as of `lm plan`
         self.scaled = scale.ScaleOptions(**scaled)
-        if not vocab_size and (Path(self.scaled.data) / "tokenizer.json").exists():
-            vocab_size = Count(Tokenizer.load(self.scaled.data).vocab_size)
-        self.scaled = replace(self.scaled, vocab_size=vocab_size or scale.VOCAB_SIZE)
 
     @property
     def length(self) -> str:  # in the names of runs
@@ -225,12 +219,10 @@ def make_trainings(options: LadderOptions, overrides: list[str], recipe: str = "
     parts = []
     for depth in sorted({*options.sizes, *options.held_out}):
         try:
-            _, text = scale.scaled_config(
-                scale.ScaleRequest(**vars(options.scaled), depth=depth, **options.horizon)
-            )
+            request = scale.ScaleRequest(**vars(options.scaled), depth=depth, **options.horizon)
+            settings = yaml.safe_load(scale.scaled_config(request)[1])
         except RequestError as error:
             raise RequestError(f"depth {depth}: {error}") from error
-        settings = yaml.safe_load(text)
         settings["trainer"] |= {"devices": 1, "default_root_dir": str(options.folder), "keep_checkpoints": 1}
         settings["data"]["val_tokens"] = VALIDATED
         settings = yaml.safe_load(resolved_text(settings, overrides))

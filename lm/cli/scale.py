@@ -9,11 +9,14 @@ import math
 import re
 import shlex
 from dataclasses import dataclass, replace
+from functools import cache
+from pathlib import Path
 from typing import Any
 
 from lm.errors import RequestError, require_at_least
 from lm.model.config import MOST_LAYERS, DecoderConfig
 from lm.model.estimates import block_flops_per_token, flops_per_token, parameters
+from lm.system.files import parse_json
 from lm.system.units import Count, format_count, plural, spelled_count
 from lm.training.builtin_optimizers import BUILTIN, MATRICES, OptimizerName, peak_rate
 
@@ -25,6 +28,11 @@ DATA = "data/pretrain-32k"
 TOKENS_PER_PARAMETER = 20.0  # Hoffmann et al., 2022, arXiv:2203.15556; nanochat takes 12, with Muon
 DEVICES = 8  # of a node; a batch of as many samples or more divides evenly over 8, 4, 2 and 1
 EMBEDDING, OUTPUT = 24.0, 4.8  # learning rate x width x sqrt(depth)
+SMALL = {"seq_len": Count(256), "aspect_ratio": 32.0, "head_dim": Count(32), "window_pattern": "L"}  # for little text
+LITTLE = 10_000_000  # tokens, up to which the size of a model follows from its text
+PARAMETERS_PER_TOKEN = 10  # outside the embedding, of little text: the most that was measured, and the best
+EPOCHS = 4  # that a text is repeated; measured, "Little text" in tests/benchmarks/README.md, and by Muennighoff et al.,
+# 2023, arXiv:2305.16264
 HORIZONS = ("target_param_data_ratio", "target_flops", "max_steps")  # options that give the length
 DEVICE_TOKENS = 16_384  # the most tokens of a micro-batch, until `lm plan --fit` finds how many fit
 
@@ -34,7 +42,8 @@ class ScaleOptions:
     """The options of `lm scale`, beside depth and length, which `lm ladder` has too.
 
     Args:
-        vocab_size: Rows of the embedding; at least the tokenizer's.
+        vocab_size: Rows of the embedding, at least the tokenizer's; as many as that of the data has if not given, or
+            32,768 where the data is still to be made.
         seq_len: Context, in tokens.
         data: Folder that `lm data prepare` made, or will make.
         optimizer: Muon for the matrices in the blocks, or AdamW for all.
@@ -44,7 +53,7 @@ class ScaleOptions:
         batch_tokens: Tokens of an optimizer step; the best for the length of the run if not given.
     """
 
-    vocab_size: Count = VOCAB_SIZE
+    vocab_size: Count | None = None
     seq_len: Count = SEQ_LEN
     data: str = DATA
     optimizer: OptimizerName = "muon"
@@ -61,6 +70,15 @@ class ScaleOptions:
         if self.batch_tokens and self.batch_tokens % self.seq_len:
             raise RequestError(f"--batch_tokens {self.batch_tokens:,} must be whole samples of --seq_len "
                                f"{self.seq_len:,}")  # fmt: skip
+
+    @property
+    def batch(self) -> int | None:  # samples of an optimizer step, if given
+        return self.batch_tokens and self.batch_tokens // self.seq_len
+
+    @property
+    def text_tokens(self) -> int | None:
+        """Tokens of the text to train on, where it is prepared."""
+        return made["splits"]["train"]["tokens"] if (made := manifest(self.data)) else None
 
 
 @dataclass(frozen=True)
@@ -87,10 +105,6 @@ class ScaleRequest(ScaleOptions):
         return {name: value for name in HORIZONS if (value := getattr(self, name)) is not None}
 
     @property
-    def batch(self) -> int | None:  # samples of an optimizer step, if given
-        return self.batch_tokens and self.batch_tokens // self.seq_len
-
-    @property
     def blocks(self) -> int | None:
         if (depth := self.depth) is None or depth <= MOST_LAYERS:
             return depth
@@ -107,6 +121,15 @@ class ScaleRequest(ScaleOptions):
         return " ".join(
             ["lm scale", *(f"--{name} {shlex.quote(value)}" for name, value in {**exact, **changed}.items())]
         )
+
+
+@cache
+def manifest(folder: str) -> dict[str, Any]:
+    """What `lm data prepare` wrote of a folder; empty where it has not made one."""
+    try:
+        return parse_json((Path(folder) / "manifest.json").read_bytes())
+    except (OSError, ValueError):
+        return {}
 
 
 def require_positive(options: dict[str, float]) -> None:
@@ -208,8 +231,9 @@ def shape(depth: int, options: ScaleOptions = ScaleOptions()) -> DecoderConfig:
     require_at_least(2, "--", depth=depth, seq_len=seq_len)
     hidden_size, window = width(depth, options.aspect_ratio, head_dim), sliding_window(seq_len)
     windows = window_pattern(depth, options.window_pattern) if window < seq_len else "L"
+    vocab_size = options.vocab_size or manifest(options.data).get("vocab_size", VOCAB_SIZE)
     return DecoderConfig(
-        vocab_size=options.vocab_size, hidden_size=hidden_size, num_hidden_layers=depth,
+        vocab_size=vocab_size, hidden_size=hidden_size, num_hidden_layers=depth,
         num_attention_heads=hidden_size // head_dim, intermediate_size=mlp_width(hidden_size),
         max_position_embeddings=seq_len, window_pattern=windows,
         sliding_window=window if "S" in windows else None, qk_norm=True, tie_word_embeddings=False,
@@ -300,9 +324,10 @@ def _round_up(number: float, unit: int) -> int:
 
 # ---- the config ------------------------------------------------------------------------------------------------------
 
-INTERVAL = 250  # optimizer steps between validations, and between checkpoints
+INTERVAL = 250  # the most optimizer steps between validations, and between checkpoints
 VALIDATED = 16  # batches a validation reads after so many steps: a fiftieth of their work
 
+RESHUFFLE = "  reshuffle: documents  # in another order in each epoch, so that no sample comes again as it was\n"
 YAML = """\
 # {title}
 #   {command} > {name}.yaml
@@ -345,32 +370,59 @@ data:
   path: {data}  # a folder that `lm data prepare` made
   micro_batch_size: {micro_batch}  # samples a device runs at once; `lm plan --fit` finds the most that fit
   global_batch_tokens: {batch}  # {samples}: {batch_reason}
-  val_tokens: {val_tokens}  # tokens of a validation; `lm test` takes all of them
+{reshuffle}  val_tokens: {val_tokens}  # tokens of a validation; `lm test` takes all of them
 """
 
 
 def scaled_config(request: ScaleRequest) -> tuple[Recipe, str]:
     """The recipe of a depth, and a whole config of it as YAML."""
     if request.depth is None:
-        raise RequestError("give the depth, such as --depth 12, or the time, such as --hours 8")
+        request = for_text(request)
     given = request.horizon
     if len(given) > 1:
         names = " and ".join(f"--{name}" for name in given)
         raise RequestError(f"{names} each give the length of the run: give one of them")
+    decoder = shape(request.blocks, request)
+    usual = TOKENS_PER_PARAMETER
+    if request.text_tokens:
+        usual = min(usual, EPOCHS * request.text_tokens / Recipe(decoder, 1, 1, request.optimizer).multiplied)
     made = recipe(
-        shape(request.blocks, request),
-        tokens_per_parameter=request.target_param_data_ratio if given else TOKENS_PER_PARAMETER,
+        decoder,
+        tokens_per_parameter=request.target_param_data_ratio if given else usual,
         flops=request.target_flops,
         steps=request.max_steps,
         optimizer=request.optimizer,
         batch=request.batch,
     )
-    return made, write_yaml(made, request.command(), _horizon(made, given), request)
+    return made, write_yaml(made, request.command(), _horizon(made, given, request), request)
+
+
+def for_text(request: ScaleRequest) -> ScaleRequest:
+    """The depth for a text of a few megabytes, in the proportions of the models that were measured with so little."""
+    if (tokens := request.text_tokens or math.inf) > LITTLE:
+        raise RequestError("give the depth, such as --depth 12, or the time, such as --hours 8")
+    request = in_small_proportions(request)
+    wanted = PARAMETERS_PER_TOKEN * tokens
+    sizes = (Recipe(shape(depth, request), 1, 1, request.optimizer).multiplied for depth in range(2, MOST_LAYERS))
+    return replace(request, depth=Count(2 + next(place for place, size in enumerate(sizes) if size > wanted)))
+
+
+def in_small_proportions(request: ScaleRequest) -> ScaleRequest:
+    """Those of small models, where they are not given and the text is little."""
+    if (request.text_tokens or math.inf) > LITTLE:
+        return request
+    usual = vars(ScaleOptions())
+    return replace(request, **{name: value for name, value in SMALL.items() if getattr(request, name) == usual[name]})
+
+
+def interval(steps: int) -> int:
+    """Optimizer steps between validations, and between checkpoints: at least four of a run."""
+    return min(INTERVAL, math.ceil(steps / 4))
 
 
 def validated_samples(made: Recipe) -> int:
     """Samples of a validation."""
-    return math.ceil(VALIDATED * min(INTERVAL, made.steps) / INTERVAL) * made.batch
+    return math.ceil(VALIDATED * interval(made.steps) / INTERVAL) * made.batch
 
 
 def write_yaml(
@@ -383,7 +435,6 @@ def write_yaml(
         "lr": _float(made.learning_rate), "flops": _float(made.block_flops), "matrices": MATRICES,
         "warmup_steps": f"{optimizer.warmup_steps(made.steps, made.batch_tokens):_}",
     }  # fmt: skip
-    interval = min(INTERVAL, made.steps)
     window = "" if decoder.sliding_window is None else (
         f"    sliding_window: {decoder.sliding_window:_}"
         "  # tokens of a window: a quarter of the context, in tiles of 128 (nanochat)\n"
@@ -398,7 +449,7 @@ def write_yaml(
         f"{format_count(made.tokens)} tokens, {_float(made.flops)} operations. Why each number: lm/cli/scale.py.",
         command=command, name=f"depth{decoder.num_hidden_layers}", data=data,
         optimizer=optimizer.optimizer_yaml.format(**numbers), schedule=optimizer.schedule_yaml.format(**numbers),
-        steps=f"{made.steps:_}", horizon=horizon, interval=interval, vocab_size=f"{decoder.vocab_size:_}",
+        steps=f"{made.steps:_}", horizon=horizon, interval=interval(made.steps), vocab_size=f"{decoder.vocab_size:_}",
         tokenizer=f"bpe --vocab_size {decoder.vocab_size}" if decoder.vocab_size > 256 else "char",
         hidden_size=f"{decoder.hidden_size:_}", depth=decoder.num_hidden_layers, heads=decoder.num_attention_heads,
         intermediate_size=f"{decoder.intermediate_size:_}", seq_len=f"{decoder.max_position_embeddings:_}",
@@ -410,19 +461,22 @@ def write_yaml(
         micro_batch=samples_at_once or micro_batch(made.batch, decoder.max_position_embeddings),
         batch=spelled_count(made.batch_tokens),
         samples=plural(made.batch, "sample"),
+        reshuffle=RESHUFFLE if made.tokens > (options.text_tokens or math.inf) else "",
         batch_reason="as asked" if options.batch_tokens else
         "the power of two nearest to the best for this run (arXiv:2505.13738)",
         val_tokens=spelled_count(validated_samples(made) * decoder.max_position_embeddings),
     )  # fmt: skip
 
 
-def _horizon(made: Recipe, given: dict[str, float]) -> str:
+def _horizon(made: Recipe, given: dict[str, float], options: ScaleOptions) -> str:
     tokens, batch = format_count(made.tokens), spelled_count(made.batch_tokens)
     if "max_steps" in given:
         return f"as asked: {tokens} tokens, {made.tokens / made.multiplied:.3g} a parameter outside the embedding"
     if "target_flops" in given:
         flops = f"{_float(given['target_flops'])} operations / {_float(made.flops_per_token)} a token"
         return f"{tokens} tokens in steps of {batch}: {flops}"
+    if not given and options.text_tokens and made.tokens < 0.9 * TOKENS_PER_PARAMETER * made.multiplied:
+        return f"{tokens} tokens: {EPOCHS} times the text, which teach nearly as much as new ones (arXiv:2305.16264)"
     ratio = given.get("target_param_data_ratio", TOKENS_PER_PARAMETER)
     source = "" if given else " (arXiv:2203.15556)"
     count = format_count(made.multiplied)

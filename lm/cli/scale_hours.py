@@ -17,7 +17,6 @@ from typing import NamedTuple
 
 from lm.cli import scale
 from lm.cli.plan_facts import memory_facts, memory_of_option
-from lm.data.tokenizer import Tokenizer
 from lm.errors import RequestError, RunError, require_at_least
 from lm.model.config import MOST_LAYERS
 from lm.model.estimates import Step, assumed_speed
@@ -79,7 +78,7 @@ class Candidate:
     fitting: int  # samples of a micro-batch that a device has memory for
     devices: int
     speed: Speed
-    batch: int | None = None  # samples of an optimizer step, if given
+    options: scale.ScaleOptions = scale.ScaleOptions()
 
     @property
     def loss(self) -> float:
@@ -108,18 +107,19 @@ class Candidate:
     @property
     def seconds(self) -> float:
         """Of the whole run."""
-        intervals = math.ceil(self.recipe.steps / scale.INTERVAL)
+        intervals = math.ceil(self.recipe.steps / scale.interval(self.recipe.steps))
         return self.speed.start + self.recipe.steps * self.step_seconds + intervals * self.interval_seconds
 
     def fill(self, seconds: float) -> "Candidate":
         """The same with as many steps as the time has, and the best batch for so many tokens."""
         one = self
         for _ in range(3):  # batch and steps follow from each other
-            pauses = [(min(scale.INTERVAL, one.recipe.steps), one.interval_seconds)]
+            pauses = [(scale.interval(one.recipe.steps), one.interval_seconds)]
             tokens = steps_within(seconds - one.speed.start, one.step_seconds, pauses) * one.recipe.batch_tokens
+            tokens = min(tokens, scale.EPOCHS * (one.options.text_tokens or math.inf))
             seq_len = one.recipe.decoder.max_position_embeddings
             best = one.devices * scale.power_of_two(scale.batch_tokens(max(1.0, tokens)) / seq_len / one.devices)
-            batch = one.batch or best
+            batch = one.options.batch or best
             steps = int(tokens / (batch * seq_len))
             if steps < 1:
                 raise RequestError(
@@ -144,8 +144,8 @@ def config_for_time(options: TimeOptions, scaled: scale.ScaleRequest, command: s
     """The YAML of the depth with the lowest expected loss, or of the given one, and of the steps that the time has."""
     for name in scaled.horizon:
         raise RequestError(f"--{name} gives the length of the run, and so does the time: give one of them")
-    if scaled.vocab_size == scale.VOCAB_SIZE and (Path(scaled.data) / "tokenizer.json").exists():
-        scaled = replace(scaled, vocab_size=Tokenizer.load(scaled.data).vocab_size)
+    if not scaled.depth:
+        scaled = scale.in_small_proportions(scaled)
     best, others = Search(options, scaled).best([scaled.blocks] if scaled.depth else None)
     made, notes = best.recipe, []
     if others:
@@ -153,8 +153,10 @@ def config_for_time(options: TimeOptions, scaled: scale.ScaleRequest, command: s
         notes.append(f"With more loss by the law of arXiv:2404.10102, in the same time: {'; '.join(beside)} tokens.")
     if options.ladder:
         notes.append(ladder_loss(Path(options.ladder), made))
+    times = f", {made.tokens / scaled.text_tokens:.2g} times the text" if scaled.text_tokens else ""
     horizon = (
-        f"{format_count(made.tokens)} tokens, {made.tokens / made.multiplied:.3g} a parameter outside the embedding: "
+        f"{format_count(made.tokens)} tokens{times}, {made.tokens / made.multiplied:.3g} a parameter outside the "
+        "embedding: "
         f"{format_duration(best.seconds)} at {format_figure(best.step_seconds)} s a step "
         f"({f'{best.devices} x ' * (best.devices > 1)}{best.speed.basis})"
     )
@@ -190,12 +192,12 @@ class Search:
             self.measure(depth)
 
     def candidates(self, depths: list[int] | None) -> Iterator[Candidate]:
-        """Depths from 2 on, until the loss has risen twice or the memory or the time does not do."""
+        """Depths from 2 on, until the loss has risen twice or memory, time or text do not do."""
         lowest, higher = math.inf, 0
         for depth in depths or range(2, MOST_LAYERS):
             try:
                 made = self.recipe(depth)
-                one = Candidate(made, self.fitting(made), self.devices, self.speed(made), self.scaled.batch)
+                one = Candidate(made, self.fitting(made), self.devices, self.speed(made), self.scaled)
                 one = one.fill(self.seconds)
             except RequestError:
                 if lowest == math.inf:
@@ -204,7 +206,7 @@ class Search:
             yield one
             higher += one.loss > lowest
             lowest = min(lowest, one.loss)
-            if higher == 2:
+            if higher == 2 or made.multiplied > scale.PARAMETERS_PER_TOKEN * (self.scaled.text_tokens or math.inf):
                 return
 
     def recipe(self, depth: int) -> scale.Recipe:
