@@ -385,12 +385,11 @@ def custom_model(config: Namespace, decoder: DecoderConfig) -> dict[str, Any] | 
 def of_model(model: dict[str, Any], steps: dict[str, Any]) -> Iterator[Finding]:
     parameters = model["parameters"]["total"]
     ratio = steps["tokens"] / parameters
-    if ratio < FEW_TOKENS:
+    if ratio < FEW_TOKENS and steps.get("epochs", 0) <= 1:  # of a text that is repeated, larger models learn more
         yield Finding("advice" if parameters < FIRST_TRY else "warning",
                       f"{format_count(steps['tokens'])} tokens are {ratio:.2g} for each of {format_count(parameters)} "
                       "parameters; about 20 give the lowest loss for the compute",
-                      "train longer, or take a smaller model" if steps.get("epochs", 0) <= MANY_EPOCHS else
-                      "take a smaller model, or more data")  # fmt: skip
+                      "train longer, or take a smaller model")  # fmt: skip
     if model["vocab_size"] % ROWS:
         padded = -(-model["vocab_size"] // ROWS) * ROWS
         yield Finding("advice", f"a vocabulary of {model['vocab_size']:,} is not a multiple of {ROWS}: GPUs multiply "

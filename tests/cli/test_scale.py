@@ -1,5 +1,6 @@
 """`lm scale` is one dial: what it prints is a config that fits, that `lm plan` accepts and that `lm fit` runs."""
 
+import json
 from contextlib import redirect_stdout
 from io import StringIO
 from pathlib import Path
@@ -11,7 +12,7 @@ from trainings import lm, make_workplace
 
 from lm.cli.config import config_parser
 from lm.cli.main import main
-from lm.cli.scale import ScaleRequest, batch_tokens, recipe, scaled_config, shape, tokens_of_steps, weight_decay
+from lm.cli.scale import SMALL, ScaleRequest, batch_tokens, recipe, scaled_config, shape, tokens_of_steps, weight_decay
 from lm.model.estimates import flops_per_token, parameters
 from lm.system.units import parse_count
 from lm.training.builtin_optimizers import BUILTIN, adamw_learning_rate, peak_rate
@@ -163,6 +164,36 @@ def test_a_wrong_request_is_one_line_and_exit_code_2(arguments, said, capsys):
     assert main(["scale", *arguments]) == 2
     out, err = capsys.readouterr()
     assert out == "" and said in err and err.count("\n") == 1
+
+
+def prepared(folder, tokens, vocab_size=4096):
+    """What `scale` reads of a prepared folder."""
+    manifest = {"vocab_size": vocab_size, "splits": {"train": {"tokens": tokens}}}
+    (folder / "manifest.json").write_text(json.dumps(manifest))
+    return {"data": str(folder)}
+
+
+def test_a_text_that_is_there_bounds_the_run(tmp_path):
+    """Four epochs at most, in another order each; the vocabulary is the tokenizer's. A length that is given stays."""
+    data = prepared(tmp_path, 1_000_000)
+    made, text = scaled_config(ScaleRequest(depth=8, seq_len=256, **data))
+    assert made.tokens == pytest.approx(4e6, rel=0.01) and made.decoder.vocab_size == 4096
+    assert yaml.safe_load(text)["data"]["reshuffle"] == "documents" and "4 times the text" in text
+    assert scaled_config(ScaleRequest(depth=8, seq_len=256, max_steps=999, **data))[0].steps == 999
+    few = scaled_config(ScaleRequest(depth=8, seq_len=256, max_steps=9, batch_tokens=8192, **data))[1]
+    assert "reshuffle" not in few
+
+
+@pytest.mark.parametrize("tokens", [30_000, 300_000, 3_000_000])
+def test_little_text_decides_the_depth(tokens, tmp_path):
+    """About ten parameters a token, in the proportions of small models; what is given stays."""
+    data = prepared(tmp_path, tokens)
+    made, text = scaled_config(ScaleRequest(**data))
+    assert made.decoder.max_position_embeddings == 256 and made.decoder.head_dim == 32
+    smaller = recipe(shape(max(2, made.decoder.num_hidden_layers - 1), ScaleRequest(**SMALL, **data)), steps=9)
+    assert smaller.multiplied <= 10 * tokens <= made.multiplied or made.decoder.num_hidden_layers == 2
+    assert f"lm scale --depth {made.decoder.num_hidden_layers} --seq_len 256" in text  # makes it again without the data
+    assert scaled_config(ScaleRequest(seq_len=128, **data))[0].decoder.max_position_embeddings == 128
 
 
 def test_fit_runs_it(tmp_path):
