@@ -187,7 +187,11 @@ class Recipe:
 
     @property
     def weight_decay(self) -> float:  # of the matrices in the blocks
-        return weight_decay(self.learning_rate, self.steps, self.tokens / self.multiplied)
+        return self.decay_at(self.learning_rate)
+
+    def decay_at(self, learning_rate: float) -> float:
+        """Weight decay of parameters with this learning rate."""
+        return weight_decay(learning_rate, self.steps, self.tokens / self.multiplied)
 
 
 def recipe(
@@ -360,9 +364,9 @@ model:
     tie_word_embeddings: false  # the output matrix is not the embedding, and has its own learning rate
     zero_init_residual: true  # each block begins by passing its input on (arXiv:1706.02677)
   optimizer:
-{optimizer}    groups:  # with their own learning rates and no weight decay
-      embedding: {{lr: {embedding_lr}, weight_decay: 0}}  # {embedding_factor:g} / (hidden_size x sqrt(depth)), as above
-      output: {{lr: {output_lr}, weight_decay: 0}}  # {output_factor:g} / (hidden_size x sqrt(depth)), as above
+{optimizer}    groups:  # with their own learning rates and {group_decay}
+      embedding: {{{embedding}}}  # {embedding_factor:g} / (hidden_size x sqrt(depth)), as above
+      output: {{{output}}}  # {output_factor:g} / (hidden_size x sqrt(depth)), as above
     weight_decay: {weight_decay}  # weights average the updates of {memory} of the run (arXiv:2505.13738)
   schedule:
 {schedule}
@@ -440,8 +444,11 @@ def write_yaml(
         "  # tokens of a window: a quarter of the context, in tiles of 128 (nanochat)\n"
     )  # fmt: skip
 
-    def rate(factor: float) -> str:
-        return _float(peak_rate(factor, decoder.num_hidden_layers, decoder.hidden_size))
+    repeated = made.tokens > (options.text_tokens or math.inf)
+
+    def group(factor: float) -> str:
+        rate = peak_rate(factor, decoder.num_hidden_layers, decoder.hidden_size)
+        return f"lr: {_float(rate)}, weight_decay: {made.decay_at(rate) if repeated else 0:.3g}"
 
     data = options.data if re.fullmatch(r"[\w.-]*/[\w./-]*", options.data) else json.dumps(options.data)
     return YAML.format(
@@ -455,13 +462,13 @@ def write_yaml(
         intermediate_size=f"{decoder.intermediate_size:_}", seq_len=f"{decoder.max_position_embeddings:_}",
         window_pattern=decoder.window_pattern, sliding_window=window, aspect_ratio=options.aspect_ratio,
         head_dim=decoder.head_dim, usual_aspect=ASPECT, usual_head_dim=HEAD_DIM, usual_pattern=PATTERN,
-        embedding_lr=rate(EMBEDDING), embedding_factor=EMBEDDING,
-        output_lr=rate(OUTPUT), output_factor=OUTPUT,
+        group_decay="the decay of the matrices, since the text is repeated" if repeated else "no weight decay",
+        embedding=group(EMBEDDING), embedding_factor=EMBEDDING, output=group(OUTPUT), output_factor=OUTPUT,
         weight_decay=f"{made.weight_decay:.3g}", memory="all" if memory > 1 else f"{100 * memory:.2g}%",
         micro_batch=samples_at_once or micro_batch(made.batch, decoder.max_position_embeddings),
         batch=spelled_count(made.batch_tokens),
         samples=plural(made.batch, "sample"),
-        reshuffle=RESHUFFLE if made.tokens > (options.text_tokens or math.inf) else "",
+        reshuffle=RESHUFFLE if repeated else "",
         batch_reason="as asked" if options.batch_tokens else
         "the power of two nearest to the best for this run (arXiv:2505.13738)",
         val_tokens=spelled_count(validated_samples(made) * decoder.max_position_embeddings),
