@@ -1,4 +1,4 @@
-"""`lm evaluate`: accuracy of a checkpoint on tasks, and bits per byte on texts or shards.
+"""`lm evaluate`: accuracy of a checkpoint on tasks, and bits per byte on texts.
 
 The result is kept with the run of the checkpoint: in `evaluations.jsonl`, in the registry, and in TensorBoard at the
 checkpoint's step.
@@ -18,11 +18,10 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
 from lm.cli.charts import plain_table
-from lm.data.parquet import COLUMN
 from lm.data.text_files import find_files
 from lm.errors import RequestError, require_at_least
 from lm.evaluation import benchmark
-from lm.evaluation.bits_per_byte import shards_bits_per_byte, texts_bits_per_byte
+from lm.evaluation.bits_per_byte import texts_bits_per_byte
 from lm.evaluation.scoring import Begin
 from lm.evaluation.tasks import read_tasks
 from lm.inference.pretrained import DTypeName, Pretrained, load_pretrained
@@ -48,7 +47,7 @@ def main(
     root: str = str(ROOT),
     **options: Any,
 ) -> None:
-    """Measure a checkpoint on tasks, texts or shards, and keep the result with its run.
+    """Measure a checkpoint on tasks or texts, and keep the result with its run.
 
     Args:
         run: Name of the run, under the root or in the registry: `mine` means that one and not `mine-2`. If not given,
@@ -69,7 +68,7 @@ def main(
 
 def measure(
     load: Callable[[], Pretrained], tasks: list[str] | None = None, texts: list[str] | None = None,
-    shards: list[str] | None = None, max_items: Count | None = None, num_fewshot: int | None = None,
+    max_items: Count | None = None, num_fewshot: int | None = None,
     batch_tokens: Count = Count(benchmark.BATCH_TOKENS), begin: Begin = "eos",
 ) -> dict[str, Any]:  # fmt: skip
     """What `lm evaluate --json` prints of a model, which is loaded once the request is known to be sound.
@@ -78,14 +77,13 @@ def measure(
         tasks: Task files: a YAML in the layout of DCLM, a `.jsonl` or `.parquet` of items, `embedded:sotu`,
             or public benchmarks by name, such as hellaswag,arc_easy, which come from the Hugging Face hub.
         texts: Files, folders, globs or URLs of text, for bits per byte of each.
-        shards: Folders or globs of shards of token ids, for bits per byte of each.
-        max_items: The most items of a task, documents of a text, or windows of shards; all of them if not given.
+        max_items: The most items of a task, or documents of a text; all of them if not given.
         num_fewshot: Solved items before each question; those of the task files if not given.
         batch_tokens: The most tokens that go through the model at once; the result does not depend on it.
         begin: The token before a question: `eos`, as before a document in training, or `nothing`.
     """
-    if not (tasks or texts or shards):
-        raise RequestError("give something to evaluate on: --tasks embedded:sotu, --texts FILE or --shards FOLDER")
+    if not (tasks or texts):
+        raise RequestError("give something to evaluate on: --tasks embedded:sotu or --texts FILE")
     require_at_least(1, "--", max_items=max_items, batch_tokens=batch_tokens)
     require_at_least(0, "--", num_fewshot=num_fewshot)
     questions = read_tasks(tasks or [], num_fewshot)
@@ -99,13 +97,13 @@ def measure(
             model.decoder, model.tokenizer, questions, batch_tokens=batch_tokens, max_items=max_items, begin=begin,
             progress=bar,
         )  # fmt: skip
-        corpora = measure_corpora(model, owner, texts or [], shards or [], max_items, batch_tokens, bar)
+        measured = measure_texts(model, owner, texts or [], max_items, batch_tokens, bar)
     asked = {
-        "tasks": tasks, "texts": texts, "shards": shards, "max_items": max_items, "num_fewshot": num_fewshot,
-        "begin": begin, "dtype": str(model.dtype).removeprefix("torch."), "device": str(model.device),
+        "tasks": tasks, "texts": texts, "max_items": max_items, "num_fewshot": num_fewshot, "begin": begin,
+        "dtype": str(model.dtype).removeprefix("torch."), "device": str(model.device),
     }  # fmt: skip
     by_task = {result.label: result.as_dict() for result in results}
-    found = evaluation_record(model.step, model.path.resolve().name, by_task, benchmark.core(results), corpora, asked)
+    found = evaluation_record(model.step, model.path.resolve().name, by_task, benchmark.core(results), measured, asked)
     if owner is not None and model.step is not None:  # an average is at no step of the run's curves
         try:
             keep_evaluation(owner, found)
@@ -115,27 +113,18 @@ def measure(
     return found
 
 
-def measure_corpora(
-    model: Pretrained, run: Run | None, texts: Sequence[str], shards: Sequence[str], most: int | None,
-    batch_tokens: int, bar: Bar,
-) -> dict[str, dict[str, Any]]:  # fmt: skip
-    """The fields of `CorpusResult` of each text and of the shards, by short names.
-
-    Windows are as long as those that the run was trained on, and attention is kept inside documents where it was then.
-    """
-    config = run.settings() if run else {}
-    data = config.get("data", {})
-    document_mask = config.get("model", {}).get("document_mask", False)
-    names = short_names([*texts, *shards])
-    of_texts = {name: texts_bits_per_byte(
-        model.decoder, model.tokenizer, [source], seq_len=data.get("seq_len"), max_documents=most,
-        batch_tokens=batch_tokens, progress=partial(bar, name),
-    ) for name, source in zip(names, texts)}  # fmt: skip
-    of_shards = {name: shards_bits_per_byte(
-        model.decoder, model.tokenizer, source, column=data.get("column", COLUMN), seq_len=data.get("seq_len"),
-        max_windows=most, document_mask=document_mask, batch_tokens=batch_tokens, progress=partial(bar, name),
-    ) for name, source in zip(names[len(texts) :], shards)}  # fmt: skip
-    return {name: asdict(result) for name, result in (of_texts | of_shards).items()}
+def measure_texts(
+    model: Pretrained, run: Run | None, texts: Sequence[str], most: int | None, batch_tokens: int, bar: Bar
+) -> dict[str, dict[str, Any]]:
+    """The fields of `CorpusResult` of each text by a short name, in windows as long as those of the run's training."""
+    seq_len = run.settings().get("data", {}).get("seq_len") if run else None
+    return {
+        name: asdict(texts_bits_per_byte(
+            model.decoder, model.tokenizer, [source], seq_len=seq_len, max_documents=most,
+            batch_tokens=batch_tokens, progress=partial(bar, name),
+        ))
+        for name, source in zip(short_names(texts), texts)
+    }  # fmt: skip
 
 
 def short_names(sources: Sequence[str]) -> list[str]:

@@ -128,15 +128,14 @@ def _plain(value: Any) -> Any:
 
 def evaluate(
     model: str | Path | Pretrained, *, tasks: str | Sequence[str] = (), texts: str | Sequence[str] = (),
-    shards: str | Sequence[str] = (), max_items: int | None = None, num_fewshot: int | None = None,
-    batch_tokens: int = benchmark.BATCH_TOKENS, device: str | torch.device | None = None,
-    module: type[LightningModule] | None = None,
+    max_items: int | None = None, num_fewshot: int | None = None, batch_tokens: int = benchmark.BATCH_TOKENS,
+    device: str | torch.device | None = None, module: type[LightningModule] | None = None,
 ) -> dict[str, Any]:  # fmt: skip
-    """Measure a model on tasks, texts or shards, as `lm evaluate` does, and keep the result with its run.
+    """Measure a model on tasks or texts, as `lm evaluate` does, and keep the result with its run.
 
     Args:
         model: a run's name or folder, whose best checkpoint is taken; a checkpoint; or a loaded model.
-        tasks, texts, shards, max_items, num_fewshot, batch_tokens: the options of `lm evaluate`.
+        tasks, texts, max_items, num_fewshot, batch_tokens: the options of `lm evaluate`.
         device: where to compute, if `model` is not loaded; the GPU if there is one.
         module: for a custom model that is not loaded, its subclass of `LanguageModule`.
 
@@ -144,11 +143,10 @@ def evaluate(
         What `lm evaluate --json` prints: `tasks`, each with accuracy and confidence interval, `texts` with bits per
         byte, `core` where all tasks of a suite are there.
     """
-    tasks, texts, shards = ([each] if isinstance(each, str) else list(each) for each in (tasks, texts, shards))
+    tasks, texts = ([each] if isinstance(each, str) else list(each) for each in (tasks, texts))
     return measure(
         lambda: model if isinstance(model, Pretrained) else load_pretrained(model, device, module=module),
-        tasks=tasks, texts=texts, shards=shards, max_items=max_items, num_fewshot=num_fewshot,
-        batch_tokens=batch_tokens,
+        tasks=tasks, texts=texts, max_items=max_items, num_fewshot=num_fewshot, batch_tokens=batch_tokens,
     )  # fmt: skip
 
 
