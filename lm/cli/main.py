@@ -55,7 +55,7 @@ OTHER_NAMES = {name.split()[-1]: name for name in COMMANDS} | {
 # What a value without an option is meant for.
 MEANT = {
     "generate": "--prompt {value}", "data prepare": "--input {value} --output data/{name}",
-    "data show": "--run {value}", "evaluate": "--tasks {value}", "export": "--output {value}",
+    "data show": "--run {value}", "evaluate": "--run {value}", "export": "--run {value}",
     "import": "--input {value} --output models/{name}", "scale": "--depth {value}",
 }  # fmt: skip
 # Modules of commands that import no torch.
@@ -156,7 +156,6 @@ def _dispatch(name: str, rest: list[str]) -> int:
     if module not in LIGHT:  # answer before the seconds that importing PyTorch takes
         from lm.cli import early, options
 
-        early.refuse_bare_run(name, rest)
         if name in TRAINING:
             if asked := next((flag for flag in ("-h", "--help") if flag in rest), None):
                 following = [value for value in rest[rest.index(asked) + 1 :][:1] if not value.startswith("-")]
