@@ -24,7 +24,6 @@ from lm.data.config import PrepareOptions
 from lm.data.datamodule import DataModule
 from lm.data.prepare import prepare as make_shards
 from lm.errors import RequestError
-from lm.evaluation import benchmark
 from lm.inference.completion import Written
 from lm.inference.pretrained import Pretrained, load_pretrained
 from lm.model.custom import module_class, plain_arguments, use_module_class
@@ -128,14 +127,13 @@ def _plain(value: Any) -> Any:
 
 def evaluate(
     model: str | Path | Pretrained, *, tasks: str | Sequence[str] = (), texts: str | Sequence[str] = (),
-    max_items: int | None = None, num_fewshot: int | None = None, batch_tokens: int = benchmark.BATCH_TOKENS,
-    device: str | torch.device | None = None, module: type[LightningModule] | None = None,
+    device: str | torch.device | None = None, module: type[LightningModule] | None = None, **options: Any,
 ) -> dict[str, Any]:  # fmt: skip
     """Measure a model on tasks or texts, as `lm evaluate` does, and keep the result with its run.
 
     Args:
         model: a run's name or folder, whose best checkpoint is taken; a checkpoint; or a loaded model.
-        tasks, texts, max_items, num_fewshot, batch_tokens: the options of `lm evaluate`.
+        tasks, texts, options: those of `lm evaluate`, such as `max_items` and `num_fewshot`.
         device: where to compute, if `model` is not loaded; the GPU if there is one.
         module: for a custom model that is not loaded, its subclass of `LanguageModule`.
 
@@ -146,7 +144,7 @@ def evaluate(
     tasks, texts = ([each] if isinstance(each, str) else list(each) for each in (tasks, texts))
     return measure(
         lambda: model if isinstance(model, Pretrained) else load_pretrained(model, device, module=module),
-        tasks=tasks, texts=texts, max_items=max_items, num_fewshot=num_fewshot, batch_tokens=batch_tokens,
+        tasks, texts, **options,
     )  # fmt: skip
 
 
