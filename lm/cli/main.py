@@ -201,18 +201,12 @@ def _unknown_command(arguments: list[str]) -> str:
     if arguments[0] in ("-c", "--config"):
         return f"the command comes first: `lm {shlex.join(['fit', *arguments])}`"
     family = [name for name in COMMANDS if name.startswith(arguments[0] + " ")]
-    meant = OTHER_NAMES.get("".join(arguments[1:2]))
-    if meant in family:
-        return f"no command {' '.join(arguments[:2])!r}; did you mean `lm {meant}`?"
-    if family:
+    two = get_close_matches(" ".join(arguments[:2]), [name for name in COMMANDS if " " in name], 1, cutoff=0.8)
+    if family and not two:
         return f"give one of: {', '.join('lm ' + name for name in family)}"
-    families = {name.partition(" ")[0] for name in COMMANDS if " " in name}
-    for word in get_close_matches(arguments[0], families, 1, cutoff=0.8):
-        meant = " ".join([word, *arguments[1:2]])
-        return f"no command {arguments[0]!r}; did you mean `lm {meant if meant in COMMANDS else word}`?"
-    close = get_close_matches(arguments[0], {*COMMANDS, *OTHER_NAMES}, 1)
+    close = two or get_close_matches(arguments[0], {*COMMANDS, *OTHER_NAMES}, 1)
+    typed, rest = arguments[: 1 + len(two)], arguments[1 + len(two) :]
     if not close:
-        return f"no command {arguments[0]!r}; lm --help lists them"
-    words, rest = OTHER_NAMES.get(close[0], close[0]).split(), arguments[1:]
-    meant = shlex.join([*words, *rest])
-    return f"no command {arguments[0]!r}; did you mean `lm {meant}`?"
+        return f"no command {typed[0]!r}; lm --help lists them"
+    meant = shlex.join([*OTHER_NAMES.get(close[0], close[0]).split(), *rest])
+    return f"no command {' '.join(typed)!r}; did you mean `lm {meant}`?"
