@@ -6,7 +6,6 @@ checkpoint's step.
 
 import json as jsonlib
 import logging
-import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -17,7 +16,6 @@ from typing import Any
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
-from lm.cli.charts import plain_table
 from lm.data.text_files import find_files
 from lm.errors import RequestError, require_at_least
 from lm.evaluation import benchmark
@@ -26,15 +24,14 @@ from lm.evaluation.scoring import Begin
 from lm.evaluation.tasks import read_tasks
 from lm.inference.pretrained import DTypeName, Pretrained, load_pretrained
 from lm.runs import registry
-from lm.runs.metrics import Evaluation, core_sentence, evaluation_metrics, evaluation_record, merge_evaluations
+from lm.runs.metrics import Evaluation, describe_evaluation, evaluation_metrics, evaluation_record, merge_evaluations
 from lm.runs.resume import chosen_model
 from lm.runs.run import ROOT, Run
 from lm.system.process import harmless
-from lm.system.units import Count, format_count
+from lm.system.units import Count
 
 log = logging.getLogger(__name__)
 
-SPLITS = ("train", "val", "test", "validation")
 Bar = Callable[[str, int, int | None], None]  # a name, how much of it is done, and how much there is
 
 
@@ -56,7 +53,7 @@ def main(
             a checkpoint or of a Hugging Face model; the best if not given.
         device: Where to compute; the GPU if there is one.
         dtype: Number format of the weights; as they are stored if not given.
-        json: Print one JSON object instead of tables.
+        json: Print one JSON object instead of lines.
         root: Folder of the runs.
     """
     found = measure(lambda: load_pretrained(chosen_model(run, ckpt_path, root), device, dtype), **options)
@@ -130,14 +127,13 @@ def measure_texts(
 def short_names(sources: Sequence[str]) -> list[str]:
     """A short name for each source, such as `book` for `texts/book.txt`.
 
-    It is the last part of the path that is not a pattern, without its suffix; with the part before it for a split such
-    as `val`; the whole source where two would have one name.
+    It is the last part of the path that is not a pattern, without its suffix; the whole source where two would have one
+    name.
     """
     names = []
     for source in sources:
         plain = [part for part in source.removeprefix("embedded:").split("/") if part and not set(part) & set("*?[")]
-        last = plain[-1].split(".")[0] if plain else ""
-        names.append("/".join([*plain[-2:-1], last]) if last in SPLITS else last)
+        names.append(plain[-1].split(".")[0] if plain else "")
     return [name if name and names.count(name) == 1 else source for name, source in zip(names, sources, strict=True)]
 
 
@@ -175,41 +171,8 @@ def keep_evaluation(run: Run, found: Evaluation) -> None:
     registry.record_run(run)
 
 
-# ---- the tables ------------------------------------------------------------------------------------------------------
-
-
-def show_evaluation(found: dict[str, Any]) -> None:
-    console = Console(highlight=False, markup=False, width=None if sys.stdout.isatty() else 140)
-    if found["tasks"]:
-        heads = ("task", "shots", "items", "right", "guessing", "centred", "perplexity")
-        console.print(plain_table(heads, "tnnnnnn", [_task_row(*one) for one in found["tasks"].items()]))
-    if found["texts"]:
-        heads = ("text", "bits per byte", "loss", "perplexity", "tokens", "bytes")
-        console.print(plain_table(heads, "tnnnnn", [_text_row(*one) for one in found["texts"].items()]))
-    step = "" if found["step"] is None else f", step {found['step']:,}"
-    took = f", in {found['seconds']:.1f} s"
-    console.print(harmless(found["model"]) + step + core_sentence(found) + took, soft_wrap=True)
-    if found["core"] is not None:
-        console.print("95 % intervals; centred accuracy: 0 is guessing, 1 is all correct", soft_wrap=True)
-
-
-def _task_row(name: str, task: dict[str, Any]) -> Sequence[str]:
-    low, high = task["interval"]
-    right = f"{task['accuracy']:.1%} ({100 * low:.0f} to {100 * high:.0f})"
-    return (harmless(name), str(task["num_fewshot"]), f"{task['items']:,}", right, f"{task['baseline']:.1%}",
-            f"{task['centered']:.3f}", _if_known(task["perplexity"], ".2f"))  # fmt: skip
-
-
-def _text_row(name: str, text: dict[str, Any]) -> Sequence[str]:
-    bits = _with_interval(text["bits_per_byte"], text["stderr"])
-    loss = _with_interval(text["loss"], text["loss_stderr"])
-    return (harmless(name), bits, loss, _if_known(text["perplexity"], ".2f"), format_count(text["tokens"]),
-            format_count(text["bytes"]))  # fmt: skip
-
-
-def _if_known(value: float | None, form: str) -> str:
-    return "" if value is None else format(value, form)
-
-
-def _with_interval(value: float | None, error: float | None) -> str:
-    return _if_known(value, ".4f") + ("" if error is None else f" ± {1.96 * error:.4f}")
+def show_evaluation(found: Evaluation) -> None:
+    """Print an evaluation as `lm runs show` does, a line for each task and text."""
+    for line in (found["model"], *describe_evaluation(found), f"in {found['seconds']:.1f} s"):
+        if line:
+            print(harmless(line))
