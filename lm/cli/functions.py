@@ -30,7 +30,7 @@ from lm.model.custom import module_class, plain_arguments, use_module_class
 from lm.runs.registry import find_run
 from lm.runs.resume import find_checkpoint, refuse_changed_config
 from lm.runs.run import Run
-from lm.system.arguments import build_options, nearest_option, unknown_options
+from lm.system.arguments import build_options
 from lm.system.process import import_from_working_directory
 from lm.system.stop_signals import STOP
 from lm.training.callbacks.run_folder import RunFolder
@@ -62,7 +62,7 @@ def prepare(input: str | Sequence[str], output: str | Path, **options: Any) -> d
 def fit(
     config: str | Path | Mapping[str, Any], options: Mapping[str, Any] | None = None, *, run: str | None = None,
     ckpt_path: str | Path | None = None, force: bool = False, callbacks: Sequence[Callback] = (),
-    module: type[LightningModule] | None = None, **more: Any,
+    module: type[LightningModule] | None = None,
 ) -> Run:  # fmt: skip
     """Train a model in this process, as `lm fit` does.
 
@@ -71,13 +71,12 @@ def fit(
 
     Args:
         config: a YAML file, looked up in `configs/` too; or its content.
-        options: what is to be otherwise, by dotted names: `{"trainer.max_steps": 100}`.
+        options: what is to be otherwise: `{"trainer.max_steps": 100}`, or `{"trainer": {"max_steps": 100}}`.
         run: the run's name; that of the file if not given, or `run`.
         ckpt_path: a checkpoint to resume from: a folder, `best`, `last`, or `auto`, the newest one there is.
         force: train although `lm plan` finds an error, and resume although the config is not the run's any more.
         callbacks: further ones, beside those of the config.
         module: for a custom model, the subclass of `LanguageModule`; that of `lm.run` if not given.
-        more: further `options`, also a group of them: `trainer={"max_steps": 100}`.
 
     Returns:
         The run; `run.checkpoint()` is its best checkpoint, and `run.metrics("val/loss")` its validations.
@@ -89,10 +88,7 @@ def fit(
     known = [option.name for option in training_options("fit")]
     if not isinstance(options, Mapping | None) or not isinstance(module, type | None):
         raise RequestError("lm.fit: options are a dictionary, such as {'trainer.max_steps': 5}, and module is a class")
-    if unknown := [name for name in more if not any(f"{option}.".startswith(f"{name}.") for option in known)]:
-        hints = unknown_options({name: nearest_option(name, known) for name in unknown})
-        raise RequestError(f"lm.fit: {hints}; options are a dictionary: lm.fit(config, {{'trainer.max_steps': 5}})")
-    given = {"trainer.stop_within": 0.0, **dict(_dotted({**(options or {}), **more}, known))}
+    given = {"trainer.stop_within": 0.0, **dict(_dotted(options or {}, known))}
     given |= {name: value for name, value in {"run": run, "ckpt_path": ckpt_path}.items() if value is not None}
     with tempfile.TemporaryDirectory() as folder:
         if isinstance(config, Mapping):

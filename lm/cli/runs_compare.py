@@ -8,7 +8,6 @@ import json as jsonlib
 import math
 import shutil
 import time
-from difflib import get_close_matches
 from pathlib import Path
 from typing import Any, Literal
 
@@ -23,7 +22,7 @@ from lm.runs import registry
 from lm.runs.config_diff import differences
 from lm.runs.facts import read_facts, run_row
 from lm.runs.history import curve, labels
-from lm.runs.metrics import METRICS
+from lm.runs.metrics import METRICS, refuse_unknown_metric
 from lm.runs.run import ROOT, Run
 from lm.system.files import digest, finite_or_none, load_checksummed, new_folder, refuse_url, to_json
 
@@ -58,7 +57,8 @@ def compare(
     names = labels(folders)
     series = [curve(name, lines, metric, x) for name, lines in zip(names, metrics, strict=True)]
     if not any(one.x for one in series):
-        raise RequestError(_no_metric(metric, metrics))
+        refuse_unknown_metric(metric)
+        raise RequestError(f"none of the runs has logged {metric}")
     rows = [
         {"run": name, "path": str(folder.path.resolve()), "status": folder.status(),
          **{measured: summarize(lines, measured) for measured in (metric, "val/loss", "val/bpb")}}
@@ -80,13 +80,6 @@ def compare(
     console.print()
     _print_values(console, rows, metric)
     _print_settings(console, names, differing)
-
-
-def _no_metric(metric: str, metrics: list[list[dict[str, Any]]]) -> str:
-    known = sorted({key for lines in metrics for line in lines for key in line if "/" in key})
-    close = [name for name in known if name.endswith(f"/{metric}")] or get_close_matches(metric, known, 1)
-    hint = f"did you mean {' or '.join(map(repr, close))}?" if close else f"there are: {', '.join(known) or 'none yet'}"
-    return f"none of the runs has a metric {metric!r}; {hint}"
 
 
 # ---- the tables ------------------------------------------------------------------------------------------------------

@@ -268,7 +268,7 @@ def test_compare_takes_another_metric_and_another_axis(place):
 @pytest.mark.parametrize("arguments, message", [
     (["a"], "two runs or more"), ([], "two runs or more"), (["a", "a"], "with itself"), (["a", "c"], "no run 'c'"),
     (["a", "b", "--metric", "train/los"], "did you mean 'train/loss'"),
-    (["a", "b", "--metric", "loss"], "did you mean 'train/loss' or 'val/loss'?"),
+    (["a", "b", "--metric", "loss"], "nothing logs a metric 'loss'; did you mean 'train/loss'?"),
     (["a", "b", "--x", "epoch"], "x: "),
 ])  # fmt: skip
 def test_compare_refuses_in_one_line(place, arguments, message):
