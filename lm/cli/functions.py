@@ -86,8 +86,6 @@ def fit(
         GuardStop: a guard has stopped the run. RunError: it failed. Interrupted: a signal ended it; `auto` resumes.
     """
     known = [option.name for option in training_options("fit")]
-    if not isinstance(options, Mapping | None) or not isinstance(module, type | None):
-        raise RequestError("lm.fit: options are a dictionary, such as {'trainer.max_steps': 5}, and module is a class")
     given = {"trainer.stop_within": 0.0, **dict(_dotted(options or {}, known))}
     given |= {name: value for name, value in {"run": run, "ckpt_path": ckpt_path}.items() if value is not None}
     with tempfile.TemporaryDirectory() as folder:

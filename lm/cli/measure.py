@@ -384,8 +384,7 @@ def named_range(name: str, tracing: bool, device: torch.device) -> Iterator[None
         if tracing:
             marks.enter_context(record_function(name))
         if device.type == "cuda":
-            torch.cuda.nvtx.range_push(name)
-            marks.callback(torch.cuda.nvtx.range_pop)
+            marks.enter_context(torch.cuda.nvtx.range(name))
         yield
 
 
