@@ -39,10 +39,7 @@ __version__ = "0.1.0"
 
 def __getattr__(name: str) -> Any:
     if name not in ELSEWHERE:
-        from lm.cli.main import OTHER_NAMES
-
-        meant = OTHER_NAMES.get(name, "").partition(" ")[0]
-        raise AttributeError(f"module 'lm' has no {name!r}" + f"; did you mean lm.{meant}?" * (meant in ELSEWHERE))
+        raise AttributeError(f"module 'lm' has no {name!r}")
     return getattr(import_module(ELSEWHERE[name]), name)
 
 

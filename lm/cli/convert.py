@@ -137,14 +137,13 @@ def import_model(input: str = "", output: str = "", eos_token: str | None = None
         output: The folder to make, which must be empty or not there.
         eos_token: The token that ends a document, where the model's files do not tell.
     """
-    if hint := hub_hint(input):
-        raise RequestError(f"--input {input} is not a folder{hint}")
     if not input or not output:
         raise RequestError("give a model's folder with --input and the folder to make with --output")
     source, target = checkpoint_folder(input) if is_remote(input) else Path(input), Path(output)
     packed = source.suffix == ".gguf" and source.is_file()
     if not source.is_dir() and not packed:
-        raise RequestError(f"--input {source} is not a folder; give one with a config.json and safetensors in it")
+        cure = hub_hint(input) or "; give one with a config.json and safetensors in it"
+        raise RequestError(f"--input {source} is not a folder{cure}")
     if (source / "config.json").exists() and not (source / "tokenizer.json").exists():
         raise RequestError(
             f"{source} has no tokenizer.json; transformers makes one: "
@@ -266,11 +265,7 @@ def average(
 def choose_checkpoints(run: Run, steps: Sequence[int] | None, last: int | None) -> dict[int, Path]:
     """Checkpoints of a run by optimizer step, ascending: those of `steps`, or the `last` newest."""
     there, left_behind = run.steps(), run.left_behind()
-    have = (
-        f"run {run.path} has checkpoints of steps {', '.join(map(str, there))}"
-        if there
-        else f"run {run.path} has no checkpoint yet"
-    )
+    have = f"run {run.path} has checkpoints of steps {', '.join(map(str, there)) or '(none yet)'}"
     if steps is None and last is not None:
         usable = [step for step, path in there.items() if path not in left_behind]
         if last > len(usable):

@@ -7,8 +7,8 @@ from shlex import quote
 from typing import Any
 
 from rich.console import Console
-from rich.table import Table
 
+from lm.cli.charts import plain_table
 from lm.data.config import PrepareOptions
 from lm.data.prepare import MANIFEST
 from lm.data.prepare import prepare as make
@@ -122,17 +122,14 @@ def _counts(shards: Shards, seq_len: int, recorded: dict[str, Any] | None) -> di
 
 def _print_folder(found: dict[str, Any]) -> None:
     console = Console(highlight=False)
-    table = Table(title=found["path"], title_justify="left")
     columns = {
         "documents": lambda value: f"{value:,}", "tokens": format_count, "bytes": format_count,
         "bytes_per_token": lambda value: f"{value:.3f}", "shards": str, "file_bytes": format_count,
     }  # fmt: skip
-    table.add_column("split")
-    for name in columns:
-        table.add_column(name.replace("_", " "), justify="right")
-    for split, counts in found["splits"].items():
-        table.add_row(split, *(show(counts[name]) if name in counts else "unknown" for name, show in columns.items()))
-    console.print(table)
+    rows = [[split, *(show(counts[name]) if name in counts else "unknown" for name, show in columns.items())]
+            for split, counts in found["splits"].items()]  # fmt: skip
+    console.print(found["path"], markup=False)
+    console.print(plain_table(["split", *(name.replace("_", " ") for name in columns)], "tnnnnnn", rows))
     for split, counts in found["splits"].items():
         console.print(
             f"{split and split + ': '}{plural(counts['samples'], 'sample')} at --seq_len {found['seq_len']}, "

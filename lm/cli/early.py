@@ -3,11 +3,9 @@
 `cli/options` refuses unknown names, and `cli/config` all the rest.
 """
 
-import shlex
 import sys
 from dataclasses import fields, is_dataclass
 from itertools import pairwise
-from pathlib import Path
 from types import NoneType
 from typing import Any, get_args
 
@@ -28,9 +26,6 @@ LISTS = tuple(option.name for option in training_options("fit") if "list of str"
 # Commands that take a run's checkpoint -> another cure where there is no run at all.
 OF_A_RUN = dict.fromkeys(("generate", "evaluate", "export"), ", or give a --ckpt_path") | {"average": "", "branch": ""}
 OF_A_RUN |= dict.fromkeys(("validate", "test", "predict"), ", or give --config")
-# What such a command is given beside a run, for the cure where a run has no option before it.
-BESIDE = {"generate": "--prompt Once", "evaluate": "--tasks embedded:sotu", "export": "--output my-model",
-          "predict": "--data.texts my_texts.txt"}  # fmt: skip
 
 
 class ConfigFile(ActionConfigFile):
@@ -109,24 +104,6 @@ def refuse_wrong_values(command: str, arguments: list[str]) -> None:
             parser.instantiate_classes(config)  # each dataclass refuses what it cannot be
         if command != "plan" and str(config.trainer.devices) in ("1", "auto"):  # `plan` lists it with all else
             refuse_length(config)
-
-
-def refuse_bare_run(command: str, arguments: list[str]) -> None:
-    """Refuse a run, or the folder of a checkpoint, that has no `--run` or `--ckpt_path` before it."""
-    first, *rest = arguments or ["-"]
-    if command not in OF_A_RUN or command == "branch" or first.startswith("-"):
-        return
-    try:
-        option = find_run(first) and "--run"
-    except RequestError:
-        if not Path(first).is_dir():
-            return
-        option = "--ckpt_path"
-    beside = BESIDE.get(command, "").split()
-    if rest and not rest[0].startswith("-"):
-        rest.insert(0, beside[0] if beside else "--ckpt_path")
-    cure = shlex.join([option, first, *(rest or beside)])
-    raise RequestError(f"{shown(first)} belongs to no option; did you mean `lm {command} {cure}`?")
 
 
 def refuse_missing_run(command: str, arguments: list[str]) -> None:

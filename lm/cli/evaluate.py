@@ -1,4 +1,4 @@
-"""`lm evaluate`: accuracy of a checkpoint on tasks, and bits per byte on texts or shards.
+"""`lm evaluate`: accuracy of a checkpoint on tasks, and bits per byte on texts.
 
 The result is kept with the run of the checkpoint: in `evaluations.jsonl`, in the registry, and in TensorBoard at the
 checkpoint's step.
@@ -6,7 +6,6 @@ checkpoint's step.
 
 import json as jsonlib
 import logging
-import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -17,25 +16,22 @@ from typing import Any
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
-from lm.cli.charts import plain_table
-from lm.data.parquet import COLUMN
 from lm.data.text_files import find_files
 from lm.errors import RequestError, require_at_least
 from lm.evaluation import benchmark
-from lm.evaluation.bits_per_byte import shards_bits_per_byte, texts_bits_per_byte
+from lm.evaluation.bits_per_byte import texts_bits_per_byte
 from lm.evaluation.scoring import Begin
 from lm.evaluation.tasks import read_tasks
 from lm.inference.pretrained import DTypeName, Pretrained, load_pretrained
 from lm.runs import registry
-from lm.runs.metrics import Evaluation, core_sentence, evaluation_metrics, evaluation_record, merge_evaluations
+from lm.runs.metrics import Evaluation, describe_evaluation, evaluation_metrics, evaluation_record, merge_evaluations
 from lm.runs.resume import chosen_model
 from lm.runs.run import ROOT, Run
 from lm.system.process import harmless
-from lm.system.units import Count, format_count
+from lm.system.units import Count
 
 log = logging.getLogger(__name__)
 
-SPLITS = ("train", "val", "test", "validation")
 Bar = Callable[[str, int, int | None], None]  # a name, how much of it is done, and how much there is
 
 
@@ -48,7 +44,7 @@ def main(
     root: str = str(ROOT),
     **options: Any,
 ) -> None:
-    """Measure a checkpoint on tasks, texts or shards, and keep the result with its run.
+    """Measure a checkpoint on tasks or texts, and keep the result with its run.
 
     Args:
         run: Name of the run, under the root or in the registry: `mine` means that one and not `mine-2`. If not given,
@@ -57,7 +53,7 @@ def main(
             a checkpoint or of a Hugging Face model; the best if not given.
         device: Where to compute; the GPU if there is one.
         dtype: Number format of the weights; as they are stored if not given.
-        json: Print one JSON object instead of tables.
+        json: Print one JSON object instead of lines.
         root: Folder of the runs.
     """
     found = measure(lambda: load_pretrained(chosen_model(run, ckpt_path, root), device, dtype), **options)
@@ -69,7 +65,7 @@ def main(
 
 def measure(
     load: Callable[[], Pretrained], tasks: list[str] | None = None, texts: list[str] | None = None,
-    shards: list[str] | None = None, max_items: Count | None = None, num_fewshot: int | None = None,
+    max_items: Count | None = None, num_fewshot: int | None = None,
     batch_tokens: Count = Count(benchmark.BATCH_TOKENS), begin: Begin = "eos",
 ) -> dict[str, Any]:  # fmt: skip
     """What `lm evaluate --json` prints of a model, which is loaded once the request is known to be sound.
@@ -78,14 +74,13 @@ def measure(
         tasks: Task files: a YAML in the layout of DCLM, a `.jsonl` or `.parquet` of items, `embedded:sotu`,
             or public benchmarks by name, such as hellaswag,arc_easy, which come from the Hugging Face hub.
         texts: Files, folders, globs or URLs of text, for bits per byte of each.
-        shards: Folders or globs of shards of token ids, for bits per byte of each.
-        max_items: The most items of a task, documents of a text, or windows of shards; all of them if not given.
+        max_items: The most items of a task, or documents of a text; all of them if not given.
         num_fewshot: Solved items before each question; those of the task files if not given.
         batch_tokens: The most tokens that go through the model at once; the result does not depend on it.
         begin: The token before a question: `eos`, as before a document in training, or `nothing`.
     """
-    if not (tasks or texts or shards):
-        raise RequestError("give something to evaluate on: --tasks embedded:sotu, --texts FILE or --shards FOLDER")
+    if not (tasks or texts):
+        raise RequestError("give something to evaluate on: --tasks embedded:sotu or --texts FILE")
     require_at_least(1, "--", max_items=max_items, batch_tokens=batch_tokens)
     require_at_least(0, "--", num_fewshot=num_fewshot)
     questions = read_tasks(tasks or [], num_fewshot)
@@ -99,13 +94,13 @@ def measure(
             model.decoder, model.tokenizer, questions, batch_tokens=batch_tokens, max_items=max_items, begin=begin,
             progress=bar,
         )  # fmt: skip
-        corpora = measure_corpora(model, owner, texts or [], shards or [], max_items, batch_tokens, bar)
+        measured = measure_texts(model, owner, texts or [], max_items, batch_tokens, bar)
     asked = {
-        "tasks": tasks, "texts": texts, "shards": shards, "max_items": max_items, "num_fewshot": num_fewshot,
-        "begin": begin, "dtype": str(model.dtype).removeprefix("torch."), "device": str(model.device),
+        "tasks": tasks, "texts": texts, "max_items": max_items, "num_fewshot": num_fewshot, "begin": begin,
+        "dtype": str(model.dtype).removeprefix("torch."), "device": str(model.device),
     }  # fmt: skip
     by_task = {result.label: result.as_dict() for result in results}
-    found = evaluation_record(model.step, model.path.resolve().name, by_task, benchmark.core(results), corpora, asked)
+    found = evaluation_record(model.step, model.path.resolve().name, by_task, benchmark.core(results), measured, asked)
     if owner is not None and model.step is not None:  # an average is at no step of the run's curves
         try:
             keep_evaluation(owner, found)
@@ -115,40 +110,30 @@ def measure(
     return found
 
 
-def measure_corpora(
-    model: Pretrained, run: Run | None, texts: Sequence[str], shards: Sequence[str], most: int | None,
-    batch_tokens: int, bar: Bar,
-) -> dict[str, dict[str, Any]]:  # fmt: skip
-    """The fields of `CorpusResult` of each text and of the shards, by short names.
-
-    Windows are as long as those that the run was trained on, and attention is kept inside documents where it was then.
-    """
-    config = run.settings() if run else {}
-    data = config.get("data", {})
-    document_mask = config.get("model", {}).get("document_mask", False)
-    names = short_names([*texts, *shards])
-    of_texts = {name: texts_bits_per_byte(
-        model.decoder, model.tokenizer, [source], seq_len=data.get("seq_len"), max_documents=most,
-        batch_tokens=batch_tokens, progress=partial(bar, name),
-    ) for name, source in zip(names, texts)}  # fmt: skip
-    of_shards = {name: shards_bits_per_byte(
-        model.decoder, model.tokenizer, source, column=data.get("column", COLUMN), seq_len=data.get("seq_len"),
-        max_windows=most, document_mask=document_mask, batch_tokens=batch_tokens, progress=partial(bar, name),
-    ) for name, source in zip(names[len(texts) :], shards)}  # fmt: skip
-    return {name: asdict(result) for name, result in (of_texts | of_shards).items()}
+def measure_texts(
+    model: Pretrained, run: Run | None, texts: Sequence[str], most: int | None, batch_tokens: int, bar: Bar
+) -> dict[str, dict[str, Any]]:
+    """The fields of `CorpusResult` of each text by a short name, in windows as long as those of the run's training."""
+    seq_len = run.settings().get("data", {}).get("seq_len") if run else None
+    return {
+        name: asdict(texts_bits_per_byte(
+            model.decoder, model.tokenizer, [source], seq_len=seq_len, max_documents=most,
+            batch_tokens=batch_tokens, progress=partial(bar, name),
+        ))
+        for name, source in zip(short_names(texts), texts)
+    }  # fmt: skip
 
 
 def short_names(sources: Sequence[str]) -> list[str]:
     """A short name for each source, such as `book` for `texts/book.txt`.
 
-    It is the last part of the path that is not a pattern, without its suffix; with the part before it for a split such
-    as `val`; the whole source where two would have one name.
+    It is the last part of the path that is not a pattern, without its suffix; the whole source where two would have one
+    name.
     """
     names = []
     for source in sources:
         plain = [part for part in source.removeprefix("embedded:").split("/") if part and not set(part) & set("*?[")]
-        last = plain[-1].split(".")[0] if plain else ""
-        names.append("/".join([*plain[-2:-1], last]) if last in SPLITS else last)
+        names.append(plain[-1].split(".")[0] if plain else "")
     return [name if name and names.count(name) == 1 else source for name, source in zip(names, sources, strict=True)]
 
 
@@ -186,41 +171,8 @@ def keep_evaluation(run: Run, found: Evaluation) -> None:
     registry.record_run(run)
 
 
-# ---- the tables ------------------------------------------------------------------------------------------------------
-
-
-def show_evaluation(found: dict[str, Any]) -> None:
-    console = Console(highlight=False, markup=False, width=None if sys.stdout.isatty() else 140)
-    if found["tasks"]:
-        heads = ("task", "shots", "items", "right", "guessing", "centred", "perplexity")
-        console.print(plain_table(heads, "tnnnnnn", [_task_row(*one) for one in found["tasks"].items()]))
-    if found["texts"]:
-        heads = ("text", "bits per byte", "loss", "perplexity", "tokens", "bytes")
-        console.print(plain_table(heads, "tnnnnn", [_text_row(*one) for one in found["texts"].items()]))
-    step = "" if found["step"] is None else f", step {found['step']:,}"
-    took = f", in {found['seconds']:.1f} s"
-    console.print(harmless(found["model"]) + step + core_sentence(found) + took, soft_wrap=True)
-    if found["core"] is not None:
-        console.print("95 % intervals; centred accuracy: 0 is guessing, 1 is all correct", soft_wrap=True)
-
-
-def _task_row(name: str, task: dict[str, Any]) -> Sequence[str]:
-    low, high = task["interval"]
-    right = f"{task['accuracy']:.1%} ({100 * low:.0f} to {100 * high:.0f})"
-    return (harmless(name), str(task["num_fewshot"]), f"{task['items']:,}", right, f"{task['baseline']:.1%}",
-            f"{task['centered']:.3f}", _if_known(task["perplexity"], ".2f"))  # fmt: skip
-
-
-def _text_row(name: str, text: dict[str, Any]) -> Sequence[str]:
-    bits = _with_interval(text["bits_per_byte"], text["stderr"])
-    loss = _with_interval(text["loss"], text["loss_stderr"])
-    return (harmless(name), bits, loss, _if_known(text["perplexity"], ".2f"), format_count(text["tokens"]),
-            format_count(text["bytes"]))  # fmt: skip
-
-
-def _if_known(value: float | None, form: str) -> str:
-    return "" if value is None else format(value, form)
-
-
-def _with_interval(value: float | None, error: float | None) -> str:
-    return _if_known(value, ".4f") + ("" if error is None else f" ± {1.96 * error:.4f}")
+def show_evaluation(found: Evaluation) -> None:
+    """Print an evaluation as `lm runs show` does, a line for each task and text."""
+    for line in (found["model"], *describe_evaluation(found), f"in {found['seconds']:.1f} s"):
+        if line:
+            print(harmless(line))

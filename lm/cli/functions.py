@@ -24,14 +24,13 @@ from lm.data.config import PrepareOptions
 from lm.data.datamodule import DataModule
 from lm.data.prepare import prepare as make_shards
 from lm.errors import RequestError
-from lm.evaluation import benchmark
 from lm.inference.completion import Written
 from lm.inference.pretrained import Pretrained, load_pretrained
 from lm.model.custom import module_class, plain_arguments, use_module_class
 from lm.runs.registry import find_run
 from lm.runs.resume import find_checkpoint, refuse_changed_config
 from lm.runs.run import Run
-from lm.system.arguments import build_options, nearest_option, unknown_options
+from lm.system.arguments import build_options
 from lm.system.process import import_from_working_directory
 from lm.system.stop_signals import STOP
 from lm.training.callbacks.run_folder import RunFolder
@@ -63,7 +62,7 @@ def prepare(input: str | Sequence[str], output: str | Path, **options: Any) -> d
 def fit(
     config: str | Path | Mapping[str, Any], options: Mapping[str, Any] | None = None, *, run: str | None = None,
     ckpt_path: str | Path | None = None, force: bool = False, callbacks: Sequence[Callback] = (),
-    module: type[LightningModule] | None = None, **more: Any,
+    module: type[LightningModule] | None = None,
 ) -> Run:  # fmt: skip
     """Train a model in this process, as `lm fit` does.
 
@@ -72,13 +71,12 @@ def fit(
 
     Args:
         config: a YAML file, looked up in `configs/` too; or its content.
-        options: what is to be otherwise, by dotted names: `{"trainer.max_steps": 100}`.
+        options: what is to be otherwise: `{"trainer.max_steps": 100}`, or `{"trainer": {"max_steps": 100}}`.
         run: the run's name; that of the file if not given, or `run`.
         ckpt_path: a checkpoint to resume from: a folder, `best`, `last`, or `auto`, the newest one there is.
         force: train although `lm plan` finds an error, and resume although the config is not the run's any more.
         callbacks: further ones, beside those of the config.
         module: for a custom model, the subclass of `LanguageModule`; that of `lm.run` if not given.
-        more: further `options`, also a group of them: `trainer={"max_steps": 100}`.
 
     Returns:
         The run; `run.checkpoint()` is its best checkpoint, and `run.metrics("val/loss")` its validations.
@@ -88,12 +86,7 @@ def fit(
         GuardStop: a guard has stopped the run. RunError: it failed. Interrupted: a signal ended it; `auto` resumes.
     """
     known = [option.name for option in training_options("fit")]
-    if not isinstance(options, Mapping | None) or not isinstance(module, type | None):
-        raise RequestError("lm.fit: options are a dictionary, such as {'trainer.max_steps': 5}, and module is a class")
-    if unknown := [name for name in more if not any(f"{option}.".startswith(f"{name}.") for option in known)]:
-        hints = unknown_options({name: nearest_option(name, known) for name in unknown})
-        raise RequestError(f"lm.fit: {hints}; options are a dictionary: lm.fit(config, {{'trainer.max_steps': 5}})")
-    given = {"trainer.stop_within": 0.0, **dict(_dotted({**(options or {}), **more}, known))}
+    given = {"trainer.stop_within": 0.0, **dict(_dotted(options or {}, known))}
     given |= {name: value for name, value in {"run": run, "ckpt_path": ckpt_path}.items() if value is not None}
     with tempfile.TemporaryDirectory() as folder:
         if isinstance(config, Mapping):
@@ -128,15 +121,13 @@ def _plain(value: Any) -> Any:
 
 def evaluate(
     model: str | Path | Pretrained, *, tasks: str | Sequence[str] = (), texts: str | Sequence[str] = (),
-    shards: str | Sequence[str] = (), max_items: int | None = None, num_fewshot: int | None = None,
-    batch_tokens: int = benchmark.BATCH_TOKENS, device: str | torch.device | None = None,
-    module: type[LightningModule] | None = None,
+    device: str | torch.device | None = None, module: type[LightningModule] | None = None, **options: Any,
 ) -> dict[str, Any]:  # fmt: skip
-    """Measure a model on tasks, texts or shards, as `lm evaluate` does, and keep the result with its run.
+    """Measure a model on tasks or texts, as `lm evaluate` does, and keep the result with its run.
 
     Args:
         model: a run's name or folder, whose best checkpoint is taken; a checkpoint; or a loaded model.
-        tasks, texts, shards, max_items, num_fewshot, batch_tokens: the options of `lm evaluate`.
+        tasks, texts, options: those of `lm evaluate`, such as `max_items` and `num_fewshot`.
         device: where to compute, if `model` is not loaded; the GPU if there is one.
         module: for a custom model that is not loaded, its subclass of `LanguageModule`.
 
@@ -144,11 +135,10 @@ def evaluate(
         What `lm evaluate --json` prints: `tasks`, each with accuracy and confidence interval, `texts` with bits per
         byte, `core` where all tasks of a suite are there.
     """
-    tasks, texts, shards = ([each] if isinstance(each, str) else list(each) for each in (tasks, texts, shards))
+    tasks, texts = ([each] if isinstance(each, str) else list(each) for each in (tasks, texts))
     return measure(
         lambda: model if isinstance(model, Pretrained) else load_pretrained(model, device, module=module),
-        tasks=tasks, texts=texts, shards=shards, max_items=max_items, num_fewshot=num_fewshot,
-        batch_tokens=batch_tokens,
+        tasks, texts, **options,
     )  # fmt: skip
 
 

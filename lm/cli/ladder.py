@@ -20,7 +20,6 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 import yaml
 from rich.console import Console
@@ -375,7 +374,8 @@ def train(options: LadderOptions, wanted: list[Training], trainings: list[Traini
                 continue
             done.append((one.size.flops, time.monotonic() - began))
             left = [*waiting, *(each[0] for each in running.values())]
-            eta = sum(expected_seconds(done, other.size.flops) for other in left) / (len(places) + len(running))
+            a_flop = sum(seconds for _, seconds in done) / sum(flops for flops, _ in done)
+            eta = sum(a_flop * other.size.flops for other in left) / (len(places) + len(running))
             found = save_report(options, trainings)
             rate = options.planned.get("rate_usd_per_hr")
             usd = eta / 3600 * rate if rate else None
@@ -391,15 +391,6 @@ def train(options: LadderOptions, wanted: list[Training], trainings: list[Traini
         raise Interrupted(f"{STOP.received.name}: {sum(one.finished for one in wanted)} of {len(wanted)} trainings are "
                           "finished; the same command resumes the ladder")  # fmt: skip
     return failed
-
-
-def expected_seconds(done: Sequence[tuple[float, float]], flops: float) -> float:
-    """Seconds of a training of so many operations, by a straight line through those of finished trainings."""
-    x, seconds = zip(*done, strict=True)
-    if max(x) < 1.5 * min(x):
-        return sum(seconds) / sum(x) * flops
-    slope, start = np.polyfit(x, seconds, 1)
-    return max(0.0, float(slope)) * flops + max(0.0, float(start))
 
 
 def free_devices(trainings: Iterable[Training]) -> list[str | None]:

@@ -55,7 +55,7 @@ OTHER_NAMES = {name.split()[-1]: name for name in COMMANDS} | {
 # What a value without an option is meant for.
 MEANT = {
     "generate": "--prompt {value}", "data prepare": "--input {value} --output data/{name}",
-    "data show": "--run {value}", "evaluate": "--tasks {value}", "export": "--output {value}",
+    "data show": "--run {value}", "evaluate": "--run {value}", "export": "--run {value}",
     "import": "--input {value} --output models/{name}", "scale": "--depth {value}",
 }  # fmt: skip
 # Modules of commands that import no torch.
@@ -156,7 +156,6 @@ def _dispatch(name: str, rest: list[str]) -> int:
     if module not in LIGHT:  # answer before the seconds that importing PyTorch takes
         from lm.cli import early, options
 
-        early.refuse_bare_run(name, rest)
         if name in TRAINING:
             if asked := next((flag for flag in ("-h", "--help") if flag in rest), None):
                 following = [value for value in rest[rest.index(asked) + 1 :][:1] if not value.startswith("-")]
@@ -202,18 +201,12 @@ def _unknown_command(arguments: list[str]) -> str:
     if arguments[0] in ("-c", "--config"):
         return f"the command comes first: `lm {shlex.join(['fit', *arguments])}`"
     family = [name for name in COMMANDS if name.startswith(arguments[0] + " ")]
-    meant = OTHER_NAMES.get("".join(arguments[1:2]))
-    if meant in family:
-        return f"no command {' '.join(arguments[:2])!r}; did you mean `lm {meant}`?"
-    if family:
+    two = get_close_matches(" ".join(arguments[:2]), [name for name in COMMANDS if " " in name], 1, cutoff=0.8)
+    if family and not two:
         return f"give one of: {', '.join('lm ' + name for name in family)}"
-    families = {name.partition(" ")[0] for name in COMMANDS if " " in name}
-    for word in get_close_matches(arguments[0], families, 1, cutoff=0.8):
-        meant = " ".join([word, *arguments[1:2]])
-        return f"no command {arguments[0]!r}; did you mean `lm {meant if meant in COMMANDS else word}`?"
-    close = get_close_matches(arguments[0], {*COMMANDS, *OTHER_NAMES}, 1)
+    close = two or get_close_matches(arguments[0], {*COMMANDS, *OTHER_NAMES}, 1)
+    typed, rest = arguments[: 1 + len(two)], arguments[1 + len(two) :]
     if not close:
-        return f"no command {arguments[0]!r}; lm --help lists them"
-    words, rest = OTHER_NAMES.get(close[0], close[0]).split(), arguments[1:]
-    meant = shlex.join([*words, *rest])
-    return f"no command {arguments[0]!r}; did you mean `lm {meant}`?"
+        return f"no command {typed[0]!r}; lm --help lists them"
+    meant = shlex.join([*OTHER_NAMES.get(close[0], close[0]).split(), *rest])
+    return f"no command {' '.join(typed)!r}; did you mean `lm {meant}`?"

@@ -29,11 +29,11 @@ from jsonargparse import Namespace
 from lightning.pytorch import Callback
 from lightning.pytorch.profilers import Profiler
 from rich.console import Console
-from rich.table import Table
 from tokenizers import Tokenizer as Backend
 from tokenizers import models
 from torch.autograd.profiler import record_function
 
+from lm.cli.charts import plain_table
 from lm.cli.config import config_name, config_parser, quiet_lightning
 from lm.cli.options import BenchOptions, ProfileOptions
 from lm.cli.plan_facts import data_facts, find_tokenizer, is_prepared, with_vocabulary
@@ -384,8 +384,7 @@ def named_range(name: str, tracing: bool, device: torch.device) -> Iterator[None
         if tracing:
             marks.enter_context(record_function(name))
         if device.type == "cuda":
-            torch.cuda.nvtx.range_push(name)
-            marks.callback(torch.cuda.nvtx.range_pop)
+            marks.enter_context(torch.cuda.nvtx.range(name))
         yield
 
 
@@ -561,16 +560,13 @@ def show_parts(found: dict[str, Any]) -> None:
     console = Console(highlight=False, soft_wrap=True)
     print_heading(console, found)
     console.print(f"data: {found['data']}")
-    table = Table("part of a step", "ms", "share")
-    for column in table.columns[1:]:
-        column.justify = "right"
+    rows = []
     for name, part in found["parts"].items():
         replayed = found["cuda_graphs"] and name == "forward"
         title = "forward and backward pass, replayed" if replayed else TITLES[name]
-        table.add_row(title, f"{part['ms_per_step']:.2f}", f"{part['share']:.1%}")
-    table.add_section()
-    table.add_row("all of them", f"{found['ms_per_step']:.2f}", "100.0%")
-    console.print(table)
+        rows.append([title, f"{part['ms_per_step']:.2f}", f"{part['share']:.1%}"])
+    rows.append(["all of them", f"{found['ms_per_step']:.2f}", "100.0%"])
+    console.print(plain_table(("part of a step", "ms", "share"), "tnn", rows))
     slowest = ", ".join(f"{name} {ms:.2f} ms" for name, ms in list(found["callbacks"].items())[:3])
     rate = format_count(found["tokens_per_step"] / found["ms_per_step"] * 1e3)
     console.print(f"mean of {found['steps']} steps, a log line every {found['log_interval']}: {rate} tokens/s")

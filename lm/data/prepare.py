@@ -100,10 +100,7 @@ def _finished(output: Path, plan: dict[str, Any]) -> dict[str, Any] | None:
     """The manifest of a folder that is finished and fits the plan; None where it is still to be made."""
     manifest, *differences = _compare(output, MANIFEST, plan)
     if manifest and (difference := ", ".join(filter(None, differences))):
-        before = {name: value for name, value in manifest["options"].items() if value != plan["options"].get(name)}
-        known = not differences[1] and None not in before.values() and before.get("tokenizer", "bpe") in LEARNED
-        same = f"give {' '.join(f'--{name} {value}' for name, value in before.items())} to leave it as it is; or "
-        raise RequestError(f"{output} was made otherwise: {difference}; {same * known}{_start_anew(output)}")
+        raise RequestError(f"{output} was made otherwise: {difference}; {_start_anew(output)}")
     if manifest is not None:
         log.info("%s is finished with these options and files; nothing to do", output)
     return manifest

@@ -19,7 +19,7 @@ from lm.data.tokenizer import Begin, Tokenizer
 from lm.errors import RunError
 from lm.evaluation.tasks import COLUMNS, Item, Kind, Task
 from lm.model.custom import config_of
-from lm.model.decoder import Decoder, document_ids_from, evaluating
+from lm.model.decoder import Decoder, evaluating
 
 LOGITS = 2**26  # that are held at once, 256 MiB
 SHUFFLE_SEED = 1337  # of the items, so that the first of them are as good as any
@@ -43,17 +43,16 @@ class Score(NamedTuple):
     likeliest: np.ndarray  # (n - start,) bool, whether the token is the one that greedy decoding would write
 
 
-def score(decoder: Decoder, rows: Sequence[Row], batch_tokens: int, *, documents_end: int | None = None) -> list[Score]:
+def score(decoder: Decoder, rows: Sequence[Row], batch_tokens: int) -> list[Score]:
     """Score rows of any lengths: a score for each, in order. With FSDP2 all ranks score the same rows.
 
-    A batch has at most `batch_tokens`, padding included, and one row at least. `documents_end` is the token that ends a
-    document, where attention is to stay inside documents.
+    A batch has at most `batch_tokens`, padding included, and one row at least.
     """
     scores: dict[int, Score] = {}
     # Blocks that are compiled for training's shapes run uncompiled here.
     with evaluating(decoder), torch.no_grad(), torch.compiler.set_stance("force_eager"):
         for batch in _batches(rows, batch_tokens):
-            found = _score(decoder, [rows[index] for index in batch], documents_end)
+            found = _score(decoder, [rows[index] for index in batch])
             scores.update(zip(batch, found, strict=True))
     return [scores[index] for index in range(len(rows))]
 
@@ -71,7 +70,7 @@ def _batches(rows: Sequence[Row], batch_tokens: int) -> Iterator[list[int]]:
         yield batch
 
 
-def _score(decoder: Decoder, rows: Sequence[Row], documents_end: int | None) -> list[Score]:
+def _score(decoder: Decoder, rows: Sequence[Row]) -> list[Score]:
     width = len(rows[0].ids)  # the longest
     tokens = np.zeros((len(rows), width), np.int64)  # (B, T + 1)
     asked = np.zeros((len(rows), width - 1), bool)  # (B, T) whose next token is to be scored
@@ -80,9 +79,8 @@ def _score(decoder: Decoder, rows: Sequence[Row], documents_end: int | None) -> 
         asked[index, start - 1 : len(ids) - 1] = True
     device = next(decoder.parameters()).device
     inputs, targets = torch.from_numpy(tokens[:, :-1]).to(device), torch.from_numpy(tokens[:, 1:][asked]).to(device)
-    documents = None if documents_end is None else document_ids_from(inputs, documents_end)
     size = max(1, LOGITS // config_of(decoder).vocab_size)
-    parts = _logits(decoder, inputs, torch.from_numpy(asked).to(device), documents, size)
+    parts = _logits(decoder, inputs, torch.from_numpy(asked).to(device), size)
     found = [
         (logits.log_softmax(-1).gather(-1, part[:, None])[:, 0], logits.argmax(-1) == part)
         for logits, part in zip(parts, targets.split(size), strict=True)
@@ -94,15 +92,14 @@ def _score(decoder: Decoder, rows: Sequence[Row], documents_end: int | None) -> 
     return [Score(*pair) for pair in zip(np.split(log_probabilities, ends), np.split(likeliest, ends), strict=True)]
 
 
-def _logits(decoder: Decoder, inputs: Tensor, asked: Tensor, documents: Tensor | None, size: int) -> Iterator[Tensor]:
-    """Logits in fp32 of the n tokens that are asked for, `size` at a time; inputs, `asked` and documents are (B, T)."""
+def _logits(decoder: Decoder, inputs: Tensor, asked: Tensor, size: int) -> Iterator[Tensor]:
+    """Logits in fp32 of the n tokens that are asked for, `size` at a time; inputs and `asked` are (B, T)."""
     # The weights of a sharded model are whole inside of its forward pass only; a custom model has nothing else.
     if isinstance(decoder, FSDPModule) or not isinstance(decoder, Decoder):
-        options = {} if documents is None else {"document_ids": documents}
-        logits = decoder(inputs, **options)[asked]  # (n, V)
+        logits = decoder(inputs)[asked]  # (n, V)
         yield from (part.float() for part in logits.split(size))
         return
-    hidden = decoder.hidden_states(inputs, documents)[asked]  # (n, C)
+    hidden = decoder.hidden_states(inputs)[asked]  # (n, C)
     weight = decoder.output_weight.float()  # (V, C)
     with torch.autocast(hidden.device.type, enabled=False):
         for part in hidden.split(size):

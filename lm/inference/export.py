@@ -26,7 +26,7 @@ from lm.runs.checkpoint import read_progress
 from lm.runs.history import time_spent
 from lm.runs.metrics import METRICS, evaluation_rows, merge_evaluations
 from lm.runs.run import Run
-from lm.system.units import format_bytes, format_count, format_duration
+from lm.system.units import format_count, format_duration
 
 Rows = dict[str, Any]  # name -> value of a table; None where it is not known
 SHOWN_SOURCES = 12
@@ -63,7 +63,7 @@ class Card:
 def model_card(model: Pretrained, card: Card) -> str:
     """The `README.md` of a model; the run that its folder is in, if any, is its history."""
     run = Run.of(model.path)
-    sections = {"Shape": _table(_shape(model))}
+    sections = {}
     if run is not None:
         sections["Data"] = _table(data_rows(model, run))
         sections["Training"] = _table(training_rows(model, run))
@@ -72,7 +72,7 @@ def model_card(model: Pretrained, card: Card) -> str:
     sections["Use"] = USE.format(name=card.name)
     if run is not None:
         sections["Use"] += "\n\n" + BEGINNING.format(eos=model.tokenizer.eos_token)
-    sections |= {"Limits": LIMITS.format(model.config.max_position_embeddings), "Versions": _table(_versions(run))}
+    sections["Limits"] = LIMITS.format(model.config.max_position_embeddings)
     text = "".join(f"\n## {title}\n\n{content}\n" for title, content in sections.items())
     head = f"# {card.name}\n\n{_opening(model, run)}\n"
     return f"---\n{_front_matter(model, card, run).to_yaml()}\n---\n\n{head}{text}"
@@ -85,7 +85,7 @@ def _front_matter(model: Pretrained, card: Card, run: Run | None) -> ModelCardDa
         license=card.license.lower(),
         library_name="transformers",
         pipeline_tag="text-generation",
-        tags=["causal-lm", _architecture(model)["model_type"]],
+        tags=["causal-lm", config_json(model.config, model.tokenizer.eos_id, "float32")["model_type"]],
         datasets=sorted({match[1] for match in found if match}) or None,
     )
 
@@ -97,40 +97,6 @@ def _opening(model: Pretrained, run: Run | None) -> str:
         return text
     began = "from the weights of another model" if run.read("run.json").get("began_from") else "from scratch"
     return f"{text} It was trained {began} on plain text; it was not tuned to follow instructions or to chat."
-
-
-def _architecture(model: Pretrained) -> dict[str, Any]:
-    return config_json(model.config, model.tokenizer.eos_id, str(model.dtype).removeprefix("torch."))
-
-
-def _shape(model: Pretrained) -> Rows:
-    config, counts = model.config, parameters(model.config)
-    windows = [window for window in config.windows if window]
-    normed = ", queries and keys normalised" if config.qk_norm else ""
-    return {
-        "architecture": _architecture(model)["architectures"][0],
-        "parameters": f"{counts['total']:,}, of which {counts['non_embedding']:,} are not embedding or output",
-        "layers": config.num_hidden_layers,
-        "width": f"{config.hidden_size:,}; {config.intermediate_size:,} inside the MLP",
-        "attention": f"{config.num_attention_heads} heads of {config.head_dim}, {config.num_key_value_heads} for keys "
-        f"and values{normed}",
-        "windows": f"{len(windows)} of the layers see {windows[0]:,} tokens" if windows else None,
-        "context": f"{config.max_position_embeddings:,} tokens",
-        "vocabulary": f"{config.vocab_size:,} tokens; the output matrix is "
-        + ("the embedding" if config.tie_word_embeddings else "its own"),
-        "weights": str(model.dtype).removeprefix("torch."),
-    }
-
-
-def _versions(run: Run | None) -> Rows:
-    described = run.read("run.json") if run else {}
-    packages = ", ".join(f"{name} {version}" for name, version in described.get("versions", {}).items())
-    return {
-        "trained with": f"python {described['python']}, {packages}" if described.get("python") else None,
-        "revision": described.get("git"),
-        "started": described.get("started"),
-        "exported with": f"lm {__version__}",
-    }
 
 
 def _table(rows: Rows) -> str:
@@ -149,8 +115,8 @@ def data_rows(model: Pretrained, run: Run) -> Rows:
         **(mixture_rows(model, run) if mixed(run) else {"sources": _first_names(sources(run)) or None}),
         "tokenizer": f"{'byte-level ' if model.tokenizer.byte_level else ''}{kind}, "
         f"{len(model.tokenizer.vocabulary):,} tokens",
-        "training data": _extent(run, "train"),
-        "validation data": _extent(run, "val"),
+        "training data": f"{_tokens(run, 'train'):,} tokens",
+        "validation data": f"{held_out:,} tokens" if (held_out := _tokens(run, "val")) else None,
     }
 
 
@@ -161,7 +127,7 @@ def mixture_rows(model: Pretrained, run: Run) -> Rows:
     rows = {}
     for source, count in zip(mixture["sources"], taken.tolist()):
         whole = _tokens(run, "train", source)
-        epochs = f", {count * length / whole:.2f} epochs of {_extent(run, 'train', source)}" if whole else ""
+        epochs = f", {count * length / whole:.2f} epochs of {whole:,} tokens" if whole else ""
         rows[f"source {source}"] = (f"{count / max(1, samples):.1%} of the samples{epochs}: "
                                     f"{_first_names(files_of(run, source))}")  # fmt: skip
     return rows
@@ -169,18 +135,6 @@ def mixture_rows(model: Pretrained, run: Run) -> Rows:
 
 def mixed(run: Run) -> bool:
     return bool(run.read("run.json").get("mixture"))
-
-
-def _extent(run: Run, split: str, source: str = "") -> str | None:
-    """Tokens of a split and, where a manifest says it, what text they are; None where there is no such split."""
-    tokens = _tokens(run, split, source)
-    size = _manifest(run, source).get("splits", {}).get(split)
-    if not tokens or not size:
-        return f"{tokens:,} tokens" if tokens else None
-    return (
-        f"{tokens:,} tokens of {size['documents']:,} documents, {format_bytes(size['bytes'])} of text, "
-        f"{size['bytes'] / size['tokens']:.2f} bytes a token"
-    )
 
 
 def _tokens(run: Run, split: str, source: str = "") -> int:

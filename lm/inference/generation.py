@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from lm.data.tokenizer import Begin
-from lm.errors import RequestError, RunError, require_at_least
+from lm.errors import RequestError, RunError, require, require_at_least
 from lm.model.attention import AttentionMask, Past
 from lm.model.config import DecoderConfig
 from lm.model.custom import config_of
@@ -62,15 +62,10 @@ class Sampling:
         if isinstance(self.stop, str):
             object.__setattr__(self, "stop", [self.stop])
         require_at_least(1, "", max_new_tokens=self.max_new_tokens, top_k=self.top_k)
-        wrong = {
-            f"temperature {self.temperature} must not be below 0": not 0 <= self.temperature < math.inf,
-            f"top_p {self.top_p} must lie in (0, 1]": self.top_p is not None and not 0 < self.top_p <= 1,
-            f"seed {self.seed} must lie in 0 to {LARGEST_SEED}": not 0 <= (self.seed or 0) <= LARGEST_SEED,
-            "a stop string is empty: every text would end before it begins": "" in self.stop,
-        }
-        for message, is_wrong in wrong.items():
-            if is_wrong:
-                raise RequestError(message)
+        require(0 <= self.temperature < math.inf, f"temperature {self.temperature} must not be below 0")
+        require(self.top_p is None or 0 < self.top_p <= 1, f"top_p {self.top_p} must lie in (0, 1]")
+        require(0 <= (self.seed or 0) <= LARGEST_SEED, f"seed {self.seed} must lie in 0 to {LARGEST_SEED}")
+        require("" not in self.stop, "a stop string is empty: every text would end before it begins")
 
 
 class NewToken(NamedTuple):

@@ -147,17 +147,6 @@ def refuse_unloadable(decoder: nn.Module, names: Iterable[str]) -> None:
                            f"{' '.join(str(error).split())}") from error  # fmt: skip
 
 
-def unsaved_state(decoder: nn.Module) -> dict[str, int | float]:
-    """What a custom model has that its `state_dict` has not: numbers, and hashes of buffers that are not persistent."""
-    kept = {}
-    for place, part in decoder.named_modules():
-        prefix = f"{place}." if place else ""
-        kept |= {prefix + name: value for name, value in vars(part).items() if type(value) in (int, float)}
-        for name, buffer in part.named_buffers(recurse=False):
-            kept[prefix + name] = hash(buffer.cpu().flatten().view(torch.uint8).numpy().tobytes())
-    return {name: kept[name] for name in kept.keys() - decoder.state_dict().keys()}
-
-
 def _kind_of(value: Any) -> str:
     if isinstance(value, tuple) and value:
         return f"a tuple of {' and '.join(map(_kind_of, value))}"

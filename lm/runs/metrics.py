@@ -156,7 +156,8 @@ def describe_evaluation(evaluation: Evaluation | None) -> list[str]:
     """An evaluation in lines: its step, the mean, and each task and text, with 95 % intervals."""
     if evaluation is None:
         return []
-    head = f"step {evaluation['step']:,}" + core_sentence(evaluation)
+    step = "" if evaluation["step"] is None else f"step {evaluation['step']:,}"
+    head = (step + core_sentence(evaluation)).removeprefix(", ")
     return [head, *(f"{name}: {text}" for name, text in evaluation_rows(evaluation).items())]
 
 
@@ -170,9 +171,10 @@ def evaluation_rows(evaluation: Evaluation) -> dict[str, str]:
             f"centred {task['centered']:.3f}; {task['items']:,} items, {task['num_fewshot']} shots"
         )
     for name, texts in evaluation["texts"].items():
-        bits = "" if texts["bits_per_byte"] is None else f"{texts['bits_per_byte']:.4f} bits per byte, "
+        around = f" ± {1.96 * texts['stderr']:.4f}" if texts.get("stderr") else ""
+        bits = "" if texts["bits_per_byte"] is None else f"{texts['bits_per_byte']:.4f}{around} bits per byte, "
         loss = "not finite" if texts["loss"] is None else f"{texts['loss']:.4f}"
-        rows[name] = f"{bits}loss {loss} over {texts['tokens']:,} tokens"
+        rows[name] = f"{bits}{around}loss {loss} over {texts['tokens']:,} tokens"
     return rows
 
 

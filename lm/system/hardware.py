@@ -9,7 +9,6 @@ import ctypes
 import os
 import platform
 import re
-import time
 from collections.abc import Callable, Sequence
 from difflib import get_close_matches
 from pathlib import Path
@@ -160,12 +159,6 @@ def memory_bytes(device: torch.device | str = "cpu") -> int | None:
 
 def process_bytes() -> int:
     return psutil.Process().memory_info().rss
-
-
-def load_of_others() -> float:
-    """How many cores other programs use: the load average of a minute without this process and its children."""
-    age = time.time() - psutil.Process().create_time()
-    return max(0.0, os.getloadavg()[0] - sum(os.times()[:4]) / max(60.0, age))
 
 
 def driver_version() -> str | None:

@@ -16,7 +16,6 @@ from lm.data.config import DataConfig
 from lm.errors import RequestError, require, require_at_least
 from lm.model.config import ActivationCheckpointing, Attention, Compile, DecoderConfig
 from lm.runs.history import refuse_wrong_ranges
-from lm.system.arguments import shown
 from lm.system.units import Count, format_figure
 from lm.training.alerts import AlertEvaluator
 from lm.training.builtin_optimizers import OptimizerName
@@ -192,15 +191,6 @@ class ModelConfig:
     def __post_init__(self) -> None:
         if isinstance(self.kernels, bool):  # YAML takes a bare `on` for true
             self.kernels = "on" if self.kernels else "off"
-        for name, kind, such in (
-            ("decoder", DecoderConfig, "hidden_size=64, num_hidden_layers=2"),
-            ("optimizer", OptimizerConfig, "class_path='torch.optim.SGD', lr=0.1"),
-            ("schedule", ScheduleConfig, "name='cosine'"),
-        ):
-            value = getattr(self, name)
-            if not isinstance(value, kind):
-                raise RequestError(f"LanguageModule: {name} is {shown(value)}, and has to be such as "
-                                   f"lm.{kind.__name__}({such})")  # fmt: skip
 
 
 # ---- trainer ---------------------------------------------------------------------------------------------------------

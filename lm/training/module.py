@@ -28,7 +28,6 @@ from lm.model.custom import (
     module_class,
     refuse_acausal,
     refuse_unloadable,
-    unsaved_state,
 )
 from lm.model.decoder import Decoder, Losses, document_ids_from
 from lm.model.estimates import flops_per_token
@@ -79,7 +78,6 @@ class LanguageModule(LightningModule):
         self.decoder: nn.Module | None = None  # compiled and sharded in place
         self.builtin, self.built = True, NOT_BUILT  # whether all parts are of `model/decoder`; kernels and attention
         self.validation = TokenLoss()  # sums of the validation that runs
-        self._unsaved: dict[str, Any] = {}  # what a custom model keeps beside its weights, when the training began
         self.built_now = True  # for the training or evaluation that runs, and not for an earlier one
         self._vocabulary: Any = None  # of the tokenizer that the decoder was built for
         self._token_bytes: Tensor | None = None  # (V,) bytes of text of each token, on the device
@@ -193,7 +191,6 @@ class LanguageModule(LightningModule):
         self.step = LightningStep(self)
         sources = len(self.trainer.datamodule.source_names)
         self.run_state.begin(self.device, sources=sources, scaled=self.step.scaled, rank=self.global_rank)
-        self._unsaved = {} if self.builtin else unsaved_state(self.decoder)
 
     def on_train_end(self) -> None:
         self.step = None
@@ -256,11 +253,6 @@ class LanguageModule(LightningModule):
 
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         self.run_state.save(self, checkpoint)
-        now = unsaved_state(self.decoder) if self._unsaved else {}
-        if changed := [name for name in sorted(self._unsaved) if now.get(name) != self._unsaved[name]]:
-            log.warning("warning: %s changed in training and is in no checkpoint, so that a resume or a load begins "
-                        "with its first value; register it as a persistent buffer", ", ".join(changed))  # fmt: skip
-            self._unsaved = {}
 
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         self.run_state.restore(self, checkpoint)

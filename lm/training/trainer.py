@@ -131,11 +131,6 @@ class Trainer(PatchedTrainer):
             log.info("the run has finished: all %d steps are done; to train on, give a larger --trainer.%s, such as %d",
                      state.steps.max_steps, limit, more)  # fmt: skip
             return
-        if self.checkpoint_callback is None:
-            log.warning(
-                "this Trainer takes no checkpoints and writes nothing: give it `callbacks=standard_callbacks(...)`, as "
-                "lm/training/README.md shows under `Train from Python`, or train with `lm fit`"
-            )
         if self.strategy.root_device.type == "cpu":
             keep_freed_memory()
         datamodule.set_position(global_batch=state.steps.global_batch, consumed=0)  # a checkpoint says more

@@ -126,13 +126,12 @@ def test_the_card_says_what_is_known_and_nothing_else(workplace, exported):
     validation = next(line for line in metrics if line["step"] == step and "val/loss" in line)
     tokens = {split: sum(shard[2] for shard in shards)
               for split, shards in json.loads((run / "data.json").read_text()).items()}  # fmt: skip
-    config = json.loads((exported / "config.json").read_text())
     for fact in (
         "# Small", f"| steps | {step} of 12 |", f"| tokens | {step * 256:,}, ", "256 tokens: 8 sequences of 32",
         f"| validation loss, nats a token | {validation['val/loss']:.4f} |", f"{validation['val/bpb']:.4f}",
-        f"{tokens['train']:,} tokens of ", f"{tokens['val']:,} tokens of ", "adamw, learning rate 0.01",
+        f"| {tokens['train']:,} tokens |", f"| {tokens['val']:,} tokens |", "adamw, learning rate 0.01",
         "cosine after 2 steps of warm-up", "| dropout | 0.1 |", "| seed | 7 |", "| precision | 32-true |",
-        "000.txt", f"| vocabulary | {config['vocab_size']} tokens", f"torch {torch.__version__}", "from scratch",
+        "000.txt", "from scratch",
     ):  # fmt: skip
         assert fact in text, fact
     assert "None" not in text and str(workplace) not in text
@@ -164,7 +163,7 @@ def test_the_card_of_a_mixture_has_its_sources(workplace, run, tmp_path):
     rows = dict(line.strip("| ").split(" | ", 1) for line in text.splitlines() if line.startswith("| source "))
     shares, epochs = [each / sum(samples) for each in samples], (32 * samples[0] / whole, 32 * samples[1] / 2000)
     web = rows["source web"]
-    assert web.startswith(f"{shares[0]:.1%} of the samples, {epochs[0]:.2f} epochs of {whole:,} tokens of ")
+    assert web.startswith(f"{shares[0]:.1%} of the samples, {epochs[0]:.2f} epochs of {whole:,} tokens: ")
     assert "000.txt, 001.txt" in web
     assert rows["source code"] == (f"{shares[1]:.1%} of the samples, {epochs[1]:.2f} epochs of 2,000 tokens: "
                                    "hf://datasets/some/code/*.parquet")  # fmt: skip
@@ -198,7 +197,6 @@ def test_a_model_without_a_run_has_a_card_without_a_history(tmp_path):
     front = yaml.safe_load(text.split("---\n")[1])
     assert front["license"] == "mit"
     assert "language" not in front and "datasets" not in front
-    assert "3 of the layers see 5 tokens" in text
     assert not any(word in text for word in ("Training", "Data", "scratch", "None", "unknown"))
 
 

@@ -10,7 +10,7 @@ import yaml
 from trainings import lm, make_workplace, processes_of, start
 
 from lm.cli import ladder_report
-from lm.cli.ladder import expected_seconds, free_devices, main, same_texts
+from lm.cli.ladder import free_devices, main, same_texts
 from lm.cli.ladder_report import ModelSize, Training
 from lm.errors import RequestError
 from lm.runs.run import Run
@@ -186,11 +186,6 @@ def test_bad_input_is_one_line_and_trains_nothing(place, monkeypatch, arguments,
         main([*SIZES, *arguments])
     assert message in str(refused.value) and "\n" not in str(refused.value)
     assert not list((place / "checkpoints").glob("ladder/*d300*"))
-
-
-def test_the_time_left_counts_the_start_of_a_training_and_its_operations():
-    assert expected_seconds([(1e9, 10.0)], 3e9) == pytest.approx(30)
-    assert expected_seconds([(1e9, 9.0), (3e9, 11.0)], 9e9) == pytest.approx(17)
 
 
 def test_a_training_without_a_finite_loss_is_named_and_left_out(place):

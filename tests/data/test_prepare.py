@@ -447,7 +447,7 @@ def test_a_finished_folder_is_left_as_it_is_or_refused(tmp_path):
     before = {path: path.stat().st_mtime_ns for path in (tmp_path / "out").rglob("*")}
     assert run(tmp_path / "out", source, workers=2) == manifest
     assert {path: path.stat().st_mtime_ns for path in (tmp_path / "out").rglob("*")} == before
-    with pytest.raises(RequestError, match="--vocab_size was 300, is 301; give --vocab_size 300 to leave"):
+    with pytest.raises(RequestError, match="--vocab_size was 300, is 301; give another --output"):
         run(tmp_path / "out", source, vocab_size=Count(301))
     with pytest.raises(RequestError, match=r"b\.jsonl is new"):
         run(tmp_path / "out", source, write_jsonl(tmp_path / "in/b.jsonl", ["b"]))

@@ -21,14 +21,12 @@ from transformers import AutoModelForCausalLM
 from lm.data.config import PrepareOptions
 from lm.data.datamodule import text_batches
 from lm.data.encode import split_hash
-from lm.data.loader import Windows
 from lm.data.prepare import prepare
-from lm.data.shards import Shards
 from lm.data.text_files import read_documents
-from lm.data.tokenizer import Tokenizer, train_bpe, train_char
+from lm.data.tokenizer import Tokenizer, train_char
 from lm.errors import RequestError, RunError
 from lm.evaluation.benchmark import TaskResult, core, evaluate
-from lm.evaluation.bits_per_byte import shards_bits_per_byte, texts_bits_per_byte
+from lm.evaluation.bits_per_byte import texts_bits_per_byte
 from lm.evaluation.scoring import chosen_items, prompts
 from lm.evaluation.statistics import Interval, TokenLoss, centered, mean_interval, ratio_error, standard_error, wilson
 from lm.evaluation.tasks import SHIPPED, Task, read_tasks
@@ -399,44 +397,6 @@ def test_the_first_documents_can_be_measured_alone(corpus, tokenizer):
     decoder = decoder_of(tokenizer)
     few = texts_bits_per_byte(decoder, tokenizer, [str(corpus / "texts.jsonl")], max_documents=2)
     assert few.samples == 2 and few.tokens == len(TEXTS[0]) + len(TEXTS[1])
-
-
-def test_only_targets_of_the_labels_of_shards_are_measured(corpus, tokenizer, tmp_path):
-    decoder, draw = decoder_of(tokenizer), np.random.default_rng(0)
-    ids = draw.integers(0, tokenizer.vocab_size, (10, 49))
-    for name, labels in (("all", ids), ("some", np.where(np.arange(49) % 2, ids, -100))):
-        rows = {"input_ids": ids.tolist(), "labels": labels.tolist()}
-        pq.write_table(pa.table(rows), tmp_path / f"{name}.parquet")
-    every, some = (shards_bits_per_byte(decoder, tokenizer, str(tmp_path / f"{name}.parquet"), seq_len=48)
-                   for name in ("all", "some"))  # fmt: skip
-    assert (every.tokens, every.samples, some.samples) == (480, 10, 10)
-    assert some.tokens == sum(place % 49 % 2 for place in range(1, 481)) and some.loss != every.loss
-
-
-@pytest.mark.parametrize("document_mask", [False, True])
-def test_shards_are_measured_as_a_validation_does(corpus, tokenizer, document_mask):
-    decoder, counted = decoder_of(tokenizer), TokenLoss()
-    windows = Windows(Shards.open(str(corpus / "data/train")), seq_len=48, micro_batch=5)
-    for batch in windows:
-        documents = (batch.input_ids == tokenizer.eos_id).cumsum(1)
-        documents = documents - documents[:, :1] if document_mask else None
-        with torch.no_grad():
-            losses = decoder(batch.input_ids, labels=batch.labels, document_ids=documents).per_token
-        counted.update(losses, batch.labels, torch.from_numpy(tokenizer.token_bytes()))
-    expected = counted.compute()
-    result = shards_bits_per_byte(
-        decoder, tokenizer, str(corpus / "data/train"), seq_len=48, document_mask=document_mask, batch_tokens=200
-    )
-    assert result.loss == pytest.approx(expected["loss"].item(), rel=1e-6)
-    assert result.bits_per_byte == pytest.approx(expected["bits_per_byte"].item(), rel=1e-6)
-    assert result.tokens == expected["tokens"] and result.samples == windows.total
-    assert shards_bits_per_byte(decoder, tokenizer, str(corpus / "data/train"), seq_len=48, max_windows=3).samples == 3
-
-
-def test_shards_of_another_tokenizer_are_refused(corpus):
-    other = train_bpe(TEXTS, 300)
-    with pytest.raises(RequestError, match="tokenizer"):
-        shards_bits_per_byte(decoder_of(other), other, str(corpus / "data/train"))
 
 
 # ---- the tasks in the package ---------------------------------------------------------------------------------------

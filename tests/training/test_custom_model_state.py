@@ -33,9 +33,6 @@ class Bigram(nn.Module):
             self.register_parameter("scale/of/out", nn.Parameter(torch.ones(8)))
         if variant == "float64":
             self.out.double()
-        if variant == "unsaved":
-            self.seen = 0
-            self.register_buffer("mean", torch.zeros(8), persistent=False)
         if variant == "reads":
             self.scale = self.out.weight.abs().max().item()
         if variant == "complex":
@@ -47,9 +44,6 @@ class Bigram(nn.Module):
             hidden = hidden * getattr(self, "scale/of/out")
         if self.variant == "bidirectional":
             hidden = hidden + hidden.mean(1, keepdim=True)
-        if self.variant == "unsaved" and self.training:
-            self.seen += 1
-            self.mean = 0.9 * self.mean + 0.1 * hidden.detach().mean((0, 1))
         if self.variant == "generators" and self.training:
             hidden = hidden * (random.random() + np.random.rand())
         logits = self.out(hidden.to(self.out.weight.dtype))
@@ -123,12 +117,6 @@ def test_a_decoder_of_another_config_is_saved_as_what_it_is(place, variant, kind
     assert (document["model_type"], document.get("decoder", document)["rope_theta"]) == (kind, 7.0)
     said = lm(place, "bigram.py", "validate", "--config", config, "--ckpt_path", str(run / "last")).stdout
     assert f"{Run(run).metrics('val/loss')[-1]['val/loss']:.4f}" in said
-
-
-def test_what_no_checkpoint_has_is_said_once(place):
-    config = str(write_config(place, "unsaved", **SHORT | {"model.variant": "unsaved", "trainer.callbacks": []}))
-    said = lm(place, "bigram.py", "fit", "--config", config).stderr
-    assert said.count("warning: mean, seen changed in training and is in no checkpoint") == 1
 
 
 def test_a_model_that_reads_values_when_it_is_built_is_planned(place):

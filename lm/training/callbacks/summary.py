@@ -1,7 +1,6 @@
 """What a fit says of itself: at its start what it is about to do, at its end what it did and what to type next."""
 
 import logging
-import os
 import textwrap
 import time
 from pathlib import Path
@@ -13,7 +12,7 @@ from torch import nn
 from lm.runs.checkpoint import read_progress
 from lm.runs.history import read_samples
 from lm.runs.metrics import METRICS
-from lm.system.hardware import device_name, load_of_others
+from lm.system.hardware import device_name
 from lm.system.process import program
 from lm.system.units import format_count, format_duration, format_time_and_cost, plural
 from lm.training.callback import Callback
@@ -24,7 +23,6 @@ from lm.training.trainer import Trainer
 
 log = logging.getLogger(__name__)
 SAMPLE_WIDTH = 300  # characters of a sample that are shown
-BUSY = 0.5  # cores that are wanted beyond those that there are, from which on it is said
 
 
 class Summary(Callback):
@@ -99,9 +97,6 @@ def _devices(trainer: Trainer) -> str:
     name = device_name(trainer.strategy.root_device)
     if trainer.strategy.root_device.type == "cpu":
         name += f" with {plural(torch.get_num_threads(), 'thread')}"
-        others, cores = load_of_others(), os.cpu_count() or 1
-        if trainer.world_size == 1 and others + torch.get_num_threads() > cores + BUSY:
-            name += f" (other programs use these cores too: {others:.1f} of {cores}, so steps take longer)"
     strategy = trainer.options.strategy
     strategy = f", {'ddp' if strategy == 'auto' else strategy}" if trainer.world_size > 1 else ""
     peak = f"peak {trainer.device_peak / 1e12:,.4g} TFLOP/s" if trainer.device_peak else "peak not known, so no MFU"
