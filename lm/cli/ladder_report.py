@@ -10,7 +10,7 @@ import time
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from statistics import fmean, median, stdev
+from statistics import fmean, median
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -21,6 +21,7 @@ from lm.cli.report.page import render
 from lm.runs import scaling_laws
 from lm.runs.compute_multiplier import TOLD, Compared, Multipliers, compute_multipliers
 from lm.runs.run import Run
+from lm.runs.seeds import spread
 from lm.system.units import format_count, plural
 
 HALF, AGAINST = "half", "against"  # recipes that a ladder compares beside its own, see `Training.recipe`
@@ -89,7 +90,7 @@ def report(name: str, command: str, trainings: Sequence[Training], against: str 
             for one, loss in zip(trainings, losses, strict=True)
         ],
         "sizes": [
-            {**one.size._asdict(), "losses": one.losses, **spread(one.losses)}
+            {**one.size._asdict(), "losses": one.losses, **(spread(one.losses)._asdict() if one.losses else {})}
             for one in measured
         ],
         "laws": [], "predictions": [], "notes": [],
@@ -115,16 +116,6 @@ def measured_sizes(trainings: Sequence[Training], losses: Sequence[float | None]
     for one, loss in zip(trainings, losses, strict=True):
         by_size.setdefault(one.size, []).extend([] if loss is None else [loss])
     return [Measured(size, values) for size, values in by_size.items()]
-
-
-def spread(losses: Sequence[float]) -> dict[str, Any]:
-    """How many seeds a size has, their mean and range, and the standard error of the mean, if it has several."""
-    if not losses:
-        return {}
-    several = len(losses) > 1 and all(map(math.isfinite, losses))
-    stderr = stdev(losses) / math.sqrt(len(losses)) if several else None
-    return {"seeds": len(losses), "mean": fmean(losses), "lowest": min(losses), "highest": max(losses),
-            "stderr": stderr}  # fmt: skip
 
 
 # ---- laws and predictions --------------------------------------------------------------------------------------------

@@ -9,6 +9,8 @@ from collections.abc import Sequence
 from statistics import fmean
 from typing import NamedTuple
 
+from lm.runs.seeds import CONFIDENCE, t_exceeded
+
 TOLD = 1.02  # the multiplier that a comparison should be able to tell from 1
 
 
@@ -50,7 +52,7 @@ def compute_multipliers(sizes: Sequence[Compared]) -> Multipliers:
     squares = sum((value - fmean(group)) ** 2 for group in groups for value in group)
     freedom = sum(len(group) - 1 for group in groups)
     noise = math.sqrt(squares / freedom) if freedom else None
-    reach = students_t(freedom) if freedom else math.nan
+    reach = t_exceeded(1 - CONFIDENCE, freedom) if freedom else math.nan
 
     def estimate(log: float, variance: float) -> Estimate:
         if noise is None:
@@ -74,19 +76,6 @@ def compute_multipliers(sizes: Sequence[Compared]) -> Multipliers:
         needed = max(1, math.ceil(seeds * (reach * noise / math.sqrt(total) / math.log(TOLD)) ** 2))
     trend = estimate(slope, 1 / spread) if spread else None
     return Multipliers(each, estimate(mean, 1 / total), trend, needed)
-
-
-def students_t(freedom: float) -> float:
-    """What Student's t with so many degrees of freedom exceeds, on either side, in 5 % of all cases.
-
-    Abramowitz and Stegun, 1964, "Handbook of mathematical functions", section 26.7.
-    """
-    import mpmath
-
-    def beyond(t: float) -> float:
-        return mpmath.betainc(freedom / 2, 0.5, 0, freedom / (freedom + t**2), regularized=True)
-
-    return float(mpmath.findroot(lambda t: beyond(t) - 0.05, (1, 100), solver="illinois"))
 
 
 def _log_multiplier(one: Compared) -> tuple[float, float] | None:

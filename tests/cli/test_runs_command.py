@@ -24,6 +24,7 @@ from lm.errors import RequestError, RunError
 from lm.runs import registry
 from lm.runs.history import Series, smooth
 from lm.runs.run import Run
+from lm.runs.seeds import t_exceeded
 from lm.system.arguments import call
 
 COLOUR = re.compile(r"\x1b\[[0-9;]*m")
@@ -274,6 +275,14 @@ def test_compare_takes_another_metric_and_another_axis(place):
 def test_compare_refuses_in_one_line(place, arguments, message):
     make("a"), make("b")
     assert message in runs("compare", *arguments, expect=2).stderr.splitlines()[-1]
+
+
+@pytest.mark.parametrize(
+    "freedom, exceeded", [(1, 12.706204736174694), (2.5, 3.5746548420036817), (40, 2.021075390306273)]
+)
+def test_students_t_is_that_of_scipy(freedom, exceeded):
+    """Its `stdtrit(freedom, 0.975)`."""
+    assert t_exceeded(0.05, freedom) == pytest.approx(exceeded, rel=1e-9)
 
 
 # ---- export ----------------------------------------------------------------------------------------------------------

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from lm.cli.ladder_report import verdict
-from lm.runs.compute_multiplier import Compared, Estimate, compute_multipliers, students_t
+from lm.runs.compute_multiplier import Compared, Estimate, compute_multipliers
 
 
 def sizes(multiplier, noise=0.0, seeds=3, random=np.random.default_rng(0)):
@@ -47,11 +47,3 @@ def test_what_cannot_be_told_is_none():
     missing = [sizes(lambda flops: 1.2)[0], sizes(lambda flops: 1.2)[1]._replace(other=[])]
     found = compute_multipliers(missing)
     assert found.sizes[1] is None and found.mean.value == pytest.approx(1.2) and found.trend is None
-
-
-@pytest.mark.parametrize(
-    "freedom, exceeded", [(1, 12.706204736174694), (2.5, 3.5746548420036817), (40, 2.021075390306273)]
-)
-def test_students_t_is_that_of_scipy(freedom, exceeded):
-    """Its `stdtrit(freedom, 0.975)`."""
-    assert students_t(freedom) == pytest.approx(exceeded, rel=1e-9)
