@@ -68,7 +68,10 @@ def label_axes(axes: Axes, title: str = "", x: str = "", y: str = "") -> None:
 
 
 def plot_curves(axes: Axes, series: Sequence[Series]) -> None:
-    """Curves, named where there are several; one of few points shows them. Colour and style follow from the place."""
+    """Curves, named where there are several; one of few points shows them, and a mean of several the band of these.
+
+    Colour and style follow from the place.
+    """
     shown = [index for index, one in enumerate(series) if np.isfinite(one.y).any()]
     for index in shown:
         one, style = series[index], STYLES[(index + index // len(COLORS)) % len(STYLES)]
@@ -76,6 +79,8 @@ def plot_curves(axes: Axes, series: Sequence[Series]) -> None:
         name = one.name if len(shown) > 1 else None
         axes.plot(one.x, one.y, style, color=COLORS[index % len(COLORS)], marker=marker, markersize=3.5, linewidth=1.6,
                   label=name)  # fmt: skip
+        if len(one.low):
+            axes.fill_between(one.x, one.low, one.high, color=COLORS[index % len(COLORS)], alpha=0.2, linewidth=0)
     if not shown:
         axes.text(0.5, 0.5, "not logged", transform=axes.transAxes, ha="center", va="center", color="gray")
 

@@ -25,6 +25,8 @@ class Series:
     name: str  # for the legend
     x: Sequence[float]  # ascending
     y: Sequence[float]
+    low: Sequence[float] = ()  # of a mean of several curves: the lowest and the highest of them
+    high: Sequence[float] = ()
 
 
 def curve(name: str, lines: list[dict[str, Any]], metric: str, x: str = "step") -> Series:
