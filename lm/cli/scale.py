@@ -468,7 +468,7 @@ def write_yaml(
         micro_batch=samples_at_once or micro_batch(made.batch, decoder.max_position_embeddings),
         batch=spelled_count(made.batch_tokens),
         samples=plural(made.batch, "sample"),
-        reshuffle=RESHUFFLE if repeated else "",
+        reshuffle=RESHUFFLE if repeated and not manifest(options.data).get("packed") else "",
         batch_reason="as asked" if options.batch_tokens else
         "the power of two nearest to the best for this run (arXiv:2505.13738)",
         val_tokens=spelled_count(validated_samples(made) * decoder.max_position_embeddings),
