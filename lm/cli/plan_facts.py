@@ -55,7 +55,7 @@ NETWORK_SECONDS = 3.0  # that an object store is waited for
 LONG_WARMUP = 0.2  # share of the run
 MANY_EPOCHS = 4  # up to here repeated tokens are nearly as good as new (Muennighoff et al., 2023, arXiv:2305.16264)
 REPEATED = f"tokens teach nearly as much as new ones for {MANY_EPOCHS} epochs; later the validation loss may rise again"
-END_EARLY = "give more data, or --data.reshuffle documents --trainer.early_stopping.patience 3; `best` is kept"
+FEWER_EPOCHS = "give more data, or fewer steps, as `lm scale --data FOLDER` does; `best` is kept"
 FEW_TOKENS = 5  # a parameter; 20 are the best for a budget of operations (Hoffmann et al., 2022, arXiv:2203.15556)
 FIRST_TRY = 5e6  # parameters, below which a model is one to try things with
 NEARLY_FULL = 0.92  # of the device's memory
@@ -171,10 +171,10 @@ def of_data(data: dict[str, Any], steps: dict[str, Any], config: Namespace) -> I
     epochs = steps["epochs"]
     for source in config.data.sources or ():
         yield from _of_source(source, data["sources"][source.name]["windows"], steps)
-    if epochs > MANY_EPOCHS and not config.data.sources:
+    if round(epochs) > MANY_EPOCHS and not config.data.sources:
         yield Finding("warning", f"every token is seen {epochs:,.2f} times: "
                       f"{_steps_an_epoch(data, steps)}, and the run has {steps['max_steps']:,}; {REPEATED}",
-                      END_EARLY)  # fmt: skip
+                      FEWER_EPOCHS)  # fmt: skip
     if "val" not in data:
         yield Finding("warning", "there is no validation data: no best checkpoint, no early stopping", "give data.val")
         return
@@ -201,7 +201,7 @@ def _of_source(source: SourceConfig, windows: int, steps: dict[str, Any]) -> Ite
         yield Finding("error", f"data.sources {source.name} is repeated {epochs:,.3g} times, more than its max_epochs "
                       f"{most:g}: {arithmetic}", "give it less weight or more data, train for fewer steps, or raise "
                       "its max_epochs")  # fmt: skip
-    elif most is None and epochs > MANY_EPOCHS:
+    elif most is None and round(epochs) > MANY_EPOCHS:
         yield Finding("warning", f"data.sources {source.name} is repeated {epochs:,.3g} times: {arithmetic}; "
                       f"{REPEATED}",
                       "give it less weight or more data, or its max_epochs if this is meant")  # fmt: skip
