@@ -33,6 +33,7 @@ LITTLE = 10_000_000  # tokens, up to which the size of a model follows from its 
 PARAMETERS_PER_TOKEN = 10  # outside the embedding, of little text: the most that was measured, and the best
 EPOCHS = 4  # that a text is repeated; measured, "Little text" in tests/benchmarks/README.md, and by Muennighoff et al.,
 # 2023, arXiv:2305.16264
+REPEATED_MEMORY = 0.2  # share of the run whose updates embedding and output average, for such a text; measured there
 HORIZONS = ("target_param_data_ratio", "target_flops", "max_steps")  # options that give the length
 DEVICE_TOKENS = 16_384  # the most tokens of a micro-batch, until `lm plan --fit` finds how many fit
 
@@ -187,11 +188,7 @@ class Recipe:
 
     @property
     def weight_decay(self) -> float:  # of the matrices in the blocks
-        return self.decay_at(self.learning_rate)
-
-    def decay_at(self, learning_rate: float) -> float:
-        """Weight decay of parameters with this learning rate."""
-        return weight_decay(learning_rate, self.steps, self.tokens / self.multiplied)
+        return weight_decay(self.learning_rate, self.steps, self.tokens / self.multiplied)
 
 
 def recipe(
@@ -448,7 +445,7 @@ def write_yaml(
 
     def group(factor: float) -> str:
         rate = peak_rate(factor, decoder.num_hidden_layers, decoder.hidden_size)
-        return f"lr: {_float(rate)}, weight_decay: {made.decay_at(rate) if repeated else 0:.3g}"
+        return f"lr: {_float(rate)}, weight_decay: {1 / (REPEATED_MEMORY * rate * made.steps) if repeated else 0:.3g}"
 
     data = options.data if re.fullmatch(r"[\w.-]*/[\w./-]*", options.data) else json.dumps(options.data)
     return YAML.format(
@@ -462,7 +459,7 @@ def write_yaml(
         intermediate_size=f"{decoder.intermediate_size:_}", seq_len=f"{decoder.max_position_embeddings:_}",
         window_pattern=decoder.window_pattern, sliding_window=window, aspect_ratio=options.aspect_ratio,
         head_dim=decoder.head_dim, usual_aspect=ASPECT, usual_head_dim=HEAD_DIM, usual_pattern=PATTERN,
-        group_decay="the decay of the matrices, since the text is repeated" if repeated else "no weight decay",
+        group_decay=f"averages over {REPEATED_MEMORY:.0%} of this run" if repeated else "no weight decay",
         embedding=group(EMBEDDING), embedding_factor=EMBEDDING, output=group(OUTPUT), output_factor=OUTPUT,
         weight_decay=f"{made.weight_decay:.3g}", memory="all" if memory > 1 else f"{100 * memory:.2g}%",
         micro_batch=samples_at_once or micro_batch(made.batch, decoder.max_position_embeddings),
