@@ -29,6 +29,7 @@ TOKENS_PER_PARAMETER = 20.0  # Hoffmann et al., 2022, arXiv:2203.15556; nanochat
 DEVICES = 8  # of a node; a batch of as many samples or more divides evenly over 8, 4, 2 and 1
 EMBEDDING, OUTPUT = 24.0, 4.8  # learning rate x width x sqrt(depth)
 SMALL = {"seq_len": Count(256), "aspect_ratio": 32.0, "head_dim": Count(32), "window_pattern": "L"}  # for little text
+SMALL_BATCH, SMALL_STEPS = 8_192, 150  # tokens of a step and steps of a run there; half of the steps are too few
 LITTLE = 10_000_000  # tokens, up to which the size of a model follows from its text
 PARAMETERS_PER_TOKEN = 10  # outside the embedding, of little text: the most that was measured, and the best
 EPOCHS = 4  # that a text is repeated; measured, "Little text" in tests/benchmarks/README.md, and by Muennighoff et al.,
@@ -409,11 +410,14 @@ def for_text(request: ScaleRequest) -> ScaleRequest:
 
 
 def in_small_proportions(request: ScaleRequest) -> ScaleRequest:
-    """Those of small models, where they are not given and the text is little."""
-    if (request.text_tokens or math.inf) > LITTLE:
+    """Where the text is little, what is not given as it was measured: proportions, and a batch for enough steps."""
+    if (tokens := request.text_tokens or math.inf) > LITTLE:
         return request
     usual = vars(ScaleOptions())
-    return replace(request, **{name: value for name, value in SMALL.items() if getattr(request, name) == usual[name]})
+    small = {name: value for name, value in SMALL.items() if getattr(request, name) == usual[name]}
+    request = replace(request, **small)
+    samples = power_of_two(min(SMALL_BATCH, EPOCHS * tokens / SMALL_STEPS) / request.seq_len, down=True)
+    return replace(request, batch_tokens=request.batch_tokens or Count(samples * request.seq_len))
 
 
 def interval(steps: int) -> int:
