@@ -196,7 +196,7 @@ def test_little_text_decides_the_depth(tokens, tmp_path):
     assert smaller.multiplied <= 10 * tokens <= made.multiplied or made.decoder.num_hidden_layers == 2
     assert f"lm scale --depth {made.decoder.num_hidden_layers} --seq_len 256" in text  # makes it again without the data
     assert scaled_config(ScaleRequest(seq_len=128, **data))[0].decoder.max_position_embeddings == 128
-    assert made.batch_tokens <= 8192 and made.steps >= 140
+    assert made.batch_tokens <= 4096 and (made.steps >= 300 or made.batch == 1)
 
 
 def test_fit_runs_it(tmp_path):
