@@ -396,7 +396,8 @@ def scaled_config(request: ScaleRequest) -> tuple[Recipe, str]:
         optimizer=request.optimizer,
         batch=request.batch,
     )
-    return made, write_yaml(made, request.command(), _horizon(made, given, request), request)
+    whole = made.batch if (request.text_tokens or math.inf) <= LITTLE and made.batch_tokens <= SMALL_BATCH else None
+    return made, write_yaml(made, request.command(), _horizon(made, given, request), request, whole)
 
 
 def for_text(request: ScaleRequest) -> ScaleRequest:

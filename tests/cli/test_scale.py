@@ -197,6 +197,7 @@ def test_little_text_decides_the_depth(tokens, tmp_path):
     assert f"lm scale --depth {made.decoder.num_hidden_layers} --seq_len 256" in text  # makes it again without the data
     assert scaled_config(ScaleRequest(seq_len=128, **data))[0].decoder.max_position_embeddings == 128
     assert made.batch_tokens <= 4096 and (made.steps >= 300 or made.batch == 1)
+    assert yaml.safe_load(text)["data"]["micro_batch_size"] == made.batch  # one device is enough
 
 
 def test_fit_runs_it(tmp_path):
