@@ -34,7 +34,8 @@ LITTLE = 10_000_000  # tokens, up to which the size of a model follows from its 
 PARAMETERS_PER_TOKEN = 10  # outside the embedding, of little text: the most that was measured, and the best
 EPOCHS = 4  # that a text is repeated; measured, "Little text" in tests/benchmarks/README.md, and by Muennighoff et al.,
 # 2023, arXiv:2305.16264
-REPEATED_MEMORY = 0.2  # share of the run whose updates embedding and output average, for such a text; measured there
+# Share of the run whose updates the weights average, with little text that is repeated: matrices, embedding and output.
+REPEATED_MEMORY = 0.65, 0.2
 HORIZONS = ("target_param_data_ratio", "target_flops", "max_steps")  # options that give the length
 DEVICE_TOKENS = 16_384  # the most tokens of a micro-batch, until `lm plan --fit` finds how many fit
 
@@ -365,7 +366,7 @@ model:
 {optimizer}    groups:  # with their own learning rates and {group_decay}
       embedding: {{{embedding}}}  # {embedding_factor:g} / (hidden_size x sqrt(depth)), as above
       output: {{{output}}}  # {output_factor:g} / (hidden_size x sqrt(depth)), as above
-    weight_decay: {weight_decay}  # weights average the updates of {memory} of the run (arXiv:2505.13738)
+    weight_decay: {weight_decay}  # weights average the updates of {memory} of the run ({memory_source})
   schedule:
 {schedule}
 data:
@@ -436,7 +437,6 @@ def write_yaml(
 ) -> str:
     """The YAML of a recipe: `command` makes it again, `horizon` is why the run is so long."""
     decoder, optimizer = made.decoder, BUILTIN[made.optimizer]
-    memory = 1 / (made.learning_rate * made.weight_decay * made.steps)
     numbers = {
         "lr": _float(made.learning_rate), "flops": _float(made.block_flops), "matrices": MATRICES,
         "warmup_steps": f"{optimizer.warmup_steps(made.steps, made.batch_tokens):_}",
@@ -447,10 +447,14 @@ def write_yaml(
     )  # fmt: skip
 
     repeated = made.tokens > (options.text_tokens or math.inf)
+    little = repeated and (options.text_tokens or math.inf) <= LITTLE
+    longest, vocabulary_memory = REPEATED_MEMORY
+    memory = 1 / (made.learning_rate * made.weight_decay * made.steps)
+    memory = min(memory, longest) if little else memory
 
     def group(factor: float) -> str:
         rate = peak_rate(factor, decoder.num_hidden_layers, decoder.hidden_size)
-        return f"lr: {_float(rate)}, weight_decay: {1 / (REPEATED_MEMORY * rate * made.steps) if repeated else 0:.3g}"
+        return f"lr: {_float(rate)}, weight_decay: {1 / (vocabulary_memory * rate * made.steps) if little else 0:.3g}"
 
     data = options.data if re.fullmatch(r"[\w.-]*/[\w./-]*", options.data) else json.dumps(options.data)
     return YAML.format(
@@ -464,9 +468,11 @@ def write_yaml(
         intermediate_size=f"{decoder.intermediate_size:_}", seq_len=f"{decoder.max_position_embeddings:_}",
         window_pattern=decoder.window_pattern, sliding_window=window, aspect_ratio=options.aspect_ratio,
         head_dim=decoder.head_dim, usual_aspect=ASPECT, usual_head_dim=HEAD_DIM, usual_pattern=PATTERN,
-        group_decay=f"averages over {REPEATED_MEMORY:.0%} of this run" if repeated else "no weight decay",
+        memory_source="measured with little text" if memory == longest else "arXiv:2505.13738",
+        group_decay=f"averages over {vocabulary_memory:.0%} of this run" if little else "no weight decay",
         embedding=group(EMBEDDING), embedding_factor=EMBEDDING, output=group(OUTPUT), output_factor=OUTPUT,
-        weight_decay=f"{made.weight_decay:.3g}", memory="all" if memory > 1 else f"{100 * memory:.2g}%",
+        weight_decay=f"{1 / (memory * made.learning_rate * made.steps):.3g}",
+        memory="all" if memory > 1 else f"{100 * memory:.2g}%",
         micro_batch=samples_at_once or micro_batch(made.batch, decoder.max_position_embeddings),
         batch=spelled_count(made.batch_tokens),
         samples=plural(made.batch, "sample"),

@@ -179,7 +179,9 @@ def test_a_text_that_is_there_bounds_the_run(tmp_path):
     made, text = scaled_config(ScaleRequest(depth=8, seq_len=256, **data))
     assert made.tokens == pytest.approx(4e6, rel=0.01) and made.decoder.vocab_size == 4096
     assert yaml.safe_load(text)["data"]["reshuffle"] == "documents" and "4 times the text" in text
-    for group in yaml.safe_load(text)["model"]["optimizer"]["groups"].values():
+    optimizer = yaml.safe_load(text)["model"]["optimizer"]
+    assert float(optimizer["lr"]) * optimizer["weight_decay"] * made.steps == pytest.approx(1 / 0.65, rel=0.01)
+    for group in optimizer["groups"].values():
         assert float(group["lr"]) * group["weight_decay"] * made.steps == pytest.approx(5, rel=0.01)
     assert scaled_config(ScaleRequest(depth=8, seq_len=256, max_steps=999, **data))[0].steps == 999
     few = scaled_config(ScaleRequest(depth=8, seq_len=256, max_steps=9, batch_tokens=8192, **data))[1]
