@@ -186,6 +186,10 @@ def test_a_text_that_is_there_bounds_the_run(tmp_path):
     assert scaled_config(ScaleRequest(depth=8, seq_len=256, max_steps=999, **data))[0].steps == 999
     few = scaled_config(ScaleRequest(depth=8, seq_len=256, max_steps=9, batch_tokens=8192, **data))[1]
     assert "reshuffle" not in few
+    (tmp_path / "more").mkdir()
+    more = prepared(tmp_path / "more", 50_000_000)  # the decay of little text was not measured with so much
+    many = yaml.safe_load(scaled_config(ScaleRequest(depth=4, seq_len=256, max_steps=9_999, **more))[1])
+    assert many["data"]["reshuffle"] and many["model"]["optimizer"]["groups"]["output"]["weight_decay"] == 0
 
 
 @pytest.mark.parametrize("tokens", [30_000, 300_000, 3_000_000])
