@@ -30,7 +30,7 @@ DEVICES = 8  # of a node; a batch of as many samples or more divides evenly over
 EMBEDDING, OUTPUT = 24.0, 4.8  # learning rate x width x sqrt(depth)
 SMALL = {"seq_len": Count(256), "aspect_ratio": 32.0, "head_dim": Count(32), "window_pattern": "L"}  # for little text
 SMALL_BATCH, SMALL_STEPS = 4_096, 300  # tokens of a step and steps of a run there; half of the steps are too few
-LITTLE = 10_000_000  # tokens, up to which the size of a model follows from its text
+LITTLE = 10_000_000  # tokens, up to which the size of a model follows from its text; measured with 0.3M and 0.4M
 PARAMETERS_PER_TOKEN = 10  # outside the embedding, of little text: the most that was measured, and the best
 EPOCHS = 4  # that a text is repeated; measured, "Little text" in tests/benchmarks/README.md, and by Muennighoff et al.,
 # 2023, arXiv:2305.16264
@@ -79,9 +79,9 @@ class ScaleOptions:
         return self.batch_tokens and self.batch_tokens // self.seq_len
 
     @property
-    def text_tokens(self) -> int | None:
-        """Tokens of the text to train on, where it is prepared."""
-        return made["splits"]["train"]["tokens"] if (made := manifest(self.data)) else None
+    def text_tokens(self) -> float:
+        """Tokens of the text to train on; infinity where it is still to be prepared."""
+        return made["splits"]["train"]["tokens"] if (made := manifest(self.data)) else math.inf
 
 
 @dataclass(frozen=True)
@@ -346,7 +346,7 @@ trainer:
   log_interval: 10  # optimizer steps between log lines
   gradient_clip_val: 1.0  # largest global norm of the gradient
   precision: bf16-mixed  # bf16 arithmetic on fp32 master weights
-  devices: auto  # all of the node; `torchrun` and SLURM work too
+  devices: {devices}
   strategy: auto  # ddp on several devices; fsdp2 shards what does not fit one
 
 model:
@@ -386,9 +386,8 @@ def scaled_config(request: ScaleRequest) -> tuple[Recipe, str]:
         names = " and ".join(f"--{name}" for name in given)
         raise RequestError(f"{names} each give the length of the run: give one of them")
     decoder = shape(request.blocks, request)
-    usual = TOKENS_PER_PARAMETER
-    if request.text_tokens:
-        usual = min(usual, EPOCHS * request.text_tokens / Recipe(decoder, 1, 1, request.optimizer).multiplied)
+    most = EPOCHS * request.text_tokens / Recipe(decoder, 1, 1, request.optimizer).multiplied
+    usual = min(TOKENS_PER_PARAMETER, most)
     made = recipe(
         decoder,
         tokens_per_parameter=request.target_param_data_ratio if given else usual,
@@ -397,28 +396,28 @@ def scaled_config(request: ScaleRequest) -> tuple[Recipe, str]:
         optimizer=request.optimizer,
         batch=request.batch,
     )
-    whole = made.batch if (request.text_tokens or math.inf) <= LITTLE and made.batch_tokens <= SMALL_BATCH else None
+    whole = made.batch if request.text_tokens <= LITTLE and made.batch_tokens <= SMALL_BATCH else None
     return made, write_yaml(made, request.command(), _horizon(made, given, request), request, whole)
 
 
 def for_text(request: ScaleRequest) -> ScaleRequest:
     """The depth for a text of a few megabytes, in the proportions of the models that were measured with so little."""
-    if (tokens := request.text_tokens or math.inf) > LITTLE:
+    if request.text_tokens > LITTLE:
         raise RequestError("give the depth, such as --depth 12, or the time, such as --hours 8")
     request = in_small_proportions(request)
-    wanted = PARAMETERS_PER_TOKEN * tokens
+    wanted = PARAMETERS_PER_TOKEN * request.text_tokens
     sizes = (Recipe(shape(depth, request), 1, 1, request.optimizer).multiplied for depth in range(2, MOST_LAYERS))
     return replace(request, depth=Count(2 + next(place for place, size in enumerate(sizes) if size > wanted)))
 
 
 def in_small_proportions(request: ScaleRequest) -> ScaleRequest:
     """Where the text is little, what is not given as it was measured: proportions, and a batch for enough steps."""
-    if (tokens := request.text_tokens or math.inf) > LITTLE:
+    if request.text_tokens > LITTLE:
         return request
     usual = vars(ScaleOptions())
     small = {name: value for name, value in SMALL.items() if getattr(request, name) == usual[name]}
     request = replace(request, **small)
-    samples = power_of_two(min(SMALL_BATCH, EPOCHS * tokens / SMALL_STEPS) / request.seq_len, down=True)
+    samples = power_of_two(min(SMALL_BATCH, EPOCHS * request.text_tokens / SMALL_STEPS) / request.seq_len, down=True)
     return replace(request, batch_tokens=request.batch_tokens or Count(samples * request.seq_len))
 
 
@@ -446,8 +445,8 @@ def write_yaml(
         "  # tokens of a window: a quarter of the context, in tiles of 128 (nanochat)\n"
     )  # fmt: skip
 
-    repeated = made.tokens > (options.text_tokens or math.inf)
-    little = repeated and (options.text_tokens or math.inf) <= LITTLE
+    repeated = made.tokens > options.text_tokens
+    little = repeated and options.text_tokens <= LITTLE
     longest, vocabulary_memory = REPEATED_MEMORY
     memory = 1 / (made.learning_rate * made.weight_decay * made.steps)
     memory = min(memory, longest) if little else memory
@@ -469,7 +468,9 @@ def write_yaml(
         window_pattern=decoder.window_pattern, sliding_window=window, aspect_ratio=options.aspect_ratio,
         head_dim=decoder.head_dim, usual_aspect=ASPECT, usual_head_dim=HEAD_DIM, usual_pattern=PATTERN,
         memory_source="measured with little text" if memory == longest else "arXiv:2505.13738",
-        group_decay=f"averages over {vocabulary_memory:.0%} of this run" if little else "no weight decay",
+        group_decay=f"a decay that averages {vocabulary_memory:.0%} of the run" if little else "no weight decay",
+        devices="1  # so few samples need no more" if samples_at_once == made.batch else
+        "auto  # all of the node; `torchrun` and SLURM work too",
         embedding=group(EMBEDDING), embedding_factor=EMBEDDING, output=group(OUTPUT), output_factor=OUTPUT,
         weight_decay=f"{1 / (memory * made.learning_rate * made.steps):.3g}",
         memory="all" if memory > 1 else f"{100 * memory:.2g}%",
@@ -477,7 +478,7 @@ def write_yaml(
         batch=spelled_count(made.batch_tokens),
         samples=plural(made.batch, "sample"),
         reshuffle=RESHUFFLE if repeated and not manifest(options.data).get("packed") else "",
-        batch_reason="as asked" if options.batch_tokens else
+        batch_reason="as --batch_tokens says" if options.batch_tokens else
         "the power of two nearest to the best for this run (arXiv:2505.13738)",
         val_tokens=spelled_count(validated_samples(made) * decoder.max_position_embeddings),
     )  # fmt: skip
@@ -490,7 +491,7 @@ def _horizon(made: Recipe, given: dict[str, float], options: ScaleOptions) -> st
     if "target_flops" in given:
         flops = f"{_float(given['target_flops'])} operations / {_float(made.flops_per_token)} a token"
         return f"{tokens} tokens in steps of {batch}: {flops}"
-    if not given and options.text_tokens and made.tokens < 0.9 * TOKENS_PER_PARAMETER * made.multiplied:
+    if not given and options.text_tokens < math.inf and made.tokens < 0.9 * TOKENS_PER_PARAMETER * made.multiplied:
         return f"{tokens} tokens: {EPOCHS} times the text, which teach nearly as much as new ones (arXiv:2305.16264)"
     ratio = given.get("target_param_data_ratio", TOKENS_PER_PARAMETER)
     source = "" if given else " (arXiv:2203.15556)"

@@ -116,7 +116,7 @@ class Candidate:
         for _ in range(3):  # batch and steps follow from each other
             pauses = [(scale.interval(one.recipe.steps), one.interval_seconds)]
             tokens = steps_within(seconds - one.speed.start, one.step_seconds, pauses) * one.recipe.batch_tokens
-            tokens = min(tokens, scale.EPOCHS * (one.options.text_tokens or math.inf))
+            tokens = min(tokens, scale.EPOCHS * one.options.text_tokens)
             seq_len = one.recipe.decoder.max_position_embeddings
             best = one.devices * scale.power_of_two(scale.batch_tokens(max(1.0, tokens)) / seq_len / one.devices)
             batch = one.options.batch or best
@@ -153,7 +153,7 @@ def config_for_time(options: TimeOptions, scaled: scale.ScaleRequest, command: s
         notes.append(f"With more loss by the law of arXiv:2404.10102, in the same time: {'; '.join(beside)} tokens.")
     if options.ladder:
         notes.append(ladder_loss(Path(options.ladder), made))
-    times = f", {made.tokens / scaled.text_tokens:.2g} times the text" if scaled.text_tokens else ""
+    times = f", {made.tokens / scaled.text_tokens:.2g} times the text" if scaled.text_tokens < math.inf else ""
     horizon = (
         f"{format_count(made.tokens)} tokens{times}, {made.tokens / made.multiplied:.3g} a parameter outside the "
         "embedding: "
@@ -178,6 +178,9 @@ class Search:
         if not self.here and self.device.peak_flops(self.precision) is None:
             raise RequestError(f"the peak of {self.device.name} in {self.precision} is not known: give --peak_tflops N")
         self.devices = options.devices or (count if self.here else 1)
+        if scaled.batch and scaled.batch % self.devices:
+            raise RequestError(f"--batch_tokens {scaled.batch_tokens:,}, {scaled.batch} samples, cannot be divided "
+                               f"among {self.devices} devices: give another, or --devices 1")  # fmt: skip
         self.measured: dict[int, Speed] = {}
 
     def best(self, depths: list[int] | None) -> tuple[Candidate, list[Candidate]]:
@@ -206,7 +209,7 @@ class Search:
             yield one
             higher += one.loss > lowest
             lowest = min(lowest, one.loss)
-            if higher == 2 or made.multiplied > scale.PARAMETERS_PER_TOKEN * (self.scaled.text_tokens or math.inf):
+            if higher == 2 or made.multiplied > scale.PARAMETERS_PER_TOKEN * self.scaled.text_tokens:
                 return
 
     def recipe(self, depth: int) -> scale.Recipe:

@@ -203,7 +203,8 @@ def test_little_text_decides_the_depth(tokens, tmp_path):
     assert f"lm scale --depth {made.decoder.num_hidden_layers} --seq_len 256" in text  # makes it again without the data
     assert scaled_config(ScaleRequest(seq_len=128, **data))[0].decoder.max_position_embeddings == 128
     assert made.batch_tokens <= 4096 and (made.steps >= 300 or made.batch == 1)
-    assert yaml.safe_load(text)["data"]["micro_batch_size"] == made.batch  # one device is enough
+    assert yaml.safe_load(text)["data"]["micro_batch_size"] == made.batch
+    assert yaml.safe_load(text)["trainer"]["devices"] == 1  # others would have no samples
 
 
 def test_fit_runs_it(tmp_path):
@@ -228,7 +229,8 @@ def test_a_batch_that_is_given_decides_steps_and_decay():
     """The decay is that of the tokens which the run really has: steps times the given batch."""
     options = {"depth": 4, "seq_len": 256, "batch_tokens": 8192}
     made, text = scaled_config(ScaleRequest(**options, max_steps=300))
-    assert (made.batch, made.steps, made.tokens) == (32, 300, 300 * 8192) and "8Ki  # 32 samples: as asked" in text
+    assert (made.batch, made.steps, made.tokens) == (32, 300, 300 * 8192)
+    assert "8Ki  # 32 samples: as --batch_tokens says" in text
     usual, _ = scaled_config(ScaleRequest(depth=4, seq_len=256, max_steps=300))
     assert usual.batch > made.batch and usual.weight_decay > made.weight_decay
     assert scaled_config(ScaleRequest(**options))[0].tokens == pytest.approx(20 * made.multiplied, rel=1e-3)

@@ -90,6 +90,7 @@ def test_the_loss_that_a_ladder_expects(tmp_path):
         (["--hours", "8", "--memory", "16GiB"], "the peak of any GPU in bf16-mixed is not known: give"),
         (["--hours", "8", "--device", "4090", "--depth", "60"], "not even one sample of 2,048 tokens at depth 60 fits"),
         (["--hours", "8", *H100, "--devices", "0"], "--devices 0 must be at least 1"),
+        (["--hours", "8", *H100, "--devices", "3", "--batch_tokens", "8Ki"], "4 samples, cannot be divided among 3"),
         (["--hours", "8", *H100, "--ladder", "nope"], "--ladder nope: no ladder.json can be read"),
     ],
 )
