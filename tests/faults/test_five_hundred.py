@@ -59,8 +59,10 @@ def test_nothing_grows_from_the_hundredth_to_the_five_hundredth_checkpoint(workp
     assert list(run.steps())[-1] == 500 and len(run.steps()) <= 2
     early, late = ([found for step, found in seen if low <= step < low + 100] for low in (100, 400))
     assert len(early) >= 5 and len(late) >= 5  # a busy machine gives few
+    # A busy machine removes the old checkpoint a little later, so that one more may be there.
+    one = sum(path.stat().st_size for path in run.steps()[500].iterdir()) / 2**20
     print()
-    for name, most in (("memory (MiB)", 4), ("threads", 0), ("file handles", 1), ("folders", 0), ("disk (MiB)", 0.1)):
+    for name, most in (("memory (MiB)", 4), ("threads", 0), ("file handles", 1), ("folders", 1), ("disk (MiB)", one)):
         before, after = (statistics.median(found[name] for found in part) for part in (early, late))
         print(f"{name}: {before:.1f} at checkpoints 100 to 199, {after:.1f} at 400 to 499")
         assert after <= before + most, name
