@@ -84,6 +84,8 @@ def refuse_wrong_values(command: str, arguments: list[str]) -> None:
         return
     parser = Parser(prog=f"lm {command}", allow_abbrev=False)
     parser.add_argument("--force", type=bool, default=False)
+    if command == "fit":
+        parser.add_argument("--hours", type=float)
     classes = {"trainer": TrainerOptions, "model": ModelConfig, "data": DataConfig}
     flags = add_training(parser, classes, COMMAND_OPTIONS.get(command))
     try:

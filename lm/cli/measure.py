@@ -6,11 +6,13 @@ part of a step; for this it waits for the device after each, so its steps are lo
 too, for NVIDIA's own tools: `nsys profile --trace cuda,nvtx python -m lm profile --config X`.
 """
 
+import argparse
 import json
 import logging
 import re
 import resource
 import statistics
+import subprocess
 import sys
 import tempfile
 import time
@@ -42,9 +44,10 @@ from lm.data.parquet import COLUMN, LAYOUT, ROW_GROUP_TOKENS, ShardWriter
 from lm.data.tokenizer import END_OF_TEXT, Tokenizer
 from lm.errors import Interrupted, RequestError, RunError, require_at_least
 from lm.model.estimates import describe_mfu, training_memory
+from lm.runs.resume import runs_of_name
 from lm.system.files import folder_bytes, refuse_url, write_atomically
 from lm.system.hardware import device_name
-from lm.system.process import rank, run_facts, seconds_since_process_start
+from lm.system.process import command, rank, run_facts, seconds_since_process_start
 from lm.system.units import format_bytes, format_count, plural
 from lm.training.budget import steps_within
 from lm.training.callbacks.guards import not_training
@@ -55,9 +58,10 @@ from lm.training.distributed import srun_world, torchrun_world
 from lm.training.module import LanguageModule, training_class
 from lm.training.optim import state_size
 from lm.training.out_of_memory import step_of
-from lm.training.trainer import Trainer
+from lm.training.trainer import Trainer, devices_of_node
 
 log = logging.getLogger(__name__)
+FEW, PACE_SECONDS = 4, 20  # optimizer steps that are timed first, and how long for the pace of a run of some hours
 WARMUP = 5  # optimizer steps: more than the micro-batches after which a CUDA graph is recorded
 TRACED = 3  # optimizer steps
 OPERATORS = 10  # of the table beside a trace
@@ -509,6 +513,56 @@ def steps_of_hours(config: Namespace, found: dict[str, Any]) -> int:
         raise RequestError(f"--hours {config.hours:g} are too few: the start takes {found['first_step_s']:.1f} s, a "
                            f"validation {validation:.1f} s and a step {step:.3g} s")  # fmt: skip
     return steps
+
+
+def with_length(arguments: list[str]) -> list[str]:
+    """The arguments of `lm fit --hours H` with the `--trainer.max_steps` that the time has here, this measurement counted.
+
+    A run that is resumed keeps its own.
+    """
+    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    parser.add_argument("--hours", type=float)
+    typed, rest = parser.parse_known_args(arguments)
+    parser.add_argument("--force", nargs="?")
+    training = parser.parse_known_args(arguments)[1]
+    config = config_parser("lm fit").read(training)
+    root, name = config.trainer.default_root_dir, config.run or config_name(config)
+    if config.ckpt_path and (runs := runs_of_name(root, name, named=config.run is not None)):
+        kept = runs[-1].settings()["trainer"]
+        length = {option: kept[option] for option in ("max_steps", "max_tokens")}
+        log.info("--hours %g: %s keeps its %s optimizer steps", typed.hours, runs[-1].name, length["max_steps"])
+    elif torchrun_world() or srun_world() or config.trainer.num_nodes > 1:
+        raise RequestError("--hours measures the devices of one machine that `lm fit` starts: here start `lm bench step "
+                           "--hours H` as you start this, and give the option that it prints")  # fmt: skip
+    else:
+        found = measured(training, devices_of_node(config.trainer, config.trainer.devices))
+        config.hours = typed.hours - seconds_since_process_start() / 3600
+        length = {"max_steps": steps_of_hours(config, found), "max_tokens": None}
+        log.info("--hours %g: %d optimizer steps", typed.hours, length["max_steps"])
+    return [*rest, *(f"--trainer.{option}={'null' if value is None else value}" for option, value in length.items())]
+
+
+def measured(arguments: list[str], devices: int = 1) -> dict[str, Any]:
+    """What `lm bench step` finds with the options of a training, in a process of its own for each device.
+
+    First of a few steps, then of as many as fill `PACE_SECONDS`: other programs and clock speeds change from second to
+    second.
+    """
+    python, *target = command()
+    launcher = ["-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={devices}"] if devices > 1 else []
+    steps = FEW
+    with tempfile.TemporaryDirectory() as folder:
+        output = Path(folder) / "step.json"
+        for _ in range(2):
+            own = ["bench", "step", "--steps", str(steps), "--checkpoints", "1", "--output", str(output)]
+            done = subprocess.run([python, *launcher, *target, *own, *arguments], capture_output=True, text=True)
+            if done.returncode:
+                raise RunError(f"the time of a step could not be measured: {done.stderr.strip().splitlines()[-1]}")
+            found = json.loads(output.read_text())
+            steps = int(PACE_SECONDS * 1e3 / found["ms_per_step"])
+            if steps <= FEW:
+                break
+    return found
 
 
 def show_times(found: dict[str, Any]) -> None:

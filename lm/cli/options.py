@@ -66,6 +66,8 @@ FIT = [
            "config or the data is not the run's any more."),
     SEED,
 ]  # fmt: skip
+HOURS = Option("hours", "float", None, "Train for so long, its start and validations included: `lm bench step` measures "
+               "this machine, and trainer.max_steps follows. A run that is resumed keeps its length.")  # fmt: skip
 
 
 # ---- options of commands that take a training's too ------------------------------------------------------------------
@@ -146,6 +148,7 @@ COMMAND_OPTIONS = {"plan": PlanOptions, "bench step": BenchOptions, "profile": P
 def training_options(command: str) -> list[Option]:
     """All options of a command: first its own, then those of a training."""
     found = [*_options_of(COMMAND_OPTIONS[command]), CONFIG, SEED] if command in COMMAND_OPTIONS else list(FIT)
+    found += [HOURS] * (command == "fit")
     for section in SECTIONS:
         found += _options_of(section.options, f"{section.name}." if section.name else "")
         if section.name == "model" and "lm.model.custom" in sys.modules:  # as it is where a class was given to `lm.run`
@@ -279,7 +282,7 @@ def replace_settings(arguments: list[str]) -> list[str]:
 
 def split_overrides(arguments: list[str]) -> tuple[list[str], list[str]]:
     """A command line as what is the command's own, and the options of a training among it, with their values."""
-    of_a_training = {option.name for option in training_options("fit")} - {option.name for option in FIT}
+    of_a_training = {option.name for option in training_options("fit")} - {option.name for option in (*FIT, HOURS)}
     own: list[str] = []
     overrides: list[str] = []
     part = own

@@ -8,7 +8,6 @@ chosen, which may change the choice, and so on until the chosen depth has been m
 import json
 import logging
 import math
-import subprocess
 import tempfile
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
@@ -16,12 +15,12 @@ from pathlib import Path
 from typing import NamedTuple
 
 from lm.cli import scale
+from lm.cli.measure import FEW, measured
 from lm.cli.plan_facts import memory_facts, memory_of_option
-from lm.errors import RequestError, RunError, require_at_least
+from lm.errors import RequestError, require_at_least
 from lm.model.config import MOST_LAYERS
 from lm.model.estimates import Step, assumed_speed
 from lm.runs.scaling_laws import FEWEST, fit_sizes
-from lm.system import process
 from lm.system.files import parse_json
 from lm.system.hardware import find_device
 from lm.system.units import format_count, format_duration, format_figure
@@ -33,7 +32,6 @@ from lm.training.precision import precision_for_cpu
 log = logging.getLogger(__name__)
 FIRST = 4  # depth that is measured first, on a machine whose peak is not known
 PRECISION = "bf16-mixed"  # of the config
-MEASURED = 4  # optimizer steps that are timed
 STARTUP = 30.0  # seconds until the first step is done, on a device that is not here; assumed
 
 
@@ -241,17 +239,12 @@ class Search:
         """Time steps of one micro-batch by `lm bench step`."""
         made = self.recipe(depth)
         samples = scale.power_of_two(min(scale.DEVICE_TOKENS // self.scaled.seq_len, self.fitting(made)), down=True)
-        log.info("measuring depth %d: %d steps of %d x %d tokens", depth, MEASURED, samples, self.scaled.seq_len)
+        log.info("measuring depth %d: %d steps of %d x %d tokens", depth, FEW, samples, self.scaled.seq_len)
         with tempfile.TemporaryDirectory() as folder:
-            config, output = Path(folder) / "config.yaml", Path(folder) / "step.json"
+            config = Path(folder) / "config.yaml"
             config.write_text(scale.write_yaml(made, "", "", self.scaled, samples))
-            options = ["--config", config, "--steps", str(MEASURED), "--checkpoints", "1", "--output", output,
-                       f"--data.global_batch_tokens={samples * self.scaled.seq_len}",
-                       f"--trainer.default_root_dir={folder}"]  # fmt: skip
-            done = subprocess.run([*process.command(), "bench", "step", *options], capture_output=True, text=True)
-            if done.returncode:
-                raise RunError(f"depth {depth} could not be measured: {done.stderr.strip().splitlines()[-1]}")
-            found = json.loads(output.read_text())
+            found = measured(["--config", str(config), f"--trainer.default_root_dir={folder}",
+                              f"--data.global_batch_tokens={samples * self.scaled.seq_len}"])  # fmt: skip
         optimizer = found["optimizer"]["ms_per_step"] / 1e3
         rate = samples * self.scaled.seq_len / (found["ms_per_step"] / 1e3 - optimizer)
         self.measured[depth] = Speed(

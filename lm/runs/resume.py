@@ -46,7 +46,7 @@ def find_checkpoint(
         if belongs and fit and rank() == 0:
             run.refuse_if_trained()
         return path.resolve(), run if belongs else None
-    same = [run for run in Run.all(root) if run.name == name] if named else Run.all(root, name)
+    same = runs_of_name(root, name, named=named)
     run = same[-1] if same else None
     if auto and fit:
         _refuse_lost_name(root, name, run)
@@ -65,6 +65,11 @@ def find_checkpoint(
     if fit and not auto and (damage := find_damage(path)):  # the others find it when they read it
         raise RequestError(f"--ckpt_path {reference}: {path}: {damage}; `auto` takes the newest whole one")
     return path, run
+
+
+def runs_of_name(root: str, name: str, *, named: bool) -> list[Run]:
+    """The run that is called `name`, if it was `named` with `--run`; else `name`, `name-2` ..., the newest last."""
+    return [run for run in Run.all(root) if run.name == name] if named else Run.all(root, name)
 
 
 def checkpoint_folder(reference: str) -> Path:

@@ -291,12 +291,14 @@ def device_count(devices: int | str | list[int]) -> int | None:
     return int(devices) if str(devices).isdigit() else None
 
 
+def devices_of_node(config: TrainerConfig, devices: int | str | list[int]) -> int:
+    """How many devices of this machine are trained on."""
+    on_gpu = config.accelerator in ("auto", "gpu", "cuda") and torch.cuda.is_available()
+    return device_count(devices) or (torch.cuda.device_count() if on_gpu else 1)
+
+
 def _strategy(config: TrainerConfig, devices: int | str | list[int], num_nodes: int) -> Strategy | str:
-    count = device_count(devices)
-    if count is None:
-        on_gpu = config.accelerator in ("auto", "gpu", "cuda") and torch.cuda.is_available()
-        count = torch.cuda.device_count() if on_gpu else 1
-    world_size = count * num_nodes
+    world_size = devices_of_node(config, devices) * num_nodes
     if world_size == 1 and not torchrun_world():
         return "auto"
     if config.strategy in ("fsdp2", "hsdp"):

@@ -2,6 +2,7 @@
 
 import json
 import os
+import signal
 import subprocess
 import sys
 import time
@@ -9,12 +10,14 @@ import time
 import pytest
 import torch
 from lightning.pytorch import Callback
-from trainings import PLACES, lm, make_workplace, write_config
+from trainings import PLACES, lm, make_workplace, start, write_config
 
+from lm.cli.main import main
 from lm.cli.measure import TITLES, bench_step, named_range, profile, show_parts, show_times
 from lm.cli.plan_facts import read_bench
 from lm.errors import RequestError
 from lm.model.estimates import training_memory
+from lm.runs.run import Run
 from lm.training.trainer import Trainer
 
 BENCH = ("bench", "step", "--config", "small.yaml", "--model.decoder.vocab_size", "64", "--steps", "4")
@@ -239,3 +242,33 @@ def test_the_length_of_a_run_of_some_hours(tmp_path, monkeypatch, capsys):
     assert 1.2 < lengths[1] / lengths[0] < 3
     with pytest.raises(RequestError, match="--hours 1e-06 are too few: the start takes"):
         bench_step([*BENCH[2:], "--checkpoints", "0", "--hours", "1e-6"])
+
+
+@pytest.mark.slow
+def test_a_fit_of_some_hours_ends_in_time_and_keeps_its_length(workplace):
+    """The steps are measured once: the run that is stopped and resumed by the same command has as many."""
+    config = write_config(workplace, "timed", **{"trainer.checkpoint_interval": 50, "trainer.callbacks": None})
+    command = ["fit", "--config", str(config), "--hours", "0.008", "--ckpt_path", "auto"]
+    began = time.monotonic()
+    process = start(workplace, *command, fresh=True)
+    run = Run(workplace / "checkpoints" / "timed")
+    while not run.steps():
+        assert process.poll() is None, process.communicate()[1]
+        time.sleep(0.1)
+    process.send_signal(signal.SIGTERM)
+    assert process.wait() == 75, process.communicate()[1]
+    steps = run.settings()["trainer"]["max_steps"]
+    process.communicate()
+    done = lm(workplace, *command)
+    assert f"--hours 0.008: timed keeps its {steps}" in done.stderr
+    assert list(run.steps())[-1] == steps == run.settings()["trainer"]["max_steps"]
+    assert 15 < time.monotonic() - began < 60  # of 29, and two starts; other work on the machine changes it
+
+
+def test_hours_under_torchrun_are_one_line(tmp_path, monkeypatch, capsys):
+    write_config(tmp_path)
+    monkeypatch.chdir(tmp_path)
+    for name, value in {"TORCHELASTIC_RUN_ID": "1", "LOCAL_WORLD_SIZE": "2", "GROUP_WORLD_SIZE": "1"}.items():
+        monkeypatch.setenv(name, value)
+    assert main(["fit", "--config", "small.yaml", "--hours", "1"]) == 2
+    assert "here start `lm bench step --hours H` as you start this" in capsys.readouterr().err
