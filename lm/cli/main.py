@@ -168,7 +168,7 @@ def _dispatch(name: str, rest: list[str]) -> int:
             early.refuse_wrong_values(name, rest)
         early.refuse_missing_run(name, rest)
         if name == "fit" and any(one.partition("=")[0] == "--hours" for one in rest):
-            rest = _load("lm.cli.measure", "with_length")(rest)
+            rest = _load("lm.cli.hours", "with_length")(rest)
         if name in TRAINING:
             _load(module, function)([name, *rest] if module == "lm.cli.config" else rest)
             return 0

@@ -6,13 +6,11 @@ part of a step; for this it waits for the device after each, so its steps are lo
 too, for NVIDIA's own tools: `nsys profile --trace cuda,nvtx python -m lm profile --config X`.
 """
 
-import argparse
 import json
 import logging
 import re
 import resource
 import statistics
-import subprocess
 import sys
 import tempfile
 import time
@@ -37,19 +35,18 @@ from torch.autograd.profiler import record_function
 
 from lm.cli.charts import plain_table
 from lm.cli.config import config_name, config_parser, quiet_lightning
+from lm.cli.hours import steps_of_hours
 from lm.cli.options import BenchOptions, ProfileOptions
-from lm.cli.plan_facts import data_facts, find_tokenizer, is_prepared, with_vocabulary
+from lm.cli.plan_facts import find_tokenizer, with_vocabulary
 from lm.data.datamodule import DataModule
 from lm.data.parquet import COLUMN, LAYOUT, ROW_GROUP_TOKENS, ShardWriter
 from lm.data.tokenizer import END_OF_TEXT, Tokenizer
 from lm.errors import Interrupted, RequestError, RunError, require_at_least
 from lm.model.estimates import describe_mfu, training_memory
-from lm.runs.resume import runs_of_name
 from lm.system.files import folder_bytes, refuse_url, write_atomically
 from lm.system.hardware import device_name
-from lm.system.process import command, rank, run_facts, seconds_since_process_start
+from lm.system.process import rank, run_facts, seconds_since_process_start
 from lm.system.units import format_bytes, format_count, plural
-from lm.training.budget import steps_within
 from lm.training.callbacks.guards import not_training
 from lm.training.callbacks.run_folder import RunFolder
 from lm.training.callbacks.standard import standard_callbacks
@@ -58,10 +55,9 @@ from lm.training.distributed import srun_world, torchrun_world
 from lm.training.module import LanguageModule, training_class
 from lm.training.optim import state_size
 from lm.training.out_of_memory import step_of
-from lm.training.trainer import Trainer, devices_of_node
+from lm.training.trainer import Trainer
 
 log = logging.getLogger(__name__)
-FEW, PACE_SECONDS = 4, 20  # optimizer steps that are timed first, and how long for the pace of a run of some hours
 WARMUP = 5  # optimizer steps: more than the micro-batches after which a CUDA graph is recorded
 TRACED = 3  # optimizer steps
 OPERATORS = 10  # of the table beside a trace
@@ -98,7 +94,7 @@ def bench_step(arguments: list[str]) -> None:
     if config.output:
         write_atomically(config.output, json.dumps(found, indent=2) + "\n")
     if config.hours is not None:
-        print(f"--trainer.max_steps {steps_of_hours(config, found)}")
+        print(f"--trainer.max_steps {steps_of_hours(config, config.hours, found)}")
     elif config.json:
         print(json.dumps(found))
     else:
@@ -497,72 +493,6 @@ def checkpoint_cost(timer: StepTimer, interval: int, ms_per_step: float) -> dict
         "interval_steps": interval,
         "stall_share": stall / (interval * ms_per_step),
     }
-
-
-def steps_of_hours(config: Namespace, found: dict[str, Any]) -> int:
-    """Optimizer steps of a run of `--hours`, with its start, validations and checkpoints, by `describe_times`."""
-    data = data_facts(config.data, None, False)[0] if is_prepared(config.data) else {}
-    validated, step = data.get("val", {}).get("tokens", config.data.val_tokens or 0), found["ms_per_step"] / 1e3
-    validation = min(validated, config.data.val_tokens or validated) / found["tokens_per_second"] / 3  # forward alone
-    pauses = [(config.trainer.val_interval, validation)]
-    if found["checkpoint"]:
-        pauses.append((config.trainer.checkpoint_interval, found["checkpoint"]["stall_ms"] / 1e3))
-    left = config.hours * 3600 - found["first_step_s"] - validation  # one follows the last step
-    steps = int(steps_within(left, step, pauses))
-    if steps < 1:
-        raise RequestError(f"--hours {config.hours:g} are too few: the start takes {found['first_step_s']:.1f} s, a "
-                           f"validation {validation:.1f} s and a step {step:.3g} s")  # fmt: skip
-    return steps
-
-
-def with_length(arguments: list[str]) -> list[str]:
-    """The arguments of `lm fit --hours H` with the `--trainer.max_steps` that the time has here, this measurement counted.
-
-    A run that is resumed keeps its own.
-    """
-    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
-    parser.add_argument("--hours", type=float)
-    typed, rest = parser.parse_known_args(arguments)
-    parser.add_argument("--force", nargs="?")
-    training = parser.parse_known_args(arguments)[1]
-    config = config_parser("lm fit").read(training)
-    root, name = config.trainer.default_root_dir, config.run or config_name(config)
-    if config.ckpt_path and (runs := runs_of_name(root, name, named=config.run is not None)):
-        kept = runs[-1].settings()["trainer"]
-        length = {option: kept[option] for option in ("max_steps", "max_tokens")}
-        log.info("--hours %g: %s keeps its %s optimizer steps", typed.hours, runs[-1].name, length["max_steps"])
-    elif torchrun_world() or srun_world() or config.trainer.num_nodes > 1:
-        raise RequestError("--hours measures the devices of one machine that `lm fit` starts: here start `lm bench step "
-                           "--hours H` as you start this, and give the option that it prints")  # fmt: skip
-    else:
-        found = measured(training, devices_of_node(config.trainer, config.trainer.devices))
-        config.hours = typed.hours - seconds_since_process_start() / 3600
-        length = {"max_steps": steps_of_hours(config, found), "max_tokens": None}
-        log.info("--hours %g: %d optimizer steps", typed.hours, length["max_steps"])
-    return [*rest, *(f"--trainer.{option}={'null' if value is None else value}" for option, value in length.items())]
-
-
-def measured(arguments: list[str], devices: int = 1) -> dict[str, Any]:
-    """What `lm bench step` finds with the options of a training, in a process of its own for each device.
-
-    First of a few steps, then of as many as fill `PACE_SECONDS`: other programs and clock speeds change from second to
-    second.
-    """
-    python, *target = command()
-    launcher = ["-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={devices}"] if devices > 1 else []
-    steps = FEW
-    with tempfile.TemporaryDirectory() as folder:
-        output = Path(folder) / "step.json"
-        for _ in range(2):
-            own = ["bench", "step", "--steps", str(steps), "--checkpoints", "1", "--output", str(output)]
-            done = subprocess.run([python, *launcher, *target, *own, *arguments], capture_output=True, text=True)
-            if done.returncode:
-                raise RunError(f"the time of a step could not be measured: {done.stderr.strip().splitlines()[-1]}")
-            found = json.loads(output.read_text())
-            steps = int(PACE_SECONDS * 1e3 / found["ms_per_step"])
-            if steps <= FEW:
-                break
-    return found
 
 
 def show_times(found: dict[str, Any]) -> None:

@@ -66,8 +66,8 @@ FIT = [
            "config or the data is not the run's any more."),
     SEED,
 ]  # fmt: skip
-HOURS = Option("hours", "float", None, "Train for so long, its start and validations included: `lm bench step` measures "
-               "this machine, and trainer.max_steps follows. A run that is resumed keeps its length.")  # fmt: skip
+HOURS = Option("hours", "float", None, "Train for so long, start and validations included: trainer.max_steps follows "
+               "from what `lm bench step` measures here. A run that is resumed keeps its length.")  # fmt: skip
 
 
 # ---- options of commands that take a training's too ------------------------------------------------------------------

@@ -5,7 +5,6 @@ The speed is that of `lm plan` for a named device; on this machine `lm bench ste
 chosen, which may change the choice, and so on until the chosen depth has been measured.
 """
 
-import json
 import logging
 import math
 import tempfile
@@ -15,7 +14,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from lm.cli import scale
-from lm.cli.measure import FEW, measured
+from lm.cli.hours import FEW, measured
 from lm.cli.plan_facts import memory_facts, memory_of_option
 from lm.errors import RequestError, require_at_least
 from lm.model.config import MOST_LAYERS
@@ -244,7 +243,7 @@ class Search:
             config = Path(folder) / "config.yaml"
             config.write_text(scale.write_yaml(made, "", "", self.scaled, samples))
             found = measured(["--config", str(config), f"--trainer.default_root_dir={folder}",
-                              f"--data.global_batch_tokens={samples * self.scaled.seq_len}"])  # fmt: skip
+                              f"--data.global_batch_tokens={samples * self.scaled.seq_len}"], self.seconds)  # fmt: skip
         optimizer = found["optimizer"]["ms_per_step"] / 1e3
         rate = samples * self.scaled.seq_len / (found["ms_per_step"] / 1e3 - optimizer)
         self.measured[depth] = Speed(

@@ -1,0 +1,91 @@
+"""How many optimizer steps a training does in some hours: `lm bench step` measures them, in a process of its own."""
+
+import argparse
+import json
+import logging
+import subprocess
+import tempfile
+from pathlib import Path
+from typing import Any
+
+from jsonargparse import Namespace
+
+from lm.cli.config import config_name, config_parser
+from lm.cli.plan_facts import data_facts, is_prepared
+from lm.errors import RequestError, RunError
+from lm.runs.resume import runs_of_name
+from lm.system.process import command, seconds_since_process_start
+from lm.training.budget import steps_within
+from lm.training.distributed import srun_world, torchrun_world
+from lm.training.trainer import devices_of_node
+
+log = logging.getLogger(__name__)
+FEW = 4  # optimizer steps that are timed first, for the pace of a run of some hours
+PACE, MOST = 0.02, 20.0  # share of the run, and seconds at most, that steps are timed for then
+
+
+def with_length(arguments: list[str]) -> list[str]:
+    """The arguments of `lm fit --hours H` with the `--trainer.max_steps` that the time has here, measuring it included.
+
+    A run that is resumed keeps its own.
+    """
+    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    parser.add_argument("--hours", type=float)
+    typed, rest = parser.parse_known_args(arguments)
+    parser.add_argument("--force", nargs="?")
+    training = parser.parse_known_args(arguments)[1]
+    config = config_parser("lm fit").read(training)
+    root, name = config.trainer.default_root_dir, config.run or config_name(config)
+    if config.ckpt_path and (runs := runs_of_name(root, name, named=config.run is not None)):
+        kept = runs[-1].settings()["trainer"]
+        length = {option: kept[option] for option in ("max_steps", "max_tokens")}
+        log.info("--hours %g: %s keeps its %s optimizer steps", typed.hours, runs[-1].name, length["max_steps"])
+    elif torchrun_world() or srun_world() or config.trainer.num_nodes > 1:
+        raise RequestError("--hours is for one machine whose processes `lm fit` starts: here start `lm bench step "
+                           "--hours H` as you start this, and give the option that it prints")  # fmt: skip
+    else:
+        found = measured(training, 3600 * typed.hours, devices_of_node(config.trainer, config.trainer.devices))
+        steps = steps_of_hours(config, typed.hours, found, seconds_since_process_start())
+        length = {"max_steps": steps, "max_tokens": None}
+        log.info("--hours %g: %d optimizer steps", typed.hours, steps)
+    return [*rest, *(f"--trainer.{option}={'null' if value is None else value}" for option, value in length.items())]
+
+
+def measured(arguments: list[str], seconds: float, devices: int = 1) -> dict[str, Any]:
+    """What `lm bench step` finds with the options of a training, in a process of its own for each device.
+
+    First of a few steps, then of as many as take `PACE` of a run of so many seconds: other programs and clock speeds
+    change from second to second.
+    """
+    python, *target = command()
+    launcher = ["-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={devices}"] if devices > 1 else []
+    steps = FEW
+    with tempfile.TemporaryDirectory() as folder:
+        output = Path(folder) / "step.json"
+        for _ in range(2):
+            own = ["bench", "step", "--steps", str(steps), "--checkpoints", "1", "--output", str(output)]
+            done = subprocess.run([python, *launcher, *target, *own, *arguments], capture_output=True, text=True)
+            if done.returncode:
+                raise RunError(f"the time of a step could not be measured: {done.stderr.strip().splitlines()[-1]}")
+            found = json.loads(output.read_text())
+            steps = int(min(MOST, PACE * seconds) / (found["ms_per_step"] / 1e3))
+            if steps <= FEW:
+                break
+    return found
+
+
+def steps_of_hours(config: Namespace, hours: float, found: dict[str, Any], spent: float = 0.0) -> int:
+    """Optimizer steps of a run of so many hours, with its start, validations and checkpoints, by `describe_times`;
+    `spent` are seconds that are over."""
+    data = data_facts(config.data, None, False)[0] if is_prepared(config.data) else {}
+    validated, step = data.get("val", {}).get("tokens", config.data.val_tokens or 0), found["ms_per_step"] / 1e3
+    validation = min(validated, config.data.val_tokens or validated) / found["tokens_per_second"] / 3  # forward alone
+    pauses = [(config.trainer.val_interval, validation)]
+    if found["checkpoint"]:
+        pauses.append((config.trainer.checkpoint_interval, found["checkpoint"]["stall_ms"] / 1e3))
+    left = hours * 3600 - spent - found["first_step_s"] - validation  # one follows the last step
+    steps = int(steps_within(left, step, pauses))
+    if steps < 1:
+        raise RequestError(f"--hours {hours:g} are too few: the start takes {spent + found['first_step_s']:.1f} s, a "
+                           f"validation {validation:.1f} s and a step {step:.3g} s")  # fmt: skip
+    return steps
