@@ -51,27 +51,25 @@ def with_length(arguments: list[str]) -> list[str]:
     return [*rest, *(f"--trainer.{option}={'null' if value is None else value}" for option, value in length.items())]
 
 
-def measured(arguments: list[str], seconds: float, devices: int = 1) -> dict[str, Any]:
+def measured(arguments: list[str], seconds: float, devices: int = 1, steps: int = FEW) -> dict[str, Any]:
     """What `lm bench step` finds with the options of a training, in a process of its own for each device.
 
     First of a few steps, then of as many as take `PACE` of a run of so many seconds: other programs and clock speeds
     change from second to second.
     """
     python, *target = command()
-    launcher = ["-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={devices}"] if devices > 1 else []
-    steps = FEW
+    if devices > 1:  # after "--" torchrun takes no option for its own
+        target = ["-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={devices}", *target]
+        target.insert(-1, "--")
     with tempfile.TemporaryDirectory() as folder:
         output = Path(folder) / "step.json"
-        for _ in range(2):
-            own = ["bench", "step", "--steps", str(steps), "--checkpoints", "1", "--output", str(output)]
-            done = subprocess.run([python, *launcher, *target, *own, *arguments], capture_output=True, text=True)
-            if done.returncode:
-                raise RunError(f"the time of a step could not be measured: {done.stderr.strip().splitlines()[-1]}")
-            found = json.loads(output.read_text())
-            steps = int(min(MOST, PACE * seconds) / (found["ms_per_step"] / 1e3))
-            if steps <= FEW:
-                break
-    return found
+        own = ["bench", "step", "--steps", str(steps), "--checkpoints", "1", "--output", str(output)]
+        done = subprocess.run([python, *target, *own, *arguments], capture_output=True, text=True)
+        if done.returncode:
+            raise RunError(f"the time of a step could not be measured: {done.stderr.strip().splitlines()[-1]}")
+        found = json.loads(output.read_text())
+    more = int(1e3 * min(MOST, PACE * seconds) / found["ms_per_step"])
+    return measured(arguments, seconds, devices, more) if steps == FEW < more else found
 
 
 def steps_of_hours(config: Namespace, hours: float, found: dict[str, Any], spent: float = 0.0) -> int:
