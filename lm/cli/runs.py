@@ -139,9 +139,11 @@ def _print_table(found: list[dict[str, Any]], console: Console) -> None:
     for folder, runs in folders.items():
         where = folder.relative_to(Path.cwd()) if folder.is_relative_to(Path.cwd()) else folder
         console.print(Text(str(where), style="bold"))
-        console.print(_table_line(HEADINGS, widths, "dim"))
+        console.print(_table_line(HEADINGS, widths), style="dim")
         for run in runs:
-            console.print(_table_line(rows[run["path"]], widths, STYLES.get(run["status"], "")))
+            line, begin = _table_line(rows[run["path"]], widths), widths[0] + 4
+            line.stylize(STYLES.get(run["status"], ""), begin, begin + widths[1])
+            console.print(line)
             if run["status"] in EXPLAINED and run["reason"]:
                 reason = Text(f"    {' '.join(harmless(run['reason']).split())}", style="dim")
                 reason.truncate(console.width, overflow="ellipsis")
@@ -161,12 +163,8 @@ def _steps(number: int) -> str:
     return str(number) if number < 100_000 else format_count(number)
 
 
-def _table_line(cells: tuple[str, ...], widths: list[int], style: str) -> Text:
-    name, status, *rest = cells
-    if len(name) > widths[0]:
-        name = name[: widths[0] - 1] + "…"
-    line = Text(f"  {name:<{widths[0]}}  ", style="dim" if cells is HEADINGS else "")
-    line.append(f"{status:<{widths[1]}}", style=style)
-    for cell, width in zip(rest, widths[2:], strict=True):
-        line.append(f"  {cell:>{width}}")
-    return line
+def _table_line(cells: tuple[str, ...], widths: list[int]) -> Text:
+    name, status, *numbers = cells
+    name = name if len(name) <= widths[0] else name[: widths[0] - 1] + "…"
+    rest = (f"{number:>{width}}" for number, width in zip(numbers, widths[2:], strict=True))
+    return Text("  ".join(["", f"{name:<{widths[0]}}", f"{status:<{widths[1]}}", *rest]))
