@@ -3,8 +3,8 @@
 Nothing here imports torch. `cli/runs_show` and `cli/runs_compare` have the other commands.
 """
 
-import logging
 import time
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -20,8 +20,6 @@ from lm.runs.run import ROOT, Run
 from lm.system.files import to_json
 from lm.system.process import harmless
 from lm.system.units import format_count, format_duration, plural
-
-log = logging.getLogger(__name__)
 
 SHOWN = 20  # runs of other folders that `ls` shows without --all
 EXPLAINED = ("stopped", "interrupted", "failed")  # statuses that have a reason worth a line
@@ -117,11 +115,9 @@ def collect_runs(root: str) -> list[dict[str, Any]]:
     for run in Run.all(root):
         path = str(run.path.resolve())
         found[path] = found.get(path) or run_row(run)
-    try:
-        if removed:
+    if removed:
+        with suppress(LmError):  # where it cannot be written to, they are left out all the same
             registry.forget(removed)
-    except LmError as error:
-        log.warning("%s; `lm runs ls` leaves removed runs out all the same", error)
     return sorted(found.values(), key=lambda run: (run.get("entered") or 0.0, run["name"]))
 
 
