@@ -179,7 +179,7 @@ def _strokes(dots: list[tuple[int, int] | None]) -> dict[int, tuple[int, int]]:
         (start, first), (end, last) = before or dot, dot
         row = first
         for x in range(min(start + 1, end), end + 1):
-            previous, row = row, last if x == end else round(first + (last - first) * (x - start) / (end - start))
+            previous, row = row, last if x == end else round(first + (last - first) / (end - start) * (x - start))
             low, high = strokes.get(x, (row, row))
             strokes[x] = (min(low, previous, row), max(high, previous, row))
     return strokes

@@ -55,10 +55,8 @@ def export(
     """Write a model to a folder for others: weights, tokenizer and a model card, as Hugging Face's libraries read them.
 
     Args:
-        run: Name of the run, under the root or in the registry: `mine` means that one and not `mine-2`. If not given,
-            the newest of all.
-        ckpt_path: `best`, `last`, `auto` (the newest that is whole), a step such as `step-00000100`, or a folder with
-            a model; the best if not given.
+        run: Name under the root or in the registry, or a path; the newest run if not given.
+        ckpt_path: `best`, `last`, `auto` (the newest whole one), `step-00000100`, or a model's folder; else the best.
         output: The folder to make, which must be empty or not there.
         dtype: Number format of the weights; as they are stored if not given.
         name: What the model card calls the model; the folder's name if not given.
@@ -95,9 +93,7 @@ def write_model(model: Pretrained, card: Card, folder: Path) -> None:
                 f"{weight_name} has values that are not finite in {dtype}; choose another --dtype or model"
             )
     files = describing_files(model, dtype)
-    about = json.loads(model.tokenizer.files(model.config.max_position_embeddings)["tokenizer_config.json"])
-    files["tokenizer_config.json"] = json.dumps(about, indent=2, ensure_ascii=False) + "\n"
-    files["README.md"] = model_card(model, card)
+    files |= model.tokenizer.files(model.config.max_position_embeddings) | {"README.md": model_card(model, card)}
     for file, text in files.items():
         (folder / file).write_text(text, encoding="utf-8")
     try:
@@ -147,8 +143,6 @@ def import_model(input: str = "", output: str = "", eos_token: str | None = None
             f"{source} has no tokenizer.json; transformers makes one: "
             f"AutoTokenizer.from_pretrained({input!r}).save_pretrained({input!r})"
         )
-    if (target.parent / "run.json").exists():
-        raise RequestError(f"--output {target} is in the folder of a run and would be read as its checkpoint")
     with new_folder(target) as folder:
         model = load_pretrained(source, "cpu", torch.float32, eos_token=eos_token)
         weights = to_huggingface(model.decoder.state_dict(), model.config)
@@ -204,13 +198,10 @@ def average(
     """Write the mean of the weights of several checkpoints of a run, as a checkpoint without optimizer state.
 
     Late in a training with a high learning rate the weights move around a minimum, and their mean is nearer to it than
-    each of them (Izmailov et al., 2018, "Averaging weights leads to wider optima and better generalization",
-    arXiv:1803.05407; of the last K checkpoints: Kaddour, 2022, "Stop wasting my time! Saving days of ImageNet and BERT
-    training with latest weight averaging", arXiv:2209.14981).
+    each of them (Izmailov et al., 2018, arXiv:1803.05407; of the last checkpoints: Kaddour, 2022, arXiv:2209.14981).
 
     Args:
-        run: Name of the run, under the root or in the registry: `mine` means that one and not `mine-2`. If not given,
-            the newest of all.
+        run: Name under the root or in the registry, or a path; the newest run if not given.
         steps: The optimizer steps of the checkpoints, such as 100 200 300.
         last: How many of the newest checkpoints, in place of --steps.
         output: The folder to make, which must be empty or not there; `average-FIRST-LAST-of-K` in the run's folder if
