@@ -88,7 +88,8 @@ def branch(options: BranchOptions, overrides: list[str]) -> None:
         raise RequestError("every process would make a run: give --make_only to one process, and train it then with "
                            "the `lm fit` that it prints")  # fmt: skip
     trunk = find_run(options.run, options.root)
-    checkpoint = checkpoint_at(trunk, options.at)
+    at = options.at or "last"
+    checkpoint = trunk.checkpoint(f"step-{int(at):08d}" if at.isdigit() else at).resolve()
     if damage := find_damage(checkpoint):
         raise RequestError(f"{checkpoint}: {damage}")
     warn_if_left_behind(trunk, checkpoint)
@@ -138,19 +139,6 @@ def branch(options: BranchOptions, overrides: list[str]) -> None:
             run.release()
             shutil.rmtree(run.path, ignore_errors=True)
         raise
-
-
-def checkpoint_at(run: Run, at: str | None) -> Path:
-    """The checkpoint of a run that `--at` names."""
-    if at in (None, "last", "best"):
-        return run.checkpoint(at or "last").resolve()
-    steps = run.steps()
-    step = int(at.removeprefix("step-")) if at.removeprefix("step-").isdigit() else None
-    if step not in steps:
-        there = ", ".join(map(str, steps)) or "none"
-        raise RequestError(f"--at {at}: run {run.path} has no checkpoint of that step; it has those of steps {there} "
-                           "(trainer.keep_checkpoints and keep_every decide which are kept)")  # fmt: skip
-    return steps[step]
 
 
 def change_schedule(settings: dict[str, Any], step: int, options: BranchOptions, tokens: int) -> None:

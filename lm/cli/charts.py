@@ -173,22 +173,15 @@ def _draw(
 def _strokes(dots: list[tuple[int, int] | None]) -> dict[int, tuple[int, int]]:
     """The line through dots as a vertical stroke in each column, lowest and highest dot; None is a gap."""
     strokes: dict[int, tuple[int, int]] = {}
-
-    def cover(x: int, *rows: int) -> None:
-        low, high = strokes.get(x, (rows[0], rows[0]))
-        strokes[x] = (min(low, *rows), max(high, *rows))
-
     for before, dot in zip([None, *dots], dots, strict=False):
         if dot is None:
             continue
-        if before is None or before[0] >= dot[0]:
-            cover(dot[0], dot[1], dot[1] if before is None else before[1])
-            continue
-        slope, at = (dot[1] - before[1]) / (dot[0] - before[0]), before[1]
-        for x in range(before[0] + 1, dot[0] + 1):
-            here = round(before[1] + slope * (x - before[0]))
-            cover(x, at, here)
-            at = here
+        (start, first), (end, last) = before or dot, dot
+        row = first
+        for x in range(min(start + 1, end), end + 1):
+            previous, row = row, last if x == end else round(first + (last - first) / (end - start) * (x - start))
+            low, high = strokes.get(x, (row, row))
+            strokes[x] = (min(low, previous, row), max(high, previous, row))
     return strokes
 
 

@@ -13,7 +13,6 @@ from contextlib import ExitStack
 from dataclasses import asdict
 from pathlib import Path
 from shlex import quote
-from tempfile import TemporaryDirectory
 
 import torch
 import yaml
@@ -21,7 +20,7 @@ from huggingface_hub import save_torch_state_dict
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from lm.errors import RequestError, first_line
+from lm.errors import RequestError
 from lm.inference.export import Card, check_reload, model_card
 from lm.inference.pretrained import DTypeName, Pretrained, load_pretrained, read_object
 from lm.model.config import DecoderConfig
@@ -56,10 +55,8 @@ def export(
     """Write a model to a folder for others: weights, tokenizer and a model card, as Hugging Face's libraries read them.
 
     Args:
-        run: Name of the run, under the root or in the registry: `mine` means that one and not `mine-2`. If not given,
-            the newest of all.
-        ckpt_path: `best`, `last`, `auto` (the newest that is whole), a step such as `step-00000100`, or a folder with
-            a model; the best if not given.
+        run: Name under the root or in the registry, or a path; the newest run if not given.
+        ckpt_path: `best`, `last`, `auto` (the newest whole one), `step-00000100`, or a model's folder; else the best.
         output: The folder to make, which must be empty or not there.
         dtype: Number format of the weights; as they are stored if not given.
         name: What the model card calls the model; the folder's name if not given.
@@ -96,9 +93,7 @@ def write_model(model: Pretrained, card: Card, folder: Path) -> None:
                 f"{weight_name} has values that are not finite in {dtype}; choose another --dtype or model"
             )
     files = describing_files(model, dtype)
-    about = json.loads(model.tokenizer.files(model.config.max_position_embeddings)["tokenizer_config.json"])
-    files["tokenizer_config.json"] = json.dumps(about, indent=2, ensure_ascii=False) + "\n"
-    files["README.md"] = model_card(model, card)
+    files |= model.tokenizer.files(model.config.max_position_embeddings) | {"README.md": model_card(model, card)}
     for file, text in files.items():
         (folder / file).write_text(text, encoding="utf-8")
     try:
@@ -133,15 +128,14 @@ def import_model(input: str = "", output: str = "", eos_token: str | None = None
 
     Args:
         input: The model's folder, with safetensors and a `tokenizer.json`; or a run's or a checkpoint's, whose weights
-            then make a fresh start; or a `.gguf` file, which transformers reads with the packages gguf and accelerate.
+            then make a fresh start.
         output: The folder to make, which must be empty or not there.
         eos_token: The token that ends a document, where the model's files do not tell.
     """
     if not input or not output:
         raise RequestError("give a model's folder with --input and the folder to make with --output")
     source, target = checkpoint_folder(input) if is_remote(input) else Path(input), Path(output)
-    packed = source.suffix == ".gguf" and source.is_file()
-    if not source.is_dir() and not packed:
+    if not source.is_dir():
         cure = hub_hint(input) or "; give one with a config.json and safetensors in it"
         raise RequestError(f"--input {source} is not a folder{cure}")
     if (source / "config.json").exists() and not (source / "tokenizer.json").exists():
@@ -149,12 +143,8 @@ def import_model(input: str = "", output: str = "", eos_token: str | None = None
             f"{source} has no tokenizer.json; transformers makes one: "
             f"AutoTokenizer.from_pretrained({input!r}).save_pretrained({input!r})"
         )
-    if (target.parent / "run.json").exists():
-        raise RequestError(f"--output {target} is in the folder of a run and would be read as its checkpoint")
-    with TemporaryDirectory() as unpacked, new_folder(target) as folder:
-        if packed:
-            convert_gguf(source, Path(unpacked))
-        model = load_pretrained(unpacked if packed else source, "cpu", torch.float32, eos_token=eos_token)
+    with new_folder(target) as folder:
+        model = load_pretrained(source, "cpu", torch.float32, eos_token=eos_token)
         weights = to_huggingface(model.decoder.state_dict(), model.config)
         write_files(folder, checkpoint_content(weights, describing_files(model, "float32")))
         # Without a digest in the checkpoint, so that a person may change it: another dropout or context is not damage.
@@ -163,26 +153,6 @@ def import_model(input: str = "", output: str = "", eos_token: str | None = None
     log.info("train on:    lm fit --config YOURS.yaml --config %s --ckpt_path %s --run NAME",
              target / "model.yaml", target)  # fmt: skip
     print(target)
-
-
-def convert_gguf(file: Path, folder: Path) -> None:
-    """Fill a folder with a file of llama.cpp in Hugging Face's format: transformers makes fp32 of its weights."""
-    try:
-        from transformers import AutoModelForCausalLM, AutoTokenizer  # takes a while to import
-
-        place = {"pretrained_model_name_or_path": file.parent, "gguf_file": file.name}
-        model = AutoModelForCausalLM.from_pretrained(**place, dtype=torch.float32)
-        AutoTokenizer.from_pretrained(**place).save_pretrained(folder)
-    except ImportError as error:
-        raise RequestError(f"--input {file} needs `pip install transformers gguf accelerate`") from error
-    except (OSError, ValueError) as error:
-        raise RequestError(f"--input {file}: transformers cannot read it: {first_line(error)}") from error
-    config = {**model.config.to_dict(), "architectures": [type(model).__name__], "quantization_config": None}
-    (folder / "config.json").write_text(json.dumps(config), encoding="utf-8")
-    weights = model.state_dict()
-    if config["tie_word_embeddings"]:
-        weights.pop("lm_head.weight")
-    save_torch_state_dict(weights, folder, metadata={"format": "pt"})
 
 
 def checkpoint_content(weights: Mapping[str, Tensor], files: Mapping[str, str]) -> dict[str, object]:
@@ -228,13 +198,10 @@ def average(
     """Write the mean of the weights of several checkpoints of a run, as a checkpoint without optimizer state.
 
     Late in a training with a high learning rate the weights move around a minimum, and their mean is nearer to it than
-    each of them (Izmailov et al., 2018, "Averaging weights leads to wider optima and better generalization",
-    arXiv:1803.05407; of the last K checkpoints: Kaddour, 2022, "Stop wasting my time! Saving days of ImageNet and BERT
-    training with latest weight averaging", arXiv:2209.14981).
+    each of them (Izmailov et al., 2018, arXiv:1803.05407; of the last checkpoints: Kaddour, 2022, arXiv:2209.14981).
 
     Args:
-        run: Name of the run, under the root or in the registry: `mine` means that one and not `mine-2`. If not given,
-            the newest of all.
+        run: Name under the root or in the registry, or a path; the newest run if not given.
         steps: The optimizer steps of the checkpoints, such as 100 200 300.
         last: How many of the newest checkpoints, in place of --steps.
         output: The folder to make, which must be empty or not there; `average-FIRST-LAST-of-K` in the run's folder if

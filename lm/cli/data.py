@@ -59,12 +59,12 @@ def inspect(path: str, column: str = "input_ids", seq_len: int | None = None, js
 
 def describe_folder(path: str, column: str = "input_ids", seq_len: int | None = None) -> dict[str, Any]:
     """What `lm data inspect --json` prints."""
-    manifest = _manifest(Path(path) / MANIFEST)
+    recorded = _recorded_splits(Path(path) / MANIFEST)
     beside = next((at for at in (Path(path), Path(path).parent) if (at / "tokenizer.json").is_file()), None)
     tokenizer = beside and Tokenizer.load(beside)
     known = {} if tokenizer is None else {"vocab_size": tokenizer.vocab_size, "tokenizer_sha256": tokenizer.sha256}
-    if manifest is not None:
-        opened = {name: Shards.open(f"{path}/{name}", column, **known) for name in manifest["splits"]}
+    if recorded:
+        opened = {name: Shards.open(f"{path}/{name}", column, **known) for name in recorded}
     else:
         opened = {"": Shards.open(path, column, **known)}
         names = sorted({PurePath(file.name).parts[0] for file in opened[""].fingerprint()})
@@ -73,11 +73,10 @@ def describe_folder(path: str, column: str = "input_ids", seq_len: int | None = 
     first = opened.get("val") or next(iter(opened.values()))
     if seq_len is None:
         seq_len = first.packed.seq_len if first.packed else CONTEXT
-    known_counts = {} if manifest is None else manifest["splits"]
-    splits = {name: _counts(shards, seq_len, known_counts.get(name)) for name, shards in opened.items()}
+    splits = {name: _counts(shards, seq_len, recorded.get(name)) for name, shards in opened.items()}
     return {
         "path": path,
-        "made_by_lm": manifest is not None,
+        "made_by_lm": bool(recorded),
         "column": column,
         "tokenizer": None if tokenizer is None else {
             "vocab_size": tokenizer.vocab_size, "eos_token": tokenizer.eos_token, "eos_id": tokenizer.eos_id,
@@ -89,19 +88,19 @@ def describe_folder(path: str, column: str = "input_ids", seq_len: int | None = 
     }  # fmt: skip
 
 
-def _manifest(file: Path) -> dict[str, Any] | None:
-    """The manifest of a prepared folder; None of a folder that has none."""
+def _recorded_splits(file: Path) -> dict[str, Any]:
+    """The splits of a prepared folder by its manifest; empty where there is none."""
     if not file.is_file():
-        return None
+        return {}
     try:
-        manifest = parse_json(file.read_bytes())
-        names = [name for name, split in manifest["splits"].items() if split["documents"] >= 0 and split["bytes"] >= 0]
+        splits = parse_json(file.read_bytes())["splits"]
+        names = [name for name, split in splits.items() if split["documents"] >= 0 and split["bytes"] >= 0]
         if not names or any(name in ("", "..") or Path(name).name != name for name in names):
             raise ValueError("it has no splits, or one outside of its folder")
     except (OSError, *DAMAGE) as error:
         anew = f"`rm -r {quote(str(file.parent))}`, and run `lm data prepare` again"
         raise RequestError(f"{file} is damaged ({first_line(error)}); {anew}") from error
-    return manifest
+    return splits
 
 
 def _counts(shards: Shards, seq_len: int, recorded: dict[str, Any] | None) -> dict[str, Any]:

@@ -88,13 +88,8 @@ def _anonymous(text: str) -> str:
 def _python() -> Iterator[Check]:
     yield Check("lm", "ok", f"{lm_version()} on {platform.platform()}")
     yield Check("Python", "ok", f"{platform.python_version()} at {sys.executable}")
-    needed = [one for one in importlib.metadata.requires("lm-pretrain") or [] if "extra ==" not in one]
-    wrong = [one for one in needed if not any(importlib.metadata.distributions(name=re.split(r"[^\w.-]", one)[0]))]
-    if wrong:
-        yield Check("packages", "error", f"missing: {', '.join(wrong)}", f"pip install {' '.join(map(repr, wrong))}")
-    else:
-        shown = ("lightning", "tokenizers", "pyarrow")
-        yield Check("packages", "ok", ", ".join(f"{name} {importlib.metadata.version(name)}" for name in shown))
+    packages = ("lightning", "tokenizers", "pyarrow")
+    yield Check("packages", "ok", ", ".join(f"{name} {importlib.metadata.version(name)}" for name in packages))
 
 
 def _torch() -> Iterator[Check]:
@@ -107,12 +102,9 @@ def _torch() -> Iterator[Check]:
     if driver and not torch.version.cuda:
         yield Check("driver", "error", f"there is an NVIDIA driver, {driver}, and this torch is for CPUs only", cure)
     elif driver and not torch.cuda.is_available():
-        yield Check(
-            "driver",
-            "error",
-            f"torch for CUDA {torch.version.cuda} finds no GPU with NVIDIA driver {driver}",
-            f"install a newer driver, or {cure}; in a container, start it with --gpus all",
-        )
+        what = f"torch for CUDA {torch.version.cuda} finds no GPU with NVIDIA driver {driver}"
+        yield Check("driver", "error", what,
+                    f"install a newer driver, or {cure}; in a container, start it with --gpus all")  # fmt: skip
     elif driver:
         yield Check("driver", "ok", f"NVIDIA {driver}")
 
@@ -122,13 +114,11 @@ def _gpus() -> Iterator[Check]:
     half = f", {cpu_half_precision()} in hardware" if cpu_half_precision() else ""
     yield Check("CPU", "ok", f"{device_name('cpu')}, {plural(cores or 1, 'core')}{half}; {format_bytes(size or 0)}")
     if not torch.cuda.is_available():
-        mps = torch.backends.mps.is_available()
-        yield Check(
-            "GPU",
-            "ok" if mps else "warning",
-            "Apple's, by MPS" if mps else "none: training is on the CPU",
-            "" if mps else "a CPU trains models of a few million parameters; for more, rent a GPU",
-        )
+        if torch.backends.mps.is_available():
+            yield Check("GPU", "ok", "Apple's, by MPS")
+        else:
+            yield Check("GPU", "warning", "none: training is on the CPU",
+                        "a CPU trains models of a few million parameters; for more, rent a GPU")  # fmt: skip
         return
     for index in range(torch.cuda.device_count()):
         device = torch.device("cuda", index)
@@ -153,12 +143,8 @@ def _kernels() -> Iterator[Check]:
         return
     device = torch.device("cuda")
     if missing := kernels_missing(device):
-        yield Check(
-            "kernels",
-            "warning",
-            f"{missing}; plain PyTorch is used, which is slower",
-            "pip install cuda-bindings nvidia-cuda-nvrtc" if "NVRTC" in missing else "install a newer driver",
-        )
+        cure = "pip install cuda-bindings nvidia-cuda-nvrtc" if "NVRTC" in missing else "install a newer driver"
+        yield Check("kernels", "warning", f"{missing}; plain PyTorch is used, which is slower", cure)
         return
     gate_up = torch.randn(8, 128, device=device, dtype=torch.bfloat16)
     ours = torch.ops.lm.swiglu(gate_up)
@@ -166,12 +152,8 @@ def _kernels() -> Iterator[Check]:
     if error < 0.05:
         yield Check("kernels", "ok", f"compiled by NVRTC, loaded, and right on {device_name(device)}")
     else:
-        yield Check(
-            "kernels",
-            "error",
-            f"a kernel is wrong by {error:.3g} on {device_name(device)}",
-            "--model.kernels off, and please report it with this page",
-        )
+        yield Check("kernels", "error", f"a kernel is wrong by {error:.3g} on {device_name(device)}",
+                    "--model.kernels off, and please report it with this page")  # fmt: skip
 
 
 def _attention() -> Iterator[Check]:

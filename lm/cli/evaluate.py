@@ -47,10 +47,8 @@ def main(
     """Measure a checkpoint on tasks or texts, and keep the result with its run.
 
     Args:
-        run: Name of the run, under the root or in the registry: `mine` means that one and not `mine-2`. If not given,
-            the newest of all.
-        ckpt_path: `best`, `last`, `auto` (the newest that is whole), a step such as `step-00000100`, or the folder of
-            a checkpoint or of a Hugging Face model; the best if not given.
+        run: Name under the root or in the registry, or a path; the newest run if not given.
+        ckpt_path: `best`, `last`, `auto` (the newest whole one), `step-00000100`, or a model's folder; else the best.
         device: Where to compute; the GPU if there is one.
         dtype: Number format of the weights; as they are stored if not given.
         json: Print one JSON object instead of lines.
@@ -59,8 +57,10 @@ def main(
     found = measure(lambda: load_pretrained(chosen_model(run, ckpt_path, root), device, dtype), **options)
     if json:
         print(jsonlib.dumps(found, ensure_ascii=False))
-    else:
-        show_evaluation(found)
+        return
+    for line in (found["model"], *describe_evaluation(found), f"in {found['seconds']:.1f} s"):
+        if line:
+            print(harmless(line))
 
 
 def measure(
@@ -125,11 +125,7 @@ def measure_texts(
 
 
 def short_names(sources: Sequence[str]) -> list[str]:
-    """A short name for each source, such as `book` for `texts/book.txt`.
-
-    It is the last part of the path that is not a pattern, without its suffix; the whole source where two would have one
-    name.
-    """
+    """The last part of each path that is not a pattern, without its suffix; the whole path where two are alike."""
     names = []
     for source in sources:
         plain = [part for part in source.removeprefix("embedded:").split("/") if part and not set(part) & set("*?[")]
@@ -139,7 +135,7 @@ def short_names(sources: Sequence[str]) -> list[str]:
 
 @contextmanager
 def progress_bars() -> Iterator[Bar]:
-    """Progress bars on a terminal: a function that takes a name, how much is done, and how much there is."""
+    """Progress bars on a terminal."""
     console = Console(stderr=True)
     columns = (TextColumn("{task.description}", markup=False), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
     with Progress(*columns, console=console, disable=not console.is_terminal) as progress:
@@ -169,10 +165,3 @@ def keep_evaluation(run: Run, found: Evaluation) -> None:
         events.log_metrics(points[step], step)
     events.experiment.close()
     registry.record_run(run)
-
-
-def show_evaluation(found: Evaluation) -> None:
-    """Print an evaluation as `lm runs show` does, a line for each task and text."""
-    for line in (found["model"], *describe_evaluation(found), f"in {found['seconds']:.1f} s"):
-        if line:
-            print(harmless(line))

@@ -57,10 +57,8 @@ def main(
     """Continue prompts. Without any, continue standard input; on a terminal, ask for one prompt after the other.
 
     Args:
-        run: Name of the run, under the root or in the registry: `mine` means that one and not `mine-2`. If not given,
-            the newest of all.
-        ckpt_path: `best`, `last`, `auto` (the newest that is whole), a step such as `step-00000100`, or the folder of
-            a checkpoint or of a Hugging Face model; the best if not given.
+        run: Name under the root or in the registry, or a path; the newest run if not given.
+        ckpt_path: `best`, `last`, `auto` (the newest whole one), `step-00000100`, or a model's folder; else the best.
         prompt: Texts to continue; an empty one begins a document.
         num_samples: Texts for each prompt.
         device: Where to compute; the GPU if there is one.
@@ -71,12 +69,12 @@ def main(
     """
     chosen = Settings(**settings)
     require_at_least(1, "--", num_samples=num_samples)
-    prompts = read_prompts(prompt)
-    if prompts is None and json:
+    prompts = prompt or ([] if sys.stdin.isatty() else [sys.stdin.read().removesuffix("\n")])
+    if json and not prompts:
         raise RequestError("--json needs a prompt: give --prompt, or pipe a text in")
     model = load_pretrained(chosen_model(run, ckpt_path, root), device, dtype)
     mode, step = choose_step(model, compile)
-    if prompts is None:
+    if not prompts:
         return converse(model, chosen, step)
     chosen = with_seed(chosen)
     prompts = [text for text in prompts for _ in range(num_samples)]
@@ -114,20 +112,6 @@ def main(
         print_text(one.text + "\n")
     log.info("%d tokens, %.0f tokens/s, the first after %.2g s, seed %d", tokens, tokens / seconds,
              first_token or seconds, chosen.seed)  # fmt: skip
-
-
-def read_prompts(given: list[str] | None) -> list[str] | None:
-    """The texts to continue; None where a person is to type them."""
-    if given is not None:
-        if not given:
-            raise RequestError("no prompt: --prompt is empty")
-        return given
-    if not sys.stdin.isatty():
-        try:
-            return [sys.stdin.read().removesuffix("\n")]
-        except UnicodeDecodeError as error:
-            raise RequestError(f"standard input is not UTF-8 text: {error}") from error
-    return None
 
 
 def choose_step(model: Pretrained, compile: Compile) -> tuple[str, Step]:

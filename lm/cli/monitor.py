@@ -9,6 +9,7 @@ import statistics
 import sys
 import time
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -23,7 +24,6 @@ from rich.text import Text
 
 from lm.cli.charts import chart
 from lm.cli.runs_show import STYLES
-from lm.errors import RequestError
 from lm.runs.facts import LiveRun
 from lm.runs.history import Series, smooth
 from lm.runs.metrics import BY_SOURCE, METRICS, Metric
@@ -281,7 +281,6 @@ def monitor(
     json: bool = False,
     root: str = str(ROOT),
     interval: float = 1.0,
-    once: bool = False,
 ) -> None:
     """Watch runs in the terminal: curves, figures, the machine, checkpoints, alerts, and the time that is left.
 
@@ -290,15 +289,12 @@ def monitor(
         json: Print the state as one JSON object and end; a list if there are several runs.
         root: Folder of the runs.
         interval: Seconds between two updates.
-        once: Print one page and end, as without a terminal.
     """
-    if not 0.05 <= interval <= 3600:
-        raise RequestError(f"--interval {interval:g} must lie between 0.05 and 3600 seconds")
     if hasattr(sys.stdout, "reconfigure"):
         sys.stdout.reconfigure(errors="replace")  # where there are no braille dots
     console = Console()
     watches = [LiveRun(run) for run in [find_run(name, root) for name in runs] or default_runs(root)]
-    if sys.stdout.isatty() and not console.is_dumb_terminal and not json and not once:
+    if sys.stdout.isatty() and not console.is_dumb_terminal and not json:
         follow_runs(watches, console, interval, None if runs else root)
         return
     for watch in watches:
@@ -317,10 +313,9 @@ def monitor(
 def default_runs(root: str) -> list[Run]:
     """The runs to watch where none is named: those that are running under the root, else in other folders of the
     registry, else the newest."""
-    here = Run.all(root)
+    here = Run.all(root)[::-1]
     elsewhere = [Run(path) for path in known_folders() if path not in [run.path.resolve() for run in here]]
     elsewhere.sort(key=lambda run: run.entered()[1], reverse=True)
-    here.reverse()
     if not (here or elsewhere):
         raise no_run(f"{root} or in the registry")
     for runs in (here, elsewhere):
@@ -338,23 +333,21 @@ def follow_runs(watches: list[LiveRun], console: Console, interval: float, root:
 
     Runs that begin under `root` meanwhile are added.
     """
-    try:
-        signal.signal(signal.SIGTERM, signal.default_int_handler)  # as Ctrl-C, which gives the screen back
-        with Live(console=console, screen=True, auto_refresh=False, vertical_overflow="crop") as screen:
+    signal.signal(signal.SIGTERM, signal.default_int_handler)  # as Ctrl-C, which gives the screen back
+    screen = Live(console=console, screen=True, auto_refresh=False, vertical_overflow="crop")
+    with suppress(KeyboardInterrupt), screen:
+        while True:
+            looked, shown = time.monotonic(), [watch.run.path.resolve() for watch in watches]
+            new = [run for run in (Run.all(root) if root else ()) if run.path.resolve() not in shown]
+            watches += [LiveRun(run) for run in new if run.status() == "running"]
+            for watch in watches:
+                watch.refresh()
+            size = None
             while True:
-                looked, shown = time.monotonic(), [watch.run.path.resolve() for watch in watches]
-                new = [run for run in (Run.all(root) if root else ()) if run.path.resolve() not in shown]
-                watches += [LiveRun(run) for run in new if run.status() == "running"]
-                for watch in watches:
-                    watch.refresh()
-                size = None
-                while True:
-                    if size != console.size:
-                        size = console.size
-                        hint = Layout(Text("Ctrl-C leaves; the runs continue", "dim"), size=1)
-                        screen.update(stacked(page(watches, size.width, max(1, size.height - 1)), hint), refresh=True)
-                    if time.monotonic() - looked >= interval:
-                        break
-                    time.sleep(min(0.1, interval))
-    except KeyboardInterrupt:
-        return
+                if size != console.size:
+                    size = console.size
+                    hint = Layout(Text("Ctrl-C leaves; the runs continue", "dim"), size=1)
+                    screen.update(stacked(page(watches, size.width, max(1, size.height - 1)), hint), refresh=True)
+                if time.monotonic() - looked >= interval:
+                    break
+                time.sleep(min(0.1, interval))

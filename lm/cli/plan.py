@@ -20,7 +20,7 @@ from lm.cli.options import PlanOptions
 from lm.cli.rehearse import rehearse, show_rehearsal
 from lm.data.config import DataConfig
 from lm.data.datamodule import DataModule
-from lm.errors import RequestError
+from lm.errors import RequestError, require_at_least
 from lm.model.estimates import checkpoint_bytes, describe_mfu, parameters, recomputed_flops_per_token
 from lm.runs.mirror import Mirror
 from lm.runs.run import Run, refuse_name
@@ -56,6 +56,7 @@ def plan(config: Namespace, name: str) -> None:
         return send_test(recipients, name)
     found, noted = examine(config)
     found = {"config": name, **found}
+    noted.sort(key=lambda finding: ("error", "warning", "advice").index(finding.level))
     if recipients:
         found["notify"] = [{"to": one.name, "level": one.level} for one in recipients]
     errors = [finding for finding in noted if finding.level == "error"]
@@ -96,7 +97,7 @@ def largest_that_fits(found: dict[str, Any], noted: list[Finding]) -> int:
 def examine(
     config: Namespace, opened: DataModule | None = None, resumed: Run | None = None
 ) -> tuple[dict[str, Any], list[Finding]]:
-    """The facts of a config, as far as they can be known, and the findings on it, the errors first.
+    """The facts of a config, as far as they can be known, and the findings on it.
 
     Of a fit that begins, `opened` is the data, and `resumed` a run whose beginning is over and in part paid for.
     """
@@ -104,8 +105,7 @@ def examine(
         raise RequestError(f"--mfu {config.mfu} must lie in (0, 1]")
     if config.peak_tflops is not None and not 0 < config.peak_tflops < math.inf:
         raise RequestError(f"--peak_tflops {config.peak_tflops} must be above 0")
-    if config.rate_usd_per_hr is not None and config.rate_usd_per_hr < 0:
-        raise RequestError(f"--rate_usd_per_hr {config.rate_usd_per_hr} must not be below 0")
+    require_at_least(0, "--", rate_usd_per_hr=config.rate_usd_per_hr)
     wanted = config.device or "auto"
     cpu = wanted == "auto" and config.trainer.accelerator == "cpu"
     device, here = (Device("", None, None), 1) if config.strict else find_device(
@@ -144,7 +144,6 @@ def examine(
     if known.here:
         noted += of_accelerator(trainer.accelerator)
     noted += facts.of_steps(found["steps"], config)
-    noted += facts.of_schedule(found["steps"], config)
     if resumed is None:
         noted += facts.of_warmup(found["steps"], config, data)
     if not config.strict and "unknown" not in data:
@@ -156,7 +155,7 @@ def examine(
         if "unknown" not in data:  # otherwise there is an error already
             noted.append(Finding("advice", "the model's size is not known before the tokenizer is made",
                                  "--model.decoder.vocab_size N"))  # fmt: skip
-        return found, by_level(noted)
+        return found, noted
     found["model"] = facts.model_facts(decoder, config.data.seq_len)
     if (custom := facts.custom_model(config, decoder)) is not None:
         found["model"] |= custom
@@ -169,7 +168,7 @@ def examine(
     noted += facts.of_optimizer(config.model.optimizer)
     noted += facts.of_rules(decoder, found["steps"], config)
     if config.strict:
-        return found, by_level(noted)
+        return found, noted
     if device.capability is None and device.memory_bytes is not None:
         device = device._replace(memory_bytes=device.memory_bytes // on_node)  # which the ranks of a CPU share
     precision = precision_for_cpu(config.trainer.precision) if device.capability is None else config.trainer.precision
@@ -201,11 +200,7 @@ def examine(
     for finding in facts.of_device(found["memory"], space, found["steps"], device, config, precision):
         guessed = custom is not None and finding.level == "error"
         noted.append(finding._replace(level="warning") if guessed else finding)
-    return found, by_level(noted)
-
-
-def by_level(noted: list[Finding]) -> list[Finding]:
-    return sorted(noted, key=lambda finding: ("error", "warning", "advice").index(finding.level))
+    return found, noted
 
 
 def _read_rate(config: Namespace, noted: list[Finding]) -> tuple[dict[str, Any], float | None]:

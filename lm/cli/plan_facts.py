@@ -61,7 +61,7 @@ FIRST_TRY = 5e6  # parameters, below which a model is one to try things with
 NEARLY_FULL = 0.92  # of the device's memory
 HALF_EMPTY = 0.45
 LONG_VALIDATION = 0.1  # share of the time
-BF16_FROM = (8, 0)  # compute capability; TF32 too
+BF16_FROM = (8, 0)  # compute capability
 FAR_BATCH, FAR_RATE = 4, 3  # times the rules of `lm scale`, above or below
 BATCH_RULE_FROM = 1e17  # operations in the blocks, the least that the rule was fitted to (arXiv:2401.02954)
 UNCLIPPED_RATE = 6e-4  # the highest of GPT-3's models, which were all clipped at 1.0 (Brown et al., 2020,
@@ -262,12 +262,6 @@ def step_facts(steps: Steps, config: Namespace, data: dict[str, Any]) -> dict[st
     return facts
 
 
-def of_steps(steps: dict[str, Any], config: Namespace) -> Iterator[Finding]:
-    total = steps["max_steps"]
-    if (drill := config.guards.inject_step) is not None and drill > total:
-        yield Finding("error", f"guards.inject_step {drill:,}: the run ends with step {total:,}", "inject it before")
-
-
 def of_warmup(steps: dict[str, Any], config: Namespace, data: dict[str, Any]) -> Iterator[Finding]:
     warmup, total, per_epoch = steps["warmup_steps"], steps["max_steps"], steps.get("steps_per_epoch")
     ratio = config.model.schedule.warmup_ratio is not None
@@ -289,9 +283,11 @@ def _steps_an_epoch(data: dict[str, Any], steps: dict[str, Any]) -> str:
     return f"{data['train']['windows']:,} samples / {samples:,} a step = {per_epoch}"
 
 
-def of_schedule(steps: dict[str, Any], config: Namespace) -> Iterator[Finding]:
-    """Findings on a decay that does not end with the run, and on a high rate without clipping."""
+def of_steps(steps: dict[str, Any], config: Namespace) -> Iterator[Finding]:
+    """Findings on a drill after the last step, a decay that does not end with it, and a high rate without clipping."""
     schedule, total = config.model.schedule, steps["max_steps"]
+    if (drill := config.guards.inject_step) is not None and drill > total:
+        yield Finding("error", f"guards.inject_step {drill:,}: the run ends with step {total:,}", "inject it before")
     warmup, decay = steps["warmup_steps"], steps["decay_steps"]
     rate, name = config.model.optimizer.lr, schedule.name
     last, final, end = lr_fraction(total - 1, total, schedule), schedule.final_fraction, max(decay, warmup)
@@ -499,9 +495,6 @@ def of_device(memory: dict[str, Any], disk: DiskSpace, steps: dict[str, Any], de
     if precision != config.trainer.precision:
         yield Finding("advice", f"{device.name} is slow in {config.trainer.precision}, so {precision} is used",
                       f"set --trainer.precision {precision}")  # fmt: skip
-    if config.trainer.matmul_precision == "high" and (device.capability or (0, 0)) < BF16_FROM:
-        yield Finding("warning", f"trainer.matmul_precision high is TF32, which {device.name} does not have: it "
-                      "changes nothing", "leave it out")  # fmt: skip
     if precision.startswith("bf16") and device.capability is not None and device.capability < BF16_FROM:
         yield Finding("warning", f"{device.name} has no bf16 in hardware", "--trainer.precision 16-mixed")
     if memory["device"] is None:

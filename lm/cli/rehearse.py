@@ -75,14 +75,7 @@ class InventedRun:
     def begin_after(self, step: int) -> None:
         """Have the next log line come after this step."""
         self.step = self.rollbacks.good = step
-        self.rolled_back = 0
         self.now = step * self.seconds
-
-    def count_with(self, budget: Budget) -> None:
-        """A budget begins to count what this run costs."""
-        self.observers, spent = (budget,), budget.begin(Cost(0.0, None), age=0.0)
-        self.cost = budget.meter.read
-        self.act(spent)
 
     def line(self, changed: Metrics = {}, steps: Sequence[StepRecord] = ()) -> None:
         """The next log line, `log_interval` steps after the one before: a healthy one but for what is changed."""
@@ -228,7 +221,10 @@ def _budget(
         run = run_of()
         run.seconds = run.seconds if part is None else part * left / run.max_steps
         read_file = partial(_counted, file, run, rate, later_rate, before)
-        run.count_with(Budget(config, clock=partial(getattr, run, "now"), read_file=read_file))
+        budget = Budget(config, clock=partial(getattr, run, "now"), read_file=read_file)
+        spent = budget.begin(Cost(0.0, None), age=0.0)
+        run.observers, run.cost = (budget,), budget.meter.read
+        run.act(spent)
         while not run.ended:
             if run.step >= run.max_steps // 2:
                 run.now, stall = run.now + stall, 0.0

@@ -3,8 +3,8 @@
 Nothing here imports torch. `cli/runs_show` and `cli/runs_compare` have the other commands.
 """
 
-import logging
 import time
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -20,8 +20,6 @@ from lm.runs.run import ROOT, Run
 from lm.system.files import to_json
 from lm.system.process import harmless
 from lm.system.units import format_count, format_duration, plural
-
-log = logging.getLogger(__name__)
 
 SHOWN = 20  # runs of other folders that `ls` shows without --all
 EXPLAINED = ("stopped", "interrupted", "failed")  # statuses that have a reason worth a line
@@ -117,11 +115,9 @@ def collect_runs(root: str) -> list[dict[str, Any]]:
     for run in Run.all(root):
         path = str(run.path.resolve())
         found[path] = found.get(path) or run_row(run)
-    try:
-        if removed:
+    if removed:
+        with suppress(LmError):  # where it cannot be written to, they are left out all the same
             registry.forget(removed)
-    except LmError as error:
-        log.warning("%s; `lm runs ls` leaves removed runs out all the same", error)
     return sorted(found.values(), key=lambda run: (run.get("entered") or 0.0, run["name"]))
 
 
@@ -139,9 +135,11 @@ def _print_table(found: list[dict[str, Any]], console: Console) -> None:
     for folder, runs in folders.items():
         where = folder.relative_to(Path.cwd()) if folder.is_relative_to(Path.cwd()) else folder
         console.print(Text(str(where), style="bold"))
-        console.print(_table_line(HEADINGS, widths, "dim"))
+        console.print(_table_line(HEADINGS, widths), style="dim")
         for run in runs:
-            console.print(_table_line(rows[run["path"]], widths, STYLES.get(run["status"], "")))
+            line, begin = _table_line(rows[run["path"]], widths), widths[0] + 4
+            line.stylize(STYLES.get(run["status"], ""), begin, begin + widths[1])
+            console.print(line)
             if run["status"] in EXPLAINED and run["reason"]:
                 reason = Text(f"    {' '.join(harmless(run['reason']).split())}", style="dim")
                 reason.truncate(console.width, overflow="ellipsis")
@@ -161,12 +159,8 @@ def _steps(number: int) -> str:
     return str(number) if number < 100_000 else format_count(number)
 
 
-def _table_line(cells: tuple[str, ...], widths: list[int], style: str) -> Text:
-    name, status, *rest = cells
-    if len(name) > widths[0]:
-        name = name[: widths[0] - 1] + "…"
-    line = Text(f"  {name:<{widths[0]}}  ", style="dim" if cells is HEADINGS else "")
-    line.append(f"{status:<{widths[1]}}", style=style)
-    for cell, width in zip(rest, widths[2:], strict=True):
-        line.append(f"  {cell:>{width}}")
-    return line
+def _table_line(cells: tuple[str, ...], widths: list[int]) -> Text:
+    name, status, *numbers = cells
+    name = name if len(name) <= widths[0] else name[: widths[0] - 1] + "…"
+    rest = (f"{number:>{width}}" for number, width in zip(numbers, widths[2:], strict=True))
+    return Text("  ".join(["", f"{name:<{widths[0]}}", f"{status:<{widths[1]}}", *rest]))

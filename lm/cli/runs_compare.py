@@ -186,13 +186,9 @@ def _print_groups(console: Console, compared: dict[str, Any], rows: list[dict[st
         console.print(Text(f"{group['group']}: {', '.join(named)} {seeds}", style="dim"))
         ends = sorted({row[metric]["last_step"] for row in members if row[metric]})
         if len(ends) > 1:
-            console.print(
-                Text(
-                    f"the runs of {group['group']} have reached different steps, {ends[0]:,} to "
-                    f"{ends[-1]:,}: their mean is of models trained for different times",
-                    style="yellow",
-                )
-            )
+            warning = (f"the runs of {group['group']} have reached different steps, {ends[0]:,} to {ends[-1]:,}: "
+                       "their mean is of models trained for different times")  # fmt: skip
+            console.print(Text(warning, style="yellow"))
     if len(groups) > 1:
         console.print()
         _print_differences(console, groups[0]["group"], compared["differences"])
@@ -242,11 +238,11 @@ def export(
     """
     found = registry.find_run(run, root)
     if html is not None:
-        from lm.cli.report.run import refuse_html_path, write_page
+        from lm.cli.report.run import write_page
 
         if output is not None or checkpoint != "last":
             raise RequestError("--html writes a page instead of the folder: leave out --output and --checkpoint")
-        write_page(found, refuse_html_path(html))
+        write_page(found, html)
         print(html)
         return
     target = Path("exports") / found.name if output is None else Path(output)

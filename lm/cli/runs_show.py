@@ -44,11 +44,10 @@ def show(run: str, json: bool = False, root: str = str(ROOT)) -> None:
         _print_page(found)
 
 
-def describe_run(run: Run, metrics: list[dict[str, Any]] | None = None) -> dict[str, Any]:
-    """What `lm runs show --json` prints; what is not known is None or empty. `metrics` spares reading them again."""
+def describe_run(run: Run) -> dict[str, Any]:
+    """What `lm runs show --json` prints; what is not known is None or empty."""
     facts, row = read_facts(run), run_row(run)
-    metrics = run.metrics() if metrics is None else metrics
-    config, steps = run.settings(), run.steps()
+    metrics, config, steps = run.metrics(), run.settings(), run.steps()
     best, last = run.link("best"), run.link("last") or next(reversed(steps.values()), None)
     samples, each = read_samples(run), facts["flops_per_token"]
     return {
@@ -283,9 +282,7 @@ def _alerts(alerts: list[dict[str, Any]]) -> list[str]:
 def _samples(found: dict[str, Any]) -> list[str]:
     lines = []
     for sample in found["samples"]:
-        text = " ".join(str(sample.get("text", "")).split())
-        prompt = str(sample.get("prompt", ""))
-        text = text if text.startswith(prompt) else f"{prompt} {text}"
+        text = " ".join(f"{sample['prompt']} {sample['text']}".split())
         text = text if len(text) <= SAMPLE_CHARACTERS else text[: SAMPLE_CHARACTERS - 1] + "…"
-        lines.append(f"step {sample.get('step')}: {text}")
+        lines.append(f"step {sample['step']}: {text}")
     return lines

@@ -27,9 +27,6 @@ def count_tokens(shards: Shards, vocab_size: int, stop: int | None = None) -> np
     return sum(pieces, np.zeros(vocab_size, dtype=np.int64))
 
 
-# ---- divergence ------------------------------------------------------------------------------------------------------
-
-
 def jensen_shannon(p: np.ndarray, q: np.ndarray) -> np.ndarray:
     """The Jensen-Shannon divergence of distributions (Lin, "Divergence measures based on the Shannon entropy", IEEE
     Transactions on Information Theory 37, 1991), in bits: `(...)` of two `(..., V)`, each divided by its sum.

@@ -145,22 +145,17 @@ def predictions(model: Pretrained, ids: Sequence[int], context: int) -> Iterator
             yield window[start + 1 : start + 1 + CHUNK], logits[start : start + CHUNK]
 
 
-def expectations(model: Pretrained, text: str, alternatives: int = 5) -> list[Expectation]:
-    """What a model expects at every token of a text, which begins as documents do, with the likeliest alternatives.
+def expectations(model: Pretrained, text: str | Written, alternatives: int = 5) -> list[Expectation]:
+    """What a model expects at every token of a text, with the likeliest alternatives.
 
-    A text longer than the context is cut into windows; nothing before a window is known in it.
+    A text begins as documents do; of what a model with the same tokenizer has written, the prompt comes before it.
+    One longer than the context is cut into windows; nothing before a window is known in it.
     """
-    return _expectations(model, [model.tokenizer.eos_id], model.tokenizer.encode(text), alternatives)
-
-
-def expectations_of(model: Pretrained, written: Written, alternatives: int = 5) -> list[Expectation]:
-    """What a model expects at every token of a generated text, its own or that of a model with the same tokenizer."""
-    prompt = model.tokenizer.encode(written.prompt) or [model.tokenizer.eos_id]
-    return _expectations(model, prompt, [token.id for token in written.tokens], alternatives)
-
-
-def _expectations(model: Pretrained, before: list[int], ids: list[int], alternatives: int) -> list[Expectation]:
-    decode = model.tokenizer.decode
+    encode, decode, eos_id = model.tokenizer.encode, model.tokenizer.decode, model.tokenizer.eos_id
+    if isinstance(text, Written):
+        before, ids = encode(text.prompt) or [eos_id], [token.id for token in text.tokens]
+    else:
+        before, ids = [eos_id], encode(text)
     found: list[Expectation] = []
     for expected, logits in predictions(model, before + ids, model.config.max_position_embeddings):
         logs = logits.float().log_softmax(-1).cpu()

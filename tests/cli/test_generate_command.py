@@ -133,7 +133,6 @@ def test_stop_strings_and_filters_are_obeyed(typed, model_folder):
     (["--max_new_tokens", "0"], "max_new_tokens 0 must be at least 1"),
     (["--num_samples", "0"], "--num_samples 0 must be at least 1"),
     (["--prompt", "x" * 32], "prompt 1 leaves no room for a new token: it has 32 tokens"),
-    (["--prompt", "--json"], "no prompt: --prompt is empty"),
     (["--device", "gpu"], "device gpu: there is none here"),
     (["--stop", ""], "a stop string is empty"),
     (["--temprature", "1"], "did you mean 'temperature'?"),

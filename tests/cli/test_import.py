@@ -275,9 +275,5 @@ def test_places_that_are_taken_are_refused(tmp_path):
     source = save(tmp_path / "hf")
     with pytest.raises(RequestError, match="there already"):
         import_model(str(source), str(source))
-    run = Run.create("mine", tmp_path / "checkpoints")
-    run.describe(name="mine")
-    with pytest.raises(RequestError, match="in the folder of a run"):
-        import_model(str(source), str(run.path / "step-00000000"))
     with pytest.raises(RequestError, match="--input and the folder to make"):
         call(import_model, [], prog="lm import")

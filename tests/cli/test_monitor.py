@@ -215,7 +215,6 @@ def test_which_run_is_meant(tmp_path):
     write_live_run(other / "checkpoints", "mine")
     assert json.loads(monitor(other, "--json", **own).stdout)["run"] == "mine"
     assert "no run 'kickin'" in monitor(tmp_path, "kickin", "--json", expect=2, **own).stderr
-    assert "--interval" in monitor(tmp_path, "old", "--interval", "0", expect=2, **own).stderr
 
 
 def test_a_pipe_gets_one_plain_page(tmp_path):
@@ -231,7 +230,7 @@ def test_it_starts_at_once_and_without_torch(tmp_path, monkeypatch):
     write_live_run(tmp_path / "checkpoints", "a", lines=2000)
     monkeypatch.chdir(tmp_path)
     code = (
-        "import sys; from lm.cli.main import main; assert main(['monitor', 'a', '--once']) == 0; "
+        "import sys; from lm.cli.main import main; assert main(['monitor', 'a']) == 0; "
         "assert not {'torch', 'lightning', 'pynvml', 'numpy'} & sys.modules.keys()"
     )
     assert run_python(code)[1] < 1.0  # 0.3 s of CPU time on two idle cores

@@ -301,7 +301,6 @@ def test_shards_of_another_tokenizer(planned, workplace):
     ([], {"data.val_tokens": 512}, "warning", "512 tokens give it to within 0.22 nats at best (95 % interval)"),
     ([], {"model.decoder.hidden_size": 512, "model.decoder.intermediate_size": 2048}, "warning", "tokens are"),
     (["--device", "v100"], {"trainer.precision": "bf16-mixed"}, "warning", "no bf16"),
-    (["--device", "t4"], {"trainer.matmul_precision": "high"}, "warning", "matmul_precision high is TF32"),
 ])  # fmt: skip
 def test_what_is_noted(planned, device, changes, level, words):
     run = planned(*device, **changes)
@@ -329,7 +328,7 @@ def test_what_a_fit_would_refuse_by_itself_is_an_error_here(planned, changes, wo
      "the model's size is not known"),
     (["--fit", "--data.path", "elsewhere", "--data.prepare", "null"], "elsewhere holds no manifest.json"),
     (["--fit", "--model.decoder.hidden_size", "2Mi"], "not even a micro-batch of 1 fits"),
-    (["--rate_usd_per_hr", "-1"], "must not be below 0"),
+    (["--rate_usd_per_hr", "-1"], "--rate_usd_per_hr -1.0 must be at least 0"),
     (["--bench", "broken.json"], "is not a result of `lm bench step --output`"),
 ])  # fmt: skip
 def test_a_question_that_has_no_answer_is_one_line(workplace, monkeypatch, capsys, options, words):

@@ -200,7 +200,7 @@ def test_shards_of_others_are_read_or_refused(place, data):
 RUN = ["run.json", "state.json", "heartbeat.json", "data.json", "metrics.jsonl", "alerts.jsonl", "evaluations.jsonl",
        "config.yaml", "log.txt"]  # fmt: skip
 LOOKS = [
-    ["monitor", "small", "--json"], ["monitor", "small", "--once"], ["runs", "ls"], ["runs", "ls", "--json"],
+    ["monitor", "small", "--json"], ["monitor", "small"], ["runs", "ls"], ["runs", "ls", "--json"],
     ["runs", "show", "small"], ["runs", "compare", "small", "small"], ["runs", "rebuild"],
     ["data", "show", "--run", "small", "--step", "2"], ["plan", "--config", "checkpoints/small/config.yaml"],
     ["fit", "--config", "small.yaml", "--ckpt_path", "auto"],

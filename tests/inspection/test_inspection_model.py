@@ -160,7 +160,7 @@ def test_expectations_are_the_models_own_losses_ranks_and_entropies():
 def test_what_was_written_cost_what_the_writer_said(prompt):
     model = ready()
     written = model.generate(prompt, max_new_tokens=20, seed=1, ignore_eos=True)[0]
-    found = text_views.expectations_of(model, written)
+    found = text_views.expectations(model, written)
     assert len(found) == len(written.tokens) == 20
     for one, token in zip(found, written.tokens, strict=True):
         assert math.log(one.probability) == pytest.approx(token.log_probability, abs=1e-4)
@@ -205,7 +205,7 @@ def test_every_picture_of_a_model_is_drawn():
 def test_written_text_is_shown_with_its_alternatives():
     model = ready()
     written = model.generate("a", max_new_tokens=5, seed=3, ignore_eos=True)[0]
-    expected = text_views.expectations_of(model, written, 2)
+    expected = text_views.expectations(model, written, 2)
     assert len(expected) == 5 and all(len(one.alternatives) == 2 for one in expected)
     page = text_views.color_written(written).source
     assert page.count("<span") == 1 + 5 + len(drawing.LEGEND)

@@ -156,8 +156,8 @@ def test_lengths_are_counted_in_steps_of_the_branch(place):
 
 
 @pytest.mark.parametrize("arguments, message", [
-    (["--at", "5"], "has no checkpoint of that step; it has those of steps 4, 8, 12"),
-    (["--at", "four"], "has no checkpoint of that step"),
+    (["--at", "5"], "has no 'step-00000005' checkpoint; it has: step-00000004, step-00000008, "),
+    (["--at", "four"], "has no 'four' checkpoint"),
     (["--decay", "100"], "one of the lengths is shorter: give 256 or more"), (["--at", "last"], "give --decay TOKENS or --con"),
     (["--rewarm", "512"], "is a part of --decay or of --constant"),
     (["--decay", "512", "--constant", "512"], "give --decay or --constant"),

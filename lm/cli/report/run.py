@@ -37,35 +37,25 @@ SAMPLED_STEPS = 20
 # ---- the file --------------------------------------------------------------------------------------------------------
 
 
-def refuse_html_path(path: str) -> Path:
-    """The file for a page; refuses one that is not the page of a run, and would be lost."""
+def write_page(run: Run, path: str) -> None:
+    """Write or replace the page of a run; refuses a file that is not one, and would be lost."""
     refuse_url("--html", path)
-    target = Path(path)
-    try:
-        with open(target, encoding="utf-8", errors="replace") as file:
-            ours = file.read(len(OPENING)) == OPENING
-    except FileNotFoundError:
-        return target.resolve()
-    if not ours:
-        raise RequestError(f"--html {target} is there already and not the page of a run; choose another")
-    return target.resolve()  # a link stays one
-
-
-def write_page(run: Run, target: Path) -> None:
-    """Write or replace the page of a run at a path of `refuse_html_path`."""
-    metrics = run.metrics()
+    target = Path(path).resolve()  # a link stays one
+    with suppress(FileNotFoundError), open(target, encoding="utf-8", errors="replace") as file:
+        if file.read(len(OPENING)) != OPENING:
+            raise RequestError(f"--html {path} is there already and not the page of a run; choose another")
     target.parent.mkdir(parents=True, exist_ok=True)
-    write_atomically(target, page(run, describe_run(run, metrics), metrics), durable=False)
+    write_atomically(target, page(run), durable=False)
 
 
 # ---- the page --------------------------------------------------------------------------------------------------------
 
 
-def page(run: Run, found: dict[str, Any], metrics: list[dict[str, Any]]) -> str:
-    """The whole document; `found` is `describe_run(run)`, `metrics` are `run.metrics()`."""
-    found = public({name: part for name, part in found.items() if name != "samples"})
+def page(run: Run) -> str:
+    """The whole document."""
+    found = public({name: part for name, part in describe_run(run).items() if name != "samples"})
     live = found["status"] == "running"
-    data, figures = chart_data(run, metrics)
+    data, figures = chart_data(run, run.metrics())
     torch, started = found["versions"].get("torch"), found["started"]
     made = [machine_of(found), f"torch {torch}" if torch else "", f"started {started}" if started else ""]
     return render(
