@@ -22,7 +22,6 @@ from lm.data.config import DataConfig
 from lm.data.tokenizer import Tokenizer
 from lm.errors import RequestError
 from lm.kernels.linear import MULTIPLE
-from lm.model.compile import RECOMPUTED_FROM, keeps_all
 from lm.model.config import DecoderConfig
 from lm.model.decoder import Decoder, Linear
 from lm.model.fused import kernels_missing
@@ -276,17 +275,11 @@ def has_kernels(device: Device, kernels: str | bool) -> bool:
 
 def of_device(trainer: TrainerConfig, model: ModelConfig, device: Device) -> Iterator[Finding]:
     """What the device cannot do."""
-    kernels = has_kernels(device, model.kernels)
-    if model.kernels in ("on", True) and not kernels:
+    if model.kernels in ("on", True) and not has_kernels(device, model.kernels):
         yield error(f"model.kernels on: {device.name} cannot run them", "set model.kernels auto")
     if model.attention != "auto" and (device.capability is None or trainer.precision == "32-true"):
         yield error(f"model.attention {model.attention} needs a CUDA device and half precision, and this is "
                     f"{device.name} in {trainer.precision}", "set model.attention auto")  # fmt: skip
-    mode = model.activation_checkpointing
-    if mode != "none" and keeps_all(kernels, model.compile):
-        yield error(f"model.activation_checkpointing {mode} with our kernels and model.compile {model.compile} saves "
-                    f"no memory before torch {RECOMPUTED_FROM}, and this is {torch.__version__}",
-                    "set model.compile none, or update torch")  # fmt: skip
 
 
 def of_graphs(data: DataConfig, known: Known) -> Iterator[Finding]:
