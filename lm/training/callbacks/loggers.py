@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
-from queue import Full, Queue
+from queue import Queue
 from threading import Thread
 from typing import TYPE_CHECKING, Any
 
@@ -21,7 +21,7 @@ from lm.runs.metrics import METRICS
 from lm.runs.run import Run
 from lm.system.files import append_bytes
 from lm.training.callback import Callback
-from lm.training.lightning_patches import replace_event_file, wrap_methods
+from lm.training.lightning_patches import replace_event_file
 from lm.training.module import LanguageModule
 from lm.training.trainer import Trainer
 
@@ -33,7 +33,6 @@ log = logging.getLogger(__name__)
 # ---- calls that a training never waits for ---------------------------------------------------------------------------
 
 CALLS = ("log_hyperparams", "log_metrics", "save", "finalize")  # that a training makes
-WAITING = 10_000  # calls that may wait; more are left out
 LAST_WAIT = 10.0  # seconds that the end of a training waits for all of them
 
 
@@ -45,24 +44,16 @@ class CallThread:
 
     def __init__(self, name: str, failed: Callable[[Exception], None]) -> None:
         self._failed = failed
-        self._calls: Queue[Callable[[], Any] | None] = Queue(WAITING)
+        self._calls: Queue[Callable[[], Any] | None] = Queue()
         self._thread = Thread(target=self._run, name=name, daemon=True)
         self._thread.start()
 
-    def put(self, call: Callable[[], Any]) -> bool:
-        """Have a call made; returns whether it will be: not where too many wait already."""
-        try:
-            self._calls.put_nowait(call)
-        except Full:
-            return False
-        return True
+    def put(self, call: Callable[[], Any]) -> None:
+        self._calls.put(call)
 
     def finish(self, seconds: float) -> bool:
         """Wait so long for the calls to be made, of which there come no more; returns whether they are."""
-        try:
-            self._calls.put_nowait(None)
-        except Full:
-            pass
+        self._calls.put(None)
         self._thread.join(max(0.0, seconds))
         return not self._thread.is_alive()
 
@@ -83,16 +74,16 @@ class LoggerThread:
 
     def __init__(self, logger: Logger) -> None:
         self.name = type(logger).__name__
-        self._over = self._failed = self._said = False
+        self._over = self._failed = False
         self._thread = CallThread(f"logger {self.name}", self._fail)
-        wrap_methods(logger, CALLS, self._queued)
+        for call in CALLS:
+            setattr(logger, call, self._queued(call, getattr(logger, call)))
 
     def _queued(self, name: str, call: Callable[..., Any]) -> Callable[..., None]:
         def put(*args: Any, **kwargs: Any) -> None:
             if self._over:
                 return
-            if not self._thread.put(partial(self._make, call, *args, **kwargs)):
-                self._warn(f"is {WAITING:,} calls behind, and what follows is left out")
+            self._thread.put(partial(self._make, call, *args, **kwargs))
             if name == "finalize":
                 self._over = True
                 if not self._thread.finish(LAST_WAIT):
@@ -109,9 +100,7 @@ class LoggerThread:
         self._over = self._failed = True
 
     def _warn(self, problem: str) -> None:
-        if not self._said:
-            log.warning("logger %s %s; the training continues, and metrics.jsonl has all metrics", self.name, problem)
-        self._said = True
+        log.warning("logger %s %s; the training continues, and metrics.jsonl has all metrics", self.name, problem)
 
 
 # ---- TensorBoard -----------------------------------------------------------------------------------------------------
