@@ -320,11 +320,10 @@ print(trainer.validate(module, datamodule=data)[0]["val/loss"] == trainer.callba
 from lm.errors import RequestError
 batch = next(iter(lm.DataModule("data/tiny", seq_len=32, micro_batch_size=2).train_dataloader()))
 print(module(batch.input_ids).shape == (2, 32, data.tokenizer.vocab_size))
-for mistake in (lambda: lm.LanguageModule(decoder)(batch.input_ids), lambda: loaded.load_from_checkpoint("data/tiny")):
-    try:
-        mistake()
-    except RequestError as error:
-        print(error)
+try:
+    lm.LanguageModule(decoder)(batch.input_ids)
+except RequestError as error:
+    print(error)
 quiet = lightning.Trainer(max_steps=2, barebones=True, accelerator="cpu")
 quiet.fit(lm.LanguageModule(decoder), datamodule=data)
 """
@@ -333,7 +332,6 @@ quiet.fit(lm.LanguageModule(decoder), datamodule=data)
     said = lm(workplace, "plain.py", "whole")
     assert said.stdout.split().count("True") == 3
     assert "the model is built once a Trainer has opened the data" in said.stdout
-    assert "data/tiny is a folder, as lm.Trainer writes checkpoints: lm.load_model('data/tiny')" in said.stdout
     assert "under lightning.Trainer there is no run folder" in said.stderr
     lm(workplace, "plain.py", "resumed", "saved-whole/step=4.ckpt")
     assert logged(workplace, "resumed") == logged(workplace, "whole") and len(logged(workplace, "whole")) > 3
