@@ -258,7 +258,6 @@ def has_kernels(device: Device, kernels: str | bool) -> bool:
 
 
 def of_device(trainer: TrainerConfig, model: ModelConfig, device: Device) -> Iterator[Finding]:
-    """What the device cannot do."""
     if model.kernels in ("on", True) and not has_kernels(device, model.kernels):
         yield error(f"model.kernels on: {device.name} cannot run them", "set model.kernels auto")
     if model.attention != "auto" and (device.capability is None or trainer.precision == "32-true"):

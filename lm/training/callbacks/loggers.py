@@ -17,7 +17,6 @@ from torch import Tensor
 
 from lm.errors import first_line
 from lm.model.huggingface import to_huggingface
-from lm.runs.metrics import METRICS
 from lm.runs.run import Run
 from lm.system.files import append_bytes
 from lm.training.callback import Callback
@@ -104,12 +103,6 @@ class LoggerThread:
 
 
 # ---- TensorBoard -----------------------------------------------------------------------------------------------------
-
-LAYOUT: dict[str, dict[str, list]] = {}  # the Custom Scalars tab: category -> chart -> its curves
-for _name, _metric in METRICS.items():
-    if _metric.chart is not None:
-        _category, _chart = _metric.chart
-        LAYOUT.setdefault(_category, {}).setdefault(_chart, ["Multiline", []])[1].append(_name)
 
 
 class EventFile(TensorBoardLogger):
