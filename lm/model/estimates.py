@@ -118,7 +118,6 @@ class Step:
 
     @property
     def tokens(self) -> int:
-        """Tokens of a micro-batch."""
         return self.micro_batch_size * self.seq_len
 
     @property
