@@ -14,8 +14,7 @@ from tensorboard.backend.event_processing.event_file_loader import RawEventFileL
 from tensorboard.compat.proto.event_pb2 import Event
 from trainings import equipment, fit, make_workplace
 
-from lm.runs.run import Run
-from lm.training.callbacks.loggers import BUCKETS, EventFile, count_values
+from lm.training.callbacks.loggers import BUCKETS, count_values
 
 STEPS = 12  # optimizer steps of the run
 KILL = equipment("recorder.KillAt", signal_name="SIGKILL", micro_batch=20)
@@ -41,18 +40,6 @@ def events(run):
 def values(run, tag):
     """The values under one tag, in all files."""
     return [value for event in events(run) for value in event.summary.value if value.tag == tag]
-
-
-def test_sessions_of_one_second_are_read_in_their_order(tmp_path):
-    """A file's name begins with its second, and then has the process, whose number may be lower than the one before."""
-    run = Run.create("quick", tmp_path)
-    for resumed_at, value in ((0, 1.0), (3, 2.0), (4, 3.0)):
-        session = EventFile(run, resumed_at)
-        for step in range(resumed_at + 1, resumed_at + 6):
-            session.log_metrics({"loss": value}, step)
-    assert len({path.name.split(".")[3] for path in run.path.glob("events.*")}) == 3
-    points = [(one.step, one.value) for one in EventAccumulator(str(run.path)).Reload().Scalars("loss")]
-    assert points == [(1, 1), (2, 1), (3, 1), (4, 2), (5, 3), (6, 3), (7, 3), (8, 3), (9, 3)]
 
 
 def test_there_is_one_file_a_process_and_no_folder_of_tensorboards_own(killed):

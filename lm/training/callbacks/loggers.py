@@ -3,13 +3,12 @@
 import logging
 import math
 import os
-import time
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from queue import Queue
 from threading import Thread
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from lightning.pytorch.loggers import Logger, TensorBoardLogger
@@ -23,9 +22,6 @@ from lm.training.callback import Callback
 from lm.training.lightning_patches import replace_event_file
 from lm.training.module import LanguageModule
 from lm.training.trainer import Trainer
-
-if TYPE_CHECKING:  # it takes a quarter of a second, which `lm plan` need not wait for
-    from torch.utils.tensorboard import SummaryWriter
 
 log = logging.getLogger(__name__)
 
@@ -115,21 +111,8 @@ class EventFile(TensorBoardLogger):
     def __init__(self, run: Run, resumed_at: int | None = None) -> None:
         purge = None if resumed_at is None else resumed_at + 1
         super().__init__(str(run.path.parent), run.path.name, version="", default_hp_metric=False, purge_step=purge)
-        self._run = run
-        self._opened = False
-
-    @property
-    def experiment(self) -> "SummaryWriter":
-        """torch's SummaryWriter, which writes nothing where the disk is full instead of failing from then on."""
-        if not self._opened:
-            # Files are read in the order of their names, which begin with the second: not that of an earlier session.
-            names = (path.name.split(".")[3:4] for path in self._run.path.glob("events.out.tfevents.*"))
-            taken = {int(second) for [second] in names if second.isdigit()}
-            while int(time.time()) in taken:
-                time.sleep(0.05)
-            replace_event_file(super().experiment, lambda path: _TolerantFile(path, self._run))
-            self._opened = True
-        return super().experiment
+        # Where the disk is full, nothing is written, and TensorBoard's writer does not fail from then on.
+        replace_event_file(self.experiment, lambda path: _TolerantFile(path, run))
 
     def log_metrics(self, metrics: dict[str, float], step: int | None = None) -> None:
         """Write the values of a step as one event."""
