@@ -17,8 +17,6 @@ from lm.kernels.runtime import define
 
 BLOCKS_PER_MULTIPROCESSOR = 8  # of the backward pass: enough to hide latency, few enough for short partial sums
 LANE_ELEMENTS = 16  # of a row that a lane keeps in registers; half in the backward pass, with three values of each
-
-
 Forward = tuple[Tensor, Tensor, Tensor, Tensor]  # stream, y, 1 / rms, scale; see `FORWARD`
 
 

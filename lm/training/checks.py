@@ -153,10 +153,8 @@ def of_callbacks(given: list[Any]) -> Iterator[Finding]:
     for callback in given:
         if isinstance(callback, Callback) and (unkept := _unkept(callback)):
             yield error(f"trainer.callbacks: {unkept}", KEPT)
-        if isinstance(callback, type):
-            yield error(f"callbacks: {callback.__name__} is a class", f"give an object, {callback.__name__}()")
-        elif not isinstance(callback, Callback):
-            yield error(f"callbacks: {shown(callback)} is not a callback", "derive its class from lm.Callback")
+        if not isinstance(callback, Callback):
+            yield error(f"callbacks: {shown(callback)} is not a callback", "give an object of a class of lm.Callback")
         for kind, instead in INSTEAD.items():
             if isinstance(callback, kind):
                 yield error(f"trainer.callbacks: {type(callback).__name__} of Lightning does not work here", instead)

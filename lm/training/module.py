@@ -183,7 +183,8 @@ class LanguageModule(LightningModule):
         except StepDropped:  # after a signal, which only our Trainer handles
             self.trainer.end_run(f"; the next one was not done within {self.trainer.stop_within / 2:g} s")
             raise
-        self.run_state.record_step(number + 1, batch, result)
+        self.run_state.stats.add(number + 1, batch, result)
+        self.run_state.cursor = batch.cursor
         return result.loss
 
     def on_train_start(self) -> None:

@@ -89,7 +89,7 @@ DECODER = package.DecoderConfig(hidden_size=8, num_hidden_layers=1, num_attentio
 ON_CPU = {"max_steps": 1, "accelerator": "cpu"}
 LOADER = "data from an lm.DataModule, and this is a DataLoader"
 MISTAKES = {
-    "a class as a callback": (lambda: package.Trainer(callbacks=[Own], **ON_CPU), r"Own is a class: .* Own\(\)"),
+    "a class as a callback": (lambda: package.Trainer(callbacks=[Own], **ON_CPU), "Own.* is not a callback: give an object"),
     "not a callback": (lambda: package.Trainer(callbacks=[3], **ON_CPU), "3 is not a callback"),
     "not a count": (lambda: package.Trainer(max_tokens="2Q"), r"^lm\.Trainer\(max_tokens='2Q'\): expected a count"),
     "a loader": (lambda: package.Trainer(**ON_CPU).fit(package.LanguageModule(DECODER), DataLoader([1])), LOADER),

@@ -154,19 +154,18 @@ class BudgetGuard(Guard):
 
     def on_metrics(self, trainer: Trainer, pl_module: LanguageModule, metrics: Mapping[str, float]) -> None:
         super().on_metrics(trainer, pl_module, metrics)
-        if self.observer.meter is not None:
-            self._write(trainer)
+        self._write(trainer)
 
     def on_train_end(self, trainer: Trainer, *args: Any) -> None:
-        if self.observer.meter is not None:
-            self._write(trainer)
+        self._write(trainer)
 
     on_exception = on_train_end  # pyright: ignore[reportAssignmentType]
 
     def _write(self, trainer: Trainer) -> None:
         budget, path = self.observer, trainer.run.path / "budget.json"
-        if budget.config.file and Path(budget.config.file).resolve() == path.resolve():
-            return  # the other program's own
+        others = budget.config.file and Path(budget.config.file).resolve() == path.resolve()  # another program keeps it
+        if budget.meter is None or others:
+            return
         cost, end = budget.meter.read(), budget.projection(*remaining(trainer))
         content = {
             "spent_usd": cost.usd, "rate_usd_per_hr": budget.meter.rate, "hours_elapsed": cost.hours,
