@@ -162,10 +162,12 @@ class BudgetGuard(Guard):
     on_exception = on_train_end  # pyright: ignore[reportAssignmentType]
 
     def _write(self, trainer: Trainer) -> None:
-        budget, path = self.observer, trainer.run.path / "budget.json"
-        others = budget.config.file and Path(budget.config.file).resolve() == path.resolve()  # another program keeps it
-        if budget.meter is None or others:
+        budget = self.observer
+        if budget.meter is None:  # on other ranks, and before a training
             return
+        path = trainer.run.path / "budget.json"
+        if budget.config.file and Path(budget.config.file).resolve() == path.resolve():
+            return  # the other program's own
         cost, end = budget.meter.read(), budget.projection(*remaining(trainer))
         content = {
             "spent_usd": cost.usd, "rate_usd_per_hr": budget.meter.rate, "hours_elapsed": cost.hours,
