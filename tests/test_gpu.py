@@ -208,7 +208,7 @@ def replays_to_the_bit(model, mode):
     for capture in (False, True):
         model.zero_grad()
         micro = GraphedMicroBatch(model.parameters(), step, capture)
-        totals.append([*(micro(ids).clone() for ids in tokens), *(g.clone() for g in micro.gradients)])
+        totals.append([*(micro(ids).clone() for ids in tokens), *(p.grad.clone() for p in model.parameters())])
         assert bool(micro.recorded) == capture
     torch.testing.assert_close(*totals, rtol=0, atol=0)
 
@@ -234,7 +234,7 @@ def test_a_recorded_micro_batch_takes_any_number_of_documents(deterministic):
             ids[:, 5 : 5 + number * 3] = 7
             with copies:
                 found.append(micro(ids, 16 << number % 3))
-        found += [gradient.clone() for gradient in micro.gradients]
+        found += [parameter.grad.clone() for parameter in model.parameters()]
         assert len(micro.recorded) == 3 * capture
     half = len(found) // 2
     torch.testing.assert_close(found[:half], found[half:], rtol=0, atol=0)

@@ -37,16 +37,13 @@ class Float8(NamedTuple):
     transpose: Any  # (K, rows)
 
 
-def _as_rows(x: Tensor) -> Tensor:
-    """A copy whose rows are neighbours; `contiguous` would leave the strides of a single row or column as they are."""
-    return x.clone(memory_format=torch.contiguous_format)
-
-
 def _scaled(x: Tensor, dtype: torch.dtype, rowwise: bool) -> tuple[Tensor, Tensor]:
     """A matrix `(rows, K)` in FP8, its largest values near the end of the format's range, and its scale."""
     least, most = x.aminmax(dim=-1) if rowwise else x.aminmax()  # (rows) or ()
     scale = _power_of_two(torch.maximum(most, -least).float(), dtype)
-    return _as_rows((x.float() / scale[..., None]).to(dtype)), scale
+    values = (x.float() / scale[..., None]).to(dtype)
+    # Rows are neighbours in a clone; `contiguous` would leave the strides of a single row or column as they are.
+    return values.clone(memory_format=torch.contiguous_format), scale
 
 
 def _power_of_two(largest: Tensor, dtype: torch.dtype) -> Tensor:

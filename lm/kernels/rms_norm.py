@@ -17,8 +17,6 @@ from lm.kernels.runtime import define
 
 BLOCKS_PER_MULTIPROCESSOR = 8  # of the backward pass: enough to hide latency, few enough for short partial sums
 LANE_ELEMENTS = 16  # of a row that a lane keeps in registers; half in the backward pass, with three values of each
-
-
 Forward = tuple[Tensor, Tensor, Tensor, Tensor]  # stream, y, 1 / rms, scale; see `FORWARD`
 
 
@@ -168,9 +166,7 @@ class _Norm(torch.autograd.Function):
         return stream if ctx.adds else None, y  # without a residual `x` is the stream
 
     @staticmethod
-    def backward(ctx: Any, dstream: Tensor | None, dy: Tensor | None) -> tuple[Tensor | None, ...]:
-        if dy is None:  # only the stream was used
-            return dstream, dstream if ctx.adds else None, None, None
+    def backward(ctx: Any, dstream: Tensor | None, dy: Tensor) -> tuple[Tensor | None, ...]:
         dx, _, dweight = BACKWARD(dy, dstream, *ctx.saved_tensors, False)
         return dx, dx if ctx.adds else None, dweight, None
 
@@ -237,9 +233,7 @@ class _NormLinear(torch.autograd.Function):
         return stream if ctx.adds else None, out
 
     @staticmethod
-    def backward(ctx: Any, dstream: Tensor | None, dout: Tensor | None) -> tuple[Tensor | None, ...]:
-        if dout is None:
-            return dstream, dstream if ctx.adds else None, *(None,) * 5
+    def backward(ctx: Any, dstream: Tensor | None, dout: Tensor) -> tuple[Tensor | None, ...]:
         (stream, norm_weight, rstd, *weight), wanted = ctx.saved_tensors, ctx.needs_input_grad[4]
         gradient = linear.gradient_matrix(dout, ctx.of.scaling, True, wanted)
         dx, dnorm, dweight = normed_product_backward(

@@ -105,9 +105,7 @@ class _NormMlp(torch.autograd.Function):
         return stream if ctx.adds else None, linear.forward(z, down_matrix, x.dtype)
 
     @staticmethod
-    def backward(ctx: Any, dstream: Tensor | None, dout: Tensor | None) -> tuple[Tensor | None, ...]:
-        if dout is None:
-            return dstream, dstream if ctx.adds else None, *(None,) * 8
+    def backward(ctx: Any, dstream: Tensor | None, dout: Tensor) -> tuple[Tensor | None, ...]:
         (stream, norm_weight, rstd, gate_up, *weights), up, down = ctx.saved_tensors, ctx.up, ctx.down
         up_wanted, down_wanted = ctx.needs_input_grad[4], ctx.needs_input_grad[7]
         dbranch = linear.gradient_matrix(dout, down.scaling, True, down_wanted)

@@ -19,7 +19,6 @@ foreach_lerp_ = torch._foreach_lerp_
 foreach_mul_ = torch._foreach_mul_
 foreach_norm = torch._foreach_norm
 foreach_sub_ = torch._foreach_sub_
-foreach_zero_ = torch._foreach_zero_
 
 scaled_mm = torch._scaled_mm  # its public name, torch.nn.functional.scaled_mm, is one that torch 2.11 cannot compile
 

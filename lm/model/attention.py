@@ -226,11 +226,6 @@ def enter_kernels(decoder: nn.Module, first: SDPBackend | None = None) -> None:
     decoder.run_blocks = partial(_run_by_kernels, decoder.run_blocks, first)
 
 
-def enters_kernels(run_blocks: Any) -> bool:
-    """Whether a `run_blocks` is that of `enter_kernels`."""
-    return isinstance(run_blocks, partial) and run_blocks.func is _run_by_kernels
-
-
 def _run_by_kernels(
     run_blocks: Callable[..., Tensor], first: SDPBackend | None, x: Tensor, rotary: Any, masks: list[AttentionMask]
 ) -> Tensor:

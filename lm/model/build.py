@@ -107,12 +107,11 @@ def build(
 def _refuse_custom(decoder: nn.Module, options: BuildOptions) -> None:
     """Refuse options that do not apply to a custom model, and a model that breaks the contract."""
     refuse_contract(decoder, {"document_ids": options.document_mask, "z_loss": bool(options.z_loss)})
-    ours = isinstance(decoder, Decoder)
-    for option, asked, possible in (
-        ("kernels", options.kernels == "on", False),
-        ("attention", options.attention != "auto", ours),
-        ("activation_checkpointing", options.activation_checkpointing != "none", ours),
-    ):
-        if asked and not possible:
+    asked = {"kernels": options.kernels == "on"}
+    if not isinstance(decoder, Decoder):
+        asked["attention"] = options.attention != "auto"
+        asked["activation_checkpointing"] = options.activation_checkpointing != "none"
+    for option, given in asked.items():
+        if given:
             raise RequestError(f"model.{option} is for the decoder of this project, and build_decoder returned "
                                f"{type(decoder).__name__}: leave it out")  # fmt: skip

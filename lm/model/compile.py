@@ -12,16 +12,9 @@ from torch import Tensor, nn
 from torch.fx import GraphModule
 from torch.utils.checkpoint import checkpoint
 
-from lm.kernels.torch_private import foreach_zero_, set_compile_options, uncompiled_backend
+from lm.kernels.torch_private import set_compile_options, uncompiled_backend
 from lm.model.config import ActivationCheckpointing, Compile
 from lm.model.fused import FusedBlock
-
-RECOMPUTED_FROM = "2.13"  # torch version in which compiled code recomputes what our autograd functions save
-
-
-def keeps_all(kernels: bool, compile: Compile) -> bool:
-    """Whether this torch keeps all activations of a compiled block, though they are to be computed again."""
-    return kernels and compile != "none" and torch.__version__ < RECOMPUTED_FROM
 
 
 def checkpoint_activations(decoder: Any, mode: ActivationCheckpointing) -> None:
@@ -80,7 +73,7 @@ class GraphedMicroBatch:
 
     The first calls run as usual, then one is recorded, and from then on it is replayed. So does the first call with
     other constants: it may compile, which a recording must not. Gradients are accumulated in buffers that stay where
-    they are: `zero_grad` clears them, and nothing else may drop them. The optimizer stays outside, and so do
+    they are: clear them with `zero_grad(set_to_none=False)`. The optimizer stays outside, and so do
     accumulation, clipping and the schedule. Without `capture` every call runs as usual.
 
     `forward_backward` takes tokens `(B, T + 1)`, always of one shape, and what else it was called with, and returns a
@@ -90,10 +83,8 @@ class GraphedMicroBatch:
     def __init__(
         self, parameters: Iterable[nn.Parameter], forward_backward: Callable[..., Tensor], capture: bool
     ) -> None:
-        self.gradients = []
         for parameter in parameters:
             parameter.grad = torch.zeros_like(parameter)
-            self.gradients.append(parameter.grad)
         self.forward_backward = forward_backward
         self.stream = torch.cuda.Stream() if capture else None  # warmed up and recorded on one that is not the default
         self.calls, self.known = 0, set()  # constants that a call had before
@@ -116,10 +107,6 @@ class GraphedMicroBatch:
         self.tokens.copy_(tokens, non_blocking=True)
         graph.replay()
         return result.clone()
-
-    def zero_grad(self) -> None:
-        """Clear the gradients, and keep their buffers."""
-        foreach_zero_(self.gradients)
 
     def _run_as_usual(self, tokens: Tensor, constants: tuple) -> Tensor:
         if self.recorded:  # their memory is needed for what this call keeps for its backward pass

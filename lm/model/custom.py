@@ -23,14 +23,10 @@ import torch
 from torch import Tensor, nn
 
 from lm.errors import RequestError
-from lm.model.attention import enters_kernels
 from lm.model.config import DecoderConfig
-from lm.model.decoder import IGNORED, Block, Decoder, Linear, Losses, evaluating
+from lm.model.decoder import IGNORED, Decoder, Losses, evaluating
 from lm.model.estimates import flops_per_token, parameters
-from lm.model.fused import FusedBlock, FusedDecoder
-from lm.model.low_precision import LowPrecisionLinear
 
-FUSED = {FusedDecoder: Decoder, FusedBlock: Block, LowPrecisionLinear: Linear}  # the same by our kernels
 MEAN_OR_SUM = 0.01  # how far a total may be from one of them and still count as it; they differ by the targets
 SAME_LOSS = 1e-3  # of the largest change of a loss: what kernels may differ by
 MODEL_TYPE = "lm_custom"  # in config.json; Hugging Face refuses it, as an unknown type
@@ -72,10 +68,9 @@ def _parts(decoder: nn.Module) -> dict[str, tuple[type, dict[str, Any]]]:
     """Class and attributes of each part: sizes, eps, windows, hooks, methods that were replaced ..."""
     left_out = {"_parameters", "_buffers", "_modules", "_compiled_call_impl", "training"}
     return {
-        name: (FUSED.get(type(part), type(part)),
-               {key: value for key, value in vars(part).items() if key not in left_out and not enters_kernels(value)})
+        name: (type(part), {key: value for key, value in vars(part).items() if key not in left_out})
         for name, part in decoder.named_modules(remove_duplicate=False)
-    }  # fmt: skip
+    }
 
 
 def call_for_losses(

@@ -42,9 +42,6 @@ class RMSNorm(nn.Module):
         scale = torch.rsqrt(wide.square().mean(-1, keepdim=True) + self.eps)  # (..., 1)
         return (wide * scale * self.weight).to(x.dtype)
 
-    def extra_repr(self) -> str:
-        return f"{self.weight.shape[0]}, eps={self.eps}"
-
 
 class Linear(nn.Linear):
     """A weight matrix of a block, without a bias, multiplied in the precision of the activations."""

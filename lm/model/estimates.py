@@ -118,7 +118,6 @@ class Step:
 
     @property
     def tokens(self) -> int:
-        """Tokens of a micro-batch."""
         return self.micro_batch_size * self.seq_len
 
     @property
@@ -309,8 +308,6 @@ def largest_micro_batch(
     """
     if samples is None:
         steps = {2**n: 1 for n in range(32)}  # micro-batch -> micro-batches of a step
-    elif samples < 1:
-        raise RequestError("a device has no sample of the global batch")
     else:
         small = [size for size in range(1, math.isqrt(samples) + 1) if samples % size == 0]
         steps = {size: samples // size for size in (*small, *(samples // size for size in small))}

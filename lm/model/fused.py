@@ -109,8 +109,6 @@ class FusedBlock(Block):
 
 
 class FusedDecoder(Decoder):
-    """A `Decoder` of fused blocks."""
-
     output_copy: Tensor | None = None  # of the output matrix in half precision, while `WeightCopies` keeps one
 
     def run_blocks(self, branch: Tensor, rotary: Rotary, masks: list[AttentionMask]) -> Tensor:

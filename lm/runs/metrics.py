@@ -21,7 +21,7 @@ class Metric(NamedTuple):
     form: str = "{:.4g}"  # of a value
     short: str = ""  # where there is little space; else the label
     alert: str = ""  # its name in the conditions of alerts
-    chart: tuple[str, str] | None = None  # category and name of its chart in TensorBoard
+    chart: str = ""  # title of its chart on the page of a run, where it shares one; else the label
 
     def shown(self, value: float) -> str:
         """A value for people."""
@@ -29,25 +29,23 @@ class Metric(NamedTuple):
 
 
 NATS = "nats a token"
-LOSSES, OPTIMIZATION, THROUGHPUT = ("loss", "training and validation"), "optimization", "throughput"
+LOSSES = "training and validation"
 METRICS = {  # every metric of metrics.jsonl and TensorBoard, except those of an evaluation's tasks and `BY_SOURCE`
     "train/loss": Metric("loss", NATS, "{:.4f}", alert="loss", chart=LOSSES),
     "train/max_loss": Metric("highest loss of a step", NATS, "{:.4f}", alert="max_loss"),
-    "train/perplexity": Metric("training perplexity", form="{:.2f}", alert="perplexity"),
-    "optim/lr": Metric("learning rate", "", "{:.2e}", "lr", "lr", (OPTIMIZATION, "learning rate")),
-    "optim/grad_norm": Metric(
-        "gradient norm", "L2 norm before clipping", "{:.3g}", alert="grad_norm", chart=(OPTIMIZATION, "gradient norm")
-    ),
+    "train/perplexity": Metric("training perplexity", form="{:.2f}", alert="perplexity", chart="perplexity"),
+    "optim/lr": Metric("learning rate", "", "{:.2e}", "lr", "lr"),
+    "optim/grad_norm": Metric("gradient norm", "L2 norm before clipping", "{:.3g}", alert="grad_norm"),
     "optim/param_norm": Metric("parameter norm", "L2 norm", alert="param_norm"),
     "val/loss": Metric("validation loss", NATS, "{:.4f}", alert="val_loss", chart=LOSSES),
-    "val/perplexity": Metric("validation perplexity", form="{:.2f}", short="perplexity", alert="val_perplexity"),
+    "val/perplexity": Metric("validation perplexity", "", "{:.2f}", "perplexity", "val_perplexity", chart="perplexity"),
     "val/bpb": Metric("validation bits per byte", "bits per byte", "{:.4f}", "bits per byte", "val_bpb"),
     "eval/core": Metric("mean centred accuracy", form="{:.4f}", alert="core"),
     "perf/tokens_per_second": Metric(
-        "tokens a second", "tokens a second", "count", "tokens/s", "tokens_per_second", (THROUGHPUT, "tokens a second")
+        "tokens a second", "tokens a second", "count", "tokens/s", alert="tokens_per_second"
     ),
-    "perf/mfu": Metric("MFU (causal)", "share of the peak", "{:.1%}", alert="mfu", chart=(THROUGHPUT, "MFU")),
-    "perf/mfu_full_attention": Metric("MFU (full)", "share of the peak", "{:.1%}", chart=(THROUGHPUT, "MFU")),
+    "perf/mfu": Metric("MFU (causal)", "share of the peak", "{:.1%}", alert="mfu", chart="MFU"),
+    "perf/mfu_full_attention": Metric("MFU (full)", "share of the peak", "{:.1%}", chart="MFU"),
     "perf/data_wait": Metric("waiting for data", "share of the time", "{:.1%}", alert="data_wait"),
     "perf/gpu_load": Metric("GPU load", "percent", alert="gpu_load"),
     "perf/gpu_temperature": Metric("GPU temperature", "degrees Celsius", alert="gpu_temperature"),

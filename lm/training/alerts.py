@@ -75,8 +75,6 @@ class Expression:
         self._figures: dict[str, ast.expr] = {}  # metrics and windows, for `explain`
         self._tree = _parse(self.text)
         self._check(self._tree, condition=True)
-        if not self.depths:
-            self._refuse(self._tree, f"it has no metric in it, so it never changes; there are {', '.join(NAMES)}")
 
     def holds(self, history: History) -> bool | None:
         """Whether it is true; None where that is not decided."""

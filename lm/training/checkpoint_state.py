@@ -35,7 +35,7 @@ from lm.system.files import remove_folder
 from lm.training.builtin_optimizers import BUILTIN
 from lm.training.config import OptimizerConfig
 from lm.training.distributed import gather_from_ranks
-from lm.training.optim import changed_settings, other_entries, refuse_unkept
+from lm.training.optim import changed_settings, refuse_unkept
 
 log = logging.getLogger(__name__)
 
@@ -160,7 +160,7 @@ def to_checkpoint(module: Any, checkpoint: dict[str, Any]) -> None:
             "state": {name: value for name, value in state.items() if not isinstance(value, Tensor)},
             "groups": changed_settings(optimizer, whole["param_groups"]),
             "of_no_parameter": {key: value for key, value in whole["state"].items() if not isinstance(key, int)},
-            "entries": other_entries(whole),
+            "entries": {key: value for key, value in whole.items() if key not in ("state", "param_groups")},
         }
     checkpoint["lr_schedulers"] = []
     checkpoint["ranks"] = gather_from_ranks({"rng": rng_state()})

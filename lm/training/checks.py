@@ -7,7 +7,6 @@ an option can never have are refused where it is declared, in the `config` files
 
 import logging
 import os
-from collections import Counter
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
@@ -22,7 +21,6 @@ from lm.data.config import DataConfig
 from lm.data.tokenizer import Tokenizer
 from lm.errors import RequestError
 from lm.kernels.linear import MULTIPLE
-from lm.model.compile import RECOMPUTED_FROM, keeps_all
 from lm.model.config import DecoderConfig
 from lm.model.decoder import Decoder, Linear
 from lm.model.fused import kernels_missing
@@ -86,10 +84,6 @@ def find(
         yield from of_ranks(trainer, known.devices)
     if trainer.precision.startswith("fp8"):
         yield from of_fp8(trainer, model.decoder, data, known)
-    cpu = known.here and known.device.capability is None and not torch.backends.mps.is_available()
-    if cpu and isinstance(trainer.devices, list):
-        yield error(f"trainer.devices {trainer.devices} names GPUs, and this machine trains on {known.device.name}",
-                    "give a number")  # fmt: skip
     if not custom:  # of which building it finds out more
         if model.decoder.tie_word_embeddings and model.optimizer.groups.output != GroupConfig():
             yield error("model.optimizer.groups.output: the output matrix of this model is its embedding",
@@ -156,19 +150,11 @@ INSTEAD: dict[type[Callback], str] = {
 
 def of_callbacks(given: list[Any]) -> Iterator[Finding]:
     """What is not a callback, and those of Lightning that cannot work here."""
-    stateful = [each for each in given if isinstance(each, Callback) and type(each).state_dict != Callback.state_dict]
-    for key, count in Counter(each.state_key for each in stateful).items():
-        if count > 1:
-            yield error(f"trainer.callbacks: {count} callbacks have their state under {key}, and one would be lost",
-                        "override `state_key`, or leave one out")  # fmt: skip
-    for each in stateful:
-        if unkept := _unkept(each):
-            yield error(f"trainer.callbacks: {unkept}", KEPT)
     for callback in given:
-        if isinstance(callback, type):
-            yield error(f"callbacks: {callback.__name__} is a class", f"give an object, {callback.__name__}()")
-        elif not isinstance(callback, Callback):
-            yield error(f"callbacks: {shown(callback)} is not a callback", "derive its class from lm.Callback")
+        if isinstance(callback, Callback) and (unkept := _unkept(callback)):
+            yield error(f"trainer.callbacks: {unkept}", KEPT)
+        if not isinstance(callback, Callback):
+            yield error(f"callbacks: {shown(callback)} is not a callback", "give an object of a class of lm.Callback")
         for kind, instead in INSTEAD.items():
             if isinstance(callback, kind):
                 yield error(f"trainer.callbacks: {type(callback).__name__} of Lightning does not work here", instead)
@@ -206,9 +192,7 @@ def of_ranks(trainer: TrainerConfig, devices: int) -> Iterator[Finding]:
         yield error(f"trainer.num_nodes {nodes}: the nodes do not find one another",
                     f"start the command on each with `torchrun --nnodes {nodes}`, or with `srun --nodes {nodes}`, or "
                     "give --trainer.num_nodes 1")  # fmt: skip
-    if strategy == "hsdp" and nodes == 1 and restarts:
-        yield Finding("advice", "trainer.strategy hsdp is fsdp2 as long as there is one node", "")
-    elif strategy == "hsdp" and (nodes == 1 or devices == nodes):
+    if strategy == "hsdp" and (nodes == 1 or devices == nodes) and not (nodes == 1 and restarts):
         other, where = ("fsdp2", "one node") if nodes == 1 else ("ddp", "one device a node")
         yield error(f"trainer.strategy hsdp shards a model within each of several nodes, and with {where} it would be "
                     f"{other}", f"give --trainer.strategy {other}")  # fmt: skip
@@ -216,11 +200,8 @@ def of_ranks(trainer: TrainerConfig, devices: int) -> Iterator[Finding]:
     of = {"bucket_mb": "ddp", "reshard": "fsdp2", "prefetch": "fsdp2"}
     for name, value in vars(options).items():
         needs, alone = of.get(name, "several devices"), devices == 1
-        if value is None:
-            continue
-        if alone and restarts and needs in (kind, "several devices"):
-            yield Finding("advice", f"trainer.distributed.{name} changes nothing as long as there is one device", "")
-        elif alone or needs not in (kind, "several devices"):
+        fits = needs in (kind, "several devices")
+        if value is not None and (not fits or alone and not restarts):
             yield error(f"trainer.distributed.{name} is for {needs}, and this training is on "
                         f"{'one device' if alone else kind}", LEAVE_OUT)  # fmt: skip
     take_mixed = f"{LEAVE_OUT}, or give --trainer.precision bf16-mixed"
@@ -275,18 +256,11 @@ def has_kernels(device: Device, kernels: str | bool) -> bool:
 
 
 def of_device(trainer: TrainerConfig, model: ModelConfig, device: Device) -> Iterator[Finding]:
-    """What the device cannot do."""
-    kernels = has_kernels(device, model.kernels)
-    if model.kernels in ("on", True) and not kernels:
+    if model.kernels in ("on", True) and not has_kernels(device, model.kernels):
         yield error(f"model.kernels on: {device.name} cannot run them", "set model.kernels auto")
     if model.attention != "auto" and (device.capability is None or trainer.precision == "32-true"):
         yield error(f"model.attention {model.attention} needs a CUDA device and half precision, and this is "
                     f"{device.name} in {trainer.precision}", "set model.attention auto")  # fmt: skip
-    mode = model.activation_checkpointing
-    if mode != "none" and keeps_all(kernels, model.compile):
-        yield error(f"model.activation_checkpointing {mode} with our kernels and model.compile {model.compile} saves "
-                    f"no memory before torch {RECOMPUTED_FROM}, and this is {torch.__version__}",
-                    "set model.compile none, or update torch")  # fmt: skip
 
 
 def of_graphs(data: DataConfig, known: Known) -> Iterator[Finding]:

@@ -4,7 +4,6 @@ Help, the refusal of unknown names and the parsers read `SECTIONS`. Nothing here
 seconds: so help answers at once.
 """
 
-import logging
 import math
 import shutil
 import sys
@@ -23,8 +22,6 @@ from lm.training.builtin_optimizers import OptimizerName
 if TYPE_CHECKING:
     from lightning.pytorch.callbacks import Callback
     from lightning.pytorch.loggers import Logger
-
-log = logging.getLogger(__name__)
 
 # ---- model -----------------------------------------------------------------------------------------------------------
 

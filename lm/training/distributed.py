@@ -6,7 +6,6 @@ another.
 """
 
 import itertools
-import logging
 import os
 import re
 import signal
@@ -45,7 +44,6 @@ from lm.system.units import plural
 from lm.training.config import DistributedConfig
 from lm.training.lightning_patches import OwnLauncher, ScriptLauncher, set_group_timeout
 
-log = logging.getLogger(__name__)
 EXIT_WAIT = 5.0  # seconds that one process gives another to end by itself
 LAUNCHER_PID = "LM_LAUNCHER_PID"  # environment variable: the process that started this one
 

@@ -63,11 +63,8 @@ class LightningStep:
             checkpoint_state.restore_generators(generators)  # dropout has drawn from them
             raise
         finally:
-            self.zero_grad()
-
-    def zero_grad(self) -> None:
-        """Clear the gradients; a CUDA graph needs them to stay in their place in memory."""
-        self._optimizer.optimizer.zero_grad(set_to_none=not self._graphs)
+            # A CUDA graph needs the gradients to stay in their place in memory.
+            self._optimizer.optimizer.zero_grad(set_to_none=not self._graphs)
 
     def _forward_backward(self, micro_batch: Batch, measure: bool = True) -> Tensor:
         if STOP.half_time_over:

@@ -7,7 +7,6 @@ import logging
 from collections.abc import Sequence
 from dataclasses import fields, replace
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -184,7 +183,8 @@ class LanguageModule(LightningModule):
         except StepDropped:  # after a signal, which only our Trainer handles
             self.trainer.end_run(f"; the next one was not done within {self.trainer.stop_within / 2:g} s")
             raise
-        self.run_state.record_step(number + 1, batch, result)
+        self.run_state.stats.add(number + 1, batch, result)
+        self.run_state.cursor = batch.cursor
         return result.loss
 
     def on_train_start(self) -> None:
@@ -256,14 +256,6 @@ class LanguageModule(LightningModule):
 
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         self.run_state.restore(self, checkpoint)
-
-    @classmethod
-    def load_from_checkpoint(cls, checkpoint_path: Any, *args: Any, **options: Any) -> "LanguageModule":
-        """Lightning's own, of the file that a plain `lightning.Trainer` wrote."""
-        if Path(checkpoint_path).is_dir():
-            raise RequestError(f"{checkpoint_path} is a folder, as lm.Trainer writes checkpoints: "
-                               f"lm.load_model({str(checkpoint_path)!r}) loads its model")  # fmt: skip
-        return super().load_from_checkpoint(checkpoint_path, *args, **options)
 
     def build_for_checkpoint(self, config: DecoderConfig) -> None:
         """Build the decoder of a plain Trainer's checkpoint, which `PlainRunState.restore` calls.

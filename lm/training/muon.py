@@ -362,7 +362,6 @@ class ShardExchange(ReplicaExchange):
 
 
 def with_gradient(group: dict[str, Any]) -> list[Tensor]:
-    """The parameters of a group that have a gradient."""
     return [p for p in group["params"] if p.grad is not None]
 
 

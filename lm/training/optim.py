@@ -230,11 +230,6 @@ def changed_settings(optimizer: Optimizer, groups: list[dict[str, Any]]) -> list
     ]  # fmt: skip
 
 
-def other_entries(state: dict[str, Any]) -> dict[str, Any]:
-    """What a class puts into its `state_dict` beside the state and the groups."""
-    return {key: value for key, value in state.items() if key not in ("state", "param_groups")}
-
-
 def _settings(group: dict[str, Any]) -> dict[str, Any]:
     return {name: value for name, value in group.items() if name not in ("params", "peak_lr", *OURS)}
 

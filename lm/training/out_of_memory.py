@@ -25,7 +25,6 @@ CPU_RESERVE = 2**26  # bytes that libraries take in the first steps, in addition
 
 
 def is_out_of_memory(error: BaseException) -> bool:
-    """Whether an exception is a lack of memory, of the machine or of a GPU."""
     of_torch = isinstance(error, RuntimeError) and any(sign in str(error) for sign in MESSAGES)
     return of_torch or isinstance(error, MemoryError)
 

@@ -18,7 +18,7 @@ from lightning.fabric.utilities.rank_zero import rank_zero_info, rank_zero_warn 
 from lightning.pytorch.callbacks import Callback
 from lightning.pytorch.strategies import DDPStrategy, SingleDeviceStrategy
 
-from lm.data.loader import Batch, Cursor
+from lm.data.loader import Cursor
 from lm.data.mixture import describe_change
 from lm.errors import GuardStop, RequestError
 from lm.model.config import DecoderConfig
@@ -28,7 +28,6 @@ from lm.runs.mirror import Uploads
 from lm.runs.run import Run
 from lm.training import checkpoint_state
 from lm.training.schedule import Steps, plan_steps, warmup_and_decay_steps
-from lm.training.step import StepResult
 from lm.training.step_stats import StepStats
 
 OTHER_TRAINER = "a checkpoint is resumed by the Trainer that took it, lightning.Trainer or lm.Trainer"
@@ -66,11 +65,6 @@ class RunState:
             checkpoint_state.restore_generators(restored["rng"])
         elif rank:  # all ranks drew the same initial weights; from here on each drops out its own
             torch.manual_seed(torch.initial_seed() + rank)
-
-    def record_step(self, step: int, batch: Batch, result: StepResult) -> None:
-        """Count an optimizer step; `step` is 1 for the first."""
-        self.stats.add(step, batch, result)
-        self.cursor = batch.cursor
 
     def save(self, module: Any, checkpoint: dict[str, Any]) -> None:
         """Turn Lightning's checkpoint, in place, into one of ours; on every rank."""
@@ -134,8 +128,7 @@ class PlainRunState(RunState, Callback):
         )  # fmt: skip
         warmup_and_decay_steps(trainer.max_steps, pl_module.options.schedule)
         seed = os.environ.get("PL_GLOBAL_SEED")  # of lightning.seed_everything
-        seed = None if seed is None else int(seed)
-        data.set_position(global_batch=self.steps.global_batch, seed=seed, consumed=0)
+        data.set_position(global_batch=self.steps.global_batch, seed=int(seed) if seed else None, consumed=0)
         rank_zero_info(LEFT_OUT)
         if data.has_validation and trainer.check_val_every_n_epoch is not None:
             rank_zero_warn("no validation comes, since the stream of samples has no epochs: give lightning.Trainer("

@@ -160,7 +160,7 @@ class Training:
                     total += self.replay(torch.stack((input_ids, labels)))
         torch.nn.utils.clip_grad_norm_(self.parameters, 1.0)
         self.optimizer.step()
-        (self.replay or self.optimizer).zero_grad()
+        self.optimizer.zero_grad(set_to_none=self.replay is None)  # a graph needs the gradients to stay in place
         return total
 
     def _micro_batch(self, input_ids: Tensor, labels: Tensor) -> Tensor:

@@ -165,7 +165,7 @@ def test_what_is_kept_for_the_backward_pass_is_predicted(name, kernels, precisio
     ("triton_free", "bf16-mixed", "tied")])  # fmt: skip
 def test_what_activation_checkpointing_keeps_is_predicted(name, kernels, precision, compile, mode):
     if kernels and compile != "none" and torch.__version__ < "2.13":
-        pytest.skip("refused: compiled code of our kernels is not recomputed")
+        pytest.skip("compiled code of our kernels is not recomputed")
     config, step = CONFIGS[name], Step(4, 128, precision, kernels, compile, checkpointing=mode)
     predicted = activations(config, step) + casts(config, step)
     assert predicted == pytest.approx(kept_bytes(config, step), rel=0.02)

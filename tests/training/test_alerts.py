@@ -158,7 +158,7 @@ WRONG = {
     "los > 10": "did you mean loss?", "train_loss > 1": "did you mean loss?", "train/loss > 1": "write loss",
     "gradnorm > 1": "did you mean grad_norm?", "mediam(loss, 5) > 1": "median?",
     "loss": "compare it", "not loss": "compare it", "loss and lr > 1": "compare it", "loss + 1": "compare it",
-    "1 > 2": "no metric", "(loss > 1) > 2": "a number is needed", "(loss > 1) + 1 > 2": "a number is needed",
+    "(loss > 1) > 2": "a number is needed", "(loss > 1) + 1 > 2": "a number is needed",
     "median(loss) > 1": "median(loss, 100)", "median(loss, 0) > 1": "1 to 10,000", "median(loss, -1) > 1": "1 to",
     "median(loss, 2.5) > 1": "1 to", "median(loss, True) > 1": "1 to", "median(loss, 10_001) > 1": "1 to",
     "median(loss, step) > 1": "1 to", "median(loss + 1, 3) > 1": "median(loss, 100)", "median > 1": "a function",

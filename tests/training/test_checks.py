@@ -137,7 +137,7 @@ def test_a_device_that_is_not_there_is_refused_with_the_cure():
     {"trainer.callbacks": [{"class_path": "lightning.pytorch.callbacks.Timer", "init_args": {"duration": "00:01:00:00"}}]},
     {"samples.prompts": ["The letter of the captain was lost, and so the captain"]}, {"model.kernels": "on"},
     {"trainer.default_root_dir": "texts/000.txt"}, {"data.shuffle_buffer": 10}, {"guards.inject_step": 400},
-    {"run": "a/b"}, {"seed_everything": True}, {"trainer.callbacks": [{"class_path": "recorder.Stateful"}] * 2},
+    {"run": "a/b"}, {"seed_everything": True},
     {"model.schedule.name": "wsd", "model.schedule.decay_steps": 11},
     {"trainer.callbacks": [{"class_path": "lightning.pytorch.callbacks.EarlyStopping",
                             "init_args": {"monitor": "val/loss", "mode": "lowest"}}]},

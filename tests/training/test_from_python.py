@@ -89,7 +89,7 @@ DECODER = package.DecoderConfig(hidden_size=8, num_hidden_layers=1, num_attentio
 ON_CPU = {"max_steps": 1, "accelerator": "cpu"}
 LOADER = "data from an lm.DataModule, and this is a DataLoader"
 MISTAKES = {
-    "a class as a callback": (lambda: package.Trainer(callbacks=[Own], **ON_CPU), r"Own is a class: .* Own\(\)"),
+    "a class as a callback": (lambda: package.Trainer(callbacks=[Own], **ON_CPU), "Own.* is not a callback: give an object"),
     "not a callback": (lambda: package.Trainer(callbacks=[3], **ON_CPU), "3 is not a callback"),
     "not a count": (lambda: package.Trainer(max_tokens="2Q"), r"^lm\.Trainer\(max_tokens='2Q'\): expected a count"),
     "a loader": (lambda: package.Trainer(**ON_CPU).fit(package.LanguageModule(DECODER), DataLoader([1])), LOADER),
@@ -320,11 +320,10 @@ print(trainer.validate(module, datamodule=data)[0]["val/loss"] == trainer.callba
 from lm.errors import RequestError
 batch = next(iter(lm.DataModule("data/tiny", seq_len=32, micro_batch_size=2).train_dataloader()))
 print(module(batch.input_ids).shape == (2, 32, data.tokenizer.vocab_size))
-for mistake in (lambda: lm.LanguageModule(decoder)(batch.input_ids), lambda: loaded.load_from_checkpoint("data/tiny")):
-    try:
-        mistake()
-    except RequestError as error:
-        print(error)
+try:
+    lm.LanguageModule(decoder)(batch.input_ids)
+except RequestError as error:
+    print(error)
 quiet = lightning.Trainer(max_steps=2, barebones=True, accelerator="cpu")
 quiet.fit(lm.LanguageModule(decoder), datamodule=data)
 """
@@ -333,7 +332,6 @@ quiet.fit(lm.LanguageModule(decoder), datamodule=data)
     said = lm(workplace, "plain.py", "whole")
     assert said.stdout.split().count("True") == 3
     assert "the model is built once a Trainer has opened the data" in said.stdout
-    assert "data/tiny is a folder, as lm.Trainer writes checkpoints: lm.load_model('data/tiny')" in said.stdout
     assert "under lightning.Trainer there is no run folder" in said.stderr
     lm(workplace, "plain.py", "resumed", "saved-whole/step=4.ckpt")
     assert logged(workplace, "resumed") == logged(workplace, "whole") and len(logged(workplace, "whole")) > 3

@@ -184,7 +184,7 @@ def test_a_plan_names_whom_it_would_notify_and_sends_a_test(place, inbox):
         (["$NOT_THERE"], "entry 1 ($NOT_THERE): $NOT_THERE is not set in the environment: export it"),
         (["json://x.org", f"foo://me:{SECRET}@x.org"], "entry 2 (foo://...): Apprise cannot read this address; https:"),
         ([f"tgram://{SECRET}"], "entry 1 (tgram://...): Apprise cannot read this address"),
-        ([{"url": f"json://{SECRET}", "level": "eror"}], "level 'eror' must be one of info, warning, error; did you"),
+        ([{"url": f"json://{SECRET}", "level": "eror"}], "level 'eror' must be one of info, warning, error"),
         ([{f"json://{SECRET}": "info"}], "entry 1: give an address, `ntfy://topic`, or {url"),
     ],
 )

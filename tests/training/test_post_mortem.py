@@ -224,7 +224,8 @@ def test_a_stop_for_another_reason_than_the_loss(tmp_path, guard, written):
         run.append_metrics({"step": step, "train/loss": 3.0})
     trainer = SimpleNamespace(run=run, world_size=1, is_global_zero=True, callbacks=[], global_step=4, tokens_seen=0,
                               steps=SimpleNamespace(global_batch=8, tokens_per_step=256),
-                              run_state=RunState(cursor=Cursor(0, 48)))  # fmt: skip
+                              run_state=RunState(cursor=Cursor(0, 48)),
+                              strategy=SimpleNamespace(broadcast=lambda value: value))  # fmt: skip
     steps = [StepRecord(5, 2.4, 1.0, True), StepRecord(6, 2.6, 1.0, True)]
     trainer.run_state.stats.recent, module = steps, SimpleNamespace()
     callback = PostMortem()

@@ -12,11 +12,9 @@ import torch
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from tensorboard.backend.event_processing.event_file_loader import RawEventFileLoader
 from tensorboard.compat.proto.event_pb2 import Event
-from tensorboard.plugins.custom_scalar.layout_pb2 import Layout
 from trainings import equipment, fit, make_workplace
 
-from lm.runs.run import Run
-from lm.training.callbacks.loggers import BUCKETS, EventFile, count_values
+from lm.training.callbacks.loggers import BUCKETS, count_values
 
 STEPS = 12  # optimizer steps of the run
 KILL = equipment("recorder.KillAt", signal_name="SIGKILL", micro_batch=20)
@@ -44,33 +42,11 @@ def values(run, tag):
     return [value for event in events(run) for value in event.summary.value if value.tag == tag]
 
 
-def test_sessions_of_one_second_are_read_in_their_order(tmp_path):
-    """A file's name begins with its second, and then has the process, whose number may be lower than the one before."""
-    run = Run.create("quick", tmp_path)
-    for resumed_at, value in ((0, 1.0), (3, 2.0), (4, 3.0)):
-        session = EventFile(run, resumed_at)
-        for step in range(resumed_at + 1, resumed_at + 6):
-            session.log_metrics({"loss": value}, step)
-    assert len({path.name.split(".")[3] for path in run.path.glob("events.*")}) == 3
-    points = [(one.step, one.value) for one in EventAccumulator(str(run.path)).Reload().Scalars("loss")]
-    assert points == [(1, 1), (2, 1), (3, 1), (4, 2), (5, 3), (6, 3), (7, 3), (8, 3), (9, 3)]
-
-
 def test_there_is_one_file_a_process_and_no_folder_of_tensorboards_own(killed):
     assert len(list(killed.path.glob("events.out.tfevents.*"))) == 2
     assert not [path.name for path in killed.path.iterdir() if path.is_dir() and not path.name.startswith("step-")
                 and path.name not in ("best", "last")]  # fmt: skip
     assert not values(killed, "hp_metric")
-
-
-def test_the_charts_show_curves_that_are_there(killed):
-    """The layout is what the Custom Scalars tab reads, and each of its tags is written (but MFU: a CPU has no peak)."""
-    written = {value.tag for event in events(killed) for value in event.summary.value}
-    layout = values(killed, "custom_scalars__config__")[0]
-    assert layout.metadata.plugin_data.plugin_name == "custom_scalars"
-    charts = [chart for category in Layout.FromString(layout.tensor.string_val[0]).category for chart in category.chart]
-    assert ["train/loss", "val/loss"] in [list(chart.multiline.tag) for chart in charts]
-    assert {tag for chart in charts for tag in chart.multiline.tag} - written == {"perf/mfu", "perf/mfu_full_attention"}
 
 
 def test_an_event_file_stays_small(killed):
@@ -83,7 +59,7 @@ def test_an_event_file_stays_small(killed):
     metrics = len(killed.metrics()[0])  # with step, tokens and time
     assert size["train"] / number["train"] < 25 * metrics + 100
     assert size["weights"] / number["weights"] < 1000
-    assert size["custom_scalars__config__"] + size["rest"] < 8192
+    assert size["rest"] < 8192
 
 
 # ---- histograms ------------------------------------------------------------------------------------------------------

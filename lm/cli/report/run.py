@@ -174,7 +174,6 @@ PLACES = {  # the first part of a metric's name -> the heading over its chart, i
 }  # fmt: skip
 AXES = {"step", "tokens", "time"}
 OWN = "Other metrics"  # the heading over those that a user's callbacks log
-TITLES = {"train/perplexity": "perplexity", "val/perplexity": "perplexity"}  # of charts with several metrics
 EVALUATED = {"accuracy": "accuracy by task", "centered": "centred accuracy by task", "bpb": "bits per byte by text"}
 
 
@@ -235,7 +234,7 @@ def _chart_of(name: str) -> tuple[str, str, str, Metric]:
     """The heading and the title of a metric's chart, and the label and the format of its curve."""
     place = PLACES.get(name.partition("/")[0], OWN)
     if metric := METRICS.get(name):
-        return place, metric.chart[1] if metric.chart else TITLES.get(name, metric.label), metric.label, metric
+        return place, metric.chart or metric.label, metric.label, metric
     for base in BY_SOURCE:
         if name.startswith(f"{base}/"):
             return place, f"{METRICS[base].label} by source", name.removeprefix(f"{base}/"), METRICS[base]

@@ -2,7 +2,6 @@
 
 import json
 import logging
-import math
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
@@ -31,11 +30,6 @@ from lm.training.module import LanguageModule
 from lm.training.trainer import Trainer
 
 log = logging.getLogger(__name__)
-
-
-def from_rank_zero(trainer: Trainer, value: Any) -> Any:
-    """The value of rank zero, on every rank."""
-    return trainer.strategy.broadcast(value) if trainer.world_size > 1 else value
 
 
 def act(trainer: Trainer, pl_module: LanguageModule, finding: Finding) -> None:
@@ -81,7 +75,7 @@ class Guard(Callback):
             trainer.log_interval, pl_module.options.schedule, remaining(trainer)[1], trainer.run_state.stats.recent,
             scaled=getattr(trainer.precision_plugin, "scaler", None) is not None,
         )  # fmt: skip
-        for finding in from_rank_zero(trainer, self.observer.observe(line)):
+        for finding in trainer.strategy.broadcast(self.observer.observe(line)):
             act(trainer, pl_module, finding)
 
     def on_guard(self, trainer: Trainer, pl_module: LanguageModule, guard: str, action: Action, message: str) -> None:
@@ -133,8 +127,6 @@ def _clock_limits(trainer: Trainer) -> list[str]:
 
 # ---- budget ----------------------------------------------------------------------------------------------------------
 
-WRITE_INTERVAL = 10.0  # seconds between writes of budget.json
-
 
 class BudgetGuard(Guard):
     """Has a run end before it costs too much, and keeps its cost in `budget.json`.
@@ -144,7 +136,6 @@ class BudgetGuard(Guard):
 
     def __init__(self, config: BudgetConfig, clock: Callable[[], float] = time.monotonic) -> None:
         super().__init__(Budget(config, clock))
-        self._clock, self._written = clock, -math.inf
 
     def on_train_start(self, trainer: Trainer, pl_module: LanguageModule) -> None:
         if not self.observer.config.wanted:
@@ -153,7 +144,7 @@ class BudgetGuard(Guard):
         if trainer.is_global_zero:
             spent = self.observer.begin(_spent_before(trainer.run), seconds_since_process_start())
             self._write(trainer)
-        for finding in from_rank_zero(trainer, spent):
+        for finding in trainer.strategy.broadcast(spent):
             act(trainer, pl_module, finding)
             if trainer.run_state.stop is not None:
                 raise trainer.run_state.stop
@@ -163,18 +154,18 @@ class BudgetGuard(Guard):
 
     def on_metrics(self, trainer: Trainer, pl_module: LanguageModule, metrics: Mapping[str, float]) -> None:
         super().on_metrics(trainer, pl_module, metrics)
-        if self.observer.meter is not None and self._clock() - self._written >= WRITE_INTERVAL:
-            self._write(trainer)
+        self._write(trainer)
 
     def on_train_end(self, trainer: Trainer, *args: Any) -> None:
-        if self.observer.meter is not None:
-            self._write(trainer)
+        self._write(trainer)
 
     on_exception = on_train_end  # pyright: ignore[reportAssignmentType]
 
     def _write(self, trainer: Trainer) -> None:
-        self._written = self._clock()
-        budget, path = self.observer, trainer.run.path / "budget.json"
+        budget = self.observer
+        if budget.meter is None:  # on other ranks, and before a training
+            return
+        path = trainer.run.path / "budget.json"
         if budget.config.file and Path(budget.config.file).resolve() == path.resolve():
             return  # the other program's own
         cost, end = budget.meter.read(), budget.projection(*remaining(trainer))
@@ -251,7 +242,7 @@ class Rollback(Callback):
             folders = {step: path for step, path in trainer.run.steps().items()
                        if step <= good and path.name not in left_behind}  # fmt: skip
             found = next((step for step in reversed(folders) if find_damage(folders[step]) is None), None)
-        return from_rank_zero(trainer, found)
+        return trainer.strategy.broadcast(found)
 
     def state_dict(self) -> dict[str, Any]:
         return {"done": self.rollbacks.done, "good": self.rollbacks.good}

@@ -3,13 +3,12 @@
 import logging
 import math
 import os
-import time
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
-from queue import Full, Queue
+from queue import Queue
 from threading import Thread
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from lightning.pytorch.loggers import Logger, TensorBoardLogger
@@ -17,23 +16,18 @@ from torch import Tensor
 
 from lm.errors import first_line
 from lm.model.huggingface import to_huggingface
-from lm.runs.metrics import METRICS
 from lm.runs.run import Run
 from lm.system.files import append_bytes
 from lm.training.callback import Callback
-from lm.training.lightning_patches import replace_event_file, wrap_methods
+from lm.training.lightning_patches import replace_event_file
 from lm.training.module import LanguageModule
 from lm.training.trainer import Trainer
-
-if TYPE_CHECKING:  # it takes a quarter of a second, which `lm plan` need not wait for
-    from torch.utils.tensorboard import SummaryWriter
 
 log = logging.getLogger(__name__)
 
 # ---- calls that a training never waits for ---------------------------------------------------------------------------
 
 CALLS = ("log_hyperparams", "log_metrics", "save", "finalize")  # that a training makes
-WAITING = 10_000  # calls that may wait; more are left out
 LAST_WAIT = 10.0  # seconds that the end of a training waits for all of them
 
 
@@ -45,24 +39,16 @@ class CallThread:
 
     def __init__(self, name: str, failed: Callable[[Exception], None]) -> None:
         self._failed = failed
-        self._calls: Queue[Callable[[], Any] | None] = Queue(WAITING)
+        self._calls: Queue[Callable[[], Any] | None] = Queue()
         self._thread = Thread(target=self._run, name=name, daemon=True)
         self._thread.start()
 
-    def put(self, call: Callable[[], Any]) -> bool:
-        """Have a call made; returns whether it will be: not where too many wait already."""
-        try:
-            self._calls.put_nowait(call)
-        except Full:
-            return False
-        return True
+    def put(self, call: Callable[[], Any]) -> None:
+        self._calls.put(call)
 
     def finish(self, seconds: float) -> bool:
         """Wait so long for the calls to be made, of which there come no more; returns whether they are."""
-        try:
-            self._calls.put_nowait(None)
-        except Full:
-            pass
+        self._calls.put(None)
         self._thread.join(max(0.0, seconds))
         return not self._thread.is_alive()
 
@@ -83,16 +69,16 @@ class LoggerThread:
 
     def __init__(self, logger: Logger) -> None:
         self.name = type(logger).__name__
-        self._over = self._failed = self._said = False
+        self._over = self._failed = False
         self._thread = CallThread(f"logger {self.name}", self._fail)
-        wrap_methods(logger, CALLS, self._queued)
+        for call in CALLS:
+            setattr(logger, call, self._queued(call, getattr(logger, call)))
 
     def _queued(self, name: str, call: Callable[..., Any]) -> Callable[..., None]:
         def put(*args: Any, **kwargs: Any) -> None:
             if self._over:
                 return
-            if not self._thread.put(partial(self._make, call, *args, **kwargs)):
-                self._warn(f"is {WAITING:,} calls behind, and what follows is left out")
+            self._thread.put(partial(self._make, call, *args, **kwargs))
             if name == "finalize":
                 self._over = True
                 if not self._thread.finish(LAST_WAIT):
@@ -109,18 +95,10 @@ class LoggerThread:
         self._over = self._failed = True
 
     def _warn(self, problem: str) -> None:
-        if not self._said:
-            log.warning("logger %s %s; the training continues, and metrics.jsonl has all metrics", self.name, problem)
-        self._said = True
+        log.warning("logger %s %s; the training continues, and metrics.jsonl has all metrics", self.name, problem)
 
 
 # ---- TensorBoard -----------------------------------------------------------------------------------------------------
-
-LAYOUT: dict[str, dict[str, list]] = {}  # the Custom Scalars tab: category -> chart -> its curves
-for _name, _metric in METRICS.items():
-    if _metric.chart is not None:
-        _category, _chart = _metric.chart
-        LAYOUT.setdefault(_category, {}).setdefault(_chart, ["Multiline", []])[1].append(_name)
 
 
 class EventFile(TensorBoardLogger):
@@ -133,21 +111,8 @@ class EventFile(TensorBoardLogger):
     def __init__(self, run: Run, resumed_at: int | None = None) -> None:
         purge = None if resumed_at is None else resumed_at + 1
         super().__init__(str(run.path.parent), run.path.name, version="", default_hp_metric=False, purge_step=purge)
-        self._run = run
-        self._opened = False
-
-    @property
-    def experiment(self) -> "SummaryWriter":
-        """torch's SummaryWriter, which writes nothing where the disk is full instead of failing from then on."""
-        if not self._opened:
-            # Files are read in the order of their names, which begin with the second: not that of an earlier session.
-            names = (path.name.split(".")[3:4] for path in self._run.path.glob("events.out.tfevents.*"))
-            taken = {int(second) for [second] in names if second.isdigit()}
-            while int(time.time()) in taken:
-                time.sleep(0.05)
-            replace_event_file(super().experiment, lambda path: _TolerantFile(path, self._run))
-            self._opened = True
-        return super().experiment
+        # Where the disk is full, nothing is written, and TensorBoard's writer does not fail from then on.
+        replace_event_file(self.experiment, lambda path: _TolerantFile(path, run))
 
     def log_metrics(self, metrics: dict[str, float], step: int | None = None) -> None:
         """Write the values of a step as one event."""

@@ -22,7 +22,7 @@ from lm.system.process import steady_time
 from lm.system.units import format_count, format_duration
 from lm.training.budget import StepTimeEstimator, validations_left
 from lm.training.callback import Callback, call_hook
-from lm.training.callbacks.loggers import LAYOUT, EventFile, LoggerThread
+from lm.training.callbacks.loggers import EventFile, LoggerThread
 from lm.training.lightning_patches import around_fetches
 from lm.training.module import LanguageModule
 from lm.training.trainer import Trainer
@@ -57,7 +57,6 @@ class RunLog(Callback):
     def on_fit_start(self, trainer: Trainer, pl_module: LanguageModule) -> None:
         if trainer.is_global_zero:
             trainer.log_to(EventFile(trainer.run, resumed_at=trainer.run_state.start.step))
-            trainer.logger.experiment.add_custom_scalars(LAYOUT)
             for logger in trainer.own_loggers:
                 LoggerThread(logger)
                 logger.log_hyperparams({"run": trainer.run.name, **trainer.run.settings()})

@@ -11,7 +11,6 @@ import socket
 import threading
 import time
 from collections.abc import Sequence
-from difflib import get_close_matches
 from functools import partial
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
@@ -147,8 +146,7 @@ def open_recipients(notify: Sequence[Any]) -> list[Recipient]:
             raise RequestError(f"{place}: give an address, `ntfy://topic`, or {{url: ntfy://topic, level: warning}}")
         level, place = entry.get("level", "info"), f"{place} ({hide_address(entry['url'])})"
         if level not in LEVELS:
-            near = "".join(f"; did you mean {name}?" for name in get_close_matches(str(level), LEVELS, 1))
-            raise RequestError(f"{place}: level {level!r} must be one of {', '.join(LEVELS)}{near}")
+            raise RequestError(f"{place}: level {level!r} must be one of {', '.join(LEVELS)}")
         recipients.append(Recipient(entry["url"], level, place))
     return recipients
 

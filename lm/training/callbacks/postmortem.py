@@ -24,7 +24,7 @@ from lm.system.process import steady_time
 from lm.system.units import plural
 from lm.training.alerts import AlertEvaluator
 from lm.training.callback import Callback
-from lm.training.callbacks.guards import act, from_rank_zero, not_training
+from lm.training.callbacks.guards import act, not_training
 from lm.training.config import Action
 from lm.training.guards import Finding
 from lm.training.module import LanguageModule
@@ -66,7 +66,7 @@ class PostMortem(Callback):
             losses = [(line["step"], line["train/loss"]) for line in trainer.run.metrics() if "train/loss" in line]
             losses = losses[-BASELINE_LINES - 1 :]
             known = (postmortem.steps_of(trainer.run), postmortem.still_open(trainer.run), losses)
-        self._known, incident, losses = from_rank_zero(trainer, known)
+        self._known, incident, losses = trainer.strategy.broadcast(known)
         self._losses.extend(losses)
         if incident is not None and incident.step <= trainer.global_step:  # else its step is still to come
             self._open = incident
@@ -79,7 +79,7 @@ class PostMortem(Callback):
         if self._open is not None and loss is not None and new_steps:
             self._follow(trainer, loss)
         line = {**metrics, "step": trainer.global_step, "data/tokens": trainer.tokens_seen}
-        message = from_rank_zero(trainer, self._spike_in(line))
+        message = trainer.strategy.broadcast(self._spike_in(line))
         if message is not None:
             act(trainer, pl_module, Finding("spike", "warn", message))
         self._write_drill(trainer, pl_module)
@@ -267,7 +267,7 @@ class SpikeInjection(Callback):
 
     def on_train_start(self, trainer: Trainer, pl_module: LanguageModule) -> None:
         noted = trainer.run.read("run.json").get("injected", {}).get("steps", []) if trainer.is_global_zero else None
-        noted = from_rank_zero(trainer, noted)
+        noted = trainer.strategy.broadcast(noted)
         self._done = [step for step in noted if step <= trainer.global_step]
         self._logged = trainer.global_step
         if self._done != noted:
@@ -284,15 +284,12 @@ class SpikeInjection(Callback):
         if step not in self._done:
             self._done.append(step)
             self._save_steps(trainer)
-            last = self.first + DRILL_STEPS - 1
             if step == self.first:
                 log.warning(
                     "step %d: the samples of steps %d to %d are replaced by rare tokens (guards.inject_step), drawn "
-                    "from %d tokens, the bottom %.0f %% of the text", step, step, last, len(self._rare),
-                    100 * RARE_FRACTION,
+                    "from %d tokens, the bottom %.0f %% of the text", step, step, step + DRILL_STEPS - 1,
+                    len(self._rare), 100 * RARE_FRACTION,
                 )  # fmt: skip
-            elif step == last:
-                log.warning("step %d: the last of the injected steps", step)
 
     def rows_of_step(self, trainer: Trainer, step: int) -> np.ndarray | None:
         """The injected samples of a step, `(G, T + 1)`, from the seed and the step alone; None: it has none."""
