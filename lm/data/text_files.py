@@ -214,7 +214,7 @@ def read_pieces(
     """Documents of a part, from 0, of a file; empty ones are left out. Flat ids need the tokenizer that made them.
 
     The documents of all parts one after the other are those of the file; there are several of divisible files only.
-    RunError names the line or row of a file that cannot be read.
+    RunError names the line, byte or row of a file that cannot be read.
     """
     try:
         if file.kind == "flat":
@@ -229,7 +229,7 @@ def read_pieces(
             yield from (Piece(where, text, last, file.split) for text, last in _cut(chunks) if text)
     except LmError:
         raise
-    except (pa.ArrowException, OSError, EOFError, lzma.LZMAError) as error:
+    except (pa.ArrowException, OSError, EOFError, lzma.LZMAError, UnicodeDecodeError) as error:
         raise RunError(f"{file.name} cannot be read ({first_line(error)}); is it damaged or truncated?") from error
 
 
@@ -278,12 +278,12 @@ def _json_lines(file: TextFile, part: int, parts: int, key: str) -> Iterator[tup
             if parts > 1 and position >= stop:
                 return
             if line.strip():
+                where = f"{file.name}, line {number}" if start == 0 else f"{file.name}, byte {position}"
                 try:
                     text = _json_text(line, key)
                 except ValueError as error:
-                    line_number = number if start == 0 else _line_at(file, position)
-                    raise RunError(f"{file.name}, line {line_number}: {error}") from error
-                yield (f"{file.name}, line {number}" if start == 0 else f"{file.name}, byte {position}"), text
+                    raise RunError(f"{where}: {error}") from error
+                yield where, text
             position += len(line)
 
 
@@ -303,16 +303,6 @@ def _json_text(line: bytes, key: str) -> str:
     if not text.isascii() and SURROGATE.search(text):
         raise ValueError(f"{key!r} holds half of a surrogate pair, which is not a character")
     return text
-
-
-def _line_at(file: TextFile, position: int) -> int:
-    """The number of the line that begins at a byte; reads all before it, for messages only."""
-    with file.stream() as stream:
-        lines = 1
-        while position > 0 and (data := stream.read(min(position, 2**24))):
-            lines += data.count(b"\n")
-            position -= len(data)
-        return lines
 
 
 def _parquet(file: TextFile, part: int, parts: int, column: str) -> Iterator[tuple[str, str]]:
@@ -335,11 +325,7 @@ def _parquet(file: TextFile, part: int, parts: int, column: str) -> Iterator[tup
         chosen = range(groups * part // parts, groups * (part + 1) // parts)
         row = sum(parquet.metadata.row_group(group).num_rows for group in range(chosen.start))
         for batch in parquet.iter_batches(PARQUET_ROWS, row_groups=list(chosen), columns=[column]):
-            for row, value in enumerate(batch.column(0), start=row):
-                try:
-                    text = value.as_py()
-                except UnicodeDecodeError as error:
-                    raise RunError(f"{file.name}, row {row}: column {column!r} is not UTF-8 text") from error
+            for row, text in enumerate(batch.column(0).to_pylist(), start=row):
                 if text is None:
                     raise RunError(f"{file.name}, row {row}: column {column!r} is null; leave such rows out")
                 yield f"{file.name}, row {row}", text
