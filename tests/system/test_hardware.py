@@ -131,12 +131,6 @@ def test_a_kind_of_device_is_none(name):
         find_device(name)
 
 
-@pytest.mark.parametrize(("name", "nearest"), [("rtx 4091", "4090"), ("l40", "l40s or l4"), ("v100-16gb", "v100")])
-def test_a_device_that_is_not_known_has_the_nearest_names(name, nearest):
-    with pytest.raises(RequestError, match=f"--device {name} is not known: did you mean {nearest}"):
-        find_device(name)
-
-
 @pytest.mark.parametrize(("session", "options"), [
     (None, None), ("203.0.113.9 50000 198.51.100.4 22", "me@198.51.100.4"),
     ("203.0.113.9 50000 198.51.100.4 2222", "-p 2222 me@198.51.100.4"),
