@@ -111,8 +111,6 @@ class Shards:
         once: dict[Hashable, Shard] = {}
         for shard in (shard for shards, _ in found for shard in shards):
             first = once.setdefault(file_identity(shard.file), shard)
-            if first is not shard and not first.filesystem.equals(shard.filesystem):
-                raise RequestError(f"shard {shard.file} is in two stores, and its URL is the same in both")
             if first is not shard:
                 log.info("shard %s is %s again, and counts once", shard.file, first.file)
         shards = [replace(shard, column=reading) for shard in once.values()]
