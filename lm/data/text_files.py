@@ -40,7 +40,6 @@ TEXT_SUFFIXES = set(
     ".pl .lua .r .jl .hs .ml .mli .clj .ex .exs .erl .swift .f90 .f .asm .s .sh .bash .zsh .sql .vim .el .lisp .scm "
     ".proto .cmake .tf .zig .nim .dart .v .sv .vhd".split()
 )
-TOKEN_IDS = "; token ids need no preparation: train on them with --data.train, --data.val and --data.tokenizer"
 PANDOC = "`pandoc -t plain -o {0}.txt {0}` makes text of it"
 TABLE = "make Parquet of it (pandas: read_csv, to_parquet), and name the column of its text with --text_key"
 NOT_TEXT = {  # suffixes -> what to do
@@ -312,15 +311,13 @@ def _parquet(file: TextFile, part: int, parts: int, column: str) -> Iterator[tup
         schema = parquet.schema_arrow
         if column not in schema.names:
             raise RunError(
-                f"{file.name} has no column {column!r} among {', '.join(map(repr, schema.names))}; name the one "
-                f"with text by --text_key{TOKEN_IDS if 'input_ids' in schema.names else ''}"
+                f"{file.name} has no column {column!r} among {', '.join(map(repr, schema.names))}; name the one with "
+                "text by --text_key (token ids are trained on as they are: --data.train)"
             )
         kind = schema.field(column).type
         kind = kind.value_type if pa.types.is_dictionary(kind) else kind
         if not (pa.types.is_string(kind) or pa.types.is_large_string(kind) or pa.types.is_string_view(kind)):
-            listed = getattr(kind, "value_type", None)
-            ids = TOKEN_IDS if listed is not None and pa.types.is_integer(listed) else ""
-            raise RunError(f"{file.name}: column {column!r} is not text but {kind}; give another with --text_key{ids}")
+            raise RunError(f"{file.name}: column {column!r} is not text but {kind}; give another with --text_key")
         groups = parquet.num_row_groups
         chosen = range(groups * part // parts, groups * (part + 1) // parts)
         row = sum(parquet.metadata.row_group(group).num_rows for group in range(chosen.start))
