@@ -293,16 +293,8 @@ class Shards:
         if self.cache is None or not self.cache.fits(part.tokens * kept.itemsize):
             return self._fetch(part)
         padding = () if column.pad_id is None else (column.pad_id, column.eos_id)
-        key = BlockCache.key(
-            shard.file,
-            shard.size,
-            shard.modified,
-            shard.digest,
-            tuple(part.row_groups),
-            column.name,
-            column.dtype.name,
-            *padding,
-        )
+        content = (shard.file, shard.size, shard.modified, shard.digest, tuple(part.row_groups))
+        key = BlockCache.key(*content, column.name, column.dtype.name, *padding)
         tokens = self._kept(part, key, kept)
         if tokens is not None:
             return tokens

@@ -248,13 +248,11 @@ def read_document(folder: Path) -> dict[str, Any]:
     except DAMAGE as error:
         raise RequestError(f"trainer.json is damaged ({error})") from error
     if document.get("format") != FORMAT:
-        raise RequestError(_other_format(document))
+        writer = str(document.get("written_by", ""))
+        raise RequestError(
+            f"format {document.get('format')!r}: lm {writer} wrote and reads it (`pip install lm-pretrain=="
+            f"{writer.partition('+')[0]}`); this is lm {lm_version()}, which reads format {FORMAT}"
+        )
     if not isinstance(document.get("digests"), dict):
         raise RequestError("trainer.json names no files")
     return document
-
-
-def _other_format(document: dict[str, Any]) -> str:
-    writer = str(document.get("written_by", ""))
-    return (f"format {document.get('format')!r}: lm {writer} wrote and reads it (`pip install lm-pretrain=="
-            f"{writer.partition('+')[0]}`); this is lm {lm_version()}, which reads format {FORMAT}")  # fmt: skip
