@@ -182,16 +182,14 @@ def _start_nvml() -> Any:
     return pynvml
 
 
-def cpu_half_precision(cpuinfo: str | None = None) -> str | None:
+def cpu_half_precision() -> str | None:
     """The half precision that this CPU multiplies faster than fp32: "bf16", or None where the system names none.
 
     These have it in hardware: AMX-BF16 or AVX512-BF16 on x86, BF16 with SVE on Arm. On others torch emulates it,
-    several times slower than fp32. `cpuinfo` is the text of `/proc/cpuinfo`, read from this machine if not given.
+    several times slower than fp32.
     """
-    lines = re.findall(
-        r"^(?:flags|Features)\s*:\s*(.+)$", _read("/proc/cpuinfo") if cpuinfo is None else cpuinfo, re.MULTILINE
-    )
-    flags = set(lines[0].split()) if lines else set()
+    line = re.search(r"^(?:flags|Features)\s*:\s*(.+)$", _read("/proc/cpuinfo"), re.MULTILINE)
+    flags = set(line[1].split()) if line else set()
     on_arm = {"sve", "bf16"} <= flags or "svebf16" in flags
     return "bf16" if flags & {"amx_bf16", "avx512_bf16"} or on_arm else None
 

@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from lm.errors import RequestError
+from lm.system import hardware
 from lm.system.hardware import (
     DEVICES,
     PEAKS,
@@ -100,8 +101,9 @@ def test_this_cpu_has_a_name_memory_and_no_peak():
         ("", None),
     ],
 )
-def test_half_precision_is_only_what_the_cpu_has_in_hardware(cpuinfo, expected):
-    assert cpu_half_precision(cpuinfo) == expected
+def test_half_precision_is_only_what_the_cpu_has_in_hardware(cpuinfo, expected, monkeypatch):
+    monkeypatch.setattr(hardware, "_read", lambda path: cpuinfo)
+    assert cpu_half_precision() == expected
 
 
 @pytest.mark.parametrize(
