@@ -8,7 +8,6 @@ import logging
 from collections import deque
 from collections.abc import Iterator
 from contextlib import contextmanager
-from difflib import get_close_matches
 from hashlib import sha256
 from itertools import islice
 from pathlib import Path
@@ -116,11 +115,8 @@ class DataModule(LightningDataModule):
             if holds_other_files(path):
                 raise RequestError(f"{where} holds no manifest.json: {cure_of_other_files(path)}")
             if options is None:
-                near = get_close_matches(path.name, [each.parent.name for each in path.parent.glob(f"*/{MANIFEST}")], 1)
-                hint = f"; did you mean {path.with_name(near[0])}? If not" if near else ""
                 other = "" if self.mixed else ", or give data.prepare.input to make it from"
-                raise RequestError(f"{where} holds no manifest.json{hint}: make it with {self._preparation(source)}"
-                                   f"{other}")  # fmt: skip
+                raise RequestError(f"{where} holds no manifest.json: make it with {self._preparation(source)}{other}")
         if options is None or self.options.path is None:
             return
         options.output = self.options.path

@@ -75,19 +75,15 @@ def texts_bits_per_byte(
             progress(sum(tokens), None)
     if not nats:
         raise RequestError(f"{', '.join(inputs)}: there is no text to predict")
-    return _result(np.array(nats), np.array(tokens), np.array(sizes[: len(nats)]))
-
-
-def _result(nats: np.ndarray, tokens: np.ndarray, sizes: np.ndarray) -> CorpusResult:
-    """The means of sums of documents, `(documents,)` each."""
-    loss = nats.sum() / tokens.sum()
+    lost, predicted, read = np.array(nats), np.array(tokens), np.array(sizes[: len(nats)])  # (documents,)
+    loss = lost.sum() / predicted.sum()
     return CorpusResult(
         loss=float(loss),
         perplexity=perplexity(loss),
-        bits_per_byte=float(nats.sum() / sizes.sum() / math.log(2)),
-        stderr=ratio_error(nats, sizes) / math.log(2),
-        loss_stderr=ratio_error(nats, tokens),
-        tokens=int(tokens.sum()),
-        bytes=int(sizes.sum()),
+        bits_per_byte=float(lost.sum() / read.sum() / math.log(2)),
+        stderr=ratio_error(lost, read) / math.log(2),
+        loss_stderr=ratio_error(lost, predicted),
+        tokens=int(predicted.sum()),
+        bytes=int(read.sum()),
         samples=len(nats),
     )

@@ -436,9 +436,6 @@ class Run:
     def alerts(self) -> list[dict[str, Any]]:
         return [line for line in read_lines(self.path / "alerts.jsonl") if is_alert(line)]
 
-    def append_evaluation(self, evaluation: Evaluation) -> None:
-        append_line(self.path / "evaluations.jsonl", evaluation)
-
     def evaluations(self) -> list[Evaluation]:
         """The evaluations of the run's model on tasks and texts, the newest last.
 

@@ -95,7 +95,7 @@ def make_rich_run(root: Path, name: str = "reich-λ") -> Run:
     task = {"accuracy": 0.41, "interval": [0.35, 0.48], "baseline": 0.25, "centered": 0.21, "items": 200,
             "num_fewshot": 5}  # fmt: skip
     text = {"loss": 3.0, "loss_stderr": 0.1, "bits_per_byte": 1.0, "stderr": 0.01, "tokens": 1000}
-    run.append_evaluation({"step": 100, "checkpoint": None, "time": 1.0, "tasks": {EVIL: task}, "core": 0.21,
+    run.append("evaluations.jsonl", {"step": 100, "checkpoint": None, "time": 1.0, "tasks": {EVIL: task}, "core": 0.21,
                            "core_interval": [0.15, 0.27], "texts": {"books": text}, "settings": {}})  # fmt: skip
     (run.path / "postmortem-00000300").mkdir()
     (run.path / "postmortem-00000300" / "postmortem.md").write_text(f"# Post-mortem {EVIL}")
