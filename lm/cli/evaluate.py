@@ -155,7 +155,7 @@ def keep_evaluation(run: Run, found: Evaluation) -> None:
     Points of later steps are written again after it: when a point of an earlier step follows, TensorBoard drops the
     later ones from a curve.
     """
-    run.append_evaluation(found)
+    run.append("evaluations.jsonl", found)
     evaluations = run.evaluations()
     points = {one["step"]: evaluation_metrics(merge_evaluations(evaluations, one["step"])) for one in evaluations}
     from lm.training.callbacks.loggers import EventFile  # Lightning takes seconds

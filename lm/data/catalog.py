@@ -36,7 +36,6 @@ from lm.system.remote import PATIENCE, is_denied, is_remote, list_files, open_fi
 
 FOOTER_THREADS = 16
 SUFFIX = re.compile(r"\.(parquet|pq)$", re.IGNORECASE)
-NOT_SHARDS = re.compile(r"(\.(npy|bin|csv|tsv|txt|json|jsonl))$", re.IGNORECASE)
 HIDDEN = re.compile(r"(^|/)[._]")
 
 
@@ -77,11 +76,6 @@ def find_shards(
     """The shards of a source, as for `Shards.open`, with their token counts; the vocabulary's size by a manifest."""
     listing = list_files(source, patience)
     files, manifest = listing.files, None
-    if listing.kind == "file" and (other := NOT_SHARDS.search(source)):
-        raise RequestError(
-            f"{source} is a {other[1]} file, and training reads Parquet: `lm data prepare --input {source} --output "
-            "data/NAME` makes it"
-        )
     if listing.kind == "folder":
         files = {name: file for name, file in files.items() if SUFFIX.search(name) and not HIDDEN.search(name)}
         if not files:

@@ -8,7 +8,6 @@ import logging
 from collections import deque
 from collections.abc import Iterator
 from contextlib import contextmanager
-from difflib import get_close_matches
 from hashlib import sha256
 from itertools import islice
 from pathlib import Path
@@ -24,7 +23,7 @@ from lm.data.config import DataConfig, SourceConfig
 from lm.data.loader import Batch, Reading, Stream, Windows
 from lm.data.mixture import Mixture, Phase, counts_of, phases_of
 from lm.data.overlap import describe_shared, shared_spans
-from lm.data.prepare import MANIFEST, cure_of_other_files, holds_other_files, made_from, prepare, refuse_other_options
+from lm.data.prepare import MANIFEST, cure_of_other_files, holds_other_files, prepare, refuse_other_options
 from lm.data.reshuffle import ReshuffledOrder, ReshuffledShards
 from lm.data.sampler import BLOCKS_AHEAD, Order, lanes_for
 from lm.data.shards import Shards, common_file
@@ -116,11 +115,8 @@ class DataModule(LightningDataModule):
             if holds_other_files(path):
                 raise RequestError(f"{where} holds no manifest.json: {cure_of_other_files(path)}")
             if options is None:
-                near = get_close_matches(path.name, [each.parent.name for each in path.parent.glob(f"*/{MANIFEST}")], 1)
-                hint = f"; did you mean {path.with_name(near[0])}? If not" if near else ""
                 other = "" if self.mixed else ", or give data.prepare.input to make it from"
-                raise RequestError(f"{where} holds no manifest.json{hint}: make it with {self._preparation(source)}"
-                                   f"{other}")  # fmt: skip
+                raise RequestError(f"{where} holds no manifest.json: make it with {self._preparation(source)}{other}")
         if options is None or self.options.path is None:
             return
         options.output = self.options.path
@@ -194,12 +190,6 @@ class DataModule(LightningDataModule):
         return (f"`lm data prepare --input TEXTS --output {source.path or f'data/{source.name}'} "
                 f"--tokenizer {next(iter(others), 'bpe')}`")  # fmt: skip
 
-    def preparation_again(self, tokenizer: Path) -> str:
-        """The command that makes the data, in another folder, with another tokenizer."""
-        path = self.sources[0].path
-        return (f"`lm data prepare --input {made_from(path) if path else 'TEXTS'} --output {path or 'data/mine'}-again "
-                f"--tokenizer {tokenizer}`")  # fmt: skip
-
     def _open_whole(self, source: SourceConfig, split: str) -> Shards | None:
         """The shards of a source that has at least one sample; None where it has no such split."""
         with self._errors_of(source):
@@ -219,10 +209,8 @@ class DataModule(LightningDataModule):
         files = {"train": source.train, "val": source.val, "test": self.options.test}[split]
         if files is None and split == "test":
             return self._open(source, "val")
-        if files is None and source.path is not None and (Path(source.path) / split).is_dir():
+        if files is None and source.path and (split == "train" or (Path(source.path) / split).is_dir()):
             files = str(Path(source.path) / split)
-        if self.mixed and source.path and split == "train" and not any(Path(source.path, "train").glob("*.parquet")):
-            raise RequestError(f"{source.path} has no shards to train on: make them with {self._preparation(source)}")
         if files is None:
             return None
         options = self.options

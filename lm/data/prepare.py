@@ -256,13 +256,6 @@ def _read(output: Path, name: str) -> dict[str, Any]:
         raise RequestError(f"{file} is damaged ({error}); {_start_anew(output)}") from error
 
 
-def made_from(path: str) -> str:
-    """The texts that a finished folder was made from, as they are typed after `--input`."""
-    names = {source["name"] for source in _read(Path(path), MANIFEST)["sources"]}
-    places = names if len(names) == 1 else {name.rpartition("/")[0] for name in names}
-    return shlex.quote(places.pop()) if len(places) == 1 and all(places) else "TEXTS"
-
-
 def refuse_other_options(options: PrepareOptions) -> None:
     """Refuse a finished folder that was made with other options than a config's; its texts may be gone by now."""
     made = _read(Path(options.output), MANIFEST)["options"]

@@ -111,8 +111,6 @@ class Shards:
         once: dict[Hashable, Shard] = {}
         for shard in (shard for shards, _ in found for shard in shards):
             first = once.setdefault(file_identity(shard.file), shard)
-            if first is not shard and not first.filesystem.equals(shard.filesystem):
-                raise RequestError(f"shard {shard.file} is in two stores, and its URL is the same in both")
             if first is not shard:
                 log.info("shard %s is %s again, and counts once", shard.file, first.file)
         shards = [replace(shard, column=reading) for shard in once.values()]
@@ -295,16 +293,8 @@ class Shards:
         if self.cache is None or not self.cache.fits(part.tokens * kept.itemsize):
             return self._fetch(part)
         padding = () if column.pad_id is None else (column.pad_id, column.eos_id)
-        key = BlockCache.key(
-            shard.file,
-            shard.size,
-            shard.modified,
-            shard.digest,
-            tuple(part.row_groups),
-            column.name,
-            column.dtype.name,
-            *padding,
-        )
+        content = (shard.file, shard.size, shard.modified, shard.digest, tuple(part.row_groups))
+        key = BlockCache.key(*content, column.name, column.dtype.name, *padding)
         tokens = self._kept(part, key, kept)
         if tokens is not None:
             return tokens

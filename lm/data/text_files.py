@@ -40,7 +40,6 @@ TEXT_SUFFIXES = set(
     ".pl .lua .r .jl .hs .ml .mli .clj .ex .exs .erl .swift .f90 .f .asm .s .sh .bash .zsh .sql .vim .el .lisp .scm "
     ".proto .cmake .tf .zig .nim .dart .v .sv .vhd".split()
 )
-TOKEN_IDS = "; token ids need no preparation: train on them with --data.train, --data.val and --data.tokenizer"
 PANDOC = "`pandoc -t plain -o {0}.txt {0}` makes text of it"
 TABLE = "make Parquet of it (pandas: read_csv, to_parquet), and name the column of its text with --text_key"
 NOT_TEXT = {  # suffixes -> what to do
@@ -214,7 +213,7 @@ def read_pieces(
     """Documents of a part, from 0, of a file; empty ones are left out. Flat ids need the tokenizer that made them.
 
     The documents of all parts one after the other are those of the file; there are several of divisible files only.
-    RunError names the line or row of a file that cannot be read.
+    RunError names the line, byte or row of a file that cannot be read.
     """
     try:
         if file.kind == "flat":
@@ -229,7 +228,7 @@ def read_pieces(
             yield from (Piece(where, text, last, file.split) for text, last in _cut(chunks) if text)
     except LmError:
         raise
-    except (pa.ArrowException, OSError, EOFError, lzma.LZMAError) as error:
+    except (pa.ArrowException, OSError, EOFError, lzma.LZMAError, UnicodeDecodeError) as error:
         raise RunError(f"{file.name} cannot be read ({first_line(error)}); is it damaged or truncated?") from error
 
 
@@ -278,12 +277,12 @@ def _json_lines(file: TextFile, part: int, parts: int, key: str) -> Iterator[tup
             if parts > 1 and position >= stop:
                 return
             if line.strip():
+                where = f"{file.name}, line {number}" if start == 0 else f"{file.name}, byte {position}"
                 try:
                     text = _json_text(line, key)
                 except ValueError as error:
-                    line_number = number if start == 0 else _line_at(file, position)
-                    raise RunError(f"{file.name}, line {line_number}: {error}") from error
-                yield (f"{file.name}, line {number}" if start == 0 else f"{file.name}, byte {position}"), text
+                    raise RunError(f"{where}: {error}") from error
+                yield where, text
             position += len(line)
 
 
@@ -305,16 +304,6 @@ def _json_text(line: bytes, key: str) -> str:
     return text
 
 
-def _line_at(file: TextFile, position: int) -> int:
-    """The number of the line that begins at a byte; reads all before it, for messages only."""
-    with file.stream() as stream:
-        lines = 1
-        while position > 0 and (data := stream.read(min(position, 2**24))):
-            lines += data.count(b"\n")
-            position -= len(data)
-        return lines
-
-
 def _parquet(file: TextFile, part: int, parts: int, column: str) -> Iterator[tuple[str, str]]:
     """The rows of a part of the row groups."""
     with file.open() as handle:
@@ -322,24 +311,18 @@ def _parquet(file: TextFile, part: int, parts: int, column: str) -> Iterator[tup
         schema = parquet.schema_arrow
         if column not in schema.names:
             raise RunError(
-                f"{file.name} has no column {column!r} among {', '.join(map(repr, schema.names))}; name the one "
-                f"with text by --text_key{TOKEN_IDS if 'input_ids' in schema.names else ''}"
+                f"{file.name} has no column {column!r} among {', '.join(map(repr, schema.names))}; name the one with "
+                "text by --text_key (token ids are trained on as they are: --data.train)"
             )
         kind = schema.field(column).type
         kind = kind.value_type if pa.types.is_dictionary(kind) else kind
         if not (pa.types.is_string(kind) or pa.types.is_large_string(kind) or pa.types.is_string_view(kind)):
-            listed = getattr(kind, "value_type", None)
-            ids = TOKEN_IDS if listed is not None and pa.types.is_integer(listed) else ""
-            raise RunError(f"{file.name}: column {column!r} is not text but {kind}; give another with --text_key{ids}")
+            raise RunError(f"{file.name}: column {column!r} is not text but {kind}; give another with --text_key")
         groups = parquet.num_row_groups
         chosen = range(groups * part // parts, groups * (part + 1) // parts)
         row = sum(parquet.metadata.row_group(group).num_rows for group in range(chosen.start))
         for batch in parquet.iter_batches(PARQUET_ROWS, row_groups=list(chosen), columns=[column]):
-            for row, value in enumerate(batch.column(0), start=row):
-                try:
-                    text = value.as_py()
-                except UnicodeDecodeError as error:
-                    raise RunError(f"{file.name}, row {row}: column {column!r} is not UTF-8 text") from error
+            for row, text in enumerate(batch.column(0).to_pylist(), start=row):
                 if text is None:
                     raise RunError(f"{file.name}, row {row}: column {column!r} is null; leave such rows out")
                 yield f"{file.name}, row {row}", text

@@ -17,7 +17,6 @@ import random
 import re
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
-from difflib import get_close_matches
 from functools import cache, cached_property
 from itertools import chain, product, takewhile
 from operator import itemgetter
@@ -28,7 +27,6 @@ import numpy as np
 import tokenizers
 from tokenizers import Regex, decoders, models, pre_tokenizers, trainers
 
-from lm.data.config import LEARNED
 from lm.errors import RequestError, first_line
 from lm.system.files import parse_json
 from lm.system.remote import fetch, is_remote
@@ -112,8 +110,6 @@ class Tokenizer:
         except FileNotFoundError as error:
             fetch = f"`hf download {path} tokenizer.json tokenizer_config.json` puts it into the cache"
             hub = f"; of a model on the hub, {fetch}; without a network, `lm data prepare --tokenizer bpe` learns one"
-            if close := get_close_matches(str(path), LEARNED, 1):
-                hub = f"; did you mean {close[0]}?"
             raise RequestError(
                 f"tokenizer {file} is not there: give a tokenizer.json or a folder with one"
                 f"{hub if HUB_NAME.fullmatch(str(path)) and not Path(path).exists() else ''}"

@@ -4,7 +4,6 @@ import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import islice
-from typing import NamedTuple
 
 import numpy as np
 
@@ -36,13 +35,6 @@ class CorpusResult:
     samples: int  # documents
 
 
-class Window(NamedTuple):
-    """A part of a document."""
-
-    document: int  # its number; parts of one document follow each other
-    row: Row
-
-
 def texts_bits_per_byte(
     decoder: Decoder,
     tokenizer: Tokenizer,
@@ -64,16 +56,16 @@ def texts_bits_per_byte(
     nats: list[float] = []
     tokens: list[int] = []
 
-    def windows() -> Iterator[Window]:
+    def windows() -> Iterator[tuple[int, Row]]:  # the document's number, and a part of it
         for document, (_, text) in enumerate(islice(read_documents(inputs), max_documents)):
             sizes.append(len(text.encode()))
             ids = np.array([tokenizer.eos_id, *tokenizer.encode(text)], np.int32)
             for start in range(0, len(ids) - 1, seq_len):
-                yield Window(document, Row(ids[start : start + seq_len + 1], 1))
+                yield document, Row(ids[start : start + seq_len + 1], 1)
 
     every = windows()
     while group := list(islice(every, GROUP * max(1, batch_tokens // seq_len))):
-        for (document, _), scored in zip(group, score(decoder, [one.row for one in group], batch_tokens), strict=True):
+        for (document, _), scored in zip(group, score(decoder, [row for _, row in group], batch_tokens), strict=True):
             if document == len(nats):
                 nats.append(0.0)
                 tokens.append(0)
@@ -83,19 +75,15 @@ def texts_bits_per_byte(
             progress(sum(tokens), None)
     if not nats:
         raise RequestError(f"{', '.join(inputs)}: there is no text to predict")
-    return _result(np.array(nats), np.array(tokens), np.array(sizes[: len(nats)]))
-
-
-def _result(nats: np.ndarray, tokens: np.ndarray, sizes: np.ndarray) -> CorpusResult:
-    """The means of sums of documents, `(documents,)` each."""
-    loss = nats.sum() / tokens.sum()
+    lost, predicted, read = np.array(nats), np.array(tokens), np.array(sizes[: len(nats)])  # (documents,)
+    loss = lost.sum() / predicted.sum()
     return CorpusResult(
         loss=float(loss),
         perplexity=perplexity(loss),
-        bits_per_byte=float(nats.sum() / sizes.sum() / math.log(2)),
-        stderr=ratio_error(nats, sizes) / math.log(2),
-        loss_stderr=ratio_error(nats, tokens),
-        tokens=int(tokens.sum()),
-        bytes=int(sizes.sum()),
+        bits_per_byte=float(lost.sum() / read.sum() / math.log(2)),
+        stderr=ratio_error(lost, read) / math.log(2),
+        loss_stderr=ratio_error(lost, predicted),
+        tokens=int(predicted.sum()),
+        bytes=int(read.sum()),
         samples=len(nats),
     )

@@ -8,7 +8,6 @@ from collections.abc import Iterable, Iterator, Sequence
 from typing import NamedTuple
 
 from lm.data.tokenizer import Begin, Tokenizer
-from lm.errors import RequestError
 from lm.inference.generation import Reason, Sampling, Step, generate
 from lm.model.decoder import Decoder
 
@@ -73,10 +72,7 @@ def gather_texts(prompts: Sequence[str], news: Iterable[NewText]) -> list[Writte
 
 def encode_prompt(tokenizer: Tokenizer, prompt: str, begin: Begin = "nothing") -> list[int]:
     """A prompt's ids, at least one: an empty prompt begins a document."""
-    try:
-        ids = tokenizer.encode(prompt)
-    except TypeError as error:  # of the library, where half of a surrogate pair stands in it
-        raise RequestError(f"the prompt {prompt!r:.60} is not Unicode text: was it read as UTF-8?") from error
+    ids = tokenizer.encode(prompt)
     return [tokenizer.eos_id, *ids] if begin == "eos" or not ids else ids
 
 

@@ -5,7 +5,7 @@ from contextlib import nullcontext, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from textwrap import shorten
-from typing import Any, Literal, get_args
+from typing import Any, Literal
 
 import torch
 from safetensors import SafetensorError
@@ -136,8 +136,6 @@ def load_pretrained(
     if (folder / "run.json").exists():
         folder = Run(folder).checkpoint()
     device = _device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
-    if isinstance(dtype, str) and dtype not in get_args(DTypeName):
-        raise RequestError(f"dtype {dtype!r}: give {', '.join(get_args(DTypeName))}, or a torch.dtype")
     of_weights: torch.dtype | None = getattr(torch, dtype) if isinstance(dtype, str) else dtype
     document = read_object(folder / "config.json") if (folder / "config.json").exists() else {}
     if document.get("model_type") == MODEL_TYPE:

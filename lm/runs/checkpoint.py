@@ -29,7 +29,7 @@ from lm.system.units import format_bytes
 
 FORMAT = 5  # 4: Lightning counts optimizer steps, not micro-batches; 5: names in the states of guards
 TENSORS = {"state_dict": "model.safetensors", "optimizer": "optimizer.safetensors"}  # key of the content -> file
-NO_SPACE, NO_QUOTA = os.strerror(errno.ENOSPC), os.strerror(errno.EDQUOT)
+NO_SPACE = os.strerror(errno.ENOSPC)
 
 # ---- a tree of plain values as JSON ----------------------------------------------------------------------------------
 
@@ -123,12 +123,10 @@ def _reason(error: Exception, folder: Path, content: dict[str, Any]) -> str:
     if not folder.parent.is_dir():
         return f"the folder {folder.parent} is gone; put it back, and `{run.resume_command()}` resumes the run"
     text = error.strerror if isinstance(error, OSError) and error.strerror else str(error)
-    size = format_bytes(sum(tensor.nbytes for key in TENSORS for tensor in content.get(key, {}).values()))
     if NO_SPACE in text:  # among other words of safetensors
+        size = format_bytes(sum(tensor.nbytes for key in TENSORS for tensor in content.get(key, {}).values()))
         free = format_bytes(shutil.disk_usage(folder.parent).free)
         text = f"{NO_SPACE}, {free} free of the {size} that it takes; make room"
-    elif NO_QUOTA in text:  # the system does not say how much of it is left
-        text = f"{NO_QUOTA}, and it takes {size}; make room"
     if not (run.path / "run.json").exists():  # of a model that is imported
         return text
     return f"{text}; the ones before it are untouched, and `{run.resume_command()}` resumes from there"
@@ -250,13 +248,11 @@ def read_document(folder: Path) -> dict[str, Any]:
     except DAMAGE as error:
         raise RequestError(f"trainer.json is damaged ({error})") from error
     if document.get("format") != FORMAT:
-        raise RequestError(_other_format(document))
+        writer = str(document.get("written_by", ""))
+        raise RequestError(
+            f"format {document.get('format')!r}: lm {writer} wrote and reads it (`pip install lm-pretrain=="
+            f"{writer.partition('+')[0]}`); this is lm {lm_version()}, which reads format {FORMAT}"
+        )
     if not isinstance(document.get("digests"), dict):
         raise RequestError("trainer.json names no files")
     return document
-
-
-def _other_format(document: dict[str, Any]) -> str:
-    writer = str(document.get("written_by", ""))
-    return (f"format {document.get('format')!r}: lm {writer} wrote and reads it (`pip install lm-pretrain=="
-            f"{writer.partition('+')[0]}`); this is lm {lm_version()}, which reads format {FORMAT}")  # fmt: skip

@@ -114,12 +114,10 @@ class Expectation(NamedTuple):
         return self.value is not None and self.low <= self.value <= self.high
 
     def __str__(self) -> str:
-        value = (
-            "was never logged; expected"
-            if self.value is None
-            else (f"is {self.value:.4f}, {'within' if self.met else 'outside'} the expected range")
-        )
-        return f"{self.metric} {value} {self.low:g} to {self.high:g}"
+        expected = f"{self.low:g} to {self.high:g}"
+        if self.value is None:
+            return f"{self.metric} was never logged; expected {expected}"
+        return f"{self.metric} is {self.value:.4f}, {'within' if self.met else 'outside'} the expected range {expected}"
 
 
 def refuse_wrong_ranges(expect: dict[str, list[float]]) -> None:

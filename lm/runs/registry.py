@@ -116,11 +116,8 @@ def record_run(run: Run, warned: bool = False) -> bool:
             failures.append(error)
 
     thread = threading.Thread(target=work, name="registry", daemon=True)  # a hanging disk must not hold up the exit
-    try:
-        thread.start()
-        thread.join(PATIENCE)
-    except RuntimeError as error:  # the system is out of threads
-        failures.append(error)
+    thread.start()
+    thread.join(PATIENCE)
     if thread.is_alive() or failures:
         reason = failures[0] if failures else "it does not answer"
         level = logging.DEBUG if warned else logging.WARNING

@@ -425,23 +425,16 @@ class Run:
         path = self.path / "state.json"
         self.attempt(path, lambda: write_atomically(path, json.dumps(state) + "\n", durable=False))
 
-    def append_metrics(self, metrics: dict[str, Any]) -> None:
-        """Add one line to `metrics.jsonl`, if it can be written."""
-        self._append("metrics.jsonl", metrics)
+    def append(self, name: str, line: dict[str, Any]) -> None:
+        """Add one line to `metrics.jsonl`, `alerts.jsonl` or another file of the run, if it can be written."""
+        self.attempt(self.path / name, lambda: append_line(self.path / name, line))
 
     def mark_resume(self, step: int) -> None:
         """Add to `metrics.jsonl` that the run resumes from a step: the lines of later steps count no more."""
         append_line(self.path / "metrics.jsonl", {"resumed_at": step})
 
-    def append_alert(self, alert: dict[str, Any]) -> None:
-        """Add one line to `alerts.jsonl`, if it can be written: `step`, `time`, `guard`, `action`, `message`."""
-        self._append("alerts.jsonl", alert)
-
     def alerts(self) -> list[dict[str, Any]]:
         return [line for line in read_lines(self.path / "alerts.jsonl") if is_alert(line)]
-
-    def append_evaluation(self, evaluation: Evaluation) -> None:
-        append_line(self.path / "evaluations.jsonl", evaluation)
 
     def evaluations(self) -> list[Evaluation]:
         """The evaluations of the run's model on tasks and texts, the newest last.
@@ -467,6 +460,3 @@ class Run:
         if name and not kept:
             refuse_unknown_metric(name)
         return kept
-
-    def _append(self, name: str, line: dict[str, Any]) -> None:
-        self.attempt(self.path / name, lambda: append_line(self.path / name, line))

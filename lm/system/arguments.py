@@ -3,7 +3,6 @@
 import json
 import re
 import shlex
-import sys
 from collections.abc import Callable, Iterable
 from dataclasses import MISSING, fields
 from difflib import get_close_matches
@@ -218,17 +217,11 @@ def shorten(message: str, known: list[str]) -> str:
     text = re.sub(r"[Ee]xpected a <class '(?:\w+\.)*(\w+)'>", r"expected \1", " ".join(text.split()))
     text = re.sub(r"[Ee]xpected a typing\.Literal\[(.*?)\]", r"expected one of \1", text)
     text = text.replace(". Got value:", ", got").replace("Not of type Count: ", "")
-    if key == "data.sources":
-        return f"{key}: each source has a name and a path: [{{name: a, path: data/a}}, {{name: b, path: data/b}}]"
-    text = re.sub(r"Expected a dot import path string: (\S+?)(?=,|$)", r"\1 is not a path of a class, such as "
-                  "lightning.pytorch.loggers.WandbLogger", text)  # fmt: skip
-    text = re.sub(r"(expected (?:float|int), got (\d+),(\d+))$", r"\1; write \2.\3", text)
     # What was given for a list may have a password in it.
     text = re.sub("expected (list|tuple), got .*", "expected a list: [a, b], or lines that begin with a dash", text)
     text = re.sub("Unable to load config .*", "this is a group of options: give each with its name", text)
     text = f"{key}: {text}" if key else text
     text = text if len(text) <= LONGEST_MESSAGE else f"{text[:LONGEST_MESSAGE]}..."
-    text += nearest_class(text)
     if choice := re.search(r"expected one of (.*?), got '?(\w[^']*)'?$", text):
         choices = {one.lower(): one for one in re.findall(r"'([^']+)'", choice[1])}
         given = choice[2].lower()
@@ -237,18 +230,6 @@ def shorten(message: str, known: list[str]) -> str:
         close = close or get_close_matches(given, choices, 2, cutoff=0.5)
         text += f"; did you mean {' or '.join(repr(choices.get(one, one)) for one in close)}?" if close else ""
     return text
-
-
-def nearest_class(text: str) -> str:
-    """The nearest name, in a message about a class by path whose module or name does not exist; else empty."""
-    if lost := re.search(r"module '(\S+)' has no attribute '(\w+)'", text):
-        known, where = list(vars(sys.modules[lost[1]])), ""
-    elif lost := re.search(r"class_path.*No module named '((\w+))", text):
-        known, where = [file.stem for file in Path().glob("*.py")], f"; it is no file of {Path.cwd()} and not installed"
-    else:
-        return ""
-    close = get_close_matches(lost[2], known, 1)
-    return f"; did you mean {close[0]!r}?" if close else where
 
 
 def nearest_option(name: str, known: list[str]) -> str:

@@ -26,8 +26,6 @@ DAMAGE = (ArithmeticError, AttributeError, LookupError, TypeError, ValueError)
 
 # ---- YAML and JSON ---------------------------------------------------------------------------------------------------
 
-LARGEST_YAML = 1_000_000  # values and characters, counted as often as aliases repeat them
-
 
 def parse_json(text: str | bytes) -> Any:
     """Parse a JSON text; a whole number of more than 64 bits and values nested too deep are a ValueError too."""
@@ -50,8 +48,7 @@ _JSON = json.JSONDecoder(parse_int=_integer)  # `json.loads` would make a decode
 def parse_yaml(text: str | bytes) -> Any:
     """Parse a YAML text into plain values: no tag makes an object of another kind.
 
-    A ValueError is also what has a key twice, of which YAML would keep the last one, is nested too deep, or is larger
-    than `LARGEST_YAML` with its aliases.
+    A ValueError is also what has a key twice, of which YAML would keep the last one, or is nested too deep.
     """
     import yaml
 
@@ -66,27 +63,13 @@ def parse_yaml(text: str | bytes) -> Any:
             return super().construct_mapping(node, deep)
 
     try:
-        document = yaml.load(text, Loader)
+        return yaml.load(text, Loader)
     except yaml.YAMLError as error:
-        message = " ".join(str(error).split()).replace('in "<byte string>", ', "at ")
-        if r"'\t'" in message:
-            message = f"line {error.problem_mark.line + 1} has a tab; indent with blanks"
-        elif "mapping values are not allowed" in message:
-            message = (f"line {error.problem_mark.line + 1} is indented further than the line before it allows: "
-                       "options of one group begin in the same column")  # fmt: skip
-        raise ValueError(message) from error
+        raise ValueError(" ".join(str(error).split()).replace('in "<byte string>", ', "at ")) from error
     except RecursionError:
         raise ValueError("values are nested too deep to be read") from None
     except DAMAGE as error:  # `!!int x`
         raise ValueError(f"a value does not fit its tag ({error})") from error
-    values, size = [document], 0
-    while values:
-        value = values.pop()
-        size += 1 + (len(value) if isinstance(value, str) else 0)
-        if size > LARGEST_YAML:
-            raise ValueError(f"it has more than {LARGEST_YAML:,} values and characters, counted with its aliases")
-        values.extend(value.values() if isinstance(value, dict) else value if isinstance(value, list) else ())
-    return document
 
 
 def finite_or_none(value: Any) -> Any:

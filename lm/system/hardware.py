@@ -10,7 +10,6 @@ import os
 import platform
 import re
 from collections.abc import Callable, Sequence
-from difflib import get_close_matches
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -183,16 +182,14 @@ def _start_nvml() -> Any:
     return pynvml
 
 
-def cpu_half_precision(cpuinfo: str | None = None) -> str | None:
+def cpu_half_precision() -> str | None:
     """The half precision that this CPU multiplies faster than fp32: "bf16", or None where the system names none.
 
     These have it in hardware: AMX-BF16 or AVX512-BF16 on x86, BF16 with SVE on Arm. On others torch emulates it,
-    several times slower than fp32. `cpuinfo` is the text of `/proc/cpuinfo`, read from this machine if not given.
+    several times slower than fp32.
     """
-    lines = re.findall(
-        r"^(?:flags|Features)\s*:\s*(.+)$", _read("/proc/cpuinfo") if cpuinfo is None else cpuinfo, re.MULTILINE
-    )
-    flags = set(lines[0].split()) if lines else set()
+    line = re.search(r"^(?:flags|Features)\s*:\s*(.+)$", _read("/proc/cpuinfo"), re.MULTILINE)
+    flags = set(line[1].split()) if line else set()
     on_arm = {"sve", "bf16"} <= flags or "svebf16" in flags
     return "bf16" if flags & {"amx_bf16", "avx512_bf16"} or on_arm else None
 
@@ -305,10 +302,8 @@ def _named_device(name: str) -> tuple[Device, int]:
     if (key := known.get(_spelling(name))) is not None:
         return DEVICES[key], 1
     if name.lower() not in ("auto", "cpu"):
-        close = get_close_matches(_spelling(name), known, 3, cutoff=0.7)
-        hint = f"did you mean {' or '.join(dict.fromkeys(known[one] for one in close))}? Else " if close else ""
         raise RequestError(
-            f"--device {name} is not known: {hint}give --memory 16GiB --peak_tflops 120 with its figures in its place; "
+            f"--device {name} is not known: give --memory 16GiB --peak_tflops 120 with its figures in its place; "
             f"known are {', '.join(DEVICES)}, cpu, and auto for this one"
         )
     import torch
@@ -375,9 +370,6 @@ class Telemetry:
         ask, nvml = self._ask, self._nvml
         sliced = ask("nvmlDeviceGetMigMode", handle, then=lambda modes: modes[0] == nvml.NVML_DEVICE_MIG_ENABLE)
         used = None if sliced else ask("nvmlDeviceGetMemoryInfo", handle)  # of a sliced GPU it is that of all its users
-        reasons = ask("nvmlDeviceGetCurrentClocksEventReasons", handle)
-        if reasons is None:  # drivers before R535 have them under another name
-            reasons = ask("nvmlDeviceGetCurrentClocksThrottleReasons", handle)
         return {
             "index": ask("nvmlDeviceGetIndex", handle),
             "name": ask("nvmlDeviceGetName", handle),
@@ -387,7 +379,7 @@ class Telemetry:
             "temperature_celsius": ask("nvmlDeviceGetTemperature", handle, nvml.NVML_TEMPERATURE_GPU),
             "power_watts": ask("nvmlDeviceGetPowerUsage", handle, then=lambda milliwatts: milliwatts / 1e3),
             "power_limit_watts": ask("nvmlDeviceGetEnforcedPowerLimit", handle, then=lambda limit: limit / 1e3),
-            "clocks_limited_by": clock_limits(reasons),  # empty where nothing limits them
+            "clocks_limited_by": clock_limits(ask("nvmlDeviceGetCurrentClocksEventReasons", handle)),
         }
 
     def _ask(self, function: str, *arguments: Any, then: Callable[[Any], Any] = lambda value: value) -> Any:
@@ -399,7 +391,7 @@ class Telemetry:
 
 
 def clock_limits(reasons: int | None) -> list[str] | None:
-    """The names of the reasons for reduced clocks in NVML's bits."""
+    """The names of the reasons for reduced clocks in NVML's bits; none where nothing limits them."""
     if reasons is None:
         return None
     words = dict.fromkeys(word for bit, word in CLOCK_LIMITS.items() if reasons & bit)

@@ -49,9 +49,7 @@ class HubFileSystem(AbstractFileSystem):
 
     def __init__(self) -> None:
         super().__init__()
-        # What is at a commit does not change, so that an attempt after a failure goes on where that one was.
-        self.known: dict[str, dict[str, Any]] = {}  # path -> `info`
-        self.pages: dict[str, tuple[list[dict[str, Any]], str | None]] = {}  # of listings under way; the next
+        self.known: dict[str, dict[str, Any]] = {}  # path at a commit, where nothing changes -> `info`
 
     def __reduce__(self) -> tuple:
         return hub, ()
@@ -81,16 +79,12 @@ class HubFileSystem(AbstractFileSystem):
         inside = f"/{quote(place.inside, safe='')}" if place.inside else ""
         address = f"api/{place.kind}/{place.name}/tree/{quote(place.revision, safe='')}{inside}"
         page: str | None = f"{address}?recursive={str(maxdepth is None).lower()}"
-        pages: dict[str, list[dict[str, Any]]] = {}
+        found: list[dict[str, Any]] = []
         while page is not None:
-            if (kept := self.pages.get(page)) is None:
-                answer = _ask(page)
-                entries = [self._note(place, entry) for entry in answer.json()]
-                kept = self.pages[page] = entries, answer.links.get("next", {}).get("url")
-            pages[page], page = kept
-        for page in pages:
-            self.pages.pop(page, None)
-        return {info["name"]: info for entries in pages.values() for info in entries if info["type"] == "file"}
+            answer = _ask(page)
+            found += [self._note(place, entry) for entry in answer.json()]
+            page = answer.links.get("next", {}).get("url")
+        return {info["name"]: info for info in found if info["type"] == "file"}
 
     def _note(self, place: Place, entry: dict[str, Any]) -> dict[str, Any]:
         info = {"name": f"{place.root}/{entry['path']}", "type": entry["type"], "size": entry["size"]}

@@ -218,7 +218,6 @@ def ssh_options() -> str | None:
 
 
 def seconds_since_process_start() -> float:
-    """Age of this process."""
     import psutil  # which `lm --help` does not need
 
     return max(0.0, time.time() - psutil.Process().create_time())

@@ -20,7 +20,6 @@ import re
 import shutil
 import time
 from collections.abc import Callable, Hashable, Mapping, Sequence
-from difflib import get_close_matches
 from itertools import count
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
@@ -145,11 +144,7 @@ def list_files(source: str, patience: float = PATIENCE) -> Listing:
     except UnicodeEncodeError as error:  # Arrow takes no other names
         raise RequestError(f"{source}: the name {error.object!r} is not UTF-8; rename it") from error
     if kind == pafs.FileType.NotFound:
-        several = f"; of several, put spaces between them: {source.replace(',', ' ')}" if "," in source else ""
-        beside = [] if is_remote(source) else [str(one) for one in Path(source).parent.glob("*")]
-        close = get_close_matches(source, beside, 1, cutoff=0.75)
-        near = f"; did you mean {close[0]}?" if close else ""
-        raise RequestError(f"{source}: no such file or folder{several or near}")
+        raise RequestError(f"{source}: no such file or folder")
     if kind == pafs.FileType.File and pattern is None:
         return Listing(filesystem, path, given, prefix, {posixpath.basename(path): found[0]}, "file", query)
     files = dict(sorted((posixpath.relpath(file.path, path), file) for file in found))

@@ -27,8 +27,6 @@ class Count(int):
 
 def parse_count(value: str | int | float) -> Count:
     """Read a count in any of the accepted spellings; a ValueError shows what was given in place of one."""
-    if isinstance(value, bool):
-        raise ValueError(f"expected a count such as 1000, 32_768, 512K or 10B, got {value!r}")
     match = _PATTERN.fullmatch(str(value))
     if not match or match[2].upper() not in MULTIPLIERS:
         raise ValueError(f"expected a count such as 1000, 32_768, 512K or 10B, got {value!r}")

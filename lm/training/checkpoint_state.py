@@ -330,8 +330,8 @@ def refuse_other_tokenizer(files: dict[str, str], data: DataModule, checkpoint: 
     if own.vocabulary != tokenizer.vocabulary:
         raise RequestError(
             f"the data's tokenizer ({len(tokenizer.vocabulary):,} tokens) is not the checkpoint's "
-            f"({len(own.vocabulary):,} tokens), so the same ids mean other texts: make other data, "
-            f"{data.preparation_again(branched_from(checkpoint))}, and give it as data.path"
+            f"({len(own.vocabulary):,} tokens), so the same ids mean other texts: prepare the text again with "
+            f"--tokenizer {branched_from(checkpoint)} and another --output, and give that as data.path"
         )
 
 

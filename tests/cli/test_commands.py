@@ -122,7 +122,7 @@ BAD_REQUESTS = {
     "no such run": (["--ckpt_path", "last", "--run", "none"], "no run 'none'"),
     "no such checkpoint": (["--ckpt_path", "somewhere"], "--ckpt_path somewhere: there is no such folder"),
     "no data": (["--data.path", "elsewhere"], "elsewhere holds no manifest.json: make it"),
-    "mistyped data": (["--data.path", "data/smal"], "no manifest.json; did you mean data/small? If not: make it"),
+    "mistyped data": (["--data.path", "data/smal"], "data/smal holds no manifest.json: make it with"),
     "texts for data": (["--data.path", "texts"], "`lm data prepare --input texts --output texts-tokens` makes shards"),
     "empty source": (["--data.path", "new", "--data.prepare.input", "nothing/"], "nothing"),
     "other preparation": (["--data.prepare.tokenizer", "bpe"], "data/small was made with tokenizer char"),

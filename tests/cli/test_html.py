@@ -79,7 +79,7 @@ def make_rich_run(root: Path, name: str = "reich-λ") -> Run:
         extra = {"train/loss/speeches": 3.0, f"train/loss/{EVIL}": 4.0, "mine/entropy": math.sin(line["step"]),
                  "perf/gpu_load": 97.0}  # fmt: skip
         extra |= {"train/loss": math.nan} if line["step"] in (300, 310) else {}
-        run.append_metrics({**line, **(extra if "train/loss" in line else {})})
+        run.append("metrics.jsonl", {**line, **(extra if "train/loss" in line else {})})
     run.describe(note=f"A note {EVIL}", tags=["first", EVIL], rollbacks=[{"step": 900, "to": 800}],
                  reason=EVIL, command=["__main__.py", "fit", "--notify", "[{url: https://hooks.example/T0/B0}]",
                                        "--data.path", "s3://me:pass@bucket/data?signature=abc"])  # fmt: skip
@@ -95,7 +95,7 @@ def make_rich_run(root: Path, name: str = "reich-λ") -> Run:
     task = {"accuracy": 0.41, "interval": [0.35, 0.48], "baseline": 0.25, "centered": 0.21, "items": 200,
             "num_fewshot": 5}  # fmt: skip
     text = {"loss": 3.0, "loss_stderr": 0.1, "bits_per_byte": 1.0, "stderr": 0.01, "tokens": 1000}
-    run.append_evaluation({"step": 100, "checkpoint": None, "time": 1.0, "tasks": {EVIL: task}, "core": 0.21,
+    run.append("evaluations.jsonl", {"step": 100, "checkpoint": None, "time": 1.0, "tasks": {EVIL: task}, "core": 0.21,
                            "core_interval": [0.15, 0.27], "texts": {"books": text}, "settings": {}})  # fmt: skip
     (run.path / "postmortem-00000300").mkdir()
     (run.path / "postmortem-00000300" / "postmortem.md").write_text(f"# Post-mortem {EVIL}")
@@ -203,7 +203,7 @@ def test_a_run_that_has_hardly_begun_has_a_page(place, lines):
     run = Run.create("a", "checkpoints")
     run.describe(name="a", status="failed", reason="CUDA out of memory", command=["train.py", "--size", "2"])
     for line in lines:
-        run.append_metrics(line)
+        run.append("metrics.jsonl", line)
     page = page_of(run)
     assert "CUDA out of memory" in page.text and ("Nothing was logged" in page.text) == (not lines)
     assert "train.py --size 2" in page.text and "lm train.py" not in page.text
@@ -219,7 +219,7 @@ def test_a_page_replaces_a_page_and_nothing_else(place):
     run = write_run("checkpoints")
     page_of(run)
     (place / "link.html").symlink_to("page.html")
-    run.append_metrics({"step": 41, "mine": 7.0})
+    run.append("metrics.jsonl", {"step": 41, "mine": 7.0})
     assert ("mine", "mine") in page_of(run, "link.html").curves() and (place / "link.html").is_symlink()
     (place / "notes.html").write_text("<!doctype html>\nmine")
     for target, message in (("notes.html", "not the page of a run"), ("s3://b/a.html", "URL")):
@@ -354,7 +354,7 @@ def test_it_fits_a_phone_and_a_sheet_of_paper(view, place, options):
 def test_a_chart_of_one_value_is_no_error(view, place, value):
     run = Run.create("a", "checkpoints")
     run.describe(name="a", status="failed", reason="of something")
-    run.append_metrics({"step": 1, "tokens": 1, "time": 1.0, "train/loss": value})
+    run.append("metrics.jsonl", {"step": 1, "tokens": 1, "time": 1.0, "train/loss": value})
     page_of(run)
     page = view("page.html")
     page.get_by_label("log scale of losses").check()

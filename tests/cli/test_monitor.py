@@ -92,7 +92,7 @@ def test_a_wide_terminal_has_every_gpu_and_more_curves(many):
 
 def test_a_loss_that_is_no_number_and_the_reason_of_the_end_are_shown(tmp_path):
     run = write_live_run(tmp_path, "a")
-    run.append_metrics({"step": 2010, "tokens": 1, "time": time.time(), "train/loss": math.nan})
+    run.append("metrics.jsonl", {"step": 2010, "tokens": 1, "time": time.time(), "train/loss": math.nan})
     state = run.read("state.json")
     run.write_state({**state, "metrics": {"train/loss": math.nan, "optim/grad_norm": math.inf}})
     run.describe(status="stopped", reason="budget: 20.01 USD are spent")
@@ -109,11 +109,15 @@ def test_what_is_shown_is_what_run_metrics_says_across_resumes(tmp_path):
     run = write_live_run(tmp_path, "a", lines=50)
     watching = watch(run)
     for resumed, until in ((400, 900), (620, 700), (700, 1300)):
-        run.append_metrics({"resumed_at": resumed})
+        run.append("metrics.jsonl", {"resumed_at": resumed})
         for step in range(resumed + 10, until + 1, 10):
-            run.append_metrics({"step": step, "tokens": 0, "time": time.time(), "train/loss": 1 + resumed / step})
+            run.append(
+                "metrics.jsonl", {"step": step, "tokens": 0, "time": time.time(), "train/loss": 1 + resumed / step}
+            )
             if step % 100 == 0:
-                run.append_metrics({"step": step, "tokens": 0, "time": time.time(), "val/loss": 3 + resumed / step})
+                run.append(
+                    "metrics.jsonl", {"step": step, "tokens": 0, "time": time.time(), "val/loss": 3 + resumed / step}
+                )
             if step % 70 == 0:
                 watching.refresh()
     watching.refresh()

@@ -193,7 +193,10 @@ def test_the_command_that_show_ends_with_works_from_any_folder(trained, place):
 def test_show_has_alerts_samples_costs_and_post_mortems(place):
     run = make(status="stopped", reason="loss > 10\x1b[2J")
     for step in range(7):
-        run.append_alert({"step": step, "time": 0.0, "guard": "alert", "action": "warn", "message": "loss [bold] > 9"})
+        run.append(
+            "alerts.jsonl",
+            {"step": step, "time": 0.0, "guard": "alert", "action": "warn", "message": "loss [bold] > 9"},
+        )
     samples = [{"step": 1, "prompt": "earlier", "text": "!"},
                {"step": 9, "prompt": "The [red]", "text": "state\nof\x1b[2J"}]  # fmt: skip
     (run.path / "samples.jsonl").write_text("\n".join(map(json.dumps, samples)) + '\n{"st')

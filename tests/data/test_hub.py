@@ -151,12 +151,6 @@ def test_every_request_that_fails_is_made_again(hub, shards_on_hub, kind, monkey
     assert np.array_equal(all_tokens(shards), shards_on_hub) and hub.met[kind] >= 10
 
 
-def test_a_listing_goes_on_at_the_page_that_failed(hub):
-    hub.commit("o/n", {f"{number}.txt": b"text" for number in range(8)})  # of three pages
-    hub.fail(cycle([None, Fault(429)]), "tree")
-    assert len(list_files("hf://datasets/o/n", patience=20).files) == 8 and hub.count("tree") == 3 + 2
-
-
 def test_a_hub_that_only_fails_ends_in_one_line(hub, shards_on_hub):
     hub.fail(repeat(Fault(503)))
     with pytest.raises(RunError, match=r"^hf://datasets/o/n/train: \d+ attempts .* in 1 s: .*503 .*Unavailable"):

@@ -427,7 +427,7 @@ def test_finished_units_are_kept_when_a_bad_file_is_mended(tmp_path, many_small_
         (tmp_path / name).write_text(content)
     good = (source / "5.jsonl").read_text()
     (source / "5.jsonl").write_text(good + "{bad\n")
-    with pytest.raises(RunError, match=r"5\.jsonl, line 201"):
+    with pytest.raises(RunError, match=r"5\.jsonl, byte \d+"):
         run(tmp_path / "out", source, tokenizer=str(tmp_path))
     assert not (tmp_path / "out/manifest.json").exists()
     before = {path.name for path in (tmp_path / "out/.parts").glob("*.json")}
@@ -461,7 +461,7 @@ def test_an_unfinished_folder_is_made_with_other_options_as_a_fresh_one_is(tmp_p
     texts = make_texts(800)
     source = write_jsonl(tmp_path / "a.jsonl", [*texts, 5])
     run(tmp_path / "first", write_jsonl(tmp_path / "b.jsonl", make_texts(50)))
-    with pytest.raises(RunError, match="line 801"):
+    with pytest.raises(RunError, match="byte .*: .text. is not a text but 5"):
         run(tmp_path / "out", source, tokenizer=str(tmp_path / "first" / "tokenizer.json"))
     write_jsonl(source, texts)
     caplog.set_level("INFO")
@@ -483,7 +483,6 @@ def test_a_folder_with_other_things_is_not_touched(tmp_path):
     [
         ({"val_fraction": 1.0}, "val_fraction"), ({"workers": 0}, "workers"), ({"output": ""}, "--output"),
         ({"tokenizer": "gpt2"}, "gpt2 is not there.*`hf download gpt2 tokenizer.json tokenizer_config.json`"),
-        ({"tokenizer": "bpee"}, r"did you mean bpe\?"), ({"input": ["a.jsonl,b.jsonl"]}, "spaces.*: a.jsonl b.jsonl$"),
         ({"shard_tokens": Count(0)}, "shard_tokens"), ({"eos_token": "</s>"}, "--eos_token"),
         ({"output": "a.jsonl"}, "a.jsonl holds other files"), ({"input": ["empty.jsonl"]}, "no text"),
     ],

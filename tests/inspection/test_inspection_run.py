@@ -82,7 +82,7 @@ def test_runs_differ_by_name_folder_and_settings(run, place, elsewhere):
     other.describe(id=other.name, name="small", entered=1.0)
     other.config.write_text(run.config.read_text().replace("lr: 0.01", "lr: 0.02"))
     assert beside(run) == []  # it has no log lines yet
-    other.append_metrics({"step": 1})
+    other.append("metrics.jsonl", {"step": 1})
     assert [one.name for one in beside(run)] == ["small-2"]
     assert differences([run.settings(), other.settings()]) == {"model.optimizer.lr": [0.01, 0.02]}
     assert labels([run, other]) == ["small", "small-2"]
@@ -150,7 +150,7 @@ def test_pictures_and_tables_are_made_of_any_run(run, tmp_path):
     """Of one that has everything, and of one that has only begun."""
     fresh = Run.create("fresh", tmp_path)
     fresh.describe(id="fresh", name="fresh", entered=1.0, status="running")
-    run.append_alert({"step": 9, "time": 0.0, "guard": "<spike>", "action": "warn", "message": "loss > 3"})
+    run.append("alerts.jsonl", {"step": 9, "time": 0.0, "guard": "<spike>", "action": "warn", "message": "loss > 3"})
     for each in (run, fresh):
         for picture in (
             view.draw_training(each),
@@ -170,7 +170,7 @@ def test_each_source_of_a_mixture_is_a_line_of_its_own(tmp_path):
     for step in (1, 2, 3):
         losses = {f"train/loss/{name}": step + index for index, name in enumerate(names)}
         validation = {f"val/loss/{name}": step + index + 0.5 for index, name in enumerate(names) if index}
-        run.append_metrics({"step": step, **losses, **validation})
+        run.append("metrics.jsonl", {"step": step, **losses, **validation})
     drawn = view.draw_sources(run)
     train, val = ({line.get_label(): line for line in panel.get_lines()} for panel in drawn.axes)
     assert [text.get_text() for text in drawn.legends[0].get_texts()] == names == list(train)

@@ -33,7 +33,7 @@ def make(root, turn=1, started="monday", steps=(3,), name="small", folder="small
     run.path.mkdir(parents=True)
     entered = facts.pop("entered", 1000.0 + turn)
     run.describe(name=name, id=folder, started=started, turn=turn, entered=entered, status=status, **facts)
-    run.append_metrics({"step": turn, "train/loss": 1.0})
+    run.append("metrics.jsonl", {"step": turn, "train/loss": 1.0})
     for step in steps:
         save(run, step, turn)
     return run

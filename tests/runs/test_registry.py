@@ -29,7 +29,7 @@ def make(root, name="a", losses=(3.0, 2.0, 2.5)):
     run = Run.create(name, root)
     run.describe(id=run.name, name=name, status="finished", entered=time.time(), host="here")
     for step, loss in enumerate(losses, 1):
-        run.append_metrics({"step": step, "tokens": step * 8, "time": float(step), "val/loss": loss})
+        run.append("metrics.jsonl", {"step": step, "tokens": step * 8, "time": float(step), "val/loss": loss})
     metrics = {"train/loss": losses[-1] + 1, "val/loss": losses[-1], "perf/tokens_per_second": 1000.0}
     run.write_state({"step": len(losses), "max_steps": 9, "tokens": len(losses) * 8, "metrics": metrics})
     run.config.write_text("seed_everything: 7\n")
@@ -54,9 +54,9 @@ def test_the_best_loss_forgets_what_a_resume_took_back(tmp_path):
     with open(run.path / "metrics.jsonl", "a") as file:
         file.write('{"step": 4, "val/loss": 0.')  # a kill
         file.write("\n")
-    run.append_metrics({"resumed_at": 1})
-    run.append_metrics({"step": 2, "val/loss": float("nan")})
-    run.append_metrics({"step": 3, "val/loss": 2.5})
+    run.append("metrics.jsonl", {"resumed_at": 1})
+    run.append("metrics.jsonl", {"step": 2, "val/loss": float("nan")})
+    run.append("metrics.jsonl", {"step": 3, "val/loss": 2.5})
     assert run_row(run)["best_loss"] == 2.5
 
 

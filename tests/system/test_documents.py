@@ -1,4 +1,4 @@
-"""YAML and JSON of any kind: one kind of failure, and neither stack nor memory runs out."""
+"""YAML and JSON of any kind: one kind of failure, and the stack does not run out."""
 
 import time
 
@@ -6,15 +6,13 @@ import pytest
 
 from lm.system.files import parse_json, parse_yaml
 
-LAUGHS = "a0: &a0 [1, 2]\n" + "".join(f"a{i}: &a{i} [{', '.join([f'*a{i - 1}'] * 9)}]\n" for i in range(1, 12))
-
 
 @pytest.mark.parametrize("text", [
-    "[" * 100_000, "{a: " * 100_000, "- " * 100_000, LAUGHS, "&a [*a]", "a: *b", "a: !!bool x", "a: !!timestamp x",
+    "[" * 100_000, "{a: " * 100_000, "- " * 100_000, "a: *b", "a: !!bool x", "a: !!timestamp x",
     "a: !!int ''", "a: 2023-13-45", "a: [", "\x00", b"\x80", b"\xff\xfe\x00", "!!python/object/apply:os.getcwd []",
 ])  # fmt: skip
 def test_a_wrong_yaml_is_a_value_error_at_once(text):
-    """The parser in C ends the process where values are nested deep enough, and aliases may stand for anything."""
+    """The parser in C ends the process where values are nested deep enough."""
     began = time.process_time()
     with pytest.raises(ValueError):
         parse_yaml(text)

@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from lm.errors import RequestError
+from lm.system import hardware
 from lm.system.hardware import (
     DEVICES,
     PEAKS,
@@ -100,8 +101,9 @@ def test_this_cpu_has_a_name_memory_and_no_peak():
         ("", None),
     ],
 )
-def test_half_precision_is_only_what_the_cpu_has_in_hardware(cpuinfo, expected):
-    assert cpu_half_precision(cpuinfo) == expected
+def test_half_precision_is_only_what_the_cpu_has_in_hardware(cpuinfo, expected, monkeypatch):
+    monkeypatch.setattr(hardware, "_read", lambda path: cpuinfo)
+    assert cpu_half_precision() == expected
 
 
 @pytest.mark.parametrize(
@@ -128,12 +130,6 @@ def test_every_device_is_known_by_its_own_name():
 @pytest.mark.parametrize("name", ["cuda", "GPU", "cuda:0"])
 def test_a_kind_of_device_is_none(name):
     with pytest.raises(RequestError, match=f"--device {name} is not known: .*, h200, .* auto for this one"):
-        find_device(name)
-
-
-@pytest.mark.parametrize(("name", "nearest"), [("rtx 4091", "4090"), ("l40", "l40s or l4"), ("v100-16gb", "v100")])
-def test_a_device_that_is_not_known_has_the_nearest_names(name, nearest):
-    with pytest.raises(RequestError, match=f"--device {name} is not known: did you mean {nearest}"):
         find_device(name)
 
 

@@ -77,7 +77,7 @@ def read(*gpus: dict, wanted: list[str] | None = None) -> list[dict]:
 # ---- GPUs ------------------------------------------------------------------------------------------------------------
 
 
-LOST, RENAMED = map(pynvml.NVMLError, (pynvml.NVML_ERROR_GPU_IS_LOST, pynvml.NVML_ERROR_FUNCTION_NOT_FOUND))
+LOST = pynvml.NVMLError(pynvml.NVML_ERROR_GPU_IS_LOST)
 FIGURES = {
     "index": 0, "name": "NVIDIA H200", "load_percent": 97, "memory_used_bytes": 71 * GIB,
     "memory_total_bytes": 140 * GIB, "temperature_celsius": 61, "power_watts": 640.5, "power_limit_watts": 700.0,
@@ -93,10 +93,6 @@ ANSWERS = {
     ),
     "sliced": ({"MigMode": [1, 1]}, dict.fromkeys(["load_percent", "memory_used_bytes", "memory_total_bytes"])),
     "lost": ({"UtilizationRates": LOST}, {"load_percent": None}),
-    "an old driver": (
-        {"CurrentClocksEventReasons": RENAMED, "CurrentClocksThrottleReasons": 0x4},
-        {"clocks_limited_by": ["power cap"]},
-    ),
 }  # fmt: skip
 
 

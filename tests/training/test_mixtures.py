@@ -147,7 +147,7 @@ HIGH = {"name": "high", "train": "high/train", "tokenizer": "tok"}
 @pytest.mark.parametrize("given, said", [
     ({"name": "high", "path": "nowhere"}, "nowhere holds no manifest.json: make it with `lm data prepare --input TEXTS "
      "--output nowhere --tokenizer tok`"),
-    ({"name": "high", "path": "emptied"}, "emptied has no shards to train on: make them with `lm data prepare"),
+    ({"name": "high", "path": "emptied"}, "data.sources high: emptied/train: no such file or folder"),
     (HIGH | {"tokenizer": "nowhere"}, "tokenizer nowhere is not there: give a tokenizer.json"),
     (HIGH | {"train": "nowhere"}, "nowhere: no such file or folder"),
     (HIGH | {"val": "high/train/2.parquet"}, "high/train/2.parquet: no such file"),

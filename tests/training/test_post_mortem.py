@@ -221,7 +221,7 @@ def test_a_stop_for_another_reason_than_the_loss(tmp_path, guard, written):
     """Cost and speed have no page; that of an alert does not speak of a loss that rose or is to come back."""
     run = Run(tmp_path)
     for step in (2, 4):
-        run.append_metrics({"step": step, "train/loss": 3.0})
+        run.append("metrics.jsonl", {"step": step, "train/loss": 3.0})
     trainer = SimpleNamespace(run=run, world_size=1, is_global_zero=True, callbacks=[], global_step=4, tokens_seen=0,
                               steps=SimpleNamespace(global_batch=8, tokens_per_step=256),
                               run_state=RunState(cursor=Cursor(0, 48)),
@@ -251,7 +251,7 @@ def test_only_the_recovery_is_replaced(tmp_path):
     file.write_text(edited)
     moment = postmortem.still_open(run)
     assert moment.step == 7 and math.isnan(moment.steps[1][2]) and tuple(moment.highest) == (6, 9.0)
-    run.append_metrics({"step": 9, "time": 2e9, "train/loss": 2.9, "optim/grad_norm": 1.0})
+    run.append("metrics.jsonl", {"step": 9, "time": 2e9, "train/loss": 2.9, "optim/grad_norm": 1.0})
     postmortem.close_postmortem(run, moment, "recovered", "It is back.")
     page = file.read_text()
     assert page == edited.replace(postmortem.OPEN, "It is back.") != edited and postmortem.still_open(run) is None

@@ -170,7 +170,7 @@ class Evaluations(BetweenSteps):
         tasks = {result.label: result.as_dict() for result in results}
         evaluation = evaluation_record(trainer.global_step, None, tasks, core(results), {}, asdict(config))
         if trainer.is_global_zero:
-            run.attempt(run.path / "evaluations.jsonl", lambda: run.append_evaluation(evaluation))
+            run.append("evaluations.jsonl", evaluation)
         return evaluation_metrics(evaluation)
 
 

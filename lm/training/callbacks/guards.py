@@ -38,7 +38,7 @@ def act(trainer: Trainer, pl_module: LanguageModule, finding: Finding) -> None:
     if trainer.is_global_zero:
         log.warning("%s", finding)
         found = {"guard": guard, "action": action, "message": message}
-        trainer.run.append_alert({"step": trainer.global_step, "time": steady_time(), **found})
+        trainer.run.append("alerts.jsonl", {"step": trainer.global_step, "time": steady_time(), **found})
     call_hook(trainer, "on_guard", pl_module, guard, action, message)
     if finding.takes_checkpoint:
         trainer.checkpoint_callback.request()

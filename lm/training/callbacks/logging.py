@@ -128,8 +128,8 @@ class RunLog(Callback):
             logger.log_metrics({**metrics, "data/tokens": tokens}, step=step)
         for logger in trainer.own_loggers:
             logger.save()  # which Lightning does at each of its log steps; some write nothing before
-        of_line = zip(OF_EVERY_LINE, (step, tokens, steady_time()))
-        trainer.run.append_metrics(dict(of_line) | {k: v for k, v in metrics.items() if k not in OF_EVERY_LINE})
+        of_line = dict(zip(OF_EVERY_LINE, (step, tokens, steady_time())))
+        trainer.run.append("metrics.jsonl", of_line | metrics | of_line)
         kinds = {self._kind(name) for name in logged}
         others = {name: value for name, value in self.latest.items() if self._kind(name) not in kinds}
         self.latest = others | metrics  # a metric that its newest line does not have is not known any more
