@@ -13,6 +13,7 @@ from contextlib import ExitStack
 from dataclasses import asdict
 from pathlib import Path
 from shlex import quote
+from tempfile import TemporaryDirectory
 
 import torch
 import yaml
@@ -20,7 +21,7 @@ from huggingface_hub import save_torch_state_dict
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from lm.errors import RequestError
+from lm.errors import RequestError, first_line
 from lm.inference.export import Card, check_reload, model_card
 from lm.inference.pretrained import DTypeName, Pretrained, load_pretrained, read_object
 from lm.model.config import DecoderConfig
@@ -128,14 +129,15 @@ def import_model(input: str = "", output: str = "", eos_token: str | None = None
 
     Args:
         input: The model's folder, with safetensors and a `tokenizer.json`; or a run's or a checkpoint's, whose weights
-            then make a fresh start.
+            then make a fresh start; or a `.gguf` file, which transformers reads with the packages gguf and accelerate.
         output: The folder to make, which must be empty or not there.
         eos_token: The token that ends a document, where the model's files do not tell.
     """
     if not input or not output:
         raise RequestError("give a model's folder with --input and the folder to make with --output")
     source, target = checkpoint_folder(input) if is_remote(input) else Path(input), Path(output)
-    if not source.is_dir():
+    packed = source.suffix == ".gguf" and source.is_file()
+    if not source.is_dir() and not packed:
         cure = hub_hint(input) or "; give one with a config.json and safetensors in it"
         raise RequestError(f"--input {source} is not a folder{cure}")
     if (source / "config.json").exists() and not (source / "tokenizer.json").exists():
@@ -143,8 +145,10 @@ def import_model(input: str = "", output: str = "", eos_token: str | None = None
             f"{source} has no tokenizer.json; transformers makes one: "
             f"AutoTokenizer.from_pretrained({input!r}).save_pretrained({input!r})"
         )
-    with new_folder(target) as folder:
-        model = load_pretrained(source, "cpu", torch.float32, eos_token=eos_token)
+    with TemporaryDirectory() as unpacked, new_folder(target) as folder:
+        if packed:
+            convert_gguf(source, Path(unpacked))
+        model = load_pretrained(unpacked if packed else source, "cpu", torch.float32, eos_token=eos_token)
         weights = to_huggingface(model.decoder.state_dict(), model.config)
         write_files(folder, checkpoint_content(weights, describing_files(model, "float32")))
         # Without a digest in the checkpoint, so that a person may change it: another dropout or context is not damage.
@@ -153,6 +157,26 @@ def import_model(input: str = "", output: str = "", eos_token: str | None = None
     log.info("train on:    lm fit --config YOURS.yaml --config %s --ckpt_path %s --run NAME",
              target / "model.yaml", target)  # fmt: skip
     print(target)
+
+
+def convert_gguf(file: Path, folder: Path) -> None:
+    """Fill a folder with a file of llama.cpp in Hugging Face's format: transformers makes fp32 of its weights."""
+    try:
+        from transformers import AutoModelForCausalLM, AutoTokenizer  # takes a while to import
+
+        place = {"pretrained_model_name_or_path": file.parent, "gguf_file": file.name}
+        model = AutoModelForCausalLM.from_pretrained(**place, dtype=torch.float32)
+        AutoTokenizer.from_pretrained(**place).save_pretrained(folder)
+    except ImportError as error:
+        raise RequestError(f"--input {file} needs `pip install transformers gguf accelerate`") from error
+    except (OSError, ValueError) as error:
+        raise RequestError(f"--input {file}: transformers cannot read it: {first_line(error)}") from error
+    config = {**model.config.to_dict(), "architectures": [type(model).__name__], "quantization_config": None}
+    (folder / "config.json").write_text(json.dumps(config), encoding="utf-8")
+    weights = model.state_dict()
+    if config["tie_word_embeddings"]:
+        weights.pop("lm_head.weight")
+    save_torch_state_dict(weights, folder, metadata={"format": "pt"})
 
 
 def checkpoint_content(weights: Mapping[str, Tensor], files: Mapping[str, str]) -> dict[str, object]:

