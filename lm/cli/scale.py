@@ -189,8 +189,13 @@ class Recipe:
         return BUILTIN[self.optimizer].learning_rate(self.decoder, self.block_flops, self.batch_tokens)
 
     @property
+    def memory(self) -> float:
+        """Share of the run whose updates the matrices average."""
+        return BUILTIN[self.optimizer].memory(self.tokens / self.multiplied)
+
+    @property
     def weight_decay(self) -> float:  # of the matrices in the blocks
-        return weight_decay(self.learning_rate, self.steps, self.tokens / self.multiplied)
+        return weight_decay(self.memory, self.learning_rate, self.steps)
 
 
 def recipe(
@@ -301,15 +306,13 @@ def micro_batch(batch: int, seq_len: int) -> int:
 # ---- the optimizer ---------------------------------------------------------------------------------------------------
 
 
-def weight_decay(learning_rate: float, steps: int, tokens_per_parameter: float) -> float:
-    """Decoupled decay `1 / (timescale x learning_rate x steps)`.
+def weight_decay(memory: float, learning_rate: float, steps: int) -> float:
+    """Decoupled decay with which weights average the updates of a share of the run, `memory`.
 
-    The weights are a running mean of the updates over `1 / (learning_rate x decay)` steps (Wang and Aitchison, 2024,
-    arXiv:2405.13698). The best mean is over a share `1.084 x tokens_per_parameter^-0.527` of the run, the timescale
-    (Bergsma et al., 2025, arXiv:2505.13738, fitted to AdamW).
+    They are a running mean of the updates over `1 / (learning_rate x decay)` steps (Wang and Aitchison, 2024,
+    arXiv:2405.13698).
     """
-    timescale = 1.084 * tokens_per_parameter**-0.527
-    return 1 / (timescale * learning_rate * steps)
+    return 1 / (memory * learning_rate * steps)
 
 
 # ---- arithmetic ------------------------------------------------------------------------------------------------------
@@ -448,12 +451,12 @@ def write_yaml(
     repeated = made.tokens > options.text_tokens
     little = repeated and options.text_tokens <= LITTLE
     longest, vocabulary_memory = REPEATED_MEMORY
-    memory = 1 / (made.learning_rate * made.weight_decay * made.steps)
-    memory = min(memory, longest) if little else memory
+    memory = min(made.memory, longest) if little else made.memory
 
     def group(factor: float) -> str:
         rate = peak_rate(factor, decoder.num_hidden_layers, decoder.hidden_size)
-        return f"lr: {_float(rate)}, weight_decay: {1 / (vocabulary_memory * rate * made.steps) if little else 0:.3g}"
+        decay = weight_decay(vocabulary_memory, rate, made.steps) if little else 0
+        return f"lr: {_float(rate)}, weight_decay: {decay:.3g}"
 
     data = options.data if re.fullmatch(r"[\w.-]*/[\w./-]*", options.data) else json.dumps(options.data)
     return YAML.format(
@@ -467,13 +470,13 @@ def write_yaml(
         intermediate_size=f"{decoder.intermediate_size:_}", seq_len=f"{decoder.max_position_embeddings:_}",
         window_pattern=decoder.window_pattern, sliding_window=window, aspect_ratio=options.aspect_ratio,
         head_dim=decoder.head_dim, usual_aspect=ASPECT, usual_head_dim=HEAD_DIM, usual_pattern=PATTERN,
-        memory_source="measured with little text" if memory == longest else "arXiv:2505.13738",
+        memory_source="measured with little text" if memory < made.memory else optimizer.memory_source,
         group_decay=f"a decay that averages {vocabulary_memory:.0%} of the run" if little else "no weight decay",
         devices="1  # so few samples need no more" if samples_at_once == made.batch else
         "auto  # all of the node; `torchrun` and SLURM work too",
         embedding=group(EMBEDDING), embedding_factor=EMBEDDING, output=group(OUTPUT), output_factor=OUTPUT,
-        weight_decay=f"{1 / (memory * made.learning_rate * made.steps):.3g}",
-        memory="all" if memory > 1 else f"{100 * memory:.2g}%",
+        weight_decay=f"{weight_decay(memory, made.learning_rate, made.steps):.3g}",
+        memory="all" if memory >= 1 else f"{100 * memory:.2g}%",
         micro_batch=samples_at_once or micro_batch(made.batch, decoder.max_position_embeddings),
         batch=spelled_count(made.batch_tokens),
         samples=plural(made.batch, "sample"),

@@ -25,6 +25,8 @@ class BuiltinOptimizer(NamedTuple):
     learning_rate: Callable[[DecoderConfig, float, float], float]  # peak; arguments as of `adamw_learning_rate`
     rule_from: float  # operations in the blocks, the least that the rule of the rate was fitted to
     rate_follows: str  # what the rate is computed from, of `flops`, `batch`, `depth` and `width`
+    memory: Callable[[float], float]  # share of a run whose updates the matrices average, from tokens a parameter
+    memory_source: str
     warmup_steps: Callable[[int, int], int]  # of a run of so many steps, of so many tokens each
     optimizer_yaml: str  # lines of the config that `lm scale` prints, with the source of each number
     schedule_yaml: str
@@ -63,6 +65,8 @@ BUILTIN: dict[OptimizerName, BuiltinOptimizer] = {
         learning_rate=adamw_learning_rate,
         rule_from=1e17,
         rate_follows="{flops:.2g} operations in the blocks and {batch:,} tokens a step",
+        memory=lambda tokens: 1.084 * tokens**-0.527,
+        memory_source="arXiv:2505.13738",  # Bergsma et al., 2025
         # A tenth of the run, at most 375M tokens (Bergsma et al., 2025, "Scaling with Collapse", arXiv:2509.25087,
         # table 2).
         warmup_steps=lambda steps, batch: math.floor(min(steps / 10, 375e6 / batch)),
@@ -85,6 +89,8 @@ BUILTIN: dict[OptimizerName, BuiltinOptimizer] = {
         learning_rate=lambda decoder, flops, batch: peak_rate(MATRICES, decoder.num_hidden_layers, decoder.hidden_size),
         rule_from=0,
         rate_follows="muon, {depth} blocks and hidden_size {width:,}",
+        memory=lambda tokens: 1.0,  # the share that is best with AdamW, 0.22 of 20 tokens a parameter, is too short
+        memory_source="measured",  # "Training-only gains" in tests/benchmarks/README.md
         warmup_steps=lambda steps, batch: math.floor(min(steps / 10, 40)),  # nanochat, scripts/base_train.py
         optimizer_yaml="""\
     name: muon  # for the matrices in the blocks, and AdamW for the rest; --optimizer adamw for all

@@ -98,8 +98,9 @@ def test_the_rules_give_their_sources_figures():
     assert peak_rate(3.0, 4, 128) == pytest.approx(1.12e-2, rel=0.05)  # tiny.yaml
     assert [BUILTIN["muon"].warmup_steps(steps, 2**18) for steps in (100, 10_000)] == [10, 40]
     assert BUILTIN["adamw"].warmup_steps(10_000, 2**18) == 1_000
-    # The mean of the updates is over 22 % of a run at 20 tokens a parameter.
-    assert 1 / (weight_decay(1e-3, 10_000, 20) * 1e-3 * 10_000) == pytest.approx(0.2236, rel=1e-3)
+    # The mean of AdamW's updates is over 22 % of a run at 20 tokens a parameter.
+    assert BUILTIN["adamw"].memory(20) == pytest.approx(0.2236, rel=1e-3)
+    assert weight_decay(0.25, 1e-3, 10_000) == pytest.approx(0.4)
 
 
 @pytest.mark.parametrize("depth", DEPTHS)
@@ -227,10 +228,10 @@ def test_a_number_of_parameters_is_the_nearest_depth():
 
 def test_a_batch_that_is_given_decides_steps_and_decay():
     """The decay is that of the tokens which the run really has: steps times the given batch."""
-    options = {"depth": 4, "seq_len": 256, "batch_tokens": 8192}
+    options = {"depth": 4, "seq_len": 256, "batch_tokens": 8192, "optimizer": "adamw"}
     made, text = scaled_config(ScaleRequest(**options, max_steps=300))
     assert (made.batch, made.steps, made.tokens) == (32, 300, 300 * 8192)
     assert "8Ki  # 32 samples: as --batch_tokens says" in text
-    usual, _ = scaled_config(ScaleRequest(depth=4, seq_len=256, max_steps=300))
-    assert usual.batch > made.batch and usual.weight_decay > made.weight_decay
+    usual, _ = scaled_config(ScaleRequest(depth=4, seq_len=256, max_steps=300, optimizer="adamw"))
+    assert usual.batch > made.batch and usual.memory < made.memory
     assert scaled_config(ScaleRequest(**options))[0].tokens == pytest.approx(20 * made.multiplied, rel=1e-3)
