@@ -5,7 +5,7 @@ torch 2.13 and TensorBoard 2.21. `kernels/torch_private` has the private names o
 private methods that `cli/config` overrides stay there. A test lets the others stand nowhere else.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import fields
 from datetime import timedelta
@@ -134,6 +134,12 @@ def drop_step_context(trainer: lightning.Trainer) -> None:
 def loss_scale(scaler: torch.amp.GradScaler) -> Tensor:
     """What gradients are multiplied with, on the device; the public `get_scale` would wait for it."""
     return scaler._scale  # pyright: ignore[reportReturnType]
+
+
+def wrap_methods(target: Any, names: Iterable[str], wrap: Callable[[str, Callable], Callable]) -> None:
+    """Replace methods of one object, which others keep and call, by what `wrap(name, method)` makes of them."""
+    for name in names:
+        setattr(target, name, wrap(name, getattr(target, name)))
 
 
 # ---- ranks -----------------------------------------------------------------------------------------------------------

@@ -19,7 +19,7 @@ from lm.model.huggingface import to_huggingface
 from lm.runs.run import Run
 from lm.system.files import append_bytes
 from lm.training.callback import Callback
-from lm.training.lightning_patches import replace_event_file
+from lm.training.lightning_patches import replace_event_file, wrap_methods
 from lm.training.module import LanguageModule
 from lm.training.trainer import Trainer
 
@@ -71,8 +71,7 @@ class LoggerThread:
         self.name = type(logger).__name__
         self._over = self._failed = False
         self._thread = CallThread(f"logger {self.name}", self._fail)
-        for call in CALLS:
-            setattr(logger, call, self._queued(call, getattr(logger, call)))
+        wrap_methods(logger, CALLS, self._queued)
 
     def _queued(self, name: str, call: Callable[..., Any]) -> Callable[..., None]:
         def put(*args: Any, **kwargs: Any) -> None:
