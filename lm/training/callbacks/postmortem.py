@@ -61,7 +61,7 @@ class PostMortem(Callback):
 
     def on_train_start(self, trainer: Trainer, pl_module: LanguageModule) -> None:
         """Continue a post-mortem that an earlier process of the run left open."""
-        known = None
+        known = [], None, []
         if trainer.is_global_zero:
             losses = [(line["step"], line["train/loss"]) for line in trainer.run.metrics() if "train/loss" in line]
             losses = losses[-BASELINE_LINES - 1 :]
@@ -266,7 +266,7 @@ class SpikeInjection(Callback):
         self._logged = 0  # the step of the newest log line
 
     def on_train_start(self, trainer: Trainer, pl_module: LanguageModule) -> None:
-        noted = trainer.run.read("run.json").get("injected", {}).get("steps", []) if trainer.is_global_zero else None
+        noted = trainer.run.read("run.json").get("injected", {}).get("steps", []) if trainer.is_global_zero else []
         noted = trainer.strategy.broadcast(noted)
         self._done = [step for step in noted if step <= trainer.global_step]
         self._logged = trainer.global_step
