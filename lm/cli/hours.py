@@ -11,6 +11,7 @@ from typing import Any
 from jsonargparse import Namespace
 
 from lm.cli.config import config_name, config_parser
+from lm.cli.early import typed_options
 from lm.cli.plan_facts import data_facts, is_prepared
 from lm.errors import RequestError, RunError
 from lm.runs.resume import runs_of_name
@@ -32,6 +33,11 @@ def with_length(arguments: list[str]) -> list[str]:
     parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
     parser.add_argument("--hours", type=float)
     typed, rest = parser.parse_known_args(arguments)
+    if not typed.hours > 0:
+        raise RequestError(f"--hours {typed.hours:g} must be above 0")
+    for length in ("--trainer.max_steps", "--trainer.max_tokens"):
+        if typed_options(rest).get(length, "null") != "null":
+            raise RequestError(f"{length} gives the length of the run, and so does --hours: give one of them")
     parser.add_argument("--force", nargs="?")
     training = parser.parse_known_args(arguments)[1]
     config = config_parser("lm fit").read(training)
@@ -44,6 +50,7 @@ def with_length(arguments: list[str]) -> list[str]:
         raise RequestError("--hours is for one machine whose processes `lm fit` starts: here start `lm bench step "
                            "--hours H` as you start this, and give the option that it prints")  # fmt: skip
     else:
+        log.info("--hours %g: measuring a step", typed.hours)
         found = measured(training, 3600 * typed.hours, devices_of_node(config.trainer, config.trainer.devices))
         steps = steps_of_hours(config, typed.hours, found, seconds_since_process_start())
         length = {"max_steps": steps, "max_tokens": None}
@@ -85,5 +92,5 @@ def steps_of_hours(config: Namespace, hours: float, found: dict[str, Any], spent
     steps = int(steps_within(left, step, pauses))
     if steps < 1:
         raise RequestError(f"--hours {hours:g} are too few: the start takes {spent + found['first_step_s']:.1f} s, a "
-                           f"validation {validation:.1f} s and a step {step:.3g} s")  # fmt: skip
+                           f"validation {validation:.1f} s and a step {step:.3g} s: give more")  # fmt: skip
     return steps

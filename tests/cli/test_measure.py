@@ -261,6 +261,17 @@ def test_a_fit_of_some_hours_keeps_its_length(tmp_path):
     assert f"--hours 0.02: timed keeps its {steps.pop()} optimizer steps" in said and not steps
 
 
+@pytest.mark.parametrize("typed, said", [
+    (["--hours", "0"], "--hours 0 must be above 0"),
+    (["--hours", "1", "--trainer.max_steps", "5"], "--trainer.max_steps gives the length of the run, and so does --hours"),
+])  # fmt: skip
+def test_wrong_hours_are_one_line(typed, said, tmp_path, monkeypatch, capsys):
+    write_config(tmp_path)
+    monkeypatch.chdir(tmp_path)
+    assert main(["fit", "--config", "small.yaml", *typed]) == 2
+    assert said in capsys.readouterr().err
+
+
 def test_hours_under_torchrun_are_one_line(tmp_path, monkeypatch, capsys):
     write_config(tmp_path)
     monkeypatch.chdir(tmp_path)
