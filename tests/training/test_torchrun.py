@@ -54,17 +54,14 @@ def test_the_processes_that_torchrun_started_count(torchrun, caplog, devices, nu
     assert len(caplog.records) == said
 
 
-def test_options_for_many_ranks_stay_when_torchrun_has_one_machine_left(torchrun, caplog):
+def test_options_for_many_ranks_stay_when_torchrun_has_one_machine_left(torchrun):
     """With `--nnodes 1:2` training continues there; what is wrong with any number of ranks is refused all the same."""
-    caplog.set_level("INFO", "lm")
 
     def found(strategy, devices, **options):
         trainer = TrainerConfig(strategy=strategy, distributed=DistributedConfig(**options))
         return list(checks.of_ranks(trainer, devices))
 
     checks.refuse([*found("hsdp", 2, reshard=False), *found("fsdp2", 1, prefetch=2, reduce_dtype="bf16")])
-    assert [record.getMessage().split(" as long as ")[1] for record in caplog.records] == [
-        "there is one node", "there is one device", "there is one device"]  # fmt: skip
     with pytest.raises(RequestError, match="bucket_mb is for ddp"):
         checks.refuse(found("fsdp2", 1, bucket_mb=5))
 
