@@ -116,8 +116,11 @@ def record_run(run: Run, warned: bool = False) -> bool:
             failures.append(error)
 
     thread = threading.Thread(target=work, name="registry", daemon=True)  # a hanging disk must not hold up the exit
-    thread.start()
-    thread.join(PATIENCE)
+    try:
+        thread.start()
+        thread.join(PATIENCE)
+    except RuntimeError as error:  # no memory for another thread, which would hide why the run ended
+        failures.append(error)
     if thread.is_alive() or failures:
         reason = failures[0] if failures else "it does not answer"
         level = logging.DEBUG if warned else logging.WARNING
