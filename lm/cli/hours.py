@@ -35,8 +35,11 @@ def with_length(arguments: list[str]) -> list[str]:
     typed, rest = parser.parse_known_args(arguments)
     if not typed.hours > 0:
         raise RequestError(f"--hours {typed.hours:g} must be above 0")
+    given = typed_options(rest)
+    if {"--run", "--ckpt_path"} <= given.keys() and not {"-c", "--config"} & given.keys():
+        return rest  # the run is resumed with its own config
     for length in ("--trainer.max_steps", "--trainer.max_tokens"):
-        if typed_options(rest).get(length, "null") != "null":
+        if given.get(length, "null") != "null":
             raise RequestError(f"{length} gives the length of the run, and so does --hours: give one of them")
     parser.add_argument("--force", nargs="?")
     training = parser.parse_known_args(arguments)[1]
