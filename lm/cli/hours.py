@@ -53,9 +53,10 @@ def with_length(arguments: list[str]) -> list[str]:
         raise RequestError("--hours is for one machine whose processes `lm fit` starts: here start `lm bench step "
                            "--hours H` as you start this, and give the option that it prints")  # fmt: skip
     else:
+        validated = validation_tokens(config)
         log.info("--hours %g: measuring a step", typed.hours)
         found = measured(training, 3600 * typed.hours, devices_of_node(config.trainer, config.trainer.devices))
-        steps = steps_of_hours(config, typed.hours, found, seconds_since_process_start())
+        steps = steps_of_hours(config, typed.hours, found, validated, seconds_since_process_start())
         length = {"max_steps": steps, "max_tokens": None}
         log.info("--hours %g: %d optimizer steps", typed.hours, steps)
     return [*rest, *(f"--trainer.{option}={'null' if value is None else value}" for option, value in length.items())]
@@ -82,12 +83,22 @@ def measured(arguments: list[str], seconds: float, devices: int = 1, steps: int 
     return measured(arguments, seconds, devices, more) if steps == FEW < more else found
 
 
-def steps_of_hours(config: Namespace, hours: float, found: dict[str, Any], spent: float = 0.0) -> int:
-    """Optimizer steps of a run of so many hours, with its start, validations and checkpoints, by `describe_times`;
-    `spent` are seconds that are over."""
-    data = data_facts(config.data, None, False)[0] if is_prepared(config.data) else {}
-    validated, step = data.get("val", {}).get("tokens", config.data.val_tokens or 0), found["ms_per_step"] / 1e3
-    validation = min(validated, config.data.val_tokens or validated) / found["tokens_per_second"] / 3  # forward alone
+def validation_tokens(config: Namespace) -> int:
+    """Tokens of a validation; RequestError where the data is not there and cannot be made."""
+    most = config.data.val_tokens
+    if not is_prepared(config.data):
+        return most or 0
+    there = data_facts(config.data, None, False)[0].get("val", {}).get("tokens", most or 0)
+    return min(there, most or there)
+
+
+def steps_of_hours(
+    config: Namespace, hours: float, found: dict[str, Any], validated: int, spent: float = 0.0
+) -> int:  # fmt: skip
+    """Optimizer steps of a run of so many hours, with its start, validations of `validated` tokens and checkpoints, by
+    `describe_times`; `spent` are seconds that are over."""
+    step = found["ms_per_step"] / 1e3
+    validation = validated / found["tokens_per_second"] / 3  # forward alone
     pauses = [(config.trainer.val_interval, validation)]
     if found["checkpoint"]:
         pauses.append((config.trainer.checkpoint_interval, found["checkpoint"]["stall_ms"] / 1e3))

@@ -35,7 +35,7 @@ from torch.autograd.profiler import record_function
 
 from lm.cli.charts import plain_table
 from lm.cli.config import config_name, config_parser, quiet_lightning
-from lm.cli.hours import steps_of_hours
+from lm.cli.hours import steps_of_hours, validation_tokens
 from lm.cli.options import BenchOptions, ProfileOptions
 from lm.cli.plan_facts import find_tokenizer, with_vocabulary
 from lm.data.datamodule import DataModule
@@ -84,6 +84,7 @@ def bench_step(arguments: list[str]) -> None:
     require_at_least(1, "--", steps=config.steps)
     require_at_least(0, "--", checkpoints=config.checkpoints)
     refuse_url("--output", config.output or "")
+    validated = 0 if config.hours is None else validation_tokens(config)  # before the time that measuring takes
     steps = min(config.steps, config.trainer.log_interval)
     timer = StepTimer(steps_per_round=steps, rounds=config.steps // steps, checkpoints=config.checkpoints)
     # The checkpoints that the timer takes are the only ones.
@@ -94,7 +95,7 @@ def bench_step(arguments: list[str]) -> None:
     if config.output:
         write_atomically(config.output, json.dumps(found, indent=2) + "\n")
     if config.hours is not None:
-        print(f"--trainer.max_steps {steps_of_hours(config, config.hours, found)}")
+        print(f"--trainer.max_steps {steps_of_hours(config, config.hours, found, validated)}")
     elif config.json:
         print(json.dumps(found))
     else:
