@@ -86,7 +86,7 @@ class ScaleOptions:
 
 @dataclass(frozen=True)
 class ScaleRequest(ScaleOptions):
-    """The options of `lm scale` but for those of a time.
+    """The options of `lm scale` but for those of a time, which `TimedRequest` has.
 
     Args:
         depth: Number of blocks; width, heads, batch, learning rate and decay follow. A number of parameters, such as
@@ -124,6 +124,48 @@ class ScaleRequest(ScaleOptions):
         return " ".join(
             ["lm scale", *(f"--{name} {shlex.quote(value)}" for name, value in {**exact, **changed}.items())]
         )
+
+
+@dataclass(frozen=True)
+class TimedRequest(ScaleRequest):
+    """All options of `lm scale`.
+
+    Args:
+        hours: Time of the run, validations and the start of the program included. The depth with the lowest expected
+            loss is taken, unless one is given.
+        usd: In place of hours: US dollars, at `rate`.
+        rate: US dollars an hour of the machine.
+        device: Where the hours are spent: h200, a100, 4090, ..., or auto, this machine, which is measured.
+        devices: How many of them; all of this machine, or one of another, if not given.
+        memory: The device's memory, such as 16GiB.
+        peak_tflops: The device's peak in bf16: dense TFLOP/s with fp32 accumulation.
+        mfu: Share of the device's peak to count with.
+        ladder: Folder of a ladder, whose law says what loss to expect.
+    """
+
+    hours: float | None = None
+    usd: float | None = None
+    rate: float | None = None
+    device: str = "auto"
+    devices: int | None = None
+    memory: str | None = None
+    peak_tflops: float | None = None
+    mfu: float | None = None
+    ladder: str | None = None
+
+    @property
+    def timing(self) -> dict[str, Any]:
+        """What is given of the options above, by name."""
+        own = TimedRequest.__annotations__
+        return {name: value for name in own if (value := getattr(self, name)) not in (None, "auto")}
+
+    @property
+    def seconds(self) -> float:
+        """Time of the run; 0 if none is given."""
+        if self.usd is not None and (self.hours is not None or self.rate is None):
+            raise RequestError("--usd is in place of --hours, and takes --rate: US dollars an hour of the machine")
+        hours = self.usd / self.rate if self.usd and self.rate else self.hours
+        return 3600 * (hours or 0)
 
 
 @cache

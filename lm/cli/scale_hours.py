@@ -16,7 +16,7 @@ from typing import NamedTuple
 from lm.cli import scale
 from lm.cli.hours import FEW, measured
 from lm.cli.plan_facts import memory_facts, memory_of_option
-from lm.errors import RequestError, require_at_least
+from lm.errors import RequestError
 from lm.model.config import MOST_LAYERS
 from lm.model.estimates import Step, assumed_speed
 from lm.runs.scaling_laws import FEWEST, fit_sizes
@@ -32,29 +32,6 @@ log = logging.getLogger(__name__)
 FIRST = 4  # depth that is measured first, on a machine whose peak is not known
 PRECISION = "bf16-mixed"  # of the config
 STARTUP = 30.0  # seconds until the first step is done, on a device that is not here; assumed
-
-
-@dataclass(frozen=True)
-class TimeOptions:
-    """The options of `lm scale` that `scale` explains."""
-
-    hours: float | None = None
-    usd: float | None = None
-    rate: float | None = None
-    device: str = "auto"
-    devices: int | None = None
-    memory: str | None = None
-    peak_tflops: float | None = None
-    mfu: float | None = None
-    ladder: str | None = None
-
-    def seconds(self) -> float:
-        if self.usd is not None and (self.hours is not None or self.rate is None):
-            raise RequestError("--usd is in place of --hours, and takes --rate: US dollars an hour of the machine")
-        hours = (self.hours if self.usd is None else self.usd / (self.rate or math.nan)) or 0.0
-        if not 0 < hours < math.inf:
-            raise RequestError(f"{hours:g} hours: --hours, --usd and --rate must be above 0")
-        return hours * 3600
 
 
 class Speed(NamedTuple):
@@ -137,19 +114,18 @@ def expected_loss(parameters: float, tokens: float) -> float:
     return 1.8172 + 482.01 / parameters**0.3478 + 2085.43 / tokens**0.3658
 
 
-def config_for_time(options: TimeOptions, scaled: scale.ScaleRequest, command: str) -> str:
+def config_for_time(request: scale.TimedRequest) -> str:
     """The YAML of the depth with the lowest expected loss, or of the given one, and of the steps that the time has."""
-    for name in scaled.horizon:
+    for name in request.horizon:
         raise RequestError(f"--{name} gives the length of the run, and so does the time: give one of them")
-    if not scaled.depth:
-        scaled = scale.in_small_proportions(scaled)
-    best, others = Search(options, scaled).best([scaled.blocks] if scaled.depth else None)
+    scaled = request if request.depth else scale.in_small_proportions(request)
+    best, others = Search(scaled).best([request.blocks] if request.blocks else None)
     made, notes = best.recipe, []
     if others:
         beside = (f"depth {one.recipe.decoder.num_hidden_layers}, {format_count(one.recipe.tokens)}" for one in others)
         notes.append(f"With more loss by the law of arXiv:2404.10102, in the same time: {'; '.join(beside)} tokens.")
-    if options.ladder:
-        notes.append(ladder_loss(Path(options.ladder), made))
+    if request.ladder:
+        notes.append(ladder_loss(Path(request.ladder), made))
     times = f", {made.tokens / scaled.text_tokens:.2g} times the text" if scaled.text_tokens < math.inf else ""
     horizon = (
         f"{format_count(made.tokens)} tokens{times}, {made.tokens / made.multiplied:.3g} a parameter outside the "
@@ -157,26 +133,27 @@ def config_for_time(options: TimeOptions, scaled: scale.ScaleRequest, command: s
         f"{format_duration(best.seconds)} at {format_figure(best.step_seconds)} s a step "
         f"({f'{best.devices} x ' * (best.devices > 1)}{best.speed.basis})"
     )
-    title, rest = scale.write_yaml(made, command, horizon, scaled, best.micro_batch).split("\n", 1)
+    title, rest = scale.write_yaml(made, request.command(request.timing), horizon, scaled, best.micro_batch).split(
+        "\n", 1
+    )
     return "\n".join([title, *(f"# {note}" for note in notes), rest])
 
 
 class Search:
     """Looks for the depth; keeps what was measured."""
 
-    def __init__(self, options: TimeOptions, scaled: scale.ScaleOptions) -> None:
-        require_at_least(1, "--", devices=options.devices)
-        if options.mfu is not None and not 0 < options.mfu <= 1:
-            raise RequestError(f"--mfu {options.mfu} must lie in (0, 1]")
-        self.options, self.scaled, self.seconds = options, scaled, options.seconds()
-        self.here = options.device == "auto" and not (options.memory or options.peak_tflops or options.mfu)
-        self.device, count = find_device(options.device, memory_of_option(options.memory), options.peak_tflops)
+    def __init__(self, request: scale.TimedRequest) -> None:
+        if request.mfu is not None and request.mfu > 1:
+            raise RequestError(f"--mfu {request.mfu} must lie in (0, 1]")
+        self.request, self.seconds = request, request.seconds
+        self.here = request.device == "auto" and not (request.memory or request.peak_tflops or request.mfu)
+        self.device, count = find_device(request.device, memory_of_option(request.memory), request.peak_tflops)
         self.precision = PRECISION if self.device.capability else precision_for_cpu(PRECISION)
         if not self.here and self.device.peak_flops(self.precision) is None:
             raise RequestError(f"the peak of {self.device.name} in {self.precision} is not known: give --peak_tflops N")
-        self.devices = options.devices or (count if self.here else 1)
-        if scaled.batch and scaled.batch % self.devices:
-            raise RequestError(f"--batch_tokens {scaled.batch_tokens:,}, {scaled.batch} samples, cannot be divided "
+        self.devices = request.devices or (count if self.here else 1)
+        if request.batch and request.batch % self.devices:
+            raise RequestError(f"--batch_tokens {request.batch_tokens:,}, {request.batch} samples, cannot be divided "
                                f"among {self.devices} devices: give another, or --devices 1")  # fmt: skip
         self.measured: dict[int, Speed] = {}
 
@@ -197,7 +174,7 @@ class Search:
         for depth in depths or range(2, MOST_LAYERS):
             try:
                 made = self.recipe(depth)
-                one = Candidate(made, self.fitting(made), self.devices, self.speed(made), self.scaled)
+                one = Candidate(made, self.fitting(made), self.devices, self.speed(made), self.request)
                 one = one.fill(self.seconds)
             except RequestError:
                 if lowest == math.inf:
@@ -206,27 +183,27 @@ class Search:
             yield one
             higher += one.loss > lowest
             lowest = min(lowest, one.loss)
-            if higher == 2 or made.multiplied > scale.PARAMETERS_PER_TOKEN * self.scaled.text_tokens:
+            if higher == 2 or made.multiplied > scale.PARAMETERS_PER_TOKEN * self.request.text_tokens:
                 return
 
     def recipe(self, depth: int) -> scale.Recipe:
         """That of a depth, of a length which is not known yet."""
-        return scale.recipe(scale.shape(depth, self.scaled), steps=1000, optimizer=self.scaled.optimizer)
+        return scale.recipe(scale.shape(depth, self.request), steps=1000, optimizer=self.request.optimizer)
 
     def fitting(self, made: scale.Recipe) -> int:
         """Samples of a micro-batch that fit the device; all that are wanted if its memory is not known."""
-        step = Step(1, self.scaled.seq_len, self.precision, has_kernels(self.device, "auto"))
+        step = Step(1, self.request.seq_len, self.precision, has_kernels(self.device, "auto"))
         memory = memory_facts(made.decoder, step, OptimizerConfig(made.optimizer), self.device, False)
         most = memory.get("largest_micro_batch", scale.DEVICE_TOKENS)
         if most is None:
-            raise RequestError(f"not even one sample of {self.scaled.seq_len:,} tokens at depth "
+            raise RequestError(f"not even one sample of {self.request.seq_len:,} tokens at depth "
                                f"{made.decoder.num_hidden_layers} fits {self.device.name}")  # fmt: skip
         return most
 
     def speed(self, made: scale.Recipe) -> Speed:
         """As measured at this depth, or at the nearest one; or a share of the device's peak."""
-        if not self.here and self.options.mfu and (peak := self.device.peak_flops(self.precision)):
-            return Speed(self.options.mfu * peak, 0.0, STARTUP, 0.0, f"{self.device.name}, {self.options.mfu:.0%} MFU")
+        if not self.here and self.request.mfu and (peak := self.device.peak_flops(self.precision)):
+            return Speed(self.request.mfu * peak, 0.0, STARTUP, 0.0, f"{self.device.name}, {self.request.mfu:.0%} MFU")
         if not self.here and (assumed := assumed_speed(self.device, self.precision, 1.0)):
             return Speed(assumed[0], 0.0, STARTUP, 0.0, f"{self.device.name}, {assumed[1]}")
         depth = made.decoder.num_hidden_layers
@@ -237,15 +214,16 @@ class Search:
     def measure(self, depth: int) -> None:
         """Time steps of one micro-batch by `lm bench step`."""
         made = self.recipe(depth)
-        samples = scale.power_of_two(min(scale.DEVICE_TOKENS // self.scaled.seq_len, self.fitting(made)), down=True)
-        log.info("measuring depth %d: %d steps of %d x %d tokens", depth, FEW, samples, self.scaled.seq_len)
+        samples = scale.power_of_two(min(scale.DEVICE_TOKENS // self.request.seq_len, self.fitting(made)), down=True)
+        log.info("measuring depth %d: %d steps of %d x %d tokens", depth, FEW, samples, self.request.seq_len)
         with tempfile.TemporaryDirectory() as folder:
             config = Path(folder) / "config.yaml"
-            config.write_text(scale.write_yaml(made, "", "", self.scaled, samples))
-            found = measured(["--config", str(config), f"--trainer.default_root_dir={folder}",
-                              f"--data.global_batch_tokens={samples * self.scaled.seq_len}"], self.seconds)  # fmt: skip
+            config.write_text(scale.write_yaml(made, "", "", self.request, samples))
+            step = f"--data.global_batch_tokens={samples * self.request.seq_len}"
+            arguments = ["--config", str(config), f"--trainer.default_root_dir={folder}", step]
+            found = measured(arguments, self.seconds)
         optimizer = found["optimizer"]["ms_per_step"] / 1e3
-        rate = samples * self.scaled.seq_len / (found["ms_per_step"] / 1e3 - optimizer)
+        rate = samples * self.request.seq_len / (found["ms_per_step"] / 1e3 - optimizer)
         self.measured[depth] = Speed(
             rate * made.flops_per_token, optimizer, found["first_step_s"], found["checkpoint"]["stall_ms"] / 1e3,
             f"{self.device.name}, measured",
