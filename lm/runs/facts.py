@@ -11,7 +11,7 @@ from typing import Any
 
 from lm.runs.history import Series, curve, thin
 from lm.runs.metrics import METRICS, merge_evaluations, valid_metrics
-from lm.runs.run import STEP, TYPES, Run, is_alert
+from lm.runs.run import STEP, TYPES, Run, add_metrics, is_alert
 from lm.system.files import nonnegative, parse_line
 
 
@@ -92,7 +92,8 @@ class LiveRun:
         facts, beat = read_facts(run), run.read("heartbeat.json")
         if facts["started"] != self._started:  # another run has the name now
             self._forget(facts["started"])
-        self._read_metrics()
+        for line in filter(None, map(valid_metrics, self._new_lines("metrics.jsonl"))):
+            add_metrics(self._lines, {name: line[name] for name in ("step", "resumed_at", *CURVES) if name in line})
         self._alerts = [*self._alerts, *filter(is_alert, self._new_lines("alerts.jsonl"))][-ALERTS:]
         validations = [line for line in self._lines if "val/loss" in line and math.isfinite(line["val/loss"])]
         best, best_step = min(((line["val/loss"], line["step"]) for line in validations), default=(None, None))
@@ -113,13 +114,6 @@ class LiveRun:
             "alerts": self._alerts,
         }  # fmt: skip
         return self.state
-
-    def _read_metrics(self) -> None:
-        for line in filter(None, map(valid_metrics, self._new_lines("metrics.jsonl"))):
-            if "resumed_at" in line:
-                self._lines = [before for before in self._lines if before["step"] <= line["resumed_at"]]
-            else:
-                self._lines.append({name: line[name] for name in ("step", *CURVES) if name in line})
 
     def _new_lines(self, name: str) -> list[dict[str, Any]]:
         """The lines of a file that were not read before and are whole."""
