@@ -4,7 +4,6 @@
 into the run.
 """
 
-import hashlib
 import math
 import time
 from typing import Any
@@ -12,7 +11,7 @@ from typing import Any
 from lm.runs.history import Series, curve, thin
 from lm.runs.metrics import METRICS, merge_evaluations, valid_metrics
 from lm.runs.run import STEP, TYPES, Run, add_metrics, is_alert
-from lm.system.files import nonnegative, parse_line
+from lm.system.files import digest, nonnegative, parse_line
 
 
 def read_facts(run: Run) -> dict[str, Any]:
@@ -38,7 +37,6 @@ def run_row(run: Run) -> dict[str, Any]:
     facts, last = read_facts(run), run.link("last")
     saved = STEP.fullmatch(last.name) if last else None
     steps = [step for step in (facts["step"], saved and int(saved[1])) if step is not None]
-    config = run.config.read_bytes() if run.config.exists() else None
     losses = [line["val/loss"] for line in run.metrics("val/loss") if not math.isnan(line["val/loss"])]
     return {
         **{name: facts[name] for name in ("path", "name", "status", "reason")},
@@ -49,7 +47,7 @@ def run_row(run: Run) -> dict[str, Any]:
         "loss": facts["metrics"].get("train/loss"),
         "tokens_per_second": facts["metrics"].get("perf/tokens_per_second"),
         **{name: facts[name] for name in ("started", "entered", "host", "tags")},
-        "config_sha256": hashlib.sha256(config).hexdigest() if config is not None else None,
+        "config_sha256": digest(run.config) if run.config.exists() else None,
         "core": (merge_evaluations(run.evaluations()) or {}).get("core"),
     }
 
