@@ -52,13 +52,15 @@ def texts_bits_per_byte(
     """
     context = config_of(decoder).max_position_embeddings
     seq_len = min(seq_len or context, context)
-    sizes: list[int] = []  # bytes of each document
+    sizes: list[int] = []  # bytes of each document that has been read
     nats: list[float] = []
     tokens: list[int] = []
 
     def windows() -> Iterator[tuple[int, Row]]:  # the document's number, and a part of it
         for document, (_, text) in enumerate(islice(read_documents(inputs), max_documents)):
             sizes.append(len(text.encode()))
+            nats.append(0.0)
+            tokens.append(0)
             ids = np.array([tokenizer.eos_id, *tokenizer.encode(text)], np.int32)
             for start in range(0, len(ids) - 1, seq_len):
                 yield document, Row(ids[start : start + seq_len + 1], 1)
@@ -66,16 +68,13 @@ def texts_bits_per_byte(
     every = windows()
     while group := list(islice(every, GROUP * max(1, batch_tokens // seq_len))):
         for (document, _), scored in zip(group, score(decoder, [row for _, row in group], batch_tokens), strict=True):
-            if document == len(nats):
-                nats.append(0.0)
-                tokens.append(0)
             nats[document] -= scored.log_probabilities.sum(dtype=np.float64)
             tokens[document] += len(scored.log_probabilities)
         if progress is not None:
             progress(sum(tokens), None)
-    if not nats:
+    if not any(tokens):
         raise RequestError(f"{', '.join(inputs)}: there is no text to predict")
-    lost, predicted, read = np.array(nats), np.array(tokens), np.array(sizes[: len(nats)])  # (documents,)
+    lost, predicted, read = np.array(nats), np.array(tokens), np.array(sizes)  # (documents,)
     loss = lost.sum() / predicted.sum()
     return CorpusResult(
         loss=float(loss),

@@ -34,49 +34,6 @@ DTypeName = Literal["float32", "bfloat16", "float16"]
 LONGEST_REASON = 400  # characters of torch's message on weights that do not fit
 
 
-# ---- weights ---------------------------------------------------------------------------------------------------------
-
-
-def read_weights(folder: Path) -> dict[str, Tensor]:
-    """All weights of a folder, under Hugging Face's names, on the CPU. Nothing is unpickled.
-
-    The folder is a checkpoint of ours, whose digests are checked, or a Hugging Face model: a `model.safetensors`, or
-    several files and their index.
-    """
-    if (folder / "trainer.json").exists():
-        return read_folder(folder, optimizer=False)["state_dict"]
-    weights: dict[str, Tensor] = {}
-    for name in _files(folder):
-        try:
-            weights |= load_file(folder / name)
-        except (OSError, SafetensorError) as error:
-            raise RequestError(f"{folder / name} cannot be read ({error}); is it damaged or truncated?") from error
-    return weights
-
-
-def _files(folder: Path) -> list[str]:
-    if (folder / "model.safetensors").exists():
-        return ["model.safetensors"]
-    if not (folder / INDEX).exists():
-        pickled = next(folder.glob("pytorch_model*.bin"), None)
-        hint = (
-            f"; {pickled.name} is a pickle, which could run anything: save the model with safe_serialization=True"
-            if pickled else ""
-        )  # fmt: skip
-        raise RequestError(f"{folder} has no model.safetensors{hint}")
-    try:
-        names = sorted(set(parse_json((folder / INDEX).read_bytes())["weight_map"].values()))
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-        raise RequestError(f"{folder / INDEX} is damaged: it has no map of weights to files") from error
-    for name in names:
-        if not isinstance(name, str) or Path(name).name != name or not name.endswith(".safetensors"):
-            raise RequestError(f"{folder / INDEX} names {name!r}, which is not a safetensors file of this folder")
-    return names
-
-
-# ---- pretrained ------------------------------------------------------------------------------------------------------
-
-
 @dataclass(frozen=True)
 class Pretrained:
     """A decoder with its tokenizer, on its device, in evaluation mode, without gradients.
@@ -169,6 +126,17 @@ def load_pretrained(
     return Pretrained(folder, decoder, tokenizer, step, built.kernels)
 
 
+def _device(name: str | torch.device) -> torch.device:
+    try:
+        torch.empty(0, device=name)
+    except (RuntimeError, AssertionError, NotImplementedError) as error:
+        raise RequestError(f"device {name}: there is none here; give cpu, or cuda where there is a GPU") from error
+    return torch.device(name)
+
+
+# ---- the files of a folder -------------------------------------------------------------------------------------------
+
+
 def read_config(folder: Path) -> DecoderConfig:
     """The shape that a folder's `config.json` describes."""
     file = folder / "config.json"
@@ -191,9 +159,38 @@ def read_object(file: Path) -> dict[str, Any]:
     return document
 
 
-def _device(name: str | torch.device) -> torch.device:
+def read_weights(folder: Path) -> dict[str, Tensor]:
+    """All weights of a folder, under Hugging Face's names, on the CPU. Nothing is unpickled.
+
+    The folder is a checkpoint of ours, whose digests are checked, or a Hugging Face model: a `model.safetensors`, or
+    several files and their index.
+    """
+    if (folder / "trainer.json").exists():
+        return read_folder(folder, optimizer=False)["state_dict"]
+    weights: dict[str, Tensor] = {}
+    for name in _files(folder):
+        try:
+            weights |= load_file(folder / name)
+        except (OSError, SafetensorError) as error:
+            raise RequestError(f"{folder / name} cannot be read ({error}); is it damaged or truncated?") from error
+    return weights
+
+
+def _files(folder: Path) -> list[str]:
+    if (folder / "model.safetensors").exists():
+        return ["model.safetensors"]
+    if not (folder / INDEX).exists():
+        pickled = next(folder.glob("pytorch_model*.bin"), None)
+        hint = (
+            f"; {pickled.name} is a pickle, which could run anything: save the model with safe_serialization=True"
+            if pickled else ""
+        )  # fmt: skip
+        raise RequestError(f"{folder} has no model.safetensors{hint}")
     try:
-        torch.empty(0, device=name)
-    except (RuntimeError, AssertionError, NotImplementedError) as error:
-        raise RequestError(f"device {name}: there is none here; give cpu, or cuda where there is a GPU") from error
-    return torch.device(name)
+        names = sorted(set(parse_json((folder / INDEX).read_bytes())["weight_map"].values()))
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        raise RequestError(f"{folder / INDEX} is damaged: it has no map of weights to files") from error
+    for name in names:
+        if not isinstance(name, str) or Path(name).name != name or not name.endswith(".safetensors"):
+            raise RequestError(f"{folder / INDEX} names {name!r}, which is not a safetensors file of this folder")
+    return names

@@ -54,13 +54,14 @@ def draw_sources(run: Run) -> Figure | None:
     return made
 
 
-def draw_comparison(runs: Sequence[Run], metric: str = "train/loss", y: str = "nats a token") -> Figure:
+def draw_comparison(runs: Sequence[Run], metric: str = "train/loss") -> Figure:
     """One metric of several runs, by its name in TensorBoard: over steps, over tokens and over time."""
     named = list(zip(labels(runs), [run.metrics() for run in runs], strict=True))
+    unit = METRICS[metric].unit if metric in METRICS else ""
     made, axes = figure(1, 3, width=12, height=4, sharey=True)
     for panel, (x, (over, label)) in zip(axes, AXES.items(), strict=True):
         plot_curves(panel, [curve(name, lines, metric, x) for name, lines in named])
-        label_axes(panel, f"{metric} over {over}", label, y if panel is axes[0] else "")
+        label_axes(panel, f"{metric} over {over}", label, unit if panel is axes[0] else "")
         panel.xaxis.set_major_formatter(lambda value, _: format_count(value) if abs(value) >= 1000 else f"{value:g}")
     return made
 

@@ -50,6 +50,62 @@ class AttentionMask(NamedTuple):
     past: Past | None = None  # while generating: the first S slots of the cache are attended to
 
 
+def attend(q: Tensor, k: Tensor, v: Tensor, mask: AttentionMask) -> Tensor:
+    """Causal attention of `q` `(B, T, H, D)` to `k` and `v` `(B, T, KV, D)`, KV a divisor of H: `(B, T, H, D)`."""
+    if mask.offsets is not None:
+        return _varlen(q, k, v, mask)
+    if mask.past is not None:
+        k, v = _with_past(k, v, mask.past, mask)
+        if q.shape[1] == 1:
+            return _one_token(q, k, v, mask)
+    heads, kv_heads = q.shape[2], k.shape[2]
+    q, k, v = (t.transpose(1, 2) for t in (q, k, v))  # (B, heads, T, D)
+    # The fused kernels for fp32 and for dense masks know no groups: each query head gets its own copy of the keys.
+    copied = heads != kv_heads and (mask.dense is not None or q.device.type == "cuda" and q.dtype not in HALF)
+    if copied:
+        k, v = (t.repeat_interleave(heads // kv_heads, dim=1) for t in (k, v))  # (B, H, T, D)
+    out = _scaled_dot_product_attention(
+        q, k, v, mask, is_causal=mask.dense is None, enable_gqa=heads != kv_heads and not copied
+    )
+    return out.transpose(1, 2)  # (B, T, H, D)
+
+
+def _one_token(q: Tensor, k: Tensor, v: Tensor, mask: AttentionMask) -> Tensor:
+    """Attention of a single new token: the query heads of a group stand where tokens do, so that no key is copied."""
+    q = q[:, 0].unflatten(1, (k.shape[2], -1))  # (B, KV, H / KV, D)
+    k, v = (t.transpose(1, 2) for t in (k, v))  # (B, KV, S, D)
+    out = _scaled_dot_product_attention(q, k, v, mask)
+    return out.flatten(1, 2)[:, None]  # (B, 1, H, D)
+
+
+def _scaled_dot_product_attention(q: Tensor, k: Tensor, v: Tensor, mask: AttentionMask, **options: Any) -> Tensor:
+    """torch's, by `chosen_kernels`, also where nobody has entered that around the layers."""
+    outside = q.device.type != "cuda" or torch.compiler.is_compiling() or _order_is_set
+    with nullcontext() if outside else chosen_kernels(q.device, [mask]):
+        return F.scaled_dot_product_attention(q, k, v, attn_mask=mask.dense, **options)
+
+
+def _with_past(k: Tensor, v: Tensor, past: Past, mask: AttentionMask) -> tuple[Tensor, Tensor]:
+    keys, values, positions = past
+    rows = torch.arange(k.shape[0], device=k.device)[:, None]  # (B, 1)
+    keys[rows, positions], values[rows, positions] = k, v
+    used = mask.dense.shape[-1]
+    return keys[:, :used], values[:, :used]  # (B, S, KV, D)
+
+
+def _varlen(q: Tensor, k: Tensor, v: Tensor, mask: AttentionMask) -> Tensor:
+    length, heads, kv_heads, width = q.shape[1], q.shape[2], k.shape[2], q.shape[3]
+    groups = {"enable_gqa": heads != kv_heads} if GROUPS_IN_VARLEN else {}
+    if width % FLASH_WIDTH:  # zeros change no product of queries and keys, and add columns of zeros to the result
+        q, k, v = (F.pad(t, (0, -width % FLASH_WIDTH)) for t in (q, k, v))
+    left = -1 if mask.window is None else mask.window - 1  # flash counts the tokens before, not the token itself
+    q, k, v = (t.flatten(0, 1) for t in (q, k, v))
+    out: Any = varlen_attn(
+        q, k, v, mask.offsets, mask.offsets, length, length, scale=width**-0.5, window_size=(left, 0), **groups
+    )  # (B * T, H, D), or wider
+    return out[..., :width].unflatten(0, (-1, length))  # (B, T, H, D)
+
+
 def documents_from(document_ids: Tensor, limit: int | None = None) -> Documents:
     """Positions that restart with every document, by ids `(B, T)`; `limit` as in `Documents`."""
     index = torch.arange(document_ids.shape[1], device=document_ids.device).expand_as(document_ids)  # (B, T)
@@ -120,62 +176,6 @@ def dense_mask(length: int, window: int | None, documents: Documents | None, dev
     if documents is not None:
         dense = dense & (documents.ids[:, None, :, None] == documents.ids[:, None, None, :])  # (B, 1, T, T)
     return AttentionMask(window, None, dense)
-
-
-def attend(q: Tensor, k: Tensor, v: Tensor, mask: AttentionMask) -> Tensor:
-    """Causal attention of `q` `(B, T, H, D)` to `k` and `v` `(B, T, KV, D)`, KV a divisor of H: `(B, T, H, D)`."""
-    if mask.offsets is not None:
-        return _varlen(q, k, v, mask)
-    if mask.past is not None:
-        k, v = _with_past(k, v, mask.past, mask)
-        if q.shape[1] == 1:
-            return _one_token(q, k, v, mask)
-    heads, kv_heads = q.shape[2], k.shape[2]
-    q, k, v = (t.transpose(1, 2) for t in (q, k, v))  # (B, heads, T, D)
-    # The fused kernels for fp32 and for dense masks know no groups: each query head gets its own copy of the keys.
-    copied = heads != kv_heads and (mask.dense is not None or q.device.type == "cuda" and q.dtype not in HALF)
-    if copied:
-        k, v = (t.repeat_interleave(heads // kv_heads, dim=1) for t in (k, v))  # (B, H, T, D)
-    out = _scaled_dot_product_attention(
-        q, k, v, mask, is_causal=mask.dense is None, enable_gqa=heads != kv_heads and not copied
-    )
-    return out.transpose(1, 2)  # (B, T, H, D)
-
-
-def _one_token(q: Tensor, k: Tensor, v: Tensor, mask: AttentionMask) -> Tensor:
-    """Attention of a single new token: the query heads of a group stand where tokens do, so that no key is copied."""
-    q = q[:, 0].unflatten(1, (k.shape[2], -1))  # (B, KV, H / KV, D)
-    k, v = (t.transpose(1, 2) for t in (k, v))  # (B, KV, S, D)
-    out = _scaled_dot_product_attention(q, k, v, mask)
-    return out.flatten(1, 2)[:, None]  # (B, 1, H, D)
-
-
-def _scaled_dot_product_attention(q: Tensor, k: Tensor, v: Tensor, mask: AttentionMask, **options: Any) -> Tensor:
-    """torch's, by `chosen_kernels`, also where nobody has entered that around the layers."""
-    outside = q.device.type != "cuda" or torch.compiler.is_compiling() or _order_is_set
-    with nullcontext() if outside else chosen_kernels(q.device, [mask]):
-        return F.scaled_dot_product_attention(q, k, v, attn_mask=mask.dense, **options)
-
-
-def _with_past(k: Tensor, v: Tensor, past: Past, mask: AttentionMask) -> tuple[Tensor, Tensor]:
-    keys, values, positions = past
-    rows = torch.arange(k.shape[0], device=k.device)[:, None]  # (B, 1)
-    keys[rows, positions], values[rows, positions] = k, v
-    used = mask.dense.shape[-1]
-    return keys[:, :used], values[:, :used]  # (B, S, KV, D)
-
-
-def _varlen(q: Tensor, k: Tensor, v: Tensor, mask: AttentionMask) -> Tensor:
-    length, heads, kv_heads, width = q.shape[1], q.shape[2], k.shape[2], q.shape[3]
-    groups = {"enable_gqa": heads != kv_heads} if GROUPS_IN_VARLEN else {}
-    if width % FLASH_WIDTH:  # zeros change no product of queries and keys, and add columns of zeros to the result
-        q, k, v = (F.pad(t, (0, -width % FLASH_WIDTH)) for t in (q, k, v))
-    left = -1 if mask.window is None else mask.window - 1  # flash counts the tokens before, not the token itself
-    q, k, v = (t.flatten(0, 1) for t in (q, k, v))
-    out: Any = varlen_attn(
-        q, k, v, mask.offsets, mask.offsets, length, length, scale=width**-0.5, window_size=(left, 0), **groups
-    )  # (B * T, H, D), or wider
-    return out[..., :width].unflatten(0, (-1, length))  # (B, T, H, D)
 
 
 def backends(capability: tuple[int, int], masked: bool) -> list[SDPBackend]:

@@ -9,10 +9,9 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.fx import GraphModule
 from torch.utils.checkpoint import checkpoint
 
-from lm.kernels.torch_private import set_compile_options, uncompiled_backend
+from lm.kernels.torch_private import set_compile_options, triton_free
 from lm.model.config import ActivationCheckpointing, Compile
 from lm.model.fused import FusedBlock
 
@@ -53,16 +52,6 @@ def compile_decoder(decoder: Any, mode: Compile) -> None:
     for layer in decoder.layers:
         layer.forward = torch.compile(layer.forward, backend=backend, fullgraph=True)
     decoder.cross_entropy = torch.compile(decoder.cross_entropy, backend=backend, fullgraph=True)
-
-
-def triton_free(graph: GraphModule, inputs: list[Tensor], **options: Any) -> Callable:
-    """A backend for `torch.compile` that generates no code.
-
-    It traces forward and backward pass together, chooses what is saved between them, and runs the graphs as they are,
-    with torch's own kernels and ours. It needs neither Triton nor a C++ compiler, and results equal those of eager mode
-    to the bit.
-    """
-    return uncompiled_backend()(graph, inputs)
 
 
 WARMUP = 3  # micro-batches that run as usual first, so that every kernel is loaded and every buffer has its size

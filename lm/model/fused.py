@@ -28,53 +28,6 @@ from lm.model.decoder import IGNORED, Block, Decoder, Rotary
 from lm.model.low_precision import use_low_precision
 
 
-def choose_kernels(kernels: str, device: torch.device) -> tuple[bool, str]:
-    """Whether a decoder on a device is to be fused, and why, in words for the log.
-
-    `kernels` is `on`, where our kernels have to run, `off`, or `auto`.
-    """
-    if kernels == "off":
-        return False, "plain PyTorch"
-    missing = kernels_missing(device)
-    if missing is None:
-        return True, "CUDA"
-    if kernels == "on":
-        raise RequestError(f"model.kernels on: {missing}; `auto` uses plain PyTorch there")
-    return False, f"plain PyTorch ({missing})"
-
-
-def kernels_missing(device: torch.device) -> str | None:
-    """Why our kernels cannot run on a device; None if they can."""
-    if device.type != "cuda" or torch.version.hip:
-        return f"no CUDA device, the model is on {'an AMD GPU' if torch.version.hip else device.type}"
-    if torch.cuda.get_device_capability(device) < (8, 0):  # which has bf16 in hardware
-        return f"{torch.cuda.get_device_name(device)} is older than compute capability 8.0"
-    if not runtime.available():
-        return "NVRTC is not installed (pip install cuda-bindings nvidia-cuda-nvrtc)"
-    try:  # an older driver does not load what a newer NVRTC compiles
-        runtime.program("swiglu", device, **swiglu.constants(torch.bfloat16, 64, 8))
-    except RunError as error:
-        return f"a kernel does not load: {error}"
-    return None
-
-
-def fuse(decoder: Decoder) -> None:
-    """Replace a decoder's forward pass by the one in this file. Call it once, before the decoder is compiled.
-
-    The decoder and its blocks change their class and stay the same objects, with the same parameters. They are still
-    called, so hooks around them (FSDP2 has some) run as before.
-    """
-    use_low_precision(decoder)
-    for block in decoder.layers:
-        block.__class__ = FusedBlock
-    decoder.__class__ = FusedDecoder
-
-
-def is_fused(decoder: nn.Module) -> bool:
-    """Whether a decoder's forward pass is the one in this file."""
-    return isinstance(decoder, FusedDecoder)
-
-
 class FusedBlock(Block):
     """A `Block` with `branch` and `stream` apart, `(B, T, C)` each; their sum is the residual stream."""
 
@@ -119,3 +72,50 @@ class FusedDecoder(Decoder):
 
     def cross_entropy(self, hidden: Tensor, weight: Tensor, labels: Tensor, z_loss: float) -> tuple[Tensor, Tensor]:
         return linear_cross_entropy(hidden, weight, labels, self.output_copy, ignore_index=IGNORED, z_loss=z_loss)
+
+
+def fuse(decoder: Decoder) -> None:
+    """Replace a decoder's forward pass by the one in this file. Call it once, before the decoder is compiled.
+
+    The decoder and its blocks change their class and stay the same objects, with the same parameters. They are still
+    called, so hooks around them (FSDP2 has some) run as before.
+    """
+    use_low_precision(decoder)
+    for block in decoder.layers:
+        block.__class__ = FusedBlock
+    decoder.__class__ = FusedDecoder
+
+
+def is_fused(decoder: nn.Module) -> bool:
+    """Whether a decoder's forward pass is the one in this file."""
+    return isinstance(decoder, FusedDecoder)
+
+
+def choose_kernels(kernels: str, device: torch.device) -> tuple[bool, str]:
+    """Whether a decoder on a device is to be fused, and why, in words for the log.
+
+    `kernels` is `on`, where our kernels have to run, `off`, or `auto`.
+    """
+    if kernels == "off":
+        return False, "plain PyTorch"
+    missing = kernels_missing(device)
+    if missing is None:
+        return True, "CUDA"
+    if kernels == "on":
+        raise RequestError(f"model.kernels on: {missing}; `auto` uses plain PyTorch there")
+    return False, f"plain PyTorch ({missing})"
+
+
+def kernels_missing(device: torch.device) -> str | None:
+    """Why our kernels cannot run on a device; None if they can."""
+    if device.type != "cuda" or torch.version.hip:
+        return f"no CUDA device, the model is on {'an AMD GPU' if torch.version.hip else device.type}"
+    if torch.cuda.get_device_capability(device) < (8, 0):  # which has bf16 in hardware
+        return f"{torch.cuda.get_device_name(device)} is older than compute capability 8.0"
+    if not runtime.available():
+        return "NVRTC is not installed (pip install cuda-bindings nvidia-cuda-nvrtc)"
+    try:  # an older driver does not load what a newer NVRTC compiles
+        runtime.program("swiglu", device, **swiglu.constants(torch.bfloat16, 64, 8))
+    except RunError as error:
+        return f"a kernel does not load: {error}"
+    return None

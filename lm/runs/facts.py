@@ -4,15 +4,14 @@
 into the run.
 """
 
-import hashlib
 import math
 import time
 from typing import Any
 
 from lm.runs.history import Series, curve, thin
 from lm.runs.metrics import METRICS, merge_evaluations, valid_metrics
-from lm.runs.run import STEP, TYPES, Run, is_alert
-from lm.system.files import nonnegative, parse_line
+from lm.runs.run import STEP, TYPES, Run, add_metrics, is_alert
+from lm.system.files import digest, nonnegative, parse_line
 
 
 def read_facts(run: Run) -> dict[str, Any]:
@@ -38,7 +37,6 @@ def run_row(run: Run) -> dict[str, Any]:
     facts, last = read_facts(run), run.link("last")
     saved = STEP.fullmatch(last.name) if last else None
     steps = [step for step in (facts["step"], saved and int(saved[1])) if step is not None]
-    config = run.config.read_bytes() if run.config.exists() else None
     losses = [line["val/loss"] for line in run.metrics("val/loss") if not math.isnan(line["val/loss"])]
     return {
         **{name: facts[name] for name in ("path", "name", "status", "reason")},
@@ -49,7 +47,7 @@ def run_row(run: Run) -> dict[str, Any]:
         "loss": facts["metrics"].get("train/loss"),
         "tokens_per_second": facts["metrics"].get("perf/tokens_per_second"),
         **{name: facts[name] for name in ("started", "entered", "host", "tags")},
-        "config_sha256": hashlib.sha256(config).hexdigest() if config is not None else None,
+        "config_sha256": digest(run.config) if run.config.exists() else None,
         "core": (merge_evaluations(run.evaluations()) or {}).get("core"),
     }
 
@@ -92,7 +90,8 @@ class LiveRun:
         facts, beat = read_facts(run), run.read("heartbeat.json")
         if facts["started"] != self._started:  # another run has the name now
             self._forget(facts["started"])
-        self._read_metrics()
+        for line in filter(None, map(valid_metrics, self._new_lines("metrics.jsonl"))):
+            add_metrics(self._lines, {name: line[name] for name in ("step", "resumed_at", *CURVES) if name in line})
         self._alerts = [*self._alerts, *filter(is_alert, self._new_lines("alerts.jsonl"))][-ALERTS:]
         validations = [line for line in self._lines if "val/loss" in line and math.isfinite(line["val/loss"])]
         best, best_step = min(((line["val/loss"], line["step"]) for line in validations), default=(None, None))
@@ -113,13 +112,6 @@ class LiveRun:
             "alerts": self._alerts,
         }  # fmt: skip
         return self.state
-
-    def _read_metrics(self) -> None:
-        for line in filter(None, map(valid_metrics, self._new_lines("metrics.jsonl"))):
-            if "resumed_at" in line:
-                self._lines = [before for before in self._lines if before["step"] <= line["resumed_at"]]
-            else:
-                self._lines.append({name: line[name] for name in ("step", *CURVES) if name in line})
 
     def _new_lines(self, name: str) -> list[dict[str, Any]]:
         """The lines of a file that were not read before and are whole."""

@@ -172,7 +172,7 @@ def evaluation_rows(evaluation: Evaluation) -> dict[str, str]:
         around = f" ± {1.96 * texts['stderr']:.4f}" if texts.get("stderr") else ""
         bits = "" if texts["bits_per_byte"] is None else f"{texts['bits_per_byte']:.4f}{around} bits per byte, "
         loss = "not finite" if texts["loss"] is None else f"{texts['loss']:.4f}"
-        rows[name] = f"{bits}{around}loss {loss} over {texts['tokens']:,} tokens"
+        rows[name] = f"{bits}loss {loss} over {texts['tokens']:,} tokens"
     return rows
 
 

@@ -49,18 +49,16 @@ def known_runs() -> list[dict[str, Any]]:
     """
     try:
         path = place()
-    except LmError as error:
-        log.warning("%s", error)
-        return []
-    try:
         if not path.exists():
             return []
         with closing(sqlite3.connect(f"{path.resolve().as_uri()}?mode=ro", timeout=LOCK_TIMEOUT, uri=True)) as database:
             database.row_factory = sqlite3.Row
             rows = database.execute("SELECT * FROM runs ORDER BY path")  # an older version of lm had fewer columns
             return [{**dict.fromkeys(COLUMNS), **dict(row)} for row in rows]
+    except LmError as error:
+        log.warning("%s", error)
     except sqlite3.Error as error:
-        log.warning("the registry %s cannot be read: %s; `lm runs rebuild` makes it anew", path, error)
+        log.warning("the registry %s cannot be read: %s; `lm runs rebuild` makes it anew", place(), error)
     return []
 
 

@@ -43,93 +43,8 @@ SILENCE = 30.0  # seconds without a heartbeat after which a run is taken for dea
 LOCK = "run.lock"
 NO_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP, errno.EINVAL)  # of file systems without locks
 
-NUMBER = (int, float)
-VARIABLE = re.compile(r"\$(?:(\w+)|\{(\w+)\})")  # `$NAME` or `${NAME}` in an address under `notify`
-TYPES: dict[str, dict[str, Any]] = {  # file -> fact -> its type; a fact of another type is damaged, and not known
-    "run.json": {
-        "id": str, "name": str, "status": str, "reason": str, "device": str, "world_size": int, "turn": int,
-        "started": str, "entered": NUMBER, "command": list, "host": str, "python": str, "versions": dict, "git": str,
-        "step": int, "began_from": str, "left_behind": list, "stretches": list, "rollbacks": list, "injected": dict,
-        "tags": list, "note": str, "acceptance": dict, "machine": dict, "flops_per_token": NUMBER,
-        "mirror": dict, "mixture": dict, "branch": dict,
-    },
-    "state.json": {
-        "run": str, "status": str, "reason": str, "phase": str, "step": int, "max_steps": int, "tokens": int,
-        "max_tokens": int, "metrics": dict, "eta_seconds": NUMBER, "pid": int, "host": str, "time": NUMBER,
-    },
-    "heartbeat.json": {"time": NUMBER, "pid": int, "host": str, "machine": dict},
-    "alerts.jsonl": {"step": int, "time": NUMBER, "guard": str, "action": str, "message": str},
-}  # fmt: skip
-
 _describing = threading.Lock()  # the thread of the mirror describes a run, too
 _held: dict[str, Any] = {}  # resolved folder of a run -> the lock that this process holds
-
-
-def valid_facts(file: str, document: Any) -> dict[str, Any]:
-    """The facts of a run's file that have their type; empty where the document is not an object."""
-    types = TYPES.get(file, {})
-    facts = document if isinstance(document, dict) else {}
-    return {name: fact for name, fact in facts.items() if name not in types or _has_type(fact, types[name])}
-
-
-def _has_type(fact: Any, types: Any) -> bool:
-    return isinstance(fact, types) and not isinstance(fact, bool) and (type(fact) is not float or math.isfinite(fact))
-
-
-def is_alert(line: dict[str, Any]) -> bool:
-    """Whether a line of `alerts.jsonl` is whole."""
-    return TYPES["alerts.jsonl"].keys() <= valid_facts("alerts.jsonl", line).keys()
-
-
-def hide_address(url: str) -> str:
-    """An address under `notify` without what may be a password or a token; `$NAME` stays as it is."""
-    return url if VARIABLE.fullmatch(url) else f"{url.partition('://')[0]}://..." if "://" in url else "..."
-
-
-def hide_addresses(config: dict[str, Any]) -> dict[str, Any]:
-    """A config with its addresses under `notify` hidden, for whoever may see all the rest."""
-    notify = config.get("notify")
-    if not notify:
-        return config
-    entries = notify if isinstance(notify, list) else [notify]
-    return {**config, "notify": [
-        {**entry, "url": hide_address(str(entry.get("url")))} if isinstance(entry, dict) else hide_address(str(entry))
-        for entry in entries
-    ]}  # fmt: skip
-
-
-def hide_typed_addresses(command: list[str]) -> list[str]:
-    """A command line with the addresses of its `--notify` hidden."""
-    follows = [False, *(argument.startswith("--notify") for argument in command)]
-    return [
-        re.sub(r"(?s)://.*", "://...", argument) if argument.startswith("--notify") or after else argument
-        for argument, after in zip(command, follows)
-    ]  # fmt: skip
-
-
-def session(facts: dict[str, Any]) -> tuple[float, float]:
-    """As `Run.entered`, of the facts of a `run.json`."""
-    return nonnegative(facts.get("turn")) or 0, nonnegative(facts.get("entered")) or 0.0
-
-
-def process_exists(pid: int | None) -> bool:
-    """Whether a process of this machine is alive; where that cannot be found out, yes."""
-    try:
-        os.kill(pid, 0)
-        return True
-    except (OSError, TypeError, OverflowError) as error:  # another user's, or no number is known
-        return not isinstance(error, ProcessLookupError)
-
-
-def is_of_a_run(reference: str | None) -> bool:
-    """Whether a `--ckpt_path` names a checkpoint of a run, and not a folder."""
-    return reference in (None, *REFERENCES) or STEP.fullmatch(reference) is not None
-
-
-def refuse_name(name: str) -> None:
-    """Raise RequestError for the name of a run that would climb out of the folder of runs."""
-    if not re.fullmatch(r"[\w][\w.+=-]*", name):
-        raise RequestError(f"run name {name!r}: use letters, digits, '.', '_', '-', '+' and '=' only")
 
 
 class Run:
@@ -453,10 +368,108 @@ class Run:
         kept: list[dict[str, Any]] = []
         lines = read_lines(self.path / "metrics.jsonl", (f'"{name}"', '"resumed_at"') if name else ("",))
         for line in filter(None, map(valid_metrics, lines)):
-            if "resumed_at" in line:
-                kept = [entry for entry in kept if entry["step"] <= line["resumed_at"]]
-            elif not name or name in line:
-                kept.append(line)
+            if not name or name in line or "resumed_at" in line:
+                add_metrics(kept, line)
         if name and not kept:
             refuse_unknown_metric(name)
         return kept
+
+
+def is_of_a_run(reference: str | None) -> bool:
+    """Whether a `--ckpt_path` names a checkpoint of a run, and not a folder."""
+    return reference in (None, *REFERENCES) or STEP.fullmatch(reference) is not None
+
+
+def refuse_name(name: str) -> None:
+    """Raise RequestError for the name of a run that would climb out of the folder of runs."""
+    if not re.fullmatch(r"[\w][\w.+=-]*", name):
+        raise RequestError(f"run name {name!r}: use letters, digits, '.', '_', '-', '+' and '=' only")
+
+
+def process_exists(pid: int | None) -> bool:
+    """Whether a process of this machine is alive; where that cannot be found out, yes."""
+    try:
+        os.kill(pid, 0)
+        return True
+    except (OSError, TypeError, OverflowError) as error:  # another user's, or no number is known
+        return not isinstance(error, ProcessLookupError)
+
+
+# ---- the facts in its files ------------------------------------------------------------------------------------------
+
+NUMBER = (int, float)
+TYPES: dict[str, dict[str, Any]] = {  # file -> fact -> its type; a fact of another type is damaged, and not known
+    "run.json": {
+        "id": str, "name": str, "status": str, "reason": str, "device": str, "world_size": int, "turn": int,
+        "started": str, "entered": NUMBER, "command": list, "host": str, "python": str, "versions": dict, "git": str,
+        "step": int, "began_from": str, "left_behind": list, "stretches": list, "rollbacks": list, "injected": dict,
+        "tags": list, "note": str, "acceptance": dict, "machine": dict, "flops_per_token": NUMBER,
+        "mirror": dict, "mixture": dict, "branch": dict,
+    },
+    "state.json": {
+        "run": str, "status": str, "reason": str, "phase": str, "step": int, "max_steps": int, "tokens": int,
+        "max_tokens": int, "metrics": dict, "eta_seconds": NUMBER, "pid": int, "host": str, "time": NUMBER,
+    },
+    "heartbeat.json": {"time": NUMBER, "pid": int, "host": str, "machine": dict},
+    "alerts.jsonl": {"step": int, "time": NUMBER, "guard": str, "action": str, "message": str},
+}  # fmt: skip
+
+
+def valid_facts(file: str, document: Any) -> dict[str, Any]:
+    """The facts of a run's file that have their type; empty where the document is not an object."""
+    types = TYPES.get(file, {})
+    facts = document if isinstance(document, dict) else {}
+    return {name: fact for name, fact in facts.items() if name not in types or _has_type(fact, types[name])}
+
+
+def _has_type(fact: Any, types: Any) -> bool:
+    return isinstance(fact, types) and not isinstance(fact, bool) and (type(fact) is not float or math.isfinite(fact))
+
+
+def is_alert(line: dict[str, Any]) -> bool:
+    """Whether a line of `alerts.jsonl` is whole."""
+    return TYPES["alerts.jsonl"].keys() <= valid_facts("alerts.jsonl", line).keys()
+
+
+def add_metrics(lines: list[dict[str, float]], line: dict[str, float]) -> None:
+    """Add a line of `metrics.jsonl` to those before it; where the run resumed, those of later steps are taken away."""
+    if "resumed_at" in line:
+        lines[:] = [before for before in lines if before["step"] <= line["resumed_at"]]
+    else:
+        lines.append(line)
+
+
+def session(facts: dict[str, Any]) -> tuple[float, float]:
+    """As `Run.entered`, of the facts of a `run.json`."""
+    return nonnegative(facts.get("turn")) or 0, nonnegative(facts.get("entered")) or 0.0
+
+
+# ---- addresses under `notify`, which may hold a password -------------------------------------------------------------
+
+VARIABLE = re.compile(r"\$(?:(\w+)|\{(\w+)\})")  # `$NAME` or `${NAME}` in an address under `notify`
+
+
+def hide_addresses(config: dict[str, Any]) -> dict[str, Any]:
+    """A config with its addresses under `notify` hidden, for whoever may see all the rest."""
+    notify = config.get("notify")
+    if not notify:
+        return config
+    entries = notify if isinstance(notify, list) else [notify]
+    return {**config, "notify": [
+        {**entry, "url": hide_address(str(entry.get("url")))} if isinstance(entry, dict) else hide_address(str(entry))
+        for entry in entries
+    ]}  # fmt: skip
+
+
+def hide_address(url: str) -> str:
+    """An address under `notify` without what may be a password or a token; `$NAME` stays as it is."""
+    return url if VARIABLE.fullmatch(url) else f"{url.partition('://')[0]}://..." if "://" in url else "..."
+
+
+def hide_typed_addresses(command: list[str]) -> list[str]:
+    """A command line with the addresses of its `--notify` hidden."""
+    follows = [False, *(argument.startswith("--notify") for argument in command)]
+    return [
+        re.sub(r"(?s)://.*", "://...", argument) if argument.startswith("--notify") or after else argument
+        for argument, after in zip(command, follows)
+    ]  # fmt: skip

@@ -15,7 +15,7 @@ from lm.cli.evaluate import short_names
 from lm.cli.runs_show import show
 from lm.errors import RequestError
 from lm.runs import registry
-from lm.runs.metrics import evaluation_metrics, evaluation_record, merge_evaluations
+from lm.runs.metrics import evaluation_metrics, evaluation_record, evaluation_rows, merge_evaluations
 from lm.runs.run import Run
 from lm.system.arguments import call
 
@@ -132,6 +132,10 @@ def test_what_is_kept_is_json_that_every_program_reads():
     assert json.loads(json.dumps(kept, allow_nan=False)) == kept
     assert kept["texts"]["a"] == {"bits_per_byte": None, "loss": 1.5, "stderr": None, "tokens": 3}
     assert evaluation_metrics(kept) == {}
+    text = {"bits_per_byte": 1.25, "loss": 1.5, "stderr": 0.01, "tokens": 3}
+    assert evaluation_rows({"tasks": {}, "texts": {"a": text}}) == {
+        "a": "1.2500 ± 0.0196 bits per byte, loss 1.5000 over 3 tokens"
+    }
 
 
 def test_what_is_known_of_a_step_is_put_together_and_a_part_does_not_replace_the_whole():

@@ -393,6 +393,14 @@ def test_bytes_of_texts_are_those_of_the_texts_whatever_the_tokenizer(tmp_path):
     assert result.bits_per_byte == pytest.approx(result.loss * 7 / 10 / math.log(2))
 
 
+def test_a_text_of_which_nothing_is_left_is_no_end_of_a_measurement(tmp_path, tokenizer, monkeypatch):
+    encode = type(tokenizer).encode
+    monkeypatch.setattr(type(tokenizer), "encode", lambda self, text: [] if text == "no" else encode(self, text))
+    (tmp_path / "a.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in ("abc", "no", "de")))
+    result = texts_bits_per_byte(decoder_of(tokenizer), tokenizer, [str(tmp_path / "a.jsonl")])
+    assert (result.tokens, result.bytes, result.samples) == (5, 7, 3)
+
+
 def test_the_first_documents_can_be_measured_alone(corpus, tokenizer):
     decoder = decoder_of(tokenizer)
     few = texts_bits_per_byte(decoder, tokenizer, [str(corpus / "texts.jsonl")], max_documents=2)
