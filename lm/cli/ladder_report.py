@@ -75,18 +75,18 @@ def report(name: str, command: str, trainings: Sequence[Training], against: str 
     known = [end for end in ends if end]
     bits = all("val/bpb" in end for end in known)
     metric, unit = ("val/bpb", "bits per byte") if bits else ("val/loss", "nats a token")
-    losses = [end.get(metric) for end in ends]
+    ended = [(one, end.get(metric)) for one, end in zip(trainings, ends, strict=True)]
     by_recipe = {
-        recipe: measured_sizes(*zip(*some, strict=True)) for recipe in ("", HALF, AGAINST)
-        if (some := [(one, loss) for one, loss in zip(trainings, losses, strict=True) if one.recipe == recipe])
-    }  # fmt: skip
+        recipe: measured_sizes((one, loss) for one, loss in ended if one.recipe == recipe)
+        for recipe in ("", HALF, AGAINST)
+    }
     measured = by_recipe[""]
     found: dict[str, Any] = {
         "name": name, "command": command, "written": time.time(), "unit": unit,
         "runs": [
             {"run": one.run.name, **one.size._asdict(), "recipe": one.recipe, "seed": one.seed, "loss": loss,
              "status": one.run.status() if (one.run.path / "run.json").exists() else "to do"}
-            for one, loss in zip(trainings, losses, strict=True)
+            for one, loss in ended
         ],
         "sizes": [
             {**one.size._asdict(), "losses": one.losses, **(spread(one.losses)._asdict() if one.losses else {})}
@@ -110,9 +110,9 @@ def last_losses(run: Run) -> dict[str, float]:
     return {name: last[name] for name in ("val/loss", "val/bpb") if finite and name in last}
 
 
-def measured_sizes(trainings: Sequence[Training], losses: Sequence[float | None]) -> list[Measured]:
+def measured_sizes(ended: Iterable[tuple[Training, float | None]]) -> list[Measured]:
     by_size: dict[ModelSize, list[float]] = {}
-    for one, loss in zip(trainings, losses, strict=True):
+    for one, loss in ended:
         by_size.setdefault(one.size, []).extend([] if loss is None else [loss])
     return [Measured(size, values) for size, values in by_size.items()]
 
