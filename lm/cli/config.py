@@ -112,7 +112,6 @@ class ConfigParser(TrainingOptions, Parser):
         refuse_seed(config.seed_everything)
         refuse_nulls(config)
         link_seq_len(config)
-        link_rate(config)
         return self.instantiate_classes(config)
 
 
@@ -159,15 +158,6 @@ def config_text(parser: ArgumentParser, config: Namespace) -> str:
     for name in ("config", "ckpt_path", "force"):
         kept.pop(name, None)
     return parser.dump(kept, format="config", skip_none=False, skip_check=True)
-
-
-def link_rate(config: Namespace) -> None:
-    """Count a cap that the config has no rate for at the `--rate_usd_per_hr` of `lm plan`."""
-    budget, rate = config.guards.budget, config.get("rate_usd_per_hr")
-    if rate and budget.cap_usd and budget.rate_usd_per_hr is None and budget.file is None:
-        budget.rate_usd_per_hr = rate
-        log.warning("guards.budget.cap_usd is counted at --rate_usd_per_hr; `lm fit` needs it as "
-                    "--guards.budget.rate_usd_per_hr %g", rate)  # fmt: skip
 
 
 def fall_back_to_available_hardware(config: Namespace) -> None:

@@ -102,8 +102,7 @@ def refuse_wrong_values(command: str, arguments: list[str]) -> None:
         refuse_seed(config.seed_everything)
         refuse_nulls(config)
         link_seq_len(config)
-        if not config.get("rate_usd_per_hr"):  # which a budget without a rate gets later
-            parser.instantiate_classes(config)  # each dataclass refuses what it cannot be
+        parser.instantiate_classes(config)  # each dataclass refuses what it cannot be
         if command != "plan" and str(config.trainer.devices) in ("1", "auto"):  # `plan` lists it with all else
             refuse_length(config)
 

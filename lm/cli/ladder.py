@@ -107,6 +107,10 @@ class LadderOptions:
         self.sizes, self.held_out = _depths("--depths", depths), _depths("--predict", predict)
         if not self.sizes:
             raise RequestError("give the depths, such as --depths 2,4,6,8")
+        fitted = set(self.sizes) - set(self.held_out)
+        if self.held_out and len(fitted) < scaling_laws.FEWEST:  # `ladder_report` says what is far from them
+            raise RequestError(f"a prediction takes {scaling_laws.FEWEST} other sizes or more, and --depths has "
+                               f"{len(fitted)}: add some, such as --depths 2,4,6,8")  # fmt: skip
         require_at_least(1, "--", seeds=seeds, max_steps=max_steps)
         refuse_name(name)
         if max_steps and ratio is not None:
@@ -175,7 +179,6 @@ def ladder(
         raise RequestError("`lm ladder` starts the trainings itself, one on each device: start it once, without "
                            "torchrun or srun")  # fmt: skip
     trainings = make_trainings(options, overrides)
-    refuse_too_few(options, trainings)
     for recipe, its, own in compared:
         trainings += [one for one in make_trainings(its, own, recipe) if one.size.depth in options.sizes]
     trainings.sort(key=lambda one: (one.seed, one.size.depth))  # recipes in turns, so that a busy hour slows all alike
@@ -248,14 +251,6 @@ def plan_facts(options: LadderOptions, config: dict[str, Any], depth: int, refus
     if errors and (refuse or "time" not in found):
         raise RequestError(f"depth {depth}: {errors[0]}")
     return found
-
-
-def refuse_too_few(options: LadderOptions, trainings: list[Training]) -> None:
-    """Refuse to predict from too few sizes, before anything is trained; `ladder_report` says what is far from them."""
-    fitted = {one.size.depth for one in trainings} - {*options.held_out}
-    if options.held_out and len(fitted) < scaling_laws.FEWEST:
-        raise RequestError(f"a prediction takes {scaling_laws.FEWEST} other sizes or more, and --depths has "
-                           f"{len(fitted)}: add some, such as --depths 2,4,6,8")  # fmt: skip
 
 
 def refuse_other_settings(trainings: list[Training]) -> None:

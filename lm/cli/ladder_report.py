@@ -1,4 +1,4 @@
-"""What a ladder has measured: losses by size, the laws that were fitted to them, and predictions.
+"""What a ladder has measured: losses by size, the law of operations that was fitted to them, and predictions.
 
 As one dictionary, `ladder.json`; as tables in the terminal; and as a page, `ladder.html`. Nothing here imports torch.
 """
@@ -25,7 +25,6 @@ from lm.runs.seeds import spread
 from lm.system.units import format_count, plural
 
 HALF, AGAINST = "half", "against"  # recipes that a ladder compares beside its own, see `Training.recipe`
-QUANTITIES = {"operations": "flops", "parameters": "parameters", "tokens": "tokens"}  # that the loss is a law of
 LAW_POINTS = 60  # of a curve in a picture
 
 
@@ -76,18 +75,18 @@ def report(name: str, command: str, trainings: Sequence[Training], against: str 
     known = [end for end in ends if end]
     bits = all("val/bpb" in end for end in known)
     metric, unit = ("val/bpb", "bits per byte") if bits else ("val/loss", "nats a token")
-    losses = [end.get(metric) for end in ends]
+    ended = [(one, end.get(metric)) for one, end in zip(trainings, ends, strict=True)]
     by_recipe = {
-        recipe: measured_sizes(*zip(*some, strict=True)) for recipe in ("", HALF, AGAINST)
-        if (some := [(one, loss) for one, loss in zip(trainings, losses, strict=True) if one.recipe == recipe])
-    }  # fmt: skip
+        recipe: measured_sizes((one, loss) for one, loss in ended if one.recipe == recipe)
+        for recipe in ("", HALF, AGAINST)
+    }
     measured = by_recipe[""]
     found: dict[str, Any] = {
         "name": name, "command": command, "written": time.time(), "unit": unit,
         "runs": [
             {"run": one.run.name, **one.size._asdict(), "recipe": one.recipe, "seed": one.seed, "loss": loss,
              "status": one.run.status() if (one.run.path / "run.json").exists() else "to do"}
-            for one, loss in zip(trainings, losses, strict=True)
+            for one, loss in ended
         ],
         "sizes": [
             {**one.size._asdict(), "losses": one.losses, **(spread(one.losses)._asdict() if one.losses else {})}
@@ -111,9 +110,9 @@ def last_losses(run: Run) -> dict[str, float]:
     return {name: last[name] for name in ("val/loss", "val/bpb") if finite and name in last}
 
 
-def measured_sizes(trainings: Sequence[Training], losses: Sequence[float | None]) -> list[Measured]:
+def measured_sizes(ended: Iterable[tuple[Training, float | None]]) -> list[Measured]:
     by_size: dict[ModelSize, list[float]] = {}
-    for one, loss in zip(trainings, losses, strict=True):
+    for one, loss in ended:
         by_size.setdefault(one.size, []).extend([] if loss is None else [loss])
     return [Measured(size, values) for size, values in by_size.items()]
 
@@ -122,7 +121,7 @@ def measured_sizes(trainings: Sequence[Training], losses: Sequence[float | None]
 
 
 def add_laws(found: dict[str, Any], measured: Sequence[Measured]) -> None:
-    """Fit the laws of the sizes, and predict those that are held out; adds to a report."""
+    """Fit a law to the losses by operations, and predict the sizes that are held out; adds to a report."""
     fitted = [one for one in measured if one.losses and not one.size.held_out]
     targets = [one for one in measured if one.size.held_out]
     if len(fitted) < scaling_laws.FEWEST:
@@ -130,31 +129,28 @@ def add_laws(found: dict[str, Any], measured: Sequence[Measured]) -> None:
                               "nothing is fitted.")  # fmt: skip
         return
     losses = [one.losses for one in fitted]
-    for quantity, attribute in QUANTITIES.items():
-        x, beyond = ([float(getattr(one.size, attribute)) for one in some] for some in (fitted, targets))
-        if max(x) < 1.01 * min(x):  # such as the tokens of runs with as many steps
-            continue
-        fit = scaling_laws.fit_sizes(x, losses)
-        if fit.laws[0](max(x)) >= fit.laws[0](min(x)):
-            found["notes"].append(f"The loss does not fall with {quantity}: no law is fitted.")
-            continue
-        predicted, largest = scaling_laws.backtest(x, losses)
-        curve = np.geomspace(min(x + beyond), max(x + beyond), LAW_POINTS).tolist()
-        found["laws"].append({
-            "of": quantity, "laws": [law.formula(quantity) for law in fit.laws],
-            "parameters": [list(map(float, vars(law).values())) for law in fit.laws],
-            "backtest": {"depth": fitted[x.index(max(x))].size.depth, "predicted": predicted, "measured": largest},
-            "curve": [[at, *fit.predict(at)[:3]] for at in curve],
+    x, beyond = ([float(one.size.flops) for one in some] for some in (fitted, targets))
+    fit = scaling_laws.fit_sizes(x, losses)
+    if fit.laws[0](max(x)) >= fit.laws[0](min(x)):
+        found["notes"].append("The loss does not fall with operations: no law is fitted.")
+        return
+    predicted, largest = scaling_laws.backtest(x, losses)
+    curve = np.geomspace(min(x + beyond), max(x + beyond), LAW_POINTS).tolist()
+    found["laws"].append({
+        "of": "operations", "laws": [law.formula("operations") for law in fit.laws],
+        "parameters": [list(map(float, vars(law).values())) for law in fit.laws],
+        "backtest": {"depth": fitted[x.index(max(x))].size.depth, "predicted": predicted, "measured": largest},
+        "curve": [[at, *fit.predict(at)[:3]] for at in curve],
+    })  # fmt: skip
+    for one, at in zip(targets, beyond, strict=True):
+        prediction, mean = fit.predict(at), fmean(one.losses) if one.losses else None
+        low, high = prediction.low, prediction.high
+        found["predictions"].append({
+            "depth": one.size.depth, "of": "operations", **prediction._asdict(),
+            "times_largest": at / max(x), "range": max(x) / min(x), "measured": mean,
+            "error": None if mean is None else prediction.loss / mean - 1,
+            "within": None if mean is None or low is None or high is None else low <= mean <= high,
         })  # fmt: skip
-        for one, at in zip(targets, beyond, strict=True):
-            prediction, mean = fit.predict(at), fmean(one.losses) if one.losses else None
-            low, high = prediction.low, prediction.high
-            found["predictions"].append({
-                "depth": one.size.depth, "of": quantity, **prediction._asdict(),
-                "times_largest": at / max(x), "range": max(x) / min(x), "measured": mean,
-                "error": None if mean is None else prediction.loss / mean - 1,
-                "within": None if mean is None or low is None or high is None else low <= mean <= high,
-            })  # fmt: skip
 
 
 # ---- another recipe --------------------------------------------------------------------------------------------------
@@ -247,14 +243,14 @@ def compared_remarks(against: dict[str, Any] | None) -> Iterable[str]:
 
 
 def prediction_rows(found: dict[str, Any]) -> tuple[list[str], list[list[str]]]:
-    heads = ["depth", "by", "predicted", "95 % interval", "measured", "error"]
+    heads = ["depth", "predicted", "95 % interval", "measured", "error"]
     rows = []
     for one in found["predictions"]:
         interval = "not known" if one["low"] is None else f"{one['low']:.4f} to {one['high']:.4f}"
         outside = ", outside the interval" * (one["within"] is False)
         known = one["measured"] is not None
         measured = [f"{one['measured']:.4f}", f"{one['error']:+.2%}{outside}"] if known else ["", ""]
-        rows.append([str(one["depth"]), one["of"], f"{one['loss']:.4f}", interval, *measured])
+        rows.append([str(one["depth"]), f"{one['loss']:.4f}", interval, *measured])
     return heads, rows
 
 
@@ -268,20 +264,18 @@ def remarks(found: dict[str, Any]) -> list[str]:
         *trust(found),
         *([f"Not finished: {', '.join(missing)}."] if missing else []),
         *([f"Without a finite loss at the end: {', '.join(diverged)}."] if diverged else []),
-        *(["The prediction is that by operations; the others show how much the choice matters."]
-          if len({one["of"] for one in found["predictions"]}) > 1 else []),
         *found["notes"],
     ]  # fmt: skip
 
 
 def trust(found: dict[str, Any]) -> Iterable[str]:
-    """What the smaller sizes predict for the largest one, and how far the predictions by operations are."""
-    for law in (law for law in found["laws"] if law["of"] == "operations"):
+    """What the smaller sizes predict for the largest one, and how far the predictions are."""
+    for law in found["laws"]:
         back = law["backtest"]
         yield (f"The smaller sizes alone predict {back['predicted']:.4f} for depth {back['depth']}; measured is "
                f"{back['measured']:.4f} ({back['predicted'] / back['measured'] - 1:+.2%}).")  # fmt: skip
     for one in found["predictions"]:
-        if one["of"] == "operations" and one["times_largest"] > 1:
+        if one["times_largest"] > 1:
             far = one["distance"] > scaling_laws.FAR
             yield (
                 f"Depth {one['depth']} takes {one['times_largest']:.3g} times the operations of the largest size, "
@@ -308,43 +302,36 @@ def page(found: dict[str, Any]) -> str:
             for run in found["runs"]]  # fmt: skip
     return render(
         "ladder.html", kind="ladder", found=found, remarks=remarks(found), pictures=pictures(found), run_rows=runs,
-        law_rows=[[law["of"], text] for law in found["laws"] for text in law["laws"]],
+        law_rows=[[text] for law in found["laws"] for text in law["laws"]],
         predictions=prediction_rows(found), compared=comparison_rows(found), sizes=size_rows(found),
     )  # fmt: skip
 
 
 def pictures(found: dict[str, Any]) -> Iterable[tuple[str, str]]:
-    """Charts of the laws, as a title and an SVG in base64."""
+    """The chart of the law, if there is one, as a title and an SVG in base64."""
     from lm.inspection.drawing import BLUE, figure, label_axes  # matplotlib takes half a second
 
-    def image(drawn: Any) -> str:
-        file = io.BytesIO()
-        drawn.savefig(file, format="svg")
-        return base64.b64encode(file.getvalue()).decode()
-
-    measured = [size for size in found["sizes"] if size["losses"]]
-    for quantity, attribute in QUANTITIES.items():
-        law = next((law for law in found["laws"] if law["of"] == quantity), None)
-        if law is None:
-            continue
+    for law in found["laws"]:
         drawn, axes = figure()
         at, middle, low, high = zip(*law["curve"], strict=True)
         axes.plot(at, middle, color=BLUE, linewidth=1.4)
         if low[0] is not None:
             axes.fill_between(at, low, high, color=BLUE, alpha=0.2, linewidth=0)
-        for size in measured:
-            axes.plot([size[attribute]] * len(size["losses"]), size["losses"], "D" if size["held_out"] else "o",
+        for size in (size for size in found["sizes"] if size["losses"]):
+            axes.plot([size["flops"]] * len(size["losses"]), size["losses"], "D" if size["held_out"] else "o",
                       color=BLUE, markersize=5, fillstyle="none" if size["held_out"] else "full")  # fmt: skip
-            place = size[attribute], max(size["losses"])
+            place = size["flops"], max(size["losses"])
             axes.annotate(str(size["depth"]), place, (0, 6), textcoords="offset points", ha="center", fontsize=8)
-        for one in (one for one in found["predictions"] if one["of"] == quantity):
+        for one in found["predictions"]:
             size = next(size for size in found["sizes"] if size["depth"] == one["depth"])
             ends = None if one["low"] is None else [[one["loss"] - one["low"]], [one["high"] - one["loss"]]]
-            axes.errorbar([size[attribute]], [one["loss"]], ends, fmt="x", color=BLUE, capsize=3)
+            axes.errorbar([size["flops"]], [one["loss"]], ends, fmt="x", color=BLUE, capsize=3)
         axes.set_xscale("log")
         axes.set_yscale("log")
         axes.yaxis.set_major_formatter("{x:.3g}")
         axes.yaxis.set_minor_formatter("{x:.3g}")
-        label_axes(axes, f"loss by {quantity}; numbers are depths, x is predicted, open marks are not fitted",
-                   quantity, found["unit"])  # fmt: skip
-        yield f"loss by {quantity}", image(drawn)
+        label_axes(axes, "loss by operations; numbers are depths, x is predicted, open marks are not fitted",
+                   "operations", found["unit"])  # fmt: skip
+        file = io.BytesIO()
+        drawn.savefig(file, format="svg")
+        yield "loss by operations", base64.b64encode(file.getvalue()).decode()

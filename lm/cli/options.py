@@ -84,7 +84,7 @@ class PlanOptions:
         peak_tflops: The device's peak in this precision: dense TFLOP/s with fp32 accumulation.
         mfu: Share of the device's peak to count with, causal attention counted as attended.
         bench: A file of `lm bench step --output`, whose rate is taken in place of a share of the peak.
-        rate_usd_per_hr: Price of the machine, where guards.budget has none; a cap_usd of the config is counted by it.
+        rate_usd_per_hr: Price of the machine, where guards.budget has none.
         fit: Print the largest micro-batch that fits, and nothing else; with --json as `fit` beside the rest.
         test_notify: Only send a test message to those under `notify`.
         rehearse: Play the guards through on invented log lines, without training: what they would log and do.

@@ -59,7 +59,6 @@ FEWER_EPOCHS = "give more data, or fewer steps, as `lm scale --data FOLDER` does
 FEW_TOKENS = 5  # a parameter; 20 are the best for a budget of operations (Hoffmann et al., 2022, arXiv:2203.15556)
 FIRST_TRY = 5e6  # parameters, below which a model is one to try things with
 NEARLY_FULL = 0.92  # of the device's memory
-HALF_EMPTY = 0.45
 LONG_VALIDATION = 0.1  # share of the time
 BF16_FROM = (8, 0)  # compute capability
 FAR_BATCH, FAR_RATE = 4, 3  # times the rules of `lm scale`, above or below
@@ -509,13 +508,9 @@ def of_device(memory: dict[str, Any], disk: DiskSpace, steps: dict[str, Any], de
 def _of_memory(
     memory: dict[str, Any], steps: dict[str, Any], device: Device, config: Namespace
 ) -> Iterator[Finding]:  # fmt: skip
-    share, best, asked = memory["total"] / memory["device"], memory["largest_micro_batch"], steps["micro_batch_size"]
+    share, best = memory["total"] / memory["device"], memory["largest_micro_batch"]
     free = " that are free" if device.capability is None else ""
     need = f"about {format_bytes(memory['total'])} of {device.name}'s {format_bytes(memory['device'])}{free}"
-    stays = "the run stays the same"
-    if config.data.global_batch_tokens is None and best is not None:
-        tokens = best * steps["seq_len"] * steps["world_size"]
-        stays = f"a step then has {tokens:,} tokens, because data.global_batch_tokens is not set"
     if share > 1 and best is None:
         recomputed = memory["largest_recomputed"]
         take = "take a smaller model or context" if recomputed is None else (
@@ -526,14 +521,15 @@ def _of_memory(
             f"{take}, shard it over more devices with trainer.strategy fsdp2, or `lm fit` with --force",
         )
     elif share > 1:
+        stays = "the run stays the same"
+        if config.data.global_batch_tokens is None:
+            tokens = best * steps["seq_len"] * steps["world_size"]
+            stays = f"a step then has {tokens:,} tokens, because data.global_batch_tokens is not set"
         yield Finding("error", f"a step takes {need}",
                       f"--data.micro_batch_size {best}: the largest that fits, and {stays}; or "
                       "`lm fit` with --force")  # fmt: skip
     elif share > NEARLY_FULL:
         yield Finding("warning", f"a step takes {need}, {share:.0%}", "lower data.micro_batch_size if memory runs out")
-    elif share < HALF_EMPTY and best is not None and best > asked and device.capability is not None:
-        yield Finding("advice", f"a step takes {need}, {share:.0%}",
-                      f"--data.micro_batch_size {best} fits too and may be faster; {stays}")  # fmt: skip
 
 
 # ---- checkpoints and budget ------------------------------------------------------------------------------------------

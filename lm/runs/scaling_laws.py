@@ -1,4 +1,4 @@
-"""Scaling laws: the loss of small models as a function of parameters, tokens or operations, and what it predicts.
+"""Scaling laws: the loss of small models as a function of their operations, and what it predicts.
 
 A law is fitted to the losses of several sizes, each trained with one seed or with several. Nothing here imports torch.
 """
@@ -98,13 +98,13 @@ def distance(x: Sequence[float], target: float) -> float:
 class Fit:
     """The laws of some sizes, and draws of them from which intervals are; `fit_sizes` makes it."""
 
-    x: Sequence[float]  # parameters, tokens or operations of each size
+    x: Sequence[float]  # operations of each size
     laws: Sequence[PowerLaw]
     drawn: Sequence[PowerLaw]
     noise: np.ndarray  # [draws], the factor by which a training deviates from its law
 
     def predict(self, target: float) -> Prediction:
-        """The loss of a size by its parameters, tokens or operations, as the mean of the laws."""
+        """The loss of a size by its operations, as the mean of the laws."""
         loss = fmean(float(law(target)) for law in self.laws)
         if not self.drawn:
             return Prediction(loss, None, None, distance(self.x, target))
@@ -122,7 +122,7 @@ def fit_sizes(x: Sequence[float], losses: Sequence[Sequence[float]]) -> Fit:
     as they were fitted. With one seed the second is not known, and with fewer than five sizes neither, since a law with
     an offset misses three by nothing: there is no interval then.
 
-    `x` are parameters, tokens or operations of three sizes or more, and each has a loss for each seed.
+    `x` are the operations of three sizes or more, and each has a loss for each seed.
     """
     means = [fmean(each) for each in losses]
     laws = fit_laws(x, np.array(means))

@@ -456,8 +456,6 @@ def test_the_budget_is_counted(planned, bench):
     assert assumed[0] == 0 and "guards.budget.max_hours is 1e-12" in str(found(assumed, "warning"))
     limit = planned("--rate_usd_per_hr", "9", **{"guards.budget": {"max_rate_usd_per_hr": 4, "rate_usd_per_hr": 3}})
     assert limit[0] == 0, "the budget's own rate counts"
-    asked = planned(*measured, "--rate_usd_per_hr", "3", **{"guards.budget": {"cap_usd": 2}})
-    assert asked[0] == 2 and "0.85 h x 3.00 USD/h = 2.56 USD, and guards.budget.cap_usd is 2.00" in str(asked[1])
 
 
 def test_what_another_program_has_counted_is_added_to_the_cost(planned, workplace, bench):
