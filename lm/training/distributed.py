@@ -229,10 +229,25 @@ def refuse_broken_restarts() -> None:
 START_TIMEOUT = timedelta(minutes=30)  # until they train: each prepares data, reads a checkpoint and builds its model
 
 
-class ReplicatedStrategy(OwnLauncher, DDPStrategy):
-    """DDP: every rank holds the whole model, and gradients are averaged with the last micro-batch of a step."""
+class RanksTogether(OwnLauncher):
+    """What both strategies have: their launcher, and how long ranks wait for one another."""
 
     launcher_class = Launcher
+    rank_timeout: float  # seconds
+
+    def on_train_start(self) -> None:
+        """Set how long ranks wait from now on.
+
+        NCCL ends its process without a message at its timeout. The ranks also exchange a flag on the CPU after every
+        step (`callbacks/stopping`); a timeout there is reported and ends the run in order, so NCCL waits a minute
+        longer.
+        """
+        spare = 60 if dist.get_backend() == "nccl" else 0
+        set_group_timeout(timedelta(seconds=self.rank_timeout + spare))
+
+
+class ReplicatedStrategy(RanksTogether, DDPStrategy):
+    """DDP: every rank holds the whole model, and gradients are averaged with the last micro-batch of a step."""
 
     def __init__(self, rank_timeout: float, options: DistributedConfig) -> None:
         # Nothing in the model is a buffer that ranks could disagree on, and the gradients need no second copy.
@@ -248,9 +263,6 @@ class ReplicatedStrategy(OwnLauncher, DDPStrategy):
         if self.options.reduce_dtype == "bf16":
             self.model.register_comm_hook(None, _add_in_bf16)
 
-    def on_train_start(self) -> None:
-        _set_rank_timeout(self.rank_timeout)
-
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
         """All of the optimizer's state on rank zero: by `gathered_state_dict` of one that divides it over the ranks."""
         optimizer = getattr(optimizer, "optimizer", optimizer)
@@ -263,14 +275,12 @@ def _add_in_bf16(state: None, bucket: dist.GradBucket) -> Future[Tensor]:  # pyr
     return bf16_compress_hook(None, bucket)
 
 
-class FullyShardedStrategy(OwnLauncher, ModelParallelStrategy):
+class FullyShardedStrategy(RanksTogether, ModelParallelStrategy):
     """FSDP2: every rank holds a shard of the parameters, gradients and optimizer state.
 
     It is Lightning's strategy with our checkpoint folders at both ends. With replicas it is HSDP: consecutive ranks,
     `world_size / replicas` of them, hold one model together, and gradients are averaged over the replicas.
     """
-
-    launcher_class = Launcher
 
     def __init__(
         self, world_size: int, rank_timeout: float, options: DistributedConfig = DistributedConfig(), replicas: int = 1
@@ -283,9 +293,6 @@ class FullyShardedStrategy(OwnLauncher, ModelParallelStrategy):
         self.options = options
         self.replicas = replicas
         self._example: dict[Any, Any] | None = None  # an optimizer's state, while another is loaded
-
-    def on_train_start(self) -> None:
-        _set_rank_timeout(self.rank_timeout)
 
     def shard(self, decoder: Any) -> None:
         """Shard a decoder in place: a unit a layer, and one for the rest.
@@ -460,14 +467,3 @@ def _whole_weights(decoder: nn.Module) -> Iterator[tuple[str, Tensor]]:
         whole = shard.to_local().new_empty(shard.shape)
         yield name, whole
         shard.copy_(distribute_tensor(whole, shard.device_mesh, shard.placements))
-
-
-def _set_rank_timeout(seconds: float) -> None:
-    """Set how long ranks wait for one another from now on.
-
-    NCCL ends its process without a message at its timeout. The ranks also exchange a flag on the CPU after every step
-    (`callbacks/stopping`); a timeout there is reported and ends the run in order, so NCCL waits a minute longer.
-    """
-    if dist.get_backend() == "nccl":
-        seconds += 60
-    set_group_timeout(timedelta(seconds=seconds))

@@ -56,10 +56,6 @@ class Trainer(PatchedTrainer):
         checks.refuse([*checks.of_trainer(config), *checks.of_accelerator(config.accelerator)])
         expand_segments()
         torch.set_float32_matmul_precision(config.matmul_precision)
-        self.val_interval = config.val_interval
-        self.checkpoint_interval = config.checkpoint_interval
-        self.stop_within = config.stop_within
-        self.log_interval = config.log_interval
         self.own_loggers = [config.logger] if isinstance(config.logger, Logger) else config.logger or []
         self.mirror = Mirror(config.mirror) if config.mirror else None
         self.run_state = RunState(clip=config.gradient_clip_val)  # Lightning clips nothing here: `training/step` does
@@ -226,7 +222,7 @@ class Trainer(PatchedTrainer):
         if (self.checkpoint_callback.requested or state.stop is None) and self.global_step:
             self._save_checkpoint()
         if state.uploads is not None:
-            state.uploads.wait(self.stop_within)
+            state.uploads.wait(self.options.stop_within)
         self.strategy.barrier()  # torchrun kills all processes when the first one ends
         if state.stop is not None:
             raise state.stop
@@ -242,7 +238,7 @@ class Trainer(PatchedTrainer):
 
     def validates_after(self, step: int) -> bool:
         """Whether a validation follows this optimizer step."""
-        due = step % self.val_interval == 0 or step >= self.max_steps or self.should_stop
+        due = step % self.options.val_interval == 0 or step >= self.max_steps or self.should_stop
         return due and self.datamodule.has_validation
 
     @property

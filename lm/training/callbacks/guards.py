@@ -72,7 +72,8 @@ class Guard(Callback):
     def on_metrics(self, trainer: Trainer, pl_module: LanguageModule, metrics: Mapping[str, float]) -> None:
         line = Line(
             trainer.run.name, trainer.global_step, trainer.max_steps, trainer.tokens_seen, metrics,
-            trainer.log_interval, pl_module.options.schedule, remaining(trainer)[1], trainer.run_state.stats.recent,
+            trainer.options.log_interval, pl_module.options.schedule, remaining(trainer)[1],
+            steps=trainer.run_state.stats.recent,
             scaled=getattr(trainer.precision_plugin, "scaler", None) is not None,
         )  # fmt: skip
         for finding in trainer.strategy.broadcast(self.observer.observe(line)):
@@ -211,11 +212,11 @@ class Rollback(Callback):
         seen = self.rollbacks.good  # of an earlier process; a signal may have come after steps that no guard has seen
         if not trainer.ckpt_path or not any(step <= seen for step in trainer.run.steps()):
             self.rollbacks.good = trainer.global_step
-        trainer.checkpoint_callback.keep_for_rollback(self.rollbacks.good)
+        trainer.checkpoint_callback.return_to = self.rollbacks.good
 
     def on_metrics(self, trainer: Trainer, pl_module: LanguageModule, metrics: Mapping[str, float]) -> None:
         self.rollbacks.note(trainer.global_step, metrics)
-        trainer.checkpoint_callback.keep_for_rollback(self.rollbacks.good)
+        trainer.checkpoint_callback.return_to = self.rollbacks.good
 
     def on_guard(self, trainer: Trainer, pl_module: LanguageModule, guard: str, action: Action, message: str) -> None:
         if action != "rollback" or self.rollbacks.asked:

@@ -230,7 +230,7 @@ class RunFolder(Callback):
         self._record(run)
         self._ended = run
         if (uploads := trainer.run_state.uploads) is not None:
-            uploads.wait(trainer.stop_within)
+            uploads.wait(trainer.options.stop_within)
             uploads.stop()
 
     def announce_end(self, patience: float = PATIENCE) -> None:
