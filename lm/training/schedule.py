@@ -3,7 +3,7 @@
 import math
 from dataclasses import dataclass
 
-from lm.errors import RequestError
+from lm.errors import RequestError, require_at_least
 from lm.system.units import plural
 from lm.training.config import ScheduleConfig
 
@@ -109,8 +109,7 @@ def plan_steps(
 
     An optimizer step sees `global_batch_tokens`, or else one micro-batch a rank.
     """
-    if seq_len < 1 or micro_batch_size < 1:
-        raise RequestError(f"data.seq_len {seq_len} and data.micro_batch_size {micro_batch_size} must be at least 1")
+    require_at_least(1, "data.", seq_len=seq_len, micro_batch_size=micro_batch_size)
     at_once = micro_batch_size * seq_len * world_size
     wanted = at_once if global_batch_tokens is None else global_batch_tokens
     if wanted % at_once or wanted < at_once:
@@ -131,6 +130,5 @@ def plan_steps(
     elif max_steps is None or max_tokens is not None:
         have = "neither is" if max_steps is None else "both are"
         raise RequestError(f"give one of trainer.max_steps and trainer.max_tokens; {have} set")
-    if max_steps < 1:
-        raise RequestError(f"trainer.max_steps {max_steps} must be at least 1")
+    require_at_least(1, "trainer.", max_steps=max_steps)
     return Steps(seq_len, micro_batch_size, world_size, wanted // at_once, max_steps, done)

@@ -34,13 +34,13 @@ log = logging.getLogger(__name__)
 
 def act(trainer: Trainer, pl_module: LanguageModule, finding: Finding) -> None:
     """Report a finding and do what the config asks for; call it on every rank, with the same finding."""
-    guard, action, message, _ = finding
+    guard, action, message, save = finding
     if trainer.is_global_zero:
         log.warning("%s", finding)
         found = {"guard": guard, "action": action, "message": message}
         trainer.run.append("alerts.jsonl", {"step": trainer.global_step, "time": steady_time(), **found})
     call_hook(trainer, "on_guard", pl_module, guard, action, message)
-    if finding.takes_checkpoint:
+    if save:
         trainer.checkpoint_callback.request()
     if action == "stop":
         trainer.run_state.stop = GuardStop(f"{guard}: {message}")
