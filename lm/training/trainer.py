@@ -30,7 +30,8 @@ from lm.system.units import plural
 from lm.training import checks
 from lm.training.checkpoint_state import FolderCheckpointIO
 from lm.training.config import TrainerConfig
-from lm.training.distributed import FullyShardedStrategy, ReplicatedStrategy, how_to_resume, srun_world, torchrun_world
+from lm.training.distributed import FullyShardedStrategy, ReplicatedStrategy
+from lm.training.launcher import how_to_resume, srun_world, torchrun_world
 from lm.training.lightning_patches import PatchedTrainer, report_path
 from lm.training.out_of_memory import is_out_of_memory, out_of_memory_error
 from lm.training.precision import Float8Precision, choose_precision, multiplication_precision

@@ -15,7 +15,7 @@ from lm.runs.checkpoint import link_to, read_document
 from lm.runs.run import Run
 from lm.system.files import disk_space, remove_folder, remove_stale, stated_digest
 from lm.system.stop_signals import STOP
-from lm.training.distributed import how_to_resume
+from lm.training.launcher import how_to_resume
 from lm.training.module import LanguageModule
 from lm.training.optim import state_size
 from lm.training.trainer import Trainer

@@ -89,6 +89,33 @@ class RunFolder(Callback):
             if trainer.mirror is not None:
                 trainer.run_state.uploads = Uploads(trainer.mirror, trainer.run)
 
+    def on_fit_end(self, trainer: Trainer, pl_module: LanguageModule) -> None:
+        reason = "all steps done" if trainer.global_step >= trainer.max_steps else "early stopping"
+        if trainer.is_global_zero and (found := expectations(trainer.run)):
+            judged = acceptance(found)
+            trainer.run.attempt(trainer.run.path / "run.json", lambda: trainer.run.describe(acceptance=judged))
+            log.log(logging.INFO if judged["passed"] else logging.WARNING,
+                    "%s: %s", "passed" if judged["passed"] else "not passed", "; ".join(map(str, found)))  # fmt: skip
+        self._end(trainer, "finished", reason)
+
+    def on_exception(self, trainer: Trainer, pl_module: LanguageModule, exception: BaseException) -> None:
+        if trainer.run is None or not trainer.fitting:
+            return
+        foreseen = isinstance(exception, LmError)
+        text = str(exception) if foreseen else f"{type(exception).__name__}: {exception}"
+        self._end(trainer, STATUS.get(type(exception), "failed"), text, None if foreseen else exception)
+        if not (foreseen or trainer.is_global_zero):  # rank zero ends with another error, if any
+            with suppress(OSError):
+                self._log = _open_log(trainer.run)
+                self._log_end(f"rank {trainer.global_rank} failed: {text}", exception)
+        self._close_log()
+
+    def teardown(self, trainer: Trainer, pl_module: LanguageModule, stage: str) -> None:
+        """Release the lock after the last write. A fit that fails keeps it until its process ends."""
+        self._close_log()
+        if trainer.run is not None:
+            trainer.run.release()
+
     def _claim(self, trainer: Trainer) -> str:
         """Take the run's lock and describe the run in its folder; returns its path."""
         shards = trainer.datamodule.describe_shards()
@@ -191,33 +218,6 @@ class RunFolder(Callback):
                 f"the shards changed since {run.path} was started, so its order of samples is gone: {difference}; "
                 "put them back, start a new run, or give --force"
             )
-
-    def on_fit_end(self, trainer: Trainer, pl_module: LanguageModule) -> None:
-        reason = "all steps done" if trainer.global_step >= trainer.max_steps else "early stopping"
-        if trainer.is_global_zero and (found := expectations(trainer.run)):
-            judged = acceptance(found)
-            trainer.run.attempt(trainer.run.path / "run.json", lambda: trainer.run.describe(acceptance=judged))
-            log.log(logging.INFO if judged["passed"] else logging.WARNING,
-                    "%s: %s", "passed" if judged["passed"] else "not passed", "; ".join(map(str, found)))  # fmt: skip
-        self._end(trainer, "finished", reason)
-
-    def on_exception(self, trainer: Trainer, pl_module: LanguageModule, exception: BaseException) -> None:
-        if trainer.run is None or not trainer.fitting:
-            return
-        foreseen = isinstance(exception, LmError)
-        text = str(exception) if foreseen else f"{type(exception).__name__}: {exception}"
-        self._end(trainer, STATUS.get(type(exception), "failed"), text, None if foreseen else exception)
-        if not (foreseen or trainer.is_global_zero):  # rank zero ends with another error, if any
-            with suppress(OSError):
-                self._log = _open_log(trainer.run)
-                self._log_end(f"rank {trainer.global_rank} failed: {text}", exception)
-        self._close_log()
-
-    def teardown(self, trainer: Trainer, pl_module: LanguageModule, stage: str) -> None:
-        """Release the lock after the last write. A fit that fails keeps it until its process ends."""
-        self._close_log()
-        if trainer.run is not None:
-            trainer.run.release()
 
     def _end(self, trainer: Trainer, status: str, reason: str, unforeseen: BaseException | None = None) -> None:
         if not trainer.is_global_zero:

@@ -16,7 +16,7 @@ from lm.training.callback import Callback
 from lm.training.callbacks.logging import ProgressBar
 from lm.training.callbacks.notifications import Notifications
 from lm.training.callbacks.run_folder import RunFolder
-from lm.training.distributed import how_to_resume
+from lm.training.launcher import how_to_resume
 from lm.training.lightning_patches import drop_sigterm_broadcast
 from lm.training.module import LanguageModule
 from lm.training.trainer import Trainer
