@@ -100,9 +100,8 @@ class Alerts(Observer):
             if not holds or (begins and text not in self._armed):
                 continue
             if not (action in ONCE and text in self._reported):
-                figures = expression.explain(self.evaluator.history, omit=("step",))
-                at = f"{figures}{' ' if figures else ''}at step {line.step}"
-                found.append(Finding("alert", action, f"{text}: {at}", save=action == "checkpoint"))
+                message = expression.explain(self.evaluator.history, line.step)
+                found.append(Finding("alert", action, message, save=action == "checkpoint"))
             self._reported.add(text)
         return found
 

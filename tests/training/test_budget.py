@@ -139,7 +139,7 @@ class Simulation:
             run=run, global_step=0, max_steps=1000, world_size=1, is_global_zero=True,
             options=SimpleNamespace(val_interval=val_interval, log_interval=10),
             datamodule=SimpleNamespace(has_validation=True), run_state=RunState(run=run), tokens_seen=0,
-            precision_plugin=None, strategy=SimpleNamespace(broadcast=lambda value: value),
+            strategy=SimpleNamespace(broadcast=lambda value: value),
         )  # fmt: skip
         self.module = SimpleNamespace(options=SimpleNamespace(schedule=None))
         self.clock = Clock()

@@ -73,8 +73,7 @@ class Guard(Callback):
         line = Line(
             trainer.run.name, trainer.global_step, trainer.max_steps, trainer.tokens_seen, metrics,
             trainer.options.log_interval, pl_module.options.schedule, remaining(trainer)[1],
-            steps=trainer.run_state.stats.recent,
-            scaled=getattr(trainer.precision_plugin, "scaler", None) is not None,
+            steps=trainer.run_state.stats.recent, scaled=trainer.run_state.stats.scaled,
         )  # fmt: skip
         for finding in trainer.strategy.broadcast(self.observer.observe(line)):
             act(trainer, pl_module, finding)

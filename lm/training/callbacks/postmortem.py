@@ -135,7 +135,7 @@ class PostMortem(Callback):
         for expression, holds in self._evaluator.evaluate(line).items():
             began, self._spiking = holds and not self._spiking, bool(holds)
             if began:
-                return f"{expression.text}: {expression.explain(self._evaluator.history)} at step {line['step']}"
+                return expression.explain(self._evaluator.history, line["step"])
         return None
 
     def _note_steps(self, trainer: Trainer) -> bool:

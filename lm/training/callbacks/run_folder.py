@@ -377,22 +377,19 @@ class Heartbeat(Callback):
 def machine_metrics(machine: dict[str, Any]) -> dict[str, float]:
     """A reading by the names of metrics: mean load of the GPUs, the hottest, power of all, the fullest memory."""
 
-    def of_gpus(name: str) -> list[float]:
-        return [gpu[name] for gpu in machine.get("gpus") or [] if gpu[name] is not None]
-
-    def of(part: str, name: str) -> list[float]:
-        value = machine.get(part, {}).get(name)
-        return [] if value is None else [value]
-
-    known = {
-        "perf/gpu_load": (statistics.fmean, of_gpus("load_percent"), 1),
-        "perf/gpu_temperature": (max, of_gpus("temperature_celsius"), 1),
-        "perf/gpu_power": (sum, of_gpus("power_watts"), 1),
-        "perf/cpu_load": (sum, of("cpu", "load_percent"), 1),
-        "mem/process_gib": (sum, of("process", "memory_bytes"), 2**30),
-        "mem/gpu_gib": (max, of_gpus("memory_used_bytes"), 2**30),
-    }
-    return {name: float(one_of(values)) / unit for name, (one_of, values, unit) in known.items() if values}
+    gpus, cpu, process = machine.get("gpus") or [], [machine.get("cpu", {})], [machine.get("process", {})]
+    found = {}
+    for metric, one_of, parts, name, unit in (
+        ("perf/gpu_load", statistics.fmean, gpus, "load_percent", 1),
+        ("perf/gpu_temperature", max, gpus, "temperature_celsius", 1),
+        ("perf/gpu_power", sum, gpus, "power_watts", 1),
+        ("perf/cpu_load", sum, cpu, "load_percent", 1),
+        ("mem/process_gib", sum, process, "memory_bytes", 2**30),
+        ("mem/gpu_gib", max, gpus, "memory_used_bytes", 2**30),
+    ):
+        if values := [part[name] for part in parts if part.get(name) is not None]:
+            found[metric] = float(one_of(values)) / unit
+    return found
 
 
 def _gpus(trainer: Trainer) -> list[str]:
