@@ -17,7 +17,7 @@ from lm.errors import RequestError, RunError
 from lm.runs.resume import runs_of_name
 from lm.system.process import command, seconds_since_process_start
 from lm.training.budget import steps_within
-from lm.training.distributed import srun_world, torchrun_world
+from lm.training.launcher import srun_world, torchrun_world
 from lm.training.trainer import devices_of_node
 
 log = logging.getLogger(__name__)

@@ -51,7 +51,7 @@ from lm.training.callbacks.guards import not_training
 from lm.training.callbacks.run_folder import RunFolder
 from lm.training.callbacks.standard import standard_callbacks
 from lm.training.config import DistributedConfig, TrainerConfig, sections_of_callbacks
-from lm.training.distributed import srun_world, torchrun_world
+from lm.training.launcher import srun_world, torchrun_world
 from lm.training.module import LanguageModule, training_class
 from lm.training.optim import state_size
 from lm.training.out_of_memory import step_of

@@ -33,7 +33,7 @@ from lm.training.callback import Callback
 from lm.training.callbacks.notifications import open_recipients, send_test
 from lm.training.checks import Finding, Known, find, of_accelerator
 from lm.training.config import TrainerConfig
-from lm.training.distributed import EXIT_WAIT
+from lm.training.launcher import EXIT_WAIT
 from lm.training.module import LanguageModule, training_class
 from lm.training.optim import state_size
 from lm.training.precision import multiplication_precision, precision_for_cpu

@@ -95,7 +95,7 @@ class InventedRun:
         for finding in findings:
             reason = f"{finding.guard}: {finding.message}"
             stops = finding.action == "stop"
-            self._note(str(finding), finding, finding.takes_checkpoint, reason if stops else None)
+            self._note(str(finding), finding, finding.save, reason if stops else None)
             if finding.action != "rollback":
                 continue
             for observer in self.observers:

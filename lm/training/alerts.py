@@ -9,7 +9,7 @@ import ast
 import math
 import operator
 from collections import deque
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from difflib import get_close_matches
 from statistics import fmean, median, pstdev
 from typing import Any, NoReturn
@@ -80,10 +80,11 @@ class Expression:
         """Whether it is true; None where that is not decided."""
         return _evaluate(self._tree, history)
 
-    def explain(self, history: History, omit: Collection[str] = ()) -> str:
-        """The values of its metrics and windows: `loss is 12.31, median(loss, 100) is 3.2`."""
-        shown = {text: _evaluate(node, history) for text, node in self._figures.items() if text not in omit}
-        return ", ".join(f"{text} is {_readable(value)}" for text, value in shown.items())
+    def explain(self, history: History, step: int) -> str:
+        """What it is, and the values of its metrics and windows: `loss > 10: loss is 12.31 at step 130`."""
+        shown = {text: _evaluate(node, history) for text, node in self._figures.items() if text != "step"}
+        figures = ", ".join(f"{text} is {_readable(value)}" for text, value in shown.items())
+        return f"{self.text}: {figures}{' ' if figures else ''}at step {step}"
 
     def _refuse(self, node: ast.AST, reason: str) -> NoReturn:
         part = ast.get_source_segment(self.text, node)

@@ -43,6 +43,158 @@ log = logging.getLogger(__name__)
 TRAINING_ONLY = {"vocab_size", "max_position_embeddings", "initializer_range", "zero_init_residual", "dropout"}
 
 
+def to_checkpoint(module: Any, checkpoint: dict[str, Any]) -> None:
+    """Turn Lightning's checkpoint, in place, into a Hugging Face model, named optimizer state and the rest."""
+    checkpoint.pop(module.CHECKPOINT_HYPER_PARAMS_KEY, None)  # config.json has them
+    checkpoint.pop(module.CHECKPOINT_HYPER_PARAMS_NAME, None)
+    weights = {name.removeprefix("decoder."): value for name, value in checkpoint["state_dict"].items()}
+    checkpoint["state_dict"] = to_huggingface(weights, module.config) if weights and module.builtin else weights
+    states = checkpoint.pop("optimizer_states", [])
+    checkpoint["optimizer"] = {}
+    if states and states[0]:
+        optimizer = module.optimizers(use_pl_optimizer=False)
+        [whole] = states
+        config = module.options.optimizer
+        if config.class_path is not None:  # before the first step it was tried, and it may keep more since
+            refuse_unkept(config.class_path, optimizer, whole)
+        state = name_state(whole["state"], parameter_names(module.decoder, optimizer))
+        checkpoint["optimizer"] = {name: value for name, value in state.items() if isinstance(value, Tensor)}
+        checkpoint["optimizer_values"] = {
+            "written_by": chosen_optimizer(config, optimizer),
+            "state": {name: value for name, value in state.items() if not isinstance(value, Tensor)},
+            "groups": changed_settings(optimizer, whole["param_groups"]),
+            "of_no_parameter": {key: value for key, value in whole["state"].items() if not isinstance(key, int)},
+            "entries": {key: value for key, value in whole.items() if key not in ("state", "param_groups")},
+        }
+    checkpoint["lr_schedulers"] = []
+    checkpoint["ranks"] = gather_from_ranks({"rng": rng_state()})
+    dtype = str(next(module.decoder.parameters()).dtype).removeprefix("torch.")
+    tokenizer = module.trainer.datamodule.tokenizer
+    custom = None
+    if not module.builtin:
+        custom = custom_config_json(module.config, tokenizer.eos_id, dtype, type(module), module.hparams)
+    checkpoint["files"] = model_files(module.config, tokenizer, dtype, custom)
+
+
+def model_files(
+    config: DecoderConfig, tokenizer: Tokenizer, dtype: str, custom: dict[str, Any] | None = None
+) -> dict[str, str]:
+    """Names and contents of what makes a folder with weights, of a `dtype` such as "float32", a Hugging Face model.
+
+    `custom` is the `config.json` of a custom model, which Hugging Face does not know.
+    """
+    documents = {
+        "config.json": custom or config_json(config, eos_id=tokenizer.eos_id, dtype=dtype),
+        "generation_config.json": generation_config_json(eos_id=tokenizer.eos_id),
+    }
+    return {
+        **{name: json.dumps(document, indent=2) + "\n" for name, document in documents.items()},
+        **tokenizer.files(),
+    }
+
+
+def restore_weights(module: Any, checkpoint: dict[str, Any]) -> None:
+    """Turn weights and optimizer into what Lightning's strategies load, in place: the inverse of `to_checkpoint`."""
+    weights = checkpoint["state_dict"]
+    _refuse_other_class(checkpoint["files"], module)
+    _refuse_other_shapes(weights, module)
+    if module.builtin:
+        weights = from_huggingface(weights, module.config)
+    checkpoint["state_dict"] = {f"decoder.{name}": value for name, value in weights.items()}
+    if "optimizer" in checkpoint:
+        optimizer = module.configure_optimizers()
+        state = optimizer.state_dict()
+        nothing = {"written_by": None, "state": {}, "groups": [], "of_no_parameter": {}, "entries": {}}
+        values = nothing | checkpoint.pop("optimizer_values", {})  # an imported model has none
+        refuse_other_optimizer(values["written_by"], chosen_optimizer(module.options.optimizer, optimizer))
+        slots = index_state(checkpoint.pop("optimizer") | values["state"], parameter_names(module.decoder, optimizer))
+        parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+        for index, of_parameter in slots.items():
+            for slot, value in of_parameter.items():
+                of_parameter[slot] = _laid_out_as(parameters[index], value)
+        state["state"] |= slots | values["of_no_parameter"]  # a class may need what it made when it was built
+        for group, changed in zip(state["param_groups"], values["groups"]):
+            group |= changed
+        checkpoint["optimizer_states"] = [state | values["entries"]]
+
+
+def rng_state() -> dict[str, Any]:
+    """This rank's random number generators: torch's, Python's and numpy's."""
+    name, key, *rest = np.random.get_state()
+    state = {"cpu": torch.get_rng_state(), "python": random.getstate(), "numpy": (name, key.tolist(), *rest)}
+    if torch.cuda.is_available():
+        state["cuda"] = torch.cuda.get_rng_state()
+    return state
+
+
+def restore_generators(state: dict[str, Any]) -> None:
+    """Put this rank's random number generators where a checkpoint left them."""
+    torch.set_rng_state(state["cpu"])
+    if "python" in state:  # a checkpoint of an earlier version has torch's alone
+        random.setstate(state["python"])
+        np.random.set_state(state["numpy"])
+    if "cuda" in state and torch.cuda.is_available():
+        torch.cuda.set_rng_state(state["cuda"])
+
+
+# ---- the optimizer ---------------------------------------------------------------------------------------------------
+
+
+def parameter_names(module: nn.Module, optimizer: Optimizer) -> list[str]:
+    """The names of an optimizer's parameters, in the order in which its state counts them."""
+    names = {id(parameter): name for name, parameter in module.named_parameters()}
+    return [names[id(parameter)] for group in optimizer.param_groups for parameter in group["params"]]
+
+
+def name_state(state: dict[Any, Any], names: list[str]) -> dict[str, Any]:
+    """State by index, `{index: {slot: value}}`, as values `<parameter>/<slot>`; state of no parameter is left out."""
+    return {
+        f"{names[key]}/{slot}": value
+        for key, slots in state.items() if isinstance(key, int)
+        for slot, value in slots.items()
+    }  # fmt: skip
+
+
+def index_state(values: dict[str, Any], names: list[str]) -> dict[int, dict[str, Any]]:
+    """The inverse of `name_state`."""
+    states: dict[str, dict[str, Any]] = {name: {} for name in names}
+    for key, value in values.items():
+        name = key.rpartition("/")[0]
+        while name and name not in states:  # the slot has a slash in its name, too
+            name = name.rpartition("/")[0]
+        states.setdefault(name, {})[key[len(name) + 1 :]] = value
+    return {index: states[name] for index, name in enumerate(names) if states[name]}
+
+
+def _laid_out_as(parameter: Tensor, value: Any) -> Any:
+    """State with the strides of its parameter: a fused optimizer goes through both in the order of the memory."""
+    if not isinstance(value, Tensor) or value.shape != parameter.shape or isinstance(parameter, DTensor):
+        return value
+    return torch.empty_like(parameter, dtype=value.dtype, device=value.device).copy_(value)
+
+
+def chosen_optimizer(config: OptimizerConfig, optimizer: Optimizer) -> dict[str, str]:
+    """What chose the optimizer and its value: the option `name` or `class_path`, or a subclass's own method."""
+    if config.class_path is not None:
+        return {"class_path": config.class_path}
+    made = f"{type(optimizer).__module__}.{type(optimizer).__qualname__}"
+    return {"name": config.name} if made == BUILTIN[config.name].class_path else {"configure_optimizers": made}
+
+
+def refuse_other_optimizer(written: dict[str, str] | None, now: dict[str, str]) -> None:
+    """Refuse the state of another optimizer than that of now, each as `chosen_optimizer` describes it."""
+    if written is None or written == now:
+        return
+    [[before, then], [option, value]] = [*written.items(), *now.items()]
+    place = "" if before == "configure_optimizers" else "model.optimizer."
+    raise RequestError(f"this is a checkpoint of another optimizer, of {place}{before} {then}, and this training has "
+                       f"{option} {value}: give {before} {then}"
+                       + (" and no class_path" if option == "class_path" != before else ""))  # fmt: skip
+
+
+# ---- the thread that writes ------------------------------------------------------------------------------------------
+
+
 class FolderCheckpointIO(CheckpointIO):
     """Saves and loads folders for Lightning's Trainer; a thread writes them."""
 
@@ -136,139 +288,6 @@ class FolderCheckpointIO(CheckpointIO):
             log.error("%s", error)
 
 
-# ---- content ---------------------------------------------------------------------------------------------------------
-
-
-def to_checkpoint(module: Any, checkpoint: dict[str, Any]) -> None:
-    """Turn Lightning's checkpoint, in place, into a Hugging Face model, named optimizer state and the rest."""
-    checkpoint.pop(module.CHECKPOINT_HYPER_PARAMS_KEY, None)  # config.json has them
-    checkpoint.pop(module.CHECKPOINT_HYPER_PARAMS_NAME, None)
-    weights = {name.removeprefix("decoder."): value for name, value in checkpoint["state_dict"].items()}
-    checkpoint["state_dict"] = to_huggingface(weights, module.config) if weights and module.builtin else weights
-    states = checkpoint.pop("optimizer_states", [])
-    checkpoint["optimizer"] = {}
-    if states and states[0]:
-        optimizer = module.optimizers(use_pl_optimizer=False)
-        [whole] = states
-        config = module.options.optimizer
-        if config.class_path is not None:  # before the first step it was tried, and it may keep more since
-            refuse_unkept(config.class_path, optimizer, whole)
-        state = name_state(whole["state"], parameter_names(module.decoder, optimizer))
-        checkpoint["optimizer"] = {name: value for name, value in state.items() if isinstance(value, Tensor)}
-        checkpoint["optimizer_values"] = {
-            "written_by": chosen_optimizer(config, optimizer),
-            "state": {name: value for name, value in state.items() if not isinstance(value, Tensor)},
-            "groups": changed_settings(optimizer, whole["param_groups"]),
-            "of_no_parameter": {key: value for key, value in whole["state"].items() if not isinstance(key, int)},
-            "entries": {key: value for key, value in whole.items() if key not in ("state", "param_groups")},
-        }
-    checkpoint["lr_schedulers"] = []
-    checkpoint["ranks"] = gather_from_ranks({"rng": rng_state()})
-    dtype = str(next(module.decoder.parameters()).dtype).removeprefix("torch.")
-    tokenizer = module.trainer.datamodule.tokenizer
-    custom = None
-    if not module.builtin:
-        custom = custom_config_json(module.config, tokenizer.eos_id, dtype, type(module), module.hparams)
-    checkpoint["files"] = model_files(module.config, tokenizer, dtype, custom)
-
-
-def model_files(
-    config: DecoderConfig, tokenizer: Tokenizer, dtype: str, custom: dict[str, Any] | None = None
-) -> dict[str, str]:
-    """Names and contents of what makes a folder with weights, of a `dtype` such as "float32", a Hugging Face model.
-
-    `custom` is the `config.json` of a custom model, which Hugging Face does not know.
-    """
-    documents = {
-        "config.json": custom or config_json(config, eos_id=tokenizer.eos_id, dtype=dtype),
-        "generation_config.json": generation_config_json(eos_id=tokenizer.eos_id),
-    }
-    return {
-        **{name: json.dumps(document, indent=2) + "\n" for name, document in documents.items()},
-        **tokenizer.files(),
-    }
-
-
-def restore_weights(module: Any, checkpoint: dict[str, Any]) -> None:
-    """Turn weights and optimizer into what Lightning's strategies load, in place: the inverse of `to_checkpoint`."""
-    weights = checkpoint["state_dict"]
-    _refuse_other_class(checkpoint["files"], module)
-    _refuse_other_shapes(weights, module)
-    if module.builtin:
-        weights = from_huggingface(weights, module.config)
-    checkpoint["state_dict"] = {f"decoder.{name}": value for name, value in weights.items()}
-    if "optimizer" in checkpoint:
-        optimizer = module.configure_optimizers()
-        state = optimizer.state_dict()
-        nothing = {"written_by": None, "state": {}, "groups": [], "of_no_parameter": {}, "entries": {}}
-        values = nothing | checkpoint.pop("optimizer_values", {})  # an imported model has none
-        refuse_other_optimizer(values["written_by"], chosen_optimizer(module.options.optimizer, optimizer))
-        slots = index_state(checkpoint.pop("optimizer") | values["state"], parameter_names(module.decoder, optimizer))
-        parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
-        for index, of_parameter in slots.items():
-            for slot, value in of_parameter.items():
-                of_parameter[slot] = _laid_out_as(parameters[index], value)
-        state["state"] |= slots | values["of_no_parameter"]  # a class may need what it made when it was built
-        for group, changed in zip(state["param_groups"], values["groups"]):
-            group |= changed
-        checkpoint["optimizer_states"] = [state | values["entries"]]
-
-
-# ---- the optimizer ---------------------------------------------------------------------------------------------------
-
-
-def parameter_names(module: nn.Module, optimizer: Optimizer) -> list[str]:
-    """The names of an optimizer's parameters, in the order in which its state counts them."""
-    names = {id(parameter): name for name, parameter in module.named_parameters()}
-    return [names[id(parameter)] for group in optimizer.param_groups for parameter in group["params"]]
-
-
-def name_state(state: dict[Any, Any], names: list[str]) -> dict[str, Any]:
-    """State by index, `{index: {slot: value}}`, as values `<parameter>/<slot>`; state of no parameter is left out."""
-    return {
-        f"{names[key]}/{slot}": value
-        for key, slots in state.items() if isinstance(key, int)
-        for slot, value in slots.items()
-    }  # fmt: skip
-
-
-def index_state(values: dict[str, Any], names: list[str]) -> dict[int, dict[str, Any]]:
-    """The inverse of `name_state`."""
-    states: dict[str, dict[str, Any]] = {name: {} for name in names}
-    for key, value in values.items():
-        name = key.rpartition("/")[0]
-        while name and name not in states:  # the slot has a slash in its name, too
-            name = name.rpartition("/")[0]
-        states.setdefault(name, {})[key[len(name) + 1 :]] = value
-    return {index: states[name] for index, name in enumerate(names) if states[name]}
-
-
-def _laid_out_as(parameter: Tensor, value: Any) -> Any:
-    """State with the strides of its parameter: a fused optimizer goes through both in the order of the memory."""
-    if not isinstance(value, Tensor) or value.shape != parameter.shape or isinstance(parameter, DTensor):
-        return value
-    return torch.empty_like(parameter, dtype=value.dtype, device=value.device).copy_(value)
-
-
-def chosen_optimizer(config: OptimizerConfig, optimizer: Optimizer) -> dict[str, str]:
-    """What chose the optimizer and its value: the option `name` or `class_path`, or a subclass's own method."""
-    if config.class_path is not None:
-        return {"class_path": config.class_path}
-    made = f"{type(optimizer).__module__}.{type(optimizer).__qualname__}"
-    return {"name": config.name} if made == BUILTIN[config.name].class_path else {"configure_optimizers": made}
-
-
-def refuse_other_optimizer(written: dict[str, str] | None, now: dict[str, str]) -> None:
-    """Refuse the state of another optimizer than that of now, each as `chosen_optimizer` describes it."""
-    if written is None or written == now:
-        return
-    [[before, then], [option, value]] = [*written.items(), *now.items()]
-    place = "" if before == "configure_optimizers" else "model.optimizer."
-    raise RequestError(f"this is a checkpoint of another optimizer, of {place}{before} {then}, and this training has "
-                       f"{option} {value}: give {before} {then}"
-                       + (" and no class_path" if option == "class_path" != before else ""))  # fmt: skip
-
-
 # ---- what does not fit -----------------------------------------------------------------------------------------------
 
 
@@ -341,22 +360,3 @@ def branched_from(checkpoint: Path) -> Path:
     if origin and checkpoint.name == f"step-{origin['step']:08}":
         return Path(origin["path"], checkpoint.name)
     return checkpoint
-
-
-def rng_state() -> dict[str, Any]:
-    """This rank's random number generators: torch's, Python's and numpy's."""
-    name, key, *rest = np.random.get_state()
-    state = {"cpu": torch.get_rng_state(), "python": random.getstate(), "numpy": (name, key.tolist(), *rest)}
-    if torch.cuda.is_available():
-        state["cuda"] = torch.cuda.get_rng_state()
-    return state
-
-
-def restore_generators(state: dict[str, Any]) -> None:
-    """Put this rank's random number generators where a checkpoint left them."""
-    torch.set_rng_state(state["cpu"])
-    if "python" in state:  # a checkpoint of an earlier version has torch's alone
-        random.setstate(state["python"])
-        np.random.set_state(state["numpy"])
-    if "cuda" in state and torch.cuda.is_available():
-        torch.cuda.set_rng_state(state["cuda"])

@@ -30,7 +30,7 @@ from lm.system.arguments import shown
 from lm.system.hardware import Device
 from lm.system.process import under_torchrun
 from lm.training.config import EvaluationConfig, GroupConfig, ModelConfig, SamplesConfig, TrainerConfig
-from lm.training.distributed import srun_world
+from lm.training.launcher import srun_world
 from lm.training.precision import kept_in_bf16
 
 log = logging.getLogger(__name__)

@@ -6,25 +6,16 @@ another.
 """
 
 import itertools
-import os
-import re
-import signal
-import subprocess
-import sys
-import threading
-import time
 import warnings
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from copy import deepcopy
 from datetime import timedelta
-from typing import Any, NoReturn
+from typing import Any
 
 import torch
 import torch.distributed as dist
-from lightning.fabric.plugins.environments.slurm import SLURMEnvironment
 from lightning.fabric.utilities.apply_func import apply_to_collection  # pyright: ignore[reportPrivateImportUsage]
-from lightning.pytorch import Trainer
 from lightning.pytorch.plugins import MixedPrecision
 from lightning.pytorch.strategies import DDPStrategy, ModelParallelStrategy
 from torch import Tensor, nn
@@ -36,203 +27,35 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.futures import Future
 from torch.optim import Optimizer
 
-from lm.errors import GuardStop, Interrupted, LmError, RequestError, RunError
+from lm.errors import LmError
 from lm.model.decoder import initialize
 from lm.runs.checkpoint import TENSORS
-from lm.system.process import PARENT, code_for_launcher, srun_tasks, under_torchrun
-from lm.system.units import plural
 from lm.training.config import DistributedConfig
-from lm.training.lightning_patches import OwnLauncher, ScriptLauncher, set_group_timeout
-
-EXIT_WAIT = 5.0  # seconds that one process gives another to end by itself
-LAUNCHER_PID = "LM_LAUNCHER_PID"  # environment variable: the process that started this one
-
-
-def how_to_resume(trainer: Any) -> str:
-    """The words of a message on how to resume the run of a `Trainer` that ends early."""
-    run = getattr(trainer, "run", None)
-    return "give the same command again" if run is None else f"`{run.resume_command()}` resumes it"
-
-
-def gather_from_ranks(value: Any) -> list[Any]:
-    """`value` of every rank, in the order of the ranks; to be called on all of them."""
-    if not (dist.is_available() and dist.is_initialized()):
-        return [value]
-    values: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(values, value)
-    return values
-
-
-# ---- launcher --------------------------------------------------------------------------------------------------------
-
-
-class Launcher(ScriptLauncher):
-    """Starts the other processes of a node; all of them end together and report one error.
-
-    Lightning's own kills the whole group, without a message, five seconds after any process ended with a code that is
-    not 0: also while rank zero still writes the checkpoint of a run that was interrupted. Here rank zero reports for
-    all, a rank that fails alone is named, and no process outlives the one that the user started.
-    """
-
-    def launch(self, function: Callable, *args: Any, trainer: Trainer | None = None, **kwargs: Any) -> Any:
-        """Run `function` in this process, after starting the others of this node unless torchrun or SLURM has."""
-        self.cluster_environment.validate_settings(num_devices=self.num_processes, num_nodes=self.num_nodes)
-        self.share_cores()
-        if self.cluster_environment.creates_processes_externally:
-            launcher = int(os.environ.get(LAUNCHER_PID, PARENT if torchrun_world() else 0))
-            if launcher:
-                exit_with(launcher)
-            return self._follow(function, *args, **kwargs)
-        os.environ[LAUNCHER_PID] = str(os.getpid())
-        self._trainer = trainer
-        self.start_others()
-        return self._lead(function, *args, **kwargs)
-
-    def _follow(self, function: Callable, *args: Any, **kwargs: Any) -> Any:
-        """Run `function` in a process that another one started; only rank zero reports what all ranks agreed on."""
-        try:
-            refuse_broken_restarts()
-            return function(*args, **kwargs)
-        except Exception as error:
-            if self.cluster_environment.global_rank() == 0:
-                raise
-            if isinstance(error, Interrupted | GuardStop):  # all ranks agreed on it
-                raise SystemExit(code_for_launcher(error.exit_code)) from error
-            # If rank zero has the same error, it kills this process while it waits; else this one reports it.
-            signal.signal(signal.SIGTERM, signal.SIG_DFL)
-            time.sleep(EXIT_WAIT)
-            raise
-
-    def _lead(self, function: Callable, *args: Any, **kwargs: Any) -> Any:
-        """Run `function` in the process that started the others: wait for them at the end, kill them if it fails."""
-        done = threading.Event()
-        threading.Thread(target=self._watch, args=(done,), daemon=True, name="ranks").start()
-        wait = 0.0
-        try:
-            result = function(*args, **kwargs)
-            wait = EXIT_WAIT
-            return result
-        except LmError as error:
-            wait = EXIT_WAIT if isinstance(error, Interrupted | GuardStop) else 0.0
-            raise
-        except Exception as error:  # perhaps caused by another rank's exit
-            done.set()
-            timed_out = isinstance(error, RuntimeError) and re.search("timed ?out|timeout", str(error), re.IGNORECASE)
-            failure = self._name_hung_rank(error) if timed_out else self._failure(within=1.0)
-            if failure is None:
-                raise
-            raise failure from error
-        finally:
-            done.set()
-            self._end(wait)
-
-    def _watch(self, done: threading.Event) -> None:
-        """End a training soon after a rank has failed: a collective on a GPU would wait for it for many minutes."""
-        while not done.wait(1.0):
-            failure = self._failure()
-            if failure is None:
-                continue
-            if done.wait(EXIT_WAIT):
-                return
-            for callback in self._trainer.callbacks if self._trainer else ():
-                callback.on_exception(self._trainer, self._trainer.lightning_module, failure)
-            self._end(0.0)
-            print(f"lm: {failure}", file=sys.stderr, flush=True)
-            os._exit(failure.exit_code)
-
-    def _failure(self, within: float = 0.0) -> RunError | None:
-        """An error that names a rank which failed or was killed; None where none has."""
-        until = time.monotonic() + within
-        while True:
-            for rank, process in enumerate(self.procs, start=1):
-                code = process.poll()
-                if code not in (None, 0, Interrupted.exit_code, GuardStop.exit_code):
-                    how = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"failed with exit code {code}"
-                    return RunError(f"local rank {rank} {how}; {how_to_resume(self._trainer)}")
-            if time.monotonic() >= until:
-                return None
-            time.sleep(0.05)
-
-    def _name_hung_rank(self, error: Exception) -> RunError:
-        """Which rank did not answer: ranks that waited for it, as this one did, end by themselves; it does not."""
-        until = time.monotonic() + 2 * EXIT_WAIT  # they wait for this one first, and then take a moment to end
-        while time.monotonic() < until and any(process.poll() is None for process in self.procs):
-            time.sleep(0.05)
-        hung = [f"{rank} (pid {process.pid})" for rank, process in enumerate(self.procs, start=1)
-                  if process.poll() is None]  # fmt: skip
-        if not hung and (failure := self._failure()) is not None and "was killed" in str(failure):
-            return failure
-        who = f"local rank {', '.join(hung)}" if hung else "a rank of another node"
-        return RunError(
-            f"{who} did not answer in time, so it hangs (see trainer.rank_timeout); {how_to_resume(self._trainer)}; "
-            f"the wait ended with: {str(error).strip().splitlines()[0]}"
-        )
-
-    def _end(self, wait: float) -> None:
-        """Wait for the other processes of this node, kill those that stay, and reap all."""
-        until = time.monotonic() + wait
-        for process in self.procs:
-            try:
-                process.wait(timeout=max(0.0, until - time.monotonic()))
-            except subprocess.TimeoutExpired:
-                process.kill()
-                process.wait()
-
-
-def exit_with(launcher: int) -> None:
-    """End this process when `launcher`, the one that started it, is gone, however it was killed: no orphan keeps a GPU
-    or a lock."""
-
-    def watch() -> NoReturn:
-        while os.getppid() == launcher:
-            time.sleep(1.0)
-        os._exit(1)
-
-    threading.Thread(target=watch, daemon=True, name="launcher").start()
-
-
-def torchrun_world() -> tuple[int, int] | None:
-    """Processes of a node and nodes, where torchrun started this process; else None."""
-    return (int(os.environ["LOCAL_WORLD_SIZE"]), int(os.environ["GROUP_WORLD_SIZE"])) if under_torchrun() else None
-
-
-def srun_world() -> tuple[int, int] | None:
-    """Tasks of a node and nodes, where srun started this process as one of several; else None.
-
-    In a job of one task `lm fit` starts the processes of the node itself.
-    """
-    tasks, nodes = srun_tasks(), int(os.environ.get("SLURM_NNODES", 1))
-    if tasks == 1 or not SLURMEnvironment.detect():
-        return None
-    if "SLURM_NTASKS_PER_NODE" not in os.environ or tasks % nodes:
-        raise RequestError(f"srun started {tasks} tasks on {plural(nodes, 'node')}: give it --ntasks-per-node, the "
-                           "devices of a node")  # fmt: skip
-    return tasks // nodes, nodes
-
-
-def refuse_broken_restarts() -> None:
-    """Refuse to begin where torchrun's restarts would not work.
-
-    By default its ranks find one another through a store that outlives them: after a restart they read the addresses
-    of ranks that are gone, and a machine that joins finds nothing (pytorch#135712).
-    """
-    restarts = int(os.environ.get("TORCHELASTIC_MAX_RESTARTS", 0))
-    if under_torchrun() and restarts and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
-        raise RequestError(
-            f"torchrun --max_restarts {restarts}: its restarts fail or hang as long as ranks share its store: "
-            "`export TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1` on every machine, and give the command again"
-        )
-
-
-# ---- strategies ------------------------------------------------------------------------------------------------------
+from lm.training.launcher import Launcher
+from lm.training.lightning_patches import OwnLauncher, set_group_timeout
 
 START_TIMEOUT = timedelta(minutes=30)  # until they train: each prepares data, reads a checkpoint and builds its model
 
 
-class ReplicatedStrategy(OwnLauncher, DDPStrategy):
-    """DDP: every rank holds the whole model, and gradients are averaged with the last micro-batch of a step."""
+class RanksTogether(OwnLauncher):
+    """What both strategies have: their launcher, and how long ranks wait for one another."""
 
     launcher_class = Launcher
+    rank_timeout: float  # seconds
+
+    def on_train_start(self) -> None:
+        """Set how long ranks wait from now on.
+
+        NCCL ends its process without a message at its timeout. The ranks also exchange a flag on the CPU after every
+        step (`callbacks/stopping`); a timeout there is reported and ends the run in order, so NCCL waits a minute
+        longer.
+        """
+        spare = 60 if dist.get_backend() == "nccl" else 0
+        set_group_timeout(timedelta(seconds=self.rank_timeout + spare))
+
+
+class ReplicatedStrategy(RanksTogether, DDPStrategy):
+    """DDP: every rank holds the whole model, and gradients are averaged with the last micro-batch of a step."""
 
     def __init__(self, rank_timeout: float, options: DistributedConfig) -> None:
         # Nothing in the model is a buffer that ranks could disagree on, and the gradients need no second copy.
@@ -248,9 +71,6 @@ class ReplicatedStrategy(OwnLauncher, DDPStrategy):
         if self.options.reduce_dtype == "bf16":
             self.model.register_comm_hook(None, _add_in_bf16)
 
-    def on_train_start(self) -> None:
-        _set_rank_timeout(self.rank_timeout)
-
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
         """All of the optimizer's state on rank zero: by `gathered_state_dict` of one that divides it over the ranks."""
         optimizer = getattr(optimizer, "optimizer", optimizer)
@@ -263,14 +83,12 @@ def _add_in_bf16(state: None, bucket: dist.GradBucket) -> Future[Tensor]:  # pyr
     return bf16_compress_hook(None, bucket)
 
 
-class FullyShardedStrategy(OwnLauncher, ModelParallelStrategy):
+class FullyShardedStrategy(RanksTogether, ModelParallelStrategy):
     """FSDP2: every rank holds a shard of the parameters, gradients and optimizer state.
 
     It is Lightning's strategy with our checkpoint folders at both ends. With replicas it is HSDP: consecutive ranks,
     `world_size / replicas` of them, hold one model together, and gradients are averaged over the replicas.
     """
-
-    launcher_class = Launcher
 
     def __init__(
         self, world_size: int, rank_timeout: float, options: DistributedConfig = DistributedConfig(), replicas: int = 1
@@ -283,9 +101,6 @@ class FullyShardedStrategy(OwnLauncher, ModelParallelStrategy):
         self.options = options
         self.replicas = replicas
         self._example: dict[Any, Any] | None = None  # an optimizer's state, while another is loaded
-
-    def on_train_start(self) -> None:
-        _set_rank_timeout(self.rank_timeout)
 
     def shard(self, decoder: Any) -> None:
         """Shard a decoder in place: a unit a layer, and one for the rest.
@@ -462,12 +277,10 @@ def _whole_weights(decoder: nn.Module) -> Iterator[tuple[str, Tensor]]:
         shard.copy_(distribute_tensor(whole, shard.device_mesh, shard.placements))
 
 
-def _set_rank_timeout(seconds: float) -> None:
-    """Set how long ranks wait for one another from now on.
-
-    NCCL ends its process without a message at its timeout. The ranks also exchange a flag on the CPU after every step
-    (`callbacks/stopping`); a timeout there is reported and ends the run in order, so NCCL waits a minute longer.
-    """
-    if dist.get_backend() == "nccl":
-        seconds += 60
-    set_group_timeout(timedelta(seconds=seconds))
+def gather_from_ranks(value: Any) -> list[Any]:
+    """`value` of every rank, in the order of the ranks; to be called on all of them."""
+    if not (dist.is_available() and dist.is_initialized()):
+        return [value]
+    values: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(values, value)
+    return values

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple
 
 from lm.kernels.torch_private import compiled_graphs
-from lm.system.units import format_count
+from lm.system.units import format_count, plural
 from lm.training.alerts import AlertEvaluator
 from lm.training.config import Action, ScheduleConfig, ThroughputConfig
 from lm.training.schedule import warmup_and_decay_steps
@@ -40,13 +40,9 @@ class Finding(NamedTuple):
     guard: str  # `alert`, `not-finite`, `budget`, `throughput`, `spike`, `drill` or `data`
     action: Action
     message: str
-    # `stop` with a checkpoint of this step, because nothing is wrong with the weights. Otherwise `last` stays what it
-    # was: `auto` must not resume from a state that may be broken.
+    # Take a checkpoint of this step. A `stop` does so where nothing is wrong with the weights. Otherwise `last` stays
+    # what it was: `auto` must not resume from a state that may be broken.
     save: bool = False
-
-    @property
-    def takes_checkpoint(self) -> bool:
-        return self.action == "checkpoint" or self.save
 
     def __str__(self) -> str:
         return f"{self.guard}: {self.message}" + ("" if self.action == "warn" else f": {self.action}")
@@ -104,9 +100,8 @@ class Alerts(Observer):
             if not holds or (begins and text not in self._armed):
                 continue
             if not (action in ONCE and text in self._reported):
-                figures = expression.explain(self.evaluator.history, omit=("step",))
-                at = f"{figures}{' ' if figures else ''}at step {line.step}"
-                found.append(Finding("alert", action, f"{text}: {at}"))
+                message = expression.explain(self.evaluator.history, line.step)
+                found.append(Finding("alert", action, message, save=action == "checkpoint"))
             self._reported.add(text)
         return found
 
@@ -200,27 +195,24 @@ class ThroughputFloor(Observer):
         self._below += 1
         if self._below != self.config.patience:
             return []
-        causes = self._causes(line.metrics.get("perf/data_wait"), graphs - self._graphs, reason)
-        message = f"{format_count(rate)} tokens/s, below {format_count(floor)} for {self._lines}: {'; '.join(causes)}"
+        lines = plural(self._below, "log line")
+        causes = self._causes(line.metrics.get("perf/data_wait"), graphs - self._graphs, reason, lines)
+        message = f"{format_count(rate)} tokens/s, below {format_count(floor)} for {lines}: {'; '.join(causes)}"
         action = self.config.action if line.step < line.max_steps else "warn"
-        return [Finding("throughput", action, message, save=action == "stop")]
+        return [Finding("throughput", action, message, save=action != "warn")]
 
-    def _causes(self, data_wait: float | None, graphs: int, reason: str) -> list[str]:
+    def _causes(self, data_wait: float | None, graphs: int, reason: str, lines: str) -> list[str]:
         """Every known cause: part of the time without data, graphs that were compiled in these lines, and others."""
         found = []
         if data_wait is not None and data_wait >= DATA_WAIT:
             found.append(f"waiting for data {data_wait:.0%} of the time; is the storage of the shards slow?")
         if graphs:
             why = f", the last time because {reason}" if reason else ""
-            found.append(f"torch.compile made {graphs} new graphs in {self._lines}{why}")
+            found.append(f"torch.compile made {graphs} new graphs in {lines}{why}")
         if found := found + self._known_causes():
             return found
         wait = "not measured" if data_wait is None else f"{data_wait:.1%}"
         return [f"no cause found (data wait {wait}, no new graphs, {self._computed}, no limit of clocks seen)"]
-
-    @property
-    def _lines(self) -> str:
-        return "a log line" if self._below == 1 else f"{self._below} log lines"
 
 
 # ---- rollbacks -------------------------------------------------------------------------------------------------------

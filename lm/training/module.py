@@ -181,7 +181,7 @@ class LanguageModule(LightningModule):
         try:
             result = self.step(batch, number)
         except StepDropped:  # after a signal, which only our Trainer handles
-            self.trainer.end_run(f"; the next one was not done within {self.trainer.stop_within / 2:g} s")
+            self.trainer.end_run(f"; the next one was not done within {self.trainer.options.stop_within / 2:g} s")
             raise
         self.run_state.stats.add(number + 1, batch, result)
         self.run_state.cursor = batch.cursor

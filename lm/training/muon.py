@@ -104,15 +104,7 @@ class Muon(Optimizer):
             group["fused"] = all(p.device.type in ("cuda", "cpu") for p in group["params"])
         hidden = self.groups("muon")
         self._ranks = ranks_of(hidden[0]["params"][0] if hidden else None)
-        costs = []  # multiplications of `orthogonalize`, but for a common factor
-        for group in hidden:
-            rows, columns = group["params"][0].shape
-            costs.append(rows * columns * min(group["rows"], columns))
-        owners = assign_owners(costs, [len(group["params"]) for group in hidden], self._ranks.world)
-        self._owners = {
-            p: rank for group, ranks in zip(hidden, owners, strict=True)
-            for p, rank in zip(group["params"], ranks, strict=True)
-        }  # fmt: skip
+        self._owners = owners_of(hidden, self._ranks.world)
 
     def groups(self, kind: str) -> list[dict[str, Any]]:
         """The groups that `muon` or `adamw` updates."""
@@ -266,6 +258,16 @@ def ranks_of(parameter: Tensor | None) -> Ranks:
     if parameter is not None and dist.is_available() and dist.is_initialized():
         return Ranks(dist.get_rank(), dist.get_world_size(), dist.group.WORLD)
     return Ranks()
+
+
+def owners_of(hidden: list[dict[str, Any]], world: int) -> dict[Tensor, int]:
+    """The rank that orthogonalises each parameter of Muon's groups."""
+    costs = []  # multiplications of `orthogonalize`, but for a common factor
+    for group in hidden:
+        rows, columns = group["params"][0].shape
+        costs.append(rows * columns * min(group["rows"], columns))
+    owners = assign_owners(costs, [len(group["params"]) for group in hidden], world)
+    return {p: rank for group, ranks in zip(hidden, owners) for p, rank in zip(group["params"], ranks, strict=True)}
 
 
 def assign_owners(costs: Sequence[int], counts: Sequence[int], world: int) -> list[list[int]]:

@@ -159,11 +159,9 @@ def _make(class_path: str, init_args: dict[str, Any], groups: list[dict[str, Any
     kind = _class_of(class_path)
     taken = signature(kind).parameters
     anything = any(parameter.kind is Parameter.VAR_KEYWORD for parameter in taken.values())
-    if "weight_decay" not in taken and not anything:
-        if any(group["weight_decay"] for group in groups):
-            raise RequestError(f"model.optimizer.class_path {class_path} has no weight_decay: give "
-                               "--model.optimizer.weight_decay 0")  # fmt: skip
-        groups = [{name: value for name, value in group.items() if name != "weight_decay"} for group in groups]
+    if "weight_decay" not in taken and not anything and any(group["weight_decay"] for group in groups):
+        raise RequestError(f"model.optimizer.class_path {class_path} has no weight_decay: give "
+                           "--model.optimizer.weight_decay 0")  # fmt: skip
     rate = {"lr": groups[0]["lr"]} if "lr" in taken else {}
     skippable = type(kind.__name__, (_SkippedSteps, kind), {"__module__": kind.__module__})
     try:

@@ -39,9 +39,9 @@ def out_of_memory_error(error: BaseException, trainer: Any, before: int | None) 
     had, reserve = None, 0
     if device.type == "cuda":
         had = torch.cuda.max_memory_allocated(device)
-    elif before is not None and (now := process_bytes()) is not None:
+    elif before is not None:
         memory = training_memory(module.config, step, state)
-        had = now - before + memory["weights"] + (memory["optimizer"] if steps_taken else 0)
+        had = process_bytes() - before + memory["weights"] + (memory["optimizer"] if steps_taken else 0)
         reserve = CPU_RESERVE + checkpoint_bytes(module.config, step.master_item, state)
     traceback.clear_frames(error.__traceback__)
     taken = "there was too little" if had is None else f"it had {format_bytes(had)} at most"

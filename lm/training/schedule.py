@@ -3,7 +3,7 @@
 import math
 from dataclasses import dataclass
 
-from lm.errors import RequestError
+from lm.errors import RequestError, require_at_least
 from lm.system.units import plural
 from lm.training.config import ScheduleConfig
 
@@ -26,12 +26,8 @@ def warmup_and_decay_steps(max_steps: int, config: ScheduleConfig) -> tuple[int,
     if config.warmup_ratio is not None and config.decay_ratio is not None:
         decay = min(decay, max_steps - warmup)  # both may have been rounded up
     if warmup + decay > max_steps:
-        decays = config.decay_steps and warmup < max_steps
-        fits = f"decay_steps {max_steps - warmup}" if decays else f"warmup_steps {max(0, max_steps - decay)}"
-        raise RequestError(
-            f"model.schedule: warm-up {warmup:,} + decay {decay:,} steps are more than the run's {max_steps:,}: "
-            f"give --model.schedule.{fits}, or train for more steps"
-        )
+        raise RequestError(f"model.schedule: warm-up {warmup:,} + decay {decay:,} steps are more than the run's "
+                           f"{max_steps:,}: shorten one of them, or train for more steps")  # fmt: skip
     return warmup, decay
 
 
@@ -109,18 +105,13 @@ def plan_steps(
 
     An optimizer step sees `global_batch_tokens`, or else one micro-batch a rank.
     """
-    if seq_len < 1 or micro_batch_size < 1:
-        raise RequestError(f"data.seq_len {seq_len} and data.micro_batch_size {micro_batch_size} must be at least 1")
+    require_at_least(1, "data.", seq_len=seq_len, micro_batch_size=micro_batch_size)
     at_once = micro_batch_size * seq_len * world_size
     wanted = at_once if global_batch_tokens is None else global_batch_tokens
     if wanted % at_once or wanted < at_once:
-        sample = seq_len * world_size
-        sizes = [size for size in range(1, micro_batch_size) if wanted % (size * sample) == 0]
-        unit = at_once if sizes or wanted > at_once else sample
-        nearest = max(1, round(wanted / unit)) * unit
+        nearest = max(1, round(wanted / at_once)) * at_once
+        sizes = [size for size in range(1, micro_batch_size) if wanted % (size * seq_len * world_size) == 0]
         smaller = f", or give --data.micro_batch_size {sizes[-1]}" if sizes else ""
-        if unit < at_once:
-            smaller = f", with --data.micro_batch_size {nearest // sample}; it counts tokens, {seq_len} a sample"
         raise RequestError(
             f"data.global_batch_tokens {wanted:,} is not a whole number of micro-batches: micro_batch_size "
             f"{micro_batch_size} x seq_len {seq_len} x {world_size} ranks = {at_once:,} tokens, "
@@ -131,6 +122,5 @@ def plan_steps(
     elif max_steps is None or max_tokens is not None:
         have = "neither is" if max_steps is None else "both are"
         raise RequestError(f"give one of trainer.max_steps and trainer.max_tokens; {have} set")
-    if max_steps < 1:
-        raise RequestError(f"trainer.max_steps {max_steps} must be at least 1")
+    require_at_least(1, "trainer.", max_steps=max_steps)
     return Steps(seq_len, micro_batch_size, world_size, wanted // at_once, max_steps, done)

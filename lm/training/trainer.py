@@ -30,7 +30,8 @@ from lm.system.units import plural
 from lm.training import checks
 from lm.training.checkpoint_state import FolderCheckpointIO
 from lm.training.config import TrainerConfig
-from lm.training.distributed import FullyShardedStrategy, ReplicatedStrategy, how_to_resume, srun_world, torchrun_world
+from lm.training.distributed import FullyShardedStrategy, ReplicatedStrategy
+from lm.training.launcher import how_to_resume, srun_world, torchrun_world
 from lm.training.lightning_patches import PatchedTrainer, report_path
 from lm.training.out_of_memory import is_out_of_memory, out_of_memory_error
 from lm.training.precision import Float8Precision, choose_precision, multiplication_precision
@@ -56,10 +57,6 @@ class Trainer(PatchedTrainer):
         checks.refuse([*checks.of_trainer(config), *checks.of_accelerator(config.accelerator)])
         expand_segments()
         torch.set_float32_matmul_precision(config.matmul_precision)
-        self.val_interval = config.val_interval
-        self.checkpoint_interval = config.checkpoint_interval
-        self.stop_within = config.stop_within
-        self.log_interval = config.log_interval
         self.own_loggers = [config.logger] if isinstance(config.logger, Logger) else config.logger or []
         self.mirror = Mirror(config.mirror) if config.mirror else None
         self.run_state = RunState(clip=config.gradient_clip_val)  # Lightning clips nothing here: `training/step` does
@@ -125,11 +122,9 @@ class Trainer(PatchedTrainer):
         )
         warmup_and_decay_steps(state.steps.max_steps, model.options.schedule)  # refuses a schedule that does not fit
         if state.start.step >= state.steps.max_steps and not state.start.pending_validation:
-            limit, more = "max_steps", 2 * state.start.step
-            if self.options.max_tokens is not None:
-                limit, more = "max_tokens", state.steps.tokens(more)
-            log.info("the run has finished: all %d steps are done; to train on, give a larger --trainer.%s, such as %d",
-                     state.steps.max_steps, limit, more)  # fmt: skip
+            limit = "max_steps" if self.options.max_tokens is None else "max_tokens"
+            log.info("the run has finished: all %d steps are done; to train on, give a larger --trainer.%s",
+                     state.steps.max_steps, limit)  # fmt: skip
             return
         if self.strategy.root_device.type == "cpu":
             keep_freed_memory()
@@ -226,7 +221,7 @@ class Trainer(PatchedTrainer):
         if (self.checkpoint_callback.requested or state.stop is None) and self.global_step:
             self._save_checkpoint()
         if state.uploads is not None:
-            state.uploads.wait(self.stop_within)
+            state.uploads.wait(self.options.stop_within)
         self.strategy.barrier()  # torchrun kills all processes when the first one ends
         if state.stop is not None:
             raise state.stop
@@ -242,7 +237,7 @@ class Trainer(PatchedTrainer):
 
     def validates_after(self, step: int) -> bool:
         """Whether a validation follows this optimizer step."""
-        due = step % self.val_interval == 0 or step >= self.max_steps or self.should_stop
+        due = step % self.options.val_interval == 0 or step >= self.max_steps or self.should_stop
         return due and self.datamodule.has_validation
 
     @property

@@ -136,9 +136,10 @@ class Simulation:
         run = Run(tmp_path)
         self.acts = []
         self.trainer = SimpleNamespace(
-            run=run, global_step=0, max_steps=1000, val_interval=val_interval, world_size=1, is_global_zero=True,
+            run=run, global_step=0, max_steps=1000, world_size=1, is_global_zero=True,
+            options=SimpleNamespace(val_interval=val_interval, log_interval=10),
             datamodule=SimpleNamespace(has_validation=True), run_state=RunState(run=run), tokens_seen=0,
-            log_interval=10, precision_plugin=None, strategy=SimpleNamespace(broadcast=lambda value: value),
+            strategy=SimpleNamespace(broadcast=lambda value: value),
         )  # fmt: skip
         self.module = SimpleNamespace(options=SimpleNamespace(schedule=None))
         self.clock = Clock()
@@ -164,7 +165,7 @@ class Simulation:
             self.trainer.global_step += 10
             self.clock.now += 10 * seconds
             self.budget.on_metrics(self.trainer, self.module, {})
-            if validation and self.trainer.global_step % self.trainer.val_interval == 0:
+            if validation and self.trainer.global_step % self.trainer.options.val_interval == 0:
                 self.clock.now += validation
                 self.budget.on_pause(self.trainer, validation, "validation")
                 self.budget.on_metrics(self.trainer, self.module, {})

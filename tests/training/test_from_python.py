@@ -124,7 +124,7 @@ def test_an_object_of_another_kind_is_refused_in_one_line(tmp_path, monkeypatch,
 
 def test_counts_are_taken_as_in_a_config():
     trainer = package.Trainer(max_tokens="2K", val_interval="1K", accelerator="cpu")
-    assert trainer.options.max_tokens == 2000 and trainer.val_interval == 1000
+    assert trainer.options.max_tokens == 2000 and trainer.options.val_interval == 1000
     assert package.DataModule("data", global_batch_tokens="32Ki").global_batch_tokens == 32_768
 
 

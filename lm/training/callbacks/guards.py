@@ -34,13 +34,13 @@ log = logging.getLogger(__name__)
 
 def act(trainer: Trainer, pl_module: LanguageModule, finding: Finding) -> None:
     """Report a finding and do what the config asks for; call it on every rank, with the same finding."""
-    guard, action, message, _ = finding
+    guard, action, message, save = finding
     if trainer.is_global_zero:
         log.warning("%s", finding)
         found = {"guard": guard, "action": action, "message": message}
         trainer.run.append("alerts.jsonl", {"step": trainer.global_step, "time": steady_time(), **found})
     call_hook(trainer, "on_guard", pl_module, guard, action, message)
-    if finding.takes_checkpoint:
+    if save:
         trainer.checkpoint_callback.request()
     if action == "stop":
         trainer.run_state.stop = GuardStop(f"{guard}: {message}")
@@ -72,8 +72,8 @@ class Guard(Callback):
     def on_metrics(self, trainer: Trainer, pl_module: LanguageModule, metrics: Mapping[str, float]) -> None:
         line = Line(
             trainer.run.name, trainer.global_step, trainer.max_steps, trainer.tokens_seen, metrics,
-            trainer.log_interval, pl_module.options.schedule, remaining(trainer)[1], trainer.run_state.stats.recent,
-            scaled=getattr(trainer.precision_plugin, "scaler", None) is not None,
+            trainer.options.log_interval, pl_module.options.schedule, remaining(trainer)[1],
+            steps=trainer.run_state.stats.recent, scaled=trainer.run_state.stats.scaled,
         )  # fmt: skip
         for finding in trainer.strategy.broadcast(self.observer.observe(line)):
             act(trainer, pl_module, finding)
@@ -211,11 +211,11 @@ class Rollback(Callback):
         seen = self.rollbacks.good  # of an earlier process; a signal may have come after steps that no guard has seen
         if not trainer.ckpt_path or not any(step <= seen for step in trainer.run.steps()):
             self.rollbacks.good = trainer.global_step
-        trainer.checkpoint_callback.keep_for_rollback(self.rollbacks.good)
+        trainer.checkpoint_callback.return_to = self.rollbacks.good
 
     def on_metrics(self, trainer: Trainer, pl_module: LanguageModule, metrics: Mapping[str, float]) -> None:
         self.rollbacks.note(trainer.global_step, metrics)
-        trainer.checkpoint_callback.keep_for_rollback(self.rollbacks.good)
+        trainer.checkpoint_callback.return_to = self.rollbacks.good
 
     def on_guard(self, trainer: Trainer, pl_module: LanguageModule, guard: str, action: Action, message: str) -> None:
         if action != "rollback" or self.rollbacks.asked:

@@ -260,7 +260,7 @@ class Throughput(Callback):
 def remaining(trainer: Trainer) -> tuple[int, int]:
     """Optimizer steps and validations that are still to come."""
     step, end = trainer.global_step, trainer.max_steps
-    validations = validations_left(step, end, trainer.val_interval) if trainer.datamodule.has_validation else 0
+    validations = validations_left(step, end, trainer.options.val_interval) if trainer.datamodule.has_validation else 0
     return end - step, validations
 
 

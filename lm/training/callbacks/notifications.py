@@ -271,8 +271,8 @@ class Notifications(Callback):
     def _finish(self, trainer: Trainer) -> None:
         """Wait for what is being sent; after a signal no longer than the run may take."""
         until = time.monotonic() + LAST_WAIT
-        if STOP.received is not None and trainer.stop_within:
-            limit = max(STOP.received_at + trainer.stop_within, time.monotonic() + LEAST_WAIT)
+        if STOP.received is not None and trainer.options.stop_within:
+            limit = max(STOP.received_at + trainer.options.stop_within, time.monotonic() + LEAST_WAIT)
             until = min(until, limit)
         for to, thread in self._threads.items():
             if not thread.finish(until - time.monotonic()):

@@ -135,7 +135,7 @@ class PostMortem(Callback):
         for expression, holds in self._evaluator.evaluate(line).items():
             began, self._spiking = holds and not self._spiking, bool(holds)
             if began:
-                return f"{expression.text}: {expression.explain(self._evaluator.history)} at step {line['step']}"
+                return expression.explain(self._evaluator.history, line["step"])
         return None
 
     def _note_steps(self, trainer: Trainer) -> bool:
@@ -263,13 +263,11 @@ class SpikeInjection(Callback):
         self.first = first
         self._rare: np.ndarray | None = None  # ids, once needed
         self._done: list[int] = []  # the injected steps
-        self._logged = 0  # the step of the newest log line
 
     def on_train_start(self, trainer: Trainer, pl_module: LanguageModule) -> None:
         noted = trainer.run.read("run.json").get("injected", {}).get("steps", []) if trainer.is_global_zero else []
         noted = trainer.strategy.broadcast(noted)
         self._done = [step for step in noted if step <= trainer.global_step]
-        self._logged = trainer.global_step
         if self._done != noted:
             self._save_steps(trainer)
         if not self._done and self.first <= trainer.global_step:
@@ -302,8 +300,8 @@ class SpikeInjection(Callback):
         return rare_rows(self._rare, data.seed, step, trainer.steps.global_batch, data.seq_len + 1)
 
     def logged_metrics(self, trainer: Trainer, pl_module: LanguageModule) -> dict[str, float]:
-        since, self._logged = self._logged, trainer.global_step
-        return {"data/injected": 1.0} if any(since < step <= trainer.global_step for step in self._done) else {}
+        injected = any(step.step in self._done for step in trainer.run_state.stats.recent)
+        return {"data/injected": 1.0} if injected else {}
 
     def _save_steps(self, trainer: Trainer) -> None:
         if trainer.is_global_zero:

@@ -89,6 +89,33 @@ class RunFolder(Callback):
             if trainer.mirror is not None:
                 trainer.run_state.uploads = Uploads(trainer.mirror, trainer.run)
 
+    def on_fit_end(self, trainer: Trainer, pl_module: LanguageModule) -> None:
+        reason = "all steps done" if trainer.global_step >= trainer.max_steps else "early stopping"
+        if trainer.is_global_zero and (found := expectations(trainer.run)):
+            judged = acceptance(found)
+            trainer.run.attempt(trainer.run.path / "run.json", lambda: trainer.run.describe(acceptance=judged))
+            log.log(logging.INFO if judged["passed"] else logging.WARNING,
+                    "%s: %s", "passed" if judged["passed"] else "not passed", "; ".join(map(str, found)))  # fmt: skip
+        self._end(trainer, "finished", reason)
+
+    def on_exception(self, trainer: Trainer, pl_module: LanguageModule, exception: BaseException) -> None:
+        if trainer.run is None or not trainer.fitting:
+            return
+        foreseen = isinstance(exception, LmError)
+        text = str(exception) if foreseen else f"{type(exception).__name__}: {exception}"
+        self._end(trainer, STATUS.get(type(exception), "failed"), text, None if foreseen else exception)
+        if not (foreseen or trainer.is_global_zero):  # rank zero ends with another error, if any
+            with suppress(OSError):
+                self._log = _open_log(trainer.run)
+                self._log_end(f"rank {trainer.global_rank} failed: {text}", exception)
+        self._close_log()
+
+    def teardown(self, trainer: Trainer, pl_module: LanguageModule, stage: str) -> None:
+        """Release the lock after the last write. A fit that fails keeps it until its process ends."""
+        self._close_log()
+        if trainer.run is not None:
+            trainer.run.release()
+
     def _claim(self, trainer: Trainer) -> str:
         """Take the run's lock and describe the run in its folder; returns its path."""
         shards = trainer.datamodule.describe_shards()
@@ -192,33 +219,6 @@ class RunFolder(Callback):
                 "put them back, start a new run, or give --force"
             )
 
-    def on_fit_end(self, trainer: Trainer, pl_module: LanguageModule) -> None:
-        reason = "all steps done" if trainer.global_step >= trainer.max_steps else "early stopping"
-        if trainer.is_global_zero and (found := expectations(trainer.run)):
-            judged = acceptance(found)
-            trainer.run.attempt(trainer.run.path / "run.json", lambda: trainer.run.describe(acceptance=judged))
-            log.log(logging.INFO if judged["passed"] else logging.WARNING,
-                    "%s: %s", "passed" if judged["passed"] else "not passed", "; ".join(map(str, found)))  # fmt: skip
-        self._end(trainer, "finished", reason)
-
-    def on_exception(self, trainer: Trainer, pl_module: LanguageModule, exception: BaseException) -> None:
-        if trainer.run is None or not trainer.fitting:
-            return
-        foreseen = isinstance(exception, LmError)
-        text = str(exception) if foreseen else f"{type(exception).__name__}: {exception}"
-        self._end(trainer, STATUS.get(type(exception), "failed"), text, None if foreseen else exception)
-        if not (foreseen or trainer.is_global_zero):  # rank zero ends with another error, if any
-            with suppress(OSError):
-                self._log = _open_log(trainer.run)
-                self._log_end(f"rank {trainer.global_rank} failed: {text}", exception)
-        self._close_log()
-
-    def teardown(self, trainer: Trainer, pl_module: LanguageModule, stage: str) -> None:
-        """Release the lock after the last write. A fit that fails keeps it until its process ends."""
-        self._close_log()
-        if trainer.run is not None:
-            trainer.run.release()
-
     def _end(self, trainer: Trainer, status: str, reason: str, unforeseen: BaseException | None = None) -> None:
         if not trainer.is_global_zero:
             return
@@ -230,7 +230,7 @@ class RunFolder(Callback):
         self._record(run)
         self._ended = run
         if (uploads := trainer.run_state.uploads) is not None:
-            uploads.wait(trainer.stop_within)
+            uploads.wait(trainer.options.stop_within)
             uploads.stop()
 
     def announce_end(self, patience: float = PATIENCE) -> None:
@@ -377,22 +377,19 @@ class Heartbeat(Callback):
 def machine_metrics(machine: dict[str, Any]) -> dict[str, float]:
     """A reading by the names of metrics: mean load of the GPUs, the hottest, power of all, the fullest memory."""
 
-    def of_gpus(name: str) -> list[float]:
-        return [gpu[name] for gpu in machine.get("gpus") or [] if gpu[name] is not None]
-
-    def of(part: str, name: str) -> list[float]:
-        value = machine.get(part, {}).get(name)
-        return [] if value is None else [value]
-
-    known = {
-        "perf/gpu_load": (statistics.fmean, of_gpus("load_percent"), 1),
-        "perf/gpu_temperature": (max, of_gpus("temperature_celsius"), 1),
-        "perf/gpu_power": (sum, of_gpus("power_watts"), 1),
-        "perf/cpu_load": (sum, of("cpu", "load_percent"), 1),
-        "mem/process_gib": (sum, of("process", "memory_bytes"), 2**30),
-        "mem/gpu_gib": (max, of_gpus("memory_used_bytes"), 2**30),
-    }
-    return {name: float(one_of(values)) / unit for name, (one_of, values, unit) in known.items() if values}
+    gpus, cpu, process = machine.get("gpus") or [], [machine.get("cpu", {})], [machine.get("process", {})]
+    found = {}
+    for metric, one_of, parts, name, unit in (
+        ("perf/gpu_load", statistics.fmean, gpus, "load_percent", 1),
+        ("perf/gpu_temperature", max, gpus, "temperature_celsius", 1),
+        ("perf/gpu_power", sum, gpus, "power_watts", 1),
+        ("perf/cpu_load", sum, cpu, "load_percent", 1),
+        ("mem/process_gib", sum, process, "memory_bytes", 2**30),
+        ("mem/gpu_gib", max, gpus, "memory_used_bytes", 2**30),
+    ):
+        if values := [part[name] for part in parts if part.get(name) is not None]:
+            found[metric] = float(one_of(values)) / unit
+    return found
 
 
 def _gpus(trainer: Trainer) -> list[str]:

@@ -16,7 +16,7 @@ from lm.training.callback import Callback
 from lm.training.callbacks.logging import ProgressBar
 from lm.training.callbacks.notifications import Notifications
 from lm.training.callbacks.run_folder import RunFolder
-from lm.training.distributed import how_to_resume
+from lm.training.launcher import how_to_resume
 from lm.training.lightning_patches import drop_sigterm_broadcast
 from lm.training.module import LanguageModule
 from lm.training.trainer import Trainer
@@ -44,7 +44,7 @@ class Interrupt(Callback, Checkpoint):
         waits = timedelta(seconds=trainer.options.rank_timeout)
         self._ranks = dist.new_group(backend="gloo", timeout=waits) if trainer.world_size > 1 else None
         alone = trainer.world_size == 1  # ranks may be waiting for one another: rank_timeout is their limit
-        STOP.arm(trainer.stop_within if alone else 0.0, partial(self._end_now, trainer))
+        STOP.arm(trainer.options.stop_within if alone else 0.0, partial(self._end_now, trainer))
         STOP.catch()
 
     def on_train_batch_end(self, trainer: Trainer, pl_module: LanguageModule, *args: Any) -> None:
@@ -81,7 +81,7 @@ class Interrupt(Callback, Checkpoint):
         newest = f" from step {max(saved)}" if saved else " from its first step"
         error = Interrupted(
             f"{STOP.received.name}: ended without a checkpoint, because {what} was not done within "
-            f"{trainer.stop_within:g} s (trainer.stop_within); {how_to_resume(trainer)}{newest}"
+            f"{trainer.options.stop_within:g} s (trainer.stop_within); {how_to_resume(trainer)}{newest}"
         )
         for callback in trainer.callbacks:
             if isinstance(callback, RunFolder | ProgressBar):
