@@ -50,12 +50,11 @@ class RunState:
     restored: dict[str, Any] = field(default_factory=dict)  # of the checkpoint, for `begin`
 
     def samples_of_run(self, trainer: Any) -> int:
-        """About how many samples are asked for, the same in a fit and in an evaluation."""
-        data, asked = trainer.datamodule, getattr(trainer, "options", trainer)  # Lightning's own has attributes
-        tokens = getattr(asked, "max_tokens", None)
+        """About how many samples the config asks for, the same in a fit and in an evaluation."""
+        data, tokens = trainer.datamodule, trainer.options.max_tokens
         if tokens is None:
             batch = data.global_batch_tokens or data.micro_batch_size * data.seq_len
-            tokens = max(asked.max_steps or 1, 1) * batch
+            tokens = (trainer.options.max_steps or 1) * batch
         return max(1, tokens // data.seq_len)
 
     def begin(self, device: torch.device, sources: int, scaled: bool, rank: int) -> None:
@@ -103,6 +102,11 @@ class PlainRunState(RunState, Callback):
 
     A batch is an optimizer step there too. What only `training/trainer.Trainer` has is left out, which is logged once.
     """
+
+    def samples_of_run(self, trainer: lightning.Trainer) -> int:
+        data = trainer.datamodule
+        batch = data.global_batch_tokens or data.micro_batch_size * data.seq_len
+        return max(1, max(trainer.max_steps, 1) * batch // data.seq_len)
 
     def setup(self, trainer: lightning.Trainer, pl_module: Any, stage: str) -> None:
         """Find the counts of the run; called once the data is open."""

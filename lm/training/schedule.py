@@ -26,8 +26,12 @@ def warmup_and_decay_steps(max_steps: int, config: ScheduleConfig) -> tuple[int,
     if config.warmup_ratio is not None and config.decay_ratio is not None:
         decay = min(decay, max_steps - warmup)  # both may have been rounded up
     if warmup + decay > max_steps:
-        raise RequestError(f"model.schedule: warm-up {warmup:,} + decay {decay:,} steps are more than the run's "
-                           f"{max_steps:,}: shorten one of them, or train for more steps")  # fmt: skip
+        decays = config.decay_steps and warmup < max_steps
+        fits = f"decay_steps {max_steps - warmup}" if decays else f"warmup_steps {max(0, max_steps - decay)}"
+        raise RequestError(
+            f"model.schedule: warm-up {warmup:,} + decay {decay:,} steps are more than the run's {max_steps:,}: "
+            f"give --model.schedule.{fits}, or train for more steps"
+        )
     return warmup, decay
 
 

@@ -122,9 +122,11 @@ class Trainer(PatchedTrainer):
         )
         warmup_and_decay_steps(state.steps.max_steps, model.options.schedule)  # refuses a schedule that does not fit
         if state.start.step >= state.steps.max_steps and not state.start.pending_validation:
-            limit = "max_steps" if self.options.max_tokens is None else "max_tokens"
-            log.info("the run has finished: all %d steps are done; to train on, give a larger --trainer.%s",
-                     state.steps.max_steps, limit)  # fmt: skip
+            limit, more = "max_steps", 2 * state.start.step
+            if self.options.max_tokens is not None:
+                limit, more = "max_tokens", state.steps.tokens(more)
+            log.info("the run has finished: all %d steps are done; to train on, give a larger --trainer.%s, such as %d",
+                     state.steps.max_steps, limit, more)  # fmt: skip
             return
         if self.strategy.root_device.type == "cpu":
             keep_freed_memory()

@@ -44,11 +44,15 @@ class Checkpoints(ModelCheckpoint):
         self.requested = False
         self.left_behind: set[str] = set()  # checkpoints later than the one that the run was resumed from
         self.for_good: set[str] = set()  # checkpoints that are never removed, by the `keep_every` of their time
-        self.return_to = 0  # the newest step that a rollback may return to: the checkpoint that is not younger is kept
+        self._return_to = 0  # the newest step that a rollback may return to
 
     def request(self) -> None:
         """Have a checkpoint taken after this optimizer step; on every rank."""
         self.requested = True
+
+    def keep_for_rollback(self, step: int) -> None:
+        """Keep the newest checkpoint that is not younger than this step, until it is another one."""
+        self._return_to = step
 
     def setup(self, trainer: Trainer, pl_module: LanguageModule, stage: str) -> None:
         """Replaces ModelCheckpoint's choice of a folder."""
@@ -161,7 +165,7 @@ class Checkpoints(ModelCheckpoint):
         link_to(run.path / last, best)
         steps = run.steps()
         of_run = [at for at, path in steps.items() if at <= step and path.name not in self.left_behind]
-        needed = {*of_run[-self.keep :], *[at for at in of_run if at <= self.return_to][-1:]}
+        needed = {*of_run[-self.keep :], *[at for at in of_run if at <= self._return_to][-1:]}
         for at, path in steps.items():
             if at not in needed and path.name not in (last, best, *self.for_good):
                 remove_folder(path)

@@ -211,11 +211,11 @@ class Rollback(Callback):
         seen = self.rollbacks.good  # of an earlier process; a signal may have come after steps that no guard has seen
         if not trainer.ckpt_path or not any(step <= seen for step in trainer.run.steps()):
             self.rollbacks.good = trainer.global_step
-        trainer.checkpoint_callback.return_to = self.rollbacks.good
+        trainer.checkpoint_callback.keep_for_rollback(self.rollbacks.good)
 
     def on_metrics(self, trainer: Trainer, pl_module: LanguageModule, metrics: Mapping[str, float]) -> None:
         self.rollbacks.note(trainer.global_step, metrics)
-        trainer.checkpoint_callback.return_to = self.rollbacks.good
+        trainer.checkpoint_callback.keep_for_rollback(self.rollbacks.good)
 
     def on_guard(self, trainer: Trainer, pl_module: LanguageModule, guard: str, action: Action, message: str) -> None:
         if action != "rollback" or self.rollbacks.asked:
