@@ -340,7 +340,6 @@ class BlockBuffer:
         self.decoders = reader_pool(DECODERS)
         self.blocks: OrderedDict[int, Future] = OrderedDict()  # the one to drop first stands first
         self.latest: dict[int, int] = {}  # block -> the latest sample that wants it
-        self.decoded: dict[int, Tokens] = {}  # results that `take` has seen, since a Future takes a lock to answer
 
     def want(self, block: int) -> bool:
         """Decode `block` for the next sample; False if it does not fit yet."""
@@ -353,7 +352,6 @@ class BlockBuffer:
                 if self.latest[oldest] >= self.taken:
                     return False
                 del self.blocks[oldest], self.latest[oldest]
-                self.decoded.pop(oldest, None)
                 self.held -= self.shards.block(oldest).tokens
             self.held += tokens
             self.blocks[block] = self.decoders.submit(self.shards.read_tokens, block)
@@ -364,9 +362,9 @@ class BlockBuffer:
     def take(self, block: int) -> Tokens:
         """The tokens of the next sample's block, as soon as they are decoded."""
         self.taken += 1
-        while (tokens := self.decoded.get(block)) is None:
+        while True:
             try:
-                tokens = self.decoded[block] = self.blocks[block].result(self.timeout)
+                return self.blocks[block].result(self.timeout)
             except TimeoutError as error:
                 if self.blocks[block].done():  # the read itself raised it
                     raise
@@ -376,7 +374,6 @@ class BlockBuffer:
                     f"{self.shards.block(block)}: not read after {self.timeout:g} seconds (data.timeout); does its "
                     "file system answer?"
                 ) from error
-        return tokens
 
     def close(self) -> None:
         """Drop what has not begun; the threads end after the block that they are at."""

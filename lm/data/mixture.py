@@ -11,7 +11,6 @@ So the shares are right at every optimizer step, and no counter has to be kept: 
 A *phase* begins at a sample, with other weights; its periods are counted from there.
 """
 
-import heapq
 import math
 from collections.abc import Mapping, Sequence
 from fractions import Fraction
@@ -72,19 +71,13 @@ def turns(shares: tuple[int, ...]) -> tuple[np.ndarray, np.ndarray]:
     period = sum(shares)
     sources = np.empty(period, dtype=np.int64)
     earlier = np.empty(period, dtype=np.int64)
-    waiting = [(0, source) for source, share in enumerate(shares) if share]  # beginning of the next turn, source
-    heapq.heapify(waiting)
-    ready: list[tuple[int, int]] = []  # end of the turn, source
-    count = [0] * len(shares)
+    count = [0] * len(shares)  # turns that each source has had
     for sample in range(period):
-        while waiting and waiting[0][0] <= sample:
-            _, source = heapq.heappop(waiting)
-            heapq.heappush(ready, (-(-(count[source] + 1) * period // shares[source]), source))
-        _, source = heapq.heappop(ready)
+        begun = [(count[source], share, source) for source, share in enumerate(shares)
+                 if share and count[source] * period // share <= sample]  # fmt: skip
+        _, source = min((-(-(turn + 1) * period // share), source) for turn, share, source in begun)
         sources[sample], earlier[sample] = source, count[source]
         count[source] += 1
-        if count[source] < shares[source]:
-            heapq.heappush(waiting, (count[source] * period // shares[source], source))
     return sources, earlier
 
 

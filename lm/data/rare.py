@@ -8,14 +8,19 @@ RARE_FRACTION = 0.01  # of the text, that the rarest tokens make up together
 COUNTED = 4 * 2**20  # tokens of the text that are counted
 
 
+def count_tokens(shards: Shards, vocab_size: int, stop: int | None = None) -> np.ndarray:
+    """How often each token occurs among the first `stop` tokens: (V,) int64."""
+    pieces = (np.bincount(tokens, minlength=vocab_size) for tokens in shards.pieces(stop))
+    return sum(pieces, np.zeros(vocab_size, dtype=np.int64))
+
+
 def rare_tokens(shards: Shards, vocab_size: int) -> np.ndarray:
     """The ids of the bottom 1 % of the unigram distribution of a text, the rarest first.
 
     The first 4 Mi tokens of the shards are counted. Tokens that occur are sorted by count, then by id, and taken from
     the rarest on as long as they make up at most 1 % of the count together; the rarest is always taken.
     """
-    pieces = (np.bincount(tokens, minlength=vocab_size) for tokens in shards.pieces(COUNTED))
-    counts = sum(pieces, np.zeros(vocab_size, np.int64))
+    counts = count_tokens(shards, vocab_size, COUNTED)
     rarest = np.argsort(counts, kind="stable")
     rarest = rarest[counts[rarest] > 0]
     within = np.cumsum(counts[rarest]) <= RARE_FRACTION * counts.sum()

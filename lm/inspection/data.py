@@ -11,7 +11,6 @@ import torch
 
 from lm.data.datamodule import DataModule
 from lm.data.rare import rare_rows, rare_tokens
-from lm.data.shards import Shards
 from lm.errors import RequestError
 from lm.inspection.drawing import Html, table, wrapped
 from lm.runs.run import Run
@@ -19,12 +18,6 @@ from lm.system.arguments import Parser
 from lm.system.files import DAMAGE
 
 PATHS = ("path", "train", "val", "test", "tokenizer", "cache_dir")  # options of `data:` that are files or folders
-
-
-def count_tokens(shards: Shards, vocab_size: int, stop: int | None = None) -> np.ndarray:
-    """How often each token occurs among the first `stop` tokens: (V,) int64."""
-    pieces = (np.bincount(tokens, minlength=vocab_size) for tokens in shards.pieces(stop))
-    return sum(pieces, np.zeros(vocab_size, dtype=np.int64))
 
 
 def jensen_shannon(p: np.ndarray, q: np.ndarray) -> np.ndarray:

@@ -9,11 +9,11 @@ from shard_files import write_folder
 from tensorboard.backend.event_processing.event_accumulator import SCALARS, EventAccumulator
 from trainings import fit, make_workplace, trace
 
+from lm.data.rare import count_tokens
 from lm.data.shards import Shards
 from lm.errors import RequestError
 from lm.inspection import run_views as view
 from lm.inspection.data import (
-    count_tokens,
     jensen_shannon,
     open_data,
     read_step,
