@@ -126,8 +126,6 @@ def check_mixture(sources: Sequence[SourceConfig], phases: Sequence[PhaseConfig]
         refuse_url(f"{where}: path", source.path or "", "give train, val and tokenizer, which may be URLs")
         if source.train is not None and source.tokenizer is None:
             raise RequestError(f"{where}: train needs a tokenizer, the tokenizer.json that its shards were made with")
-        if source.max_epochs is not None and not source.max_epochs > 0:
-            raise RequestError(f"{where}: max_epochs {source.max_epochs:g} must be above 0")
     given = [("data.sources", 0, {source.name: source.weight for source in sources})]
     given += [(f"data.phases from {phase.tokens:,} tokens", phase.tokens, phase.weights) for phase in phases]
     for place, tokens, weights in given:
