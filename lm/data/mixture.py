@@ -119,28 +119,23 @@ def describe_change(before: dict, now: dict, samples: int) -> tuple[str, str]:
     if others[: len(names)] != names:
         return f"its sources were {', '.join(names)}, and are {', '.join(others)}: new ones go to the end", ""
 
-    def past(phases: list) -> list[Phase]:
+    def padded(phases: list) -> list[Phase]:
         return [Phase(start, (*shares, *[0] * (len(others) - len(shares)))) for start, shares in phases]
 
-    then, here = past(before["phases"]), past(now["phases"])
-    edges = {phase.start for phase in (*then, *here) if phase.start < samples}
-    for start in sorted(edges):
-        was, new = ([phase for phase in phases if phase.start <= start][-1] for phases in (then, here))
-        seen = f"from sample {start:,} on, of {samples:,} seen"
-        if was.shares != new.shares:
-            return (f"{seen}, the weights of {', '.join(others)} were {_ratio(was.shares)}, and are "
-                    f"{_ratio(new.shares)}: only those of later phases may change"), ""  # fmt: skip
-        if was.start != new.start:  # by an earlier version, which did not join phases of the same shares
-            return f"{seen}, the turns of its sources began at sample {was.start:,}, and begin at {new.start:,}", ""
+    then, here = padded(before["phases"]), padded(now["phases"])
+    was, new = ([phase for phase in phases if phase.start < samples] for phases in (then, here))
+    if was != new:
+        return (f"of {samples:,} samples seen, the weights of {', '.join(others)} were {_in_words(was)}, and are "
+                f"{_in_words(new)}: only those of later phases may change"), ""  # fmt: skip
     if then == here:
         return "", ""
-    later = "; ".join(f"{_ratio(phase.shares)} from sample {max(phase.start, samples):,}" for phase in here
-                      if phase.start >= samples or phase is here[-1])  # fmt: skip
-    return "", f"the weights of {', '.join(others)} to come were changed: {later}"
+    later = [phase._replace(start=max(phase.start, samples)) for phase in here
+             if phase.start >= samples or phase is here[-1]]  # fmt: skip
+    return "", f"the weights of {', '.join(others)} to come were changed: {_in_words(later)}"
 
 
-def _ratio(shares: Sequence[int]) -> str:
-    return ":".join(map(str, shares))
+def _in_words(phases: Sequence[Phase]) -> str:
+    return "; ".join(f"{':'.join(map(str, phase.shares))} from sample {phase.start:,}" for phase in phases)
 
 
 class Mixture:

@@ -63,7 +63,7 @@ def call(function: Callable[..., Any], arguments: list[str], prog: str, meant: s
     if meant and arguments and not arguments[0].startswith("-"):
         cure = meant.format(value=shlex.quote(arguments[0]), name=re.sub(r"\W+", "-", Path(arguments[0]).stem))
         raise RequestError(f"{shown(arguments[0])} belongs to no option; did you mean `{prog} {cure}`?")
-    kinds = {name: str(getattr(action, "_typehint", "")) for action in parser._actions for name in [action.dest]}
+    kinds = {action.dest: str(getattr(action, "_typehint", "")) for action in parser._actions}
     flags = [name for name, kind in kinds.items() if kind == "<class 'bool'>"]
     lists = [name for name, kind in kinds.items() if "list[" in kind]
     spelled = spell_out(arguments, flags, lists)
