@@ -14,7 +14,6 @@ from lm.system.units import Count
 Packing = Literal["stream", "whole"]
 OnBadShard = Literal["raise", "skip"]
 LEARNED = {"bpe": "a byte-level BPE", "char": "one token a character"}
-LONGEST_ROW = 2**24  # tokens
 TIMEOUT = 300.0  # seconds to wait for a block
 
 
@@ -68,8 +67,7 @@ class PrepareOptions:
                                "max_position_embeddings")  # fmt: skip
         if self.packing == "stream" and self.seq_len is not None:
             raise RequestError("--seq_len is for --packing whole; a stream is cut into samples when it is trained on")
-        if self.seq_len is not None and not 2 <= self.seq_len <= LONGEST_ROW:
-            raise RequestError(f"--seq_len {self.seq_len}: from 2 to {LONGEST_ROW}")
+        require_at_least(2, "--", seq_len=self.seq_len)
         if self.eos_token is not None and self.tokenizer in LEARNED:
             raise RequestError(f"--eos_token is for a tokenizer.json; a learned {self.tokenizer!r} has its own")
 
@@ -128,8 +126,6 @@ def check_mixture(sources: Sequence[SourceConfig], phases: Sequence[PhaseConfig]
         refuse_url(f"{where}: path", source.path or "", "give train, val and tokenizer, which may be URLs")
         if source.train is not None and source.tokenizer is None:
             raise RequestError(f"{where}: train needs a tokenizer, the tokenizer.json that its shards were made with")
-        if source.max_epochs is not None and not source.max_epochs > 0:
-            raise RequestError(f"{where}: max_epochs {source.max_epochs:g} must be above 0")
     given = [("data.sources", 0, {source.name: source.weight for source in sources})]
     given += [(f"data.phases from {phase.tokens:,} tokens", phase.tokens, phase.weights) for phase in phases]
     for place, tokens, weights in given:

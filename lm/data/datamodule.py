@@ -40,33 +40,6 @@ SHARED_BY = 8  # each source of a mixture shuffles with this part of the buffer,
 NOTED_LEFT_OVER = 0.01  # of the tokens
 
 
-def text_batches(
-    sources: list[str], tokenizer: Tokenizer, seq_len: int, micro_batch: int, rows: deque[tuple[str, int]]
-) -> Iterator[Batch]:
-    """Masked batches of documents, for `lm predict`: every document is cut into windows.
-
-    A document begins with the end-of-text token as its first context, as it does in training, and every one of its
-    tokens is predicted once. `rows` gets the name of the document and the first token of every row, in order; rows
-    that pad the last batch do not count.
-    """
-
-    def windows() -> Iterator[np.ndarray]:
-        for name, text in read_documents(sources):
-            ids = np.asarray([tokenizer.eos_id, *tokenizer.encode(text)], dtype=np.int32)
-            for start in range(0, len(ids) - 1, seq_len):
-                rows.append((name, start))
-                yield ids[start : start + seq_len + 1]
-
-    every = windows()
-    while group := list(islice(every, micro_batch)):
-        tokens = np.full((micro_batch, seq_len + 1), tokenizer.eos_id, dtype=np.int32)  # (B, T + 1)
-        mask = np.zeros((micro_batch, seq_len), dtype=bool)  # (B, T)
-        for index, row in enumerate(group):
-            tokens[index, : len(row)] = row
-            mask[index, : len(row) - 1] = True
-        yield Batch(torch.from_numpy(tokens), mask=torch.from_numpy(mask))
-
-
 class DataModule(LightningDataModule):
     """Streams pre-tokenized Parquet shards.
 
@@ -405,3 +378,30 @@ class DataModule(LightningDataModule):
         fits = trainer is None or trainer.state.fn == "fit"
         reading = Reading(self.options.timeout, self.options.on_bad_shard if fits else "raise")
         return {"rank": rank, "world": world, "reading": reading}
+
+
+def text_batches(
+    sources: list[str], tokenizer: Tokenizer, seq_len: int, micro_batch: int, rows: deque[tuple[str, int]]
+) -> Iterator[Batch]:
+    """Masked batches of documents, for `lm predict`: every document is cut into windows.
+
+    A document begins with the end-of-text token as its first context, as it does in training, and every one of its
+    tokens is predicted once. `rows` gets the name of the document and the first token of every row, in order; rows
+    that pad the last batch do not count.
+    """
+
+    def windows() -> Iterator[np.ndarray]:
+        for name, text in read_documents(sources):
+            ids = np.asarray([tokenizer.eos_id, *tokenizer.encode(text)], dtype=np.int32)
+            for start in range(0, len(ids) - 1, seq_len):
+                rows.append((name, start))
+                yield ids[start : start + seq_len + 1]
+
+    every = windows()
+    while group := list(islice(every, micro_batch)):
+        tokens = np.full((micro_batch, seq_len + 1), tokenizer.eos_id, dtype=np.int32)  # (B, T + 1)
+        mask = np.zeros((micro_batch, seq_len), dtype=bool)  # (B, T)
+        for index, row in enumerate(group):
+            tokens[index, : len(row)] = row
+            mask[index, : len(row) - 1] = True
+        yield Batch(torch.from_numpy(tokens), mask=torch.from_numpy(mask))

@@ -288,7 +288,8 @@ class Assembler:
         buffer, length = self.buffer, self.seq_len
         rows = np.empty((len(blocks) + request.padding, length + 1), self.shards.column.row_dtype)  # (B, T + 1)
         rows[len(blocks) :] = 0
-        counted: dict[int, np.ndarray | bool] = {}  # row -> which of its targets count, where it may not be all
+        mask = np.ones((len(rows), length), bool)  # (B, T)
+        mask[len(blocks) :] = False
         bad = []
         for place, (block, window) in enumerate(zip(blocks, windows)):
             if buffer.wanted == buffer.taken:
@@ -298,21 +299,15 @@ class Assembler:
                 ids, targets = buffer.take(block)
                 rows[place] = ids[first : first + length + 1]
                 if targets is not None:
-                    counted[place] = targets[first + 1 : first + length + 1]
+                    mask[place] = targets[first + 1 : first + length + 1]
             except BadBlock as damage:
                 if self.reading.on_bad_shard == "raise":
                     raise
-                rows[place], counted[place] = 0, False
+                rows[place], mask[place] = 0, False
                 bad.append(str(damage.with_traceback(None)))  # a block's rows share it: tracebacks would add up
-        mask = None
-        if counted or request.padding:
-            marks = np.ones((len(rows), length), bool)  # (B, T)
-            marks[len(blocks) :] = False
-            for place, which in counted.items():
-                marks[place] = which
-            mask = torch.from_numpy(marks)
+        marks = None if mask.all() else torch.from_numpy(mask)
         sources = None if request.sources is None else torch.from_numpy(request.sources)
-        return Batch(torch.from_numpy(rows), request.cursor, mask, tuple(bad), sources=sources)
+        return Batch(torch.from_numpy(rows), request.cursor, marks, tuple(bad), sources=sources)
 
 
 def _locate_many(order: Order | Mixture, requests: Iterator[Request]) -> Iterator[tuple[Request, list[int], list[int]]]:

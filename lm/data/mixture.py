@@ -11,7 +11,6 @@ So the shares are right at every optimizer step, and no counter has to be kept: 
 A *phase* begins at a sample, with other weights; its periods are counted from there.
 """
 
-import heapq
 import math
 from collections.abc import Mapping, Sequence
 from fractions import Fraction
@@ -72,19 +71,13 @@ def turns(shares: tuple[int, ...]) -> tuple[np.ndarray, np.ndarray]:
     period = sum(shares)
     sources = np.empty(period, dtype=np.int64)
     earlier = np.empty(period, dtype=np.int64)
-    waiting = [(0, source) for source, share in enumerate(shares) if share]  # beginning of the next turn, source
-    heapq.heapify(waiting)
-    ready: list[tuple[int, int]] = []  # end of the turn, source
-    count = [0] * len(shares)
+    count = [0] * len(shares)  # turns that each source has had
     for sample in range(period):
-        while waiting and waiting[0][0] <= sample:
-            _, source = heapq.heappop(waiting)
-            heapq.heappush(ready, (-(-(count[source] + 1) * period // shares[source]), source))
-        _, source = heapq.heappop(ready)
+        begun = [(count[source], share, source) for source, share in enumerate(shares)
+                 if share and count[source] * period // share <= sample]  # fmt: skip
+        _, source = min((-(-(turn + 1) * period // share), source) for turn, share, source in begun)
         sources[sample], earlier[sample] = source, count[source]
         count[source] += 1
-        if count[source] < shares[source]:
-            heapq.heappush(waiting, (count[source] * period // shares[source], source))
     return sources, earlier
 
 
@@ -126,28 +119,23 @@ def describe_change(before: dict, now: dict, samples: int) -> tuple[str, str]:
     if others[: len(names)] != names:
         return f"its sources were {', '.join(names)}, and are {', '.join(others)}: new ones go to the end", ""
 
-    def past(phases: list) -> list[Phase]:
+    def padded(phases: list) -> list[Phase]:
         return [Phase(start, (*shares, *[0] * (len(others) - len(shares)))) for start, shares in phases]
 
-    then, here = past(before["phases"]), past(now["phases"])
-    edges = {phase.start for phase in (*then, *here) if phase.start < samples}
-    for start in sorted(edges):
-        was, new = ([phase for phase in phases if phase.start <= start][-1] for phases in (then, here))
-        seen = f"from sample {start:,} on, of {samples:,} seen"
-        if was.shares != new.shares:
-            return (f"{seen}, the weights of {', '.join(others)} were {_ratio(was.shares)}, and are "
-                    f"{_ratio(new.shares)}: only those of later phases may change"), ""  # fmt: skip
-        if was.start != new.start:  # by an earlier version, which did not join phases of the same shares
-            return f"{seen}, the turns of its sources began at sample {was.start:,}, and begin at {new.start:,}", ""
+    then, here = padded(before["phases"]), padded(now["phases"])
+    was, new = ([phase for phase in phases if phase.start < samples] for phases in (then, here))
+    if was != new:
+        return (f"of {samples:,} samples seen, the weights of {', '.join(others)} were {_in_words(was)}, and are "
+                f"{_in_words(new)}: only those of later phases may change"), ""  # fmt: skip
     if then == here:
         return "", ""
-    later = "; ".join(f"{_ratio(phase.shares)} from sample {max(phase.start, samples):,}" for phase in here
-                      if phase.start >= samples or phase is here[-1])  # fmt: skip
-    return "", f"the weights of {', '.join(others)} to come were changed: {later}"
+    later = [phase._replace(start=max(phase.start, samples)) for phase in here
+             if phase.start >= samples or phase is here[-1]]  # fmt: skip
+    return "", f"the weights of {', '.join(others)} to come were changed: {_in_words(later)}"
 
 
-def _ratio(shares: Sequence[int]) -> str:
-    return ":".join(map(str, shares))
+def _in_words(phases: Sequence[Phase]) -> str:
+    return "; ".join(f"{':'.join(map(str, phase.shares))} from sample {phase.start:,}" for phase in phases)
 
 
 class Mixture:

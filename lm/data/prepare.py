@@ -98,11 +98,12 @@ def prepare(options: PrepareOptions) -> dict[str, Any]:
 
 def _finished(output: Path, plan: dict[str, Any]) -> dict[str, Any] | None:
     """The manifest of a folder that is finished and fits the plan; None where it is still to be made."""
-    manifest, *differences = _compare(output, MANIFEST, plan)
-    if manifest and (difference := ", ".join(filter(None, differences))):
+    if not (output / MANIFEST).exists():
+        return None
+    manifest = _read_manifest(output)
+    if difference := _difference(manifest, plan):
         raise RequestError(f"{output} was made otherwise: {difference}; {_start_anew(output)}")
-    if manifest is not None:
-        log.info("%s is finished with these options and files; nothing to do", output)
+    log.info("%s is finished with these options and files; nothing to do", output)
     return manifest
 
 
@@ -198,16 +199,13 @@ def _plan(options: PrepareOptions, files: list[TextFile], given: Tokenizer | Non
 
 def _begin(output: Path, parts: Path, plan: dict[str, Any]) -> None:
     """Begin anew, or where the same preparation was stopped."""
-    begun, *differences = _compare(output, PLAN, plan)
-    if begun is None:
-        shutil.rmtree(parts, ignore_errors=True)
-        parts.mkdir(parents=True)
-    if difference := ", ".join(filter(None, differences)):  # the name of a record says what its parts are made of
-        log.info("it was begun otherwise (%s): what that changes is done again", difference)
+    parts.mkdir(parents=True, exist_ok=True)
+    file, text = output / PLAN, json.dumps(plan)
+    if file.exists() and file.read_bytes() != text.encode():  # the name of a record says what its parts are made of
+        log.info("it was begun with other options or files: what that changes is done again")
         for name in ("tokenizer_config.json", "tokenizer.json"):
             (parts / name).unlink(missing_ok=True)
-    if begun is None or difference:
-        write_atomically(output / PLAN, json.dumps(plan))
+    write_atomically(file, text)
 
 
 def holds_other_files(path: Path) -> bool:
@@ -227,11 +225,8 @@ def _start_anew(output: Path) -> str:
     return f"give another --output, or `rm -r {shlex.quote(str(output))}` first"
 
 
-def _compare(output: Path, name: str, plan: dict[str, Any]) -> tuple[dict[str, Any] | None, str, str]:
-    """A manifest or plan, and how its options and its files differ from a plan, in words; None where there is none."""
-    if not (output / name).exists():
-        return None, "", ""
-    made = _read(output, name)
+def _difference(made: dict[str, Any], plan: dict[str, Any]) -> str:
+    """How the options and files of a manifest differ from those of a plan, in words; empty where they do not."""
     old, new = made["options"], plan["options"]
     options = [f"--{name} was {old.get(name)}, is {new.get(name)}" for name in {**old, **new}
                if old.get(name) != new.get(name)]  # fmt: skip
@@ -242,11 +237,11 @@ def _compare(output: Path, name: str, plan: dict[str, Any]) -> tuple[dict[str, A
         if before.get(name) != after.get(name)
     ]
     more = f" and {len(files) - 4} more" if len(files) > 4 else ""
-    return made, ", ".join(options), ", ".join(files[:4]) + more
+    return ", ".join([*options, *files[:4]]) + more
 
 
-def _read(output: Path, name: str) -> dict[str, Any]:
-    file = output / name
+def _read_manifest(output: Path) -> dict[str, Any]:
+    file = output / MANIFEST
     try:
         made = parse_json(file.read_bytes())
         if not all(isinstance(entry["name"], str) for entry in made["sources"]):
@@ -258,7 +253,7 @@ def _read(output: Path, name: str) -> dict[str, Any]:
 
 def refuse_other_options(options: PrepareOptions) -> None:
     """Refuse a finished folder that was made with other options than a config's; its texts may be gone by now."""
-    made = _read(Path(options.output), MANIFEST)["options"]
+    made = _read_manifest(Path(options.output))["options"]
     learned = {"bpe": ["tokenizer", "vocab_size"], "char": ["tokenizer"]}.get(options.tokenizer, [])
     for name in ["val_fraction", "text_key", *learned]:
         wanted = getattr(options, name)

@@ -64,7 +64,6 @@ class Order:
         sizes = np.full(self.lanes, full)
         sizes[self._lane[:longer]] += 1  # the last round of turns is not complete
         self._lane_starts = np.cumsum(sizes) - sizes
-        self._recent = (-1, self.windows, self.windows)  # the epoch used last, its blocks and their starts
 
     def locate(self, samples) -> tuple[np.ndarray, np.ndarray]:
         """The block of each sample, and its window in that block: two (n,) int64 arrays.
@@ -79,8 +78,11 @@ class Order:
         return blocks, windows
 
     def _locate_in_epoch(self, epoch: int, places: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        position = self._lane_starts[self._lane[places % self.lanes]] + places // self.lanes  # on the line
-        sequence, starts = self._blocks_of_epoch(epoch)
+        sequence = np.arange(len(self.windows))  # the blocks in the order of this epoch
+        if self.shuffle:
+            sequence = permutation(len(self.windows), self.seed, epoch, 0).astype(np.int64)
+        starts = np.cumsum(self.windows[sequence]) - self.windows[sequence]  # of the first window of each, on the line
+        position = self._lane_starts[self._lane[places % self.lanes]] + places // self.lanes
         slot = np.searchsorted(starts, position, side="right") - 1  # the last of equal starts: empty blocks are skipped
         blocks, windows = sequence[slot], position - starts[slot]
         if self.shuffle:
@@ -90,17 +92,6 @@ class Order:
                     block = int(blocks[group[0]])
                     windows[group] = permutation(int(self.windows[block]), self.seed, epoch, block + 1)[windows[group]]
         return blocks, windows
-
-    def _blocks_of_epoch(self, epoch: int) -> tuple[np.ndarray, np.ndarray]:
-        """The blocks in this epoch's order, and the position of each one's first window."""
-        known, sequence, starts = self._recent
-        if known != epoch:
-            sequence = np.arange(len(self.windows))
-            if self.shuffle:
-                sequence = permutation(len(self.windows), self.seed, epoch, 0).astype(np.int64)
-            starts = np.cumsum(self.windows[sequence]) - self.windows[sequence]
-            self._recent = (epoch, sequence, starts)  # one assignment: safe between threads
-        return sequence, starts
 
 
 # Training runs are resumed under other versions of numpy, and numpy promises the streams of its bit generators only,

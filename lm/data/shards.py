@@ -153,119 +153,8 @@ class Shards:
             )
         return seq_len + 1
 
-    def token_bytes(self, tokenizer: Tokenizer) -> np.ndarray:
-        """Bytes of text that each token stands for in these shards, on average: (V,) float64.
-
-        `Tokenizer.token_bytes` times a factor, with which the tokens of shards that `lm data prepare` made add up to
-        the bytes of the text itself, and others to what some of them decode to.
-        """
-        sizes = tokenizer.token_bytes().astype(np.float64)
-        weights = [sum(shard.row_groups) for shard in self.by_file.values()]
-        ratios = [shard.text_ratio for shard in self.by_file.values() if shard.text_ratio is not None]
-        if len(ratios) == len(weights) and any(weights):
-            return sizes * np.average(ratios, weights=weights)
-        if tokenizer.byte_level:
-            return sizes
-        ids = self.beginning()[:DECODED_TOKENS]
-        return sizes * (tokenizer.text_bytes(ids) / max(1, sizes[ids].sum()))
-
-    def beginning(self) -> np.ndarray:
-        """The tokens of the first block that is not damaged."""
-        for index in range(len(self.blocks)):
-            with suppress(BadBlock):  # the next read will report it
-                return self.read(index)
-        return np.empty(0, self.column.dtype)
-
-    def require_buffer(self, shuffle_buffer: int) -> None:
-        if self.largest.tokens > shuffle_buffer:
-            raise RequestError(
-                f"{self.largest}: {self.largest.tokens} tokens in one piece, more than data.shuffle_buffer "
-                f"({shuffle_buffer}); raise data.shuffle_buffer, or write the shard again with smaller row groups "
-                "(`lm data prepare`)"
-            )
-
-    def require_windows(self, seq_len: int, limit: int | None = None) -> int:
-        """The number of windows; refuses shards without one, or without a target in the first `limit` (or all)."""
-        if not self.tokens:
-            raise RequestError(f"{self.source} holds no token: it has no rows, or all of them are empty or padding "
-                               "(`attention_mask` 0, data.pad_id)")  # fmt: skip
-        windows = self.windows(seq_len)
-        if not windows.any():
-            raise RequestError(
-                f"{self.source}: {self.tokens} tokens, at most {self.largest.tokens} of them in one block, but a "
-                f"window takes {seq_len + 1} (seq_len + 1): give more data or lower data.seq_len"
-            )
-        total = int(windows.sum())
-        given = any(shard.labels for shard in self.by_file.values())  # else each window has targets
-        if given and not self._has_target(windows, self.stride(seq_len), limit or total):
-            raise RequestError(
-                f"{self.source}: each label of the first {plural(min(limit or total, total), 'window')} is {IGNORED}, "
-                "so there is no loss; take more tokens, name other files, or leave `labels` out"
-            )
-        return total
-
-    def _has_target(self, windows: np.ndarray, stride: int, limit: int) -> bool:
-        """Whether one of the first `limit` windows has a target, as far as their blocks can be read."""
-        for index, count in enumerate(windows.tolist()):
-            if limit <= 0:
-                return False
-            with suppress(BadBlock):  # the next read will report it
-                targets = self.read_tokens(index).targets
-                if targets is None or targets[1 : min(limit, count) * stride + 1].any():
-                    return True
-            limit -= count
-        return False
-
-    def left_over(self, seq_len: int) -> int:
-        """How many tokens are in no window: less than `seq_len` at the end of each block."""
-        windows, stride = self.windows(seq_len), self.stride(seq_len)
-        return self.tokens - int((windows * stride + ((windows > 0) & (stride == seq_len))).sum())
-
-    @property
-    def document_tokens(self) -> int:
-        """`tokens`; of packed rows without the first of each, and without padding, where that is known."""
-        if self.packed is None:
-            return self.tokens
-        filling = sum(shard.padding or 0 for shard in self.by_file.values())
-        return self.tokens - self.tokens // (self.packed.seq_len + 1) - filling
-
-    @property
-    def padding_fraction(self) -> float | None:
-        """The fraction of the targets of packed rows that are padding; None where it is not known."""
-        counts = [shard.padding for shard in self.by_file.values() if shard.padding is not None]
-        if self.packed is None or len(counts) < len(self.by_file) or not self.tokens:
-            return None
-        return sum(counts) / (self.tokens / (self.packed.seq_len + 1) * self.packed.seq_len)
-
-    @property
-    def largest(self) -> Block:
-        return max(self.blocks, key=lambda block: block.tokens)
-
     def block(self, index: int) -> Block:
         return self.blocks[index]
-
-    def file_of(self, index: int, token: int) -> str:
-        """The file in which a token of a block stands."""
-        return self.block(index).file_of(token)
-
-    def read(self, index: int) -> np.ndarray:
-        """The ids of `read_tokens`."""
-        return self.read_tokens(index).ids
-
-    def pieces(self, stop: int | None = None) -> Iterator[np.ndarray]:
-        """The first `stop` tokens of all shards laid end to end, or all of them, in pieces (n,).
-
-        Of packed rows without the first token of each, which is context alone, and without padding.
-        """
-        left = self.tokens if stop is None else stop
-        for index in range(len(self.blocks)):
-            if left <= 0:
-                return
-            ids = self.read(index)
-            if self.packed is not None:
-                ids = ids[self.packed.targets(ids)]
-            yield ids[:left]
-            left -= len(ids)
 
     def read_tokens(self, index: int) -> Tokens:
         """Read one block of `blocks`, all ids inside the vocabulary.
@@ -282,6 +171,10 @@ class Shards:
         if self.packed is None:
             return tokens
         return tokens._replace(targets=self.packed.targets(tokens.ids))
+
+    def read(self, index: int) -> np.ndarray:
+        """The ids of `read_tokens`."""
+        return self.read_tokens(index).ids
 
     def read_part(self, part: Part) -> Tokens:
         """Read a part of a block; a file of a store goes through the cache."""
@@ -344,6 +237,73 @@ class Shards:
             raise explain_damage(where, error) from error
         return _join(groups)
 
+    def pieces(self, stop: int | None = None) -> Iterator[np.ndarray]:
+        """The first `stop` tokens of all shards laid end to end, or all of them, in pieces (n,).
+
+        Of packed rows without the first token of each, which is context alone, and without padding.
+        """
+        left = self.tokens if stop is None else stop
+        for index in range(len(self.blocks)):
+            if left <= 0:
+                return
+            ids = self.read(index)
+            if self.packed is not None:
+                ids = ids[self.packed.targets(ids)]
+            yield ids[:left]
+            left -= len(ids)
+
+    def beginning(self) -> np.ndarray:
+        """The tokens of the first block that is not damaged."""
+        for index in range(len(self.blocks)):
+            with suppress(BadBlock):  # the next read will report it
+                return self.read(index)
+        return np.empty(0, self.column.dtype)
+
+    def file_of(self, index: int, token: int) -> str:
+        """The file in which a token of a block stands."""
+        return self.block(index).file_of(token)
+
+    @property
+    def largest(self) -> Block:
+        return max(self.blocks, key=lambda block: block.tokens)
+
+    def left_over(self, seq_len: int) -> int:
+        """How many tokens are in no window: less than `seq_len` at the end of each block."""
+        windows, stride = self.windows(seq_len), self.stride(seq_len)
+        return self.tokens - int((windows * stride + ((windows > 0) & (stride == seq_len))).sum())
+
+    @property
+    def document_tokens(self) -> int:
+        """`tokens`; of packed rows without the first of each, and without padding, where that is known."""
+        if self.packed is None:
+            return self.tokens
+        filling = sum(shard.padding or 0 for shard in self.by_file.values())
+        return self.tokens - self.tokens // (self.packed.seq_len + 1) - filling
+
+    @property
+    def padding_fraction(self) -> float | None:
+        """The fraction of the targets of packed rows that are padding; None where it is not known."""
+        counts = [shard.padding for shard in self.by_file.values() if shard.padding is not None]
+        if self.packed is None or len(counts) < len(self.by_file) or not self.tokens:
+            return None
+        return sum(counts) / (self.tokens / (self.packed.seq_len + 1) * self.packed.seq_len)
+
+    def token_bytes(self, tokenizer: Tokenizer) -> np.ndarray:
+        """Bytes of text that each token stands for in these shards, on average: (V,) float64.
+
+        `Tokenizer.token_bytes` times a factor, with which the tokens of shards that `lm data prepare` made add up to
+        the bytes of the text itself, and others to what some of them decode to.
+        """
+        sizes = tokenizer.token_bytes().astype(np.float64)
+        weights = [sum(shard.row_groups) for shard in self.by_file.values()]
+        ratios = [shard.text_ratio for shard in self.by_file.values() if shard.text_ratio is not None]
+        if len(ratios) == len(weights) and any(weights):
+            return sizes * np.average(ratios, weights=weights)
+        if tokenizer.byte_level:
+            return sizes
+        ids = self.beginning()[:DECODED_TOKENS]
+        return sizes * (tokenizer.text_bytes(ids) / max(1, sizes[ids].sum()))
+
     def fingerprint(self) -> list[Fingerprint]:
         """Name below its source, bytes, tokens and content of every shard, in order, and its place in its block."""
         places: dict[str, int] = {}
@@ -356,6 +316,46 @@ class Shards:
             Fingerprint(shard.name, shard.size, sum(shard.row_groups), shard.digest, places.get(shard.file, 0))
             for shard in self.by_file.values()
         ]
+
+    def require_buffer(self, shuffle_buffer: int) -> None:
+        if self.largest.tokens > shuffle_buffer:
+            raise RequestError(
+                f"{self.largest}: {self.largest.tokens} tokens in one piece, more than data.shuffle_buffer "
+                f"({shuffle_buffer}); raise data.shuffle_buffer, or write the shard again with smaller row groups "
+                "(`lm data prepare`)"
+            )
+
+    def require_windows(self, seq_len: int, limit: int | None = None) -> int:
+        """The number of windows; refuses shards without one, or without a target in the first `limit` (or all)."""
+        if not self.tokens:
+            raise RequestError(f"{self.source} holds no token: it has no rows, or all of them are empty or padding "
+                               "(`attention_mask` 0, data.pad_id)")  # fmt: skip
+        windows = self.windows(seq_len)
+        if not windows.any():
+            raise RequestError(
+                f"{self.source}: {self.tokens} tokens, at most {self.largest.tokens} of them in one block, but a "
+                f"window takes {seq_len + 1} (seq_len + 1): give more data or lower data.seq_len"
+            )
+        total = int(windows.sum())
+        given = any(shard.labels for shard in self.by_file.values())  # else each window has targets
+        if given and not self._has_target(windows, self.stride(seq_len), limit or total):
+            raise RequestError(
+                f"{self.source}: each label of the first {plural(min(limit or total, total), 'window')} is {IGNORED}, "
+                "so there is no loss; take more tokens, name other files, or leave `labels` out"
+            )
+        return total
+
+    def _has_target(self, windows: np.ndarray, stride: int, limit: int) -> bool:
+        """Whether one of the first `limit` windows has a target, as far as their blocks can be read."""
+        for index, count in enumerate(windows.tolist()):
+            if limit <= 0:
+                return False
+            with suppress(BadBlock):  # the next read will report it
+                targets = self.read_tokens(index).targets
+                if targets is None or targets[1 : min(limit, count) * stride + 1].any():
+                    return True
+            limit -= count
+        return False
 
 
 def _packed(shards: Collection[Shard], source: str) -> PackedRows | None:

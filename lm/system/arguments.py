@@ -16,7 +16,7 @@ from jsonargparse import ArgumentParser
 from jsonargparse.typing import register_type
 
 from lm.errors import RequestError
-from lm.system.other_names import CHOICES, CURES, OPTIONS
+from lm.system.other_names import CURES, OPTIONS
 from lm.system.units import Count, parse_count
 
 NEGATIVE = re.compile(r"-[\d.]+(e[+-]?\d+)?", re.IGNORECASE)
@@ -63,7 +63,7 @@ def call(function: Callable[..., Any], arguments: list[str], prog: str, meant: s
     if meant and arguments and not arguments[0].startswith("-"):
         cure = meant.format(value=shlex.quote(arguments[0]), name=re.sub(r"\W+", "-", Path(arguments[0]).stem))
         raise RequestError(f"{shown(arguments[0])} belongs to no option; did you mean `{prog} {cure}`?")
-    kinds = {name: str(getattr(action, "_typehint", "")) for action in parser._actions for name in [action.dest]}
+    kinds = {action.dest: str(getattr(action, "_typehint", "")) for action in parser._actions}
     flags = [name for name, kind in kinds.items() if kind == "<class 'bool'>"]
     lists = [name for name, kind in kinds.items() if "list[" in kind]
     spelled = spell_out(arguments, flags, lists)
@@ -221,15 +221,7 @@ def shorten(message: str, known: list[str]) -> str:
     text = re.sub("expected (list|tuple), got .*", "expected a list: [a, b], or lines that begin with a dash", text)
     text = re.sub("Unable to load config .*", "this is a group of options: give each with its name", text)
     text = f"{key}: {text}" if key else text
-    text = text if len(text) <= LONGEST_MESSAGE else f"{text[:LONGEST_MESSAGE]}..."
-    if choice := re.search(r"expected one of (.*?), got '?(\w[^']*)'?$", text):
-        choices = {one.lower(): one for one in re.findall(r"'([^']+)'", choice[1])}
-        given = choice[2].lower()
-        close = [one for one in CHOICES.get(given, "").split("|") if one in choices or " " in one]
-        close = close or [one for one in choices if one.startswith(given) or given.startswith(one)]
-        close = close or get_close_matches(given, choices, 2, cutoff=0.5)
-        text += f"; did you mean {' or '.join(repr(choices.get(one, one)) for one in close)}?" if close else ""
-    return text
+    return text if len(text) <= LONGEST_MESSAGE else f"{text[:LONGEST_MESSAGE]}..."
 
 
 def nearest_option(name: str, known: list[str]) -> str:

@@ -58,8 +58,7 @@ def parse_yaml(text: str | bytes) -> Any:
             for key, _ in node.value if isinstance(node, yaml.MappingNode) else ():
                 if isinstance(key, yaml.ScalarNode) and first.setdefault(key.value, key.start_mark) != key.start_mark:
                     line, before = key.start_mark.line + 1, first[key.value].line + 1
-                    after = f", after line {before}" if before < line else ""
-                    raise yaml.YAMLError(f"line {line}: {key.value} is there a second time{after}")
+                    raise yaml.YAMLError(f"line {line}: {key.value} is there a second time, after line {before}")
             return super().construct_mapping(node, deep)
 
     try:

@@ -10,6 +10,7 @@ import os
 import platform
 import re
 from collections.abc import Callable, Sequence
+from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -50,7 +51,6 @@ PEAKS: dict[str, tuple[float | None, float, float | None, float, float | None]] 
     r"RTX 6000 Ada Generation": (364.2, 364.2, 182.1, 91.1, 728.5),
     # NVIDIA Ampere GA102, Ada and RTX Blackwell white papers; GeForce halves its rate when accumulating in fp32
     r"RTX 3090": (71, 71, 35.6, 35.6, None),
-    r"RTX 3090 Ti": (80, 80, 40, 40, None),
     r"RTX 4080": (97.5, 97.5, 48.7, 48.7, 194.9),
     r"RTX 4090": (165.2, 165.2, 82.6, 82.6, 330.3),
     r"RTX 5090": (209.5, 209.5, 104.8, 104.8, 419),
@@ -342,13 +342,10 @@ class Telemetry:
     def __init__(self, gpus: Sequence[str] = ()) -> None:
         self._wanted = gpus  # UUIDs
         self._nvml: Any = None  # the module `pynvml`, from the first reading on
-        self._handles: list[Any] | None = None  # of the GPUs that NVML knows, from the first reading on
         self._has_read = False
 
     def read(self) -> dict[str, Any]:
         """One reading, by `cpu`, `memory`, `process` and `gpus`."""
-        if self._handles is None:
-            self._handles = self._open()
         load, since_before = psutil.cpu_percent(), self._has_read
         self._has_read = True
         return {
@@ -358,8 +355,9 @@ class Telemetry:
             "gpus": [self._gpu(handle) for handle in self._handles],
         }
 
-    def _open(self) -> list[Any]:
-        """Start NVML and find the GPUs; none where the package or the driver is not there."""
+    @cached_property
+    def _handles(self) -> list[Any]:
+        """Those of the GPUs, in NVML, which the first reading starts; none where its package or driver is missing."""
         self._nvml = _start_nvml() if self._wanted else None
         if self._nvml is None:
             return []

@@ -64,11 +64,3 @@ CURES = {
     "give --model.schedule.warmup_ratio, and --model.schedule.warmup_steps 0 if the config has some": "warmup_ratio",
     "leave it out; threads of the training process read the data, which is faster": "num_workers",
 }  # fmt: skip
-# What others call a choice -> ours, of which those are suggested that there are to choose; what is no choice is a cure.
-CHOICES = {
-    "bf16": "bf16-mixed|bfloat16", "bfloat16": "bf16-mixed", "fp16": "16-mixed|float16", "half": "16-mixed|float16",
-    "float16": "16-mixed", "fp32": "32-true|float32", "float32": "32-true", "sdpa": "auto", "eager": "math",
-    "flex_attention": "auto", "true": "inductor", "false": "none", "deepspeed": "fsdp2",
-    "sgd": "--model.optimizer.class_path torch.optim.SGD",
-    "lion": "--model.optimizer.class_path my_optimizers.Lion",
-}  # fmt: skip

@@ -71,4 +71,4 @@ def test_a_phase_that_changes_no_share_changes_no_sample():
     now = {"sources": ["a", "b"], "phases": [[0, [2, 1]]]}
     assert describe_change(now, now, 30) == ("", "")
     reason, _ = describe_change(recorded, now, 30)
-    assert reason == "from sample 10 on, of 30 seen, the turns of its sources began at sample 10, and begin at 0"
+    assert "of 30 samples seen, the weights of a, b were 2:1 from sample 0; 2:1 from sample 10, and are 2:1" in reason

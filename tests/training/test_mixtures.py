@@ -176,7 +176,7 @@ def test_later_weights_may_change_on_resume_and_past_ones_not(place):
         return fit(place, name, "--ckpt_path", "auto", expect=expect, **mixed(sources, phases))[0]
 
     early = [{"tokens": 4 * 256, "weights": {"middle": 1, "high": 1}}]
-    said = "the weights of low, middle, high were 3:1:0, and are 0:1:1: only those of later phases may change"
+    said = ", and are 3:1:0 from sample 0; 0:1:1 from sample 32: only those of later phases may change"
     assert said in resume(phases=early, expect=2).stderr
     more = {"name": "more", "train": "more/train", "tokenizer": "tok", "weight": 0}
     sources = [source("low", weight=0.75), source("middle", weight=0.25), source("high", weight=0)]

@@ -133,7 +133,7 @@ def test_a_plain_trainer_resumes_no_training_with_other_settings(place):
     for change, message in {
         ("seed", 2): "seed was 1, now 2", ("rope_theta", 500.0): "decoder.rope_theta was 10000.0, now 500.0",
         ("shuffle_buffer", 2**21): "shuffle_buffer was ",
-        ("weight", 3.0): "from sample 0 on, of 4 seen, the weights of a, b were 1:1, and are 3:1",
+        ("weight", 3.0): "of 4 samples seen, the weights of a, b were 1:1 from sample 0, and are 3:1",
     }.items():  # fmt: skip
         said = lm(place, "plain.py", json.dumps(dict([change]) | {"steps": 4}), expect=1).stderr
         assert f"this is a checkpoint of another training: {message}" in said, said
