@@ -180,7 +180,7 @@ def manifest(folder: str) -> dict[str, Any]:
 def require_positive(options: dict[str, float]) -> None:
     for name, value in options.items():
         if not 0 < value < math.inf:
-            raise RequestError(f"--{name} {value} must be above 0")
+            raise RequestError(f"--{name} {value:g} must be above 0")
 
 
 @dataclass(frozen=True)

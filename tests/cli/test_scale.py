@@ -153,7 +153,7 @@ def test_standard_output_is_yaml_alone_and_torch_is_not_imported():
         ([], "--depth 12"),
         (["--depth", "1"], "--depth 1 must be at least 2"),
         (["--depth", "12", "--max_steps", "9", "--target_flops", "1e18"], "--target_flops and --max_steps"),
-        (["--depth", "12", "--target_param_data_ratio", "0"], "--target_param_data_ratio 0.0 must be above 0"),
+        (["--depth", "12", "--target_param_data_ratio", "0"], "--target_param_data_ratio 0 must be above 0"),
         (["--depth", "12", "--max_steps", "0"], "--max_steps 0 must be above 0"),
         (["--depth", "12", "--target_flops", "1e9"], "less than one optimizer step"),
         (["--depth", "12", "--vocab_size", "0"], "--vocab_size 0 must be above 0"),
