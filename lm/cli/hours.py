@@ -46,9 +46,12 @@ def with_length(arguments: list[str]) -> list[str]:
     config = config_parser("lm fit").read(training)
     root, name = config.trainer.default_root_dir, config.run or config_name(config)
     if config.ckpt_path and (runs := runs_of_name(root, name, named=config.run is not None)):
-        kept = runs[-1].settings()["trainer"]
-        length = {option: kept[option] for option in ("max_steps", "max_tokens")}
-        log.info("--hours %g: %s keeps its %s optimizer steps", typed.hours, runs[-1].name, length["max_steps"])
+        kept = runs[-1].settings()
+        length = {f"trainer.{option}": kept["trainer"][option] for option in ("max_steps", "max_tokens")}
+        length["model.schedule.warmup_steps"] = kept["model"]["schedule"]["warmup_steps"]
+        log.info(
+            "--hours %g: %s keeps its %s optimizer steps", typed.hours, runs[-1].name, kept["trainer"]["max_steps"]
+        )
     elif torchrun_world() or srun_world() or config.trainer.num_nodes > 1:
         raise RequestError("--hours is for one machine whose processes `lm fit` starts: here start `lm bench step "
                            "--hours H` as you start this, and give the option that it prints")  # fmt: skip
@@ -57,9 +60,18 @@ def with_length(arguments: list[str]) -> list[str]:
         log.info("--hours %g: measuring a step", typed.hours)
         found = measured(training, 3600 * typed.hours, devices_of_node(config.trainer, config.trainer.devices))
         steps = steps_of_hours(config, typed.hours, found, validated, seconds_since_process_start())
-        length = {"max_steps": steps, "max_tokens": None}
         log.info("--hours %g: %d optimizer steps", typed.hours, steps)
-    return [*rest, *(f"--trainer.{option}={'null' if value is None else value}" for option, value in length.items())]
+        length = {"trainer.max_tokens": None, **options_of_length(config, steps)}
+    return [*rest, *(f"--{option}={'null' if value is None else value}" for option, value in length.items())]
+
+
+def options_of_length(config: Namespace, steps: int) -> dict[str, int]:
+    """What makes a run so long, with a warm-up of a tenth of it at most, as `lm scale` has it."""
+    options = {"trainer.max_steps": steps}
+    if config.model.schedule.warmup_steps > steps / 10:
+        options["model.schedule.warmup_steps"] = steps // 10
+        log.info("the warm-up takes %d of them in place of %d", steps // 10, config.model.schedule.warmup_steps)
+    return options
 
 
 def measured(arguments: list[str], seconds: float, devices: int = 1, steps: int = FEW) -> dict[str, Any]:

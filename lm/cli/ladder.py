@@ -110,7 +110,7 @@ class LadderOptions:
         fitted = set(self.sizes) - set(self.held_out)
         if self.held_out and len(fitted) < scaling_laws.FEWEST:  # `ladder_report` says what is far from them
             raise RequestError(f"a prediction takes {scaling_laws.FEWEST} other sizes or more, and --depths has "
-                               f"{len(fitted)}: add some, such as --depths 2,4,6,8")  # fmt: skip
+                               f"{len(fitted)} that --predict has not: add some, such as --depths 2,4,6,8")  # fmt: skip
         require_at_least(1, "--", seeds=seeds, max_steps=max_steps)
         refuse_name(name)
         if max_steps and ratio is not None:

@@ -237,9 +237,9 @@ def compared_remarks(against: dict[str, Any] | None) -> Iterable[str]:
         return
     yield f"Against {against['recipe'] or 'itself'}: {against['verdict']}"
     trend = against["trend"]
-    if trend is not None:
-        interval = "" if trend["low"] is None else f" ({trend['low']:.2f} to {trend['high']:.2f})"
-        yield f"With ten times the operations the multiplier becomes {trend['value']:.2f} times as large{interval}."
+    if trend is not None and trend["low"] is not None:
+        yield (f"With ten times the operations the multiplier becomes {trend['value']:.2f} times as large "
+               f"({trend['low']:.2f} to {trend['high']:.2f}).")  # fmt: skip
 
 
 def prediction_rows(found: dict[str, Any]) -> tuple[list[str], list[list[str]]]:

@@ -35,7 +35,7 @@ from torch.autograd.profiler import record_function
 
 from lm.cli.charts import plain_table
 from lm.cli.config import config_name, config_parser, quiet_lightning
-from lm.cli.hours import steps_of_hours, validation_tokens
+from lm.cli.hours import options_of_length, steps_of_hours, validation_tokens
 from lm.cli.options import BenchOptions, ProfileOptions
 from lm.cli.plan_facts import find_tokenizer, with_vocabulary
 from lm.data.datamodule import DataModule
@@ -95,7 +95,8 @@ def bench_step(arguments: list[str]) -> None:
     if config.output:
         write_atomically(config.output, json.dumps(found, indent=2) + "\n")
     if config.hours is not None:
-        print(f"--trainer.max_steps {steps_of_hours(config, config.hours, found, validated)}")
+        length = options_of_length(config, steps_of_hours(config, config.hours, found, validated))
+        print(" ".join(f"--{option} {value}" for option, value in length.items()))
     elif config.json:
         print(json.dumps(found))
     else:

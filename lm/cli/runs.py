@@ -80,7 +80,10 @@ def check(run: str, root: str = str(ROOT), json: bool = False) -> None:
     folder = registry.find_run(run, root)
     found, status = expectations(folder), folder.status()
     if not found:
-        raise RequestError(f"run {folder.name} expects nothing: its config has no `expect: {{val/loss: [3.2, 3.5]}}`")
+        raise RequestError(
+            f"run {folder.name} has nothing to check: a config's `expect` has bounds, such as "
+            "`expect: {val/loss: [3.2, 3.5]}`"
+        )
     if status == "running":
         raise RequestError(f"run {folder.name} is still being trained")
     judged = acceptance(found)

@@ -163,7 +163,7 @@ class TimedRequest(ScaleRequest):
     def seconds(self) -> float:
         """Time of the run; 0 if none is given."""
         if self.usd is not None and (self.hours is not None or self.rate is None):
-            raise RequestError("--usd is in place of --hours, and takes --rate: US dollars an hour of the machine")
+            raise RequestError("--usd takes --rate, US dollars an hour of the machine, and no --hours beside it")
         hours = self.usd / self.rate if self.usd and self.rate else self.hours
         return 3600 * (hours or 0)
 
@@ -279,9 +279,17 @@ def shape(depth: int, options: ScaleOptions = ScaleOptions()) -> DecoderConfig:
     """
     seq_len, head_dim = options.seq_len, options.head_dim
     require_at_least(2, "--", depth=depth, seq_len=seq_len)
+    made = manifest(options.data)
+    for split, found in made.get("splits", {}).items():
+        if 0 < found["tokens"] <= seq_len:
+            raise RequestError(f"{options.data}/{split} has {found['tokens']:,} tokens, and a sample takes "
+                               f"{seq_len + 1:,}, --seq_len and one more: give more text")  # fmt: skip
+    vocab_size = options.vocab_size or made.get("vocab_size", VOCAB_SIZE)
+    if vocab_size < made.get("vocab_size", 0):
+        raise RequestError(f"--vocab_size {vocab_size:,} is less than the {made['vocab_size']:,} of {options.data}: "
+                           "leave it out")  # fmt: skip
     hidden_size, window = width(depth, options.aspect_ratio, head_dim), sliding_window(seq_len)
     windows = window_pattern(depth, options.window_pattern) if window < seq_len else "L"
-    vocab_size = options.vocab_size or manifest(options.data).get("vocab_size", VOCAB_SIZE)
     return DecoderConfig(
         vocab_size=vocab_size, hidden_size=hidden_size, num_hidden_layers=depth,
         num_attention_heads=hidden_size // head_dim, intermediate_size=mlp_width(hidden_size),
@@ -448,7 +456,8 @@ def scaled_config(request: ScaleRequest) -> tuple[Recipe, str]:
 def for_text(request: ScaleRequest) -> ScaleRequest:
     """The depth for a text of a few megabytes, in the proportions of the models that were measured with so little."""
     if request.text_tokens > LITTLE:
-        raise RequestError("give the depth, such as --depth 12, or the time, such as --hours 8")
+        found = "" if manifest(request.data) else f"{request.data} is not prepared yet: "
+        raise RequestError(f"{found}give the depth, such as --depth 12, or the time, such as --hours 8")
     request = in_small_proportions(request)
     wanted = PARAMETERS_PER_TOKEN * request.text_tokens
     sizes = (Recipe(shape(depth, request), 1, 1, request.optimizer).multiplied for depth in range(2, MOST_LAYERS))

@@ -96,11 +96,11 @@ class Candidate:
             batch = one.options.batch or best
             steps = int(tokens / (batch * seq_len))
             if steps < 1:
+                depth = one.recipe.decoder.num_hidden_layers
                 raise RequestError(
-                    f"{format_duration(seconds)} are too few for one optimizer step of depth "
-                    f"{one.recipe.decoder.num_hidden_layers}: it takes {format_figure(one.step_seconds)} s for "
-                    f"{one.recipe.batch_tokens:,} tokens, and the program {format_figure(one.speed.start)} s to start: "
-                    "give more time, or a shorter --seq_len"
+                    f"{format_figure(seconds)} s are too few: at depth {depth} the start takes "
+                    f"{format_figure(one.speed.start)} s, an optimizer step {format_figure(one.step_seconds)} s "
+                    f"and a validation and a checkpoint {format_figure(one.interval_seconds)} s: give more time"
                 )
             one = replace(one, recipe=replace(one.recipe, batch=batch, steps=steps))
         return one

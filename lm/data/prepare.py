@@ -91,7 +91,8 @@ def prepare(options: PrepareOptions) -> dict[str, Any]:
                     write_atomically(output / MANIFEST, json.dumps(manifest, indent=1, ensure_ascii=False) + "\n")
                 (output / LOCK).unlink(missing_ok=True)
         except KeyboardInterrupt as error:
-            raise Interrupted("stopped; the same command continues from here") from error
+            goes_on = "continues from here" if any(parts.glob("*")) else "begins again"
+            raise Interrupted(f"stopped; the same command {goes_on}") from error
     shutil.rmtree(parts, ignore_errors=True)
     return manifest
 

@@ -240,6 +240,9 @@ def test_the_length_of_a_run_of_some_hours(tmp_path, monkeypatch, capsys):
         assert option == "--trainer.max_steps"
         lengths.append(int(steps))
     assert 1.2 < lengths[1] / lengths[0] < 3
+    bench_step([*BENCH[2:], "--checkpoints", "0", "--hours", "0.01", "--model.schedule.warmup_steps", "1M"])
+    _, steps, option, warmup = capsys.readouterr().out.split()
+    assert option == "--model.schedule.warmup_steps" and int(warmup) == int(steps) // 10
     with pytest.raises(RequestError, match="--hours 1e-06 are too few: the start takes"):
         bench_step([*BENCH[2:], "--checkpoints", "0", "--hours", "1e-6"])
 

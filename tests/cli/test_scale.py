@@ -235,3 +235,15 @@ def test_a_batch_that_is_given_decides_steps_and_decay():
     usual, _ = scaled_config(ScaleRequest(depth=4, seq_len=256, max_steps=300, optimizer="adamw"))
     assert usual.batch > made.batch and usual.memory < made.memory
     assert scaled_config(ScaleRequest(**options))[0].tokens == pytest.approx(20 * made.multiplied, rel=1e-3)
+
+
+@pytest.mark.parametrize("typed, said", [
+    ([], "/train has 195 tokens, and a sample takes 257"),
+    (["--seq_len", "32"], "/val has 18 tokens, and a sample takes 33"),
+    (["--seq_len", "16", "--vocab_size", "100"], "--vocab_size 100 is less than the 512 of "),
+])  # fmt: skip
+def test_what_no_training_can_take_of_a_text_is_refused(typed, said, tmp_path, capsys):
+    made = {"vocab_size": 512, "splits": {"train": {"tokens": 195}, "val": {"tokens": 18}}}
+    (tmp_path / "manifest.json").write_text(json.dumps(made))
+    assert main(["scale", "--data", str(tmp_path), *typed]) == 2
+    assert said in capsys.readouterr().err

@@ -81,9 +81,9 @@ def test_the_loss_that_a_ladder_expects(tmp_path):
     ("arguments", "said"),
     [
         (["--hours", "0", *H100], "--hours 0 must be above 0"),
-        (["--usd", "20"], "--usd is in place of --hours, and takes --rate"),
-        (["--usd", "20", "--rate", "3", "--hours", "1"], "--usd is in place of --hours"),
-        (["--hours", "1e-9", *H100], "too few for one optimizer step of depth 2"),
+        (["--usd", "20"], "--usd takes --rate"),
+        (["--usd", "20", "--rate", "3", "--hours", "1"], "and no --hours beside it"),
+        (["--hours", "1e-9", *H100], "s are too few: at depth 2 the start takes"),
         (["--hours", "8", "--max_steps", "5", *H100], "--max_steps gives the length of the run, and so does the time"),
         (["--depth", "4", *H100], "--device is for a run of some hours: give --hours too"),
         (["--hours", "8", "--device", "h300"], "--device h300 is not known"),
