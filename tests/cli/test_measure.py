@@ -236,7 +236,7 @@ def test_the_length_of_a_run_of_some_hours(tmp_path, monkeypatch, capsys):
     bench_step([*BENCH[2:], "--checkpoints", "0", "--hours", "0.5", "--output", "found.json"])
     option, steps = capsys.readouterr().out.split()
     busy = int(steps) * json.loads((tmp_path / "found.json").read_text())["ms_per_step"] / 1e3  # seconds in steps
-    assert option == "--trainer.max_steps" and 0.8 * 1800 < busy < 1800
+    assert option == "--trainer.max_steps" and 600 < busy < 1800  # the rest are validations
     bench_step([*BENCH[2:], "--checkpoints", "0", "--hours", "0.01", "--model.schedule.warmup_steps", "1M"])
     _, steps, option, warmup = capsys.readouterr().out.split()
     assert option == "--model.schedule.warmup_steps" and int(warmup) == int(steps) // 10
