@@ -31,7 +31,7 @@ EMBEDDING, OUTPUT = 24.0, 4.8  # learning rate x width x sqrt(depth)
 SMALL = {"seq_len": Count(256), "aspect_ratio": 32.0, "head_dim": Count(32), "window_pattern": "L"}  # for little text
 SMALL_BATCH, SMALL_STEPS = 4_096, 300  # tokens of a step and steps of a run there; half of the steps are too few
 LITTLE = 10_000_000  # tokens, up to which the size of a model follows from its text; measured with 0.3M to 2.8M
-PARAMETERS_PER_TOKEN = 10  # outside the embedding, of little text; 33 gain 0.006 bits per byte for three times the work
+PARAMETERS_PER_TOKEN = 10  # outside the embedding, of little text; 33 gain 0.010 bits per byte for three times the work
 EPOCHS = 4  # that a text is repeated; measured, "Little text" in tests/benchmarks/README.md, and by Muennighoff et al.,
 # 2023, arXiv:2305.16264
 # Share of the run whose updates the weights average, with little text that is repeated: matrices, embedding and output.

@@ -91,7 +91,8 @@ def prepare(options: PrepareOptions) -> dict[str, Any]:
                     write_atomically(output / MANIFEST, json.dumps(manifest, indent=1, ensure_ascii=False) + "\n")
                 (output / LOCK).unlink(missing_ok=True)
         except KeyboardInterrupt as error:
-            goes_on = "continues from here" if any(parts.glob("*")) else "begins again"
+            done = {file.name for file in parts.glob("*")} - {Path(PLAN).name}
+            goes_on = "continues from here" if done else "begins again"
             raise Interrupted(f"stopped; the same command {goes_on}") from error
     shutil.rmtree(parts, ignore_errors=True)
     return manifest
@@ -202,10 +203,12 @@ def _begin(output: Path, parts: Path, plan: dict[str, Any]) -> None:
     """Begin anew, or where the same preparation was stopped."""
     parts.mkdir(parents=True, exist_ok=True)
     file, text = output / PLAN, json.dumps(plan)
-    if file.exists() and file.read_bytes() != text.encode():  # the name of a record says what its parts are made of
+    if file.exists() and file.read_bytes() == text.encode():
+        return
+    if file.exists():  # the name of a record says what its parts are made of
         log.info("it was begun with other options or files: what that changes is done again")
-        for name in ("tokenizer_config.json", "tokenizer.json"):
-            (parts / name).unlink(missing_ok=True)
+    for name in ("tokenizer_config.json", "tokenizer.json"):
+        (parts / name).unlink(missing_ok=True)
     write_atomically(file, text)
 
 

@@ -148,6 +148,14 @@ def test_the_report_finds_a_known_law(tmp_path):
     assert law["laws"][0] in ladder_report.page(found) and ladder_report.page(found).count("data:image/svg+xml") == 1
 
 
+def test_a_trend_without_an_interval_is_not_shown():
+    """It is that of one seed, from which nothing can be told."""
+    against = {"recipe": "other", "verdict": "cannot be told", "trend": {"value": 0.6, "low": None, "high": None}}
+    assert list(ladder_report.compared_remarks(against)) == ["Against other: cannot be told"]
+    against["trend"] |= {"low": 0.4, "high": 0.9}
+    assert "0.60 times as large (0.40 to 0.90)" in list(ladder_report.compared_remarks(against))[1]
+
+
 @pytest.mark.parametrize(
     "arguments, message",
     [

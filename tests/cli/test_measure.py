@@ -12,8 +12,11 @@ import torch
 from lightning.pytorch import Callback
 from trainings import PLACES, lm, make_workplace, start, wait_until, write_config
 
+from lm.cli.config import config_parser
+from lm.cli.hours import steps_of_hours, validation_tokens
 from lm.cli.main import main
 from lm.cli.measure import TITLES, bench_step, named_range, profile, show_parts, show_times
+from lm.cli.options import BenchOptions
 from lm.cli.plan_facts import read_bench
 from lm.errors import RequestError
 from lm.model.estimates import training_memory
@@ -234,9 +237,13 @@ def test_the_length_of_a_run_of_some_hours(tmp_path, monkeypatch, capsys):
     write_config(tmp_path, **{"trainer.log_interval": 2, "trainer.callbacks": None})
     monkeypatch.chdir(tmp_path)
     bench_step([*BENCH[2:], "--checkpoints", "0", "--hours", "0.5", "--output", "found.json"])
-    option, steps = capsys.readouterr().out.split()
-    busy = int(steps) * json.loads((tmp_path / "found.json").read_text())["ms_per_step"] / 1e3  # seconds in steps
-    assert option == "--trainer.max_steps" and 600 < busy < 1800  # the rest are validations
+    found = json.loads((tmp_path / "found.json").read_text())
+    config = config_parser("lm bench step", BenchOptions).read(list(BENCH[2:]))
+    short, long = (steps_of_hours(config, hours, found, validation_tokens(config)) for hours in (0.5, 1))
+    assert (
+        capsys.readouterr().out == f"--trainer.max_steps {short}\n" and 1.98 < long / short < 2.1
+    )  # one start in each
+    assert short * found["ms_per_step"] / 1e3 < 1800
     bench_step([*BENCH[2:], "--checkpoints", "0", "--hours", "0.01", "--model.schedule.warmup_steps", "1M"])
     _, steps, option, warmup = capsys.readouterr().out.split()
     assert option == "--model.schedule.warmup_steps" and int(warmup) == int(steps) // 10
@@ -267,13 +274,15 @@ def test_a_fit_of_some_hours_keeps_its_length(tmp_path):
 
 @pytest.mark.parametrize("typed, said", [
     (["--hours", "0"], "--hours 0 must be above 0"),
+    (["--hours", "1", "--data.path", "none", "--data.prepare", "null"], "data.path none holds no manifest.json"),
     (["--hours", "1", "--trainer.max_steps", "5"], "--trainer.max_steps gives the length of the run, and so does --hours"),
 ])  # fmt: skip
 def test_wrong_hours_are_one_line(typed, said, tmp_path, monkeypatch, capsys):
     write_config(tmp_path)
     monkeypatch.chdir(tmp_path)
     assert main(["fit", "--config", "small.yaml", *typed]) == 2
-    assert said in capsys.readouterr().err
+    shown = capsys.readouterr().err
+    assert said in shown and "measuring" not in shown
 
 
 def test_hours_under_torchrun_are_one_line(tmp_path, monkeypatch, capsys):

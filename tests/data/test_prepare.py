@@ -27,7 +27,7 @@ from lm.data.encode import split_hash
 from lm.data.parquet import ShardWriter
 from lm.data.shards import Shards
 from lm.data.tokenizer import END_OF_TEXT, Tokenizer, train_bpe, train_char
-from lm.errors import RequestError, RunError
+from lm.errors import Interrupted, RequestError, RunError
 from lm.system.units import Count
 
 WORDS = "the of and senate house union state people year government peace war law great, made. Größe 😀 \n".split(" ")
@@ -468,6 +468,19 @@ def test_an_unfinished_folder_is_made_with_other_options_as_a_fresh_one_is(tmp_p
     made, fresh = (run(tmp_path / name, source, val_fraction=0.2) for name in ("out", "fresh"))
     assert made == fresh and "it was begun with other options or files" in caplog.text
     assert not (tmp_path / "out/.parts").exists()
+
+
+@pytest.mark.parametrize("at, said", [("_tokenizer", "begins again"), ("run_tasks", "continues from here")])
+def test_an_interruption_says_whether_anything_is_kept(at, said, tmp_path, monkeypatch):
+    """Before the tokenizer is learned, and after it."""
+    source = write_jsonl(tmp_path / "a.jsonl", make_texts(50))
+
+    def interrupt(*arguments):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(prepare, at, interrupt)
+    with pytest.raises(Interrupted, match=f"stopped; the same command {said}"):
+        run(tmp_path / "out", source)
 
 
 def test_a_folder_with_other_things_is_not_touched(tmp_path):
