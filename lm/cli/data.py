@@ -36,7 +36,7 @@ def main_prepare(**options: Any) -> None:
             "%s: %s, %s tokens, %.2f bytes a token, %s", name, plural(split["documents"], "document"),
             format_count(split["tokens"]), split["bytes"] / split["tokens"], plural(len(split["shards"]), "shard"),
         )  # fmt: skip
-    log.info("train on it: lm fit --config tiny.yaml --data.path %s", quote(settings.output))
+    log.info("train on it: lm scale --data %s > mine.yaml && lm fit --config mine.yaml", quote(settings.output))
 
 
 def inspect(path: str, column: str = "input_ids", seq_len: int | None = None, json: bool = False) -> None:

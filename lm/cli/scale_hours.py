@@ -121,6 +121,9 @@ def config_for_time(request: scale.TimedRequest) -> str:
     scaled = request if request.depth else scale.in_small_proportions(request)
     best, others = Search(scaled).best([request.blocks] if request.blocks else None)
     made, notes = best.recipe, []
+    if best.seconds < request.seconds / 2:
+        notes.append(f"The text ends first: {scale.EPOCHS} times it takes {format_duration(best.seconds)} of "
+                     f"{format_duration(request.seconds)}.")  # fmt: skip
     if others:
         beside = (f"depth {one.recipe.decoder.num_hidden_layers}, {format_count(one.recipe.tokens)}" for one in others)
         notes.append(f"With more loss by the law of arXiv:2404.10102, in the same time: {'; '.join(beside)} tokens.")
@@ -240,7 +243,8 @@ def ladder_loss(folder: Path, made: scale.Recipe) -> str:
     if len(sizes) < FEWEST:
         raise RequestError(f"--ladder {folder} has {len(sizes)} finished sizes, and a law takes {FEWEST}")
     law = fit_sizes([size["flops"] for size in sizes], [size["losses"] for size in sizes])
-    loss, low, high, distance = law.predict(made.flops)
+    loss, low, high, _ = law.predict(made.flops)
     interval = "" if low is None else f", {format_figure(low)} to {format_figure(high)}"
-    far = f"; {distance:.1f} times the ladder's range beyond it" if distance else ""
+    beyond = made.flops / max(size["flops"] for size in sizes)
+    far = f"; it takes {beyond:.3g} times the operations of the ladder's largest size" if beyond > 1 else ""
     return f"The law of {folder} expects {format_figure(loss)} {found['unit']}{interval}{far}."

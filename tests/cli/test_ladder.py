@@ -185,6 +185,7 @@ def test_a_trend_without_an_interval_is_not_shown():
             "--against changes data.val_tokens, and losses",
         ),
         (["--depths", "2", "--max_steps", "6", "--against", "other.yaml"], "no config 'other.yaml' here"),
+        (["--depths", "2", "--max_steps", "6", "--against", "tiny.yaml"], "tiny.yaml is the config of one model"),
     ],
 )
 def test_bad_input_is_one_line_and_trains_nothing(place, monkeypatch, arguments, message):

@@ -5,7 +5,7 @@ import re
 import time
 
 import pytest
-from test_scale import read, scale
+from test_scale import prepared, read, scale
 from trainings import lm, make_workplace
 
 from lm.cli.main import main
@@ -60,6 +60,14 @@ def test_a_named_device(tmp_path):
     assert same.model.decoder.num_hidden_layers == 12
 
 
+def test_a_text_that_ends_before_the_hours(tmp_path):
+    """The run is as long as the text is repeated, and the config's head says so."""
+    text = scale("--hours", 1, *H100, "--data", prepared(tmp_path, 300_000)["data"])
+    seconds = re.search(r"# The text ends first: 4 times it takes (\S+) s of 1 h\.", text)[1]
+    assert f": {seconds} s at " in text and float(seconds) < 600
+    assert "The text ends first" not in scale("--hours", 1, *H100)
+
+
 def test_memory_limits_the_depth(tmp_path):
     """A small device gets a small micro-batch, or a model that fits."""
     options = "--hours", 1000, "--device", "h100"
@@ -74,7 +82,9 @@ def test_the_loss_that_a_ladder_expects(tmp_path):
     text = scale("--hours", 1, *H100, "--ladder", tmp_path)
     flops = float(re.search(r"([\d.e+]+) operations", text)[1])
     expected = float(re.search(r"expects ([\d.]+) bits per byte", text)[1])
-    assert expected == pytest.approx(100 * flops**-0.1, rel=0.02) and "beyond it" in text
+    assert expected == pytest.approx(100 * flops**-0.1, rel=0.02)
+    times = float(re.search(r"it takes (\S+) times the operations of the ladder's largest size", text)[1])
+    assert times == pytest.approx(flops / 1e16, rel=0.01)
 
 
 @pytest.mark.parametrize(
