@@ -62,7 +62,7 @@ def plural(number: int, noun: str) -> str:
 def format_count(number: float) -> str:
     """Three significant digits with a suffix, for people: 12_345_678 -> '12.3M'."""
     for suffix, size in (("T", 1e12), ("B", 1e9), ("M", 1e6), ("K", 1e3)):
-        if abs(number) >= size:
+        if abs(float(f"{number:.3g}")) >= size:  # 999,999 is 1M and not 1,000K
             return f"{number / size:.3g}{suffix}"
     return f"{number:.3g}" if isinstance(number, float) else str(number)
 

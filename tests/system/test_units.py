@@ -24,6 +24,7 @@ def test_refused(text):
 
 def test_formatted_for_people():
     assert [format_count(n) for n in (12, 12_345_678, 1.5e9, 999.4)] == ["12", "12.3M", "1.5B", "999"]
+    assert [format_count(n) for n in (999, 999.6, 999_499, 999_999, 999_999_999)] == ["999", "1K", "999K", "1M", "1B"]
     assert [format_figure(n) for n in (1234.5, 2, 0.1, 0.04, 0.00123, 0.0, 1e-12)] == [
         "1,234.50", "2.00", "0.10", "0.04", "0.0012", "0.00", "1e-12"]  # fmt: skip
     assert [plural(n, "older run") for n in (1, 3)] == ["1 older run", "3 older runs"]
