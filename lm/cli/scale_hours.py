@@ -62,7 +62,8 @@ class Candidate:
     def micro_batch(self) -> int:
         """Samples of a micro-batch."""
         rule = scale.DEVICE_TOKENS // self.recipe.decoder.max_position_embeddings
-        return scale.power_of_two(min(rule, self.recipe.batch // self.devices, self.fitting), down=True)
+        batch = self.recipe.batch // self.devices
+        return math.gcd(scale.power_of_two(min(rule, batch, self.fitting), down=True), batch)
 
     def sample_seconds(self, samples: float) -> float:
         """Of the forward and backward passes of so many samples."""

@@ -123,6 +123,13 @@ def test_every_depth_is_a_config_that_comes_out_even(depth, tmp_path):
         assert (steps.max_steps, steps.tokens_per_step) == (made.steps, made.batch_tokens)
 
 
+@pytest.mark.parametrize("samples", [3, 17, 20, 24, 40])
+@pytest.mark.parametrize("length", [("--max_steps", 20), ("--hours", 1, "--device", "h100")])
+def test_any_batch_is_whole_micro_batches(samples, length, tmp_path):
+    data = read(scale("--depth", 4, "--batch_tokens", samples * 2048, *length), tmp_path).data
+    assert data.global_batch_tokens == samples * 2048 and samples % data.micro_batch_size == 0
+
+
 def test_small_runs_make_sense(tmp_path):
     """A window as long as the context is none, a validation stays a small share, and every printed command runs."""
     text = scale("--depth", 4, "--target_flops", 1e15, "--seq_len", 128, "--vocab_size", 100)
