@@ -4,6 +4,7 @@
 """
 
 import math
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -70,11 +71,9 @@ def thin(series: Series, most: int) -> Series:
 
 def labels(runs: Sequence[Run]) -> list[str]:
     """The names of runs; with their folders where several have the same name."""
-    names = [run.path.resolve().name for run in runs]
-    return [
-        name if names.count(name) == 1 else str(Path(*run.path.resolve().parts[-3:]))
-        for name, run in zip(names, runs, strict=True)
-    ]
+    forms = [(path.name, str(Path(*path.parts[-3:])), str(path)) for path in (run.path.resolve() for run in runs)]
+    counts = [Counter(same) for same in zip(*forms)]
+    return [next(form for form, count in zip(each, counts) if count[form] == 1 or form is each[-1]) for each in forms]
 
 
 def beside(run: Run) -> list[Run]:

@@ -87,6 +87,8 @@ def test_runs_differ_by_name_folder_and_settings(run, place, elsewhere):
     assert differences([run.settings(), other.settings()]) == {"model.optimizer.lr": [0.01, 0.02]}
     assert labels([run, other]) == ["small", "small-2"]
     assert labels([run, Run("/somewhere/checkpoints/small")])[1] == "somewhere/checkpoints/small"
+    twins = ["/a/work/checkpoints/small", "/b/work/checkpoints/small"]
+    assert labels([Run(path) for path in twins]) == twins
 
 
 def test_the_later_sample_of_a_step_counts_as_it_was_written(run, tmp_path):
