@@ -349,7 +349,7 @@ def tokens_of_steps(steps: int) -> float:
 
 
 def micro_batch(batch: int, seq_len: int) -> int:
-    """Samples of a micro-batch: a power of two that divides the batch, so small that every device of a node gets one."""
+    """Samples of a micro-batch: a power of two that divides the batch, and every device of a node gets one."""
     return math.gcd(power_of_two(min(DEVICE_TOKENS // seq_len, batch // DEVICES), down=True), batch, batch // DEVICES)
 
 
