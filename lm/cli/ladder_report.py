@@ -20,6 +20,7 @@ from lm.cli.charts import plain_table
 from lm.cli.report.page import render
 from lm.runs import scaling_laws
 from lm.runs.compute_multiplier import TOLD, Compared, Multipliers, compute_multipliers
+from lm.runs.history import last_value
 from lm.runs.run import Run
 from lm.runs.seeds import spread
 from lm.system.units import format_count, plural
@@ -105,9 +106,8 @@ def report(name: str, command: str, trainings: Sequence[Training], against: str 
 
 def last_losses(run: Run) -> dict[str, float]:
     """The last `val/loss` of a run in nats a token, and `val/bpb` in bits per byte where the texts are known."""
-    last = ([{}] + run.metrics("val/loss"))[-1]
-    finite = math.isfinite(last.get("val/loss", math.nan))
-    return {name: last[name] for name in ("val/loss", "val/bpb") if finite and name in last}
+    last = {name: last_value(run, name) for name in ("val/loss", "val/bpb")}
+    return {name: value for name, value in last.items() if value is not None and math.isfinite(value)}
 
 
 def measured_sizes(ended: Iterable[tuple[Training, float | None]]) -> list[Measured]:

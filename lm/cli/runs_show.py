@@ -49,7 +49,7 @@ def describe_run(run: Run) -> dict[str, Any]:
     facts, row = read_facts(run), run_row(run)
     metrics, config, steps = run.metrics(), run.settings(), run.steps()
     best, last = run.link("best"), run.link("last") or next(reversed(steps.values()), None)
-    samples, each = read_samples(run), facts["flops_per_token"]
+    samples, each, begin = read_samples(run), facts["flops_per_token"], (facts["stretches"] or [{}])[0]
     return {
         **row,
         **{name: facts[name] for name in (
@@ -70,7 +70,7 @@ def describe_run(run: Run) -> dict[str, Any]:
             {"step": step, "path": str(path), "bytes": folder_bytes(path), "best": path == best, "last": path == last}
             for step, path in steps.items()
         ],
-        "seconds": time_spent(metrics),
+        "seconds": time_spent(metrics, tokens=begin.get("sample", 0) * config.get("data", {}).get("seq_len", 0)),
         "flops": None if None in (each, facts["tokens"]) else each * facts["tokens"],
         "alerts": run.alerts(),
         "post_mortems": sorted(str(path) for path in run.path.glob("postmortem-*") if path.is_dir()),

@@ -129,11 +129,14 @@ def refuse_wrong_ranges(expect: dict[str, list[float]]) -> None:
 
 def expectations(run: Run) -> list[Expectation]:
     """What the config of a run expects of its last values."""
-    found = []
-    for metric, (low, high) in (run.settings().get("expect") or {}).items():
-        values = [line[metric] for line in run.metrics(metric) if not math.isnan(line[metric])]
-        found.append(Expectation(metric, low, high, values[-1] if values else None))
-    return found
+    expected = run.settings().get("expect") or {}
+    return [Expectation(metric, low, high, last_value(run, metric)) for metric, (low, high) in expected.items()]
+
+
+def last_value(run: Run, metric: str) -> float | None:
+    """The last value of a metric; NaN where the last validation was not finite, which leaves a line without metrics."""
+    lines = [line for line in run.metrics() if metric in line or metric.startswith("val/") and len(line) == 3]
+    return lines[-1].get(metric, math.nan) if lines else None
 
 
 def acceptance(found: list[Expectation]) -> dict[str, Any]:
@@ -144,15 +147,15 @@ def acceptance(found: list[Expectation]) -> dict[str, Any]:
 # ---- where the time went ---------------------------------------------------------------------------------------------
 
 
-def time_spent(lines: list[dict[str, Any]], step: float = math.inf) -> dict[str, float]:
+def time_spent(lines: list[dict[str, Any]], step: float = math.inf, tokens: int = 0) -> dict[str, float]:
     """Seconds of a run by their use: `computing`, `waiting for data`, and `pauses`, such as validations and stops.
 
     The lines are those of `Run.metrics()`, of which those after `step` do not count. A line's speed is that of the time
-    without pauses, so tokens over speed is the time of training.
+    without pauses, so tokens over speed is the time of training; a branch begins with the `tokens` of its trunk.
     """
     known = [line for line in lines if {"tokens", "time"} <= line.keys() and line["step"] <= step]
     trained = [line for line in known if line.get("perf/tokens_per_second", 0) > 0]
-    training, waiting, tokens = [], 0.0, 0
+    training, waiting = [], 0.0
     for line in trained:
         training.append((line["tokens"] - tokens) / line["perf/tokens_per_second"])
         waiting += training[-1] * line.get("perf/data_wait", 0.0)

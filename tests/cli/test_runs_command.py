@@ -226,6 +226,13 @@ def test_show_has_time_operations_speed_load_and_pauses_over_all_sessions(place)
         assert words in shown
 
 
+def test_show_has_the_time_of_a_branch_without_that_of_its_trunk(place):
+    """64 samples of 32 tokens were the trunk's, and the branch has as many steps at 64 tokens a second."""
+    write_run("checkpoints", lines=[{"step": 20, "tokens": 2048 + 640, "perf/tokens_per_second": 64.0}],
+              stretches=[{"step": 10, "sample": 64, "global_batch": 2}], changes={"data.seq_len": 32})  # fmt: skip
+    assert json.loads(runs("show", "a", "--json").stdout)["seconds"]["computing"] == 10.0
+
+
 def test_show_of_a_run_that_has_only_just_begun(place):
     run = Run.create("a", "checkpoints")
     run.describe(id="a", name="a", status="running", entered=time.time())

@@ -10,9 +10,11 @@ import time
 from pathlib import Path
 
 import pytest
+from run_folders import write_run
 from trainings import HERE, PLACES, fit, lm, make_workplace, start, write_config
 
-from lm.runs.history import refuse_wrong_ranges
+from lm.cli.ladder_report import last_losses
+from lm.runs.history import expectations, refuse_wrong_ranges
 from lm.runs.run import Run
 
 LOOP = HERE.parent / "configs" / "launch" / "until_done.sh"
@@ -62,6 +64,14 @@ def test_a_finished_run_is_announced_and_judged(workplace):
 def test_what_is_met_passes(workplace):
     lm(workplace, *configured(workplace, "met", expect={"val/loss": [0, 9]}))
     assert "within the expected range 0 to 9" in lm(workplace, "runs", "check", "met").stdout
+
+
+def test_a_last_validation_that_was_not_finite_passes_nothing(tmp_path):
+    """It leaves a line without metrics, and the one before it is not the last."""
+    run = write_run(tmp_path, lines=[{"step": 5, "val/loss": 2.0, "val/bpb": 1.0}, {"step": 9, "train/loss": 2.0},
+                                     {"step": 10}], changes={"expect": {"val/loss": [0, 9]}})  # fmt: skip
+    [found] = expectations(run)
+    assert not found.met and "val/loss is nan, outside" in str(found) and last_losses(run) == {}
 
 
 def test_an_interrupted_run_is_announced_with_the_command_that_resumes_it(workplace):
