@@ -135,7 +135,8 @@ def expectations(run: Run) -> list[Expectation]:
 
 def last_value(run: Run, metric: str) -> float | None:
     """The last value of a metric; NaN where the last validation was not finite, which leaves a line without metrics."""
-    lines = [line for line in run.metrics() if metric in line or metric.startswith("val/") and len(line) == 3]
+    nothing = {"step", "tokens", "time"} if metric.startswith("val/") else set()
+    lines = [line for line in run.metrics() if metric in line or line.keys() == nothing]
     return lines[-1].get(metric, math.nan) if lines else None
 
 
