@@ -89,7 +89,7 @@ class Alerts(Observer):
         """Findings such as `loss > 10: loss is 12.31 at step 130`."""
         found = []
         warmup, _ = warmup_and_decay_steps(line.max_steps, line.schedule)
-        begins = line.step <= max(warmup, FIRST_LINES * line.log_interval)
+        begins = line.step - line.schedule.begin_step <= max(warmup, FIRST_LINES * line.log_interval)
         values = {**line.metrics, "step": line.step, "data/tokens": line.tokens}
         for expression, holds in self.evaluator.evaluate(values).items():
             action, text = self._actions[expression], expression.text

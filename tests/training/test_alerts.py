@@ -243,11 +243,11 @@ def test_a_training_warns_once_and_stops(tmp_path):
     assert [alert["step"] for alert in run.alerts()] == [2, 5, 9] and run.status() == "finished"
 
 
-def stops(losses, state=None, warmup=0):
+def stops(losses, state=None, warmup=0, begin=0):
     """Steps at which `loss > 10` stops a run of these losses, a log line a step of 1000; and its state."""
     observer = Alerts({"loss > 10": "stop"})
-    lines = [(step, {"train/loss": loss}) for step, loss in enumerate(losses, 1)]
-    found = found_in(lines, observer, state, max_steps=1000, warmup_steps=warmup)
+    lines = [(step, {"train/loss": loss}) for step, loss in enumerate(losses, begin + 1)]
+    found = found_in(lines, observer, state, max_steps=1000, warmup_steps=warmup, begin_step=begin)
     assert {finding.action for _, finding in found} <= {"stop"}
     return [step for step, _ in found], observer.state_dict()
 
@@ -258,6 +258,11 @@ def stops(losses, state=None, warmup=0):
 ])  # fmt: skip
 def test_what_is_true_from_the_start_waits_until_it_is_not_or_the_warm_up_is_over(losses, warmup, steps):
     assert stops(losses, warmup=warmup)[0] == steps
+
+
+@pytest.mark.parametrize(("warmup", "steps"), [(0, [211, 212, 213]), (12, [213])])
+def test_a_branch_has_a_warm_up_of_its_own(warmup, steps):
+    assert stops([10.4] * 13, warmup=warmup, begin=200)[0] == steps
 
 
 def test_it_is_known_after_a_resume_whether_a_condition_was_false():
