@@ -3,16 +3,20 @@
 import re
 import shutil
 import signal
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
+import torch
 from shard_files import write_folder, write_tokens
 from trainings import equipment, expected, fit, losses, make_workplace, rows_by_step
 
+from lm.data.loader import Batch
 from lm.data.rare import rare_rows, rare_tokens
 from lm.data.shards import Shards
 from lm.runs.postmortem import still_open
 from lm.training.alerts import AlertEvaluator
+from lm.training.callbacks.postmortem import SpikeInjection
 from lm.training.config import GuardsConfig
 
 STEPS = [30, 31, 32, 33, 34]
@@ -60,6 +64,22 @@ def test_samples_are_a_function_of_seed_and_step_for_good():
 
 
 PINNED = [[33, 33, 44, 55, 22, 55], [55, 22, 22, 33, 44, 11]]
+
+
+def test_documents_are_counted_again():
+    """The end of a document may be rare, too, and flash attention has room for the documents that were counted."""
+    data = SimpleNamespace(seed=7, seq_len=6, tokenizer=SimpleNamespace(eos_id=0))
+    trainer = SimpleNamespace(
+        global_step=0, global_rank=0, world_size=1, is_global_zero=False, datamodule=data,
+        steps=SimpleNamespace(global_batch=2),
+    )  # fmt: skip
+    module = SimpleNamespace(on_before_batch_transfer=lambda batch, index: batch.count_documents(data.tokenizer.eos_id))
+    batch = Batch(torch.ones(2, 7, dtype=torch.uint16))
+    batch.count_documents(0)
+    drill = SpikeInjection(1)
+    drill._rare = np.zeros(1, np.uint16)
+    drill.on_train_batch_start(trainer, module, batch, 0)
+    assert not batch.tokens.any() and batch.row_documents == (7, 7)
 
 
 # ---- in a training ---------------------------------------------------------------------------------------------------

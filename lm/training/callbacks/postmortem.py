@@ -278,7 +278,10 @@ class SpikeInjection(Callback):
         rows = self.rows_of_step(trainer, step)
         if rows is None:
             return
-        batch.tokens.copy_(torch.from_numpy(rows[trainer.global_rank :: trainer.world_size]))  # (G / ranks, T + 1)
+        own = Batch(torch.from_numpy(rows[trainer.global_rank :: trainer.world_size]))  # (G / ranks, T + 1)
+        pl_module.on_before_batch_transfer(own, 0)  # counts documents, of which there may be more
+        batch.tokens.copy_(own.tokens)
+        batch.row_documents = own.row_documents
         if step not in self._done:
             self._done.append(step)
             self._save_steps(trainer)
