@@ -145,6 +145,9 @@ class PlainRunState(RunState, Callback):
             pl_module.log_dict(pl_module.logged_metrics())
 
     def save(self, module: Any, checkpoint: dict[str, Any]) -> None:
+        optimizer = module.optimizers(use_pl_optimizer=False)
+        if checkpoint.get("optimizer_states") and hasattr(optimizer, "gathered_state_dict"):  # of all ranks, as Muon's
+            checkpoint["optimizer_states"] = [optimizer.gathered_state_dict(lambda place, tensor: tensor)]
         consumed = self.cursor.end if self.cursor else 0
         checkpoint["lm"] = {"consumed": consumed, "mixture": module.trainer.datamodule.describe_mixture(),
                             **self._settings(module)}  # fmt: skip

@@ -348,6 +348,8 @@ def test_lightning_s_own_trainer_over_two_ranks(workplace):
     one, two = ([float(value) for _, *losses in logged(workplace, name) for value in losses if value]
                 for name in ("one", "two"))  # fmt: skip
     assert one == pytest.approx(two, rel=1e-4)
+    lm(workplace, "plain.py", "again", "saved-two/step=4.ckpt")  # which has what Muon keeps on the other rank
+    assert logged(workplace, "again") == logged(workplace, "two")
 
 
 def test_a_custom_command_line(workplace):
