@@ -244,13 +244,14 @@ class Tokenizer:
 
     def text_bytes(self, ids: np.ndarray) -> int:
         """Bytes of UTF-8 of the documents that ids (n,) stand for, decoded; an unknown token counts as one byte."""
-        documents = np.split(ids, np.flatnonzero(ids == self.eos_id) + 1)
+        unknown = self.vocabulary.get(self.unknown, -1)
+        kept = (ids != self.eos_id) & (ids != unknown)  # not all files call these special: names would be decoded
+        documents = np.split(ids[kept], np.cumsum(kept)[ids == self.eos_id])
         texts = self.backend.decode_batch([document.tolist() for document in documents])
         steps = self.description.get("normalizer") or {}
         if any(step.get("handle_chinese_chars") for step in (steps, *steps.get("normalizers", ()))):
             texts = [BESIDE_CHINESE.sub("", text) for text in texts]  # blanks that cut them out as words
-        unknown = 0 if self.unknown is None else int((ids == self.vocabulary.get(self.unknown, -1)).sum())
-        return sum(len(text.encode()) for text in texts) + unknown
+        return sum(len(text.encode()) for text in texts) + int((ids == unknown).sum())
 
     @cached_property
     def lossy(self) -> str | None:

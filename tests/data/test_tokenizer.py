@@ -3,6 +3,7 @@
 import json
 import random
 
+import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -175,6 +176,12 @@ def test_bytes_of_sentencepiece_tokens():
     backend.add_special_tokens(["<unk>", "</s>"])
     backend.add_tokens([AddedToken("<extra>", special=False)])
     assert Tokenizer(backend.to_str()).token_bytes().tolist() == [1, 0, 1, 1, 1, 3, 2, 0, 0, 7]
+
+
+def test_an_end_and_an_unknown_word_are_no_text_though_the_file_does_not_call_them_special():
+    tokenizer = Tokenizer(Backend(models.WordLevel({"<unk>": 0, "</s>": 1, "go": 2}, unk_token="<unk>")).to_str())
+    assert tokenizer.text_bytes(np.array([2, 1, 2, 2, 1])) == len("go") + len("go go")
+    assert tokenizer.text_bytes(np.array([2, 0, 1])) == len("go") + 1  # which counts as one byte
 
 
 @pytest.mark.parametrize("kind", ["wordpiece", "word_ends", "unigram"])
