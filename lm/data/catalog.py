@@ -150,10 +150,14 @@ def _from_manifest(
         raise RequestError(f"{place} lists {min(missing)!r}, which is missing; fetch it, or {anew}")
     if others := found.keys() - entries.keys():
         raise RequestError(f"shard {found[min(others)].file} is not in its manifest; move it away")
-    column = shards[0].column.name
-    if made != column:
-        raise RequestError(f"{place}: the token column is {made!r}, not {column!r}; set `column`")
+    column = shards[0].column
+    if made != column.name:
+        raise RequestError(f"{place}: the token column is {made!r}, not {column.name!r}; set `column`")
     _check_tokenizer(source, tokenizer, tokenizer_sha256)
+    if None not in (end := manifest.get("eos_id"), column.eos_id) and end != column.eos_id:
+        raise RequestError(f"{place}: documents end with token {end}, and those of the tokenizer in use with "
+                           f"{column.eos_id}: use the tokenizer in {folder}, or prepare the text again with the same "
+                           "--eos_token")  # fmt: skip
     complete = []
     for file, (size, counts, digest, padding) in entries.items():
         shard = replace(

@@ -119,6 +119,7 @@ def change_manifest(folder, change):
         (lambda manifest, shards: manifest.update(layout=2), "layout 2"),
         (lambda manifest, shards: manifest.update(column="ids"), "token column is 'ids'"),
         (lambda manifest, shards: manifest.update(tokenizer="cd" * 32), "another tokenizer"),
+        (lambda manifest, shards: manifest.update(eos_id=7), "documents end with token 7, and those .* in use with 0"),
         (lambda manifest, shards: shards[1].update(file="train/2.parquet"), "'train/2.parquet', which is missing"),
         (lambda manifest, shards: manifest["splits"]["train"].update(shards=shards[:1], tokens=50),
          "00001.parquet is not in its manifest"),
@@ -128,7 +129,7 @@ def test_a_folder_that_is_not_what_its_manifest_says_is_refused(tmp_path, change
     write_folder(tmp_path / "train", [50, 60])
     write_manifest(tmp_path)
     change_manifest(tmp_path, change)
-    refuses(message, tmp_path / "train", tokenizer_sha256="ab" * 32)
+    refuses(message, tmp_path / "train", tokenizer_sha256="ab" * 32, eos_id=0)
 
 
 def test_a_manifest_with_a_wrong_count_is_found_when_read(tmp_path):
