@@ -291,19 +291,23 @@ class DataModule(LightningDataModule):
         none = np.zeros(self.tokenizer.vocab_size)
         return torch.from_numpy(np.stack([sizes.get(source.name, none) for source in self.sources]))
 
-    def read_samples(self, first: int, count: int) -> tuple[np.ndarray, list[tuple[str, int]]]:
-        """Samples of the training stream, `(count, T + 1)`, and of each the file and the window of its block."""
+    def read_samples(self, first: int, count: int) -> tuple[Batch, list[tuple[str, int]]]:
+        """Samples of the training stream, and of each the file and the window of its block."""
         train, length = self._training_shards(), self.seq_len
         stride = train.stride(length)
         blocks, windows = self.order().locate(np.arange(first, first + count))
         rows = np.empty((count, length + 1), train.column.row_dtype)
+        mask = np.ones((count, length), bool)
         for block in np.unique(blocks).tolist():
-            tokens = train.read(block)
+            ids, targets = train.read_tokens(block)
             for index in np.flatnonzero(blocks == block).tolist():
                 start = int(windows[index]) * stride
-                rows[index] = tokens[start : start + length + 1]
+                rows[index] = ids[start : start + length + 1]
+                if targets is not None:
+                    mask[index] = targets[start + 1 : start + length + 1]
         places = zip(blocks.tolist(), windows.tolist(), strict=True)
-        return rows, [(train.file_of(block, window * stride), window) for block, window in places]
+        batch = Batch(torch.from_numpy(rows), mask=torch.from_numpy(mask))
+        return batch, [(train.file_of(block, window * stride), window) for block, window in places]
 
     def sources_of(self, first: int, count: int) -> list[str | None]:
         """The names of the sources of samples; None without a mixture."""

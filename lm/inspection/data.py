@@ -81,8 +81,8 @@ def read_step(run: Run, data: DataModule, step: int | None = None, limit: int | 
         rare = rare_tokens(data.shards["train"], data.tokenizer.vocab_size)
         rows = rare_rows(rare, data.seed, step, count, data.seq_len + 1)[:shown].tolist()
         return [Sample(first + index, None, None, row) for index, row in enumerate(rows)]
-    rows, places = data.read_samples(first, shown)
-    parts = zip(places, rows.tolist(), data.sources_of(first, shown), strict=True)
+    batch, places = data.read_samples(first, shown)
+    parts = zip(places, batch.tokens.tolist(), data.sources_of(first, shown), strict=True)
     return [Sample(first + i, *place, ids, source) for i, (place, ids, source) in enumerate(parts)]
 
 

@@ -50,11 +50,12 @@ class Sample:
     shard: str | None  # None: injected
     window: int | None
     tokens: list[int]  # T + 1 of them
-    losses: list[float]  # T of them, of tokens 1 to T
+    losses: list[float | None]  # T of them, of tokens 1 to T; None where that is no target
 
     @property
     def loss(self) -> float:
-        return sum(self.losses) / len(self.losses)
+        counted = [loss for loss in self.losses if loss is not None]
+        return sum(counted) / max(1, len(counted))
 
 
 @dataclass
@@ -144,6 +145,7 @@ def _worst_tokens(evidence: Evidence) -> list[list[str]]:
         (loss, sample, pieces, position)
         for sample, pieces in zip(evidence.samples, evidence.pieces)
         for position, loss in enumerate(sample.losses, start=1)
+        if loss is not None
     ]
     found.sort(key=lambda token: math.inf if math.isnan(token[0]) else token[0], reverse=True)
     return [

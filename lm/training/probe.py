@@ -25,16 +25,15 @@ from lm.training.step_stats import StepRecord
 from lm.training.trainer import Trainer
 
 
-def token_losses(module: Any, rows: np.ndarray, micro_batch: int) -> np.ndarray:
-    """The loss of every token of samples `(N, T + 1)`, `micro_batch` of them at once: `(N, T)` fp32, in nats."""
+def token_losses(module: Any, batch: Batch, micro_batch: int) -> np.ndarray:
+    """The loss of every target of a batch, `micro_batch` samples at once: `(N, T)` fp32, in nats; 0 where masked."""
     with _undisturbed(module), torch.no_grad():
-        parts = [_losses(module, rows[first : first + micro_batch]).per_token.float().cpu()
-                 for first in range(0, len(rows), micro_batch)]  # fmt: skip
+        parts = [_losses(module, part).per_token.float().cpu() for part in batch.split(micro_batch)]
     return torch.cat(parts).numpy()
 
 
-def norms(module: Any, rows: np.ndarray, gradients: bool = True) -> dict[str, Any]:
-    """Norms inside the network for one micro-batch, `(B, T + 1)`.
+def norms(module: Any, batch: Batch, gradients: bool = True) -> dict[str, Any]:
+    """Norms inside the network for one micro-batch.
 
     `activations` has `rms` and `max`, the largest absolute value, of the embedding's output, of the residual stream
     that leaves every block, and of what attention and MLP add to it. `gradients` has the L2 norm of each parameter's
@@ -44,7 +43,7 @@ def norms(module: Any, rows: np.ndarray, gradients: bool = True) -> dict[str, An
     hooks = _watch(module.decoder, seen)
     try:
         with _undisturbed(module), torch.set_grad_enabled(gradients):
-            losses = _losses(module, rows)
+            losses = _losses(module, batch)
             named = dict(module.decoder.named_parameters()) if gradients else {}
             # Of the sum and not of the mean: small gradients of a mean would be lost in fp16.
             found = torch.autograd.grad(losses.total, list(named.values()), allow_unused=True) if gradients else ()
@@ -55,13 +54,13 @@ def norms(module: Any, rows: np.ndarray, gradients: bool = True) -> dict[str, An
     activations = {name: {"rms": rms, "max": largest} for name, (rms, largest) in zip(seen, values, strict=True)}
     if not gradients:
         return {"activations": activations, "gradients": None}
-    tokens = losses.per_token.numel()
+    targets = max(1, batch.num_targets)
     sizes = torch.stack([torch.zeros((), device=module.device) if g is None else g.float().norm() for g in found])
-    return {"activations": activations, "gradients": dict(zip(named, (sizes / tokens).tolist(), strict=True))}
+    return {"activations": activations, "gradients": dict(zip(named, (sizes / targets).tolist(), strict=True))}
 
 
-def _losses(module: Any, rows: np.ndarray) -> Losses:
-    return module.losses(Batch(torch.from_numpy(np.ascontiguousarray(rows)).to(module.device)))
+def _losses(module: Any, batch: Batch) -> Losses:
+    return module.losses(batch.to(module.device))
 
 
 @contextmanager
@@ -114,21 +113,21 @@ def gather_evidence(
     Rank zero calls this; every rank does where the model is sharded.
     """
     size, world = trainer.datamodule.micro_batch_size, trainer.world_size
-    rows, places = _read(trainer, worst.step)  # (G, T + 1)
-    losses = token_losses(module, rows, size)  # (G, T)
-    means = np.nan_to_num(losses.mean(1), nan=np.inf)  # (G,), what is not a number above all
-    by_batch = means.reshape(-1, size, world).mean(1)  # (micro-batches, ranks): sample i belongs to rank i % ranks
+    batch, places = _read(trainer, worst.step)  # of G samples
+    losses, targets = token_losses(module, batch, size), batch.mask.numpy()  # (G, T)
+    sums, counts = np.nan_to_num(losses.sum(1), nan=np.inf), targets.sum(1)  # (G,), what is not a number above all
+    means, losses = sums / counts.clip(1), np.where(targets, losses, None)
+    total, number = (values.reshape(-1, size, world).sum(1) for values in (sums, counts))
+    by_batch = total / number.clip(1)  # (micro-batches, ranks): sample i belongs to rank i % ranks
     micro, rank = (int(i) for i in np.unravel_index(by_batch.argmax(), by_batch.shape))
-    batches = rows.reshape(-1, size, world, rows.shape[1])  # (micro-batches, B, ranks, T + 1)
     without = "the model is sharded over ranks" if is_sharded(module) else None
-    worst_norms, without = _norms(module, batches[micro, :, rank], without)
+    worst_norms, without = _norms(module, _part(batch, size, world, micro, rank), without)
     reference = None
     if ordinary is not None:
-        other_rows = _read(trainer, ordinary.step)[0].reshape(batches.shape)
-        other_norms, without = _norms(module, other_rows[0, :, 0], without)
+        other_norms, without = _norms(module, _part(_read(trainer, ordinary.step)[0], size, world), without)
         reference = {"what": _name(ordinary, 0, 0, world), **other_norms}
     samples = [
-        Sample(first_sample(trainer, worst.step) + i, places[i][0], places[i][1], rows[i].tolist(), losses[i].tolist())
+        Sample(first_sample(trainer, worst.step) + i, *places[i], batch.tokens[i].tolist(), losses[i].tolist())
         for i in np.argsort(-means, kind="stable").tolist()
     ]
     decode = trainer.datamodule.tokenizer.decode
@@ -158,24 +157,31 @@ def first_sample(trainer: Trainer, step: int) -> int:
     return trainer.run_state.cursor.end - steps_since * trainer.steps.global_batch
 
 
-def _read(trainer: Trainer, step: int) -> tuple[np.ndarray, Sequence[Place]]:
-    """The samples of a step, `(G, T + 1)`, and where they are from."""
+def _read(trainer: Trainer, step: int) -> tuple[Batch, Sequence[Place]]:
+    """The samples of a step, and where they are from."""
+    batch, places = trainer.datamodule.read_samples(first_sample(trainer, step), trainer.steps.global_batch)
     put = injected_rows(trainer, step)
-    if put is not None:
-        return put, [(None, None)] * len(put)
-    return trainer.datamodule.read_samples(first_sample(trainer, step), trainer.steps.global_batch)
+    if put is None:
+        return batch, places
+    return Batch(torch.from_numpy(put), mask=batch.mask), [(None, None)] * len(put)
+
+
+def _part(batch: Batch, size: int, world: int, micro: int = 0, rank: int = 0) -> Batch:
+    """A micro-batch of a step's samples."""
+    tokens, mask = (tensor.unflatten(0, (-1, size, world))[micro, :, rank] for tensor in (batch.tokens, batch.mask))
+    return Batch(tokens, mask=mask)
 
 
 def _name(step: StepRecord, micro: int, rank: int, world: int) -> str:
     return f"micro-batch {micro + 1} of step {step.step}" + (f" on rank {rank}" if world > 1 else "")
 
 
-def _norms(module: Any, rows: np.ndarray, without: str | None) -> tuple[dict[str, Any], str | None]:
+def _norms(module: Any, batch: Batch, without: str | None) -> tuple[dict[str, Any], str | None]:
     """The norms, and the reason if there are no gradients among them, such as no memory for them."""
     if without is None:
         try:
-            return norms(module, rows), None
+            return norms(module, batch), None
         except torch.OutOfMemoryError:
             without = "the device has no memory left for them"
         torch.cuda.empty_cache()
-    return norms(module, rows, gradients=False), without
+    return norms(module, batch, gradients=False), without

@@ -141,7 +141,7 @@ def test_a_mixture_has_the_documents_of_its_own_sources(tmp_path, monkeypatch):
     data.setup("fit")
     rows = np.concatenate([batch.tokens.numpy() for batch in islice(data.train_dataloader(), 200)])
     shown, places = data.read_samples(0, len(rows))
-    assert np.array_equal(rows, shown)
+    assert np.array_equal(rows, shown.tokens.numpy())
     for (file, _), source in zip(places, data.sources_of(0, len(rows)), strict=True):
         assert file.startswith(f"{source}/")
     assert data.order().epochs(len(rows)).min() > 1

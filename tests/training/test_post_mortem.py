@@ -91,9 +91,14 @@ def test_activations_of_a_fused_decoder_are_those_of_the_plain_one():
         torch.testing.assert_close(found[1][name], activation, msg=name)
 
 
-def test_numbers_are_those_of_the_step(workplace):
-    """Of a step of one micro-batch by weights that do not move: its loss, its gradient norm, its samples."""
-    _, run = fit(workplace, "still", **{
+@pytest.mark.parametrize("packing", ["stream", "whole"])
+def test_numbers_are_those_of_the_step(workplace, packing):
+    """Of a step of one micro-batch by weights that do not move: its loss, its gradient norm, its samples.
+
+    What fills up the rows of whole documents is no target.
+    """
+    _, run = fit(workplace, packing, **{
+        "data.packing": packing, "data.path": f"data-{packing}",
         "model.optimizer.lr": 1e-30, "model.decoder.dropout": 0.0, "data.micro_batch_size": 8,
         "guards.spike": "step > 4", "trainer.log_interval": 5, "trainer.max_steps": 5,
     })  # fmt: skip
@@ -101,10 +106,12 @@ def test_numbers_are_those_of_the_step(workplace):
     facts = json.loads((folder / "postmortem.json").read_text())
     step, loss, grad_norm, _ = max(facts["steps"], key=lambda each: each[1])
     assert facts["worst"] == step and [each[0] for each in facts["steps"]] == [1, 2, 3, 4, 5]
-    shown = json.loads(lm(workplace, "data", "show", "--run", "still", "--step", str(step), "--json").stdout)["samples"]
+    shown = json.loads(lm(workplace, "data", "show", "--run", packing, "--step", str(step), "--json").stdout)["samples"]
     told = json.loads((folder / "tokens.json").read_text())
     assert [entry["loss"] for entry in told] == sorted((entry["loss"] for entry in told), reverse=True)
-    assert sum(entry["loss"] for entry in told) / len(told) == pytest.approx(loss, rel=1e-5)
+    counted = [loss for entry in told for loss in entry["losses"][1:] if loss is not None]
+    assert sum(counted) / len(counted) == pytest.approx(loss, rel=1e-5)
+    assert (sum(len(entry["losses"]) - 1 for entry in told) > len(counted)) == (packing == "whole")
     by_sample = {entry["sample"]: entry for entry in told}
     for sample in shown:
         entry = by_sample[sample["sample"]]
