@@ -116,7 +116,7 @@ def gather_evidence(
     batch, places = _read(trainer, worst.step)  # of G samples
     losses, targets = token_losses(module, batch, size), batch.mask.numpy()  # (G, T)
     sums, counts = np.nan_to_num(losses.sum(1), nan=np.inf), targets.sum(1)  # (G,), what is not a number above all
-    means, losses = sums / counts.clip(1), np.where(targets, losses, None)
+    means = sums / counts.clip(1)
     total, number = (values.reshape(-1, size, world).sum(1) for values in (sums, counts))
     by_batch = total / number.clip(1)  # (micro-batches, ranks): sample i belongs to rank i % ranks
     micro, rank = (int(i) for i in np.unravel_index(by_batch.argmax(), by_batch.shape))
@@ -127,7 +127,13 @@ def gather_evidence(
         other_norms, without = _norms(module, _part(_read(trainer, ordinary.step)[0], size, world), without)
         reference = {"what": _name(ordinary, 0, 0, world), **other_norms}
     samples = [
-        Sample(first_sample(trainer, worst.step) + i, *places[i], batch.tokens[i].tolist(), losses[i].tolist())
+        Sample(
+            first_sample(trainer, worst.step) + i,
+            places[i][0],
+            places[i][1],
+            batch.tokens[i].tolist(),
+            [loss if target else None for loss, target in zip(losses[i].tolist(), targets[i].tolist(), strict=True)],
+        )  # fmt: skip
         for i in np.argsort(-means, kind="stable").tolist()
     ]
     decode = trainer.datamodule.tokenizer.decode
