@@ -244,7 +244,7 @@ class Tokenizer:
 
     def text_bytes(self, ids: np.ndarray) -> int:
         """Bytes of UTF-8 of the documents that ids (n,) stand for, decoded; an unknown token counts as one byte."""
-        unknown = self.vocabulary.get(self.unknown, -1)
+        unknown = -1 if self.unknown is None else self.vocabulary.get(self.unknown, -1)
         kept = (ids != self.eos_id) & (ids != unknown)  # not all files call these special: names would be decoded
         documents = np.split(ids[kept], np.cumsum(kept)[ids == self.eos_id])
         texts = self.backend.decode_batch([document.tolist() for document in documents])
