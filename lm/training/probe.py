@@ -105,9 +105,7 @@ WORST_SAMPLES = 8  # whose tokens are listed
 Place = tuple[str | None, int | None]  # shard and window; None: the sample was injected
 
 
-def gather_evidence(
-    trainer: Trainer, module: Any, worst: StepRecord, ordinary: StepRecord | None
-) -> Evidence:  # fmt: skip
+def gather_evidence(trainer: Trainer, module: Any, worst: StepRecord, ordinary: StepRecord | None) -> Evidence:
     """The samples and norms of the worst step, and the norms of an ordinary one before it to compare with.
 
     Rank zero calls this; every rank does where the model is sharded.
@@ -127,15 +125,10 @@ def gather_evidence(
         other_norms, without = _norms(module, _part(_read(trainer, ordinary.step)[0], size, world), without)
         reference = {"what": _name(ordinary, 0, 0, world), **other_norms}
     samples = [
-        Sample(
-            first_sample(trainer, worst.step) + i,
-            places[i][0],
-            places[i][1],
-            batch.tokens[i].tolist(),
-            [loss if target else None for loss, target in zip(losses[i].tolist(), targets[i].tolist(), strict=True)],
-        )  # fmt: skip
+        Sample(first_sample(trainer, worst.step) + i, *places[i], tokens=batch.tokens[i].tolist(),
+               losses=[loss if target else None for loss, target in zip(losses[i].tolist(), targets[i])])
         for i in np.argsort(-means, kind="stable").tolist()
-    ]
+    ]  # fmt: skip
     decode = trainer.datamodule.tokenizer.decode
     return Evidence(
         samples=samples,
