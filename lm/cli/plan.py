@@ -209,7 +209,6 @@ def _read_rate(config: Namespace, noted: list[Finding]) -> tuple[dict[str, Any],
     try:
         file = read_budget_file(budget)
         rate = nonnegative(file.get("rate_usd_per_hr")) or budget.rate_usd_per_hr or config.rate_usd_per_hr
-        budget.refuse_rate(rate, "--rate_usd_per_hr")
     except RequestError as error:
         noted.append(Finding("error", str(error), ""))
     return file, rate

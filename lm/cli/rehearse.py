@@ -149,7 +149,7 @@ def rehearse(config: Namespace, found: dict[str, Any]) -> dict[str, Any]:
         while not slow.events and not slow.ended:
             slow.line({"perf/tokens_per_second": guards.throughput.floor / 2})
         played.append((f"{format_count(guards.throughput.floor / 2)} tokens/s, half of the floor", slow))
-    if guards.budget.cap_usd or guards.budget.max_hours or guards.budget.max_rate_usd_per_hr:
+    if guards.budget.cap_usd or guards.budget.max_hours:
         played += _budget(run, guards.budget, file, meter)
     return {"seconds_per_step": seconds, "basis": basis,
             "rehearsal": [{"scenario": name, "events": one.events} for name, one in played]}  # fmt: skip
@@ -205,22 +205,20 @@ def _not_finite(run: InventedRun, count: int) -> InventedRun:
 def _budget(
     run_of: Callable[..., InventedRun], config: BudgetConfig, file: dict[str, Any], meter: Meter
 ) -> Iterator[Played]:  # fmt: skip
-    """Runs at the planned speed; below and above the budget; that spend all of it at once; at too high a rate."""
+    """Runs at the planned speed; below and above the budget; that spend all of it at once."""
     before, rate = meter.read(), meter.rate or RATE
     lefts = [(config.cap_usd - (before.usd or 0.0)) / rate] if config.cap_usd else []
     lefts += [config.max_hours - before.hours] if config.max_hours else []
-    left = 3600 * max(0.0, min(lefts)) if lefts else 0.0  # seconds
+    left = 3600 * max(0.0, min(lefts))  # seconds
     at = f"of what is left{f' at {format_figure(rate)} USD an hour' if config.cap_usd else ''}"
-    cases = [("the run at the planned speed", None, 0.0, rate)]
+    cases = [("the run at the planned speed", None, 0.0)]
     if left:
-        cases += [(f"a run that takes 95% {at}", 0.95, 0.0, rate), (f"a run that takes 150% {at}", 1.5, 0.0, rate),
-                  ("the machine stands still until all is spent", 0.95, 0.6 * left, rate)]  # fmt: skip
-    if file and config.max_rate_usd_per_hr:
-        cases.append(("the file raises the rate", 0.95 if left else None, 0.0, 1.1 * config.max_rate_usd_per_hr))
-    for name, part, stall, later_rate in cases:
+        cases += [(f"a run that takes 95% {at}", 0.95, 0.0), (f"a run that takes 150% {at}", 1.5, 0.0),
+                  ("the machine stands still until all is spent", 0.95, 0.6 * left)]  # fmt: skip
+    for name, part, stall in cases:
         run = run_of()
         run.seconds = run.seconds if part is None else part * left / run.max_steps
-        read_file = partial(_counted, file, run, rate, later_rate, before)
+        read_file = partial(_counted, file, run, rate, before)
         budget = Budget(config, clock=partial(getattr, run, "now"), read_file=read_file)
         spent = budget.begin(Cost(0.0, None), age=0.0)
         run.observers, run.cost = (budget,), budget.meter.read
@@ -232,11 +230,8 @@ def _budget(
         yield f"budget: {name}", run
 
 
-def _counted(
-    file: dict[str, Any], run: InventedRun, rate: float, later_rate: float, before: Cost
-) -> tuple[dict[str, Any] | None, None]:  # fmt: skip
+def _counted(file: dict[str, Any], run: InventedRun, rate: float, before: Cost) -> tuple[dict[str, Any] | None, None]:
     """What the program that keeps the file, if there is one, would have written by now; nothing is wrong with it."""
-    rate = later_rate if run.step > run.max_steps // 2 else rate
     hours, spent = run.now / 3600, before.usd or 0.0
     counted = {"spent_usd": spent + hours * rate, "rate_usd_per_hr": rate, "hours_elapsed": before.hours + hours,
                "projected_total_usd": spent + run.seconds * run.max_steps / 3600 * rate}  # fmt: skip

@@ -150,10 +150,7 @@ def read_budget_file(budget: BudgetConfig) -> dict[str, Any]:
             f"guards.budget.file {budget.file} {problem}, and without guards.budget.rate_usd_per_hr "
             "guards.budget.cap_usd cannot be counted: start the program that keeps the file, or give the rate"
         )
-    content = content or {}
-    rate = nonnegative(content.get("rate_usd_per_hr"))
-    budget.refuse_rate(rate, f"guards.budget.file {budget.file}: rate_usd_per_hr")
-    return content
+    return content or {}
 
 
 def _usd(number: float) -> str:
@@ -165,21 +162,18 @@ def _hours(number: float) -> str:
 
 
 class Verdict(NamedTuple):
-    kind: str  # "near", "projected", "rate" or "spent"
+    kind: str  # "near", "projected" or "spent"
     reason: str
 
 
-def judge(config: BudgetConfig, cost: Cost, projected: Cost | None, rate: float | None = None) -> Verdict | None:
-    """The worst that is true of a cost, its projection to the end of the run, and the machine's rate in US dollars an
-    hour; None where all is well."""
-    limit, end = config.max_rate_usd_per_hr, projected or Cost(-math.inf, None)
+def judge(config: BudgetConfig, cost: Cost, projected: Cost | None) -> Verdict | None:
+    """The worst that is true of a cost and its projection to the end of the run; None where all is well."""
+    end = projected or Cost(-math.inf, None)
     caps = [(config.cap_usd, _usd, cost.usd, end.usd), (config.max_hours, _hours, cost.hours, end.hours)]
     caps = [(cap, form, now, then) for cap, form, now, then in caps if None not in (cap, now)]
     for cap, form, now, _ in caps:
         if now >= cap:
             return Verdict("spent", f"{form(now)} of {form(cap)} are spent")
-    if rate is not None and limit is not None and rate > limit:
-        return Verdict("rate", f"an hour costs {_usd(rate)}, more than the {_usd(limit)} that it may")
     for cap, form, now, then in caps:
         if then is not None and then > cap:
             return Verdict("projected", f"the run will have taken {form(then)} of {form(cap)}; {form(now)} so far")
@@ -192,8 +186,8 @@ def judge(config: BudgetConfig, cost: Cost, projected: Cost | None, rate: float 
 class Budget(Observer):
     """Counts the cost of a run, and finds at log lines that it is near its cap, will be over it, or is spent.
 
-    Near the cap, that is a warning; a projection over it, or too high a rate, a checkpoint and the end; the cap spent,
-    the end without a checkpoint.
+    Near the cap, that is a warning; a projection over it, a checkpoint and the end; the cap spent, the end without a
+    checkpoint.
 
     The first steps are slow and say little. So a projection (see `StepTimeEstimator`) ends a run only once it is
     measured over `SETTLED_LINES` and is over the cap for the `PROJECTIONS`th time in a row. Before that, and where
@@ -244,12 +238,12 @@ class Budget(Observer):
         return Finding("budget", "stop", f"{verdict.reason}: {end}", save=verdict.kind != "spent")
 
     def _verdict(self, line: Line) -> Verdict | None:
-        cost, rate = self.meter.read(), self.meter.rate
+        cost = self.meter.read()
         settled = len(self.pace.steps) >= SETTLED_LINES
         end = self.projection(line.max_steps - line.step, line.validations_left) if settled else None
-        verdict = judge(self.config, cost, end, rate)
+        verdict = judge(self.config, cost, end)
         self._over = self._over + 1 if verdict and verdict.kind == "projected" else 0
-        verdict = judge(self.config, cost, None, rate) if 0 < self._over < PROJECTIONS else verdict
+        verdict = judge(self.config, cost, None) if 0 < self._over < PROJECTIONS else verdict
         return verdict if verdict and verdict.kind != "near" else self._exceeds_before_next_line(line, cost) or verdict
 
     def _exceeds_before_next_line(self, line: Line, cost: Cost) -> Verdict | None:

@@ -197,9 +197,8 @@ def of_ranks(trainer: TrainerConfig, devices: int) -> Iterator[Finding]:
         yield error(f"trainer.strategy hsdp shards a model within each of several nodes, and with {where} it would be "
                     f"{other}", f"give --trainer.strategy {other}")  # fmt: skip
     kind = "ddp" if strategy in ("auto", "ddp") else "fsdp2"
-    of = {"bucket_mb": "ddp", "reshard": "fsdp2", "prefetch": "fsdp2"}
     for name, value in vars(options).items():
-        needs, alone = of.get(name, "several devices"), devices == 1
+        needs, alone = "fsdp2" if name == "reshard" else "several devices", devices == 1
         fits = needs in (kind, "several devices")
         if value is not None and (not fits or alone and not restarts):
             yield error(f"trainer.distributed.{name} is for {needs}, and this training is on "

@@ -15,7 +15,7 @@ from lm.data.config import DataConfig
 from lm.errors import RequestError, require, require_at_least
 from lm.model.config import ActivationCheckpointing, Attention, Compile, DecoderConfig
 from lm.runs.history import refuse_wrong_ranges
-from lm.system.units import Count, format_figure
+from lm.system.units import Count
 from lm.training.alerts import AlertEvaluator
 from lm.training.builtin_optimizers import OptimizerName
 
@@ -217,23 +217,16 @@ class DistributedConfig:
     Args:
         reduce_dtype: Precision in which gradients are added up over the ranks: `bf16` halves what is sent and rounds;
             `fp32` if not given.
-        bucket_mb: DDP: megabytes of gradients that are sent together; 25 if not given.
         reshard: FSDP2: whether a block's whole weights are freed between its forward and its backward pass; true if
             not given. False sends a third less and takes the memory of a whole model in the gathered precision.
-        prefetch: FSDP2: blocks whose weights are gathered ahead of the one that is computed; 1 if not given.
     """
 
     reduce_dtype: Literal["fp32", "bf16"] | None = None
-    bucket_mb: int | None = None
     reshard: bool | None = None
-    prefetch: int | None = None
 
     def gathered_blocks(self, blocks: int) -> int:
-        """FSDP2: how many of the blocks have their whole weights on a device at once."""
-        return blocks if self.reshard is False else min(blocks, 1 + (self.prefetch or 1))
-
-    def __post_init__(self) -> None:
-        require_at_least(1, "trainer.distributed.", bucket_mb=self.bucket_mb, prefetch=self.prefetch)
+        """FSDP2: how many of the blocks have their whole weights on a device at once: one is gathered ahead."""
+        return blocks if self.reshard is False else min(blocks, 2)
 
 
 @dataclass
@@ -269,7 +262,7 @@ class TrainerConfig:
             table of devices if not given.
         strategy: Over several devices: `ddp` has a whole model on each, `fsdp2` a shard, and with `hsdp` the devices of
             a node share a model. `auto` is `ddp`.
-        distributed: What devices exchange: reduce_dtype, bucket_mb, reshard, prefetch.
+        distributed: What devices exchange: reduce_dtype, reshard.
         rank_timeout: Seconds that ranks wait for one another before the run ends; longer than anything that one of
             them does alone, such as an evaluation.
         deterministic: Refuse operations whose result may differ from run to run.
@@ -335,7 +328,6 @@ class BudgetConfig:
     Args:
         cap_usd: US dollars that the run may cost over all its sessions.
         rate_usd_per_hr: What the machine costs, in US dollars an hour.
-        max_rate_usd_per_hr: The most that an hour may cost; a run whose file says more ends with a checkpoint.
         max_hours: Hours that the run may take over all its sessions.
         file: A `budget.json` that another program keeps. Its figures count, and where it has none this run's own clock.
         warn_at: Part of the cap, or of the hours, at which a warning is due.
@@ -344,32 +336,21 @@ class BudgetConfig:
 
     cap_usd: float | None = None
     rate_usd_per_hr: float | None = None
-    max_rate_usd_per_hr: float | None = None
     max_hours: float | None = None
     file: str | None = None
     warn_at: float = 0.8
     dry_run: bool = False
 
     def __post_init__(self) -> None:
-        for name in ("cap_usd", "rate_usd_per_hr", "max_rate_usd_per_hr", "max_hours"):
+        for name in ("cap_usd", "rate_usd_per_hr", "max_hours"):
             value = getattr(self, name)
             require(value is None or 0 < value < math.inf, f"guards.budget.{name} {value} must be more than 0")
         require(0 < self.warn_at <= 1,
                 f"guards.budget.warn_at {self.warn_at} is a part of the cap: more than 0, at most 1")  # fmt: skip
-        for name in ("cap_usd", "max_rate_usd_per_hr"):
-            require(getattr(self, name) is None or self.rate_usd_per_hr is not None or self.file is not None,
-                    f"guards.budget.{name} needs guards.budget.rate_usd_per_hr, or a guards.budget.file")  # fmt: skip
-        self.refuse_rate(self.rate_usd_per_hr, "guards.budget.rate_usd_per_hr")
+        require(self.cap_usd is None or self.rate_usd_per_hr is not None or self.file is not None,
+                "guards.budget.cap_usd needs guards.budget.rate_usd_per_hr, or a guards.budget.file")  # fmt: skip
         require(not self.dry_run or self.cap_usd is not None or self.max_hours is not None,
                 "guards.budget.dry_run needs guards.budget.cap_usd or guards.budget.max_hours")  # fmt: skip
-
-    def refuse_rate(self, rate: float | None, name: str) -> None:
-        """Refuse a rate in US dollars an hour, by the name of where it stands."""
-        if rate is not None and self.max_rate_usd_per_hr is not None and rate > self.max_rate_usd_per_hr:
-            raise RequestError(
-                f"{name} {format_figure(rate)} is more than guards.budget.max_rate_usd_per_hr "
-                f"{format_figure(self.max_rate_usd_per_hr)}: take a cheaper machine, or raise the limit"
-            )
 
     @property
     def wanted(self) -> bool:

@@ -59,10 +59,7 @@ class ReplicatedStrategy(RanksTogether, DDPStrategy):
 
     def __init__(self, rank_timeout: float, options: DistributedConfig) -> None:
         # Nothing in the model is a buffer that ranks could disagree on, and the gradients need no second copy.
-        super().__init__(
-            broadcast_buffers=False, gradient_as_bucket_view=True, timeout=START_TIMEOUT,
-            bucket_cap_mb=options.bucket_mb or 25,
-        )  # fmt: skip
+        super().__init__(broadcast_buffers=False, gradient_as_bucket_view=True, timeout=START_TIMEOUT)
         self.rank_timeout = rank_timeout
         self.options = options
 
@@ -119,16 +116,9 @@ class FullyShardedStrategy(RanksTogether, ModelParallelStrategy):
                 if hasattr(part, "reset_parameters"):
                     deepcopy(part).to_empty(device=self.root_device).reset_parameters()
         settings: Any = dict(mesh=mesh, mp_policy=self._mixed_precision(), reshard_after_forward=self.options.reshard)
-        layers = list(getattr(decoder, "layers", ()))  # a custom model may have none
-        for layer in layers:
+        for layer in getattr(decoder, "layers", ()):  # a custom model may have none
             fully_shard(layer, **settings)
         fully_shard(decoder, **{**settings, "reshard_after_forward": False})  # its backward pass comes at once
-        if self.options.prefetch is not None:
-            for index, layer in enumerate(layers):
-                after = layers[index + 1 : index + 1 + self.options.prefetch]
-                before = layers[max(0, index - self.options.prefetch) : index][::-1]
-                layer.set_modules_to_forward_prefetch(after)
-                layer.set_modules_to_backward_prefetch(before)
         if on_meta:
             decoder.to_empty(device=self.root_device)
             initialize(decoder, _whole_weights(decoder))

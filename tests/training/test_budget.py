@@ -85,8 +85,7 @@ def test_hours_that_will_not_suffice():
         ({"cap_usd": 1, "rate_usd_per_hr": 0}, "rate_usd_per_hr"), ({"max_hours": math.nan}, "max_hours"),
         ({"cap_usd": math.inf, "file": "x"}, "cap_usd"), ({"max_hours": 1, "warn_at": 1.5}, "warn_at"),
         ({"max_hours": 1, "warn_at": 0}, "warn_at"), ({"dry_run": True}, "dry_run"),
-        ({"dry_run": True, "rate_usd_per_hr": 3}, "dry_run"), ({"max_rate_usd_per_hr": 3}, "rate_usd_per_hr"),
-        ({"rate_usd_per_hr": 5, "max_rate_usd_per_hr": 3}, "5.00 is more than guards.budget.max_rate_usd_per_hr 3.00"),
+        ({"dry_run": True, "rate_usd_per_hr": 3}, "dry_run"),
     ],
 )  # fmt: skip
 def test_an_inconsistent_budget_is_refused(wrong, word):
@@ -332,30 +331,25 @@ def test_a_sidecar_counts_and_the_own_clock_takes_over_where_it_ends(tmp_path, m
     assert [act[:3] for act in simulation.acts] == [(810, "stop", False)]
 
 
-@pytest.mark.parametrize(("news", "step", "words"), [
-    ({"rate_usd_per_hr": 4}, 210, "an hour costs $4.00, more than the $2.50"),
-    ({"projected_total_usd": 99}, 230, "$99.00"),  # three log lines in a row
-])  # fmt: skip
-def test_what_the_file_says_later_ends_the_run_with_a_checkpoint(tmp_path, monkeypatch, news, step, words):
+def test_what_the_file_says_later_ends_the_run_with_a_checkpoint(tmp_path, monkeypatch):
     (tmp_path / "run").mkdir()
     path = tmp_path / "sidecar.json"
     sidecar = {"spent_usd": 3, "rate_usd_per_hr": 2, "last_update_utc": stamp(60)}
     path.write_text(json.dumps(sidecar))
-    config = BudgetConfig(cap_usd=50, max_rate_usd_per_hr=2.5, file=str(path))
+    config = BudgetConfig(cap_usd=50, file=str(path))
     simulation = Simulation(tmp_path / "run", monkeypatch, config)
     simulation.lines(20, 1)
     assert simulation.acts == []
-    path.write_text(json.dumps({**sidecar, "last_update_utc": stamp(), **news}))
+    path.write_text(json.dumps({**sidecar, "last_update_utc": stamp(), "projected_total_usd": 99}))
     simulation.lines(20, 1)
-    assert [act[:3] for act in simulation.acts] == [(step, "stop", True)] and words in simulation.acts[0][3]
+    [(step, action, saves, words, *_)] = simulation.acts
+    assert (step, action, saves) == (230, "stop", True) and "$99.00" in words  # three log lines in a row
 
 
 @pytest.mark.parametrize(("content", "budget", "words"), [
     (None, {"cap_usd": 5}, "cannot be read (No such file or directory)"),
     ({"spent_usd": 1}, {"cap_usd": 5}, "is not whole"),
     ({"spent_usd": 1, "last_update_utc": "2001-01-01T00:00:00Z"}, {"cap_usd": 5}, "more than 10 minutes ago"),
-    ({"spent_usd": 1, "last_update_utc": "NOW", "rate_usd_per_hr": 4}, {"max_rate_usd_per_hr": 3},
-     "rate_usd_per_hr 4.00 is more than guards.budget.max_rate_usd_per_hr 3.00"),
 ])  # fmt: skip
 def test_a_cap_that_cannot_be_counted_is_refused_by_a_fit_before_it_writes_and_by_plan(
     tmp_path, monkeypatch, capsys, content, budget, words

@@ -54,7 +54,6 @@ ONE, TWO, GRAPHS = Known(1, H200), Known(2), {"cuda_graphs": True}
     # several devices
     ((with_options("auto", reduce_dtype="bf16"), {}, {}, Known(1)), "reduce_dtype is for several devices, and this"),
     ((with_options("ddp", reshard=False), {}, {}, TWO), "distributed.reshard is for fsdp2, and this"),
-    ((with_options("fsdp2", bucket_mb=50), {}, {}, TWO), "distributed.bucket_mb is for ddp, and this training"),
     ((with_options("ddp", reduce_dtype="bf16") | {"precision": "bf16-true"}, {}, {}, TWO), "has them in bf16"),
     ((with_options("ddp", reduce_dtype="bf16") | {"precision": "16-mixed"}, {}, {}, TWO), "need fp16's digits"),
     (({"strategy": "hsdp"}, {}, {}, TWO), "with one node it would be fsdp2: give --trainer.strategy fsdp2"),
@@ -91,15 +90,12 @@ def test_options_that_do_not_go_together(monkeypatch, given, words):
 def test_options_that_go_together_are_left_alone(monkeypatch):
     monkeypatch.setenv("MASTER_ADDR", "here")
     assert found(known=Known(1, CPU, here=True)) == []
-    assert found(with_options("ddp", bucket_mb=50, reduce_dtype="bf16"), known=Known(2, H200)) == []
-    assert found(with_options("hsdp", reshard=False, prefetch=2) | {"num_nodes": 2}, known=Known(4, H200)) == []
+    assert found(with_options("ddp", reduce_dtype="bf16"), known=Known(2, H200)) == []
+    assert found(with_options("hsdp", reshard=False) | {"num_nodes": 2}, known=Known(4, H200)) == []
     assert found(FP8, data={"micro_batch_size": 2}, known=ONE) == []
     assert found(FP8 | {"fp8_keep": ["*.down_proj"]}, NARROW, known=ONE) == []
     custom = shape(tie_word_embeddings=True) | {"optimizer": OUTPUT}
     assert found(model=custom, custom=True) == []  # which may have such a matrix
-    for name in ("bucket_mb", "prefetch"):
-        with pytest.raises(RequestError, match=f"trainer.distributed.{name} 0 must be at least 1"):
-            DistributedConfig(**{name: 0})
 
 
 def test_what_does_not_fit_the_data():

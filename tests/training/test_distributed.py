@@ -338,7 +338,7 @@ def test_shards_exchange_what_the_options_say(tmp_path, world, replicas, precisi
 def test_replicas_that_add_gradients_in_bf16_train_as_one_process(workplace, alone):
     """As far as bf16 goes; norms of fp32's closeness would mean that nothing was rounded."""
     _, run = train(workplace, "bf16-sums", "ddp-whole",
-                   **{"trainer.distributed": {"reduce_dtype": "bf16", "bucket_mb": 1}})  # fmt: skip
+                   **{"trainer.distributed": {"reduce_dtype": "bf16"}})  # fmt: skip
     rounded, whole = (curves(each, ["train/loss", "optim/grad_norm"]) for each in (run, alone["adamw"][0]))
     assert rounded == pytest.approx(whole, rel=1e-2) and rounded != pytest.approx(whole, rel=TOLERANCE)
 

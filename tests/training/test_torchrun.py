@@ -61,9 +61,9 @@ def test_options_for_many_ranks_stay_when_torchrun_has_one_machine_left(torchrun
         trainer = TrainerConfig(strategy=strategy, distributed=DistributedConfig(**options))
         return list(checks.of_ranks(trainer, devices))
 
-    checks.refuse([*found("hsdp", 2, reshard=False), *found("fsdp2", 1, prefetch=2, reduce_dtype="bf16")])
-    with pytest.raises(RequestError, match="bucket_mb is for ddp"):
-        checks.refuse(found("fsdp2", 1, bucket_mb=5))
+    checks.refuse([*found("hsdp", 2, reshard=False), *found("fsdp2", 1, reduce_dtype="bf16")])
+    with pytest.raises(RequestError, match="reshard is for fsdp2"):
+        checks.refuse(found("ddp", 1, reshard=False))
 
 
 @pytest.fixture
