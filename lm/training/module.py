@@ -201,7 +201,7 @@ class LanguageModule(LightningModule):
         return build_optimizer(self.decoder, self.options.optimizer, stacked)
 
     def logged_metrics(self) -> dict[str, float]:
-        """For `callbacks/logging`: metrics of the steps since the last call. On every rank; waits for the device."""
+        """Metrics of the steps since the last call, for `callbacks/logging`, on every rank; waits for the device."""
         data, state = self.trainer.datamodule, self.run_state
         metrics = state.stats.metrics(data.source_names)
         fraction = lr_fraction(self.global_step - 1, state.steps.max_steps, self.options.schedule)
