@@ -64,8 +64,8 @@ def build(
         on_made: called with the model, before anything is compiled or sharded; its weights may still be on the meta
             device.
         agree: takes the attention kernels chosen on this rank and returns those that all ranks use.
-        shard: divides the weights over ranks, in place; None: no sharding. A `Decoder` is then made on the meta device,
-            and `shard` must also initialize its weights.
+        shard: divides the weights over ranks, in place, and initializes those of a `Decoder`, which is made on the meta
+            device in this case; None: no sharding.
     """
     with torch.device("meta") if shard is not None and make is Decoder else nullcontext():
         decoder = attach_config(make(config), config)

@@ -279,7 +279,7 @@ def document_ids_from(input_ids: Tensor, eos_id: int) -> Tensor:
 def initialize(model: Decoder, weights: Iterable[tuple[str, Tensor]] | None = None) -> None:
     """Initialize every weight with torch's global random generator.
 
-    `weights`: names and tensors to fill instead of `named_parameters`, in its order, for a decoder on the meta device.
+    `weights`: names and tensors to fill instead of `named_parameters`, in its order, such as of a sharded decoder.
 
     | weights                              | initial values                                                      |
     |--------------------------------------|---------------------------------------------------------------------|
