@@ -60,8 +60,8 @@ WARMUP = 3  # micro-batches that run as usual first, so that every kernel is loa
 class GraphedMicroBatch:
     """The forward and backward pass of a micro-batch as one CUDA graph: one launch instead of thousands.
 
-    The first calls run eagerly, then one is captured, and later calls replay it. The first call with new constants runs
-    eagerly too, since it may compile, which is not possible in a capture. Gradients accumulate in buffers at fixed
+    The first calls run without a graph, then one is captured, and later calls replay it. The first call with new
+    constants runs without one too: it may compile, which a capture must not. Gradients accumulate in buffers at fixed
     addresses: clear them with `zero_grad(set_to_none=False)`. The optimizer stays outside, and so do
     accumulation, clipping and the schedule. Without `capture` every call runs as usual.
 

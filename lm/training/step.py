@@ -18,7 +18,7 @@ from lm.kernels.torch_private import foreach_mul_, foreach_norm
 
 
 class StepResult(NamedTuple):
-    """Results of one step: tensors on the device, returned without a device synchronization."""
+    """Results of one step: tensors on the device, for which the host has not waited."""
 
     loss: Tensor  # () mean over the unmasked targets of all ranks, in nats
     loss_sum: Tensor  # () sum of the losses of these targets
@@ -41,7 +41,7 @@ def optimizer_step(
     no_sync: Callable[[], AbstractContextManager] = nullcontext,
     loss_scale: Callable[[], Tensor] | None = None,
 ) -> StepResult:
-    """Accumulate the gradients of micro-batches, clip them and update the weights; the caller clears the gradients.
+    """Accumulate, average and clip the gradients, and update the weights; the caller clears the gradients.
 
     Args:
         batch: rows `(B, T + 1)` of this rank, a whole number of micro-batches.
