@@ -161,7 +161,7 @@ def config_text(parser: ArgumentParser, config: Namespace) -> str:
 
 
 def fall_back_to_available_hardware(config: Namespace) -> None:
-    """Evaluate a run of another machine with what this one has in place of kernels and FP8 that it lacks; logs it."""
+    """Replace kernels and FP8 that this machine lacks, to evaluate a run of another machine; logs what it changes."""
     model = config.model
     cuda = config.trainer.accelerator in ("auto", "gpu", "cuda") and torch.cuda.is_available()
     device = torch.device("cuda" if cuda else "cpu")
@@ -210,7 +210,7 @@ class TrainingCLI(LightningCLI):
         )
 
     def subcommands(self) -> dict[str, set[str]]:
-        """The one that was typed alone: a parser takes a tenth of a second to make."""
+        """Only the subcommand that was typed: making a parser takes a tenth of a second."""
         return {self.typed: LightningCLI.subcommands()[self.typed]}
 
     def init_parser(self, **kwargs: Any) -> LightningArgumentParser:

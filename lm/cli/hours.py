@@ -66,7 +66,7 @@ def with_length(arguments: list[str]) -> list[str]:
 
 
 def options_of_length(config: Namespace, steps: int) -> dict[str, int]:
-    """What makes a run so long, with a warm-up of a tenth of it at most, as `lm scale` has it."""
+    """The options of a run of `steps` optimizer steps, with a warm-up of at most a tenth of it, as in `lm scale`."""
     options = {"trainer.max_steps": steps}
     if config.model.schedule.warmup_steps > steps / 10:
         options["model.schedule.warmup_steps"] = steps // 10

@@ -225,7 +225,7 @@ def write_random_data(folder: Path, vocab_size: int, data: Namespace) -> None:
 
 
 def now(device: torch.device) -> float:
-    """Seconds of a clock, once the device has done what it was given."""
+    """Wait until the device has finished its work, and return the seconds of a clock."""
     if device.type != "cpu":
         torch.accelerator.synchronize(device)
     return time.perf_counter()

@@ -269,8 +269,8 @@ def refuse_unknown_options(command: str, arguments: list[str]) -> None:
 
 
 def replace_settings(arguments: list[str]) -> list[str]:
-    """A command line with the options of the config that a typed one replaces, such as all other data than its
-    `data.path`, as null, unless they are typed too.
+    """Add options to a command line that set what a typed option replaces in the config to null, unless it is typed
+    too: `data.path` replaces all other data, for example.
     """
     values = {name: value for name, value in zip(arguments, [*arguments[1:], ""]) if name.startswith("--")}
     values |= {name: value for name, equals, value in (one.partition("=") for one in arguments) if equals}
@@ -281,7 +281,7 @@ def replace_settings(arguments: list[str]) -> list[str]:
 
 
 def split_overrides(arguments: list[str]) -> tuple[list[str], list[str]]:
-    """A command line as what is the command's own, and the options of a training among it, with their values."""
+    """Split a command line into the command's own arguments and the options of a training, with their values."""
     of_a_training = {option.name for option in training_options("fit")} - {option.name for option in (*FIT, HOURS)}
     own: list[str] = []
     overrides: list[str] = []

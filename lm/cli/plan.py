@@ -239,9 +239,9 @@ class PlanChecks(Callback):
             self.refuse(trainer, pl_module, trainer.datamodule, opened=True)
 
     def refuse(self, trainer: Trainer, module: LanguageModule, data: DataModule, opened: bool) -> None:
-        """Refuse what has an error; with several ranks, rank zero decides and reports, once they can exchange it.
+        """Refuse a config with an error; with several ranks, rank zero decides and reports, once they can communicate.
 
-        Where the data is not `opened`, it is still to be made, and the ranks have not found one another.
+        If the data is not `opened`, it is still to be prepared, and the ranks cannot communicate yet.
         """
         ranks = {"num_nodes": trainer.num_nodes, "devices": trainer.world_size // trainer.num_nodes}
         config = Namespace(

@@ -244,9 +244,9 @@ def recipe(
     decoder: DecoderConfig, *, tokens_per_parameter: float | None = None, flops: float | None = None,
     steps: int | None = None, optimizer: OptimizerName = "muon", batch: int | None = None,
 ) -> Recipe:  # fmt: skip
-    """The recipe of a decoder for a horizon, which is given in one of three ways, and a batch of so many samples.
+    """The recipe of a decoder for a horizon, which is given in one of three units, and a batch of `batch` samples.
 
-    They are tokens for each parameter outside the embedding, floating-point operations of the run, optimizer steps.
+    The units: tokens for each parameter outside the embedding, floating-point operations of the run, optimizer steps.
     """
     step, seq_len = Recipe(decoder, 1, 1, optimizer), decoder.max_position_embeddings  # a step of one sample
     if steps is not None:

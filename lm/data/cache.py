@@ -58,8 +58,8 @@ class BlockCache:
     def reserve(self, key: str, seconds: float) -> Iterator[None]:
         """Be the only one, of all threads and processes, that fetches a block.
 
-        The end of a process lets go of what it held. After `seconds`, or where the folder cannot be written to, the
-        block is fetched all the same: by two is better than by none.
+        A lock ends with the process that holds it. After `seconds`, or if the folder is not writable, the block is
+        fetched without the lock: fetching it twice is better than not at all.
         """
         lock = FileLock(self.folder / f"{key}.lock")
         with ExitStack() as held:

@@ -73,12 +73,12 @@ class DataModule(LightningDataModule):
         self, *, seed: int | None = None, seq_len: int | None = None, global_batch: int | None = None,
         consumed: int | None = None,
     ) -> None:  # fmt: skip
-        """Set what decides which samples the next step has; what is not given stays as it is."""
+        """Set the values that decide which samples the next step has; None leaves a value as it is."""
         given = {"seed": seed, "seq_len": seq_len, "global_batch": global_batch, "consumed": consumed}
         vars(self).update({name: value for name, value in given.items() if value is not None})
 
     def prepare_data(self) -> None:
-        """Make `path` when it is not there; on one rank of a node, before `setup`."""
+        """Prepare the data at `path` if it does not exist; called on one rank per node, before `setup`."""
         options = self.options.prepare
         for source in self.sources:
             path = source.path and Path(source.path)
@@ -225,7 +225,7 @@ class DataModule(LightningDataModule):
 
     @property
     def source_names(self) -> list[str]:
-        """Of a mixture; none without one."""
+        """The names of a mixture's sources; empty without a mixture."""
         return [source.name for source in self.sources] if self.mixed else []
 
     @property
@@ -267,17 +267,17 @@ class DataModule(LightningDataModule):
         return Mixture(orders, self._phases) if self.mixed else orders[0]
 
     def _training_shards(self) -> Shards:
-        """Those of the blocks that `order` names."""
+        """The shards whose blocks `order` refers to."""
         train = self.shards["train"]
         return ReshuffledShards(train, self.seed, self.tokenizer.eos_id) if self.options.reshuffle else train
 
     def _lanes(self, shards: Shards) -> int:
-        """Of one source, whatever other sources there are."""
+        """The number of lanes for the shards of one source, independent of the other sources."""
         parts = SHARED_BY if self.mixed else 1
         return lanes_for(shards.largest.tokens, self.options.shuffle_buffer // parts)
 
     def shares(self, samples: int) -> np.ndarray:
-        """Which part of the first samples of a mixture is of each source: (sources,) fp64, of a sum of 1."""
+        """Fractions of the first `samples` samples of a mixture by source: (sources,) fp64, with a sum of 1."""
         return counts_of(self._phases, samples) / samples
 
     @property
@@ -317,7 +317,7 @@ class DataModule(LightningDataModule):
         return [self.source_names[source] for source in sources]
 
     def train_dataloader(self) -> Stream:
-        """This rank's part of one optimizer step after another, without end, from the first sample not trained on."""
+        """Endless batches, each this rank's part of an optimizer step, from the first sample not trained on yet."""
         if "train" not in self.shards:  # there is no Trainer, which calls `setup`
             self.setup("fit")
         buffer = self.options.shuffle_buffer
@@ -346,7 +346,7 @@ class DataModule(LightningDataModule):
         return text_batches(texts, self.tokenizer, self.seq_len, self.micro_batch_size, self.predicted)
 
     def transfer_batch_to_device(self, batch: Batch, device: torch.device, dataloader_idx: int) -> Batch:
-        """In one copy, through page-locked memory, so that it does not make the device wait."""
+        """Copy a batch asynchronously, from page-locked memory to a CUDA device."""
         if device.type != "cuda":
             return batch.to(device)
         return batch.pin_memory().to(device, non_blocking=True)

@@ -69,7 +69,7 @@ class Batch:
         self.cursor = cursor  # None outside of training
         self.mask = mask  # (B, T) bool, False where a target does not count; None when all of them count
         self.bad = bad  # for every row that could not be read, what is wrong with its shard
-        self._counted = counted  # values of the mask that are True, where that is known
+        self._counted = counted  # number of True values of the mask, if known
         self.row_documents = row_documents  # how many each row's inputs hold at most; None: not counted
         self.sources = sources  # (B,) int64, of each row in a mixture, from 0; None: there is one source
 
@@ -107,7 +107,7 @@ class Batch:
 
     @property
     def max_documents(self) -> int | None:
-        """There are no more documents than this in all rows: a power of two, so that few values occur."""
+        """Upper bound on the documents in all rows: a power of two, so that few values occur."""
         return None if self.row_documents is None else 1 << (sum(self.row_documents) - 1).bit_length()
 
     def to(self, device: torch.device | str, non_blocking: bool = False) -> "Batch":
@@ -125,7 +125,7 @@ class Batch:
 
 def _to_int64(tokens: Tensor) -> Tensor:
     """An int64 copy of uint16 or int32 tokens, on their device."""
-    if tokens.dtype == torch.uint16:  # few CUDA kernels know uint16: read the bits as int16 and drop the sign's copies
+    if tokens.dtype == torch.uint16:  # few CUDA kernels take uint16: view as int16, clear the extended sign bit
         return tokens.view(torch.int16).to(torch.int64).bitwise_and_(0xFFFF)
     return tokens.to(torch.int64, copy=True)
 
@@ -145,7 +145,7 @@ class Request(NamedTuple):
 class Reading(NamedTuple):
     """What to do when a block cannot be read.
 
-    `skip` leaves the targets of a damaged one out of the loss. Every sample keeps its place in the order, so nothing
+    `skip` leaves the targets of a damaged block out of the loss. Every sample keeps its place in the order, so nothing
     else changes.
     """
 
@@ -195,7 +195,7 @@ class Stream(IterableDataset):
 
 
 class Windows(IterableDataset):
-    """The first windows in the order in which they are stored, once, for evaluation.
+    """One pass over the first `limit` windows, or all, in their stored order, for evaluation.
 
     Each window is counted by exactly one rank. All ranks yield the same number of batches, since sharded models run
     in lockstep: missing rows are padding, whose mask is False. A rank takes one run of consecutive windows
@@ -257,7 +257,7 @@ class Assembler:
         self.ahead = min(SAMPLES_AHEAD, max(1, BLOCKS_AHEAD * BLOCK_TOKENS // seq_len))
 
     def batches(self) -> Iterator[Batch]:
-        """One of each request; DataError names the file of a block that cannot be read."""
+        """Yield a batch for each request; DataError names the file of a block that cannot be read."""
         try:
             self.look_ahead()
             while self.waiting:
@@ -284,7 +284,7 @@ class Assembler:
                 return
 
     def fill(self, request: Request, blocks: list[int], windows: list[int]) -> Batch:
-        """The batch of a request, whose samples are these windows of these blocks."""
+        """Make the batch of a request; sample i is window `windows[i]` of block `blocks[i]`."""
         buffer, length = self.buffer, self.seq_len
         rows = np.empty((len(blocks) + request.padding, length + 1), self.shards.column.row_dtype)  # (B, T + 1)
         rows[len(blocks) :] = 0

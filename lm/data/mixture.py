@@ -62,7 +62,7 @@ def shares_of(weights: Sequence[float]) -> tuple[int, ...]:
 
 @lru_cache(maxsize=16)
 def turns(shares: tuple[int, ...]) -> tuple[np.ndarray, np.ndarray]:
-    """Whose turn each sample of a period is, and how often that source came before in it: two (period,) arrays.
+    """The source of each sample of a period, and how often it occurred before in the period: two (period,) arrays.
 
     Source k's turn `j` lies in the samples from floor(j P / s_k) to ceil((j + 1) P / s_k) of a period P, where the
     turn with the earliest end goes first. All turns fit (Baruah et al., 1996, "Proportionate progress", Algorithmica
@@ -93,10 +93,10 @@ def counts_of(phases: Sequence[Phase], samples: int) -> np.ndarray:
 
 
 def continued_mixture(before: Mapping[str, Any], after: Mapping[str, Any], tokens: int) -> dict[str, Any]:
-    """`sources` and `phases` of a run that goes on with others after so many tokens, as values of a config.
+    """The config values `sources` and `phases` of a run that changes its mixture after `tokens` tokens.
 
-    Up to there they are those of before, so that each source goes on with its first sample that was not taken. One
-    that `after` does not have any more stays, with a weight of 0.
+    Before that point they are those of `before`, so that each source continues with its first unused sample. A source
+    that `after` does not have stays, with a weight of 0.
     """
     weights = [{source["name"]: source["weight"] for source in data["sources"]} for data in (before, after)]
     phases = after["phases"] or []

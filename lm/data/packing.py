@@ -20,7 +20,7 @@ class PackedRows(NamedTuple):
     eos_id: int  # of the end-of-text token
 
     def targets(self, ids: np.ndarray) -> np.ndarray:
-        """Which tokens of rows, (n,) end to end, are predicted: (n,) bool. The first of a row is not, nor its rest."""
+        """Which ids (n,) of rows end to end are targets: (n,) bool; a row's first token and its padding are not."""
         ends = ids.reshape(-1, self.seq_len + 1) == self.eos_id  # (rows, seq_len + 1)
         targets = np.zeros_like(ends)
         targets[:, 1:] = ~(ends[:, 1:] & ends[:, :-1])

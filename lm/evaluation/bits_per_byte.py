@@ -1,4 +1,4 @@
-"""Bits per byte of texts: how well a model predicts what it has not seen. Of shards a validation measures them."""
+"""Bits per byte of texts: how well a model predicts what it has not seen. A validation measures them on shards."""
 
 import math
 from collections.abc import Callable, Iterator, Sequence

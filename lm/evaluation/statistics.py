@@ -43,7 +43,7 @@ def standard_error(right: int, total: int) -> float:
 
 
 def centered(share: float, baseline: float) -> float:
-    """An accuracy on the scale between guessing, whose share is `baseline`, 0, and all right, 1.
+    """Rescale an accuracy so that guessing, whose accuracy is `baseline`, is 0, and all right is 1.
 
     Li et al., 2024, "DataComp-LM" (arXiv:2406.11794), section 3.5.
     """

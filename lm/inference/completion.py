@@ -47,7 +47,7 @@ def generate_text(
     sampling: Sampling = Sampling(),
     step: Step = "dynamic",
 ) -> Iterator[NewText]:
-    """Continue texts as `generation.generate` does ids; yield what follows as soon as it is sure, once a token."""
+    """Continue texts by `generation.generate`; once a token, yield the new text that no later token can change."""
     ids = [encode_prompt(tokenizer, prompt, sampling.begin) for prompt in prompts]
     texts = [GrowingText(tokenizer, prompt, sampling.stop) for prompt in ids]
     eos_id = None if sampling.ignore_eos else tokenizer.eos_id

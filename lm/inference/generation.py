@@ -192,7 +192,7 @@ def candidates(logits: Tensor, sampling: Sampling) -> tuple[Tensor, Tensor | Non
 
 
 def _likeliest(probabilities: Tensor, share: float) -> tuple[Tensor, Tensor]:
-    """So many of the likeliest tokens, sorted, that in each row they have this share; mostly a small part of all."""
+    """The likeliest tokens, sorted: enough that in each row their probabilities add up to at least `share`."""
     size = probabilities.shape[-1]
     weights, ids = probabilities.topk(min(HEAD, size))
     if HEAD < size and (weights.sum(-1) < share).any():

@@ -113,8 +113,8 @@ def launch(
     source: str, results: tuple[Tensor, ...], rowwise: bool, x: Tensor, dz: Tensor | None = None,
     weight: Tensor | None = None, rstd: Tensor | None = None,
 ) -> Any:  # fmt: skip
-    """Quantise into `results`, which are returned, what `csrc/fp8.cu` computes as `source` of these tensors; an empty
-    result is left out. They are `Results`, and for SwiGLU's gradient the transpose of `z` and its scale, too.
+    """Quantise what `csrc/fp8.cu` computes as `source` from these tensors into `results`, and return them: `Results`,
+    for SwiGLU's gradient also the transpose of `z` and its scale. Empty results are not computed.
     """
     width = x.shape[-1] // (2 if source.startswith("SWIGLU") else 1)  # of a part, as the source calls it
     rows, vec = x.numel() // x.shape[-1], runtime.vector(width, x, dz, weight)

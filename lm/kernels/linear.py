@@ -1,7 +1,7 @@
 """A linear layer's three matrix products, one forward and two backward, in the activations' precision or in FP8.
 
 `rms_norm` and `swiglu` join them with the ops before; `linear` is the linear layer alone. In FP8 both factors of a
-product are quantised (`kernels/fp8`) and the product is scaled back. Each matrix is read for that as seldom as can be:
+product are quantised (`kernels/fp8`) and the product is scaled back. That reads each matrix as rarely as possible:
 a weight once for all products of a forward and a backward pass, an output's gradient once for its two, and an
 activation once in each pass, so that it need not be kept.
 """
@@ -22,7 +22,7 @@ Matrix = Tensor | Float8  # as a product takes it
 
 
 class Layer(NamedTuple):
-    """What the backward pass of a linear layer has to know, beside the tensors that it saves."""
+    """What the backward pass of a linear layer needs in addition to its saved tensors."""
 
     scaling: Scaling | None  # of FP8 products
     dtype: torch.dtype  # of the weight and its gradient
@@ -53,7 +53,7 @@ def layer(
     weight: Tensor, dtype: torch.dtype, scaling: Scaling | None = None, copy: Matrix | None = None,
     total: Tensor | None = None,
 ) -> tuple[Tensor, Matrix, Layer]:  # fmt: skip
-    """A weight `(out, in)`, as the products of a forward pass and, where gradients are wanted, of `dx` take it.
+    """Prepare a weight `(out, in)` for the product of the forward pass and, if gradients are enabled, of `dx`.
 
     `dtype` is that of the activations; `copy` is the second result of an earlier call, if the weight is the same still.
     """
@@ -69,14 +69,14 @@ def saved_for_dx(weight: Matrix) -> tuple[Tensor | None, Tensor | None]:
 
 
 def gradient_matrix(dout: Tensor, scaling: Scaling | None, for_dx: bool, for_dweight: bool) -> Matrix:
-    """The gradient of an output, `(..., out)`, for `dx` and for `dweight`."""
+    """Prepare the gradient of an output, `(..., out)`, for `dx` and for `dweight`: quantise it if `scaling` is set."""
     if scaling is None or not (for_dx or for_dweight):
         return dout
     return quantize(dout, scaling, gradient=True, matrix=for_dx, transpose=for_dweight)
 
 
 def input_matrix(x: Tensor, scaling: Scaling | None, for_dweight: bool = False) -> Tensor | Scaled:
-    """What goes into a layer, `(..., in)`: for `forward`, or for `dweight`."""
+    """Prepare the input of a layer, `(..., in)`, for `forward` or for `dweight`: quantise it if `scaling` is set."""
     if scaling is None:
         return x
     found = quantize(x, scaling, matrix=not for_dweight, transpose=for_dweight)

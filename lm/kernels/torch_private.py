@@ -24,7 +24,7 @@ scaled_mm = torch._scaled_mm  # its public name, torch.nn.functional.scaled_mm, 
 
 
 def has_gradient_hooks(weight: nn.Parameter) -> bool:
-    """Whether something waits for the gradient of a weight, which autograd must then have; torch does not tell it."""
+    """Whether a hook waits for the gradient of a weight, so that autograd must compute it; torch has no public test."""
     return bool(weight._backward_hooks or weight._post_accumulate_grad_hooks)
 
 

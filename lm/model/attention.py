@@ -1,4 +1,4 @@
-"""Attention masks, and the library kernel for each: torch's own, none of ours.
+"""Attention masks, and the kernel for each, all from libraries: this project has no attention kernel of its own.
 
 Plain causal attention is `scaled_dot_product_attention`. Windows and documents are flash attention over sequences of
 unequal length (`varlen_attn`) where that runs: CUDA from Ampere on, half precision, heads of at most 256.
@@ -29,7 +29,7 @@ class Documents(NamedTuple):
 
     ids: Tensor  # (B, T), not decreasing along a row
     positions: Tensor  # (B, T) int32, from the beginning of each document
-    limit: int | None = None  # there are no more of them in the batch; None: not known on the host
+    limit: int | None = None  # upper bound on their number in the batch; None: not known on the host
 
 
 class Past(NamedTuple):
@@ -44,7 +44,7 @@ class AttentionMask(NamedTuple):
     """Which tokens each token of a layer attends to: itself and those before it, within a window and a document."""
 
     window: int | None  # tokens, the token itself included; None: no limit
-    # (sequences + 1) int32, where each begins among all tokens of the batch, then their number, perhaps more than once
+    # (sequences + 1) int32, as `cu_seqlens`: start of each among all tokens, then the number of tokens, maybe repeated
     offsets: Tensor | None
     dense: Tensor | None  # (B or 1, 1, T, T), true where the row's token attends to the column's; with a past S columns
     past: Past | None = None  # while generating: the first S slots of the cache are attended to
@@ -60,7 +60,7 @@ def attend(q: Tensor, k: Tensor, v: Tensor, mask: AttentionMask) -> Tensor:
             return _one_token(q, k, v, mask)
     heads, kv_heads = q.shape[2], k.shape[2]
     q, k, v = (t.transpose(1, 2) for t in (q, k, v))  # (B, heads, T, D)
-    # The fused kernels for fp32 and for dense masks know no groups: each query head gets its own copy of the keys.
+    # The fused kernels for fp32 and for dense masks do not support grouped heads: repeat keys and values for them.
     copied = heads != kv_heads and (mask.dense is not None or q.device.type == "cuda" and q.dtype not in HALF)
     if copied:
         k, v = (t.repeat_interleave(heads // kv_heads, dim=1) for t in (k, v))  # (B, H, T, D)
@@ -71,7 +71,7 @@ def attend(q: Tensor, k: Tensor, v: Tensor, mask: AttentionMask) -> Tensor:
 
 
 def _one_token(q: Tensor, k: Tensor, v: Tensor, mask: AttentionMask) -> Tensor:
-    """Attention of a single new token: the query heads of a group stand where tokens do, so that no key is copied."""
+    """Attention of a single new token: the query heads of a group take the token dimension, so no key is copied."""
     q = q[:, 0].unflatten(1, (k.shape[2], -1))  # (B, KV, H / KV, D)
     k, v = (t.transpose(1, 2) for t in (k, v))  # (B, KV, S, D)
     out = _scaled_dot_product_attention(q, k, v, mask)
@@ -79,7 +79,7 @@ def _one_token(q: Tensor, k: Tensor, v: Tensor, mask: AttentionMask) -> Tensor:
 
 
 def _scaled_dot_product_attention(q: Tensor, k: Tensor, v: Tensor, mask: AttentionMask, **options: Any) -> Tensor:
-    """torch's, by `chosen_kernels`, also where nobody has entered that around the layers."""
+    """torch's function, inside `chosen_kernels`, which is entered here if the caller has not done so."""
     outside = q.device.type != "cuda" or torch.compiler.is_compiling() or _order_is_set
     with nullcontext() if outside else chosen_kernels(q.device, [mask]):
         return F.scaled_dot_product_attention(q, k, v, attn_mask=mask.dense, **options)
@@ -122,7 +122,7 @@ def kernel_for(
     device_type: str, capability: tuple[int, int], dtype: torch.dtype, window: int | None, documents: bool,
     head_dim: int,
 ) -> Literal["causal", "varlen", "masked"]:  # fmt: skip
-    """The kernel for layers with this window, where rows are divided into documents or not, on a device."""
+    """The kernel on a device for layers with this window; `documents`: rows are divided into documents."""
     if window is None and not documents:
         return "causal"
     flash = device_type == "cuda" and capability >= FLASH_FROM and dtype in HALF and head_dim <= 256
@@ -136,7 +136,7 @@ def _capability(device: torch.device) -> tuple[int, int]:
 def attention_mask(x: Tensor, window: int | None, documents: Documents | None, head_dim: int) -> AttentionMask:
     """The mask of the layers with this window, for hidden states like `x` `(B, T, C)`; None: each row is a document.
 
-    Where documents become sequences and their limit is not known, this waits for the device.
+    If the documents become sequences of `varlen_attn` and their limit is not known, this waits for the device.
     """
     batch, length = x.shape[:2]
     if window is not None and window >= length:

@@ -1,7 +1,7 @@
-"""From a config to a decoder that is ready to train, in the order in which it has to happen.
+"""Builds a decoder that is ready to train from its config, step by step in the necessary order.
 
-`training/module.LanguageModule` builds by it, `lm.load_model` too, and a plain training loop may: nothing here knows of
-Lightning, of data or of a Trainer.
+`training/module.LanguageModule` and `lm.load_model` call it, and a plain training loop can: nothing here needs
+Lightning, data or a Trainer.
 """
 
 from collections.abc import Callable
@@ -63,9 +63,9 @@ def build(
         make: the model itself; another than `Decoder` keeps to the contract of `model/custom`.
         on_made: called with the model, before anything is compiled or sharded; its weights may still be on the meta
             device.
-        agree: takes the attention kernels that were chosen here and returns those of all ranks.
-        shard: divides the weights over ranks, in place; None: they stay whole. Those that `Decoder` makes have no
-            memory before, and get their first values from it too.
+        agree: takes the attention kernels chosen on this rank and returns those that all ranks use.
+        shard: divides the weights over ranks, in place, and initializes those of a `Decoder`, which is made on the meta
+            device in this case; None: no sharding.
     """
     with torch.device("meta") if shard is not None and make is Decoder else nullcontext():
         decoder = attach_config(make(config), config)

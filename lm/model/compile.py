@@ -58,15 +58,15 @@ WARMUP = 3  # micro-batches that run as usual first, so that every kernel is loa
 
 
 class GraphedMicroBatch:
-    """The forward and backward pass of a micro-batch as one CUDA graph: the host starts one thing and not thousands.
+    """The forward and backward pass of a micro-batch as one CUDA graph: one launch instead of thousands.
 
-    The first calls run as usual, then one is recorded, and from then on it is replayed. So does the first call with
-    other constants: it may compile, which a recording must not. Gradients are accumulated in buffers that stay where
-    they are: clear them with `zero_grad(set_to_none=False)`. The optimizer stays outside, and so do
+    The first calls run without a graph, then one is captured, and later calls replay it. The first call with new
+    constants runs without one too: it may compile, which a capture must not. Gradients accumulate in buffers at fixed
+    addresses: clear them with `zero_grad(set_to_none=False)`. The optimizer stays outside, and so do
     accumulation, clipping and the schedule. Without `capture` every call runs as usual.
 
-    `forward_backward` takes tokens `(B, T + 1)`, always of one shape, and what else it was called with, and returns a
-    tensor that is not differentiable. It must not wait for the device.
+    `forward_backward` takes tokens `(B, T + 1)`, always of one shape, and the constants of the call, and returns a
+    detached tensor. It must not wait for the device.
     """
 
     def __init__(

@@ -127,5 +127,5 @@ class DecoderConfig:
 
 
 def matrix_rows(config: DecoderConfig) -> dict[str, int]:
-    """The rows of each matrix in the weights that are stacks of equal ones, by the end of the weight's name."""
+    """Rows of each matrix inside the weights that stack several of one shape, keyed by the end of the weight's name."""
     return {"qkv_proj.weight": int(config.head_dim), "gate_up_proj.weight": int(config.intermediate_size)}

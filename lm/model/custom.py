@@ -27,7 +27,7 @@ from lm.model.config import DecoderConfig
 from lm.model.decoder import IGNORED, Decoder, Losses, evaluating
 from lm.model.estimates import flops_per_token, parameters
 
-MEAN_OR_SUM = 0.01  # how far a total may be from one of them and still count as it; they differ by the targets
+MEAN_OR_SUM = 0.01  # relative tolerance to take a total for the mean, or for the sum
 SAME_LOSS = 1e-3  # of the largest change of a loss: what kernels may differ by
 MODEL_TYPE = "lm_custom"  # in config.json; Hugging Face refuses it, as an unknown type
 
@@ -77,7 +77,7 @@ def call_for_losses(
     decoder: nn.Module, input_ids: Tensor, labels: Tensor, document_ids: Tensor | None = None, z_loss: float = 0.0,
     max_documents: int | None = None,
 ) -> Losses:  # fmt: skip
-    """The losses of a decoder, or of a custom model, which gets `document_ids` and `z_loss` where there are any."""
+    """Call a decoder or custom model for its losses; a custom one gets `document_ids` and `z_loss` only if set."""
     if isinstance(decoder, Decoder):
         options = {"document_ids": document_ids, "z_loss": z_loss, "max_documents": max_documents}
         return decoder(input_ids, labels, **options)
@@ -243,7 +243,7 @@ def custom_flops_per_token(
 
 
 def attach_config(decoder: nn.Module, config: DecoderConfig) -> nn.Module:
-    """The same model, whose `config_of` is then this. Nothing is written on custom ones, which may have a `config`."""
+    """Make `config_of` return this config for a model; sets no attribute, as a custom model may have a `config`."""
     if not isinstance(decoder, nn.Module):
         raise RequestError(f"build_decoder returned {type(decoder).__name__}: it returns a torch.nn.Module")
     if not isinstance(decoder, Decoder):

@@ -25,7 +25,7 @@ IGNORED = -100  # the label of a position without a loss, as in PyTorch
 
 
 def widen(x: Tensor) -> Tensor:
-    """Half precision becomes fp32, for statistics and angles; fp32 and fp64 stay."""
+    """Cast half precision to fp32, for statistics and angles; fp32 and fp64 stay as they are."""
     return x.float() if x.dtype in HALF else x
 
 
@@ -64,8 +64,8 @@ class Rotary(NamedTuple):
 def rotary_table(length: int, head_dim: int, theta: float, device: torch.device | str = "cpu") -> tuple[Tensor, Tensor]:
     """Cosines and sines `(length, head_dim / 2)` of the angles of pair `i`, `position * theta ** (-2i / head_dim)`.
 
-    The table is not a buffer: it is computed in fp32 for every batch, so no cast and no meta device can spoil it, and
-    that costs next to nothing.
+    The table is not a buffer but computed in fp32 for every batch, at almost no cost: a buffer would be cast with the
+    module, and be empty after a start on the meta device.
     """
     positions = torch.arange(length, device=device, dtype=torch.float32)
     exponent = torch.arange(0, head_dim, 2, device=device, dtype=torch.float32) / head_dim
@@ -74,7 +74,7 @@ def rotary_table(length: int, head_dim: int, theta: float, device: torch.device 
 
 
 def rotate(x: Tensor, rotary: Rotary) -> Tensor:
-    """Turn queries or keys `(B, T, heads, D)` by their positions; pairs are `(i, i + D / 2)`, as in Hugging Face."""
+    """Apply rotary embedding to queries or keys `(B, T, heads, D)`; pairs are `(i, i + D / 2)`, as in Hugging Face."""
     if rotary.positions is None:
         cos, sin = (table[: x.shape[1], None] for table in (rotary.cos, rotary.sin))  # (T, 1, D / 2)
     else:
@@ -158,7 +158,7 @@ def losses_of(logits: Tensor, labels: Tensor, z_loss: float = 0.0) -> Losses:
 
 
 class Continuation(NamedTuple):
-    """What a decoder needs to know of the tokens that a `Cache` holds, to read those that follow them."""
+    """What a decoder needs, besides the ids, to process tokens that follow those in a `Cache`."""
 
     rotary: Rotary  # of the new tokens' positions
     masks: list[AttentionMask]  # of each layer, with its cached keys and values
@@ -207,7 +207,7 @@ class Decoder(nn.Module):
             z_loss: weight of the squared logarithm of each token's partition function in the total (Chowdhery et al.,
                 2022, arXiv:2204.02311, section 5).
             continuation: the tokens follow those that a `Cache` holds.
-            max_documents: there are no more documents than this in all rows; None: not known, and a GPU is waited for.
+            max_documents: upper bound on the documents in all rows; None: not known, so the host waits for a GPU.
 
         Returns:
             Logits `(B, T, V)` in the precision of the computation; with labels `Losses`. With a continuation the logits
@@ -238,7 +238,7 @@ class Decoder(nn.Module):
     def cross_entropy(self, hidden: Tensor, weight: Tensor, labels: Tensor, z_loss: float) -> tuple[Tensor, Tensor]:
         """The fields of `Losses`, of normalised states `(B, T, C)`, the output matrix `(V, C)` and labels `(B, T)`.
 
-        All that it computes with are arguments, so that `torch.compile` makes one graph of it for any decoder.
+        It uses nothing of `self`, so that `torch.compile` makes one graph of it for any decoder.
         """
         return losses_of(F.linear(hidden, weight.to(hidden.dtype)), labels, z_loss)
 
@@ -277,9 +277,9 @@ def document_ids_from(input_ids: Tensor, eos_id: int) -> Tensor:
 
 @torch.no_grad()
 def initialize(model: Decoder, weights: Iterable[tuple[str, Tensor]] | None = None) -> None:
-    """Set every weight from torch's global random numbers, also of a decoder that was made on the meta device.
+    """Initialize every weight with torch's global random generator.
 
-    `weights` are tensors in the place of its `named_parameters`, in their order.
+    `weights`: names and tensors to fill instead of `named_parameters`, in its order, such as of a sharded decoder.
 
     | weights                              | initial values                                                      |
     |--------------------------------------|---------------------------------------------------------------------|

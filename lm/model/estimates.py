@@ -150,7 +150,7 @@ ADAMW = OptimizerState()
 
 
 def training_memory(config: DecoderConfig, step: Step, state: OptimizerState = ADAMW) -> dict[str, int]:
-    """Bytes on one device at the worst moment of a step, by what holds them, and their sum `peak`.
+    """Peak memory of a step on one device in bytes: by category, and in total as `peak`.
 
     With a single micro-batch a step the gradients do not exist yet when the activations are most, so the peak is then
     less than the sum; but DDP's buckets, which hold them, are always there. FSDP2 adds up whole gradients until a

@@ -2,7 +2,7 @@
 
 Read `model/decoder` first. What differs here:
 
-- A block returns the output of its last branch and the residual stream apart. The next norm adds them, so that the
+- A block returns the output of its last branch and the residual stream separately. The next norm adds them, so the
   stream is read and written once instead of twice.
 - `norm_linear` is RMSNorm and the projection after it, `norm_mlp` that and the rest of the MLP. The normalised rows and
   the activation are recomputed in the backward pass and not saved: a block saves less than half as much.

@@ -1,4 +1,4 @@
-"""The blocks' matrices in low precision: multiplied in FP8, or by copies that are made once an optimizer step.
+"""The blocks' matrices in low precision: FP8 products, and weight copies that are made once an optimizer step.
 
 `model/decoder.Linear` casts its weight for every product. Here the same modules, with the same parameters, get a
 forward pass by `kernels/linear`, for `trainer.precision fp8-...` (`training/precision`) and for `WeightCopies`.

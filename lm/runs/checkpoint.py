@@ -103,7 +103,7 @@ def point(link: Path, target: str) -> None:
 
 
 class Average(NamedTuple):
-    """Whose mean the weights of a checkpoint are, where `lm average` made it."""
+    """The checkpoints that `lm average` averaged to make a checkpoint."""
 
     steps: tuple[int, ...]  # of the checkpoints, ascending
     samples: int  # that had been trained on at the last of them

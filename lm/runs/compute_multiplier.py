@@ -1,7 +1,7 @@
-"""The effective compute multiplier of a recipe: how many times its tokens another one needs to reach the same loss.
+"""The effective compute multiplier of a recipe: tokens that a reference recipe needs for the same loss, over its own.
 
-The other one, the reference, is trained with half of its tokens and with all of them, at each of several sizes and with
-several seeds; the recipe in question at the same sizes. Nothing here imports torch.
+The reference is trained with half of its tokens and with all of them, at each of several sizes and with several seeds;
+the recipe in question at the same sizes. Nothing here imports torch.
 """
 
 import math
@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 from lm.runs.seeds import CONFIDENCE, t_exceeded
 
-TOLD = 1.02  # the multiplier that a comparison should be able to tell from 1
+TOLD = 1.02  # the smallest multiplier that a comparison should distinguish from 1
 
 
 class Compared(NamedTuple):
@@ -33,7 +33,7 @@ class Estimate(NamedTuple):
 
 
 class Multipliers(NamedTuple):
-    """Those of all sizes, and what they have in common."""
+    """The multiplier at each size, their mean and their trend over sizes."""
 
     sizes: list[Estimate | None]  # None: the reference gains nothing from more tokens, or a loss is missing
     mean: Estimate | None

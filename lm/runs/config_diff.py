@@ -9,8 +9,8 @@ from lm.system.files import flatten
 class Rule(NamedTuple):
     """Settings and groups of them, by dotted keys."""
 
-    fixed: tuple[str, ...]  # have to stay; "" is all
-    free: tuple[str, ...] = ()  # may change nevertheless
+    fixed: tuple[str, ...]  # must not change; "" is all settings
+    free: tuple[str, ...] = ()  # exceptions, which may change
 
 
 PURPOSES = {

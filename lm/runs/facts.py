@@ -74,7 +74,7 @@ class LiveRun:
         self._read: dict[str, int] = {}  # file -> bytes of it that were read
 
     def curve(self, metric: str, most: int = POINTS) -> Series:
-        """One of `CURVES`."""
+        """The curve of a metric of `CURVES`, with at most `most` points."""
         return thin(curve(METRICS[metric].label, self._lines, metric), most)
 
     def refresh(self) -> dict[str, Any]:

@@ -156,7 +156,7 @@ class Mirror:
     def bring_back(self, name: str, root: str, *, named: bool) -> None:
         """Copy the newest run of a name to this machine, into the folder `root`, unless the one there is as new.
 
-        A name that was `named`, with `--run`, is exactly that run, and not the newest of `name`, `name-2` ...; a run
+        If the name was `named` by `--run`, it means exactly that run, else the newest of `name`, `name-2` ...; a run
         that a process trains, here or elsewhere, is refused.
         """
         from filelock import FileLock
@@ -181,7 +181,7 @@ class Mirror:
             raise RunError(f"run {name} cannot be brought back from {self.name}: {first_line(error)}") from error
 
     def _refuse_if_trained(self, run: str) -> None:
-        """Refuse a run of which a process gives a sign of life, which is waited for."""
+        """Raise RequestError if a process trains the run: wait to see whether its heartbeat changes."""
         with TemporaryDirectory() as folder:
             copy = Run(folder)
 

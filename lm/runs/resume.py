@@ -27,7 +27,7 @@ def find_checkpoint(
     """The checkpoint folder that a `--ckpt_path` means, and the run that it belongs to; None where there is none.
 
     The reference is a folder, `best`, `last`, `step-...` or `auto`; without one `fit` starts fresh, and other commands
-    take the best checkpoint. A name that was `named`, with `--run`, is exactly that run, and not the newest of `name`,
+    take the best checkpoint. If the name was `named` by `--run`, it means exactly that run, else the newest of `name`,
     `name-2` ... For a `fit`, and where the reference is a folder or `auto`, the checkpoint's files have been compared
     with their digests.
     """

@@ -284,7 +284,7 @@ class Run:
         return {step: found[step] for step in sorted(found) if (found[step] / "trainer.json").exists()}
 
     def left_behind(self) -> list[Path]:
-        """Those of steps that were taken again, since the run was resumed from an earlier checkpoint."""
+        """The checkpoints of steps that were repeated, because the run was resumed from an earlier checkpoint."""
         digests = self.read("run.json").get("left_behind", [])
         return [path for path in self.steps().values() if stated_digest(path / "trainer.json") in digests]
 

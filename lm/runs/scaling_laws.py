@@ -80,9 +80,9 @@ def fit_bending(x: Sequence[float], losses: np.ndarray) -> PowerLaw:
 def fit_laws(x: Sequence[float], losses: np.ndarray) -> list[PowerLaw]:
     """The laws that so many sizes allow; their mean is the prediction.
 
-    From five sizes on it is the one with an offset. Three or four do not tell it from the one without: this predicts
-    too little where the loss bends, and that one too much where noise makes it seem to bend, so it is both. Two sizes
-    allow the one without. Arguments are those of `fit_straight`.
+    With five sizes or more it is the law with an offset, with two the one without. Three or four cannot tell which, so
+    both are used: without an offset a prediction is too low where the loss bends, with one it is too high where noise
+    makes it seem to bend. Arguments are those of `fit_straight`.
     """
     kinds = [fit_straight] * (len(x) < FEWEST_WITH_OFFSET) + [fit_bending] * (len(x) >= FEWEST)
     return [kind(x, losses) for kind in kinds]

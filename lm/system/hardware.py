@@ -357,7 +357,7 @@ class Telemetry:
 
     @cached_property
     def _handles(self) -> list[Any]:
-        """Those of the GPUs, in NVML, which the first reading starts; none where its package or driver is missing."""
+        """NVML's handles of the GPUs; the first reading starts NVML. Empty if its package or driver is missing."""
         self._nvml = _start_nvml() if self._wanted else None
         if self._nvml is None:
             return []

@@ -72,7 +72,7 @@ def program(other: Path | None = None) -> str:
 
 
 def launch_command(arguments: str, other: Path | None = None) -> str:
-    """A command of this program as it is typed to start all ranks of this run; a comment says what is not known of it.
+    """The shell command that starts all ranks of this run; a comment in it says what is not known.
 
     `arguments` are quoted for a shell, such as `fit --config a.yaml`; `other` is as for `program`.
     """
@@ -136,7 +136,7 @@ def reader_pool(threads: int) -> ThreadPoolExecutor:
 
 
 def leave(code: int) -> NoReturn:
-    """Exit with this code; a read that does not return is not waited for, as Python and pyarrow would."""
+    """Exit with this code, without waiting for reads that do not return; Python and pyarrow would wait for them."""
     for pool in list(_reader_pools):
         pool.shutdown(wait=False, cancel_futures=True)
     readers = [thread for thread in threading.enumerate() if thread.name.startswith(READERS)]
@@ -210,7 +210,7 @@ def run_facts() -> dict[str, Any]:
 
 
 def ssh_options() -> str | None:
-    """The options of ssh that bring one to this machine, as the session of this process came in; None: it did not."""
+    """The ssh options that reach this machine, by the ssh session of this process; None without one."""
     session = os.environ.get("SSH_CONNECTION", "").split()  # address and port of the client, then of this machine
     if len(session) != 4:
         return None

@@ -92,7 +92,7 @@ def open_filesystem(source: str) -> tuple[pafs.FileSystem, str, str]:
 
 
 class _FSSpecHandler(pafs.FSSpecHandler):
-    """Opens files without asking first whether they are there: a store that fails then would read as one without."""
+    """Opens files without asking first whether they exist: if that request failed, they would seem to be missing."""
 
     def open_input_file(self, path: str) -> pa.NativeFile:
         return pa.PythonFile(self.fs.open(path, mode="rb"), mode="r")
@@ -307,9 +307,9 @@ def _read_whole(handle: pa.NativeFile, count: int, place: int) -> bytes:
 def with_retries(read: Callable, name: str, patience: float = PATIENCE):
     """Call `read`; where it reads a remote file, until it succeeds, with pauses that double.
 
-    An attempt that gets no answer is given up after half of the time that is left. Where the store says how long to
-    wait, such as with 'too many requests', that is waited for, and is not of the patience: the seconds for all attempts
-    together, after which it is `Unreachable`. `read` is called from other threads.
+    `patience` is the seconds for all attempts together, after which `Unreachable` is raised. An attempt without an
+    answer is given up after half of the time that is left. A wait that the store asks for, such as with 'too many
+    requests', does not count towards it. `read` is called from other threads.
     """
     global _asked_until
     if not is_remote(name):

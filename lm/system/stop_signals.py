@@ -44,7 +44,7 @@ class StopSignals:
 
     @contextmanager
     def borrowed(self) -> Iterator[None]:
-        """Handlers that are installed inside the `with` are gone after it: for a training in a notebook, for example.
+        """Remove the handlers that are installed inside the `with` at its end, such as of a training in a notebook.
 
         Does nothing outside of the main thread.
         """

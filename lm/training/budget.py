@@ -1,4 +1,4 @@
-"""The time that is left of a training, what a run costs over all its sessions, and its end before it costs too much."""
+"""Estimates the remaining time of a training, and ends a run before its cost, over all sessions, exceeds a cap."""
 
 import logging
 import math
@@ -186,8 +186,8 @@ def judge(config: BudgetConfig, cost: Cost, projected: Cost | None) -> Verdict |
 class Budget(Observer):
     """Counts the cost of a run, and finds at log lines that it is near its cap, will be over it, or is spent.
 
-    Near the cap, that is a warning; a projection over it, a checkpoint and the end; the cap spent, the end without a
-    checkpoint.
+    Near the cap it warns; if the projection is over the cap, the run ends with a checkpoint; once the cap is spent, it
+    ends without one.
 
     The first steps are slow and say little. So a projection (see `StepTimeEstimator`) ends a run only once it is
     measured over `SETTLED_LINES` and is over the cap for the `PROJECTIONS`th time in a row. Before that, and where

@@ -15,7 +15,7 @@ class Callback(LightningCallback):
     """
 
     def on_model_built(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """The decoder is there, with its first weights; the optimizer is not, and nothing is compiled or sharded."""
+        """Called when the decoder has its initial weights, before it is compiled, is sharded, or has an optimizer."""
 
     def logged_metrics(self, trainer: Trainer, pl_module: LightningModule) -> Mapping[str, float]:
         """Metrics for the log line of this optimizer step. Called on every rank, every `trainer.log_interval` steps."""
@@ -28,10 +28,10 @@ class Callback(LightningCallback):
         """A guard has found something; called before its action changes anything. See `callbacks/guards.act`."""
 
     def on_pause(self, trainer: Trainer, seconds: float, kind: str) -> None:
-        """Training has stood still for so long, for a `validation` or for something `other`, such as samples."""
+        """Training was paused for `seconds`; `kind`: for a `validation`, or for something `other`, such as samples."""
 
     def rows_of_step(self, trainer: Trainer, step: int) -> np.ndarray | None:
-        """The global batch `(N, T + 1)` that this callback put in the place of the data's own; None: it did not."""
+        """The global batch `(N, T + 1)` that replaced the data's own in this step; None if this callback did not."""
         return None
 
 

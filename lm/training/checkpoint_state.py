@@ -243,10 +243,10 @@ class FolderCheckpointIO(CheckpointIO):
         return tensor.detach().to("cpu", copy=tensor.untyped_storage().data_ptr() not in own).contiguous()
 
     def keep(self, place: tuple[str, str | int], tensor: Tensor) -> Tensor:
-        """Copy a tensor into memory that stays for this place in the next checkpoint; then `wait_for_copies`.
+        """Copy a tensor into host memory that the next checkpoint reuses for `place`; then call `wait_for_copies`.
 
-        From a GPU the device makes the copy, into page-locked memory: several times the speed of copies into new
-        memory, one by one.
+        From a GPU the copy is asynchronous, into page-locked memory: several times faster than one-by-one copies into
+        newly allocated memory.
         """
         self.drain()  # the write before reads this memory
         kept = self._kept.get(place)

@@ -1,4 +1,4 @@
-"""Training on many devices, a process each: whole models (DDP) or shards of one (FSDP2).
+"""Training on several devices, one process per device: a whole model on each (DDP) or shards of one (FSDP2).
 
 A rank takes its rows of every global batch, and gradients are averaged over the ranks. Checkpoints are the same folders
 under every strategy: full tensors, which rank zero writes. So a run may stop under one strategy and resume under
@@ -34,17 +34,17 @@ from lm.training.config import DistributedConfig
 from lm.training.launcher import Launcher
 from lm.training.lightning_patches import OwnLauncher, set_group_timeout
 
-START_TIMEOUT = timedelta(minutes=30)  # until they train: each prepares data, reads a checkpoint and builds its model
+START_TIMEOUT = timedelta(minutes=30)  # before training: ranks prepare data, read a checkpoint, build the model
 
 
 class RanksTogether(OwnLauncher):
-    """What both strategies have: their launcher, and how long ranks wait for one another."""
+    """Base of both strategies: the launcher, and the timeout of communication between ranks."""
 
     launcher_class = Launcher
     rank_timeout: float  # seconds
 
     def on_train_start(self) -> None:
-        """Set how long ranks wait from now on.
+        """Set the timeout of communication during the training.
 
         NCCL ends its process without a message at its timeout. The ranks also exchange a flag on the CPU after every
         step (`callbacks/stopping`); a timeout there is reported and ends the run in order, so NCCL waits a minute
@@ -58,7 +58,7 @@ class ReplicatedStrategy(RanksTogether, DDPStrategy):
     """DDP: every rank holds the whole model, and gradients are averaged with the last micro-batch of a step."""
 
     def __init__(self, rank_timeout: float, options: DistributedConfig) -> None:
-        # Nothing in the model is a buffer that ranks could disagree on, and the gradients need no second copy.
+        # Buffers of the model cannot differ between ranks, and gradients need no copy outside of DDP's buckets.
         super().__init__(broadcast_buffers=False, gradient_as_bucket_view=True, timeout=START_TIMEOUT)
         self.rank_timeout = rank_timeout
         self.options = options
@@ -69,21 +69,21 @@ class ReplicatedStrategy(RanksTogether, DDPStrategy):
             self.model.register_comm_hook(None, _add_in_bf16)
 
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
-        """All of the optimizer's state on rank zero: by `gathered_state_dict` of one that divides it over the ranks."""
+        """The full optimizer state on rank zero, by `gathered_state_dict` if the optimizer divides it over ranks."""
         optimizer = getattr(optimizer, "optimizer", optimizer)
         gather = getattr(optimizer, "gathered_state_dict", None)
         return optimizer.state_dict() if gather is None else gather(self.checkpoint_io.keep)
 
 
 def _add_in_bf16(state: None, bucket: dist.GradBucket) -> Future[Tensor]:  # pyright: ignore[reportPrivateImportUsage]
-    """torch's hook, which DDP refuses by its name where ranks exchange over gloo, though gloo can."""
+    """torch's `bf16_compress_hook` under another name: DDP refuses it by name with gloo, although gloo supports it."""
     return bf16_compress_hook(None, bucket)
 
 
 class FullyShardedStrategy(RanksTogether, ModelParallelStrategy):
     """FSDP2: every rank holds a shard of the parameters, gradients and optimizer state.
 
-    It is Lightning's strategy with our checkpoint folders at both ends. With replicas it is HSDP: consecutive ranks,
+    It extends Lightning's strategy to our checkpoint folders. With replicas it is HSDP: consecutive ranks,
     `world_size / replicas` of them, hold one model together, and gradients are averaged over the replicas.
     """
 
@@ -97,14 +97,14 @@ class FullyShardedStrategy(RanksTogether, ModelParallelStrategy):
         self.rank_timeout = rank_timeout
         self.options = options
         self.replicas = replicas
-        self._example: dict[Any, Any] | None = None  # an optimizer's state, while another is loaded
+        self._example: dict[Any, Any] | None = None  # state of an optimizer with its sharding, while one is loaded
 
     def shard(self, decoder: Any) -> None:
-        """Shard a decoder in place: a unit a layer, and one for the rest.
+        """Shard a decoder in place: one FSDP unit for each layer, and one for the rest.
 
-        One on the meta device gets its first weights here, matrix by matrix, so that no device ever holds all of them.
+        A decoder on the meta device is initialized here, matrix by matrix, so that no device ever holds all weights.
         """
-        # The losses that a decoder returns are a view; nothing changes them in place, which is what this warns of.
+        # The losses that a decoder returns are a view. The warning is about changing it in place, which nothing does.
         warnings.filterwarnings("ignore", message="FSDP2-wrapped module .* returned a view tensor")
         mesh = self.device_mesh["data_parallel"]
         if self.replicas > 1:
@@ -125,16 +125,16 @@ class FullyShardedStrategy(RanksTogether, ModelParallelStrategy):
 
     @contextmanager
     def tensor_init_context(self, empty_init: bool | None = None) -> Iterator[None]:
-        """A custom model is made on the device, as under DDP, with the same random numbers; Lightning takes the CPU."""
+        """Make a custom model on the device, so its random numbers are as under DDP; Lightning makes it on the CPU."""
         with self.root_device, super().tensor_init_context(empty_init):
             yield
 
     def _mixed_precision(self) -> MixedPrecisionPolicy:
-        """Where the precision is mixed, weights are gathered in half precision, and gradients added up in fp32.
+        """With mixed precision, gather weights in half precision and reduce gradients in fp32, or in `reduce_dtype`.
 
-        Shards stay fp32. Inputs keep their precision: angles of the rotary embedding are fp32. Weights of norms are
-        rounded too, unlike under DDP: FSDP2 refuses to reduce gradients of several precisions in one unit, and as units
-        of their own norms would need hooks that fused blocks, which read the weights themselves, do not run.
+        Shards stay fp32. Inputs keep their precision: angles of the rotary embedding are fp32. Unlike under
+        DDP, norm weights are rounded too: FSDP2 does not reduce gradients of several dtypes in one unit. Norms in units
+        of their own would need forward hooks, which fused blocks do not run, since they read the weights directly.
         """
         reduce_dtype = torch.bfloat16 if self.options.reduce_dtype == "bf16" else None
         if not isinstance(self.precision_plugin, MixedPrecision):
@@ -145,7 +145,7 @@ class FullyShardedStrategy(RanksTogether, ModelParallelStrategy):
 
     @contextmanager
     def block_backward_sync(self) -> Iterator[None]:
-        """Backward passes in here add up gradients and exchange none, as `no_sync` of DDP."""
+        """Accumulate gradients without reducing them over ranks, like DDP's `no_sync`."""
         decoder = self.lightning_module.decoder
         decoder.set_requires_gradient_sync(False)
         try:
@@ -177,7 +177,7 @@ class FullyShardedStrategy(RanksTogether, ModelParallelStrategy):
         return self._gathered("optimizer", getattr(optimizer, "optimizer", optimizer).state_dict())
 
     def _gathered(self, kind: str, state: dict[str, Any]) -> dict[str, Any]:
-        """A tree of whole tensors in memory that rank zero keeps for checkpoints, and no device holds two at a time."""
+        """Gather the full tensors of a state in rank zero's memory for checkpoints; no device holds two at a time."""
         places = itertools.count()
 
         def gathered(value: Tensor) -> Tensor | None:
@@ -193,7 +193,7 @@ class FullyShardedStrategy(RanksTogether, ModelParallelStrategy):
             self.checkpoint_io.save_checkpoint(checkpoint, filepath, storage_options=storage_options)
 
     def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> dict[str, Any]:
-        """Rank zero reads. The others get everything but its tensors, of which they get the shapes."""
+        """Read the checkpoint on rank zero; the other ranks get its content with meta tensors instead of tensors."""
         content, sent = {}, {}
         if self.is_global_zero:
             try:
@@ -230,7 +230,7 @@ class FullyShardedStrategy(RanksTogether, ModelParallelStrategy):
             self._example = None
 
     def _sharded(self, value: Tensor, optimizer: Optimizer, parameter: nn.Parameter, slot: str) -> Tensor:
-        """State of a parameter, sharded as the parameter; of another shape, as a step of the optimizer makes it."""
+        """Shard state like its parameter; if the shapes differ, like the state that a step of the optimizer makes."""
         if isinstance(value, DTensor) or value.ndim == 0:
             return value
         like = parameter
@@ -260,7 +260,7 @@ class FullyShardedStrategy(RanksTogether, ModelParallelStrategy):
 
 
 def _whole_weights(decoder: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    """The weights of a sharded decoder, whole, one by one; what rank zero sets is then in the shards of all."""
+    """Yield an empty full tensor per weight of a sharded decoder; rank zero's values are then put into the shards."""
     for name, shard in decoder.named_parameters():
         whole = shard.to_local().new_empty(shard.shape)
         yield name, whole

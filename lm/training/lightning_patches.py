@@ -88,7 +88,7 @@ def report_path(profiler: Profiler) -> Path:
 
 
 def around_fetches(trainer: lightning.Trainer, before: Callable[[], None], after: Callable[[], None]) -> None:
-    """Call `before` and `after` around each request for a batch; Lightning tells its profilers alone of them."""
+    """Call `before` and `after` around each fetch of a batch; Lightning reports fetches only to its profilers."""
     loop = trainer.fit_loop.epoch_loop
     lightning_before, lightning_after = loop._on_before_fetch, loop._on_after_fetch
 
@@ -112,7 +112,7 @@ def drop_sigterm_broadcast(trainer: lightning.Trainer) -> None:
 
 
 def attached_trainer(module: lightning.LightningModule) -> lightning.Trainer | None:
-    """The Trainer of a module; None: it has none, where the public `trainer` raises."""
+    """The Trainer of a module, or None; the public property `trainer` raises if there is none."""
     return module._trainer
 
 
@@ -132,7 +132,7 @@ def drop_step_context(trainer: lightning.Trainer) -> None:
 
 
 def loss_scale(scaler: torch.amp.GradScaler) -> Tensor:
-    """What gradients are multiplied with, on the device; the public `get_scale` would wait for it."""
+    """The scale of a GradScaler, as a tensor on the device; the public `get_scale` would wait for the device."""
     return scaler._scale  # pyright: ignore[reportReturnType]
 
 
@@ -146,7 +146,7 @@ def wrap_methods(target: Any, names: Iterable[str], wrap: Callable[[str, Callabl
 
 
 class ScriptLauncher(_SubprocessScriptLauncher):
-    """What starts the other processes of a node, the command of this one again; strategies take no other."""
+    """Starts the other processes of a node with the command of this one; strategies take no other launcher."""
 
     def share_cores(self) -> None:
         _set_num_threads_if_needed(num_processes=self.num_processes)
@@ -167,7 +167,7 @@ class OwnLauncher:
 
 
 def set_group_timeout(timeout: timedelta) -> None:
-    """Set how long ranks wait for one another from now on, in all groups; torch takes it only where a group is made."""
+    """Set the timeout of all process groups from now on; torch's public API takes it only when a group is made."""
     for group in dist.distributed_c10d._world.pg_map:  # HSDP has some beside that of all ranks
         dist.distributed_c10d._set_pg_timeout(timeout, group)
 

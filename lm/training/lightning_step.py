@@ -1,4 +1,4 @@
-"""`training/step` under Lightning: its strategy, precision and profiler, CUDA graphs, and a step that is dropped."""
+"""Runs `training/step` with Lightning's strategy, precision and profiler, and with CUDA graphs; drops late steps."""
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
@@ -23,11 +23,11 @@ from lm.training.step import StepResult, optimizer_step
 
 
 class StepDropped(Exception):
-    """A signal came, and the time to finish the step under way is over."""
+    """Raised in a step that is not finished in time after a signal."""
 
 
 class LightningStep:
-    """Optimizer steps of a `LanguageModule`, from the start of its training on."""
+    """Runs the optimizer steps of a `LanguageModule`; made when its training starts."""
 
     def __init__(self, module: Any) -> None:
         trainer = module.trainer
@@ -43,7 +43,7 @@ class LightningStep:
         self.forward_backward = self._recorded() if self._graphs else self._forward_backward
 
     def __call__(self, batch: Batch, step: int) -> StepResult:
-        """Take the optimizer step `step`, 0 for the first, on this rank's rows `(B, T + 1)` of the global batch.
+        """Run optimizer step number `step` (the first is 0) on this rank's rows `(B, T + 1)` of the global batch.
 
         Raises:
             StepDropped: it was not finished; weights, gradients and random generators are as before it.

@@ -62,27 +62,27 @@ class LanguageModule(LightningModule):
         on_save_checkpoint           after every `trainer.checkpoint_interval` steps
         on_train_end
 
-    An optimizer step is `training_step` -> `LightningStep` -> `training/step.optimizer_step`, and for each micro-batch
-    from there `losses` and a backward pass. Under DDP Lightning wraps this module, and DDP averages the gradients.
+    An optimizer step is `training_step` -> `LightningStep` -> `training/step.optimizer_step`, which calls `losses` and
+    runs a backward pass for each micro-batch. Under DDP Lightning wraps this module, and DDP averages the gradients.
     """
 
     @arguments_from(ModelConfig)
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
-        save_subclass_arguments(self, ModelConfig)  # `hparams`, by which a checkpoint's model is built again
-        self.options, self.config = config, config.decoder  # which has a vocabulary once the data is open
+        save_subclass_arguments(self, ModelConfig)  # sets `hparams`, from which a checkpoint's model is rebuilt
+        self.options, self.config = config, config.decoder  # `vocab_size` is set once the data is open
         self.automatic_optimization = False  # `training_step` runs backward passes and optimizer itself
         self.run_state: RunState = PlainRunState()
-        self.step: Any = None  # `LightningStep`, which takes an optimizer step, while the model is trained
+        self.step: Any = None  # a `LightningStep` during a training, else None
         self.decoder: nn.Module | None = None  # compiled and sharded in place
         self.builtin, self.built = True, NOT_BUILT  # whether all parts are of `model/decoder`; kernels and attention
         self.validation = TokenLoss()  # sums of the validation that runs
-        self.built_now = True  # for the training or evaluation that runs, and not for an earlier one
+        self.built_now = True  # whether the current fit or evaluation, not an earlier one, built the decoder
         self._vocabulary: Any = None  # of the tokenizer that the decoder was built for
         self._token_bytes: Tensor | None = None  # (V,) bytes of text of each token, on the device
 
     def configure_callbacks(self) -> Sequence[Callback]:
-        """Take the state of the run from `lm.Trainer`; a plain `lightning.Trainer` gets one, as a callback."""
+        """Use the `RunState` of `lm.Trainer`; with a plain `lightning.Trainer`, add a `PlainRunState` as a callback."""
         if isinstance(self.trainer, Trainer):
             self.run_state = self.trainer.run_state
             return []
@@ -129,8 +129,8 @@ class LanguageModule(LightningModule):
     def build_decoder(self, config: DecoderConfig) -> nn.Module:
         """The model to train; a subclass may return its own, by the contract of `model/custom`.
 
-        It is built again from this method, with the same arguments of the class, to use a checkpoint; so it must read
-        nothing of the trainer or the data. `config` is `model.decoder`, and its vocabulary is known.
+        Loading a checkpoint calls this method again, on a module made with the same arguments, so it must not use the
+        trainer or the data. `config` is `model.decoder` with its vocabulary size set.
         """
         return Decoder(config)
 
@@ -151,9 +151,9 @@ class LanguageModule(LightningModule):
         return self.decoder(input_ids)
 
     def losses(self, batch: Batch) -> Losses:
-        """The losses of a batch, in nats: a sum that has a gradient, and each token's loss, which has none.
+        """Compute the losses of a batch, in nats: their sum, with gradient, and the loss of each token, detached.
 
-        The sum has the z-loss in it where one is asked for; masked tokens count in neither.
+        In training the sum includes the z-loss, if one is set. Masked tokens contribute to neither.
         """
         input_ids = batch.input_ids  # (B, T)
         documents = None
@@ -172,12 +172,12 @@ class LanguageModule(LightningModule):
     # ---- training -----------------------------------------------------------------------------------------------
 
     def training_step(self, batch: Batch, batch_idx: int) -> Tensor:
-        """One optimizer step on this rank's rows `(B, T + 1)` of the global batch; `training/step` has it.
+        """Run one optimizer step (see `training/step`) on this rank's rows `(B, T + 1)` of the global batch.
 
         Returns:
             The mean loss over the unmasked targets of all ranks, in nats: a scalar, for callbacks.
         """
-        number = self.global_step  # Lightning counts calls of the optimizer, which skips a step by itself
+        number = self.global_step  # counts calls of the optimizer, including skipped steps
         try:
             result = self.step(batch, number)
         except StepDropped:  # after a signal, which only our Trainer handles
@@ -196,12 +196,12 @@ class LanguageModule(LightningModule):
         self.step = None
 
     def configure_optimizers(self) -> torch.optim.Optimizer:
-        """The one optimizer, which skips a step that is not finite. `training/step` sets its learning rates."""
+        """Build the optimizer, which skips non-finite steps; `training/step` sets its learning rates."""
         stacked = matrix_rows(self.config) if isinstance(self.decoder, Decoder) else {}  # several matrices in one
         return build_optimizer(self.decoder, self.options.optimizer, stacked)
 
     def logged_metrics(self) -> dict[str, float]:
-        """For `callbacks/logging`: metrics of the steps since the last call. On every rank; waits for the device."""
+        """Metrics of the steps since the last call, for `callbacks/logging`, on every rank; waits for the device."""
         data, state = self.trainer.datamodule, self.run_state
         metrics = state.stats.metrics(data.source_names)
         fraction = lr_fraction(self.global_step - 1, state.steps.max_steps, self.options.schedule)
@@ -258,7 +258,7 @@ class LanguageModule(LightningModule):
         self.run_state.restore(self, checkpoint)
 
     def build_for_checkpoint(self, config: DecoderConfig) -> None:
-        """Build the decoder of a plain Trainer's checkpoint, which `PlainRunState.restore` calls.
+        """Build the decoder for a plain Trainer's checkpoint; `PlainRunState.restore` calls this method.
 
         `load_from_checkpoint` calls `configure_model` without a Trainer, and so without data and a vocabulary; the
         decoder has to wait for `on_load_checkpoint`, where the checkpoint's own config is known. Checkpoints of

@@ -1,9 +1,9 @@
 """Muon for the matrices of the blocks and AdamW for the rest, as one optimizer.
 
 Muon steps along the momentum of a matrix with its singular values made equal, so that rare directions move as much as
-common ones (Jordan et al., 2024, https://kellerjordan.github.io/posts/muon/). `training/optim` says which parameter
-goes where. `Muon.step_alone` is the step on one device, in three functions; with several ranks the same three compute,
-and updates travel between them.
+common ones (Jordan et al., 2024, https://kellerjordan.github.io/posts/muon/). `training/optim` assigns the
+parameters. `Muon.step_alone` is the step on one device, in three functions; several ranks compute with the same three
+functions, and exchange updates between them.
 """
 
 import math
@@ -25,15 +25,15 @@ ROUNDS = 5
 
 
 def orthogonalize(matrices: Tensor) -> Tensor:
-    """Matrices `(n, rows, columns)` with the same singular vectors and singular values of about 1.
+    """Bring the singular values of matrices `(n, rows, columns)` to about 1; their singular vectors stay the same.
 
     Newton-Schulz: rounds of `a X + (b G + c G^2) X` with `G = X X^T` apply an odd polynomial to the singular values,
     and nothing but multiplications is needed. Coefficients and rounds are Jordan's; values end between 0.67 and 1.21,
-    and lower only where they were under 0.0015 of the Frobenius norm. A matrix of zeros stays one.
+    and lower only where they were under 0.0015 of the Frobenius norm. A matrix of zeros stays zero.
     """
     a, b, c = COEFFICIENTS
     tall = matrices.shape[1] > matrices.shape[2]
-    x = matrices.mT if tall else matrices  # (n, short, long), because G is square in the first
+    x = matrices.mT if tall else matrices  # (n, short, long), so that G is (short, short)
     x = x / x.norm(dim=(1, 2), keepdim=True).clamp(min=1e-7)  # no singular value is above 1
     for _ in range(ROUNDS):
         gram = x @ x.mT  # (n, short, short)
@@ -43,7 +43,7 @@ def orthogonalize(matrices: Tensor) -> Tensor:
 
 
 def nesterov(momenta: list[Tensor], gradients: list[Tensor], decay: float, skip: Tensor) -> list[Tensor]:
-    """Move the momenta on, in place, and look ahead along the gradients; where `skip` is true the momenta stay."""
+    """Update the momenta in place and return the Nesterov updates; if `skip` is true, the momenta do not change."""
     updates = [torch.where(skip, *pair) for pair in zip(momenta, gradients, strict=True)]  # momenta move towards these
     if updates:
         foreach_lerp_(momenta, updates, 1 - decay)  # momentum = decay * momentum + (1 - decay) * gradient
@@ -52,15 +52,15 @@ def nesterov(momenta: list[Tensor], gradients: list[Tensor], decay: float, skip:
 
 
 def update_dtype(device: torch.device) -> torch.dtype:
-    """Half the bytes and twice the speed and more on a GPU since Ampere; the values need not be exact, only alike."""
+    """The dtype of updates, which need not be exact: bf16 on GPUs since Ampere (half the bytes, over 2x the speed)."""
     fast = device.type == "cuda" and torch.cuda.is_bf16_supported(including_emulation=False)
     return torch.bfloat16 if fast else torch.float32
 
 
 def orthogonal(updates: Tensor, rows: int) -> Tensor:
-    """Updates `(n, height, columns)`, each a stack of matrices with `rows` rows, with each matrix orthogonalised.
+    """Orthogonalise each matrix of updates `(n, height, columns)`, which are stacks of matrices with `rows` rows.
 
-    Their root mean square is then 0.2.
+    The result has a root mean square of 0.2.
     """
     count, height, columns = updates.shape
     matrices = updates.view(count * height // rows, rows, columns)
@@ -76,21 +76,21 @@ def descend(weights: list[Tensor], updates: Iterable[Tensor], lr: float, weight_
 
 
 class Muon(Optimizer):
-    """One step of Muon for the groups of the kind `muon`, and of AdamW for the others.
+    """Muon for parameter groups whose `kind` is `muon`, AdamW for the others.
 
-    A group of Muon's holds parameters of one shape. Each is a stack of matrices with `rows` rows: the heads of an
-    attention, gate and up of an MLP, or the parameter itself. They are orthogonalised one by one, all in one batch of
-    multiplications. Joined they would share one set of singular values, and the matrix with the largest gradient would
-    get most of the update (heads: Kimi Team, 2026, arXiv:2607.24653, section 2.5).
+    The parameters of a Muon group have the same shape. Each is a stack of matrices with `rows` rows: the heads of an
+    attention, gate and up of an MLP, or the parameter itself. Each matrix is orthogonalised by itself, all in batched
+    multiplications. As one matrix they would share a set of singular values, and the one with the largest gradient
+    would get most of the update (heads: Kimi Team, 2026, arXiv:2607.24653, section 2.5).
 
-    An update's root mean square is brought to 0.2, which is AdamW's: `0.2 * sqrt(max(rows, columns))` times the
+    Updates are scaled to a root mean square of 0.2, like AdamW's: `0.2 * sqrt(max(rows, columns))` times the
     orthogonal matrix, so both take the same learning rate and the same decoupled decay (Liu et al., 2025,
     arXiv:2502.16982, section 2.2).
 
-    A matrix is needed whole, by one rank. Where the model is sharded over ranks or replicated on them, all of them must
-    take the step; the work is divided by `assign_owners`.
+    The rank that orthogonalises a matrix needs all of it. With several ranks, sharded or replicated, all of them must
+    call `step`; `assign_owners` divides the matrices among them.
 
-    Options are those of `OptimizerConfig`, and groups those of `training/optim`.
+    The options are those of `OptimizerConfig`; `training/optim` makes the groups.
     """
 
     def __init__(
@@ -162,9 +162,9 @@ class Muon(Optimizer):
     # ---- several ranks ------------------------------------------------------------------------------------------
 
     def _step_together(self, hidden: list[dict[str, Any]], skip: Tensor) -> None:
-        """`step_alone` of all groups, each matrix by its owner; and AdamW.
+        """Step on several ranks: each matrix is orthogonalised by its owner, and every rank runs AdamW.
 
-        Nothing is waited for before it is needed: while updates travel, those of the next group are computed.
+        Communication overlaps with computation: while a group's updates are sent, the next group's are computed.
         """
         exchanges = [
             (ShardExchange if self._ranks.sharded else ReplicaExchange)(with_gradient(group), self._owners, self._ranks)
@@ -182,9 +182,9 @@ class Muon(Optimizer):
             descend(weights, exchange.receive_all(), group["lr"], group["weight_decay"], skip)
 
     def gathered_state_dict(self, keep: Callable[[tuple[str, int], Tensor], Tensor]) -> dict[str, Any]:
-        """`state_dict` with the momentum of all matrices on rank zero; to be called on every rank.
+        """`state_dict` with the momentum of all matrices on rank zero; call it on every rank.
 
-        What others send is copied by `keep`, with its place, so that the device holds one at a time.
+        `keep(place, tensor)` copies each momentum of another rank to the host, so the device holds one at a time.
         """
         state, ranks = self.state_dict(), self._ranks
         if ranks.sharded or ranks.world == 1:
@@ -241,7 +241,7 @@ def fused_adamw(parameters: list[Tensor], states: list[dict[str, Tensor]], group
 
 
 class Ranks(NamedTuple):
-    """Those that hold one model together, or a replica each, and divide the matrices among them."""
+    """The ranks that divide the matrices among them; together they hold one sharded model, or each a replica."""
 
     rank: int = 0  # of this process
     world: int = 1
@@ -250,7 +250,7 @@ class Ranks(NamedTuple):
 
 
 def ranks_of(parameter: Tensor | None) -> Ranks:
-    """The ranks among which a parameter, and others like it, are divided."""
+    """The ranks that hold the shards or replicas of a parameter and of others like it."""
     if isinstance(parameter, DTensor):
         mesh = parameter.device_mesh
         dim = next(dim for dim, placement in enumerate(parameter.placements) if placement.is_shard(0))
@@ -271,11 +271,11 @@ def owners_of(hidden: list[dict[str, Any]], world: int) -> dict[Tensor, int]:
 
 
 def assign_owners(costs: Sequence[int], counts: Sequence[int], world: int) -> list[list[int]]:
-    """Divide matrices over ranks: of each group evenly, and what is left over goes to the ranks with the least to do.
+    """Assign matrices to ranks: each group evenly, and its remainder to the ranks with the least work.
 
-    Within a group ranks differ by one matrix at most, so gathering pads by no more than that. Groups with expensive
-    matrices are assigned first (longest processing time first; Graham, 1969, doi:10.1137/0117039). Costs are of one
-    matrix of each group. For each group the result is the rank of each matrix, in ascending order.
+    Within a group, ranks differ by at most one matrix, so the all-gather pads by at most one. Groups with expensive
+    matrices are assigned first (longest processing time first; Graham, 1969, doi:10.1137/0117039). `costs` has the
+    cost of one matrix of each group. Returns the rank of each matrix of each group, in ascending order.
     """
     load = [0] * world
     owners: list[list[int]] = [[] for _ in costs]
@@ -288,18 +288,18 @@ def assign_owners(costs: Sequence[int], counts: Sequence[int], world: int) -> li
 
 
 class ReplicaExchange:
-    """A group's updates on their way between ranks that hold whole models (DDP).
+    """Communicates a group's updates between ranks that hold whole models (DDP).
 
-    An owner keeps the momentum of its matrices and has all that it needs; it sends what it computed to all ranks.
+    An owner keeps the momentum of its matrices, so it only has to send the updates it computed to all ranks.
     """
 
     def __init__(self, parameters: list[Tensor], owners: dict[Tensor, int], ranks: Ranks) -> None:
-        self.parameters, self.ranks = parameters, ranks  # those of an owner in a row
+        self.parameters, self.ranks = parameters, ranks  # sorted by owner
         self.held = [p for p in parameters if owners[p] == ranks.rank]  # their momentum, or a shard of it, is kept here
         self.counts = [sum(owners[p] == rank for p in parameters) for rank in range(ranks.world)]  # matrices of each
 
     def send_to_owners(self, updates: list[Tensor]) -> None:
-        """Begin with the updates of `held`."""
+        """Start sending the updates of `held` to the owners; here the owner has them already."""
         p = self.parameters[0]
         nothing = p.new_empty(0, *p.shape, dtype=update_dtype(p.device))
         self.buffer = torch.stack(updates) if updates else nothing
@@ -321,7 +321,7 @@ class ReplicaExchange:
         return [update for updates, count in zip(of_ranks, self.counts) for update in updates[:count]]
 
     def _arrived(self) -> Tensor:
-        """What was sent to this rank; it is not kept, because all groups of a step are under way together."""
+        """Wait for the data sent to this rank and drop the buffer: those of all groups are in flight at once."""
         self.work.wait()
         arrived = self.buffer
         del self.buffer
@@ -329,9 +329,9 @@ class ReplicaExchange:
 
 
 class ShardExchange(ReplicaExchange):
-    """The same between ranks that hold shards of rows (FSDP2), of the momentum too.
+    """The same between ranks that hold shards, some rows of every weight and momentum (FSDP2).
 
-    An owner gets the shards of its updates from all ranks, and sends each its shard of what it computed.
+    An owner receives the shards of its updates from all ranks, and sends each rank its shard of the result.
     """
 
     def __init__(self, parameters: list[Tensor], owners: dict[Tensor, int], ranks: Ranks) -> None:
@@ -344,7 +344,7 @@ class ShardExchange(ReplicaExchange):
         self.of_own = [self.counts[ranks.rank] * rows * self.columns for rows in self.rows]  # from each rank
 
     def _exchange(self, parts: Iterable[Tensor], sent: list[int], received: list[int]) -> None:
-        """All to all: so many elements to each rank, and so many from each."""
+        """Start an all-to-all; `sent` and `received` are the numbers of elements to and from each rank."""
         outgoing = torch.cat([part.flatten() for part in parts])
         self.buffer = outgoing.new_empty(sum(received))
         self.work = dist.all_to_all_single(self.buffer, outgoing, received, sent, self.ranks.group, async_op=True)

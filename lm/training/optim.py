@@ -1,9 +1,9 @@
-"""The optimizer of a decoder: which settings each parameter has, and the class that is built.
+"""Builds the optimizer of a decoder and its parameter groups.
 
-`training/builtin_optimizers` names the built-in ones. Any other of torch's, or a custom one, is built by its class
-path: it gets the same groups, learning rates and clipping; a step that is not finite is skipped; what is in its
-`state_dict` goes into checkpoints as tensors and plain values, and comes back exactly. The learning rate over the steps
-is in `training/schedule`.
+`training/builtin_optimizers` lists the built-in optimizers. Any other optimizer, of torch or custom, is built from its
+class path, with the same groups, learning rates and clipping. Its non-finite steps are skipped too, and its
+`state_dict` is saved to checkpoints as tensors and plain values and restored exactly. `training/schedule` has the
+learning rate of each step.
 """
 
 from collections.abc import Callable, Collection, Iterable, Mapping
@@ -27,9 +27,9 @@ TRIAL = 256  # rows and columns of the matrix that an optimizer is tried on
 
 
 def build_optimizer(module: nn.Module, config: OptimizerConfig, matrix_rows: Mapping[str, int]) -> Optimizer:
-    """The optimizer of a decoder's parameters, by `parameter_groups`.
+    """Build the optimizer of a decoder's parameters, grouped by `parameter_groups`.
 
-    It has an attribute `skip`, a bool scalar on the device or None: `step` changes nothing where it is true.
+    It has an attribute `skip`, None or a bool scalar on the device: if true, `step` changes nothing.
     """
     embeddings = {f"{name}.weight" for name, part in module.named_modules() if isinstance(part, nn.Embedding)}
     groups = parameter_groups(module.named_parameters(), config, matrix_rows, embeddings)
@@ -57,12 +57,12 @@ def parameter_groups(
     matrix_rows: Mapping[str, int],
     embeddings: Collection[str],
 ) -> list[dict[str, Any]]:
-    """Parameters with the settings that their group has; those with equal settings are together.
+    """Divide the parameters into groups with equal settings.
 
-    For each group `params`, `lr`, `weight_decay` and `peak_lr`, which the schedule starts from. Where the optimizer
-    takes whole matrices, those of the blocks have `kind`, its name, and `rows`; all of a group have one shape.
-    `matrix_rows` are, by the end of a weight's name, the rows of each of the matrices that are stacked in it;
-    `embeddings` the names of the weights that are looked up.
+    A group has `params`, `lr`, `weight_decay` and `peak_lr`, which the schedule multiplies. If the optimizer works on
+    whole matrices (Muon), groups of the blocks' matrices also have `kind`, the optimizer's name, and `rows`, and their
+    parameters have the same shape. `matrix_rows` maps the end of a weight's name to the rows of each matrix that is
+    stacked in the weight; `embeddings` are the names of embedding weights.
     """
     whole_matrices = config.class_path is None and BUILTIN[config.name].whole_matrices
     groups: dict[tuple[Any, ...], dict[str, Any]] = {}
@@ -94,7 +94,7 @@ def parameter_groups(
 
 
 def group_of(name: str, parameter: Tensor, embeddings: Collection[str]) -> str:
-    """The group of `GroupsConfig` of a parameter; `embeddings` are the names of those that are looked up."""
+    """The field of `GroupsConfig` that a parameter belongs to; `embeddings` are the names of embedding weights."""
     if parameter.ndim < 2:
         return "norms"
     if name in embeddings:
@@ -105,7 +105,7 @@ def group_of(name: str, parameter: Tensor, embeddings: Collection[str]) -> str:
 class AdamW(torch.optim.AdamW):
     """torch's AdamW, fused where the device has that, with a step that can be skipped."""
 
-    skip: Tensor | None = None  # a fused optimizer reads it on the device, any other waits for it
+    skip: Tensor | None = None  # the fused kernel reads it on the device; otherwise the host waits for it
 
     def __init__(self, groups: list[dict[str, Any]], **options: Any) -> None:
         fused = all(p.device.type in ("cuda", "cpu") for group in groups for p in group["params"])
@@ -127,11 +127,11 @@ class AdamW(torch.optim.AdamW):
 
 
 def build_by_class(class_path: str, init_args: dict[str, Any], groups: list[dict[str, Any]]) -> Optimizer:
-    """An optimizer of a class, whose steps can be skipped, for groups with `lr` and `weight_decay`.
+    """Build an optimizer from its class path, for groups with `lr` and `weight_decay`; its steps can be skipped.
 
-    Its attribute `initial` has the settings of each group as it was made, as `encode` writes them. A class that does
-    not take these arguments, does not work on dense parameters with one gradient a step, or keeps what a checkpoint
-    cannot hold is refused.
+    Its attribute `initial` has each group's settings at construction, as `encode` writes them. Raises RequestError for
+    a class that does not take these arguments, does not work on dense parameters with one gradient a step, or has
+    state that a checkpoint cannot hold.
     """
     made = _make(class_path, init_args, groups)
     try_optimizer(class_path, init_args)
@@ -139,7 +139,7 @@ def build_by_class(class_path: str, init_args: dict[str, Any], groups: list[dict
 
 
 def try_optimizer(class_path: str, init_args: dict[str, Any], weight_decay: float = 0.0) -> float:
-    """Take a step on a small matrix and a vector, on the CPU; how many values are kept for each value of the matrix."""
+    """Run a step on a small matrix and a vector, on the CPU; return the number of state values per matrix value."""
     parameters = [nn.Parameter(torch.ones(TRIAL, TRIAL)), nn.Parameter(torch.ones(TRIAL))]
     with torch.random.fork_rng(devices=[]):
         optimizer = _make(class_path, init_args, [{"params": parameters, "lr": 1e-3, "weight_decay": weight_decay}])
@@ -209,7 +209,7 @@ class _SkippedSteps:
 
 
 def refuse_unkept(class_path: str, optimizer: Optimizer, state: dict[str, Any]) -> None:
-    """Refuse an optimizer that keeps in its `state_dict`, here `state`, what a checkpoint cannot hold."""
+    """Raise RequestError if `state`, the optimizer's `state_dict`, has values that a checkpoint cannot hold."""
     kept = {**state, "param_groups": changed_settings(optimizer, state["param_groups"])}
     try:
         encode(apply_to_collection(kept, Tensor, lambda tensor: None))
@@ -219,7 +219,7 @@ def refuse_unkept(class_path: str, optimizer: Optimizer, state: dict[str, Any]) 
 
 
 def changed_settings(optimizer: Optimizer, groups: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """What an optimizer changed by itself in its settings, such as a count of steps, for each of its `param_groups`."""
+    """The settings of each parameter group that the optimizer has changed itself, such as a step count."""
     initial = getattr(optimizer, "initial", [])  # AdamW and Muon change none
     return [
         {name: value for name, value in _settings(group).items()
@@ -233,7 +233,7 @@ def _settings(group: dict[str, Any]) -> dict[str, Any]:
 
 
 def _comparable(value: Any) -> Any:
-    """A value that `!=` compares, as tensors of many values are not, and that later changes in place do not reach."""
+    """Encode a value so that `!=` works, which it does not for tensors, and later in-place changes do not matter."""
     try:
         return encode(value)
     except TypeError:

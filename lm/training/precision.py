@@ -56,7 +56,7 @@ def kept_in_bf16(fp8_keep: list[str] | None, blocks: int) -> list[str]:
 
 
 def choose_precision(precision: Precision, fp8_keep: list[str] | None, accelerator: str) -> str | Float8Precision:
-    """The precision for Lightning, a name or our plugin: on a CPU one that it does well, which is logged; FP8 stays."""
+    """The precision for Lightning: our plugin for FP8, else a name; on a CPU that of a fast one, which is logged."""
     if precision.startswith("fp8-"):
         return Float8Precision(precision.removeprefix("fp8-"), fp8_keep)
     on_cpu = accelerator == "cpu" or (

@@ -1,7 +1,7 @@
-"""`RunState`: what changes while a run trains, except for weights, optimizer and Lightning's count of steps.
+"""`RunState`: the mutable state of a run, except for weights, optimizer and Lightning's step counter.
 
-The Trainer makes one. Callbacks and the module change it, but never each other. A checkpoint holds it, by `save`, and
-brings it back, by `restore`. `PlainRunState` is that of `LanguageModule` and `DataModule` under a plain
+The Trainer makes one; callbacks and the module change it, but never each other. `save` writes it to a checkpoint, and
+`restore` reads it back. `PlainRunState` replaces it where `LanguageModule` and `DataModule` are used with a plain
 `lightning.Trainer`, and so in a custom `LightningCLI`.
 """
 
@@ -44,9 +44,9 @@ class RunState:
     cursor: Cursor | None = None  # the samples of the newest step
     stats: StepStats = field(default_factory=StepStats)  # of the steps since the newest log line
     stop: GuardStop | None = None  # why the run is to end after this optimizer step
-    pending_validation: bool = False  # the run stopped before that of the newest step was done: run it first
+    pending_validation: bool = False  # the run stopped before validating its newest step: do it first
     uploads: Uploads | None = None  # to the mirror, on rank zero
-    other_model: bool = False  # take a checkpoint's weights for another model, as a branch does
+    other_model: bool = False  # load a checkpoint's weights into another model, as a branch does
     restored: dict[str, Any] = field(default_factory=dict)  # of the checkpoint, for `begin`
 
     def samples_of_run(self, trainer: Any) -> int:
@@ -74,9 +74,9 @@ class RunState:
         checkpoint["step_stats"] = self.stats.state_dict()
 
     def restore(self, module: Any, checkpoint: dict[str, Any]) -> None:
-        """Put the run where a checkpoint left it, and turn weights and optimizer into what Lightning loads, in place.
+        """Restore the run from a checkpoint, whose weights and optimizer state become what Lightning loads, in place.
 
-        Hyper-parameters are the config's, so a changed learning rate is what is used.
+        Hyper-parameters come from the config, so a changed learning rate takes effect.
         """
         if "lm" in checkpoint:
             raise RequestError(OTHER_TRAINER)
@@ -100,7 +100,7 @@ LEFT_OUT = ("under lightning.Trainer there is no run folder, no guard, no gradie
 class PlainRunState(RunState, Callback):
     """The state of a training by a plain Trainer, to which the module adds it as a callback.
 
-    A batch is an optimizer step there too. What only `training/trainer.Trainer` has is left out, which is logged once.
+    Each batch is an optimizer step there too. Features that only `lm.Trainer` has are left out, which is logged once.
     """
 
     def samples_of_run(self, trainer: lightning.Trainer) -> int:

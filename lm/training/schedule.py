@@ -1,4 +1,4 @@
-"""The steps of a run and the learning rate of each: pure functions of the config, of which nothing is saved."""
+"""The steps of a run and the learning rate of each step: pure functions of the config, so no checkpoint stores them."""
 
 import math
 from dataclasses import dataclass
@@ -36,13 +36,13 @@ def warmup_and_decay_steps(max_steps: int, config: ScheduleConfig) -> tuple[int,
 
 
 def lr_fraction(step: int, max_steps: int, config: ScheduleConfig) -> float:
-    """The fraction of the peak learning rate at an optimizer step, 0 for the first of a run of `max_steps`.
+    """The fraction of the peak learning rate at optimizer step `step` (the first is 0) of a run of `max_steps`.
 
-    It rises linearly while warming up, to 1 at its end; then it goes by the schedule's name (cosine as in Loshchilov
-    and Hutter, 2017, arXiv:1608.03983; wsd as in Hu et al., 2024, arXiv:2404.06395).
+    It rises linearly to 1 during the warm-up, then follows the named schedule (cosine: Loshchilov and Hutter, 2017,
+    arXiv:1608.03983; wsd: Hu et al., 2024, arXiv:2404.06395).
     """
     warmup, decay = warmup_and_decay_steps(max_steps, config)
-    if step < config.begin_step:  # before its first step, where another branch may begin
+    if step < config.begin_step:  # before the first step of a branch; another branch may begin there
         return config.begin_fraction
     step, max_steps = step - config.begin_step, max_steps - config.begin_step
     if step < warmup:
@@ -50,7 +50,7 @@ def lr_fraction(step: int, max_steps: int, config: ScheduleConfig) -> float:
     top = config.begin_fraction if config.begin_step and not warmup else 1.0
     if config.name == "constant" or (config.name == "wsd" and not decay):
         return top
-    # The fall of `wsd` ends with the last step, which is at the final fraction; the others end one step after it.
+    # `wsd` reaches the final fraction in the last step; the other schedules would reach it one step later.
     start, end = (max_steps - decay - 1, max_steps - 1) if config.name == "wsd" else (warmup, decay or max_steps)
     progress = min(1.0, max(0.0, (step - start) / max(1, end - start)))  # 0 at the start of the fall, 1 at its end
     fall = 0.5 * (1 + math.cos(math.pi * progress)) if config.name == "cosine" else 1 - progress
@@ -62,7 +62,7 @@ def lr_fraction(step: int, max_steps: int, config: ScheduleConfig) -> float:
 
 @dataclass(frozen=True)
 class Steps:
-    """Counts of a run. A sample is a window of `seq_len` predicted tokens."""
+    """Batch sizes and number of steps of a run. A sample is a window of `seq_len` predicted tokens."""
 
     seq_len: int
     micro_batch_size: int  # samples that a rank runs through the model at once
@@ -105,9 +105,9 @@ def plan_steps(
     max_tokens: int | None,
     done: tuple[int, int] = (0, 0),
 ) -> Steps:
-    """The counts of a run that was asked for in optimizer steps or in tokens, which are rounded up to whole steps.
+    """Make the `Steps` of a run from its length in optimizer steps, or in tokens, rounded up to whole steps.
 
-    An optimizer step sees `global_batch_tokens`, or else one micro-batch a rank.
+    An optimizer step has `global_batch_tokens` tokens; if that is None, one micro-batch per rank.
     """
     require_at_least(1, "data.", seq_len=seq_len, micro_batch_size=micro_batch_size)
     at_once = micro_batch_size * seq_len * world_size

@@ -1,8 +1,8 @@
 """One optimizer step in plain PyTorch: rows of one rank in, changed weights out.
 
-The rows are a batch of `data/loader`, the losses come from `model/decoder`, and the update is that of an optimizer of
-`training/optim`. `lm/training/README.md` begins with a plain loop around it; `LanguageModule.training_step` calls it
-through `training/lightning_step`.
+The batch comes from `data/loader`, the losses from `model/decoder`, and the optimizer from `training/optim`.
+`lm/training/README.md` begins with a plain loop around this function; `LanguageModule.training_step` calls it through
+`training/lightning_step`.
 """
 
 from collections.abc import Callable
@@ -18,11 +18,11 @@ from lm.kernels.torch_private import foreach_mul_, foreach_norm
 
 
 class StepResult(NamedTuple):
-    """Results of one step, as tensors on the device, for which the host has not waited."""
+    """Results of one step: tensors on the device, for which the host has not waited."""
 
     loss: Tensor  # () mean over the unmasked targets of all ranks, in nats
-    loss_sum: Tensor  # () their sum
-    num_targets: Tensor  # () int64, their number
+    loss_sum: Tensor  # () sum of the losses of these targets
+    num_targets: Tensor  # () int64, number of these targets
     grad_norm: Tensor  # () global L2 norm, before clipping
     finite: Tensor  # () bool; False: loss or gradient is NaN or infinite, and no rank has changed its weights
     token_losses: list[Tensor]  # (b, T) of each micro-batch of this rank, in nats; 0 where masked
@@ -41,23 +41,23 @@ def optimizer_step(
     no_sync: Callable[[], AbstractContextManager] = nullcontext,
     loss_scale: Callable[[], Tensor] | None = None,
 ) -> StepResult:
-    """Accumulate, average, clip, update. The gradients are left for the caller to clear.
+    """Accumulate, average and clip the gradients, and update the weights; the caller clears the gradients.
 
     Args:
         batch: rows `(B, T + 1)` of this rank, a whole number of micro-batches.
-        forward_backward: adds the gradient of one micro-batch to `.grad`, and returns the detached losses of its
-            tokens, `(b, T)`. The gradient is that of their sum (and of what a model adds to it, such as a z-loss),
-            divided by all positions of this rank's step, masked or not, and averaged over ranks, as DDP does it.
-        optimizer: any of torch. One with an attribute `skip`, as `optim.build_optimizer` makes it, skips a step that is
-            not finite by itself, without a wait for the device.
-        micro_batch_size: rows that are run at once.
-        tokens_per_step: positions of the step over all ranks, masked ones too.
-        lr_factor: factor on each group's initial learning rate, which is kept as its `peak_lr`.
-        max_norm: clip the gradient to this norm; None or 0: no clipping.
-        update: changes the weights in place of `optimizer.step`.
-        no_sync: a context in which backward passes leave gradients on their rank, such as DDP's.
-        loss_scale: the current scale of a GradScaler, by which `forward_backward` multiplied; `update` is then its
-            `step`, which divides by it and skips where a gradient is not finite.
+        forward_backward: runs one micro-batch: adds its gradient to `.grad` and returns its detached token losses,
+            `(b, T)`. The gradient is of the sum of these losses (plus terms of the model, such as a z-loss), divided by
+            the number of this rank's positions in the step, masked or not, and averaged over ranks, as in DDP.
+        optimizer: any `torch.optim.Optimizer`. If it has an attribute `skip`, as those of `optim.build_optimizer` do,
+            it skips non-finite steps itself, without a device synchronization.
+        micro_batch_size: rows in each forward and backward pass.
+        tokens_per_step: positions in the step, masked or not, summed over all ranks.
+        lr_factor: multiplies each parameter group's initial learning rate, which the group keeps as `peak_lr`.
+        max_norm: clip the global gradient norm to this value; None or 0: no clipping.
+        update: called instead of `optimizer.step` to update the weights.
+        no_sync: context manager in which backward passes do not average gradients over ranks, such as DDP's `no_sync`.
+        loss_scale: returns the scale of a GradScaler, by which `forward_backward` multiplied the loss. `update` must
+            then call the scaler's `step`, which unscales the gradients and skips the update if one is not finite.
     """
     *first, last = batch.split(micro_batch_size)  # (b, T + 1) each
     token_losses = []  # (b, T) each
@@ -78,12 +78,12 @@ def optimizer_step(
     if max_norm:
         rescale = rescale * (max_norm / (grad_norm + 1e-6)).clamp(max=1)
 
-    # All ranks have the same loss and norm, so they agree on whether to skip. Who skips: a GradScaler, an optimizer of
-    # ours, or else this function.
+    # All ranks have the same loss and norm, so they agree on whether to skip. A GradScaler or an
+    # optimizer with `skip` skips the update itself; otherwise this function does.
     update = update or optimizer.step
     finite = loss.isfinite() & grad_norm.isfinite()
     if loss_scale:
-        rescale = torch.where(finite, rescale, torch.nan)  # which the scaler looks for
+        rescale = torch.where(finite, rescale, torch.nan)  # the scaler skips a step with NaN gradients
     elif hasattr(optimizer, "skip"):
         optimizer.skip = ~finite
     elif not finite:  # waits for the device
@@ -97,14 +97,14 @@ def optimizer_step(
 
 
 def total_norm(tensors: list[Tensor]) -> Tensor:
-    """The global L2 norm of all tensors and all their shards: an fp32 scalar on the device."""
+    """The L2 norm over all tensors, of a DTensor over all its shards: an fp32 scalar on the device."""
     dtype = torch.float64 if any(tensor.dtype == torch.float64 for tensor in tensors) else torch.float32
     norm = torch.linalg.vector_norm(torch.stack(foreach_norm(tensors, 2, dtype=dtype))).float()
     return norm.full_tensor() if hasattr(norm, "full_tensor") else norm
 
 
 def sum_over_ranks(*tensors: Tensor) -> list[Tensor]:
-    """The sums of tensors over all ranks, if there are several: one fp64 all-reduce."""
+    """Sum each tensor over all ranks, in one fp64 all-reduce; with a single rank, return the tensors as they are."""
     if not (dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1):
         return list(tensors)
     flat = torch.cat([tensor.double().flatten() for tensor in tensors])

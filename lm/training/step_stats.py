@@ -26,7 +26,7 @@ class StepStats:
 
     Args:
         state: from a checkpoint: the steps that were not logged yet.
-        sources: number of a mixture's; 0 without one.
+        sources: number of sources of a mixture; 0 without a mixture.
         scaled: a GradScaler multiplies the gradients, and overflows them now and then to find the largest factor.
     """
 
@@ -36,8 +36,8 @@ class StepStats:
     ) -> None:  # fmt: skip
         self.scaled = scaled
         state = state or {"nats": 0.0, "tokens": 0, "steps": []}
-        # Of the steps since the newest log line, on all ranks, but those that were not applied. Where a GradScaler
-        # finds an overflow of the gradients, a step is not applied and its loss is counted.
+        # Sums over all ranks of the applied steps since the newest log line. A step that a GradScaler skips, because a
+        # gradient overflowed, counts too if its loss is finite.
         self.nats = torch.tensor(state["nats"], device=device)
         self.tokens = torch.tensor(state["tokens"], dtype=torch.int64, device=device)
         # Nats and tokens of each source of a mixture, `(sources, 2)`; a source may be new since the checkpoint.

@@ -68,7 +68,7 @@ class Trainer(PatchedTrainer):
             devices, num_nodes = _as_started("torchrun", torchrun, devices, num_nodes)
         elif srun := srun_world():
             devices, num_nodes = _as_started("srun", srun, devices, num_nodes)
-            plugins.append(SLURMEnvironment(auto_requeue=False))  # ours saves and exits 75
+            plugins.append(SLURMEnvironment(auto_requeue=False))  # on a signal, lm saves a checkpoint and exits with 75
         elif SLURMEnvironment.detect():
             plugins.append(LightningEnvironment())
         chosen = choose_precision(config.precision, config.fp8_keep, config.accelerator)
@@ -130,13 +130,13 @@ class Trainer(PatchedTrainer):
             return
         if self.strategy.root_device.type == "cpu":
             keep_freed_memory()
-        datamodule.set_position(global_batch=state.steps.global_batch, consumed=0)  # a checkpoint says more
+        datamodule.set_position(global_batch=state.steps.global_batch, consumed=0)  # a checkpoint sets `consumed`
         self.fit_loop.epoch_loop.max_steps = state.steps.max_steps
         super().fit(model, datamodule=datamodule, ckpt_path=ckpt_path)
 
     @contextmanager
     def around_fit(self) -> Iterator[None]:
-        """Says what needs how much memory where there is not enough."""
+        """Turn out-of-memory errors into one that lists what needs memory, and `sys.exit(0)` into RunError."""
         try:
             yield
         except SystemExit as error:
@@ -152,7 +152,7 @@ class Trainer(PatchedTrainer):
 
     @contextmanager
     def around_stage(self) -> Iterator[None]:
-        """Says how to resume a run that ends by damaged data or a signal."""
+        """Add how to resume the run to the error of damaged data, or to one raised after a signal."""
         self._memory_before = process_bytes()
         try:
             yield
@@ -190,8 +190,8 @@ class Trainer(PatchedTrainer):
         self.loggers = [*loggers, *self.own_loggers]
 
     def load_with(self, optimizer: bool, verified: Path | None = None, other_model: bool = False) -> None:
-        """Read the next checkpoint with or without the optimizer's state; `verified` is known to be whole, and
-        `other_model` takes its weights for a model that computes something else with them."""
+        """Set how the next checkpoint is loaded: with or without optimizer state; `verified`: a folder whose digests
+        were just checked; `other_model`: allow a model that computes something else with the same weights."""
         self.run_state.other_model = other_model
         self.checkpoint_io.load_optimizer, self.checkpoint_io.verified = optimizer, verified
 
@@ -216,7 +216,7 @@ class Trainer(PatchedTrainer):
     def end_run(self, why: str = "") -> NoReturn:
         """End the run after its last whole step, with a checkpoint unless a guard wants none; call it on every rank.
 
-        It raises the state's `stop` or, where a signal is the reason, Interrupted, whose message has `why` in it.
+        It raises `run_state.stop` if that is set; otherwise, after a signal, Interrupted with `why` in its message.
         """
         STOP.disarm()
         state = self.run_state
@@ -250,7 +250,7 @@ class Trainer(PatchedTrainer):
 
 
 def refuse_parts(model: Any, datamodule: Any) -> None:
-    """Raise RequestError for a model or data of another kind than this Trainer trains."""
+    """Raise RequestError unless the parts are a LanguageModule without weights outside its decoder and a DataModule."""
     if isinstance(model, type) or not hasattr(model, "build_decoder"):  # its class imports this module
         raise RequestError(f"lm.Trainer trains an lm.LanguageModule, and this is {kind_of(model)}: build your model "
                            "in `build_decoder` of a subclass, or take lightning.Trainer")  # fmt: skip
@@ -270,7 +270,7 @@ def kind_of(value: Any) -> str:
 def _as_started(
     launcher: str, world: tuple[int, int], devices: int | str | list[int], num_nodes: int
 ) -> tuple[int | str | list[int], int]:
-    """`devices` and `num_nodes` of the processes that were started: with torchrun's `--nnodes 1:2` they change."""
+    """The `devices` and `num_nodes` that a launcher started; a restart of torchrun's `--nnodes 1:2` may change them."""
     processes, nodes = world
     given = device_count(devices)
     if given not in (None, processes) or num_nodes not in (1, nodes):
