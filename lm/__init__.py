@@ -1,8 +1,8 @@
 """lm: pretrain a small language model from one YAML file.
 
-In Python `prepare`, `fit`, `evaluate` and `generate` do what the commands do; `load_run` and `load_model` are for
-looking at what they made; `Trainer`, `LanguageModule`, `DataModule` and their options are the parts. Nothing heavy is
-imported before it is used.
+`prepare`, `fit`, `evaluate` and `generate` do in Python what the commands do; `load_run` and `load_model` load the
+results; `Trainer`, `LanguageModule`, `DataModule` and their options are the building blocks. Modules are imported when
+they are first used.
 """
 
 import sys
@@ -48,7 +48,7 @@ def __dir__() -> list[str]:
 
 
 def load_run(path: "str | Path") -> "Run":
-    """A run, to look at what it wrote down: metrics, config, checkpoints, alerts.
+    """Load a run, to read what it recorded: metrics, config, checkpoints, alerts.
 
     Args:
         path: the run's folder; or its name, under `checkpoints/` or in the registry.
@@ -62,14 +62,14 @@ def load_model(
     path: "str | Path", device: "str | torch.device | None" = None, dtype: "str | torch.dtype | None" = None,
     module: "type[LanguageModule] | None" = None,
 ) -> "Pretrained":  # fmt: skip
-    """A trained model with its tokenizer, to generate with or to look into.
+    """Load a trained model with its tokenizer, to generate text with it or to inspect it.
 
     Args:
-        path: the folder or name of a run, whose best checkpoint is taken; the folder of a checkpoint, or of a Llama,
+        path: the folder or name of a run, whose best checkpoint is used; the folder of a checkpoint, or of a Llama,
             Qwen3 or Ministral in Hugging Face's format.
-        device: where to; the GPU if there is one, else the CPU, if not given.
-        dtype: of the weights, such as `bfloat16`; as they are stored if not given.
-        module: the class that `run` was given, for a custom model.
+        device: the device to load to; if not given, the GPU if there is one, else the CPU.
+        dtype: data type of the weights, such as `bfloat16`; as stored if not given.
+        module: for a custom model, the class that was passed to `run`.
     """
     from lm.inference.pretrained import load_pretrained
 
@@ -77,13 +77,13 @@ def load_model(
 
 
 def run(module: "type[LanguageModule]") -> "NoReturn":
-    """The whole command line around a custom model, for the end of the file that has it.
+    """Run the command line for a custom model; call it at the end of the file that defines the model.
 
         if __name__ == "__main__":
             lm.run(MyModule)      # python my_model.py fit --config tiny.yaml
 
     Args:
-        module: its `build_decoder` returns the model, and its further arguments are options under `model:`.
+        module: its `build_decoder` returns the model, and its additional arguments become options under `model:`.
     """
     from lm.model.custom import use_module_class
     from lm.system import process

@@ -35,18 +35,18 @@ log = logging.getLogger(__name__)
 
 @dataclass
 class BranchOptions:
-    """Begin a new run at a checkpoint of another: its weights, optimizer, place in the data and random generators.
+    """Start a new run from a checkpoint of another: its weights, optimizer state, data position and random states.
     Options of a training, such as `--data.path data/other` or `--model.optimizer.lr 1e-3`, override the other run's.
 
     Args:
-        run: Name of the other run, under the root or in the registry, or its path.
-        at: Its checkpoint: a step, such as 200, `best` or `last`; the last if not given.
-        name: Of the new run; the other's, the step and what is new if not given.
-        decay: Tokens to train on while the learning rate falls, linearly, to `final_fraction`.
-        constant: Tokens to train on with the learning rate as it is at that step.
-        rewarm: Warm up again: tokens in which the rate first rises to its peak; a part of `decay` or `constant`.
-        final_fraction: Fraction of the peak learning rate at the end of `decay`.
-        make_only: Only make the run, and print the command that trains it, for example on several machines.
+        run: Run to branch from: its name, under the root or in the registry, or its path.
+        at: Checkpoint to branch from: a step, such as 200, `best` or `last`; the last if not given.
+        name: Name of the new run; made of the other run's name, the step and the kind of change if not given.
+        decay: Number of tokens to train on while the learning rate decays linearly to `final_fraction`.
+        constant: Number of tokens to train on at the constant learning rate of that step.
+        rewarm: Warm up again: tokens in which the rate first rises to its peak; part of `decay` or `constant`.
+        final_fraction: Learning rate at the end of `decay`, as a fraction of the peak.
+        make_only: Only create the run and print the command that trains it, for example on several machines.
         root: Folder of the runs.
     """
 

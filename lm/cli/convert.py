@@ -53,16 +53,16 @@ def export(
     language: list[str] | None = None,
     root: str = str(ROOT),
 ) -> None:
-    """Write a model to a folder for others: weights, tokenizer and a model card, as Hugging Face's libraries read them.
+    """Export a model to a folder in Hugging Face's format: weights, tokenizer and a model card.
 
     Args:
         run: Name under the root or in the registry, or a path; the newest run if not given.
-        ckpt_path: `best`, `last`, `auto` (the newest whole one), `step-00000100`, or a model's folder; else the best.
-        output: The folder to make, which must be empty or not there.
-        dtype: Number format of the weights; as they are stored if not given.
-        name: What the model card calls the model; the folder's name if not given.
-        license: Its licence as the Hugging Face Hub names it, such as apache-2.0.
-        language: Languages of its texts, by their ISO 639 codes, such as en.
+        ckpt_path: `best` (the default), `last`, `auto` (the newest intact one), `step-00000100`, or a model's folder.
+        output: Folder to create; it must be empty or not exist.
+        dtype: Data type of the weights; as stored if not given.
+        name: Name of the model on its card; the folder's name if not given.
+        license: Licence of the model, by its identifier on the Hugging Face Hub, such as apache-2.0.
+        language: Languages of the training texts, by ISO 639 code, such as en.
         root: Folder of the runs.
     """
     if not output:
@@ -125,13 +125,13 @@ def describing_files(model: Pretrained, dtype: str) -> dict[str, str]:
 
 
 def import_model(input: str = "", output: str = "", eos_token: str | None = None) -> None:
-    """Make a checkpoint to train on from: of a Llama, Qwen3 or Ministral in Hugging Face's format, or of one of ours.
+    """Convert a Llama, Qwen3 or Ministral in Hugging Face's format, or one of ours, to a checkpoint to train from.
 
     Args:
-        input: The model's folder, with safetensors and a `tokenizer.json`; or a run's or a checkpoint's, whose weights
-            then make a fresh start; or a `.gguf` file, which transformers reads with the packages gguf and accelerate.
-        output: The folder to make, which must be empty or not there.
-        eos_token: The token that ends a document, where the model's files do not tell.
+        input: Folder of the model, with safetensors and a `tokenizer.json`; or of a run or a checkpoint, to start
+            afresh from its weights; or a `.gguf` file, which transformers reads with the packages gguf and accelerate.
+        output: Folder to create; it must be empty or not exist.
+        eos_token: Token that ends a document, if the model's files do not name it.
     """
     if not input or not output:
         raise RequestError("give a model's folder with --input and the folder to make with --output")
@@ -219,17 +219,17 @@ def average(
     output: str | None = None,
     root: str = str(ROOT),
 ) -> None:
-    """Write the mean of the weights of several checkpoints of a run, as a checkpoint without optimizer state.
+    """Average the weights of several checkpoints of a run, and write them as a checkpoint without optimizer state.
 
-    Late in a training with a high learning rate the weights move around a minimum, and their mean is nearer to it than
+    Late in training, at a high learning rate, the weights move around a minimum, and their mean is closer to it than
     each of them (Izmailov et al., 2018, arXiv:1803.05407; of the last checkpoints: Kaddour, 2022, arXiv:2209.14981).
 
     Args:
         run: Name under the root or in the registry, or a path; the newest run if not given.
-        steps: The optimizer steps of the checkpoints, such as 100 200 300.
-        last: How many of the newest checkpoints, in place of --steps.
-        output: The folder to make, which must be empty or not there; `average-FIRST-LAST-of-K` in the run's folder if
-            not given.
+        steps: Optimizer steps of the checkpoints to average, such as 100 200 300.
+        last: Instead of --steps: how many of the newest checkpoints to average.
+        output: Folder to create; it must be empty or not exist. If not given, `average-FIRST-LAST-of-K` in the run's
+            folder.
         root: Folder of the runs.
     """
     found = registry.find_run(run, root)

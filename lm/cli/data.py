@@ -43,10 +43,10 @@ def inspect(path: str, column: str = "input_ids", seq_len: int | None = None, js
     """Show what a data folder holds: splits, shards, tokens, tokenizer, and the beginning of its text.
 
     Args:
-        path: A folder that `lm data prepare` made, or anyone's shards: a folder, glob, file or URL.
-        column: Column of token ids.
-        seq_len: Context for which samples, and tokens that are in none, are counted; 1024 if not given, or what
-            documents were packed for.
+        path: A folder that `lm data prepare` made, or other shards: a folder, glob, file or URL.
+        column: Column of the token ids in the shards.
+        seq_len: Context length used to count the samples, and the tokens that are in none; if not given, the length
+            that documents were packed for, or 1024.
         json: Print one JSON object.
     """
     require_at_least(1, "--", seq_len=seq_len)
@@ -161,8 +161,8 @@ def show(
 
     Args:
         run: Name of the run; the newest if not given.
-        step: Optimizer step, from 1; the newest of the run if not given.
-        limit: Samples to print; 0 for all of them.
+        step: Optimizer step, counted from 1; the newest of the run if not given.
+        limit: Number of samples to print; 0 for all of them.
         json: Print one JSON object with token ids and texts instead.
         root: Folder of the runs.
     """

@@ -44,7 +44,7 @@ class Check(NamedTuple):
 
 
 def doctor(json: bool = False) -> None:
-    """Check what a training needs on this machine: `lm doctor [--json]`.
+    """Check whether this machine has what a training needs: `lm doctor [--json]`.
 
     Args:
         json: Print one JSON object instead of a page.

@@ -44,13 +44,13 @@ def main(
     root: str = str(ROOT),
     **options: Any,
 ) -> None:
-    """Measure a checkpoint on tasks or texts, and keep the result with its run.
+    """Evaluate a checkpoint on tasks or texts, and store the result with its run.
 
     Args:
         run: Name under the root or in the registry, or a path; the newest run if not given.
-        ckpt_path: `best`, `last`, `auto` (the newest whole one), `step-00000100`, or a model's folder; else the best.
-        device: Where to compute; the GPU if there is one.
-        dtype: Number format of the weights; as they are stored if not given.
+        ckpt_path: `best` (the default), `last`, `auto` (the newest intact one), `step-00000100`, or a model's folder.
+        device: Device to compute on; the GPU if there is one.
+        dtype: Data type of the weights; as stored if not given.
         json: Print one JSON object instead of lines.
         root: Folder of the runs.
     """
@@ -68,16 +68,16 @@ def measure(
     max_items: Count | None = None, num_fewshot: int | None = None,
     batch_tokens: Count = Count(benchmark.BATCH_TOKENS), begin: Begin = "eos",
 ) -> dict[str, Any]:  # fmt: skip
-    """What `lm evaluate --json` prints of a model, which is loaded once the request is known to be sound.
+    """What `lm evaluate --json` prints for a model, which is loaded only after the request has been checked.
 
     Args:
-        tasks: Task files: a YAML in the layout of DCLM, a `.jsonl` or `.parquet` of items, `embedded:sotu`,
-            or public benchmarks by name, such as hellaswag,arc_easy, which come from the Hugging Face hub.
-        texts: Files, folders, globs or URLs of text, for bits per byte of each.
-        max_items: The most items of a task, or documents of a text; all of them if not given.
-        num_fewshot: Solved items before each question; those of the task files if not given.
-        batch_tokens: The most tokens that go through the model at once; the result does not depend on it.
-        begin: The token before a question: `eos`, as before a document in training, or `nothing`.
+        tasks: Task files: a YAML in the format of DCLM, a `.jsonl` or `.parquet` of items, `embedded:sotu`,
+            or public benchmarks by name, such as hellaswag,arc_easy, downloaded from the Hugging Face hub.
+        texts: Files, folders, globs or URLs of text; bits per byte are computed for each.
+        max_items: Most items per task, or documents per text; all of them if not given.
+        num_fewshot: Number of few-shot examples before each question; that of the task files if not given.
+        batch_tokens: Most tokens per batch; the result does not depend on it.
+        begin: Token before a question: `eos`, as before a document in training, or `nothing`.
     """
     if not (tasks or texts):
         raise RequestError("give something to evaluate on: --tasks embedded:sotu or --texts FILE")

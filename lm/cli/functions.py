@@ -43,15 +43,15 @@ from lm.training.trainer import kind_of, refuse_parts
 
 
 def prepare(input: str | Sequence[str], output: str | Path, **options: Any) -> dict[str, Any]:
-    """Tokenize texts into a folder of Parquet shards, as `lm data prepare` does; a finished one is left as it is.
+    """Tokenize texts into a folder of Parquet shards, as `lm data prepare` does; a finished folder is left unchanged.
 
     Args:
         input: files, folders, globs or URLs of text, or `embedded:sotu`.
-        output: the folder to make.
-        options: the others of `lm data prepare`, such as `vocab_size`.
+        output: the folder to create.
+        options: other options of `lm data prepare`, such as `vocab_size`.
 
     Returns:
-        The folder's manifest: `splits` with the tokens, documents and bytes of each, and what it was made from.
+        The folder's manifest: `splits` with the tokens, documents and bytes of each, and the inputs it was made from.
     """
     inputs = [input] if isinstance(input, str) else list(input)
     config = build_options(PrepareOptions, "lm.prepare", input=inputs, output=str(output), **options)
@@ -66,17 +66,17 @@ def fit(
 ) -> Run:  # fmt: skip
     """Train a model in this process, as `lm fit` does.
 
-    Ctrl-C, or the button of a notebook that interrupts, ends it after the optimizer step with a checkpoint, however
-    long the step takes (`trainer.stop_within` is 0 unless it is given here).
+    Ctrl-C, or a notebook's interrupt button, ends it with a checkpoint after the current optimizer step, however long
+    that step takes (`trainer.stop_within` is 0 unless it is given here).
 
     Args:
-        config: a YAML file, looked up in `configs/` too; or its content.
-        options: what is to be otherwise: `{"trainer.max_steps": 100}`, or `{"trainer": {"max_steps": 100}}`.
-        run: the run's name; that of the file if not given, or `run`.
+        config: a YAML file, which is looked up in `configs/` too; or its content.
+        options: overrides of the config: `{"trainer.max_steps": 100}`, or `{"trainer": {"max_steps": 100}}`.
+        run: name of the run; by default that of the file, or `run`.
         ckpt_path: a checkpoint to resume from: a folder, `best`, `last`, or `auto`, the newest one there is.
-        force: train although `lm plan` finds an error, and resume although the config is not the run's any more.
-        callbacks: further ones, beside those of the config.
-        module: for a custom model, the subclass of `LanguageModule`; that of `lm.run` if not given.
+        force: train even if `lm plan` finds an error, and resume even if the config differs from the run's.
+        callbacks: additional callbacks, besides those of the config.
+        module: for a custom model, its subclass of `LanguageModule`; the one given to `lm.run` if not given.
 
     Returns:
         The run; `run.checkpoint()` is its best checkpoint, and `run.metrics("val/loss")` its validations.
@@ -123,17 +123,17 @@ def evaluate(
     model: str | Path | Pretrained, *, tasks: str | Sequence[str] = (), texts: str | Sequence[str] = (),
     device: str | torch.device | None = None, module: type[LightningModule] | None = None, **options: Any,
 ) -> dict[str, Any]:  # fmt: skip
-    """Measure a model on tasks or texts, as `lm evaluate` does, and keep the result with its run.
+    """Evaluate a model on tasks or texts, as `lm evaluate` does, and store the result with its run.
 
     Args:
-        model: a run's name or folder, whose best checkpoint is taken; a checkpoint; or a loaded model.
+        model: name or folder of a run, whose best checkpoint is used; a checkpoint; or a loaded model.
         tasks, texts, options: those of `lm evaluate`, such as `max_items` and `num_fewshot`.
-        device: where to compute, if `model` is not loaded; the GPU if there is one.
+        device: device to compute on, if `model` is not loaded; the GPU if there is one.
         module: for a custom model that is not loaded, its subclass of `LanguageModule`.
 
     Returns:
         What `lm evaluate --json` prints: `tasks`, each with accuracy and confidence interval, `texts` with bits per
-        byte, `core` where all tasks of a suite are there.
+        byte, and `core` if all tasks of a suite were evaluated.
     """
     tasks, texts = ([each] if isinstance(each, str) else list(each) for each in (tasks, texts))
     return measure(
@@ -149,13 +149,13 @@ def generate(
     """Continue prompts, as `lm generate` does.
 
     Args:
-        model: a run's name or folder, whose best checkpoint is taken; a checkpoint; or a loaded model.
+        model: name or folder of a run, whose best checkpoint is used; a checkpoint; or a loaded model.
         prompts: one text or several.
         module: for a custom model that is not loaded, its subclass of `LanguageModule`.
-        options: those of `Pretrained.generate`: `max_new_tokens`, `sampling`, `stop`, `seed` and so on.
+        options: options of `Pretrained.generate`: `max_new_tokens`, `sampling`, `stop`, `seed` and so on.
 
     Returns:
-        For each prompt `text`, what was written after it, the tokens, and why it ended.
+        For each prompt: `text`, the continuation without the prompt; its tokens; and why it ended.
     """
     loaded = model if isinstance(model, Pretrained) else load_pretrained(model, module=module)
     return loaded.generate(prompts, **options)
@@ -166,11 +166,11 @@ class Trainer(BareTrainer):
 
     Args:
         run: name of the run.
-        about: tags, a note, and what is done at the run's end.
-        callbacks: further ones.
-        options: the fields of `training/config.TrainerConfig`, which are the config's under `trainer`, with 0 for
-            `stop_within` if it is not given; and its other groups, such as `guards=GuardsConfig(...)`, `samples`,
-            `evaluation`.
+        about: tags, a note, and what to do at the end of the run.
+        callbacks: additional callbacks.
+        options: the fields of `training/config.TrainerConfig`, as under `trainer` in a config, but with 0 for
+            `stop_within` if it is not given; and other sections of a config, such as `guards=GuardsConfig(...)`,
+            `samples`, `evaluation`.
     """
 
     def __init__(

@@ -54,16 +54,16 @@ def main(
     root: str = str(ROOT),
     **settings: Any,
 ) -> None:
-    """Continue prompts. Without any, continue standard input; on a terminal, ask for one prompt after the other.
+    """Continue prompts. Without prompts, continue standard input or, on a terminal, ask for one prompt after another.
 
     Args:
         run: Name under the root or in the registry, or a path; the newest run if not given.
-        ckpt_path: `best`, `last`, `auto` (the newest whole one), `step-00000100`, or a model's folder; else the best.
-        prompt: Texts to continue; an empty one begins a document.
-        num_samples: Texts for each prompt.
-        device: Where to compute; the GPU if there is one.
-        dtype: Number format of the weights; as they are stored if not given.
-        compile: How a step runs: `cuda_graphs`: recorded, on a GPU; `auto`: so on a GPU, otherwise `none`.
+        ckpt_path: `best` (the default), `last`, `auto` (the newest intact one), `step-00000100`, or a model's folder.
+        prompt: Texts to continue; an empty one starts a new document.
+        num_samples: Number of texts to generate per prompt.
+        device: Device to compute on; the GPU if there is one.
+        dtype: Data type of the weights; as stored if not given.
+        compile: How decoding steps run: `cuda_graphs`: captured as CUDA graphs; `auto`: so on a GPU, otherwise `none`.
         json: Print one JSON object instead of texts.
         root: Folder of the runs.
     """

@@ -73,28 +73,28 @@ FOLLOWS = {
 
 
 class LadderOptions:
-    """Train small models of several depths with the configs of `lm scale`, fit laws to their losses, and predict larger
-    ones. The same command resumes it. Options of a training, such as `--trainer.precision 32-true`, are for all runs.
+    """Train small models of several depths with configs from `lm scale`, fit scaling laws to their losses, and predict
+    larger ones. The same command resumes it. Training options such as `--trainer.precision 32-true` apply to all runs.
 
     Args:
-        depths: Numbers of blocks, such as 2,4,6,8; width, heads, batch and learning rate follow as in `lm scale`.
-        predict: Depths whose loss to predict. They are not trained, or, if --depths has them too, trained and compared
-            with the prediction.
-        ratio: Tokens for each parameter outside the embedding; 20 if no length is given.
-        max_steps: In place of it: optimizer steps, the same for all sizes.
-        seeds: Trainings of each size, with seeds 1, 2 and so on; three or more show the noise.
-        against: Compare with another recipe: options that it has in addition, such as '--optimizer adamw', or a YAML
-            file with them. It is trained at the same sizes, and the ladder's own recipe at half of the length too.
-        name: Of the ladder: its folder, and how the names of its runs begin.
-        plan_only: Print what would be trained, and train nothing.
+        depths: Numbers of blocks to train, such as 2,4,6,8; width, heads, batch and learning rate as in `lm scale`.
+        predict: Depths whose loss to predict. They are trained only if --depths lists them too; the report then
+            compares the prediction with the measured loss.
+        ratio: Training tokens per non-embedding parameter; 20 if neither this nor --max_steps is given.
+        max_steps: Instead of --ratio: optimizer steps per run, the same for all sizes.
+        seeds: Runs per size, with seeds 1, 2 and so on; three or more show the noise between seeds.
+        against: Another recipe to compare with: the options it adds or changes, such as '--optimizer adamw', or a YAML
+            file of them. It is trained at the same sizes, and the ladder's own recipe also at half of the length.
+        name: Name of the ladder: its folder, and the prefix of its runs' names.
+        plan_only: Print what would be trained, without training.
         json: Print one JSON object instead of tables.
-        device: Plan for this device, as in `lm plan`.
-        memory: The device's memory, such as 16GiB.
-        peak_tflops: The device's peak in this precision.
-        mfu: Share of the device's peak to reckon with.
-        rate_usd_per_hr: Price of the machine.
-        root: Folder of the runs, in which the ladder has one of its own.
-        scaled: Those of `lm.cli.scale.ScaleOptions`.
+        device: Device to plan for, as in `lm plan`.
+        memory: Memory of the device, such as 16GiB.
+        peak_tflops: Peak throughput of the device in the configured precision, in dense TFLOP/s.
+        mfu: Model FLOPs utilization (MFU) to assume, as a fraction of the peak.
+        rate_usd_per_hr: Price of the machine in US dollars per hour.
+        root: Folder of the runs; the ladder makes a folder of its own in it.
+        scaled: Options of `lm.cli.scale.ScaleOptions`.
     """
 
     def __init__(

@@ -104,9 +104,9 @@ def bench_step(arguments: list[str]) -> None:
 
 
 def profile(arguments: list[str]) -> None:
-    """Say where the time of a training step goes: `lm profile --config X [--steps N] [--trace FILE] [--json]`.
+    """Show where the time of a training step goes: `lm profile --config X [--steps N] [--trace FILE] [--json]`.
 
-    It trains on the config's data or, where that is not made yet, on random tokens.
+    It trains on the config's data or, if that does not exist yet, on random tokens.
     """
     config = config_parser("lm profile", ProfileOptions).read(arguments)
     require_at_least(1, "--", steps=config.steps)

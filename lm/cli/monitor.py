@@ -282,13 +282,13 @@ def monitor(
     root: str = str(ROOT),
     interval: float = 1.0,
 ) -> None:
-    """Watch runs in the terminal: curves, figures, the machine, checkpoints, alerts, and the time that is left.
+    """Watch runs in the terminal: curves, figures, the machine, checkpoints, alerts, and the remaining time.
 
     Args:
         runs: Names or paths; the active runs if not given.
-        json: Print the state as one JSON object and end; a list if there are several runs.
+        json: Print the state as one JSON object and exit; a list if there are several runs.
         root: Folder of the runs.
-        interval: Seconds between two updates.
+        interval: Seconds between updates.
     """
     if hasattr(sys.stdout, "reconfigure"):
         sys.stdout.reconfigure(errors="replace")  # where there are no braille dots

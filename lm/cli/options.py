@@ -75,19 +75,19 @@ HOURS = Option("hours", "float", None, "Train for so long, start and validations
 
 @dataclass
 class PlanOptions:
-    """The options of `lm plan` beside those of a training.
+    """The options of `lm plan`, besides those of a training.
 
     Args:
-        strict: Check the schema and the algebra alone: no data, no device.
-        device: What to plan for: h200, a100, 4090, ..., cpu, or auto.
-        memory: The device's memory, such as 16GiB; without --device it is any other GPU, an Ampere or later.
-        peak_tflops: The device's peak in this precision: dense TFLOP/s with fp32 accumulation.
-        mfu: Share of the device's peak to count with, causal attention counted as attended.
-        bench: A file of `lm bench step --output`, whose rate is taken in place of a share of the peak.
-        rate_usd_per_hr: Price of the machine, where guards.budget has none.
-        fit: Print the largest micro-batch that fits, and nothing else; with --json as `fit` beside the rest.
-        test_notify: Only send a test message to those under `notify`.
-        rehearse: Play the guards through on invented log lines, without training: what they would log and do.
+        strict: Check only the config and its arithmetic, without looking at data or device.
+        device: Device to plan for: h200, a100, 4090, ..., cpu, or auto.
+        memory: Memory of the device, such as 16GiB; without --device, plan for any other GPU, Ampere or later.
+        peak_tflops: Peak throughput of the device in the configured precision: dense TFLOP/s with fp32 accumulation.
+        mfu: Model FLOPs utilization (MFU) to assume, as a fraction of the peak; masked attention does not count.
+        bench: File from `lm bench step --output`; its measured speed is used instead of an assumed MFU.
+        rate_usd_per_hr: Price of the machine in US dollars per hour, if guards.budget has none.
+        fit: Print only the largest micro-batch that fits; with --json, add it to the output as `fit`.
+        test_notify: Only send a test message to the recipients under `notify`.
+        rehearse: Run the guards on made-up log lines, without training, to see what they would log and do.
         json: Print one JSON object instead of a page.
     """
 
@@ -106,12 +106,12 @@ class PlanOptions:
 
 @dataclass
 class BenchOptions:
-    """The options of `lm bench step` beside those of a training.
+    """The options of `lm bench step`, besides those of a training.
 
     Args:
-        steps: Optimizer steps that are timed, in rounds of trainer.log_interval steps.
-        checkpoints: Checkpoints that are timed after them; 0 for none.
-        hours: Print the length of a run that takes so long, as an option of `lm fit`, and nothing else.
+        steps: Number of optimizer steps to time, in rounds of trainer.log_interval steps.
+        checkpoints: Number of checkpoints to time after the steps; 0 for none.
+        hours: Print only the length of a run that takes this many hours, as an option of `lm fit`.
         json: Print one JSON object instead of lines.
         output: File to write the JSON object to.
     """
@@ -125,10 +125,10 @@ class BenchOptions:
 
 @dataclass
 class ProfileOptions:
-    """The options of `lm profile` beside those of a training.
+    """The options of `lm profile`, besides those of a training.
 
     Args:
-        steps: Optimizer steps that are timed; checkpoints and validations are not among them.
+        steps: Number of optimizer steps to time, without checkpoints and validations.
         trace: Trace a few more steps to this file, such as trace.json or trace.json.gz, for https://ui.perfetto.dev or
             chrome://tracing, and list the most expensive operators.
         json: Print one JSON object instead of tables.

@@ -26,12 +26,12 @@ EXPLAINED = ("stopped", "interrupted", "failed")  # statuses that have a reason 
 
 
 def ls(all: bool = False, tag: str | None = None, root: str = str(ROOT), json: bool = False) -> None:
-    """Every run under a folder, and then the runs of other folders that the registry knows; the newest last.
+    """List every run under a folder, then the runs of other folders that are in the registry; the newest last.
 
     Args:
-        all: Older runs of other folders too.
+        all: Include older runs of other folders.
         tag: Only runs with this tag.
-        root: Folder whose runs come first.
+        root: Folder whose runs are listed first.
         json: Print one JSON list instead.
     """
     found = [run for run in collect_runs(root) if tag in (None, *(run.get("tags") or ()))]
@@ -57,7 +57,7 @@ def rebuild(roots: list[str]) -> None:
     """Rebuild the registry from the run folders.
 
     Args:
-        roots: Folders of runs to look in, besides `checkpoints` and those that the registry knows.
+        roots: Folders of runs to look in, besides `checkpoints` and the folders in the registry.
     """
     for root in roots:
         if not Path(root).is_dir():
@@ -70,7 +70,7 @@ def rebuild(roots: list[str]) -> None:
 
 
 def check(run: str, root: str = str(ROOT), json: bool = False) -> None:
-    """Whether a run ended as its config expects: exit code 0 if it did, 1 if not.
+    """Check whether a run ended as its config expects: exit code 0 if it did, 1 if not.
 
     Args:
         run: Name under the root or in the registry, or a path.

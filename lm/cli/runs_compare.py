@@ -43,15 +43,15 @@ def compare(
 ) -> None:
     """Draw curves of runs in one chart, with their values and the settings in which they differ.
 
-    Runs that differ in their seed alone are one group: their mean and spread, and whether groups differ by more than
-    the noise between seeds.
+    Runs that differ only in their seed form a group, shown by its mean and spread; groups are tested for differences
+    larger than the noise between seeds.
 
     Args:
         runs: Names under the root or in the registry, such as 'lr-*' in quotes, or paths; at least two. Groups are
-            compared with that of the first.
-        metric: The metric to draw, by its name in TensorBoard.
+            compared with the group of the first run.
+        metric: Metric to draw, by its name in TensorBoard.
         x: The x axis; time is hours since the run's first log line.
-        png: A file to write the chart to, as a picture: .png, .svg or .pdf.
+        png: Image file to write the chart to: .png, .svg or .pdf.
         json: Print one JSON object instead.
         root: Folder of the runs.
     """
@@ -225,14 +225,14 @@ def export(
     html: str | None = None,
     root: str = str(ROOT),
 ) -> None:
-    """Write a run to a folder for others: manifest, metrics, pictures, config, TensorBoard files and weights.
+    """Export a run to a folder for sharing: manifest, metrics, charts, config, TensorBoard files and weights.
 
     Args:
         run: Name under the root or in the registry, or a path.
-        output: The folder to make, which must be empty or not there; `exports/RUN` if not given.
-        checkpoint: Whose weights to copy; none leaves them out.
-        html: A file to write instead of the folder: one page with charts to zoom into, samples, evaluations, alerts and
-            settings, which opens without a network. Another page of a run is replaced, any other file is not. Passwords
+        output: Folder to create; it must be empty or not exist; `exports/RUN` if not given.
+        checkpoint: Checkpoint whose weights to copy; none leaves them out.
+        html: File to write instead of the folder: one page that opens offline, with charts to zoom into, samples,
+            evaluations, alerts and settings. An existing page of a run is replaced, any other file is not. Passwords
             in URLs and values with names such as `api_key` are left out.
         root: Folder of the runs.
     """

@@ -42,18 +42,18 @@ DEVICE_TOKENS = 16_384  # the most tokens of a micro-batch, until `lm plan --fit
 
 @dataclass(frozen=True)
 class ScaleOptions:
-    """The options of `lm scale`, beside depth and length, which `lm ladder` has too.
+    """The options that `lm scale` and `lm ladder` share: all but depth and length.
 
     Args:
-        vocab_size: Rows of the embedding, at least the tokenizer's; as many as that of the data has if not given, or
-            32,768 where the data is still to be made.
-        seq_len: Context, in tokens.
+        vocab_size: Vocabulary size, at least the tokenizer's; if not given, that of the data's tokenizer, or 32,768 if
+            the data does not exist yet.
+        seq_len: Context length, in tokens.
         data: Folder that `lm data prepare` made, or will make.
-        optimizer: Muon for the matrices in the blocks, or AdamW for all.
-        aspect_ratio: Width / depth, before the width is rounded up to whole heads.
-        head_dim: Width of a head, even.
-        window_pattern: Layers with a window (S) and with full attention (L), repeated; the last is always L.
-        batch_tokens: Tokens of an optimizer step; the best for the length of the run if not given.
+        optimizer: Muon for the matrices in the blocks, or AdamW for all parameters.
+        aspect_ratio: Width / depth, before the width is rounded up to a multiple of the head width.
+        head_dim: Width of an attention head, an even number.
+        window_pattern: Sequence of layers with a sliding window (S) or full attention (L), repeated; the last is L.
+        batch_tokens: Tokens per optimizer step; the best for the length of the run if not given.
     """
 
     vocab_size: Count | None = None
@@ -86,15 +86,14 @@ class ScaleOptions:
 
 @dataclass(frozen=True)
 class ScaleRequest(ScaleOptions):
-    """The options of `lm scale` but for those of a time, which `TimedRequest` has.
+    """The options of `lm scale` except those for a time budget, which `TimedRequest` has.
 
     Args:
-        depth: Number of blocks; width, heads, batch, learning rate and decay follow. A number of parameters, such as
-            50M, gives the depth that comes nearest.
-        target_param_data_ratio: How long to train: tokens for each parameter outside the embedding; 20 if no horizon
-            is given.
-        target_flops: In place of it: floating-point operations of the whole run.
-        max_steps: In place of it: optimizer steps.
+        depth: Number of blocks; width, heads, batch size, learning rate and weight decay are derived from it. Or a
+            number of parameters, such as 50M, for the depth that comes nearest.
+        target_param_data_ratio: Length of the run: tokens per non-embedding parameter; 20 if no length is given.
+        target_flops: Length of the run, instead: floating-point operations of the whole run.
+        max_steps: Length of the run, instead: optimizer steps.
     """
 
     depth: Count | None = None
@@ -131,16 +130,16 @@ class TimedRequest(ScaleRequest):
     """All options of `lm scale`.
 
     Args:
-        hours: Time of the run, validations and the start of the program included. The depth with the lowest expected
-            loss is taken, unless one is given.
-        usd: In place of hours: US dollars, at `rate`.
-        rate: US dollars an hour of the machine.
-        device: Where the hours are spent: h200, a100, 4090, ..., or auto, this machine, which is measured.
-        devices: How many of them; all of this machine, or one of another, if not given.
-        memory: The device's memory, such as 16GiB.
-        peak_tflops: The device's peak in bf16: dense TFLOP/s with fp32 accumulation.
-        mfu: Share of the device's peak to count with.
-        ladder: Folder of a ladder, whose law says what loss to expect.
+        hours: Time budget in hours, including validations and startup. The depth with the lowest expected loss is
+            chosen, unless one is given.
+        usd: Instead of hours: a budget in US dollars, at `rate`.
+        rate: Price of the machine in US dollars per hour.
+        device: Device to train on: h200, a100, 4090, ..., or auto: this machine, whose speed is measured.
+        devices: Number of devices; if not given, all of this machine, or one if another device is named.
+        memory: Memory of the device, such as 16GiB.
+        peak_tflops: Peak throughput of the device in bf16: dense TFLOP/s with fp32 accumulation.
+        mfu: Model FLOPs utilization (MFU) to assume, as a fraction of the peak.
+        ladder: Folder of a ladder, whose fitted scaling law gives the expected loss.
     """
 
     hours: float | None = None

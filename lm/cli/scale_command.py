@@ -7,7 +7,7 @@ from lm.errors import RequestError
 
 
 def scale(**options: Any) -> None:
-    """Print a whole config from a depth or from the hours that there are, by published scaling rules.
+    """Print a complete config for a depth or for a time budget, by published scaling rules.
 
     Args:
         options: Those of `TimedRequest`.

@@ -39,14 +39,14 @@ class Sampling:
     The filters are applied in the order of transformers: temperature, `top_k`, `top_p`.
 
     Args:
-        temperature: Logits are divided by it; 0 always chooses the likeliest token.
-        top_k: Choose among this many of the likeliest tokens; `null`: among all.
-        top_p: Choose among the fewest tokens whose probabilities add up to this.
-        max_new_tokens: The most tokens that follow a prompt.
-        stop: Strings before which a text ends, as they are; a shell writes a line end as $'\\n'.
-        seed: Seed of the random numbers; a new one if not given.
-        ignore_eos: Continue after the end of a document, whose token is then part of the text, by its name.
-        begin: What stands before a prompt: `eos` if the prompt begins a document, or `nothing`.
+        temperature: Divides the logits; 0 always takes the most likely token.
+        top_k: Sample from this many of the most likely tokens; `null`: from all.
+        top_p: Sample from the smallest set of most likely tokens whose probabilities add up to this.
+        max_new_tokens: Most new tokens per prompt.
+        stop: Strings that end a text, which stops before them. They are literal: a shell writes a newline as $'\\n'.
+        seed: Random seed; a new one if not given.
+        ignore_eos: Continue after the token that ends a document; its name then is part of the text.
+        begin: What precedes a prompt: `eos` if the prompt begins a document, or `nothing`.
     """
 
     temperature: float = 1.0
