@@ -1,12 +1,12 @@
 #!/usr/bin/env python3
-"""Keep `budget.json` for a rented machine, and end the machine when the money is spent.
+"""Track the cost of a rented machine in `budget.json`, and shut the machine down when the money is spent.
 
     configs/launch/keep_budget.py budget.json --rate 2.49 --cap 50 --at_cap 'sudo systemctl poweroff' &
     python -m lm fit --config pretrain-350m.yaml --guards.budget.file budget.json --guards.budget.cap_usd 48
 
-The hours count from the start of the machine, which is paid for whether it trains or not. What an earlier machine has
-cost is in the file already, and counts on. The training ends by itself, with a checkpoint, before its own cap; this
-command ends the machine whatever else runs on it. Needs nothing but Python.
+Hours count from the start of the machine, since it is paid for whether it trains or not. The cost of earlier machines
+is already in the file, and is added. The training ends by itself, with a checkpoint, before its own cap; this command
+shuts the machine down whatever else runs on it. It needs nothing but Python.
 """
 
 import argparse

@@ -1,8 +1,8 @@
 #!/usr/bin/env python3
-"""End the rented machine when a run is over, but not when it was interrupted: `on_event: [configs/launch/power_off.py]`
+"""Shut down the rented machine when a run is over but not interrupted: `on_event: [configs/launch/power_off.py]`
 
 The facts come as JSON on standard input: event, reason, exit_code, run, path, step, metrics, checkpoint, resume, ...
-Clouds bill a machine that is switched off for its disk alone; some go on billing: there, call their command instead.
+Clouds bill a machine that is shut down only for its disk; if yours bills all of it, call its own command instead.
 """
 
 import json

@@ -1,10 +1,10 @@
 #!/usr/bin/env bash
-# Train until the run is over: begin again while it is interrupted (75) or killed, each time from the newest checkpoint.
-# For a container, where this is the command, or a terminal:
+# Train until the run is over: resume from the newest checkpoint whenever it was interrupted (75) or killed.
+# As the command of a container, or in a terminal:
 #
 #     configs/launch/until_done.sh pretrain-350m.yaml --data.path data/mine-32k
 #
-# SIGTERM and Ctrl-C reach the training, which takes a checkpoint; then this ends too, with 75.
+# SIGTERM and Ctrl-C are passed on to the training, which saves a checkpoint; then this script exits with 75.
 set -uo pipefail
 
 stopped=
@@ -15,7 +15,7 @@ while true; do
     training=$!
     wait "$training"
     code=$?
-    while kill -0 "$training" 2>/dev/null; do # a signal ended `wait`, and the training takes its checkpoint
+    while kill -0 "$training" 2>/dev/null; do # a signal ended `wait`, and the training still saves its checkpoint
         wait "$training"
         code=$?
     done
