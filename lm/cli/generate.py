@@ -63,7 +63,7 @@ def main(
         num_samples: Number of texts to generate per prompt.
         device: Device to compute on; the GPU if there is one.
         dtype: Data type of the weights; as stored if not given.
-        compile: How decoding steps run: `cuda_graphs`: captured as CUDA graphs; `auto`: so on a GPU, otherwise `none`.
+        compile: How decoding steps run: `cuda_graphs`: captured as CUDA graphs; `auto`: that on a GPU, else `none`.
         json: Print one JSON object instead of texts.
         root: Folder of the runs.
     """
