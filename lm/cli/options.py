@@ -80,7 +80,7 @@ class PlanOptions:
     Args:
         strict: Check only the config and its arithmetic, without looking at data or device.
         device: Device to plan for: h200, a100, 4090, ..., cpu, or auto.
-        memory: Memory of the device, such as 16GiB; without --device, plan for any other GPU, Ampere or later.
+        memory: Memory of the device, such as 16GiB; without --device, plan for an unlisted GPU, Ampere or later.
         peak_tflops: Peak throughput of the device in the configured precision: dense TFLOP/s with fp32 accumulation.
         mfu: Model FLOPs utilization (MFU) to assume, as a fraction of the peak; masked attention does not count.
         bench: File from `lm bench step --output`; its measured speed is used instead of an assumed MFU.
