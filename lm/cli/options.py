@@ -53,21 +53,21 @@ class Option(NamedTuple):
     help: str
 
 
-CONFIG = Option("config", "file", None, "A YAML file, looked up in configs/ too; of several the later ones amend it.")
-SEED = Option("seed_everything", "int", 1337, "Seed of the weights and of the order of the samples; --seed too.")
+CONFIG = Option("config", "file", None, "A YAML file, also looked up in configs/; later files override earlier ones.")
+SEED = Option("seed_everything", "int", 1337, "Seed of the initial weights and the order of the samples; also --seed.")
 SEED_ALIAS = re.compile("--seed(?==|$)")
 FIT = [
     CONFIG,
-    Option("run", "name", None, "Name of the run: if not given, the config's for `fit`, otherwise the newest of all. "
+    Option("run", "name", None, "Name of the run. Default: for `fit`, that of the config; for others, the newest run. "
            "With a config, the newest of `mine`, `mine-2` and so on is resumed, validated or tested."),
-    Option("ckpt_path", "path", None, "A checkpoint: `best`, `last`, a folder, a URL, or `auto`: the newest whole one, "
-           "for `fit` else a fresh start. With --run too a `fit` takes the run's own config."),
-    Option("force", "bool", None, "Train although `lm plan` finds an error, and resume although the "
-           "config or the data is not the run's any more."),
+    Option("ckpt_path", "path", None, "A checkpoint: `best`, `last`, a folder, a URL; or `auto`, the newest intact. "
+           "Without any, `fit` starts from scratch. With --run and no --config, `fit` uses the run's config."),
+    Option("force", "bool", None, "Train even if `lm plan` finds an error, and resume even if the config or "
+           "the data differs from the run's."),
     SEED,
 ]  # fmt: skip
-HOURS = Option("hours", "float", None, "Train for so long, start and validations included: trainer.max_steps follows "
-               "from what `lm bench step` measures here. A run that is resumed keeps its length.")  # fmt: skip
+HOURS = Option("hours", "float", None, "Length of the run in hours, including start and validations: `lm bench step` "
+               "measures a step here, and trainer.max_steps follows. A resumed run keeps its length.")  # fmt: skip
 
 
 # ---- options of commands that take a training's too ------------------------------------------------------------------

@@ -382,7 +382,7 @@ def _round_up(number: float, unit: int) -> int:
 INTERVAL = 250  # the most optimizer steps between validations, and between checkpoints
 VALIDATED = 16  # batches a validation reads after so many steps: a fiftieth of their work
 
-RESHUFFLE = "  reshuffle: documents  # in another order in each epoch, so that no sample comes again as it was\n"
+RESHUFFLE = "  reshuffle: documents  # shuffled in every epoch, so that no sample is repeated exactly\n"
 YAML = """\
 # {title}
 #   {command} > {name}.yaml
@@ -397,25 +397,25 @@ trainer:
   checkpoint_interval: {interval}  # optimizer steps between checkpoints
   log_interval: 10  # optimizer steps between log lines
   gradient_clip_val: 1.0  # largest global norm of the gradient
-  precision: bf16-mixed  # bf16 arithmetic on fp32 master weights
+  precision: bf16-mixed  # bf16 compute with fp32 master weights
   devices: {devices}
-  strategy: auto  # ddp on several devices; fsdp2 shards what does not fit one
+  strategy: auto  # ddp on several devices; fsdp2 for a model that does not fit on one
 
 model:
   decoder:
-    vocab_size: {vocab_size}  # rows of the embedding; at least the tokenizer's
+    vocab_size: {vocab_size}  # vocabulary size, at least the tokenizer's
     hidden_size: {hidden_size}  # {aspect_ratio:g} x depth, rounded up to whole heads (nanochat: {usual_aspect})
     num_hidden_layers: {depth}  # the depth
-    num_attention_heads: {heads}  # {head_dim} wide each (nanochat: {usual_head_dim})
-    num_key_value_heads: {heads}  # one for every query head: the cache of a small model is small
+    num_attention_heads: {heads}  # each {head_dim} wide (nanochat: {usual_head_dim})
+    num_key_value_heads: {heads}  # one per query head: a small model's cache is small
     intermediate_size: {intermediate_size}  # 8/3 x hidden_size, rounded up to a multiple of 128 (arXiv:2002.05202)
-    max_position_embeddings: {seq_len}  # context
-    window_pattern: {window_pattern}  # S: a sliding window, L: all (nanochat: {usual_pattern})
-{sliding_window}    qk_norm: true  # bounds the attention logits, so that large learning rates pass (arXiv:2309.14322)
-    tie_word_embeddings: false  # the output matrix is not the embedding, and has its own learning rate
-    zero_init_residual: true  # each block begins by passing its input on (arXiv:1706.02677)
+    max_position_embeddings: {seq_len}  # context length
+    window_pattern: {window_pattern}  # S: sliding window, L: full attention (nanochat: {usual_pattern})
+{sliding_window}    qk_norm: true  # bounds the attention logits, which allows larger learning rates (arXiv:2309.14322)
+    tie_word_embeddings: false  # the output matrix is separate from the embedding, and has its own learning rate
+    zero_init_residual: true  # each block starts as the identity (arXiv:1706.02677)
   optimizer:
-{optimizer}    groups:  # with their own learning rates and {group_decay}
+{optimizer}    groups:  # parameter groups with their own learning rates and {group_decay}
       embedding: {{{embedding}}}  # {embedding_factor:g} / (hidden_size x sqrt(depth)), as above
       output: {{{output}}}  # {output_factor:g} / (hidden_size x sqrt(depth)), as above
     weight_decay: {weight_decay}  # weights average the updates of {memory} of the run ({memory_source})
@@ -423,9 +423,9 @@ model:
 {schedule}
 data:
   path: {data}  # a folder that `lm data prepare` made
-  micro_batch_size: {micro_batch}  # samples a device runs at once; `lm plan --fit` finds the most that fit
+  micro_batch_size: {micro_batch}  # samples per device and forward pass; `lm plan --fit` finds the most that fit
   global_batch_tokens: {batch}  # {samples}: {batch_reason}
-{reshuffle}  val_tokens: {val_tokens}  # tokens of a validation; `lm test` takes all of them
+{reshuffle}  val_tokens: {val_tokens}  # tokens per validation; `lm test` uses all of them
 """
 
 
@@ -495,7 +495,7 @@ def write_yaml(
     }  # fmt: skip
     window = "" if decoder.sliding_window is None else (
         f"    sliding_window: {decoder.sliding_window:_}"
-        "  # tokens of a window: a quarter of the context, in tiles of 128 (nanochat)\n"
+        "  # window in tokens: a quarter of the context, in tiles of 128 (nanochat)\n"
     )  # fmt: skip
 
     repeated = made.tokens > options.text_tokens
@@ -521,9 +521,9 @@ def write_yaml(
         window_pattern=decoder.window_pattern, sliding_window=window, aspect_ratio=options.aspect_ratio,
         head_dim=decoder.head_dim, usual_aspect=ASPECT, usual_head_dim=HEAD_DIM, usual_pattern=PATTERN,
         memory_source="measured with little text" if memory < made.memory else optimizer.memory_source,
-        group_decay=f"a decay that averages {vocabulary_memory:.0%} of the run" if little else "no weight decay",
-        devices="1  # so few samples need no more" if samples_at_once == made.batch else
-        "auto  # all of the node; `torchrun` and SLURM work too",
+        group_decay=f"a weight decay that averages {vocabulary_memory:.0%} of the run" if little else "no weight decay",
+        devices="1  # enough for so few samples" if samples_at_once == made.batch else
+        "auto  # all devices of the node; also under torchrun and SLURM",
         embedding=group(EMBEDDING), embedding_factor=EMBEDDING, output=group(OUTPUT), output_factor=OUTPUT,
         weight_decay=f"{weight_decay(memory, made.learning_rate, made.steps):.3g}",
         memory="all" if memory >= 1 else f"{100 * memory:.2g}%",
@@ -532,7 +532,7 @@ def write_yaml(
         samples=plural(made.batch, "sample"),
         reshuffle=RESHUFFLE if repeated and not manifest(options.data).get("packed") else "",
         batch_reason="as --batch_tokens says" if options.batch_tokens else
-        "the power of two nearest to the best for this run (arXiv:2505.13738)",
+        "the power of two nearest to the optimum for this run (arXiv:2505.13738)",
         val_tokens=spelled_count(validated_samples(made) * decoder.max_position_embeddings),
     )  # fmt: skip
 

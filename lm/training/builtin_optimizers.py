@@ -73,12 +73,12 @@ BUILTIN: dict[OptimizerName, BuiltinOptimizer] = {
         optimizer_yaml="""\
     name: adamw  # the rules for lr and weight_decay are fitted to it
     lr: {lr}  # peak: for {flops} operations in the blocks (arXiv:2401.02954), at this batch (arXiv:2205.10287)
-    betas: [0.9, 0.95]  # decay of the running means of the gradient and of its square
+    betas: [0.9, 0.95]  # decay rates of the running means of the gradient and its square
 """,
         schedule_yaml="""\
-    name: linear  # straight down to 0, better than a cosine to a tenth (arXiv:2502.15938)
+    name: linear  # linear decay to 0, better than a cosine to a tenth (arXiv:2502.15938)
     warmup_steps: {warmup_steps}  # a tenth of the run, at most 375M tokens (arXiv:2509.25087)
-    final_fraction: 0.0  # of the peak, at the end
+    final_fraction: 0.0  # learning rate at the end, as a fraction of the peak
 """,
     ),
     "muon": BuiltinOptimizer(
@@ -93,16 +93,16 @@ BUILTIN: dict[OptimizerName, BuiltinOptimizer] = {
         memory_source="measured",  # "Training-only gains" in tests/benchmarks/README.md
         warmup_steps=lambda steps, batch: math.floor(min(steps / 10, 40)),  # nanochat, scripts/base_train.py
         optimizer_yaml="""\
-    name: muon  # for the matrices in the blocks, and AdamW for the rest; --optimizer adamw for all
+    name: muon  # for the matrices in the blocks; AdamW for the rest. --optimizer adamw for all
     lr: {lr}  # peak: {matrices:g} / (hidden_size x sqrt(depth)), swept at depths 2 to 8
-    momentum: 0.95  # Muon: decay of the running mean of the gradient
-    betas: [0.8, 0.95]  # AdamW: decay of the running means of the gradient and of its square
+    momentum: 0.95  # Muon: decay rate of the running mean of the gradient
+    betas: [0.8, 0.95]  # AdamW: decay rates of the running means of the gradient and its square
 """,
         schedule_yaml="""\
-    name: wsd  # constant, then a linear fall (nanochat)
+    name: wsd  # constant, then linear decay (nanochat)
     warmup_steps: {warmup_steps}  # 40 (nanochat), but at most a tenth of the run
-    decay_ratio: 0.65  # fraction of the run in which the rate falls (nanochat)
-    final_fraction: 0.05  # of the peak, at the end (nanochat)
+    decay_ratio: 0.65  # fraction of the run in which the learning rate decays (nanochat)
+    final_fraction: 0.05  # learning rate at the end, as a fraction of the peak (nanochat)
 """,
     ),
 }
