@@ -185,7 +185,7 @@ def qk_norm_rope(
     """RMSNorm over each query and key head, then the rotary embedding (Su et al., 2021, arXiv:2104.09864).
 
     Henry et al. (2020, arXiv:2010.04245) proposed to normalise queries and keys, with another norm. The layout is the
-    half-split one of Hugging Face's weights: pairs `(i, i + D / 2)` rotate together. All is computed in fp32 and rounded
+    half-split one of Hugging Face: pairs `(i, i + D / 2)` rotate together. All is computed in fp32 and rounded
     once at the end.
 
     Args:
