@@ -89,7 +89,7 @@ def evaluate(
         max_items: the most items of a task, always the same ones.
         begin: what a sequence begins with: `eos`, as every document does in training, or `nothing`, like
             lm-evaluation-harness for a tokenizer without a beginning-of-sequence token.
-        share: `(rank, world)`: evaluate every `world`-th item here, and gather the outcomes of all ranks; all get the same
+        share: `(rank, world)`: do every `world`-th item here, and gather the outcomes of all ranks; all get the same
             results. Not if ranks share one model (FSDP2): all of them must then evaluate all items, in step.
         progress: called with a task's label, the number of items done, and the number of its items.
     """

@@ -222,8 +222,8 @@ class Cache:
     def extend(self, length: int, counts: Tensor, slots: int) -> Continuation:
         """Reserve slots for the next T tokens, of which `counts` `(B,)`, 1 or more, are not padding.
 
-        The first S = `slots` are attended to: at least those in use, including new ones. The decoder must then be called
-        once with the result. The shapes do not depend on the number of tokens so far, so the step can be compiled or
+        The first S = `slots` are attended to: at least those in use, with the new ones. The decoder must be called once
+        with the result. The shapes do not depend on the number of tokens so far, so the step can be compiled or
         captured as a graph.
         """
         device = self.lengths.device
