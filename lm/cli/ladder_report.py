@@ -1,6 +1,6 @@
 """The results of a ladder: losses by size, the scaling law fitted to them over operations, and predictions.
 
-They are one dictionary (`ladder.json`), tables in the terminal, and a page (`ladder.html`). Nothing imports torch.
+They are a dictionary (`ladder.json`), tables in the terminal and a page (`ladder.html`). Nothing here imports torch.
 """
 
 import base64

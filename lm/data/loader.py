@@ -158,7 +158,7 @@ class Stream(IterableDataset):
 
     Each batch is this rank's part of an optimizer step, which takes the next `global_batch` samples. Ranks and
     micro-batches only divide them, so that any division sees the same samples in every step: rank `rank` of `world`
-    micro-batches only divide them, so that any division sees the same samples in every step: rank `rank` of `world`
+    takes every `world`-th. `start` is the first sample not trained on yet. At most `shuffle_buffer` tokens of
     decoded blocks are held; None takes what the order's lanes need.
     """
 

@@ -71,7 +71,7 @@ class Pretrained:
             options: fields of `Sampling`, such as `max_new_tokens`, `stop` and `seed`, in place of those of `sampling`.
 
         Returns:
-            For each prompt, `text` (the continuation), `tokens`, and the reason why it ended.
+            For each prompt: `text`, the continuation without the prompt; its tokens; and why it ended.
         """
         prompts = [prompts] if isinstance(prompts, str) else prompts
         sampling = build_options(Sampling, "generate", **vars(sampling) | options)

@@ -151,7 +151,7 @@ def acceptance(found: list[Expectation]) -> dict[str, Any]:
 def time_spent(lines: list[dict[str, Any]], step: float = math.inf, tokens: int = 0) -> dict[str, float]:
     """Seconds of a run by use: `computing`, `waiting for data`, and `pauses`, such as validations and stops.
 
-    `lines` are those of `Run.metrics()`; later than `step`, they are ignored. The logged speed leaves out pauses, so
+    `lines` are those of `Run.metrics()`; lines after `step` are ignored. The logged speed leaves out pauses, so
     tokens / speed is the time of training. `tokens` is where a branch begins: the tokens of its trunk.
     """
     known = [line for line in lines if {"tokens", "time"} <= line.keys() and line["step"] <= step]

@@ -1,6 +1,6 @@
 """The metrics of a run, in one table with the label, unit and format of each, and the evaluations of its model.
 
-A metric is a number of each line of `metrics.jsonl`; a line of `evaluations.jsonl` is an evaluation on tasks and texts.
+A metric is a number in lines of `metrics.jsonl`; a line of `evaluations.jsonl` is an evaluation on tasks and texts.
 """
 
 import time
