@@ -1,7 +1,7 @@
-"""`lm ladder`: trainings of several sizes and seeds, one after another, and what their losses predict for a larger one.
+"""`lm ladder`: train models of several sizes with several seeds, and predict the loss of larger ones from theirs.
 
 The configs are those of `lm scale`, and every training is an ordinary run in the ladder's folder, so the same command
-resumes it. `cli/ladder_report` has what is measured and predicted.
+resumes it. `cli/ladder_report` computes and prints the results and predictions.
 """
 
 import copy
@@ -51,8 +51,8 @@ from lm.training.trainer import device_count
 
 log = logging.getLogger(__name__)
 
-VALIDATED = 2**20  # tokens, the same for all sizes
-# Settings that choose what is validated on.
+VALIDATED = 2**20  # tokens of a validation, the same for all sizes
+# Settings that determine the validation text.
 VALIDATION = (
     "data.path", "data.sources", "data.tokenizer", "data.prepare", "data.column", "data.pad_id", "data.val_tokens",
 )  # fmt: skip
@@ -61,7 +61,7 @@ PATIENCE = 60.0  # seconds that a training of a killed ladder has to save its la
 DIES_WITH_PARENT = 1  # PR_SET_PDEATHSIG of prctl(2)
 
 
-# What follows from a size and a length, and what asks for another one.
+# Settings that follow from the size and length of a training -> the option of `lm ladder` that changes them.
 FOLLOWS = {
     "trainer.default_root_dir": "--root",
     "trainer.max_steps": "--max_steps",
@@ -131,7 +131,7 @@ class LadderOptions:
 
 
 def _depths(option: str, given: list[str]) -> list[int]:
-    """The different depths of an option, ascending; with commas or spaces between them."""
+    """Parse the depths of an option, separated by commas or spaces; returns them sorted, without duplicates."""
     words = ",".join(given).split(",") if given else []
     for word in words:
         if not word.isdecimal() or int(word) < 2:
@@ -153,7 +153,7 @@ def main(arguments: list[str]) -> None:
 def compared_recipes(
     options: LadderOptions, own: list[str], overrides: list[str]
 ) -> list[tuple[str, LadderOptions, list[str]]]:
-    """The recipes of --against: the ladder's own with half of the length, and the other one."""
+    """Make the recipes that --against adds: the ladder's own at half of its length, and the other recipe."""
     half, words = copy.copy(options), shlex.split(options.against)
     half.horizon = {name: value // 2 if name == "max_steps" else value / 2 for name, value in options.horizon.items()}
     if half.horizon.get("max_steps") == 0:
@@ -185,12 +185,12 @@ def ladder(
     trainings = make_trainings(options, overrides)
     for recipe, its, own in compared:
         trainings += [one for one in make_trainings(its, own, recipe) if one.size.depth in options.sizes]
-    trainings.sort(key=lambda one: (one.seed, one.size.depth))  # recipes in turns, so that a busy hour slows all alike
+    trainings.sort(key=lambda one: (one.seed, one.size.depth))  # recipes alternate, so that other load slows all alike
     refuse_other_validation(trainings)
     wanted = [one for one in trainings if one.size.depth in options.sizes]
     refuse_other_settings(trainings)
     console = Console(highlight=False, stderr=options.json)
-    console.width = max(console.width, 110)  # a narrower terminal breaks the lines, and no figure is cut
+    console.width = max(console.width, 110)  # a narrower terminal wraps lines, and no number is cut off
     print_plan(console, options, trainings)
     if options.plan_only:
         if options.json:
@@ -218,7 +218,7 @@ def ladder(
 
 
 def make_trainings(options: LadderOptions, overrides: list[str], recipe: str = "") -> list[Training]:
-    """All trainings of a recipe, planned; `recipe` as of `Training`."""
+    """Make and plan all trainings of a recipe; `recipe` is as in `Training`."""
     for one in overrides:
         if (key := one.removeprefix("--").partition("=")[0]) in FOLLOWS:
             raise RequestError(f"{key} follows from the depth and the length of each run: give {FOLLOWS[key]}")
@@ -248,7 +248,7 @@ def make_trainings(options: LadderOptions, overrides: list[str], recipe: str = "
 
 
 def plan_facts(options: LadderOptions, config: dict[str, Any], depth: int, refuse: bool) -> dict[str, Any]:
-    """The facts of `lm plan` on a training; `refuse` one with an error, such as too little memory."""
+    """Return the facts of `lm plan`; if `refuse`, raise RequestError for an error such as too little memory."""
     parser = config_parser("lm ladder", PlanOptions)
     found, noted = examine(parser.instantiate_classes(parser.parse_object({**config, **options.planned})))
     errors = [finding for finding in noted if finding.level == "error"]
@@ -258,7 +258,7 @@ def plan_facts(options: LadderOptions, config: dict[str, Any], depth: int, refus
 
 
 def refuse_other_settings(trainings: list[Training]) -> None:
-    """Refuse a ladder one of whose runs is there and was trained with other settings."""
+    """Raise RequestError if an existing run of this ladder was trained with other settings."""
     for one in trainings:
         if not (one.run.path / "run.json").exists():
             continue
@@ -269,7 +269,7 @@ def refuse_other_settings(trainings: list[Training]) -> None:
 
 
 def refuse_other_validation(trainings: list[Training]) -> None:
-    """Refuse to compare recipes whose losses are of different texts."""
+    """Raise RequestError if the recipes are validated on different texts."""
     configs = {one.recipe: yaml.safe_load(one.config) for one in trainings}
     for key, values in differences([configs[""], configs.get(AGAINST, configs[""])]).items():
         if key.startswith(VALIDATION) and not (key == "data.path" and same_texts(*values)):
@@ -278,7 +278,7 @@ def refuse_other_validation(trainings: list[Training]) -> None:
 
 
 def same_texts(*folders: str) -> bool:
-    """Whether folders, perhaps with different tokenizers, have the same validation text, and a validation reads all."""
+    """Whether the folders have the same validation text (tokenizers may differ), and a validation reads all of it."""
     found = [json.loads((Path(folder) / "manifest.json").read_text())["splits"]["val"]
              for folder in folders if (Path(folder) / "manifest.json").exists()]  # fmt: skip
     equal = len({(split["documents"], split["bytes"]) for split in found}) == 1
@@ -286,7 +286,7 @@ def same_texts(*folders: str) -> bool:
 
 
 def planned_sizes(options: LadderOptions, trainings: list[Training]) -> list[dict[str, Any]]:
-    """Each size of a ladder, with what one of its trainings takes; `runs` are 0 for one that is predicted."""
+    """The planned cost of one training of each size and recipe; `runs` is 0 for sizes that are only predicted."""
     by_size = {(one.recipe, one.size.depth): one for one in trainings}
     return [
         {
@@ -332,7 +332,7 @@ def print_plan(console: Console, options: LadderOptions, trainings: list[Trainin
 
 @contextmanager
 def only_one(folder: Path) -> Iterator[None]:
-    """Inside the `with`, no other process trains this ladder."""
+    """Hold a lock on the ladder's folder; raise RequestError if another process holds it."""
     from filelock import FileLock, Timeout
 
     try:
@@ -345,14 +345,14 @@ def only_one(folder: Path) -> Iterator[None]:
 
 
 def train(options: LadderOptions, wanted: list[Training], trainings: list[Training]) -> list[Training]:
-    """Train what is not finished, one process at a time on each device, and write the report after each.
+    """Run the unfinished trainings, one process at a time on each device, and write the report after each.
 
     Returns the trainings that failed.
     """
     waiting = [one for one in wanted if not one.finished]
     places, failed = free_devices(waiting), []
     running: dict[subprocess.Popen, tuple[Training, str | None, float]] = {}
-    done: list[tuple[float, float]] = []  # operations and seconds of each
+    done: list[tuple[float, float]] = []  # operations and seconds of each finished training
     if waiting:
         log.info("watch them: %s", f"{process.program()} monitor --root {shlex.quote(str(options.folder))}")
     STOP.arm()
@@ -393,7 +393,7 @@ def train(options: LadderOptions, wanted: list[Training], trainings: list[Traini
 
 
 def free_devices(trainings: Iterable[Training]) -> list[str | None]:
-    """What `CUDA_VISIBLE_DEVICES` is for the trainings that run at the same time; one None without GPUs."""
+    """Values of `CUDA_VISIBLE_DEVICES` for trainings that run at the same time; `[None]` without GPUs."""
     config = next((yaml.safe_load(one.config)["trainer"] for one in trainings), {})
     count = torch.cuda.device_count() if config.get("accelerator") in ("auto", "gpu", "cuda") else 0
     if not count:
@@ -405,7 +405,7 @@ def free_devices(trainings: Iterable[Training]) -> list[str | None]:
 
 
 def start(one: Training, place: str | None) -> subprocess.Popen:
-    """Start a training, as soon as no process of a killed ladder trains it any more; it ends with this process."""
+    """Start a training, once no process left by a killed ladder runs it; the new process ends with this one."""
     began = time.monotonic()
     while one.run.is_locked() and time.monotonic() < began + PATIENCE and not STOP.received:
         time.sleep(POLL)
@@ -416,7 +416,7 @@ def start(one: Training, place: str | None) -> subprocess.Popen:
     with open(one.log, "ab") as file:
         return subprocess.Popen(
             command, stdin=subprocess.DEVNULL, stdout=file, stderr=subprocess.STDOUT, env=environment,
-            start_new_session=True,  # Ctrl-C is for this process, which passes it on
+            start_new_session=True,  # Ctrl-C reaches only this process, which forwards it
             preexec_fn=end_with_parent if sys.platform == "linux" else None,
         )  # fmt: skip
 
@@ -427,7 +427,7 @@ def end_with_parent() -> None:
 
 
 def stop(running: dict[subprocess.Popen, Any]) -> None:
-    """End trainings with a checkpoint, and wait for them."""
+    """Send trainings SIGTERM, so that they save a checkpoint and end, and wait for them."""
     for child in running:
         child.terminate()
     for child in running:
@@ -440,7 +440,7 @@ def last_line(file: Path) -> str:
 
 
 def write_predicted(options: LadderOptions, trainings: list[Training]) -> list[Training]:
-    """Write the configs of sizes that are predicted and not yet trained."""
+    """Write the configs of sizes that are predicted but not trained yet, and return these trainings."""
     left = [one for one in trainings if one.size.depth not in options.sizes and one.seed == 1 and not one.finished]
     for one in left:
         settings = yaml.safe_load(one.config)
@@ -450,7 +450,7 @@ def write_predicted(options: LadderOptions, trainings: list[Training]) -> list[T
 
 
 def save_report(options: LadderOptions, trainings: Sequence[Training]) -> dict[str, Any]:
-    """Write what has been measured so far into the ladder's folder: `ladder.json` and `ladder.html`."""
+    """Write the results so far to `ladder.json` and `ladder.html` in the ladder's folder, and return them."""
     found = report(options.name, f"{process.program()} {shlex.join(sys.argv[1:])}", trainings, options.against)
     write_atomically(options.folder / "ladder.json", to_json(found) + "\n", durable=False)
     write_atomically(options.folder / "ladder.html", page(found), durable=False)

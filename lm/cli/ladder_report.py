@@ -1,6 +1,6 @@
-"""What a ladder has measured: losses by size, the law of operations that was fitted to them, and predictions.
+"""The results of a ladder: losses by size, the scaling law fitted to them over operations, and predictions.
 
-As one dictionary, `ladder.json`; as tables in the terminal; and as a page, `ladder.html`. Nothing here imports torch.
+They are a dictionary (`ladder.json`), tables in the terminal and a page (`ladder.html`). Nothing here imports torch.
 """
 
 import base64
@@ -25,18 +25,18 @@ from lm.runs.run import Run
 from lm.runs.seeds import spread
 from lm.system.units import format_count, plural
 
-HALF, AGAINST = "half", "against"  # recipes that a ladder compares beside its own, see `Training.recipe`
-LAW_POINTS = 60  # of a curve in a picture
+HALF, AGAINST = "half", "against"  # recipes compared with the ladder's own, see `Training.recipe`
+LAW_POINTS = 60  # points of a law's curve in a chart
 
 
 class ModelSize(NamedTuple):
-    """A model of a ladder, and how long it is trained."""
+    """The size of a model of a ladder, and the length of its training."""
 
     depth: int
     parameters: int  # outside the embedding
     tokens: int
     flops: float  # floating-point operations of the run
-    held_out: bool  # no law is fitted to it
+    held_out: bool  # not used to fit the law
 
 
 @dataclass(frozen=True)
@@ -48,7 +48,7 @@ class Training:
     run: Run
     config: str = ""  # YAML with all options
     plan: dict[str, Any] = field(default_factory=dict)  # the facts of `lm plan`
-    recipe: str = ""  # the ladder's own; HALF: the same with half of the length; AGAINST: the one that is compared
+    recipe: str = ""  # "": the ladder's own; HALF: the same at half the length; AGAINST: the one compared with it
 
     @property
     def file(self) -> Path:  # of the config
@@ -64,14 +64,14 @@ class Training:
 
 
 class Measured(NamedTuple):
-    """The losses of the seeds of a size."""
+    """A size and the final losses of its trainings."""
 
     size: ModelSize
     losses: list[float]  # by seed; empty where no training has finished
 
 
 def report(name: str, command: str, trainings: Sequence[Training], against: str | None = None) -> dict[str, Any]:
-    """The results of the finished trainings of a ladder, as `ladder.json` has them."""
+    """The results of the finished trainings of a ladder, in the format of `ladder.json`."""
     ends = [last_losses(one.run) if one.finished else {} for one in trainings]
     known = [end for end in ends if end]
     bits = all("val/bpb" in end for end in known)
@@ -105,7 +105,7 @@ def report(name: str, command: str, trainings: Sequence[Training], against: str 
 
 
 def last_losses(run: Run) -> dict[str, float]:
-    """The last `val/loss` of a run in nats a token, and `val/bpb` in bits per byte where the texts are known."""
+    """The last finite `val/loss` (nats per token) and `val/bpb` (bits per byte, if the texts are known) of a run."""
     last = {name: last_value(run, name) for name in ("val/loss", "val/bpb")}
     return {name: value for name, value in last.items() if value is not None and math.isfinite(value)}
 
@@ -121,7 +121,7 @@ def measured_sizes(ended: Iterable[tuple[Training, float | None]]) -> list[Measu
 
 
 def add_laws(found: dict[str, Any], measured: Sequence[Measured]) -> None:
-    """Fit a law to the losses by operations, and predict the sizes that are held out; adds to a report."""
+    """Fit the loss as a function of operations, predict the held-out sizes, and add both to the report `found`."""
     fitted = [one for one in measured if one.losses and not one.size.held_out]
     targets = [one for one in measured if one.size.held_out]
     if len(fitted) < scaling_laws.FEWEST:
@@ -177,7 +177,7 @@ def comparison(measured: dict[str, list[Measured]], trainings: Sequence[Training
 
 
 def tokens_per_second(trainings: Sequence[Training], recipe: str, depth: int) -> float | None:
-    """The median speed of a recipe's trainings of one size."""
+    """The median throughput of a recipe's finished trainings of one depth; None if there are none."""
     metric = "perf/tokens_per_second"
     rates = [line[metric] for one in trainings if one.recipe == recipe and one.size.depth == depth
              for line in (one.run.metrics(metric) if one.finished else ())]  # fmt: skip
@@ -232,7 +232,7 @@ def comparison_rows(found: dict[str, Any]) -> tuple[list[str], list[list[str]]]:
 
 
 def compared_remarks(against: dict[str, Any] | None) -> Iterable[str]:
-    """The verdict on the recipe of `--against`, and how it changes with size."""
+    """Sentences: the verdict on the recipe of `--against`, and how the multiplier changes with size."""
     if against is None:
         return
     yield f"Against {against['recipe'] or 'itself'}: {against['verdict']}"
@@ -255,7 +255,7 @@ def prediction_rows(found: dict[str, Any]) -> tuple[list[str], list[list[str]]]:
 
 
 def remarks(found: dict[str, Any]) -> list[str]:
-    """How far the predictions may be trusted, and what is missing, in sentences."""
+    """Sentences on how far to trust the predictions, and on missing results."""
     without = [run for run in found["runs"] if run["loss"] is None and not run["held_out"]]
     diverged = [run["run"] for run in without if run["status"] == "finished"]
     missing = [run["run"] for run in without if run["status"] != "finished"]
@@ -269,7 +269,7 @@ def remarks(found: dict[str, Any]) -> list[str]:
 
 
 def trust(found: dict[str, Any]) -> Iterable[str]:
-    """What the smaller sizes predict for the largest one, and how far the predictions are."""
+    """Sentences on the backtest (the smaller sizes predict the largest) and on how far predictions extrapolate."""
     for law in found["laws"]:
         back = law["backtest"]
         yield (f"The smaller sizes alone predict {back['predicted']:.4f} for depth {back['depth']}; measured is "

@@ -1,8 +1,8 @@
-"""`lm bench step` and `lm profile`: what a training step of a config takes on this machine, and where its time goes.
+"""`lm bench step` and `lm profile`: measure a training step of a config on this machine, as a whole and by part.
 
-Both train for a few steps by `fit_briefly`: with everything that `lm fit` has, in a folder that is removed afterwards.
-`StepTimer` times whole steps, then some checkpoints. `Parts` follows Lightning's spans and gives each moment to one
-part of a step; for this it waits for the device after each, so its steps are longer. On a GPU the parts are NVTX ranges
+Both train a few steps with `fit_briefly`, as `lm fit` does, in a folder that is removed afterwards.
+`StepTimer` times whole steps, then some checkpoints. `Parts` assigns the time of Lightning's profiler spans to the
+parts of a step; it synchronizes the device after each part, so its steps are longer. On a GPU the parts are NVTX ranges
 too, for NVIDIA's own tools: `nsys profile --trace cuda,nvtx python -m lm profile --config X`.
 """
 
@@ -60,9 +60,9 @@ from lm.training.trainer import Trainer
 log = logging.getLogger(__name__)
 WARMUP = 5  # optimizer steps: more than the micro-batches after which a CUDA graph is recorded
 TRACED = 3  # optimizer steps
-OPERATORS = 10  # of the table beside a trace
+OPERATORS = 10  # rows of the table printed with a trace
 # The last part of a span's name -> the part of a step. Spans nest: `training_step` is a whole optimizer step, with the
-# micro-batches in it. A span that is not here belongs to the part around it. Outside of all spans is the rest: the
+# micro-batches in it. Other spans belong to the part around them. Time outside all spans is `rest`: the
 # loop's own work.
 SPANS = {
     "train_dataloader_next": "data",
@@ -84,7 +84,7 @@ def bench_step(arguments: list[str]) -> None:
     require_at_least(1, "--", steps=config.steps)
     require_at_least(0, "--", checkpoints=config.checkpoints)
     refuse_url("--output", config.output or "")
-    validated = 0 if config.hours is None else validation_tokens(config)  # before the time that measuring takes
+    validated = 0 if config.hours is None else validation_tokens(config)  # before the measurement, which takes time
     steps = min(config.steps, config.trainer.log_interval)
     timer = StepTimer(steps_per_round=steps, rounds=config.steps // steps, checkpoints=config.checkpoints)
     # The checkpoints that the timer takes are the only ones.
@@ -143,13 +143,13 @@ def fit_briefly(
     watch: Callable[[Trainer], None] = lambda trainer: None,
     **options: Any,
 ) -> Trainer:
-    """Train for a few steps, with everything that `lm fit` does for a step, and leave nothing behind but the Trainer.
+    """Train for a few steps as `lm fit` does, and return the Trainer; all files are removed.
 
-    It is on one device, or on those of the processes that torchrun or srun started. Guards watch and do nothing; there
+    It runs on one device, or on those of the processes that torchrun or srun started. Guards take no action; there
     are no samples and no evaluations. The schedule is constant, since the configured one is for a longer run.
 
-    `own_data`: train on the config's data, which must be there, else on random tokens. `watch` is called with the
-    Trainer before the fit; `options` are those of the Trainer in place of the config's.
+    `own_data`: train on the config's data, which must exist, instead of random tokens. `watch` is called with the
+    Trainer before the fit; `options` replace Trainer options of the config.
     """
     quiet_lightning()
     logging.getLogger("lm.training.callbacks.run_folder").setLevel(logging.WARNING)
@@ -190,7 +190,7 @@ def fit_briefly(
 
 
 def find_vocab_size(config: Namespace) -> int:
-    """The vocabulary that a training of this config would have; RequestError if its tokenizer is still to be made."""
+    """The vocabulary size of this config; RequestError if it depends on a tokenizer that does not exist yet."""
     decoder = with_vocabulary(config, None if config.model.decoder.vocab_size else find_tokenizer(config.data))
     if decoder is None:
         raise RequestError(
@@ -201,7 +201,7 @@ def find_vocab_size(config: Namespace) -> int:
 
 
 def write_random_data(folder: Path, vocab_size: int, data: Namespace) -> None:
-    """Make a prepared folder: a tokenizer of this size, and random tokens for two steps, which then repeat."""
+    """Make a prepared folder: a tokenizer of `vocab_size` tokens, and random tokens for two steps, which repeat."""
     (folder / "train").mkdir(parents=True)
     backend = Backend(models.BPE(vocab={END_OF_TEXT: 0} | {f"t{i}": i for i in range(1, vocab_size)}, merges=[]))
     backend.add_special_tokens([END_OF_TEXT])
@@ -225,14 +225,14 @@ def write_random_data(folder: Path, vocab_size: int, data: Namespace) -> None:
 
 
 def now(device: torch.device) -> float:
-    """Wait until the device has finished its work, and return the seconds of a clock."""
+    """Synchronize the device, and return the time in seconds."""
     if device.type != "cpu":
         torch.accelerator.synchronize(device)
     return time.perf_counter()
 
 
 def timestamp(device: torch.device) -> Any:
-    """A moment: an event in the queue of a CUDA device, which nothing waits for; else seconds, the device caught up."""
+    """The current time: on CUDA an event, without synchronizing; on other devices seconds, after synchronizing."""
     if device.type == "cuda":
         event = torch.cuda.Event(enable_timing=True)
         event.record()
@@ -249,7 +249,7 @@ def seconds_between(begun: Any, ended: Any) -> float:
 
 
 def peak_memory(device: torch.device) -> int | None:
-    """Most bytes that tensors have held on a GPU so far, or this process in main memory; None on other devices."""
+    """Peak bytes so far: of tensors on a GPU, of this process on a CPU; None on other devices."""
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device)
     if device.type != "cpu":
@@ -260,17 +260,17 @@ def peak_memory(device: torch.device) -> int | None:
 class StepTimer(Callback):
     """Times rounds of optimizer steps after the warm-up, then some checkpoints, one a step.
 
-    A round is timed from the end of this callback's hook to its next call, so it has all that `lm fit` does for a step.
+    A round is timed from the end of this callback's hook to a later call, so it includes all that `lm fit` does.
     """
 
     def __init__(self, *, steps_per_round: int, rounds: int, checkpoints: int) -> None:
         self.steps_per_round = steps_per_round
         self.measured = WARMUP + rounds * steps_per_round
         self.steps = self.measured + checkpoints
-        self.seconds: list[float] = []  # of each round, with the device caught up at both ends
+        self.seconds: list[float] = []  # of each round; the device is synchronized before and after it
         self.optimizer_seconds: list[float] = []  # of each timed step
-        self.savings: list[tuple[float, float]] = []  # that training waits, and until a checkpoint is on the disk
-        self.first_step_age = 0.0  # seconds from the start of the process to the end of that step
+        self.savings: list[tuple[float, float]] = []  # seconds that training waits, and until a checkpoint is on disk
+        self.first_step_age = 0.0  # seconds from the start of the process to the end of the first step
         self.peak_bytes: int | None = None  # most memory in use during the warm-up
         self._optimizer_spans: list[tuple[Any, Any]] = []  # timestamps before and after, since the last round
 
@@ -280,7 +280,7 @@ class StepTimer(Callback):
         def after(*_: Any) -> None:
             self._optimizer_spans.append((begun.pop(), timestamp(device)))
             if trainer.global_step < WARMUP and (bytes := peak_memory(device)) is not None:
-                self.peak_bytes = max(self.peak_bytes or 0, bytes)  # log lines make the device count anew
+                self.peak_bytes = max(self.peak_bytes or 0, bytes)  # log lines reset the device's peak
 
         optimizer.register_step_pre_hook(lambda *_: begun.append(timestamp(device)))
         optimizer.register_step_post_hook(after)
@@ -300,7 +300,7 @@ class StepTimer(Callback):
             self.seconds.append(now(device) - self._began)
             self.optimizer_seconds += [seconds_between(*span) for span in self._optimizer_spans]
         if step > self.measured:
-            with not_training(trainer):  # so that the log lines stay true
+            with not_training(trainer):  # so that log lines do not count this time
                 began = now(device)
                 trainer.checkpoint_callback.save(trainer)
                 stall = now(device) - began
@@ -319,9 +319,9 @@ class StepTimer(Callback):
 
 
 class Parts(Profiler):
-    """Follows Lightning's spans and adds up seconds by part, step by step; a callback is a part with the span's name.
+    """Lightning profiler that sums the seconds of each part of every step; a callback is a part with its span's name.
 
-    It waits for the device between two parts. Otherwise the device's work would count in a later part.
+    It synchronizes the device between parts; otherwise the device's work would count for a later part.
     """
 
     def __init__(self, trace: "Trace | None" = None) -> None:
@@ -341,7 +341,7 @@ class Parts(Profiler):
         if hook in ("train_dataloader_next", "on_train_epoch_end"):
             self._end_step()
         part, mark = self._now, None
-        if not part.startswith(CALLBACK):  # a span in a callback's belongs to it
+        if not part.startswith(CALLBACK):  # spans inside a callback's span belong to that callback
             callback = re.match(re.escape(CALLBACK) + r"\w+", action_name)
             part = callback[0] if callback else SPANS.get(hook, part)
         if part != self._now:
@@ -381,7 +381,7 @@ class Parts(Profiler):
 
 @contextmanager
 def named_range(name: str, tracing: bool, device: torch.device) -> Iterator[None]:
-    """A range of this name in the trace of torch's profiler, if it runs, and in NVIDIA's tools on a CUDA device."""
+    """Mark a range with this name: in the trace, if torch's profiler is `tracing`, and with NVTX on CUDA."""
     with ExitStack() as marks:
         if tracing:
             marks.enter_context(record_function(name))
@@ -398,12 +398,12 @@ class Trace:
         if not self.path.absolute().parent.is_dir() or self.path.is_dir():
             raise RequestError(f"--trace {path}: give a file in a folder that is there")
         self.running = False
-        self.operators = ""  # torch's table of the most expensive ones, over the traced steps
+        self.operators = ""  # torch's table of the most expensive operators in the traced steps
         self._begin, self.last = begin, begin + TRACED
         self._profiler = torch.profiler.profile()
 
     def at_step(self, step: int) -> None:
-        """Start and stop; called between two steps."""
+        """Start or stop tracing; called between two steps with the number of finished steps."""
         self.running = self._begin <= step < self.last
         if step == self._begin:
             self._profiler.start()
@@ -421,7 +421,7 @@ class Trace:
 
 
 def describe_training(config: Namespace, trainer: Trainer) -> dict[str, Any]:
-    """What was trained, on what, and how it was computed."""
+    """The model, device, software and options of the measured training."""
     module, device, facts = trainer.lightning_module, trainer.strategy.root_device, run_facts()
     counts = ("seq_len", "micro_batch_size", "accumulate", "tokens_per_step")
     return {
@@ -456,7 +456,7 @@ def print_heading(console: Console, found: dict[str, Any]) -> None:
 
 
 def describe_times(config: Namespace, timer: StepTimer, trainer: Trainer) -> dict[str, Any]:
-    """What `lm bench step --json` prints: times in milliseconds, medians all."""
+    """What `lm bench step --json` prints: medians of times, in milliseconds."""
     steps, module = trainer.steps, trainer.lightning_module
     peak = trainer.device_peak
     ms_per_step = statistics.median(timer.seconds) / timer.steps_per_round * 1e3
@@ -476,7 +476,7 @@ def describe_times(config: Namespace, timer: StepTimer, trainer: Trainer) -> dic
         "optimizer": {"ms_per_step": optimizer_ms, "share": optimizer_ms / ms_per_step},
         "first_step_s": timer.first_step_age,
         "peak_memory_bytes": timer.peak_bytes,
-        "predicted_memory_bytes": predicted,  # of tensors; on a CPU the process itself comes on top
+        "predicted_memory_bytes": predicted,  # of tensors; on a CPU, the memory of the process itself is not included
         "checkpoint": checkpoint_cost(timer, config.trainer.checkpoint_interval, ms_per_step),
         "flops_per_token": flops[False],
         "flops_per_token_full_attention": flops[True],
@@ -484,7 +484,7 @@ def describe_times(config: Namespace, timer: StepTimer, trainer: Trainer) -> dic
 
 
 def checkpoint_cost(timer: StepTimer, interval: int, ms_per_step: float) -> dict[str, Any] | None:
-    """What a checkpoint every `interval` steps costs; None if none was timed."""
+    """Time, size and share of the time of a checkpoint every `interval` steps; None if none was timed."""
     if not timer.savings:
         return None
     stall, total = (statistics.median(seconds) * 1e3 for seconds in zip(*timer.savings, strict=True))
@@ -525,7 +525,7 @@ def show_times(found: dict[str, Any]) -> None:
 def describe_parts(
     config: Namespace, steps: list[dict[str, float]], trainer: Trainer, own_data: bool
 ) -> dict[str, Any]:
-    """What `lm profile --json` prints, of the seconds by part of each timed step."""
+    """What `lm profile --json` prints; `steps` has the seconds by part of each timed step."""
     mean = {name: statistics.mean(step.get(name, 0.0) for step in steps) * 1e3 for name in set().union(*steps)}
     callbacks = {name.removeprefix(CALLBACK): ms for name, ms in mean.items() if name.startswith(CALLBACK)}
     whole = sum(mean.values())

@@ -1,4 +1,4 @@
-"""`lm monitor`: runs that are training, live in a terminal, or once as JSON. It only reads their files.
+"""`lm monitor`: show runs that are training, live in a terminal or once as JSON. It only reads their files.
 
 Functions that end in `_facts` give labels and values, and `RunView` arranges them.
 """
@@ -41,7 +41,7 @@ Fact = tuple[str, str, str]  # label, value, style
 
 
 def one_line(text: str) -> str:
-    """Text of others as one line without control characters."""
+    """Untrusted text as one line without control characters."""
     return " ".join("".join(character if character.isprintable() else " " for character in text).split())
 
 
@@ -82,7 +82,7 @@ def progress(state: dict[str, Any]) -> RenderableType:
 
 
 def training_facts(state: dict[str, Any]) -> list[Fact]:
-    """The newest metrics, those that a user's callbacks log too, and the best validation; NaN and Inf are red."""
+    """The newest metrics, including those that a user's callbacks log, and the best validation; NaN and Inf are red."""
     facts, metrics = [], state.get("metrics", {})
     own = [name for name in metrics if name not in METRICS and not name.startswith(("eval/", *BY_SOURCE))]
     for name in (*FIGURES, *own):
@@ -199,7 +199,7 @@ def loss_chart(watch: LiveRun) -> Chart:
 
 
 def range_after_start(values: list[float], losses: Sequence[float]) -> tuple[float, float] | None:
-    """The range of the y axis without the first tenth of the losses, whose fall would make the rest look flat."""
+    """A y-axis range that ignores the first tenth of the losses, whose fall would make the rest look flat."""
     known = [value for value in values if math.isfinite(value)]
     rest = [value for value in losses[len(losses) // 10 :] if math.isfinite(value)]
     if len(rest) < 20:
@@ -218,7 +218,7 @@ SMALL_CHARTS = ("optim/grad_norm", "optim/lr", "perf/tokens_per_second")
 
 
 def page(watches: Sequence[LiveRun], width: int, height: int) -> Layout:
-    """Several runs on one screen: side by side where it is wide, and fewer lines each the more they are."""
+    """Lay out runs on one screen: side by side if it is wide; the more runs, the fewer lines each."""
     if len(watches) > max(1, height):
         rest = Layout(Text(f"and {len(watches) - height + 1} more"), size=1)
         return stacked(page(watches[: height - 1], width, height - 1), rest) if height > 1 else rest
@@ -265,11 +265,11 @@ class RunView:
             ))  # fmt: skip
         places = stacked(Layout(Group(*above), size=height_of(above, console, width)), *charts,
                          Layout(Group(*below), size=height_of(below, console, width)))  # fmt: skip
-        yield from console.render(places, options)  # what is yielded as it is does not know the height
+        yield from console.render(places, options)  # a Layout that is yielded directly would not get the height
 
 
 def height_of(parts: Sequence[RenderableType], console: Console, width: int) -> int:
-    """How many lines they need, one below the other."""
+    """Number of lines of the parts, one below the other."""
     return len(console.render_lines(Group(*parts), console.options.update(width=width, height=None), pad=False))
 
 
@@ -291,7 +291,7 @@ def monitor(
         interval: Seconds between updates.
     """
     if hasattr(sys.stdout, "reconfigure"):
-        sys.stdout.reconfigure(errors="replace")  # where there are no braille dots
+        sys.stdout.reconfigure(errors="replace")  # for encodings without braille characters
     console = Console()
     watches = [LiveRun(run) for run in [find_run(name, root) for name in runs] or default_runs(root)]
     if sys.stdout.isatty() and not console.is_dumb_terminal and not json:

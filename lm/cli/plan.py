@@ -1,4 +1,4 @@
-"""`lm plan`: what a config means before it is run, on one page, and what is wrong with it; `lm fit` checks the same.
+"""`lm plan`: describe a config on one page before it is run, and find its errors; `lm fit` makes the same checks.
 
 `cli/plan_facts` has the numbers and the findings on them. Nothing is built or written.
 """
@@ -60,7 +60,7 @@ def plan(config: Namespace, name: str) -> None:
     if recipients:
         found["notify"] = [{"to": one.name, "level": one.level} for one in recipients]
     errors = [finding for finding in noted if finding.level == "error"]
-    if config.rehearse and "steps" in found:  # errors of others, such as missing data, change nothing about the guards
+    if config.rehearse and "steps" in found:  # other errors, such as missing data, do not affect the guards
         played = rehearse(config, found)
         print(json.dumps({"config": name, **played})) if config.json else show_rehearsal(played)
         return
@@ -97,9 +97,9 @@ def largest_that_fits(found: dict[str, Any], noted: list[Finding]) -> int:
 def examine(
     config: Namespace, opened: DataModule | None = None, resumed: Run | None = None
 ) -> tuple[dict[str, Any], list[Finding]]:
-    """The facts of a config, as far as they can be known, and the findings on it.
+    """Return the facts of a config, as far as they can be known, and the findings on it.
 
-    Of a fit that begins, `opened` is the data, and `resumed` a run whose beginning is over and in part paid for.
+    When a fit calls this, `opened` is its data, and `resumed` a run whose warm-up and budget are not checked again.
     """
     if config.mfu is not None and not 0 < config.mfu <= 1:
         raise RequestError(f"--mfu {config.mfu} must lie in (0, 1]")
@@ -170,7 +170,7 @@ def examine(
     if config.strict:
         return found, noted
     if device.capability is None and device.memory_bytes is not None:
-        device = device._replace(memory_bytes=device.memory_bytes // on_node)  # which the ranks of a CPU share
+        device = device._replace(memory_bytes=device.memory_bytes // on_node)  # the ranks on a CPU share its memory
     precision = precision_for_cpu(config.trainer.precision) if device.capability is None else config.trainer.precision
     step, optimizer = facts.computation(steps, config, device, precision, data), config.model.optimizer
     found["device"] = {"name": device.name, "precision": precision, "kernels": step.kernels, "count": world_size}
@@ -215,33 +215,33 @@ def _read_rate(config: Namespace, noted: list[Finding]) -> tuple[dict[str, Any],
 
 
 class PlanChecks(Callback):
-    """Makes the checks of `lm plan` when a fit begins: logs the warnings, and refuses a run with an error."""
+    """Runs the checks of `lm plan` when a fit begins: logs the warnings, and raises RequestError on errors."""
 
     def __init__(self, sections: Mapping[str, Any]) -> None:
         self._sections = sections
         self._resumed: Run | None = None
         self._force = False
-        self._changed: list[str] = []  # to be logged once the run has a log, and so is what the checks note
+        self._changed: list[str] = []  # this and `_noted` are logged once the run has a log file
         self._noted: list[str] = []
 
     def resume(self, run: Run | None, force: bool, changed: dict[str, list[Any]], news: Sequence[str] = ()) -> None:
-        """The run that a fit resumes, whose beginning is not checked, and how its config was `changed`.
+        """Set the run that the fit resumes, whose warm-up and budget are not checked, and the changes to its config.
 
-        `force` logs the errors too, and trains; `news` is logged before all else.
+        With `force`, errors are only logged, and the run trains; the lines of `news` are logged first.
         """
         self._resumed, self._force = run, force
         self._changed = [*news, *(f"changed since the run was started: {key}: {before} -> {now}"
                                   for key, (before, now) in changed.items())]  # fmt: skip
 
     def setup(self, trainer: Trainer, pl_module: LanguageModule, stage: str) -> None:
-        """The data is open, and the model is not built yet."""
+        """Run the checks: the data is open, and the model is not built yet."""
         if stage == "fit":
             self.refuse(trainer, pl_module, trainer.datamodule, opened=True)
 
     def refuse(self, trainer: Trainer, module: LanguageModule, data: DataModule, opened: bool) -> None:
-        """Refuse a config with an error; with several ranks, rank zero decides and reports, once they can communicate.
+        """Raise RequestError if the config has an error; with several ranks, rank zero decides and reports.
 
-        If the data is not `opened`, it is still to be prepared, and the ranks cannot communicate yet.
+        If `opened` is false, the data is not prepared yet and ranks cannot communicate, so every rank runs the checks.
         """
         ranks = {"num_nodes": trainer.num_nodes, "devices": trainer.world_size // trainer.num_nodes}
         config = Namespace(
@@ -288,12 +288,12 @@ def show_plan(found: dict[str, Any], noted: list[Finding]) -> None:
         console.print(f"[{colours[finding.level]}]{finding.level:8}[/]{finding.what}")
         if finding.cure:
             console.print(f"{'':8}{finding.cure}")
-    if not any(finding.level == "error" for finding in noted):  # else the command ends with that
+    if not any(finding.level == "error" for finding in noted):  # otherwise the command ends with that message
         console.print(f"[bold]ready[/bold]{': ' * bool(noted)}{_counted(noted)}")
 
 
 def _counted(noted: list[Finding]) -> str:
-    """How many findings there are, the errors first as they come: `1 error, 2 warnings`."""
+    """Count findings by level, in the order of the list (errors first): `1 error, 2 warnings`."""
     counts = Counter(finding.level for finding in noted)
     return ", ".join(plural(count, level).replace("advices", "advice") for level, count in counts.items())
 

@@ -1,8 +1,8 @@
 """The numbers of `lm plan` and the findings on them, subject by subject: data, steps, model, device, cost.
 
-The numbers are what a config means in tokens, steps, bytes, hours and dollars. A finding, from a function that begins
-with `of_`, is an error, a warning or advice, with the arithmetic and the cure. Which options do not go together is in
-`training/checks`, and the command in `cli/plan`.
+The numbers express a config in tokens, steps, bytes, hours and dollars. Functions named `of_...` yield findings:
+errors, warnings or advice, with the arithmetic and the cure. `training/checks` finds incompatible options, and
+`cli/plan` has the command.
 """
 
 import logging
@@ -46,22 +46,22 @@ from lm.training.optim import state_size
 from lm.training.schedule import Steps, lr_fraction, warmup_and_decay_steps
 from lm.training.trainer import device_count
 
-SMALL_MODEL, SMALL_BATCH = 50e6, 8_192  # parameters, and tokens of a micro-batch, under which the host decides
+SMALL_MODEL, SMALL_BATCH = 50e6, 8_192  # parameters and tokens of a micro-batch below which the host limits the speed
 RESERVE_BYTES = 2**30  # CUDA context and library workspaces
-CPU_RESERVE_BYTES = 2**26  # what libraries take in a step, beyond what this process has already
+CPU_RESERVE_BYTES = 2**26  # memory of libraries in a step, beyond what this process already has
 RESERVE_SHARE = 0.05  # of the peak, for what the allocator cannot use
-DISK_RATE = 500e6  # bytes a second, of a SATA SSD; volumes of clouds begin at 125e6 (AWS gp3)
-NETWORK_SECONDS = 3.0  # that an object store is waited for
+DISK_RATE = 500e6  # bytes a second, of a SATA SSD; cloud volumes start at 125e6 (AWS gp3)
+NETWORK_SECONDS = 3.0  # to wait for an object store
 LONG_WARMUP = 0.2  # share of the run
 MANY_EPOCHS = 4  # up to here repeated tokens are nearly as good as new (Muennighoff et al., 2023, arXiv:2305.16264)
 REPEATED = f"tokens teach nearly as much as new ones for {MANY_EPOCHS} epochs; later the validation loss may rise again"
 FEWER_EPOCHS = "give more data, or fewer steps, as `lm scale --data FOLDER` does; `best` is kept"
-FEW_TOKENS = 5  # a parameter; 20 are the best for a budget of operations (Hoffmann et al., 2022, arXiv:2203.15556)
-FIRST_TRY = 5e6  # parameters, below which a model is one to try things with
+FEW_TOKENS = 5  # per parameter; 20 are optimal for a budget of operations (Hoffmann et al., 2022, arXiv:2203.15556)
+FIRST_TRY = 5e6  # parameters; a smaller model counts as an experiment
 NEARLY_FULL = 0.92  # of the device's memory
 LONG_VALIDATION = 0.1  # share of the time
 BF16_FROM = (8, 0)  # compute capability
-FAR_BATCH, FAR_RATE = 4, 3  # times the rules of `lm scale`, above or below
+FAR_BATCH, FAR_RATE = 4, 3  # factors above or below the values of `lm scale`
 BATCH_RULE_FROM = 1e17  # operations in the blocks, the least that the rule was fitted to (arXiv:2401.02954)
 UNCLIPPED_RATE = 6e-4  # the highest of GPT-3's models, which were all clipped at 1.0 (Brown et al., 2020,
 # arXiv:2005.14165, table 2.1 and appendix B)
@@ -75,12 +75,12 @@ ROWS = 64  # a vocabulary that is a multiple of it fills the tiles of a GPU's ma
 
 
 def is_prepared(data: Namespace) -> bool:
-    """Whether the first fit has no data to make."""
+    """Whether the data is already prepared, or needs no preparation."""
     return not data.path or not data.prepare or (Path(data.path) / "manifest.json").exists()
 
 
 def find_tokenizer(data: Namespace) -> Tokenizer | None:
-    """The tokenizer of a config's data; None where it is still to be made."""
+    """The tokenizer of a config's data; None if it does not exist yet."""
     if is_prepared(data) or data.tokenizer:
         first = data.sources[0] if data.sources else data
         return Tokenizer.load(first.tokenizer or first.path)
@@ -88,7 +88,7 @@ def find_tokenizer(data: Namespace) -> Tokenizer | None:
 
 
 def with_vocabulary(config: Namespace, tokenizer: Tokenizer | None) -> DecoderConfig | None:
-    """The decoder's config with its vocabulary; None if the tokenizer that decides it is still to be made."""
+    """The decoder's config with `vocab_size` set; None if this depends on a tokenizer that does not exist yet."""
     decoder, prepare = config.model.decoder, config.data.prepare
     if decoder.vocab_size:
         return decoder
@@ -100,12 +100,12 @@ def with_vocabulary(config: Namespace, tokenizer: Tokenizer | None) -> DecoderCo
 def data_facts(
     data: Namespace, opened: DataModule | None, document_mask: bool
 ) -> tuple[dict[str, Any], Tokenizer | None]:
-    """Tokens and shards by split, for a document mask how many documents end in the first block, and the tokenizer."""
+    """Tokens and shards of each split (with a document mask also documents per token), and the tokenizer."""
     if opened is None and not is_prepared(data):
         return {"prepared": False, "from": list(data.prepare.input)}, find_tokenizer(data)
     if opened is None:
         opened = DataModule(**vars(data))
-        opened.prepare_data()  # which makes nothing: it looks whether the folder was made with these options
+        opened.prepare_data()  # makes nothing; checks that the folder was made with these options
         opened.setup("fit")
     found: dict[str, Any] = {"prepared": True, "warnings": opened.warnings(), "sources": {}}
     for split, shards in opened.shards.items():
@@ -124,7 +124,7 @@ def data_facts(
 
 
 def remote_sources(data: Namespace) -> list[str]:
-    """The URLs among the sources of a fit."""
+    """The URLs among the data files of a config."""
     each = [data, *(data.sources or [])]
     given = [[files] if isinstance(files, str) else files or [] for one in each for files in (one.train, one.val)]
     return [source for group in given for source in group if is_remote(source)]
@@ -133,14 +133,14 @@ def remote_sources(data: Namespace) -> list[str]:
 def open_data(
     config: Namespace, opened: DataModule | None, noted: list[Finding]
 ) -> tuple[dict[str, Any], Tokenizer | None]:
-    """As `data_facts`; findings are added to `noted`, also that an object store takes more than `NETWORK_SECONDS`."""
+    """Call `data_facts`; errors, or no answer of an object store in `NETWORK_SECONDS`, become findings in `noted`."""
     data, document_mask = config.data, config.model.document_mask
     remote = remote_sources(data) if opened is None else []
     try:
         if not remote:
             return data_facts(data, opened, document_mask)
         logging.getLogger("lm.system.remote").setLevel(logging.ERROR)  # the page says what failed
-        brief = Namespace(**vars(data) | {"timeout": min(data.timeout, 2 * NETWORK_SECONDS)})  # reads have half of it
+        brief = Namespace(**vars(data) | {"timeout": min(data.timeout, 2 * NETWORK_SECONDS)})  # reads may take half
         return call_within(NETWORK_SECONDS, lambda: data_facts(brief, None, document_mask))
     except (NoAnswer, Unreachable) as error:
         why = first_line(error.__cause__ if isinstance(error, Unreachable) else error)
@@ -227,7 +227,7 @@ def of_tasks(evaluation: EvaluationConfig) -> Iterator[Finding]:
 
 
 def ranks(devices: int | str | list[int], here: int) -> int:
-    """How many devices of a node `trainer.devices` names; `auto`: those of this machine."""
+    """Number of devices per node in `trainer.devices`; `auto` means `here`, those of this machine."""
     count = device_count(devices)
     if count is None:
         count = here if str(devices) in ("auto", "-1") else 0
@@ -283,7 +283,7 @@ def _steps_an_epoch(data: dict[str, Any], steps: dict[str, Any]) -> str:
 
 
 def of_steps(steps: dict[str, Any], config: Namespace) -> Iterator[Finding]:
-    """Findings on a drill after the last step, a decay that does not end with it, and a high rate without clipping."""
+    """Findings on `inject_step`, on a decay that does not end with the run, and on a high rate without clipping."""
     schedule, total = config.model.schedule, steps["max_steps"]
     if (drill := config.guards.inject_step) is not None and drill > total:
         yield Finding("error", f"guards.inject_step {drill:,}: the run ends with step {total:,}", "inject it before")
@@ -311,7 +311,7 @@ def of_steps(steps: dict[str, Any], config: Namespace) -> Iterator[Finding]:
 
 
 def of_optimizer(optimizer: OptimizerConfig) -> Iterator[Finding]:
-    """Options that the class of `model.optimizer.class_path` does not get."""
+    """Findings on options that are not passed to the class of `model.optimizer.class_path`."""
     if names := optimizer.left_out():
         values = ", ".join(f"{name} {getattr(optimizer, name)}" for name in names)
         yield Finding("warning", f"model.optimizer: {values}: this is for the built-in optimizers, and "
@@ -348,7 +348,7 @@ def of_rules(decoder: DecoderConfig, steps: dict[str, Any], config: Namespace) -
 
 
 def model_facts(decoder: DecoderConfig, seq_len: int) -> dict[str, Any]:
-    """Parameters by part, and floating-point operations of a token, of the decoder of this project."""
+    """Parameters by part, and FLOPs per token, of the built-in decoder."""
     return {
         "parameters": parameters(decoder), "flops_per_token": flops_per_token(decoder, seq_len),
         "flops_per_token_full_attention": flops_per_token(decoder, seq_len, full_attention=True),
@@ -357,7 +357,7 @@ def model_facts(decoder: DecoderConfig, seq_len: int) -> dict[str, Any]:
 
 
 def custom_model(config: Namespace, decoder: DecoderConfig) -> dict[str, Any] | None:
-    """The facts of a custom model, which are counted by building it on the meta device; None: there is none."""
+    """Parameters and FLOPs of a custom model, built on the meta device to count them; None for the built-in decoder."""
     if not training_class().is_custom():
         return None
     module = training_class()(**vars(config.model))
@@ -365,7 +365,7 @@ def custom_model(config: Namespace, decoder: DecoderConfig) -> dict[str, Any] | 
         try:
             with torch.device("meta"):
                 made = module.build_decoder(decoder)
-        except Exception:  # it reads values when it is built
+        except Exception:  # its constructor reads values of tensors
             made = module.build_decoder(decoder)
     made, seq_len = attach_config(made, decoder), config.data.seq_len
     refuse_contract(made, {})
@@ -380,7 +380,7 @@ def custom_model(config: Namespace, decoder: DecoderConfig) -> dict[str, Any] | 
 def of_model(model: dict[str, Any], steps: dict[str, Any]) -> Iterator[Finding]:
     parameters = model["parameters"]["total"]
     ratio = steps["tokens"] / parameters
-    if ratio < FEW_TOKENS and steps.get("epochs", 0) <= 1:  # of a text that is repeated, larger models learn more
+    if ratio < FEW_TOKENS and steps.get("epochs", 0) <= 1:  # on repeated text, larger models learn more
         yield Finding("advice" if parameters < FIRST_TRY else "warning",
                       f"{format_count(steps['tokens'])} tokens are {ratio:.2g} for each of {format_count(parameters)} "
                       "parameters; about 20 give the lowest loss for the compute",
@@ -395,7 +395,7 @@ def of_model(model: dict[str, Any], steps: dict[str, Any]) -> Iterator[Finding]:
 
 
 def computation(steps: Steps, config: Namespace, device: Device, precision: str, data: dict[str, Any]) -> Step:
-    """How a micro-batch would be computed on a device."""
+    """Describe the computation of a micro-batch on a device, for the estimates of memory."""
     model, train = config.model, data.get("train", {})
     return Step(
         steps.micro_batch_size, steps.seq_len, precision, has_kernels(device, model.kernels), model.compile,
@@ -418,9 +418,9 @@ def memory_of_option(given: str | None) -> int | None:
 def memory_facts(
     decoder: DecoderConfig, step: Step, optimizer: OptimizerConfig, device: Device, global_batch: bool
 ) -> dict[str, Any]:
-    """Bytes of a step by part, beside what the device has, and the largest micro-batch that would fit.
+    """Bytes of a step by part, the device's memory, and the largest micro-batch that fits it.
 
-    `largest_recomputed` is the one with `model.activation_checkpointing block`. `global_batch`:
+    `largest_recomputed` is the largest with `model.activation_checkpointing block`. `global_batch`:
     `data.global_batch_tokens` is given; otherwise a step is one micro-batch, however large.
     """
     parts = training_memory(decoder, step, state_size(optimizer))
@@ -440,9 +440,9 @@ def time_facts(
     steps: dict[str, Any], model: dict[str, Any], device: Device, precision: str, mfu: float | None,
     measured: dict[str, Any], usd_per_hour: float | None, recomputed: float,
 ) -> dict[str, Any]:  # fmt: skip
-    """How long the steps take and what that costs; `seconds` is None where the speed of the device is not known.
+    """Time and cost of the steps; `seconds` is None if the speed of the device is not known.
 
-    `measured` is what `lm bench step` found; activation checkpointing does `recomputed` operations a token again.
+    `measured` is the result of `lm bench step`; activation checkpointing repeats `recomputed` FLOPs per token.
     """
     peak, flops = device.peak_flops(precision), model["flops_per_token"]
     if measured:
@@ -471,7 +471,7 @@ def time_facts(
 
 
 def read_bench(file: Path, model_parameters: int, seq_len: int) -> dict[str, Any]:
-    """A file of `lm bench step --output`, with `tokens_per_second` of one device and what was measured, as `basis`."""
+    """Read a file of `lm bench step --output`; `tokens_per_second` is per device, and `basis` says what it is from."""
     try:
         found = parse_json(file.read_bytes())
         shape = found["parameters"], found["seq_len"]
@@ -538,11 +538,11 @@ def _of_memory(
 def checkpoint_facts(
     interval: int, steps: dict[str, Any], time: dict[str, Any], size: int, measured: dict[str, Any]
 ) -> dict[str, Any]:
-    """What a crash loses at most, and the share of the time that saving a checkpoint of `size` bytes takes."""
+    """The most work that a crash can lose, and the share of the time spent saving checkpoints of `size` bytes."""
     interval = min(interval, steps["max_steps"])
     part = interval / steps["max_steps"]
     lost = part * (time["seconds"] or 0.0)
-    if lost < 1:  # second: not known, or a model so small that nothing is lost
+    if lost < 1:  # second: the time is not known, or too short to matter
         return {"interval": interval}
     try:
         saving, basis = measured["checkpoint"]["stall_ms"] / 1000, "measured"
@@ -572,7 +572,7 @@ def of_checkpoints(checkpoints: dict[str, Any], steps: dict[str, Any]) -> Iterat
 def budget_facts(
     budget: BudgetConfig, time: dict[str, Any], rate: float | None, file: dict[str, Any]
 ) -> dict[str, Any]:  # fmt: skip
-    """What the run takes of its budget, at a rate in US dollars an hour; `file` is what `budget.file` says."""
+    """The run's use of its budget, at `rate` US dollars an hour; `file` is the content of `budget.file`."""
     return {
         "cap_usd": budget.cap_usd, "max_hours": budget.max_hours, "rate_usd_per_hr": rate,
         "hours": time["seconds"] and time["seconds"] / 3600, "usd": time.get("usd"),
@@ -583,7 +583,7 @@ def budget_facts(
 def of_budget(
     facts: dict[str, Any], time: dict[str, Any], steps: dict[str, Any], config: Namespace
 ) -> Iterator[Finding]:  # fmt: skip
-    """Findings on what the run takes of its budget: errors where its speed was measured or given."""
+    """Findings on a run that exceeds its budget: errors if its speed was measured or given, else warnings."""
     budget, hours, rate = config.guards.budget, facts["hours"], facts["rate_usd_per_hr"]
     if budget.cap_usd is not None and rate is None and facts["spent_usd"] is not None:
         yield Finding("warning", f"{budget.file} has no rate_usd_per_hr: the cost is not known beforehand, nor when "

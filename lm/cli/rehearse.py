@@ -1,7 +1,7 @@
-"""`lm plan --rehearse`: the guards of a config on invented log lines: what they would log, do and end the run with.
+"""`lm plan --rehearse`: run the guards of a config on invented log lines, and show what they would log and do.
 
-The observers are those of a training and decide by themselves. The clock, checkpoints and the other program that counts
-the cost are invented like the log lines.
+The observers are the same as in training. The clock, the checkpoints and the program that counts the cost are
+simulated, like the log lines.
 """
 
 import math
@@ -25,21 +25,21 @@ from lm.training.schedule import lr_fraction
 from lm.training.step_stats import StepRecord
 
 Metrics = dict[str, float]  # of a log line
-SECONDS_PER_STEP = 1.0  # where the plan knows none
-RATE = 1.0  # US dollars an hour, where a cap is counted by a file that has none
-FINAL_LOSS = 0.25  # of an untrained model's, at the end of an invented run
+SECONDS_PER_STEP = 1.0  # if the plan does not know the speed
+RATE = 1.0  # US dollars an hour, if neither the budget file nor an option gives a rate
+FINAL_LOSS = 0.25  # as a share of an untrained model's, at the end of an invented run
 TYPICAL = {  # other metrics of a healthy run
     "optim/grad_norm": 1.0, "optim/param_norm": 100.0, "eval/core": 0.1, "val/bpb": 1.0, "perf/mfu": 0.4,
     "perf/data_wait": 0.01, "perf/gpu_load": 99.0, "perf/gpu_temperature": 60.0, "perf/gpu_power": 400.0,
     "perf/cpu_load": 50.0, "mem/process_gib": 4.0, "mem/gpu_gib": 40.0, "mem/cuda_peak_gib": 40.0,
 }  # fmt: skip
-FACTORS = (1.2, 2.0, 10.0, 1e3, 1e6, 0.8, 0.5, 0.1, 0.0, -1.0)  # of the metrics of an alert, until it is true
+FACTORS = (1.2, 2.0, 10.0, 1e3, 1e6, 0.8, 0.5, 0.1, 0.0, -1.0)  # tried on the metrics of an alert, until it is true
 
 
 class InventedRun:
-    """Shows invented log lines to guards, and keeps in `events` what they log, at which step, and what follows.
+    """Passes invented log lines to guards, and records in `events` what they log, at which step, and what follows.
 
-    `found` are the facts of the plan, `seconds` those of a step, and the meter has the cost so far and the rate.
+    `found` has the facts of the plan, `seconds` is the time of a step, and the meter has the cost so far and the rate.
     """
 
     def __init__(
@@ -62,7 +62,7 @@ class InventedRun:
         return self.stopped or self.step >= self.max_steps
 
     def healthy(self, step: int) -> Metrics:
-        """The log line of a run in which nothing is wrong; the loss falls from that of an untrained model."""
+        """The metrics of a run without problems; the loss falls from that of an untrained model."""
         done, model = (step - 1) / self.max_steps, self.config.model
         loss = self.first_loss * (FINAL_LOSS + (1 - FINAL_LOSS) * math.exp(-5 * done))
         return {
@@ -73,12 +73,12 @@ class InventedRun:
         }  # fmt: skip
 
     def begin_after(self, step: int) -> None:
-        """Have the next log line come after this step."""
+        """Move the run to this step; the next log line comes after it."""
         self.step = self.rollbacks.good = step
         self.now = step * self.seconds
 
     def line(self, changed: Metrics = {}, steps: Sequence[StepRecord] = ()) -> None:
-        """The next log line, `log_interval` steps after the one before: a healthy one but for what is changed."""
+        """Pass the next log line to the guards, `log_interval` steps later: healthy metrics, updated with `changed`."""
         self.step = min(self.max_steps, self.step + self.log_interval)
         self.now += self.log_interval * self.seconds
         metrics, interval = self.healthy(self.step) | changed, self.config.trainer.val_interval
@@ -91,7 +91,7 @@ class InventedRun:
         self.rollbacks.note(self.step, metrics)
 
     def act(self, findings: list[Finding]) -> None:
-        """Keep what `callbacks/guards` would do."""
+        """Record what `callbacks/guards` would do."""
         for finding in findings:
             reason = f"{finding.guard}: {finding.message}"
             stops = finding.action == "stop"
@@ -129,7 +129,7 @@ Played = tuple[str, InventedRun]  # a scenario's name, and how it went
 
 
 def rehearse(config: Namespace, found: dict[str, Any]) -> dict[str, Any]:
-    """Play the guards of a config through: what is assumed, and under `rehearsal` scenarios with their `events`."""
+    """Run the guards through scenarios; returns the assumed speed, and `rehearsal`, the scenarios with `events`."""
     time, guards, max_steps = found.get("time", {}), config.guards, found["steps"]["max_steps"]
     seconds = time["seconds"] / max_steps if time.get("seconds") else SECONDS_PER_STEP
     basis = time["basis"] if time.get("seconds") else "assumed: --peak_tflops N or --bench FILE gives the speed"
@@ -163,7 +163,7 @@ def _nothing_wrong(run: InventedRun) -> Played:
 
 
 def _alert(run_of: Callable[..., InventedRun], text: str, action: Action) -> Played:
-    """Healthy log lines, late in the run if possible, and then the first change of a line that makes the alert true."""
+    """Pass healthy log lines, late in the run if possible, and then the first change that makes the alert true."""
     for late in range(3):
         alerts = Alerts({text: action})
         run, evaluator, (expression,) = run_of(alerts), alerts.evaluator, alerts.evaluator.expressions
@@ -185,7 +185,7 @@ def _alert(run_of: Callable[..., InventedRun], text: str, action: Action) -> Pla
             evaluator.history.load_state_dict(history)
             if holds:
                 run.line(bad)
-                if run.rollbacks.done:  # and the one that is too many
+                if run.rollbacks.done:  # then one rollback more than is allowed
                     run.rollbacks.done = run.rollbacks.most
                     run.line()
                     run.line(bad)
@@ -205,7 +205,7 @@ def _not_finite(run: InventedRun, count: int) -> InventedRun:
 def _budget(
     run_of: Callable[..., InventedRun], config: BudgetConfig, file: dict[str, Any], meter: Meter
 ) -> Iterator[Played]:  # fmt: skip
-    """Runs at the planned speed; below and above the budget; that spend all of it at once."""
+    """Simulate runs at the planned speed, below and above the budget, and one in which the machine stalls."""
     before, rate = meter.read(), meter.rate or RATE
     lefts = [(config.cap_usd - (before.usd or 0.0)) / rate] if config.cap_usd else []
     lefts += [config.max_hours - before.hours] if config.max_hours else []
@@ -231,7 +231,7 @@ def _budget(
 
 
 def _counted(file: dict[str, Any], run: InventedRun, rate: float, before: Cost) -> tuple[dict[str, Any] | None, None]:
-    """What the program that keeps the file, if there is one, would have written by now; nothing is wrong with it."""
+    """The content of the budget file if another program had written it by now, None without a file; and no error."""
     hours, spent = run.now / 3600, before.usd or 0.0
     counted = {"spent_usd": spent + hours * rate, "rate_usd_per_hr": rate, "hours_elapsed": before.hours + hours,
                "projected_total_usd": spent + run.seconds * run.max_steps / 3600 * rate}  # fmt: skip

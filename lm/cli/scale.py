@@ -1,7 +1,7 @@
-"""A whole config from a depth and a horizon, by published rules, with a reason on every line; `lm scale` prints it.
+"""`lm scale`: a complete config from a depth and a training length by published rules, with a reason on each line.
 
-Each rule is a pure function that names its source; `training/builtin_optimizers` has those of the learning rates. They
-were found by others on other data, or by us on small models: a search starts there.
+Each rule is a pure function that names its source; `training/builtin_optimizers` has the rules for learning rates. They
+were found on other data, or on small models: they are where a search starts.
 """
 
 import json
@@ -29,7 +29,7 @@ TOKENS_PER_PARAMETER = 20.0  # Hoffmann et al., 2022, arXiv:2203.15556; nanochat
 DEVICES = 8  # of a node; a batch of as many samples or more divides evenly over 8, 4, 2 and 1
 EMBEDDING, OUTPUT = 24.0, 4.8  # learning rate x width x sqrt(depth)
 SMALL = {"seq_len": Count(256), "aspect_ratio": 32.0, "head_dim": Count(32), "window_pattern": "L"}  # for little text
-SMALL_BATCH, SMALL_STEPS = 4_096, 300  # tokens of a step and steps of a run there; half of the steps are too few
+SMALL_BATCH, SMALL_STEPS = 4_096, 300  # for little text: tokens of a step, steps of a run; half the steps are too few
 LITTLE = 10_000_000  # tokens, up to which the size of a model follows from its text; measured with 0.3M to 2.8M
 PARAMETERS_PER_TOKEN = 10  # outside the embedding, of little text; 33 gain 0.010 bits per byte for three times the work
 EPOCHS = 4  # that a text is repeated; measured, "Little text" in tests/benchmarks/README.md, and by Muennighoff et al.,
@@ -103,7 +103,7 @@ class ScaleRequest(ScaleOptions):
 
     @property
     def horizon(self) -> dict[str, float]:
-        """The length that is given, by its option."""
+        """The given length as `{option: value}`; empty if none is given."""
         return {name: value for name in HORIZONS if (value := getattr(self, name)) is not None}
 
     @property
@@ -114,7 +114,7 @@ class ScaleRequest(ScaleOptions):
         return min(sizes, key=lambda blocks: abs(math.log(sizes[blocks] / depth)))
 
     def command(self, others: dict[str, Any] = {}) -> str:
-        """What to type for the config, with options that are not here."""
+        """The `lm scale` command that makes this config; `others` are additional options."""
         usual, depth = vars(ScaleOptions()), {} if self.depth is None else {"depth": self.blocks}
         changed = {name: f"{value:g}" if isinstance(value, float) else str(value)
                    for name, value in vars(self).items() if value != usual.get(name, value)}  # fmt: skip
@@ -154,7 +154,7 @@ class TimedRequest(ScaleRequest):
 
     @property
     def timing(self) -> dict[str, Any]:
-        """What is given of the options above, by name."""
+        """The options above that were given, by name."""
         own = TimedRequest.__annotations__
         return {name: value for name in own if (value := getattr(self, name)) not in (None, "auto")}
 
@@ -197,7 +197,7 @@ class Recipe:
 
     @property
     def multiplied(self) -> int:
-        """Parameters that activations are multiplied by, all but the embedding; the horizon is tokens for each of them.
+        """Number of parameters that multiply activations: all but the embedding. Tokens per parameter count these.
 
         Source: nanochat, scripts/base_train.py.
         """
@@ -231,7 +231,7 @@ class Recipe:
 
     @property
     def memory(self) -> float:
-        """Share of the run whose updates the matrices average."""
+        """Share of the run over which the matrices average their updates; see `weight_decay`."""
         return BUILTIN[self.optimizer].memory(self.tokens / self.multiplied)
 
     @property
@@ -243,7 +243,7 @@ def recipe(
     decoder: DecoderConfig, *, tokens_per_parameter: float | None = None, flops: float | None = None,
     steps: int | None = None, optimizer: OptimizerName = "muon", batch: int | None = None,
 ) -> Recipe:  # fmt: skip
-    """The recipe of a decoder for a horizon, which is given in one of three units, and a batch of `batch` samples.
+    """Make the recipe of a decoder for a training length, given in one of three units, and `batch` samples a step.
 
     The units: tokens for each parameter outside the embedding, floating-point operations of the run, optimizer steps.
     """
@@ -273,8 +273,8 @@ def shape(depth: int, options: ScaleOptions = ScaleOptions()) -> DecoderConfig:
 
     Every query head has its own key head, as in nanochat: at these sizes the cache that sharing them saves is small.
     The output matrix is not the embedding, so that each learns at its own rate, as in nanochat. QK-norm bounds the
-    attention logits, which lets larger learning rates pass (Wortsman et al., 2023, arXiv:2309.14322). Blocks begin by
-    passing their input on (Goyal et al., 2017, arXiv:1706.02677).
+    attention logits, which allows larger learning rates (Wortsman et al., 2023, arXiv:2309.14322). Blocks start as the
+    identity (Goyal et al., 2017, arXiv:1706.02677).
     """
     seq_len, head_dim = options.seq_len, options.head_dim
     require_at_least(2, "--", depth=depth, seq_len=seq_len)
@@ -309,7 +309,7 @@ def width(depth: int, aspect_ratio: float, head_dim: int) -> int:
 def mlp_width(width: int) -> int:
     """Width inside the MLP: `8/3 x width`, rounded up to a multiple of 128.
 
-    Three matrices of it hold as many parameters as two of `4 x width` (Shazeer, 2020, arXiv:2002.05202).
+    Three matrices of this width have as many parameters as two of `4 x width` (Shazeer, 2020, arXiv:2002.05202).
     """
     return _round_up(8 * width / 3, 128)
 
@@ -317,7 +317,7 @@ def mlp_width(width: int) -> int:
 def window_pattern(depth: int, pattern: str) -> str:
     """Three layers with a window, then one with full attention; the last layer always has full attention.
 
-    Source: nanochat, nanochat/gpt.py. Written out layer by layer where its length does not divide the depth.
+    Source: nanochat, nanochat/gpt.py. The pattern is written out by layer if its length does not divide the depth.
     """
     return pattern if depth % len(pattern) == 0 and pattern[-1] == "L" else (pattern * depth)[: depth - 1] + "L"
 
@@ -348,7 +348,7 @@ def tokens_of_steps(steps: int) -> float:
 
 
 def micro_batch(batch: int, seq_len: int) -> int:
-    """Samples of a micro-batch: a power of two that divides the batch, and every device of a node gets one."""
+    """Samples per micro-batch: a power of two that divides the batch, with one micro-batch or more for each device."""
     return math.gcd(power_of_two(min(DEVICE_TOKENS // seq_len, batch // DEVICES), down=True), batch, batch // DEVICES)
 
 
@@ -356,9 +356,9 @@ def micro_batch(batch: int, seq_len: int) -> int:
 
 
 def weight_decay(memory: float, learning_rate: float, steps: int) -> float:
-    """Decoupled decay with which weights average the updates of a share of the run, `memory`.
+    """Decoupled weight decay for which the weights average the updates over the share `memory` of the run.
 
-    They are a running mean of the updates over `1 / (learning_rate x decay)` steps (Wang and Aitchison, 2024,
+    The weights are a running mean of the updates over `1 / (learning_rate x decay)` steps (Wang and Aitchison, 2024,
     arXiv:2405.13698).
     """
     return 1 / (memory * learning_rate * steps)
@@ -430,7 +430,7 @@ data:
 
 
 def scaled_config(request: ScaleRequest) -> tuple[Recipe, str]:
-    """The recipe of a depth, and a whole config of it as YAML."""
+    """Return the recipe of a request, and its complete config as YAML."""
     if request.depth is None:
         request = for_text(request)
     given = request.horizon
@@ -453,7 +453,7 @@ def scaled_config(request: ScaleRequest) -> tuple[Recipe, str]:
 
 
 def for_text(request: ScaleRequest) -> ScaleRequest:
-    """The depth for a text of a few megabytes, in the proportions of the models that were measured with so little."""
+    """Set the depth by the size of a text of a few megabytes, with the proportions measured for such texts."""
     if request.text_tokens > LITTLE:
         found = "" if manifest(request.data) else f"{request.data} is not prepared yet: "
         raise RequestError(f"{found}give the depth, such as --depth 12, or the time, such as --hours 8")
@@ -464,7 +464,7 @@ def for_text(request: ScaleRequest) -> ScaleRequest:
 
 
 def in_small_proportions(request: ScaleRequest) -> ScaleRequest:
-    """Where the text is little, what is not given as it was measured: proportions, and a batch for enough steps."""
+    """For a small text, set options not given to measured values: proportions, and a batch for enough steps."""
     if request.text_tokens > LITTLE:
         return request
     usual = vars(ScaleOptions())
@@ -475,7 +475,7 @@ def in_small_proportions(request: ScaleRequest) -> ScaleRequest:
 
 
 def interval(steps: int) -> int:
-    """Optimizer steps between validations, and between checkpoints: at least four of a run."""
+    """Optimizer steps between validations, and between checkpoints: at least four of each per run."""
     return min(INTERVAL, math.ceil(steps / 4))
 
 
@@ -487,7 +487,7 @@ def validated_samples(made: Recipe) -> int:
 def write_yaml(
     made: Recipe, command: str, horizon: str, options: ScaleOptions, samples_at_once: int | None = None
 ) -> str:
-    """The YAML of a recipe: `command` makes it again, `horizon` is why the run is so long."""
+    """The YAML of a recipe; `command` is the command that makes it, `horizon` explains the length of the run."""
     decoder, optimizer = made.decoder, BUILTIN[made.optimizer]
     numbers = {
         "lr": _float(made.learning_rate), "flops": _float(made.block_flops), "matrices": MATRICES,

@@ -1,8 +1,8 @@
-"""`lm scale --hours`: depth, tokens and batch of the lowest loss that a device reaches in so much time.
+"""`lm scale --hours`: depth, tokens and batch with the lowest expected loss that a device reaches in a given time.
 
-For each depth, the speed of the device says how many tokens the time has, and a published law what loss they lead to.
-The speed is that of `lm plan` for a named device; on this machine `lm bench step` measures it at the depth that is
-chosen, which may change the choice, and so on until the chosen depth has been measured.
+For each depth, the device's speed gives the tokens that fit into this time, and a published scaling law the loss after
+them. For a named device, the speed is that of `lm plan`; on this machine, `lm bench step` measures it at the chosen
+depth. The measurement may change the choice, so this repeats until the chosen depth has been measured.
 """
 
 import logging
@@ -31,17 +31,17 @@ from lm.training.precision import precision_for_cpu
 log = logging.getLogger(__name__)
 FIRST = 4  # depth that is measured first, on a machine whose peak is not known
 PRECISION = "bf16-mixed"  # of the config
-STARTUP = 30.0  # seconds until the first step is done, on a device that is not here; assumed
+STARTUP = 30.0  # seconds until the first step is done, on another machine's device; assumed
 
 
 class Speed(NamedTuple):
-    """What a training takes on one device."""
+    """The speed of training on one device."""
 
     flops: float  # operations a second in forward and backward pass
     optimizer: float  # seconds of an optimizer step after them
     start: float  # seconds until the first step is done
-    checkpoint: float  # seconds that training waits for one
-    basis: str  # where this is from
+    checkpoint: float  # seconds that training waits for a checkpoint
+    basis: str  # source of these numbers
 
 
 @dataclass(frozen=True)
@@ -66,7 +66,7 @@ class Candidate:
         return math.gcd(scale.power_of_two(min(rule, batch, self.fitting), down=True), batch)
 
     def sample_seconds(self, samples: float) -> float:
-        """Of the forward and backward passes of so many samples."""
+        """Seconds of the forward and backward passes of `samples` samples."""
         seq_len = self.recipe.decoder.max_position_embeddings
         return samples * seq_len * self.recipe.flops_per_token / (self.speed.flops * self.devices)
 
@@ -76,17 +76,17 @@ class Candidate:
 
     @property
     def interval_seconds(self) -> float:
-        """Of a validation, which has the forward pass alone, a third of the operations, and of a checkpoint."""
+        """Seconds of a validation (forward pass only: a third of the operations) and a checkpoint."""
         return self.sample_seconds(scale.validated_samples(self.recipe)) / 3 + self.speed.checkpoint
 
     @property
     def seconds(self) -> float:
-        """Of the whole run."""
+        """Seconds of the whole run."""
         intervals = math.ceil(self.recipe.steps / scale.interval(self.recipe.steps))
         return self.speed.start + self.recipe.steps * self.step_seconds + intervals * self.interval_seconds
 
     def fill(self, seconds: float) -> "Candidate":
-        """The same with as many steps as the time has, and the best batch for so many tokens."""
+        """Return a copy with as many steps as fit into `seconds`, and the best batch for that number of tokens."""
         one = self
         for _ in range(3):  # batch and steps follow from each other
             pauses = [(scale.interval(one.recipe.steps), one.interval_seconds)]
@@ -108,7 +108,7 @@ class Candidate:
 
 
 def expected_loss(parameters: float, tokens: float) -> float:
-    """Nats a token of web text after `tokens`, by which depths are compared: their order counts, not the number.
+    """Expected loss on web text in nats per token after `tokens`; used only to rank depths.
 
     Besiroglu et al., 2024, arXiv:2404.10102, who fitted the law of Hoffmann et al. (arXiv:2203.15556) again.
     """
@@ -116,7 +116,7 @@ def expected_loss(parameters: float, tokens: float) -> float:
 
 
 def config_for_time(request: scale.TimedRequest) -> str:
-    """The YAML of the depth with the lowest expected loss, or of the given one, and of the steps that the time has."""
+    """The YAML for the given depth, or the one with the lowest expected loss, with the steps that the time allows."""
     for name in request.horizon:
         raise RequestError(f"--{name} gives the length of the run, and so does the time: give one of them")
     scaled = request if request.depth else scale.in_small_proportions(request)
@@ -144,7 +144,7 @@ def config_for_time(request: scale.TimedRequest) -> str:
 
 
 class Search:
-    """Looks for the depth; keeps what was measured."""
+    """Searches for the depth with the lowest expected loss, and keeps measured speeds."""
 
     def __init__(self, request: scale.TimedRequest) -> None:
         if request.mfu is not None and request.mfu > 1:
@@ -162,7 +162,7 @@ class Search:
         self.measured: dict[int, Speed] = {}
 
     def best(self, depths: list[int] | None) -> tuple[Candidate, list[Candidate]]:
-        """The best depth, and the two next to it in loss."""
+        """The candidate with the lowest expected loss, and the next two."""
         if self.here:
             self.measure(depths[0] if depths else FIRST)
         while True:
@@ -173,7 +173,7 @@ class Search:
             self.measure(depth)
 
     def candidates(self, depths: list[int] | None) -> Iterator[Candidate]:
-        """Depths from 2 on, until the loss has risen twice or memory, time or text do not do."""
+        """Candidates of depth 2 and more, until the loss has risen twice, or memory, time or text do not suffice."""
         lowest, higher = math.inf, 0
         for depth in depths or range(2, MOST_LAYERS):
             try:
@@ -191,11 +191,11 @@ class Search:
                 return
 
     def recipe(self, depth: int) -> scale.Recipe:
-        """That of a depth, of a length which is not known yet."""
+        """The recipe of a depth; its number of steps is a placeholder."""
         return scale.recipe(scale.shape(depth, self.request), steps=1000, optimizer=self.request.optimizer)
 
     def fitting(self, made: scale.Recipe) -> int:
-        """Samples of a micro-batch that fit the device; all that are wanted if its memory is not known."""
+        """Largest micro-batch that fits the device, in samples; `DEVICE_TOKENS` if its memory is not known."""
         step = Step(1, self.request.seq_len, self.precision, has_kernels(self.device, "auto"))
         memory = memory_facts(made.decoder, step, OptimizerConfig(made.optimizer), self.device, False)
         most = memory.get("largest_micro_batch", scale.DEVICE_TOKENS)
@@ -205,7 +205,7 @@ class Search:
         return most
 
     def speed(self, made: scale.Recipe) -> Speed:
-        """As measured at this depth, or at the nearest one; or a share of the device's peak."""
+        """The speed measured at this depth or the nearest one; for another device, a share of its peak."""
         if not self.here and self.request.mfu and (peak := self.device.peak_flops(self.precision)):
             return Speed(self.request.mfu * peak, 0.0, STARTUP, 0.0, f"{self.device.name}, {self.request.mfu:.0%} MFU")
         if not self.here and (assumed := assumed_speed(self.device, self.precision, 1.0)):
@@ -235,7 +235,7 @@ class Search:
 
 
 def ladder_loss(folder: Path, made: scale.Recipe) -> str:
-    """What a ladder's law expects of a run, as a sentence."""
+    """A sentence with the loss that a ladder's law predicts for a run."""
     try:
         found = parse_json((folder / "ladder.json").read_bytes())
     except (OSError, ValueError) as error:

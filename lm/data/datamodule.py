@@ -1,6 +1,6 @@
-"""The LightningDataModule: where the data is, how large a batch is, and which sample is trained on next.
+"""The LightningDataModule: opens the data, and makes the batches from the next sample on.
 
-Input: the options under `data:`; output: the batches of `data/loader`, which `training/step` takes. It knows nothing of
+Input: the options under `data:`; output: the batches of `data/loader`, for `training/step`. It is independent of
 the model.
 """
 
@@ -35,9 +35,9 @@ from lm.system.units import plural
 
 log = logging.getLogger(__name__)
 
-BLOCKS_IN_BUFFER = 8  # at least: small shards are joined to blocks no larger than that, so that some are mixed
-SHARED_BY = 8  # each source of a mixture shuffles with this part of the buffer, so more of them hold more
-NOTED_LEFT_OVER = 0.01  # of the tokens
+BLOCKS_IN_BUFFER = 8  # at least; small shards are joined into larger blocks only up to this, so that several are mixed
+SHARED_BY = 8  # each source of a mixture shuffles with 1/8 of the buffer, so with more sources it grows
+NOTED_LEFT_OVER = 0.01  # share of the tokens left over from which it is a warning
 
 
 class DataModule(LightningDataModule):
@@ -62,18 +62,18 @@ class DataModule(LightningDataModule):
         self.global_batch = config.micro_batch_size  # samples of an optimizer step, over all ranks
         self.consumed = 0  # samples trained on so far
         self.tokenizer: Tokenizer | None = None
-        # Bytes of text of each token in what is evaluated: (V,) fp64; of a mixture (sources, V).
+        # Bytes of text of each token in the evaluated split: (V,) fp64; of a mixture (sources, V).
         self.token_bytes: torch.Tensor | None = None
         self.shards: dict[str, Shards] = {}  # of each split, those of all sources
-        self.shared: str | None = None  # how much of the validation data is in the training data, where that is much
-        self.by_source: dict[str, dict[str, Shards]] = {}  # of each split, by name of the source
-        self.predicted: deque[tuple[str, int]] = deque()  # document and first token of rows that were predicted
+        self.shared: str | None = None  # a warning if much of the validation data is in the training data
+        self.by_source: dict[str, dict[str, Shards]] = {}  # split -> source -> its shards
+        self.predicted: deque[tuple[str, int]] = deque()  # document and first token of each predicted row
 
     def set_position(
         self, *, seed: int | None = None, seq_len: int | None = None, global_batch: int | None = None,
         consumed: int | None = None,
     ) -> None:  # fmt: skip
-        """Set the values that decide which samples the next step has; None leaves a value as it is."""
+        """Set the values that determine the samples of the next step; None leaves a value unchanged."""
         given = {"seed": seed, "seq_len": seq_len, "global_batch": global_batch, "consumed": consumed}
         vars(self).update({name: value for name, value in given.items() if value is not None})
 
@@ -102,7 +102,7 @@ class DataModule(LightningDataModule):
         prepare(options)
 
     def setup(self, stage: str) -> None:
-        """Open the tokenizer and the shards that this stage needs; footers or the manifest only, no tokens."""
+        """Open the tokenizer and the shards of this stage; reads footers or manifests, and a few tokens for checks."""
         if not self.seq_len:
             raise RequestError("give DataModule(seq_len=...), the tokens of a sample: at most the decoder's "
                                "max_position_embeddings")  # fmt: skip
@@ -125,10 +125,10 @@ class DataModule(LightningDataModule):
         if "train" in self.shards:
             prefix, sources = self.tokenizer.prefix, self.by_source["train"].values()
             if not prefix or any(shards.beginning()[: len(prefix)].tolist() != prefix for shards in sources):
-                self.tokenizer = self.tokenizer.bare()  # what a checkpoint has: texts begin as those of the training
+                self.tokenizer = self.tokenizer.bare()  # as in a checkpoint: texts begin as in training
         if wanted and wanted[-1] in self.shards:
             self.token_bytes = self._token_bytes(wanted[-1])
-        if stage in ("validate", "test"):  # a fit makes the checks of `lm plan`, which has them too
+        if stage in ("validate", "test"):  # a fit has the checks of `lm plan`, which include these
             if wanted[0] not in self.shards:
                 raise RequestError(f"there is nothing to {stage} on: give data.{wanted[0]}")
             for what, cure in self.warnings():
@@ -136,7 +136,7 @@ class DataModule(LightningDataModule):
 
     @contextmanager
     def _errors_of(self, source: SourceConfig) -> Iterator[None]:
-        """Name the source of a mixture in an error."""
+        """Add the name of a mixture's source to errors."""
         try:
             yield
         except RequestError as error:
@@ -158,13 +158,13 @@ class DataModule(LightningDataModule):
         return found[0]
 
     def _preparation(self, source: SourceConfig) -> str:
-        """The command that makes the folder of a source with the tokenizer of the others."""
+        """The command that makes the folder of a source with the tokenizer of the other sources."""
         others = [other.tokenizer or other.path for other in self.sources if other is not source]
         return (f"`lm data prepare --input TEXTS --output {source.path or f'data/{source.name}'} "
                 f"--tokenizer {next(iter(others), 'bpe')}`")  # fmt: skip
 
     def _open_whole(self, source: SourceConfig, split: str) -> Shards | None:
-        """The shards of a source that has at least one sample; None where it has no such split."""
+        """The shards of a source, with at least one sample; None if it has no such split."""
         with self._errors_of(source):
             shards = self._open(source, split)
             if shards is None:
@@ -174,7 +174,7 @@ class DataModule(LightningDataModule):
                             shards.source, plural(shards.tokens, "token"), self.seq_len + 1)  # fmt: skip
                 return None
             shards.require_windows(self.seq_len, self._limit(split))
-            if split == "train" and not self.mixed:  # the buffer of a mixture grows with its sources
+            if split == "train" and not self.mixed:  # the buffer of a mixture grows with the sources
                 shards.require_buffer(self.options.shuffle_buffer)
             return shards
 
@@ -193,7 +193,7 @@ class DataModule(LightningDataModule):
             vocab_size=self.tokenizer.vocab_size,
             tokenizer_sha256=self.tokenizer.sha256,
             cache=self.cache,
-            patience=options.timeout / 2,  # so that the error of the read comes first
+            patience=options.timeout / 2,  # so that a failed read is reported before the timeout of the loader
             pad_id=options.pad_id,
             eos_id=self.tokenizer.eos_id,
             block_tokens=options.shuffle_buffer // BLOCKS_IN_BUFFER if split == "train" else None,
@@ -211,7 +211,7 @@ class DataModule(LightningDataModule):
         return shards
 
     def warnings(self) -> list[tuple[str, str]]:
-        """What is doubtful in the shards of each split, and what to do about it."""
+        """Problems of the shards of each split, and what to do about them."""
         found = [(self.shared, "take the texts that are in both out of one of them")] if self.shared else []
         for split, shards in self.shards.items():
             left, windows = shards.left_over(self.seq_len), shards.windows(self.seq_len)
@@ -233,11 +233,11 @@ class DataModule(LightningDataModule):
         return "val" in self.shards
 
     def documents_per_token(self, split: str) -> float:
-        """Tokens that end a document over all tokens, in the first block of a split."""
+        """Number of end-of-text tokens / number of tokens, in the first block of a split."""
         return float((self.shards[split].read(0) == self.tokenizer.eos_id).mean())
 
     def describe_shards(self) -> dict[str, Any]:
-        """Name, size in bytes and tokens of every shard by split: what must not change before a resume."""
+        """Name, bytes, tokens and digest of every shard by split; they must not change before a resume."""
         return {
             split: [
                 list(entry._replace(name=f"{source}/{entry.name}" if self.mixed else entry.name))
@@ -247,17 +247,17 @@ class DataModule(LightningDataModule):
         }  # fmt: skip
 
     def describe_mixture(self) -> dict[str, Any] | None:
-        """Names and phases of a mixture, as values of JSON: what may change before a resume for later samples alone."""
+        """Names and phases of a mixture as JSON values; before a resume, they may only change for later samples."""
         if not self.mixed:
             return None
         return {"sources": self.source_names, "phases": [[start, list(shares)] for start, shares in self._phases]}
 
     def order(self) -> Order | Mixture:
-        """Which window each sample of the training stream is."""
+        """The order of the training samples: which window each sample is."""
         orders = []
         for name, shards in self.by_source["train"].items():
             seed = self.seed
-            if self.mixed:  # of the source's name, so that its order is the same whatever other sources there are
+            if self.mixed:  # seeded by the source's name, so that its order does not depend on other sources
                 seed = int.from_bytes(sha256(f"{seed} {name}".encode()).digest()[:8], "big")
             windows, lanes = shards.windows(self.seq_len), self._lanes(shards)
             if self.options.reshuffle:
@@ -277,7 +277,7 @@ class DataModule(LightningDataModule):
         return lanes_for(shards.largest.tokens, self.options.shuffle_buffer // parts)
 
     def shares(self, samples: int) -> np.ndarray:
-        """Fractions of the first `samples` samples of a mixture by source: (sources,) fp64, with a sum of 1."""
+        """Fraction of each source in the first `samples` samples: (sources,) fp64, with a sum of 1."""
         return counts_of(self._phases, samples) / samples
 
     @property
@@ -292,7 +292,7 @@ class DataModule(LightningDataModule):
         return torch.from_numpy(np.stack([sizes.get(source.name, none) for source in self.sources]))
 
     def read_samples(self, first: int, count: int) -> tuple[Batch, list[tuple[str, int]]]:
-        """Samples of the training stream, and of each the file and the window of its block."""
+        """Read samples of the training stream; returns them with the file and window of each."""
         train, length = self._training_shards(), self.seq_len
         stride = train.stride(length)
         blocks, windows = self.order().locate(np.arange(first, first + count))
@@ -310,7 +310,7 @@ class DataModule(LightningDataModule):
         return batch, [(train.file_of(block, window * stride), window) for block, window in places]
 
     def sources_of(self, first: int, count: int) -> list[str | None]:
-        """The names of the sources of samples; None without a mixture."""
+        """The source name of each sample; None without a mixture."""
         if not self.mixed:
             return [None] * count
         sources, _ = self.order().sources(np.arange(first, first + count))
@@ -318,7 +318,7 @@ class DataModule(LightningDataModule):
 
     def train_dataloader(self) -> Stream:
         """Endless batches, each this rank's part of an optimizer step, from the first sample not trained on yet."""
-        if "train" not in self.shards:  # there is no Trainer, which calls `setup`
+        if "train" not in self.shards:  # without a Trainer, which calls `setup`
             self.setup("fit")
         buffer = self.options.shuffle_buffer
         if self.mixed:
@@ -346,20 +346,20 @@ class DataModule(LightningDataModule):
         return text_batches(texts, self.tokenizer, self.seq_len, self.micro_batch_size, self.predicted)
 
     def transfer_batch_to_device(self, batch: Batch, device: torch.device, dataloader_idx: int) -> Batch:
-        """Copy a batch asynchronously, from page-locked memory to a CUDA device."""
+        """Copy a batch to the device; to CUDA asynchronously, from page-locked memory."""
         if device.type != "cuda":
             return batch.to(device)
         return batch.pin_memory().to(device, non_blocking=True)
 
     def _limit(self, split: str) -> int | None:
-        """How many windows of each source an evaluation takes; None: all."""
+        """Number of windows of each source in an evaluation; None: all."""
         if split != "val" or self.options.val_tokens is None:
             return None
         return max(1, self.options.val_tokens // self.seq_len // len(self.sources))
 
     def _windows(self, split: str) -> Any:
-        """The windows of a split in order, up to its limit."""
-        if self.tokenizer is None:  # there is no Trainer, which calls `setup`
+        """The windows of a split in stored order, up to its limit."""
+        if self.tokenizer is None:  # without a Trainer, which calls `setup`
             self.setup("validate" if split == "val" else split)
         if split not in self.shards:
             return []
@@ -373,9 +373,9 @@ class DataModule(LightningDataModule):
         return ChainDataset(parts) if self.mixed else parts[0]
 
     def _share(self) -> dict[str, Any]:
-        """This rank's part of the rows, and how they are read; without a Trainer all of them.
+        """This rank's share of the rows, and how to read them; all rows without a Trainer.
 
-        Damaged blocks are skipped in a fit alone, whose metrics, log and alerts show them.
+        Damaged blocks are skipped only in a fit, which reports them in metrics, log and alerts.
         """
         trainer = self.trainer
         rank, world = (trainer.global_rank, trainer.world_size) if trainer else (0, 1)
@@ -387,11 +387,11 @@ class DataModule(LightningDataModule):
 def text_batches(
     sources: list[str], tokenizer: Tokenizer, seq_len: int, micro_batch: int, rows: deque[tuple[str, int]]
 ) -> Iterator[Batch]:
-    """Masked batches of documents, for `lm predict`: every document is cut into windows.
+    """Masked batches of documents, for `lm predict`: each document is divided into windows.
 
-    A document begins with the end-of-text token as its first context, as it does in training, and every one of its
-    tokens is predicted once. `rows` gets the name of the document and the first token of every row, in order; rows
-    that pad the last batch do not count.
+    A document begins with the end-of-text token as its first context, as in training, and each of its
+    tokens is predicted once. `rows` receives the document's name and the first token of every row, in order, except
+    the rows that pad the last batch.
     """
 
     def windows() -> Iterator[np.ndarray]:

@@ -1,10 +1,10 @@
-"""The work of `lm data prepare` that runs in processes: encode a unit of text, write a shard of tokens.
+"""The parallel work of `lm data prepare`: encode a unit of text, and write a shard of tokens.
 
-Between `data/text_files` and `data/parquet`. The text is cut into *units* of similar size, whose borders depend on the
-files alone. A unit becomes *parts*: files of plain ids, and a JSON record that is written last, so that a unit with a
-record is done. The record's name is a hash of what the unit was made of and how. Shards are then copied together from
-parts: a document ends with the end-of-text token, which no text becomes. The result does not depend on which process
-does what, nor when.
+Between `data/text_files` and `data/parquet`. The text is cut into *units* of similar size, with borders that depend on
+the files alone. A unit becomes *parts*: files of plain ids, and a JSON record that is written last, so that a unit with
+a record is done. The name of a record is a hash of the content and options of its unit. Shards are then copied from
+parts: each document ends with the end-of-text token, which no text becomes. The result does not depend on which process
+does what, or when.
 """
 
 import json
@@ -35,13 +35,13 @@ from lm.data.tokenizer import Encoder, Tokenizer, id_type
 from lm.errors import RequestError, RunError
 from lm.system.files import sync, write_atomically
 
-UNIT_BYTES = 64 * 2**20  # of text, about; smaller for a small corpus, so that all processes have something to do
+UNIT_BYTES = 64 * 2**20  # of text, approximately; smaller for a small corpus, so that all processes have work
 SMALLEST_UNIT = 4 * 2**20
 UNITS = 32
 BATCH = 2**20  # characters encoded at once
 SMALL_WORK = 32 * 2**20  # bytes of text; starting processes takes longer than this much work
-# Of a part or split: tokens with the one that ends each document; bytes of the documents in UTF-8, and what
-# `Tokenizer.token_bytes` makes of them.
+# Counts of a part or split: tokens include the one that ends each document; bytes of the documents in UTF-8, and their
+# estimate by `Tokenizer.token_bytes`.
 COUNTS = ("documents", "tokens", "bytes", "token_bytes")
 
 # ---- units and their parts -------------------------------------------------------------------------------------------
@@ -60,22 +60,22 @@ class Unit:
     """Text that one process encodes at once."""
 
     slices: tuple[tuple[TextFile, int, int], ...]  # file, part and parts, as `read_pieces` takes them
-    text_bytes: int  # about
+    text_bytes: int  # approximate
 
 
 @dataclass(frozen=True)
 class Recipe:
     """How every unit is encoded."""
 
-    folder: Path  # for the parts; has the tokenizer too
+    folder: Path  # of the parts and the tokenizer
     tokenizer: str  # its digest and the token that ends a document
-    text_key: str  # or column
+    text_key: str  # field or column with the text
     val_fraction: float  # of the documents
-    shard_tokens: int  # a part is closed after the document that makes it as long as this
+    shard_tokens: int  # a part is closed after the document with which it reaches this length
 
 
 def plan_units(files: list[TextFile]) -> list[Unit]:
-    """Cut files into units: large ones in several where that is possible, small ones together."""
+    """Divide files into units: large files are split if possible, small ones are combined."""
     target = min(UNIT_BYTES, max(SMALLEST_UNIT, sum(file.text_bytes for file in files) // UNITS))
     groups: list[list[tuple[TextFile, int, int]]] = [[]]
     held = 0
@@ -97,18 +97,18 @@ def unit_pieces(unit: Unit, text_key: str, tokenizer: Tokenizer | None) -> Itera
 
 
 def split_hash(content: str | np.ndarray) -> float:
-    """A number in [0, 1) from a document's first piece: below the fraction it is for validation."""
+    """Hash a document's first piece to a number in [0, 1); below the validation fraction, it is for validation."""
     data = content.encode() if isinstance(content, str) else content.astype("<u2").tobytes()
     return int.from_bytes(blake2b(data, digest_size=8).digest(), "big") / 2**64
 
 
 def split_of(piece: Piece, val_fraction: float) -> str:
-    """Either "train" or "val", for the document that begins with a piece."""
+    """The split ("train" or "val") of the document that begins with a piece."""
     return piece.split or ("val" if split_hash(piece.content) < val_fraction else "train")
 
 
 def record_path(unit: Unit, recipe: Recipe) -> Path:
-    """Where the record of a unit is, once the unit is done; its name is a hash of everything that decides the parts."""
+    """The path of a unit's record, which exists once the unit is done; its name is a hash of all that decides it."""
     made_of = (unit.slices, recipe.tokenizer, recipe.text_key, recipe.val_fraction, recipe.shard_tokens)
     return recipe.folder / f"{blake2b(repr(made_of).encode(), digest_size=16).hexdigest()}.json"
 
@@ -146,7 +146,7 @@ def encode_unit(unit: Unit, recipe: Recipe) -> None:
 
 
 def _encoded(pieces: Iterator[Piece], encoder: Encoder) -> Iterator[tuple[Piece, np.ndarray]]:
-    """Pieces with their ids, encoded many at once."""
+    """Yield pieces with their ids, encoded in batches."""
     while batch := list(_take(pieces, BATCH)):
         ids = iter(encoder.encode([piece.content for piece in batch if isinstance(piece.content, str)]))
         for piece in batch:
@@ -154,7 +154,7 @@ def _encoded(pieces: Iterator[Piece], encoder: Encoder) -> Iterator[tuple[Piece,
 
 
 def _take(pieces: Iterator[Piece], length: int) -> Iterator[Piece]:
-    """The next pieces, until they have this length together."""
+    """Yield the next pieces, until their total length reaches `length`."""
     while length > 0 and (piece := next(pieces, None)) is not None:
         length -= len(piece.content)
         yield piece
@@ -176,7 +176,7 @@ class _Part:
         self.counts = {"file": path.name, "split": split, **dict.fromkeys(COUNTS, 0)}
 
     def write(self, ids: bytes, count: int, end: bytes) -> None:
-        """Add ids, and the token that ends their document, if it does."""
+        """Append ids, and the end-of-text token if their document ends."""
         self._file.write(ids + end)
         self.counts["tokens"] += count + bool(end)
         self.counts["documents"] += bool(end)
@@ -217,15 +217,15 @@ def _copy_documents(writer: ShardWriter, slices: Sequence[Slice], folder: Path, 
 
 
 def _copy_packed(writer: ShardWriter, slices: Sequence[Slice], folder: Path, packed: PackedRows) -> dict[str, Any]:
-    """Rows of several documents, as `data/packing` describes; returns how much they pad and cut."""
+    """Write rows of several documents, as `data/packing` describes; returns the counts of padding and cut documents."""
     seq_len, eos_id = packed
     parts = [part_ids(folder, file, writer.dtype)[start:stop] for file, start, stop in slices]
-    # A document that validation cut has no end of its own.
+    # A document that was cut for the validation has no end-of-text token.
     parts = [ids if ids[-1] == eos_id else np.append(ids, writer.dtype.type(eos_id)) for ids in parts]
-    begins = np.cumsum([0, *map(len, parts)])  # of each part, in all of them end to end
+    begins = np.cumsum([0, *map(len, parts)])  # offset of each part in all parts end to end
     ends = np.concatenate([np.flatnonzero(ids == eos_id) + 1 + begin for ids, begin in zip(parts, begins)])
     lengths = np.diff(ends, prepend=0)
-    some = lengths > 1  # the rest of a document that was cut may be its end alone
+    some = lengths > 1  # the rest of a cut document may be only its end
     if not some.any():
         raise RequestError("there is too little text to hold some out: give more, or --val_fraction 0")
     packing = pack_documents((ends - lengths)[some], ends[some], seq_len)
@@ -256,9 +256,9 @@ def _copy_packed(writer: ShardWriter, slices: Sequence[Slice], folder: Path, pac
 def run_tasks(
     function: Callable[..., Any], tasks: Sequence[tuple], sizes: Sequence[int], doing: str, workers: int | None
 ) -> list[Any]:
-    """Call a function, which is importable by name, with the arguments of every task; in processes for much work.
+    """Call a function (importable by name) with the arguments of every task; in processes if there is much work.
 
-    `sizes` is the work of each task, in bytes of text or tokens. There is one worker a core if None is given.
+    `sizes` is the size of each task, in bytes of text or tokens. `workers` None: one per core.
     """
     columns = (TextColumn(doing), BarColumn(), TaskProgressColumn(), TimeRemainingColumn())
     with Progress(*columns, console=Console(stderr=True), disable=not sys.stderr.isatty()) as progress:
@@ -293,12 +293,12 @@ def run_tasks(
 
 
 def _start_worker() -> None:
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent decides
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent handles Ctrl-C
     os.environ["TOKENIZERS_PARALLELISM"] = "false"
     threading.Thread(target=_end_with_parent, daemon=True).start()
 
 
 def _end_with_parent() -> None:
-    """End this process when its parent was killed and could not."""
+    """End this process when its parent has died, perhaps killed."""
     multiprocessing.parent_process().join()
     os._exit(1)

@@ -1,8 +1,8 @@
-"""Batches for one rank: the samples of each optimizer step, decoded ahead by threads and laid out in rows.
+"""Batches for one rank: the samples of each optimizer step, decoded ahead by threads and assembled into rows.
 
 Input: blocks of tokens (`data/shards`) and the order of samples (`data/sampler`); output: a `Batch`, which
-`data/datamodule` hands to `training/step`. `Stream` and `Windows` decide which samples make which batch; `Assembler`
-copies their rows out of blocks that `BlockBuffer` decodes ahead. Decoding runs in threads of the training process:
+`data/datamodule` hands to `training/step`. `Stream` and `Windows` decide which samples form each batch; `Assembler`
+copies their rows from blocks that `BlockBuffer` decodes ahead. Decoding runs in threads of the training process:
 Arrow and numpy release the interpreter lock while they work, and copying batches between processes would cost more
 than reading them.
 """
@@ -30,7 +30,7 @@ from lm.system.remote import is_asked_to_wait
 
 DECODERS = 2  # threads; one decodes some hundred million tokens a second
 SAMPLES_LOCATED = 1024  # in one call of numpy
-SAMPLES_AHEAD = 4096  # decoded ahead at most; fewer where BLOCKS_AHEAD blocks hold fewer windows
+SAMPLES_AHEAD = 4096  # decoded ahead at most; fewer if BLOCKS_AHEAD blocks hold fewer windows
 
 # ---- batch -----------------------------------------------------------------------------------------------------------
 
@@ -39,7 +39,7 @@ SAMPLES_AHEAD = 4096  # decoded ahead at most; fewer where BLOCKS_AHEAD blocks h
 class Cursor:
     """The samples that an optimizer step consumes over all ranks: from `start` up to `end`.
 
-    It travels with the batch: however far the loader has read ahead, the cursor of the newest step shows what was
+    It travels with its batch: however far the loader has read ahead, the cursor of the newest step tells what was
     trained on, and the next step begins at its `end`.
     """
 
@@ -50,9 +50,9 @@ class Cursor:
 class Batch:
     """Rows of T + 1 consecutive tokens: the first T are inputs, the last T their targets.
 
-    In training a batch is one rank's part of a whole optimizer step, which `split` divides into micro-batches. Tokens
-    stay as small as they are stored until they are on their device. It is not a dataclass, since Lightning takes
-    those apart, field by field.
+    In training, a batch is one rank's part of an optimizer step, which `split` divides into micro-batches. Tokens
+    keep the dtype they are stored in until they are on the device. It is not a dataclass, since Lightning takes
+    dataclasses apart, field by field.
     """
 
     def __init__(
@@ -68,10 +68,10 @@ class Batch:
         self.tokens = tokens  # (B, T + 1) uint16 or int32, on any device
         self.cursor = cursor  # None outside of training
         self.mask = mask  # (B, T) bool, False where a target does not count; None when all of them count
-        self.bad = bad  # for every row that could not be read, what is wrong with its shard
+        self.bad = bad  # for every row that could not be read, a description of the damage
         self._counted = counted  # number of True values of the mask, if known
-        self.row_documents = row_documents  # how many each row's inputs hold at most; None: not counted
-        self.sources = sources  # (B,) int64, of each row in a mixture, from 0; None: there is one source
+        self.row_documents = row_documents  # upper bounds on the documents in each row's inputs; None: not counted
+        self.sources = sources  # (B,) int64, source of each row in a mixture, from 0; None: a single source
 
     @property
     def input_ids(self) -> Tensor:
@@ -86,7 +86,7 @@ class Batch:
 
     @property
     def num_targets(self) -> int:
-        """How many targets count. They are counted before a batch moves to a device, which then is not waited for."""
+        """Number of targets that count, counted on the host, so that no device synchronization is needed."""
         if self.mask is None:
             return self.tokens.shape[0] * (self.tokens.shape[1] - 1)
         if self._counted is None:
@@ -107,14 +107,14 @@ class Batch:
 
     @property
     def max_documents(self) -> int | None:
-        """Upper bound on the documents in all rows: a power of two, so that few values occur."""
+        """Upper bound on the documents in all rows: a power of two, so that few distinct values occur."""
         return None if self.row_documents is None else 1 << (sum(self.row_documents) - 1).bit_length()
 
     def to(self, device: torch.device | str, non_blocking: bool = False) -> "Batch":
         return self._map(lambda tensor: tensor.to(device, non_blocking=non_blocking))
 
     def pin_memory(self) -> "Batch":
-        """The same batch in page-locked memory, from which a GPU can copy by itself."""
+        """Copy the batch to page-locked memory, from which a GPU can copy asynchronously."""
         return self._map(Tensor.pin_memory)
 
     def _map(self, function: Callable[[Tensor], Tensor]) -> "Batch":
@@ -130,16 +130,16 @@ def _to_int64(tokens: Tensor) -> Tensor:
     return tokens.to(torch.int64, copy=True)
 
 
-# ---- which samples make which batch ----------------------------------------------------------------------------------
+# ---- which samples form each batch ----------------------------------------------------------------------------------
 
 
 class Request(NamedTuple):
-    """One batch to be made: its samples in order, and how many rows of padding at the end."""
+    """A batch to be made: its samples in order, and the number of padding rows at the end."""
 
     samples: np.ndarray
     cursor: Cursor | None = None
     padding: int = 0
-    sources: np.ndarray | None = None  # of a mixture, each sample's
+    sources: np.ndarray | None = None  # source of each sample of a mixture
 
 
 class Reading(NamedTuple):
@@ -149,7 +149,7 @@ class Reading(NamedTuple):
     else changes.
     """
 
-    timeout: float = TIMEOUT  # seconds to wait for one
+    timeout: float = TIMEOUT  # seconds to wait for a block
     on_bad_shard: OnBadShard = "raise"
 
 
@@ -158,7 +158,7 @@ class Stream(IterableDataset):
 
     Each batch is this rank's part of an optimizer step, which takes the next `global_batch` samples. Ranks and
     micro-batches only divide them, so that any division sees the same samples in every step: rank `rank` of `world`
-    takes every `world`-th. `start` is the first sample that was not trained on yet. At most `shuffle_buffer` tokens of
+    takes every `world`-th. `start` is the first sample not trained on yet. At most `shuffle_buffer` tokens of
     decoded blocks are held; None takes what the order's lanes need.
     """
 
@@ -195,11 +195,11 @@ class Stream(IterableDataset):
 
 
 class Windows(IterableDataset):
-    """One pass over the first `limit` windows, or all, in their stored order, for evaluation.
+    """One pass over the first `limit` windows, or all, in stored order, for evaluation.
 
     Each window is counted by exactly one rank. All ranks yield the same number of batches, since sharded models run
-    in lockstep: missing rows are padding, whose mask is False. A rank takes one run of consecutive windows
-    of the first `limit`, or of all. `source` is the number of the source of all rows, in a mixture.
+    in lockstep: missing rows are padding, whose mask is False. A rank takes one range of consecutive
+    windows. `source` is the index of these rows' source in a mixture.
     """
 
     def __init__(
@@ -232,11 +232,11 @@ class Windows(IterableDataset):
         return Assembler(self.shards, self.order, self.seq_len, self.requests(), self.buffer, self.reading).batches()
 
 
-# ---- rows out of blocks ----------------------------------------------------------------------------------------------
+# ---- rows from blocks ------------------------------------------------------------------------------------------------
 
 
 class Assembler:
-    """Turns requests into batches, with at most `capacity` tokens of decoded blocks, and at least the largest block."""
+    """Makes batches from requests, holding at most `capacity` tokens of decoded blocks (but at least one block)."""
 
     def __init__(
         self,
@@ -252,8 +252,8 @@ class Assembler:
         self.buffer = BlockBuffer(shards, capacity, reading.timeout)
         self.located = _locate_many(order, requests)
         self.waiting: deque = deque()  # located requests
-        self.unwanted: deque[int] = deque()  # those of their blocks that the buffer was not asked for yet
-        # About BLOCKS_AHEAD blocks begin in so many samples.
+        self.unwanted: deque[int] = deque()  # blocks of these that the buffer was not asked for yet
+        # About BLOCKS_AHEAD blocks begin within this many samples.
         self.ahead = min(SAMPLES_AHEAD, max(1, BLOCKS_AHEAD * BLOCK_TOKENS // seq_len))
 
     def batches(self) -> Iterator[Batch]:
@@ -270,7 +270,7 @@ class Assembler:
             self.buffer.close()
 
     def look_ahead(self) -> None:
-        """Ask the buffer for the blocks of the next samples, as far as they fit."""
+        """Ask the buffer for the blocks of the next samples, as far as they fit into it."""
         while self.buffer.wanted - self.buffer.taken < self.ahead:
             if not self.unwanted:
                 located = next(self.located, None)
@@ -293,7 +293,7 @@ class Assembler:
         bad = []
         for place, (block, window) in enumerate(zip(blocks, windows)):
             if buffer.wanted == buffer.taken:
-                self.look_ahead()  # the buffer was full; no sample that was taken needs its block any more
+                self.look_ahead()  # the buffer was full; samples taken so far no longer need their blocks
             first = window * self.stride
             try:
                 ids, targets = buffer.take(block)
@@ -311,7 +311,7 @@ class Assembler:
 
 
 def _locate_many(order: Order | Mixture, requests: Iterator[Request]) -> Iterator[tuple[Request, list[int], list[int]]]:
-    """Requests with the block and window of each sample, located many at a time; the first ones few, to start soon."""
+    """Requests with the block and window of each sample, located in groups; the first group is small, to start soon."""
     size = 1
     while group := list(islice(requests, size)):
         blocks, windows = order.locate(np.concatenate([request.samples for request in group]))
@@ -323,22 +323,22 @@ def _locate_many(order: Order | Mixture, requests: Iterator[Request]) -> Iterato
 
 
 class BlockBuffer:
-    """Decoded blocks, at most `capacity` tokens of them, decoded by threads before they are needed.
+    """Blocks decoded by threads before they are needed; holds at most `capacity` tokens.
 
-    Each sample wants its block (`want`) some way ahead of taking it (`take`), in the same order. The block whose latest
-    wanted sample is the oldest is dropped first, but never before that sample is taken.
+    Each sample requests its block (`want`) before it takes it (`take`), in the same order. The block whose latest
+    requesting sample is the oldest is dropped first, but never before that sample has taken it.
     """
 
     def __init__(self, shards: Shards, capacity: int, timeout: float = TIMEOUT) -> None:
         self.shards, self.capacity, self.held, self.timeout = shards, capacity, 0, timeout
         self.wanted = self.taken = 0  # samples so far
         self.decoders = reader_pool(DECODERS)
-        self.blocks: OrderedDict[int, Future] = OrderedDict()  # the one to drop first stands first
-        self.latest: dict[int, int] = {}  # block -> the latest sample that wants it
+        self.blocks: OrderedDict[int, Future] = OrderedDict()  # in the order in which they are dropped
+        self.latest: dict[int, int] = {}  # block -> the latest sample that requested it
         self.decoded: dict[int, Tokens] = {}  # results that `take` has seen, since a Future takes a lock to answer
 
     def want(self, block: int) -> bool:
-        """Decode `block` for the next sample; False if it does not fit yet."""
+        """Start decoding `block` for the next sample; False if it does not fit yet."""
         if block in self.blocks:
             self.blocks.move_to_end(block)
         else:
@@ -357,7 +357,7 @@ class BlockBuffer:
         return True
 
     def take(self, block: int) -> Tokens:
-        """The tokens of the next sample's block, as soon as they are decoded."""
+        """Return the tokens of the next sample's block; waits until they are decoded."""
         self.taken += 1
         while (tokens := self.decoded.get(block)) is None:
             try:
@@ -374,5 +374,5 @@ class BlockBuffer:
         return tokens
 
     def close(self) -> None:
-        """Drop what has not begun; the threads end after the block that they are at."""
+        """Cancel reads that have not begun; the threads end after their current block."""
         self.decoders.shutdown(wait=False, cancel_futures=True)

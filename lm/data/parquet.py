@@ -1,6 +1,6 @@
-"""Parquet files of token ids: how a shard is written, and how a column of ids is checked and decoded.
+"""Parquet files of token ids: write shards, and check and decode columns of ids.
 
-`data/encode` writes shards with `ShardWriter`; `data/catalog` and `data/shards` read them, and anyone's, with `Column`.
+`data/encode` writes shards with `ShardWriter`; `data/catalog` and `data/shards` read these and others with `Column`.
 """
 
 import json
@@ -18,9 +18,9 @@ from lm.data.packing import PackedRows
 from lm.errors import RequestError, RunError
 from lm.system.files import sync
 
-LARGEST_ID = 2**31  # ids are below it where no vocabulary is known: what an int32 tensor can hold
+LARGEST_ID = 2**31  # exclusive limit for ids without a known vocabulary: what int32 tensors can hold
 TOKENIZER_KEY = b"lm.tokenizer"  # in the footers of our shards: SHA-256 of the tokenizer that made them
-PACKED_KEY = b"lm.packed"  # in the footers of shards of packed rows: `PackedRows`, as a list of JSON
+PACKED_KEY = b"lm.packed"  # in the footers of shards of packed rows: `PackedRows` as a JSON list
 SIGNATURE = 28  # bytes of nonce and tag that follow the footer of a file with encrypted columns
 FOOTER_BYTES = 2**16  # most footers are shorter, so one request to an object store gets all of it
 # What reading damaged bytes raises, in Arrow and around it; a failing disk or network is an OSError, too.
@@ -33,14 +33,14 @@ LISTS = (pa.types.is_list, pa.types.is_large_list, pa.types.is_fixed_size_list, 
 
 
 class BadBlock(RunError):
-    """The file is there, and its content cannot be used: damaged, changed, null, or ids outside the vocabulary."""
+    """A file whose content cannot be used: damaged, changed, null, or ids outside the vocabulary."""
 
 
 # ---- footer ----------------------------------------------------------------------------------------------------------
 
 
 def read_footer(handle: pa.NativeFile) -> bytes:
-    """The footer of a Parquet file, up to the end of the file."""
+    """Read the footer of a Parquet file, up to the end of the file."""
     size = handle.size()
     first = max(0, size - FOOTER_BYTES)
     end = handle.read_at(size - first, first)
@@ -53,23 +53,23 @@ def read_footer(handle: pa.NativeFile) -> bytes:
 
 
 def parse_footer(footer: bytes) -> pq.FileMetaData:
-    """What `read_footer` has read; ArrowInvalid where it is damaged or columns are encrypted."""
+    """Parse the result of `read_footer`; ArrowInvalid if it is damaged or columns are encrypted."""
     parsed = pq.read_metadata(pa.BufferReader(footer))
-    if parsed.serialized_size == len(footer) - 8 - SIGNATURE:  # Arrow aborts the process where it meets such a column
+    if parsed.serialized_size == len(footer) - 8 - SIGNATURE:  # Arrow aborts the process if it reads such a column
         raise pa.ArrowInvalid("it is encrypted")
     return parsed
 
 
 def footer_digest(footer: bytes) -> str:
-    """A digest that differs where the content of a shard does, in 32 hex digits.
+    """A digest of a shard's content, in 32 hex digits, computed from its footer.
 
-    A footer holds place, size, smallest and largest id of every row group, and in our shards a digest of all tokens.
+    A footer has offset, size, smallest and largest id of every row group, and in our shards a digest of all tokens.
     """
     return blake2b(footer, digest_size=16).hexdigest()
 
 
 def runs_within(sizes: Sequence[int], limit: int) -> Iterator[range]:
-    """Runs of consecutive places whose sizes stay within a limit together; a larger one begins a run of its own."""
+    """Ranges of consecutive indices whose sizes sum to at most `limit`; a larger size gets a range of its own."""
     first, held = 0, 0
     for place, size in enumerate(sizes):
         if place > first and held + size > limit:
@@ -82,9 +82,9 @@ def runs_within(sizes: Sequence[int], limit: int) -> Iterator[range]:
 
 # ---- reading ---------------------------------------------------------------------------------------------------------
 
-# Columns beside the ids, as Hugging Face means them. A labels row is not shifted: it repeats the ids.
+# Columns beside the ids, with the meaning of Hugging Face. Labels are not shifted: a row of labels repeats the ids.
 MASK, LABELS = "attention_mask", "labels"
-IGNORED = -100  # the label that a loss leaves out
+IGNORED = -100  # the label of targets that the loss ignores
 
 
 class Tokens(NamedTuple):
@@ -97,8 +97,8 @@ class Tokens(NamedTuple):
 class Column:
     """The column of token ids in Parquet files: [0, vocab_size), or [0, 2^31) where the vocabulary is not known.
 
-    Padding is left out: ids whose `attention_mask` is 0, and with `pad_id` the run of that id at both ends of a row; of
-    a run at the end one stays where it is the end-of-text token too.
+    Padding is left out: ids whose `attention_mask` is 0, and with `pad_id` the run of this id at both ends of a row. If
+    it is the end-of-text token too, one of a run at the end is kept.
     """
 
     def __init__(
@@ -111,7 +111,7 @@ class Column:
         self.row_dtype = np.dtype("u2" if small else "i4")  # of the rows of batches, for torch
 
     def check_type(self, schema: pa.Schema, file: str) -> None:
-        """Refuse a file without this column, or where it or one beside it does not hold lists of integers."""
+        """RequestError if a file lacks this column, or if it or a column beside it does not hold lists of integers."""
         if self.name not in schema.names:
             raise RequestError(
                 f"shard {file} has no column {self.name!r}; it has {', '.join(schema.names) or 'none'}; set `column`"
@@ -126,15 +126,15 @@ class Column:
                 raise RequestError(f"shard {file}: column {name!r} is {kind}, not a list of integers{cure}")
 
     def beside(self, schema: pa.Schema) -> list[str]:
-        """The columns that mark which ids are padding or not targets."""
+        """The names of columns that mark padding or ids that are not targets."""
         return [name for name in (MASK, LABELS) if name in schema.names and name != self.name]
 
     def count(self, parquet: pq.ParquetFile, file: str) -> list[int]:
-        """Tokens of every row group, from the footer's statistics where they are enough, else by decoding.
+        """Number of tokens of every row group, from the footer's statistics if they are enough, otherwise by decoding.
 
-        An empty or null list is one null leaf value, so where there are none the tokens are the leaf values. Decoding
+        An empty or null list is stored as a null leaf value, so without nulls the leaf values are the tokens. Decoding
         finds null rows, and the row of ids outside the vocabulary. The first row group with labels is decoded in any
-        case, so that labels of another kind are found before any work.
+        case, so that wrong labels are found at the start.
         """
         beside = self.beside(parquet.schema_arrow)
 
@@ -150,15 +150,15 @@ class Column:
         return [count_one(group) for group in range(parquet.metadata.num_row_groups)]
 
     def decode(self, parquet: pq.ParquetFile, group: int, file: str) -> Tokens:
-        """All tokens of a row group, end to end, every id inside the vocabulary; BadBlock names the row if not.
+        """Decode the tokens of a row group, end to end; BadBlock names the row of an id outside the vocabulary.
 
-        Bytes that cannot be read or decoded raise what Arrow raises, which is in DAMAGE.
+        Bytes that cannot be read or decoded raise errors of Arrow, which are in DAMAGE.
         """
         beside = self.beside(parquet.schema_arrow)
         if MASK in beside:
             _, values = self._statistics(parquet, group, self.name)
             beside = beside[1:] if self._is_all_ones(parquet, group, values) else beside
-        # Arrow takes `tokens.raw` for a part of `tokens`, and reads it too.
+        # If a column is named `tokens.raw`, Arrow takes it for a part of `tokens`, and reads it too.
         table = parquet.read_row_group(group, columns=[self.name, *beside], use_threads=False)
         where = f"shard {file}, row group {group}"
         rows = table.column(self.name)
@@ -204,7 +204,7 @@ class Column:
         return int(ids.max()) < self.limit and (ids.dtype.kind == "u" or int(ids.min()) >= 0)
 
     def _keep(self, ids: np.ndarray, rows: pa.ChunkedArray) -> np.ndarray:
-        """Which ids are not in a run of `pad_id` at an end of their row: (n,) bool."""
+        """Which ids are not in a run of `pad_id` at either end of their row: (n,) bool."""
         if self.pad_id is None:
             return np.ones(len(ids), bool)
         ends = np.cumsum(_lengths(rows))
@@ -221,24 +221,24 @@ class Column:
         return np.cumsum(edges[:-1], dtype=np.int8).astype(bool)
 
     def _statistics(self, parquet: pq.ParquetFile, group: int, name: str) -> tuple[pq.Statistics | None, int]:
-        """The footer's statistics of a column's values, None where it has none; and how many leaf values there are."""
+        """The footer's statistics of a column (None if missing), and its number of leaf values."""
         fields = parquet.schema_arrow
-        if name not in fields.names:  # though there was: the footer is damaged or another
+        if name not in fields.names:  # though it was there before: the footer is damaged or of another file
             raise pa.ArrowInvalid(f"there is no column {name!r} of lists")
         leaf = sum(_leaves(field.type) for field in list(fields)[: fields.names.index(name)])
         chunk = parquet.metadata.row_group(group).column(leaf)
-        sound = chunk.physical_type == parquet.schema.column(leaf).physical_type  # or Arrow aborts the process
+        sound = chunk.physical_type == parquet.schema.column(leaf).physical_type  # otherwise Arrow aborts the process
         return chunk.statistics if sound else None, chunk.num_values
 
     def _is_all_ones(self, parquet: pq.ParquetFile, group: int, values: int) -> bool:
-        """Whether the attention mask is 1 for each of so many ids, by the footer."""
+        """Whether the footer shows that the attention mask is 1 for all `values` ids."""
         facts, count = self._statistics(parquet, group, MASK)
         sure = facts is not None and facts.has_null_count and not facts.null_count and facts.has_min_max
         return sure and facts.min == facts.max == 1 and count == values
 
 
 def _values(rows: pa.ChunkedArray, where: str, what: str, cure: str) -> np.ndarray:
-    """The values of lists of integers, end to end, without a copy where there is one chunk; refuses nulls."""
+    """The values of lists of integers, end to end, without a copy if there is one chunk; BadBlock for nulls."""
     if not _is_list_of_integers(rows.type, boolean=True):
         raise pa.ArrowInvalid(f"a column is {rows.type}, not a list of integers")
     if rows.null_count:
@@ -254,7 +254,7 @@ def _values(rows: pa.ChunkedArray, where: str, what: str, cure: str) -> np.ndarr
 
 
 def _lengths(rows: pa.ChunkedArray) -> np.ndarray:
-    """How many values each row has: (rows,) int64."""
+    """Number of values in each row: (rows,) int64."""
     return pc.list_value_length(rows).to_numpy().astype(np.int64)
 
 
@@ -263,7 +263,7 @@ def _row_of(rows: pa.ChunkedArray, place: int) -> int:
 
 
 def _leaves(kind: pa.DataType) -> int:
-    """How many columns of values a type takes in a Parquet file."""
+    """Number of leaf columns that a type has in a Parquet file."""
     kind = getattr(kind, "storage_type", kind)
     return sum(_leaves(kind.field(index).type) for index in range(kind.num_fields)) or 1
 
@@ -275,18 +275,18 @@ def _is_list_of_integers(kind: pa.DataType, boolean: bool = False) -> bool:
 
 # ---- writing ---------------------------------------------------------------------------------------------------------
 
-LAYOUT = 1  # in the manifest; raised when shards are written in a way that older versions cannot read
+LAYOUT = 1  # in the manifest; increased if older versions cannot read new shards
 COLUMN = "input_ids"
-DIGEST_KEY = "lm.digest"  # in the footer: of all tokens, so that no two contents have the same footer
-ROW_GROUP_TOKENS = 2**20  # the loader reads a row group at once
+DIGEST_KEY = "lm.digest"  # in the footer: digest of all tokens, so that different contents have different footers
+ROW_GROUP_TOKENS = 2**20  # the loader reads whole row groups
 
 
 class ShardWriter:
     """Writes one shard: `list<uint16 not null>`, or uint32, with byte-stream-split and lz4, and no dictionary.
 
-    That is about 1.9 bytes a token, and the fastest to read of all layouts of lists (zstd: 1.5 bytes, 0.85 of the
-    speed). Every row group but the last has exactly ROW_GROUP_TOKENS; a row that crosses a border is cut there. Packed
-    rows are not: a row group has as many of them as fit.
+    This takes about 1.9 bytes a token, and is the fastest layout of lists to read (zstd: 1.5 bytes, 0.85 of the
+    speed). Every row group but the last has exactly ROW_GROUP_TOKENS; rows that cross a border are cut there. Packed
+    rows are not cut: a row group has as many as fit.
     """
 
     def __init__(self, path: Path, dtype: np.dtype, tokenizer_sha256: str, packed: PackedRows | None = None) -> None:
@@ -308,14 +308,14 @@ class ShardWriter:
         )  # fmt: skip
 
     def write(self, tokens: np.ndarray, ends: np.ndarray) -> None:
-        """Add (n,) ids, and (r,) where rows end among them; the next ids continue a row that does not."""
+        """Append (n,) ids and (r,) ends of rows among them; if the last row does not end, the next ids continue it."""
         self._ends = np.concatenate([self._ends, len(self._tokens) + ends])
         self._tokens = np.concatenate([self._tokens, tokens])
         while len(self._tokens) >= self._group_tokens:
             self._write_group(self._group_tokens)
 
     def close(self) -> int:
-        """Finish the file, which is on the disk then; returns its bytes."""
+        """Finish the file and sync it to disk; returns its size in bytes."""
         if len(self._tokens):
             self._write_group(len(self._tokens))
         self._parquet.add_key_value_metadata({DIGEST_KEY: self._tokens_digest.hexdigest()})

@@ -1,10 +1,10 @@
-"""From text to shards: what `lm data prepare` does, step by step.
+"""From text to shards: the steps of `lm data prepare`.
 
-Files are found (`data/text_files`), a tokenizer is read or learned (`data/tokenizer`), units of text are encoded by
-processes and copied together to shards (`data/encode`, `data/parquet`), which `data/shards` reads.
+Files are found (`data/text_files`), a tokenizer is loaded or trained (`data/tokenizer`), units of text are encoded by
+processes and copied into shards (`data/encode`, `data/parquet`), which `data/shards` reads.
 
-The result depends on the options and the files alone, not on the number of processes nor on being killed. A folder is
-finished when it has a `manifest.json`, which is written last; until then `.parts` keeps what is done.
+The result depends only on the options and the files, not on the number of processes or on interruptions. A folder is
+finished when it has a `manifest.json`, which is written last; until then `.parts` keeps the finished units.
 """
 
 import json
@@ -49,11 +49,11 @@ from lm.system.units import plural
 
 log = logging.getLogger(__name__)
 
-FEW_TOKENS = 10_000  # of validation; the loss over fewer is mostly noise
+FEW_TOKENS = 10_000  # of validation; a loss over fewer is mostly noise
 VAL_BYTES = 8 * FEW_TOKENS  # of text: documents differ in size, and tokenizers in bytes a token
 LOSS_SPREAD = 2.5  # nats, standard deviation of a token's loss: 2 to 3 for tokens of a BPE
 MANIFEST, PARTS, PLAN, LOCK = "manifest.json", ".parts", ".parts/plan.json", ".lock"
-CUT_SEARCH = 4096  # tokens in which the end of a line or document is looked for
+CUT_SEARCH = 4096  # tokens in which to look for the end of a line or document
 
 
 class Split(NamedTuple):
@@ -63,7 +63,7 @@ class Split(NamedTuple):
 
 
 def prepare(options: PrepareOptions) -> dict[str, Any]:
-    """Make shards, or continue to, where they are not finished; returns the content of `manifest.json`."""
+    """Make shards, or continue an unfinished preparation; returns the content of `manifest.json`."""
     options.check()
     output, parts = Path(options.output), Path(options.output) / PARTS
     files = split_by_names(find_files(options.input))
@@ -99,7 +99,7 @@ def prepare(options: PrepareOptions) -> dict[str, Any]:
 
 
 def _finished(output: Path, plan: dict[str, Any]) -> dict[str, Any] | None:
-    """The manifest of a folder that is finished and fits the plan; None where it is still to be made."""
+    """The manifest of a finished folder that fits the plan; None if there is none yet."""
     if not (output / MANIFEST).exists():
         return None
     manifest = _read_manifest(output)
@@ -111,7 +111,7 @@ def _finished(output: Path, plan: dict[str, Any]) -> dict[str, Any] | None:
 
 @contextmanager
 def _only_one(output: Path) -> Iterator[None]:
-    """Inside the `with`, no other process makes this folder, if its file system has locks; waits for one that does."""
+    """Lock the folder, if its file system has locks; waits while another process makes it."""
     from filelock import FileLock, Timeout  # takes a while to import
 
     output.mkdir(parents=True, exist_ok=True)
@@ -128,7 +128,7 @@ def _only_one(output: Path) -> Iterator[None]:
 
 
 def describe_small_validation(tokens: int) -> str | None:
-    """What a validation of so few tokens is worth, in words; None where there are enough."""
+    """A warning that a validation of this many tokens is too noisy; None if there are enough."""
     if tokens >= FEW_TOKENS:
         return None
     small, enough = (1.96 * LOSS_SPREAD / math.sqrt(max(1, count)) for count in (tokens, FEW_TOKENS))
@@ -141,7 +141,7 @@ def describe_small_validation(tokens: int) -> str | None:
 def _make(
     options: PrepareOptions, output: Path, parts: Path, files: list[TextFile], given: Tokenizer | None
 ) -> dict[str, Any]:
-    """Everything but the manifest, whose content it returns."""
+    """Make everything except the manifest, and return the manifest's content."""
     units = plan_units(files)
     tokenizer = _tokenizer(options, parts, units, given)
     known = tokenizer.sha256 + tokenizer.eos_token
@@ -153,15 +153,15 @@ def _make(
     run_tasks(encode_unit, tasks, [unit.text_bytes for unit in left], "encoding", options.workers)
     encoded = [part for unit in units for part in json.loads(record_path(unit, recipe).read_text())["parts"]]
     splits = divide(encoded, options.val_fraction, tokenizer, parts)
-    named = any(file.split for file in files)  # else no document is in both splits
+    named = any(file.split for file in files)  # otherwise no document is in both splits
     shared = _shared_documents(splits, tokenizer, parts) if named else None
     for name in ("train", "val"):
-        shutil.rmtree(output / name, ignore_errors=True)  # of a killed attempt
+        shutil.rmtree(output / name, ignore_errors=True)  # left by a killed attempt
     shards = [shard for split in splits for shard in _shards(output, split, options.shard_tokens)]
     sizes = [sum(stop - start for _, start, stop in slices) for _, slices in shards]
     tasks = [(*shard, parts, options.seq_len) for shard in shards]
     entries = run_tasks(write_shard, tasks, sizes, "writing", options.workers)
-    if named and shared is None:  # whole, that is
+    if named and shared is None:  # no whole document is in both
         train, val = (Shards.open(str(output / name), vocab_size=tokenizer.vocab_size) for name in ("train", "val"))
         shared = describe_shared(*shared_spans(train, val, tokenizer.eos_id), "passages")
     if shared:
@@ -185,7 +185,7 @@ def _make(
 
 
 def _plan(options: PrepareOptions, files: list[TextFile], given: Tokenizer | None) -> dict[str, Any]:
-    """Everything that the result depends on."""
+    """The options and files that the result depends on."""
     kept = asdict(options)
     for name in ("input", "output", "workers"):
         del kept[name]
@@ -200,12 +200,12 @@ def _plan(options: PrepareOptions, files: list[TextFile], given: Tokenizer | Non
 
 
 def _begin(output: Path, parts: Path, plan: dict[str, Any]) -> None:
-    """Begin anew, or where the same preparation was stopped."""
+    """Start a preparation, or continue a stopped one with the same plan."""
     parts.mkdir(parents=True, exist_ok=True)
     file, text = output / PLAN, json.dumps(plan)
     if file.exists() and file.read_bytes() == text.encode():
         return
-    if file.exists():  # the name of a record says what its parts are made of
+    if file.exists():  # the names of records tell which parts can be kept
         log.info("it was begun with other options or files: what that changes is done again")
     for name in ("tokenizer_config.json", "tokenizer.json"):
         (parts / name).unlink(missing_ok=True)
@@ -213,13 +213,13 @@ def _begin(output: Path, parts: Path, plan: dict[str, Any]) -> None:
 
 
 def holds_other_files(path: Path) -> bool:
-    """Whether a path is not a folder of shards, nor one that is begun or still to be made."""
+    """Whether a path is neither a folder of shards, finished or unfinished, nor empty or absent."""
     names = {entry.name for entry in path.iterdir()} if path.is_dir() else set()
     return path.is_file() or not names & {MANIFEST, PARTS} and bool(names - {LOCK})
 
 
 def cure_of_other_files(path: Path) -> str:
-    """What to type where a path was given for shards, and something else is there: mostly the texts themselves."""
+    """What to do if the path for shards has other files, which are mostly the texts themselves."""
     made = f"{path.with_suffix('')}-tokens"
     return (f"if they are texts, `lm data prepare --input {shlex.quote(str(path))} --output {shlex.quote(made)}` makes "
             "shards of them; else give another folder")  # fmt: skip
@@ -230,7 +230,7 @@ def _start_anew(output: Path) -> str:
 
 
 def _difference(made: dict[str, Any], plan: dict[str, Any]) -> str:
-    """How the options and files of a manifest differ from those of a plan, in words; empty where they do not."""
+    """A description of how a manifest's options and files differ from those of a plan; empty if they do not."""
     old, new = made["options"], plan["options"]
     options = [f"--{name} was {old.get(name)}, is {new.get(name)}" for name in {**old, **new}
                if old.get(name) != new.get(name)]  # fmt: skip
@@ -250,13 +250,13 @@ def _read_manifest(output: Path) -> dict[str, Any]:
         made = parse_json(file.read_bytes())
         if not all(isinstance(entry["name"], str) for entry in made["sources"]):
             raise ValueError("a source has no name")
-        return made | {"options": {"packing": "stream", **made["options"]}}  # before that was an option, it was so
+        return made | {"options": {"packing": "stream", **made["options"]}}  # folders made before this option
     except (OSError, KeyError, TypeError, ValueError) as error:
         raise RequestError(f"{file} is damaged ({error}); {_start_anew(output)}") from error
 
 
 def refuse_other_options(options: PrepareOptions) -> None:
-    """Refuse a finished folder that was made with other options than a config's; its texts may be gone by now."""
+    """RequestError if a finished folder was made with options other than the config's; its texts may be gone by now."""
     made = _read_manifest(Path(options.output))["options"]
     learned = {"bpe": ["tokenizer", "vocab_size"], "char": ["tokenizer"]}.get(options.tokenizer, [])
     for name in ["val_fraction", "text_key", *learned]:
@@ -269,7 +269,7 @@ def refuse_other_options(options: PrepareOptions) -> None:
 
 
 def _tokenizer(options: PrepareOptions, parts: Path, units: list[Unit], given: Tokenizer | None) -> Tokenizer:
-    """The tokenizer of this preparation; one that was learned before it was stopped is not learned again."""
+    """The tokenizer of this preparation; a stopped preparation that has trained one continues with it."""
     if (parts / "tokenizer_config.json").exists():
         return Tokenizer.load(parts)
     tokenizer = given
@@ -279,15 +279,15 @@ def _tokenizer(options: PrepareOptions, parts: Path, units: list[Unit], given: T
         tokenizer = train_bpe(texts, options.vocab_size) if options.tokenizer == "bpe" else train_char(texts)
         if options.tokenizer == "bpe" and tokenizer.vocab_size < options.vocab_size:
             log.info("the text gives %d tokens, fewer than --vocab_size", tokenizer.vocab_size)
-    for name, text in tokenizer.files().items():  # tokenizer_config.json is the last
+    for name, text in tokenizer.files().items():  # tokenizer_config.json is written last
         write_atomically(parts / name, text)
     return tokenizer
 
 
 def _sample(options: PrepareOptions, units: list[Unit], training: bool = True) -> Iterator[str]:
-    """Training documents, of much text the beginnings of units; all documents where none is for training."""
+    """Documents to train a tokenizer on, from the training split if it has any; of much text, beginnings of units."""
 
-    def scattered(unit: Unit) -> bytes:  # an order that has nothing to do with that of the files
+    def scattered(unit: Unit) -> bytes:  # an order unrelated to that of the files
         return blake2b(repr([(file.name, part) for file, part, _ in unit.slices]).encode()).digest()
 
     limit, nothing = options.sample_bytes, True
@@ -297,7 +297,7 @@ def _sample(options: PrepareOptions, units: list[Unit], training: bool = True) -
         for piece in unit_pieces(unit, options.text_key, None):
             if wanted is None:  # a document begins
                 wanted = not training or split_of(piece, options.val_fraction) == "train"
-            if wanted and isinstance(piece.content, str):  # ids come with a tokenizer, and none is learned
+            if wanted and isinstance(piece.content, str):  # ids come with a tokenizer, so none is trained
                 nothing = False
                 left -= len(piece.content)
                 limit -= len(piece.content)
@@ -313,7 +313,7 @@ def _sample(options: PrepareOptions, units: list[Unit], training: bool = True) -
 
 
 def _shards(output: Path, split: Split, shard_tokens: int) -> list[tuple[Path, tuple[Slice, ...]]]:
-    """The shards of a split: the path and slices of each, gathered until it is full; makes their folder."""
+    """The path and slices of each shard of a split, each filled in turn; makes the split's folder."""
     (output / split.name).mkdir()
     runs = runs_within([piece.stop - piece.start for piece in split.slices], shard_tokens)
     groups = [tuple(split.slices[run.start : run.stop]) for run in runs]
@@ -324,7 +324,7 @@ def _shards(output: Path, split: Split, shard_tokens: int) -> list[tuple[Path, t
 
 
 def divide(parts: list[dict[str, Any]], val_fraction: float, tokenizer: Tokenizer, folder: Path) -> list[Split]:
-    """The splits that the parts of all units make: "train", and "val" unless no validation was asked for."""
+    """Make splits from the parts of all units: "train", and "val" unless no validation was asked for."""
     train, val = (_gather(name, [part for part in parts if part["split"] == name]) for name in ("train", "val"))
     documents, held_out = train.counts["documents"], val.counts["documents"]
     if documents and (held_out or val_fraction == 0):
@@ -341,7 +341,7 @@ def _gather(name: str, parts: list[dict[str, Any]]) -> Split:
 
 
 def _shared_documents(splits: list[Split], tokenizer: Tokenizer, folder: Path) -> str | None:
-    """As `describe_shared`, of the documents of splits that the names of files decide; short ones are left out."""
+    """`describe_shared` for documents of splits that file names decide; documents of up to SPAN tokens are ignored."""
     train, *held_out = splits
     digests = [digest for split in held_out for piece, digest in _documents(split, tokenizer, folder)
                if piece.stop - piece.start > SPAN]  # fmt: skip
@@ -361,16 +361,16 @@ def _documents(split: Split, tokenizer: Tokenizer, folder: Path) -> Iterator[tup
 
 
 def _cut(whole: Split, val_fraction: float, tokenizer: Tokenizer, folder: Path) -> list[Split]:
-    """Cut a few documents, which the hash left in one split, near their end: at the end of a document or a line.
+    """Hold out the end of a split that has all documents, cutting at the end of a document or line near the fraction.
 
-    Equal documents are in the same split, or cut at the same place.
+    Equal documents go to the same split, or are cut at the same place.
     """
 
     def ids(piece: Slice) -> np.ndarray:
         return part_ids(folder, piece.part, id_type(tokenizer.vocab_size))[piece.start : piece.stop]
 
     documents, digests = zip(*_documents(whole, tokenizer, folder), strict=True)
-    different = dict(zip(digests, documents, strict=True))  # one of each, in order
+    different = dict(zip(digests, documents, strict=True))  # distinct documents, in order
     ends = np.cumsum([document.stop - document.start for document in different.values()])
     if ends[-1] < 2:
         raise RequestError("the input is a single token: there is nothing to train on")
@@ -402,7 +402,7 @@ def _cut(whole: Split, val_fraction: float, tokenizer: Tokenizer, folder: Path) 
 
 
 def _joined(pieces: list[Slice]) -> list[Slice]:
-    """Slices in order, those that follow each other in a part as one."""
+    """Join slices that follow each other in a part; the order stays."""
     joined: list[Slice] = []
     for piece in pieces:
         if joined and joined[-1].part == piece.part and joined[-1].stop == piece.start:

@@ -1,7 +1,7 @@
-"""Which window is sample `i`: a pure function of the seed, so a run can be stopped, resumed and divided anywhere.
+"""The order of samples: which window is sample `i`, as a pure function of the seed, so runs can resume anywhere.
 
-Input: how many windows each block has (`data/shards`); output: the block and window of each sample, which `data/loader`
-reads. A run keeps one number, how many samples it was trained on, and is resumed by it:
+Input: the number of windows of each block (`data/shards`); output: the block and window of each sample, for
+`data/loader`. A run stores one number, how many samples it was trained on, and resumes from it:
 
     >>> order = Order([3, 5, 4], seed=1, lanes=2)  # three blocks with 12 windows
     >>> def step(first, ranks=1):  # the (block, window) pairs that each rank reads in a step of four samples
@@ -17,7 +17,7 @@ reads. A run keeps one number, how many samples it was trained on, and is resume
     >>> step(12) == step(0)  # the second epoch has another order
     False
 
-The samples of an epoch are the windows of all blocks, each once. The blocks are shuffled and laid end to end, that
+The samples of an epoch are the windows of all blocks, each once. The blocks are shuffled and laid end to end, this
 line is cut into equal *lanes*, and the lanes take turns; the windows inside a block are shuffled too:
 
     lane 0   | block 7      | block 2   |        samples 0, 4,  8 ...
@@ -25,8 +25,8 @@ line is cut into equal *lanes*, and the lanes take turns; the windows inside a b
     lane 2   | block 0   | block 4      |        samples 1, 5,  9 ...
     lane 3   | block 5       | block 1  |        samples 3, 7, 11 ...
 
-So neighbours in a batch come from blocks far apart, and a start anywhere needs one block a lane. Turns go in
-bit-reversed order, so a rank that takes every R-th sample owns a run of lanes, and reads the bytes of those only.
+So neighbours in a batch come from distant blocks, and starting anywhere takes one block per lane. Turns are in
+bit-reversed order, so a rank that takes every R-th sample has a range of lanes, and reads only the bytes of these.
 """
 
 from functools import lru_cache
@@ -34,21 +34,21 @@ from functools import lru_cache
 import numpy as np
 
 MAX_LANES = 64
-BLOCKS_AHEAD = 4  # blocks in the shuffle buffer beside one a lane: they are decoded before their first window is needed
+BLOCKS_AHEAD = 4  # blocks in the shuffle buffer beside one per lane: decoded before their first window is needed
 GOLDEN = 0x9E3779B97F4A7C15  # of SplitMix64
 U64 = (1 << 64) - 1
 
 
 def lanes_for(largest_block: int, shuffle_buffer: int) -> int:
-    """How many lanes fit a shuffle buffer, both in tokens: a power of two from 1 to 64."""
+    """Number of lanes that fit a shuffle buffer, both sizes in tokens: a power of two from 1 to 64."""
     fitting = shuffle_buffer // max(1, largest_block) - BLOCKS_AHEAD
     return 1 << (min(MAX_LANES, max(1, fitting)).bit_length() - 1)
 
 
 class Order:
-    """The order of samples: `locate(i)` says which window sample `i` is.
+    """The order of samples: `locate(i)` tells which window sample `i` is.
 
-    `lanes`, a power of two, are part of the order. `shuffle=False` gives the windows as they are stored, every epoch.
+    Another number of `lanes`, a power of two, is another order. `shuffle=False`: stored order in every epoch.
     """
 
     def __init__(self, windows_per_block, seed: int, lanes: int = MAX_LANES, shuffle: bool = True):
@@ -59,16 +59,16 @@ class Order:
         self.seed, self.shuffle = seed, shuffle
         self.lanes = lanes if shuffle else 1
         bits = self.lanes.bit_length() - 1
-        self._lane = np.array([int(f"{turn:0{bits}b}"[::-1], 2) for turn in range(self.lanes)])  # of each turn
+        self._lane = np.array([int(f"{turn:0{bits}b}"[::-1], 2) for turn in range(self.lanes)])  # lane of each turn
         full, longer = divmod(self.total, self.lanes)
         sizes = np.full(self.lanes, full)
-        sizes[self._lane[:longer]] += 1  # the last round of turns is not complete
+        sizes[self._lane[:longer]] += 1  # the last round of turns is incomplete
         self._lane_starts = np.cumsum(sizes) - sizes
 
     def locate(self, samples) -> tuple[np.ndarray, np.ndarray]:
-        """The block of each sample, and its window in that block: two (n,) int64 arrays.
+        """The block of each sample, and its window in the block: two (n,) int64 arrays.
 
-        Sample `epoch * total + j` is the j-th of that epoch.
+        Sample `epoch * total + j` is the j-th sample of epoch `epoch`.
         """
         epochs, places = np.divmod(np.asarray(samples, dtype=np.int64), self.total)
         blocks, windows = np.empty_like(places), np.empty_like(places)
@@ -81,7 +81,7 @@ class Order:
         sequence = np.arange(len(self.windows))  # the blocks in the order of this epoch
         if self.shuffle:
             sequence = permutation(len(self.windows), self.seed, epoch, 0).astype(np.int64)
-        starts = np.cumsum(self.windows[sequence]) - self.windows[sequence]  # of the first window of each, on the line
+        starts = np.cumsum(self.windows[sequence]) - self.windows[sequence]  # of each block's first window, on the line
         position = self._lane_starts[self._lane[places % self.lanes]] + places // self.lanes
         slot = np.searchsorted(starts, position, side="right") - 1  # the last of equal starts: empty blocks are skipped
         blocks, windows = sequence[slot], position - starts[slot]
@@ -94,7 +94,7 @@ class Order:
         return blocks, windows
 
 
-# Training runs are resumed under other versions of numpy, and numpy promises the streams of its bit generators only,
+# Training runs are resumed under other versions of numpy, and numpy guarantees only the streams of its bit generators,
 # not those of Generator.permutation (NEP 19). So the keys come from SplitMix64, and a stable sort makes a permutation.
 
 
@@ -108,7 +108,7 @@ def random_keys(size: int, state: int) -> np.ndarray:
 
 @lru_cache(maxsize=512)
 def permutation(size: int, *key: int) -> np.ndarray:
-    """A permutation of range(size) that depends on `size` and `key` alone: (size,) uint32, read-only."""
+    """A permutation of range(size) that depends only on `size` and `key`: (size,) uint32, read-only."""
     state = 0
     for part in key:
         state = int(random_keys(1, state ^ (part & U64))[0])

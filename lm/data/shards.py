@@ -1,11 +1,11 @@
-"""Shards as blocks of tokens: how many windows each block has, and the tokens of one block.
+"""Shards as blocks of tokens: the number of windows of each block, and the tokens of one block.
 
 Input: the catalog of a source (`data/catalog`); output: blocks of ids, which `data/parquet` decodes. `data/sampler` is
-next and says which window of which block a sample is.
+next: it maps samples to windows of blocks.
 
 A *block* is a run of row groups of one shard, or of several small ones, read at once; a *window* is `seq_len + 1`
 consecutive tokens of a block, at a stride of `seq_len`, so that each token is a target once. Windows do not cross
-blocks: less than `seq_len` tokens at the end of each are in none, which `Shards.left_over` counts. Where documents were
+blocks: fewer than `seq_len` tokens at the end of each block are in no window (`Shards.left_over`). If documents were
 packed (`data/packing`), each row is a window, and its padding is not a target.
 """
 
@@ -33,7 +33,7 @@ log = logging.getLogger(__name__)
 
 BLOCK_TOKENS = 2**20  # long enough to be read at full speed, short enough for a quick first batch
 FOOTERS_KEPT = 256  # parsed footers of files in use: parsing one takes a tenth of the time of reading a block
-DECODED_TOKENS = 2**18  # to learn how many bytes of text they stand for
+DECODED_TOKENS = 2**18  # decoded to measure the bytes of text that tokens stand for
 
 
 class Part(NamedTuple):
@@ -49,7 +49,7 @@ class Part(NamedTuple):
 
 
 class Block(NamedTuple):
-    """What is read at once: a part of a shard, or parts of consecutive shards."""
+    """The unit of reading: a part of a shard, or parts of consecutive shards."""
 
     parts: tuple[Part, ...]
     tokens: int
@@ -58,7 +58,7 @@ class Block(NamedTuple):
         return str(self.parts[0]) + (f", up to {self.parts[-1]}" if len(self.parts) > 1 else "")
 
     def file_of(self, token: int) -> str:
-        """The file in which a token of the block stands."""
+        """The file that contains a token of the block, given by its index."""
         ends = np.cumsum([part.tokens for part in self.parts])
         return self.parts[int(np.searchsorted(ends, token, side="right"))].file
 
@@ -77,7 +77,7 @@ class Shards:
         self.column, self.source, self.cache, self.blocks = column, source, cache, list(blocks)
         self.tokens = sum(block.tokens for block in blocks)
         self.packed = _packed(shards, source)
-        self.labels = self.packed is not None or any(shard.labels for shard in shards)  # some may be no targets
+        self.labels = self.packed is not None or any(shard.labels for shard in shards)  # False: all are targets
         self.by_file = {shard.file: shard for shard in shards}
         self._footers: dict[str, pq.FileMetaData] = {}
 
@@ -94,12 +94,12 @@ class Shards:
         eos_id: int | None = None,
         block_tokens: int | None = None,
     ) -> "Shards":
-        """Find shards and learn their token counts; tokens are read only where the footers are not enough.
+        """Find shards and learn their token counts; tokens are read only if the footers are not enough.
 
-        `source` is folders, globs, files or URLs; a file that is named twice, by whatever paths, counts once. `Column`
-        explains `column`, `vocab_size`, `pad_id` and `eos_id`. Without a `vocab_size` the manifests' is taken; with a
+        `source` is folders, globs, files or URLs; a file named twice, even by different paths, counts once. `Column`
+        explains `column`, `vocab_size`, `pad_id` and `eos_id`. Without `vocab_size`, the manifests' is used; with a
         `pad_id` all shards are read to count the other ids. `patience` is seconds for all attempts of one remote read.
-        Parts of several shards become one block of at most `block_tokens`, BLOCK_TOKENS if not given.
+        Parts of several shards are joined into blocks of at most `block_tokens` (default: BLOCK_TOKENS).
         """
         sources = [source] if isinstance(source, str) else list(source)
         if not sources:
@@ -119,11 +119,11 @@ class Shards:
 
     @classmethod
     def join(cls, sources: Mapping[str, "Shards"]) -> "Shards":
-        """The shards of several sources of one vocabulary by name as one, their blocks one source after the other."""
+        """Join the shards of several sources with one vocabulary, by name; their blocks follow source by source."""
         first, *others = sources.values()
         if not others:
             return first
-        holders: dict[Hashable, str] = {}  # by whatever path they name a file
+        holders: dict[Hashable, str] = {}  # file, whatever its path -> the source that holds it
         for name, file in ((name, file) for name, shards in sources.items() for file in shards.by_file):
             other = holders.setdefault(file_identity(file), name)
             if other != name:
@@ -136,13 +136,13 @@ class Shards:
         return cls(shards, blocks, first.column, ", ".join(one.source for one in sources.values()), first.cache)
 
     def windows(self, seq_len: int) -> np.ndarray:
-        """How many windows each block has: (blocks,) int64, `max(0, (tokens - 1) // seq_len)`, or its packed rows."""
+        """Number of windows of each block: (blocks,) int64, `max(0, (tokens - 1) // seq_len)`, or its packed rows."""
         tokens = np.array([block.tokens for block in self.blocks], dtype=np.int64)
         stride = self.stride(seq_len)
         return np.maximum(0, (tokens - (stride == seq_len)) // stride)
 
     def stride(self, seq_len: int) -> int:
-        """Tokens from one window to the next; refuses documents that were packed for windows of another length."""
+        """Tokens from one window to the next; RequestError if documents were packed for windows of another length."""
         if self.packed is None:
             return seq_len
         if self.packed.seq_len != seq_len:
@@ -160,10 +160,10 @@ class Shards:
         """Read one block of `blocks`, all ids inside the vocabulary.
 
         BadBlock names the file, row group and row of nulls, ids outside the vocabulary, damaged bytes, or tokens that
-        are not what the footer or manifest said. A file that cannot be opened or read at all is another RunError.
+        differ from the footer or manifest. A file that cannot be opened or read at all raises another RunError.
         """
         parts = self.blocks[index].parts
-        if len(parts) > 1 and is_remote(parts[0].file):  # small files take as long to ask for as to read
+        if len(parts) > 1 and is_remote(parts[0].file):  # requesting a small file takes as long as reading it
             with reader_pool(FOOTER_THREADS) as pool:
                 tokens = _join(list(pool.map(self.read_part, parts)))
         else:
@@ -177,7 +177,7 @@ class Shards:
         return self.read_tokens(index).ids
 
     def read_part(self, part: Part) -> Tokens:
-        """Read a part of a block; a file of a store goes through the cache."""
+        """Read a part of a block; a remote file goes through the cache."""
         if not is_remote(part.file):
             return self._decode(part)
         shard = self.by_file[part.file]
@@ -192,7 +192,7 @@ class Shards:
         if tokens is not None:
             return tokens
         with self.cache.reserve(key, shard.patience):
-            tokens = self._kept(part, key, kept)  # by another reader, while this one waited
+            tokens = self._kept(part, key, kept)  # another reader may have stored it while this one waited
             if tokens is None:
                 tokens = self._fetch(part)
                 entry = tokens.ids
@@ -203,7 +203,7 @@ class Shards:
         return tokens
 
     def _kept(self, part: Part, key: str, kept: np.dtype) -> Tokens | None:
-        """What the cache has of a part, if it fits the vocabulary in use."""
+        """The cached tokens of a part, if they fit the vocabulary in use; otherwise None."""
         entry = self.cache.get(key, kept)
         if entry is None or entry.shape != (part.tokens,):
             return None
@@ -213,12 +213,12 @@ class Shards:
     def _fetch(self, part: Part) -> Tokens:
         try:
             return self._decode(part)
-        except BadBlock:  # perhaps it was damaged on the way: fetch it once more
+        except BadBlock:  # it may have been damaged in transit: fetch it once more
             self._footers.pop(part.file, None)
             return self._decode(part)
 
     def _decode(self, part: Part) -> Tokens:
-        """Read a part, row group by row group, so that a bad one is named."""
+        """Read a part, row group by row group, so that errors name the damaged one."""
         shard, where, groups = self.by_file[part.file], str(part), []
         try:
             with shard.open(self._footers.get(shard.file)) as (parquet, _):
@@ -238,9 +238,9 @@ class Shards:
         return _join(groups)
 
     def pieces(self, stop: int | None = None) -> Iterator[np.ndarray]:
-        """The first `stop` tokens of all shards laid end to end, or all of them, in pieces (n,).
+        """Yield the first `stop` tokens (default: all) of all shards end to end, in pieces (n,).
 
-        Of packed rows without the first token of each, which is context alone, and without padding.
+        Packed rows are without the first token of each, which is only context, and without padding.
         """
         left = self.tokens if stop is None else stop
         for index in range(len(self.blocks)):
@@ -253,14 +253,14 @@ class Shards:
             left -= len(ids)
 
     def beginning(self) -> np.ndarray:
-        """The tokens of the first block that is not damaged."""
+        """The tokens of the first undamaged block."""
         for index in range(len(self.blocks)):
             with suppress(BadBlock):  # the next read will report it
                 return self.read(index)
         return np.empty(0, self.column.dtype)
 
     def file_of(self, index: int, token: int) -> str:
-        """The file in which a token of a block stands."""
+        """The file that contains a token of a block."""
         return self.block(index).file_of(token)
 
     @property
@@ -268,13 +268,13 @@ class Shards:
         return max(self.blocks, key=lambda block: block.tokens)
 
     def left_over(self, seq_len: int) -> int:
-        """How many tokens are in no window: less than `seq_len` at the end of each block."""
+        """Number of tokens in no window: fewer than `seq_len` at the end of each block."""
         windows, stride = self.windows(seq_len), self.stride(seq_len)
         return self.tokens - int((windows * stride + ((windows > 0) & (stride == seq_len))).sum())
 
     @property
     def document_tokens(self) -> int:
-        """`tokens`; of packed rows without the first of each, and without padding, where that is known."""
+        """`tokens`; for packed rows, without the first token of each row and without padding, as far as it is known."""
         if self.packed is None:
             return self.tokens
         filling = sum(shard.padding or 0 for shard in self.by_file.values())
@@ -282,17 +282,17 @@ class Shards:
 
     @property
     def padding_fraction(self) -> float | None:
-        """The fraction of the targets of packed rows that are padding; None where it is not known."""
+        """Padding as a fraction of the targets of packed rows; None if not known."""
         counts = [shard.padding for shard in self.by_file.values() if shard.padding is not None]
         if self.packed is None or len(counts) < len(self.by_file) or not self.tokens:
             return None
         return sum(counts) / (self.tokens / (self.packed.seq_len + 1) * self.packed.seq_len)
 
     def token_bytes(self, tokenizer: Tokenizer) -> np.ndarray:
-        """Bytes of text that each token stands for in these shards, on average: (V,) float64.
+        """Average bytes of text that each token stands for in these shards: (V,) float64.
 
-        `Tokenizer.token_bytes` times a factor, with which the tokens of shards that `lm data prepare` made add up to
-        the bytes of the text itself, and others to what some of them decode to.
+        `Tokenizer.token_bytes` times a factor, so that the sum over all tokens equals the bytes of the text for shards
+        made by `lm data prepare`, and the bytes of decoded text, measured on some tokens, for others.
         """
         sizes = tokenizer.token_bytes().astype(np.float64)
         weights = [sum(shard.row_groups) for shard in self.by_file.values()]
@@ -305,7 +305,7 @@ class Shards:
         return sizes * (tokenizer.text_bytes(ids) / max(1, sizes[ids].sum()))
 
     def fingerprint(self) -> list[Fingerprint]:
-        """Name below its source, bytes, tokens and content of every shard, in order, and its place in its block."""
+        """Of every shard, in order: name below its source, bytes, tokens, digest, and offset in its block."""
         places: dict[str, int] = {}
         for block in self.blocks:
             before = 0
@@ -326,7 +326,7 @@ class Shards:
             )
 
     def require_windows(self, seq_len: int, limit: int | None = None) -> int:
-        """The number of windows; refuses shards without one, or without a target in the first `limit` (or all)."""
+        """The number of windows; RequestError if it is 0, or if the first `limit` windows (or all) have no target."""
         if not self.tokens:
             raise RequestError(f"{self.source} holds no token: it has no rows, or all of them are empty or padding "
                                "(`attention_mask` 0, data.pad_id)")  # fmt: skip
@@ -337,7 +337,7 @@ class Shards:
                 f"window takes {seq_len + 1} (seq_len + 1): give more data or lower data.seq_len"
             )
         total = int(windows.sum())
-        given = any(shard.labels for shard in self.by_file.values())  # else each window has targets
+        given = any(shard.labels for shard in self.by_file.values())  # otherwise each window has targets
         if given and not self._has_target(windows, self.stride(seq_len), limit or total):
             raise RequestError(
                 f"{self.source}: each label of the first {plural(min(limit or total, total), 'window')} is {IGNORED}, "
@@ -346,7 +346,7 @@ class Shards:
         return total
 
     def _has_target(self, windows: np.ndarray, stride: int, limit: int) -> bool:
-        """Whether one of the first `limit` windows has a target, as far as their blocks can be read."""
+        """Whether one of the first `limit` windows has a target, ignoring blocks that cannot be read."""
         for index, count in enumerate(windows.tolist()):
             if limit <= 0:
                 return False
@@ -359,7 +359,7 @@ class Shards:
 
 
 def _packed(shards: Collection[Shard], source: str) -> PackedRows | None:
-    """What the rows of shards are, which is the same for all; None where they are documents."""
+    """How the rows of shards are packed, the same for all shards; None if the rows are documents."""
     first, *others = shards
     for other in others:
         if other.packed != first.packed:
@@ -372,7 +372,7 @@ def _packed(shards: Collection[Shard], source: str) -> PackedRows | None:
 
 
 def _blocks(shards: Sequence[Shard], block_tokens: int) -> Iterator[Block]:
-    """Join parts of consecutive shards for as long as they stay within `block_tokens`."""
+    """Join parts of consecutive shards into blocks of at most `block_tokens`."""
     parts = [part for shard in shards for part in _parts(shard)]
     for run in runs_within([part.tokens for part in parts], block_tokens):
         joined = tuple(parts[run.start : run.stop])
@@ -380,7 +380,7 @@ def _blocks(shards: Sequence[Shard], block_tokens: int) -> Iterator[Block]:
 
 
 def _parts(shard: Shard) -> Iterator[Part]:
-    """Group row groups for as long as they stay within BLOCK_TOKENS."""
+    """Join consecutive row groups into parts of at most BLOCK_TOKENS."""
     for groups in runs_within(shard.row_groups, BLOCK_TOKENS):
         yield Part(shard.file, groups, sum(shard.row_groups[groups.start : groups.stop]))
 
@@ -396,7 +396,7 @@ def _join(parts: Sequence[Tokens]) -> Tokens:
 
 
 def common_file(train: Shards, val: Shards) -> tuple[str, str] | None:
-    """A file that both hold, by its paths in each: the same file, or a copy of it; None: there is none."""
+    """The paths in each split of a file that both contain: the same file, or a copy of it; None if there is none."""
     by_identity = {file_identity(shard.file): shard for shard in train.by_file.values()}
     by_content = defaultdict(list)
     for shard in train.by_file.values():
@@ -407,7 +407,7 @@ def common_file(train: Shards, val: Shards) -> tuple[str, str] | None:
         if same := by_identity.get(file_identity(shard.file)):
             return same.file, shard.file
         same_shape = by_content[shard.digest, shard.size] if shard.digest is not None else []
-        for same in same_shape:  # a footer of others holds no more than the bounds of the ids
+        for same in same_shape:  # the footers of files of others have only the bounds of the ids
             if np.array_equal(train.read_part(next(_parts(same))).ids, val.read_part(next(_parts(shard))).ids):
                 return same.file, shard.file
     return None

@@ -1,14 +1,14 @@
-"""Tokenizers: text to token ids and back, and a fast encoder for much text.
+"""Tokenizers: convert text to token ids and back, and a fast encoder for large texts.
 
-`data/prepare` makes shards with one, and `data/catalog` checks that shards fit it. The format is Hugging Face's
+`data/prepare` makes shards with a tokenizer; `data/catalog` checks that shards fit it. The format is Hugging Face's
 `tokenizer.json`, so that any such file works.
 
-`Encoder` gives the ids of `tokenizers` several times faster. A byte-level BPE cuts a text into words by a regular
-expression and then treats each word alone, so a word needs to be tokenized only once: the words are found by Python's
-`re`, and their ids kept in a table. Python does not know Unicode's categories as `tokenizers` does. So the categories
-are taken from `tokenizers` when an encoder is made, and both are compared on all short texts over characters of every
-kind and on many longer ones. A tokenizer of characters is one table from code points to ids. Every other text goes
-through `tokenizers`.
+`Encoder` computes the ids of `tokenizers` several times faster. A byte-level BPE cuts a text into words by a regular
+expression and encodes each word independently, so a word needs to be tokenized only once: Python's `re` finds the
+words, and their ids are kept in a table. Python's Unicode categories differ from those of `tokenizers`. So they
+are read from `tokenizers` when an encoder is made, and both are compared on all short texts over characters of every
+kind and on many longer ones. A tokenizer of characters is a table from code points to ids. All other tokenizers and
+texts use `tokenizers`.
 """
 
 import hashlib
@@ -31,19 +31,19 @@ from lm.errors import RequestError, first_line
 from lm.system.files import parse_json
 from lm.system.remote import fetch, is_remote
 
-Begin = Literal["nothing", "eos"]  # what a text begins with; documents follow the token that ended the one before
+Begin = Literal["nothing", "eos"]  # what comes before a text; documents follow the token that ended the previous one
 END_OF_TEXT = "<|endoftext|>"
 UNKNOWN = "<|unknown|>"
 
 HUB_NAME = re.compile(r"(\w[\w.-]*/)?\w[\w.-]*(?<!\.json)")  # as of a model: `gpt2`, `org/name`
 
-# Names of the token that ends a document in other people's tokenizers, the clearest first.
+# Names of the token that ends a document in tokenizers of others, the most specific first.
 END_NAMES = (
     END_OF_TEXT, "<|end_of_text|>", "<|end▁of▁sentence|>", "</s>", "<eos>", "<|eos|>", "[EOS]", "<|eot_id|>",
     "<|im_end|>",
 )  # fmt: skip
 
-# Words with the sign or blank before them, up to three digits, runs of signs, line ends, blanks: the way of GPT-4.
+# A word with the sign or blank before it, up to three digits, runs of signs, line ends, blanks: as in GPT-4.
 WORDS = (
     r"(?i:'[sdmt]|'ll|'ve|'re)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 )
@@ -52,20 +52,20 @@ KEPT_WORDS = 500_000  # some hundred bytes each; a text in all languages has mor
 LONGEST_KEPT = 64  # characters
 GPT2_WORDS = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
 
-# One or more of every kind that a pattern can tell apart: letters of contractions, a letter that folds to one of them,
+# At least one of every kind that a pattern can distinguish: letters of contractions, a letter that folds to such a one,
 # digits, blanks, line ends, signs, a combining mark.
 KINDS = "sLé\u017f\u4e001\u0663\u00b2 \t\n\r\u0085\u3000'._\u0301"
 BLANK = r"\s"
-CHANGED = ("Aa", "é", "a.b", "a  b", "a\nb")  # by tokenizers that fold letters, or put blanks between words
-CHINESE = "[\u3400-\u4dbf\u4e00-\u9fff\uf900-\ufaff\U00020000-\U0002fa1f]"  # as BERT's normalizer has them
+CHANGED = ("Aa", "é", "a.b", "a  b", "a\nb")  # by tokenizers that fold letters or insert blanks between words
+CHINESE = "[\u3400-\u4dbf\u4e00-\u9fff\uf900-\ufaff\U00020000-\U0002fa1f]"  # as in BERT's normalizer
 BESIDE_CHINESE = re.compile(f"(?<={CHINESE}) | (?={CHINESE})")
 BEYOND = re.compile("[\U00010000-\U0010ffff]")  # their categories would make the expression slow; such texts are rare
 
 
 class Tokenizer:
-    """The content of a `tokenizer.json`, of the `tokenizer_config.json` beside it, and which token ends a document.
+    """A `tokenizer.json`, its `tokenizer_config.json`, and the token that ends a document.
 
-    That is `eos_token`; if it is not given, the one of `config` or of a well-known name.
+    This token is `eos_token`; by default the one named in `config`, or one with a well-known name.
     """
 
     def __init__(
@@ -80,7 +80,7 @@ class Tokenizer:
         self.config = config if isinstance(config, dict) else {}
         self.backend.no_truncation()
         self.backend.no_padding()
-        self.backend.encode_special_tokens = True  # what a document says is text, even where it reads `<|endoftext|>`
+        self.backend.encode_special_tokens = True  # the content of a document is text, even `<|endoftext|>`
         self.vocabulary = self.backend.get_vocab(with_added_tokens=True)
         self.eos_token = self._end(eos_token, name)
         self.eos_id = self.vocabulary[self.eos_token]
@@ -91,10 +91,10 @@ class Tokenizer:
 
     @classmethod
     def load(cls, path: str | Path, eos_token: str | None = None) -> "Tokenizer":
-        """Read a `tokenizer.json`, the one in a folder, or of a name on the hub the one in Hugging Face's cache.
+        """Load a `tokenizer.json` by its path or its folder, or by a name on the Hub from Hugging Face's cache.
 
-        The `meta.json` of character data (`{"stoi": ..., "itos": ...}`) will do too. Each may be a URL, which is copied
-        to this machine.
+        A `meta.json` of character data (`{"stoi": ..., "itos": ...}`) works too. Each may be a URL, which is copied to
+        this machine.
         """
         path = _fetch(str(path)) if is_remote(str(path)) else path
         file = _find_file(Path(path))
@@ -128,10 +128,10 @@ class Tokenizer:
         raise RequestError(f"{name} does not say which token ends a document; give it with --eos_token")
 
     def _without_spelled_tokens(self) -> tokenizers.Tokenizer:
-        """The backend that encodes: the same ids, but no text becomes a special token or the end of a document.
+        """The backend for encoding: the same ids, but no text becomes a special token or the end of a document.
 
-        `encode_special_tokens` is enough where words are built by merges. Other models also look a word up in their
-        vocabulary, so there the names of such tokens are replaced by ones that no text has.
+        For models that build words by merges, `encode_special_tokens` is enough. Others also look up whole words in
+        their vocabulary, so the names of special tokens are replaced there by names that no text contains.
         """
         model, added = self.description["model"], self.description.get("added_tokens") or []
         vocabulary = model["vocab"]
@@ -166,32 +166,32 @@ class Tokenizer:
 
     @cached_property
     def sha256(self) -> str:
-        """Of its JSON with sorted keys and no blanks, so that formatting does not matter, nor whether it is `bare`."""
+        """Digest of the JSON with sorted keys and no blanks; independent of formatting and of whether it is `bare`."""
         about = {**self.description, "post_processor": _adding_nothing(self.description.get("post_processor"))}
         canonical = json.dumps(about, sort_keys=True, separators=(",", ":"), ensure_ascii=False)
         return hashlib.sha256(canonical.encode()).hexdigest()
 
     @cached_property
     def prefix(self) -> list[int]:
-        """Ids that its post-processor puts before a text, such as a BOS; `encode` never adds them."""
+        """Ids that the post-processor puts before a text, such as a BOS; `encode` never adds them."""
         if self.bare() is self:
             return []
         encoding = self.backend.encode("the")
         return [number for number, _ in takewhile(itemgetter(1), zip(encoding.ids, encoding.special_tokens_mask))]
 
     def bare(self) -> "Tokenizer":
-        """The same one without what its post-processor adds to a text: for models that see documents and their ends."""
+        """A copy whose post-processor adds nothing to a text: for models trained on documents and their ends."""
         about = {**self.description, "post_processor": _adding_nothing(self.description.get("post_processor"))}
         if about == self.description:
             return self
         return Tokenizer(json.dumps(about, indent=2, ensure_ascii=False), self.config, self.eos_token)
 
     def encode(self, text: str) -> list[int]:
-        """Ids of a text; nothing is added, and the names of special tokens are read as text.
+        """Encode a text; nothing is added, and the names of special tokens are read as text.
 
         transformers' `AutoTokenizer` adds what the post-processor says, such as a BOS (`prefix`), and reads the names
         of special tokens as these; with `add_special_tokens=False, split_special_tokens=True` it gives the same ids.
-        RequestError: the text has something that the tokenizer has no token for, and it has no unknown token.
+        RequestError: the text has something without a token, and the tokenizer has no unknown token.
         """
         try:
             return self.encoder.encode(text, add_special_tokens=False).ids
@@ -199,7 +199,7 @@ class Tokenizer:
             raise _no_token(error) from error
 
     def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
-        """Ids of several texts, as `encode` gives them."""
+        """Encode several texts, as `encode` does."""
         try:
             encodings = self.encoder.encode_batch_fast(list(texts), add_special_tokens=False)
         except Exception as error:
@@ -207,16 +207,16 @@ class Tokenizer:
         return [encoding.ids for encoding in encodings]
 
     def decode(self, ids: Iterable[int]) -> str:
-        """The text of ids, special tokens by their names; bytes that are not UTF-8 become the replacement character."""
+        """Decode ids, special tokens to their names; bytes that are not UTF-8 become the replacement character."""
         return self.backend.decode([int(i) for i in ids], skip_special_tokens=False)
 
     def token_bytes(self) -> np.ndarray:
-        """Bytes of UTF-8 that each token stands for inside a text: (vocab_size,) int32.
+        """Number of UTF-8 bytes that each token stands for inside a text: (vocab_size,) int32.
 
-        Exact where tokens are of bytes or of characters. Others are decoded between two words, so that marks such as
-        `##`, `</w>` and `▁` count as the blank that they stand for, or as nothing. That is a blank too many at the
-        borders of a document and between some signs; `Shards.token_bytes` corrects it. Special tokens and ids that no
-        token has are of 0 bytes, all others of at least 1, also the token that stands for what is unknown.
+        Exact if tokens are bytes or characters. Other tokens are decoded between two words, so that marks such as
+        `##`, `</w>` and `▁` count as the blank that they stand for, or as nothing. This counts a blank too many at the
+        borders of a document and between some signs; `Shards.token_bytes` corrects it. Special tokens and ids without a
+        token have 0 bytes, all others at least 1, including the unknown token.
         """
         sizes = np.zeros(self.vocab_size, dtype=np.int32)
         added = self.backend.get_added_tokens_decoder()
@@ -243,19 +243,19 @@ class Tokenizer:
         return sizes
 
     def text_bytes(self, ids: np.ndarray) -> int:
-        """Bytes of UTF-8 of the documents that ids (n,) stand for, decoded; an unknown token counts as one byte."""
+        """Number of UTF-8 bytes of the documents with ids (n,) when decoded; an unknown token counts as one byte."""
         unknown = -1 if self.unknown is None else self.vocabulary.get(self.unknown, -1)
         kept = (ids != self.eos_id) & (ids != unknown)  # not all files call these special: names would be decoded
         documents = np.split(ids[kept], np.cumsum(kept)[ids == self.eos_id])
         texts = self.backend.decode_batch([document.tolist() for document in documents])
         steps = self.description.get("normalizer") or {}
         if any(step.get("handle_chinese_chars") for step in (steps, *steps.get("normalizers", ()))):
-            texts = [BESIDE_CHINESE.sub("", text) for text in texts]  # blanks that cut them out as words
+            texts = [BESIDE_CHINESE.sub("", text) for text in texts]  # blanks that the normalizer put around them
         return sum(len(text.encode()) for text in texts) + int((ids == unknown).sum())
 
     @cached_property
     def lossy(self) -> str | None:
-        """How encoding changes a text, in words; None where decoding gives texts back, but for what is unknown."""
+        """A description of how encoding changes a text; None if decoding restores texts, except for unknown tokens."""
         for text in CHANGED:
             with suppress(RequestError):
                 ids = self.encode(text)
@@ -265,12 +265,12 @@ class Tokenizer:
 
     @cached_property
     def byte_level(self) -> bool:
-        """Whether tokens are written in the alphabet of bytes of GPT-2."""
+        """Whether tokens are spelled in GPT-2's byte alphabet."""
         decoder = self.description.get("decoder") or {}
         return "ByteLevel" in [decoder.get("type"), *(part["type"] for part in decoder.get("decoders", []))]
 
     def files(self, model_max_length: int | None = None) -> dict[str, str]:
-        """Names and contents of what `transformers.AutoTokenizer.from_pretrained(folder)` needs."""
+        """Names and contents of the files that `transformers.AutoTokenizer.from_pretrained(folder)` needs."""
         config: dict[str, Any] = {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": self.eos_token}
         for name in ("bos_token", "unk_token", "pad_token"):
             if token := _content(self.config.get(name)):
@@ -288,16 +288,16 @@ class Tokenizer:
 
 
 def _fetch(url: str) -> Path:
-    """A tokenizer at a URL, of a file or of a folder, as a file of this machine."""
+    """Copy a tokenizer at a URL (a file or a folder) to this machine; returns the path of the file."""
     address, mark, query = url.partition("?")
     folder, _, name = address.rpartition("/") if address.endswith(".json") else (address, "", "tokenizer.json")
     return fetch(f"{folder}{mark}{query}", (name, "tokenizer_config.json", "chat_template.jinja")) / name
 
 
 def train_bpe(texts: Iterable[str], vocab_size: int) -> Tokenizer:
-    """Byte-level BPE (Sennrich et al. 2016; bytes as in GPT-2); decoding gives back any text exactly.
+    """Train a byte-level BPE (Sennrich et al. 2016; bytes as in GPT-2); decoding restores any text exactly.
 
-    There are fewer than `vocab_size` tokens where the texts do not hold as many pairs. The first is `<|endoftext|>`.
+    There are fewer than `vocab_size` tokens if the texts have too few pairs to merge. The first is `<|endoftext|>`.
     """
     alphabet = pre_tokenizers.ByteLevel.alphabet()
     if vocab_size <= len(alphabet):
@@ -314,7 +314,7 @@ def train_bpe(texts: Iterable[str], vocab_size: int) -> Tokenizer:
 
 
 def train_char(texts: Iterable[str]) -> Tokenizer:
-    """One token for every character of the texts, in Unicode's order, after `<|endoftext|>` (0), `<|unknown|>` (1)."""
+    """Make a tokenizer with a token for each character, in Unicode's order, after `<|endoftext|>` and `<|unknown|>`."""
     characters: set[str] = set()
     for text in texts:
         characters.update(text)
@@ -322,7 +322,7 @@ def train_char(texts: Iterable[str]) -> Tokenizer:
 
 
 def _of_characters(vocabulary: dict[str, int]) -> Tokenizer:
-    """A token for every character of a vocabulary, which has END_OF_TEXT and UNKNOWN too."""
+    """A tokenizer of characters from their ids, which include END_OF_TEXT and UNKNOWN."""
     backend = tokenizers.Tokenizer(models.BPE(vocab=vocabulary, merges=[], unk_token=UNKNOWN))
     backend.add_special_tokens([END_OF_TEXT, UNKNOWN])
     backend.decoder = decoders.Fuse()
@@ -337,7 +337,7 @@ def _no_token(error: Exception) -> RequestError:
 
 
 def _adding_nothing(step: dict[str, Any] | None) -> dict[str, Any] | None:
-    """A post-processor without the parts that add tokens to a text; None where nothing is left of it."""
+    """A post-processor without the parts that add tokens to a text; None if nothing remains."""
     if step is None or step["type"] in ("TemplateProcessing", "BertProcessing", "RobertaProcessing"):
         return None
     if step["type"] != "Sequence":
@@ -347,7 +347,7 @@ def _adding_nothing(step: dict[str, Any] | None) -> dict[str, Any] | None:
 
 
 def _find_file(path: Path) -> Path:
-    """The file of a tokenizer that is given by its path, its folder, or its name on the Hugging Face hub."""
+    """Find the file of a tokenizer given by its path, its folder, or its name on the Hugging Face Hub."""
     if path.is_dir():
         names = ("tokenizer.json", "meta.json", "meta.pkl")
         path = next((path / name for name in names if (path / name).exists()), path / "tokenizer.json")
@@ -363,7 +363,7 @@ def _find_file(path: Path) -> Path:
     from huggingface_hub import try_to_load_from_cache  # takes a while to import
 
     models = [str(path)]
-    if str(path.parent) in (".", "openai-community"):  # where the hub has moved `gpt2` to
+    if str(path.parent) in (".", "openai-community"):  # the Hub has moved `gpt2` there
         models += [path.name, f"openai-community/{path.name}"]
     try:
         cached = [try_to_load_from_cache(model, "tokenizer.json") for model in models]
@@ -373,7 +373,7 @@ def _find_file(path: Path) -> Path:
 
 
 def _from_meta(meta: dict[str, Any], name: str) -> Tokenizer:
-    """The tokenizer of character data, with two more tokens: the end of a document, and what is unknown."""
+    """The tokenizer of character data, with two more tokens: the end of a document, and an unknown character."""
     stoi = meta["stoi"]
     ids = list(stoi.values()) if isinstance(stoi, dict) else []
     whole = all(type(number) is int and 0 <= number < 2**20 for number in ids) and len(set(ids)) == len(ids)
@@ -383,7 +383,7 @@ def _from_meta(meta: dict[str, Any], name: str) -> Tokenizer:
 
 
 def _content(token: Any) -> str | None:
-    """A token of a tokenizer_config.json, which is a string or an object."""
+    """The text of a token in a tokenizer_config.json, where it is a string or an object."""
     token = token.get("content") if isinstance(token, dict) else token
     return token if isinstance(token, str) else None
 
@@ -392,12 +392,12 @@ def _content(token: Any) -> str | None:
 
 
 def id_type(vocab_size: int) -> np.dtype:
-    """The smallest type of our shards that holds every id."""
+    """The smallest dtype of shards that holds every id."""
     return np.dtype("<u2" if vocab_size <= 2**16 else "<u4")
 
 
 class Encoder:
-    """Texts to ids, uint16 or uint32, by a tokenizer of any kind."""
+    """Encodes texts to ids, uint16 or uint32, with any tokenizer."""
 
     def __init__(self, tokenizer: Tokenizer) -> None:
         self.tokenizer = tokenizer
@@ -421,7 +421,7 @@ class Encoder:
 
 
 class _Words(dict):
-    """Word -> the bytes of its ids; one that is not there yet is tokenized by the model itself."""
+    """Word -> the bytes of its ids; a missing word is tokenized by the model and added."""
 
     def __init__(self, tokenizer: Tokenizer, dtype: np.dtype) -> None:
         super().__init__()
@@ -440,14 +440,14 @@ class _Words(dict):
 
 
 def byte_alphabet() -> dict[int, str]:
-    """The character that stands for each byte in GPT-2's vocabulary: itself if it is visible, else one from 256 on."""
+    """The character that stands for each byte in GPT-2's vocabulary: itself if visible, otherwise one from 256 on."""
     visible = {*range(ord("!"), ord("~") + 1), *range(ord("¡"), ord("¬") + 1), *range(ord("®"), ord("ÿ") + 1)}
     hidden = [byte for byte in range(256) if byte not in visible]
     return {byte: chr(byte if byte in visible else 256 + hidden.index(byte)) for byte in range(256)}
 
 
 def _code_table(tokenizer: Tokenizer, dtype: np.dtype) -> np.ndarray | None:
-    """Id of every code point, if the tokenizer is one of single characters."""
+    """Table from code points to ids, if the tokenizer is one of single characters; otherwise None."""
     model = tokenizer.description["model"]
     unknown = tokenizer.vocabulary.get(model.get("unk_token"))
     plain = _is_plain_bpe(tokenizer, "merges", "fuse_unk", "byte_fallback")
@@ -461,16 +461,16 @@ def _code_table(tokenizer: Tokenizer, dtype: np.dtype) -> np.ndarray | None:
 
 
 def _word_finder(tokenizer: Tokenizer) -> Callable[[str], list[str]] | None:
-    """A function that cuts a text into the words that a byte-level tokenizer treats alone, if there is one."""
+    """A function that splits a text into the words that a byte-level tokenizer encodes separately; None if unknown."""
     pattern = _pattern(tokenizer.description.get("pre_tokenizer") or {}) if _is_plain_bpe(tokenizer) else None
     expression = None if pattern is None else translate(pattern)
     return expression.findall if expression and _finds_same_words(expression.findall, tokenizer) else None
 
 
 def _is_plain_bpe(tokenizer: Tokenizer, *options: str) -> bool:
-    """Whether it is a BPE without a normalizer and without these options, to which only special tokens were added.
+    """Whether it is a BPE without a normalizer or these options, whose added tokens are all special.
 
-    Others would be cut out of a text before its words are found.
+    Other added tokens would be cut out of a text before its words are found.
     """
     model, added = tokenizer.description["model"], tokenizer.backend.get_added_tokens_decoder().values()
     options = (*options, "dropout", "continuing_subword_prefix", "end_of_word_suffix")
@@ -481,7 +481,7 @@ def _is_plain_bpe(tokenizer: Tokenizer, *options: str) -> bool:
 
 
 def _pattern(step: dict) -> str | None:
-    """The expression of a byte-level pre-tokenizer that is GPT-2's, or one split followed by the byte alphabet."""
+    """The regular expression of a byte-level pre-tokenizer: GPT-2's, or that of a split before the byte alphabet."""
     if step.get("type") == "ByteLevel" and step.get("use_regex", True) and not step["add_prefix_space"]:
         return GPT2_WORDS
     parts = step.get("pretokenizers", [])
@@ -494,7 +494,7 @@ def _pattern(step: dict) -> str | None:
 
 
 def _finds_same_words(find: Callable[[str], list[str]], tokenizer: Tokenizer) -> bool:
-    """Whether words are the same as those of `tokenizers` for every text of up to three of KINDS, and longer ones."""
+    """Whether `find` gives the words of `tokenizers` for all texts of up to three of KINDS, and longer random ones."""
     draw = random.Random(0)
     runs = ("".join(sign * draw.randint(1, 9) for sign in draw.choices(KINDS, k=12)) for _ in range(500))
     short = ("".join(signs) for length in (1, 2, 3) for signs in product(KINDS, repeat=length))
@@ -506,7 +506,7 @@ def _finds_same_words(find: Callable[[str], list[str]], tokenizer: Tokenizer) ->
 
 
 def translate(pattern: str) -> re.Pattern[str] | None:
-    r"""An expression of Oniguruma as one of `re`, with `\p{..}` and `\s` spelled out; None if it has more."""
+    r"""Translate a pattern of Oniguruma to `re`, with `\p{..}` and `\s` spelled out; None if it uses more than that."""
     parts, inside = [], False
     for sign in re.findall(r"\\p\{\w+\}|\\.|\[|\]|[^\\\[\]]", pattern, re.DOTALL):
         category = sign.startswith(r"\p") or sign == BLANK
@@ -517,9 +517,9 @@ def translate(pattern: str) -> re.Pattern[str] | None:
         elif sign == r"\S" and not inside:
             sign = f"[^{_ranges(BLANK)}]"
         elif sign in "^$" and not inside or sign in "[]" and inside == (sign == "["):
-            return None  # other ends of lines, a set in a set
+            return None  # line ends that differ, or a set in a set
         elif sign[0] == "\\" and sign[1:].isalnum() and sign[1:] not in "rnt":
-            return None  # a class that is not known here
+            return None  # an unknown class
         inside = inside + (sign == "[") - (sign == "]")
         parts.append(sign)
     try:
@@ -530,7 +530,7 @@ def translate(pattern: str) -> re.Pattern[str] | None:
 
 @cache
 def _ranges(category: str) -> str:
-    """The characters of a category, as they stand inside of `[]`, as `tokenizers` knows them."""
+    """The characters of a category of `tokenizers`, as ranges inside `[]`."""
     plane = "".join(chr(code) for code in range(0x10000) if not 0xD800 <= code < 0xE000)
     others = pre_tokenizers.Split(Regex(f"[^{category}]+"), "removed")
     runs = [run for run, _ in others.pre_tokenize_str(plane)]

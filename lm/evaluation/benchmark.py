@@ -1,4 +1,4 @@
-"""Benchmarks: how many answers of each task are right, with intervals, and CORE, one number for many tasks."""
+"""Benchmarks: the accuracy of each task with its interval, and CORE, one number for many tasks."""
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, fields
@@ -16,36 +16,36 @@ from lm.model.custom import config_of
 from lm.model.decoder import Decoder
 
 BATCH_TOKENS = 16_384
-GROUP = 128  # items whose prompts are held at once
+GROUP = 128  # items whose prompts are held in memory at once
 
 Progress = Callable[[str, int, int], None]
 
 
 class Outcome(NamedTuple):
-    right: bool  # by the rule of its kind
+    right: bool  # by the rule of the task's kind
     log_likelihoods: tuple[float, ...]  # of each possible answer, summed, in nats
     acc: bool | None  # whether the answer with the largest sum is right; None for language modelling
-    acc_norm: bool | None  # with the largest sum per character; likewise
-    acc_bytes: bool | None  # with the largest sum per UTF-8 byte; likewise
-    nats: float  # of the right answer
-    tokens: int  # likewise
+    acc_norm: bool | None  # the same for the largest sum per character
+    acc_bytes: bool | None  # the same for the largest sum per UTF-8 byte
+    nats: float  # negative log-likelihood of the right answer
+    tokens: int  # of the right answer
     cut: bool  # a prompt was longer than the context and lost its beginning
 
 
 @dataclass(frozen=True)
 class TaskResult:
-    """The results of a task. `None` stands for what its kind does not have."""
+    """The results of a task. A field is None if it does not apply to the task's kind."""
 
     label: str
     kind: Kind
     num_fewshot: int  # solved items before each question
-    items: int  # asked
+    items: int  # that were asked
     # Share of right answers: the answer with the smallest mean loss over its tokens; for language modelling, every
     # token of the continuation is the likeliest.
     accuracy: float
     stderr: float  # of the accuracy
     interval: Interval  # its 95 % interval (Wilson)
-    baseline: float  # the share that guessing gets
+    baseline: float  # expected accuracy of guessing
     centered: float  # (accuracy - baseline) / (1 - baseline)
     centered_interval: Interval  # its 95 % interval
     # Share right by summed log-probability, per character and per UTF-8 byte of the answer: `acc`, `acc_norm` and
@@ -53,9 +53,9 @@ class TaskResult:
     acc: float | None
     acc_norm: float | None
     acc_bytes: float | None
-    perplexity: float | None  # of the continuations' tokens; for language modelling alone
+    perplexity: float | None  # over the tokens of continuations; only for language modelling
     truncated: int  # items with a prompt longer than the context, which lost its beginning
-    outcomes: tuple[Outcome, ...] = field(repr=False)  # in the order of asking
+    outcomes: tuple[Outcome, ...] = field(repr=False)  # in the order of the items
 
     def as_dict(self) -> dict[str, Any]:
         return {entry.name: getattr(self, entry.name) for entry in fields(self) if entry.name != "outcomes"}
@@ -79,19 +79,19 @@ def evaluate(
     share: tuple[int, int] = (0, 1),
     progress: Progress | None = None,
 ) -> list[TaskResult]:
-    """Ask a model every item of every task: a result for each task, in order.
+    """Evaluate a model on every item of every task; returns a result per task, in order.
 
-    The decoder is in evaluation mode meanwhile and without gradients, and no random numbers are drawn, so that a
+    The decoder is in evaluation mode and without gradients, and no random numbers are drawn, so that a
     training may call this between two steps, under its own autocast.
 
     Args:
         batch_tokens: the most tokens of a batch, padding included; results do not depend on it.
         max_items: the most items of a task, always the same ones.
-        begin: what a sequence begins with: `eos`, as every document does in training, or `nothing`, as
-            lm-evaluation-harness has it for a tokenizer without a beginning-of-sequence token.
-        share: `(rank, world)`: ask every `world`-th item here, and gather the outcomes of all ranks; all get the same
-            results. Not where ranks share one model (FSDP2): there all ask everything, in step.
-        progress: called with a task's label, how many of its items are done, and how many there are.
+        begin: what a sequence begins with: `eos`, as every document does in training, or `nothing`, like
+            lm-evaluation-harness for a tokenizer without a beginning-of-sequence token.
+        share: `(rank, world)`: do every `world`-th item here, and gather the outcomes of all ranks; all get the same
+            results. Not if ranks share one model (FSDP2): all of them must then evaluate all items, in step.
+        progress: called with a task's label, the number of items done, and the number of its items.
     """
     for task in tasks:
         check_items(task, max_items)
@@ -105,7 +105,7 @@ def evaluate(
 
 
 def check_items(task: Task, max_items: int | None) -> None:
-    """Raise RequestError where `max_items` is too few for the task's solved items and a question."""
+    """Raise RequestError if `max_items` is too few for the task's solved items and a question."""
     if max_items is not None and max_items <= task.num_fewshot:
         raise RequestError(
             f"task {task.label!r}: max_items {max_items} must be at least {task.num_fewshot + 1}, as "
@@ -114,7 +114,7 @@ def check_items(task: Task, max_items: int | None) -> None:
 
 
 def _of_all_ranks(own: Iterator[Outcome], world: int) -> list[Outcome]:
-    """The outcomes of all ranks in the order of the items. Where one rank fails, all do, and none waits for it."""
+    """The outcomes of all ranks in the order of the items; if one rank fails, all of them raise an error."""
     if world == 1:
         return list(own)
     found: list[Outcome] | None = None
@@ -189,9 +189,9 @@ def _result(task: Task, outcomes: Sequence[Outcome]) -> TaskResult:
 
 
 def core(results: Sequence[TaskResult]) -> Core | None:
-    """The mean of the centred accuracies (CORE of DCLM where these are its 22 tasks); None without results.
+    """The mean of the centred accuracies (DCLM's CORE, if these are its 22 tasks); None without results.
 
-    The interval is propagated from those of the tasks, as if they were independent.
+    The interval is propagated from the tasks' intervals, as if these were independent.
     """
     if not results:
         return None

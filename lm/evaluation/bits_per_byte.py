@@ -1,4 +1,4 @@
-"""Bits per byte of texts: how well a model predicts what it has not seen. A validation measures them on shards."""
+"""Bits per byte of texts: how well a model predicts text it was not trained on. Validations measure it on shards."""
 
 import math
 from collections.abc import Callable, Iterator, Sequence
@@ -16,7 +16,7 @@ from lm.evaluation.statistics import perplexity, ratio_error
 from lm.model.custom import config_of
 from lm.model.decoder import Decoder
 
-GROUP = 16  # batches whose rows are held at once, to read those of similar length together
+GROUP = 16  # batches whose rows are held at once, to batch rows of similar length
 
 Progress = Callable[[int, int | None], None]
 
@@ -26,10 +26,10 @@ class CorpusResult:
     """How well a corpus is predicted."""
 
     loss: float  # mean over all tokens, in nats
-    perplexity: float  # its exponential
-    bits_per_byte: float  # nats over the UTF-8 bytes of the text, over ln 2
+    perplexity: float  # exp(loss)
+    bits_per_byte: float  # nats / UTF-8 bytes of the text / ln 2
     stderr: float  # standard error of `bits_per_byte` over documents
-    loss_stderr: float  # that of `loss`
+    loss_stderr: float  # standard error of `loss` over documents
     tokens: int  # predicted
     bytes: int  # predicted
     samples: int  # documents
@@ -45,10 +45,10 @@ def texts_bits_per_byte(
     batch_tokens: int = BATCH_TOKENS,
     progress: Progress | None = None,
 ) -> CorpusResult:
-    """Measure texts; each document begins after an end-of-text token, as in training.
+    """Measure bits per byte of texts; each document begins after an end-of-text token, as in training.
 
-    A window predicts `seq_len` tokens, the decoder's context if not given. Windows do not overlap, so a window's first
-    tokens have little before them.
+    A window predicts `seq_len` tokens (default: the decoder's context). Windows do not overlap, so a window's first
+    tokens have little context.
     """
     context = config_of(decoder).max_position_embeddings
     seq_len = min(seq_len or context, context)

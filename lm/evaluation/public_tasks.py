@@ -1,7 +1,7 @@
 """Public benchmarks by their common names: `lm evaluate --tasks hellaswag,arc_easy`.
 
-A benchmark is a data set of the Hugging Face hub and a function that makes an item of `evaluation/tasks` of its rows.
-Questions and answers are worded as in lm-evaluation-harness 0.4, whose names these are.
+A benchmark is a data set of the Hugging Face Hub and a function from its rows to items of `evaluation/tasks`.
+Names and wording are those of lm-evaluation-harness 0.4.
 """
 
 import re
@@ -16,9 +16,9 @@ Row = Mapping[str, Any]
 
 
 class PublicTask(NamedTuple):
-    """Where the rows of a benchmark are, and what an item is."""
+    """The source of a benchmark's rows, and the function that makes an item from a row."""
 
-    dataset: str  # of the hub
+    dataset: str  # name on the Hub
     config: str
     split: str
     kind: str  # as in `tasks.COLUMNS`
@@ -26,7 +26,7 @@ class PublicTask(NamedTuple):
 
     @property
     def source(self) -> str:
-        """The folder of its rows as Parquet, which the hub makes of every public data set on a branch of its own."""
+        """The folder of its rows in Parquet, on the branch where the Hub converts every public data set."""
         return f"hf://datasets/{self.dataset}@refs/convert/parquet/{self.config}/{self.split}"
 
     def items(self) -> list[dict[str, Any]]:
@@ -41,7 +41,7 @@ def _choose(query: str, choices: list[str], gold: int) -> dict[str, Any]:
 
 
 def _lettered(query: str, row: Row) -> dict[str, Any]:
-    """A row of which the answers have letters or numbers."""
+    """The item of a row whose answers have letters or numbers as labels."""
     return _choose(query, row["choices"]["text"], row["choices"]["label"].index(row["answerKey"].strip()))
 
 
@@ -50,7 +50,7 @@ def _question(row: Row) -> str:
 
 
 def _hellaswag(row: Row) -> dict[str, Any]:
-    def clean(text: str) -> str:  # the marks of WikiHow's pages are taken out
+    def clean(text: str) -> str:  # removes the markup of WikiHow's pages
         return re.sub(r"\[.*?\]", "", text.strip().replace(" [title]", ". ")).replace("  ", " ")
 
     query = clean(f"{row['activity_label']}: {row['ctx_a']} {row['ctx_b'].capitalize()}")

@@ -1,8 +1,8 @@
-"""Prompts of a task's items, and the log-probability of each of their tokens, many rows at once.
+"""The prompts of a task's items, and the log-probabilities of their tokens, in batches.
 
-Rows of similar length are read together, padded at their ends, where causal attention does not look. Logits are
-computed only for the tokens that are asked for, some at a time: all of them would take more memory than the model.
-(With FSDP2 all of a batch are computed, since weights are whole only inside a forward pass.)
+Rows of similar length are batched, padded at the end, where causal attention does not look. Logits are
+computed only for scored tokens, a part at a time: all of them would take more memory than the model.
+(With FSDP2 all logits of a batch are computed, since weights are whole only inside a forward pass.)
 """
 
 import random
@@ -21,35 +21,35 @@ from lm.evaluation.tasks import COLUMNS, Item, Kind, Task
 from lm.model.custom import config_of
 from lm.model.decoder import Decoder, evaluating
 
-LOGITS = 2**26  # that are held at once, 256 MiB
-SHUFFLE_SEED = 1337  # of the items, so that the first of them are as good as any
-EXAMPLES_SEED = 1234  # plus the number of the item: of its solved examples
+LOGITS = 2**26  # number held at once: 256 MiB
+SHUFFLE_SEED = 1337  # to shuffle the items, so that the first of them are a random sample
+EXAMPLES_SEED = 1234  # plus the number of an item: to draw its solved examples
 
 
 # ---- scoring ---------------------------------------------------------------------------------------------------------
 
 
 class Row(NamedTuple):
-    """Tokens to score."""
+    """A row of tokens to score."""
 
     ids: np.ndarray  # (n,) whole numbers, n at most one more than the context
     start: int  # the first token to predict, at least 1
 
 
 class Score(NamedTuple):
-    """The predictions of the tokens of a row, from its start."""
+    """The scores of the tokens of a row, from `start` on."""
 
     log_probabilities: np.ndarray  # (n - start,) fp32, nats
-    likeliest: np.ndarray  # (n - start,) bool, whether the token is the one that greedy decoding would write
+    likeliest: np.ndarray  # (n - start,) bool, whether greedy decoding would choose the token
 
 
 def score(decoder: Decoder, rows: Sequence[Row], batch_tokens: int) -> list[Score]:
-    """Score rows of any lengths: a score for each, in order. With FSDP2 all ranks score the same rows.
+    """Score rows of any lengths; returns a score per row, in order. With FSDP2, all ranks score the same rows.
 
-    A batch has at most `batch_tokens`, padding included, and one row at least.
+    A batch has at most `batch_tokens`, padding included, and at least one row.
     """
     scores: dict[int, Score] = {}
-    # Blocks that are compiled for training's shapes run uncompiled here.
+    # Blocks compiled for the shapes of training run uncompiled here.
     with evaluating(decoder), torch.no_grad(), torch.compiler.set_stance("force_eager"):
         for batch in _batches(rows, batch_tokens):
             found = _score(decoder, [rows[index] for index in batch])
@@ -58,7 +58,7 @@ def score(decoder: Decoder, rows: Sequence[Row], batch_tokens: int) -> list[Scor
 
 
 def _batches(rows: Sequence[Row], batch_tokens: int) -> Iterator[list[int]]:
-    """Indices of rows that are read together, the longest first: what does not fit into memory fails at once."""
+    """Indices of the rows of each batch, the longest first: a batch that does not fit into memory fails at once."""
     batch: list[int] = []
     for index in sorted(range(len(rows)), key=lambda index: -len(rows[index].ids)):
         width = len(rows[batch[0]].ids if batch else rows[index].ids) - 1
@@ -73,7 +73,7 @@ def _batches(rows: Sequence[Row], batch_tokens: int) -> Iterator[list[int]]:
 def _score(decoder: Decoder, rows: Sequence[Row]) -> list[Score]:
     width = len(rows[0].ids)  # the longest
     tokens = np.zeros((len(rows), width), np.int64)  # (B, T + 1)
-    asked = np.zeros((len(rows), width - 1), bool)  # (B, T) whose next token is to be scored
+    asked = np.zeros((len(rows), width - 1), bool)  # (B, T) True where the next token is to be scored
     for index, (ids, start) in enumerate(rows):
         tokens[index, : len(ids)] = ids
         asked[index, start - 1 : len(ids) - 1] = True
@@ -93,8 +93,8 @@ def _score(decoder: Decoder, rows: Sequence[Row]) -> list[Score]:
 
 
 def _logits(decoder: Decoder, inputs: Tensor, asked: Tensor, size: int) -> Iterator[Tensor]:
-    """Logits in fp32 of the n tokens that are asked for, `size` at a time; inputs and `asked` are (B, T)."""
-    # The weights of a sharded model are whole inside of its forward pass only; a custom model has nothing else.
+    """Logits in fp32 of the n tokens that `asked` marks, `size` at a time; inputs and `asked` are (B, T)."""
+    # The weights of a sharded model are whole only inside its forward pass; a custom model has only a forward pass.
     if isinstance(decoder, FSDPModule) or not isinstance(decoder, Decoder):
         logits = decoder(inputs)[asked]  # (n, V)
         yield from (part.float() for part in logits.split(size))
@@ -112,14 +112,14 @@ def _logits(decoder: Decoder, inputs: Tensor, asked: Tensor, size: int) -> Itera
 class Prompt(NamedTuple):
     """A question with one of its answers."""
 
-    ids: np.ndarray  # (n,) int32, at most one more than the context, since the last one is not read
-    # The first token whose loss counts for DCLM's mean: the first in which the answers differ, for `schema` the first
-    # of the end that they share.
+    ids: np.ndarray  # (n,) int32, at most one more than the context, since the last token is not an input
+    # The first token that counts for DCLM's mean loss: the first in which the answers differ; for `schema` the first
+    # of the ending that they share.
     start: int
-    answer: int  # the first token of the answer, where the sum of lm-evaluation-harness begins
+    answer: int  # the first token of the answer, where lm-evaluation-harness begins to sum
     length: int  # characters of the answer, without the delimiter
     bytes: int  # the same in UTF-8
-    cut: int  # tokens that it lost at its beginning, because it is longer than the context
+    cut: int  # number of tokens cut off at the beginning, to fit the context
 
     @property
     def first(self) -> int:
@@ -128,7 +128,7 @@ class Prompt(NamedTuple):
 
 
 def chosen_items(task: Task, max_items: int | None) -> list[Item]:
-    """The items to ask, in their order: shuffled, always in the same way, and at most so many."""
+    """The first `max_items` items (default: all) in a fixed random order."""
     items = list(task.items)
     random.Random(SHUFFLE_SEED).shuffle(items)
     return items[:max_items]
@@ -139,14 +139,14 @@ def prompts(
 ) -> Iterator[list[Prompt]]:
     """The prompts of some items, one for each possible answer: solved examples, then the question with the answer.
 
-    Texts are put together as DCLM and nanochat do, so that scores can be compared: solved examples are drawn by the
-    item's number, and a blank line stands after each.
+    Texts are composed as in DCLM and nanochat, so that scores are comparable: solved examples are drawn by the
+    item's number, and a blank line follows each.
 
-    Of `items`, from `chosen_items`, those at `indices` are written out; solved examples are drawn from all. A prompt
-    whose answer is all there is begins with `eos`, whatever `begin` says.
+    Only items at `indices` are written out; solved examples are drawn from all `items` (of `chosen_items`). A prompt
+    that is only an answer begins with `eos`, whatever `begin` says.
     """
     questions = [_question(task, items, index) for index in indices]
-    # A blank at the end of the text before it belongs to the answer's first token.
+    # A blank at the end of the text before an answer belongs to the answer's first token.
     texts = [text for pairs in questions for before, answer in pairs for text in (before.rstrip(), before + answer)]
     encoded = iter(tokenizer.encode_batch(texts))
     for pairs in questions:
@@ -156,7 +156,7 @@ def prompts(
 
 
 def _question(task: Task, items: Sequence[Item], index: int) -> list[tuple[str, str]]:
-    """For each possible answer of an item the text before it, and the answer itself."""
+    """For each possible answer of an item, the text before it and the answer."""
     delimiter = task.continuation_delimiter
     others = [other for other in range(len(items)) if other != index] if task.num_fewshot else []
     drawn = [items[other] for other in random.Random(EXAMPLES_SEED + index).sample(others, task.num_fewshot)]
@@ -166,7 +166,7 @@ def _question(task: Task, items: Sequence[Item], index: int) -> list[tuple[str, 
 
 
 def _answers(task: Task, item: Item) -> list[tuple[str, str]]:
-    """The possible answers of an item, each after the question that it answers."""
+    """The possible answers of an item, each with its question: (question, answer)."""
     if task.kind == "multiple_choice":
         return [(item["query"], choice) for choice in item["choices"]]
     if task.kind == "schema":
@@ -178,7 +178,7 @@ def _prompts(
     kind: Kind, befores: Sequence[list[int]], wholes: Sequence[list[int]], answers: Sequence[str], eos_id: int,
     context: int, begin: Begin,
 ) -> Iterator[Prompt]:  # fmt: skip
-    """The prompts of an item, of the ids of the text before each answer, and of that text with the answer."""
+    """The prompts of an item, from the ids of the text before each answer and of that text with the answer."""
     shared_end = _shared([whole[::-1] for whole in wholes])
     for before, whole, answer in zip(befores, wholes, answers, strict=True):
         own = min(_shared([before, whole]), len(whole) - 1)  # a token across the border belongs to the answer
@@ -196,6 +196,6 @@ def _prompts(
 
 
 def _shared(sequences: Sequence[Sequence[int]]) -> int:
-    """How many tokens all sequences begin with."""
+    """Number of leading tokens that all sequences share."""
     differing = (place for place, tokens in enumerate(zip(*sequences)) if len(set(tokens)) > 1)
     return next(differing, min(map(len, sequences)))

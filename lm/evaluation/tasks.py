@@ -1,8 +1,8 @@
-"""Tasks: questions with their right answers, in the files of DCLM's `eval_bundle` (arXiv:2406.11794).
+"""Tasks: questions with their right answers, in the file format of DCLM's `eval_bundle` (arXiv:2406.11794).
 
 A YAML lists tasks under `icl_tasks:`, each with its `label`, its file of items (`dataset_uri`, beside the YAML or below
 `eval_data/` beside it), `icl_task_type`, `num_fewshot` and `continuation_delimiter`; `eval_meta_data.csv` beside it
-says how many percent guessing gets. Next, `evaluation/scoring` writes an item out as tokens.
+has the percentage that guessing gets. Next, `evaluation/scoring` encodes items as tokens.
 """
 
 import csv
@@ -19,13 +19,13 @@ from lm.evaluation.public_tasks import PUBLIC_TASKS
 from lm.system.files import DAMAGE, parse_line, parse_yaml
 
 EMBEDDED = "embedded:"
-BUNDLE = "https://karpathy-public.s3.us-west-2.amazonaws.com/eval_bundle.zip"  # the one that nanochat reads
+BUNDLE = "https://karpathy-public.s3.us-west-2.amazonaws.com/eval_bundle.zip"  # the copy that nanochat uses
 FETCH_BUNDLE = f"curl -O {BUNDLE} && unzip eval_bundle.zip"
 SHIPPED = Path(__file__).parent.parent / "data" / "tasks"
 
 Kind = Literal["multiple_choice", "schema", "language_modeling"]
 
-# The columns of each kind's items, and the type of each.
+# The columns of the items of each kind, and their types.
 COLUMNS: dict[Kind, dict[str, type]] = {
     "multiple_choice": {"query": str, "choices": list, "gold": int},
     "schema": {"context_options": list, "continuation": str, "gold": int},
@@ -41,26 +41,26 @@ Item = Mapping[str, Any]
 class Task:
     """A list of questions with their right answers.
 
-    An item of `multiple_choice` has a `query`, `choices` and the index of the right one, `gold`; one of `schema` has
-    several `context_options`, the right one of which, `gold`, makes the `continuation` likeliest; one of
-    `language_modeling` has a `context` and its `continuation`.
+    Items of `multiple_choice` have a `query`, `choices` and the index of the right choice, `gold`; items of `schema`
+    have several `context_options`, of which the right one, `gold`, makes the `continuation` likeliest; items of
+    `language_modeling` have a `context` and its `continuation`.
     """
 
     label: str
     kind: Kind
-    items: tuple[Item, ...]  # as they stand in the file
+    items: tuple[Item, ...]  # in the order of the file
     num_fewshot: int  # solved items before each question
     continuation_delimiter: str  # between a question and its answer
-    baseline: float  # the share that guessing gets
+    baseline: float  # expected accuracy of guessing
     source: str  # the file of the items
 
 
 def read_tasks(paths: Sequence[str], num_fewshot: int | None = None) -> list[Task]:
-    """The tasks of files, in their order; for each of several numbers of solved items a task, called `LABEL_Nshot`.
+    """Read the tasks of files, in order; a task with several numbers of solved items becomes several, `LABEL_Nshot`.
 
     A path is a YAML with `icl_tasks:`, a `.jsonl` or `.parquet` file of items, whose kind follows from its columns,
-    `embedded:sotu`, or the name of a public benchmark, which is read from the Hugging Face hub. `num_fewshot` replaces
-    the number of the files, which is 0 for a file of items alone.
+    `embedded:sotu`, or the name of a public benchmark, which is read from the Hugging Face Hub. `num_fewshot` replaces
+    the number of the files, which is 0 for a file of items.
     """
     known: dict[str, Task] = {}
     names = (name for path in paths for name in ([path] if Path(path).exists() else path.split(",")))
@@ -129,7 +129,7 @@ def _from_yaml(file: Path, num_fewshot: int | None) -> Iterator[Task]:
 
 
 def _source(folder: Path, uri: str, place: str) -> Path:
-    """The file of items, inside the folder of the YAML and nowhere else."""
+    """The file of items, which must be inside the folder of the YAML."""
     for base in (folder, folder / "eval_data"):
         file = (base / uri).resolve()
         if not file.is_relative_to(folder.resolve()):
@@ -140,7 +140,7 @@ def _source(folder: Path, uri: str, place: str) -> Path:
 
 
 def _baselines(file: Path) -> dict[str, float]:
-    """Label -> the share that guessing gets, from a table of percents; empty where there is none."""
+    """Label -> expected accuracy of guessing, from a table of percentages; empty if there is no table."""
     if not file.exists():
         return {}
     try:
@@ -183,7 +183,7 @@ def _task(
 ) -> Task:  # fmt: skip
     for number, item in enumerate(items, start=1):
         _check(item, kind, f"{source}, item {number}")
-    if baseline is None:  # one over the number of answers, on average; no text is written by chance
+    if baseline is None:  # mean of 1 / number of answers; guessing never writes a text
         options = CHOSEN_FROM.get(kind)
         baseline = sum(1 / len(item[options]) for item in items) / len(items) if options else 0.0
     return Task(label, kind, tuple(items), num_fewshot, delimiter, baseline, str(source))

@@ -1,6 +1,6 @@
-"""Completion: text in, text out. `inference/generation` continues tokens; here they become text, piece by piece.
+"""Completion: text in, text out. `inference/generation` continues tokens; here tokens become text, piece by piece.
 
-A piece is yielded as soon as nothing that follows can change it: whole characters, which cannot be the beginning of a
+A piece is yielded as soon as no later token can change it: it is whole characters that cannot begin a
 stop string.
 """
 
@@ -11,32 +11,32 @@ from lm.data.tokenizer import Begin, Tokenizer
 from lm.inference.generation import Reason, Sampling, Step, generate
 from lm.model.decoder import Decoder
 
-BROKEN = "\N{REPLACEMENT CHARACTER}"  # stands for bytes that are not a character, or not yet
+BROKEN = "\N{REPLACEMENT CHARACTER}"  # stands for bytes that are not a character, or an incomplete one
 
 
 class Token(NamedTuple):
-    """A token that was written."""
+    """A generated token."""
 
     id: int
-    text: str  # that it added; nothing where it ended within a character: the token that completes it has that
+    text: str  # text that it added; empty if it ended within a character, whose text comes with its last token
     log_probability: float  # nats, by the model's own distribution: at temperature 1, before any filter
 
 
 class NewText(NamedTuple):
-    """The text that a step added to a prompt."""
+    """The text that one step added to a prompt."""
 
-    row: int  # which prompt
+    row: int  # index of the prompt
     text: str  # may be empty
     reason: Reason | None  # why the row ended; None: more follows
-    token: Token | None  # that was written; None: the one that ends a document
+    token: Token | None  # the generated token; None: the one that ends a document
 
 
 class Written(NamedTuple):
-    """A completed prompt."""
+    """A prompt and its continuation."""
 
     prompt: str
-    text: str  # that follows it, without the stop string
-    tokens: list[Token]  # without the one that ends a document, with those that made a stop string
+    text: str  # the continuation, without the stop string
+    tokens: list[Token]  # without the token that ends a document, with those of a stop string
     reason: Reason  # end of a document, a stop string, `max_new_tokens` reached, or the context is full
 
 
@@ -47,7 +47,7 @@ def generate_text(
     sampling: Sampling = Sampling(),
     step: Step = "dynamic",
 ) -> Iterator[NewText]:
-    """Continue texts by `generation.generate`; once a token, yield the new text that no later token can change."""
+    """Continue texts by `generation.generate`; for each token, yield the new text that no later token can change."""
     ids = [encode_prompt(tokenizer, prompt, sampling.begin) for prompt in prompts]
     texts = [GrowingText(tokenizer, prompt, sampling.stop) for prompt in ids]
     eos_id = None if sampling.ignore_eos else tokenizer.eos_id
@@ -71,32 +71,32 @@ def gather_texts(prompts: Sequence[str], news: Iterable[NewText]) -> list[Writte
 
 
 def encode_prompt(tokenizer: Tokenizer, prompt: str, begin: Begin = "nothing") -> list[int]:
-    """A prompt's ids, at least one: an empty prompt begins a document."""
+    """Encode a prompt to at least one id: an empty prompt begins a document."""
     ids = tokenizer.encode(prompt)
     return [tokenizer.eos_id, *ids] if begin == "eos" or not ids else ids
 
 
 class GrowingText:
-    """The text that tokens add to a prompt, token by token.
+    """The text that tokens add to a prompt, one token at a time.
 
-    Tokens are decoded together with those before them, because some tokenizers write a blank before a word only where
-    something stands before it. The tokens since the last but one sure place are enough for that. The prompt has at
+    Tokens are decoded together with earlier ones, because some tokenizers write a blank before a word only if
+    something precedes it; the tokens since the last complete character but one suffice. The prompt has at
     least one token, and the text ends before any of the strings `stop`.
     """
 
     def __init__(self, tokenizer: Tokenizer, prompt: Sequence[int], stop: Sequence[str] = ()) -> None:
         self.tokenizer = tokenizer
         self.stop = tuple(stop)
-        self.text = ""  # all that is sure as to its characters
-        self.piece = ""  # what the newest token added to it
-        self.taken = 0  # characters that `take` returned
-        self.cut: int | None = None  # where a stop string begins
-        self.before = list(prompt)  # tokens up to a sure place ...
+        self.text = ""  # the text up to the last complete character
+        self.piece = ""  # the text that the newest token added
+        self.taken = 0  # number of characters that `take` has returned
+        self.cut: int | None = None  # index of the first stop string
+        self.before = list(prompt)  # tokens up to a complete character ...
         self.shown = tokenizer.decode(self.before)  # ... and their text
-        self.behind: list[int] = []  # tokens after it, which end within a character
+        self.behind: list[int] = []  # tokens after these, which end within a character
 
     def add(self, token: int) -> bool:
-        """Add a token; returns whether the text now holds a stop string."""
+        """Add a token; returns whether the text now contains a stop string."""
         self.behind, self.piece = [*self.behind, token], ""
         whole = self.tokenizer.decode(self.before + self.behind)
         if not whole.endswith(BROKEN):
@@ -106,7 +106,7 @@ class GrowingText:
         return self.cut is not None
 
     def take(self, over: bool) -> str:
-        """The text that is sure and was not taken before; once it is over, all that is left."""
+        """Return the text that is final and was not returned before; if `over`, all that is left."""
         if over and self.behind and self.cut is None:
             self._append(self.tokenizer.decode(self.behind))
         end = len(self.text) if self.cut is None else self.cut
@@ -125,6 +125,6 @@ class GrowingText:
             self.cut = min(found)
 
     def _possible_stop(self) -> int:
-        """Characters at the end that may be the beginning of a stop string."""
+        """Number of characters at the end that may begin a stop string."""
         lengths = (length for stop in self.stop for length in range(1, len(stop)) if self.text.endswith(stop[:length]))
         return max(lengths, default=0)

@@ -1,7 +1,7 @@
-"""What an export has beside weights: a model card, and the check that others load it as the same model.
+"""The parts of an export beside the weights: a model card, and the check that others load the same model.
 
-The card's front matter is what the Hugging Face Hub reads (https://huggingface.co/docs/hub/model-cards). Everything
-else is tables of a name and a text, from the folder of the model's run. Unknown values are left out, and no text names
+The card's front matter is read by the Hugging Face Hub (https://huggingface.co/docs/hub/model-cards). Everything
+else is tables of names and texts, from the folder of the model's run. Unknown values are left out, and no text has
 folders of the machine or secrets of a URL, so that the card may be published.
 """
 
@@ -28,7 +28,7 @@ from lm.runs.metrics import METRICS, evaluation_rows, merge_evaluations
 from lm.runs.run import Run
 from lm.system.units import format_count, format_duration
 
-Rows = dict[str, Any]  # name -> value of a table; None where it is not known
+Rows = dict[str, Any]  # name -> value of a table; None if not known
 SHOWN_SOURCES = 12
 
 USE = """```python
@@ -61,7 +61,7 @@ class Card:
 
 
 def model_card(model: Pretrained, card: Card) -> str:
-    """The `README.md` of a model; the run that its folder is in, if any, is its history."""
+    """The `README.md` of a model, with the history of the run that its folder is in, if any."""
     run = Run.of(model.path)
     sections = {}
     if run is not None:
@@ -109,7 +109,7 @@ def _table(rows: Rows) -> str:
 
 
 def data_rows(model: Pretrained, run: Run) -> Rows:
-    """What the model was trained and validated on, of a mixture source by source, and the tokenizer."""
+    """The training and validation data (of a mixture, by source) and the tokenizer."""
     kind = model.tokenizer.description["model"].get("type", "")
     return {
         **(mixture_rows(model, run) if mixed(run) else {"sources": _first_names(sources(run)) or None}),
@@ -121,7 +121,7 @@ def data_rows(model: Pretrained, run: Run) -> Rows:
 
 
 def mixture_rows(model: Pretrained, run: Run) -> Rows:
-    """Of each source of a mixture the part of the samples that this model has seen, its epochs, and its files."""
+    """For each source of a mixture: its share of the samples that this model has seen, epochs, and files."""
     mixture, (_, samples), length = run.read("run.json")["mixture"], trained_for(model), seq_len_of(model, run)
     taken = counts_of([Phase(start, tuple(shares)) for start, shares in mixture["phases"]], samples)  # (sources,)
     rows = {}
@@ -142,7 +142,7 @@ def _tokens(run: Run, split: str, source: str = "") -> int:
 
 
 def _shards(run: Run, split: str, source: str) -> list[list]:
-    """The shards of a source of a mixture, or with an empty name all: name, bytes, tokens and more."""
+    """The shards of a mixture's source, or all for an empty name: name, bytes, tokens and more."""
     shards = run.read("data.json").get(split, [])
     return [shard for shard in shards if not source or shard[0].startswith(f"{source}/")]
 
@@ -154,12 +154,12 @@ def _first_names(files: list[str]) -> str:
 
 
 def sources(run: Run) -> list[str]:
-    """The files or URLs that all data was made of; its shards where that is not known."""
+    """The files or URLs that all data was made from; its shards if not known."""
     return [file for source in _options(run) for file in files_of(run, source)]
 
 
 def files_of(run: Run, source: str) -> list[str]:
-    """As `sources`, of one source of a mixture."""
+    """`sources` for one source of a mixture."""
     if manifest := _manifest(run, source):
         return [entry["name"] for entry in manifest.get("sources", [])]
     given = _options(run).get(source, {})
@@ -168,13 +168,13 @@ def files_of(run: Run, source: str) -> list[str]:
 
 
 def _options(run: Run) -> dict[str, dict[str, Any]]:
-    """The options of each source of a mixture by its name; of a single source those of `data`, by an empty name."""
+    """The options of each source of a mixture, by name; without a mixture, those of `data` under an empty name."""
     data = run.settings().get("data") or {}
     return {source["name"]: source for source in data.get("sources") or []} or {"": data}
 
 
 def _manifest(run: Run, source: str = "") -> dict[str, Any]:
-    """The manifest of `lm data prepare`; {} where it is gone, or the data was prepared anew since."""
+    """The manifest of `lm data prepare`; {} if it is missing, or the data was prepared again since."""
     try:
         folder = run.started_in() / _options(run)[source]["path"]
         manifest = json.loads((folder / "manifest.json").read_text(encoding="utf-8"))
@@ -186,7 +186,7 @@ def _manifest(run: Run, source: str = "") -> dict[str, Any]:
 
 
 def public_name(name: str) -> str:
-    """A source without what is of this machine or secret: the folders of a file, the user and the query of a URL."""
+    """A source's name without local or secret parts: the folders of a file, the user and the query of a URL."""
     if "://" in name and not name.startswith("file://"):
         return re.sub(r"//[^/]*@", "//", re.split(r"[?#]", name)[0])
     return name if name.startswith("embedded:") else Path(name).name
@@ -224,13 +224,13 @@ def training_rows(model: Pretrained, run: Run) -> Rows:
 
 
 def trained_for(model: Pretrained) -> tuple[int, int]:
-    """Optimizer steps and samples of a checkpoint's training; of an average those of the last that is in it."""
+    """Optimizer steps and samples of a checkpoint's training; for an average, of the last checkpoint in it."""
     progress = read_progress(model.path)
     return (progress.average.steps[-1], progress.average.samples) if progress.average else progress[:2]
 
 
 def seq_len_of(model: Pretrained, run: Run) -> int:
-    """Predicted tokens of a sample of the training."""
+    """Number of predicted tokens of a training sample."""
     return (run.settings().get("data") or {}).get("seq_len") or model.config.max_position_embeddings
 
 
@@ -254,7 +254,7 @@ def _optimizer_rows(module: dict[str, Any]) -> Rows:
 
 
 def result_rows(model: Pretrained, run: Run) -> Rows:
-    """The validation at this very step, and what evaluations found of it; there is none of an average."""
+    """The validation at exactly this step, and the evaluations of it; empty for an average."""
     rows: Rows = {}
     if model.step is None:
         return rows
@@ -276,27 +276,27 @@ def result_rows(model: Pretrained, run: Run) -> Rows:
 
 # ---- reload check ----------------------------------------------------------------------------------------------------
 
-TEXTS = ("The", "In the beginning there was", "Zürich, naïve: 3.14 km²\n\tand 日本語.")  # whose ids are compared
-LAST = 32  # tokens of a sequence whose logits are compared: those that have all others before them
-LONGEST = 2048  # sequence
-TOLERANCE = 1e-4  # of the largest logit: both sides multiply in fp32, in another order
+TEXTS = ("The", "In the beginning there was", "Zürich, naïve: 3.14 km²\n\tand 日本語.")  # compared by their ids
+LAST = 32  # tokens at the end of a sequence whose logits are compared, with the most context
+LONGEST = 2048  # tokens of a sequence
+TOLERANCE = 1e-4  # of the largest logit: both sides compute in fp32, in different order
 
 
 def check_reload(folder: Path, model: Pretrained) -> tuple[str, float]:
-    """Load a folder as others do, and compare it with the model that it was made of.
+    """Load a folder as others do, and compare it with the model that it was exported from.
 
-    It is loaded with transformers where that is installed, else with this package. Compared are the ids of some texts,
-    and the logits of random ids; RunError where anything differs. The model's weights are widened to fp32, in place.
+    It is loaded with transformers if installed, otherwise with this package. The ids of some texts are compared, and
+    the logits of random ids; RunError if anything differs. The model's weights are converted to fp32, in place.
 
     Returns:
-        What loaded the folder, and the largest difference between logits, as a share of the largest logit.
+        The name and version of the loader, and the largest difference between logits, as a share of the largest logit.
     """
     widest = max((window or 0 for window in model.config.windows), default=0)
-    length = min(model.config.max_position_embeddings, widest + 2 * LAST, LONGEST)  # so many that a wrong window shows
+    length = min(model.config.max_position_embeddings, widest + 2 * LAST, LONGEST)  # long enough to show a wrong window
     ids = torch.randint(model.tokenizer.vocab_size, (1, length), generator=torch.Generator().manual_seed(0))
     try:
         loader, texts, logits = _load_and_compute(folder, ids)
-    except Exception as error:  # of any kind: it is transformers' own
+    except Exception as error:  # transformers may raise any kind
         raise RunError(f"what was written cannot be loaded: {first_line(error)}") from error
     problems = []
     for text, found in zip(TEXTS, texts, strict=True):
@@ -314,7 +314,7 @@ def check_reload(folder: Path, model: Pretrained) -> tuple[str, float]:
 
 @torch.no_grad()
 def _load_and_compute(folder: Path, ids: Tensor) -> tuple[str, list[list[int]], Tensor]:
-    """What loads a folder here, the ids of `TEXTS`, and the logits `(LAST or fewer, V)` at the end of ids `(1, T)`."""
+    """The loader's name, the ids of `TEXTS`, and the logits `(LAST or fewer, V)` at the end of ids `(1, T)`."""
     if find_spec("transformers") is None:
         model = load_pretrained(folder, device="cpu", dtype=torch.float32)
         texts = [model.tokenizer.backend.encode(text).ids for text in TEXTS]

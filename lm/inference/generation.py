@@ -1,8 +1,8 @@
-"""Generation: prompts in, tokens out, one at a time.
+"""Generation: continue prompts with tokens, one at a time.
 
-`generate` is the loop: the logits of each row's next token, then a token by `choose_tokens`, as `Sampling` says. The
-logits come from `DecodeStep`, a decoder over a `Cache` of the keys and values that were computed before, or from
-`UncachedStep`, any other model. `inference/completion` makes text of the tokens.
+`generate` is the loop: the logits of each row's next token, then `choose_tokens` with the options of `Sampling`. The
+logits come from `DecodeStep`, a decoder over a `Cache` of the keys and values computed so far, or from
+`UncachedStep`, for any other model. `inference/completion` turns tokens into text.
 """
 
 import math
@@ -23,10 +23,10 @@ from lm.system.units import Count
 
 Reason = Literal["eos", "stop", "length", "context"]
 Step = Literal["dynamic", "static", "cuda_graph"]
-HEAD = 1024  # to sort this many and not a whole vocabulary is several times faster on a CPU
-LARGEST_SEED = 2**63 - 1  # that torch accepts
-SMALLEST = 256  # slots of a static step, at least
-WARMUP = 2  # steps before one is captured, so that every kernel is loaded
+HEAD = 1024  # sorting only this many of the vocabulary is several times faster on a CPU
+LARGEST_SEED = 2**63 - 1  # largest seed that torch accepts
+SMALLEST = 256  # least number of slots of a static step
+WARMUP = 2  # steps before a graph is captured, so that all kernels are loaded
 
 
 # ---- generation ------------------------------------------------------------------------------------------------------
@@ -69,9 +69,9 @@ class Sampling:
 
 
 class NewToken(NamedTuple):
-    """A token that was generated."""
+    """A generated token."""
 
-    row: int  # which prompt it continues
+    row: int  # index of the prompt that it continues
     token: int
     # Why this is the row's last token: end of a document, the caller's request, `max_new_tokens` reached, or the
     # context is full; None: more follow.
@@ -90,8 +90,8 @@ def generate(
 ) -> Iterator[NewToken]:
     """Continue prompts; each token is yielded as soon as it is known, row after row.
 
-    At temperature 0 a row does not depend on the others. The decoder is in evaluation mode until the last token was
-    taken or the iterator is closed, and torch's global random numbers are not touched.
+    At temperature 0, rows are independent of each other. The decoder is in evaluation mode until the last token was
+    consumed or the iterator is closed, and torch's global random state is not changed.
 
     Args:
         decoder: or a custom model; on any device. Inside `torch.autocast` it computes in that precision.
@@ -157,42 +157,42 @@ def _checked(config: DecoderConfig, index: int, prompt: list[int]) -> list[int]:
 
 
 def choose_tokens(logits: Tensor, sampling: Sampling, generator: torch.Generator | None = None) -> Tensor:
-    """A token for each row, `(B,)`, by finite logits `(B, V)`.
+    """Choose a token for each row, `(B,)`, from finite logits `(B, V)`.
 
-    The random numbers are drawn on the CPU, one for each row, so that a seed means the same on every device; without a
-    generator they are torch's global ones.
+    The random numbers are drawn on the CPU, one for each row, so that a seed gives the same on every device; without a
+    generator, torch's global one is used.
     """
     if sampling.temperature == 0:
         return logits.argmax(-1)
     weights, ids = candidates(logits, sampling)
     sums = weights.double().cumsum(-1)  # (B, k)
-    # A share in (0, 1] of the sum falls to the first token that reaches it, which cannot be one of weight 0.
+    # A share in (0, 1] of the sum selects the first token whose sum reaches it, which cannot have weight 0.
     share = 1 - torch.rand(len(sums), 1, dtype=torch.float64, generator=generator)
     index = torch.searchsorted(sums, share * sums[:, -1:])  # (B, 1)
     return (index if ids is None else ids.gather(-1, index))[:, 0].to(logits.device)
 
 
 def candidates(logits: Tensor, sampling: Sampling) -> tuple[Tensor, Tensor | None]:
-    """The tokens to choose among, at a temperature above 0, on the CPU.
+    """The tokens to choose from, at a temperature above 0, on the CPU.
 
-    They are `(B, k)` weights, in proportion to the probabilities, and their ids `(B, k)`; None: all tokens in order.
+    Returns weights `(B, k)`, proportional to probabilities, and their ids `(B, k)`, or None for all tokens in order.
     """
-    logits = logits - logits.amax(-1, keepdim=True)  # so that no temperature makes them overflow
+    logits = logits - logits.amax(-1, keepdim=True)  # so that no temperature causes overflow
     weights, ids = (logits / sampling.temperature).softmax(-1), None  # (B, V)
     if sampling.top_k is not None:
         weights, ids = weights.topk(min(sampling.top_k, weights.shape[-1]))  # (B, k), the likeliest first
     elif sampling.top_p is not None:
         weights, ids = _likeliest(weights, sampling.top_p)
-    weights, ids = weights.cpu(), None if ids is None else ids.cpu()  # what follows is the same on every device
+    weights, ids = weights.cpu(), None if ids is None else ids.cpu()  # from here on the same on every device
     if sampling.top_p is not None:
-        before = weights.cumsum(-1) - weights  # the sum of the likelier ones
+        before = weights.cumsum(-1) - weights  # sum over likelier tokens
         total = weights.sum(-1, keepdim=True) if sampling.top_k else 1
         weights = weights.where(before < sampling.top_p * total, 0)
     return weights, ids
 
 
 def _likeliest(probabilities: Tensor, share: float) -> tuple[Tensor, Tensor]:
-    """The likeliest tokens, sorted: enough that in each row their probabilities add up to at least `share`."""
+    """The likeliest tokens, sorted: enough for their probabilities to sum to at least `share` in each row."""
     size = probabilities.shape[-1]
     weights, ids = probabilities.topk(min(HEAD, size))
     if HEAD < size and (weights.sum(-1) < share).any():
@@ -206,9 +206,9 @@ def _likeliest(probabilities: Tensor, share: float) -> tuple[Tensor, Tensor]:
 class Cache:
     """Keys and values of every layer, for rows of unequal length.
 
-    A token's slot is its position, so a mask follows from positions alone. Shorter rows are padded at the end: padding
-    takes slots that the row's own tokens do not attend to, and the next tokens overwrite them. There are `slots` for
-    the most tokens of a row, with its padding.
+    A token's slot is its position, so masks depend only on positions. Shorter rows are padded at the end: padding
+    takes slots that the row's own tokens do not attend to, and the next tokens overwrite them. `slots` must suffice for
+    the longest row, with its padding.
     """
 
     def __init__(self, config: DecoderConfig, rows: int, slots: int, device: torch.device, dtype: torch.dtype) -> None:
@@ -220,16 +220,16 @@ class Cache:
         self.lengths = torch.zeros(rows, dtype=torch.long, device=device)  # (B,), tokens of each row
 
     def extend(self, length: int, counts: Tensor, slots: int) -> Continuation:
-        """Reserve slots for the next T tokens, of which `counts` `(B,)`, at least one, are a row's own.
+        """Reserve slots for the next T tokens, of which `counts` `(B,)`, 1 or more, are not padding.
 
-        S `slots` are attended to: at least those in use, the new ones included. The decoder must then be called once
+        The first S = `slots` are attended to: at least those in use, with the new ones. The decoder must be called once
         with the result. The shapes do not depend on the number of tokens so far, so the step can be compiled or
         captured as a graph.
         """
         device = self.lengths.device
         positions = self.lengths[:, None] + torch.arange(length, device=device)  # (B, T)
         self.lengths += counts
-        distance = positions[:, :, None] - torch.arange(slots, device=device)  # (B, T, S), from a slot to a token
+        distance = positions[:, :, None] - torch.arange(slots, device=device)  # (B, T, S), of each slot from each token
         dense: dict[int | None, Tensor] = {None: (distance >= 0)[:, None]}  # (B, 1, T, S)
         for window in filter(None, set(self.windows)):
             dense[window] = dense[None] & (distance < window)[:, None]
@@ -241,12 +241,12 @@ class Cache:
 
 
 def slots_for(tokens: int, step: Step) -> int:
-    """How many slots a step attends to for this many tokens: the same number, or a power of two."""
+    """Number of slots that a step attends to for this many tokens: the same number, or a power of two."""
     return tokens if step == "dynamic" else max(SMALLEST, 1 << (tokens - 1).bit_length())
 
 
 def check_step(step: Step, device: torch.device) -> None:
-    """Raise RequestError where a step is to be a CUDA graph and cannot be one."""
+    """Raise RequestError if a CUDA graph is requested but not possible."""
     kind = device.type
     if step == "cuda_graph" and (kind != "cuda" or torch.is_autocast_enabled(kind)):
         where = "inside torch.autocast" if kind == "cuda" else f"on {kind}"
@@ -254,10 +254,10 @@ def check_step(step: Step, device: torch.device) -> None:
 
 
 class DecodeStep:
-    """Runs a decoder, in evaluation mode, on prompts, and then on one new token of each row at a time.
+    """Runs a decoder in evaluation mode: on prompts, then on one new token per row at a time.
 
     Args:
-        tokens: the most of a row, with its padding.
+        tokens: length of the longest row, with its padding.
         step: `dynamic`: a step attends to the slots in use, so its shape changes at every step; `static`: to a fixed
             number of slots, doubled when they are full, so that compiled blocks are compiled once; `cuda_graph`: the
             same, captured (see `check_step`).
@@ -270,16 +270,16 @@ class DecodeStep:
         self.decoder, self.step = decoder, step
         self.cache = Cache(decoder.config, rows, slots_for(tokens, step), weight.device, dtype)
         self.ones = torch.ones_like(self.cache.lengths)  # (B,)
-        self.used = 0  # slots that may hold something, the same for all rows
-        self.slots = 0  # of the newest static step
-        self.calls = 0  # static steps with this many slots
+        self.used = 0  # number of slots in use, the same for all rows
+        self.slots = 0  # number of slots of the newest static step
+        self.calls = 0  # number of static steps with this many slots
         self.graph: torch.cuda.CUDAGraph | None = None
 
     @torch.no_grad()
     def read(self, ids: Tensor, counts: Tensor) -> Tensor:
-        """Logits `(B, V)` in fp32 after more tokens `(B, T)`, of which `counts` `(B,)` are a row's own.
+        """Logits `(B, V)` in fp32 after more tokens `(B, T)`, of which `counts` `(B,)` are not padding.
 
-        Every call has another shape, so compiled blocks run uncompiled.
+        Every call has a new shape, so compiled blocks run uncompiled.
         """
         self.used += ids.shape[1]
         with torch.compiler.set_stance("force_eager"):
@@ -309,17 +309,17 @@ class DecodeStep:
     def _capture(self, tokens: Tensor) -> None:
         self.tokens = tokens.clone()
         self.graph = torch.cuda.CUDAGraph()
-        device = tokens.device  # its own stream: torch's stream for capturing is on the device that captured first
+        device = tokens.device  # a stream on this device: torch's capture stream is on the device of the first capture
         with torch.cuda.device(device), torch.cuda.graph(self.graph, stream=torch.cuda.Stream(device)):
             self.logits = self._static(self.tokens)
 
 
 class UncachedStep:
-    """As `DecodeStep`, for a custom model, which has no cache: every step reads the whole rows."""
+    """Like `DecodeStep`, for a custom model, which has no cache: every step reads whole rows."""
 
     def __init__(self, decoder: nn.Module) -> None:
         self.decoder = decoder
-        self.rows: list[Tensor] = []  # of (t,) ids each, without padding
+        self.rows: list[Tensor] = []  # (t,) ids each, without padding
 
     @torch.no_grad()
     def read(self, ids: Tensor, counts: Tensor) -> Tensor:
@@ -328,7 +328,7 @@ class UncachedStep:
 
     @torch.no_grad()
     def __call__(self, tokens: Tensor) -> Tensor:
-        longest = config_of(self.decoder).max_position_embeddings  # a row that has ended is still there
+        longest = config_of(self.decoder).max_position_embeddings  # rows that have ended continue to grow
         self.rows = [torch.cat((row, token))[-longest:] for row, token in zip(self.rows, tokens)]
         return self._logits()
 
@@ -336,5 +336,5 @@ class UncachedStep:
         ids = nn.utils.rnn.pad_sequence(self.rows, batch_first=True)  # (B, T)
         last = torch.tensor([len(row) - 1 for row in self.rows], device=ids.device)
         with torch.compiler.set_stance("force_eager"):
-            logits = self.decoder(ids)[torch.arange(len(ids), device=ids.device), last]  # (B, V), V of any width
+            logits = self.decoder(ids)[torch.arange(len(ids), device=ids.device), last]  # (B, V), V may be padded
         return logits[:, : config_of(self.decoder).vocab_size].float()

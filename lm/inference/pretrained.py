@@ -1,4 +1,4 @@
-"""A trained model to use: what `lm.load_model` returns, and what every command that needs a model loads."""
+"""Trained models for use, as `lm.load_model` returns them and as commands load them."""
 
 from collections.abc import Sequence
 from contextlib import nullcontext, suppress
@@ -45,7 +45,7 @@ class Pretrained:
     decoder: Decoder  # or a custom model, by the contract of `model/custom`
     tokenizer: Tokenizer
     step: int | None
-    kernels: str  # what computes it, in words
+    kernels: str  # how it is computed, in words
 
     @property
     def config(self) -> DecoderConfig:
@@ -82,13 +82,13 @@ def load_pretrained(
     path: str | Path, device: str | torch.device | None = None, dtype: DTypeName | torch.dtype | None = None,
     eos_token: str | None = None, module: type | None = None,
 ) -> Pretrained:  # fmt: skip
-    """Load a model for use, as `lm.load_model`, also from the URL of a checkpoint's folder.
+    """Load a model for use, as `lm.load_model` does; `path` may also be the URL of a checkpoint's folder.
 
-    `eos_token` is the token that ends a document, where the folder does not name one.
+    `eos_token` is the token that ends a document, if the folder does not name it.
     """
     folder = checkpoint_folder(str(path)) if is_remote(str(path)) or Path(path).is_file() else Path(path)
     if not any((folder / file).exists() for file in ("config.json", "run.json")):
-        with suppress(RequestError) if folder.is_dir() else nullcontext():  # which may have the name of a run
+        with suppress(RequestError) if folder.is_dir() else nullcontext():  # the folder may have the name of a run
             folder = find_run(str(path)).path
     if (folder / "run.json").exists():
         folder = Run(folder).checkpoint()
@@ -109,7 +109,7 @@ def load_pretrained(
             decoder = Decoder(config)
     try:
         decoder.load_state_dict(weights, assign=True)
-    except RuntimeError as error:  # of other names or shapes, or integers
+    except RuntimeError as error:  # other names or shapes, or integers
         reason = shorten(str(error).partition("\n")[2], LONGEST_REASON)
         raise RequestError(f"{folder}: the weights and config.json do not belong together: {reason}") from error
     decoder.to(device, of_weights)
@@ -138,7 +138,7 @@ def _device(name: str | torch.device) -> torch.device:
 
 
 def read_config(folder: Path) -> DecoderConfig:
-    """The shape that a folder's `config.json` describes."""
+    """The model config in a folder's `config.json`."""
     file = folder / "config.json"
     if not file.exists():
         raise RequestError(f"{folder} is not a model: it has no config.json")
@@ -149,7 +149,7 @@ def read_config(folder: Path) -> DecoderConfig:
 
 
 def read_object(file: Path) -> dict[str, Any]:
-    """A file with a JSON object; RequestError where it is damaged."""
+    """Read a JSON object from a file; RequestError if it is damaged."""
     try:
         document = parse_json(file.read_bytes())
     except (OSError, ValueError) as error:
@@ -160,9 +160,9 @@ def read_object(file: Path) -> dict[str, Any]:
 
 
 def read_weights(folder: Path) -> dict[str, Tensor]:
-    """All weights of a folder, under Hugging Face's names, on the CPU. Nothing is unpickled.
+    """Read all weights of a folder, under Hugging Face's names, to the CPU. Nothing is unpickled.
 
-    The folder is a checkpoint of ours, whose digests are checked, or a Hugging Face model: a `model.safetensors`, or
+    The folder is a checkpoint of lm, whose digests are checked, or a Hugging Face model: a `model.safetensors`, or
     several files and their index.
     """
     if (folder / "trainer.json").exists():

@@ -1,4 +1,4 @@
-"""A run's data: its tokens, the samples of a step, and how far texts are apart."""
+"""The data of a run: its tokens, the samples of a step, and the distance between texts."""
 
 import math
 from collections.abc import Sequence
@@ -17,14 +17,14 @@ from lm.runs.run import Run
 from lm.system.arguments import Parser
 from lm.system.files import DAMAGE
 
-PATHS = ("path", "train", "val", "test", "tokenizer", "cache_dir")  # options of `data:` that are files or folders
+PATHS = ("path", "train", "val", "test", "tokenizer", "cache_dir")  # options of `data:` that are paths
 
 
 def jensen_shannon(p: np.ndarray, q: np.ndarray) -> np.ndarray:
     """The Jensen-Shannon divergence of distributions (Lin, "Divergence measures based on the Shannon entropy", IEEE
     Transactions on Information Theory 37, 1991), in bits: `(...)` of two `(..., V)`, each divided by its sum.
 
-    It is 0 for the same distribution and 1 for nothing in common; NaN where a sum is zero.
+    It is 0 for the same distribution and 1 for nothing in common; NaN if a sum is zero.
     """
     with np.errstate(invalid="ignore"):
         a, b = (torch.from_numpy(counts / counts.sum(-1, keepdims=True)) for counts in map(np.float64, (p, q)))
@@ -38,15 +38,15 @@ def jensen_shannon(p: np.ndarray, q: np.ndarray) -> np.ndarray:
 class Sample(NamedTuple):
     """One sample of the training stream."""
 
-    sample: int  # its number, from 0 over the whole run
-    shard: str | None  # the file in which it begins; None where a drill put rare tokens in its place
-    window: int | None  # of its block; None likewise
+    sample: int  # its index in the stream of the whole run, from 0
+    shard: str | None  # the file in which it begins; None if a drill replaced it by rare tokens
+    window: int | None  # index in its block; None likewise
     token_ids: list[int]  # T + 1
-    source: str | None = None  # of a mixture
+    source: str | None = None  # source of a mixture
 
 
 def open_data(run: Run) -> DataModule:
-    """The data of a run, opened as its fit opened it, from any working directory."""
+    """Open the data of a run as its fit did, from any working directory."""
     config = run.settings()
     if not isinstance(config.get("data"), dict) or type(config.get("seed_everything")) is not int:
         raise RequestError(f"{run.config} has no `data:` or no seed, so the samples of the run are not known")
@@ -60,7 +60,7 @@ def open_data(run: Run) -> DataModule:
 
 
 def _with_paths_from(folder: Path, options: dict[str, Any]) -> dict[str, Any]:
-    """The options of `data`, or of a source of a mixture, with paths that hold in any working directory."""
+    """The options of `data`, or of a mixture's source, with paths that are valid in any working directory."""
 
     def absolute(value: Any) -> Any:  # a path, a list of them, or None
         if isinstance(value, list):
@@ -73,7 +73,7 @@ def _with_paths_from(folder: Path, options: dict[str, Any]) -> dict[str, Any]:
 
 
 def read_step(run: Run, data: DataModule, step: int | None = None, limit: int | None = None) -> list[Sample]:
-    """The first `limit` samples of an optimizer step of the run, in order; of the last one that it took by default."""
+    """The first `limit` samples of an optimizer step of the run, in order; default: of its last step."""
     step = steps_taken(run) if step is None else step
     first, count = samples_at(run, step)
     shown = count if limit is None else min(limit, count)
@@ -87,7 +87,7 @@ def read_step(run: Run, data: DataModule, step: int | None = None, limit: int | 
 
 
 def is_injected(run: Run, step: int) -> bool:
-    """Whether a drill (`guards.inject_step`) put rare tokens in the place of a step's samples."""
+    """Whether a drill (`guards.inject_step`) replaced a step's samples by rare tokens."""
     steps = run.read("run.json").get("injected", {}).get("steps")
     return isinstance(steps, list) and step in steps
 
@@ -98,13 +98,13 @@ def steps_taken(run: Run) -> int:
 
 
 def samples_at(run: Run, step: int) -> tuple[int, int]:
-    """The first sample of an optimizer step that the run has taken, and how many it has."""
+    """Index of the first sample of an optimizer step that the run has taken, and the number of its samples."""
     taken = steps_taken(run)
     try:
         segments = run.read("run.json").get("stretches", [])
         before = [entry for entry in segments if entry["step"] < step]
         if not before or step > taken:
-            first = segments[0]["step"] + 1 if segments else 1  # of a branch, the one after its trunk's
+            first = segments[0]["step"] + 1 if segments else 1  # of a branch, the step after its trunk
             raise RequestError(f"run {run.path} has taken steps {first} to {taken}; there is no step {step}")
         begin, sample, batch = (int(before[-1][name]) for name in ("step", "sample", "global_batch"))
     except DAMAGE as error:
@@ -113,9 +113,9 @@ def samples_at(run: Run, step: int) -> tuple[int, int]:
 
 
 def split_documents(token_ids: list[int], data: DataModule) -> list[str]:
-    """A sample's tokens as one text a document; the end-of-text token stays with the document that it ends."""
+    """Decode a sample to one text per document; the end-of-text token stays with the document that it ends."""
     eos_id = data.tokenizer.eos_id
-    if data.shards["train"].packed is not None:  # without what fills the row up, and an end of text at its beginning
+    if data.shards["train"].packed is not None:  # without padding, and without an end of text at the beginning
         begin = [token for token in token_ids[:1] if token != eos_id]
         token_ids = [*begin, *(b for a, b in pairwise(token_ids) if a != eos_id or b != eos_id)]
     ends = [index + 1 for index, token in enumerate(token_ids) if token == eos_id]
@@ -124,7 +124,7 @@ def split_documents(token_ids: list[int], data: DataModule) -> list[str]:
 
 
 def seen_table(samples: Sequence[Sample], documents: Sequence[Sequence[str]], most: int = 600) -> Html:
-    """Samples of a step as text, at most so many characters of each of their documents, see `split_documents`."""
+    """Samples of a step as text, at most `most` characters of each document (see `split_documents`)."""
     rows = []
     for sample, texts in zip(samples, documents, strict=True):
         where = "rare tokens of a drill"

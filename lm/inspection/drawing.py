@@ -1,4 +1,4 @@
-"""The style of all figures and tables of `lm.inspection`: sizes that read well, colours for every kind of sight.
+"""The style of all figures and tables of `lm.inspection`: readable sizes, colours for every kind of colour vision.
 
 Figures are made without pyplot, so none is kept in memory, and a notebook shows one that a cell ends with; a script
 writes it by `figure.savefig("name.png")`. Tables and coloured text are HTML that reads on a light and on a dark page.
@@ -24,9 +24,9 @@ from lm.runs.history import Series
 
 # Eight colours that people with every kind of colour vision tell apart (Okabe and Ito, "Color Universal Design", 2008).
 COLORS = ("#0072B2", "#E69F00", "#009E73", "#D55E00", "#CC79A7", "#56B4E9", "#F0E442", "#000000")
-STYLES = ("-", "--", "-.", ":")  # so that curves differ without colour, too
+STYLES = ("-", "--", "-.", ":")  # so that curves differ without colour
 BLUE, ORANGE, _, VERMILION, *_, BLACK = COLORS
-# For amounts: lightness grows evenly, so it reads in grey, too. Lines leave out the brightest, which white swallows.
+# For amounts: lightness grows evenly, so it works in grey, too. Lines leave out the brightest colours.
 SEQUENTIAL = colormaps["viridis"]
 COLORMAP_OF_LINES = ListedColormap(SEQUENTIAL(range(226)), "lines")
 LEGEND = (1.0, 0.5, 0.1, 0.01, 0.001)
@@ -44,7 +44,7 @@ class Picture(Figure):
 def figure(
     rows: int = 1, columns: int = 1, width: float = 8, height: float = 4.5, **options: Any
 ) -> tuple[Figure, Any]:
-    """A figure, so many inches wide and high, and its axes: one or an array, as of matplotlib's `Figure.subplots`.
+    """Make a figure, `width` and `height` in inches, and its axes: one or an array, as `Figure.subplots` returns them.
 
     `options` are for `subplots`, such as `sharey=True`.
     """
@@ -56,7 +56,7 @@ def figure(
 
 
 def label_axes(axes: Axes, title: str = "", x: str = "", y: str = "") -> None:
-    """After all is drawn: the title of the axes, labels of x and y, a grid, and a legend where curves have names."""
+    """Call after drawing: add a title, labels of x and y, a grid, and a legend if curves have names."""
     axes.set_title(title, fontsize=11)
     axes.set_xlabel(x)
     axes.set_ylabel(y)
@@ -68,9 +68,9 @@ def label_axes(axes: Axes, title: str = "", x: str = "", y: str = "") -> None:
 
 
 def plot_curves(axes: Axes, series: Sequence[Series]) -> None:
-    """Curves, named where there are several; one of few points shows them, and a mean of several the band of these.
+    """Plot curves, named if there are several; few points are marked, and a mean of several curves has their range.
 
-    Colour and style follow from the place.
+    Colour and style follow from the index of a curve.
     """
     shown = [index for index, one in enumerate(series) if np.isfinite(one.y).any()]
     for index in shown:
@@ -86,7 +86,7 @@ def plot_curves(axes: Axes, series: Sequence[Series]) -> None:
 
 
 def draw_curves(series: Sequence[Series], x: str, y: str, title: str = "", scale: str = "linear") -> Figure:
-    """Curves over one pair of axes with these labels; values that are not finite leave a gap."""
+    """Draw curves on one pair of axes with these labels; non-finite values leave a gap."""
     made, axes = figure()
     plot_curves(axes, series)
     label_axes(axes, title, x, y)
@@ -99,7 +99,7 @@ def draw_curves(series: Sequence[Series], x: str, y: str, title: str = "", scale
 
 @dataclass(frozen=True)
 class Html:
-    """A piece of a page; a notebook shows it by itself."""
+    """A piece of HTML that a notebook displays."""
 
     source: str
 
@@ -108,7 +108,7 @@ class Html:
 
 
 def table(rows: Sequence[Sequence[Any]], columns: Sequence[str], caption: str = "") -> Html:
-    """A table. Whole numbers are written with commas, others with four significant digits; numbers stand right."""
+    """A table. Whole numbers have commas, others four significant digits; numbers are right-aligned."""
     sides = [_side(value) for value in rows[0]] if rows else ["left"] * len(columns)
     head = "".join(
         f"<th style='text-align:{side};padding:2px 10px'>{html.escape(column)}</th>"
@@ -122,10 +122,10 @@ def table(rows: Sequence[Sequence[Any]], columns: Sequence[str], caption: str = 
 def colored_text(
     pieces: Sequence[str], probabilities: Sequence[float | None], notes: Sequence[str] | None = None
 ) -> Html:
-    """Text whose background says how little each piece was expected, with a legend below.
+    """Text with backgrounds that show how unlikely each piece was, with a legend below.
 
-    Pieces with the probability None were given, and stand in grey. A note appears when the pointer rests on its piece;
-    it is the probability if there are none.
+    Pieces with probability None were given, and are grey. A piece's note appears when the pointer is on it;
+    without notes, it is the probability.
     """
     notes = notes or ["" if p is None else f"probability {p:.3g}" for p in probabilities]
     spans = "".join(_span(*piece) for piece in zip(pieces, probabilities, notes, strict=True))
@@ -143,7 +143,7 @@ def visible(text: str) -> str:
 
 
 def wrapped(text: str, width: int) -> str:
-    """A text with lines of at most so many characters; its own line ends stay."""
+    """Wrap a text to lines of at most `width` characters; its own line ends stay."""
     return "\n".join(textwrap.fill(line, width) for line in text.split("\n"))
 
 
@@ -151,7 +151,7 @@ def _span(piece: str, probability: float | None, note: str) -> str:
     if probability is None:
         style = "color:#666"
     else:
-        surprise = -math.log2(max(probability, 2.0**-12)) / 12  # 0 to 1: one in 4,096 is as strong as it gets
+        surprise = -math.log2(max(probability, 2.0**-12)) / 12  # 0 to 1: the strongest for 1 in 4,096
         style = f"background:{VERMILION}{round(255 * surprise):02x}"
     title = f" title='{html.escape(note, quote=True)}'" if note else ""
     return f"<span style='{style}'{title}>{html.escape(piece)}</span>"

@@ -1,4 +1,4 @@
-"""A run as figures and tables: its curves, its alerts and its samples."""
+"""Figures and tables of a run: its curves, alerts and samples."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -15,7 +15,7 @@ from lm.runs.run import Run
 from lm.system.units import format_count
 
 PANELS = (("train/loss", "val/loss"), ("val/bpb",), ("optim/lr",), ("optim/grad_norm",))  # metrics of each panel
-AXES = {  # x of a curve -> what it is drawn over, and the label of the axis
+AXES = {  # x of a curve -> quantity on the x axis, and the label of the axis
     "step": ("steps", "optimizer step"),
     "tokens": ("tokens", "tokens"),
     "time": ("time", "hours since the first log line"),
@@ -39,7 +39,7 @@ def draw_training(run: Run) -> Figure:
 
 
 def draw_sources(run: Run) -> Figure | None:
-    """Training and validation loss over steps, a line for each source of a mixture; None without a mixture."""
+    """Training and validation loss over steps, a line per source of a mixture; None without a mixture."""
     sources = run.read("run.json").get("mixture", {}).get("sources", [])
     if not sources:
         return None
@@ -67,7 +67,7 @@ def draw_comparison(runs: Sequence[Run], metric: str = "train/loss") -> Figure:
 
 
 def draw_incident(incident: Incident, after: Sequence[dict[str, Any]] = ()) -> dict[str, Figure]:
-    """The pictures of a post-mortem by the names of their files: log lines before, steps in question, lines `after`."""
+    """The figures of a post-mortem by file name: log lines before, steps in question, lines `after`."""
     pictures = {}
     for file, metric, column in (("loss.png", "train/loss", 1), ("grad_norm.png", "optim/grad_norm", 2)):
         made, axes = figure(width=9)
@@ -114,7 +114,7 @@ def alerts_table(run: Run) -> Html:
 
 
 def samples_table(run: Run, most: int = 8) -> Html:
-    """What the model wrote from each prompt, at no more than `most` steps, spread over the run."""
+    """The texts generated from each prompt, at up to `most` steps spread over the run."""
     samples = read_samples(run)
     every = sorted({sample["step"] for sample in samples})
     steps = [every[int(place)] for place in np.linspace(0, len(every) - 1, min(most, len(every)))]

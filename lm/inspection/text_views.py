@@ -1,4 +1,4 @@
-"""What a model makes of a text, token by token: what every head attends to, and what it expects to come.
+"""How a model reads a text, token by token: the attention of every head, and the model's predictions.
 
 Attention is computed from the queries and keys of the model's plain forward pass, after their norm and rotation.
 """
@@ -21,8 +21,8 @@ from lm.model.attention import AttentionMask, dense_mask
 from lm.model.decoder import Block, Decoder, SelfAttention
 from lm.model.fused import is_fused
 
-COLUMNS = 4  # heads beside each other
-CHUNK = 128  # tokens whose distributions are looked at together
+COLUMNS = 4  # heads side by side
+CHUNK = 128  # tokens whose distributions are computed together
 
 # ---- attention -------------------------------------------------------------------------------------------------------
 
@@ -30,7 +30,7 @@ CHUNK = 128  # tokens whose distributions are looked at together
 class Attention(NamedTuple):
     """The attention maps of a text."""
 
-    tokens: list[str]  # T, the text of each, with visible blanks and line ends
+    tokens: list[str]  # T, text of each token, with visible blanks and line ends
     maps: np.ndarray  # (layers, heads, T, T), as from `attention_maps`
 
 
@@ -65,13 +65,13 @@ def _attention_weights(queries: Tensor, keys: Tensor, mask: AttentionMask) -> Te
 
 
 def attention_of(model: Pretrained, text: str) -> Attention:
-    """The attention maps of a text, which begins as documents do, after the token that ends one."""
+    """The attention maps of a text, which begins like a document, after an end-of-text token."""
     ids = [model.tokenizer.eos_id, *model.tokenizer.encode(text)]
     return Attention([visible(model.tokenizer.decode([token])) for token in ids], attention_maps(model.decoder, ids))
 
 
 def draw_attention(attention: Attention, layer: int) -> Figure:
-    """A heat map of each head of a layer, both counted from 0; a text of up to 40 tokens reads well.
+    """A heat map of each head of a layer, counted from 0; texts of up to 40 tokens are readable.
 
     The colour grows with the square root of the weight.
     """
@@ -94,7 +94,7 @@ def draw_attention(attention: Attention, layer: int) -> Figure:
 
 
 def draw_all_heads(maps: np.ndarray) -> Figure:
-    """A small heat map for every head of every layer, to find those worth a closer look."""
+    """A small heat map for every head of every layer, as an overview."""
     layers, heads = maps.shape[:2]
     picture, grid = figure(layers, heads, width=max(5, 1.2 + 1.2 * heads), height=0.8 + 1.2 * layers, squeeze=False)
     for (layer, head), axes in np.ndenumerate(grid):
@@ -115,7 +115,7 @@ def _heat_map(axes: Any, weights: np.ndarray) -> None:
 
 
 def _color_bar(picture: Figure) -> None:
-    image = picture.axes[0].images[0]  # the colours of all are the same
+    image = picture.axes[0].images[0]  # all have the same colours
     picture.colorbar(image, ax=picture.axes, label="attention weight", ticks=(0, 0.05, 0.25, 0.5, 1), shrink=0.7)
 
 
@@ -123,18 +123,18 @@ def _color_bar(picture: Figure) -> None:
 
 
 class Expectation(NamedTuple):
-    """A model's prediction in one place, and the token that came."""
+    """A model's prediction at one position, and the actual token."""
 
-    text: str  # of the token
-    probability: float  # of the token, in [0, 1]
-    rank: int  # 1 where none was likelier
-    entropy: float  # of all tokens' distribution, in bits: how open the place was
+    text: str  # of the actual token
+    probability: float  # of the actual token, in [0, 1]
+    rank: int  # of the actual token; 1: the likeliest
+    entropy: float  # of the predicted distribution, in bits
     alternatives: list[tuple[str, float]]  # the likeliest tokens and their probabilities, the likeliest first
 
 
 @torch.no_grad()
 def predictions(model: Pretrained, ids: Sequence[int], context: int) -> Iterator[tuple[Sequence[int], Tensor]]:
-    """All tokens but the first with the logits for them, some at a time: n ids and `(n, V)`.
+    """Yield all tokens but the first with the logits that predict them, in parts: n ids and `(n, V)`.
 
     `context` tokens of the two or more are read at once; nothing before these is known.
     """
@@ -146,7 +146,7 @@ def predictions(model: Pretrained, ids: Sequence[int], context: int) -> Iterator
 
 
 def expectations(model: Pretrained, text: str | Written, alternatives: int = 5) -> list[Expectation]:
-    """What a model expects at every token of a text, with the likeliest alternatives.
+    """A model's prediction at every token of a text, with the likeliest alternatives.
 
     A text begins as documents do; of what a model with the same tokenizer has written, the prompt comes before it.
     One longer than the context is cut into windows; nothing before a window is known in it.
@@ -173,13 +173,13 @@ def expectations(model: Pretrained, text: str | Written, alternatives: int = 5) 
 
 
 def mean_bits(written: Written) -> float:
-    """What the tokens that were written cost on average, in bits, by the model's own distribution; NaN without any."""
+    """Mean -log2 probability of the generated tokens, before temperature and filters; NaN without any."""
     bits = [-token.log_probability / math.log(2) for token in written.tokens]
     return sum(bits) / len(bits) if bits else math.nan
 
 
 def color_expectations(expected: Sequence[Expectation]) -> Html:
-    """The text, coloured by how little each token was expected; the alternatives appear under the pointer."""
+    """The text, coloured by how unlikely each token was; the alternatives appear under the pointer."""
     notes = [
         f"probability {one.probability:.3g}, rank {one.rank:,}, entropy {one.entropy:.2f} bits\nlikeliest: "
         + ", ".join(f"{visible(text)} {probability:.3g}" for text, probability in one.alternatives)
@@ -189,7 +189,7 @@ def color_expectations(expected: Sequence[Expectation]) -> Html:
 
 
 def color_written(written: Written) -> Html:
-    """A prompt in grey and what was generated from it, coloured by how little each token was expected."""
+    """A prompt in grey and its continuation, coloured by how unlikely each token was."""
     pieces = [token.text for token in written.tokens]
     chances = [math.exp(token.log_probability) for token in written.tokens]
     return colored_text([written.prompt, *pieces], [None, *chances])

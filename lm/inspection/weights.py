@@ -1,4 +1,4 @@
-"""A model's weights: how they are distributed, and how far two models are apart."""
+"""The weights of a model: their distribution, and the differences between two models."""
 
 import math
 import re
@@ -21,19 +21,19 @@ from lm.model.custom import is_builtin
 from lm.model.decoder import Decoder
 from lm.model.huggingface import to_huggingface
 
-COLUMNS = 3  # panels beside each other
+COLUMNS = 3  # panels side by side
 
 
 def named_weights(decoder: nn.Module) -> dict[str, Tensor]:
-    """Weights under Hugging Face's names, in which fused ones are split; of a custom model under its own."""
+    """Weights by their names in Hugging Face's format, with fused ones split; a custom model's by its own names."""
     weights = {name: weight.detach() for name, weight in decoder.named_parameters()}
     return to_huggingface(weights, decoder.config) if is_builtin(decoder) else weights
 
 
 def kind_and_layer(name: str) -> tuple[str, int | None]:
-    """What a weight is and of which layer, from 0: `model.layers.3.mlp.up_proj.weight` is `mlp.up_proj` of layer 3.
+    """The kind of a weight and its layer, from 0: `model.layers.3.mlp.up_proj.weight` is `mlp.up_proj` of layer 3.
 
-    Embedding, last norm and output matrix are of none.
+    Embedding, last norm and output matrix have no layer.
     """
     layer, kind = re.fullmatch(r"(?:model\.)?(?:layers\.(\d+)\.)?(.*?)(?:\.weight)?", name).groups()
     return kind, None if layer is None else int(layer)
@@ -43,14 +43,14 @@ def kind_and_layer(name: str) -> tuple[str, int | None]:
 
 
 class Histogram(NamedTuple):
-    """How the values of one weight are distributed."""
+    """The distribution of the values of one weight."""
 
     edges: np.ndarray  # (bins + 1,), ascending
-    density: np.ndarray  # (bins,), of probability: it integrates to one
+    density: np.ndarray  # (bins,), of probability; it integrates to 1
 
 
 def weight_histograms(decoder: Decoder, bins: int = 80) -> dict[str, Histogram]:
-    """A histogram of every matrix, of at most so many bins of equal width; small matrices have fewer."""
+    """A histogram of every matrix, with at most `bins` bins of equal width; small matrices have fewer."""
     found = {}
     for name, weight in named_weights(decoder).items():
         if weight.ndim == 2:
@@ -72,7 +72,7 @@ def draw_histograms(histograms: Mapping[str, Histogram]) -> Figure:
     picture, grid = figure(rows, COLUMNS, width=10, height=0.8 + 2.6 * rows, squeeze=False)
     for axes, (kind, same) in zip(grid.flat, kinds.items(), strict=False):
         for layer, one in same.items():
-            density = np.where(one.density > 0, one.density, np.nan)  # an empty bin is a gap and no fall to the bottom
+            density = np.where(one.density > 0, one.density, np.nan)  # an empty bin leaves a gap
             color = BLACK if layer is None else colors.to_rgba(layer)
             axes.stairs(density, one.edges, baseline=None, color=color, linewidth=1.2)
         axes.set_yscale("log")
@@ -89,24 +89,24 @@ def draw_histograms(histograms: Mapping[str, Histogram]) -> Figure:
 
 
 class Change(NamedTuple):
-    """How one weight differs between two models."""
+    """The difference of one weight between two models."""
 
     name: str  # as in Hugging Face's files
-    relative: float  # Frobenius norm of the difference over that of the first; infinite where the first is zero
-    cosine: float  # between the two as vectors, in [-1, 1]
+    relative: float  # Frobenius norm of the difference / norm of the first weight; infinite if the first is zero
+    cosine: float  # cosine similarity of the two as vectors, in [-1, 1]
 
 
 class Divergence(NamedTuple):
-    """How two models' distributions of the next token differ, over N predicted tokens."""
+    """The difference of two models' distributions of the next token, for N predicted tokens."""
 
-    tokens: list[str]  # N, the text of each token that was to be predicted
+    tokens: list[str]  # N, the text of each predicted token
     divergence: np.ndarray  # (N,) Jensen-Shannon, in bits: 0 for the same distribution, 1 for nothing in common
-    agree: np.ndarray  # (N,) bool: the same token is the likeliest
-    bits: np.ndarray  # (N, 2), what the token cost under the first and under the second model, in bits
+    agree: np.ndarray  # (N,) bool: whether the likeliest token is the same
+    bits: np.ndarray  # (N, 2), negative log2-probability of the token under the first and the second model
 
 
 def weight_drift(before: Decoder, after: Decoder) -> list[Change]:
-    """How every weight differs between two models of the same shape, in the order of the model."""
+    """The difference of every weight between two models of the same shape, in the order of the model."""
     first, second = (named_weights(model) for model in (before, after))
     changes = []
     for name, weight in first.items():
@@ -117,9 +117,9 @@ def weight_drift(before: Decoder, after: Decoder) -> list[Change]:
 
 
 def distribution_drift(before: Pretrained, after: Pretrained, texts: Sequence[str]) -> Divergence:
-    """How the predictions of two models with one tokenizer differ, at every token of some texts.
+    """The difference of the predictions of two models with the same tokenizer, at every token of some texts.
 
-    The texts begin as documents do; one longer than the shorter context is cut into windows.
+    Each text begins like a document; a text longer than the shorter context is cut into windows.
     """
     if before.tokenizer.sha256 != after.tokenizer.sha256:
         raise RequestError(f"{before.path} and {after.path} have different tokenizers: their tokens cannot be compared")
@@ -141,7 +141,7 @@ def distribution_drift(before: Pretrained, after: Pretrained, texts: Sequence[st
 
 
 def draw_weight_drift(changes: Sequence[Change]) -> Figure:
-    """Relative change of the blocks' weights, a row a kind and a column a layer."""
+    """Relative change of the blocks' weights, with a row per kind and a column per layer."""
     placed = {kind_and_layer(change.name): change.relative for change in changes}
     kinds = list(dict.fromkeys(kind for kind, layer in placed if layer is not None))
     layers = range(1 + max(layer for _, layer in placed if layer is not None))
@@ -163,7 +163,7 @@ def draw_weight_drift(changes: Sequence[Change]) -> Figure:
 
 
 def draw_divergence(found: Divergence) -> Figure:
-    """How the divergence is distributed over tokens, and what the tokens cost under both models."""
+    """The distribution of the divergence over tokens, and the tokens' cost in bits under both models."""
     picture, (left, right) = figure(1, 2, width=10, height=4.2)
     left.hist(found.divergence, bins=np.linspace(0, 1, 41), color=BLUE)
     left.axvline(found.divergence.mean(), color=ORANGE, linewidth=2, label=f"mean {found.divergence.mean():.3f} bits")

@@ -1,7 +1,7 @@
 """Output projection and cross-entropy in one op, in chunks of tokens: all logits never exist at once.
 
-The forward pass computes the gradients too. Each chunk's logits are overwritten by their gradient, and two matrix
-products turn that into the gradients of the hidden states and of the output matrix. The backward pass only scales them.
+The forward pass also computes the gradients. Each chunk's logits are overwritten by their gradient, and two matrix
+products turn it into the gradients of the hidden states and of the output matrix. The backward pass only scales them.
 """
 
 from collections.abc import Callable
@@ -19,9 +19,9 @@ Results = tuple[Tensor, Tensor, Tensor, Tensor]  # costs (N), losses (N), dx (N,
 
 
 def _chunked(overwrite: Callable[..., None], x: Tensor, weight: Tensor, labels: Tensor, gradient: bool) -> Results:
-    """The op, for an `overwrite(logits, labels, losses, costs)` that does the softmax of a chunk.
+    """The op, with `overwrite(logits, labels, losses, costs)` computing the softmax of a chunk.
 
-    `logits` is a view `(chunk, V)` whose rows are aligned to 16 bytes. With `gradient`, `overwrite` replaces them by
+    `logits` is a view `(chunk, V)` whose rows are aligned to 16 bytes. With `gradient`, `overwrite` replaces it by
     their gradient.
     """
     x, weight = x.contiguous(), weight.contiguous()
@@ -30,7 +30,7 @@ def _chunked(overwrite: Callable[..., None], x: Tensor, weight: Tensor, labels: 
     rows = max(1, min(tokens, CHUNK_BYTES // (stride * x.element_size())))
     rows = rows // 128 * 128 if 128 <= rows < tokens else rows  # whole tiles of a matrix product
     logits = x.new_empty((rows, stride))
-    logits[:, vocab:] = 0  # oneDNN's bf16 product with AMX reads on beyond a row: times zero, which a NaN survives
+    logits[:, vocab:] = 0  # oneDNN's bf16 product with AMX reads past a row and multiplies by 0: a NaN would stay
     losses, costs = (x.new_empty(tokens, dtype=torch.float32) for _ in range(2))
     dx = torch.empty_like(x) if gradient else x.new_empty(0)
     dweight = weight.new_zeros(weight.shape if gradient else 0, dtype=torch.float32)
@@ -66,9 +66,9 @@ def _cpu(x: Tensor, weight: Tensor, labels: Tensor, ignore_index: int, z_loss: f
 
 
 def constants(dtype: torch.dtype, vocab: int, gradient: bool) -> dict[str, Any]:
-    """Preprocessor constants of the kernel for rows of this vocabulary, with or without the gradient."""
+    """Preprocessor constants of the kernel for rows of `vocab` logits, with or without the gradient."""
     vec, stride, warps = 16 // dtype.itemsize, _stride(vocab, dtype), 1
-    while warps < 32 and stride > vec * warps * 32 * 4:  # few enough for two rows a multiprocessor
+    while warps < 32 and stride > vec * warps * 32 * 4:  # small enough for two rows per multiprocessor
         warps *= 2
     return dict(T=runtime.TYPES[dtype], VOCAB=vocab, STRIDE=stride, VEC=vec, WARPS=warps, GRADIENT=int(gradient))
 
@@ -109,7 +109,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, dtotal: Tensor, dlosses: Tensor) -> tuple:
         dx, dweight = ctx.saved_tensors
-        scale = dtotal.view(1)  # one element of one dimension: a scalar would be rounded to the precision of dx first
+        scale = dtotal.view(1)  # shape (1): a 0-dim tensor would first be rounded to the precision of dx
         return (
             (dx * scale).to(dx.dtype) if ctx.needs_input_grad[0] else None,
             (dweight * scale).to(ctx.weight_dtype) if ctx.needs_input_grad[1] else None,
@@ -128,14 +128,14 @@ def linear_cross_entropy(
 ) -> tuple[Tensor, Tensor]:
     """The cross-entropy of the logits `x @ weight.T`, without holding all of them at once.
 
-    The gradients are computed with the loss, unscaled, so that fp16 does not lose them; the gradient of `weight` is
+    The gradients are computed with the loss, unscaled, so that fp16 does not underflow; the gradient of `weight` is
     summed in fp32. `z_loss` is that of Chowdhery et al. (2022, arXiv:2204.02311, section 5).
 
     Args:
         x: hidden states, `(..., C)` in bf16, fp16 or fp32.
         weight: the output matrix, `(V, C)`; its gradient has its precision.
         labels: `(...)` int64, each below V or `ignore_index`; on a GPU any other makes the loss NaN.
-        copy: of `weight`, in the precision of `x`; None: made here.
+        copy: a copy of `weight` in the precision of `x`; None: it is made here.
 
     Returns:
         `total`, a scalar in fp32 and differentiable: the sum over tokens of `loss + z_loss * lse ** 2`; and `losses`,

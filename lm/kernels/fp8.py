@@ -1,12 +1,12 @@
-"""A matrix in FP8 and its transpose, with scales from its largest values.
+"""Quantise a matrix and its transpose to FP8, with scales from the largest values.
 
 A matrix is divided by a scale and rounded to eight bits. Scales follow from the largest value of the matrix
-(`tensorwise`) or of each of its rows (`rowwise`), where an outlier costs only its own row precision. They stay on the
-device, so nothing waits for it. They are powers of two, which round nothing, so that eager and compiled code agree to
-the bit; torchao's rowwise recipe does the same.
+(`tensorwise`) or of each row (`rowwise`), so that an outlier costs precision only in its own row. They stay on the
+device, so there is no synchronization. They are powers of two, which cause no rounding, so that eager and compiled code
+agree to the bit; torchao's rowwise recipe does the same.
 
-`kernels/linear` multiplies these matrices. Its backward pass sums over what are columns in the forward pass, and tensor
-cores take FP8 only where neighbours in memory are summed: hence the transpose, whose rows have scales of their own.
+`kernels/linear` multiplies these matrices. Its backward pass sums over the columns of the forward pass, and tensor
+cores take FP8 only if summed elements are contiguous: hence the transpose, whose rows have their own scales.
 """
 
 from typing import Any, Literal, NamedTuple
@@ -19,7 +19,7 @@ from lm.kernels.runtime import define
 
 Scaling = Literal["tensorwise", "rowwise"]
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
-SMALLEST = 2.0**-100  # a largest value below it counts as this, so that no scale is zero
+SMALLEST = 2.0**-100  # lower bound on the largest value, so that no scale is zero
 Results = tuple[Tensor, Tensor, Tensor, Tensor]  # values (rows, K), scale, transposed (K, rows), its scale
 
 
@@ -31,26 +31,26 @@ class Scaled(NamedTuple):
 
 
 class Float8(NamedTuple):
-    """A matrix in FP8 for each of its products: each `Scaled`, or None where it was not asked for."""
+    """A matrix in FP8 for each of its products; a field is None if it was not requested."""
 
     matrix: Any  # (..., K)
     transpose: Any  # (K, rows)
 
 
 def _scaled(x: Tensor, dtype: torch.dtype, rowwise: bool) -> tuple[Tensor, Tensor]:
-    """A matrix `(rows, K)` in FP8, its largest values near the end of the format's range, and its scale."""
+    """Quantise a matrix `(rows, K)`, with its largest values near the end of the format's range; also its scale."""
     least, most = x.aminmax(dim=-1) if rowwise else x.aminmax()  # (rows) or ()
     scale = _power_of_two(torch.maximum(most, -least).float(), dtype)
     values = (x.float() / scale[..., None]).to(dtype)
-    # Rows are neighbours in a clone; `contiguous` would leave the strides of a single row or column as they are.
+    # A clone has contiguous rows; `contiguous` would keep the strides of a single row or column.
     return values.clone(memory_format=torch.contiguous_format), scale
 
 
 def _power_of_two(largest: Tensor, dtype: torch.dtype) -> Tensor:
-    """The least power of two that brings these values into the range of a format; infinite where they are not finite.
+    """The smallest power of two that scales these values into the range of a format; infinite if they are not finite.
 
-    Both formats end at 1.75 times a power of two. So a value is rounded up to a power of two if its mantissa is above
-    1.75, else down; adding the bits that are missing from there to 2 lets just those carry into the exponent.
+    Both formats end at 1.75 times a power of two. So a value rounds up to a power of two if its mantissa is above
+    1.75, otherwise down: adding 2 - 1.75 in units of the mantissa carries into the exponent only above it.
     """
     bits = largest.clamp(min=SMALLEST).nan_to_num(nan=torch.inf, posinf=torch.inf).view(torch.int32)
     carried = (bits + 0x1FFFFF) & 0x7F800000  # 23 bits of mantissa, cut off
@@ -60,7 +60,7 @@ def _power_of_two(largest: Tensor, dtype: torch.dtype) -> Tensor:
 def on_cpu(
     x: Tensor, dtype: torch.dtype, rowwise: bool, matrix: bool, transpose: bool, source: str = "MATRIX", *given: Tensor
 ) -> Results:
-    """The specification, in plain PyTorch; what was not asked for is empty."""
+    """The reference, in plain PyTorch; results that were not requested are empty."""
     if source == "NORMED":
         weight, rstd = given
         x = (x.float() * rstd.flatten()[:, None] * weight.float()).to(x.dtype)
@@ -75,7 +75,7 @@ def on_cpu(
 def empty(
     x: Tensor, dtype: torch.dtype, rowwise: bool, matrix: bool, transpose: bool, source: str = "MATRIX", *_: Any
 ) -> Results:  # fmt: skip
-    """Memory for the results."""
+    """Allocate the results."""
     width = x.shape[-1] // (2 if source == "SWIGLU" else 1)
     rows = x.numel() // x.shape[-1]
     return (
@@ -87,7 +87,7 @@ def empty(
 
 
 def transposed(results: Results) -> tuple[Tensor, Tensor]:
-    """The transpose among the results of a matrix and its scale, which without rows of their own is the matrix's."""
+    """The transpose in the results and its scale; without rowwise scales, this is the matrix's scale."""
     _, scale, values, of_rows = results
     return values, of_rows if of_rows.numel() else scale
 
@@ -113,10 +113,10 @@ def launch(
     source: str, results: tuple[Tensor, ...], rowwise: bool, x: Tensor, dz: Tensor | None = None,
     weight: Tensor | None = None, rstd: Tensor | None = None,
 ) -> Any:  # fmt: skip
-    """Quantise what `csrc/fp8.cu` computes as `source` from these tensors into `results`, and return them: `Results`,
-    for SwiGLU's gradient also the transpose of `z` and its scale. Empty results are not computed.
+    """Quantise what `csrc/fp8.cu` computes as `source` from these tensors into `results`, and return these: `Results`,
+    and for SwiGLU's gradient also the transpose of `z` and its scale. Empty results are not computed.
     """
-    width = x.shape[-1] // (2 if source.startswith("SWIGLU") else 1)  # of a part, as the source calls it
+    width = x.shape[-1] // (2 if source.startswith("SWIGLU") else 1)  # of gate or up, as in the source
     rows, vec = x.numel() // x.shape[-1], runtime.vector(width, x, dz, weight)
     chosen = constants(
         x.dtype, results[0].dtype, rows, width, vec, rowwise, source, torch.float32 if weight is None else weight.dtype
@@ -150,15 +150,15 @@ QUANTIZE = define(
 def quantize(
     x: Tensor, scaling: Scaling, *source: Any, gradient: bool = False, matrix: bool = True, transpose: bool = False
 ) -> Float8:
-    """A matrix in FP8, its largest values near the end of the format's range and none beyond it.
+    """Quantise a matrix to FP8, its largest values near the end of the format's range and none beyond it.
 
-    Formats are those of Micikevicius et al. (2022, arXiv:2209.05433): e4m3, and e5m2 for gradients, whose values spread
-    wider. With a scale for each row the spread is less and a third bit of mantissa is worth more: gradients are e4m3,
+    Formats are those of Micikevicius et al. (2022, arXiv:2209.05433): e4m3, and e5m2 for gradients, whose values have a
+    wider range. With a scale per row the range is smaller and a third bit of mantissa helps more: gradients are e4m3,
     too, as in torchao's rowwise recipe and in DeepSeek-V3 (2024, arXiv:2412.19437, section 3.3.2).
 
-    `x` is `(..., K)` in bf16, fp16 or fp32, all but the last dimension its rows. Where a value is infinite or NaN, the
-    scale is infinite: no product hides it. `matrix` and `transpose` select what is computed. With a `source`, which is
-    `"NORMED", weight, rstd` or `"SWIGLU"`, what an op would make of `x` is quantised, see `csrc/fp8.cu`.
+    `x` is `(..., K)` in bf16, fp16 or fp32, all but the last dimension being rows. If a value is infinite or NaN, its
+    scale is infinite, so that products show it. `matrix` and `transpose` select what is computed. With a `source`,
+    `"NORMED", weight, rstd` or `"SWIGLU"`, the result of that op on `x` is quantised, see `csrc/fp8.cu`.
     """
     dtype, rowwise = E5M2 if gradient and scaling == "tensorwise" else E4M3, scaling == "rowwise"
     results = QUANTIZE(x.flatten(0, -2), dtype, rowwise, matrix, transpose, *source)

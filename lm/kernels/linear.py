@@ -1,9 +1,9 @@
 """A linear layer's three matrix products, one forward and two backward, in the activations' precision or in FP8.
 
-`rms_norm` and `swiglu` join them with the ops before; `linear` is the linear layer alone. In FP8 both factors of a
-product are quantised (`kernels/fp8`) and the product is scaled back. That reads each matrix as rarely as possible:
+`rms_norm` and `swiglu` fuse them with the ops before; `linear` is the linear layer alone. In FP8 both factors of a
+product are quantised (`kernels/fp8`) and the product is scaled back. Each matrix is read as rarely as possible:
 a weight once for all products of a forward and a backward pass, an output's gradient once for its two, and an
-activation once in each pass, so that it need not be kept.
+activation once in each pass, so that it need not be saved.
 """
 
 import functools
@@ -17,8 +17,8 @@ from torch import Tensor
 from lm.kernels.fp8 import E4M3, Float8, Scaled, Scaling, quantize
 from lm.kernels.torch_private import scaled_mm
 
-MULTIPLE = 16  # tensor cores take multiples of it: both dimensions of a matrix, and the tokens of a gradient
-Matrix = Tensor | Float8  # as a product takes it
+MULTIPLE = 16  # required by tensor cores: of both dimensions of a matrix, and of the tokens of a gradient
+Matrix = Tensor | Float8  # the factor of a product
 
 
 class Layer(NamedTuple):
@@ -32,12 +32,12 @@ class Layer(NamedTuple):
 def product(a: Scaled, b: Scaled, dtype: torch.dtype) -> Tensor:
     """`a @ b.T`, both factors in FP8: `(..., K)` and `(N, K)` to `(..., N)` in bf16 or fp32; K and N multiples of 16.
 
-    On a GPU it is torch's scaled product; with fast accumulation, which keeps fewer digits of the sum, in the forward
-    pass and wherever rows have scales, as in torchao. On a CPU the same values are multiplied in a wider format. An
-    infinity or a NaN is not hidden: all values with the same scale become NaN.
+    On a GPU this is torch's scaled product, with fast accumulation (fewer digits of the sum) in the forward
+    pass and wherever rows have scales, as in torchao. On a CPU the same values are multiplied in fp32. An
+    infinity or a NaN stays visible: all values with the same scale become NaN.
     """
     scales = a.scale[..., None], b.scale[None]  # (M, 1) and (1, N), or one element each
-    # Where rows have scales, only Hopper with cuBLAS 12.9 can give fp32; every device gives bf16.
+    # With rowwise scales, only Hopper with cuBLAS 12.9 can give fp32; every device gives bf16.
     out_dtype = torch.bfloat16 if a.scale.ndim else dtype
     values = a.values.flatten(0, -2)  # (M, K)
     if values.device.type == "cpu":
@@ -45,7 +45,7 @@ def product(a: Scaled, b: Scaled, dtype: torch.dtype) -> Tensor:
     else:
         fast = a.values.dtype == E4M3
         out = scaled_mm(values, b.values.t(), *scales, out_dtype=out_dtype, use_fast_accum=fast)
-    # The view comes last: torch 2.11 loses the gradient of a traced function that ends with a `to` without effect.
+    # The view comes last: torch 2.11 loses the gradient of a traced function that ends with a `to` that has no effect.
     return out.to(dtype).view(*a.values.shape[:-1], -1)
 
 
@@ -55,7 +55,7 @@ def layer(
 ) -> tuple[Tensor, Matrix, Layer]:  # fmt: skip
     """Prepare a weight `(out, in)` for the product of the forward pass and, if gradients are enabled, of `dx`.
 
-    `dtype` is that of the activations; `copy` is the second result of an earlier call, if the weight is the same still.
+    `dtype` is that of the activations; `copy` is the second result of an earlier call with the same weight.
     """
     if copy is None:
         copy = weight.detach()
@@ -64,7 +64,7 @@ def layer(
 
 
 def saved_for_dx(weight: Matrix) -> tuple[Tensor | None, Tensor | None]:
-    """The tensors of a weight that `dx` needs: itself, or its transpose in FP8 and the scale."""
+    """The tensors of a weight that `dx` needs: the weight itself, or its transpose in FP8 and the scale."""
     return (weight, None) if isinstance(weight, Tensor) else weight.transpose or (None, None)
 
 
@@ -89,15 +89,15 @@ def forward(x: Tensor | Scaled, weight: Matrix, dtype: torch.dtype) -> Tensor:
 
 
 def dx(dout: Matrix, saved: Sequence[Any], dtype: torch.dtype) -> Tensor:
-    """The gradient of `x`, in its `dtype`: `(..., out)` and a weight `(out, in)`, as it was saved, to `(..., in)`."""
+    """The gradient of `x`, in its `dtype`: `(..., out)` and a saved weight `(out, in)` to `(..., in)`."""
     return dout @ saved[0] if isinstance(dout, Tensor) else product(dout.matrix, Scaled(*saved), dtype)
 
 
 def dweight(dout: Matrix, x: Tensor | Scaled, of: Layer) -> Tensor | None:
     """The gradient of `weight`, in its precision: `(..., out)` and `(..., in)` to `(out, in)`.
 
-    The product of half-precision factors is written in fp32 as it is summed, without a rounding in between. With a
-    `total` it is added to that as it is written, and nothing is returned; not in FP8.
+    The product of half-precision factors is accumulated and written in fp32, without rounding in between. With a
+    `total`, the product is added to it in place, and None is returned; not in FP8.
     """
     if isinstance(x, Scaled):
         return product(dout.transpose, x, of.dtype)
@@ -106,13 +106,13 @@ def dweight(dout: Matrix, x: Tensor | Scaled, of: Layer) -> Tensor | None:
         return add_product(of.total, dout, x)
     if of.dtype == x.dtype:
         return dout.t() @ x
-    if x.device.type == "cpu":  # which has no such product
+    if x.device.type == "cpu":  # a CPU has no such product
         return dout.t().to(of.dtype) @ x.to(of.dtype)
     return torch.mm(dout.t(), x, out_dtype=of.dtype)
 
 
 def add_product(total: Tensor, dout: Tensor, x: Tensor) -> None:
-    """`total += dout.T @ x` in the precision of `total`, by the product itself: `(N, out)` and `(N, in)`."""
+    """`total += dout.T @ x` in the precision of `total`, in one product: `(N, out)` and `(N, in)`."""
     if x.dtype == total.dtype:
         total.addmm_(dout.t(), x)
     elif x.device.type == "cpu":
@@ -125,7 +125,7 @@ def add_product(total: Tensor, dout: Tensor, x: Tensor) -> None:
 
 @functools.cache
 def _adds_in_place(dtype: torch.dtype, device: torch.device) -> bool:
-    """Whether this torch's matrix product adds half-precision factors to an fp32 sum; some versions refuse."""
+    """Whether torch's matrix product can add half-precision factors to an fp32 sum; some versions cannot."""
     total, ones = torch.ones(16, 16, device=device), torch.ones(16, 16, dtype=dtype, device=device)
     try:
         torch.addmm(total, ones, ones, out_dtype=torch.float32, out=total)
@@ -156,9 +156,9 @@ class _Linear(torch.autograd.Function):
 def linear(
     x: Tensor, weight: Tensor, scaling: Scaling | None = None, copy: Matrix | None = None, total: Tensor | None = None
 ) -> Tensor:  # fmt: skip
-    """`x @ weight.T`: `(..., in)` and `(out, in)`, whose gradient has its precision, to `(..., out)`.
+    """`x @ weight.T`: `(..., in)` and `(out, in)`, with a gradient in its own precision, to `(..., out)`.
 
-    Without a `scaling` there is no FP8; `copy` is as for `layer`. `total` is the weight's `.grad`, if the
-    backward pass is to add the gradient to it by itself: autograd then has none, which saves one pass over memory.
+    Without `scaling` there is no FP8; `copy` is as in `layer`. `total` is the weight's `.grad`, if the
+    backward pass is to add the gradient to it itself: autograd then gets none, which saves a pass over memory.
     """
     return _Linear.apply(x, *layer(weight, x.dtype, scaling, copy, total))

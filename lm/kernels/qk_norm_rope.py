@@ -1,4 +1,4 @@
-"""Queries, keys and values from the packed projection: split, normalised (optionally) and rotated in one pass."""
+"""Split the packed projection into queries, keys and values, normalise (optionally) and rotate them, in one pass."""
 
 from typing import Any
 
@@ -135,7 +135,7 @@ def _cuda_backward(
 
 
 def _rows(gradient: Tensor) -> Tensor:
-    """The gradient itself if each head is contiguous and aligned for vector loads, else a contiguous copy."""
+    """Return the gradient if each head is contiguous and aligned for vector loads, otherwise a contiguous copy."""
     count = 16 // gradient.element_size()
     aligned = gradient.stride(-1) == 1 and all(stride % count == 0 for stride in gradient.stride()[:-1])
     return gradient if aligned else gradient.contiguous()
@@ -172,7 +172,7 @@ class _QkNormRope(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, dq: Tensor, dk: Tensor, dv: Tensor) -> tuple:
-        saved = ctx.saved_tensors  # once: activation checkpointing drops them after the first access
+        saved = ctx.saved_tensors  # accessed once: activation checkpointing drops them after the first access
         dqkv, dweights = BACKWARD(dq, dk, dv, *saved, ctx.eps)
         norms = (None, None) if saved[1] is None else dweights.unbind(0)
         return dqkv, *norms, *(None,) * 6
@@ -184,9 +184,9 @@ def qk_norm_rope(
 ) -> Heads:  # fmt: skip
     """RMSNorm over each query and key head, then the rotary embedding (Su et al., 2021, arXiv:2104.09864).
 
-    Normalising queries and keys is due to Henry et al. (2020, arXiv:2010.04245, with another norm). The layout is the
-    half-split one of Hugging Face's weights: pairs `(i, i + D / 2)` turn together. All of it is fp32, with one rounding
-    at the end.
+    Henry et al. (2020, arXiv:2010.04245) proposed to normalise queries and keys, with another norm. The layout is the
+    half-split one of Hugging Face: pairs `(i, i + D / 2)` rotate together. All is computed in fp32 and rounded
+    once at the end.
 
     Args:
         qkv: the projection, `(B, T, (H + 2 KV) * D)`: queries, keys, values; in bf16, fp16 or fp32.

@@ -1,6 +1,6 @@
-"""RMSNorm with the residual addition before it, alone or joined with the linear layer after it.
+"""RMSNorm with the residual addition before it, alone or fused with the linear layer after it.
 
-Joined, the normalised activations are not saved for the backward pass, which recomputes them while it reads the stream
+When fused, the normalised activations are not saved; the backward pass recomputes them while it reads the stream
 anyway. `swiglu` does the same for the MLP's second linear layer.
 """
 
@@ -16,7 +16,7 @@ from lm.kernels.linear import Layer, Matrix
 from lm.kernels.runtime import define
 
 BLOCKS_PER_MULTIPROCESSOR = 8  # of the backward pass: enough to hide latency, few enough for short partial sums
-LANE_ELEMENTS = 16  # of a row that a lane keeps in registers; half in the backward pass, with three values of each
+LANE_ELEMENTS = 16  # of a row, in registers of a lane; half in the backward pass, which has three values of each
 Forward = tuple[Tensor, Tensor, Tensor, Tensor]  # stream, y, 1 / rms, scale; see `FORWARD`
 
 
@@ -53,7 +53,7 @@ def constants(
 ) -> dict[str, Any]:  # fmt: skip
     """Preprocessor constants of the kernels for rows of this width, loaded in vectors of `vec` elements.
 
-    With `float8` the forward pass returns e4m3, with a scale for each row.
+    With `float8` the forward pass returns e4m3, with a scale per row.
     """
     forward, backward = (runtime.warps(width // vec, max(1, held // vec))
                          for held in (LANE_ELEMENTS, LANE_ELEMENTS // 2))  # fmt: skip
@@ -64,7 +64,7 @@ def constants(
 def _program(
     width: int, float8: bool, x: Tensor, weight: Tensor, *tensors: Tensor | None
 ) -> tuple[runtime.Program, int, int]:
-    """The kernels for rows of this width, and the threads of a forward and of a backward block."""
+    """The kernels for rows of this width, and the numbers of threads of a forward and a backward block."""
     chosen = constants(x.dtype, weight.dtype, width, runtime.vector(width, x, weight, *tensors), float8)
     run = runtime.program("rms_norm", x.device, **chosen)
     return run, chosen["FORWARD_WARPS"] * 32, chosen["BACKWARD_WARPS"] * 32
@@ -129,8 +129,8 @@ def _cuda_backward(
     return dx, y, dweight
 
 
-# An op returns new tensors only: without a residual, where the stream is `x`, an empty one stands in its place.
-# With `rowwise` scaling `y` is e4m3 with a scale for each row, as `fp8` makes it; with `tensorwise` it is not there.
+# An op returns only new tensors: without a residual the stream is `x`, and an empty tensor is returned for it.
+# With `rowwise` scaling, `y` is e4m3 with a scale per row, as in `fp8`; with `tensorwise`, `y` is empty.
 FORWARD = define(
     "rms_norm(Tensor x, Tensor? residual, Tensor weight, float eps, str? scaling=None)"
     " -> (Tensor, Tensor, Tensor, Tensor)",
@@ -163,7 +163,7 @@ class _Norm(torch.autograd.Function):
         ctx.adds = residual is not None
         ctx.save_for_backward(stream if ctx.adds else x, weight, rstd)
         ctx.set_materialize_grads(False)
-        return stream if ctx.adds else None, y  # without a residual `x` is the stream
+        return stream if ctx.adds else None, y  # without a residual, `x` is the stream
 
     @staticmethod
     def backward(ctx: Any, dstream: Tensor | None, dy: Tensor) -> tuple[Tensor | None, ...]:
@@ -174,8 +174,8 @@ class _Norm(torch.autograd.Function):
 def rms_norm(x: Tensor, residual: Tensor | None, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
     """`stream = x + residual` and `y = stream / rms(stream) * weight` (Zhang and Sennrich, 2019, arXiv:1910.07467).
 
-    `x`, the output of a branch, is `(..., C)` in bf16, fp16 or fp32, and so are the residual stream, which is `x` where
-    there is none, and both results; `weight` is `(C)` in any of these precisions. The statistics are fp32, of the
+    `x`, the output of a branch, is `(..., C)` in bf16, fp16 or fp32, like the residual stream (without one, the stream
+    is `x`) and both results; `weight` is `(C)` in any of these precisions. The statistics are computed in fp32 from the
     stream as it is stored.
     """
     refuse_mismatch(x, residual, weight)
@@ -184,7 +184,7 @@ def rms_norm(x: Tensor, residual: Tensor | None, weight: Tensor, eps: float) -> 
 
 
 def refuse_mismatch(x: Tensor, residual: Tensor | None, weight: Tensor) -> None:
-    """TypeError: shapes or precisions do not fit, for which a kernel does not look."""
+    """Raise TypeError if shapes or dtypes do not match, which kernels do not check."""
     if residual is not None and (residual.dtype, residual.shape) != (x.dtype, x.shape):
         raise TypeError(f"x is {tuple(x.shape)} in {x.dtype}, and residual {tuple(residual.shape)} in {residual.dtype}")
     if weight.shape != x.shape[-1:]:
@@ -197,11 +197,11 @@ def refuse_mismatch(x: Tensor, residual: Tensor | None, weight: Tensor) -> None:
 def normed_product(
     x: Tensor, residual: Tensor | None, norm_weight: Tensor, eps: float, matrix: Matrix, of: Layer
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """The stream, or an empty tensor without a residual; `y @ weight.T`; and what the norm's `BACKWARD` takes."""
+    """The stream, or an empty tensor without a residual; `y @ weight.T`; and `1 / rms` for `BACKWARD`."""
     stream, y, rstd, scale = FORWARD(x, residual, norm_weight, eps, of.scaling)
     if of.scaling == "rowwise":
         y = Scaled(y, scale)
-    elif of.scaling == "tensorwise":  # whose scale is known when all of `y` was computed once
+    elif of.scaling == "tensorwise":  # the scale needs all of `y` first
         y = quantize(x if residual is None else stream, of.scaling, "NORMED", norm_weight, rstd).matrix
     return stream, linear.forward(y, matrix, x.dtype), rstd
 
@@ -210,7 +210,7 @@ def normed_product_backward(
     dout: Matrix, dstream: Tensor | None, stream: Tensor, norm_weight: Tensor, rstd: Tensor,
     weight: Sequence[Tensor | None], of: Layer, wanted: bool,
 ) -> tuple[Tensor, Tensor, Tensor | None]:  # fmt: skip
-    """The gradients of the stream, of the norm's weight and, if `wanted`, of the matrix, whose `weight` was saved."""
+    """The gradients of the stream, of the norm's weight and, if `wanted`, of the matrix; `weight` is what was saved."""
     dy = linear.dx(dout, weight, stream.dtype)  # (..., C)
     dx, y, dnorm = BACKWARD(dy, dstream, stream, norm_weight, rstd, wanted and of.scaling is None)
     if not wanted:
@@ -245,9 +245,9 @@ class _NormLinear(torch.autograd.Function):
 def norm_linear(
     x: Tensor, residual: Tensor | None, norm_weight: Tensor, eps: float, weight: Tensor, *options: Any
 ) -> tuple[Tensor, Tensor]:
-    """`rms_norm`, then `linear`, whose arguments the last ones are; the backward pass recomputes the normalised rows.
+    """`rms_norm`, then `linear` with `options`; the backward pass recomputes the normalised rows.
 
-    With a weight `(out, C)` it gives `(stream, y @ weight.T)`: `(..., C)` and `(..., out)`.
+    With a weight `(out, C)` it returns `(stream, y @ weight.T)`: `(..., C)` and `(..., out)`.
     """
     refuse_mismatch(x, residual, norm_weight)
     stream, out = _NormLinear.apply(x, residual, norm_weight, eps, *linear.layer(weight, x.dtype, *options))

@@ -1,7 +1,7 @@
 """Compiles CUDA sources with NVRTC, caches them on disk, launches kernels on torch's stream and registers ops.
 
-NVRTC comes with torch and needs no nvcc, no headers and no GPU. A compiled file holds one source for one architecture
-and one set of constants. Processes may share the cache: a file appears in it whole, by a rename.
+NVRTC comes with torch and needs no nvcc, headers or GPU. A compiled file holds one source for one architecture
+and one set of constants. Processes may share the cache: a file appears in it complete, by a rename.
 """
 
 import ctypes
@@ -21,7 +21,7 @@ from lm.errors import RunError
 SOURCES = Path(__file__).parent / "csrc"
 PRELUDE = "prelude.cuh"
 FLAGS = ("--std=c++17", "--ptxas-options=--verbose")
-TYPES = {torch.float32: "float", torch.bfloat16: "bf16", torch.float16: "fp16"}  # as the sources call them
+TYPES = {torch.float32: "float", torch.bfloat16: "bf16", torch.float16: "fp16"}  # names in the sources
 LIBRARY = torch.library.Library("lm", "DEF")
 TAGS = (torch.Tag.pt2_compliant_tag, torch.Tag.needs_exact_strides)
 
@@ -57,7 +57,7 @@ def cubin(name: str, arch: str, **defines: object) -> bytes:
 
 
 def compile_source(name: str, arch: str, **defines: object) -> tuple[bytes, str]:
-    """As `cubin`, compiled now: the machine code, and the log, which has each kernel's registers and spilled bytes."""
+    """`cubin` without the cache: the machine code, and a log with each kernel's registers and spilled bytes."""
     from cuda.bindings import nvrtc
 
     def checked(result: tuple) -> Any:
@@ -65,7 +65,7 @@ def compile_source(name: str, arch: str, **defines: object) -> tuple[bytes, str]
             raise RunError(f"NVRTC failed on {name}.cu for {arch}: {result[0].name}")
         return result[1] if len(result) > 1 else None
 
-    # Constants are text in front of the source and not options: NVRTC's own built-in header uses names like T.
+    # Constants are put in front of the source, not passed as options: NVRTC's own header uses names like T.
     constants = "".join(f"#define {key} {value}\n" for key, value in defines.items()) + "#line 1\n"
     source = constants.encode() + (SOURCES / f"{name}.cu").read_bytes()
     prelude = (SOURCES / PRELUDE).read_bytes()
@@ -86,7 +86,7 @@ def compile_source(name: str, arch: str, **defines: object) -> tuple[bytes, str]
 
 
 def cache_folder() -> Path:
-    """Where compiled kernels are kept: `LM_KERNEL_CACHE`, else the user's cache folder."""
+    """Folder of compiled kernels: `LM_KERNEL_CACHE`, or the user's cache folder."""
     cache = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
     return Path(os.environ.get("LM_KERNEL_CACHE") or Path(cache) / "lm" / "kernels")
 
@@ -102,10 +102,10 @@ def _cache_key(name: str, arch: str, defines: dict[str, object]) -> str:
 
 
 def write_cached(path: Path, content: bytes) -> None:
-    """Write a file of the cache by a rename; a cache that cannot be written is not used."""
+    """Write a file of the cache by a rename; does nothing if the cache cannot be written."""
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        temporary = path.with_suffix(f".{os.getpid()}-{threading.get_ident()}")  # others may read it: no tempfile
+        temporary = path.with_suffix(f".{os.getpid()}-{threading.get_ident()}")  # no tempfile: others may read it
         temporary.write_bytes(content)
         os.replace(temporary, path)
     except OSError:
@@ -129,13 +129,13 @@ class Program:
             self._module = self._checked("cuModuleLoadData", driver.cuModuleLoadData(code))
 
     def __call__(self, name: str, blocks: int, threads: int, *arguments: Tensor | int | float | None) -> None:
-        """Launch a kernel on torch's current stream, in a grid of so many blocks, perhaps none, of so many threads.
+        """Launch a kernel on torch's current stream, with `blocks` blocks (0: no launch) of `threads` threads.
 
-        Of the arguments a tensor or None is a pointer in the kernel, an int `i64`, a float `float`.
+        In the kernel a tensor or None is a pointer, an int `i64`, and a float `float`.
         """
         if not blocks:
             return
-        if torch.cuda.current_device() != self._device:  # its context must be the one of this thread
+        if torch.cuda.current_device() != self._device:  # its context must be current in this thread
             with torch.cuda.device(self._device):
                 return self(name, blocks, threads, *arguments)
         if name not in self._functions:
@@ -150,13 +150,13 @@ class Program:
         stream = torch.cuda.current_stream(self._device).cuda_stream
         launch = self._driver.cuLaunchKernel
         (result,) = launch(function, blocks, 1, 1, threads, 1, 1, 0, stream, (values, kinds), 0)
-        if result == self._driver.CUresult.CUDA_ERROR_INVALID_CONTEXT:  # a thread that torch has not used a GPU in yet
+        if result == self._driver.CUresult.CUDA_ERROR_INVALID_CONTEXT:  # torch has not used a GPU in this thread yet
             self._enter_context()
             (result,) = launch(function, blocks, 1, 1, threads, 1, 1, 0, stream, (values, kinds), 0)
         self._checked(f"starting {name}", (result,))
 
     def _enter_context(self) -> None:
-        """Make the device's context, which is torch's too, the one of this thread."""
+        """Make the device's primary context, which torch uses too, current in this thread."""
         driver = self._driver
         device = self._checked("cuDeviceGet", driver.cuDeviceGet(self._device))
         context = self._checked("cuDevicePrimaryCtxRetain", driver.cuDevicePrimaryCtxRetain(device))
@@ -169,7 +169,7 @@ class Program:
 
 
 def program(name: str, device: torch.device, **defines: object) -> Program:
-    """The kernels of a source for these constants, as `cubin` takes them, compiled and loaded at the first call."""
+    """The kernels of a source for these constants (see `cubin`), compiled and loaded at the first call."""
     index = device.index if device.index is not None else torch.cuda.current_device()
     return _program(name, index, tuple(defines.items()))
 
@@ -182,14 +182,14 @@ def _program(name: str, device: int, defines: tuple[tuple[str, object], ...]) ->
 
 @functools.cache
 def multiprocessors(device: torch.device) -> int:
-    """How many multiprocessors a device has; a grid of a few blocks for each keeps it busy."""
+    """Number of multiprocessors of a device; a few blocks for each keep it busy."""
     return torch.cuda.get_device_properties(device).multi_processor_count
 
 
 def vector(width: int, *tensors: Tensor | None) -> int:
-    """How many elements a kernel may load at once: 16 bytes of them, or 1 where rows are not aligned to 16 bytes.
+    """Number of elements that a kernel may load at once: 16 bytes, or 1 element if rows are not aligned to 16 bytes.
 
-    The tensors are those whose rows, of `width` elements, are loaded in vectors; the narrowest dtype counts.
+    `tensors` have rows of `width` elements that are loaded in vectors; the smallest dtype counts.
     """
     given = [tensor for tensor in tensors if tensor is not None]
     count = 16 // min(tensor.element_size() for tensor in given)
@@ -198,7 +198,7 @@ def vector(width: int, *tensors: Tensor | None) -> int:
 
 
 def warps(pieces: int, held: int) -> int:
-    """How many warps work on a row of `pieces` vectors, so that a lane holds about `held` of them."""
+    """Number of warps for a row of `pieces` vectors, so that a lane holds about `held` of them."""
     count = 1
     while count < 32 and pieces > count * 32 * held:
         count *= 2
@@ -209,9 +209,9 @@ def warps(pieces: int, held: int) -> int:
 
 
 def define(schema: str, *, cpu: Callable, cuda: Callable, fake: Callable) -> Callable:
-    """Register an op that changes none of its inputs and returns new tensors only.
+    """Register an op that does not change its inputs and returns only new tensors.
 
-    `cpu` is plain PyTorch, `cuda` by our kernels; `fake` makes empty tensors of the result's shapes, dtypes and
+    `cpu` is plain PyTorch, `cuda` uses our kernels; `fake` makes empty tensors of the result's shapes, dtypes and
     strides, for tracing.
     """
     name = schema.split("(")[0]

@@ -1,6 +1,6 @@
-"""SwiGLU on the packed gate and up projection, joined with the norm and the linear layers around it: an MLP.
+"""SwiGLU on the packed gate and up projection, fused with the norm and the linear layers around it: an MLP.
 
-The activation is not saved for the backward pass, which recomputes it while it reads gate and up anyway. In FP8 its
+The activation is not saved; the backward pass recomputes it while it reads gate and up anyway. In FP8 its
 gradients are quantised as they are computed, which is why one function has both linear layers.
 """
 
@@ -42,7 +42,7 @@ def constants(dtype: torch.dtype, width: int, vec: int) -> dict[str, Any]:
 
 
 def _run(name: str, *tensors: Tensor) -> None:
-    """Launch a kernel on these tensors, the last of which is z."""
+    """Launch a kernel on these tensors; the last is z, the result of SwiGLU."""
     width, vec = tensors[-1].shape[-1], runtime.vector(tensors[-1].shape[-1], *tensors)
     pieces = tensors[-1].numel() // vec
     run = runtime.program("swiglu", tensors[0].device, **constants(tensors[0].dtype, width, vec))
@@ -82,7 +82,7 @@ BACKWARD = define(
     cuda=_cuda_backward,
     fake=lambda dz, gate_up: (gate_up.new_empty(gate_up.shape), _half(gate_up)),
 )
-BACKWARD_FP8 = define(  # what `fp8` makes of these results: the gradient and its transpose, and the transpose of z
+BACKWARD_FP8 = define(  # results in FP8: the gradient, its transpose, and the transpose of z
     "swiglu_backward_fp8(Tensor dz, Tensor gate_up, bool rowwise) -> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)",
     cpu=_cpu_backward_fp8,
     cuda=_cuda_backward_fp8,

@@ -1,6 +1,6 @@
-"""Private names of torch, as torch 2.13 has them: each with the reason why no public one is used.
+"""Private names of torch (as in torch 2.13), each with the reason why no public name is used.
 
-`training/lightning_patches` has those that only a training needs. A test lets them stand nowhere else.
+`training/lightning_patches` has those that only training needs. A test checks that there are none elsewhere.
 """
 # pyright: reportPrivateImportUsage=false
 
@@ -20,18 +20,18 @@ foreach_mul_ = torch._foreach_mul_
 foreach_norm = torch._foreach_norm
 foreach_sub_ = torch._foreach_sub_
 
-scaled_mm = torch._scaled_mm  # its public name, torch.nn.functional.scaled_mm, is one that torch 2.11 cannot compile
+scaled_mm = torch._scaled_mm  # torch 2.11 cannot compile the public torch.nn.functional.scaled_mm
 
 
 def has_gradient_hooks(weight: nn.Parameter) -> bool:
-    """Whether a hook waits for the gradient of a weight, so that autograd must compute it; torch has no public test."""
+    """Whether a weight has hooks on its gradient, so that autograd must compute it; torch has no public test."""
     return bool(weight._backward_hooks or weight._post_accumulate_grad_hooks)
 
 
 class KeepsPrecision:
-    """A base of modules, named first, that `to(torch.bfloat16)` leaves in their precision; they still change device.
+    """A base class, to be named first, whose tensors keep their dtype in `to(torch.bfloat16)` but change device.
 
-    `_apply` is what `to`, `half` and the like of a module and of those around it call.
+    A module calls `_apply` in `to`, `half` and the like, also for its submodules.
     """
 
     def _apply(self, fn: Callable[[Tensor], Tensor], *args: Any, **kwargs: Any) -> nn.Module:
@@ -42,24 +42,24 @@ class KeepsPrecision:
 
 
 def set_compile_options(recompile_limit: int) -> None:
-    """Let one function be compiled at least so often, trace backward passes as eager mode runs them, and keep a block
+    """Raise the recompile limit to `recompile_limit` or more, trace backward passes without autocast, and keep a block
     in one graph under DDP.
 
     `torch.compile` has no argument for these.
     """
     torch._dynamo.config.recompile_limit = max(recompile_limit, torch._dynamo.config.recompile_limit)
-    # A traced backward pass would run under autocast, and that of eager mode does not. Off, both compute the same.
+    # A traced backward pass would run under autocast, unlike in eager mode. Turned off, both compute the same.
     torch._functorch.config.backward_pass_autocast = "off"
-    # dynamo would cut a graph where a bucket of DDP is full, so that gradients are sent during the backward pass.
-    # Between blocks, which are graphs of their own, they are anyway.
+    # dynamo would split a graph where a DDP bucket is full, so that gradients are sent during the backward pass.
+    # Blocks are separate graphs, so gradients are sent between blocks anyway.
     torch._dynamo.config.optimize_ddp = False
 
 
 def triton_free(graph: GraphModule, inputs: list[Tensor], **options: Any) -> Callable:
     """A backend for `torch.compile` that generates no code.
 
-    It traces forward and backward pass together, chooses what is saved between them, and runs the graphs as they are,
-    with torch's own kernels and ours. It needs neither Triton nor a C++ compiler, and results equal those of eager mode
+    It traces forward and backward pass together, chooses what is saved between them, and runs the graphs unchanged,
+    with torch's kernels and ours. It needs neither Triton nor a C++ compiler, and results equal those of eager mode
     to the bit. Public backends either generate code or trace no backward pass.
     """
     from torch._dynamo.backends.common import aot_autograd  # a second to import, and most commands compile nothing
@@ -77,11 +77,11 @@ def triton_free(graph: GraphModule, inputs: list[Tensor], **options: Any) -> Cal
 
 
 def compiled_graphs() -> tuple[int, str]:
-    """How many graphs torch.compile has made in this process, and torch's reason for making the newest.
+    """Number of graphs that torch.compile has made in this process, and torch's reason for the newest.
 
-    torch only logs both, and for people.
+    torch only logs these, as text.
     """
-    dynamo = sys.modules.get("torch._dynamo.utils")  # there only where something is compiled
+    dynamo = sys.modules.get("torch._dynamo.utils")  # only imported if something is compiled
     if dynamo is None:
         return 0, ""
     reasons = [str(reason) for failures in dynamo.guard_failures.values() for reason in failures[-1:]]

@@ -1,8 +1,8 @@
-"""Attention masks, and the kernel for each, all from libraries: this project has no attention kernel of its own.
+"""Attention masks, and the choice of an attention kernel; all kernels are from libraries.
 
 Plain causal attention is `scaled_dot_product_attention`. Windows and documents are flash attention over sequences of
-unequal length (`varlen_attn`) where that runs: CUDA from Ampere on, half precision, heads of at most 256.
-Everywhere else they are a dense mask, which is also the reference for the other two.
+unequal length (`varlen_attn`) if supported: CUDA from Ampere on, half precision, heads of at most 256.
+Otherwise they are a dense mask, which is also the reference for the other two.
 """
 
 import inspect
@@ -19,21 +19,21 @@ from torch.nn.attention.varlen import varlen_attn
 
 HALF = (torch.bfloat16, torch.float16)
 FLASH_FROM = (8, 0)  # compute capability
-FLASH_WIDTH = 8  # widths of a head are multiples of it
-GROUPS_IN_VARLEN = "enable_gqa" in inspect.signature(varlen_attn).parameters  # torch 2.11 needs no flag
+FLASH_WIDTH = 8  # head widths must be multiples of it
+GROUPS_IN_VARLEN = "enable_gqa" in inspect.signature(varlen_attn).parameters  # torch 2.11 infers groups without it
 _order_is_set = False  # whether `kernel_order` is entered
 
 
 class Documents(NamedTuple):
-    """The documents of a batch: which token belongs to which, and where in it."""
+    """The documents of a batch: the document of each token, and the token's position in it."""
 
     ids: Tensor  # (B, T), not decreasing along a row
     positions: Tensor  # (B, T) int32, from the beginning of each document
-    limit: int | None = None  # upper bound on their number in the batch; None: not known on the host
+    limit: int | None = None  # upper bound on the number of documents in the batch; None: not known on the host
 
 
 class Past(NamedTuple):
-    """A layer's cached keys and values, and the slots of the new tokens in them (`inference/generation.Cache`)."""
+    """A layer's cached keys and values, and the slots of the new tokens (`inference/generation.Cache`)."""
 
     keys: Tensor  # (B, slots, KV, D)
     values: Tensor  # alike
@@ -41,10 +41,10 @@ class Past(NamedTuple):
 
 
 class AttentionMask(NamedTuple):
-    """Which tokens each token of a layer attends to: itself and those before it, within a window and a document."""
+    """Which tokens each token of a layer attends to: itself and earlier ones, within a window and a document."""
 
     window: int | None  # tokens, the token itself included; None: no limit
-    # (sequences + 1) int32, as `cu_seqlens`: start of each among all tokens, then the number of tokens, maybe repeated
+    # (sequences + 1) int32, as `cu_seqlens`: start of each sequence, then the number of tokens, possibly repeated
     offsets: Tensor | None
     dense: Tensor | None  # (B or 1, 1, T, T), true where the row's token attends to the column's; with a past S columns
     past: Past | None = None  # while generating: the first S slots of the cache are attended to
@@ -79,7 +79,7 @@ def _one_token(q: Tensor, k: Tensor, v: Tensor, mask: AttentionMask) -> Tensor:
 
 
 def _scaled_dot_product_attention(q: Tensor, k: Tensor, v: Tensor, mask: AttentionMask, **options: Any) -> Tensor:
-    """torch's function, inside `chosen_kernels`, which is entered here if the caller has not done so."""
+    """torch's function, inside `chosen_kernels`; enters it if the caller has not."""
     outside = q.device.type != "cuda" or torch.compiler.is_compiling() or _order_is_set
     with nullcontext() if outside else chosen_kernels(q.device, [mask]):
         return F.scaled_dot_product_attention(q, k, v, attn_mask=mask.dense, **options)
@@ -96,9 +96,9 @@ def _with_past(k: Tensor, v: Tensor, past: Past, mask: AttentionMask) -> tuple[T
 def _varlen(q: Tensor, k: Tensor, v: Tensor, mask: AttentionMask) -> Tensor:
     length, heads, kv_heads, width = q.shape[1], q.shape[2], k.shape[2], q.shape[3]
     groups = {"enable_gqa": heads != kv_heads} if GROUPS_IN_VARLEN else {}
-    if width % FLASH_WIDTH:  # zeros change no product of queries and keys, and add columns of zeros to the result
+    if width % FLASH_WIDTH:  # zero padding does not change the products, and adds zero columns to the result
         q, k, v = (F.pad(t, (0, -width % FLASH_WIDTH)) for t in (q, k, v))
-    left = -1 if mask.window is None else mask.window - 1  # flash counts the tokens before, not the token itself
+    left = -1 if mask.window is None else mask.window - 1  # flash counts the tokens before, without the token itself
     q, k, v = (t.flatten(0, 1) for t in (q, k, v))
     out: Any = varlen_attn(
         q, k, v, mask.offsets, mask.offsets, length, length, scale=width**-0.5, window_size=(left, 0), **groups
@@ -107,7 +107,7 @@ def _varlen(q: Tensor, k: Tensor, v: Tensor, mask: AttentionMask) -> Tensor:
 
 
 def documents_from(document_ids: Tensor, limit: int | None = None) -> Documents:
-    """Positions that restart with every document, by ids `(B, T)`; `limit` as in `Documents`."""
+    """Compute positions that restart with every document, from ids `(B, T)`; `limit` as in `Documents`."""
     index = torch.arange(document_ids.shape[1], device=document_ids.device).expand_as(document_ids)  # (B, T)
     positions = index - torch.where(_begins(document_ids), index, 0).cummax(1).values
     return Documents(document_ids, positions.int(), limit)
@@ -122,7 +122,7 @@ def kernel_for(
     device_type: str, capability: tuple[int, int], dtype: torch.dtype, window: int | None, documents: bool,
     head_dim: int,
 ) -> Literal["causal", "varlen", "masked"]:  # fmt: skip
-    """The kernel on a device for layers with this window; `documents`: rows are divided into documents."""
+    """The kernel on a device for layers with this window; `documents`: whether rows are divided into documents."""
     if window is None and not documents:
         return "causal"
     flash = device_type == "cuda" and capability >= FLASH_FROM and dtype in HALF and head_dim <= 256
@@ -134,9 +134,9 @@ def _capability(device: torch.device) -> tuple[int, int]:
 
 
 def attention_mask(x: Tensor, window: int | None, documents: Documents | None, head_dim: int) -> AttentionMask:
-    """The mask of the layers with this window, for hidden states like `x` `(B, T, C)`; None: each row is a document.
+    """The mask of the layers with this window, for hidden states like `x` `(B, T, C)`; no documents: each row is one.
 
-    If the documents become sequences of `varlen_attn` and their limit is not known, this waits for the device.
+    With `varlen_attn`, documents and no known limit, this synchronizes with the device.
     """
     batch, length = x.shape[:2]
     if window is not None and window >= length:
@@ -154,13 +154,13 @@ def attention_mask(x: Tensor, window: int | None, documents: Documents | None, h
 
 
 def _offsets(documents: Documents) -> Tensor:
-    """Where each document begins among all tokens, then their number, repeated up to the limit: empty sequences."""
+    """Start of each document among all tokens, then the number of tokens, repeated up to the limit: empty sequences."""
     begins = _begins(documents.ids).flatten()  # (B * T,)
     tokens, limit = begins.numel(), documents.limit
     if limit is None:
         limit = int(begins.sum())
     offsets = begins.new_full((limit + 1,), tokens, dtype=torch.int32)
-    # Every token writes its index: the first of a document to the document's place, any other to the last place.
+    # Every token writes its index: the first token of a document at the document's place, any other at the last place.
     place = torch.where(begins, begins.cumsum(0) - 1, limit)
     offsets.scatter_(0, place, torch.arange(tokens, dtype=torch.int32, device=begins.device))
     offsets[-1:].fill_(tokens)
@@ -179,7 +179,7 @@ def dense_mask(length: int, window: int | None, documents: Documents | None, dev
 
 
 def backends(capability: tuple[int, int], masked: bool) -> list[SDPBackend]:
-    """The kernels behind `scaled_dot_product_attention` on a GPU, best first; the first that accepts the inputs runs.
+    """The kernels of `scaled_dot_product_attention` on a GPU, best first; the first that accepts the inputs runs.
 
     cuDNN's is the fastest on Hopper. It is left out on Blackwell, where it corrupts results with fewer than 8 key
     heads (pytorch issue 193893), and with masks, for which its backward pass may give NaN (pytorch issue 196678).
@@ -191,7 +191,7 @@ def backends(capability: tuple[int, int], masked: bool) -> list[SDPBackend]:
 
 @contextmanager
 def kernel_order(order: list[SDPBackend]) -> Iterator[None]:
-    """Inside the `with`, `scaled_dot_product_attention` tries these kernels alone, in this order."""
+    """Inside the `with`, `scaled_dot_product_attention` tries only these kernels, in this order."""
     global _order_is_set
     before, _order_is_set = _order_is_set, True
     try:
@@ -205,10 +205,10 @@ def kernel_order(order: list[SDPBackend]) -> Iterator[None]:
 def chosen_kernels(
     device: torch.device, masks: Iterable[AttentionMask], first: SDPBackend | None = None
 ) -> Iterator[None]:
-    """Inside the `with`, `scaled_dot_product_attention` uses the best kernel for a device that gives right results.
+    """Inside the `with`, `scaled_dot_product_attention` uses the best kernel for a device that gives correct results.
 
-    An order that is set already stays, unless `first` asks for another. Where there is no dense mask, `first` is
-    preferred to the one that is usually best.
+    An order that is already set stays, unless `first` is given. Without a dense mask, `first` is
+    preferred to the usual best kernel.
     """
     if device.type != "cuda" or (_order_is_set and first is None):
         yield
@@ -222,7 +222,7 @@ def chosen_kernels(
 
 
 def enter_kernels(decoder: nn.Module, first: SDPBackend | None = None) -> None:
-    """Enter `chosen_kernels` around all blocks of a decoder, compiled ones too, once a forward pass."""
+    """Enter `chosen_kernels` around all blocks of a decoder, also compiled ones, once per forward pass."""
     decoder.run_blocks = partial(_run_by_kernels, decoder.run_blocks, first)
 
 
@@ -237,14 +237,14 @@ def describe_attention(
     device: torch.device, dtype: torch.dtype, windows: Iterable[int | None], documents: bool, head_dim: int,
     first: SDPBackend | None = None,
 ) -> str:  # fmt: skip
-    """The kernels that will run, in words for the log; `first` as for `chosen_kernels`."""
+    """Describe the kernels that will run, for the log; `first` is as in `chosen_kernels`."""
     capability = _capability(device)
     kernels = {kernel_for(device.type, capability, dtype, window, documents, head_dim) for window in windows}
     names = []
     if "causal" in kernels and device.type == "cuda":
         wide = (SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH)  # the only ones for fp32
         best = [b for b in backends(capability, "masked" in kernels) if dtype in HALF or b in wide]
-        best.sort(key=lambda backend: backend != first)  # a stable sort: the others stay as they are
+        best.sort(key=lambda backend: backend != first)  # a stable sort: the others stay in order
         names.append(", then ".join(b.name.removesuffix("_ATTENTION").lower() for b in best[:2]))
     elif "causal" in kernels:
         names.append("scaled_dot_product_attention")

@@ -1,6 +1,6 @@
-"""What a decoder costs in parameters, FLOPs and memory, from its config alone: nothing is built, no torch is imported.
+"""Parameters, FLOPs and memory of a decoder, computed from its config: nothing is built, and torch is not imported.
 
-`lm plan` and the throughput callback read it; every formula names its source.
+`lm plan` and the throughput callback use them; every formula names its source.
 """
 
 import math
@@ -11,13 +11,13 @@ from lm.errors import RequestError
 from lm.model.config import DecoderConfig
 from lm.system.hardware import Device
 
-ASSUMED_MFU = 0.4  # what published trainings of this size reach on one GPU: nanochat 41 to 50 %, OLMo-core 52 to 57 %
+ASSUMED_MFU = 0.4  # reached by published trainings of this size on one GPU: nanochat 41 to 50 %, OLMo-core 52 to 57 %
 CHUNK_BYTES = 256 * 2**20  # of logits, as in `kernels/cross_entropy`
 FLASH_TILE = 128  # rows of a tile in the backward pass of flash attention
 
 
 def parameters(config: DecoderConfig) -> dict[str, int]:
-    """Parameters by part, their sum `total`, and `non_embedding`, those of the blocks and the last norm."""
+    """Parameters by part, their sum `total`, and `non_embedding`, the sum over the blocks and the last norm."""
     if config.vocab_size is None:
         raise RequestError("vocab_size is not known: set it, or take it from a tokenizer before counting parameters")
     width, layers = config.hidden_size, config.num_hidden_layers
@@ -44,14 +44,14 @@ def flops_per_token(config: DecoderConfig, seq_len: int, full_attention: bool = 
     et al., 2020, arXiv:2001.08361, section 2.1). The input embedding is looked up, so it does not count; the output
     matrix is multiplied, so it does, tied or not.
     `12 x layers x heads x head_dim x mean attended length`: queries with keys and weights with values, 2 operations
-    each, times 3 for forward and backward (Chowdhery et al., 2022, arXiv:2204.02311, appendix B), but with the
-    positions a causal token really attends to in place of all `seq_len`: `(seq_len + 1) / 2` on average, and with a
+    each, times 3 for forward and backward (Chowdhery et al., 2022, arXiv:2204.02311, appendix B), but counting only the
+    positions that a causal token attends to instead of all `seq_len`: `(seq_len + 1) / 2` on average, and with a
     window of `w` tokens `w - w * (w - 1) / (2 * seq_len)`.
 
-    A document mask is not accounted for: the positions that it hides count as attended.
+    A document mask is ignored: the positions that it hides count as attended.
 
-    With `full_attention` each token counts as attending to all `seq_len` positions, also those that the causal mask
-    hides, or to a whole window, as that appendix and nanochat's `estimate_flops` have it. MFU by it is higher.
+    With `full_attention` each token counts as attending to all `seq_len` positions, including those the causal mask
+    hides, or to a whole window, as in that appendix and nanochat's `estimate_flops`. MFU is then higher.
     """
     counts = parameters(config)
     output = config.vocab_size * config.hidden_size
@@ -62,23 +62,23 @@ def flops_per_token(config: DecoderConfig, seq_len: int, full_attention: bool = 
 
 
 def block_flops_per_token(config: DecoderConfig, seq_len: int) -> float:
-    """As `flops_per_token`, in the blocks alone: without the output matrix."""
+    """`flops_per_token` of the blocks alone, without the output matrix."""
     return flops_per_token(config, seq_len) - 6 * config.vocab_size * config.hidden_size
 
 
 def recomputed_flops_per_token(config: DecoderConfig, seq_len: int, checkpointing: str) -> float:
-    """Floating-point operations a token that `model.activation_checkpointing` does again, which MFU does not count: the
-    forward pass of the blocks, a third of their operations, or that of their MLPs."""
+    """FLOPs per token that `model.activation_checkpointing` repeats, which MFU does not count: a third of those of the
+    blocks (their forward pass), or the forward pass of the MLPs."""
     if checkpointing == "block":
         return block_flops_per_token(config, seq_len) / 3
     return 2 * parameters(config)["mlp"] if checkpointing == "selective" else 0.0
 
 
 def assumed_speed(device: Device, precision: str, flops_per_token: float) -> tuple[float, str] | None:
-    """Tokens a second of a device where nothing was measured, and what was assumed; None where its peak is not known.
+    """Assumed tokens per second of a device, and the assumption in words; None if its peak is not known.
 
-    FP8 counts as bf16. What it wins is known when it is measured: not all products are in it, and converting costs.
-    `flops_per_token` has what activation checkpointing does again in it.
+    FP8 counts as bf16: its gain must be measured, since not all products are in FP8, and converting takes time.
+    `flops_per_token` includes what activation checkpointing repeats.
     """
     fp8 = precision.startswith("fp8")
     given = device.peak_tflops is not None  # in this precision
@@ -90,7 +90,7 @@ def assumed_speed(device: Device, precision: str, flops_per_token: float) -> tup
 
 
 def describe_mfu(mfu: float | None, full: float | None) -> str:
-    """MFU in words, with causal attention counted as attended, and with `full_attention` as some projects do."""
+    """Describe the MFU: counting causal attention as attended, and with `full_attention`, as some projects do."""
     if mfu is None or full is None:
         return "unknown"
     return f"{mfu:.1%} by what attention attends to; {full:.1%} by its full length, as nanochat and PaLM count"
@@ -106,15 +106,15 @@ class Step:
     micro_batch_size: int  # sequences
     seq_len: int
     precision: str = "32-true"  # a Trainer's, such as "bf16-mixed"
-    kernels: bool = False  # whether the forward pass is the fused one, of our kernels
+    kernels: bool = False  # whether the forward pass is `model/fused`, with our kernels
     compile: str = "none"  # as `model.compile`
     accumulate: int = 1  # micro-batches of an optimizer step
     cuda_graphs: bool = False
     world_size: int = 1  # devices
     sharded: bool = False  # FSDP2: each device holds a part of weights, gradients and optimizer state
     checkpointing: str = "none"  # as `model.activation_checkpointing`
-    gathered: int = 2  # with `sharded`, blocks whose whole weights are there at once
-    documents_per_token: float = 0.0  # with a document mask, tokens that end a document over all tokens
+    gathered: int = 2  # with `sharded`, number of blocks whose full weights are gathered at once
+    documents_per_token: float = 0.0  # with a document mask, end-of-text tokens / all tokens
 
     @property
     def tokens(self) -> int:
@@ -122,8 +122,8 @@ class Step:
 
     @property
     def sequences(self) -> int:
-        """Those of flash attention in a micro-batch: rows, or documents, filled up with empty ones to a power of two
-        as `Batch.max_documents` has it."""
+        """Number of sequences of flash attention in a micro-batch: its rows, or with a document mask its documents,
+        rounded up to a power of two as in `Batch.max_documents`."""
         documents = self.micro_batch_size + math.ceil(self.tokens * self.documents_per_token)
         return 1 << (documents - 1).bit_length() if self.documents_per_token else self.micro_batch_size
 
@@ -139,11 +139,11 @@ class Step:
 
 
 class OptimizerState(NamedTuple):
-    """How many values an optimizer keeps for each parameter; AdamW has two running means."""
+    """Number of values that an optimizer keeps per parameter; AdamW has two running means."""
 
-    hidden: float = 2  # for those of the blocks' matrices
-    others: float = 2
-    divided: bool = False  # those of the blocks' matrices are divided over the ranks, with DDP too
+    hidden: float = 2  # for parameters of the matrices in the blocks
+    others: float = 2  # for all other parameters
+    divided: bool = False  # whether `hidden` is divided over the ranks, also with DDP
 
 
 ADAMW = OptimizerState()
@@ -152,9 +152,9 @@ ADAMW = OptimizerState()
 def training_memory(config: DecoderConfig, step: Step, state: OptimizerState = ADAMW) -> dict[str, int]:
     """Peak memory of a step on one device in bytes: by category, and in total as `peak`.
 
-    With a single micro-batch a step the gradients do not exist yet when the activations are most, so the peak is then
-    less than the sum; but DDP's buckets, which hold them, are always there. FSDP2 adds up whole gradients until a
-    step's last micro-batch exchanges them.
+    With one micro-batch per step, the gradients do not exist yet when the activations are largest, so the peak is
+    less than the sum; but DDP's buckets, which hold the gradients, always exist. FSDP2 accumulates full gradients until
+    the last micro-batch of a step reduces them.
     """
     counts = parameters(config)
     shards = step.world_size if step.sharded else 1
@@ -190,12 +190,12 @@ def activations(config: DecoderConfig, step: Step) -> int:
     | attention           | s (2Q+2K) + 4H | the same          | the same                                     |
     | MLP                 | 2 s I          | 3 s I             | 4 s I                                        |
 
-    Activation checkpointing keeps what goes into a block in place of all that is in it: the stream, and in the fused
-    pass the branch. What goes into an MLP alone is kept already, or replaces as much.
+    Activation checkpointing keeps only the input of a block: the residual stream, and in the fused
+    pass the branch. The input of an MLP alone is already kept, or replaces as much.
 
-    Dropout saves a byte for each element. Attention is assumed to be a fused kernel that takes groups of heads; not
-    counted are dense masks (windows and documents on a CPU), and copies of keys and values for every query head where
-    the kernel takes no groups (fp32 on CUDA).
+    Dropout saves a byte per element. Attention is assumed to be a fused kernel that supports grouped heads; not
+    counted are dense masks (windows and documents on a CPU), and copies of keys and values for every query head if
+    the kernel does not support groups (fp32 on CUDA).
     """
     s, width, layers = step.item, config.hidden_size, config.num_hidden_layers
     attention, mlp = _kept_by_block(config, step)
@@ -206,14 +206,14 @@ def activations(config: DecoderConfig, step: Step) -> int:
     }[step.checkpointing]
     ids = 8 + 8
     final = ids + (s * width + 4 if step.kernels else (8 + s) * width + 4)
-    logits = (s if step.compile == "inductor" else 4) * config.vocab_size  # as they are, or their log-softmax in fp32
-    head = s * width if step.kernels else logits  # by kernels the gradient of the states
+    logits = (s if step.compile == "inductor" else 4) * config.vocab_size  # the logits, or their log-softmax in fp32
+    head = s * width if step.kernels else logits  # kernels save the gradient of the states
     rotary = step.seq_len * config.head_dim * 4
     return step.tokens * (kept + final + head) + rotary
 
 
 def _kept_by_block(config: DecoderConfig, step: Step) -> tuple[int, int]:
-    """Bytes a token that a block keeps: the norms and attention, and the MLP. See `activations`."""
+    """Bytes per token that a block saves: norms and attention, and the MLP. See `activations`."""
     s = step.item
     heads, kv_heads = config.num_attention_heads, config.num_key_value_heads
     wide, narrow = heads * config.head_dim, kv_heads * config.head_dim  # Q, K
@@ -235,11 +235,11 @@ def _kept_by_block(config: DecoderConfig, step: Step) -> tuple[int, int]:
 
 
 def casts(config: DecoderConfig, step: Step) -> int:
-    """Bytes of half-precision copies of fp32 weights, and of the output matrix's gradient where it waits in fp32.
+    """Bytes of half-precision copies of fp32 weights, and of the output matrix's gradient if it is kept in fp32.
 
-    By kernels the copies last a whole optimizer step. Otherwise a forward pass keeps its own, but for those of what is
-    computed again. With FSDP2 they are what is gathered: the tables while a micro-batch lasts, and `step.gathered`
-    blocks.
+    With kernels, the copies last a whole optimizer step. Otherwise a forward pass keeps its copies, except of parts
+    that are recomputed. With FSDP2 the copies are the gathered weights: embedding and output during a micro-batch, and
+    `step.gathered` blocks.
     """
     counts = parameters(config)
     table = config.vocab_size * config.hidden_size
@@ -258,8 +258,8 @@ def casts(config: DecoderConfig, step: Step) -> int:
 def loss_working(config: DecoderConfig, step: Step) -> int:
     """Bytes of temporaries around the output matrix and the loss.
 
-    By kernels: a chunk of logits, or the matrix's gradient once more while it is scaled. Eagerly: two fp32 gradients
-    of all logits beside the logarithms that are kept. Compiled by inductor: one, in the precision of the computation.
+    With kernels: a chunk of logits, or a second copy of the matrix's gradient while it is scaled. Eager: two fp32
+    gradients of all logits beside the saved log-softmax. Compiled by inductor: one, in the computation's precision.
     """
     logits = step.tokens * config.vocab_size
     if step.kernels:
@@ -268,12 +268,12 @@ def loss_working(config: DecoderConfig, step: Step) -> int:
 
 
 def block_working(config: DecoderConfig, step: Step) -> int:
-    """Bytes of temporaries in the backward pass of one block, and what activation checkpointing computes again.
+    """Bytes of temporaries in the backward pass of one block, and of what activation checkpointing recomputes.
 
-    The most of the two branches counts. The MLP has the gradients of gate and up, the activation again, and the
-    gradients of the stream and of what is normalised. Attention has those of the stream and of its result; of queries,
-    keys and values, apart and packed; of keys and values for every query head, where heads share them; and flash
-    attention's sum of the queries' gradients in fp32, for which each sequence is rounded up to whole tiles.
+    The larger of the two branches counts. The MLP has the gradients of gate and up, the recomputed activation, and the
+    gradients of the stream and of the norm's output. Attention has those of the stream and of its output; of queries,
+    keys and values, separate and packed; of keys and values for every query head, if heads share them; and flash
+    attention's fp32 sum of the queries' gradients, for which each sequence is rounded up to whole tiles.
     """
     item = step.item if step.kernels or step.compile == "inductor" else 4
     heads, kv_heads = config.num_attention_heads, config.num_key_value_heads
@@ -303,7 +303,7 @@ def largest_micro_batch(
 ) -> int | None:
     """The largest micro-batch whose step fits into `most` bytes; None if not even one sequence does.
 
-    It divides `samples`, the sequences of an optimizer step on one device; None: a step is one micro-batch, of a power
+    It divides `samples`, the sequences per optimizer step on one device; None: each step is one micro-batch, a power
     of two. The micro-batch and accumulation of `step` are replaced.
     """
     if samples is None:

@@ -1,11 +1,11 @@
-"""The decoder's forward pass by fused ops: the same parameters and results, with less memory and memory traffic.
+"""The decoder's forward pass with fused ops: the same parameters and results, with less memory and memory traffic.
 
 Read `model/decoder` first. What differs here:
 
 - A block returns the output of its last branch and the residual stream separately. The next norm adds them, so the
   stream is read and written once instead of twice.
-- `norm_linear` is RMSNorm and the projection after it, `norm_mlp` that and the rest of the MLP. The normalised rows and
-  the activation are recomputed in the backward pass and not saved: a block saves less than half as much.
+- `norm_linear` is RMSNorm and the projection after it, `norm_mlp` RMSNorm and the MLP. The normalised rows and
+  the activation are recomputed in the backward pass instead of saved: a block saves less than half as much.
 - `qk_norm_rope` splits, normalises and rotates in one pass.
 - `linear_cross_entropy` computes loss and gradients in chunks of tokens; all logits never exist at once.
 
@@ -29,7 +29,7 @@ from lm.model.low_precision import use_low_precision
 
 
 class FusedBlock(Block):
-    """A `Block` with `branch` and `stream` apart, `(B, T, C)` each; their sum is the residual stream."""
+    """A `Block` with `branch` and `stream` kept separate, `(B, T, C)` each; their sum is the residual stream."""
 
     def forward(
         self, branch: Tensor, stream: Tensor | None, rotary: Rotary, mask: AttentionMask
@@ -62,7 +62,7 @@ class FusedBlock(Block):
 
 
 class FusedDecoder(Decoder):
-    output_copy: Tensor | None = None  # of the output matrix in half precision, while `WeightCopies` keeps one
+    output_copy: Tensor | None = None  # the output matrix in half precision, while `WeightCopies` keeps a copy
 
     def run_blocks(self, branch: Tensor, rotary: Rotary, masks: list[AttentionMask]) -> Tensor:
         stream = None
@@ -77,8 +77,8 @@ class FusedDecoder(Decoder):
 def fuse(decoder: Decoder) -> None:
     """Replace a decoder's forward pass by the one in this file. Call it once, before the decoder is compiled.
 
-    The decoder and its blocks change their class and stay the same objects, with the same parameters. They are still
-    called, so hooks around them (FSDP2 has some) run as before.
+    The decoder and its blocks change their class but stay the same objects, with the same parameters. Hooks around
+    them (such as FSDP2's) run as before.
     """
     use_low_precision(decoder)
     for block in decoder.layers:
@@ -92,9 +92,9 @@ def is_fused(decoder: nn.Module) -> bool:
 
 
 def choose_kernels(kernels: str, device: torch.device) -> tuple[bool, str]:
-    """Whether a decoder on a device is to be fused, and why, in words for the log.
+    """Whether to fuse a decoder on a device, and the reason in words for the log.
 
-    `kernels` is `on`, where our kernels have to run, `off`, or `auto`.
+    `kernels` is `on` (our kernels must run), `off`, or `auto`.
     """
     if kernels == "off":
         return False, "plain PyTorch"
@@ -110,11 +110,11 @@ def kernels_missing(device: torch.device) -> str | None:
     """Why our kernels cannot run on a device; None if they can."""
     if device.type != "cuda" or torch.version.hip:
         return f"no CUDA device, the model is on {'an AMD GPU' if torch.version.hip else device.type}"
-    if torch.cuda.get_device_capability(device) < (8, 0):  # which has bf16 in hardware
+    if torch.cuda.get_device_capability(device) < (8, 0):  # the first with bf16 in hardware
         return f"{torch.cuda.get_device_name(device)} is older than compute capability 8.0"
     if not runtime.available():
         return "NVRTC is not installed (pip install cuda-bindings nvidia-cuda-nvrtc)"
-    try:  # an older driver does not load what a newer NVRTC compiles
+    try:  # an older driver cannot load what a newer NVRTC compiles
         runtime.program("swiglu", device, **swiglu.constants(torch.bfloat16, 64, 8))
     except RunError as error:
         return f"a kernel does not load: {error}"

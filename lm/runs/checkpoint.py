@@ -1,11 +1,11 @@
 """A checkpoint is a folder, complete or absent.
 
 `model.safetensors` and the small files beside it are a Hugging Face model; `optimizer.safetensors` and `trainer.json`
-are the rest of the resume. `trainer.json` has a digest of every other file and of itself, and is written last. All
-files go to a temporary folder, which is synced and renamed; the links `last` and `best` move afterwards. Nothing is
+hold the rest of what a resume needs. `trainer.json` has a digest of every other file and of itself, and is written
+last. All files go to a temporary folder, which is synced and renamed; then the links `last` and `best` move. Nothing is
 pickled.
 
-`training/checkpoint_state` writes them in the background of a training.
+`training/checkpoint_state` writes checkpoints in the background of a training.
 """
 
 import base64
@@ -35,10 +35,10 @@ NO_SPACE = os.strerror(errno.ENOSPC)
 
 
 def write_folder(folder: Path, content: dict[str, Any]) -> None:
-    """Write a checkpoint, complete or not at all, in the place of one that is there.
+    """Write a checkpoint, complete or not at all; an existing one is replaced.
 
-    The content is `state_dict` and `optimizer` (flat tensors on the CPU), `files` (name -> text), and any tree that
-    `encode` takes for the rest.
+    The content is `state_dict` and `optimizer` (flat tensors on the CPU), `files` (name -> text), and under other keys
+    any tree that `encode` accepts.
     """
     try:
         with atomic_folder(folder) as temporary:
@@ -68,22 +68,22 @@ def write_files(folder: Path, content: dict[str, Any]) -> None:
 
 
 def _reason(error: Exception, folder: Path, content: dict[str, Any]) -> str:
-    """Why a write failed, and the cure; for a full disk with the figures."""
+    """Why a write failed, and the cure; for a full disk with its free space."""
     run = Run(folder.parent)
     if not folder.parent.is_dir():
         return f"the folder {folder.parent} is gone; put it back, and `{run.resume_command()}` resumes the run"
     text = error.strerror if isinstance(error, OSError) and error.strerror else str(error)
-    if NO_SPACE in text:  # among other words of safetensors
+    if NO_SPACE in text:  # safetensors has it within a longer message
         size = format_bytes(sum(tensor.nbytes for key in TENSORS for tensor in content.get(key, {}).values()))
         free = format_bytes(shutil.disk_usage(folder.parent).free)
         text = f"{NO_SPACE}, {free} free of the {size} that it takes; make room"
-    if not (run.path / "run.json").exists():  # of a model that is imported
+    if not (run.path / "run.json").exists():  # the checkpoint of an imported model
         return text
     return f"{text}; the ones before it are untouched, and `{run.resume_command()}` resumes from there"
 
 
 def link_to(folder: Path, best: str | None) -> None:
-    """Point the links `last` and `best` beside a checkpoint to it and to the best one."""
+    """Point the links `last` and `best` beside a checkpoint to it and to the checkpoint named `best`."""
     if best is not None and folder.with_name(best).exists():
         point(folder.with_name("best"), best)
     point(folder.with_name("last"), folder.name)
@@ -94,7 +94,7 @@ def point(link: Path, target: str) -> None:
     temporary = link.with_name(f".{link.name}-{os.getpid()}")
     temporary.unlink(missing_ok=True)
     temporary.symlink_to(target)
-    if link.is_dir() and not link.is_symlink():  # of a run that was copied without its links
+    if link.is_dir() and not link.is_symlink():  # the run was copied with folders in place of its links
         remove_folder(link)
     os.replace(temporary, link)
 
@@ -106,21 +106,21 @@ class Average(NamedTuple):
     """The checkpoints that `lm average` averaged to make a checkpoint."""
 
     steps: tuple[int, ...]  # of the checkpoints, ascending
-    samples: int  # that had been trained on at the last of them
+    samples: int  # trained on, at the last of these checkpoints
 
 
 class Progress(NamedTuple):
     """Where a training stood at a checkpoint; the defaults are its beginning."""
 
     step: int = 0  # the optimizer step that the checkpoint was taken after
-    samples: int = 0  # that had been trained on
-    best_name: str | None = None  # of the best checkpoint so far; None where none was validated
-    pending_validation: bool = False  # the validation that is due after the step was still to come
-    average: Average | None = None  # of an average, which no training can resume from, but one may start from
+    samples: int = 0  # samples trained on so far
+    best_name: str | None = None  # of the best checkpoint so far; None if none was validated
+    pending_validation: bool = False  # the validation due after this step had not run yet
+    average: Average | None = None  # of averaged weights: a training can start from it, but not resume
 
 
 def read_progress(folder: Path | str | None) -> Progress:
-    """Where the training stood at a checkpoint, at its beginning without one; RequestError where it is damaged."""
+    """The progress of the training at a checkpoint, or its beginning without one; RequestError if it is damaged."""
     if not folder:
         return Progress()
     try:
@@ -140,9 +140,9 @@ def read_progress(folder: Path | str | None) -> Progress:
 
 
 def read_folder(folder: Path, optimizer: bool = True, verify: bool = True) -> dict[str, Any]:
-    """Read a checkpoint back into the content that `write_folder` was given; RequestError where it is not whole.
+    """Read a checkpoint: the content given to `write_folder`; RequestError if it is not complete and intact.
 
-    `verify` compares every file with its digest first; False where `find_damage` has just done so.
+    `verify`: first compare every file with its digest; not needed if `find_damage` has just done so.
     """
     if verify and (damage := find_damage(folder)):
         raise RequestError(
@@ -163,7 +163,7 @@ def read_folder(folder: Path, optimizer: bool = True, verify: bool = True) -> di
 
 
 def find_damage(folder: Path) -> str | None:
-    """Compare every file of a checkpoint with its digest: the damage in one phrase, None where it is whole."""
+    """Compare every file of a checkpoint with its digest: a description of the damage, or None if there is none."""
     try:
         digests = read_document(folder)["digests"]
     except RequestError as error:
@@ -186,7 +186,7 @@ def find_damage(folder: Path) -> str | None:
 
 
 def read_document(folder: Path) -> dict[str, Any]:
-    """The JSON of `trainer.json`, whose digest is compared; a RequestError says in one phrase what is wrong."""
+    """Read `trainer.json` and compare its digest; RequestError with a short reason if it is damaged."""
     try:
         text = (folder / "trainer.json").read_bytes()
     except (FileNotFoundError, NotADirectoryError) as error:
@@ -211,13 +211,13 @@ def read_document(folder: Path) -> dict[str, Any]:
 # ---- a tree of plain values as JSON ----------------------------------------------------------------------------------
 
 
-KEPT = "let its `state_dict` return numbers, texts, lists, dictionaries or tensors"  # the cure of what `encode` refuses
+KEPT = "let its `state_dict` return numbers, texts, lists, dictionaries or tensors"  # advice if `encode` fails
 
 
 def encode(value: Any, place: str = "") -> Any:
-    """Turn a tree of dicts, lists, tuples, numbers, strings and small tensors into what JSON can hold.
+    """Turn a tree of dicts, lists, tuples, numbers, strings and small tensors into JSON values.
 
-    `place` is where the value is in a larger tree, for the TypeError of a value of another kind.
+    `place` is the path of the value in the whole tree, for the TypeError about a value of another kind.
     """
     if isinstance(value, Tensor):
         data = value.detach().cpu().contiguous()

@@ -1,7 +1,7 @@
-"""The effective compute multiplier of a recipe: tokens that a reference recipe needs for the same loss, over its own.
+"""The effective compute multiplier of a recipe: tokens a reference recipe needs for the same loss / the recipe's own.
 
 The reference is trained with half of its tokens and with all of them, at each of several sizes and with several seeds;
-the recipe in question at the same sizes. Nothing here imports torch.
+the recipe in question is trained at the same sizes. Nothing here imports torch.
 """
 
 import math
@@ -15,17 +15,17 @@ TOLD = 1.02  # the smallest multiplier that a comparison should distinguish from
 
 
 class Compared(NamedTuple):
-    """Losses of one size, above 0, by seed."""
+    """Final losses of the trainings of one size, one per seed; all above 0."""
 
     half: Sequence[float]  # of the reference with fewer tokens
     whole: Sequence[float]  # of the reference
     other: Sequence[float]  # of the recipe in question
-    ratio: float  # tokens of `whole` over those of `half`
+    ratio: float  # tokens of `whole` / tokens of `half`
     flops: float  # of a training of the reference
 
 
 class Estimate(NamedTuple):
-    """A number with its 95 % interval, which is None where there is one seed."""
+    """A number with its 95 % interval, which is None with one seed."""
 
     value: float
     low: float | None
@@ -37,16 +37,16 @@ class Multipliers(NamedTuple):
 
     sizes: list[Estimate | None]  # None: the reference gains nothing from more tokens, or a loss is missing
     mean: Estimate | None
-    trend: Estimate | None  # the factor by which the multiplier changes where the operations become ten times as many
-    seeds_needed: int | None  # for each training, to tell a mean of `TOLD` from 1
+    trend: Estimate | None  # factor on the multiplier for ten times the operations
+    seeds_needed: int | None  # per training, to tell a mean of `TOLD` from 1
 
 
 def compute_multipliers(sizes: Sequence[Compared]) -> Multipliers:
-    """Compare losses in logarithms, where the reference's is a straight line through its two lengths.
+    """Compare log losses, where the reference's is linear in log tokens through its two lengths.
 
-    So loss is taken to be a power of tokens at one size (Kaplan et al., 2020, arXiv:2001.08361, section 3); a gain of
-    far more than twice is too large where the loss bends. The noise between seeds is taken to be the same factor at all
-    sizes, and independent; errors of a quotient are those of its first derivatives.
+    This assumes that loss is a power of tokens at one size (Kaplan et al., 2020, arXiv:2001.08361, section 3); a gain
+    far above twice is overestimated if the loss bends. The noise between seeds is assumed to be the same factor at all
+    sizes, and independent; errors of quotients are propagated by first derivatives.
     """
     groups = [list(map(math.log, losses)) for one in sizes for losses in one[:3] if losses]
     squares = sum((value - fmean(group)) ** 2 for group in groups for value in group)
@@ -79,7 +79,7 @@ def compute_multipliers(sizes: Sequence[Compared]) -> Multipliers:
 
 
 def _log_multiplier(one: Compared) -> tuple[float, float] | None:
-    """Of one size, and its variance in units of that of one training's log loss."""
+    """The log multiplier of one size, and its variance in units of the variance of a training's log loss."""
     if not all(one[:3]):
         return None
     half, whole, other = (fmean(map(math.log, losses)) for losses in one[:3])

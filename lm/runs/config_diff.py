@@ -1,4 +1,4 @@
-"""What differs between two configs, and which settings may: for a resume, a branch, and a ladder that goes on."""
+"""Differences between configs, and which of them a resume, a branch or a continued ladder allows."""
 
 from collections.abc import Sequence
 from typing import Any, NamedTuple
@@ -14,19 +14,19 @@ class Rule(NamedTuple):
 
 
 PURPOSES = {
-    # With others it would be another run: another model, other data, another order of the samples.
+    # A change would make it another run: another model, other data, another order of the samples.
     "resume": Rule((
         "seed_everything", "model.decoder", "model.document_mask", "data.path", "data.train", "data.tokenizer",
         "data.prepare", "data.column", "data.pad_id", "data.seq_len", "data.shuffle_buffer", "data.reshuffle",
     )),
-    # Of the decoder only what changes no weight's shape or meaning may be another.
+    # Of the decoder, only settings that change no weight's shape or meaning may change.
     "branch": Rule(
         ("seed_everything", "model.optimizer.name", "model.optimizer.class_path", "model.decoder"),
         ("model.decoder.max_position_embeddings", "model.decoder.rope_theta", "model.decoder.dropout",
          "model.decoder.window_pattern", "model.decoder.sliding_window", "model.decoder.initializer_range",
          "model.decoder.zero_init_residual"),
     ),
-    # Free is what changes no loss, or no more than the order of additions.
+    # Only settings that do not change the loss, beyond the order of additions, may change.
     "ladder": Rule(("",), (
         "trainer.default_root_dir", "trainer.devices", "trainer.log_interval", "trainer.val_interval",
         "trainer.checkpoint_interval", "trainer.keep_checkpoints", "trainer.keep_every", "trainer.stop_within",
@@ -36,9 +36,9 @@ PURPOSES = {
 
 
 def differences(configs: Sequence[dict[str, Any]]) -> dict[str, list[Any]]:
-    """The dotted keys in which configs differ, with the value of each; None where it is not set.
+    """The dotted keys in which configs differ, with the values of all configs; None if not set.
 
-    The name of the run is none of them, nor an option that is off and that another version of lm did not have.
+    The run's name is ignored, and so are options that are off and that one of the configs lacks (other versions of lm).
     """
     flat, found = [flatten(config) for config in configs], {}
     for key in sorted(set().union(*flat) - {"run"}):
@@ -50,7 +50,7 @@ def differences(configs: Sequence[dict[str, Any]]) -> dict[str, list[Any]]:
 
 
 def not_allowed(purpose: str, differing: dict[str, list[Any]]) -> dict[str, list[Any]]:
-    """Those of `differences` that a purpose does not allow."""
+    """Select those of `differences` that a purpose does not allow."""
     rule = PURPOSES[purpose]
     return {key: values for key, values in differing.items() if _has(rule.fixed, key) and not _has(rule.free, key)}
 

@@ -17,7 +17,7 @@ from lm.system.files import digest, nonnegative, parse_line
 def read_facts(run: Run) -> dict[str, Any]:
     """The facts of `run.json` and `state.json`, by the names of `TYPES`; None for what is not known (yet).
 
-    `status` is `Run.status()`, `step` the newest that was logged. `path`, `name` and `budget` come on top.
+    `status` is `Run.status()`, `step` the newest logged step. `path`, `name` and `budget` are added.
     """
     described, live, status = run.read("run.json"), run.read("state.json"), run.status()
     return {
@@ -40,7 +40,7 @@ def run_row(run: Run) -> dict[str, Any]:
     losses = [line["val/loss"] for line in run.metrics("val/loss") if not math.isnan(line["val/loss"])]
     return {
         **{name: facts[name] for name in ("path", "name", "status", "reason")},
-        "step": max(steps, default=None),  # a process that was killed after its last checkpoint did not write it down
+        "step": max(steps, default=None),  # a process killed after its last checkpoint did not log that step
         **{name: facts[name] for name in ("max_steps", "tokens")},
         "best_loss": min(losses, default=None),
         "val_loss": facts["metrics"].get("val/loss"),
@@ -56,7 +56,7 @@ def run_row(run: Run) -> dict[str, Any]:
 
 POINTS = 1024  # of a curve
 CURVES = ("train/loss", "val/loss", "optim/lr", "optim/grad_norm", "perf/tokens_per_second")
-ALERTS = 20  # the newest, that are kept
+ALERTS = 20  # number of newest alerts that are kept
 
 
 class LiveRun:
@@ -68,8 +68,8 @@ class LiveRun:
         self._forget(None)
 
     def _forget(self, started: str | None) -> None:
-        self._started = started  # the run, among others of the same name
-        self._lines: list[dict[str, float]] = []  # of metrics.jsonl as `Run.metrics` has them, with `CURVES` alone
+        self._started = started  # when the run was started, to tell it from others with its name
+        self._lines: list[dict[str, float]] = []  # of metrics.jsonl as in `Run.metrics`, only the metrics in `CURVES`
         self._alerts: list[dict[str, Any]] = []
         self._read: dict[str, int] = {}  # file -> bytes of it that were read
 
@@ -78,9 +78,9 @@ class LiveRun:
         return thin(curve(METRICS[metric].label, self._lines, metric), most)
 
     def refresh(self) -> dict[str, Any]:
-        """Read what is new in the run's files: the object that `lm monitor --json` prints; None is not known.
+        """Read what is new in the run's files, and return the object that `lm monitor --json` prints; None: not known.
 
-        `status` is `Run.status()`, or `gone` where the folder has vanished; the rest is then that of the last refresh.
+        `status` is `Run.status()`, or `gone` if the folder has vanished; the rest is then from the previous refresh.
         """
         run, now = self.run, time.time()
         if not run.path.is_dir():
@@ -88,14 +88,14 @@ class LiveRun:
             self.state = {"run": run.name, "path": str(run.path), **self.state, "status": "gone"}
             return self.state
         facts, beat = read_facts(run), run.read("heartbeat.json")
-        if facts["started"] != self._started:  # another run has the name now
+        if facts["started"] != self._started:  # another run has this name now
             self._forget(facts["started"])
         for line in filter(None, map(valid_metrics, self._new_lines("metrics.jsonl"))):
             add_metrics(self._lines, {name: line[name] for name in ("step", "resumed_at", *CURVES) if name in line})
         self._alerts = [*self._alerts, *filter(is_alert, self._new_lines("alerts.jsonl"))][-ALERTS:]
         validations = [line for line in self._lines if "val/loss" in line and math.isfinite(line["val/loss"])]
         best, best_step = min(((line["val/loss"], line["step"]) for line in validations), default=(None, None))
-        eta = facts["eta_seconds"]  # as the training wrote it in its last log line, counted down since
+        eta = facts["eta_seconds"]  # from the last log line; counted down below
         self.state = {
             "run": run.name, "path": str(run.path),
             **{name: facts[name] for name in (
@@ -114,7 +114,7 @@ class LiveRun:
         return self.state
 
     def _new_lines(self, name: str) -> list[dict[str, Any]]:
-        """The lines of a file that were not read before and are whole."""
+        """The complete lines of a file that were not read before."""
         begin = self._read.get(name, 0)
         try:
             with open(self.run.path / name, "rb") as file:
@@ -128,7 +128,7 @@ class LiveRun:
 
 
 def _age(now: float, then: Any) -> float | None:
-    """Seconds from `then` to `now`; 0 where a clock that was set back says that `then` is still to come."""
+    """Seconds from `then` to `now`; 0 if `then` is in the future, since a clock was set back."""
     return None if nonnegative(then) is None else max(0.0, now - then)
 
 

@@ -1,4 +1,4 @@
-"""A run over time: its curves and samples, whether its last values are as expected, what its time was used for.
+"""A run over time: its curves and samples, checks of its last values, and how its time was used.
 
 `runs/facts` has its current state. Nothing here imports torch or writes into the run.
 """
@@ -26,14 +26,14 @@ class Series:
     name: str  # for the legend
     x: Sequence[float]  # ascending
     y: Sequence[float]
-    low: Sequence[float] = ()  # of a mean of several curves: the lowest and the highest of them
+    low: Sequence[float] = ()  # lowest and highest value, if the curve is a mean of several
     high: Sequence[float] = ()
 
 
 def curve(name: str, lines: list[dict[str, Any]], metric: str, x: str = "step") -> Series:
-    """One metric of a run, of the lines of `Run.metrics()`.
+    """The curve of one metric, from the lines of `Run.metrics()`.
 
-    `x` is `step` (optimizer steps), `tokens`, `flops` where the lines have it, or `time`: hours since the first line.
+    `x` is `step` (optimizer steps), `tokens`, `flops` if the lines have it, or `time`: hours since the first line.
     """
     points = [line for line in lines if metric in line and x in line]
     began = lines[0]["time"] if x == "time" and points else 0.0
@@ -42,9 +42,9 @@ def curve(name: str, lines: list[dict[str, Any]], metric: str, x: str = "step") 
 
 
 def smooth(values: Sequence[float], weight: float) -> list[float]:
-    """The exponential moving average without the bias of its beginning, as TensorBoard's slider computes it.
+    """Bias-corrected exponential moving average, as TensorBoard's slider computes it.
 
-    `weight` is that of the earlier values, from 0 to below 1. Values that are not finite pass through.
+    `weight` is the weight of the earlier values, in [0, 1). Non-finite values pass through.
     """
     smoothed, mean, total = [], 0.0, 0.0
     for value in values:
@@ -58,7 +58,7 @@ def smooth(values: Sequence[float], weight: float) -> list[float]:
 
 
 def thin(series: Series, most: int) -> Series:
-    """A curve of at most `most` points, means of neighbours; NaN where none of them is finite."""
+    """Reduce a curve to at most `most` points, means of neighbours; NaN where no neighbour is finite."""
     size = max(1, math.ceil(len(series.x) / most))
     x, y = [], []
     for begin in range(0, len(series.x), size):
@@ -70,14 +70,14 @@ def thin(series: Series, most: int) -> Series:
 
 
 def labels(runs: Sequence[Run]) -> list[str]:
-    """The names of runs; with their folders where several have the same name."""
+    """The names of runs; with their folders if several have the same name."""
     forms = [(path.name, str(Path(*path.parts[-3:])), str(path)) for path in (run.path.resolve() for run in runs)]
     counts = [Counter(same) for same in zip(*forms)]
     return [next(form for form, count in zip(each, counts) if count[form] == 1 or form is each[-1]) for each in forms]
 
 
 def beside(run: Run) -> list[Run]:
-    """The two newest runs beside a run, in the same folder, that have log lines; the newest last."""
+    """The two newest other runs with log lines in the folder of a run; the newest last."""
     others = [other for other in Run.all(run.path.resolve().parent) if other.path.resolve() != run.path.resolve()]
     return [other for other in others if (other.path / "metrics.jsonl").exists()][-2:]
 
@@ -101,7 +101,7 @@ def read_samples(run: Run) -> list[dict[str, Any]]:
 
 
 class Expectation(NamedTuple):
-    """A metric's range, and its last value; None where it was never logged."""
+    """The expected range of a metric, and its last value; None if it was never logged."""
 
     metric: str
     low: float
@@ -120,7 +120,7 @@ class Expectation(NamedTuple):
 
 
 def refuse_wrong_ranges(expect: dict[str, list[float]]) -> None:
-    """Raise RequestError where a range is not a lowest and a highest value, or nothing logs such a metric."""
+    """Raise RequestError if a range is not [lowest, highest], or if nothing logs its metric."""
     for metric, given in expect.items():
         refuse_unknown_metric(metric, "expect: ")
         if len(given) != 2 or not given[0] <= given[1]:
@@ -128,13 +128,13 @@ def refuse_wrong_ranges(expect: dict[str, list[float]]) -> None:
 
 
 def expectations(run: Run) -> list[Expectation]:
-    """What the config of a run expects of its last values."""
+    """The expectations in the config of a run, with the last values of their metrics."""
     expected = run.settings().get("expect") or {}
     return [Expectation(metric, low, high, last_value(run, metric)) for metric, (low, high) in expected.items()]
 
 
 def last_value(run: Run, metric: str) -> float | None:
-    """The last value of a metric; NaN where the last validation was not finite, which leaves a line without metrics."""
+    """The last value of a metric; NaN if the last validation was not finite: its log line then has no metrics."""
     nothing = {"step", "tokens", "time"} if metric.startswith("val/") else set()
     lines = [line for line in run.metrics() if metric in line or line.keys() == nothing]
     return lines[-1].get(metric, math.nan) if lines else None
@@ -149,10 +149,10 @@ def acceptance(found: list[Expectation]) -> dict[str, Any]:
 
 
 def time_spent(lines: list[dict[str, Any]], step: float = math.inf, tokens: int = 0) -> dict[str, float]:
-    """Seconds of a run by their use: `computing`, `waiting for data`, and `pauses`, such as validations and stops.
+    """Seconds of a run by use: `computing`, `waiting for data`, and `pauses`, such as validations and stops.
 
-    The lines are those of `Run.metrics()`, of which those after `step` do not count. A line's speed is that of the time
-    without pauses, so tokens over speed is the time of training; a branch begins with the `tokens` of its trunk.
+    `lines` are those of `Run.metrics()`; lines after `step` are ignored. The logged speed leaves out pauses, so
+    tokens / speed is the time of training. `tokens` is where a branch begins: the tokens of its trunk.
     """
     known = [line for line in lines if {"tokens", "time"} <= line.keys() and line["step"] <= step]
     trained = [line for line in known if line.get("perf/tokens_per_second", 0) > 0]

@@ -1,6 +1,6 @@
-"""What a run measures: its metrics, one table with the label, unit and format of each, and evaluations of its model.
+"""The metrics of a run, in one table with the label, unit and format of each, and the evaluations of its model.
 
-A metric is a number of a line of `metrics.jsonl`; a line of `evaluations.jsonl` is an evaluation on tasks and texts.
+A metric is a number in lines of `metrics.jsonl`; a line of `evaluations.jsonl` is an evaluation on tasks and texts.
 """
 
 import time
@@ -19,12 +19,12 @@ class Metric(NamedTuple):
     label: str
     unit: str = ""  # of an axis
     form: str = "{:.4g}"  # of a value
-    short: str = ""  # where there is little space; else the label
+    short: str = ""  # label where space is limited; default: the label
     alert: str = ""  # its name in the conditions of alerts
-    chart: str = ""  # title of its chart on the page of a run, where it shares one; else the label
+    chart: str = ""  # title of the chart it shares with others on the page of a run; default: the label
 
     def shown(self, value: float) -> str:
-        """A value for people."""
+        """Format a value for display."""
         return format_count(value) if self.form == "count" else self.form.format(value)
 
 
@@ -59,11 +59,11 @@ METRICS = {  # every metric of metrics.jsonl and TensorBoard, except those of an
     "data/skipped_samples": Metric("skipped samples", "samples", "{:,.0f}"),
     "data/injected": Metric("injected samples", form="{:.0f}"),
 }
-BY_SOURCE = ("train/loss", "val/loss", "val/bpb", "data/epochs")  # also `train/loss/NAME` of each source of a mixture
+BY_SOURCE = ("train/loss", "val/loss", "val/bpb", "data/epochs")  # for each source of a mixture also `train/loss/NAME`
 
 
 def refuse_unknown_metric(name: str, where: str = "") -> None:
-    """Raise RequestError with the nearest name where nothing logs such a metric; callbacks may log others."""
+    """Raise RequestError with the nearest name if nothing logs such a metric; callbacks may log others with a slash."""
     aliases = {metric.alert: known for known, metric in METRICS.items() if metric.alert}
     close = get_close_matches(name, METRICS, 1, cutoff=0.8)
     known = name in METRICS or name.startswith(tuple(f"{each}/" for each in BY_SOURCE))
@@ -73,12 +73,12 @@ def refuse_unknown_metric(name: str, where: str = "") -> None:
 
 
 def numbers(document: dict[str, Any]) -> dict[str, float]:
-    """The entries that are numbers, also those that are not finite, as a loss may be."""
+    """The entries that are numbers, including non-finite ones, since a loss may be NaN."""
     return {name: value for name, value in document.items() if type(value) in (int, float)}
 
 
 def valid_metrics(line: dict[str, Any]) -> dict[str, float] | None:
-    """The numbers of a line of `metrics.jsonl`; None where it has neither its step nor the step of a resume."""
+    """The numbers of a line of `metrics.jsonl`; None if it has neither a step nor the step of a resume."""
     found = numbers(line)
     steps = [type(found[name]) is int for name in ("step", "resumed_at") if name in found]
     return found if steps and all(steps) else None
@@ -98,7 +98,7 @@ def evaluation_record(
     texts: Mapping[str, Mapping[str, Any]],
     settings: Mapping[str, Any],
 ) -> Evaluation:
-    """An evaluation as the line that `evaluations.jsonl` keeps; `Run.evaluations` says what is in it.
+    """Make the line of `evaluations.jsonl` for an evaluation; `Run.evaluations` describes its content.
 
     The step is None for a model that no run trained, the checkpoint's name while a run trains. Tasks are the fields of
     `TaskResult` by name, texts those of `CorpusResult`; core is the mean centred accuracy with its interval.
@@ -111,7 +111,7 @@ def evaluation_record(
 
 
 def is_evaluation(line: Evaluation) -> bool:
-    """Whether a line has all that the functions below use: a damaged line may be valid JSON."""
+    """Whether a line has everything that the functions below use: a damaged line may still be valid JSON."""
     try:
         evaluation_metrics(line)
         return bool(describe_evaluation(merge_evaluations([line])))
@@ -120,10 +120,10 @@ def is_evaluation(line: Evaluation) -> bool:
 
 
 def merge_evaluations(evaluations: Sequence[Evaluation], step: int | None = None) -> Evaluation | None:
-    """All evaluations of one step's model, that of the newest if not given, as one; None where there is none.
+    """Merge all evaluations of the model at `step` (default: of the newest evaluation); None if there is none.
 
-    For each task and text the result of the most items or tokens counts, the newest of several; the mean of centred
-    accuracies is that of the evaluation with the most items.
+    For each task and text, take the result with the most items or tokens, and the newest of equals; the mean centred
+    accuracy is taken from the evaluation with the most items.
     """
     step = evaluations[-1]["step"] if step is None and evaluations else step
     of_step = [evaluation for evaluation in evaluations if evaluation["step"] == step]
@@ -139,7 +139,7 @@ def merge_evaluations(evaluations: Sequence[Evaluation], step: int | None = None
 
 
 def evaluation_metrics(evaluation: Evaluation) -> dict[str, float]:
-    """The numbers that make curves, by their names in TensorBoard and `metrics.jsonl`."""
+    """The numbers that are plotted as curves, by their names in TensorBoard and `metrics.jsonl`."""
     found: dict[str, float] = {}
     for name, task in evaluation["tasks"].items():
         found[f"eval/{name}/accuracy"] = task["accuracy"]

@@ -30,13 +30,13 @@ from lm.system.stop_signals import STOP
 
 log = logging.getLogger(__name__)
 
-MARKER = "trainer.json"  # of a whole checkpoint
+MARKER = "trainer.json"  # the file that makes a checkpoint complete
 LINKS = ("last", "best")
 HEARTBEAT = "heartbeat.json"
-BEAT = 10.0  # seconds between two signs of life
+BEAT = 10.0  # seconds between two uploads of the heartbeat
 START_PATIENCE = 20.0  # seconds in which the store has to answer before a run starts
 NO_ANSWER = 60.0  # seconds after which a request, of `COPIED_AT_ONCE` bytes at most, is given up
-END_PATIENCE = 60.0  # seconds without an answer after which the end of a run waits no more
+END_PATIENCE = 60.0  # seconds without an answer after which the end of a run stops waiting
 
 
 class Mirror:
@@ -61,13 +61,13 @@ class Mirror:
         return self._place
 
     def call(self, request: Callable[[], Any], seconds: float = NO_ANSWER) -> Any:
-        """Make a request in a thread; one that takes longer is an OSError, and is left to itself."""
+        """Make a request in a thread; if it takes longer than `seconds`, raise OSError and leave the thread running."""
         answer = call_within(seconds, request)
         self.answered = time.monotonic()
         return answer
 
     def files(self, run: str) -> dict[str, pafs.FileInfo]:
-        """All files of a run's mirror by their names in it."""
+        """All files of a run's mirror, by their paths relative to it."""
         filesystem, path = self.open()
         selector = pafs.FileSelector(f"{path}/{run}", recursive=True, allow_not_found=True)
         found = self.call(lambda: filesystem.get_file_info(selector))
@@ -109,16 +109,16 @@ class Mirror:
         target, local = f"{path}/{name}", isinstance(filesystem, pafs.LocalFileSystem)
         if local:
             Path(target).parent.mkdir(parents=True, exist_ok=True)
-        temporary = f"{target}.part" if local else target  # a store shows an object when it is whole
+        temporary = f"{target}.part" if local else target  # an object store shows only complete objects
         stream = self.call(lambda: filesystem.open_output_stream(temporary), seconds)
         try:
             while part := source.read(COPIED_AT_ONCE):
-                self.call(lambda part=part: (stream.write(part), stream.flush()), seconds)  # or all is kept in memory
+                self.call(lambda part=part: (stream.write(part), stream.flush()), seconds)  # else all stays in memory
                 meanwhile()
             self.call(stream.close, seconds)
         except BaseException:
             with suppress(OSError):
-                call_within(0, stream.close)  # not by the garbage collection of a thread that must not wait
+                call_within(0, stream.close)  # here, not when the garbage collector runs in a thread that must not wait
             raise
         if local:
             os.replace(temporary, target)
@@ -154,7 +154,7 @@ class Mirror:
     # ---- bringing a run back ------------------------------------------------------------------------------------
 
     def bring_back(self, name: str, root: str, *, named: bool) -> None:
-        """Copy the newest run of a name to this machine, into the folder `root`, unless the one there is as new.
+        """Copy the newest run with this name to this machine, into `root`, unless the run there is as new.
 
         If the name was `named` by `--run`, it means exactly that run, else the newest of `name`, `name-2` ...; a run
         that a process trains, here or elsewhere, is refused.
@@ -172,7 +172,7 @@ class Mirror:
                 return
             newest = max(same, key=lambda run: found[run].get("entered", 0.0))
             Path(root).mkdir(parents=True, exist_ok=True)
-            with FileLock(Path(root) / ".mirror.lock"):  # the other ranks wait, and find it here
+            with FileLock(Path(root) / ".mirror.lock"):  # the other ranks wait, and then find the run here
                 others = [] if named else [run for run in Run.all(root, name) if run.name != newest]
                 if _is_newer(found[newest], Run(Path(root) / newest), others):
                     self._refuse_if_trained(newest)
@@ -216,7 +216,7 @@ class Mirror:
             for link in LINKS:
                 if (step := self.read(f"{run}/{link}").decode(errors="replace")) in whole:
                     (folder / link).symlink_to(step)
-            if Run(folder).read("run.json").get("status") == "running":  # of a process that is gone
+            if Run(folder).read("run.json").get("status") == "running":  # its process is gone
                 Run(folder).describe(status="interrupted", reason=f"brought back from {self.name}/{run}")
 
     def refuse_other(self, run: Run) -> None:
@@ -238,30 +238,30 @@ def refuse_remote_root(root: str) -> None:
 
 
 def _is_newer(facts: dict[str, Any], local: Run, others: list[Run]) -> bool:
-    """Whether the mirror of a run, by its run.json, is newer than the folder here and than other runs of its name."""
+    """Whether the mirror with these facts of `run.json` is newer than the local folder and other runs with its name."""
     if any(run.entered()[1] >= facts.get("entered", 0.0) for run in others):
         return False
     here = local.read("run.json")
     if here and here.get("started") != facts.get("started"):
-        return False  # it is another run, which `refuse_other` does not let be mixed with this one
+        return False  # another run, which `refuse_other` keeps apart from this one
     return local.entered() < session(facts)
 
 
 class Uploads:
     """The thread that keeps the mirror of a run up to date. A failure is a warning, and the training continues.
 
-    It begins once `run.json` is that of this session, and `Mirror.refuse_other` has let the run pass.
+    Start it once `run.json` describes this session, and after `Mirror.refuse_other`.
     """
 
     def __init__(self, mirror: Mirror, run: Run) -> None:
         self._mirror, self._run = mirror, run
         self.name = f"{mirror.name}/{run.name}"
-        self._whole: dict[str, str | None] | None = None  # checkpoint there -> digest of its marker; None: not whole
+        self._whole: dict[str, str | None] | None = None  # checkpoint there -> digest of its marker; None: incomplete
         self._sent: dict[str, tuple[int, int]] = {}  # small file -> its time and size when it was uploaded
-        self._wanted = self._tried = 0  # numbers of requests for an update
+        self._wanted = self._tried = 0  # numbers of the last request for an update, and of the last that was tried
         self._asked, self._ended = threading.Event(), False
-        self._beaten, self._error = 0.0, ""  # why the mirror is not up to date
-        self._sessions: set[tuple[float, float]] = set()  # those that `run.json` in the mirror may be of
+        self._beaten, self._error = 0.0, ""  # time of the last heartbeat, and why the mirror is not up to date
+        self._sessions: set[tuple[float, float]] = set()  # sessions that may have written `run.json` in the mirror
         log.info("mirror %s", self.name)
         self.update()
         threading.Thread(target=self._work, name="mirror", daemon=True).start()
@@ -278,9 +278,9 @@ class Uploads:
         return self._wanted
 
     def wait(self, stop_within: float) -> None:
-        """Wait until the mirror is up to date with the run folder; where it is not at the end, that is logged.
+        """Wait until the mirror is up to date with the run folder; log a warning if it is not at the end.
 
-        After a signal it is waited for `stop_within` seconds at most; 0: as long as the store answers.
+        After a signal, wait at most `stop_within` seconds; 0: as long as the store answers.
         """
         request, began = self.update(), time.monotonic()
         while (self._tried < request or self._error) and not self._ended:
@@ -338,7 +338,7 @@ class Uploads:
         if time.monotonic() - self._beaten < BEAT:
             return
         if self._run.read(HEARTBEAT).get("time", 0.0) < self._run.entered()[1]:
-            return  # it is that of the session before
+            return  # the heartbeat of the previous session
         self._beaten = time.monotonic()
         with suppress(FileNotFoundError), open(self._run.path / HEARTBEAT, "rb") as file:
             self._mirror.write(f"{self._run.name}/{HEARTBEAT}", file)
@@ -347,12 +347,12 @@ class Uploads:
         self._mirror.write(f"{self._run.name}/{name}", file, meanwhile=self._beat)
 
     def _update(self) -> None:
-        """Upload what is new, the newest checkpoint first; then remove checkpoints that the run folder has no more."""
+        """Upload what is new, the newest checkpoint first; then remove checkpoints that are not in the run folder."""
         there = self._mirror.facts(self._run.name)
         if self._whole is None:
             self._whole = self._checkpoints()
             self._sessions = {self._run.entered(), session(there)}
-        if not there:  # it is new, or somebody has emptied it
+        if not there:  # the mirror is new, or somebody has emptied it
             self._sent.clear()
             self._whole = dict.fromkeys(self._whole)
         elif session(there) not in self._sessions:
@@ -365,14 +365,14 @@ class Uploads:
         for link in LINKS:
             if target := self._run.link(link):
                 self._send(link, io.BytesIO(target.name.encode()))
-        steps = self._run.steps()  # there may be a newer one by now
+        steps = self._run.steps()  # there may be a newer checkpoint by now
         if steps and self._whole.get(steps[max(steps)].name):
             for name in self._whole.keys() - {path.name for path in steps.values()}:
                 self._mirror.delete_checkpoint(f"{self._run.name}/{name}")
                 del self._whole[name]
 
     def _checkpoints(self) -> dict[str, str | None]:
-        """The checkpoints in the mirror, with the digests of their markers; None for one that is not whole."""
+        """The checkpoints in the mirror and the digests of their markers; None for an incomplete checkpoint."""
         names = [name.rpartition("/")[::2] for name in self._mirror.files(self._run.name)]
         found: dict[str, str | None] = {step: None for step, _ in names if STEP.fullmatch(step)}
         for step in [step for step, name in names if step in found and name == MARKER]:
@@ -380,7 +380,7 @@ class Uploads:
         return found
 
     def _send_files(self) -> None:
-        """Upload the files beside the checkpoints that have changed, `run.json` as the last."""
+        """Upload changed files other than checkpoints, `run.json` last."""
         found = [path for path in self._run.path.rglob("*") if path.is_file() and not path.is_symlink()]
         names = {path.relative_to(self._run.path).as_posix(): path for path in found}
         for name, path in sorted(names.items(), key=lambda item: item[0] == "run.json"):
@@ -395,7 +395,7 @@ class Uploads:
         self._sessions = {self._run.entered()}
 
     def _send_checkpoint(self, folder: Path, whole: dict[str, str | None]) -> None:
-        """Upload a checkpoint that the mirror lacks; its files stay readable though the run may remove it meanwhile."""
+        """Upload a checkpoint that the mirror lacks; open files stay readable even if the run removes it meanwhile."""
         with ExitStack() as stack:
             try:
                 descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
@@ -411,7 +411,7 @@ class Uploads:
             self._mirror.delete(f"{self._run.name}/{folder.name}/{MARKER}")
             for name, file in files.items():
                 self._send(f"{folder.name}/{name}", file)
-            self._send_files()  # a resume needs the curves up to its step
+            self._send_files()  # a resume needs the curves up to the checkpoint's step
             self._send(f"{folder.name}/{MARKER}", io.BytesIO(marker))
             whole[folder.name] = _digest(marker)
 

@@ -3,7 +3,7 @@
 | file | content |
 |---|---|
 | `postmortem.md` | the page, with two sections for a person to finish |
-| `postmortem.json` | the incident, with which a later process closes the page after a resume |
+| `postmortem.json` | the incident, from which a later process finishes the page after a resume |
 | `samples.txt` | every sample of the step as text, the worst first |
 | `tokens.json` | the loss of each token of the worst samples |
 | `norms.json` | norms inside the network, of the worst micro-batch and of an ordinary one |
@@ -36,7 +36,7 @@ LINES = 10  # log lines in a table
 STEPS = 12  # optimizer steps in a table
 SAMPLES = 5  # samples in a table
 TOKENS = 10  # tokens in a table
-BEFORE, AFTER = 12, 4  # tokens of context of a token
+BEFORE, AFTER = 12, 4  # context tokens before and after a token
 BEGINNING = 60  # characters of a sample
 
 # ---- the records -----------------------------------------------------------------------------------------------------
@@ -44,13 +44,13 @@ BEGINNING = 60  # characters of a sample
 
 @dataclass
 class Sample:
-    """A sample of the step, with its losses under the weights when the post-mortem is written."""
+    """A sample of the step, with its losses under the weights at the time of the post-mortem."""
 
     index: int  # in the stream of samples
     shard: str | None  # None: injected
     window: int | None
     tokens: list[int]  # T + 1 of them
-    losses: list[float | None]  # T of them, of tokens 1 to T; None where that is no target
+    losses: list[float | None]  # T of them, of tokens 1 to T; None where a token is not a target
 
     @property
     def loss(self) -> float:
@@ -69,7 +69,7 @@ class Incident:
     action: str
     message: str
     tokens_per_step: int
-    worst: int  # the step of this log line that stands out
+    worst: int  # the step of this log line with the worst values
     steps: list[tuple[int, float, float, bool]]  # of this log line: step, loss, gradient norm, whether it was applied
     baseline: float | None  # median loss of the log lines before
     injected: bool
@@ -78,7 +78,7 @@ class Incident:
     closed: str | None = None  # how it ended
 
     def __post_init__(self) -> None:
-        # JSON makes null of what is not finite.
+        # JSON has null for non-finite values.
         self.steps = [tuple(math.nan if part is None else part for part in step) for step in self.steps]
         self.lines = [{name: math.nan if value is None else value for name, value in line.items()}
                       for line in self.lines]  # fmt: skip
@@ -93,13 +93,13 @@ class Incident:
 
 @dataclass
 class Evidence:
-    """The samples of the step and their effect in the network; empty where they could not be read again."""
+    """The samples of the step and norms inside the network; empty if the samples could not be read again."""
 
     samples: list[Sample] = field(default_factory=list)  # the worst first
     texts: list[str] = field(default_factory=list)  # of each sample
     pieces: list[list[str]] = field(default_factory=list)  # of the worst samples, the text of each token
     worst: dict[str, Any] | None = None  # the micro-batch: `what`, `activations`, `gradients`
-    ordinary: dict[str, Any] | None = None  # the same of an ordinary micro-batch
+    ordinary: dict[str, Any] | None = None  # the same for an ordinary micro-batch
     without_gradients: str | None = None  # why gradients are missing
 
 
@@ -107,7 +107,7 @@ class Evidence:
 
 
 def markdown_page(incident: Incident, evidence: Evidence, recovery: str) -> str:
-    """The whole page, by the template `postmortem.md`; `recovery` is the content of the section on the recovery."""
+    """Render the page from the template `postmortem.md`; `recovery` is the content of the section on the recovery."""
     place = [step for step, *_ in incident.steps].index(incident.worst)
     worst = dict(zip(("step", "loss", "norm", "applied"), incident.steps[place], strict=True))
     first = max(0, min(place - STEPS // 2, len(incident.steps) - STEPS))
@@ -118,7 +118,7 @@ def markdown_page(incident: Incident, evidence: Evidence, recovery: str) -> str:
     return templates.from_string(TEMPLATE.read_text(encoding="utf-8")).render(
         incident=incident, evidence=evidence, recovery=recovery, table=_table, most_tokens=TOKENS, steps=steps,
         worst=worst,
-        usual=incident.baseline is not None and worst["loss"] <= incident.baseline,  # a guard that looks elsewhere
+        usual=incident.baseline is not None and worst["loss"] <= incident.baseline,  # the guard looks at something else
         step_rows=[
             [f"**{step}**" if step == incident.worst else step, _number(loss), _number(norm), ("no", "yes")[applied]]
             for step, loss, norm, applied in steps
@@ -194,7 +194,7 @@ def _with_ratio(value: float | None, ordinary: float | None) -> str:
 
 
 def _code(text: str) -> str:
-    """A piece of text as code in a table: on one line, without characters that mean something to Markdown."""
+    """Format text as code in a Markdown table: one line, without characters that are Markdown syntax."""
     shown = "".join("↵" if char == "\n" else char if char.isprintable() else "·" for char in text)
     shown = shown.replace("|", "¦").replace("`", "'")
     return f"`{shown}`" if shown else ""
@@ -214,11 +214,11 @@ def folder_of(run: Run, step: int) -> Path:
 
 def steps_of(run: Run) -> list[int]:
     names = [path.name.removeprefix("postmortem-") for path in run.path.glob("postmortem-*")]
-    return sorted(int(name) for name in names if name.isdecimal())  # a person may have copied one
+    return sorted(int(name) for name in names if name.isdecimal())  # not copies that a person made
 
 
 def still_open(run: Run) -> Incident | None:
-    """The newest incident that was not closed; a damaged `postmortem.json` has none."""
+    """The newest incident that is not closed, ignoring damaged `postmortem.json` files; None if there is none."""
     for step in reversed(steps_of(run)):
         with suppress(TypeError, ValueError):
             incident = Incident(**Run(folder_of(run, step)).read("postmortem.json"))
@@ -228,7 +228,7 @@ def still_open(run: Run) -> Incident | None:
 
 
 def write_postmortem(run: Run, incident: Incident, evidence: Evidence) -> Path:
-    """Make the folder of a post-mortem, but for its pictures."""
+    """Make the folder of a post-mortem, except its pictures."""
     folder = folder_of(run, incident.step)
     folder.mkdir(exist_ok=True)
     _write_json(folder / "postmortem.json", asdict(incident))
@@ -261,7 +261,7 @@ def add_action(run: Run, incident: Incident, step: int, guard: str, action: str,
 
 
 def close_postmortem(run: Run, incident: Incident, how: str, recovery: str) -> None:
-    """Write how the incident ended, in a word and in sentences; the rest stays, as people may have edited it."""
+    """Record how the incident ended; only the section on the recovery is replaced, as people may have edited others."""
     folder = folder_of(run, incident.step)
     incident.closed = how
     _write_json(folder / "postmortem.json", asdict(incident))

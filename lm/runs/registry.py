@@ -1,6 +1,6 @@
 """The registry: the runs of a user in one SQLite file, so that `lm runs` finds them from any folder.
 
-It is an index of the run folders and may be deleted: `lm runs rebuild` makes it from them. A training writes to it
+It is an index of the run folders and may be deleted: `lm runs rebuild` makes it again. A training writes to it
 through `record_run`, which never fails and takes at most `PATIENCE` seconds.
 """
 
@@ -22,7 +22,7 @@ from lm.runs.run import ROOT, Run
 
 log = logging.getLogger(__name__)
 
-LOCK_TIMEOUT = 0.25  # seconds to wait for another process that writes
+LOCK_TIMEOUT = 0.25  # seconds to wait for another process to finish writing
 PATIENCE = 1.0  # seconds that a training waits for the registry, whatever is wrong with it
 COLUMNS = {
     "path": "TEXT PRIMARY KEY", "name": "TEXT", "status": "TEXT", "reason": "TEXT", "step": "INTEGER",
@@ -43,9 +43,9 @@ def place() -> Path:
 
 
 def known_runs() -> list[dict[str, Any]]:
-    """The rows of all runs, as they were written last; [] where there is no registry.
+    """The rows of all runs, as last written; [] if there is no registry.
 
-    One that cannot be read is logged and is [] too: commands then know the runs under the folder that they look at.
+    An unreadable registry is logged and gives [] too: commands then know only the runs in the folder they look at.
     """
     try:
         path = place()
@@ -63,19 +63,19 @@ def known_runs() -> list[dict[str, Any]]:
 
 
 def note(runs: Iterable[Run]) -> None:
-    """Write the rows of these runs, all of them or none; LmError where the registry cannot be written."""
+    """Write the rows of these runs, all of them or none; LmError if the registry cannot be written."""
     rows = [run_row(run) for run in runs]
     names, marks = ", ".join(COLUMNS), ", ".join(f":{name}" for name in COLUMNS)
     _write(lambda database: database.executemany(f"INSERT OR REPLACE INTO runs ({names}) VALUES ({marks})", rows))
 
 
 def forget(paths: Iterable[str]) -> None:
-    """Remove the rows of these run folders; LmError where the registry cannot be written."""
+    """Remove the rows of these run folders; LmError if the registry cannot be written."""
     _write(lambda database: database.executemany("DELETE FROM runs WHERE path = ?", [(path,) for path in paths]))
 
 
 def rebuild(runs: Iterable[Run]) -> None:
-    """Replace the registry, whatever state it is in, by a new one of these runs; LmError where it cannot be."""
+    """Replace the registry, whatever its state, by a new one of these runs; LmError if it cannot be written."""
     path = place()
     try:
         for part in ("", "-wal", "-shm"):
@@ -101,9 +101,9 @@ def _write(work: Callable[[sqlite3.Connection], Any]) -> None:
 
 
 def record_run(run: Run, warned: bool = False) -> bool:
-    """Write a run's row when a training starts and when it ends; whether it was written.
+    """Write a run's row when a training starts or ends; return whether it was written.
 
-    It never raises and returns within `PATIENCE` seconds; a failure is one line in the log, unless one was `warned` of.
+    It never raises and returns within `PATIENCE` seconds; a failure is logged, only at debug level if already `warned`.
     """
     failures: list[Exception] = []
 
@@ -117,7 +117,7 @@ def record_run(run: Run, warned: bool = False) -> bool:
     try:
         thread.start()
         thread.join(PATIENCE)
-    except RuntimeError as error:  # no memory for another thread, which would hide why the run ended
+    except RuntimeError as error:  # no memory for a thread; raising would hide why the run ended
         failures.append(error)
     if thread.is_alive() or failures:
         reason = failures[0] if failures else "it does not answer"
@@ -131,9 +131,9 @@ def record_run(run: Run, warned: bool = False) -> bool:
 
 
 def find_run(name: str | None, root: str | Path = ROOT, otherwise: str = "") -> Run:
-    """The run of a name: a folder under `root`, else one in the registry, else a path; without a name the newest.
+    """Find a run by name: in `root`, else in the registry, else as a path; without a name, the newest in `root`.
 
-    RequestError where there is none, or several; `otherwise` is another cure for the message where there is no run.
+    RequestError if there is none, or several; `otherwise` is additional advice for the message if there is no run.
     """
     if name is None:
         if runs := Run.all(root):
@@ -153,7 +153,7 @@ def find_run(name: str | None, root: str | Path = ROOT, otherwise: str = "") -> 
 
 
 def find_runs(names: Iterable[str], root: str | Path = ROOT) -> list[Run]:
-    """The runs of several names; `lr-*` is all whose name is like that, under `root`, else in the registry."""
+    """Find runs by name; `lr-*` matches all such names under `root`, or else in the registry."""
     found: list[Run] = []
     for name in names:
         like, taken = [], {run.path.resolve() for run in found}
@@ -165,7 +165,7 @@ def find_runs(names: Iterable[str], root: str | Path = ROOT) -> list[Run]:
 
 
 def no_run(root: str | Path, otherwise: str = "") -> RequestError:
-    """The error where there is no run at all; `otherwise` is another cure."""
+    """The error if there is no run at all; `otherwise` is additional advice."""
     return RequestError(f"no run under {root} yet: start one with `lm fit --config tiny.yaml`{otherwise}")
 
 
@@ -175,9 +175,9 @@ def unknown_run(name: str, root: str | Path) -> RequestError:
 
 
 def nearest_runs(name: str, root: str | Path) -> str:
-    """`; did you mean tiny or tiny-2?`: the names of runs under `root` that are like a name; empty where none is."""
+    """`; did you mean tiny or tiny-2?`: the names of runs under `root` similar to a name; empty if there is none."""
     names = sorted(run.name for run in Run.all(root))
-    swapped = [known for known in names if sorted(known) == sorted(name)]  # letters of a short name
+    swapped = [known for known in names if sorted(known) == sorted(name)]  # swapped letters of a short name
     close = get_close_matches(Path(name).name, names, 3) or swapped
     return f"; did you mean {' or '.join(close)}?" if close else ""
 

@@ -1,4 +1,4 @@
-"""The checkpoint that a command means, and whether a run may be resumed with a changed config."""
+"""Find the checkpoint that a command refers to, and check whether a run may be resumed with a changed config."""
 
 import logging
 import os
@@ -24,7 +24,7 @@ log = logging.getLogger(__name__)
 def find_checkpoint(
     reference: str | None, name: str, root: str, *, named: bool, command: str
 ) -> tuple[Path | None, Run | None]:
-    """The checkpoint folder that a `--ckpt_path` means, and the run that it belongs to; None where there is none.
+    """Find the checkpoint folder that `--ckpt_path` refers to, and its run; None if there is none.
 
     The reference is a folder, `best`, `last`, `step-...` or `auto`; without one `fit` starts fresh, and other commands
     take the best checkpoint. If the name was `named` by `--run`, it means exactly that run, else the newest of `name`,
@@ -41,7 +41,7 @@ def find_checkpoint(
             raise RequestError(f"--ckpt_path {reference}: {damage}{_cure(path)}")
         run = Run(path.resolve().parent if path.is_symlink() else path.parent)
         belongs = (run.path / "run.json").exists() and (not named or run.name == name)
-        if fit and read_progress(path).average:  # which has no optimizer state: a new run starts from its weights
+        if fit and read_progress(path).average:  # has no optimizer state: a new run starts from its weights
             belongs = False
         if belongs and fit and rank() == 0:
             run.refuse_if_trained()
@@ -57,27 +57,27 @@ def find_checkpoint(
         return None, None
     if len(same) > 1:
         log.info("the newest of the runs %s is %s; --run takes another", ", ".join(one.name for one in same), run.name)
-    if fit and rank() == 0:  # which takes the lock
+    if fit and rank() == 0:  # rank zero takes the lock
         run.refuse_if_trained()
     path = _checkpoint_of(run, reference)
     if path is None and not (path := _beginning(run)) and not fit:
         raise run.no_checkpoint()
-    if fit and not auto and (damage := find_damage(path)):  # the others find it when they read it
+    if fit and not auto and (damage := find_damage(path)):  # the others find damage on reading
         raise RequestError(f"--ckpt_path {reference}: {path}: {damage}; `auto` takes the newest whole one")
     return path, run
 
 
 def runs_of_name(root: str, name: str, *, named: bool) -> list[Run]:
-    """The run that is called `name`, if it was `named` with `--run`; else `name`, `name-2` ..., the newest last."""
+    """The run named `name`, if `named` by `--run`; otherwise `name`, `name-2` ..., the newest last."""
     return [run for run in Run.all(root) if run.name == name] if named else Run.all(root, name)
 
 
 def checkpoint_folder(reference: str) -> Path:
-    """The folder of a `--ckpt_path` that is not the name of a run's checkpoint; of a URL, a copy on this machine."""
+    """The folder of a `--ckpt_path` that is a path or a URL; for a URL, a copy on this machine."""
     if is_remote(reference):
         address = reference.rstrip("/")
         folder, _, name = address.rpartition("/")
-        if name in LINKS:  # of a mirror
+        if name in LINKS:  # the link of a mirror
             return checkpoint_folder(f"{folder}/{(fetch(folder, [name]) / name).read_text()}")
         path = fetch(reference)
         if (path / "run.json").exists():
@@ -98,14 +98,14 @@ def checkpoint_folder(reference: str) -> Path:
 
 
 def hub_hint(name: str) -> str:
-    """How to download a model of the Hub, where a name may be that of one; empty where it cannot be."""
+    """Advice to download a model, if a name looks like one of the Hugging Face Hub; otherwise empty."""
     if not re.fullmatch(r"[\w.-]+/[\w.-]+", name) or Path(name).parent.exists():
         return ""
     return f"; if it is a model of the Hugging Face Hub: `hf download {name} --local-dir {Path(name).name}`"
 
 
 def _cure(path: Path) -> str:
-    """The cure where a folder is not a checkpoint but a run or a model."""
+    """Advice for a folder that is a run or a model instead of a checkpoint."""
     if (path / "run.json").exists():
         return f"; it is a run: give one of its checkpoints, such as {path / 'last'}"
     if (path / "config.json").exists() and not (path / "trainer.json").exists():
@@ -114,15 +114,15 @@ def _cure(path: Path) -> str:
 
 
 def _checkpoint_of(run: Run, reference: str | None) -> Path | None:
-    """The checkpoint of a run that a name means; None for `auto` where there is none yet."""
+    """The checkpoint of a run that a name refers to; None for `auto` if there is none yet."""
     if run.status() != "running":
         with suppress(OSError):  # a read-only disk
-            restore_interrupted(run.path / "step-*")  # that a kill left aside while they were being replaced
+            restore_interrupted(run.path / "step-*")  # checkpoints left aside by a kill while they were being replaced
     return newest_whole(run) if reference == "auto" else run.checkpoint(reference)
 
 
 def _log_resumable_run(root: str, name: str) -> None:
-    """Log how to resume the newest run of a name, where it has not come to its end."""
+    """Log how to resume the newest run of a name, if it did not finish."""
     for run in Run.all(root, name)[-1:]:
         steps, status = list(run.steps()), run.status()
         if status not in ("running", "finished"):
@@ -132,7 +132,7 @@ def _log_resumable_run(root: str, name: str) -> None:
 
 
 def _refuse_lost_name(root: str, name: str, found: Run | None) -> None:
-    """Raise RequestError where a run has checkpoints and its `run.json`, and so its name, is lost."""
+    """Raise RequestError if a run has checkpoints but no readable `run.json`, so that its name is unknown."""
     for folder in sorted(Path(root).glob(f"{name}*")):
         of_this_name = re.fullmatch(re.escape(name) + r"(-\d+)?", folder.name)
         if of_this_name and not Run(folder).read("run.json").get("name") and (found is None or found.path != folder):
@@ -144,7 +144,7 @@ def _refuse_lost_name(root: str, name: str, found: Run | None) -> None:
 
 
 def _beginning(run: Run) -> Path | None:
-    """The checkpoint, of an imported model or another run, that a run began from; None where it began from scratch."""
+    """The checkpoint (of an imported model or another run) that a run started from; None if it started from scratch."""
     began_from = run.read("run.json").get("began_from")
     if began_from is None:
         log.info("run %s was stopped before its first checkpoint: it starts again at its first step", run.path)
@@ -158,9 +158,9 @@ def _beginning(run: Run) -> Path | None:
 
 
 def chosen_model(run: str | None, ckpt_path: str | None, root: str | Path = ROOT) -> Path:
-    """The model folder that `--run`, else the newest run, and `--ckpt_path` mean; it is logged.
+    """The model folder that `--run` (default: the newest run) and `--ckpt_path` refer to; it is logged.
 
-    Without a `ckpt_path` it is the best checkpoint of the run, or its last where none was validated.
+    Without a `ckpt_path` it is the best checkpoint of the run, or the last if none was validated.
     """
     if is_of_a_run(ckpt_path):
         found = registry.find_run(run, root, otherwise=", or give a --ckpt_path")
@@ -177,11 +177,11 @@ def chosen_model(run: str | None, ckpt_path: str | None, root: str | Path = ROOT
 
 
 def newest_whole(run: Run) -> Path | None:
-    """The newest checkpoint of a run that is not damaged; None where there is no checkpoint. Damaged ones are logged.
+    """The newest intact checkpoint of a run; None if there is no checkpoint. Damaged ones are logged.
 
     When a run is resumed from an earlier step, its later checkpoints are left behind: `run.json` has their digests.
-    They come after all others, however new they are. Where all are damaged, to start from scratch would be a silent
-    loss, and is refused.
+    They are considered last, however new they are. If all are damaged, raise RequestError: to start from scratch would
+    be a silent loss.
     """
     last, left_behind = run.link("last"), run.left_behind()
     found = {path.name: path for path in run.path.glob("step-*") if STEP.fullmatch(path.name)}
@@ -209,20 +209,20 @@ def newest_whole(run: Run) -> Path | None:
 
 
 def warn_if_left_behind(run: Run, checkpoint: Path) -> None:
-    """Log that a checkpoint is not of the run's training as its curves have it."""
+    """Log a warning if a checkpoint is from steps that the run later repeated, so its curves do not show them."""
     if checkpoint in run.left_behind():
         log.warning("%s was left behind when the run was resumed from an earlier step: its weights and the curves of "
                     "the run are those of two trainings", checkpoint)  # fmt: skip
 
 
 def repair_links(run: Run, checkpoint: Path) -> None:
-    """Point the links of a finished run to its last and best checkpoints, if a kill came before they were moved."""
+    """Point the links of a finished run to its last and best checkpoints, in case it was killed before they moved."""
     if checkpoint.resolve().parent == run.path.resolve():
         link_to(run.path / checkpoint.name, read_progress(checkpoint).best_name)
 
 
 def refuse_changed_config(run: Run, config: dict[str, Any], force: bool) -> dict[str, list[Any]]:
-    """What differs between a config and that of a run, `{key: [before, now]}`; refuse what no resume may change."""
+    """Compare a config with a run's: `{key: [before, now]}`; raise RequestError if a resume may not change a key."""
     settings = run.settings()
     if not force and not settings:
         raise RequestError(
@@ -233,7 +233,7 @@ def refuse_changed_config(run: Run, config: dict[str, Any], force: bool) -> dict
         key: values
         for key, values in differences([settings, hide_addresses(config)]).items()
         if not key.startswith("data.prepare.") or values[1] is not None
-    }  # null: its shards are compared
+    }  # null: then the shards are compared
     refused = not_allowed("resume", changed)
     if refused and not force:
         raise RequestError(

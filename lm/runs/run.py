@@ -38,12 +38,12 @@ log = logging.getLogger(__name__)
 
 ROOT = Path("checkpoints")
 STEP = re.compile(r"step-(\d{8,})")
-REFERENCES = ("best", "last", "auto")  # checkpoints of a run, beside the names of its steps
+REFERENCES = ("best", "last", "auto")  # names of a run's checkpoints, beside those of steps
 SILENCE = 30.0  # seconds without a heartbeat after which a run is taken for dead
 LOCK = "run.lock"
 NO_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP, errno.EINVAL)  # of file systems without locks
 
-_describing = threading.Lock()  # the thread of the mirror describes a run, too
+_describing = threading.Lock()  # the mirror's thread calls `Run.describe`, too
 _held: dict[str, Any] = {}  # resolved folder of a run -> the lock that this process holds
 
 
@@ -98,7 +98,7 @@ class Run:
 
     @property
     def script(self) -> Path | None:
-        """The file with `lm.run` that trained the run, which knows its model; None where none did."""
+        """The script that trained the run by `lm.run` and defines its model; None for a run of `lm fit`."""
         started, *rest = self.read("run.json").get("command") or [""]
         is_script = started.endswith(".py") and Path(started).name != "__main__.py"
         return Path(started) if is_script and rest[:1] in (["fit"], ["branch"]) else None
@@ -111,7 +111,7 @@ class Run:
                                       self.script)  # fmt: skip
 
     def no_checkpoint(self) -> RequestError:
-        """The error where the run has no checkpoint, with what makes one."""
+        """The error for a run without checkpoints, with the cure."""
         cure = "wait for its first" if self.status() == "running" else f"`{self.resume_command()}` trains it"
         return RequestError(f"run {self.path} has no checkpoint yet: {cure}")
 
@@ -122,7 +122,7 @@ class Run:
         return f"{there}{program(self.script)} validate {config}--ckpt_path {shlex.quote(str(path / checkpoint))}"
 
     def _from_its_folder(self) -> tuple[str, Path]:
-        """How to get to the folder that the run was started in, in a shell, and the run's path from there."""
+        """A shell command that changes to the folder the run was started in, and the run's path relative to it."""
         path, began = self.path.resolve(), self.started_in()
         there = "" if began == Path.cwd() else f"cd {shlex.quote(str(began))} && "
         return there, path.relative_to(began) if path.is_relative_to(began) else path
@@ -137,12 +137,12 @@ class Run:
         return sorted(runs, key=lambda run: (*run.entered(), run.name))
 
     def entered(self) -> tuple[float, float]:
-        """The number and the time of the run's last start or resume: no two sessions have the same."""
+        """The number and the time of the run's last start or resume: unique for each session."""
         return session(self.read("run.json"))
 
     @classmethod
     def next_start(cls, root: Path | str) -> int:
-        """The number of the next session, `turn` in run.json: a time would not do, since clocks are set back."""
+        """The number of the next session, `turn` in run.json; times are not enough, since clocks are set back."""
         return 1 + int(max((run.entered()[0] for run in cls.all(root)), default=0))
 
     @classmethod
@@ -181,7 +181,7 @@ class Run:
         key = str(self.path.resolve())
         if key in _held:
             return
-        lock = FileLock(self.path / LOCK, timeout=1, thread_local=False)  # `is_locked` has it for a moment
+        lock = FileLock(self.path / LOCK, timeout=1, thread_local=False)  # waits, as `is_locked` holds it for a moment
         try:
             lock.acquire()
         except Timeout:
@@ -192,18 +192,18 @@ class Run:
             self.refuse_if_trained()
             return
         _held[key] = lock
-        with suppress(OSError):  # a full disk: the lock holds, and only its holder is not known
+        with suppress(OSError):  # a full disk: the lock holds, but nobody knows its holder
             self.write_heartbeat({})
 
     def release(self) -> None:
-        """Release the lock, if this process has it."""
+        """Release the lock, if this process holds it."""
         if lock := _held.pop(str(self.path.resolve()), None):
             lock.release()
 
     def is_locked(self) -> bool | None:
         """Whether a process holds the lock; None where there is no lock file, or no locks on this file system."""
         try:
-            with open(self.path / LOCK, "rb") as file:  # filelock uses flock too; a shared one does not disturb readers
+            with open(self.path / LOCK, "rb") as file:  # filelock uses flock too; shared locks do not conflict
                 fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
             return False
         except BlockingIOError:
@@ -217,17 +217,17 @@ class Run:
         locked = self.is_locked()
         trained = self.status() == "running" if locked is None else locked
         ahead = (nonnegative(self.read("heartbeat.json").get("time")) or 0.0) - time.time() > SILENCE
-        if trained and locked is None and ahead:  # by a wrong clock: the next heartbeat tells
+        if trained and locked is None and ahead:  # by a wrong clock: wait for the next heartbeat
             trained = self.beats(self.path)
-        # Some shared file systems keep locks to each machine: the run may be trained though its lock looks free here.
+        # Some shared file systems keep locks per machine: the run may be trained though its lock looks free here.
         elsewhere = self.read("heartbeat.json").get("host") not in (None, socket.gethostname())
         if (trained or elsewhere and self.beats(self.path)) and self._holder().get("pid") != os.getpid():
             raise self.is_being_trained(self.path)
 
     def beats(self, place: Path | str, refresh: Callable[[], None] = lambda: None) -> bool:
-        """Wait for the next heartbeat of a run that may be trained, as long as one may come; whether it came.
+        """Wait for the next heartbeat of a run that may be trained; whether one came within `SILENCE` seconds.
 
-        `place` is the run's for the log, `refresh` brings its files up to date where they are copies.
+        `place` is where the run is, for the log; `refresh` updates its files if they are copies.
         """
         beat, until = self.read("heartbeat.json"), time.monotonic() + SILENCE
         if self.status() != "running":
@@ -242,11 +242,11 @@ class Run:
         return False
 
     def _holder(self) -> dict[str, Any]:
-        """`pid` and `host` of the process that trains the run, or was the last one to."""
+        """`pid` and `host` of the process that trains the run, or of the last one that did."""
         return {**self.read("state.json"), **self.read("heartbeat.json")}
 
     def is_being_trained(self, place: Path | str) -> RequestError:
-        """The error of a second training of this run, which is at `place`."""
+        """The error for a second training of this run, which is at `place`."""
         pid, host = self._holder().get("pid"), self._holder().get("host")
         holder = (f"process {pid}" if pid else "another process") + (f" on {host}" if host else "")
         cure = f"wait for its end, or stop it{f' (`kill {pid}`)' if pid else ''}, and give the command again"
@@ -258,9 +258,9 @@ class Run:
         write_atomically(self.path / "heartbeat.json", json.dumps(beat) + "\n", durable=False)
 
     def status(self) -> str:
-        """The run's state, also where its process could not say that it ended.
+        """The run's state, even if its process could not record that it ended.
 
-        `running`; `dead`, where run.json says `running` and its process is gone, or has been silent for a while;
+        `running`; `dead`, if run.json says `running` but the process is gone or has been silent for a while;
         `finished`; `stopped` by a guard; `interrupted` by a signal; `failed`; `unknown`.
         """
         facts = self.read("run.json")
@@ -270,7 +270,7 @@ class Run:
         here = beat.get("host") == socket.gethostname()
         if locked or locked is False and here:
             return "running" if locked else "dead"
-        # There are no locks, or another machine's process had it last, whose lock may not be visible here.
+        # There are no locks, or the last process was on another machine, whose lock may not be visible here.
         entered, beaten = session(facts)[1], nonnegative(beat.get("time")) or 0.0
         if here and beaten >= entered and not process_exists(beat.get("pid")):
             return "dead"
@@ -289,9 +289,9 @@ class Run:
         return [path for path in self.steps().values() if stated_digest(path / "trainer.json") in digests]
 
     def link(self, name: str) -> Path | None:
-        """What `best` or `last` points to; None where there is none or it dangles.
+        """The checkpoint that `best` or `last` points to; None if there is no such link or its target is gone.
 
-        A copy of a run may have folders in their place, or nothing: what they pointed to is found all the same.
+        A copied run may have folders instead of links, or neither: the checkpoint is found all the same.
         """
         link = self.path / name
         if link.is_symlink():
@@ -304,7 +304,7 @@ class Run:
         return last if last is None or name == "last" else self._best_at(last)
 
     def _best_at(self, checkpoint: Path) -> Path | None:
-        """The best checkpoint that there was at the time of another."""
+        """The best checkpoint at the time when another was saved."""
         with suppress(OSError, *DAMAGE):
             for state in parse_json((checkpoint / "trainer.json").read_bytes())["callbacks"].values():
                 if "best_name" in state and state["best_name"]:
@@ -328,7 +328,7 @@ class Run:
             write_atomically(self.path / "run.json", json.dumps({**self.read("run.json"), **facts}, indent=2) + "\n")
 
     def read(self, name: str) -> dict[str, Any]:
-        """One of the run's JSON files; empty where it is absent or damaged."""
+        """Read one of the run's JSON files; empty if it is absent or damaged."""
         try:
             facts = valid_facts(name, parse_json((self.path / name).read_bytes()))
         except (OSError, ValueError):
@@ -341,11 +341,11 @@ class Run:
         self.attempt(path, lambda: write_atomically(path, json.dumps(state) + "\n", durable=False))
 
     def append(self, name: str, line: dict[str, Any]) -> None:
-        """Add one line to `metrics.jsonl`, `alerts.jsonl` or another file of the run, if it can be written."""
+        """Append a line to `metrics.jsonl`, `alerts.jsonl` or another file of the run, if it can be written."""
         self.attempt(self.path / name, lambda: append_line(self.path / name, line))
 
     def mark_resume(self, step: int) -> None:
-        """Add to `metrics.jsonl` that the run resumes from a step: the lines of later steps count no more."""
+        """Add to `metrics.jsonl` that the run resumes from a step: earlier lines of later steps no longer count."""
         append_line(self.path / "metrics.jsonl", {"resumed_at": step})
 
     def alerts(self) -> list[dict[str, Any]]:
@@ -361,9 +361,9 @@ class Run:
         return [line for line in read_lines(self.path / "evaluations.jsonl") if is_evaluation(line)]
 
     def metrics(self, name: str = "") -> list[dict[str, Any]]:
-        """The lines of `metrics.jsonl` by step, without those that were logged after the checkpoint of a later resume.
+        """The lines of `metrics.jsonl` by step, without lines that a resume from an earlier checkpoint made obsolete.
 
-        With a name only the lines with this metric; the others, of which there may be very many, are not parsed.
+        With a name, only the lines with this metric; the other lines, of which there may be very many, are not parsed.
         """
         kept: list[dict[str, Any]] = []
         lines = read_lines(self.path / "metrics.jsonl", (f'"{name}"', '"resumed_at"') if name else ("",))
@@ -376,29 +376,29 @@ class Run:
 
 
 def is_of_a_run(reference: str | None) -> bool:
-    """Whether a `--ckpt_path` names a checkpoint of a run, and not a folder."""
+    """Whether a `--ckpt_path` names a checkpoint of a run, rather than a folder."""
     return reference in (None, *REFERENCES) or STEP.fullmatch(reference) is not None
 
 
 def refuse_name(name: str) -> None:
-    """Raise RequestError for the name of a run that would climb out of the folder of runs."""
+    """Raise RequestError for a run name with characters that could lead out of the folder of runs."""
     if not re.fullmatch(r"[\w][\w.+=-]*", name):
         raise RequestError(f"run name {name!r}: use letters, digits, '.', '_', '-', '+' and '=' only")
 
 
 def process_exists(pid: int | None) -> bool:
-    """Whether a process of this machine is alive; where that cannot be found out, yes."""
+    """Whether a process of this machine is alive; true if that cannot be determined."""
     try:
         os.kill(pid, 0)
         return True
-    except (OSError, TypeError, OverflowError) as error:  # another user's, or no number is known
+    except (OSError, TypeError, OverflowError) as error:  # another user's process, or no valid number
         return not isinstance(error, ProcessLookupError)
 
 
 # ---- the facts in its files ------------------------------------------------------------------------------------------
 
 NUMBER = (int, float)
-TYPES: dict[str, dict[str, Any]] = {  # file -> fact -> its type; a fact of another type is damaged, and not known
+TYPES: dict[str, dict[str, Any]] = {  # file -> fact -> its type; a fact of another type is treated as missing
     "run.json": {
         "id": str, "name": str, "status": str, "reason": str, "device": str, "world_size": int, "turn": int,
         "started": str, "entered": NUMBER, "command": list, "host": str, "python": str, "versions": dict, "git": str,
@@ -416,7 +416,7 @@ TYPES: dict[str, dict[str, Any]] = {  # file -> fact -> its type; a fact of anot
 
 
 def valid_facts(file: str, document: Any) -> dict[str, Any]:
-    """The facts of a run's file that have their type; empty where the document is not an object."""
+    """The facts of a run's file that have the right type; empty if the document is not an object."""
     types = TYPES.get(file, {})
     facts = document if isinstance(document, dict) else {}
     return {name: fact for name, fact in facts.items() if name not in types or _has_type(fact, types[name])}
@@ -432,7 +432,7 @@ def is_alert(line: dict[str, Any]) -> bool:
 
 
 def add_metrics(lines: list[dict[str, float]], line: dict[str, float]) -> None:
-    """Add a line of `metrics.jsonl` to those before it; where the run resumed, those of later steps are taken away."""
+    """Append a line of `metrics.jsonl` to `lines`; if it marks a resume, remove the lines of later steps instead."""
     if "resumed_at" in line:
         lines[:] = [before for before in lines if before["step"] <= line["resumed_at"]]
     else:
@@ -440,7 +440,7 @@ def add_metrics(lines: list[dict[str, float]], line: dict[str, float]) -> None:
 
 
 def session(facts: dict[str, Any]) -> tuple[float, float]:
-    """As `Run.entered`, of the facts of a `run.json`."""
+    """`Run.entered` for the given facts of `run.json`."""
     return nonnegative(facts.get("turn")) or 0, nonnegative(facts.get("entered")) or 0.0
 
 
@@ -450,7 +450,7 @@ VARIABLE = re.compile(r"\$(?:(\w+)|\{(\w+)\})")  # `$NAME` or `${NAME}` in an ad
 
 
 def hide_addresses(config: dict[str, Any]) -> dict[str, Any]:
-    """A config with its addresses under `notify` hidden, for whoever may see all the rest."""
+    """Return a config with the addresses under `notify` hidden, so that it can be shown to others."""
     notify = config.get("notify")
     if not notify:
         return config
@@ -462,12 +462,12 @@ def hide_addresses(config: dict[str, Any]) -> dict[str, Any]:
 
 
 def hide_address(url: str) -> str:
-    """An address under `notify` without what may be a password or a token; `$NAME` stays as it is."""
+    """Hide the parts of an address under `notify` that may be a password or token; `$NAME` stays as it is."""
     return url if VARIABLE.fullmatch(url) else f"{url.partition('://')[0]}://..." if "://" in url else "..."
 
 
 def hide_typed_addresses(command: list[str]) -> list[str]:
-    """A command line with the addresses of its `--notify` hidden."""
+    """Return a command line with the addresses of `--notify` hidden."""
     follows = [False, *(argument.startswith("--notify") for argument in command)]
     return [
         re.sub(r"(?s)://.*", "://...", argument) if argument.startswith("--notify") or after else argument

@@ -1,4 +1,4 @@
-"""Scaling laws: the loss of small models as a function of their operations, and what it predicts.
+"""Scaling laws: the loss of small models as a function of their operations, and predictions from it.
 
 A law is fitted to the losses of several sizes, each trained with one seed or with several. Nothing here imports torch.
 """
@@ -11,19 +11,19 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-FEWEST = 3  # sizes for a law: two always lie on one
+FEWEST = 3  # sizes for a law: any two lie on one
 FEWEST_WITH_OFFSET = 5  # sizes for a law with three parameters, so that two are left to show how well it fits
-FAR = 1.0  # times the range of the sizes, in logarithms, up to which a prediction is taken to be near
-DRAWS = 1000  # of the bootstrap
+FAR = 1.0  # extrapolation up to which a prediction counts as near, as in `distance`
+DRAWS = 1000  # samples of the bootstrap
 INTERVAL = (2.5, 97.5)  # percent
-EXPONENTS = np.geomspace(0.005, 1, 200)  # that are tried; what is published lies between 0.05 and 0.5
+EXPONENTS = np.geomspace(0.005, 1, 200)  # the grid of exponents; published values lie between 0.05 and 0.5
 
 
 @dataclass(frozen=True)
 class PowerLaw:
-    """`loss = offset + factor / x ^ exponent`, or as many laws as the three are arrays long."""
+    """`loss = offset + factor / x ^ exponent`, or several laws if the three are arrays."""
 
-    offset: Any  # the loss that no size goes below; 0 where the law has none
+    offset: Any  # the limit of the loss for infinite size; 0 in a law without an offset
     factor: Any
     exponent: Any
 
@@ -31,40 +31,40 @@ class PowerLaw:
         return self.offset + self.factor * x**-self.exponent
 
     def formula(self, x: str) -> str:
-        """One law as people write it, of a quantity `x`."""
+        """The formula of a single law as text, with `x` as the name of the variable."""
         offset = f"{self.offset:.4g} + " if self.offset > 1e-4 else ""
         return f"{offset}{self.factor:.4g} / {x}^{self.exponent:.3g}"
 
 
 class Prediction(NamedTuple):
-    """The loss of a training of some size with one seed."""
+    """The predicted loss of a training of some size with one seed."""
 
     loss: float
     low: float | None  # of the 95 % interval; None: not known, see `fit_sizes`
     high: float | None
-    distance: float  # how far the size lies from those that were fitted, over their range, in logarithms
+    distance: float  # see `distance`
 
 
 def fit_straight(x: Sequence[float], losses: np.ndarray) -> PowerLaw:
-    """The law without an offset: a straight line in logarithms, by least squares there.
+    """Fit the law without an offset: least squares for a straight line in logarithms.
 
-    Kaplan et al., 2020, arXiv:2001.08361, section 3. `losses` are above 0, of each size, or (draws, sizes) for as many
-    laws.
+    Kaplan et al., 2020, arXiv:2001.08361, section 3. `losses` are above 0: (sizes,) for one law, or (draws, sizes) for
+    several.
     """
     slope, height = np.polyfit(np.log(x), np.log(losses).T, 1)
     return PowerLaw(0.0 * height, np.exp(height), -slope)
 
 
 def fit_bending(x: Sequence[float], losses: np.ndarray) -> PowerLaw:
-    """The law with an offset, by least squares of the relative error; the offset is 0 where none fits better.
+    """Fit the law with an offset by least squares of the relative error; the offset is 0 if none above 0 fits better.
 
-    Henighan et al., 2020, arXiv:2010.14701, equation 1.1. For a given exponent the best offset and factor are linear
-    least squares, so the exponents of a fine grid are all tried. Arguments are those of `fit_straight`.
+    Henighan et al., 2020, arXiv:2010.14701, equation 1.1. Given the exponent, the best offset and factor are linear
+    least squares, so all exponents of a fine grid are tried. The arguments are those of `fit_straight`.
     """
     weights = 1 / np.atleast_2d(losses)[:, None, :]  # [draws, 1, sizes]
-    middle = np.exp(np.log(x).mean())  # where the factor is fitted, so that it does not depend on the exponent
+    middle = np.exp(np.log(x).mean())  # the factor is fitted here, so that it does not depend on the exponent
     powers = (np.array(x) / middle) ** -EXPONENTS[:, None]  # [exponents, sizes]
-    one, two = weights + 0 * powers, weights * powers  # what an offset and a factor of 1 give, over the loss
+    one, two = weights + 0 * powers, weights * powers  # an offset and a factor of 1, divided by the loss
     of_one, of_two, both = ((a * b).sum(-1) for a, b in ((one, one), (two, two), (one, two)))
     offset = (one.sum(-1) * of_two - two.sum(-1) * both) / (of_one * of_two - both**2)  # [draws, exponents]
     offset = np.maximum(offset, 0)
@@ -78,25 +78,25 @@ def fit_bending(x: Sequence[float], losses: np.ndarray) -> PowerLaw:
 
 
 def fit_laws(x: Sequence[float], losses: np.ndarray) -> list[PowerLaw]:
-    """The laws that so many sizes allow; their mean is the prediction.
+    """Fit the kinds of law that this number of sizes allows; the prediction is the mean of the laws.
 
-    With five sizes or more it is the law with an offset, with two the one without. Three or four cannot tell which, so
-    both are used: without an offset a prediction is too low where the loss bends, with one it is too high where noise
-    makes it seem to bend. Arguments are those of `fit_straight`.
+    Five sizes or more: the law with an offset; two: the law without one. Three or four sizes cannot tell which, so
+    both are used: without an offset, predictions are too low if the loss bends; with one, they are too high if noise
+    makes it seem to bend. The arguments are those of `fit_straight`.
     """
     kinds = [fit_straight] * (len(x) < FEWEST_WITH_OFFSET) + [fit_bending] * (len(x) >= FEWEST)
     return [kind(x, losses) for kind in kinds]
 
 
 def distance(x: Sequence[float], target: float) -> float:
-    """How far a size lies outside of others, over their range, all in logarithms; 0 within."""
+    """How far `target` lies outside the range of `x`, divided by that range, in logarithms; 0 inside."""
     low, high, at = math.log(min(x)), math.log(max(x)), math.log(target)
     return max(at - high, low - at, 0.0) / (high - low)
 
 
 @dataclass(frozen=True)
 class Fit:
-    """The laws of some sizes, and draws of them from which intervals are; `fit_sizes` makes it."""
+    """The laws fitted to some sizes, and bootstrap draws of them for intervals; made by `fit_sizes`."""
 
     x: Sequence[float]  # operations of each size
     laws: Sequence[PowerLaw]
@@ -104,7 +104,7 @@ class Fit:
     noise: np.ndarray  # [draws], the factor by which a training deviates from its law
 
     def predict(self, target: float) -> Prediction:
-        """The loss of a size by its operations, as the mean of the laws."""
+        """Predict the loss of a size, given by its operations, as the mean of the laws."""
         loss = fmean(float(law(target)) for law in self.laws)
         if not self.drawn:
             return Prediction(loss, None, None, distance(self.x, target))
@@ -114,15 +114,15 @@ class Fit:
 
 
 def fit_sizes(x: Sequence[float], losses: Sequence[Sequence[float]]) -> Fit:
-    """Fit laws to sizes, as `fit_laws` does, and draw from them.
+    """Fit laws to sizes with `fit_laws`, and draw bootstrap samples of them.
 
-    A draw adds to each loss the deviation of some training, and one to what it predicts: a bootstrap of residuals
-    (Davison and Hinkley, 1997, "Bootstrap methods and their application", section 6.2.3). A deviation is that of a mean
-    from the law and that of a training from its mean, each made larger by what the law and the mean have taken from it
-    as they were fitted. With one seed the second is not known, and with fewer than five sizes neither, since a law with
-    an offset misses three by nothing: there is no interval then.
+    A draw adds the deviation of some training to each loss, and one to the prediction: a bootstrap of residuals
+    (Davison and Hinkley, 1997, "Bootstrap methods and their application", section 6.2.3). A deviation is a mean's from
+    the law plus a training's from its mean, each scaled up for the degrees of freedom of the fit. With one seed the
+    second is not known; if there are also fewer than five sizes, neither is the first, since a law with an offset fits
+    three exactly: there is then no interval.
 
-    `x` are the operations of three sizes or more, and each has a loss for each seed.
+    `x` has the operations of three or more sizes, `losses` the losses of each, one per seed.
     """
     means = [fmean(each) for each in losses]
     laws = fit_laws(x, np.array(means))
@@ -139,7 +139,7 @@ def fit_sizes(x: Sequence[float], losses: Sequence[Sequence[float]]) -> Fit:
 
 
 def backtest(x: Sequence[float], losses: Sequence[Sequence[float]]) -> tuple[float, float]:
-    """The loss of the largest size as the others predict it, and as it was measured; arguments as of `fit_sizes`."""
+    """The loss of the largest size as predicted from the others, and as measured; arguments as in `fit_sizes`."""
     order = np.argsort(x)
     at, means = [x[place] for place in order], [fmean(losses[place]) for place in order]
     return fmean(float(law(at[-1])) for law in fit_laws(at[:-1], np.array(means[:-1]))), means[-1]

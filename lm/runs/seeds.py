@@ -1,5 +1,5 @@
-"""Runs that differ in their seed alone: their groups, mean and spread of each, and whether two groups differ by more
-than the noise between seeds.
+"""Runs that differ only in their seed: group them, compute mean and spread of each group, and test whether two groups
+differ by more than the noise between seeds.
 
 Nothing here imports torch.
 """
@@ -26,20 +26,20 @@ CONFIDENCE = 0.95
 
 @dataclass(frozen=True)
 class Group:
-    """Runs of one config with different seeds; or a single run."""
+    """Runs with the same config and different seeds; or a single run."""
 
     name: str
-    members: tuple[int, ...]  # their places in the list of runs
+    members: tuple[int, ...]  # their indices in the list of runs
     seeds: tuple[int | None, ...]  # None: the config has none
 
 
 def group_by_seed(runs: Sequence[Run], names: Sequence[str]) -> list[Group]:
-    """The runs by config, in the order of the first of each; every run by itself where no config has several seeds.
+    """Group runs by config, in order of first occurrence; one group per run if no config has several seeds.
 
-    The name of a group is what those of its runs begin with, without `-s` or `-seed` at the end.
+    A group is named by the common beginning of its runs' names, without `-s` or `-seed` at the end.
     """
     configs = [flatten(run.settings()) for run in runs]
-    # A config that cannot be read is like no other one.
+    # A config that cannot be read differs from all others.
     shared = [{key: value for key, value in config.items() if key not in OF_A_RUN} or {"unknown": index}
               for index, config in enumerate(configs)]  # fmt: skip
     equal = [[other for other, config in enumerate(shared) if config == shared[index]] for index in range(len(runs))]
@@ -64,7 +64,7 @@ def group_by_seed(runs: Sequence[Run], names: Sequence[str]) -> list[Group]:
 
 
 def mean_curve(name: str, runs: Sequence[list[dict[str, Any]]], metric: str, x: str = "step") -> Series:
-    """The mean of one metric at each step that all runs have, with the lowest and the highest; see `curve`."""
+    """The mean of a metric at each step that all runs have, with the lowest and highest value; see `curve`."""
     found = []
     for lines in runs:
         there = [line for line in lines if x in line]
@@ -80,7 +80,7 @@ def mean_curve(name: str, runs: Sequence[list[dict[str, Any]]], metric: str, x: 
 
 
 class Spread(NamedTuple):
-    """One number of the runs of a group."""
+    """Statistics of one number over the runs of a group."""
 
     seeds: int
     mean: float
@@ -90,16 +90,16 @@ class Spread(NamedTuple):
 
 
 class Difference(NamedTuple):
-    """The mean of one group less that of another; the last three are None where a group has one seed."""
+    """The difference of the means of two groups; the last three fields are None if a group has a single seed."""
 
     mean: float
     low: float | None  # of the 95 % interval
     high: float | None
-    p: float | None  # how often noise alone would make the means differ as much
+    p: float | None  # probability of a difference at least as large from noise alone
 
     @property
     def significant(self) -> bool | None:
-        """Whether it is more than the noise between seeds, at 5 %."""
+        """Whether the difference is significant at 5 %, given the noise between seeds."""
         return None if self.p is None else self.p < 1 - CONFIDENCE
 
 
@@ -111,7 +111,7 @@ def spread(values: Sequence[float]) -> Spread:
 
 
 def welch(after: Sequence[float], before: Sequence[float]) -> Difference:
-    """How the means of independent values differ, by Welch's t-test, which does not assume equal variances.
+    """The difference of the means of independent values, by Welch's t-test, which does not assume equal variances.
 
     Welch, 1947, "The generalization of 'Student's' problem when several different population variances are involved",
     Biometrika 34. It assumes normal values; with few seeds that cannot be checked.
@@ -130,7 +130,7 @@ def welch(after: Sequence[float], before: Sequence[float]) -> Difference:
 
 
 def t_tails(t: float, freedom: float) -> float:
-    """How often Student's t with so many degrees of freedom lies further from 0 than `t`, on either side.
+    """Two-sided tail probability of Student's t with `freedom` degrees of freedom: of a value further from 0 than `t`.
 
     Abramowitz and Stegun, 1964, "Handbook of mathematical functions", section 26.7.
     """
@@ -140,7 +140,7 @@ def t_tails(t: float, freedom: float) -> float:
 
 
 def t_exceeded(p: float, freedom: float) -> float:
-    """The t for which `t_tails` is `p`; for a p of 1 % to 30 %, and 1 degree of freedom or more."""
+    """The t for which `t_tails` is `p`; for p from 1 % to 30 %, and at least 1 degree of freedom."""
     import mpmath
 
     return float(mpmath.findroot(lambda t: t_tails(t, freedom) - p, (1, 100), solver="illinois"))

@@ -1,4 +1,4 @@
-"""Command lines from typed functions and classes: lists and flags as people type them, errors of one line."""
+"""Command lines from typed functions and classes: lists and flags as people type them, and one-line errors."""
 
 import json
 import re
@@ -22,13 +22,13 @@ from lm.system.units import Count, parse_count
 NEGATIVE = re.compile(r"-[\d.]+(e[+-]?\d+)?", re.IGNORECASE)
 LONGEST_SHOWN = 60  # characters of a value in a message
 LONGEST_MESSAGE = 300
-FEW_OPTIONS, MOST_UNKNOWN = 10, 6  # that a message lists
+FEW_OPTIONS, MOST_UNKNOWN = 10, 6  # options listed in a message
 
 register_type(Count, serializer=int, deserializer=parse_count, type_check=lambda value, kind: type(value) is kind)
 
 
 class OneLineErrors:
-    """For parsers: the error of a wrong command line is one line with the nearest name, not fifty lines of usage."""
+    """Mixin for parsers: a wrong command line gives a one-line error with the nearest name, instead of the usage."""
 
     def error(self, message: str, ex: Exception | None = None) -> NoReturn:
         """Raise RequestError with the message in one line."""
@@ -56,7 +56,7 @@ class Parser(OneLineErrors, ArgumentParser):
 def call(function: Callable[..., Any], arguments: list[str], prog: str, meant: str | None = None) -> Any:
     """Call a typed function with the values of a command line; parameters without a default are positional.
 
-    `meant` is what to suggest for a value without an option, with `{value}` and its short `{name}`.
+    `meant` is the suggestion for a value without an option, with `{value}` and its short form `{name}`.
     """
     parser = Parser(prog=prog, allow_abbrev=False, description=(function.__doc__ or "").partition("\n\n")[0])
     parser.add_function_arguments(function, as_group=False, as_positional=True)
@@ -73,10 +73,10 @@ def call(function: Callable[..., Any], arguments: list[str], prog: str, meant: s
 
 
 def arguments_from(options: type, **types: type) -> Callable[[Callable[..., None]], Callable[..., None]]:
-    """Decorates an `__init__(self, config)` so that the class is called with the fields of this dataclass.
+    """Decorator of `__init__(self, config)`: the class then takes the fields of the dataclass `options` as arguments.
 
     `Trainer(max_steps=10)` makes a `TrainerConfig` and gives it to the decorated function. `help()` and parsers see the
-    fields. `types` are those that the dataclass names in quotes, because to import them would take seconds.
+    fields. `types` are types that the dataclass names in quotes, because importing them takes seconds.
     """
 
     def decorate(init: Callable[..., None]) -> Callable[..., None]:
@@ -98,7 +98,7 @@ def arguments_from(options: type, **types: type) -> Callable[[Callable[..., None
 
 
 def build_options(options: type, caller: str, *args: Any, **given: Any) -> Any:
-    """A dataclass of options, made of the arguments of a call; a count may be a text, as in a config."""
+    """Make a dataclass of options from the arguments of a call; a count may be a string, as in a config."""
     kinds = {one.name: one.type for one in fields(options)}
     if unknown := [name for name in given if name not in kinds]:
         hints = {name: nearest_option(name, list(kinds)) for name in unknown}
@@ -140,14 +140,14 @@ def spell_out(arguments: list[str], flags: Iterable[str] = (), lists: Iterable[s
             as_yaml = bool(equals) or name.rpartition(".")[2] not in ("prompt", "prompts", "stop")
             values.setdefault(option, []).extend(_listed(given[0], as_yaml) if len(given) == 1 else given)
         elif option.startswith("--") and not equals and rest and NEGATIVE.fullmatch(rest[0]):
-            spelled.append(f"{argument}={rest.pop(0)}")  # argparse takes -1e-3 for an option
+            spelled.append(f"{argument}={rest.pop(0)}")  # argparse would take -1e-3 for an option
         else:
             spelled.append(argument)
     return [f"{argument}={as_list(values[argument])}" if argument in values else argument for argument in spelled]
 
 
 def _listed(text: str, as_yaml: bool) -> list[str]:
-    """The texts of a JSON or YAML list; of any other text, also one in brackets, the text itself."""
+    """Parse a JSON or YAML list of strings; any other text, even in brackets, is a single item."""
     try:
         found = yaml.safe_load(text) if as_yaml else json.loads(text)
     except (ValueError, yaml.YAMLError):
@@ -156,7 +156,7 @@ def _listed(text: str, as_yaml: bool) -> list[str]:
 
 
 def as_list(values: list[str]) -> str:
-    """Texts as a YAML list on one line, with everything beyond ASCII escaped."""
+    """Strings as a YAML list on one line, with non-ASCII characters escaped."""
     return yaml.safe_dump(values, default_style='"', default_flow_style=True, width=float("inf")).strip()
 
 
@@ -177,7 +177,7 @@ def gather(arguments: list[str]) -> list[str]:
 
 
 def shown(value: Any) -> str:
-    """A value for a message, cut to `LONGEST_SHOWN` characters."""
+    """Format a value for a message, shortened to `LONGEST_SHOWN` characters."""
     text = repr(value)
     return text if len(text) <= LONGEST_SHOWN else f"{text[:LONGEST_SHOWN]}..."
 
@@ -192,7 +192,7 @@ def known_names(parser: Any) -> list[str]:
 
 
 def shorten(message: str, known: list[str]) -> str:
-    """jsonargparse's message in one line; for an unknown option or choice with the nearest ones."""
+    """Shorten jsonargparse's message to one line; add the nearest names for an unknown option or choice."""
     if unrecognized := re.search(r"unrecognized arguments: (.*)", message):
         names = [word.lstrip("-").partition("=")[0] for word in unrecognized[1].split() if word.startswith("--")]
         if not names:
@@ -203,13 +203,13 @@ def shorten(message: str, known: list[str]) -> str:
     if unknown:
         name = ".".join(filter(None, unknown.groups()))
         return unknown_options({name: nearest_option(name, known) or "--help lists them"})
-    # Of a type such as `int | None` the error of each part, without the list of the parts; that of None does not help.
+    # For a type such as `int | None`, keep the error of each part, but not the list of parts or the error for None.
     key = next(iter(re.findall(r'\AParser key "(.+?)":', message)), None)
     indent = re.search(r"Errors:\n( *)- ", message)
     errors = re.findall(rf"\n{indent[1]}- (.*(?:\n{indent[1]} {{4}}.*)*)", message) if indent else []
     if reasons := [each for each in errors if "NoneType" not in each]:
         given = re.search(r"class_path'?[=:] ?'(\S+?)'", message) or re.search(r"(?s)Given value: (.*)", message)
-        # The error of a class itself counts, and not that the value is of no other type.
+        # Keep the error of a class itself, not that the value is of no other type.
         text = ", or ".join([each for each in reasons if not each.startswith(("Expected", "Not a"))] or reasons)
         text += f", got {given[1]}" if given and not re.search("[Gg]ot |class_path", text) else ""
     else:
@@ -217,7 +217,7 @@ def shorten(message: str, known: list[str]) -> str:
     text = re.sub(r"[Ee]xpected a <class '(?:\w+\.)*(\w+)'>", r"expected \1", " ".join(text.split()))
     text = re.sub(r"[Ee]xpected a typing\.Literal\[(.*?)\]", r"expected one of \1", text)
     text = text.replace(". Got value:", ", got").replace("Not of type Count: ", "")
-    # What was given for a list may have a password in it.
+    # The value of a list may contain a password.
     text = re.sub("expected (list|tuple), got .*", "expected a list: [a, b], or lines that begin with a dash", text)
     text = re.sub("Unable to load config .*", "this is a group of options: give each with its name", text)
     text = f"{key}: {text}" if key else text
@@ -241,7 +241,7 @@ def nearest_option(name: str, known: list[str]) -> str:
 
 
 def unknown_options(hints: dict[str, str]) -> str:
-    """A message for options that do not exist, as they were typed, each with what to use instead."""
+    """A message for options that do not exist, as typed, each with the option to use instead."""
     cut = {name if len(name) <= LONGEST_SHOWN else f"{name[:LONGEST_SHOWN]}...": hint for name, hint in hints.items()}
     if len(cut) == 1:
         [(name, hint)] = cut.items()

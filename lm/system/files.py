@@ -1,4 +1,4 @@
-"""Files that survive a crash: atomic writes, appended lines, JSON with its own digest, folders complete or absent.
+"""Files that survive a crash: atomic writes, appended lines, JSON with a digest, folders complete or absent.
 
 Also safe parsing of YAML and JSON, and the disk space that the checkpoints of a run need. Nothing here imports torch.
 """
@@ -21,14 +21,14 @@ from lm.system.units import format_bytes
 
 log = logging.getLogger(__name__)
 
-# What reading raises where a file has other content than expected.
+# Errors from reading a file that does not have the expected content.
 DAMAGE = (ArithmeticError, AttributeError, LookupError, TypeError, ValueError)
 
 # ---- YAML and JSON ---------------------------------------------------------------------------------------------------
 
 
 def parse_json(text: str | bytes) -> Any:
-    """Parse a JSON text; a whole number of more than 64 bits and values nested too deep are a ValueError too."""
+    """Parse a JSON text; ValueError also for integers of more than 64 bits and for values nested too deep."""
     try:
         return _JSON.decode(text if isinstance(text, str) else text.decode("utf-8-sig"))
     except RecursionError:
@@ -46,13 +46,13 @@ _JSON = json.JSONDecoder(parse_int=_integer)  # `json.loads` would make a decode
 
 
 def parse_yaml(text: str | bytes) -> Any:
-    """Parse a YAML text into plain values: no tag makes an object of another kind.
+    """Parse a YAML text into plain values: tags cannot make other objects.
 
-    A ValueError is also what has a key twice, of which YAML would keep the last one, or is nested too deep.
+    ValueError also if a key occurs twice, of which YAML would keep the last, or if values are nested too deep.
     """
     import yaml
 
-    class Loader(yaml.SafeLoader):  # in Python: the parser in C crashes the process where values are nested deep
+    class Loader(yaml.SafeLoader):  # in Python: the C parser crashes the process on deep nesting
         def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict:
             first: dict[str, yaml.Mark] = {}
             for key, _ in node.value if isinstance(node, yaml.MappingNode) else ():
@@ -72,7 +72,7 @@ def parse_yaml(text: str | bytes) -> Any:
 
 
 def finite_or_none(value: Any) -> Any:
-    """The same tree of values with None for numbers that are not finite, which JSON does not have."""
+    """Copy a tree of values with None for non-finite numbers, which JSON does not have."""
     if isinstance(value, Mapping):
         return {name: finite_or_none(part) for name, part in value.items()}
     if isinstance(value, list | tuple):
@@ -81,12 +81,12 @@ def finite_or_none(value: Any) -> Any:
 
 
 def to_json(value: Any) -> str:
-    """JSON in which NaN and Inf are null."""
+    """Encode as JSON, with null for NaN and Inf."""
     return json.dumps(finite_or_none(value), ensure_ascii=False, allow_nan=False)
 
 
 def flatten(config: dict[str, Any], prefix: str = "") -> dict[str, Any]:
-    """A nested config as dotted keys; of a list of options, such as the sources of a mixture, with their names."""
+    """Flatten a nested config to dotted keys; lists of options, such as the sources of a mixture, use their names."""
     flat: dict[str, Any] = {}
     for key, value in config.items():
         listed = isinstance(value, list) and value
@@ -100,7 +100,7 @@ def flatten(config: dict[str, Any], prefix: str = "") -> dict[str, Any]:
 
 
 def nonnegative(value: Any) -> float | None:
-    """A value of a JSON document, if it is a finite number >= 0; else None."""
+    """Return a value of a JSON document if it is a finite number >= 0, otherwise None."""
     number = isinstance(value, int | float) and not isinstance(value, bool) and 0 <= value < math.inf
     return float(value) if number else None
 
@@ -116,7 +116,7 @@ URL = re.compile(r"(?P<scheme>[A-Za-z][A-Za-z0-9+.-]+):/+(?P<rest>.*)")  # `Path
 
 
 def refuse_url(option: str, path: str | Path, cure: str = "write to this machine, and copy it there") -> None:
-    """Raise RequestError for a URL where a path of this machine is needed, which would become a folder `s3:`."""
+    """Raise RequestError for a URL if a local path is needed; it would become a folder `s3:`."""
     if url := URL.fullmatch(str(path)):
         cure = f"give the path alone: /{url['rest']}" if url["scheme"] == "file" else cure
         raise RequestError(f"{option} {url['scheme']}://{url['rest']} is a URL, and only a path works here: {cure}")
@@ -126,9 +126,9 @@ def refuse_url(option: str, path: str | Path, cure: str = "write to this machine
 
 
 def write_atomically(path: Path, text: str, durable: bool = True) -> None:
-    """Replace a file so that a reader sees the old or the new text and never a part.
+    """Replace a file so that a reader sees the old or the new text but never a part.
 
-    Where it cannot be replaced, nothing is left beside it. `durable` waits until it would survive a power cut, too.
+    On failure, nothing is left beside it. `durable` waits until the text would survive a power cut.
     """
     temporary = path.with_name(f".{path.name}.{os.getpid()}")
     try:
@@ -141,12 +141,12 @@ def write_atomically(path: Path, text: str, durable: bool = True) -> None:
     except BaseException as error:
         temporary.unlink(missing_ok=True)
         if isinstance(error, OSError):
-            error.filename = str(path)  # and not that of the temporary file
+            error.filename = str(path)  # instead of the temporary file
         raise
 
 
 def append_bytes(descriptor: int, data: bytes) -> None:
-    """Add bytes to the end of a file that was opened for appending: all of them, or none with the OSError."""
+    """Append bytes to a file opened for appending: all of them, or none and an OSError."""
     end, done = os.fstat(descriptor).st_size, 0
     try:
         while done < len(data):
@@ -157,7 +157,7 @@ def append_bytes(descriptor: int, data: bytes) -> None:
 
 
 def append_line(path: Path, line: dict[str, Any]) -> None:
-    """Add a line of JSON to a file, all of it or none, after ending the last one if a kill has cut it short."""
+    """Append a line of JSON to a file, all or nothing; first end the last line, if a kill cut it short."""
     descriptor = os.open(path, os.O_RDWR | os.O_APPEND | os.O_CREAT, 0o666)
     try:
         end = os.fstat(descriptor).st_size
@@ -168,7 +168,7 @@ def append_line(path: Path, line: dict[str, Any]) -> None:
 
 
 def read_lines(path: Path, containing: tuple[str, ...] = ("",)) -> Iterator[dict[str, Any]]:
-    """The objects of the lines that contain one of these texts; a line that a kill has cut short is left out."""
+    """The objects of the lines that contain one of these texts; a line cut short by a kill is left out."""
     wanted = [text.encode() for text in containing]
     try:
         text = path.read_bytes()
@@ -180,7 +180,7 @@ def read_lines(path: Path, containing: tuple[str, ...] = ("",)) -> Iterator[dict
 
 
 def parse_line(line: bytes) -> dict[str, Any]:
-    """The object of a line of JSON; empty where a kill has cut it short."""
+    """Parse a line of JSON; {} if a kill cut it short."""
     try:
         entry = parse_json(line)
     except ValueError:
@@ -191,14 +191,14 @@ def parse_line(line: bytes) -> dict[str, Any]:
 class Attempts:
     """Writes that may fail without ending a training, such as its log on a full disk.
 
-    The first failure is logged, and the end of the failures; what lies in between is missing for good.
+    The first failure and the end of the failures are logged; what could not be written in between is lost.
     """
 
     def __init__(self) -> None:
         self._missing: set[str] = set()  # what could not be written at the last attempt
 
     def __call__(self, what: Path | str, write: Callable[[], Any]) -> bool:
-        """Call `write`, which may raise an OSError; whether it succeeded. `what` names its file for people."""
+        """Call `write`, which may raise OSError; return whether it succeeded. `what` names its file in the log."""
         try:
             write()
         except OSError as error:
@@ -229,13 +229,13 @@ def digest(path: Path) -> str:
 
 
 def dump_checksummed(document: dict[str, Any]) -> bytes:
-    """The text of a JSON document that is not empty, with its digest."""
+    """Encode a non-empty JSON document with its digest."""
     body = b'", ' + json.dumps(document, allow_nan=False).encode()[1:]
     return OPENING + hashlib.sha256(body).hexdigest().encode() + body
 
 
 def load_checksummed(text: bytes) -> dict[str, Any]:
-    """The inverse of `dump_checksummed`; a ValueError comes before anything is parsed that was not written so."""
+    """The inverse of `dump_checksummed`; ValueError, before anything is parsed, if the digest does not match."""
     if text[:BODY] != OPENING + hashlib.sha256(text[BODY:]).hexdigest().encode():
         raise ValueError("its digest is not the one that was written")
     document = json.loads(text)
@@ -244,7 +244,7 @@ def load_checksummed(text: bytes) -> dict[str, Any]:
 
 
 def stated_digest(path: Path) -> str | None:
-    """The digest that a checksummed document begins with, which identifies it; None where there is none."""
+    """The digest at the beginning of a checksummed document, which identifies it; None if there is none."""
     try:
         with open(path, "rb") as file:
             text = file.read(BODY)
@@ -261,7 +261,7 @@ STALE = re.compile(r"\.(?P<kind>tmp|old|dead)-(?P<name>.+)-\d+")
 
 
 def sync(path: Path) -> None:
-    """Wait until a file or a folder would survive a power cut."""
+    """Wait until a file or folder would survive a power cut."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
@@ -273,8 +273,8 @@ def sync(path: Path) -> None:
 def atomic_folder(folder: Path) -> Iterator[Path]:
     """Write a folder so that it is complete or absent, also after a kill or a power cut.
 
-    Yields a temporary folder beside it, which takes its place when the block ends without an error. A folder that is
-    there is replaced as a whole; the folder that it is in must exist.
+    Yields a temporary folder beside it, which takes its place when the block ends without an error. An existing folder
+    is replaced as a whole; the parent folder must exist.
     """
     temporary = folder.with_name(f".tmp-{folder.name}-{os.getpid()}")
     remove_stale(folder)
@@ -299,7 +299,7 @@ def atomic_folder(folder: Path) -> Iterator[Path]:
 
 @contextmanager
 def new_folder(target: Path) -> Iterator[Path]:
-    """An `atomic_folder` for the `--output` of a command, under a name where there is nothing or an empty folder."""
+    """An `atomic_folder` for the `--output` of a command, whose name must be free or an empty folder."""
     refuse_url("--output", target)
     if target.exists() and (not target.is_dir() or any(target.iterdir())):
         raise RequestError(f"--output {target} is there already and not an empty folder; choose another")
@@ -313,21 +313,21 @@ def new_folder(target: Path) -> Iterator[Path]:
 
 
 def remove_stale(folder: Path) -> None:
-    """Remove what killed writers of a folder, or of several by a pattern such as `run/step-*`, left beside it."""
+    """Remove what killed writers of a folder left beside it; `folder` may be a pattern such as `run/step-*`."""
     restore_interrupted(folder)
     for path, _, _ in _stale_beside(folder):
         shutil.rmtree(path, ignore_errors=True)
 
 
 def restore_interrupted(folder: Path) -> None:
-    """Rename a folder, or several as in `remove_stale`, back that a killed writer had moved aside to replace it."""
+    """Rename folders back that a killed writer had moved aside to replace them; `folder` as in `remove_stale`."""
     for path, kind, name in _stale_beside(folder):
         if kind == "old" and not path.with_name(name).exists():
             os.rename(path, path.with_name(name))
 
 
 def remove_folder(folder: Path) -> None:
-    """Remove a folder so that no kill leaves half of one under its name; `remove_stale` removes what could not go."""
+    """Remove a folder so that a kill never leaves part of it under its name; `remove_stale` removes the rest."""
     dead = folder.with_name(f".dead-{folder.name}-{os.getpid()}")
     with suppress(FileNotFoundError):  # another process was faster
         os.rename(folder, dead)
@@ -345,7 +345,7 @@ def _stale_beside(folder: Path) -> list[tuple[Path, str, str]]:
 
 
 class DiskSpace(NamedTuple):
-    """Bytes: of one checkpoint, of all that exist at the same time, and what is free."""
+    """Bytes: of one checkpoint, of all that exist at the same time, and of free space."""
 
     checkpoint: int
     at_once: int
@@ -361,10 +361,10 @@ class DiskSpace(NamedTuple):
 
 
 def disk_space(folder: Path, checkpoint: int, keep: int, present: int = 0) -> DiskSpace:
-    """The disk space that a run's checkpoints of so many bytes will need, and what is free in a folder, also a new one.
+    """The disk space needed for a run's checkpoints of `checkpoint` bytes, and what is free in a (possibly new) folder.
 
-    The newest `keep` are kept; the best and the one being written come on top. The run will use the space of those that
-    are `present` again.
+    The newest `keep` are kept, beside the best and the one being written. The space of the `present` checkpoints is
+    reused.
     """
     existing = next(path for path in (folder, *folder.absolute().parents) if path.exists())
     free = shutil.disk_usage(existing).free + checkpoint * present

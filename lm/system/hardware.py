@@ -1,6 +1,6 @@
 """The machine: peak FLOP/s, memory and precisions of its devices, and their load. Unknown is None, never a guess.
 
-Importing this imports no torch; functions that need it import it themselves.
+This module does not import torch; functions that need it import it themselves.
 """
 
 from __future__ import annotations
@@ -134,7 +134,7 @@ def _model(device_name: str) -> str:
 
 
 def device_name(device: torch.device | str = "cpu") -> str:
-    """The model of a device: torch's name of a GPU, the operating system's of a CPU."""
+    """The model of a device: torch's name for a GPU, the operating system's for a CPU."""
     import torch
 
     device = torch.device(device)
@@ -147,7 +147,7 @@ def device_name(device: torch.device | str = "cpu") -> str:
 
 
 def memory_bytes(device: torch.device | str = "cpu") -> int | None:
-    """Bytes of a device: all of a GPU's; for a CPU the machine's, or a container's limit where that is less."""
+    """Memory of a device in bytes: a GPU's total; for a CPU the machine's, or a container's limit if lower."""
     import torch
 
     device = torch.device(device)
@@ -161,7 +161,7 @@ def process_bytes() -> int:
 
 
 def driver_version() -> str | None:
-    """The version of NVIDIA's driver; None where there is none."""
+    """The version of NVIDIA's driver; None if there is none."""
     nvml = _start_nvml()
     try:
         return nvml and nvml.nvmlSystemGetDriverVersion()
@@ -170,7 +170,7 @@ def driver_version() -> str | None:
 
 
 def _start_nvml() -> Any:
-    """The module `pynvml`, started; None where there is no package or no driver."""
+    """The initialised module `pynvml`; None without the package or the driver."""
     try:
         import pynvml
     except ImportError:
@@ -183,9 +183,9 @@ def _start_nvml() -> Any:
 
 
 def cpu_half_precision() -> str | None:
-    """The half precision that this CPU multiplies faster than fp32: "bf16", or None where the system names none.
+    """The half precision that this CPU multiplies faster than fp32: "bf16", or None if the system reports none.
 
-    These have it in hardware: AMX-BF16 or AVX512-BF16 on x86, BF16 with SVE on Arm. On others torch emulates it,
+    In hardware it is AMX-BF16 or AVX512-BF16 on x86, and BF16 with SVE on Arm. Otherwise torch emulates it,
     several times slower than fp32.
     """
     line = re.search(r"^(?:flags|Features)\s*:\s*(.+)$", _read("/proc/cpuinfo"), re.MULTILINE)
@@ -195,16 +195,16 @@ def cpu_half_precision() -> str | None:
 
 
 def has_fp8(device: torch.device) -> bool:
-    """Whether a device multiplies in FP8 as torch's scaled product does: NVIDIA's from compute capability 8.9 on."""
+    """Whether a device supports torch's scaled FP8 product: NVIDIA GPUs from compute capability 8.9 on."""
     import torch
 
     return device.type == "cuda" and not torch.version.hip and torch.cuda.get_device_capability(device) >= (8, 9)
 
 
 def keep_freed_memory() -> None:
-    """Let glibc's allocator keep what is freed, for training on a CPU.
+    """Make glibc's allocator keep freed memory, for training on a CPU.
 
-    By default it returns large blocks to the system at once and gets them back page by page: every micro-batch's
+    By default it returns large blocks to the system and gets them back page by page: every micro-batch's
     logits cost tens of thousands of page faults. Without glibc this does nothing.
     """
     if platform.libc_ver()[0] != "glibc":
@@ -216,9 +216,9 @@ def keep_freed_memory() -> None:
 
 
 def expand_segments() -> None:
-    """Let torch's allocator extend its blocks of a GPU's memory, so that less is lost between them.
+    """Let torch's CUDA allocator use expandable segments, which reduces fragmentation.
 
-    Settings of the user's stay. Call it before the first allocation, when torch reads them.
+    Settings of the user are kept. Call it before the first allocation, when torch reads the setting.
     """
     import torch
 
@@ -240,10 +240,10 @@ MIB = 2**20
 
 
 class Device(NamedTuple):
-    name: str  # torch's
-    memory_bytes: int | None  # all of a GPU's, of a CPU's what is free; None: not known
+    name: str  # torch's name
+    memory_bytes: int | None  # total of a GPU, free memory of a CPU; None: not known
     capability: tuple[int, int] | None  # CUDA compute capability; None: no CUDA device
-    peak_tflops: float | None = None  # in the precision of the training; None: that of `PEAKS`
+    peak_tflops: float | None = None  # in the precision of the training; None: as in `PEAKS`
 
     def peak_flops(self, precision: str) -> float | None:
         return self.peak_tflops * 1e12 if self.peak_tflops else peak_flops(self.name, precision)
@@ -267,17 +267,17 @@ DEVICES = {
     "v100": Device("Tesla V100-SXM2-32GB", 32_768 * MIB, (7, 0)),
     "t4": Device("Tesla T4", 15_360 * MIB, (7, 5)),
 }
-# A driver keeps up to 0.5 % of a card's memory (RTX 5090: 32,607 of 32,768 MiB). Of cards with 8 or 16 GB it is 8 GB.
+# A driver keeps up to 0.5 % of a card's memory (RTX 5090: 32,607 of 32,768 MiB). Cards with 8 or 16 GB count as 8 GB.
 for _brand, _times, _generations in (("NVIDIA GeForce ", 1, GEFORCE), ("NVIDIA ", 2, WORKSTATION)):
     for _capability, _cards in _generations.items():
         for _name, (_fp32, _gib) in _cards.items():
             _bf16, _fp16, _tf32, _fp8 = (_times * rate * _fp32 or None for rate in RATES[_capability])
-            PEAKS.setdefault(_name, (_bf16, _fp16, _tf32, _fp32, _fp8))  # some have figures of their own
+            PEAKS.setdefault(_name, (_bf16, _fp16, _tf32, _fp32, _fp8))  # some have their own figures
             _short = re.sub(r"^RTX | Generation| Blackwell| Workstation Edition", "", _name).lower().replace(" ", "-")
             DEVICES[_short] = Device(_brand + _name, int(0.995 * _gib * 2**30), _capability)
 
 
-# What a name may have beside the model's: brand, socket, kind of memory, and what stands between them.
+# Parts of a name beside the model: brand, socket, kind of memory, and separators.
 BESIDE_MODEL = re.compile(r"nvidia|geforce|tesla|rtx|sxm\d?|hbm\d\w?|[^a-z0-9]")
 
 
@@ -286,10 +286,10 @@ def _spelling(name: str) -> str:
 
 
 def find_device(name: str, memory_bytes: int | None = None, peak_tflops: float | None = None) -> tuple[Device, int]:
-    """A device by its name, so that a training can be planned for another machine, and how many of them there are.
+    """Find a device by name, to plan a training for another machine; returns it and the number of such devices.
 
-    A name is such as "h200", "RTX 4090" or "NVIDIA A100-SXM4-80GB", of which there is 1; "cpu"; "auto" for the device
-    that this machine would train on. Memory and peak, in TFLOP/s, are in place of the device's own; with memory "auto"
+    Names are for example "h200", "RTX 4090" or "NVIDIA A100-SXM4-80GB", counted as 1; "cpu"; "auto" for the device
+    that this machine would train on. `memory_bytes` and `peak_tflops` replace the device's own; "auto" with a memory
     is any other GPU, of compute capability 8.0.
     """
     found, count = (Device("any GPU", None, (8, 0)), 1) if memory_bytes and name == "auto" else _named_device(name)
@@ -318,7 +318,7 @@ def _named_device(name: str) -> tuple[Device, int]:
 # ---- telemetry: load, memory, temperature and power -----------------------------------------------------------------
 
 # Reasons for reduced clocks of a GPU: bits of nvml.h (nvmlClocksEventReason...) and their names. The first is set
-# together with the bit of its cause. An idle GPU and clocks that a person has set are no limits.
+# together with the bit of its cause. Idle GPUs and clocks set by a person are not counted as limits.
 CLOCK_LIMITS = {
     0x08: "hardware slowdown",  # HwSlowdown
     0x40: "thermal",  # HwThermalSlowdown
@@ -326,7 +326,7 @@ CLOCK_LIMITS = {
     0x04: "power cap",  # SwPowerCap
     0x80: "power brake",  # HwPowerBrakeSlowdown
 }
-# Files of a container's memory, cgroup v2 and v1: used, limit, parts, and the part that the system can reclaim.
+# Memory files of a container, cgroup v2 and v1: used, limit, parts, and the part that the system can reclaim.
 CGROUPS = (
     ("memory.current", "memory.max", "memory.stat", "inactive_file"),
     ("memory/memory.usage_in_bytes", "memory/memory.limit_in_bytes", "memory/memory.stat", "total_inactive_file"),
@@ -334,18 +334,18 @@ CGROUPS = (
 
 
 class Telemetry:
-    """Reads CPU, memory, this process and its GPUs. Loads are means since the reading before; None is not known.
+    """Reads the load and memory of CPU, process and GPUs. Loads are means since the previous reading; None: not known.
 
-    All readings have to come from one thread.
+    All readings must be made by one thread.
     """
 
     def __init__(self, gpus: Sequence[str] = ()) -> None:
         self._wanted = gpus  # UUIDs
-        self._nvml: Any = None  # the module `pynvml`, from the first reading on
+        self._nvml: Any = None  # the module `pynvml`, set by the first reading
         self._has_read = False
 
     def read(self) -> dict[str, Any]:
-        """One reading, by `cpu`, `memory`, `process` and `gpus`."""
+        """Make a reading: `cpu`, `memory`, `process` and `gpus`."""
         load, since_before = psutil.cpu_percent(), self._has_read
         self._has_read = True
         return {
@@ -357,7 +357,7 @@ class Telemetry:
 
     @cached_property
     def _handles(self) -> list[Any]:
-        """NVML's handles of the GPUs; the first reading starts NVML. Empty if its package or driver is missing."""
+        """NVML handles of the GPUs; the first reading starts NVML. Empty without its package or driver."""
         self._nvml = _start_nvml() if self._wanted else None
         if self._nvml is None:
             return []
@@ -367,7 +367,7 @@ class Telemetry:
     def _gpu(self, handle: Any) -> dict[str, Any]:
         ask, nvml = self._ask, self._nvml
         sliced = ask("nvmlDeviceGetMigMode", handle, then=lambda modes: modes[0] == nvml.NVML_DEVICE_MIG_ENABLE)
-        used = None if sliced else ask("nvmlDeviceGetMemoryInfo", handle)  # of a sliced GPU it is that of all its users
+        used = None if sliced else ask("nvmlDeviceGetMemoryInfo", handle)  # of a sliced GPU, it would count all users
         return {
             "index": ask("nvmlDeviceGetIndex", handle),
             "name": ask("nvmlDeviceGetName", handle),
@@ -381,7 +381,7 @@ class Telemetry:
         }
 
     def _ask(self, function: str, *arguments: Any, then: Callable[[Any], Any] = lambda value: value) -> Any:
-        """The answer of NVML; None where this GPU or driver has none, or lost the device."""
+        """Call NVML; None if this GPU or driver does not support the call, or the device is lost."""
         try:
             return then(getattr(self._nvml, function)(*arguments))
         except self._nvml.NVMLError:
@@ -389,7 +389,7 @@ class Telemetry:
 
 
 def clock_limits(reasons: int | None) -> list[str] | None:
-    """The names of the reasons for reduced clocks in NVML's bits; none where nothing limits them."""
+    """Names of the reasons for reduced clocks in NVML's bits; empty if nothing limits them."""
     if reasons is None:
         return None
     words = dict.fromkeys(word for bit, word in CLOCK_LIMITS.items() if reasons & bit)
@@ -399,7 +399,7 @@ def clock_limits(reasons: int | None) -> list[str] | None:
 
 
 def memory() -> dict[str, int]:
-    """Used and total memory of the machine, or of the container where its limit is less. Page cache is not used."""
+    """Used and total memory of the machine, or of its container if the limit is lower; without the page cache."""
     whole = psutil.virtual_memory()
     for in_use, limit, stat, cache in CGROUPS:
         limit, in_use = (_read(f"/sys/fs/cgroup/{name}").strip() for name in (limit, in_use))

@@ -1,9 +1,9 @@
-"""The Hugging Face hub as a file system: `hf://datasets/OWNER/NAME@REVISION/PATH`, and the same of models and spaces.
+"""The Hugging Face hub as a file system: `hf://datasets/OWNER/NAME@REVISION/PATH`, and likewise for models and spaces.
 
-`system/remote` opens it and retries. The token, the endpoint and the connections are those of huggingface_hub, but not
-its `HfFileSystem`. With `cache_type="none"` that one makes the same requests for the same bytes, but it tries again by
-itself: six times inside each attempt of ours, and where the hub says 'too many requests' it waits for as long as it is
-told, which counts as an attempt without an answer. Here a request is made once.
+`system/remote` opens it and retries. The token, endpoint and connections are those of huggingface_hub, but not
+its `HfFileSystem`. With `cache_type="none"` it makes the same requests for the same bytes, but it retries by
+itself: six times within each attempt of ours; and after 'too many requests' it waits as long as the Hub
+says, which counts as an attempt without an answer. Here each request is made once.
 """
 
 import re
@@ -33,7 +33,7 @@ class Place(NamedTuple):
     kind: str  # "datasets", "spaces" or "models"
     name: str  # OWNER/NAME
     revision: str  # a branch, tag or commit
-    inside: str  # the path there; empty for the repository
+    inside: str  # path inside the repository; empty for the repository
 
     @property
     def root(self) -> str:
@@ -42,26 +42,26 @@ class Place(NamedTuple):
 
 
 class HubFileSystem(AbstractFileSystem):
-    """Repositories of the hub, for reading."""
+    """Read-only file system of repositories on the Hub."""
 
     protocol = "hf"
-    cachable = False  # `hub` keeps the one that there is
+    cachable = False  # `hub` keeps the only instance
 
     def __init__(self) -> None:
         super().__init__()
-        self.known: dict[str, dict[str, Any]] = {}  # path at a commit, where nothing changes -> `info`
+        self.known: dict[str, dict[str, Any]] = {}  # path at a commit, which cannot change -> `info`
 
     def __reduce__(self) -> tuple:
         return hub, ()
 
     def pin(self, path: str) -> str:
-        """The path at the commit that its revision is now, so that all later reads are of the same content."""
+        """The path at the current commit of its revision, so that all later reads have the same content."""
         place = _place(path)
         about = _ask(f"api/{place.kind}/{place.name}/revision/{quote(place.revision, safe='')}").json()
         return "/".join(filter(None, (place._replace(revision=about["sha"]).root, place.inside)))
 
     def info(self, path: str, **_: Any) -> dict[str, Any]:
-        """`name`, `type` and `size` of a file or folder, and a file's `ETag`."""
+        """`name`, `type` and `size` of a file or folder, and the `ETag` of a file."""
         if path in self.known:
             return self.known[path]
         place = _place(path)
@@ -74,7 +74,7 @@ class HubFileSystem(AbstractFileSystem):
         return self._note(place, entries[0])
 
     def find(self, path: str, maxdepth: int | None = None, **_: Any) -> dict[str, dict[str, Any]]:
-        """All files below a folder, or, with a `maxdepth` of 1, those that are directly in it; path -> `info`."""
+        """All files below a folder, or, with a `maxdepth` of 1, directly in it: path -> `info`."""
         place = _place(path)
         inside = f"/{quote(place.inside, safe='')}" if place.inside else ""
         address = f"api/{place.kind}/{place.name}/tree/{quote(place.revision, safe='')}{inside}"
@@ -89,7 +89,7 @@ class HubFileSystem(AbstractFileSystem):
     def _note(self, place: Place, entry: dict[str, Any]) -> dict[str, Any]:
         info = {"name": f"{place.root}/{entry['path']}", "type": entry["type"], "size": entry["size"]}
         if entry["type"] == "file":
-            info["ETag"] = entry["oid"]  # Git's hash of it, or of the pointer that has its SHA-256
+            info["ETag"] = entry["oid"]  # Git's hash of the file, or of the LFS pointer with its SHA-256
         if re.fullmatch("[0-9a-f]{40}", place.revision):
             self.known[info["name"]] = info
         return info
@@ -99,7 +99,7 @@ class HubFileSystem(AbstractFileSystem):
 
 
 class HubFile(AbstractBufferedFile):
-    """A file; every read is a request of its own."""
+    """A file on the Hub; every read is a separate request."""
 
     def _fetch_range(self, start: int, end: int) -> bytes:
         place = _place(self.path)
@@ -125,9 +125,9 @@ def _place(path: str) -> Place:
 
 
 def _ask(page: str, method: str = "GET", headers: dict[str, str] = {}, **options: Any) -> Any:
-    """One request to the hub: a path below its endpoint, or an address of it.
+    """Make one request to the Hub, to a path below its endpoint or to a full address.
 
-    FileNotFoundError and PermissionError are what the hub says of the repository, revision or file.
+    FileNotFoundError or PermissionError: the Hub's answer about the repository, revision or file.
     """
     from huggingface_hub import constants  # takes a while to import
     from huggingface_hub.errors import OfflineModeIsEnabled
@@ -145,7 +145,7 @@ def _ask(page: str, method: str = "GET", headers: dict[str, str] = {}, **options
         what, message = (answer.headers.get(f"X-Error-{part}", "") for part in ("Code", "Message"))
         token = "; look at HF_TOKEN, and at what `hf auth login` keeps" if answer.status_code == 401 else ""
         reason = REASONS.get(what) or f"status {answer.status_code}, {message or 'refused'}{token}"
-        missing = answer.status_code == 404 or what == "RepoNotFound"  # a name that was never there answers 401, too
+        missing = answer.status_code == 404 or what == "RepoNotFound"  # names that never existed give 401
         raise FileNotFoundError(reason) if missing else PermissionError(reason)
     hf_raise_for_status(answer)
     return answer

@@ -1,6 +1,6 @@
-"""Names that users of Lightning, Hugging Face, nanoGPT and others type -> ours, for messages about wrong ones."""
+"""Names used by Lightning, Hugging Face, nanoGPT and others -> our options, for messages about wrong ones."""
 
-# Our option -> the last part of what others call it. Commands have different options; one that they have is suggested.
+# Our option -> the last part of other names for it. Only options that the command has are suggested.
 OPTIONS = {
     "trainer.max_steps": "max_iters num_steps train_steps total_steps",
     "trainer.val_interval": "val_check_interval eval_interval eval_every eval_steps val_every",
@@ -41,7 +41,7 @@ OPTIONS = {
     "depth": "size params num_params n_layer num_layers",
     "depths": "sizes",
 }  # fmt: skip
-# What to do in a training in place of an option that others have -> the last part of its name.
+# What to do instead of an option that others have for training -> the last part of its name.
 CURES = {
     "it follows from data.global_batch_tokens and data.micro_batch_size":
         "accumulate_grad_batches gradient_accumulation_steps gradient_accumulation grad_accum grad_accum_steps",

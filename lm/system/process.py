@@ -24,12 +24,12 @@ from lm.errors import GuardStop
 
 # ---- launcher --------------------------------------------------------------------------------------------------------
 
-PARENT = os.getppid()  # the process that started this one; it may be gone by the time that this is asked
+PARENT = os.getppid()  # the process that started this one; it may have ended by the time this is used
 
 
 def rank() -> int:
-    """The rank of this process in its training, before there is a process group; 0 where there is one process."""
-    names = ("RANK", "LOCAL_RANK", "SLURM_PROCID")  # of torchrun, of ranks that `lm fit` starts, of srun
+    """The rank of this process, even before there is a process group; 0 for a single process."""
+    names = ("RANK", "LOCAL_RANK", "SLURM_PROCID")  # set by torchrun, by `lm fit` for the ranks it starts, by srun
     return next((int(os.environ[name]) for name in names if name in os.environ), 0)
 
 
@@ -38,30 +38,30 @@ def under_torchrun() -> bool:
 
 
 def srun_tasks() -> int:
-    """How many tasks srun started: this process is one, or was started by one. 1 without srun.
+    """Number of tasks that srun started, if this process is one or was started by one; 1 without srun.
 
-    A batch script has the variables of its job too, but it is one process.
+    A batch script has the variables of its job too, but is a single process.
     """
     return int(os.environ.get("SLURM_NTASKS", 1)) if "SLURM_STEP_ID" in os.environ else 1
 
 
 def under_srun() -> bool:
-    """Whether srun started this process, one of several."""
+    """Whether this process is one of several that srun started."""
     return srun_tasks() > 1 and not {"RANK", "LOCAL_RANK"} & os.environ.keys()
 
 
-script: Path | None = None  # the file that `lm.run` was called in, in place of this program
+script: Path | None = None  # the script that called `lm.run`, if any
 
 
 def command() -> list[str]:
-    """The arguments that start this program in another process."""
+    """The arguments that start this program in a new process."""
     return [sys.executable, *([str(script)] if script else ["-m", "lm"])]
 
 
 def program(other: Path | None = None) -> str:
-    """How this program is started, as it is typed: `lm`, `python -m lm` or `python my_model.py`.
+    """How to start this program on a command line: `lm`, `python -m lm` or `python my_model.py`.
 
-    `other` is the script to start where this program is not a script, since only it knows a model's class.
+    `other` is the script to use if this program is not a script, since only a script knows a model's class.
     """
     if (script or other) is not None:
         return shlex.join([Path(sys.executable).name, str(script or other)])
@@ -72,9 +72,9 @@ def program(other: Path | None = None) -> str:
 
 
 def launch_command(arguments: str, other: Path | None = None) -> str:
-    """The shell command that starts all ranks of this run; a comment in it says what is not known.
+    """The shell command that starts all ranks of this run; a comment in it tells what is not known.
 
-    `arguments` are quoted for a shell, such as `fit --config a.yaml`; `other` is as for `program`.
+    `arguments` are quoted for a shell, such as `fit --config a.yaml`; `other` is as in `program`.
     """
     start, unknown = program(other), []
     srun = srun_tasks() > 1
@@ -92,9 +92,9 @@ def launch_command(arguments: str, other: Path | None = None) -> str:
 
 
 def import_from_working_directory() -> None:
-    """Let a config name a callback, logger or optimizer of a module there, with `lm` as with `python -m lm`.
+    """Let a config name callbacks, loggers or optimizers of modules there, with `lm` as with `python -m lm`.
 
-    As an absolute path: the parser changes to the folder of a config while it reads it.
+    The path is absolute, because the parser changes to the folder of a config while it reads it.
     """
     if os.getcwd() not in sys.path:
         sys.path.insert(0, os.getcwd())
@@ -102,8 +102,7 @@ def import_from_working_directory() -> None:
 
 @contextmanager
 def command_line(arguments: list[str]) -> Iterator[None]:
-    """Inside the `with`, these are the arguments of this process: other ranks are started with them, and `run.json` has
-    them."""
+    """Inside the `with`, set the arguments of this process, which start other ranks and are written to `run.json`."""
     before = sys.argv
     sys.argv = [before[0], *arguments]
     try:
@@ -113,30 +112,30 @@ def command_line(arguments: list[str]) -> Iterator[None]:
 
 
 def code_for_launcher(code: int) -> int:
-    """The exit code of a process that ends with this one.
+    """The exit code of this process, given the code it would end with.
 
-    torchrun starts all ranks again, up to `--max_restarts` times, when one of them exits with another code than 0. That
-    would undo the decision of a guard, so a run that a guard stopped ends with 0 there; its status is `stopped`.
+    torchrun starts all ranks again, up to `--max_restarts` times, when one exits with a code other than 0. This
+    would undo a guard's decision, so a run stopped by a guard ends with 0 there; its status is `stopped`.
     """
     return 0 if under_torchrun() and code == GuardStop.exit_code else code
 
 
 # ---- exit ------------------------------------------------------------------------------------------------------------
 
-READERS = "lm-read"  # how the names of threads that read data begin
-GRACE = 1.0  # seconds that reads under way have when the process ends
+READERS = "lm-read"  # prefix of the names of threads that read data
+GRACE = 1.0  # seconds for reads under way when the process ends
 _reader_pools: WeakSet[ThreadPoolExecutor] = WeakSet()
 
 
 def reader_pool(threads: int) -> ThreadPoolExecutor:
-    """Threads for reads that may never return, such as of an object store that does not answer."""
+    """A thread pool for reads that may never return, such as from an object store that does not answer."""
     pool = ThreadPoolExecutor(threads, thread_name_prefix=READERS)
     _reader_pools.add(pool)
     return pool
 
 
 def leave(code: int) -> NoReturn:
-    """Exit with this code, without waiting for reads that do not return; Python and pyarrow would wait for them."""
+    """Exit with this code without waiting for reads that do not return, unlike Python and pyarrow."""
     for pool in list(_reader_pools):
         pool.shutdown(wait=False, cancel_futures=True)
     readers = [thread for thread in threading.enumerate() if thread.name.startswith(READERS)]
@@ -155,10 +154,10 @@ def leave(code: int) -> NoReturn:
 
 
 def steady_time() -> float:
-    """Seconds since 1970 that never jump: the wall clock at the first call, plus the time that has passed since then.
+    """Seconds since 1970 that never jump: the wall clock at the first call, plus the time since then.
 
-    A training writes it into its log lines, so its curves over time stay readable when the wall clock is set. Whether
-    another machine's heartbeat is fresh is a question for the wall clock.
+    A training writes it to its log lines, so that curves over time are right even if the wall clock is set. To judge
+    another machine's heartbeat, use the wall clock.
     """
     return _offset() + time.monotonic()
 
@@ -173,7 +172,7 @@ def _offset() -> float:
 
 @cache
 def lm_version() -> str:
-    """The version of this package, and its commit where that is known: `0.1.0+0b6d58d52`, `.dirty` if files differ."""
+    """The version of this package, and its commit if known: `0.1.0+0b6d58d52`, `.dirty` if files differ."""
     from importlib.metadata import distributions
 
     commit, folder = "", Path(__file__).parents[2]
@@ -186,7 +185,7 @@ def lm_version() -> str:
 
 
 def _git(*arguments: str) -> str:
-    """What git prints; nothing where it fails."""
+    """The output of git; empty if it fails."""
     try:
         return subprocess.run(["git", *arguments], capture_output=True, text=True, timeout=5).stdout.strip()
     except (OSError, subprocess.TimeoutExpired):
@@ -210,7 +209,7 @@ def run_facts() -> dict[str, Any]:
 
 
 def ssh_options() -> str | None:
-    """The ssh options that reach this machine, by the ssh session of this process; None without one."""
+    """ssh options that reach this machine, from the ssh session of this process; None without a session."""
     session = os.environ.get("SSH_CONNECTION", "").split()  # address and port of the client, then of this machine
     if len(session) != 4:
         return None
@@ -230,12 +229,12 @@ SYMBOLS = {code: 0x2400 + code for code in range(32) if chr(code) not in "\n\t"}
 
 
 def harmless(text: str) -> str:
-    """The text with visible symbols for control characters, so that it cannot move a terminal's cursor."""
+    """Replace control characters by visible symbols, so that the text cannot move a terminal's cursor."""
     return text.translate(SYMBOLS)
 
 
 class HarmlessFormatter(logging.Formatter):
-    """Formats log records; a control character becomes a visible symbol."""
+    """Formats log records with visible symbols for control characters."""
 
     def format(self, record: logging.LogRecord) -> str:
         return harmless(super().format(record))

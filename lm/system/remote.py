@@ -3,9 +3,9 @@
 `data/shards` and `data/text_files` find the files of a source with `list_files` and open them with `open_file`.
 `runs/mirror` writes.
 
-Reads are retried here and not by pyarrow. On Linux pyarrow ignores its timeout of a request, so that an answer which
-never ends is waited for without end; file systems of fsspec retry little or nothing; and neither notices an object that
-comes shorter than it is.
+Reads are retried here, not by pyarrow. On Linux pyarrow ignores its request timeout, so it waits forever for an answer
+that never ends; file systems of fsspec retry little or not at all; and neither detects an object that arrives
+incomplete.
 """
 
 import hashlib
@@ -39,18 +39,18 @@ FIRST_PAUSE, LONGEST_PAUSE = 0.5, 15.0  # seconds between attempts; doubled afte
 PATIENCE = 150.0  # seconds for all attempts of one read
 LONGEST_ASKED = 600.0  # seconds that a store may ask to wait
 ASK_LATER = (408, 425, 429)  # statuses below 500 after which the same request may succeed
-COPIED_AT_ONCE = 2**24  # bytes
-FRESH = 60.0  # seconds in which a copy is not made again where the store says no times
+COPIED_AT_ONCE = 2**24  # bytes per request
+FRESH = 60.0  # seconds in which a copy is not renewed if the store gives no times
 FACTS = ".source.json"  # in a copy: sizes and times of the files in the store
 GCS_LIMIT, GCS_SECONDS = "retry_limit_seconds", 10  # of pyarrow's own retries, in a URL; 15 minutes if not given
 ARROW_SCHEMES = ("s3", "gs", "gcs")
 _DENIED = re.compile(r"ACCESS_DENIED|PERMISSION_DENIED|INVALID_ACCESS_KEY_ID|SIGNATURE_DOES_NOT_MATCH")
-_REFUSED = re.compile(  # how pyarrow words what S3 will not answer better the next time
+_REFUSED = re.compile(  # pyarrow's words for errors of S3 that a retry cannot fix
     r"AWS Error (ACCESS_DENIED|NO_SUCH_BUCKET|INVALID_ACCESS_KEY_ID|SIGNATURE_DOES_NOT_MATCH)|HTTP status 301\)"
 )
 _RATE_LIMIT = re.compile(r"\br\s*=\s*0\s*;\s*t\s*=\s*(\d+)")  # in the hub's `RateLimit: "api";r=0;t=55`
 _last_warnings: dict[str, float] = {}  # kind of a warning -> when it was last logged
-_asked_until = -math.inf  # when a store wants to be asked again
+_asked_until = -math.inf  # until when a store has asked not to be called
 
 
 # ---- file systems ----------------------------------------------------------------------------------------------------
@@ -61,7 +61,7 @@ def is_remote(source: str) -> bool:
 
 
 def open_filesystem(source: str) -> tuple[pafs.FileSystem, str, str]:
-    """The file system of a path or URL, the path in it, and the prefix that makes a path of it a URL.
+    """The file system of a path or URL, the path in it, and the prefix that turns such a path into a URL.
 
     `s3://` and `gs://` go through pyarrow, with region, endpoint and credentials from the environment, or in the URL:
     `s3://bucket/folder?endpoint_override=http://host:9000`, `gs://anonymous@bucket/folder`. `hf://` goes through
@@ -106,31 +106,31 @@ class _FSSpecHandler(pafs.FSSpecHandler):
 class File(NamedTuple):
     path: str  # in its file system
     size: int  # bytes
-    modified: int | str | None  # ns; of a store without times what it calls the content (an ETag), if it does
+    modified: int | str | None  # ns; of a store without times its ETag, if any
 
 
 class Listing(NamedTuple):
-    """The files that a path, folder, glob or URL means."""
+    """The files of a path, folder, glob or URL."""
 
     filesystem: pafs.FileSystem
-    path: str  # there, of the file or folder, or of the folder before a glob's first wildcard
-    given: str  # the same as it was given; `path` is at the commit that it was of, where the store has commits
-    prefix: str  # what makes a URL of a path
+    path: str  # in the file system: of the file or folder, or of the folder before a glob's first wildcard
+    given: str  # `path` as it was given; if the store has commits, `path` is at a commit
+    prefix: str  # turns a path into a URL
     files: dict[str, File]  # by their names below `path`, in order; for a file its own name
-    kind: Literal["file", "folder", "glob"]  # of the source
-    query: str  # of the source, with its question mark
+    kind: Literal["file", "folder", "glob"]  # kind of the source
+    query: str  # query of the source's URL, with its question mark
 
     def address(self, file: File) -> str:
-        """Path or URL that opens a file, as it was when it was listed where the store has commits."""
+        """Path or URL to open a file; if the store has commits, at the commit of the listing."""
         return self.prefix + file.path + self.query
 
     def name(self, file: File) -> str:
-        """Path or URL of a file, as the source was given: the same after a commit that did not change the file."""
+        """Path or URL of a file, as the source was given; it does not depend on the commit."""
         return self.prefix + (file.path if self.given == self.path else self.given + file.path.removeprefix(self.path))
 
 
 def list_files(source: str, patience: float = PATIENCE) -> Listing:
-    """List a path, folder, glob or URL; of the Hugging Face hub as it is at the latest commit, which the paths name."""
+    """List a path, folder, glob or URL; on the Hugging Face Hub, at the latest commit, which the paths then contain."""
     base, pattern = _split_glob(source)
     query = "".join(base.partition("?")[1:]) if is_remote(base) else ""
     filesystem, given, prefix = open_filesystem(base)
@@ -141,7 +141,7 @@ def list_files(source: str, patience: float = PATIENCE) -> Listing:
         kind, found = with_retries(lambda: _files(filesystem, path, recursive), source, patience)
     except OSError as error:
         raise RequestError(f"{source}: cannot be listed ({first_line(error)})") from error
-    except UnicodeEncodeError as error:  # Arrow takes no other names
+    except UnicodeEncodeError as error:  # Arrow accepts no such names
         raise RequestError(f"{source}: the name {error.object!r} is not UTF-8; rename it") from error
     if kind == pafs.FileType.NotFound:
         raise RequestError(f"{source}: no such file or folder")
@@ -158,18 +158,18 @@ def list_files(source: str, patience: float = PATIENCE) -> Listing:
 
 
 def _pinned(filesystem: pafs.FileSystem, path: str) -> str:
-    """A path of the hub at its commit; of another store, as it is."""
+    """A path of the Hub at its commit; a path of another store unchanged."""
     store = _fsspec(filesystem)
     return store.pin(path) if isinstance(store, HubFileSystem) else path
 
 
 def _fsspec(filesystem: pafs.FileSystem) -> Any:
-    """The file system of fsspec behind one of pyarrow; None where there is none."""
+    """The file system of fsspec behind one of pyarrow; None if it is not from fsspec."""
     return filesystem.handler.fs if isinstance(filesystem, pafs.PyFileSystem) else None
 
 
 def _files(filesystem: pafs.FileSystem, path: str, recursive: bool) -> tuple[pafs.FileType, list[File]]:
-    """Whether a path is a file or a folder, and that file, or those in the folder."""
+    """Whether a path is a file or a folder, and the file, or the files in the folder."""
     if (store := _fsspec(filesystem)) is not None:
         try:
             info = store.info(path)
@@ -200,13 +200,13 @@ def _described(info: Mapping[str, Any]) -> File:
 
 
 def _walk(folder: str, recursive: bool) -> list[str]:
-    """The paths of all files below a local folder; a link that leads to a folder above itself is not followed."""
+    """The paths of all files below a local folder; links to a parent folder are not followed."""
 
     def refuse(error: OSError) -> None:
         raise error
 
     here = Path(folder).resolve()
-    above = {folder: {here, *here.parents}}  # folder -> those that a link in it may not lead to
+    above = {folder: {here, *here.parents}}  # folder -> folders that links in it must not lead to
     paths = []
     for place, folders, files in os.walk(folder, onerror=refuse, followlinks=True):
         around = above.pop(place)
@@ -218,18 +218,18 @@ def _walk(folder: str, recursive: bool) -> list[str]:
 
 
 def file_identity(name: str) -> Hashable:
-    """The same for all paths of a local file, also links; a remote one has its URL alone."""
+    """A key that is equal for all paths and links of a local file; for a remote file, its URL."""
     if is_remote(name):
         return name
     try:
         info = os.stat(name.removeprefix("file://"))
-    except OSError:  # gone since it was listed, which reading it will say
+    except OSError:  # gone since it was listed; reading will report it
         return name
     return info.st_dev, info.st_ino
 
 
 def _split_glob(source: str) -> tuple[str, str | None]:
-    """Cut before the first wildcard: `a/b*/c.txt` -> (`a`, `b*/c.txt`); without one, or where it names a file, None.
+    """Cut before the first wildcard: `a/b*/c.txt` -> (`a`, `b*/c.txt`); None without a wildcard, or if it names a file.
 
     In a URL `?` begins the query, which stays with the folder.
     """
@@ -245,14 +245,14 @@ def _split_glob(source: str) -> tuple[str, str | None]:
 
 
 def open_file(filesystem: pafs.FileSystem, path: str, name: str, patience: float = PATIENCE) -> pa.NativeFile:
-    """Open a file for reading; a remote one, by its `name`, reads with retries."""
+    """Open a file for reading; a remote file, by its `name`, is read with retries."""
     if not is_remote(name):
         return filesystem.open_input_file(path)
     return pa.PythonFile(RemoteFile(filesystem, path, name, patience), mode="r")
 
 
 class RemoteFile(io.RawIOBase):
-    """A remote file of which every read is retried, and gives as many bytes as it should, or a RunError."""
+    """A remote file whose reads are retried; each returns all requested bytes, or raises RunError."""
 
     def __init__(self, filesystem: pafs.FileSystem, path: str, name: str, patience: float) -> None:
         self._filesystem, self._path, self._name, self._patience = filesystem, path, name, patience
@@ -285,10 +285,10 @@ class RemoteFile(io.RawIOBase):
 
     def _attempt(self, read: Callable[[pa.NativeFile], Any]) -> Any:
         handle = self._handle or self._filesystem.open_input_file(self._path)
-        self._handle = None  # an attempt that fails or never returns leaves the next one a new connection
+        self._handle = None  # after a failed or endless attempt, the next one uses a new connection
         try:
             answer = read(handle)
-        except ValueError as error:  # pyarrow says of GCS that a file is closed where its first bytes did not come
+        except ValueError as error:  # pyarrow's error for GCS if the first bytes did not arrive
             raise OSError(f"no bytes came ({first_line(error)})") from error
         self._handle = handle
         return answer
@@ -305,11 +305,11 @@ def _read_whole(handle: pa.NativeFile, count: int, place: int) -> bytes:
 
 
 def with_retries(read: Callable, name: str, patience: float = PATIENCE):
-    """Call `read`; where it reads a remote file, until it succeeds, with pauses that double.
+    """Call `read`; for a remote file, retry until it succeeds, with pauses that double.
 
-    `patience` is the seconds for all attempts together, after which `Unreachable` is raised. An attempt without an
-    answer is given up after half of the time that is left. A wait that the store asks for, such as with 'too many
-    requests', does not count towards it. `read` is called from other threads.
+    `patience` is the number of seconds for all attempts, after which `Unreachable` is raised. An attempt without an
+    answer is given up after half of the remaining time. A wait that the store requests, such as for 'too many
+    requests', does not count. `read` is called from other threads.
     """
     global _asked_until
     if not is_remote(name):
@@ -325,7 +325,7 @@ def with_retries(read: Callable, name: str, patience: float = PATIENCE):
             if reason is None or not isinstance(error, NoAnswer):  # what the store answered says more
                 reason = error
             asked = _asked_wait(error)
-        # Readers that failed together must not try again together.
+        # Readers that failed together must not retry at the same time.
         if asked is not None:
             wait = asked + random.uniform(0, 1 + asked / 10)
             end += wait
@@ -344,20 +344,20 @@ def with_retries(read: Callable, name: str, patience: float = PATIENCE):
 
 
 def is_asked_to_wait() -> bool:
-    """Whether a store has said when to ask again, and that time is not over."""
+    """Whether a store has asked to wait, and this time is not over."""
     return time.monotonic() < _asked_until
 
 
 class NoAnswer(OSError):
-    """An attempt that was given up."""
+    """An attempt that was given up, since no answer came."""
 
 
 class Unreachable(RunError):
-    """A remote file system that failed again and again; the cause is its last answer."""
+    """A remote file system that failed repeatedly; the cause is its last error."""
 
 
 def call_within(seconds: float, read: Callable):
-    """Call `read` in a thread; one that takes longer is left to itself, and is a `NoAnswer`."""
+    """Call `read` in a thread; if it takes longer, raise `NoAnswer` and leave the thread running."""
     pool = reader_pool(1)
     future = pool.submit(read)
     pool.shutdown(wait=False)
@@ -370,15 +370,15 @@ def call_within(seconds: float, read: Callable):
 
 
 def _answer(error: Exception) -> tuple[int | None, Mapping[str, str]]:
-    """Status and headers of the HTTP answer that an error is about, as client libraries keep them."""
-    answer = getattr(error, "response", None)  # of httpx and requests, where an answer that is an error is falsy
-    answer = error if answer is None else answer  # aiohttp's errors have them themselves
+    """Status and headers of the HTTP answer that an error belongs to, as client libraries store them."""
+    answer = getattr(error, "response", None)  # in httpx and requests, where error responses are falsy
+    answer = error if answer is None else answer  # aiohttp's errors have status and headers
     status = getattr(answer, "status_code", getattr(answer, "status", None))
     return (status, getattr(answer, "headers", None) or {}) if isinstance(status, int) else (None, {})
 
 
 def _asked_wait(error: Exception) -> float | None:
-    """Seconds that the store asked to wait, at most LONGEST_ASKED; None where it did not, or gave a date."""
+    """Seconds that the store asked to wait, at most LONGEST_ASKED; None if it did not, or gave a date."""
     status, headers = _answer(error)
     limit = _RATE_LIMIT.search(headers.get("RateLimit") or "") if status == 429 else None
     value = limit[1] if limit else (headers.get("Retry-After") or "").strip()
@@ -398,19 +398,19 @@ def _is_transient(error: Exception) -> bool:
 
 
 def is_denied(error: BaseException | None) -> bool:
-    """Whether a file system or store answered that this user may not read."""
+    """Whether a file system or store answered that reading is not allowed."""
     return isinstance(error, PermissionError) or isinstance(error, OSError) and bool(_DENIED.search(str(error)))
 
 
 def _warn(kind: str, message: str) -> None:
-    """Log a warning, each kind at most once a minute: all reads fail when a store is gone."""
+    """Log a warning, each kind at most once a minute: all reads fail if a store is down."""
     if time.monotonic() - _last_warnings.get(kind, -math.inf) > 60:
         _last_warnings[kind] = time.monotonic()
         log.warning("%s", message)
 
 
 def unreadable(name: str, error: Exception) -> RunError:
-    """The error of a file that is not there, or that may not be read."""
+    """The error of a file that does not exist or may not be read."""
     if is_denied(error):
         return RunError(
             f"{name}: access denied ({first_line(error)}); check its permissions, or the credentials of its store"
@@ -422,10 +422,10 @@ def unreadable(name: str, error: Exception) -> RunError:
 
 
 def fetch(source: str, names: Sequence[str] = ()) -> Path:
-    """Copy files of a remote folder to this machine, unless its copy there is the same by sizes and times.
+    """Copy files of a remote folder to this machine, unless existing copies have the same sizes and times.
 
-    The copies are in `$XDG_CACHE_HOME/lm/remote` or `~/.cache/lm/remote`, one of each folder, and may be deleted. Of
-    the names the first must be there, and the others may be; all that are directly in the folder if none are given.
+    The copies are in `$XDG_CACHE_HOME/lm/remote` or `~/.cache/lm/remote`, one folder for each, and may be deleted. Of
+    `names`, the first must exist, and others may; without names, all files directly in the folder are copied.
     """
     from filelock import FileLock
 

@@ -1,4 +1,4 @@
-"""Stop signals: SIGTERM, SIGINT, SIGHUP and SIGUSR1 end a training, at once before its first step, later between steps.
+"""Stop signals: SIGTERM, SIGINT, SIGHUP and SIGUSR1 end a training, before its first step at once, then between steps.
 
 Nothing here imports torch, so the signals are handled before the seconds that importing torch takes.
 """
@@ -15,22 +15,22 @@ from lm.errors import Interrupted
 from lm.system.process import rank, under_srun, under_torchrun
 
 SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1)
-FINAL_WRITE_SECONDS = 2.0  # that the watchdog gives `before_exit`, which writes the run's status
+FINAL_WRITE_SECONDS = 2.0  # for `before_exit`, which writes the run's status
 
 
 class StopSignals:
-    """The signals that this process received, and their consequence."""
+    """Records the stop signals of this process, and acts on them."""
 
     def __init__(self) -> None:
-        self.received: signal.Signals | None = None  # the first
+        self.received: signal.Signals | None = None  # the first signal
         self.received_at = 0.0  # by `time.monotonic`
-        self.armed = False  # a training checks `received` between steps; otherwise the handler raises `Interrupted`
-        self.half_time_over = False  # half of the seconds after a signal, and the training has not finished
+        self.armed = False  # True: a training checks `received` between steps; False: the handler raises `Interrupted`
+        self.half_time_over = False  # half of the time limit after a signal is over, and the training not finished
         self.saving = False  # a checkpoint is being copied from the device, which may take longer than the limit
-        self._finished = threading.Event()  # the watchdog has nothing to wait for any more
+        self._finished = threading.Event()  # set when the watchdog need not wait any more
 
     def catch(self) -> None:
-        """Install the handlers; a later call replaces handlers that other code has installed since. Python takes none
+        """Install the handlers; a later call replaces handlers that other code has installed since. Has no effect
         outside of the main thread.
 
         Before its first step a rank that torchrun started and that is not zero keeps the default action: torchrun ends
@@ -61,10 +61,10 @@ class StopSignals:
             self.received, self.armed, self.half_time_over = None, False, False
 
     def arm(self, within: float = 0.0, before_exit: Callable[[], None] | None = None) -> None:
-        """From now on a signal is recorded in `received` and raises nothing.
+        """From now on, record a signal in `received` instead of raising an error.
 
-        A `disarm` has to come `within` so many seconds from a signal, if not 0. After them a watchdog thread ends the
-        process with exit code 75, whatever the main thread does, and calls `before_exit` first.
+        Unless `within` is 0, `disarm` must be called within that many seconds of a signal. Otherwise a watchdog thread
+        calls `before_exit` and ends the process with exit code 75, whatever the main thread does.
         """
         self.armed, self.half_time_over, self._finished = True, False, threading.Event()
         if within:
@@ -77,11 +77,11 @@ class StopSignals:
             threading.Thread(target=self._watch, args=arguments, name="stop-watchdog", daemon=True).start()
 
     def disarm(self) -> None:
-        """Call off the watchdog: the run is ending by itself, and its last checkpoint may take any time."""
+        """Stop the watchdog: the run is ending by itself, and its last checkpoint may take any time."""
         self._finished.set()
 
     def ignore_signals(self) -> None:
-        """Keep the exit code: no signal but SIGINT has an effect from now on.
+        """Ignore all signals but SIGINT from now on, to keep the exit code.
 
         Python's shutdown restores the default action of signals that have a handler, which kills the process; ignored
         signals stay ignored. Ctrl-C can still end a shutdown that hangs.
@@ -109,8 +109,8 @@ class StopSignals:
     def _watch(
         self, reader: int, within: float, finished: threading.Event, before_exit: Callable[[], None] | None
     ) -> None:
-        """Wait for a signal, then for `finished`; end the process if that does not come in time."""
-        while not (numbers := set(os.read(reader, 64)) & set(SIGNALS)):  # a byte for each signal that has a handler
+        """Wait for a signal, then for `finished`; end the process if it is not set in time."""
+        while not (numbers := set(os.read(reader, 64)) & set(SIGNALS)):  # a byte per signal with a handler
             pass
         self.half_time_over = not finished.wait(within / 2)
         while not finished.wait(within / 2) and self.saving:

@@ -1,6 +1,6 @@
 """Conditions of alerts over logged metrics, such as `loss > 1.5 * median(loss, 100)`, and their evaluation.
 
-Python's parser reads an expression and nothing of Python runs it: `Expression` refuses every node that is not in the
+Python's parser parses an expression, but Python does not run it: `Expression` refuses every node that is not in the
 tables below. An unknown number is NaN and an undecided condition is None: until a metric has a value and a window is
 full, and after a division by zero. An undecided condition does not fire.
 """
@@ -18,7 +18,7 @@ from lm.errors import RequestError
 from lm.runs.metrics import METRICS
 
 MAX_CHARACTERS = 500
-MAX_WINDOW = 10_000  # values
+MAX_WINDOW = 10_000  # number of values
 MAX_NUMBER = 1e300
 
 ARITHMETIC = {ast.Add: operator.add, ast.Sub: operator.sub, ast.Mult: operator.mul,
@@ -34,25 +34,25 @@ ALLOWED = f"allowed are numbers, metrics, + - * /, comparisons, and, or, not and
 # Name of a metric in an expression -> its name in the log.
 NAMES = {metric.alert: name for name, metric in METRICS.items() if metric.alert} | {"step": "step"}
 LOGGED = {name.replace("/", "_"): metric.alert for name, metric in METRICS.items() if metric.alert}  # a likely mistake
-CLOCKS = {"step", "tokens"}  # in every log line: a new value of theirs alone does not evaluate an expression
+CLOCKS = {"step", "tokens"}  # in every log line: their new values alone do not evaluate an expression
 
 
 class History:
-    """The newest value of each metric, and the finite ones before it: as many as `depths` has for the metric."""
+    """The newest value of each metric, and its last `depths[metric]` finite values before."""
 
     def __init__(self, depths: Mapping[str, int]) -> None:
         self.newest: dict[str, float] = {}
         self.before = {name: deque[float](maxlen=depth) for name, depth in depths.items()}
 
     def add(self, values: Mapping[str, float]) -> None:
-        """Metrics that are not kept here are ignored."""
+        """Add new values; metrics that are not kept here are ignored."""
         for name in self.before.keys() & values.keys():
             if math.isfinite(self.newest.get(name, math.nan)):
                 self.before[name].append(self.newest[name])
             self.newest[name] = float(values[name])
 
     def drop_newest(self) -> None:
-        """Forget the newest values, so that they enter no window."""
+        """Drop the newest values, so that they do not enter a window."""
         self.newest.clear()
 
     def state_dict(self) -> dict[str, Any]:
@@ -67,7 +67,7 @@ class History:
 
 
 class Expression:
-    """One condition over metrics; `depths` has how many values before the newest it needs of each."""
+    """A condition over metrics; `depths` has the number of earlier values that it needs of each metric."""
 
     def __init__(self, text: str) -> None:
         self.text = str(text).strip()
@@ -77,11 +77,11 @@ class Expression:
         self._check(self._tree, condition=True)
 
     def holds(self, history: History) -> bool | None:
-        """Whether it is true; None where that is not decided."""
+        """Whether the condition is true; None if undecided."""
         return _evaluate(self._tree, history)
 
     def explain(self, history: History, step: int) -> str:
-        """What it is, and the values of its metrics and windows: `loss > 10: loss is 12.31 at step 130`."""
+        """The condition, and the values of its metrics and windows: `loss > 10: loss is 12.31 at step 130`."""
         shown = {text: _evaluate(node, history) for text, node in self._figures.items() if text != "step"}
         figures = ", ".join(f"{text} is {_readable(value)}" for text, value in shown.items())
         return f"{self.text}: {figures}{' ' if figures else ''}at step {step}"
@@ -92,7 +92,7 @@ class Expression:
         raise RequestError(f"expression `{self.text}`{where}: {reason}")
 
     def _check(self, node: ast.expr, condition: bool) -> None:
-        """Refuse a node, or a part of it, that is not allowed, or is a number where a condition is needed."""
+        """RequestError if a node or a part of it is not allowed, or a number stands for a condition or vice versa."""
         operators = [getattr(node, "op", None), *getattr(node, "ops", [])]
         parts = [part for part in ast.iter_child_nodes(node) if isinstance(part, ast.expr)]
         match node:
@@ -117,7 +117,7 @@ class Expression:
             self._refuse(node, "true or false, where a number is needed; write `and` between two comparisons")
 
     def _check_call(self, node: ast.Call, name: str) -> list[ast.expr]:
-        """The arguments of a call to check: none of a window over a metric."""
+        """The arguments of a call that are to be checked: none for a window over a metric."""
         match name, node.args:
             case "abs", [argument]:
                 return [argument]
@@ -146,7 +146,7 @@ class Expression:
 
 
 class AlertEvaluator:
-    """Several expressions over one history."""
+    """Evaluates several expressions over one history."""
 
     def __init__(self, texts: Iterable[str]) -> None:
         self.expressions = [Expression(text) for text in texts]
@@ -154,7 +154,7 @@ class AlertEvaluator:
         self.history = History({name: max(each.depths.get(name, 0) for each in self.expressions) for name in names})
 
     def evaluate(self, metrics: Mapping[str, float]) -> dict[Expression, bool | None]:
-        """Take the metrics of a log line, and say which expressions hold, of those whose metrics are in the line."""
+        """Add the metrics of a log line, and evaluate the expressions whose metrics are in the line."""
         values = {name: metrics[tag] for name, tag in NAMES.items() if tag in metrics}
         self.history.add(values)
         measured = {each: each.depths.keys() - CLOCKS or each.depths.keys() for each in self.expressions}
@@ -209,7 +209,7 @@ def _compare(left: float, op: ast.cmpop, right: float) -> bool | None:
 
 
 def _combine(values: list[bool | None], decisive: bool) -> bool | None:
-    """`and` where False is decisive, `or` where True is: one such value decides, else an undecided one leaves it so."""
+    """`and` (`decisive` False) or `or` (`decisive` True): a decisive value decides, else an undecided one (None)."""
     return decisive if decisive in values else None if None in values else not decisive
 
 

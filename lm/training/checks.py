@@ -1,7 +1,7 @@
-"""Which options of a training do not go together: one list, which `lm plan` prints and a fit goes through first.
+"""Checks for options of a training that do not go together; `lm plan` prints the findings, and a fit runs them first.
 
-A check is a pure function of options and of what is known around them. It yields a finding with what is wrong and the
-cure, where going on would lose data, money or correctness, or would silently leave out what was asked for. Values that
+A check is a pure function of options and of known facts about them. It yields findings, each a problem and its
+cure, if continuing would lose data, money or correctness, or would silently ignore an option. Values that
 an option can never have are refused where it is declared, in the `config` files.
 """
 
@@ -34,12 +34,12 @@ from lm.training.launcher import srun_world
 from lm.training.precision import kept_in_bf16
 
 log = logging.getLogger(__name__)
-KERNELS_FROM, FP8_FROM = (8, 0), (8, 9)  # compute capability; the first as in `model/fused`
+KERNELS_FROM, FP8_FROM = (8, 0), (8, 9)  # compute capability; the first is that of `model/fused`
 LEAVE_OUT = "leave it out"
 
 
 class Finding(NamedTuple):
-    """Something wrong, doubtful or better done otherwise in a training."""
+    """A problem, doubt or improvement of a training's options."""
 
     level: Literal["error", "warning", "advice"]
     what: str  # with the arithmetic
@@ -55,7 +55,7 @@ def error(what: str, cure: str = "") -> Finding:
 
 
 def refuse(findings: Iterable[Finding]) -> None:
-    """Raise RequestError for the first error, and log what comes before it."""
+    """Raise RequestError for the first error, and log the findings before it."""
     for finding in findings:
         if finding.level == "error":
             raise RequestError(str(finding))
@@ -64,11 +64,11 @@ def refuse(findings: Iterable[Finding]) -> None:
 
 @dataclass(frozen=True)
 class Known:
-    """What is known around the options; None: not known yet, and what depends on it is not checked."""
+    """Known facts about a training; None: not known yet, and checks that need it are skipped."""
 
-    devices: int | None = None  # how many there are over all nodes
-    device: Device | None = None  # one of them
-    here: bool = False  # whether it is this machine's
+    devices: int | None = None  # number of devices over all nodes
+    device: Device | None = None  # one of the devices
+    here: bool = False  # whether the device is in this machine
     tokenizer: Tokenizer | None = None
     has_validation: bool | None = None
     every_target: bool | None = None  # whether all tokens of the training data are targets
@@ -78,7 +78,7 @@ def find(
     trainer: TrainerConfig, model: ModelConfig, data: DataConfig, known: Known, *, samples: SamplesConfig | None = None,
     evaluation: EvaluationConfig | None = None, custom: bool = False,
 ) -> Iterator[Finding]:  # fmt: skip
-    """All that is wrong with a training's options; `custom`: the model is not the decoder of this project."""
+    """Find all problems of a training's options; `custom`: the model is not the built-in decoder."""
     yield from of_trainer(trainer)
     if known.devices is not None:
         yield from of_ranks(trainer, known.devices)
@@ -102,7 +102,7 @@ def find(
 
 
 def of_trainer(trainer: TrainerConfig) -> Iterator[Finding]:
-    """What is known of the Trainer's options before there is a model."""
+    """Problems of the Trainer's options that do not depend on the model."""
     try:
         refuse_remote_root(trainer.default_root_dir)
     except RequestError as refused:
@@ -119,7 +119,7 @@ def of_trainer(trainer: TrainerConfig) -> Iterator[Finding]:
 
 
 def of_accelerator(accelerator: str) -> Iterator[Finding]:
-    """Where this machine has no such device."""
+    """Yield an error if this machine has no such device."""
     present = {"cuda": torch.cuda.is_available(), "mps": torch.backends.mps.is_available()}
     present["gpu"] = any(present.values())
     if not present.get(accelerator, True):
@@ -127,9 +127,9 @@ def of_accelerator(accelerator: str) -> Iterator[Finding]:
                     "give --trainer.accelerator cpu, or auto")  # fmt: skip
 
 
-MONITORED = ("val/loss", "val/perplexity", "val/bpb")  # what Lightning knows of a validation
-# Lightning's callbacks that do not work where a batch is an optimizer step and an epoch has no end, and what does their
-# work.
+MONITORED = ("val/loss", "val/perplexity", "val/bpb")  # metrics of a validation that Lightning knows
+# Lightning's callbacks that do not work if a batch is an optimizer step and an epoch has no end -> what replaces
+# them.
 INSTEAD: dict[type[Callback], str] = {
     callbacks.GradientAccumulationScheduler: "every step has data.global_batch_tokens tokens",
     callbacks.StochasticWeightAveraging: "an epoch has no end here; `--model.schedule.name wsd` ends with a low rate",
@@ -149,7 +149,7 @@ INSTEAD: dict[type[Callback], str] = {
 
 
 def of_callbacks(given: list[Any]) -> Iterator[Finding]:
-    """What is not a callback, and those of Lightning that cannot work here."""
+    """Find objects that are not callbacks, and callbacks of Lightning that cannot work here."""
     for callback in given:
         if isinstance(callback, Callback) and (unkept := _unkept(callback)):
             yield error(f"trainer.callbacks: {unkept}", KEPT)
@@ -158,7 +158,7 @@ def of_callbacks(given: list[Any]) -> Iterator[Finding]:
         for kind, instead in INSTEAD.items():
             if isinstance(callback, kind):
                 yield error(f"trainer.callbacks: {type(callback).__name__} of Lightning does not work here", instead)
-        # A callback of the user's may log more with `pl_module.log`.
+        # Callbacks of users may log more with `pl_module.log`.
         known = all(type(each).__module__.startswith(("lightning.", "lm.")) for each in given)
         monitor = getattr(callback, "monitor", None)
         if known and monitor not in (None, *MONITORED):
@@ -167,10 +167,10 @@ def of_callbacks(given: list[Any]) -> Iterator[Finding]:
 
 
 def _unkept(callback: Callback) -> str | None:
-    """What no checkpoint can hold of a callback's state, as it is before the training."""
+    """The part of a callback's initial state that checkpoints cannot hold; None if there is none."""
     try:
         state = callback.state_dict()
-    except Exception:  # some have one in a training alone
+    except Exception:  # some have a state only during training
         return None
     try:
         encode(state, f"callbacks[{callback.state_key!r}]")
@@ -182,9 +182,9 @@ def _unkept(callback: Callback) -> str | None:
 
 
 def of_ranks(trainer: TrainerConfig, devices: int) -> Iterator[Finding]:
-    """Options that would have no effect, or a wrong one, on this many devices over all nodes.
+    """Options without effect, or with a wrong one, on this number of devices over all nodes.
 
-    Under torchrun the number may change with a restart, so an option that has no effect is not an error there.
+    Under torchrun the number may change with a restart, so options without effect are no errors there.
     """
     strategy, nodes, precision, options = trainer.strategy, trainer.num_nodes, trainer.precision, trainer.distributed
     restarts = under_torchrun()
@@ -216,7 +216,7 @@ def of_ranks(trainer: TrainerConfig, devices: int) -> Iterator[Finding]:
 
 
 def of_fp8(trainer: TrainerConfig, decoder: DecoderConfig, data: DataConfig, known: Known) -> Iterator[Finding]:
-    """Devices and shapes that FP8 cannot take, and patterns of `fp8_keep` that name nothing or all."""
+    """Devices and shapes that FP8 does not support, and patterns of `fp8_keep` that match nothing or everything."""
     precision, device = trainer.precision, known.device
     if device is not None and (device.capability is None or device.capability < FP8_FROM):
         yield error(f"trainer.precision {precision} needs an NVIDIA GPU of compute capability 8.9 or later (Ada, "
@@ -250,7 +250,7 @@ def of_fp8(trainer: TrainerConfig, decoder: DecoderConfig, data: DataConfig, kno
 
 
 def has_kernels(device: Device, kernels: str | bool) -> bool:
-    """Whether our kernels would run on a device; `kernels` as `model.kernels`."""
+    """Whether our kernels would run on a device; `kernels` is as in `model.kernels`."""
     return kernels not in ("off", False) and device.capability is not None and device.capability >= KERNELS_FROM
 
 
@@ -268,7 +268,7 @@ def of_device(trainer: TrainerConfig, model: ModelConfig, device: Device) -> Ite
 
 
 def of_graphs(data: DataConfig, known: Known) -> Iterator[Finding]:
-    """Where nothing can be recorded, and what differs from batch to batch, which a graph would repeat."""
+    """Where CUDA graphs are not possible, and what differs between batches, which a graph would repeat."""
     if known.device is not None and known.device.capability is None:
         yield error(f"model.cuda_graphs needs a CUDA device, and this is {known.device.name}", "turn it off")
     if known.devices is not None and known.devices > 1:
@@ -283,7 +283,7 @@ def of_graphs(data: DataConfig, known: Known) -> Iterator[Finding]:
 
 
 def of_tokenizer(decoder: DecoderConfig, samples: SamplesConfig, tokenizer: Tokenizer) -> Iterator[Finding]:
-    """A vocabulary that is too small, and prompts that are too long."""
+    """Problems of a vocabulary that is too small, and of prompts that are too long."""
     if decoder.vocab_size is not None and decoder.vocab_size < tokenizer.vocab_size:
         yield error(f"model.decoder.vocab_size {decoder.vocab_size:,} is smaller than the tokenizer's "
                     f"{tokenizer.vocab_size:,}", "leave it out to take the tokenizer's")  # fmt: skip

@@ -1,6 +1,6 @@
-"""HTML pages that open without a server or a network, by the templates of Jinja beside this file.
+"""HTML pages that open without a server or a network, from the Jinja templates beside this file.
 
-These escape the text of users and models. `report/run` and `cli/ladder_report` say what is on a page.
+The templates escape the text of users and models. `report/run` and `cli/ladder_report` fill them.
 """
 
 import base64
@@ -16,12 +16,12 @@ from markupsafe import Markup
 from lm.system.units import format_count, format_duration, plural, utc
 
 PARTS = Path(__file__).parent
-# Control characters, those that change the direction of what follows, and halves of a character, which UTF-8 has not.
+# Control characters, bidirectional controls, and surrogates, which UTF-8 cannot encode.
 UNPRINTABLE = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u200e\u200f\u202a-\u202e\u2066-\u2069\ud800-\udfff]")
 
 
 def render(template: str, **content: Any) -> str:
-    """A page by a template beside this file. Texts are escaped, and None is empty; `script` stands as it is."""
+    """Render a template beside this file. Text is escaped, and None is empty; `script` is inserted as it is."""
     return templates().get_template(template).render(content, style=source("uPlot.min.css", "page.css"))
 
 
@@ -42,7 +42,7 @@ def _shown(value: Any) -> Any:
 
 
 def printable(text: Any) -> str:
-    """A text of others, each character of which is shown as it stands; others are replaced by U+FFFD."""
+    """Untrusted text, with every character of `UNPRINTABLE` replaced by U+FFFD."""
     return UNPRINTABLE.sub("\ufffd", str(text).replace("\r\n", "\n"))
 
 

@@ -38,9 +38,9 @@ SAMPLED_STEPS = 20
 
 
 def write_page(run: Run, path: str) -> None:
-    """Write or replace the page of a run; refuses a file that is not one, and would be lost."""
+    """Write or replace the page of a run; raise RequestError if another kind of file would be overwritten."""
     refuse_url("--html", path)
-    target = Path(path).resolve()  # a link stays one
+    target = Path(path).resolve()  # a symbolic link is kept
     with suppress(FileNotFoundError), open(target, encoding="utf-8", errors="replace") as file:
         if file.read(len(OPENING)) != OPENING:
             raise RequestError(f"--html {path} is there already and not the page of a run; choose another")
@@ -97,7 +97,7 @@ def _estimate(mean: float | None, error: float | None) -> tuple[str, str]:
 
 
 def _samples(run: Run) -> dict[str, Any]:
-    """What the model wrote by step, the newest first; of many steps some from the whole run."""
+    """The model's samples by step, newest first; if there are many steps, some spread over the whole run."""
     samples = read_samples(run)
     every = sorted({sample["step"] for sample in samples}, reverse=True)
     places = np.linspace(0, len(every) - 1, min(SAMPLED_STEPS, len(every)))
@@ -221,7 +221,7 @@ def chart_data(run: Run, metrics: list[dict[str, Any]]) -> tuple[dict[str, Any],
 
 
 def axes_of(lines: list[dict[str, Any]]) -> dict[str, np.ndarray]:
-    """What curves are drawn over, for every line: never less than before, as where a clock was set back."""
+    """The x values of every line, made non-decreasing, since a clock may have been set back."""
     steps, tokens, times = (
         np.maximum.accumulate(np.nan_to_num([line.get(name, 0) for line in lines], posinf=0.0))
         for name in ("step", "tokens", "time")
@@ -245,10 +245,10 @@ def _chart_of(name: str) -> tuple[str, str, str, Metric]:
 
 
 def _bucketed(values: np.ndarray, each: int) -> dict[str, list]:
-    """A curve with one point for each so many values: `mean`, their `low` and `high`, and `bad`.
+    """Reduce a curve to one point per `each` values: `mean`, `low` and `high` of these, and `bad`.
 
-    What is not finite is left out; a point without any finite value is NaN. `bad` has the places of points that left
-    something out. `low` and `high` are there where a point stands for several values.
+    Non-finite values are left out; a point without any finite value is NaN. `bad` has the indices of points that leave
+    values out. `low` and `high` exist only if a point stands for several values.
     """
     rows = np.full((-(-len(values) // each), each), np.nan)
     rows.flat[: len(values)] = np.where(np.isfinite(values), values, np.nan)
@@ -290,14 +290,14 @@ def _marks(run: Run, axes: dict[str, np.ndarray]) -> list[dict[str, Any]]:
 
 # ---- secrets ---------------------------------------------------------------------------------------------------------
 
-USER = re.compile(r"(?<=://)(?:[^\s/@]*@|[^\s/:]*:(?!\d+/)[^\s]*@)")  # and the password, in a URL
-QUERY = re.compile(r"(://[^\s?#'\"]*)[?#][^\s'\"]*")  # which may be a signature
+USER = re.compile(r"(?<=://)(?:[^\s/@]*@|[^\s/:]*:(?!\d+/)[^\s]*@)")  # user and password in a URL
+QUERY = re.compile(r"(://[^\s?#'\"]*)[?#][^\s'\"]*")  # query of a URL, which may be a signature
 SECRET = re.compile(r"passw|secret|credential|(api|access|private)_?key|(auth|access|api|hf|bearer)_?token", re.I)
 NOTIFY = "notify"  # addresses to which anybody who knows them can write
 
 
 def public(value: Any) -> Any:
-    """The same tree of values without passwords: users and queries of URLs, values with such a name, `notify`."""
+    """Copy a tree of values without secrets: users and queries of URLs, values with a secret's name, and `notify`."""
     if isinstance(value, dict):
         return {name: "(left out)" if SECRET.search(str(name)) and part else public(part)
                 for name, part in value.items() if name != NOTIFY}  # fmt: skip

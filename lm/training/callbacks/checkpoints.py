@@ -1,4 +1,4 @@
-"""When checkpoints are taken, which one is the best, and which are kept."""
+"""When checkpoints are taken, which one is the best, and which ones are kept."""
 
 import logging
 import os
@@ -47,15 +47,15 @@ class Checkpoints(ModelCheckpoint):
         self._return_to = 0  # the newest step that a rollback may return to
 
     def request(self) -> None:
-        """Have a checkpoint taken after this optimizer step; on every rank."""
+        """Request a checkpoint after this optimizer step; call it on every rank."""
         self.requested = True
 
     def keep_for_rollback(self, step: int) -> None:
-        """Keep the newest checkpoint that is not younger than this step, until it is another one."""
+        """Keep the newest checkpoint at or before this step, until the next call."""
         self._return_to = step
 
     def setup(self, trainer: Trainer, pl_module: LanguageModule, stage: str) -> None:
-        """Replaces ModelCheckpoint's choice of a folder."""
+        """Override ModelCheckpoint's choice of a folder."""
 
     def on_train_start(self, trainer: Trainer, pl_module: LanguageModule) -> None:
         self.saved_step = trainer.global_step if trainer.ckpt_path else -1
@@ -64,7 +64,7 @@ class Checkpoints(ModelCheckpoint):
         run, chosen = trainer.run, Path(trainer.ckpt_path).resolve() if trainer.ckpt_path else None
         try:
             remove_half_written(run)
-            # Marked, so that a resume after a kill takes none of them.
+            # Marked, so that a resume after a kill does not take them.
             steps = run.steps()
             left_behind = [path for step, path in steps.items() if step > self.saved_step]
             self.for_good = {path.name for path in steps.values() if is_kept_for_good(path)}
@@ -80,7 +80,7 @@ class Checkpoints(ModelCheckpoint):
         item = next(pl_module.parameters()).element_size()
         one = checkpoint_bytes(pl_module.config, item, state_size(pl_module.options.optimizer))
         kept = self.keep + (trainer.max_steps // self.keep_every if self.keep_every else 0)
-        kept += trainer.mirror is not None  # one stays until it is uploaded
+        kept += trainer.mirror is not None  # one more stays until it is uploaded
         needed = disk_space(trainer.run.path, one, kept, present=len(trainer.run.steps()))
         if not needed.suffices:
             log.warning("the disk of %s will be full: %s; make room", trainer.run.path, needed)
@@ -92,7 +92,7 @@ class Checkpoints(ModelCheckpoint):
 
     @staticmethod
     def _refuse_lost_run(trainer: Trainer) -> None:
-        """End a training soon after its checkpoints cannot be written any more."""
+        """End a training soon after its checkpoints can no longer be written."""
         trainer.checkpoint_io.raise_failures()
         if not trainer.is_global_zero:
             return
@@ -103,7 +103,7 @@ class Checkpoints(ModelCheckpoint):
                 f"the run folder {trainer.run.path} is gone, seen after step {trainer.global_step}: no checkpoint can "
                 f"be written; put it back, and {how_to_resume(trainer)}"
             ) from error
-        except OSError:  # a network's disk may be away for a moment
+        except OSError:  # a network disk may be unavailable for a moment
             pass
 
     def on_validation_end(self, trainer: Trainer, pl_module: LanguageModule) -> None:
@@ -125,26 +125,26 @@ class Checkpoints(ModelCheckpoint):
         return self.keep_every is not None and step % self.keep_every == 0
 
     def on_save_checkpoint(self, trainer: Trainer, pl_module: LanguageModule, checkpoint: dict[str, Any]) -> None:
-        checkpoint["kept_for_good"] = self._name(trainer) in self.for_good  # also in the place of one that was
+        checkpoint["kept_for_good"] = self._name(trainer) in self.for_good  # even if it replaces one that was
 
     def on_train_epoch_end(self, trainer: Trainer, pl_module: LanguageModule) -> None:
-        """Nothing: ModelCheckpoint would save."""
+        """Do nothing: ModelCheckpoint would save."""
 
     def on_train_end(self, trainer: Trainer, pl_module: LanguageModule) -> None:
         self.save(trainer)
         trainer.checkpoint_io.drain()
 
     def on_exception(self, trainer: Trainer, pl_module: LanguageModule, exception: BaseException) -> None:
-        """Nothing: a state that may be broken must not become `last`."""
+        """Do nothing: a state that may be broken must not become `last`."""
 
     def save(self, trainer: Trainer) -> None:
-        """Take a checkpoint of this optimizer step, unless there is one; call it on every rank."""
+        """Save a checkpoint of this optimizer step, unless there is one; call it on every rank."""
         self.requested = False
         if self.saved_step == trainer.global_step:
             return
         self.saved_step = trainer.global_step
         path = trainer.run.path / self._name(trainer)
-        self.left_behind = self.left_behind - {path.name}  # a new set: the writer may be looking at the other
+        self.left_behind = self.left_behind - {path.name}  # a new set, as the writer may be iterating over the old one
         if self._is_kept(self.saved_step):
             self.for_good = self.for_good | {path.name}
         after_write = partial(self._after_write, trainer, trainer.global_step, path.name, self.best_name)
@@ -155,7 +155,7 @@ class Checkpoints(ModelCheckpoint):
             STOP.saving = False
 
     def _after_write(self, trainer: Trainer, step: int, last: str, best: str | None) -> None:
-        """Have links, older checkpoints and the mirror follow a checkpoint that is whole."""
+        """Update links, older checkpoints and the mirror after a checkpoint is complete."""
         self._move_links(trainer.run, step, last, best)
         if trainer.run_state.uploads is not None:
             trainer.run_state.uploads.update()
@@ -182,7 +182,7 @@ class Checkpoints(ModelCheckpoint):
 
 
 def is_kept_for_good(checkpoint: Path) -> bool:
-    """Whether `trainer.keep_every` kept a checkpoint when it was taken."""
+    """Whether `trainer.keep_every` kept this checkpoint when it was taken."""
     try:
         return bool(read_document(checkpoint).get("kept_for_good"))
     except RequestError:  # damaged
@@ -190,7 +190,7 @@ def is_kept_for_good(checkpoint: Path) -> bool:
 
 
 def remove_half_written(run: Run) -> None:
-    """Remove files, links and checkpoints that a killed session had half written."""
+    """Remove files, links and checkpoints that a killed session left incomplete."""
     remove_stale(run.path / "step-*")
     for path in run.path.iterdir():
         half = HALF_WRITTEN.fullmatch(path.name)

@@ -1,4 +1,4 @@
-"""Samples of text and results on benchmark tasks between training steps, and `lm predict`."""
+"""Samples of text and benchmark results between training steps, and `lm predict`."""
 
 import logging
 import textwrap
@@ -33,11 +33,11 @@ log = logging.getLogger(__name__)
 class BetweenSteps(Callback, ABC):
     """Does something with the model every `interval` optimizer steps, or after every validation.
 
-    A failure is logged and ends no training. It stands after `RunLog` in the list of callbacks. A run that is resumed
-    does later steps again; the later line of a file counts.
+    A failure is logged and does not end the training. It comes after `RunLog` in the list of callbacks. A resumed run
+    repeats later steps; the later line of a file counts.
     """
 
-    name: str  # of what it does, for messages
+    name: str  # name of the action, for messages
     interval: int | None  # None: after every validation
 
     def on_train_batch_end(self, trainer: Trainer, pl_module: LanguageModule, *args: Any) -> None:
@@ -53,15 +53,15 @@ class BetweenSteps(Callback, ABC):
 
     @abstractmethod
     def run(self, trainer: Trainer, pl_module: LanguageModule, sharded: bool) -> dict[str, float]:
-        """Do it, on every rank, and return metrics. The ranks of a sharded model must compute together."""
+        """Run it, on every rank, and return metrics. The ranks of a sharded model must compute together."""
 
     def _run(self, trainer: Trainer, pl_module: LanguageModule) -> None:
         sharded = isinstance(trainer.strategy, FullyShardedStrategy)
         if pl_module.device.type == "cuda":
-            torch.cuda.synchronize()  # what is still queued is training
+            torch.cuda.synchronize()  # queued work belongs to the training
         try:
             metrics = self.run(trainer, pl_module, sharded)
-        except Exception as error:  # such as that of a custom model which computes no logits without labels
+        except Exception as error:  # such as of a custom model that computes no logits without labels
             foreseen = isinstance(error, LmError | OSError)
             if sharded and not foreseen:
                 raise  # the other ranks may be waiting for this one's part of the weights
@@ -103,7 +103,7 @@ class Samples(BetweenSteps):
         sampling = Sampling(config.temperature, config.top_k, max_new_tokens=config.max_new_tokens, seed=config.seed)
         tokens: list[list[int]] = [[] for _ in self.prompts]
         with trainer.precision_plugin.forward_context():
-            # No token ends a row here: ranks that share a model must all take the same number of steps.
+            # No token ends a row here: ranks of a sharded model must all take the same number of steps.
             for new in generate(pl_module.decoder, self.prompts, sampling):
                 tokens[new.row].append(new.token)
         return [continued(tokenizer, *pair) for pair in zip(self.prompts, tokens, strict=True)]
@@ -111,7 +111,7 @@ class Samples(BetweenSteps):
     def _write_samples(self, trainer: Trainer, texts: list[str]) -> None:
         step = trainer.global_step
         for index, (prompt, text) in enumerate(zip(self.texts, texts, strict=True)):
-            # TensorBoard reads Markdown; indented, a text is shown as it is.
+            # TensorBoard renders Markdown; indented text is shown as it is.
             shown = textwrap.indent(prompt + text, "    ", lambda line: True)
             trainer.loggers[0].experiment.add_text(f"sample/{index}", shown, global_step=step)
             line = {"step": step, "tokens": trainer.tokens_seen, "prompt": prompt, "text": text}
@@ -122,7 +122,7 @@ def continued(tokenizer: Tokenizer, prompt: list[int], tokens: list[int]) -> str
     """The text that tokens add to a prompt, up to the end of the document."""
     if tokenizer.eos_id in tokens:
         tokens = tokens[: tokens.index(tokenizer.eos_id)]
-    together = tokenizer.decode(prompt + tokens)  # the blank before a word, say, is there only if a word is before it
+    together = tokenizer.decode(prompt + tokens)  # a blank before a word may depend on the word before it
     return together[len(tokenizer.decode(prompt)) :]
 
 
@@ -140,7 +140,7 @@ class Evaluations(BetweenSteps):
     """Logs `eval/<task>/accuracy`, `eval/<task>/centered` and `eval/core`, and adds the whole result to the run's
     `evaluations.jsonl`.
 
-    Ranks with a whole model each divide the items; those that share one do all of them together.
+    Ranks with a whole model each divide the items; the ranks of a sharded model all evaluate every item.
     """
 
     name = "evaluation"
@@ -182,13 +182,13 @@ SCHEMA = pa.schema(
         ("start", pa.int64()),  # index of the row's first token in its document
         ("token_ids", pa.list_(pa.int32())),
         ("tokens", pa.list_(pa.string())),
-        ("log_probs", pa.list_(pa.float32())),  # natural logarithm, given the row's tokens before it
+        ("log_probs", pa.list_(pa.float32())),  # natural logarithm, given the earlier tokens of the row
     ]
 )
 
 
 class Predictions(Callback):
-    """`lm predict`: writes the log-probability of every token to Parquet, a row for each window of a document."""
+    """`lm predict`: writes the log-probability of every token to Parquet, one row per window of a document."""
 
     def __init__(self) -> None:
         self._writer: pq.ParquetWriter | None = None

@@ -1,4 +1,4 @@
-"""What a guard may do to a run when it has found something: report, checkpoint, stop, roll back; and damaged data."""
+"""Actions of guards after a finding (report, checkpoint, stop, rollback), and damaged data."""
 
 import json
 import logging
@@ -33,7 +33,7 @@ log = logging.getLogger(__name__)
 
 
 def act(trainer: Trainer, pl_module: LanguageModule, finding: Finding) -> None:
-    """Report a finding and do what the config asks for; call it on every rank, with the same finding."""
+    """Report a finding and take its configured action; call it on every rank, with the same finding."""
     guard, action, message, save = finding
     if trainer.is_global_zero:
         log.warning("%s", finding)
@@ -48,7 +48,7 @@ def act(trainer: Trainer, pl_module: LanguageModule, finding: Finding) -> None:
 
 @contextmanager
 def not_training(trainer: Trainer) -> Iterator[None]:
-    """Call `on_pause` of every callback with the seconds that the block took."""
+    """Measure the time of the block, and pass it to `on_pause` of every callback."""
     began = time.monotonic()
     try:
         yield
@@ -57,9 +57,9 @@ def not_training(trainer: Trainer) -> Iterator[None]:
 
 
 class Guard(Callback):
-    """Shows every log line to an observer, and acts on what it finds.
+    """Passes every log line to an observer, and acts on its findings.
 
-    Rank zero decides, since tokens a second and the time differ among ranks.
+    Rank zero decides, since speed and time differ between ranks.
     """
 
     def __init__(self, observer: Observer) -> None:
@@ -90,7 +90,7 @@ class Guard(Callback):
 
 
 class ThroughputGuard(Guard):
-    """Gives `ThroughputFloor` what is known of kernels and GPUs."""
+    """Passes facts on kernels and GPUs to `ThroughputFloor`."""
 
     def __init__(self, config: ThroughputConfig) -> None:
         super().__init__(ThroughputFloor(config))
@@ -103,7 +103,7 @@ class ThroughputGuard(Guard):
 
 
 def slow_kernels(built: Built, device: str, precision: str) -> list[str]:
-    """Kernels that are slower than others on a GPU; a CPU has no others."""
+    """Names of kernels that are slower than others on a GPU; empty on a CPU, which has no others."""
     found = []
     if device != "cuda":
         return found
@@ -118,7 +118,7 @@ def slow_kernels(built: Built, device: str, precision: str) -> list[str]:
 
 
 def _clock_limits(trainer: Trainer) -> list[str]:
-    """What limits the clocks of the GPUs, by the newest heartbeat."""
+    """The limits on the GPUs' clocks in the newest heartbeat."""
     beats = [callback.latest for callback in trainer.callbacks if isinstance(callback, Heartbeat)]
     gpus = [gpu for beat in beats for gpu in beat.get("gpus") or []]
     limits = [f"GPU {gpu['index']}: {', '.join(gpu['clocks_limited_by'])}" for gpu in gpus if gpu["clocks_limited_by"]]
@@ -129,9 +129,9 @@ def _clock_limits(trainer: Trainer) -> list[str]:
 
 
 class BudgetGuard(Guard):
-    """Has a run end before it costs too much, and keeps its cost in `budget.json`.
+    """Ends a run before it costs too much, and records its cost in `budget.json`.
 
-    The clock runs from the start of the process, since the machine is paid for from then on.
+    The clock starts with the process, since the machine is paid for from then on.
     """
 
     def __init__(self, config: BudgetConfig, clock: Callable[[], float] = time.monotonic) -> None:
@@ -179,9 +179,9 @@ class BudgetGuard(Guard):
 
 
 def _spent_before(run: Run) -> Cost:
-    """The cost of the run's earlier sessions. To count from 0 where the file is damaged would spend the cap twice."""
+    """The cost of the run's earlier sessions. If the file is damaged, counting from 0 would spend the cap twice."""
     before = run.read("budget.json")
-    hours, usd = before.get("hours_elapsed"), before.get("spent_usd")  # no dollars without a rate
+    hours, usd = before.get("hours_elapsed"), before.get("spent_usd")  # without a rate there are no dollars
     stated = [number for number in (hours, usd) if number is not None]
     if (run.path / "budget.json").exists() and (not stated or None in map(nonnegative, stated)):
         raise RequestError(
@@ -195,20 +195,20 @@ def _spent_before(run: Run) -> Cost:
 
 
 class Rollback(Callback):
-    """Returns to the weights of the last good checkpoint when a guard asks for it.
+    """Restores the weights of the last good checkpoint when a guard requests it.
 
-    The steps count on. So the order of samples, the schedule and the curves are those of any other run, and the samples
-    since that checkpoint are not seen again. (Chowdhery et al., 2022, arXiv:2204.02311, section 5.1, restart about 100
+    Steps are still counted up. So the order of samples, the schedule and the curves are those of any run, and samples
+    since that checkpoint are not repeated. (Chowdhery et al., 2022, arXiv:2204.02311, section 5.1, restart about 100
     steps before a spike and skip 200 to 500 batches.)
 
-    Good is the newest whole checkpoint that is not younger than the last log line at which no guard asked for one.
+    That is the newest complete checkpoint at or before the last log line at which no guard requested a rollback.
     """
 
     def __init__(self, max_rollbacks: int) -> None:
         self.rollbacks = Rollbacks(max_rollbacks)
 
     def on_train_start(self, trainer: Trainer, pl_module: LanguageModule) -> None:
-        seen = self.rollbacks.good  # of an earlier process; a signal may have come after steps that no guard has seen
+        seen = self.rollbacks.good  # from an earlier process; a signal may have come after steps that no guard has seen
         if not trainer.ckpt_path or not any(step <= seen for step in trainer.run.steps()):
             self.rollbacks.good = trainer.global_step
         trainer.checkpoint_callback.keep_for_rollback(self.rollbacks.good)
@@ -228,7 +228,7 @@ class Rollback(Callback):
         checkpoint_state.restore_weights(pl_module, checkpoint)
         trainer.strategy.load_model_state_dict(checkpoint)
         trainer.strategy.load_optimizer_state_dict(checkpoint)
-        trainer.checkpoint_callback.request()  # or a resume after a kill would repeat the bad steps
+        trainer.checkpoint_callback.request()  # otherwise a resume after a kill would repeat the bad steps
         if trainer.is_global_zero:
             returned = {"step": trainer.global_step, "to": to}
             trainer.run.describe(rollbacks=[*trainer.run.read("run.json").get("rollbacks", []), returned])
@@ -238,7 +238,7 @@ class Rollback(Callback):
         found = None
         if trainer.is_global_zero:
             trainer.checkpoint_io.drain()
-            left_behind = trainer.checkpoint_callback.left_behind  # a resume began before them
+            left_behind = trainer.checkpoint_callback.left_behind  # the resume began before these
             folders = {step: path for step, path in trainer.run.steps().items()
                        if step <= good and path.name not in left_behind}  # fmt: skip
             found = next((step for step in reversed(folders) if find_damage(folders[step]) is None), None)
@@ -255,18 +255,18 @@ class Rollback(Callback):
 
 
 class SkippedData(Callback):
-    """Counts the samples that `data.on_bad_shard: skip` leaves out, over all ranks and since the beginning of the run.
+    """Counts the samples skipped by `data.on_bad_shard: skip`, over all ranks and since the beginning of the run.
 
-    A damaged block is reported once. With `on_bad_shard: raise` the ranks exchange nothing.
+    A damaged block is reported once. With `on_bad_shard: raise`, the ranks do not communicate.
     """
 
     def __init__(self) -> None:
         self._wanted = False
         self._samples = 0  # on all ranks
-        self._blocks: list[str] = []  # damaged ones, and what is wrong with them
-        self._unreported: list[str] = []  # of these
+        self._blocks: list[str] = []  # descriptions of damaged blocks
+        self._unreported: list[str] = []  # of these, the ones not reported yet
         self._rows: list[str] = []  # the damaged block of each skipped row, on this rank since the last exchange
-        self._validated: set[str] = set()  # damaged blocks of validations, likewise
+        self._validated: set[str] = set()  # the same for validations
 
     def on_train_start(self, trainer: Trainer, pl_module: LanguageModule) -> None:
         self._wanted = trainer.datamodule.options.on_bad_shard == "skip"
@@ -298,7 +298,7 @@ class SkippedData(Callback):
         self._samples, self._blocks = state_dict["samples"], list(state_dict["blocks"])
 
     def _exchange(self) -> None:
-        """Add up what all ranks have skipped."""
+        """Combine what all ranks have skipped."""
         if not self._wanted:
             return
         found = gather_from_ranks((len(self._rows), sorted({*self._rows, *self._validated})))

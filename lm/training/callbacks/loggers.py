@@ -1,4 +1,4 @@
-"""TensorBoard with its histograms, and other loggers of Lightning, whose calls are made in threads of their own."""
+"""TensorBoard with its histograms, and other loggers of Lightning, which are called in threads of their own."""
 
 import logging
 import math
@@ -27,14 +27,14 @@ log = logging.getLogger(__name__)
 
 # ---- calls that a training never waits for ---------------------------------------------------------------------------
 
-CALLS = ("log_hyperparams", "log_metrics", "save", "finalize")  # that a training makes
-LAST_WAIT = 10.0  # seconds that the end of a training waits for all of them
+CALLS = ("log_hyperparams", "log_metrics", "save", "finalize")  # methods that a training calls
+LAST_WAIT = 10.0  # seconds that the end of a training waits for all calls
 
 
 class CallThread:
-    """Makes calls in a thread, in their order; the process may end while one is being made.
+    """Makes calls in a thread, in order; the process may end during a call.
 
-    `failed` gets the exception of a call that failed; then come the calls after it.
+    `failed` is called with the exception of a failed call; later calls are still made.
     """
 
     def __init__(self, name: str, failed: Callable[[Exception], None]) -> None:
@@ -47,7 +47,7 @@ class CallThread:
         self._calls.put(call)
 
     def finish(self, seconds: float) -> bool:
-        """Wait so long for the calls to be made, of which there come no more; returns whether they are."""
+        """Take no more calls, wait up to `seconds` for the pending ones, and return whether they are done."""
         self._calls.put(None)
         self._thread.join(max(0.0, seconds))
         return not self._thread.is_alive()
@@ -61,10 +61,10 @@ class CallThread:
 
 
 class LoggerThread:
-    """Makes the calls of one logger in a thread, in their order.
+    """Makes the calls of a logger in a thread, in order.
 
-    The methods of the logger itself are replaced, so that callbacks find the logger that they know in
-    `trainer.loggers`. The first call that fails is logged, and is the last one.
+    The methods of the logger itself are replaced, so that callbacks find the same logger in
+    `trainer.loggers`. The first failure is logged, and ends the calls.
     """
 
     def __init__(self, logger: Logger) -> None:
@@ -101,16 +101,16 @@ class LoggerThread:
 
 
 class EventFile(TensorBoardLogger):
-    """TensorBoard's event file of a run, and no other file. Every event is on the disk when a method returns.
+    """TensorBoard's event file of a run, and no other file. Every event is on disk when a method returns.
 
-    TensorBoard forgets what earlier files of the folder have of steps later than `resumed_at`, which is 0 in a new run;
-    nothing where that is None.
+    TensorBoard drops events later than `resumed_at` in earlier files of the folder (0 in a new run); None: it drops
+    nothing.
     """
 
     def __init__(self, run: Run, resumed_at: int | None = None) -> None:
         purge = None if resumed_at is None else resumed_at + 1
         super().__init__(str(run.path.parent), run.path.name, version="", default_hp_metric=False, purge_step=purge)
-        # Where the disk is full, nothing is written, and TensorBoard's writer does not fail from then on.
+        # On a full disk, nothing is written, and TensorBoard's writer does not stop for good.
         replace_event_file(self.experiment, lambda path: _TolerantFile(path, run))
 
     def log_metrics(self, metrics: dict[str, float], step: int | None = None) -> None:
@@ -122,11 +122,11 @@ class EventFile(TensorBoardLogger):
         self.experiment.flush()
 
     def save(self) -> None:
-        """Nothing: Lightning would write hparams.yaml."""
+        """Do nothing: Lightning would write hparams.yaml."""
 
 
 class _TolerantFile:
-    """The file below TensorBoard's writer, whose thread ends for good at the first write that raises."""
+    """The file below TensorBoard's writer, whose thread would end at the first write that raises."""
 
     def __init__(self, path: Path, run: Run) -> None:
         self._attempt = run.attempt
@@ -136,7 +136,7 @@ class _TolerantFile:
         self._attempt("TensorBoard's event file", lambda: append_bytes(self._descriptor, record))
 
     def flush(self) -> None:
-        """Nothing is buffered."""
+        """Do nothing: nothing is buffered."""
 
     def close(self) -> None:
         os.close(self._descriptor)
@@ -144,13 +144,13 @@ class _TolerantFile:
 
 # ---- histograms ------------------------------------------------------------------------------------------------------
 
-BUCKETS = 30  # that TensorBoard draws
+BUCKETS = 30  # number of buckets that TensorBoard draws
 
 
 class Histograms(Callback):
     """Writes histograms of the decoder's weights to TensorBoard, under Hugging Face's names.
 
-    They are counted on the device: `SummaryWriter.add_histogram` copies every weight to the host and takes a second for
+    They are computed on the device: `SummaryWriter.add_histogram` copies each weight to the host and takes a second for
     25 million of them. Shards of a weight are gathered, one weight at a time.
     """
 
@@ -173,7 +173,7 @@ class Histograms(Callback):
 
 
 def count_values(values: Tensor) -> dict[str, Any] | None:
-    """A histogram as `SummaryWriter.add_histogram_raw` takes it; None where a value is not finite."""
+    """Compute a histogram for `SummaryWriter.add_histogram_raw`; None if a value is not finite."""
     flat = values.flatten().float()
     low, high = (bound.item() for bound in flat.aminmax())
     if not (math.isfinite(low) and math.isfinite(high)):

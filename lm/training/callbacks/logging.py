@@ -1,4 +1,4 @@
-"""Logging of a training: `metrics.jsonl`, `state.json`, log lines, tokens a second, the time left, a progress bar."""
+"""Logging of a training: `metrics.jsonl`, `state.json`, log lines, throughput, the time left, a progress bar."""
 
 import logging
 import math
@@ -30,15 +30,15 @@ from lm.training.trainer import Trainer
 # ---- log lines -------------------------------------------------------------------------------------------------------
 
 log = logging.getLogger(__name__)
-lines = logging.getLogger("lm.lines")  # the command line shows them where there is no progress bar
+lines = logging.getLogger("lm.lines")  # the command line shows them if there is no progress bar
 
 
 class RunLog(Callback):
-    """Writes every metric once, under the optimizer step that it belongs to.
+    """Writes every metric once, at its optimizer step.
 
     The metrics are those of `logged_metrics` of the module and of every callback, and what a custom callback or module
-    gave to Lightning's `log`; `on_metrics` of every callback gets them, on every rank. A value that is not finite is
-    not written, because JSON has no notation for it.
+    passed to Lightning's `log`; `on_metrics` of every callback receives them, on every rank. Non-finite values are
+    not written, because JSON cannot represent them.
     """
 
     def __init__(self, interval: int) -> None:
@@ -46,9 +46,9 @@ class RunLog(Callback):
         self.latest: dict[str, Any] = {}  # the newest value of each metric
         self.pace = StepTimeEstimator()
         self._validation_began = 0.0
-        self._before: dict[str, Any] = {}  # what Lightning's `log` was given before the validation
-        self._of_validations: set[str] = set()  # names that it was given in validations
-        self._compiling: float | None = None  # since when
+        self._before: dict[str, Any] = {}  # values passed to Lightning's `log` before the validation
+        self._of_validations: set[str] = set()  # names passed to it in validations
+        self._compiling: float | None = None  # time since which it has been compiling
 
     @classmethod
     def of(cls, trainer: Trainer) -> "RunLog":
@@ -67,7 +67,7 @@ class RunLog(Callback):
         self.write_state(trainer)
 
     def on_train_batch_start(self, trainer: Trainer, pl_module: LanguageModule, *args: Any) -> None:
-        """torch compiles in the first step."""
+        """Note that torch compiles in the first step."""
         if self._compiles:
             self._compiles, self._compiling = False, time.monotonic()
             log.info("compiling with %s in the first step, which may take minutes", pl_module.options.compile)
@@ -113,7 +113,7 @@ class RunLog(Callback):
         self.pace.add_pause(trainer.global_step, seconds, kind)
 
     def log_metrics(self, trainer: Trainer, pl_module: LanguageModule, metrics: dict[str, float]) -> None:
-        """Write metrics of this optimizer step, and hand them to `on_metrics` of every callback; call it on every rank.
+        """Write metrics of this optimizer step, and pass them to `on_metrics` of every callback; call it on every rank.
 
         All of them are of one kind: of a validation, of an evaluation, or of training.
         """
@@ -127,12 +127,12 @@ class RunLog(Callback):
         for logger in trainer.loggers:
             logger.log_metrics({**metrics, "data/tokens": tokens}, step=step)
         for logger in trainer.own_loggers:
-            logger.save()  # which Lightning does at each of its log steps; some write nothing before
+            logger.save()  # as Lightning does at each of its log steps; some loggers write nothing before
         of_line = dict(zip(OF_EVERY_LINE, (step, tokens, steady_time())))
         trainer.run.append("metrics.jsonl", of_line | metrics | of_line)
         kinds = {self._kind(name) for name in logged}
         others = {name: value for name, value in self.latest.items() if self._kind(name) not in kinds}
-        self.latest = others | metrics  # a metric that its newest line does not have is not known any more
+        self.latest = others | metrics  # a metric that is not in its newest line is no longer known
         if "train" in kinds:
             self.pace.add_line(step, time.monotonic())
         self.write_state(trainer)
@@ -142,7 +142,7 @@ class RunLog(Callback):
         return "val" if name in self._of_validations else _kind(name)
 
     def eta(self, trainer: Trainer) -> float | None:
-        """Seconds until the last step is done; None where it is not known yet."""
+        """Seconds until the last step is done; None if not known yet."""
         return self.pace.rest(*remaining(trainer))
 
     def write_state(self, trainer: Trainer, phase: str = "training") -> None:
@@ -172,18 +172,18 @@ def _numbers(metrics: dict[str, Tensor]) -> dict[str, float]:
 
 
 def _refuse_taken(what: str, found: Mapping[str, Any], *others: str) -> None:
-    """Raise RunError where metrics of a callback have the name of others, or of one of a validation."""
+    """Raise RunError if metrics of a callback have names of other metrics, or of a validation."""
     if taken := found.keys() & {*others, *(name for name in METRICS if _kind(name) != "train")}:
         raise RunError(f"{what} {min(taken)!r}, and a metric of this project has that name: call it 'mine/...'")
 
 
 def _kind(name: str) -> str:
-    """Which lines a metric is in: `val`, `eval`, or `train` for all others."""
+    """The kind of log line that a metric belongs to: `val`, `eval`, or otherwise `train`."""
     group = name.split("/")[0]
     return group if group in ("val", "eval") else "train"
 
 
-EARLY_STEPS = 3  # of a session, whose times are known before there are log lines
+EARLY_STEPS = 3  # of a session; their times are known before there are log lines
 OF_EVERY_LINE = ("step", "tokens", "time")  # of `metrics.jsonl`; no metric may replace them
 LINE_METRICS = (
     "train/loss", "optim/lr", "optim/grad_norm", "val/loss", "val/perplexity", "val/bpb", "eval/core",
@@ -214,17 +214,17 @@ def format_line(step: int, max_steps: int, metrics: dict[str, float]) -> str:
 
 
 class Throughput(Callback):
-    """Measures from one log line to the next; pauses such as validations do not count as training.
+    """Measures throughput between log lines; pauses such as validations do not count as training.
 
     Every fetch of a batch is timed. On a CUDA device a fetch costs nothing while the device still computes: two events
-    around the fetch give the time in which the device had no work, and they are read at the log line.
+    around the fetch give the time in which the device was idle, and are read at the log line.
     """
 
     def __init__(self) -> None:
         self._since = self._paused = 0.0
         self._step = 0
         self._on_gpu = False
-        self._times: list[Any] = []  # in seconds, or CUDA events: when each fetch began, and when it ended
+        self._times: list[Any] = []  # start and end of each fetch, in seconds or as CUDA events
 
     def on_train_start(self, trainer: Trainer, pl_module: LanguageModule) -> None:
         self._peak = trainer.device_peak and trainer.device_peak * trainer.world_size
@@ -241,7 +241,7 @@ class Throughput(Callback):
         self._paused += seconds
 
     def logged_metrics(self, trainer: Trainer, pl_module: LanguageModule) -> dict[str, Any]:
-        """Of the steps since the last call. The loss was read before this, so the device has caught up."""
+        """Throughput of the steps since the last call. The loss was read before, so the device is synchronized."""
         now = time.monotonic()
         seconds = now - self._since - self._paused
         tokens = trainer.steps.tokens(trainer.global_step) - trainer.steps.tokens(self._step)
@@ -258,7 +258,7 @@ class Throughput(Callback):
 
 
 def remaining(trainer: Trainer) -> tuple[int, int]:
-    """Optimizer steps and validations that are still to come."""
+    """Number of optimizer steps and validations that are left."""
     step, end = trainer.global_step, trainer.max_steps
     validations = validations_left(step, end, trainer.options.val_interval) if trainer.datamodule.has_validation else 0
     return end - step, validations
@@ -268,7 +268,7 @@ def remaining(trainer: Trainer) -> tuple[int, int]:
 
 
 class ProgressBar(Callback):
-    """On a terminal: the step, the time that is left and the newest metrics; validations scroll by above it."""
+    """Shows the step, the time left and the newest metrics in a terminal; validations scroll by above it."""
 
     def __init__(self) -> None:
         self._progress: Progress | None = None
@@ -276,7 +276,7 @@ class ProgressBar(Callback):
     def on_train_start(self, trainer: Trainer, pl_module: LanguageModule) -> None:
         if not (trainer.is_global_zero and sys.stderr.isatty()):
             return
-        self._progress = Progress(  # the terminal folds the lines above it, so that a command can be copied
+        self._progress = Progress(  # the terminal wraps the lines above it, so that a command can be copied
             BarColumn(None, table_column=Column(max_width=40)),
             TextColumn("{task.completed}/{task.total} steps{task.description}", markup=False),
             console=Console(stderr=True, soft_wrap=True), redirect_stdout=sys.stdout.isatty(),

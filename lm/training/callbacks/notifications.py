@@ -1,7 +1,7 @@
-"""Messages to the addresses under `notify:`, by Apprise: that a run began, what its guards found, and how it ended.
+"""Messages to the addresses under `notify:`, with Apprise: the start of a run, findings of its guards, and its end.
 
-Each address has a thread of its own, so a service that does not answer delays no step. Passwords and tokens of an
-address are in no log, error or file of the run, but for `config.yaml` where they stand in the config as they are.
+Each address has its own thread, so a service that does not answer does not delay a step. Passwords and tokens of an
+address are in no log, error or file of the run, except `config.yaml` if the config contains them.
 """
 
 import logging
@@ -38,12 +38,12 @@ Level = Literal["info", "warning", "error"]
 LEVELS = ("info", "warning", "error")
 APPRISE = "https://github.com/caronc/apprise"
 LAST_WAIT = 10.0  # seconds that the end of a run waits for all addresses together
-LEAST_WAIT = 1.0  # seconds that it waits though `trainer.stop_within` is over
+LEAST_WAIT = 1.0  # seconds that it waits even if `trainer.stop_within` is over
 QUIET = 600.0  # seconds between two messages on findings of guards, unless there is a post-mortem
 MOST_FINDINGS = 10  # in one message
-PARTS = re.compile(r"[?&][^=]*=|[^\w.+-]")  # what stands between the parts of an address, names of options too
-SECRET = 4  # characters from which on a part of an address is hidden in what Apprise says
-ENDS: dict[type[BaseException], tuple[str, Level]] = {  # what else ends a run is a failure
+PARTS = re.compile(r"[?&][^=]*=|[^\w.+-]")  # separators of the parts of an address, and names of options
+SECRET = 4  # length from which a part of an address is hidden in Apprise's messages
+ENDS: dict[type[BaseException], tuple[str, Level]] = {  # any other end of a run is a failure
     Interrupted: ("interrupted", "warning"), GuardStop: ("stopped by a guard", "error"),
 }  # fmt: skip
 
@@ -72,10 +72,10 @@ _apprise_log = _AppriseLog()
 
 
 class Recipient:
-    """An address in Apprise's notation that messages of a level, and more important ones, can be sent to.
+    """An address in Apprise's notation, for messages of a level or a more important one.
 
-    `$NAME` in it is read from the environment. `name` is the address without its passwords and tokens, `place` where it
-    stands in the config, for errors.
+    `$NAME` in the address is read from the environment. `name` is the address without passwords and tokens, `place` its
+    position in the config, for errors.
     """
 
     def __init__(self, url: str, level: Level, place: str) -> None:
@@ -97,11 +97,11 @@ class Recipient:
         self.name, self.level = _without_secrets(self._service.url(privacy=True)), level
 
     def send(self, message: Message) -> None:
-        """Send a message. Where that fails, a RunError has the reason, without any part of the address."""
+        """Send a message. On failure, RunError has the reason, without any part of the address."""
         _apprise_log.newest.pop(threading.get_ident(), None)
         kind = {"info": "info", "warning": "warning", "error": "failure"}[message.level]
         try:
-            # Not `Apprise.notify`, whose threads Python would wait for when the process ends.
+            # Not `Apprise.notify`: Python would wait for its threads when the process ends.
             sent = self._service.notify(body=message.text, title=message.title, notify_type=kind, body_format="text")
         except Exception as error:
             self._logger.warning("%s: %s", type(error).__name__, first_line(error))
@@ -121,9 +121,9 @@ def _from_environment(place: str, found: re.Match) -> str:
 
 
 def _without_secrets(url: str) -> str:
-    """Scheme, user and host of an address as Apprise shows it without passwords; paths and options may have tokens.
+    """Scheme, user and host of an address in Apprise's form without passwords; paths and options may have tokens.
 
-    A name without a dot in the place of the host is no host but a topic or a token: its first and last letters.
+    A host without a dot is a topic or a token instead: only its first and last letters are kept.
     """
     scheme, _, rest = url.partition("://")
     user, at, host = re.split("[/?]", rest, maxsplit=1)[0].rpartition("@")
@@ -132,9 +132,9 @@ def _without_secrets(url: str) -> str:
 
 
 def open_recipients(notify: Sequence[Any]) -> list[Recipient]:
-    """The recipients of a run's messages, none on ranks other than zero.
+    """Open the recipients of a run's messages; none on ranks other than zero.
 
-    What is wrong with an entry is checked here and not by the parser, which would print it, passwords and all.
+    Entries are checked here and not by the parser, whose errors would show passwords.
     """
     if rank() != 0:
         return []
@@ -152,7 +152,7 @@ def open_recipients(notify: Sequence[Any]) -> list[Recipient]:
 
 
 def send_test(recipients: Sequence[Recipient], run: str) -> None:
-    """Send a test message to each address, as of a run of this name, and print whether it was sent."""
+    """Send a test message to each address, in the name of this run, and print whether it was sent."""
     if not recipients:
         raise RequestError("there is nobody to notify: give addresses under `notify`")
     failed = []
@@ -172,19 +172,19 @@ def send_test(recipients: Sequence[Recipient], run: str) -> None:
 class Notifications(Callback):
     """Sends messages about the run, from rank zero.
 
-    A finding of a guard is sent at once; those of the next `QUIET` seconds wait and are sent together, unless one of
+    A guard's finding is sent at once; findings of the next `QUIET` seconds wait and are sent together, unless one of
     them has a post-mortem, or the run ends. A finding that ends the run is part of the message on its end.
 
-    It stands after the guards, and after those callbacks that write post-mortems and roll back.
+    It comes after the guards, and after the callbacks that write post-mortems and roll back.
     """
 
     def __init__(self, recipients: Sequence[Recipient]) -> None:
         self._recipients = recipients
         self._threads: dict[Recipient, CallThread] = {}
-        self._failed: set[Recipient] = set()  # the log says it once
-        self._findings: list[str] = []  # that are not sent yet
+        self._failed: set[Recipient] = set()  # recipients whose failure was logged
+        self._findings: list[str] = []  # findings not sent yet
         self._quiet_until = 0.0  # by `time.monotonic`
-        self._post_mortems: set[Path] = set()  # that were sent
+        self._post_mortems: set[Path] = set()  # folders that were sent
 
     def on_train_start(self, trainer: Trainer, pl_module: LanguageModule) -> None:
         step, left = trainer.global_step, trainer.max_steps - trainer.global_step
@@ -227,7 +227,7 @@ class Notifications(Callback):
         self._finish(trainer)
 
     def _new_post_mortem(self, trainer: Trainer) -> Path | None:
-        """The folder of a post-mortem of this step, where there is one and it was not sent."""
+        """The folder of a post-mortem of this step, if there is one that was not sent."""
         folder = postmortem.folder_of(trainer.run, trainer.global_step)
         if folder in self._post_mortems or not folder.exists():
             return None
@@ -235,7 +235,7 @@ class Notifications(Callback):
         return folder
 
     def _send_findings(self, trainer: Trainer, folder: Path | None = None) -> None:
-        """Send the findings that wait, with the folder of the newest one's post-mortem."""
+        """Send the waiting findings, with the folder of the newest one's post-mortem."""
         findings, self._findings = self._findings, []
         if not findings:
             return
@@ -247,7 +247,7 @@ class Notifications(Callback):
         self._send(trainer, "warning", "post-mortem" if folder else event, lines)
 
     def _send(self, trainer: Trainer, level: Level, event: str, lines: list[str]) -> None:
-        """Have a message sent to those who want its level; it waits for nothing."""
+        """Queue a message for the recipients of its level, without waiting."""
         to = [one for one in self._recipients if LEVELS.index(level) >= LEVELS.index(one.level)]
         if not to or not trainer.is_global_zero:
             return
@@ -269,7 +269,7 @@ class Notifications(Callback):
         self._failed.add(to)
 
     def _finish(self, trainer: Trainer) -> None:
-        """Wait for what is being sent; after a signal no longer than the run may take."""
+        """Wait until messages are sent; after a signal, no longer than the run may take."""
         until = time.monotonic() + LAST_WAIT
         if STOP.received is not None and trainer.options.stop_within:
             limit = max(STOP.received_at + trainer.options.stop_within, time.monotonic() + LEAST_WAIT)

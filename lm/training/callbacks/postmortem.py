@@ -1,6 +1,6 @@
 """Post-mortems of loss spikes and NaNs, written while training.
 
-Only a few numbers a step are kept for it: the samples of a step follow from the step, so they are read again.
+Only a few numbers per step are kept for them: a step's samples are determined by the step, so they can be read again.
 """
 
 import logging
@@ -35,28 +35,28 @@ from lm.training.trainer import Trainer
 log = logging.getLogger(__name__)
 MAX_POSTMORTEMS = 5  # of a run
 BASELINE_LINES = 5  # log lines whose median is the loss before a spike
-RECOVERY_LINES = 50  # log lines in which the loss must be as low as before
+RECOVERY_LINES = 50  # log lines within which the loss must be back to its level before
 STEPS_KEPT = 1000
 LINES_KEPT = 200  # log lines in the curves before
 
 
 class PostMortem(Callback):
-    """Writes a post-mortem when a guard acts, and closes it when the loss is as low as before.
+    """Writes a post-mortem when a guard acts, and closes it when the loss is back to its level before.
 
-    It is written for the guards `spike` and `not-finite`, for any guard that does more than warn, and for the drill,
-    whether it is noticed as a spike or not; but not for cost and speed, of which samples and weights say nothing.
-    Actions of guards while one is open are added to it. This callback must stand before those that change weights.
+    It is written for the guards `spike` and `not-finite`, for any guard that does more than warn, and for a drill, even
+    if it causes no spike; but not for cost and speed, which do not depend on samples and weights.
+    While a post-mortem is open, guards add their actions to it. This callback must precede those that change weights.
     `drill` is the first step of `SpikeInjection`, if there is one.
     """
 
     def __init__(self, spike: str | None = None, drill: int | None = None) -> None:
         self._drill = range(0) if drill is None else range(drill, drill + DRILL_STEPS)
         self._evaluator = AlertEvaluator([] if spike is None else [spike])
-        self._spiking = False  # reported, and still true
+        self._spiking = False  # a spike was reported and continues
         self._steps: deque[StepRecord] = deque(maxlen=STEPS_KEPT)
         self._losses: deque[tuple[int, float]] = deque(maxlen=BASELINE_LINES + 1)  # step and loss of log lines
         self._open: Incident | None = None
-        self._lines = 0  # log lines since it was opened
+        self._lines = 0  # number of log lines since it was opened
         self._known: list[int] = []  # steps with a post-mortem
 
     def on_train_start(self, trainer: Trainer, pl_module: LanguageModule) -> None:
@@ -85,7 +85,7 @@ class PostMortem(Callback):
         self._write_drill(trainer, pl_module)
 
     def _write_drill(self, trainer: Trainer, module: LanguageModule) -> None:
-        """Write up the drill if its steps were logged just now and are no spike."""
+        """Write a post-mortem of the drill, if its steps have just been logged and are no spike."""
         drilled = any(step.step in self._drill for step in trainer.run_state.stats.recent)
         if drilled and not any(step >= self._drill.start for step in self._known):
             if self._open is not None:
@@ -115,7 +115,7 @@ class PostMortem(Callback):
 
     def on_train_end(self, trainer: Trainer, pl_module: LanguageModule) -> None:
         if self._drill:
-            trainer.run_state.stats.metrics()  # of the steps since the last log line of a run that stops early
+            trainer.run_state.stats.metrics()  # steps since the last log line, if the run stops early
             self._write_drill(trainer, pl_module)
         self._end(trainer)
 
@@ -131,7 +131,7 @@ class PostMortem(Callback):
         self._spiking = state_dict["spiking"]
 
     def _spike_in(self, line: dict[str, float]) -> str | None:
-        """A message if a spike has just begun."""
+        """A message if a spike has just begun, otherwise None."""
         for expression, holds in self._evaluator.evaluate(line).items():
             began, self._spiking = holds and not self._spiking, bool(holds)
             if began:
@@ -139,7 +139,7 @@ class PostMortem(Callback):
         return None
 
     def _note_steps(self, trainer: Trainer) -> bool:
-        """Keep the steps since the last log line; returns whether they are new."""
+        """Record the steps since the last log line; returns whether there are new ones."""
         recent = trainer.run_state.stats.recent
         if not recent or (self._steps and self._steps[-1] is recent[-1]):
             return False
@@ -147,7 +147,7 @@ class PostMortem(Callback):
         return True
 
     def _follow(self, trainer: Trainer, loss: float) -> None:
-        """Close the open post-mortem when the loss is as low as before, or has not been so for long."""
+        """Close the open post-mortem when the loss is back to its level before, or has not been for too long."""
         incident, step = self._open, trainer.global_step
         self._lines += 1
         incident.update_highest(trainer.run_state.stats.recent)
@@ -191,7 +191,7 @@ class PostMortem(Callback):
 
     def _incident(self, trainer: Trainer, guard: str, action: str, message: str) -> Incident:
         steps = trainer.run_state.stats.recent
-        broken = [  # a GradScaler leaves steps out, too, and that alone is no incident
+        broken = [  # a GradScaler also skips steps, which alone is no incident
             step for step in steps if not (math.isfinite(step.loss) and (step.applied or guard != "not-finite"))
         ]
         drilled = [step for step in steps if guard == "drill" and step.step in self._drill]
@@ -222,7 +222,7 @@ class PostMortem(Callback):
                 log.warning("post-mortem: %s", folder / "postmortem.md")
 
     def _ordinary(self, trainer: Trainer, worst: int) -> StepRecord | None:
-        """The newest step before the worst whose loss was no higher than that of half of the steps before."""
+        """The newest step before the worst one whose loss was at most the median of the steps before."""
         before = [step for step in self._steps
                   if step.step < worst and step.applied and injected_rows(trainer, step.step) is None]  # fmt: skip
         if not before:
@@ -256,12 +256,12 @@ class SpikeInjection(Callback):
     """A drill: replaces the samples of optimizer steps `first` to `first + 4` by sequences of rare tokens.
 
     `run.json` lists the steps under `injected`. A resume from before them removes them from the list, and they are
-    injected as in a run that was never stopped.
+    injected again, as in a run that was never stopped.
     """
 
     def __init__(self, first: int) -> None:
         self.first = first
-        self._rare: np.ndarray | None = None  # ids, once needed
+        self._rare: np.ndarray | None = None  # token ids, computed when needed
         self._done: list[int] = []  # the injected steps
 
     def on_train_start(self, trainer: Trainer, pl_module: LanguageModule) -> None:
@@ -279,7 +279,7 @@ class SpikeInjection(Callback):
         if rows is None:
             return
         own = Batch(torch.from_numpy(rows[trainer.global_rank :: trainer.world_size]))  # (G / ranks, T + 1)
-        pl_module.on_before_batch_transfer(own, 0)  # counts documents, of which there may be more
+        pl_module.on_before_batch_transfer(own, 0)  # counts documents, of which there may be more than before
         batch.tokens.copy_(own.tokens)
         batch.row_documents = own.row_documents
         if step not in self._done:
@@ -293,7 +293,7 @@ class SpikeInjection(Callback):
                 )  # fmt: skip
 
     def rows_of_step(self, trainer: Trainer, step: int) -> np.ndarray | None:
-        """The injected samples of a step, `(G, T + 1)`, from the seed and the step alone; None: it has none."""
+        """The injected samples of a step, `(G, T + 1)`, determined by the seed and the step; None if it has none."""
         if not self.first <= step < self.first + DRILL_STEPS:
             return None
         data = trainer.datamodule

@@ -1,4 +1,4 @@
-"""The run's folder while it trains: claimed, registered, kept alive by a heartbeat, closed with the run's end."""
+"""The run's folder during training: it is claimed, registered, kept alive by a heartbeat, and closed at the end."""
 
 import json
 import logging
@@ -36,33 +36,33 @@ from lm.training.trainer import Trainer
 
 log = logging.getLogger(__name__)
 
-STATUS = {Interrupted: "interrupted", GuardStop: "stopped"}  # of a run that ended with this error; of others `failed`
+STATUS = {Interrupted: "interrupted", GuardStop: "stopped"}  # status after these errors; after any other, `failed`
 EXIT_CODES = {status: error.exit_code for error, status in STATUS.items()} | {"failed": RunError.exit_code}
 PATIENCE = 60.0  # seconds that the training waits for the program of `on_event`
-CLAIM_WAIT = 2.0  # seconds that another process may take between making a run folder and describing it
+CLAIM_WAIT = 2.0  # seconds for another process to describe a run folder that it has made
 
 
 @dataclass(eq=False, repr=False)
 class RunFolder(Callback):
     """Claims the run folder when a fit starts, and records in it and in the registry how the run ended.
 
-    It is the first callback: data, model and request have been checked, and callbacks after it may write.
+    It must be the first callback: data, model and request have been checked, and callbacks after it may write.
     """
 
     resumed: Run | None  # the run to resume; None: start a new one
-    name: str  # of a new one
+    name: str  # name of a new run
     config: str  # text of the resolved config
-    force: bool = False  # resume a run though its shards changed
-    auto: bool = False  # where a run of this name has appeared in the meantime, refuse to start a second one
-    register: bool = True  # write it to the user's registry of runs
-    options: RunOptions = field(default_factory=RunOptions)  # tags, a note, and what is done at the run's end
+    force: bool = False  # resume a run even if its shards changed
+    auto: bool = False  # if a run of this name has appeared meanwhile, refuse to start a second one
+    register: bool = True  # write the run to the user's registry
+    options: RunOptions = field(default_factory=RunOptions)  # tags, a note, and actions at the run's end
 
     _ended: Run | None = field(default=None, init=False)  # the run, once its end is recorded
     _registry_warned: bool = field(default=False, init=False)
     _log: logging.Handler | None = field(default=None, init=False)
 
     def resume(self, run: Run | None, auto: bool, config: str) -> None:
-        """Choose the run of the fit that comes, where it was not known when this was made; arguments as above."""
+        """Set the run of the coming fit, if it was not known at construction; the arguments are the fields above."""
         self.resumed, self.auto, self.config, self._ended = run, auto, config, None
 
     def setup(self, trainer: Trainer, pl_module: LanguageModule, stage: str) -> None:
@@ -111,13 +111,13 @@ class RunFolder(Callback):
         self._close_log()
 
     def teardown(self, trainer: Trainer, pl_module: LanguageModule, stage: str) -> None:
-        """Release the lock after the last write. A fit that fails keeps it until its process ends."""
+        """Release the lock after the last write. After a failed fit, the process keeps it until it ends."""
         self._close_log()
         if trainer.run is not None:
             trainer.run.release()
 
     def _claim(self, trainer: Trainer) -> str:
-        """Take the run's lock and describe the run in its folder; returns its path."""
+        """Lock the run's folder and describe the run in it; returns its path."""
         shards = trainer.datamodule.describe_shards()
         run = self.resumed or self._new(trainer.default_root_dir, trainer.mirror)
         try:
@@ -129,7 +129,7 @@ class RunFolder(Callback):
                 new = self._refuse_changed_mixture(run, trainer)
                 self._refuse_changed_shards(run, shards, new)
             self._describe(trainer, run, shards)
-        except BaseException as error:  # a signal too
+        except BaseException as error:  # including a signal
             if self.resumed is None:  # nothing is in it yet, and the name is free again
                 shutil.rmtree(run.path, ignore_errors=True)
             if isinstance(error, OSError):
@@ -138,7 +138,7 @@ class RunFolder(Callback):
         return str(run.path)
 
     def _new(self, root: str, mirror: Mirror | None) -> Run:
-        """A new folder. Of two processes with `--ckpt_path auto` that find no run, only one may start it."""
+        """Make a new folder. If two processes with `--ckpt_path auto` find no run, only one of them may start it."""
         first = Run(Path(root) / self.name)
         until = time.monotonic() + CLAIM_WAIT
         while self.auto and first.path.exists() and not first.read("run.json") and time.monotonic() < until:
@@ -164,11 +164,11 @@ class RunFolder(Callback):
         if self.resumed is not None:
             before = run.read("run.json")
             facts["started"] = before.get("started", facts["started"])
-            name = before.get("name") or name  # `small` also of `small-2`: what `auto` looks for
+            name = before.get("name") or name  # `small` also for `small-2`: the name that `auto` searches
             run.mark_resume(trainer.run_state.start.step)
         elif trainer.ckpt_path:
             facts["began_from"] = str(trainer.ckpt_path)
-        # Which samples a step saw: after `step`, every step took `global_batch` samples, the first of them `sample`.
+        # The samples of a step: after `step`, every step took `global_batch` samples, starting with `sample`.
         start = trainer.run_state.start
         segments = [segment for segment in before.get("stretches", []) if segment["step"] < start.step]
         segments.append({"step": start.step, "sample": start.samples, "global_batch": trainer.steps.global_batch})
@@ -186,7 +186,7 @@ class RunFolder(Callback):
         )  # fmt: skip
 
     def _refuse_changed_mixture(self, run: Run, trainer: Trainer) -> set[str]:
-        """Refuse another mixture of the samples that the run has seen; returns the sources that are new since then."""
+        """RequestError if the mixture of samples already seen would change; returns the sources added since then."""
         before, now = run.read("run.json").get("mixture"), trainer.datamodule.describe_mixture()
         if before is None or now is None:  # one source: `refuse_changed_config` compares it
             return set()
@@ -199,7 +199,7 @@ class RunFolder(Callback):
         return set(now["sources"]) - set(before["sources"])
 
     def _refuse_changed_shards(self, run: Run, shards: dict[str, Any], new: set[str]) -> None:
-        """Refuse other shards than those that the run was started with, but for sources that are `new`."""
+        """RequestError if the shards differ from those at the run's start, except in sources that are `new`."""
         before = run.read("data.json")
         if not before and (run.path / "data.json").exists() and not self.force:
             raise RequestError(
@@ -234,13 +234,13 @@ class RunFolder(Callback):
             uploads.stop()
 
     def announce_end(self, patience: float = PATIENCE) -> None:
-        """Start the program of `on_event`, if the run's end was recorded; its lock is free by then."""
+        """Start the program of `on_event`, if the end of the run was recorded; its lock is then released."""
         if self._ended is not None and self.options.on_event:
             self._ended.release()
             announce(self._ended, self.options.on_event, patience)
 
     def _log_end(self, text: str, unforeseen: BaseException | None) -> None:
-        """Write to `log.txt` alone how this rank ended, with the traceback of an unforeseen error."""
+        """Write to `log.txt` only how this rank ended, with the traceback of an unforeseen error."""
         if self._log is not None:
             trace = unforeseen and (type(unforeseen), unforeseen, unforeseen.__traceback__)
             self._log.handle(logging.makeLogRecord({"levelno": logging.INFO, "msg": text, "exc_info": trace}))
@@ -257,7 +257,7 @@ class RunFolder(Callback):
 
 
 def _make_checkpoint_folders(trainer: Trainer, run: Run | None) -> None:
-    """Make the folders of each ModelCheckpoint of Lightning's: in the run's folder where the config names no other."""
+    """Make the folders of Lightning's ModelCheckpoints: in the run's folder, unless the config names others."""
     default = str(Path(trainer.default_root_dir, "checkpoints"))
     for callback in trainer.checkpoint_callbacks:
         if not isinstance(callback, ModelCheckpoint) or callback is trainer.checkpoint_callback:
@@ -269,7 +269,7 @@ def _make_checkpoint_folders(trainer: Trainer, run: Run | None) -> None:
 
 
 class LogFile(logging.FileHandler):
-    """A log file that may be on a full disk; the console has the same lines, and `Run.attempt` warns."""
+    """A log file for which a full disk is no error; the console has the same lines, and `Run.attempt` warns."""
 
     def handleError(self, record: logging.LogRecord) -> None:
         pass
@@ -280,7 +280,7 @@ class LogFile(logging.FileHandler):
 
 
 def _open_log(run: Run) -> logging.Handler:
-    """Have every log line also written to `log.txt`, with the time."""
+    """Write every log line also to `log.txt`, with the time."""
     handler = LogFile(run.path / "log.txt", encoding="utf-8")
     formatter = logging.Formatter("%(asctime)s  %(message)s", "%Y-%m-%d %H:%M:%SZ")
     formatter.converter = time.gmtime
@@ -293,7 +293,7 @@ def _open_log(run: Run) -> logging.Handler:
 
 
 def event_facts(run: Run) -> dict[str, Any]:
-    """What the program is given about a run that has ended."""
+    """The facts about an ended run that the program receives."""
     facts, last = read_facts(run), run.link("last")
     return {
         "event": facts["status"], "exit_code": EXIT_CODES.get(facts["status"], 0), "run": run.name,
@@ -307,13 +307,13 @@ def event_facts(run: Run) -> dict[str, Any]:
 
 
 def announce(run: Run, command: list[str], patience: float) -> None:
-    """Start the program with the facts as JSON on its standard input, and wait for it for so many seconds.
+    """Start the program with the facts as JSON on its standard input, and wait up to `patience` seconds for it.
 
-    No shell reads the command. What the program prints goes to standard error; whether it succeeds changes nothing.
+    The command is not read by a shell. Its output goes to standard error; its exit code is ignored.
     """
     facts = json.dumps(finite_or_none(event_facts(run))).encode() + b"\n"
     try:
-        # A session of its own: Ctrl-C in the training's terminal does not end it.
+        # In a new session, so that Ctrl-C in the training's terminal does not end it.
         program = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=sys.stderr.fileno(), start_new_session=True)
         program.communicate(facts, timeout=patience)
     except subprocess.TimeoutExpired:
@@ -346,7 +346,7 @@ class Heartbeat(Callback):
             self._thread.start()
 
     def _beat(self, run: Run, telemetry: Telemetry | None) -> None:
-        """Beat until the end, whatever fails: without a beat the run would be taken for dead."""
+        """Write heartbeats until the end, despite failures: without them, the run would be taken for dead."""
         _write_heartbeat(run, {})  # before the first reading, which may have to wake a driver
         while True:
             try:
@@ -368,14 +368,14 @@ class Heartbeat(Callback):
     def teardown(self, *args: Any, **kwargs: Any) -> None:
         self._end.set()
         if self._thread is not None:
-            self._thread.join(timeout=1.0)  # not for long: a driver that hangs must not keep the process
+            self._thread.join(timeout=1.0)  # not for long: a hanging driver must not block the exit
             self._thread = None
 
     on_exception = teardown
 
 
 def machine_metrics(machine: dict[str, Any]) -> dict[str, float]:
-    """A reading by the names of metrics: mean load of the GPUs, the hottest, power of all, the fullest memory."""
+    """The metrics of a reading: mean load of the GPUs, highest temperature, total power, fullest memory."""
 
     gpus, cpu, process = machine.get("gpus") or [], [machine.get("cpu", {})], [machine.get("process", {})]
     found = {}
@@ -393,7 +393,7 @@ def machine_metrics(machine: dict[str, Any]) -> dict[str, float]:
 
 
 def _gpus(trainer: Trainer) -> list[str]:
-    """The UUIDs of this node's GPUs that are trained on, since torch and NVML may count them differently."""
+    """UUIDs of this node's GPUs used for training, since torch and NVML may number them differently."""
     if trainer.strategy.root_device.type != "cuda":
         return []
     here = range(torch.cuda.device_count())

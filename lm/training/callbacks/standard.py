@@ -21,10 +21,10 @@ from lm.training.guards import Alerts, NotFinite
 def standard_callbacks(
     trainer: TrainerConfig, run_folder: RunFolder, sections: Mapping[str, Any], notify: Sequence[Any] = ()
 ) -> list[Callback]:  # fmt: skip
-    """The callbacks of `lm fit` in their order.
+    """The callbacks of `lm fit` in order.
 
-    The run's folder comes first, so that those after it may write. Of the guards those that find something come first,
-    then the post-mortem of it, then the rollback. `sections` are what `sections_of_callbacks` gives.
+    The run's folder comes first, so that later callbacks may write. Of the guards, those with observers come first,
+    then post-mortems, then the rollback. `sections` is the result of `sections_of_callbacks`.
     """
     guards, samples, evaluation = (sections[name] for name in ("guards", "samples", "evaluation"))
     early, every = trainer.early_stopping, trainer.histogram_interval

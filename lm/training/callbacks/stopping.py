@@ -1,4 +1,4 @@
-"""How a run ends before its last step: by a signal, a guard, or early stopping."""
+"""Ends of a run before its last step: by a signal, a guard, or early stopping."""
 
 import sys
 from datetime import timedelta
@@ -23,16 +23,16 @@ from lm.training.trainer import Trainer
 
 
 class Interrupt(Callback, Checkpoint):
-    """Ends a run with a checkpoint after a signal reached any rank, or as a guard asked for it.
+    """Ends a run with a checkpoint after a signal on any rank, or at the request of a guard.
 
-    It ends after the optimizer step, or at the next batch of a validation, which then comes first when the run is
-    resumed. On a single device, `trainer.stop_within` limits the time for that, as its documentation says.
+    It ends after the optimizer step, or at the next batch of a validation, which is repeated first when the run is
+    resumed. On a single device, `trainer.stop_within` limits the time for this.
 
-    It is a Checkpoint because Lightning calls those last, in their order, and it must follow `Checkpoints`.
+    It is a Checkpoint because Lightning calls Checkpoints last, in order, and it must follow `Checkpoints`.
     """
 
     def __init__(self) -> None:
-        self._ranks: dist.ProcessGroup | None = None  # to exchange a flag on the CPU, without waiting for a GPU
+        self._ranks: dist.ProcessGroup | None = None  # to exchange a flag on the CPU, without a GPU synchronization
 
     def setup(self, trainer: Trainer, pl_module: LanguageModule, stage: str) -> None:
         if stage == "fit":
@@ -43,7 +43,7 @@ class Interrupt(Callback, Checkpoint):
         drop_sigterm_broadcast(trainer)
         waits = timedelta(seconds=trainer.options.rank_timeout)
         self._ranks = dist.new_group(backend="gloo", timeout=waits) if trainer.world_size > 1 else None
-        alone = trainer.world_size == 1  # ranks may be waiting for one another: rank_timeout is their limit
+        alone = trainer.world_size == 1  # ranks may be waiting for each other, which rank_timeout limits
         STOP.arm(trainer.options.stop_within if alone else 0.0, partial(self._end_now, trainer))
         STOP.catch()
 
@@ -75,7 +75,7 @@ class Interrupt(Callback, Checkpoint):
             trainer.end_run()
 
     def _end_now(self, trainer: Trainer) -> None:
-        """Called by the watchdog's thread, just before it ends the process."""
+        """Called by the watchdog's thread just before it ends the process."""
         step, saved = trainer.global_step, trainer.run.steps()
         what = f"the validation after step {step}" if trainer.validating else f"step {step + 1}"
         newest = f" from step {max(saved)}" if saved else " from its first step"
@@ -101,14 +101,14 @@ class Interrupt(Callback, Checkpoint):
 
 
 class EarlyStopping(LightningEarlyStopping):
-    """Lightning's, which remembers that it has stopped a run, and takes `patience` from the config on a resume."""
+    """Lightning's EarlyStopping, which remembers that it stopped a run; on a resume the config sets `patience`."""
 
     def __init__(self, patience: int, min_delta: float) -> None:
         super().__init__("val/loss", min_delta, patience, check_on_train_epoch_end=False)
 
     def on_train_start(self, trainer: Trainer, pl_module: LanguageModule) -> None:
         if self.wait_count >= self.patience:
-            trainer.should_stop = True  # it was killed between its last checkpoint and its end
+            trainer.should_stop = True  # killed between its last checkpoint and its end
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         super().load_state_dict({**state_dict, "patience": self.patience})

@@ -1,4 +1,4 @@
-"""What a fit says of itself: at its start what it is about to do, at its end what it did and what to type next."""
+"""Log lines about a fit: at its start what it will do, at its end what it did and which commands follow."""
 
 import logging
 import textwrap
@@ -22,13 +22,13 @@ from lm.training.module import LanguageModule
 from lm.training.trainer import Trainer
 
 log = logging.getLogger(__name__)
-SAMPLE_WIDTH = 300  # characters of a sample that are shown
+SAMPLE_WIDTH = 300  # characters of a sample to show
 
 
 class Summary(Callback):
     def __init__(self) -> None:
         self._began = (0.0, 0)  # time and optimizer step
-        self._measured = False  # whether the time that is left was logged
+        self._measured = False  # whether the time left was logged
 
     def on_train_start(self, trainer: Trainer, pl_module: LanguageModule) -> None:
         self._began = time.monotonic(), trainer.global_step
@@ -37,7 +37,7 @@ class Summary(Callback):
                 log.info("%s", line)
 
     def on_metrics(self, trainer: Trainer, pl_module: LanguageModule, metrics: dict[str, float]) -> None:
-        """Log the time that is left once it is measured."""
+        """Log the time left once it is measured."""
         seconds, ended = RunLog.of(trainer).eta(trainer), trainer.global_step >= trainer.max_steps
         if seconds and not ended and not self._measured and trainer.is_global_zero:
             self._measured = True
@@ -70,7 +70,7 @@ class Summary(Callback):
 
 
 def describe_fit(trainer: Trainer, module: LanguageModule) -> list[str]:
-    """The model, its data, the steps to take, and where its weights come from, a line each."""
+    """The model, its data, the steps to take, and the origin of its weights, one line each."""
     total = sum(parameter.numel() for parameter in module.decoder.parameters())
     tables: dict[int, Any] = {id(part.weight): part.weight for name, part in module.decoder.named_modules()
               if isinstance(part, nn.Embedding) or name.split(".")[-1] == "lm_head"}  # fmt: skip
@@ -119,7 +119,7 @@ def _origin(trainer: Trainer) -> str:
 
 
 def next_commands(run: Path, builtin: bool) -> list[tuple[str, str]]:
-    """What to do with a run that has finished: commands and what they are for; `export` takes a built-in model only."""
+    """Commands for a finished run and their purposes; `export` only supports a built-in model."""
     where = f"--run {run.name}" if run.parent == Path("checkpoints") else f"--ckpt_path {run / 'best'}"
     return [
         (f"{program()} generate {where}", "write with it: type prompts"),
