@@ -322,7 +322,7 @@ FP32, BF16 = torch.float32, torch.bfloat16
 
 @pytest.mark.slow
 @pytest.mark.parametrize("world, replicas, precision, options, expected", [
-    (2, 1, "bf16-mixed", {"prefetch": 2}, {("allgather_base", BF16, 2): 5, ("reduce_scatter_base", FP32, 2): 3}),
+    (2, 1, "bf16-mixed", {}, {("allgather_base", BF16, 2): 5, ("reduce_scatter_base", FP32, 2): 3}),
     (2, 1, "bf16-mixed", {"reshard": False, "reduce_dtype": "bf16"},
      {("allgather_base", BF16, 2): 3, ("reduce_scatter_base", BF16, 2): 3}),
     (4, 2, "32-true", {},
