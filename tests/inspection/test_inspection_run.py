@@ -87,7 +87,7 @@ def test_runs_differ_by_name_folder_and_settings(run, place, elsewhere):
     assert differences([run.settings(), other.settings()]) == {"model.optimizer.lr": [0.01, 0.02]}
     assert labels([run, other]) == ["small", "small-2"]
     assert labels([run, Run("/somewhere/checkpoints/small")])[1] == "somewhere/checkpoints/small"
-    twins = ["/a/work/checkpoints/small", "/b/work/checkpoints/small"]
+    twins = ["/a/jobs/checkpoints/small", "/b/jobs/checkpoints/small"]
     assert labels([Run(path) for path in twins]) == twins
 
 
