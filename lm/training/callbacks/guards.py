@@ -201,7 +201,7 @@ class Rollback(Callback):
     since that checkpoint are not repeated. (Chowdhery et al., 2022, arXiv:2204.02311, section 5.1, restart about 100
     steps before a spike and skip 200 to 500 batches.)
 
-    That is the newest complete checkpoint at or before the last log line at which no guard requested a rollback.
+    The last good checkpoint is the newest complete one at or before the last log line without such a request.
     """
 
     def __init__(self, max_rollbacks: int) -> None:
