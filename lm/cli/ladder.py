@@ -160,7 +160,7 @@ def compared_recipes(
         raise RequestError("--max_steps 1 has no half: --against trains the ladder's recipe with half of its steps too")
     if len(words) == 1 and not words[0].startswith("-"):
         given = flatten(read_config(find_config(words[0])))
-        if any(key == "seed_everything" or key.startswith("model.decoder.hidden_size") for key in given):
+        if "seed_everything" in given:
             raise RequestError(f"--against {words[0]} is the config of one model, and a ladder makes one for each "
                                "depth: leave in it what the other recipe changes, as `optimizer: adamw` or `model: "
                                "{optimizer: {momentum: 0.9}}`; two models compare by `lm runs compare`")  # fmt: skip

@@ -70,7 +70,7 @@ def describe_run(run: Run) -> dict[str, Any]:
             {"step": step, "path": str(path), "bytes": folder_bytes(path), "best": path == best, "last": path == last}
             for step, path in steps.items()
         ],
-        "seconds": time_spent(metrics, tokens=begin.get("sample", 0) * config.get("data", {}).get("seq_len", 0)),
+        "seconds": time_spent(metrics, tokens=begin.get("sample", 0) * (config.get("data", {}).get("seq_len") or 0)),
         "flops": None if None in (each, facts["tokens"]) else each * facts["tokens"],
         "alerts": run.alerts(),
         "post_mortems": sorted(str(path) for path in run.path.glob("postmortem-*") if path.is_dir()),

@@ -122,7 +122,7 @@ def config_for_time(request: scale.TimedRequest) -> str:
     scaled = request if request.depth else scale.in_small_proportions(request)
     best, others = Search(scaled).best([request.blocks] if request.blocks else None)
     made, notes = best.recipe, []
-    if best.seconds < request.seconds / 2:
+    if scaled.text_tokens < math.inf and best.seconds < request.seconds / 2:
         notes.append(f"The text ends first: {scale.EPOCHS} times it takes {format_duration(best.seconds)} of "
                      f"{format_duration(request.seconds)}.")  # fmt: skip
     if others:

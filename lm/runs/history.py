@@ -101,7 +101,7 @@ def read_samples(run: Run) -> list[dict[str, Any]]:
 
 
 class Expectation(NamedTuple):
-    """The expected range of a metric, and its last value; None if it was never logged."""
+    """The expected range of a metric, and its `last_value`."""
 
     metric: str
     low: float
@@ -115,7 +115,8 @@ class Expectation(NamedTuple):
     def __str__(self) -> str:
         expected = f"{self.low:g} to {self.high:g}"
         if self.value is None:
-            return f"{self.metric} was never logged; expected {expected}"
+            last = ", or was not finite at the end" * self.metric.startswith("val/")
+            return f"{self.metric} was never logged{last}; expected {expected}"
         return f"{self.metric} is {self.value:.4f}, {'within' if self.met else 'outside'} the expected range {expected}"
 
 
@@ -134,10 +135,11 @@ def expectations(run: Run) -> list[Expectation]:
 
 
 def last_value(run: Run, metric: str) -> float | None:
-    """The last value of a metric; NaN if the last validation was not finite: its log line then has no metrics."""
-    nothing = {"step", "tokens", "time"} if metric.startswith("val/") else set()
-    lines = [line for line in run.metrics() if metric in line or line.keys() == nothing]
-    return lines[-1].get(metric, math.nan) if lines else None
+    """The last value of a metric; None if there is none, or if the last validation, whose line is then empty, was not
+    finite."""
+    empty = {"step", "tokens", "time"} if metric.startswith("val/") else set()
+    lines = [line for line in run.metrics() if metric in line or line.keys() == empty]
+    return lines[-1].get(metric) if lines else None
 
 
 def acceptance(found: list[Expectation]) -> dict[str, Any]:

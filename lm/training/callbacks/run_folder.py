@@ -26,7 +26,7 @@ from lm.runs.history import acceptance, expectations
 from lm.runs.mirror import Mirror, Uploads
 from lm.runs.registry import record_run
 from lm.runs.run import Run, hide_typed_addresses
-from lm.system.files import finite_or_none, nonnegative, write_atomically
+from lm.system.files import nonnegative, write_atomically
 from lm.system.hardware import Telemetry, device_name, driver_version, memory_bytes
 from lm.system.process import run_facts, ssh_options
 from lm.training.callback import Callback
@@ -311,7 +311,7 @@ def announce(run: Run, command: list[str], patience: float) -> None:
 
     The command is not read by a shell. Its output goes to standard error; its exit code is ignored.
     """
-    facts = json.dumps(finite_or_none(event_facts(run))).encode() + b"\n"
+    facts = json.dumps(event_facts(run)).encode() + b"\n"
     try:
         # In a new session, so that Ctrl-C in the training's terminal does not end it.
         program = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=sys.stderr.fileno(), start_new_session=True)
