@@ -241,7 +241,7 @@ class Cases:
 COPY_BYTES = 2**30  # of the copy whose rate is the yardstick; less where a sixteenth of the memory is less
 TURN_SECONDS = 0.02  # what a contender's turn should last, so that the clock's grain does not count
 MOST_CALLS = 40  # of a turn: few enough that all of them fit the device's queue
-CACHE_TURNOVER = 4  # times the L2 cache that one round over the inputs should move
+CACHE_TURNOVER = 4  # L2 caches that one round over the sets of inputs should move
 
 Calls = Sequence[Callable[[], Any]]
 
@@ -284,10 +284,14 @@ class Stopwatch:
         """Bytes a second of a large copy on the device, read and written ones counted."""
         return self.copy_bytes / self._copy_seconds
 
-    def sets(self, moved: int) -> int:
-        """How many sets of inputs to go round, so that none is still in the cache when a call that moves so many bytes
-        gets it again."""
-        return 2 if self.cache_bytes is None else max(1, -(-CACHE_TURNOVER * self.cache_bytes // max(moved, 1)))
+    def input_sets(self, traffic: Traffic | None) -> int:
+        """How many sets of inputs to take in turn, so that none is still in the cache when its turn comes again.
+
+        An op that a matrix product decides (no traffic is counted) has one: the cache is not what limits it.
+        """
+        if traffic is None:
+            return 1
+        return 2 if self.cache_bytes is None else max(1, -(-CACHE_TURNOVER * self.cache_bytes // traffic.bytes))
 
     def median(self, contenders: dict[str, Calls], rounds: int) -> dict[str, Turn]:
         """The median of each contender's turns, which go round by round; its calls are one for each set of inputs."""
@@ -464,7 +468,7 @@ def measure(case: Case, stopwatch: Stopwatch, rounds: int, inductor: bool) -> di
                 del contenders["inductor"]
         passes = {"forward": case.forward, "backward": case.backward} if case.forward else {"forward_backward": None}
         for name, traffic in passes.items():
-            sets = [case.inputs() for _ in range(stopwatch.sets(traffic.bytes if traffic else 0))]
+            sets = [case.inputs() for _ in range(stopwatch.input_sets(traffic))]
             calls = {who: [prepare(name, function, inputs) for inputs in sets] for who, function in contenders.items()}
             turns = stopwatch.median(calls, rounds)
             found[name] = {"bytes": traffic.bytes} if traffic else {"operations": case.operations}

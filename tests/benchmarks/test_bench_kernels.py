@@ -6,7 +6,7 @@ import json
 
 import pytest
 import torch
-from bench_kernels import FORMULAS, SMALL, Cases, kernels, show
+from bench_kernels import FORMULAS, SMALL, Cases, Sizes, Stopwatch, kernels, show
 
 from lm.errors import RequestError, RunError
 from lm.system.arguments import call
@@ -69,6 +69,15 @@ def test_bytes_are_those_of_inputs_and_results():
         assert sum(case.forward.reads.values()) == sum(value.nbytes for value in inputs), case.name
         extra = case.forward.writes.get("rstd", 0)
         assert sum(case.forward.writes.values()) - extra == sum(value.nbytes for value in results), case.name
+
+
+def test_the_inputs_of_all_sets_fit_into_the_memory_of_a_gpu():
+    """With the cache of an H100. An op without counted traffic once took 209,715,200 sets."""
+    stopwatch = Stopwatch(torch.device("cpu"))
+    stopwatch.cache_bytes = 50 * 2**20
+    for case in Cases(Sizes(), torch.bfloat16, torch.device("meta")).all():
+        assert stopwatch.input_sets(case.forward) < 10 and stopwatch.input_sets(case.backward) < 10
+    assert stopwatch.input_sets(None) == 1
 
 
 def test_operations_are_those_that_torch_counts():

@@ -5,6 +5,7 @@ from contextlib import contextmanager
 
 import pytest
 import torch
+from test_gpu import document_batches
 from torch.nn.attention import SDPBackend
 
 from lm.model import attention
@@ -18,7 +19,7 @@ from lm.model.attention import (
     kernel_for,
 )
 from lm.model.config import DecoderConfig
-from lm.model.decoder import Decoder
+from lm.model.decoder import Decoder, document_ids_from
 
 
 @pytest.fixture(autouse=True)
@@ -200,3 +201,11 @@ def test_kernels_are_entered_around_the_blocks_also_of_a_copy(monkeypatch):
     torch.nn.init.zeros_(decoder.norm.weight)
     assert entered == [] and torch.equal(other(ids), plain) and not decoder(ids).any()
     assert entered == [SDPBackend.FLASH_ATTENTION] * 2
+
+
+def test_the_documents_of_the_gpu_tests_are_within_their_limits():
+    """On a GPU nothing checks the limit: more documents would be written past the end of the offsets."""
+    for ids, limit in document_batches():
+        documents = documents_from(document_ids_from(ids[:, :-1], 7), limit)
+        offsets = attention._offsets(documents)  # on a CPU `scatter_` checks the indices
+        assert len(offsets) == limit + 1 and offsets[-1] == ids[:, :-1].numel()
