@@ -118,8 +118,9 @@ def profile(arguments: list[str]) -> None:
     own_data = config.data.path is None or (Path(config.data.path) / "manifest.json").exists()
     config.data.val_tokens = config.data.micro_batch_size * config.data.seq_len  # at the end; it is not timed
     trainer = fit_briefly(
-        config, last, own_data=own_data, watch=parts.watch, profiler=parts, val_interval=last, checkpoint_interval=last
-    )
+        config, last, own_data=own_data, watch=parts.watch, profiler=parts, val_interval=last,
+        checkpoint_interval=last + 1,
+    )  # fmt: skip
     if not trainer.is_global_zero:
         return
     found = describe_parts(config, parts.steps[WARMUP:ends], trainer, own_data)
@@ -180,13 +181,23 @@ def fit_briefly(
         run_folder = RunFolder(None, "bench", "", register=False)
         sections = sections_of_callbacks({"guards": config.guards.harmless()})
         standard = standard_callbacks(TrainerConfig(**request), run_folder, sections)
-        trainer = Trainer(**request | {"callbacks": [*(request["callbacks"] or []), *standard, *callbacks]})
+        own = [*(request["callbacks"] or []), *standard, *callbacks, NoLastCheckpoint()]
+        trainer = Trainer(**request | {"callbacks": own})
         watch(trainer)
         try:
             trainer.fit(module, data)
         except Interrupted as error:
             raise RunError("stopped by a signal before the measurement was done") from error
     return trainer
+
+
+class NoLastCheckpoint(Callback):
+    """Saves the time of the checkpoints that a training writes after its last validation and at its end."""
+
+    def on_validation_end(self, trainer: Trainer, pl_module: LanguageModule) -> None:
+        trainer.checkpoint_callback.saved_step = trainer.global_step
+
+    on_train_end = on_validation_end
 
 
 def find_vocab_size(config: Namespace) -> int:
@@ -310,9 +321,6 @@ class StepTimer(Callback):
                 self.checkpoint_bytes = folder_bytes(trainer.run.checkpoint("last"))
         self._optimizer_spans.clear()
         self._began = now(device)
-
-    def on_train_end(self, trainer: Trainer, pl_module: LanguageModule) -> None:
-        trainer.checkpoint_callback.saved_step = trainer.global_step  # no other checkpoint than those that are timed
 
 
 # ---- parts of a step -------------------------------------------------------------------------------------------------
@@ -484,11 +492,15 @@ def describe_times(config: Namespace, timer: StepTimer, trainer: Trainer) -> dic
 
 
 def checkpoint_cost(timer: StepTimer, interval: int, ms_per_step: float) -> dict[str, Any] | None:
-    """Time, size and share of the time of a checkpoint every `interval` steps; None if none was timed."""
+    """Time, size and share of the time of a checkpoint every `interval` steps; None if none was timed.
+
+    The first one is apart where there are others: it may have to wait for memory that the others find.
+    """
     if not timer.savings:
         return None
-    stall, total = (statistics.median(seconds) * 1e3 for seconds in zip(*timer.savings, strict=True))
+    stall, total = (statistics.median(seconds) * 1e3 for seconds in zip(*timer.savings[1:] or timer.savings))
     return {
+        "first_stall_ms": timer.savings[0][0] * 1e3,
         "stall_ms": stall,
         "total_ms": total,
         "bytes": timer.checkpoint_bytes,
@@ -517,8 +529,8 @@ def show_times(found: dict[str, Any]) -> None:
         return
     console.print(
         f"a checkpoint of {format_bytes(checkpoint['bytes'])}: training waits {checkpoint['stall_ms']:.1f} ms "
-        f"({checkpoint['stall_share']:.2%} of the time, every {checkpoint['interval_steps']} steps); on the disk after "
-        f"{checkpoint['total_ms']:.0f} ms"
+        f"({checkpoint['stall_share']:.2%} of the time, every {checkpoint['interval_steps']} steps), for the first "
+        f"{checkpoint['first_stall_ms']:.1f} ms; on the disk after {checkpoint['total_ms']:.0f} ms"
     )
 
 

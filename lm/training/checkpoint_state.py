@@ -47,8 +47,7 @@ def to_checkpoint(module: Any, checkpoint: dict[str, Any]) -> None:
     """Turn Lightning's checkpoint, in place, into a Hugging Face model, named optimizer state and the rest."""
     checkpoint.pop(module.CHECKPOINT_HYPER_PARAMS_KEY, None)  # config.json has them
     checkpoint.pop(module.CHECKPOINT_HYPER_PARAMS_NAME, None)
-    weights = {name.removeprefix("decoder."): value for name, value in checkpoint["state_dict"].items()}
-    checkpoint["state_dict"] = to_huggingface(weights, module.config) if weights and module.builtin else weights
+    checkpoint["state_dict"] = _named_weights(module, checkpoint["state_dict"])
     states = checkpoint.pop("optimizer_states", [])
     checkpoint["optimizer"] = {}
     if states and states[0]:
@@ -74,6 +73,21 @@ def to_checkpoint(module: Any, checkpoint: dict[str, Any]) -> None:
     if not module.builtin:
         custom = custom_config_json(module.config, tokenizer.eos_id, dtype, type(module), module.hparams)
     checkpoint["files"] = model_files(module.config, tokenizer, dtype, custom)
+
+
+def checkpoint_tensors(module: Any) -> dict[tuple[str, str], Tensor]:
+    """The tensors of a checkpoint of a training on one device, after its first step, by the part of the checkpoint and
+    the name there."""
+    optimizer = module.optimizers(use_pl_optimizer=False)
+    state = name_state(optimizer.state_dict()["state"], parameter_names(module.decoder, optimizer))
+    parts = {"state_dict": _named_weights(module, module.state_dict()), "optimizer": state}
+    return {(part, name): value for part, values in parts.items()
+            for name, value in values.items() if isinstance(value, Tensor)}  # fmt: skip
+
+
+def _named_weights(module: Any, weights: dict[str, Tensor]) -> dict[str, Tensor]:
+    weights = {name.removeprefix("decoder."): value for name, value in weights.items()}
+    return to_huggingface(weights, module.config) if weights and module.builtin else weights
 
 
 def model_files(
@@ -251,8 +265,17 @@ class FolderCheckpointIO(CheckpointIO):
         self.drain()  # the write before reads this memory
         kept = self._kept.get(place)
         if kept is None or (kept.shape, kept.dtype) != (tensor.shape, tensor.dtype):
-            kept = self._kept[place] = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=tensor.is_cuda)
+            kept = self._kept[place] = memory_for(tensor)
         return kept.copy_(tensor.detach(), non_blocking=True)
+
+    def reserve(self, tensors: dict[tuple[str, str], Tensor]) -> None:
+        """Allocate memory for the copies of these tensors in the background: page-locking it takes a while, for which
+        the first checkpoint would keep the training waiting."""
+
+        def allocate() -> None:
+            self._kept |= {place: memory_for(tensor) for place, tensor in tensors.items()}
+
+        self._pending = self._writer.submit(allocate)
 
     def wait_for_copies(self) -> None:
         """Wait until what `keep` returned can be read."""
@@ -286,6 +309,11 @@ class FolderCheckpointIO(CheckpointIO):
             self.drain()
         except Exception as error:
             log.error("%s", error)
+
+
+def memory_for(tensor: Tensor) -> Tensor:
+    """Host memory for a copy of a tensor, page-locked if it is on a GPU."""
+    return torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=tensor.is_cuda)
 
 
 # ---- what does not fit -----------------------------------------------------------------------------------------------

@@ -11,7 +11,9 @@ from pathlib import Path
 
 import pytest
 import torch
+from trainings import make_workplace
 
+import lm as package
 from lm.errors import RequestError, RunError
 from lm.runs.checkpoint import decode, encode, find_damage, point, read_folder, read_progress, write_folder
 from lm.runs.resume import find_checkpoint, repair_links
@@ -19,7 +21,7 @@ from lm.runs.run import Run
 from lm.system.files import digest, dump_checksummed, load_checksummed, remove_folder, stated_digest, write_atomically
 from lm.system.process import lm_version
 from lm.training.callbacks.checkpoints import Checkpoints, remove_half_written
-from lm.training.checkpoint_state import FolderCheckpointIO
+from lm.training.checkpoint_state import FolderCheckpointIO, checkpoint_tensors
 
 
 def content(step=3):
@@ -351,3 +353,40 @@ def test_without_a_checkpoint_the_run_starts_again_and_says_so(tmp_path, caplog)
     assert "stopped before its first checkpoint" in caplog.text
     with pytest.raises(RequestError, match="has no checkpoint yet"):
         find_checkpoint("auto", "run", str(tmp_path), named=False, command="validate")
+
+
+# ---- memory of copies ------------------------------------------------------------------------------------------------
+
+
+class Reservations(package.Callback):
+    """Notes what memory would be reserved for after a step."""
+
+    def on_train_batch_end(self, trainer, pl_module, *arguments):
+        self.shapes = {place: tensor.shape for place, tensor in checkpoint_tensors(pl_module).items()}
+
+
+@pytest.mark.parametrize("optimizer", ["adamw", "muon"])
+def test_memory_is_reserved_for_every_tensor_of_a_checkpoint(tmp_path, optimizer):
+    make_workplace(tmp_path, "data")
+    reservations = Reservations()
+    model = package.LanguageModule(
+        decoder=package.DecoderConfig(hidden_size=8, num_hidden_layers=1, num_attention_heads=1,
+                                      max_position_embeddings=8),
+        optimizer=package.OptimizerConfig(name=optimizer),
+    )  # fmt: skip
+    trainer = package.Trainer(max_steps=2, accelerator="cpu", callbacks=[reservations], default_root_dir=str(tmp_path))
+    trainer.fit(model, package.DataModule(path=str(tmp_path / "data"), micro_batch_size=2, global_batch_tokens=16))
+    [saved] = tmp_path.glob("*/step-00000002")
+    parts = {part: read_folder(saved)[part] for part in ("state_dict", "optimizer")}
+    assert reservations.shapes == {
+        (part, name): tensor.shape for part, tensors in parts.items() for name, tensor in tensors.items()
+    }
+
+
+def test_copies_go_into_the_memory_that_was_reserved(monkeypatch):
+    io, tensor, made = FolderCheckpointIO(), torch.randn(3, 2), []
+    monkeypatch.setattr("lm.training.checkpoint_state.memory_for",
+                        lambda tensor: made.append(threading.current_thread().name) or torch.empty_like(tensor))  # fmt: skip
+    io.reserve({("state_dict", "w"): tensor})
+    assert torch.equal(io.keep(("state_dict", "w"), tensor), tensor)
+    assert [name.partition("_")[0] for name in made] == ["checkpoint"]  # the thread that writes

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from lightning.pytorch.callbacks import ModelCheckpoint
+from lightning.pytorch.strategies import SingleDeviceStrategy
 
 from lm.errors import RequestError, RunError
 from lm.model.estimates import checkpoint_bytes
@@ -15,6 +16,7 @@ from lm.runs.checkpoint import link_to, read_document
 from lm.runs.run import Run
 from lm.system.files import disk_space, remove_folder, remove_stale, stated_digest
 from lm.system.stop_signals import STOP
+from lm.training.checkpoint_state import checkpoint_tensors
 from lm.training.launcher import how_to_resume
 from lm.training.module import LanguageModule
 from lm.training.optim import state_size
@@ -44,6 +46,7 @@ class Checkpoints(ModelCheckpoint):
         self.requested = False
         self.left_behind: set[str] = set()  # checkpoints later than the one that the run was resumed from
         self.for_good: set[str] = set()  # checkpoints that are never removed, by the `keep_every` of their time
+        self._memory_is_reserved = False  # for the copies of the tensors
         self._return_to = 0  # the newest step that a rollback may return to
 
     def request(self) -> None:
@@ -59,6 +62,9 @@ class Checkpoints(ModelCheckpoint):
 
     def on_train_start(self, trainer: Trainer, pl_module: LanguageModule) -> None:
         self.saved_step = trainer.global_step if trainer.ckpt_path else -1
+        # Several devices gather some of the tensors first.
+        alone = isinstance(trainer.strategy, SingleDeviceStrategy)
+        self._memory_is_reserved = not (alone and pl_module.device.type == "cuda")
         if not trainer.is_global_zero:
             return
         run, chosen = trainer.run, Path(trainer.ckpt_path).resolve() if trainer.ckpt_path else None
@@ -87,6 +93,9 @@ class Checkpoints(ModelCheckpoint):
 
     def on_train_batch_end(self, trainer: Trainer, pl_module: LanguageModule, *args: Any) -> None:
         self._refuse_lost_run(trainer)
+        if not self._memory_is_reserved:
+            self._memory_is_reserved = True
+            trainer.checkpoint_io.reserve(checkpoint_tensors(pl_module))
         if self._due(trainer.global_step) and not trainer.validates_after(trainer.global_step):
             self.save(trainer)
 
