@@ -1,5 +1,6 @@
 """`python -m lm` and the console script `lm`."""
 
+import os
 import sys
 from typing import NoReturn
 
@@ -15,6 +16,7 @@ def main() -> NoReturn:
         sys.exit("lm: it runs on Linux and macOS; on Windows, install it in WSL")
     if not hasattr(lm, "load_run"):
         sys.exit(OTHER)
+    expand_segments()
     from lm.cli.main import main as run
     from lm.system.process import code_for_launcher, leave
     from lm.system.stop_signals import STOP
@@ -22,6 +24,15 @@ def main() -> NoReturn:
     code = run(sys.argv[1:])
     STOP.ignore_signals()
     leave(code_for_launcher(code))
+
+
+def expand_segments() -> None:
+    """Let torch's CUDA allocator use expandable segments, which reduces fragmentation, unless the user has set it up.
+
+    torch reads the setting when it is imported.
+    """
+    if not any(name.endswith("ALLOC_CONF") for name in os.environ):
+        os.environ["PYTORCH_ALLOC_CONF"] = "expandable_segments:True"
 
 
 if __name__ == "__main__":

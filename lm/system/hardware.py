@@ -215,18 +215,6 @@ def keep_freed_memory() -> None:
     libc.mallopt(trim_threshold, -1)
 
 
-def expand_segments() -> None:
-    """Let torch's CUDA allocator use expandable segments, which reduces fragmentation.
-
-    Settings of the user are kept. Call it before the first allocation, when torch reads the setting.
-    """
-    import torch
-
-    names = {f"PYTORCH_{kind}ALLOC_CONF" for kind in ("", "CUDA_", "HIP_")}
-    if torch.cuda.is_available() and not names & os.environ.keys():
-        os.environ["PYTORCH_ALLOC_CONF"] = "expandable_segments:True"
-
-
 def _read(path: str) -> str:
     try:
         return Path(path).read_text()

@@ -24,7 +24,7 @@ from lm.runs.checkpoint import read_progress
 from lm.runs.mirror import Mirror
 from lm.runs.run import Run
 from lm.system.arguments import arguments_from
-from lm.system.hardware import device_name, expand_segments, find_device, keep_freed_memory, peak_flops, process_bytes
+from lm.system.hardware import device_name, find_device, keep_freed_memory, peak_flops, process_bytes
 from lm.system.stop_signals import STOP
 from lm.system.units import plural
 from lm.training import checks
@@ -55,7 +55,6 @@ class Trainer(PatchedTrainer):
     def __init__(self, config: TrainerConfig) -> None:
         self.options = config
         checks.refuse([*checks.of_trainer(config), *checks.of_accelerator(config.accelerator)])
-        expand_segments()
         torch.set_float32_matmul_precision(config.matmul_precision)
         self.own_loggers = [config.logger] if isinstance(config.logger, Logger) else config.logger or []
         self.mirror = Mirror(config.mirror) if config.mirror else None

@@ -3,11 +3,13 @@
 import json
 import math
 import re
+import subprocess
+import sys
 
 import pyarrow.parquet as pq
 import pytest
 import torch
-from trainings import CORPUS, lm, make_workplace, trace, write_config
+from trainings import CORPUS, HERE, lm, make_workplace, trace, write_config
 
 from lm.runs.run import Run
 
@@ -143,3 +145,16 @@ def test_a_wrong_request_is_one_line_and_leaves_nothing(workplace, name):
     last = refused.stderr.strip().splitlines()[-1]
     assert last.startswith("lm fit: ") and message in last and "Traceback" not in refused.stderr
     assert sorted(path.name for path in (workplace / "checkpoints").iterdir()) == before
+
+
+@pytest.mark.parametrize(
+    "own", [{}, {"PYTORCH_ALLOC_CONF": "max_split_size_mb:512"}, {"PYTORCH_CUDA_ALLOC_CONF": "a:1"}]
+)
+def test_torch_s_allocator_is_set_up_before_torch_is_imported(tmp_path, own):
+    """A torch that tells what it was imported with; what the user has set stays."""
+    (tmp_path / "torch.py").write_text(
+        "import os\nprint({name: value for name, value in os.environ.items() if 'ALLOC_CONF' in name}, flush=True)\nos._exit(0)\n"
+    )
+    ended = subprocess.run([sys.executable, "-m", "lm", "fit", "--config", "tiny.yaml"], capture_output=True, text=True,
+                           env={"PYTHONPATH": f"{tmp_path}:{HERE.parent}", **own}, cwd=tmp_path)  # fmt: skip
+    assert ended.stdout == f"{own or {'PYTORCH_ALLOC_CONF': 'expandable_segments:True'}}\n"

@@ -1,7 +1,5 @@
 """What is said of the machine is true or None: a peak is of that very device and precision, never of a similar one."""
 
-import os
-
 import pytest
 import torch
 
@@ -12,13 +10,11 @@ from lm.system.hardware import (
     PEAKS,
     cpu_half_precision,
     device_name,
-    expand_segments,
     find_device,
     memory_bytes,
     peak_flops,
 )
 from lm.system.process import ssh_options
-from lm.training.trainer import Trainer
 
 
 @pytest.mark.parametrize(
@@ -142,22 +138,3 @@ def test_ssh_leads_back_the_way_that_the_session_came(monkeypatch, session, opti
     monkeypatch.setenv("LOGNAME", "me")
     monkeypatch.setenv("SSH_CONNECTION", session) if session else monkeypatch.delenv("SSH_CONNECTION", raising=False)
     assert ssh_options() == options
-
-
-@pytest.mark.parametrize("own, on_gpu, expected", [
-    ({}, True, {"PYTORCH_ALLOC_CONF": "expandable_segments:True"}),
-    ({}, False, {}),
-    *(({name: "max_split_size_mb:512"}, True, {name: "max_split_size_mb:512"})
-      for name in ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")),
-])  # fmt: skip
-def test_blocks_of_a_gpu_may_grow_unless_the_user_sets_the_allocator(monkeypatch, own, on_gpu, expected):
-    monkeypatch.setattr(os, "environ", own)
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: on_gpu)
-    expand_segments()
-    assert own == expected
-
-
-def test_a_trainer_sets_the_allocator_first_of_all(monkeypatch):
-    monkeypatch.setattr("lm.training.trainer.expand_segments", lambda: pytest.fail("it was called"))
-    with pytest.raises(pytest.fail.Exception):
-        Trainer(max_steps=1, accelerator="cpu")
