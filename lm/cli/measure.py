@@ -42,6 +42,7 @@ from lm.data.datamodule import DataModule
 from lm.data.parquet import COLUMN, LAYOUT, ROW_GROUP_TOKENS, ShardWriter
 from lm.data.tokenizer import END_OF_TEXT, Tokenizer
 from lm.errors import Interrupted, RequestError, RunError, require_at_least
+from lm.kernels.linear import adds_in_place
 from lm.model.estimates import describe_mfu, training_memory
 from lm.system.files import folder_bytes, refuse_url, write_atomically
 from lm.system.hardware import device_name
@@ -443,6 +444,7 @@ def describe_training(config: Namespace, trainer: Trainer) -> dict[str, Any]:
         "strategy": trainer.options.strategy if trainer.world_size > 1 else None,
         **{name: getattr(module.options, name) for name in ("compile", "activation_checkpointing", "cuda_graphs")},
         **{name: getattr(module.built, name) for name in ("kernels", "attention")},
+        "adds_gradients_in_place": adds_in_place(torch.bfloat16, device) if device.type == "cuda" else None,
         **{name: facts[name] for name in ("python", "versions")},
         "parameters": sum(weight.numel() for weight in module.decoder.parameters()),
         "vocab_size": module.config.vocab_size,

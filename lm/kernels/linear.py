@@ -29,12 +29,12 @@ class Layer(NamedTuple):
     total: Tensor | None  # to which the gradient is added; see `linear`
 
 
-def product(a: Scaled, b: Scaled, dtype: torch.dtype) -> Tensor:
+def product(a: Scaled, b: Scaled, dtype: torch.dtype, *, fast: bool = True) -> Tensor:
     """`a @ b.T`, both factors in FP8: `(..., K)` and `(N, K)` to `(..., N)` in bf16 or fp32; K and N multiples of 16.
 
-    On a GPU this is torch's scaled product, with fast accumulation (fewer digits of the sum) in the forward
-    pass and wherever rows have scales, as in torchao. On a CPU the same values are multiplied in fp32. An
-    infinity or a NaN stays visible: all values with the same scale become NaN.
+    On a GPU this is torch's scaled product. With `fast` and e4m3 on both sides, Hopper's tensor cores add up with fewer
+    digits than fp32; the error grows with K. On a CPU the same values are multiplied in fp32. An infinity or a NaN
+    stays visible: all values with the same scale become NaN.
     """
     scales = a.scale[..., None], b.scale[None]  # (M, 1) and (1, N), or one element each
     # With rowwise scales, only Hopper with cuBLAS 12.9 can give fp32; every device gives bf16.
@@ -43,7 +43,7 @@ def product(a: Scaled, b: Scaled, dtype: torch.dtype) -> Tensor:
     if values.device.type == "cpu":
         out = (values.float() @ b.values.float().t() * scales[0] * scales[1]).to(out_dtype)
     else:
-        fast = a.values.dtype == E4M3
+        fast = fast and a.values.dtype == E4M3
         out = scaled_mm(values, b.values.t(), *scales, out_dtype=out_dtype, use_fast_accum=fast)
     # The view comes last: torch 2.11 loses the gradient of a traced function that ends with a `to` that has no effect.
     return out.to(dtype).view(*a.values.shape[:-1], -1)
@@ -100,7 +100,7 @@ def dweight(dout: Matrix, x: Tensor | Scaled, of: Layer) -> Tensor | None:
     `total`, the product is added to it in place, and None is returned; not in FP8.
     """
     if isinstance(x, Scaled):
-        return product(dout.transpose, x, of.dtype)
+        return product(dout.transpose, x, of.dtype, fast=False)  # the sum is over all tokens of a micro-batch
     dout, x = dout.flatten(0, -2), x.flatten(0, -2)  # (tokens, out), (tokens, in)
     if of.total is not None:
         return add_product(of.total, dout, x)
@@ -117,15 +117,15 @@ def add_product(total: Tensor, dout: Tensor, x: Tensor) -> None:
         total.addmm_(dout.t(), x)
     elif x.device.type == "cpu":
         total.addmm_(dout.t().to(total.dtype), x.to(total.dtype))
-    elif _adds_in_place(x.dtype, x.device):
+    elif adds_in_place(x.dtype, x.device):
         torch.addmm(total, dout.t(), x, out_dtype=total.dtype, out=total)
     else:
         total += torch.mm(dout.t(), x, out_dtype=total.dtype)
 
 
 @functools.cache
-def _adds_in_place(dtype: torch.dtype, device: torch.device) -> bool:
-    """Whether torch's matrix product can add half-precision factors to an fp32 sum; some versions cannot."""
+def adds_in_place(dtype: torch.dtype, device: torch.device) -> bool:
+    """Whether torch's matrix product can add half-precision factors to an fp32 sum on a GPU; some versions cannot."""
     total, ones = torch.ones(16, 16, device=device), torch.ones(16, 16, dtype=dtype, device=device)
     try:
         torch.addmm(total, ones, ones, out_dtype=torch.float32, out=total)

@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch.library import opcheck
 
-from lm.kernels import fp8, rms_norm, runtime, swiglu
+from lm.kernels import fp8, linear, rms_norm, runtime, swiglu
 
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
 BF16, FP32, FP16 = torch.bfloat16, torch.float32, torch.float16
@@ -153,3 +153,18 @@ def test_torch_accepts_the_op(rowwise, dtype, matrix, transpose):
         opcheck(fp8.QUANTIZE, (x, dtype, rowwise, matrix, transpose, "SWIGLU"))
         rstd, weight = torch.rand(x.shape[0]), torch.rand(x.shape[1])
         opcheck(fp8.QUANTIZE, (x, dtype, rowwise, matrix, transpose, "NORMED", weight, rstd))
+
+
+@pytest.mark.parametrize("scaling, activations, gradients", [("tensorwise", True, False), ("rowwise", True, True)])
+def test_no_weight_s_gradient_is_added_up_with_fewer_digits(monkeypatch, scaling, activations, gradients):
+    """Its sum is over all tokens of a micro-batch. What a GPU would be asked for, by tensors without values."""
+    asked = []
+
+    def scaled_mm(a, b, *scales, out_dtype, use_fast_accum):
+        asked.append(use_fast_accum)
+        return a.new_empty(a.shape[0], b.shape[1], dtype=out_dtype)
+
+    monkeypatch.setattr(linear, "scaled_mm", scaled_mm)
+    x, w = (torch.empty(64, 32, device="meta", dtype=BF16, requires_grad=True) for _ in range(2))
+    linear.linear(x, w, scaling).backward(torch.empty(64, 64, device="meta", dtype=BF16))
+    assert asked == [activations, gradients, False]  # forward, input, weight

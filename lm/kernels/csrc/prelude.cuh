@@ -54,7 +54,8 @@ template <int N, typename S> __device__ __forceinline__ void store(S* p, const V
   if constexpr (sizeof(x) == 16 && sizeof(S) == 2) {  // of which the compiler makes three stores now and then
     const unsigned(&word)[4] = reinterpret_cast<const unsigned(&)[4]>(x);
     asm volatile("st.global.v4.b32 [%0], {%1, %2, %3, %4};"
-                 ::"l"(__cvta_generic_to_global(p)), "r"(word[0]), "r"(word[1]), "r"(word[2]), "r"(word[3]));
+                 ::"l"(__cvta_generic_to_global(p)), "r"(word[0]), "r"(word[1]), "r"(word[2]), "r"(word[3])
+                 : "memory");
     return;
   }
 #endif
