@@ -14,7 +14,7 @@ from lm.kernels import runtime
 from lm.kernels.linear import add_product
 from lm.kernels.runtime import define
 
-CHUNK_BYTES = 256 * 2**20  # of logits
+CHUNK_BYTES = 2**30  # of logits; each chunk reads and writes the sum of the matrix's gradient
 Results = tuple[Tensor, Tensor, Tensor, Tensor]  # costs (N), losses (N), dx (N, C), dweight (V, C)
 
 
@@ -99,10 +99,12 @@ FORWARD = define(
 
 class _LinearCrossEntropy(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, copy: Tensor | None, *arguments: Any) -> tuple[Tensor, Tensor]:
+    def forward(
+        ctx: Any, x: Tensor, weight: Tensor, copy: Tensor | None, total: Tensor | None, *arguments: Any
+    ) -> tuple[Tensor, Tensor]:
         costs, losses, dx, dweight = FORWARD(x, weight.to(x.dtype) if copy is None else copy, *arguments)
         ctx.save_for_backward(dx, dweight)
-        ctx.weight_dtype = weight.dtype
+        ctx.weight_dtype, ctx.total = weight.dtype, total
         ctx.mark_non_differentiable(losses)
         return costs.sum(), losses
 
@@ -110,11 +112,15 @@ class _LinearCrossEntropy(torch.autograd.Function):
     def backward(ctx: Any, dtotal: Tensor, dlosses: Tensor) -> tuple:
         dx, dweight = ctx.saved_tensors
         scale = dtotal.view(1)  # shape (1): a 0-dim tensor would first be rounded to the precision of dx
-        return (
-            (dx * scale).to(dx.dtype) if ctx.needs_input_grad[0] else None,
-            (dweight * scale).to(ctx.weight_dtype) if ctx.needs_input_grad[1] else None,
-            *(None,) * 5,
-        )
+        dx = (dx * scale).to(dx.dtype) if ctx.needs_input_grad[0] else None
+        if not ctx.needs_input_grad[1]:
+            dweight = None
+        elif ctx.total is not None:
+            ctx.total.addcmul_(dweight, scale)
+            dweight = None
+        else:
+            dweight = (dweight * scale).to(ctx.weight_dtype)
+        return dx, dweight, *(None,) * 6
 
 
 def linear_cross_entropy(
@@ -122,6 +128,7 @@ def linear_cross_entropy(
     weight: Tensor,
     labels: Tensor,
     copy: Tensor | None = None,
+    total: Tensor | None = None,
     *,
     ignore_index: int = -100,
     z_loss: float = 0.0,
@@ -136,6 +143,7 @@ def linear_cross_entropy(
         weight: the output matrix, `(V, C)`; its gradient has its precision.
         labels: `(...)` int64, each below V or `ignore_index`; on a GPU any other makes the loss NaN.
         copy: a copy of `weight` in the precision of `x`; None: it is made here.
+        total: the weight's `.grad`, `(V, C)` in fp32, if the backward pass is to add the gradient to it itself.
 
     Returns:
         `total`, a scalar in fp32 and differentiable: the sum over tokens of `loss + z_loss * lse ** 2`; and `losses`,
@@ -143,5 +151,5 @@ def linear_cross_entropy(
     """
     gradient = torch.is_grad_enabled() and (x.requires_grad or weight.requires_grad)
     total, losses = _LinearCrossEntropy.apply(
-        x.flatten(0, -2), weight, copy, labels.flatten(), ignore_index, z_loss, gradient)  # fmt: skip
+        x.flatten(0, -2), weight, copy, total, labels.flatten(), ignore_index, z_loss, gradient)  # fmt: skip
     return total, losses.view(labels.shape)

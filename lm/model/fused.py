@@ -25,7 +25,7 @@ from lm.kernels.rms_norm import norm_linear, rms_norm
 from lm.kernels.swiglu import norm_mlp
 from lm.model.attention import AttentionMask, attend
 from lm.model.decoder import IGNORED, Block, Decoder, Rotary
-from lm.model.low_precision import use_low_precision
+from lm.model.low_precision import gradient_sum, use_low_precision
 
 
 class FusedBlock(Block):
@@ -63,6 +63,7 @@ class FusedBlock(Block):
 
 class FusedDecoder(Decoder):
     output_copy: Tensor | None = None  # the output matrix in half precision, while `WeightCopies` keeps a copy
+    output_adds: bool = False  # while the backward pass adds the output matrix's gradient to `.grad` by itself
 
     def run_blocks(self, branch: Tensor, rotary: Rotary, masks: list[AttentionMask]) -> Tensor:
         stream = None
@@ -71,7 +72,10 @@ class FusedDecoder(Decoder):
         return rms_norm(branch, stream, self.norm.weight, self.norm.eps)[1]
 
     def cross_entropy(self, hidden: Tensor, weight: Tensor, labels: Tensor, z_loss: float) -> tuple[Tensor, Tensor]:
-        return linear_cross_entropy(hidden, weight, labels, self.output_copy, ignore_index=IGNORED, z_loss=z_loss)
+        total = gradient_sum(weight) if self.output_adds else None
+        return linear_cross_entropy(
+            hidden, weight, labels, self.output_copy, total, ignore_index=IGNORED, z_loss=z_loss
+        )
 
 
 def fuse(decoder: Decoder) -> None:

@@ -23,13 +23,17 @@ class LowPrecisionLinear(Linear):
     @property
     def arguments(self) -> tuple[Tensor, Scaling | None, Matrix | None, Tensor | None]:
         """Of an op in `kernels` that ends with this product."""
-        total = self.weight.grad if self.adds and not has_gradient_hooks(self.weight) else None
-        return self.weight, self.scaling, self.copy, total
+        return self.weight, self.scaling, self.copy, gradient_sum(self.weight) if self.adds else None
 
     def forward(self, x: Tensor) -> Tensor:
         if self.scaling is None and self.copy is None:
             return super().forward(x)
         return linear(x, *self.arguments)
+
+
+def gradient_sum(weight: Tensor) -> Tensor | None:
+    """The `.grad` to which a backward pass may add a weight's gradient by itself; None: autograd must get it."""
+    return None if has_gradient_hooks(weight) else weight.grad
 
 
 def use_low_precision(decoder: nn.Module) -> None:
@@ -65,6 +69,7 @@ class WeightCopies:
     def __enter__(self) -> None:
         foreach_copy_(self.copies, self.weights)
         *copies, self.decoder.output_copy = self.copies
+        self.decoder.output_adds = self.adds
         for matrix, copy in zip(self.half, copies, strict=True):
             matrix.copy, matrix.adds = copy, self.adds
         for matrix, copy in self.float8:
@@ -75,7 +80,7 @@ class WeightCopies:
     def __exit__(self, *exception: object) -> None:
         for matrix in [*self.half, *(matrix for matrix, _ in self.float8)]:
             matrix.copy, matrix.adds = None, False
-        self.decoder.output_copy = None
+        self.decoder.output_copy, self.decoder.output_adds = None, False
 
 
 def _float8(matrix: LowPrecisionLinear) -> Float8:

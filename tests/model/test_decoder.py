@@ -287,18 +287,20 @@ def test_products_add_gradients_to_those_of_earlier_micro_batches(checkpointing)
                     total.backward()
         found.append([p.grad for p in model.parameters()])
         assert products.adding == (4 * 2 - 1) * adds  # one matrix has the hook
+        assert products.scaled == adds  # the output matrix's
     assert len(seen) == 6
     torch.testing.assert_close(*found, rtol=1e-6, atol=1e-6)
     assert not any(block.mlp.down_proj.adds for block in model.layers)
 
 
 class Products(TorchDispatchMode):
-    """Counts matrix products that add to what is there."""
+    """Counts matrix products that add to what is there, and tensors that are scaled and added to what is there."""
 
-    adding = 0
+    adding = scaled = 0
 
     def __torch_dispatch__(self, function, types, args=(), kwargs=None):
         self.adding += function is torch.ops.aten.addmm_.default
+        self.scaled += function is torch.ops.aten.addcmul_.default
         return function(*args, **(kwargs or {}))
 
 

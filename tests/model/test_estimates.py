@@ -260,4 +260,5 @@ def test_many_short_documents_need_memory_in_the_backward_pass_of_attention():
     buffer = 4 * (16_384 + 128 * 512) * 16 * 65  # 64 values of a head's row, and its sum
     assert block_working(PRESET, many) == step.tokens * 2 * 7 * 1024 + buffer
     assert block_working(PRESET, one) == step.tokens * 2 * 3 * (4096 + 1024) < block_working(PRESET, many)
-    assert training_memory(PRESET, many)["peak"] > training_memory(PRESET, one)["peak"]
+    small = replace(PRESET, vocab_size=4096)  # else the logits need more
+    assert training_memory(small, many)["peak"] > training_memory(small, one)["peak"]
