@@ -345,6 +345,11 @@ def _memory_lines(found: dict[str, Any]) -> list[str]:
         f"kernels {'on' if device['kernels'] else 'off'}",
         ", ".join(f"{name} {format_bytes(memory[name])}" for name in parts if memory[name]),
         *([f"the largest micro-batch that fits is {best:,}"] if best and memory["total"] <= whole else []),
+        *(
+            [f"with model.activation_checkpointing store_all it takes {format_bytes(more)}"]
+            if whole and (more := memory.get("store_all", whole)) <= whole * facts.NEARLY_FULL
+            else []
+        ),
     ]
 
 

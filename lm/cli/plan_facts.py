@@ -427,6 +427,9 @@ def memory_facts(
     reserve_bytes = CPU_RESERVE_BYTES if device.capability is None else RESERVE_BYTES
     reserve = reserve_bytes + int(RESERVE_SHARE * parts["peak"])
     facts = {**parts, "reserve": reserve, "total": parts["peak"] + reserve, "device": device.memory_bytes}
+    if step.kernels and step.checkpointing == "none":
+        stored = training_memory(decoder, replace(step, checkpointing="store_all"), state_size(optimizer))["peak"]
+        facts["store_all"] = stored + reserve_bytes + int(RESERVE_SHARE * stored)
     if device.memory_bytes is not None:
         available = int((device.memory_bytes - reserve_bytes) / (1 + RESERVE_SHARE))
         samples = step.micro_batch_size * step.accumulate if global_batch else None

@@ -1,7 +1,7 @@
 """RMSNorm with the residual addition before it, alone or fused with the linear layer after it.
 
-When fused, the normalised activations are not saved; the backward pass recomputes them while it reads the stream
-anyway. `swiglu` does the same for the MLP's second linear layer.
+When fused, the normalised activations are not saved unless the caller says so; the backward pass recomputes them while
+it reads the stream anyway. `swiglu` does the same for the MLP's second linear layer.
 """
 
 from collections.abc import Sequence
@@ -196,25 +196,33 @@ def refuse_mismatch(x: Tensor, residual: Tensor | None, weight: Tensor) -> None:
 
 def normed_product(
     x: Tensor, residual: Tensor | None, norm_weight: Tensor, eps: float, matrix: Matrix, of: Layer
-) -> tuple[Tensor, Tensor, Tensor]:
-    """The stream, or an empty tensor without a residual; `y @ weight.T`; and `1 / rms` for `BACKWARD`."""
+) -> tuple[Tensor, Tensor | Scaled, Tensor, Tensor]:
+    """The stream, or an empty tensor without a residual; the factor `y`; `y @ weight.T`; `1 / rms` for `BACKWARD`."""
     stream, y, rstd, scale = FORWARD(x, residual, norm_weight, eps, of.scaling)
     if of.scaling == "rowwise":
         y = Scaled(y, scale)
     elif of.scaling == "tensorwise":  # the scale needs all of `y` first
         y = quantize(x if residual is None else stream, of.scaling, "NORMED", norm_weight, rstd).matrix
-    return stream, linear.forward(y, matrix, x.dtype), rstd
+    return stream, y, linear.forward(y, matrix, x.dtype), rstd
+
+
+def saved_if(store: bool, value: Tensor | Scaled) -> Tensor | None:
+    """What is saved for the backward pass of a product's factor: nothing in FP8, where the pass needs its transpose."""
+    return value if store and isinstance(value, Tensor) else None
 
 
 def normed_product_backward(
-    dout: Matrix, dstream: Tensor | None, stream: Tensor, norm_weight: Tensor, rstd: Tensor,
+    dout: Matrix, dstream: Tensor | None, stream: Tensor, norm_weight: Tensor, rstd: Tensor, y: Tensor | None,
     weight: Sequence[Tensor | None], of: Layer, wanted: bool,
 ) -> tuple[Tensor, Tensor, Tensor | None]:  # fmt: skip
-    """The gradients of the stream, of the norm's weight and, if `wanted`, of the matrix; `weight` is what was saved."""
+    """The gradients of the stream, of the norm's weight and, if `wanted`, of the matrix; `y` and `weight` are what was
+    saved."""
     dy = linear.dx(dout, weight, stream.dtype)  # (..., C)
-    dx, y, dnorm = BACKWARD(dy, dstream, stream, norm_weight, rstd, wanted and of.scaling is None)
+    recompute = wanted and of.scaling is None and y is None
+    dx, recomputed, dnorm = BACKWARD(dy, dstream, stream, norm_weight, rstd, recompute)
     if not wanted:
         return dx, dnorm, None
+    y = recomputed if y is None else y
     if of.scaling is not None:
         y = quantize(stream, of.scaling, "NORMED", norm_weight, rstd, matrix=False, transpose=True).transpose
     return dx, dnorm, linear.dweight(dout, y, of)  # (out, C)
@@ -223,32 +231,35 @@ def normed_product_backward(
 class _NormLinear(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, x: Tensor, residual: Tensor | None, norm_weight: Tensor, eps: float, weight: Tensor, matrix: Matrix,
-        of: Layer,
+        ctx: Any, x: Tensor, residual: Tensor | None, norm_weight: Tensor, eps: float, store: bool, weight: Tensor,
+        matrix: Matrix, of: Layer,
     ) -> tuple[Tensor | None, Tensor]:  # fmt: skip
-        stream, out, rstd = normed_product(x, residual, norm_weight, eps, matrix, of)
+        stream, y, out, rstd = normed_product(x, residual, norm_weight, eps, matrix, of)
         ctx.adds, ctx.of = residual is not None, of
-        ctx.save_for_backward(stream if ctx.adds else x, norm_weight, rstd, *linear.saved_for_dx(matrix))
+        saved = (stream if ctx.adds else x, norm_weight, rstd, saved_if(store, y), *linear.saved_for_dx(matrix))
+        ctx.save_for_backward(*saved)
         ctx.set_materialize_grads(False)
         return stream if ctx.adds else None, out
 
     @staticmethod
     def backward(ctx: Any, dstream: Tensor | None, dout: Tensor) -> tuple[Tensor | None, ...]:
-        (stream, norm_weight, rstd, *weight), wanted = ctx.saved_tensors, ctx.needs_input_grad[4]
+        (stream, norm_weight, rstd, y, *weight), wanted = ctx.saved_tensors, ctx.needs_input_grad[5]
         gradient = linear.gradient_matrix(dout, ctx.of.scaling, True, wanted)
         dx, dnorm, dweight = normed_product_backward(
-            gradient, dstream, stream, norm_weight, rstd, weight, ctx.of, wanted
+            gradient, dstream, stream, norm_weight, rstd, y, weight, ctx.of, wanted
         )
-        return dx, dx if ctx.adds else None, dnorm, None, dweight, None, None
+        return dx, dx if ctx.adds else None, dnorm, None, None, dweight, None, None
 
 
 def norm_linear(
-    x: Tensor, residual: Tensor | None, norm_weight: Tensor, eps: float, weight: Tensor, *options: Any
-) -> tuple[Tensor, Tensor]:
+    x: Tensor, residual: Tensor | None, norm_weight: Tensor, eps: float, weight: Tensor, *options: Any,
+    store: bool = False,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
     """`rms_norm`, then `linear` with `options`; the backward pass recomputes the normalised rows.
 
-    With a weight `(out, C)` it returns `(stream, y @ weight.T)`: `(..., C)` and `(..., out)`.
+    With a weight `(out, C)` it returns `(stream, y @ weight.T)`: `(..., C)` and `(..., out)`. With `store` the rows are
+    saved for the backward pass instead; not in FP8.
     """
     refuse_mismatch(x, residual, norm_weight)
-    stream, out = _NormLinear.apply(x, residual, norm_weight, eps, *linear.layer(weight, x.dtype, *options))
+    stream, out = _NormLinear.apply(x, residual, norm_weight, eps, store, *linear.layer(weight, x.dtype, *options))
     return x if stream is None else stream, out

@@ -11,7 +11,7 @@ MOST_LAYERS = 10_000
 
 Attention = Literal["auto", "cudnn", "flash", "flash3", "flash4", "efficient", "math"]
 Compile = Literal["none", "inductor", "triton_free"]
-ActivationCheckpointing = Literal["none", "selective", "block"]
+ActivationCheckpointing = Literal["none", "selective", "block", "store_all"]
 
 
 class Derived(int):

@@ -191,7 +191,8 @@ def activations(config: DecoderConfig, step: Step) -> int:
     | MLP                 | 2 s I          | 3 s I             | 4 s I                                        |
 
     Activation checkpointing keeps only the input of a block: the residual stream, and in the fused
-    pass the branch. The input of an MLP alone is already kept, or replaces as much.
+    pass the branch. The input of an MLP alone is already kept, or replaces as much. With `store_all` the fused pass saves
+    4 s C + 8 for the norms and 3 s I for the MLP; in FP8, where only matrices that stay in bf16 do, it is not counted.
 
     Dropout saves a byte per element. Attention is assumed to be a fused kernel that supports grouped heads; not
     counted are dense masks (windows and documents on a CPU), and copies of keys and values for every query head if
@@ -201,6 +202,7 @@ def activations(config: DecoderConfig, step: Step) -> int:
     attention, mlp = _kept_by_block(config, step)
     kept = {
         "none": layers * (attention + mlp),
+        "store_all": layers * (attention + mlp),
         "selective": layers * attention,
         "block": (2 * layers - 1 if step.kernels else layers) * s * width,  # the first block has no stream yet
     }[step.checkpointing]
@@ -219,6 +221,8 @@ def _kept_by_block(config: DecoderConfig, step: Step) -> tuple[int, int]:
     wide, narrow = heads * config.head_dim, kv_heads * config.head_dim  # Q, K
     if step.kernels:
         norms, mlp = 2 * s * config.hidden_size, 2 * s * config.intermediate_size
+        if step.checkpointing == "store_all" and not step.precision.startswith("fp8"):
+            norms, mlp = 2 * norms, 3 * s * config.intermediate_size
     elif step.compile != "none":
         norms, mlp = 4 * s * config.hidden_size, 3 * s * config.intermediate_size
     else:
@@ -249,7 +253,7 @@ def casts(config: DecoderConfig, step: Step) -> int:
         gathered = counts["embedding"] + counts["lm_head"] + blocks
         return step.item * gathered + (4 * table if step.kernels else 0)
     copied = table + counts["attention"] + counts["mlp"]
-    if not step.kernels and step.checkpointing != "none":
+    if not step.kernels and step.checkpointing in ("selective", "block"):
         copied -= counts["mlp"] + (counts["attention"] if step.checkpointing == "block" else 0)
     copies = step.item * copied if step.item != step.master_item else 0
     return copies + (4 * table if step.kernels else 0)
@@ -283,7 +287,7 @@ def block_working(config: DecoderConfig, step: Step) -> int:
     tiles = step.tokens + FLASH_TILE * step.sequences if step.item == 2 else 0
     working = max(step.tokens * mlp * item, step.tokens * attention * item + 4 * tiles * (wide + heads))
     of_attention, of_mlp = _kept_by_block(config, step)
-    recomputed = {"none": 0, "selective": of_mlp, "block": of_attention + of_mlp}[step.checkpointing]
+    recomputed = {"selective": of_mlp, "block": of_attention + of_mlp}.get(step.checkpointing, 0)
     return working + step.tokens * recomputed
 
 

@@ -31,6 +31,8 @@ from lm.model.low_precision import gradient_sum, use_low_precision
 class FusedBlock(Block):
     """A `Block` with `branch` and `stream` kept separate, `(B, T, C)` each; their sum is the residual stream."""
 
+    store = False  # whether normalised rows and activation are stored for the backward pass, not recomputed there
+
     def forward(
         self, branch: Tensor, stream: Tensor | None, rotary: Rotary, mask: AttentionMask
     ) -> tuple[Tensor, Tensor]:
@@ -44,7 +46,7 @@ class FusedBlock(Block):
         """The norm and `SelfAttention.forward`: the new `branch`, and `branch + stream`."""
         part, norm = self.self_attn, self.input_layernorm
         given: Any = part.qkv_proj.arguments  # (B, T, C) -> (B, T, (H + 2 KV) * D)
-        stream, qkv = norm_linear(branch, stream, norm.weight, norm.eps, *given)
+        stream, qkv = norm_linear(branch, stream, norm.weight, norm.eps, *given, store=self.store)
         q_weight, k_weight, eps = None, None, 0.0
         if part.q_norm is not None:
             q_weight, k_weight, eps = part.q_norm.weight, part.k_norm.weight, part.q_norm.eps
@@ -57,7 +59,7 @@ class FusedBlock(Block):
         """The norm and `MLP.forward`: the new `branch`, and `branch + stream`."""
         norm, mlp = self.post_attention_layernorm, self.mlp
         given: Any = mlp.gate_up_proj.arguments, mlp.down_proj.arguments  # (B, T, C) -> (B, T, 2 I) -> (B, T, C)
-        stream, branch = norm_mlp(branch, stream, norm.weight, norm.eps, *given)
+        stream, branch = norm_mlp(branch, stream, norm.weight, norm.eps, *given, store=self.store)
         return branch, stream
 
 

@@ -261,7 +261,7 @@ def of_device(trainer: TrainerConfig, model: ModelConfig, device: Device) -> Ite
     if model.attention != "auto" and (device.capability is None or trainer.precision == "32-true"):
         yield error(f"model.attention {model.attention} needs a CUDA device and half precision, and this is "
                     f"{device.name} in {trainer.precision}", "set model.attention auto")  # fmt: skip
-    if kernels and mode != "none" and model.compile != "none" and torch.__version__ < "2.13":
+    if kernels and mode in ("selective", "block") and model.compile != "none" and torch.__version__ < "2.13":
         yield error(f"model.activation_checkpointing {mode} saves no memory with our kernels and model.compile "
                     f"{model.compile} before torch 2.13, and this is {torch.__version__}",
                     "set model.compile none, or update torch")  # fmt: skip

@@ -169,7 +169,8 @@ class ModelConfig:
         compile: How blocks run: `none` is eager mode, `inductor` compiles them, `triton_free` traces forward and
             backward pass together without generating code.
         activation_checkpointing: Recompute activations in the backward pass instead of storing them, which takes less
-            memory and more time: `selective`, of the MLPs; `block`, of whole blocks; `none`.
+            memory and more time: `selective`, of the MLPs; `block`, of whole blocks; `none`. With `store_all`, our
+            kernels also store what they recompute otherwise: normalised rows and SwiGLU's result.
         attention: Library kernel for attention on a GPU; `auto` takes the fastest one by measurement.
         cuda_graphs: Record the forward and backward pass of a micro-batch once and replay it; for small models.
     """

@@ -37,7 +37,8 @@ sys.path.append(str(ROOT))  # lm, which may not be installed
 
 from lm.errors import RequestError
 from lm.kernels import cross_entropy, linear
-from lm.model.config import DecoderConfig, matrix_rows
+from lm.model.compile import checkpoint_activations
+from lm.model.config import ActivationCheckpointing, DecoderConfig, matrix_rows
 from lm.model.decoder import Decoder
 from lm.model.fused import fuse
 from lm.model.low_precision import LowPrecisionLinear, WeightCopies
@@ -194,7 +195,9 @@ def flash(q: Tensor, k: Tensor, v: Tensor, is_causal: bool, **options: Any) -> T
     return torch.ops.aten._scaled_dot_product_flash_attention(q, k, v, 0.0, is_causal)[0]
 
 
-def count(preset: dict[str, Any], copies: bool, precision: str = "bf16-mixed") -> dict[str, Launches]:
+def count(
+    preset: dict[str, Any], copies: bool, precision: str = "bf16-mixed", checkpointing: ActivationCheckpointing = "none"
+) -> dict[str, Launches]:
     """The launches of a micro-batch and of an optimizer step of a config, with `WeightCopies` or without.
 
     FP8 leaves the last block in bf16, as `trainer.fp8_keep` does by default.
@@ -204,6 +207,7 @@ def count(preset: dict[str, Any], copies: bool, precision: str = "bf16-mixed") -
         decoder = Decoder(config)
         ids = torch.zeros(preset["data"]["micro_batch_size"], config.max_position_embeddings, dtype=torch.long)
     fuse(decoder)
+    checkpoint_activations(decoder, checkpointing)
     if precision != "bf16-mixed":
         for matrix in decoder.layers[:-1].modules():
             if isinstance(matrix, LowPrecisionLinear):
@@ -255,8 +259,8 @@ def main(arguments: list[str]) -> None:
         preset = yaml.safe_load(file.read_text())
         if "vocab_size" not in preset["model"]["decoder"]:
             raise RequestError(f"{name} takes its vocabulary from a tokenizer: it has no model.decoder.vocab_size")
-        ways = {"without copies": False, "WeightCopies": True}
-        counted = {way: count(preset, copies, options.precision) for way, copies in ways.items()}
+        ways = {"without copies": (False, "none"), "WeightCopies": (True, "none"), "store_all": (True, "store_all")}
+        counted = {way: count(preset, copies, options.precision, mode) for way, (copies, mode) in ways.items()}
         show(f"{file.stem}, {preset['data']['micro_batch_size']} x "
              f"{preset['model']['decoder']['max_position_embeddings']} tokens, {options.precision}",
              counted)  # fmt: skip

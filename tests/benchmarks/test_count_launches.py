@@ -52,6 +52,14 @@ def test_products_add_the_gradients_of_matrices_by_themselves(counted):
     assert one - other == 2 * 4 * (counts["attention"] + counts["mlp"]) - rounded - table
 
 
+def test_what_is_stored_is_not_written_again(counted):
+    """The normalised rows of both norms, and SwiGLU's result; in bf16."""
+    stored = count(PRESET, True, checkpointing="store_all")
+    written = {way: counts["micro_batch"].total.bytes for way, counts in (("none", counted[1]), ("store_all", stored))}
+    assert written["none"] - written["store_all"] == 3 * 2 * 64 * (2 * 128 + 256) * 2
+    assert stored["micro_batch"].total.launches == counted[1]["micro_batch"].total.launches
+
+
 @pytest.mark.parametrize("precision, both, matrix, inside", [("fp8-tensorwise", 2, 2, 0), ("fp8-rowwise", 3, 1, 1)])
 def test_fp8_quantises_what_the_kernels_page_says(counted, precision, both, matrix, inside):
     """Of each block but the last: 4 weights; what goes in, in both passes; the gradient of what comes out. That of gate
@@ -118,7 +126,7 @@ def test_lists_of_tensors_take_a_launch_for_320_blocks_or_a_full_table(sizes, li
 def test_the_command_prints_a_table_and_writes_json(tmp_path, capsys):
     main(["--config", "pretrain-50m.yaml", "--output", str(tmp_path / "found.json")])
     found = json.loads((tmp_path / "found.json").read_text())["counts"]["pretrain-50m"]
-    assert found.keys() == {"without copies", "WeightCopies"}
+    assert found.keys() == {"without copies", "WeightCopies", "store_all"}
     total = found["WeightCopies"]["micro_batch"]["total"]
     assert f"{total['launches']:,}" in capsys.readouterr().out and total["bytes"] > 10**6
     with pytest.raises(RequestError, match="tiny.yaml takes its vocabulary"):

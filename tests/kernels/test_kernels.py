@@ -106,6 +106,8 @@ def test_swiglu_equals_float64(emulated, dtype, rows, width):
     dgate_up, again = swiglu._cuda_backward(dz, gate_up)
     close(dgate_up, exact.grad, dtype)
     assert torch.equal(again, ours)
+    same, nothing = swiglu._cuda_backward(dz, gate_up, recompute=False)
+    assert torch.equal(same, dgate_up) and nothing.numel() == 0
 
 
 @pytest.mark.parametrize("value", [-1e4, -90.0, 0.0, 90.0, 1e4])
@@ -163,6 +165,7 @@ def test_torch_accepts_every_op(dtype):
         opcheck(rms_norm.BACKWARD, (x, None, residual, weight, rstd, recompute))
     opcheck(swiglu.FORWARD, (x,))
     opcheck(swiglu.BACKWARD, (x[..., :8], x))
+    opcheck(swiglu.BACKWARD, (x[..., :8], x, False))
     for rowwise in (True, False):
         opcheck(swiglu.BACKWARD_FP8, (x[..., :8], x, rowwise))
 

@@ -172,6 +172,16 @@ def test_what_activation_checkpointing_keeps_is_predicted(name, kernels, precisi
     assert predicted < activations(config, replace(step, checkpointing="none")) + casts(config, step)
 
 
+@pytest.mark.parametrize("kernels", [False, True])
+@pytest.mark.parametrize("name", CONFIGS)
+def test_what_is_kept_where_nothing_is_recomputed_is_predicted(name, kernels):
+    config, step = CONFIGS[name], Step(4, 128, "bf16-mixed", kernels, checkpointing="store_all")
+    predicted = activations(config, step) + casts(config, step)
+    assert predicted == pytest.approx(kept_bytes(config, step), rel=0.01)
+    usual = activations(config, replace(step, checkpointing="none")) + casts(config, step)
+    assert predicted > usual if kernels else predicted == usual
+
+
 @pytest.mark.parametrize("precision", ["32-true", "bf16-mixed"])
 def test_inductor_keeps_what_is_predicted(precision):
     step = Step(4, 128, precision, False, "inductor")

@@ -3,7 +3,7 @@
 //   z = silu(gate) * up, as the prelude has it and its gradient
 //
 // What is not stored: z. The backward pass reads gate and up anyway, so it recomputes z for the gradient of the matrix
-// that follows.
+// that follows; where z was stored nevertheless, its pointer is null there.
 //
 // -DT: number format. -DWIDTH. -DVEC: neighbours loaded at once; divides WIDTH. One thread a vector.
 #include "prelude.cuh"
@@ -23,7 +23,7 @@ swiglu_forward(const T* __restrict__ gate_up, T* __restrict__ z, i64 pieces) {
 }
 
 extern "C" __global__ void __launch_bounds__(256)
-swiglu_backward(const T* __restrict__ dz, const T* __restrict__ gate_up, T* __restrict__ dgate_up, T* __restrict__ z,
+swiglu_backward(const T* __restrict__ gate_up, const T* __restrict__ dz, T* __restrict__ dgate_up, T* __restrict__ z,
                 i64 pieces) {
   const i64 piece = blockIdx.x * 256ll + threadIdx.x;
   if (piece >= pieces) return;
@@ -35,5 +35,5 @@ swiglu_backward(const T* __restrict__ dz, const T* __restrict__ gate_up, T* __re
     swiglu_gradient(widen(g.v[j]), widen(u.v[j]), widen(d.v[j]), dg.v[j], du.v[j], out.v[j]);
   store<VEC>(dgate_up + at, dg);
   store<VEC>(dgate_up + at + WIDTH, du);
-  store<VEC>(z + piece * VEC, out);
+  if (z) store<VEC>(z + piece * VEC, out);
 }
