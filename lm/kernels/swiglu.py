@@ -1,7 +1,7 @@
 """SwiGLU on the packed gate and up projection, fused with the norm and the linear layers around it: an MLP.
 
-The activation is not saved unless the caller says so; the backward pass recomputes it while it reads gate and up anyway.
-In FP8 its gradients are quantised as they are computed, which is why one function has both linear layers.
+The activation is not saved unless the caller says so; the backward pass recomputes it while it reads gate and up
+anyway. In FP8 its gradients are quantised as they are computed, which is why one function has both linear layers.
 """
 
 from typing import Any

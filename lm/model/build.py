@@ -13,10 +13,10 @@ import torch
 from torch import nn
 
 from lm.errors import RequestError
-from lm.model.attention import describe_attention, enter_kernels
-from lm.model.attention_choice import Attention, Choice, Shape, choose_attention
+from lm.model.attention import describe_attention
+from lm.model.attention_choice import Heads, backend, use_attention
 from lm.model.compile import ActivationCheckpointing, Compile, checkpoint_activations, compile_decoder
-from lm.model.config import DecoderConfig
+from lm.model.config import Attention, DecoderConfig
 from lm.model.custom import attach_config, is_builtin, refuse_contract
 from lm.model.decoder import Decoder
 from lm.model.fused import choose_kernels, fuse
@@ -48,10 +48,9 @@ NOT_BUILT = Built(None, *("not chosen yet",) * 3)
 
 def build(
     config: DecoderConfig, options: BuildOptions, device: torch.device, dtype: torch.dtype,
-    shape: tuple[int, int] | None = None, *,
+    *,
     make: Callable[[DecoderConfig], nn.Module] = Decoder,
     on_made: Callable[[nn.Module], None] = lambda decoder: None,
-    agree: Callable[[Choice | None], Choice | None] = lambda choice: choice,
     shard: Callable[[nn.Module], None] | None = None,
 ) -> Built:  # fmt: skip
     """Build a decoder.
@@ -59,11 +58,9 @@ def build(
     Args:
         config: its shape, with its vocabulary.
         dtype: of the activations.
-        shape: `(B, T)` of a micro-batch, for which attention kernels are measured; None: the usual ones are used.
         make: the model itself; another than `Decoder` keeps to the contract of `model/custom`.
         on_made: called with the model, before anything is compiled or sharded; its weights may still be on the meta
             device.
-        agree: takes the attention kernels chosen on this rank and returns those that all ranks use.
         shard: divides the weights over ranks, in place, and initializes those of a `Decoder`, which is made on the meta
             device in this case; None: no sharding.
     """
@@ -82,18 +79,11 @@ def build(
 
     attention = "the model's own"
     if isinstance(decoder, Decoder):
-        choice = None
-        if shape is not None:
-            choice = agree(choose_attention(
-                options.attention, device, dtype, Shape.of(config, shape, options.document_mask)))  # fmt: skip
-        if choice is None:
-            enter_kernels(decoder)
-        else:
-            choice.apply(decoder)
+        heads = Heads(config.num_attention_heads, int(config.num_key_value_heads), int(config.head_dim))
+        use_attention(decoder, options.attention, device, dtype, heads)
         attention = describe_attention(
-            device, dtype, config.windows, options.document_mask, config.head_dim,
-            None if choice is None else choice.backend,
-        )  # fmt: skip
+            device, dtype, config.windows, options.document_mask, heads.width, backend(options.attention)
+        )
 
     checkpoint_activations(decoder, options.activation_checkpointing)
     compile_decoder(decoder, options.compile)

@@ -21,7 +21,7 @@ def checkpoint_activations(decoder: Any, mode: ActivationCheckpointing) -> None:
 
     Call it after `model/fused.fuse` and before `compile_decoder`. Results are the same to the bit. `block` keeps what
     goes into a block and runs its forward pass again; `selective` does so with the MLP alone, which keeps the most.
-    `store_all` is the opposite: our kernels then store what they recompute otherwise, and plain PyTorch stores all anyway.
+    `store_all` is the opposite: our kernels then store what they recompute otherwise; plain PyTorch stores all anyway.
     """
     if mode == "none":
         return

@@ -191,8 +191,8 @@ def activations(config: DecoderConfig, step: Step) -> int:
     | MLP                 | 2 s I          | 3 s I             | 4 s I                                        |
 
     Activation checkpointing keeps only the input of a block: the residual stream, and in the fused
-    pass the branch. The input of an MLP alone is already kept, or replaces as much. With `store_all` the fused pass saves
-    4 s C + 8 for the norms and 3 s I for the MLP; in FP8, where only matrices that stay in bf16 do, it is not counted.
+    pass the branch. The input of an MLP alone is already kept, or replaces as much. With `store_all` the fused pass
+    saves 4 s C + 8 for the norms and 3 s I for the MLP; not counted in FP8, where only matrices kept in bf16 do.
 
     Dropout saves a byte per element. Attention is assumed to be a fused kernel that supports grouped heads; not
     counted are dense masks (windows and documents on a CPU), and copies of keys and values for every query head if

@@ -171,7 +171,7 @@ class ModelConfig:
         activation_checkpointing: Recompute activations in the backward pass instead of storing them, which takes less
             memory and more time: `selective`, of the MLPs; `block`, of whole blocks; `none`. With `store_all`, our
             kernels also store what they recompute otherwise: normalised rows and SwiGLU's result.
-        attention: Library kernel for attention on a GPU; `auto` takes the fastest one by measurement.
+        attention: Library kernel for attention on a GPU; `auto` takes the usually fastest one for the device.
         cuda_graphs: Record the forward and backward pass of a micro-batch once and replay it; for small models.
     """
 

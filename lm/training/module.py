@@ -33,7 +33,7 @@ from lm.model.estimates import flops_per_token
 from lm.system.arguments import arguments_from
 from lm.training.callback import call_hook, has_hook
 from lm.training.config import ModelConfig
-from lm.training.distributed import FullyShardedStrategy, gather_from_ranks
+from lm.training.distributed import FullyShardedStrategy
 from lm.training.lightning_patches import attached_trainer, save_subclass_arguments
 from lm.training.lightning_step import LightningStep, StepDropped
 from lm.training.optim import build_optimizer
@@ -113,10 +113,8 @@ class LanguageModule(LightningModule):
             options,
             strategy.root_device,
             dtype,
-            (data.micro_batch_size, data.seq_len),
             make=self.build_decoder if own else Decoder,
             on_made=self._take_decoder,
-            agree=lambda choice: gather_from_ranks(choice)[0],  # attention kernels: the fastest on the first rank
             shard=strategy.shard if isinstance(strategy, FullyShardedStrategy) else None,
         )
         log.info(self.built.description)
