@@ -10,8 +10,6 @@ from pathlib import Path
 import torch
 from lightning.pytorch import Callback
 
-from lm.training import checks
-
 
 class AtMicroBatches(Callback):
     """Has `before_micro_batch` and `after_micro_batch` called around the forward pass of each, in training."""
@@ -134,13 +132,6 @@ class Failing(Callback):
     def on_train_batch_end(self, trainer, *args):
         if trainer.global_rank == self.rank:
             raise ZeroDivisionError("on purpose")
-
-
-class GraphsWithoutDevice(Callback):
-    """Lets `model.cuda_graphs` run on a CPU, where every micro-batch runs as it does before the recording."""
-
-    def __init__(self):
-        checks.of_graphs = lambda *options: ()
 
 
 class Stateful(Callback):

@@ -19,6 +19,7 @@ from lm.errors import RequestError
 from lm.runs.registry import find_run
 from lm.runs.run import ROOT, is_of_a_run
 from lm.system.arguments import Parser, arguments_from, shown, spell_out
+from lm.system.other_names import without_removed
 from lm.training.config import SECTIONS, ModelConfig, TrainerConfig
 from lm.training.schedule import plan_steps
 
@@ -35,7 +36,10 @@ class ConfigFile(ActionConfigFile):
     def apply_config(parser: Any, cfg: Any, dest: str, value: Any) -> None:
         path = find_config(value)
         read_config(path)
-        ActionConfigFile.apply_config(parser, cfg, dest, str(path))
+        text = path.read_text(encoding="utf-8")
+        used = without_removed(text)
+        ActionConfigFile.apply_config(parser, cfg, dest, str(path) if used == text else used)
+        cfg[dest][-1] = cfg[dest][-1] or path
 
 
 def add_sections(parser: Any) -> None:

@@ -59,7 +59,7 @@ from lm.training.out_of_memory import step_of
 from lm.training.trainer import Trainer
 
 log = logging.getLogger(__name__)
-WARMUP = 5  # optimizer steps: more than the micro-batches after which a CUDA graph is recorded
+WARMUP = 5  # optimizer steps
 TRACED = 3  # optimizer steps
 OPERATORS = 10  # rows of the table printed with a trace
 # The last part of a span's name -> the part of a step. Spans nest: `training_step` is a whole optimizer step, with the
@@ -442,7 +442,7 @@ def describe_training(config: Namespace, trainer: Trainer) -> dict[str, Any]:
         "precision": str(trainer.precision),
         "ranks": trainer.world_size,
         "strategy": trainer.options.strategy if trainer.world_size > 1 else None,
-        **{name: getattr(module.options, name) for name in ("compile", "activation_checkpointing", "cuda_graphs")},
+        **{name: getattr(module.options, name) for name in ("compile", "activation_checkpointing")},
         **{name: getattr(module.built, name) for name in ("kernels", "attention")},
         "adds_gradients_in_place": adds_in_place(torch.bfloat16, device) if device.type == "cuda" else None,
         **{name: facts[name] for name in ("python", "versions")},
@@ -460,8 +460,8 @@ def print_heading(console: Console, found: dict[str, Any]) -> None:
         f"torch {found['versions']['torch']}"
     )
     console.print(
-        f"compile: {found['compile']}{', CUDA graphs' * found['cuda_graphs']}; activation checkpointing: "
-        f"{found['activation_checkpointing']}; kernels: {found['kernels']}; attention: {found['attention']}"
+        f"compile: {found['compile']}; activation checkpointing: {found['activation_checkpointing']}; "
+        f"kernels: {found['kernels']}; attention: {found['attention']}"
     )
 
 
@@ -562,9 +562,7 @@ def show_parts(found: dict[str, Any]) -> None:
     console.print(f"data: {found['data']}")
     rows = []
     for name, part in found["parts"].items():
-        replayed = found["cuda_graphs"] and name == "forward"
-        title = "forward and backward pass, replayed" if replayed else TITLES[name]
-        rows.append([title, f"{part['ms_per_step']:.2f}", f"{part['share']:.1%}"])
+        rows.append([TITLES[name], f"{part['ms_per_step']:.2f}", f"{part['share']:.1%}"])
     rows.append(["all of them", f"{found['ms_per_step']:.2f}", "100.0%"])
     console.print(plain_table(("part of a step", "ms", "share"), "tnn", rows))
     slowest = ", ".join(f"{name} {ms:.2f} ms" for name, ms in list(found["callbacks"].items())[:3])

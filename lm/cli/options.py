@@ -22,6 +22,7 @@ import lm
 from lm.errors import RequestError
 from lm.system.arguments import nearest_option, shown, unknown_options
 from lm.system.files import flatten, parse_yaml
+from lm.system.other_names import without_removed
 from lm.system.units import Count, spelled_count
 from lm.training.config import SECTIONS
 
@@ -334,7 +335,7 @@ def find_config(name: str) -> Path:
 
 def read_config(path: Path) -> dict[str, Any]:
     try:
-        document = parse_yaml(path.read_bytes())
+        document = parse_yaml(without_removed(path.read_text(encoding="utf-8")))
     except (OSError, ValueError) as error:
         raise RequestError(f"config {path} cannot be read: {error}") from error
     if document is None:

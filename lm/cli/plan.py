@@ -137,7 +137,6 @@ def examine(
     known = Known() if config.strict else Known(
         world_size, device, here=wanted == "auto" and not config.memory, tokenizer=tokenizer,
         has_validation="val" in data if data.get("prepared") else None,
-        every_target=None if opened is None else not any(shards.labels for shards in opened.shards.values()),
     )  # fmt: skip
     noted += find(trainer, config.model, options, known, samples=config.get("samples"), evaluation=config.evaluation,
                   custom=training_class().is_custom())  # fmt: skip

@@ -399,7 +399,7 @@ def computation(steps: Steps, config: Namespace, device: Device, precision: str,
     model, train = config.model, data.get("train", {})
     return Step(
         steps.micro_batch_size, steps.seq_len, precision, has_kernels(device, model.kernels), model.compile,
-        steps.accumulate, model.cuda_graphs,
+        steps.accumulate,
         # With HSDP a model is divided over the devices of a node.
         steps.world_size // (config.trainer.num_nodes if config.trainer.strategy == "hsdp" else 1),
         config.trainer.strategy in ("fsdp2", "hsdp") and steps.world_size > 1, model.activation_checkpointing,

@@ -109,7 +109,6 @@ class Step:
     kernels: bool = False  # whether the forward pass is `model/fused`, with our kernels
     compile: str = "none"  # as `model.compile`
     accumulate: int = 1  # micro-batches of an optimizer step
-    cuda_graphs: bool = False
     world_size: int = 1  # devices
     sharded: bool = False  # FSDP2: each device holds a part of weights, gradients and optimizer state
     checkpointing: str = "none"  # as `model.activation_checkpointing`
@@ -168,7 +167,7 @@ def training_memory(config: DecoderConfig, step: Step, state: OptimizerState = A
         "working": max(loss_working(config, step), block_working(config, step)),
     }  # fmt: skip
     memory["peak"] = sum(memory.values())
-    if step.accumulate == 1 and not step.cuda_graphs and (step.world_size == 1 or step.sharded):
+    if step.accumulate == 1 and (step.world_size == 1 or step.sharded):
         later = memory["gradients"] + max(memory["casts"], memory["working"])
         before = memory["casts"] + memory["activations"] + memory["working"]
         memory["peak"] = memory["weights"] + memory["optimizer"] + max(before, later)

@@ -51,8 +51,8 @@ class WeightCopies:
     """Copies of a fused decoder's matrices as the products take them, in half precision or in FP8: made once an
     optimizer step, not once a micro-batch.
 
-    `with copies:` brings them up to date and lets the forward passes inside use them. They keep their place in memory,
-    as CUDA graphs need it. Gradients are those of the weights themselves. `dtype` is that of the activations.
+    `with copies:` brings them up to date and lets the forward passes inside use them. Gradients are those of the
+    weights themselves. `dtype` is that of the activations.
 
     With `adds`, a product adds a weight's gradient to the `.grad` of earlier micro-batches by itself. That is for eager
     mode on one device: neither a traced backward pass nor DDP would see it.

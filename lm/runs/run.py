@@ -32,6 +32,7 @@ from lm.system.files import (
     stated_digest,
     write_atomically,
 )
+from lm.system.other_names import without_removed
 from lm.system.process import launch_command, program
 
 log = logging.getLogger(__name__)
@@ -73,7 +74,7 @@ class Run:
         The addresses under `notify` are hidden.
         """
         try:
-            found = parse_yaml(self.config.read_bytes())
+            found = parse_yaml(without_removed(self.config.read_text(encoding="utf-8")))
         except (OSError, ValueError):
             return {}
         if not isinstance(found, dict):

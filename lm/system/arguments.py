@@ -16,7 +16,7 @@ from jsonargparse import ArgumentParser
 from jsonargparse.typing import register_type
 
 from lm.errors import RequestError
-from lm.system.other_names import CURES, OPTIONS
+from lm.system.other_names import CURES, OPTIONS, REMOVED
 from lm.system.units import Count, parse_count
 
 NEGATIVE = re.compile(r"-[\d.]+(e[+-]?\d+)?", re.IGNORECASE)
@@ -228,6 +228,8 @@ def nearest_option(name: str, known: list[str]) -> str:
     """A hint for an option that does not exist: what to do instead, or the nearest name, or the options if few."""
     name = name.replace("-", "_")
     last = name.rpartition(".")[2]
+    if gone := [what for option, (_, what) in REMOVED.items() if option == name or option.endswith(f".{name}")]:
+        return gone[0]
     if "trainer.max_steps" in known and (cures := [cure for cure, others in CURES.items() if last in others.split()]):
         return cures[0]
     ours = [option for option, others in OPTIONS.items() if last in others.split()]

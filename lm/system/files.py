@@ -64,7 +64,8 @@ def parse_yaml(text: str | bytes) -> Any:
     try:
         return yaml.load(text, Loader)
     except yaml.YAMLError as error:
-        raise ValueError(" ".join(str(error).split()).replace('in "<byte string>", ', "at ")) from error
+        message = re.sub(r'in "<\w+ string>", ', "at ", " ".join(str(error).split()))
+        raise ValueError(message) from error
     except RecursionError:
         raise ValueError("values are nested too deep to be read") from None
     except DAMAGE as error:  # `!!int x`

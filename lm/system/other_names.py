@@ -1,4 +1,8 @@
-"""Names used by Lightning, Hugging Face, nanoGPT and others -> our options, for messages about wrong ones."""
+"""Names used by Lightning, Hugging Face, nanoGPT and others -> our options, for messages about wrong ones; and our
+options that are gone.
+"""
+
+from typing import Any
 
 # Our option -> the last part of other names for it. Only options that the command has are suggested.
 OPTIONS = {
@@ -41,6 +45,10 @@ OPTIONS = {
     "depth": "size params num_params n_layer num_layers",
     "depths": "sizes",
 }  # fmt: skip
+# An option that is gone -> its default, with which an older config and an older run are read as before, and what to do.
+REMOVED = {
+    "model.cuda_graphs": (False, "gone since 0.1, as it gained nothing: leave it out; model.compile lessens launches"),
+}
 # What to do instead of an option that others have for training -> the last part of its name.
 CURES = {
     "it follows from data.global_batch_tokens and data.micro_batch_size":
@@ -64,3 +72,31 @@ CURES = {
     "give --model.schedule.warmup_ratio, and --model.schedule.warmup_steps 0 if the config has some": "warmup_ratio",
     "leave it out; threads of the training process read the data, which is faster": "num_workers",
 }  # fmt: skip
+
+
+def without_removed(text: str) -> str:
+    """The YAML of a config without the options that are gone and have their default; else it is the same text."""
+    if not any(f"{option.rpartition('.')[2]}:" in text for option in REMOVED):
+        return text
+    import yaml
+
+    try:
+        top = yaml.compose(text, yaml.SafeLoader)
+    except yaml.YAMLError:  # which whoever reads the config says
+        return text
+    found = False
+    for option, (default, _) in REMOVED.items():
+        *groups, last = option.split(".")
+        place: Any = top
+        for group in groups:
+            place = next((value for key, value in _pairs(place) if key.value == group), None)
+        for pair in _pairs(place):
+            if pair[0].value == last and yaml.safe_load(yaml.serialize(pair[1])) == default:
+                place.value.remove(pair)
+                found = True
+    return yaml.serialize(top) if found else text
+
+
+def _pairs(node: Any) -> list[tuple[Any, Any]]:
+    """The keys and values of a mapping."""
+    return list(node.value) if getattr(node, "id", None) == "mapping" else []

@@ -71,7 +71,6 @@ class Known:
     here: bool = False  # whether the device is in this machine
     tokenizer: Tokenizer | None = None
     has_validation: bool | None = None
-    every_target: bool | None = None  # whether all tokens of the training data are targets
 
 
 def find(
@@ -89,8 +88,6 @@ def find(
             yield error("model.optimizer.groups.output: the output matrix of this model is its embedding",
                         "set model.optimizer.groups.embedding")  # fmt: skip
         yield from of_device(trainer, model, known.device) if known.device is not None else ()
-    if model.cuda_graphs:
-        yield from of_graphs(data, known)
     if known.tokenizer is not None:
         yield from of_tokenizer(model.decoder, samples or SamplesConfig(), known.tokenizer)
     if evaluation is not None and known.has_validation is False and evaluation.tasks and evaluation.interval is None:
@@ -265,21 +262,6 @@ def of_device(trainer: TrainerConfig, model: ModelConfig, device: Device) -> Ite
         yield error(f"model.activation_checkpointing {mode} saves no memory with our kernels and model.compile "
                     f"{model.compile} before torch 2.13, and this is {torch.__version__}",
                     "set model.compile none, or update torch")  # fmt: skip
-
-
-def of_graphs(data: DataConfig, known: Known) -> Iterator[Finding]:
-    """Where CUDA graphs are not possible, and what differs between batches, which a graph would repeat."""
-    if known.device is not None and known.device.capability is None:
-        yield error(f"model.cuda_graphs needs a CUDA device, and this is {known.device.name}", "turn it off")
-    if known.devices is not None and known.devices > 1:
-        yield error(f"model.cuda_graphs needs one device, and these are {known.devices}",
-                    "set trainer.devices 1, or turn it off")  # fmt: skip
-    if data.on_bad_shard == "skip":
-        yield error("model.cuda_graphs needs data.on_bad_shard raise: what is skipped differs from batch to batch",
-                    "set it, or turn model.cuda_graphs off")  # fmt: skip
-    if known.every_target is False:
-        yield error("model.cuda_graphs needs shards in which every token is a target: what `labels` or packed rows "
-                    "leave out differs by the batch", "turn it off")  # fmt: skip
 
 
 def of_tokenizer(decoder: DecoderConfig, samples: SamplesConfig, tokenizer: Tokenizer) -> Iterator[Finding]:

@@ -172,7 +172,6 @@ class ModelConfig:
             memory and more time: `selective`, of the MLPs; `block`, of whole blocks; `none`. With `store_all`, our
             kernels also store what they recompute otherwise: normalised rows and SwiGLU's result.
         attention: Library kernel for attention on a GPU; `auto` takes the usually fastest one for the device.
-        cuda_graphs: Record the forward and backward pass of a micro-batch once and replay it; for small models.
     """
 
     decoder: DecoderConfig  # no default: its `__post_init__` would freeze the fields that follow from others
@@ -184,7 +183,6 @@ class ModelConfig:
     compile: Compile = "none"
     activation_checkpointing: ActivationCheckpointing = "none"
     attention: Attention = "auto"
-    cuda_graphs: bool = False
 
     def __post_init__(self) -> None:
         if isinstance(self.kernels, bool):  # YAML takes a bare `on` for true

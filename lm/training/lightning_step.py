@@ -1,6 +1,5 @@
-"""Runs `training/step` with Lightning's strategy, precision and profiler, and with CUDA graphs; drops late steps."""
+"""Runs `training/step` with Lightning's strategy, precision and profiler; drops late steps."""
 
-from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from typing import Any
@@ -11,7 +10,6 @@ from torch import Tensor
 
 from lm.data.loader import Batch
 from lm.errors import RequestError
-from lm.model.compile import GraphedMicroBatch
 from lm.model.fused import is_fused
 from lm.model.low_precision import WeightCopies
 from lm.system.stop_signals import STOP
@@ -37,10 +35,9 @@ class LightningStep:
         drop_step_context(trainer)
         scaler = getattr(trainer.precision_plugin, "scaler", None)
         self.scaled = scaler is not None  # whether a GradScaler multiplies the gradients
-        self._module, self._optimizer, self._graphs = module, module.optimizers(), module.options.cuda_graphs
+        self._module, self._optimizer = module, module.optimizers()
         self._loss_scale = None if scaler is None else partial(loss_scale, scaler)
         self._weight_copies = weight_copies(module)
-        self.forward_backward = self._recorded() if self._graphs else self._forward_backward
 
     def __call__(self, batch: Batch, step: int) -> StepResult:
         """Run optimizer step number `step` (the first is 0) on this rank's rows `(B, T + 1)` of the global batch.
@@ -63,38 +60,19 @@ class LightningStep:
             checkpoint_state.restore_generators(generators)  # dropout has drawn from them
             raise
         finally:
-            # A CUDA graph needs the gradients to stay in their place in memory.
-            self._optimizer.optimizer.zero_grad(set_to_none=not self._graphs)
+            self._optimizer.optimizer.zero_grad()
 
-    def _forward_backward(self, micro_batch: Batch, measure: bool = True) -> Tensor:
+    def forward_backward(self, micro_batch: Batch) -> Tensor:
+        """Run one micro-batch, as `optimizer_step` asks; StepDropped if the time after a signal is half over."""
         if STOP.half_time_over:
             raise StepDropped
-        # A recorded pass is measured as a whole: a profiler may wait for the device, which a recording must not.
-        part = self._module.trainer.profiler.profile if measure else nullcontext
+        part = self._module.trainer.profiler.profile
         with part("forward"):
             total, token_losses = self._module.losses(micro_batch)  # (), (b, T)
             mean = total / token_losses.numel() / self._module.run_state.steps.accumulate
         with part("backward"):
             self._module.manual_backward(mean)
         return token_losses
-
-    def _recorded(self) -> Callable[[Batch], Tensor]:
-        """The forward and backward pass as CUDA graphs, one for each number of documents; few numbers occur."""
-        module = self._module
-        graphed = GraphedMicroBatch(
-            module.decoder.parameters(),
-            lambda tokens, row_documents: self._forward_backward(Batch(tokens, row_documents=row_documents), False),
-            capture=module.device.type == "cuda",
-        )
-
-        def replay(micro_batch: Batch) -> Tensor:
-            if STOP.half_time_over:
-                raise StepDropped
-            documents = micro_batch.max_documents
-            with module.trainer.profiler.profile("forward"):
-                return graphed(micro_batch.tokens, None if documents is None else (documents,))
-
-        return replay
 
 
 def weight_copies(module: Any) -> AbstractContextManager[Any]:

@@ -80,7 +80,7 @@ def step_of(trainer: Any) -> Step:
     options = module.options
     return Step(
         steps.micro_batch_size, steps.seq_len, str(trainer.precision), is_fused(module.decoder), options.compile,
-        steps.accumulate, options.cuda_graphs, steps.world_size // getattr(strategy, "replicas", 1),
+        steps.accumulate, steps.world_size // getattr(strategy, "replicas", 1),
         isinstance(strategy, FullyShardedStrategy) and steps.world_size > 1, options.activation_checkpointing,
         trainer.options.distributed.gathered_blocks(module.config.num_hidden_layers),
         trainer.datamodule.documents_per_token("train") if options.document_mask else 0.0,

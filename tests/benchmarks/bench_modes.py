@@ -2,9 +2,9 @@
 
     python tests/benchmarks/bench_modes.py --config X [--modes MODE ...] [--output FILE] [options of `lm bench step`]
 
-A mode is `none`, `inductor` or `triton_free` (as `model.compile`), then `+graphs` for CUDA graphs, then `/on` or
-`/off` for our kernels; not given: all of `MODES`. Each is an `lm bench step` in a process of its own, so that compiled
-code, memory peaks and the time of the first step are kept apart. A mode that cannot run here is shown with the reason.
+A mode is `none`, `inductor` or `triton_free` (as `model.compile`), then `/on` or `/off` for our kernels; not given: all
+of `MODES`. Each is an `lm bench step` in a process of its own, so that compiled code, memory peaks and the time of the
+first step are kept apart. A mode that cannot run here is shown with the reason.
 """
 
 import argparse
@@ -21,35 +21,34 @@ from rich.table import Table
 from lm.system.files import write_atomically
 from lm.system.units import format_count
 
-FORM = re.compile(r"(none|inductor|triton_free)(\+graphs)?(?:/(on|off))?")
+FORM = re.compile(r"(none|inductor|triton_free)(?:/(on|off))?")
 
 
 class Mode(NamedTuple):
     """One way to run a step."""
 
     compile: str  # as `model.compile`
-    cuda_graphs: bool = False
     kernels: str | None = None  # as `model.kernels`; None: as the config has it
 
     @classmethod
     def parse(cls, text: str) -> "Mode":
-        """A mode as people write it: `triton_free`, `none+graphs`, `inductor+graphs/off`."""
+        """A mode as people write it: `triton_free`, `inductor/off`."""
         match = FORM.fullmatch(text)
         if not match:
             raise ValueError(f"no mode {text!r}; these are some: {' '.join(map(str, MODES))}")
-        return cls(match[1], bool(match[2]), match[3])
+        return cls(match[1], match[2])
 
     def __str__(self) -> str:
-        return self.compile + "+graphs" * self.cuda_graphs + (f"/{self.kernels}" if self.kernels else "")
+        return self.compile + (f"/{self.kernels}" if self.kernels else "")
 
     @property
     def options(self) -> list[str]:
         """The mode as options of a training."""
         kernels = ["--model.kernels", self.kernels] if self.kernels else []
-        return ["--model.compile", self.compile, "--model.cuda_graphs", str(self.cuda_graphs).lower(), *kernels]
+        return ["--model.compile", self.compile, *kernels]
 
 
-MODES = [Mode(compile, graphs) for graphs in (False, True) for compile in ("none", "triton_free", "inductor")]
+MODES = [Mode(compile) for compile in ("none", "triton_free", "inductor")]
 MODES += [Mode(compile, kernels="off") for compile in ("none", "inductor")]  # what our kernels are worth
 
 

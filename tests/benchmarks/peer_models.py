@@ -15,7 +15,6 @@ from torch import Tensor, nn
 
 from lm.model.build import BuildOptions
 from lm.model.build import build as build_decoder
-from lm.model.compile import GraphedMicroBatch
 from lm.model.config import DecoderConfig
 from lm.model.decoder import Decoder
 from lm.model.fused import is_fused
@@ -31,29 +30,26 @@ class Contender(NamedTuple):
     model: nn.Module
     loss: Loss
     same: bool = True  # the very architecture of the config; False: as near as the project has one
-    graphs: bool = False  # forward and backward pass are to be one CUDA graph
     copies: AbstractContextManager = nullcontext()  # of the weights, entered around the micro-batches of a step
 
 
 def build(
-    name: str, config: DecoderConfig, shape: tuple[int, int], device: torch.device, half: torch.dtype | None = None
+    name: str, config: DecoderConfig, seq_len: int, device: torch.device, half: torch.dtype | None = None
 ) -> Contender:
-    """A contender that computes in `half`, or as its weights are, micro-batches of `shape` (B, T).
+    """A contender that computes in `half`, or as its weights are, sequences of `seq_len` tokens.
 
     Its name is `lm:MODE` with a mode of `bench_modes.py`, or `transformers`, `liger`, `litgpt`, `nanogpt`, each also
     with `+inductor`, which compiles the whole model with torch.compile.
     """
     if name.startswith("lm:"):
-        return ours(Mode.parse(name.removeprefix("lm:")), config, shape, device, half)
+        return ours(Mode.parse(name.removeprefix("lm:")), config, device, half)
     project, _, compiler = name.partition("+")
     with device:
-        contender = BUILDERS[project](config, shape[1])
+        contender = BUILDERS[project](config, seq_len)
     return contender._replace(loss=torch.compile(contender.loss, dynamic=False)) if compiler else contender
 
 
-def ours(
-    mode: Mode, config: DecoderConfig, shape: tuple[int, int], device: torch.device, half: torch.dtype | None
-) -> Contender:
+def ours(mode: Mode, config: DecoderConfig, device: torch.device, half: torch.dtype | None) -> Contender:
     """This project's, as `LanguageModule` sets it up."""
 
     def make(config: DecoderConfig) -> Decoder:
@@ -61,14 +57,14 @@ def ours(
             return Decoder(config)
 
     options = BuildOptions(mode.kernels or "auto", compile=mode.compile)
-    model = build_decoder(config, options, device, half or torch.float32, shape, make=make).decoder
+    model = build_decoder(config, options, device, half or torch.float32, make=make).decoder
     copied = half is not None and is_fused(model)
     copies = WeightCopies(model, half, adds=mode.compile == "none") if copied else nullcontext()
 
     def loss(input_ids: Tensor, labels: Tensor) -> Tensor:
         return model(input_ids, labels=labels).total / labels.numel()
 
-    return Contender(model, loss, graphs=mode.cuda_graphs, copies=copies)
+    return Contender(model, loss, copies=copies)
 
 
 def transformers(config: DecoderConfig, seq_len: int) -> Contender:
@@ -143,24 +139,16 @@ class Training:
         self.device = batches[0].device
         self.parameters = list(contender.model.parameters())
         self.optimizer = torch.optim.AdamW(self.parameters, lr=1e-4, betas=(0.9, 0.95), weight_decay=0.1, fused=True)
-        self.replay = None
-        if contender.graphs:
-            self.replay = GraphedMicroBatch(
-                self.parameters, lambda batch: self._micro_batch(*batch), self.device.type == "cuda"
-            )
 
     def step(self) -> float | Tensor:
         """One optimizer step; the sum of its losses."""
         total = 0.0
         with self.contender.copies:
             for input_ids, labels in zip(*self.batches, strict=True):
-                if self.replay is None:
-                    total += self._micro_batch(input_ids, labels)
-                else:
-                    total += self.replay(torch.stack((input_ids, labels)))
+                total += self._micro_batch(input_ids, labels)
         torch.nn.utils.clip_grad_norm_(self.parameters, 1.0)
         self.optimizer.step()
-        self.optimizer.zero_grad(set_to_none=self.replay is None)  # a graph needs the gradients to stay in place
+        self.optimizer.zero_grad()
         return total
 
     def _micro_batch(self, input_ids: Tensor, labels: Tensor) -> Tensor:

@@ -19,8 +19,8 @@ from pathlib import Path
 from typing import Any
 
 PROJECTS = ("transformers", "liger", "litgpt", "nanogpt")
-MODES = ("none", "triton_free", "inductor", "none+graphs", "triton_free+graphs", "inductor+graphs")
-WARMUP = 5  # optimizer steps before anything is timed: more than what comes before a CUDA graph
+MODES = ("none", "triton_free", "inductor")
+WARMUP = 5  # optimizer steps before anything is timed
 FORMULAS = {
     "tokens_per_second": "tokens of an optimizer step / median over the turns of seconds a step",
     "mfu": "flops_per_token x tokens_per_second / dense peak of the device in this precision, with our decoder's "
@@ -231,7 +231,7 @@ def contend(task: dict[str, Any]) -> None:
     shape = (task["accumulate"], task["micro_batch_size"], task["seq_len"] + 1)
     tokens = torch.randint(config.vocab_size, shape, device=device)
     precision = half[task["precision"]]
-    contender = build(task["contender"], config, (task["micro_batch_size"], task["seq_len"]), device, precision)
+    contender = build(task["contender"], config, task["seq_len"], device, precision)
     batches = (tokens[..., :-1].contiguous(), tokens[..., 1:].contiguous())
     training = Training(contender, batches, precision)
     first = float(training.step())

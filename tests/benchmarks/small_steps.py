@@ -25,7 +25,7 @@ CONFIG = DecoderConfig(
     vocab_size=66, hidden_size=128, num_hidden_layers=4, num_attention_heads=4, intermediate_size=336,
     max_position_embeddings=64, tie_word_embeddings=False, qk_norm=True, zero_init_residual=True,
 )  # fmt: skip
-SHAPE = ROWS, LENGTH = 12, 64
+ROWS, LENGTH = 12, 64
 DEVICE = torch.device("cpu")
 TURNS, STEPS = 11, 10
 
@@ -59,7 +59,7 @@ def main() -> None:
 
 def nanogpt(rows: torch.Tensor, compiled: str) -> Callable[[], object]:
     """A step as its `train.py` takes one on a CPU."""
-    contender = build(f"nanogpt{compiled}", CONFIG, SHAPE, DEVICE)
+    contender = build(f"nanogpt{compiled}", CONFIG, LENGTH, DEVICE)
     optimizer = contender.model.configure_optimizers(0.1, 1e-3, (0.9, 0.99), "cpu")
 
     def step() -> None:
@@ -74,12 +74,12 @@ def nanogpt(rows: torch.Tensor, compiled: str) -> Callable[[], object]:
 def plain_loop(rows: torch.Tensor, compile: str) -> Callable[[], object]:
     """Our decoder in the loop that all contenders of `peers.py` have."""
     batches = rows[None, :, :-1].contiguous(), rows[None, :, 1:].contiguous()
-    return Training(build(f"lm:{compile}", CONFIG, SHAPE, DEVICE), batches, None).step
+    return Training(build(f"lm:{compile}", CONFIG, LENGTH, DEVICE), batches, None).step
 
 
 def ours(rows: torch.Tensor, optimizer_name: str, compile: str) -> Callable[[], object]:
     """Our decoder, our optimizer and our step."""
-    model = build(f"lm:{compile}", CONFIG, SHAPE, DEVICE).model
+    model = build(f"lm:{compile}", CONFIG, LENGTH, DEVICE).model
     optimizer = build_optimizer(model, OptimizerConfig(name=optimizer_name, lr=1e-3), matrix_rows(CONFIG))
 
     def forward_backward(batch: Batch) -> torch.Tensor:

@@ -1,15 +1,11 @@
 """`model.kernels` and `model.compile`: what they refuse, what they log, what they never change."""
 
-import contextlib
 import json
 import os
-from unittest.mock import MagicMock
 
 import pytest
-import torch
 from trainings import PLACES, fit, losses, make_workplace
 
-from lm.model.compile import GraphedMicroBatch
 from lm.system.hardware import device_name
 
 SHORT = {"trainer.max_steps": 5, "trainer.val_interval": 5}
@@ -82,55 +78,3 @@ def test_inductor_trains_to_the_same_losses_within_rounding(tmp_path):
         fit(folder, mode, **SHORT, **{"model.compile": mode, "model.decoder.dropout": 0.0})
         found.append({step: float.fromhex(loss) for step, loss in losses(folder).items()})
     assert found[1] == pytest.approx(found[0], abs=2e-4)
-
-
-# ---- CUDA graphs ----------------------------------------------------------------------------------------------------
-
-
-def test_nothing_is_compiled_while_a_graph_is_recorded(monkeypatch):
-    """Whatever the number of documents: the first call with a new one runs as usual, and frees the memory of graphs."""
-    compiled, happened, recording = [], [], []
-
-    @contextlib.contextmanager
-    def graph(*arguments, **options):
-        recording.append(1)
-        yield
-        recording.clear()
-
-    def compiler(graph, inputs):
-        compiled.append(bool(recording))
-        return graph.forward
-
-    for name, fake in {
-        "Stream": MagicMock,
-        "CUDAGraph": MagicMock,
-        "current_stream": MagicMock,
-        "graph": graph,
-        "stream": contextlib.nullcontext,
-        "synchronize": lambda: happened.append("wait"),
-    }.items():
-        monkeypatch.setattr(torch.cuda, name, fake)
-
-    @torch.compile(backend=compiler)
-    def forward(tokens, documents):
-        return (tokens * documents).sum()
-
-    def forward_backward(tokens, documents):
-        happened.append(("record" if recording else "run", documents))
-        return forward(tokens, documents)
-
-    torch._dynamo.reset()
-    micro = GraphedMicroBatch([], forward_backward, capture=True)
-    for documents in (16, 16, 16, 16, 16, 32, 32, 16, 64, 32):
-        micro(torch.ones(2, 3), documents)
-    assert happened == [("run", 16)] * 3 + [
-        ("record", 16),
-        "wait",
-        ("run", 32),
-        ("record", 32),
-        ("record", 16),
-        "wait",
-        ("run", 64),
-        ("record", 32),
-    ]
-    assert compiled and not any(compiled)

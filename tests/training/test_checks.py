@@ -47,7 +47,7 @@ def shape(**changes):
 
 NARROW = shape(intermediate_size=72)
 OUTPUT = OptimizerConfig(groups=GroupsConfig(output=GroupConfig(lr=0.1)))
-ONE, TWO, GRAPHS = Known(1, H200), Known(2), {"cuda_graphs": True}
+ONE, TWO = Known(1, H200), Known(2)
 
 
 @pytest.mark.parametrize("given, words", [
@@ -75,10 +75,6 @@ ONE, TWO, GRAPHS = Known(1, H200), Known(2), {"cuda_graphs": True}
     # the model on its device
     (({}, {"kernels": "on"}, {}, Known(1, DEVICES["t4"])), "Tesla T4 cannot run them: set model.kernels auto"),
     (({}, {"attention": "flash"}, {}, ONE), "a CUDA device and half precision, and this is NVIDIA H200 in 32-true"),
-    (({}, GRAPHS, {}, Known(1, CPU)), "model.cuda_graphs needs a CUDA device, and this is a processor: turn it off"),
-    (({}, GRAPHS, {}, Known(2, H200)), "needs one device, and these are 2"),
-    (({}, GRAPHS, {"on_bad_shard": "skip"}, ONE), "on_bad_shard raise"),
-    (({}, GRAPHS, {}, Known(1, H200, every_target=False)), "`labels`"),
     (({}, shape(tie_word_embeddings=True) | {"optimizer": OUTPUT}), "set model.optimizer.groups.embedding"),
 ], ids=lambda each: each if isinstance(each, str) else "")  # fmt: skip
 def test_options_that_do_not_go_together(monkeypatch, given, words):

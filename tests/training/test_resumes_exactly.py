@@ -17,15 +17,12 @@ from trainings import equipment, fit, make_workplace, trace
 EXIT = {"SIGKILL": -signal.SIGKILL, "SIGTERM": 75}
 SHARDED = {"trainer.devices": 2, "trainer.strategy": "fsdp2", "data.micro_batch_size": 2, "model.decoder.dropout": 0}
 HEAD_RATE = {"model.optimizer.groups": {"output": {"lr": 0.02}}}
-GRAPHS = equipment("recorder.GraphsWithoutDevice")
 
 
 class Row(NamedTuple):
     changes: dict[str, Any]  # of `trainings.CONFIG`: 12 steps of two micro-batches, a checkpoint every three steps
     interruptions: list[tuple[str, int]]  # each a signal, and the micro-batch of the run, from 0, at which it comes
     callbacks: list[dict] = []
-    whole: dict[str, Any] | None = None  # changes for the run without a stop, where it is trained in another way
-    arguments: list[str] = []
     program: list[str] = []
 
 
@@ -39,7 +36,6 @@ ROWS = {
     "a mixture with two phases": Row(mixed(), [("SIGKILL", 9), ("SIGKILL", 15)]),  # in each phase
     "packed rows": Row({"data.path": "data/packed", "data.packing": "whole"}, [("SIGKILL", 9)]),
     "fp8": Row({}, [("SIGTERM", 11)], [equipment("test_precision.Emulated")]),
-    "cuda graphs": Row({"model.cuda_graphs": True}, [("SIGTERM", 5)], [GRAPHS], whole={}, arguments=["--force"]),
     "a custom model": Row(HEAD_RATE, [("SIGKILL", 9)], program=["my_gru.py"]),
 }  # fmt: skip
 
@@ -71,12 +67,12 @@ def test_an_interrupted_run_is_the_run_without_a_stop(place, name):
         callbacks = [*row.callbacks, *callbacks]
         return fit(place, run, *arguments, callbacks=callbacks, program=row.program, expect=expect, **changes)[1]
 
-    whole = train(f"{run}-whole", row.changes if row.whole is None else row.whole)
-    expected, arguments = entries(place), row.arguments
+    whole = train(f"{run}-whole", row.changes)
+    expected, arguments = entries(place), []
     for signal_name, micro_batch in row.interruptions:
         stop = equipment("recorder.KillAt", signal_name=signal_name, micro_batch=micro_batch)
         train(run, row.changes, *arguments, callbacks=[stop], expect=EXIT[signal_name])
-        arguments = [*row.arguments, "--ckpt_path", "auto"]
+        arguments = ["--ckpt_path", "auto"]
     resumed = train(run, row.changes, *arguments)
     found = entries(place)
     assert losses(found) == losses(expected)

@@ -1,0 +1,60 @@
+"""Options that are gone: an older config and an older run still work where the option has its default, and any use of it
+is answered in one line."""
+
+import pytest
+import yaml
+from trainings import RECORDER, fit, lm, losses, make_workplace, write_config
+
+import lm as package
+from lm.cli.main import main
+from lm.errors import RequestError
+from lm.system.other_names import REMOVED
+
+SECTIONS = {"trainer": package.Trainer, "model": package.LanguageModule, "data": package.DataModule}
+
+
+def with_option(document, option, value):
+    *groups, last = option.split(".")
+    place = document
+    for group in groups:
+        place = place.setdefault(group, {})
+    place[last] = value
+    return document
+
+
+@pytest.mark.parametrize("option", REMOVED)
+def test_a_use_of_it_is_one_line(option, tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    default, what = REMOVED[option]
+    other = not default if isinstance(default, bool) else "other"
+    config = write_config(tmp_path)
+    config.write_text(yaml.safe_dump(with_option(yaml.safe_load(config.read_text()), option, other)))
+    for arguments in ([f"--{option}", str(default)], ["--config", str(config)]):
+        for command in ("fit", "plan"):
+            assert main([command, "--config", "tiny.yaml", *arguments]) == 2
+            [line] = capsys.readouterr().err.splitlines()
+            assert f"there is no option {option!r}; {what}" in line
+    for use in (lambda: package.fit("tiny.yaml", {option: other}),
+                lambda: SECTIONS[option.split(".")[0]](**{option.split(".")[1]: other})):  # fmt: skip
+        with pytest.raises(RequestError, match="gone since") as refused:
+            use()
+        assert "\n" not in str(refused.value)
+    assert [path.name for path in tmp_path.iterdir()] == [config.name]
+
+
+@pytest.mark.parametrize("resume", [["--run", "killed"], ["--config", "killed.yaml"]], ids=["its config", "a config"])
+def test_an_older_run_resumes_to_the_bit(tmp_path, resume):
+    """Its own config and the one that it was begun with have the options that are gone, at their defaults."""
+    folder = make_workplace(tmp_path)
+    fit(folder, "whole")
+    whole = losses(folder)
+    killer = {"class_path": "recorder.KillAt", "init_args": {"signal_name": "SIGKILL", "micro_batch": 15}}
+    _, run = fit(folder, "killed", callbacks=[killer], expect=-9)
+    for file in (folder / "killed.yaml", run.config):
+        document = yaml.safe_load(file.read_text())
+        document["trainer"]["callbacks"] = [RECORDER]
+        for option, (default, _) in REMOVED.items():
+            with_option(document, option, default)
+        file.write_text(yaml.safe_dump(document))
+    lm(folder, "fit", *resume, "--ckpt_path", "auto")
+    assert losses(folder) == whole and run.status() == "finished"
