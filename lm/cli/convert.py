@@ -1,15 +1,13 @@
-"""`lm export`: a model for others, as a Hugging Face folder with a model card. `lm import`: the way back. `lm average`:
-the mean of the weights of several checkpoints.
+"""`lm export`: a model for others, as a Hugging Face folder with a model card. `lm import`: the way back.
 
-An export is reloaded as others do and compared with its source. An import and an average are checkpoints without
-optimizer state, so that a new run can start from their weights.
+An export is reloaded as others do and compared with its source. An import is a checkpoint without optimizer state, so
+that a new run can start from its weights.
 """
 
 import importlib.metadata
 import json
 import logging
-from collections.abc import Mapping, Sequence
-from contextlib import ExitStack
+from collections.abc import Mapping
 from dataclasses import asdict
 from pathlib import Path
 from shlex import quote
@@ -18,7 +16,7 @@ from tempfile import TemporaryDirectory
 import torch
 import yaml
 from huggingface_hub import save_torch_state_dict
-from safetensors import SafetensorError, safe_open
+from safetensors import SafetensorError
 from torch import Tensor
 
 from lm.errors import RequestError, first_line
@@ -27,13 +25,11 @@ from lm.inference.pretrained import DTypeName, Pretrained, load_pretrained, read
 from lm.model.config import DecoderConfig
 from lm.model.custom import MODEL_TYPE
 from lm.model.huggingface import to_huggingface
-from lm.runs import registry
-from lm.runs.checkpoint import TENSORS, find_damage, read_document, read_progress, write_files
-from lm.runs.resume import checkpoint_folder, chosen_model, hub_hint, warn_if_left_behind
-from lm.runs.run import ROOT, STEP, Run
+from lm.runs.checkpoint import write_files
+from lm.runs.resume import checkpoint_folder, chosen_model, hub_hint
+from lm.runs.run import ROOT
 from lm.system.files import new_folder
 from lm.system.remote import is_remote
-from lm.system.units import Count
 from lm.training.checkpoint_state import model_files
 from lm.training.step_stats import StepStats
 
@@ -207,91 +203,3 @@ def describe_shape(config: DecoderConfig, source: Path, target: Path) -> str:
         f"# lm fit --config YOURS.yaml --config {target / 'model.yaml'} --ckpt_path {target} --run NAME\n"
     )
     return head + yaml.safe_dump({"model": {"decoder": shape}}, sort_keys=False)
-
-
-# ---- average ---------------------------------------------------------------------------------------------------------
-
-
-def average(
-    run: str | None = None,
-    steps: list[Count] | None = None,
-    last: int | None = None,
-    output: str | None = None,
-    root: str = str(ROOT),
-) -> None:
-    """Average the weights of several checkpoints of a run, and write them as a checkpoint without optimizer state.
-
-    Late in training, at a high learning rate, the weights move around a minimum, and their mean is closer to it than
-    each of them (Izmailov et al., 2018, arXiv:1803.05407; of the last checkpoints: Kaddour, 2022, arXiv:2209.14981).
-
-    Args:
-        run: Name under the root or in the registry, or a path; the newest run if not given.
-        steps: Optimizer steps of the checkpoints to average, such as 100 200 300.
-        last: Instead of --steps: how many of the newest checkpoints to average.
-        output: Folder to create; it must be empty or not exist. If not given, `average-FIRST-LAST-of-K` in the run's
-            folder.
-        root: Folder of the runs.
-    """
-    found = registry.find_run(run, root)
-    chosen = choose_checkpoints(found, steps, last)
-    first, newest = min(chosen), max(chosen)
-    target = Path(output) if output else found.path / f"average-{first}-{newest}-of-{len(chosen)}"
-    if STEP.fullmatch(target.resolve().name) and (target.resolve().parent / "run.json").exists():
-        raise RequestError(f"--output {target} would be taken for a checkpoint of the run's training; choose another")
-    folders = list(chosen.values())
-    for folder in folders:
-        if damage := find_damage(folder):
-            raise RequestError(f"checkpoint {folder}: {damage}; choose others with --steps")
-    with new_folder(target) as folder:
-        texts = read_document(chosen[newest])["digests"].keys() - set(TENSORS.values())
-        files = {name: (chosen[newest] / name).read_text(encoding="utf-8") for name in sorted(texts)}
-        of = {"steps": list(chosen), "samples": read_progress(chosen[newest]).samples}
-        write_files(folder, checkpoint_content(mean_weights(folders), files) | {"average": of})
-    log.info("the mean of the weights of run %s after steps %s", found.name, ", ".join(map(str, chosen)))
-    inside = target.resolve().parent == found.path.resolve()
-    log.info("its validation loss: %s", found.validate_command(target.name if inside else target.resolve()))
-    print(target)
-
-
-def choose_checkpoints(run: Run, steps: Sequence[int] | None, last: int | None) -> dict[int, Path]:
-    """Checkpoints of a run by optimizer step, ascending: those of `steps`, or the `last` newest."""
-    there, left_behind = run.steps(), run.left_behind()
-    have = f"run {run.path} has checkpoints of steps {', '.join(map(str, there)) or '(none yet)'}"
-    if steps is None and last is not None:
-        usable = [step for step, path in there.items() if path not in left_behind]
-        if last > len(usable):
-            raise RequestError(f"--last {last}: {have}; trainer.keep_checkpoints and trainer.keep_every keep more")
-        steps = usable[-last:] if last > 0 else []
-    elif steps is None or last is not None:
-        raise RequestError(f"give the checkpoints with --steps, such as --steps 100 200, or with --last 3; {have}")
-    if missing := [step for step in steps if step not in there]:
-        raise RequestError(f"there is no checkpoint of step {missing[0]}: {have}")
-    if len(set(steps)) < 2:
-        raise RequestError(f"a mean needs two checkpoints or more; {have}")
-    for step in sorted(steps):
-        warn_if_left_behind(run, there[step])
-    return {step: there[step] for step in sorted(steps)}
-
-
-def mean_weights(folders: Sequence[Path]) -> dict[str, Tensor]:
-    """The mean of each weight, computed in fp64 and rounded to the last folder's dtype.
-
-    What is not a floating-point number, such as a count of steps in a buffer, is that of the last folder. Weights are
-    read one by one, so that the memory is that of one model and of one weight in fp64.
-    """
-    with ExitStack() as stack:
-        files = [stack.enter_context(safe_open(folder / TENSORS["state_dict"], "pt")) for folder in folders]
-        mean = {}
-        for name in files[-1].keys():  # the checkpoints of a run have the same
-            weight = files[-1].get_tensor(name)
-            if weight.is_floating_point():
-                total = torch.zeros(weight.shape, dtype=torch.float64)
-                for file, folder in zip(files, folders):
-                    part = file.get_tensor(name)
-                    if not part.isfinite().all():
-                        raise RequestError(f"the weight {name} of {folder} has NaN or Inf in it: leave that checkpoint "
-                                           "out")  # fmt: skip
-                    total += part
-                weight = (total / len(files)).to(weight.dtype)
-            mean[name] = weight
-        return mean

@@ -25,7 +25,7 @@ from lm.training.schedule import plan_steps
 
 LISTS = tuple(option.name for option in training_options("fit") if "list of str" in option.kind)
 # Commands that take a run's checkpoint -> another cure where there is no run at all.
-OF_A_RUN = dict.fromkeys(("generate", "evaluate", "export"), ", or give a --ckpt_path") | {"average": "", "branch": ""}
+OF_A_RUN = dict.fromkeys(("generate", "evaluate", "export"), ", or give a --ckpt_path") | {"branch": ""}
 OF_A_RUN |= dict.fromkeys(("validate", "test", "predict"), ", or give --config")
 
 

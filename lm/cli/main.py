@@ -13,6 +13,7 @@ from typing import Any, Literal
 
 from lm import __version__
 from lm.errors import LmError, RequestError
+from lm.system.other_names import REMOVED_COMMANDS
 from lm.system.process import HarmlessFormatter, harmless, import_from_working_directory, lm_version, rank
 from lm.system.stop_signals import STOP
 
@@ -34,7 +35,6 @@ COMMANDS = {
     "evaluate": ("lm.cli.evaluate:main", "tasks and bits per byte of a checkpoint, with confidence intervals"),
     "export": ("lm.cli.convert:export", "a Hugging Face folder with a model card, reloaded and compared"),
     "import": ("lm.cli.convert:import_model", "a Hugging Face model as a checkpoint that a training starts from"),
-    "average": ("lm.cli.convert:average", "the mean of the weights of several checkpoints, as a checkpoint"),
     "profile": ("lm.cli.measure:profile", "where the time of a training step goes, by part; a trace"),
     "runs ls": ("lm.cli.runs:ls", "every run: its status, step, losses, tokens a second and age"),
     "runs show": ("lm.cli.runs_show:show", "one run on a page: progress, losses, model, checkpoints, machine"),
@@ -202,6 +202,8 @@ def _unknown_command(arguments: list[str]) -> str:
             return f"the command comes before its options: `lm {typed}`"
     if arguments[0] in ("-c", "--config"):
         return f"the command comes first: `lm {shlex.join(['fit', *arguments])}`"
+    if gone := REMOVED_COMMANDS.get(arguments[0]):
+        return f"no command {arguments[0]!r}; {gone}"
     family = [name for name in COMMANDS if name.startswith(arguments[0] + " ")]
     two = get_close_matches(" ".join(arguments[:2]), [name for name in COMMANDS if " " in name], 1, cutoff=0.8)
     if family and not two:

@@ -122,7 +122,8 @@ def data_rows(model: Pretrained, run: Run) -> Rows:
 
 def mixture_rows(model: Pretrained, run: Run) -> Rows:
     """For each source of a mixture: its share of the samples that this model has seen, epochs, and files."""
-    mixture, (_, samples), length = run.read("run.json")["mixture"], trained_for(model), seq_len_of(model, run)
+    mixture, samples = run.read("run.json")["mixture"], read_progress(model.path).samples
+    length = seq_len_of(model, run)
     taken = counts_of([Phase(start, tuple(shares)) for start, shares in mixture["phases"]], samples)  # (sources,)
     rows = {}
     for source, count in zip(mixture["sources"], taken.tolist()):
@@ -197,7 +198,7 @@ def public_name(name: str) -> str:
 
 def training_rows(model: Pretrained, run: Run) -> Rows:
     """How the model was trained: steps, batch, optimizer, hardware, operations, time."""
-    described, (step, samples), config = run.read("run.json"), trained_for(model), run.settings()
+    described, (step, samples, *_), config = run.read("run.json"), read_progress(model.path), run.settings()
     trainer, module = (config.get(name) or {} for name in ("trainer", "model"))
     seq_len = seq_len_of(model, run)
     tokens = samples * seq_len
@@ -206,11 +207,10 @@ def training_rows(model: Pretrained, run: Run) -> Rows:
     batches = [entry["global_batch"] for entry in described.get("stretches", []) if entry["step"] < step]
     spent = time_spent(run.metrics(), step)
     seconds = spent["computing"] + spent["waiting for data"]
-    began_from, average = described.get("began_from"), read_progress(model.path).average
+    began_from = described.get("began_from")
     return {
         "began from": f"the weights of {Path(began_from).name}" if began_from else None,
         "steps": f"{step:,}" + (f" of {planned:,}" if planned else ""),
-        "weights": f"the mean of those after steps {', '.join(map(str, average.steps))}" if average else None,
         "tokens": f"{tokens:,}" + (f", {tokens / whole:.2f} times the data" if whole else ""),
         "batch": f"{batches[-1] * seq_len:,} tokens: {batches[-1]:,} sequences of {seq_len:,}" if batches else None,
         **_optimizer_rows(module),
@@ -221,12 +221,6 @@ def training_rows(model: Pretrained, run: Run) -> Rows:
         "time": f"{format_duration(seconds)} of optimizer steps" if seconds else None,
         "seed": config.get("seed_everything"),
     }
-
-
-def trained_for(model: Pretrained) -> tuple[int, int]:
-    """Optimizer steps and samples of a checkpoint's training; for an average, of the last checkpoint in it."""
-    progress = read_progress(model.path)
-    return (progress.average.steps[-1], progress.average.samples) if progress.average else progress[:2]
 
 
 def seq_len_of(model: Pretrained, run: Run) -> int:
@@ -254,7 +248,7 @@ def _optimizer_rows(module: dict[str, Any]) -> Rows:
 
 
 def result_rows(model: Pretrained, run: Run) -> Rows:
-    """The validation at exactly this step, and the evaluations of it; empty for an average."""
+    """The validation at exactly this step, and the evaluations of it."""
     rows: Rows = {}
     if model.step is None:
         return rows

@@ -38,7 +38,7 @@ LONGEST_REASON = 400  # characters of torch's message on weights that do not fit
 class Pretrained:
     """A decoder with its tokenizer, on its device, in evaluation mode, without gradients.
 
-    `step` is None for an average of several checkpoints, and for a folder that a training did not write.
+    `step` is None for a folder that a training did not write.
     """
 
     path: Path  # the folder that it was read from
@@ -122,8 +122,7 @@ def load_pretrained(
             "not belong together"
         )
     progress = read_progress(folder) if (folder / "trainer.json").exists() else None
-    step = progress.step if progress and not progress.average else None
-    return Pretrained(folder, decoder, tokenizer, step, built.kernels)
+    return Pretrained(folder, decoder, tokenizer, progress and progress.step, built.kernels)
 
 
 def _device(name: str | torch.device) -> torch.device:

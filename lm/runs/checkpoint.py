@@ -102,13 +102,6 @@ def point(link: Path, target: str) -> None:
 # ---- reading ---------------------------------------------------------------------------------------------------------
 
 
-class Average(NamedTuple):
-    """The checkpoints that `lm average` averaged to make a checkpoint."""
-
-    steps: tuple[int, ...]  # of the checkpoints, ascending
-    samples: int  # trained on, at the last of these checkpoints
-
-
 class Progress(NamedTuple):
     """Where a training stood at a checkpoint; the defaults are its beginning."""
 
@@ -116,7 +109,6 @@ class Progress(NamedTuple):
     samples: int = 0  # samples trained on so far
     best_name: str | None = None  # of the best checkpoint so far; None if none was validated
     pending_validation: bool = False  # the validation due after this step had not run yet
-    average: Average | None = None  # of averaged weights: a training can start from it, but not resume
 
 
 def read_progress(folder: Path | str | None) -> Progress:
@@ -127,11 +119,9 @@ def read_progress(folder: Path | str | None) -> Progress:
         document = read_document(Path(folder))
         states = decode(document.get("callbacks", {})).values()
         best = [state["best_name"] for state in states if isinstance(state, dict) and "best_name" in state]
-        average = document.get("average")
         return Progress(
             step=int(document["global_step"]), samples=int(document["cursor"]["consumed"]),
             best_name=best[0] if best else None, pending_validation=bool(document.get("pending_validation")),
-            average=average and Average(tuple(average["steps"]), int(average["samples"])),
         )  # fmt: skip
     except RequestError as error:
         raise RequestError(f"checkpoint {folder}: {error}") from error

@@ -41,8 +41,7 @@ def find_checkpoint(
             raise RequestError(f"--ckpt_path {reference}: {damage}{_cure(path)}")
         run = Run(path.resolve().parent if path.is_symlink() else path.parent)
         belongs = (run.path / "run.json").exists() and (not named or run.name == name)
-        if fit and read_progress(path).average:  # has no optimizer state: a new run starts from its weights
-            belongs = False
+        belongs = belongs and STEP.fullmatch(path.resolve().name) is not None  # other folders are no checkpoints of it
         if belongs and fit and rank() == 0:
             run.refuse_if_trained()
         return path.resolve(), run if belongs else None

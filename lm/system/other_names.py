@@ -49,6 +49,9 @@ OPTIONS = {
 REMOVED = {
     "model.cuda_graphs": (False, "gone since 0.1, as it gained nothing: leave it out; model.compile lessens launches"),
 }
+REMOVED_COMMANDS = {
+    "average": "gone since 0.1, as it gained nothing: `safetensors.torch.load_file` reads the weights of a checkpoint",
+}
 # What to do instead of an option that others have for training -> the last part of its name.
 CURES = {
     "it follows from data.global_batch_tokens and data.micro_batch_size":

@@ -8,7 +8,7 @@ from trainings import RECORDER, fit, lm, losses, make_workplace, write_config
 import lm as package
 from lm.cli.main import main
 from lm.errors import RequestError
-from lm.system.other_names import REMOVED
+from lm.system.other_names import REMOVED, REMOVED_COMMANDS
 
 SECTIONS = {"trainer": package.Trainer, "model": package.LanguageModule, "data": package.DataModule}
 
@@ -58,3 +58,10 @@ def test_an_older_run_resumes_to_the_bit(tmp_path, resume):
         file.write_text(yaml.safe_dump(document))
     lm(folder, "fit", *resume, "--ckpt_path", "auto")
     assert losses(folder) == whole and run.status() == "finished"
+
+
+@pytest.mark.parametrize("command", REMOVED_COMMANDS)
+def test_a_command_that_is_gone_is_one_line(command, capsys):
+    assert main([command, "--run", "small"]) == 2
+    [line] = capsys.readouterr().err.splitlines()
+    assert f"no command {command!r}; gone since" in line

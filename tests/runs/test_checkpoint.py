@@ -16,7 +16,7 @@ from trainings import make_workplace
 import lm as package
 from lm.errors import RequestError, RunError
 from lm.runs.checkpoint import decode, encode, find_damage, point, read_folder, read_progress, write_folder
-from lm.runs.resume import find_checkpoint, repair_links
+from lm.runs.resume import find_checkpoint, repair_links, warn_if_left_behind
 from lm.runs.run import Run
 from lm.system.files import digest, dump_checksummed, load_checksummed, remove_folder, stated_digest, write_atomically
 from lm.system.process import lm_version
@@ -319,12 +319,16 @@ def auto(run):
     return find_checkpoint("auto", "run", str(run.path.parent), named=False, command="fit")[0]
 
 
-def test_steps_left_behind_come_last(run):
+def test_steps_left_behind_come_last(run, caplog):
     """Also where they are newer than `last`; a step that was saved before `last` could move is no such step."""
     write_folder(run.path / STEPS[2], state(2, STEPS[2]))
     assert auto(run).name == STEPS[2]
     run.describe(left_behind=[stated_digest(run.path / STEPS[2] / "trainer.json")])
     assert auto(run).name == STEPS[1]
+    for step in STEPS.values():
+        warn_if_left_behind(run, run.path / step)
+    [warning] = caplog.messages
+    assert f"{STEPS[2]} was left behind when the run was resumed from an earlier step" in warning
     (run.path / STEPS[1] / "config.json").write_text("")
     assert auto(run).name == STEPS[2]
 
