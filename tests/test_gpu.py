@@ -201,6 +201,15 @@ def test_triton_free_is_eager_to_the_bit(config, deterministic):
     torch.testing.assert_close(gradients(model), eager, rtol=0, atol=0)
 
 
+@pytest.mark.parametrize("fused", [False, True], ids=["plain", "fused"])
+def test_inductor_agrees_with_eager_mode(fused):
+    model = built(VARIANTS["windows"], fused)
+    eager = [t.clone() for t in gradients(model)]
+    compile_decoder(model, "inductor")
+    for compiled, exact in zip(gradients(model), eager, strict=True):
+        assert (compiled - exact).norm() / exact.norm() < 3e-2
+
+
 def document_batches():
     """Batches of ids `(2, 257)` in which 7 ends a document, from 1 to 8 documents a row, and a limit for each batch."""
     torch.manual_seed(1)
