@@ -11,7 +11,8 @@ The counts are of one micro-batch's forward and backward pass, its gradients add
 and of what follows the last one: norm, clipping, AdamW.
 
 The milliseconds are a prediction for an H100 in bf16, not a measurement: FLOPs of products and of attention at the rates
-of `RATES`, and the bytes of all other ops at the rate of a copy. They ignore launches, which run ahead of the device.
+of `RATES`, products in FP8 too, and the bytes of all other ops at the rate of a copy. They ignore launches, which run
+ahead of the device.
 """
 
 import argparse
