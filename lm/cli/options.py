@@ -87,8 +87,6 @@ class PlanOptions:
         bench: File from `lm bench step --output`; its measured speed is used instead of an assumed MFU.
         rate_usd_per_hr: Price of the machine in US dollars per hour, if guards.budget has none.
         fit: Print only the largest micro-batch that fits; with --json, add it to the output as `fit`.
-        test_notify: Only send a test message to the recipients under `notify`.
-        rehearse: Run the guards on made-up log lines, without training, to see what they would log and do.
         json: Print one JSON object instead of a page.
     """
 
@@ -100,8 +98,6 @@ class PlanOptions:
     bench: Path | None = None
     rate_usd_per_hr: float | None = None
     fit: bool = False
-    test_notify: bool = False
-    rehearse: bool = False
     json: bool = False
 
 

@@ -17,7 +17,6 @@ from rich.console import Console
 
 from lm.cli import plan_facts as facts
 from lm.cli.options import PlanOptions
-from lm.cli.rehearse import rehearse, show_rehearsal
 from lm.data.config import DataConfig
 from lm.data.datamodule import DataModule
 from lm.errors import RequestError, require_at_least
@@ -30,7 +29,7 @@ from lm.system.process import program
 from lm.system.units import format_bytes, format_count, format_figure, format_time_and_cost, plural
 from lm.training.budget import read_budget_file
 from lm.training.callback import Callback
-from lm.training.callbacks.notifications import open_recipients, send_test
+from lm.training.callbacks.notifications import open_recipients
 from lm.training.checks import Finding, Known, find, of_accelerator
 from lm.training.config import TrainerConfig
 from lm.training.launcher import EXIT_WAIT
@@ -52,18 +51,12 @@ def plan(config: Namespace, name: str) -> None:
         raise RequestError("--fit is about a device, and --strict looks at none: give one of them")
     refuse_name(name)
     recipients = open_recipients([] if config.strict else config.notify or [])
-    if config.test_notify:
-        return send_test(recipients, name)
     found, noted = examine(config)
     found = {"config": name, **found}
     noted.sort(key=lambda finding: ("error", "warning", "advice").index(finding.level))
     if recipients:
         found["notify"] = [{"to": one.name, "level": one.level} for one in recipients]
     errors = [finding for finding in noted if finding.level == "error"]
-    if config.rehearse and "steps" in found:  # other errors, such as missing data, do not affect the guards
-        played = rehearse(config, found)
-        print(json.dumps({"config": name, **played})) if config.json else show_rehearsal(played)
-        return
     if config.fit:
         best = largest_that_fits(found, noted)
         found["fit"] = {"data.micro_batch_size": best}

@@ -47,6 +47,8 @@ OPTIONS = {
 }  # fmt: skip
 # An option that is gone -> its default, with which an older config and an older run are read as before, and what to do.
 REMOVED = {
+    "rehearse": (False, "gone since 0.1: guards.budget.dry_run and guards.inject_step try the guards in a training"),
+    "test_notify": (False, "gone since 0.1: `apprise -b test ADDRESS` sends a message"),
     "model.cuda_graphs": (False, "gone since 0.1, as it gained nothing: leave it out; model.compile lessens launches"),
 }
 REMOVED_COMMANDS = {

@@ -485,8 +485,8 @@ class RunOptions:
             stopped by a guard. It gets the facts as JSON on its standard input. It is not run in a shell.
         notify: Addresses to notify when the run starts, when a guard finds something, and when the run ends. An
             address is an Apprise URL, such as `ntfy://topic`, or has a lowest level: `{url: ntfy://topic, level:
-            warning}`, with `info` (everything), `warning` or `error`. `$NAME` in it is read from the environment.
-            `lm plan --config X --test_notify` tests all of them. Needs the package apprise.
+            warning}`, with `info` (everything), `warning` or `error`. `$NAME` in it is read from the environment. Needs
+            the package apprise.
         expect: Metrics and the range in which each must end, such as `{val/loss: [3.2, 3.5]}`.
     """
 

@@ -1,7 +1,7 @@
 """Guards: observers that get every log line of a training and return what they find. None of them changes anything.
 
-`callbacks/guards` shows them the lines of a training and acts on their findings; `lm plan --rehearse` shows them
-invented ones. The budget is such an observer too, in `budget`.
+`callbacks/guards` shows them the lines of a training and acts on their findings. The budget is such an observer too, in
+`budget`.
 """
 
 import math

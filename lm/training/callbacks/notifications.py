@@ -151,21 +151,6 @@ def open_recipients(notify: Sequence[Any]) -> list[Recipient]:
     return recipients
 
 
-def send_test(recipients: Sequence[Recipient], run: str) -> None:
-    """Send a test message to each address, in the name of this run, and print whether it was sent."""
-    if not recipients:
-        raise RequestError("there is nobody to notify: give addresses under `notify`")
-    failed = []
-    for one in recipients:
-        try:
-            one.send(Message("info", f"{run}: test", f"This is a test of `notify`, sent from {socket.gethostname()}."))
-            print(f"sent to {one.name}")
-        except RunError as error:
-            failed.append(f"{one.name}: {error}")
-    if failed:
-        raise RunError(f"not sent to {'; '.join(failed)}")
-
-
 # ---- events ----------------------------------------------------------------------------------------------------------
 
 
