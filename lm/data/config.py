@@ -12,7 +12,6 @@ from lm.system.files import refuse_url
 from lm.system.units import Count
 
 Packing = Literal["stream", "whole"]
-OnBadShard = Literal["raise", "skip"]
 LEARNED = {"bpe": "a byte-level BPE", "char": "one token a character"}
 TIMEOUT = 300.0  # seconds to wait for a block
 
@@ -168,8 +167,6 @@ class DataConfig:
             other places.
         timeout: Seconds to wait for data from a file system that does not answer before the run ends. Failed reads of
             remote shards are retried for half of that time.
-        on_bad_shard: What to do about a damaged block of tokens in training: `raise` ends the run; `skip` leaves out
-            its samples and counts them in `data/skipped_samples`; the other samples keep their places.
         cache_dir: Folder to cache blocks of remote shards in.
         cache_bytes: Largest size of this cache.
         texts: For `lm predict`: text files, JSONL or Parquet.
@@ -196,7 +193,6 @@ class DataConfig:
     reshuffle: Literal["documents"] | None = None
     # How it is read.
     timeout: float = TIMEOUT
-    on_bad_shard: OnBadShard = "raise"
     cache_dir: str = "data/cache"
     cache_bytes: Count = Count(20 * 10**9)
     texts: str | list[str] | None = None

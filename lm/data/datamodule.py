@@ -20,7 +20,7 @@ from torch.utils.data import ChainDataset
 
 from lm.data.cache import BlockCache
 from lm.data.config import DataConfig, SourceConfig
-from lm.data.loader import Batch, Reading, Stream, Windows
+from lm.data.loader import Batch, Stream, Windows
 from lm.data.mixture import Mixture, Phase, counts_of, phases_of
 from lm.data.overlap import describe_shared, shared_spans
 from lm.data.prepare import MANIFEST, cure_of_other_files, holds_other_files, prepare, refuse_other_options
@@ -373,15 +373,10 @@ class DataModule(LightningDataModule):
         return ChainDataset(parts) if self.mixed else parts[0]
 
     def _share(self) -> dict[str, Any]:
-        """This rank's share of the rows, and how to read them; all rows without a Trainer.
-
-        Damaged blocks are skipped only in a fit, which reports them in metrics, log and alerts.
-        """
+        """This rank's share of the rows, and how long to wait for them; all rows without a Trainer."""
         trainer = self.trainer
         rank, world = (trainer.global_rank, trainer.world_size) if trainer else (0, 1)
-        fits = trainer is None or trainer.state.fn == "fit"
-        reading = Reading(self.options.timeout, self.options.on_bad_shard if fits else "raise")
-        return {"rank": rank, "world": world, "reading": reading}
+        return {"rank": rank, "world": world, "timeout": self.options.timeout}
 
 
 def text_batches(

@@ -19,9 +19,9 @@ import torch
 from torch import Tensor
 from torch.utils.data import IterableDataset
 
-from lm.data.config import TIMEOUT, OnBadShard
+from lm.data.config import TIMEOUT
 from lm.data.mixture import Mixture
-from lm.data.parquet import IGNORED, BadBlock, Tokens
+from lm.data.parquet import IGNORED, Tokens
 from lm.data.sampler import BLOCKS_AHEAD, Order
 from lm.data.shards import BLOCK_TOKENS, Shards
 from lm.errors import DataError, RunError
@@ -60,7 +60,6 @@ class Batch:
         tokens: Tensor,
         cursor: Cursor | None = None,
         mask: Tensor | None = None,
-        bad: tuple[str, ...] = (),
         counted: int | None = None,
         row_documents: tuple[int, ...] | None = None,
         sources: Tensor | None = None,
@@ -68,7 +67,6 @@ class Batch:
         self.tokens = tokens  # (B, T + 1) uint16 or int32, on any device
         self.cursor = cursor  # None outside of training
         self.mask = mask  # (B, T) bool, False where a target does not count; None when all of them count
-        self.bad = bad  # for every row that could not be read, a description of the damage
         self._counted = counted  # number of True values of the mask, if known
         self.row_documents = row_documents  # upper bounds on the documents in each row's inputs; None: not counted
         self.sources = sources  # (B,) int64, source of each row in a mixture, from 0; None: a single source
@@ -94,7 +92,7 @@ class Batch:
         return self._counted
 
     def split(self, rows: int) -> "list[Batch]":
-        """Micro-batches of `rows` rows each, in order. They are views, and carry neither `cursor` nor `bad`."""
+        """Micro-batches of `rows` rows each, in order. They are views, and carry no `cursor`."""
         of_rows = {"mask": self.mask, "row_documents": self.row_documents, "sources": self.sources}
         given = {name: values for name, values in of_rows.items() if values is not None}
         parts = [slice(start, start + rows) for start in range(0, len(self.tokens), rows)]
@@ -120,7 +118,7 @@ class Batch:
     def _map(self, function: Callable[[Tensor], Tensor]) -> "Batch":
         mask, counted = (None, None) if self.mask is None else (function(self.mask), self.num_targets)
         sources = None if self.sources is None else function(self.sources)
-        return Batch(function(self.tokens), self.cursor, mask, self.bad, counted, self.row_documents, sources)
+        return Batch(function(self.tokens), self.cursor, mask, counted, self.row_documents, sources)
 
 
 def _to_int64(tokens: Tensor) -> Tensor:
@@ -140,17 +138,6 @@ class Request(NamedTuple):
     cursor: Cursor | None = None
     padding: int = 0
     sources: np.ndarray | None = None  # source of each sample of a mixture
-
-
-class Reading(NamedTuple):
-    """What to do when a block cannot be read.
-
-    `skip` leaves the targets of a damaged block out of the loss. Every sample keeps its place in the order, so nothing
-    else changes.
-    """
-
-    timeout: float = TIMEOUT  # seconds to wait for a block
-    on_bad_shard: OnBadShard = "raise"
 
 
 class Stream(IterableDataset):
@@ -173,14 +160,14 @@ class Stream(IterableDataset):
         rank: int = 0,
         world: int = 1,
         shuffle_buffer: int | None = None,
-        reading: Reading = Reading(),
+        timeout: float = TIMEOUT,
     ) -> None:
         if global_batch % world:
             raise ValueError(f"global_batch {global_batch} is not a multiple of {world} ranks")
         self.shards, self.order, self.seq_len, self.start = shards, order, seq_len, start
         self.global_batch, self.rank, self.world = global_batch, rank, world
         self.buffer = shuffle_buffer or (order.lanes + BLOCKS_AHEAD) * shards.largest.tokens
-        self.reading = reading
+        self.timeout = timeout
 
     def requests(self) -> Iterator[Request]:
         """The samples of this rank in each optimizer step; endless."""
@@ -191,7 +178,7 @@ class Stream(IterableDataset):
             yield Request(samples, Cursor(start, end), sources=sources)
 
     def __iter__(self) -> Iterator[Batch]:
-        return Assembler(self.shards, self.order, self.seq_len, self.requests(), self.buffer, self.reading).batches()
+        return Assembler(self.shards, self.order, self.seq_len, self.requests(), self.buffer, self.timeout).batches()
 
 
 class Windows(IterableDataset):
@@ -211,10 +198,10 @@ class Windows(IterableDataset):
         limit: int | None = None,
         rank: int = 0,
         world: int = 1,
-        reading: Reading = Reading(),
+        timeout: float = TIMEOUT,
         source: int | None = None,
     ) -> None:
-        self.shards, self.seq_len, self.micro_batch, self.reading = shards, seq_len, micro_batch, reading
+        self.shards, self.seq_len, self.micro_batch, self.timeout = shards, seq_len, micro_batch, timeout
         self.order = Order(shards.windows(seq_len), seed=0, shuffle=False)
         self.total = self.order.total if limit is None else min(limit, self.order.total)
         per_rank = -(-self.total // world)
@@ -229,7 +216,7 @@ class Windows(IterableDataset):
             yield Request(samples, padding=self.micro_batch - len(samples), sources=self.sources)
 
     def __iter__(self) -> Iterator[Batch]:
-        return Assembler(self.shards, self.order, self.seq_len, self.requests(), self.buffer, self.reading).batches()
+        return Assembler(self.shards, self.order, self.seq_len, self.requests(), self.buffer, self.timeout).batches()
 
 
 # ---- rows from blocks ------------------------------------------------------------------------------------------------
@@ -245,11 +232,11 @@ class Assembler:
         seq_len: int,
         requests: Iterator[Request],
         capacity: int,
-        reading: Reading = Reading(),
+        timeout: float = TIMEOUT,
     ) -> None:
-        self.shards, self.seq_len, self.reading = shards, seq_len, reading
+        self.shards, self.seq_len = shards, seq_len
         self.stride = shards.stride(seq_len)
-        self.buffer = BlockBuffer(shards, capacity, reading.timeout)
+        self.buffer = BlockBuffer(shards, capacity, timeout)
         self.located = _locate_many(order, requests)
         self.waiting: deque = deque()  # located requests
         self.unwanted: deque[int] = deque()  # blocks of these that the buffer was not asked for yet
@@ -290,24 +277,17 @@ class Assembler:
         rows[len(blocks) :] = 0
         mask = np.ones((len(rows), length), bool)  # (B, T)
         mask[len(blocks) :] = False
-        bad = []
         for place, (block, window) in enumerate(zip(blocks, windows)):
             if buffer.wanted == buffer.taken:
                 self.look_ahead()  # the buffer was full; samples taken so far no longer need their blocks
             first = window * self.stride
-            try:
-                ids, targets = buffer.take(block)
-                rows[place] = ids[first : first + length + 1]
-                if targets is not None:
-                    mask[place] = targets[first + 1 : first + length + 1]
-            except BadBlock as damage:
-                if self.reading.on_bad_shard == "raise":
-                    raise
-                rows[place], mask[place] = 0, False
-                bad.append(str(damage.with_traceback(None)))  # a block's rows share it: tracebacks would add up
+            ids, targets = buffer.take(block)
+            rows[place] = ids[first : first + length + 1]
+            if targets is not None:
+                mask[place] = targets[first + 1 : first + length + 1]
         marks = None if mask.all() else torch.from_numpy(mask)
         sources = None if request.sources is None else torch.from_numpy(request.sources)
-        return Batch(torch.from_numpy(rows), request.cursor, marks, tuple(bad), sources=sources)
+        return Batch(torch.from_numpy(rows), request.cursor, marks, sources=sources)
 
 
 def _locate_many(order: Order | Mixture, requests: Iterator[Request]) -> Iterator[tuple[Request, list[int], list[int]]]:

@@ -56,7 +56,6 @@ METRICS = {  # every metric of metrics.jsonl and TensorBoard, except those of an
     "mem/cuda_peak_gib": Metric("peak memory of tensors", "GiB", alert="cuda_peak_gib"),
     "data/tokens": Metric("tokens", "tokens", "count", alert="tokens"),
     "data/epochs": Metric("epochs", "epochs", "{:.2f}"),
-    "data/skipped_samples": Metric("skipped samples", "samples", "{:,.0f}"),
     "data/injected": Metric("injected samples", form="{:.0f}"),
 }
 BY_SOURCE = ("train/loss", "val/loss", "val/bpb", "data/epochs")  # for each source of a mixture also `train/loss/NAME`

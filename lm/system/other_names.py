@@ -49,6 +49,7 @@ OPTIONS = {
 REMOVED = {
     "rehearse": (False, "gone since 0.1: guards.budget.dry_run and guards.inject_step try the guards in a training"),
     "test_notify": (False, "gone since 0.1: `apprise -b test ADDRESS` sends a message"),
+    "data.on_bad_shard": ("raise", "gone since 0.1: a damaged shard ends the run; restore it, or make the data anew"),
     "model.cuda_graphs": (False, "gone since 0.1, as it gained nothing: leave it out; model.compile lessens launches"),
 }
 REMOVED_COMMANDS = {

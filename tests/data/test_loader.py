@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from shard_files import write_folder, write_rows
 
 from lm.data import shards as shards_module
-from lm.data.loader import Assembler, Batch, BlockBuffer, Cursor, Reading, Stream, Windows
+from lm.data.loader import Assembler, Batch, BlockBuffer, Cursor, Stream, Windows
 from lm.data.sampler import Order
 from lm.data.shards import Shards
 from lm.errors import RequestError, RunError
@@ -141,24 +141,6 @@ def test_tokens_come_out_as_they_went_in():
     assert wide.tokens.tolist() == [[7, 70000, 9]], "the batch itself is left as it was"
     moved = batch.to("cpu")
     assert moved.cursor == batch.cursor and moved.mask is None
-
-
-def test_rows_of_a_damaged_shard_are_left_out_where_that_is_asked_for(tmp_path):
-    """Their targets do not count, they say why, and every other row is where it was."""
-    write_folder(tmp_path, [200, 200, 200])
-    shards = Shards.open(str(tmp_path), vocab_size=1000, block_tokens=1)
-    whole = reference(shards, 0, 72).reshape(3, 24, -1)
-    (tmp_path / "00001.parquet").write_bytes(b"gone")
-    skipping, left_out = stream(shards, reading=Reading(on_bad_shard="skip")), 0
-    for expected, batch in zip(whole, skipping):
-        blocks, _ = skipping.order.locate(np.arange(batch.cursor.start, batch.cursor.end))
-        damaged = np.array([shards.blocks[block].file_of(0).endswith("00001.parquet") for block in blocks])
-        assert (batch.labels == -100).all(1).tolist() == damaged.tolist()
-        assert len(batch.bad) == damaged.sum() and all("00001.parquet, row group 0: " in text for text in batch.bad)
-        assert batch.num_targets == (~damaged).sum() * SEQ_LEN == (batch.labels != -100).sum()
-        assert np.array_equal(batch.tokens.numpy()[~damaged], expected[~damaged])
-        left_out += damaged.sum()
-    assert 0 < left_out < 72
 
 
 @given(st.integers(1, 3), st.integers(0, 200))

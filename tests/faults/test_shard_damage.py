@@ -1,13 +1,11 @@
-"""Shards that break while they are trained on: named, skipped only where asked, and the run resumes bit for bit."""
+"""Shards that break while they are trained on: named, and the run resumes bit for bit."""
 
-import json
 import shutil
 import time
 
 import pytest
 import trainings
-from shard_breaker import break_shard
-from trainings import expected, losses, trace
+from trainings import expected, losses
 
 # Fifty shards of five samples each, and a buffer that holds six of them: shards are read all along.
 MANY = {
@@ -57,15 +55,6 @@ def folder(place):
         path.unlink()
 
 
-def rows(folder, name):
-    """Step -> its rows of tokens, in the order in which they were trained on."""
-    found = {}
-    for entry in map(json.loads, (folder / f"{name}.jsonl").read_text().splitlines()):
-        tokens = entry["tokens"]
-        found.setdefault(entry["step"], []).extend(tokens[at : at + 33] for at in range(0, len(tokens), 33))
-    return found
-
-
 @pytest.mark.fault(10)
 def test_a_shard_that_breaks_in_a_run_is_named_and_the_run_resumes_once_it_is_whole(folder):
     """A flipped byte, a cut file, a deleted one, one after the other in one run: exit 1 in one line each time."""
@@ -78,44 +67,6 @@ def test_a_shard_that_breaks_in_a_run_is_named_and_the_run_resumes_once_it_is_wh
         put_back(folder)
     _, run = fit(folder, "broken")
     assert losses(folder) == expected(folder) and run.status() == "finished"
-
-
-@pytest.mark.fault(10)
-def test_a_damaged_shard_is_skipped_where_that_is_asked_for_and_counted(folder):
-    """All other samples stay where they were; a kill, a resume and two ranks count the same and report it once."""
-    skip = {"data.on_bad_shard": "skip", "guards.spike": None}
-    for name in ("00003", "00017", "00031"):
-        break_shard(folder / SHARDS / f"{name}.parquet", "flip")
-    done, run = fit(folder, "skipping", **skip)
-    straight = losses(folder)
-    counts = {line["step"]: line["data/skipped_samples"] for line in run.metrics() if "data/skipped_samples" in line}
-    keep(folder, "skipping")
-    whole, found = rows(folder, "expected"), rows(folder, "skipping")
-    left_out = [step for step in whole for was, now in zip(whole[step], found[step]) if now != was and not any(now)]
-    same = sum(was == now for step in whole for was, now in zip(whole[step], found[step]))
-    assert left_out and same + len(left_out) == 12 * 8  # every other sample is where it was
-    assert counts == {step: sum(each <= step for each in left_out) for step in range(1, 13)}
-    alerts = [alert["message"] for alert in run.alerts()]
-    assert len(alerts) == len(set(alerts)) <= 3 and all("row group 0: cannot be decoded" in a for a in alerts)
-    assert [alert["guard"] for alert in run.alerts()] == ["data"] * len(alerts) and alerts[0] in done.stderr
-
-    kill = {"class_path": "recorder.KillAt", "init_args": {"signal_name": "SIGKILL", "micro_batch": 21}}
-    fit(folder, "killed", kill, expect=-9, **skip)
-    _, killed = fit(folder, "killed", **skip)
-    assert losses(folder) == straight
-    (folder / "trace.jsonl").unlink()
-    _, ranks = fit(folder, "ranks", **skip, **{"trainer.devices": 2, "data.micro_batch_size": 2})
-    for other in (killed, ranks):
-        assert other.metrics()[-2]["data/skipped_samples"] == counts[12]
-        messages = [alert["message"] for alert in other.alerts() if alert["guard"] == "data"]
-        assert set(messages) == set(alerts) and (other is killed or len(messages) == len(alerts))
-
-
-@pytest.mark.fault(10)
-def test_nothing_of_a_folder_that_is_gone_is_skipped(folder):
-    """`skip` is for damage: a disk that is not there would otherwise be a training on nothing."""
-    done, _ = fit(folder, "gone", wreck(0, "delete"), expect=1, **{"data.on_bad_shard": "skip"})
-    assert "cannot be read" in done.stderr and trace(folder)
 
 
 @pytest.mark.fault(17)

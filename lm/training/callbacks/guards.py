@@ -10,7 +10,6 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from lm.data.loader import Batch
 from lm.errors import GuardStop, RequestError
 from lm.model.build import Built
 from lm.model.fused import is_fused
@@ -24,7 +23,6 @@ from lm.training.callback import Callback, call_hook
 from lm.training.callbacks.logging import remaining
 from lm.training.callbacks.run_folder import Heartbeat
 from lm.training.config import Action, BudgetConfig, ThroughputConfig
-from lm.training.distributed import gather_from_ranks
 from lm.training.guards import Finding, Line, Observer, Rollbacks, ThroughputFloor
 from lm.training.module import LanguageModule
 from lm.training.trainer import Trainer
@@ -249,62 +247,3 @@ class Rollback(Callback):
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         self.rollbacks.done, self.rollbacks.good = state_dict["done"], state_dict.get("good", -1)
-
-
-# ---- skipped data ----------------------------------------------------------------------------------------------------
-
-
-class SkippedData(Callback):
-    """Counts the samples skipped by `data.on_bad_shard: skip`, over all ranks and since the beginning of the run.
-
-    A damaged block is reported once. With `on_bad_shard: raise`, the ranks do not communicate.
-    """
-
-    def __init__(self) -> None:
-        self._wanted = False
-        self._samples = 0  # on all ranks
-        self._blocks: list[str] = []  # descriptions of damaged blocks
-        self._unreported: list[str] = []  # of these, the ones not reported yet
-        self._rows: list[str] = []  # the damaged block of each skipped row, on this rank since the last exchange
-        self._validated: set[str] = set()  # the same for validations
-
-    def on_train_start(self, trainer: Trainer, pl_module: LanguageModule) -> None:
-        self._wanted = trainer.datamodule.options.on_bad_shard == "skip"
-
-    def on_train_batch_end(
-        self, trainer: Trainer, pl_module: LanguageModule, outputs: Any, batch: Batch, batch_idx: int
-    ) -> None:
-        self._rows += batch.bad
-
-    def on_validation_batch_end(
-        self, trainer: Trainer, pl_module: LanguageModule, outputs: Any, batch: Batch, *args: Any
-    ) -> None:
-        self._validated |= set(batch.bad)
-
-    def logged_metrics(self, trainer: Trainer, pl_module: LanguageModule) -> dict[str, float]:
-        self._exchange()
-        return {"data/skipped_samples": self._samples} if self._wanted else {}
-
-    def on_metrics(self, trainer: Trainer, pl_module: LanguageModule, metrics: dict[str, float]) -> None:
-        blocks, self._unreported = self._unreported, []
-        for block in blocks:
-            act(trainer, pl_module, Finding("data", "warn", f"its samples are skipped: {block}"))
-
-    def state_dict(self) -> dict[str, Any]:
-        self._exchange()
-        return {"samples": self._samples, "blocks": [block for block in self._blocks if block not in self._unreported]}
-
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        self._samples, self._blocks = state_dict["samples"], list(state_dict["blocks"])
-
-    def _exchange(self) -> None:
-        """Combine what all ranks have skipped."""
-        if not self._wanted:
-            return
-        found = gather_from_ranks((len(self._rows), sorted({*self._rows, *self._validated})))
-        self._rows, self._validated = [], set()
-        for samples, blocks in found:
-            self._samples += samples
-            new = [block for block in blocks if block not in self._blocks]
-            self._blocks += new
-            self._unreported += new

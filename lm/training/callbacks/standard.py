@@ -7,7 +7,7 @@ from lightning.pytorch import Callback
 
 from lm.training.callbacks.checkpoints import Checkpoints
 from lm.training.callbacks.evaluation import Evaluations, Predictions, Samples
-from lm.training.callbacks.guards import BudgetGuard, Guard, Rollback, SkippedData, ThroughputGuard
+from lm.training.callbacks.guards import BudgetGuard, Guard, Rollback, ThroughputGuard
 from lm.training.callbacks.loggers import Histograms
 from lm.training.callbacks.logging import ProgressBar, RunLog, Throughput
 from lm.training.callbacks.notifications import Notifications, open_recipients
@@ -31,7 +31,6 @@ def standard_callbacks(
     callbacks = [
         run_folder,
         Heartbeat(),
-        SkippedData(),
         RunLog(trainer.log_interval),
         Throughput(),
         None if guards.inject_step is None else SpikeInjection(guards.inject_step),
