@@ -8,9 +8,6 @@ import json as jsonlib
 import math
 import shutil
 import time
-from collections.abc import Sequence
-from itertools import groupby
-from operator import itemgetter
 from pathlib import Path
 from typing import Any, Literal
 
@@ -24,10 +21,9 @@ from lm.errors import LmError, RequestError, RunError
 from lm.runs import registry
 from lm.runs.config_diff import differences
 from lm.runs.facts import read_facts, run_row
-from lm.runs.history import Series, curve, labels
+from lm.runs.history import curve, labels
 from lm.runs.metrics import METRICS, refuse_unknown_metric
 from lm.runs.run import ROOT, Run
-from lm.runs.seeds import OF_A_RUN, Group, group_by_seed, mean_curve, spread, welch
 from lm.system.files import digest, finite_or_none, load_checksummed, new_folder, refuse_url, to_json
 
 X_LABELS = {"step": "step", "tokens": "tokens", "time": "hours"}
@@ -43,12 +39,8 @@ def compare(
 ) -> None:
     """Draw curves of runs in one chart, with their values and the settings in which they differ.
 
-    Runs that differ only in their seed form a group, shown by its mean and spread; groups are tested for differences
-    larger than the noise between seeds.
-
     Args:
-        runs: Names under the root or in the registry, such as 'lr-*' in quotes, or paths; at least two. Groups are
-            compared with the group of the first run.
+        runs: Names under the root or in the registry, such as 'lr-*' in quotes, or paths; at least two.
         metric: Metric to draw, by its name in TensorBoard.
         x: The x axis; time is hours since the run's first log line.
         png: Image file to write the chart to: .png, .svg or .pdf.
@@ -73,37 +65,21 @@ def compare(
         for name, folder, lines in zip(names, folders, metrics, strict=True)
     ]  # fmt: skip
     differing = differences([folder.settings() for folder in folders])
-    groups = group_by_seed(folders, names)
-    several = len(groups) < len(folders)
-    shown = [
-        series[group.members[0]]
-        if len(group.members) == 1
-        else mean_curve(group.name, [metrics[place] for place in group.members], metric, x)
-        for group in groups
-    ]
-    compared = _compare_groups(groups, rows, metric, shown) if several else {}
     if png is not None:
         from lm.inspection.drawing import draw_curves  # matplotlib takes half a second
 
         Path(png).absolute().parent.mkdir(parents=True, exist_ok=True)
-        draw_curves(shown, X_LABELS[x], metric).savefig(png)
+        draw_curves(series, X_LABELS[x], metric).savefig(png)
     if json:
         curves = {one.name: {"x": list(one.x), "y": list(one.y)} for one in series}
         settings_by_run = {key: dict(zip(names, values, strict=True)) for key, values in differing.items()}
-        found = {"metric": metric, "x": x, "runs": rows, "curves": curves, "settings": settings_by_run}
-        print(to_json(found | compared))
+        print(to_json({"metric": metric, "x": x, "runs": rows, "curves": curves, "settings": settings_by_run}))
         return
     console = Console(highlight=False)
-    console.print(chart(shown, console.width, 20, X_LABELS[x], metric))
+    console.print(chart(series, console.width, 20, X_LABELS[x], metric))
     console.print()
-    if several:
-        _print_groups(console, compared, rows, metric)
-        names = [group.name for group in groups]
-        differing = differences([folders[group.members[0]].settings() for group in groups])
-        differing = {key: values for key, values in differing.items() if key not in OF_A_RUN}
-    else:
-        _print_values(console, rows, metric)
-    _print_settings(console, names, differing, " but for the seed" * several)
+    _print_values(console, rows, metric)
+    _print_settings(console, names, differing)
 
 
 # ---- the tables ------------------------------------------------------------------------------------------------------
@@ -121,92 +97,19 @@ def _print_values(console: Console, rows: list[dict[str, Any]], metric: str) -> 
     console.print(Text(f"last and lowest {metric}; lowest validation loss and bits per byte", style="dim"))
 
 
-def _print_settings(console: Console, names: list[str], differing: dict[str, list[Any]], but: str) -> None:
+def _print_settings(console: Console, names: list[str], differing: dict[str, list[Any]]) -> None:
     console.print()
     if differing:
         rows = [[key, *("" if value is None else str(value) for value in values)] for key, values in differing.items()]
         console.print(plain_table(["setting", *names], "t" * (1 + len(names)), rows))
     else:
-        console.print(f"the configs are the same{but}")
+        console.print("the configs are the same")
 
 
 def _number(value: float | None) -> str:
     if value is None:
         return ""
     return str(value) if isinstance(value, int) or not math.isfinite(value) else f"{value:.5g}"
-
-
-# ---- seeds -----------------------------------------------------------------------------------------------------------
-
-
-def _compare_groups(
-    groups: Sequence[Group], rows: list[dict[str, Any]], metric: str, shown: Sequence[Series]
-) -> dict[str, Any]:
-    """The spread of each group, and each against the first, as `--json` has them."""
-    found: dict[str, Any] = {
-        "groups": [
-            {"group": group.name, "runs": [rows[place]["run"] for place in group.members], "seeds": group.seeds,
-             "measures": {}, "curve": {"x": one.x, "y": one.y, "low": one.low, "high": one.high}}
-            for group, one in zip(groups, shown, strict=True)
-        ],
-        "differences": [],
-    }  # fmt: skip
-    for which, name in (("last", metric), ("lowest", "val/loss"), ("lowest", "val/bpb")):
-        measure = f"{which} {name}"
-        values = [[rows[place][name][which] for place in group.members if rows[place][name]] for group in groups]
-        for index, (group, own) in enumerate(zip(groups, values, strict=True)):
-            if own:
-                found["groups"][index]["measures"][measure] = spread(own)._asdict()
-            if index and own and values[0]:
-                difference = welch(own, values[0])
-                found["differences"].append({
-                    "measure": measure, "group": group.name, "against": groups[0].name, **difference._asdict(),
-                    "significant": difference.significant,
-                })  # fmt: skip
-    return found
-
-
-def _print_groups(console: Console, compared: dict[str, Any], rows: list[dict[str, Any]], metric: str) -> None:
-    groups, by_name = compared["groups"], {row["run"]: row for row in rows}
-    cells: list[list[str | Text]] = []
-    for measure in dict.fromkeys(name for group in groups for name in group["measures"]):
-        cells.append(["", Text(measure, style="dim")])
-        for index, group in enumerate(groups):
-            cells.append([MARKERS[index % len(MARKERS)], group["group"]])
-            if found := group["measures"].get(measure):
-                error = "" if found["stderr"] is None else f"{found['stderr']:.2g}"
-                numbers = (_number(found[name]) for name in ("seeds", "mean", "lowest", "highest"))
-                cells[-1] += [*numbers, error]
-    heads = ("", "mean over seeds", "seeds", "mean", "lowest", "highest", "std. error")
-    console.print(plain_table(heads, "ttnnnnn", cells))
-    for group in groups:
-        members = [by_name[name] for name in group["runs"]]
-        named = [row["run"] + f" ({row['status']})" * (row["status"] != "finished") for row in members]
-        seeds = f"with seed{'s' * (len(members) > 1)} {', '.join(map(str, group['seeds']))}"
-        console.print(Text(f"{group['group']}: {', '.join(named)} {seeds}", style="dim"))
-        ends = sorted({row[metric]["last_step"] for row in members if row[metric]})
-        if len(ends) > 1:
-            warning = (f"the runs of {group['group']} have reached different steps, {ends[0]:,} to {ends[-1]:,}: "
-                       "their mean is of models trained for different times")  # fmt: skip
-            console.print(Text(warning, style="yellow"))
-    if len(groups) > 1:
-        console.print()
-        _print_differences(console, groups[0]["group"], compared["differences"])
-
-
-VERDICTS = {None: "unknown: one seed", True: "more than noise", False: "within noise"}
-
-
-def _print_differences(console: Console, first: str, differing: list[dict[str, Any]]) -> None:
-    rows: list[list[str | Text]] = []
-    for measure, found in groupby(differing, itemgetter("measure")):
-        rows.append([Text(measure, style="dim")])
-        for one in found:
-            known = one["p"] is not None
-            interval, p = (f"{one['low']:.3g} to {one['high']:.3g}", f"{one['p']:.2g}") if known else ("", "")
-            rows.append([one["group"], f"{one['mean']:.3g}", interval, p, VERDICTS[one["significant"]]])
-    console.print(plain_table((f"less {first}", "difference", "95 % interval", "p", ""), "tnnnt", rows))
-    console.print(Text("Welch's t-test, each group by itself; more than noise: p < 0.05", style="dim"))
 
 
 # ---- export ----------------------------------------------------------------------------------------------------------

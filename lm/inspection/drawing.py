@@ -68,7 +68,7 @@ def label_axes(axes: Axes, title: str = "", x: str = "", y: str = "") -> None:
 
 
 def plot_curves(axes: Axes, series: Sequence[Series]) -> None:
-    """Plot curves, named if there are several; few points are marked, and a mean of several curves has their range.
+    """Plot curves, named if there are several; few points are marked.
 
     Colour and style follow from the index of a curve.
     """
@@ -79,8 +79,6 @@ def plot_curves(axes: Axes, series: Sequence[Series]) -> None:
         name = one.name if len(shown) > 1 else None
         axes.plot(one.x, one.y, style, color=COLORS[index % len(COLORS)], marker=marker, markersize=3.5, linewidth=1.6,
                   label=name)  # fmt: skip
-        if len(one.low):
-            axes.fill_between(one.x, one.low, one.high, color=COLORS[index % len(COLORS)], alpha=0.2, linewidth=0)
     if not shown:
         axes.text(0.5, 0.5, "not logged", transform=axes.transAxes, ha="center", va="center", color="gray")
 

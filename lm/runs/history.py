@@ -26,8 +26,6 @@ class Series:
     name: str  # for the legend
     x: Sequence[float]  # ascending
     y: Sequence[float]
-    low: Sequence[float] = ()  # lowest and highest value, if the curve is a mean of several
-    high: Sequence[float] = ()
 
 
 def curve(name: str, lines: list[dict[str, Any]], metric: str, x: str = "step") -> Series:

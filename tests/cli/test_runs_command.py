@@ -24,7 +24,6 @@ from lm.errors import RequestError, RunError
 from lm.runs import registry
 from lm.runs.history import Series, smooth
 from lm.runs.run import Run
-from lm.runs.seeds import t_exceeded, t_tails, welch
 from lm.system.arguments import call
 
 COLOUR = re.compile(r"\x1b\[[0-9;]*m")
@@ -285,88 +284,6 @@ def test_compare_takes_another_metric_and_another_axis(place):
 def test_compare_refuses_in_one_line(place, arguments, message):
     make("a"), make("b")
     assert message in runs("compare", *arguments, expect=2).stderr.splitlines()[-1]
-
-
-def make_seeds(name, lr, losses):
-    """Runs of one config with seeds 1, 2, ...: the last training loss of each is one of `losses`."""
-    for seed, loss in enumerate(losses, 1):
-        make(f"{name}-s{seed}", lr=lr, seed=seed, more=[{"step": 41, "train/loss": loss, "val/loss": loss + 1}])
-
-
-def test_runs_that_differ_in_their_seed_alone_are_one_group(place):
-    """The expected p-value and interval are also those of `scipy.stats.ttest_ind`."""
-    make_seeds("base", 0.1, [0.30, 0.32, 0.31])
-    make_seeds("wide", 0.2, [0.25, 0.28, 0.24])
-    make_seeds("once", 0.3, [0.1])
-    names = [f"{name}-s{seed}" for name in ("base", "wide") for seed in (1, 2, 3)] + ["once-s1"]
-    found = json.loads(runs("compare", *names, "--json").stdout)
-    base, wide, once = found["groups"]
-    assert (base["group"], wide["group"], once["group"]) == ("base", "wide", "once-s1")
-    assert wide["runs"] == ["wide-s1", "wide-s2", "wide-s3"] and wide["seeds"] == [1, 2, 3]
-    last = wide["measures"]["last train/loss"]
-    assert (last["seeds"], last["lowest"], last["highest"]) == (3, 0.24, 0.28)
-    assert (last["mean"], last["stderr"]) == pytest.approx((0.77 / 3, 0.012018504))
-    assert once["measures"]["last train/loss"]["stderr"] is None and once["curve"]["low"] == []
-    curve = base["curve"]
-    assert (curve["x"][-1], curve["y"][-1], curve["low"][-1], curve["high"][-1]) == pytest.approx(
-        (41, 0.31, 0.30, 0.32)
-    )
-    tested = {(one["measure"], one["group"]): one for one in found["differences"]}
-    loss = tested["last train/loss", "wide"]
-    assert loss["against"] == "base" and loss["significant"] is True
-    expected = (-0.0533333, -0.0968163, -0.0098504, 0.0302764)
-    assert (loss["mean"], loss["low"], loss["high"], loss["p"]) == pytest.approx(expected, abs=1e-6)
-    assert tested["lowest val/loss", "wide"]["p"] == pytest.approx(loss["p"])
-    single = tested["last train/loss", "once-s1"]
-    assert single["mean"] == pytest.approx(-0.21) and single["p"] is single["significant"] is single["low"] is None
-    assert set(found["curves"]) == set(names)  # of each run, as without groups
-
-    done = runs("compare", *names, "--png", "seeds.png").stdout
-    assert all(len(line) <= 80 for line in done.splitlines())
-    assert done.splitlines()[0].split() == ["train/loss", "o", "base", "x", "wide", "+", "once-s1"]
-    assert re.search(r"x  wide +3 +0\.25667 +0\.24 +0\.28 +0\.012\n", done)
-    assert re.search(r"wide +-0\.0533 +-0\.0968 to -0\.00985 +0\.03 +more than noise", done)
-    assert re.search(r"once-s1 +-0\.21 +unknown: one seed", done)
-    settings = done[done.index("setting") :].splitlines()[1:]
-    assert [line.split() for line in settings] == [["model.optimizer.lr", "0.1", "0.2", "0.3"]]
-    assert (place / "seeds.png").read_bytes().startswith(b"\x89PNG")
-
-
-def test_a_single_group_has_a_spread_and_unlike_runs_are_named(place):
-    make_seeds("a", 0.1, [0.30, 0.32])
-    make("a-s3", steps=30, status="running")
-    done = runs("compare", "a-s1", "a-s2", "a-s3").stdout
-    assert "the configs are the same but for the seed" in done and "noise" not in done
-    assert "a-s3 (dead)" in done and "reached different steps, 30 to 41" in " ".join(done.split())
-    make_seeds("b", 0.1, [0.30, 0.32])
-    refused = runs("compare", "a-s1", "a-s2", "b-s2", expect=2).stderr
-    assert "a-s2 and b-s2 have the same config and the same seed 2" in refused
-
-
-def test_without_several_seeds_nothing_is_grouped(place):
-    make("a"), make("b"), make("c", lr=0.2)
-    (place / "checkpoints" / "c" / "config.yaml").write_text("")  # of which nothing is known
-    found = json.loads(runs("compare", "a", "b", "c", "--json").stdout)
-    assert found.keys() == {"metric", "x", "runs", "curves", "settings"}
-    (place / "checkpoints" / "b" / "config.yaml").write_text("")
-    make_seeds("d", 0.3, [0.1, 0.2])
-    found = json.loads(runs("compare", "b", "c", "d-s1", "d-s2", "--json").stdout)
-    assert [group["group"] for group in found["groups"]] == ["b", "c", "d"]
-
-
-@pytest.mark.parametrize(
-    "freedom, exceeded, tails",
-    [(1, 12.706204736174694, 0.24223788318168682), (2.5, 3.5746548420036817, 0.1045699630781554),
-     (40, 2.021075390306273, 0.01662035283097921)],
-)  # fmt: skip
-def test_students_t_is_that_of_scipy(freedom, exceeded, tails):
-    """Its `stdtrit(freedom, 0.975)` and `2 * stdtr(freedom, -2.5)`, at the fractions that Welch's test has, too."""
-    assert t_exceeded(0.05, freedom) == pytest.approx(exceeded, rel=1e-9)
-    assert t_tails(2.5, freedom) == t_tails(-2.5, freedom) == pytest.approx(tails, rel=1e-9)
-
-
-def test_groups_without_noise_differ_or_do_not():
-    assert welch([2.0, 2.0], [2.0, 2.0]).significant is False and welch([3.0, 3.0], [2.0, 2.0]).significant is True
 
 
 # ---- export ----------------------------------------------------------------------------------------------------------
