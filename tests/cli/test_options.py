@@ -95,7 +95,7 @@ def test_help_and_a_wrong_name_need_no_torch(tmp_path):
     (["fit", "--trainer.log_interval", "null"], "lm fit: trainer.log_interval: expected a count"),
     *((command.split(), "no run 'nothing' under checkpoints or in the registry; `lm runs ls` lists") for command in (
         "generate --run nothing", "evaluate --run=nothing --tasks embedded:sotu", "export --run nothing",
-        "average --run nothing --last 2", "branch nothing --decay 1M", "validate --run nothing", "test --run nothing",
+        "branch nothing --decay 1M", "validate --run nothing", "test --run nothing",
         "predict --run nothing")),
     (["generate", "--prompt", "a"], "no run under checkpoints yet: start one with `lm fit --config tiny.yaml`, or "),
     (["validate", "--ckpt_path", "best"], "start one with `lm fit --config tiny.yaml`, or give --config"),
