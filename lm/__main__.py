@@ -29,9 +29,10 @@ def main() -> NoReturn:
 def expand_segments() -> None:
     """Let torch's CUDA allocator use expandable segments, which reduces fragmentation, unless the user has set it up.
 
-    torch reads the setting when it is imported.
+    torch reads the setting when it is imported. In WSL the first allocation would fail (pytorch issue 192330).
     """
-    if not any(name.endswith("ALLOC_CONF") for name in os.environ):
+    in_wsl = "microsoft" in os.uname().release.lower()
+    if not (in_wsl or any(name.endswith("ALLOC_CONF") for name in os.environ)):
         os.environ["PYTORCH_ALLOC_CONF"] = "expandable_segments:True"
 
 

@@ -28,7 +28,7 @@ from lm.kernels.qk_norm_rope import qk_norm_rope
 from lm.kernels.rms_norm import norm_linear, rms_norm
 from lm.kernels.swiglu import norm_mlp
 from lm.model.attention import enter_kernels
-from lm.model.attention_choice import Heads, failure, names, use_attention
+from lm.model.attention_choice import Heads, kernel_names, use_attention, why_it_fails
 from lm.model.compile import checkpoint_activations, compile_decoder
 from lm.model.config import DecoderConfig
 from lm.model.decoder import Decoder, document_ids_from, rotary_table
@@ -265,7 +265,7 @@ def test_activation_checkpointing_changes_no_bit_and_takes_less_memory(mode, fus
 def test_every_attention_kernel_that_runs_gives_the_same_losses():
     config, device = VARIANTS["windows"], torch.device("cuda")
     heads = Heads(config.num_attention_heads, config.num_key_value_heads, config.head_dim)
-    run = [name for name in names(device) if failure(name, device, torch.bfloat16, heads) is None]
+    run = [name for name in kernel_names(device) if why_it_fails(name, device, torch.bfloat16, heads) is None]
     assert "flash" in run
     expected = gradients(built(config))[0]
     for name in (*run, "flash"):  # which leaves torch's own version of flash attention

@@ -21,7 +21,7 @@ from rich.markup import escape
 
 from lm.errors import LmError, first_line
 from lm.kernels import runtime, swiglu
-from lm.model.attention_choice import Heads, failure, names
+from lm.model.attention_choice import Heads, kernel_names, why_it_fails
 from lm.model.fused import kernels_missing
 from lm.runs import registry
 from lm.runs.run import ROOT
@@ -159,9 +159,9 @@ def _kernels() -> Iterator[Check]:
 def _attention() -> Iterator[Check]:
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     dtype = torch.bfloat16 if device.type == "cuda" and torch.cuda.is_bf16_supported() else torch.float32
-    tried = {name: failure(name, device, dtype, Heads(4, 2, 64)) for name in names(device)}
+    tried = {name: why_it_fails(name, device, dtype, Heads(4, 2, 64)) for name in kernel_names(device)}
     if device.type == "cuda":  # a CPU needs a mask for windows, whatever the kernel
-        tried["flash with windows"] = failure("flash", device, dtype, Heads(4, 2, 64), window=64)
+        tried["flash with windows"] = why_it_fails("flash", device, dtype, Heads(4, 2, 64), window=64)
     run = sorted(name for name, why in tried.items() if why is None)
     not_run = "".join(f"; {name} does not: {why[:LONGEST_REASON]}" for name, why in tried.items() if why)
     if run:

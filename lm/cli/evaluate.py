@@ -101,7 +101,7 @@ def measure(
     }  # fmt: skip
     by_task = {result.label: result.as_dict() for result in results}
     found = evaluation_record(model.step, model.path.resolve().name, by_task, benchmark.core(results), measured, asked)
-    if owner is not None and model.step is not None:  # an average is at no step of the run's curves
+    if owner is not None and model.step is not None:
         try:
             keep_evaluation(owner, found)
         except OSError as error:

@@ -182,7 +182,7 @@ def fit_briefly(
         run_folder = RunFolder(None, "bench", "", register=False)
         sections = sections_of_callbacks({"guards": config.guards.harmless()})
         standard = standard_callbacks(TrainerConfig(**request), run_folder, sections)
-        own = [*(request["callbacks"] or []), *standard, *callbacks, NoLastCheckpoint()]
+        own = [*(request["callbacks"] or []), *standard, *callbacks, OnlySteps()]
         trainer = Trainer(**request | {"callbacks": own})
         watch(trainer)
         try:
@@ -192,8 +192,13 @@ def fit_briefly(
     return trainer
 
 
-class NoLastCheckpoint(Callback):
-    """Saves the time of the checkpoints that a training writes after its last validation and at its end."""
+class OnlySteps(Callback):
+    """Keeps what is not a step out of the measured ones: the reservation of memory for checkpoints ends before them,
+    and no checkpoint is written after the last validation or at the end."""
+
+    def on_train_batch_end(self, trainer: Trainer, pl_module: LanguageModule, *args: Any) -> None:
+        if trainer.global_step < WARMUP:
+            trainer.checkpoint_io.drain()
 
     def on_validation_end(self, trainer: Trainer, pl_module: LanguageModule) -> None:
         trainer.checkpoint_callback.saved_step = trainer.global_step
@@ -444,7 +449,7 @@ def describe_training(config: Namespace, trainer: Trainer) -> dict[str, Any]:
         "strategy": trainer.options.strategy if trainer.world_size > 1 else None,
         **{name: getattr(module.options, name) for name in ("compile", "activation_checkpointing")},
         **{name: getattr(module.built, name) for name in ("kernels", "attention")},
-        "adds_gradients_in_place": adds_in_place(torch.bfloat16, device) if device.type == "cuda" else None,
+        "torch_adds_in_place": adds_in_place(torch.bfloat16, device) if device.type == "cuda" else None,
         **{name: facts[name] for name in ("python", "versions")},
         "parameters": sum(weight.numel() for weight in module.decoder.parameters()),
         "vocab_size": module.config.vocab_size,

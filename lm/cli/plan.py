@@ -338,7 +338,7 @@ def _memory_lines(found: dict[str, Any]) -> list[str]:
         ", ".join(f"{name} {format_bytes(memory[name])}" for name in parts if memory[name]),
         *([f"the largest micro-batch that fits is {best:,}"] if best and memory["total"] <= whole else []),
         *(
-            [f"with model.activation_checkpointing store_all it takes {format_bytes(more)}"]
+            [f"model.activation_checkpointing store_all, a little faster, takes {format_bytes(more)}"]
             if whole and (more := memory.get("store_all", whole)) <= whole * facts.NEARLY_FULL
             else []
         ),

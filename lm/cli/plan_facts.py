@@ -427,7 +427,7 @@ def memory_facts(
     reserve_bytes = CPU_RESERVE_BYTES if device.capability is None else RESERVE_BYTES
     reserve = reserve_bytes + int(RESERVE_SHARE * parts["peak"])
     facts = {**parts, "reserve": reserve, "total": parts["peak"] + reserve, "device": device.memory_bytes}
-    if step.kernels and step.checkpointing == "none":
+    if step.kernels and step.checkpointing == "none" and not step.precision.startswith("fp8"):
         stored = training_memory(decoder, replace(step, checkpointing="store_all"), state_size(optimizer))["peak"]
         facts["store_all"] = stored + reserve_bytes + int(RESERVE_SHARE * stored)
     if device.memory_bytes is not None:

@@ -14,7 +14,7 @@ from lm.kernels import runtime
 from lm.kernels.linear import add_product
 from lm.kernels.runtime import define
 
-CHUNK_BYTES = 2**30  # of logits; each chunk reads and writes the sum of the matrix's gradient
+CHUNK_BYTES = 2**30  # of logits; fewer, larger chunks read and write the sum of the matrix's gradient less often
 Results = tuple[Tensor, Tensor, Tensor, Tensor]  # costs (N), losses (N), dx (N, C), dweight (V, C)
 
 
@@ -100,11 +100,11 @@ FORWARD = define(
 class _LinearCrossEntropy(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, x: Tensor, weight: Tensor, copy: Tensor | None, total: Tensor | None, *arguments: Any
+        ctx: Any, x: Tensor, weight: Tensor, copy: Tensor | None, weight_grad: Tensor | None, *arguments: Any
     ) -> tuple[Tensor, Tensor]:
         costs, losses, dx, dweight = FORWARD(x, weight.to(x.dtype) if copy is None else copy, *arguments)
         ctx.save_for_backward(dx, dweight)
-        ctx.weight_dtype, ctx.total = weight.dtype, total
+        ctx.weight_dtype, ctx.weight_grad = weight.dtype, weight_grad
         ctx.mark_non_differentiable(losses)
         return costs.sum(), losses
 
@@ -115,8 +115,8 @@ class _LinearCrossEntropy(torch.autograd.Function):
         dx = (dx * scale).to(dx.dtype) if ctx.needs_input_grad[0] else None
         if not ctx.needs_input_grad[1]:
             dweight = None
-        elif ctx.total is not None:
-            ctx.total.addcmul_(dweight, scale)
+        elif ctx.weight_grad is not None:
+            ctx.weight_grad.addcmul_(dweight, scale)
             dweight = None
         else:
             dweight = (dweight * scale).to(ctx.weight_dtype)
@@ -128,7 +128,7 @@ def linear_cross_entropy(
     weight: Tensor,
     labels: Tensor,
     copy: Tensor | None = None,
-    total: Tensor | None = None,
+    weight_grad: Tensor | None = None,
     *,
     ignore_index: int = -100,
     z_loss: float = 0.0,
@@ -143,7 +143,7 @@ def linear_cross_entropy(
         weight: the output matrix, `(V, C)`; its gradient has its precision.
         labels: `(...)` int64, each below V or `ignore_index`; on a GPU any other makes the loss NaN.
         copy: a copy of `weight` in the precision of `x`; None: it is made here.
-        total: the weight's `.grad`, `(V, C)` in fp32, if the backward pass is to add the gradient to it itself.
+        weight_grad: the weight's `.grad`, `(V, C)` in fp32, if the backward pass is to add the gradient to it itself.
 
     Returns:
         `total`, a scalar in fp32 and differentiable: the sum over tokens of `loss + z_loss * lse ** 2`; and `losses`,
@@ -151,5 +151,5 @@ def linear_cross_entropy(
     """
     gradient = torch.is_grad_enabled() and (x.requires_grad or weight.requires_grad)
     total, losses = _LinearCrossEntropy.apply(
-        x.flatten(0, -2), weight, copy, total, labels.flatten(), ignore_index, z_loss, gradient)  # fmt: skip
+        x.flatten(0, -2), weight, copy, weight_grad, labels.flatten(), ignore_index, z_loss, gradient)  # fmt: skip
     return total, losses.view(labels.shape)

@@ -23,22 +23,30 @@ class Heads(NamedTuple):
     """The heads of a layer."""
 
     queries: int
-    keys: int
+    key_values: int
     width: int
 
 
-def use_attention(decoder: nn.Module, name: Attention, device: torch.device, dtype: torch.dtype, heads: Heads) -> None:
+def use_attention(
+    decoder: nn.Module, name: Attention, device: torch.device, dtype: torch.dtype, heads: Heads,
+    sequences: bool = False,
+) -> None:  # fmt: skip
     """Make a decoder use the kernel of this name, or with `auto` the best one for its device.
 
-    A version of flash attention also computes layers with windows and documents, and is set for this whole process.
-    RequestError if the kernel does not run.
+    A version of flash attention also computes `sequences`, the layers with windows or documents, and is set for this
+    whole process. RequestError if the kernel does not run.
     """
     if name == "auto":
+        if device.type == "cuda":
+            _use_flash(None)
         enter_kernels(decoder)
         return
     if device.type != "cuda" or dtype == torch.float32:
         raise RequestError(f"model.attention {name} needs a CUDA device and half precision: use auto")
-    if reason := failure(name, device, dtype, heads):
+    reason = why_it_fails(name, device, dtype, heads)
+    if reason is None and sequences and name in FLASH:
+        reason = why_it_fails(name, device, dtype, heads, window=64)
+    if reason:
         raise RequestError(f"model.attention {name} does not run here ({reason}): use auto")
     enter_kernels(decoder, backend(name))
     _use_flash(FLASH.get(name))
@@ -52,8 +60,8 @@ def backend(name: Attention) -> SDPBackend | None:
     return SDPBackend.MATH if name == "math" else getattr(SDPBackend, f"{name.upper()}_ATTENTION")
 
 
-def names(device: torch.device) -> list[str]:
-    """The kernels that give right results on a device. Which of them are installed, `failure` finds out."""
+def kernel_names(device: torch.device) -> list[str]:
+    """The kernels that give right results on a device. Which of them are installed, `why_it_fails` finds out."""
     if device.type != "cuda":
         return ["flash", "math"]
     known = backends(torch.cuda.get_device_capability(device), masked=False)[:-1]
@@ -61,7 +69,9 @@ def names(device: torch.device) -> list[str]:
     return found + [name for name, version in FLASH.items() if version in list_flash_attention_impls()]
 
 
-def failure(name: str, device: torch.device, dtype: torch.dtype, heads: Heads, window: int | None = None) -> str | None:
+def why_it_fails(
+    name: str, device: torch.device, dtype: torch.dtype, heads: Heads, window: int | None = None
+) -> str | None:
     """Why a kernel does not run forward and backward on a device, by trying it; None if it does.
 
     With a window it is flash attention over sequences.
@@ -69,7 +79,7 @@ def failure(name: str, device: torch.device, dtype: torch.dtype, heads: Heads, w
     before = current_flash_attention_impl()
     # Zeros, as random numbers would change those that the training draws.
     q, k, v = (torch.zeros(1, 128, count, heads.width, device=device, dtype=dtype, requires_grad=True)
-               for count in (heads.queries, heads.keys, heads.keys))  # fmt: skip
+               for count in (heads.queries, heads.key_values, heads.key_values))  # fmt: skip
     offsets = None if window is None else torch.tensor([0, 128], dtype=torch.int32, device=device)
     try:
         _use_flash(FLASH.get(name))

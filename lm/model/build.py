@@ -80,7 +80,8 @@ def build(
     attention = "the model's own"
     if isinstance(decoder, Decoder):
         heads = Heads(config.num_attention_heads, int(config.num_key_value_heads), int(config.head_dim))
-        use_attention(decoder, options.attention, device, dtype, heads)
+        sequences = options.document_mask or any(config.windows)
+        use_attention(decoder, options.attention, device, dtype, heads, sequences)
         attention = describe_attention(
             device, dtype, config.windows, options.document_mask, heads.width, backend(options.attention)
         )

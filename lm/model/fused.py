@@ -5,7 +5,8 @@ Read `model/decoder` first. What differs here:
 - A block returns the output of its last branch and the residual stream separately. The next norm adds them, so the
   stream is read and written once instead of twice.
 - `norm_linear` is RMSNorm and the projection after it, `norm_mlp` RMSNorm and the MLP. The normalised rows and
-  the activation are recomputed in the backward pass instead of saved: a block saves less than half as much.
+  the activation are recomputed in the backward pass instead of saved: a block saves less than half as much. (With
+  `activation_checkpointing: store_all` they are saved.)
 - `qk_norm_rope` splits, normalises and rotates in one pass.
 - `linear_cross_entropy` computes loss and gradients in chunks of tokens; all logits never exist at once.
 

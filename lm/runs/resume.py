@@ -41,7 +41,9 @@ def find_checkpoint(
             raise RequestError(f"--ckpt_path {reference}: {damage}{_cure(path)}")
         run = Run(path.resolve().parent if path.is_symlink() else path.parent)
         belongs = (run.path / "run.json").exists() and (not named or run.name == name)
-        belongs = belongs and STEP.fullmatch(path.resolve().name) is not None  # other folders are no checkpoints of it
+        if belongs and not STEP.fullmatch(path.resolve().name):
+            log.info("%s is not named like a checkpoint of run %s, and is taken for another model", path, run.name)
+            belongs = False
         if belongs and fit and rank() == 0:
             run.refuse_if_trained()
         return path.resolve(), run if belongs else None

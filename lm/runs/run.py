@@ -148,9 +148,10 @@ class Run:
 
     @classmethod
     def of(cls, checkpoint: Path) -> "Run | None":
-        """The run that a checkpoint's folder is in; None for other folders."""
+        """The run that a checkpoint's folder is in; None for other folders, such as an import there."""
         run = cls(checkpoint.resolve().parent)
-        return run if (checkpoint / "trainer.json").exists() and (run.path / "run.json").exists() else None
+        written = (checkpoint / "trainer.json").exists() and (run.path / "run.json").exists()
+        return run if written and STEP.fullmatch(checkpoint.resolve().name) else None
 
     @classmethod
     def create(cls, name: str, root: Path | str = ROOT, taken: Callable[[str], bool] = lambda name: False) -> "Run":

@@ -101,7 +101,9 @@ def build_options(options: type, caller: str, *args: Any, **given: Any) -> Any:
     """Make a dataclass of options from the arguments of a call; a count may be a string, as in a config."""
     kinds = {one.name: one.type for one in fields(options)}
     if unknown := [name for name in given if name not in kinds]:
-        hints = {name: nearest_option(name, list(kinds)) for name in unknown}
+        section = options.__name__.removesuffix("Config").lower()  # ModelConfig: `model`
+        gone = {name: REMOVED.get(f"{section}.{name}", ("", ""))[1] for name in unknown}
+        hints = {name: gone[name] or nearest_option(name, list(kinds)) for name in unknown}
         raise RequestError(f"{caller}: {unknown_options(hints)}")
     for name, value in given.items():
         if isinstance(value, str) and Count in (kinds[name], *get_args(kinds[name])):
@@ -228,8 +230,8 @@ def nearest_option(name: str, known: list[str]) -> str:
     """A hint for an option that does not exist: what to do instead, or the nearest name, or the options if few."""
     name = name.replace("-", "_")
     last = name.rpartition(".")[2]
-    if gone := [what for option, (_, what) in REMOVED.items() if option == name or option.endswith(f".{name}")]:
-        return gone[0]
+    if name in REMOVED:
+        return REMOVED[name][1]
     if "trainer.max_steps" in known and (cures := [cure for cure, others in CURES.items() if last in others.split()]):
         return cures[0]
     ours = [option for option, others in OPTIONS.items() if last in others.split()]

@@ -50,10 +50,10 @@ REMOVED = {
     "rehearse": (False, "gone since 0.1: guards.budget.dry_run and guards.inject_step try the guards in a training"),
     "test_notify": (False, "gone since 0.1: `apprise -b test ADDRESS` sends a message"),
     "data.on_bad_shard": ("raise", "gone since 0.1: a damaged shard ends the run; restore it, or make the data anew"),
-    "model.cuda_graphs": (False, "gone since 0.1, as it gained nothing: leave it out; model.compile lessens launches"),
+    "model.cuda_graphs": (False, "gone since 0.1, as it gained nothing: leave it out"),
 }
 REMOVED_COMMANDS = {
-    "average": "gone since 0.1, as it gained nothing: `safetensors.torch.load_file` reads the weights of a checkpoint",
+    "average": "gone since 0.1, as it gained nothing: average what `safetensors.torch.load_file` reads",
 }
 # What to do instead of an option that others have for training -> the last part of its name.
 CURES = {
@@ -82,7 +82,7 @@ CURES = {
 
 def without_removed(text: str) -> str:
     """The YAML of a config without the options that are gone and have their default; else it is the same text."""
-    if not any(f"{option.rpartition('.')[2]}:" in text for option in REMOVED):
+    if not any(option.rpartition(".")[2] in text for option in REMOVED):
         return text
     import yaml
 

@@ -216,7 +216,7 @@ class FolderCheckpointIO(CheckpointIO):
         self.load_optimizer = True  # set False where only weights are wanted (validate, test, predict)
         self.verified: Path | None = None  # the checkpoint whose files have just been compared with their digests
         self._writer = ThreadPoolExecutor(max_workers=1, thread_name_prefix="checkpoint")
-        self._pending: Future[None] | None = None  # the newest write
+        self._pending: Future[None] | None = None  # the newest write, or reservation of memory
         self._kept: dict[tuple[str, str | int], Tensor] = {}  # memory for copies, which stays for the next checkpoint
 
     def save_checkpoint(
@@ -271,6 +271,7 @@ class FolderCheckpointIO(CheckpointIO):
     def reserve(self, tensors: dict[tuple[str, str], Tensor]) -> None:
         """Allocate memory for the copies of these tensors in the background: page-locking it takes a while, for which
         the first checkpoint would keep the training waiting."""
+        self.drain()
 
         def allocate() -> None:
             self._kept |= {place: memory_for(tensor) for place, tensor in tensors.items()}
@@ -312,8 +313,11 @@ class FolderCheckpointIO(CheckpointIO):
 
 
 def memory_for(tensor: Tensor) -> Tensor:
-    """Host memory for a copy of a tensor, page-locked if it is on a GPU."""
-    return torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=tensor.is_cuda)
+    """Host memory for a copy of a tensor, page-locked if it is on a GPU and the system has enough of such memory."""
+    try:
+        return torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=tensor.is_cuda)
+    except RuntimeError:
+        return torch.empty(tensor.shape, dtype=tensor.dtype)
 
 
 # ---- what does not fit -----------------------------------------------------------------------------------------------

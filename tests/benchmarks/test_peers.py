@@ -36,7 +36,7 @@ def test_transformers_has_the_same_loss_for_the_same_weights(more):
 
 
 def test_a_step_learns_in_every_way_to_run_it():
-    """Accumulated over micro-batches; the recorded one, which a CPU runs as usual, is no different."""
+    """Accumulated over micro-batches."""
     torch.manual_seed(0)
     batches = torch.randint(61, (2, 3, 2, 16)).unbind()
     runs = []

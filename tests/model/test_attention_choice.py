@@ -9,7 +9,7 @@ from torch.nn.attention import _registry, current_flash_attention_impl
 
 from lm.errors import RequestError, RunError
 from lm.model import attention_choice
-from lm.model.attention_choice import Heads, failure, use_attention
+from lm.model.attention_choice import Heads, use_attention, why_it_fails
 
 CPU = torch.device("cpu")
 HEADS = Heads(4, 2, 32)
@@ -17,7 +17,7 @@ HEADS = Heads(4, 2, 32)
 
 def test_a_kernel_that_does_not_run_says_why_and_no_random_number_is_drawn():
     drawn = torch.get_rng_state()
-    found = {name: failure(name, CPU, torch.bfloat16, HEADS) for name in ("flash", "math", "cudnn")}
+    found = {name: why_it_fails(name, CPU, torch.bfloat16, HEADS) for name in ("flash", "math", "cudnn")}
     assert torch.equal(torch.get_rng_state(), drawn)  # a training's random numbers are its own
     assert found["flash"] is found["math"] is None and "kernel" in found["cudnn"].lower()
 
@@ -39,17 +39,17 @@ def third_version(monkeypatch):
 
 
 def test_trying_leaves_the_version_of_flash_attention_as_it_was(third_version):
-    assert failure("flash3", CPU, torch.bfloat16, HEADS) is None and third_version == ["taken", "removed"]
+    assert why_it_fails("flash3", CPU, torch.bfloat16, HEADS) is None and third_version == ["taken", "removed"]
     assert current_flash_attention_impl() is None
     attention_choice._use_flash("FA3")
-    assert failure("flash", CPU, torch.bfloat16, HEADS) is None
+    assert why_it_fails("flash", CPU, torch.bfloat16, HEADS) is None
     assert current_flash_attention_impl() == "FA3"
 
 
 def test_a_wheel_that_is_not_installed_is_a_reason_and_not_an_error():
     if "flash_attn_interface" in sys.modules:
         pytest.skip("it is installed")
-    assert "flash" in failure("flash3", CPU, torch.bfloat16, HEADS)
+    assert "flash" in why_it_fails("flash3", CPU, torch.bfloat16, HEADS)
 
 
 def test_a_version_that_is_not_there_is_told_in_one_line_and_leaves_another_project_s_as_it_was(monkeypatch):
@@ -58,7 +58,7 @@ def test_a_version_that_is_not_there_is_told_in_one_line_and_leaves_another_proj
     monkeypatch.delitem(_registry._FLASH_ATTENTION_IMPLS, "FA4")
     attention_choice.activate_flash_attention_impl("theirs")
     try:
-        reason = failure("flash4", CPU, torch.bfloat16, HEADS)
+        reason = why_it_fails("flash4", CPU, torch.bfloat16, HEADS)
         assert reason.startswith("flash attention FA4: Unknown flash attention impl")
         assert current_flash_attention_impl() == "theirs"
     finally:
