@@ -45,14 +45,14 @@ THETA = 10_000.0
 
 @dataclass(frozen=True)
 class Sizes:
-    """A micro-batch of a decoder; the defaults are `pretrain-350m.yaml`'s."""
+    """A micro-batch of a decoder; the defaults are 16 sequences of `pretrain-350m.yaml`."""
 
     tokens: int = 16_384
     seq_len: int = 1_024
     hidden: int = 1_024
-    heads: int = 16
-    kv_heads: int = 4
-    head_dim: int = 64
+    heads: int = 8
+    kv_heads: int = 2
+    head_dim: int = 128
     intermediate: int = 4_096
     vocab: int = 32_768
 

@@ -168,7 +168,8 @@ class Driver:
 
     def pack(self) -> None:
         """Write the JSON file and the page, and all there is so far into the archive."""
-        for suffix, text in (("json", json.dumps(self.found, indent=1)), ("md", page(self.found))):
+        for suffix, text_of in (("json", lambda found: json.dumps(found, indent=1)), ("md", page)):
+            text = text_of(self.found)
             for folder in (self.folder, self.archive.parent):
                 (folder / f"{self.label}.{suffix}").write_text(text + "\n")
         part = self.archive.with_suffix(".part")  # so that the archive is whole at any time
@@ -217,7 +218,9 @@ class Driver:
         with suppress(OSError, ValueError):
             file = self.folder / f"{running.name}.json"
             if file.exists():
-                return json.loads(file.read_text())
+                found = json.loads(file.read_text())
+                found.pop("first_step_s", None)  # it would count the wait for the command
+                return found
             if "--json" in running.words:
                 printed = [line for line in log.splitlines() if line.startswith("{") and line.endswith("}")]
                 return json.loads(printed[-1]) | kernel_times(self.folder / TRACE) if printed else None
@@ -337,9 +340,23 @@ def kernel_times(trace: Path) -> dict[str, Any]:
 
 
 def kill(process: subprocess.Popen) -> None:
-    """End a process and all that it started."""
+    """End a process and all that it started; torchrun starts its workers in sessions of their own."""
+    for pid in descendants(process.pid):
+        with suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGKILL)
     with suppress(ProcessLookupError):
         os.killpg(process.pid, signal.SIGKILL)
+
+
+def descendants(pid: int) -> list[int]:
+    children: dict[int, list[int]] = {}
+    for stat in Path("/proc").glob("[0-9]*/stat"):
+        with suppress(OSError):
+            children.setdefault(int(stat.read_text().rpartition(") ")[2].split()[1]), []).append(int(stat.parent.name))
+    found = children.get(pid, [])
+    for one in found:  # grows meanwhile
+        found += children.get(one, [])
+    return found
 
 
 # ---- the command line ------------------------------------------------------------------------------------------------
@@ -353,7 +370,7 @@ def main(arguments: list[str]) -> int:
     if options.dry:
         print_commands(script, names, top)
         return 0
-    archives = top if options.out else Path(os.environ.get("OUT") or top).absolute()
+    archives = Path(os.environ.get("OUT") or top).absolute()
     for one in STOPPING:
         signal.signal(one, stop)
     with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as work:
@@ -377,13 +394,14 @@ def stop(*_: Any) -> None:
 def read_arguments(arguments: list[str]) -> argparse.Namespace:
     lists = SCRIPTS | {"others": [name for name in PARTS if name not in sum(SCRIPTS.values(), [])]}
     parts = "\n".join(
-        f"{number}: {', '.join(f'{name} ({PARTS[name].seconds} s)' for name in names)}"
+        f"  {number:<7} {name:<13} {PARTS[name].seconds:>4} s  {PARTS[name].tells}"
         for number, names in lists.items()
+        for name in names
     )
     parser = argparse.ArgumentParser(
         "on_gpu.sh",
         description=__doc__,
-        epilog=f"parts by script:\n{parts}",
+        epilog=f"parts by script, with the seconds that they are expected to take:\n{parts}",
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("-n", dest="dry", action="store_true", help="only print the commands, as they are on a GPU")
@@ -401,11 +419,26 @@ def read_arguments(arguments: list[str]) -> argparse.Namespace:
         "what", nargs="*", default=["1"], metavar="1 | 2 | PART", help="a script or some parts; 1 if not given"
     )
     options = parser.parse_args(arguments)
-    for what in options.what:
-        if what not in PARTS and what not in SCRIPTS:
-            sys.stderr.write(f"on_gpu.sh: no part {what}: 1 or 2, or one of {' '.join(PARTS)}\n")
-            sys.exit(2)
+    wrong = [what for what in options.what if what not in PARTS and what not in SCRIPTS]
+    if wrong:
+        sys.exit(refusal(f"no part {wrong[0]}: 1 or 2, or one of {' '.join(PARTS)}"))
+    if len(options.what) > 1 and set(SCRIPTS) & set(options.what):
+        sys.exit(refusal("give 1 or 2 alone, or parts by their names"))
+    if options.python and shutil.which(options.python) and not same_file(options.python):
+        sys.exit(refusal("give -p before what is to run"))  # on_gpu.sh has not seen it
     return options
+
+
+def same_file(python: str) -> bool:
+    """Whether this process is run by that Python."""
+    found = shutil.which(python)
+    return found is not None and os.path.realpath(found) == os.path.realpath(sys.executable)
+
+
+def refusal(message: str) -> int:
+    """Print why nothing is run; the exit code."""
+    sys.stderr.write(f"on_gpu.sh: {message}\n")
+    return 2
 
 
 def print_commands(script: str | None, names: list[str], top: Path) -> None:
@@ -425,11 +458,13 @@ def run_parts(driver: Driver, script: str | None, names: list[str], options: arg
     threading.Thread(target=read_libraries, daemon=True).start()
     device, missing = find_device(), driver.check()
     if missing:
-        sys.stderr.write(
-            f"on_gpu.sh: {sys.executable} cannot run this: {missing}; put its wheel into wheels/ with "
-            "'pip download --no-deps --dest wheels NAME', or install it\n"
+        return refusal(
+            f"{sys.executable} cannot run this: {missing}; put its wheel into wheels/ with "
+            "'pip download --no-deps --dest wheels NAME', or install it"
         )
-        return 2
+    print(f"device: {device}", flush=True)
+    if device == "cpu" and Path("/dev/nvidiactl").exists():
+        return refusal(f"there is a GPU, and the torch of {sys.executable} does not see it: give another with -p")
     driver.begin(device, anew=script == "1")
     parts = driver.found["parts"]
     todo = {name: list(PARTS[name].commands) for name in names}
@@ -478,8 +513,13 @@ def run_parts(driver: Driver, script: str | None, names: list[str], options: arg
 
 
 def failed_commands(parts: dict[str, Any]) -> dict[str, list[str]]:
-    """Of each part of script 1 the commands that failed or were not run; a killed training is run as a whole."""
+    """Of each part of script 1 the commands that failed or were not run; a killed training is run as a whole.
+
+    Nothing where script 1 has left no results.
+    """
     todo = {}
+    if not parts:
+        return todo
     for name in SCRIPTS["1"]:
         part = parts.get(name, {"commands": {}})
         bad = [one for one in PARTS[name].commands if not part["commands"].get(one, {"ok": False})["ok"]]

@@ -4,7 +4,7 @@ from typing import Any
 
 MOST_LINES = 60
 # Of pretrain-350m on an H100, estimated before anything was measured.
-EXPECTED = "| expected on an H100, an estimate | 175,000 | 175,000 | 374 (350 to 400) | | 45% | 50.0 | |"
+EXPECTED = "| expected on an H100, an estimate | 183,000 | 183,000 | 354 (335 to 380) | 28 | 47% | 50.0 | |"
 EXPECTED_FP8 = "| expected in FP8 | | +9 to +12% | | | | | |"
 BATCH = 512 * 1024  # tokens of a step of pretrain-350m
 
@@ -23,10 +23,13 @@ def page(found: dict[str, Any]) -> str:
     for section in (steps, profile, trainings, peer, probe, kernels):
         try:
             told = section(results)
-        except (KeyError, TypeError, AttributeError) as error:  # results of a command that broke may be incomplete
+        except Exception as error:  # results of a command that broke may be incomplete
             told = [f"{section.__name__}: {type(error).__name__}: {error}"]
         lines += ["", *told] if told else []
-    return "\n".join([*lines[: MOST_LINES - len(parts) - 3], *table_of_parts(parts)])
+    shown = MOST_LINES - len(parts) - 3
+    if len(lines) > shown:
+        lines[shown - 1 :] = [f"({len(lines) - shown + 1} more lines are left out; the JSON file has all)"]
+    return "\n".join([*lines, *table_of_parts(parts)])
 
 
 def verdict(record: dict[str, Any]) -> str:
@@ -62,21 +65,27 @@ def steps(results: dict[str, Any]) -> list[str]:
         memory = [
             f"{one[key] / 2**30:.1f}" if one.get(key) else "" for key in ("peak_memory_bytes", "predicted_memory_bytes")
         ]
-        mfu = f"{one['mfu']:.1%}" if one.get("mfu") else ""
+        mfu = one.get("mfu") and one["mfu"] * rate / one["tokens_per_second"]  # of a step of 512Ki tokens, too
+        mfu = f"{mfu:.1%}" if mfu and not name.startswith("fp8") else ""  # that of FP8 is of another peak
         rows.append(
-            f"| {name} | {one['tokens_per_second']:,.0f} | {rate:,.0f}{share} | {one['ms_per_micro_batch']:.1f} | "
+            f"| {name} | {one['tokens_per_second']:,.0f} | {rate:,.0f}{share} | {micro_batch_ms(one):.1f} | "
             f"{one['optimizer']['ms_per_step']:.1f} | {mfu} | {' | '.join(memory)} |"
         )
     if not rows:
         return []
     return [
         "| step | tokens/s | of steps of 512Ki (to headline) | ms a micro-batch | ms of the optimizer | MFU | GiB | "
-        "GiB by `lm plan` |",
+        "GiB of tensors predicted |",
         "|---|---|---|---|---|---|---|---|",
         EXPECTED,
         EXPECTED_FP8,
         *rows,
     ]
+
+
+def micro_batch_ms(step: dict[str, Any]) -> float:
+    """The time of a micro-batch without its share of the optimizer's."""
+    return (step["ms_per_step"] - step["optimizer"]["ms_per_step"]) / step["accumulate"]
 
 
 def projected(step: dict[str, Any]) -> float:
@@ -124,7 +133,7 @@ def probe(results: dict[str, Any]) -> list[str]:
 def short(value: Any) -> str:
     """A value of the probe."""
     if isinstance(value, float):
-        return f"{value:.3g}"
+        return f"{value:.4g}"
     if isinstance(value, dict):
         return ", ".join(f"{key} {short(one)}" for key, one in value.items() if key != "settings")
     return str(value)[:40]

@@ -12,6 +12,7 @@ class Part(NamedTuple):
     """Commands that belong together."""
 
     seconds: int
+    tells: str  # what its result is good for
     commands: dict[str, str]  # name -> what stands after `python`; `words_of` fills in the words in braces
 
 
@@ -57,45 +58,92 @@ FIT_DEPTH12 = (
 )
 # Without norms of queries and keys, which transformers' Llama lacks. Both models are on the device at the same time.
 PEER = (
-    "tests/benchmarks/peers.py --config published/pretrain-350m-adamw.yaml --data.micro_batch_size 16 --accumulate 4 "
+    "tests/benchmarks/peers.py --config published/pretrain-350m-adamw.yaml --model.decoder.num_hidden_layers 8 "
+    "--data.micro_batch_size 16 --accumulate 4 "
     "--steps 2 --rounds 3 --contenders lm:none transformers+inductor --output {json}"
 )
 
 PARTS = {
-    "probe": Part(45, {"probe": "tests/benchmarks/probe.py {json}"}),
-    "smoke": Part(40, {"smoke": f"{TESTS} -n 6 -k '{SMOKE}'"}),
-    "headline": Part(45, {"headline": f"{STEP} --data.global_batch_tokens 512Ki"}),
-    "profile": Part(35, {"profile": PROFILE}),
-    "variants": Part(75, {
-        "fp8-tensorwise": f"{STEP} --trainer.precision fp8-tensorwise",
-        "fp8-rowwise": f"{STEP} --trainer.precision fp8-rowwise",
-        "store-all": f"{STEP} --model.activation_checkpointing store_all",
-        "heads-of-64": f"{STEP} {HEADS_OF_64}",
-    }),
-    "tests": Part(90, {
-        "tests": f"{TESTS} -n 8 -k 'not sanitizer and not inductor and not ({SMOKE})'",
-        "tests-inductor": f"{TESTS} -n 4 -k 'inductor and not sanitizer and not ({SMOKE})'",
-    }),
-    "fit": Part(50, {"whole": FIT_50M.replace("RUN", "whole"), "killed": KILLED, "resumed": KILLED}),
-    "kernels-off": Part(75, {
-        "inductor-off": f"{STEP} {SMALL_BATCH} --model.compile inductor --model.kernels off",
-        "none-on": f"{STEP} {SMALL_BATCH}",
-    }),
-    "kernels": Part(30, {"kernels": f"{KERNELS} --dtype bf16 --inductor false"}),
-    "fsdp2": Part(30, {"fsdp2": "-m torch.distributed.run --nproc_per_node 1 " + FIT_50M.replace("RUN", "fsdp2")
-                       + "--trainer.strategy fsdp2"}),
-    "inductor": Part(50, {"inductor": f"{STEP} --model.compile inductor"}),
-    "memcheck": Part(60, {"memcheck": f"{TESTS} -k 'sanitizer and memcheck'"}),
-    "peer": Part(60, {"peer": PEER}),
-    "embedding": Part(60, {
-        f"embedding-x{scale}": FIT_DEPTH12.replace("RUN", f"embedding-x{scale}")
-        + f"--model.optimizer.groups.embedding.lr {scale * 9.02e-3:.3e}" for scale in (1, 2, 4)
-    }),
-    "shakespeare": Part(400, {"shakespeare": "-m lm fit --config shakespeare-10m.yaml {text} "
-                              "--trainer.default_root_dir {runs}/shakespeare"}),
-    "trainings": Part(400, {"trainings": f"{TESTS} -m 'gpu and slow' -n 4"}),
-    "kernels:fp16": Part(60, {"kernels-fp16": f"{KERNELS} --dtype fp16"}),
-}  # fmt: skip
+    "probe": Part(
+        45,
+        "what device and libraries can do: copies, products, attention",
+        {"probe": "tests/benchmarks/probe.py {json}"},
+    ),
+    "smoke": Part(40, "whether the kernels are right", {"smoke": f"{TESTS} -n 6 -k '{SMOKE}'"}),
+    "headline": Part(
+        45,
+        "speed, MFU and memory of the preset as it is trained",
+        {"headline": f"{STEP} --data.global_batch_tokens 512Ki"},
+    ),
+    "profile": Part(35, "where the time of a step goes, and its longest kernels", {"profile": PROFILE}),
+    "variants": Part(
+        85,
+        "what FP8, stored activations and wide heads gain, each against the first",
+        {
+            "base": STEP,
+            "fp8-tensorwise": f"{STEP} --trainer.precision fp8-tensorwise",
+            "fp8-rowwise": f"{STEP} --trainer.precision fp8-rowwise",
+            "store-all": f"{STEP} --model.activation_checkpointing store_all",
+            "heads-of-64": f"{STEP} {HEADS_OF_64}",
+        },
+    ),
+    "tests": Part(
+        70,
+        "whether all else is right on a GPU",
+        {
+            "tests": f"{TESTS} -n 8 -k 'not sanitizer and not inductor and not ({SMOKE})'",
+            "tests-inductor": f"{TESTS} -n 4 -k 'inductor and not sanitizer and not ({SMOKE})'",
+        },
+    ),
+    "fit": Part(
+        50,
+        "whether a killed training resumes exactly",
+        {"whole": FIT_50M.replace("RUN", "whole"), "killed": KILLED, "resumed": KILLED},
+    ),
+    "kernels-off": Part(
+        75,
+        "what our kernels gain over inductor without them",
+        {
+            "inductor-off": f"{STEP} {SMALL_BATCH} --model.compile inductor --model.kernels off",
+            "none-on": f"{STEP} {SMALL_BATCH}",
+        },
+    ),
+    "kernels": Part(
+        30, "each kernel beside plain PyTorch and a copy", {"kernels": f"{KERNELS} --dtype bf16 --inductor false"}
+    ),
+    "fsdp2": Part(
+        30,
+        "whether sharded weights are trained and saved on CUDA",
+        {
+            "fsdp2": "-m torch.distributed.run --local_addr 127.0.0.1 --nproc_per_node 1 "
+            + FIT_50M.replace("RUN", "fsdp2")
+            + "--trainer.strategy fsdp2"
+        },
+    ),
+    "inductor": Part(50, "speed with our kernels and inductor", {"inductor": f"{STEP} --model.compile inductor"}),
+    "memcheck": Part(
+        60, "whether the kernels stay within their memory", {"memcheck": f"{TESTS} -k 'sanitizer and memcheck'"}
+    ),
+    "peer": Part(60, "speed beside transformers, with 8 layers", {"peer": PEER}),
+    "embedding": Part(
+        60,
+        "a hint at the embedding's learning rate at depth 12: 60 steps, one seed",
+        {
+            f"embedding-x{scale}": FIT_DEPTH12.replace("RUN", f"embedding-x{scale}")
+            + f"--model.optimizer.groups.embedding.lr {scale * 9.02e-3:.3e}"
+            for scale in (1, 2, 4)
+        },
+    ),
+    "shakespeare": Part(
+        150,
+        "the loss that nanoGPT publishes, 5,000 steps",
+        {"shakespeare": "-m lm fit --config shakespeare-10m.yaml {text} --trainer.default_root_dir {runs}/shakespeare"},
+    ),
+    "trainings": Part(
+        400, "every precision trained, stopped and resumed", {"trainings": f"{TESTS} -m 'gpu and slow' -n 4"}
+    ),
+    "kernels:fp16": Part(60, "the kernels in fp16", {"kernels-fp16": f"{KERNELS} --dtype fp16"}),
+}
 SCRIPTS = {
     "1": ["probe", "smoke", "headline", "profile", "variants", "tests", "fit", "kernels-off", "kernels"],
     "2": ["fsdp2", "inductor", "memcheck", "peer", "embedding"],

@@ -251,8 +251,9 @@ def attention_rate(kernel: SDPBackend, width: int) -> float:
             out = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=heads != kv_heads)
         torch.autograd.grad(out, (q, k, v), dout)
 
-    # Two products forward and five backward, each of 2 x width operations for half of all pairs of tokens.
-    return rate(7 * SAMPLES * heads * LENGTH**2 * width, call)
+    # Two products forward and four backward, each of 2 x width operations for half of all pairs of tokens, as MFU counts
+    # them; the backward pass computes one of the forward pass's again.
+    return rate(6 * SAMPLES * heads * LENGTH**2 * width, call)
 
 
 if __name__ == "__main__":

@@ -29,7 +29,7 @@ sys.path.insert(0, {here!r})
 import on_gpu
 on_gpu.IMPORTS, on_gpu.find_device, on_gpu.PACKING = {imports}, lambda: "h100", 0
 on_gpu.PARTS.clear()
-on_gpu.PARTS.update({{name: on_gpu_parts.Part(*part) for name, part in {parts!r}.items()}})
+on_gpu.PARTS.update({{name: on_gpu_parts.Part(part[0], "", part[1]) for name, part in {parts!r}.items()}})
 on_gpu.SCRIPTS.update({{"1": [], "2": []}} | {scripts!r})
 on_gpu.CAPS.update({caps!r})
 sys.exit(on_gpu.main(sys.argv[1:]))
@@ -138,6 +138,21 @@ def test_a_command_that_hangs_leaves_the_others_of_its_part_their_time(begin, tm
     assert both["commands"]["hang"]["exit"] == "cut" and both["commands"]["good"]["ok"] and both["seconds"] < 9
 
 
+def test_script_2_without_results_of_script_1_runs_its_own_parts_alone():
+    assert on_gpu.failed_commands({}) == {}
+
+
+def test_what_torchrun_starts_in_a_session_of_its_own_is_ended_too(tmp_path):
+    code = "import subprocess; subprocess.Popen(['sleep', '100'], start_new_session=True); print(flush=True); input()"
+    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "start_new_session": True}
+    process = subprocess.Popen([sys.executable, "-c", code], **pipes)
+    process.stdout.readline()
+    [worker] = on_gpu.descendants(process.pid)
+    on_gpu.kill(process)
+    process.wait()
+    assert not is_alive(worker)
+
+
 def test_script_2_begins_with_what_failed_in_script_1(begin, tmp_path):
     """Of tests those that failed; then what was not begun, as its time was over."""
     (tmp_path / "test_two.py").write_text("def test_good(): pass\ndef test_broken(): assert 0")
@@ -165,6 +180,7 @@ def test_the_page_has_the_figures_of_all_steps_beside_the_expected(begin, tmp_pa
         "tokens_per_second": 1e6,
         "ms_per_step": 400.0,
         "ms_per_micro_batch": 50.0,
+        "accumulate": 8,
         "tokens_per_step": 400_000,
         "optimizer": {"ms_per_step": 20.0},
         "mfu": 0.5,
@@ -175,9 +191,9 @@ def test_the_page_has_the_figures_of_all_steps_beside_the_expected(begin, tmp_pa
     (tmp_path / "fp8.json").write_text(json.dumps(step | {"ms_per_step": 382.0}))
     commands = {name: f"HERE/write.py HERE/{name}.json {{json}}" for name in ("headline", "fp8")}
     said = begin("steps", parts={"steps": (60, commands)}).communicate(timeout=60)[0]
-    assert "| headline | 1,000,000 | 1,011,995 | 50.0 | 20.0 | 50.0% | 2.0 | 1.0 |\n" in said
-    assert "| fp8 | 1,000,000 | 1,060,280 (+4.8%) | 50.0 |" in said
-    assert "| expected on an H100, an estimate | 175,000 |" in said
+    assert "| headline | 1,000,000 | 1,011,995 | 47.5 | 20.0 | 50.6% | 2.0 | 1.0 |\n" in said
+    assert "| fp8 | 1,000,000 | 1,060,280 (+4.8%) | 45.2 | 20.0 |  |" in said
+    assert "| expected on an H100, an estimate | 183,000 |" in said
 
 
 def test_the_page_has_at_most_60_lines():
@@ -186,6 +202,7 @@ def test_the_page_has_at_most_60_lines():
         "tokens_per_second": 1.0,
         "ms_per_step": 4.0,
         "ms_per_micro_batch": 5.0,
+        "accumulate": 1,
         "tokens_per_step": 4,
         "mfu": 0.5,
         "optimizer": {"ms_per_step": 2.0},
@@ -210,7 +227,8 @@ def test_the_page_has_at_most_60_lines():
         del parts[name]["commands"][name]["result"]
     machine = {"gpu": "H100", "torch": "2", "python": "3", "cores": 16, "revision": None}
     page = on_gpu_page.page({"device": "h100", "date": "2026-01-01", "machine": machine, "parts": parts})
-    assert len(page.splitlines()) == 60 and "| kernels:fp16 | 1 | 1 | kernels-fp16: exit code 1" in page
+    assert len(page.splitlines()) == 60 and "more lines are left out; the JSON file has all)" in page
+    assert "| kernels:fp16 | 1 | 1 | kernels-fp16: exit code 1" in page
 
 
 def test_a_signal_ends_it_at_once_and_everything_so_far_is_packed(begin, tmp_path):
@@ -348,15 +366,19 @@ def test_the_parts_of_script_1_fit_its_time_and_script_2_says_that_its_do_not():
     assert "take longer than that in all" in on_gpu.__doc__
 
 
-@pytest.mark.parametrize("part", ["kernel", "steps:pretrain-1b", "3"])
-def test_an_unknown_part_is_refused_before_anything_runs(tmp_path, part):
-    ended = subprocess.run(
-        [HERE / "on_gpu.sh", "-p", sys.executable, "-o", "out", "profile", part],
-        cwd=tmp_path,
-        capture_output=True,
-        text=True,
-    )
-    assert ended.returncode == 2 and f"no part {part}: 1 or 2, or one of probe" in ended.stderr
+@pytest.mark.parametrize(
+    "words, message",
+    [
+        (["profile", "kernel"], "no part kernel: 1 or 2, or one of probe"),
+        (["3"], "no part 3: 1 or 2"),
+        (["1", "2"], "give 1 or 2 alone"),
+        (["2", "-p", "bash"], "give -p before what is to run"),
+    ],
+)
+def test_a_wrong_request_is_refused_before_anything_runs(tmp_path, words, message):
+    command = [HERE / "on_gpu.sh", "-p", sys.executable, "-o", "out", *words]
+    ended = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True)
+    assert ended.returncode == 2 and message in ended.stderr
     assert ended.stderr.count("\n") == 1 and not (tmp_path / "out").exists()
 
 
