@@ -27,7 +27,7 @@ FAULTS = {
     7: ("Ctrl-C once, twice", "a checkpoint and exit 75; an end at once"),
     8: ("NaN or Inf on one rank of two", "no rank takes the step; the batch is kept for a look"),
     9: ("a loss spike", "seen and written up; a rollback leaves the bad stretch out, where asked"),
-    10: ("a corrupt or cut shard met in a run", "file and row group named; skipped only where asked, and counted"),
+    10: ("a corrupt or cut shard met in a run", "file and row group named; the run resumes once it is whole"),
     11: ("a shard added, removed or changed before a resume", "refused, with the difference"),
     12: ("a tokenizer or vocabulary that does not match", "refused before the first step"),
     13: ("other ranks or another micro-batch on a resume", "the same samples in the same order"),
