@@ -88,7 +88,7 @@ def without_removed(text: str) -> str:
 
     try:
         top = yaml.compose(text, yaml.SafeLoader)
-    except yaml.YAMLError:  # which whoever reads the config says
+    except (yaml.YAMLError, RecursionError):  # which whoever reads the config says
         return text
     found = False
     for option, (default, _) in REMOVED.items():
