@@ -292,3 +292,13 @@ def test_hours_under_torchrun_are_one_line(tmp_path, monkeypatch, capsys):
         monkeypatch.setenv(name, value)
     assert main(["fit", "--config", "small.yaml", "--hours", "1"]) == 2
     assert "here start `lm bench step --hours H` as you start this" in capsys.readouterr().err
+
+
+def test_no_checkpoint_is_written_that_is_not_timed(tmp_path, monkeypatch):
+    written = []
+    monkeypatch.setattr("lm.training.checkpoint_state.write_folder", lambda path, content: written.append(path))
+    monkeypatch.chdir(tmp_path)
+    write_config(tmp_path, **{"trainer.callbacks": None})
+    profile([*BENCH[2:6], "--steps", "2"])
+    bench_step([*BENCH[2:], "--checkpoints", "0"])
+    assert written == []
