@@ -168,6 +168,8 @@ def examine(
     found["device"] = {"name": device.name, "precision": precision, "kernels": step.kernels, "count": world_size}
     global_batch = config.data.global_batch_tokens is not None
     found["memory"] = facts.memory_facts(decoder, step, optimizer, device, global_batch)
+    if custom is not None:  # which is built without this option
+        found["memory"].pop("store_all", None)
     count = found["model"]["parameters"]["total"]
     measured = facts.read_bench(config.bench, count, config.data.seq_len) if config.bench else {}
     found["time"] = facts.time_facts(

@@ -8,7 +8,7 @@ from trainings import RECORDER, fit, lm, losses, make_workplace, write_config
 import lm as package
 from lm.cli.main import main
 from lm.errors import RequestError
-from lm.system.other_names import REMOVED, REMOVED_COMMANDS
+from lm.system.other_names import REMOVED, REMOVED_COMMANDS, without_removed
 
 SECTIONS = {"trainer": package.Trainer, "model": package.LanguageModule, "data": package.DataModule}
 
@@ -67,3 +67,14 @@ def test_a_command_that_is_gone_is_one_line(command, capsys):
     assert main([command, "--run", "small"]) == 2
     [line] = capsys.readouterr().err.splitlines()
     assert f"no command {command!r}; gone since" in line
+
+
+@pytest.mark.parametrize(
+    "text",
+    ['model: {"cuda_graphs": false, lr: 1e-3}', "model:\n  cuda_graphs : no\n  lr: 1e-3\n"],
+    ids=["JSON", "a space"],
+)
+def test_it_is_found_however_it_is_written(text):
+    """And all other values are as they were written: 1e-3 is a string in YAML 1.1, and a number for the parser."""
+    assert yaml.safe_load(without_removed(text)) == {"model": {"lr": "1e-3"}} and "'" not in without_removed(text)
+    assert without_removed("model: {lr: [") == "model: {lr: ["

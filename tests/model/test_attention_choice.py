@@ -27,6 +27,21 @@ def test_a_named_kernel_needs_a_gpu():
         use_attention(torch.nn.Module(), "cudnn", CPU, torch.bfloat16, HEADS)
 
 
+@pytest.mark.parametrize("sequences", [False, True])
+def test_a_version_of_flash_is_tried_with_windows_where_layers_have_some(monkeypatch, sequences):
+    tried = []
+    monkeypatch.setattr(attention_choice, "why_it_fails", lambda *a, window=None: tried.append(window) or window)
+    monkeypatch.setattr(attention_choice, "_use_flash", tried.append)
+    monkeypatch.setattr(attention_choice, "enter_kernels", lambda *arguments: None)
+    arguments = torch.nn.Module(), "flash3", torch.device("cuda"), torch.bfloat16, HEADS, sequences
+    if sequences:
+        with pytest.raises(RequestError, match=r"model.attention flash3 does not run here \(64\)"):
+            use_attention(*arguments)
+    else:
+        use_attention(*arguments)
+    assert tried == ([None, 64] if sequences else [None, "FA3"])
+
+
 @pytest.fixture
 def third_version(monkeypatch):
     """A wheel of flash attention that torch can be told to take."""

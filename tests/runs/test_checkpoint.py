@@ -394,3 +394,20 @@ def test_copies_go_into_the_memory_that_was_reserved(monkeypatch):
     io.reserve({("state_dict", "w"): tensor})
     assert torch.equal(io.keep(("state_dict", "w"), tensor), tensor)
     assert [name.partition("_")[0] for name in made] == ["checkpoint"]  # the thread that writes
+
+
+def test_a_reservation_hides_no_failure_and_is_none_itself(tmp_path, monkeypatch):
+    """Where the system locks no more memory, a copy goes into memory that is not locked."""
+    io, tensor, empty = FolderCheckpointIO(), torch.randn(3, 2), torch.empty
+    io.save_checkpoint(content(), tmp_path / "missing" / "c")
+    with pytest.raises(RunError, match="could not write"):
+        io.reserve({("state_dict", "w"): tensor})
+
+    def unlocked(*shape, pin_memory=None, **options):
+        if pin_memory is not None:
+            raise RuntimeError("CUDA error: out of memory")
+        return empty(*shape, **options)
+
+    monkeypatch.setattr(torch, "empty", unlocked)
+    io.reserve({("state_dict", "w"): tensor})
+    assert torch.equal(io.keep(("state_dict", "w"), tensor), tensor)

@@ -187,3 +187,13 @@ def test_a_config_of_a_run_that_is_damaged_is_named_and_not_compared(tmp_path):
         with pytest.raises(RequestError, match="config.yaml is damaged, .* put it back, or give --force"):
             refuse_changed_config(run, config, force=False)
         refuse_changed_config(run, config, force=True)
+
+
+def test_a_model_beside_the_checkpoints_of_a_run_is_not_of_the_run(tmp_path):
+    """Such as an import, or the mean of checkpoints that an earlier version made: it has no step."""
+    run = Run.create("a", tmp_path)
+    run.describe(name="a")
+    for name in ("step-00000004", "average-2-4-of-2"):
+        (run.path / name).mkdir()
+        (run.path / name / "trainer.json").write_text("{}")
+    assert Run.of(run.path / "step-00000004").path == run.path and Run.of(run.path / "average-2-4-of-2") is None
