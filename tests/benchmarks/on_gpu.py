@@ -201,7 +201,8 @@ class Driver:
             ),
             "COLUMNS": "160",  # of tables in the logs
             "LM_REGISTRY": f"{self._work}/runs.db",
-            "TORCHINDUCTOR_COMPILE_THREADS": "4",  # of each process; otherwise one for each core
+            # No pool of compile processes: pytest's workers waited for its end until they were killed.
+            "TORCHINDUCTOR_COMPILE_THREADS": "1",
         }
         if not Path("/dev/nvidiactl").exists():  # threads would wait for each other beside the next command's imports
             environment.setdefault("OMP_NUM_THREADS", "1")
