@@ -1,7 +1,8 @@
 #!/usr/bin/env python3
 """Shut down the rented machine when a run is over but not interrupted: `on_event: [configs/launch/power_off.py]`
 
-The facts come as JSON on standard input: event, reason, exit_code, run, path, step, metrics, checkpoint, resume, ...
+The facts come as JSON on standard input: event, reason, exit_code, run, path, step, metrics, checkpoint, resume, ...;
+it is started at other events, too, at which it does nothing.
 Clouds bill a machine that is shut down only for its disk; if yours bills all of it, call its own command instead.
 """
 

@@ -22,9 +22,9 @@ from lm.runs.checkpoint import find_damage, read_document, read_progress
 from lm.runs.config_diff import differences, not_allowed
 from lm.runs.registry import find_run
 from lm.runs.resume import warn_if_left_behind
-from lm.runs.run import ROOT, Run, hide_addresses, refuse_name
+from lm.runs.run import ROOT, Run, refuse_name
 from lm.system.arguments import call
-from lm.system.files import atomic_folder, dump_checksummed, parse_yaml
+from lm.system.files import atomic_folder, dump_checksummed
 from lm.system.process import command_line, under_srun, under_torchrun
 from lm.system.units import Count
 from lm.training.config import ScheduleConfig
@@ -96,7 +96,7 @@ def branch(options: BranchOptions, overrides: list[str]) -> None:
     step, before = read_progress(checkpoint).step, trunk.settings()
     if not before:
         raise RequestError(f"{trunk.config} is damaged, so it is not known what the run was trained with")
-    settings, root = parse_yaml(trunk.config.read_bytes()), trunk.path.parent  # with the addresses of `notify`
+    settings, root = trunk.settings(), trunk.path.parent
     settings["trainer"]["default_root_dir"] = str(root)
     if options.tokens:
         data = yaml.safe_load(resolved_text(settings, overrides))["data"]  # of the branch, whose steps may be larger
@@ -108,7 +108,7 @@ def branch(options: BranchOptions, overrides: list[str]) -> None:
         seen = read_progress(checkpoint).samples * old["seq_len"]
         new["data"] |= continued_mixture(old, new["data"], seen)
         text = resolved_text(new)
-    after = hide_addresses(yaml.safe_load(text))
+    after = yaml.safe_load(text)
     changes = refuse_other_run(trunk, before, after)
     if (after["trainer"]["max_steps"] or math.inf) <= step:
         raise RequestError(f"step {step} is the last of {trunk.path}: give --decay TOKENS or --constant TOKENS")

@@ -273,9 +273,7 @@ class TrainingCLI(LightningCLI):
             options=options,
         )  # fmt: skip
         sections = sections_of_callbacks(self.config_init[self.subcommand])
-        standard = standard_callbacks(
-            TrainerConfig(**trainer_config), self.run_folder, sections, options.notify if fit else ()
-        )
+        standard = standard_callbacks(TrainerConfig(**trainer_config), self.run_folder, sections)
         callbacks = [*self.own_callbacks, *standard, Summary()]
         if fit:
             read_budget_file(sections["guards"].budget)  # refuses a cap that cannot be counted

@@ -184,7 +184,7 @@ class Trainer(BareTrainer):
         quiet_lightning()
         self._folder = RunFolder(None, run, "", options=self._about)
         self._checks = PlanChecks(sections)
-        standard = standard_callbacks(config, self._folder, sections, self._about.notify)
+        standard = standard_callbacks(config, self._folder, sections)
         super().__init__(**vars(replace(config, callbacks=[*callbacks, *standard, Summary(), self._checks])))
 
     def fit(

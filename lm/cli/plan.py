@@ -29,7 +29,6 @@ from lm.system.process import program
 from lm.system.units import format_bytes, format_count, format_figure, format_time_and_cost, plural
 from lm.training.budget import read_budget_file
 from lm.training.callback import Callback
-from lm.training.callbacks.notifications import open_recipients
 from lm.training.checks import Finding, Known, find, of_accelerator
 from lm.training.config import TrainerConfig
 from lm.training.launcher import EXIT_WAIT
@@ -50,12 +49,9 @@ def plan(config: Namespace, name: str) -> None:
     if config.fit and config.strict:
         raise RequestError("--fit is about a device, and --strict looks at none: give one of them")
     refuse_name(name)
-    recipients = open_recipients([] if config.strict else config.notify or [])
     found, noted = examine(config)
     found = {"config": name, **found}
     noted.sort(key=lambda finding: ("error", "warning", "advice").index(finding.level))
-    if recipients:
-        found["notify"] = [{"to": one.name, "level": one.level} for one in recipients]
     errors = [finding for finding in noted if finding.level == "error"]
     if config.fit:
         best = largest_that_fits(found, noted)
@@ -389,10 +385,5 @@ def _budget_lines(found: dict[str, Any]) -> list[str]:
     return ["; ".join(parts) or f"{hours}, and no rate is known"]
 
 
-def _notify_lines(found: dict[str, Any]) -> list[str]:
-    above = {"info": "everything", "warning": "warnings and errors", "error": "errors"}
-    return [f"{one['to']}: {above[one['level']]}" for one in found["notify"]]
-
-
 PAGE = {"model": _model_lines, "data": _data_lines, "steps": _steps_lines, "memory": _memory_lines,
-        "time": _time_lines, "budget": _budget_lines, "disk": _disk_lines, "notify": _notify_lines}  # fmt: skip
+        "time": _time_lines, "budget": _budget_lines, "disk": _disk_lines}  # fmt: skip

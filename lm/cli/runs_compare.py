@@ -159,8 +159,10 @@ def write_export(run: Run, checkpoint: Path | None, folder: Path) -> None:
     metrics = run.metrics()
     write_metrics(metrics, folder)
     draw_pictures(metrics, folder, run.name)
+    from lm.cli.report.run import PRIVATE
+
     settings = run.settings()
-    if settings.pop("notify", None):  # the addresses are the owner's
+    if any([settings.pop(name, None) for name in PRIVATE]):
         (folder / "config.yaml").write_text(yaml.safe_dump(settings, sort_keys=False), encoding="utf-8")
     elif run.config.exists():
         shutil.copyfile(run.config, folder / "config.yaml")

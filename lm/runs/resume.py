@@ -13,7 +13,7 @@ from lm.runs import registry
 from lm.runs.checkpoint import find_damage, link_to, read_progress
 from lm.runs.config_diff import differences, not_allowed
 from lm.runs.mirror import LINKS
-from lm.runs.run import REFERENCES, ROOT, STEP, Run, hide_addresses, is_of_a_run
+from lm.runs.run import REFERENCES, ROOT, STEP, Run, is_of_a_run
 from lm.system.files import restore_interrupted
 from lm.system.process import rank
 from lm.system.remote import fetch, is_remote
@@ -232,7 +232,7 @@ def refuse_changed_config(run: Run, config: dict[str, Any], force: bool) -> dict
         )
     changed = {
         key: values
-        for key, values in differences([settings, hide_addresses(config)]).items()
+        for key, values in differences([settings, config]).items()
         if not key.startswith("data.prepare.") or values[1] is not None
     }  # null: then the shards are compared
     refused = not_allowed("resume", changed)

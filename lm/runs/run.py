@@ -69,10 +69,7 @@ class Run:
         return self.path / "config.yaml"
 
     def settings(self) -> dict[str, Any]:
-        """The resolved config; {} where it cannot be read, and without groups that are damaged.
-
-        The addresses under `notify` are hidden.
-        """
+        """The resolved config; {} where it cannot be read, and without groups that are damaged."""
         try:
             found = parse_yaml(without_removed(self.config.read_text(encoding="utf-8")))
         except (OSError, ValueError):
@@ -80,9 +77,7 @@ class Run:
         if not isinstance(found, dict):
             return {}
         groups = ("trainer", "model", "data")
-        return hide_addresses(
-            {key: value for key, value in found.items() if key not in groups or isinstance(value, dict)}
-        )
+        return {key: value for key, value in found.items() if key not in groups or isinstance(value, dict)}
 
     def started_in(self) -> Path:
         """The folder that the relative paths of the run's config are relative to.
@@ -444,34 +439,3 @@ def add_metrics(lines: list[dict[str, float]], line: dict[str, float]) -> None:
 def session(facts: dict[str, Any]) -> tuple[float, float]:
     """`Run.entered` for the given facts of `run.json`."""
     return nonnegative(facts.get("turn")) or 0, nonnegative(facts.get("entered")) or 0.0
-
-
-# ---- addresses under `notify`, which may hold a password -------------------------------------------------------------
-
-VARIABLE = re.compile(r"\$(?:(\w+)|\{(\w+)\})")  # `$NAME` or `${NAME}` in an address under `notify`
-
-
-def hide_addresses(config: dict[str, Any]) -> dict[str, Any]:
-    """Return a config with the addresses under `notify` hidden, so that it can be shown to others."""
-    notify = config.get("notify")
-    if not notify:
-        return config
-    entries = notify if isinstance(notify, list) else [notify]
-    return {**config, "notify": [
-        {**entry, "url": hide_address(str(entry.get("url")))} if isinstance(entry, dict) else hide_address(str(entry))
-        for entry in entries
-    ]}  # fmt: skip
-
-
-def hide_address(url: str) -> str:
-    """Hide the parts of an address under `notify` that may be a password or token; `$NAME` stays as it is."""
-    return url if VARIABLE.fullmatch(url) else f"{url.partition('://')[0]}://..." if "://" in url else "..."
-
-
-def hide_typed_addresses(command: list[str]) -> list[str]:
-    """Return a command line with the addresses of `--notify` hidden."""
-    follows = [False, *(argument.startswith("--notify") for argument in command)]
-    return [
-        re.sub(r"(?s)://.*", "://...", argument) if argument.startswith("--notify") or after else argument
-        for argument, after in zip(command, follows)
-    ]  # fmt: skip

@@ -50,6 +50,7 @@ REMOVED = {
     "rehearse": (False, "gone since 0.1: guards.budget.dry_run and guards.inject_step try the guards in a training"),
     "test_notify": (False, "gone since 0.1: `apprise -b test ADDRESS` sends a message"),
     "data.on_bad_shard": ("raise", "gone since 0.1: a damaged shard ends the run; restore it, or make the data anew"),
+    "notify": ([], "gone since 0.1: `on_event: [sh, -c, 'apprise -t $LM_EVENT -b \"$LM_MESSAGE\" ADDRESS']`"),
     "model.cuda_graphs": (False, "gone since 0.1, as it gained nothing: leave it out"),
 }
 REMOVED_COMMANDS = {

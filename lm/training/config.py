@@ -481,19 +481,15 @@ class RunOptions:
     Args:
         tags: Words to find the run by, with `lm runs ls --tag WORD`.
         note: What the run is for.
-        on_event: A program and its arguments to start when the run has finished, failed, been interrupted or been
-            stopped by a guard. It gets the facts as JSON on its standard input. It is not run in a shell.
-        notify: Addresses to notify when the run starts, when a guard finds something, and when the run ends. An
-            address is an Apprise URL, such as `ntfy://topic`, or has a lowest level: `{url: ntfy://topic, level:
-            warning}`, with `info` (everything), `warning` or `error`. `$NAME` in it is read from the environment. Needs
-            the package apprise.
+        on_event: A program and its arguments to start when the run begins, when a guard finds something, and when the
+            run ends. It gets `LM_EVENT`, `LM_MESSAGE`, `LM_RUN` and `LM_STEP` in its environment, and all facts as JSON
+            on its standard input. It is not run in a shell.
         expect: Metrics and the range in which each must end, such as `{val/loss: [3.2, 3.5]}`.
     """
 
     tags: list[str] = field(default_factory=list)
     note: str | None = None
     on_event: list[str] = field(default_factory=list)
-    notify: list[Any] = field(default_factory=list)
     expect: dict[str, list[float]] = field(default_factory=dict)
 
     def __post_init__(self) -> None:

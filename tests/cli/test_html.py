@@ -81,10 +81,10 @@ def make_rich_run(root: Path, name: str = "reich-λ") -> Run:
         extra |= {"train/loss": math.nan} if line["step"] in (300, 310) else {}
         run.append("metrics.jsonl", {**line, **(extra if "train/loss" in line else {})})
     run.describe(note=f"A note {EVIL}", tags=["first", EVIL], rollbacks=[{"step": 900, "to": 800}],
-                 reason=EVIL, command=["__main__.py", "fit", "--notify", "[{url: https://hooks.example/T0/B0}]",
+                 reason=EVIL, command=["__main__.py", "fit", "--on_event", "[post, https://hooks.example/T0/B0]",
                                        "--data.path", "s3://me:pass@bucket/data?signature=abc"])  # fmt: skip
     run.config.write_text(yaml.safe_dump({
-        "notify": [{"url": "https://hooks.example/T0/B0"}], "model": {"decoder": {"hidden_size": 77}, "z_loss": 0.0},
+        "on_event": ["post", "https://hooks.example/T0/B0"], "model": {"decoder": {"hidden_size": 77}, "z_loss": 0.0},
         "data": {"path": "s3://me:pass@bucket/data?signature=abc", "shuffle_buffer": 96 * 2**20},
         "trainer": {"logger": {"class_path": EVIL, "init_args": {"api_key": "hunter2"}}},
     }))  # fmt: skip
@@ -156,7 +156,7 @@ def test_text_of_users_and_models_is_only_text(place):
 
 def test_secrets_are_left_out(place):
     page = page_of(make_rich_run(place))
-    for secret in ("hooks.example", "notify", "me:pass", "signature", "hunter2"):
+    for secret in ("hooks.example", "on_event", "me:pass", "signature", "hunter2"):
         assert secret not in page.source
     assert "s3://bucket/data" in page.text and "api_key: (left out)" in page.text
     assert "lm fit --data.path s3://bucket/data" in page.text  # the rest of the command

@@ -26,6 +26,7 @@ from lm.runs.history import read_samples
 from lm.runs.metrics import BY_SOURCE, METRICS, Metric, core_sentence, merge_evaluations
 from lm.runs.run import Run
 from lm.system.files import finite_or_none, read_lines, refuse_url, write_atomically
+from lm.system.other_names import REMOVED
 from lm.system.units import format_bytes, format_figure, utc
 
 OPENING = "<!doctype html>\n<!-- A run of lm -->\n"  # of every page: a file that begins otherwise is not replaced
@@ -293,14 +294,14 @@ def _marks(run: Run, axes: dict[str, np.ndarray]) -> list[dict[str, Any]]:
 USER = re.compile(r"(?<=://)(?:[^\s/@]*@|[^\s/:]*:(?!\d+/)[^\s]*@)")  # user and password in a URL
 QUERY = re.compile(r"(://[^\s?#'\"]*)[?#][^\s'\"]*")  # query of a URL, which may be a signature
 SECRET = re.compile(r"passw|secret|credential|(api|access|private)_?key|(auth|access|api|hf|bearer)_?token", re.I)
-NOTIFY = "notify"  # addresses to which anybody who knows them can write
+PRIVATE = ("on_event", *REMOVED)  # it may hold addresses to which anybody who knows them can write
 
 
 def public(value: Any) -> Any:
-    """Copy a tree of values without secrets: users and queries of URLs, values with a secret's name, and `notify`."""
+    """Copy a tree of values without secrets: users and queries of URLs, values with a secret's name, and `PRIVATE`."""
     if isinstance(value, dict):
         return {name: "(left out)" if SECRET.search(str(name)) and part else public(part)
-                for name, part in value.items() if name != NOTIFY}  # fmt: skip
+                for name, part in value.items() if name not in PRIVATE}  # fmt: skip
     if isinstance(value, list | tuple):
         return [public(part) for part in value]
     return QUERY.sub(r"\1", USER.sub("", value)) if isinstance(value, str) else value
@@ -312,7 +313,7 @@ def public_command(command: list[str]) -> list[str]:
     for argument in command:
         if argument.startswith("--"):
             option = argument.partition("=")[0]
-            private = option.startswith(f"--{NOTIFY}") or bool(SECRET.search(option))
+            private = option[2:].rstrip("+") in PRIVATE or bool(SECRET.search(option))
         if not private:
             shown.append(public(argument))
     return shown

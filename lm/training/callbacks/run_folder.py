@@ -6,8 +6,6 @@ import os
 import re
 import shutil
 import statistics
-import subprocess
-import sys
 import threading
 import time
 from contextlib import suppress
@@ -20,25 +18,22 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 
 from lm.data.catalog import describe_difference
 from lm.data.mixture import describe_change
-from lm.errors import GuardStop, Interrupted, LmError, RequestError, RunError
-from lm.runs.facts import read_facts
+from lm.errors import LmError, RequestError, RunError
 from lm.runs.history import acceptance, expectations
 from lm.runs.mirror import Mirror, Uploads
 from lm.runs.registry import record_run
-from lm.runs.run import Run, hide_typed_addresses
-from lm.system.files import nonnegative, write_atomically
+from lm.runs.run import Run
+from lm.system.files import write_atomically
 from lm.system.hardware import Telemetry, device_name, driver_version, memory_bytes
 from lm.system.process import run_facts, ssh_options
 from lm.training.callback import Callback
+from lm.training.callbacks.events import PATIENCE, STATUS, EventProgram
 from lm.training.config import RunOptions
 from lm.training.module import LanguageModule
 from lm.training.trainer import Trainer
 
 log = logging.getLogger(__name__)
 
-STATUS = {Interrupted: "interrupted", GuardStop: "stopped"}  # status after these errors; after any other, `failed`
-EXIT_CODES = {status: error.exit_code for error, status in STATUS.items()} | {"failed": RunError.exit_code}
-PATIENCE = 60.0  # seconds that the training waits for the program of `on_event`
 CLAIM_WAIT = 2.0  # seconds for another process to describe a run folder that it has made
 
 
@@ -57,9 +52,13 @@ class RunFolder(Callback):
     register: bool = True  # write the run to the user's registry
     options: RunOptions = field(default_factory=RunOptions)  # tags, a note, and actions at the run's end
 
+    program: EventProgram = field(init=False)
     _ended: Run | None = field(default=None, init=False)  # the run, once its end is recorded
     _registry_warned: bool = field(default=False, init=False)
     _log: logging.Handler | None = field(default=None, init=False)
+
+    def __post_init__(self) -> None:
+        self.program = EventProgram(self.options.on_event)
 
     def resume(self, run: Run | None, auto: bool, config: str) -> None:
         """Set the run of the coming fit, if it was not known at construction; the arguments are the fields above."""
@@ -160,7 +159,6 @@ class RunFolder(Callback):
         write_atomically(run.config, re.sub("^run: .*$", lambda found: line, self.config, flags=re.M))
         write_atomically(run.path / "data.json", json.dumps(shards) + "\n")
         facts, before, name = run_facts(), {}, self.name
-        facts["command"] = hide_typed_addresses(facts["command"])
         if self.resumed is not None:
             before = run.read("run.json")
             facts["started"] = before.get("started", facts["started"])
@@ -235,9 +233,12 @@ class RunFolder(Callback):
 
     def announce_end(self, patience: float = PATIENCE) -> None:
         """Start the program of `on_event`, if the end of the run was recorded; its lock is then released."""
-        if self._ended is not None and self.options.on_event:
+        if self._ended is not None and self.program.command:
             self._ended.release()
-            announce(self._ended, self.options.on_event, patience)
+            with suppress(OSError):
+                self._log = _open_log(self._ended)
+            self.program.end(self._ended, patience)
+            self._close_log()
 
     def _log_end(self, text: str, unforeseen: BaseException | None) -> None:
         """Write to `log.txt` only how this rank ended, with the traceback of an unforeseen error."""
@@ -287,42 +288,6 @@ def _open_log(run: Run) -> logging.Handler:
     handler.setFormatter(formatter)
     logging.getLogger("lm").addHandler(handler)
     return handler
-
-
-# ---- the program of on_event -----------------------------------------------------------------------------------------
-
-
-def event_facts(run: Run) -> dict[str, Any]:
-    """The facts about an ended run that the program receives."""
-    facts, last = read_facts(run), run.link("last")
-    return {
-        "event": facts["status"], "exit_code": EXIT_CODES.get(facts["status"], 0), "run": run.name,
-        "resume": [sys.executable, "-m", "lm", "fit", "--config", str(run.config.resolve()), "--ckpt_path", "auto"],
-        "cwd": os.getcwd(), "checkpoint": str(last.resolve()) if last else None,
-        "spent_usd": nonnegative((facts["budget"] or {}).get("spent_usd")),
-        **{name: facts[name] for name in (
-            "reason", "path", "host", "tags", "note", "step", "max_steps", "tokens", "metrics", "acceptance",
-        )},
-    }  # fmt: skip
-
-
-def announce(run: Run, command: list[str], patience: float) -> None:
-    """Start the program with the facts as JSON on its standard input, and wait up to `patience` seconds for it.
-
-    The command is not read by a shell. Its output goes to standard error; its exit code is ignored.
-    """
-    facts = json.dumps(event_facts(run)).encode() + b"\n"
-    try:
-        # In a new session, so that Ctrl-C in the training's terminal does not end it.
-        program = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=sys.stderr.fileno(), start_new_session=True)
-        program.communicate(facts, timeout=patience)
-    except subprocess.TimeoutExpired:
-        log.info("on_event: %s takes longer than %g s and continues by itself", command[0], patience)
-    except OSError as error:
-        log.warning("on_event: %s cannot be started: %s", command[0], error.strerror or error)
-    else:
-        if program.returncode:
-            log.warning("on_event: %s ended with exit code %d", command[0], program.returncode)
 
 
 # ---- heartbeat -------------------------------------------------------------------------------------------------------

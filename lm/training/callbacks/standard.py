@@ -1,16 +1,16 @@
 """The callbacks of every training in their order, made from the sections of its config."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 from lightning.pytorch import Callback
 
 from lm.training.callbacks.checkpoints import Checkpoints
 from lm.training.callbacks.evaluation import Evaluations, Predictions, Samples
+from lm.training.callbacks.events import Events
 from lm.training.callbacks.guards import BudgetGuard, Guard, Rollback, ThroughputGuard
 from lm.training.callbacks.loggers import Histograms
 from lm.training.callbacks.logging import ProgressBar, RunLog, Throughput
-from lm.training.callbacks.notifications import Notifications, open_recipients
 from lm.training.callbacks.postmortem import PostMortem, SpikeInjection
 from lm.training.callbacks.run_folder import Heartbeat, RunFolder
 from lm.training.callbacks.stopping import EarlyStopping, Interrupt
@@ -18,9 +18,7 @@ from lm.training.config import TrainerConfig
 from lm.training.guards import Alerts, NotFinite
 
 
-def standard_callbacks(
-    trainer: TrainerConfig, run_folder: RunFolder, sections: Mapping[str, Any], notify: Sequence[Any] = ()
-) -> list[Callback]:  # fmt: skip
+def standard_callbacks(trainer: TrainerConfig, run_folder: RunFolder, sections: Mapping[str, Any]) -> list[Callback]:
     """The callbacks of `lm fit` in order.
 
     The run's folder comes first, so that later callbacks may write. Of the guards, those with observers come first,
@@ -40,7 +38,7 @@ def standard_callbacks(
         ThroughputGuard(guards.throughput),
         PostMortem(guards.spike, guards.inject_step),
         Rollback(guards.max_rollbacks),
-        Notifications(open_recipients(notify)) if notify else None,
+        Events(run_folder.program),
         ProgressBar(),
         None if every is None else Histograms(every),
         Samples(samples) if samples.prompts else None,

@@ -14,7 +14,6 @@ from lm.errors import Interrupted
 from lm.system.stop_signals import STOP
 from lm.training.callback import Callback
 from lm.training.callbacks.logging import ProgressBar
-from lm.training.callbacks.notifications import Notifications
 from lm.training.callbacks.run_folder import RunFolder
 from lm.training.launcher import how_to_resume
 from lm.training.lightning_patches import drop_sigterm_broadcast
@@ -89,9 +88,6 @@ class Interrupt(Callback, Checkpoint):
             if isinstance(callback, RunFolder):
                 callback.announce_end(patience=0.0)
         print(f"lm fit: {error}", file=sys.stderr, flush=True)
-        for callback in trainer.callbacks:  # in what is left of the time
-            if isinstance(callback, Notifications):
-                callback.on_exception(trainer, trainer.lightning_module, error)
 
     def _any_rank_asked(self) -> bool:
         asked = torch.tensor(int(STOP.received is not None))

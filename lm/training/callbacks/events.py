@@ -1,0 +1,171 @@
+"""The program of `on_event`: started when a run begins, when its guards find something, and when it ends.
+
+It is started without a shell, with the facts as JSON on its standard input and the most important ones in `LM_EVENT`,
+`LM_MESSAGE`, `LM_RUN` and `LM_STEP`. Its output goes to standard error. What goes wrong with it is one line of the log.
+"""
+
+import json
+import logging
+import os
+import signal
+import subprocess
+import sys
+import time
+from functools import partial
+from typing import Any
+
+from lm.errors import GuardStop, Interrupted, RunError
+from lm.runs import postmortem
+from lm.runs.facts import read_facts
+from lm.runs.metrics import METRICS
+from lm.runs.run import Run
+from lm.system.files import nonnegative
+from lm.system.units import format_count, plural
+from lm.training.callback import Callback
+from lm.training.callbacks.loggers import CallThread
+from lm.training.config import Action
+from lm.training.guards import Finding
+from lm.training.module import LanguageModule
+from lm.training.trainer import Trainer
+
+log = logging.getLogger(__name__)
+
+STATUS = {Interrupted: "interrupted", GuardStop: "stopped"}  # how a run ends with these errors; with others, `failed`
+EXIT_CODES = {
+    "finished": 0, **{status: error.exit_code for error, status in STATUS.items()}, "failed": RunError.exit_code,
+}  # fmt: skip
+PATIENCE = 60.0  # seconds that the program may take during a run, and that the end of a run waits for it
+PENDING = 10.0  # seconds that the end of a run waits for earlier events
+QUIET = 600.0  # seconds between two events of guards
+MOST_FINDINGS = 10  # in one event
+
+
+class EventProgram:
+    """Starts the program, one at a time and in a thread, so that no step waits for it. An empty `command`: nothing."""
+
+    def __init__(self, command: list[str]) -> None:
+        self.command = command
+        self._thread: CallThread | None = None
+        self._running: subprocess.Popen | None = None  # during a run
+
+    def start(self, run: Run, event: str, message: str, step: int) -> None:
+        """Start it soon; after `PATIENCE` seconds it is killed."""
+        if not self.command:
+            return
+        self._thread = self._thread or CallThread("on_event", partial(log.warning, "on_event: %s"))
+        self._thread.put(lambda: self._run(event_facts(run, event, message, step), PATIENCE, kill=True))
+
+    def end(self, run: Run, patience: float = PATIENCE) -> None:
+        """Start it for a run that has ended, and wait up to `patience` seconds; it may go on after that."""
+        if not self.command:
+            return
+        if self._thread is not None and not self._thread.finish(min(patience, PENDING)) and self._running is not None:
+            _kill(self._running)
+        self._thread = None
+        facts = read_facts(run)
+        self._run(event_facts(run, facts["status"], facts["reason"] or "", facts["step"]), patience, kill=False)
+
+    def _run(self, facts: dict[str, Any], patience: float, kill: bool) -> None:
+        name = self.command[0]
+        about = {f"LM_{key.upper()}": str(facts[key]) for key in ("event", "message", "run", "step")}
+        try:
+            # In a new session, so that Ctrl-C in the training's terminal does not end it.
+            program = subprocess.Popen(
+                self.command, stdin=subprocess.PIPE, stdout=sys.stderr.fileno(), start_new_session=True,
+                env={**os.environ, **about},
+            )  # fmt: skip
+        except OSError as error:
+            log.warning("on_event: %s cannot be started: %s", name, error.strerror or error)
+            return
+        self._running = program if kill else None
+        try:
+            program.communicate(json.dumps(facts).encode() + b"\n", timeout=patience)
+        except subprocess.TimeoutExpired:
+            if kill:
+                _kill(program)
+                program.wait()
+                log.warning("on_event: %s was killed, because it took longer than %g s", name, patience)
+            else:
+                log.info("on_event: %s takes longer than %g s and continues by itself", name, patience)
+        else:
+            if program.returncode:
+                log.warning("on_event: %s ended with exit code %d", name, program.returncode)
+
+
+def _kill(program: subprocess.Popen) -> None:
+    if program.poll() is None:
+        os.killpg(program.pid, signal.SIGKILL)  # with what it has started
+
+
+def event_facts(run: Run, event: str, what: str, step: int | None) -> dict[str, Any]:
+    """The facts that the program receives about an event; `what` is the first line of its message."""
+    facts, last = read_facts(run), run.link("last")
+    step = step or 0
+    losses = [f"{METRICS[name].label} {METRICS[name].shown(facts['metrics'][name])}"
+              for name in ("train/loss", "val/loss") if name in facts["metrics"]]  # fmt: skip
+    passed = (facts["acceptance"] or {}).get("passed", True) or event != "finished"
+    folder, resume = postmortem.folder_of(run, step), run.resume_command()
+    lines = [
+        what,
+        "" if passed else f"not all metrics are as expected: see `lm runs check {run.name}`",
+        f"post-mortem: {folder}" if folder.exists() else "",
+        f"`{resume}` resumes it" if EXIT_CODES.get(event) and resume not in what else "",
+        ", ".join([f"step {step:,} of {facts['max_steps'] or 0:,}", *losses]),
+        f"{facts['path']} on {facts['host']}, {facts['device']}",
+    ]
+    return {
+        "event": event, "message": "\n".join(filter(None, lines)), "exit_code": EXIT_CODES.get(event),
+        "run": run.name, "step": step,
+        "resume": [sys.executable, "-m", "lm", "fit", "--config", str(run.config.resolve()), "--ckpt_path", "auto"],
+        "cwd": os.getcwd(), "checkpoint": str(last.resolve()) if last else None,
+        "spent_usd": nonnegative((facts["budget"] or {}).get("spent_usd")),
+        **{name: facts[name] for name in (
+            "reason", "path", "host", "tags", "note", "max_steps", "tokens", "metrics", "acceptance",
+        )},
+    }  # fmt: skip
+
+
+class Events(Callback):
+    """Tells the program of the run's start and of findings of guards, from rank zero; `RunFolder` tells it of the end.
+
+    A finding is an event at once; those of the next `QUIET` seconds are one event after that. A finding that ends the
+    run is told with its end. It comes after the guards, and after the callbacks that write post-mortems and roll back.
+    """
+
+    def __init__(self, program: EventProgram) -> None:
+        self._program = program
+        self._findings: list[Finding] = []  # not told yet
+        self._quiet_until = 0.0  # by `time.monotonic`
+
+    def on_train_start(self, trainer: Trainer, pl_module: LanguageModule) -> None:
+        step, left = trainer.global_step, trainer.max_steps - trainer.global_step
+        tokens = format_count(trainer.steps.tokens(trainer.max_steps) - trainer.steps.tokens(step))
+        self._start(trainer, "resumed" if step else "started", f"{plural(left, 'step')} to go, {tokens} tokens")
+
+    def on_guard(self, trainer: Trainer, pl_module: LanguageModule, guard: str, action: Action, message: str) -> None:
+        if trainer.run_state.stop is None and (action != "stop" or trainer.global_step >= trainer.max_steps):
+            self._findings.append(Finding(guard, action, message))
+            self.on_metrics(trainer)
+
+    def on_metrics(self, trainer: Trainer, *args: Any) -> None:
+        if self._findings and time.monotonic() >= self._quiet_until:
+            self._quiet_until = time.monotonic() + QUIET
+            self._tell_findings(trainer)
+
+    def on_fit_end(self, trainer: Trainer, *args: Any) -> None:
+        if self._findings and trainer.run is not None:
+            self._tell_findings(trainer)
+
+    on_exception = on_fit_end  # pyright: ignore[reportAssignmentType]
+
+    def _tell_findings(self, trainer: Trainer) -> None:
+        found, self._findings = self._findings, []
+        older = len(found) - MOST_FINDINGS
+        lines = [f"{older} more before these"] * (older > 0) + [str(one) for one in found[-MOST_FINDINGS:]]
+        guards = {one.guard for one in found}
+        event = guards.pop() if guards in ({"alert"}, {"budget"}) else "warning"
+        self._start(trainer, event, "\n".join(lines))
+
+    def _start(self, trainer: Trainer, event: str, message: str) -> None:
+        if trainer.is_global_zero:
+            self._program.start(trainer.run, event, message, trainer.global_step)
