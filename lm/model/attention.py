@@ -19,6 +19,8 @@ from torch.nn.attention.varlen import varlen_attn
 
 HALF = (torch.bfloat16, torch.float16)
 FLASH_FROM = (8, 0)  # compute capability
+CUDNN, FLASH = SDPBackend.CUDNN_ATTENTION, SDPBackend.FLASH_ATTENTION
+EFFICIENT, MATH = SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH
 FLASH_WIDTH = 8  # head widths must be multiples of it
 GROUPS_IN_VARLEN = "enable_gqa" in inspect.signature(varlen_attn).parameters  # torch 2.11 infers groups without it
 _order_is_set = False  # whether `kernel_order` is entered
@@ -178,15 +180,32 @@ def dense_mask(length: int, window: int | None, documents: Documents | None, dev
     return AttentionMask(window, None, dense)
 
 
-def backends(capability: tuple[int, int], masked: bool) -> list[SDPBackend]:
-    """The kernels of `scaled_dot_product_attention` on a GPU, best first; the first that accepts the inputs runs.
+# Compute capability from which on the row holds -> kernels of `scaled_dot_product_attention`, best first, and why. The
+# first one that accepts the inputs runs: flash takes heads of at most 256, cuDNN of at most 128, both half precision.
+KERNELS = [
+    (
+        (10, 0),
+        (FLASH, EFFICIENT, MATH),
+        "Blackwell: cuDNN corrupts results with fewer than 8 key heads (pytorch #193893)",
+    ),
+    (
+        (9, 0),
+        (CUDNN, FLASH, EFFICIENT, MATH),
+        "Hopper: with heads of 128 cuDNN has 268 TFLOP/s and flash 177; of 64: 208, 156",
+    ),
+    (FLASH_FROM, (FLASH, EFFICIENT, MATH), "Ampere and Ada: flash was written for them"),
+    ((0, 0), (EFFICIENT, MATH), "older GPUs: flash does not run there"),
+]
 
-    cuDNN's is the fastest on Hopper. It is left out on Blackwell, where it corrupts results with fewer than 8 key
-    heads (pytorch issue 193893), and with masks, for which its backward pass may give NaN (pytorch issue 196678).
+
+def backends(capability: tuple[int, int], masked: bool) -> list[SDPBackend]:
+    """The kernels for a GPU, best first, by `KERNELS`; `masked`: for a decoder of which some layers have a mask.
+
+    Flash does not take a mask, and the backward pass of cuDNN's may give NaN with one (pytorch #196678). So layers with
+    windows or documents are flash over sequences where that runs, which needs no mask.
     """
-    hopper = [SDPBackend.CUDNN_ATTENTION] if capability[0] == 9 and not masked else []
-    flash = [SDPBackend.FLASH_ATTENTION] if capability >= FLASH_FROM else []
-    return [*hopper, *flash, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
+    order = next(kernels for since, kernels, _ in KERNELS if capability >= since)
+    return [kernel for kernel in order if not (masked and kernel is CUDNN)]
 
 
 @contextmanager

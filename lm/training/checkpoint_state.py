@@ -35,7 +35,7 @@ from lm.system.files import remove_folder
 from lm.training.builtin_optimizers import BUILTIN
 from lm.training.config import OptimizerConfig
 from lm.training.distributed import gather_from_ranks
-from lm.training.optim import changed_settings, refuse_unkept
+from lm.training.optimizer_by_class import changed_settings, refuse_unkept
 
 log = logging.getLogger(__name__)
 
@@ -54,7 +54,7 @@ def to_checkpoint(module: Any, checkpoint: dict[str, Any]) -> None:
         optimizer = module.optimizers(use_pl_optimizer=False)
         [whole] = states
         config = module.options.optimizer
-        if config.class_path is not None:  # before the first step it was tried, and it may keep more since
+        if config.class_path is not None:
             refuse_unkept(config.class_path, optimizer, whole)
         state = name_state(whole["state"], parameter_names(module.decoder, optimizer))
         checkpoint["optimizer"] = {name: value for name, value in state.items() if isinstance(value, Tensor)}

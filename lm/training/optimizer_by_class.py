@@ -1,0 +1,128 @@
+"""Builds an optimizer of torch, of a package or of the user from its class path; what checkpoints keep of it.
+
+It has the same groups, learning rates and clipping as AdamW and Muon. Its non-finite steps are skipped too, and its
+`state_dict` is saved to checkpoints as tensors and plain values and restored exactly.
+"""
+
+from collections.abc import Callable
+from importlib import import_module
+from inspect import Parameter, signature
+from typing import Any
+
+from lightning.fabric.utilities.apply_func import apply_to_collection  # pyright: ignore[reportPrivateImportUsage]
+from torch import Tensor
+from torch.optim import Optimizer
+
+from lm.errors import RequestError, first_line
+from lm.runs.checkpoint import encode
+from lm.training.config import OURS
+
+
+def build_by_class(class_path: str, init_args: dict[str, Any], groups: list[dict[str, Any]]) -> Optimizer:
+    """Build an optimizer from its class path, for groups with `lr` and `weight_decay`; its steps can be skipped.
+
+    Raises RequestError for a class that does not take these arguments.
+    """
+    kind = _class_of(class_path)
+    taken = signature(kind).parameters
+    anything = any(parameter.kind is Parameter.VAR_KEYWORD for parameter in taken.values())
+    if "weight_decay" not in taken and not anything and any(group["weight_decay"] for group in groups):
+        raise RequestError(f"model.optimizer.class_path {class_path} has no weight_decay: give "
+                           "--model.optimizer.weight_decay 0")  # fmt: skip
+    rate = {"lr": groups[0]["lr"]} if "lr" in taken else {}
+    skippable = type(kind.__name__, (_SkippedSteps, kind), {"__module__": kind.__module__})
+    try:
+        made = skippable(groups, **rate, **init_args)
+    except Exception as error:
+        raise RequestError(f"model.optimizer.class_path {class_path} with init_args {init_args}: "
+                           f"{first_line(error)}") from error  # fmt: skip
+    made.initial = [
+        {name: _comparable(value) for name, value in _settings(group).items()} for group in made.param_groups
+    ]
+    _load_exactly(made)
+    return made
+
+
+def _class_of(class_path: str) -> type[Optimizer]:
+    place = f"model.optimizer.class_path {class_path}"
+    module, _, name = class_path.rpartition(".")
+    try:
+        kind = getattr(import_module(module), name)
+    except Exception as error:  # also what running a user's file raises
+        raise RequestError(
+            f"{place}: {first_line(error)}; give a class such as torch.optim.SGD, or my_optimizers.Lion for the class "
+            "Lion in my_optimizers.py in this folder"
+        ) from error
+    if not (isinstance(kind, type) and issubclass(kind, Optimizer)):
+        raise RequestError(f"{place} is not a torch.optim.Optimizer")
+    return kind
+
+
+class _SkippedSteps:
+    """Skips a step inside `step`, since Lightning counts the calls of it."""
+
+    skip: Tensor | None = None
+    initial: list[dict[str, Any]]  # each group's settings at construction, as `encode` writes them
+
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        if closure is not None:  # Lightning's, which calls `on_before_optimizer_step` of callbacks
+            closure()
+        if self.skip is not None and self.skip.item():  # waits for the device, which AdamW and Muon need not
+            return None
+        return super().step()
+
+
+# ---- what a class keeps ----------------------------------------------------------------------------------------------
+
+
+def refuse_unkept(class_path: str, optimizer: Optimizer, state: dict[str, Any]) -> None:
+    """Raise RequestError if `state`, the optimizer's `state_dict`, has values that a checkpoint cannot hold."""
+    kept = {**state, "param_groups": changed_settings(optimizer, state["param_groups"])}
+    try:
+        encode(apply_to_collection(kept, Tensor, lambda tensor: None))
+    except TypeError as error:
+        raise RequestError(f"model.optimizer.class_path {class_path}: of its state_dict {error}, only tensors and "
+                           "plain values") from error  # fmt: skip
+
+
+def changed_settings(optimizer: Optimizer, groups: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """The settings of each parameter group that the optimizer has changed itself, such as a step count."""
+    initial = getattr(optimizer, "initial", [])  # AdamW and Muon change none
+    return [
+        {name: value for name, value in _settings(group).items()
+         if name not in before or _comparable(value) != before[name]}
+        for group, before in zip(groups, initial)
+    ]  # fmt: skip
+
+
+def _settings(group: dict[str, Any]) -> dict[str, Any]:
+    return {name: value for name, value in group.items() if name not in ("params", "peak_lr", *OURS)}
+
+
+def _comparable(value: Any) -> Any:
+    """Encode a value so that `!=` works, which it does not for tensors, and later in-place changes do not matter."""
+    try:
+        return encode(value)
+    except TypeError:
+        return value
+
+
+def _load_exactly(optimizer: Optimizer) -> None:
+    """Keep torch's `load_state_dict` from casting floating and integer state to its parameter's dtype."""
+    given: dict[str, Any] = {}
+
+    def before(optimizer: Optimizer, state: dict[str, Any]) -> None:
+        given.update(state)
+
+    def after(optimizer: Optimizer) -> None:
+        indices = [index for group in given["param_groups"] for index in group["params"]]
+        parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+        for index, parameter in zip(indices, parameters, strict=True):
+            for slot, value in given["state"].get(index, {}).items():
+                if slot != "step":  # which torch leaves as it is
+                    moved = apply_to_collection(value, Tensor, Tensor.to, parameter.device)
+                    optimizer.state[parameter][slot] = moved
+        given.clear()
+
+    optimizer.register_load_state_dict_pre_hook(before)
+    optimizer.register_load_state_dict_post_hook(after)
