@@ -32,7 +32,16 @@ from lm.data.parquet import (
 )
 from lm.errors import RequestError, RunError, first_line
 from lm.system.files import parse_json
-from lm.system.remote import PATIENCE, is_denied, is_remote, list_files, open_file, unreadable, with_retries
+from lm.system.remote import (
+    PATIENCE,
+    is_denied,
+    is_remote,
+    list_files,
+    open_file,
+    read_whole,
+    unreadable,
+    with_retries,
+)
 
 FOOTER_THREADS = 16
 SUFFIX = re.compile(r"\.(parquet|pq)$", re.IGNORECASE)
@@ -76,7 +85,7 @@ def find_shards(
     """The shards of a source, as for `Shards.open`, with their token counts; the vocabulary's size by a manifest."""
     listing = list_files(source, patience)
     files, manifest = listing.files, None
-    if listing.kind == "folder":
+    if listing.is_folder:
         files = {name: file for name, file in files.items() if SUFFIX.search(name) and not HIDDEN.search(name)}
         if not files:
             raise RequestError(f"{source}: the folder holds no .parquet file; `lm data prepare --input {source} "
@@ -108,8 +117,8 @@ def _read_manifest(source: str, filesystem: pafs.FileSystem, path: str) -> dict 
         if info.type != pafs.FileType.File:
             continue
         try:
-            with filesystem.open_input_stream(place) as stream:
-                manifest = parse_json(stream.read())
+            with filesystem.open_input_file(place) as file:
+                manifest = parse_json(bytes(read_whole(file, file.size())))
         except ValueError as error:
             raise RequestError(
                 f"{place} is damaged ({first_line(error)}); remove its folder and run `lm data prepare` again"

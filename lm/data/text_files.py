@@ -149,7 +149,7 @@ def _find(source: str) -> Iterator[TextFile]:
         return
     listing = list_files(source)
     files = listing.files
-    if listing.kind == "folder":
+    if listing.is_folder:
         visible = {name: file for name, file in files.items() if not re.search(r"(^|/)\.", name)}
         files = {name: file for name, file in visible.items() if _is_known(name)}
         skipped = Counter(posixpath.splitext(name)[1] or "no suffix" for name in visible.keys() - files.keys())

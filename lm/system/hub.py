@@ -1,9 +1,9 @@
 """The Hugging Face hub as a file system: `hf://datasets/OWNER/NAME@REVISION/PATH`, and likewise for models and spaces.
 
-`system/remote` opens it and retries. The token, endpoint and connections are those of huggingface_hub, but not
-its `HfFileSystem`. With `cache_type="none"` it makes the same requests for the same bytes, but it retries by
-itself: six times within each attempt of ours; and after 'too many requests' it waits as long as the Hub
-says, which counts as an attempt without an answer. Here each request is made once.
+`system/remote` opens it and retries. The token, endpoint and connections are those of huggingface_hub, but not its
+`HfApi` and `HfFileSystem`. They ask what is at a path or in a folder without a time limit, and retry by themselves, six
+times within each attempt of ours; and after 'too many requests' they wait as long as the Hub says, which counts as an
+attempt without an answer. Here each request is made once, within a time limit.
 """
 
 import re

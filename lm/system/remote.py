@@ -5,7 +5,7 @@
 
 Reads are retried here, not by pyarrow. On Linux pyarrow ignores its request timeout, so it waits forever for an answer
 that never ends; file systems of fsspec retry little or not at all; and neither detects an object that arrives
-incomplete.
+incomplete. Nor does obstore, which has time limits, but repeats no listing that breaks off and reads no `~/.aws`.
 """
 
 import hashlib
@@ -22,7 +22,7 @@ import time
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from itertools import count
 from pathlib import Path
-from typing import Any, Literal, NamedTuple
+from typing import Any, NamedTuple
 
 import pyarrow as pa
 import pyarrow.fs as pafs
@@ -44,10 +44,8 @@ FRESH = 60.0  # seconds in which a copy is not renewed if the store gives no tim
 FACTS = ".source.json"  # in a copy: sizes and times of the files in the store
 GCS_LIMIT, GCS_SECONDS = "retry_limit_seconds", 10  # of pyarrow's own retries, in a URL; 15 minutes if not given
 ARROW_SCHEMES = ("s3", "gs", "gcs")
-_DENIED = re.compile(r"ACCESS_DENIED|PERMISSION_DENIED|INVALID_ACCESS_KEY_ID|SIGNATURE_DOES_NOT_MATCH")
-_REFUSED = re.compile(  # pyarrow's words for errors of S3 that a retry cannot fix
-    r"AWS Error (ACCESS_DENIED|NO_SUCH_BUCKET|INVALID_ACCESS_KEY_ID|SIGNATURE_DOES_NOT_MATCH)|HTTP status 301\)"
-)
+_DENIED = r"ACCESS_DENIED|PERMISSION_DENIED|INVALID_ACCESS_KEY_ID|SIGNATURE_DOES_NOT_MATCH"  # pyarrow's words
+_REFUSED = rf"{_DENIED}|NO_SUCH_BUCKET|HTTP status 301\)"  # what a retry cannot fix
 _RATE_LIMIT = re.compile(r"\br\s*=\s*0\s*;\s*t\s*=\s*(\d+)")  # in the hub's `RateLimit: "api";r=0;t=55`
 _last_warnings: dict[str, float] = {}  # kind of a warning -> when it was last logged
 _asked_until = -math.inf  # until when a store has asked not to be called
@@ -83,8 +81,7 @@ def open_filesystem(source: str) -> tuple[pafs.FileSystem, str, str]:
             filesystem, path = hub(), source.removeprefix("hf://").strip("/")
         else:
             filesystem, path = fsspec.core.url_to_fs(source)
-        prefix = "" if "://" in path else f"{scheme}://"
-        return pafs.PyFileSystem(_FSSpecHandler(filesystem)), path, prefix
+        return pafs.PyFileSystem(_FSSpecHandler(filesystem)), path, "" if "://" in path else f"{scheme}://"
     except ImportError as error:
         raise RequestError(f"{source}: {scheme}:// needs another package ({first_line(error)})") from error
     except (ValueError, OSError) as error:
@@ -117,7 +114,7 @@ class Listing(NamedTuple):
     given: str  # `path` as it was given; if the store has commits, `path` is at a commit
     prefix: str  # turns a path into a URL
     files: dict[str, File]  # by their names below `path`, in order; for a file its own name
-    kind: Literal["file", "folder", "glob"]  # kind of the source
+    is_folder: bool  # whether the source names a folder: not a file, nor a glob
     query: str  # query of the source's URL, with its question mark
 
     def address(self, file: File) -> str:
@@ -146,15 +143,16 @@ def list_files(source: str, patience: float = PATIENCE) -> Listing:
     if kind == pafs.FileType.NotFound:
         raise RequestError(f"{source}: no such file or folder")
     if kind == pafs.FileType.File and pattern is None:
-        return Listing(filesystem, path, given, prefix, {posixpath.basename(path): found[0]}, "file", query)
-    files = dict(sorted((posixpath.relpath(file.path, path), file) for file in found))
-    if pattern is None:
-        return Listing(filesystem, path, given, prefix, files, "folder", query)
-    matches = re.compile(glob_translate(pattern)).fullmatch
-    files = {name: file for name, file in files.items() if matches(name)}
-    if not files:
-        raise RequestError(f"{source}: no file matches")
-    return Listing(filesystem, path, given, prefix, files, "glob", query)
+        files = {posixpath.basename(path): found[0]}
+    else:
+        files = dict(sorted((posixpath.relpath(file.path, path), file) for file in found))
+    if pattern is not None:
+        matches = re.compile(glob_translate(pattern)).fullmatch
+        files = {name: file for name, file in files.items() if matches(name)}
+        if not files:
+            raise RequestError(f"{source}: no file matches")
+    is_folder = kind == pafs.FileType.Directory and pattern is None
+    return Listing(filesystem, path, given, prefix, files, is_folder, query)
 
 
 def _pinned(filesystem: pafs.FileSystem, path: str) -> str:
@@ -272,33 +270,43 @@ class RemoteFile(io.RawIOBase):
 
     def readinto(self, buffer: memoryview) -> int:
         count = max(0, min(len(buffer), self._size - self._place))
-        data = self._retry(lambda handle: _read_whole(handle, count, self._place)) if count else b""
-        buffer[:count] = data
-        self._place += count
+        if count:
+            buffer[:count] = self._retry(lambda handle: read_whole(handle, count, self._place))
+            self._place += count
         return count
 
     def _retry(self, read: Callable[[pa.NativeFile], Any]) -> Any:
+        def attempt() -> Any:
+            handle = self._handle or self._filesystem.open_input_file(self._path)
+            self._handle = None  # after a failed or endless attempt, the next one uses a new connection
+            try:
+                answer = read(handle)
+            except ValueError as error:  # pyarrow's error for GCS if the first bytes did not arrive
+                raise OSError(f"no bytes came ({first_line(error)})") from error
+            self._handle = handle
+            return answer
+
         try:
-            return with_retries(lambda: self._attempt(read), self._name, self._patience)
+            return with_retries(attempt, self._name, self._patience)
         except OSError as error:
             raise unreadable(self._name, error) from error
 
-    def _attempt(self, read: Callable[[pa.NativeFile], Any]) -> Any:
-        handle = self._handle or self._filesystem.open_input_file(self._path)
-        self._handle = None  # after a failed or endless attempt, the next one uses a new connection
-        try:
-            answer = read(handle)
-        except ValueError as error:  # pyarrow's error for GCS if the first bytes did not arrive
-            raise OSError(f"no bytes came ({first_line(error)})") from error
-        self._handle = handle
-        return answer
 
+def read_whole(handle: pa.NativeFile, count: int, place: int = 0) -> bytearray:
+    """Read exactly `count` bytes, or raise OSError.
 
-def _read_whole(handle: pa.NativeFile, count: int, place: int) -> bytes:
-    data = handle.read_at(count, place)
-    if len(data) != count:
-        raise OSError(f"{len(data)} of {count} bytes came")
-    return data
+    If S3 sends fewer bytes than asked for, pyarrow says that all came, and leaves the end of the buffer as it was. So
+    the last byte is set before; if it is the same afterwards, the bytes are read again over another one.
+    """
+    for mark in (0xF1, 0xF2):  # text seldom has these bytes, so it is seldom read twice
+        data = bytearray(count)
+        data[-1:] = [mark]
+        handle.seek(place)
+        if (came := handle.readinto(data)) != count:
+            raise OSError(f"{came} of {count} bytes came")
+        if data[-1] != mark:
+            return data
+    raise OSError(f"fewer than {count} bytes came")
 
 
 # ---- retries ---------------------------------------------------------------------------------------------------------
@@ -393,13 +401,13 @@ def _is_transient(error: Exception) -> bool:
     if isinstance(error, FileNotFoundError | PermissionError | IsADirectoryError | NotADirectoryError):
         return False
     if isinstance(error, OSError):
-        return not _REFUSED.search(str(error))
+        return not re.search(_REFUSED, str(error))
     return not isinstance(error, (LmError, pa.ArrowException)) and type(error).__module__ != "builtins"
 
 
 def is_denied(error: BaseException | None) -> bool:
     """Whether a file system or store answered that reading is not allowed."""
-    return isinstance(error, PermissionError) or isinstance(error, OSError) and bool(_DENIED.search(str(error)))
+    return isinstance(error, PermissionError) or isinstance(error, OSError) and bool(re.search(_DENIED, str(error)))
 
 
 def _warn(kind: str, message: str) -> None:

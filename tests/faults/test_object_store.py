@@ -8,8 +8,10 @@ from object_store import object_store
 from trainings import lm, losses, make_workplace, start, trace, validations, wait_until, write_config
 
 from lm.data.shards import Shards
+from lm.data.text_files import find_files
 from lm.errors import RequestError
 from lm.runs.run import Run
+from lm.system import remote
 from lm.system.remote import list_files
 
 pytestmark = pytest.mark.fault(22)
@@ -107,3 +109,20 @@ def test_a_store_that_refuses_is_not_asked_again(store, monkeypatch):
     with pytest.raises(RequestError, match="^shard s3://corpus/many/train/.*: access denied .*ACCESS_DENIED.*; check"):
         Shards.open(source)
     assert time.monotonic() - began < 60  # and not 150
+
+
+def test_an_answer_that_is_half_of_what_was_asked_for_is_not_believed(store, monkeypatch):
+    """pyarrow fills it up with whatever is in memory; no bytes are mistaken for such, and no manifest for damaged."""
+    for name, value in store.environment.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setattr(remote, "FIRST_PAUSE", 0.05)
+    for content in (bytes(1000), b"text\n" * 200, b"\xf1" * 1000, b"\xf2" * 1000):
+        store.client.put_object(Bucket="corpus", Key="halves/a.txt", Body=content)
+        [file] = find_files(["s3://corpus/halves/a.txt"])
+        store.proxy.fail([None, "lie", "lie"])  # first its size
+        assert file.open().read() == content and store.proxy.met["lie"] == 2
+    store.proxy.fail([])
+    fingerprint = Shards.open("s3://corpus/many/train").fingerprint()
+    for place in range(store.proxy.met[None]):  # each request of the listing and of the manifest
+        store.proxy.fail(chain(repeat(None, place), ["lie"]))
+        assert Shards.open("s3://corpus/many/train").fingerprint() == fingerprint and store.proxy.met["lie"]
