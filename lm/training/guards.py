@@ -72,7 +72,7 @@ FIRST_LINES = 10  # of a run, that count as its warm-up at least
 
 
 class Alerts(Observer):
-    """Evaluates every condition when one of its metrics is logged.
+    """Evaluates every condition when its metric is logged.
 
     `stop` and `rollback` come whenever it is true: the weights have changed since, so the finding is a new one. During
     the warm-up a condition does nothing before a line at which it is not true: `loss > 10` is true of every model that
@@ -81,7 +81,7 @@ class Alerts(Observer):
 
     def __init__(self, alerts: Mapping[str, Action]) -> None:
         self.evaluator = AlertEvaluator(alerts)
-        self._actions = dict(zip(self.evaluator.expressions, alerts.values(), strict=True))
+        self._actions = dict(zip(self.evaluator.conditions, alerts.values(), strict=True))
         self._reported: set[str] = set()
         self._armed: set[str] = set()  # were not true once
 
@@ -91,8 +91,8 @@ class Alerts(Observer):
         warmup, _ = warmup_and_decay_steps(line.max_steps, line.schedule)
         begins = line.step - line.schedule.begin_step <= max(warmup, FIRST_LINES * line.log_interval)
         values = {**line.metrics, "step": line.step, "data/tokens": line.tokens}
-        for expression, holds in self.evaluator.evaluate(values).items():
-            action, text = self._actions[expression], expression.text
+        for condition, holds in self.evaluator.evaluate(values).items():
+            action, text = self._actions[condition], condition.text
             if holds is False:
                 self._reported.discard(text)
             if not holds:  # false or undecided, as until its windows are full
@@ -100,7 +100,7 @@ class Alerts(Observer):
             if not holds or (begins and text not in self._armed):
                 continue
             if not (action in ONCE and text in self._reported):
-                message = expression.explain(self.evaluator.history, line.step)
+                message = condition.explain(self.evaluator.history, line.step)
                 found.append(Finding("alert", action, message, save=action == "checkpoint"))
             self._reported.add(text)
         return found

@@ -160,13 +160,12 @@ def test_a_tag_that_would_make_an_object_is_refused_wherever_a_yaml_is_read(plac
 
 
 @pytest.mark.parametrize("expression", [
-    CODE, f"loss > {CODE}", f"(lambda: {CODE})() > loss", f"[{CODE} for x in [1]] and loss > 1", f"loss > 1 or {CODE}",
-    "loss.__class__.__bases__[0].__subclasses__() > 1", f"f'{{{CODE}}}' > loss", f"(x := {CODE}) > loss",
+    CODE, f"loss > {CODE}", f"loss > 1 or {CODE}", f"loss > 1 * median({CODE}, 2)",
 ])  # fmt: skip
 def test_an_alert_that_is_code_is_refused_before_a_run_begins(place, expression):
     config = str(write_config(place, "alert", **{"guards.alerts": {expression: "stop"}, "trainer.callbacks": None}))
     for command in ("plan", "fit"):
-        assert "expression `" in said(command, "--config", config)
+        assert "since 0.1 a condition is" in said(command, "--config", config)
     assert not (place / "checkpoints/alert").exists()
 
 

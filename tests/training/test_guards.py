@@ -127,7 +127,7 @@ def found_in(lines, observer, state=None, max_steps=12, **schedule):
 @pytest.mark.fault(9)
 def test_a_rollback_returns_to_good_weights_and_continues_with_the_next_samples(workplace):
     """After step 8 the weights of 7 are back, with their optimizer; the steps and their samples continue."""
-    rollback = {"guards.alerts": {"step == 8 and loss > 0": "rollback"}}
+    rollback = {"guards.alerts": {"step == 8": "rollback"}, "trainer.val_interval": 100}
     _, run = fit(workplace, "rollback", **KEEP_ALL, **rollback)
     for name in ("model.safetensors", "optimizer.safetensors"):
         assert same(tensors(run, 7, name), tensors(run, 8, name))
@@ -141,7 +141,7 @@ def test_a_rollback_returns_to_good_weights_and_continues_with_the_next_samples(
 @pytest.mark.fault(9)
 def test_a_kill_after_a_rollback_does_not_bring_the_bad_stretch_back(workplace):
     """With checkpoints far apart, the step of the rollback is saved at once."""
-    changes = {"trainer.checkpoint_interval": 3, "guards.alerts": {"step == 7 and loss > 0": "rollback"}}
+    changes = {"trainer.checkpoint_interval": 3, "guards.alerts": {"step == 7": "rollback"}}
     changes |= {"trainer.val_interval": 100, "trainer.keep_checkpoints": 9, "trainer.max_steps": 8}
     _, run = fit(workplace, "rollback-saved", **changes)
     assert same(tensors(run, 6), tensors(run, 7)) and run.read("run.json")["rollbacks"] == [{"step": 7, "to": 6}]
@@ -151,7 +151,7 @@ def test_a_rollback_with_nothing_to_return_to_or_too_many_of_them_stops(workplac
     always = {"guards.alerts": {"step > 1": "rollback"}}
     done, run = fit(workplace, "nothing", expect=3, **always)
     assert "there is no checkpoint of step 1 or before" in run.read("run.json")["reason"]
-    late = {"guards.alerts": {"step > 6 and loss > 0": "rollback"}, "guards.max_rollbacks": 2}
+    late = {"guards.alerts": {"step > 6": "rollback"}, "guards.max_rollbacks": 2, "trainer.val_interval": 100}
     _, run = fit(workplace, "often", expect=3, **late, **{"trainer.checkpoint_interval": 3})
     assert "guards.max_rollbacks 2 are used up" in run.read("run.json")["reason"]
     assert len(run.read("run.json")["rollbacks"]) == 2 and run.read("state.json")["step"] == 9
@@ -159,9 +159,9 @@ def test_a_rollback_with_nothing_to_return_to_or_too_many_of_them_stops(workplac
 
 @pytest.mark.parametrize("changes, returns", [
     # A spike that is longer than one log line: the checkpoint of a rollback is what the next one returns to.
-    ({"guards.alerts": {"step > 6 and step < 10 and loss > 0": "rollback"}}, [(7, 6), (8, 7), (9, 8)]),
+    ({"guards.alerts": {f"step == {step}": "rollback" for step in (7, 8, 9)}}, [(7, 6), (8, 7), (9, 8)]),
     # A checkpoint between two log lines does not take the place of the one before the last good line.
-    ({"guards.alerts": {"step == 8 and loss > 0": "rollback"}, "trainer.log_interval": 4}, [(8, 3)]),
+    ({"guards.alerts": {"step == 8": "rollback"}, "trainer.log_interval": 4}, [(8, 3)]),
 ], ids=["a long spike", "a checkpoint between"])  # fmt: skip
 def test_what_a_rollback_may_need_is_kept(workplace, changes, returns):
     one = {"trainer.keep_checkpoints": 1, "trainer.checkpoint_interval": 3, "trainer.val_interval": 100}
@@ -174,7 +174,7 @@ def test_what_a_rollback_may_need_is_kept(workplace, changes, returns):
 def test_a_resume_makes_no_step_good_that_no_guard_has_seen(workplace):
     """After a signal between two log lines, and a kill inside the rollback, it returns to where it would have."""
     changes = {"trainer.keep_checkpoints": 1, "trainer.checkpoint_interval": 3, "trainer.val_interval": 100,
-               "trainer.log_interval": 4, "guards.alerts": {"step == 8 and loss > 0": "rollback"}}  # fmt: skip
+               "trainer.log_interval": 4, "guards.alerts": {"step == 8": "rollback"}}  # fmt: skip
     for expect, more in ((75, {"signal_name": "SIGTERM", "micro_batch": 12}),
                          (-9, {"signal_name": "SIGKILL", "save": True, "step": 8}), (0, None)):  # fmt: skip
         arguments = [] if expect == 75 else ["--ckpt_path", "auto"]
@@ -191,7 +191,7 @@ def test_all_ranks_agree(workplace, strategy):
     changes = {
         **poisoned({"class_path": "recorder.Recorder"}, gradient=[3], loss=[5]),
         "trainer.devices": 2, "trainer.strategy": strategy, "data.micro_batch_size": 2,
-        "guards.alerts": {"step == 7 and loss > 0": "rollback", "step == 10 and loss > 0": "stop"},
+        "guards.alerts": {"step == 7": "rollback", "step == 10": "stop"},
     }  # fmt: skip
     _, run = fit(workplace, strategy, expect=3, **KEEP_ALL, **changes)
     for step in (3, 5, 7):

@@ -130,7 +130,7 @@ def test_it_is_survived_and_written_up_with_its_recovery(drill):
 
 EARLY = equipment("lightning.pytorch.callbacks.EarlyStopping", monitor="val/loss", divergence_threshold=0.1)
 UNLEARNED = {"trainer.log_interval": 1, "model.optimizer.lr": 1e-9, "model.decoder.dropout": 0.0}
-OFTEN = " or ".join(f"step == {step}" for step in (1, 3, 5, 7, 9))
+OFTEN = {f"step == {step}": "checkpoint" for step in range(1, 10, 2)}
 
 
 @pytest.mark.parametrize(
@@ -143,7 +143,7 @@ OFTEN = " or ".join(f"step == {step}" for step in (1, 3, 5, 7, 9))
         # One that was open when the drill began is closed for it.
         (6, "The loss", {"guards.inject_step": 6, "guards.spike": "step == 1", **UNLEARNED}),
         # A run has five at most, but for the drill.
-        (10, "The ", {"guards.inject_step": 10, "guards.spike": OFTEN, **UNLEARNED}),
+        (10, "The ", {"guards.inject_step": 10, "guards.alerts": OFTEN, **UNLEARNED}),
     ],
 )  # fmt: skip
 def test_it_is_written_up_though_no_spike_is_noticed(workplace, page, recovery, changes):

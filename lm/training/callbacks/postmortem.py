@@ -132,10 +132,10 @@ class PostMortem(Callback):
 
     def _spike_in(self, line: dict[str, float]) -> str | None:
         """A message if a spike has just begun, otherwise None."""
-        for expression, holds in self._evaluator.evaluate(line).items():
+        for condition, holds in self._evaluator.evaluate(line).items():
             began, self._spiking = holds and not self._spiking, bool(holds)
             if began:
-                return expression.explain(self._evaluator.history, line["step"])
+                return condition.explain(self._evaluator.history, line["step"])
         return None
 
     def _note_steps(self, trainer: Trainer) -> bool:
