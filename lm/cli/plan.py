@@ -51,7 +51,7 @@ def plan(config: Namespace, name: str) -> None:
     refuse_name(name)
     found, noted = examine(config)
     found = {"config": name, **found}
-    noted.sort(key=lambda finding: ("error", "warning", "advice").index(finding.level))
+    noted.sort(key=lambda finding: finding.level)  # errors first
     errors = [finding for finding in noted if finding.level == "error"]
     if config.fit:
         best = largest_that_fits(found, noted)
@@ -67,9 +67,8 @@ def plan(config: Namespace, name: str) -> None:
 
 
 def largest_that_fits(found: dict[str, Any], noted: list[Finding]) -> int:
-    if "memory" not in found:  # the last finding is the reason
-        errors = [finding for finding in noted if finding.level == "error"]
-        raise RequestError(f"--fit: {(errors or noted[-1:])[0].what}")
+    if "memory" not in found:
+        raise RequestError(f"--fit: {found.get('model', {}).get('unknown') or noted[0].what}")
     if found["memory"]["device"] is None:
         raise RequestError(f"--fit: how much memory {found['device']['name']} has is not known: name one with --device")
     best = found["memory"]["largest_micro_batch"]
@@ -133,28 +132,25 @@ def examine(
         noted += of_accelerator(trainer.accelerator)
     noted += facts.of_steps(found["steps"], config)
     if resumed is None:
-        noted += facts.of_warmup(found["steps"], config, data)
+        noted += facts.of_warmup(found["steps"], config)
     if not config.strict and "unknown" not in data:
         found["data"] = data
         noted += facts.of_data(data, found["steps"], config)
         noted += facts.of_tasks(config.evaluation)
-        noted += facts.of_tokenizer(tokenizer, decoder)
     if decoder is None:
         if "unknown" not in data:  # otherwise there is an error already
-            noted.append(Finding("advice", "the model's size is not known before the tokenizer is made",
-                                 "--model.decoder.vocab_size N"))  # fmt: skip
+            found["model"] = {"unknown": "the size is not known before the tokenizer is made: "
+                              "give --model.decoder.vocab_size N"}  # fmt: skip
         return found, noted
     found["model"] = facts.model_facts(decoder, config.data.seq_len)
     if (custom := facts.custom_model(config, decoder)) is not None:
         found["model"] |= custom
         noted.append(Finding(
-            "advice", f"memory and checkpoints are those of the decoder of this project in this shape, with "
+            "warning", f"memory and checkpoints are those of the decoder of this project in this shape, with "
             f"{format_count(parameters(decoder)['total'])} parameters, and build_decoder returned another model",
             f"`{program()} bench step --config FILE` measures it",
         ))  # fmt: skip
-    noted += facts.of_model(found["model"], found["steps"])
     noted += facts.of_optimizer(config.model.optimizer)
-    noted += facts.of_rules(decoder, found["steps"], config)
     if config.strict:
         return found, noted
     if device.capability is None and device.memory_bytes is not None:
@@ -177,7 +173,6 @@ def examine(
     found["checkpoints"] = facts.checkpoint_facts(
         config.trainer.checkpoint_interval, found["steps"], found["time"], one, measured
     )
-    noted += facts.of_checkpoints(found["checkpoints"], found["steps"])
     if config.guards.budget.wanted:
         found["budget"] = facts.budget_facts(config.guards.budget, found["time"], rate, budget_file)
         if resumed is None:
@@ -243,7 +238,6 @@ class PlanChecks(Callback):
         noted: list[Finding] = []
         if trainer.is_global_zero or not opened:
             _, noted = examine(config, data if opened else None, self._resumed)
-            noted = [finding for finding in noted if finding.level != "advice"]
         if opened:
             noted = trainer.strategy.broadcast(noted)
         errors = [str(finding) for finding in noted if finding.level == "error"]
@@ -273,7 +267,7 @@ def show_plan(found: dict[str, Any], noted: list[Finding]) -> None:
     for name, lines_of in PAGE.items():
         for number, line in enumerate(lines_of(found) if name in found else []):
             console.print(f"{name if not number else '':8}{line}")
-    colours = {"error": "red", "warning": "yellow", "advice": "cyan"}
+    colours = {"error": "red", "warning": "yellow"}
     for finding in noted:
         console.print(f"[{colours[finding.level]}]{finding.level:8}[/]{finding.what}")
         if finding.cure:
@@ -285,11 +279,14 @@ def show_plan(found: dict[str, Any], noted: list[Finding]) -> None:
 def _counted(noted: list[Finding]) -> str:
     """Count findings by level, in the order of the list (errors first): `1 error, 2 warnings`."""
     counts = Counter(finding.level for finding in noted)
-    return ", ".join(plural(count, level).replace("advices", "advice") for level, count in counts.items())
+    return ", ".join(plural(count, level) for level, count in counts.items())
 
 
 def _model_lines(found: dict[str, Any]) -> list[str]:
-    model, counts = found["model"], found["model"]["parameters"]
+    model = found["model"]
+    if "unknown" in model:
+        return [model["unknown"]]
+    counts = model["parameters"]
     names = [name for name in ("embedding", "attention", "mlp", "norms", "lm_head") if counts[name]]
     parts = ", ".join(f"{name} {format_count(counts[name])}" for name in names)
     return [
@@ -309,7 +306,7 @@ def _data_lines(found: dict[str, Any]) -> list[str]:
         f"{name}: {source['share']:.1%} of the samples, {source['epochs']:.2f} epochs of "
         f"{format_count(data['sources'][name]['tokens'])} tokens"
         for name, source in found["steps"].get("sources", {}).items()
-    ] or ["not there yet"]  # fmt: skip
+    ] or [f"not there yet: the first fit makes it from {', '.join(data['from'])}"]  # fmt: skip
 
 
 def _steps_lines(found: dict[str, Any]) -> list[str]:

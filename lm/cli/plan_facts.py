@@ -1,7 +1,7 @@
 """The numbers of `lm plan` and the findings on them, subject by subject: data, steps, model, device, cost.
 
 The numbers express a config in tokens, steps, bytes, hours and dollars. Functions named `of_...` yield findings:
-errors, warnings or advice, with the arithmetic and the cure. `training/checks` finds incompatible options, and
+errors and warnings, with the arithmetic and the cure. `training/checks` finds incompatible options, and
 `cli/plan` has the command.
 """
 
@@ -15,11 +15,9 @@ from typing import Any
 import torch
 from jsonargparse import Namespace
 
-from lm.cli.scale import batch_tokens
 from lm.data.config import LEARNED, SourceConfig
 from lm.data.datamodule import DataModule
 from lm.data.mixture import counts_of, phases_of
-from lm.data.prepare import describe_small_validation
 from lm.data.tokenizer import Tokenizer
 from lm.errors import LmError, RequestError, first_line
 from lm.model.config import DecoderConfig
@@ -27,7 +25,6 @@ from lm.model.custom import attach_config, custom_flops_per_token, is_builtin, r
 from lm.model.estimates import (
     Step,
     assumed_speed,
-    block_flops_per_token,
     flops_per_token,
     largest_micro_batch,
     parameters,
@@ -36,8 +33,7 @@ from lm.model.estimates import (
 from lm.system.files import DiskSpace, nonnegative, parse_json
 from lm.system.hardware import Device
 from lm.system.remote import NoAnswer, Unreachable, call_within, is_remote
-from lm.system.units import format_bytes, format_count, format_figure, format_time_and_cost, parse_bytes, plural
-from lm.training.builtin_optimizers import BUILTIN
+from lm.system.units import format_bytes, format_count, format_figure, parse_bytes, plural
 from lm.training.callbacks.evaluation import read_evaluation_tasks
 from lm.training.checks import Finding, has_kernels
 from lm.training.config import BudgetConfig, EvaluationConfig, OptimizerConfig
@@ -52,23 +48,10 @@ CPU_RESERVE_BYTES = 2**26  # memory of libraries in a step, beyond what this pro
 RESERVE_SHARE = 0.05  # of the peak, for what the allocator cannot use
 DISK_RATE = 500e6  # bytes a second, of a SATA SSD; cloud volumes start at 125e6 (AWS gp3)
 NETWORK_SECONDS = 3.0  # to wait for an object store
-LONG_WARMUP = 0.2  # share of the run
-MANY_EPOCHS = 4  # up to here repeated tokens are nearly as good as new (Muennighoff et al., 2023, arXiv:2305.16264)
-REPEATED = f"tokens teach nearly as much as new ones for {MANY_EPOCHS} epochs; later the validation loss may rise again"
-FEWER_EPOCHS = "give more data, or fewer steps, as `lm scale --data FOLDER` does; `best` is kept"
-FEW_TOKENS = 5  # per parameter; 20 are optimal for a budget of operations (Hoffmann et al., 2022, arXiv:2203.15556)
-FIRST_TRY = 5e6  # parameters; a smaller model counts as an experiment
 NEARLY_FULL = 0.92  # of the device's memory
 LONG_VALIDATION = 0.1  # share of the time
 BF16_FROM = (8, 0)  # compute capability
-FAR_BATCH, FAR_RATE = 4, 3  # factors above or below the values of `lm scale`
-BATCH_RULE_FROM = 1e17  # operations in the blocks, the least that the rule was fitted to (arXiv:2401.02954)
-UNCLIPPED_RATE = 6e-4  # the highest of GPT-3's models, which were all clipped at 1.0 (Brown et al., 2020,
-# arXiv:2005.14165, table 2.1 and appendix B)
-EARLY_DECAY = 0.05  # share of the run after the end of its decay
-MUCH_LOST = 3600  # seconds of work
-LONG_SAVING = 0.05  # share of the time
-ROWS = 64  # a vocabulary that is a multiple of it fills the tiles of a GPU's matrix units
+DECAY_OFF = 0.05  # share of the run between its end and that of its decay
 
 
 # ---- data ------------------------------------------------------------------------------------------------------------
@@ -155,8 +138,6 @@ def open_data(
 
 def of_data(data: dict[str, Any], steps: dict[str, Any], config: Namespace) -> Iterator[Finding]:
     if not data["prepared"]:
-        yield Finding("advice", f"{config.data.path} is not there yet: the first fit makes it from "
-                      f"{', '.join(data['from'])}", "to plan with its tokens, run `lm data prepare` first")  # fmt: skip
         rows, learned = config.model.decoder.vocab_size, config.data.prepare
         if rows and learned.tokenizer == "bpe" and rows < learned.vocab_size:
             yield Finding("error", f"model.decoder.vocab_size {rows:,} is smaller than data.prepare.vocab_size "
@@ -167,53 +148,28 @@ def of_data(data: dict[str, Any], steps: dict[str, Any], config: Namespace) -> I
     if data["train"]["documents_per_token"] == 0:
         yield Finding("warning", "model.document_mask does nothing: no document ends in the first block of the "
                       "training data", "leave it out, or prepare data with its end-of-text token")  # fmt: skip
-    epochs = steps["epochs"]
     for source in config.data.sources or ():
         yield from _of_source(source, data["sources"][source.name]["windows"], steps)
-    if round(epochs) > MANY_EPOCHS and not config.data.sources:
-        yield Finding("warning", f"every token is seen {epochs:,.2f} times: "
-                      f"{_steps_an_epoch(data, steps)}, and the run has {steps['max_steps']:,}; {REPEATED}",
-                      FEWER_EPOCHS)  # fmt: skip
     if "val" not in data:
         yield Finding("warning", "there is no validation data: no best checkpoint, no early stopping", "give data.val")
         return
     validated = min(config.data.val_tokens or data["val"]["tokens"], data["val"]["tokens"])
-    problem = describe_small_validation(validated)
-    if problem:
-        short = validated < data["val"]["tokens"]
-        yield Finding("warning", problem, "raise data.val_tokens" if short else "give more in data.val, or prepare "
-                      "the data again with a larger --val_fraction")  # fmt: skip
     # A validation has the forward pass alone, a third of a step's operations.
     share = validated / 3 / (config.trainer.val_interval * steps["tokens_per_step"])
     if share > LONG_VALIDATION:
         yield Finding("warning", f"validations take {share:.0%} as long as training: {format_count(validated)} tokens "
                       f"every {config.trainer.val_interval:,} steps of {format_count(steps['tokens_per_step'])}",
-                      "raise trainer.val_interval" + (", or lower data.val_tokens" if not problem else ""))  # fmt: skip
+                      "raise trainer.val_interval, or lower data.val_tokens")  # fmt: skip
 
 
 def _of_source(source: SourceConfig, windows: int, steps: dict[str, Any]) -> Iterator[Finding]:
     taken = steps["sources"][source.name]
     count, epochs, most = taken["samples"], taken["epochs"], source.max_epochs
-    arithmetic = (f"{count:,} of the {steps['tokens'] // steps['seq_len']:,} samples of the run, {taken['share']:.1%}, "
-                  f"are from its {windows:,}")  # fmt: skip
     if most is not None and epochs > most:
         yield Finding("error", f"data.sources {source.name} is repeated {epochs:,.3g} times, more than its max_epochs "
-                      f"{most:g}: {arithmetic}", "give it less weight or more data, train for fewer steps, or raise "
-                      "its max_epochs")  # fmt: skip
-    elif most is None and round(epochs) > MANY_EPOCHS:
-        yield Finding("warning", f"data.sources {source.name} is repeated {epochs:,.3g} times: {arithmetic}; "
-                      f"{REPEATED}",
-                      "give it less weight or more data, or its max_epochs if this is meant")  # fmt: skip
-
-
-def of_tokenizer(tokenizer: Tokenizer | None, decoder: DecoderConfig | None) -> Iterator[Finding]:
-    if tokenizer and tokenizer.lossy:
-        yield Finding("advice", tokenizer.lossy, "a model learns and writes texts as they are decoded")
-    rows, tokens = decoder.vocab_size if decoder else 0, tokenizer.vocab_size if tokenizer else 0
-    if tokens and rows - tokens > max(ROWS, rows // 10):
-        yield Finding("warning", f"{rows - tokens:,} of {rows:,} rows of the embedding belong to no token of the "
-                      f"tokenizer, which has {tokens:,}",
-                      "if this is the right tokenizer, leave model.decoder.vocab_size out")  # fmt: skip
+                      f"{most:g}: {count:,} of the {steps['tokens'] // steps['seq_len']:,} samples of the run, "
+                      f"{taken['share']:.1%}, are from its {windows:,}", "give it less weight or more data, train for "
+                      "fewer steps, or raise its max_epochs")  # fmt: skip
 
 
 def of_tasks(evaluation: EvaluationConfig) -> Iterator[Finding]:
@@ -249,7 +205,6 @@ def step_facts(steps: Steps, config: Namespace, data: dict[str, Any]) -> dict[st
     }  # fmt: skip
     if "train" in data:
         windows = data["train"]["windows"]
-        facts["steps_per_epoch"] = windows / steps.global_batch
         facts["epochs"] = steps.samples(steps.max_steps) / windows
     if data.get("sources"):
         samples = counts_of(phases_of(config.data.sources, config.data.phases or [], steps.seq_len),
@@ -261,53 +216,28 @@ def step_facts(steps: Steps, config: Namespace, data: dict[str, Any]) -> dict[st
     return facts
 
 
-def of_warmup(steps: dict[str, Any], config: Namespace, data: dict[str, Any]) -> Iterator[Finding]:
-    warmup, total, per_epoch = steps["warmup_steps"], steps["max_steps"], steps.get("steps_per_epoch")
-    ratio = config.model.schedule.warmup_ratio is not None
-    shorter = "ratio 0.1" if ratio else f"steps {total // 10 * (total >= 20)}"
+def of_warmup(steps: dict[str, Any], config: Namespace) -> Iterator[Finding]:
+    warmup, total = steps["warmup_steps"], steps["max_steps"]
     if warmup >= total:
+        ratio = config.model.schedule.warmup_ratio is not None
+        shorter = "ratio 0.1" if ratio else f"steps {total // 10 * (total >= 20)}"
         yield Finding("error", f"the warm-up of {plural(warmup, 'step')} is not over when the run of {total:,} ends",
                       f"--model.schedule.warmup_{shorter}, or `lm fit` with --force")  # fmt: skip
-    elif per_epoch is not None and per_epoch < warmup:
-        yield Finding("warning", f"the warm-up of {plural(warmup, 'step')} takes more than all of the data: "
-                      f"{_steps_an_epoch(data, steps)}", "give more data, or a smaller batch")  # fmt: skip
-    elif steps["warmup_share"] > LONG_WARMUP:
-        yield Finding("warning", f"warm-up takes {warmup:,} of {total:,} steps, {steps['warmup_share']:.0%} of the run",
-                      f"lower model.schedule.warmup_{'ratio' if ratio else 'steps'}, or train longer")  # fmt: skip
-
-
-def _steps_an_epoch(data: dict[str, Any], steps: dict[str, Any]) -> str:
-    samples = steps["tokens_per_step"] // steps["seq_len"]
-    per_epoch = f"{steps['steps_per_epoch']:,.1f} steps an epoch"
-    return f"{data['train']['windows']:,} samples / {samples:,} a step = {per_epoch}"
 
 
 def of_steps(steps: dict[str, Any], config: Namespace) -> Iterator[Finding]:
-    """Findings on `inject_step`, on a decay that does not end with the run, and on a high rate without clipping."""
+    """Findings on `inject_step`, and on a decay that does not end with the run."""
     schedule, total = config.model.schedule, steps["max_steps"]
     if (drill := config.guards.inject_step) is not None and drill > total:
         yield Finding("error", f"guards.inject_step {drill:,}: the run ends with step {total:,}", "inject it before")
-    warmup, decay = steps["warmup_steps"], steps["decay_steps"]
-    rate, name = config.model.optimizer.lr, schedule.name
-    last, final, end = lr_fraction(total - 1, total, schedule), schedule.final_fraction, max(decay, warmup)
-    if name == "wsd" and not decay and final < 1:
-        yield Finding(
-            "warning",
-            f"model.schedule wsd has no decay, so the run ends at its peak rate {rate:g}",
-            f"--model.schedule.decay_steps {max(1, total // 5)}, a fifth of the run, or name it constant",
-        )
-    elif name in ("cosine", "linear") and decay > total and last > final + 0.01:
-        yield Finding("warning", f"the decay ends at step {decay:,}, after the run's {total:,}: the last rate is "
-                      f"{last:.0%} of the peak, {last * rate:.2g}, and not {final:.0%}",
+    decay, last, off = steps["decay_steps"], lr_fraction(total - 1, total, schedule), DECAY_OFF * total
+    none = schedule.name == "wsd" and not decay
+    moved = schedule.name in ("cosine", "linear") and decay and abs(total - max(decay, steps["warmup_steps"])) > off
+    if schedule.final_fraction < 1 and (none or moved):
+        ends = f"the decay ends at step {decay:,}" if decay else "model.schedule wsd has no decay"
+        yield Finding("warning", f"{ends}, and the run ends at step {total:,} with {last:.0%} of the peak rate",
+                      "give model.schedule.decay_ratio, such as 0.2, or name it constant" if none else
                       "leave model.schedule.decay_steps out to end it with the run")  # fmt: skip
-    elif name in ("cosine", "linear") and decay and total - end > EARLY_DECAY * total and final < 1:
-        yield Finding("warning", f"the decay ends at step {end:,} of {total:,}: the last {1 - end / total:.0%} of the "
-                      f"run have {final:.0%} of the peak rate, {final * rate:.2g}",
-                      "leave model.schedule.decay_steps out to end it with the run")  # fmt: skip
-    if not config.trainer.gradient_clip_val and rate > UNCLIPPED_RATE:
-        yield Finding("warning", f"model.optimizer.lr {rate:g} without clipping: one bad batch can undo the run; runs "
-                      f"with a peak of at most {UNCLIPPED_RATE:g} are clipped at 1.0 too",
-                      "--trainer.gradient_clip_val 1.0")  # fmt: skip
 
 
 def of_optimizer(optimizer: OptimizerConfig) -> Iterator[Finding]:
@@ -317,31 +247,6 @@ def of_optimizer(optimizer: OptimizerConfig) -> Iterator[Finding]:
         yield Finding("warning", f"model.optimizer: {values}: this is for the built-in optimizers, and "
                       f"{optimizer.class_path} gets none of it",
                       "put what it should get under model.optimizer.init_args")  # fmt: skip
-
-
-def of_rules(decoder: DecoderConfig, steps: dict[str, Any], config: Namespace) -> Iterator[Finding]:
-    """Findings on a batch or a learning rate far from the rules of `lm scale`, which has their sources."""
-    tokens, batch, rate = steps["tokens"], steps["tokens_per_step"], config.model.optimizer.lr
-    operations = tokens * block_flops_per_token(decoder, steps["seq_len"])
-    best, at_once = batch_tokens(tokens), batch // steps["accumulate"]
-    if operations >= BATCH_RULE_FROM and (times := max(batch / best, best / batch)) > FAR_BATCH:
-        more = "more" if batch > best else "fewer"
-        yield Finding("warning", f"a step has {batch:,} tokens, {times:.1f} times {more} than the {best:,.0f} "
-                      f"that `lm scale` uses for {format_count(tokens)} tokens",
-                      f"--data.global_batch_tokens {max(1, round(best / at_once)) * at_once}")  # fmt: skip
-    if config.model.optimizer.class_path:
-        return  # no rule is known for it
-    optimizer = BUILTIN[config.model.optimizer.name]
-    if operations < optimizer.rule_from:
-        return
-    best = optimizer.learning_rate(decoder, operations, batch)
-    why = optimizer.rate_follows.format(
-        flops=operations, batch=batch, depth=decoder.num_hidden_layers, width=decoder.hidden_size
-    )
-    if (times := max(rate / best, best / rate)) > FAR_RATE:
-        yield Finding("warning" if rate > best else "advice", f"model.optimizer.lr {rate:g} is {times:,.1f} times "
-                      f"{'more' if rate > best else 'less'} than the {best:.2g} that `lm scale` uses for {why}",
-                      f"--model.optimizer.lr {best:.2g}")  # fmt: skip
 
 
 # ---- model -----------------------------------------------------------------------------------------------------------
@@ -375,20 +280,6 @@ def custom_model(config: Namespace, decoder: DecoderConfig) -> dict[str, Any] | 
         "flops_per_token": custom_flops_per_token(made, decoder, seq_len),
         "flops_per_token_full_attention": custom_flops_per_token(made, decoder, seq_len, full_attention=True),
     }  # fmt: skip
-
-
-def of_model(model: dict[str, Any], steps: dict[str, Any]) -> Iterator[Finding]:
-    parameters = model["parameters"]["total"]
-    ratio = steps["tokens"] / parameters
-    if ratio < FEW_TOKENS and steps.get("epochs", 0) <= 1:  # on repeated text, larger models learn more
-        yield Finding("advice" if parameters < FIRST_TRY else "warning",
-                      f"{format_count(steps['tokens'])} tokens are {ratio:.2g} for each of {format_count(parameters)} "
-                      "parameters; about 20 give the lowest loss for the compute",
-                      "train longer, or take a smaller model")  # fmt: skip
-    if model["vocab_size"] % ROWS:
-        padded = -(-model["vocab_size"] // ROWS) * ROWS
-        yield Finding("advice", f"a vocabulary of {model['vocab_size']:,} is not a multiple of {ROWS}: GPUs multiply "
-                      "such matrices more slowly", f"--model.decoder.vocab_size {padded}")  # fmt: skip
 
 
 # ---- memory and time -------------------------------------------------------------------------------------------------
@@ -494,9 +385,6 @@ def read_bench(file: Path, model_parameters: int, seq_len: int) -> dict[str, Any
 
 def of_device(memory: dict[str, Any], disk: DiskSpace, steps: dict[str, Any], device: Device,
               config: Namespace, precision: str) -> Iterator[Finding]:  # fmt: skip
-    if precision != config.trainer.precision:
-        yield Finding("advice", f"{device.name} is slow in {config.trainer.precision}, so {precision} is used",
-                      f"set --trainer.precision {precision}")  # fmt: skip
     if precision.startswith("bf16") and device.capability is not None and device.capability < BF16_FROM:
         yield Finding("warning", f"{device.name} has no bf16 in hardware", "--trainer.precision 16-mixed")
     if memory["device"] is None:
@@ -553,23 +441,6 @@ def checkpoint_facts(
         saving, basis = size / DISK_RATE, f"a disk of {DISK_RATE / 1e6:.0f} MB/s, assumed"
     return {"interval": interval, "lost_seconds": lost, "lost_usd": time["usd"] and part * time["usd"],
             "saving_seconds": saving, "saving_share": saving / lost, "saving_basis": basis}  # fmt: skip
-
-
-def of_checkpoints(checkpoints: dict[str, Any], steps: dict[str, Any]) -> Iterator[Finding]:
-    if "lost_seconds" not in checkpoints:
-        return
-    lost, interval = checkpoints["lost_seconds"], checkpoints["interval"]
-    if lost > MUCH_LOST:
-        yield Finding(
-            "warning",
-            f"a crash loses up to {interval:,} steps of work: {format_time_and_cost(lost, checkpoints['lost_usd'])}",
-            f"--trainer.checkpoint_interval {max(1, int(interval * MUCH_LOST / 2 / lost))}: half an hour",
-        )
-    if checkpoints["saving_share"] > LONG_SAVING and interval < steps["max_steps"]:
-        enough = math.ceil(interval * checkpoints["saving_share"] / LONG_SAVING)
-        yield Finding("warning", f"saving takes {checkpoints['saving_share']:.0%} of the time: "
-                      f"{checkpoints['saving_seconds']:,.1f} s ({checkpoints['saving_basis']}) every {lost:,.1f} s",
-                      f"--trainer.checkpoint_interval {enough}")  # fmt: skip
 
 
 def budget_facts(

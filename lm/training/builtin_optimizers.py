@@ -23,8 +23,6 @@ class BuiltinOptimizer(NamedTuple):
     state: OptimizerState  # what it keeps, in the parameters' precision
     whole_matrices: bool  # the blocks' matrices are groups of one shape, with `kind` and `rows` as Muon takes them
     learning_rate: Callable[[DecoderConfig, float, float], float]  # peak; arguments as of `adamw_learning_rate`
-    rule_from: float  # operations in the blocks, the least that the rule of the rate was fitted to
-    rate_follows: str  # what the rate is computed from, of `flops`, `batch`, `depth` and `width`
     memory: Callable[[float], float]  # share of a run whose updates the matrices average, from tokens a parameter
     memory_source: str
     warmup_steps: Callable[[int, int], int]  # of a run of so many steps, of so many tokens each
@@ -63,8 +61,6 @@ BUILTIN: dict[OptimizerName, BuiltinOptimizer] = {
         state=OptimizerState(),
         whole_matrices=False,
         learning_rate=adamw_learning_rate,
-        rule_from=1e17,
-        rate_follows="{flops:.2g} operations in the blocks and {batch:,} tokens a step",
         memory=lambda tokens: 1.084 * tokens**-0.527,
         memory_source="arXiv:2505.13738",  # Bergsma et al., 2025
         # A tenth of the run, at most 375M tokens (Bergsma et al., 2025, "Scaling with Collapse", arXiv:2509.25087,
@@ -87,8 +83,6 @@ BUILTIN: dict[OptimizerName, BuiltinOptimizer] = {
         state=OptimizerState(hidden=1, divided=True),
         whole_matrices=True,
         learning_rate=lambda decoder, flops, batch: peak_rate(MATRICES, decoder.num_hidden_layers, decoder.hidden_size),
-        rule_from=0,
-        rate_follows="muon, {depth} blocks and hidden_size {width:,}",
         memory=lambda tokens: 1.0,  # the share that is best with AdamW, 0.22 of 20 tokens a parameter, is too short
         memory_source="measured",  # "Training-only gains" in tests/benchmarks/README.md
         warmup_steps=lambda steps, batch: math.floor(min(steps / 10, 40)),  # nanochat, scripts/base_train.py

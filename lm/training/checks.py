@@ -39,9 +39,9 @@ LEAVE_OUT = "leave it out"
 
 
 class Finding(NamedTuple):
-    """A problem, doubt or improvement of a training's options."""
+    """A problem of a training's options."""
 
-    level: Literal["error", "warning", "advice"]
+    level: Literal["error", "warning"]
     what: str  # with the arithmetic
     cure: str
 

@@ -10,7 +10,6 @@ from datetime import UTC, datetime
 from pathlib import Path
 
 import pytest
-from other_tokenizers import write_tokenizer
 from shard_files import write_rows
 from trainings import lm, make_workplace, processes_of, write_config
 
@@ -266,32 +265,16 @@ def test_checkpointing_is_a_cure_only_where_it_helps(planned):
 # ---- what it must catch ----------------------------------------------------------------------------------------------
 
 
-def test_data_that_is_repeated_and_a_warm_up_over_several_epochs_are_warned_of(planned):
-    """43 steps of data, 500 of warm-up, 50,000 to go: the arithmetic is shown."""
-    windows = planned()[1]["data"]["train"]["windows"]
-    run = planned(**{"trainer.max_steps": 50_000, "model.schedule.warmup_steps": 500})
-    assert run[0] == 0 and run[1]["ready"]
-    arithmetic = f"{windows:,} samples / 8 a step = {windows / 8:,.1f} steps an epoch"
-    for said in ("every token is seen 1,", "warm-up of 500 steps"):
-        assert any(said in text and arithmetic in text for text in found(run, "warning"))
-
-
 def test_data_that_is_not_there(planned, workplace):
     run = planned(**{"data.path": "elsewhere", "data.prepare": None})
     assert run[0] == 2 and "elsewhere holds no manifest.json" in found(run, "error")[0] and "model" not in run[1]
     run = planned(**{"data.path": "elsewhere"})
-    assert run[0] == 0 and any("the first fit makes it from texts" in text for text in found(run, "advice"))
+    assert run[0] == 0 and run[1]["data"] == {"prepared": False, "from": ["texts"]}
+    assert "before the tokenizer is made" in run[1]["model"]["unknown"]
     run = planned(**{"data.path": None, "data.prepare": None, "data.train": "data/small/train/nothing*.parquet",
                      "data.tokenizer": "data/small"})  # fmt: skip
     assert run[0] == 2 and "no file matches" in found(run, "error")[0]
-    assert not any("tokenizer" in text for text in found(run, "advice"))  # it is not to blame
-
-
-def test_a_tokenizer_that_changes_texts_is_said(planned, workplace):
-    write_tokenizer(workplace / "bert", "wordpiece", ["Aa words of a text"] * 20)
-    said = found(planned(**{"data.path": "elsewhere", "data.prepare.tokenizer": "bert"}), "advice")
-    assert sum("this tokenizer is lossy: 'Aa' is decoded as 'aa'" in text for text in said) == 1
-    assert not any("lossy" in text for text in found(planned(), "advice"))
+    assert "model" not in run[1]  # the tokenizer is not to blame
 
 
 def test_shards_of_another_tokenizer(planned, workplace):
@@ -302,15 +285,10 @@ def test_shards_of_another_tokenizer(planned, workplace):
 
 
 @pytest.mark.parametrize("device, changes, level, words", [
-    ([], {"trainer.max_steps": 3000}, "warning", "every token is seen"),
-    ([], {"model.schedule.warmup_steps": 4, "trainer.max_steps": 10}, "warning", "4 of 10 steps, 40% of the run"),
     ([], {"model.schedule.warmup_steps": 10, "trainer.max_steps": 10}, "error", "is not over"),
     ([], {"model.schedule.name": "wsd", "model.schedule.decay_steps": 11}, "error", "warm-up 2 + decay 11 steps are"),
     ([], {"data.global_batch_tokens": 200}, "error", "the nearest that fits is 256"),
-    ([], {"model.decoder.vocab_size": 4096}, "warning", "belong to no token"),
     ([], {"trainer.val_interval": 1, "data.val_tokens": 4096}, "warning", "validations take"),
-    ([], {"data.val_tokens": 512}, "warning", "512 tokens give it to within 0.22 nats at best (95 % interval)"),
-    ([], {"model.decoder.hidden_size": 512, "model.decoder.intermediate_size": 2048}, "warning", "tokens are"),
     (["--device", "v100"], {"trainer.precision": "bf16-mixed"}, "warning", "no bf16"),
 ])  # fmt: skip
 def test_what_is_noted(planned, device, changes, level, words):
@@ -336,7 +314,7 @@ def test_what_a_fit_would_refuse_by_itself_is_an_error_here(planned, changes, wo
 @pytest.mark.parametrize("options, words", [
     (["--fit", "--strict"], "--strict looks at none"),
     (["--fit", "--model.decoder.vocab_size", "null", "--data.path", "elsewhere", "--data.prepare.input", "texts"],
-     "the model's size is not known"),
+     "the size is not known before the tokenizer is made"),
     (["--fit", "--data.path", "elsewhere", "--data.prepare", "null"], "elsewhere holds no manifest.json"),
     (["--fit", "--model.decoder.hidden_size", "2Mi"], "not even a micro-batch of 1 fits"),
     (["--rate_usd_per_hr", "-1"], "--rate_usd_per_hr -1.0 must be at least 0"),
@@ -397,27 +375,15 @@ def test_strict_is_schema_and_algebra_alone(planned):
 
 # ---- what costs days -------------------------------------------------------------------------------------------------
 
-LONG_RUN = {  # 1.6e18 operations in the blocks, enough for the rules of `lm scale`
-    "model.decoder": {"vocab_size": 32_768, "hidden_size": 768, "num_hidden_layers": 12, "num_attention_heads": 6,
-                      "max_position_embeddings": 2048},
-    "trainer.max_steps": 10_000, "data.global_batch_tokens": 262_144, "trainer.log_interval": 10,
-    "model.optimizer.lr": 1e-3, "model.schedule.warmup_steps": 500, "trainer.val_interval": 500,
-    "trainer.checkpoint_interval": 500,
-}  # fmt: skip
+LONG_RUN = {"trainer.max_steps": 10_000, "model.optimizer.lr": 1e-3, "model.schedule.warmup_steps": 500}
 
 
 @pytest.mark.parametrize("changes, words", [
-    ({"model.schedule.decay_steps": 5000}, "the decay ends at step 5,000 of 10,000: the last 50% of the run have 10%"),
-    ({"model.schedule.decay_ratio": 0.5}, "the decay ends at step 5,000 of 10,000"),
+    ({"model.schedule.decay_steps": 5000}, "the decay ends at step 5,000, and the run ends at step 10,000 with 10% of"),
+    ({"model.schedule.decay_ratio": 0.5}, "the decay ends at step 5,000, and the run ends at step 10,000"),
     ({"model.schedule.name": "linear", "model.schedule.decay_steps": 20_000},
-     "the decay ends at step 20,000, after the run's 10,000: the last rate is 56% of the peak"),
-    ({"model.schedule.name": "wsd"}, "wsd has no decay, so the run ends at its peak rate 0.001"),
-    ({"trainer.gradient_clip_val": None}, "model.optimizer.lr 0.001 without clipping"),
-    ({"trainer.gradient_clip_val": 0}, "model.optimizer.lr 0.001 without clipping"),
-    ({"model.optimizer.lr": 1e-2}, "model.optimizer.lr 0.01 is 6.1 times more than the 0.0016 that `lm scale` uses"),
-    ({"data.global_batch_tokens": 2**21, "trainer.max_steps": 1250}, "2,097,152 tokens, 8.3 times more than the 253,"),
-    ({"data.global_batch_tokens": 2**14, "data.micro_batch_size": 8, "trainer.max_steps": 160_000},
-     "16,384 tokens, 15.5 times fewer than the 253,"),
+     "the decay ends at step 20,000, and the run ends at step 10,000 with 56% of the peak rate"),
+    ({"model.schedule.name": "wsd"}, "wsd has no decay, and the run ends at step 10,000 with 100% of the peak rate"),
 ])  # fmt: skip
 def test_what_costs_days_is_a_warning_with_its_numbers(planned, changes, words):
     run = planned("--strict", **LONG_RUN | changes)
@@ -426,25 +392,18 @@ def test_what_costs_days_is_a_warning_with_its_numbers(planned, changes, words):
 
 def test_sound_settings_are_not_warned_of(planned):
     for changes in ({}, {"model.schedule.decay_steps": 9_800}, {"model.schedule.name": "constant"},
-                    {"model.schedule.name": "wsd", "model.schedule.decay_ratio": 0.2}, {"model.optimizer.lr": 1e-4},
-                    {"trainer.gradient_clip_val": None, "model.optimizer.lr": 6e-4},
-                    {"trainer.max_steps": 9, "model.optimizer.lr": 1e-2, "model.schedule.warmup_steps": 1}):  # fmt: skip
-        run = planned("--strict", **LONG_RUN | changes)
-        assert [text for text in found(run, "warning") if "tokens are" not in text] == []
-        low = changes.get("model.optimizer.lr") == 1e-4
-        assert low == any("is 16.4 times less than the 0.0016" in text for text in found(run, "advice"))
+                    {"model.schedule.name": "wsd", "model.schedule.decay_ratio": 0.2},
+                    {"trainer.max_steps": 9, "model.schedule.warmup_steps": 1}):  # fmt: skip
+        assert planned("--strict", **LONG_RUN | changes)[1]["findings"] == []
 
 
 def test_what_a_crash_loses_and_what_saving_takes(planned, bench):
-    """At a measured speed, with a price; from the bench file where it timed checkpoints."""
+    """At a measured speed, with a price; the saving from the bench file where it timed checkpoints."""
     measured = bench(tokens_per_second=0.1, checkpoint={"stall_ms": 460_800.0})
     run = planned(*measured, "--rate_usd_per_hr", "3")
     facts = run[1]["checkpoints"]
     assert facts["lost_seconds"] == 3 * 256 / 0.1 and facts["lost_usd"] == pytest.approx(6.40)
     assert facts["saving_share"] == pytest.approx(0.06) and facts["saving_basis"] == "measured"
-    warnings = str(found(run, "warning"))
-    assert "a crash loses up to 3 steps of work: 2 h 8 min, 6.40 USD --trainer.checkpoint_interval 1" in warnings
-    assert "saving takes 6% of the time: 460.8 s (measured) every 7,680.0 s --trainer.checkpoint_interval 4" in warnings
     facts = planned(*bench(tokens_per_second=0.1))[1]["checkpoints"]
     assert facts["lost_usd"] is None and "assumed" in facts["saving_basis"] and facts["saving_share"] < 1e-6
 
@@ -501,9 +460,3 @@ def test_an_object_store_that_does_not_answer_is_a_line_and_not_a_wait(workplace
     (line,) = [line for line in shown.stdout.splitlines() if line.startswith("warning s3://")]
     assert url in line and "does not answer in 3 s" in line and shown.stderr == ""
     assert any(line.startswith("time ") for line in shown.stdout.splitlines())
-
-
-def test_a_rate_far_from_the_rule_of_muon_is_a_warning_at_any_size(planned):
-    warnings = found(planned(**{"model.optimizer": {"name": "muon", "lr": 30.0}}), "warning")
-    [warning] = [one for one in warnings if "optimizer.lr" in one]
-    assert "model.optimizer.lr 30 is " in warning and "that `lm scale` uses for muon, 2 blocks" in warning

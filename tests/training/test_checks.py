@@ -109,7 +109,7 @@ def test_what_does_not_fit_the_data():
 
 def test_only_errors_refuse(caplog):
     caplog.set_level("INFO", "lm")
-    checks.refuse([checks.Finding("advice", "this is idle", "")])
+    checks.refuse([checks.Finding("warning", "this is idle", "")])
     assert caplog.messages == ["this is idle"]
     with pytest.raises(RequestError, match="^wrong: right$"):
         checks.refuse([checks.error("wrong", "right")])
