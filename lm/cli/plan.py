@@ -20,7 +20,7 @@ from lm.cli.options import PlanOptions
 from lm.data.config import DataConfig
 from lm.data.datamodule import DataModule
 from lm.errors import RequestError, require_at_least
-from lm.model.estimates import checkpoint_bytes, describe_mfu, parameters, recomputed_flops_per_token
+from lm.model.estimates import checkpoint_bytes, describe_mfu, recomputed_flops_per_token
 from lm.runs.mirror import Mirror
 from lm.runs.run import Run, refuse_name
 from lm.system.files import disk_space, nonnegative
@@ -122,12 +122,13 @@ def examine(
         budget_file, rate = _read_rate(config, noted)
     decoder = facts.with_vocabulary(config, tokenizer)
     found["steps"] = facts.step_facts(steps, config, data)
+    custom = training_class().is_custom()
     known = Known() if config.strict else Known(
         world_size, device, here=wanted == "auto" and not config.memory, tokenizer=tokenizer,
         has_validation="val" in data if data.get("prepared") else None,
     )  # fmt: skip
     noted += find(trainer, config.model, options, known, samples=config.get("samples"), evaluation=config.evaluation,
-                  custom=training_class().is_custom())  # fmt: skip
+                  custom=custom)  # fmt: skip
     if known.here:
         noted += of_accelerator(trainer.accelerator)
     noted += facts.of_steps(found["steps"], config)
@@ -137,20 +138,17 @@ def examine(
         found["data"] = data
         noted += facts.of_data(data, found["steps"], config)
         noted += facts.of_tasks(config.evaluation)
+    noted += facts.of_optimizer(config.model.optimizer)
+    if custom:
+        found["model"] = {"unknown": "size, memory and speed are those of what build_decoder returns: "
+                          f"`{program()} bench step --config FILE` measures them"}  # fmt: skip
+        return found, noted
     if decoder is None:
         if "unknown" not in data:  # otherwise there is an error already
             found["model"] = {"unknown": "the size is not known before the tokenizer is made: "
                               "give --model.decoder.vocab_size N"}  # fmt: skip
         return found, noted
     found["model"] = facts.model_facts(decoder, config.data.seq_len)
-    if (custom := facts.custom_model(config, decoder)) is not None:
-        found["model"] |= custom
-        noted.append(Finding(
-            "warning", f"memory and checkpoints are those of the decoder of this project in this shape, with "
-            f"{format_count(parameters(decoder)['total'])} parameters, and build_decoder returned another model",
-            f"`{program()} bench step --config FILE` measures it",
-        ))  # fmt: skip
-    noted += facts.of_optimizer(config.model.optimizer)
     if config.strict:
         return found, noted
     if device.capability is None and device.memory_bytes is not None:
@@ -160,8 +158,6 @@ def examine(
     found["device"] = {"name": device.name, "precision": precision, "kernels": step.kernels, "count": world_size}
     global_batch = config.data.global_batch_tokens is not None
     found["memory"] = facts.memory_facts(decoder, step, optimizer, device, global_batch)
-    if custom is not None:  # which is built without this option
-        found["memory"].pop("store_all", None)
     count = found["model"]["parameters"]["total"]
     measured = facts.read_bench(config.bench, count, config.data.seq_len) if config.bench else {}
     found["time"] = facts.time_facts(
@@ -182,9 +178,7 @@ def examine(
     present = len(resumed.steps()) if resumed else 0
     space = disk_space(Path(config.trainer.default_root_dir), one, kept, present)
     found["disk"] = {**space._asdict(), "mirror": config.trainer.mirror and Mirror(config.trainer.mirror).name}
-    for finding in facts.of_device(found["memory"], space, found["steps"], device, config, precision):
-        guessed = custom is not None and finding.level == "error"
-        noted.append(finding._replace(level="warning") if guessed else finding)
+    noted += facts.of_device(found["memory"], space, found["steps"], device, config, precision)
     return found, noted
 
 

@@ -12,7 +12,6 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import torch
 from jsonargparse import Namespace
 
 from lm.data.config import LEARNED, SourceConfig
@@ -21,7 +20,6 @@ from lm.data.mixture import counts_of, phases_of
 from lm.data.tokenizer import Tokenizer
 from lm.errors import LmError, RequestError, first_line
 from lm.model.config import DecoderConfig
-from lm.model.custom import attach_config, custom_flops_per_token, is_builtin, refuse_contract
 from lm.model.estimates import (
     Step,
     assumed_speed,
@@ -37,7 +35,6 @@ from lm.system.units import format_bytes, format_count, format_figure, parse_byt
 from lm.training.callbacks.evaluation import read_evaluation_tasks
 from lm.training.checks import Finding, has_kernels
 from lm.training.config import BudgetConfig, EvaluationConfig, OptimizerConfig
-from lm.training.module import training_class
 from lm.training.optim import state_size
 from lm.training.schedule import Steps, lr_fraction, warmup_and_decay_steps
 from lm.training.trainer import device_count
@@ -258,27 +255,6 @@ def model_facts(decoder: DecoderConfig, seq_len: int) -> dict[str, Any]:
         "parameters": parameters(decoder), "flops_per_token": flops_per_token(decoder, seq_len),
         "flops_per_token_full_attention": flops_per_token(decoder, seq_len, full_attention=True),
         "tied": decoder.tie_word_embeddings, "vocab_size": decoder.vocab_size,
-    }  # fmt: skip
-
-
-def custom_model(config: Namespace, decoder: DecoderConfig) -> dict[str, Any] | None:
-    """Parameters and FLOPs of a custom model, built on the meta device to count them; None for the built-in decoder."""
-    if not training_class().is_custom():
-        return None
-    module = training_class()(**vars(config.model))
-    with torch.random.fork_rng(devices=[]):
-        try:
-            with torch.device("meta"):
-                made = module.build_decoder(decoder)
-        except Exception:  # its constructor reads values of tensors
-            made = module.build_decoder(decoder)
-    made, seq_len = attach_config(made, decoder), config.data.seq_len
-    refuse_contract(made, {})
-    total = sum(weight.numel() for weight in made.parameters())
-    return None if is_builtin(made) else {
-        "parameters": parameters(decoder) | {"total": total},
-        "flops_per_token": custom_flops_per_token(made, decoder, seq_len),
-        "flops_per_token_full_attention": custom_flops_per_token(made, decoder, seq_len, full_attention=True),
     }  # fmt: skip
 
 

@@ -17,7 +17,7 @@ from lm.model.attention import describe_attention
 from lm.model.attention_choice import Heads, backend, use_attention
 from lm.model.compile import ActivationCheckpointing, Compile, checkpoint_activations, compile_decoder
 from lm.model.config import Attention, DecoderConfig
-from lm.model.custom import attach_config, is_builtin, refuse_contract
+from lm.model.custom import attach_config, is_builtin
 from lm.model.decoder import Decoder
 from lm.model.fused import choose_kernels, fuse
 
@@ -96,8 +96,11 @@ def build(
 
 
 def _refuse_custom(decoder: nn.Module, options: BuildOptions) -> None:
-    """Refuse options that do not apply to a custom model, and a model that breaks the contract."""
-    refuse_contract(decoder, {"document_ids": options.document_mask, "z_loss": bool(options.z_loss)})
+    """Refuse options that would do nothing in a custom model, and parameters that fused optimizers train wrongly."""
+    for key, weight in decoder.named_parameters():
+        if any(step == 0 and size > 1 for size, step in zip(weight.shape, weight.stride())):
+            raise RequestError(f"{type(decoder).__name__}: values of {key} share memory, as `expand` leaves them: "
+                               "copy it, with `contiguous()`")  # fmt: skip
     asked = {"kernels": options.kernels == "on"}
     if not isinstance(decoder, Decoder):
         asked["attention"] = options.attention != "auto"

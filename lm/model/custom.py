@@ -12,28 +12,25 @@ those before it alone. `document_ids` and `z_loss` are given, as `Decoder.forwar
 """
 
 import json
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import asdict, is_dataclass
-from inspect import signature
 from pathlib import Path
 from typing import Any, get_type_hints
-from weakref import WeakKeyDictionary, WeakSet
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, nn
 
 from lm.errors import RequestError
 from lm.model.config import DecoderConfig
-from lm.model.decoder import IGNORED, Decoder, Losses, evaluating
+from lm.model.decoder import Decoder, Losses, evaluating
 from lm.model.estimates import flops_per_token, parameters
 
-MEAN_OR_SUM = 0.01  # relative tolerance to take a total for the mean, or for the sum
 SAME_LOSS = 1e-3  # of the largest change of a loss: what kernels may differ by
 MODEL_TYPE = "lm_custom"  # in config.json; Hugging Face refuses it, as an unknown type
 
 _configs: WeakKeyDictionary[nn.Module, DecoderConfig] = WeakKeyDictionary()  # of custom models
 _builtin: WeakKeyDictionary[nn.Module, bool] = WeakKeyDictionary()  # answers of `is_builtin`
-_checked: WeakSet[nn.Module] = WeakSet()  # custom models whose first losses of a training were right
 _module_class: type | None = None  # the subclass of LanguageModule that this process uses
 
 
@@ -83,29 +80,13 @@ def call_for_losses(
         return decoder(input_ids, labels, **options)
     options = {"document_ids": document_ids} if document_ids is not None else {}
     found = decoder(input_ids, labels=labels, **options, **({"z_loss": z_loss} if z_loss else {}))
-    called = f"{type(decoder).__name__}.forward(input_ids, labels=labels) returned"
-    two = isinstance(found, tuple) and len(found) == 2 and all(isinstance(each, Tensor) for each in found)
-    if not two or found[0].numel() != 1 or found[1].shape != labels.shape:
+    total, per_token = found
+    if total.numel() != 1 or per_token.shape != labels.shape:  # two rows of logits, or what is shifted by one target
         raise RequestError(
-            f"{called} {_kind_of(found)}: it returns Losses(total, per_token), total one number and per_token "
-            f"{tuple(labels.shape)}, as lm.model.decoder.losses_of makes them"
+            f"{type(decoder).__name__}.forward(input_ids, labels=labels) returns Losses(total, per_token), total one "
+            f"number and per_token {tuple(labels.shape)}, as lm.model.decoder.losses_of makes them"
         )
-    losses = Losses(found[0], found[1].detach())
-    if torch.is_grad_enabled() and decoder not in _checked:
-        _refuse_losses(losses, labels, called)
-        _checked.add(decoder)
-    return losses
-
-
-def _refuse_losses(losses: Losses, labels: Tensor, called: str) -> None:
-    """Refuse the first losses of a training if they would train, in silence, far too slowly."""
-    found, total_sum = losses.total.item(), losses.per_token.sum().item()
-    means = [total_sum / count for count in (labels.numel(), max(1, int((labels != IGNORED).sum())))]
-    if min(abs(found - mean) for mean in means) <= MEAN_OR_SUM * abs(found) < abs(found - total_sum):
-        raise RequestError(
-            f"{called} Losses whose total is the mean of per_token: make it the sum, which is divided by all targets "
-            f"of the step later; the gradients would be up to {labels.numel():,} times too small here"
-        )
+    return Losses(total, per_token.detach())
 
 
 @torch.no_grad()
@@ -128,43 +109,6 @@ def refuse_acausal(decoder: nn.Module, tokens: int, vocab_size: int) -> None:
                 f"others, losses before them change by up to {change:.2g}. The logits of a token may depend on it and "
                 "on those before it alone: mask the attention, or pad a convolution on its left side only"
             )
-
-
-def refuse_unloadable(decoder: nn.Module, names: Iterable[str]) -> None:
-    """Raise RequestError where checkpoints could not be loaded; `names` of the `state_dict` before a forward pass."""
-    state = decoder.state_dict()
-    try:
-        if made := state.keys() - names:
-            raise RuntimeError(f"{min(made)} is made in the first forward pass, and not by __init__")
-        decoder.load_state_dict(state)
-    except RuntimeError as error:
-        raise RequestError(f"{type(decoder).__name__}: no checkpoint of it could be loaded: "
-                           f"{' '.join(str(error).split())}") from error  # fmt: skip
-
-
-def _kind_of(value: Any) -> str:
-    if isinstance(value, tuple) and value:
-        return f"a tuple of {' and '.join(map(_kind_of, value))}"
-    return f"a tensor {tuple(value.shape)}" if isinstance(value, Tensor) else type(value).__name__
-
-
-def refuse_contract(decoder: nn.Module, options: Mapping[str, bool]) -> None:
-    """Raise RequestError for a model whose forward pass does not take labels, or an option that the config asks for."""
-    name = type(decoder).__name__
-    if extra := [key for key, value in decoder.state_dict().items() if not isinstance(value, Tensor)]:
-        raise RequestError(f"{name} keeps {extra[0]}, by get_extra_state, and the weights of a checkpoint are tensors: "
-                           "register it as a buffer")  # fmt: skip
-    for key, weight in decoder.named_parameters():
-        if any(step == 0 and size > 1 for size, step in zip(weight.shape, weight.stride())):
-            raise RequestError(f"{name}: values of {key} share memory, as `expand` leaves them, and would not be "
-                               "trained: copy it, with `contiguous()`")  # fmt: skip
-    parameters = signature(decoder.forward).parameters
-    anything = any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values())
-    for option, asked in ({"labels": True} | dict(options)).items():
-        if asked and option not in parameters and not anything:
-            wanted = {"document_ids": "model.document_mask", "z_loss": "model.z_loss"}.get(option)
-            because = f"{wanted} needs it: leave {wanted} out, or add it" if wanted else "every batch has them"
-            raise RequestError(f"{name}.forward takes no {option}, and {because}")
 
 
 # ---- checkpoints -----------------------------------------------------------------------------------------------------

@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 from lightning.pytorch import Callback, LightningModule
+from lightning.pytorch.utilities.seed import isolate_rng
 from torch import Tensor, nn
 
 from lm.data.loader import Batch
@@ -20,13 +21,14 @@ from lm.model.build import NOT_BUILT, BuildOptions, build
 from lm.model.config import DecoderConfig, matrix_rows
 from lm.model.custom import (
     attach_config,
+    build_custom,
     call_for_losses,
     config_of,
+    custom_config_json,
     custom_flops_per_token,
     is_builtin,
     module_class,
     refuse_acausal,
-    refuse_unloadable,
 )
 from lm.model.decoder import Decoder, Losses, document_ids_from
 from lm.model.estimates import flops_per_token
@@ -79,6 +81,7 @@ class LanguageModule(LightningModule):
         self.validation = TokenLoss()  # sums of the validation that runs
         self.built_now = True  # whether the current fit or evaluation, not an earlier one, built the decoder
         self._vocabulary: Any = None  # of the tokenizer that the decoder was built for
+        self._loadable = False  # whether a custom model was seen to load a checkpoint of this one
         self._token_bytes: Tensor | None = None  # (V,) bytes of text of each token, on the device
 
     def configure_callbacks(self) -> Sequence[Callback]:
@@ -135,10 +138,8 @@ class LanguageModule(LightningModule):
     def _take_decoder(self, decoder: nn.Module) -> None:
         self.decoder, self.builtin, self.config = decoder, is_builtin(decoder), config_of(decoder)
         if not self.builtin:
-            names = list(decoder.state_dict())
             with self.trainer.precision_plugin.forward_context():
                 refuse_acausal(decoder, self.trainer.datamodule.seq_len, self.config.vocab_size)
-            refuse_unloadable(decoder, names)
         call_hook(self.trainer, "on_model_built", self)
 
     def forward(self, input_ids: Tensor) -> Tensor:
@@ -250,7 +251,24 @@ class LanguageModule(LightningModule):
     # ---- checkpoints --------------------------------------------------------------------------------------------
 
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        if not (self.builtin or self._loadable):
+            self._require_loadable()
         self.run_state.save(self, checkpoint)
+
+    def _require_loadable(self) -> None:
+        """Raise RequestError if a model that is built as for loading could not take the weights of this one."""
+        document = custom_config_json(self.config, None, "float32", type(self), self.hparams)
+        with isolate_rng():
+            anew, weights = build_custom(document, type(self), ""), self.decoder.state_dict()
+        try:
+            if extra := [name for name, value in weights.items() if not isinstance(value, Tensor)]:
+                raise RuntimeError(f"{extra[0]} is no tensor: register it as a buffer")
+            shapes = {name: torch.empty(value.shape, device="meta") for name, value in weights.items()}
+            anew.load_state_dict(shapes, assign=True)
+        except RuntimeError as error:
+            raise RequestError(f"{type(self.decoder).__name__}: its checkpoint could not be loaded: "
+                               f"{' '.join(str(error).split())}") from error  # fmt: skip
+        self._loadable = True
 
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         self.run_state.restore(self, checkpoint)
