@@ -99,12 +99,12 @@ class Run:
         is_script = started.endswith(".py") and Path(started).name != "__main__.py"
         return Path(started) if is_script and rest[:1] in (["fit"], ["branch"]) else None
 
-    def resume_command(self) -> str:
-        """The command that resumes the run, with the config that it has stored."""
+    def resume_command(self, checkpoint: str = "auto") -> str:
+        """The command that resumes the run from a checkpoint, with the config that it has stored."""
         force = " --force" * ("--force" in self.read("run.json").get("command", []))
         there, path = self._from_its_folder()
-        return there + launch_command(f"fit --config {shlex.quote(str(path / 'config.yaml'))} --ckpt_path auto{force}",
-                                      self.script)  # fmt: skip
+        config = shlex.quote(str(path / "config.yaml"))
+        return there + launch_command(f"fit --config {config} --ckpt_path {checkpoint}{force}", self.script)
 
     def no_checkpoint(self) -> RequestError:
         """The error for a run without checkpoints, with the cure."""

@@ -43,6 +43,7 @@ class Finding(NamedTuple):
     # Take a checkpoint of this step. A `stop` does so where nothing is wrong with the weights. Otherwise `last` stays
     # what it was: `auto` must not resume from a state that may be broken.
     save: bool = False
+    began: int | None = None  # the step from which on something may be wrong; None: the newest
 
     def __str__(self) -> str:
         return f"{self.guard}: {self.message}" + ("" if self.action == "warn" else f": {self.action}")
@@ -79,11 +80,13 @@ class Alerts(Observer):
     has learned nothing.
     """
 
+    guard = "alert"
+
     def __init__(self, alerts: Mapping[str, Action]) -> None:
         self.evaluator = AlertEvaluator(alerts)
         self._actions = dict(zip(self.evaluator.conditions, alerts.values(), strict=True))
         self._reported: set[str] = set()
-        self._armed: set[str] = set()  # were not true once
+        self._armed: dict[str, int] = {}  # were not true once -> the newest step at which they were not
 
     def observe(self, line: Line) -> list[Finding]:
         """Findings such as `loss > 10: loss is 12.31 at step 130`."""
@@ -96,12 +99,13 @@ class Alerts(Observer):
             if holds is False:
                 self._reported.discard(text)
             if not holds:  # false or undecided, as until its windows are full
-                self._armed.add(text)
+                self._armed[text] = line.step
             if not holds or (begins and text not in self._armed):
                 continue
             if not (action in ONCE and text in self._reported):
                 message = condition.explain(self.evaluator.history, line.step)
-                found.append(Finding("alert", action, message, save=action == "checkpoint"))
+                began = self._armed.get(text, line.schedule.begin_step) + 1
+                found.append(Finding(self.guard, action, message, save=action == "checkpoint", began=began))
             self._reported.add(text)
         return found
 
@@ -109,13 +113,22 @@ class Alerts(Observer):
         self.evaluator.history.drop_newest()  # values of a bad state are no measure for later ones
 
     def state_dict(self) -> dict[str, Any]:
-        alerts = {"reported": sorted(self._reported), "was_false": sorted(self._armed)}
+        alerts = {"reported": sorted(self._reported), "not_true_at": self._armed}
         return {**self.evaluator.history.state_dict(), **alerts}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         self.evaluator.history.load_state_dict(state_dict)
         self._reported = set(state_dict["reported"])
-        self._armed = set(state_dict.get("was_false", ()))
+        self._armed = dict(state_dict.get("not_true_at", {}))
+
+
+class Spike(Alerts):
+    """Warns of a loss spike, of which `callbacks/postmortem` then writes a post-mortem."""
+
+    guard = "spike"
+
+    def __init__(self, condition: str | None) -> None:
+        super().__init__({condition: "warn"} if condition else {})
 
 
 # ---- NaN and Inf -----------------------------------------------------------------------------------------------------
@@ -153,7 +166,8 @@ class NotFinite(Observer):
         if too_many:
             message += f"; {self._in_a_row} in a row are as many as guards.max_skipped allows"
         stop = too_many or self.policy == "stop"
-        return [Finding("not-finite", "stop" if stop else "warn", message, save=stop)]
+        began = min(first.step, skipped[-1].step - self._in_a_row + 1)  # perhaps in an earlier log line
+        return [Finding("not-finite", "stop" if stop else "warn", message, save=stop, began=began)]
 
     def state_dict(self) -> dict[str, Any]:
         return {"in_a_row": self._in_a_row}
@@ -199,7 +213,8 @@ class ThroughputFloor(Observer):
         causes = self._causes(line.metrics.get("perf/data_wait"), graphs - self._graphs, reason, lines)
         message = f"{format_count(rate)} tokens/s, below {format_count(floor)} for {lines}: {'; '.join(causes)}"
         action = self.config.action if line.step < line.max_steps else "warn"
-        return [Finding("throughput", action, message, save=action != "warn")]
+        began = line.step - self._below * line.log_interval + 1
+        return [Finding("throughput", action, message, save=action != "warn", began=began)]
 
     def _causes(self, data_wait: float | None, graphs: int, reason: str, lines: str) -> list[str]:
         """Every known cause: part of the time without data, graphs that were compiled in these lines, and others."""
@@ -242,7 +257,7 @@ class Rollbacks:
             return None, f"guards.max_rollbacks {self.most} are used up"
         to = newest(self.good)
         if to is None:
-            return None, f"there is no checkpoint of step {self.good} or before to return to"
+            return None, "a rollback has nothing to return to"
         self.done += 1
         self.good = step  # whose checkpoint will have the weights that are returned to
         return to, (

@@ -2,20 +2,24 @@
 
 import json
 import math
+import os
+import re
+import subprocess
+from pathlib import Path
 
 import pytest
 import torch
 from lightning.pytorch import Callback
 from safetensors.torch import load_file
 from torch.distributed.tensor import DTensor
-from trainings import equipment, fit, make_workplace, rows_by_step
+from trainings import PLACES, equipment, fit, make_workplace, rows_by_step
 
 from lm.data.loader import Batch
 from lm.errors import RequestError
-from lm.training.config import GuardsConfig, ScheduleConfig
-from lm.training.guards import Line, Rollbacks
+from lm.training.config import GuardsConfig, ScheduleConfig, ThroughputConfig
+from lm.training.guards import Alerts, Line, NotFinite, Rollbacks, ThroughputFloor
 from lm.training.step import StepResult
-from lm.training.step_stats import StepStats
+from lm.training.step_stats import StepRecord, StepStats
 
 pytestmark = pytest.mark.slow
 KEEP_ALL = {"trainer.checkpoint_interval": 1, "trainer.keep_checkpoints": 99}
@@ -46,6 +50,19 @@ class Poison(Callback):
         last = trainer.global_rank == trainer.world_size - 1
         if last and trainer.global_step + 1 in self.gradient and isinstance(weight.grad, DTensor):
             weight.grad.to_local().mul_(math.nan)
+
+
+class Fault(Callback):
+    """Adds something to the loss of steps, once on this machine: a training that repeats a step has it no more."""
+
+    def __init__(self, steps: list[int], adds: float) -> None:
+        self.steps, self.adds = steps, adds
+
+    def on_train_batch_start(self, trainer, pl_module, batch, batch_idx):
+        done = Path(f"fault-{trainer.global_step + 1}-{self.adds}")
+        if trainer.global_step + 1 in self.steps and not done.exists():
+            done.touch()
+            poison_loss(pl_module, self.adds)
 
 
 def poison_loss(module, poison):
@@ -113,6 +130,60 @@ def test_not_finite_stop_ends_at_the_first(workplace):
     assert run.link("last").name == "step-00000002" and run.status() == "stopped"
 
 
+def command_of(ended):
+    """The command line that the last line of a stopped run names."""
+    return re.search("; `([^`]*)` goes on from the newest checkpoint before step ", ended.stderr.splitlines()[-1])[1]
+
+
+@pytest.mark.parametrize(("guard", "steps", "adds", "step", "changes"), [
+    # A checkpoint of each step: that of step 7 is from the log line in question.
+    ("alert", [8], 1000.0, 6, {"guards.alerts": {"loss > 100": "stop"}, **KEEP_ALL}),
+    # It began in the line before; the checkpoint of the stop itself would take the place of that of step 3.
+    ("not-finite", [5, 6, 7, 8], math.inf, 3, {
+        "guards.max_skipped": 4, "trainer.checkpoint_interval": 3, "trainer.keep_checkpoints": 2,
+        "trainer.val_interval": 99}),
+])  # fmt: skip
+def test_the_line_that_a_stop_prints_goes_on_from_the_checkpoint_before_it(
+    workplace, guard, steps, adds, step, changes
+):  # fmt: skip
+    """As it is typed in a shell."""
+    fault = equipment("test_guards.Fault", steps=steps, adds=adds)
+    ended, run = fit(workplace, f"stop-{guard}", callbacks=[fault], expect=3, **changes, **{"trainer.log_interval": 2})
+    command = command_of(ended)
+    assert command.endswith(f" --ckpt_path step-{step:08d}") and f"`{command}`" in run.read("run.json")["reason"]
+    subprocess.run(command, shell=True, cwd=workplace, env={**os.environ, "PYTHONPATH": PLACES}, check=True)
+    assert run.status() == "finished" and run.read("run.json")["stretches"][-1]["step"] == step
+    lines = {line["step"]: line["train/loss"] for line in run.metrics() if "train/loss" in line}
+    assert list(lines) == [2, 4, 6, 8, 10, 12] and lines[8] < lines[2]
+
+
+def test_a_stop_before_the_first_checkpoint_says_so(workplace):
+    ended, _ = fit(workplace, "stop-early", expect=3, **{"guards.alerts": {"step == 2": "stop"}})
+    assert ended.stderr.splitlines()[-1].startswith(
+        "lm fit: alert: step == 2: at step 2; there is no checkpoint from before step 2: start a new run")  # fmt: skip
+
+
+def test_a_finding_knows_since_when():
+    """The log line after the newest one without it; of several lines in a row, the first."""
+
+    def line(step, metrics, *losses):
+        steps = [StepRecord(step - len(losses) + i, loss, 1.0, True) for i, loss in enumerate(losses, start=1)]
+        return Line("a", step, 100, 0, metrics, 2, ScheduleConfig(), steps=steps)
+
+    def began(observer, *lines):
+        return [finding.began for each in lines for finding in observer.observe(each)]
+
+    alerts, resumed = Alerts({"val_loss > 4": "stop"}), Alerts({"val_loss > 4": "stop"})
+    assert began(alerts, line(10, {"val/loss": 3.0}), line(12, {"train/loss": 9.0})) == []
+    resumed.load_state_dict(json.loads(json.dumps(alerts.state_dict())))
+    assert began(resumed, line(20, {"val/loss": 5.0}), line(30, {"val/loss": 5.0})) == [11, 11]
+    loss = {"train/loss": 1.0}
+    assert began(NotFinite("skip", 3), line(4, loss, 1, math.nan), line(6, loss, math.nan, math.nan)) == [4, 4]
+    slow = ThroughputFloor(ThroughputConfig(floor=100, patience=3))
+    rates = [line(step, {"perf/tokens_per_second": rate}) for step, rate in ((2, 9), (4, 200), (6, 9), (8, 9), (10, 9))]
+    assert began(slow, *rates) == [5]
+
+
 def found_in(lines, observer, state=None, max_steps=12, **schedule):
     """What an observer finds in log lines of step and metrics, each with its step."""
     if state is not None:
@@ -150,10 +221,11 @@ def test_a_kill_after_a_rollback_does_not_bring_the_bad_stretch_back(workplace):
 def test_a_rollback_with_nothing_to_return_to_or_too_many_of_them_stops(workplace):
     always = {"guards.alerts": {"step > 1": "rollback"}}
     done, run = fit(workplace, "nothing", expect=3, **always)
-    assert "there is no checkpoint of step 1 or before" in run.read("run.json")["reason"]
+    assert "has nothing to return to; there is no checkpoint from before step 2" in run.read("run.json")["reason"]
     late = {"guards.alerts": {"step > 6": "rollback"}, "guards.max_rollbacks": 2, "trainer.val_interval": 100}
-    _, run = fit(workplace, "often", expect=3, **late, **{"trainer.checkpoint_interval": 3})
-    assert "guards.max_rollbacks 2 are used up" in run.read("run.json")["reason"]
+    done, run = fit(workplace, "often", expect=3, **late, **{"trainer.checkpoint_interval": 3})
+    assert "guards.max_rollbacks 2 are used up; `" in run.read("run.json")["reason"]
+    assert command_of(done).endswith(" --ckpt_path step-00000008")
     assert len(run.read("run.json")["rollbacks"]) == 2 and run.read("state.json")["step"] == 9
 
 

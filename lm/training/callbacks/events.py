@@ -109,7 +109,7 @@ def event_facts(run: Run, event: str, what: str, step: int | None) -> dict[str, 
         what,
         "" if passed else f"not all metrics are as expected: see `lm runs check {run.name}`",
         f"post-mortem: {folder}" if folder.exists() else "",
-        f"`{resume}` resumes it" if EXIT_CODES.get(event) and resume not in what else "",
+        f"`{resume}` resumes it" if EXIT_CODES.get(event) and " --ckpt_path " not in what else "",
         ", ".join([f"step {step:,} of {facts['max_steps'] or 0:,}", *losses]),
         f"{facts['path']} on {facts['host']}, {facts['device']}",
     ]

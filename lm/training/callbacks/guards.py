@@ -32,7 +32,7 @@ log = logging.getLogger(__name__)
 
 def act(trainer: Trainer, pl_module: LanguageModule, finding: Finding) -> None:
     """Report a finding and take its configured action; call it on every rank, with the same finding."""
-    guard, action, message, save = finding
+    guard, action, message, save, began = finding
     if trainer.is_global_zero:
         log.warning("%s", finding)
         found = {"guard": guard, "action": action, "message": message}
@@ -41,7 +41,32 @@ def act(trainer: Trainer, pl_module: LanguageModule, finding: Finding) -> None:
     if save:
         trainer.checkpoint_callback.request()
     if action == "stop":
-        trainer.run_state.stop = GuardStop(f"{guard}: {message}")
+        way_on = "" if guard == "budget" else f"; {how_to_go_on(trainer, began or trainer.global_step)}"
+        trainer.run_state.stop = GuardStop(f"{guard}: {message}{way_on}")
+
+
+def how_to_go_on(trainer: Trainer, began: int) -> str:
+    """The words of a stop on the newest checkpoint from before a step, which is kept; call it on every rank."""
+    step = newest_checkpoint(trainer, began - 1)
+    if step is None:
+        return (f"there is no checkpoint from before step {began}: start a new run with a change of its settings; a "
+                "smaller trainer.checkpoint_interval or more trainer.keep_checkpoints leave one")  # fmt: skip
+    trainer.checkpoint_callback.keep_for_rollback(step)
+    command = trainer.run.resume_command(f"step-{step:08d}")
+    return (f"`{command}` goes on from the newest checkpoint before step {began}; add what is to change, since the "
+            "samples are the same")  # fmt: skip
+
+
+def newest_checkpoint(trainer: Trainer, last: int) -> int | None:
+    """The step of the newest complete checkpoint at or before a step; call it on every rank."""
+    found = None
+    if trainer.is_global_zero:
+        trainer.checkpoint_io.drain()
+        left_behind = trainer.checkpoint_callback.left_behind  # the resume began before these
+        folders = {step: path for step, path in trainer.run.steps().items()
+                   if step <= last and path.name not in left_behind}  # fmt: skip
+        found = next((step for step in reversed(folders) if find_damage(folders[step]) is None), None)
+    return trainer.strategy.broadcast(found)
 
 
 @contextmanager
@@ -213,14 +238,16 @@ class Rollback(Callback):
 
     def on_metrics(self, trainer: Trainer, pl_module: LanguageModule, metrics: Mapping[str, float]) -> None:
         self.rollbacks.note(trainer.global_step, metrics)
-        trainer.checkpoint_callback.keep_for_rollback(self.rollbacks.good)
+        if trainer.run_state.stop is None:  # else its message names a checkpoint
+            trainer.checkpoint_callback.keep_for_rollback(self.rollbacks.good)
 
     def on_guard(self, trainer: Trainer, pl_module: LanguageModule, guard: str, action: Action, message: str) -> None:
         if action != "rollback" or self.rollbacks.asked:
             return
-        to, text = self.rollbacks.ask(trainer.global_step, partial(self._last_good, trainer))
+        to, text = self.rollbacks.ask(trainer.global_step, partial(newest_checkpoint, trainer))
         if to is None:
-            trainer.run_state.stop = GuardStop(f"{guard}: {message}; {text}")
+            way_on = how_to_go_on(trainer, self.rollbacks.good + 1)
+            trainer.run_state.stop = GuardStop(f"{guard}: {message}; {text}; {way_on}")
             return
         checkpoint = trainer.strategy.load_checkpoint(trainer.run.path / f"step-{to:08d}")
         checkpoint_state.restore_weights(pl_module, checkpoint)
@@ -231,16 +258,6 @@ class Rollback(Callback):
             returned = {"step": trainer.global_step, "to": to}
             trainer.run.describe(rollbacks=[*trainer.run.read("run.json").get("rollbacks", []), returned])
             log.warning("%s", text)
-
-    def _last_good(self, trainer: Trainer, good: int) -> int | None:
-        found = None
-        if trainer.is_global_zero:
-            trainer.checkpoint_io.drain()
-            left_behind = trainer.checkpoint_callback.left_behind  # the resume began before these
-            folders = {step: path for step, path in trainer.run.steps().items()
-                       if step <= good and path.name not in left_behind}  # fmt: skip
-            found = next((step for step in reversed(folders) if find_damage(folders[step]) is None), None)
-        return trainer.strategy.broadcast(found)
 
     def state_dict(self) -> dict[str, Any]:
         return {"done": self.rollbacks.done, "good": self.rollbacks.good}
