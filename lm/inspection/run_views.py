@@ -66,15 +66,14 @@ def draw_comparison(runs: Sequence[Run], metric: str = "train/loss") -> Figure:
     return made
 
 
-def draw_incident(incident: Incident, after: Sequence[dict[str, Any]] = ()) -> dict[str, Figure]:
-    """The figures of a post-mortem by file name: log lines before, steps in question, lines `after`."""
+def draw_incident(incident: Incident, lines: list[dict[str, Any]]) -> dict[str, Figure]:
+    """The figures of a post-mortem by file name, from the log lines around it and the steps in question."""
     pictures = {}
     for file, metric, column in (("loss.png", "train/loss", 1), ("grad_norm.png", "optim/grad_norm", 2)):
         made, axes = figure(width=9)
-        steps = Series("steps since the log line before", *zip(*((step[0], step[column]) for step in incident.steps)))
-        before = curve("log lines before", incident.lines, metric)
-        later = curve("log lines after", [*incident.lines[-1:], *after] if after else [], metric)
-        plot_curves(axes, [before, steps, later])
+        values = np.array([step[column] for step in incident.steps], float)  # NaN for None, which JSON has
+        steps = Series("steps since the log line before", [step[0] for step in incident.steps], values)
+        plot_curves(axes, [curve("log lines", lines, metric), steps])
         axes.axvline(incident.worst, color=VERMILION, linestyle="--", label=f"step {incident.worst}, the worst")
         if metric == "train/loss" and incident.baseline is not None:
             axes.axhline(incident.baseline, color="gray", linestyle=":", label=f"{incident.baseline:.3f}, as before")

@@ -14,7 +14,7 @@ from trainings import equipment, expected, fit, losses, make_workplace, rows_by_
 from lm.data.loader import Batch
 from lm.data.rare import rare_rows, rare_tokens
 from lm.data.shards import Shards
-from lm.runs.postmortem import still_open
+from lm.runs.postmortem import steps_of, still_open
 from lm.training.alerts import AlertEvaluator
 from lm.training.callbacks.postmortem import SpikeInjection
 from lm.training.config import GuardsConfig
@@ -124,36 +124,39 @@ def test_it_is_survived_and_written_up_with_its_recovery(drill):
     _, run, _ = drill
     assert run.read("run.json")["status"] == "finished"
     page = (run.path / "postmortem-00000030" / "postmortem.md").read_text()
-    assert "**This was a drill**" in page and "injected" in page
-    assert re.search(r"## Recovery\n\nThe loss was as low as before in the log line of step (3[5-9]|4\d)", page)
+    assert (
+        "**This was a drill**" in page and ", injected\n" in (run.path / "postmortem-00000030/samples.txt").read_text()
+    )
+    assert re.search(r"## Recovery\n\nThe loss was as low as before: .* in the log line of step (3[5-9]|4\d)", page)
 
 
 EARLY = equipment("lightning.pytorch.callbacks.EarlyStopping", monitor="val/loss", divergence_threshold=0.1)
 UNLEARNED = {"trainer.log_interval": 1, "model.optimizer.lr": 1e-9, "model.decoder.dropout": 0.0}
-OFTEN = {f"step == {step}": "checkpoint" for step in range(1, 10, 2)}
+OFTEN = {f"step == {step}": "checkpoint" for step in range(2, 25, 2)}
 
 
 @pytest.mark.parametrize(
-    "page, recovery, changes",
+    "page, count, recovery, changes",
     [
-        (20, "The loss was as low as before in the log line", {"guards.inject_step": 20, "trainer.max_steps": 60}),
-        (12, "The training ended at step 12, 0 steps after step 12", {"guards.inject_step": 12}),
-        (8, "The training ended at step 8", {
+        (20, 1, "The loss was as low as before: ", {"guards.inject_step": 20, "trainer.max_steps": 60}),
+        (12, 1, "The training ended at step 12", {"guards.inject_step": 12}),
+        (8, 1, "The training ended at step 8", {
             "guards.inject_step": 6, "guards.spike": None, "trainer.callbacks": [EARLY]}),
         # One that was open when the drill began is closed for it.
-        (6, "The loss", {"guards.inject_step": 6, "guards.spike": "step == 1", **UNLEARNED}),
+        (6, 2, "The loss", {"guards.inject_step": 6, "guards.spike": "step == 5", **UNLEARNED}),
         # A run has five at most, but for the drill.
-        (10, "The ", {"guards.inject_step": 10, "guards.alerts": OFTEN, **UNLEARNED}),
+        (26, 6, "The ", {"guards.inject_step": 26, "guards.alerts": OFTEN, **UNLEARNED, "trainer.max_steps": 30}),
     ],
 )  # fmt: skip
-def test_it_is_written_up_though_no_spike_is_noticed(workplace, page, recovery, changes):
+def test_it_is_written_up_though_no_spike_is_noticed(workplace, page, count, recovery, changes):
     """Before there are ten log lines, in the last step, in a run that is stopped early, without `guards.spike`."""
     changes = {"trainer.log_interval": 10, "trainer.val_interval": 8, **changes}
     shutil.rmtree(workplace / "checkpoints" / "quiet", ignore_errors=True)
     _, run = fit(workplace, "quiet", **changes)
     text = (run.path / f"postmortem-{page:08d}" / "postmortem.md").read_text()
     assert "**This was a drill**" in text and f"## Recovery\n\n{recovery}" in text
-    assert still_open(run) is None and [alert["guard"] for alert in run.alerts()].count("drill") == 1
+    assert len(steps_of(run)) == count and steps_of(run)[-1] == page and still_open(run) is None
+    assert [alert["guard"] for alert in run.alerts()].count("drill") == 1
 
 
 def test_a_spike_is_noticed_from_the_tenth_log_line_on():

@@ -15,7 +15,7 @@ from lm.training.callbacks.postmortem import PostMortem, SpikeInjection
 from lm.training.callbacks.run_folder import Heartbeat, RunFolder
 from lm.training.callbacks.stopping import EarlyStopping, Interrupt
 from lm.training.config import TrainerConfig
-from lm.training.guards import Alerts, NotFinite
+from lm.training.guards import Alerts, NotFinite, Spike
 
 
 def standard_callbacks(trainer: TrainerConfig, run_folder: RunFolder, sections: Mapping[str, Any]) -> list[Callback]:
@@ -34,9 +34,10 @@ def standard_callbacks(trainer: TrainerConfig, run_folder: RunFolder, sections: 
         None if guards.inject_step is None else SpikeInjection(guards.inject_step),
         Guard(NotFinite(guards.not_finite, guards.max_skipped)),
         Guard(Alerts(guards.alerts)),
+        Guard(Spike(guards.spike)),
         BudgetGuard(guards.budget),
         ThroughputGuard(guards.throughput),
-        PostMortem(guards.spike, guards.inject_step),
+        PostMortem(),
         Rollback(guards.max_rollbacks),
         Events(run_folder.program),
         ProgressBar(),
