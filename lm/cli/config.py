@@ -39,18 +39,17 @@ from lm.errors import RequestError
 from lm.inference.pretrained import read_object
 from lm.model.custom import MODEL_TYPE, known_class, module_class
 from lm.model.fused import kernels_missing
-from lm.runs.mirror import Mirror, refuse_remote_root
 from lm.runs.registry import find_run, record_run
 from lm.runs.resume import checkpoint_folder, find_checkpoint, refuse_changed_config, repair_links
 from lm.runs.run import ROOT, Run, is_of_a_run
 from lm.system.arguments import OneLineErrors, Parser, spell_out
 from lm.system.hardware import has_fp8
-from lm.system.process import command_line, rank
+from lm.system.process import command_line
 from lm.training.budget import read_budget_file
 from lm.training.callbacks.run_folder import RunFolder
 from lm.training.callbacks.standard import standard_callbacks
 from lm.training.callbacks.summary import Summary
-from lm.training.config import ModelConfig, RunOptions, TrainerConfig, sections_of_callbacks
+from lm.training.config import ModelConfig, RunOptions, TrainerConfig, refuse_remote_root, sections_of_callbacks
 from lm.training.module import LanguageModule, training_class
 from lm.training.trainer import Trainer
 
@@ -241,12 +240,6 @@ class TrainingCLI(LightningCLI):
         link_seq_len(config)
         if self.subcommand == "predict" and not config.data.texts:
             raise RequestError("nothing to predict on: give text files, JSONL or Parquet with --data.texts")
-        if fit and config.trainer.mirror:
-            mirror = Mirror(config.trainer.mirror)
-            if rank() == 0:
-                mirror.check(root)
-            if config.ckpt_path is not None and is_of_a_run(config.ckpt_path):
-                mirror.bring_back(name, root, named=config.run is not None)
         self.checkpoint, self.resumed_run = find_checkpoint(
             config.ckpt_path, name, root, named=config.run is not None, command=self.subcommand
         )

@@ -21,7 +21,6 @@ from lm.data.config import DataConfig
 from lm.data.datamodule import DataModule
 from lm.errors import RequestError, require_at_least
 from lm.model.estimates import checkpoint_bytes, describe_mfu, recomputed_flops_per_token
-from lm.runs.mirror import Mirror
 from lm.runs.run import Run, refuse_name
 from lm.system.files import disk_space, nonnegative
 from lm.system.hardware import Device, device_name, find_device
@@ -102,8 +101,6 @@ def examine(
     )  # fmt: skip
     try:
         trainer, options = TrainerConfig(**vars(config.trainer)), DataConfig(**vars(config.data))
-        if trainer.mirror:
-            Mirror(trainer.mirror)
         on_node = facts.ranks(trainer.devices, here)
         world_size = on_node * trainer.num_nodes
         steps = plan_steps(
@@ -174,10 +171,10 @@ def examine(
         if resumed is None:
             noted += facts.of_budget(found["budget"], found["time"], found["steps"], config)
     every = config.trainer.keep_every
-    kept = config.trainer.keep_checkpoints + (steps.max_steps // every if every else 0) + bool(config.trainer.mirror)
+    kept = config.trainer.keep_checkpoints + (steps.max_steps // every if every else 0)
     present = len(resumed.steps()) if resumed else 0
     space = disk_space(Path(config.trainer.default_root_dir), one, kept, present)
-    found["disk"] = {**space._asdict(), "mirror": config.trainer.mirror and Mirror(config.trainer.mirror).name}
+    found["disk"] = space._asdict()
     noted += facts.of_device(found["memory"], space, found["steps"], device, config, precision)
     return found, noted
 
@@ -348,8 +345,7 @@ def _time_lines(found: dict[str, Any]) -> list[str]:
 
 def _disk_lines(found: dict[str, Any]) -> list[str]:
     one, at_once, free = (format_bytes(found["disk"][name]) for name in ("checkpoint", "at_once", "free"))
-    mirror = f"; each is uploaded to {found['disk']['mirror']}" if found["disk"]["mirror"] else ""
-    lines = [f"{one} a checkpoint, {at_once} at once; {free} free{mirror}", f"{one} of rank zero's memory for its copy"]
+    lines = [f"{one} a checkpoint, {at_once} at once; {free} free", f"{one} of rank zero's memory for its copy"]
     work = found["checkpoints"]
     if "lost_seconds" in work:
         lines.append(

@@ -30,7 +30,7 @@ PURPOSES = {
     "ladder": Rule(("",), (
         "trainer.default_root_dir", "trainer.devices", "trainer.log_interval", "trainer.val_interval",
         "trainer.checkpoint_interval", "trainer.keep_checkpoints", "trainer.keep_every", "trainer.stop_within",
-        "trainer.mirror", "data.micro_batch_size", "guards", "tags", "note", "on_event", "expect",
+        "data.micro_batch_size", "guards", "tags", "note", "on_event", "expect",
     )),
 }  # fmt: skip
 

@@ -12,7 +12,6 @@ from lm.errors import RequestError
 from lm.runs import registry
 from lm.runs.checkpoint import find_damage, link_to, read_progress
 from lm.runs.config_diff import differences, not_allowed
-from lm.runs.mirror import LINKS
 from lm.runs.run import REFERENCES, ROOT, STEP, Run, is_of_a_run
 from lm.system.files import restore_interrupted
 from lm.system.process import rank
@@ -77,12 +76,9 @@ def checkpoint_folder(reference: str) -> Path:
     """The folder of a `--ckpt_path` that is a path or a URL; for a URL, a copy on this machine."""
     if is_remote(reference):
         address = reference.rstrip("/")
-        folder, _, name = address.rpartition("/")
-        if name in LINKS:  # the link of a mirror
-            return checkpoint_folder(f"{folder}/{(fetch(folder, [name]) / name).read_text()}")
         path = fetch(reference)
         if (path / "run.json").exists():
-            raise RequestError(f"{reference} is a run: give one of its checkpoints, such as {address}/last")
+            raise RequestError(f"{reference} is a run: give one of its checkpoints, {address}/step-...")
         return path
     path = Path(reference)
     if path.is_dir():

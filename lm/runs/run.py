@@ -12,9 +12,7 @@ import os
 import re
 import shlex
 import socket
-import threading
 import time
-from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -44,7 +42,6 @@ SILENCE = 30.0  # seconds without a heartbeat after which a run is taken for dea
 LOCK = "run.lock"
 NO_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP, errno.EINVAL)  # of file systems without locks
 
-_describing = threading.Lock()  # the mirror's thread calls `Run.describe`, too
 _held: dict[str, Any] = {}  # resolved folder of a run -> the lock that this process holds
 
 
@@ -149,15 +146,14 @@ class Run:
         return run if written and STEP.fullmatch(checkpoint.resolve().name) else None
 
     @classmethod
-    def create(cls, name: str, root: Path | str = ROOT, taken: Callable[[str], bool] = lambda name: False) -> "Run":
-        """Claim a new folder: `name`, else `name-2`, `name-3` ..., the first that is not there and not `taken`."""
+    def create(cls, name: str, root: Path | str = ROOT) -> "Run":
+        """Claim a new folder: `name`, else `name-2`, `name-3` ..., the first that is not there."""
         refuse_name(name)
         path, attempt = Path(root) / name, 1
         while True:
             try:
-                if not taken(path.name):
-                    path.mkdir(parents=True)
-                    return cls(path)
+                path.mkdir(parents=True)
+                return cls(path)
             except FileExistsError:
                 pass
             except OSError as error:
@@ -182,7 +178,7 @@ class Run:
         try:
             lock.acquire()
         except Timeout:
-            raise self.is_being_trained(self.path) from None
+            raise self.is_being_trained() from None
         except OSError as error:
             if error.errno not in NO_LOCKS:
                 raise
@@ -211,43 +207,36 @@ class Run:
     def refuse_if_trained(self) -> None:
         """Raise RequestError where a process is training the run now; the message says which."""
         self.seen = self.seen or self.entered()
-        locked = self.is_locked()
-        trained = self.status() == "running" if locked is None else locked
-        ahead = (nonnegative(self.read("heartbeat.json").get("time")) or 0.0) - time.time() > SILENCE
-        if trained and locked is None and ahead:  # by a wrong clock: wait for the next heartbeat
-            trained = self.beats(self.path)
+        locked = self.is_locked()  # None also where the run was copied from a machine that is gone
         # Some shared file systems keep locks per machine: the run may be trained though its lock looks free here.
         elsewhere = self.read("heartbeat.json").get("host") not in (None, socket.gethostname())
-        if (trained or elsewhere and self.beats(self.path)) and self._holder().get("pid") != os.getpid():
-            raise self.is_being_trained(self.path)
+        trained = locked or (locked is None or elsewhere) and self.beats()
+        if trained and self._holder().get("pid") != os.getpid():
+            raise self.is_being_trained()
 
-    def beats(self, place: Path | str, refresh: Callable[[], None] = lambda: None) -> bool:
-        """Wait for the next heartbeat of a run that may be trained; whether one came within `SILENCE` seconds.
-
-        `place` is where the run is, for the log; `refresh` updates its files if they are copies.
-        """
+    def beats(self) -> bool:
+        """Wait for the next heartbeat of a run that may be trained; whether one came within `SILENCE` seconds."""
         beat, until = self.read("heartbeat.json"), time.monotonic() + SILENCE
         if self.status() != "running":
             return False
         log.info("waiting to see whether a process on %s still trains %s: %.0f s at most",
-                 beat.get("host", "another machine"), place, SILENCE)  # fmt: skip
+                 beat.get("host", "another machine"), self.path, SILENCE)  # fmt: skip
         while self.status() == "running" and time.monotonic() < until:
             if self.read("heartbeat.json").get("time") != beat.get("time"):
                 return True
             time.sleep(1)
-            refresh()
         return False
 
     def _holder(self) -> dict[str, Any]:
         """`pid` and `host` of the process that trains the run, or of the last one that did."""
         return {**self.read("state.json"), **self.read("heartbeat.json")}
 
-    def is_being_trained(self, place: Path | str) -> RequestError:
-        """The error for a second training of this run, which is at `place`."""
+    def is_being_trained(self) -> RequestError:
+        """The error for a second training of this run."""
         pid, host = self._holder().get("pid"), self._holder().get("host")
         holder = (f"process {pid}" if pid else "another process") + (f" on {host}" if host else "")
         cure = f"wait for its end, or stop it{f' (`kill {pid}`)' if pid else ''}, and give the command again"
-        return RequestError(f"run {place} is being trained by {holder}: {cure}")
+        return RequestError(f"run {self.path} is being trained by {holder}: {cure}")
 
     def write_heartbeat(self, machine: dict[str, Any]) -> None:
         """Replace `heartbeat.json`, the sign of life of the training process; `machine` is `Telemetry.read()` or {}."""
@@ -321,8 +310,7 @@ class Run:
 
     def describe(self, **facts: Any) -> None:
         """Write or update `run.json`."""
-        with _describing:
-            write_atomically(self.path / "run.json", json.dumps({**self.read("run.json"), **facts}, indent=2) + "\n")
+        write_atomically(self.path / "run.json", json.dumps({**self.read("run.json"), **facts}, indent=2) + "\n")
 
     def read(self, name: str) -> dict[str, Any]:
         """Read one of the run's JSON files; empty if it is absent or damaged."""
@@ -401,7 +389,7 @@ TYPES: dict[str, dict[str, Any]] = {  # file -> fact -> its type; a fact of anot
         "started": str, "entered": NUMBER, "command": list, "host": str, "python": str, "versions": dict, "git": str,
         "step": int, "began_from": str, "left_behind": list, "stretches": list, "rollbacks": list, "injected": dict,
         "tags": list, "note": str, "acceptance": dict, "machine": dict, "flops_per_token": NUMBER,
-        "mirror": dict, "mixture": dict, "branch": dict,
+        "mixture": dict, "branch": dict,
     },
     "state.json": {
         "run": str, "status": str, "reason": str, "phase": str, "step": int, "max_steps": int, "tokens": int,

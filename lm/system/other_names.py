@@ -52,6 +52,7 @@ REMOVED = {
     "data.on_bad_shard": ("raise", "gone since 0.1: a damaged shard ends the run; restore it, or make the data anew"),
     "notify": ([], "gone since 0.1: `on_event: [sh, -c, 'apprise -t $LM_EVENT -b \"$LM_MESSAGE\" ADDRESS']`"),
     "model.cuda_graphs": (False, "gone since 0.1, as it gained nothing: leave it out"),
+    "trainer.mirror": (None, "gone since 0.1: configs/launch/mirror.sh copies runs to a store and back"),
 }
 REMOVED_COMMANDS = {
     "average": "gone since 0.1, as it gained nothing: average what `safetensors.torch.load_file` reads",

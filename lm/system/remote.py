@@ -1,7 +1,6 @@
 """Files that are not on this machine: file systems by URL, reads that are retried, copies in a cache folder.
 
 `data/shards` and `data/text_files` find the files of a source with `list_files` and open them with `open_file`.
-`runs/mirror` writes.
 
 Reads are retried here, not by pyarrow. On Linux pyarrow ignores its request timeout, so it waits forever for an answer
 that never ends; file systems of fsspec retry little or not at all; and neither detects an object that arrives

@@ -25,7 +25,6 @@ from lm.model.config import DecoderConfig
 from lm.model.decoder import Decoder, Linear
 from lm.model.fused import kernels_missing
 from lm.runs.checkpoint import KEPT, encode
-from lm.runs.mirror import refuse_remote_root
 from lm.system.arguments import shown
 from lm.system.hardware import Device
 from lm.system.process import under_torchrun
@@ -100,10 +99,6 @@ def find(
 
 def of_trainer(trainer: TrainerConfig) -> Iterator[Finding]:
     """Problems of the Trainer's options that do not depend on the model."""
-    try:
-        refuse_remote_root(trainer.default_root_dir)
-    except RequestError as refused:
-        yield error(str(refused))
     if any(path.is_file() for path in (Path(trainer.default_root_dir), *Path(trainer.default_root_dir).parents)):
         yield error(f"trainer.default_root_dir {trainer.default_root_dir} is a file, or in one", "give a folder")
     yield from of_callbacks(trainer.callbacks or [])

@@ -15,6 +15,7 @@ from lm.data.config import DataConfig
 from lm.errors import RequestError, require, require_at_least
 from lm.model.config import ActivationCheckpointing, Attention, Compile, DecoderConfig
 from lm.runs.history import refuse_wrong_ranges
+from lm.system.files import refuse_url
 from lm.system.units import Count
 from lm.training.alerts import AlertEvaluator
 from lm.training.builtin_optimizers import OptimizerName
@@ -270,8 +271,6 @@ class TrainerConfig:
         logger: One or several of Lightning's loggers, in addition to TensorBoard and `metrics.jsonl`.
         callbacks: Additional Lightning callbacks.
         default_root_dir: Folder of the runs, on a local disk.
-        mirror: An object store to copy each run to, in the background after every checkpoint: `s3://bucket/folder`,
-            `gs://...`, `file:///...`. A run is resumed from this copy if its local folder is missing or older.
     """
 
     max_steps: Count | None = None
@@ -301,7 +300,6 @@ class TrainerConfig:
     logger: Union["Logger", list["Logger"], None] = None
     callbacks: list["Callback"] | None = None
     default_root_dir: str = "checkpoints"
-    mirror: str | None = None
 
     def __post_init__(self) -> None:
         whole = ("val_interval", "checkpoint_interval", "log_interval", "histogram_interval", "keep_checkpoints",
@@ -312,6 +310,12 @@ class TrainerConfig:
         require(0 <= stop <= YEAR, f"trainer.stop_within {stop} is a number of seconds: from 0 to {YEAR:,}")
         require(0 < wait <= YEAR, f"trainer.rank_timeout {wait} is a number of seconds: more than 0, to {YEAR:,}")
         require(peak is None or 0 < peak < math.inf, f"trainer.peak_tflops {peak} must be above 0")
+        refuse_remote_root(self.default_root_dir)
+
+
+def refuse_remote_root(root: str) -> None:
+    """Raise RequestError for a URL as the folder of the runs."""
+    refuse_url("trainer.default_root_dir", root, "give a local folder; configs/launch/mirror.sh copies it to a store")
 
 
 # ---- guards ----------------------------------------------------------------------------------------------------------

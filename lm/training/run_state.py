@@ -24,7 +24,6 @@ from lm.errors import GuardStop, RequestError
 from lm.model.config import DecoderConfig
 from lm.runs.checkpoint import Progress
 from lm.runs.config_diff import differences
-from lm.runs.mirror import Uploads
 from lm.runs.run import Run
 from lm.training import checkpoint_state
 from lm.training.schedule import Steps, plan_steps, warmup_and_decay_steps
@@ -35,7 +34,7 @@ OTHER_TRAINER = "a checkpoint is resumed by the Trainer that took it, lightning.
 
 @dataclass(eq=False)
 class RunState:
-    """The state of a run, the same on every rank but for `uploads` and `restored`."""
+    """The state of a run, the same on every rank but for `restored`."""
 
     steps: Steps | None = None  # counts of the run, once a fit starts
     clip: float | None = None  # largest norm of the gradient
@@ -45,7 +44,6 @@ class RunState:
     stats: StepStats = field(default_factory=StepStats)  # of the steps since the newest log line
     stop: GuardStop | None = None  # why the run is to end after this optimizer step
     pending_validation: bool = False  # the run stopped before validating its newest step: do it first
-    uploads: Uploads | None = None  # to the mirror, on rank zero
     other_model: bool = False  # load a checkpoint's weights into another model, as a branch does
     restored: dict[str, Any] = field(default_factory=dict)  # of the checkpoint, for `begin`
 

@@ -21,7 +21,6 @@ from lm.data.datamodule import DataModule
 from lm.errors import DataError, Interrupted, LmError, RequestError, RunError
 from lm.model.custom import plain_arguments
 from lm.runs.checkpoint import read_progress
-from lm.runs.mirror import Mirror
 from lm.runs.run import Run
 from lm.system.arguments import arguments_from
 from lm.system.hardware import device_name, find_device, keep_freed_memory, peak_flops, process_bytes
@@ -57,7 +56,6 @@ class Trainer(PatchedTrainer):
         checks.refuse([*checks.of_trainer(config), *checks.of_accelerator(config.accelerator)])
         torch.set_float32_matmul_precision(config.matmul_precision)
         self.own_loggers = [config.logger] if isinstance(config.logger, Logger) else config.logger or []
-        self.mirror = Mirror(config.mirror) if config.mirror else None
         self.run_state = RunState(clip=config.gradient_clip_val)  # Lightning clips nothing here: `training/step` does
         self._memory_before: int | None = None  # bytes of this process when the training began
         self.checkpoint_io = FolderCheckpointIO()

@@ -58,6 +58,8 @@ def test_an_older_run_resumes_to_the_bit(tmp_path, resume):
         for option, (default, _) in REMOVED.items():
             with_option(document, option, default)
         file.write_text(yaml.safe_dump(document))
+    run.describe(mirror={"url": "s3://bucket/runs/killed", "newest": None})  # of `trainer.mirror`
+    assert "killed" in lm(folder, "runs", "ls").stdout
     lm(folder, "fit", *resume, "--ckpt_path", "auto")
     assert losses(folder) == whole and run.status() == "finished"
 

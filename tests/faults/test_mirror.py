@@ -1,18 +1,25 @@
-"""A run that is mirrored to an object store resumes from there, bit for bit, when its machine and folder are gone."""
+"""`configs/launch/mirror.sh` copies runs to a store, from which they resume, bit for bit, when the machine is gone."""
 
+import os
+import random
+import re
 import shutil
 import signal
+import subprocess
+import sys
 import time
+from pathlib import Path
 
 import pytest
 from object_store import object_store
-from trainings import expected, lm, losses, start, trace, write_config
+from trainings import HERE, RECORDER, equipment, expected, lm, losses, start, wait_until, write_config
 
 from lm.runs.run import Run
 
-RECORDER = {"class_path": "recorder.Recorder"}
-STEP = ("config.json", "generation_config.json", "model.safetensors", "optimizer.safetensors", "tokenizer.json",
-        "tokenizer_config.json", "trainer.json")  # fmt: skip
+SCRIPT = HERE.parent / "configs" / "launch" / "mirror.sh"
+BIN = Path(sys.executable).parent  # of `aws`, which the extra `test` has
+AUTO = ("--ckpt_path", "auto")
+WEIGHTS = "small/step-00000006/model.safetensors"
 
 
 @pytest.fixture(scope="module")
@@ -30,46 +37,72 @@ def store(served):
 
 
 @pytest.fixture
-def machine(workplace, store):
-    """Starts trainings that are mirrored, and takes their machine away."""
-    return Machine(workplace, store)
+def machine(workplace, store, request):
+    """A machine that copies with `aws`, or with the tool that the test's parameter names."""
+    tool = getattr(request, "param", "aws")
+    if tool != "aws" and not shutil.which(tool):
+        pytest.skip(f"{tool} is not installed")
+    return Machine(workplace, store, tool)
+
+
+each_tool = pytest.mark.parametrize("machine", ["aws", "rclone", "rsync"], indirect=True)
 
 
 class Machine:
-    def __init__(self, place, store):
+    def __init__(self, place, store, tool):
         self.place, self.store, self.prefix = place, store, f"runs/{place.parent.name}"
-        self.mirror = f"s3://corpus/{self.prefix}"
+        self.disk = place.parent / "disk"
+        destinations = {"aws": f"s3://corpus/{self.prefix}", "rclone": f"store:corpus/{self.prefix}"}
+        self.destination = destinations.get(tool, str(self.disk))
         self.run = Run(place / "checkpoints" / "small")
+        self.environment = {
+            **os.environ, "PATH": f"{BIN}:{os.environ['PATH']}", "LM_MIRROR_TOOL": tool, "AWS_MAX_ATTEMPTS": "1",
+            "RCLONE_CONFIG_STORE_TYPE": "s3", "RCLONE_CONFIG_STORE_PROVIDER": "Other",
+            "RCLONE_CONFIG_STORE_ENV_AUTH": "true", "RCLONE_CONFIG_STORE_ENDPOINT": store.environment["AWS_ENDPOINT_URL"],
+        }  # fmt: skip
+        self.environment.pop("AWS_CA_BUNDLE", None)  # with which Debian's rclone does not start
 
-    def fit(self, *arguments, expect=0, wait_at=None, **changes):
-        """A fit to its end, or one that waits before micro-batches until there is a file: name -> micro-batch."""
-        waiting = [{"class_path": "waiting.WaitAt", "init_args": {"micro_batch": at, "go": go}}
-                   for go, at in (wait_at or {}).items()]  # fmt: skip
-        callbacks = {"trainer.callbacks": [RECORDER, *waiting]}
-        config = write_config(self.place, **{**callbacks, "trainer.mirror": self.mirror, **changes})
-        command = ("fit", "--config", str(config), *arguments)
-        if wait_at is None:
-            return lm(self.place, *command, expect=expect)
-        return start(self.place, *command)
+    def mirror(self, *arguments, folder="checkpoints", expect=0):
+        """Run the script; returns what it said."""
+        ended = subprocess.run(
+            [SCRIPT, arguments[0], folder, self.destination, *arguments[1:]], cwd=self.place, env=self.environment,
+            capture_output=True, text=True, timeout=120,
+        )  # fmt: skip
+        assert ended.returncode == expect, ended.stderr
+        return ended.stderr
+
+    def loop(self):
+        return subprocess.Popen(
+            [SCRIPT, "up", "checkpoints", self.destination, "0.1"], cwd=self.place, env=self.environment,
+            stderr=subprocess.PIPE, text=True, start_new_session=True,
+        )  # fmt: skip
+
+    def train(self, *callbacks, **changes):
+        """A training that is under way."""
+        config = write_config(self.place, **{"trainer.callbacks": [RECORDER, *callbacks], **changes})
+        return start(self.place, "fit", "--config", str(config), *AUTO)
+
+    def resume(self):
+        """Train to the end; returns what was said."""
+        return lm(self.place, "fit", "--config", str(write_config(self.place)), *AUTO).stderr
+
+    def names(self):
+        """The files in the store."""
+        if self.destination != str(self.disk):
+            return self.store.names(self.prefix)
+        return {path.relative_to(self.disk).as_posix() for path in self.disk.rglob("*") if path.is_file()}
 
     def checkpoints(self):
-        """The whole checkpoints in the mirror."""
-        names = self.store.names(f"{self.prefix}/small")
-        return sorted(name.partition("/")[0] for name in names if name.endswith("/trainer.json"))
+        """The complete checkpoints in the store."""
+        return sorted(name.split("/")[1] for name in self.names() if name.endswith("/trainer.json"))
 
-    def wait_for(self, condition, process):
-        until = time.monotonic() + 60
-        while not condition():
-            if process.poll() is not None or time.monotonic() > until:
-                process.kill()
-                pytest.fail(process.communicate()[1])
-            time.sleep(0.05)
-
-    def kill(self, process):
-        """As when a machine is taken away: its disk, too."""
-        process.kill()
-        process.communicate()
+    def take_away(self, *processes):
+        """Kill what runs on the machine, and remove its disk."""
+        for process in processes:
+            os.killpg(process.pid, signal.SIGKILL) if isinstance(process, subprocess.Popen) else process.kill()
+            process.communicate()
         shutil.rmtree(self.place / "checkpoints")
+        time.sleep(1 if processes else 0)  # requests that were on their way arrive
 
 
 def curves(run):
@@ -83,128 +116,194 @@ def straight(uninterrupted):
     return curves(Run(uninterrupted / "checkpoints" / "small"))
 
 
+def write_checkpoint(run, step):
+    folder = run / f"step-{step:08d}"
+    folder.mkdir(parents=True)
+    (folder / "model.safetensors").write_text(f"weights of {step} in {run}")
+    (folder / "trainer.json").write_text("{}")
+    (run / "run.json").write_text(f'{{"step": {step}}}')
+
+
+# ---- with trainings --------------------------------------------------------------------------------------------------
+
+
 @pytest.mark.slow
+@each_tool
 def test_a_run_resumes_on_another_machine_as_if_nothing_had_happened(machine, straight):
-    """Killed twice; of the checkpoints the newest and the best are in the mirror, as in the folder."""
-    for wait_at, newest in ((10, "step-00000004"), (22, "step-00000009")):
-        (machine.place / "waits").unlink(missing_ok=True)
-        process = machine.fit("--ckpt_path", "auto", wait_at={"go": wait_at})
-        machine.wait_for(lambda: (machine.place / "waits").exists() and newest in machine.checkpoints(), process)
-        kept = sorted(path.name for path in machine.run.steps().values())
-        machine.wait_for(lambda: machine.checkpoints() == kept, process)
-        machine.kill(process)
-    said = machine.fit("--ckpt_path", "auto").stderr
-    assert f"bringing back run checkpoints/small from {machine.mirror}/small" in said
-    assert [entry["step"] for entry in trace(machine.place)].count(11) == 4  # it came after the newest checkpoint
+    """Training and copying are killed at a random moment, twice; the training waits where it would else be too far."""
+    moments, newest = random.Random(machine.prefix), ""
+    for limit in (14, 22):
+        machine.mirror("down")
+        slow, wait = equipment("interruptions.SlowSteps", seconds=0.2), equipment("waiting.WaitAt", micro_batch=limit)
+        training, loop = machine.train(slow, wait), machine.loop()
+        wait_until(lambda: machine.checkpoints()[-1:] > [newest], training, loop)
+        time.sleep(moments.uniform(0, 3))
+        newest = machine.checkpoints()[-1]
+        machine.take_away(training, loop)
+    machine.mirror("down")
+    assert not (machine.run.path / "last").exists()  # links are not copied, and not needed
+    machine.resume()
     assert curves(machine.run) == straight and losses(machine.place) == expected(machine.place)
-    facts = machine.run.read("run.json")
-    assert facts["status"] == "finished" and facts["mirror"]["newest"] == "step-00000012"
-    names = machine.store.names(f"{machine.prefix}/small")
-    assert {name for name in names if name.startswith("step-")} == {f"step-00000012/{name}" for name in STEP}
-    assert {"run.json", "config.yaml", "metrics.jsonl", "log.txt", "last", "best"} < names and "run.lock" not in names
-    assert any(name.startswith("events.out") for name in names)
-    shutil.rmtree(machine.place / "checkpoints")
-    assert "the run has finished" in machine.fit("--ckpt_path", "last").stderr
+    machine.mirror("up")
+    names = machine.names()
+    assert machine.checkpoints() == ["step-00000012"] and not any("step-00000006" in name for name in names)
+    assert {"small/run.json", "small/config.yaml", "small/metrics.jsonl", "small/log.txt", ".mirror/owner"} < names
+    assert not names & {"small/run.lock", "small/last", "small/best"}
+    machine.take_away()
+    machine.mirror("down")
+    assert "the run has finished" in machine.resume()
+    assert machine.run.link("best").name == machine.run.link("last").name == "step-00000012"
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("held", ["model.safetensors", "optimizer.safetensors", "trainer.json"])
-def test_a_kill_in_the_middle_of_an_upload_leaves_the_checkpoint_before(machine, straight, held):
-    process = machine.fit(wait_at={"go": 10, "never": 12})
-    machine.wait_for(lambda: machine.checkpoints() == ["step-00000004"], process)
-    machine.store.proxy.hold(f"(PUT|POST) .*step-00000006/{held}")
+@pytest.mark.parametrize("held", ["model.safetensors", "trainer.json"])
+def test_a_kill_in_the_middle_of_a_copy_leaves_the_checkpoint_before(machine, straight, held):
+    waits = [equipment("waiting.WaitAt", micro_batch=at, go=go) for go, at in (("go", 10), ("never", 12))]
+    training = machine.train(*waits)
+    wait_until(lambda: (machine.place / "waits").exists(), training)
+    machine.mirror("up")
+    assert machine.checkpoints() == ["step-00000004"]
     (machine.place / "go").touch()
-    machine.wait_for(lambda: machine.store.proxy.met["stall"], process)
-    machine.kill(process)
+    wait_until(lambda: 6 in machine.run.steps(), training)
+    machine.store.proxy.hold(f"PUT .*step-00000006/{held}")
+    loop = machine.loop()
+    wait_until(lambda: machine.store.proxy.met["stall"], training, loop)
+    time.sleep(0.5)
+    machine.take_away(training, loop)
     machine.store.proxy.recover()
-    names = machine.store.names(f"{machine.prefix}/small")
-    begun = {name for name in names if name.startswith("step-00000006/")}
-    assert f"step-00000006/{held}" not in begun and machine.checkpoints() == ["step-00000004"]
-    assert len(begun) == len(STEP) - 1 or held != "trainer.json"
-    said = machine.fit("--ckpt_path", "auto").stderr
-    assert ("step-00000006: it was not uploaded to its end" in said) == bool(begun) and "waiting to see" not in said
+    begun = {name for name in machine.names() if "step-00000006" in name}
+    assert begun and f"small/step-00000006/{held}" not in begun and machine.checkpoints() == ["step-00000004"]
+    machine.mirror("down")
+    said = machine.resume()
+    assert len(re.findall("passing over .*step-00000006: no trainer.json", said)) == said.count("passing over ") == 1
     assert curves(machine.run) == straight and losses(machine.place) == expected(machine.place)
-    assert machine.checkpoints() == ["step-00000012"]
 
 
 @pytest.mark.slow
-def test_a_store_that_does_not_answer_delays_no_step(machine, straight):
-    """All steps are done while the first upload hangs; then the end of the run waits for the mirror."""
-    process = machine.fit(wait_at={"go": 2})
-    machine.wait_for(lambda: (machine.place / "waits").exists(), process)
-    machine.store.proxy.hold("(PUT|POST) /corpus")
-    began = time.monotonic()
-    (machine.place / "go").touch()
-    machine.wait_for(lambda: "step-00000012" in [path.name for path in machine.run.steps().values()], process)
-    assert machine.store.proxy.met["stall"] and time.monotonic() - began < 30
-    time.sleep(1)
-    assert process.poll() is None
-    machine.store.proxy.recover()
-    out, err = process.communicate(timeout=240)
-    assert process.returncode == 0, err
-    assert curves(machine.run) == straight and machine.checkpoints() == ["step-00000012"]
-
-
-@pytest.mark.slow
-def test_failures_are_one_warning_and_the_next_checkpoint_brings_all(machine):
-    process = machine.fit(wait_at={"go": 2})
-    machine.wait_for(lambda: (machine.place / "waits").exists(), process)
-    machine.wait_for(lambda: "run.json" in machine.store.names(f"{machine.prefix}/small"), process)
-    machine.store.proxy.fail(500 for _ in range(10**6))
-    (machine.place / "go").touch()
-    machine.wait_for(lambda: machine.run.read("run.json").get("mirror", {}).get("error"), process)
-    machine.store.proxy.recover()
-    out, err = process.communicate(timeout=240)
-    warnings = [line for line in err.splitlines() if "is not up to date: " in line]
-    assert process.returncode == 0 and len(warnings) == 1 and "is up to date again" in err, err
-    assert machine.checkpoints() == ["step-00000012"] and machine.run.read("run.json")["mirror"]["error"] is None
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("answers", [True, False])
-def test_a_signal_uploads_the_newest_checkpoint_or_says_that_it_did_not(machine, answers):
-    process = machine.fit(wait_at={"go": 10}, **{"trainer.stop_within": 60 if answers else 6})
-    machine.wait_for(lambda: machine.checkpoints() == ["step-00000004"], process)
-    if not answers:
-        machine.store.proxy.hold("PUT /corpus")
-    began = time.monotonic()
-    process.send_signal(signal.SIGTERM)
-    (machine.place / "go").touch()
-    out, err = process.communicate(timeout=240)
-    assert process.returncode == 75, err
-    assert list(machine.run.steps()) == [4, 6]
-    if answers:
-        assert machine.checkpoints() == ["step-00000004", "step-00000006"] and "not complete" not in err
-    else:
-        assert time.monotonic() - began < 20
-        assert "is not complete at 6 s after SIGTERM (trainer.stop_within)" in err
-        assert "its newest checkpoint is step-00000004" in err
-    machine.store.proxy.recover()
-    shutil.rmtree(machine.place / "checkpoints")
-    machine.fit("--ckpt_path", "auto")
-    assert losses(machine.place) == expected(machine.place)
+@pytest.mark.parametrize(
+    ("damage", "what"),
+    [
+        (lambda client, key: client.delete_object(Bucket="corpus", Key=key), "'model.safetensors' cannot be read"),
+        (lambda client, key: client.put_object(Bucket="corpus", Key=key, Body=b"cut"), "model.safetensors is damaged"),
+    ],
+    ids=["missing", "cut"],
+)
+def test_a_checkpoint_that_is_not_whole_is_passed_over(machine, straight, damage, what):
+    training = machine.train(equipment("waiting.WaitAt", micro_batch=14), **{"trainer.keep_checkpoints": 2})
+    wait_until(lambda: 6 in machine.run.steps(), training)
+    machine.mirror("up")
+    machine.take_away(training)
+    damage(machine.store.client, f"{machine.prefix}/{WEIGHTS}")
+    machine.mirror("down")
+    said = machine.resume()
+    assert f"step-00000006: {what}" in said and said.count("passing over ") == 1
+    assert "step-00000004 is the newest whole checkpoint" in said
+    assert curves(machine.run) == straight and losses(machine.place) == expected(machine.place)
 
 
 @pytest.mark.slow
 def test_checkpoints_and_tokenizers_are_read_from_the_store(machine, tmp_path, monkeypatch):
     """What is at a URL is copied once, and again where it has changed."""
-    machine.fit("--trainer.max_steps", "4")
+    machine.train(**{"trainer.max_steps": 4}).communicate(timeout=240)
+    machine.mirror("up")
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    url = f"{machine.mirror}/small"
+    url = f"{machine.destination}/small"
     local = ["generate", "--ckpt_path", "checkpoints/small/step-00000004", "--prompt", "The", "--seed", "1"]
     whole = lm(machine.place, *local).stdout
-    for checkpoint in ("step-00000004", "best"):
-        remote = lm(machine.place, *local[:2], f"{url}/{checkpoint}", *local[3:])
-        copied = f"copying {url}/step-00000004 to {tmp_path}" in remote.stderr
-        assert remote.stdout == whole and copied == (checkpoint == "step-00000004")
+    for copied in (True, False):
+        remote = lm(machine.place, *local[:2], f"{url}/step-00000004", *local[3:])
+        assert remote.stdout == whole and (f"copying {url}/step-00000004 to {tmp_path}" in remote.stderr) == copied
     losses_of = [lm(machine.place, "validate", "--config", "small.yaml", "--ckpt_path", checkpoint).stdout
-                 for checkpoint in ("best", f"{url}/best/")]  # fmt: skip
+                 for checkpoint in ("best", f"{url}/step-00000004/")]  # fmt: skip
     assert losses_of[0] == losses_of[1] and "val/loss" in losses_of[0]
     shards = ["--data.path", "null", "--data.prepare", "null", "--data.train", "data/small/train", "--data.tokenizer"]
-    begun = ["--trainer.max_steps", "6", "--ckpt_path", f"{url}/last", "--run", "next", *shards]
-    machine.fit(*begun, f"{url}/step-00000004/tokenizer.json")
+    begun = ["--trainer.max_steps", "6", "--ckpt_path", f"{url}/step-00000004", "--run", "next", *shards]
+    lm(machine.place, "fit", "--config", "small.yaml", *begun, f"{url}/step-00000004/tokenizer.json")
     assert Run(machine.place / "checkpoints" / "next").read("run.json")["began_from"].startswith(str(tmp_path))
     refused = lm(machine.place, *local[:2], url, *local[3:], expect=2).stderr.splitlines()[-1]
-    assert refused.endswith(f"{url} is a run: give one of its checkpoints, such as {url}/last")
+    assert refused.endswith(f"{url} is a run: give one of its checkpoints, {url}/step-...")
     refused = lm(machine.place, *local[:2], f"{url}/step-9", *local[3:], expect=2).stderr
     assert f"{url}/step-9" in refused.splitlines()[-1] and "no such" in refused.splitlines()[-1]
+
+
+# ---- whose copy it is ------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.slow
+@each_tool
+def test_nothing_is_lost_in_the_store_by_a_folder_that_lacks_it(machine):
+    """A new machine, one that was taken for dead, and a folder that somebody has emptied."""
+    assert "there is nothing in " in machine.mirror("down") and not (machine.place / "checkpoints").exists()
+    for step in (3, 6):
+        write_checkpoint(machine.place / "checkpoints/small", step)
+    machine.mirror("up")
+    whole = machine.names()
+    assert "checkpoints stays as it is" in machine.mirror("down")
+    write_checkpoint(machine.place / "new/small", 1)
+    for command in ("up", "down"):
+        assert f"is a copy of {os.uname().nodename}:" in machine.mirror(command, folder="new", expect=2)
+    machine.mirror("down", folder="next")
+    copied = {
+        path.relative_to(machine.place / "next").as_posix() for path in (machine.place / "next/small").rglob("*.*")
+    }
+    assert copied == whole - {".mirror/owner"}
+    shutil.rmtree(machine.place / "checkpoints/small/step-00000003")
+    for command in ("up", "down"):  # the folder before, which is no longer the store's
+        assert "is a copy of " in machine.mirror(command, expect=2) and machine.names() == whole
+    shutil.rmtree(machine.place / "next/small")
+    machine.mirror("up", folder="next")
+    assert machine.names() == whole
+    write_checkpoint(machine.place / "next/small", 9)
+    machine.mirror("up", folder="next")
+    assert machine.checkpoints() == ["step-00000009"]
+
+
+@pytest.mark.slow
+def test_one_run_is_copied_alone_and_an_interrupted_down_continues(machine):
+    write_checkpoint(machine.place / "checkpoints/small", 3)
+    machine.mirror("up", folder="checkpoints/small")
+    assert {"run.json", "step-00000003/trainer.json"} < machine.names()
+    machine.take_away()
+    machine.store.proxy.hold("GET .*model.safetensors")
+    script = subprocess.Popen(
+        [SCRIPT, "down", "checkpoints/small", machine.destination], cwd=machine.place, env=machine.environment,
+        start_new_session=True,
+    )  # fmt: skip
+    wait_until(lambda: machine.store.proxy.met["stall"], script)
+    os.killpg(script.pid, signal.SIGKILL)
+    machine.store.proxy.recover()
+    assert not machine.run.path.exists()
+    machine.mirror("down", folder="checkpoints/small")
+    assert list(machine.run.steps()) == [3] and (machine.run.steps()[3] / "model.safetensors").exists()
+
+
+@pytest.mark.slow
+def test_a_store_that_fails_is_no_empty_store_and_the_loop_outlives_it(machine):
+    write_checkpoint(machine.place / "checkpoints/small", 3)
+    machine.mirror("up")
+    machine.store.proxy.fail(403 for _ in range(10**6))
+    assert "AccessDenied" in machine.mirror("down", folder="new", expect=1) and not (machine.place / "new").exists()
+    loop = machine.loop()
+    wait_until(lambda: machine.store.proxy.met[403] > 3, loop)
+    machine.store.proxy.recover()
+    write_checkpoint(machine.place / "checkpoints/small", 6)
+    loop.send_signal(signal.SIGTERM)  # a last copy
+    assert loop.wait(60) == 0 and "the next copy is in 0.1 s" in loop.stderr.read()
+    assert machine.checkpoints() == ["step-00000003", "step-00000006"]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "tool", "what"),
+    [
+        (["up", "checkpoints"], "rsync", "give up or down, a folder, and where its copy is"),
+        (["sideways", "checkpoints", "x"], "rsync", "give up or down"),
+        (["up", "checkpoints", "x"], "nothing-like-it", "nothing-like-it is not installed"),
+        (["down", "checkpoints", "x"], "cp", "LM_MIRROR_TOOL is cp: give aws, rclone or rsync"),
+    ],
+)
+def test_what_is_no_request_is_one_line(tmp_path, arguments, tool, what):
+    ended = subprocess.run(
+        [SCRIPT, *arguments], cwd=tmp_path, env={**os.environ, "LM_MIRROR_TOOL": tool}, capture_output=True, text=True
+    )
+    assert ended.returncode == 2 and ended.stderr.startswith(f"mirror.sh: {what}") and ended.stderr.count("\n") == 1
+    assert not list(tmp_path.iterdir())

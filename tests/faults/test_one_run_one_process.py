@@ -189,6 +189,8 @@ def test_where_there_are_no_locks_the_heartbeat_tells(tmp_path, monkeypatch):
     beat = {"time": time.time(), "pid": os.getppid(), "host": os.uname().nodename}
     (tmp_path / "heartbeat.json").write_text(json.dumps(beat))
     assert run.is_locked() is None and run.status() == "running"
+    next_beat = json.dumps({**beat, "time": time.time() + 5})
+    threading.Timer(1.5, lambda: (tmp_path / "heartbeat.json").write_text(next_beat)).start()
     with pytest.raises(RequestError, match=f"is being trained by process {os.getppid()} on "):
         run.hold()
     (tmp_path / "heartbeat.json").write_text(json.dumps({**beat, "pid": 2**22 + 1}))

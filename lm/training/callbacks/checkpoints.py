@@ -86,7 +86,6 @@ class Checkpoints(ModelCheckpoint):
         item = next(pl_module.parameters()).element_size()
         one = checkpoint_bytes(pl_module.config, item, state_size(pl_module.options.optimizer))
         kept = self.keep + (trainer.max_steps // self.keep_every if self.keep_every else 0)
-        kept += trainer.mirror is not None  # one more stays until it is uploaded
         needed = disk_space(trainer.run.path, one, kept, present=len(trainer.run.steps()))
         if not needed.suffices:
             log.warning("the disk of %s will be full: %s; make room", trainer.run.path, needed)
@@ -156,21 +155,15 @@ class Checkpoints(ModelCheckpoint):
         self.left_behind = self.left_behind - {path.name}  # a new set, as the writer may be iterating over the old one
         if self._is_kept(self.saved_step):
             self.for_good = self.for_good | {path.name}
-        after_write = partial(self._after_write, trainer, trainer.global_step, path.name, self.best_name)
+        after_write = partial(self._move_links, trainer.run, trainer.global_step, path.name, self.best_name)
         STOP.saving = True
         try:
             trainer.save_checkpoint(str(path), storage_options=after_write)
         finally:
             STOP.saving = False
 
-    def _after_write(self, trainer: Trainer, step: int, last: str, best: str | None) -> None:
-        """Update links, older checkpoints and the mirror after a checkpoint is complete."""
-        self._move_links(trainer.run, step, last, best)
-        if trainer.run_state.uploads is not None:
-            trainer.run_state.uploads.update()
-
     def _move_links(self, run: Run, step: int, last: str, best: str | None) -> None:
-        """Move `last` and `best`, and remove checkpoints that are neither kept nor linked."""
+        """After a checkpoint is complete: move `last` and `best`, and remove checkpoints neither kept nor linked."""
         link_to(run.path / last, best)
         steps = run.steps()
         of_run = [at for at, path in steps.items() if at <= step and path.name not in self.left_behind]

@@ -20,7 +20,6 @@ from lm.data.catalog import describe_difference
 from lm.data.mixture import describe_change
 from lm.errors import LmError, RequestError, RunError
 from lm.runs.history import acceptance, expectations
-from lm.runs.mirror import Mirror, Uploads
 from lm.runs.registry import record_run
 from lm.runs.run import Run
 from lm.system.files import write_atomically
@@ -85,8 +84,6 @@ class RunFolder(Callback):
             if options := ssh_options():
                 log.info("from your machine: ssh -N -L 6006:localhost:6006 %s, then http://localhost:6006", options)
             self._record(trainer.run)
-            if trainer.mirror is not None:
-                trainer.run_state.uploads = Uploads(trainer.mirror, trainer.run)
 
     def on_fit_end(self, trainer: Trainer, pl_module: LanguageModule) -> None:
         reason = "all steps done" if trainer.global_step >= trainer.max_steps else "early stopping"
@@ -118,13 +115,11 @@ class RunFolder(Callback):
     def _claim(self, trainer: Trainer) -> str:
         """Lock the run's folder and describe the run in it; returns its path."""
         shards = trainer.datamodule.describe_shards()
-        run = self.resumed or self._new(trainer.default_root_dir, trainer.mirror)
+        run = self.resumed or self._new(trainer.default_root_dir)
         try:
             run.hold()
             if self.resumed is not None:
                 self._refuse_outdated(run)
-                if trainer.mirror is not None:
-                    trainer.mirror.refuse_other(run)
                 new = self._refuse_changed_mixture(run, trainer)
                 self._refuse_changed_shards(run, shards, new)
             self._describe(trainer, run, shards)
@@ -136,7 +131,7 @@ class RunFolder(Callback):
             raise
         return str(run.path)
 
-    def _new(self, root: str, mirror: Mirror | None) -> Run:
+    def _new(self, root: str) -> Run:
         """Make a new folder. If two processes with `--ckpt_path auto` find no run, only one of them may start it."""
         first = Run(Path(root) / self.name)
         until = time.monotonic() + CLAIM_WAIT
@@ -145,7 +140,7 @@ class RunFolder(Callback):
         if self.auto and first.read("run.json").get("name") == self.name:
             first.refuse_if_trained()
             raise RequestError(f"run {first.path} was started by another process just now: the same command resumes it")
-        return Run.create(self.name, root, taken=mirror.has) if mirror else Run.create(self.name, root)
+        return Run.create(self.name, root)
 
     def _refuse_outdated(self, run: Run) -> None:
         if run.seen not in (None, run.entered()):
@@ -227,9 +222,6 @@ class RunFolder(Callback):
         self._log_end(f"{status}: {reason}", unforeseen)
         self._record(run)
         self._ended = run
-        if (uploads := trainer.run_state.uploads) is not None:
-            uploads.wait(trainer.options.stop_within)
-            uploads.stop()
 
     def announce_end(self, patience: float = PATIENCE) -> None:
         """Start the program of `on_event`, if the end of the run was recorded; its lock is then released."""
