@@ -219,8 +219,6 @@ class Trainer(PatchedTrainer):
         state = self.run_state
         if (self.checkpoint_callback.requested or state.stop is None) and self.global_step:
             self._save_checkpoint()
-        if state.uploads is not None:
-            state.uploads.wait(self.options.stop_within)
         self.strategy.barrier()  # torchrun kills all processes when the first one ends
         if state.stop is not None:
             raise state.stop

@@ -38,7 +38,7 @@ FAULTS = {
     18: ("one of two ranks dies", "the other ends within a bounded time"),
     19: ("two processes on one run", "the second is refused; the lock of a dead one is taken over"),
     20: ("a registry that is locked, damaged or read-only", "the training does not notice; `runs rebuild` works"),
-    21: ("malice: pickles, paths that climb out, expressions", "refused; nothing runs"),
+    21: ("malice: pickles, paths that climb out", "refused; nothing runs"),
     22: ("an object store that fails, stalls or cuts answers", "bounded retries, then a stop that resumes"),
     23: ("a budget that the run would overspend", "a checkpoint and a stop under the cap"),
     24: ("the wall clock jumps", "time left, cost and heartbeat stay sane"),
