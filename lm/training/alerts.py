@@ -34,35 +34,6 @@ NAMES = {metric.alert: name for name, metric in METRICS.items() if metric.alert}
 LOGGED = {name.replace("/", "_"): metric.alert for name, metric in METRICS.items() if metric.alert}  # a likely mistake
 
 
-class History:
-    """The newest value of each metric, and its last `depths[metric]` finite values before."""
-
-    def __init__(self, depths: Mapping[str, int]) -> None:
-        self.newest: dict[str, float] = {}
-        self.before = {name: deque[float](maxlen=depth) for name, depth in depths.items()}
-
-    def add(self, values: Mapping[str, float]) -> None:
-        """Add new values; metrics that are not kept here are ignored."""
-        for name in self.before.keys() & values.keys():
-            if math.isfinite(self.newest.get(name, math.nan)):
-                self.before[name].append(self.newest[name])
-            self.newest[name] = float(values[name])
-
-    def drop_newest(self) -> None:
-        """Drop the newest values, so that they do not enter a window."""
-        self.newest.clear()
-
-    def state_dict(self) -> dict[str, Any]:
-        newest = {name: value for name, value in self.newest.items() if math.isfinite(value)}
-        return {"newest": newest, "before": {name: list(values) for name, values in self.before.items()}}
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        self.newest = {name: value for name, value in state["newest"].items() if name in self.before}
-        for name, values in self.before.items():
-            values.clear()
-            values.extend(state["before"].get(name, []))
-
-
 class Condition:
     """A condition on a metric; `depths` has the number of earlier values that it needs of each metric."""
 
@@ -80,35 +51,55 @@ class Condition:
             hint = f"; did you mean {close[0]}?" if close else ""
             raise RequestError(f"condition {shown}: no such metric {name[:40]}{hint}; there are {', '.join(NAMES)}")
 
-    def holds(self, history: History) -> bool | None:
-        """Whether the condition is true; None if undecided."""
-        value, limit = history.newest.get(self.metric, math.nan), self.number
-        if self.median_of:
-            limit *= self._median(history)
-        return None if math.isnan(value) or math.isnan(limit) else self.compare(value, limit)
-
-    def explain(self, history: History, step: int) -> str:
-        """The condition, and the values of its metric and median: `loss > 10: loss is 12.31 at step 130`."""
-        figures = [] if self.metric == "step" else [f"{self.metric} is {format_figure(history.newest[self.metric])}"]
-        if self.median_of:
-            figures.append(f"median({self.median_of}, {self.count}) is {format_figure(self._median(history))}")
-        return f"{self.text}: {', '.join(figures)}{' ' * bool(figures)}at step {step}"
-
-    def _median(self, history: History) -> float:
-        values = list(history.before[self.median_of])[-self.count :]
-        return median(values) if len(values) == self.count else math.nan
-
 
 class AlertEvaluator:
-    """Evaluates several conditions over one history."""
+    """Evaluates several conditions over the newest value of each metric and its last finite values before."""
 
     def __init__(self, texts: Iterable[str]) -> None:
         self.conditions = [Condition(text) for text in texts]
         names = sorted({name for condition in self.conditions for name in condition.depths})
-        self.history = History({name: max(each.depths.get(name, 0) for each in self.conditions) for name in names})
+        depths = {name: max(each.depths.get(name, 0) for each in self.conditions) for name in names}
+        self.newest: dict[str, float] = {}
+        self.before = {name: deque[float](maxlen=depth) for name, depth in depths.items()}
 
     def evaluate(self, metrics: Mapping[str, float]) -> dict[Condition, bool | None]:
-        """Add the metrics of a log line, and evaluate the conditions whose metric is in the line."""
-        values = {name: metrics[tag] for name, tag in NAMES.items() if tag in metrics}
-        self.history.add(values)
-        return {each: each.holds(self.history) for each in self.conditions if each.metric in values}
+        """Add the metrics of a log line, and evaluate the conditions whose metric is in the line; None: undecided."""
+        values = {name: float(metrics[tag]) for name, tag in NAMES.items() if tag in metrics}
+        for name in self.before.keys() & values.keys():
+            if math.isfinite(self.newest.get(name, math.nan)):
+                self.before[name].append(self.newest[name])
+            self.newest[name] = values[name]
+        return {each: self._holds(each) for each in self.conditions if each.metric in values}
+
+    def _holds(self, condition: Condition) -> bool | None:
+        value, limit = self.newest[condition.metric], condition.number
+        if condition.median_of:
+            limit *= self._median(condition)
+        return None if math.isnan(value) or math.isnan(limit) else condition.compare(value, limit)
+
+    def _median(self, condition: Condition) -> float:
+        values = list(self.before[condition.median_of])[-condition.count :]
+        return median(values) if len(values) == condition.count else math.nan
+
+    def explain(self, condition: Condition, step: int) -> str:
+        """A condition, and the values of its metric and median: `loss > 10: loss is 12.31 at step 130`."""
+        name, of, figures = condition.metric, condition.median_of, []
+        if name != "step":
+            figures.append(f"{name} is {format_figure(self.newest[name])}")
+        if of:
+            figures.append(f"median({of}, {condition.count}) is {format_figure(self._median(condition))}")
+        return f"{condition.text}: {', '.join(figures)}{' ' * bool(figures)}at step {step}"
+
+    def drop_newest(self) -> None:
+        """Drop the newest values, so that they do not enter a window."""
+        self.newest.clear()
+
+    def state_dict(self) -> dict[str, Any]:
+        newest = {name: value for name, value in self.newest.items() if math.isfinite(value)}
+        return {"newest": newest, "before": {name: list(values) for name, values in self.before.items()}}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.newest = {name: value for name, value in state["newest"].items() if name in self.before}
+        for name, values in self.before.items():
+            values.clear()
+            values.extend(state["before"].get(name, []))

@@ -37,7 +37,7 @@ class Line:
 class Finding(NamedTuple):
     """What a guard has found, and what is to be done."""
 
-    guard: str  # `alert`, `not-finite`, `budget`, `throughput`, `spike`, `drill` or `data`
+    guard: str  # `alert`, `not-finite`, `budget`, `throughput`, `spike` or `drill`
     action: Action
     message: str
     # Take a checkpoint of this step. A `stop` does so where nothing is wrong with the weights. Otherwise `last` stays
@@ -103,21 +103,21 @@ class Alerts(Observer):
             if not holds or (begins and text not in self._armed):
                 continue
             if not (action in ONCE and text in self._reported):
-                message = condition.explain(self.evaluator.history, line.step)
+                message = self.evaluator.explain(condition, line.step)
                 began = self._armed.get(text, line.schedule.begin_step) + 1
                 found.append(Finding(self.guard, action, message, save=action == "checkpoint", began=began))
             self._reported.add(text)
         return found
 
     def forget_newest(self) -> None:
-        self.evaluator.history.drop_newest()  # values of a bad state are no measure for later ones
+        self.evaluator.drop_newest()  # values of a bad state are no measure for later ones
 
     def state_dict(self) -> dict[str, Any]:
         alerts = {"reported": sorted(self._reported), "not_true_at": self._armed}
-        return {**self.evaluator.history.state_dict(), **alerts}
+        return {**self.evaluator.state_dict(), **alerts}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        self.evaluator.history.load_state_dict(state_dict)
+        self.evaluator.load_state_dict(state_dict)
         self._reported = set(state_dict["reported"])
         self._armed = dict(state_dict.get("not_true_at", {}))
 

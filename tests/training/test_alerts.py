@@ -57,7 +57,7 @@ def test_it_says_the_values_that_it_looked_at():
     for loss in (9.0, 3.0, 3.5, 12.312):
         condition, _ = watch.evaluate({"train/loss": loss})
     said = "loss > 1.5 * median(loss, 2): loss is 12.31, median(loss, 2) is 3.25 at step 130"
-    assert condition.explain(watch.history, 130) == said
+    assert watch.explain(condition, 130) == said
 
 
 # ---- what it refuses -------------------------------------------------------------------------------------------------
@@ -94,7 +94,7 @@ def test_windows_continue_after_a_resume():
     said = [list(whole.evaluate(line).values()) for line in lines]
     for cut in range(len(lines)):
         second = AlertEvaluator(texts)
-        second.history.load_state_dict(json.loads(json.dumps(first.history.state_dict(), allow_nan=False)))
+        second.load_state_dict(json.loads(json.dumps(first.state_dict(), allow_nan=False)))
         assert [list(second.evaluate(line).values()) for line in lines[cut:]] == said[cut:]
         first.evaluate(lines[cut])
 
@@ -104,7 +104,7 @@ def test_memory_is_bounded():
     watch = AlertEvaluator(["loss > 1 * median(loss, 10)", "loss > 1 * median(lr, 99)"])
     for step in range(200):
         watch.evaluate({"train/loss": 1.0, "optim/lr": float(step)})
-    assert {name: len(values) for name, values in watch.history.before.items()} == {"loss": 10, "lr": 99}
+    assert {name: len(values) for name, values in watch.before.items()} == {"loss": 10, "lr": 99}
 
 
 # ---- in a training ---------------------------------------------------------------------------------------------------
