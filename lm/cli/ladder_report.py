@@ -10,7 +10,7 @@ import time
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from statistics import fmean, median
+from statistics import fmean, median, stdev
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -22,7 +22,6 @@ from lm.runs import scaling_laws
 from lm.runs.compute_multiplier import TOLD, Compared, Multipliers, compute_multipliers
 from lm.runs.history import last_value
 from lm.runs.run import Run
-from lm.runs.seeds import spread
 from lm.system.units import format_count, plural
 
 HALF, AGAINST = "half", "against"  # recipes compared with the ladder's own, see `Training.recipe`
@@ -90,7 +89,9 @@ def report(name: str, command: str, trainings: Sequence[Training], against: str 
             for one, loss in ended
         ],
         "sizes": [
-            {**one.size._asdict(), "losses": one.losses, **(spread(one.losses)._asdict() if one.losses else {})}
+            {**one.size._asdict(), "losses": one.losses, "seeds": len(one.losses),
+             "mean": fmean(one.losses) if one.losses else None,
+             "stderr": stdev(one.losses) / len(one.losses) ** 0.5 if len(one.losses) > 1 else None}
             for one in measured
         ],
         "laws": [], "predictions": [], "notes": [],
@@ -203,7 +204,7 @@ def verdict(found: Multipliers) -> str:
 
 
 def size_rows(found: dict[str, Any]) -> tuple[list[str], list[list[str]]]:
-    several = any(size.get("seeds", 0) > 1 for size in found["sizes"])
+    several = any(size["seeds"] > 1 for size in found["sizes"])
     heads = ["depth", "non-embedding", "tokens", "operations", found["unit"], "seeds"]
     heads += ["std. error"] * several
     rows = []

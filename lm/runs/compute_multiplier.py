@@ -9,8 +9,7 @@ from collections.abc import Sequence
 from statistics import fmean
 from typing import NamedTuple
 
-from lm.runs.seeds import CONFIDENCE, t_exceeded
-
+CONFIDENCE = 0.95
 TOLD = 1.02  # the smallest multiplier that a comparison should distinguish from 1
 
 
@@ -90,3 +89,20 @@ def _log_multiplier(one: Compared) -> tuple[float, float] | None:
     by_half, by_whole, by_other = -share / gained, (1 + share) / gained, -1 / gained
     variance = by_half**2 / len(one.half) + by_whole**2 / len(one.whole) + by_other**2 / len(one.other)
     return doubling * share, doubling**2 * variance
+
+
+def t_tails(t: float, freedom: float) -> float:
+    """Two-sided tail probability of Student's t with `freedom` degrees of freedom: of a value further from 0 than `t`.
+
+    Abramowitz and Stegun, 1964, "Handbook of mathematical functions", section 26.7.
+    """
+    import mpmath
+
+    return float(mpmath.betainc(freedom / 2, 0.5, 0, freedom / (freedom + t**2), regularized=True))
+
+
+def t_exceeded(p: float, freedom: float) -> float:
+    """The t for which `t_tails` is `p`; for p from 1 % to 30 %, and at least 1 degree of freedom."""
+    import mpmath
+
+    return float(mpmath.findroot(lambda t: t_tails(t, freedom) - p, (1, 100), solver="illinois"))

@@ -4,8 +4,7 @@ import numpy as np
 import pytest
 
 from lm.cli.ladder_report import verdict
-from lm.runs.compute_multiplier import Compared, Estimate, compute_multipliers
-from lm.runs.seeds import t_exceeded, t_tails
+from lm.runs.compute_multiplier import Compared, Estimate, compute_multipliers, t_exceeded, t_tails
 
 
 def sizes(multiplier, noise=0.0, seeds=3, random=np.random.default_rng(0)):
