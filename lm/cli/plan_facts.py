@@ -416,7 +416,7 @@ def checkpoint_facts(
     except (KeyError, TypeError):
         saving, basis = size / DISK_RATE, f"a disk of {DISK_RATE / 1e6:.0f} MB/s, assumed"
     return {"interval": interval, "lost_seconds": lost, "lost_usd": time["usd"] and part * time["usd"],
-            "saving_seconds": saving, "saving_share": saving / lost, "saving_basis": basis}  # fmt: skip
+            "saving_share": saving / lost, "saving_basis": basis}  # fmt: skip
 
 
 def budget_facts(

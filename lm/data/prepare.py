@@ -9,7 +9,6 @@ finished when it has a `manifest.json`, which is written last; until then `.part
 
 import json
 import logging
-import math
 import shlex
 import shutil
 from collections.abc import Iterator
@@ -45,13 +44,10 @@ from lm.data.text_files import TextFile, find_files, split_by_names
 from lm.data.tokenizer import Tokenizer, id_type, train_bpe, train_char
 from lm.errors import Interrupted, RequestError
 from lm.system.files import parse_json, write_atomically
-from lm.system.units import plural
 
 log = logging.getLogger(__name__)
 
-FEW_TOKENS = 10_000  # of validation; a loss over fewer is mostly noise
-VAL_BYTES = 8 * FEW_TOKENS  # of text: documents differ in size, and tokenizers in bytes a token
-LOSS_SPREAD = 2.5  # nats, standard deviation of a token's loss: 2 to 3 for tokens of a BPE
+VAL_BYTES = 80_000  # of text, 10,000 tokens or more; a loss over fewer is mostly noise
 MANIFEST, PARTS, PLAN, LOCK = "manifest.json", ".parts", ".parts/plan.json", ".lock"
 CUT_SEARCH = 4096  # tokens in which to look for the end of a line or document
 
@@ -125,17 +121,6 @@ def _only_one(output: Path) -> Iterator[None]:
         except OSError:  # a file system without locks
             pass
         yield
-
-
-def describe_small_validation(tokens: int) -> str | None:
-    """A warning that a validation of this many tokens is too noisy; None if there are enough."""
-    if tokens >= FEW_TOKENS:
-        return None
-    small, enough = (1.96 * LOSS_SPREAD / math.sqrt(max(1, count)) for count in (tokens, FEW_TOKENS))
-    return (
-        f"the validation is too small for a loss that means anything: {plural(tokens, 'token')} give it to within "
-        f"{small:.2f} nats at best (95 % interval), and {FEW_TOKENS:,} to within {enough:.2f}"
-    )
 
 
 def _make(

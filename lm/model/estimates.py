@@ -140,8 +140,7 @@ class Step:
 class OptimizerState(NamedTuple):
     """Number of values that an optimizer keeps per parameter; AdamW has two running means."""
 
-    hidden: float = 2  # for parameters of the matrices in the blocks
-    others: float = 2  # for all other parameters
+    hidden: int = 2  # for parameters of the matrices in the blocks; 2 for all others
     divided: bool = False  # whether `hidden` is divided over the ranks, also with DDP
 
 
@@ -298,7 +297,7 @@ def checkpoint_bytes(config: DecoderConfig, master_item: int = 4, state: Optimiz
 
 def _state_values(counts: dict[str, int], state: OptimizerState, owners: int = 1) -> int:
     hidden = counts["attention"] + counts["mlp"]
-    return int(state.hidden * hidden // owners + state.others * (counts["total"] - hidden))
+    return state.hidden * hidden // owners + 2 * (counts["total"] - hidden)
 
 
 def largest_micro_batch(

@@ -5,7 +5,6 @@ cure, if continuing would lose data, money or correctness, or would silently ign
 an option can never have are refused where it is declared, in the `config` files.
 """
 
-import logging
 import os
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
@@ -32,7 +31,6 @@ from lm.training.config import EvaluationConfig, GroupConfig, ModelConfig, Sampl
 from lm.training.launcher import srun_world
 from lm.training.precision import kept_in_bf16
 
-log = logging.getLogger(__name__)
 KERNELS_FROM, FP8_FROM = (8, 0), (8, 9)  # compute capability; the first is that of `model/fused`
 LEAVE_OUT = "leave it out"
 
@@ -54,11 +52,9 @@ def error(what: str, cure: str = "") -> Finding:
 
 
 def refuse(findings: Iterable[Finding]) -> None:
-    """Raise RequestError for the first error, and log the findings before it."""
-    for finding in findings:
-        if finding.level == "error":
-            raise RequestError(str(finding))
-        log.info("%s", finding)
+    """Raise RequestError for the first of some findings of this module, which are all errors."""
+    if first := next(iter(findings), None):
+        raise RequestError(str(first))
 
 
 @dataclass(frozen=True)

@@ -61,7 +61,6 @@ ONE, TWO = Known(1, H200), Known(2)
     # the Trainer
     (({"matmul_precision": "high", "precision": "bf16-mixed"},), "which is faster already: leave it out"),
     (({"fp8_keep": ["*"]},), "fp8_keep * is for FP8, and trainer.precision is 32-true: leave it out, or take"),
-    (({"default_root_dir": "s3://bucket/runs"},), "trainer.default_root_dir"),
     # FP8
     ((FP8, NARROW, {}, ONE), "fp8-rowwise takes multiples of 16, and layers.0.mlp.down_proj is 48 x 72: change the "
      "decoder's sizes, or name it in trainer.fp8_keep"),
@@ -107,12 +106,10 @@ def test_what_does_not_fit_the_data():
     assert found(known=Known(has_validation=None), evaluation=tasks) == []
 
 
-def test_only_errors_refuse(caplog):
-    caplog.set_level("INFO", "lm")
-    checks.refuse([checks.Finding("warning", "this is idle", "")])
-    assert caplog.messages == ["this is idle"]
+def test_the_first_error_refuses():
+    checks.refuse([])
     with pytest.raises(RequestError, match="^wrong: right$"):
-        checks.refuse([checks.error("wrong", "right")])
+        checks.refuse([checks.error("wrong", "right"), checks.error("worse")])
     assert str(checks.Finding("warning", "odd", "even")) == "odd; even"
 
 
