@@ -183,18 +183,10 @@ def dense_mask(length: int, window: int | None, documents: Documents | None, dev
 # Compute capability from which on the row holds -> kernels of `scaled_dot_product_attention`, best first, and why. The
 # first one that accepts the inputs runs: flash takes heads of at most 256, cuDNN of at most 128, both half precision.
 KERNELS = [
-    (
-        (10, 0),
-        (FLASH, EFFICIENT, MATH),
-        "Blackwell: cuDNN corrupts results with fewer than 8 key heads (pytorch #193893)",
-    ),
-    (
-        (9, 0),
-        (CUDNN, FLASH, EFFICIENT, MATH),
-        "Hopper: with heads of 128 cuDNN has 268 TFLOP/s and flash 177; of 64: 208, 156",
-    ),
-    (FLASH_FROM, (FLASH, EFFICIENT, MATH), "Ampere and Ada: flash was written for them"),
-    ((0, 0), (EFFICIENT, MATH), "older GPUs: flash does not run there"),
+    ((10, 0), (FLASH, EFFICIENT, MATH)),  # Blackwell: cuDNN is wrong with fewer than 8 key heads (pytorch #193893)
+    ((9, 0), (CUDNN, FLASH, EFFICIENT, MATH)),  # Hopper: heads of 128: cuDNN 268 TFLOP/s, flash 177; of 64: 208, 156
+    (FLASH_FROM, (FLASH, EFFICIENT, MATH)),  # Ampere and Ada: flash was written for them
+    ((0, 0), (EFFICIENT, MATH)),  # older GPUs: flash does not run there
 ]
 
 
@@ -204,7 +196,7 @@ def backends(capability: tuple[int, int], masked: bool) -> list[SDPBackend]:
     Flash does not take a mask, and the backward pass of cuDNN's may give NaN with one (pytorch #196678). So layers with
     windows or documents are flash over sequences where that runs, which needs no mask.
     """
-    order = next(kernels for since, kernels, _ in KERNELS if capability >= since)
+    order = next(kernels for since, kernels in KERNELS if capability >= since)
     return [kernel for kernel in order if not (masked and kernel is CUDNN)]
 
 
@@ -261,8 +253,8 @@ def describe_attention(
     kernels = {kernel_for(device.type, capability, dtype, window, documents, head_dim) for window in windows}
     names = []
     if "causal" in kernels and device.type == "cuda":
-        wide = (SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH)  # the only ones for fp32
-        best = [b for b in backends(capability, "masked" in kernels) if dtype in HALF or b in wide]
+        of_fp32 = (EFFICIENT, MATH)
+        best = [b for b in backends(capability, "masked" in kernels) if dtype in HALF or b in of_fp32]
         best.sort(key=lambda backend: backend != first)  # a stable sort: the others stay in order
         names.append(", then ".join(b.name.removesuffix("_ATTENTION").lower() for b in best[:2]))
     elif "causal" in kernels:

@@ -75,10 +75,9 @@ def runs_of_name(root: str, name: str, *, named: bool) -> list[Run]:
 def checkpoint_folder(reference: str) -> Path:
     """The folder of a `--ckpt_path` that is a path or a URL; for a URL, a copy on this machine."""
     if is_remote(reference):
-        address = reference.rstrip("/")
         path = fetch(reference)
         if (path / "run.json").exists():
-            raise RequestError(f"{reference} is a run: give one of its checkpoints, {address}/step-...")
+            raise RequestError(f"{reference} is a run: give one of its checkpoints, {reference.rstrip('/')}/step-...")
         return path
     path = Path(reference)
     if path.is_dir():

@@ -108,11 +108,10 @@ class Run:
         cure = "wait for its first" if self.status() == "running" else f"`{self.resume_command()}` trains it"
         return RequestError(f"run {self.path} has no checkpoint yet: {cure}")
 
-    def validate_command(self, checkpoint: str | Path = "best") -> str:
-        """The command that validates a checkpoint, a name or an absolute path, on the run's data."""
+    def validate_command(self) -> str:
+        """The command that validates the best checkpoint on the run's data."""
         there, path = self._from_its_folder()
-        config = f"--config {shlex.quote(str(path / 'config.yaml'))} " if Path(checkpoint).is_absolute() else ""
-        return f"{there}{program(self.script)} validate {config}--ckpt_path {shlex.quote(str(path / checkpoint))}"
+        return f"{there}{program(self.script)} validate --ckpt_path {shlex.quote(str(path / 'best'))}"
 
     def _from_its_folder(self) -> tuple[str, Path]:
         """A shell command that changes to the folder the run was started in, and the run's path relative to it."""

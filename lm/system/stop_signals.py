@@ -6,7 +6,6 @@ Nothing here imports torch, so the signals are handled before the seconds that i
 import os
 import signal
 import threading
-import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from types import FrameType
@@ -23,7 +22,6 @@ class StopSignals:
 
     def __init__(self) -> None:
         self.received: signal.Signals | None = None  # the first signal
-        self.received_at = 0.0  # by `time.monotonic`
         self.armed = False  # True: a training checks `received` between steps; False: the handler raises `Interrupted`
         self.half_time_over = False  # half of the time limit after a signal is over, and the training not finished
         self.saving = False  # a checkpoint is being copied from the device, which may take longer than the limit
@@ -96,7 +94,7 @@ class StopSignals:
             if number == signal.SIGINT:
                 os._exit(128 + number)
             return
-        self.received, self.received_at = signal.Signals(number), time.monotonic()
+        self.received = signal.Signals(number)
         if rank():
             if under_srun() and not self.armed:  # which does not end the others with rank zero
                 raise SystemExit(Interrupted.exit_code)

@@ -193,15 +193,12 @@ class Budget(Observer):
     measured over `SETTLED_LINES` and is over the cap for the `PROJECTIONS`th time in a row. Before that, and where
     steps become slow all of a sudden, the last log line that leaves time for one more and a checkpoint ends the run.
 
-    The clock must not jump. `read_file` stands in for `Sidecar.read` of `guards.budget.file`.
+    The clock must not jump.
     """
 
-    def __init__(
-        self, config: BudgetConfig, clock: Callable[[], float] = time.monotonic,
-        read_file: Callable[[], tuple[dict[str, Any] | None, str | None]] | None = None,
-    ) -> None:  # fmt: skip
+    def __init__(self, config: BudgetConfig, clock: Callable[[], float] = time.monotonic) -> None:
         self.config, self._clock = config, clock
-        self._read = Sidecar(Path(config.file), clock).read if config.file and read_file is None else read_file
+        self._sidecar = Sidecar(Path(config.file), clock) if config.file else None
         self.meter: Meter | None = None  # on rank zero, from the start of a training
         self.pace = StepTimeEstimator()
         self._interval: tuple[float, int] | None = None  # seconds and steps between the newest log lines
@@ -268,9 +265,9 @@ class Budget(Observer):
         return end if self._file_end is None else end._replace(usd=self._file_end)
 
     def _read_file(self) -> None:
-        if self._read is None:
+        if self._sidecar is None:
             return
-        content, problem = self._read()
+        content, problem = self._sidecar.read()
         if content is not None:
             hours = nonnegative(content.get("hours_elapsed"))
             cost = Cost(self.meter.read().hours if hours is None else hours, nonnegative(content["spent_usd"]))
