@@ -1,4 +1,4 @@
-"""Actions of guards after a finding (report, checkpoint, stop, rollback), and damaged data."""
+"""Actions of guards after a finding (report, checkpoint, stop, rollback)."""
 
 import json
 import logging
