@@ -7,7 +7,6 @@ that a new run can start from its weights.
 import importlib.metadata
 import json
 import logging
-from collections.abc import Mapping
 from dataclasses import asdict
 from pathlib import Path
 from shlex import quote
@@ -17,7 +16,6 @@ import torch
 import yaml
 from huggingface_hub import save_torch_state_dict
 from safetensors import SafetensorError
-from torch import Tensor
 
 from lm.errors import RequestError, first_line
 from lm.inference.export import Card, check_reload, model_card
@@ -37,6 +35,11 @@ log = logging.getLogger(__name__)
 
 SHARD_BYTES = 5 * 10**9  # the most in one file of weights
 DESCRIBING = ("config.json", "generation_config.json")
+# What else a checkpoint before the first step holds: Lightning counts from the beginning where there are no `loops`.
+BEGINNING = {
+    "epoch": 0, "global_step": 0, "pytorch-lightning_version": importlib.metadata.version("lightning"),
+    "lr_schedulers": [], "cursor": {"consumed": 0}, "ranks": [], "step_stats": StepStats().state_dict(),
+}  # fmt: skip
 
 
 def export(
@@ -146,7 +149,10 @@ def import_model(input: str = "", output: str = "", eos_token: str | None = None
             convert_gguf(source, Path(unpacked))
         model = load_pretrained(unpacked if packed else source, "cpu", torch.float32, eos_token=eos_token)
         weights = to_huggingface(model.decoder.state_dict(), model.config)
-        write_files(folder, checkpoint_content(weights, describing_files(model, "float32")))
+        write_files(folder, {
+            "state_dict": {name: weight.contiguous() for name, weight in weights.items()}, "optimizer": {},
+            "files": describing_files(model, "float32"), **BEGINNING,
+        })  # fmt: skip
         # Without a digest in the checkpoint, so that a person may change it: another dropout or context is not damage.
         (folder / "model.yaml").write_text(describe_shape(model.config, source, target), encoding="utf-8")
     log.info("data for it: lm data prepare --input TEXTS --output DATA --tokenizer %s", target)
@@ -173,26 +179,6 @@ def convert_gguf(file: Path, folder: Path) -> None:
     if config["tie_word_embeddings"]:
         weights.pop("lm_head.weight")
     save_torch_state_dict(weights, folder, metadata={"format": "pt"})
-
-
-def checkpoint_content(weights: Mapping[str, Tensor], files: Mapping[str, str]) -> dict[str, object]:
-    """What `write_files` is given: a checkpoint before the first step, with these weights on the CPU.
-
-    Lightning counts from the beginning where there are no `loops`, and an optimizer without state starts afresh.
-    `files` are the names and contents of what makes the folder a model.
-    """
-    return {
-        "state_dict": {name: weight.contiguous() for name, weight in weights.items()},
-        "optimizer": {},
-        "files": dict(files),
-        "epoch": 0,
-        "global_step": 0,
-        "pytorch-lightning_version": importlib.metadata.version("lightning"),
-        "lr_schedulers": [],
-        "cursor": {"consumed": 0},
-        "ranks": [],
-        "step_stats": StepStats().state_dict(),
-    }
 
 
 def describe_shape(config: DecoderConfig, source: Path, target: Path) -> str:
