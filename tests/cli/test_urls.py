@@ -12,8 +12,6 @@ ROOT = "--trainer.default_root_dir"
     ("command", "said"),
     [
         (["fit", ROOT, "s3://b/x"], "give a local folder; configs/launch/mirror.sh copies it to a store"),
-        (["fit", ROOT, "s3://b/x", "--ckpt_path", "auto"], "s3://b/x is a URL"),
-        (["validate", ROOT, "s3://b/x"], "s3://b/x is a URL"),
         (["fit", ROOT, "hf://b/x"], "give a local folder"),
         (["fit", ROOT, "file:///b/x"], "give the path alone: /b/x"),
         (["plan", ROOT, "gs://b/x"], "gs://b/x is a URL"),
