@@ -3,6 +3,7 @@
 import pytest
 from trainings import RECORDER, equipment, lm, losses, write_config
 
+from lm.runs.postmortem import steps_of
 from lm.runs.run import Run
 
 FIT = ("fit", "--config", "small.yaml", "--ckpt_path", "auto")
@@ -31,6 +32,7 @@ def test_a_training_that_costs_too_much_ends_with_a_checkpoint_under_the_cap_and
     assert "Traceback" not in fit.stderr and "of $600.00; " in fit.stderr.splitlines()[-1]
     (step,) = run.steps()
     assert 12 < step < 60 and run.status() == "stopped" and max(losses(workplace)) == (step, 1)
+    assert steps_of(run) == []  # no post-mortem: samples and weights do not explain a cost
     first = run.read("budget.json")
     assert 0 < first["spent_usd"] < 600 < first["projected_total_usd"]
     assert first["spent_usd"] == pytest.approx(first["hours_elapsed"] * 3600)

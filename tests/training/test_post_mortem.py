@@ -4,7 +4,6 @@ import json
 import math
 import re
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -12,22 +11,15 @@ from lightning.pytorch import Callback
 from test_guards import poisoned
 from trainings import equipment, fit, lm, losses, make_workplace
 
-from lm.data.loader import Cursor
 from lm.inspection.run_views import draw_incident
 from lm.runs import postmortem
 from lm.runs.postmortem import Incident, Sample
 from lm.runs.run import Run
-from lm.training.callbacks.postmortem import PostMortem
-from lm.training.run_state import RunState
-from lm.training.step_stats import StepRecord
 
 ALWAYS = {"guards.spike": "step > 1"}  # true from the second log line on
 RECOVERED = r"\nThe loss was as low as before: \d\.\d{4} in the log line of step \d+, \d\.\d{4} before\.\n"
 NEVER = {"guards.spike": None}
 FILES = {"postmortem.md", "postmortem.json", "samples.txt", "tokens.json", "loss.png", "grad_norm.png"}
-
-
-# ---- what a config names ---------------------------------------------------------------------------------------------
 
 
 class InTheWay(Callback):
@@ -101,8 +93,7 @@ def test_numbers_are_those_of_the_step(workplace, packing):
         assert entry["origin"] == f"{sample['shard']}, window {sample['window']}"
         assert len(entry["token_ids"]) == len(entry["tokens"]) == len(entry["losses"])
         assert "".join(entry["tokens"]) in (folder / "samples.txt").read_text()
-    worst = max(loss for entry in told for loss in entry["losses"][1:] if loss is not None)
-    assert f"| {worst:.4g} |" in section((folder / "postmortem.md").read_text(), "What the step saw")
+    assert f"| {max(counted):.4g} |" in section(page_of(run, 5), "What the step saw")
 
 
 def test_a_step_that_is_not_finite_is_written_up(workplace):
@@ -129,18 +120,6 @@ def test_what_guards_do_meanwhile_belongs_to_it_and_a_stop_closes_it(workplace):
     assert len(postmortem.steps_of(run)) == 1
 
 
-@pytest.mark.slow
-def test_a_warning_of_an_alert_is_none_and_a_run_has_five_at_most(workplace):
-    """Every fourth step does more than warn, and the loss is back before the next."""
-    alerts = {f"step == {step}": "checkpoint" for step in range(2, 30, 4)}
-    _, run = fit(workplace, "many", **{
-        **NEVER, "guards.alerts": {"grad_norm > 0": "warn", **alerts}, "model.optimizer.lr": 1e-30,
-        "trainer.max_steps": 30, "trainer.val_interval": 30, "model.decoder.dropout": 0.0,
-    })  # fmt: skip
-    assert postmortem.steps_of(run) == [2, 6, 10, 14, 18] and postmortem.still_open(run) is None
-    assert [alert["step"] for alert in run.alerts() if alert["action"] == "checkpoint"] == list(range(2, 30, 4))
-
-
 def test_a_post_mortem_that_fails_is_one_warning(workplace):
     ended, run = fit(workplace, "clumsy", callbacks=[equipment("test_post_mortem.InTheWay")], **ALWAYS)
     assert ended.stderr.count("the post-mortem could not be written: FileExistsError") == 1
@@ -149,16 +128,14 @@ def test_a_post_mortem_that_fails_is_one_warning(workplace):
 
 @pytest.mark.slow
 def test_an_interrupted_run_continues_its_page(workplace):
-    """Interrupted while it was open; the next process closes it, and what a person wrote in it stays."""
+    """Interrupted while it was open; the next process closes it."""
     changes = {"guards.spike": "step == 3", "trainer.max_steps": 40, "trainer.val_interval": 40}
     kill = equipment("recorder.KillAt", signal_name="SIGTERM", micro_batch=5)
     _, run = fit(workplace, "again", callbacks=[kill], expect=75, **changes)
     file = run.path / "postmortem-00000003" / "postmortem.md"
     assert "## Recovery\n\nOpen" in file.read_text() and postmortem.still_open(run).step == 3
-    file.write_text(file.read_text().replace("_For a person to finish", "It was the cat. _For a person"))
     fit(workplace, "again", "--ckpt_path", "auto", **changes)
-    assert "It was the cat." in file.read_text() and postmortem.still_open(run) is None
-    assert re.match(RECOVERED, section(file.read_text(), "Recovery"))
+    assert re.match(RECOVERED, section(file.read_text(), "Recovery")) and postmortem.still_open(run) is None
 
 
 @pytest.mark.slow
@@ -194,42 +171,15 @@ def an_incident(**changes):
     })  # fmt: skip
 
 
-@pytest.mark.parametrize(("guard", "written"), [("alert", [6]), ("budget", []), ("throughput", [])])
-def test_a_stop_for_another_reason_than_the_loss(tmp_path, guard, written):
-    """Cost and speed have no page; that of an alert does not speak of a loss that rose or is to come back."""
-    run = Run(tmp_path)
-    for step in (2, 4):
-        run.append("metrics.jsonl", {"step": step, "train/loss": 3.0})
-    steps = [StepRecord(5, 2.4, 1.0, True), StepRecord(6, 2.6, 1.0, True)]
-    trainer = SimpleNamespace(run=run, is_global_zero=True, callbacks=[], global_step=4,
-                              run_state=RunState(cursor=Cursor(0, 48)),
-                              strategy=SimpleNamespace(broadcast=lambda value: value))  # fmt: skip
-    trainer.run_state.stats.recent, module = steps, SimpleNamespace(decoder=None)
-    trainer.datamodule = SimpleNamespace(tokenizer=SimpleNamespace(decode=str))
-    callback = PostMortem()
-    callback.on_train_start(trainer, module)
-    trainer.global_step = 6
-    callback.on_guard(trainer, module, guard, "stop", "step > 5")
-    callback.on_metrics(trainer, module, {"train/loss": 2.5})
-    callback.on_train_end(trainer, module)
-    assert postmortem.steps_of(run) == written
-    for step in written:
-        page = page_of(run, step)
-        assert "Step 6: loss 2.6, where it was 3 before" in page
-        assert section(page, "Recovery") == "\nThe training ended at step 6.\n"
-
-
 def test_only_the_recovery_is_replaced(tmp_path):
     """A person's edits before and after survive that it is closed."""
     run = Run(tmp_path)
     file = postmortem.write_postmortem(run, an_incident(), [], str) / "postmortem.md"
     edited = file.read_text().replace("## Cause", "## Cause\n\nRow 7 of shard 3.").replace("# Post", "# My post")
     file.write_text(edited)
-    incident = postmortem.still_open(run)
-    assert incident.step == 7 and incident.steps[1][2] is None
-    postmortem.close_postmortem(run, incident, "recovered", "It is back.")
-    page = file.read_text()
-    assert page == edited.replace(postmortem.OPEN, "It is back.") != edited and postmortem.still_open(run) is None
+    postmortem.close_postmortem(run, postmortem.still_open(run), "recovered", "It is back.")
+    assert file.read_text() == edited.replace(postmortem.OPEN, "It is back.") != edited
+    assert postmortem.still_open(run) is None
 
 
 def test_the_curves_are_those_of_the_log_lines_and_of_the_steps():
@@ -259,13 +209,12 @@ def test_a_page_is_written_where_little_is_known(tmp_path):
         json.loads((tmp_path / "postmortem-00000007" / name).read_text(), parse_constant=pytest.fail)
 
 
-@pytest.mark.parametrize("content", ["{}", '{"closed": null, "step": 9}', "[1]", "{", '{"steps": [[1]]}'])
-def test_one_that_is_damaged_is_passed_over(tmp_path, content):
-    """A training that is resumed looks for the one that is open, though another has been damaged or renamed."""
+def test_one_that_is_damaged_is_passed_over(tmp_path):
+    """A training that is resumed looks for the one that is open, though others have been damaged or renamed."""
     run = Run(tmp_path)
     postmortem.write_postmortem(run, an_incident(), [], str)
-    damaged = postmortem.folder_of(run, 9)
-    damaged.mkdir()
-    (damaged / "postmortem.json").write_text(content)
-    (tmp_path / "postmortem-00000008-copy").mkdir()
-    assert postmortem.steps_of(run) == [7, 9] and postmortem.still_open(run).step == 7
+    for step, content in enumerate(["{}", '{"closed": null, "step": 9}', "[1]", "{", '{"steps": [[1]]}'], start=8):
+        postmortem.folder_of(run, step).mkdir()
+        (postmortem.folder_of(run, step) / "postmortem.json").write_text(content)
+    (tmp_path / "postmortem-00000020-copy").mkdir()
+    assert postmortem.steps_of(run) == list(range(7, 13)) and postmortem.still_open(run).step == 7

@@ -40,8 +40,8 @@ def test_rare_tokens_are_the_most_that_make_up_one_percent(tmp_path):
     assert counts[rare].sum() + counts[others].min() > 0.01 * len(tokens)
 
 
-def test_there_is_always_one(tmp_path):
-    """Where every token is common, it is the rarest one; of equals the one with the smallest id."""
+def test_where_every_token_is_common_the_rarest_one_is_taken(tmp_path):
+    """Of equals it is the one with the smallest id."""
     write_tokens(tmp_path / "00000.parquet", np.array([7, 7, 7, 3, 3, 9, 9] * 10, dtype=np.uint16))
     assert rare_tokens(Shards.open(str(tmp_path)), 1000).tolist() == [3]
 
@@ -112,50 +112,45 @@ def test_five_steps_are_replaced_and_no_other(workplace, drill):
     assert len({tuple(row) for step in STEPS for row in tokens[step]}) == 5 * 8
 
 
-def test_it_is_logged_as_such(drill):
+@pytest.mark.fault(9)
+def test_it_is_logged_survived_and_written_up_with_its_recovery(drill):
     ended, run, _ = drill
     assert "step 30: the samples of steps 30 to 34 are replaced by rare tokens" in ended.stderr
-    marked = {line["step"] for line in run.metrics() if line.get("data/injected") == 1}
-    assert sorted(marked) == STEPS and run.read("run.json")["injected"] == {"steps": STEPS}
-
-
-@pytest.mark.fault(9)
-def test_it_is_survived_and_written_up_with_its_recovery(drill):
-    _, run, _ = drill
-    assert run.read("run.json")["status"] == "finished"
-    page = (run.path / "postmortem-00000030" / "postmortem.md").read_text()
-    assert (
-        "**This was a drill**" in page and ", injected\n" in (run.path / "postmortem-00000030/samples.txt").read_text()
-    )
+    assert [line["step"] for line in run.metrics() if line.get("data/injected") == 1] == STEPS
+    assert run.read("run.json")["injected"] == {"steps": STEPS} and run.status() == "finished"
+    folder = run.path / "postmortem-00000030"
+    page = (folder / "postmortem.md").read_text()
+    assert "**This was a drill**" in page and ", injected\n" in (folder / "samples.txt").read_text()
     assert re.search(r"## Recovery\n\nThe loss was as low as before: .* in the log line of step (3[5-9]|4\d)", page)
 
 
 EARLY = equipment("lightning.pytorch.callbacks.EarlyStopping", monitor="val/loss", divergence_threshold=0.1)
 UNLEARNED = {"trainer.log_interval": 1, "model.optimizer.lr": 1e-9, "model.decoder.dropout": 0.0}
-OFTEN = {f"step == {step}": "checkpoint" for step in range(2, 25, 2)}
+OFTEN = {"grad_norm > 0": "warn", **{f"step == {step}": "checkpoint" for step in range(2, 26, 4)}}
 
 
 @pytest.mark.parametrize(
-    "page, count, recovery, changes",
+    ("pages", "recovery", "changes"),
     [
-        (20, 1, "The loss was as low as before: ", {"guards.inject_step": 20, "trainer.max_steps": 60}),
-        (12, 1, "The training ended at step 12", {"guards.inject_step": 12}),
-        (8, 1, "The training ended at step 8", {
+        ([20], "The loss was as low as before: ", {"guards.inject_step": 20, "trainer.max_steps": 60}),
+        ([12], "The training ended at step 12", {"guards.inject_step": 12}),
+        ([8], "The training ended at step 8", {
             "guards.inject_step": 6, "guards.spike": None, "trainer.callbacks": [EARLY]}),
         # One that was open when the drill began is closed for it.
-        (6, 2, "The loss", {"guards.inject_step": 6, "guards.spike": "step == 5", **UNLEARNED}),
-        # A run has five at most, but for the drill.
-        (26, 6, "The ", {"guards.inject_step": 26, "guards.alerts": OFTEN, **UNLEARNED, "trainer.max_steps": 30}),
+        ([5, 6], "The loss", {"guards.inject_step": 6, "guards.spike": "step == 5", **UNLEARNED}),
+        # A run has five at most, but for the drill; that an alert warns is none.
+        ([2, 6, 10, 14, 18, 26], "The ", {
+            "guards.inject_step": 26, "guards.alerts": OFTEN, **UNLEARNED, "trainer.max_steps": 30}),
     ],
 )  # fmt: skip
-def test_it_is_written_up_though_no_spike_is_noticed(workplace, page, count, recovery, changes):
+def test_it_is_written_up_though_no_spike_is_noticed(workplace, pages, recovery, changes):
     """Before there are ten log lines, in the last step, in a run that is stopped early, without `guards.spike`."""
     changes = {"trainer.log_interval": 10, "trainer.val_interval": 8, **changes}
     shutil.rmtree(workplace / "checkpoints" / "quiet", ignore_errors=True)
     _, run = fit(workplace, "quiet", **changes)
-    text = (run.path / f"postmortem-{page:08d}" / "postmortem.md").read_text()
+    assert steps_of(run) == pages and still_open(run) is None
+    text = (run.path / f"postmortem-{pages[-1]:08d}" / "postmortem.md").read_text()
     assert "**This was a drill**" in text and f"## Recovery\n\n{recovery}" in text
-    assert len(steps_of(run)) == count and steps_of(run)[-1] == page and still_open(run) is None
     assert [alert["guard"] for alert in run.alerts()].count("drill") == 1
 
 
