@@ -26,23 +26,31 @@ KEEP_ALL = {"trainer.checkpoint_interval": 1, "trainer.keep_checkpoints": 99}
 
 
 class Poison(Callback):
-    """Makes a NaN in the gradient, or an Inf in the loss, of a step; on the last rank alone.
+    """Makes a NaN in the gradient of a step, or adds to its loss; on the last rank alone.
 
     Args:
         gradient: steps whose gradient it is; 1 is the first.
         loss: steps whose loss it is.
+        adds: what is added to that loss.
+        once: on this machine, so that a training that repeats a step has it no more.
     """
 
-    def __init__(self, gradient: list[int] = [], loss: list[int] = []) -> None:
-        self.gradient, self.loss = gradient, loss
+    def __init__(
+        self, gradient: list[int] = [], loss: list[int] = [], adds: float = math.inf, once: bool = False
+    ) -> None:
+        self.gradient, self.loss, self.adds, self.once = gradient, loss, adds, once
 
     def on_train_batch_start(self, trainer, pl_module, batch, batch_idx):
         if trainer.global_rank != trainer.world_size - 1:
             return
-        if trainer.global_step + 1 in self.loss:
-            poison_loss(pl_module, math.inf)
+        step = trainer.global_step + 1
+        done = Path(f"poisoned-{step}-{self.adds}")
+        if step in self.loss and not (self.once and done.exists()):
+            if self.once:
+                done.touch()
+            poison_loss(pl_module, self.adds)
         weight = pl_module.decoder.norm.weight
-        if trainer.global_step + 1 in self.gradient and not isinstance(weight, DTensor):
+        if step in self.gradient and not isinstance(weight, DTensor):
             handle = weight.register_hook(lambda gradient: [handle.remove(), gradient * math.nan][1])
 
     def on_after_backward(self, trainer, pl_module):
@@ -50,19 +58,6 @@ class Poison(Callback):
         last = trainer.global_rank == trainer.world_size - 1
         if last and trainer.global_step + 1 in self.gradient and isinstance(weight.grad, DTensor):
             weight.grad.to_local().mul_(math.nan)
-
-
-class Fault(Callback):
-    """Adds something to the loss of steps, once on this machine: a training that repeats a step has it no more."""
-
-    def __init__(self, steps: list[int], adds: float) -> None:
-        self.steps, self.adds = steps, adds
-
-    def on_train_batch_start(self, trainer, pl_module, batch, batch_idx):
-        done = Path(f"fault-{trainer.global_step + 1}-{self.adds}")
-        if trainer.global_step + 1 in self.steps and not done.exists():
-            done.touch()
-            poison_loss(pl_module, self.adds)
 
 
 def poison_loss(module, poison):
@@ -147,20 +142,14 @@ def test_the_line_that_a_stop_prints_goes_on_from_the_checkpoint_before_it(
     workplace, guard, steps, adds, step, changes
 ):  # fmt: skip
     """As it is typed in a shell."""
-    fault = equipment("test_guards.Fault", steps=steps, adds=adds)
-    ended, run = fit(workplace, f"stop-{guard}", callbacks=[fault], expect=3, **changes, **{"trainer.log_interval": 2})
+    fault = poisoned(loss=steps, adds=adds, once=True)
+    ended, run = fit(workplace, f"stop-{guard}", expect=3, **fault, **changes, **{"trainer.log_interval": 2})
     command = command_of(ended)
     assert command.endswith(f" --ckpt_path step-{step:08d}") and f"`{command}`" in run.read("run.json")["reason"]
     subprocess.run(command, shell=True, cwd=workplace, env={**os.environ, "PYTHONPATH": PLACES}, check=True)
     assert run.status() == "finished" and run.read("run.json")["stretches"][-1]["step"] == step
     lines = {line["step"]: line["train/loss"] for line in run.metrics() if "train/loss" in line}
     assert list(lines) == [2, 4, 6, 8, 10, 12] and lines[8] < lines[2]
-
-
-def test_a_stop_before_the_first_checkpoint_says_so(workplace):
-    ended, _ = fit(workplace, "stop-early", expect=3, **{"guards.alerts": {"step == 2": "stop"}})
-    assert ended.stderr.splitlines()[-1].startswith(
-        "lm fit: alert: step == 2: at step 2; there is no checkpoint from before step 2: start a new run")  # fmt: skip
 
 
 def test_a_finding_knows_since_when():
@@ -197,31 +186,25 @@ def found_in(lines, observer, state=None, max_steps=12, **schedule):
 
 @pytest.mark.fault(9)
 def test_a_rollback_returns_to_good_weights_and_continues_with_the_next_samples(workplace):
-    """After step 8 the weights of 7 are back, with their optimizer; the steps and their samples continue."""
-    rollback = {"guards.alerts": {"step == 8": "rollback"}, "trainer.val_interval": 100}
-    _, run = fit(workplace, "rollback", **KEEP_ALL, **rollback)
+    """After step 8 the weights of 6 are back, with their optimizer; the steps and their samples continue.
+
+    Step 8 is saved at once, so that a kill does not bring the bad stretch back.
+    """
+    changes = {"trainer.checkpoint_interval": 3, "trainer.keep_checkpoints": 9, "trainer.val_interval": 100}
+    _, run = fit(workplace, "rollback", **{"guards.alerts": {"step == 8": "rollback"}}, **changes)
+    assert list(run.steps()) == [3, 6, 8, 9, 12]
     for name in ("model.safetensors", "optimizer.safetensors"):
-        assert same(tensors(run, 7, name), tensors(run, 8, name))
+        assert same(tensors(run, 6, name), tensors(run, 8, name))
     assert not same(tensors(run, 8), tensors(run, 9))
-    assert run.read("run.json")["rollbacks"] == [{"step": 8, "to": 7}]
-    tokens = {line["step"]: line["tokens"] for line in run.metrics()}
-    assert tokens == {step: step * 256 for step in range(1, 13)}
-    assert (run.path / "step-00000012" / "trainer.json").exists()
-
-
-@pytest.mark.fault(9)
-def test_a_kill_after_a_rollback_does_not_bring_the_bad_stretch_back(workplace):
-    """With checkpoints far apart, the step of the rollback is saved at once."""
-    changes = {"trainer.checkpoint_interval": 3, "guards.alerts": {"step == 7": "rollback"}}
-    changes |= {"trainer.val_interval": 100, "trainer.keep_checkpoints": 9, "trainer.max_steps": 8}
-    _, run = fit(workplace, "rollback-saved", **changes)
-    assert same(tensors(run, 6), tensors(run, 7)) and run.read("run.json")["rollbacks"] == [{"step": 7, "to": 6}]
+    assert run.read("run.json")["rollbacks"] == [{"step": 8, "to": 6}]
+    assert {line["step"]: line["tokens"] for line in run.metrics()} == {step: step * 256 for step in range(1, 13)}
 
 
 def test_a_rollback_with_nothing_to_return_to_or_too_many_of_them_stops(workplace):
     always = {"guards.alerts": {"step > 1": "rollback"}}
-    done, run = fit(workplace, "nothing", expect=3, **always)
-    assert "has nothing to return to; there is no checkpoint from before step 2" in run.read("run.json")["reason"]
+    _, run = fit(workplace, "nothing", expect=3, **always)
+    reason = run.read("run.json")["reason"]
+    assert "has nothing to return to; there is no checkpoint from before step 2: start a new run" in reason
     late = {"guards.alerts": {"step > 6": "rollback"}, "guards.max_rollbacks": 2, "trainer.val_interval": 100}
     done, run = fit(workplace, "often", expect=3, **late, **{"trainer.checkpoint_interval": 3})
     assert "guards.max_rollbacks 2 are used up; `" in run.read("run.json")["reason"]
@@ -229,16 +212,12 @@ def test_a_rollback_with_nothing_to_return_to_or_too_many_of_them_stops(workplac
     assert len(run.read("run.json")["rollbacks"]) == 2 and run.read("state.json")["step"] == 9
 
 
-@pytest.mark.parametrize("changes, returns", [
-    # A spike that is longer than one log line: the checkpoint of a rollback is what the next one returns to.
-    ({"guards.alerts": {f"step == {step}": "rollback" for step in (7, 8, 9)}}, [(7, 6), (8, 7), (9, 8)]),
-    # A checkpoint between two log lines does not take the place of the one before the last good line.
-    ({"guards.alerts": {"step == 8": "rollback"}, "trainer.log_interval": 4}, [(8, 3)]),
-], ids=["a long spike", "a checkpoint between"])  # fmt: skip
-def test_what_a_rollback_may_need_is_kept(workplace, changes, returns):
-    one = {"trainer.keep_checkpoints": 1, "trainer.checkpoint_interval": 3, "trainer.val_interval": 100}
-    _, run = fit(workplace, f"kept-for-{len(returns)}", **one, **changes)
-    assert [(each["step"], each["to"]) for each in run.read("run.json")["rollbacks"]] == returns
+def test_what_a_rollback_may_need_is_kept(workplace):
+    """In a spike that is longer than one log line, the checkpoint of a rollback is what the next one returns to."""
+    changes = {"trainer.keep_checkpoints": 1, "trainer.checkpoint_interval": 3, "trainer.val_interval": 100}
+    alerts = {f"step == {step}": "rollback" for step in (7, 8, 9)}
+    _, run = fit(workplace, "kept", **{"guards.alerts": alerts}, **changes)
+    assert [(each["step"], each["to"]) for each in run.read("run.json")["rollbacks"]] == [(7, 6), (8, 7), (9, 8)]
     assert list(run.steps()) == [12]
 
 
@@ -288,17 +267,15 @@ def test_the_sums_leave_out_steps_that_were_not_applied_but_for_overflows_of_the
         (16.0, math.inf, True),
     ):
         nats, norm, targets = torch.tensor(nats), torch.tensor(norm), torch.tensor(4)
-        finite = nats.isfinite() & norm.isfinite()
         stats.scaled = scaled
-        stats.add(1, batch, StepResult(nats / targets, nats, targets, norm, finite, []))
+        stats.add(1, batch, StepResult(nats / targets, nats, targets, norm, nats.isfinite() & norm.isfinite(), []))
     assert stats.metrics()["train/loss"] == (8 + 16) / 8
     assert [(step.loss, step.applied) for step in stats.recent][::2] == [(2.0, True), (3.0, False)]
     assert stats.recent[3].applied is False and math.isnan(stats.metrics()["train/loss"])
 
 
 @pytest.mark.parametrize("wrong", [
-    {"alerts": {"los > 10": "stop"}}, {"alerts": {"__import__('os')": "stop"}}, {"spike": "loss"},
-    {"max_skipped": 0}, {"max_rollbacks": -1}, {"inject_step": 0},
+    {"alerts": {"los > 10": "stop"}}, {"spike": "loss"}, {"max_skipped": 0}, {"max_rollbacks": -1}, {"inject_step": 0},
 ])  # fmt: skip
 def test_a_wrong_guard_is_refused_when_the_config_is_read(wrong):
     with pytest.raises(RequestError):
