@@ -1,9 +1,9 @@
 #!/usr/bin/env bash
 # Copy a folder to a store and back, for machines that may be taken away. It is the folder of the runs, or of one run:
 #
-#     configs/launch/mirror.sh down checkpoints s3://my-bucket/runs     # before the run: brings the folder to a new machine
+#     configs/launch/mirror.sh down checkpoints s3://my-bucket/runs     # before the run: a new machine gets the folder
 #     configs/launch/mirror.sh up checkpoints s3://my-bucket/runs 60 &  # beside the run: copies, waits 60 s, copies ...
-#     configs/launch/mirror.sh up checkpoints s3://my-bucket/runs       # copies once; in cron begin with `flock -n FILE`
+#     configs/launch/mirror.sh up checkpoints s3://my-bucket/runs       # copies once; in cron after `flock -n FILE`
 #
 # LM_MIRROR_TOOL names the tool that copies: `aws` (s3://bucket/folder; the default), `rclone` (remote:bucket/folder) or
 # `rsync` (host:folder, or a folder of another disk). It finds its credentials as it always does.
@@ -116,7 +116,7 @@ if [ "$pause" ]; then
     trap 'pause=' TERM INT
     while [ "$pause" ]; do
         copy_up || say "not all of $folder is in $store; the next copy is in $pause s"
-        [ -z "$pause" ] || { sleep "$pause" & wait $!; }
+        [ -z "$pause" ] || { sleep "$pause" & wait $!; kill $! 2> /dev/null; } # a signal ends only `wait`
     done
 fi
 "copy_$direction" || { say "not all of $folder could be copied" && exit 1; }
