@@ -12,7 +12,7 @@ from datetime import UTC, datetime, timedelta
 from types import SimpleNamespace
 
 import pytest
-from trainings import HERE, fit, lm, make_workplace, write_config
+from trainings import HERE, fit, make_workplace, write_config
 
 from lm.cli.main import main
 from lm.errors import RequestError
@@ -29,8 +29,7 @@ KEEPER = HERE.parent / "configs" / "launch" / "keep_budget.py"
 class Clock:
     """A clock that a test turns."""
 
-    def __init__(self):
-        self.now = 1000.0
+    now = 1000.0
 
     def __call__(self):
         return self.now
@@ -59,10 +58,8 @@ def test_the_age_of_the_process_is_known():
 
 @pytest.mark.parametrize(
     ("hours", "usd", "end", "kind"),
-    [
-        (1, 3, 9.9, None), (1, 3, None, None), (1, 8, 9.9, "near"), (1, 8, 10.1, "projected"), (1, 10, 10, "spent"),
-        (1, None, None, None), (5, 0, 0, "spent"), (4, 0, 0, "near"),
-    ],
+    [(1, 3, 9.9, None), (1, 3, None, None), (1, 8, 9.9, "near"), (1, 8, 10.1, "projected"), (1, 10, 10, "spent"),
+     (1, None, None, None), (5, 0, 0, "spent"), (4, 0, 0, "near")],
 )  # fmt: skip
 def test_what_a_cost_means(hours, usd, end, kind):
     """Under a cap of $10 and 5 hours: the worst is what is said."""
@@ -78,16 +75,13 @@ def test_hours_that_will_not_suffice():
     assert tiny.reason == "$0.0031 of $0.002 are spent"
 
 
-@pytest.mark.parametrize(
-    ("wrong", "word"),
-    [
-        ({"cap_usd": 20}, "rate_usd_per_hr"), ({"cap_usd": -1, "rate_usd_per_hr": 3}, "cap_usd"),
-        ({"cap_usd": 1, "rate_usd_per_hr": 0}, "rate_usd_per_hr"), ({"max_hours": math.nan}, "max_hours"),
-        ({"cap_usd": math.inf, "file": "x"}, "cap_usd"), ({"max_hours": 1, "warn_at": 1.5}, "warn_at"),
-        ({"max_hours": 1, "warn_at": 0}, "warn_at"), ({"dry_run": True}, "dry_run"),
-        ({"dry_run": True, "rate_usd_per_hr": 3}, "dry_run"),
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize(("wrong", "word"), [
+    ({"cap_usd": 20}, "rate_usd_per_hr"), ({"cap_usd": -1, "rate_usd_per_hr": 3}, "cap_usd"),
+    ({"cap_usd": 1, "rate_usd_per_hr": 0}, "rate_usd_per_hr"), ({"max_hours": math.nan}, "max_hours"),
+    ({"cap_usd": math.inf, "file": "x"}, "cap_usd"), ({"max_hours": 1, "warn_at": 1.5}, "warn_at"),
+    ({"max_hours": 1, "warn_at": 0}, "warn_at"), ({"dry_run": True}, "dry_run"),
+    ({"dry_run": True, "rate_usd_per_hr": 3}, "dry_run"),
+])  # fmt: skip
 def test_an_inconsistent_budget_is_refused(wrong, word):
     with pytest.raises(RequestError, match=word):
         BudgetConfig(**wrong)
@@ -100,28 +94,26 @@ def stamp(seconds_ago=0.0):
     return (datetime.now(UTC) - timedelta(seconds=seconds_ago)).strftime("%Y-%m-%dT%H:%M:%SZ")
 
 
+def write_sidecar(path, seconds_ago=0.0, **values):
+    path.write_text(json.dumps({"spent_usd": 3, "last_update_utc": stamp(seconds_ago)} | values))
+
+
 def test_a_sidecar_is_read_when_it_has_news(tmp_path):
     clock = Clock()
     path = tmp_path / "budget.json"
     sidecar = Sidecar(path, clock)
     assert "cannot be read" in sidecar.read()[1]
-    for half in (
-        '{"spent_usd": 3.2, "last_up',
-        "[]",
-        "{}",
-        f'{{"spent_usd": "x", "last_update_utc": "{stamp()}"}}',
-        '{"spent_usd": 1, "last_update_utc": "yesterday"}',
-        '{"spent_usd": -1, "last_update_utc": ""}',
-    ):
+    for half in ('{"spent_usd": 3.2, "last_up', "[]", "{}", f'{{"spent_usd": "x", "last_update_utc": "{stamp()}"}}',
+                 '{"spent_usd": 1, "last_update_utc": "yesterday"}', '{"spent_usd": -1, "last_update_utc": ""}'):  # fmt: skip
         path.write_text(half)
         assert sidecar.read()[0] is None and "not whole" in sidecar.read()[1]
-    path.write_text(json.dumps({"spent_usd": 3, "last_update_utc": stamp(STALE + 60)}))
+    write_sidecar(path, STALE + 60)
     assert sidecar.read()[0] is None and "more than 10 minutes ago" in sidecar.read()[1]
-    path.write_text(json.dumps({"spent_usd": 3, "last_update_utc": stamp(60)}))
-    assert sidecar.read() == ({"spent_usd": 3, "last_update_utc": stamp(60)}, None) or sidecar.read() == (None, None)
+    write_sidecar(path, 60)
+    assert sidecar.read()[0]["spent_usd"] == 3 and sidecar.read()[1] is None
     clock.now += STALE + 1
     assert "10 minutes" in sidecar.read()[1]
-    path.write_text(json.dumps({"spent_usd": 4, "last_update_utc": "2001-01-01T00:00:00"}))
+    write_sidecar(path, spent_usd=4, last_update_utc="2001-01-01T00:00:00")
     assert sidecar.read()[0]["spent_usd"] == 4, "a date that jumps back is news all the same"
 
 
@@ -179,16 +171,20 @@ def hourly(cap, **more):
     return BudgetConfig(cap_usd=cap, rate_usd_per_hr=3600, **more)
 
 
-def test_a_run_that_fits_is_left_alone(tmp_path, monkeypatch):
-    """1000 steps of 1 s, four validations of 60 s and a first line of ten minutes, for compilation: 1830 of $2300."""
-    simulation = Simulation(tmp_path, monkeypatch, hourly(2300))
-    simulation.lines(1, 60)
-    simulation.lines(99, 1, validation=60)
+@pytest.mark.parametrize(("val_interval", "lines", "spent"), [
+    (250, [(1, 60), (99, 1, 60)], 1830),  # four validations of 60 s and a first line of ten minutes, for compilation
+    (10, [(100, 1, 10)], 2000),  # a validation of 10 s at every line
+])  # fmt: skip
+def test_a_run_that_fits_is_left_alone(tmp_path, monkeypatch, val_interval, lines, spent):
+    """1000 steps of 1 s under $2300; each validation is counted once."""
+    simulation = Simulation(tmp_path, monkeypatch, hourly(2300, warn_at=1), val_interval)
+    for each in lines:
+        simulation.lines(*each)
     assert simulation.acts == []
     simulation.budget.on_train_end(simulation.trainer, None)
     file = simulation.file
-    assert file["spent_usd"] == file["projected_total_usd"] == pytest.approx(1830, rel=0.01)
-    assert file["hours_elapsed"] == pytest.approx(1830 / 3600) and file["cap_usd"] == 2300
+    assert file["spent_usd"] == file["projected_total_usd"] == pytest.approx(spent, rel=0.01)
+    assert file["hours_elapsed"] == pytest.approx(spent / 3600) and file["cap_usd"] == 2300
     assert file["rate_usd_per_hr"] == 3600 and datetime.fromisoformat(file["last_update_utc"])
 
 
@@ -218,13 +214,6 @@ def test_a_run_ends_in_time_and_with_a_checkpoint_if_possible(tmp_path, monkeypa
     assert simulation.spent == pytest.approx(spent)
 
 
-def test_a_validation_at_every_line_is_counted_once(tmp_path, monkeypatch):
-    """1000 steps of 1 s and a hundred validations of 10 s fit in $2300."""
-    simulation = Simulation(tmp_path, monkeypatch, hourly(2300, warn_at=1), val_interval=10)
-    simulation.lines(100, 1, validation=10)
-    assert simulation.acts == [] and simulation.spent == pytest.approx(2000)
-
-
 @pytest.mark.parametrize("seed", range(5))
 def test_noise_and_slow_stretches_stop_nothing(tmp_path, monkeypatch, seed):
     """Steps of about 1 s and a few lines ten times slower, early ones among them, under a cap that is enough."""
@@ -238,21 +227,19 @@ def test_noise_and_slow_stretches_stop_nothing(tmp_path, monkeypatch, seed):
     assert simulation.spent < 2600 and "stop" not in [act[1] for act in simulation.acts]
 
 
-def test_a_damaged_budget_file_is_no_fresh_budget(tmp_path, monkeypatch):
-    negative = '{"spent_usd": -5, "hours_elapsed": 1.0}'
-    for content in ('{"spent_', "[]", "{}", '{"spent_usd": "9", "hours_elapsed": NaN}', negative):
-        (tmp_path / "budget.json").write_text(content)
-        with pytest.raises(RequestError, match="is damaged, so what the run has cost is not known"):
-            Simulation(tmp_path, monkeypatch, hourly(2000))
+DAMAGED = "is damaged, so what the run has cost is not known"
 
 
-def test_a_run_whose_budget_is_spent_is_not_resumed(tmp_path, monkeypatch):
-    (tmp_path / "budget.json").write_text('{"spent_usd": 2000, "hours_elapsed": 0.5}')
-    with pytest.raises(RuntimeError, match=r"\$2,000.00 of \$2,000.00 are spent"):
-        Simulation(tmp_path, monkeypatch, hourly(2000))
-    (tmp_path / "budget.json").write_text('{"spent_usd": null, "hours_elapsed": 4.5}')
-    with pytest.raises(RuntimeError, match="4.50 hours of 4.00 hours are spent"):
-        Simulation(tmp_path, monkeypatch, BudgetConfig(max_hours=4))
+@pytest.mark.parametrize(("content", "error"), [
+    *((damaged, DAMAGED) for damaged in ('{"spent_', "[]", "{}", '{"spent_usd": "9", "hours_elapsed": NaN}',
+                                         '{"spent_usd": -5, "hours_elapsed": 1.0}')),
+    ('{"spent_usd": 2000, "hours_elapsed": 0.5}', r"\$2,000.00 of \$2,000.00 are spent"),
+    ('{"spent_usd": null, "hours_elapsed": 4.5}', "4.50 hours of 4.00 hours are spent"),
+])  # fmt: skip
+def test_a_run_is_not_resumed_where_its_budget_is_spent_or_not_known(tmp_path, monkeypatch, content, error):
+    (tmp_path / "budget.json").write_text(content)
+    with pytest.raises(RequestError if error is DAMAGED else RuntimeError, match=error):
+        Simulation(tmp_path, monkeypatch, hourly(2000, max_hours=4))
 
 
 def test_a_budget_is_kept_over_machines_and_ends_this_one(tmp_path):
@@ -260,16 +247,7 @@ def test_a_budget_is_kept_over_machines_and_ends_this_one(tmp_path):
     file = tmp_path / "budget.json"
 
     def keep(rate, cap):
-        command = [
-            str(KEEPER),
-            str(file),
-            "--rate",
-            str(rate),
-            "--cap",
-            str(cap),
-            "--at_cap",
-            f"touch {tmp_path}/ended",
-        ]
+        command = [KEEPER, file, "--rate", str(rate), "--cap", str(cap), "--at_cap", f"touch {tmp_path}/ended"]
         process = subprocess.Popen([*command, "--interval", "0.05"], stdout=subprocess.PIPE, text=True)
         with suppress(subprocess.TimeoutExpired):
             process.wait(0.7 if cap > 1e6 else 30)
@@ -314,8 +292,8 @@ def test_a_sidecar_counts_and_the_own_clock_takes_over_where_it_ends(tmp_path, m
     its rate, and that is said once."""
     (tmp_path / "run").mkdir()
     path = tmp_path / "sidecar.json"
-    sidecar = {"spent_usd": 300, "rate_usd_per_hr": 3600, "hours_elapsed": 1.0, "last_update_utc": stamp()}
-    path.write_text(json.dumps(sidecar))
+    sidecar = {"rate_usd_per_hr": 3600, "hours_elapsed": 1.0}
+    write_sidecar(path, spent_usd=300, **sidecar)
     simulation = Simulation(tmp_path / "run", monkeypatch, BudgetConfig(cap_usd=1800, file=str(path)))
     simulation.lines(40, 1)
     assert simulation.file["spent_usd"] == pytest.approx(700) and simulation.file["hours_elapsed"] > 1.1
@@ -326,57 +304,45 @@ def test_a_sidecar_counts_and_the_own_clock_takes_over_where_it_ends(tmp_path, m
     assert simulation.file["spent_usd"] == pytest.approx(1100) and simulation.acts == []
     said = [record.message for record in caplog.records]
     assert len(said) == 2 and "not whole" in said[0] and "cannot be read" in said[1] and "own clock" in said[1]
-    path.write_text(json.dumps({**sidecar, "spent_usd": 1900, "last_update_utc": stamp(-60)}))
+    write_sidecar(path, -60, spent_usd=1900, **sidecar)
     simulation.lines(1, 1)
     assert [act[:3] for act in simulation.acts] == [(810, "stop", False)]
 
 
 def test_what_the_file_says_later_ends_the_run_with_a_checkpoint(tmp_path, monkeypatch):
-    (tmp_path / "run").mkdir()
-    path = tmp_path / "sidecar.json"
-    sidecar = {"spent_usd": 3, "rate_usd_per_hr": 2, "last_update_utc": stamp(60)}
-    path.write_text(json.dumps(sidecar))
-    config = BudgetConfig(cap_usd=50, file=str(path))
-    simulation = Simulation(tmp_path / "run", monkeypatch, config)
+    """And the file is not written over, though it may be kept in the run folder."""
+    path = tmp_path / "budget.json"
+    write_sidecar(path, 60, rate_usd_per_hr=2)
+    simulation = Simulation(tmp_path, monkeypatch, BudgetConfig(cap_usd=50, file=str(path)))
     simulation.lines(20, 1)
     assert simulation.acts == []
-    path.write_text(json.dumps({**sidecar, "last_update_utc": stamp(), "projected_total_usd": 99}))
+    write_sidecar(path, rate_usd_per_hr=2, projected_total_usd=99)
+    text = path.read_text()
     simulation.lines(20, 1)
     [(step, action, saves, words, *_)] = simulation.acts
     assert (step, action, saves) == (230, "stop", True) and "$99.00" in words  # three log lines in a row
+    assert path.read_text() == text
 
 
-@pytest.mark.parametrize(("content", "budget", "words"), [
-    (None, {"cap_usd": 5}, "cannot be read (No such file or directory)"),
-    ({"spent_usd": 1}, {"cap_usd": 5}, "is not whole"),
-    ({"spent_usd": 1, "last_update_utc": "2001-01-01T00:00:00Z"}, {"cap_usd": 5}, "more than 10 minutes ago"),
+@pytest.mark.parametrize(("content", "words"), [
+    (None, "cannot be read (No such file or directory)"),
+    ('{"spent_usd": 1}', "is not whole"),
+    ('{"spent_usd": 1, "last_update_utc": "2001-01-01T00:00:00Z"}', "more than 10 minutes ago"),
 ])  # fmt: skip
 def test_a_cap_that_cannot_be_counted_is_refused_by_a_fit_before_it_writes_and_by_plan(
-    tmp_path, monkeypatch, capsys, content, budget, words
+    tmp_path, monkeypatch, capsys, content, words
 ):
-    if content is not None:
-        (tmp_path / "budget.json").write_text(json.dumps(content).replace("NOW", stamp()))
-    write_config(tmp_path, **{"guards.budget": {**budget, "file": "budget.json"}, "trainer.callbacks": None})
+    if content:
+        (tmp_path / "budget.json").write_text(content)
+    write_config(tmp_path, **{"guards.budget": {"cap_usd": 5, "file": "budget.json"}, "trainer.callbacks": None})
     monkeypatch.chdir(tmp_path)
-    assert main(["plan", "--config", "small.yaml", "--device", "h200", "--json"]) == 2
-    (error,) = [one["what"] for one in json.loads(capsys.readouterr().out)["findings"] if one["level"] == "error"]
-    assert words in error
-    ended = lm(tmp_path, "fit", "--config", "small.yaml", "--force", expect=2)
-    assert words in ended.stderr and ended.stderr.count("\n") == 1
-    assert sorted(path.name for path in tmp_path.iterdir() if path.name != "budget.json") == ["small.yaml"]
-    if "cap_usd" in budget:  # with a rate its own clock counts
-        known = BudgetConfig(**budget, file="budget.json", rate_usd_per_hr=3)
-        assert read_budget_file(known) == {}
-
-
-def test_a_file_of_somebody_else_is_not_written_over(tmp_path, monkeypatch):
-    """The sidecar may keep its file in the run folder."""
-    path = tmp_path / "budget.json"
-    text = json.dumps({"spent_usd": 3, "rate_usd_per_hr": 1, "last_update_utc": stamp()})
-    path.write_text(text)
-    simulation = Simulation(tmp_path, monkeypatch, BudgetConfig(cap_usd=50, file=str(path)))
-    simulation.lines(50, 1)
-    assert path.read_text() == text
+    for command in (["plan", "--device", "h200"], ["fit", "--force"]):
+        assert main([command[0], "--config", "small.yaml", *command[1:]]) == 2
+        shown = capsys.readouterr()
+        assert words in shown.out + shown.err and (command[0] == "plan" or shown.err.count("\n") == 1)
+    assert {path.name for path in tmp_path.iterdir()} <= {"small.yaml", "budget.json"}
+    # With a rate its own clock counts.
+    assert read_budget_file(BudgetConfig(cap_usd=5, file="budget.json", rate_usd_per_hr=3)) == {}
 
 
 # ---- time left ------------------------------------------------------------------------------------------------------
