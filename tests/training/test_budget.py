@@ -12,7 +12,7 @@ from datetime import UTC, datetime, timedelta
 from types import SimpleNamespace
 
 import pytest
-from trainings import HERE, fit, make_workplace, write_config
+from trainings import HERE, write_config
 
 from lm.cli.main import main
 from lm.errors import RequestError
@@ -266,14 +266,6 @@ def test_a_budget_is_kept_over_machines_and_ends_this_one(tmp_path):
     assert other >= again + first
     code, _, said = keep(3600, 1)
     assert code == 0 and "of 1.00 USD are spent: touch" in said and (tmp_path / "ended").exists()
-
-
-def test_a_budget_that_is_spent_before_the_first_step_ends_with_3(tmp_path):
-    folder = make_workplace(tmp_path)
-    budget = {"cap_usd": 0.01, "rate_usd_per_hr": 1e6}
-    ended, run = fit(folder, expect=3, **{"guards.budget": budget})
-    assert ended.stderr.splitlines()[-1].endswith(" of $0.01 are spent: the end, without a checkpoint")
-    assert run.status() == "stopped"
 
 
 def test_a_jump_of_the_wall_clock_changes_nothing(tmp_path, monkeypatch):
