@@ -143,17 +143,13 @@ def stops(losses, state=None, warmup=0, begin=0):
     return [step for step, _ in found], observer.state_dict()
 
 
-@pytest.mark.parametrize(("losses", "warmup", "steps"), [
-    ([10.4] * 9 + [9.0], 0, []), ([10.4, 9.0, 11.0], 0, [3]), ([9.0, 11.0], 0, [2]),
-    ([10.4] * 13, 0, [11, 12, 13]), ([10.4] * 13, 12, [13]),
+@pytest.mark.parametrize(("losses", "warmup", "begin", "steps"), [
+    ([10.4] * 9 + [9.0], 0, 0, []), ([10.4, 9.0, 11.0], 0, 0, [3]), ([9.0, 11.0], 0, 0, [2]),
+    ([10.4] * 13, 0, 0, [11, 12, 13]), ([10.4] * 13, 12, 0, [13]),
+    ([10.4] * 13, 0, 200, [211, 212, 213]), ([10.4] * 13, 12, 200, [213]),  # a branch has a warm-up of its own
 ])  # fmt: skip
-def test_what_is_true_from_the_start_waits_until_it_is_not_or_the_warm_up_is_over(losses, warmup, steps):
-    assert stops(losses, warmup=warmup)[0] == steps
-
-
-@pytest.mark.parametrize(("warmup", "steps"), [(0, [211, 212, 213]), (12, [213])])
-def test_a_branch_has_a_warm_up_of_its_own(warmup, steps):
-    assert stops([10.4] * 13, warmup=warmup, begin=200)[0] == steps
+def test_what_is_true_from_the_start_waits_until_it_is_not_or_the_warm_up_is_over(losses, warmup, begin, steps):
+    assert stops(losses, warmup=warmup, begin=begin)[0] == steps
 
 
 def test_it_is_known_after_a_resume_whether_a_condition_was_false():
