@@ -79,13 +79,9 @@ def begin(tmp_path):
         driver = DRIVER.format(here=str(HERE), imports=list(imports), parts=parts, scripts=scripts, caps=caps)
         (tmp_path / "driver.py").write_text(driver)
         return subprocess.Popen(
-            [sys.executable, "driver.py", "-w", "wheels", "-o", "out", *arguments],
-            cwd=tmp_path,
-            text=True,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            env={**os.environ, "PYTHONPATH": "", **environment},
-        )
+            [sys.executable, "driver.py", "-w", "wheels", "-o", "out", *arguments], cwd=tmp_path, text=True,
+            stdout=subprocess.PIPE, stderr=subprocess.STDOUT, env={**os.environ, "PYTHONPATH": "", **environment},
+        )  # fmt: skip
 
     return start
 
@@ -99,9 +95,8 @@ def packed(folder):
     """The files of the newest archive, by name without their folder."""
     archive = max((folder / "out").glob("*.tar.gz"), key=lambda path: path.stat().st_mtime)
     with tarfile.open(archive) as files:
-        return {
-            Path(one.name).name: files.extractfile(one).read().decode(errors="replace") for one in files if one.isfile()
-        }
+        members = [one for one in files if one.isfile()]
+        return {Path(one.name).name: files.extractfile(one).read().decode(errors="replace") for one in members}
 
 
 def found_and_page(files):
@@ -138,10 +133,6 @@ def test_a_command_that_hangs_leaves_the_others_of_its_part_their_time(begin, tm
     assert both["commands"]["hang"]["exit"] == "cut" and both["commands"]["good"]["ok"] and both["seconds"] < 9
 
 
-def test_script_2_without_results_of_script_1_runs_its_own_parts_alone():
-    assert on_gpu.failed_commands({}) == {}
-
-
 def test_what_torchrun_starts_in_a_session_of_its_own_is_ended_too(tmp_path):
     code = "import subprocess; subprocess.Popen(['sleep', '100'], start_new_session=True); print(flush=True); input()"
     pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "start_new_session": True}
@@ -154,15 +145,13 @@ def test_what_torchrun_starts_in_a_session_of_its_own_is_ended_too(tmp_path):
 
 
 def test_script_2_begins_with_what_failed_in_script_1(begin, tmp_path):
-    """Of tests those that failed; then what was not begun, as its time was over."""
+    """Of tests those that failed; then what was not begun, as its time was over. Without results there is nothing."""
+    assert on_gpu.failed_commands({}) == {}
     (tmp_path / "test_two.py").write_text("def test_good(): pass\ndef test_broken(): assert 0")
     tests = "-m pytest HERE/test_two.py -n 2 -o cache_dir={folder}/pytest-cache -c /dev/null"
-    parts = one("good") | one("tests", 8, tests) | one("late", 10_000, "HERE/good.py") | one("other", 5, "HERE/good.py")
-    options = {
-        "parts": parts,
-        "scripts": {"1": ["good", "tests", "late"], "2": ["other"]},
-        "caps": {"1": 300, "2": 8000},
-    }
+    parts = one("good") | one("tests", 60, tests) | one("late", 10_000, "HERE/good.py") | one("other", 5, "HERE/good.py")
+    scripts = {"1": ["good", "tests", "late"], "2": ["other"]}
+    options = {"parts": parts, "scripts": scripts, "caps": {"1": 300, "2": 8000}}
     said = begin("1", **options).communicate(timeout=60)[0]
     assert "next, within 30 seconds: tests/benchmarks/on_gpu.sh -w wheels -o out 2\n" in said
     assert "failed or not begun: tests, late\n" in said and "late: not begun, as " in said
@@ -175,20 +164,16 @@ def test_script_2_begins_with_what_failed_in_script_1(begin, tmp_path):
     assert list(found["parts"]) == ["good", "tests", "late", "other"] and found["parts"]["late"]["ok"]
 
 
+STEP = {
+    "tokens_per_second": 1e6, "ms_per_step": 400.0, "ms_per_micro_batch": 50.0, "accumulate": 8,
+    "tokens_per_step": 400_000, "optimizer": {"ms_per_step": 20.0}, "mfu": 0.5, "peak_memory_bytes": 2**31,
+    "predicted_memory_bytes": 2**30,
+}  # fmt: skip
+
+
 def test_the_page_has_the_figures_of_all_steps_beside_the_expected(begin, tmp_path):
-    step = {
-        "tokens_per_second": 1e6,
-        "ms_per_step": 400.0,
-        "ms_per_micro_batch": 50.0,
-        "accumulate": 8,
-        "tokens_per_step": 400_000,
-        "optimizer": {"ms_per_step": 20.0},
-        "mfu": 0.5,
-        "peak_memory_bytes": 2**31,
-        "predicted_memory_bytes": 2**30,
-    }
-    (tmp_path / "headline.json").write_text(json.dumps(step))
-    (tmp_path / "fp8.json").write_text(json.dumps(step | {"ms_per_step": 382.0}))
+    (tmp_path / "headline.json").write_text(json.dumps(STEP))
+    (tmp_path / "fp8.json").write_text(json.dumps(STEP | {"ms_per_step": 382.0}))
     commands = {name: f"HERE/write.py HERE/{name}.json {{json}}" for name in ("headline", "fp8")}
     said = begin("steps", parts={"steps": (60, commands)}).communicate(timeout=60)[0]
     assert "| headline | 1,000,000 | 1,011,995 | 47.5 | 20.0 | 50.6% | 2.0 | 1.0 |\n" in said
@@ -198,31 +183,14 @@ def test_the_page_has_the_figures_of_all_steps_beside_the_expected(begin, tmp_pa
 
 def test_the_page_has_at_most_60_lines():
     """With every part run, every result there, and everything failed."""
-    step = {
-        "tokens_per_second": 1.0,
-        "ms_per_step": 4.0,
-        "ms_per_micro_batch": 5.0,
-        "accumulate": 1,
-        "tokens_per_step": 4,
-        "mfu": 0.5,
-        "optimizer": {"ms_per_step": 2.0},
-        "peak_memory_bytes": 1,
-        "predicted_memory_bytes": 1,
-    }
     timed = {"forward": {"ours": {"seconds": 1.0, "of_copy_rate": 1.0}, "eager": {"seconds": 1.0}}}
     results = {"kernels": {"cases": {f"op {number}": timed for number in range(40)}}, "probe": {"products": "none"}}
+    failed = {"exit": 1, "ok": False, "seconds": 1, "said": "x" * 200}
     parts = {
-        name: {
-            "expected_s": 1,
-            "seconds": 1,
-            "ok": False,
-            "commands": {
-                command: {"exit": 1, "ok": False, "seconds": 1, "said": "x" * 200, "result": results.get(command, step)}
-                for command in part.commands
-            },
-        }
+        name: {"expected_s": 1, "seconds": 1, "ok": False,
+               "commands": {each: failed | {"result": results.get(each, STEP)} for each in part.commands}}
         for name, part in PARTS.items()
-    }
+    }  # fmt: skip
     for name in ("profile", "peer"):
         del parts[name]["commands"][name]["result"]
     machine = {"gpu": "H100", "torch": "2", "python": "3", "cores": 16, "revision": None}
@@ -271,28 +239,16 @@ def test_a_missing_package_is_named_before_anything_runs(begin, tmp_path):
 
 def test_trainings_that_tests_start_find_the_unpacked_packages_too():
     environment = {**os.environ, "PYTHONPATH": f"{ROOT}:{HERE.parent}:/unpacked"}
-    said = subprocess.check_output(
-        [sys.executable, "-c", "import trainings; print(trainings.PLACES)"], text=True, env=environment
-    )
+    command = [sys.executable, "-c", "import trainings; print(trainings.PLACES)"]
+    said = subprocess.check_output(command, text=True, env=environment)
     assert said.strip().split(":")[-1] == "/unpacked"
 
 
-FIT = {
-    "fit": (
-        20,
-        {
-            name: f"HERE/fit.py --trainer.default_root_dir {{runs}}/{place}"
-            for name, place in (("whole", "whole"), ("killed", "killed"), ("resumed", "killed"))
-        },
-    )
-}
-
-
-@pytest.mark.parametrize(
-    "environment, same", [({}, "24 and 24 steps, losses at most 0.0 apart"), ({"OFF": "0.1"}, None)]
-)
-def test_a_training_is_killed_and_resumed_and_the_losses_are_really_compared(begin, tmp_path, environment, same):
-    code = begin("fit", parts=FIT, HANG="1", **environment).wait(timeout=60)
+@pytest.mark.parametrize("off, same", [("0", "24 and 24 steps, losses at most 0.0 apart"), ("0.1", None)])
+def test_a_training_is_killed_and_resumed_and_the_losses_are_really_compared(begin, tmp_path, off, same):
+    run = "HERE/fit.py --trainer.default_root_dir {runs}/"
+    lines = {"whole": f"{run}whole", "killed": f"{run}killed", "resumed": f"{run}killed"}
+    code = begin("fit", parts={"fit": (20, lines)}, HANG="1", OFF=off).wait(timeout=60)
     commands = found_and_page(packed(tmp_path))[0]["parts"]["fit"]["commands"]
     assert commands["killed"]["exit"] == -signal.SIGKILL and commands["resumed"]["result"]["val/loss"] == 1.5
     assert code == int(not same) and commands["same"]["ok"] == bool(same)
@@ -317,19 +273,14 @@ def test_the_process_that_waits_has_imported_everything_and_has_not_used_cuda(tm
         "print(torch.cuda.is_initialized(), 'torch._inductor.async_compile' in sys.modules)  # it looks at CUDA\n"
     )
     process = subprocess.Popen(
-        [sys.executable, HERE / "preloaded.py", *on_gpu.IMPORTS],
-        cwd=tmp_path,
-        stdin=subprocess.PIPE,
-        text=True,
-        stdout=subprocess.PIPE,
-        env={**os.environ, "PYTHONPATH": str(ROOT)},
-    )
+        [sys.executable, HERE / "preloaded.py", *on_gpu.IMPORTS], cwd=tmp_path, text=True, stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE, env={**os.environ, "PYTHONPATH": str(ROOT)},
+    )  # fmt: skip
     assert json.loads(process.stdout.readline()) == {"missing": None}
     time.sleep(0.5)
     assert process.poll() is None  # it waits
-    process.communicate(
-        json.dumps({"argv": ["-m", "look", "a", "-b"], "log": str(tmp_path / "log")}) + "\n", timeout=60
-    )
+    request = {"argv": ["-m", "look", "a", "-b"], "log": str(tmp_path / "log")}
+    process.communicate(json.dumps(request) + "\n", timeout=60)
     assert process.returncode == 0
     assert (tmp_path / "log").read_text() == "['a', '-b'] True True __main__\nFalse False\n"
 
@@ -366,15 +317,10 @@ def test_the_parts_of_script_1_fit_its_time_and_script_2_says_that_its_do_not():
     assert "take longer than that in all" in on_gpu.__doc__
 
 
-@pytest.mark.parametrize(
-    "words, message",
-    [
-        (["profile", "kernel"], "no part kernel: 1 or 2, or one of probe"),
-        (["3"], "no part 3: 1 or 2"),
-        (["1", "2"], "give 1 or 2 alone"),
-        (["2", "-p", "bash"], "give -p before what is to run"),
-    ],
-)
+@pytest.mark.parametrize("words, message", [
+    (["profile", "kernel"], "no part kernel: 1 or 2, or one of probe"), (["3"], "no part 3: 1 or 2"),
+    (["1", "2"], "give 1 or 2 alone"), (["2", "-p", "bash"], "give -p before what is to run"),
+])  # fmt: skip
 def test_a_wrong_request_is_refused_before_anything_runs(tmp_path, words, message):
     command = [HERE / "on_gpu.sh", "-p", sys.executable, "-o", "out", *words]
     ended = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True)
