@@ -148,8 +148,8 @@ def test_script_2_begins_with_what_failed_in_script_1(begin, tmp_path):
     """Of tests those that failed; then what was not begun, as its time was over. Without results there is nothing."""
     assert on_gpu.failed_commands({}) == {}
     (tmp_path / "test_two.py").write_text("def test_good(): pass\ndef test_broken(): assert 0")
-    tests = "-m pytest HERE/test_two.py -n 2 -o cache_dir={folder}/pytest-cache -c /dev/null"
-    parts = one("good") | one("tests", 60, tests) | one("late", 10_000, "HERE/good.py") | one("other", 5, "HERE/good.py")
+    test = "-m pytest HERE/test_two.py -n 2 -o cache_dir={folder}/pytest-cache -c /dev/null"
+    parts = one("good") | one("tests", 60, test) | one("late", 10_000, "HERE/good.py") | one("other", 5, "HERE/good.py")
     scripts = {"1": ["good", "tests", "late"], "2": ["other"]}
     options = {"parts": parts, "scripts": scripts, "caps": {"1": 300, "2": 8000}}
     said = begin("1", **options).communicate(timeout=60)[0]
