@@ -75,7 +75,7 @@ snapshot() { # into .mirror/files; again if the run has replaced or removed one 
 
 copy_up() {
     local old
-    [ -d "$folder" ] || { say "there is no $folder yet" && return; }
+    [ -d "$folder" ] || { say "there is no folder $folder yet" && return; }
     read_owners || return
     [ -z "$theirs" ] || [ "$theirs" = "$mine" ] ||
         refuse "$store is a copy of $theirs: give another destination, or bring it \`down\` into a new folder"

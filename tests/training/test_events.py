@@ -6,7 +6,9 @@ import json
 import signal
 import socket
 import sys
+import threading
 import time
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
 import pytest
@@ -102,9 +104,24 @@ def test_what_takes_too_long_is_killed_and_what_fails_is_one_line(tmp_path, monk
         assert [record.getMessage() for record in caplog.records] == [f"on_event: {said}"]
 
 
-def test_apprise_sends_mail(place, monkeypatch):
-    """Its address is in the environment, so that no file of the run has it."""
-    mails = []
+class Hook(BaseHTTPRequestHandler):
+    """A web hook, which keeps what is posted to it."""
+
+    def do_POST(self):
+        body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+        self.server.received.append((body["title"], body["message"]))
+        self.send_response(200)
+        self.end_headers()
+
+    def log_message(self, *args):
+        pass
+
+
+def test_apprise_brings_it_to_a_web_hook_and_by_mail(place, monkeypatch):
+    """Its addresses are in the environment, so that no file of the run has a password."""
+    web, mails = ThreadingHTTPServer(("127.0.0.1", 0), Hook), []
+    web.received, web.daemon_threads = [], True
+    threading.Thread(target=web.serve_forever, daemon=True).start()
 
     class Keep:
         async def handle_DATA(self, server, session, envelope):
@@ -115,14 +132,17 @@ def test_apprise_sends_mail(place, monkeypatch):
         port = free.getsockname()[1]
     post = Controller(Keep(), hostname="127.0.0.1", port=port)
     post.start()
-    monkeypatch.setenv("MAIL", f"mailto://127.0.0.1:{port}?smtp=127.0.0.1&from=lm@a.org&to=s3cr3t@a.org&mode=insecure")
+    monkeypatch.setenv("WEB", f"json://me:s3cr3t-pass@127.0.0.1:{web.server_port}/hook")
+    monkeypatch.setenv("MAIL", f"mailto://127.0.0.1:{port}?smtp=127.0.0.1&from=lm@a.org&to=me@a.org&mode=insecure")
     try:
-        command = ["sh", "-c", APPRISE + '"$MAIL"']
+        command = ["sh", "-c", APPRISE + '"$WEB" "$MAIL"']
         lm(place, *configured(place, "guarded", command, **{"guards.alerts": {"step > 1": "stop"}}), expect=3)
     finally:
+        web.shutdown()
         post.stop()
-    assert [mail["Subject"] for mail in mails] == ["guarded: started", "guarded: stopped"]
-    text = mails[1].get_body().get_content()
-    assert "alert: step > 1" in text and "post-mortem: " in text and "step 2 of 12" in text
+    titles = ["guarded: started", "guarded: stopped"]
+    assert [title for title, _ in web.received] == titles == [mail["Subject"] for mail in mails]
+    for text in (web.received[1][1], mails[1].get_body().get_content()):
+        assert "alert: step > 1" in text and "post-mortem: " in text and "step 2 of 12" in text
     files = [path for path in (place / "checkpoints" / "guarded").rglob("*") if path.is_file()]
-    assert not any(b"s3cr3t" in path.read_bytes() for path in files)
+    assert not any(b"s3cr3t-pass" in path.read_bytes() for path in files)
