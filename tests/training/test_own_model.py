@@ -53,6 +53,14 @@ def run(place, *arguments, expect=0):
     return done.stdout + done.stderr
 
 
+@pytest.fixture(scope="module")
+def trained(place):
+    """A run of the page's GRU."""
+    config = str(write_config(place, "gru", **SHORT))
+    run(place, "my_gru.py", "fit", "--config", config, "--run", "gru")
+    return Run(place / "checkpoints/gru")
+
+
 def load_class(place, monkeypatch, file, name):
     monkeypatch.syspath_prepend(str(place))
     return getattr(__import__(file), name)
@@ -85,53 +93,48 @@ def test_a_decoder_with_another_activation(place, monkeypatch):
     assert package.evaluate(place / "checkpoints/whole", texts=str(place / "texts/000.txt"), module=kind)["texts"]
 
 
-def test_any_module(place, monkeypatch):
+def test_any_module(place, trained, monkeypatch):
     """Texts are written without a cache; the commands that read weights know it."""
-    config = str(write_config(place, "gru", **SHORT))
-    run(place, "my_gru.py", "fit", "--config", config, "--run", "through")
     kind = load_class(place, monkeypatch, "my_gru", "MyGRU")
-    model = package.load_model(place / "checkpoints/through", module=kind)
+    model = package.load_model(trained.path, module=kind)
     prompts = ["Chapter 1", "The answer of the"]
     greedy = {"max_new_tokens": 6, "sampling": package.Sampling(temperature=0)}
-    together = model.generate(prompts, **greedy)
-    alone = [model.generate(prompt, **greedy)[0] for prompt in prompts]
-    assert [each.text for each in together] == [each.text for each in alone]
-    again = package.load_model(place / "checkpoints/through", module=kind)
+    alone = [model.generate(prompt, **greedy)[0].text for prompt in prompts]
+    assert [each.text for each in model.generate(prompts, **greedy)] == alone
+    again = package.load_model(trained.path, module=kind)
     changes = {change.name: change.relative for change in weight_drift(model.decoder, again.decoder)}
     assert "gru.weight_ih_l0" in changes and not any(changes.values())
     assert distribution_drift(model, again, prompts).agree.all()
 
 
-@pytest.mark.parametrize("strategy", ["ddp", "fsdp2"])
 @pytest.mark.slow
-def test_over_two_ranks(place, strategy):
+def test_over_two_ranks(place):
     config = str(write_config(place, "ranks", **SHORT | {"model.decoder.dropout": 0.0}))
     run(place, "my_gru.py", "fit", "--config", config, "--run", "one")
-    run(place, "my_gru.py", "fit", "--config", config, "--run", strategy, "--trainer.devices", "2",
-        "--trainer.strategy", strategy, "--data.micro_batch_size", "2")  # fmt: skip
-    one, two = (load_file(place / f"checkpoints/{name}/last/model.safetensors") for name in ("one", strategy))
-    for name, weight in one.items():
-        torch.testing.assert_close(two[name], weight, rtol=1e-4, atol=1e-5)
+    one = load_file(place / "checkpoints/one/last/model.safetensors")
+    for strategy in ("ddp", "fsdp2"):
+        run(place, "my_gru.py", "fit", "--config", config, "--run", strategy, "--trainer.devices", "2",
+            "--trainer.strategy", strategy, "--data.micro_batch_size", "2")  # fmt: skip
+        two = load_file(place / f"checkpoints/{strategy}/last/model.safetensors")
+        torch.testing.assert_close(two, one, rtol=1e-4, atol=1e-5)
 
 
-def test_commands_that_a_model_of_another_class_does_not_take(place):
-    config = str(write_config(place, "said", **SHORT))
-    run(place, "my_gru.py", "fit", "--config", config, "--trainer.max_steps", "2", "--run", "said")
-    trained, fit = Run(place / "checkpoints/said"), ["fit", "--config", config]
+def test_commands_that_a_model_of_another_class_does_not_take(place, trained):
+    fit = ["fit", "--config", "gru.yaml", "--trainer.max_steps", "8"]
     assert " my_gru.py validate --ckpt_path " in trained.validate_command()
     assert " my_gru.py fit --config " in trained.resume_command()
     other, cure = "a model that the class MyGRU builds", "has `lm.run(MyGRU)`, such as `python my_gru.py generate`"
     for command, *words in [
-        (["validate", "--run", "said"], other, cure),
-        (["generate", "--run", "said", "--prompt", "a"], other, cure),
-        ([*fit, "--run", "said", "--ckpt_path", "auto", "--force"], other),
-        (["export", "--run", "said", "--output", "published"], "a custom model, which Hugging Face's"),
+        (["validate", "--run", "gru"], other, cure),
+        (["generate", "--run", "gru", "--prompt", "a"], other, cure),
+        ([*fit, "--run", "gru", "--ckpt_path", "auto", "--force"], other),
+        (["export", "--run", "gru", "--output", "published"], "a custom model, which Hugging Face's"),
         (["my_gru.py", *fit, "--model.kernels", "on"], "model.kernels is for the decoder of this project"),
         (["my_model.py", *fit, "--model.expansoin", "2"], "did you mean 'model.expansion'?"),
     ]:  # fmt: skip
         refused = run(place, *command, expect=2)
         assert all(each in refused for each in words), refused
-    assert not (place / "imported").exists()
+    assert not (place / "published").exists()
     assert "--model.expansion int [4]" in run(place, "my_model.py", "fit", "--help", "model")
 
 
@@ -303,21 +306,18 @@ class Passes(package.LanguageModule):
         pass
 
 
-@pytest.mark.parametrize("kind", [Takes, Passes])
-def test_a_class_without_the_options_of_a_model_is_refused(monkeypatch, kind):
-    monkeypatch.setattr("lm.model.custom._module_class", kind)
-    with pytest.raises(RequestError, match=rf"^{kind.__name__}\.__init__ does not take decoder .* with \*\*options"):
-        config_parser("lm fit")
-
-
 class Reserved(package.LanguageModule):
     def __init__(self, items: int = 3, **options):
         super().__init__(**options)
 
 
-def test_an_option_of_a_reserved_name_is_refused(monkeypatch):
-    monkeypatch.setattr("lm.model.custom._module_class", Reserved)
-    with pytest.raises(RequestError, match=r"^Reserved\.__init__ has an argument items, which jsonargparse keeps"):
+@pytest.mark.parametrize("kind, message", [
+    (Takes, r"does not take decoder .* with \*\*options"), (Passes, r"does not take decoder .* with \*\*options"),
+    (Reserved, "has an argument items, which jsonargparse keeps"),
+])  # fmt: skip
+def test_a_class_with_other_options_than_a_model_has_is_refused(monkeypatch, kind, message):
+    monkeypatch.setattr("lm.model.custom._module_class", kind)
+    with pytest.raises(RequestError, match=rf"^{kind.__name__}\.__init__ {message}"):
         config_parser("lm fit")
 
 
