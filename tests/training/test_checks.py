@@ -119,6 +119,11 @@ def test_a_device_that_is_not_there_is_refused_with_the_cure():
         Trainer(max_steps=1, accelerator="mps")
 
 
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    return make_workplace(tmp_path_factory.mktemp("checks"), "data/small")
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("changes", [
     {"trainer.peak_tflops": 0}, {"trainer.early_stopping.patience": 0}, {"trainer.stop_within": -1},
@@ -132,8 +137,7 @@ def test_a_device_that_is_not_there_is_refused_with_the_cure():
                             "init_args": {"monitor": "val/loss", "mode": "lowest"}}]},
     {"model.decoder.vocab_size": 5}, {"trainer.matmul_precision": "high", "trainer.precision": "bf16-mixed"},
 ], ids=str)  # fmt: skip
-def test_plan_and_fit_refuse_the_same_in_the_same_words(tmp_path, changes):
-    folder = make_workplace(tmp_path, "data/small")
+def test_plan_and_fit_refuse_the_same_in_the_same_words(folder, changes):
     config = str(write_config(folder, "wrong", **changes))
     planned = lm(folder, "plan", "--config", config, "--json", expect=2).stderr
     refused = lm(folder, "fit", "--config", config, expect=2).stderr.strip().splitlines()[-1]
