@@ -234,5 +234,5 @@ def test_the_commands_of_a_job_file_are_ones_that_lm_knows(name, tmp_path):
     subprocess.run(["bash", "-n", str(tmp_path / "job.sh")], check=True)
     arguments = fit_arguments(text)
     refuse_unknown_options("fit", ["--config", "tiny.yaml", *arguments[2:]])
-    assert arguments[2:4] == ["--ckpt_path", "auto"]
+    assert "--ckpt_path auto" in " ".join(arguments)
     assert "export TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1" in text
