@@ -16,7 +16,7 @@
 # `down` changes nothing if the store is empty, or if it has what this folder was copied to last. Otherwise the store
 # belongs to the new folder from then on: `up` from another, such as that of a machine taken for dead, is refused.
 #
-# Exit codes: 0 done, 1 not all could be copied (the same command continues), 2 refused.
+# It needs the tools of GNU, as on Linux. Exit codes: 0 done, 1 not all could be copied (the same command continues), 2 refused.
 set -uo pipefail
 
 say() { echo "mirror.sh: $*" >&2; }
@@ -112,10 +112,10 @@ copy_down() {
     mv "$part" "$folder" && say "$folder has come from $store"
 }
 
-if [ "$pause" ]; then
+if [ "$direction" = up ] && [ "$pause" ]; then
     trap 'pause=' TERM INT
     while [ "$pause" ]; do
-        copy_up || say "not all of $folder is in $store; the next copy is in $pause s"
+        copy_up || say "not all of $folder is in $store${pause:+; the next copy is in $pause s}"
         [ -z "$pause" ] || { sleep "$pause" & wait $!; kill $! 2> /dev/null; } # a signal ends only `wait`
     done
 fi

@@ -297,6 +297,8 @@ def read_whole(handle: pa.NativeFile, count: int, place: int = 0) -> bytearray:
     If S3 sends fewer bytes than asked for, pyarrow says that all came, and leaves the end of the buffer as it was. So
     the last byte is set before; if it is the same afterwards, the bytes are read again over another one.
     """
+    if not count:
+        return bytearray()
     for mark in (0xF1, 0xF2):  # text seldom has these bytes, so it is seldom read twice
         data = bytearray(count)
         data[-1:] = [mark]

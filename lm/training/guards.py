@@ -104,7 +104,7 @@ class Alerts(Observer):
                 continue
             if not (action in ONCE and text in self._reported):
                 message = self.evaluator.explain(condition, line.step)
-                began = self._armed.get(text, line.schedule.begin_step) + 1
+                began = self._armed.get(text, line.step - 1) + 1
                 found.append(Finding(self.guard, action, message, save=action == "checkpoint", began=began))
             self._reported.add(text)
         return found

@@ -258,14 +258,14 @@ class LanguageModule(LightningModule):
     def _require_loadable(self) -> None:
         """Raise RequestError if a model that is built as for loading could not take the weights of this one."""
         document = custom_config_json(self.config, None, "float32", type(self), self.hparams)
-        with isolate_rng():
-            anew, weights = build_custom(document, type(self), ""), self.decoder.state_dict()
+        weights = self.decoder.state_dict()
         try:
+            with isolate_rng():
+                anew = build_custom(document, type(self), "")
             if extra := [name for name, value in weights.items() if not isinstance(value, Tensor)]:
                 raise RuntimeError(f"{extra[0]} is no tensor: register it as a buffer")
-            shapes = {name: torch.empty(value.shape, device="meta") for name, value in weights.items()}
-            anew.load_state_dict(shapes, assign=True)
-        except RuntimeError as error:
+            anew.load_state_dict({name: torch.zeros(value.shape, dtype=value.dtype) for name, value in weights.items()})
+        except Exception as error:
             raise RequestError(f"{type(self.decoder).__name__}: its checkpoint could not be loaded: "
                                f"{' '.join(str(error).split())}") from error  # fmt: skip
         self._loadable = True

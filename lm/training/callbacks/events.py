@@ -11,7 +11,9 @@ import signal
 import subprocess
 import sys
 import time
+from contextlib import suppress
 from functools import partial
+from tempfile import TemporaryFile
 from typing import Any
 
 from lm.errors import GuardStop, Interrupted, RunError
@@ -38,6 +40,8 @@ PATIENCE = 60.0  # seconds that the program may take during a run, and that the 
 PENDING = 10.0  # seconds that the end of a run waits for earlier events
 QUIET = 600.0  # seconds between two events of guards
 MOST_FINDINGS = 10  # in one event
+LONGEST = 100_000  # characters of a variable; Linux takes 128 KiB
+STDERR = 2  # where the output goes, also in a notebook, whose sys.stderr is no file
 
 
 class EventProgram:
@@ -47,39 +51,49 @@ class EventProgram:
         self.command = command
         self._thread: CallThread | None = None
         self._running: subprocess.Popen | None = None  # during a run
+        self._ended = False
 
     def start(self, run: Run, event: str, message: str, step: int) -> None:
         """Start it soon; after `PATIENCE` seconds it is killed."""
         if not self.command:
             return
         self._thread = self._thread or CallThread("on_event", partial(log.warning, "on_event: %s"))
-        self._thread.put(lambda: self._run(event_facts(run, event, message, step), PATIENCE, kill=True))
+
+        def call() -> None:
+            if not self._ended:
+                self._run(event_facts(run, event, message, step), PATIENCE, kill=True)
+
+        self._thread.put(call)
 
     def end(self, run: Run, patience: float = PATIENCE) -> None:
         """Start it for a run that has ended, and wait up to `patience` seconds; it may go on after that."""
         if not self.command:
             return
-        if self._thread is not None and not self._thread.finish(min(patience, PENDING)) and self._running is not None:
-            _kill(self._running)
+        if self._thread is not None and not self._thread.finish(min(patience, PENDING)):
+            self._ended = True  # what still waits is dropped
+            if self._running is not None:
+                _kill(self._running)
         self._thread = None
         facts = read_facts(run)
         self._run(event_facts(run, facts["status"], facts["reason"] or "", facts["step"]), patience, kill=False)
 
     def _run(self, facts: dict[str, Any], patience: float, kill: bool) -> None:
         name = self.command[0]
-        about = {f"LM_{key.upper()}": str(facts[key]) for key in ("event", "message", "run", "step")}
+        about = {f"LM_{key.upper()}": str(facts[key])[:LONGEST] for key in ("event", "message", "run", "step")}
         try:
-            # In a new session, so that Ctrl-C in the training's terminal does not end it.
-            program = subprocess.Popen(
-                self.command, stdin=subprocess.PIPE, stdout=sys.stderr.fileno(), start_new_session=True,
-                env={**os.environ, **about},
-            )  # fmt: skip
+            with TemporaryFile() as text:
+                text.write(json.dumps(facts).encode() + b"\n")
+                text.seek(0)
+                # In a new session, so that Ctrl-C in the training's terminal does not end it.
+                program = subprocess.Popen(
+                    self.command, stdin=text, stdout=STDERR, start_new_session=True, env={**os.environ, **about}
+                )
         except OSError as error:
             log.warning("on_event: %s cannot be started: %s", name, error.strerror or error)
             return
         self._running = program if kill else None
         try:
-            program.communicate(json.dumps(facts).encode() + b"\n", timeout=patience)
+            program.wait(patience)
         except subprocess.TimeoutExpired:
             if kill:
                 _kill(program)
@@ -93,8 +107,9 @@ class EventProgram:
 
 
 def _kill(program: subprocess.Popen) -> None:
-    if program.poll() is None:
-        os.killpg(program.pid, signal.SIGKILL)  # with what it has started
+    with suppress(OSError):  # it has just ended, or is another user's
+        if program.poll() is None:
+            os.killpg(program.pid, signal.SIGKILL)  # with what it has started
 
 
 def event_facts(run: Run, event: str, what: str, step: int | None) -> dict[str, Any]:
@@ -114,7 +129,7 @@ def event_facts(run: Run, event: str, what: str, step: int | None) -> dict[str, 
         f"{facts['path']} on {facts['host']}, {facts['device']}",
     ]
     return {
-        "event": event, "message": "\n".join(filter(None, lines)), "exit_code": EXIT_CODES.get(event),
+        "event": event, "message": "\n".join(filter(None, lines)).replace("\0", ""), "exit_code": EXIT_CODES.get(event),
         "run": run.name, "step": step,
         "resume": [sys.executable, "-m", "lm", "fit", "--config", str(run.config.resolve()), "--ckpt_path", "auto"],
         "cwd": os.getcwd(), "checkpoint": str(last.resolve()) if last else None,

@@ -41,7 +41,8 @@ def act(trainer: Trainer, pl_module: LanguageModule, finding: Finding) -> None:
     if save:
         trainer.checkpoint_callback.request()
     if action == "stop":
-        way_on = "" if guard == "budget" else f"; {how_to_go_on(trainer, began or trainer.global_step)}"
+        sound = guard in ("budget", "throughput")  # the weights, so the run itself can go on
+        way_on = "" if sound else f"; {how_to_go_on(trainer, began or trainer.global_step)}"
         trainer.run_state.stop = GuardStop(f"{guard}: {message}{way_on}")
 
 
@@ -53,8 +54,9 @@ def how_to_go_on(trainer: Trainer, began: int) -> str:
                 "smaller trainer.checkpoint_interval or more trainer.keep_checkpoints leave one")  # fmt: skip
     trainer.checkpoint_callback.keep_for_rollback(step)
     command = trainer.run.resume_command(f"step-{step:08d}")
-    return (f"`{command}` goes on from the newest checkpoint before step {began}; add what is to change, since the "
-            "samples are the same")  # fmt: skip
+    place = " before the #" if "  # " in command else ""
+    return (f"`{command}` goes on from the newest checkpoint before step {began}; add what is to change{place}, since "
+            "the samples are the same")  # fmt: skip
 
 
 def newest_checkpoint(trainer: Trainer, last: int) -> int | None:
