@@ -5,6 +5,7 @@ import math
 import os
 import re
 import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -146,7 +147,8 @@ def test_the_line_that_a_stop_prints_goes_on_from_the_checkpoint_before_it(
     ended, run = fit(workplace, f"stop-{guard}", expect=3, **fault, **changes, **{"trainer.log_interval": 2})
     command = command_of(ended)
     assert command.endswith(f" --ckpt_path step-{step:08d}") and f"`{command}`" in run.read("run.json")["reason"]
-    subprocess.run(command, shell=True, cwd=workplace, env={**os.environ, "PYTHONPATH": PLACES}, check=True)
+    here = {**os.environ, "PYTHONPATH": PLACES, "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}"}
+    subprocess.run(command, shell=True, cwd=workplace, env=here, check=True)
     assert run.status() == "finished" and run.read("run.json")["stretches"][-1]["step"] == step
     lines = {line["step"]: line["train/loss"] for line in run.metrics() if "train/loss" in line}
     assert list(lines) == [2, 4, 6, 8, 10, 12] and lines[8] < lines[2]

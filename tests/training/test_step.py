@@ -25,10 +25,12 @@ PREPARE = re.search(r"`lm (data prepare .*?)`", README)[1].split()
 def test_the_loop_of_the_page_is_the_training_of_lm_fit_to_the_bit(tmp_path):
     assert len(SCRIPT.splitlines()) <= 40 and "lightning" not in SCRIPT
     lm(tmp_path, *PREPARE)
-    (tmp_path / "plain.py").write_text(SCRIPT.replace(" 300\n", " 4\n"))
+    done = lm(tmp_path, "fit", "--config", "tiny.yaml", "--trainer.max_steps", "4", "--trainer.log_interval", "1",
+              "--trainer.accelerator", "cpu", "--data.val_tokens", "4096", "--samples.prompts", "[]")  # fmt: skip
+    slow_bf16 = "precision bf16-mixed -> 32-true" in done.stderr  # on this CPU
+    script = SCRIPT.replace('"cpu", torch.bfloat16', '"cpu", torch.bfloat16, enabled=False') if slow_bf16 else SCRIPT
+    (tmp_path / "plain.py").write_text(script.replace(" 300\n", " 4\n"))
     out, err = start(tmp_path, "plain.py").communicate(timeout=240)
-    lm(tmp_path, "fit", "--config", "tiny.yaml", "--trainer.max_steps", "4", "--trainer.log_interval", "1",
-       "--trainer.accelerator", "cpu", "--data.val_tokens", "4096", "--samples.prompts", "[]")  # fmt: skip
     of_fit = [(line["step"], line["train/loss"]) for line in Run(tmp_path / "checkpoints/tiny").metrics()
               if "train/loss" in line]  # fmt: skip
     assert [(int(step), float(loss)) for step, loss in map(str.split, out.splitlines())] == of_fit, err
