@@ -86,7 +86,7 @@ class Alerts(Observer):
         self.evaluator = AlertEvaluator(alerts)
         self._actions = dict(zip(self.evaluator.conditions, alerts.values(), strict=True))
         self._reported: set[str] = set()
-        self._armed: dict[str, int] = {}  # were not true once -> the newest step at which they were not
+        self._armed: dict[str, int] = {}  # were not true once -> the newest step at which they were not; 0: not known
 
     def observe(self, line: Line) -> list[Finding]:
         """Findings such as `loss > 10: loss is 12.31 at step 130`."""
@@ -104,7 +104,7 @@ class Alerts(Observer):
                 continue
             if not (action in ONCE and text in self._reported):
                 message = self.evaluator.explain(condition, line.step)
-                began = self._armed.get(text, line.step - 1) + 1
+                began = (self._armed.get(text) or line.step - 1) + 1
                 found.append(Finding(self.guard, action, message, save=action == "checkpoint", began=began))
             self._reported.add(text)
         return found
@@ -119,7 +119,8 @@ class Alerts(Observer):
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         self.evaluator.load_state_dict(state_dict)
         self._reported = set(state_dict["reported"])
-        self._armed = dict(state_dict.get("not_true_at", {}))
+        older = dict.fromkeys(state_dict.get("was_false", ()), 0)  # of a checkpoint that names no steps
+        self._armed = older | state_dict.get("not_true_at", {})
 
 
 class Spike(Alerts):
@@ -213,8 +214,7 @@ class ThroughputFloor(Observer):
         causes = self._causes(line.metrics.get("perf/data_wait"), graphs - self._graphs, reason, lines)
         message = f"{format_count(rate)} tokens/s, below {format_count(floor)} for {lines}: {'; '.join(causes)}"
         action = self.config.action if line.step < line.max_steps else "warn"
-        began = line.step - self._below * line.log_interval + 1
-        return [Finding("throughput", action, message, save=action != "warn", began=began)]
+        return [Finding("throughput", action, message, save=action != "warn")]
 
     def _causes(self, data_wait: float | None, graphs: int, reason: str, lines: str) -> list[str]:
         """Every known cause: part of the time without data, graphs that were compiled in these lines, and others."""

@@ -8,6 +8,7 @@ from unittest.mock import Mock
 
 import fsspec
 import numpy as np
+import pyarrow as pa
 import pytest
 from shard_files import all_tokens, write_folder, write_manifest, write_rows, write_shard
 
@@ -15,7 +16,7 @@ from lm.data.cache import BlockCache
 from lm.data.shards import BadBlock, Shards
 from lm.errors import RunError
 from lm.system import remote
-from lm.system.remote import with_retries
+from lm.system.remote import read_whole, with_retries
 
 BLOCK = np.arange(1000, dtype=np.uint16)
 KEPT = BLOCK.nbytes + 4  # with its checksum
@@ -170,3 +171,7 @@ def test_processes_and_threads_may_share_the_cache(tmp_path, recwarn):
     assert [worker.exitcode for worker in workers] == [0, 0]
     assert not list(tmp_path.glob(".*.tmp")) and not recwarn.list
     assert sum(path.stat().st_size for path in tmp_path.iterdir()) <= 9 * KEPT
+
+
+def test_an_empty_file_is_read():
+    assert read_whole(pa.BufferReader(b""), 0) == b"" and read_whole(pa.BufferReader(b"abc"), 2, 1) == b"bc"

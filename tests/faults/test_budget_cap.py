@@ -28,6 +28,7 @@ def test_a_training_that_costs_too_much_ends_with_a_checkpoint_under_the_cap_and
 
     configure(workplace, cap_usd=600)
     fit = lm(workplace, *FIT, expect=3)
+    assert "goes on from" not in fit.stderr  # the weights are sound: no earlier checkpoint is named
     run = Run(workplace / "checkpoints" / "small")
     assert "Traceback" not in fit.stderr and "of $600.00; " in fit.stderr.splitlines()[-1]
     (step,) = run.steps()

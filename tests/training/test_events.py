@@ -1,4 +1,4 @@
-"""The program of `on_event`: what it is told and when, that no step waits for it, and that it sends mail."""
+"""The program of `on_event`: what it is told and when, that no step waits for it, and that it reaches web and mail."""
 
 import email
 import email.policy
@@ -102,6 +102,21 @@ def test_what_takes_too_long_is_killed_and_what_fails_is_one_line(tmp_path, monk
         program.start(write_run(tmp_path), "alert", "step > 5", 6)
         program._thread.finish(20.0)
         assert [record.getMessage() for record in caplog.records] == [f"on_event: {said}"]
+
+
+def test_the_end_is_told_whole_though_nobody_waits_and_what_waited_is_dropped(tmp_path):
+    """As when `trainer.stop_within` is over; the reason of a failure may have bytes that no variable can hold."""
+    run, heard = write_run(tmp_path), tmp_path / "heard.jsonl"
+    run.describe(status="failed", reason="a \0 byte")
+    program = events.EventProgram(["sh", "-c", f'[ "$LM_EVENT" = alert ] && exec sleep 60; cat >> {heard}'])
+    for event in ("alert", "alert", "warning"):
+        program.start(run, event, "step > 5", 6)
+    program.end(run, patience=0.0)
+    until = time.monotonic() + 20
+    while not (heard.exists() and heard.read_text().endswith("\n")) and time.monotonic() < until:
+        time.sleep(0.05)
+    [facts] = [json.loads(line) for line in heard.read_text().splitlines()]
+    assert facts["event"] == "failed" and facts["message"].startswith("a  byte\n")
 
 
 class Hook(BaseHTTPRequestHandler):
