@@ -158,7 +158,7 @@ def keep_evaluation(run: Run, found: Evaluation) -> None:
     run.append("evaluations.jsonl", found)
     evaluations = run.evaluations()
     points = {one["step"]: evaluation_metrics(merge_evaluations(evaluations, one["step"])) for one in evaluations}
-    from lm.training.callbacks.loggers import EventFile  # Lightning takes seconds
+    from lm.training.callbacks.tensorboard import EventFile  # Lightning takes seconds
 
     events = EventFile(run)
     for step in sorted(step for step in points if step >= found["step"]):

@@ -16,8 +16,8 @@ from lm.cli.plan_facts import data_facts, is_prepared
 from lm.errors import RequestError, RunError
 from lm.runs.resume import runs_of_name
 from lm.system.process import command, seconds_since_process_start
-from lm.training.budget import steps_within
 from lm.training.launcher import srun_world, torchrun_world
+from lm.training.pace import steps_within
 from lm.training.trainer import devices_of_node
 
 log = logging.getLogger(__name__)

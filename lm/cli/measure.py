@@ -48,7 +48,7 @@ from lm.system.files import folder_bytes, refuse_url, write_atomically
 from lm.system.hardware import device_name
 from lm.system.process import rank, run_facts, seconds_since_process_start
 from lm.system.units import format_bytes, format_count, plural
-from lm.training.callbacks.guards import not_training
+from lm.training.callback import not_training
 from lm.training.callbacks.run_folder import RunFolder
 from lm.training.callbacks.standard import standard_callbacks
 from lm.training.config import DistributedConfig, TrainerConfig, sections_of_callbacks

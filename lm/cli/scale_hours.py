@@ -23,9 +23,9 @@ from lm.runs.scaling_laws import FEWEST, fit_sizes
 from lm.system.files import parse_json
 from lm.system.hardware import find_device
 from lm.system.units import format_count, format_duration, format_figure
-from lm.training.budget import steps_within
 from lm.training.checks import has_kernels
 from lm.training.config import OptimizerConfig
+from lm.training.pace import steps_within
 from lm.training.precision import precision_for_cpu
 
 log = logging.getLogger(__name__)

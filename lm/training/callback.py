@@ -1,7 +1,9 @@
 """The hooks that callbacks of this project have beyond Lightning's."""
 
-from collections.abc import Mapping
-from typing import Any
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
 from lightning.pytorch import LightningModule, Trainer
@@ -30,9 +32,27 @@ class Callback(LightningCallback):
     def on_pause(self, trainer: Trainer, seconds: float, kind: str) -> None:
         """Training was paused for `seconds`; `kind`: for a `validation`, or for something `other`, such as samples."""
 
+    def on_cut_off(self, trainer: Trainer, error: Exception) -> None:
+        """The process ends in a moment, in the middle of a step. Called from another thread."""
+
     def rows_of_step(self, trainer: Trainer, step: int) -> np.ndarray | None:
         """The global batch `(N, T + 1)` that replaced the data's own in this step; None if this callback did not."""
         return None
+
+
+@runtime_checkable
+class TakesCheckpoints(Protocol):
+    """The callback that takes a run's checkpoints, as others see it; see `callbacks/checkpoints.Checkpoints`."""
+
+    requested: bool
+    best_loss: float
+    left_behind: set[str]
+
+    def request(self) -> None: ...
+
+    def keep_for_rollback(self, step: int) -> None: ...
+
+    def save(self, trainer: Any) -> None: ...
 
 
 def call_hook(trainer: Trainer, name: str, *args: Any) -> list[Any]:
@@ -44,3 +64,13 @@ def has_hook(trainer: Trainer, name: str) -> bool:
     """Whether a callback defines a hook of `Callback`."""
     nothing = (None, getattr(Callback, name))
     return any(getattr(type(callback), name, None) not in nothing for callback in trainer.callbacks)
+
+
+@contextmanager
+def not_training(trainer: Trainer) -> Iterator[None]:
+    """Measure the time of the block, and pass it to `on_pause` of every callback."""
+    began = time.monotonic()
+    try:
+        yield
+    finally:
+        call_hook(trainer, "on_pause", time.monotonic() - began, "other")

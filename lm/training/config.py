@@ -17,7 +17,6 @@ from lm.model.config import ActivationCheckpointing, Attention, Compile, Decoder
 from lm.runs.history import refuse_wrong_ranges
 from lm.system.files import refuse_url
 from lm.system.units import Count
-from lm.training.alerts import AlertEvaluator
 from lm.training.builtin_optimizers import OptimizerName
 
 if TYPE_CHECKING:
@@ -411,7 +410,10 @@ class GuardsConfig:
     inject_step: int | None = None
 
     def __post_init__(self) -> None:
-        AlertEvaluator([*self.alerts, *([self.spike] if self.spike else [])])  # refuses a typo
+        if conditions := [*self.alerts, *([self.spike] if self.spike else [])]:
+            from lm.training.alerts import AlertEvaluator
+
+            AlertEvaluator(conditions)  # refuses a typo
         require_at_least(1, "guards.", max_skipped=self.max_skipped, inject_step=self.inject_step)
         require_at_least(0, "guards.", max_rollbacks=self.max_rollbacks)
 

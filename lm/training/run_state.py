@@ -26,6 +26,7 @@ from lm.runs.checkpoint import Progress
 from lm.runs.config_diff import differences
 from lm.runs.run import Run
 from lm.training import checkpoint_state
+from lm.training.pace import StepTimeEstimator
 from lm.training.schedule import Steps, plan_steps, warmup_and_decay_steps
 from lm.training.step_stats import StepStats
 
@@ -34,7 +35,7 @@ OTHER_TRAINER = "a checkpoint is resumed by the Trainer that took it, lightning.
 
 @dataclass(eq=False)
 class RunState:
-    """The state of a run, the same on every rank but for `restored`."""
+    """The state of a run, the same on every rank but where a field says otherwise."""
 
     steps: Steps | None = None  # counts of the run, once a fit starts
     clip: float | None = None  # largest norm of the gradient
@@ -45,7 +46,12 @@ class RunState:
     stop: GuardStop | None = None  # why the run is to end after this optimizer step
     pending_validation: bool = False  # the run stopped before validating its newest step: do it first
     other_model: bool = False  # load a checkpoint's weights into another model, as a branch does
-    restored: dict[str, Any] = field(default_factory=dict)  # of the checkpoint, for `begin`
+    restored: dict[str, Any] = field(default_factory=dict)  # of the checkpoint, for `begin`; of each rank
+    latest: dict[str, float] = field(default_factory=dict)  # the newest value of each metric; on rank zero
+    validated: set[str] = field(default_factory=set)  # metrics that were passed to Lightning's `log` in validations
+    pace: StepTimeEstimator = field(default_factory=StepTimeEstimator)  # of steps, validations and other pauses
+    machine: dict[str, Any] = field(default_factory=dict)  # the newest reading of its load; on rank zero
+    usd_per_hour: float | None = None  # price of the machine, if a budget knows it; on rank zero
 
     def samples_of_run(self, trainer: Any) -> int:
         """About how many samples the config asks for, the same in a fit and in an evaluation."""

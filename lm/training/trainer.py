@@ -1,5 +1,7 @@
 """Lightning's Trainer in the words of pretraining: optimizer steps and tokens, not micro-batches and epochs."""
 
+# pyright: reportAttributeAccessIssue=true
+
 import logging
 import warnings
 from collections.abc import Iterator
@@ -8,14 +10,14 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, NoReturn
 
-import lightning.pytorch as lightning
 import torch
 from lightning.fabric.plugins.environments.lightning import LightningEnvironment
 from lightning.fabric.plugins.environments.slurm import SLURMEnvironment
 from lightning.pytorch.callbacks import Callback, Checkpoint
 from lightning.pytorch.loggers import Logger
-from lightning.pytorch.profilers import AdvancedProfiler, SimpleProfiler
+from lightning.pytorch.profilers import AdvancedProfiler, Profiler, SimpleProfiler
 from lightning.pytorch.strategies import Strategy
+from lightning.pytorch.trainer.states import TrainerFn
 
 from lm.data.datamodule import DataModule
 from lm.errors import DataError, Interrupted, LmError, RequestError, RunError
@@ -27,6 +29,7 @@ from lm.system.hardware import device_name, find_device, keep_freed_memory, peak
 from lm.system.stop_signals import STOP
 from lm.system.units import plural
 from lm.training import checks
+from lm.training.callback import TakesCheckpoints
 from lm.training.checkpoint_state import FolderCheckpointIO
 from lm.training.config import TrainerConfig
 from lm.training.distributed import FullyShardedStrategy, ReplicatedStrategy
@@ -47,7 +50,9 @@ class Trainer(PatchedTrainer):
     Its arguments are the fields of `TrainerConfig`, where each is explained.
     """
 
-    datamodule: DataModule  # Lightning sets it, and does not declare it
+    datamodule: DataModule  # Lightning sets it, and does not declare it; nor the next two
+    callbacks: list[Callback]
+    profiler: Profiler
     lightning_module: Any  # a LanguageModule, whose file imports this one
 
     @arguments_from(TrainerConfig, Callback=Callback, Logger=Logger)
@@ -193,9 +198,14 @@ class Trainer(PatchedTrainer):
         self.checkpoint_io.load_optimizer, self.checkpoint_io.verified = optimizer, verified
 
     @property
-    def checkpoint_callback(self) -> Checkpoint | None:
+    def checkpoint_callback(self) -> TakesCheckpoints | None:
         """The callback that takes the run's checkpoints; a user may have one of Lightning's beside it."""
-        return next((each for each in self.checkpoint_callbacks if hasattr(each, "request")), None)
+        return next((each for each in self.checkpoint_callbacks if isinstance(each, TakesCheckpoints)), None)
+
+    @property
+    def sharded(self) -> bool:
+        """Whether each rank holds a part of the weights, so that no rank computes alone."""
+        return hasattr(self.strategy, "shard")
 
     @property
     def device_peak(self) -> float | None:
@@ -208,7 +218,7 @@ class Trainer(PatchedTrainer):
     @property
     def fitting(self) -> bool:
         """Whether this is a fit, also while it validates."""
-        return self.state.fn == lightning.trainer.states.TrainerFn.FITTING
+        return self.state.fn == TrainerFn.FITTING
 
     def end_run(self, why: str = "") -> NoReturn:
         """End the run after its last whole step, with a checkpoint unless a guard wants none; call it on every rank.

@@ -20,9 +20,9 @@ from lm.evaluation.tasks import read_tasks
 from lm.inference.generation import Sampling, generate
 from lm.inference.pretrained import load_pretrained
 from lm.runs.metrics import evaluation_metrics
-from lm.training.callbacks import evaluation
-from lm.training.callbacks.evaluation import continued
+from lm.training.callbacks import samples
 from lm.training.callbacks.logging import format_line
+from lm.training.callbacks.samples import continued
 from lm.training.config import EvaluationConfig, SamplesConfig
 
 PROMPTS = ["The letter of ", "", "Chapter 1"]
@@ -42,7 +42,7 @@ class Obstacles(Callback):
 
     def on_train_start(self, trainer, pl_module):
         self.trainer, self.score = trainer, benchmark.score
-        evaluation.generate, benchmark.score = self.generate, self.slowly
+        samples.generate, benchmark.score = self.generate, self.slowly
         if trainer.is_global_zero:
             for name in ("samples.jsonl", "evaluations.jsonl"):
                 (trainer.run.path / name).mkdir()

@@ -76,13 +76,13 @@ class EndlessSamples(Callback):
         self.step = step
 
     def setup(self, trainer, pl_module, stage):
-        from lm.training.callbacks import evaluation
+        from lm.training.callbacks import samples
 
-        generate = evaluation.generate
+        generate = samples.generate
 
         def endless(*args, **kwargs):
             while trainer.global_step == self.step:
                 time.sleep(1.0)
             return generate(*args, **kwargs)
 
-        evaluation.generate = endless
+        samples.generate = endless

@@ -10,7 +10,7 @@ from lm.data.tokenizer import Tokenizer, train_bpe, train_char
 from lm.inference.completion import BROKEN, GrowingText, gather_texts, generate_text
 from lm.inference.generation import Sampling
 from lm.model.decoder import Decoder
-from lm.training.callbacks.evaluation import continued
+from lm.training.callbacks.samples import continued
 
 TEXT = "Zwölf Boxkämpfer jagen 维克托 über den Sylter Deich. \U0001f469\u200d\U0001f680 — naïve façade, 12 °C!\n\n ok "
 

@@ -16,6 +16,7 @@ from trainings import fit, make_workplace
 from lm.runs.run import Run
 from lm.system.hardware import CLOCK_LIMITS, Telemetry, clock_limits, memory
 from lm.training.callbacks.run_folder import Heartbeat, machine_metrics
+from lm.training.run_state import RunState
 
 GIB = 2**30
 
@@ -205,11 +206,14 @@ def beating(tmp_path):
     run = Run(tmp_path / "run")
     run.path.mkdir()
     trainer = SimpleNamespace(
-        run=run, is_global_zero=True, strategy=SimpleNamespace(root_device=torch.device("cpu")), device_ids=[0]
+        run_state=RunState(run=run),
+        is_global_zero=True,
+        strategy=SimpleNamespace(root_device=torch.device("cpu")),
+        device_ids=[0],
     )
     heartbeat = Heartbeat(interval=0.05)
     heartbeat.on_fit_start(trainer, None)
-    yield heartbeat, run
+    yield heartbeat, trainer
     heartbeat.teardown(trainer, None, "fit")
 
 
@@ -223,17 +227,19 @@ def next_beat(run: Run) -> dict:
 
 
 def test_it_says_who_lives_where_and_how_the_machine_does(beating):
-    heartbeat, run = beating
+    heartbeat, trainer = beating
+    run = trainer.run_state.run
     next_beat(run)
     beat = next_beat(run)
     assert beat["pid"] == os.getpid() and beat["host"] == os.uname().nodename
     assert beat["machine"]["process"]["memory_bytes"] > 10 * 2**20
-    metrics = heartbeat.logged_metrics(None, SimpleNamespace(device=torch.device("cpu")))
+    metrics = heartbeat.logged_metrics(trainer, SimpleNamespace(device=torch.device("cpu")))
     assert metrics["mem/process_gib"] > 0.01 and "perf/gpu_load" not in metrics
 
 
 def test_a_folder_that_vanishes_does_not_stop_it(beating):
-    heartbeat, run = beating
+    heartbeat, trainer = beating
+    run = trainer.run_state.run
     next_beat(run)
     shutil.rmtree(run.path)
     time.sleep(0.3)
@@ -243,7 +249,8 @@ def test_a_folder_that_vanishes_does_not_stop_it(beating):
 
 
 def test_a_reading_that_fails_does_not_stop_it(beating, monkeypatch, caplog):
-    heartbeat, run = beating
+    heartbeat, trainer = beating
+    run = trainer.run_state.run
 
     def fails(self):
         raise ValueError("nonsense from a driver")
@@ -258,7 +265,7 @@ def test_a_reading_that_fails_does_not_stop_it(beating, monkeypatch, caplog):
 
 @pytest.mark.parametrize("how", ["teardown", "on_exception"])
 def test_it_ends_with_the_fit(beating, how):
-    heartbeat, run = beating
+    heartbeat, _ = beating
     thread = heartbeat._thread
     getattr(heartbeat, how)(None, None, "fit" if how == "teardown" else RuntimeError())
     assert not thread.is_alive()
@@ -266,9 +273,10 @@ def test_it_ends_with_the_fit(beating, how):
 
 def test_other_ranks_have_none():
     heartbeat = Heartbeat()
-    heartbeat.on_fit_start(SimpleNamespace(is_global_zero=False), None)
+    trainer = SimpleNamespace(is_global_zero=False, run_state=RunState())
+    heartbeat.on_fit_start(trainer, None)
     assert heartbeat._thread is None
-    assert heartbeat.logged_metrics(None, SimpleNamespace(device=torch.device("cpu"))) == {}
+    assert heartbeat.logged_metrics(trainer, SimpleNamespace(device=torch.device("cpu"))) == {}
 
 
 def test_several_gpus_are_one_line_of_tensorboard():

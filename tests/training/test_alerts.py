@@ -11,7 +11,7 @@ from lm.cli.main import main
 from lm.errors import RequestError
 from lm.training.alerts import NAMES as METRICS
 from lm.training.alerts import AlertEvaluator, Condition
-from lm.training.guards import Alerts
+from lm.training.callbacks.alerts import Alerts
 
 
 def holds(text, *lines):

@@ -18,9 +18,10 @@ from lm.cli.main import main
 from lm.errors import RequestError
 from lm.runs.run import Run
 from lm.system.process import seconds_since_process_start
-from lm.training.budget import STALE, Cost, Meter, Sidecar, StepTimeEstimator, judge, read_budget_file
-from lm.training.callbacks.guards import BudgetGuard
+from lm.training.budget import STALE, Cost, Meter, Sidecar, judge, read_budget_file
+from lm.training.callbacks.budget import BudgetGuard
 from lm.training.config import BudgetConfig
+from lm.training.pace import StepTimeEstimator
 from lm.training.run_state import RunState
 
 KEEPER = HERE.parent / "configs" / "launch" / "keep_budget.py"
@@ -135,8 +136,9 @@ class Simulation:
         self.module = SimpleNamespace(options=SimpleNamespace(schedule=None))
         self.clock = Clock()
         self.budget = BudgetGuard(config, self.clock)
-        monkeypatch.setattr("lm.training.callbacks.guards.seconds_since_process_start", lambda: 0.0)
-        monkeypatch.setattr("lm.training.callbacks.guards.act", self._act)
+        monkeypatch.setattr("lm.training.callbacks.budget.seconds_since_process_start", lambda: 0.0)
+        for module in ("guards", "budget"):
+            monkeypatch.setattr(f"lm.training.callbacks.{module}.act", self._act)
         self.budget.on_train_start(self.trainer, self.module)
 
     def _act(self, trainer, pl_module, finding):

@@ -17,7 +17,7 @@ from lm.data.config import DataConfig
 from lm.errors import RequestError
 from lm.runs.checkpoint import find_damage
 from lm.runs.run import Run
-from lm.training.callbacks.evaluation import Samples
+from lm.training.callbacks.samples import Samples
 from lm.training.config import GuardsConfig, ModelConfig, SamplesConfig, TrainerConfig
 from lm.training.guards import NotFinite
 from lm.training.trainer import Trainer as BareTrainer

@@ -17,8 +17,9 @@ from trainings import PLACES, equipment, fit, make_workplace, rows_by_step
 
 from lm.data.loader import Batch
 from lm.errors import RequestError
+from lm.training.callbacks.alerts import Alerts
 from lm.training.config import GuardsConfig, ScheduleConfig
-from lm.training.guards import Alerts, Line, NotFinite, Rollbacks
+from lm.training.guards import Line, NotFinite, Rollbacks
 from lm.training.step import StepResult
 from lm.training.step_stats import StepRecord, StepStats
 

@@ -14,7 +14,7 @@ from tensorboard.backend.event_processing.event_file_loader import RawEventFileL
 from tensorboard.compat.proto.event_pb2 import Event
 from trainings import equipment, fit, make_workplace
 
-from lm.training.callbacks.loggers import BUCKETS, count_values
+from lm.training.callbacks.histograms import BUCKETS, count_values
 
 STEPS = 12  # optimizer steps of the run
 KILL = equipment("recorder.KillAt", signal_name="SIGKILL", micro_batch=20)

@@ -11,9 +11,8 @@ from lm.errors import RequestError
 from lm.model.build import Built
 from lm.model.decoder import Decoder
 from lm.runs.postmortem import steps_of
-from lm.training.callbacks.guards import slow_kernels
+from lm.training.callbacks.throughput_floor import ThroughputFloor, slow_kernels
 from lm.training.config import ThroughputConfig
-from lm.training.guards import ThroughputFloor
 
 
 def diagnosis(known=(), lines=3, **metrics):
@@ -39,7 +38,7 @@ def diagnosis(known=(), lines=3, **metrics):
 ])  # fmt: skip
 def test_causes_are_named_with_their_evidence(monkeypatch, known, metrics, graphs, causes):
     made = iter([(0, ""), (0, ""), (graphs, ""), (graphs, "x size mismatch")])
-    monkeypatch.setattr("lm.training.guards.compiled_graphs", lambda: next(made))
+    monkeypatch.setattr("lm.training.callbacks.throughput_floor.compiled_graphs", lambda: next(made))
     assert diagnosis(known, **metrics) == f"61.2K tokens/s, below 100K for 3 log lines: {causes}"
 
 

@@ -16,7 +16,7 @@ from functools import partial
 from tempfile import TemporaryFile
 from typing import Any
 
-from lm.errors import GuardStop, Interrupted, RunError
+from lm.errors import RunError
 from lm.runs import postmortem
 from lm.runs.facts import read_facts
 from lm.runs.metrics import METRICS
@@ -24,7 +24,8 @@ from lm.runs.run import Run
 from lm.system.files import nonnegative
 from lm.system.units import format_count, plural
 from lm.training.callback import Callback
-from lm.training.callbacks.loggers import CallThread
+from lm.training.callbacks.call_thread import CallThread
+from lm.training.callbacks.run_folder import STATUS, RunFolder
 from lm.training.config import Action
 from lm.training.guards import Finding
 from lm.training.module import LanguageModule
@@ -32,11 +33,10 @@ from lm.training.trainer import Trainer
 
 log = logging.getLogger(__name__)
 
-STATUS = {Interrupted: "interrupted", GuardStop: "stopped"}  # how a run ends with these errors; with others, `failed`
 EXIT_CODES = {
     "finished": 0, **{status: error.exit_code for error, status in STATUS.items()}, "failed": RunError.exit_code,
 }  # fmt: skip
-PATIENCE = 60.0  # seconds that the program may take during a run, and that the end of a run waits for it
+PATIENCE = 60.0  # seconds that the program may take during a run
 PENDING = 10.0  # seconds that the end of a run waits for earlier events
 QUIET = 600.0  # seconds between two events of guards
 MOST_FINDINGS = 10  # in one event
@@ -45,7 +45,7 @@ STDERR = 2  # where the output goes, also in a notebook, whose sys.stderr is no 
 
 
 class EventProgram:
-    """Starts the program, one at a time and in a thread, so that no step waits for it. An empty `command`: nothing."""
+    """Starts the program, one at a time and in a thread, so that no step waits for it."""
 
     def __init__(self, command: list[str]) -> None:
         self.command = command
@@ -55,8 +55,6 @@ class EventProgram:
 
     def start(self, run: Run, event: str, message: str, step: int) -> None:
         """Start it soon; after `PATIENCE` seconds it is killed."""
-        if not self.command:
-            return
         self._thread = self._thread or CallThread("on_event", partial(log.warning, "on_event: %s"))
 
         def call() -> None:
@@ -65,10 +63,8 @@ class EventProgram:
 
         self._thread.put(call)
 
-    def end(self, run: Run, patience: float = PATIENCE) -> None:
+    def end(self, run: Run, patience: float) -> None:
         """Start it for a run that has ended, and wait up to `patience` seconds; it may go on after that."""
-        if not self.command:
-            return
         if self._thread is not None and not self._thread.finish(min(patience, PENDING)):
             self._ended = True  # what still waits is dropped
             if self._running is not None:
@@ -141,14 +137,16 @@ def event_facts(run: Run, event: str, what: str, step: int | None) -> dict[str, 
 
 
 class Events(Callback):
-    """Tells the program of the run's start and of findings of guards, from rank zero; `RunFolder` tells it of the end.
+    """Tells the program of the run's start and of findings of guards, from rank zero, and has `RunFolder` tell it of
+    the end.
 
     A finding is an event at once; those of the next `QUIET` seconds are one event after that. A finding that ends the
     run is told with its end. It comes after the guards, and after the callbacks that write post-mortems and roll back.
     """
 
-    def __init__(self, program: EventProgram) -> None:
-        self._program = program
+    def __init__(self, run_folder: RunFolder) -> None:
+        self._program = EventProgram(run_folder.options.on_event)
+        run_folder.announce = self._program.end
         self._findings: list[Finding] = []  # not told yet
         self._quiet_until = 0.0  # by `time.monotonic`
 

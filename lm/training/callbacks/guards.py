@@ -1,29 +1,18 @@
 """Actions of guards after a finding (report, checkpoint, stop, rollback)."""
 
-import json
 import logging
-import time
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager, suppress
-from datetime import UTC, datetime
+from collections.abc import Mapping
 from functools import partial
-from pathlib import Path
-from typing import Any
+from typing import Any, Generic, TypeVar
 
-from lm.errors import GuardStop, RequestError
-from lm.model.build import Built
-from lm.model.fused import is_fused
+from lm.errors import GuardStop
 from lm.runs.checkpoint import find_damage
-from lm.runs.run import Run
-from lm.system.files import nonnegative, write_atomically
-from lm.system.process import seconds_since_process_start, steady_time
+from lm.system.process import steady_time
 from lm.training import checkpoint_state
-from lm.training.budget import Budget, Cost
 from lm.training.callback import Callback, call_hook
 from lm.training.callbacks.logging import remaining
-from lm.training.callbacks.run_folder import Heartbeat
-from lm.training.config import Action, BudgetConfig, ThroughputConfig
-from lm.training.guards import Finding, Line, Observer, Rollbacks, ThroughputFloor
+from lm.training.config import Action
+from lm.training.guards import Finding, Line, Observer, Rollbacks
 from lm.training.module import LanguageModule
 from lm.training.trainer import Trainer
 
@@ -71,23 +60,16 @@ def newest_checkpoint(trainer: Trainer, last: int) -> int | None:
     return trainer.strategy.broadcast(found)
 
 
-@contextmanager
-def not_training(trainer: Trainer) -> Iterator[None]:
-    """Measure the time of the block, and pass it to `on_pause` of every callback."""
-    began = time.monotonic()
-    try:
-        yield
-    finally:
-        call_hook(trainer, "on_pause", time.monotonic() - began, "other")
+Watching = TypeVar("Watching", bound=Observer)
 
 
-class Guard(Callback):
+class Guard(Callback, Generic[Watching]):
     """Passes every log line to an observer, and acts on its findings.
 
     Rank zero decides, since speed and time differ between ranks.
     """
 
-    def __init__(self, observer: Observer) -> None:
+    def __init__(self, observer: Watching) -> None:
         self.observer = observer
 
     @property
@@ -112,108 +94,6 @@ class Guard(Callback):
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         self.observer.load_state_dict(state_dict)
-
-
-class ThroughputGuard(Guard):
-    """Passes facts on kernels and GPUs to `ThroughputFloor`."""
-
-    def __init__(self, config: ThroughputConfig) -> None:
-        super().__init__(ThroughputFloor(config))
-
-    def on_train_start(self, trainer: Trainer, pl_module: LanguageModule) -> None:
-        built = pl_module.built
-        self.observer.begin(f"attention {built.attention}, kernels {built.kernels}", lambda: [
-            *slow_kernels(built, pl_module.device.type, trainer.precision), *_clock_limits(trainer)
-        ])  # fmt: skip
-
-
-def slow_kernels(built: Built, device: str, precision: str) -> list[str]:
-    """Names of kernels that are slower than others on a GPU; empty on a CPU, which has no others."""
-    found = []
-    if device != "cuda":
-        return found
-    if "masked" in built.attention:  # of some layer it takes a dense mask
-        found.append(f"attention is by a mask, not by flash ({built.attention}): windows and documents need bf16 or "
-                     "fp16, and heads of at most 256")  # fmt: skip
-    elif precision == "32-true":
-        found.append(f"attention is not by flash ({built.attention}): precision 32-true rules it out")
-    if not is_fused(built.decoder):
-        found.append(f"kernels are {built.kernels}")
-    return found
-
-
-def _clock_limits(trainer: Trainer) -> list[str]:
-    """The limits on the GPUs' clocks in the newest heartbeat."""
-    beats = [callback.latest for callback in trainer.callbacks if isinstance(callback, Heartbeat)]
-    gpus = [gpu for beat in beats for gpu in beat.get("gpus") or []]
-    limits = [f"GPU {gpu['index']}: {', '.join(gpu['clocks_limited_by'])}" for gpu in gpus if gpu["clocks_limited_by"]]
-    return [f"clocks are limited: {'; '.join(limits)}"] if limits else []
-
-
-# ---- budget ----------------------------------------------------------------------------------------------------------
-
-
-class BudgetGuard(Guard):
-    """Ends a run before it costs too much, and records its cost in `budget.json`.
-
-    The clock starts with the process, since the machine is paid for from then on.
-    """
-
-    def __init__(self, config: BudgetConfig, clock: Callable[[], float] = time.monotonic) -> None:
-        super().__init__(Budget(config, clock))
-
-    def on_train_start(self, trainer: Trainer, pl_module: LanguageModule) -> None:
-        if not self.observer.config.wanted:
-            return
-        spent = []
-        if trainer.is_global_zero:
-            spent = self.observer.begin(_spent_before(trainer.run), seconds_since_process_start())
-            self._write(trainer)
-        for finding in trainer.strategy.broadcast(spent):
-            act(trainer, pl_module, finding)
-            if trainer.run_state.stop is not None:
-                raise trainer.run_state.stop
-
-    def on_pause(self, trainer: Trainer, seconds: float, kind: str) -> None:
-        self.observer.pace.add_pause(trainer.global_step, seconds, kind)
-
-    def on_metrics(self, trainer: Trainer, pl_module: LanguageModule, metrics: Mapping[str, float]) -> None:
-        super().on_metrics(trainer, pl_module, metrics)
-        self._write(trainer)
-
-    def on_train_end(self, trainer: Trainer, *args: Any) -> None:
-        self._write(trainer)
-
-    on_exception = on_train_end  # pyright: ignore[reportAssignmentType]
-
-    def _write(self, trainer: Trainer) -> None:
-        budget = self.observer
-        if budget.meter is None:  # on other ranks, and before a training
-            return
-        path = trainer.run.path / "budget.json"
-        if budget.config.file and Path(budget.config.file).resolve() == path.resolve():
-            return  # the other program's own
-        cost, end = budget.meter.read(), budget.projection(*remaining(trainer))
-        content = {
-            "spent_usd": cost.usd, "rate_usd_per_hr": budget.meter.rate, "hours_elapsed": cost.hours,
-            "projected_total_usd": end and end.usd, "cap_usd": budget.config.cap_usd,
-            "last_update_utc": datetime.now(UTC).strftime("%Y-%m-%dT%H:%M:%SZ"),
-        }  # fmt: skip
-        with suppress(OSError):  # a full disk; a checkpoint that cannot be written is an error
-            write_atomically(path, json.dumps(content) + "\n", durable=False)
-
-
-def _spent_before(run: Run) -> Cost:
-    """The cost of the run's earlier sessions. If the file is damaged, counting from 0 would spend the cap twice."""
-    before = run.read("budget.json")
-    hours, usd = before.get("hours_elapsed"), before.get("spent_usd")  # without a rate there are no dollars
-    stated = [number for number in (hours, usd) if number is not None]
-    if (run.path / "budget.json").exists() and (not stated or None in map(nonnegative, stated)):
-        raise RequestError(
-            f"{run.path / 'budget.json'} is damaged, so what the run has cost is not known: write "
-            '{"hours_elapsed": H, "spent_usd": S} into it, or remove it to count from 0'
-        )
-    return Cost(hours or 0.0, usd)
 
 
 # ---- rollback --------------------------------------------------------------------------------------------------------

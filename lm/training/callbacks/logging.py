@@ -6,7 +6,7 @@ import os
 import socket
 import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from contextlib import suppress
 from typing import Any
 
@@ -20,11 +20,11 @@ from lm.errors import RunError
 from lm.runs.metrics import METRICS
 from lm.system.process import steady_time
 from lm.system.units import format_count, format_duration
-from lm.training.budget import StepTimeEstimator, validations_left
 from lm.training.callback import Callback, call_hook
-from lm.training.callbacks.loggers import EventFile, LoggerThread
+from lm.training.callbacks.tensorboard import EventFile
 from lm.training.lightning_patches import around_fetches
 from lm.training.module import LanguageModule
+from lm.training.pace import validations_left
 from lm.training.trainer import Trainer
 
 # ---- log lines -------------------------------------------------------------------------------------------------------
@@ -43,128 +43,125 @@ class RunLog(Callback):
 
     def __init__(self, interval: int) -> None:
         self.interval = interval
-        self.latest: dict[str, Any] = {}  # the newest value of each metric
-        self.pace = StepTimeEstimator()
         self._validation_began = 0.0
         self._before: dict[str, Any] = {}  # values passed to Lightning's `log` before the validation
-        self._of_validations: set[str] = set()  # names passed to it in validations
         self._compiling: float | None = None  # time since which it has been compiling
-
-    @classmethod
-    def of(cls, trainer: Trainer) -> "RunLog":
-        return next(callback for callback in trainer.callbacks if isinstance(callback, cls))
 
     def on_fit_start(self, trainer: Trainer, pl_module: LanguageModule) -> None:
         if trainer.is_global_zero:
             trainer.log_to(EventFile(trainer.run, resumed_at=trainer.run_state.start.step))
             for logger in trainer.own_loggers:
+                from lm.training.callbacks.call_thread import LoggerThread
+
                 LoggerThread(logger)
                 logger.log_hyperparams({"run": trainer.run.name, **trainer.run.settings()})
 
     def on_train_start(self, trainer: Trainer, pl_module: LanguageModule) -> None:
         self._compiles = pl_module.options.compile != "none"
         self._early = trainer.global_step + EARLY_STEPS
-        self.write_state(trainer)
+        write_state(trainer)
 
     def on_train_batch_start(self, trainer: Trainer, pl_module: LanguageModule, *args: Any) -> None:
         """Note that torch compiles in the first step."""
         if self._compiles:
             self._compiles, self._compiling = False, time.monotonic()
             log.info("compiling with %s in the first step, which may take minutes", pl_module.options.compile)
-            self.write_state(trainer, "compiling")
+            write_state(trainer, "compiling")
 
     def on_train_batch_end(self, trainer: Trainer, pl_module: LanguageModule, *args: Any) -> None:
         step = trainer.global_step
         if self._compiling is not None:
             log.info("compiled: the first step took %s", format_duration(time.monotonic() - self._compiling))
             self._compiling = None
-            self.write_state(trainer)
+            write_state(trainer)
         if step <= self._early:
-            self.pace.add_line(step, time.monotonic())
-            self.write_state(trainer)
+            trainer.run_state.pace.add_line(step, time.monotonic())
+            write_state(trainer)
         if step % self.interval and step != trainer.max_steps:
             return
         metrics = pl_module.logged_metrics()
-        own = {name: value for name, value in trainer.logged_metrics.items() if name not in self._of_validations}
+        validated = trainer.run_state.validated
+        own = {name: value for name, value in trainer.logged_metrics.items() if name not in validated}
         _refuse_taken("pl_module.log was given", own)
         for callback in trainer.callbacks:
-            if hasattr(callback, "logged_metrics"):
+            if logged := getattr(callback, "logged_metrics", None):
                 found = {name: value if isinstance(value, int) else float(value)
-                         for name, value in callback.logged_metrics(trainer, pl_module).items()}  # fmt: skip
+                         for name, value in logged(trainer, pl_module).items()}  # fmt: skip
                 _refuse_taken(f"{type(callback).__name__}.logged_metrics returned", found, *metrics, *OF_EVERY_LINE)
                 metrics |= found
-        self.log_metrics(trainer, pl_module, _numbers(own) | metrics)
+        log_metrics(trainer, pl_module, _numbers(own) | metrics)
 
     def on_validation_start(self, trainer: Trainer, pl_module: LanguageModule) -> None:
         if trainer.fitting:
             self._validation_began = time.monotonic()
             self._before = dict(trainer.logged_metrics)
-            self.write_state(trainer, "validating")
+            write_state(trainer, "validating")
 
     def on_validation_end(self, trainer: Trainer, pl_module: LanguageModule) -> None:
         if trainer.fitting:
             call_hook(trainer, "on_pause", time.monotonic() - self._validation_began, "validation")
             metrics = {name: value for name, value in trainer.callback_metrics.items() if _kind(name) == "val"}
             own = {name: value for name, value in trainer.logged_metrics.items() if value is not self._before.get(name)}
-            self._of_validations |= own.keys()
-            self.log_metrics(trainer, pl_module, _numbers(own | metrics))
+            trainer.run_state.validated |= own.keys()
+            log_metrics(trainer, pl_module, _numbers(own | metrics))
 
     def on_pause(self, trainer: Trainer, seconds: float, kind: str) -> None:
-        self.pace.add_pause(trainer.global_step, seconds, kind)
+        trainer.run_state.pace.add_pause(trainer.global_step, seconds, kind)
 
-    def log_metrics(self, trainer: Trainer, pl_module: LanguageModule, metrics: dict[str, float]) -> None:
-        """Write metrics of this optimizer step, and pass them to `on_metrics` of every callback; call it on every rank.
 
-        All of them are of one kind: of a validation, of an evaluation, or of training.
-        """
-        if trainer.is_global_zero:
-            self._write(trainer, metrics)
-        call_hook(trainer, "on_metrics", pl_module, metrics)
+def log_metrics(trainer: Trainer, pl_module: LanguageModule, metrics: dict[str, float]) -> None:
+    """Write metrics of this optimizer step, and pass them to `on_metrics` of every callback; call it on every rank.
 
-    def _write(self, trainer: Trainer, logged: dict[str, float]) -> None:
-        metrics = {name: value for name, value in logged.items() if math.isfinite(value)}
-        step, tokens = trainer.global_step, trainer.tokens_seen
-        for logger in trainer.loggers:
-            logger.log_metrics({**metrics, "data/tokens": tokens}, step=step)
-        for logger in trainer.own_loggers:
-            logger.save()  # as Lightning does at each of its log steps; some loggers write nothing before
-        of_line = dict(zip(OF_EVERY_LINE, (step, tokens, steady_time())))
-        trainer.run.append("metrics.jsonl", of_line | metrics | of_line)
-        kinds = {self._kind(name) for name in logged}
-        others = {name: value for name, value in self.latest.items() if self._kind(name) not in kinds}
-        self.latest = others | metrics  # a metric that is not in its newest line is no longer known
-        if "train" in kinds:
-            self.pace.add_line(step, time.monotonic())
-        self.write_state(trainer)
-        lines.info(format_line(step, trainer.max_steps, metrics))
+    All of them are of one kind: of a validation, of an evaluation, or of training.
+    """
+    if trainer.is_global_zero:
+        _write(trainer, metrics)
+    call_hook(trainer, "on_metrics", pl_module, metrics)
 
-    def _kind(self, name: str) -> str:
-        return "val" if name in self._of_validations else _kind(name)
 
-    def eta(self, trainer: Trainer) -> float | None:
-        """Seconds until the last step is done; None if not known yet."""
-        return self.pace.rest(*remaining(trainer))
+def _write(trainer: Trainer, logged: dict[str, float]) -> None:
+    state, metrics = trainer.run_state, {name: value for name, value in logged.items() if math.isfinite(value)}
+    step, tokens = trainer.global_step, trainer.tokens_seen
+    for logger in trainer.loggers:
+        logger.log_metrics({**metrics, "data/tokens": tokens}, step=step)
+    for logger in trainer.own_loggers:
+        logger.save()  # as Lightning does at each of its log steps; some loggers write nothing before
+    of_line = dict(zip(OF_EVERY_LINE, (step, tokens, steady_time())))
+    trainer.run.append("metrics.jsonl", of_line | metrics | of_line)
+    kinds = {_kind(name, state.validated) for name in logged}
+    others = {name: value for name, value in state.latest.items() if _kind(name, state.validated) not in kinds}
+    state.latest = others | metrics  # a metric that is not in its newest line is no longer known
+    if "train" in kinds:
+        state.pace.add_line(step, time.monotonic())
+    write_state(trainer)
+    lines.info(format_line(step, trainer.max_steps, metrics))
 
-    def write_state(self, trainer: Trainer, phase: str = "training") -> None:
-        """Replace `state.json`; `phase` is `compiling`, `training`, `validating` or `evaluating`."""
-        if not trainer.is_global_zero:
-            return
-        trainer.run.write_state(
-            {
-                "run": trainer.run.name,
-                "status": "running",
-                "phase": phase,
-                "step": trainer.global_step,
-                "max_steps": trainer.max_steps,
-                "tokens": trainer.tokens_seen,
-                "max_tokens": trainer.steps.tokens(trainer.max_steps),
-                "metrics": self.latest,
-                "eta_seconds": self.eta(trainer),
-                "pid": os.getpid(),
-                "host": socket.gethostname(),
-                "time": time.time(),
-            }
-        )
+
+def write_state(trainer: Trainer, phase: str = "training") -> None:
+    """Replace `state.json`; `phase` is `compiling`, `training`, `validating` or `evaluating`."""
+    if not trainer.is_global_zero:
+        return
+    trainer.run.write_state(
+        {
+            "run": trainer.run.name,
+            "status": "running",
+            "phase": phase,
+            "step": trainer.global_step,
+            "max_steps": trainer.max_steps,
+            "tokens": trainer.tokens_seen,
+            "max_tokens": trainer.steps.tokens(trainer.max_steps),
+            "metrics": trainer.run_state.latest,
+            "eta_seconds": seconds_left(trainer),
+            "pid": os.getpid(),
+            "host": socket.gethostname(),
+            "time": time.time(),
+        }
+    )
+
+
+def seconds_left(trainer: Trainer) -> float | None:
+    """Seconds until the last step is done; None if not known yet."""
+    return trainer.run_state.pace.rest(*remaining(trainer))
 
 
 def _numbers(metrics: dict[str, Tensor]) -> dict[str, float]:
@@ -177,9 +174,9 @@ def _refuse_taken(what: str, found: Mapping[str, Any], *others: str) -> None:
         raise RunError(f"{what} {min(taken)!r}, and a metric of this project has that name: call it 'mine/...'")
 
 
-def _kind(name: str) -> str:
+def _kind(name: str, validated: Collection[str] = ()) -> str:
     """The kind of log line that a metric belongs to: `val`, `eval`, or otherwise `train`."""
-    group = name.split("/")[0]
+    group = "val" if name in validated else name.split("/")[0]
     return group if group in ("val", "eval") else "train"
 
 
@@ -287,10 +284,9 @@ class ProgressBar(Callback):
     def on_train_batch_end(self, trainer: Trainer, pl_module: LanguageModule, *args: Any) -> None:
         step = trainer.global_step
         if self._progress is not None:
-            log = RunLog.of(trainer)
             shown = ("train/loss", "perf/tokens_per_second", "perf/mfu", "perf/mfu_full_attention")
-            newest = {name: value for name, value in log.latest.items() if name in shown}
-            seconds, elapsed = log.eta(trainer), self._progress.tasks[0].elapsed
+            newest = {name: value for name, value in trainer.run_state.latest.items() if name in shown}
+            seconds, elapsed = seconds_left(trainer), self._progress.tasks[0].elapsed
             facts = [f"{format_duration(seconds)} left" if seconds else "",
                      format_line(step, trainer.max_steps, newest).partition("  ")[2],
                      f"{format_duration(elapsed)} elapsed" if elapsed else ""]  # fmt: skip
@@ -299,7 +295,8 @@ class ProgressBar(Callback):
 
     def on_validation_end(self, trainer: Trainer, pl_module: LanguageModule) -> None:
         if self._progress is not None:
-            newest = {name: value for name, value in RunLog.of(trainer).latest.items() if name.startswith("val/")}
+            latest = trainer.run_state.latest
+            newest = {name: value for name, value in latest.items() if name.startswith("val/")}
             with suppress(OSError):  # the terminal was closed, and there is a checkpoint to take
                 text = format_line(trainer.global_step, trainer.max_steps, newest)
                 self._progress.console.print(text, highlight=False)
@@ -311,3 +308,4 @@ class ProgressBar(Callback):
             self._progress = None
 
     on_exception = on_train_end
+    on_cut_off = on_train_end

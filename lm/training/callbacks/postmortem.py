@@ -23,8 +23,8 @@ from lm.runs import postmortem
 from lm.runs.postmortem import Incident, Sample
 from lm.system.process import steady_time
 from lm.system.units import utc
-from lm.training.callback import Callback, call_hook
-from lm.training.callbacks.guards import act, not_training
+from lm.training.callback import Callback, call_hook, not_training
+from lm.training.callbacks.guards import act
 from lm.training.config import Action
 from lm.training.guards import Finding
 from lm.training.module import LanguageModule

@@ -8,6 +8,7 @@ import shutil
 import statistics
 import threading
 import time
+from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -18,7 +19,7 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 
 from lm.data.catalog import describe_difference
 from lm.data.mixture import describe_change
-from lm.errors import LmError, RequestError, RunError
+from lm.errors import GuardStop, Interrupted, LmError, RequestError, RunError
 from lm.runs.history import acceptance, expectations
 from lm.runs.registry import record_run
 from lm.runs.run import Run
@@ -26,13 +27,15 @@ from lm.system.files import write_atomically
 from lm.system.hardware import Telemetry, device_name, driver_version, memory_bytes
 from lm.system.process import run_facts, ssh_options
 from lm.training.callback import Callback
-from lm.training.callbacks.events import PATIENCE, STATUS, EventProgram
 from lm.training.config import RunOptions
 from lm.training.module import LanguageModule
+from lm.training.run_state import RunState
 from lm.training.trainer import Trainer
 
 log = logging.getLogger(__name__)
 
+STATUS = {Interrupted: "interrupted", GuardStop: "stopped"}  # how a run ends with these errors; with others, `failed`
+END_PATIENCE = 60.0  # seconds that the end of a run waits for the program of `on_event`
 CLAIM_WAIT = 2.0  # seconds for another process to describe a run folder that it has made
 
 
@@ -51,13 +54,11 @@ class RunFolder(Callback):
     register: bool = True  # write the run to the user's registry
     options: RunOptions = field(default_factory=RunOptions)  # tags, a note, and actions at the run's end
 
-    program: EventProgram = field(init=False)
+    # Told of the run and of the seconds to wait, once its end is recorded; set by `callbacks/events`.
+    announce: Callable[[Run, float], None] | None = field(default=None, init=False)
     _ended: Run | None = field(default=None, init=False)  # the run, once its end is recorded
     _registry_warned: bool = field(default=False, init=False)
     _log: logging.Handler | None = field(default=None, init=False)
-
-    def __post_init__(self) -> None:
-        self.program = EventProgram(self.options.on_event)
 
     def resume(self, run: Run | None, auto: bool, config: str) -> None:
         """Set the run of the coming fit, if it was not known at construction; the arguments are the fields above."""
@@ -105,6 +106,10 @@ class RunFolder(Callback):
                 self._log = _open_log(trainer.run)
                 self._log_end(f"rank {trainer.global_rank} failed: {text}", exception)
         self._close_log()
+
+    def on_cut_off(self, trainer: Trainer, error: Exception) -> None:
+        self.on_exception(trainer, trainer.lightning_module, error)
+        self.announce_end(patience=0.0)
 
     def teardown(self, trainer: Trainer, pl_module: LanguageModule, stage: str) -> None:
         """Release the lock after the last write. After a failed fit, the process keeps it until it ends."""
@@ -223,13 +228,13 @@ class RunFolder(Callback):
         self._record(run)
         self._ended = run
 
-    def announce_end(self, patience: float = PATIENCE) -> None:
+    def announce_end(self, patience: float = END_PATIENCE) -> None:
         """Start the program of `on_event`, if the end of the run was recorded; its lock is then released."""
-        if self._ended is not None and self.program.command:
+        if self._ended is not None and self.announce is not None:
             self._ended.release()
             with suppress(OSError):
                 self._log = _open_log(self._ended)
-            self.program.end(self._ended, patience)
+            self.announce(self._ended, patience)
             self._close_log()
 
     def _log_end(self, text: str, unforeseen: BaseException | None) -> None:
@@ -290,7 +295,6 @@ class Heartbeat(Callback):
 
     def __init__(self, interval: float = 5.0) -> None:
         self.interval = interval
-        self.latest: dict[str, Any] = {}  # the newest reading
         self._end = threading.Event()
         self._thread: threading.Thread | None = None
 
@@ -298,25 +302,25 @@ class Heartbeat(Callback):
         if trainer.is_global_zero:
             self._end.clear()
             self._thread = threading.Thread(
-                target=self._beat, args=(trainer.run, Telemetry(_gpus(trainer))), name="heartbeat", daemon=True
+                target=self._beat, args=(trainer.run_state, Telemetry(_gpus(trainer))), name="heartbeat", daemon=True
             )
             self._thread.start()
 
-    def _beat(self, run: Run, telemetry: Telemetry | None) -> None:
+    def _beat(self, state: RunState, telemetry: Telemetry | None) -> None:
         """Write heartbeats until the end, despite failures: without them, the run would be taken for dead."""
-        _write_heartbeat(run, {})  # before the first reading, which may have to wake a driver
+        _write_heartbeat(state.run, {})  # before the first reading, which may have to wake a driver
         while True:
             try:
-                self.latest = telemetry.read() if telemetry else {}
+                state.machine = telemetry.read() if telemetry else {}
             except Exception as error:
                 log.warning("load, temperature and power are missing from now on: %s: %s", type(error).__name__, error)
-                telemetry, self.latest = None, {}
-            _write_heartbeat(run, self.latest)
+                telemetry, state.machine = None, {}
+            _write_heartbeat(state.run, state.machine)
             if self._end.wait(self.interval):
                 return
 
     def logged_metrics(self, trainer: Trainer, pl_module: LanguageModule) -> dict[str, float]:
-        metrics = machine_metrics(self.latest)
+        metrics = machine_metrics(trainer.run_state.machine)
         if pl_module.device.type == "cuda":
             metrics["mem/cuda_peak_gib"] = torch.cuda.max_memory_allocated(pl_module.device) / 2**30
             torch.cuda.reset_peak_memory_stats(pl_module.device)

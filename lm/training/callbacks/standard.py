@@ -1,52 +1,87 @@
 """The callbacks of every training in their order, made from the sections of its config."""
 
 from collections.abc import Mapping
+from importlib import import_module
 from typing import Any
 
-from lightning.pytorch import Callback
+from lightning.pytorch import Callback as LightningCallback
 
+from lm.training.callback import Callback
 from lm.training.callbacks.checkpoints import Checkpoints
-from lm.training.callbacks.evaluation import Evaluations, Predictions, Samples
-from lm.training.callbacks.events import Events
-from lm.training.callbacks.guards import BudgetGuard, Guard, Rollback, ThroughputGuard
-from lm.training.callbacks.loggers import Histograms
+from lm.training.callbacks.guards import Guard, Rollback
 from lm.training.callbacks.logging import ProgressBar, RunLog, Throughput
-from lm.training.callbacks.postmortem import PostMortem, SpikeInjection
 from lm.training.callbacks.run_folder import Heartbeat, RunFolder
-from lm.training.callbacks.stopping import EarlyStopping, Interrupt
+from lm.training.callbacks.stopping import Interrupt
 from lm.training.config import TrainerConfig
-from lm.training.guards import Alerts, NotFinite, Spike
+from lm.training.guards import NotFinite, Observer
+from lm.training.module import LanguageModule
+from lm.training.trainer import Trainer
 
 
-def standard_callbacks(trainer: TrainerConfig, run_folder: RunFolder, sections: Mapping[str, Any]) -> list[Callback]:
+def standard_callbacks(
+    trainer: TrainerConfig, run_folder: RunFolder, sections: Mapping[str, Any]
+) -> list[LightningCallback]:
     """The callbacks of `lm fit` in order.
 
     The run's folder comes first, so that later callbacks may write. Of the guards, those with observers come first,
-    then post-mortems, then the rollback. `sections` is the result of `sections_of_callbacks`.
+    then post-mortems, then the rollback. `sections` is the result of `sections_of_callbacks`. What a config may leave
+    out is a row of three: file, class, and the options to make it from; without any, the file is not imported.
     """
     guards, samples, evaluation = (sections[name] for name in ("guards", "samples", "evaluation"))
-    early, every = trainer.early_stopping, trainer.histogram_interval
-    callbacks = [
+    early, budget, throughput = trainer.early_stopping, guards.budget, guards.throughput
+    rows = [
         run_folder,
         Heartbeat(),
         RunLog(trainer.log_interval),
         Throughput(),
-        None if guards.inject_step is None else SpikeInjection(guards.inject_step),
+        ("postmortem", "SpikeInjection", guards.inject_step),
         Guard(NotFinite(guards.not_finite, guards.max_skipped)),
-        Guard(Alerts(guards.alerts)),
-        Guard(Spike(guards.spike)),
-        BudgetGuard(guards.budget),
-        ThroughputGuard(guards.throughput),
-        PostMortem(),
+        ("alerts", "Alerts", guards.alerts or None),
+        ("alerts", "Spike", guards.spike or None),
+        ("budget", "BudgetGuard", budget if budget.wanted else None),
+        ("throughput_floor", "ThroughputGuard", None if throughput.floor is None else throughput),
+        PostMortemOnGuard(),
         Rollback(guards.max_rollbacks),
-        Events(run_folder.program),
+        ("events", "Events", run_folder if run_folder.options.on_event else None),
         ProgressBar(),
-        None if every is None else Histograms(every),
-        Samples(samples) if samples.prompts else None,
-        Evaluations(evaluation) if evaluation.tasks else None,
-        None if early.patience is None else EarlyStopping(early.patience, early.min_delta),
+        ("histograms", "Histograms", trainer.histogram_interval),
+        ("samples", "Samples", samples if samples.prompts else None),
+        ("evaluation", "Evaluations", evaluation if evaluation.tasks else None),
+        ("stopping", "EarlyStopping", None if early.patience is None else early),
         Checkpoints(trainer.checkpoint_interval, trainer.keep_checkpoints, trainer.keep_every),
         Interrupt(),
-        Predictions(),
+        PredictionsOnPredict(),
     ]
-    return [callback for callback in callbacks if callback is not None]
+    given = [row for row in rows if not (isinstance(row, tuple) and row[2] is None)]
+    made = [_make(*row) if isinstance(row, tuple) else row for row in given]
+    return [Guard(each) if isinstance(each, Observer) else each for each in made]
+
+
+def _make(file: str, name: str, *options: Any) -> Any:
+    return getattr(import_module(f"lm.training.callbacks.{file}"), name)(*options)
+
+
+class _StandIn(Callback):
+    """Stands in the list for a callback that most trainings never need, until that is needed."""
+
+    def replace(self, trainer: Trainer, file: str, name: str) -> Any:
+        callback = _make(file, name)
+        trainer.callbacks[trainer.callbacks.index(self)] = callback
+        return callback
+
+
+class PostMortemOnGuard(_StandIn):
+    """Becomes `PostMortem` when a guard acts, or where an earlier process of the run wrote one."""
+
+    def on_train_start(self, trainer: Trainer, pl_module: LanguageModule) -> None:
+        found = trainer.is_global_zero and any(trainer.run.path.glob("postmortem-*"))
+        if trainer.strategy.broadcast(found):
+            self.replace(trainer, "postmortem", "PostMortem").on_train_start(trainer, pl_module)
+
+    def on_guard(self, trainer: Trainer, *args: Any) -> None:
+        self.replace(trainer, "postmortem", "PostMortem").on_guard(trainer, *args)
+
+
+class PredictionsOnPredict(_StandIn):
+    def on_predict_start(self, trainer: Trainer, pl_module: LanguageModule) -> None:
+        self.replace(trainer, "predictions", "Predictions").on_predict_start(trainer, pl_module)

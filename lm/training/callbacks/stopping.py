@@ -12,9 +12,8 @@ from lightning.pytorch.callbacks import EarlyStopping as LightningEarlyStopping
 
 from lm.errors import Interrupted
 from lm.system.stop_signals import STOP
-from lm.training.callback import Callback
-from lm.training.callbacks.logging import ProgressBar
-from lm.training.callbacks.run_folder import RunFolder
+from lm.training.callback import Callback, call_hook
+from lm.training.config import EarlyStoppingConfig
 from lm.training.launcher import how_to_resume
 from lm.training.lightning_patches import drop_sigterm_broadcast
 from lm.training.module import LanguageModule
@@ -31,7 +30,8 @@ class Interrupt(Callback, Checkpoint):
     """
 
     def __init__(self) -> None:
-        self._ranks: dist.ProcessGroup | None = None  # to exchange a flag on the CPU, without a GPU synchronization
+        # To exchange a flag on the CPU, without a GPU synchronization.
+        self._ranks: dist.ProcessGroup | int | None = None
 
     def setup(self, trainer: Trainer, pl_module: LanguageModule, stage: str) -> None:
         if stage == "fit":
@@ -82,11 +82,7 @@ class Interrupt(Callback, Checkpoint):
             f"{STOP.received.name}: ended without a checkpoint, because {what} was not done within "
             f"{trainer.options.stop_within:g} s (trainer.stop_within); {how_to_resume(trainer)}{newest}"
         )
-        for callback in trainer.callbacks:
-            if isinstance(callback, RunFolder | ProgressBar):
-                callback.on_exception(trainer, trainer.lightning_module, error)
-            if isinstance(callback, RunFolder):
-                callback.announce_end(patience=0.0)
+        call_hook(trainer, "on_cut_off", error)
         print(f"lm fit: {error}", file=sys.stderr, flush=True)
 
     def _any_rank_asked(self) -> bool:
@@ -99,8 +95,8 @@ class Interrupt(Callback, Checkpoint):
 class EarlyStopping(LightningEarlyStopping):
     """Lightning's EarlyStopping, which remembers that it stopped a run; on a resume the config sets `patience`."""
 
-    def __init__(self, patience: int, min_delta: float) -> None:
-        super().__init__("val/loss", min_delta, patience, check_on_train_epoch_end=False)
+    def __init__(self, config: EarlyStoppingConfig) -> None:
+        super().__init__("val/loss", config.min_delta, config.patience, check_on_train_epoch_end=False)
 
     def on_train_start(self, trainer: Trainer, pl_module: LanguageModule) -> None:
         if self.wait_count >= self.patience:

@@ -16,8 +16,7 @@ from lm.system.hardware import device_name
 from lm.system.process import program
 from lm.system.units import format_count, format_duration, format_time_and_cost, plural
 from lm.training.callback import Callback
-from lm.training.callbacks.guards import BudgetGuard
-from lm.training.callbacks.logging import RunLog
+from lm.training.callbacks.logging import seconds_left
 from lm.training.module import LanguageModule
 from lm.training.trainer import Trainer
 
@@ -38,7 +37,7 @@ class Summary(Callback):
 
     def on_metrics(self, trainer: Trainer, pl_module: LanguageModule, metrics: dict[str, float]) -> None:
         """Log the time left once it is measured."""
-        seconds, ended = RunLog.of(trainer).eta(trainer), trainer.global_step >= trainer.max_steps
+        seconds, ended = seconds_left(trainer), trainer.global_step >= trainer.max_steps
         if seconds and not ended and not self._measured and trainer.is_global_zero:
             self._measured = True
             log.info("expected, as measured: %s to go", _time_and_cost(trainer, seconds))
@@ -79,7 +78,8 @@ def describe_fit(trainer: Trainer, module: LanguageModule) -> list[str]:
     tokens = {split: shards.document_tokens for split, shards in data.shards.items()}
     epochs = f"{steps.tokens(steps.max_steps) / tokens['train']:.2f} epochs"
     if data.source_names:
-        each = data.order().epochs(steps.samples(steps.max_steps))
+        order: Any = data.order()  # a mixture
+        each = order.epochs(steps.samples(steps.max_steps))
         epochs = "epochs: " + ", ".join(f"{name} {count:.2f}" for name, count in zip(data.source_names, each))
     return [
         f"device: {_devices(trainer)}",
@@ -104,8 +104,8 @@ def _devices(trainer: Trainer) -> str:
 
 
 def _time_and_cost(trainer: Trainer, seconds: float) -> str:
-    meter = next((each.observer.meter for each in trainer.callbacks if isinstance(each, BudgetGuard)), None)
-    return format_time_and_cost(seconds, seconds / 3600 * meter.rate if meter and meter.rate else None)
+    rate = trainer.run_state.usd_per_hour
+    return format_time_and_cost(seconds, seconds / 3600 * rate if rate else None)
 
 
 def _origin(trainer: Trainer) -> str:

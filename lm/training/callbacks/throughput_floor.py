@@ -1,0 +1,98 @@
+"""A guard of the smallest acceptable throughput, which names the causes of a lower one."""
+
+from collections.abc import Callable
+
+from lm.kernels.torch_private import compiled_graphs
+from lm.model.build import Built
+from lm.model.fused import is_fused
+from lm.system.units import format_count, plural
+from lm.training.callbacks.guards import Guard
+from lm.training.config import ThroughputConfig
+from lm.training.guards import Finding, Line, Observer
+from lm.training.module import LanguageModule
+from lm.training.trainer import Trainer
+
+DATA_WAIT = 0.1  # part of the time without data from which on data is named as a cause
+
+
+class ThroughputFloor(Observer):
+    """Names the causes when training is below its floor for some log lines, and again only after it was above it.
+
+    The first log line of a session is not judged: in it kernels are compiled and caches are cold.
+    """
+
+    def __init__(self, config: ThroughputConfig) -> None:
+        self.config = config
+        self.begin()
+
+    def begin(self, computed: str = "", known_causes: Callable[[], list[str]] = list) -> None:
+        """A session begins, with these kernels, in words; `known_causes` of a low throughput are in no log line."""
+        self._computed, self._known_causes = computed, known_causes
+        self._first = True
+        self._below = 0  # log lines in a row
+        self._graphs = 0  # that torch.compile had made when the first of them began
+
+    def observe(self, line: Line) -> list[Finding]:
+        rate, floor = line.metrics.get("perf/tokens_per_second"), self.config.floor
+        if floor is None or rate is None:
+            return []
+        graphs, reason = compiled_graphs()
+        if self._first or rate >= floor:
+            self._first, self._below, self._graphs = False, 0, graphs
+            return []
+        self._below += 1
+        if self._below != self.config.patience:
+            return []
+        lines = plural(self._below, "log line")
+        causes = self._causes(line.metrics.get("perf/data_wait"), graphs - self._graphs, reason, lines)
+        message = f"{format_count(rate)} tokens/s, below {format_count(floor)} for {lines}: {'; '.join(causes)}"
+        action = self.config.action if line.step < line.max_steps else "warn"
+        return [Finding("throughput", action, message, save=action != "warn")]
+
+    def _causes(self, data_wait: float | None, graphs: int, reason: str, lines: str) -> list[str]:
+        """Every known cause: part of the time without data, graphs that were compiled in these lines, and others."""
+        found = []
+        if data_wait is not None and data_wait >= DATA_WAIT:
+            found.append(f"waiting for data {data_wait:.0%} of the time; is the storage of the shards slow?")
+        if graphs:
+            why = f", the last time because {reason}" if reason else ""
+            found.append(f"torch.compile made {graphs} new graphs in {lines}{why}")
+        if found := found + self._known_causes():
+            return found
+        wait = "not measured" if data_wait is None else f"{data_wait:.1%}"
+        return [f"no cause found (data wait {wait}, no new graphs, {self._computed}, no limit of clocks seen)"]
+
+
+class ThroughputGuard(Guard[ThroughputFloor]):
+    """Passes facts on kernels and GPUs to `ThroughputFloor`."""
+
+    def __init__(self, config: ThroughputConfig) -> None:
+        super().__init__(ThroughputFloor(config))
+
+    def on_train_start(self, trainer: Trainer, pl_module: LanguageModule) -> None:
+        built = pl_module.built
+        self.observer.begin(f"attention {built.attention}, kernels {built.kernels}", lambda: [
+            *slow_kernels(built, pl_module.device.type, trainer.precision), *_clock_limits(trainer)
+        ])  # fmt: skip
+
+
+def slow_kernels(built: Built, device: str, precision: str) -> list[str]:
+    """Names of kernels that are slower than others on a GPU; empty on a CPU, which has no others."""
+    found = []
+    if device != "cuda":
+        return found
+    if "masked" in built.attention:  # of some layer it takes a dense mask
+        found.append(f"attention is by a mask, not by flash ({built.attention}): windows and documents need bf16 or "
+                     "fp16, and heads of at most 256")  # fmt: skip
+    elif precision == "32-true":
+        found.append(f"attention is not by flash ({built.attention}): precision 32-true rules it out")
+    if not is_fused(built.decoder):
+        found.append(f"kernels are {built.kernels}")
+    return found
+
+
+def _clock_limits(trainer: Trainer) -> list[str]:
+    """The limits on the GPUs' clocks in the newest heartbeat."""
+    gpus = trainer.run_state.machine.get("gpus") or []
+    limits = [f"GPU {gpu['index']}: {', '.join(gpu['clocks_limited_by'])}" for gpu in gpus if gpu["clocks_limited_by"]]
+    return [f"clocks are limited: {'; '.join(limits)}"] if limits else []
