@@ -53,7 +53,7 @@ def load_run(path: "str | Path") -> "Run":
     Args:
         path: the run's folder; or its name, under `checkpoints/` or in the registry.
     """
-    from lm.runs.registry import find_run
+    from lm.runs.find import find_run
 
     return find_run(str(path))
 

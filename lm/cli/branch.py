@@ -20,7 +20,7 @@ from lm.data.mixture import continued_mixture
 from lm.errors import RequestError, require_at_least
 from lm.runs.checkpoint import find_damage, read_document, read_progress
 from lm.runs.config_diff import differences, not_allowed
-from lm.runs.registry import find_run
+from lm.runs.find import find_run
 from lm.runs.resume import warn_if_left_behind
 from lm.runs.run import ROOT, Run, refuse_name
 from lm.system.arguments import call

@@ -39,7 +39,7 @@ from lm.errors import RequestError
 from lm.inference.pretrained import read_object
 from lm.model.custom import MODEL_TYPE, known_class, module_class
 from lm.model.fused import kernels_missing
-from lm.runs.registry import find_run, record_run
+from lm.runs.find import find_run
 from lm.runs.resume import checkpoint_folder, find_checkpoint, refuse_changed_config, repair_links
 from lm.runs.run import ROOT, Run, is_of_a_run
 from lm.system.arguments import OneLineErrors, Parser, spell_out
@@ -303,6 +303,8 @@ class TrainingCLI(LightningCLI):
         repair_links(run, self.checkpoint)
         if run.status() not in ("finished", "stopped"):
             run.describe(status="finished", reason="all steps done", step=self.trainer.run_state.start.step)
+            from lm.runs.registry import record_run
+
             record_run(run)
 
     def after_validate(self) -> None:

@@ -15,7 +15,7 @@ from lm.data.prepare import prepare as make
 from lm.data.shards import Shards
 from lm.data.tokenizer import Tokenizer
 from lm.errors import RequestError, first_line, require_at_least
-from lm.runs.registry import find_run
+from lm.runs.find import find_run
 from lm.runs.run import ROOT
 from lm.system.files import DAMAGE, parse_json
 from lm.system.process import harmless

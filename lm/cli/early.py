@@ -16,7 +16,7 @@ from lm.cli.options import COMMAND_OPTIONS, CONFIG, SEED, find_config, read_conf
 from lm.data.config import DataConfig
 from lm.data.text_files import find_files
 from lm.errors import RequestError
-from lm.runs.registry import find_run
+from lm.runs.find import find_run
 from lm.runs.run import ROOT, is_of_a_run
 from lm.system.arguments import Parser, arguments_from, shown, spell_out
 from lm.system.other_names import without_removed

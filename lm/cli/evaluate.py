@@ -24,7 +24,13 @@ from lm.evaluation.scoring import Begin
 from lm.evaluation.tasks import read_tasks
 from lm.inference.pretrained import DTypeName, Pretrained, load_pretrained
 from lm.runs import registry
-from lm.runs.metrics import Evaluation, describe_evaluation, evaluation_metrics, evaluation_record, merge_evaluations
+from lm.runs.evaluations import (
+    Evaluation,
+    describe_evaluation,
+    evaluation_metrics,
+    evaluation_record,
+    merge_evaluations,
+)
 from lm.runs.resume import chosen_model
 from lm.runs.run import ROOT, Run
 from lm.system.process import harmless

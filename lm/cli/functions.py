@@ -27,7 +27,7 @@ from lm.errors import RequestError
 from lm.inference.completion import Written
 from lm.inference.pretrained import Pretrained, load_pretrained
 from lm.model.custom import module_class, plain_arguments, use_module_class
-from lm.runs.registry import find_run
+from lm.runs.find import find_run
 from lm.runs.resume import find_checkpoint, refuse_changed_config
 from lm.runs.run import Run
 from lm.system.arguments import build_options

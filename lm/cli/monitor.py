@@ -25,9 +25,9 @@ from rich.text import Text
 from lm.cli.charts import chart
 from lm.cli.runs_show import STYLES
 from lm.runs.facts import LiveRun
+from lm.runs.find import find_run, known_folders, no_run
 from lm.runs.history import Series, smooth
 from lm.runs.metrics import BY_SOURCE, METRICS, Metric
-from lm.runs.registry import find_run, known_folders, no_run
 from lm.runs.run import ROOT, Run
 from lm.system.files import DAMAGE, to_json
 from lm.system.units import format_bytes, format_count, format_duration

@@ -14,8 +14,9 @@ from rich.text import Text
 from lm.cli.runs_show import STYLES
 from lm.errors import LmError, RequestError
 from lm.runs import registry
+from lm.runs.expectations import acceptance, expectations
 from lm.runs.facts import run_row
-from lm.runs.history import acceptance, expectations
+from lm.runs.find import find_run
 from lm.runs.run import ROOT, Run
 from lm.system.files import to_json
 from lm.system.process import harmless
@@ -77,7 +78,7 @@ def check(run: str, root: str = str(ROOT), json: bool = False) -> None:
         root: Folder of the runs.
         json: Print one JSON object instead of lines.
     """
-    folder = registry.find_run(run, root)
+    folder = find_run(run, root)
     found, status = expectations(folder), folder.status()
     if not found:
         raise RequestError(

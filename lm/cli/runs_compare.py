@@ -18,9 +18,9 @@ from rich.text import Text
 from lm.cli.charts import MARKERS, chart, plain_table
 from lm.cli.runs_show import summarize
 from lm.errors import LmError, RequestError, RunError
-from lm.runs import registry
 from lm.runs.config_diff import differences
 from lm.runs.facts import read_facts, run_row
+from lm.runs.find import find_run, find_runs
 from lm.runs.history import curve, labels
 from lm.runs.metrics import METRICS, refuse_unknown_metric
 from lm.runs.run import ROOT, Run
@@ -48,7 +48,7 @@ def compare(
         root: Folder of the runs.
     """
     refuse_url("--png", png or "")
-    folders = registry.find_runs(runs, root)
+    folders = find_runs(runs, root)
     if len(folders) < 2:
         raise RequestError("name two runs or more; `lm runs ls` lists them")
     if len({folder.path.resolve() for folder in folders}) < len(folders):
@@ -139,7 +139,7 @@ def export(
             in URLs and values with names such as `api_key` are left out.
         root: Folder of the runs.
     """
-    found = registry.find_run(run, root)
+    found = find_run(run, root)
     if html is not None:
         from lm.cli.report.run import write_page
 

@@ -13,10 +13,12 @@ from rich.text import Text
 from safetensors import SafetensorError, safe_open
 
 from lm.model.estimates import describe_mfu
-from lm.runs import registry
+from lm.runs.evaluations import describe_evaluation, merge_evaluations
+from lm.runs.expectations import Expectation
 from lm.runs.facts import read_facts, run_row
-from lm.runs.history import Expectation, read_samples, time_spent
-from lm.runs.metrics import BY_SOURCE, METRICS, describe_evaluation, merge_evaluations
+from lm.runs.find import find_run
+from lm.runs.history import read_samples, time_spent
+from lm.runs.metrics import BY_SOURCE, METRICS
 from lm.runs.run import ROOT, Run
 from lm.system.files import folder_bytes, to_json
 from lm.system.process import harmless, program
@@ -37,7 +39,7 @@ def show(run: str, json: bool = False, root: str = str(ROOT)) -> None:
         json: Print one JSON object instead.
         root: Folder of the runs.
     """
-    found = describe_run(registry.find_run(run, root))
+    found = describe_run(find_run(run, root))
     if json:
         print(to_json(found))
     else:

@@ -23,8 +23,9 @@ from lm.inference.pretrained import Pretrained, load_pretrained
 from lm.model.estimates import flops_per_token, parameters
 from lm.model.huggingface import config_json
 from lm.runs.checkpoint import read_progress
+from lm.runs.evaluations import evaluation_rows, merge_evaluations
 from lm.runs.history import time_spent
-from lm.runs.metrics import METRICS, evaluation_rows, merge_evaluations
+from lm.runs.metrics import METRICS
 from lm.runs.run import Run
 from lm.system.units import format_count, format_duration
 

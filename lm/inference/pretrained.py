@@ -22,7 +22,7 @@ from lm.model.custom import MODEL_TYPE, build_custom, config_of, module_class
 from lm.model.decoder import Decoder
 from lm.model.huggingface import config_from_json, from_huggingface
 from lm.runs.checkpoint import read_folder, read_progress
-from lm.runs.registry import find_run
+from lm.runs.find import find_run
 from lm.runs.resume import checkpoint_folder
 from lm.runs.run import Run
 from lm.system.arguments import build_options

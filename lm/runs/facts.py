@@ -8,8 +8,9 @@ import math
 import time
 from typing import Any
 
+from lm.runs.evaluations import merge_evaluations
 from lm.runs.history import Series, curve, thin
-from lm.runs.metrics import METRICS, merge_evaluations, valid_metrics
+from lm.runs.metrics import METRICS, valid_metrics
 from lm.runs.run import STEP, TYPES, Run, add_metrics, is_alert
 from lm.system.files import digest, nonnegative, parse_line
 

@@ -9,9 +9,9 @@ from pathlib import Path
 from typing import Any
 
 from lm.errors import RequestError
-from lm.runs import registry
 from lm.runs.checkpoint import find_damage, link_to, read_progress
 from lm.runs.config_diff import differences, not_allowed
+from lm.runs.find import find_run, nearest_runs, unknown_run
 from lm.runs.run import REFERENCES, ROOT, STEP, Run, is_of_a_run
 from lm.system.files import restore_interrupted
 from lm.system.process import rank
@@ -52,8 +52,8 @@ def find_checkpoint(
         _refuse_lost_name(root, name, run)
     if run is None:
         if not (auto and fit):
-            raise registry.unknown_run(name, root)
-        log.info("no run %r under %s yet: it starts%s", name, root, registry.nearest_runs(name, root))
+            raise unknown_run(name, root)
+        log.info("no run %r under %s yet: it starts%s", name, root, nearest_runs(name, root))
         return None, None
     if len(same) > 1:
         log.info("the newest of the runs %s is %s; --run takes another", ", ".join(one.name for one in same), run.name)
@@ -88,7 +88,7 @@ def checkpoint_folder(reference: str) -> Path:
     close = [f"step-{int(step[1]):08d}"] if step else get_close_matches(reference, REFERENCES, 1)
     hint = f"did you mean {close[0]}?" if close else f"or give best, last or auto{hub_hint(reference)}"
     with suppress(RequestError):
-        registry.find_run(reference)
+        find_run(reference)
         hint = f"it is a run: give --run {reference}, and best, last or auto as --ckpt_path"
     raise RequestError(f"--ckpt_path {reference}: there is no such folder; {hint}")
 
@@ -159,7 +159,7 @@ def chosen_model(run: str | None, ckpt_path: str | None, root: str | Path = ROOT
     Without a `ckpt_path` it is the best checkpoint of the run, or the last if none was validated.
     """
     if is_of_a_run(ckpt_path):
-        found = registry.find_run(run, root, otherwise=", or give a --ckpt_path")
+        found = find_run(run, root, otherwise=", or give a --ckpt_path")
         path = _checkpoint_of(found, ckpt_path)
         if path is None:
             raise found.no_checkpoint()

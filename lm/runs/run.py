@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from lm.errors import RequestError
-from lm.runs.metrics import Evaluation, is_evaluation, numbers, refuse_unknown_metric, valid_metrics
+from lm.runs.metrics import numbers, refuse_unknown_metric, valid_metrics
 from lm.system.files import (
     DAMAGE,
     Attempts,
@@ -335,13 +335,15 @@ class Run:
     def alerts(self) -> list[dict[str, Any]]:
         return [line for line in read_lines(self.path / "alerts.jsonl") if is_alert(line)]
 
-    def evaluations(self) -> list[Evaluation]:
+    def evaluations(self) -> list[dict[str, Any]]:
         """The evaluations of the run's model on tasks and texts, the newest last.
 
         Each has `step`, `checkpoint` (the name of its folder; None while training), `time`, `tasks` (by name, with
         `accuracy`, `centered` and so on), `core` (the mean of `centered`; None where there is none), `texts` (by name,
         with `bits_per_byte` and so on) and `settings`.
         """
+        from lm.runs.evaluations import is_evaluation
+
         return [line for line in read_lines(self.path / "evaluations.jsonl") if is_evaluation(line)]
 
     def metrics(self, name: str = "") -> list[dict[str, Any]]:

@@ -14,7 +14,6 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Union, get_args
 from lm.data.config import DataConfig
 from lm.errors import RequestError, require, require_at_least
 from lm.model.config import ActivationCheckpointing, Attention, Compile, DecoderConfig
-from lm.runs.history import refuse_wrong_ranges
 from lm.system.files import refuse_url
 from lm.system.units import Count
 from lm.training.builtin_optimizers import OptimizerName
@@ -503,7 +502,10 @@ class RunOptions:
             raise RequestError(
                 f"on_event: no program {self.on_event[0]!r} on PATH; a script needs its path and `chmod +x`"
             )
-        refuse_wrong_ranges(self.expect)
+        if self.expect:
+            from lm.runs.expectations import refuse_wrong_ranges
+
+            refuse_wrong_ranges(self.expect)
 
 
 # ---- the table -------------------------------------------------------------------------------------------------------

@@ -19,7 +19,7 @@ from lm.evaluation import benchmark
 from lm.evaluation.tasks import read_tasks
 from lm.inference.generation import Sampling, generate
 from lm.inference.pretrained import load_pretrained
-from lm.runs.metrics import evaluation_metrics
+from lm.runs.evaluations import evaluation_metrics
 from lm.training.callbacks import samples
 from lm.training.callbacks.logging import format_line
 from lm.training.callbacks.samples import continued

@@ -15,7 +15,7 @@ from lm.cli.evaluate import short_names
 from lm.cli.runs_show import show
 from lm.errors import RequestError
 from lm.runs import registry
-from lm.runs.metrics import evaluation_metrics, evaluation_record, evaluation_rows, merge_evaluations
+from lm.runs.evaluations import evaluation_metrics, evaluation_record, evaluation_rows, merge_evaluations
 from lm.runs.run import Run
 from lm.system.arguments import call
 

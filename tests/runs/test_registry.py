@@ -13,6 +13,7 @@ import pytest
 from lm.errors import RequestError
 from lm.runs import registry
 from lm.runs.facts import run_row
+from lm.runs.find import find_run
 from lm.runs.run import Run
 
 
@@ -123,7 +124,7 @@ def test_a_registry_that_cannot_be_written_is_one_line(what, tmp_path, monkeypat
     run = make(tmp_path / "checkpoints")
     seconds, warnings = recorded(run, caplog)
     assert seconds < BUSY and len(warnings) == 1 and warnings[0].startswith("the registry of runs was not updated")
-    assert registry.find_run("a", tmp_path / "checkpoints").path == run.path  # commands do without
+    assert find_run("a", tmp_path / "checkpoints").path == run.path  # commands do without
 
 
 def test_a_disk_that_does_not_answer_holds_nobody_up(place, tmp_path, monkeypatch, caplog):
@@ -152,20 +153,20 @@ def test_a_name_is_a_folder_under_the_root_then_the_registry_then_a_path(place, 
     mine, theirs, other = make(here), make(there), make(there, "b")
     registry.note([theirs, other])
     monkeypatch.chdir(tmp_path / "here")
-    assert registry.find_run("a").path.resolve() == mine.path.resolve()
-    assert registry.find_run("b").path == other.path.resolve()
-    assert registry.find_run(str(theirs.path)).path.resolve() == theirs.path.resolve()
-    assert registry.find_run("../there/checkpoints/a").path.resolve() == theirs.path.resolve()
+    assert find_run("a").path.resolve() == mine.path.resolve()
+    assert find_run("b").path == other.path.resolve()
+    assert find_run(str(theirs.path)).path.resolve() == theirs.path.resolve()
+    assert find_run("../there/checkpoints/a").path.resolve() == theirs.path.resolve()
     registry.note([mine])
     with pytest.raises(RequestError, match="several runs are named a; give the path of one: ") as refused:
-        registry.find_run("a", tmp_path / "elsewhere")
+        find_run("a", tmp_path / "elsewhere")
     assert str(mine.path.resolve()) in str(refused.value) and str(theirs.path.resolve()) in str(refused.value)
 
 
 def test_an_unknown_name_is_answered_with_the_nearest(place, tmp_path):
     make(tmp_path, "depth-12"), registry.note([make(tmp_path / "other", "depth-20")])
     with pytest.raises(RequestError, match="no run 'depth-21' .* did you mean depth-12"):
-        registry.find_run("depth-21", tmp_path)
+        find_run("depth-21", tmp_path)
     for name in ("xyz", "deep"):
         with pytest.raises(RequestError, match="`lm runs ls` lists them"):
-            registry.find_run(name, tmp_path)
+            find_run(name, tmp_path)

@@ -14,7 +14,7 @@ from run_folders import write_run
 from trainings import HERE, PLACES, fit, lm, make_workplace, start, write_config
 
 from lm.cli.ladder_report import last_losses
-from lm.runs.history import acceptance, expectations, refuse_wrong_ranges
+from lm.runs.expectations import acceptance, expectations, refuse_wrong_ranges
 from lm.runs.run import Run
 
 LOOP = HERE.parent / "configs" / "launch" / "until_done.sh"

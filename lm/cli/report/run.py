@@ -22,8 +22,9 @@ from lm.cli.options import changed_settings
 from lm.cli.report.page import printable, render, source
 from lm.cli.runs_show import checks_of, describe_run, machine_of, start_command
 from lm.errors import RequestError
+from lm.runs.evaluations import core_sentence, merge_evaluations
 from lm.runs.history import read_samples
-from lm.runs.metrics import BY_SOURCE, METRICS, Metric, core_sentence, merge_evaluations
+from lm.runs.metrics import BY_SOURCE, METRICS, Metric
 from lm.runs.run import Run
 from lm.system.files import finite_or_none, read_lines, refuse_url, write_atomically
 from lm.system.other_names import REMOVED

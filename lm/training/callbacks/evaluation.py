@@ -4,7 +4,7 @@ from dataclasses import asdict
 
 from lm.evaluation.benchmark import check_items, core, evaluate
 from lm.evaluation.tasks import Task, read_tasks
-from lm.runs.metrics import evaluation_metrics, evaluation_record
+from lm.runs.evaluations import evaluation_metrics, evaluation_record
 from lm.training.callback import not_training
 from lm.training.callbacks.between_steps import BetweenSteps
 from lm.training.callbacks.logging import write_state

@@ -20,8 +20,6 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 from lm.data.catalog import describe_difference
 from lm.data.mixture import describe_change
 from lm.errors import GuardStop, Interrupted, LmError, RequestError, RunError
-from lm.runs.history import acceptance, expectations
-from lm.runs.registry import record_run
 from lm.runs.run import Run
 from lm.system.files import write_atomically
 from lm.system.hardware import Telemetry, device_name, driver_version, memory_bytes
@@ -88,7 +86,10 @@ class RunFolder(Callback):
 
     def on_fit_end(self, trainer: Trainer, pl_module: LanguageModule) -> None:
         reason = "all steps done" if trainer.global_step >= trainer.max_steps else "early stopping"
-        if trainer.is_global_zero and (found := expectations(trainer.run)):
+        if trainer.is_global_zero and self.options.expect:
+            from lm.runs.expectations import acceptance, expectations
+
+            found = expectations(trainer.run)
             judged = acceptance(found)
             trainer.run.attempt(trainer.run.path / "run.json", lambda: trainer.run.describe(acceptance=judged))
             log.log(logging.INFO if judged["passed"] else logging.WARNING,
@@ -251,6 +252,8 @@ class RunFolder(Callback):
 
     def _record(self, run: Run) -> None:
         if self.register:
+            from lm.runs.registry import record_run
+
             self._registry_warned = not record_run(run, warned=self._registry_warned)
 
 

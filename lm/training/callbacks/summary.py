@@ -10,7 +10,6 @@ import torch
 from torch import nn
 
 from lm.runs.checkpoint import read_progress
-from lm.runs.history import read_samples
 from lm.runs.metrics import METRICS
 from lm.system.hardware import device_name
 from lm.system.process import program
@@ -62,8 +61,13 @@ class Summary(Callback):
             log.info("model: %s, which Hugging Face transformers loads as it is", model)
         else:
             log.info("model: %s, which lm.load_model(path, module=%s) loads", model, type(pl_module).__name__)
-        for line in read_samples(trainer.run)[-1:]:
-            log.info("sample: %s", textwrap.shorten(line["prompt"] + line["text"], SAMPLE_WIDTH, placeholder=" ..."))
+        if (trainer.run.path / "samples.jsonl").exists():
+            from lm.runs.history import read_samples
+
+            for line in read_samples(trainer.run)[-1:]:
+                log.info(
+                    "sample: %s", textwrap.shorten(line["prompt"] + line["text"], SAMPLE_WIDTH, placeholder=" ...")
+                )
         for command, purpose in next_commands(trainer.run.path, pl_module.builtin):
             log.info("%-60s  # %s", command, purpose)
 
