@@ -16,9 +16,9 @@ from lm.cli.plan_facts import data_facts, is_prepared
 from lm.errors import RequestError, RunError
 from lm.runs.resume import runs_of_name
 from lm.system.process import command, seconds_since_process_start
-from lm.training.launcher import srun_world, torchrun_world
 from lm.training.pace import steps_within
 from lm.training.trainer import devices_of_node
+from lm.training.world import srun_world, torchrun_world
 
 log = logging.getLogger(__name__)
 FEW = 4  # optimizer steps that are timed first, for the pace of a run of some hours

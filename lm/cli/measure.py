@@ -52,11 +52,11 @@ from lm.training.callback import not_training
 from lm.training.callbacks.run_folder import RunFolder
 from lm.training.callbacks.standard import standard_callbacks
 from lm.training.config import DistributedConfig, TrainerConfig, sections_of_callbacks
-from lm.training.launcher import srun_world, torchrun_world
 from lm.training.module import LanguageModule, training_class
 from lm.training.optim import state_size
 from lm.training.out_of_memory import step_of
 from lm.training.trainer import Trainer
+from lm.training.world import srun_world, torchrun_world
 
 log = logging.getLogger(__name__)
 WARMUP = 5  # optimizer steps

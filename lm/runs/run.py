@@ -361,6 +361,11 @@ class Run:
         return kept
 
 
+def how_to_resume(run: Run | None) -> str:
+    """The words of a message on how to resume a run that ends early; None: it has no folder yet."""
+    return "give the same command again" if run is None else f"`{run.resume_command()}` resumes it"
+
+
 def is_of_a_run(reference: str | None) -> bool:
     """Whether a `--ckpt_path` names a checkpoint of a run, rather than a folder."""
     return reference in (None, *REFERENCES) or STEP.fullmatch(reference) is not None

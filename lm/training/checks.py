@@ -28,8 +28,8 @@ from lm.system.arguments import shown
 from lm.system.hardware import Device
 from lm.system.process import under_torchrun
 from lm.training.config import EvaluationConfig, GroupConfig, ModelConfig, SamplesConfig, TrainerConfig
-from lm.training.launcher import srun_world
 from lm.training.precision import kept_in_bf16
+from lm.training.world import srun_world
 
 KERNELS_FROM, FP8_FROM = (8, 0), (8, 9)  # compute capability; the first is that of `model/fused`
 LEAVE_OUT = "leave it out"

@@ -13,12 +13,11 @@ import time
 from collections.abc import Callable
 from typing import Any, NoReturn
 
-from lightning.fabric.plugins.environments.slurm import SLURMEnvironment
 from lightning.pytorch import Trainer
 
 from lm.errors import GuardStop, Interrupted, LmError, RequestError, RunError
-from lm.system.process import PARENT, code_for_launcher, srun_tasks, under_torchrun
-from lm.system.units import plural
+from lm.runs.run import how_to_resume
+from lm.system.process import PARENT, code_for_launcher, under_torchrun
 from lm.training.lightning_patches import ScriptLauncher
 
 EXIT_WAIT = 5.0  # seconds that one process gives another to end by itself
@@ -38,7 +37,7 @@ class Launcher(ScriptLauncher):
         self.cluster_environment.validate_settings(num_devices=self.num_processes, num_nodes=self.num_nodes)
         self.share_cores()
         if self.cluster_environment.creates_processes_externally:
-            launcher = int(os.environ.get(LAUNCHER_PID, PARENT if torchrun_world() else 0))
+            launcher = int(os.environ.get(LAUNCHER_PID, PARENT if under_torchrun() else 0))
             if launcher:
                 exit_with(launcher)
             return self._follow(function, *args, **kwargs)
@@ -107,7 +106,7 @@ class Launcher(ScriptLauncher):
                 code = process.poll()
                 if code not in (None, 0, Interrupted.exit_code, GuardStop.exit_code):
                     how = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"failed with exit code {code}"
-                    return RunError(f"local rank {rank} {how}; {how_to_resume(self._trainer)}")
+                    return RunError(f"local rank {rank} {how}; {self._how_to_resume()}")
             if time.monotonic() >= until:
                 return None
             time.sleep(0.05)
@@ -123,9 +122,12 @@ class Launcher(ScriptLauncher):
             return failure
         who = f"local rank {', '.join(hung)}" if hung else "a rank of another node"
         return RunError(
-            f"{who} did not answer in time, so it hangs (see trainer.rank_timeout); {how_to_resume(self._trainer)}; "
+            f"{who} did not answer in time, so it hangs (see trainer.rank_timeout); {self._how_to_resume()}; "
             f"the wait ended with: {str(error).strip().splitlines()[0]}"
         )
+
+    def _how_to_resume(self) -> str:
+        return how_to_resume(getattr(self._trainer, "run", None))
 
     def _end(self, wait: float) -> None:
         """Wait for the other processes of this node, kill those that stay, and reap all."""
@@ -150,25 +152,6 @@ def exit_with(launcher: int) -> None:
     threading.Thread(target=watch, daemon=True, name="launcher").start()
 
 
-def torchrun_world() -> tuple[int, int] | None:
-    """Processes of a node and nodes, where torchrun started this process; else None."""
-    return (int(os.environ["LOCAL_WORLD_SIZE"]), int(os.environ["GROUP_WORLD_SIZE"])) if under_torchrun() else None
-
-
-def srun_world() -> tuple[int, int] | None:
-    """Tasks of a node and nodes, where srun started this process as one of several; else None.
-
-    In a job of one task `lm fit` starts the processes of the node itself.
-    """
-    tasks, nodes = srun_tasks(), int(os.environ.get("SLURM_NNODES", 1))
-    if tasks == 1 or not SLURMEnvironment.detect():
-        return None
-    if "SLURM_NTASKS_PER_NODE" not in os.environ or tasks % nodes:
-        raise RequestError(f"srun started {tasks} tasks on {plural(nodes, 'node')}: give it --ntasks-per-node, the "
-                           "devices of a node")  # fmt: skip
-    return tasks // nodes, nodes
-
-
 def refuse_broken_restarts() -> None:
     """Refuse to begin where torchrun's restarts would not work.
 
@@ -181,9 +164,3 @@ def refuse_broken_restarts() -> None:
             f"torchrun --max_restarts {restarts}: its restarts fail or hang as long as ranks share its store: "
             "`export TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1` on every machine, and give the command again"
         )
-
-
-def how_to_resume(trainer: Any) -> str:
-    """The words of a message on how to resume the run of a `Trainer` that ends early."""
-    run = getattr(trainer, "run", None)
-    return "give the same command again" if run is None else f"`{run.resume_command()}` resumes it"

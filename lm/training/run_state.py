@@ -19,7 +19,6 @@ from lightning.pytorch.callbacks import Callback
 from lightning.pytorch.strategies import DDPStrategy, SingleDeviceStrategy
 
 from lm.data.loader import Cursor
-from lm.data.mixture import describe_change
 from lm.errors import GuardStop, RequestError
 from lm.model.config import DecoderConfig
 from lm.runs.checkpoint import Progress
@@ -183,6 +182,8 @@ class PlainRunState(RunState, Callback):
         changes = [f"{name} was {before}, now {after}" for name, (before, after) in changed.items()
                    if name.removeprefix("decoder.") not in checkpoint_state.TRAINING_ONLY]  # fmt: skip
         if saved.get("mixture") and mixture:
+            from lm.data.mixture import describe_change
+
             reason, _ = describe_change(saved["mixture"], mixture, self.cursor.end)
             changes += [reason] if reason else []
         if changes:

@@ -21,9 +21,8 @@ from lightning.pytorch.trainer.states import TrainerFn
 
 from lm.data.datamodule import DataModule
 from lm.errors import DataError, Interrupted, LmError, RequestError, RunError
-from lm.model.custom import plain_arguments
 from lm.runs.checkpoint import read_progress
-from lm.runs.run import Run
+from lm.runs.run import Run, how_to_resume
 from lm.system.arguments import arguments_from
 from lm.system.hardware import device_name, find_device, keep_freed_memory, peak_flops, process_bytes
 from lm.system.stop_signals import STOP
@@ -32,13 +31,11 @@ from lm.training import checks
 from lm.training.callback import TakesCheckpoints
 from lm.training.checkpoint_state import FolderCheckpointIO
 from lm.training.config import TrainerConfig
-from lm.training.distributed import FullyShardedStrategy, ReplicatedStrategy
-from lm.training.launcher import how_to_resume, srun_world, torchrun_world
 from lm.training.lightning_patches import PatchedTrainer, report_path
-from lm.training.out_of_memory import is_out_of_memory, out_of_memory_error
 from lm.training.precision import Float8Precision, choose_precision, multiplication_precision
 from lm.training.run_state import RunState
 from lm.training.schedule import Steps, plan_steps, warmup_and_decay_steps
+from lm.training.world import srun_world, torchrun_world
 
 log = logging.getLogger(__name__)
 PROFILERS = {"simple": SimpleProfiler, "advanced": AdvancedProfiler}
@@ -144,9 +141,11 @@ class Trainer(PatchedTrainer):
         except SystemExit as error:
             if not error.code:  # the run has failed, which 0 would hide
                 raise RunError(f"the program was ended by sys.exit({error.code or ''}) in the training, after step "
-                               f"{self.global_step}; {how_to_resume(self)}") from error  # fmt: skip
+                               f"{self.global_step}; {how_to_resume(self.run)}") from error  # fmt: skip
             raise
-        except Exception as error:
+        except (RuntimeError, MemoryError) as error:
+            from lm.training.out_of_memory import is_out_of_memory, out_of_memory_error
+
             module = self.lightning_module
             if module is None or module.config.vocab_size is None or not is_out_of_memory(error):
                 raise
@@ -168,13 +167,13 @@ class Trainer(PatchedTrainer):
                 if self.world_size == 1 and self.global_step and self.checkpoint_callback is not None:
                     self._save_checkpoint()
                     log.info("saved a checkpoint of step %d", self.global_step)
-                raise DataError(f"{error}; {how_to_resume(self)}") from error
+                raise DataError(f"{error}; {how_to_resume(self.run)}") from error
             if isinstance(error, LmError) or STOP.received is None or not self.fitting:
                 raise
             # The signal may have ended other processes that this one depends on.
             raise Interrupted(
                 f"{STOP.received.name}: ended without a checkpoint, because {type(error).__name__}: {error}; "
-                f"{how_to_resume(self)}"
+                f"{how_to_resume(self.run)}"
             ) from error
 
     @property
@@ -236,7 +235,7 @@ class Trainer(PatchedTrainer):
         where = f"after step {self.global_step} with a checkpoint" if self.global_step else "in the first step"
         if state.pending_validation:
             where += ", before its validation was done"
-        raise Interrupted(f"{signal}: stopped {where}{why}; {how_to_resume(self)}")
+        raise Interrupted(f"{signal}: stopped {where}{why}; {how_to_resume(self.run)}")
 
     def _save_checkpoint(self) -> None:
         self.checkpoint_callback.save(self)
@@ -259,7 +258,10 @@ def refuse_parts(model: Any, datamodule: Any) -> None:
     if isinstance(model, type) or not hasattr(model, "build_decoder"):  # its class imports this module
         raise RequestError(f"lm.Trainer trains an lm.LanguageModule, and this is {kind_of(model)}: build your model "
                            "in `build_decoder` of a subclass, or take lightning.Trainer")  # fmt: skip
-    plain_arguments(type(model), model.hparams)  # refuses what a checkpoint could not name
+    if model.hparams:  # the arguments of a subclass
+        from lm.model.custom import plain_arguments
+
+        plain_arguments(type(model), model.hparams)  # refuses what a checkpoint could not name
     if own := [name for name in model.state_dict() if not name.startswith("decoder.")]:
         raise RequestError(f"{type(model).__name__} has a weight or buffer of its own, {own[0]}, which is not trained "
                            "and would be in no model: move it into the module that build_decoder returns")  # fmt: skip
@@ -303,6 +305,8 @@ def _strategy(config: TrainerConfig, devices: int | str | list[int], num_nodes: 
     world_size = devices_of_node(config, devices) * num_nodes
     if world_size == 1 and not torchrun_world():
         return "auto"
+    from lm.training.distributed import FullyShardedStrategy, ReplicatedStrategy
+
     if config.strategy in ("fsdp2", "hsdp"):
         replicas = num_nodes if config.strategy == "hsdp" else 1
         return FullyShardedStrategy(world_size, config.rank_timeout, config.distributed, replicas=replicas)

@@ -18,9 +18,10 @@ from lm.system.stop_signals import SIGNALS, StopSignals
 from lm.training import checks
 from lm.training.callbacks.run_folder import RunFolder
 from lm.training.config import DistributedConfig, TrainerConfig
-from lm.training.launcher import refuse_broken_restarts, srun_world, torchrun_world
+from lm.training.launcher import refuse_broken_restarts
 from lm.training.run_state import RunState
 from lm.training.trainer import Trainer, _as_started
+from lm.training.world import srun_world, torchrun_world
 
 ROOT = Path(__file__).parents[2]
 JOBS = ROOT / "configs" / "launch"

@@ -13,11 +13,10 @@ from lightning.pytorch.strategies import SingleDeviceStrategy
 from lm.errors import RequestError, RunError
 from lm.model.estimates import checkpoint_bytes
 from lm.runs.checkpoint import link_to, read_document
-from lm.runs.run import Run
+from lm.runs.run import Run, how_to_resume
 from lm.system.files import disk_space, remove_folder, remove_stale, stated_digest
 from lm.system.stop_signals import STOP
 from lm.training.checkpoint_state import checkpoint_tensors
-from lm.training.launcher import how_to_resume
 from lm.training.module import LanguageModule
 from lm.training.optim import state_size
 from lm.training.trainer import Trainer
@@ -109,7 +108,7 @@ class Checkpoints(ModelCheckpoint):
         except FileNotFoundError as error:
             raise RunError(
                 f"the run folder {trainer.run.path} is gone, seen after step {trainer.global_step}: no checkpoint can "
-                f"be written; put it back, and {how_to_resume(trainer)}"
+                f"be written; put it back, and {how_to_resume(trainer.run)}"
             ) from error
         except OSError:  # a network disk may be unavailable for a moment
             pass

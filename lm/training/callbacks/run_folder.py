@@ -18,7 +18,6 @@ import torch
 from lightning.pytorch.callbacks import ModelCheckpoint
 
 from lm.data.catalog import describe_difference
-from lm.data.mixture import describe_change
 from lm.errors import GuardStop, Interrupted, LmError, RequestError, RunError
 from lm.runs.run import Run
 from lm.system.files import write_atomically
@@ -189,6 +188,8 @@ class RunFolder(Callback):
         before, now = run.read("run.json").get("mixture"), trainer.datamodule.describe_mixture()
         if before is None or now is None:  # one source: `refuse_changed_config` compares it
             return set()
+        from lm.data.mixture import describe_change
+
         reason, change = describe_change(before, now, trainer.run_state.start.samples)
         if reason and not self.force:
             raise RequestError(f"the mixture of {run.path} changed: {reason}; put it back, start a new run, or give "

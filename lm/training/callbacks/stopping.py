@@ -11,10 +11,10 @@ from lightning.pytorch.callbacks import Checkpoint
 from lightning.pytorch.callbacks import EarlyStopping as LightningEarlyStopping
 
 from lm.errors import Interrupted
+from lm.runs.run import how_to_resume
 from lm.system.stop_signals import STOP
 from lm.training.callback import Callback, call_hook
 from lm.training.config import EarlyStoppingConfig
-from lm.training.launcher import how_to_resume
 from lm.training.lightning_patches import drop_sigterm_broadcast
 from lm.training.module import LanguageModule
 from lm.training.trainer import Trainer
@@ -80,7 +80,7 @@ class Interrupt(Callback, Checkpoint):
         newest = f" from step {max(saved)}" if saved else " from its first step"
         error = Interrupted(
             f"{STOP.received.name}: ended without a checkpoint, because {what} was not done within "
-            f"{trainer.options.stop_within:g} s (trainer.stop_within); {how_to_resume(trainer)}{newest}"
+            f"{trainer.options.stop_within:g} s (trainer.stop_within); {how_to_resume(trainer.run)}{newest}"
         )
         call_hook(trainer, "on_cut_off", error)
         print(f"lm fit: {error}", file=sys.stderr, flush=True)
