@@ -39,7 +39,7 @@ from lm.training.distributed import FullyShardedStrategy
 from lm.training.lightning_patches import attached_trainer, save_subclass_arguments
 from lm.training.lightning_step import LightningStep, StepDropped
 from lm.training.optim import build_optimizer
-from lm.training.run_state import PlainRunState, RunState
+from lm.training.run_state import RunState
 from lm.training.schedule import lr_fraction
 from lm.training.step import total_norm
 from lm.training.trainer import Trainer
@@ -74,7 +74,7 @@ class LanguageModule(LightningModule):
         save_subclass_arguments(self, ModelConfig)  # sets `hparams`, from which a checkpoint's model is rebuilt
         self.options, self.config = config, config.decoder  # `vocab_size` is set once the data is open
         self.automatic_optimization = False  # `training_step` runs backward passes and optimizer itself
-        self.run_state: RunState = PlainRunState()
+        self.run_state: RunState = RunState()
         self.step: Any = None  # a `LightningStep` during a training, else None
         self.decoder: nn.Module | None = None  # compiled and sharded in place
         self.builtin, self.built = True, NOT_BUILT  # whether all parts are of `model/decoder`; kernels and attention
@@ -89,8 +89,13 @@ class LanguageModule(LightningModule):
         if isinstance(self.trainer, Trainer):
             self.run_state = self.trainer.run_state
             return []
+        return [self._plain_run_state()]
+
+    def _plain_run_state(self) -> Any:
+        from lm.training.plain_run_state import PlainRunState
+
         self.run_state = PlainRunState()
-        return [self.run_state]
+        return self.run_state
 
     # ---- the model ----------------------------------------------------------------------------------------------
 
@@ -271,6 +276,8 @@ class LanguageModule(LightningModule):
         self._loadable = True
 
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        if attached_trainer(self) is None:
+            self._plain_run_state()
         self.run_state.restore(self, checkpoint)
 
     def build_for_checkpoint(self, config: DecoderConfig) -> None:

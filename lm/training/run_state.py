@@ -1,32 +1,23 @@
 """`RunState`: the mutable state of a run, except for weights, optimizer and Lightning's step counter.
 
 The Trainer makes one; callbacks and the module change it, but never each other. `save` writes it to a checkpoint, and
-`restore` reads it back. `PlainRunState` replaces it where `LanguageModule` and `DataModule` are used with a plain
+`restore` reads it back. `plain_run_state` replaces it where `LanguageModule` and `DataModule` are used with a plain
 `lightning.Trainer`, and so in a custom `LightningCLI`.
 """
 
-import json
-import os
-from dataclasses import asdict, dataclass, field
-from hashlib import sha256
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import lightning.pytorch as lightning
 import torch
-from lightning.fabric.utilities.rank_zero import rank_zero_info, rank_zero_warn  # pyright: ignore[reportPrivateImportUsage]
-from lightning.pytorch.callbacks import Callback
-from lightning.pytorch.strategies import DDPStrategy, SingleDeviceStrategy
 
 from lm.data.loader import Cursor
 from lm.errors import GuardStop, RequestError
-from lm.model.config import DecoderConfig
 from lm.runs.checkpoint import Progress
-from lm.runs.config_diff import differences
 from lm.runs.run import Run
 from lm.training import checkpoint_state
 from lm.training.pace import StepTimeEstimator
-from lm.training.schedule import Steps, plan_steps, warmup_and_decay_steps
+from lm.training.schedule import Steps
 from lm.training.step_stats import StepStats
 
 OTHER_TRAINER = "a checkpoint is resumed by the Trainer that took it, lightning.Trainer or lm.Trainer"
@@ -92,100 +83,3 @@ class RunState:
         self.cursor = Cursor(start=0, end=checkpoint["cursor"]["consumed"])
         data.set_position(consumed=self.cursor.end)
         self.restored = {"step_stats": checkpoint["step_stats"], **(ranks[rank] if rank < len(ranks) else {})}
-
-
-# ---- under Lightning's own Trainer -----------------------------------------------------------------------------------
-
-LEFT_OUT = ("under lightning.Trainer there is no run folder, no guard, no gradient clipping and no resume exact to the "
-            "bit, and checkpoints are Lightning's: `lm.Trainer` has these")  # fmt: skip
-
-
-class PlainRunState(RunState, Callback):
-    """The state of a training by a plain Trainer, to which the module adds it as a callback.
-
-    Each batch is an optimizer step there too. Features that only `lm.Trainer` has are left out, which is logged once.
-    """
-
-    def samples_of_run(self, trainer: lightning.Trainer) -> int:
-        data = trainer.datamodule
-        batch = data.global_batch_tokens or data.micro_batch_size * data.seq_len
-        return max(1, max(trainer.max_steps, 1) * batch // data.seq_len)
-
-    def setup(self, trainer: lightning.Trainer, pl_module: Any, stage: str) -> None:
-        """Find the counts of the run; called once the data is open."""
-        data = trainer.datamodule
-        if not hasattr(data, "token_bytes"):
-            raise RequestError("LanguageModule is trained on an lm.data.datamodule.DataModule: give it as datamodule=")
-        if not isinstance(trainer.strategy, SingleDeviceStrategy | DDPStrategy):
-            raise RequestError("LanguageModule under lightning.Trainer runs on one device or with DDP, and this is "
-                               f"{type(trainer.strategy).__name__}: give strategy='ddp', or take lm.Trainer, which has "
-                               "fsdp2")  # fmt: skip
-        if stage != "fit":
-            return
-        if trainer.max_steps < 1:
-            raise RequestError("the learning-rate schedule needs a number of steps: give lightning.Trainer("
-                               "max_steps=...); the stream of samples has no epochs")  # fmt: skip
-        self.steps = plan_steps(
-            seq_len=data.seq_len, micro_batch_size=data.micro_batch_size, global_batch_tokens=data.global_batch_tokens,
-            world_size=trainer.world_size, max_steps=trainer.max_steps, max_tokens=None,
-        )  # fmt: skip
-        warmup_and_decay_steps(trainer.max_steps, pl_module.options.schedule)
-        seed = os.environ.get("PL_GLOBAL_SEED")  # of lightning.seed_everything
-        data.set_position(global_batch=self.steps.global_batch, seed=int(seed) if seed else None, consumed=0)
-        rank_zero_info(LEFT_OUT)
-        if data.has_validation and trainer.check_val_every_n_epoch is not None:
-            rank_zero_warn("no validation comes, since the stream of samples has no epochs: give lightning.Trainer("
-                           "val_check_interval=100, check_val_every_n_epoch=None)")  # fmt: skip
-
-    def on_train_epoch_end(self, trainer: lightning.Trainer, pl_module: Any) -> None:
-        """An epoch, which `limit_train_batches` may end, does not begin the stream again."""
-        if self.cursor and not trainer.overfit_batches:
-            trainer.train_dataloader.start = self.cursor.end
-
-    def on_train_batch_end(self, trainer: lightning.Trainer, pl_module: Any, *args: Any) -> None:
-        every = trainer.log_every_n_steps  # 0, as under `barebones`: never
-        if every and trainer.global_step % every == 0:
-            pl_module.log_dict(pl_module.logged_metrics())
-
-    def save(self, module: Any, checkpoint: dict[str, Any]) -> None:
-        optimizer = module.optimizers(use_pl_optimizer=False)
-        if checkpoint.get("optimizer_states") and hasattr(optimizer, "gathered_state_dict"):  # of all ranks, as Muon's
-            checkpoint["optimizer_states"] = [optimizer.gathered_state_dict(lambda place, tensor: tensor)]
-        consumed = self.cursor.end if self.cursor else 0
-        checkpoint["lm"] = {"consumed": consumed, "mixture": module.trainer.datamodule.describe_mixture(),
-                            **self._settings(module)}  # fmt: skip
-
-    def restore(self, module: Any, checkpoint: dict[str, Any]) -> None:
-        if "lm" not in checkpoint:
-            raise RequestError(OTHER_TRAINER)
-        if module.decoder is None:  # `load_from_checkpoint`, without a Trainer
-            module.build_for_checkpoint(DecoderConfig(**checkpoint["lm"]["decoder"]))
-            return
-        self.cursor = Cursor(start=0, end=checkpoint["lm"]["consumed"])
-        self._refuse_other_settings(module, checkpoint["lm"])
-        module.trainer.datamodule.set_position(consumed=self.cursor.end)
-
-    def _settings(self, module: Any) -> dict[str, Any]:
-        """What must stay in a resume, as plain values, which torch.load takes without pickle."""
-        data = module.trainer.datamodule
-        vocabulary = sha256(json.dumps(data.tokenizer.vocabulary, sort_keys=True).encode()).hexdigest()
-        settings = {"decoder": asdict(module.config), "tokenizer": vocabulary, "seed": data.seed,
-                    "document_mask": module.options.document_mask, "seq_len": data.seq_len,
-                    "shuffle_buffer": data.options.shuffle_buffer, "reshuffle": data.options.reshuffle}  # fmt: skip
-        return json.loads(json.dumps(settings))
-
-    def _refuse_other_settings(self, module: Any, saved: dict[str, Any]) -> None:
-        now, mixture = self._settings(module), module.trainer.datamodule.describe_mixture()
-        if not module.trainer.training:  # an evaluation, of the same model and the same ids
-            now, mixture = {name: now[name] for name in ("decoder", "tokenizer")}, None
-        changed = differences([now | {name: saved[name] for name in now if name in saved}, now])
-        changes = [f"{name} was {before}, now {after}" for name, (before, after) in changed.items()
-                   if name.removeprefix("decoder.") not in checkpoint_state.TRAINING_ONLY]  # fmt: skip
-        if saved.get("mixture") and mixture:
-            from lm.data.mixture import describe_change
-
-            reason, _ = describe_change(saved["mixture"], mixture, self.cursor.end)
-            changes += [reason] if reason else []
-        if changes:
-            raise RequestError(f"this is a checkpoint of another training: {'; '.join(changes)}; put it back, or take "
-                               "its weights alone, with LanguageModule.load_from_checkpoint")  # fmt: skip
