@@ -256,16 +256,16 @@ def test_a_fit_of_some_hours_keeps_its_length(tmp_path):
     """The steps are measured once: the run that is stopped and resumed by the same command has as many."""
     workplace = make_workplace(tmp_path, "data/small")
     config = write_config(workplace, "timed", **{"trainer.checkpoint_interval": 50, "trainer.callbacks": None})
-    command = ["fit", "--config", str(config), "--hours", "0.02", "--ckpt_path", "auto"]
+    command = ["fit", "--config", str(config), "--hours", "0.1", "--ckpt_path", "auto"]
     run, steps = Run(workplace / "checkpoints" / "timed"), set()
     for saved in (50, 100):
         process = start(workplace, *command, fresh=True)
-        wait_until(lambda: max(run.steps(), default=0) >= saved, process)
+        wait_until(lambda: max(run.steps(), default=0) >= saved, process, seconds=300)
         process.send_signal(signal.SIGTERM)
         _, said = process.communicate()
         assert process.returncode == 75, said
         steps.add(run.settings()["trainer"]["max_steps"])
-    assert f"--hours 0.02: timed keeps its {next(iter(steps))} optimizer steps" in said and len(steps) == 1
+    assert f"--hours 0.1: timed keeps its {next(iter(steps))} optimizer steps" in said and len(steps) == 1
     process = start(workplace, "fit", "--run", "timed", "--ckpt_path", "auto", "--hours", "9", fresh=True)  # its config
     wait_until(lambda: max(run.steps()) >= 150, process)
     process.send_signal(signal.SIGTERM)
