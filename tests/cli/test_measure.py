@@ -14,7 +14,7 @@ from trainings import PLACES, lm, make_workplace, start, wait_until, write_confi
 
 from lm.cli.config import config_parser
 from lm.cli.hours import steps_of_hours, validation_tokens
-from lm.cli.main import main
+from lm.cli.command import main
 from lm.cli.measure import TITLES, bench_step, named_range, profile, show_parts, show_times
 from lm.cli.options import BenchOptions
 from lm.cli.plan_facts import read_bench
