@@ -36,13 +36,13 @@ from lm.cli.plan import PlanChecks, plan
 from lm.cli.plan_facts import is_prepared
 from lm.data.datamodule import DataModule
 from lm.errors import RequestError
-from lm.inference.pretrained import read_object
 from lm.model.custom import MODEL_TYPE, known_class, module_class
 from lm.model.fused import kernels_missing
 from lm.runs.registry import find_run, record_run
 from lm.runs.resume import checkpoint_folder, find_checkpoint, refuse_changed_config, repair_links
 from lm.runs.run import ROOT, Run, is_of_a_run
 from lm.system.arguments import OneLineErrors, Parser, spell_out
+from lm.system.files import read_object
 from lm.system.hardware import has_fp8
 from lm.system.process import command_line
 from lm.training.budget import read_budget_file
