@@ -207,9 +207,8 @@ def option_groups(leaves: Iterable[str]) -> set[str]:
 
 def print_options(command: str, what: str, chosen: str | None = None) -> None:
     """Print what a command does and its options: those of the `chosen` group, `all`, or else the frequent ones."""
-    if chosen not in (None, "all") and chosen not in option_groups(
-        {option.name for option in training_options(command)}
-    ):
+    options = training_options(command)
+    if chosen not in (None, "all") and chosen not in option_groups(option.name for option in options):
         raise RequestError(f"no group of options {chosen!r}: give all, or one of {', '.join(NAMES)}")
     width, frequent, usage = min(110, shutil.get_terminal_size().columns), FREQUENT, "--config FILE"
     if command in ("validate", "test", "predict"):

@@ -457,9 +457,9 @@ def require_model_class(run: Run) -> Run:
 def require_run(command: str, arguments: list[str]) -> None:
     """Refuse the name of a run that is not there, or no name where there is no run, before PyTorch is imported."""
     values = dict(typed_options(arguments))
-    run = values.get("") or values.get("run")
-    asks = {"c", "config", "h", "help"} & values.keys() or (command == "branch") == (run is None)
-    if command in OF_A_RUN and not asks and is_of_a_run(values.get("ckpt_path")):
+    positional = values.get("")
+    other = {"h", "help"} & values.keys() or (command == "branch") == (positional is None)
+    if command in OF_A_RUN and not other and is_of_a_run(values.get("ckpt_path")):
         from lm.runs.registry import find_run
 
-        find_run(run, values.get("root") or ROOT, otherwise=OF_A_RUN[command])
+        find_run(positional or values.get("run"), values.get("root") or ROOT, otherwise=OF_A_RUN[command])

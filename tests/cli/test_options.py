@@ -28,7 +28,7 @@ def test_the_dataclasses_have_the_options_of_the_parser():
     read = {option.name for option in options.training_options("plan")} - {"config"}
     known = {name.removesuffix("+") for name in known_names(request.make_parser("plan"))}
     assert all(name.startswith("data.prepare.") for name in read - known)  # the parser reads this group as one value
-    request.check_names("plan", [(name, "1") for name in known - {"h", "help"}])
+    request.check_names("plan", [(name, "1") for name in known - {"h"} if not name.endswith("help")])
 
 
 def test_what_is_shown_first_exists():
@@ -90,7 +90,7 @@ def test_help_and_a_wrong_name_need_no_torch(tmp_path):
     (["fit", "--data.global_batch_tokens", "31"], "lm fit: data.global_batch_tokens 31 is not a whole number of micro-"),
     (["fit", "--trainer.max_steps", "5", "--trainer.max_tokens", "1M"], "give one of trainer.max_steps and trainer."),
     (["fit", "trainer.max_steps=5"], "did you mean --trainer.max_steps=5?"),
-    (["fit", "--trainer.log_interval", "null"], "lm fit: trainer.log_interval: expected a count"),
+    (["fit", "--trainer.log_interval", "null"], "lm fit: trainer.log_interval is null, which means "),
     *((command.split(), "no run 'nothing' under checkpoints or in the registry; `lm runs ls` lists") for command in (
         "generate --run nothing", "evaluate --run=nothing --tasks embedded:sotu", "export --run nothing",
         "branch nothing --decay 1M", "validate --run nothing", "test --run nothing",
@@ -111,7 +111,7 @@ def test_wrong_values_and_missing_runs_are_refused_without_torch(arguments, mess
 
 @pytest.mark.parametrize("typed, nulls", [
     ("--data.path a", "train sources phases prepare"), ("--data.path=a --data.prepare.input b", "train sources phases"),
-    ("--data.path null --data.sources [{name: a}]", "train val test tokenizer prepare path"),
+    ("--data.path null --data.sources [{name:a}]", "train val test tokenizer prepare path"),
     ("--data.path null", "path"), ("--data.train a b --data.val c", "path sources phases prepare"),
     ("--data.path a --data.train b", "sources phases prepare"),
     ("--trainer.max_tokens 1M", "max_steps"), ("--trainer.max_tokens null --trainer.max_steps=5", "max_tokens"),
