@@ -14,13 +14,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from jsonargparse import Namespace
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch import Callback
 from lightning.pytorch.cli import LightningArgumentParser, LightningCLI
 from lightning.pytorch.loggers import Logger
 
-from lm.cli.options import SEED, PlanOptions
+from lm.cli.options import SEED, FitOptions, PlanOptions
 from lm.cli.request import Request, Sections, take_class_path
 from lm.data.config import is_prepared
 from lm.data.datamodule import DataModule
@@ -51,7 +50,7 @@ class Beginning:
     changed: dict[str, list[Any]] = field(default_factory=dict)  # settings that differ from the run's: [before, now]
 
 
-def fit(request: Request, callbacks: Sequence[Callback] = (), news: Sequence[str] = ()) -> Run | None:
+def fit(request: Request[FitOptions], callbacks: Sequence[Callback] = (), news: Sequence[str] = ()) -> Run | None:
     """Train as a request says, and return the run; `news` are lines to log first.
 
     `callbacks` are those of the caller, beside those of the config.
@@ -151,7 +150,7 @@ class TrainingParser(OneLineErrors, LightningArgumentParser):
         take_class_path(self)
         return added
 
-    def instantiate_classes(self, *args: Any, **kwargs: Any) -> Namespace:
+    def instantiate_classes(self, *args: Any, **kwargs: Any) -> Any:
         failures: list[RequestError] = []  # jsonargparse's own error is about every type that it tried
 
         def make(kind: type, /, *args: Any, **kwargs: Any) -> Any:
@@ -200,7 +199,7 @@ class TrainingCLI(LightningCLI):
         command = self.request.command
         return {command: LightningCLI.subcommands()[command]}
 
-    def instantiate_trainer(self, **kwargs: Any) -> Trainer:
+    def instantiate_trainer(self, **kwargs: Any) -> Any:
         try:
             return super().instantiate_trainer(**kwargs)
         except (MisconfigurationException, ValueError, TypeError) as error:

@@ -17,8 +17,8 @@ from lightning.pytorch import Callback, LightningDataModule, LightningModule
 from lm.cli.evaluate import measure
 from lm.cli.fit import StartChecks, in_notebook, quiet_lightning, refuse_notebook
 from lm.cli.fit import fit as train
-from lm.cli.options import training_options
-from lm.cli.request import check_names, combine, find_config, make, read_config
+from lm.cli.options import option_groups, training_options
+from lm.cli.request import check_names, combine, dotted, find_config, make, read_config
 from lm.data.config import PrepareOptions
 from lm.data.datamodule import DataModule
 from lm.data.prepare import prepare as make_shards
@@ -84,7 +84,8 @@ def fit(
         RequestError: the config is wrong, or a guard of `lm plan` refuses it.
         GuardStop: a guard has stopped the run. RunError: it failed. Interrupted: a signal ended it; `auto` resumes.
     """
-    typed = {"trainer.stop_within": 0.0, **dict(_dotted(_plain(options or {})))}
+    groups = option_groups(option.name for option in training_options("fit"))
+    typed = {"trainer.stop_within": 0.0, **dict(dotted(_plain(options or {}), groups))}
     typed |= {name: str(value) for name, value in {"run": run, "ckpt_path": ckpt_path}.items() if value is not None}
     with _class_of_models(module), _logging_to_console(), STOP.borrowed():
         import_from_working_directory()
@@ -93,19 +94,9 @@ def fit(
         else:
             file = find_config(str(config))
             name, document = file.stem, read_config(file)
-        check_names("fit", typed.items(), {f"{name}.yaml": document})
+        check_names("fit", dict.fromkeys(typed, "").items(), {f"{name}.yaml": document})
         request = make("fit", combine("fit", [document], [*typed.items(), ("force", force)]), name)
         return train(request, callbacks)  # pyright: ignore[reportReturnType]
-
-
-def _dotted(settings: Mapping[str, Any], group: str = "") -> Iterator[tuple[str, Any]]:
-    """Settings by dotted names, those of groups such as `{"trainer": {"max_steps": 5}}` too."""
-    leaves = {option.name for option in training_options("fit")}
-    for name, value in settings.items():
-        if isinstance(value, Mapping) and group + name not in leaves:
-            yield from _dotted(value, f"{group}{name}.")
-        else:
-            yield group + name, value
 
 
 def _plain(settings: Mapping[str, Any]) -> dict[str, Any]:

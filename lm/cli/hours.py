@@ -25,7 +25,7 @@ FEW = 4  # optimizer steps that are timed first, for the pace of a run of some h
 PACE, MOST = 0.02, 20.0  # share of the run, and seconds at most, that steps are timed for then
 
 
-def with_length(request: Request) -> tuple[Request, list[str]]:
+def with_length(request: Request[FitOptions]) -> tuple[Request[FitOptions], list[str]]:
     """A request for some hours with the steps that the time has here, measuring it included, and its command line.
 
     A run that is resumed keeps its own.

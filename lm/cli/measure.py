@@ -35,6 +35,7 @@ from torch.autograd.profiler import record_function
 from lm.cli.charts import plain_table
 from lm.cli.fit import quiet_lightning, with_classes
 from lm.cli.hours import options_of_length, steps_of_hours, validation_tokens
+from lm.cli.options import BenchOptions, ProfileOptions
 from lm.cli.plan_facts import find_tokenizer, with_vocabulary
 from lm.cli.request import Request
 from lm.data.config import DataConfig
@@ -79,7 +80,7 @@ TITLES = {
 CALLBACK = "[Callback]"  # begins the names that Lightning gives to callbacks' spans
 
 
-def bench_step(config: Request) -> None:
+def bench_step(config: Request[BenchOptions]) -> None:
     """Time a training step: `lm bench step --config X [--steps N] [--checkpoints N] [--json] [--output FILE]`."""
     options = config.options
     require_at_least(1, "--", steps=options.steps)
@@ -104,7 +105,7 @@ def bench_step(config: Request) -> None:
         show_times(found)
 
 
-def profile(config: Request) -> None:
+def profile(config: Request[ProfileOptions]) -> None:
     """Show where the time of a training step goes: `lm profile --config X [--steps N] [--trace FILE] [--json]`.
 
     It trains on the config's data or, if that does not exist yet, on random tokens.
@@ -544,7 +545,9 @@ def show_times(found: dict[str, Any]) -> None:
     )
 
 
-def describe_parts(config: Request, steps: list[dict[str, float]], trainer: Trainer, own_data: bool) -> dict[str, Any]:
+def describe_parts(
+    config: Request[ProfileOptions], steps: list[dict[str, float]], trainer: Trainer, own_data: bool
+) -> dict[str, Any]:
     """What `lm profile --json` prints; `steps` has the seconds by part of each timed step."""
     mean = {name: statistics.mean(step.get(name, 0.0) for step in steps) * 1e3 for name in set().union(*steps)}
     callbacks = {name.removeprefix(CALLBACK): ms for name, ms in mean.items() if name.startswith(CALLBACK)}
@@ -553,12 +556,12 @@ def describe_parts(config: Request, steps: list[dict[str, float]], trainer: Trai
     return {
         **describe_training(config, trainer),
         "data": "the config's" if own_data else "random tokens, as the config's is not made yet",
-        "steps": config.steps,
+        "steps": config.options.steps,
         "log_interval": config.trainer.log_interval,
         "ms_per_step": whole,
         "parts": {part: {"ms_per_step": ms, "share": ms / whole} for part, ms in by_part.items()},
         "callbacks": dict(sorted(callbacks.items(), key=lambda item: -item[1])),
-        "trace": config.trace,
+        "trace": config.options.trace,
     }
 
 

@@ -12,6 +12,7 @@ from rich.console import Console
 
 from lm.cli import plan_facts
 from lm.cli.fit import quiet_lightning, with_classes
+from lm.cli.options import PlanOptions
 from lm.cli.request import Request
 from lm.errors import RequestError
 from lm.model.estimates import describe_mfu
@@ -26,7 +27,7 @@ log = logging.getLogger(__name__)
 # ---- the command -----------------------------------------------------------------------------------------------------
 
 
-def plan(request: Request) -> None:
+def plan(request: Request[PlanOptions]) -> None:
     """Check a config, and print what it means."""
     quiet_lightning()
     options, name = request.options, request.name

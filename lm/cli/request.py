@@ -11,7 +11,7 @@ from difflib import get_close_matches
 from inspect import signature
 from pathlib import Path
 from types import NoneType
-from typing import Any, Self, get_args
+from typing import Any, Generic, TypeVar, get_args
 
 import yaml
 from jsonargparse import Namespace, get_loader
@@ -22,6 +22,7 @@ from lm.cli.options import (
     COMMAND_OPTIONS,
     NAMES,
     SEED,
+    FitOptions,
     RunChoice,
     option_groups,
     own_model_class,
@@ -74,15 +75,18 @@ class Sections:
         return {section.name: getattr(self, section.name) for section in SECTIONS if section.of_callbacks}
 
 
+Options = TypeVar("Options")  # `FitOptions`, `PlanOptions` ...
+
+
 @dataclass(frozen=True, kw_only=True)
-class Request(Sections):
+class Request(Sections, Generic[Options]):
     """A command with its own options, and all options of a training; callbacks and loggers are not built yet."""
 
     command: str
     name: str  # of the run: as typed, else that of the config's file
     settings: dict[str, Any]  # the options of the training as plain values
     choice: RunChoice
-    options: Any  # of `COMMAND_OPTIONS`
+    options: Options  # of the command
     seed_everything: int
     notes: RunOptions
     own_arguments: dict[str, Any]  # of the model, where a subclass of `LanguageModule` has further ones
@@ -92,7 +96,7 @@ class Request(Sections):
         """The content of a run's config.yaml."""
         return to_yaml({"run": self.name, **self.settings})
 
-    def changed(self, values: Mapping[str, Any]) -> Self:
+    def changed(self, values: Mapping[str, Any]) -> "Request[Options]":
         """The same request with other values of a training's options, by their dotted names."""
         settings = copy.deepcopy(self.settings)
         for name, value in values.items():
@@ -104,7 +108,7 @@ def to_yaml(settings: dict[str, Any]) -> str:
     return yaml.safe_dump(settings, allow_unicode=True, sort_keys=False)
 
 
-def read(command: str, arguments: list[str]) -> Request:
+def read(command: str, arguments: list[str]) -> Request[Any]:
     """The request of a command line; RequestError, with the place and what to give, for what cannot be meant."""
     if arguments and not arguments[0].startswith("-"):
         find_config(arguments[0])
@@ -127,7 +131,7 @@ def read(command: str, arguments: list[str]) -> Request:
     return make(command, combine(command, documents.values(), typed), files[0].stem if files else "run")
 
 
-def override(settings: Mapping[str, Any], typed: Sequence[tuple[str, Any]], name: str = "run") -> Request:
+def override(settings: Mapping[str, Any], typed: Sequence[tuple[str, Any]], name: str = "run") -> Request[FitOptions]:
     """The request of a fit with the settings of another run, and options that are typed over them."""
     check_names("fit", typed)
     kept = {key: value for key, value in settings.items() if key not in ("run", "ckpt_path")}
@@ -152,64 +156,59 @@ def combine(command: str, documents: Iterable[Mapping[str, Any]], typed: Iterabl
 
     What an option replaces in a config becomes null unless it is typed too: `data.path` replaces all other data.
     """
-    leaves = {option.name for option in training_options(command)}
-    groups = option_groups(leaves)
+    groups = option_groups(option.name for option in training_options(command))
     settings: dict[str, Any] = {}
     for document in documents:
-        merge(settings, document, groups)
+        for name, value in dotted(document, groups):
+            assign(settings, name, value)
     typed = list(typed)
     names = {".".join(name.split(".")[:2]) for name, _ in typed}
-    for name in [name for name, value in typed if name in REPLACED and value not in (None, "null")]:
+    for name in REPLACED.keys() & {name for name, value in typed if value not in (None, "null")}:
         for other in REPLACED[name]:
             if other not in names:
                 assign(settings, other, None)
     for name, value in typed:
-        group = yaml.safe_load(value) if name in groups and isinstance(value, str) else None
-        if isinstance(group, dict):  # as in `--model.schedule '{name: wsd}'`
-            merge(settings, {name: group}, groups)
-        else:
-            assign(settings, name, value)
+        group = get_loader("yaml")(value) if name in groups and isinstance(value, str) else None
+        for inner, part in dotted(group, groups, f"{name}.") if isinstance(group, dict) else [(name, value)]:
+            assign(settings, inner, part)  # a group as in `--model.schedule '{name: wsd}'`
     return settings
 
 
-def merge(settings: dict[str, Any], document: Mapping[str, Any], groups: set[str], place: str = "") -> None:
-    """Put the values of a config over settings, in place, group by group."""
-    for name, value in document.items():
-        inner = settings.get(name)
-        if f"{place}{name}" in groups and isinstance(value, Mapping):
-            settings[name] = inner = dict(inner) if isinstance(inner, dict) else {}
-            merge(inner, value, groups, f"{place}{name}.")
+def dotted(settings: Mapping[str, Any], groups: set[str], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    """Nested settings as pairs of dotted names and values; a group that is empty is a value."""
+    for key, value in settings.items():
+        name = f"{prefix}{key}"
+        if name in groups and isinstance(value, Mapping) and value:
+            yield from dotted(value, groups, f"{name}.")
         else:
-            settings[name] = value
+            yield name, value
 
 
 def assign(settings: dict[str, Any], name: str, value: Any) -> None:
     """Set an option by its dotted name in nested settings, in place.
 
     `trainer.callbacks+` adds to a list, and what follows a class by path, as in `trainer.logger.save_dir`, is an
-    argument of that class, or of the last in the list.
+    argument of that class, or of the last one in the list.
     """
-    option = next((option for option in CLASSES if name.startswith(f"{option}.")), None)
-    if option:
-        keys = name.removeprefix(f"{option}.").split(".")
-        group, last = option.split(".")
-        place = settings.get(group, {}).get(last)
-        chosen = place[-1] if isinstance(place, list) and place else place
-        chosen = dict(chosen) if isinstance(chosen, dict) else {"class_path": chosen}
-        if keys[0] not in ("class_path", "init_args", "dict_kwargs"):
-            keys = ["init_args", *keys]
-        assign(chosen, ".".join(keys), value)
-        assign(settings, option, [*place[:-1], chosen] if isinstance(place, list) else chosen)
-        return
+    for option in CLASSES:
+        rest = name.removeprefix(f"{option}.")
+        if rest != name and rest.partition(".")[0] not in ("class_path", "init_args", "dict_kwargs"):
+            name = f"{option}.init_args.{rest}"
     *groups, last = name.split(".")
+    place: Any = settings
     for group in groups:
-        if not isinstance(settings.get(group), dict):
-            settings[group] = {}
-        settings = settings[group]
+        inner = place.get(group)
+        if isinstance(inner, list) and inner:
+            place, group, inner = inner, -1, inner[-1]
+        if isinstance(inner, str):
+            inner = {"class_path": inner}
+        place[group] = inner if isinstance(inner, dict) else {}
+        place = place[group]
     if last.endswith("+"):
-        last = last[:-1]
-        value = [*(settings.get(last) or []), get_loader("yaml")(value) if isinstance(value, str) else value]
-    settings[last] = value
+        last = last.removesuffix("+")
+        value = [*(place.get(last) or []), get_loader("yaml")(value) if isinstance(value, str) else value]
+    if value != {} or not place.get(last):
+        place[last] = value
 
 
 # ---- dataclasses -----------------------------------------------------------------------------------------------------
@@ -249,7 +248,7 @@ def make_parser(command: str) -> Parser:
     return parser
 
 
-def take_class_path(parser: Any, command: str = "") -> None:
+def take_class_path(parser: Any) -> None:
     """Let `model.optimizer.class_path` be an option; jsonargparse takes it for the class of `OptimizerConfig`."""
     for action in parser._actions:
         if action.dest == "model.optimizer":
@@ -266,7 +265,7 @@ def check_own_arguments(kind: type, taken: set[str]) -> None:
                            "itself: give it another name")  # fmt: skip
 
 
-def make(command: str, settings: dict[str, Any], name: str = "run") -> Request:
+def make(command: str, settings: dict[str, Any], name: str = "run") -> Request[Any]:
     """The request of settings as a config has them, each value of its option's type, or RequestError."""
     parser = make_parser(command)
     check_nulls(settings)
@@ -344,30 +343,18 @@ def check_names(
     leaves = {option.name for option in training_options(command)}
     leaves |= {option.name for option in fields(RunChoice)}  # a config may carry those of a fit
     groups = option_groups(leaves)
-    unknown = {
-        f"config {path}: ": [name for name in _keys(document, leaves, groups) if not _is_known(name, leaves, groups)]
-        for path, document in documents.items()
-    }
     values = {name.removesuffix("+"): value for name, value in typed if name != "print_config"}
-    unknown[""] = [name for name in values if not _is_known(name, leaves, groups)]
+    names = {f"config {path}: ": dict(dotted(document, groups)) for path, document in documents.items()} | {"": values}
+    unknown = {place: [name for name in given if not _is_known(name, leaves, groups)] for place, given in names.items()}
     if any(unknown.values()):
         known = sorted(leaves | groups)
         raise RequestError("; ".join(
-            where + unknown_options({name: nearest_option(name, known) or f"`lm {command} --help all` lists them"
-                                     for name in names})
-            for where, names in unknown.items() if names
+            place + unknown_options({name: nearest_option(name, known) or f"`lm {command} --help all` lists them"
+                                     for name in given})
+            for place, given in unknown.items() if given
         ))  # fmt: skip
     if missing := [name for name, value in values.items() if value is None]:
         raise RequestError(f"--{missing[0]} needs a value")
-
-
-def _keys(document: Mapping[str, Any], leaves: set[str], groups: set[str], place: str = "") -> Iterator[str]:
-    """The names of a config's keys, with dots; those below an unknown name are left out."""
-    for key, value in document.items():
-        name = f"{place}{key}"
-        yield name
-        if isinstance(value, Mapping) and name not in leaves and _is_known(name, leaves, groups):
-            yield from _keys(value, leaves, groups, f"{name}.")
 
 
 def _is_known(name: str, leaves: set[str], groups: set[str]) -> bool:

@@ -6,6 +6,7 @@ Each contender lives in a process of its own, because some change the library th
 nobody with it. All are set up first, one after the other; then they take turns, one at a time, and the median counts.
 """
 
+import argparse
 import json
 import os
 import statistics

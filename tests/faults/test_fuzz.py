@@ -98,6 +98,7 @@ def configs(draw):
 @given(text=configs())
 def test_a_config_of_any_kind_is_planned_or_refused(place, text):
     (place / "any.yaml").write_bytes(text)
+
     def plan():
         asked = request.read("plan", ["--config", "any.yaml"])
         json.dumps(examine(fit.with_classes(asked), asked.options))
