@@ -17,7 +17,7 @@ def main() -> NoReturn:
     if not hasattr(lm, "load_run"):
         sys.exit(OTHER)
     expand_segments()
-    from lm.cli.main import main as run
+    from lm.cli.command import main as run
     from lm.system.process import code_for_launcher, leave
     from lm.system.stop_signals import STOP
 

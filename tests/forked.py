@@ -141,7 +141,7 @@ def serve(requests: socket.socket) -> list[str]:
 if __name__ == "__main__":
     import torch.utils.tensorboard  # noqa: F401  which `lm fit` imports late
 
-    import lm.cli.config  # noqa: F401  and with it all that a fit needs: each fork would take seconds to import it
+    import lm.cli.fit  # noqa: F401  and with it all that a fit needs: each fork would take seconds to import it
 
     gc.freeze()  # a collection would touch, and so copy, all that the forks share
 

@@ -35,7 +35,7 @@ ROOMS = {
     "__main__": (7, "errors system cli"),
 }
 WITHOUT_TORCH = [
-    "lm", "lm.errors", "lm.system", "lm.runs", "lm.cli.main", "lm.cli.runs", "lm.cli.runs_compare", "lm.cli.report",
+    "lm", "lm.errors", "lm.system", "lm.runs", "lm.cli.command", "lm.cli.runs", "lm.cli.runs_compare", "lm.cli.report",
     "lm.cli.monitor", "lm.cli.charts", "lm.cli.data", "lm.cli.scale", "lm.model.config", "lm.model.estimates",
     "lm.data.config", "lm.training.builtin_optimizers", "lm.training.config", "lm.training.schedule",
     "lm.training.alerts", "lm.cli.options",
@@ -158,7 +158,7 @@ def test_what_only_looks_imports_no_torch():
 @pytest.mark.parametrize("arguments", [["--help"], ["--version"]])
 def test_the_command_line_answers_without_torch(arguments):
     """`lm --help` is there at once: under half a second, and torch is not even imported."""
-    code = f"import sys; from lm.cli.main import main; main({arguments!r}); assert 'torch' not in sys.modules"
+    code = f"import sys; from lm.cli.command import main; main({arguments!r}); assert 'torch' not in sys.modules"
     assert run_python(code)[1] < 2  # usually less than a tenth of a second
 
 
@@ -185,10 +185,8 @@ PRIVATE = ("lm.kernels.torch_private", "lm.training.lightning_patches")
 LIBRARIES = ("jsonargparse", "lightning", "tensorboard", "torch", "torchmetrics")
 DOCUMENTED = {"_asdict", "_exit", "_fields", "_make", "_replace"}  # of named tuples and `os`, by the standard library
 ALLOWED = {
-    # LightningCLI has no hook between building and running; TrainingCLI is its only subclass, and nothing but one.
-    "lm.cli.config": {"_actions", "_get", "_instantiate_trainer", "_parse_ckpt_path", "_parser",
-                      "_prepare_subcommand_kwargs", "_run_subcommand"},
-    "lm.system.arguments": {"_actions", "_typehint"},  # argparse and jsonargparse list options under no other name
+    # argparse and jsonargparse list options under no other name
+    "lm.cli.request": {"_actions"}, "lm.system.arguments": {"_actions", "_typehint"},
     "lm.data.encode": {"_processes"},  # a pool ends its processes by a public name from Python 3.14 on
     "lm.system.hub": {"_fetch_range", "_open"},  # what fsspec documents as the methods that a file system defines
 }  # fmt: skip

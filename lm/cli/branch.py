@@ -12,10 +12,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import yaml
-
-from lm.cli.config import TrainingCLI, quiet_lightning, resolved_text
-from lm.cli.options import split_overrides
+from lm.cli.fit import fit
+from lm.cli.request import make, override, split_overrides
 from lm.data.mixture import continued_mixture
 from lm.errors import RequestError, require_at_least
 from lm.runs.checkpoint import find_damage, read_document, read_progress
@@ -25,7 +23,7 @@ from lm.runs.resume import warn_if_left_behind
 from lm.runs.run import ROOT, Run, refuse_name
 from lm.system.arguments import call
 from lm.system.files import atomic_folder, dump_checksummed
-from lm.system.process import command_line, under_srun, under_torchrun
+from lm.system.process import other_arguments, under_srun, under_torchrun
 from lm.system.units import Count
 from lm.training.config import ScheduleConfig
 from lm.training.schedule import lr_fraction
@@ -82,7 +80,7 @@ def main(arguments: list[str]) -> None:
     branch(call(BranchOptions, own, "lm branch"), overrides)
 
 
-def branch(options: BranchOptions, overrides: list[str]) -> None:
+def branch(options: BranchOptions, overrides: list[tuple[str, str | None]]) -> None:
     """Make the run, with options of a training as they are typed, and train it."""
     if (under_torchrun() or under_srun()) and not options.make_only:
         raise RequestError("every process would make a run: give --make_only to one process, and train it then with "
@@ -99,16 +97,15 @@ def branch(options: BranchOptions, overrides: list[str]) -> None:
     settings, root = trunk.settings(), trunk.path.parent
     settings["trainer"]["default_root_dir"] = str(root)
     if options.tokens:
-        data = yaml.safe_load(resolved_text(settings, overrides))["data"]  # of the branch, whose steps may be larger
+        data = override(settings, overrides).settings["data"]  # of the branch, whose steps may be larger
         change_schedule(settings, step, options, tokens_of_a_step(data))
-    text = resolved_text(settings, overrides)
-    old, new = before["data"], yaml.safe_load(text)
+    after = override(settings, overrides).settings
+    old, new = before["data"], after
     mixtures = [(data["sources"], data["phases"]) for data in (old, new["data"])]
     if all(sources for sources, _ in mixtures) and mixtures[0] != mixtures[1]:
         seen = read_progress(checkpoint).samples * old["seq_len"]
         new["data"] |= continued_mixture(old, new["data"], seen)
-        text = resolved_text(new)
-    after = yaml.safe_load(text)
+        after = override(new, []).settings
     changes = refuse_other_run(trunk, before, after)
     if (after["trainer"]["max_steps"] or math.inf) <= step:
         raise RequestError(f"step {step} is the last of {trunk.path}: give --decay TOKENS or --constant TOKENS")
@@ -117,10 +114,10 @@ def branch(options: BranchOptions, overrides: list[str]) -> None:
     if run.path.exists():
         raise RequestError(f"there is a run {run.path}: give another --name; `{run.resume_command()}` resumes it")
     run = Run.create(run.name, root)
-    text = f"run: {run.name}\n{text}"  # so that its config is enough to resume it
     try:
         pin_checkpoint(checkpoint, run.path / checkpoint.name, before["data"]["seq_len"], after["data"]["seq_len"])
-        run.config.write_text(text, encoding="utf-8")
+        request = make("fit", {**after, "run": run.name, "ckpt_path": "auto"})
+        run.config.write_text(request.text, encoding="utf-8")  # with its name: enough to resume it
         origin = {"run": trunk.name, "path": str(trunk.path.resolve()), "step": step, "changes": changes}
         run.describe(id=run.name, name=run.name, status="interrupted", step=step, branch=origin,
                      turn=Run.next_start(root))  # fmt: skip
@@ -130,10 +127,8 @@ def branch(options: BranchOptions, overrides: list[str]) -> None:
             log.info("%s", "\n".join(news))
             print(run.resume_command())
             return
-        quiet_lightning()
-        arguments = ["fit", f"--config={run.config}", f"--run={run.name}", "--ckpt_path=auto"]
-        with command_line(arguments):
-            TrainingCLI(arguments, news=news)
+        with other_arguments(["fit", f"--config={run.config}", f"--run={run.name}", "--ckpt_path=auto"]):
+            fit(request, news=news)
     except RequestError:
         if not (run.path / "metrics.jsonl").exists():  # it has not begun, and the name is free again
             run.release()

@@ -19,14 +19,14 @@ from safetensors import SafetensorError
 
 from lm.errors import RequestError, first_line
 from lm.inference.export import Card, check_reload, model_card
-from lm.inference.pretrained import DTypeName, Pretrained, load_pretrained, read_object
+from lm.inference.pretrained import DTypeName, Pretrained, load_pretrained
 from lm.model.config import DecoderConfig
 from lm.model.custom import MODEL_TYPE
 from lm.model.huggingface import to_huggingface
 from lm.runs.checkpoint import write_files
 from lm.runs.resume import checkpoint_folder, chosen_model, hub_hint
 from lm.runs.run import ROOT
-from lm.system.files import new_folder
+from lm.system.files import new_folder, read_object
 from lm.system.remote import is_remote
 from lm.training.checkpoint_state import model_files
 from lm.training.step_stats import StepStats

@@ -9,8 +9,8 @@ from typing import Any
 from rich.console import Console
 
 from lm.cli.charts import plain_table
+from lm.data.catalog import MANIFEST
 from lm.data.config import PrepareOptions
-from lm.data.prepare import MANIFEST
 from lm.data.prepare import prepare as make
 from lm.data.shards import Shards
 from lm.data.tokenizer import Tokenizer

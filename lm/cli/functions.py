@@ -4,7 +4,6 @@
 import json
 import logging
 import os
-import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, replace
@@ -15,11 +14,11 @@ import torch
 import yaml
 from lightning.pytorch import Callback, LightningDataModule, LightningModule
 
-from lm.cli.config import TrainingCLI, in_notebook, quiet_lightning, refuse_notebook
 from lm.cli.evaluate import measure
-from lm.cli.main import ConsoleHandler
-from lm.cli.options import refuse_unknown_options, replace_settings, training_options
-from lm.cli.plan import PlanChecks
+from lm.cli.fit import StartChecks, in_notebook, quiet_lightning, refuse_notebook
+from lm.cli.fit import fit as train
+from lm.cli.options import option_groups, training_options
+from lm.cli.request import check_names, combine, dotted, find_config, make, read_config
 from lm.data.config import PrepareOptions
 from lm.data.datamodule import DataModule
 from lm.data.prepare import prepare as make_shards
@@ -31,7 +30,7 @@ from lm.runs.find import find_run
 from lm.runs.resume import find_checkpoint, refuse_changed_config
 from lm.runs.run import Run
 from lm.system.arguments import build_options
-from lm.system.process import import_from_working_directory
+from lm.system.process import ConsoleHandler, import_from_working_directory
 from lm.system.stop_signals import STOP
 from lm.training.callbacks.run_folder import RunFolder
 from lm.training.callbacks.standard import standard_callbacks
@@ -85,38 +84,28 @@ def fit(
         RequestError: the config is wrong, or a guard of `lm plan` refuses it.
         GuardStop: a guard has stopped the run. RunError: it failed. Interrupted: a signal ended it; `auto` resumes.
     """
-    known = [option.name for option in training_options("fit")]
-    given = {"trainer.stop_within": 0.0, **dict(_dotted(options or {}, known))}
-    given |= {name: value for name, value in {"run": run, "ckpt_path": ckpt_path}.items() if value is not None}
-    with tempfile.TemporaryDirectory() as folder:
+    groups = option_groups(option.name for option in training_options("fit"))
+    typed = {"trainer.stop_within": 0.0, **dict(dotted(_plain(options or {}), groups))}
+    typed |= {name: str(value) for name, value in {"run": run, "ckpt_path": ckpt_path}.items() if value is not None}
+    with _class_of_models(module), _logging_to_console(), STOP.borrowed():
+        import_from_working_directory()
         if isinstance(config, Mapping):
-            file = Path(folder) / "run.yaml"
-            file.write_text(yaml.safe_dump(json.loads(json.dumps(config, default=_plain))))
+            name, document = "run", _plain(config)
         else:
-            file = config
-        typed = {name: str(value) if isinstance(value, str | Path) else json.dumps(value, default=_plain)
-                 for name, value in given.items()}  # fmt: skip
-        arguments = replace_settings([f"--config={file}", *(f"--{name}={value}" for name, value in typed.items())])
-        with _class_of_models(module), _logging_to_console(), STOP.borrowed():
-            import_from_working_directory()
-            refuse_unknown_options("fit", arguments)
-            quiet_lightning()
-            cli = TrainingCLI(["fit", *arguments, *["--force=true"] * force], callbacks)
-            return cli.trainer.run or cli.resumed_run  # pyright: ignore[reportReturnType]
+            file = find_config(str(config))
+            name, document = file.stem, read_config(file)
+        check_names("fit", dict.fromkeys(typed, "").items(), {f"{name}.yaml": document})
+        request = make("fit", combine("fit", [document], [*typed.items(), ("force", force)]), name)
+        return train(request, callbacks)  # pyright: ignore[reportReturnType]
 
 
-def _dotted(settings: Mapping[str, Any], known: Sequence[str], group: str = "") -> Iterator[tuple[str, Any]]:
-    """Settings by dotted names, those of groups such as `{"trainer": {"max_steps": 5}}` too."""
-    for name, value in settings.items():
-        if isinstance(value, Mapping) and group + name not in known:
-            yield from _dotted(value, known, f"{group}{name}.")
-        else:
-            yield group + name, value
+def _plain(settings: Mapping[str, Any]) -> dict[str, Any]:
+    """Settings as a YAML file has them: a path as text, a number of numpy or torch as one of Python."""
 
+    def plain(value: Any) -> Any:
+        return value.item() if hasattr(value, "item") else str(value)
 
-def _plain(value: Any) -> Any:
-    """A path, or a number of numpy or torch, as JSON has it."""
-    return value.item() if hasattr(value, "item") else str(value)
+    return json.loads(json.dumps(settings, default=plain))
 
 
 def evaluate(
@@ -183,7 +172,7 @@ class Trainer(BareTrainer):
         self._name, self._sections, self._about = run, sections, about or RunOptions()
         quiet_lightning()
         self._folder = RunFolder(None, run, "", options=self._about)
-        self._checks = PlanChecks(sections)
+        self._checks = StartChecks(sections)
         standard = standard_callbacks(config, self._folder, sections)
         super().__init__(**vars(replace(config, callbacks=[*callbacks, *standard, Summary(), self._checks])))
 

@@ -5,17 +5,17 @@ import json
 import logging
 import subprocess
 import tempfile
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from jsonargparse import Namespace
-
-from lm.cli.config import config_name, config_parser
-from lm.cli.early import typed_options
-from lm.cli.plan_facts import data_facts, is_prepared
+from lm.cli.options import FitOptions
+from lm.cli.plan_facts import data_facts
+from lm.cli.request import Request, to_yaml
+from lm.data.config import is_prepared
 from lm.errors import RequestError, RunError
 from lm.runs.resume import runs_of_name
-from lm.system.process import command, seconds_since_process_start
+from lm.system.process import arguments, command, seconds_since_process_start
 from lm.training.pace import steps_within
 from lm.training.trainer import devices_of_node
 from lm.training.world import srun_world, torchrun_world
@@ -25,47 +25,41 @@ FEW = 4  # optimizer steps that are timed first, for the pace of a run of some h
 PACE, MOST = 0.02, 20.0  # share of the run, and seconds at most, that steps are timed for then
 
 
-def with_length(arguments: list[str]) -> list[str]:
-    """The arguments of `lm fit --hours H` with the `--trainer.max_steps` that the time has here, measuring it included.
+def with_length(request: Request[FitOptions]) -> tuple[Request[FitOptions], list[str]]:
+    """A request for some hours with the steps that the time has here, measuring it included, and its command line.
 
     A run that is resumed keeps its own.
     """
+    hours, choice = request.options.hours, request.choice
     parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
-    parser.add_argument("--hours", type=float)
-    typed, rest = parser.parse_known_args(arguments)
-    if not typed.hours > 0:
-        raise RequestError(f"--hours {typed.hours:g} must be above 0")
-    given = typed_options(rest)
-    if {"--run", "--ckpt_path"} <= given.keys() and not {"-c", "--config"} & given.keys():
-        return rest  # the run is resumed with its own config
-    for length in ("--trainer.max_steps", "--trainer.max_tokens"):
-        if given.get(length, "null") != "null":
-            raise RequestError(f"{length} gives the length of the run, and so does --hours: give one of them")
-    parser.add_argument("--force", nargs="?")
-    training = parser.parse_known_args(arguments)[1]
-    config = config_parser("lm fit").read(training)
-    root, name = config.trainer.default_root_dir, config.run or config_name(config)
-    if config.ckpt_path and (runs := runs_of_name(root, name, named=config.run is not None)):
+    parser.add_argument("--hours")
+    rest = parser.parse_known_args(arguments())[1]  # which starts the other processes of the run
+    if not hours > 0:
+        raise RequestError(f"--hours {hours:g} must be above 0")
+    length: dict[str, int | None] = {}
+    if choice.ckpt_path and (runs := runs_of_name(
+        request.trainer.default_root_dir, request.name, named=choice.run is not None
+    )):  # fmt: skip
         kept = runs[-1].settings()
         length = {f"trainer.{option}": kept["trainer"][option] for option in ("max_steps", "max_tokens")}
         length["model.schedule.warmup_steps"] = kept["model"]["schedule"]["warmup_steps"]
-        log.info(
-            "--hours %g: %s keeps its %s optimizer steps", typed.hours, runs[-1].name, kept["trainer"]["max_steps"]
-        )
-    elif torchrun_world() or srun_world() or config.trainer.num_nodes > 1:
+        log.info("--hours %g: %s keeps its %s optimizer steps", hours, runs[-1].name, kept["trainer"]["max_steps"])
+    elif torchrun_world() or srun_world() or request.trainer.num_nodes > 1:
         raise RequestError("--hours is for one machine whose processes `lm fit` starts: here start `lm bench step "
                            "--hours H` as you start this, and give the option that it prints")  # fmt: skip
     else:
-        validated = validation_tokens(config)
-        log.info("--hours %g: measuring a step", typed.hours)
-        found = measured(training, 3600 * typed.hours, devices_of_node(config.trainer, config.trainer.devices))
-        steps = steps_of_hours(config, typed.hours, found, validated, seconds_since_process_start())
-        log.info("--hours %g: %d optimizer steps", typed.hours, steps)
-        length = {"trainer.max_tokens": None, **options_of_length(config, steps)}
-    return [*rest, *(f"--{option}={'null' if value is None else value}" for option, value in length.items())]
+        validated = validation_tokens(request)
+        log.info("--hours %g: measuring a step", hours)
+        devices = devices_of_node(request.trainer, request.trainer.devices)
+        found = measured(to_yaml(request.settings), 3600 * hours, devices)
+        steps = steps_of_hours(request, hours, found, validated, seconds_since_process_start())
+        log.info("--hours %g: %d optimizer steps", hours, steps)
+        length = {"trainer.max_tokens": None, **options_of_length(request, steps)}
+    request = replace(request.changed(length), options=FitOptions())
+    return request, [*rest, *(f"--{option}={'null' if value is None else value}" for option, value in length.items())]
 
 
-def options_of_length(config: Namespace, steps: int) -> dict[str, int]:
+def options_of_length(config: Request, steps: int) -> dict[str, int]:
     """The options of a run of `steps` optimizer steps, with a warm-up of at most a tenth of it, as in `lm scale`."""
     options = {"trainer.max_steps": steps}
     if config.model.schedule.warmup_steps > steps / 10:
@@ -74,8 +68,8 @@ def options_of_length(config: Namespace, steps: int) -> dict[str, int]:
     return options
 
 
-def measured(arguments: list[str], seconds: float, devices: int = 1, steps: int = FEW) -> dict[str, Any]:
-    """What `lm bench step` finds with the options of a training, in a process of its own for each device.
+def measured(config: str, seconds: float, devices: int = 1, steps: int = FEW) -> dict[str, Any]:
+    """What `lm bench step` finds for the content of a config, in a process of its own for each device.
 
     First of a few steps, then of as many as take `PACE` of a run of so many seconds: other programs and clock speeds
     change from second to second.
@@ -85,17 +79,20 @@ def measured(arguments: list[str], seconds: float, devices: int = 1, steps: int 
         target = ["-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={devices}", *target]
         target.insert(-1, "--")
     with tempfile.TemporaryDirectory() as folder:
-        output = Path(folder) / "step.json"
-        own = ["bench", "step", "--steps", str(steps), "--checkpoints", "1", "--output", str(output)]
-        done = subprocess.run([python, *target, *own, *arguments], capture_output=True, text=True)
+        file, output = Path(folder) / "config.yaml", Path(folder) / "step.json"
+        file.write_text(config, encoding="utf-8")
+        own = ["bench", "step", "--steps", str(steps), "--checkpoints", "1"]
+        done = subprocess.run(
+            [python, *target, *own, "--output", output, "--config", file], capture_output=True, text=True
+        )
         if done.returncode:
             raise RunError(f"the time of a step could not be measured: {done.stderr.strip().splitlines()[-1]}")
         found = json.loads(output.read_text())
     more = int(1e3 * min(MOST, PACE * seconds) / found["ms_per_step"])
-    return measured(arguments, seconds, devices, more) if steps == FEW < more else found
+    return measured(config, seconds, devices, more) if steps == FEW < more else found
 
 
-def validation_tokens(config: Namespace) -> int:
+def validation_tokens(config: Request) -> int:
     """Tokens of a validation; RequestError where the data is not there and cannot be made."""
     most = config.data.val_tokens
     if not is_prepared(config.data):
@@ -105,7 +102,7 @@ def validation_tokens(config: Namespace) -> int:
 
 
 def steps_of_hours(
-    config: Namespace, hours: float, found: dict[str, Any], validated: int, spent: float = 0.0
+    config: Request, hours: float, found: dict[str, Any], validated: int, spent: float = 0.0
 ) -> int:  # fmt: skip
     """Optimizer steps of a run of so many hours, with its start, validations of `validated` tokens and checkpoints, by
     `describe_times`; `spent` are seconds that are over."""

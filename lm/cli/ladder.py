@@ -26,10 +26,11 @@ from rich.console import Console
 
 from lm.cli import scale
 from lm.cli.charts import plain_table
-from lm.cli.config import config_parser, quiet_lightning, resolved_text
+from lm.cli.fit import quiet_lightning, with_classes
 from lm.cli.ladder_report import AGAINST, HALF, ModelSize, Training, page, print_report, report
-from lm.cli.options import PlanOptions, find_config, read_config, split_overrides
-from lm.cli.plan import examine
+from lm.cli.options import PlanOptions
+from lm.cli.plan_facts import examine
+from lm.cli.request import Request, find_config, override, read_config, split_overrides
 from lm.errors import Interrupted, RequestError, RunError, require_at_least
 from lm.runs import scaling_laws
 from lm.runs.config_diff import differences, not_allowed
@@ -57,6 +58,7 @@ VALIDATION = (
     "data.path", "data.sources", "data.tokenizer", "data.prepare", "data.column", "data.pad_id", "data.val_tokens",
 )  # fmt: skip
 POLL = 0.2  # seconds between looks at the trainings
+Overrides = list[tuple[str, str | None]]  # options of a training, as typed
 PATIENCE = 60.0  # seconds that a training of a killed ladder has to save its last checkpoint
 DIES_WITH_PARENT = 1  # PR_SET_PDEATHSIG of prctl(2)
 
@@ -151,8 +153,8 @@ def main(arguments: list[str]) -> None:
 
 
 def compared_recipes(
-    options: LadderOptions, own: list[str], overrides: list[str]
-) -> list[tuple[str, LadderOptions, list[str]]]:
+    options: LadderOptions, own: list[str], overrides: Overrides
+) -> list[tuple[str, LadderOptions, Overrides]]:
     """Make the recipes that --against adds: the ladder's own at half of its length, and the other recipe."""
     half, words = copy.copy(options), shlex.split(options.against)
     half.horizon = {name: value // 2 if name == "max_steps" else value / 2 for name, value in options.horizon.items()}
@@ -175,7 +177,7 @@ def compared_recipes(
 
 
 def ladder(
-    options: LadderOptions, overrides: list[str], compared: list[tuple[str, LadderOptions, list[str]]] = []
+    options: LadderOptions, overrides: Overrides, compared: list[tuple[str, LadderOptions, Overrides]] = []
 ) -> None:
     """Plan all trainings, train those that are not finished, and write the report."""
     quiet_lightning()
@@ -217,22 +219,23 @@ def ladder(
 # ---- the trainings ---------------------------------------------------------------------------------------------------
 
 
-def make_trainings(options: LadderOptions, overrides: list[str], recipe: str = "") -> list[Training]:
+def make_trainings(options: LadderOptions, overrides: Overrides, recipe: str = "") -> list[Training]:
     """Make and plan all trainings of a recipe; `recipe` is as in `Training`."""
-    for one in overrides:
-        if (key := one.removeprefix("--").partition("=")[0]) in FOLLOWS:
+    for key, _ in overrides:
+        if key in FOLLOWS:
             raise RequestError(f"{key} follows from the depth and the length of each run: give {FOLLOWS[key]}")
     parts = []
     for depth in sorted({*options.sizes, *options.held_out}):
         try:
-            request = scale.ScaleRequest(**vars(options.scaled), depth=depth, **options.horizon)
-            settings = yaml.safe_load(scale.scaled_config(request)[1])
+            scaled = scale.ScaleRequest(**vars(options.scaled), depth=depth, **options.horizon)
+            settings = yaml.safe_load(scale.scaled_config(scaled)[1])
         except RequestError as error:
             raise RequestError(f"depth {depth}: {error}") from error
         settings["trainer"] |= {"devices": 1, "default_root_dir": str(options.folder), "keep_checkpoints": 1}
         settings["data"]["val_tokens"] = VALIDATED
-        settings = yaml.safe_load(resolved_text(settings, overrides))
-        facts = plan_facts(options, settings, depth, refuse=depth in options.sizes)
+        request = override(settings, overrides)
+        settings = request.settings
+        facts = plan_facts(options, request, depth, refuse=depth in options.sizes)
         model, tokens = facts["model"], facts["steps"]["tokens"]
         outside = model["parameters"]["total"] - model["parameters"]["embedding"]
         flops = tokens * model["flops_per_token"]
@@ -247,10 +250,9 @@ def make_trainings(options: LadderOptions, overrides: list[str], recipe: str = "
     return made
 
 
-def plan_facts(options: LadderOptions, config: dict[str, Any], depth: int, refuse: bool) -> dict[str, Any]:
+def plan_facts(options: LadderOptions, request: Request, depth: int, refuse: bool) -> dict[str, Any]:
     """Return the facts of `lm plan`; if `refuse`, raise RequestError for an error such as too little memory."""
-    parser = config_parser("lm ladder", PlanOptions)
-    found, noted = examine(parser.instantiate_classes(parser.parse_object({**config, **options.planned})))
+    found, noted = examine(with_classes(request), PlanOptions(**options.planned))
     errors = [finding for finding in noted if finding.level == "error"]
     if errors and (refuse or "time" not in found):
         raise RequestError(f"depth {depth}: {errors[0]}")

@@ -25,7 +25,6 @@ import lightning
 import numpy as np
 import torch
 import torch.profiler
-from jsonargparse import Namespace
 from lightning.pytorch import Callback
 from lightning.pytorch.profilers import Profiler
 from rich.console import Console
@@ -34,10 +33,12 @@ from tokenizers import models
 from torch.autograd.profiler import record_function
 
 from lm.cli.charts import plain_table
-from lm.cli.config import config_name, config_parser, quiet_lightning
+from lm.cli.fit import quiet_lightning, with_classes
 from lm.cli.hours import options_of_length, steps_of_hours, validation_tokens
 from lm.cli.options import BenchOptions, ProfileOptions
 from lm.cli.plan_facts import find_tokenizer, with_vocabulary
+from lm.cli.request import Request
+from lm.data.config import DataConfig
 from lm.data.datamodule import DataModule
 from lm.data.parquet import COLUMN, LAYOUT, ROW_GROUP_TOKENS, ShardWriter
 from lm.data.tokenizer import END_OF_TEXT, Tokenizer
@@ -79,45 +80,46 @@ TITLES = {
 CALLBACK = "[Callback]"  # begins the names that Lightning gives to callbacks' spans
 
 
-def bench_step(arguments: list[str]) -> None:
+def bench_step(config: Request[BenchOptions]) -> None:
     """Time a training step: `lm bench step --config X [--steps N] [--checkpoints N] [--json] [--output FILE]`."""
-    config = config_parser("lm bench step", BenchOptions).read(arguments)
-    require_at_least(1, "--", steps=config.steps)
-    require_at_least(0, "--", checkpoints=config.checkpoints)
-    refuse_url("--output", config.output or "")
-    validated = 0 if config.hours is None else validation_tokens(config)  # before the measurement, which takes time
-    steps = min(config.steps, config.trainer.log_interval)
-    timer = StepTimer(steps_per_round=steps, rounds=config.steps // steps, checkpoints=config.checkpoints)
+    options = config.options
+    require_at_least(1, "--", steps=options.steps)
+    require_at_least(0, "--", checkpoints=options.checkpoints)
+    refuse_url("--output", options.output or "")
+    validated = 0 if options.hours is None else validation_tokens(config)  # before the measurement, which takes time
+    steps = min(options.steps, config.trainer.log_interval)
+    timer = StepTimer(steps_per_round=steps, rounds=options.steps // steps, checkpoints=options.checkpoints)
     # The checkpoints that the timer takes are the only ones.
     trainer = fit_briefly(config, timer.steps, [timer], checkpoint_interval=timer.steps + 1)
     if not trainer.is_global_zero:
         return
     found = describe_times(config, timer, trainer)
-    if config.output:
-        write_atomically(config.output, json.dumps(found, indent=2) + "\n")
-    if config.hours is not None:
-        length = options_of_length(config, steps_of_hours(config, config.hours, found, validated))
+    if options.output:
+        write_atomically(options.output, json.dumps(found, indent=2) + "\n")
+    if options.hours is not None:
+        length = options_of_length(config, steps_of_hours(config, options.hours, found, validated))
         print(" ".join(f"--{option} {value}" for option, value in length.items()))
-    elif config.json:
+    elif options.json:
         print(json.dumps(found))
     else:
         show_times(found)
 
 
-def profile(arguments: list[str]) -> None:
+def profile(config: Request[ProfileOptions]) -> None:
     """Show where the time of a training step goes: `lm profile --config X [--steps N] [--trace FILE] [--json]`.
 
     It trains on the config's data or, if that does not exist yet, on random tokens.
     """
-    config = config_parser("lm profile", ProfileOptions).read(arguments)
-    require_at_least(1, "--", steps=config.steps)
-    refuse_url("--trace", config.trace or "")
-    ends = WARMUP + config.steps
-    trace = Trace(config.trace, ends) if config.trace else None
+    options = config.options
+    require_at_least(1, "--", steps=options.steps)
+    refuse_url("--trace", options.trace or "")
+    ends = WARMUP + options.steps
+    trace = Trace(options.trace, ends) if options.trace else None
     last = 1 + (trace.last if trace else ends)
     parts = Parts(trace)
     own_data = config.data.path is None or (Path(config.data.path) / "manifest.json").exists()
-    config.data.val_tokens = config.data.micro_batch_size * config.data.seq_len  # at the end; it is not timed
+    validated = config.data.micro_batch_size * config.data.seq_len  # at the end; it is not timed
+    config = replace(config, data=replace(config.data, val_tokens=validated))
     trainer = fit_briefly(
         config, last, own_data=own_data, watch=parts.watch, profiler=parts, val_interval=last,
         checkpoint_interval=last + 1,
@@ -125,20 +127,20 @@ def profile(arguments: list[str]) -> None:
     if not trainer.is_global_zero:
         return
     found = describe_parts(config, parts.steps[WARMUP:ends], trainer, own_data)
-    if config.json:
+    if options.json:
         print(json.dumps(found))
         return
     show_parts(found)
     if trace:
         print(trace.operators)
-        print(f"trace: {config.trace}, for https://ui.perfetto.dev or chrome://tracing")
+        print(f"trace: {options.trace}, for https://ui.perfetto.dev or chrome://tracing")
 
 
 # ---- the training that is measured -----------------------------------------------------------------------------------
 
 
 def fit_briefly(
-    config: Namespace,
+    config: Request,
     steps: int,
     callbacks: Sequence[Callback] = (),
     own_data: bool = False,
@@ -154,6 +156,7 @@ def fit_briefly(
     Trainer before the fit; `options` replace Trainer options of the config.
     """
     quiet_lightning()
+    config = with_classes(config)
     logging.getLogger("lm.training.callbacks.run_folder").setLevel(logging.WARNING)
     lightning.seed_everything(config.seed_everything)
     root = Path(config.trainer.default_root_dir)
@@ -169,7 +172,7 @@ def fit_briefly(
         data = DataModule(**data_options)
         data.set_position(seed=config.seed_everything)
         constant = replace(config.model.schedule, name="constant")
-        module = training_class()(**vars(config.model) | {"schedule": constant})
+        module = training_class()(**vars(config.model) | config.own_arguments | {"schedule": constant})
         request = vars(config.trainer) | {
             "max_steps": steps, "max_tokens": None, "default_root_dir": str(Path(folder) / "runs"), "logger": None,
             **options,
@@ -207,7 +210,7 @@ class OnlySteps(Callback):
         self.on_validation_end(trainer, pl_module)
 
 
-def find_vocab_size(config: Namespace) -> int:
+def find_vocab_size(config: Request) -> int:
     """The vocabulary size of this config; RequestError if it depends on a tokenizer that does not exist yet."""
     decoder = with_vocabulary(config, None if config.model.decoder.vocab_size else find_tokenizer(config.data))
     if decoder is None:
@@ -218,7 +221,7 @@ def find_vocab_size(config: Namespace) -> int:
     return decoder.vocab_size  # pyright: ignore[reportReturnType]
 
 
-def write_random_data(folder: Path, vocab_size: int, data: Namespace) -> None:
+def write_random_data(folder: Path, vocab_size: int, data: DataConfig) -> None:
     """Make a prepared folder: a tokenizer of `vocab_size` tokens, and random tokens for two steps, which repeat."""
     (folder / "train").mkdir(parents=True)
     backend = Backend(models.BPE(vocab={END_OF_TEXT: 0} | {f"t{i}": i for i in range(1, vocab_size)}, merges=[]))
@@ -435,12 +438,12 @@ class Trace:
 # ---- reports ---------------------------------------------------------------------------------------------------------
 
 
-def describe_training(config: Namespace, trainer: Trainer) -> dict[str, Any]:
+def describe_training(config: Request, trainer: Trainer) -> dict[str, Any]:
     """The model, device, software and options of the measured training."""
     module, device, facts = trainer.lightning_module, trainer.strategy.root_device, run_facts()
     counts = ("seq_len", "micro_batch_size", "accumulate", "tokens_per_step")
     return {
-        "config": config.run or config_name(config),
+        "config": config.name,
         "date": time.strftime("%Y-%m-%d", time.gmtime()),
         "device": device_name(device),
         "accelerator": device.type,
@@ -471,7 +474,7 @@ def print_heading(console: Console, found: dict[str, Any]) -> None:
     )
 
 
-def describe_times(config: Namespace, timer: StepTimer, trainer: Trainer) -> dict[str, Any]:
+def describe_times(config: Request, timer: StepTimer, trainer: Trainer) -> dict[str, Any]:
     """What `lm bench step --json` prints: medians of times, in milliseconds."""
     steps, module = trainer.steps, trainer.lightning_module
     peak = trainer.device_peak
@@ -543,7 +546,7 @@ def show_times(found: dict[str, Any]) -> None:
 
 
 def describe_parts(
-    config: Namespace, steps: list[dict[str, float]], trainer: Trainer, own_data: bool
+    config: Request[ProfileOptions], steps: list[dict[str, float]], trainer: Trainer, own_data: bool
 ) -> dict[str, Any]:
     """What `lm profile --json` prints; `steps` has the seconds by part of each timed step."""
     mean = {name: statistics.mean(step.get(name, 0.0) for step in steps) * 1e3 for name in set().union(*steps)}
@@ -553,12 +556,12 @@ def describe_parts(
     return {
         **describe_training(config, trainer),
         "data": "the config's" if own_data else "random tokens, as the config's is not made yet",
-        "steps": config.steps,
+        "steps": config.options.steps,
         "log_interval": config.trainer.log_interval,
         "ms_per_step": whole,
         "parts": {part: {"ms_per_step": ms, "share": ms / whole} for part, ms in by_part.items()},
         "callbacks": dict(sorted(callbacks.items(), key=lambda item: -item[1])),
-        "trace": config.trace,
+        "trace": config.options.trace,
     }
 
 

@@ -1,46 +1,30 @@
-"""The options of a training on the command line: help, the refusal of names that do not exist, and configs by name.
+"""The options of the commands that take a training's, read from their dataclasses, and their help.
 
-All of it reads the dataclasses of `training/config`, which import neither torch nor Lightning: that takes seconds, and
-help answers at once. The values are checked by `cli/config`, whose parser is made of the same dataclasses.
+Nothing here imports PyTorch, which takes seconds: so help answers at once.
 """
 
 import inspect
-import re
 import shutil
 import sys
 import textwrap
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, is_dataclass
-from difflib import get_close_matches
 from pathlib import Path
 from types import NoneType, UnionType
 from typing import Any, Literal, NamedTuple, Union, get_args, get_origin
 
 import docstring_parser
 
-import lm
 from lm.errors import RequestError
-from lm.system.arguments import nearest_option, shown, unknown_options
-from lm.system.files import flatten, parse_yaml
-from lm.system.other_names import without_removed
+from lm.system.files import flatten
 from lm.system.units import Count, spelled_count
 from lm.training.config import SECTIONS
 
-CONFIGS = (Path("configs"), Path(lm.__file__).parent / "configs")
 NAMES = [section.name for section in SECTIONS if section.name]
 # Options that a first training needs; `--help all` shows the others too.
 FREQUENT = [f"{section.name}.{option}" for section in SECTIONS for option in section.frequent]
 FREQUENT_WITHOUT_FIT = ["trainer.precision", "trainer.accelerator", "data.val", "data.test", "data.texts",
                         "data.val_tokens", "data.micro_batch_size"]  # fmt: skip
-# Where an option is typed -> those of the config that say otherwise, or belong to other data.
-REPLACED = {
-    "data.path": ("data.train", "data.sources", "data.phases", "data.prepare"),
-    "data.train": ("data.path", "data.sources", "data.phases", "data.prepare"),
-    "data.sources": ("data.path", "data.train", "data.val", "data.test", "data.tokenizer", "data.prepare"),
-    "trainer.max_steps": ("trainer.max_tokens",), "trainer.max_tokens": ("trainer.max_steps",),
-}  # fmt: skip
-# What the parser takes in addition to the options.
-PARSERS_OWN = {"c", "h", "help", "print_config", "weights_only", "return_predictions"}
 COLUMN = 38  # where the help of an option begins
 UNIONS = (Union, UnionType)
 
@@ -56,22 +40,38 @@ class Option(NamedTuple):
 
 CONFIG = Option("config", "file", None, "A YAML file, also looked up in configs/; later files override earlier ones.")
 SEED = Option("seed_everything", "int", 1337, "Seed of the initial weights and the order of the samples; also --seed.")
-SEED_ALIAS = re.compile("--seed(?==|$)")
-FIT = [
-    CONFIG,
-    Option("run", "name", None, "Name of the run. Default: for `fit`, that of the config; for others, the newest run. "
-           "With a config, the newest of `mine`, `mine-2` and so on is resumed, validated or tested."),
-    Option("ckpt_path", "path", None, "A checkpoint: `best`, `last`, a folder, a URL; or `auto`, the newest intact. "
-           "Without any, `fit` starts from scratch. With --run and no --config, `fit` uses the run's config."),
-    Option("force", "bool", None, "Train even if `lm plan` finds an error, and resume even if the config or "
-           "the data differs from the run's."),
-    SEED,
-]  # fmt: skip
-HOURS = Option("hours", "float", None, "Length of the run in hours, including start and validations: `lm bench step` "
-               "measures a step here, and trainer.max_steps follows. A resumed run keeps its length.")  # fmt: skip
 
 
-# ---- options of commands that take a training's too ------------------------------------------------------------------
+# ---- options of the commands themselves ------------------------------------------------------------------------------
+
+
+@dataclass
+class RunChoice:
+    """Which run and which checkpoint are meant.
+
+    Args:
+        run: Name of the run. Default: for `fit`, that of the config; for others, the newest run. With a config, the
+            newest of `mine`, `mine-2` and so on is resumed, validated or tested.
+        ckpt_path: A checkpoint: `best`, `last`, a folder, a URL; or `auto`, the newest intact. Without any, `fit`
+            starts from scratch. With --run and no --config, `fit` uses the run's config.
+        force: Train even if `lm plan` finds an error, and resume even if the config or the data differs from the run's.
+    """
+
+    run: str | None = None
+    ckpt_path: str | None = None
+    force: bool = False
+
+
+@dataclass
+class FitOptions:
+    """The options of `lm fit`, besides those of a training.
+
+    Args:
+        hours: Length of the run in hours, including start and validations: `lm bench step` measures a step here, and
+            trainer.max_steps follows. A resumed run keeps its length.
+    """
+
+    hours: float | None = None
 
 
 @dataclass
@@ -136,7 +136,7 @@ class ProfileOptions:
     json: bool = False
 
 
-COMMAND_OPTIONS = {"plan": PlanOptions, "bench step": BenchOptions, "profile": ProfileOptions}
+COMMAND_OPTIONS = {"fit": FitOptions, "plan": PlanOptions, "bench step": BenchOptions, "profile": ProfileOptions}
 
 
 # ---- options of a training -------------------------------------------------------------------------------------------
@@ -144,14 +144,21 @@ COMMAND_OPTIONS = {"plan": PlanOptions, "bench step": BenchOptions, "profile": P
 
 def training_options(command: str) -> list[Option]:
     """All options of a command: first its own, then those of a training."""
-    found = [*_options_of(COMMAND_OPTIONS[command]), CONFIG, SEED] if command in COMMAND_OPTIONS else list(FIT)
-    found += [HOURS] * (command == "fit")
+    own = list(_options_of(COMMAND_OPTIONS[command])) if command in COMMAND_OPTIONS else []
+    choice = [] if command in ("plan", "bench step", "profile") else list(_options_of(RunChoice))
+    found = [*choice, *own, CONFIG, SEED]
     for section in SECTIONS:
         found += _options_of(section.options, f"{section.name}." if section.name else "")
-        if section.name == "model" and "lm.model.custom" in sys.modules:  # as it is where a class was given to `lm.run`
-            kind, known = sys.modules["lm.model.custom"].module_class(), {option.name for option in found}
-            found += [option for option in _options_of(kind, "model.") if option.name not in known] if kind else []
+        if section.name == "model" and (kind := own_model_class()):
+            known = {option.name for option in found}
+            found += [option for option in _options_of(kind, "model.") if option.name not in known]
     return found
+
+
+def own_model_class() -> type | None:
+    """The user's subclass of `LanguageModule` that `lm.run` was given; nobody has imported its module otherwise."""
+    custom = sys.modules.get("lm.model.custom")
+    return custom.module_class() if custom else None
 
 
 def _options_of(kind: type, prefix: str = "") -> Iterator[Option]:
@@ -190,19 +197,25 @@ def changed_settings(config: dict[str, Any]) -> dict[str, Any]:
     return {name: value for name, value in flatten(config).items() if (value or None) != (defaults.get(name) or None)}
 
 
+def option_groups(leaves: Iterable[str]) -> set[str]:
+    """The groups that options are in, such as `model` and `model.optimizer`."""
+    return {".".join(leaf.split(".")[:count]) for leaf in leaves for count in range(1, leaf.count(".") + 1)}
+
+
 # ---- help ------------------------------------------------------------------------------------------------------------
 
 
 def print_options(command: str, what: str, chosen: str | None = None) -> None:
     """Print what a command does and its options: those of the `chosen` group, `all`, or else the frequent ones."""
-    if chosen not in (None, "all") and chosen not in _groups({option.name for option in training_options(command)}):
+    options = training_options(command)
+    if chosen not in (None, "all") and chosen not in option_groups(option.name for option in options):
         raise RequestError(f"no group of options {chosen!r}: give all, or one of {', '.join(NAMES)}")
     width, frequent, usage = min(110, shutil.get_terminal_size().columns), FREQUENT, "--config FILE"
     if command in ("validate", "test", "predict"):
         frequent, usage = FREQUENT_WITHOUT_FIT, "[--run NAME] [--ckpt_path PATH]"
     print(f"lm {command}: {what}\n\nusage: lm {command} {usage} [--OPTION VALUE ...]\n")
     group = ""
-    for option in training_options(command):
+    for option in options:
         own = option.name.partition(".")[0] not in NAMES
         if chosen is None and not own and option.name not in frequent:
             continue
@@ -231,115 +244,3 @@ def _print_option(option: Option, width: int, short: bool) -> None:
     print(f"{name:<{COLUMN}}{left}" if len(name) < COLUMN - 1 else f"{name}\n{'':{COLUMN}}{left}")
     for line in others:
         print(f"{'':{COLUMN}}{line}")
-
-
-# ---- names -----------------------------------------------------------------------------------------------------------
-
-
-def refuse_unknown_options(command: str, arguments: list[str]) -> None:
-    """Refuse names that no option has, in a command line and in the configs that it names."""
-    if arguments and not arguments[0].startswith("-"):
-        find_config(arguments[0])
-        raise RequestError(f"{arguments[0]!r} is not an option; did you mean `lm {command} --config {arguments[0]}`?")
-    leaves = {option.name for option in (*training_options(command), *FIT)}  # a config may carry those of a fit
-    unknown = {}
-    files = [value for name, value in zip(arguments, arguments[1:]) if name in ("-c", "--config")]
-    files += [argument.partition("=")[2] for argument in arguments if argument.startswith("--config=")]
-    for path in map(find_config, files):
-        found = [name for name in _keys(read_config(path), leaves) if not _is_known(name, leaves)]
-        if found:
-            unknown[f"config {path}: "] = found
-    typed = [argument.removeprefix("--").partition("=")[0].removesuffix("+")
-             for argument in arguments if argument.startswith("--")]  # fmt: skip
-    if found := [name for name in typed if name not in PARSERS_OWN and not _is_known(name, leaves)]:
-        unknown[""] = found
-    if unknown:
-        known = sorted(leaves | _groups(leaves))
-        raise RequestError("; ".join(
-            where + unknown_options({name: nearest_option(name, known) or f"`lm {command} --help all` lists them"
-                                     for name in names})
-            for where, names in unknown.items()
-        ))  # fmt: skip
-    given = any(one.startswith(("--data.", "--print_config")) for one in arguments)
-    if command == "fit" and not files and not given and not {"run", "ckpt_path"} <= set(typed):
-        raise RequestError("give a config with --config, such as `lm fit --config tiny.yaml`")
-
-
-def replace_settings(arguments: list[str]) -> list[str]:
-    """Add options to a command line that set what a typed option replaces in the config to null, unless it is typed
-    too: `data.path` replaces all other data, for example.
-    """
-    values = {name: value for name, value in zip(arguments, [*arguments[1:], ""]) if name.startswith("--")}
-    values |= {name: value for name, equals, value in (one.partition("=") for one in arguments) if equals}
-    typed = {".".join(name.removeprefix("--").split(".")[:2]) for name in values}
-    given = [name for name in REPLACED if values.get(f"--{name}", "null") != "null"]
-    others = dict.fromkeys(other for name in given for other in REPLACED[name] if other not in typed)
-    return [*arguments, *(f"--{other}=null" for other in others)]
-
-
-def split_overrides(arguments: list[str]) -> tuple[list[str], list[str]]:
-    """Split a command line into the command's own arguments and the options of a training, with their values."""
-    of_a_training = {option.name for option in training_options("fit")} - {option.name for option in (*FIT, HOURS)}
-    own: list[str] = []
-    overrides: list[str] = []
-    part = own
-    for argument in arguments:
-        if argument.startswith("--"):
-            name = argument.removeprefix("--").partition("=")[0]
-            part = overrides if "." in name or name in of_a_training else own
-        part.append(argument)
-    return own, replace_settings(overrides)
-
-
-def _keys(document: dict[str, Any], leaves: set[str], place: str = "") -> Iterator[str]:
-    """The names of a config's keys, with dots; those below an unknown name are left out."""
-    for key, value in document.items():
-        name = f"{place}{key}"
-        yield name
-        if isinstance(value, dict) and name not in leaves and _is_known(name, leaves):
-            yield from _keys(value, leaves, f"{name}.")
-
-
-def _is_known(name: str, leaves: set[str]) -> bool:
-    """Whether a name is an option, a group of options, or within an option's value or a class by path."""
-    parts = name.split(".")
-    within = any(".".join(parts[:count]) in leaves for count in range(1, len(parts) + 1))
-    of_class = not {"class_path", "init_args", "dict_kwargs", "help"}.isdisjoint(parts)
-    return within or of_class or name in _groups(leaves)
-
-
-def _groups(leaves: Iterable[str]) -> set[str]:
-    """The groups that options are in, such as `model` and `model.optimizer`."""
-    return {".".join(leaf.split(".")[:count]) for leaf in leaves for count in range(1, leaf.count(".") + 1)}
-
-
-# ---- configs ---------------------------------------------------------------------------------------------------------
-
-
-def find_config(name: str) -> Path:
-    """A config as typed, else under `configs/`."""
-    for path in (Path(name), *(folder / name for folder in CONFIGS), *(folder / f"{name}.yaml" for folder in CONFIGS)):
-        if path.is_file():
-            return path
-    have = sorted({path.name for folder in CONFIGS for path in folder.glob("*.yaml")})
-    here = Path(name).parent
-    nearby = {str(path) for path in (*here.glob("*.y*ml"), *here.parent.glob(f"*/{Path(name).name}"))}
-    close = get_close_matches(name, [*sorted(nearby), *have], 3, cutoff=0.75)
-    hint = f"did you mean {' or '.join(close)}?" if close else f"configs/ has: {', '.join(have) or 'none'}"
-    raise RequestError(f"no config {name!r} here or in configs/; {hint}")
-
-
-def read_config(path: Path) -> dict[str, Any]:
-    try:
-        document = parse_yaml(without_removed(path.read_text(encoding="utf-8")))
-    except (OSError, ValueError) as error:
-        raise RequestError(f"config {path} cannot be read: {error}") from error
-    if document is None:
-        raise RequestError(f"config {path} is empty; configs/tiny.yaml is one to begin with")
-    if not isinstance(document, dict):
-        raise RequestError(f"config {path} holds {shown(document)} where options such as `trainer:` belong")
-    for name in NAMES:
-        if not isinstance(document.get(name, {}), dict):
-            raise RequestError(f"config {path}: {name} is a group of options and not {shown(document[name])}: give "
-                               f"them in lines below `{name}:`, indented, or leave it out")  # fmt: skip
-    return document

@@ -12,31 +12,38 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from jsonargparse import Namespace
-
-from lm.data.config import LEARNED, SourceConfig
+from lm.cli.options import PlanOptions
+from lm.cli.request import Sections
+from lm.data.config import LEARNED, DataConfig, SourceConfig, is_prepared
 from lm.data.datamodule import DataModule
 from lm.data.mixture import counts_of, phases_of
 from lm.data.tokenizer import Tokenizer
-from lm.errors import LmError, RequestError, first_line
+from lm.errors import LmError, RequestError, first_line, require_at_least
 from lm.model.config import DecoderConfig
 from lm.model.estimates import (
     Step,
     assumed_speed,
+    checkpoint_bytes,
     flops_per_token,
     largest_micro_batch,
     parameters,
+    recomputed_flops_per_token,
     training_memory,
 )
-from lm.system.files import DiskSpace, nonnegative, parse_json
-from lm.system.hardware import Device
+from lm.runs.run import Run
+from lm.system.files import DiskSpace, disk_space, nonnegative, parse_json
+from lm.system.hardware import Device, find_device
+from lm.system.process import program
 from lm.system.remote import NoAnswer, Unreachable, call_within, is_remote
 from lm.system.units import format_bytes, format_count, format_figure, parse_bytes, plural
+from lm.training.budget import read_budget_file
 from lm.training.callbacks.evaluation import read_evaluation_tasks
-from lm.training.checks import Finding, has_kernels
+from lm.training.checks import Finding, Known, find, has_kernels, of_accelerator
 from lm.training.config import BudgetConfig, EvaluationConfig, OptimizerConfig
+from lm.training.module import training_class
 from lm.training.optim import state_size
-from lm.training.schedule import Steps, lr_fraction, warmup_and_decay_steps
+from lm.training.precision import multiplication_precision, precision_for_cpu
+from lm.training.schedule import Steps, lr_fraction, plan_steps, warmup_and_decay_steps
 from lm.training.trainer import device_count
 
 SMALL_MODEL, SMALL_BATCH = 50e6, 8_192  # parameters and tokens of a micro-batch below which the host limits the speed
@@ -54,12 +61,7 @@ DECAY_OFF = 0.05  # share of the run between its end and that of its decay
 # ---- data ------------------------------------------------------------------------------------------------------------
 
 
-def is_prepared(data: Namespace) -> bool:
-    """Whether the data is already prepared, or needs no preparation."""
-    return not data.path or not data.prepare or (Path(data.path) / "manifest.json").exists()
-
-
-def find_tokenizer(data: Namespace) -> Tokenizer | None:
+def find_tokenizer(data: DataConfig) -> Tokenizer | None:
     """The tokenizer of a config's data; None if it does not exist yet."""
     if is_prepared(data) or data.tokenizer:
         first = data.sources[0] if data.sources else data
@@ -67,7 +69,7 @@ def find_tokenizer(data: Namespace) -> Tokenizer | None:
     return None if data.prepare.tokenizer in LEARNED else Tokenizer.load(data.prepare.tokenizer)
 
 
-def with_vocabulary(config: Namespace, tokenizer: Tokenizer | None) -> DecoderConfig | None:
+def with_vocabulary(config: Sections, tokenizer: Tokenizer | None) -> DecoderConfig | None:
     """The decoder's config with `vocab_size` set; None if this depends on a tokenizer that does not exist yet."""
     decoder, prepare = config.model.decoder, config.data.prepare
     if decoder.vocab_size:
@@ -78,7 +80,7 @@ def with_vocabulary(config: Namespace, tokenizer: Tokenizer | None) -> DecoderCo
 
 
 def data_facts(
-    data: Namespace, opened: DataModule | None, document_mask: bool
+    data: DataConfig, opened: DataModule | None, document_mask: bool
 ) -> tuple[dict[str, Any], Tokenizer | None]:
     """Tokens and shards of each split (with a document mask also documents per token), and the tokenizer."""
     if opened is None and not is_prepared(data):
@@ -103,7 +105,7 @@ def data_facts(
     return found, opened.tokenizer
 
 
-def remote_sources(data: Namespace) -> list[str]:
+def remote_sources(data: DataConfig) -> list[str]:
     """The URLs among the data files of a config."""
     each = [data, *(data.sources or [])]
     given = [[files] if isinstance(files, str) else files or [] for one in each for files in (one.train, one.val)]
@@ -111,7 +113,7 @@ def remote_sources(data: Namespace) -> list[str]:
 
 
 def open_data(
-    config: Namespace, opened: DataModule | None, noted: list[Finding]
+    config: Sections, opened: DataModule | None, noted: list[Finding]
 ) -> tuple[dict[str, Any], Tokenizer | None]:
     """Call `data_facts`; errors, or no answer of an object store in `NETWORK_SECONDS`, become findings in `noted`."""
     data, document_mask = config.data, config.model.document_mask
@@ -120,7 +122,7 @@ def open_data(
         if not remote:
             return data_facts(data, opened, document_mask)
         logging.getLogger("lm.system.remote").setLevel(logging.ERROR)  # the page says what failed
-        brief = Namespace(**vars(data) | {"timeout": min(data.timeout, 2 * NETWORK_SECONDS)})  # reads may take half
+        brief = replace(data, timeout=min(data.timeout, 2 * NETWORK_SECONDS))  # reads may take half
         return call_within(NETWORK_SECONDS, lambda: data_facts(brief, None, document_mask))
     except (NoAnswer, Unreachable) as error:
         why = first_line(error.__cause__ if isinstance(error, Unreachable) else error)
@@ -133,7 +135,7 @@ def open_data(
         return {"unknown": True}, None
 
 
-def of_data(data: dict[str, Any], steps: dict[str, Any], config: Namespace) -> Iterator[Finding]:
+def of_data(data: dict[str, Any], steps: dict[str, Any], config: Sections) -> Iterator[Finding]:
     if not data["prepared"]:
         rows, learned = config.model.decoder.vocab_size, config.data.prepare
         if rows and learned.tokenizer == "bpe" and rows < learned.vocab_size:
@@ -189,7 +191,7 @@ def ranks(devices: int | str | list[int], here: int) -> int:
     return count
 
 
-def step_facts(steps: Steps, config: Namespace, data: dict[str, Any]) -> dict[str, Any]:
+def step_facts(steps: Steps, config: Sections, data: dict[str, Any]) -> dict[str, Any]:
     """The counts of the run: tokens, epochs, warm-up, validations, checkpoints."""
     warmup, decay = warmup_and_decay_steps(steps.max_steps, config.model.schedule)
     facts = {
@@ -213,7 +215,7 @@ def step_facts(steps: Steps, config: Namespace, data: dict[str, Any]) -> dict[st
     return facts
 
 
-def of_warmup(steps: dict[str, Any], config: Namespace) -> Iterator[Finding]:
+def of_warmup(steps: dict[str, Any], config: Sections) -> Iterator[Finding]:
     warmup, total = steps["warmup_steps"], steps["max_steps"]
     if warmup >= total:
         ratio = config.model.schedule.warmup_ratio is not None
@@ -222,7 +224,7 @@ def of_warmup(steps: dict[str, Any], config: Namespace) -> Iterator[Finding]:
                       f"--model.schedule.warmup_{shorter}, or `lm fit` with --force")  # fmt: skip
 
 
-def of_steps(steps: dict[str, Any], config: Namespace) -> Iterator[Finding]:
+def of_steps(steps: dict[str, Any], config: Sections) -> Iterator[Finding]:
     """Findings on `inject_step`, and on a decay that does not end with the run."""
     schedule, total = config.model.schedule, steps["max_steps"]
     if (drill := config.guards.inject_step) is not None and drill > total:
@@ -261,7 +263,7 @@ def model_facts(decoder: DecoderConfig, seq_len: int) -> dict[str, Any]:
 # ---- memory and time -------------------------------------------------------------------------------------------------
 
 
-def computation(steps: Steps, config: Namespace, device: Device, precision: str, data: dict[str, Any]) -> Step:
+def computation(steps: Steps, config: Sections, device: Device, precision: str, data: dict[str, Any]) -> Step:
     """Describe the computation of a micro-batch on a device, for the estimates of memory."""
     model, train = config.model, data.get("train", {})
     return Step(
@@ -360,7 +362,7 @@ def read_bench(file: Path, model_parameters: int, seq_len: int) -> dict[str, Any
 
 
 def of_device(memory: dict[str, Any], disk: DiskSpace, steps: dict[str, Any], device: Device,
-              config: Namespace, precision: str) -> Iterator[Finding]:  # fmt: skip
+              config: Sections, precision: str) -> Iterator[Finding]:  # fmt: skip
     if precision.startswith("bf16") and device.capability is not None and device.capability < BF16_FROM:
         yield Finding("warning", f"{device.name} has no bf16 in hardware", "--trainer.precision 16-mixed")
     if memory["device"] is None:
@@ -373,7 +375,7 @@ def of_device(memory: dict[str, Any], disk: DiskSpace, steps: dict[str, Any], de
 
 
 def _of_memory(
-    memory: dict[str, Any], steps: dict[str, Any], device: Device, config: Namespace
+    memory: dict[str, Any], steps: dict[str, Any], device: Device, config: Sections
 ) -> Iterator[Finding]:  # fmt: skip
     share, best = memory["total"] / memory["device"], memory["largest_micro_batch"]
     free = " that are free" if device.capability is None else ""
@@ -431,7 +433,7 @@ def budget_facts(
 
 
 def of_budget(
-    facts: dict[str, Any], time: dict[str, Any], steps: dict[str, Any], config: Namespace
+    facts: dict[str, Any], time: dict[str, Any], steps: dict[str, Any], config: Sections
 ) -> Iterator[Finding]:  # fmt: skip
     """Findings on a run that exceeds its budget: errors if its speed was measured or given, else warnings."""
     budget, hours, rate = config.guards.budget, facts["hours"], facts["rate_usd_per_hr"]
@@ -455,3 +457,114 @@ def of_budget(
                       f"guards.budget.{name} is {format_figure(cap)} ({time['basis']})",
                       f"--guards.budget.{name} {math.ceil((before or 0.0) + need)}"
                       f"{f', or --trainer.{option} {fits}' * bool(fits)}")  # fmt: skip
+
+
+# ---- facts and findings ----------------------------------------------------------------------------------------------
+
+
+def examine(
+    config: Sections, wanted: PlanOptions, opened: DataModule | None = None, resumed: Run | None = None
+) -> tuple[dict[str, Any], list[Finding]]:
+    """Return the facts of a config, as far as they can be known, and the findings on it.
+
+    When a fit calls this, `opened` is its data, and `resumed` a run whose warm-up and budget are not checked again.
+    """
+    if wanted.mfu is not None and not 0 < wanted.mfu <= 1:
+        raise RequestError(f"--mfu {wanted.mfu} must lie in (0, 1]")
+    if wanted.peak_tflops is not None and not 0 < wanted.peak_tflops < math.inf:
+        raise RequestError(f"--peak_tflops {wanted.peak_tflops} must be above 0")
+    require_at_least(0, "--", rate_usd_per_hr=wanted.rate_usd_per_hr)
+    name = wanted.device or "auto"
+    cpu = name == "auto" and config.trainer.accelerator == "cpu"
+    device, here = (Device("", None, None), 1) if wanted.strict else find_device(
+        "cpu" if cpu and not wanted.memory else name, memory_of_option(wanted.memory),
+        wanted.peak_tflops or (config.trainer.peak_tflops if name == "auto" else None),
+    )  # fmt: skip
+    try:
+        on_node = ranks(config.trainer.devices, here)
+        world_size = on_node * config.trainer.num_nodes
+        steps = plan_steps(
+            seq_len=config.data.seq_len, micro_batch_size=config.data.micro_batch_size,
+            global_batch_tokens=config.data.global_batch_tokens, world_size=world_size,
+            max_steps=config.trainer.max_steps, max_tokens=config.trainer.max_tokens,
+        )  # fmt: skip
+        warmup_and_decay_steps(steps.max_steps, config.model.schedule)
+    except RequestError as error:
+        return {}, [Finding("error", str(error), "")]
+    found: dict[str, Any] = {}
+    noted: list[Finding] = []
+    data, tokenizer, budget_file, rate = {"prepared": False, "from": []}, None, {}, None
+    if not wanted.strict:
+        data, tokenizer = open_data(config, opened, noted)
+        budget_file, rate = _read_rate(config, wanted, noted)
+    decoder = with_vocabulary(config, tokenizer)
+    found["steps"] = step_facts(steps, config, data)
+    custom = training_class().is_custom()
+    known = Known() if wanted.strict else Known(
+        world_size, device, here=name == "auto" and not wanted.memory, tokenizer=tokenizer,
+        has_validation="val" in data if data.get("prepared") else None,
+    )  # fmt: skip
+    noted += find(config.trainer, config.model, config.data, known, samples=config.samples,
+                  evaluation=config.evaluation, custom=custom)  # fmt: skip
+    if known.here:
+        noted += of_accelerator(config.trainer.accelerator)
+    noted += of_steps(found["steps"], config)
+    if resumed is None:
+        noted += of_warmup(found["steps"], config)
+    if not wanted.strict and "unknown" not in data:
+        found["data"] = data
+        noted += of_data(data, found["steps"], config)
+        noted += of_tasks(config.evaluation)
+    noted += of_optimizer(config.model.optimizer)
+    if custom:
+        found["model"] = {"unknown": "size, memory and speed are those of what build_decoder returns: "
+                          f"`{program()} bench step --config FILE` measures them"}  # fmt: skip
+        return found, noted
+    if decoder is None:
+        if "unknown" not in data:  # otherwise there is an error already
+            found["model"] = {"unknown": "the size is not known before the tokenizer is made: "
+                              "give --model.decoder.vocab_size N"}  # fmt: skip
+        return found, noted
+    found["model"] = model_facts(decoder, config.data.seq_len)
+    if wanted.strict:
+        return found, noted
+    if device.capability is None and device.memory_bytes is not None:
+        device = device._replace(memory_bytes=device.memory_bytes // on_node)  # the ranks on a CPU share its memory
+    precision = precision_for_cpu(config.trainer.precision) if device.capability is None else config.trainer.precision
+    step, optimizer = computation(steps, config, device, precision, data), config.model.optimizer
+    found["device"] = {"name": device.name, "precision": precision, "kernels": step.kernels, "count": world_size}
+    global_batch = config.data.global_batch_tokens is not None
+    found["memory"] = memory_facts(decoder, step, optimizer, device, global_batch)
+    count = found["model"]["parameters"]["total"]
+    measured = read_bench(wanted.bench, count, config.data.seq_len) if wanted.bench else {}
+    found["time"] = time_facts(
+        found["steps"], found["model"], device,
+        multiplication_precision(precision, config.trainer.matmul_precision), wanted.mfu, measured, rate,
+        recomputed_flops_per_token(decoder, step.seq_len, config.model.activation_checkpointing),
+    )  # fmt: skip
+    one = checkpoint_bytes(decoder, step.master_item, state_size(optimizer))
+    found["checkpoints"] = checkpoint_facts(
+        config.trainer.checkpoint_interval, found["steps"], found["time"], one, measured
+    )
+    if config.guards.budget.wanted:
+        found["budget"] = budget_facts(config.guards.budget, found["time"], rate, budget_file)
+        if resumed is None:
+            noted += of_budget(found["budget"], found["time"], found["steps"], config)
+    every = config.trainer.keep_every
+    kept = config.trainer.keep_checkpoints + (steps.max_steps // every if every else 0)
+    present = len(resumed.steps()) if resumed else 0
+    space = disk_space(Path(config.trainer.default_root_dir), one, kept, present)
+    found["disk"] = space._asdict()
+    noted += of_device(found["memory"], space, found["steps"], device, config, precision)
+    return found, noted
+
+
+def _read_rate(config: Sections, wanted: PlanOptions, noted: list[Finding]) -> tuple[dict[str, Any], float | None]:
+    """The content of `guards.budget.file`, and the price of an hour in US dollars; findings are added to `noted`."""
+    budget, file, rate = config.guards.budget, {}, None
+    try:
+        file = read_budget_file(budget)
+        rate = nonnegative(file.get("rate_usd_per_hr")) or budget.rate_usd_per_hr or wanted.rate_usd_per_hr
+    except RequestError as error:
+        noted.append(Finding("error", str(error), ""))
+    return file, rate

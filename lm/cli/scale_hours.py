@@ -13,6 +13,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import NamedTuple
 
+import yaml
+
 from lm.cli import scale
 from lm.cli.hours import FEW, measured
 from lm.cli.plan_facts import memory_facts, memory_of_option
@@ -221,11 +223,10 @@ class Search:
         samples = scale.power_of_two(min(scale.DEVICE_TOKENS // self.request.seq_len, self.fitting(made)), down=True)
         log.info("measuring depth %d: %d steps of %d x %d tokens", depth, FEW, samples, self.request.seq_len)
         with tempfile.TemporaryDirectory() as folder:
-            config = Path(folder) / "config.yaml"
-            config.write_text(scale.write_yaml(made, "", "", self.request, samples))
-            step = f"--data.global_batch_tokens={samples * self.request.seq_len}"
-            arguments = ["--config", str(config), f"--trainer.default_root_dir={folder}", step]
-            found = measured(arguments, self.seconds)
+            settings = yaml.safe_load(scale.write_yaml(made, "", "", self.request, samples))
+            settings["trainer"]["default_root_dir"] = folder
+            settings["data"]["global_batch_tokens"] = samples * self.request.seq_len
+            found = measured(yaml.safe_dump(settings), self.seconds)
         optimizer = found["optimizer"]["ms_per_step"] / 1e3
         rate = samples * self.request.seq_len / (found["ms_per_step"] / 1e3 - optimizer)
         self.measured[depth] = Speed(

@@ -17,7 +17,6 @@ import pyarrow as pa
 import pyarrow.fs as pafs
 import pyarrow.parquet as pq
 
-from lm.data.packing import PackedRows
 from lm.data.parquet import (
     DAMAGE,
     LABELS,
@@ -26,6 +25,7 @@ from lm.data.parquet import (
     TOKENIZER_KEY,
     BadBlock,
     Column,
+    PackedRows,
     footer_digest,
     parse_footer,
     read_footer,
@@ -43,6 +43,7 @@ from lm.system.remote import (
     with_retries,
 )
 
+MANIFEST = "manifest.json"  # in a folder that `lm data prepare` made
 FOOTER_THREADS = 16
 SUFFIX = re.compile(r"\.(parquet|pq)$", re.IGNORECASE)
 HIDDEN = re.compile(r"(^|/)[._]")
@@ -112,7 +113,7 @@ def _read_manifest(source: str, filesystem: pafs.FileSystem, path: str) -> dict 
     folder, split = posixpath.split(path)
     if is_remote(source) and not folder:  # a bucket has no parent
         return None
-    for place, inside in ((posixpath.join(folder, "manifest.json"), False), (f"{path}/manifest.json", True)):
+    for place, inside in ((posixpath.join(folder, MANIFEST), False), (f"{path}/{MANIFEST}", True)):
         info = filesystem.get_file_info(place)
         if info.type != pafs.FileType.File:
             continue

@@ -4,6 +4,7 @@ import math
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from threading import TIMEOUT_MAX
 from typing import Literal
 
@@ -215,3 +216,8 @@ class DataConfig:
                    "give data.train, data.val and data.tokenizer in its place, which may be URLs")  # fmt: skip
         if not 0 < self.timeout <= TIMEOUT_MAX / 2:  # which leaves room to add to it
             raise RequestError(f"data.timeout {self.timeout:g} is a number of seconds: more than 0")
+
+
+def is_prepared(data: DataConfig) -> bool:
+    """Whether the data is already prepared, or needs no preparation."""
+    return not data.path or not data.prepare or (Path(data.path) / "manifest.json").exists()

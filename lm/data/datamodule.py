@@ -6,32 +6,32 @@ the model.
 
 import logging
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from hashlib import sha256
 from itertools import islice
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
 from lightning.pytorch import LightningDataModule
 from torch.utils.data import ChainDataset
 
-from lm.data.cache import BlockCache
+from lm.data.catalog import MANIFEST
 from lm.data.config import DataConfig, SourceConfig
 from lm.data.loader import Batch, Stream, Windows
-from lm.data.mixture import Mixture, Phase, counts_of, phases_of
-from lm.data.overlap import describe_shared, shared_spans
-from lm.data.prepare import MANIFEST, cure_of_other_files, holds_other_files, prepare, refuse_other_options
-from lm.data.reshuffle import ReshuffledOrder, ReshuffledShards
 from lm.data.sampler import BLOCKS_AHEAD, Order, lanes_for
 from lm.data.shards import Shards, common_file
-from lm.data.text_files import read_documents
 from lm.data.tokenizer import Tokenizer
 from lm.errors import RequestError
 from lm.system.arguments import arguments_from
+from lm.system.remote import is_remote
 from lm.system.units import plural
+
+if TYPE_CHECKING:
+    from lm.data.cache import BlockCache
+    from lm.data.mixture import Mixture, Phase
 
 log = logging.getLogger(__name__)
 
@@ -57,7 +57,6 @@ class DataModule(LightningDataModule):
         self.seq_len: int = config.seq_len or 0  # tokens of a sample; 0: not known yet
         self.micro_batch_size = config.micro_batch_size
         self.global_batch_tokens = config.global_batch_tokens
-        self.cache = BlockCache(config.cache_dir, config.cache_bytes)
         self.seed = 0  # of the order of samples
         self.global_batch = config.micro_batch_size  # samples of an optimizer step, over all ranks
         self.consumed = 0  # samples trained on so far
@@ -80,10 +79,13 @@ class DataModule(LightningDataModule):
     def prepare_data(self) -> None:
         """Prepare the data at `path` if it does not exist; called on one rank per node, before `setup`."""
         options = self.options.prepare
-        for source in self.sources:
-            path = source.path and Path(source.path)
-            if not path or (path / MANIFEST).exists():
-                continue
+        missing = [source for source in self.sources if source.path and not (Path(source.path) / MANIFEST).exists()]
+        if options is None and not missing:
+            return
+        from lm.data.prepare import cure_of_other_files, holds_other_files, prepare, refuse_other_options
+
+        for source in missing:
+            path = Path(source.path)
             where = f"data.sources {source.name}: {path}" if self.mixed else f"data.path {path}"
             if holds_other_files(path):
                 raise RequestError(f"{where} holds no manifest.json: {cure_of_other_files(path)}")
@@ -120,6 +122,8 @@ class DataModule(LightningDataModule):
             )
         foreign = any(source.train or source.val for source in self.sources)
         if {"train", "val"} <= self.shards.keys() and (foreign or self.mixed):  # else `lm data prepare` has compared
+            from lm.data.overlap import describe_shared, shared_spans
+
             found = shared_spans(self.shards["train"], self.shards["val"], self.tokenizer.eos_id)
             self.shared = describe_shared(*found, "passages")
         if "train" in self.shards:
@@ -192,7 +196,7 @@ class DataModule(LightningDataModule):
             source.column,
             vocab_size=self.tokenizer.vocab_size,
             tokenizer_sha256=self.tokenizer.sha256,
-            cache=self.cache,
+            cache=self._cache(files),
             patience=options.timeout / 2,  # so that a failed read is reported before the timeout of the loader
             pad_id=options.pad_id,
             eos_id=self.tokenizer.eos_id,
@@ -209,6 +213,14 @@ class DataModule(LightningDataModule):
                 "data.packing out, or prepare the text again, to another folder"
             )
         return shards
+
+    def _cache(self, files: str | Sequence[str]) -> "BlockCache | None":
+        """The cache of decoded blocks; None where all files are on this machine."""
+        if not any(map(is_remote, [files] if isinstance(files, str) else files)):
+            return None
+        from lm.data.cache import BlockCache
+
+        return BlockCache(self.options.cache_dir, self.options.cache_bytes)
 
     def warnings(self) -> list[tuple[str, str]]:
         """Problems of the shards of each split, and what to do about them."""
@@ -252,7 +264,7 @@ class DataModule(LightningDataModule):
             return None
         return {"sources": self.source_names, "phases": [[start, list(shares)] for start, shares in self._phases]}
 
-    def order(self) -> Order | Mixture:
+    def order(self) -> "Order | Mixture":
         """The order of the training samples: which window each sample is."""
         orders = []
         for name, shards in self.by_source["train"].items():
@@ -261,15 +273,25 @@ class DataModule(LightningDataModule):
                 seed = int.from_bytes(sha256(f"{seed} {name}".encode()).digest()[:8], "big")
             windows, lanes = shards.windows(self.seq_len), self._lanes(shards)
             if self.options.reshuffle:
+                from lm.data.reshuffle import ReshuffledOrder
+
                 orders.append(ReshuffledOrder(windows, seed, lanes, len(self.shards["train"].blocks)))
             else:
                 orders.append(Order(windows, seed, lanes))
-        return Mixture(orders, self._phases) if self.mixed else orders[0]
+        if not self.mixed:
+            return orders[0]
+        from lm.data.mixture import Mixture
+
+        return Mixture(orders, self._phases)
 
     def _training_shards(self) -> Shards:
         """The shards whose blocks `order` refers to."""
         train = self.shards["train"]
-        return ReshuffledShards(train, self.seed, self.tokenizer.eos_id) if self.options.reshuffle else train
+        if not self.options.reshuffle:
+            return train
+        from lm.data.reshuffle import ReshuffledShards
+
+        return ReshuffledShards(train, self.seed, self.tokenizer.eos_id)
 
     def _lanes(self, shards: Shards) -> int:
         """The number of lanes for the shards of one source, independent of the other sources."""
@@ -278,10 +300,14 @@ class DataModule(LightningDataModule):
 
     def shares(self, samples: int) -> np.ndarray:
         """Fraction of each source in the first `samples` samples: (sources,) fp64, with a sum of 1."""
+        from lm.data.mixture import counts_of
+
         return counts_of(self._phases, samples) / samples
 
     @property
-    def _phases(self) -> list[Phase]:
+    def _phases(self) -> "list[Phase]":
+        from lm.data.mixture import phases_of
+
         return phases_of(self.sources, self.options.phases or [], self.seq_len)
 
     def _token_bytes(self, split: str) -> torch.Tensor:
@@ -311,9 +337,9 @@ class DataModule(LightningDataModule):
 
     def sources_of(self, first: int, count: int) -> list[str | None]:
         """The source name of each sample; None without a mixture."""
-        if not self.mixed:
+        sources = self.order().source_of(np.arange(first, first + count))
+        if sources is None:
             return [None] * count
-        sources, _ = self.order().sources(np.arange(first, first + count))
         return [self.source_names[source] for source in sources]
 
     def train_dataloader(self) -> Stream:
@@ -388,6 +414,8 @@ def text_batches(
     tokens is predicted once. `rows` receives the document's name and the first token of every row, in order, except
     the rows that pad the last batch.
     """
+
+    from lm.data.text_files import read_documents
 
     def windows() -> Iterator[np.ndarray]:
         for name, text in read_documents(sources):

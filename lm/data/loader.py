@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from dataclasses import dataclass
 from itertools import count, islice
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 import torch
@@ -20,13 +20,15 @@ from torch import Tensor
 from torch.utils.data import IterableDataset
 
 from lm.data.config import TIMEOUT
-from lm.data.mixture import Mixture
 from lm.data.parquet import IGNORED, Tokens
 from lm.data.sampler import BLOCKS_AHEAD, Order
 from lm.data.shards import BLOCK_TOKENS, Shards
 from lm.errors import DataError, RunError
 from lm.system.process import reader_pool
 from lm.system.remote import is_asked_to_wait
+
+if TYPE_CHECKING:
+    from lm.data.mixture import Mixture
 
 DECODERS = 2  # threads; one decodes some hundred million tokens a second
 SAMPLES_LOCATED = 1024  # in one call of numpy
@@ -152,7 +154,7 @@ class Stream(IterableDataset):
     def __init__(
         self,
         shards: Shards,
-        order: Order | Mixture,
+        order: "Order | Mixture",
         *,
         seq_len: int,
         start: int,
@@ -174,8 +176,7 @@ class Stream(IterableDataset):
         for start in count(self.start, self.global_batch):
             end = start + self.global_batch
             samples = np.arange(start + self.rank, end, self.world)
-            sources = self.order.sources(samples)[0] if isinstance(self.order, Mixture) else None
-            yield Request(samples, Cursor(start, end), sources=sources)
+            yield Request(samples, Cursor(start, end), sources=self.order.source_of(samples))
 
     def __iter__(self) -> Iterator[Batch]:
         return Assembler(self.shards, self.order, self.seq_len, self.requests(), self.buffer, self.timeout).batches()
@@ -228,7 +229,7 @@ class Assembler:
     def __init__(
         self,
         shards: Shards,
-        order: Order | Mixture,
+        order: "Order | Mixture",
         seq_len: int,
         requests: Iterator[Request],
         capacity: int,
@@ -290,7 +291,9 @@ class Assembler:
         return Batch(torch.from_numpy(rows), request.cursor, marks, sources=sources)
 
 
-def _locate_many(order: Order | Mixture, requests: Iterator[Request]) -> Iterator[tuple[Request, list[int], list[int]]]:
+def _locate_many(
+    order: "Order | Mixture", requests: Iterator[Request]
+) -> Iterator[tuple[Request, list[int], list[int]]]:
     """Requests with the block and window of each sample, located in groups; the first group is small, to start soon."""
     size = 1
     while group := list(islice(requests, size)):

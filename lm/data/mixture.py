@@ -167,6 +167,9 @@ class Mixture:
             indices[here] = self._before[number][turn[places]] + periods * shares + earlier[places]
         return sources, indices
 
+    def source_of(self, samples: np.ndarray) -> np.ndarray:
+        return self.sources(samples)[0]
+
     def locate(self, samples: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """The block of each sample among those of all sources, and its window in that block: two (n,) int64 arrays."""
         sources, indices = self.sources(samples)

@@ -13,20 +13,6 @@ from typing import NamedTuple
 import numpy as np
 
 
-class PackedRows(NamedTuple):
-    """What the rows of packed shards are."""
-
-    seq_len: int  # tokens that a row predicts; it has one more
-    eos_id: int  # of the end-of-text token
-
-    def targets(self, ids: np.ndarray) -> np.ndarray:
-        """Which ids (n,) of rows end to end are targets: (n,) bool; a row's first token and its padding are not."""
-        ends = ids.reshape(-1, self.seq_len + 1) == self.eos_id  # (rows, seq_len + 1)
-        targets = np.zeros_like(ends)
-        targets[:, 1:] = ~(ends[:, 1:] & ends[:, :-1])
-        return targets.ravel()
-
-
 class Packing(NamedTuple):
     """Spans of tokens in the order of their rows, and in the order in which they stand in a row."""
 

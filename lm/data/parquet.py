@@ -14,7 +14,6 @@ import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
-from lm.data.packing import PackedRows
 from lm.errors import RequestError, RunError
 from lm.system.files import sync
 
@@ -34,6 +33,20 @@ LISTS = (pa.types.is_list, pa.types.is_large_list, pa.types.is_fixed_size_list, 
 
 class BadBlock(RunError):
     """A file whose content cannot be used: damaged, changed, null, or ids outside the vocabulary."""
+
+
+class PackedRows(NamedTuple):
+    """What the rows of packed shards are."""
+
+    seq_len: int  # tokens that a row predicts; it has one more
+    eos_id: int  # of the end-of-text token
+
+    def targets(self, ids: np.ndarray) -> np.ndarray:
+        """Which ids (n,) of rows end to end are targets: (n,) bool; a row's first token and its padding are not."""
+        ends = ids.reshape(-1, self.seq_len + 1) == self.eos_id  # (rows, seq_len + 1)
+        targets = np.zeros_like(ends)
+        targets[:, 1:] = ~(ends[:, 1:] & ends[:, :-1])
+        return targets.ravel()
 
 
 # ---- footer ----------------------------------------------------------------------------------------------------------

@@ -21,6 +21,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from lm.data.catalog import MANIFEST
 from lm.data.config import LEARNED, PrepareOptions
 from lm.data.encode import (
     COUNTS,
@@ -37,8 +38,7 @@ from lm.data.encode import (
     write_shard,
 )  # fmt: skip
 from lm.data.overlap import SPAN, describe_shared, shared_spans
-from lm.data.packing import PackedRows
-from lm.data.parquet import COLUMN, LAYOUT, runs_within
+from lm.data.parquet import COLUMN, LAYOUT, PackedRows, runs_within
 from lm.data.shards import Shards
 from lm.data.text_files import TextFile, find_files, split_by_names
 from lm.data.tokenizer import Tokenizer, id_type, train_bpe, train_char
@@ -48,7 +48,7 @@ from lm.system.files import parse_json, write_atomically
 log = logging.getLogger(__name__)
 
 VAL_BYTES = 80_000  # of text, 10,000 tokens or more; a loss over fewer is mostly noise
-MANIFEST, PARTS, PLAN, LOCK = "manifest.json", ".parts", ".parts/plan.json", ".lock"
+PARTS, PLAN, LOCK = ".parts", ".parts/plan.json", ".lock"
 CUT_SEARCH = 4096  # tokens in which to look for the end of a line or document
 
 

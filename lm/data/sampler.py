@@ -77,6 +77,10 @@ class Order:
             blocks[here], windows[here] = self._locate_in_epoch(epoch, places[here])
         return blocks, windows
 
+    def source_of(self, samples) -> np.ndarray | None:
+        """The source of each sample, (n,) int64, where there are several (`data/mixture`); None: there is one."""
+        return None
+
     def _locate_in_epoch(self, epoch: int, places: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         sequence = np.arange(len(self.windows))  # the blocks in the order of this epoch
         if self.shuffle:

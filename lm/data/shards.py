@@ -14,20 +14,21 @@ from collections import defaultdict
 from collections.abc import Collection, Hashable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 import pyarrow.parquet as pq
 
-from lm.data.cache import BlockCache
 from lm.data.catalog import FOOTER_THREADS, Fingerprint, Shard, explain_damage, find_shards
-from lm.data.packing import PackedRows
-from lm.data.parquet import COLUMN, DAMAGE, IGNORED, BadBlock, Column, Tokens, runs_within
+from lm.data.parquet import COLUMN, DAMAGE, IGNORED, BadBlock, Column, PackedRows, Tokens, runs_within
 from lm.data.tokenizer import Tokenizer
 from lm.errors import RequestError
 from lm.system.process import reader_pool
 from lm.system.remote import PATIENCE, file_identity, is_remote
 from lm.system.units import plural
+
+if TYPE_CHECKING:
+    from lm.data.cache import BlockCache
 
 log = logging.getLogger(__name__)
 
@@ -72,7 +73,7 @@ class Shards:
         blocks: Sequence[Block],
         column: Column,
         source: str,
-        cache: BlockCache | None = None,
+        cache: "BlockCache | None" = None,
     ) -> None:
         self.column, self.source, self.cache, self.blocks = column, source, cache, list(blocks)
         self.tokens = sum(block.tokens for block in blocks)
@@ -88,7 +89,7 @@ class Shards:
         column: str = COLUMN,
         vocab_size: int | None = None,
         tokenizer_sha256: str | None = None,
-        cache: BlockCache | None = None,
+        cache: "BlockCache | None" = None,
         patience: float = PATIENCE,
         pad_id: int | None = None,
         eos_id: int | None = None,
@@ -133,7 +134,8 @@ class Shards:
                 )
         shards = [shard for one in sources.values() for shard in one.by_file.values()]
         blocks = [block for one in sources.values() for block in one.blocks]
-        return cls(shards, blocks, first.column, ", ".join(one.source for one in sources.values()), first.cache)
+        cache = next((one.cache for one in sources.values() if one.cache is not None), None)
+        return cls(shards, blocks, first.column, ", ".join(one.source for one in sources.values()), cache)
 
     def windows(self, seq_len: int) -> np.ndarray:
         """Number of windows of each block: (blocks,) int64, `max(0, (tokens - 1) // seq_len)`, or its packed rows."""
@@ -187,7 +189,7 @@ class Shards:
             return self._fetch(part)
         padding = () if column.pad_id is None else (column.pad_id, column.eos_id)
         content = (shard.file, shard.size, shard.modified, shard.digest, tuple(part.row_groups))
-        key = BlockCache.key(*content, column.name, column.dtype.name, *padding)
+        key = self.cache.key(*content, column.name, column.dtype.name, *padding)
         tokens = self._kept(part, key, kept)
         if tokens is not None:
             return tokens

@@ -26,7 +26,7 @@ from lm.runs.find import find_run
 from lm.runs.resume import checkpoint_folder
 from lm.runs.run import Run
 from lm.system.arguments import build_options
-from lm.system.files import parse_json
+from lm.system.files import parse_json, read_object
 from lm.system.remote import is_remote
 
 INDEX = "model.safetensors.index.json"
@@ -145,17 +145,6 @@ def read_config(folder: Path) -> DecoderConfig:
         return config_from_json(read_object(file))
     except (TypeError, AttributeError, ValueError) as error:
         raise RequestError(f"{file}: a value is of another kind than it should be ({error})") from error
-
-
-def read_object(file: Path) -> dict[str, Any]:
-    """Read a JSON object from a file; RequestError if it is damaged."""
-    try:
-        document = parse_json(file.read_bytes())
-    except (OSError, ValueError) as error:
-        raise RequestError(f"{file} cannot be read ({error}); is it damaged?") from error
-    if not isinstance(document, dict):
-        raise RequestError(f"{file} is damaged: it is not a JSON object")
-    return document
 
 
 def read_weights(folder: Path) -> dict[str, Tensor]:

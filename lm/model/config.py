@@ -6,6 +6,7 @@ from typing import Literal
 from lm.errors import RequestError
 from lm.system.units import Count
 
+CUSTOM_MODEL_TYPE = "lm_custom"  # in config.json, of a class of the user's; transformers refuses it as unknown
 LARGEST = 2**31 - 1  # of a dimension
 MOST_LAYERS = 10_000
 

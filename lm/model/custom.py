@@ -22,12 +22,12 @@ import torch
 from torch import Tensor, nn
 
 from lm.errors import RequestError
-from lm.model.config import DecoderConfig
+from lm.model.config import CUSTOM_MODEL_TYPE, DecoderConfig
 from lm.model.decoder import Decoder, Losses, evaluating
 from lm.model.estimates import flops_per_token, parameters
 
 SAME_LOSS = 1e-3  # of the largest change of a loss: what kernels may differ by
-MODEL_TYPE = "lm_custom"  # in config.json; Hugging Face refuses it, as an unknown type
+MODEL_TYPE = CUSTOM_MODEL_TYPE
 
 _configs: WeakKeyDictionary[nn.Module, DecoderConfig] = WeakKeyDictionary()  # of custom models
 _builtin: WeakKeyDictionary[nn.Module, bool] = WeakKeyDictionary()  # answers of `is_builtin`

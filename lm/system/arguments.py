@@ -148,6 +148,27 @@ def spell_out(arguments: list[str], flags: Iterable[str] = (), lists: Iterable[s
     return [f"{argument}={as_list(values[argument])}" if argument in values else argument for argument in spelled]
 
 
+def typed_options(
+    arguments: list[str], flags: Iterable[str] = (), lists: Iterable[str] = ()
+) -> list[tuple[str, str | None]]:
+    """The options of a command line and their values in order, without dashes; None where a value is missing.
+
+    A word that belongs to no option has an empty name.
+    """
+    typed: list[tuple[str, str | None]] = []
+    rest = spell_out(arguments, flags, lists)
+    while rest:
+        word = rest.pop(0)
+        name, equals, value = word.partition("=")
+        if not word.startswith("-"):
+            typed.append(("", word))
+        elif equals:
+            typed.append((name.lstrip("-"), value))
+        else:
+            typed.append((name.lstrip("-"), None if not rest or rest[0].startswith("--") else rest.pop(0)))
+    return typed
+
+
 def _listed(text: str, as_yaml: bool) -> list[str]:
     """Parse a JSON or YAML list of strings; any other text, even in brackets, is a single item."""
     try:

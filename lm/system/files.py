@@ -45,6 +45,17 @@ def _integer(digits: str) -> int:
 _JSON = json.JSONDecoder(parse_int=_integer)  # `json.loads` would make a decoder for every line of a file
 
 
+def read_object(file: Path) -> dict[str, Any]:
+    """Read a JSON object from a file; RequestError if it is damaged."""
+    try:
+        document = parse_json(file.read_bytes())
+    except (OSError, ValueError) as error:
+        raise RequestError(f"{file} cannot be read ({error}); is it damaged?") from error
+    if not isinstance(document, dict):
+        raise RequestError(f"{file} is damaged: it is not a JSON object")
+    return document
+
+
 def parse_yaml(text: str | bytes) -> Any:
     """Parse a YAML text into plain values: tags cannot make other objects.
 

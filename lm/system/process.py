@@ -16,7 +16,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from functools import cache
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any, Literal, NoReturn
 from weakref import WeakSet
 
 from lm import __version__
@@ -100,15 +100,23 @@ def import_from_working_directory() -> None:
         sys.path.insert(0, os.getcwd())
 
 
+_arguments: list[str] | None = None
+
+
+def arguments() -> list[str]:
+    """The arguments that start this process's other ranks and are written to `run.json`: as typed, or as set."""
+    return sys.argv[1:] if _arguments is None else _arguments
+
+
 @contextmanager
-def command_line(arguments: list[str]) -> Iterator[None]:
-    """Inside the `with`, set the arguments of this process, which start other ranks and are written to `run.json`."""
-    before = sys.argv
-    sys.argv = [before[0], *arguments]
+def other_arguments(replacement: list[str]) -> Iterator[None]:
+    """Inside the `with`, `arguments` are these: of the `fit` that another command ends in."""
+    global _arguments
+    _arguments = replacement
     try:
         yield
     finally:
-        sys.argv = before
+        _arguments = None
 
 
 def code_for_launcher(code: int) -> int:
@@ -200,7 +208,7 @@ def run_facts() -> dict[str, Any]:
     return {
         "started": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
         "entered": time.time(),
-        "command": [str(script or Path(sys.argv[0]).name), *sys.argv[1:]],
+        "command": [str(script or Path(sys.argv[0]).name), *arguments()],
         "host": socket.gethostname(),
         "python": sys.version.split()[0],
         "versions": {"lm": lm_version(), **{name: version(name) for name in packages}},
@@ -238,3 +246,18 @@ class HarmlessFormatter(logging.Formatter):
 
     def format(self, record: logging.LogRecord) -> str:
         return harmless(super().format(record))
+
+
+class ConsoleHandler(logging.StreamHandler):
+    """Writes to `sys.stderr`, or `sys.stdout`, as it is at the moment: a progress bar puts its own there."""
+
+    def __init__(self, stream: Literal["stdout", "stderr"] = "stderr") -> None:
+        super().__init__()
+        self.of_sys = stream
+        # A line a log interval, unless a progress bar shows it.
+        self.addFilter(lambda record: record.name != "lm.lines" or not sys.stderr.isatty())
+        self.setFormatter(HarmlessFormatter("%(message)s"))
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.stream = getattr(sys, self.of_sys)
+        super().emit(record)

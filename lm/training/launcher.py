@@ -19,8 +19,8 @@ from lm.errors import GuardStop, Interrupted, LmError, RequestError, RunError
 from lm.runs.run import how_to_resume
 from lm.system.process import PARENT, code_for_launcher, under_torchrun
 from lm.training.lightning_patches import ScriptLauncher
+from lm.training.world import EXIT_WAIT
 
-EXIT_WAIT = 5.0  # seconds that one process gives another to end by itself
 LAUNCHER_PID = "LM_LAUNCHER_PID"  # environment variable: the process that started this one
 
 

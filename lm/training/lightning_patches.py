@@ -1,8 +1,8 @@
 """Private names of Lightning, torch and TensorBoard that a training uses, and methods of theirs that it replaces.
 
 Each has the reason why no public name does; a new version of a library is tried here first. Seen in Lightning 2.6.6,
-torch 2.13 and TensorBoard 2.21. `kernels/torch_private` has the private names of torch that the model needs too; the
-private methods that `cli/config` overrides stay there. A test lets the others stand nowhere else.
+torch 2.13 and TensorBoard 2.21. `kernels/torch_private` has the private names of torch that the model needs. A test
+lets the others stand nowhere else.
 """
 
 from collections.abc import Callable, Iterable

@@ -1,4 +1,4 @@
-"""How many processes train together, where torchrun or srun started this one."""
+"""How many processes train together, where torchrun or srun started this one, and how long they wait for one another."""
 
 import os
 
@@ -7,6 +7,8 @@ from lightning.fabric.plugins.environments.slurm import SLURMEnvironment
 from lm.errors import RequestError
 from lm.system.process import srun_tasks, under_torchrun
 from lm.system.units import plural
+
+EXIT_WAIT = 5.0  # seconds that one process gives another to end by itself
 
 
 def torchrun_world() -> tuple[int, int] | None:

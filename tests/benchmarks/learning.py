@@ -197,9 +197,9 @@ def docstrings() -> Iterator[str]:
 
 
 def read_config(options: list[str]) -> Any:
-    from lm.cli.config import config_parser
+    from lm.cli import request
 
-    return config_parser("learning.py").read(options)
+    return request.read("plan", options)
 
 
 def curve_of(lines: list[dict[str, float]]) -> list[list[float]]:

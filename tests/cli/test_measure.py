@@ -12,11 +12,10 @@ import torch
 from lightning.pytorch import Callback
 from trainings import PLACES, lm, make_workplace, start, wait_until, write_config
 
-from lm.cli.config import config_parser
+from lm.cli import request
+from lm.cli.command import main
 from lm.cli.hours import steps_of_hours, validation_tokens
-from lm.cli.main import main
 from lm.cli.measure import TITLES, bench_step, named_range, profile, show_parts, show_times
-from lm.cli.options import BenchOptions
 from lm.cli.plan_facts import read_bench
 from lm.errors import RequestError
 from lm.model.estimates import training_memory
@@ -28,18 +27,18 @@ STEPS, FIRST = 12, 5  # optimizer steps that a profile times, and those before t
 WAIT, HOOK = 0.06, 0.05  # seconds of the slow loader and of the slow callback, a step
 
 
-@pytest.mark.parametrize("command, wrong, said", [
-    (bench_step, [], "--model.decoder.vocab_size"),  # a character tokenizer's size is not guessed
-    (bench_step, ["--steps", "0"], "at least 1"),
-    (profile, [], "--model.decoder.vocab_size"),
-    (profile, ["--steps", "0"], "at least 1"),
-    (profile, ["--trace", "no/t.json"], "no/t.json"),
+@pytest.mark.parametrize("name, command, wrong, said", [
+    ("bench step", bench_step, [], "--model.decoder.vocab_size"),  # a character tokenizer's size is not guessed
+    ("bench step", bench_step, ["--steps", "0"], "at least 1"),
+    ("profile", profile, [], "--model.decoder.vocab_size"),
+    ("profile", profile, ["--steps", "0"], "at least 1"),
+    ("profile", profile, ["--trace", "no/t.json"], "no/t.json"),
 ])  # fmt: skip
-def test_a_wrong_request_is_refused_before_anything_is_run(tmp_path, monkeypatch, command, wrong, said):
+def test_a_wrong_request_is_refused_before_anything_is_run(tmp_path, monkeypatch, name, command, wrong, said):
     monkeypatch.chdir(tmp_path)
     write_config(tmp_path, **{"trainer.callbacks": None})
     with pytest.raises(RequestError, match=said):
-        command(["--config", "small.yaml", *wrong])
+        command(request.read(name, ["--config", "small.yaml", *wrong]))
     assert {path.name for path in tmp_path.iterdir()} == {"small.yaml"}
 
 
@@ -93,7 +92,7 @@ def test_without_checkpoints_none_is_written(tmp_path, monkeypatch, capsys):
     planned = []
     monkeypatch.setattr("lm.cli.measure.training_memory", lambda *of: planned.append(of) or training_memory(*of))
     masked = ("--model.document_mask", "true")
-    bench_step([*BENCH[2:], "--checkpoints", "0", "--output", "found.json", *masked])
+    bench_step(request.read("bench step", [*BENCH[2:], "--checkpoints", "0", "--output", "found.json", *masked]))
     assert planned[0][1].documents_per_token == pytest.approx(1 / 64, rel=0.5)  # in random tokens
     assert json.loads((tmp_path / "found.json").read_text())["checkpoint"] is None
     assert "a checkpoint of" not in capsys.readouterr().out
@@ -236,19 +235,25 @@ def test_the_length_of_a_run_of_some_hours(tmp_path, monkeypatch, capsys):
     """It is printed as an option of `lm fit`, and nothing else; a time without a step is one line."""
     write_config(tmp_path, **{"trainer.log_interval": 2, "trainer.callbacks": None})
     monkeypatch.chdir(tmp_path)
-    bench_step([*BENCH[2:], "--checkpoints", "0", "--hours", "0.5", "--output", "found.json"])
+    bench_step(
+        request.read("bench step", [*BENCH[2:], "--checkpoints", "0", "--hours", "0.5", "--output", "found.json"])
+    )
     found = json.loads((tmp_path / "found.json").read_text())
-    config = config_parser("lm bench step", BenchOptions).read(list(BENCH[2:]))
+    config = request.read("bench step", list(BENCH[2:]))
     steps = steps_of_hours(config, 0.5, found, validation_tokens(config))
     assert capsys.readouterr().out == f"--trainer.max_steps {steps}\n" and steps * found["ms_per_step"] / 1e3 < 1800
     found["first_step_s"] = 1.0  # and not the age of the process that runs the tests
     short, long = (steps_of_hours(config, hours, found, validation_tokens(config)) for hours in (0.5, 1))
     assert 1.99 < long / short < 2.01
-    bench_step([*BENCH[2:], "--checkpoints", "0", "--hours", "0.5", "--model.schedule.warmup_steps", "1M"])
+    bench_step(
+        request.read(
+            "bench step", [*BENCH[2:], "--checkpoints", "0", "--hours", "0.5", "--model.schedule.warmup_steps", "1M"]
+        )
+    )
     _, steps, option, warmup = capsys.readouterr().out.split()
     assert option == "--model.schedule.warmup_steps" and int(warmup) == int(steps) // 10
     with pytest.raises(RequestError, match="--hours 1e-06 are too few: the start takes"):
-        bench_step([*BENCH[2:], "--checkpoints", "0", "--hours", "1e-6"])
+        bench_step(request.read("bench step", [*BENCH[2:], "--checkpoints", "0", "--hours", "1e-6"]))
 
 
 @pytest.mark.slow
@@ -256,16 +261,16 @@ def test_a_fit_of_some_hours_keeps_its_length(tmp_path):
     """The steps are measured once: the run that is stopped and resumed by the same command has as many."""
     workplace = make_workplace(tmp_path, "data/small")
     config = write_config(workplace, "timed", **{"trainer.checkpoint_interval": 50, "trainer.callbacks": None})
-    command = ["fit", "--config", str(config), "--hours", "0.02", "--ckpt_path", "auto"]
+    command = ["fit", "--config", str(config), "--hours", "0.1", "--ckpt_path", "auto"]
     run, steps = Run(workplace / "checkpoints" / "timed"), set()
     for saved in (50, 100):
         process = start(workplace, *command, fresh=True)
-        wait_until(lambda: max(run.steps(), default=0) >= saved, process)
+        wait_until(lambda: max(run.steps(), default=0) >= saved, process, seconds=300)
         process.send_signal(signal.SIGTERM)
         _, said = process.communicate()
         assert process.returncode == 75, said
         steps.add(run.settings()["trainer"]["max_steps"])
-    assert f"--hours 0.02: timed keeps its {next(iter(steps))} optimizer steps" in said and len(steps) == 1
+    assert f"--hours 0.1: timed keeps its {next(iter(steps))} optimizer steps" in said and len(steps) == 1
     process = start(workplace, "fit", "--run", "timed", "--ckpt_path", "auto", "--hours", "9", fresh=True)  # its config
     wait_until(lambda: max(run.steps()) >= 150, process)
     process.send_signal(signal.SIGTERM)
@@ -299,6 +304,6 @@ def test_no_checkpoint_is_written_that_is_not_timed(tmp_path, monkeypatch):
     monkeypatch.setattr("lm.training.checkpoint_state.write_folder", lambda path, content: written.append(path))
     monkeypatch.chdir(tmp_path)
     write_config(tmp_path, **{"trainer.callbacks": None})
-    profile([*BENCH[2:6], "--steps", "2"])
-    bench_step([*BENCH[2:], "--checkpoints", "0"])
+    profile(request.read("profile", [*BENCH[2:6], "--steps", "2"]))
+    bench_step(request.read("bench step", [*BENCH[2:], "--checkpoints", "0"]))
     assert written == []

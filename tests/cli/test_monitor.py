@@ -234,7 +234,7 @@ def test_it_starts_at_once_and_without_torch(tmp_path, monkeypatch):
     write_live_run(tmp_path / "checkpoints", "a", lines=2000)
     monkeypatch.chdir(tmp_path)
     code = (
-        "import sys; from lm.cli.main import main; assert main(['monitor', 'a']) == 0; "
+        "import sys; from lm.cli.command import main; assert main(['monitor', 'a']) == 0; "
         "assert not {'torch', 'lightning', 'pynvml', 'numpy'} & sys.modules.keys()"
     )
     assert run_python(code)[1] < 1.0  # 0.3 s of CPU time on two idle cores

@@ -7,17 +7,16 @@ from processor_time import run_python
 from run_folders import write_run
 from trainings import write_config
 
-from lm.cli import options
-from lm.cli.config import config_parser
-from lm.cli.main import TRAINING, main
-from lm.cli.options import PlanOptions
+from lm.cli import options, request
+from lm.cli.command import TABLE, main
 from lm.errors import RequestError
 from lm.system.arguments import known_names, nearest_option
 from lm.system.other_names import OPTIONS
 
+TRAINING = [command.name for command in TABLE if command.kind == "training"]
 WITHOUT_TORCH = """
 import sys
-from lm.cli.main import main
+from lm.cli.command import main
 for arguments in {commands}:
     main(arguments)
 assert not {{'torch', 'lightning'}} & set(sys.modules)
@@ -26,11 +25,10 @@ assert not {{'torch', 'lightning'}} & set(sys.modules)
 
 def test_the_dataclasses_have_the_options_of_the_parser():
     """Every option, and nothing else but the groups."""
-    read = {option.name for option in options.training_options("plan")}
-    known = {name.removesuffix("+") for name in known_names(config_parser("lm plan", PlanOptions))}
+    read = {option.name for option in options.training_options("plan")} - {"config"}
+    known = {name.removesuffix("+") for name in known_names(request.make_parser("plan"))}
     assert all(name.startswith("data.prepare.") for name in read - known)  # the parser reads this group as one value
-    for name in known - read - options.PARSERS_OWN:
-        options.refuse_unknown_options("plan", [f"--{name}"])  # a group, or the help of one
+    request.check_names("plan", [(name, "1") for name in known - {"h"} if not name.endswith("help")])
 
 
 def test_what_is_shown_first_exists():
@@ -92,7 +90,7 @@ def test_help_and_a_wrong_name_need_no_torch(tmp_path):
     (["fit", "--data.global_batch_tokens", "31"], "lm fit: data.global_batch_tokens 31 is not a whole number of micro-"),
     (["fit", "--trainer.max_steps", "5", "--trainer.max_tokens", "1M"], "give one of trainer.max_steps and trainer."),
     (["fit", "trainer.max_steps=5"], "did you mean --trainer.max_steps=5?"),
-    (["fit", "--trainer.log_interval", "null"], "lm fit: trainer.log_interval: expected a count"),
+    (["fit", "--trainer.log_interval", "null"], "lm fit: trainer.log_interval is null, which means "),
     *((command.split(), "no run 'nothing' under checkpoints or in the registry; `lm runs ls` lists") for command in (
         "generate --run nothing", "evaluate --run=nothing --tasks embedded:sotu", "export --run nothing",
         "branch nothing --decay 1M", "validate --run nothing", "test --run nothing",
@@ -104,7 +102,7 @@ def test_wrong_values_and_missing_runs_are_refused_without_torch(arguments, mess
     write_config(tmp_path)
     write_config(tmp_path, "two", **{"trainer.val_interval": "two"})
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr("lm.cli.main._load", lambda *command: pytest.fail("a module of a command was loaded"))
+    monkeypatch.setattr("lm.cli.command._load", lambda command: pytest.fail("a module of a command was loaded"))
     place = 2 if arguments[0] == "bench" else 1
     if arguments[0] in ("fit", "plan", "bench", "profile") and "--config" not in arguments:
         arguments = [*arguments[:place], "--config", "small.yaml", *arguments[place:]]
@@ -113,14 +111,19 @@ def test_wrong_values_and_missing_runs_are_refused_without_torch(arguments, mess
 
 @pytest.mark.parametrize("typed, nulls", [
     ("--data.path a", "train sources phases prepare"), ("--data.path=a --data.prepare.input b", "train sources phases"),
-    ("--data.path null --data.sources [{name: a}]", "train val test tokenizer prepare"), ("--data.path null", ""),
-    ("--data.train a b --data.val c", "path sources phases prepare"),
+    ("--data.path null --data.sources [{name:a}]", "train val test tokenizer prepare path"),
+    ("--data.path null", "path"), ("--data.train a b --data.val c", "path sources phases prepare"),
     ("--data.path a --data.train b", "sources phases prepare"),
-    ("--trainer.max_tokens 1M", "--trainer.max_steps"), ("--trainer.max_tokens null --trainer.max_steps=5", ""),
+    ("--trainer.max_tokens 1M", "max_steps"), ("--trainer.max_tokens null --trainer.max_steps=5", "max_tokens"),
 ])  # fmt: skip
 def test_data_or_a_length_that_is_typed_replaces_that_of_the_config(typed, nulls):
-    names = [name if name.startswith("--") else f"--data.{name}" for name in nulls.split()]
-    assert options.replace_settings(typed.split()) == [*typed.split(), *(f"{name}=null" for name in names)]
+    there = {
+        "data": dict.fromkeys(("path", "train", "val", "test", "tokenizer", "sources", "phases", "prepare"), "there"),
+        "trainer": dict.fromkeys(("max_steps", "max_tokens"), "there"),
+    }
+    settings = request.combine("fit", [there], request.read_options("fit", typed.split()))
+    off = [name for section in settings.values() for name, value in section.items() if value in (None, "null")]
+    assert set(off) == set(nulls.split())
 
 
 @pytest.mark.parametrize("arguments, message", [
@@ -152,7 +155,7 @@ def test_wrong_names_are_refused(arguments, message, tmp_path, monkeypatch):
     (tmp_path / "runs/tiny").mkdir(parents=True)
     (tmp_path / "runs/tiny/config.yaml").touch()
     with pytest.raises(RequestError) as caught:
-        options.refuse_unknown_options("fit", [*arguments, "--config", "small.yaml"])
+        request.read("fit", [*arguments, "--config", "small.yaml"])
     assert message in str(caught.value)
 
 
@@ -162,7 +165,7 @@ def test_the_hint_for_a_warm_up_ratio_works_when_typed(tmp_path):
     hint = nearest_option("warmup_ratio", ["trainer.max_steps"])
     flags = re.findall(r"--model\S+", hint.replace(",", ""))
     assert flags == ["--model.schedule.warmup_ratio", "--model.schedule.warmup_steps"] and "steps 0 if" in hint
-    read = config_parser("lm plan", PlanOptions).read(["-c", str(config), flags[0], "0.1", flags[1], "0"])
+    read = request.read("plan", ["-c", str(config), flags[0], "0.1", flags[1], "0"])
     assert read.model.schedule.warmup_ratio == 0.1
 
 
@@ -182,7 +185,7 @@ def test_a_config_that_cannot_be_meant_is_refused(text, message, tmp_path, monke
     (tmp_path / "small.yaml").write_text(text)
     monkeypatch.chdir(tmp_path)
     with pytest.raises(RequestError) as caught:
-        options.refuse_unknown_options("fit", ["-c", "small.yaml", *["--bs=2"] * message.endswith("'bs'")])
+        request.read("fit", ["-c", "small.yaml", *["--bs=2"] * message.endswith("'bs'")])
     assert message in str(caught.value)
 
 
@@ -228,13 +231,15 @@ def test_what_the_parser_takes_is_let_through(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     given = ["--config=small.yaml", "--trainer.callbacks+=recorder.Recorder", "--trainer.callbacks.init_args.x=1",
              "--guards.alerts", '{"lr > 1": "warn"}', "--print_config"]  # fmt: skip
-    options.refuse_unknown_options("fit", given)
-    options.refuse_unknown_options("plan", ["-c", "small.yaml", "--strict"])
+    asked = request.read("fit", given)
+    assert asked.guards.alerts == {"lr > 1": "warn"} and asked.name == "a"
+    [first, *_, last] = asked.settings["trainer"]["callbacks"]
+    assert first["class_path"] == "recorder.Recorder" and last["init_args"] == {"x": "1"}
+    assert request.read("plan", ["-c", "small.yaml", "--strict"]).options.strict
 
 
 def test_a_fit_without_a_config_says_how_to_give_one():
     with pytest.raises(RequestError, match="give a config with --config, such as `lm fit --config tiny.yaml`"):
-        options.refuse_unknown_options("fit", ["--trainer.max_steps", "5"])
+        request.read("fit", ["--trainer.max_steps", "5"])
     with pytest.raises(RequestError, match=r"no options 'cofig' \(did you mean 'config'\?\), 'lr' \("):
-        options.refuse_unknown_options("fit", ["--cofig", "small.yaml", "--lr", "3"])
-    options.refuse_unknown_options("validate", [])  # takes that of the newest run
+        request.read("fit", ["--cofig", "small.yaml", "--lr", "3"])

@@ -13,7 +13,7 @@ import pytest
 from shard_files import write_rows
 from trainings import lm, make_workplace, processes_of, write_config
 
-from lm.cli.main import main
+from lm.cli.command import main
 from lm.system.hardware import DEVICES, peak_flops
 
 CONFIGS = Path(__file__).parent.parent.parent / "configs"
@@ -287,10 +287,6 @@ LONG_RUN = {"trainer.max_steps": 10_000, "model.optimizer.lr": 1e-3, "model.sche
     # What a fit would refuse by itself.
     ([], {"trainer.devices": 0}, "error", "trainer.devices 0 names no device"),
     (STRICT, {"trainer.devices": "eight"}, "error", "trainer.devices eight names no device"),
-    (STRICT, {"trainer.val_interval": 0}, "error", "trainer.val_interval 0 must be at least 1"),
-    (STRICT, {"data.path": None, "data.prepare": None}, "error", "give one of data.path"),
-    ([], {"data.train": "a.parquet"}, "error", "give one of data.path"),
-    ([], {"data.path": None, "data.prepare": None, "data.train": "a.parquet"}, "error", "data.train needs data.tokenizer"),
     # What costs days.
     (STRICT, LONG_RUN | {"model.schedule.decay_steps": 5000}, "warning",
      "the decay ends at step 5,000, and the run ends at step 10,000 with 10% of"),
@@ -312,6 +308,9 @@ def test_what_is_noted(planned, options, changes, level, words):
     (["--fit", "--data.path", "elsewhere", "--data.prepare", "null"], "elsewhere holds no manifest.json"),
     (["--fit", "--model.decoder.hidden_size", "2Mi"], "not even a micro-batch of 1 fits"),
     (["--rate_usd_per_hr", "-1"], "--rate_usd_per_hr -1.0 must be at least 0"),
+    (["--trainer.val_interval", "0"], "trainer.val_interval 0 must be at least 1"),
+    (["--data.path", "null", "--data.prepare", "null"], "give one of data.path"),
+    (["--data.train", "a.parquet"], "data.train needs data.tokenizer"),
     (["--bench", "broken.json"], "is not a result of `lm bench step --output`"),
 ])  # fmt: skip
 def test_a_question_that_has_no_answer_is_one_line(workplace, monkeypatch, capsys, options, words):

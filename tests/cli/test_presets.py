@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from lm.cli.config import config_parser
+from lm.cli import request
 from lm.model.decoder import Decoder
 from lm.model.estimates import parameters
 from lm.training.schedule import lr_fraction, plan_steps
@@ -31,7 +31,7 @@ SIZES = {
 
 def parse(path):
     """A preset, parsed as `lm plan` and `lm fit` parse it."""
-    return config_parser("lm plan").read(["--config", str(path)])
+    return request.read("plan", ["--config", str(path)])
 
 
 @pytest.mark.parametrize("path", CONFIGS, ids=lambda path: path.stem)

@@ -6,7 +6,7 @@ import yaml
 from trainings import RECORDER, fit, lm, losses, make_workplace, write_config
 
 import lm as package
-from lm.cli.main import main
+from lm.cli.command import main
 from lm.errors import RequestError
 from lm.system.other_names import REMOVED, REMOVED_COMMANDS, without_removed
 

@@ -146,7 +146,7 @@ def test_the_last_step_is_that_of_the_last_checkpoint_where_a_kill_left_the_log_
 def test_ls_answers_at_once_without_torch(place):
     registry.note([make(f"r{index}") for index in range(30)])
     code = (
-        "import sys; from lm.cli.main import main; assert main(['runs', 'ls']) == 0;"
+        "import sys; from lm.cli.command import main; assert main(['runs', 'ls']) == 0;"
         "assert not {'torch', 'lightning', 'numpy', 'pyarrow'} & set(sys.modules)"
     )
     assert run_python(code)[1] < 2  # usually a fifth of a second

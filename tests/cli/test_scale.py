@@ -10,8 +10,8 @@ import yaml
 from processor_time import run_python
 from trainings import lm, make_workplace
 
-from lm.cli.config import config_parser
-from lm.cli.main import main
+from lm.cli import request
+from lm.cli.command import main
 from lm.cli.scale import SMALL, ScaleRequest, batch_tokens, recipe, scaled_config, shape, tokens_of_steps, weight_decay
 from lm.model.estimates import flops_per_token, parameters
 from lm.system.units import parse_count
@@ -33,8 +33,7 @@ def read(text, folder):
     """A printed config as `lm plan` and `lm fit` parse it."""
     path = folder / "scaled.yaml"
     path.write_text(text)
-    parser = config_parser("lm plan")
-    return parser.read(["--config", str(path)])
+    return request.read("plan", ["--config", str(path)])
 
 
 def test_deeper_is_never_smaller():
@@ -148,7 +147,7 @@ def test_the_file_says_how_to_make_it_again(tmp_path):
 
 def test_standard_output_is_yaml_alone_and_torch_is_not_imported():
     """People redirect it into a file, and it is there at once; it is the preset, which a changed rule changes."""
-    code = "import sys\nfrom lm.cli.main import main\nmain(['scale', '--depth', '12'])\nassert 'torch' not in sys.modules"  # fmt: skip
+    code = "import sys\nfrom lm.cli.command import main\nmain(['scale', '--depth', '12'])\nassert 'torch' not in sys.modules"  # fmt: skip
     done, seconds = run_python(code)
     assert seconds < 2  # usually a fifth of a second
     assert done.stderr == "" and done.stdout == DEPTH12.read_text()

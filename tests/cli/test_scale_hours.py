@@ -8,7 +8,7 @@ import pytest
 from test_scale import prepared, read, scale
 from trainings import lm, make_workplace
 
-from lm.cli.main import main
+from lm.cli.command import main
 from lm.cli.scale import recipe, shape
 from lm.cli.scale_hours import Candidate, Speed, expected_loss
 

@@ -3,7 +3,7 @@
 import pytest
 from run_folders import write_run
 
-from lm.cli.main import main
+from lm.cli.command import main
 
 ROOT = "--trainer.default_root_dir"
 

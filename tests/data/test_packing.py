@@ -15,7 +15,8 @@ from trainings import fit, lm, write_config
 from lm.data.cache import BlockCache
 from lm.data.config import PrepareOptions
 from lm.data.datamodule import DataModule
-from lm.data.packing import PackedRows, pack_documents
+from lm.data.packing import pack_documents
+from lm.data.parquet import PackedRows
 from lm.data.prepare import prepare
 from lm.data.shards import Shards
 from lm.data.tokenizer import Tokenizer

@@ -7,7 +7,7 @@ import shutil
 import pytest
 from trainings import equipment, expected, fit, lm, losses, write_config
 
-from lm.cli.main import main
+from lm.cli.command import main
 from lm.runs.config_diff import PURPOSES
 from lm.runs.run import Run
 

@@ -6,7 +6,7 @@ import shutil
 import pytest
 from trainings import expected, lm, losses, trace, write_config
 
-from lm.cli.main import main
+from lm.cli.command import main
 from lm.errors import RequestError
 from lm.runs.resume import find_checkpoint
 from lm.runs.run import Run

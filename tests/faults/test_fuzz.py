@@ -18,10 +18,10 @@ from hypothesis import strategies as st
 from mutations import NUMBERS, TEXTS, VALUES, bounds, changed, damaged, examples
 from trainings import CONFIG
 
-from lm.cli import config as config_module
-from lm.cli.main import main
-from lm.cli.options import PlanOptions
-from lm.cli.plan import examine
+from lm.cli import fit, request
+from lm.cli.command import main
+from lm.cli.options import training_options
+from lm.cli.plan_facts import examine
 from lm.data.shards import Shards
 from lm.errors import LmError
 from lm.evaluation.tasks import read_tasks
@@ -31,8 +31,7 @@ from lm.training.budget import Sidecar
 
 pytestmark = pytest.mark.fault(25)
 LONGEST = 1000  # characters of a message
-PARSER = config_module.config_parser("lm plan", PlanOptions)  # made once: to make one takes as long as to read a config
-KEYS = sorted({action.dest for action in PARSER._actions} - {"help", "config", "trainer.callbacks"})
+KEYS = sorted({option.name for option in training_options("plan")} - {"config", "trainer.callbacks"})
 BASE = copy.deepcopy(CONFIG)
 del BASE["trainer"]["callbacks"]
 
@@ -54,7 +53,7 @@ def command(*arguments: str) -> bool:
         return is_refused(lambda: main([*arguments, "--debug"]))
 
 
-class Parsed(config_module.TrainingCLI):
+class Parsed(fit.TrainingCLI):
     """`lm fit` up to the moment at which it would begin to train."""
 
     def _run_subcommand(self, subcommand):
@@ -66,11 +65,11 @@ def place(uninterrupted, tmp_path_factory):
     """A copy of the trained folder, and the working directory."""
     folder = tmp_path_factory.mktemp("fuzz") / "work"
     shutil.copytree(uninterrupted, folder, symlinks=True)
-    before, root = os.getcwd(), config_module.TrainingCLI
+    before, root = os.getcwd(), fit.TrainingCLI
     os.chdir(folder)
-    config_module.TrainingCLI = Parsed
+    fit.TrainingCLI = Parsed
     yield folder
-    config_module.TrainingCLI = root
+    fit.TrainingCLI = root
     os.chdir(before)
 
 
@@ -99,7 +98,12 @@ def configs(draw):
 @given(text=configs())
 def test_a_config_of_any_kind_is_planned_or_refused(place, text):
     (place / "any.yaml").write_bytes(text)
-    is_refused(lambda: json.dumps(examine(PARSER.read(["--config", "any.yaml"]))))
+
+    def plan():
+        asked = request.read("plan", ["--config", "any.yaml"])
+        json.dumps(examine(fit.with_classes(asked), asked.options))
+
+    is_refused(plan)
 
 
 @examples(60)

@@ -15,7 +15,7 @@ import torch
 import yaml
 from trainings import lm, write_config
 
-from lm.cli.main import main
+from lm.cli.command import main
 from lm.system.files import digest, dump_checksummed, load_checksummed
 
 pytestmark = pytest.mark.fault(21)

@@ -3,7 +3,7 @@
 import json
 import logging
 
-from lm.cli.main import main
+from lm.cli.command import main
 from lm.system.process import HarmlessFormatter, harmless
 
 TITLE = "\x1b]0;owned\x07"

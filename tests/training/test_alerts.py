@@ -7,7 +7,7 @@ import pytest
 from test_guards import found_in
 from trainings import fit, make_workplace, write_config
 
-from lm.cli.main import main
+from lm.cli.command import main
 from lm.errors import RequestError
 from lm.training.alerts import NAMES as METRICS
 from lm.training.alerts import AlertEvaluator, Condition

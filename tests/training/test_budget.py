@@ -14,7 +14,7 @@ from types import SimpleNamespace
 import pytest
 from trainings import HERE, write_config
 
-from lm.cli.main import main
+from lm.cli.command import main
 from lm.errors import RequestError
 from lm.runs.run import Run
 from lm.system.process import seconds_since_process_start

@@ -14,7 +14,8 @@ from lightning.pytorch import callbacks
 from safetensors.torch import load_file
 from trainings import HERE, equipment, fit, lm, make_workplace, write_config
 
-from lm.cli.config import config_parser
+from lm.cli import request
+from lm.cli.fit import with_classes
 from lm.errors import RequestError
 from lm.runs.checkpoint import find_damage
 from lm.training.callback import Callback, has_hook
@@ -123,7 +124,7 @@ def test_a_refusal_is_one_line_and_leaves_no_run(workplace, name, arguments, wor
 def test_a_wrong_entry_says_what_to_write(tmp_path, given, message):
     config = write_config(tmp_path, **{"trainer.callbacks": given})
     with pytest.raises(RequestError) as refused:
-        config_parser("lm plan").read(["--config", str(config)])
+        with_classes(request.read("plan", ["--config", str(config)]))
     assert str(refused.value).startswith("trainer.callbacks: ") and message in str(refused.value)
 
 

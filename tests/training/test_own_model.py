@@ -14,7 +14,7 @@ from torch import nn
 from trainings import HERE, lm, make_workplace, write_config
 
 import lm as package
-from lm.cli.config import TrainingParser, config_parser
+from lm.cli.request import make_parser
 from lm.errors import RequestError
 from lm.inference.generation import generate
 from lm.inspection.weights import distribution_drift, weight_drift
@@ -318,12 +318,9 @@ class Reserved(package.LanguageModule):
 def test_a_class_with_other_options_than_a_model_has_is_refused(monkeypatch, kind, message):
     monkeypatch.setattr("lm.model.custom._module_class", kind)
     with pytest.raises(RequestError, match=rf"^{kind.__name__}\.__init__ {message}"):
-        config_parser("lm fit")
+        make_parser("fit")
 
 
-@pytest.mark.parametrize(
-    "parser, name", [(config_parser("lm plan"), "model.layers"), (TrainingParser(prog="lm"), "fit.model.layers")]
-)
-def test_an_option_without_a_default_has_to_be_given(parser, name):
+def test_an_option_without_a_default_has_to_be_given():
     with pytest.raises(RequestError, match="^give --model.layers, or model.layers in the config"):
-        parser.error(f"the following arguments are required: {name}")
+        make_parser("plan").error("the following arguments are required: model.layers")

@@ -78,7 +78,7 @@ def test_on_a_terminal_lines_scroll_by_above_the_bar(tmp_path, width):
 INSTALLED = """
 import sys
 import lm
-from lm.cli.main import main
+from lm.cli.command import main
 
 path, config = sys.path[:], ["--config", "small.yaml"]
 for command in (["fit", *config], ["plan", *config], ["bench", "step", *config, "--steps", "4", "--checkpoints", "0"],
