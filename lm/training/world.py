@@ -1,4 +1,4 @@
-"""How many processes train together, where torchrun or srun started this one, and how long they wait for one another."""
+"""How many processes train together, if torchrun or srun started this one, and how long they wait for one another."""
 
 import os
 
