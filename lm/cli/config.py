@@ -36,11 +36,12 @@ from lm.cli.plan import PlanChecks, plan
 from lm.cli.plan_facts import is_prepared
 from lm.data.datamodule import DataModule
 from lm.errors import RequestError
-from lm.model.custom import MODEL_TYPE, known_class, module_class
-from lm.model.fused import kernels_missing
+from lm.model.build import kernels_missing
+from lm.model.huggingface import MODEL_TYPE
 from lm.runs.registry import find_run, record_run
 from lm.runs.resume import checkpoint_folder, find_checkpoint, refuse_changed_config, repair_links
 from lm.runs.run import ROOT, Run, is_of_a_run
+from lm.system import process
 from lm.system.arguments import OneLineErrors, Parser, spell_out
 from lm.system.files import read_object
 from lm.system.hardware import has_fp8
@@ -361,7 +362,9 @@ def refuse_unknown_class(run: Run) -> None:
     if newest and (newest / "config.json").exists():
         document = read_object(newest / "config.json")
         if document.get("model_type") == MODEL_TYPE:
-            known_class(document, module_class(), str(run.path), run.script)
+            from lm.model.custom import known_class
+
+            known_class(document, process.module_class, str(run.path), run.script)
 
 
 def main(arguments: list[str]) -> None:

@@ -21,8 +21,7 @@ from lm.errors import RequestError, first_line
 from lm.inference.export import Card, check_reload, model_card
 from lm.inference.pretrained import DTypeName, Pretrained, load_pretrained
 from lm.model.config import DecoderConfig
-from lm.model.custom import MODEL_TYPE
-from lm.model.huggingface import to_huggingface
+from lm.model.huggingface import MODEL_TYPE, to_huggingface
 from lm.runs.checkpoint import write_files
 from lm.runs.resume import checkpoint_folder, chosen_model, hub_hint
 from lm.runs.run import ROOT

@@ -22,7 +22,7 @@ from rich.markup import escape
 from lm.errors import LmError, first_line
 from lm.kernels import runtime, swiglu
 from lm.model.attention_choice import Heads, kernel_names, why_it_fails
-from lm.model.fused import kernels_missing
+from lm.model.build import kernels_missing
 from lm.runs import registry
 from lm.runs.run import ROOT
 from lm.system.hardware import cpu_half_precision, device_name, driver_version, memory_bytes, peak_flops

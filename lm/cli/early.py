@@ -3,7 +3,6 @@
 `cli/options` refuses unknown names, and `cli/config` all the rest.
 """
 
-import sys
 from dataclasses import fields, is_dataclass
 from itertools import pairwise
 from types import NoneType
@@ -18,6 +17,7 @@ from lm.data.text_files import find_files
 from lm.errors import RequestError
 from lm.runs.registry import find_run
 from lm.runs.run import ROOT, is_of_a_run
+from lm.system import process
 from lm.system.arguments import Parser, arguments_from, shown, spell_out
 from lm.system.other_names import without_removed
 from lm.training.config import SECTIONS, ModelConfig, TrainerConfig
@@ -83,8 +83,8 @@ def refuse_wrong_values(command: str, arguments: list[str]) -> None:
 
     Lists and classes by path are left to the parser of `cli/config`, and so is all of a config that has a wrong one.
     """
-    custom = sys.modules.get("lm.model.custom")  # there where `lm.run` was given a class, whose options are its own
-    if custom and custom.module_class() or {"--print_config", "--verbose"} & set(arguments):
+    # A class that `lm.run` was given has options of its own.
+    if process.module_class or {"--print_config", "--verbose"} & set(arguments):
         return
     parser = Parser(prog=f"lm {command}", allow_abbrev=False)
     parser.add_argument("--force", type=bool, default=False)

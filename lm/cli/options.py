@@ -7,7 +7,6 @@ help answers at once. The values are checked by `cli/config`, whose parser is ma
 import inspect
 import re
 import shutil
-import sys
 import textwrap
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, is_dataclass
@@ -20,6 +19,7 @@ import docstring_parser
 
 import lm
 from lm.errors import RequestError
+from lm.system import process
 from lm.system.arguments import nearest_option, shown, unknown_options
 from lm.system.files import flatten, parse_yaml
 from lm.system.other_names import without_removed
@@ -148,9 +148,9 @@ def training_options(command: str) -> list[Option]:
     found += [HOURS] * (command == "fit")
     for section in SECTIONS:
         found += _options_of(section.options, f"{section.name}." if section.name else "")
-        if section.name == "model" and "lm.model.custom" in sys.modules:  # as it is where a class was given to `lm.run`
-            kind, known = sys.modules["lm.model.custom"].module_class(), {option.name for option in found}
-            found += [option for option in _options_of(kind, "model.") if option.name not in known] if kind else []
+        if section.name == "model" and process.module_class:
+            known = {option.name for option in found}
+            found += [option for option in _options_of(process.module_class, "model.") if option.name not in known]
     return found
 
 

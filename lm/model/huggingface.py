@@ -18,6 +18,7 @@ LEFT_OUT = {
     "Qwen3ForCausalLM": {"num_key_value_heads": 32, "head_dim": 128},
     "MinistralForCausalLM": {"num_key_value_heads": 8, "head_dim": None},
 }
+MODEL_TYPE = "lm_custom"  # of a custom model (`model/custom`), which Hugging Face refuses as an unknown type
 LAYERS = {"S": "sliding_attention", "L": "full_attention"}
 SLIDING_WINDOW = 4096  # where a config.json asks for windows without their width
 LEFT_OUT_OF_BOTH = {
