@@ -22,8 +22,9 @@ from lm.data.datamodule import DataModule
 from lm.errors import RequestError, require_at_least
 from lm.model.estimates import checkpoint_bytes, describe_mfu, recomputed_flops_per_token
 from lm.runs.run import Run, refuse_name
+from lm.system.devices import Device, find_device
 from lm.system.files import disk_space, nonnegative
-from lm.system.hardware import Device, device_name, find_device
+from lm.system.hardware import device_name
 from lm.system.process import program
 from lm.system.units import format_bytes, format_count, format_figure, format_time_and_cost, plural
 from lm.training.budget import read_budget_file

@@ -20,16 +20,10 @@ from lm.data.mixture import counts_of, phases_of
 from lm.data.tokenizer import Tokenizer
 from lm.errors import LmError, RequestError, first_line
 from lm.model.config import DecoderConfig
-from lm.model.estimates import (
-    Step,
-    assumed_speed,
-    flops_per_token,
-    largest_micro_batch,
-    parameters,
-    training_memory,
-)
+from lm.model.estimates import flops_per_token, parameters
+from lm.model.memory import Step, largest_micro_batch, training_memory
+from lm.system.devices import Device, assumed_speed
 from lm.system.files import DiskSpace, nonnegative, parse_json
-from lm.system.hardware import Device
 from lm.system.remote import NoAnswer, Unreachable, call_within, is_remote
 from lm.system.units import format_bytes, format_count, format_figure, parse_bytes, plural
 from lm.training.callbacks.evaluation import read_evaluation_tasks

@@ -25,7 +25,7 @@ from lm.model.config import DecoderConfig
 from lm.model.decoder import Decoder, Linear
 from lm.runs.checkpoint import KEPT, encode
 from lm.system.arguments import shown
-from lm.system.hardware import Device
+from lm.system.devices import Device
 from lm.system.process import under_torchrun
 from lm.training.config import EvaluationConfig, GroupConfig, ModelConfig, SamplesConfig, TrainerConfig
 from lm.training.launcher import srun_world

@@ -12,7 +12,8 @@ import torch
 
 from lm.errors import RunError
 from lm.model.config import DecoderConfig
-from lm.model.estimates import OptimizerState, Step, checkpoint_bytes, largest_micro_batch, training_memory
+from lm.model.estimates import OptimizerState, checkpoint_bytes
+from lm.model.memory import Step, largest_micro_batch, training_memory
 from lm.system.hardware import process_bytes
 from lm.system.units import format_bytes
 from lm.training.optim import state_size

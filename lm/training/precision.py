@@ -77,5 +77,5 @@ def precision_for_cpu(precision: Precision) -> Precision:
 
 
 def multiplication_precision(precision: str, matmul_precision: str) -> str:
-    """The precision of the matrix multiplications, as `system/hardware.peak_flops` takes it."""
+    """The precision of the matrix multiplications, as `system/devices.peak_flops` takes it."""
     return "tf32" if precision == "32-true" and matmul_precision != "highest" else precision

@@ -19,7 +19,7 @@ from lm.cli.measure import TITLES, bench_step, named_range, profile, show_parts,
 from lm.cli.options import BenchOptions
 from lm.cli.plan_facts import read_bench
 from lm.errors import RequestError
-from lm.model.estimates import training_memory
+from lm.model.memory import training_memory
 from lm.runs.run import Run
 from lm.training.trainer import Trainer
 

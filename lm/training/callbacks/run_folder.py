@@ -23,8 +23,9 @@ from lm.runs.history import acceptance, expectations
 from lm.runs.registry import record_run
 from lm.runs.run import Run
 from lm.system.files import write_atomically
-from lm.system.hardware import Telemetry, device_name, driver_version, memory_bytes
+from lm.system.hardware import device_name, driver_version, memory_bytes
 from lm.system.process import run_facts, ssh_options
+from lm.system.telemetry import Telemetry
 from lm.training.callback import Callback
 from lm.training.callbacks.events import PATIENCE, STATUS, EventProgram
 from lm.training.config import RunOptions
