@@ -29,7 +29,6 @@ from fsspec.utils import glob_translate
 
 from lm.errors import LmError, RequestError, RunError, first_line
 from lm.system.files import atomic_folder, parse_json
-from lm.system.hub import HubFileSystem, hub
 from lm.system.process import reader_pool
 
 log = logging.getLogger(__name__)
@@ -77,6 +76,8 @@ def open_filesystem(source: str) -> tuple[pafs.FileSystem, str, str]:
         import fsspec
 
         if scheme == "hf" and not source.startswith("hf://buckets/"):
+            from lm.system.hub import hub
+
             filesystem, path = hub(), source.removeprefix("hf://").strip("/")
         else:
             filesystem, path = fsspec.core.url_to_fs(source)
@@ -156,8 +157,8 @@ def list_files(source: str, patience: float = PATIENCE) -> Listing:
 
 def _pinned(filesystem: pafs.FileSystem, path: str) -> str:
     """A path of the Hub at its commit; a path of another store unchanged."""
-    store = _fsspec(filesystem)
-    return store.pin(path) if isinstance(store, HubFileSystem) else path
+    pin = getattr(_fsspec(filesystem), "pin", None)
+    return path if pin is None else pin(path)
 
 
 def _fsspec(filesystem: pafs.FileSystem) -> Any:

@@ -8,7 +8,7 @@ from decoders import SMALL
 from trainings import lm, make_workplace, write_config
 
 from lm.data.config import DataConfig
-from lm.data.tokenizer import train_char
+from lm.data.tokenizer_training import train_char
 from lm.errors import RequestError
 from lm.model.config import DecoderConfig
 from lm.system.devices import DEVICES, Device
