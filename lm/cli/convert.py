@@ -25,8 +25,7 @@ from lm.model.huggingface import MODEL_TYPE, to_huggingface
 from lm.runs.checkpoint import write_files
 from lm.runs.resume import checkpoint_folder, chosen_model, hub_hint
 from lm.runs.run import ROOT
-from lm.system.files import new_folder, read_object
-from lm.system.remote import is_remote
+from lm.system.files import is_remote, new_folder, read_object
 from lm.training.checkpoint_state import model_files
 from lm.training.step_stats import StepStats
 

@@ -23,8 +23,8 @@ from lm.model.config import DecoderConfig
 from lm.model.estimates import flops_per_token, parameters
 from lm.model.memory import Step, largest_micro_batch, training_memory
 from lm.system.devices import Device, assumed_speed
-from lm.system.files import DiskSpace, nonnegative, parse_json
-from lm.system.remote import NoAnswer, Unreachable, call_within, is_remote
+from lm.system.files import DiskSpace, is_remote, nonnegative, parse_json
+from lm.system.remote import NoAnswer, Unreachable, call_within
 from lm.system.units import format_bytes, format_count, format_figure, parse_bytes, plural
 from lm.training.callbacks.evaluation import read_evaluation_tasks
 from lm.training.checks import Finding, has_kernels

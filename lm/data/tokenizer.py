@@ -19,8 +19,7 @@ import tokenizers
 from tokenizers import decoders, models
 
 from lm.errors import RequestError, first_line
-from lm.system.files import parse_json
-from lm.system.remote import fetch, is_remote
+from lm.system.files import is_remote, parse_json
 
 Begin = Literal["nothing", "eos"]  # what comes before a text; documents follow the token that ended the previous one
 END_OF_TEXT = "<|endoftext|>"
@@ -266,6 +265,8 @@ class Tokenizer:
 
 def _fetch(url: str) -> Path:
     """Copy a tokenizer at a URL (a file or a folder) to this machine; returns the path of the file."""
+    from lm.system.remote import fetch
+
     address, mark, query = url.partition("?")
     folder, _, name = address.rpartition("/") if address.endswith(".json") else (address, "", "tokenizer.json")
     return fetch(f"{folder}{mark}{query}", (name, "tokenizer_config.json", "chat_template.jinja")) / name

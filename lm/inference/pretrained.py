@@ -26,8 +26,7 @@ from lm.runs.resume import checkpoint_folder
 from lm.runs.run import Run
 from lm.system import process
 from lm.system.arguments import build_options
-from lm.system.files import parse_json, read_object
-from lm.system.remote import is_remote
+from lm.system.files import is_remote, parse_json, read_object
 
 INDEX = "model.safetensors.index.json"
 DTypeName = Literal["float32", "bfloat16", "float16"]

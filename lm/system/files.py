@@ -16,7 +16,7 @@ from fnmatch import fnmatch
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from lm.errors import RequestError, RunError
+from lm.errors import RequestError, RunError, first_line
 from lm.system.units import format_bytes
 
 log = logging.getLogger(__name__)
@@ -124,7 +124,13 @@ def folder_bytes(path: Path) -> int:
 
 # ---- paths -----------------------------------------------------------------------------------------------------------
 
+DENIED = r"ACCESS_DENIED|PERMISSION_DENIED|INVALID_ACCESS_KEY_ID|SIGNATURE_DOES_NOT_MATCH"  # pyarrow's words
+PATIENCE = 150.0  # seconds for all attempts of one read of a remote file
 URL = re.compile(r"(?P<scheme>[A-Za-z][A-Za-z0-9+.-]+):/+(?P<rest>.*)")  # `Path` leaves one of the slashes
+
+
+def is_remote(source: str) -> bool:
+    return "://" in source and not source.startswith("file://")
 
 
 def refuse_url(option: str, path: str | Path, cure: str = "write to this machine, and copy it there") -> None:
@@ -135,6 +141,20 @@ def refuse_url(option: str, path: str | Path, cure: str = "write to this machine
 
 
 # ---- atomic writes and appended lines --------------------------------------------------------------------------------
+
+
+def is_denied(error: BaseException | None) -> bool:
+    """Whether a file system or store answered that reading is not allowed."""
+    return isinstance(error, PermissionError) or isinstance(error, OSError) and bool(re.search(DENIED, str(error)))
+
+
+def unreadable(name: str, error: Exception) -> RunError:
+    """The error of a file that does not exist or may not be read."""
+    if is_denied(error):
+        return RunError(
+            f"{name}: access denied ({first_line(error)}); check its permissions, or the credentials of its store"
+        )
+    return RunError(f"{name}: cannot be read ({first_line(error)}); if it was moved or deleted, put it back")
 
 
 def write_atomically(path: Path, text: str, durable: bool = True) -> None:
