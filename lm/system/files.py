@@ -124,7 +124,7 @@ def folder_bytes(path: Path) -> int:
 
 # ---- paths -----------------------------------------------------------------------------------------------------------
 
-DENIED = r"ACCESS_DENIED|PERMISSION_DENIED|INVALID_ACCESS_KEY_ID|SIGNATURE_DOES_NOT_MATCH"  # pyarrow's words
+DENIED = r"ACCESS_DENIED|PERMISSION_DENIED|INVALID_ACCESS_KEY_ID|SIGNATURE_DOES_NOT_MATCH"  # in pyarrow's errors
 PATIENCE = 150.0  # seconds for all attempts of one read of a remote file
 URL = re.compile(r"(?P<scheme>[A-Za-z][A-Za-z0-9+.-]+):/+(?P<rest>.*)")  # `Path` leaves one of the slashes
 
@@ -140,9 +140,6 @@ def refuse_url(option: str, path: str | Path, cure: str = "write to this machine
         raise RequestError(f"{option} {url['scheme']}://{url['rest']} is a URL, and only a path works here: {cure}")
 
 
-# ---- atomic writes and appended lines --------------------------------------------------------------------------------
-
-
 def is_denied(error: BaseException | None) -> bool:
     """Whether a file system or store answered that reading is not allowed."""
     return isinstance(error, PermissionError) or isinstance(error, OSError) and bool(re.search(DENIED, str(error)))
@@ -155,6 +152,9 @@ def unreadable(name: str, error: Exception) -> RunError:
             f"{name}: access denied ({first_line(error)}); check its permissions, or the credentials of its store"
         )
     return RunError(f"{name}: cannot be read ({first_line(error)}); if it was moved or deleted, put it back")
+
+
+# ---- atomic writes and appended lines --------------------------------------------------------------------------------
 
 
 def write_atomically(path: Path, text: str, durable: bool = True) -> None:
