@@ -85,14 +85,12 @@ def run(module: "type[LanguageModule]") -> "NoReturn":
     Args:
         module: its `build_decoder` returns the model, and its additional arguments become options under `model:`.
     """
-    from lm.model.custom import use_module_class
     from lm.system import process
     from lm.training.module import LanguageModule
 
     if not (isinstance(module, type) and issubclass(module, LanguageModule)):
         raise TypeError(f"lm.run takes a subclass of lm.training.module.LanguageModule, and this is {module!r}")
-    use_module_class(module)
-    process.script = Path(sys.argv[0])
+    process.module_class, process.script = module, Path(sys.argv[0])
 
     from lm.__main__ import main
 

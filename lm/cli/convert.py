@@ -20,14 +20,12 @@ from safetensors import SafetensorError
 from lm.errors import RequestError, first_line
 from lm.inference.export import Card, check_reload, model_card
 from lm.inference.pretrained import DTypeName, Pretrained, load_pretrained
-from lm.model.config import DecoderConfig
-from lm.model.custom import MODEL_TYPE
+from lm.model.config import CUSTOM_MODEL_TYPE, DecoderConfig
 from lm.model.huggingface import to_huggingface
 from lm.runs.checkpoint import write_files
 from lm.runs.resume import checkpoint_folder, chosen_model, hub_hint
 from lm.runs.run import ROOT
-from lm.system.files import new_folder, read_object
-from lm.system.remote import is_remote
+from lm.system.files import is_remote, new_folder, read_object
 from lm.training.checkpoint_state import model_files
 from lm.training.step_stats import StepStats
 
@@ -69,7 +67,7 @@ def export(
     with new_folder(Path(output)) as folder:
         chosen = chosen_model(run, ckpt_path, root)
         described = Path(chosen) / "config.json"
-        if described.exists() and read_object(described).get("model_type") == MODEL_TYPE:
+        if described.exists() and read_object(described).get("model_type") == CUSTOM_MODEL_TYPE:
             raise RequestError(f"{chosen} holds a custom model, which Hugging Face's libraries do not have: give the "
                                "folder to others with the file of its class")  # fmt: skip
         model = load_pretrained(chosen, device="cpu", dtype=dtype)

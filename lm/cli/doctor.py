@@ -22,10 +22,11 @@ from rich.markup import escape
 from lm.errors import LmError, first_line
 from lm.kernels import runtime, swiglu
 from lm.model.attention_choice import Heads, kernel_names, why_it_fails
-from lm.model.fused import kernels_missing
+from lm.model.build import kernels_missing
 from lm.runs import registry
 from lm.runs.run import ROOT
-from lm.system.hardware import cpu_half_precision, device_name, driver_version, memory_bytes, peak_flops
+from lm.system.devices import peak_flops
+from lm.system.hardware import cpu_half_precision, device_name, driver_version, memory_bytes
 from lm.system.process import lm_version
 from lm.system.units import format_bytes, plural
 

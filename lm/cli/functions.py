@@ -25,10 +25,11 @@ from lm.data.prepare import prepare as make_shards
 from lm.errors import RequestError
 from lm.inference.completion import Written
 from lm.inference.pretrained import Pretrained, load_pretrained
-from lm.model.custom import module_class, plain_arguments, use_module_class
+from lm.model.custom import plain_arguments
 from lm.runs.find import find_run
 from lm.runs.resume import find_checkpoint, refuse_changed_config
 from lm.runs.run import Run
+from lm.system import process
 from lm.system.arguments import build_options
 from lm.system.process import ConsoleHandler, import_from_working_directory
 from lm.system.stop_signals import STOP
@@ -252,12 +253,12 @@ def _class_of_models(kind: type | None) -> Iterator[None]:
     """Inside the `with`, models are built by this subclass of `LanguageModule`, if one is given."""
     if kind is not None and not (isinstance(kind, type) and issubclass(kind, LanguageModule)):
         raise RequestError(f"module is {kind_of(kind)}, and has to be a subclass of lm.LanguageModule")
-    before = module_class()
-    use_module_class(kind or before)
+    before = process.module_class
+    process.module_class = kind or before
     try:
         yield
     finally:
-        use_module_class(before)
+        process.module_class = before
 
 
 @contextmanager

@@ -44,7 +44,8 @@ from lm.data.parquet import COLUMN, LAYOUT, ROW_GROUP_TOKENS, ShardWriter
 from lm.data.tokenizer import END_OF_TEXT, Tokenizer
 from lm.errors import Interrupted, RequestError, RunError, require_at_least
 from lm.kernels.linear import adds_in_place
-from lm.model.estimates import describe_mfu, training_memory
+from lm.model.estimates import describe_mfu
+from lm.model.memory import training_memory
 from lm.system.files import folder_bytes, refuse_url, write_atomically
 from lm.system.hardware import device_name
 from lm.system.process import rank, run_facts, seconds_since_process_start

@@ -5,7 +5,6 @@ Nothing here imports PyTorch, which takes seconds: so help answers at once.
 
 import inspect
 import shutil
-import sys
 import textwrap
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, is_dataclass
@@ -16,6 +15,7 @@ from typing import Any, Literal, NamedTuple, Union, get_args, get_origin
 import docstring_parser
 
 from lm.errors import RequestError
+from lm.system import process
 from lm.system.files import flatten
 from lm.system.units import Count, spelled_count
 from lm.training.config import SECTIONS
@@ -149,16 +149,10 @@ def training_options(command: str) -> list[Option]:
     found = [*choice, *own, CONFIG, SEED]
     for section in SECTIONS:
         found += _options_of(section.options, f"{section.name}." if section.name else "")
-        if section.name == "model" and (kind := own_model_class()):
+        if section.name == "model" and process.module_class:
             known = {option.name for option in found}
-            found += [option for option in _options_of(kind, "model.") if option.name not in known]
+            found += [option for option in _options_of(process.module_class, "model.") if option.name not in known]
     return found
-
-
-def own_model_class() -> type | None:
-    """The user's subclass of `LanguageModule` that `lm.run` was given; nobody has imported its module otherwise."""
-    custom = sys.modules.get("lm.model.custom")
-    return custom.module_class() if custom else None
 
 
 def _options_of(kind: type, prefix: str = "") -> Iterator[Option]:

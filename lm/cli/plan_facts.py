@@ -20,21 +20,13 @@ from lm.data.mixture import counts_of, phases_of
 from lm.data.tokenizer import Tokenizer
 from lm.errors import LmError, RequestError, first_line, require_at_least
 from lm.model.config import DecoderConfig
-from lm.model.estimates import (
-    Step,
-    assumed_speed,
-    checkpoint_bytes,
-    flops_per_token,
-    largest_micro_batch,
-    parameters,
-    recomputed_flops_per_token,
-    training_memory,
-)
+from lm.model.estimates import checkpoint_bytes, flops_per_token, parameters, recomputed_flops_per_token
+from lm.model.memory import Step, largest_micro_batch, training_memory
 from lm.runs.run import Run
-from lm.system.files import DiskSpace, disk_space, nonnegative, parse_json
-from lm.system.hardware import Device, find_device
+from lm.system.devices import Device, assumed_speed, find_device
+from lm.system.files import DiskSpace, disk_space, is_remote, nonnegative, parse_json
 from lm.system.process import program
-from lm.system.remote import NoAnswer, Unreachable, call_within, is_remote
+from lm.system.remote import NoAnswer, Unreachable, call_within
 from lm.system.units import format_bytes, format_count, format_figure, parse_bytes, plural
 from lm.training.budget import read_budget_file
 from lm.training.callbacks.evaluation import read_evaluation_tasks

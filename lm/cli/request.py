@@ -25,13 +25,13 @@ from lm.cli.options import (
     FitOptions,
     RunChoice,
     option_groups,
-    own_model_class,
     training_options,
 )
 from lm.data.config import DataConfig
 from lm.errors import RequestError
 from lm.model.config import CUSTOM_MODEL_TYPE
 from lm.runs.run import ROOT, Run, is_of_a_run
+from lm.system import process
 from lm.system.arguments import Parser, arguments_from, nearest_option, shown, typed_options, unknown_options
 from lm.system.files import parse_yaml, read_object
 from lm.system.other_names import without_removed
@@ -233,7 +233,7 @@ def make_parser(command: str) -> Parser:
     """The parser of a training's options and of the command's own."""
     parser = Parser(prog=f"lm {command}", allow_abbrev=False)
     parser.add_argument(f"--{SEED.name}", type=int, default=SEED.default)
-    own = own_model_class()
+    own = process.module_class
     for name, kind in {"trainer": TrainerOptions, "model": own or ModelConfig, "data": DataConfig}.items():
         added = parser.add_class_arguments(kind, name, instantiate=False)
         if kind is own:
@@ -437,7 +437,7 @@ def require_model_class(run: Run) -> Run:
     if document.get("model_type") == CUSTOM_MODEL_TYPE:
         from lm.model.custom import known_class
 
-        known_class(document, own_model_class(), str(run.path), run.script)
+        known_class(document, process.module_class, str(run.path), run.script)
     return run
 
 

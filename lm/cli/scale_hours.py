@@ -20,10 +20,10 @@ from lm.cli.hours import FEW, measured
 from lm.cli.plan_facts import memory_facts, memory_of_option
 from lm.errors import RequestError
 from lm.model.config import MOST_LAYERS
-from lm.model.estimates import Step, assumed_speed
+from lm.model.memory import Step
 from lm.runs.scaling_laws import FEWEST, fit_sizes
+from lm.system.devices import assumed_speed, find_device
 from lm.system.files import parse_json
-from lm.system.hardware import find_device
 from lm.system.units import format_count, format_duration, format_figure
 from lm.training.checks import has_kernels
 from lm.training.config import OptimizerConfig

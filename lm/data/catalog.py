@@ -31,17 +31,8 @@ from lm.data.parquet import (
     read_footer,
 )
 from lm.errors import RequestError, RunError, first_line
-from lm.system.files import parse_json
-from lm.system.remote import (
-    PATIENCE,
-    is_denied,
-    is_remote,
-    list_files,
-    open_file,
-    read_whole,
-    unreadable,
-    with_retries,
-)
+from lm.system.files import PATIENCE, is_denied, is_remote, parse_json, unreadable
+from lm.system.sources import list_files, open_file, read_all, with_retries
 
 MANIFEST = "manifest.json"  # in a folder that `lm data prepare` made
 FOOTER_THREADS = 16
@@ -119,7 +110,7 @@ def _read_manifest(source: str, filesystem: pafs.FileSystem, path: str) -> dict 
             continue
         try:
             with filesystem.open_input_file(place) as file:
-                manifest = parse_json(bytes(read_whole(file, file.size())))
+                manifest = parse_json(read_all(file, source))
         except ValueError as error:
             raise RequestError(
                 f"{place} is damaged ({first_line(error)}); remove its folder and run `lm data prepare` again"

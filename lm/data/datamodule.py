@@ -26,7 +26,7 @@ from lm.data.shards import Shards, common_file
 from lm.data.tokenizer import Tokenizer
 from lm.errors import RequestError
 from lm.system.arguments import arguments_from
-from lm.system.remote import is_remote
+from lm.system.files import is_remote
 from lm.system.units import plural
 
 if TYPE_CHECKING:

@@ -28,10 +28,11 @@ import numpy as np
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeRemainingColumn
 
+from lm.data.encoder import Encoder, id_type
 from lm.data.packing import pack_documents
 from lm.data.parquet import ROW_GROUP_TOKENS, PackedRows, ShardWriter
 from lm.data.text_files import Piece, TextFile, read_pieces
-from lm.data.tokenizer import Encoder, Tokenizer, id_type
+from lm.data.tokenizer import Tokenizer
 from lm.errors import RequestError, RunError
 from lm.system.files import sync, write_atomically
 

@@ -25,7 +25,6 @@ from lm.data.sampler import BLOCKS_AHEAD, Order
 from lm.data.shards import BLOCK_TOKENS, Shards
 from lm.errors import DataError, RunError
 from lm.system.process import reader_pool
-from lm.system.remote import is_asked_to_wait
 
 if TYPE_CHECKING:
     from lm.data.mixture import Mixture
@@ -348,6 +347,8 @@ class BlockBuffer:
             except TimeoutError as error:
                 if self.blocks[block].done():  # the read itself raised it
                     raise
+                from lm.system.remote import is_asked_to_wait
+
                 if is_asked_to_wait():
                     continue
                 raise RunError(

@@ -12,7 +12,7 @@ import numpy as np
 from lm.data.parquet import BadBlock
 from lm.data.shards import Shards
 from lm.errors import RequestError
-from lm.system.remote import is_remote
+from lm.system.files import is_remote
 
 SPAN = 32  # tokens that two texts hardly share by chance; of bytes or characters
 LONG_SPAN, SMALL_VOCABULARY = 128, 1024

@@ -37,11 +37,13 @@ from lm.data.encode import (
     unit_pieces,
     write_shard,
 )  # fmt: skip
+from lm.data.encoder import id_type
 from lm.data.overlap import SPAN, describe_shared, shared_spans
 from lm.data.parquet import COLUMN, LAYOUT, PackedRows, runs_within
 from lm.data.shards import Shards
 from lm.data.text_files import TextFile, find_files, split_by_names
-from lm.data.tokenizer import Tokenizer, id_type, train_bpe, train_char
+from lm.data.tokenizer import Tokenizer
+from lm.data.tokenizer_training import train_bpe, train_char
 from lm.errors import Interrupted, RequestError
 from lm.system.files import parse_json, write_atomically
 

@@ -23,8 +23,9 @@ from lm.data.catalog import FOOTER_THREADS, Fingerprint, Shard, explain_damage, 
 from lm.data.parquet import COLUMN, DAMAGE, IGNORED, BadBlock, Column, PackedRows, Tokens, runs_within
 from lm.data.tokenizer import Tokenizer
 from lm.errors import RequestError
+from lm.system.files import PATIENCE, is_remote
 from lm.system.process import reader_pool
-from lm.system.remote import PATIENCE, file_identity, is_remote
+from lm.system.sources import file_identity
 from lm.system.units import plural
 
 if TYPE_CHECKING:

@@ -25,7 +25,8 @@ import pyarrow.parquet as pq
 
 from lm.data.tokenizer import Tokenizer
 from lm.errors import LmError, RequestError, RunError, first_line
-from lm.system.remote import file_identity, is_remote, list_files, open_file, open_filesystem
+from lm.system.files import is_remote
+from lm.system.sources import file_identity, list_files, open_file, open_filesystem
 
 log = logging.getLogger(__name__)
 

@@ -1,35 +1,25 @@
-"""Tokenizers: convert text to token ids and back, and a fast encoder for large texts.
+"""Tokenizers: convert text to token ids and back. The format is Hugging Face's `tokenizer.json`: any such file works.
 
-`data/prepare` makes shards with a tokenizer; `data/catalog` checks that shards fit it. The format is Hugging Face's
-`tokenizer.json`, so that any such file works.
-
-`Encoder` computes the ids of `tokenizers` several times faster. A byte-level BPE cuts a text into words by a regular
-expression and encodes each word independently, so a word needs to be tokenized only once: Python's `re` finds the
-words, and their ids are kept in a table. Python's Unicode categories differ from those of `tokenizers`. So they
-are read from `tokenizers` when an encoder is made, and both are compared on all short texts over characters of every
-kind and on many longer ones. A tokenizer of characters is a table from code points to ids. All other tokenizers and
-texts use `tokenizers`.
+`data/prepare` makes shards with a tokenizer, by `data/encoder`; `data/catalog` checks that shards fit it.
 """
 
 import hashlib
 import json
-import random
 import re
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from contextlib import suppress
-from functools import cache, cached_property
-from itertools import chain, product, takewhile
+from functools import cached_property
+from itertools import takewhile
 from operator import itemgetter
 from pathlib import Path
 from typing import Any, Literal
 
 import numpy as np
 import tokenizers
-from tokenizers import Regex, decoders, models, pre_tokenizers, trainers
+from tokenizers import decoders, models
 
 from lm.errors import RequestError, first_line
-from lm.system.files import parse_json
-from lm.system.remote import fetch, is_remote
+from lm.system.files import is_remote, parse_json
 
 Begin = Literal["nothing", "eos"]  # what comes before a text; documents follow the token that ended the previous one
 END_OF_TEXT = "<|endoftext|>"
@@ -43,23 +33,9 @@ END_NAMES = (
     "<|im_end|>",
 )  # fmt: skip
 
-# A word with the sign or blank before it, up to three digits, runs of signs, line ends, blanks: as in GPT-4.
-WORDS = (
-    r"(?i:'[sdmt]|'ll|'ve|'re)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
-)
-
-KEPT_WORDS = 500_000  # some hundred bytes each; a text in all languages has more
-LONGEST_KEPT = 64  # characters
-GPT2_WORDS = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
-
-# At least one of every kind that a pattern can distinguish: letters of contractions, a letter that folds to such a one,
-# digits, blanks, line ends, signs, a combining mark.
-KINDS = "sLé\u017f\u4e001\u0663\u00b2 \t\n\r\u0085\u3000'._\u0301"
-BLANK = r"\s"
 CHANGED = ("Aa", "é", "a.b", "a  b", "a\nb")  # by tokenizers that fold letters or insert blanks between words
 CHINESE = "[\u3400-\u4dbf\u4e00-\u9fff\uf900-\ufaff\U00020000-\U0002fa1f]"  # as in BERT's normalizer
 BESIDE_CHINESE = re.compile(f"(?<={CHINESE}) | (?={CHINESE})")
-BEYOND = re.compile("[\U00010000-\U0010ffff]")  # their categories would make the expression slow; such texts are rare
 
 
 class Tokenizer:
@@ -289,39 +265,14 @@ class Tokenizer:
 
 def _fetch(url: str) -> Path:
     """Copy a tokenizer at a URL (a file or a folder) to this machine; returns the path of the file."""
+    from lm.system.remote import fetch
+
     address, mark, query = url.partition("?")
     folder, _, name = address.rpartition("/") if address.endswith(".json") else (address, "", "tokenizer.json")
     return fetch(f"{folder}{mark}{query}", (name, "tokenizer_config.json", "chat_template.jinja")) / name
 
 
-def train_bpe(texts: Iterable[str], vocab_size: int) -> Tokenizer:
-    """Train a byte-level BPE (Sennrich et al. 2016; bytes as in GPT-2); decoding restores any text exactly.
-
-    There are fewer than `vocab_size` tokens if the texts have too few pairs to merge. The first is `<|endoftext|>`.
-    """
-    alphabet = pre_tokenizers.ByteLevel.alphabet()
-    if vocab_size <= len(alphabet):
-        raise RequestError(f"--vocab_size {vocab_size} has no room for 256 bytes and {END_OF_TEXT}: at least 257")
-    backend = tokenizers.Tokenizer(models.BPE())
-    split = pre_tokenizers.Split(tokenizers.Regex(WORDS), "isolated")
-    backend.pre_tokenizer = pre_tokenizers.Sequence([split, pre_tokenizers.ByteLevel(False, use_regex=False)])
-    backend.decoder = decoders.ByteLevel()
-    trainer = trainers.BpeTrainer(
-        vocab_size=int(vocab_size), special_tokens=[END_OF_TEXT], initial_alphabet=alphabet, show_progress=False
-    )
-    backend.train_from_iterator(texts, trainer)
-    return Tokenizer(backend.to_str(pretty=True))
-
-
-def train_char(texts: Iterable[str]) -> Tokenizer:
-    """Make a tokenizer with a token for each character, in Unicode's order, after `<|endoftext|>` and `<|unknown|>`."""
-    characters: set[str] = set()
-    for text in texts:
-        characters.update(text)
-    return _of_characters({token: number for number, token in enumerate((END_OF_TEXT, UNKNOWN, *sorted(characters)))})
-
-
-def _of_characters(vocabulary: dict[str, int]) -> Tokenizer:
+def of_characters(vocabulary: dict[str, int]) -> Tokenizer:
     """A tokenizer of characters from their ids, which include END_OF_TEXT and UNKNOWN."""
     backend = tokenizers.Tokenizer(models.BPE(vocab=vocabulary, merges=[], unk_token=UNKNOWN))
     backend.add_special_tokens([END_OF_TEXT, UNKNOWN])
@@ -379,159 +330,10 @@ def _from_meta(meta: dict[str, Any], name: str) -> Tokenizer:
     whole = all(type(number) is int and 0 <= number < 2**20 for number in ids) and len(set(ids)) == len(ids)
     if not ids or not whole or any(len(token) != 1 for token in stoi):
         raise RequestError(f"tokenizer {name}: stoi must have a whole number of its own for every character")
-    return _of_characters({**stoi, END_OF_TEXT: max(ids) + 1, UNKNOWN: max(ids) + 2})
+    return of_characters({**stoi, END_OF_TEXT: max(ids) + 1, UNKNOWN: max(ids) + 2})
 
 
 def _content(token: Any) -> str | None:
     """The text of a token in a tokenizer_config.json, where it is a string or an object."""
     token = token.get("content") if isinstance(token, dict) else token
     return token if isinstance(token, str) else None
-
-
-# ---- encoder ---------------------------------------------------------------------------------------------------------
-
-
-def id_type(vocab_size: int) -> np.dtype:
-    """The smallest dtype of shards that holds every id."""
-    return np.dtype("<u2" if vocab_size <= 2**16 else "<u4")
-
-
-class Encoder:
-    """Encodes texts to ids, uint16 or uint32, with any tokenizer."""
-
-    def __init__(self, tokenizer: Tokenizer) -> None:
-        self.tokenizer = tokenizer
-        self.dtype = id_type(tokenizer.vocab_size)
-        self._codes = _code_table(tokenizer, self.dtype)
-        self._find = None if self._codes is not None else _word_finder(tokenizer)
-        self._words = _Words(tokenizer, self.dtype)
-
-    def encode(self, texts: Sequence[str]) -> list[np.ndarray]:
-        """Ids of each text, equal to those of `Tokenizer.encode`."""
-        if self._codes is not None:
-            return [self._codes[np.frombuffer(text.encode("utf-32-le"), "<u4")] for text in texts]
-        if self._find is None:
-            return [np.array(ids, self.dtype) for ids in self.tokenizer.encode_batch(texts)]
-        return [self._join(text, self._find) for text in texts]
-
-    def _join(self, text: str, find: Callable[[str], list[str]]) -> np.ndarray:
-        if not text.isascii() and BEYOND.search(text):
-            return np.array(self.tokenizer.encode(text), self.dtype)
-        return np.frombuffer(b"".join(map(self._words.__getitem__, find(text))), self.dtype)
-
-
-class _Words(dict):
-    """Word -> the bytes of its ids; a missing word is tokenized by the model and added."""
-
-    def __init__(self, tokenizer: Tokenizer, dtype: np.dtype) -> None:
-        super().__init__()
-        self.model = tokenizer.encoder.model
-        self.dtype = dtype
-        self.alphabet = byte_alphabet()
-
-    def __missing__(self, word: str) -> bytes:
-        spelled = word.encode().decode("latin-1").translate(self.alphabet)
-        ids = np.array([token.id for token in self.model.tokenize(spelled)], self.dtype).tobytes()
-        if len(self) >= KEPT_WORDS:
-            self.clear()
-        if len(word) <= LONGEST_KEPT:
-            self[word] = ids
-        return ids
-
-
-def byte_alphabet() -> dict[int, str]:
-    """The character that stands for each byte in GPT-2's vocabulary: itself if visible, otherwise one from 256 on."""
-    visible = {*range(ord("!"), ord("~") + 1), *range(ord("¡"), ord("¬") + 1), *range(ord("®"), ord("ÿ") + 1)}
-    hidden = [byte for byte in range(256) if byte not in visible]
-    return {byte: chr(byte if byte in visible else 256 + hidden.index(byte)) for byte in range(256)}
-
-
-def _code_table(tokenizer: Tokenizer, dtype: np.dtype) -> np.ndarray | None:
-    """Table from code points to ids, if the tokenizer is one of single characters; otherwise None."""
-    model = tokenizer.description["model"]
-    unknown = tokenizer.vocabulary.get(model.get("unk_token"))
-    plain = _is_plain_bpe(tokenizer, "merges", "fuse_unk", "byte_fallback")
-    if not plain or tokenizer.description.get("pre_tokenizer") or unknown is None:
-        return None
-    table = np.full(0x110000, unknown, dtype)
-    for token, number in model["vocab"].items():
-        if len(token) == 1:
-            table[ord(token)] = number
-    return table
-
-
-def _word_finder(tokenizer: Tokenizer) -> Callable[[str], list[str]] | None:
-    """A function that splits a text into the words that a byte-level tokenizer encodes separately; None if unknown."""
-    pattern = _pattern(tokenizer.description.get("pre_tokenizer") or {}) if _is_plain_bpe(tokenizer) else None
-    expression = None if pattern is None else translate(pattern)
-    return expression.findall if expression and _finds_same_words(expression.findall, tokenizer) else None
-
-
-def _is_plain_bpe(tokenizer: Tokenizer, *options: str) -> bool:
-    """Whether it is a BPE without a normalizer or these options, whose added tokens are all special.
-
-    Other added tokens would be cut out of a text before its words are found.
-    """
-    model, added = tokenizer.description["model"], tokenizer.backend.get_added_tokens_decoder().values()
-    options = (*options, "dropout", "continuing_subword_prefix", "end_of_word_suffix")
-    return (
-        model.get("type") == "BPE" and not any(model.get(option) for option in options)
-        and not tokenizer.description.get("normalizer") and all(token.special for token in added)
-    )  # fmt: skip
-
-
-def _pattern(step: dict) -> str | None:
-    """The regular expression of a byte-level pre-tokenizer: GPT-2's, or that of a split before the byte alphabet."""
-    if step.get("type") == "ByteLevel" and step.get("use_regex", True) and not step["add_prefix_space"]:
-        return GPT2_WORDS
-    parts = step.get("pretokenizers", [])
-    if [part["type"] for part in parts] != ["Split", "ByteLevel"]:
-        return None
-    split, spell = parts
-    plain = not spell.get("use_regex", True) and not spell["add_prefix_space"]
-    isolated = split["behavior"] == "Isolated" and not split["invert"]
-    return split["pattern"].get("Regex") if plain and isolated else None
-
-
-def _finds_same_words(find: Callable[[str], list[str]], tokenizer: Tokenizer) -> bool:
-    """Whether `find` gives the words of `tokenizers` for all texts of up to three of KINDS, and longer random ones."""
-    draw = random.Random(0)
-    runs = ("".join(sign * draw.randint(1, 9) for sign in draw.choices(KINDS, k=12)) for _ in range(500))
-    short = ("".join(signs) for length in (1, 2, 3) for signs in product(KINDS, repeat=length))
-    alphabet, cut = byte_alphabet(), tokenizer.backend.pre_tokenizer.pre_tokenize_str
-    return all(
-        [word.encode().decode("latin-1").translate(alphabet) for word in find(text)] == [word for word, _ in cut(text)]
-        for text in chain(short, runs)
-    )
-
-
-def translate(pattern: str) -> re.Pattern[str] | None:
-    r"""Translate a pattern of Oniguruma to `re`, with `\p{..}` and `\s` spelled out; None if it uses more than that."""
-    parts, inside = [], False
-    for sign in re.findall(r"\\p\{\w+\}|\\.|\[|\]|[^\\\[\]]", pattern, re.DOTALL):
-        category = sign.startswith(r"\p") or sign == BLANK
-        if category and inside:
-            sign = _ranges(sign)
-        elif category:
-            sign = f"[{_ranges(sign)}]"
-        elif sign == r"\S" and not inside:
-            sign = f"[^{_ranges(BLANK)}]"
-        elif sign in "^$" and not inside or sign in "[]" and inside == (sign == "["):
-            return None  # line ends that differ, or a set in a set
-        elif sign[0] == "\\" and sign[1:].isalnum() and sign[1:] not in "rnt":
-            return None  # an unknown class
-        inside = inside + (sign == "[") - (sign == "]")
-        parts.append(sign)
-    try:
-        return re.compile("".join(parts))
-    except re.error:
-        return None
-
-
-@cache
-def _ranges(category: str) -> str:
-    """The characters of a category of `tokenizers`, as ranges inside `[]`."""
-    plane = "".join(chr(code) for code in range(0x10000) if not 0xD800 <= code < 0xE000)
-    others = pre_tokenizers.Split(Regex(f"[^{category}]+"), "removed")
-    runs = [run for run, _ in others.pre_tokenize_str(plane)]
-    return "".join(f"{re.escape(run[0])}-{re.escape(run[-1])}" for run in runs)

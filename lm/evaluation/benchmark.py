@@ -12,8 +12,7 @@ from lm.errors import RequestError, RunError
 from lm.evaluation.scoring import Begin, Prompt, Row, Score, chosen_items, prompts, score
 from lm.evaluation.statistics import Interval, centered, mean_interval, perplexity, standard_error, wilson
 from lm.evaluation.tasks import Item, Kind, Task
-from lm.model.custom import config_of
-from lm.model.decoder import Decoder
+from lm.model.decoder import Decoder, config_of
 
 BATCH_TOKENS = 16_384
 GROUP = 128  # items whose prompts are held in memory at once

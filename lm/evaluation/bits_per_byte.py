@@ -13,8 +13,7 @@ from lm.errors import RequestError
 from lm.evaluation.benchmark import BATCH_TOKENS
 from lm.evaluation.scoring import Row, score
 from lm.evaluation.statistics import perplexity, ratio_error
-from lm.model.custom import config_of
-from lm.model.decoder import Decoder
+from lm.model.decoder import Decoder, config_of
 
 GROUP = 16  # batches whose rows are held at once, to batch rows of similar length
 

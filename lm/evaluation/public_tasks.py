@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 
 import pyarrow.parquet as pq
 
-from lm.system.remote import list_files, open_file
+from lm.system.sources import list_files, open_file
 
 Row = Mapping[str, Any]
 

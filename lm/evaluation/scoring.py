@@ -18,8 +18,7 @@ from torch.distributed.fsdp import FSDPModule
 from lm.data.tokenizer import Begin, Tokenizer
 from lm.errors import RunError
 from lm.evaluation.tasks import COLUMNS, Item, Kind, Task
-from lm.model.custom import config_of
-from lm.model.decoder import Decoder, evaluating
+from lm.model.decoder import Decoder, config_of, evaluating
 
 LOGITS = 2**26  # number held at once: 256 MiB
 SHUFFLE_SEED = 1337  # to shuffle the items, so that the first of them are a random sample

@@ -17,8 +17,7 @@ from lm.data.tokenizer import Begin
 from lm.errors import RequestError, RunError, require, require_at_least
 from lm.model.attention import AttentionMask, Past
 from lm.model.config import DecoderConfig
-from lm.model.custom import config_of
-from lm.model.decoder import Continuation, Decoder, Rotary, evaluating, rotary_table
+from lm.model.decoder import Continuation, Decoder, Rotary, config_of, evaluating, rotary_table
 from lm.system.units import Count
 
 Reason = Literal["eos", "stop", "length", "context"]

@@ -17,17 +17,16 @@ from lm.errors import RequestError
 from lm.inference.completion import Written, gather_texts, generate_text
 from lm.inference.generation import Sampling
 from lm.model.build import BuildOptions, build
-from lm.model.config import DecoderConfig
-from lm.model.custom import MODEL_TYPE, build_custom, config_of, module_class
-from lm.model.decoder import Decoder
+from lm.model.config import CUSTOM_MODEL_TYPE, DecoderConfig
+from lm.model.decoder import Decoder, config_of
 from lm.model.huggingface import config_from_json, from_huggingface
 from lm.runs.checkpoint import read_folder, read_progress
 from lm.runs.find import find_run
 from lm.runs.resume import checkpoint_folder
 from lm.runs.run import Run
+from lm.system import process
 from lm.system.arguments import build_options
-from lm.system.files import parse_json, read_object
-from lm.system.remote import is_remote
+from lm.system.files import is_remote, parse_json, read_object
 
 INDEX = "model.safetensors.index.json"
 DTypeName = Literal["float32", "bfloat16", "float16"]
@@ -95,9 +94,12 @@ def load_pretrained(
     device = _device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
     of_weights: torch.dtype | None = getattr(torch, dtype) if isinstance(dtype, str) else dtype
     document = read_object(folder / "config.json") if (folder / "config.json").exists() else {}
-    if document.get("model_type") == MODEL_TYPE:
-        script = Run(folder.resolve().parent).script
-        decoder, weights = build_custom(document, module or module_class(), str(folder), script), read_weights(folder)
+    custom = document.get("model_type") == CUSTOM_MODEL_TYPE
+    if custom:
+        from lm.model.custom import build_custom
+
+        kind, script = module or process.module_class, Run(folder.resolve().parent).script
+        decoder, weights = build_custom(document, kind, str(folder), script), read_weights(folder)
         config = config_of(decoder)
     else:
         config = read_config(folder)
@@ -114,7 +116,8 @@ def load_pretrained(
         raise RequestError(f"{folder}: the weights and config.json do not belong together: {reason}") from error
     decoder.to(device, of_weights)
     decoder.eval().requires_grad_(False)
-    built = build(config, BuildOptions(), device, next(decoder.parameters()).dtype, make=lambda config: decoder)
+    of_weights = next(decoder.parameters()).dtype
+    built = build(config, BuildOptions(), device, of_weights, make=lambda config: decoder, builtin=not custom)
     tokenizer = Tokenizer.load(folder, eos_token)
     if tokenizer.vocab_size > config.vocab_size:
         raise RequestError(

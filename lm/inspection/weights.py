@@ -17,7 +17,7 @@ from lm.inference.pretrained import Pretrained
 from lm.inspection.data import jensen_shannon
 from lm.inspection.drawing import BLACK, BLUE, COLORMAP_OF_LINES, ORANGE, SEQUENTIAL, figure, label_axes
 from lm.inspection.text_views import predictions
-from lm.model.custom import is_builtin
+from lm.model.custom import has_usual_weights
 from lm.model.decoder import Decoder
 from lm.model.huggingface import to_huggingface
 
@@ -27,7 +27,8 @@ COLUMNS = 3  # panels side by side
 def named_weights(decoder: nn.Module) -> dict[str, Tensor]:
     """Weights by their names in Hugging Face's format, with fused ones split; a custom model's by its own names."""
     weights = {name: weight.detach() for name, weight in decoder.named_parameters()}
-    return to_huggingface(weights, decoder.config) if is_builtin(decoder) else weights
+    usual = isinstance(decoder, Decoder) and has_usual_weights(decoder)
+    return to_huggingface(weights, decoder.config) if usual else weights
 
 
 def kind_and_layer(name: str) -> tuple[str, int | None]:

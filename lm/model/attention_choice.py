@@ -30,8 +30,8 @@ class Heads(NamedTuple):
 def use_attention(
     decoder: nn.Module, name: Attention, device: torch.device, dtype: torch.dtype, heads: Heads,
     sequences: bool = False,
-) -> None:  # fmt: skip
-    """Make a decoder use the kernel of this name, or with `auto` the best one for its device.
+) -> SDPBackend | None:  # fmt: skip
+    """Make a decoder use the kernel of this name, or with `auto` the best one for its device; returns `backend(name)`.
 
     A version of flash attention also computes `sequences`, the layers with windows or documents, and is set for this
     whole process. RequestError if the kernel does not run.
@@ -40,7 +40,7 @@ def use_attention(
         if device.type == "cuda":
             _use_flash(None)
         enter_kernels(decoder)
-        return
+        return None
     if device.type != "cuda" or dtype == torch.float32:
         raise RequestError(f"model.attention {name} needs a CUDA device and half precision: use auto")
     reason = why_it_fails(name, device, dtype, heads)
@@ -50,6 +50,7 @@ def use_attention(
         raise RequestError(f"model.attention {name} does not run here ({reason}): use auto")
     enter_kernels(decoder, backend(name))
     _use_flash(FLASH.get(name))
+    return backend(name)
 
 
 def backend(name: Attention) -> SDPBackend | None:

@@ -12,14 +12,10 @@ from typing import Literal, NamedTuple
 import torch
 from torch import nn
 
-from lm.errors import RequestError
-from lm.model.attention import describe_attention
-from lm.model.attention_choice import Heads, backend, use_attention
-from lm.model.compile import ActivationCheckpointing, Compile, checkpoint_activations, compile_decoder
-from lm.model.config import Attention, DecoderConfig
-from lm.model.custom import attach_config, is_builtin
-from lm.model.decoder import Decoder
-from lm.model.fused import choose_kernels, fuse
+from lm.errors import RequestError, RunError
+from lm.model.attention import describe_attention, enter_kernels
+from lm.model.config import ActivationCheckpointing, Attention, Compile, DecoderConfig
+from lm.model.decoder import Decoder, attach_config
 
 
 @dataclass(frozen=True)
@@ -35,22 +31,25 @@ class BuildOptions:
 
 
 class Built(NamedTuple):
-    """A decoder that is ready, and how it computes, in words."""
+    """A decoder that is ready, what it is, and how it computes, in words."""
 
     decoder: nn.Module | None
+    builtin: bool  # whether it is what its config says (`model/custom.is_builtin`)
+    fused: bool  # whether its forward pass is that of `model/fused`
     kernels: str
     attention: str
     description: str  # all of it, for the log
 
 
-NOT_BUILT = Built(None, *("not chosen yet",) * 3)
+NOT_BUILT = Built(None, True, False, *("not chosen yet",) * 3)
 
 
 def build(
     config: DecoderConfig, options: BuildOptions, device: torch.device, dtype: torch.dtype,
     *,
     make: Callable[[DecoderConfig], nn.Module] = Decoder,
-    on_made: Callable[[nn.Module], None] = lambda decoder: None,
+    builtin: bool | None = None,
+    on_made: Callable[[nn.Module, bool], None] = lambda decoder, builtin: None,
     shard: Callable[[nn.Module], None] | None = None,
 ) -> Built:  # fmt: skip
     """Build a decoder.
@@ -59,40 +58,88 @@ def build(
         config: its shape, with its vocabulary.
         dtype: of the activations.
         make: the model itself; another than `Decoder` keeps to the contract of `model/custom`.
-        on_made: called with the model, before anything is compiled or sharded; its weights may still be on the meta
-            device.
+        builtin: whether `make` returns what the config says; None: the result of another than `Decoder` is compared.
+        on_made: called with the model and whether it is builtin, before anything is compiled or sharded; its weights
+            may still be on the meta device.
         shard: divides the weights over ranks, in place, and initializes those of a `Decoder`, which is made on the meta
             device in this case; None: no sharding.
     """
     with torch.device("meta") if shard is not None and make is Decoder else nullcontext():
         decoder = attach_config(make(config), config)
-    builtin = is_builtin(decoder)
+    if builtin is None and make is not Decoder:
+        from lm.model.custom import is_builtin
+
+        builtin = is_builtin(decoder)
+    builtin = builtin is not False
     if not builtin:
         _refuse_custom(decoder, options)
-    on_made(decoder)
+    on_made(decoder, builtin)
 
-    kernels = f"the model's own, {type(decoder).__name__}"
+    fused, kernels = False, f"the model's own, {type(decoder).__name__}"
     if builtin:
         fused, kernels = choose_kernels(options.kernels, device)
-        if fused:
-            fuse(decoder)
+    if fused:
+        from lm.model.fused import fuse
+
+        fuse(decoder)
 
     attention = "the model's own"
     if isinstance(decoder, Decoder):
-        heads = Heads(config.num_attention_heads, int(config.num_key_value_heads), int(config.head_dim))
-        sequences = options.document_mask or any(config.windows)
-        use_attention(decoder, options.attention, device, dtype, heads, sequences)
+        kernel = None
+        if options.attention == "auto" and device.type != "cuda":
+            enter_kernels(decoder)
+        else:
+            from lm.model.attention_choice import Heads, use_attention
+
+            heads = Heads(config.num_attention_heads, int(config.num_key_value_heads), int(config.head_dim))
+            sequences = options.document_mask or any(config.windows)
+            kernel = use_attention(decoder, options.attention, device, dtype, heads, sequences)
         attention = describe_attention(
-            device, dtype, config.windows, options.document_mask, heads.width, backend(options.attention)
+            device, dtype, config.windows, options.document_mask, int(config.head_dim), kernel
         )
 
-    checkpoint_activations(decoder, options.activation_checkpointing)
-    compile_decoder(decoder, options.compile)
+    if options.activation_checkpointing != "none" or options.compile != "none":
+        from lm.model.compile import checkpoint_activations, compile_decoder
+
+        checkpoint_activations(decoder, options.activation_checkpointing)
+        compile_decoder(decoder, options.compile)
     if shard is not None:
         shard(decoder)
     description = (f"kernels: {kernels}; attention: {attention}; compile: {options.compile}; activation "
                    f"checkpointing: {options.activation_checkpointing}")  # fmt: skip
-    return Built(decoder, kernels, attention, description)
+    return Built(decoder, builtin, fused, kernels, attention, description)
+
+
+def choose_kernels(kernels: str, device: torch.device) -> tuple[bool, str]:
+    """Whether to fuse a decoder on a device, and the reason in words for the log.
+
+    `kernels` is `on` (our kernels must run), `off`, or `auto`.
+    """
+    if kernels == "off":
+        return False, "plain PyTorch"
+    missing = kernels_missing(device)
+    if missing is None:
+        return True, "CUDA"
+    if kernels == "on":
+        raise RequestError(f"model.kernels on: {missing}; `auto` uses plain PyTorch there")
+    return False, f"plain PyTorch ({missing})"
+
+
+def kernels_missing(device: torch.device) -> str | None:
+    """Why our kernels cannot run on a device; None if they can."""
+    if device.type != "cuda" or torch.version.hip:
+        return f"no CUDA device, the model is on {'an AMD GPU' if torch.version.hip else device.type}"
+    if torch.cuda.get_device_capability(device) < (8, 0):  # the first with bf16 in hardware
+        return f"{torch.cuda.get_device_name(device)} is older than compute capability 8.0"
+    from lm.kernels import runtime, swiglu
+
+    if not runtime.available():
+        return "NVRTC is not installed (pip install cuda-bindings nvidia-cuda-nvrtc)"
+    try:  # an older driver cannot load what a newer NVRTC compiles
+        runtime.program("swiglu", device, **swiglu.constants(torch.bfloat16, 64, 8))
+    except RunError as error:
+        return f"a kernel does not load: {error}"
+    return None
 
 
 def _refuse_custom(decoder: nn.Module, options: BuildOptions) -> None:

@@ -11,7 +11,6 @@ from torch.utils.checkpoint import checkpoint
 
 from lm.kernels.torch_private import set_compile_options, triton_free
 from lm.model.config import ActivationCheckpointing, Compile
-from lm.model.fused import FusedBlock
 
 
 def checkpoint_activations(decoder: Any, mode: ActivationCheckpointing) -> None:
@@ -30,7 +29,7 @@ def checkpoint_activations(decoder: Any, mode: ActivationCheckpointing) -> None:
         if mode == "block":
             owner, name = layer, "forward"
         else:
-            owner, name = (layer, "mlp_branch") if isinstance(layer, FusedBlock) else (layer.mlp, "forward")
+            owner, name = (layer, "mlp_branch") if hasattr(layer, "mlp_branch") else (layer.mlp, "forward")
         setattr(owner, name, functools.partial(
             checkpoint, getattr(owner, name), use_reentrant=False, preserve_rng_state=layer.dropout.p > 0
         ))  # fmt: skip

@@ -16,49 +16,33 @@ from collections.abc import Mapping
 from dataclasses import asdict, is_dataclass
 from pathlib import Path
 from typing import Any, get_type_hints
-from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, nn
 
 from lm.errors import RequestError
 from lm.model.config import CUSTOM_MODEL_TYPE, DecoderConfig
-from lm.model.decoder import Decoder, Losses, evaluating
+from lm.model.decoder import Decoder, Losses, attach_config, evaluating
 from lm.model.estimates import flops_per_token, parameters
 
 SAME_LOSS = 1e-3  # of the largest change of a loss: what kernels may differ by
-MODEL_TYPE = CUSTOM_MODEL_TYPE
-
-_configs: WeakKeyDictionary[nn.Module, DecoderConfig] = WeakKeyDictionary()  # of custom models
-_builtin: WeakKeyDictionary[nn.Module, bool] = WeakKeyDictionary()  # answers of `is_builtin`
-_module_class: type | None = None  # the subclass of LanguageModule that this process uses
-
-
-def use_module_class(kind: type | None) -> None:
-    """Let the commands of this process train, load and evaluate models of this subclass of `LanguageModule`."""
-    global _module_class
-    _module_class = kind
-
-
-def module_class() -> type | None:
-    return _module_class
 
 
 def is_builtin(decoder: nn.Module) -> bool:
-    """Whether a decoder is what its config says: our kernels compute that, and Hugging Face's classes hold it.
-
-    The answer is that of the first call, before hooks and kernels of this project are on it.
-    """
-    if decoder not in _builtin:
-        _builtin[decoder] = isinstance(decoder, Decoder) and _is_of_its_config(decoder)
-    return _builtin[decoder]
+    """Whether a decoder, before it gets hooks and kernels of this project, is what its config says: our kernels compute
+    that, and Hugging Face's classes hold it."""
+    return isinstance(decoder, Decoder) and has_usual_weights(decoder) and _parts(_usual(decoder)) == _parts(decoder)
 
 
-def _is_of_its_config(decoder: Decoder) -> bool:
+def has_usual_weights(decoder: Decoder) -> bool:
+    """Whether names and shapes of a decoder's weights are those of its config."""
+    shapes = [{name: value.shape for name, value in each.state_dict().items()} for each in (decoder, _usual(decoder))]
+    return shapes[0] == shapes[1]
+
+
+def _usual(decoder: Decoder) -> Decoder:
     with torch.device("meta"):
-        usual = Decoder(decoder.config)
-    shapes = [{name: value.shape for name, value in each.state_dict().items()} for each in (decoder, usual)]
-    return shapes[0] == shapes[1] and _parts(usual) == _parts(decoder)
+        return Decoder(decoder.config)
 
 
 def _parts(decoder: nn.Module) -> dict[str, tuple[type, dict[str, Any]]]:
@@ -71,13 +55,9 @@ def _parts(decoder: nn.Module) -> dict[str, tuple[type, dict[str, Any]]]:
 
 
 def call_for_losses(
-    decoder: nn.Module, input_ids: Tensor, labels: Tensor, document_ids: Tensor | None = None, z_loss: float = 0.0,
-    max_documents: int | None = None,
-) -> Losses:  # fmt: skip
-    """Call a decoder or custom model for its losses; a custom one gets `document_ids` and `z_loss` only if set."""
-    if isinstance(decoder, Decoder):
-        options = {"document_ids": document_ids, "z_loss": z_loss, "max_documents": max_documents}
-        return decoder(input_ids, labels, **options)
+    decoder: nn.Module, input_ids: Tensor, labels: Tensor, document_ids: Tensor | None = None, z_loss: float = 0.0
+) -> Losses:
+    """Call a custom model for its losses; it gets `document_ids` and `z_loss` only if set."""
     options = {"document_ids": document_ids} if document_ids is not None else {}
     found = decoder(input_ids, labels=labels, **options, **({"z_loss": z_loss} if z_loss else {}))
     total, per_token = found
@@ -121,7 +101,8 @@ def custom_config_json(
     that it was made with beside those of `LanguageModule`.
     """
     return {
-        "architectures": [kind.__name__], "model_type": MODEL_TYPE, "init_args": plain_arguments(kind, init_args),
+        "architectures": [kind.__name__], "model_type": CUSTOM_MODEL_TYPE,
+        "init_args": plain_arguments(kind, init_args),
         "decoder": asdict(config), "vocab_size": config.vocab_size, "eos_token_id": eos_id, "torch_dtype": dtype,
     }  # fmt: skip
 
@@ -184,17 +165,3 @@ def custom_flops_per_token(
         matrices = 6 * (counts["non_embedding"] + config.vocab_size * config.hidden_size)
         attention = flops_per_token(config, seq_len, full_attention) - matrices
     return 6 * (weights + output) + attention
-
-
-def attach_config(decoder: nn.Module, config: DecoderConfig) -> nn.Module:
-    """Make `config_of` return this config for a model; sets no attribute, as a custom model may have a `config`."""
-    if not isinstance(decoder, nn.Module):
-        raise RequestError(f"build_decoder returned {type(decoder).__name__}: it returns a torch.nn.Module")
-    if not isinstance(decoder, Decoder):
-        _configs[decoder] = config
-    return decoder
-
-
-def config_of(decoder: nn.Module) -> DecoderConfig:
-    """The config that a model was built from: vocabulary and context of any model."""
-    return decoder.config if isinstance(decoder, Decoder) else _configs[decoder]

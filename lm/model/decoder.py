@@ -12,6 +12,7 @@ import math
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any, NamedTuple
+from weakref import WeakKeyDictionary
 
 import torch
 import torch.nn.functional as F
@@ -312,3 +313,22 @@ def evaluating(module: nn.Module) -> Iterator[None]:
     finally:
         for part in training:
             part.training = True
+
+
+# ---- the config of any model -----------------------------------------------------------------------------------------
+
+_configs: WeakKeyDictionary[nn.Module, DecoderConfig] = WeakKeyDictionary()  # of custom models (`model/custom`)
+
+
+def attach_config(decoder: nn.Module, config: DecoderConfig) -> nn.Module:
+    """Make `config_of` return this config for a model; sets no attribute, as a custom model may have a `config`."""
+    if not isinstance(decoder, nn.Module):
+        raise RequestError(f"build_decoder returned {type(decoder).__name__}: it returns a torch.nn.Module")
+    if not isinstance(decoder, Decoder):
+        _configs[decoder] = config
+    return decoder
+
+
+def config_of(decoder: nn.Module) -> DecoderConfig:
+    """The config that a model was built from: vocabulary and context of any model."""
+    return decoder.config if isinstance(decoder, Decoder) else _configs[decoder]

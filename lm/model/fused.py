@@ -15,11 +15,8 @@ On a GPU the ops are CUDA kernels; on a CPU, which only tests use, they are plai
 
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 
-from lm.errors import RequestError, RunError
-from lm.kernels import runtime, swiglu
 from lm.kernels.cross_entropy import linear_cross_entropy
 from lm.kernels.qk_norm_rope import qk_norm_rope
 from lm.kernels.rms_norm import norm_linear, rms_norm
@@ -96,33 +93,3 @@ def fuse(decoder: Decoder) -> None:
 def is_fused(decoder: nn.Module) -> bool:
     """Whether a decoder's forward pass is the one in this file."""
     return isinstance(decoder, FusedDecoder)
-
-
-def choose_kernels(kernels: str, device: torch.device) -> tuple[bool, str]:
-    """Whether to fuse a decoder on a device, and the reason in words for the log.
-
-    `kernels` is `on` (our kernels must run), `off`, or `auto`.
-    """
-    if kernels == "off":
-        return False, "plain PyTorch"
-    missing = kernels_missing(device)
-    if missing is None:
-        return True, "CUDA"
-    if kernels == "on":
-        raise RequestError(f"model.kernels on: {missing}; `auto` uses plain PyTorch there")
-    return False, f"plain PyTorch ({missing})"
-
-
-def kernels_missing(device: torch.device) -> str | None:
-    """Why our kernels cannot run on a device; None if they can."""
-    if device.type != "cuda" or torch.version.hip:
-        return f"no CUDA device, the model is on {'an AMD GPU' if torch.version.hip else device.type}"
-    if torch.cuda.get_device_capability(device) < (8, 0):  # the first with bf16 in hardware
-        return f"{torch.cuda.get_device_name(device)} is older than compute capability 8.0"
-    if not runtime.available():
-        return "NVRTC is not installed (pip install cuda-bindings nvidia-cuda-nvrtc)"
-    try:  # an older driver cannot load what a newer NVRTC compiles
-        runtime.program("swiglu", device, **swiglu.constants(torch.bfloat16, 64, 8))
-    except RunError as error:
-        return f"a kernel does not load: {error}"
-    return None

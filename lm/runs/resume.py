@@ -13,9 +13,8 @@ from lm.runs.checkpoint import find_damage, link_to, read_progress
 from lm.runs.config_diff import differences, not_allowed
 from lm.runs.find import find_run, nearest_runs, unknown_run
 from lm.runs.run import REFERENCES, ROOT, STEP, Run, is_of_a_run
-from lm.system.files import restore_interrupted
+from lm.system.files import is_remote, restore_interrupted
 from lm.system.process import rank
-from lm.system.remote import fetch, is_remote
 
 log = logging.getLogger(__name__)
 
@@ -75,6 +74,8 @@ def runs_of_name(root: str, name: str, *, named: bool) -> list[Run]:
 def checkpoint_folder(reference: str) -> Path:
     """The folder of a `--ckpt_path` that is a path or a URL; for a URL, a copy on this machine."""
     if is_remote(reference):
+        from lm.system.remote import fetch
+
         path = fetch(reference)
         if (path / "run.json").exists():
             raise RequestError(f"{reference} is a run: give one of its checkpoints, {reference.rstrip('/')}/step-...")

@@ -16,7 +16,7 @@ from fnmatch import fnmatch
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from lm.errors import RequestError, RunError
+from lm.errors import RequestError, RunError, first_line
 from lm.system.units import format_bytes
 
 log = logging.getLogger(__name__)
@@ -124,7 +124,13 @@ def folder_bytes(path: Path) -> int:
 
 # ---- paths -----------------------------------------------------------------------------------------------------------
 
+DENIED = r"ACCESS_DENIED|PERMISSION_DENIED|INVALID_ACCESS_KEY_ID|SIGNATURE_DOES_NOT_MATCH"  # in pyarrow's errors
+PATIENCE = 150.0  # seconds for all attempts of one read of a remote file
 URL = re.compile(r"(?P<scheme>[A-Za-z][A-Za-z0-9+.-]+):/+(?P<rest>.*)")  # `Path` leaves one of the slashes
+
+
+def is_remote(source: str) -> bool:
+    return "://" in source and not source.startswith("file://")
 
 
 def refuse_url(option: str, path: str | Path, cure: str = "write to this machine, and copy it there") -> None:
@@ -132,6 +138,20 @@ def refuse_url(option: str, path: str | Path, cure: str = "write to this machine
     if url := URL.fullmatch(str(path)):
         cure = f"give the path alone: /{url['rest']}" if url["scheme"] == "file" else cure
         raise RequestError(f"{option} {url['scheme']}://{url['rest']} is a URL, and only a path works here: {cure}")
+
+
+def is_denied(error: BaseException | None) -> bool:
+    """Whether a file system or store answered that reading is not allowed."""
+    return isinstance(error, PermissionError) or isinstance(error, OSError) and bool(re.search(DENIED, str(error)))
+
+
+def unreadable(name: str, error: Exception) -> RunError:
+    """The error of a file that does not exist or may not be read."""
+    if is_denied(error):
+        return RunError(
+            f"{name}: access denied ({first_line(error)}); check its permissions, or the credentials of its store"
+        )
+    return RunError(f"{name}: cannot be read ({first_line(error)}); if it was moved or deleted, put it back")
 
 
 # ---- atomic writes and appended lines --------------------------------------------------------------------------------

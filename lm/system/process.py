@@ -51,6 +51,7 @@ def under_srun() -> bool:
 
 
 script: Path | None = None  # the script that called `lm.run`, if any
+module_class: type | None = None  # the subclass of LanguageModule that commands train, load and evaluate, if any
 
 
 def command() -> list[str]:

@@ -1,6 +1,6 @@
 """Files that are not on this machine: file systems by URL, reads that are retried, copies in a cache folder.
 
-`data/shards` and `data/text_files` find the files of a source with `list_files` and open them with `open_file`.
+`system/sources` lists and opens the files of a source by what is here.
 
 Reads are retried here, not by pyarrow. On Linux pyarrow ignores its request timeout, so it waits forever for an answer
 that never ends; file systems of fsspec retry little or not at all; and neither detects an object that arrives
@@ -18,24 +18,21 @@ import random
 import re
 import shutil
 import time
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from itertools import count
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import pyarrow as pa
 import pyarrow.fs as pafs
-from fsspec.utils import glob_translate
 
 from lm.errors import LmError, RequestError, RunError, first_line
-from lm.system.files import atomic_folder, parse_json
-from lm.system.hub import HubFileSystem, hub
+from lm.system.files import DENIED, PATIENCE, atomic_folder, parse_json, unreadable
 from lm.system.process import reader_pool
 
 log = logging.getLogger(__name__)
 
 FIRST_PAUSE, LONGEST_PAUSE = 0.5, 15.0  # seconds between attempts; doubled after each failure
-PATIENCE = 150.0  # seconds for all attempts of one read
 LONGEST_ASKED = 600.0  # seconds that a store may ask to wait
 ASK_LATER = (408, 425, 429)  # statuses below 500 after which the same request may succeed
 COPIED_AT_ONCE = 2**24  # bytes per request
@@ -43,8 +40,7 @@ FRESH = 60.0  # seconds in which a copy is not renewed if the store gives no tim
 FACTS = ".source.json"  # in a copy: sizes and times of the files in the store
 GCS_LIMIT, GCS_SECONDS = "retry_limit_seconds", 10  # of pyarrow's own retries, in a URL; 15 minutes if not given
 ARROW_SCHEMES = ("s3", "gs", "gcs")
-_DENIED = r"ACCESS_DENIED|PERMISSION_DENIED|INVALID_ACCESS_KEY_ID|SIGNATURE_DOES_NOT_MATCH"  # pyarrow's words
-_REFUSED = rf"{_DENIED}|NO_SUCH_BUCKET|HTTP status 301\)"  # what a retry cannot fix
+_REFUSED = rf"{DENIED}|NO_SUCH_BUCKET|HTTP status 301\)"  # what a retry cannot fix
 _RATE_LIMIT = re.compile(r"\br\s*=\s*0\s*;\s*t\s*=\s*(\d+)")  # in the hub's `RateLimit: "api";r=0;t=55`
 _last_warnings: dict[str, float] = {}  # kind of a warning -> when it was last logged
 _asked_until = -math.inf  # until when a store has asked not to be called
@@ -53,19 +49,13 @@ _asked_until = -math.inf  # until when a store has asked not to be called
 # ---- file systems ----------------------------------------------------------------------------------------------------
 
 
-def is_remote(source: str) -> bool:
-    return "://" in source and not source.startswith("file://")
-
-
 def open_filesystem(source: str) -> tuple[pafs.FileSystem, str, str]:
-    """The file system of a path or URL, the path in it, and the prefix that turns such a path into a URL.
+    """The file system of a URL, the path in it, and the prefix that turns such a path into a URL.
 
     `s3://` and `gs://` go through pyarrow, with region, endpoint and credentials from the environment, or in the URL:
     `s3://bucket/folder?endpoint_override=http://host:9000`, `gs://anonymous@bucket/folder`. `hf://` goes through
     `system/hub`, and any other scheme through fsspec, if its package is installed.
     """
-    if not is_remote(source):
-        return pafs.LocalFileSystem(), source.removeprefix("file://"), ""
     scheme = source.partition("://")[0]
     try:
         if scheme in ARROW_SCHEMES:
@@ -77,6 +67,8 @@ def open_filesystem(source: str) -> tuple[pafs.FileSystem, str, str]:
         import fsspec
 
         if scheme == "hf" and not source.startswith("hf://buckets/"):
+            from lm.system.hub import hub
+
             filesystem, path = hub(), source.removeprefix("hf://").strip("/")
         else:
             filesystem, path = fsspec.core.url_to_fs(source)
@@ -98,66 +90,21 @@ class _FSSpecHandler(pafs.FSSpecHandler):
 
 # ---- listing ---------------------------------------------------------------------------------------------------------
 
-
-class File(NamedTuple):
-    path: str  # in its file system
-    size: int  # bytes
-    modified: int | str | None  # ns; of a store without times its ETag, if any
+Entry = tuple[str, int, int | str | None]  # path, size and time of a file, as `system/sources.File` has them
 
 
-class Listing(NamedTuple):
-    """The files of a path, folder, glob or URL."""
-
-    filesystem: pafs.FileSystem
-    path: str  # in the file system: of the file or folder, or of the folder before a glob's first wildcard
-    given: str  # `path` as it was given; if the store has commits, `path` is at a commit
-    prefix: str  # turns a path into a URL
-    files: dict[str, File]  # by their names below `path`, in order; for a file its own name
-    is_folder: bool  # whether the source names a folder: not a file, nor a glob
-    query: str  # query of the source's URL, with its question mark
-
-    def address(self, file: File) -> str:
-        """Path or URL to open a file; if the store has commits, at the commit of the listing."""
-        return self.prefix + file.path + self.query
-
-    def name(self, file: File) -> str:
-        """Path or URL of a file, as the source was given; it does not depend on the commit."""
-        return self.prefix + (file.path if self.given == self.path else self.given + file.path.removeprefix(self.path))
-
-
-def list_files(source: str, patience: float = PATIENCE) -> Listing:
-    """List a path, folder, glob or URL; on the Hugging Face Hub, at the latest commit, which the paths then contain."""
-    base, pattern = _split_glob(source)
-    query = "".join(base.partition("?")[1:]) if is_remote(base) else ""
-    filesystem, given, prefix = open_filesystem(base)
-    given = given if "://" in given else posixpath.normpath(given)
-    recursive = pattern is None or "/" in pattern or "**" in pattern
-    try:
-        path = with_retries(lambda: _pinned(filesystem, given), source, patience)
-        kind, found = with_retries(lambda: _files(filesystem, path, recursive), source, patience)
-    except OSError as error:
-        raise RequestError(f"{source}: cannot be listed ({first_line(error)})") from error
-    except UnicodeEncodeError as error:  # Arrow accepts no such names
-        raise RequestError(f"{source}: the name {error.object!r} is not UTF-8; rename it") from error
-    if kind == pafs.FileType.NotFound:
-        raise RequestError(f"{source}: no such file or folder")
-    if kind == pafs.FileType.File and pattern is None:
-        files = {posixpath.basename(path): found[0]}
-    else:
-        files = dict(sorted((posixpath.relpath(file.path, path), file) for file in found))
-    if pattern is not None:
-        matches = re.compile(glob_translate(pattern)).fullmatch
-        files = {name: file for name, file in files.items() if matches(name)}
-        if not files:
-            raise RequestError(f"{source}: no file matches")
-    is_folder = kind == pafs.FileType.Directory and pattern is None
-    return Listing(filesystem, path, given, prefix, files, is_folder, query)
+def list_folder(
+    filesystem: pafs.FileSystem, path: str, recursive: bool, source: str, patience: float
+) -> tuple[str, pafs.FileType, list[Entry]]:
+    """The path, on the Hub at its commit; whether it is a file or a folder; and the file, or the folder's files."""
+    path = with_retries(lambda: _pinned(filesystem, path), source, patience)
+    return path, *with_retries(lambda: _files(filesystem, path, recursive), source, patience)
 
 
 def _pinned(filesystem: pafs.FileSystem, path: str) -> str:
     """A path of the Hub at its commit; a path of another store unchanged."""
-    store = _fsspec(filesystem)
-    return store.pin(path) if isinstance(store, HubFileSystem) else path
+    pin = getattr(_fsspec(filesystem), "pin", None)
+    return path if pin is None else pin(path)
 
 
 def _fsspec(filesystem: pafs.FileSystem) -> Any:
@@ -165,7 +112,7 @@ def _fsspec(filesystem: pafs.FileSystem) -> Any:
     return filesystem.handler.fs if isinstance(filesystem, pafs.PyFileSystem) else None
 
 
-def _files(filesystem: pafs.FileSystem, path: str, recursive: bool) -> tuple[pafs.FileType, list[File]]:
+def _files(filesystem: pafs.FileSystem, path: str, recursive: bool) -> tuple[pafs.FileType, list[Entry]]:
     """Whether a path is a file or a folder, and the file, or the files in the folder."""
     if (store := _fsspec(filesystem)) is not None:
         try:
@@ -182,69 +129,22 @@ def _files(filesystem: pafs.FileSystem, path: str, recursive: bool) -> tuple[paf
     info = filesystem.get_file_info(path)
     found = [info]
     if info.type == pafs.FileType.Directory:
-        local = isinstance(filesystem, pafs.LocalFileSystem)
-        found = filesystem.get_file_info(
-            _walk(path, recursive) if local else pafs.FileSelector(path, recursive=recursive)
-        )
-    return info.type, [File(each.path, each.size, each.mtime_ns) for each in found if each.type == pafs.FileType.File]
+        found = filesystem.get_file_info(pafs.FileSelector(path, recursive=recursive))
+    return info.type, [(each.path, each.size, each.mtime_ns) for each in found if each.type == pafs.FileType.File]
 
 
-def _described(info: Mapping[str, Any]) -> File:
+def _described(info: Mapping[str, Any]) -> Entry:
     modified = info.get("ETag") or info.get("etag")
     if info.get("mtime") is not None:
         modified = pafs.FileInfo(info["name"], mtime=info["mtime"]).mtime_ns
-    return File(info["name"], info["size"], modified)
-
-
-def _walk(folder: str, recursive: bool) -> list[str]:
-    """The paths of all files below a local folder; links to a parent folder are not followed."""
-
-    def refuse(error: OSError) -> None:
-        raise error
-
-    here = Path(folder).resolve()
-    above = {folder: {here, *here.parents}}  # folder -> folders that links in it must not lead to
-    paths = []
-    for place, folders, files in os.walk(folder, onerror=refuse, followlinks=True):
-        around = above.pop(place)
-        paths += [os.path.join(place, name) for name in files]
-        led_to = {os.path.join(place, name): Path(place, name).resolve() for name in folders if recursive}
-        above |= {path: {*around, there} for path, there in led_to.items() if there not in around}
-        folders[:] = [name for name in folders if os.path.join(place, name) in above]
-    return paths
-
-
-def file_identity(name: str) -> Hashable:
-    """A key that is equal for all paths and links of a local file; for a remote file, its URL."""
-    if is_remote(name):
-        return name
-    try:
-        info = os.stat(name.removeprefix("file://"))
-    except OSError:  # gone since it was listed; reading will report it
-        return name
-    return info.st_dev, info.st_ino
-
-
-def _split_glob(source: str) -> tuple[str, str | None]:
-    """Cut before the first wildcard: `a/b*/c.txt` -> (`a`, `b*/c.txt`); None without a wildcard, or if it names a file.
-
-    In a URL `?` begins the query, which stays with the folder.
-    """
-    url, mark, query = source.partition("?") if is_remote(source) else (source, "", "")
-    wildcard = re.search(r"[*?\[]", url)
-    if wildcard is None or (not is_remote(source) and Path(source).exists()):
-        return source, None
-    folder, slash, _ = url[: wildcard.start()].rpartition("/")
-    return (folder or slash or ".") + mark + query, url[len(folder + slash) :]
+    return info["name"], info["size"], modified
 
 
 # ---- reading ---------------------------------------------------------------------------------------------------------
 
 
-def open_file(filesystem: pafs.FileSystem, path: str, name: str, patience: float = PATIENCE) -> pa.NativeFile:
-    """Open a file for reading; a remote file, by its `name`, is read with retries."""
-    if not is_remote(name):
-        return filesystem.open_input_file(path)
+def open_remote(filesystem: pafs.FileSystem, path: str, name: str, patience: float = PATIENCE) -> pa.NativeFile:
+    """Open a file for reading with retries; `name` is for messages."""
     return pa.PythonFile(RemoteFile(filesystem, path, name, patience), mode="r")
 
 
@@ -314,15 +214,13 @@ def read_whole(handle: pa.NativeFile, count: int, place: int = 0) -> bytearray:
 
 
 def with_retries(read: Callable, name: str, patience: float = PATIENCE):
-    """Call `read`; for a remote file, retry until it succeeds, with pauses that double.
+    """Call `read` until it succeeds, with pauses that double.
 
     `patience` is the number of seconds for all attempts, after which `Unreachable` is raised. An attempt without an
     answer is given up after half of the remaining time. A wait that the store requests, such as for 'too many
     requests', does not count. `read` is called from other threads.
     """
     global _asked_until
-    if not is_remote(name):
-        return read()
     end = time.monotonic() + patience
     reason, pause, attempt = None, FIRST_PAUSE, 0
     for attempt in count(1):
@@ -406,25 +304,11 @@ def _is_transient(error: Exception) -> bool:
     return not isinstance(error, (LmError, pa.ArrowException)) and type(error).__module__ != "builtins"
 
 
-def is_denied(error: BaseException | None) -> bool:
-    """Whether a file system or store answered that reading is not allowed."""
-    return isinstance(error, PermissionError) or isinstance(error, OSError) and bool(re.search(_DENIED, str(error)))
-
-
 def _warn(kind: str, message: str) -> None:
     """Log a warning, each kind at most once a minute: all reads fail if a store is down."""
     if time.monotonic() - _last_warnings.get(kind, -math.inf) > 60:
         _last_warnings[kind] = time.monotonic()
         log.warning("%s", message)
-
-
-def unreadable(name: str, error: Exception) -> RunError:
-    """The error of a file that does not exist or may not be read."""
-    if is_denied(error):
-        return RunError(
-            f"{name}: access denied ({first_line(error)}); check its permissions, or the credentials of its store"
-        )
-    return RunError(f"{name}: cannot be read ({first_line(error)}); if it was moved or deleted, put it back")
 
 
 # ---- copies ----------------------------------------------------------------------------------------------------------
@@ -446,10 +330,10 @@ def fetch(source: str, names: Sequence[str] = ()) -> Path:
         path = with_retries(lambda: _pinned(filesystem, path), source)
         places = [f"{path}/{name}" for name in names] or [path]
         listed = with_retries(lambda: [_files(filesystem, place, recursive=False) for place in places], source)
-        files = {posixpath.basename(file.path): file for _, found in listed for file in found}
+        files = {posixpath.basename(file[0]): file for _, found in listed for file in found}
         if not files or not {*names[:1]} <= files.keys():
             raise RequestError(f"{source} has no {names[0]}" if names else f"{source}: no such folder")
-        facts = {name: [file.size, file.modified] for name, file in files.items()}
+        facts = {name: [size, modified] for name, (_, size, modified) in files.items()}
         copy = cache / hashlib.blake2b(repr((source, *names)).encode(), digest_size=10).hexdigest()
         cache.mkdir(parents=True, exist_ok=True)
         with FileLock(copy.with_suffix(".lock")):
@@ -459,8 +343,8 @@ def fetch(source: str, names: Sequence[str] = ()) -> Path:
                 return copy
             log.info("copying %s to %s", source, copy)
             with atomic_folder(copy) as folder:
-                for name, info in files.items():
-                    with open_file(filesystem, info.path, prefix + info.path) as file, open(folder / name, "wb") as to:
+                for name, (path, *_) in files.items():
+                    with open_remote(filesystem, path, prefix + path) as file, open(folder / name, "wb") as to:
                         shutil.copyfileobj(file, to, COPIED_AT_ONCE)
                 (folder / FACTS).write_text(json.dumps(facts))
     except (OSError, ValueError) as error:

@@ -25,17 +25,20 @@ from torch.optim import Optimizer
 from lm.data.datamodule import DataModule
 from lm.data.tokenizer import Tokenizer
 from lm.errors import RequestError, RunError
-from lm.model.config import DecoderConfig
-from lm.model.custom import MODEL_TYPE, custom_config_json, plain_arguments
+from lm.model.config import CUSTOM_MODEL_TYPE, DecoderConfig
 from lm.model.decoder import Decoder
-from lm.model.huggingface import config_from_json, config_json, from_huggingface, generation_config_json, to_huggingface
+from lm.model.huggingface import (
+    config_from_json,
+    config_json,
+    from_huggingface,
+    generation_config_json,
+    to_huggingface,
+)
 from lm.runs.checkpoint import TENSORS, read_folder, write_folder
 from lm.runs.run import Run
 from lm.system.files import remove_folder
 from lm.training.builtin_optimizers import BUILTIN
 from lm.training.config import OptimizerConfig
-from lm.training.distributed import gather_from_ranks
-from lm.training.optimizer_by_class import changed_settings, refuse_unkept
 
 log = logging.getLogger(__name__)
 
@@ -53,24 +56,33 @@ def to_checkpoint(module: Any, checkpoint: dict[str, Any]) -> None:
     if states and states[0]:
         optimizer = module.optimizers(use_pl_optimizer=False)
         [whole] = states
-        config = module.options.optimizer
+        config, changed = module.options.optimizer, []  # AdamW and Muon change no setting of a group
         if config.class_path is not None:
+            from lm.training.optimizer_by_class import changed_settings, refuse_unkept
+
             refuse_unkept(config.class_path, optimizer, whole)
+            changed = changed_settings(optimizer, whole["param_groups"])
         state = name_state(whole["state"], parameter_names(module.decoder, optimizer))
         checkpoint["optimizer"] = {name: value for name, value in state.items() if isinstance(value, Tensor)}
         checkpoint["optimizer_values"] = {
             "written_by": chosen_optimizer(config, optimizer),
             "state": {name: value for name, value in state.items() if not isinstance(value, Tensor)},
-            "groups": changed_settings(optimizer, whole["param_groups"]),
+            "groups": changed,
             "of_no_parameter": {key: value for key, value in whole["state"].items() if not isinstance(key, int)},
             "entries": {key: value for key, value in whole.items() if key not in ("state", "param_groups")},
         }
     checkpoint["lr_schedulers"] = []
-    checkpoint["ranks"] = gather_from_ranks({"rng": rng_state()})
+    checkpoint["ranks"] = [{"rng": rng_state()}]
+    if module.trainer.world_size > 1:
+        from lm.training.distributed import gather_from_ranks
+
+        checkpoint["ranks"] = gather_from_ranks(*checkpoint["ranks"])
     dtype = str(next(module.decoder.parameters()).dtype).removeprefix("torch.")
     tokenizer = module.trainer.datamodule.tokenizer
     custom = None
     if not module.builtin:
+        from lm.model.custom import custom_config_json
+
         custom = custom_config_json(module.config, tokenizer.eos_id, dtype, type(module), module.hparams)
     checkpoint["files"] = model_files(module.config, tokenizer, dtype, custom)
 
@@ -325,7 +337,7 @@ def memory_for(tensor: Tensor) -> Tensor:
 
 def _refuse_other_class(files: dict[str, str], module: Any) -> None:
     document = json.loads(files["config.json"])
-    there = document["architectures"][0] if document.get("model_type") == MODEL_TYPE else None
+    there = document["architectures"][0] if document.get("model_type") == CUSTOM_MODEL_TYPE else None
     mine = None if module.builtin else type(module).__name__
     if there == mine:
         return
@@ -341,14 +353,16 @@ def refuse_other_model(files: dict[str, str], module: Any) -> None:
     same weights: other rotary wavelengths, windows, heads ..."""
     document, config = json.loads(files["config.json"]), module.config
     if module.builtin:
-        there, arguments = config_from_json(document), {}
+        there, own, arguments = config_from_json(document), {}, {}
     else:
-        there, arguments = DecoderConfig(**document["decoder"]), document["init_args"]
+        from lm.model.custom import plain_arguments
+
+        there, own = DecoderConfig(**document["decoder"]), plain_arguments(type(module), module.hparams)
+        arguments = document["init_args"]
     names = {one.name for one in fields(DecoderConfig)} - TRAINING_ONLY
     if there.windows == config.windows:
         names -= {"window_pattern", "sliding_window"}  # the same in other words
     values = {f"decoder.{name}": (getattr(there, name), getattr(config, name)) for name in sorted(names)}
-    own = plain_arguments(type(module), module.hparams)
     values |= {name: (value, own.get(name)) for name, value in arguments.items()}
     differing = {name: pair for name, pair in values.items() if pair[0] != pair[1]}
     if differing:

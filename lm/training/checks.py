@@ -20,12 +20,12 @@ from lm.data.config import DataConfig
 from lm.data.tokenizer import Tokenizer
 from lm.errors import RequestError
 from lm.kernels.linear import MULTIPLE
+from lm.model.build import kernels_missing
 from lm.model.config import DecoderConfig
 from lm.model.decoder import Decoder, Linear
-from lm.model.fused import kernels_missing
 from lm.runs.checkpoint import KEPT, encode
 from lm.system.arguments import shown
-from lm.system.hardware import Device
+from lm.system.devices import Device
 from lm.system.process import under_torchrun
 from lm.training.config import EvaluationConfig, GroupConfig, ModelConfig, SamplesConfig, TrainerConfig
 from lm.training.precision import kept_in_bf16

@@ -10,11 +10,8 @@ from torch import Tensor
 
 from lm.data.loader import Batch
 from lm.errors import RequestError
-from lm.model.fused import is_fused
-from lm.model.low_precision import WeightCopies
 from lm.system.stop_signals import STOP
 from lm.training import checkpoint_state
-from lm.training.distributed import FullyShardedStrategy
 from lm.training.lightning_patches import drop_step_context, loss_scale
 from lm.training.schedule import lr_fraction
 from lm.training.step import StepResult, optimizer_step
@@ -79,7 +76,9 @@ def weight_copies(module: Any) -> AbstractContextManager[Any]:
     """A context in which all micro-batches share copies of the weights in half precision, where that pays."""
     precision = module.trainer.precision
     mixed = precision not in ("32-true", "bf16-true")
-    if not (mixed and is_fused(module.decoder)) or isinstance(module.trainer.strategy, FullyShardedStrategy):
+    if not (mixed and module.built.fused) or hasattr(module.trainer.strategy, "shard"):
         return nullcontext()
+    from lm.model.low_precision import WeightCopies
+
     alone = isinstance(module.trainer.strategy, SingleDeviceStrategy) and module.options.compile == "none"
     return WeightCopies(module.decoder, torch.float16 if precision == "16-mixed" else torch.bfloat16, adds=alone)

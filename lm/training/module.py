@@ -6,7 +6,6 @@ This is the one place that sees both the model and the data.
 import logging
 from collections.abc import Sequence
 from dataclasses import fields, replace
-from functools import partial
 from typing import Any
 
 import torch
@@ -19,23 +18,12 @@ from lm.errors import RequestError
 from lm.evaluation.statistics import TokenLoss, loss_metrics
 from lm.model.build import NOT_BUILT, BuildOptions, build
 from lm.model.config import DecoderConfig, matrix_rows
-from lm.model.custom import (
-    attach_config,
-    build_custom,
-    call_for_losses,
-    config_of,
-    custom_config_json,
-    custom_flops_per_token,
-    is_builtin,
-    module_class,
-    refuse_acausal,
-)
-from lm.model.decoder import Decoder, Losses, document_ids_from
+from lm.model.decoder import Decoder, Losses, attach_config, config_of, document_ids_from
 from lm.model.estimates import flops_per_token
+from lm.system import process
 from lm.system.arguments import arguments_from
 from lm.training.callback import call_hook, has_hook
 from lm.training.config import ModelConfig
-from lm.training.distributed import FullyShardedStrategy
 from lm.training.lightning_patches import attached_trainer, save_subclass_arguments
 from lm.training.lightning_step import LightningStep, StepDropped
 from lm.training.optim import build_optimizer
@@ -77,7 +65,7 @@ class LanguageModule(LightningModule):
         self.run_state: RunState = RunState()
         self.step: Any = None  # a `LightningStep` during a training, else None
         self.decoder: nn.Module | None = None  # compiled and sharded in place
-        self.builtin, self.built = True, NOT_BUILT  # whether all parts are of `model/decoder`; kernels and attention
+        self.builtin, self.built = True, NOT_BUILT  # whether it is what its config says; kernels and attention
         self.validation = TokenLoss()  # sums of the validation that runs
         self.built_now = True  # whether the current fit or evaluation, not an earlier one, built the decoder
         self._vocabulary: Any = None  # of the tokenizer that the decoder was built for
@@ -122,8 +110,9 @@ class LanguageModule(LightningModule):
             strategy.root_device,
             dtype,
             make=self.build_decoder if own else Decoder,
+            builtin=None if self.is_custom() else True,
             on_made=self._take_decoder,
-            shard=strategy.shard if isinstance(strategy, FullyShardedStrategy) else None,
+            shard=getattr(strategy, "shard", None),
         )
         log.info(self.built.description)
 
@@ -140,9 +129,11 @@ class LanguageModule(LightningModule):
         """
         return Decoder(config)
 
-    def _take_decoder(self, decoder: nn.Module) -> None:
-        self.decoder, self.builtin, self.config = decoder, is_builtin(decoder), config_of(decoder)
-        if not self.builtin:
+    def _take_decoder(self, decoder: nn.Module, builtin: bool) -> None:
+        self.decoder, self.builtin, self.config = decoder, builtin, config_of(decoder)
+        if not builtin:
+            from lm.model.custom import refuse_acausal
+
             with self.trainer.precision_plugin.forward_context():
                 refuse_acausal(decoder, self.trainer.datamodule.seq_len, self.config.vocab_size)
         call_hook(self.trainer, "on_model_built", self)
@@ -165,7 +156,12 @@ class LanguageModule(LightningModule):
             documents = document_ids_from(input_ids, self.trainer.datamodule.tokenizer.eos_id)
         z_loss = self.options.z_loss if self.training else 0.0
         with self.trainer.precision_plugin.forward_context():  # `LightningStep` turned Lightning's own off
-            return call_for_losses(self.decoder, input_ids, batch.labels, documents, z_loss, batch.max_documents)
+            if isinstance(self.decoder, Decoder):
+                options = {"document_ids": documents, "z_loss": z_loss, "max_documents": batch.max_documents}
+                return self.decoder(input_ids, batch.labels, **options)
+            from lm.model.custom import call_for_losses
+
+            return call_for_losses(self.decoder, input_ids, batch.labels, documents, z_loss)
 
     def on_before_batch_transfer(self, batch: Batch, dataloader_idx: int) -> Batch:
         """Count documents while the batch is still on the host, so that nothing waits for the device."""
@@ -221,8 +217,12 @@ class LanguageModule(LightningModule):
 
         `full_attention`: count masked pairs of tokens too, as other projects do.
         """
-        count = flops_per_token if self.builtin else partial(custom_flops_per_token, self.decoder)
-        return count(self.config, self.trainer.datamodule.seq_len, full_attention)
+        seq_len = self.trainer.datamodule.seq_len
+        if self.builtin:
+            return flops_per_token(self.config, seq_len, full_attention)
+        from lm.model.custom import custom_flops_per_token
+
+        return custom_flops_per_token(self.decoder, self.config, seq_len, full_attention)
 
     # ---- validating, testing, predicting ------------------------------------------------------------------------
 
@@ -262,6 +262,8 @@ class LanguageModule(LightningModule):
 
     def _require_loadable(self) -> None:
         """Raise RequestError if a model that is built as for loading could not take the weights of this one."""
+        from lm.model.custom import build_custom, custom_config_json
+
         document = custom_config_json(self.config, None, "float32", type(self), self.hparams)
         weights = self.decoder.state_dict()
         try:
@@ -289,9 +291,12 @@ class LanguageModule(LightningModule):
         """
         self.config = config
         self.decoder = attach_config(self.build_decoder(config), config)
-        self.builtin = is_builtin(self.decoder)
+        if self.is_custom():
+            from lm.model.custom import is_builtin
+
+            self.builtin = is_builtin(self.decoder)
 
 
 def training_class() -> type[LanguageModule]:
     """The class that the commands of this process train: `LanguageModule`, or what was given to `lm.run`."""
-    return module_class() or LanguageModule
+    return process.module_class or LanguageModule

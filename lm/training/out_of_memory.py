@@ -12,11 +12,10 @@ import torch
 
 from lm.errors import RunError
 from lm.model.config import DecoderConfig
-from lm.model.estimates import OptimizerState, Step, checkpoint_bytes, largest_micro_batch, training_memory
-from lm.model.fused import is_fused
+from lm.model.estimates import OptimizerState, checkpoint_bytes
+from lm.model.memory import Step, largest_micro_batch, training_memory
 from lm.system.hardware import process_bytes
 from lm.system.units import format_bytes
-from lm.training.distributed import FullyShardedStrategy
 from lm.training.optim import state_size
 
 MESSAGES = ("can't allocate memory", "out of memory", "ALLOC_FAILED")  # in a RuntimeError of torch
@@ -79,9 +78,9 @@ def step_of(trainer: Any) -> Step:
     steps, module, strategy = trainer.steps, trainer.lightning_module, trainer.strategy
     options = module.options
     return Step(
-        steps.micro_batch_size, steps.seq_len, str(trainer.precision), is_fused(module.decoder), options.compile,
+        steps.micro_batch_size, steps.seq_len, str(trainer.precision), module.built.fused, options.compile,
         steps.accumulate, steps.world_size // getattr(strategy, "replicas", 1),
-        isinstance(strategy, FullyShardedStrategy) and steps.world_size > 1, options.activation_checkpointing,
+        hasattr(strategy, "shard") and steps.world_size > 1, options.activation_checkpointing,
         trainer.options.distributed.gathered_blocks(module.config.num_hidden_layers),
         trainer.datamodule.documents_per_token("train") if options.document_mask else 0.0,
     )  # fmt: skip

@@ -2,17 +2,18 @@
 
 import logging
 from fnmatch import fnmatchcase
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from lightning.pytorch import LightningModule
 from lightning.pytorch.plugins import MixedPrecision
 
-from lm.kernels.fp8 import Scaling
 from lm.model.decoder import Linear
-from lm.model.low_precision import LowPrecisionLinear, use_low_precision
 from lm.system.hardware import cpu_half_precision
 from lm.training.config import Precision
+
+if TYPE_CHECKING:
+    from lm.kernels.fp8 import Scaling
 
 log = logging.getLogger(__name__)
 
@@ -26,7 +27,7 @@ class Float8Precision(MixedPrecision):
     2025, arXiv:2509.25149), and one block is what Megatron-LM leaves out at the end, too.
     """
 
-    def __init__(self, scaling: Scaling, keep: list[str] | None, device: str = "cuda") -> None:
+    def __init__(self, scaling: "Scaling", keep: list[str] | None, device: str = "cuda") -> None:
         super().__init__("bf16-mixed", device)
         self.precision = f"fp8-{scaling}"
         self.scaling = scaling
@@ -37,6 +38,8 @@ class Float8Precision(MixedPrecision):
 
     def convert_module(self, module: Any) -> LightningModule:
         """Set how the products of the decoder's matrices are scaled. Lightning calls this once the decoder is built."""
+        from lm.model.low_precision import LowPrecisionLinear, use_low_precision
+
         decoder = module.decoder
         keep = kept_in_bf16(self.keep, len(decoder.layers))
         matrices = {name: part for name, part in decoder.named_modules()
@@ -77,5 +80,5 @@ def precision_for_cpu(precision: Precision) -> Precision:
 
 
 def multiplication_precision(precision: str, matmul_precision: str) -> str:
-    """The precision of the matrix multiplications, as `system/hardware.peak_flops` takes it."""
+    """The precision of the matrix multiplications, as `system/devices.peak_flops` takes it."""
     return "tf32" if precision == "32-true" and matmul_precision != "highest" else precision

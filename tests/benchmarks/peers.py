@@ -219,7 +219,8 @@ def contend(task: dict[str, Any]) -> None:
     from lm.cli.measure import now, peak_memory
     from lm.model.config import DecoderConfig
     from lm.model.estimates import flops_per_token
-    from lm.system.hardware import device_name, keep_freed_memory, peak_flops
+    from lm.system.devices import peak_flops
+    from lm.system.hardware import device_name, keep_freed_memory
     from lm.system.process import seconds_since_process_start
 
     half = {"bf16-mixed": torch.bfloat16, "32-true": None}

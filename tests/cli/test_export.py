@@ -21,7 +21,8 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from lm.cli import convert as command
 from lm.data.datamodule import DataModule
-from lm.data.tokenizer import Tokenizer, train_char
+from lm.data.tokenizer import Tokenizer
+from lm.data.tokenizer_training import train_char
 from lm.errors import RequestError, RunError
 from lm.inference import export
 from lm.inference.export import Card, model_card, public_name

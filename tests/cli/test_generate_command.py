@@ -19,7 +19,7 @@ from trainings import PLACES, fit, make_workplace
 from lm import load_model
 from lm.cli import generate
 from lm.cli.command import main
-from lm.data.tokenizer import train_char
+from lm.data.tokenizer_training import train_char
 
 PROMPTS = ["The letter", "", "of"]
 

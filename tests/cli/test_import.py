@@ -15,7 +15,8 @@ from trainings import CORPUS, lm, losses, make_workplace, trace, write_config
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM, Qwen3Config, Qwen3ForCausalLM
 
 from lm.cli.convert import export, import_model
-from lm.data.tokenizer import Tokenizer, train_char
+from lm.data.tokenizer import Tokenizer
+from lm.data.tokenizer_training import train_char
 from lm.errors import RequestError
 from lm.inference.pretrained import read_weights
 from lm.model.config import DecoderConfig

@@ -18,7 +18,7 @@ from lm.cli.hours import steps_of_hours, validation_tokens
 from lm.cli.measure import TITLES, bench_step, named_range, profile, show_parts, show_times
 from lm.cli.plan_facts import read_bench
 from lm.errors import RequestError
-from lm.model.estimates import training_memory
+from lm.model.memory import training_memory
 from lm.runs.run import Run
 from lm.training.trainer import Trainer
 

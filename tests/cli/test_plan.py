@@ -14,7 +14,7 @@ from shard_files import write_rows
 from trainings import lm, make_workplace, processes_of, write_config
 
 from lm.cli.command import main
-from lm.system.hardware import DEVICES, peak_flops
+from lm.system.devices import DEVICES, peak_flops
 
 CONFIGS = Path(__file__).parent.parent.parent / "configs"
 PLAIN = {"trainer.callbacks": None, "trainer.accelerator": "auto"}

@@ -8,7 +8,7 @@ import pytest
 from shard_files import write_rows
 from trainings import lm, write_config
 
-from lm.data.tokenizer import train_char
+from lm.data.tokenizer_training import train_char
 
 
 @pytest.fixture(scope="module")

@@ -11,7 +11,7 @@ from lm.data.shards import Shards
 from lm.data.text_files import find_files, read_documents
 from lm.errors import RequestError, RunError
 from lm.system import remote
-from lm.system.remote import list_files
+from lm.system.sources import list_files
 
 
 @pytest.fixture(scope="module")

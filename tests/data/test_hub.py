@@ -32,7 +32,7 @@ from lm.data.tokenizer import Tokenizer
 from lm.errors import RequestError, RunError
 from lm.system import remote
 from lm.system.hub import hub as hub_of_this_process
-from lm.system.remote import list_files
+from lm.system.sources import list_files
 
 
 @pytest.fixture

@@ -26,7 +26,8 @@ from lm.data.config import PrepareOptions
 from lm.data.encode import split_hash
 from lm.data.parquet import ShardWriter
 from lm.data.shards import Shards
-from lm.data.tokenizer import END_OF_TEXT, Tokenizer, train_bpe, train_char
+from lm.data.tokenizer import END_OF_TEXT, Tokenizer
+from lm.data.tokenizer_training import train_bpe, train_char
 from lm.errors import Interrupted, RequestError, RunError
 from lm.system.units import Count
 

@@ -18,7 +18,7 @@ from shard_files import write_rows
 
 from lm.data import text_files
 from lm.data.text_files import find_files, read_documents, read_pieces, split_by_names
-from lm.data.tokenizer import train_char
+from lm.data.tokenizer_training import train_char
 from lm.errors import RequestError, RunError
 
 DOCUMENTS = ["first\nof two lines\n", "zweites: Größe 😀", "third " * 50, "x"]

@@ -12,18 +12,9 @@ from tokenizers import AddedToken, Regex, decoders, models, normalizers, pre_tok
 from tokenizers import Tokenizer as Backend
 from transformers import AutoTokenizer
 
-from lm.data.tokenizer import (
-    END_OF_TEXT,
-    GPT2_WORDS,
-    KINDS,
-    UNKNOWN,
-    WORDS,
-    Encoder,
-    Tokenizer,
-    train_bpe,
-    train_char,
-    translate,
-)
+from lm.data.encoder import GPT2_WORDS, KINDS, Encoder, translate
+from lm.data.tokenizer import END_OF_TEXT, UNKNOWN, Tokenizer
+from lm.data.tokenizer_training import WORDS, train_bpe, train_char
 from lm.errors import RequestError
 
 TEXTS = [
@@ -242,7 +233,7 @@ def test_words_are_cut_alike_at_every_character(pattern):
 
 
 def test_a_full_table_of_words_changes_nothing(monkeypatch):
-    monkeypatch.setattr("lm.data.tokenizer.KEPT_WORDS", 3)
+    monkeypatch.setattr("lm.data.encoder.KEPT_WORDS", 3)
     encoder = Encoder(BPE)
     assert [ids.tolist() for ids in encoder.encode(TEXTS)] == BPE.encode_batch(TEXTS)
     assert len(encoder._words) <= 3

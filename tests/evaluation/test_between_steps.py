@@ -13,7 +13,8 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 from tokenizers import decoders, models
 from trainings import equipment, fit, lm, losses, make_workplace
 
-from lm.data.tokenizer import END_OF_TEXT, Tokenizer, train_bpe
+from lm.data.tokenizer import END_OF_TEXT, Tokenizer
+from lm.data.tokenizer_training import train_bpe
 from lm.errors import RequestError, RunError
 from lm.evaluation import benchmark
 from lm.evaluation.tasks import read_tasks

@@ -23,7 +23,8 @@ from lm.data.datamodule import text_batches
 from lm.data.encode import split_hash
 from lm.data.prepare import prepare
 from lm.data.text_files import read_documents
-from lm.data.tokenizer import Tokenizer, train_char
+from lm.data.tokenizer import Tokenizer
+from lm.data.tokenizer_training import train_char
 from lm.errors import RequestError, RunError
 from lm.evaluation.benchmark import TaskResult, core, evaluate
 from lm.evaluation.bits_per_byte import texts_bits_per_byte

@@ -12,7 +12,7 @@ from lm.data.text_files import find_files
 from lm.errors import RequestError
 from lm.runs.run import Run
 from lm.system import remote
-from lm.system.remote import list_files
+from lm.system.sources import list_files
 
 pytestmark = pytest.mark.fault(22)
 

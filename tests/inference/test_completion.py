@@ -6,7 +6,8 @@ from decoders import SMALL, trained_like
 from tokenizers import Tokenizer as Backend
 from tokenizers import decoders, models, normalizers, pre_tokenizers
 
-from lm.data.tokenizer import Tokenizer, train_bpe, train_char
+from lm.data.tokenizer import Tokenizer
+from lm.data.tokenizer_training import train_bpe, train_char
 from lm.inference.completion import BROKEN, GrowingText, gather_texts, generate_text
 from lm.inference.generation import Sampling
 from lm.model.decoder import Decoder

@@ -9,7 +9,7 @@ from safetensors.torch import load_file, save_file
 from trainings import fit, make_workplace
 
 import lm
-from lm.data.tokenizer import train_char
+from lm.data.tokenizer_training import train_char
 from lm.errors import RequestError
 
 

@@ -12,7 +12,7 @@ from decoders import SHAPES, SMALL, trained_like, write_huggingface
 from matplotlib.figure import Figure
 from transformers import AutoModelForCausalLM
 
-from lm.data.tokenizer import train_char
+from lm.data.tokenizer_training import train_char
 from lm.errors import RequestError
 from lm.inference.pretrained import Pretrained
 from lm.inspection import drawing, text_views, weights

@@ -18,7 +18,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from lm.errors import RequestError, RunError
 from lm.kernels import cross_entropy, fp8, qk_norm_rope, rms_norm, runtime, swiglu
 from lm.kernels.linear import linear
-from lm.model.fused import choose_kernels
+from lm.model.build import choose_kernels
 
 DTYPES = [torch.float32, torch.bfloat16]  # to a kernel fp16 is bf16 with another conversion, so it takes one shape
 TOLERANCE = {torch.float32: 2e-6, torch.bfloat16: 8e-3, torch.float16: 1e-3}  # of the largest value

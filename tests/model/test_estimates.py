@@ -15,20 +15,10 @@ from lm.errors import RequestError
 from lm.model.compile import checkpoint_activations, compile_decoder
 from lm.model.config import DecoderConfig, matrix_rows
 from lm.model.decoder import Decoder
-from lm.model.estimates import (
-    Step,
-    activations,
-    block_working,
-    casts,
-    checkpoint_bytes,
-    describe_mfu,
-    flops_per_token,
-    largest_micro_batch,
-    parameters,
-    training_memory,
-)  # fmt: skip
+from lm.model.estimates import checkpoint_bytes, describe_mfu, flops_per_token, parameters
 from lm.model.fused import fuse
 from lm.model.low_precision import WeightCopies
+from lm.model.memory import Step, activations, block_working, casts, largest_micro_batch, training_memory
 from lm.training.config import OptimizerConfig
 from lm.training.optim import build_optimizer, state_size
 

@@ -5,15 +5,8 @@ import torch
 
 from lm.errors import RequestError
 from lm.system import hardware
-from lm.system.hardware import (
-    DEVICES,
-    PEAKS,
-    cpu_half_precision,
-    device_name,
-    find_device,
-    memory_bytes,
-    peak_flops,
-)
+from lm.system.devices import DEVICES, PEAKS, find_device, peak_flops
+from lm.system.hardware import cpu_half_precision, device_name, memory_bytes
 from lm.system.process import ssh_options
 
 

@@ -14,7 +14,8 @@ import torch
 from trainings import fit, make_workplace
 
 from lm.runs.run import Run
-from lm.system.hardware import CLOCK_LIMITS, Telemetry, clock_limits, memory
+from lm.system.hardware import memory
+from lm.system.telemetry import CLOCK_LIMITS, Telemetry, clock_limits
 from lm.training.callbacks.run_folder import Heartbeat, machine_metrics
 from lm.training.run_state import RunState
 

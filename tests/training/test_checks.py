@@ -8,10 +8,10 @@ from decoders import SMALL
 from trainings import lm, make_workplace, write_config
 
 from lm.data.config import DataConfig
-from lm.data.tokenizer import train_char
+from lm.data.tokenizer_training import train_char
 from lm.errors import RequestError
 from lm.model.config import DecoderConfig
-from lm.system.hardware import DEVICES, Device
+from lm.system.devices import DEVICES, Device
 from lm.training import checks
 from lm.training.checks import Known, find
 from lm.training.config import (

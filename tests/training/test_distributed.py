@@ -221,7 +221,7 @@ def built(make: Callable[[DecoderConfig], nn.Module], strategy: FullyShardedStra
     torch.manual_seed(0 if make is OwnWeights or strategy is None else dist.get_rank())
     with nullcontext() if strategy is None else strategy.tensor_init_context():
         return build(SMALL, BuildOptions(kernels="off"), torch.device("cpu"), torch.float32, make=make,
-                     on_made=lambda model: devices.append(next(model.parameters()).device.type),
+                     on_made=lambda model, builtin: devices.append(next(model.parameters()).device.type),
                      shard=None if strategy is None else strategy.shard).decoder  # fmt: skip
 
 

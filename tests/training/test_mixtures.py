@@ -12,7 +12,7 @@ from trainings import fit, lm, write_config
 
 from lm.data.config import SourceConfig
 from lm.data.datamodule import DataModule
-from lm.data.tokenizer import train_char
+from lm.data.tokenizer_training import train_char
 from lm.errors import RequestError
 
 SOURCES = {"low": (2, 5), "middle": (5, 8), "high": (8, 12)}  # ids of each source, which tell them apart

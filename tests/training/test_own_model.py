@@ -20,14 +20,12 @@ from lm.inference.generation import generate
 from lm.inspection.weights import distribution_drift, weight_drift
 from lm.model.build import BuildOptions, build
 from lm.model.custom import (
-    attach_config,
     call_for_losses,
-    config_of,
     custom_flops_per_token,
     is_builtin,
     refuse_acausal,
 )
-from lm.model.decoder import Decoder, DecoderConfig, losses_of
+from lm.model.decoder import Decoder, DecoderConfig, attach_config, config_of, losses_of
 from lm.model.estimates import flops_per_token
 from lm.runs.run import Run
 from lm.training.config import GroupConfig, GroupsConfig, OptimizerConfig
@@ -316,7 +314,7 @@ class Reserved(package.LanguageModule):
     (Reserved, "has an argument items, which jsonargparse keeps"),
 ])  # fmt: skip
 def test_a_class_with_other_options_than_a_model_has_is_refused(monkeypatch, kind, message):
-    monkeypatch.setattr("lm.model.custom._module_class", kind)
+    monkeypatch.setattr("lm.system.process.module_class", kind)
     with pytest.raises(RequestError, match=rf"^{kind.__name__}\.__init__ {message}"):
         make_parser("fit")
 

@@ -21,6 +21,7 @@ from lm.kernels.linear import linear
 from lm.kernels.linear import product as product_of_quantised
 from lm.kernels.rms_norm import norm_linear
 from lm.kernels.swiglu import norm_mlp
+from lm.model.build import NOT_BUILT
 from lm.model.compile import compile_decoder
 from lm.model.config import DecoderConfig
 from lm.model.decoder import Decoder
@@ -380,7 +381,8 @@ def test_weights_that_are_quantised_once_a_step_compute_the_same_to_the_bit(scal
 def test_gradients_are_added_by_products_where_nothing_waits_for_them(strategy, compile, adds):
     trainer = SimpleNamespace(precision="bf16-mixed", strategy=strategy)
     decoder, options = built("tensorwise", fused=True), SimpleNamespace(compile=compile)
-    with weight_copies(SimpleNamespace(trainer=trainer, decoder=decoder, options=options)):
+    of_fused = NOT_BUILT._replace(fused=True)
+    with weight_copies(SimpleNamespace(trainer=trainer, decoder=decoder, options=options, built=of_fused)):
         # The last block is not in FP8, for which torch's product adds nothing.
         assert [layer.mlp.down_proj.adds for layer in decoder.layers] == [False, False, adds]
 

@@ -21,8 +21,9 @@ from lm.data.catalog import describe_difference
 from lm.errors import GuardStop, Interrupted, LmError, RequestError, RunError
 from lm.runs.run import Run
 from lm.system.files import write_atomically
-from lm.system.hardware import Telemetry, device_name, driver_version, memory_bytes
+from lm.system.hardware import device_name, driver_version, memory_bytes
 from lm.system.process import run_facts, ssh_options
+from lm.system.telemetry import Telemetry
 from lm.training.callback import Callback
 from lm.training.config import RunOptions
 from lm.training.module import LanguageModule

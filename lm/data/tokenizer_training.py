@@ -1,0 +1,41 @@
+"""Tokenizers that `lm data prepare` learns from its texts: `bpe` and `char`."""
+
+from collections.abc import Iterable
+
+import tokenizers
+from tokenizers import decoders, models, pre_tokenizers, trainers
+
+from lm.data.tokenizer import END_OF_TEXT, UNKNOWN, Tokenizer, of_characters
+from lm.errors import RequestError
+
+# A word with the sign or blank before it, up to three digits, runs of signs, line ends, blanks: as in GPT-4.
+WORDS = (
+    r"(?i:'[sdmt]|'ll|'ve|'re)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
+
+
+def train_bpe(texts: Iterable[str], vocab_size: int) -> Tokenizer:
+    """Train a byte-level BPE (Sennrich et al. 2016; bytes as in GPT-2); decoding restores any text exactly.
+
+    There are fewer than `vocab_size` tokens if the texts have too few pairs to merge. The first is `<|endoftext|>`.
+    """
+    alphabet = pre_tokenizers.ByteLevel.alphabet()
+    if vocab_size <= len(alphabet):
+        raise RequestError(f"--vocab_size {vocab_size} has no room for 256 bytes and {END_OF_TEXT}: at least 257")
+    backend = tokenizers.Tokenizer(models.BPE())
+    split = pre_tokenizers.Split(tokenizers.Regex(WORDS), "isolated")
+    backend.pre_tokenizer = pre_tokenizers.Sequence([split, pre_tokenizers.ByteLevel(False, use_regex=False)])
+    backend.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=int(vocab_size), special_tokens=[END_OF_TEXT], initial_alphabet=alphabet, show_progress=False
+    )
+    backend.train_from_iterator(texts, trainer)
+    return Tokenizer(backend.to_str(pretty=True))
+
+
+def train_char(texts: Iterable[str]) -> Tokenizer:
+    """Make a tokenizer with a token for each character, in Unicode's order, after `<|endoftext|>` and `<|unknown|>`."""
+    characters: set[str] = set()
+    for text in texts:
+        characters.update(text)
+    return of_characters({token: number for number, token in enumerate((END_OF_TEXT, UNKNOWN, *sorted(characters)))})
