@@ -25,7 +25,8 @@ MISSING = (
         "alerts", "budget", "call_thread", "events", "histograms", "postmortem", "predictions", "samples",
         "throughput_floor",
     )),
-    "lm.training.alerts", "lm.training.out_of_memory", "lm.runs.expectations", "lm.runs.postmortem", "lm.data.rare",
+    "lm.training.alerts", "lm.training.out_of_memory", "lm.training.plain_run_state", "lm.runs.expectations",
+    "lm.runs.postmortem", "lm.data.rare",
 )  # fmt: skip
 PROGRAM = f"""
 import sys
