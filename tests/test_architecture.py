@@ -37,7 +37,7 @@ ROOMS = {
 WITHOUT_TORCH = [
     "lm", "lm.errors", "lm.system", "lm.runs", "lm.cli.main", "lm.cli.runs", "lm.cli.runs_compare", "lm.cli.report",
     "lm.cli.monitor", "lm.cli.charts", "lm.cli.data", "lm.cli.scale", "lm.model.config", "lm.model.estimates", "lm.model.memory",
-    "lm.data.config", "lm.training.builtin_optimizers", "lm.training.config", "lm.training.schedule",
+    "lm.data.config", "lm.training.builtin_optimizers", "lm.training.optimizer_rules", "lm.training.config", "lm.training.schedule",
     "lm.training.alerts", "lm.cli.options",
 ]  # fmt: skip
 
