@@ -8,7 +8,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from lm.data.parquet import ShardWriter
+from lm.data.shard_writer import ShardWriter
 from lm.data.shards import Shards
 
 COLUMN = "input_ids"

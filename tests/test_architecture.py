@@ -35,11 +35,11 @@ ROOMS = {
     "__main__": (7, "errors system cli"),
 }
 WITHOUT_TORCH = [
-    "lm", "lm.errors", "lm.system", "lm.runs", "lm.cli.command", "lm.cli.runs", "lm.cli.runs_compare", "lm.cli.report",
-    "lm.cli.monitor", "lm.cli.charts", "lm.cli.data", "lm.cli.scale", "lm.model.config", "lm.model.estimates",
-    "lm.model.memory",
-    "lm.data.config", "lm.training.builtin_optimizers", "lm.training.config", "lm.training.schedule",
-    "lm.training.alerts", "lm.cli.options",
+    "lm", "lm.errors", "lm.system", "lm.runs", "lm.cli.command", "lm.cli.request", "lm.cli.options", "lm.cli.runs",
+    "lm.cli.runs_compare", "lm.cli.report", "lm.cli.monitor", "lm.cli.charts", "lm.cli.data", "lm.cli.scale",
+    "lm.model.config", "lm.model.estimates", "lm.model.memory", "lm.data.config", "lm.training.builtin_optimizers",
+    "lm.training.optimizer_rules", "lm.training.config", "lm.training.schedule",
+    "lm.training.alerts",
 ]  # fmt: skip
 
 

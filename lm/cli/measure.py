@@ -40,7 +40,8 @@ from lm.cli.plan_facts import find_tokenizer, with_vocabulary
 from lm.cli.request import Request
 from lm.data.config import DataConfig
 from lm.data.datamodule import DataModule
-from lm.data.parquet import COLUMN, LAYOUT, ROW_GROUP_TOKENS, ShardWriter
+from lm.data.parquet import COLUMN, LAYOUT
+from lm.data.shard_writer import ROW_GROUP_TOKENS, ShardWriter
 from lm.data.tokenizer import END_OF_TEXT, Tokenizer
 from lm.errors import Interrupted, RequestError, RunError, require_at_least
 from lm.kernels.linear import adds_in_place

@@ -1,6 +1,6 @@
 """`lm scale`: a complete config from a depth and a training length by published rules, with a reason on each line.
 
-Each rule is a pure function that names its source; `training/builtin_optimizers` has the rules for learning rates. They
+Each rule is a pure function that names its source; `training/optimizer_rules` has the rules for learning rates. They
 were found on other data, or on small models: they are where a search starts.
 """
 
@@ -18,7 +18,8 @@ from lm.model.config import MOST_LAYERS, DecoderConfig
 from lm.model.estimates import block_flops_per_token, flops_per_token, parameters
 from lm.system.files import parse_json
 from lm.system.units import Count, format_count, plural, spelled_count
-from lm.training.builtin_optimizers import BUILTIN, MATRICES, OptimizerName, peak_rate
+from lm.training.builtin_optimizers import OptimizerName
+from lm.training.optimizer_rules import MATRICES, RULES, peak_rate
 
 VOCAB_SIZE, SEQ_LEN = Count(32_768), Count(2_048)
 HEAD_DIM = Count(128)
@@ -227,12 +228,12 @@ class Recipe:
     @property
     def learning_rate(self) -> float:
         """Peak learning rate of the matrices in the blocks."""
-        return BUILTIN[self.optimizer].learning_rate(self.decoder, self.block_flops, self.batch_tokens)
+        return RULES[self.optimizer].learning_rate(self.decoder, self.block_flops, self.batch_tokens)
 
     @property
     def memory(self) -> float:
         """Share of the run over which the matrices average their updates; see `weight_decay`."""
-        return BUILTIN[self.optimizer].memory(self.tokens / self.multiplied)
+        return RULES[self.optimizer].memory(self.tokens / self.multiplied)
 
     @property
     def weight_decay(self) -> float:  # of the matrices in the blocks
@@ -488,7 +489,7 @@ def write_yaml(
     made: Recipe, command: str, horizon: str, options: ScaleOptions, samples_at_once: int | None = None
 ) -> str:
     """The YAML of a recipe; `command` is the command that makes it, `horizon` explains the length of the run."""
-    decoder, optimizer = made.decoder, BUILTIN[made.optimizer]
+    decoder, optimizer = made.decoder, RULES[made.optimizer]
     numbers = {
         "lr": _float(made.learning_rate), "flops": _float(made.block_flops), "matrices": MATRICES,
         "warmup_steps": f"{optimizer.warmup_steps(made.steps, made.batch_tokens):_}",

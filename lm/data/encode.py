@@ -30,7 +30,8 @@ from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, T
 
 from lm.data.encoder import Encoder, id_type
 from lm.data.packing import pack_documents
-from lm.data.parquet import ROW_GROUP_TOKENS, PackedRows, ShardWriter
+from lm.data.parquet import PackedRows
+from lm.data.shard_writer import ROW_GROUP_TOKENS, ShardWriter
 from lm.data.text_files import Piece, TextFile, read_pieces
 from lm.data.tokenizer import Tokenizer
 from lm.errors import RequestError, RunError

@@ -9,8 +9,9 @@ import torch.distributed
 
 from lm.data.tokenizer import Tokenizer
 from lm.errors import RequestError, RunError
+from lm.evaluation.metrics import perplexity
 from lm.evaluation.scoring import Begin, Prompt, Row, Score, chosen_items, prompts, score
-from lm.evaluation.statistics import Interval, centered, mean_interval, perplexity, standard_error, wilson
+from lm.evaluation.statistics import Interval, centered, mean_interval, standard_error, wilson
 from lm.evaluation.tasks import Item, Kind, Task
 from lm.model.decoder import Decoder, config_of
 

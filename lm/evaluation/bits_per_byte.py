@@ -11,8 +11,9 @@ from lm.data.text_files import read_documents
 from lm.data.tokenizer import Tokenizer
 from lm.errors import RequestError
 from lm.evaluation.benchmark import BATCH_TOKENS
+from lm.evaluation.metrics import perplexity
 from lm.evaluation.scoring import Row, score
-from lm.evaluation.statistics import perplexity, ratio_error
+from lm.evaluation.statistics import ratio_error
 from lm.model.decoder import Decoder, config_of
 
 GROUP = 16  # batches whose rows are held at once, to batch rows of similar length

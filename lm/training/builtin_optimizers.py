@@ -1,18 +1,14 @@
-"""The built-in optimizers by name: the class, what it keeps of each parameter, and its rates for `lm scale`.
+"""The built-in optimizers by name: the class, and what it keeps of each parameter.
 
-A new one is a class in a file of its own, an entry in `BUILTIN`, and the options that only it has in `OptimizerConfig`.
-Nothing here imports torch, so that `lm scale` answers at once.
+A new one is a class in a file of its own, an entry in `BUILTIN` and in `training/optimizer_rules`, and the options that
+only it has in `OptimizerConfig`. Nothing here imports torch.
 """
 
-import math
-from collections.abc import Callable
 from typing import Literal, NamedTuple
 
-from lm.model.config import DecoderConfig
 from lm.model.estimates import OptimizerState
 
 OptimizerName = Literal["adamw", "muon"]
-MATRICES = 3.0  # Muon's learning rate x width x sqrt(depth)
 
 
 class BuiltinOptimizer(NamedTuple):
@@ -22,36 +18,6 @@ class BuiltinOptimizer(NamedTuple):
     options: tuple[str, ...]  # fields of `OptimizerConfig`
     state: OptimizerState  # what it keeps, in the parameters' precision
     whole_matrices: bool  # the blocks' matrices are groups of one shape, with `kind` and `rows` as Muon takes them
-    learning_rate: Callable[[DecoderConfig, float, float], float]  # peak; arguments as of `adamw_learning_rate`
-    memory: Callable[[float], float]  # share of a run whose updates the matrices average, from tokens a parameter
-    memory_source: str
-    warmup_steps: Callable[[int, int], int]  # of a run of so many steps, of so many tokens each
-    optimizer_yaml: str  # lines of the config that `lm scale` prints, with the source of each number
-    schedule_yaml: str
-
-
-def adamw_learning_rate(decoder: DecoderConfig, flops: float, batch: float) -> float:
-    """Peak learning rate of AdamW, in every decoder.
-
-    `0.3118 x flops^-0.1250` at a batch of `0.2920 x flops^0.3271` tokens, the two fitted together (DeepSeek-AI, 2024,
-    arXiv:2401.02954, section 3.1); from there to our batch, tokens of an optimizer step, with its square root (Malladi
-    et al., 2022, arXiv:2205.10287). `flops` are those of the whole run in the blocks, without the output matrix.
-    """
-    return 0.3118 * flops**-0.1250 * math.sqrt(batch / (0.2920 * flops**0.3271))
-
-
-def peak_rate(factor: float, depth: int, width: int) -> float:
-    """Peak learning rate `factor / (width x sqrt(depth))`, for the matrices in the blocks Muon's.
-
-    Swept with models of 2 to 8 blocks, 64 to 256 wide, in 300 steps of 8Ki tokens: the best rates, of all parameters
-    together, are 2.9 to 3.2 of this unit for the matrices (tests/benchmarks/README.md); the root of the depth is that
-    of Yang et al., 2023, arXiv:2310.02244. At 2 blocks 75 steps want the same rate as 300, and steps of 32Ki tokens the
-    same as of 8Ki, so neither is in the rule; steps of 2Ki want half.
-
-    Published trainings have more: in this unit Moonlight's rates are 5 to 8.4 at depths 12 to 20 (Liu et al., 2025,
-    arXiv:2502.16982, table 2), nanochat's 9.6 at depth 12, in another architecture.
-    """
-    return factor / (width * math.sqrt(depth))
 
 
 BUILTIN: dict[OptimizerName, BuiltinOptimizer] = {
@@ -60,43 +26,11 @@ BUILTIN: dict[OptimizerName, BuiltinOptimizer] = {
         options=("betas", "eps"),
         state=OptimizerState(),
         whole_matrices=False,
-        learning_rate=adamw_learning_rate,
-        memory=lambda tokens: 1.084 * tokens**-0.527,
-        memory_source="arXiv:2505.13738",  # Bergsma et al., 2025
-        # A tenth of the run, at most 375M tokens (Bergsma et al., 2025, "Scaling with Collapse", arXiv:2509.25087,
-        # table 2).
-        warmup_steps=lambda steps, batch: math.floor(min(steps / 10, 375e6 / batch)),
-        optimizer_yaml="""\
-    name: adamw  # the rules for lr and weight_decay are fitted to it
-    lr: {lr}  # peak: for {flops} operations in the blocks (arXiv:2401.02954), at this batch (arXiv:2205.10287)
-    betas: [0.9, 0.95]  # decay rates of the running means of the gradient and its square
-""",
-        schedule_yaml="""\
-    name: linear  # linear decay to 0, better than a cosine to a tenth (arXiv:2502.15938)
-    warmup_steps: {warmup_steps}  # a tenth of the run, at most 375M tokens (arXiv:2509.25087)
-    final_fraction: 0.0  # learning rate at the end, as a fraction of the peak
-""",
     ),
     "muon": BuiltinOptimizer(
         class_path="lm.training.muon.Muon",
         options=("betas", "eps", "momentum"),
         state=OptimizerState(hidden=1, divided=True),
         whole_matrices=True,
-        learning_rate=lambda decoder, flops, batch: peak_rate(MATRICES, decoder.num_hidden_layers, decoder.hidden_size),
-        memory=lambda tokens: 1.0,  # the share that is best with AdamW, 0.22 of 20 tokens a parameter, is too short
-        memory_source="measured",  # "Training-only gains" in tests/benchmarks/README.md
-        warmup_steps=lambda steps, batch: math.floor(min(steps / 10, 40)),  # nanochat, scripts/base_train.py
-        optimizer_yaml="""\
-    name: muon  # for the matrices in the blocks; AdamW for the rest. --optimizer adamw for all
-    lr: {lr}  # peak: {matrices:g} / (hidden_size x sqrt(depth)), swept at depths 2 to 8
-    momentum: 0.95  # Muon: decay rate of the running mean of the gradient
-    betas: [0.8, 0.95]  # AdamW: decay rates of the running means of the gradient and its square
-""",
-        schedule_yaml="""\
-    name: wsd  # constant, then linear decay (nanochat)
-    warmup_steps: {warmup_steps}  # 40 (nanochat), but at most a tenth of the run
-    decay_ratio: 0.65  # fraction of the run in which the learning rate decays (nanochat)
-    final_fraction: 0.05  # learning rate at the end, as a fraction of the peak (nanochat)
-""",
     ),
 }

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from lm.data.loader import Batch
 from lm.errors import RequestError
-from lm.evaluation.statistics import TokenLoss, loss_metrics
+from lm.evaluation.metrics import TokenLoss, loss_metrics
 from lm.model.build import NOT_BUILT, BuildOptions, build
 from lm.model.config import DecoderConfig, matrix_rows
 from lm.model.decoder import Decoder, Losses, attach_config, config_of, document_ids_from

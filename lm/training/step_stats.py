@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from lm.data.loader import Batch
-from lm.evaluation.statistics import perplexity
+from lm.evaluation.metrics import perplexity
 from lm.training.step import StepResult, sum_over_ranks
 
 

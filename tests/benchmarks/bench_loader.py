@@ -32,8 +32,8 @@ from shard_files import write_manifest
 from lm.data.datamodule import SHARED_BY
 from lm.data.loader import Batch, Stream
 from lm.data.mixture import Mixture, Phase
-from lm.data.parquet import ShardWriter
 from lm.data.sampler import BLOCKS_AHEAD, Order, lanes_for
+from lm.data.shard_writer import ShardWriter
 from lm.data.shards import BLOCK_TOKENS, Shards
 from lm.errors import RequestError
 from lm.system.arguments import call

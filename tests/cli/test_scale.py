@@ -15,7 +15,7 @@ from lm.cli.command import main
 from lm.cli.scale import SMALL, ScaleRequest, batch_tokens, recipe, scaled_config, shape, tokens_of_steps, weight_decay
 from lm.model.estimates import flops_per_token, parameters
 from lm.system.units import parse_count
-from lm.training.builtin_optimizers import BUILTIN, adamw_learning_rate, peak_rate
+from lm.training.optimizer_rules import RULES, adamw_learning_rate, peak_rate
 from lm.training.schedule import plan_steps
 
 DEPTHS = range(2, 33)
@@ -95,10 +95,10 @@ def test_the_rules_give_their_sources_figures():
     assert peak_rate(9.6, 12, 768) * 0.2 * 768**0.5 == pytest.approx(0.02, rel=0.01)
     assert peak_rate(5.06, 12, 1_536) == pytest.approx(9.503e-4, rel=0.01)  # Moonlight's model of 399M parameters
     assert peak_rate(3.0, 4, 128) == pytest.approx(1.12e-2, rel=0.05)  # tiny.yaml
-    assert [BUILTIN["muon"].warmup_steps(steps, 2**18) for steps in (100, 10_000)] == [10, 40]
-    assert BUILTIN["adamw"].warmup_steps(10_000, 2**18) == 1_000
+    assert [RULES["muon"].warmup_steps(steps, 2**18) for steps in (100, 10_000)] == [10, 40]
+    assert RULES["adamw"].warmup_steps(10_000, 2**18) == 1_000
     # The mean of AdamW's updates is over 22 % of a run at 20 tokens a parameter.
-    assert BUILTIN["adamw"].memory(20) == pytest.approx(0.2236, rel=1e-3)
+    assert RULES["adamw"].memory(20) == pytest.approx(0.2236, rel=1e-3)
     assert weight_decay(0.25, 1e-3, 10_000) == pytest.approx(0.4)
 
 

@@ -24,7 +24,7 @@ from lm.data import encode, prepare
 from lm.data import parquet as writer
 from lm.data.config import PrepareOptions
 from lm.data.encode import split_hash
-from lm.data.parquet import ShardWriter
+from lm.data.shard_writer import ShardWriter
 from lm.data.shards import Shards
 from lm.data.tokenizer import END_OF_TEXT, Tokenizer
 from lm.data.tokenizer_training import train_bpe, train_char

@@ -28,8 +28,9 @@ from lm.data.tokenizer_training import train_char
 from lm.errors import RequestError, RunError
 from lm.evaluation.benchmark import TaskResult, core, evaluate
 from lm.evaluation.bits_per_byte import texts_bits_per_byte
+from lm.evaluation.metrics import TokenLoss
 from lm.evaluation.scoring import chosen_items, prompts
-from lm.evaluation.statistics import Interval, TokenLoss, centered, mean_interval, ratio_error, standard_error, wilson
+from lm.evaluation.statistics import Interval, centered, mean_interval, ratio_error, standard_error, wilson
 from lm.evaluation.tasks import SHIPPED, Task, read_tasks
 from lm.model.decoder import Decoder
 

@@ -5,7 +5,7 @@ import math
 import pytest
 import torch
 
-from lm.evaluation.statistics import TokenLoss, loss_metrics
+from lm.evaluation.metrics import TokenLoss, loss_metrics
 
 TOKEN_BYTES = torch.tensor([0, 1, 2, 5])
 
