@@ -16,7 +16,6 @@ from jsonargparse import ArgumentParser
 from jsonargparse.typing import register_type
 
 from lm.errors import RequestError
-from lm.system.other_names import CURES, OPTIONS, REMOVED
 from lm.system.units import Count, parse_count
 
 NEGATIVE = re.compile(r"-[\d.]+(e[+-]?\d+)?", re.IGNORECASE)
@@ -101,6 +100,8 @@ def build_options(options: type, caller: str, *args: Any, **given: Any) -> Any:
     """Make a dataclass of options from the arguments of a call; a count may be a string, as in a config."""
     kinds = {one.name: one.type for one in fields(options)}
     if unknown := [name for name in given if name not in kinds]:
+        from lm.system.other_names import REMOVED
+
         section = options.__name__.removesuffix("Config").lower()  # ModelConfig: `model`
         gone = {name: REMOVED.get(f"{section}.{name}", ("", ""))[1] for name in unknown}
         hints = {name: gone[name] or nearest_option(name, list(kinds)) for name in unknown}
@@ -249,6 +250,8 @@ def shorten(message: str, known: list[str]) -> str:
 
 def nearest_option(name: str, known: list[str]) -> str:
     """A hint for an option that does not exist: what to do instead, or the nearest name, or the options if few."""
+    from lm.system.other_names import CURES, OPTIONS, REMOVED
+
     name = name.replace("-", "_")
     last = name.rpartition(".")[2]
     if name in REMOVED:

@@ -10,7 +10,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
 from pathlib import Path
-from typing import Any, Literal, NamedTuple
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 import torch
 from lightning.pytorch import callbacks
@@ -19,17 +19,18 @@ from lightning.pytorch.callbacks import Callback
 from lm.data.config import DataConfig
 from lm.data.tokenizer import Tokenizer
 from lm.errors import RequestError
-from lm.kernels.linear import MULTIPLE
 from lm.model.build import kernels_missing
 from lm.model.config import DecoderConfig
 from lm.model.decoder import Decoder, Linear
 from lm.runs.checkpoint import KEPT, encode
 from lm.system.arguments import shown
-from lm.system.devices import Device
 from lm.system.process import under_torchrun
 from lm.training.config import EvaluationConfig, GroupConfig, ModelConfig, SamplesConfig, TrainerConfig
 from lm.training.precision import kept_in_bf16
 from lm.training.world import srun_world
+
+if TYPE_CHECKING:
+    from lm.system.devices import Device
 
 KERNELS_FROM, FP8_FROM = (8, 0), (8, 9)  # compute capability; the first is that of `model/fused`
 LEAVE_OUT = "leave it out"
@@ -62,7 +63,7 @@ class Known:
     """Known facts about a training; None: not known yet, and checks that need it are skipped."""
 
     devices: int | None = None  # number of devices over all nodes
-    device: Device | None = None  # one of the devices
+    device: "Device | None" = None  # one of the devices
     here: bool = False  # whether the device is in this machine
     tokenizer: Tokenizer | None = None
     has_validation: bool | None = None
@@ -205,6 +206,8 @@ def of_ranks(trainer: TrainerConfig, devices: int) -> Iterator[Finding]:
 
 def of_fp8(trainer: TrainerConfig, decoder: DecoderConfig, data: DataConfig, known: Known) -> Iterator[Finding]:
     """Devices and shapes that FP8 does not support, and patterns of `fp8_keep` that match nothing or everything."""
+    from lm.kernels.linear import MULTIPLE
+
     precision, device = trainer.precision, known.device
     if device is not None and (device.capability is None or device.capability < FP8_FROM):
         yield error(f"trainer.precision {precision} needs an NVIDIA GPU of compute capability 8.9 or later (Ada, "
@@ -237,12 +240,12 @@ def of_fp8(trainer: TrainerConfig, decoder: DecoderConfig, data: DataConfig, kno
             break  # the other blocks have the same
 
 
-def has_kernels(device: Device, kernels: str | bool) -> bool:
+def has_kernels(device: "Device", kernels: str | bool) -> bool:
     """Whether our kernels would run on a device; `kernels` is as in `model.kernels`."""
     return kernels not in ("off", False) and device.capability is not None and device.capability >= KERNELS_FROM
 
 
-def of_device(trainer: TrainerConfig, model: ModelConfig, device: Device) -> Iterator[Finding]:
+def of_device(trainer: TrainerConfig, model: ModelConfig, device: "Device") -> Iterator[Finding]:
     kernels, mode = has_kernels(device, model.kernels), model.activation_checkpointing
     if model.kernels in ("on", True) and not kernels:
         yield error(f"model.kernels on: {device.name} cannot run them", "set model.kernels auto")
