@@ -24,6 +24,7 @@ from lm.cli.request import Request, Sections, take_class_path
 from lm.data.config import is_prepared
 from lm.data.datamodule import DataModule
 from lm.errors import RequestError
+from lm.model.build import kernels_missing
 from lm.runs.resume import find_checkpoint, refuse_changed_config, repair_links
 from lm.runs.run import Run
 from lm.system.arguments import OneLineErrors
@@ -120,8 +121,6 @@ def stays_stopped(beginning: Beginning) -> bool:
 
 def with_available_hardware(request: Request) -> Request:
     """The request without kernels and FP8 that this machine lacks, to evaluate a run of another; logs the changes."""
-    from lm.model.fused import kernels_missing
-
     model, trainer, changes = request.model, request.trainer, {}
     cuda = trainer.accelerator in ("auto", "gpu", "cuda") and torch.cuda.is_available()
     device = torch.device("cuda" if cuda else "cpu")

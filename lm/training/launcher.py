@@ -17,7 +17,7 @@ from lightning.pytorch import Trainer
 
 from lm.errors import GuardStop, Interrupted, LmError, RequestError, RunError
 from lm.runs.run import how_to_resume
-from lm.system.process import PARENT, code_for_launcher, under_torchrun
+from lm.system.process import PARENT, arguments, code_for_launcher, under_torchrun
 from lm.training.lightning_patches import ScriptLauncher
 from lm.training.world import EXIT_WAIT
 
@@ -45,6 +45,19 @@ class Launcher(ScriptLauncher):
         self._trainer = trainer
         self.start_others()
         return self._lead(function, *args, **kwargs)
+
+    def start_others(self) -> None:
+        """Start the other processes of this node with this program's arguments, or those of `other_arguments`."""
+        place = self.cluster_environment
+        os.environ |= {
+            "MASTER_ADDR": place.main_address, "MASTER_PORT": str(place.main_port), "NODE_RANK": str(place.node_rank()),
+            "LOCAL_RANK": str(place.local_rank()), "WORLD_SIZE": str(self.num_processes * self.num_nodes),
+        }  # fmt: skip
+        module = sys.modules["__main__"].__spec__
+        start = ["-m", module.name] if module else [os.path.abspath(sys.argv[0])]
+        for rank in range(1, self.num_processes):
+            command = [sys.executable, *start, *arguments()]
+            self.procs.append(subprocess.Popen(command, env=os.environ | {"LOCAL_RANK": str(rank)}))
 
     def _follow(self, function: Callable, *args: Any, **kwargs: Any) -> Any:
         """Run `function` in a process that another one started; only rank zero reports what all ranks agreed on."""

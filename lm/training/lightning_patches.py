@@ -146,13 +146,10 @@ def wrap_methods(target: Any, names: Iterable[str], wrap: Callable[[str, Callabl
 
 
 class ScriptLauncher(_SubprocessScriptLauncher):
-    """Starts the other processes of a node with the command of this one; strategies take no other launcher."""
+    """Lightning's launcher of processes; strategies take no other."""
 
     def share_cores(self) -> None:
         _set_num_threads_if_needed(num_processes=self.num_processes)
-
-    def start_others(self) -> None:
-        self._call_children_scripts()
 
 
 class OwnLauncher:
