@@ -26,7 +26,8 @@ MISSING = (
         "throughput_floor",
     )),
     "lm.training.alerts", "lm.training.out_of_memory", "lm.training.plain_run_state", "lm.runs.expectations",
-    "lm.runs.postmortem", "lm.data.rare",
+    "lm.runs.postmortem", "lm.data.rare", "lm.training.launcher", "lm.training.distributed",
+    "lm.training.optimizer_by_class", "lm.training.muon",
 )  # fmt: skip
 PROGRAM = f"""
 import sys

@@ -4,7 +4,6 @@ from collections.abc import Callable
 
 from lm.kernels.torch_private import compiled_graphs
 from lm.model.build import Built
-from lm.model.fused import is_fused
 from lm.system.units import format_count, plural
 from lm.training.callbacks.guards import Guard
 from lm.training.config import ThroughputConfig
@@ -86,7 +85,7 @@ def slow_kernels(built: Built, device: str, precision: str) -> list[str]:
                      "fp16, and heads of at most 256")  # fmt: skip
     elif precision == "32-true":
         found.append(f"attention is not by flash ({built.attention}): precision 32-true rules it out")
-    if not is_fused(built.decoder):
+    if not built.fused:
         found.append(f"kernels are {built.kernels}")
     return found
 
