@@ -97,6 +97,68 @@ def test_no_cycles():
     assert graph == {}
 
 
+# ---- what a command imports -----------------------------------------------------------------------------------------
+
+# Command -> the modules that run it, and the most lines of ours that they may import as they are imported.
+COMMANDS = {
+    "fit": (["lm.cli.request", "lm.cli.fit"], 13_000),
+    "generate": (["lm.cli.request", "lm.cli.generate"], 8_500),
+    "monitor": (["lm.cli.monitor"], 4_000),
+}
+LEAVES = {  # what only an option, a device or another command asks for
+    "lm.training.callbacks": "alerts budget call_thread evaluation events histograms postmortem predictions samples "
+                             "throughput_floor",
+    "lm.training": "alerts budget distributed launcher muon optimizer_by_class optimizer_rules out_of_memory "
+                   "plain_run_state",
+    "lm.evaluation": "benchmark public_tasks scoring tasks",
+    "lm.data": "cache encode mixture packing prepare rare reshuffle text_files",
+    "lm.model": "compile custom fused low_precision memory",
+    "lm.runs": "expectations facts history postmortem registry",
+    "lm.system": "hub remote",
+    "lm.cli": "charts hours ladder ladder_report measure plan plan_facts report.run scale scale_hours",
+}  # fmt: skip
+
+
+def imported_with(*modules: str) -> set[str]:
+    """The modules of lm that are imported as soon as these are: not those of functions, nor for types alone."""
+    found: set[str] = set()
+    waiting = list(modules)
+    while waiting:
+        module = waiting.pop()
+        if module in found:
+            continue
+        found.add(module)
+        nodes = list(ast.parse(FILES[module].read_text()).body)
+        names = {module.rpartition(".")[0]}
+        while nodes:
+            node = nodes.pop()
+            if isinstance(node, ast.Import):
+                names |= {alias.name for alias in node.names}
+            elif isinstance(node, ast.ImportFrom):
+                names |= {node.module or "", *(f"{node.module}.{alias.name}" for alias in node.names)}
+            elif not isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef) and not (
+                isinstance(node, ast.If) and "TYPE_CHECKING" in ast.unparse(node.test)
+            ):
+                nodes += ast.iter_child_nodes(node)
+        waiting += names & FILES.keys()
+    return found
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_a_command_imports_what_it_uses(command):
+    modules, most = COMMANDS[command]
+    lines = {
+        name: FILES[name].read_text().count("\n") for name in imported_with("lm.__main__", "lm.cli.command", *modules)
+    }
+    assert sum(lines.values()) <= most, sorted(lines.items(), key=lambda item: -item[1])
+
+
+def test_no_core_file_imports_a_leaf():
+    leaves = {f"{room}.{name}" for room, names in LEAVES.items() for name in names.split()}
+    assert leaves <= FILES.keys()
+    assert imported_with("lm.__main__", "lm.cli.command", *COMMANDS["fit"][0]) & leaves == set()
+
+
 def test_the_model_knows_nothing_of_lightning():
     assert [name for name, path in FILES.items() if room(name) == "model" and "lightning" in path.read_text()] == []
 

@@ -16,7 +16,6 @@ from lm.cli.options import PlanOptions
 from lm.cli.request import Sections
 from lm.data.config import LEARNED, DataConfig, SourceConfig, is_prepared
 from lm.data.datamodule import DataModule
-from lm.data.mixture import counts_of, phases_of
 from lm.data.tokenizer import Tokenizer
 from lm.errors import LmError, RequestError, first_line, require_at_least
 from lm.model.config import DecoderConfig
@@ -26,10 +25,7 @@ from lm.runs.run import Run
 from lm.system.devices import Device, assumed_speed, find_device
 from lm.system.files import DiskSpace, disk_space, is_remote, nonnegative, parse_json
 from lm.system.process import program
-from lm.system.remote import NoAnswer, Unreachable, call_within
 from lm.system.units import format_bytes, format_count, format_figure, parse_bytes, plural
-from lm.training.budget import read_budget_file
-from lm.training.callbacks.evaluation import read_evaluation_tasks
 from lm.training.checks import Finding, Known, find, has_kernels, of_accelerator
 from lm.training.config import BudgetConfig, EvaluationConfig, OptimizerConfig
 from lm.training.module import training_class
@@ -109,12 +105,23 @@ def open_data(
 ) -> tuple[dict[str, Any], Tokenizer | None]:
     """Call `data_facts`; errors, or no answer of an object store in `NETWORK_SECONDS`, become findings in `noted`."""
     data, document_mask = config.data, config.model.document_mask
-    remote = remote_sources(data) if opened is None else []
     try:
-        if not remote:
-            return data_facts(data, opened, document_mask)
-        logging.getLogger("lm.system.remote").setLevel(logging.ERROR)  # the page says what failed
-        brief = replace(data, timeout=min(data.timeout, 2 * NETWORK_SECONDS))  # reads may take half
+        if opened is None and (remote := remote_sources(data)):
+            return _open_remote(data, document_mask, remote, noted)
+        return data_facts(data, opened, document_mask)
+    except (LmError, OSError) as error:
+        noted.append(Finding("error", str(error), ""))
+        return {"unknown": True}, None
+
+
+def _open_remote(
+    data: DataConfig, document_mask: bool, remote: list[str], noted: list[Finding]
+) -> tuple[dict[str, Any], Tokenizer | None]:
+    from lm.system.remote import NoAnswer, Unreachable, call_within
+
+    logging.getLogger("lm.system.remote").setLevel(logging.ERROR)  # the page says what failed
+    brief = replace(data, timeout=min(data.timeout, 2 * NETWORK_SECONDS))  # reads may take half
+    try:
         return call_within(NETWORK_SECONDS, lambda: data_facts(brief, None, document_mask))
     except (NoAnswer, Unreachable) as error:
         why = first_line(error.__cause__ if isinstance(error, Unreachable) else error)
@@ -122,9 +129,6 @@ def open_data(
                              f"since the store does not answer in {NETWORK_SECONDS:g} s: {why}",
                              "check the network and the credentials, and plan again"))  # fmt: skip
         return {"unknown": True}, find_tokenizer(data)  # which was read before
-    except (LmError, OSError) as error:
-        noted.append(Finding("error", str(error), ""))
-        return {"unknown": True}, None
 
 
 def of_data(data: dict[str, Any], steps: dict[str, Any], config: Sections) -> Iterator[Finding]:
@@ -164,6 +168,10 @@ def _of_source(source: SourceConfig, windows: int, steps: dict[str, Any]) -> Ite
 
 
 def of_tasks(evaluation: EvaluationConfig) -> Iterator[Finding]:
+    if not evaluation.tasks:
+        return
+    from lm.training.callbacks.evaluation import read_evaluation_tasks
+
     try:
         read_evaluation_tasks(evaluation)
     except RequestError as error:
@@ -198,6 +206,8 @@ def step_facts(steps: Steps, config: Sections, data: dict[str, Any]) -> dict[str
         windows = data["train"]["windows"]
         facts["epochs"] = steps.samples(steps.max_steps) / windows
     if data.get("sources"):
+        from lm.data.mixture import counts_of, phases_of
+
         samples = counts_of(phases_of(config.data.sources, config.data.phases or [], steps.seq_len),
                             steps.samples(steps.max_steps))  # fmt: skip
         facts["sources"] = {
@@ -553,7 +563,11 @@ def examine(
 
 def _read_rate(config: Sections, wanted: PlanOptions, noted: list[Finding]) -> tuple[dict[str, Any], float | None]:
     """The content of `guards.budget.file`, and the price of an hour in US dollars; findings are added to `noted`."""
-    budget, file, rate = config.guards.budget, {}, None
+    budget, file, rate = config.guards.budget, {}, wanted.rate_usd_per_hr
+    if not budget.wanted:
+        return file, rate
+    from lm.training.budget import read_budget_file
+
     try:
         file = read_budget_file(budget)
         rate = nonnegative(file.get("rate_usd_per_hr")) or budget.rate_usd_per_hr or wanted.rate_usd_per_hr
