@@ -13,7 +13,8 @@ from typing import TYPE_CHECKING, Any, NoReturn
 if TYPE_CHECKING:
     import torch
 
-    from lm.cli.functions import Trainer, evaluate, fit, generate, prepare
+    from lm.cli.functions import evaluate, fit, generate, prepare
+    from lm.cli.trainer import Trainer
     from lm.data.datamodule import DataModule
     from lm.inference.generation import Sampling
     from lm.inference.pretrained import Pretrained
@@ -26,7 +27,7 @@ if TYPE_CHECKING:
 # name -> the module that has it, which is imported when it is asked for
 ELSEWHERE = {
     "fit": "lm.cli.functions", "prepare": "lm.cli.functions", "evaluate": "lm.cli.functions",
-    "generate": "lm.cli.functions", "Trainer": "lm.cli.functions", "DataModule": "lm.data.datamodule",
+    "generate": "lm.cli.functions", "Trainer": "lm.cli.trainer", "DataModule": "lm.data.datamodule",
     "Sampling": "lm.inference.generation", "DecoderConfig": "lm.model.config", "Callback": "lm.training.callback",
     "LanguageModule": "lm.training.module", "OptimizerConfig": "lm.training.config",
     "ScheduleConfig": "lm.training.config",

@@ -63,6 +63,10 @@ def fit(request: Request[FitOptions], callbacks: Sequence[Callback] = (), news: 
         request, arguments = with_length(request)
         with other_arguments(arguments):
             return fit(request, callbacks, news)
+    if request.guards.budget.file:
+        from lm.training.budget import read_budget_file
+
+        read_budget_file(request.guards.budget)  # a cap that cannot be counted is refused, with `force` too
     beginning = find_beginning(request)
     if beginning.run:
         request = replace(request, name=beginning.run.name)
