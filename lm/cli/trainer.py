@@ -88,6 +88,8 @@ class Trainer(BareTrainer):
 
     def _config(self, model: LanguageModule, data: DataModule) -> dict[str, Any]:
         """What this training was made with, as a config of `lm fit` has it, without callbacks and loggers: objects."""
+        from lm.model.custom import plain_arguments
+
 
         trainer = asdict(replace(self.options, callbacks=None, logger=None))
         options = asdict(model.options) | plain_arguments(type(model), model.hparams)
