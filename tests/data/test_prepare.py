@@ -21,7 +21,7 @@ from trainings import PLACES, processes_of
 
 from lm.cli.data import describe_folder, inspect
 from lm.data import encode, prepare
-from lm.data import parquet as writer
+from lm.data import shard_writer as writer
 from lm.data.config import PrepareOptions
 from lm.data.encode import split_hash
 from lm.data.shard_writer import ShardWriter
