@@ -90,7 +90,6 @@ class Trainer(BareTrainer):
         """What this training was made with, as a config of `lm fit` has it, without callbacks and loggers: objects."""
         from lm.model.custom import plain_arguments
 
-
         trainer = asdict(replace(self.options, callbacks=None, logger=None))
         options = asdict(model.options) | plain_arguments(type(model), model.hparams)
         sections = {name: asdict(section) for name, section in self._sections.items()}
