@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from lm.cli.fit import fit
-from lm.cli.request import make, override, split_overrides
+from lm.cli.request import make_request, override, split_overrides
 from lm.data.mixture import continued_mixture
 from lm.errors import RequestError, require_at_least
 from lm.runs.checkpoint import find_damage, read_document, read_progress
@@ -80,7 +80,7 @@ def main(arguments: list[str]) -> None:
     branch(call(BranchOptions, own, "lm branch"), overrides)
 
 
-def branch(options: BranchOptions, overrides: list[tuple[str, str | None]]) -> None:
+def branch(options: BranchOptions, overrides: list[tuple[str, Any]]) -> None:
     """Make the run, with options of a training as they are typed, and train it."""
     if (under_torchrun() or under_srun()) and not options.make_only:
         raise RequestError("every process would make a run: give --make_only to one process, and train it then with "
@@ -116,19 +116,19 @@ def branch(options: BranchOptions, overrides: list[tuple[str, str | None]]) -> N
     run = Run.create(run.name, root)
     try:
         pin_checkpoint(checkpoint, run.path / checkpoint.name, before["data"]["seq_len"], after["data"]["seq_len"])
-        request = make("fit", {**after, "run": run.name, "ckpt_path": "auto"})
+        request = make_request("fit", {**after, "run": run.name, "ckpt_path": "auto"})
         run.config.write_text(request.text, encoding="utf-8")  # with its name: enough to resume it
         origin = {"run": trunk.name, "path": str(trunk.path.resolve()), "step": step, "changes": changes}
         run.describe(id=run.name, name=run.name, status="interrupted", step=step, branch=origin,
                      turn=Run.next_start(root))  # fmt: skip
-        news = [f"run {run.path} begins at step {step} of {trunk.path}",
+        messages = [f"run {run.path} begins at step {step} of {trunk.path}",
                 *(f"changed: {key}: {old} -> {new}" for key, (old, new) in changes.items())]  # fmt: skip
         if options.make_only:
-            log.info("%s", "\n".join(news))
+            log.info("%s", "\n".join(messages))
             print(run.resume_command())
             return
         with other_arguments(["fit", f"--config={run.config}", f"--run={run.name}", "--ckpt_path=auto"]):
-            fit(request, news=news)
+            fit(request, messages=messages)
     except RequestError:
         if not (run.path / "metrics.jsonl").exists():  # it has not begun, and the name is free again
             run.release()

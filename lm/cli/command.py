@@ -19,62 +19,67 @@ from lm.system.stop_signals import STOP
 
 
 class Command(NamedTuple):
-    """A command and what runs it.
+    """A command and the function that runs it.
 
-    A `light` function imports no PyTorch. A `training` function takes a `Request`. A `model` function has parameters of
-    its own, and so has `overriding`, which also takes options of a training, as a command line.
+    `kind` says what the function takes, and whether its file may import PyTorch, which takes seconds:
+    "no_torch": arguments of its own, such as `lm runs ls --json`, and no PyTorch.
+    "torch": arguments of its own, such as `lm generate --prompt Hello`.
+    "request": a `Request`, made of a config and options that override it, such as `lm fit --config tiny.yaml`.
+    "overrides": the command line itself: arguments of its own and options that override a run's config, as `lm branch`.
     """
 
     name: str
     target: str  # "module of this folder:function"
-    kind: Literal["light", "model", "overriding", "training"]
+    kind: Literal["no_torch", "torch", "request", "overrides"]
     help: str
 
 
-# A target is no function that `lm` has, such as `lm.generate`: jsonargparse would look whether it is the same, and so
-# import PyTorch before it reads what was typed.
+# No target has the name of a function that `lm` exports, such as `lm.generate`: jsonargparse compares a function with
+# the exported one of its name, which would import PyTorch first. So several are named `main`.
 TABLE = (
-    Command("fit", "fit:fit", "training", "train a model from a config, or resume a run"),
-    Command("branch", "branch:main", "overriding", "a new run from a checkpoint of another: a decay, other data"),
-    Command("validate", "fit:evaluate", "training",
+    Command("fit", "fit:fit", "request", "train a model from a config, or resume a run"),
+    Command("branch", "branch:main", "overrides", "a new run from a checkpoint of another: a decay, other data"),
+    Command("validate", "fit:validate_or_predict", "request",
             "loss, perplexity and bits per byte of a checkpoint on the validation data"),
-    Command("test", "fit:evaluate", "training", "the same on all of the test data"),
-    Command("predict", "fit:evaluate", "training", "per-token log-probabilities of texts, to Parquet"),
-    Command("plan", "plan:plan", "training", "what a config means before it is run, and what is wrong with it"),
-    Command("scale", "scale_command:scale", "light",
+    Command("test", "fit:validate_or_predict", "request", "the same on all of the test data"),
+    Command("predict", "fit:validate_or_predict", "request", "per-token log-probabilities of texts, to Parquet"),
+    Command("plan", "plan:plan", "request", "what a config means before it is run, and what is wrong with it"),
+    Command("scale", "scale_command:scale", "no_torch",
             "a whole config from a depth or from hours, by published scaling rules"),
-    Command("ladder", "ladder:main", "overriding",
+    Command("ladder", "ladder:main", "overrides",
             "train small models of several sizes, and predict the loss of a large one"),
-    Command("data prepare", "data:main_prepare", "light", "tokenize texts into Parquet shards"),
-    Command("data inspect", "data:inspect", "light", "what a data folder holds"),
-    Command("data show", "data:show", "light", "the texts that a run saw at a step"),
-    Command("generate", "generate:main", "model", "what a checkpoint writes after prompts; interactive without any"),
-    Command("evaluate", "evaluate:main", "model",
+    Command("data prepare", "data:main_prepare", "no_torch", "tokenize texts into Parquet shards"),
+    Command("data inspect", "data:inspect", "no_torch", "what a data folder holds"),
+    Command("data show", "data:show", "no_torch", "the texts that a run saw at a step"),
+    Command("generate", "generate:main", "torch", "what a checkpoint writes after prompts; interactive without any"),
+    Command("evaluate", "evaluate:main", "torch",
             "tasks and bits per byte of a checkpoint, with confidence intervals"),
-    Command("export", "convert:export", "model", "a Hugging Face folder with a model card, reloaded and compared"),
-    Command("import", "convert:import_model", "model",
+    Command("export", "convert:export", "torch", "a Hugging Face folder with a model card, reloaded and compared"),
+    Command("import", "convert:import_model", "torch",
             "a Hugging Face model as a checkpoint that a training starts from"),
-    Command("profile", "measure:profile", "training", "where the time of a training step goes, by part; a trace"),
-    Command("runs ls", "runs:ls", "light", "every run: its status, step, losses, tokens a second and age"),
-    Command("runs show", "runs_show:show", "light", "one run on a page: progress, losses, model, checkpoints, machine"),
-    Command("runs check", "runs:check", "light", "whether a run ended as its config expects, also as exit code"),
-    Command("runs compare", "runs_compare:compare", "light",
+    Command("profile", "measure:profile", "request", "where the time of a training step goes, by part; a trace"),
+    Command("runs ls", "runs:ls", "no_torch", "every run: its status, step, losses, tokens a second and age"),
+    Command("runs show", "runs_show:show", "no_torch",
+            "one run on a page: progress, losses, model, checkpoints, machine"),
+    Command("runs check", "runs:check", "no_torch", "whether a run ended as its config expects, also as exit code"),
+    Command("runs compare", "runs_compare:compare", "no_torch",
             "curves of runs in one chart, and the settings they differ in"),
-    Command("runs export", "runs_compare:export", "light",
+    Command("runs export", "runs_compare:export", "no_torch",
             "a run for others: metrics, pictures, weights; or one HTML page"),
-    Command("runs rebuild", "runs:rebuild", "light", "rebuild the registry of runs from the run folders"),
-    Command("monitor", "monitor:monitor", "light", "watch runs live in the terminal, or print their state as JSON"),
-    Command("doctor", "doctor:doctor", "model", "whether this machine can train: GPU, kernels, disk, each with a cure"),
-    Command("bench step", "measure:bench_step", "training", "time of a training step, and what a checkpoint costs"),
+    Command("runs rebuild", "runs:rebuild", "no_torch", "rebuild the registry of runs from the run folders"),
+    Command("monitor", "monitor:monitor", "no_torch", "watch runs live in the terminal, or print their state as JSON"),
+    Command("doctor", "doctor:doctor", "torch", "whether this machine can train: GPU, kernels, disk, each with a cure"),
+    Command("bench step", "measure:bench_step", "request", "time of a training step, and what a checkpoint costs"),
 )  # fmt: skip
+TRAINING = ("fit", "branch", "ladder")  # a signal ends these with a checkpoint
 COMMANDS = {command.name: command for command in TABLE}
 # Names that people may try -> the command.
-OTHER_NAMES = {name.split()[-1]: name for name in COMMANDS} | {
+ALIASES = {name.split()[-1]: name for name in COMMANDS} | {
     "train": "fit", "pretrain": "fit", "resume": "fit --ckpt_path auto --run", "finetune": "branch", "eval": "evaluate",
     "sample": "generate", "chat": "generate", "list": "runs ls",
 }  # fmt: skip
 # What a value without an option is meant for.
-MEANT = {
+POSITIONAL_HINTS = {
     "generate": "--prompt {value}", "data prepare": "--input {value} --output data/{name}",
     "data show": "--run {value}", "evaluate": "--run {value}", "export": "--run {value}",
     "import": "--input {value} --output models/{name}", "scale": "--depth {value}",
@@ -92,7 +97,9 @@ Every command takes --debug, which shows where an error came from.
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Run what stands after `lm`: 0 finished, 1 failed, 2 a wrong request, 3 stopped by a guard, 75 interrupted."""
+    """Run what stands after `lm`: 0 finished, 1 failed, 2 a wrong request, 3 stopped by a guard, 75 interrupted,
+    130 interrupted where there is nothing to resume.
+    """
     debug = "--debug" in arguments
     arguments = [argument for argument in arguments if argument != "--debug"]
     if arguments[:1] == ["help"]:  # `lm help fit`
@@ -128,42 +135,44 @@ def main(arguments: Sequence[str]) -> int:
         if isinstance(error, OSError) and error.filename and error.strerror:  # such as no space left
             _print_error(f"lm {name}: {error.filename}: {error.strerror}")
             return 1
-        _print_error(f"lm {name}: {type(error).__name__}: {error} ({_place(error)}; --debug shows the traceback)")
+        _print_error(
+            f"lm {name}: {type(error).__name__}: {error} ({_error_location(error)}; --debug shows the traceback)"
+        )
         return 1
 
 
 def _run(command: Command, arguments: list[str]) -> int:
     """Read the arguments of a command, then import what runs it, which may take seconds, and call it."""
     import_from_working_directory()
-    if command.name in ("fit", "branch", "ladder"):
+    if command.name in TRAINING:
         STOP.catch()  # a signal that comes while PyTorch is imported ends the command too
-    if command.kind == "training":
+    if command.kind == "request":
         from lm.cli import options, request
 
-        if asked := next((flag for flag in ("-h", "--help") if flag in arguments), None):
-            group = [value for value in arguments[arguments.index(asked) + 1 :][:1] if not value.startswith("-")]
+        if help_flag := next((flag for flag in ("-h", "--help") if flag in arguments), None):
+            group = [value for value in arguments[arguments.index(help_flag) + 1 :][:1] if not value.startswith("-")]
             options.print_options(command.name, command.help, *group)
             return 0
-        asked = request.read(command.name, arguments)
+        made = request.read(command.name, arguments)
         if "--print_config" in arguments:
-            print(request.to_yaml(asked.settings), end="")
+            print(request.to_yaml(made.settings), end="")
             return 0
-        _load(command)(asked)
+        _load(command)(made)
         return 0
-    if command.kind != "light":
-        from lm.cli.request import require_run
+    if command.kind != "no_torch":
+        from lm.cli.request import check_run_exists
 
-        require_run(command.name, arguments)
-    if command.kind == "overriding":
+        check_run_exists(command.name, arguments)
+    if command.kind == "overrides":
         _load(command)(arguments)
         return 0
     from lm.system.arguments import call
 
-    return call(_load(command), arguments, f"lm {command.name}", MEANT.get(command.name)) or 0
+    return call(_load(command), arguments, f"lm {command.name}", POSITIONAL_HINTS.get(command.name)) or 0
 
 
 def _load(command: Command) -> Callable[..., Any]:
-    if command.kind != "light" and "torch" not in sys.modules and sys.stderr.isatty():
+    if command.kind != "no_torch" and "torch" not in sys.modules and sys.stderr.isatty():
         print("loading PyTorch", file=sys.stderr)
     module, _, function = command.target.partition(":")
     return getattr(import_module(f"lm.cli.{module}"), function)
@@ -172,14 +181,14 @@ def _load(command: Command) -> Callable[..., Any]:
 # ---- errors ----------------------------------------------------------------------------------------------------------
 
 
-def _place(error: Exception) -> str:
+def _error_location(error: Exception) -> str:
     """The innermost line of this project or of a user's file where an exception was: `lm/data/loader.py, line 120`."""
     root, libraries = Path(__file__).parents[2], [sysconfig.get_path(name) for name in ("stdlib", "purelib")]
-    own = [frame for frame in traceback.extract_tb(error.__traceback__)
+    frames = [frame for frame in traceback.extract_tb(error.__traceback__)
            if Path(frame.filename).is_relative_to(root / "lm")
            or not any(Path(frame.filename).is_relative_to(library) for library in libraries)]  # fmt: skip
-    file = Path(own[-1].filename)
-    return f"{file.relative_to(root) if file.is_relative_to(root) else file}, line {own[-1].lineno}"
+    file = Path(frames[-1].filename)
+    return f"{file.relative_to(root) if file.is_relative_to(root) else file}, line {frames[-1].lineno}"
 
 
 def _print_error(message: str) -> None:
@@ -199,10 +208,10 @@ def _unknown_command(arguments: list[str]) -> str:
     """The message for a command that does not exist, with what was meant."""
     from lm.system.other_names import REMOVED_COMMANDS
 
-    for place in range(len(arguments) if arguments[0].startswith("-") else 0):
-        if command := _command(arguments[place:]):
+    for start in range(len(arguments) if arguments[0].startswith("-") else 0):
+        if command := _command(arguments[start:]):
             words = command.name.split()
-            typed = shlex.join([*words, *arguments[:place], *arguments[place + len(words) :]])
+            typed = shlex.join([*words, *arguments[:start], *arguments[start + len(words) :]])
             return f"the command comes before its options: `lm {typed}`"
     if arguments[0] in ("-c", "--config"):
         return f"the command comes first: `lm {shlex.join(['fit', *arguments])}`"
@@ -212,9 +221,9 @@ def _unknown_command(arguments: list[str]) -> str:
     two = get_close_matches(" ".join(arguments[:2]), [name for name in COMMANDS if " " in name], 1, cutoff=0.8)
     if family and not two:
         return f"give one of: {', '.join('lm ' + name for name in family)}"
-    close = two or get_close_matches(arguments[0], {*COMMANDS, *OTHER_NAMES}, 1)
+    close = two or get_close_matches(arguments[0], {*COMMANDS, *ALIASES}, 1)
     typed, rest = arguments[: 1 + len(two)], arguments[1 + len(two) :]
     if not close:
         return f"no command {typed[0]!r}; lm --help lists them"
-    meant = shlex.join([*OTHER_NAMES.get(close[0], close[0]).split(), *rest])
+    meant = shlex.join([*ALIASES.get(close[0], close[0]).split(), *rest])
     return f"no command {' '.join(typed)!r}; did you mean `lm {meant}`?"

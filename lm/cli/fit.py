@@ -9,7 +9,7 @@ import sys
 import time
 import warnings
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -20,17 +20,18 @@ from lightning.pytorch.cli import LightningArgumentParser, LightningCLI
 from lightning.pytorch.loggers import Logger
 
 from lm.cli.options import SEED, FitOptions, PlanOptions
-from lm.cli.request import Request, Sections, take_class_path
+from lm.cli.request import Request, Sections, allow_class_path
 from lm.data.config import is_prepared
 from lm.data.datamodule import DataModule
 from lm.errors import RequestError
 from lm.model.build import kernels_missing
+from lm.runs.config_diff import describe_changes
 from lm.runs.resume import find_checkpoint, refuse_changed_config, repair_links
 from lm.runs.run import Run
 from lm.system.arguments import OneLineErrors
 from lm.system.hardware import has_fp8
 from lm.system.process import other_arguments
-from lm.training.callback import Callback as TypedCallback
+from lm.training.callback import Callback as LmCallback
 from lm.training.callbacks.run_folder import RunFolder
 from lm.training.callbacks.standard import standard_callbacks
 from lm.training.callbacks.summary import Summary
@@ -42,104 +43,99 @@ from lm.training.world import EXIT_WAIT
 log = logging.getLogger(__name__)
 
 
-@dataclass(frozen=True)
-class Beginning:
-    """Where a command begins: the checkpoint and the run that are meant, None if there are none."""
-
-    checkpoint: Path | None
-    run: Run | None  # that is resumed, or that the checkpoint is of
-    changed: dict[str, list[Any]] = field(default_factory=dict)  # settings that differ from the run's: [before, now]
-
-
-def fit(request: Request[FitOptions], callbacks: Sequence[Callback] = (), news: Sequence[str] = ()) -> Run | None:
-    """Train as a request says, and return the run; `news` are lines to log first.
+def fit(request: Request[FitOptions], callbacks: Sequence[Callback] = (), messages: Sequence[str] = ()) -> Run | None:
+    """Train as a request says, and return the run; `messages` are lines to log first.
 
     `callbacks` are those of the caller, beside those of the config.
     """
     quiet_lightning()
     if request.options.hours is not None:
-        from lm.cli.hours import with_length
+        from lm.cli.hours import with_measured_length
 
-        request, arguments = with_length(request)
+        request, arguments = with_measured_length(request)
         with other_arguments(arguments):
-            return fit(request, callbacks, news)
+            return fit(request, callbacks, messages)
     if request.guards.budget.file:
         from lm.training.budget import read_budget_file
 
         read_budget_file(request.guards.budget)  # a cap that cannot be counted is refused, with `force` too
-    beginning = find_beginning(request)
-    if beginning.run:
-        request = replace(request, name=beginning.run.name)
-    if beginning.run and beginning.checkpoint:
-        changed = refuse_changed_config(beginning.run, request.settings, request.choice.force)
-        beginning = replace(beginning, changed=changed)
-        if stays_stopped(beginning):
+    checkpoint, run = find_start(request)
+    changed: dict[str, list[Any]] = {}
+    if run:
+        request = replace(request, run_name=run.name)
+    if run and checkpoint:
+        changed = refuse_changed_config(run, request.settings, request.choice.force)
+        if stays_stopped(run, changed):
             log.info("the run has finished: it was stopped early; change trainer.early_stopping, or the callback in "
                      "trainer.callbacks that stopped it, to continue it")  # fmt: skip
-            return beginning.run
-    return run_command(request, beginning, callbacks, news).trainer.run or beginning.run
+            return run
+    messages = [*messages, *describe_changes(changed)]
+    return run_command(request, checkpoint, run, callbacks, messages).trainer.run or run
 
 
-def evaluate(request: Request) -> None:
+def validate_or_predict(request: Request) -> None:
     """Run `validate`, `test` or `predict` on a checkpoint, with what this machine has."""
     quiet_lightning()
     if request.command == "predict" and not request.data.texts:
         raise RequestError("nothing to predict on: give text files, JSONL or Parquet with --data.texts")
-    beginning = find_beginning(request)
-    log.info("run %s, checkpoint %s", beginning.run.name if beginning.run else "none", beginning.checkpoint)
+    checkpoint, run = find_start(request)
+    log.info("run %s, checkpoint %s", run.name if run else "none", checkpoint)
     request = with_available_hardware(request)
     if request.command == "predict":
-        request = request.changed({"trainer.devices": 1, "trainer.num_nodes": 1})
-    run_command(request, beginning)
+        request = request.with_values({"trainer.devices": 1, "trainer.num_nodes": 1})
+    run_command(request, checkpoint, run)
 
 
 def run_command(
-    request: Request, beginning: Beginning, callbacks: Sequence[Callback] = (), news: Sequence[str] = ()
-) -> "TrainingCLI":
+    request: Request, checkpoint: Path | None, run: Run | None, callbacks: Sequence[Callback] = (),
+    messages: Sequence[str] = (),
+) -> "TrainingCLI":  # fmt: skip
     """Run the command of a request with all callbacks, and then the program of `on_event`, with the run's lock free."""
     choice = request.choice
-    run_folder = RunFolder(beginning.run, request.name, request.text, choice.force, auto=choice.ckpt_path == "auto",
-                           options=request.notes)  # fmt: skip
-    checks = StartChecks(request.of_callbacks())
-    checks.resume(beginning.run, choice.force, beginning.changed, news)
-    standard = standard_callbacks(request.trainer, run_folder, request.of_callbacks())
+    run_folder = RunFolder(
+        run, request.run_name, request.text, choice.force, auto=choice.ckpt_path == "auto", options=request.run_options
+    )
+    checks = StartChecks(request.for_callbacks())
+    checks.set_run(run, choice.force, messages)
+    standard = standard_callbacks(request.trainer, run_folder, request.for_callbacks())
     try:
-        return TrainingCLI(request, beginning, [*callbacks, *standard, Summary(), checks])
+        return TrainingCLI(request, checkpoint, run, [*callbacks, *standard, Summary(), checks])
     finally:
         run_folder.announce_end()
 
 
-def find_beginning(request: Request) -> Beginning:
-    return Beginning(*find_checkpoint(
-        request.choice.ckpt_path, request.name, request.trainer.default_root_dir,
-        named=request.choice.run is not None, command=request.command,
-    ))  # fmt: skip
+def find_start(request: Request) -> tuple[Path | None, Run | None]:
+    """The checkpoint that a request begins from, and the run that it is of or that goes on; None if there is none."""
+    choice, root = request.choice, request.trainer.default_root_dir
+    return find_checkpoint(
+        choice.ckpt_path, request.run_name, root, named=choice.run is not None, command=request.command
+    )
 
 
-def stays_stopped(beginning: Beginning) -> bool:
-    """Whether the run was stopped early, and nothing that stopped it has changed."""
-    early = beginning.run is not None and beginning.run.read("run.json").get("reason") == "early stopping"
+def stays_stopped(run: Run, changed: Mapping[str, Any]) -> bool:
+    """Whether a run was stopped early, and nothing that stopped it has changed."""
     stoppers = ("trainer.early_stopping", "trainer.callbacks")
-    return early and not any(key.startswith(stoppers) for key in beginning.changed)
+    early = run.read("run.json").get("reason") == "early stopping"
+    return early and not any(key.startswith(stoppers) for key in changed)
 
 
 def with_available_hardware(request: Request) -> Request:
     """The request without kernels and FP8 that this machine lacks, to evaluate a run of another; logs the changes."""
-    model, trainer, changes = request.model, request.trainer, {}
+    model, trainer = request.model, request.trainer
     cuda = trainer.accelerator in ("auto", "gpu", "cuda") and torch.cuda.is_available()
     device = torch.device("cuda" if cuda else "cpu")
-    if model.kernels == "on" and (missing := kernels_missing(device)):
-        changes["model.kernels"] = ("auto", f" ({missing})")
+    missing = kernels_missing(device)
+    changes: dict[str, Any] = {}
+    if model.kernels == "on" and missing:
+        changes["model.kernels"] = "auto"
     if model.attention != "auto" and not cuda:
-        changes["model.attention"] = ("auto", "")
-    if trainer.precision.startswith("fp8") and (not has_fp8(device) or kernels_missing(device)):
-        changes["trainer.precision"] = ("bf16-mixed", "")
-    if not changes:
-        return request
-    before = {"model.kernels": "on", "model.attention": model.attention, "trainer.precision": trainer.precision}
-    log.info("evaluated with what this machine has: %s",
-             ", ".join(f"{name} {before[name]} -> {value}{why}" for name, (value, why) in changes.items()))  # fmt: skip
-    return request.changed({name: value for name, (value, _) in changes.items()} | {"trainer.fp8_keep": None})
+        changes["model.attention"] = "auto"
+    if trainer.precision.startswith("fp8") and (missing or not has_fp8(device)):
+        changes |= {"trainer.precision": "bf16-mixed", "trainer.fp8_keep": None}
+    if changes:
+        log.info("evaluated with what this machine has (%s): %s", missing or "no FP8",
+                 ", ".join(f"{name} {value}" for name, value in changes.items() if value))  # fmt: skip
+    return request.with_values(changes) if changes else request
 
 
 # ---- LightningCLI ----------------------------------------------------------------------------------------------------
@@ -150,7 +146,7 @@ class TrainingParser(OneLineErrors, LightningArgumentParser):
 
     def add_class_arguments(self, *args: Any, **kwargs: Any) -> list[str]:
         added = super().add_class_arguments(*args, **kwargs)
-        take_class_path(self)
+        allow_class_path(self)
         return added
 
     def instantiate_classes(self, *args: Any, **kwargs: Any) -> Any:
@@ -177,10 +173,10 @@ class TrainingParser(OneLineErrors, LightningArgumentParser):
 class TrainingCLI(LightningCLI):
     """LightningCLI, which makes Trainer, model and data of a request's settings, and runs its command on them."""
 
-    def __init__(self, request: Request, beginning: Beginning, callbacks: list[Callback]) -> None:
-        self.request, self.beginning = request, beginning
+    def __init__(self, request: Request, checkpoint: Path | None, run: Run | None, callbacks: list[Callback]) -> None:
+        self.request, self.checkpoint, self.run = request, checkpoint, run
         settings = {name: request.settings[name] for name in ("seed_everything", "trainer", "model", "data")}
-        settings["ckpt_path"] = str(beginning.checkpoint) if beginning.checkpoint else None
+        settings["ckpt_path"] = str(checkpoint) if checkpoint else None
         if request.command in ("validate", "test"):
             settings["verbose"] = False  # `after_validate` prints the metrics
         super().__init__(
@@ -209,14 +205,15 @@ class TrainingCLI(LightningCLI):
             raise RequestError(f"trainer: {' '.join(str(error).split())}") from error
 
     def after_instantiate_classes(self) -> None:
+        """Tell the data its seed, and the Trainer how to load the checkpoint."""
         refuse_notebook(self.trainer)
         self.datamodule.set_position(seed=self.request.seed_everything)
-        choice, run, fits = self.request.choice, self.beginning.run, self.request.command == "fit"
-        verified = fits or choice.ckpt_path not in (None, "best", "last")
-        branch = fits and run is not None and "branch" in run.read("run.json")
-        self.trainer.load_with(fits, self.beginning.checkpoint if verified else None,
+        choice, run, is_fit = self.request.choice, self.run, self.request.command == "fit"
+        verified = is_fit or choice.ckpt_path not in (None, "best", "last")
+        branch = is_fit and run is not None and "branch" in run.read("run.json")
+        self.trainer.load_with(is_fit, self.checkpoint if verified else None,
                                other_model=branch or choice.force)  # fmt: skip
-        if not fits:
+        if not is_fit:
             self.trainer.run_state.run = run
 
     def before_fit(self) -> None:
@@ -227,10 +224,10 @@ class TrainingCLI(LightningCLI):
 
     def after_fit(self) -> None:
         """Record the end of a run that was killed between its last checkpoint and that record."""
-        run, trained = self.beginning.run, self.trainer.run is not None
+        run, trained = self.run, self.trainer.run is not None
         if run is None or trained or not self.trainer.is_global_zero or run.status() == "running":
             return
-        repair_links(run, self.beginning.checkpoint)
+        repair_links(run, self.checkpoint)
         if run.status() not in ("finished", "stopped"):
             from lm.runs.registry import record_run
 
@@ -258,26 +255,22 @@ def with_classes(request: Request) -> Request:
 # ---- before the first step -------------------------------------------------------------------------------------------
 
 
-class StartChecks(TypedCallback):
+class StartChecks(LmCallback):
     """Runs the checks of `lm plan` when a fit begins: logs the warnings, and raises RequestError on errors."""
 
     def __init__(self, sections: Mapping[str, Any]) -> None:
         self._sections = sections
         self._resumed: Run | None = None
         self._force = False
-        self._changed: list[str] = []  # this and `_findings` are logged once the run has a log file
+        self._messages: Sequence[str] = ()  # this and `_findings` are logged once the run has a log file
         self._findings: list[str] = []
 
-    def resume(self, run: Run | None, force: bool, changed: dict[str, list[Any]], news: Sequence[str] = ()) -> None:
-        """Set the run that the fit resumes, whose warm-up and budget are not checked, and the changes to its config.
+    def set_run(self, run: Run | None, force: bool, messages: Sequence[str] = ()) -> None:
+        """Set the run that the fit resumes, whose warm-up and budget are not checked, and lines to log first.
 
-        With `force`, errors are only logged, and the run trains; the lines of `news` are logged first.
+        With `force`, errors are only logged, and the run trains.
         """
-        self._resumed, self._force = run, force
-        self._changed = [
-            *news,
-            *(f"changed since the run was started: {key}: {old} -> {new}" for key, (old, new) in changed.items()),
-        ]
+        self._resumed, self._force, self._messages = run, force, messages
 
     def setup(self, trainer: Trainer, pl_module: LanguageModule, stage: str) -> None:
         """Run the checks: the data is open, and the model is not built yet."""
@@ -316,7 +309,7 @@ class StartChecks(TypedCallback):
 
     def on_fit_start(self, trainer: Trainer, pl_module: LanguageModule) -> None:
         if trainer.is_global_zero:
-            for line in self._changed:
+            for line in self._messages:
                 log.info("%s", line)
             for line in self._findings:
                 log.warning("%s", line)

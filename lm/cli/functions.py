@@ -9,7 +9,7 @@ from lightning.pytorch import Callback, LightningModule
 
 from lm.cli.fit import fit as train
 from lm.cli.options import option_groups, training_options
-from lm.cli.request import check_names, combine, dotted, find_config, make, read_config
+from lm.cli.request import check_names, combine, dotted, find_config, make_request, read_config
 from lm.cli.trainer import class_of_models, logging_to_console
 from lm.data.config import PrepareOptions
 from lm.runs.run import Run
@@ -80,7 +80,7 @@ def fit(
             file = find_config(str(config))
             name, document = file.stem, read_config(file)
         check_names("fit", dict.fromkeys(typed, "").items(), {f"{name}.yaml": document})
-        request = make("fit", combine("fit", [document], [*typed.items(), ("force", force)]), name)
+        request = make_request("fit", combine("fit", [document], [*typed.items(), ("force", force)]), name)
         return train(request, callbacks)  # pyright: ignore[reportReturnType]
 
 

@@ -25,7 +25,7 @@ FEW = 4  # optimizer steps that are timed first, for the pace of a run of some h
 PACE, MOST = 0.02, 20.0  # share of the run, and seconds at most, that steps are timed for then
 
 
-def with_length(request: Request[FitOptions]) -> tuple[Request[FitOptions], list[str]]:
+def with_measured_length(request: Request[FitOptions]) -> tuple[Request[FitOptions], list[str]]:
     """A request for some hours with the steps that the time has here, measuring it included, and its command line.
 
     A run that is resumed keeps its own.
@@ -38,7 +38,7 @@ def with_length(request: Request[FitOptions]) -> tuple[Request[FitOptions], list
         raise RequestError(f"--hours {hours:g} must be above 0")
     length: dict[str, int | None] = {}
     if choice.ckpt_path and (runs := runs_of_name(
-        request.trainer.default_root_dir, request.name, named=choice.run is not None
+        request.trainer.default_root_dir, request.run_name, named=choice.run is not None
     )):  # fmt: skip
         kept = runs[-1].settings()
         length = {f"trainer.{option}": kept["trainer"][option] for option in ("max_steps", "max_tokens")}
@@ -55,7 +55,7 @@ def with_length(request: Request[FitOptions]) -> tuple[Request[FitOptions], list
         steps = steps_of_hours(request, hours, found, validated, seconds_since_process_start())
         log.info("--hours %g: %d optimizer steps", hours, steps)
         length = {"trainer.max_tokens": None, **options_of_length(request, steps)}
-    request = replace(request.changed(length), options=FitOptions())
+    request = replace(request.with_values(length), options=FitOptions())
     return request, [*rest, *(f"--{option}={'null' if value is None else value}" for option, value in length.items())]
 
 

@@ -58,7 +58,7 @@ VALIDATION = (
     "data.path", "data.sources", "data.tokenizer", "data.prepare", "data.column", "data.pad_id", "data.val_tokens",
 )  # fmt: skip
 POLL = 0.2  # seconds between looks at the trainings
-Overrides = list[tuple[str, str | None]]  # options of a training, as typed
+Overrides = list[tuple[str, Any]]  # options of a training, as typed
 PATIENCE = 60.0  # seconds that a training of a killed ladder has to save its last checkpoint
 DIES_WITH_PARENT = 1  # PR_SET_PDEATHSIG of prctl(2)
 

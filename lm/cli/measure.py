@@ -174,7 +174,7 @@ def fit_briefly(
         data = DataModule(**data_options)
         data.set_position(seed=config.seed_everything)
         constant = replace(config.model.schedule, name="constant")
-        module = training_class()(**vars(config.model) | config.own_arguments | {"schedule": constant})
+        module = training_class()(**vars(config.model) | config.custom_arguments | {"schedule": constant})
         request = vars(config.trainer) | {
             "max_steps": steps, "max_tokens": None, "default_root_dir": str(Path(folder) / "runs"), "logger": None,
             **options,
@@ -445,7 +445,7 @@ def describe_training(config: Request, trainer: Trainer) -> dict[str, Any]:
     module, device, facts = trainer.lightning_module, trainer.strategy.root_device, run_facts()
     counts = ("seq_len", "micro_batch_size", "accumulate", "tokens_per_step")
     return {
-        "config": config.name,
+        "config": config.run_name,
         "date": time.strftime("%Y-%m-%d", time.gmtime()),
         "device": device_name(device),
         "accelerator": device.type,

@@ -1,6 +1,7 @@
-"""A command line and the YAML files that it names become dataclasses: read once, without importing PyTorch.
+"""From a command line and YAML files to dataclasses, without importing PyTorch: `read` merges the files, sets the
+options of the command line over them, and makes a `Request`.
 
-`read` is the way of a command, `combine` and `make` that of Python and of commands that change another run's settings.
+LightningCLI is given the result, to build what only a class can: Trainer, model, data, callbacks and loggers.
 """
 
 import copy
@@ -18,15 +19,7 @@ from jsonargparse import Namespace, get_loader
 from jsonargparse.typing import register_type
 
 import lm
-from lm.cli.options import (
-    COMMAND_OPTIONS,
-    NAMES,
-    SEED,
-    FitOptions,
-    RunChoice,
-    option_groups,
-    training_options,
-)
+from lm.cli.options import COMMAND_OPTIONS, NAMES, SEED, FitOptions, RunChoice, option_groups, training_options
 from lm.data.config import DataConfig
 from lm.errors import RequestError
 from lm.model.config import CUSTOM_MODEL_TYPE
@@ -46,18 +39,6 @@ from lm.training.config import (
 )
 from lm.training.schedule import plan_steps
 
-CONFIGS = (Path("configs"), Path(lm.__file__).parent / "configs")
-# Where an option is typed -> those of the config that say otherwise, or belong to other data.
-REPLACED = {
-    "data.path": ("data.train", "data.sources", "data.phases", "data.prepare"),
-    "data.train": ("data.path", "data.sources", "data.phases", "data.prepare"),
-    "data.sources": ("data.path", "data.train", "data.val", "data.test", "data.tokenizer", "data.prepare"),
-    "trainer.max_steps": ("trainer.max_tokens",), "trainer.max_tokens": ("trainer.max_steps",),
-}  # fmt: skip
-CLASSES = ("trainer.callbacks", "trainer.logger")  # options whose values are classes by path, built later
-# Commands that take a run's checkpoint -> another cure where there is no run at all.
-OF_A_RUN = dict.fromkeys(("generate", "evaluate", "export"), ", or give a --ckpt_path") | {"branch": ""}
-
 
 @dataclass(frozen=True, kw_only=True)
 class Sections:
@@ -70,112 +51,138 @@ class Sections:
     samples: SamplesConfig = field(default_factory=SamplesConfig)
     evaluation: EvaluationConfig = field(default_factory=EvaluationConfig)
 
-    def of_callbacks(self) -> dict[str, Any]:
-        """Those that callbacks take."""
+    def for_callbacks(self) -> dict[str, Any]:
+        """The sections that callbacks take, by name."""
         return {section.name: getattr(self, section.name) for section in SECTIONS if section.of_callbacks}
 
 
-Options = TypeVar("Options")  # `FitOptions`, `PlanOptions` ...
+CommandOptions = TypeVar("CommandOptions")  # `FitOptions`, `PlanOptions` ...
 
 
 @dataclass(frozen=True, kw_only=True)
-class Request(Sections, Generic[Options]):
+class Request(Sections, Generic[CommandOptions]):
     """A command with its own options, and all options of a training; callbacks and loggers are not built yet."""
 
     command: str
-    name: str  # of the run: as typed, else that of the config's file
-    settings: dict[str, Any]  # the options of the training as plain values
+    run_name: str  # as typed, else that of the config's file
+    settings: dict[str, Any]  # all options of the training, as a YAML file has them
     choice: RunChoice
-    options: Options  # of the command
+    options: CommandOptions
     seed_everything: int
-    notes: RunOptions
-    own_arguments: dict[str, Any]  # of the model, where a subclass of `LanguageModule` has further ones
+    run_options: RunOptions
+    custom_arguments: dict[str, Any]  # further ones of the user's subclass of `LanguageModule`
 
     @property
     def text(self) -> str:
         """The content of a run's config.yaml."""
-        return to_yaml({"run": self.name, **self.settings})
+        return to_yaml({"run": self.run_name, **self.settings})
 
-    def changed(self, values: Mapping[str, Any]) -> "Request[Options]":
+    def with_values(self, values: Mapping[str, Any]) -> "Request[CommandOptions]":
         """The same request with other values of a training's options, by their dotted names."""
         settings = copy.deepcopy(self.settings)
         for name, value in values.items():
-            assign(settings, name, value)
-        return replace(make(self.command, {**settings, **vars(self.choice)}, self.name), options=self.options)
+            set_option(settings, name, value)
+        changed = make_request(self.command, {**settings, **vars(self.choice)}, self.run_name)
+        return replace(changed, options=self.options)
 
 
 def to_yaml(settings: dict[str, Any]) -> str:
     return yaml.safe_dump(settings, allow_unicode=True, sort_keys=False)
 
 
+# ---- a command line and its configs ----------------------------------------------------------------------------------
+
+
 def read(command: str, arguments: list[str]) -> Request[Any]:
-    """The request of a command line; RequestError, with the place and what to give, for what cannot be meant."""
+    """The request of a command line; RequestError says what is wrong, where, and what to give instead."""
     if arguments and not arguments[0].startswith("-"):
-        find_config(arguments[0])
-        raise RequestError(f"{arguments[0]!r} is not an option; did you mean `lm {command} --config {arguments[0]}`?")
+        path = find_config(arguments[0])
+        raise RequestError(f"{arguments[0]!r} is not an option; did you mean `lm {command} --config {path}`?")
     typed = read_options(command, arguments)
     files = [find_config(str(value)) for name, value in typed if name == "config"]
-    documents = {path: read_config(path) for path in files}
-    check_names(command, typed, documents)
+    configs = {path: read_config(path) for path in files}
+    check_names(command, typed, configs)
     typed = [(name, value) for name, value in typed if name not in ("config", "print_config")]
     lengths = [name for name, value in typed if name in ("trainer.max_steps", "trainer.max_tokens") and value != "null"]
-    if lengths and "hours" in dict(typed) and command == "fit":
+    if lengths and command == "fit" and "hours" in dict(typed):
         raise RequestError(f"--{lengths[0]} gives the length of the run, and so does --hours: give one of them")
-    if not files and (run := chosen_run(command, dict(typed))):
-        files = [run.config]
-        documents = {run.config: read_config(run.config)}
-        check_names(command, [], documents)
+    if not files and (run := run_with_config(command, dict(typed))):
+        files, configs = [run.config], {run.config: read_config(run.config)}
+        check_names(command, [], configs)
         typed += [("run", run.name), ("trainer.default_root_dir", str(run.path.parent))]
     elif not files and not (command == "fit" and any(name.startswith("data.") for name, _ in typed)):
         raise RequestError(f"give a config with --config, such as `lm {command} --config tiny.yaml`")
-    return make(command, combine(command, documents.values(), typed), files[0].stem if files else "run")
+    return make_request(command, combine(command, configs.values(), typed), files[0].stem if files else "run")
 
 
-def override(settings: Mapping[str, Any], typed: Sequence[tuple[str, Any]], name: str = "run") -> Request[FitOptions]:
-    """The request of a fit with the settings of another run, and options that are typed over them."""
+def override(settings: Mapping[str, Any], typed: Sequence[tuple[str, Any]]) -> Request[FitOptions]:
+    """The request of a fit with the settings of a run, and options of a command line set over them."""
     check_names("fit", typed)
-    kept = {key: value for key, value in settings.items() if key not in ("run", "ckpt_path")}
-    return make("fit", combine("fit", [kept], typed), name)
+    kept = {name: value for name, value in settings.items() if name not in ("run", "ckpt_path")}
+    return make_request("fit", combine("fit", [kept], typed))
 
 
-def read_options(command: str, arguments: list[str]) -> list[tuple[str, str | None]]:
-    """The options of a command line by their full names, with the values as typed."""
+def split_overrides(arguments: list[str]) -> tuple[list[str], list[tuple[str, Any]]]:
+    """Split a command line into the command's own arguments and the options of a training, which `override` takes."""
+    fit_only = {option.name for kind in (RunChoice, FitOptions) for option in fields(kind)} | {"config"}
+    training = {option.name for option in training_options("fit")} - fit_only | {"seed"}
+    command_arguments: list[str] = []
+    overrides: list[str] = []
+    part = command_arguments
+    for argument in arguments:
+        if argument.startswith("--"):
+            name = argument.removeprefix("--").partition("=")[0]
+            part = overrides if "." in name or name in training else command_arguments
+        part.append(argument)
+    return command_arguments, read_options("fit", overrides)
+
+
+def read_options(command: str, arguments: list[str]) -> list[tuple[str, Any]]:
+    """The options of a command line by their full names, with the values as typed; None where there is none."""
     options = training_options(command)
     flags = [option.name for option in options if option.kind == "bool"]
     lists = [option.name for option in options if "list of str" in option.kind]
-    pairs = typed_options(arguments, [*flags, "print_config"], lists)
-    for name, word in pairs:
-        if not name:
+    typed = typed_options(arguments, [*flags, "print_config"], lists)
+    for option, word in typed:
+        if not option:
             hint = f"; did you mean --{word}?" if "=" in str(word) else ""
             raise RequestError(f"{shown(word)} belongs to no option{hint}")
-    return [({"c": "config", "seed": SEED.name}.get(name, name), value) for name, value in pairs]
+    short = {"-c": "config", "--seed": SEED.name}
+    return [(short.get(option) or option.removeprefix("--"), value) for option, value in typed]
 
 
-def combine(command: str, documents: Iterable[Mapping[str, Any]], typed: Iterable[tuple[str, Any]]) -> dict[str, Any]:
-    """Settings of configs, of which later ones override earlier ones, with options as they are typed over them.
+# Of two options that say the same thing in different ways, that of the command line counts: option -> options of the
+# config that become null. `--data.path` replaces all other data, for example.
+CLEARED_BY = {
+    "data.path": ("data.train", "data.sources", "data.phases", "data.prepare"),
+    "data.train": ("data.path", "data.sources", "data.phases", "data.prepare"),
+    "data.sources": ("data.path", "data.train", "data.val", "data.test", "data.tokenizer", "data.prepare"),
+    "trainer.max_steps": ("trainer.max_tokens",), "trainer.max_tokens": ("trainer.max_steps",),
+}  # fmt: skip
 
-    What an option replaces in a config becomes null unless it is typed too: `data.path` replaces all other data.
-    """
+
+def combine(command: str, configs: Iterable[Mapping[str, Any]], typed: Iterable[tuple[str, Any]]) -> dict[str, Any]:
+    """Merge configs, of which later ones override earlier ones, and set the options of a command line over them."""
     groups = option_groups(option.name for option in training_options(command))
     settings: dict[str, Any] = {}
-    for document in documents:
-        for name, value in dotted(document, groups):
-            assign(settings, name, value)
+    for config in configs:
+        for name, value in dotted(config, groups):
+            set_option(settings, name, value)
     typed = list(typed)
-    names = {".".join(name.split(".")[:2]) for name, _ in typed}
-    for name in REPLACED.keys() & {name for name, value in typed if value not in (None, "null")}:
-        for other in REPLACED[name]:
-            if other not in names:
-                assign(settings, other, None)
+    given = {".".join(name.split(".")[:2]) for name, _ in typed}
+    for name in CLEARED_BY.keys() & {name for name, value in typed if value not in (None, "null")}:
+        for other in CLEARED_BY[name]:
+            if other not in given:
+                set_option(settings, other, None)
     for name, value in typed:
         group = get_loader("yaml")(value) if name in groups and isinstance(value, str) else None
-        for inner, part in dotted(group, groups, f"{name}.") if isinstance(group, dict) else [(name, value)]:
-            assign(settings, inner, part)  # a group as in `--model.schedule '{name: wsd}'`
+        for key, part in dotted(group, groups, f"{name}.") if isinstance(group, dict) else [(name, value)]:
+            set_option(settings, key, part)  # a whole group as in `--model.schedule '{name: wsd}'`
     return settings
 
 
 def dotted(settings: Mapping[str, Any], groups: set[str], prefix: str = "") -> Iterator[tuple[str, Any]]:
-    """Nested settings as pairs of dotted names and values; a group that is empty is a value."""
+    """Nested settings as pairs of a dotted name and a value; an empty group is a value."""
     for key, value in settings.items():
         name = f"{prefix}{key}"
         if name in groups and isinstance(value, Mapping) and value:
@@ -184,48 +191,92 @@ def dotted(settings: Mapping[str, Any], groups: set[str], prefix: str = "") -> I
             yield name, value
 
 
-def assign(settings: dict[str, Any], name: str, value: Any) -> None:
-    """Set an option by its dotted name in nested settings, in place.
-
-    `trainer.callbacks+` adds to a list, and what follows a class by path, as in `trainer.logger.save_dir`, is an
-    argument of that class, or of the last one in the list.
-    """
-    for option in CLASSES:
-        rest = name.removeprefix(f"{option}.")
-        if rest != name and rest.partition(".")[0] not in ("class_path", "init_args", "dict_kwargs"):
-            name = f"{option}.init_args.{rest}"
-    *groups, last = name.split(".")
-    place: Any = settings
+def set_option(settings: dict[str, Any], name: str, value: Any) -> None:
+    """Set an option in nested settings, in place, by its dotted name; `trainer.callbacks+` adds to a list."""
+    *groups, last = argument_of_class(name).split(".")
+    parent: Any = settings
     for group in groups:
-        inner = place.get(group)
-        if isinstance(inner, list) and inner:
-            place, group, inner = inner, -1, inner[-1]
-        if isinstance(inner, str):
-            inner = {"class_path": inner}
-        place[group] = inner if isinstance(inner, dict) else {}
-        place = place[group]
+        child = parent.get(group)
+        if isinstance(child, list) and child:  # the last of several callbacks or loggers
+            parent, group, child = child, -1, child[-1]
+        if isinstance(child, str):
+            child = {"class_path": child}
+        parent[group] = child if isinstance(child, dict) else {}
+        parent = parent[group]
     if last.endswith("+"):
         last = last.removesuffix("+")
-        value = [*(place.get(last) or []), get_loader("yaml")(value) if isinstance(value, str) else value]
-    if value != {} or not place.get(last):
-        place[last] = value
+        value = [*(parent.get(last) or []), get_loader("yaml")(value) if isinstance(value, str) else value]
+    if value != {} or not parent.get(last):  # an empty group changes nothing in one that is there
+        parent[last] = value
+
+
+def argument_of_class(name: str) -> str:
+    """`trainer.logger.save_dir`, an argument of the logger's class, is `trainer.logger.init_args.save_dir`."""
+    for option in ("trainer.callbacks", "trainer.logger"):
+        argument = name.removeprefix(f"{option}.")
+        if argument != name and argument.partition(".")[0] not in ("class_path", "init_args", "dict_kwargs"):
+            return f"{option}.init_args.{argument}"
+    return name
 
 
 # ---- dataclasses -----------------------------------------------------------------------------------------------------
 
 
-class Unread:
-    """What stands for a callback or a logger; jsonargparse would import a class by path, also where `Any` stands."""
+def make_request(command: str, settings: dict[str, Any], run_name: str = "run") -> Request[Any]:
+    """Give each setting its type and each missing one its default, and make the dataclasses, which check their values.
+
+    RequestError for a value that is wrong by itself, and for a length or a batch that does not come out even.
+    """
+    check_nulls(settings)
+    parser = make_parser(command)
+    config = parser.parse_object(settings)
+    link_seq_len(config)
+    complete = json.loads(parser.dump(config, format="json", skip_none=False, skip_check=True))
+    values = parser.instantiate_classes(config)  # nested dataclasses are made, those of the sections are not
+    if not 0 <= values.seed_everything < 2**32:
+        raise RequestError(f"seed_everything {values.seed_everything} must be a whole number from 0 to {2**32 - 1}")
+    trainer, data = take_fields(TrainerConfig, values.trainer), take_fields(DataConfig, values.data)
+    if command != "plan" and str(trainer.devices) in ("1", "auto"):  # `plan` lists it with all else
+        plan_steps(world_size=1, max_steps=trainer.max_steps, max_tokens=trainer.max_tokens, seq_len=data.seq_len,
+                   micro_batch_size=data.micro_batch_size, global_batch_tokens=data.global_batch_tokens)  # fmt: skip
+    if command == "predict" and data.texts:
+        from lm.data.text_files import find_files
+
+        find_files(data.texts)  # raises if one is missing
+    choice, own = take_fields(RunChoice, values), COMMAND_OPTIONS.get(command)
+    not_of_training = {option.name for kind in (RunChoice, own) if kind for option in fields(kind)}
+    model_fields = {option.name for option in fields(ModelConfig)}
+    return Request(
+        command=command, run_name=choice.run or run_name, choice=choice,
+        options=take_fields(own, values) if own else None,
+        settings={name: value for name, value in complete.items() if name not in not_of_training},
+        seed_everything=values.seed_everything, run_options=take_fields(RunOptions, values), trainer=trainer, data=data,
+        model=take_fields(ModelConfig, values.model),
+        custom_arguments={name: value for name, value in vars(values.model).items() if name not in model_fields},
+        guards=values.guards, samples=values.samples, evaluation=values.evaluation,
+    )  # fmt: skip
 
 
-register_type(Unread, serializer=lambda value: value, deserializer=lambda value: value,
+def take_fields(kind: type, values: Namespace) -> Any:
+    """A dataclass of those values that are its fields."""
+    return kind(**{option.name: values[option.name] for option in fields(kind)})
+
+
+class NotBuilt:
+    """The type of callbacks and loggers here, which leaves what a config says of them as it is.
+
+    With their own types, and with `Any`, jsonargparse would import the class that the config names.
+    """
+
+
+register_type(NotBuilt, serializer=lambda value: value, deserializer=lambda value: value,
               type_check=lambda value, kind: True)  # fmt: skip
 
 
 class TrainerOptions:
     """The options of `lm.training.trainer.Trainer`."""
 
-    @arguments_from(TrainerConfig, Callback=Unread, Logger=Unread)
+    @arguments_from(TrainerConfig, Callback=NotBuilt, Logger=NotBuilt)
     def __init__(self, config: TrainerConfig) -> None: ...
 
 
@@ -233,71 +284,35 @@ def make_parser(command: str) -> Parser:
     """The parser of a training's options and of the command's own."""
     parser = Parser(prog=f"lm {command}", allow_abbrev=False)
     parser.add_argument(f"--{SEED.name}", type=int, default=SEED.default)
-    own = process.module_class
-    for name, kind in {"trainer": TrainerOptions, "model": own or ModelConfig, "data": DataConfig}.items():
+    custom = process.module_class
+    for name, kind in {"trainer": TrainerOptions, "model": custom or ModelConfig, "data": DataConfig}.items():
         added = parser.add_class_arguments(kind, name, instantiate=False)
-        if kind is own:
-            check_own_arguments(own, {option.split(".")[1] for option in added})
-    take_class_path(parser)
+        if kind is custom:
+            check_arguments(custom, {option.split(".")[1] for option in added})
+    allow_class_path(parser)
     for section in SECTIONS:
         if section.name not in ("trainer", "model", "data"):
             parser.add_class_arguments(section.options, section.name or None)
-    for options in (RunChoice, COMMAND_OPTIONS.get(command)):
-        if options:
-            parser.add_class_arguments(options)
+    for options in filter(None, (RunChoice, COMMAND_OPTIONS.get(command))):
+        parser.add_class_arguments(options)
     return parser
 
 
-def take_class_path(parser: Any) -> None:
+def allow_class_path(parser: Any) -> None:
     """Let `model.optimizer.class_path` be an option; jsonargparse takes it for the class of `OptimizerConfig`."""
     for action in parser._actions:
         if action.dest == "model.optimizer":
             action.basetype = None
 
 
-def check_own_arguments(kind: type, taken: set[str]) -> None:
+def check_arguments(custom: type, arguments: set[str]) -> None:
     """Raise RequestError for a subclass of `LanguageModule` that does not take what every training gives it."""
-    if left_out := [option.name for option in fields(ModelConfig) if option.name not in taken]:
-        raise RequestError(f"{kind.__name__}.__init__ does not take {left_out[0]} and other options of LanguageModule: "
-                           "let it end with **options, and begin with `super().__init__(**options)`")  # fmt: skip
-    if reserved := [name for name in signature(kind).parameters if hasattr(Namespace, name)]:
-        raise RequestError(f"{kind.__name__}.__init__ has an argument {reserved[0]}, which jsonargparse keeps for "
+    if missing := [option.name for option in fields(ModelConfig) if option.name not in arguments]:
+        raise RequestError(f"{custom.__name__}.__init__ does not take {missing[0]} and other options of LanguageModule"
+                           ": let it end with **options, and begin with `super().__init__(**options)`")  # fmt: skip
+    if reserved := [name for name in signature(custom).parameters if hasattr(Namespace, name)]:
+        raise RequestError(f"{custom.__name__}.__init__ has an argument {reserved[0]}, which jsonargparse keeps for "
                            "itself: give it another name")  # fmt: skip
-
-
-def make(command: str, settings: dict[str, Any], name: str = "run") -> Request[Any]:
-    """The request of settings as a config has them, each value of its option's type, or RequestError."""
-    parser = make_parser(command)
-    check_nulls(settings)
-    config = parser.parse_object(settings)
-    if not 0 <= config.seed_everything < 2**32:
-        raise RequestError(f"seed_everything {config.seed_everything} must be a whole number from 0 to {2**32 - 1}")
-    link_seq_len(config)
-    plain = json.loads(parser.dump(config, format="json", skip_none=False, skip_check=True))
-    built = parser.instantiate_classes(config)
-
-    def take(kind: type) -> Any:
-        return kind(**{option.name: built[option.name] for option in fields(kind)})
-
-    model, known = vars(built.model), {option.name for option in fields(ModelConfig)}
-    choice, own = take(RunChoice), COMMAND_OPTIONS.get(command)
-    trainer, data = TrainerConfig(**vars(built.trainer)), DataConfig(**vars(built.data))
-    if command != "plan" and str(trainer.devices) in ("1", "auto"):  # `plan` lists it with all else
-        plan_steps(world_size=1, max_steps=trainer.max_steps, max_tokens=trainer.max_tokens, seq_len=data.seq_len,
-                   micro_batch_size=data.micro_batch_size, global_batch_tokens=data.global_batch_tokens)  # fmt: skip
-    if command == "predict" and data.texts:
-        from lm.data.text_files import find_files
-
-        find_files(data.texts)
-    of_command = {option.name for kind in (RunChoice, own) if kind for option in fields(kind)}
-    return Request(
-        command=command, name=choice.run or name, choice=choice, options=take(own) if own else None,
-        settings={key: value for key, value in plain.items() if key not in of_command},
-        seed_everything=built.seed_everything, notes=take(RunOptions), trainer=trainer, data=data,
-        model=ModelConfig(**{key: value for key, value in model.items() if key in known}),
-        own_arguments={key: value for key, value in model.items() if key not in known},
-        guards=built.guards, samples=built.samples, evaluation=built.evaluation,
-    )  # fmt: skip
 
 
 def check_nulls(settings: Mapping[str, Any]) -> None:
@@ -307,18 +322,17 @@ def check_nulls(settings: Mapping[str, Any]) -> None:
             _check_nulls(section.options, settings[section.name], section.name)
 
 
-def _check_nulls(options: type, group: Any, place: str) -> None:
+def _check_nulls(options: type, group: Any, name: str) -> None:
     if not isinstance(group, Mapping):
-        raise RequestError(f"{place} is a group of options and not {shown(group)}")
+        raise RequestError(f"{name} is a group of options and not {shown(group)}")
     for option in fields(options):
         kinds = get_args(option.type) or (option.type,)
         inner = next((kind for kind in kinds if is_dataclass(kind)), None)
         value = group.get(option.name, ...)
         if value in (None, "null") and NoneType not in kinds and "None" not in str(option.type):
-            raise RequestError(f"{place}.{option.name} is null, which means nothing there: leave it out for its "
-                               "default")  # fmt: skip
+            raise RequestError(f"{name}.{option.name} is null, which means nothing there: leave it out for its default")
         if inner is not None and value not in (None, "null", ...):
-            _check_nulls(inner, value, f"{place}.{option.name}")
+            _check_nulls(inner, value, f"{name}.{option.name}")
 
 
 def link_seq_len(config: Namespace) -> None:
@@ -336,50 +350,37 @@ def link_seq_len(config: Namespace) -> None:
 # ---- names -----------------------------------------------------------------------------------------------------------
 
 
-def check_names(
-    command: str, typed: Iterable[tuple[str, Any]], documents: Mapping[Any, Mapping[str, Any]] = {}
-) -> None:
+def check_names(command: str, typed: Iterable[tuple[str, Any]], configs: Mapping[Any, Mapping[str, Any]] = {}) -> None:
     """Raise RequestError for names that no option has, in a command line and in configs, and for a missing value."""
     leaves = {option.name for option in training_options(command)}
     leaves |= {option.name for option in fields(RunChoice)}  # a config may carry those of a fit
     groups = option_groups(leaves)
     values = {name.removesuffix("+"): value for name, value in typed if name != "print_config"}
-    names = {f"config {path}: ": dict(dotted(document, groups)) for path, document in documents.items()} | {"": values}
-    unknown = {place: [name for name in given if not _is_known(name, leaves, groups)] for place, given in names.items()}
+    names = {f"config {path}: ": dict(dotted(config, groups)) for path, config in configs.items()} | {"": values}
+    unknown = {
+        source: [name for name in given if not _is_known(name, leaves, groups)] for source, given in names.items()
+    }
     if any(unknown.values()):
         known = sorted(leaves | groups)
         raise RequestError("; ".join(
-            place + unknown_options({name: nearest_option(name, known) or f"`lm {command} --help all` lists them"
-                                     for name in given})
-            for place, given in unknown.items() if given
+            source + unknown_options({name: nearest_option(name, known) or f"`lm {command} --help all` lists them"
+                                      for name in given})
+            for source, given in unknown.items() if given
         ))  # fmt: skip
     if missing := [name for name, value in values.items() if value is None]:
         raise RequestError(f"--{missing[0]} needs a value")
 
 
 def _is_known(name: str, leaves: set[str], groups: set[str]) -> bool:
-    """Whether a name is an option, a group of options, or within an option's value or a class by path."""
+    """Whether a name is an option or a group of them, or is within the value of an option."""
     parts = name.split(".")
     within = any(".".join(parts[:count]) in leaves for count in range(1, len(parts) + 1))
     return within or name in groups or not {"class_path", "init_args", "dict_kwargs"}.isdisjoint(parts)
 
 
-def split_overrides(arguments: list[str]) -> tuple[list[str], list[tuple[str, str | None]]]:
-    """Split a command line into the command's own arguments and the options of a training, as `override` takes them."""
-    of_fit = {option.name for kind in (RunChoice, COMMAND_OPTIONS["fit"]) for option in fields(kind)} | {"config"}
-    of_a_training = {option.name for option in training_options("fit")} - of_fit | {"seed"}
-    own: list[str] = []
-    overrides: list[str] = []
-    part = own
-    for argument in arguments:
-        if argument.startswith("--"):
-            name = argument.removeprefix("--").partition("=")[0]
-            part = overrides if "." in name or name in of_a_training else own
-        part.append(argument)
-    return own, read_options("fit", overrides)
-
-
 # ---- configs and runs ------------------------------------------------------------------------------------------------
+
+CONFIGS = (Path("configs"), Path(lm.__file__).parent / "configs")
 
 
 def find_config(name: str) -> Path:
@@ -387,11 +388,11 @@ def find_config(name: str) -> Path:
     for path in (Path(name), *(folder / name for folder in CONFIGS), *(folder / f"{name}.yaml" for folder in CONFIGS)):
         if path.is_file():
             return path
-    have = sorted({path.name for folder in CONFIGS for path in folder.glob("*.yaml")})
-    here = Path(name).parent
-    nearby = {str(path) for path in (*here.glob("*.y*ml"), *here.parent.glob(f"*/{Path(name).name}"))}
-    close = get_close_matches(name, [*sorted(nearby), *have], 3, cutoff=0.75)
-    hint = f"did you mean {' or '.join(close)}?" if close else f"configs/ has: {', '.join(have) or 'none'}"
+    present = sorted({path.name for folder in CONFIGS for path in folder.glob("*.yaml")})
+    folder = Path(name).parent
+    nearby = {str(path) for path in (*folder.glob("*.y*ml"), *folder.parent.glob(f"*/{Path(name).name}"))}
+    close = get_close_matches(name, [*sorted(nearby), *present], 3, cutoff=0.75)
+    hint = f"did you mean {' or '.join(close)}?" if close else f"configs/ has: {', '.join(present) or 'none'}"
     raise RequestError(f"no config {name!r} here or in configs/; {hint}")
 
 
@@ -399,7 +400,7 @@ def read_config(path: Path) -> dict[str, Any]:
     """The content of a config, without the options that are gone and have their default."""
     try:
         text = without_removed(path.read_text(encoding="utf-8"))
-        document = parse_yaml(text)  # refuses a key that is there twice
+        document = parse_yaml(text)  # raises if a key is there twice
     except (OSError, ValueError) as error:
         raise RequestError(f"config {path} cannot be read: {error}") from error
     if document is None:
@@ -413,40 +414,49 @@ def read_config(path: Path) -> dict[str, Any]:
     return get_loader("yaml")(text)  # numbers such as 1e-3, which YAML 1.1 takes for text
 
 
-def chosen_run(command: str, values: Mapping[str, Any]) -> Run | None:
-    """The run of a command without `--config`: that of `--run`, that of the checkpoint, or the newest."""
-    of_a_run = command in ("validate", "test", "predict") or command == "fit" and {"run", "ckpt_path"} <= values.keys()
-    if not of_a_run:
+def run_with_config(command: str, values: Mapping[str, Any]) -> Run | None:
+    """The run whose config counts where none is given: that of `--run`, that of the checkpoint, or the newest."""
+    if command not in ("validate", "test", "predict") and not (
+        command == "fit" and {"run", "ckpt_path"} <= values.keys()
+    ):
         return None
     from lm.runs.find import find_run
     from lm.runs.resume import checkpoint_folder
 
-    checkpoint = values.get("ckpt_path", "best")
+    checkpoint, run = values.get("ckpt_path", "best"), None
     if "run" not in values and not is_of_a_run(checkpoint):
-        folder = checkpoint_folder(checkpoint).resolve()
-        if (folder.parent / "run.json").exists():
-            return require_model_class(Run(folder.parent))
-    root = values.get("trainer.default_root_dir", str(ROOT))
-    return require_model_class(find_run(values.get("run"), root, otherwise=", or give --config"))
+        folder = checkpoint_folder(checkpoint).resolve().parent
+        run = Run(folder) if (folder / "run.json").exists() else None
+    if run is None:
+        root = values.get("trainer.default_root_dir", str(ROOT))
+        run = find_run(values.get("run"), root, otherwise=", or give --config")
+    check_model_class(run)
+    return run
 
 
-def require_model_class(run: Run) -> Run:
-    """The run, whose model this process can build: its options would be unknown ones where its class is not known."""
+def check_model_class(run: Run) -> None:
+    """Raise RequestError if a class of the user's builds the run's model, and this process does not have it: options
+    of that class in the run's config would be unknown ones.
+    """
     newest = run.link("last")
     document = read_object(newest / "config.json") if newest and (newest / "config.json").exists() else {}
     if document.get("model_type") == CUSTOM_MODEL_TYPE:
         from lm.model.custom import known_class
 
         known_class(document, process.module_class, str(run.path), run.script)
-    return run
 
 
-def require_run(command: str, arguments: list[str]) -> None:
-    """Refuse the name of a run that is not there, or no name where there is no run, before PyTorch is imported."""
-    values = dict(typed_options(arguments))
+# Commands of "own arguments" that take a run -> what to give instead, where there is no run at all.
+NEEDS_RUN = dict.fromkeys(("generate", "evaluate", "export"), ", or give a --ckpt_path") | {"branch": ""}
+
+
+def check_run_exists(command: str, arguments: list[str]) -> None:
+    """Raise RequestError if a command takes a run and it is not there, before the seconds of importing PyTorch."""
+    values: dict[str, Any] = dict(typed_options(arguments))
     positional = values.get("")
-    other = {"h", "help"} & values.keys() or (command == "branch") == (positional is None)
-    if command in OF_A_RUN and not other and is_of_a_run(values.get("ckpt_path")):
+    if command not in NEEDS_RUN or {"-h", "--help"} & values.keys() or not is_of_a_run(values.get("--ckpt_path")):
+        return
+    if (positional is not None) == (command == "branch"):  # else the parser says how to name it
         from lm.runs.find import find_run
 
-        find_run(positional or values.get("run"), values.get("root") or ROOT, otherwise=OF_A_RUN[command])
+        find_run(positional or values.get("--run"), values.get("--root") or ROOT, otherwise=NEEDS_RUN[command])

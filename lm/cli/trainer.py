@@ -15,6 +15,7 @@ from lightning.pytorch import Callback, LightningDataModule, LightningModule
 from lm.cli.fit import StartChecks, in_notebook, quiet_lightning, refuse_notebook
 from lm.data.datamodule import DataModule
 from lm.errors import RequestError
+from lm.runs.config_diff import describe_changes
 from lm.runs.find import find_run
 from lm.runs.resume import find_checkpoint, refuse_changed_config
 from lm.system import process
@@ -78,7 +79,7 @@ class Trainer(BareTrainer):
         config = self._config(model, datamodule)
         changed = refuse_changed_config(resumed, config, force) if resumed and checkpoint else {}
         self._folder.resume(resumed, auto, yaml.safe_dump({"run": self._name, **config}, sort_keys=False))
-        self._checks.resume(resumed, force, changed)
+        self._checks.set_run(resumed, force, describe_changes(changed))
         self.load_with(optimizer=True, verified=checkpoint, other_model=force)
         with class_of_models(type(model)), logging_to_console(), STOP.borrowed():
             try:

@@ -57,3 +57,8 @@ def not_allowed(purpose: str, differing: dict[str, list[Any]]) -> dict[str, list
 
 def _has(names: Sequence[str], key: str) -> bool:
     return any(name in ("", key) or key.startswith(f"{name}.") for name in names)
+
+
+def describe_changes(changed: dict[str, list[Any]]) -> list[str]:
+    """A line for each of the `differences` between a run's config and that of its resume."""
+    return [f"changed since the run was started: {key}: {old} -> {new}" for key, (old, new) in changed.items()]

@@ -65,10 +65,13 @@ def call(function: Callable[..., Any], arguments: list[str], prog: str, meant: s
     kinds = {action.dest: str(getattr(action, "_typehint", "")) for action in parser._actions}
     flags = [name for name, kind in kinds.items() if kind == "<class 'bool'>"]
     lists = [name for name, kind in kinds.items() if "list[" in kind]
-    spelled = spell_out(arguments, flags, lists)
+    typed = typed_options(arguments, flags, lists)
+    words: Any = [value for option, value in typed if not option]
     if any(action.dest in lists and not action.option_strings for action in parser._actions):
-        spelled = gather(spelled)
-    return function(**parser.instantiate_classes(parser.parse_args(spelled)).as_dict())
+        words = [as_list(words)]
+    spelled = [(option, as_list(value) if isinstance(value, list) else value) for option, value in typed if option]
+    options = [option if value is None else f"{option}={value}" for option, value in spelled]
+    return function(**parser.instantiate_classes(parser.parse_args([*words, *options])).as_dict())
 
 
 def arguments_from(options: type, **types: type) -> Callable[[Callable[..., None]], Callable[..., None]]:
@@ -115,58 +118,41 @@ def build_options(options: type, caller: str, *args: Any, **given: Any) -> Any:
     return options(*args, **given)
 
 
-def spell_out(arguments: list[str], flags: Iterable[str] = (), lists: Iterable[str] = ()) -> list[str]:
-    """Translate what people type for jsonargparse: `--json` to `--json=true`, `--input a b` to `--input=["a", "b"]`.
-
-    A list may also be repeated options, `--input a --input b`, or YAML, `--input '[a, b]'`. Options of texts, such as
-    `--prompt '[Applause]'`, take JSON, and YAML after an equals sign. `--input=null` is not a list, nor is `null`
-    after an option of a config, which has a dot.
-    """
-    spelled: list[str] = []
-    values: dict[str, list[str]] = {}  # option -> its values; it stays where it came first
-    rest = list(arguments)
-    while rest:
-        argument = rest.pop(0)
-        option, equals, value = argument.partition("=")
-        name = option.removeprefix("--")
-        null = value == "null" if equals else rest[:1] == ["null"] and "." in name
-        has_value = rest and rest[0].lower() in ("true", "false", "yes", "no")
-        if name in flags and argument == f"--{name}" and not has_value:
-            spelled.append(f"{argument}=true")
-        elif name in lists and option != name and (equals or rest) and not null:
-            given = [value] if equals else []
-            while not equals and rest and not rest[0].startswith("--"):
-                given.append(rest.pop(0))
-            if option not in values:
-                spelled.append(option)
-            # Texts for a model may look like YAML.
-            as_yaml = bool(equals) or name.rpartition(".")[2] not in ("prompt", "prompts", "stop")
-            values.setdefault(option, []).extend(_listed(given[0], as_yaml) if len(given) == 1 else given)
-        elif option.startswith("--") and not equals and rest and NEGATIVE.fullmatch(rest[0]):
-            spelled.append(f"{argument}={rest.pop(0)}")  # argparse would take -1e-3 for an option
-        else:
-            spelled.append(argument)
-    return [f"{argument}={as_list(values[argument])}" if argument in values else argument for argument in spelled]
-
-
 def typed_options(
     arguments: list[str], flags: Iterable[str] = (), lists: Iterable[str] = ()
-) -> list[tuple[str, str | None]]:
-    """The options of a command line and their values in order, without dashes; None where a value is missing.
+) -> list[tuple[str, str | list[str] | None]]:
+    """The options of a command line in order, as `--name`, with their values; None where there is none.
 
-    A word that belongs to no option has an empty name.
+    A flag alone is `true`. A list is several words, a repeated option, JSON, or YAML, as in `--input '[a, b]'`; texts
+    such as `--prompt '[Applause]'` are YAML only after an equals sign. `--input=null` is no list, nor is `null` after
+    an option of a config, which has a dot. A word that belongs to no option has an empty name.
     """
-    typed: list[tuple[str, str | None]] = []
-    rest = spell_out(arguments, flags, lists)
+    typed: list[tuple[str, str | list[str] | None]] = []
+    repeated: dict[str, list[str]] = {}
+    rest = list(arguments)
     while rest:
         word = rest.pop(0)
-        name, equals, value = word.partition("=")
+        option, equals, value = word.partition("=")
+        name = option.lstrip("-")
+        null = value == "null" if equals else rest[:1] == ["null"] and "." in name
         if not word.startswith("-"):
             typed.append(("", word))
+        elif name in lists and (equals or rest) and not null:
+            values = [value] if equals else []
+            while not equals and rest and not rest[0].startswith("--"):
+                values.append(rest.pop(0))
+            as_yaml = bool(equals) or name.rpartition(".")[2] not in ("prompt", "prompts", "stop")
+            if option not in repeated:
+                typed.append((option, repeated.setdefault(option, [])))
+            repeated[option] += _listed(values[0], as_yaml) if len(values) == 1 else values
         elif equals:
-            typed.append((name.lstrip("-"), value))
+            typed.append((option, value))
+        elif name in flags and not (rest and rest[0].lower() in ("true", "false", "yes", "no")):
+            typed.append((option, "true"))
+        elif rest and (not rest[0].startswith("-") or NEGATIVE.fullmatch(rest[0])):
+            typed.append((option, rest.pop(0)))
         else:
-            typed.append((name.lstrip("-"), None if not rest or rest[0].startswith("--") else rest.pop(0)))
+            typed.append((option, None))
     return typed
 
 
@@ -182,22 +168,6 @@ def _listed(text: str, as_yaml: bool) -> list[str]:
 def as_list(values: list[str]) -> str:
     """Strings as a YAML list on one line, with non-ASCII characters escaped."""
     return yaml.safe_dump(values, default_style='"', default_flow_style=True, width=float("inf")).strip()
-
-
-def gather(arguments: list[str]) -> list[str]:
-    """Put the positional arguments into one list, which may be empty: `a b --x 1 c` becomes `["a", "b", "c"] --x 1`."""
-    values: list[str] = []
-    options: list[str] = []
-    rest = list(arguments)
-    while rest:
-        argument = rest.pop(0)
-        if not argument.startswith("-"):
-            values.append(argument)
-            continue
-        options.append(argument)
-        if "=" not in argument and argument not in ("-h", "--help") and rest:
-            options.append(rest.pop(0))
-    return [as_list(values), *options]
 
 
 def shown(value: Any) -> str:

@@ -58,7 +58,7 @@ def main(arguments: list[str]) -> None:
         sys.exit(f"peers.py: {error}")
     folders = vars(options)
     task = {
-        "config": config.name, "decoder": decoder, "seq_len": config.data.seq_len,
+        "config": config.run_name, "decoder": decoder, "seq_len": config.data.seq_len,
         "micro_batch_size": config.data.micro_batch_size, "accumulate": options.accumulate,
         "precision": str(config.trainer.precision), "steps": options.steps,
         "paths": {name: str(folders[name].resolve()) for name in PROJECTS[1:] if folders[name]},

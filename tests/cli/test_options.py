@@ -13,7 +13,7 @@ from lm.errors import RequestError
 from lm.system.arguments import known_names, nearest_option
 from lm.system.other_names import OPTIONS
 
-TRAINING = [command.name for command in TABLE if command.kind == "training"]
+TRAINING = [command.name for command in TABLE if command.kind == "request"]
 WITHOUT_TORCH = """
 import sys
 from lm.cli.command import main
@@ -232,7 +232,7 @@ def test_what_the_parser_takes_is_let_through(tmp_path, monkeypatch):
     given = ["--config=small.yaml", "--trainer.callbacks+=recorder.Recorder", "--trainer.callbacks.init_args.x=1",
              "--guards.alerts", '{"lr > 1": "warn"}', "--print_config"]  # fmt: skip
     asked = request.read("fit", given)
-    assert asked.guards.alerts == {"lr > 1": "warn"} and asked.name == "a"
+    assert asked.guards.alerts == {"lr > 1": "warn"} and asked.run_name == "a"
     [first, *_, last] = asked.settings["trainer"]["callbacks"]
     assert first["class_path"] == "recorder.Recorder" and last["init_args"] == {"x": "1"}
     assert request.read("plan", ["-c", "small.yaml", "--strict"]).options.strict

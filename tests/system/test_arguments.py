@@ -3,7 +3,7 @@
 import pytest
 
 from lm.errors import RequestError
-from lm.system.arguments import call, shorten, spell_out
+from lm.system.arguments import call, shorten, typed_options
 
 TEXTS = ["🎉", "\u2028", "null", "1", "[Applause]", "[a, b]", "", "a\nb\tc", "日本", "x: y", '"quoted"', "\x7f"]
 
@@ -27,16 +27,16 @@ def test_a_list_comes_together_one_by_one_or_as_json():
     assert typed("--prompt=a", "--prompt=--b")[0] == ["a", "--b"]
     assert typed("--prompt", '["--x", "y"]')[0] == typed("--prompt=[--x, y]")[0] == ["--x", "y"]
     assert typed("--prompt=null")[0] is None
-    assert spell_out(["--samples.prompts", "null"], lists=["samples.prompts"]) == ["--samples.prompts", "null"]
+    assert typed_options(["--samples.prompts", "null"], lists=["samples.prompts"]) == [("--samples.prompts", "null")]
 
 
 @pytest.mark.parametrize("arguments", [["--input", "[a, b]"], ["--input=[a, b]"], ["--input", "a", "b"]])
 def test_brackets_are_a_list_where_no_texts_are_meant(arguments):
     spelled = [argument.replace("input", "data.train") for argument in arguments]
-    assert spell_out(spelled, lists=["data.train"]) == ['--data.train=["a", "b"]']
-    assert spell_out(["--on_event", "[x]"], lists=["on_event"]) == ['--on_event=["x"]']
-    assert spell_out(["--input", "[ab]*.txt"], lists=["input"]) == ['--input=["[ab]*.txt"]']
-    assert spell_out(["--lr", "-1e-3", "--run", "-x"]) == ["--lr=-1e-3", "--run", "-x"]
+    assert typed_options(spelled, lists=["data.train"]) == [("--data.train", ["a", "b"])]
+    assert typed_options(["--on_event", "[x]"], lists=["on_event"]) == [("--on_event", ["x"])]
+    assert typed_options(["--input", "[ab]*.txt"], lists=["input"]) == [("--input", ["[ab]*.txt"])]
+    assert typed_options(["--lr", "-1e-3", "--run", "-x"]) == [("--lr", "-1e-3"), ("--run", None), ("-x", None)]
 
 
 @pytest.mark.parametrize("arguments, message", [
