@@ -53,7 +53,7 @@ def fit(request: Request[FitOptions], callbacks: Sequence[Callback] = (), messag
         from lm.cli.hours import with_measured_length
 
         request, arguments = with_measured_length(request)
-        with other_arguments(arguments):
+        with other_arguments(arguments):  # which start the other ranks: they are not to measure too
             return fit(request, callbacks, messages)
     if request.guards.budget.file:
         from lm.training.budget import read_budget_file
@@ -90,7 +90,10 @@ def run_command(
     request: Request, checkpoint: Path | None, run: Run | None, callbacks: Sequence[Callback] = (),
     messages: Sequence[str] = (),
 ) -> "TrainingCLI":  # fmt: skip
-    """Run the command of a request with all callbacks, and then the program of `on_event`, with the run's lock free."""
+    """Make the callbacks and give all to LightningCLI, which runs the command as soon as it is made.
+
+    At the end of the run, whose lock is free then, the program of `on_event` is started.
+    """
     choice = request.choice
     run_folder = RunFolder(
         run, request.run_name, request.text, choice.force, auto=choice.ckpt_path == "auto", options=request.run_options
