@@ -74,7 +74,7 @@ TABLE = (
 TRAINING = ("fit", "branch", "ladder")  # a signal ends these with a checkpoint
 COMMANDS = {command.name: command for command in TABLE}
 # Names that people may try -> the command.
-ALIASES = {name.split()[-1]: name for name in COMMANDS} | {
+ALIASES = {name.split()[-1]: name for name in COMMANDS if name.split()[-1] not in COMMANDS} | {
     "train": "fit", "pretrain": "fit", "resume": "fit --ckpt_path auto --run", "finetune": "branch", "eval": "evaluate",
     "sample": "generate", "chat": "generate", "list": "runs ls",
 }  # fmt: skip
@@ -154,7 +154,7 @@ def _run(command: Command, arguments: list[str]) -> int:
             options.print_options(command.name, command.help, *group)
             return 0
         made = request.read(command.name, arguments)
-        if "--print_config" in arguments:
+        if any(argument.partition("=")[0] == "--print_config" for argument in arguments):
             print(request.to_yaml(made.settings), end="")
             return 0
         _load(command)(made)
@@ -213,7 +213,7 @@ def _unknown_command(arguments: list[str]) -> str:
             words = command.name.split()
             typed = shlex.join([*words, *arguments[:start], *arguments[start + len(words) :]])
             return f"the command comes before its options: `lm {typed}`"
-    if arguments[0] in ("-c", "--config"):
+    if arguments[0].partition("=")[0] in ("-c", "--config"):
         return f"the command comes first: `lm {shlex.join(['fit', *arguments])}`"
     if gone := REMOVED_COMMANDS.get(arguments[0]):
         return f"no command {arguments[0]!r}; {gone}"

@@ -102,7 +102,7 @@ def run_command(
     checks.set_run(run, choice.force, messages)
     standard = standard_callbacks(request.trainer, run_folder, request.for_callbacks())
     try:
-        return TrainingCLI(request, checkpoint, run, [*callbacks, *standard, Summary(), checks])
+        return TrainingCLI(request, checkpoint, run, [*callbacks, *standard, Summary()], checks)
     finally:
         run_folder.announce_end()
 
@@ -176,8 +176,11 @@ class TrainingParser(OneLineErrors, LightningArgumentParser):
 class TrainingCLI(LightningCLI):
     """LightningCLI, which makes Trainer, model and data of a request's settings, and runs its command on them."""
 
-    def __init__(self, request: Request, checkpoint: Path | None, run: Run | None, callbacks: list[Callback]) -> None:
-        self.request, self.checkpoint, self.run = request, checkpoint, run
+    def __init__(
+        self, request: Request, checkpoint: Path | None, run: Run | None, callbacks: list[Callback],
+        checks: "StartChecks",
+    ) -> None:  # fmt: skip
+        self.request, self.checkpoint, self.run, self.checks = request, checkpoint, run, checks
         settings = {name: request.settings[name] for name in ("seed_everything", "trainer", "model", "data")}
         settings["ckpt_path"] = str(checkpoint) if checkpoint else None
         if request.command in ("validate", "test"):
@@ -186,7 +189,7 @@ class TrainingCLI(LightningCLI):
             training_class(),
             DataModule,
             trainer_class=Trainer,
-            trainer_defaults={"callbacks": callbacks},
+            trainer_defaults={"callbacks": [*callbacks, checks]},
             save_config_callback=None,  # RunFolder keeps the config, and only a fit's
             seed_everything_default=SEED.default,
             parser_class=TrainingParser,
@@ -222,8 +225,7 @@ class TrainingCLI(LightningCLI):
     def before_fit(self) -> None:
         """What `lm plan` refuses without the data is refused before hours are spent on making it."""
         if not is_prepared(self.datamodule.options):
-            checks = next(callback for callback in self.trainer.callbacks if isinstance(callback, StartChecks))
-            checks.refuse(self.trainer, self.model, self.datamodule, opened=False)
+            self.checks.refuse(self.trainer, self.model, self.datamodule, opened=False)
 
     def after_fit(self) -> None:
         """Record the end of a run that was killed between its last checkpoint and that record."""

@@ -146,7 +146,7 @@ def training_options(command: str) -> list[Option]:
     """All options of a command: first its own, then those of a training."""
     own = list(_options_of(COMMAND_OPTIONS[command])) if command in COMMAND_OPTIONS else []
     choice = [] if command in ("plan", "bench step", "profile") else list(_options_of(RunChoice))
-    found = [*choice, *own, CONFIG, SEED]
+    found = [CONFIG, *choice, SEED, *own]
     for section in SECTIONS:
         found += _options_of(section.options, f"{section.name}." if section.name else "")
         if section.name == "model" and process.module_class:

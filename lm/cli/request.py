@@ -99,12 +99,12 @@ def read(command: str, arguments: list[str]) -> Request[Any]:
         path = find_config(arguments[0])
         raise RequestError(f"{arguments[0]!r} is not an option; did you mean `lm {command} --config {path}`?")
     typed = read_options(command, arguments)
-    files = [find_config(str(value)) for name, value in typed if name == "config"]
+    files = [find_config(value) for name, value in typed if name == "config" and value]
     configs = {path: read_config(path) for path in files}
     check_names(command, typed, configs)
     typed = [(name, value) for name, value in typed if name not in ("config", "print_config")]
     lengths = [name for name, value in typed if name in ("trainer.max_steps", "trainer.max_tokens") and value != "null"]
-    if lengths and command == "fit" and "hours" in dict(typed):
+    if lengths and command == "fit" and dict(typed).get("hours", "null") != "null":
         raise RequestError(f"--{lengths[0]} gives the length of the run, and so does --hours: give one of them")
     if not files and (run := run_with_config(command, dict(typed))):
         files, configs = [run.config], {run.config: read_config(run.config)}
@@ -131,7 +131,7 @@ def split_overrides(arguments: list[str]) -> tuple[list[str], list[tuple[str, An
     part = command_arguments
     for argument in arguments:
         if argument.startswith("--"):
-            name = argument.removeprefix("--").partition("=")[0]
+            name = argument.removeprefix("--").partition("=")[0].removesuffix("+")
             part = overrides if "." in name or name in training else command_arguments
         part.append(argument)
     return command_arguments, read_options("fit", overrides)
@@ -142,17 +142,18 @@ def read_options(command: str, arguments: list[str]) -> list[tuple[str, Any]]:
     options = training_options(command)
     flags = [option.name for option in options if option.kind == "bool"]
     lists = [option.name for option in options if "list of str" in option.kind]
-    typed = typed_options(arguments, [*flags, "print_config"], lists)
+    typed = typed_options(arguments, ["print_config"], lists)
     for option, word in typed:
         if not option:
             hint = f"; did you mean --{word}?" if "=" in str(word) else ""
             raise RequestError(f"{shown(word)} belongs to no option{hint}")
     short = {"-c": "config", "--seed": SEED.name}
-    return [(short.get(option) or option.removeprefix("--"), value) for option, value in typed]
+    named = [(short.get(option) or option.removeprefix("--"), value) for option, value in typed]
+    return [(name, "true" if value is None and name in flags else value) for name, value in named]
 
 
-# Of two options that say the same thing in different ways, that of the command line counts: option -> options of the
-# config that become null. `--data.path` replaces all other data, for example.
+# Of two options that say the same thing in different ways, the later one counts: option -> options of earlier configs
+# that become null. `--data.path` replaces all other data, for example.
 CLEARED_BY = {
     "data.path": ("data.train", "data.sources", "data.phases", "data.prepare"),
     "data.train": ("data.path", "data.sources", "data.phases", "data.prepare"),
@@ -164,28 +165,28 @@ CLEARED_BY = {
 def combine(command: str, configs: Iterable[Mapping[str, Any]], typed: Iterable[tuple[str, Any]]) -> dict[str, Any]:
     """Merge configs, of which later ones override earlier ones, and set the options of a command line over them."""
     groups = option_groups(option.name for option in training_options(command))
-    settings: dict[str, Any] = {}
-    for config in configs:
-        for name, value in dotted(config, groups):
-            set_option(settings, name, value)
-    typed = list(typed)
-    given = {".".join(name.split(".")[:2]) for name, _ in typed}
-    for name in CLEARED_BY.keys() & {name for name, value in typed if value not in (None, "null")}:
-        for other in CLEARED_BY[name]:
-            if other not in given:
-                set_option(settings, other, None)
+    given: list[tuple[str, Any]] = []
     for name, value in typed:
-        group = get_loader("yaml")(value) if name in groups and isinstance(value, str) else None
-        for key, part in dotted(group, groups, f"{name}.") if isinstance(group, dict) else [(name, value)]:
-            set_option(settings, key, part)  # a whole group as in `--model.schedule '{name: wsd}'`
+        if name in groups and isinstance(value, str):  # as in `--model.schedule '{name: wsd}'`
+            value = load_yaml(value, f"--{name}")
+        given += dotted(value, groups, f"{name}.") if name in groups and isinstance(value, Mapping) else [(name, value)]
+    settings: dict[str, Any] = {}
+    for options in [*(list(dotted(config, groups)) for config in configs), given]:
+        names = {".".join(name.split(".")[:2]) for name, _ in options}
+        for name in CLEARED_BY.keys() & {name for name, value in options if value not in (None, "null")}:
+            for other in CLEARED_BY[name]:
+                if other not in names and settings:
+                    set_option(settings, other, None)
+        for name, value in options:
+            set_option(settings, name, value)
     return settings
 
 
 def dotted(settings: Mapping[str, Any], groups: set[str], prefix: str = "") -> Iterator[tuple[str, Any]]:
-    """Nested settings as pairs of a dotted name and a value; an empty group is a value."""
+    """Nested settings as pairs of a dotted name and a value; an empty group has none."""
     for key, value in settings.items():
         name = f"{prefix}{key}"
-        if name in groups and isinstance(value, Mapping) and value:
+        if name in groups and isinstance(value, Mapping):
             yield from dotted(value, groups, f"{name}.")
         else:
             yield name, value
@@ -205,9 +206,17 @@ def set_option(settings: dict[str, Any], name: str, value: Any) -> None:
         parent = parent[group]
     if last.endswith("+"):
         last = last.removesuffix("+")
-        value = [*(parent.get(last) or []), get_loader("yaml")(value) if isinstance(value, str) else value]
-    if value != {} or not parent.get(last):  # an empty group changes nothing in one that is there
-        parent[last] = value
+        before = parent.get(last) or []
+        added = load_yaml(value, f"--{name}") if isinstance(value, str) else value
+        value = [*(before if isinstance(before, list) else [before]), added]
+    parent[last] = value
+
+
+def load_yaml(text: str, option: str) -> Any:
+    try:
+        return get_loader("yaml")(text)
+    except yaml.YAMLError as error:
+        raise RequestError(f"{option} {shown(text)} cannot be read: {' '.join(str(error).split())}") from error
 
 
 def argument_of_class(name: str) -> str:
@@ -236,7 +245,8 @@ def make_request(command: str, settings: dict[str, Any], run_name: str = "run") 
     if not 0 <= values.seed_everything < 2**32:
         raise RequestError(f"seed_everything {values.seed_everything} must be a whole number from 0 to {2**32 - 1}")
     trainer, data = take_fields(TrainerConfig, values.trainer), take_fields(DataConfig, values.data)
-    if command != "plan" and str(trainer.devices) in ("1", "auto"):  # `plan` lists it with all else
+    timed = command == "fit" and values.hours is not None  # its length follows
+    if not timed and command != "plan" and str(trainer.devices) in ("1", "auto"):  # `plan` lists it with all else
         plan_steps(world_size=1, max_steps=trainer.max_steps, max_tokens=trainer.max_tokens, seq_len=data.seq_len,
                    micro_batch_size=data.micro_batch_size, global_batch_tokens=data.global_batch_tokens)  # fmt: skip
     if command == "predict" and data.texts:
@@ -318,21 +328,23 @@ def check_arguments(custom: type, arguments: set[str]) -> None:
 def check_nulls(settings: Mapping[str, Any]) -> None:
     """Refuse a null where it means nothing, and a value in place of a group of options; jsonargparse takes both."""
     for section in SECTIONS:
-        if section.name and section.name in settings:
-            _check_nulls(section.options, settings[section.name], section.name)
+        prefix = f"{section.name}." if section.name else ""
+        _check_nulls(section.options, settings.get(section.name, {}) if prefix else settings, prefix)
 
 
-def _check_nulls(options: type, group: Any, name: str) -> None:
+def _check_nulls(options: type, group: Any, prefix: str) -> None:
     if not isinstance(group, Mapping):
-        raise RequestError(f"{name} is a group of options and not {shown(group)}")
+        raise RequestError(f"{prefix.removesuffix('.')} is a group of options and not {shown(group)}")
     for option in fields(options):
         kinds = get_args(option.type) or (option.type,)
         inner = next((kind for kind in kinds if is_dataclass(kind)), None)
         value = group.get(option.name, ...)
-        if value in (None, "null") and NoneType not in kinds and "None" not in str(option.type):
-            raise RequestError(f"{name}.{option.name} is null, which means nothing there: leave it out for its default")
+        if value in (None, "null") and NoneType not in kinds:
+            raise RequestError(
+                f"{prefix}{option.name} is null, which means nothing there: leave it out for its default"
+            )
         if inner is not None and value not in (None, "null", ...):
-            _check_nulls(inner, value, f"{name}.{option.name}")
+            _check_nulls(inner, value, f"{prefix}{option.name}.")
 
 
 def link_seq_len(config: Namespace) -> None:
@@ -374,8 +386,7 @@ def check_names(command: str, typed: Iterable[tuple[str, Any]], configs: Mapping
 def _is_known(name: str, leaves: set[str], groups: set[str]) -> bool:
     """Whether a name is an option or a group of them, or is within the value of an option."""
     parts = name.split(".")
-    within = any(".".join(parts[:count]) in leaves for count in range(1, len(parts) + 1))
-    return within or name in groups or not {"class_path", "init_args", "dict_kwargs"}.isdisjoint(parts)
+    return name in groups or any(".".join(parts[:count]) in leaves for count in range(1, len(parts) + 1))
 
 
 # ---- configs and runs ------------------------------------------------------------------------------------------------
@@ -446,14 +457,14 @@ def check_model_class(run: Run) -> None:
         known_class(document, process.module_class, str(run.path), run.script)
 
 
-# Commands of "own arguments" that take a run -> what to give instead, where there is no run at all.
+# Commands that take no config but a run -> what to give instead, where there is no run at all.
 NEEDS_RUN = dict.fromkeys(("generate", "evaluate", "export"), ", or give a --ckpt_path") | {"branch": ""}
 
 
 def check_run_exists(command: str, arguments: list[str]) -> None:
     """Raise RequestError if a command takes a run and it is not there, before the seconds of importing PyTorch."""
     values: dict[str, Any] = dict(typed_options(arguments))
-    positional = values.get("")
+    positional = arguments[0] if arguments and not arguments[0].startswith("-") else None
     if command not in NEEDS_RUN or {"-h", "--help"} & values.keys() or not is_of_a_run(values.get("--ckpt_path")):
         return
     if (positional is not None) == (command == "branch"):  # else the parser says how to name it

@@ -512,8 +512,8 @@ class RunOptions:
 
 
 class Section(NamedTuple):
-    """A section of a config. One more with a callback is its dataclass and a row here, the callback, and a line for it
-    in `callbacks/standard`."""
+    """A section of a config. One more with a callback is its dataclass, a row here, a field of `cli/request.Sections`,
+    the callback, and a row for it in `callbacks/standard`."""
 
     name: str  # of the section; empty for options that are in none
     options: type

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from lm.cli.options import find_config, refuse_unknown_options
+from lm.cli.request import check_names, find_config, read_options
 from lm.errors import RequestError, RunError
 from lm.system import process
 from lm.system.process import code_for_launcher, rank
@@ -234,6 +234,6 @@ def test_the_commands_of_a_job_file_are_ones_that_lm_knows(name, tmp_path):
     (tmp_path / "job.sh").write_text(text)
     subprocess.run(["bash", "-n", str(tmp_path / "job.sh")], check=True)
     arguments = fit_arguments(text)
-    refuse_unknown_options("fit", ["--config", "tiny.yaml", *arguments[2:]])
+    check_names("fit", read_options("fit", arguments[2:]))
     assert "--ckpt_path auto" in " ".join(arguments)
     assert "export TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1" in text
