@@ -6,7 +6,6 @@ command.
 
 import logging
 import sys
-import time
 import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
@@ -19,8 +18,9 @@ from lightning.pytorch import Callback
 from lightning.pytorch.cli import LightningArgumentParser, LightningCLI
 from lightning.pytorch.loggers import Logger
 
-from lm.cli.options import SEED, FitOptions, PlanOptions
-from lm.cli.request import Request, Sections, allow_class_path
+from lm.cli.options import SEED, FitOptions
+from lm.cli.request import Request, allow_class_path
+from lm.cli.start_checks import StartChecks
 from lm.data.config import is_prepared
 from lm.data.datamodule import DataModule
 from lm.errors import RequestError
@@ -31,14 +31,11 @@ from lm.runs.run import Run
 from lm.system.arguments import OneLineErrors
 from lm.system.hardware import has_fp8
 from lm.system.process import other_arguments
-from lm.training.callback import Callback as LmCallback
 from lm.training.callbacks.run_folder import RunFolder
 from lm.training.callbacks.standard import standard_callbacks
 from lm.training.callbacks.summary import Summary
-from lm.training.checks import Finding
-from lm.training.module import LanguageModule, training_class
+from lm.training.module import training_class
 from lm.training.trainer import Trainer
-from lm.training.world import EXIT_WAIT
 
 log = logging.getLogger(__name__)
 
@@ -178,7 +175,7 @@ class TrainingCLI(LightningCLI):
 
     def __init__(
         self, request: Request, checkpoint: Path | None, run: Run | None, callbacks: list[Callback],
-        checks: "StartChecks",
+        checks: StartChecks,
     ) -> None:  # fmt: skip
         self.request, self.checkpoint, self.run, self.checks = request, checkpoint, run, checks
         settings = {name: request.settings[name] for name in ("seed_everything", "trainer", "model", "data")}
@@ -255,69 +252,6 @@ def with_classes(request: Request) -> Request:
     given = {"callbacks": request.trainer.callbacks, "logger": request.trainer.logger}
     built = parser.instantiate_classes(parser.parse_object({"trainer": given})).trainer
     return replace(request, trainer=replace(request.trainer, callbacks=built.callbacks, logger=built.logger))
-
-
-# ---- before the first step -------------------------------------------------------------------------------------------
-
-
-class StartChecks(LmCallback):
-    """Runs the checks of `lm plan` when a fit begins: logs the warnings, and raises RequestError on errors."""
-
-    def __init__(self, sections: Mapping[str, Any]) -> None:
-        self._sections = sections
-        self._resumed: Run | None = None
-        self._force = False
-        self._messages: Sequence[str] = ()  # this and `_findings` are logged once the run has a log file
-        self._findings: list[str] = []
-
-    def set_run(self, run: Run | None, force: bool, messages: Sequence[str] = ()) -> None:
-        """Set the run that the fit resumes, whose warm-up and budget are not checked, and lines to log first.
-
-        With `force`, errors are only logged, and the run trains.
-        """
-        self._resumed, self._force, self._messages = run, force, messages
-
-    def setup(self, trainer: Trainer, pl_module: LanguageModule, stage: str) -> None:
-        """Run the checks: the data is open, and the model is not built yet."""
-        if stage == "fit":
-            self.refuse(trainer, pl_module, trainer.datamodule, opened=True)
-
-    def refuse(self, trainer: Trainer, module: LanguageModule, data: DataModule, opened: bool) -> None:
-        """Raise RequestError if the config has an error; with several ranks, rank zero decides and reports.
-
-        If `opened` is false, the data is not prepared yet and ranks cannot communicate, so every rank runs the checks.
-        """
-        from lm.cli.plan_facts import examine
-
-        ranks = {"num_nodes": trainer.num_nodes, "devices": trainer.world_size // trainer.num_nodes}
-        sections = Sections(
-            trainer=replace(trainer.options, **ranks),  # as torchrun or SLURM says
-            model=module.options,
-            data=replace(data.options, seq_len=data.seq_len),
-            **self._sections,
-        )
-        options = PlanOptions(device="cpu" if trainer.options.accelerator == "cpu" else "auto")
-        findings: list[Finding] = []
-        if trainer.is_global_zero or not opened:
-            _, findings = examine(sections, options, data if opened else None, self._resumed)
-        if opened:
-            findings = trainer.strategy.broadcast(findings)
-        errors = [str(finding) for finding in findings if finding.level == "error"]
-        if errors and not self._force:
-            if not trainer.is_global_zero:
-                time.sleep(EXIT_WAIT)  # a launcher may end all ranks with the first one, which is to report
-                raise SystemExit(RequestError.exit_code)
-            for error in errors[:-1]:
-                log.error("%s", error)
-            raise RequestError(errors[-1])
-        self._findings = [f"{finding.level}: {finding}" for finding in findings]
-
-    def on_fit_start(self, trainer: Trainer, pl_module: LanguageModule) -> None:
-        if trainer.is_global_zero:
-            for line in self._messages:
-                log.info("%s", line)
-            for line in self._findings:
-                log.warning("%s", line)
 
 
 # ---- surroundings ----------------------------------------------------------------------------------------------------

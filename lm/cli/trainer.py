@@ -12,7 +12,8 @@ from typing import Any
 import yaml
 from lightning.pytorch import Callback, LightningDataModule, LightningModule
 
-from lm.cli.fit import StartChecks, in_notebook, quiet_lightning, refuse_notebook
+from lm.cli.fit import in_notebook, quiet_lightning, refuse_notebook
+from lm.cli.start_checks import StartChecks
 from lm.data.datamodule import DataModule
 from lm.errors import RequestError
 from lm.runs.config_diff import describe_changes
