@@ -51,7 +51,8 @@ def with_measured_length(request: Request[FitOptions]) -> tuple[Request[FitOptio
         validated = validation_tokens(request)
         log.info("--hours %g: measuring a step", hours)
         devices = devices_of_node(request.trainer, request.trainer.devices)
-        found = measured(to_yaml(request.settings), 3600 * hours, devices)
+        trainer = {**request.settings["trainer"], "max_steps": FEW, "max_tokens": None}  # any length will do
+        found = measured(to_yaml({**request.settings, "trainer": trainer}), 3600 * hours, devices)
         steps = steps_of_hours(request, hours, found, validated, seconds_since_process_start())
         log.info("--hours %g: %d optimizer steps", hours, steps)
         length = {"trainer.max_tokens": None, **options_of_length(request, steps)}

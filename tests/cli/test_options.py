@@ -93,7 +93,7 @@ def test_help_and_a_wrong_name_need_no_torch(tmp_path):
     (["fit", "--trainer.log_interval", "null"], "lm fit: trainer.log_interval is null, which means "),
     *((command.split(), "no run 'nothing' under checkpoints or in the registry; `lm runs ls` lists") for command in (
         "generate --run nothing", "evaluate --run=nothing --tasks embedded:sotu", "export --run nothing",
-        "branch nothing --decay 1M", "validate --run nothing", "test --run nothing",
+        "branch nothing --tags a b", "validate --run nothing", "test --run nothing",
         "predict --run nothing")),
     (["generate", "--prompt", "a"], "no run under checkpoints yet: start one with `lm fit --config tiny.yaml`, or "),
     (["validate", "--ckpt_path", "best"], "start one with `lm fit --config tiny.yaml`, or give --config"),
@@ -126,6 +126,24 @@ def test_data_or_a_length_that_is_typed_replaces_that_of_the_config(typed, nulls
     assert set(off) == set(nulls.split())
 
 
+def test_a_later_config_clears_what_it_replaces_and_an_empty_value_empties():
+    first = {"trainer": {"max_steps": 5, "logger": "a.B"}, "guards": {"alerts": {"loss > 10": "stop"}, "spike": None}}
+    second = {"trainer": {"max_tokens": 100}, "guards": {"alerts": {}}, "data": {}}
+    typed = [("trainer", "{logger: {class_path: c.D}}"), ("trainer.logger.save_dir", "e"), ("trainer.logger+", "f.G")]
+    assert request.combine("fit", [first, second], typed) == {
+        "trainer": {"max_steps": None, "max_tokens": 100,
+                    "logger": [{"class_path": "c.D", "init_args": {"save_dir": "e"}}, "f.G"]},
+        "guards": {"alerts": {}, "spike": None},
+    }  # fmt: skip
+
+
+def test_the_length_of_some_hours_needs_no_other(tmp_path):
+    config = write_config(tmp_path, **{"trainer.max_steps": None})
+    assert request.read("fit", ["--config", str(config), "--hours", "1"]).options.hours == 1
+    with pytest.raises(RequestError, match="give one of trainer.max_steps and trainer.max_tokens"):
+        request.read("fit", ["--config", str(config)])
+
+
 @pytest.mark.parametrize("arguments, message", [
     (["--trainer.max_step", "5"], "there is no option 'trainer.max_step'; did you mean 'trainer.max_steps'?"),
     (["--trainer.max_epochs=5"], "there is no option 'trainer.max_epochs'; give trainer.max_steps or trainer.max_"),
@@ -147,6 +165,13 @@ def test_data_or_a_length_that_is_typed_replaces_that_of_the_config(typed, nulls
     (["--config", "runs/tinny/config.yaml"], "did you mean runs/tiny/config.yaml?"),
     (["small.yaml"], "'small.yaml' is not an option; did you mean `lm fit --config small.yaml`?"),
     (["pythia"], "no config 'pythia' here or in configs/"),
+    (["--config"], "--config needs a value"), (["--trainer.max_steps"], "--trainer.max_steps needs a value"),
+    (["--foo.init_args.x", "1"], "there is no option 'foo.init_args.x'"),
+    (["--model.schedule", "{name: wsd"], "--model.schedule '{name: wsd' cannot be read: while parsing"),
+    (["--trainer.max_steps+", "5"], "trainer.max_steps: expected a count such as"),
+    (["--model.schedule", "wsd"], "model.schedule is a group of options and not 'wsd'"),
+    (["--tags=null"], "tags is null, which means nothing there"),
+    (["--hours", "1", "--trainer.max_steps", "5"], "--trainer.max_steps gives the length of the run, and so does"),
     (["--config", "smal.yaml"], "no config 'smal.yaml' here or in configs/"),
 ])  # fmt: skip
 def test_wrong_names_are_refused(arguments, message, tmp_path, monkeypatch):
@@ -155,7 +180,7 @@ def test_wrong_names_are_refused(arguments, message, tmp_path, monkeypatch):
     (tmp_path / "runs/tiny").mkdir(parents=True)
     (tmp_path / "runs/tiny/config.yaml").touch()
     with pytest.raises(RequestError) as caught:
-        request.read("fit", [*arguments, "--config", "small.yaml"])
+        request.read("fit", ["--config", "small.yaml", *arguments] if arguments[0][:1] == "-" else arguments)
     assert message in str(caught.value)
 
 
@@ -202,6 +227,7 @@ def test_a_config_that_cannot_be_meant_is_refused(text, message, tmp_path, monke
     (["data", "inspect", "--path", "a"], "give the path without a name: `lm data inspect PATH`"),
     (["runs", "ls", "--sort", "loss"], "there is no option 'sort'; there are --all, --json, --root, --tag"),
     (["ladder", "--zzz"], "there is no option 'zzz'; --help lists them"),
+    (["exprot"], "did you mean `lm export`?"), (["--config=a.yaml"], "the command comes first: `lm fit --config=a.yaml`"),
     (["ls"], "no command 'ls'; did you mean `lm runs ls`?"), (["list"], "did you mean `lm runs ls`?"),
     (["runs", "list"], "no command 'runs list'; did you mean `lm runs ls`?"),
     (["inspect", "a"], "`lm data inspect a`?"),
