@@ -121,8 +121,10 @@ def branch(options: BranchOptions, overrides: list[tuple[str, Any]]) -> None:
         origin = {"run": trunk.name, "path": str(trunk.path.resolve()), "step": step, "changes": changes}
         run.describe(id=run.name, name=run.name, status="interrupted", step=step, branch=origin,
                      turn=Run.next_start(root))  # fmt: skip
-        messages = [f"run {run.path} begins at step {step} of {trunk.path}",
-                *(f"changed: {key}: {old} -> {new}" for key, (old, new) in changes.items())]  # fmt: skip
+        messages = [
+            f"run {run.path} begins at step {step} of {trunk.path}",
+            *(f"changed: {key}: {old} -> {new}" for key, (old, new) in changes.items()),
+        ]
         if options.make_only:
             log.info("%s", "\n".join(messages))
             print(run.resume_command())

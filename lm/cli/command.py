@@ -34,8 +34,8 @@ class Command(NamedTuple):
     help: str
 
 
-# No target has the name of a function that `lm` exports, such as `lm.generate`: jsonargparse compares a function with
-# the exported one of its name, which would import PyTorch first. So several are named `main`.
+# A function that jsonargparse calls has no name that `lm` exports, such as `lm.generate`: jsonargparse looks whether it
+# is the exported one, which imports PyTorch. So several are named `main`.
 TABLE = (
     Command("fit", "fit:fit", "request", "train a model from a config, or resume a run"),
     Command("branch", "branch:main", "overrides", "a new run from a checkpoint of another: a decay, other data"),
@@ -184,9 +184,12 @@ def _load(command: Command) -> Callable[..., Any]:
 def _error_location(error: Exception) -> str:
     """The innermost line of this project or of a user's file where an exception was: `lm/data/loader.py, line 120`."""
     root, libraries = Path(__file__).parents[2], [sysconfig.get_path(name) for name in ("stdlib", "purelib")]
-    frames = [frame for frame in traceback.extract_tb(error.__traceback__)
-           if Path(frame.filename).is_relative_to(root / "lm")
-           or not any(Path(frame.filename).is_relative_to(library) for library in libraries)]  # fmt: skip
+    frames = [
+        frame
+        for frame in traceback.extract_tb(error.__traceback__)
+        if Path(frame.filename).is_relative_to(root / "lm")
+        or not any(Path(frame.filename).is_relative_to(library) for library in libraries)
+    ]
     file = Path(frames[-1].filename)
     return f"{file.relative_to(root) if file.is_relative_to(root) else file}, line {frames[-1].lineno}"
 
