@@ -34,6 +34,7 @@ from lm.system.process import other_arguments
 from lm.training.callbacks.run_folder import RunFolder
 from lm.training.callbacks.standard import standard_callbacks
 from lm.training.callbacks.summary import Summary
+from lm.training.checks import of_event_program, refuse
 from lm.training.module import training_class
 from lm.training.trainer import Trainer
 
@@ -52,6 +53,7 @@ def fit(request: Request[FitOptions], callbacks: Sequence[Callback] = (), messag
         request, arguments = with_measured_length(request)
         with other_arguments(arguments):  # which start the other ranks: they are not to measure too
             return fit(request, callbacks, messages)
+    refuse(of_event_program(request.run_options))
     if request.guards.budget.file:
         from lm.training.budget import read_budget_file
 

@@ -19,7 +19,7 @@ from lm.model.estimates import describe_mfu
 from lm.runs.run import refuse_name
 from lm.system.hardware import device_name
 from lm.system.units import format_bytes, format_count, format_figure, format_time_and_cost, plural
-from lm.training.checks import Finding
+from lm.training.checks import Finding, of_event_program
 
 log = logging.getLogger(__name__)
 
@@ -35,6 +35,7 @@ def plan(request: Request[PlanOptions]) -> None:
         raise RequestError("--fit is about a device, and --strict looks at none: give one of them")
     refuse_name(name)
     found, noted = plan_facts.examine(with_classes(request), options)
+    noted += of_event_program(request.run_options)
     found = {"config": name, **found}
     noted.sort(key=lambda finding: finding.level)  # errors first
     errors = [finding for finding in noted if finding.level == "error"]

@@ -26,6 +26,7 @@ from lm.system.stop_signals import STOP
 from lm.training.callbacks.run_folder import RunFolder
 from lm.training.callbacks.standard import standard_callbacks
 from lm.training.callbacks.summary import Summary
+from lm.training.checks import of_event_program, refuse
 from lm.training.config import RunOptions, TrainerConfig, sections_of_callbacks
 from lm.training.module import LanguageModule
 from lm.training.trainer import Trainer as BareTrainer
@@ -52,6 +53,7 @@ class Trainer(BareTrainer):
         own.setdefault("stop_within", 0.0)  # the program around it does not end with the training
         config = build_options(TrainerConfig, "lm.Trainer", **own)
         self._name, self._sections, self._about = run, sections, about or RunOptions()
+        refuse(of_event_program(self._about))
         quiet_lightning()
         self._folder = RunFolder(None, run, "", options=self._about)
         self._checks = StartChecks(sections)

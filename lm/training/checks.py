@@ -6,6 +6,7 @@ an option can never have are refused where it is declared, in the `config` files
 """
 
 import os
+import shutil
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
@@ -25,7 +26,7 @@ from lm.model.decoder import Decoder, Linear
 from lm.runs.checkpoint import KEPT, encode
 from lm.system.arguments import shown
 from lm.system.process import under_torchrun
-from lm.training.config import EvaluationConfig, GroupConfig, ModelConfig, SamplesConfig, TrainerConfig
+from lm.training.config import EvaluationConfig, GroupConfig, ModelConfig, RunOptions, SamplesConfig, TrainerConfig
 from lm.training.precision import kept_in_bf16
 from lm.training.world import srun_world
 
@@ -105,6 +106,12 @@ def of_trainer(trainer: TrainerConfig) -> Iterator[Finding]:
     if trainer.fp8_keep is not None and not trainer.precision.startswith("fp8"):
         yield error(f"trainer.fp8_keep {' '.join(trainer.fp8_keep)} is for FP8, and trainer.precision is "
                     f"{trainer.precision}", f"{LEAVE_OUT}, or take fp8-tensorwise or fp8-rowwise")  # fmt: skip
+
+
+def of_event_program(run: RunOptions) -> Iterator[Finding]:
+    """Yield an error if this machine has no such program."""
+    if run.on_event and shutil.which(run.on_event[0]) is None:
+        yield error(f"on_event: no program {run.on_event[0]!r} on PATH", "a script needs its path and `chmod +x`")
 
 
 def of_accelerator(accelerator: str) -> Iterator[Finding]:
