@@ -13,6 +13,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import yaml
+from jsonargparse import set_dumper
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch import Callback
 from lightning.pytorch.cli import LightningArgumentParser, LightningCLI
@@ -58,6 +60,7 @@ def fit(request: Request[FitOptions], callbacks: Sequence[Callback] = (), messag
         from lm.training.budget import read_budget_file
 
         read_budget_file(request.guards.budget)  # a cap that cannot be counted is refused, with `force` too
+    request = with_arguments_of_classes(request)
     checkpoint, run = find_start(request)
     changed: dict[str, list[Any]] = {}
     if run:
@@ -127,17 +130,23 @@ def with_available_hardware(request: Request) -> Request:
     cuda = trainer.accelerator in ("auto", "gpu", "cuda") and torch.cuda.is_available()
     device = torch.device("cuda" if cuda else "cpu")
     missing = kernels_missing(device)
+    before = {
+        "model.kernels": model.kernels,
+        "model.attention": model.attention,
+        "trainer.precision": trainer.precision,
+    }
     changes: dict[str, Any] = {}
     if model.kernels == "on" and missing:
         changes["model.kernels"] = "auto"
     if model.attention != "auto" and not cuda:
         changes["model.attention"] = "auto"
     if trainer.precision.startswith("fp8") and (missing or not has_fp8(device)):
-        changes |= {"trainer.precision": "bf16-mixed", "trainer.fp8_keep": None}
-    if changes:
-        log.info("evaluated with what this machine has (%s): %s", missing or "no FP8",
-                 ", ".join(f"{name} {value}" for name, value in changes.items() if value))  # fmt: skip
-    return request.with_values(changes) if changes else request
+        changes["trainer.precision"] = "bf16-mixed"
+    if not changes:
+        return request
+    described = ", ".join(f"{name} {before[name]} -> {value}" for name, value in changes.items())
+    log.info("evaluated with what this machine has: %s (%s)", described, missing or "no FP8")
+    return request.with_values(changes | {"trainer.fp8_keep": None})
 
 
 # ---- LightningCLI ----------------------------------------------------------------------------------------------------
@@ -246,13 +255,41 @@ class TrainingCLI(LightningCLI):
     after_test = after_validate
 
 
-def with_classes(request: Request) -> Request:
-    """The request with its callbacks and loggers built, for a command that LightningCLI does not run."""
+# ---- classes by path -------------------------------------------------------------------------------------------------
+
+
+class TextDumper(yaml.SafeDumper):
+    """Writes what YAML has no type for as text: the arguments of a callback may be an enum or a torch.device."""
+
+
+TextDumper.add_multi_representer(
+    object, lambda dumper, value: dumper.represent_str(f"{getattr(value, 'value', value)}")
+)
+set_dumper("text", lambda content: yaml.dump(content, Dumper=TextDumper))
+
+
+def parse_classes(request: Request) -> tuple[TrainingParser, Any]:
+    """A parser of callbacks and loggers, and those of a request, with all arguments of their classes."""
     parser = TrainingParser(prog="lm")
     parser.add_argument("--trainer.callbacks", type=list[Callback] | None)
     parser.add_argument("--trainer.logger", type=Logger | list[Logger] | None)
     given = {"callbacks": request.trainer.callbacks, "logger": request.trainer.logger}
-    built = parser.instantiate_classes(parser.parse_object({"trainer": given})).trainer
+    return parser, parser.parse_object({"trainer": given})
+
+
+def with_arguments_of_classes(request: Request) -> Request:
+    """The request whose settings have all arguments of callbacks and loggers, as the run keeps them, also defaults."""
+    if not (request.trainer.callbacks or request.trainer.logger):
+        return request
+    parser, config = parse_classes(request)
+    complete = yaml.safe_load(parser.dump(config, format="text", skip_none=False, skip_check=True))["trainer"]
+    return replace(request, settings={**request.settings, "trainer": {**request.settings["trainer"], **complete}})
+
+
+def with_classes(request: Request) -> Request:
+    """The request with its callbacks and loggers built, for a command that LightningCLI does not run."""
+    parser, config = parse_classes(request)
+    built = parser.instantiate_classes(config).trainer
     return replace(request, trainer=replace(request.trainer, callbacks=built.callbacks, logger=built.logger))
 
 
