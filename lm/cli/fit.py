@@ -37,6 +37,7 @@ from lm.training.callbacks.run_folder import RunFolder
 from lm.training.callbacks.standard import standard_callbacks
 from lm.training.callbacks.summary import Summary
 from lm.training.checks import of_event_program, refuse
+from lm.training.config import sections_of_callbacks
 from lm.training.module import training_class
 from lm.training.trainer import Trainer
 
@@ -100,9 +101,10 @@ def run_command(
     run_folder = RunFolder(
         run, request.run_name, request.text, choice.force, auto=choice.ckpt_path == "auto", options=request.run_options
     )
-    checks = StartChecks(request.for_callbacks())
+    sections = sections_of_callbacks(vars(request))
+    checks = StartChecks(sections)
     checks.set_run(run, choice.force, messages)
-    standard = standard_callbacks(request.trainer, run_folder, request.for_callbacks())
+    standard = standard_callbacks(request.trainer, run_folder, sections)
     try:
         return TrainingCLI(request, checkpoint, run, [*callbacks, *standard, Summary()], checks)
     finally:

@@ -51,10 +51,6 @@ class Sections:
     samples: SamplesConfig = field(default_factory=SamplesConfig)
     evaluation: EvaluationConfig = field(default_factory=EvaluationConfig)
 
-    def for_callbacks(self) -> dict[str, Any]:
-        """The sections that callbacks take, by name."""
-        return {section.name: getattr(self, section.name) for section in SECTIONS if section.of_callbacks}
-
 
 CommandOptions = TypeVar("CommandOptions")  # `FitOptions`, `PlanOptions` ...
 
