@@ -242,7 +242,7 @@ def make_request(command: str, settings: dict[str, Any], run_name: str = "run") 
         raise RequestError(f"seed_everything {values.seed_everything} must be a whole number from 0 to {2**32 - 1}")
     trainer, data = take_fields(TrainerConfig, values.trainer), take_fields(DataConfig, values.data)
     timed = command == "fit" and values.hours is not None  # its length follows
-    if not timed and command != "plan" and str(trainer.devices) in ("1", "auto"):  # `plan` lists it with all else
+    if command in ("fit", "bench step", "profile") and not timed and str(trainer.devices) in ("1", "auto"):
         plan_steps(world_size=1, max_steps=trainer.max_steps, max_tokens=trainer.max_tokens, seq_len=data.seq_len,
                    micro_batch_size=data.micro_batch_size, global_batch_tokens=data.global_batch_tokens)  # fmt: skip
     if command == "predict" and data.texts:
