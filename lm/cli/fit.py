@@ -270,11 +270,18 @@ TextDumper.add_multi_representer(
 set_dumper("text", lambda content: yaml.dump(content, Dumper=TextDumper))
 
 
+class TrainerClasses:
+    """The options of the Trainer that are classes by path."""
+
+    def __init__(
+        self, callbacks: list[Callback] | None = None, logger: Logger | list[Logger] | None = None
+    ) -> None: ...
+
+
 def parse_classes(request: Request) -> tuple[TrainingParser, Any]:
     """A parser of callbacks and loggers, and those of a request, with all arguments of their classes."""
     parser = TrainingParser(prog="lm")
-    parser.add_argument("--trainer.callbacks", type=list[Callback] | None)
-    parser.add_argument("--trainer.logger", type=Logger | list[Logger] | None)
+    parser.add_class_arguments(TrainerClasses, "trainer", instantiate=False, fail_untyped=False)
     given = {"callbacks": request.trainer.callbacks, "logger": request.trainer.logger}
     return parser, parser.parse_object({"trainer": given})
 
