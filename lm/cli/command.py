@@ -153,10 +153,11 @@ def _run(command: Command, arguments: list[str]) -> int:
             group = [value for value in arguments[arguments.index(help_flag) + 1 :][:1] if not value.startswith("-")]
             options.print_options(command.name, command.help, *group)
             return 0
-        made = request.read(command.name, arguments)
+        settings, run_name = request.read_settings(command.name, arguments)
         if any(argument.partition("=")[0] == "--print_config" for argument in arguments):
-            print(request.to_yaml(made.settings), end="")
+            print(request.to_yaml(request.complete_settings(command.name, settings)[-1]), end="")
             return 0
+        made = request.make_request(command.name, settings, run_name)  # before the seconds of importing PyTorch
         _load(command)(made)
         return 0
     if command.kind != "no_torch":

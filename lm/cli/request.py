@@ -91,6 +91,11 @@ def to_yaml(settings: dict[str, Any]) -> str:
 
 def read(command: str, arguments: list[str]) -> Request[Any]:
     """The request of a command line; RequestError says what is wrong, where, and what to give instead."""
+    return make_request(command, *read_settings(command, arguments))
+
+
+def read_settings(command: str, arguments: list[str]) -> tuple[dict[str, Any], str]:
+    """The settings that a command line and its configs give, and the name of the run: that of the config's file."""
     if arguments and not arguments[0].startswith("-"):
         path = find_config(arguments[0])
         raise RequestError(f"{arguments[0]!r} is not an option; did you mean `lm {command} --config {path}`?")
@@ -98,6 +103,7 @@ def read(command: str, arguments: list[str]) -> Request[Any]:
     files = [find_config(value) for name, value in typed if name == "config" and value]
     configs = {path: read_config(path) for path in files}
     check_names(command, typed, configs)
+    printed = "print_config" in dict(typed)  # may be the defaults alone
     typed = [(name, value) for name, value in typed if name not in ("config", "print_config")]
     lengths = [name for name, value in typed if name in ("trainer.max_steps", "trainer.max_tokens") and value != "null"]
     if lengths and command == "fit" and dict(typed).get("hours", "null") != "null":
@@ -106,9 +112,9 @@ def read(command: str, arguments: list[str]) -> Request[Any]:
         files, configs = [run.config], {run.config: read_config(run.config)}
         check_names(command, [], configs)
         typed += [("run", run.name), ("trainer.default_root_dir", str(run.path.parent))]
-    elif not files and not (command == "fit" and any(name.startswith("data.") for name, _ in typed)):
+    elif not (files or printed or command == "fit" and any(name.startswith("data.") for name, _ in typed)):
         raise RequestError(f"give a config with --config, such as `lm {command} --config tiny.yaml`")
-    return make_request(command, combine(command, configs.values(), typed), files[0].stem if files else "run")
+    return combine(command, configs.values(), typed), files[0].stem if files else "run"
 
 
 def override(settings: Mapping[str, Any], typed: Sequence[tuple[str, Any]]) -> Request[FitOptions]:
@@ -228,15 +234,11 @@ def argument_of_class(name: str) -> str:
 
 
 def make_request(command: str, settings: dict[str, Any], run_name: str = "run") -> Request[Any]:
-    """Give each setting its type and each missing one its default, and make the dataclasses, which check their values.
+    """Make the dataclasses of settings, which check their values.
 
     RequestError for a value that is wrong by itself, and for a length or a batch that does not come out even.
     """
-    check_nulls(settings)
-    parser = make_parser(command)
-    config = parser.parse_object(settings)
-    link_seq_len(config)
-    complete = json.loads(parser.dump(config, format="json", skip_none=False, skip_check=True))
+    parser, config, complete = complete_settings(command, settings)
     values = parser.instantiate_classes(config)  # nested dataclasses are made, those of the sections are not
     if not 0 <= values.seed_everything < 2**32:
         raise RequestError(f"seed_everything {values.seed_everything} must be a whole number from 0 to {2**32 - 1}")
@@ -250,17 +252,30 @@ def make_request(command: str, settings: dict[str, Any], run_name: str = "run") 
 
         find_files(data.texts)  # raises if one is missing
     choice, own = take_fields(RunChoice, values), COMMAND_OPTIONS.get(command)
-    not_of_training = {option.name for kind in (RunChoice, own) if kind for option in fields(kind)}
     model_fields = {option.name for option in fields(ModelConfig)}
     return Request(
         command=command, run_name=choice.run or run_name, choice=choice,
         options=take_fields(own, values) if own else None,
-        settings={name: value for name, value in complete.items() if name not in not_of_training},
+        settings=complete,
         seed_everything=values.seed_everything, run_options=take_fields(RunOptions, values), trainer=trainer, data=data,
         model=take_fields(ModelConfig, values.model),
         custom_arguments={name: value for name, value in vars(values.model).items() if name not in model_fields},
         guards=values.guards, samples=values.samples, evaluation=values.evaluation,
     )  # fmt: skip
+
+
+def complete_settings(command: str, settings: dict[str, Any]) -> tuple[Parser, Namespace, dict[str, Any]]:
+    """Give each setting its type and each missing one its default: a parser, its values, and those of the training as
+    a YAML file has them.
+    """
+    check_nulls(settings)
+    parser = make_parser(command)
+    config = parser.parse_object(settings)
+    link_seq_len(config)
+    plain = json.loads(parser.dump(config, format="json", skip_none=False, skip_check=True))
+    kinds = filter(None, (RunChoice, COMMAND_OPTIONS.get(command)))
+    not_of_training = {option.name for kind in kinds for option in fields(kind)}
+    return parser, config, {name: value for name, value in plain.items() if name not in not_of_training}
 
 
 def take_fields(kind: type, values: Namespace) -> Any:

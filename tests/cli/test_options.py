@@ -137,6 +137,12 @@ def test_a_later_config_clears_what_it_replaces_and_an_empty_value_empties():
     }  # fmt: skip
 
 
+def test_what_is_only_printed_needs_neither_config_nor_length(capsys):
+    assert main(["fit", "--print_config", "--model.optimizer.lr", "0.5"]) == 0
+    printed = capsys.readouterr().out
+    assert "lr: 0.5" in printed and "max_steps: null" in printed
+
+
 def test_the_length_of_some_hours_needs_no_other(tmp_path):
     config = write_config(tmp_path, **{"trainer.max_steps": None})
     assert request.read("fit", ["--config", str(config), "--hours", "1"]).options.hours == 1
