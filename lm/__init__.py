@@ -16,8 +16,8 @@ if TYPE_CHECKING:
     from lm.cli.functions import evaluate, fit, generate, prepare
     from lm.cli.trainer import Trainer
     from lm.data.datamodule import DataModule
-    from lm.inference.generation import Sampling
     from lm.inference.pretrained import Pretrained
+    from lm.inference.sampling import Sampling
     from lm.model.config import DecoderConfig
     from lm.runs.run import Run
     from lm.training.callback import Callback
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 ELSEWHERE = {
     "fit": "lm.cli.functions", "prepare": "lm.cli.functions", "evaluate": "lm.cli.functions",
     "generate": "lm.cli.functions", "Trainer": "lm.cli.trainer", "DataModule": "lm.data.datamodule",
-    "Sampling": "lm.inference.generation", "DecoderConfig": "lm.model.config", "Callback": "lm.training.callback",
+    "Sampling": "lm.inference.sampling", "DecoderConfig": "lm.model.config", "Callback": "lm.training.callback",
     "LanguageModule": "lm.training.module", "OptimizerConfig": "lm.training.config",
     "ScheduleConfig": "lm.training.config",
 }  # fmt: skip

@@ -21,54 +21,60 @@ from lm.system.stop_signals import STOP
 class Command(NamedTuple):
     """A command and the function that runs it.
 
-    `kind` says what the function takes, and whether its file may import PyTorch, which takes seconds:
-    "no_torch": arguments of its own, such as `lm runs ls --json`, and no PyTorch.
-    "torch": arguments of its own, such as `lm generate --prompt Hello`.
+    `kind` says what the function takes. Only a "function" is imported before its arguments are read and checked; the
+    others import PyTorch, which takes seconds.
+    "function": its own parameters, such as `lm runs ls --json`.
+    "options": a dataclass, whose fields are the options, such as `lm generate --prompt Hello`.
+    "overrides": a dataclass, and options of a training that override a run's config, such as `lm branch`.
     "request": a `Request`, made of a config and options that override it, such as `lm fit --config tiny.yaml`.
-    "overrides": the command line itself: arguments of its own and options that override a run's config, as `lm branch`.
     """
 
     name: str
     target: str  # "module of this folder:function"
-    kind: Literal["no_torch", "torch", "request", "overrides"]
+    kind: Literal["function", "options", "overrides", "request"]
     help: str
+    options: str = ""  # "module of this folder:dataclass"
 
 
-# A function that jsonargparse calls has no name that `lm` exports, such as `lm.generate`: jsonargparse looks whether it
-# is the exported one, which imports PyTorch. So several are named `main`.
+# A function that jsonargparse calls has no name that `lm` exports, such as `lm.prepare`: jsonargparse looks whether it
+# is the exported one, which imports PyTorch.
 TABLE = (
     Command("fit", "fit:fit", "request", "train a model from a config, or resume a run"),
-    Command("branch", "branch:main", "overrides", "a new run from a checkpoint of another: a decay, other data"),
+    Command("branch", "branch:branch", "overrides", "a new run from a checkpoint of another: a decay, other data",
+            "branch_options:BranchOptions"),
     Command("validate", "fit:validate_or_predict", "request",
             "loss, perplexity and bits per byte of a checkpoint on the validation data"),
     Command("test", "fit:validate_or_predict", "request", "the same on all of the test data"),
     Command("predict", "fit:validate_or_predict", "request", "per-token log-probabilities of texts, to Parquet"),
     Command("plan", "plan:plan", "request", "what a config means before it is run, and what is wrong with it"),
-    Command("scale", "scale_command:scale", "no_torch",
+    Command("scale", "scale_command:scale", "function",
             "a whole config from a depth or from hours, by published scaling rules"),
-    Command("ladder", "ladder:main", "overrides",
-            "train small models of several sizes, and predict the loss of a large one"),
-    Command("data prepare", "data:main_prepare", "no_torch", "tokenize texts into Parquet shards"),
-    Command("data inspect", "data:inspect", "no_torch", "what a data folder holds"),
-    Command("data show", "data:show", "no_torch", "the texts that a run saw at a step"),
-    Command("generate", "generate:main", "torch", "what a checkpoint writes after prompts; interactive without any"),
-    Command("evaluate", "evaluate:main", "torch",
-            "tasks and bits per byte of a checkpoint, with confidence intervals"),
-    Command("export", "convert:export", "torch", "a Hugging Face folder with a model card, reloaded and compared"),
-    Command("import", "convert:import_model", "torch",
-            "a Hugging Face model as a checkpoint that a training starts from"),
+    Command("ladder", "ladder:ladder", "overrides",
+            "train small models of several sizes, and predict the loss of a large one", "ladder_options:LadderOptions"),
+    Command("data prepare", "data:main_prepare", "function", "tokenize texts into Parquet shards"),
+    Command("data inspect", "data:inspect", "function", "what a data folder holds"),
+    Command("data show", "data:show", "function", "the texts that a run saw at a step"),
+    Command("generate", "generate:generate", "options",
+            "what a checkpoint writes after prompts; interactive without any", "model_options:GenerateOptions"),
+    Command("evaluate", "evaluate:evaluate", "options",
+            "tasks and bits per byte of a checkpoint, with confidence intervals", "model_options:EvaluateOptions"),
+    Command("export", "convert:export", "options", "a Hugging Face folder with a model card, reloaded and compared",
+            "model_options:ExportOptions"),
+    Command("import", "convert:import_model", "options",
+            "a Hugging Face model as a checkpoint that a training starts from", "model_options:ImportOptions"),
     Command("profile", "measure:profile", "request", "where the time of a training step goes, by part; a trace"),
-    Command("runs ls", "runs:ls", "no_torch", "every run: its status, step, losses, tokens a second and age"),
-    Command("runs show", "runs_show:show", "no_torch",
+    Command("runs ls", "runs:ls", "function", "every run: its status, step, losses, tokens a second and age"),
+    Command("runs show", "runs_show:show", "function",
             "one run on a page: progress, losses, model, checkpoints, machine"),
-    Command("runs check", "runs:check", "no_torch", "whether a run ended as its config expects, also as exit code"),
-    Command("runs compare", "runs_compare:compare", "no_torch",
+    Command("runs check", "runs:check", "function", "whether a run ended as its config expects, also as exit code"),
+    Command("runs compare", "runs_compare:compare", "function",
             "curves of runs in one chart, and the settings they differ in"),
-    Command("runs export", "runs_compare:export", "no_torch",
+    Command("runs export", "runs_compare:export", "function",
             "a run for others: metrics, pictures, weights; or one HTML page"),
-    Command("runs rebuild", "runs:rebuild", "no_torch", "rebuild the registry of runs from the run folders"),
-    Command("monitor", "monitor:monitor", "no_torch", "watch runs live in the terminal, or print their state as JSON"),
-    Command("doctor", "doctor:doctor", "torch", "whether this machine can train: GPU, kernels, disk, each with a cure"),
+    Command("runs rebuild", "runs:rebuild", "function", "rebuild the registry of runs from the run folders"),
+    Command("monitor", "monitor:monitor", "function", "watch runs live in the terminal, or print their state as JSON"),
+    Command("doctor", "doctor:doctor", "options",
+            "whether this machine can train: GPU, kernels, disk, each with a cure", "command_options:DoctorOptions"),
     Command("bench step", "measure:bench_step", "request", "time of a training step, and what a checkpoint costs"),
 )  # fmt: skip
 TRAINING = ("fit", "branch", "ladder")  # a signal ends these with a checkpoint
@@ -82,7 +88,7 @@ ALIASES = {name.split()[-1]: name for name in COMMANDS if name.split()[-1] not i
 POSITIONAL_HINTS = {
     "generate": "--prompt {value}", "data prepare": "--input {value} --output data/{name}",
     "data show": "--run {value}", "evaluate": "--run {value}", "export": "--run {value}",
-    "import": "--input {value} --output models/{name}", "scale": "--depth {value}",
+    "import": "--input {value} --output models/{name}", "scale": "--depth {value}", "ladder": "--depths {value}",
 }  # fmt: skip
 
 HELP = """lm {version}: pretrain a small language model from one YAML file
@@ -147,36 +153,50 @@ def _run(command: Command, arguments: list[str]) -> int:
     if command.name in TRAINING:
         STOP.catch()  # a signal that comes while PyTorch is imported ends the command too
     if command.kind == "request":
-        from lm.cli import options, request
-
-        if help_flag := next((flag for flag in ("-h", "--help") if flag in arguments), None):
-            group = [value for value in arguments[arguments.index(help_flag) + 1 :][:1] if not value.startswith("-")]
-            options.print_options(command.name, command.help, *group)
-            return 0
-        settings, run_name = request.read_settings(command.name, arguments)
-        if any(argument.partition("=")[0] == "--print_config" for argument in arguments):
-            print(request.to_yaml(request.complete_settings(command.name, settings)[-1]), end="")
-            return 0
-        made = request.make_request(command.name, settings, run_name)  # before the seconds of importing PyTorch
-        _load(command)(made)
-        return 0
-    if command.kind != "no_torch":
-        from lm.cli.request import check_run_exists
-
-        check_run_exists(command.name, arguments)
-    if command.kind == "overrides":
-        _load(command)(arguments)
-        return 0
+        return _run_request(command, arguments)
     from lm.system.arguments import call
 
-    return call(_load(command), arguments, f"lm {command.name}", POSITIONAL_HINTS.get(command.name)) or 0
+    read, overrides = _load(command.options or command.target), []
+    if command.kind == "overrides":
+        from lm.cli.settings import split_overrides
+
+        arguments, overrides = split_overrides(arguments)
+    values = call(read, arguments, f"lm {command.name}", POSITIONAL_HINTS.get(command.name))
+    if command.kind == "function":
+        return values or 0
+    from lm.cli.config_files import check_run_exists
+
+    check_run_exists(command.name, values)
+    _load_with_torch(command)(values, *([overrides] if command.kind == "overrides" else []))
+    return 0
 
 
-def _load(command: Command) -> Callable[..., Any]:
-    if command.kind != "no_torch" and "torch" not in sys.modules and sys.stderr.isatty():
+def _run_request(command: Command, arguments: list[str]) -> int:
+    from lm.cli import options, request
+
+    if help_flag := next((flag for flag in ("-h", "--help") if flag in arguments), None):
+        group = [value for value in arguments[arguments.index(help_flag) + 1 :][:1] if not value.startswith("-")]
+        options.print_options(command.name, command.help, *group)
+        return 0
+    settings, run_name = request.read_settings(command.name, arguments)
+    if any(argument.partition("=")[0] == "--print_config" for argument in arguments):
+        print(request.to_yaml(request.complete_settings(command.name, settings)[-1]), end="")
+        return 0
+    made = request.make_request(command.name, settings, run_name)  # before the seconds of importing PyTorch
+    _load_with_torch(command)(made)
+    return 0
+
+
+def _load(target: str) -> Callable[..., Any]:
+    """A function or class of this folder, by its module and name."""
+    module, _, name = target.partition(":")
+    return getattr(import_module(f"lm.cli.{module}"), name)
+
+
+def _load_with_torch(command: Command) -> Callable[..., Any]:
+    if "torch" not in sys.modules and sys.stderr.isatty():
         print("loading PyTorch", file=sys.stderr)
-    module, _, function = command.target.partition(":")
-    return getattr(import_module(f"lm.cli.{module}"), function)
+    return _load(command.target)
 
 
 # ---- errors ----------------------------------------------------------------------------------------------------------

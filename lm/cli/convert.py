@@ -17,14 +17,14 @@ import yaml
 from huggingface_hub import save_torch_state_dict
 from safetensors import SafetensorError
 
+from lm.cli.model_options import ExportOptions, ImportOptions
 from lm.errors import RequestError, first_line
 from lm.inference.export import Card, check_reload, model_card
-from lm.inference.pretrained import DTypeName, Pretrained, load_pretrained
+from lm.inference.pretrained import Pretrained, load_pretrained
 from lm.model.config import CUSTOM_MODEL_TYPE, DecoderConfig
 from lm.model.huggingface import to_huggingface
 from lm.runs.checkpoint import write_files
 from lm.runs.resume import checkpoint_folder, chosen_model, hub_hint
-from lm.runs.run import ROOT
 from lm.system.files import is_remote, new_folder, read_object
 from lm.training.checkpoint_state import model_files
 from lm.training.step_stats import StepStats
@@ -40,42 +40,22 @@ BEGINNING = {
 }  # fmt: skip
 
 
-def export(
-    run: str | None = None,
-    ckpt_path: str | None = None,
-    output: str = "",
-    dtype: DTypeName | None = None,
-    name: str | None = None,
-    license: str = "unknown",
-    language: list[str] | None = None,
-    root: str = str(ROOT),
-) -> None:
-    """Export a model to a folder in Hugging Face's format: weights, tokenizer and a model card.
-
-    Args:
-        run: Name under the root or in the registry, or a path; the newest run if not given.
-        ckpt_path: `best` (the default), `last`, `auto` (the newest intact one), `step-00000100`, or a model's folder.
-        output: Folder to create; it must be empty or not exist.
-        dtype: Data type of the weights; as stored if not given.
-        name: Name of the model on its card; the folder's name if not given.
-        license: Licence of the model, by its identifier on the Hugging Face Hub, such as apache-2.0.
-        language: Languages of the training texts, by ISO 639 code, such as en.
-        root: Folder of the runs.
-    """
-    if not output:
-        raise RequestError("give the folder to make with --output")
+def export(options: ExportOptions) -> None:
+    """Make the folder, reload it as others do, and print its path."""
+    output = options.output
     with new_folder(Path(output)) as folder:
-        chosen = chosen_model(run, ckpt_path, root)
+        chosen = chosen_model(options.run, options.ckpt_path, options.root)
         described = Path(chosen) / "config.json"
         if described.exists() and read_object(described).get("model_type") == CUSTOM_MODEL_TYPE:
             raise RequestError(f"{chosen} holds a custom model, which Hugging Face's libraries do not have: give the "
                                "folder to others with the file of its class")  # fmt: skip
-        model = load_pretrained(chosen, device="cpu", dtype=dtype)
+        model = load_pretrained(chosen, device="cpu", dtype=options.dtype)
         model.decoder.to(model.dtype)
-        write_model(model, Card(name or Path(output).resolve().name, license, tuple(language or [])), folder)
+        name = options.name or Path(output).resolve().name
+        write_model(model, Card(name, options.license, tuple(options.language)), folder)
         loader, difference = check_reload(folder, model)
     log.info("loaded it with %s: logits in fp32 differ by %.1e of the largest", loader, difference)
-    if license == "unknown":
+    if options.license == "unknown":
         log.info("the model card says that the licence is unknown: choose one with --license before you publish it")
     log.info("to publish it: hf upload OWNER/NAME %s", quote(output))
     print(output)
@@ -121,17 +101,9 @@ def describing_files(model: Pretrained, dtype: str) -> dict[str, str]:
 # ---- import ----------------------------------------------------------------------------------------------------------
 
 
-def import_model(input: str = "", output: str = "", eos_token: str | None = None) -> None:
-    """Convert a Llama, Qwen3 or Ministral in Hugging Face's format, or one of ours, to a checkpoint to train from.
-
-    Args:
-        input: Folder of the model, with safetensors and a `tokenizer.json`; or of a run or a checkpoint, to start
-            afresh from its weights; or a `.gguf` file, which transformers reads with the packages gguf and accelerate.
-        output: Folder to create; it must be empty or not exist.
-        eos_token: Token that ends a document, if the model's files do not name it.
-    """
-    if not input or not output:
-        raise RequestError("give a model's folder with --input and the folder to make with --output")
+def import_model(options: ImportOptions) -> None:
+    """Make the folder and print its path, and how to train from it."""
+    input, output = options.input, options.output
     source, target = checkpoint_folder(input) if is_remote(input) else Path(input), Path(output)
     packed = source.suffix == ".gguf" and source.is_file()
     if not source.is_dir() and not packed:
@@ -145,7 +117,7 @@ def import_model(input: str = "", output: str = "", eos_token: str | None = None
     with TemporaryDirectory() as unpacked, new_folder(target) as folder:
         if packed:
             convert_gguf(source, Path(unpacked))
-        model = load_pretrained(unpacked if packed else source, "cpu", torch.float32, eos_token=eos_token)
+        model = load_pretrained(unpacked if packed else source, "cpu", torch.float32, eos_token=options.eos_token)
         weights = to_huggingface(model.decoder.state_dict(), model.config)
         write_files(folder, {
             "state_dict": {name: weight.contiguous() for name, weight in weights.items()}, "optimizer": {},

@@ -4,7 +4,7 @@ The page may stand in an issue: it has no names of people. Whether the data is t
 """
 
 import importlib.metadata
-import json as jsonlib
+import json
 import os
 import platform
 import re
@@ -19,6 +19,7 @@ from filelock import FileLock
 from rich.console import Console
 from rich.markup import escape
 
+from lm.cli.command_options import DoctorOptions
 from lm.errors import LmError, first_line
 from lm.kernels import runtime, swiglu
 from lm.model.attention_choice import Heads, kernel_names, why_it_fails
@@ -44,15 +45,11 @@ class Check(NamedTuple):
     cure: str = ""
 
 
-def doctor(json: bool = False) -> None:
-    """Check whether this machine has what a training needs: `lm doctor [--json]`.
-
-    Args:
-        json: Print one JSON object instead of a page.
-    """
+def doctor(options: DoctorOptions) -> None:
+    """Print one line for each thing that a training needs."""
     checks = [check._replace(what=_anonymous(check.what), cure=_anonymous(check.cure)) for check in _checks()]
-    if json:
-        print(jsonlib.dumps({
+    if options.json:
+        print(json.dumps({
             "checks": [check._asdict() for check in checks], "ready": all(check.level != "error" for check in checks),
         }))  # fmt: skip
     else:

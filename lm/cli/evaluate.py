@@ -4,7 +4,7 @@ The result is kept with the run of the checkpoint: in `evaluations.jsonl`, in th
 checkpoint's step.
 """
 
-import json as jsonlib
+import json
 import logging
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -16,13 +16,12 @@ from typing import Any
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
+from lm.cli.model_options import EvaluateOptions
 from lm.data.text_files import find_files
-from lm.errors import RequestError, require_at_least
 from lm.evaluation import benchmark
 from lm.evaluation.bits_per_byte import texts_bits_per_byte
-from lm.evaluation.scoring import Begin
 from lm.evaluation.tasks import read_tasks
-from lm.inference.pretrained import DTypeName, Pretrained, load_pretrained
+from lm.inference.pretrained import Pretrained, load_pretrained
 from lm.runs import registry
 from lm.runs.evaluations import (
     Evaluation,
@@ -32,77 +31,46 @@ from lm.runs.evaluations import (
     merge_evaluations,
 )
 from lm.runs.resume import chosen_model
-from lm.runs.run import ROOT, Run
+from lm.runs.run import Run
 from lm.system.process import harmless
-from lm.system.units import Count
 
 log = logging.getLogger(__name__)
 
 Bar = Callable[[str, int, int | None], None]  # a name, how much of it is done, and how much there is
 
 
-def main(
-    run: str | None = None,
-    ckpt_path: str | None = None,
-    device: str | None = None,
-    dtype: DTypeName | None = None,
-    json: bool = False,
-    root: str = str(ROOT),
-    **options: Any,
-) -> None:
-    """Evaluate a checkpoint on tasks or texts, and store the result with its run.
+def evaluate(options: EvaluateOptions) -> None:
+    """Print the result as lines or as JSON."""
 
-    Args:
-        run: Name under the root or in the registry, or a path; the newest run if not given.
-        ckpt_path: `best` (the default), `last`, `auto` (the newest intact one), `step-00000100`, or a model's folder.
-        device: Device to compute on; the GPU if there is one.
-        dtype: Data type of the weights; as stored if not given.
-        json: Print one JSON object instead of lines.
-        root: Folder of the runs.
-    """
-    found = measure(lambda: load_pretrained(chosen_model(run, ckpt_path, root), device, dtype), **options)
-    if json:
-        print(jsonlib.dumps(found, ensure_ascii=False))
+    def load() -> Pretrained:
+        chosen = chosen_model(options.run, options.ckpt_path, options.root)
+        return load_pretrained(chosen, options.device, options.dtype)
+
+    found = measure(options, load)
+    if options.json:
+        print(json.dumps(found, ensure_ascii=False))
         return
     for line in (found["model"], *describe_evaluation(found), f"in {found['seconds']:.1f} s"):
         if line:
             print(harmless(line))
 
 
-def measure(
-    load: Callable[[], Pretrained], tasks: list[str] | None = None, texts: list[str] | None = None,
-    max_items: Count | None = None, num_fewshot: int | None = None,
-    batch_tokens: Count = Count(benchmark.BATCH_TOKENS), begin: Begin = "eos",
-) -> dict[str, Any]:  # fmt: skip
-    """What `lm evaluate --json` prints for a model, which is loaded only after the request has been checked.
-
-    Args:
-        tasks: Task files: a YAML in the format of DCLM, a `.jsonl` or `.parquet` of items, `embedded:sotu`,
-            or public benchmarks by name, such as hellaswag,arc_easy, downloaded from the Hugging Face hub.
-        texts: Files, folders, globs or URLs of text; bits per byte are computed for each.
-        max_items: Most items per task, or documents per text; all of them if not given.
-        num_fewshot: Number of few-shot examples before each question; that of the task files if not given.
-        batch_tokens: Most tokens per batch; the result does not depend on it.
-        begin: Token before a question: `eos`, as before a document in training, or `nothing`.
-    """
-    if not (tasks or texts):
-        raise RequestError("give something to evaluate on: --tasks embedded:sotu or --texts FILE")
-    require_at_least(1, "--", max_items=max_items, batch_tokens=batch_tokens)
-    require_at_least(0, "--", num_fewshot=num_fewshot)
-    questions = read_tasks(tasks or [], num_fewshot)
-    for source in texts or []:
+def measure(options: EvaluateOptions, load: Callable[[], Pretrained]) -> dict[str, Any]:
+    """What `lm evaluate --json` prints for a model, which is loaded only when tasks and texts are there."""
+    questions = read_tasks(options.tasks, options.num_fewshot)
+    for source in options.texts:
         find_files([source])
     model = load()
     owner = Run.of(model.path)
     began = time.monotonic()
     with progress_bars() as bar:
         results = benchmark.evaluate(
-            model.decoder, model.tokenizer, questions, batch_tokens=batch_tokens, max_items=max_items, begin=begin,
-            progress=bar,
+            model.decoder, model.tokenizer, questions, batch_tokens=options.batch_tokens, max_items=options.max_items,
+            begin=options.begin, progress=bar,
         )  # fmt: skip
-        measured = measure_texts(model, owner, texts or [], max_items, batch_tokens, bar)
+        measured = measure_texts(model, owner, options, bar)
     asked = {
-        "tasks": tasks, "texts": texts, "max_items": max_items, "num_fewshot": num_fewshot, "begin": begin,
+        **{name: getattr(options, name) for name in ("tasks", "texts", "max_items", "num_fewshot", "begin")},
         "dtype": str(model.dtype).removeprefix("torch."), "device": str(model.device),
     }  # fmt: skip
     by_task = {result.label: result.as_dict() for result in results}
@@ -116,17 +84,15 @@ def measure(
     return found
 
 
-def measure_texts(
-    model: Pretrained, run: Run | None, texts: Sequence[str], most: int | None, batch_tokens: int, bar: Bar
-) -> dict[str, dict[str, Any]]:
+def measure_texts(model: Pretrained, run: Run | None, options: EvaluateOptions, bar: Bar) -> dict[str, dict[str, Any]]:
     """The fields of `CorpusResult` of each text by a short name, in windows as long as those of the run's training."""
     seq_len = run.settings().get("data", {}).get("seq_len") if run else None
     return {
         name: asdict(texts_bits_per_byte(
-            model.decoder, model.tokenizer, [source], seq_len=seq_len, max_documents=most,
-            batch_tokens=batch_tokens, progress=partial(bar, name),
+            model.decoder, model.tokenizer, [source], seq_len=seq_len, max_documents=options.max_items,
+            batch_tokens=options.batch_tokens, progress=partial(bar, name),
         ))
-        for name, source in zip(short_names(texts), texts)
+        for name, source in zip(short_names(options.texts), options.texts)
     }  # fmt: skip
 
 

@@ -7,13 +7,15 @@ from typing import TYPE_CHECKING, Any
 
 from lightning.pytorch import Callback, LightningModule
 
+from lm.cli.config_files import find_config, read_config
 from lm.cli.fit import fit as train
 from lm.cli.options import option_groups, training_options
-from lm.cli.request import check_names, combine, dotted, find_config, make_request, read_config
+from lm.cli.request import make_request
+from lm.cli.settings import check_names, combine, dotted
 from lm.cli.trainer import class_of_models, logging_to_console
 from lm.data.config import PrepareOptions
 from lm.runs.run import Run
-from lm.system.arguments import build_options
+from lm.system.dataclass_arguments import build_options
 from lm.system.process import import_from_working_directory
 from lm.system.stop_signals import STOP
 
@@ -110,13 +112,14 @@ def evaluate(
         byte, and `core` if all tasks of a suite were evaluated.
     """
     from lm.cli.evaluate import measure
+    from lm.cli.model_options import EvaluateOptions
     from lm.inference.pretrained import Pretrained, load_pretrained
 
     tasks, texts = ([each] if isinstance(each, str) else list(each) for each in (tasks, texts))
+    config = build_options(EvaluateOptions, "lm.evaluate", tasks=tasks, texts=texts, **options)
     return measure(
-        lambda: model if isinstance(model, Pretrained) else load_pretrained(model, device, module=module),
-        tasks, texts, **options,
-    )  # fmt: skip
+        config, lambda: model if isinstance(model, Pretrained) else load_pretrained(model, device, module=module)
+    )
 
 
 def generate(

@@ -1,84 +1,45 @@
 """`lm generate`: a checkpoint continues prompts: as the text comes, several at once, as JSON, or interactively."""
 
-import json as jsonlib
+import json
 import logging
-import random
 import sys
 import time
 from contextlib import closing, suppress
-from dataclasses import asdict, dataclass, replace
-from typing import Any, Literal
+from dataclasses import asdict, replace
+from typing import Literal
 
 from rich.console import Console
 from rich.progress import Progress
 from rich.text import Text
 
-from lm.errors import RequestError, require_at_least
+from lm.cli.model_options import Compile, GenerateOptions
+from lm.errors import RequestError
 from lm.inference.completion import Written, gather_texts, generate_text
-from lm.inference.generation import Reason, Sampling, Step, check_step
-from lm.inference.pretrained import DTypeName, Pretrained, load_pretrained
+from lm.inference.generation import Reason, Step, check_step
+from lm.inference.pretrained import Pretrained, load_pretrained
+from lm.inference.sampling import Sampling
 from lm.runs.resume import chosen_model
-from lm.runs.run import ROOT
 from lm.system.hardware import device_name
 from lm.system.process import harmless
-from lm.system.units import Count
 
 log = logging.getLogger(__name__)
 
-Compile = Literal["auto", "none", "cuda_graphs"]
 STEPS: dict[str, Step] = {"none": "dynamic", "cuda_graphs": "cuda_graph"}
 TOGETHER = 64  # texts that are written at once, so that their cache fits
 
 
-@dataclass(frozen=True)
-class Settings(Sampling):
-    """`Sampling` by the names and with the defaults that the command line has."""
-
-    temperature: float = 0.8
-    top_k: Count | None = Count(50)
-
-
-def with_seed(settings: Settings) -> Settings:
-    return replace(settings, seed=random.getrandbits(32) if settings.seed is None else settings.seed)
-
-
-def main(
-    run: str | None = None,
-    ckpt_path: str | None = None,
-    prompt: list[str] | None = None,
-    num_samples: Count = Count(1),
-    device: str | None = None,
-    dtype: DTypeName | None = None,
-    compile: Compile = "auto",
-    json: bool = False,
-    root: str = str(ROOT),
-    **settings: Any,
-) -> None:
-    """Continue prompts. Without prompts, continue standard input or, on a terminal, ask for one prompt after another.
-
-    Args:
-        run: Name under the root or in the registry, or a path; the newest run if not given.
-        ckpt_path: `best` (the default), `last`, `auto` (the newest intact one), `step-00000100`, or a model's folder.
-        prompt: Texts to continue; an empty one starts a new document.
-        num_samples: Number of texts to generate per prompt.
-        device: Device to compute on; the GPU if there is one.
-        dtype: Data type of the weights; as stored if not given.
-        compile: How decoding steps run: `cuda_graphs`: captured as CUDA graphs; `auto`: that on a GPU, else `none`.
-        json: Print one JSON object instead of texts.
-        root: Folder of the runs.
-    """
-    chosen = Settings(**settings)
-    require_at_least(1, "--", num_samples=num_samples)
-    prompts = prompt or ([] if sys.stdin.isatty() else [sys.stdin.read().removesuffix("\n")])
-    if json and not prompts:
+def generate(options: GenerateOptions) -> None:
+    """Print what a model writes after each prompt, or ask for prompts."""
+    prompts = options.prompt or ([] if sys.stdin.isatty() else [sys.stdin.read().removesuffix("\n")])
+    if options.json and not prompts:
         raise RequestError("--json needs a prompt: give --prompt, or pipe a text in")
-    model = load_pretrained(chosen_model(run, ckpt_path, root), device, dtype)
-    mode, step = choose_step(model, compile)
+    model = load_pretrained(chosen_model(options.run, options.ckpt_path, options.root), options.device, options.dtype)
+    mode, step = choose_step(model, options.compile)
     if not prompts:
-        return converse(model, chosen, step)
-    chosen = with_seed(chosen)
-    prompts = [text for text in prompts for _ in range(num_samples)]
-    if len(prompts) == 1 and not json:
+        return converse(model, options, step)
+    chosen = options.sampling
+    prompts = [text for text in prompts for _ in range(options.num_samples)]
+    if len(prompts) == 1 and not options.json:
         _, summary, reason = stream_to_terminal(model, prompts[0], chosen, step)
         log.info("%s", summary)
         if reason == "Ctrl-C":
@@ -86,7 +47,7 @@ def main(
         return
     written, first_token, seconds = write_texts(model, prompts, chosen, step)
     tokens = sum(len(one.tokens) for one in written)
-    if json:
+    if options.json:
         found = {
             "checkpoint": str(model.path), "step": model.step,
             "device": device_name(model.device), "dtype": dtype_name(model),
@@ -103,7 +64,7 @@ def main(
             "new_tokens": tokens, "first_token_seconds": first_token, "seconds": seconds,
             "tokens_per_second": tokens / seconds,
         }  # fmt: skip
-        print(jsonlib.dumps(found, ensure_ascii=False))
+        print(json.dumps(found, ensure_ascii=False))
         return
     console = Console()
     for number, one in enumerate(written, start=1):
@@ -132,17 +93,17 @@ def dtype_name(model: Pretrained) -> str:
 
 
 def write_texts(
-    model: Pretrained, prompts: list[str], settings: Settings, step: Step
+    model: Pretrained, prompts: list[str], sampling: Sampling, step: Step
 ) -> tuple[list[Written], float | None, float]:
     """Continue all prompts, with a progress bar on a terminal; also the seconds to the first token and to the last."""
     written: list[Written] = []
     console, began, first_token = Console(stderr=True), time.perf_counter(), None
     with Progress(console=console, transient=True, disable=not console.is_terminal) as progress:
-        task = progress.add_task(f"{len(prompts)} texts", total=len(prompts) * settings.max_new_tokens)
+        task = progress.add_task(f"{len(prompts)} texts", total=len(prompts) * sampling.max_new_tokens)
         for first in range(0, len(prompts), TOGETHER):
             some, news = prompts[first : first + TOGETHER], []
-            sampling = replace(settings, seed=(settings.seed or 0) + first)
-            for new in generate_text(model.decoder, model.tokenizer, some, sampling, step=step):
+            seeded = replace(sampling, seed=(sampling.seed or 0) + first)
+            for new in generate_text(model.decoder, model.tokenizer, some, seeded, step=step):
                 first_token = first_token or time.perf_counter() - began
                 progress.advance(task)
                 news.append(new)
@@ -154,7 +115,7 @@ def write_texts(
 
 
 def stream_to_terminal(
-    model: Pretrained, prompt: str, settings: Settings, step: Step, begin: str | None = None
+    model: Pretrained, prompt: str, sampling: Sampling, step: Step, begin: str | None = None
 ) -> tuple[str, str, Reason | Literal["Ctrl-C"] | None]:
     """Write a text to standard output while it comes, after `begin`, which is its prompt if not given.
 
@@ -162,7 +123,7 @@ def stream_to_terminal(
     """
     began, first_token, text, tokens, reason = time.perf_counter(), None, "", 0, None
     try:
-        with closing(generate_text(model.decoder, model.tokenizer, [prompt], settings, step=step)) as news:
+        with closing(generate_text(model.decoder, model.tokenizer, [prompt], sampling, step=step)) as news:
             for new in news:
                 if first_token is None:  # the prompt was not refused
                     print_text(prompt if begin is None else begin, "bold")
@@ -176,7 +137,7 @@ def stream_to_terminal(
     print_text("\n")
     seconds = time.perf_counter() - began
     figures = (f"{tokens} tokens, {tokens / seconds:,.0f} tokens/s, the first after {first_token or seconds:.2g} s, "
-               f"ended by {reason}, seed {settings.seed}")  # fmt: skip
+               f"ended by {reason}, seed {sampling.seed}")  # fmt: skip
     return text, figures, reason
 
 
@@ -193,7 +154,7 @@ def print_text(text: str, style: str | None = None) -> None:
 # ---- interactive -----------------------------------------------------------------------------------------------------
 
 
-def converse(model: Pretrained, settings: Settings, step: Step) -> None:
+def converse(model: Pretrained, options: GenerateOptions, step: Step) -> None:
     """Ask for one prompt after the other; an empty one continues the text so far."""
     with suppress(ImportError):  # not on every system
         import readline  # noqa: F401  it gives `input` a history and keys to edit with
@@ -203,7 +164,7 @@ def converse(model: Pretrained, settings: Settings, step: Step) -> None:
         try:
             line = input("> ")
             prompt = line or text
-            written, summary, _ = stream_to_terminal(model, prompt, with_seed(settings), step, begin=line)
+            written, summary, _ = stream_to_terminal(model, prompt, options.sampling, step, begin=line)
             text = prompt + written
             print(summary)
         except RequestError as error:  # such as a prompt that fills the context

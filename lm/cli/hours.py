@@ -9,7 +9,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from lm.cli.options import FitOptions
+from lm.cli.command_options import FitOptions
 from lm.cli.plan_facts import data_facts
 from lm.cli.request import Request, to_yaml
 from lm.data.config import is_prepared

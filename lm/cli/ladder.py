@@ -4,7 +4,6 @@ The configs are those of `lm scale`, and every training is an ordinary run in th
 resumes it. `cli/ladder_report` computes and prints the results and predictions.
 """
 
-import copy
 import ctypes
 import json
 import logging
@@ -26,21 +25,19 @@ from rich.console import Console
 
 from lm.cli import scale
 from lm.cli.charts import plain_table
-from lm.cli.fit import quiet_lightning, with_classes
-from lm.cli.ladder_report import AGAINST, HALF, ModelSize, Training, page, print_report, report
-from lm.cli.options import PlanOptions
+from lm.cli.classes_by_path import with_classes
+from lm.cli.fit import quiet_lightning
+from lm.cli.ladder_options import LadderOptions, Overrides, recipes
+from lm.cli.ladder_report import AGAINST, ModelSize, Training, page, print_report, report
 from lm.cli.plan_facts import examine
-from lm.cli.request import Request, find_config, override, read_config, split_overrides
-from lm.errors import Interrupted, RequestError, RunError, require_at_least
-from lm.runs import scaling_laws
+from lm.cli.request import Request, override
+from lm.errors import Interrupted, RequestError, RunError
 from lm.runs.config_diff import differences, not_allowed
-from lm.runs.run import ROOT, Run, refuse_name
+from lm.runs.run import Run
 from lm.system import process
-from lm.system.arguments import call
-from lm.system.files import flatten, to_json, write_atomically
+from lm.system.files import to_json, write_atomically
 from lm.system.stop_signals import STOP
 from lm.system.units import (
-    Count,
     format_bytes,
     format_count,
     format_duration,
@@ -58,7 +55,6 @@ VALIDATION = (
     "data.path", "data.sources", "data.tokenizer", "data.prepare", "data.column", "data.pad_id", "data.val_tokens",
 )  # fmt: skip
 POLL = 0.2  # seconds between looks at the trainings
-Overrides = list[tuple[str, Any]]  # options of a training, as typed
 PATIENCE = 60.0  # seconds that a training of a killed ladder has to save its last checkpoint
 DIES_WITH_PARENT = 1  # PR_SET_PDEATHSIG of prctl(2)
 
@@ -74,119 +70,16 @@ FOLLOWS = {
 }  # fmt: skip
 
 
-class LadderOptions:
-    """Train small models of several depths with configs from `lm scale`, fit scaling laws to their losses, and predict
-    larger ones. The same command resumes it. Training options such as `--trainer.precision 32-true` apply to all runs.
-
-    Args:
-        depths: Numbers of blocks to train, such as 2,4,6,8; width, heads, batch and learning rate as in `lm scale`.
-        predict: Depths whose loss to predict. They are trained only if --depths lists them too; the report then
-            compares the prediction with the measured loss.
-        ratio: Training tokens per non-embedding parameter; 20 if neither this nor --max_steps is given.
-        max_steps: Instead of --ratio: optimizer steps per run, the same for all sizes.
-        seeds: Runs per size, with seeds 1, 2 and so on; three or more show the noise between seeds.
-        against: Another recipe to compare with: the options it adds or changes, such as '--optimizer adamw', or a YAML
-            file of them. It is trained at the same sizes, and the ladder's own recipe also at half of the length.
-        name: Name of the ladder: its folder, and the prefix of its runs' names.
-        plan_only: Print what would be trained, without training.
-        json: Print one JSON object instead of tables.
-        device: Device to plan for, as in `lm plan`.
-        memory: Memory of the device, such as 16GiB.
-        peak_tflops: Peak throughput of the device in the configured precision, in dense TFLOP/s.
-        mfu: Model FLOPs utilization (MFU) to assume, as a fraction of the peak.
-        rate_usd_per_hr: Price of the machine in US dollars per hour.
-        root: Folder of the runs; the ladder makes a folder of its own in it.
-        scaled: Options of `lm.cli.scale.ScaleOptions`.
-    """
-
-    def __init__(
-        self, depths: list[str] = [], predict: list[str] = [], ratio: float | None = None,
-        max_steps: Count | None = None, seeds: int = 1, against: str | None = None, name: str = "ladder",
-        plan_only: bool = False, json: bool = False, device: str = "auto", memory: str | None = None,
-        peak_tflops: float | None = None, mfu: float | None = None, rate_usd_per_hr: float | None = None,
-        root: str = str(ROOT), **scaled: Any,
-    ) -> None:  # fmt: skip
-        self.sizes, self.held_out = _depths("--depths", depths), _depths("--predict", predict)
-        if not self.sizes:
-            raise RequestError("give the depths, such as --depths 2,4,6,8")
-        fitted = set(self.sizes) - set(self.held_out)
-        if self.held_out and len(fitted) < scaling_laws.FEWEST:  # `ladder_report` says what is far from them
-            raise RequestError(f"a prediction takes {scaling_laws.FEWEST} other sizes or more, and --depths has "
-                               f"{len(fitted)} that --predict has not: add some, such as --depths 2,4,6,8")  # fmt: skip
-        require_at_least(1, "--", seeds=seeds, max_steps=max_steps)
-        refuse_name(name)
-        if max_steps and ratio is not None:
-            raise RequestError("--ratio and --max_steps each give the length of the runs: give one of them")
-        ratio = scale.TOKENS_PER_PARAMETER if ratio is None else ratio
-        self.horizon = {"max_steps": max_steps} if max_steps else {"target_param_data_ratio": ratio}  # as of `lm scale`
-        self.seeds, self.name, self.folder, self.against = seeds, name, Path(root) / name, against
-        self.plan_only, self.json = plan_only, json
-        planned = {"device": device, "memory": memory, "peak_tflops": peak_tflops, "mfu": mfu,
-                   "rate_usd_per_hr": rate_usd_per_hr}  # fmt: skip
-        self.planned = {option: value for option, value in planned.items() if value is not None}  # as of `lm plan`
-        self.scaled = scale.ScaleOptions(**scaled)
-
-    @property
-    def length(self) -> str:  # in the names of runs
-        [(name, value)] = self.horizon.items()
-        return f"n{int(value)}" if name == "max_steps" else f"r{value:g}"
-
-
-def _depths(option: str, given: list[str]) -> list[int]:
-    """Parse the depths of an option, separated by commas or spaces; returns them sorted, without duplicates."""
-    words = ",".join(given).split(",") if given else []
-    for word in words:
-        if not word.isdecimal() or int(word) < 2:
-            raise RequestError(f"{option} {','.join(given)}: {word!r} is not a number of blocks, 2 or more; give "
-                               "several as 2,4,6")  # fmt: skip
-    return sorted(set(map(int, words)))
-
-
-def main(arguments: list[str]) -> None:
-    """`lm ladder --depths 2,4,6,8 [options] [options of a training]`."""
-    if "--against" in arguments[:-1]:
-        place = arguments.index("--against")  # its value looks like options of the ladder
-        arguments[place : place + 2] = ["=".join(arguments[place : place + 2])]
-    own, overrides = split_overrides(arguments)
-    options = call(LadderOptions, own, "lm ladder", "--depths {value}")
-    ladder(options, overrides, [] if options.against is None else compared_recipes(options, own, overrides))
-
-
-def compared_recipes(
-    options: LadderOptions, own: list[str], overrides: Overrides
-) -> list[tuple[str, LadderOptions, Overrides]]:
-    """Make the recipes that --against adds: the ladder's own at half of its length, and the other recipe."""
-    half, words = copy.copy(options), shlex.split(options.against)
-    half.horizon = {name: value // 2 if name == "max_steps" else value / 2 for name, value in options.horizon.items()}
-    if half.horizon.get("max_steps") == 0:
-        raise RequestError("--max_steps 1 has no half: --against trains the ladder's recipe with half of its steps too")
-    if len(words) == 1 and not words[0].startswith("-"):
-        given = flatten(read_config(find_config(words[0])))
-        if "seed_everything" in given:
-            raise RequestError(f"--against {words[0]} is the config of one model, and a ladder makes one for each "
-                               "depth: leave in it what the other recipe changes, as `optimizer: adamw` or `model: "
-                               "{optimizer: {momentum: 0.9}}`; two models compare by `lm runs compare`")  # fmt: skip
-        words = [f"--{key}={value if isinstance(value, str) else json.dumps(value)}" for key, value in given.items()]
-    more, changed = split_overrides(words)
-    other = call(LadderOptions, [*own, *more], "lm ladder --against")
-    for name in ("sizes", "seeds", "folder", "against"):
-        if getattr(other, name) != getattr(options, name):
-            raise RequestError(f"--against {options.against!r}: depths, seeds and folder are those of the ladder: "
-                               "leave them out there")  # fmt: skip
-    return [(HALF, half, overrides), (AGAINST, other, [*overrides, *changed])]
-
-
-def ladder(
-    options: LadderOptions, overrides: Overrides, compared: list[tuple[str, LadderOptions, Overrides]] = []
-) -> None:
+def ladder(options: LadderOptions, overrides: Overrides) -> None:
     """Plan all trainings, train those that are not finished, and write the report."""
     quiet_lightning()
     if process.under_torchrun() or process.under_srun():
         raise RequestError("`lm ladder` starts the trainings itself, one on each device: start it once, without "
                            "torchrun or srun")  # fmt: skip
-    trainings = make_trainings(options, overrides)
-    for recipe, its, own in compared:
-        trainings += [one for one in make_trainings(its, own, recipe) if one.size.depth in options.sizes]
+    trainings: list[Training] = []
+    for recipe, its_options, its_overrides in recipes(options, overrides):
+        made = make_trainings(its_options, its_overrides, recipe)
+        trainings += [one for one in made if not recipe or one.size.depth in options.sizes]
     trainings.sort(key=lambda one: (one.seed, one.size.depth))  # recipes alternate, so that other load slows all alike
     refuse_other_validation(trainings)
     wanted = [one for one in trainings if one.size.depth in options.sizes]
@@ -227,7 +120,7 @@ def make_trainings(options: LadderOptions, overrides: Overrides, recipe: str = "
     parts = []
     for depth in sorted({*options.sizes, *options.held_out}):
         try:
-            scaled = scale.ScaleRequest(**vars(options.scaled), depth=depth, **options.horizon)
+            scaled = scale.ScaleRequest(**options.scaled, depth=depth, **options.horizon)
             settings = yaml.safe_load(scale.scaled_config(scaled)[1])
         except RequestError as error:
             raise RequestError(f"depth {depth}: {error}") from error
@@ -252,7 +145,7 @@ def make_trainings(options: LadderOptions, overrides: Overrides, recipe: str = "
 
 def plan_facts(options: LadderOptions, request: Request, depth: int, refuse: bool) -> dict[str, Any]:
     """Return the facts of `lm plan`; if `refuse`, raise RequestError for an error such as too little memory."""
-    found, noted = examine(with_classes(request), PlanOptions(**options.planned))
+    found, noted = examine(with_classes(request), options.planned)
     errors = [finding for finding in noted if finding.level == "error"]
     if errors and (refuse or "time" not in found):
         raise RequestError(f"depth {depth}: {errors[0]}")
@@ -378,7 +271,7 @@ def train(options: LadderOptions, wanted: list[Training], trainings: list[Traini
             a_flop = sum(seconds for _, seconds in done) / sum(flops for flops, _ in done)
             eta = sum(a_flop * other.size.flops for other in left) / (len(places) + len(running))
             found = save_report(options, trainings)
-            rate = options.planned.get("rate_usd_per_hr")
+            rate = options.rate_usd_per_hr
             usd = eta / 3600 * rate if rate else None
             about = f"; {plural(len(left), 'training')} left, about {format_time_and_cost(eta, usd)}" if left else ""
             loss = next(each["loss"] for each in found["runs"] if each["run"] == one.run.name)

@@ -33,9 +33,10 @@ from tokenizers import models
 from torch.autograd.profiler import record_function
 
 from lm.cli.charts import plain_table
-from lm.cli.fit import quiet_lightning, with_classes
+from lm.cli.classes_by_path import with_classes
+from lm.cli.command_options import BenchOptions, ProfileOptions
+from lm.cli.fit import quiet_lightning
 from lm.cli.hours import options_of_length, steps_of_hours, validation_tokens
-from lm.cli.options import BenchOptions, ProfileOptions
 from lm.cli.plan_facts import find_tokenizer, with_vocabulary
 from lm.cli.request import Request
 from lm.data.config import DataConfig

@@ -7,13 +7,13 @@ import inspect
 import shutil
 import textwrap
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass, is_dataclass
-from pathlib import Path
+from dataclasses import is_dataclass
 from types import NoneType, UnionType
 from typing import Any, Literal, NamedTuple, Union, get_args, get_origin
 
 import docstring_parser
 
+from lm.cli.command_options import COMMAND_OPTIONS, RunChoice
 from lm.errors import RequestError
 from lm.system import process
 from lm.system.files import flatten
@@ -40,103 +40,6 @@ class Option(NamedTuple):
 
 CONFIG = Option("config", "file", None, "A YAML file, also looked up in configs/; later files override earlier ones.")
 SEED = Option("seed_everything", "int", 1337, "Seed of the initial weights and the order of the samples; also --seed.")
-
-
-# ---- options of the commands themselves ------------------------------------------------------------------------------
-
-
-@dataclass
-class RunChoice:
-    """Which run and which checkpoint are meant.
-
-    Args:
-        run: Name of the run. Default: for `fit`, that of the config; for others, the newest run. With a config, the
-            newest of `mine`, `mine-2` and so on is resumed, validated or tested.
-        ckpt_path: A checkpoint: `best`, `last`, a folder, a URL; or `auto`, the newest intact. Without any, `fit`
-            starts from scratch. With --run and no --config, `fit` uses the run's config.
-        force: Train even if `lm plan` finds an error, and resume even if the config or the data differs from the run's.
-    """
-
-    run: str | None = None
-    ckpt_path: str | None = None
-    force: bool = False
-
-
-@dataclass
-class FitOptions:
-    """The options of `lm fit`, besides those of a training.
-
-    Args:
-        hours: Length of the run in hours, including start and validations: `lm bench step` measures a step here, and
-            trainer.max_steps follows. A resumed run keeps its length.
-    """
-
-    hours: float | None = None
-
-
-@dataclass
-class PlanOptions:
-    """The options of `lm plan`, besides those of a training.
-
-    Args:
-        strict: Check only the config and its arithmetic, without looking at data or device.
-        device: Device to plan for: h200, a100, 4090, ..., cpu, or auto.
-        memory: Memory of the device, such as 16GiB; without --device, plan for an unlisted GPU, Ampere or later.
-        peak_tflops: Peak throughput of the device in the configured precision: dense TFLOP/s with fp32 accumulation.
-        mfu: Model FLOPs utilization (MFU) to assume, as a fraction of the peak; masked attention does not count.
-        bench: File from `lm bench step --output`; its measured speed is used instead of an assumed MFU.
-        rate_usd_per_hr: Price of the machine in US dollars per hour, if guards.budget has none.
-        fit: Print only the largest micro-batch that fits; with --json, add it to the output as `fit`.
-        json: Print one JSON object instead of a page.
-    """
-
-    strict: bool = False
-    device: str = "auto"
-    memory: str | None = None
-    peak_tflops: float | None = None
-    mfu: float | None = None
-    bench: Path | None = None
-    rate_usd_per_hr: float | None = None
-    fit: bool = False
-    json: bool = False
-
-
-@dataclass
-class BenchOptions:
-    """The options of `lm bench step`, besides those of a training.
-
-    Args:
-        steps: Number of optimizer steps to time, in rounds of trainer.log_interval steps.
-        checkpoints: Number of checkpoints to time after the steps; 0 for none.
-        hours: Print only the length of a run that takes this many hours, as an option of `lm fit`.
-        json: Print one JSON object instead of lines.
-        output: File to write the JSON object to.
-    """
-
-    steps: Count = Count(50)
-    checkpoints: int = 3
-    hours: float | None = None
-    json: bool = False
-    output: Path | None = None
-
-
-@dataclass
-class ProfileOptions:
-    """The options of `lm profile`, besides those of a training.
-
-    Args:
-        steps: Number of optimizer steps to time, without checkpoints and validations.
-        trace: Trace a few more steps to this file, such as trace.json or trace.json.gz, for https://ui.perfetto.dev or
-            chrome://tracing, and list the most expensive operators.
-        json: Print one JSON object instead of tables.
-    """
-
-    steps: Count = Count(30)
-    trace: str | None = None
-    json: bool = False
-
-
-COMMAND_OPTIONS = {"fit": FitOptions, "plan": PlanOptions, "bench step": BenchOptions, "profile": ProfileOptions}
 
 
 # ---- options of a training -------------------------------------------------------------------------------------------

@@ -11,8 +11,9 @@ from typing import Any
 from rich.console import Console
 
 from lm.cli import plan_facts
-from lm.cli.fit import quiet_lightning, with_classes
-from lm.cli.options import PlanOptions
+from lm.cli.classes_by_path import with_classes
+from lm.cli.command_options import PlanOptions
+from lm.cli.fit import quiet_lightning
 from lm.cli.request import Request
 from lm.errors import RequestError
 from lm.model.estimates import describe_mfu

@@ -12,7 +12,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from lm.cli.options import PlanOptions
+from lm.cli.command_options import PlanOptions
 from lm.cli.request import Sections
 from lm.data.config import LEARNED, DataConfig, SourceConfig, is_prepared
 from lm.data.datamodule import DataModule

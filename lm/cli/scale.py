@@ -67,7 +67,8 @@ class ScaleOptions:
     batch_tokens: Count | None = None
 
     def __post_init__(self) -> None:
-        require_positive({name: value for name, value in vars(self).items() if isinstance(value, int | float)})
+        numbers = {name: value for name, value in vars(self).items() if isinstance(value, int | float)}
+        require_positive({name: value for name, value in numbers.items() if not isinstance(value, bool)})
         if not self.window_pattern or set(self.window_pattern) - {"S", "L"}:
             raise RequestError(f"--window_pattern {self.window_pattern!r} must be of S (a window) and L (all), such as "
                                "SSSL")  # fmt: skip

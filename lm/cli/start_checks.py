@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-from lm.cli.options import PlanOptions
+from lm.cli.command_options import PlanOptions
 from lm.cli.request import Sections
 from lm.data.datamodule import DataModule
 from lm.errors import RequestError

@@ -20,7 +20,7 @@ from lm.runs.config_diff import describe_changes
 from lm.runs.find import find_run
 from lm.runs.resume import find_checkpoint, refuse_changed_config
 from lm.system import process
-from lm.system.arguments import build_options
+from lm.system.dataclass_arguments import build_options
 from lm.system.process import ConsoleHandler
 from lm.system.stop_signals import STOP
 from lm.training.callbacks.run_folder import RunFolder

@@ -25,7 +25,7 @@ from lm.data.sampler import BLOCKS_AHEAD, Order, lanes_for
 from lm.data.shards import Shards, common_file
 from lm.data.tokenizer import Tokenizer
 from lm.errors import RequestError
-from lm.system.arguments import arguments_from
+from lm.system.dataclass_arguments import arguments_from
 from lm.system.files import is_remote
 from lm.system.units import plural
 

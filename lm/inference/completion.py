@@ -8,7 +8,8 @@ from collections.abc import Iterable, Iterator, Sequence
 from typing import NamedTuple
 
 from lm.data.tokenizer import Begin, Tokenizer
-from lm.inference.generation import Reason, Sampling, Step, generate
+from lm.inference.generation import Reason, Step, generate
+from lm.inference.sampling import Sampling
 from lm.model.decoder import Decoder
 
 BROKEN = "\N{REPLACEMENT CHARACTER}"  # stands for bytes that are not a character, or an incomplete one

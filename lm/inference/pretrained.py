@@ -5,7 +5,7 @@ from contextlib import nullcontext, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from textwrap import shorten
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from safetensors import SafetensorError
@@ -15,9 +15,9 @@ from torch import Tensor
 from lm.data.tokenizer import Tokenizer
 from lm.errors import RequestError
 from lm.inference.completion import Written, gather_texts, generate_text
-from lm.inference.generation import Sampling
+from lm.inference.sampling import Sampling
 from lm.model.build import BuildOptions, build
-from lm.model.config import CUSTOM_MODEL_TYPE, DecoderConfig
+from lm.model.config import CUSTOM_MODEL_TYPE, DecoderConfig, DTypeName
 from lm.model.decoder import Decoder, config_of
 from lm.model.huggingface import config_from_json, from_huggingface
 from lm.runs.checkpoint import read_folder, read_progress
@@ -25,11 +25,10 @@ from lm.runs.find import find_run
 from lm.runs.resume import checkpoint_folder
 from lm.runs.run import Run
 from lm.system import process
-from lm.system.arguments import build_options
+from lm.system.dataclass_arguments import build_options
 from lm.system.files import is_remote, parse_json, read_object
 
 INDEX = "model.safetensors.index.json"
-DTypeName = Literal["float32", "bfloat16", "float16"]
 LONGEST_REASON = 400  # characters of torch's message on weights that do not fit
 
 

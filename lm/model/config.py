@@ -12,6 +12,7 @@ MOST_LAYERS = 10_000
 
 Attention = Literal["auto", "cudnn", "flash", "flash3", "flash4", "efficient", "math"]
 Compile = Literal["none", "inductor", "triton_free"]
+DTypeName = Literal["float32", "bfloat16", "float16"]
 ActivationCheckpointing = Literal["none", "selective", "block", "store_all"]
 
 

@@ -4,24 +4,19 @@ import json
 import re
 import shlex
 from collections.abc import Callable, Iterable
-from dataclasses import MISSING, fields
-from difflib import get_close_matches
-from functools import wraps
-from inspect import Parameter, Signature
 from pathlib import Path
-from typing import Any, NoReturn, get_args, get_type_hints
+from typing import Any, NoReturn
 
 import yaml
 from jsonargparse import ArgumentParser
 from jsonargparse.typing import register_type
 
 from lm.errors import RequestError
+from lm.system.other_names import nearest_option, shown, unknown_options
 from lm.system.units import Count, parse_count
 
 NEGATIVE = re.compile(r"-[\d.]+(e[+-]?\d+)?", re.IGNORECASE)
-LONGEST_SHOWN = 60  # characters of a value in a message
 LONGEST_MESSAGE = 300
-FEW_OPTIONS, MOST_UNKNOWN = 10, 6  # options listed in a message
 
 register_type(Count, serializer=int, deserializer=parse_count, type_check=lambda value, kind: type(value) is kind)
 
@@ -57,6 +52,13 @@ def call(function: Callable[..., Any], arguments: list[str], prog: str, meant: s
 
     `meant` is the suggestion for a value without an option, with `{value}` and its short form `{name}`.
     """
+    return function(**parse(function, arguments, prog, meant))
+
+
+def parse(
+    function: Callable[..., Any], arguments: list[str], prog: str, meant: str | None = None, defaults: bool = True
+) -> dict[str, Any]:
+    """The values of a command line for a typed function: of all parameters, or without `defaults` of those typed."""
     parser = Parser(prog=prog, allow_abbrev=False, description=(function.__doc__ or "").partition("\n\n")[0])
     parser.add_function_arguments(function, as_group=False, as_positional=True)
     if meant and arguments and not arguments[0].startswith("-"):
@@ -71,51 +73,7 @@ def call(function: Callable[..., Any], arguments: list[str], prog: str, meant: s
         words = [as_list(words)]
     spelled = [(option, as_list(value) if isinstance(value, list) else value) for option, value in typed if option]
     options = [option if value is None else f"{option}={value}" for option, value in spelled]
-    return function(**parser.instantiate_classes(parser.parse_args([*words, *options])).as_dict())
-
-
-def arguments_from(options: type, **types: type) -> Callable[[Callable[..., None]], Callable[..., None]]:
-    """Decorator of `__init__(self, config)`: the class then takes the fields of the dataclass `options` as arguments.
-
-    `Trainer(max_steps=10)` makes a `TrainerConfig` and gives it to the decorated function. `help()` and parsers see the
-    fields. `types` are types that the dataclass names in quotes, because importing them takes seconds.
-    """
-
-    def decorate(init: Callable[..., None]) -> Callable[..., None]:
-        @wraps(init)
-        def __init__(self: Any, *args: Any, **given: Any) -> None:
-            init(self, build_options(options, init.__qualname__.partition(".")[0], *args, **given))
-
-        hints = get_type_hints(options, localns=types)
-        parameters = [Parameter("self", Parameter.POSITIONAL_OR_KEYWORD)]
-        for one in fields(options):
-            default = one.default if one.default_factory is MISSING else one.default_factory()
-            parameters.append(Parameter(one.name, Parameter.POSITIONAL_OR_KEYWORD, annotation=hints[one.name],
-                                        default=Parameter.empty if default is MISSING else default))  # fmt: skip
-        __init__.__signature__, __init__.__annotations__ = Signature(parameters), hints
-        __init__.__doc__ = options.__doc__
-        return __init__
-
-    return decorate
-
-
-def build_options(options: type, caller: str, *args: Any, **given: Any) -> Any:
-    """Make a dataclass of options from the arguments of a call; a count may be a string, as in a config."""
-    kinds = {one.name: one.type for one in fields(options)}
-    if unknown := [name for name in given if name not in kinds]:
-        from lm.system.other_names import REMOVED
-
-        section = options.__name__.removesuffix("Config").lower()  # ModelConfig: `model`
-        gone = {name: REMOVED.get(f"{section}.{name}", ("", ""))[1] for name in unknown}
-        hints = {name: gone[name] or nearest_option(name, list(kinds)) for name in unknown}
-        raise RequestError(f"{caller}: {unknown_options(hints)}")
-    for name, value in given.items():
-        if isinstance(value, str) and Count in (kinds[name], *get_args(kinds[name])):
-            try:
-                given[name] = parse_count(value)
-            except ValueError as error:
-                raise RequestError(f"{caller}({name}={value!r}): {error}") from error
-    return options(*args, **given)
+    return parser.instantiate_classes(parser.parse_args([*words, *options], defaults=defaults)).as_dict()
 
 
 def typed_options(
@@ -170,12 +128,6 @@ def as_list(values: list[str]) -> str:
     return yaml.safe_dump(values, default_style='"', default_flow_style=True, width=float("inf")).strip()
 
 
-def shown(value: Any) -> str:
-    """Format a value for a message, shortened to `LONGEST_SHOWN` characters."""
-    text = repr(value)
-    return text if len(text) <= LONGEST_SHOWN else f"{text[:LONGEST_SHOWN]}..."
-
-
 def known_names(parser: Any) -> list[str]:
     """Every option of a parser and its subcommands, without the dashes."""
     names = {option.lstrip("-") for action in parser._actions for option in action.option_strings}
@@ -216,34 +168,3 @@ def shorten(message: str, known: list[str]) -> str:
     text = re.sub("Unable to load config .*", "this is a group of options: give each with its name", text)
     text = f"{key}: {text}" if key else text
     return text if len(text) <= LONGEST_MESSAGE else f"{text[:LONGEST_MESSAGE]}..."
-
-
-def nearest_option(name: str, known: list[str]) -> str:
-    """A hint for an option that does not exist: what to do instead, or the nearest name, or the options if few."""
-    from lm.system.other_names import CURES, OPTIONS, REMOVED
-
-    name = name.replace("-", "_")
-    last = name.rpartition(".")[2]
-    if name in REMOVED:
-        return REMOVED[name][1]
-    if "trainer.max_steps" in known and (cures := [cure for cure, others in CURES.items() if last in others.split()]):
-        return cures[0]
-    ours = [option for option, others in OPTIONS.items() if last in others.split()]
-    close = [option for option in known if any(one == option or one.endswith(f".{option}") for one in ours)]
-    close = close or sorted((option for option in known if option.endswith(f".{name}")), key=len)  # `lr`
-    close = close or [option for option in known if option.rpartition(".")[2].startswith(name)]  # `temp`
-    if close := close or get_close_matches(name, known, 1, cutoff=0.6):
-        return f"did you mean {close[0]!r}?"
-    options = [option for option in known if option not in ("h", "help", "print_shtab") and option[-1] != "+"]
-    return f"there are {', '.join(f'--{option}' for option in options)}" if len(options) <= FEW_OPTIONS else ""
-
-
-def unknown_options(hints: dict[str, str]) -> str:
-    """A message for options that do not exist, as typed, each with the option to use instead."""
-    cut = {name if len(name) <= LONGEST_SHOWN else f"{name[:LONGEST_SHOWN]}...": hint for name, hint in hints.items()}
-    if len(cut) == 1:
-        [(name, hint)] = cut.items()
-        return f"there is no option {name!r}" + (f"; {hint}" if hint else "")
-    listed = [f"{name!r}{f' ({hint})' if hint else ''}" for name, hint in cut.items()]
-    more = f" and {len(listed) - MOST_UNKNOWN} more" if len(listed) > MOST_UNKNOWN else ""
-    return f"there are no options {', '.join(listed[:MOST_UNKNOWN])}{more}"

@@ -2,7 +2,11 @@
 options that are gone.
 """
 
+from difflib import get_close_matches
 from typing import Any
+
+LONGEST_SHOWN = 60  # characters of a value in a message
+FEW_OPTIONS, MOST_UNKNOWN = 10, 6  # options listed in a message
 
 # Our option -> the last part of other names for it. Only options that the command has are suggested.
 OPTIONS = {
@@ -80,6 +84,47 @@ CURES = {
     "give --model.schedule.warmup_ratio, and --model.schedule.warmup_steps 0 if the config has some": "warmup_ratio",
     "leave it out; threads of the training process read the data, which is faster": "num_workers",
 }  # fmt: skip
+
+
+# ---- messages --------------------------------------------------------------------------------------------------------
+
+
+def shown(value: Any) -> str:
+    """Format a value for a message, shortened to `LONGEST_SHOWN` characters."""
+    text = repr(value)
+    return text if len(text) <= LONGEST_SHOWN else f"{text[:LONGEST_SHOWN]}..."
+
+
+def nearest_option(name: str, known: list[str]) -> str:
+    """A hint for an option that does not exist: what to do instead, or the nearest name, or the options if few."""
+    name = name.replace("-", "_")
+    last = name.rpartition(".")[2]
+    if name in REMOVED:
+        return REMOVED[name][1]
+    if "trainer.max_steps" in known and (cures := [cure for cure, others in CURES.items() if last in others.split()]):
+        return cures[0]
+    ours = [option for option, others in OPTIONS.items() if last in others.split()]
+    close = [option for option in known if any(one == option or one.endswith(f".{option}") for one in ours)]
+    close = close or sorted((option for option in known if option.endswith(f".{name}")), key=len)  # `lr`
+    close = close or [option for option in known if option.rpartition(".")[2].startswith(name)]  # `temp`
+    if close := close or get_close_matches(name, known, 1, cutoff=0.6):
+        return f"did you mean {close[0]!r}?"
+    options = [option for option in known if option not in ("h", "help", "print_shtab") and option[-1] != "+"]
+    return f"there are {', '.join(f'--{option}' for option in options)}" if len(options) <= FEW_OPTIONS else ""
+
+
+def unknown_options(hints: dict[str, str]) -> str:
+    """A message for options that do not exist, as typed, each with the option to use instead."""
+    cut = {name if len(name) <= LONGEST_SHOWN else f"{name[:LONGEST_SHOWN]}...": hint for name, hint in hints.items()}
+    if len(cut) == 1:
+        [(name, hint)] = cut.items()
+        return f"there is no option {name!r}" + (f"; {hint}" if hint else "")
+    listed = [f"{name!r}{f' ({hint})' if hint else ''}" for name, hint in cut.items()]
+    more = f" and {len(listed) - MOST_UNKNOWN} more" if len(listed) > MOST_UNKNOWN else ""
+    return f"there are no options {', '.join(listed[:MOST_UNKNOWN])}{more}"
+
+
+# ---- older configs ---------------------------------------------------------------------------------------------------
 
 
 def without_removed(text: str) -> str:

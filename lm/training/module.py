@@ -21,7 +21,7 @@ from lm.model.config import DecoderConfig, matrix_rows
 from lm.model.decoder import Decoder, Losses, attach_config, config_of, document_ids_from
 from lm.model.estimates import flops_per_token
 from lm.system import process
-from lm.system.arguments import arguments_from
+from lm.system.dataclass_arguments import arguments_from
 from lm.training.callback import call_hook, has_hook
 from lm.training.config import ModelConfig
 from lm.training.lightning_patches import attached_trainer, save_subclass_arguments

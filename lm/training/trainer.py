@@ -23,7 +23,7 @@ from lm.data.datamodule import DataModule
 from lm.errors import DataError, Interrupted, LmError, RequestError, RunError
 from lm.runs.checkpoint import read_progress
 from lm.runs.run import Run, how_to_resume
-from lm.system.arguments import arguments_from
+from lm.system.dataclass_arguments import arguments_from
 from lm.system.devices import find_device, peak_flops
 from lm.system.hardware import device_name, keep_freed_memory, process_bytes
 from lm.system.stop_signals import STOP

@@ -20,6 +20,7 @@ from trainings import CORPUS, fit, lm, make_workplace
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from lm.cli import convert as command
+from lm.cli.model_options import ExportOptions
 from lm.data.datamodule import DataModule
 from lm.data.tokenizer import Tokenizer
 from lm.data.tokenizer_training import train_char
@@ -278,7 +279,7 @@ def test_nothing_is_left_where_the_reloaded_model_is_another_one(tmp_path, monke
 
     monkeypatch.setattr(command, "write_model", write_otherwise)
     with pytest.raises(RunError, match="another model to transformers .*logits differ"):
-        command.export(ckpt_path=str(source), output=str(tmp_path / "out"))
+        command.export(ExportOptions(ckpt_path=str(source), output=str(tmp_path / "out")))
     assert [path.name for path in tmp_path.iterdir()] == ["hf"]
 
 
@@ -322,7 +323,7 @@ def test_a_template_is_kept_where_the_shards_of_others_begin_with_it(kind, begun
 def test_large_weights_are_several_files_that_transformers_reads(tmp_path, monkeypatch):
     source = model_folder(tmp_path / "hf", SHAPES["llama, untied, grouped heads"])
     monkeypatch.setattr(command, "SHARD_BYTES", 60_000)
-    command.export(ckpt_path=str(source), output=str(tmp_path / "out"))
+    command.export(ExportOptions(ckpt_path=str(source), output=str(tmp_path / "out")))
     files = list((tmp_path / "out").glob("model-*-of-*.safetensors"))
     assert len(files) > 2 and max(file.stat().st_size for file in files) < 70_000
     theirs, weights = (read_weights(tmp_path / name) for name in ("out", "hf"))
@@ -339,7 +340,7 @@ def test_weights_that_half_precision_cannot_hold_are_refused(value, named, tmp_p
     weights["model.norm.weight"][0] = value
     save_file(weights, source / "model.safetensors", metadata={"format": "pt"})
     with pytest.raises(RequestError, match=named):
-        command.export(ckpt_path=str(source), output=str(tmp_path / "out"), dtype="float16")
+        command.export(ExportOptions(ckpt_path=str(source), output=str(tmp_path / "out"), dtype="float16"))
     assert [path.name for path in tmp_path.iterdir()] == ["hf"]
 
 
@@ -361,7 +362,7 @@ def test_a_wrong_request_is_one_line_and_makes_nothing(arguments, named, tmp_pat
     (tmp_path / "full").mkdir()
     (tmp_path / "full" / "file").write_text(CORPUS[:10])
     with pytest.raises(RequestError, match=named) as caught:
-        call(command.export, arguments, prog="lm export")
+        command.export(call(ExportOptions, arguments, prog="lm export"))
     assert "\n" not in str(caught.value)
     assert [path.name for path in tmp_path.iterdir()] == ["full"]
 

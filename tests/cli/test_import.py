@@ -15,6 +15,7 @@ from trainings import CORPUS, lm, losses, make_workplace, trace, write_config
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM, Qwen3Config, Qwen3ForCausalLM
 
 from lm.cli.convert import export, import_model
+from lm.cli.model_options import ExportOptions, ImportOptions
 from lm.data.tokenizer import Tokenizer
 from lm.data.tokenizer_training import train_char
 from lm.errors import RequestError
@@ -82,7 +83,7 @@ def train_losses(folder, run):
 def test_weights_and_shape_are_those_that_transformers_saved(kind, size, tmp_path):
     source = save(tmp_path / "hf", kind, max_shard_size=size)
     assert (len(list(source.glob("*.safetensors"))) > 1) is (size == "10KB")
-    import_model(str(source), str(tmp_path / "made"))
+    import_model(ImportOptions(str(source), str(tmp_path / "made")))
     assert sorted(path.name for path in tmp_path.iterdir()) == ["hf", "made"]
     assert find_damage(tmp_path / "made") is None
     state, saved = read_folder(tmp_path / "made")["state_dict"], read_weights(source)
@@ -101,7 +102,7 @@ def test_the_yaml_gives_a_fit_this_very_decoder(shape, tmp_path):
     source = write_huggingface(trained_like(SHAPES[shape]), tmp_path / "hf")
     for name, text in train_char([CORPUS]).files().items():
         (source / name).write_text(text)
-    import_model(str(source), str(tmp_path / "made"))
+    import_model(ImportOptions(str(source), str(tmp_path / "made")))
     decoder = yaml.safe_load((tmp_path / "made" / "model.yaml").read_text())["model"]["decoder"]
     assert DecoderConfig(**decoder) == SHAPES[shape] and "dropout" not in decoder
     (tmp_path / "made" / "model.yaml").write_text("# as a person likes it\n")
@@ -122,8 +123,8 @@ def test_what_a_chat_needs_is_kept(tmp_path):
     save_file(weights, source / "model.safetensors", metadata={"format": "pt"})
     sampling = {"do_sample": True, "temperature": 0.6, "top_p": 0.9, "max_length": 99}
     (source / "generation_config.json").write_text(json.dumps({"bos_token_id": 1, "eos_token_id": [2, 70], **sampling}))
-    import_model(str(source), str(tmp_path / "made"))
-    export(ckpt_path=str(tmp_path / "made"), output=str(tmp_path / "out"))
+    import_model(ImportOptions(str(source), str(tmp_path / "made")))
+    export(ExportOptions(ckpt_path=str(tmp_path / "made"), output=str(tmp_path / "out")))
     wanted, *found = (described_by_transformers(folder) for folder in (source, tmp_path / "made", tmp_path / "out"))
     assert wanted["generation"].items() >= {"eos_token_id": [2, 70], "bos_token_id": 1, **sampling}.items()
     assert wanted["chat"] == "hello</s>" and wanted["ids"][0] == 1 and found == [wanted] * 2
@@ -204,14 +205,14 @@ def test_a_checkpoint_of_ours_makes_a_fresh_start(workplace):
     """Its weights are taken, its steps and its optimizer are not."""
     lm(workplace, *config(workplace, "ours", **{"trainer.max_steps": 3}), "--ckpt_path", "models/qwen")
     run = Run(workplace / "checkpoints" / "ours")
-    import_model(str(run.path), str(workplace / "again"))
+    import_model(ImportOptions(str(run.path), str(workplace / "again")))
     made, best = read_folder(workplace / "again"), read_folder(run.checkpoint("best"))
     assert all(torch.equal(made["state_dict"][name], weight) for name, weight in best["state_dict"].items())
     assert (made["global_step"], made["optimizer"], made["cursor"]) == (0, {}, {"consumed": 0})
 
 
 def test_a_run_without_a_checkpoint_resumes_from_where_it_began(tmp_path):
-    import_model(str(save(tmp_path / "hf")), str(tmp_path / "made"))
+    import_model(ImportOptions(str(save(tmp_path / "hf")), str(tmp_path / "made")))
     run = Run.create("mine", tmp_path / "checkpoints")
     run.describe(name="mine", began_from=str(tmp_path / "made"))
     asked = {"reference": "auto", "name": "mine", "root": str(tmp_path / "checkpoints"), "named": True}
@@ -267,7 +268,7 @@ def test_what_cannot_be_trained_on_is_refused_in_one_line_and_makes_nothing(spoi
     source = save(tmp_path / "hf")
     spoil(source)
     with pytest.raises(RequestError, match=named) as caught:
-        import_model(str(source), str(tmp_path / "made"))
+        import_model(ImportOptions(str(source), str(tmp_path / "made")))
     assert "\n" not in str(caught.value)
     assert not (tmp_path / "made").exists() and not list(tmp_path.glob(".*"))
 
@@ -275,6 +276,6 @@ def test_what_cannot_be_trained_on_is_refused_in_one_line_and_makes_nothing(spoi
 def test_places_that_are_taken_are_refused(tmp_path):
     source = save(tmp_path / "hf")
     with pytest.raises(RequestError, match="there already"):
-        import_model(str(source), str(source))
+        import_model(ImportOptions(str(source), str(source)))
     with pytest.raises(RequestError, match="--input and the folder to make"):
-        call(import_model, [], prog="lm import")
+        call(ImportOptions, [], prog="lm import")

@@ -10,10 +10,13 @@ import yaml
 from trainings import lm, make_workplace, processes_of, start
 
 from lm.cli import ladder_report
-from lm.cli.ladder import free_devices, main, same_texts
+from lm.cli.ladder import free_devices, ladder, same_texts
+from lm.cli.ladder_options import LadderOptions
 from lm.cli.ladder_report import ModelSize, Training
+from lm.cli.settings import split_overrides
 from lm.errors import RequestError
 from lm.runs.run import Run
+from lm.system.arguments import call
 
 SIZES = ["--data", "data/small", "--seq_len", "32", "--aspect_ratio", "8", "--head_dim", "8", "--window_pattern", "L",
          "--batch_tokens", "256", "--data.micro_batch_size", "4",
@@ -165,7 +168,7 @@ def test_a_trend_without_an_interval_is_not_shown():
         (["--depths", "2,3", "--predict", "4", "--max_steps", "6"], "takes 3 other sizes or more"),
         (["--depths", "2", "--ratio", "1e-6"], "depth 2: "),
         (["--depths", "2", "--ratio", "3", "--max_steps", "6"], "--ratio and --max_steps each give the length"),
-        (["--depths", "2", "--seeds", "0"], "--seeds 0 must be at least 1"),
+        (["--depths", "2", "--seeds", "0"], "--seeds 0 must be above 0"),
         (["--depths", "2", "--name", "a/b"], "run name 'a/b': use letters"),
         (["--depths", "2,300", "--max_steps", "6", "--aspect_ratio", "64"], "depth 300: "),
         (["--depths", "2", "--max_steps", "6", "--mfu", "2"], "--mfu 2.0 must lie in (0, 1]"),
@@ -191,7 +194,8 @@ def test_a_trend_without_an_interval_is_not_shown():
 def test_bad_input_is_one_line_and_trains_nothing(place, monkeypatch, arguments, message):
     monkeypatch.chdir(place)
     with pytest.raises(RequestError) as refused:
-        main([*SIZES, *arguments])
+        typed, overrides = split_overrides([*SIZES, *arguments])
+        ladder(call(LadderOptions, typed, "lm ladder"), overrides)
     assert message in str(refused.value) and "\n" not in str(refused.value)
     assert not list((place / "checkpoints").glob("ladder/*d300*"))
 

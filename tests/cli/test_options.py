@@ -7,11 +7,11 @@ from processor_time import run_python
 from run_folders import write_run
 from trainings import write_config
 
-from lm.cli import options, request
+from lm.cli import options, request, settings
 from lm.cli.command import TABLE, main
 from lm.errors import RequestError
-from lm.system.arguments import known_names, nearest_option
-from lm.system.other_names import OPTIONS
+from lm.system.arguments import known_names
+from lm.system.other_names import OPTIONS, nearest_option
 
 TRAINING = [command.name for command in TABLE if command.kind == "request"]
 WITHOUT_TORCH = """
@@ -92,7 +92,7 @@ def test_help_and_a_wrong_name_need_no_torch(tmp_path):
     (["fit", "trainer.max_steps=5"], "did you mean --trainer.max_steps=5?"),
     (["fit", "--trainer.log_interval", "null"], "lm fit: trainer.log_interval is null, which means "),
     *((command.split(), "no run 'nothing' under checkpoints or in the registry; `lm runs ls` lists") for command in (
-        "generate --run nothing", "evaluate --run=nothing --tasks embedded:sotu", "export --run nothing",
+        "generate --run nothing", "evaluate --run=nothing --tasks embedded:sotu", "export --run nothing --output o",
         "branch nothing --tags a b", "validate --run nothing", "test --run nothing",
         "predict --run nothing")),
     (["generate", "--prompt", "a"], "no run under checkpoints yet: start one with `lm fit --config tiny.yaml`, or "),
@@ -102,7 +102,9 @@ def test_wrong_values_and_missing_runs_are_refused_without_torch(arguments, mess
     write_config(tmp_path)
     write_config(tmp_path, "two", **{"trainer.val_interval": "two"})
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr("lm.cli.command._load", lambda command: pytest.fail("a module of a command was loaded"))
+    monkeypatch.setattr(
+        "lm.cli.command._load_with_torch", lambda command: pytest.fail("a module of a command was loaded")
+    )
     place = 2 if arguments[0] == "bench" else 1
     if arguments[0] in ("fit", "plan", "bench", "profile") and "--config" not in arguments:
         arguments = [*arguments[:place], "--config", "small.yaml", *arguments[place:]]
@@ -121,8 +123,8 @@ def test_data_or_a_length_that_is_typed_replaces_that_of_the_config(typed, nulls
         "data": dict.fromkeys(("path", "train", "val", "test", "tokenizer", "sources", "phases", "prepare"), "there"),
         "trainer": dict.fromkeys(("max_steps", "max_tokens"), "there"),
     }
-    settings = request.combine("fit", [there], request.read_options("fit", typed.split()))
-    off = [name for section in settings.values() for name, value in section.items() if value in (None, "null")]
+    combined = settings.combine("fit", [there], settings.read_options("fit", typed.split()))
+    off = [name for section in combined.values() for name, value in section.items() if value in (None, "null")]
     assert set(off) == set(nulls.split())
 
 
@@ -130,7 +132,7 @@ def test_a_later_config_clears_what_it_replaces_and_an_empty_value_empties():
     first = {"trainer": {"max_steps": 5, "logger": "a.B"}, "guards": {"alerts": {"loss > 10": "stop"}, "spike": None}}
     second = {"trainer": {"max_tokens": 100}, "guards": {"alerts": {}}, "data": {}}
     typed = [("trainer", "{logger: {class_path: c.D}}"), ("trainer.logger.save_dir", "e"), ("trainer.logger+", "f.G")]
-    assert request.combine("fit", [first, second], typed) == {
+    assert settings.combine("fit", [first, second], typed) == {
         "trainer": {"max_steps": None, "max_tokens": 100,
                     "logger": [{"class_path": "c.D", "init_args": {"save_dir": "e"}}, "f.G"]},
         "guards": {"alerts": {}, "spike": None},

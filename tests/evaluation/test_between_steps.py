@@ -18,8 +18,9 @@ from lm.data.tokenizer_training import train_bpe
 from lm.errors import RequestError, RunError
 from lm.evaluation import benchmark
 from lm.evaluation.tasks import read_tasks
-from lm.inference.generation import Sampling, generate
+from lm.inference.generation import generate
 from lm.inference.pretrained import load_pretrained
+from lm.inference.sampling import Sampling
 from lm.runs.evaluations import evaluation_metrics
 from lm.training.callbacks import samples
 from lm.training.callbacks.logging import format_line

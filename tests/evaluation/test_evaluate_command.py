@@ -10,8 +10,8 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 from test_between_steps import WORDS, found_by, write_tasks
 from trainings import fit, lm, make_workplace
 
-from lm.cli.evaluate import main as evaluate
-from lm.cli.evaluate import short_names
+from lm.cli.evaluate import evaluate, short_names
+from lm.cli.model_options import EvaluateOptions
 from lm.cli.runs_show import show
 from lm.errors import RequestError
 from lm.runs import registry
@@ -44,7 +44,7 @@ def run(workplace, monkeypatch):
 
 def found_with(capsys, *options):
     """What `lm evaluate --json` prints."""
-    call(evaluate, [*options, "--json"], prog="lm evaluate")
+    evaluate(call(EvaluateOptions, [*options, "--json"], prog="lm evaluate"))
     return json.loads(capsys.readouterr().out)
 
 
@@ -96,7 +96,7 @@ def test_a_model_without_a_run_leaves_nothing_behind(workplace, run, capsys):
     shutil.copytree(run.checkpoint("last"), workplace / "model", dirs_exist_ok=True)
     (workplace / "model" / "trainer.json").unlink()
     before = sorted(path for path in workplace.rglob("*"))
-    call(evaluate, ["--ckpt_path", "model", *WORDS_TASK, "--dtype", "bfloat16"], prog="lm evaluate")
+    evaluate(call(EvaluateOptions, ["--ckpt_path", "model", *WORDS_TASK, "--dtype", "bfloat16"], prog="lm evaluate"))
     assert sorted(path for path in workplace.rglob("*")) == before and run.evaluations() == []
     shown = capsys.readouterr().out
     assert re.search(rf"^words: .* right .*; {len(WORDS)} items, 0 shots$", shown, re.M)
@@ -113,7 +113,7 @@ def test_a_model_without_a_run_leaves_nothing_behind(workplace, run, capsys):
 ])  # fmt: skip
 def test_a_wrong_request_is_one_line_and_leaves_nothing(run, options, words):
     with pytest.raises(RequestError, match=words) as refused:
-        call(evaluate, list(options), prog="lm evaluate")
+        evaluate(call(EvaluateOptions, list(options), prog="lm evaluate"))
     assert "\n" not in str(refused.value) and run.evaluations() == []
 
 

@@ -9,7 +9,7 @@ from tokenizers import decoders, models, normalizers, pre_tokenizers
 from lm.data.tokenizer import Tokenizer
 from lm.data.tokenizer_training import train_bpe, train_char
 from lm.inference.completion import BROKEN, GrowingText, gather_texts, generate_text
-from lm.inference.generation import Sampling
+from lm.inference.sampling import Sampling
 from lm.model.decoder import Decoder
 from lm.training.callbacks.samples import continued
 

@@ -10,7 +10,8 @@ from transformers import AutoModelForCausalLM
 
 from lm.errors import RequestError, RunError
 from lm.inference import generation
-from lm.inference.generation import Cache, Sampling, generate
+from lm.inference.generation import Cache, generate
+from lm.inference.sampling import Sampling
 from lm.model.compile import compile_decoder
 from lm.model.decoder import Decoder
 from lm.model.fused import fuse

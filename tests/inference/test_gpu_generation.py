@@ -9,7 +9,8 @@ from decoders import SHAPES, trained_like, written_by
 
 from lm.errors import RequestError
 from lm.inference import generation
-from lm.inference.generation import Sampling, generate
+from lm.inference.generation import generate
+from lm.inference.sampling import Sampling
 from lm.model.config import DecoderConfig
 from lm.model.decoder import Decoder
 from lm.model.fused import fuse

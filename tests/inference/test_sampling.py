@@ -11,7 +11,8 @@ from transformers.generation import (
 
 from lm.errors import RequestError
 from lm.inference import generation
-from lm.inference.generation import Sampling, candidates, choose_tokens
+from lm.inference.generation import candidates, choose_tokens
+from lm.inference.sampling import Sampling
 
 CASES = [
     Sampling(), Sampling(0.7), Sampling(top_k=7), Sampling(1.3, 1000), Sampling(top_p=0.9), Sampling(0.5, None, 0.3),

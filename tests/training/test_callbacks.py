@@ -15,7 +15,7 @@ from safetensors.torch import load_file
 from trainings import HERE, equipment, fit, lm, make_workplace, write_config
 
 from lm.cli import request
-from lm.cli.fit import with_classes
+from lm.cli.classes_by_path import with_classes
 from lm.errors import RequestError
 from lm.runs.checkpoint import find_damage
 from lm.training.callback import Callback, has_hook

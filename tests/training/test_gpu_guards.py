@@ -8,7 +8,7 @@ from decoders import written_by
 from test_guards import KEEP_ALL, poisoned, same, tensors
 from trainings import fit, make_workplace
 
-from lm.inference.generation import Sampling
+from lm.inference.sampling import Sampling
 from lm.model.config import DecoderConfig
 from lm.model.decoder import Decoder
 from lm.model.fused import fuse

@@ -10,7 +10,8 @@ from pathlib import Path
 import pytest
 import yaml
 
-from lm.cli.request import check_names, find_config, read_options
+from lm.cli.config_files import find_config
+from lm.cli.settings import check_names, read_options
 from lm.errors import RequestError, RunError
 from lm.system import process
 from lm.system.process import code_for_launcher, rank

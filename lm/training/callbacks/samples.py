@@ -4,7 +4,8 @@ import textwrap
 from typing import cast
 
 from lm.data.tokenizer import Tokenizer
-from lm.inference.generation import Sampling, generate
+from lm.inference.generation import generate
+from lm.inference.sampling import Sampling
 from lm.system.files import append_line
 from lm.training.callback import not_training
 from lm.training.callbacks.between_steps import BetweenSteps

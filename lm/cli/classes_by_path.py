@@ -1,0 +1,85 @@
+"""Callbacks and loggers that a config names by their class path."""
+
+from dataclasses import replace
+from typing import Any
+
+import yaml
+from jsonargparse import set_dumper
+from lightning.pytorch import Callback
+from lightning.pytorch.cli import LightningArgumentParser
+from lightning.pytorch.loggers import Logger
+
+from lm.cli.request import Request, allow_class_path
+from lm.errors import RequestError
+from lm.system.arguments import OneLineErrors
+
+
+class TrainingParser(OneLineErrors, LightningArgumentParser):
+    """LightningCLI's parser with errors of one line, which name the callback or the logger that cannot be made."""
+
+    def add_class_arguments(self, *args: Any, **kwargs: Any) -> list[str]:
+        added = super().add_class_arguments(*args, **kwargs)
+        allow_class_path(self)
+        return added
+
+    def instantiate_classes(self, *args: Any, **kwargs: Any) -> Any:
+        failures: list[RequestError] = []  # jsonargparse's own error is about every type that it tried
+
+        def make(kind: type, /, *args: Any, **kwargs: Any) -> Any:
+            try:
+                return kind(*args, **kwargs)
+            except Exception as error:
+                option = "callbacks" if issubclass(kind, Callback) else "logger"
+                failures.append(RequestError(f"trainer.{option}: {kind.__name__}: {' '.join(str(error).split())}"))
+                raise
+
+        for base in (Callback, Logger):
+            self.add_instantiator(make, base)
+        try:
+            return super().instantiate_classes(*args, **kwargs)
+        except ValueError as error:
+            if failures:
+                raise failures[0] from error
+            raise
+
+
+class TextDumper(yaml.SafeDumper):
+    """Writes what YAML has no type for as text: the arguments of a callback may be an enum or a torch.device."""
+
+
+TextDumper.add_multi_representer(
+    object, lambda dumper, value: dumper.represent_str(f"{getattr(value, 'value', value)}")
+)
+set_dumper("text", lambda content: yaml.dump(content, Dumper=TextDumper))
+
+
+class TrainerClasses:
+    """The options of the Trainer that are classes by path."""
+
+    def __init__(
+        self, callbacks: list[Callback] | None = None, logger: Logger | list[Logger] | None = None
+    ) -> None: ...
+
+
+def parse_classes(request: Request) -> tuple[TrainingParser, Any]:
+    """A parser of callbacks and loggers, and those of a request, with all arguments of their classes."""
+    parser = TrainingParser(prog="lm")
+    parser.add_class_arguments(TrainerClasses, "trainer", instantiate=False, fail_untyped=False)
+    given = {"callbacks": request.trainer.callbacks, "logger": request.trainer.logger}
+    return parser, parser.parse_object({"trainer": given})
+
+
+def with_arguments_of_classes(request: Request) -> Request:
+    """The request whose settings have all arguments of callbacks and loggers, as the run keeps them, also defaults."""
+    if not (request.trainer.callbacks or request.trainer.logger):
+        return request
+    parser, config = parse_classes(request)
+    complete = yaml.safe_load(parser.dump(config, format="text", skip_none=False, skip_check=True))["trainer"]
+    return replace(request, settings={**request.settings, "trainer": {**request.settings["trainer"], **complete}})
+
+
+def with_classes(request: Request) -> Request:
+    """The request with its callbacks and loggers built, for a command that LightningCLI does not run."""
+    parser, config = parse_classes(request)
+    built = parser.instantiate_classes(config).trainer
+    return replace(request, trainer=replace(request.trainer, callbacks=built.callbacks, logger=built.logger))

@@ -1,0 +1,111 @@
+"""The options of commands themselves, besides those of a training; their docstrings are the help."""
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from lm.system.units import Count
+
+
+@dataclass
+class RunChoice:
+    """Which run and which checkpoint are meant.
+
+    Args:
+        run: Name of the run. Default: for `fit`, that of the config; for others, the newest run. With a config, the
+            newest of `mine`, `mine-2` and so on is resumed, validated or tested.
+        ckpt_path: A checkpoint: `best`, `last`, a folder, a URL; or `auto`, the newest intact. Without any, `fit`
+            starts from scratch. With --run and no --config, `fit` uses the run's config.
+        force: Train even if `lm plan` finds an error, and resume even if the config or the data differs from the run's.
+    """
+
+    run: str | None = None
+    ckpt_path: str | None = None
+    force: bool = False
+
+
+@dataclass
+class FitOptions:
+    """The options of `lm fit`, besides those of a training.
+
+    Args:
+        hours: Length of the run in hours, including start and validations: `lm bench step` measures a step here, and
+            trainer.max_steps follows. A resumed run keeps its length.
+    """
+
+    hours: float | None = None
+
+
+@dataclass
+class PlanOptions:
+    """The options of `lm plan`, besides those of a training.
+
+    Args:
+        strict: Check only the config and its arithmetic, without looking at data or device.
+        device: Device to plan for: h200, a100, 4090, ..., cpu, or auto.
+        memory: Memory of the device, such as 16GiB; without --device, plan for an unlisted GPU, Ampere or later.
+        peak_tflops: Peak throughput of the device in the configured precision: dense TFLOP/s with fp32 accumulation.
+        mfu: Model FLOPs utilization (MFU) to assume, as a fraction of the peak; masked attention does not count.
+        bench: File from `lm bench step --output`; its measured speed is used instead of an assumed MFU.
+        rate_usd_per_hr: Price of the machine in US dollars per hour, if guards.budget has none.
+        fit: Print only the largest micro-batch that fits; with --json, add it to the output as `fit`.
+        json: Print one JSON object instead of a page.
+    """
+
+    strict: bool = False
+    device: str = "auto"
+    memory: str | None = None
+    peak_tflops: float | None = None
+    mfu: float | None = None
+    bench: Path | None = None
+    rate_usd_per_hr: float | None = None
+    fit: bool = False
+    json: bool = False
+
+
+@dataclass
+class BenchOptions:
+    """The options of `lm bench step`, besides those of a training.
+
+    Args:
+        steps: Number of optimizer steps to time, in rounds of trainer.log_interval steps.
+        checkpoints: Number of checkpoints to time after the steps; 0 for none.
+        hours: Print only the length of a run that takes this many hours, as an option of `lm fit`.
+        json: Print one JSON object instead of lines.
+        output: File to write the JSON object to.
+    """
+
+    steps: Count = Count(50)
+    checkpoints: int = 3
+    hours: float | None = None
+    json: bool = False
+    output: Path | None = None
+
+
+@dataclass
+class ProfileOptions:
+    """The options of `lm profile`, besides those of a training.
+
+    Args:
+        steps: Number of optimizer steps to time, without checkpoints and validations.
+        trace: Trace a few more steps to this file, such as trace.json or trace.json.gz, for https://ui.perfetto.dev or
+            chrome://tracing, and list the most expensive operators.
+        json: Print one JSON object instead of tables.
+    """
+
+    steps: Count = Count(30)
+    trace: str | None = None
+    json: bool = False
+
+
+@dataclass
+class DoctorOptions:
+    """Check whether this machine has what a training needs.
+
+    Args:
+        json: Print one JSON object instead of a page.
+    """
+
+    json: bool = False
+
+
+COMMAND_OPTIONS = {"fit": FitOptions, "plan": PlanOptions, "bench step": BenchOptions, "profile": ProfileOptions}

@@ -1,0 +1,94 @@
+"""Which config counts: a file as typed or under configs/, or that of a run."""
+
+from collections.abc import Mapping
+from difflib import get_close_matches
+from pathlib import Path
+from typing import Any
+
+from jsonargparse import get_loader
+
+import lm
+from lm.cli.options import NAMES
+from lm.errors import RequestError
+from lm.model.config import CUSTOM_MODEL_TYPE
+from lm.runs.run import ROOT, Run, is_of_a_run
+from lm.system import process
+from lm.system.files import parse_yaml, read_object
+from lm.system.other_names import shown, without_removed
+
+CONFIGS = (Path("configs"), Path(lm.__file__).parent / "configs")
+
+
+def find_config(name: str) -> Path:
+    """A config as typed, else under `configs/`."""
+    for path in (Path(name), *(folder / name for folder in CONFIGS), *(folder / f"{name}.yaml" for folder in CONFIGS)):
+        if path.is_file():
+            return path
+    present = sorted({path.name for folder in CONFIGS for path in folder.glob("*.yaml")})
+    folder = Path(name).parent
+    nearby = {str(path) for path in (*folder.glob("*.y*ml"), *folder.parent.glob(f"*/{Path(name).name}"))}
+    close = get_close_matches(name, [*sorted(nearby), *present], 3, cutoff=0.75)
+    hint = f"did you mean {' or '.join(close)}?" if close else f"configs/ has: {', '.join(present) or 'none'}"
+    raise RequestError(f"no config {name!r} here or in configs/; {hint}")
+
+
+def read_config(path: Path) -> dict[str, Any]:
+    """The content of a config, without the options that are gone and have their default."""
+    try:
+        text = without_removed(path.read_text(encoding="utf-8"))
+        document = parse_yaml(text)  # raises if a key is there twice
+    except (OSError, ValueError) as error:
+        raise RequestError(f"config {path} cannot be read: {error}") from error
+    if document is None:
+        raise RequestError(f"config {path} is empty; configs/tiny.yaml is one to begin with")
+    if not isinstance(document, dict):
+        raise RequestError(f"config {path} holds {shown(document)} where options such as `trainer:` belong")
+    for name in NAMES:
+        if not isinstance(document.get(name, {}), dict):
+            raise RequestError(f"config {path}: {name} is a group of options and not {shown(document[name])}: give "
+                               f"them in lines below `{name}:`, indented, or leave it out")  # fmt: skip
+    return get_loader("yaml")(text)  # numbers such as 1e-3, which YAML 1.1 takes for text
+
+
+def run_with_config(command: str, values: Mapping[str, Any]) -> Run | None:
+    """The run whose config counts where none is given: that of `--run`, that of the checkpoint, or the newest."""
+    if command not in ("validate", "test", "predict") and not (
+        command == "fit" and {"run", "ckpt_path"} <= values.keys()
+    ):
+        return None
+    from lm.runs.find import find_run
+    from lm.runs.resume import checkpoint_folder
+
+    checkpoint, run = values.get("ckpt_path", "best"), None
+    if "run" not in values and not is_of_a_run(checkpoint):
+        folder = checkpoint_folder(checkpoint).resolve().parent
+        run = Run(folder) if (folder / "run.json").exists() else None
+    if run is None:
+        root = values.get("trainer.default_root_dir", str(ROOT))
+        run = find_run(values.get("run"), root, otherwise=", or give --config")
+    check_model_class(run)
+    return run
+
+
+def check_model_class(run: Run) -> None:
+    """Raise RequestError if a class of the user's builds the run's model, and this process does not have it: options
+    of that class in the run's config would be unknown ones.
+    """
+    newest = run.link("last")
+    document = read_object(newest / "config.json") if newest and (newest / "config.json").exists() else {}
+    if document.get("model_type") == CUSTOM_MODEL_TYPE:
+        from lm.model.custom import known_class
+
+        known_class(document, process.module_class, str(run.path), run.script)
+
+
+# Commands that take no config but a run -> what to give instead, where there is no run at all.
+NEEDS_RUN = dict.fromkeys(("generate", "evaluate", "export"), ", or give a --ckpt_path") | {"branch": ""}
+
+
+def check_run_exists(command: str, options: Any) -> None:
+    """Raise RequestError if a command takes a run and it is not there, before the seconds of importing PyTorch."""
+    if command in NEEDS_RUN and is_of_a_run(getattr(options, "ckpt_path", None)):
+        from lm.runs.find import find_run
+
+        find_run(options.run, options.root, otherwise=NEEDS_RUN[command])
