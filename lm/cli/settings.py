@@ -35,7 +35,7 @@ def read_settings(command: str, arguments: list[str]) -> tuple[dict[str, Any], s
         files, configs = [run.config], {run.config: read_config(run.config)}
         check_names(command, [], configs)
         typed += [("run", run.name), ("trainer.default_root_dir", str(run.path.parent))]
-    elif not (files or printed or command == "fit" and any(name.startswith("data.") for name, _ in typed)):
+    elif not (files or printed or command == "fit" and any(name.partition(".")[0] == "data" for name, _ in typed)):
         raise RequestError(f"give a config with --config, such as `lm {command} --config tiny.yaml`")
     return combine(command, configs.values(), typed), files[0].stem if files else "run"
 
@@ -155,20 +155,19 @@ def argument_of_class(name: str) -> str:
 def check_names(command: str, typed: Iterable[tuple[str, Any]], configs: Mapping[Any, Mapping[str, Any]] = {}) -> None:
     """Raise RequestError for names that no option has, in a command line and in configs, and for a missing value."""
     leaves = {option.name for option in training_options(command)}
-    leaves |= {option.name for option in fields(RunChoice)}  # a config may carry those of a fit
     groups = option_groups(leaves)
     values = {name.removesuffix("+"): value for name, value in typed if name != "print_config"}
     names = {f"config {path}: ": dict(dotted(config, groups)) for path, config in configs.items()} | {"": values}
-    unknown = {
-        source: [name for name in given if not _is_known(name, leaves, groups)] for source, given in names.items()
-    }
-    if any(unknown.values()):
-        known = sorted(leaves | groups)
-        raise RequestError("; ".join(
-            source + unknown_options({name: nearest_option(name, known) or f"`lm {command} --help all` lists them"
-                                      for name in given})
-            for source, given in unknown.items() if given
-        ))  # fmt: skip
+    messages: list[str] = []
+    for source, given in names.items():
+        allowed = leaves | {option.name for option in fields(RunChoice)} if source else leaves  # of a fit's config
+        unknown = [name for name in given if not _is_known(name, allowed, groups)]
+        hints = {name: nearest_option(name, sorted(leaves | groups)) for name in unknown}
+        if hints:
+            listed = {name: hint or f"`lm {command} --help all` lists them" for name, hint in hints.items()}
+            messages.append(source + unknown_options(listed))
+    if messages:
+        raise RequestError("; ".join(messages))
     if missing := [name for name, value in values.items() if value is None]:
         raise RequestError(f"--{missing[0]} needs a value")
 
