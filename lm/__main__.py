@@ -1,5 +1,8 @@
 """`python -m lm` and the console script `lm`."""
 
+import codecs
+import io
+import json
 import os
 import sys
 from typing import NoReturn
@@ -16,6 +19,9 @@ def main() -> NoReturn:
         sys.exit("lm: it runs on Linux and macOS; on Windows, install it in WSL")
     if not hasattr(lm, "load_run"):
         sys.exit(OTHER)
+    if sys.path[0] == os.getcwd():  # of `python -m lm`: a file there, such as random.py, is not to replace Python's own
+        sys.path.append(sys.path.pop(0))
+    write_any_character()
     expand_segments()
     from lm.cli.command import main as run
     from lm.system.process import code_for_launcher, leave
@@ -34,6 +40,19 @@ def expand_segments() -> None:
     in_wsl = "microsoft" in os.uname().release.lower()
     if not (in_wsl or any(name.endswith("ALLOC_CONF") for name in os.environ)):
         os.environ["PYTORCH_ALLOC_CONF"] = "expandable_segments:True"
+
+
+def write_any_character() -> None:
+    """Write characters that an output of another encoding than UTF-8 does not have as \\u2588, which JSON reads too."""
+
+    def escape(error: UnicodeError) -> tuple[str, int]:
+        assert isinstance(error, UnicodeEncodeError)
+        return json.dumps(error.object[error.start : error.end])[1:-1], error.end
+
+    codecs.register_error("escape", escape)
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="escape")
 
 
 if __name__ == "__main__":

@@ -14,7 +14,14 @@ from typing import Any, Literal, NamedTuple
 
 from lm import __version__
 from lm.errors import LmError, RequestError
-from lm.system.process import ConsoleHandler, harmless, import_from_working_directory, lm_version, rank
+from lm.system.process import (
+    ConsoleHandler,
+    check_launcher,
+    harmless,
+    import_from_working_directory,
+    lm_version,
+    rank,
+)
 from lm.system.stop_signals import STOP
 
 
@@ -149,7 +156,9 @@ def main(arguments: Sequence[str]) -> int:
 
 def _run(command: Command, arguments: list[str]) -> int:
     """Read the arguments of a command, then import what runs it, which may take seconds, and call it."""
-    import_from_working_directory()
+    if command.kind != "function":
+        check_launcher()
+        import_from_working_directory()
     if command.name in TRAINING:
         STOP.catch()  # a signal that comes while PyTorch is imported ends the command too
     if command.kind == "request":

@@ -20,17 +20,35 @@ from typing import Any, Literal, NoReturn
 from weakref import WeakSet
 
 from lm import __version__
-from lm.errors import GuardStop
+from lm.errors import GuardStop, RequestError
 
 # ---- launcher --------------------------------------------------------------------------------------------------------
 
 PARENT = os.getppid()  # the process that started this one; it may have ended by the time this is used
+LAUNCHER_PID = "LM_LAUNCHER_PID"  # environment variable: the process of `lm fit` that started this rank
+SINGLE = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1"}  # as a launcher sets them for the only process
 
 
 def rank() -> int:
     """The rank of this process, even before there is a process group; 0 for a single process."""
-    names = ("RANK", "LOCAL_RANK", "SLURM_PROCID")  # set by torchrun, by `lm fit` for the ranks it starts, by srun
-    return next((int(os.environ[name]) for name in names if name in os.environ), 0)
+    name = "RANK" if under_torchrun() else "LOCAL_RANK" if LAUNCHER_PID in os.environ else "SLURM_PROCID"
+    return int(os.environ.get(name, 0))
+
+
+def check_launcher() -> None:
+    """Raise RequestError if the environment names several processes, and no launcher that we know started this one.
+
+    Otherwise such variables are removed: Lightning would believe them.
+    """
+    if under_torchrun() or srun_tasks() > 1 or LAUNCHER_PID in os.environ:
+        return
+    given = {name: os.environ[name] for name in SINGLE if name in os.environ}
+    if any(value != SINGLE[name] for name, value in given.items()):
+        values = " ".join(f"{name}={value}" for name, value in given.items())
+        raise RequestError(f"{values} in the environment, and neither torchrun nor srun started this process: start "
+                           f"all with torchrun; or for this one alone, first `unset {' '.join(given)}`")  # fmt: skip
+    for name in given:
+        del os.environ[name]
 
 
 def under_torchrun() -> bool:
@@ -47,7 +65,7 @@ def srun_tasks() -> int:
 
 def under_srun() -> bool:
     """Whether this process is one of several that srun started."""
-    return srun_tasks() > 1 and not {"RANK", "LOCAL_RANK"} & os.environ.keys()
+    return srun_tasks() > 1 and not under_torchrun() and LAUNCHER_PID not in os.environ
 
 
 script: Path | None = None  # the script that called `lm.run`, if any
@@ -95,10 +113,11 @@ def launch_command(arguments: str, other: Path | None = None) -> str:
 def import_from_working_directory() -> None:
     """Let a config name callbacks, loggers or optimizers of modules there, with `lm` as with `python -m lm`.
 
-    The path is absolute, because the parser changes to the folder of a config while it reads it.
+    It is searched last, so that a file there, such as random.py, does not replace a module of Python. The path is
+    absolute, because the parser changes to the folder of a config while it reads it.
     """
     if os.getcwd() not in sys.path:
-        sys.path.insert(0, os.getcwd())
+        sys.path.append(os.getcwd())
 
 
 _arguments: list[str] | None = None

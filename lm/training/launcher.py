@@ -17,11 +17,9 @@ from lightning.pytorch import Trainer
 
 from lm.errors import GuardStop, Interrupted, LmError, RequestError, RunError
 from lm.runs.run import how_to_resume
-from lm.system.process import PARENT, arguments, code_for_launcher, under_torchrun
+from lm.system.process import LAUNCHER_PID, PARENT, arguments, code_for_launcher, under_torchrun
 from lm.training.lightning_patches import ScriptLauncher
 from lm.training.world import EXIT_WAIT
-
-LAUNCHER_PID = "LM_LAUNCHER_PID"  # environment variable: the process that started this one
 
 
 class Launcher(ScriptLauncher):

@@ -26,6 +26,7 @@ from lm.runs.run import Run, how_to_resume
 from lm.system.dataclass_arguments import arguments_from
 from lm.system.devices import find_device, peak_flops
 from lm.system.hardware import device_name, keep_freed_memory, process_bytes
+from lm.system.process import check_launcher
 from lm.system.stop_signals import STOP
 from lm.system.units import plural
 from lm.training import checks
@@ -57,6 +58,7 @@ class Trainer(PatchedTrainer):
     def __init__(self, config: TrainerConfig) -> None:
         self.options = config
         checks.refuse([*checks.of_trainer(config), *checks.of_accelerator(config.accelerator)])
+        check_launcher()
         torch.set_float32_matmul_precision(config.matmul_precision)
         self.own_loggers = [config.logger] if isinstance(config.logger, Logger) else config.logger or []
         self.run_state = RunState(clip=config.gradient_clip_val)  # Lightning clips nothing here: `training/step` does
