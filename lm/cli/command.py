@@ -118,9 +118,11 @@ def main(arguments: Sequence[str]) -> int:
     if arguments[:1] == ["help"]:  # `lm help fit`
         arguments = [*arguments[1:], "--help"]
     if not arguments or arguments[0] in ("-h", "--help"):
-        width = max(map(len, COMMANDS))
-        commands = "\n".join(f"  {command.name:<{width}}  {command.help}" for command in TABLE)
-        print(HELP.format(version=__version__, commands=commands), end="")
+        print(HELP.format(version=__version__, commands=_described(TABLE)), end="")
+        return 0
+    family = [command for command in TABLE if command.name.startswith(f"{arguments[0]} ")]
+    if family and arguments[1:] in (["-h"], ["--help"]):  # `lm runs --help`
+        print(_described(family))
         return 0
     if arguments[0] == "--version":
         print(lm_version())
@@ -154,58 +156,65 @@ def main(arguments: Sequence[str]) -> int:
         return 1
 
 
+def _described(commands: Sequence[Command]) -> str:
+    width = max(len(command.name) for command in commands)
+    return "\n".join(f"  {command.name:<{width}}  {command.help}" for command in commands)
+
+
 def _run(command: Command, arguments: list[str]) -> int:
     """Read the arguments of a command, then import what runs it, which may take seconds, and call it."""
-    if command.kind != "function":
-        check_launcher()
-        import_from_working_directory()
+    if command.kind == "function":
+        return _call(_load(command.target), command, arguments) or 0
+    check_launcher()
+    import_from_working_directory()
     if command.name in TRAINING:
         STOP.catch()  # a signal that comes while PyTorch is imported ends the command too
-    if command.kind == "request":
-        return _run_request(command, arguments)
-    from lm.system.arguments import call
-
-    read, overrides = _load(command.options or command.target), []
-    if command.kind == "overrides":
-        from lm.cli.settings import split_overrides
-
-        arguments, overrides = split_overrides(arguments)
-    values = call(read, arguments, f"lm {command.name}", POSITIONAL_HINTS.get(command.name))
-    if command.kind == "function":
-        return values or 0
-    from lm.cli.config_files import check_run_exists
-
-    check_run_exists(command.name, values)
-    _load_with_torch(command)(values, *([overrides] if command.kind == "overrides" else []))
+    read = _read_request if command.kind == "request" else _read_options
+    if values := read(command, arguments):
+        if "torch" not in sys.modules and sys.stderr.isatty():
+            print("loading PyTorch", file=sys.stderr)
+        _load(command.target)(*values)
     return 0
 
 
-def _run_request(command: Command, arguments: list[str]) -> int:
+def _read_request(command: Command, arguments: list[str]) -> tuple[Any, ...]:
+    """The command's request; nothing if only help or the config is printed."""
     from lm.cli import options, request
 
     if help_flag := next((flag for flag in ("-h", "--help") if flag in arguments), None):
         group = [value for value in arguments[arguments.index(help_flag) + 1 :][:1] if not value.startswith("-")]
         options.print_options(command.name, command.help, *group)
-        return 0
+        return ()
     settings, run_name = request.read_settings(command.name, arguments)
-    if any(argument.partition("=")[0] == "--print_config" for argument in arguments):
+    if settings.pop("print_config", None) in (True, "true"):
         print(request.to_yaml(request.complete_settings(command.name, settings)[-1]), end="")
-        return 0
-    made = request.make_request(command.name, settings, run_name)  # before the seconds of importing PyTorch
-    _load_with_torch(command)(made)
-    return 0
+        return ()
+    return (request.make_request(command.name, settings, run_name),)
+
+
+def _read_options(command: Command, arguments: list[str]) -> tuple[Any, ...]:
+    """The command's options, and the options of a training if it takes such."""
+    from lm.cli.config_files import check_run_exists
+    from lm.cli.settings import split_overrides
+
+    overrides: list[Any] = []
+    if command.kind == "overrides":
+        arguments, *overrides = split_overrides(arguments)
+    options = _call(_load(command.options), command, arguments)
+    check_run_exists(command.name, options)
+    return (options, *overrides)
+
+
+def _call(function: Callable[..., Any], command: Command, arguments: list[str]) -> Any:
+    from lm.system.arguments import call
+
+    return call(function, arguments, f"lm {command.name}", POSITIONAL_HINTS.get(command.name))
 
 
 def _load(target: str) -> Callable[..., Any]:
     """A function or class of this folder, by its module and name."""
     module, _, name = target.partition(":")
     return getattr(import_module(f"lm.cli.{module}"), name)
-
-
-def _load_with_torch(command: Command) -> Callable[..., Any]:
-    if "torch" not in sys.modules and sys.stderr.isatty():
-        print("loading PyTorch", file=sys.stderr)
-    return _load(command.target)
 
 
 # ---- errors ----------------------------------------------------------------------------------------------------------

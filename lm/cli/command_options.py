@@ -3,6 +3,7 @@
 from dataclasses import dataclass
 from pathlib import Path
 
+from lm.errors import require
 from lm.system.units import Count
 
 
@@ -33,6 +34,9 @@ class FitOptions:
     """
 
     hours: float | None = None
+
+    def __post_init__(self) -> None:
+        require(self.hours is None or self.hours > 0, f"--hours {self.hours} must be above 0")
 
 
 @dataclass

@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping
 from difflib import get_close_matches
+from glob import escape
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +27,7 @@ def find_config(name: str) -> Path:
             return path
     present = sorted({path.name for folder in CONFIGS for path in folder.glob("*.yaml")})
     folder = Path(name).parent
-    nearby = {str(path) for path in (*folder.glob("*.y*ml"), *folder.parent.glob(f"*/{Path(name).name}"))}
+    nearby = {str(path) for path in (*folder.glob("*.y*ml"), *folder.parent.glob(f"*/{escape(Path(name).name)}"))}
     close = get_close_matches(name, [*sorted(nearby), *present], 3, cutoff=0.75)
     hint = f"did you mean {' or '.join(close)}?" if close else f"configs/ has: {', '.join(present) or 'none'}"
     raise RequestError(f"no config {name!r} here or in configs/; {hint}")

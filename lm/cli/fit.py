@@ -77,8 +77,6 @@ def fit(request: Request[FitOptions], callbacks: Sequence[Callback] = (), messag
 def validate_or_predict(request: Request) -> None:
     """Run `validate`, `test` or `predict` on a checkpoint, with what this machine has."""
     quiet_lightning()
-    if request.command == "predict" and not request.data.texts:
-        raise RequestError("nothing to predict on: give text files, JSONL or Parquet with --data.texts")
     checkpoint, run = find_start(request)
     log.info("run %s, checkpoint %s", run.name if run else "none", checkpoint)
     request = with_available_hardware(request)

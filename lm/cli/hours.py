@@ -34,8 +34,6 @@ def with_measured_length(request: Request[FitOptions]) -> tuple[Request[FitOptio
     parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
     parser.add_argument("--hours")
     rest = parser.parse_known_args(arguments())[1]  # which starts the other processes of the run
-    if not hours > 0:
-        raise RequestError(f"--hours {hours:g} must be above 0")
     length: dict[str, int | None] = {}
     if choice.ckpt_path and (runs := runs_of_name(
         request.trainer.default_root_dir, request.run_name, named=choice.run is not None

@@ -39,6 +39,7 @@ class Option(NamedTuple):
 
 
 CONFIG = Option("config", "file", None, "A YAML file, also looked up in configs/; later files override earlier ones.")
+PRINT_CONFIG = Option("print_config", "bool", False, "Print the config with all options instead of running it.")
 SEED = Option("seed_everything", "int", 1337, "Seed of the initial weights and the order of the samples; also --seed.")
 
 
@@ -47,15 +48,19 @@ SEED = Option("seed_everything", "int", 1337, "Seed of the initial weights and t
 
 def training_options(command: str) -> list[Option]:
     """All options of a command: first its own, then those of a training."""
-    own = list(_options_of(COMMAND_OPTIONS[command])) if command in COMMAND_OPTIONS else []
     choice = [] if command in ("plan", "bench step", "profile") else list(_options_of(RunChoice))
-    found = [CONFIG, *choice, SEED, *own]
+    found = [CONFIG, PRINT_CONFIG, *choice, SEED, *own_options(command)]
     for section in SECTIONS:
         found += _options_of(section.options, f"{section.name}." if section.name else "")
         if section.name == "model" and process.module_class:
             known = {option.name for option in found}
             found += [option for option in _options_of(process.module_class, "model.") if option.name not in known]
     return found
+
+
+def own_options(command: str) -> list[Option]:
+    """The options of a command besides those of a training, a run and a config."""
+    return list(_options_of(COMMAND_OPTIONS[command])) if command in COMMAND_OPTIONS else []
 
 
 def _options_of(kind: type, prefix: str = "") -> Iterator[Option]:
@@ -91,7 +96,10 @@ def changed_settings(config: dict[str, Any]) -> dict[str, Any]:
     """The settings of a resolved config that are not the defaults, by their names with dots."""
     defaults = {option.name: option.default for option in training_options("fit")}
     defaults |= {name: list(default) for name, default in defaults.items() if isinstance(default, tuple)}  # as in YAML
-    return {name: value for name, value in flatten(config).items() if (value or None) != (defaults.get(name) or None)}
+    empty = ([], {}, ())
+    defaults |= {name: None for name, default in defaults.items() if default in empty}
+    return {name: value for name, value in flatten(config).items()
+            if (None if value in empty else value) != defaults.get(name)}  # fmt: skip
 
 
 def option_groups(leaves: Iterable[str]) -> set[str]:

@@ -20,7 +20,7 @@ from lm.cli.command_options import COMMAND_OPTIONS, FitOptions, RunChoice
 from lm.cli.options import SEED
 from lm.cli.settings import check_names, combine, read_settings, set_option
 from lm.data.config import DataConfig
-from lm.errors import RequestError
+from lm.errors import RequestError, require
 from lm.system import process
 from lm.system.arguments import Parser
 from lm.system.dataclass_arguments import arguments_from
@@ -104,7 +104,7 @@ def make_request(command: str, settings: dict[str, Any], run_name: str = "run") 
     RequestError for a value that is wrong by itself, and for a length or a batch that does not come out even.
     """
     parser, config, complete = complete_settings(command, settings)
-    values = parser.instantiate_classes(config)  # nested dataclasses are made, those of the sections are not
+    values = parser.instantiate_classes(config)  # of all but trainer, model and data, which keep what is not built yet
     if not 0 <= values.seed_everything < 2**32:
         raise RequestError(f"seed_everything {values.seed_everything} must be a whole number from 0 to {2**32 - 1}")
     trainer, data = take_fields(TrainerConfig, values.trainer), take_fields(DataConfig, values.data)
@@ -112,9 +112,10 @@ def make_request(command: str, settings: dict[str, Any], run_name: str = "run") 
     if command in ("fit", "bench step", "profile") and not timed and str(trainer.devices) in ("1", "auto"):
         plan_steps(world_size=1, max_steps=trainer.max_steps, max_tokens=trainer.max_tokens, seq_len=data.seq_len,
                    micro_batch_size=data.micro_batch_size, global_batch_tokens=data.global_batch_tokens)  # fmt: skip
-    if command == "predict" and data.texts:
+    if command == "predict":
         from lm.data.text_files import find_files
 
+        require(bool(data.texts), "nothing to predict on: give text files, JSONL or Parquet with --data.texts")
         find_files(data.texts)  # raises if one is missing
     choice, own = take_fields(RunChoice, values), COMMAND_OPTIONS.get(command)
     model_fields = {option.name for option in fields(ModelConfig)}

@@ -11,7 +11,7 @@ from jsonargparse import get_loader
 
 from lm.cli.command_options import FitOptions, RunChoice
 from lm.cli.config_files import find_config, read_config, run_with_config
-from lm.cli.options import SEED, option_groups, training_options
+from lm.cli.options import CONFIG, PRINT_CONFIG, SEED, option_groups, own_options, training_options
 from lm.errors import RequestError
 from lm.system.arguments import typed_options
 from lm.system.other_names import nearest_option, shown, unknown_options
@@ -23,19 +23,19 @@ def read_settings(command: str, arguments: list[str]) -> tuple[dict[str, Any], s
         path = find_config(arguments[0])
         raise RequestError(f"{arguments[0]!r} is not an option; did you mean `lm {command} --config {path}`?")
     typed = read_options(command, arguments)
-    files = [find_config(value) for name, value in typed if name == "config" and value]
+    files = [find_config(value) for name, value in typed if name == "config" and value is not None]
     configs = {path: read_config(path) for path in files}
     check_names(command, typed, configs)
-    printed = "print_config" in dict(typed)  # may be the defaults alone
-    typed = [(name, value) for name, value in typed if name not in ("config", "print_config")]
-    lengths = [name for name, value in typed if name in ("trainer.max_steps", "trainer.max_tokens") and value != "null"]
-    if lengths and command == "fit" and dict(typed).get("hours", "null") != "null":
+    typed = [(name, value) for name, value in typed if name != "config"]
+    values = dict(typed)
+    lengths = [name for name in ("trainer.max_steps", "trainer.max_tokens") if values.get(name) not in NULL]
+    if lengths and command == "fit" and values.get("hours") not in NULL:
         raise RequestError(f"--{lengths[0]} gives the length of the run, and so does --hours: give one of them")
-    if not files and (run := run_with_config(command, dict(typed))):
+    if not files and (run := run_with_config(command, values)):
         files, configs = [run.config], {run.config: read_config(run.config)}
         check_names(command, [], configs)
         typed += [("run", run.name), ("trainer.default_root_dir", str(run.path.parent))]
-    elif not (files or printed or command == "fit" and any(name.partition(".")[0] == "data" for name, _ in typed)):
+    elif not (files or "print_config" in values or command == "fit" and any(name[:5] == "data." for name in values)):
         raise RequestError(f"give a config with --config, such as `lm {command} --config tiny.yaml`")
     return combine(command, configs.values(), typed), files[0].stem if files else "run"
 
@@ -43,7 +43,8 @@ def read_settings(command: str, arguments: list[str]) -> tuple[dict[str, Any], s
 def split_overrides(arguments: list[str]) -> tuple[list[str], list[tuple[str, Any]]]:
     """Split a command line into the command's own arguments and the options of a training, which `override` takes."""
     fit_only = {option.name for kind in (RunChoice, FitOptions) for option in fields(kind)} | {"config"}
-    training = {option.name for option in training_options("fit")} - fit_only | {"seed"}
+    training = {option.name for option in training_options("fit")} - fit_only
+    training |= option_groups(training) | {"seed"}
     if "--against" in arguments[:-1]:  # its value looks like options
         place = arguments.index("--against")
         arguments = [*arguments[:place], "=".join(arguments[place : place + 2]), *arguments[place + 2 :]]
@@ -61,20 +62,25 @@ def split_overrides(arguments: list[str]) -> tuple[list[str], list[tuple[str, An
 def read_options(command: str, arguments: list[str]) -> list[tuple[str, Any]]:
     """The options of a command line by their full names, with the values as typed; None where there is none."""
     options = training_options(command)
+    groups = option_groups(option.name for option in options)
     flags = [option.name for option in options if option.kind == "bool"]
-    lists = [option.name for option in options if "list of str" in option.kind]
-    typed = typed_options(arguments, ["print_config"], lists)
-    for option, word in typed:
+    lists = [option.name + plus for option in options if "list of str" in option.kind for plus in ("", "+")]
+    typed: list[tuple[str, Any]] = []
+    for option, value in typed_options(arguments, flags, lists):
         if not option:
-            hint = f"; did you mean --{word}?" if "=" in str(word) else ""
-            raise RequestError(f"{shown(word)} belongs to no option{hint}")
-    short = {"-c": "config", "--seed": SEED.name}
-    named = [(short.get(option) or option.removeprefix("--"), value) for option, value in typed]
-    return [(name, "true" if value is None and name in flags else value) for name, value in named]
+            hint = f"; did you mean --{value}?" if "=" in str(value) else ""
+            raise RequestError(f"{shown(value)} belongs to no option{hint}")
+        name = SHORT.get(option) or option.removeprefix("--")
+        if name in groups and isinstance(value, str) and value not in NULL:  # as in `--model.schedule '{name: wsd}'`
+            value = load_yaml(value, option)
+        typed += dotted(value, groups, f"{name}.") if name in groups and isinstance(value, Mapping) else [(name, value)]
+    return typed
 
 
-# Of two options that say the same thing in different ways, the later one counts: option -> options of earlier configs
-# that become null. `--data.path` replaces all other data, for example.
+NULL = (None, "null")
+SHORT = {"-c": "config", "--seed": SEED.name}
+# Of two options that say the same thing in different ways, that of a later config or of the command line counts: option
+# -> options of earlier configs that become null. `--data.path` replaces all other data, for example.
 CLEARED_BY = {
     "data.path": ("data.train", "data.sources", "data.phases", "data.prepare"),
     "data.train": ("data.path", "data.sources", "data.phases", "data.prepare"),
@@ -86,15 +92,10 @@ CLEARED_BY = {
 def combine(command: str, configs: Iterable[Mapping[str, Any]], typed: Iterable[tuple[str, Any]]) -> dict[str, Any]:
     """Merge configs, of which later ones override earlier ones, and set the options of a command line over them."""
     groups = option_groups(option.name for option in training_options(command))
-    given: list[tuple[str, Any]] = []
-    for name, value in typed:
-        if name in groups and isinstance(value, str):  # as in `--model.schedule '{name: wsd}'`
-            value = load_yaml(value, f"--{name}")
-        given += dotted(value, groups, f"{name}.") if name in groups and isinstance(value, Mapping) else [(name, value)]
     settings: dict[str, Any] = {}
-    for options in [*(list(dotted(config, groups)) for config in configs), given]:
+    for options in [*(list(dotted(config, groups)) for config in configs), list(typed)]:
         names = {".".join(name.split(".")[:2]) for name, _ in options}
-        for name in CLEARED_BY.keys() & {name for name, value in options if value not in (None, "null")}:
+        for name in CLEARED_BY.keys() & {name for name, value in options if value not in NULL}:
             for other in CLEARED_BY[name]:
                 if other not in names and settings:
                     set_option(settings, other, None)
@@ -119,7 +120,7 @@ def set_option(settings: dict[str, Any], name: str, value: Any) -> None:
     parent: Any = settings
     for group in groups:
         child = parent.get(group)
-        if isinstance(child, list) and child:  # the last of several callbacks or loggers
+        if isinstance(child, list) and child and group in ("callbacks", "logger"):  # the last of several
             parent, group, child = child, -1, child[-1]
         if isinstance(child, str):
             child = {"class_path": child}
@@ -127,9 +128,9 @@ def set_option(settings: dict[str, Any], name: str, value: Any) -> None:
         parent = parent[group]
     if last.endswith("+"):
         last = last.removesuffix("+")
-        before = parent.get(last) or []
+        before = [] if parent.get(last) in NULL else parent[last]
         added = load_yaml(value, f"--{name}") if isinstance(value, str) else value
-        value = [*(before if isinstance(before, list) else [before]), added]
+        value = [*(before if isinstance(before, list) else [before]), *(added if isinstance(added, list) else [added])]
     parent[last] = value
 
 
@@ -156,15 +157,18 @@ def check_names(command: str, typed: Iterable[tuple[str, Any]], configs: Mapping
     """Raise RequestError for names that no option has, in a command line and in configs, and for a missing value."""
     leaves = {option.name for option in training_options(command)}
     groups = option_groups(leaves)
-    values = {name.removesuffix("+"): value for name, value in typed if name != "print_config"}
+    values = {name.removesuffix("+"): value for name, value in typed}
     names = {f"config {path}: ": dict(dotted(config, groups)) for path, config in configs.items()} | {"": values}
+    run_choice = {option.name for option in fields(RunChoice)}  # which a config of a run may have
+    own = {option.name for option in (CONFIG, PRINT_CONFIG, *own_options(command))}  # which a config has not
     messages: list[str] = []
     for source, given in names.items():
-        allowed = leaves | {option.name for option in fields(RunChoice)} if source else leaves  # of a fit's config
-        unknown = [name for name in given if not _is_known(name, allowed, groups)]
+        allowed = leaves | run_choice if source else leaves
+        unknown = [name for name in given if not _is_known(name, allowed, groups) or source and name in own]
         hints = {name: nearest_option(name, sorted(leaves | groups)) for name in unknown}
-        if hints:
-            listed = {name: hint or f"`lm {command} --help all` lists them" for name, hint in hints.items()}
+        hints |= {name: f"give --{name} on the command line" for name in own}
+        if unknown:
+            listed = {name: hints[name] or f"`lm {command} --help all` lists them" for name in unknown}
             messages.append(source + unknown_options(listed))
     if messages:
         raise RequestError("; ".join(messages))

@@ -15,6 +15,7 @@ from lm.errors import RequestError
 from lm.system.other_names import nearest_option, shown, unknown_options
 from lm.system.units import Count, parse_count
 
+OPTION = re.compile(r"--|-[a-z]$")
 NEGATIVE = re.compile(r"-[\d.]+(e[+-]?\d+)?", re.IGNORECASE)
 LONGEST_MESSAGE = 300
 
@@ -97,7 +98,7 @@ def typed_options(
             typed.append(("", word))
         elif name in lists and (equals or rest) and not null:
             values = [value] if equals else []
-            while not equals and rest and not rest[0].startswith("--"):
+            while not equals and rest and not OPTION.match(rest[0]):
                 values.append(rest.pop(0))
             as_yaml = bool(equals) or name.rpartition(".")[2] not in ("prompt", "prompts", "stop")
             if option not in repeated:

@@ -9,6 +9,7 @@ from trainings import write_config
 
 from lm.cli import options, request, settings
 from lm.cli.command import TABLE, main
+from lm.cli.command import _load as load
 from lm.errors import RequestError
 from lm.system.arguments import known_names
 from lm.system.other_names import OPTIONS, nearest_option
@@ -25,7 +26,7 @@ assert not {{'torch', 'lightning'}} & set(sys.modules)
 
 def test_the_dataclasses_have_the_options_of_the_parser():
     """Every option, and nothing else but the groups."""
-    read = {option.name for option in options.training_options("plan")} - {"config"}
+    read = {option.name for option in options.training_options("plan")} - {"config", "print_config"}
     known = {name.removesuffix("+") for name in known_names(request.make_parser("plan"))}
     known -= {"run", "ckpt_path", "force"}  # which a config of a fit may have
     assert all(name.startswith("data.prepare.") for name in read - known)  # the parser reads this group as one value
@@ -97,15 +98,22 @@ def test_help_and_a_wrong_name_need_no_torch(tmp_path):
         "branch nothing --tags a b", "validate --run nothing", "test --run nothing",
         "predict --run nothing")),
     (["generate", "--prompt", "a"], "no run under checkpoints yet: start one with `lm fit --config tiny.yaml`, or "),
+    (["fit", "--config", ""], "no config '' here"), (["fit", "--config", "x**.yaml"], "no config 'x**.yaml' here"),
+    (["fit", "--config", "small.yaml", "--config", "timed.yaml"], "there is no option 'hours'; give --hours on the comm"),
+    (["fit", "--trainer", "{max_steps: 5}", "--hours", "1"], "--trainer.max_steps gives the length of the run, and so"),
+    (["fit", "--hours", "-1"], "--hours -1.0 must be above 0"),
+    (["plan", "--run", "small"], "there is no option 'run'"), (["fit", "--data.sources.weight", "9"], "data.sources: exp"),
+    (["branch", "nothing", "--trainer", "{max_steps: 9}"], "no run 'nothing'"),
+    (["generate", "--temperature", "-1"], "temperature -1.0 must not be below 0"),
+    (["ladder", "--depths", "2,a"], "'a' is not a number of blocks"), (["predict"], "start one with `lm fit"),
     (["validate", "--ckpt_path", "best"], "start one with `lm fit --config tiny.yaml`, or give --config"),
 ])  # fmt: skip
 def test_wrong_values_and_missing_runs_are_refused_without_torch(arguments, message, tmp_path, monkeypatch, capsys):
     write_config(tmp_path)
     write_config(tmp_path, "two", **{"trainer.val_interval": "two"})
+    (tmp_path / "timed.yaml").write_text("hours: 2\n")
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(
-        "lm.cli.command._load_with_torch", lambda command: pytest.fail("a module of a command was loaded")
-    )
+    monkeypatch.setattr("lm.cli.command._load", lambda target: load(target) if "options:" in target else pytest.fail())
     place = 2 if arguments[0] == "bench" else 1
     if arguments[0] in ("fit", "plan", "bench", "profile") and "--config" not in arguments:
         arguments = [*arguments[:place], "--config", "small.yaml", *arguments[place:]]
@@ -132,7 +140,8 @@ def test_data_or_a_length_that_is_typed_replaces_that_of_the_config(typed, nulls
 def test_a_later_config_clears_what_it_replaces_and_an_empty_value_empties():
     first = {"trainer": {"max_steps": 5, "logger": "a.B"}, "guards": {"alerts": {"loss > 10": "stop"}, "spike": None}}
     second = {"trainer": {"max_tokens": 100}, "guards": {"alerts": {}}, "data": {}}
-    typed = [("trainer", "{logger: {class_path: c.D}}"), ("trainer.logger.save_dir", "e"), ("trainer.logger+", "f.G")]
+    typed = settings.read_options("fit", ["--trainer", "{logger: {class_path: c.D}}", "--trainer.logger.save_dir", "e",
+                                          "--trainer.logger+", "f.G"])  # fmt: skip
     assert settings.combine("fit", [first, second], typed) == {
         "trainer": {"max_steps": None, "max_tokens": 100,
                     "logger": [{"class_path": "c.D", "init_args": {"save_dir": "e"}}, "f.G"]},
@@ -265,7 +274,7 @@ def test_what_the_parser_takes_is_let_through(tmp_path, monkeypatch):
     write_config(tmp_path, **{"guards.alerts": {"loss > 10": "stop"}, "run": "a"})
     monkeypatch.chdir(tmp_path)
     given = ["--config=small.yaml", "--trainer.callbacks+=recorder.Recorder", "--trainer.callbacks.init_args.x=1",
-             "--guards.alerts", '{"lr > 1": "warn"}', "--print_config"]  # fmt: skip
+             "--guards.alerts", '{"lr > 1": "warn"}']  # fmt: skip
     asked = request.read("fit", given)
     assert asked.guards.alerts == {"lr > 1": "warn"} and asked.run_name == "a"
     [first, *_, last] = asked.settings["trainer"]["callbacks"]
