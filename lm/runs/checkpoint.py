@@ -90,10 +90,18 @@ def link_to(folder: Path, best: str | None) -> None:
 
 
 def point(link: Path, target: str) -> None:
-    """Make `link` a relative symbolic link to `target`, atomically."""
+    """Make `link` a relative symbolic link to `target`, atomically; not on a file system without such links.
+
+    There `Run.link` finds the checkpoint.
+    """
     temporary = link.with_name(f".{link.name}-{os.getpid()}")
     temporary.unlink(missing_ok=True)
-    temporary.symlink_to(target)
+    try:
+        temporary.symlink_to(target)
+    except OSError as error:
+        if error.errno in (errno.EPERM, errno.ENOSYS, errno.ENOTSUP):  # as exFAT, FUSE and SMB say it
+            return
+        raise
     if link.is_dir() and not link.is_symlink():  # the run was copied with folders in place of its links
         remove_folder(link)
     os.replace(temporary, link)

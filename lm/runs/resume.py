@@ -83,6 +83,8 @@ def checkpoint_folder(reference: str) -> Path:
     path = Path(reference)
     if path.is_dir():
         return path
+    if path.name in ("best", "last") and (found := Run(path.parent).link(path.name)):  # without symbolic links
+        return found
     if path.is_file():
         raise RequestError(f"{path} is a file: give its folder {path.parent}")
     step = re.fullmatch(r"(?:step-)?(\d+)", reference)

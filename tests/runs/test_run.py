@@ -1,6 +1,8 @@
 """Run folders are claimed and never overwritten, found by name or age, and read back whatever a kill left."""
 
+import errno
 import os
+from contextlib import nullcontext
 from pathlib import Path
 
 import pytest
@@ -9,7 +11,7 @@ from lm.errors import RequestError
 from lm.inspection.data import samples_at
 from lm.runs.checkpoint import point, write_folder
 from lm.runs.config_diff import differences
-from lm.runs.resume import find_checkpoint, refuse_changed_config
+from lm.runs.resume import checkpoint_folder, find_checkpoint, refuse_changed_config
 from lm.runs.run import Run
 
 
@@ -25,6 +27,23 @@ def save(run, step, links=()):
     for link in links:
         point(run.path / link, path.name)
     return path
+
+
+@pytest.mark.parametrize(
+    ("error", "allowed"), [("EPERM", True), ("ENOSYS", True), ("ENOTSUP", True), ("ENOSPC", False)]
+)
+def test_a_file_system_without_symbolic_links_needs_none(tmp_path, monkeypatch, error, allowed):
+    """exFAT and many mounts over FUSE and SMB have none: `best` and `last` are found by their names all the same."""
+
+    def no_links(*arguments, **options):
+        raise OSError(getattr(errno, error), error)
+
+    monkeypatch.setattr(os, "symlink", no_links)
+    run = make(tmp_path, "a")
+    with nullcontext() if allowed else pytest.raises(OSError, match=error):
+        save(run, 1)
+        path = save(run, 2, ["last"])
+        assert run.link("last") == path == checkpoint_folder(str(run.path / "last"))
 
 
 def test_an_existing_run_is_never_overwritten(tmp_path):

@@ -56,7 +56,8 @@ class Summary(Callback):
         if best is not None:
             log.info("best %s %.4f, at step %d", METRICS["val/loss"].label, trainer.checkpoint_callback.best_loss,
                      read_progress(best).step)  # fmt: skip
-        model = trainer.run.path / ("last" if best is None else "best")
+        link = trainer.run.path / ("last" if best is None else "best")
+        model = link if link.exists() else trainer.run.link(link.name)  # without symbolic links
         if pl_module.builtin:
             log.info("model: %s, which Hugging Face transformers loads as it is", model)
         else:
