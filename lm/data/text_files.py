@@ -5,13 +5,16 @@ token ids in a file of nanoGPT. A document of any length streams through: it com
 characters, cut at line ends.
 """
 
+import bz2
 import codecs
+import gzip
 import io
 import json
 import logging
 import lzma
 import posixpath
 import re
+import zlib
 from collections import Counter
 from collections.abc import Hashable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
@@ -90,9 +93,45 @@ class TextFile:
         stream = io.BufferedReader(self.open(), 2**23 if is_remote(self.name) else 2**20)
         if self.compression is None:
             return stream
-        if self.compression == "xz":
-            return lzma.open(stream)
-        return io.BufferedReader(pa.CompressedInputStream(stream, self.compression), 2**20)
+        if self.size == 0:
+            raise EOFError("it is empty")
+        if self.compression == "gzip":
+            return gzip.open(stream)
+        if self.compression == "zstd":
+            return io.BufferedReader(pa.CompressedInputStream(stream, self.compression), 2**20)
+        return io.BufferedReader(_Members(stream, self.compression), 2**20)
+
+
+class _Members(io.RawIOBase):
+    """The content of all members of a .bz2 or .xz file; `bz2.open` and `lzma.open` end at the first damaged one."""
+
+    def __init__(self, stream: io.BufferedIOBase, compression: str) -> None:
+        self._stream = stream
+        self._new, self._padding = {"bz2": (bz2.BZ2Decompressor, b""), "xz": (lzma.LZMADecompressor, b"\0")}[
+            compression
+        ]
+        self._member = self._new()
+
+    def readable(self) -> bool:
+        return True
+
+    def readinto(self, buffer: memoryview) -> int:
+        content = b""
+        while not content:
+            if self._member.eof:  # another one follows, or padding, or nothing
+                data = self._member.unused_data.lstrip(self._padding)
+                while not data and (more := self._stream.read(2**16)):
+                    data = more.lstrip(self._padding)
+                if not data:
+                    return 0
+                self._member = self._new()
+            elif not self._member.needs_input:
+                data = b""
+            elif not (data := self._stream.read(2**16)):
+                raise EOFError("it ends inside of a member")
+            content = self._member.decompress(data, len(buffer))
+        buffer[: len(content)] = content
+        return len(content)
 
 
 def find_files(inputs: Sequence[str]) -> list[TextFile]:
@@ -229,8 +268,11 @@ def read_pieces(
             yield from (Piece(where, text, last, file.split) for text, last in _cut(chunks) if text)
     except LmError:
         raise
-    except (pa.ArrowException, OSError, EOFError, lzma.LZMAError, UnicodeDecodeError) as error:
-        raise RunError(f"{file.name} cannot be read ({first_line(error)}); is it damaged or truncated?") from error
+    except (pa.ArrowException, OSError, EOFError, lzma.LZMAError, zlib.error, UnicodeDecodeError) as error:
+        cure = "is it damaged or truncated?"
+        if "too much memory" in str(error):
+            cure = f"its window is above 128 MiB: `zstd -d --rm --long=31 {quote(file.name)}` unpacks it"
+        raise RunError(f"{file.name} cannot be read ({first_line(error)}); {cure}") from error
 
 
 def _cut(chunks: Iterable[str]) -> Iterator[tuple[str, bool]]:
@@ -323,7 +365,13 @@ def _parquet(file: TextFile, part: int, parts: int, column: str) -> Iterator[tup
         chosen = range(groups * part // parts, groups * (part + 1) // parts)
         row = sum(parquet.metadata.row_group(group).num_rows for group in range(chosen.start))
         for batch in parquet.iter_batches(PARQUET_ROWS, row_groups=list(chosen), columns=[column]):
-            for row, text in enumerate(batch.column(0).to_pylist(), start=row):
+            values = batch.column(0)
+            try:
+                texts = values.to_pylist()
+            except UnicodeDecodeError as error:
+                row += values.cast(pa.binary()).to_pylist().index(error.object)
+                raise RunError(f"{file.name}, row {row}: column {column!r} is not UTF-8 ({error})") from error
+            for row, text in enumerate(texts, start=row):
                 if text is None:
                     raise RunError(f"{file.name}, row {row}: column {column!r} is null; leave such rows out")
                 yield f"{file.name}, row {row}", text

@@ -63,10 +63,13 @@ def test_text_and_json_lines_are_read_plain_or_compressed(kind, suffix, tmp_path
 
 
 def test_several_compressed_members_are_one_file(tmp_path):
-    """As `cat a.gz b.gz`, bgzip and pzstd make them."""
+    """As `cat a.gz b.gz`, bgzip and pzstd make them; zeros may follow a member of gzip and of xz."""
     for suffix, pack in PACK.items():
-        (tmp_path / f"a.jsonl{suffix}").write_bytes(b"".join(pack(json_lines([text])) for text in DOCUMENTS))
-    assert texts_of(tmp_path) == DOCUMENTS * len(PACK)
+        members = [pack(json_lines([text])) for text in DOCUMENTS]
+        padding = b"\0" * 4 if suffix in (".gz", ".xz") else b""
+        content = pack(b"").join(members) + members[0] + padding + members[1] + padding * 2**15
+        (tmp_path / f"a.jsonl{suffix}").write_bytes(content)
+        assert texts_of(tmp_path / f"a.jsonl{suffix}") == [*DOCUMENTS, *DOCUMENTS[:2]]
 
 
 @pytest.mark.parametrize("kind", [pa.string(), pa.large_string(), pa.dictionary(pa.int32(), pa.string())])
@@ -262,8 +265,8 @@ def test_a_bad_parquet_file_is_named_with_its_row(tmp_path):
     refuses(r"a\.parquet, row 4: column 'text' is null")
     refuses("no column 'body' among 'id', 'text'.*--text_key", text_key="body")
     refuses("column 'id' is not text but int64", text_key="id")
-    pq.write_table(pa.table({"text": pa.array([b"ok", b"\xff"]).view(pa.string())}), path)
-    refuses(r"a\.parquet cannot be read .'utf-8' codec can't decode byte 0xff")
+    pq.write_table(pa.table({"text": pa.array([b"ok"] * 300 + [b"\xff"]).view(pa.string())}), path)
+    refuses(r"a\.parquet, row 300: column 'text' is not UTF-8 .*byte 0xff")
     path.write_bytes(path.read_bytes()[:-20])
     refuses(r"a\.parquet cannot be read")
     write_rows(path, [[1, 2]])
@@ -290,12 +293,28 @@ def test_what_is_not_text_is_refused_with_the_cure(name, cure, tmp_path):
 
 @pytest.mark.parametrize("name", ["a.jsonl.gz", "a.txt.zst", "a.txt.bz2", "a.jsonl.xz"])
 def test_a_truncated_or_damaged_compressed_file_is_named(name, tmp_path):
-    texts = np.random.default_rng(0).integers(0, 10**9, 5000).astype(str).tolist()
-    content = PACK[posixpath.splitext(name)[1]](json_lines(texts))
-    for damaged in (content[: len(content) // 2], b"not compressed at all", content[:-1]):
-        (tmp_path / name).write_bytes(damaged)
+    """At any place; in the second member too, where `lzma.open` and `bz2.open` end without an error."""
+
+    def refuses(content):
+        (tmp_path / name).write_bytes(content)
         with pytest.raises(RunError, match=f"{name} cannot be read"):
             texts_of(tmp_path)
+
+    pack = PACK[posixpath.splitext(name)[1]]
+    first, second = (pack(json_lines(np.random.default_rng(i).bytes(300).hex().split("0"))) for i in range(2))
+    for stop in range(1, len(second), 7):
+        refuses(first + second[:stop])
+        refuses(first[:stop])
+    for damaged in (b"", b"not compressed at all", first + b"\n", first + b"garbage", first + b"\0" + second[1:]):
+        refuses(damaged)
+
+
+def test_a_wide_window_of_zstd_is_refused_with_the_cure(tmp_path):
+    wide = zstandard.ZstdCompressionParameters(window_log=28)
+    packer = zstandard.ZstdCompressor(compression_params=wide).compressobj()
+    (tmp_path / "a.txt.zst").write_bytes(packer.compress(b"text") + packer.flush())
+    with pytest.raises(RunError, match=r"too much memory.*`zstd -d --rm --long=31 .*a\.txt\.zst` unpacks it"):
+        texts_of(tmp_path)
 
 
 # ---- remote ---------------------------------------------------------------------------------------------------------
