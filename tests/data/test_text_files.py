@@ -106,6 +106,46 @@ def test_of_a_folder_known_files_are_read_and_others_are_logged(tmp_path, caplog
         find_files([str(tmp_path / "arrays")])
 
 
+FOLDERS = {  # files of a folder -> those that are read, and what is logged
+    "as the hub has it": (
+        ["data/train-00000-of-00001.parquet", "README.md", "LICENSE.txt", "dataset_infos.json", ".gitattributes"],
+        [0], "reads 1 .parquet; skipped: 1 LICENSE.txt, 1 README.md, 1 dataset_infos.json"),
+    "documentation": (["README.md", "guide.md", "LICENSE.md"], [2, 0, 1], ""),
+    "only cards": (["README.md", "LICENSE.txt"], [1, 0], "reads 1 .txt, 1 .md"),
+    "of several kinds": (["a.jsonl", "b.txt", "c4.py"], [0, 1, 2], "reads 1 .jsonl, 1 .txt, 1 .py"),
+    "a prepared folder inside": (
+        ["a.txt", "out/manifest.json", "out/tokenizer.json", "out/train/00000.parquet", "out/val/00000.parquet"],
+        [0], "skipped: 4 in prepared folders"),
+    "an unfinished one": (["a.txt", "out/.parts/plan.json", "out/train/00000.parquet"], [0], "1 in prepared"),
+    "another's manifest": (["a.txt", "m/manifest.json", "m/b.txt"], [0, 2, 1], "reads 2 .txt, 1 .json"),
+    "unpacked beside": (["a.jsonl", "a.jsonl.gz", "b.jsonl.gz"], [0, 2], "1 .gz of files that are there unpacked"),
+    "half a download": (["t-00001-of-00003.jsonl", "t-00000-of-00003.jsonl.part"], [0],
+                        "2 of t-*-of-00003.jsonl are missing"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(("names", "read", "logged"), FOLDERS.values(), ids=FOLDERS)
+def test_of_a_downloaded_folder_the_documents_are_read_and_the_rest_is_counted(names, read, logged, tmp_path, caplog):
+    for name in names:
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text(name)
+    with caplog.at_level(logging.INFO):
+        files = find_files([str(tmp_path)])
+    assert [file.name for file in files] == [str(tmp_path / names[i]) for i in read]
+    assert logged in caplog.text and bool(logged) == bool(caplog.text)
+
+
+@pytest.mark.parametrize("name", ["a.txt", "a.jsonl.gz", "a.parquet"])
+def test_a_pointer_of_git_lfs_and_a_link_to_nothing_are_named(name, tmp_path):
+    (tmp_path / name).write_text("version https://git-lfs.github.com/spec/v1\noid sha256:00\nsize 3\n")
+    with pytest.raises(RequestError, match=f"{name} is a pointer of Git LFS.*`git lfs pull`"):
+        texts_of(tmp_path)
+    (tmp_path / name).unlink()
+    (tmp_path / name).symlink_to("blobs/0")
+    with pytest.raises(RunError, match=f"{name} cannot be read .*No such file|{name}: no such file"):
+        texts_of(tmp_path)
+
+
 def test_order_and_names_do_not_depend_on_how_files_are_given(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     for name in ("c/1.txt", "c/2.txt", "c/d/3.txt"):
@@ -205,14 +245,19 @@ def test_flat_ids_that_do_not_fit_are_refused(content, message, tmp_path):
         (["wiki.train.jsonl.gz", "wiki.dev.jsonl.gz", "wiki.test.jsonl.gz"], ["train", "val"]),  # test is left out
         (["train/a.txt", "val/a.txt"], ["train", "val"]),
         (["train.txt", "test.txt"], [None]),
-        (["train.txt", "val.txt", "other.txt"], [None, None, None]),
+        (["train.txt", "val.txt", "other.txt"], ["train", "val", "train"]),
+        (["input.txt", "eval.txt"], [None]),
+        (["train/en/a.txt", "train/de/a.txt", "x/dev-set/en/a.txt"], ["train", "train", "val"]),
+        (["/test/train/a.py", "/test/val/train.py"], ["train", "val"]),  # all are in the first folder
+        (["A Train.txt", "A Test.txt", "b.txt", "c.txt", "d.txt"], [None] * 5),
+        (["val.txt", "test.txt"], [None, None]),
         (["train.txt"], [None]),
         (["val.txt"], [None]),
         (["train.py", "val.py", "test_a.py"], [None, None, None]),
         (["train_val.txt", "val.txt"], [None, None]),
     ],
 )
-def test_names_decide_the_split_if_all_of_them_have_one(names, splits):
+def test_names_decide_the_split_if_most_of_them_have_one(names, splits):
     files = [text_files.TextFile(name, "text", None, 1, None) for name in names]
     assert [file.split for file in split_by_names(files)] == splits
 
