@@ -52,6 +52,7 @@ NOT_TEXT = {  # suffixes -> what to do
     ".pdf": "`pdftotext {0}` makes text of it",
     **dict.fromkeys((".html", ".htm", ".docx", ".odt", ".rtf", ".epub"), PANDOC),
     **dict.fromkeys((".csv", ".tsv", ".xlsx"), TABLE),
+    ".arrow": "datasets.load_from_disk(FOLDER)['train'].to_parquet('train.parquet') makes Parquet of it",
     ".npy": "it holds token ids: np.load({0!r}).astype(np.uint16).tofile('train.bin') makes a file of nanoGPT",
     **dict.fromkeys((".zip", ".tar", ".tgz", ".7z", ".rar"), "unpack it and give its files"),
 }
@@ -247,7 +248,7 @@ def _texts_of_folder(files: dict[str, File]) -> tuple[dict[str, File], Counter[s
         packed = _split_suffixes(name)[1]
         if name.startswith(tuple(prepared)):
             skipped["in prepared folders"] += 1
-        elif has_data and CARD.fullmatch(name):
+        elif CARD.fullmatch(name) and (has_data or name.endswith(".json")):
             skipped[posixpath.basename(name)] += 1
         elif packed and name[: -len(packed)] in files:
             skipped[f"{packed} of files that are there unpacked"] += 1
