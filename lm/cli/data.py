@@ -11,6 +11,7 @@ from rich.console import Console
 from lm.cli.charts import plain_table
 from lm.data.catalog import MANIFEST
 from lm.data.config import PrepareOptions
+from lm.data.document_ends import describe_ends
 from lm.data.prepare import prepare as make
 from lm.data.shards import Shards
 from lm.data.tokenizer import Tokenizer
@@ -36,6 +37,8 @@ def main_prepare(**options: Any) -> None:
             "%s: %s, %s tokens, %.2f bytes a token, %s", name, plural(split["documents"], "document"),
             format_count(split["tokens"]), split["bytes"] / split["tokens"], plural(len(split["shards"]), "shard"),
         )  # fmt: skip
+    if ends := describe_ends(Shards.open(f"{settings.output}/train"), Tokenizer.load(settings.output)):
+        log.warning("warning: %s; %s", *ends)
     log.info("train on it: lm scale --data %s > mine.yaml && lm fit --config mine.yaml", quote(settings.output))
 
 

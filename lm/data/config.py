@@ -23,8 +23,8 @@ class PrepareOptions:
 
     Args:
         input: Files, folders, globs or URLs: plain text, JSON lines, Parquet (also .gz, .zst, .bz2, .xz), nanoGPT's
-            .bin; or embedded:sotu, 11 MB of speeches to try things with. Names such as train.txt and
-            val.txt decide the split, if all files have one.
+            .bin; or embedded:sotu, 11 MB of speeches to try things with. Names of files or
+            folders such as train.txt and val.txt decide the split, if most have one.
         output: Folder to write: train/ val/ tokenizer.json manifest.json.
         tokenizer: A tokenizer.json or its folder or URL, a name on the Hugging Face hub such as gpt2, or the meta.json
             of characters; "bpe" or "char" trains one on the training documents.

@@ -20,6 +20,7 @@ from torch.utils.data import ChainDataset
 
 from lm.data.catalog import MANIFEST
 from lm.data.config import DataConfig, SourceConfig
+from lm.data.document_ends import describe_ends
 from lm.data.loader import Batch, Stream, Windows
 from lm.data.sampler import BLOCKS_AHEAD, Order, lanes_for
 from lm.data.shards import Shards, common_file
@@ -225,6 +226,7 @@ class DataModule(LightningDataModule):
     def warnings(self) -> list[tuple[str, str]]:
         """Problems of the shards of each split, and what to do about them."""
         found = [(self.shared, "take the texts that are in both out of one of them")] if self.shared else []
+        found += filter(None, (describe_ends(one, self.tokenizer) for one in self.by_source.get("train", {}).values()))
         for split, shards in self.shards.items():
             left, windows = shards.left_over(self.seq_len), shards.windows(self.seq_len)
             if left > NOTED_LEFT_OVER * shards.tokens:

@@ -5,13 +5,17 @@ token ids in a file of nanoGPT. A document of any length streams through: it com
 characters, cut at line ends.
 """
 
+import bz2
 import codecs
+import gzip
 import io
 import json
 import logging
 import lzma
+import os
 import posixpath
 import re
+import zlib
 from collections import Counter
 from collections.abc import Hashable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
@@ -23,10 +27,11 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
+from lm.data.catalog import MANIFEST
 from lm.data.tokenizer import Tokenizer
 from lm.errors import LmError, RequestError, RunError, first_line
 from lm.system.files import is_remote
-from lm.system.sources import file_identity, list_files, open_file, open_filesystem
+from lm.system.sources import File, file_identity, list_files, open_file, open_filesystem
 
 log = logging.getLogger(__name__)
 
@@ -47,6 +52,7 @@ NOT_TEXT = {  # suffixes -> what to do
     ".pdf": "`pdftotext {0}` makes text of it",
     **dict.fromkeys((".html", ".htm", ".docx", ".odt", ".rtf", ".epub"), PANDOC),
     **dict.fromkeys((".csv", ".tsv", ".xlsx"), TABLE),
+    ".arrow": "datasets.load_from_disk(FOLDER)['train'].to_parquet('train.parquet') makes Parquet of it",
     ".npy": "it holds token ids: np.load({0!r}).astype(np.uint16).tofile('train.bin') makes a file of nanoGPT",
     **dict.fromkeys((".zip", ".tar", ".tgz", ".7z", ".rar"), "unpack it and give its files"),
 }
@@ -55,7 +61,12 @@ PIECE = 8 * 2**20  # characters of a text, or ids, that are held at once
 PARQUET_ROWS = 256  # decoded at once; some million characters for usual documents
 # Words of a file's name, or the name of its folder -> the split that it names.
 SPLITS = {"train": "train", "training": "train", "val": "val", "valid": "val", "validation": "val", "dev": "val",
-          "test": "test"}  # fmt: skip
+          "test": "test", "testing": "test", "eval": "test", "evaluation": "test"}  # fmt: skip
+DATA_SUFFIXES = {*KINDS, ".txt", ".text"}  # of datasets, beside which the following are not documents
+CARD = re.compile(r"(.*/)?((readme|licen[cs]e|copying|notice|citation)([._-].*)?\.(md|txt|rst|bib)|"
+                  r"(dataset_infos?|dataset_dict|dataset-metadata|state|croissant)\.json)", re.IGNORECASE)  # fmt: skip
+SEVERAL = "several"  # splits in one name
+NUMBERED = re.compile(r"(.*)\d{5}-of-(\d{5})(.*)")  # one file of several
 SURROGATE = re.compile("[\ud800-\udfff]")
 
 # ---- files -----------------------------------------------------------------------------------------------------------
@@ -90,9 +101,45 @@ class TextFile:
         stream = io.BufferedReader(self.open(), 2**23 if is_remote(self.name) else 2**20)
         if self.compression is None:
             return stream
-        if self.compression == "xz":
-            return lzma.open(stream)
-        return io.BufferedReader(pa.CompressedInputStream(stream, self.compression), 2**20)
+        if self.size == 0:
+            raise EOFError("it is empty")
+        if self.compression == "gzip":
+            return gzip.open(stream)
+        if self.compression == "zstd":
+            return io.BufferedReader(pa.CompressedInputStream(stream, self.compression), 2**20)
+        return io.BufferedReader(_Members(stream, self.compression), 2**20)
+
+
+class _Members(io.RawIOBase):
+    """The content of all members of a .bz2 or .xz file; `bz2.open` and `lzma.open` end at the first damaged one."""
+
+    def __init__(self, stream: io.BufferedIOBase, compression: str) -> None:
+        self._stream = stream
+        self._new, self._padding = {"bz2": (bz2.BZ2Decompressor, b""), "xz": (lzma.LZMADecompressor, b"\0")}[
+            compression
+        ]
+        self._member = self._new()
+
+    def readable(self) -> bool:
+        return True
+
+    def readinto(self, buffer: memoryview) -> int:
+        content = b""
+        while not content:
+            if self._member.eof:  # another one follows, or padding, or nothing
+                data = self._member.unused_data.lstrip(self._padding)
+                while not data and (more := self._stream.read(2**16)):
+                    data = more.lstrip(self._padding)
+                if not data:
+                    return 0
+                self._member = self._new()
+            elif not self._member.needs_input:
+                data = b""
+            elif not (data := self._stream.read(2**16)):
+                raise EOFError("it ends inside of a member")
+            content = self._member.decompress(data, len(buffer))
+        buffer[: len(content)] = content
+        return len(content)
 
 
 def find_files(inputs: Sequence[str]) -> list[TextFile]:
@@ -109,35 +156,46 @@ def find_files(inputs: Sequence[str]) -> list[TextFile]:
 
 
 def split_by_names(files: list[TextFile]) -> list[TextFile]:
-    """Files with the split in their names, such as `train.txt` and `val.txt`, if all names have one.
+    """Files with the split that their names or folders say, such as `train.txt` and `val/a.txt`, if most say one.
 
-    Those of a test split are left out, and logged. Names of code do not count: `train.py` is a program.
+    The others are then for training; those of a test split are left out, and logged. Names of code do not count:
+    `train.py` is a program.
     """
-    named = [(file, _named_split(file.name)) for file in files]
+    below = len(os.path.commonprefix([PurePosixPath(file.name).parent.parts for file in files]))
+    named = [(file, _named_split(file.name, below)) for file in files]
     of: dict[str | None, list[str]] = {}
     for file, split in named:
         of.setdefault(split, []).append(file.name)
     shown = {split: ", ".join(all[:3]) + f" and {len(all) - 3} more" * (len(all) > 3) for split, all in of.items()}
-    if "train" not in of or of.keys() <= {"train", None}:
+    if len(of) == 1 or of.keys() <= {"train", SEVERAL, None}:
         return files
-    if None in of:
-        log.warning("the names of train and val files are ignored, because other names have no split: %s; rename "
-                    "those, or leave them out", shown[None])  # fmt: skip
+    unclear = ""
+    if SEVERAL in of:
+        unclear = f"a name has several: {shown[SEVERAL]}"
+    elif 2 * len(of.get(None, [])) > len(files):
+        unclear = f"most names have none: {shown[None]}"
+    elif of.keys() <= {"val", "test"}:
+        unclear = f"none is for training: {shown['val']}, {shown['test']}"
+    if unclear:
+        log.warning("the splits in the names of files are ignored, because %s; rename them, or leave some out", unclear)
         return files
     if "test" in of:
         log.info("left out, as a test split: %s; prepare it by itself for data.test", shown["test"])
     if "val" not in of:
-        return [file for file, split in named if split == "train"]
-    log.info("by their names, for training: %s; for validation: %s", shown["train"], shown["val"])
-    return [replace(file, split=split) for file, split in named if split != "test"]
+        return [file for file, split in named if split != "test"]
+    log.info("by their names, for training: %s; for validation: %s",
+             ", ".join(shown[split] for split in ("train", None) if split in of), shown["val"])  # fmt: skip
+    return [replace(file, split=split or "train") for file, split in named if split != "test"]
 
 
-def _named_split(name: str) -> str | None:
-    path = PurePosixPath(name.lower())
-    if _split_suffixes(path.name)[0] in TEXT_SUFFIXES - {".txt", ".text"}:
-        return None
-    seen = {SPLITS[word] for word in re.split("[^a-z]+", path.name) if word in SPLITS} or {SPLITS.get(path.parent.name)}
-    return seen.pop() if len(seen) == 1 else None
+def _named_split(path: str, below: int) -> str | None:
+    """The split in the name of a file, or else in that of the nearest of its folders, without the first `below`."""
+    *folders, name = PurePosixPath(path.lower()).parts
+    is_code = _split_suffixes(name)[0] in TEXT_SUFFIXES - {".txt", ".text"}
+    for name in reversed([*folders[below:], "" if is_code else name]):
+        if seen := {SPLITS[word] for word in re.split("[^a-z]+", name) if word in SPLITS}:
+            return seen.pop() if len(seen) == 1 else SEVERAL
+    return None
 
 
 def _find(source: str) -> Iterator[TextFile]:
@@ -151,18 +209,23 @@ def _find(source: str) -> Iterator[TextFile]:
     listing = list_files(source)
     files = listing.files
     if listing.is_folder:
-        visible = {name: file for name, file in files.items() if not re.search(r"(^|/)\.", name)}
-        files = {name: file for name, file in visible.items() if _is_known(name)}
-        skipped = Counter(posixpath.splitext(name)[1] or "no suffix" for name in visible.keys() - files.keys())
-        kinds = ", ".join(f"{count} {suffix}" for suffix, count in skipped.most_common(5))
+        files, skipped = _texts_of_folder(files)
+        kinds = ", ".join(f"{count} {kind}" for kind, count in skipped.most_common(5))
         if not files:
             cure = "".join(f"; {NOT_TEXT[suffix].format(f'FILE{suffix}')}" for suffix in skipped if suffix in NOT_TEXT)
             cure = f"; name the token ids: {source.rstrip('/')}/*.bin" if ".bin" in skipped else cure
             raise RequestError(
                 f"{source}: the folder holds no text, JSON lines or Parquet, but {kinds or 'nothing'}{cure}"
             )
-        if skipped:
-            log.info("%s: skipped files that are not known to be text: %s", source, kinds)
+        numbered = Counter(match.group(1, 2, 3) for name in files if (match := NUMBERED.fullmatch(name)))
+        for (start, total, end), count in numbered.items():
+            if count < int(total):
+                log.warning("%s: %d of %s*-of-%s%s are missing; was the download stopped?",
+                            source, int(total) - count, start, total, end)  # fmt: skip
+        read = Counter(map(_suffix, files))
+        if skipped or len(read) > 1:
+            counts = ", ".join(f"{count} {suffix}" for suffix, count in read.most_common(5))
+            log.info("%s: reads %s%s", source, counts, f"; skipped: {kinds}" if skipped else "")
     for file in files.values():
         name = listing.name(file)
         name = name if is_remote(name) else posixpath.normpath(name)
@@ -171,6 +234,33 @@ def _find(source: str) -> Iterator[TextFile]:
             raise RequestError(f"{name} is not plain text: {cure.format(quote(name))}; or leave it out")
         kind, compression = KINDS.get(suffix, "text"), COMPRESSIONS.get(packed)
         yield TextFile(name, kind, compression, file.size, file.modified, address=listing.address(file))
+
+
+def _texts_of_folder(files: dict[str, File]) -> tuple[dict[str, File], Counter[str]]:
+    """The files of a folder that are read, and the numbers of others by what they are."""
+    shard = "train/00000.parquet"
+    prepared = [name.removesuffix(shard) for name in files if name.endswith(shard)]
+    prepared = [top for top in prepared if top + MANIFEST in files or top + ".parts/plan.json" in files]
+    visible = [name for name in files if not re.search(r"(^|/)\.", name)]
+    has_data = any(_split_suffixes(name)[0] in DATA_SUFFIXES and not CARD.fullmatch(name) for name in visible)
+    kept, skipped = {}, Counter()
+    for name in visible:
+        packed = _split_suffixes(name)[1]
+        if name.startswith(tuple(prepared)):
+            skipped["in prepared folders"] += 1
+        elif CARD.fullmatch(name) and (has_data or name.endswith(".json")):
+            skipped[posixpath.basename(name)] += 1
+        elif packed and name[: -len(packed)] in files:
+            skipped[f"{packed} of files that are there unpacked"] += 1
+        elif not _is_known(name):
+            skipped[_suffix(name)] += 1
+        else:
+            kept[name] = files[name]
+    return kept, skipped
+
+
+def _suffix(path: str) -> str:
+    return posixpath.splitext(path)[1] or "no suffix"
 
 
 def _split_suffixes(path: str) -> tuple[str, str]:
@@ -229,8 +319,11 @@ def read_pieces(
             yield from (Piece(where, text, last, file.split) for text, last in _cut(chunks) if text)
     except LmError:
         raise
-    except (pa.ArrowException, OSError, EOFError, lzma.LZMAError, UnicodeDecodeError) as error:
-        raise RunError(f"{file.name} cannot be read ({first_line(error)}); is it damaged or truncated?") from error
+    except (pa.ArrowException, OSError, EOFError, lzma.LZMAError, zlib.error, UnicodeDecodeError) as error:
+        cure = "is it damaged or truncated?"
+        if "too much memory" in str(error):
+            cure = f"its window is above 128 MiB: `zstd -d --rm --long=31 {quote(file.name)}` unpacks it"
+        raise RunError(f"{file.name} cannot be read ({first_line(error)}); {cure}") from error
 
 
 def _cut(chunks: Iterable[str]) -> Iterator[tuple[str, bool]]:
@@ -323,7 +416,13 @@ def _parquet(file: TextFile, part: int, parts: int, column: str) -> Iterator[tup
         chosen = range(groups * part // parts, groups * (part + 1) // parts)
         row = sum(parquet.metadata.row_group(group).num_rows for group in range(chosen.start))
         for batch in parquet.iter_batches(PARQUET_ROWS, row_groups=list(chosen), columns=[column]):
-            for row, text in enumerate(batch.column(0).to_pylist(), start=row):
+            values = batch.column(0)
+            try:
+                texts = values.to_pylist()
+            except UnicodeDecodeError as error:
+                row += values.cast(pa.binary()).to_pylist().index(error.object)
+                raise RunError(f"{file.name}, row {row}: column {column!r} is not UTF-8 ({error})") from error
+            for row, text in enumerate(texts, start=row):
                 if text is None:
                     raise RunError(f"{file.name}, row {row}: column {column!r} is null; leave such rows out")
                 yield f"{file.name}, row {row}", text

@@ -19,7 +19,7 @@ import tokenizers
 from tokenizers import decoders, models
 
 from lm.errors import RequestError, first_line
-from lm.system.files import is_remote, parse_json
+from lm.system.files import check_fetched, is_remote, parse_json
 
 Begin = Literal["nothing", "eos"]  # what comes before a text; documents follow the token that ended the previous one
 END_OF_TEXT = "<|endoftext|>"
@@ -77,6 +77,7 @@ class Tokenizer:
         beside, template = file.with_name("tokenizer_config.json"), file.with_name("chat_template.jinja")
         try:
             text = file.read_text("utf-8")
+            check_fetched(text[:64].encode(), f"tokenizer {file}")
             if file.name != "tokenizer.json" and isinstance(meta := parse_json(text), dict) and "stoi" in meta:
                 return _from_meta(meta, str(file))
             # Not `parse_json`: transformers writes 10**30 as the length of a tokenizer that has no limit.

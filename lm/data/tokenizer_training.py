@@ -1,6 +1,9 @@
 """Tokenizers that `lm data prepare` learns from its texts: `bpe` and `char`."""
 
-from collections.abc import Iterable
+import sys
+import threading
+from collections.abc import Callable, Iterable
+from itertools import takewhile
 
 import tokenizers
 from tokenizers import decoders, models, pre_tokenizers, trainers
@@ -12,6 +15,7 @@ from lm.errors import RequestError
 WORDS = (
     r"(?i:'[sdmt]|'ll|'ve|'re)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 )
+LONGEST_RUN = 256  # characters of a word in training, which takes the square of its length; text has no longer ones
 
 
 def train_bpe(texts: Iterable[str], vocab_size: int) -> Tokenizer:
@@ -23,14 +27,40 @@ def train_bpe(texts: Iterable[str], vocab_size: int) -> Tokenizer:
     if vocab_size <= len(alphabet):
         raise RequestError(f"--vocab_size {vocab_size} has no room for 256 bytes and {END_OF_TEXT}: at least 257")
     backend = tokenizers.Tokenizer(models.BPE())
-    split = pre_tokenizers.Split(tokenizers.Regex(WORDS), "isolated")
-    backend.pre_tokenizer = pre_tokenizers.Sequence([split, pre_tokenizers.ByteLevel(False, use_regex=False)])
     backend.decoder = decoders.ByteLevel()
     trainer = trainers.BpeTrainer(
-        vocab_size=int(vocab_size), special_tokens=[END_OF_TEXT], initial_alphabet=alphabet, show_progress=False
-    )
-    backend.train_from_iterator(texts, trainer)
+        vocab_size=int(vocab_size), special_tokens=[END_OF_TEXT], initial_alphabet=alphabet,
+        show_progress=sys.stderr.isatty(),
+    )  # fmt: skip
+    backend.pre_tokenizer = _words(WORDS.replace("+", f"{{1,{LONGEST_RUN}}}").replace("*", f"{{0,{LONGEST_RUN}}}"))
+    _wait_for(lambda stopped: backend.train_from_iterator(takewhile(lambda _: not stopped.is_set(), texts), trainer))
+    backend.pre_tokenizer = _words(WORDS)
     return Tokenizer(backend.to_str(pretty=True))
+
+
+def _words(pattern: str) -> pre_tokenizers.PreTokenizer:
+    split = pre_tokenizers.Split(tokenizers.Regex(pattern), "isolated")
+    return pre_tokenizers.Sequence([split, pre_tokenizers.ByteLevel(False, use_regex=False)])
+
+
+def _wait_for(train: Callable[[threading.Event], None]) -> None:
+    """Call a function in a thread, since Ctrl-C does not end one that is not in Python; it gets an event of the end."""
+    stopped, failures = threading.Event(), []
+
+    def run() -> None:
+        try:
+            train(stopped)
+        except BaseException as error:
+            failures.append(error)
+
+    thread = threading.Thread(target=run, daemon=True)
+    thread.start()
+    try:
+        thread.join()
+    finally:
+        stopped.set()
+    for error in failures:
+        raise error
 
 
 def train_char(texts: Iterable[str]) -> Tokenizer:

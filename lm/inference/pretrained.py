@@ -26,7 +26,7 @@ from lm.runs.resume import checkpoint_folder
 from lm.runs.run import Run
 from lm.system import process
 from lm.system.dataclass_arguments import build_options
-from lm.system.files import is_remote, parse_json, read_object
+from lm.system.files import check_fetched, is_remote, parse_json, read_object
 
 INDEX = "model.safetensors.index.json"
 LONGEST_REASON = 400  # characters of torch's message on weights that do not fit
@@ -162,6 +162,8 @@ def read_weights(folder: Path) -> dict[str, Tensor]:
         try:
             weights |= load_file(folder / name)
         except (OSError, SafetensorError) as error:
+            with suppress(OSError), (folder / name).open("rb") as file:
+                check_fetched(file.read(64), folder / name)
             raise RequestError(f"{folder / name} cannot be read ({error}); is it damaged or truncated?") from error
     return weights
 

@@ -154,6 +154,12 @@ def unreadable(name: str, error: Exception) -> RunError:
     return RunError(f"{name}: cannot be read ({first_line(error)}); if it was moved or deleted, put it back")
 
 
+def check_fetched(start: bytes, name: str | Path) -> None:
+    """RequestError if a file begins as the pointers that Git LFS leaves for files that were not fetched."""
+    if start.startswith(b"version https://git-lfs.github.com/spec/"):
+        raise RequestError(f"{name} is a pointer of Git LFS, not the file itself: run `git lfs pull` in its folder")
+
+
 # ---- atomic writes and appended lines --------------------------------------------------------------------------------
 
 

@@ -16,7 +16,7 @@ import pyarrow.fs as pafs
 from fsspec.utils import glob_translate
 
 from lm.errors import RequestError, first_line
-from lm.system.files import PATIENCE, is_remote
+from lm.system.files import PATIENCE, check_fetched, is_remote
 
 
 def open_filesystem(source: str) -> tuple[pafs.FileSystem, str, str]:
@@ -94,7 +94,9 @@ def _local_files(
     """Whether a path is a file or a folder; and path, size and time of the file, or of the files in the folder."""
     info = filesystem.get_file_info(path)
     found = filesystem.get_file_info(_walk(path, recursive)) if info.type == pafs.FileType.Directory else [info]
-    return info.type, [(each.path, each.size, each.mtime_ns) for each in found if each.type == pafs.FileType.File]
+    kinds = (pafs.FileType.File, pafs.FileType.NotFound)  # a link to nothing too: reading it is then an error
+    found = [each for each in found if each.type in kinds and (each.type == kinds[0] or os.path.islink(each.path))]
+    return info.type, [(each.path, each.size or 0, each.mtime_ns) for each in found]
 
 
 def _walk(folder: str, recursive: bool) -> list[str]:
@@ -141,11 +143,15 @@ def _split_glob(source: str) -> tuple[str, str | None]:
 
 def open_file(filesystem: pafs.FileSystem, path: str, name: str, patience: float = PATIENCE) -> pa.NativeFile:
     """Open a file for reading; a remote file, by its `name`, is read with retries."""
-    if not is_remote(name):
-        return filesystem.open_input_file(path)
-    from lm.system.remote import open_remote
+    if is_remote(name):
+        from lm.system.remote import open_remote
 
-    return open_remote(filesystem, path, name, patience)
+        return open_remote(filesystem, path, name, patience)
+    handle = filesystem.open_input_file(path)
+    if handle.size() < 1024:  # as all pointers are
+        check_fetched(handle.read(64), name)
+        handle.seek(0)
+    return handle
 
 
 def read_all(handle: pa.NativeFile, name: str) -> bytes:

@@ -355,16 +355,23 @@ def test_a_file_counts_once_by_whatever_path(tmp_path):
 
 
 def test_a_link_to_a_folder_above_is_not_followed(tmp_path):
-    """Neither one that leads above the source nor two that lead to each other; other links are followed."""
+    """Neither one that leads above the source nor two that lead to each other; other links are followed.
+
+    A shard that is a link to nothing, or to itself, is an error.
+    """
     write_rows(tmp_path / "x/a/0.parquet", [[1]])
     write_rows(tmp_path / "x/b/1.parquet", [[2]])
     write_rows(tmp_path / "other/2.parquet", [[3]])
     write_rows(tmp_path / "above.parquet", [[4]])
     for place, target in {"x/a/up": "..", "x/up": "..", "x/a/side": "../b", "x/b/side": "../a", "x/on": "../other",
-                          "x/gone": "nowhere", "x/self.parquet": "self.parquet"}.items():  # fmt: skip
+                          "x/gone": "nowhere", "x/self": "self"}.items():  # fmt: skip
         (tmp_path / place).symlink_to(target)
     assert sorted(all_tokens(Shards.open(str(tmp_path / "x"))).tolist()) == [1, 2, 3]
     assert [shard.name for shard in Shards.open(f"{tmp_path}/x/b/*.parquet").fingerprint()] == ["1.parquet"]
+    for target in ("nowhere", "l.parquet"):
+        (tmp_path / "x/l.parquet").symlink_to(target)
+        refuses("shard .*x/l.parquet: cannot be read", tmp_path / "x")
+        (tmp_path / "x/l.parquet").unlink()
     shutil.copy(tmp_path / "above.parquet", os.fsencode(tmp_path) + b"/x/\xff.parquet")
     refuses(r"x: the name '.*\\udcff.parquet' is not UTF-8; rename it", tmp_path / "x")
 

@@ -63,10 +63,13 @@ def test_text_and_json_lines_are_read_plain_or_compressed(kind, suffix, tmp_path
 
 
 def test_several_compressed_members_are_one_file(tmp_path):
-    """As `cat a.gz b.gz`, bgzip and pzstd make them."""
+    """As `cat a.gz b.gz`, bgzip and pzstd make them; zeros may follow a member of gzip and of xz."""
     for suffix, pack in PACK.items():
-        (tmp_path / f"a.jsonl{suffix}").write_bytes(b"".join(pack(json_lines([text])) for text in DOCUMENTS))
-    assert texts_of(tmp_path) == DOCUMENTS * len(PACK)
+        members = [pack(json_lines([text])) for text in DOCUMENTS]
+        padding = b"\0" * 4 if suffix in (".gz", ".xz") else b""
+        content = pack(b"").join(members) + members[0] + padding + members[1] + padding * 2**15
+        (tmp_path / f"a.jsonl{suffix}").write_bytes(content)
+        assert texts_of(tmp_path / f"a.jsonl{suffix}") == [*DOCUMENTS, *DOCUMENTS[:2]]
 
 
 @pytest.mark.parametrize("kind", [pa.string(), pa.large_string(), pa.dictionary(pa.int32(), pa.string())])
@@ -101,6 +104,46 @@ def test_of_a_folder_known_files_are_read_and_others_are_logged(tmp_path, caplog
     (tmp_path / "arrays/a.bin").write_bytes(b"ab")
     with pytest.raises(RequestError, match=r"1 .bin; name the token ids: .*arrays/\*.bin"):
         find_files([str(tmp_path / "arrays")])
+
+
+FOLDERS = {  # files of a folder -> those that are read, and what is logged
+    "as the hub has it": (
+        ["data/train-00000-of-00001.parquet", "README.md", "LICENSE.txt", "dataset_infos.json", ".gitattributes"],
+        [0], "reads 1 .parquet; skipped: 1 LICENSE.txt, 1 README.md, 1 dataset_infos.json"),
+    "documentation": (["README.md", "guide.md", "LICENSE.md"], [2, 0, 1], ""),
+    "only cards": (["README.md", "LICENSE.txt"], [1, 0], "reads 1 .txt, 1 .md"),
+    "of several kinds": (["a.jsonl", "b.txt", "c4.py"], [0, 1, 2], "reads 1 .jsonl, 1 .txt, 1 .py"),
+    "a prepared folder inside": (
+        ["a.txt", "out/manifest.json", "out/tokenizer.json", "out/train/00000.parquet", "out/val/00000.parquet"],
+        [0], "skipped: 4 in prepared folders"),
+    "an unfinished one": (["a.txt", "out/.parts/plan.json", "out/train/00000.parquet"], [0], "1 in prepared"),
+    "another's manifest": (["a.txt", "m/manifest.json", "m/b.txt"], [0, 2, 1], "reads 2 .txt, 1 .json"),
+    "unpacked beside": (["a.jsonl", "a.jsonl.gz", "b.jsonl.gz"], [0, 2], "1 .gz of files that are there unpacked"),
+    "half a download": (["t-00001-of-00003.jsonl", "t-00000-of-00003.jsonl.part"], [0],
+                        "2 of t-*-of-00003.jsonl are missing"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(("names", "read", "logged"), FOLDERS.values(), ids=FOLDERS)
+def test_of_a_downloaded_folder_the_documents_are_read_and_the_rest_is_counted(names, read, logged, tmp_path, caplog):
+    for name in names:
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text(name)
+    with caplog.at_level(logging.INFO):
+        files = find_files([str(tmp_path)])
+    assert [file.name for file in files] == [str(tmp_path / names[i]) for i in read]
+    assert logged in caplog.text and bool(logged) == bool(caplog.text)
+
+
+@pytest.mark.parametrize("name", ["a.txt", "a.jsonl.gz", "a.parquet"])
+def test_a_pointer_of_git_lfs_and_a_link_to_nothing_are_named(name, tmp_path):
+    (tmp_path / name).write_text("version https://git-lfs.github.com/spec/v1\noid sha256:00\nsize 3\n")
+    with pytest.raises(RequestError, match=f"{name} is a pointer of Git LFS.*`git lfs pull`"):
+        texts_of(tmp_path)
+    (tmp_path / name).unlink()
+    (tmp_path / name).symlink_to("blobs/0")
+    with pytest.raises(RunError, match=f"{name} cannot be read .*No such file|{name}: no such file"):
+        texts_of(tmp_path)
 
 
 def test_order_and_names_do_not_depend_on_how_files_are_given(tmp_path, monkeypatch):
@@ -202,14 +245,19 @@ def test_flat_ids_that_do_not_fit_are_refused(content, message, tmp_path):
         (["wiki.train.jsonl.gz", "wiki.dev.jsonl.gz", "wiki.test.jsonl.gz"], ["train", "val"]),  # test is left out
         (["train/a.txt", "val/a.txt"], ["train", "val"]),
         (["train.txt", "test.txt"], [None]),
-        (["train.txt", "val.txt", "other.txt"], [None, None, None]),
+        (["train.txt", "val.txt", "other.txt"], ["train", "val", "train"]),
+        (["input.txt", "eval.txt"], [None]),
+        (["train/en/a.txt", "train/de/a.txt", "x/dev-set/en/a.txt"], ["train", "train", "val"]),
+        (["/test/train/a.py", "/test/val/train.py"], ["train", "val"]),  # all are in the first folder
+        (["A Train.txt", "A Test.txt", "b.txt", "c.txt", "d.txt"], [None] * 5),
+        (["val.txt", "test.txt"], [None, None]),
         (["train.txt"], [None]),
         (["val.txt"], [None]),
         (["train.py", "val.py", "test_a.py"], [None, None, None]),
         (["train_val.txt", "val.txt"], [None, None]),
     ],
 )
-def test_names_decide_the_split_if_all_of_them_have_one(names, splits):
+def test_names_decide_the_split_if_most_of_them_have_one(names, splits):
     files = [text_files.TextFile(name, "text", None, 1, None) for name in names]
     assert [file.split for file in split_by_names(files)] == splits
 
@@ -262,8 +310,8 @@ def test_a_bad_parquet_file_is_named_with_its_row(tmp_path):
     refuses(r"a\.parquet, row 4: column 'text' is null")
     refuses("no column 'body' among 'id', 'text'.*--text_key", text_key="body")
     refuses("column 'id' is not text but int64", text_key="id")
-    pq.write_table(pa.table({"text": pa.array([b"ok", b"\xff"]).view(pa.string())}), path)
-    refuses(r"a\.parquet cannot be read .'utf-8' codec can't decode byte 0xff")
+    pq.write_table(pa.table({"text": pa.array([b"ok"] * 300 + [b"\xff"]).view(pa.string())}), path)
+    refuses(r"a\.parquet, row 300: column 'text' is not UTF-8 .*byte 0xff")
     path.write_bytes(path.read_bytes()[:-20])
     refuses(r"a\.parquet cannot be read")
     write_rows(path, [[1, 2]])
@@ -290,12 +338,28 @@ def test_what_is_not_text_is_refused_with_the_cure(name, cure, tmp_path):
 
 @pytest.mark.parametrize("name", ["a.jsonl.gz", "a.txt.zst", "a.txt.bz2", "a.jsonl.xz"])
 def test_a_truncated_or_damaged_compressed_file_is_named(name, tmp_path):
-    texts = np.random.default_rng(0).integers(0, 10**9, 5000).astype(str).tolist()
-    content = PACK[posixpath.splitext(name)[1]](json_lines(texts))
-    for damaged in (content[: len(content) // 2], b"not compressed at all", content[:-1]):
-        (tmp_path / name).write_bytes(damaged)
+    """At any place; in the second member too, where `lzma.open` and `bz2.open` end without an error."""
+
+    def refuses(content):
+        (tmp_path / name).write_bytes(content)
         with pytest.raises(RunError, match=f"{name} cannot be read"):
             texts_of(tmp_path)
+
+    pack = PACK[posixpath.splitext(name)[1]]
+    first, second = (pack(json_lines(np.random.default_rng(i).bytes(300).hex().split("0"))) for i in range(2))
+    for stop in range(1, len(second), 7):
+        refuses(first + second[:stop])
+        refuses(first[:stop])
+    for damaged in (b"", b"not compressed at all", first + b"\n", first + b"garbage", first + b"\0" + second[1:]):
+        refuses(damaged)
+
+
+def test_a_wide_window_of_zstd_is_refused_with_the_cure(tmp_path):
+    wide = zstandard.ZstdCompressionParameters(window_log=28)
+    packer = zstandard.ZstdCompressor(compression_params=wide).compressobj()
+    (tmp_path / "a.txt.zst").write_bytes(packer.compress(b"text") + packer.flush())
+    with pytest.raises(RunError, match=r"too much memory.*`zstd -d --rm --long=31 .*a\.txt\.zst` unpacks it"):
+        texts_of(tmp_path)
 
 
 # ---- remote ---------------------------------------------------------------------------------------------------------

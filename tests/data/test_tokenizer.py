@@ -1,7 +1,12 @@
 """Tokenizers: nothing is lost between text and ids, bytes are counted right, other tools read the files."""
 
 import json
+import os
 import random
+import signal
+import threading
+import time
+from itertools import repeat
 
 import numpy as np
 import pytest
@@ -156,6 +161,29 @@ def test_a_vocabulary_too_small_for_the_bytes_is_refused():
     with pytest.raises(RequestError, match="at least 257"):
         train_bpe(TEXTS, 256)
     assert train_bpe(TEXTS, 257).vocab_size == 257
+
+
+@pytest.mark.parametrize("unit", ["ab", " ", "\n", "=-", "漢字"])
+def test_a_word_of_any_length_is_learned_from_in_linear_time(unit):
+    text, began = unit * 30_000, time.process_time()
+    tokenizer = train_bpe([text, *TEXTS], 300)
+    assert time.process_time() - began < 2  # some ten times as long if a merge goes through all of the word
+    assert tokenizer.decode(tokenizer.encode(text[:5000])) == text[:5000]
+    assert tokenizer.description["pre_tokenizer"] == BPE.description["pre_tokenizer"]
+
+
+def test_an_interrupt_ends_the_training_of_a_tokenizer_at_once():
+    threading.Timer(0.3, os.kill, (os.getpid(), signal.SIGINT)).start()
+    began = time.monotonic()
+    with pytest.raises(KeyboardInterrupt):
+        train_bpe(repeat("some words of a text, " * 1000, 2_000), 300)
+    assert time.monotonic() - began < 2
+
+
+def test_a_tokenizer_that_git_lfs_has_not_fetched_is_named(tmp_path):
+    (tmp_path / "tokenizer.json").write_text("version https://git-lfs.github.com/spec/v1\noid sha256:00\nsize 3\n")
+    with pytest.raises(RequestError, match="tokenizer.json is a pointer of Git LFS.*`git lfs pull`"):
+        Tokenizer.load(tmp_path)
 
 
 def test_bytes_of_sentencepiece_tokens():

@@ -1,0 +1,32 @@
+"""Whether a model can learn from the training data where documents end."""
+
+from lm.data.parquet import BadBlock
+from lm.data.shards import Shards
+from lm.data.tokenizer import END_OF_TEXT, Tokenizer
+
+SEEN = 2**16  # tokens that are decoded; where no document ends in as many, none may
+
+
+def describe_ends(shards: Shards, tokenizer: Tokenizer) -> tuple[str, str] | None:
+    """What is wrong with the ends of documents in the first block, and what to do; None if nothing is."""
+    try:
+        ids, targets = shards.read_tokens(0)
+    except (BadBlock, IndexError):  # reported by the next read, or there is nothing
+        return None
+    ends = ids == tokenizer.eos_id
+    seen = ids[:SEEN]
+    text = tokenizer.decode(seen[~ends[:SEEN]])
+    name = max({tokenizer.eos_token, END_OF_TEXT}, key=text.count)
+    if text.count(name) >= max(2, ends[:SEEN].sum() // 2):
+        return (
+            f"the text of {shards.source} has {name} {text.count(name):,} times in its first {len(seen):,} tokens, "
+            "which ends no document there: the model will write it and not stop",
+            "make a JSON line of each text between, and prepare these",
+        )
+    known = any(shard.text_ratio for shard in shards.by_file.values())  # made by lm: it may be a single document
+    if known or len(ids) < SEEN or (ends if targets is None else ends & targets).any():
+        return None
+    return (
+        f"no document ends in the first {len(ids):,} tokens of {shards.source}: the model will never stop",
+        f"end each with {tokenizer.eos_token} ({tokenizer.eos_id}), its attention_mask 1 and its label not -100",
+    )
