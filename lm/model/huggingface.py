@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from lm.errors import RequestError
-from lm.model.config import DecoderConfig
+from lm.model.config import ROPE_SCALINGS, DecoderConfig
 
 # Hugging Face's defaults of keys that a config.json may leave out; the other shapes have no sensible default.
 LEFT_OUT = {
@@ -34,7 +34,8 @@ REQUIRED = (
     "intermediate_size",
     "max_position_embeddings",
 )
-SHAPE = (*REQUIRED, "num_key_value_heads", "head_dim", *LEFT_OUT_OF_BOTH)  # of which the names are our own, too
+# Their names are our own, too.
+SHAPE = (*REQUIRED, "num_key_value_heads", "head_dim", *LEFT_OUT_OF_BOTH, "rope_scaling")
 
 
 def to_huggingface(state: dict[str, Tensor], config: DecoderConfig) -> dict[str, Tensor]:
@@ -56,12 +57,15 @@ def to_huggingface(state: dict[str, Tensor], config: DecoderConfig) -> dict[str,
 
 def from_huggingface(state: dict[str, Tensor], config: DecoderConfig) -> dict[str, Tensor]:
     """The inverse of `to_huggingface`: what `Decoder.load_state_dict` takes; no weight may be missing or left over."""
-    # Some files repeat the tied output matrix, and old ones hold the rotary frequencies: both are known without them.
-    left = {
-        name: weight
-        for name, weight in state.items()
-        if not name.endswith("rotary_emb.inv_freq") and not (name == "lm_head.weight" and config.tie_word_embeddings)
-    }
+    # Old files hold the rotary frequencies, which are known without them; others a tied matrix by its second name.
+    left = {name: weight for name, weight in state.items() if not name.endswith("rotary_emb.inv_freq")}
+    if config.tie_word_embeddings and "lm_head.weight" in left:
+        output = left.pop("lm_head.weight")
+        if not torch.equal(left.setdefault("model.embed_tokens.weight", output), output):
+            raise RequestError(
+                "lm_head.weight is not model.embed_tokens.weight, though config.json ties them: set its "
+                "tie_word_embeddings to false, or take lm_head.weight out of the weights"
+            )
 
     def take(*names: str) -> Tensor:
         missing = [name for name in names if name not in left]
@@ -145,14 +149,18 @@ def config_from_json(document: dict[str, Any]) -> DecoderConfig:
     if architecture not in LEFT_OUT:
         known = ", ".join(LEFT_OUT)
         raise RequestError(f"config.json: architectures is {architecture}; this decoder is one of {known}")
-    rope = document.get("rope_parameters") or document.get("rope_scaling") or {}
-    _refuse_features(document, rope)
-    missing = [name for name in REQUIRED if document.get(name) is None]
+    rope = document.get("rope_scaling") or document.get("rope_parameters") or {}  # the order of transformers 5
+    kind = rope.get("rope_type", rope.get("type", "default"))
+    _refuse_features(document, rope, kind)
+    given = {**LEFT_OUT_OF_BOTH, **LEFT_OUT[architecture], **document}
+    given["rope_theta"] = rope.get("rope_theta", given["rope_theta"])
+    missing = [name for name in (*REQUIRED, *LEFT_OUT_OF_BOTH) if given.get(name) is None]
     if missing:
         raise RequestError(f"config.json lacks {missing[0]}")
-    given = {**LEFT_OUT_OF_BOTH, **LEFT_OUT[architecture], **document}
-    if "rope_theta" in rope:
-        given["rope_theta"] = rope["rope_theta"]
+    context = {"original_max_position_embeddings": document["max_position_embeddings"]}
+    numbers = context | rope | {name: document[name] for name in context if name in document}
+    scaling = {"rope_type": kind} | {name: numbers.get(name) for name in ROPE_SCALINGS.get(kind, ())}
+    given["rope_scaling"] = None if kind == "default" else scaling
     pattern, window = _windows(document, architecture)
     return DecoderConfig(
         **{name: given[name] for name in SHAPE},
@@ -181,13 +189,13 @@ def _windows(document: dict[str, Any], architecture: str) -> tuple[str | None, i
     return next(letters[:n] for n in range(1, layers + 1) if (letters[:n] * layers)[:layers] == letters), window
 
 
-def _refuse_features(document: dict[str, Any], rope: dict[str, Any]) -> None:
+def _refuse_features(document: dict[str, Any], rope: dict[str, Any], kind: str) -> None:
     features = {
         "hidden_act": document.get("hidden_act", "silu") != "silu",
         "attention_bias": document.get("attention_bias"),
         "mlp_bias": document.get("mlp_bias"),
         "quantization_config": document.get("quantization_config"),
-        "rope_scaling": rope.get("rope_type", rope.get("type", "default")) != "default",
+        "rope_scaling": kind not in ("default", *ROPE_SCALINGS) or any(isinstance(one, dict) for one in rope.values()),
         "partial_rotary_factor": {document.get("partial_rotary_factor"), rope.get("partial_rotary_factor")} - {None, 1},
     }
     for name, asked in features.items():

@@ -1,6 +1,7 @@
 """A checkpoint folder is a Hugging Face model: the same logits there, the same weights back, nothing lost."""
 
 import json
+import math
 from dataclasses import asdict, replace
 
 import pytest
@@ -51,7 +52,7 @@ def test_config_json_and_back_is_the_same_shape(config):
 )
 def test_configs_that_transformers_writes_are_read(theirs):
     ours = config_from_json(json.loads(theirs.to_json_string(use_diff=False)))
-    own = {"rope_theta", "qk_norm", "dropout", "window_pattern", "sliding_window", "zero_init_residual"}
+    own = {"rope_theta", "rope_scaling", "qk_norm", "dropout", "window_pattern", "sliding_window", "zero_init_residual"}
     for name in asdict(ours).keys() - own:
         assert getattr(ours, name) == getattr(theirs, name), name
     assert ours.rope_theta == 10000.0
@@ -114,9 +115,11 @@ def test_qwen3_says_its_windows_without_layer_types_too(pattern):
     [
         ({"architectures": ["MistralForCausalLM"]}, "MistralForCausalLM"),
         ({"architectures": None}, "architectures"),
-        ({"rope_scaling": {"rope_type": "llama3", "factor": 8.0}}, "llama3"),
-        ({"rope_scaling": {"type": "linear", "factor": 2.0}}, "linear"),
-        ({"rope_parameters": {"rope_type": "yarn", "rope_theta": 1e4}}, "yarn"),
+        ({"rope_scaling": {"rope_type": "llama3", "factor": 8.0}}, "'low_freq_factor': None.* must be"),
+        ({"rope_scaling": {"type": "linear", "factor": "2"}}, "'factor': '2'.* must be"),
+        ({"rope_scaling": {"rope_type": "dynamic", "factor": math.nan}}, "'factor': nan.* must be"),
+        ({"rope_parameters": {"rope_type": "yarn", "rope_theta": 1e4}}, "rope_scaling is .*yarn"),
+        ({"rope_parameters": {"full_attention": {"rope_theta": 7.0}}}, "rope_scaling is .*full_attention"),
         ({"rope_parameters": {"rope_type": "default", "partial_rotary_factor": 0.5}}, "partial_rotary_factor is 0.5"),
         ({"attention_bias": True}, "attention_bias"),
         ({"mlp_bias": True}, "mlp_bias"),
@@ -124,6 +127,8 @@ def test_qwen3_says_its_windows_without_layer_types_too(pattern):
         ({"layer_types": ["full_attention", "chunked_attention"]}, "layer_types has chunked_attention"),
         ({"quantization_config": {"bits": 4}}, "quantization_config"),
         ({"hidden_size": None}, "lacks hidden_size"),
+        ({"rms_norm_eps": None}, "lacks rms_norm_eps"),
+        ({"rope_theta": None}, "lacks rope_theta"),
     ],
 )
 def test_what_this_decoder_cannot_be_is_refused_by_name(change, named):
@@ -145,7 +150,16 @@ def test_weights_of_another_shape_are_refused_by_name(change, named):
         from_huggingface(state, replace(SMALL, **change))
 
 
-def test_a_repeated_tied_output_matrix_is_accepted():
+@pytest.mark.parametrize("source", ["twice", "output alone", "another"])
+def test_a_tied_output_matrix_is_the_embedding_by_either_name(source):
     state = to_huggingface(trained_like(SMALL).state_dict(), SMALL)
-    state["lm_head.weight"] = state["model.embed_tokens.weight"]
-    assert "lm_head.weight" not in from_huggingface(state, SMALL)
+    embedding = state["lm_head.weight"] = state["model.embed_tokens.weight"]
+    if source == "another":
+        state["lm_head.weight"] = embedding + 1e-3
+        with pytest.raises(RequestError, match="lm_head.weight is not model.embed_tokens.weight.* ties them: set"):
+            from_huggingface(state, SMALL)
+        return
+    if source == "output alone":
+        del state["model.embed_tokens.weight"]
+    weights = from_huggingface(state, SMALL)
+    assert "lm_head.weight" not in weights and torch.equal(weights["embed_tokens.weight"], embedding)
