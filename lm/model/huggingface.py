@@ -4,10 +4,11 @@ A checkpoint folder is a Llama (Qwen3 with `qk_norm`, Ministral with windows and
 `AutoModelForCausalLM.from_pretrained` reads it as it is.
 """
 
+from collections.abc import Mapping
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from lm.errors import RequestError
 from lm.model.config import ROPE_SCALINGS, DecoderConfig
@@ -93,6 +94,19 @@ def from_huggingface(state: dict[str, Tensor], config: DecoderConfig) -> dict[st
     if left:
         raise RequestError(f"the weights hold {min(left)}, which this decoder has no place for")
     return out
+
+
+def check_tied(module: nn.Module, weights: Mapping[str, Tensor]) -> None:
+    """Raise RequestError where two names of one weight of a module have different values: one would be lost."""
+    names: dict[int, str] = {}
+    for name, weight in module.state_dict(keep_vars=True).items():
+        first = names.setdefault(id(weight), name)
+        pair = [weights[each] for each in (first, name) if each in weights]
+        if len(pair) == 2 and not pair[0].is_meta and not torch.equal(*pair):
+            raise RequestError(
+                f"{first} and {name} are one weight in this model and two in the checkpoint, of other values: build "
+                "the model with two, as the one that was trained"
+            )
 
 
 def config_json(config: DecoderConfig, eos_id: int | None, dtype: str) -> dict[str, Any]:
