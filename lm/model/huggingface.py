@@ -62,7 +62,7 @@ def from_huggingface(state: dict[str, Tensor], config: DecoderConfig) -> dict[st
     left = {name: weight for name, weight in state.items() if not name.endswith("rotary_emb.inv_freq")}
     if config.tie_word_embeddings and "lm_head.weight" in left:
         output = left.pop("lm_head.weight")
-        if not torch.equal(left.setdefault("model.embed_tokens.weight", output), output):
+        if not _same(left.setdefault("model.embed_tokens.weight", output), output):
             raise RequestError(
                 "lm_head.weight is not model.embed_tokens.weight, though config.json ties them: set its "
                 "tie_word_embeddings to false, or take lm_head.weight out of the weights"
@@ -101,12 +101,18 @@ def check_tied(module: nn.Module, weights: Mapping[str, Tensor]) -> None:
     names: dict[int, str] = {}
     for name, weight in module.state_dict(keep_vars=True).items():
         first = names.setdefault(id(weight), name)
-        pair = [weights[each] for each in (first, name) if each in weights]
-        if len(pair) == 2 and not pair[0].is_meta and not torch.equal(*pair):
+        if first != name and {first, name} <= weights.keys() and not _same(weights[first], weights[name]):
             raise RequestError(
                 f"{first} and {name} are one weight in this model and two in the checkpoint, of other values: build "
                 "the model with two, as the one that was trained"
             )
+
+
+def _same(one: Tensor, other: Tensor) -> bool:
+    """Whether two tensors have the same values, in any floating-point format, with NaN; of meta tensors the shapes."""
+    if one.is_meta or one.shape != other.shape:
+        return one.shape == other.shape
+    return torch.allclose(one.double(), other.double(), 0, 0, equal_nan=True)
 
 
 def config_json(config: DecoderConfig, eos_id: int | None, dtype: str) -> dict[str, Any]:
@@ -191,20 +197,22 @@ def _windows(document: dict[str, Any], architecture: str) -> tuple[str | None, i
     window = document.get("sliding_window", SLIDING_WINDOW) if asked else None
     first = document.get("max_window_layers", 28) if qwen else 0
     layers = document["num_hidden_layers"]
-    kinds = document.get("layer_types") or [LAYERS["S" if window and i >= first else "L"] for i in range(layers)]
+    kinds = document.get("layer_types") or [LAYERS["L" if window is None or i < first else "S"] for i in range(layers)]
     unknown = set(kinds) - set(LAYERS.values())
     if unknown:
         raise RequestError(f"config.json: layer_types has {min(unknown)}, which this decoder does not have")
     if len(kinds) != layers:
         raise RequestError(f"config.json: layer_types has {len(kinds)} entries for {layers} layers")
     letters = "".join("S" if kind == LAYERS["S"] else "L" for kind in kinds)
-    if "S" not in letters or window is None:
+    if "S" not in letters:
         return None, None
     return next(letters[:n] for n in range(1, layers + 1) if (letters[:n] * layers)[:layers] == letters), window
 
 
 def _refuse_features(document: dict[str, Any], rope: dict[str, Any], kind: str) -> None:
+    known = document["architectures"][0].removesuffix("ForCausalLM").lower()
     features = {
+        "model_type": document.get("model_type", known) != known,  # which transformers goes by
         "hidden_act": document.get("hidden_act", "silu") != "silu",
         "attention_bias": document.get("attention_bias"),
         "mlp_bias": document.get("mlp_bias"),

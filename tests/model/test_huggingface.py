@@ -10,7 +10,8 @@ from decoders import SHAPES, SMALL, trained_like, write_huggingface
 from transformers import AutoModelForCausalLM, LlamaConfig, MinistralConfig, Qwen3Config
 
 from lm.errors import RequestError
-from lm.model.huggingface import config_from_json, config_json, from_huggingface, to_huggingface
+from lm.model.decoder import Decoder
+from lm.model.huggingface import check_tied, config_from_json, config_json, from_huggingface, to_huggingface
 
 
 @pytest.fixture(params=SHAPES.values(), ids=SHAPES.keys())
@@ -115,6 +116,16 @@ def test_qwen3_says_its_windows_without_layer_types_too(pattern):
     [
         ({"architectures": ["MistralForCausalLM"]}, "MistralForCausalLM"),
         ({"architectures": None}, "architectures"),
+        ({"model_type": "mistral"}, "model_type is mistral"),
+        (
+            {
+                "architectures": ["MinistralForCausalLM"],
+                "model_type": "ministral",
+                "sliding_window": None,
+                "layer_types": ["sliding_attention"] * 3,
+            },
+            "give sliding_window",
+        ),
         ({"rope_scaling": {"rope_type": "llama3", "factor": 8.0}}, "'low_freq_factor': None.* must be"),
         ({"rope_scaling": {"type": "linear", "factor": "2"}}, "'factor': '2'.* must be"),
         ({"rope_scaling": {"rope_type": "dynamic", "factor": math.nan}}, "'factor': nan.* must be"),
@@ -154,6 +165,7 @@ def test_weights_of_another_shape_are_refused_by_name(change, named):
 def test_a_tied_output_matrix_is_the_embedding_by_either_name(source):
     state = to_huggingface(trained_like(SMALL).state_dict(), SMALL)
     embedding = state["lm_head.weight"] = state["model.embed_tokens.weight"]
+    embedding[0, 0] = torch.nan  # of a training that went wrong
     if source == "another":
         state["lm_head.weight"] = embedding + 1e-3
         with pytest.raises(RequestError, match="lm_head.weight is not model.embed_tokens.weight.* ties them: set"):
@@ -162,4 +174,5 @@ def test_a_tied_output_matrix_is_the_embedding_by_either_name(source):
     if source == "output alone":
         del state["model.embed_tokens.weight"]
     weights = from_huggingface(state, SMALL)
-    assert "lm_head.weight" not in weights and torch.equal(weights["embed_tokens.weight"], embedding)
+    assert "lm_head.weight" not in weights and weights["embed_tokens.weight"] is embedding
+    check_tied(Decoder(SMALL), weights)
