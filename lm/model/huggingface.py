@@ -21,12 +21,7 @@ LEFT_OUT = {
 }
 LAYERS = {"S": "sliding_attention", "L": "full_attention"}
 SLIDING_WINDOW = 4096  # where a config.json asks for windows without their width
-LEFT_OUT_OF_BOTH = {
-    "rms_norm_eps": 1e-6,
-    "rope_theta": 10000.0,
-    "tie_word_embeddings": False,
-    "initializer_range": 0.02,
-}
+LEFT_OUT_OF_BOTH = {"rms_norm_eps": 1e-6, "rope_theta": 1e4, "tie_word_embeddings": False, "initializer_range": 0.02}
 REQUIRED = (
     "vocab_size",
     "hidden_size",
@@ -69,22 +64,17 @@ def from_huggingface(state: dict[str, Tensor], config: DecoderConfig) -> dict[st
             )
 
     def take(*names: str) -> Tensor:
-        missing = [name for name in names if name not in left]
-        if missing:
+        if missing := [name for name in names if name not in left]:
             raise RequestError(f"the weights lack {missing[0]}: they are not of this config's architecture")
         weights = [left.pop(name) for name in names]
         return weights[0] if len(weights) == 1 else torch.cat(weights)
 
+    parts = ["input_layernorm", "post_attention_layernorm", "self_attn.o_proj", "mlp.down_proj"]
+    parts += ["self_attn.q_norm", "self_attn.k_norm"] if config.qk_norm else []
     out = {"embed_tokens.weight": take("model.embed_tokens.weight")}
     for i in range(config.num_hidden_layers):
         layer = f"layers.{i}."
-        for part in (
-            "input_layernorm",
-            "post_attention_layernorm",
-            "self_attn.o_proj",
-            "mlp.down_proj",
-            *(("self_attn.q_norm", "self_attn.k_norm") if config.qk_norm else ()),
-        ):
+        for part in parts:
             out[f"{layer}{part}.weight"] = take(f"model.{layer}{part}.weight")
         out[f"{layer}self_attn.qkv_proj.weight"] = take(*(f"model.{layer}self_attn.{p}_proj.weight" for p in "qkv"))
         out[f"{layer}mlp.gate_up_proj.weight"] = take(*(f"model.{layer}mlp.{p}_proj.weight" for p in ("gate", "up")))
@@ -124,30 +114,21 @@ def config_json(config: DecoderConfig, eos_id: int | None, dtype: str) -> dict[s
     "float32", "bfloat16" or "float16".
     """
     windows = config.windows
+    kind = "Qwen3" if config.qk_norm else "Ministral" if any(windows) else "Llama"
     sliding = {
         "sliding_window": max((window for window in windows if window), default=None),
         "layer_types": [LAYERS["S" if window else "L"] for window in windows],
     }
-    if config.qk_norm:
-        architecture = {
-            "architectures": ["Qwen3ForCausalLM"],
-            "model_type": "qwen3",
-            "attention_bias": False,
-            "use_sliding_window": any(windows),
-            "max_window_layers": next((i for i, window in enumerate(windows) if window), len(windows)),
-            **sliding,
-        }
-    elif any(windows):
-        architecture = {"architectures": ["MinistralForCausalLM"], "model_type": "ministral", **sliding}
-    else:
-        architecture = {
-            "architectures": ["LlamaForCausalLM"],
-            "model_type": "llama",
-            "attention_bias": False,
-            "mlp_bias": False,
-        }
+    first = next((i for i, window in enumerate(windows) if window), len(windows))
+    own = {
+        "Qwen3": {"attention_bias": False, "use_sliding_window": any(windows), "max_window_layers": first, **sliding},
+        "Ministral": sliding,
+        "Llama": {"attention_bias": False, "mlp_bias": False},
+    }
     return {
-        **architecture,
+        "architectures": [f"{kind}ForCausalLM"],
+        "model_type": kind.lower(),
+        **own[kind],
         **{name: getattr(config, name) for name in SHAPE},
         "hidden_act": "silu",
         "attention_dropout": 0.0,
@@ -174,8 +155,7 @@ def config_from_json(document: dict[str, Any]) -> DecoderConfig:
     _refuse_features(document, rope, kind)
     given = {**LEFT_OUT_OF_BOTH, **LEFT_OUT[architecture], **document}
     given["rope_theta"] = rope.get("rope_theta", given["rope_theta"])
-    missing = [name for name in (*REQUIRED, *LEFT_OUT_OF_BOTH) if given.get(name) is None]
-    if missing:
+    if missing := [name for name in (*REQUIRED, *LEFT_OUT_OF_BOTH) if given.get(name) is None]:
         raise RequestError(f"config.json lacks {missing[0]}")
     context = {"original_max_position_embeddings": document["max_position_embeddings"]}
     numbers = context | rope | {name: document[name] for name in context if name in document}
@@ -198,8 +178,7 @@ def _windows(document: dict[str, Any], architecture: str) -> tuple[str | None, i
     first = document.get("max_window_layers", 28) if qwen else 0
     layers = document["num_hidden_layers"]
     kinds = document.get("layer_types") or [LAYERS["L" if window is None or i < first else "S"] for i in range(layers)]
-    unknown = set(kinds) - set(LAYERS.values())
-    if unknown:
+    if unknown := set(kinds) - set(LAYERS.values()):
         raise RequestError(f"config.json: layer_types has {min(unknown)}, which this decoder does not have")
     if len(kinds) != layers:
         raise RequestError(f"config.json: layer_types has {len(kinds)} entries for {layers} layers")
