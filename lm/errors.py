@@ -3,6 +3,8 @@
 0 finished; 1 failed; 2 the request is wrong; 3 stopped by a guard; 75 interrupted with a checkpoint.
 """
 
+import math
+
 
 class LmError(Exception):
     """A failure with a message that says what was wrong, where, and what to do; no traceback is shown."""
@@ -43,10 +45,12 @@ def require(holds: bool, message: str) -> None:
 
 
 def require_at_least(least: int, prefix: str, **values: float | None) -> None:
-    """Raise RequestError for a value below the least; None is no value. Names in the message begin with the prefix."""
+    """Raise RequestError for a value below the least, Inf or NaN; None is no value. In the message the prefix stands
+    before its name."""
     for name, value in values.items():
-        if value is not None and value < least:
-            raise RequestError(f"{prefix}{name} {value} must be at least {least}")
+        if value is not None and not least <= value < math.inf:
+            finite = ", and finite" if value > least else ""
+            raise RequestError(f"{prefix}{name} {value} must be at least {least}{finite}")
 
 
 def first_line(error: BaseException) -> str:

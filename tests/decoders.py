@@ -22,11 +22,17 @@ SMALL = DecoderConfig(
     rope_theta=5000.0,
     initializer_range=0.2,
 )
+LLAMA3 = {
+    "rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 48,
+}  # fmt: skip
 SHAPES = {
     "llama, tied": SMALL,
     "llama, untied, grouped heads": replace(SMALL, num_key_value_heads=2, tie_word_embeddings=False),
-    "llama, one kv head, wide heads": replace(SMALL, num_key_value_heads=1, head_dim=32),
-    "qwen3, untied": replace(SMALL, qk_norm=True, tie_word_embeddings=False),
+    "llama, one kv head, wide heads": replace(
+        SMALL, num_key_value_heads=1, head_dim=32, rope_scaling={"rope_type": "linear", "factor": 3.0}
+    ),
+    "qwen3, untied": replace(SMALL, qk_norm=True, tie_word_embeddings=False, rope_scaling=LLAMA3),
     "qwen3, tied, grouped wide heads": replace(SMALL, qk_norm=True, num_key_value_heads=2, head_dim=32),
     "qwen3, windows": replace(SMALL, qk_norm=True, num_hidden_layers=4, window_pattern="SSL", sliding_window=5),
     "ministral, windows": replace(SMALL, window_pattern="SL", sliding_window=9, num_key_value_heads=2),

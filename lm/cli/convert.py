@@ -145,15 +145,13 @@ def convert_gguf(file: Path, folder: Path) -> None:
         raise RequestError(f"--input {file}: transformers cannot read it: {first_line(error)}") from error
     config = {**model.config.to_dict(), "architectures": [type(model).__name__], "quantization_config": None}
     (folder / "config.json").write_text(json.dumps(config), encoding="utf-8")
-    weights = model.state_dict()
-    if config["tie_word_embeddings"]:
-        weights.pop("lm_head.weight")
-    save_torch_state_dict(weights, folder, metadata={"format": "pt"})
+    save_torch_state_dict(model.state_dict(), folder, metadata={"format": "pt"})
 
 
 def describe_shape(config: DecoderConfig, source: Path, target: Path) -> str:
     """The decoder's shape as the YAML that `lm fit` reads after the config of the training, which has the dropout."""
-    shape = {name: value for name, value in asdict(config).items() if name != "dropout"}
+    shape = json.loads(json.dumps(asdict(config)))  # plain numbers, which YAML takes, of those that were derived
+    del shape["dropout"]
     head = (
         f"# The decoder of {source}. Give it after your config, whose shape it replaces:\n"
         f"# lm fit --config YOURS.yaml --config {target / 'model.yaml'} --ckpt_path {target} --run NAME\n"

@@ -126,6 +126,8 @@ def check_mixture(sources: Sequence[SourceConfig], phases: Sequence[PhaseConfig]
         refuse_url(f"{where}: path", source.path or "", "give train, val and tokenizer, which may be URLs")
         if source.train is not None and source.tokenizer is None:
             raise RequestError(f"{where}: train needs a tokenizer, the tokenizer.json that its shards were made with")
+        if source.max_epochs is not None and not source.max_epochs > 0:
+            raise RequestError(f"{where}: max_epochs {source.max_epochs} must be above 0; null is no limit")
     given = [("data.sources", 0, {source.name: source.weight for source in sources})]
     given += [(f"data.phases from {phase.tokens:,} tokens", phase.tokens, phase.weights) for phase in phases]
     for place, tokens, weights in given:
@@ -137,7 +139,7 @@ def check_mixture(sources: Sequence[SourceConfig], phases: Sequence[PhaseConfig]
         if not any(weights.values()):
             raise RequestError(f"{place}: all weights are 0, so there is nothing to train on")
     for (_, before, _), (place, tokens, _) in zip(given, given[1:]):
-        if tokens <= before:
+        if not before < tokens < math.inf:
             raise RequestError(f"{place} comes after {before:,} tokens: sort the phases by tokens, which are above 0")
 
 
@@ -214,6 +216,8 @@ class DataConfig:
         refuse_url("data.cache_dir", self.cache_dir, "give a folder of a local disk")
         refuse_url("data.path", self.path or "",
                    "give data.train, data.val and data.tokenizer in its place, which may be URLs")  # fmt: skip
+        names = ("seq_len", "micro_batch_size", "global_batch_tokens", "val_tokens", "shuffle_buffer")
+        require_at_least(1, "data.", **{name: getattr(self, name) for name in names})
         if not 0 < self.timeout <= TIMEOUT_MAX / 2:  # which leaves room to add to it
             raise RequestError(f"data.timeout {self.timeout:g} is a number of seconds: more than 0")
 

@@ -172,7 +172,7 @@ class Cache:
 
     def __init__(self, config: DecoderConfig, rows: int, slots: int, device: torch.device, dtype: torch.dtype) -> None:
         self.windows = config.windows
-        self.table = rotary_table(slots, config.head_dim, config.rope_theta, device)
+        self.table = rotary_table(slots, config.head_dim, config.rope_theta, device, config.rope_scaling)
         shape = (len(self.windows), 2, rows, slots, config.num_key_value_heads, config.head_dim)
         # Keys, then values.
         self.layers = torch.zeros(shape, dtype=dtype, device=device)  # pyright: ignore[reportCallIssue]

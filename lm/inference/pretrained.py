@@ -19,7 +19,7 @@ from lm.inference.sampling import Sampling
 from lm.model.build import BuildOptions, build
 from lm.model.config import CUSTOM_MODEL_TYPE, DecoderConfig, DTypeName
 from lm.model.decoder import Decoder, config_of
-from lm.model.huggingface import config_from_json, from_huggingface
+from lm.model.huggingface import check_tied, config_from_json, from_huggingface
 from lm.runs.checkpoint import read_folder, read_progress
 from lm.runs.find import find_run
 from lm.runs.resume import checkpoint_folder
@@ -108,6 +108,7 @@ def load_pretrained(
             raise RequestError(f"{folder}: the weights of a layer do not fit together ({error})") from error
         with torch.device("meta"):
             decoder = Decoder(config)
+    check_tied(decoder, weights)
     try:
         decoder.load_state_dict(weights, assign=True)
     except RuntimeError as error:  # other names or shapes, or integers

@@ -1,7 +1,8 @@
 """`DecoderConfig`: the shape of a decoder, checked when it is constructed; and the choices of how to compute it."""
 
+import math
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 from lm.errors import RequestError
 from lm.system.units import Count
@@ -9,6 +10,11 @@ from lm.system.units import Count
 CUSTOM_MODEL_TYPE = "lm_custom"  # in config.json, of a class of the user's; transformers refuses it as unknown
 LARGEST = 2**31 - 1  # of a dimension
 MOST_LAYERS = 10_000
+ROPE_SCALINGS = {  # rope_type -> the numbers beside it, in Hugging Face's names
+    "linear": ("factor",),
+    "dynamic": ("factor",),
+    "llama3": ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings"),
+}
 
 Attention = Literal["auto", "cudnn", "flash", "flash3", "flash4", "efficient", "math"]
 Compile = Literal["none", "inductor", "triton_free"]
@@ -37,6 +43,8 @@ class DecoderConfig:
         max_position_embeddings: Context length: the most tokens in a sequence.
         rms_norm_eps: Term added to the mean square in every RMSNorm.
         rope_theta: Base of the wavelengths of the rotary position embedding.
+        rope_scaling: For an imported model: how its wavelengths were stretched, as Hugging Face writes it, such as
+            `{rope_type: linear, factor: 4.0}`; or llama3, or dynamic, which changes nothing within the context length.
         tie_word_embeddings: Use the embedding as the output matrix too.
         window_pattern: Layers with full attention (L) and with sliding-window attention (S), such as SSSL, repeated
             over the layers. All layers have full attention if not given.
@@ -61,6 +69,7 @@ class DecoderConfig:
     max_position_embeddings: Count = Count(1024)
     rms_norm_eps: float = 1e-5
     rope_theta: float = 10000.0
+    rope_scaling: dict[str, Any] | None = None
     tie_word_embeddings: bool = True
     window_pattern: str | None = None
     sliding_window: Count | None = None
@@ -83,6 +92,7 @@ class DecoderConfig:
         if not 0 <= self.dropout < 1:
             raise RequestError(f"dropout {self.dropout} must lie in [0, 1)")
         self._check_windows()
+        self._check_rope_scaling()
         if self.hidden_size % self.num_attention_heads:
             even = 2 * self.num_attention_heads  # a multiple of this has an even width of a head
             below = self.hidden_size // even * even
@@ -117,6 +127,17 @@ class DecoderConfig:
             raise RequestError(f"window_pattern {pattern} has windows: give sliding_window, their tokens")
         if not slides and self.sliding_window is not None:
             raise RequestError(f"sliding_window {self.sliding_window} needs a window_pattern with an S, such as SSSL")
+
+    def _check_rope_scaling(self) -> None:
+        scaling = self.rope_scaling or {"rope_type": "linear", "factor": 1}
+        names = ROPE_SCALINGS.get(str(scaling.get("rope_type")), ())
+        if (
+            scaling.keys() != {"rope_type", *names}
+            or not all(isinstance(scaling[name], int | float) and 0 < scaling[name] < math.inf for name in names)
+            or not scaling.get("low_freq_factor", 0) < scaling.get("high_freq_factor", 1)
+        ):
+            known = ", ".join(f"{kind} ({', '.join(names)})" for kind, names in ROPE_SCALINGS.items())
+            raise RequestError(f"rope_scaling {scaling} must be a rope_type with its numbers above 0: {known}")
 
     @property
     def windows(self) -> list[int | None]:

@@ -62,15 +62,27 @@ class Rotary(NamedTuple):
     positions: Tensor | None  # (B, T) int32; None: token t is at position t
 
 
-def rotary_table(length: int, head_dim: int, theta: float, device: torch.device | str = "cpu") -> tuple[Tensor, Tensor]:
+def rotary_table(
+    length: int, head_dim: int, theta: float, device: torch.device | str = "cpu", scaling: dict[str, Any] | None = None
+) -> tuple[Tensor, Tensor]:
     """Cosines and sines `(length, head_dim / 2)` of the angles of pair `i`, `position * theta ** (-2i / head_dim)`.
+
+    `scaling` is `rope_scaling` of the config, computed as in Hugging Face.
 
     The table is not a buffer but computed in fp32 for every batch, at almost no cost: a buffer would be cast with the
     module, and be empty after a start on the meta device.
     """
     positions = torch.arange(length, device=device, dtype=torch.float32)
     exponent = torch.arange(0, head_dim, 2, device=device, dtype=torch.float32) / head_dim
-    angles = positions[:, None] * (1.0 / theta**exponent)  # (length, head_dim / 2)
+    frequencies = 1.0 / theta**exponent  # (head_dim / 2,)
+    if scaling and scaling["rope_type"] == "linear":
+        frequencies = frequencies / scaling["factor"]
+    elif scaling and scaling["rope_type"] == "llama3":  # pairs with few turns in the original context turn more slowly
+        turns = frequencies * scaling["original_max_position_embeddings"] / (2 * math.pi)
+        low, high = scaling["low_freq_factor"], scaling["high_freq_factor"]
+        kept = ((turns - low) / (high - low)).clamp(0, 1)
+        frequencies = frequencies * (kept + (1 - kept) / scaling["factor"])
+    angles = positions[:, None] * frequencies  # (length, head_dim / 2)
     return angles.cos(), angles.sin()
 
 
@@ -261,9 +273,9 @@ class Decoder(nn.Module):
     ) -> tuple[Rotary, list[AttentionMask]]:
         """The positions of the tokens of `x` `(B, T, C)`, and each layer's attention mask."""
         documents = None if document_ids is None else documents_from(document_ids, max_documents)
-        head_dim = self.config.head_dim
-        table = rotary_table(x.shape[1], head_dim, self.config.rope_theta, x.device)
-        masks = {window: attention_mask(x, window, documents, head_dim) for window in set(self.windows)}
+        config = self.config
+        table = rotary_table(x.shape[1], config.head_dim, config.rope_theta, x.device, config.rope_scaling)
+        masks = {window: attention_mask(x, window, documents, config.head_dim) for window in set(self.windows)}
         return Rotary(*table, documents and documents.positions), [masks[window] for window in self.windows]
 
 

@@ -4,13 +4,14 @@ A checkpoint folder is a Llama (Qwen3 with `qk_norm`, Ministral with windows and
 `AutoModelForCausalLM.from_pretrained` reads it as it is.
 """
 
+from collections.abc import Mapping
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from lm.errors import RequestError
-from lm.model.config import DecoderConfig
+from lm.model.config import ROPE_SCALINGS, DecoderConfig
 
 # Hugging Face's defaults of keys that a config.json may leave out; the other shapes have no sensible default.
 LEFT_OUT = {
@@ -20,12 +21,7 @@ LEFT_OUT = {
 }
 LAYERS = {"S": "sliding_attention", "L": "full_attention"}
 SLIDING_WINDOW = 4096  # where a config.json asks for windows without their width
-LEFT_OUT_OF_BOTH = {
-    "rms_norm_eps": 1e-6,
-    "rope_theta": 10000.0,
-    "tie_word_embeddings": False,
-    "initializer_range": 0.02,
-}
+LEFT_OUT_OF_BOTH = {"rms_norm_eps": 1e-6, "rope_theta": 1e4, "tie_word_embeddings": False, "initializer_range": 0.02}
 REQUIRED = (
     "vocab_size",
     "hidden_size",
@@ -34,7 +30,8 @@ REQUIRED = (
     "intermediate_size",
     "max_position_embeddings",
 )
-SHAPE = (*REQUIRED, "num_key_value_heads", "head_dim", *LEFT_OUT_OF_BOTH)  # of which the names are our own, too
+# Their names are our own, too.
+SHAPE = (*REQUIRED, "num_key_value_heads", "head_dim", *LEFT_OUT_OF_BOTH, "rope_scaling")
 
 
 def to_huggingface(state: dict[str, Tensor], config: DecoderConfig) -> dict[str, Tensor]:
@@ -56,30 +53,28 @@ def to_huggingface(state: dict[str, Tensor], config: DecoderConfig) -> dict[str,
 
 def from_huggingface(state: dict[str, Tensor], config: DecoderConfig) -> dict[str, Tensor]:
     """The inverse of `to_huggingface`: what `Decoder.load_state_dict` takes; no weight may be missing or left over."""
-    # Some files repeat the tied output matrix, and old ones hold the rotary frequencies: both are known without them.
-    left = {
-        name: weight
-        for name, weight in state.items()
-        if not name.endswith("rotary_emb.inv_freq") and not (name == "lm_head.weight" and config.tie_word_embeddings)
-    }
+    # Old files hold the rotary frequencies, which are known without them; others a tied matrix by its second name.
+    left = {name: weight for name, weight in state.items() if not name.endswith("rotary_emb.inv_freq")}
+    if config.tie_word_embeddings and "lm_head.weight" in left:
+        output = left.pop("lm_head.weight")
+        if not _same(left.setdefault("model.embed_tokens.weight", output), output):
+            raise RequestError(
+                "lm_head.weight is not model.embed_tokens.weight, though config.json ties them: set its "
+                "tie_word_embeddings to false, or take lm_head.weight out of the weights"
+            )
 
     def take(*names: str) -> Tensor:
-        missing = [name for name in names if name not in left]
-        if missing:
+        if missing := [name for name in names if name not in left]:
             raise RequestError(f"the weights lack {missing[0]}: they are not of this config's architecture")
         weights = [left.pop(name) for name in names]
         return weights[0] if len(weights) == 1 else torch.cat(weights)
 
+    parts = ["input_layernorm", "post_attention_layernorm", "self_attn.o_proj", "mlp.down_proj"]
+    parts += ["self_attn.q_norm", "self_attn.k_norm"] if config.qk_norm else []
     out = {"embed_tokens.weight": take("model.embed_tokens.weight")}
     for i in range(config.num_hidden_layers):
         layer = f"layers.{i}."
-        for part in (
-            "input_layernorm",
-            "post_attention_layernorm",
-            "self_attn.o_proj",
-            "mlp.down_proj",
-            *(("self_attn.q_norm", "self_attn.k_norm") if config.qk_norm else ()),
-        ):
+        for part in parts:
             out[f"{layer}{part}.weight"] = take(f"model.{layer}{part}.weight")
         out[f"{layer}self_attn.qkv_proj.weight"] = take(*(f"model.{layer}self_attn.{p}_proj.weight" for p in "qkv"))
         out[f"{layer}mlp.gate_up_proj.weight"] = take(*(f"model.{layer}mlp.{p}_proj.weight" for p in ("gate", "up")))
@@ -91,6 +86,25 @@ def from_huggingface(state: dict[str, Tensor], config: DecoderConfig) -> dict[st
     return out
 
 
+def check_tied(module: nn.Module, weights: Mapping[str, Tensor]) -> None:
+    """Raise RequestError where two names of one weight of a module have different values: one would be lost."""
+    names: dict[int, str] = {}
+    for name, weight in module.state_dict(keep_vars=True).items():
+        first = names.setdefault(id(weight), name)
+        if first != name and {first, name} <= weights.keys() and not _same(weights[first], weights[name]):
+            raise RequestError(
+                f"{first} and {name} are one weight in this model and two in the checkpoint, of other values: build "
+                "the model with two, as the one that was trained"
+            )
+
+
+def _same(one: Tensor, other: Tensor) -> bool:
+    """Whether two tensors have the same values, in any floating-point format, with NaN; of meta tensors the shapes."""
+    if one.is_meta or one.shape != other.shape:
+        return one.shape == other.shape
+    return torch.allclose(one.double(), other.double(), 0, 0, equal_nan=True)
+
+
 def config_json(config: DecoderConfig, eos_id: int | None, dtype: str) -> dict[str, Any]:
     """The `config.json` of a decoder.
 
@@ -100,30 +114,21 @@ def config_json(config: DecoderConfig, eos_id: int | None, dtype: str) -> dict[s
     "float32", "bfloat16" or "float16".
     """
     windows = config.windows
+    kind = "Qwen3" if config.qk_norm else "Ministral" if any(windows) else "Llama"
     sliding = {
         "sliding_window": max((window for window in windows if window), default=None),
         "layer_types": [LAYERS["S" if window else "L"] for window in windows],
     }
-    if config.qk_norm:
-        architecture = {
-            "architectures": ["Qwen3ForCausalLM"],
-            "model_type": "qwen3",
-            "attention_bias": False,
-            "use_sliding_window": any(windows),
-            "max_window_layers": next((i for i, window in enumerate(windows) if window), len(windows)),
-            **sliding,
-        }
-    elif any(windows):
-        architecture = {"architectures": ["MinistralForCausalLM"], "model_type": "ministral", **sliding}
-    else:
-        architecture = {
-            "architectures": ["LlamaForCausalLM"],
-            "model_type": "llama",
-            "attention_bias": False,
-            "mlp_bias": False,
-        }
+    first = next((i for i, window in enumerate(windows) if window), len(windows))
+    own = {
+        "Qwen3": {"attention_bias": False, "use_sliding_window": any(windows), "max_window_layers": first, **sliding},
+        "Ministral": sliding,
+        "Llama": {"attention_bias": False, "mlp_bias": False},
+    }
     return {
-        **architecture,
+        "architectures": [f"{kind}ForCausalLM"],
+        "model_type": kind.lower(),
+        **own[kind],
         **{name: getattr(config, name) for name in SHAPE},
         "hidden_act": "silu",
         "attention_dropout": 0.0,
@@ -145,14 +150,17 @@ def config_from_json(document: dict[str, Any]) -> DecoderConfig:
     if architecture not in LEFT_OUT:
         known = ", ".join(LEFT_OUT)
         raise RequestError(f"config.json: architectures is {architecture}; this decoder is one of {known}")
-    rope = document.get("rope_parameters") or document.get("rope_scaling") or {}
-    _refuse_features(document, rope)
-    missing = [name for name in REQUIRED if document.get(name) is None]
-    if missing:
-        raise RequestError(f"config.json lacks {missing[0]}")
+    rope = document.get("rope_scaling") or document.get("rope_parameters") or {}  # the order of transformers 5
+    kind = rope.get("rope_type", rope.get("type", "default"))
+    _refuse_features(document, rope, kind)
     given = {**LEFT_OUT_OF_BOTH, **LEFT_OUT[architecture], **document}
-    if "rope_theta" in rope:
-        given["rope_theta"] = rope["rope_theta"]
+    given["rope_theta"] = rope.get("rope_theta", given["rope_theta"])
+    if missing := [name for name in (*REQUIRED, *LEFT_OUT_OF_BOTH) if given.get(name) is None]:
+        raise RequestError(f"config.json lacks {missing[0]}")
+    context = {"original_max_position_embeddings": document["max_position_embeddings"]}
+    numbers = context | rope | {name: document[name] for name in context if name in document}
+    scaling = {"rope_type": kind} | {name: numbers.get(name) for name in ROPE_SCALINGS.get(kind, ())}
+    given["rope_scaling"] = None if kind == "default" else scaling
     pattern, window = _windows(document, architecture)
     return DecoderConfig(
         **{name: given[name] for name in SHAPE},
@@ -169,25 +177,26 @@ def _windows(document: dict[str, Any], architecture: str) -> tuple[str | None, i
     window = document.get("sliding_window", SLIDING_WINDOW) if asked else None
     first = document.get("max_window_layers", 28) if qwen else 0
     layers = document["num_hidden_layers"]
-    kinds = document.get("layer_types") or [LAYERS["S" if window and i >= first else "L"] for i in range(layers)]
-    unknown = set(kinds) - set(LAYERS.values())
-    if unknown:
+    kinds = document.get("layer_types") or [LAYERS["L" if window is None or i < first else "S"] for i in range(layers)]
+    if unknown := set(kinds) - set(LAYERS.values()):
         raise RequestError(f"config.json: layer_types has {min(unknown)}, which this decoder does not have")
     if len(kinds) != layers:
         raise RequestError(f"config.json: layer_types has {len(kinds)} entries for {layers} layers")
     letters = "".join("S" if kind == LAYERS["S"] else "L" for kind in kinds)
-    if "S" not in letters or window is None:
+    if "S" not in letters:
         return None, None
     return next(letters[:n] for n in range(1, layers + 1) if (letters[:n] * layers)[:layers] == letters), window
 
 
-def _refuse_features(document: dict[str, Any], rope: dict[str, Any]) -> None:
+def _refuse_features(document: dict[str, Any], rope: dict[str, Any], kind: str) -> None:
+    known = document["architectures"][0].removesuffix("ForCausalLM").lower()
     features = {
+        "model_type": document.get("model_type", known) != known,  # which transformers goes by
         "hidden_act": document.get("hidden_act", "silu") != "silu",
         "attention_bias": document.get("attention_bias"),
         "mlp_bias": document.get("mlp_bias"),
         "quantization_config": document.get("quantization_config"),
-        "rope_scaling": rope.get("rope_type", rope.get("type", "default")) != "default",
+        "rope_scaling": kind not in ("default", *ROPE_SCALINGS) or any(isinstance(one, dict) for one in rope.values()),
         "partial_rotary_factor": {document.get("partial_rotary_factor"), rope.get("partial_rotary_factor")} - {None, 1},
     }
     for name, asked in features.items():

@@ -22,9 +22,9 @@ PURPOSES = {
     # Of the decoder, only settings that change no weight's shape or meaning may change.
     "branch": Rule(
         ("seed_everything", "model.optimizer.name", "model.optimizer.class_path", "model.decoder"),
-        ("model.decoder.max_position_embeddings", "model.decoder.rope_theta", "model.decoder.dropout",
-         "model.decoder.window_pattern", "model.decoder.sliding_window", "model.decoder.initializer_range",
-         "model.decoder.zero_init_residual"),
+        ("model.decoder.max_position_embeddings", "model.decoder.rope_theta", "model.decoder.rope_scaling",
+         "model.decoder.dropout", "model.decoder.window_pattern", "model.decoder.sliding_window",
+         "model.decoder.initializer_range", "model.decoder.zero_init_residual"),
     ),
     # Only settings that do not change the loss, beyond the order of additions, may change.
     "ladder": Rule(("",), (

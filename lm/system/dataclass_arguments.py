@@ -45,7 +45,7 @@ def build_options(options: type, caller: str, *args: Any, **given: Any) -> Any:
         hints = {name: gone[name] or nearest_option(name, list(kinds)) for name in unknown}
         raise RequestError(f"{caller}: {unknown_options(hints)}")
     for name, value in given.items():
-        if isinstance(value, str) and Count in (kinds[name], *get_args(kinds[name])):
+        if isinstance(value, str | float) and Count in (kinds[name], *get_args(kinds[name])):
             try:
                 given[name] = parse_count(value)
             except ValueError as error:

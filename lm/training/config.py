@@ -93,13 +93,13 @@ class OptimizerConfig:
             require(name not in self.init_args, f"model.optimizer.init_args.{name}: give model.optimizer.{name}, which "
                     "schedule and groups begin from")  # fmt: skip
         require(all(0 <= beta < 1 for beta in self.betas), f"model.optimizer.betas {self.betas} must lie in [0, 1)")
-        require(self.eps > 0, f"model.optimizer.eps {self.eps} must be above 0")
+        require(0 < self.eps < math.inf, f"model.optimizer.eps {self.eps} must be above 0, and finite")
         require(0 <= self.momentum < 1, f"model.optimizer.momentum {self.momentum} must lie in [0, 1)")
         places = {"": self, **{f"groups.{name}.": group for name, group in vars(self.groups).items()}}
         for place, settings in places.items():
             lr, decay = settings.lr, settings.weight_decay
-            require(lr is None or lr > 0, f"model.optimizer.{place}lr {lr} must be above 0")
-            require(decay is None or decay >= 0, f"model.optimizer.{place}weight_decay {decay} must not be below 0")
+            require(lr is None or 0 < lr < math.inf, f"model.optimizer.{place}lr {lr} must be above 0, and finite")
+            require_at_least(0, f"model.optimizer.{place}", weight_decay=decay)
 
     def left_out(self) -> list[str]:
         """Options of AdamW and Muon that are set, and that the class of `class_path` does not get."""
@@ -138,6 +138,8 @@ class ScheduleConfig:
         for name in ("final_fraction", "warmup_ratio", "decay_ratio", "begin_fraction"):
             value = getattr(self, name)
             require(value is None or 0 <= value <= 1, f"model.schedule.{name} {value} must lie in [0, 1]")
+        whole = ("warmup_steps", "decay_steps", "begin_step")
+        require_at_least(0, "model.schedule.", **{name: getattr(self, name) for name in whole})
         for name in ("warmup", "decay"):
             steps, ratio = getattr(self, f"{name}_steps"), getattr(self, f"{name}_ratio")
             if steps and ratio is not None:
@@ -185,6 +187,7 @@ class ModelConfig:
     def __post_init__(self) -> None:
         if isinstance(self.kernels, bool):  # YAML takes a bare `on` for true
             self.kernels = "on" if self.kernels else "off"
+        require_at_least(0, "model.", z_loss=self.z_loss)
 
 
 # ---- trainer ---------------------------------------------------------------------------------------------------------
@@ -303,7 +306,9 @@ class TrainerConfig:
                  "keep_every", "num_nodes")  # fmt: skip
         require_at_least(1, "trainer.", **{name: getattr(self, name) for name in whole})
         require_at_least(1, "trainer.early_stopping.", patience=self.early_stopping.patience)
-        stop, wait, peak = self.stop_within, self.rank_timeout, self.peak_tflops
+        require_at_least(0, "trainer.early_stopping.", min_delta=self.early_stopping.min_delta)
+        stop, wait, peak, clip = self.stop_within, self.rank_timeout, self.peak_tflops, self.gradient_clip_val
+        require(clip is None or clip >= 0, f"trainer.gradient_clip_val {clip} must be at least 0")
         require(0 <= stop <= YEAR, f"trainer.stop_within {stop} is a number of seconds: from 0 to {YEAR:,}")
         require(0 < wait <= YEAR, f"trainer.rank_timeout {wait} is a number of seconds: more than 0, to {YEAR:,}")
         require(peak is None or 0 < peak < math.inf, f"trainer.peak_tflops {peak} must be above 0")

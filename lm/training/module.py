@@ -20,6 +20,7 @@ from lm.model.build import NOT_BUILT, BuildOptions, build
 from lm.model.config import DecoderConfig, matrix_rows
 from lm.model.decoder import Decoder, Losses, attach_config, config_of, document_ids_from
 from lm.model.estimates import flops_per_token
+from lm.model.huggingface import check_tied
 from lm.system import process
 from lm.system.dataclass_arguments import arguments_from
 from lm.training.callback import call_hook, has_hook
@@ -281,6 +282,7 @@ class LanguageModule(LightningModule):
         if attached_trainer(self) is None:
             self._plain_run_state()
         self.run_state.restore(self, checkpoint)
+        check_tied(self, checkpoint["state_dict"])
 
     def build_for_checkpoint(self, config: DecoderConfig) -> None:
         """Build the decoder for a plain Trainer's checkpoint; `PlainRunState.restore` calls this method.

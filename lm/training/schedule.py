@@ -109,7 +109,6 @@ def plan_steps(
 
     An optimizer step has `global_batch_tokens` tokens; if that is None, one micro-batch per rank.
     """
-    require_at_least(1, "data.", seq_len=seq_len, micro_batch_size=micro_batch_size)
     at_once = micro_batch_size * seq_len * world_size
     wanted = at_once if global_batch_tokens is None else global_batch_tokens
     if wanted % at_once or wanted < at_once:

@@ -8,12 +8,13 @@ import sys
 import pytest
 import torch
 import yaml
-from decoders import SHAPES, trained_like, write_huggingface
+from decoders import LLAMA3, SHAPES, trained_like, write_huggingface
 from other_tokenizers import write_tokenizer
 from safetensors.torch import save_file
 from trainings import CORPUS, lm, losses, make_workplace, trace, write_config
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM, Qwen3Config, Qwen3ForCausalLM
 
+from lm import load_model
 from lm.cli.convert import export, import_model
 from lm.cli.model_options import ExportOptions, ImportOptions
 from lm.data.tokenizer import Tokenizer
@@ -31,7 +32,7 @@ SIZES = {
     "intermediate_size": 48, "max_position_embeddings": 64, "vocab_size": 80, "initializer_range": 0.2,
 }  # fmt: skip
 MODELS = {
-    "llama": lambda: LlamaForCausalLM(LlamaConfig(**SIZES, tie_word_embeddings=False)),
+    "llama": lambda **sizes: LlamaForCausalLM(LlamaConfig(**SIZES | {"tie_word_embeddings": False} | sizes)),
     "llama, tied, bf16": lambda: LlamaForCausalLM(LlamaConfig(**SIZES, tie_word_embeddings=True)).bfloat16(),
     "qwen3, bf16": lambda: Qwen3ForCausalLM(Qwen3Config(**SIZES, tie_word_embeddings=False)).bfloat16(),
     "qwen3, tied": lambda: Qwen3ForCausalLM(Qwen3Config(**SIZES, tie_word_embeddings=True)),
@@ -40,14 +41,14 @@ MODELS = {
 }  # fmt: skip
 
 
-def save(path, kind="llama", **how):
+def save(path, kind="llama", max_shard_size="5GB", **sizes):
     """A model of transformers' with random weights, as it saves them, and a tokenizer of the characters of CORPUS."""
     torch.manual_seed(0)
-    model = MODELS[kind]()
+    model = MODELS[kind](**sizes)
     for parameter in model.parameters():
         if parameter.ndim == 1:
             torch.nn.init.uniform_(parameter, 0.5, 1.5)
-    model.save_pretrained(path, **how)
+    model.save_pretrained(path, max_shard_size=max_shard_size)
     for name, text in train_char([CORPUS, "\n"]).files().items():
         (path / name).write_text(text)
     return path
@@ -94,6 +95,42 @@ def test_weights_and_shape_are_those_that_transformers_saved(kind, size, tmp_pat
     ids = torch.randint(80, (2, 64))
     with torch.no_grad():
         torch.testing.assert_close(theirs[0](ids).logits, theirs[1](ids).logits, atol=0, rtol=0)
+
+
+NARROW = {"head_dim": 8, "num_key_value_heads": 4}  # what Llama derives from hidden_size and the heads
+UNSAID = {name: value for name, value in LLAMA3.items() if name != "original_max_position_embeddings"}
+DEFAULT = {"rope_type": "default", "rope_theta": 7.0}
+
+
+@pytest.mark.parametrize("sizes, document", [
+    (NARROW, {"head_dim": None, "num_key_value_heads": None}),
+    (NARROW, {"head_dim": ..., "num_key_value_heads": ...}),
+    ({}, {"rms_norm_eps": 0.3, "attention_bias": False, "mlp_bias": False}),
+    ({}, {"rope_parameters": ..., "rope_theta": 500.0}),
+    ({}, {"rope_parameters": DEFAULT, "rope_theta": 500.0}),
+    ({}, {"rope_parameters": DEFAULT, "rope_scaling": {"rope_type": "default", "rope_theta": 500.0}}),
+    ({}, {"rope_parameters": DEFAULT, "rope_scaling": {"rope_type": "default"}, "rope_theta": 500.0}),
+    ({}, {"rope_parameters": DEFAULT, "rope_scaling": {"type": "linear", "factor": 4.0}}),
+    ({}, {"rope_parameters": {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 500.0}}),
+    ({}, {"rope_parameters": LLAMA3 | {"rope_theta": 500.0}}),
+    ({}, {"rope_parameters": LLAMA3, "original_max_position_embeddings": 16}),
+    ({}, {"rope_parameters": ..., "rope_scaling": UNSAID, "rope_theta": 500.0}),
+    ({"tie_word_embeddings": True}, {}),
+])  # fmt: skip
+def test_a_config_is_read_as_transformers_reads_it(sizes, document, tmp_path):
+    """By the import, which others load, by its YAML and by `lm.load_model`."""
+    source, ids = save(tmp_path / "hf", **sizes), torch.arange(64)[None]
+    settings = json.loads((source / "config.json").read_text()) | document
+    settings = {name: value for name, value in settings.items() if value is not ...}
+    (source / "config.json").write_text(json.dumps(settings))
+    import_model(ImportOptions(str(source), str(tmp_path / "made")))
+    model = load_model(source, device="cpu")
+    shape = yaml.safe_load((tmp_path / "made" / "model.yaml").read_text())["model"]["decoder"]
+    assert DecoderConfig(**shape) == model.config == load_model(tmp_path / "made", device="cpu").config
+    with torch.no_grad():
+        wanted, *logits = (AutoModelForCausalLM.from_pretrained(tmp_path / name)(ids).logits for name in ("hf", "made"))
+        logits.append(model.decoder(ids))
+    torch.testing.assert_close(logits, [wanted] * 2, atol=1e-4, rtol=1e-4)
 
 
 @pytest.mark.parametrize("shape", SHAPES)
@@ -252,7 +289,11 @@ def pickle(folder):
     [
         (pickle, "pytorch_model.bin is a pickle"),
         (change(architectures=["GPT2LMHeadModel"]), "GPT2LMHeadModel"),
-        (change(rope_parameters={"rope_type": "llama3", "rope_theta": 5e5, "factor": 8.0}), "rope_scaling is .*llama3"),
+        (change(rope_scaling={"type": "yarn", "factor": 8.0}), "rope_scaling is .*yarn"),
+        (change(partial_rotary_factor=0.5), "partial_rotary_factor is 0.5"),
+        (change(mlp_bias=True), "mlp_bias is True"),
+        (change(hidden_act="gelu"), "hidden_act is gelu"),
+        (change(tie_word_embeddings=True), "lm_head.weight is not model.embed_tokens.weight"),
         (change(attention_bias=True), "attention_bias is True"),
         (change(quantization_config={"quant_method": "fp8"}), "quantization_config"),
         (change(vocab_size=20), r"tokenizer has \d+ ids and the model 20|embed_tokens.weight"),
@@ -270,6 +311,9 @@ def test_what_cannot_be_trained_on_is_refused_in_one_line_and_makes_nothing(spoi
     with pytest.raises(RequestError, match=named) as caught:
         import_model(ImportOptions(str(source), str(tmp_path / "made")))
     assert "\n" not in str(caught.value)
+    if (source / "config.json").exists() and (source / "tokenizer.json").exists():
+        with pytest.raises(RequestError, match=named):
+            load_model(source, device="cpu")
     assert not (tmp_path / "made").exists() and not list(tmp_path.glob(".*"))
 
 

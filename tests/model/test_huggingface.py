@@ -1,6 +1,7 @@
 """A checkpoint folder is a Hugging Face model: the same logits there, the same weights back, nothing lost."""
 
 import json
+import math
 from dataclasses import asdict, replace
 
 import pytest
@@ -9,7 +10,8 @@ from decoders import SHAPES, SMALL, trained_like, write_huggingface
 from transformers import AutoModelForCausalLM, LlamaConfig, MinistralConfig, Qwen3Config
 
 from lm.errors import RequestError
-from lm.model.huggingface import config_from_json, config_json, from_huggingface, to_huggingface
+from lm.model.decoder import Decoder
+from lm.model.huggingface import check_tied, config_from_json, config_json, from_huggingface, to_huggingface
 
 
 @pytest.fixture(params=SHAPES.values(), ids=SHAPES.keys())
@@ -51,7 +53,7 @@ def test_config_json_and_back_is_the_same_shape(config):
 )
 def test_configs_that_transformers_writes_are_read(theirs):
     ours = config_from_json(json.loads(theirs.to_json_string(use_diff=False)))
-    own = {"rope_theta", "qk_norm", "dropout", "window_pattern", "sliding_window", "zero_init_residual"}
+    own = {"rope_theta", "rope_scaling", "qk_norm", "dropout", "window_pattern", "sliding_window", "zero_init_residual"}
     for name in asdict(ours).keys() - own:
         assert getattr(ours, name) == getattr(theirs, name), name
     assert ours.rope_theta == 10000.0
@@ -114,9 +116,21 @@ def test_qwen3_says_its_windows_without_layer_types_too(pattern):
     [
         ({"architectures": ["MistralForCausalLM"]}, "MistralForCausalLM"),
         ({"architectures": None}, "architectures"),
-        ({"rope_scaling": {"rope_type": "llama3", "factor": 8.0}}, "llama3"),
-        ({"rope_scaling": {"type": "linear", "factor": 2.0}}, "linear"),
-        ({"rope_parameters": {"rope_type": "yarn", "rope_theta": 1e4}}, "yarn"),
+        ({"model_type": "mistral"}, "model_type is mistral"),
+        (
+            {
+                "architectures": ["MinistralForCausalLM"],
+                "model_type": "ministral",
+                "sliding_window": None,
+                "layer_types": ["sliding_attention"] * 3,
+            },
+            "give sliding_window",
+        ),
+        ({"rope_scaling": {"rope_type": "llama3", "factor": 8.0}}, "'low_freq_factor': None.* must be"),
+        ({"rope_scaling": {"type": "linear", "factor": "2"}}, "'factor': '2'.* must be"),
+        ({"rope_scaling": {"rope_type": "dynamic", "factor": math.nan}}, "'factor': nan.* must be"),
+        ({"rope_parameters": {"rope_type": "yarn", "rope_theta": 1e4}}, "rope_scaling is .*yarn"),
+        ({"rope_parameters": {"full_attention": {"rope_theta": 7.0}}}, "rope_scaling is .*full_attention"),
         ({"rope_parameters": {"rope_type": "default", "partial_rotary_factor": 0.5}}, "partial_rotary_factor is 0.5"),
         ({"attention_bias": True}, "attention_bias"),
         ({"mlp_bias": True}, "mlp_bias"),
@@ -124,6 +138,8 @@ def test_qwen3_says_its_windows_without_layer_types_too(pattern):
         ({"layer_types": ["full_attention", "chunked_attention"]}, "layer_types has chunked_attention"),
         ({"quantization_config": {"bits": 4}}, "quantization_config"),
         ({"hidden_size": None}, "lacks hidden_size"),
+        ({"rms_norm_eps": None}, "lacks rms_norm_eps"),
+        ({"rope_theta": None}, "lacks rope_theta"),
     ],
 )
 def test_what_this_decoder_cannot_be_is_refused_by_name(change, named):
@@ -145,7 +161,18 @@ def test_weights_of_another_shape_are_refused_by_name(change, named):
         from_huggingface(state, replace(SMALL, **change))
 
 
-def test_a_repeated_tied_output_matrix_is_accepted():
+@pytest.mark.parametrize("source", ["twice", "output alone", "another"])
+def test_a_tied_output_matrix_is_the_embedding_by_either_name(source):
     state = to_huggingface(trained_like(SMALL).state_dict(), SMALL)
-    state["lm_head.weight"] = state["model.embed_tokens.weight"]
-    assert "lm_head.weight" not in from_huggingface(state, SMALL)
+    embedding = state["lm_head.weight"] = state["model.embed_tokens.weight"]
+    embedding[0, 0] = torch.nan  # of a training that went wrong
+    if source == "another":
+        state["lm_head.weight"] = embedding + 1e-3
+        with pytest.raises(RequestError, match="lm_head.weight is not model.embed_tokens.weight.* ties them: set"):
+            from_huggingface(state, SMALL)
+        return
+    if source == "output alone":
+        del state["model.embed_tokens.weight"]
+    weights = from_huggingface(state, SMALL)
+    assert "lm_head.weight" not in weights and weights["embed_tokens.weight"] is embedding
+    check_tied(Decoder(SMALL), weights)

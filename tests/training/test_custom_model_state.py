@@ -10,6 +10,7 @@ from trainings import lm, make_workplace, write_config
 from lm.runs.run import Run
 
 MODEL = '''
+import os
 import random
 from dataclasses import replace
 
@@ -28,6 +29,8 @@ class Bigram(nn.Module):
         super().__init__()
         self.embed, self.out = nn.Embedding(config.vocab_size, 8), nn.Linear(8, config.vocab_size)
         self.variant = variant
+        if os.path.exists("tie"):
+            self.out.weight = self.embed.weight
         if "transposed" in variant:
             self.out.weight = nn.Parameter(self.out.weight.detach().t().contiguous().t())
         if "slash" in variant:
@@ -121,6 +124,19 @@ def test_a_decoder_of_another_config_is_saved_as_what_it_is(place, variant, kind
     assert (document["model_type"], document.get("decoder", document)["rope_theta"]) == (kind, 7.0)
     said = lm(place, "bigram.py", "validate", "--config", config, "--ckpt_path", str(run / "last")).stdout
     assert f"{Run(run).metrics('val/loss')[-1]['val/loss']:.4f}" in said
+
+
+def test_two_weights_of_a_checkpoint_never_become_one(place):
+    """Each command of a class that ties since stops; a checkpoint of its own is resumed."""
+    config, step = ("--config", write_variant(place, "untied"), "--trainer.max_steps"), "checkpoints/untied/last"
+    lm(place, "bigram.py", "fit", *config, "2")
+    (place / "tie").touch()
+    for command in ("fit", *config, "4", "--run", "untied"), ("validate", *config, "2"), ("generate", "--prompt", "A"):
+        said = lm(place, "bigram.py", *command, "--ckpt_path", step, expect=2).stderr
+        assert re.search("embed.weight and .*out.weight are one weight in this model and two", said.splitlines()[-1])
+    lm(place, "bigram.py", "fit", *config, "2", "--run", "tied")
+    lm(place, "bigram.py", "fit", *config, "4", "--run", "tied", "--ckpt_path", "last")
+    (place / "tie").unlink()
 
 
 @pytest.mark.parametrize("variant, message", [

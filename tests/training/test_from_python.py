@@ -2,6 +2,7 @@
 
 import csv
 import json
+import math
 import re
 import time
 from dataclasses import fields
@@ -92,6 +93,8 @@ MISTAKES = {
     "a class as a callback": (lambda: package.Trainer(callbacks=[Own], **ON_CPU), "Own.* is not a callback: give an object"),
     "not a callback": (lambda: package.Trainer(callbacks=[3], **ON_CPU), "3 is not a callback"),
     "not a count": (lambda: package.Trainer(max_tokens="2Q"), r"^lm\.Trainer\(max_tokens='2Q'\): expected a count"),
+    "no number": (lambda: package.DataModule("data", val_tokens=math.nan), r"^DataModule\(val_tokens=nan\): expected a"),
+    "none of the validation": (lambda: package.DataModule("data", val_tokens=0), "data.val_tokens 0 must be at least 1"),
     "a loader": (lambda: package.Trainer(**ON_CPU).fit(package.LanguageModule(DECODER), DataLoader([1])), LOADER),
     "a loader to validate": (
         lambda: package.Trainer(**ON_CPU).validate(package.LanguageModule(DECODER), DataLoader([1])), LOADER),

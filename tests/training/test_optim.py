@@ -1,5 +1,7 @@
 """Schedules and counts of steps are pure functions, settings are those of a parameter's group, state has names."""
 
+import math
+
 import pytest
 import torch
 from hypothesis import given
@@ -7,11 +9,20 @@ from hypothesis import strategies as st
 from torch import nn
 
 from lm.cli.plan_facts import of_optimizer
+from lm.data.config import DataConfig, PhaseConfig, SourceConfig
 from lm.errors import RequestError
 from lm.model.config import DecoderConfig, matrix_rows
 from lm.model.decoder import Decoder
 from lm.training.checkpoint_state import index_state, name_state, parameter_names
-from lm.training.config import GroupConfig, GroupsConfig, OptimizerConfig, ScheduleConfig
+from lm.training.config import (
+    EarlyStoppingConfig,
+    GroupConfig,
+    GroupsConfig,
+    ModelConfig,
+    OptimizerConfig,
+    ScheduleConfig,
+    TrainerConfig,
+)
 from lm.training.optim import build_optimizer, parameter_groups
 from lm.training.schedule import lr_fraction, plan_steps, warmup_and_decay_steps
 
@@ -127,6 +138,18 @@ def test_every_division_of_a_global_batch_has_the_same_tokens(micro, accumulate,
     (OptimizerConfig, dict(momentum=1.0), "momentum 1.0"),
     (OptimizerConfig, dict(groups=GroupsConfig(norms=GroupConfig(lr=-1.0))), "groups.norms.lr -1.0"),
     (OptimizerConfig, dict(groups=GroupsConfig(norms=GroupConfig(weight_decay=-1.0))), "groups.norms.weight_decay"),
+    # no numbers
+    (OptimizerConfig, dict(lr=math.inf), "model.optimizer.lr inf must be above 0, and finite"),
+    (OptimizerConfig, dict(eps=math.inf), "model.optimizer.eps inf"),
+    (OptimizerConfig, dict(weight_decay=math.inf), "weight_decay inf must be at least 0, and finite"),
+    (ScheduleConfig, dict(warmup_steps=math.nan), "model.schedule.warmup_steps nan must be at least 0"),
+    (TrainerConfig, dict(val_interval=math.nan), "trainer.val_interval nan must be at least 1"),
+    (TrainerConfig, dict(gradient_clip_val=math.nan), "trainer.gradient_clip_val nan must be at least 0"),
+    (TrainerConfig, dict(early_stopping=EarlyStoppingConfig(min_delta=math.nan)), "early_stopping.min_delta nan"),
+    (ModelConfig, dict(decoder=None, z_loss=math.nan), "model.z_loss nan must be at least 0"),
+    (DataConfig, dict(path="a", micro_batch_size=0), "data.micro_batch_size 0 must be at least 1"),
+    (DataConfig, dict(sources=[SourceConfig("a", "b", max_epochs=math.nan)]), "sources a: max_epochs nan must be above 0"),
+    (DataConfig, dict(sources=[SourceConfig("a", "b")], phases=[PhaseConfig(math.nan, {"a": 1})]), "sort the phases"),
     # with the arithmetic
     (plan_steps, REQUEST | {"world_size": 3}, r"16 x seq_len 1024 x 3 ranks = 49,152 tokens.*10\.667.*540,672"),
     (plan_steps, REQUEST | {"global_batch_tokens": 1024}, "nearest that fits is 16,384"),
