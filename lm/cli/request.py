@@ -1,7 +1,12 @@
 """From a command line to a `Request`: the dataclasses of its settings, without importing PyTorch.
 
-`cli/settings` merges YAML files and options to one tree of settings. Here they get types and defaults, and are checked.
-LightningCLI is given the result, to build what only a class can: Trainer, model, data, callbacks and loggers.
+The way of `lm fit --config tiny.yaml --model.optimizer.lr 1e-3`:
+
+    settings.read_options   [("config", "tiny.yaml"), ("model.optimizer.lr", "1e-3")]
+    settings.combine        {"model": {"optimizer": {"lr": "1e-3", ...}, ...}, ...}: the file, options set over it
+    complete_settings       {"model": {"optimizer": {"lr": 0.001, ...}, ...}, ...}: with types and all defaults
+    make_request            Request(model=ModelConfig(optimizer=OptimizerConfig(lr=0.001, ...), ...), ...)
+    fit.TrainingCLI         LightningCLI makes LanguageModule, DataModule and Trainer of the settings, and trains
 """
 
 import copy
