@@ -287,3 +287,17 @@ def test_a_fit_without_a_config_says_how_to_give_one():
         request.read("fit", ["--trainer.max_steps", "5"])
     with pytest.raises(RequestError, match=r"no options 'cofig' \(did you mean 'config'\?\), 'lr' \("):
         request.read("fit", ["--cofig", "small.yaml", "--lr", "3"])
+
+
+@pytest.mark.parametrize("typed", [["runs", "--help"], ["help", "runs"], ["runs", "-h"]])
+def test_help_on_the_commands_about_runs_lists_them(typed, capsys):
+    assert main(typed) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert [line.split("  ")[1] for line in lines] == [c.name for c in TABLE if c.name.startswith("runs ")]
+
+
+def test_a_list_ends_at_any_option_and_its_texts_stay_texts():
+    typed = ["--samples.prompts", "a", "b", "-c", "tiny.yaml", "--samples.prompts+", "1984"]
+    named = settings.read_options("fit", typed)
+    assert named == [("samples.prompts", ["a", "b"]), ("config", "tiny.yaml"), ("samples.prompts+", ["1984"])]
+    assert settings.combine("fit", [], named[::2]) == {"samples": {"prompts": ["a", "b", "1984"]}}
