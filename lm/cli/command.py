@@ -31,20 +31,20 @@ class Command(NamedTuple):
     `kind` says what the function takes. Only a "function" is imported before its arguments are read and checked; the
     others import PyTorch, which takes seconds.
     "function": its own parameters, such as `lm runs ls --json`.
-    "options": a dataclass, whose fields are the options, such as `lm generate --prompt Hello`.
+    "dataclass": a dataclass, whose fields are the options, such as `lm generate --prompt Hello`.
     "overrides": a dataclass, and options of a training that override a run's config, such as `lm branch`.
     "request": a `Request`, made of a config and options that override it, such as `lm fit --config tiny.yaml`.
     """
 
     name: str
     target: str  # "module of this folder:function"
-    kind: Literal["function", "options", "overrides", "request"]
+    kind: Literal["function", "dataclass", "overrides", "request"]
     help: str
-    options: str = ""  # "module of this folder:dataclass"
+    options_class: str = ""  # "module of this folder:dataclass"
 
 
-# A function that jsonargparse calls has no name that `lm` exports, such as `lm.prepare`: jsonargparse looks whether it
-# is the exported one, which imports PyTorch.
+# Do not name a "function" as an export of `lm` is named, hence `main_prepare`: jsonargparse looks whether it is that
+# export, which imports PyTorch.
 TABLE = (
     Command("fit", "fit:fit", "request", "train a model from a config, or resume a run"),
     Command("branch", "branch:branch", "overrides", "a new run from a checkpoint of another: a decay, other data",
@@ -61,13 +61,13 @@ TABLE = (
     Command("data prepare", "data:main_prepare", "function", "tokenize texts into Parquet shards"),
     Command("data inspect", "data:inspect", "function", "what a data folder holds"),
     Command("data show", "data:show", "function", "the texts that a run saw at a step"),
-    Command("generate", "generate:generate", "options",
+    Command("generate", "generate:generate", "dataclass",
             "what a checkpoint writes after prompts; interactive without any", "model_options:GenerateOptions"),
-    Command("evaluate", "evaluate:evaluate", "options",
+    Command("evaluate", "evaluate:evaluate", "dataclass",
             "tasks and bits per byte of a checkpoint, with confidence intervals", "model_options:EvaluateOptions"),
-    Command("export", "convert:export", "options", "a Hugging Face folder with a model card, reloaded and compared",
+    Command("export", "convert:export", "dataclass", "a Hugging Face folder with a model card, reloaded and compared",
             "model_options:ExportOptions"),
-    Command("import", "convert:import_model", "options",
+    Command("import", "convert:import_model", "dataclass",
             "a Hugging Face model as a checkpoint that a training starts from", "model_options:ImportOptions"),
     Command("profile", "measure:profile", "request", "where the time of a training step goes, by part; a trace"),
     Command("runs ls", "runs:ls", "function", "every run: its status, step, losses, tokens a second and age"),
@@ -80,7 +80,7 @@ TABLE = (
             "a run for others: metrics, pictures, weights; or one HTML page"),
     Command("runs rebuild", "runs:rebuild", "function", "rebuild the registry of runs from the run folders"),
     Command("monitor", "monitor:monitor", "function", "watch runs live in the terminal, or print their state as JSON"),
-    Command("doctor", "doctor:doctor", "options",
+    Command("doctor", "doctor:doctor", "dataclass",
             "whether this machine can train: GPU, kernels, disk, each with a cure", "command_options:DoctorOptions"),
     Command("bench step", "measure:bench_step", "request", "time of a training step, and what a checkpoint costs"),
 )  # fmt: skip
@@ -187,7 +187,7 @@ def _read_request(command: Command, arguments: list[str]) -> tuple[Any, ...]:
         return ()
     settings, run_name = request.read_settings(command.name, arguments)
     if settings.pop("print_config", None) in (True, "true"):
-        print(request.to_yaml(request.complete_settings(command.name, settings)[-1]), end="")
+        print(request.to_yaml(request.complete_settings(command.name, settings).of_training), end="")
         return ()
     return (request.make_request(command.name, settings, run_name),)
 
@@ -200,7 +200,7 @@ def _read_options(command: Command, arguments: list[str]) -> tuple[Any, ...]:
     overrides: list[Any] = []
     if command.kind == "overrides":
         arguments, *overrides = split_overrides(arguments)
-    options = _call(_load(command.options), command, arguments)
+    options = _call(_load(command.options_class), command, arguments)
     check_run_exists(command.name, options)
     return (options, *overrides)
 

@@ -34,7 +34,7 @@ def find_config(name: str) -> Path:
 
 
 def read_config(path: Path) -> dict[str, Any]:
-    """The content of a config, without the options that are gone and have their default."""
+    """The content of a config, without the options that were removed from `lm`, if set to the default that they had."""
     try:
         text = without_removed(path.read_text(encoding="utf-8"))
         document = parse_yaml(text)  # raises if a key is there twice
@@ -83,7 +83,7 @@ def check_model_class(run: Run) -> None:
         known_class(document, process.module_class, str(run.path), run.script)
 
 
-# Commands that take no config but a run -> what to give instead, where there is no run at all.
+# Commands that take a run, not a config -> what to give instead, where there is no run at all.
 NEEDS_RUN = dict.fromkeys(("generate", "evaluate", "export"), ", or give a --ckpt_path") | {"branch": ""}
 
 

@@ -52,7 +52,7 @@ def fit(request: Request[FitOptions], callbacks: Sequence[Callback] = (), messag
         from lm.cli.hours import with_measured_length
 
         request, arguments = with_measured_length(request)
-        with other_arguments(arguments):  # which start the other ranks: they are not to measure too
+        with other_arguments(arguments):  # so that the other ranks start with the measured length
             return fit(request, callbacks, messages)
     refuse(of_event_program(request.run_options))
     if request.guards.budget.file:
@@ -162,6 +162,8 @@ class TrainingCLI(LightningCLI):
         settings["ckpt_path"] = str(checkpoint) if checkpoint else None
         if request.command in ("validate", "test"):
             settings["verbose"] = False  # `after_validate` prints the metrics
+        # LightningCLI now makes Trainer, model and data, calls `after_instantiate_classes` and `before_fit`, and runs
+        # the command, such as `trainer.fit`.
         super().__init__(
             training_class(),
             DataModule,

@@ -9,7 +9,7 @@ from lightning.pytorch import Callback, LightningModule
 
 from lm.cli.config_files import find_config, read_config
 from lm.cli.fit import fit as train
-from lm.cli.options import option_groups, training_options
+from lm.cli.options import all_options, option_groups
 from lm.cli.request import make_request
 from lm.cli.settings import check_names, combine, dotted
 from lm.cli.trainer import class_of_models, logging_to_console
@@ -71,7 +71,7 @@ def fit(
         RequestError: the config is wrong, or a guard of `lm plan` refuses it.
         GuardStop: a guard has stopped the run. RunError: it failed. Interrupted: a signal ended it; `auto` resumes.
     """
-    groups = option_groups(option.name for option in training_options("fit"))
+    groups = option_groups(option.name for option in all_options("fit"))
     typed = {"trainer.stop_within": 0.0, **dict(dotted(_plain(options or {}), groups))}
     typed |= {name: str(value) for name, value in {"run": run, "ckpt_path": ckpt_path}.items() if value is not None}
     with class_of_models(module), logging_to_console(), STOP.borrowed():

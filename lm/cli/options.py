@@ -46,7 +46,7 @@ SEED = Option("seed_everything", "int", 1337, "Seed of the initial weights and t
 # ---- options of a training -------------------------------------------------------------------------------------------
 
 
-def training_options(command: str) -> list[Option]:
+def all_options(command: str) -> list[Option]:
     """All options of a command: first its own, then those of a training."""
     choice = [] if command in ("plan", "bench step", "profile") else list(_options_of(RunChoice))
     found = [CONFIG, PRINT_CONFIG, *choice, SEED, *own_options(command)]
@@ -94,7 +94,7 @@ def _kind(hint: Any) -> str:
 
 def changed_settings(config: dict[str, Any]) -> dict[str, Any]:
     """The settings of a resolved config that are not the defaults, by their names with dots."""
-    defaults = {option.name: option.default for option in training_options("fit")}
+    defaults = {option.name: option.default for option in all_options("fit")}
     defaults |= {name: list(default) for name, default in defaults.items() if isinstance(default, tuple)}  # as in YAML
     empty = ([], {}, ())
     defaults |= {name: None for name, default in defaults.items() if default in empty}
@@ -112,7 +112,7 @@ def option_groups(leaves: Iterable[str]) -> set[str]:
 
 def print_options(command: str, what: str, chosen: str | None = None) -> None:
     """Print what a command does and its options: those of the `chosen` group, `all`, or else the frequent ones."""
-    options = training_options(command)
+    options = all_options(command)
     if chosen not in (None, "all") and chosen not in option_groups(option.name for option in options):
         raise RequestError(f"no group of options {chosen!r}: give all, or one of {', '.join(NAMES)}")
     width, frequent, usage = min(110, shutil.get_terminal_size().columns), FREQUENT, "--config FILE"

@@ -15,7 +15,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields, is_dataclass, replace
 from inspect import signature
 from types import NoneType
-from typing import Any, Generic, TypeVar, get_args
+from typing import Any, Generic, NamedTuple, TypeVar, get_args
 
 import yaml
 from jsonargparse import Namespace
@@ -108,12 +108,29 @@ def make_request(command: str, settings: dict[str, Any], run_name: str = "run") 
 
     RequestError for a value that is wrong by itself, and for a length or a batch that does not come out even.
     """
-    parser, config, complete = complete_settings(command, settings)
-    values = parser.instantiate_classes(config)  # of all but trainer, model and data, which keep what is not built yet
-    if not 0 <= values.seed_everything < 2**32:
-        raise RequestError(f"seed_everything {values.seed_everything} must be a whole number from 0 to {2**32 - 1}")
-    trainer, data = take_fields(TrainerConfig, values.trainer), take_fields(DataConfig, values.data)
-    timed = command == "fit" and values.hours is not None  # its length follows
+    complete = complete_settings(command, settings)
+    values = complete.parser.instantiate_classes(complete.values)  # dataclasses, but for trainer, model and data
+    choice, own = take_fields(RunChoice, values), COMMAND_OPTIONS.get(command)
+    model_fields = {option.name for option in fields(ModelConfig)}
+    request = Request(
+        command=command, run_name=choice.run or run_name, choice=choice,
+        options=take_fields(own, values) if own else None, settings=complete.of_training,
+        seed_everything=values.seed_everything, run_options=take_fields(RunOptions, values),
+        trainer=take_fields(TrainerConfig, values.trainer), model=take_fields(ModelConfig, values.model),
+        data=take_fields(DataConfig, values.data),
+        custom_arguments={name: value for name, value in vars(values.model).items() if name not in model_fields},
+        guards=values.guards, samples=values.samples, evaluation=values.evaluation,
+    )  # fmt: skip
+    check_request(request)
+    return request
+
+
+def check_request(request: Request[Any]) -> None:
+    """Raise RequestError for values that are wrong together, as far as they can be known without the machine."""
+    command, trainer, data = request.command, request.trainer, request.data
+    if not 0 <= request.seed_everything < 2**32:
+        raise RequestError(f"seed_everything {request.seed_everything} must be a whole number from 0 to {2**32 - 1}")
+    timed = command == "fit" and request.options.hours is not None  # its length follows
     if command in ("fit", "bench step", "profile") and not timed and str(trainer.devices) in ("1", "auto"):
         plan_steps(world_size=1, max_steps=trainer.max_steps, max_tokens=trainer.max_tokens, seq_len=data.seq_len,
                    micro_batch_size=data.micro_batch_size, global_batch_tokens=data.global_batch_tokens)  # fmt: skip
@@ -122,23 +139,18 @@ def make_request(command: str, settings: dict[str, Any], run_name: str = "run") 
 
         require(bool(data.texts), "nothing to predict on: give text files, JSONL or Parquet with --data.texts")
         find_files(data.texts)  # raises if one is missing
-    choice, own = take_fields(RunChoice, values), COMMAND_OPTIONS.get(command)
-    model_fields = {option.name for option in fields(ModelConfig)}
-    return Request(
-        command=command, run_name=choice.run or run_name, choice=choice,
-        options=take_fields(own, values) if own else None,
-        settings=complete,
-        seed_everything=values.seed_everything, run_options=take_fields(RunOptions, values), trainer=trainer, data=data,
-        model=take_fields(ModelConfig, values.model),
-        custom_arguments={name: value for name, value in vars(values.model).items() if name not in model_fields},
-        guards=values.guards, samples=values.samples, evaluation=values.evaluation,
-    )  # fmt: skip
 
 
-def complete_settings(command: str, settings: dict[str, Any]) -> tuple[Parser, Namespace, dict[str, Any]]:
-    """Give each setting its type and each missing one its default: a parser, its values, and those of the training as
-    a YAML file has them.
-    """
+class CompleteSettings(NamedTuple):
+    """Settings with types and all defaults."""
+
+    parser: Parser
+    values: Namespace
+    of_training: dict[str, Any]  # without the command's own, as a YAML file has them
+
+
+def complete_settings(command: str, settings: dict[str, Any]) -> CompleteSettings:
+    """Give each setting its type and each missing one its default."""
     check_nulls(settings)
     parser = make_parser(command)
     config = parser.parse_object(settings)
@@ -146,7 +158,8 @@ def complete_settings(command: str, settings: dict[str, Any]) -> tuple[Parser, N
     plain = json.loads(parser.dump(config, format="json", skip_none=False, skip_check=True))
     kinds = filter(None, (RunChoice, COMMAND_OPTIONS.get(command)))
     not_of_training = {option.name for kind in kinds for option in fields(kind)}
-    return parser, config, {name: value for name, value in plain.items() if name not in not_of_training}
+    of_training = {name: value for name, value in plain.items() if name not in not_of_training}
+    return CompleteSettings(parser, config, of_training)
 
 
 def take_fields(kind: type, values: Namespace) -> Any:

@@ -2,7 +2,7 @@
 every name is checked.
 """
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import fields
 from typing import Any
 
@@ -11,7 +11,7 @@ from jsonargparse import get_loader
 
 from lm.cli.command_options import FitOptions, RunChoice
 from lm.cli.config_files import find_config, read_config, run_with_config
-from lm.cli.options import CONFIG, PRINT_CONFIG, SEED, option_groups, own_options, training_options
+from lm.cli.options import CONFIG, PRINT_CONFIG, SEED, all_options, option_groups, own_options
 from lm.errors import RequestError
 from lm.system.arguments import typed_options
 from lm.system.other_names import nearest_option, shown, unknown_options
@@ -23,27 +23,41 @@ def read_settings(command: str, arguments: list[str]) -> tuple[dict[str, Any], s
         path = find_config(arguments[0])
         raise RequestError(f"{arguments[0]!r} is not an option; did you mean `lm {command} --config {path}`?")
     typed = read_options(command, arguments)
-    files = [find_config(value) for name, value in typed if name == "config" and value is not None]
-    configs = {path: read_config(path) for path in files}
+    configs = {path: read_config(path) for path in map(find_config, config_names(typed))}
     check_names(command, typed, configs)
     typed = [(name, value) for name, value in typed if name != "config"]
-    values = dict(typed)
+    check_one_length(command, dict(typed))
+    if not configs and (run := run_with_config(command, dict(typed))):
+        configs = {run.config: read_config(run.config)}
+        check_names(command, [], configs)
+        typed += [("run", run.name), ("trainer.default_root_dir", str(run.path.parent))]
+    if not configs:
+        check_config_not_needed(command, dict(typed))
+    return combine(command, configs.values(), typed), next((path.stem for path in configs), "run")
+
+
+def config_names(typed: Iterable[tuple[str, Any]]) -> list[str]:
+    return [value for name, value in typed if name == "config" and value is not None]
+
+
+def check_one_length(command: str, values: Mapping[str, Any]) -> None:
+    """Raise RequestError where a fit is given its length twice."""
     lengths = [name for name in ("trainer.max_steps", "trainer.max_tokens") if values.get(name) not in NULL]
     if lengths and command == "fit" and values.get("hours") not in NULL:
         raise RequestError(f"--{lengths[0]} gives the length of the run, and so does --hours: give one of them")
-    if not files and (run := run_with_config(command, values)):
-        files, configs = [run.config], {run.config: read_config(run.config)}
-        check_names(command, [], configs)
-        typed += [("run", run.name), ("trainer.default_root_dir", str(run.path.parent))]
-    elif not (files or "print_config" in values or command == "fit" and any(name[:5] == "data." for name in values)):
+
+
+def check_config_not_needed(command: str, values: Mapping[str, Any]) -> None:
+    """Raise RequestError unless a fit is given its data, or the defaults are printed."""
+    with_data = command == "fit" and any(name.startswith("data.") for name in values)
+    if not with_data and "print_config" not in values:
         raise RequestError(f"give a config with --config, such as `lm {command} --config tiny.yaml`")
-    return combine(command, configs.values(), typed), files[0].stem if files else "run"
 
 
 def split_overrides(arguments: list[str]) -> tuple[list[str], list[tuple[str, Any]]]:
     """Split a command line into the command's own arguments and the options of a training, which `override` takes."""
     fit_only = {option.name for kind in (RunChoice, FitOptions) for option in fields(kind)} | {"config"}
-    training = {option.name for option in training_options("fit")} - fit_only
+    training = {option.name for option in all_options("fit")} - fit_only
     training |= option_groups(training) | {"seed"}
     if "--against" in arguments[:-1]:  # its value looks like options
         place = arguments.index("--against")
@@ -61,7 +75,7 @@ def split_overrides(arguments: list[str]) -> tuple[list[str], list[tuple[str, An
 
 def read_options(command: str, arguments: list[str]) -> list[tuple[str, Any]]:
     """The options of a command line by their full names, with the values as typed; None where there is none."""
-    options = training_options(command)
+    options = all_options(command)
     groups = option_groups(option.name for option in options)
     flags = [option.name for option in options if option.kind == "bool"]
     lists = [option.name + plus for option in options if "list of str" in option.kind for plus in ("", "+")]
@@ -91,7 +105,7 @@ CLEARED_BY = {
 
 def combine(command: str, configs: Iterable[Mapping[str, Any]], typed: Iterable[tuple[str, Any]]) -> dict[str, Any]:
     """Merge configs, of which later ones override earlier ones, and set the options of a command line over them."""
-    groups = option_groups(option.name for option in training_options(command))
+    groups = option_groups(option.name for option in all_options(command))
     settings: dict[str, Any] = {}
     for options in [*(list(dotted(config, groups)) for config in configs), list(typed)]:
         names = {".".join(name.split(".")[:2]) for name, _ in options}
@@ -116,22 +130,34 @@ def dotted(settings: Mapping[str, Any], groups: set[str], prefix: str = "") -> I
 
 def set_option(settings: dict[str, Any], name: str, value: Any) -> None:
     """Set an option in nested settings, in place, by its dotted name; `trainer.callbacks+` adds to a list."""
-    *groups, last = argument_of_class(name).split(".")
-    parent: Any = settings
+    *groups, last = insert_init_args(name).split(".")
     for group in groups:
-        child = parent.get(group)
-        if isinstance(child, list) and child and group in ("callbacks", "logger"):  # the last of several
-            parent, group, child = child, -1, child[-1]
-        if isinstance(child, str):
-            child = {"class_path": child}
-        parent[group] = child if isinstance(child, dict) else {}
-        parent = parent[group]
+        settings = _group_of(settings, group)
     if last.endswith("+"):
         last = last.removesuffix("+")
-        before = [] if parent.get(last) in NULL else parent[last]
         added = load_yaml(value, f"--{name}") if isinstance(value, str) else value
-        value = [*(before if isinstance(before, list) else [before]), *(added if isinstance(added, list) else [added])]
-    parent[last] = value
+        before = [] if settings.get(last) in NULL else settings[last]
+        value = [*_as_list(before), *_as_list(added)]
+    settings[last] = value
+
+
+def _group_of(settings: dict[str, Any], name: str) -> dict[str, Any]:
+    """A group in settings, made where it is missing; of several callbacks or loggers, the last one."""
+    group = settings.get(name)
+    if isinstance(group, list) and group and name in ("callbacks", "logger"):
+        group[-1] = _with_class_path(group[-1])
+        return group[-1]
+    settings[name] = _with_class_path(group)
+    return settings[name]
+
+
+def _with_class_path(group: Any) -> dict[str, Any]:
+    """A group, also of a class that is given by its name alone."""
+    return {"class_path": group} if isinstance(group, str) else group if isinstance(group, dict) else {}
+
+
+def _as_list(value: Any) -> list[Any]:
+    return value if isinstance(value, list) else [value]
 
 
 def load_yaml(text: str, option: str) -> Any:
@@ -141,7 +167,7 @@ def load_yaml(text: str, option: str) -> Any:
         raise RequestError(f"{option} {shown(text)} cannot be read: {' '.join(str(error).split())}") from error
 
 
-def argument_of_class(name: str) -> str:
+def insert_init_args(name: str) -> str:
     """`trainer.logger.save_dir`, an argument of the logger's class, is `trainer.logger.init_args.save_dir`."""
     for option in ("trainer.callbacks", "trainer.logger"):
         argument = name.removeprefix(f"{option}.")
@@ -155,28 +181,41 @@ def argument_of_class(name: str) -> str:
 
 def check_names(command: str, typed: Iterable[tuple[str, Any]], configs: Mapping[Any, Mapping[str, Any]] = {}) -> None:
     """Raise RequestError for names that no option has, in a command line and in configs, and for a missing value."""
-    leaves = {option.name for option in training_options(command)}
-    groups = option_groups(leaves)
+    options = {option.name for option in all_options(command)}
+    groups = option_groups(options)
     values = {name.removesuffix("+"): value for name, value in typed}
-    names = {f"config {path}: ": dict(dotted(config, groups)) for path, config in configs.items()} | {"": values}
-    run_choice = {option.name for option in fields(RunChoice)}  # which a config of a run may have
-    own = {option.name for option in (CONFIG, PRINT_CONFIG, *own_options(command))}  # which a config has not
-    messages: list[str] = []
-    for source, given in names.items():
-        allowed = leaves | run_choice if source else leaves
-        unknown = [name for name in given if not _is_known(name, allowed, groups) or source and name in own]
-        hints = {name: nearest_option(name, sorted(leaves | groups)) for name in unknown}
-        hints |= {name: f"give --{name} on the command line" for name in own}
-        if unknown:
-            listed = {name: hints[name] or f"`lm {command} --help all` lists them" for name in unknown}
-            messages.append(source + unknown_options(listed))
-    if messages:
-        raise RequestError("; ".join(messages))
+    messages = [_unknown_in_config(command, path, config) for path, config in configs.items()]
+    messages.append(_describe_unknown(command, [name for name in values if not _is_known(name, options, groups)]))
+    if any(messages):
+        raise RequestError("; ".join(filter(None, messages)))
     if missing := [name for name, value in values.items() if value is None]:
         raise RequestError(f"--{missing[0]} needs a value")
 
 
-def _is_known(name: str, leaves: set[str], groups: set[str]) -> bool:
+def _unknown_in_config(command: str, path: Any, config: Mapping[str, Any]) -> str:
+    """What is wrong with the names in a config, which may also have the options of `RunChoice`, as a run's has."""
+    options = {option.name for option in all_options(command)}
+    groups = option_groups(options)
+    command_line_only = {option.name for option in (CONFIG, PRINT_CONFIG, *own_options(command))}
+    allowed = (options | {option.name for option in fields(RunChoice)}) - command_line_only
+    unknown = [name for name, _ in dotted(config, groups) if not _is_known(name, allowed, groups)]
+    message = _describe_unknown(command, unknown, command_line_only)
+    return f"config {path}: {message}" if message else ""
+
+
+def _describe_unknown(command: str, names: list[str], command_line_only: Collection[str] = ()) -> str:
+    """A message about names of no option, with the nearest ones; empty if there is none."""
+    options = {option.name for option in all_options(command)}
+    known = sorted(options | option_groups(options))
+    hints = {
+        name: f"give --{name} on the command line" if name in command_line_only
+        else nearest_option(name, known) or f"`lm {command} --help all` lists them"
+        for name in names
+    }  # fmt: skip
+    return unknown_options(hints) if hints else ""
+
+
+def _is_known(name: str, options: Collection[str], groups: Collection[str]) -> bool:
     """Whether a name is an option or a group of them, or is within the value of an option."""
     parts = name.split(".")
-    return name in groups or any(".".join(parts[:count]) in leaves for count in range(1, len(parts) + 1))
+    return name in groups or any(".".join(parts[:count]) in options for count in range(1, len(parts) + 1))

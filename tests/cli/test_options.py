@@ -26,7 +26,7 @@ assert not {{'torch', 'lightning'}} & set(sys.modules)
 
 def test_the_dataclasses_have_the_options_of_the_parser():
     """Every option, and nothing else but the groups."""
-    read = {option.name for option in options.training_options("plan")} - {"config", "print_config"}
+    read = {option.name for option in options.all_options("plan")} - {"config", "print_config"}
     known = {name.removesuffix("+") for name in known_names(request.make_parser("plan"))}
     known -= {"run", "ckpt_path", "force"}  # which a config of a fit may have
     assert all(name.startswith("data.prepare.") for name in read - known)  # the parser reads this group as one value
@@ -34,10 +34,10 @@ def test_the_dataclasses_have_the_options_of_the_parser():
 
 
 def test_what_is_shown_first_exists():
-    names = {option.name for option in options.training_options("fit")}
+    names = {option.name for option in options.all_options("fit")}
     assert set(options.FREQUENT) | set(options.FREQUENT_WITHOUT_FIT) <= names
     assert {option for option in OPTIONS if "." in option} <= names
-    assert all(option.help for option in options.training_options("fit"))
+    assert all(option.help for option in options.all_options("fit"))
 
 
 @pytest.mark.parametrize("command", TRAINING)
@@ -49,7 +49,7 @@ def test_help_is_two_screens_and_has_everything_on_demand(command, capsys, monke
     assert any("--config" in line for line in short)
     assert main([*command.split(), "--help", "all"]) == 0
     everything = capsys.readouterr().out
-    assert all(f"--{option.name}" in everything for option in options.training_options(command))
+    assert all(f"--{option.name}" in everything for option in options.all_options(command))
     assert main([*command.split(), "--help", "guards.budget"]) == 0
     part = capsys.readouterr().out
     assert "--guards.budget.cap_usd" in part and "--data.path" not in part

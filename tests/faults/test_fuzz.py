@@ -20,7 +20,7 @@ from trainings import CONFIG
 
 from lm.cli import fit, request
 from lm.cli.command import main
-from lm.cli.options import training_options
+from lm.cli.options import all_options
 from lm.cli.plan_facts import examine
 from lm.data.shards import Shards
 from lm.errors import LmError
@@ -31,7 +31,7 @@ from lm.training.budget import Sidecar
 
 pytestmark = pytest.mark.fault(25)
 LONGEST = 1000  # characters of a message
-KEYS = sorted({option.name for option in training_options("plan")} - {"config", "trainer.callbacks"})
+KEYS = sorted({option.name for option in all_options("plan")} - {"config", "trainer.callbacks"})
 BASE = copy.deepcopy(CONFIG)
 del BASE["trainer"]["callbacks"]
 
