@@ -19,9 +19,8 @@ from lm.system.other_names import nearest_option, shown, unknown_options
 
 def read_settings(command: str, arguments: list[str]) -> tuple[dict[str, Any], str]:
     """The settings that a command line and its configs give, and the name of the run: that of the config's file."""
-    if arguments and not arguments[0].startswith("-"):
-        path = find_config(arguments[0])
-        raise RequestError(f"{arguments[0]!r} is not an option; did you mean `lm {command} --config {path}`?")
+    if arguments and arguments[0][:1] != "-" and "=" not in arguments[0]:  # `lm fit tiny.yaml`
+        arguments = ["--config", *arguments]
     typed = read_options(command, arguments)
     configs = {path: read_config(path) for path in map(find_config, config_names(typed))}
     check_names(command, typed, configs)

@@ -181,7 +181,6 @@ def test_the_length_of_some_hours_needs_no_other(tmp_path):
      "there are no options 'save_every' (did you mean 'trainer.checkpoint_interval'?), 'trainer.max_step' (did you"),
     (["--config", "small.yml"], "no config 'small.yml' here or in configs/; did you mean small.yaml?"),
     (["--config", "runs/tinny/config.yaml"], "did you mean runs/tiny/config.yaml?"),
-    (["small.yaml"], "'small.yaml' is not an option; did you mean `lm fit --config small.yaml`?"),
     (["pythia"], "no config 'pythia' here or in configs/"),
     (["--config"], "--config needs a value"), (["--trainer.max_steps"], "--trainer.max_steps needs a value"),
     (["--foo.init_args.x", "1"], "there is no option 'foo.init_args.x'"),
@@ -294,6 +293,13 @@ def test_help_on_the_commands_about_runs_lists_them(typed, capsys):
     assert main(typed) == 0
     lines = capsys.readouterr().out.splitlines()
     assert [line.split("  ")[1] for line in lines] == [c.name for c in TABLE if c.name.startswith("runs ")]
+
+
+def test_a_config_needs_no_name_before_it(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    write_config(tmp_path)
+    typed = ["--trainer.log_interval", "3"]
+    assert request.read("fit", ["small.yaml", *typed]) == request.read("fit", ["--config", "small.yaml", *typed])
 
 
 def test_a_list_ends_at_any_option_and_its_texts_stay_texts():
