@@ -197,10 +197,10 @@ def _read_options(command: Command, arguments: list[str]) -> tuple[Any, ...]:
     from lm.cli.config_files import check_run_exists
     from lm.cli.settings import split_overrides
 
-    overrides: list[Any] = []
+    kind, overrides = _load(command.options_class), []
     if command.kind == "overrides":
-        arguments, *overrides = split_overrides(arguments)
-    options = _call(_load(command.options_class), command, arguments)
+        arguments, *overrides = split_overrides(arguments, kind)
+    options = _call(kind, command, arguments)
     check_run_exists(command.name, options)
     return (options, *overrides)
 

@@ -36,7 +36,7 @@ class FitOptions:
     hours: float | None = None
 
     def __post_init__(self) -> None:
-        require(self.hours is None or self.hours > 0, f"--hours {self.hours} must be above 0")
+        require(self.hours is None or self.hours > 0, f"--hours {self.hours:g} must be above 0")
 
 
 @dataclass

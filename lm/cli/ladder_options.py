@@ -147,7 +147,7 @@ def recipes(options: LadderOptions, overrides: Overrides) -> list[tuple[str, Lad
                                "depth: leave in it what the other recipe changes, as `optimizer: adamw` or `model: "
                                "{optimizer: {momentum: 0.9}}`; two models compare by `lm runs compare`")  # fmt: skip
         words = [f"--{key}={value if isinstance(value, str) else json.dumps(value)}" for key, value in given.items()]
-    typed, changed = split_overrides(words)
+    typed, changed = split_overrides(words, LadderOptions)
     other = replace(options, **parse(LadderOptions, typed, "lm ladder --against", defaults=False))
     for name in ("sizes", "seeds", "folder", "against"):
         if getattr(other, name) != getattr(options, name):

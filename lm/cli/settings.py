@@ -53,11 +53,11 @@ def check_config_not_needed(command: str, values: Mapping[str, Any]) -> None:
         raise RequestError(f"give a config with --config, such as `lm {command} --config tiny.yaml`")
 
 
-def split_overrides(arguments: list[str]) -> tuple[list[str], list[tuple[str, Any]]]:
-    """Split a command line into the command's own arguments and the options of a training, which `override` takes."""
+def split_overrides(arguments: list[str], own: type) -> tuple[list[str], list[tuple[str, Any]]]:
+    """Split a command line into arguments for a command's `own` dataclass and options of a training, for `override`."""
     fit_only = {option.name for kind in (RunChoice, FitOptions) for option in fields(kind)} | {"config"}
     training = {option.name for option in all_options("fit")} - fit_only
-    training |= option_groups(training) | {"seed"}
+    training |= option_groups(training) - {option.name for option in fields(own)} | {"seed"}
     if "--against" in arguments[:-1]:  # its value looks like options
         place = arguments.index("--against")
         arguments = [*arguments[:place], "=".join(arguments[place : place + 2]), *arguments[place + 2 :]]

@@ -194,7 +194,7 @@ def test_a_trend_without_an_interval_is_not_shown():
 def test_bad_input_is_one_line_and_trains_nothing(place, monkeypatch, arguments, message):
     monkeypatch.chdir(place)
     with pytest.raises(RequestError) as refused:
-        typed, overrides = split_overrides([*SIZES, *arguments])
+        typed, overrides = split_overrides([*SIZES, *arguments], LadderOptions)
         ladder(call(LadderOptions, typed, "lm ladder"), overrides)
     assert message in str(refused.value) and "\n" not in str(refused.value)
     assert not list((place / "checkpoints").glob("ladder/*d300*"))

@@ -101,7 +101,7 @@ def test_help_and_a_wrong_name_need_no_torch(tmp_path):
     (["fit", "--config", ""], "no config '' here"), (["fit", "--config", "x**.yaml"], "no config 'x**.yaml' here"),
     (["fit", "--config", "small.yaml", "--config", "timed.yaml"], "there is no option 'hours'; give --hours on the comm"),
     (["fit", "--trainer", "{max_steps: 5}", "--hours", "1"], "--trainer.max_steps gives the length of the run, and so"),
-    (["fit", "--hours", "-1"], "--hours -1.0 must be above 0"),
+    (["fit", "--hours", "-1"], "--hours -1 must be above 0"),
     (["plan", "--run", "small"], "there is no option 'run'"), (["fit", "--data.sources.weight", "9"], "data.sources: exp"),
     (["branch", "nothing", "--trainer", "{max_steps: 9}"], "no run 'nothing'"),
     (["generate", "--temperature", "-1"], "temperature -1.0 must not be below 0"),
