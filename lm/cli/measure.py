@@ -50,7 +50,7 @@ from lm.model.estimates import describe_mfu
 from lm.model.memory import training_memory
 from lm.system.files import folder_bytes, refuse_url, write_atomically
 from lm.system.hardware import device_name
-from lm.system.process import rank, run_facts, seconds_since_process_start
+from lm.system.process import run_facts, seconds_since_process_start
 from lm.system.units import format_bytes, format_count, plural
 from lm.training.callback import not_training
 from lm.training.callbacks.run_folder import RunFolder
@@ -116,10 +116,12 @@ def profile(config: Request[ProfileOptions]) -> None:
     options = config.options
     require_at_least(1, "--", steps=options.steps)
     refuse_url("--trace", options.trace or "")
+    if options.trace and (not Path(options.trace).absolute().parent.is_dir() or Path(options.trace).is_dir()):
+        raise RequestError(f"--trace {options.trace}: give a file in a folder that is there")
     ends = WARMUP + options.steps
-    trace = Trace(options.trace, ends) if options.trace else None
-    last = 1 + (trace.last if trace else ends)
-    parts = Parts(trace)
+    tracer = torch.profiler.profile() if options.trace else None
+    last = 1 + ends + (TRACED if tracer else 0)
+    parts = Parts(tracer, ends)
     own_data = config.data.path is None or (Path(config.data.path) / "manifest.json").exists()
     validated = config.data.micro_batch_size * config.data.seq_len  # at the end; it is not timed
     config = replace(config, data=replace(config.data, val_tokens=validated))
@@ -129,13 +131,17 @@ def profile(config: Request[ProfileOptions]) -> None:
     )  # fmt: skip
     if not trainer.is_global_zero:
         return
+    if tracer:
+        tracer.export_chrome_trace(options.trace)
     found = describe_parts(config, parts.steps[WARMUP:ends], trainer, own_data)
     if options.json:
         print(json.dumps(found))
         return
     show_parts(found)
-    if trace:
-        print(trace.operators)
+    if tracer:
+        device = "cpu" if torch.accelerator.current_accelerator() is None else "device"
+        order = f"self_{device}_time_total"
+        print(tracer.key_averages().table(sort_by=order, row_limit=OPERATORS, max_name_column_width=40))
         print(f"trace: {options.trace}, for https://ui.perfetto.dev or chrome://tracing")
 
 
@@ -342,13 +348,15 @@ class StepTimer(Callback):
 class Parts(Profiler):
     """Lightning profiler that sums the seconds of each part of every step; a callback is a part with its span's name.
 
-    It synchronizes the device between parts; otherwise the device's work would count for a later part.
+    It synchronizes the device between parts; otherwise the device's work would count for a later part. With a
+    `tracer`, it traces `TRACED` steps after step `begin`.
     """
 
-    def __init__(self, trace: "Trace | None" = None) -> None:
+    def __init__(self, tracer: torch.profiler.profile | None, begin: int) -> None:
         super().__init__()
         self.steps: list[dict[str, float]] = []  # of each finished step, seconds by part
-        self._trace = trace
+        self._tracer, self._begin = tracer, begin
+        self._tracing = False
         self._spans: list[tuple[str, AbstractContextManager | None]] = []  # those that are open, outermost first
         self._now = "rest"
         self._since = time.perf_counter()
@@ -366,8 +374,7 @@ class Parts(Profiler):
             callback = re.match(re.escape(CALLBACK) + r"\w+", action_name)
             part = callback[0] if callback else SPANS.get(hook, part)
         if part != self._now:
-            tracing = self._trace is not None and self._trace.running
-            mark = named_range(f"lm.{part}", tracing, self._trainer.strategy.root_device)
+            mark = named_range(f"lm.{part}", self._tracing, self._trainer.strategy.root_device)
             mark.__enter__()
         self._spans.append((part, mark))
         self._enter(part)
@@ -395,8 +402,12 @@ class Parts(Profiler):
         self._count()
         self.steps.append(dict(self._seconds))
         self._seconds.clear()
-        if self._trace is not None:
-            self._trace.at_step(len(self.steps))
+        if self._tracer is not None and len(self.steps) == self._begin:
+            self._tracer.start()
+            self._tracing = True
+        elif self._tracer is not None and len(self.steps) == self._begin + TRACED:
+            self._tracer.stop()
+            self._tracing = False
         self._since = time.perf_counter()
 
 
@@ -409,33 +420,6 @@ def named_range(name: str, tracing: bool, device: torch.device) -> Iterator[None
         if device.type == "cuda":
             marks.enter_context(torch.cuda.nvtx.range(name))
         yield
-
-
-class Trace:
-    """Traces a few steps after step `begin` with torch's profiler; a file that ends in `.gz` is compressed."""
-
-    def __init__(self, path: str, begin: int) -> None:
-        self.path = Path(path)
-        if not self.path.absolute().parent.is_dir() or self.path.is_dir():
-            raise RequestError(f"--trace {path}: give a file in a folder that is there")
-        self.running = False
-        self.operators = ""  # torch's table of the most expensive operators in the traced steps
-        self._begin, self.last = begin, begin + TRACED
-        self._profiler = torch.profiler.profile()
-
-    def at_step(self, step: int) -> None:
-        """Start or stop tracing; called between two steps with the number of finished steps."""
-        self.running = self._begin <= step < self.last
-        if step == self._begin:
-            self._profiler.start()
-        elif step == self.last:
-            self._profiler.stop()
-            if rank() == 0:
-                self._profiler.export_chrome_trace(str(self.path))
-            device = "cpu" if torch.accelerator.current_accelerator() is None else "device"
-            self.operators = self._profiler.key_averages().table(
-                sort_by=f"self_{device}_time_total", row_limit=OPERATORS, max_name_column_width=40
-            )
 
 
 # ---- reports ---------------------------------------------------------------------------------------------------------
