@@ -15,7 +15,7 @@ import sys
 import tempfile
 import time
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -65,7 +65,6 @@ from lm.training.world import srun_world, torchrun_world
 log = logging.getLogger(__name__)
 WARMUP = 5  # optimizer steps
 TRACED = 3  # optimizer steps
-OPERATORS = 10  # rows of the table printed with a trace
 # The last part of a span's name -> the part of a step. Spans nest: `training_step` is a whole optimizer step, with the
 # micro-batches in it. Other spans belong to the part around them. Time outside all spans is `rest`: the
 # loop's own work.
@@ -126,9 +125,8 @@ def profile(config: Request[ProfileOptions]) -> None:
     validated = config.data.micro_batch_size * config.data.seq_len  # at the end; it is not timed
     config = replace(config, data=replace(config.data, val_tokens=validated))
     trainer = fit_briefly(
-        config, last, own_data=own_data, watch=parts.watch, profiler=parts, val_interval=last,
-        checkpoint_interval=last + 1,
-    )  # fmt: skip
+        config, last, own_data=own_data, profiler=parts, val_interval=last, checkpoint_interval=last + 1
+    )
     if not trainer.is_global_zero:
         return
     if tracer:
@@ -141,7 +139,7 @@ def profile(config: Request[ProfileOptions]) -> None:
     if tracer:
         device = "cpu" if torch.accelerator.current_accelerator() is None else "device"
         order = f"self_{device}_time_total"
-        print(tracer.key_averages().table(sort_by=order, row_limit=OPERATORS, max_name_column_width=40))
+        print(tracer.key_averages().table(sort_by=order, row_limit=10, max_name_column_width=40))
         print(f"trace: {options.trace}, for https://ui.perfetto.dev or chrome://tracing")
 
 
@@ -153,7 +151,6 @@ def fit_briefly(
     steps: int,
     callbacks: Sequence[Callback] = (),
     own_data: bool = False,
-    watch: Callable[[Trainer], None] = lambda trainer: None,
     **options: Any,
 ) -> Trainer:
     """Train for a few steps as `lm fit` does, and return the Trainer; all files are removed.
@@ -161,8 +158,8 @@ def fit_briefly(
     It runs on one device, or on those of the processes that torchrun or srun started. Guards take no action; there
     are no samples and no evaluations. The schedule is constant, since the configured one is for a longer run.
 
-    `own_data`: train on the config's data, which must exist, instead of random tokens. `watch` is called with the
-    Trainer before the fit; `options` replace Trainer options of the config.
+    `own_data`: train on the config's data, which must exist, instead of random tokens. `options` replace Trainer
+    options of the config.
     """
     quiet_lightning()
     config = with_classes(config)
@@ -196,7 +193,8 @@ def fit_briefly(
         standard = standard_callbacks(TrainerConfig(**request), run_folder, sections)
         own = [*(request["callbacks"] or []), *standard, *callbacks, OnlySteps()]
         trainer = Trainer(**request | {"callbacks": own})
-        watch(trainer)
+        if isinstance(trainer.profiler, Parts):
+            trainer.profiler.trainer = trainer
         try:
             trainer.fit(module, data)
         except Interrupted as error:
@@ -352,6 +350,8 @@ class Parts(Profiler):
     `tracer`, it traces `TRACED` steps after step `begin`.
     """
 
+    trainer: Trainer
+
     def __init__(self, tracer: torch.profiler.profile | None, begin: int) -> None:
         super().__init__()
         self.steps: list[dict[str, float]] = []  # of each finished step, seconds by part
@@ -362,9 +362,6 @@ class Parts(Profiler):
         self._since = time.perf_counter()
         self._seconds: dict[str, float] = defaultdict(float)
 
-    def watch(self, trainer: Trainer) -> None:
-        self._trainer = trainer
-
     def start(self, action_name: str) -> None:
         hook = action_name.rpartition(".")[2]
         if hook in ("train_dataloader_next", "on_train_epoch_end"):
@@ -374,7 +371,7 @@ class Parts(Profiler):
             callback = re.match(re.escape(CALLBACK) + r"\w+", action_name)
             part = callback[0] if callback else SPANS.get(hook, part)
         if part != self._now:
-            mark = named_range(f"lm.{part}", self._tracing, self._trainer.strategy.root_device)
+            mark = named_range(f"lm.{part}", self._tracing, self.trainer.strategy.root_device)
             mark.__enter__()
         self._spans.append((part, mark))
         self._enter(part)
@@ -392,12 +389,12 @@ class Parts(Profiler):
             self._now = part
 
     def _count(self) -> None:
-        moment = now(self._trainer.strategy.root_device)
+        moment = now(self.trainer.strategy.root_device)
         self._seconds[self._now] += moment - self._since
         self._since = moment
 
     def _end_step(self) -> None:
-        if self._trainer.global_step <= len(self.steps):
+        if self.trainer.global_step <= len(self.steps):
             return
         self._count()
         self.steps.append(dict(self._seconds))

@@ -13,7 +13,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from lm.errors import RequestError, require, require_at_least
+from lm.errors import RequestError, require_at_least
 from lm.model.config import MOST_LAYERS, DecoderConfig
 from lm.model.estimates import block_flops_per_token, flops_per_token, parameters
 from lm.system.files import parse_json
@@ -21,7 +21,6 @@ from lm.system.units import Count, format_count, plural, spelled_count
 from lm.training.builtin_optimizers import OptimizerName
 from lm.training.optimizer_rules import MATRICES, RULES, peak_rate
 
-VOCAB_SIZE = Count(32_768)
 TOKENS_PER_PARAMETER = 20.0  # Hoffmann et al., 2022, arXiv:2203.15556; nanochat takes 12, with Muon
 DEVICES = 8  # of a node; a batch of as many samples or more divides evenly over 8, 4, 2 and 1
 EMBEDDING, OUTPUT = 24.0, 4.8  # learning rate x width x sqrt(depth)
@@ -35,6 +34,23 @@ EPOCHS = 4  # that a text is repeated; measured, "Little text" in tests/benchmar
 REPEATED_MEMORY = 0.65, 0.2
 HORIZONS = ("target_param_data_ratio", "target_flops", "max_steps")  # options that give the length
 DEVICE_TOKENS = 16_384  # the most tokens of a micro-batch, until `lm plan --fit` finds how many fit
+
+
+def scale(**options: Any) -> None:
+    """Print a complete config for a depth or for a time budget, by published scaling rules.
+
+    Args:
+        options: Those of `TimedRequest`.
+    """
+    request = TimedRequest(**options)
+    if request.seconds:
+        from lm.cli.scale_hours import config_for_time
+
+        print(config_for_time(request), end="")
+    elif request.timing:
+        raise RequestError(f"--{next(iter(request.timing))} is for a run of some hours: give --hours too")
+    else:
+        print(scaled_config(request)[1], end="")
 
 
 @dataclass(frozen=True)
@@ -64,8 +80,8 @@ class ScaleOptions:
 
     def __post_init__(self) -> None:
         for name, value in vars(self).items():
-            number = isinstance(value, int | float) and not isinstance(value, bool)
-            require(not number or 0 < value < math.inf, f"--{name} {value} must be above 0")
+            if isinstance(value, int | float) and not isinstance(value, bool) and not 0 < value < math.inf:
+                raise RequestError(f"--{name} {value:g} must be above 0")
         if not self.window_pattern or set(self.window_pattern) - {"S", "L"}:
             raise RequestError(f"--window_pattern {self.window_pattern!r} must be of S (a window) and L (all), such as "
                                "SSSL")  # fmt: skip
@@ -225,10 +241,6 @@ class Recipe:
         """Share of the run over which the matrices average their updates; see `weight_decay`."""
         return RULES[self.optimizer].memory(self.tokens / self.multiplied)
 
-    @property
-    def weight_decay(self) -> float:  # of the matrices in the blocks
-        return weight_decay(self.memory, self.learning_rate, self.steps)
-
 
 def recipe(
     decoder: DecoderConfig, *, tokens_per_parameter: float | None = None, flops: float | None = None,
@@ -274,7 +286,7 @@ def shape(depth: int, options: ScaleOptions = ScaleOptions()) -> DecoderConfig:
         if 0 < found["tokens"] <= seq_len:
             raise RequestError(f"{options.data}/{split} has {found['tokens']:,} tokens, and a sample takes "
                                f"{seq_len + 1:,}, --seq_len and one more: give more text")  # fmt: skip
-    vocab_size = options.vocab_size or made.get("vocab_size", VOCAB_SIZE)
+    vocab_size = options.vocab_size or made.get("vocab_size", 32_768)
     if vocab_size < made.get("vocab_size", 0):
         raise RequestError(f"--vocab_size {vocab_size:,} is less than the {made['vocab_size']:,} of {options.data}: "
                            "leave it out")  # fmt: skip
