@@ -14,8 +14,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -56,7 +55,6 @@ VALIDATION = (
 )  # fmt: skip
 POLL = 0.2  # seconds between looks at the trainings
 PATIENCE = 60.0  # seconds that a training of a killed ladder has to save its last checkpoint
-DIES_WITH_PARENT = 1  # PR_SET_PDEATHSIG of prctl(2)
 
 
 # Settings that follow from the size and length of a training -> the option of `lm ladder` that changes them.
@@ -86,16 +84,22 @@ def ladder(options: LadderOptions, overrides: Overrides) -> None:
     refuse_other_settings(trainings)
     console = Console(highlight=False, stderr=options.json)
     console.width = max(console.width, 110)  # a narrower terminal wraps lines, and no number is cut off
-    print_plan(console, options, trainings)
+    print_plan(console, options, trainings, wanted)
     if options.plan_only:
         if options.json:
             print(to_json({"sizes": planned_sizes(options, trainings)}))
         return
+    from filelock import FileLock, Timeout  # takes a while to import
+
     options.folder.mkdir(parents=True, exist_ok=True)
-    with only_one(options.folder):
-        failed = train(options, wanted, trainings)
-        found = save_report(options, trainings)
-        to_train = write_predicted(options, trainings)
+    try:
+        with FileLock(options.folder / "ladder.lock", timeout=0):
+            failed = train(options, wanted, trainings)
+            found = save_report(options, trainings)
+            to_train = write_predicted(options, trainings)
+    except Timeout:
+        raise RequestError(f"another process trains the ladder {options.folder}: wait for its end, or give another "
+                           "--name") from None  # fmt: skip
     if options.json:
         print(to_json(found))
     else:
@@ -196,7 +200,7 @@ def planned_sizes(options: LadderOptions, trainings: list[Training]) -> list[dic
     ]  # fmt: skip
 
 
-def print_plan(console: Console, options: LadderOptions, trainings: list[Training]) -> None:
+def print_plan(console: Console, options: LadderOptions, trainings: list[Training], wanted: list[Training]) -> None:
     sizes = planned_sizes(options, trainings)
     priced = any(size["usd"] is not None for size in sizes)
     heads = ["depth", "parameters", "steps", "tokens", "epochs", "operations", "memory", "time", "runs"]
@@ -213,7 +217,6 @@ def print_plan(console: Console, options: LadderOptions, trainings: list[Trainin
             *["" if price is None else format_figure(runs * price)] * priced,
         ])  # fmt: skip
     console.print(plain_table(heads + ["USD"] * priced, "n" * (len(heads) + priced), rows))
-    wanted = [one for one in trainings if one.size.depth in options.sizes]
     finished = sum(one.finished for one in wanted)
     total = "" if finished else ": how long they take is known when the first one has ended"
     if not math.isnan(seconds):
@@ -223,20 +226,6 @@ def print_plan(console: Console, options: LadderOptions, trainings: list[Trainin
 
 
 # ---- training --------------------------------------------------------------------------------------------------------
-
-
-@contextmanager
-def only_one(folder: Path) -> Iterator[None]:
-    """Hold a lock on the ladder's folder; raise RequestError if another process holds it."""
-    from filelock import FileLock, Timeout
-
-    try:
-        with FileLock(folder / "ladder.lock", timeout=0):
-            yield
-    except Timeout:
-        raise RequestError(
-            f"another process trains the ladder {folder}: wait for its end, or give another --name"
-        ) from None
 
 
 def train(options: LadderOptions, wanted: list[Training], trainings: list[Training]) -> list[Training]:
@@ -318,7 +307,7 @@ def start(one: Training, place: str | None) -> subprocess.Popen:
 
 def end_with_parent() -> None:
     """Ask the system for a SIGTERM when the parent process dies."""
-    ctypes.CDLL(None).prctl(DIES_WITH_PARENT, signal.SIGTERM, 0, 0, 0)
+    ctypes.CDLL(None).prctl(1, signal.SIGTERM, 0, 0, 0)  # PR_SET_PDEATHSIG
 
 
 def stop(running: dict[subprocess.Popen, Any]) -> None:

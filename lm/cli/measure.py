@@ -15,8 +15,8 @@ import sys
 import tempfile
 import time
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from collections.abc import Sequence
+from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -41,7 +41,7 @@ from lm.cli.plan_facts import find_tokenizer, with_vocabulary
 from lm.cli.request import Request
 from lm.data.config import DataConfig
 from lm.data.datamodule import DataModule
-from lm.data.parquet import COLUMN, LAYOUT
+from lm.data.parquet import COLUMN
 from lm.data.shard_writer import ROW_GROUP_TOKENS, ShardWriter
 from lm.data.tokenizer import END_OF_TEXT, Tokenizer
 from lm.errors import Interrupted, RequestError, RunError, require_at_least
@@ -170,10 +170,8 @@ def fit_briefly(
     with tempfile.TemporaryDirectory(prefix=".lm-bench-", dir=root if root.is_dir() else ".") as folder:
         data_options = dict(vars(config.data))
         if not own_data:
-            write_random_data(Path(folder) / "data", find_vocab_size(config), config.data)
-            data_options |= dict.fromkeys(
-                ("train", "val", "test", "tokenizer", "sources", "phases", "prepare", "packing"))  # fmt: skip
-            data_options["path"] = str(Path(folder) / "data")
+            data_options |= dict.fromkeys(("path", "val", "test", "sources", "phases", "prepare", "packing"))
+            data_options |= write_random_data(Path(folder), find_vocab_size(config), config.data)
             data_options["shuffle_buffer"] = max(config.data.shuffle_buffer, ROW_GROUP_TOKENS)  # one row group fits
         data = DataModule(**data_options)
         data.set_position(seed=config.seed_everything)
@@ -213,8 +211,7 @@ class OnlySteps(Callback):
     def on_validation_end(self, trainer: Trainer, pl_module: LanguageModule) -> None:
         trainer.checkpoint_callback.saved_step = trainer.global_step
 
-    def on_train_end(self, trainer: Trainer, pl_module: LanguageModule) -> None:
-        self.on_validation_end(trainer, pl_module)
+    on_train_end = on_validation_end
 
 
 def find_vocab_size(config: Request) -> int:
@@ -228,9 +225,11 @@ def find_vocab_size(config: Request) -> int:
     return decoder.vocab_size  # pyright: ignore[reportReturnType]
 
 
-def write_random_data(folder: Path, vocab_size: int, data: DataConfig) -> None:
-    """Make a prepared folder: a tokenizer of `vocab_size` tokens, and random tokens for two steps, which repeat."""
-    (folder / "train").mkdir(parents=True)
+def write_random_data(folder: Path, vocab_size: int, data: DataConfig) -> dict[str, str]:
+    """Write a tokenizer of `vocab_size` tokens, and random tokens for two steps, which repeat.
+
+    Returns the options of `data` that read them.
+    """
     backend = Backend(models.BPE(vocab={END_OF_TEXT: 0} | {f"t{i}": i for i in range(1, vocab_size)}, merges=[]))
     backend.add_special_tokens([END_OF_TEXT])
     tokenizer = Tokenizer(backend.to_str())
@@ -239,14 +238,10 @@ def write_random_data(folder: Path, vocab_size: int, data: DataConfig) -> None:
     count = 2 * max(data.global_batch_tokens or 0, data.micro_batch_size * window) + window
     dtype = np.dtype(np.uint16 if vocab_size <= 2**16 else np.uint32)
     ids = np.random.default_rng(0).integers(vocab_size, size=count, dtype=dtype)
-    writer = ShardWriter(folder / "train/00000.parquet", dtype, tokenizer.sha256)
+    writer = ShardWriter(folder / "random.parquet", dtype, tokenizer.sha256)
     writer.write(ids, np.array([count]))
-    shard = {"file": "train/00000.parquet", "size": writer.close(), "row_groups": writer.row_groups}
-    manifest = {
-        "layout": LAYOUT, "column": COLUMN, "tokenizer": tokenizer.sha256, "vocab_size": vocab_size,
-        "splits": {"train": {"tokens": count, "shards": [shard]}},
-    }  # fmt: skip
-    (folder / "manifest.json").write_text(json.dumps(manifest))
+    writer.close()
+    return {"train": f"{folder}/random.parquet", "tokenizer": f"{folder}/tokenizer.json", "column": COLUMN}
 
 
 # ---- whole steps -----------------------------------------------------------------------------------------------------
@@ -357,7 +352,7 @@ class Parts(Profiler):
         self.steps: list[dict[str, float]] = []  # of each finished step, seconds by part
         self._tracer, self._begin = tracer, begin
         self._tracing = False
-        self._spans: list[tuple[str, AbstractContextManager | None]] = []  # those that are open, outermost first
+        self._spans: list[tuple[str, ExitStack]] = []  # those that are open with their marks, outermost first
         self._now = "rest"
         self._since = time.perf_counter()
         self._seconds: dict[str, float] = defaultdict(float)
@@ -366,21 +361,21 @@ class Parts(Profiler):
         hook = action_name.rpartition(".")[2]
         if hook in ("train_dataloader_next", "on_train_epoch_end"):
             self._end_step()
-        part, mark = self._now, None
+        part, marks = self._now, ExitStack()
         if not part.startswith(CALLBACK):  # spans inside a callback's span belong to that callback
             callback = re.match(re.escape(CALLBACK) + r"\w+", action_name)
             part = callback[0] if callback else SPANS.get(hook, part)
-        if part != self._now:
-            mark = named_range(f"lm.{part}", self._tracing, self.trainer.strategy.root_device)
-            mark.__enter__()
-        self._spans.append((part, mark))
+        if part != self._now and self._tracing:
+            marks.enter_context(record_function(f"lm.{part}"))
+        if part != self._now and self.trainer.strategy.root_device.type == "cuda":
+            marks.enter_context(torch.cuda.nvtx.range(f"lm.{part}"))
+        self._spans.append((part, marks))
         self._enter(part)
 
     def stop(self, action_name: str) -> None:
-        _, mark = self._spans.pop()
+        _, marks = self._spans.pop()
         self._enter(self._spans[-1][0] if self._spans else "rest")
-        if mark is not None:
-            mark.__exit__(None, None, None)
+        marks.close()
 
     def _enter(self, part: str) -> None:
         """Count the time since the last change of part; what follows counts for `part`."""
@@ -406,17 +401,6 @@ class Parts(Profiler):
             self._tracer.stop()
             self._tracing = False
         self._since = time.perf_counter()
-
-
-@contextmanager
-def named_range(name: str, tracing: bool, device: torch.device) -> Iterator[None]:
-    """Mark a range with this name: in the trace, if torch's profiler is `tracing`, and with NVTX on CUDA."""
-    with ExitStack() as marks:
-        if tracing:
-            marks.enter_context(record_function(name))
-        if device.type == "cuda":
-            marks.enter_context(torch.cuda.nvtx.range(name))
-        yield
 
 
 # ---- reports ---------------------------------------------------------------------------------------------------------

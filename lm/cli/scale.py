@@ -350,9 +350,13 @@ def tokens_of_steps(steps: int) -> float:
     return (2_048 * 0.0306 * steps) ** (1 / (1 - 0.383))
 
 
-def micro_batch(batch: int, seq_len: int) -> int:
-    """Samples per micro-batch: a power of two that divides the batch, with one micro-batch or more for each device."""
-    return math.gcd(power_of_two(min(DEVICE_TOKENS // seq_len, batch // DEVICES), down=True), batch, batch // DEVICES)
+def micro_batch(batch: int, seq_len: int, devices: int = DEVICES, fitting: int = DEVICE_TOKENS) -> int:
+    """Samples per micro-batch: a power of two that divides the batch, with one micro-batch or more for each device.
+
+    `fitting` are the samples that a device has memory for.
+    """
+    each = batch // devices
+    return math.gcd(power_of_two(min(DEVICE_TOKENS // seq_len, each, fitting), down=True), batch, each)
 
 
 # ---- the optimizer ---------------------------------------------------------------------------------------------------
