@@ -40,7 +40,8 @@ def branch(options: BranchOptions, overrides: list[tuple[str, Any]]) -> None:
     if damage := find_damage(checkpoint):
         raise RequestError(f"{checkpoint}: {damage}")
     warn_if_left_behind(trunk, checkpoint)
-    step, before = read_progress(checkpoint).step, trunk.settings()
+    progress, before = read_progress(checkpoint), trunk.settings()
+    step = progress.step
     if not before:
         raise RequestError(f"{trunk.config} is damaged, so it is not known what the run was trained with")
     settings, root = trunk.settings(), trunk.path.parent
@@ -49,12 +50,11 @@ def branch(options: BranchOptions, overrides: list[tuple[str, Any]]) -> None:
         data = override(settings, overrides).settings["data"]  # of the branch, whose steps may be larger
         change_schedule(settings, step, options, tokens_of_a_step(data))
     after = override(settings, overrides).settings
-    old, new = before["data"], after
-    mixtures = [(data["sources"], data["phases"]) for data in (old, new["data"])]
+    old, new = before["data"], after["data"]
+    mixtures = [(data["sources"], data["phases"]) for data in (old, new)]
     if all(sources for sources, _ in mixtures) and mixtures[0] != mixtures[1]:
-        seen = read_progress(checkpoint).samples * old["seq_len"]
-        new["data"] |= continued_mixture(old, new["data"], seen)
-        after = override(new, []).settings
+        new |= continued_mixture(old, new, progress.samples * old["seq_len"])
+        after = override(after, []).settings
     changes = refuse_other_run(trunk, before, after)
     if (after["trainer"]["max_steps"] or math.inf) <= step:
         raise RequestError(f"step {step} is the last of {trunk.path}: give --decay TOKENS or --constant TOKENS")

@@ -121,7 +121,7 @@ def make_trainings(options: LadderOptions, overrides: Overrides, recipe: str = "
     for key, _ in overrides:
         if key in FOLLOWS:
             raise RequestError(f"{key} follows from the depth and the length of each run: give {FOLLOWS[key]}")
-    parts = []
+    made = []
     for depth in sorted({*options.sizes, *options.held_out}):
         try:
             scaled = scale.ScaleRequest(**options.scaled, depth=depth, **options.horizon)
@@ -138,12 +138,10 @@ def make_trainings(options: LadderOptions, overrides: Overrides, recipe: str = "
         flops = tokens * model["flops_per_token"]
         size = ModelSize(depth, outside, tokens, flops, depth in options.held_out)
         prefix = options.name + f"-{AGAINST}" * (recipe == AGAINST)
-        parts.append((size, settings, facts, f"{prefix}-d{depth}-{options.length}"))
-    made = []
-    for seed in range(1, options.seeds + 1):
-        for size, config, facts, name in parts:
-            text = yaml.safe_dump({"run": f"{name}-s{seed}", **config, "seed_everything": seed}, sort_keys=False)
-            made.append(Training(size, seed, Run(options.folder / f"{name}-s{seed}"), text, facts, recipe))
+        for seed in range(1, options.seeds + 1):
+            name = f"{prefix}-d{depth}-{options.length}-s{seed}"
+            text = yaml.safe_dump({"run": name, **settings, "seed_everything": seed}, sort_keys=False)
+            made.append(Training(size, seed, Run(options.folder / name), text, facts, recipe))
     return made
 
 
