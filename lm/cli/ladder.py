@@ -29,7 +29,7 @@ from lm.cli.fit import quiet_lightning
 from lm.cli.ladder_options import LadderOptions, Overrides, recipes
 from lm.cli.ladder_report import AGAINST, ModelSize, Training, page, print_report, report
 from lm.cli.plan_facts import examine
-from lm.cli.request import Request, override
+from lm.cli.request import override
 from lm.errors import Interrupted, RequestError, RunError
 from lm.runs.config_diff import differences, not_allowed
 from lm.runs.run import Run
@@ -132,7 +132,10 @@ def make_trainings(options: LadderOptions, overrides: Overrides, recipe: str = "
         settings["data"]["val_tokens"] = VALIDATED
         request = override(settings, overrides)
         settings = request.settings
-        facts = plan_facts(options, request, depth, refuse=depth in options.sizes)
+        facts, noted = examine(with_classes(request), options.planned)
+        errors = [finding for finding in noted if finding.level == "error"]
+        if errors and (depth in options.sizes or "time" not in facts):  # a size that is not trained may not fit
+            raise RequestError(f"depth {depth}: {errors[0]}")
         model, tokens = facts["model"], facts["steps"]["tokens"]
         outside = model["parameters"]["total"] - model["parameters"]["embedding"]
         flops = tokens * model["flops_per_token"]
@@ -143,15 +146,6 @@ def make_trainings(options: LadderOptions, overrides: Overrides, recipe: str = "
             text = yaml.safe_dump({"run": name, **settings, "seed_everything": seed}, sort_keys=False)
             made.append(Training(size, seed, Run(options.folder / name), text, facts, recipe))
     return made
-
-
-def plan_facts(options: LadderOptions, request: Request, depth: int, refuse: bool) -> dict[str, Any]:
-    """Return the facts of `lm plan`; if `refuse`, raise RequestError for an error such as too little memory."""
-    found, noted = examine(with_classes(request), options.planned)
-    errors = [finding for finding in noted if finding.level == "error"]
-    if errors and (refuse or "time" not in found):
-        raise RequestError(f"depth {depth}: {errors[0]}")
-    return found
 
 
 def refuse_other_settings(trainings: list[Training]) -> None:
