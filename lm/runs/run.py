@@ -18,7 +18,6 @@ from pathlib import Path
 from typing import Any
 
 from lm.errors import RequestError
-from lm.runs.evaluations import is_evaluation
 from lm.runs.metrics import numbers, refuse_unknown_metric, valid_metrics
 from lm.system.files import (
     DAMAGE,
@@ -342,6 +341,8 @@ class Run:
         `accuracy`, `centered` and so on), `core` (the mean of `centered`; None where there is none), `texts` (by name,
         with `bits_per_byte` and so on) and `settings`.
         """
+        from lm.runs.evaluations import is_evaluation
+
         return [line for line in read_lines(self.path / "evaluations.jsonl") if is_evaluation(line)]
 
     def metrics(self, name: str = "") -> list[dict[str, Any]]:
