@@ -20,7 +20,7 @@ from lm.runs.checkpoint import find_damage, read_document, read_progress
 from lm.runs.config_diff import differences, not_allowed
 from lm.runs.find import find_run
 from lm.runs.resume import warn_if_left_behind
-from lm.runs.run import Run, refuse_name
+from lm.runs.run import Run
 from lm.system.files import atomic_folder, dump_checksummed
 from lm.system.process import other_arguments, under_srun, under_torchrun
 from lm.training.config import ScheduleConfig
@@ -40,7 +40,8 @@ def branch(options: BranchOptions, overrides: list[tuple[str, Any]]) -> None:
     if damage := find_damage(checkpoint):
         raise RequestError(f"{checkpoint}: {damage}")
     warn_if_left_behind(trunk, checkpoint)
-    step, before = read_progress(checkpoint).step, trunk.settings()
+    progress, before = read_progress(checkpoint), trunk.settings()
+    step = progress.step
     if not before:
         raise RequestError(f"{trunk.config} is damaged, so it is not known what the run was trained with")
     settings, root = trunk.settings(), trunk.path.parent
@@ -49,20 +50,18 @@ def branch(options: BranchOptions, overrides: list[tuple[str, Any]]) -> None:
         data = override(settings, overrides).settings["data"]  # of the branch, whose steps may be larger
         change_schedule(settings, step, options, tokens_of_a_step(data))
     after = override(settings, overrides).settings
-    old, new = before["data"], after
-    mixtures = [(data["sources"], data["phases"]) for data in (old, new["data"])]
+    old, new = before["data"], after["data"]
+    mixtures = [(data["sources"], data["phases"]) for data in (old, new)]
     if all(sources for sources, _ in mixtures) and mixtures[0] != mixtures[1]:
-        seen = read_progress(checkpoint).samples * old["seq_len"]
-        new["data"] |= continued_mixture(old, new["data"], seen)
-        after = override(new, []).settings
+        new |= continued_mixture(old, new, progress.samples * old["seq_len"])
+        after = override(after, []).settings
     changes = refuse_other_run(trunk, before, after)
     if (after["trainer"]["max_steps"] or math.inf) <= step:
         raise RequestError(f"step {step} is the last of {trunk.path}: give --decay TOKENS or --constant TOKENS")
-    run = Run(root / (options.name or f"{trunk.name}-{step}-{'decay' if options.decay else 'branch'}"))
-    refuse_name(options.name or run.name)
-    if run.path.exists():
+    name = options.name or f"{trunk.name}-{step}-{'decay' if options.decay else 'branch'}"
+    if (run := Run(root / name)).path.exists():
         raise RequestError(f"there is a run {run.path}: give another --name; `{run.resume_command()}` resumes it")
-    run = Run.create(run.name, root)
+    run = Run.create(name, root)
     try:
         pin_checkpoint(checkpoint, run.path / checkpoint.name, before["data"]["seq_len"], after["data"]["seq_len"])
         request = make_request("fit", {**after, "run": run.name, "ckpt_path": "auto"})

@@ -24,9 +24,6 @@ from lm.system.units import format_count, plural
 
 log = logging.getLogger(__name__)
 
-SAMPLE_TOKENS = 100
-CONTEXT = 1024
-
 
 def main_prepare(**options: Any) -> None:
     """Tokenize texts into Parquet shards; the same command resumes where it was stopped."""
@@ -75,7 +72,7 @@ def describe_folder(path: str, column: str = "input_ids", seq_len: int | None = 
             opened = {name: Shards.open(f"{path}/{name}", column, **known) for name in names}
     first = opened.get("val") or next(iter(opened.values()))
     if seq_len is None:
-        seq_len = first.packed.seq_len if first.packed else CONTEXT
+        seq_len = first.packed.seq_len if first.packed else 1024
     splits = {name: _counts(shards, seq_len, recorded.get(name)) for name, shards in opened.items()}
     return {
         "path": path,
@@ -87,7 +84,7 @@ def describe_folder(path: str, column: str = "input_ids", seq_len: int | None = 
         },
         "seq_len": seq_len,
         "splits": splits,
-        "sample": None if tokenizer is None or not first.blocks else tokenizer.decode(first.read(0)[:SAMPLE_TOKENS]),
+        "sample": None if tokenizer is None or not first.blocks else tokenizer.decode(first.read(0)[:100]),
     }  # fmt: skip
 
 
@@ -116,9 +113,9 @@ def _counts(shards: Shards, seq_len: int, recorded: dict[str, Any] | None) -> di
         counts["tokens"] = recorded["tokens"]  # without what fills packed rows up
         per_token = recorded["bytes"] / max(1, counts["tokens"])
         counts |= {"documents": recorded["documents"], "bytes": recorded["bytes"], "bytes_per_token": per_token}
-    if recorded is not None and shards.packed is not None:
-        cut = sum(entry["cut_documents"] for entry in recorded["shards"])
-        counts |= {"filled_up": shards.padding_fraction, "cut_documents": cut}
+        if shards.packed is not None:
+            cut = sum(entry["cut_documents"] for entry in recorded["shards"])
+            counts |= {"filled_up": shards.padding_fraction, "cut_documents": cut}
     return counts
 
 

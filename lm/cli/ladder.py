@@ -14,8 +14,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -30,7 +29,7 @@ from lm.cli.fit import quiet_lightning
 from lm.cli.ladder_options import LadderOptions, Overrides, recipes
 from lm.cli.ladder_report import AGAINST, ModelSize, Training, page, print_report, report
 from lm.cli.plan_facts import examine
-from lm.cli.request import Request, override
+from lm.cli.request import override
 from lm.errors import Interrupted, RequestError, RunError
 from lm.runs.config_diff import differences, not_allowed
 from lm.runs.run import Run
@@ -56,7 +55,6 @@ VALIDATION = (
 )  # fmt: skip
 POLL = 0.2  # seconds between looks at the trainings
 PATIENCE = 60.0  # seconds that a training of a killed ladder has to save its last checkpoint
-DIES_WITH_PARENT = 1  # PR_SET_PDEATHSIG of prctl(2)
 
 
 # Settings that follow from the size and length of a training -> the option of `lm ladder` that changes them.
@@ -86,16 +84,22 @@ def ladder(options: LadderOptions, overrides: Overrides) -> None:
     refuse_other_settings(trainings)
     console = Console(highlight=False, stderr=options.json)
     console.width = max(console.width, 110)  # a narrower terminal wraps lines, and no number is cut off
-    print_plan(console, options, trainings)
+    print_plan(console, options, trainings, wanted)
     if options.plan_only:
         if options.json:
             print(to_json({"sizes": planned_sizes(options, trainings)}))
         return
+    from filelock import FileLock, Timeout  # takes a while to import
+
     options.folder.mkdir(parents=True, exist_ok=True)
-    with only_one(options.folder):
-        failed = train(options, wanted, trainings)
-        found = save_report(options, trainings)
-        to_train = write_predicted(options, trainings)
+    try:
+        with FileLock(options.folder / "ladder.lock", timeout=0):
+            failed = train(options, wanted, trainings)
+            found = save_report(options, trainings)
+            to_train = write_predicted(options, trainings)
+    except Timeout:
+        raise RequestError(f"another process trains the ladder {options.folder}: wait for its end, or give another "
+                           "--name") from None  # fmt: skip
     if options.json:
         print(to_json(found))
     else:
@@ -117,7 +121,7 @@ def make_trainings(options: LadderOptions, overrides: Overrides, recipe: str = "
     for key, _ in overrides:
         if key in FOLLOWS:
             raise RequestError(f"{key} follows from the depth and the length of each run: give {FOLLOWS[key]}")
-    parts = []
+    made = []
     for depth in sorted({*options.sizes, *options.held_out}):
         try:
             scaled = scale.ScaleRequest(**options.scaled, depth=depth, **options.horizon)
@@ -128,28 +132,20 @@ def make_trainings(options: LadderOptions, overrides: Overrides, recipe: str = "
         settings["data"]["val_tokens"] = VALIDATED
         request = override(settings, overrides)
         settings = request.settings
-        facts = plan_facts(options, request, depth, refuse=depth in options.sizes)
+        facts, noted = examine(with_classes(request), options.planned)
+        errors = [finding for finding in noted if finding.level == "error"]
+        if errors and (depth in options.sizes or "time" not in facts):  # a size that is not trained may not fit
+            raise RequestError(f"depth {depth}: {errors[0]}")
         model, tokens = facts["model"], facts["steps"]["tokens"]
         outside = model["parameters"]["total"] - model["parameters"]["embedding"]
         flops = tokens * model["flops_per_token"]
         size = ModelSize(depth, outside, tokens, flops, depth in options.held_out)
         prefix = options.name + f"-{AGAINST}" * (recipe == AGAINST)
-        parts.append((size, settings, facts, f"{prefix}-d{depth}-{options.length}"))
-    made = []
-    for seed in range(1, options.seeds + 1):
-        for size, config, facts, name in parts:
-            text = yaml.safe_dump({"run": f"{name}-s{seed}", **config, "seed_everything": seed}, sort_keys=False)
-            made.append(Training(size, seed, Run(options.folder / f"{name}-s{seed}"), text, facts, recipe))
+        for seed in range(1, options.seeds + 1):
+            name = f"{prefix}-d{depth}-{options.length}-s{seed}"
+            text = yaml.safe_dump({"run": name, **settings, "seed_everything": seed}, sort_keys=False)
+            made.append(Training(size, seed, Run(options.folder / name), text, facts, recipe))
     return made
-
-
-def plan_facts(options: LadderOptions, request: Request, depth: int, refuse: bool) -> dict[str, Any]:
-    """Return the facts of `lm plan`; if `refuse`, raise RequestError for an error such as too little memory."""
-    found, noted = examine(with_classes(request), options.planned)
-    errors = [finding for finding in noted if finding.level == "error"]
-    if errors and (refuse or "time" not in found):
-        raise RequestError(f"depth {depth}: {errors[0]}")
-    return found
 
 
 def refuse_other_settings(trainings: list[Training]) -> None:
@@ -196,7 +192,7 @@ def planned_sizes(options: LadderOptions, trainings: list[Training]) -> list[dic
     ]  # fmt: skip
 
 
-def print_plan(console: Console, options: LadderOptions, trainings: list[Training]) -> None:
+def print_plan(console: Console, options: LadderOptions, trainings: list[Training], wanted: list[Training]) -> None:
     sizes = planned_sizes(options, trainings)
     priced = any(size["usd"] is not None for size in sizes)
     heads = ["depth", "parameters", "steps", "tokens", "epochs", "operations", "memory", "time", "runs"]
@@ -213,7 +209,6 @@ def print_plan(console: Console, options: LadderOptions, trainings: list[Trainin
             *["" if price is None else format_figure(runs * price)] * priced,
         ])  # fmt: skip
     console.print(plain_table(heads + ["USD"] * priced, "n" * (len(heads) + priced), rows))
-    wanted = [one for one in trainings if one.size.depth in options.sizes]
     finished = sum(one.finished for one in wanted)
     total = "" if finished else ": how long they take is known when the first one has ended"
     if not math.isnan(seconds):
@@ -223,20 +218,6 @@ def print_plan(console: Console, options: LadderOptions, trainings: list[Trainin
 
 
 # ---- training --------------------------------------------------------------------------------------------------------
-
-
-@contextmanager
-def only_one(folder: Path) -> Iterator[None]:
-    """Hold a lock on the ladder's folder; raise RequestError if another process holds it."""
-    from filelock import FileLock, Timeout
-
-    try:
-        with FileLock(folder / "ladder.lock", timeout=0):
-            yield
-    except Timeout:
-        raise RequestError(
-            f"another process trains the ladder {folder}: wait for its end, or give another --name"
-        ) from None
 
 
 def train(options: LadderOptions, wanted: list[Training], trainings: list[Training]) -> list[Training]:
@@ -318,7 +299,7 @@ def start(one: Training, place: str | None) -> subprocess.Popen:
 
 def end_with_parent() -> None:
     """Ask the system for a SIGTERM when the parent process dies."""
-    ctypes.CDLL(None).prctl(DIES_WITH_PARENT, signal.SIGTERM, 0, 0, 0)
+    ctypes.CDLL(None).prctl(1, signal.SIGTERM, 0, 0, 0)  # PR_SET_PDEATHSIG
 
 
 def stop(running: dict[subprocess.Popen, Any]) -> None:

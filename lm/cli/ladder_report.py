@@ -25,7 +25,6 @@ from lm.runs.run import Run
 from lm.system.units import format_count, plural
 
 HALF, AGAINST = "half", "against"  # recipes compared with the ladder's own, see `Training.recipe`
-LAW_POINTS = 60  # points of a law's curve in a chart
 
 
 class ModelSize(NamedTuple):
@@ -76,11 +75,11 @@ def report(name: str, command: str, trainings: Sequence[Training], against: str 
     bits = all("val/bpb" in end for end in known)
     metric, unit = ("val/bpb", "bits per byte") if bits else ("val/loss", "nats a token")
     ended = [(one, end.get(metric)) for one, end in zip(trainings, ends, strict=True)]
-    by_recipe = {
-        recipe: measured_sizes((one, loss) for one, loss in ended if one.recipe == recipe)
-        for recipe in ("", HALF, AGAINST)
-    }
-    measured = by_recipe[""]
+    by_recipe: dict[str, dict[int, Measured]] = {"": {}, HALF: {}, AGAINST: {}}  # by depth
+    for one, loss in ended:
+        size = by_recipe[one.recipe].setdefault(one.size.depth, Measured(one.size, []))
+        size.losses.extend([] if loss is None else [loss])
+    measured = list(by_recipe[""].values())
     found: dict[str, Any] = {
         "name": name, "command": command, "written": time.time(), "unit": unit,
         "runs": [
@@ -111,13 +110,6 @@ def last_losses(run: Run) -> dict[str, float]:
     return {name: value for name, value in last.items() if value is not None and math.isfinite(value)}
 
 
-def measured_sizes(ended: Iterable[tuple[Training, float | None]]) -> list[Measured]:
-    by_size: dict[ModelSize, list[float]] = {}
-    for one, loss in ended:
-        by_size.setdefault(one.size, []).extend([] if loss is None else [loss])
-    return [Measured(size, values) for size, values in by_size.items()]
-
-
 # ---- laws and predictions --------------------------------------------------------------------------------------------
 
 
@@ -136,7 +128,7 @@ def add_laws(found: dict[str, Any], measured: Sequence[Measured]) -> None:
         found["notes"].append("The loss does not fall with operations: no law is fitted.")
         return
     predicted, largest = scaling_laws.backtest(x, losses)
-    curve = np.geomspace(min(x + beyond), max(x + beyond), LAW_POINTS).tolist()
+    curve = np.geomspace(min(x + beyond), max(x + beyond), 60).tolist()
     found["laws"].append({
         "of": "operations", "laws": [law.formula("operations") for law in fit.laws],
         "parameters": [list(map(float, vars(law).values())) for law in fit.laws],
@@ -157,10 +149,10 @@ def add_laws(found: dict[str, Any], measured: Sequence[Measured]) -> None:
 # ---- another recipe --------------------------------------------------------------------------------------------------
 
 
-def comparison(measured: dict[str, list[Measured]], trainings: Sequence[Training]) -> dict[str, Any]:
+def comparison(measured: dict[str, dict[int, Measured]], trainings: Sequence[Training]) -> dict[str, Any]:
     """The compute multiplier of the other recipe at each size, in tokens and in seconds, and a verdict in words."""
-    places = [place for place, one in enumerate(measured[""]) if not one.size.held_out]
-    half, whole, other = ([measured[recipe][place] for place in places] for recipe in (HALF, "", AGAINST))
+    depths = [depth for depth, one in measured[""].items() if not one.size.held_out]
+    half, whole, other = ([measured[recipe][depth] for depth in depths] for recipe in (HALF, "", AGAINST))
     found = compute_multipliers([
         Compared(a.losses, b.losses, c.losses, b.size.tokens / a.size.tokens, b.size.flops)
         for a, b, c in zip(half, whole, other, strict=True)

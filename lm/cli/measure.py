@@ -15,8 +15,8 @@ import sys
 import tempfile
 import time
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from collections.abc import Sequence
+from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -41,7 +41,7 @@ from lm.cli.plan_facts import find_tokenizer, with_vocabulary
 from lm.cli.request import Request
 from lm.data.config import DataConfig
 from lm.data.datamodule import DataModule
-from lm.data.parquet import COLUMN, LAYOUT
+from lm.data.parquet import COLUMN
 from lm.data.shard_writer import ROW_GROUP_TOKENS, ShardWriter
 from lm.data.tokenizer import END_OF_TEXT, Tokenizer
 from lm.errors import Interrupted, RequestError, RunError, require_at_least
@@ -50,7 +50,7 @@ from lm.model.estimates import describe_mfu
 from lm.model.memory import training_memory
 from lm.system.files import folder_bytes, refuse_url, write_atomically
 from lm.system.hardware import device_name
-from lm.system.process import rank, run_facts, seconds_since_process_start
+from lm.system.process import run_facts, seconds_since_process_start
 from lm.system.units import format_bytes, format_count, plural
 from lm.training.callback import not_training
 from lm.training.callbacks.run_folder import RunFolder
@@ -65,7 +65,6 @@ from lm.training.world import srun_world, torchrun_world
 log = logging.getLogger(__name__)
 WARMUP = 5  # optimizer steps
 TRACED = 3  # optimizer steps
-OPERATORS = 10  # rows of the table printed with a trace
 # The last part of a span's name -> the part of a step. Spans nest: `training_step` is a whole optimizer step, with the
 # micro-batches in it. Other spans belong to the part around them. Time outside all spans is `rest`: the
 # loop's own work.
@@ -116,26 +115,31 @@ def profile(config: Request[ProfileOptions]) -> None:
     options = config.options
     require_at_least(1, "--", steps=options.steps)
     refuse_url("--trace", options.trace or "")
+    if options.trace and (not Path(options.trace).absolute().parent.is_dir() or Path(options.trace).is_dir()):
+        raise RequestError(f"--trace {options.trace}: give a file in a folder that is there")
     ends = WARMUP + options.steps
-    trace = Trace(options.trace, ends) if options.trace else None
-    last = 1 + (trace.last if trace else ends)
-    parts = Parts(trace)
+    tracer = torch.profiler.profile() if options.trace else None
+    last = 1 + ends + (TRACED if tracer else 0)
+    parts = Parts(tracer, ends)
     own_data = config.data.path is None or (Path(config.data.path) / "manifest.json").exists()
     validated = config.data.micro_batch_size * config.data.seq_len  # at the end; it is not timed
     config = replace(config, data=replace(config.data, val_tokens=validated))
     trainer = fit_briefly(
-        config, last, own_data=own_data, watch=parts.watch, profiler=parts, val_interval=last,
-        checkpoint_interval=last + 1,
-    )  # fmt: skip
+        config, last, own_data=own_data, profiler=parts, val_interval=last, checkpoint_interval=last + 1
+    )
     if not trainer.is_global_zero:
         return
+    if tracer:
+        tracer.export_chrome_trace(options.trace)
     found = describe_parts(config, parts.steps[WARMUP:ends], trainer, own_data)
     if options.json:
         print(json.dumps(found))
         return
     show_parts(found)
-    if trace:
-        print(trace.operators)
+    if tracer:
+        device = "cpu" if torch.accelerator.current_accelerator() is None else "device"
+        order = f"self_{device}_time_total"
+        print(tracer.key_averages().table(sort_by=order, row_limit=10, max_name_column_width=40))
         print(f"trace: {options.trace}, for https://ui.perfetto.dev or chrome://tracing")
 
 
@@ -147,7 +151,6 @@ def fit_briefly(
     steps: int,
     callbacks: Sequence[Callback] = (),
     own_data: bool = False,
-    watch: Callable[[Trainer], None] = lambda trainer: None,
     **options: Any,
 ) -> Trainer:
     """Train for a few steps as `lm fit` does, and return the Trainer; all files are removed.
@@ -155,8 +158,8 @@ def fit_briefly(
     It runs on one device, or on those of the processes that torchrun or srun started. Guards take no action; there
     are no samples and no evaluations. The schedule is constant, since the configured one is for a longer run.
 
-    `own_data`: train on the config's data, which must exist, instead of random tokens. `watch` is called with the
-    Trainer before the fit; `options` replace Trainer options of the config.
+    `own_data`: train on the config's data, which must exist, instead of random tokens. `options` replace Trainer
+    options of the config.
     """
     quiet_lightning()
     config = with_classes(config)
@@ -167,10 +170,8 @@ def fit_briefly(
     with tempfile.TemporaryDirectory(prefix=".lm-bench-", dir=root if root.is_dir() else ".") as folder:
         data_options = dict(vars(config.data))
         if not own_data:
-            write_random_data(Path(folder) / "data", find_vocab_size(config), config.data)
-            data_options |= dict.fromkeys(
-                ("train", "val", "test", "tokenizer", "sources", "phases", "prepare", "packing"))  # fmt: skip
-            data_options["path"] = str(Path(folder) / "data")
+            data_options |= dict.fromkeys(("path", "val", "test", "sources", "phases", "prepare", "packing"))
+            data_options |= write_random_data(Path(folder), find_vocab_size(config), config.data)
             data_options["shuffle_buffer"] = max(config.data.shuffle_buffer, ROW_GROUP_TOKENS)  # one row group fits
         data = DataModule(**data_options)
         data.set_position(seed=config.seed_everything)
@@ -190,7 +191,8 @@ def fit_briefly(
         standard = standard_callbacks(TrainerConfig(**request), run_folder, sections)
         own = [*(request["callbacks"] or []), *standard, *callbacks, OnlySteps()]
         trainer = Trainer(**request | {"callbacks": own})
-        watch(trainer)
+        if isinstance(trainer.profiler, Parts):
+            trainer.profiler.trainer = trainer
         try:
             trainer.fit(module, data)
         except Interrupted as error:
@@ -224,9 +226,11 @@ def find_vocab_size(config: Request) -> int:
     return decoder.vocab_size  # pyright: ignore[reportReturnType]
 
 
-def write_random_data(folder: Path, vocab_size: int, data: DataConfig) -> None:
-    """Make a prepared folder: a tokenizer of `vocab_size` tokens, and random tokens for two steps, which repeat."""
-    (folder / "train").mkdir(parents=True)
+def write_random_data(folder: Path, vocab_size: int, data: DataConfig) -> dict[str, str]:
+    """Write a tokenizer of `vocab_size` tokens, and random tokens for two steps, which repeat.
+
+    Returns the options of `data` that read them.
+    """
     backend = Backend(models.BPE(vocab={END_OF_TEXT: 0} | {f"t{i}": i for i in range(1, vocab_size)}, merges=[]))
     backend.add_special_tokens([END_OF_TEXT])
     tokenizer = Tokenizer(backend.to_str())
@@ -235,14 +239,10 @@ def write_random_data(folder: Path, vocab_size: int, data: DataConfig) -> None:
     count = 2 * max(data.global_batch_tokens or 0, data.micro_batch_size * window) + window
     dtype = np.dtype(np.uint16 if vocab_size <= 2**16 else np.uint32)
     ids = np.random.default_rng(0).integers(vocab_size, size=count, dtype=dtype)
-    writer = ShardWriter(folder / "train/00000.parquet", dtype, tokenizer.sha256)
+    writer = ShardWriter(folder / "random.parquet", dtype, tokenizer.sha256)
     writer.write(ids, np.array([count]))
-    shard = {"file": "train/00000.parquet", "size": writer.close(), "row_groups": writer.row_groups}
-    manifest = {
-        "layout": LAYOUT, "column": COLUMN, "tokenizer": tokenizer.sha256, "vocab_size": vocab_size,
-        "splits": {"train": {"tokens": count, "shards": [shard]}},
-    }  # fmt: skip
-    (folder / "manifest.json").write_text(json.dumps(manifest))
+    writer.close()
+    return {"train": f"{folder}/random.parquet", "tokenizer": f"{folder}/tokenizer.json", "column": COLUMN}
 
 
 # ---- whole steps -----------------------------------------------------------------------------------------------------
@@ -342,41 +342,41 @@ class StepTimer(Callback):
 class Parts(Profiler):
     """Lightning profiler that sums the seconds of each part of every step; a callback is a part with its span's name.
 
-    It synchronizes the device between parts; otherwise the device's work would count for a later part.
+    It synchronizes the device between parts; otherwise the device's work would count for a later part. With a
+    `tracer`, it traces `TRACED` steps after step `begin`.
     """
 
-    def __init__(self, trace: "Trace | None" = None) -> None:
+    trainer: Trainer
+
+    def __init__(self, tracer: torch.profiler.profile | None, begin: int) -> None:
         super().__init__()
         self.steps: list[dict[str, float]] = []  # of each finished step, seconds by part
-        self._trace = trace
-        self._spans: list[tuple[str, AbstractContextManager | None]] = []  # those that are open, outermost first
+        self._tracer, self._begin = tracer, begin
+        self._tracing = False
+        self._spans: list[tuple[str, ExitStack]] = []  # those that are open with their marks, outermost first
         self._now = "rest"
         self._since = time.perf_counter()
         self._seconds: dict[str, float] = defaultdict(float)
-
-    def watch(self, trainer: Trainer) -> None:
-        self._trainer = trainer
 
     def start(self, action_name: str) -> None:
         hook = action_name.rpartition(".")[2]
         if hook in ("train_dataloader_next", "on_train_epoch_end"):
             self._end_step()
-        part, mark = self._now, None
+        part, marks = self._now, ExitStack()
         if not part.startswith(CALLBACK):  # spans inside a callback's span belong to that callback
             callback = re.match(re.escape(CALLBACK) + r"\w+", action_name)
             part = callback[0] if callback else SPANS.get(hook, part)
-        if part != self._now:
-            tracing = self._trace is not None and self._trace.running
-            mark = named_range(f"lm.{part}", tracing, self._trainer.strategy.root_device)
-            mark.__enter__()
-        self._spans.append((part, mark))
+        if part != self._now and self._tracing:
+            marks.enter_context(record_function(f"lm.{part}"))
+        if part != self._now and self.trainer.strategy.root_device.type == "cuda":
+            marks.enter_context(torch.cuda.nvtx.range(f"lm.{part}"))
+        self._spans.append((part, marks))
         self._enter(part)
 
     def stop(self, action_name: str) -> None:
-        _, mark = self._spans.pop()
+        _, marks = self._spans.pop()
         self._enter(self._spans[-1][0] if self._spans else "rest")
-        if mark is not None:
-            mark.__exit__(None, None, None)
+        marks.close()
 
     def _enter(self, part: str) -> None:
         """Count the time since the last change of part; what follows counts for `part`."""
@@ -385,57 +385,23 @@ class Parts(Profiler):
             self._now = part
 
     def _count(self) -> None:
-        moment = now(self._trainer.strategy.root_device)
+        moment = now(self.trainer.strategy.root_device)
         self._seconds[self._now] += moment - self._since
         self._since = moment
 
     def _end_step(self) -> None:
-        if self._trainer.global_step <= len(self.steps):
+        if self.trainer.global_step <= len(self.steps):
             return
         self._count()
         self.steps.append(dict(self._seconds))
         self._seconds.clear()
-        if self._trace is not None:
-            self._trace.at_step(len(self.steps))
+        if self._tracer is not None and len(self.steps) == self._begin:
+            self._tracer.start()
+            self._tracing = True
+        elif self._tracer is not None and len(self.steps) == self._begin + TRACED:
+            self._tracer.stop()
+            self._tracing = False
         self._since = time.perf_counter()
-
-
-@contextmanager
-def named_range(name: str, tracing: bool, device: torch.device) -> Iterator[None]:
-    """Mark a range with this name: in the trace, if torch's profiler is `tracing`, and with NVTX on CUDA."""
-    with ExitStack() as marks:
-        if tracing:
-            marks.enter_context(record_function(name))
-        if device.type == "cuda":
-            marks.enter_context(torch.cuda.nvtx.range(name))
-        yield
-
-
-class Trace:
-    """Traces a few steps after step `begin` with torch's profiler; a file that ends in `.gz` is compressed."""
-
-    def __init__(self, path: str, begin: int) -> None:
-        self.path = Path(path)
-        if not self.path.absolute().parent.is_dir() or self.path.is_dir():
-            raise RequestError(f"--trace {path}: give a file in a folder that is there")
-        self.running = False
-        self.operators = ""  # torch's table of the most expensive operators in the traced steps
-        self._begin, self.last = begin, begin + TRACED
-        self._profiler = torch.profiler.profile()
-
-    def at_step(self, step: int) -> None:
-        """Start or stop tracing; called between two steps with the number of finished steps."""
-        self.running = self._begin <= step < self.last
-        if step == self._begin:
-            self._profiler.start()
-        elif step == self.last:
-            self._profiler.stop()
-            if rank() == 0:
-                self._profiler.export_chrome_trace(str(self.path))
-            device = "cpu" if torch.accelerator.current_accelerator() is None else "device"
-            self.operators = self._profiler.key_averages().table(
-                sort_by=f"self_{device}_time_total", row_limit=OPERATORS, max_name_column_width=40
-            )
 
 
 # ---- reports ---------------------------------------------------------------------------------------------------------

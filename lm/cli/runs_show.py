@@ -27,7 +27,6 @@ from lm.system.units import format_bytes, format_count, format_duration, format_
 STYLES = {"running": "green", "finished": "cyan", "stopped": "yellow", "interrupted": "yellow", "failed": "red",
           "dead": "red", "gone": "dim"}  # fmt: skip
 LOSSES = ("train/loss", "val/loss", "val/bpb")
-SHOWN_ALERTS = 5
 SAMPLE_CHARACTERS = 200
 
 
@@ -277,7 +276,7 @@ def _cost(budget: dict[str, Any] | None) -> list[str]:
 
 
 def _alerts(alerts: list[dict[str, Any]]) -> list[str]:
-    lines = ["step {step}, {guard}: {message} ({action})".format(**alert) for alert in alerts[-SHOWN_ALERTS:]]
+    lines = ["step {step}, {guard}: {message} ({action})".format(**alert) for alert in alerts[-5:]]
     return [f"{len(alerts) - len(lines)} before these"] * (len(alerts) > len(lines)) + lines
 
 

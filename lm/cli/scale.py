@@ -21,11 +21,6 @@ from lm.system.units import Count, format_count, plural, spelled_count
 from lm.training.builtin_optimizers import OptimizerName
 from lm.training.optimizer_rules import MATRICES, RULES, peak_rate
 
-VOCAB_SIZE, SEQ_LEN = Count(32_768), Count(2_048)
-HEAD_DIM = Count(128)
-ASPECT = 64  # width / depth
-PATTERN = "SSSL"  # S: a layer with a window, L: one with full attention
-DATA = "data/pretrain-32k"
 TOKENS_PER_PARAMETER = 20.0  # Hoffmann et al., 2022, arXiv:2203.15556; nanochat takes 12, with Muon
 DEVICES = 8  # of a node; a batch of as many samples or more divides evenly over 8, 4, 2 and 1
 EMBEDDING, OUTPUT = 24.0, 4.8  # learning rate x width x sqrt(depth)
@@ -58,17 +53,18 @@ class ScaleOptions:
     """
 
     vocab_size: Count | None = None
-    seq_len: Count = SEQ_LEN
-    data: str = DATA
+    seq_len: Count = Count(2_048)
+    data: str = "data/pretrain-32k"
     optimizer: OptimizerName = "muon"
-    aspect_ratio: float = ASPECT
-    head_dim: Count = HEAD_DIM
-    window_pattern: str = PATTERN
+    aspect_ratio: float = 64
+    head_dim: Count = Count(128)
+    window_pattern: str = "SSSL"
     batch_tokens: Count | None = None
 
     def __post_init__(self) -> None:
-        numbers = {name: value for name, value in vars(self).items() if isinstance(value, int | float)}
-        require_positive({name: value for name, value in numbers.items() if not isinstance(value, bool)})
+        for name, value in vars(self).items():
+            if isinstance(value, int | float) and not isinstance(value, bool) and not 0 < value < math.inf:
+                raise RequestError(f"--{name} {value:g} must be above 0")
         if not self.window_pattern or set(self.window_pattern) - {"S", "L"}:
             raise RequestError(f"--window_pattern {self.window_pattern!r} must be of S (a window) and L (all), such as "
                                "SSSL")  # fmt: skip
@@ -118,13 +114,11 @@ class ScaleRequest(ScaleOptions):
     def command(self, others: dict[str, Any] = {}) -> str:
         """The `lm scale` command that makes this config; `others` are additional options."""
         usual, depth = vars(ScaleOptions()), {} if self.depth is None else {"depth": self.blocks}
-        changed = {name: f"{value:g}" if isinstance(value, float) else str(value)
-                   for name, value in vars(self).items() if value != usual.get(name, value)}  # fmt: skip
-        exact = {name: f"{value:.15g}" if isinstance(value, float) else str(value)
-                 for name, value in {**depth, **self.horizon, **others}.items()}  # fmt: skip
-        return " ".join(
-            ["lm scale", *(f"--{name} {shlex.quote(value)}" for name, value in {**exact, **changed}.items())]
-        )
+        changed = {name: value for name, value in vars(self).items() if value != usual.get(name, value)}
+        command = "lm scale"
+        for name, value in {**depth, **self.horizon, **others, **changed}.items():
+            command += f" --{name} {shlex.quote(f'{value:.15g}' if isinstance(value, float) else str(value))}"
+        return command
 
 
 @dataclass(frozen=True)
@@ -176,12 +170,6 @@ def manifest(folder: str) -> dict[str, Any]:
         return parse_json((Path(folder) / "manifest.json").read_bytes())
     except (OSError, ValueError):
         return {}
-
-
-def require_positive(options: dict[str, float]) -> None:
-    for name, value in options.items():
-        if not 0 < value < math.inf:
-            raise RequestError(f"--{name} {value:g} must be above 0")
 
 
 @dataclass(frozen=True)
@@ -236,10 +224,6 @@ class Recipe:
         """Share of the run over which the matrices average their updates; see `weight_decay`."""
         return RULES[self.optimizer].memory(self.tokens / self.multiplied)
 
-    @property
-    def weight_decay(self) -> float:  # of the matrices in the blocks
-        return weight_decay(self.memory, self.learning_rate, self.steps)
-
 
 def recipe(
     decoder: DecoderConfig, *, tokens_per_parameter: float | None = None, flops: float | None = None,
@@ -285,7 +269,7 @@ def shape(depth: int, options: ScaleOptions = ScaleOptions()) -> DecoderConfig:
         if 0 < found["tokens"] <= seq_len:
             raise RequestError(f"{options.data}/{split} has {found['tokens']:,} tokens, and a sample takes "
                                f"{seq_len + 1:,}, --seq_len and one more: give more text")  # fmt: skip
-    vocab_size = options.vocab_size or made.get("vocab_size", VOCAB_SIZE)
+    vocab_size = options.vocab_size or made.get("vocab_size", 32_768)
     if vocab_size < made.get("vocab_size", 0):
         raise RequestError(f"--vocab_size {vocab_size:,} is less than the {made['vocab_size']:,} of {options.data}: "
                            "leave it out")  # fmt: skip
@@ -349,9 +333,13 @@ def tokens_of_steps(steps: int) -> float:
     return (2_048 * 0.0306 * steps) ** (1 / (1 - 0.383))
 
 
-def micro_batch(batch: int, seq_len: int) -> int:
-    """Samples per micro-batch: a power of two that divides the batch, with one micro-batch or more for each device."""
-    return math.gcd(power_of_two(min(DEVICE_TOKENS // seq_len, batch // DEVICES), down=True), batch, batch // DEVICES)
+def micro_batch(batch: int, seq_len: int, devices: int = DEVICES, fitting: int = DEVICE_TOKENS) -> int:
+    """Samples per micro-batch: a power of two that divides the batch, with one micro-batch or more for each device.
+
+    `fitting` are the samples that a device has memory for.
+    """
+    each = batch // devices
+    return math.gcd(power_of_two(min(DEVICE_TOKENS // seq_len, each, fitting), down=True), batch, each)
 
 
 # ---- the optimizer ---------------------------------------------------------------------------------------------------
@@ -394,7 +382,7 @@ YAML = """\
 seed_everything: 1337  # the same seed gives the same weights and the same order of samples
 
 trainer:
-  max_steps: {steps}  # {horizon}
+  max_steps: {steps:_}  # {horizon}
   val_interval: {interval}  # optimizer steps between validations
   checkpoint_interval: {interval}  # optimizer steps between checkpoints
   log_interval: 10  # optimizer steps between log lines
@@ -405,15 +393,15 @@ trainer:
 
 model:
   decoder:
-    vocab_size: {vocab_size}  # vocabulary size, at least the tokenizer's
-    hidden_size: {hidden_size}  # {aspect_ratio:g} x depth, rounded up to whole heads (nanochat: {usual_aspect})
-    num_hidden_layers: {depth}  # the depth
-    num_attention_heads: {heads}  # each {head_dim} wide (nanochat: {usual_head_dim})
-    num_key_value_heads: {heads}  # one per query head: a small model's cache is small
-    intermediate_size: {intermediate_size}  # 8/3 x hidden_size, rounded up to a multiple of 128 (arXiv:2002.05202)
-    max_position_embeddings: {seq_len}  # context length
-    window_pattern: {window_pattern}  # S: sliding window, L: full attention (nanochat: {usual_pattern})
-{sliding_window}    qk_norm: true  # bounds the attention logits, which allows larger learning rates (arXiv:2309.14322)
+    vocab_size: {vocab_size:_}  # vocabulary size, at least the tokenizer's
+    hidden_size: {hidden_size:_}  # {aspect:g} x depth, rounded up to whole heads (nanochat: {usual.aspect_ratio})
+    num_hidden_layers: {num_hidden_layers}  # the depth
+    num_attention_heads: {num_attention_heads}  # each {head_dim} wide (nanochat: {usual.head_dim})
+    num_key_value_heads: {num_attention_heads}  # one per query head: a small model's cache is small
+    intermediate_size: {intermediate_size:_}  # 8/3 x hidden_size, rounded up to a multiple of 128 (arXiv:2002.05202)
+    max_position_embeddings: {max_position_embeddings:_}  # context length
+    window_pattern: {window_pattern}  # S: sliding window, L: full attention (nanochat: {usual.window_pattern})
+{window}    qk_norm: true  # bounds the attention logits, which allows larger learning rates (arXiv:2309.14322)
     tie_word_embeddings: false  # the output matrix is separate from the embedding, and has its own learning rate
     zero_init_residual: true  # each block starts as the identity (arXiv:1706.02677)
   optimizer:
@@ -512,16 +500,14 @@ def write_yaml(
 
     data = options.data if re.fullmatch(r"[\w.-]*/[\w./-]*", options.data) else json.dumps(options.data)
     return YAML.format(
+        **vars(decoder),  # under the names that they have in the YAML
         title=f"Depth {decoder.num_hidden_layers}: {format_count(made.parameters)} parameters on "
         f"{format_count(made.tokens)} tokens, {_float(made.flops)} operations. Why each number: lm/cli/scale.py.",
         command=command, name=f"depth{decoder.num_hidden_layers}", data=data,
         optimizer=optimizer.optimizer_yaml.format(**numbers), schedule=optimizer.schedule_yaml.format(**numbers),
-        steps=f"{made.steps:_}", horizon=horizon, interval=interval(made.steps), vocab_size=f"{decoder.vocab_size:_}",
+        steps=made.steps, horizon=horizon, interval=interval(made.steps),
         tokenizer=f"bpe --vocab_size {decoder.vocab_size}" if decoder.vocab_size > 256 else "char",
-        hidden_size=f"{decoder.hidden_size:_}", depth=decoder.num_hidden_layers, heads=decoder.num_attention_heads,
-        intermediate_size=f"{decoder.intermediate_size:_}", seq_len=f"{decoder.max_position_embeddings:_}",
-        window_pattern=decoder.window_pattern, sliding_window=window, aspect_ratio=options.aspect_ratio,
-        head_dim=decoder.head_dim, usual_aspect=ASPECT, usual_head_dim=HEAD_DIM, usual_pattern=PATTERN,
+        window=window, aspect=options.aspect_ratio, usual=ScaleOptions(),
         memory_source="measured with little text" if memory < made.memory else optimizer.memory_source,
         group_decay=f"a weight decay that averages {vocabulary_memory:.0%} of the run" if little else "no weight decay",
         devices="1  # enough for so few samples" if samples_at_once == made.batch else

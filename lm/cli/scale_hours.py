@@ -63,9 +63,8 @@ class Candidate:
     @property
     def micro_batch(self) -> int:
         """Samples of a micro-batch."""
-        rule = scale.DEVICE_TOKENS // self.recipe.decoder.max_position_embeddings
-        batch = self.recipe.batch // self.devices
-        return math.gcd(scale.power_of_two(min(rule, batch, self.fitting), down=True), batch)
+        seq_len = self.recipe.decoder.max_position_embeddings
+        return scale.micro_batch(self.recipe.batch, seq_len, self.devices, self.fitting)
 
     def sample_seconds(self, samples: float) -> float:
         """Seconds of the forward and backward passes of `samples` samples."""

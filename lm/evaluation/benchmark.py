@@ -61,13 +61,6 @@ class TaskResult:
         return {entry.name: getattr(self, entry.name) for entry in fields(self) if entry.name != "outcomes"}
 
 
-class Core(NamedTuple):
-    """The mean of the tasks' centred accuracies, and its 95 % interval."""
-
-    value: float
-    interval: Interval
-
-
 def evaluate(
     decoder: Decoder,
     tokenizer: Tokenizer,
@@ -188,12 +181,12 @@ def _result(task: Task, outcomes: Sequence[Outcome]) -> TaskResult:
     )
 
 
-def core(results: Sequence[TaskResult]) -> Core | None:
-    """The mean of the centred accuracies (DCLM's CORE, if these are its 22 tasks); None without results.
+def core(results: Sequence[TaskResult]) -> tuple[float, Interval] | None:
+    """The mean of the centred accuracies (DCLM's CORE, if these are its 22 tasks), with its interval; None without any.
 
     The interval is propagated from the tasks' intervals, as if these were independent.
     """
     if not results:
         return None
     values = [result.centered for result in results]
-    return Core(sum(values) / len(values), mean_interval(values, [result.centered_interval for result in results]))
+    return sum(values) / len(values), mean_interval(values, [result.centered_interval for result in results])

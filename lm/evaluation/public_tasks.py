@@ -21,7 +21,6 @@ class PublicTask(NamedTuple):
     dataset: str  # name on the Hub
     config: str
     split: str
-    kind: str  # as in `tasks.COLUMNS`
     item: Callable[[Row], dict[str, Any]]
 
     @property
@@ -47,6 +46,10 @@ def _lettered(query: str, row: Row) -> dict[str, Any]:
 
 def _question(row: Row) -> str:
     return f"Question: {row['question']}\nAnswer:"
+
+
+def _arc(row: Row) -> dict[str, Any]:
+    return _lettered(_question(row), row)
 
 
 def _hellaswag(row: Row) -> dict[str, Any]:
@@ -81,6 +84,10 @@ def _commonsense_qa(row: Row) -> dict[str, Any]:
                    letters.index(row["answerKey"]))  # fmt: skip
 
 
+def _piqa(row: Row) -> dict[str, Any]:
+    return _choose(f"Question: {row['goal']}\nAnswer:", [row["sol1"], row["sol2"]], row["label"])
+
+
 def _sciq(row: Row) -> dict[str, Any]:
     choices = [row[name] for name in ("distractor1", "distractor2", "distractor3", "correct_answer")]
     return _choose(f"{row['support'].lstrip()}\n{_question(row)}", choices, 3)
@@ -91,20 +98,15 @@ def _boolq(row: Row) -> dict[str, Any]:
 
 
 PUBLIC_TASKS = {
-    "arc_challenge": PublicTask("allenai/ai2_arc", "ARC-Challenge", "test", "multiple_choice",
-                                lambda row: _lettered(_question(row), row)),
-    "arc_easy": PublicTask("allenai/ai2_arc", "ARC-Easy", "test", "multiple_choice",
-                           lambda row: _lettered(_question(row), row)),
-    "boolq": PublicTask("aps/super_glue", "boolq", "validation", "multiple_choice", _boolq),
-    "commonsense_qa": PublicTask("tau/commonsense_qa", "default", "validation", "multiple_choice", _commonsense_qa),
-    "copa": PublicTask("aps/super_glue", "copa", "validation", "multiple_choice", _copa),
-    "hellaswag": PublicTask("Rowan/hellaswag", "default", "validation", "multiple_choice", _hellaswag),
-    "lambada_openai": PublicTask("EleutherAI/lambada_openai", "default", "test", "language_modeling", _lambada),
-    "openbookqa": PublicTask("allenai/openbookqa", "main", "test", "multiple_choice",
-                             lambda row: _lettered(row["question_stem"], row)),
-    "piqa": PublicTask("baber/piqa", "default", "validation", "multiple_choice",
-                       lambda row: _choose(f"Question: {row['goal']}\nAnswer:", [row["sol1"], row["sol2"]],
-                                           row["label"])),
-    "sciq": PublicTask("allenai/sciq", "default", "test", "multiple_choice", _sciq),
-    "winogrande": PublicTask("allenai/winogrande", "winogrande_xl", "validation", "schema", _winogrande),
+    "arc_challenge": PublicTask("allenai/ai2_arc", "ARC-Challenge", "test", _arc),
+    "arc_easy": PublicTask("allenai/ai2_arc", "ARC-Easy", "test", _arc),
+    "boolq": PublicTask("aps/super_glue", "boolq", "validation", _boolq),
+    "commonsense_qa": PublicTask("tau/commonsense_qa", "default", "validation", _commonsense_qa),
+    "copa": PublicTask("aps/super_glue", "copa", "validation", _copa),
+    "hellaswag": PublicTask("Rowan/hellaswag", "default", "validation", _hellaswag),
+    "lambada_openai": PublicTask("EleutherAI/lambada_openai", "default", "test", _lambada),
+    "openbookqa": PublicTask("allenai/openbookqa", "main", "test", lambda row: _lettered(row["question_stem"], row)),
+    "piqa": PublicTask("baber/piqa", "default", "validation", _piqa),
+    "sciq": PublicTask("allenai/sciq", "default", "test", _sciq),
+    "winogrande": PublicTask("allenai/winogrande", "winogrande_xl", "validation", _winogrande),
 }  # fmt: skip

@@ -81,7 +81,7 @@ def read_tasks(paths: Sequence[str], num_fewshot: int | None = None) -> list[Tas
 def _read(path: str, num_fewshot: int | None) -> Iterator[Task]:
     if path in PUBLIC_TASKS and not Path(path).exists():
         public = PUBLIC_TASKS[path]
-        yield _task(path, public.kind, public.items(), num_fewshot or 0, " ", None, public.source)
+        yield _task(path, None, public.items(), num_fewshot or 0, " ", None, public.source)
         return
     file = SHIPPED / f"{path.removeprefix(EMBEDDED)}.yaml" if path.startswith(EMBEDDED) else Path(path)
     if not file.is_file():
@@ -92,9 +92,7 @@ def _read(path: str, num_fewshot: int | None) -> Iterator[Task]:
     if file.suffix in (".yaml", ".yml"):
         yield from _from_yaml(file, num_fewshot)
     elif file.suffix in (".jsonl", ".parquet"):
-        items = _items(file)
-        kind = _kind(items[0], file)
-        yield _task(file.stem, kind, items, num_fewshot or 0, " ", None, file)
+        yield _task(file.stem, None, _items(file), num_fewshot or 0, " ", None, file)
     else:
         raise RequestError(f"tasks {path}: expected a YAML with icl_tasks, a .jsonl or a .parquet file")
 
@@ -169,18 +167,19 @@ def _items(file: Path) -> list[Item]:
     return items
 
 
-def _kind(item: Item, file: Path) -> Kind:
+def _kind(item: Item, source: Path | str) -> Kind:
     for kind, columns in COLUMNS.items():
         if columns.keys() <= item.keys():
             return kind
     wanted = "; or ".join(", ".join(columns) for columns in COLUMNS.values())
-    raise RequestError(f"{file}: its columns are {', '.join(item)}; a task has {wanted}")
+    raise RequestError(f"{source}: its columns are {', '.join(item)}; a task has {wanted}")
 
 
 def _task(
-    label: str, kind: Kind, items: list[Item], num_fewshot: int, delimiter: str, baseline: float | None,
+    label: str, kind: Kind | None, items: list[Item], num_fewshot: int, delimiter: str, baseline: float | None,
     source: Path | str,
 ) -> Task:  # fmt: skip
+    kind = kind or _kind(items[0], source)
     for number, item in enumerate(items, start=1):
         _check(item, kind, f"{source}, item {number}")
     if baseline is None:  # mean of 1 / number of answers; guessing never writes a text

@@ -43,11 +43,7 @@ def kind_and_layer(name: str) -> tuple[str, int | None]:
 # ---- weights ---------------------------------------------------------------------------------------------------------
 
 
-class Histogram(NamedTuple):
-    """The distribution of the values of one weight."""
-
-    edges: np.ndarray  # (bins + 1,), ascending
-    density: np.ndarray  # (bins,), of probability; it integrates to 1
+Histogram = tuple[np.ndarray, np.ndarray]  # as of `np.histogram`: density (bins,) of probability, edges (bins + 1,)
 
 
 def weight_histograms(decoder: Decoder, bins: int = 80) -> dict[str, Histogram]:
@@ -56,8 +52,7 @@ def weight_histograms(decoder: Decoder, bins: int = 80) -> dict[str, Histogram]:
     for name, weight in named_weights(decoder).items():
         if weight.ndim == 2:
             values = weight.float().cpu().numpy().ravel()
-            density, edges = np.histogram(values, min(bins, math.isqrt(values.size)), density=True)
-            found[name] = Histogram(edges, density)
+            found[name] = np.histogram(values, min(bins, math.isqrt(values.size)), density=True)
     return found
 
 
@@ -72,10 +67,10 @@ def draw_histograms(histograms: Mapping[str, Histogram]) -> Figure:
     rows = -(-len(kinds) // COLUMNS)
     picture, grid = figure(rows, COLUMNS, width=10, height=0.8 + 2.6 * rows, squeeze=False)
     for axes, (kind, same) in zip(grid.flat, kinds.items(), strict=False):
-        for layer, one in same.items():
-            density = np.where(one.density > 0, one.density, np.nan)  # an empty bin leaves a gap
+        for layer, (density, edges) in same.items():
+            density = np.where(density > 0, density, np.nan)  # an empty bin leaves a gap
             color = BLACK if layer is None else colors.to_rgba(layer)
-            axes.stairs(density, one.edges, baseline=None, color=color, linewidth=1.2)
+            axes.stairs(density, edges, baseline=None, color=color, linewidth=1.2)
         axes.set_yscale("log")
         axes.locator_params(axis="x", nbins=5)
         label_axes(axes, kind, "weight", "density (log scale)")

@@ -183,16 +183,15 @@ def newest_whole(run: Run) -> Path | None:
     be a silent loss.
     """
     last, left_behind = run.link("last"), run.left_behind()
-    found = {path.name: path for path in run.path.glob("step-*") if STEP.fullmatch(path.name)}
-    link = run.path / "last"
-    if link.is_symlink() and STEP.fullmatch(gone := os.readlink(link)) and gone not in found:
-        found[gone] = run.path / gone
+    names = {path.name for path in run.path.glob("step-*")}
+    if (link := run.path / "last").is_symlink():
+        names.add(os.readlink(link))  # also of a checkpoint that is gone
 
     def newest_first(path: Path) -> tuple[bool, int]:
         return path != last and path in left_behind, -int(path.name.removeprefix("step-"))
 
     damaged = {}
-    for path in sorted(found.values(), key=newest_first):
+    for path in sorted((run.path / name for name in names if STEP.fullmatch(name)), key=newest_first):
         damaged[path.name] = find_damage(path)
         if damaged[path.name] is None:
             if len(damaged) > 1:

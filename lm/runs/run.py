@@ -154,11 +154,10 @@ class Run:
                 path.mkdir(parents=True)
                 return cls(path)
             except FileExistsError:
-                pass
+                attempt += 1
+                path = Path(root) / f"{name}-{attempt}"
             except OSError as error:
                 raise RequestError(f"cannot make the run folder {path}: {error.strerror}") from error
-            attempt += 1
-            path = Path(root) / f"{name}-{attempt}"
 
     # ---- one process trains a run -------------------------------------------------------------------------------
 

@@ -6,16 +6,17 @@ import signal
 import subprocess
 import sys
 import time
+from types import SimpleNamespace
 
 import pytest
 import torch
 from lightning.pytorch import Callback
 from trainings import PLACES, lm, make_workplace, start, wait_until, write_config
 
-from lm.cli import request
+from lm.cli import measure, request
 from lm.cli.command import main
 from lm.cli.hours import steps_of_hours, validation_tokens
-from lm.cli.measure import TITLES, bench_step, named_range, profile, show_parts, show_times
+from lm.cli.measure import TITLES, Parts, bench_step, profile, show_parts, show_times
 from lm.cli.plan_facts import read_bench
 from lm.errors import RequestError
 from lm.model.memory import training_memory
@@ -214,8 +215,12 @@ def test_on_a_gpu_the_parts_are_nvtx_ranges_with_a_trace_and_without(monkeypatch
     calls = []
     monkeypatch.setattr(torch.cuda.nvtx, "range_push", calls.append)
     monkeypatch.setattr(torch.cuda.nvtx, "range_pop", lambda: calls.append("end"))
+    monkeypatch.setattr(measure, "now", lambda device: 0.0)
     for device, tracing in (("cuda", False), ("cuda", True), ("cpu", True)):
-        with pytest.raises(MemoryError), named_range("lm.forward", tracing, torch.device(device)):
+        parts = Parts(None, 0)
+        parts.trainer = SimpleNamespace(strategy=SimpleNamespace(root_device=torch.device(device)))
+        parts._tracing = tracing
+        with pytest.raises(MemoryError), parts.profile("forward"):
             raise MemoryError
     assert calls == ["lm.forward", "end"] * 2
 

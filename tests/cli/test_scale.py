@@ -112,7 +112,8 @@ def test_every_depth_is_a_config_that_comes_out_even(depth, tmp_path):
     assert config.model.decoder == made.decoder
     assert config.model.optimizer.name == made.optimizer == "muon"
     assert config.model.optimizer.lr == pytest.approx(made.learning_rate, rel=0.005)
-    assert config.model.optimizer.weight_decay == pytest.approx(made.weight_decay, rel=0.005)
+    decay = weight_decay(made.memory, made.learning_rate, made.steps)
+    assert config.model.optimizer.weight_decay == pytest.approx(decay, rel=0.005)
     for world_size in (1, 2, 4, 8):
         steps = plan_steps(
             seq_len=config.data.seq_len, micro_batch_size=config.data.micro_batch_size,

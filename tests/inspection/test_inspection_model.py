@@ -54,11 +54,11 @@ def test_histograms_are_densities_of_each_matrix():
     decoder = trained_like(SMALL)
     found = weights.weight_histograms(decoder, bins=20)
     assert len(found) == 1 + 7 * SMALL.num_hidden_layers
-    for one in found.values():
-        assert (one.density * np.diff(one.edges)).sum() == pytest.approx(1)
+    for density, edges in found.values():
+        assert (density * np.diff(edges)).sum() == pytest.approx(1)
     keys = decoder.layers[1].self_attn.qkv_proj.weight[48:96]
-    one = found["model.layers.1.self_attn.k_proj.weight"]
-    assert (one.edges[0], one.edges[-1]) == pytest.approx((keys.min().item(), keys.max().item()))
+    _, edges = found["model.layers.1.self_attn.k_proj.weight"]
+    assert (edges[0], edges[-1]) == pytest.approx((keys.min().item(), keys.max().item()))
 
 
 # ---- attention -------------------------------------------------------------------------------------------------------

@@ -34,7 +34,6 @@ OPENING = "<!doctype html>\n<!-- A run of lm -->\n"  # of every page: a file tha
 POINTS = 1000  # of a curve
 ALL_POINTS = 30_000  # of all curves together, as long as each has `FEWEST_POINTS`
 FEWEST_POINTS = 100
-SAMPLED_STEPS = 20
 
 # ---- the file --------------------------------------------------------------------------------------------------------
 
@@ -102,7 +101,7 @@ def _samples(run: Run) -> dict[str, Any]:
     """The model's samples by step, newest first; if there are many steps, some spread over the whole run."""
     samples = read_samples(run)
     every = sorted({sample["step"] for sample in samples}, reverse=True)
-    places = np.linspace(0, len(every) - 1, min(SAMPLED_STEPS, len(every)))
+    places = np.linspace(0, len(every) - 1, min(20, len(every)))
     steps = list(dict.fromkeys(every[round(place)] for place in places))
     found = [
         (f"Step {step:,}", [(one["prompt"], str(one["text"])) for one in samples if one["step"] == step])
