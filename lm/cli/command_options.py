@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 from pathlib import Path
 
-from lm.errors import require
+from lm.errors import RequestError
 from lm.system.units import Count
 
 
@@ -36,7 +36,8 @@ class FitOptions:
     hours: float | None = None
 
     def __post_init__(self) -> None:
-        require(self.hours is None or self.hours > 0, f"--hours {self.hours:g} must be above 0")
+        if self.hours is not None and not self.hours > 0:
+            raise RequestError(f"--hours {self.hours:g} must be above 0")
 
 
 @dataclass
