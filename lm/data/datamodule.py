@@ -21,7 +21,7 @@ from torch.utils.data import ChainDataset
 from lm.data.catalog import MANIFEST
 from lm.data.config import DataConfig, SourceConfig
 from lm.data.document_ends import describe_ends
-from lm.data.loader import Batch, Stream, Windows
+from lm.data.loader import Assembler, Batch, Request, Stream, Windows
 from lm.data.sampler import BLOCKS_AHEAD, Order, lanes_for
 from lm.data.shards import Shards, common_file
 from lm.data.tokenizer import Tokenizer
@@ -300,6 +300,14 @@ class DataModule(LightningDataModule):
         parts = SHARED_BY if self.mixed else 1
         return lanes_for(shards.largest.tokens, self.options.shuffle_buffer // parts)
 
+    def _buffer(self) -> int:
+        """Most tokens of decoded blocks that are held for training."""
+        buffer = self.options.shuffle_buffer
+        if self.mixed:
+            held = sum(self._lanes(shards) * shards.largest.tokens for shards in self.by_source["train"].values())
+            buffer = max(buffer, held + BLOCKS_AHEAD * self.shards["train"].largest.tokens)
+        return buffer
+
     def shares(self, samples: int) -> np.ndarray:
         """Fraction of each source in the first `samples` samples: (sources,) fp64, with a sum of 1."""
         from lm.data.mixture import counts_of
@@ -321,20 +329,11 @@ class DataModule(LightningDataModule):
 
     def read_samples(self, first: int, count: int) -> tuple[Batch, list[tuple[str, int]]]:
         """Read samples of the training stream; returns them with the file and window of each."""
-        train, length = self._training_shards(), self.seq_len
-        stride = train.stride(length)
-        blocks, windows = self.order().locate(np.arange(first, first + count))
-        rows = np.empty((count, length + 1), train.column.row_dtype)
-        mask = np.ones((count, length), bool)
-        for block in np.unique(blocks).tolist():
-            ids, targets = train.read_tokens(block)
-            for index in np.flatnonzero(blocks == block).tolist():
-                start = int(windows[index]) * stride
-                rows[index] = ids[start : start + length + 1]
-                if targets is not None:
-                    mask[index] = targets[start + 1 : start + length + 1]
-        places = zip(blocks.tolist(), windows.tolist(), strict=True)
-        batch = Batch(torch.from_numpy(rows), mask=torch.from_numpy(mask))
+        train, order, samples = self._training_shards(), self.order(), np.arange(first, first + count)
+        requests = iter([Request(samples)])
+        [batch] = Assembler(train, order, self.seq_len, requests, self._buffer(), self.options.timeout).batches()
+        places = zip(*(part.tolist() for part in order.locate(samples)), strict=True)
+        stride = train.stride(self.seq_len)
         return batch, [(train.file_of(block, window * stride), window) for block, window in places]
 
     def sources_of(self, first: int, count: int) -> list[str | None]:
@@ -348,17 +347,13 @@ class DataModule(LightningDataModule):
         """Endless batches, each this rank's part of an optimizer step, from the first sample not trained on yet."""
         if "train" not in self.shards:  # without a Trainer, which calls `setup`
             self.setup("fit")
-        buffer = self.options.shuffle_buffer
-        if self.mixed:
-            held = sum(self._lanes(shards) * shards.largest.tokens for shards in self.by_source["train"].values())
-            buffer = max(buffer, held + BLOCKS_AHEAD * self.shards["train"].largest.tokens)
         return Stream(
             self._training_shards(),
             self.order(),
             seq_len=self.seq_len,
             start=self.consumed,
             global_batch=self.global_batch,
-            shuffle_buffer=buffer,
+            shuffle_buffer=self._buffer(),
             **self._share(),
         )
 
