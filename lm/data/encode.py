@@ -14,13 +14,13 @@ import signal
 import sys
 import threading
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import ProcessPoolExecutor, as_completed
+from concurrent.futures import ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import lru_cache
 from hashlib import blake2b
-from itertools import pairwise
+from itertools import pairwise, starmap
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -266,21 +266,20 @@ def run_tasks(
     with Progress(*columns, console=Console(stderr=True), disable=not sys.stderr.isatty()) as progress:
         bar = progress.add_task(doing, total=sum(sizes))
         workers = workers or (len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1)
-        if workers == 1 or sum(sizes) <= SMALL_WORK:
-            results = []
-            for task, size in zip(tasks, sizes, strict=True):
-                results.append(function(*task))
+
+        def watched(results: Iterator[Any]) -> Iterator[Any]:
+            for result, size in zip(results, sizes, strict=True):
                 progress.advance(bar, size)
-            return results
+                yield result
+
+        if workers == 1 or sum(sizes) <= SMALL_WORK:
+            return list(watched(starmap(function, tasks)))
         context = multiprocessing.get_context("spawn")
         pool = ProcessPoolExecutor(workers, mp_context=context, initializer=_start_worker)
         try:
-            futures = {pool.submit(function, *task): size for task, size in zip(tasks, sizes, strict=True)}
-            for future in as_completed(futures):
-                future.result()
-                progress.advance(bar, futures[future])
+            results = list(watched(pool.map(function, *zip(*tasks, strict=True))))
             pool.shutdown()
-            return [future.result() for future in futures]
+            return results
         except BaseException as error:
             processes = list((pool._processes or {}).values())
             pool.shutdown(wait=False, cancel_futures=True)

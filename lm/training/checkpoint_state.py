@@ -72,11 +72,10 @@ def to_checkpoint(module: Any, checkpoint: dict[str, Any]) -> None:
             "entries": {key: value for key, value in whole.items() if key not in ("state", "param_groups")},
         }
     checkpoint["lr_schedulers"] = []
-    checkpoint["ranks"] = [{"rng": rng_state()}]
+    own = {"rng": rng_state()}
+    checkpoint["ranks"] = [own] * module.trainer.world_size
     if module.trainer.world_size > 1:
-        from lm.training.distributed import gather_from_ranks
-
-        checkpoint["ranks"] = gather_from_ranks(*checkpoint["ranks"])
+        torch.distributed.all_gather_object(checkpoint["ranks"], own)  # in the order of the ranks
     dtype = str(next(module.decoder.parameters()).dtype).removeprefix("torch.")
     tokenizer = module.trainer.datamodule.tokenizer
     custom = None
