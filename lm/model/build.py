@@ -27,7 +27,6 @@ class BuildOptions:
     activation_checkpointing: ActivationCheckpointing = "none"
     compile: Compile = "none"
     document_mask: bool = False
-    z_loss: float = 0.0
 
 
 class Built(NamedTuple):

@@ -58,10 +58,9 @@ def to_checkpoint(module: Any, checkpoint: dict[str, Any]) -> None:
         [whole] = states
         config, changed = module.options.optimizer, []  # AdamW and Muon change no setting of a group
         if config.class_path is not None:
-            from lm.training.optimizer_by_class import changed_settings, refuse_unkept
+            from lm.training.optimizer_by_class import changed_settings
 
-            refuse_unkept(config.class_path, optimizer, whole)
-            changed = changed_settings(optimizer, whole["param_groups"])
+            changed = changed_settings(config.class_path, optimizer, whole)
         state = name_state(whole["state"], parameter_names(module.decoder, optimizer))
         checkpoint["optimizer"] = {name: value for name, value in state.items() if isinstance(value, Tensor)}
         checkpoint["optimizer_values"] = {

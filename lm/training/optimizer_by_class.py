@@ -75,24 +75,23 @@ class _SkippedSteps:
 # ---- what a class keeps ----------------------------------------------------------------------------------------------
 
 
-def refuse_unkept(class_path: str, optimizer: Optimizer, state: dict[str, Any]) -> None:
-    """Raise RequestError if `state`, the optimizer's `state_dict`, has values that a checkpoint cannot hold."""
-    kept = {**state, "param_groups": changed_settings(optimizer, state["param_groups"])}
+def changed_settings(class_path: str, optimizer: Optimizer, state: dict[str, Any]) -> list[dict[str, Any]]:
+    """The settings of each parameter group that the optimizer has changed itself, such as a step count.
+
+    RequestError if `state`, the optimizer's `state_dict`, has values that a checkpoint cannot hold.
+    """
+    initial = getattr(optimizer, "initial", [])  # none if a subclass of LanguageModule built it
+    changed = [
+        {name: value for name, value in _settings(group).items()
+         if name not in before or _comparable(value) != before[name]}
+        for group, before in zip(state["param_groups"], initial)
+    ]  # fmt: skip
     try:
-        encode(apply_to_collection(kept, Tensor, lambda tensor: None))
+        encode(apply_to_collection({**state, "param_groups": changed}, Tensor, lambda tensor: None))
     except TypeError as error:
         raise RequestError(f"model.optimizer.class_path {class_path}: of its state_dict {error}, only tensors and "
                            "plain values") from error  # fmt: skip
-
-
-def changed_settings(optimizer: Optimizer, groups: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """The settings of each parameter group that the optimizer has changed itself, such as a step count."""
-    initial = getattr(optimizer, "initial", [])  # AdamW and Muon change none
-    return [
-        {name: value for name, value in _settings(group).items()
-         if name not in before or _comparable(value) != before[name]}
-        for group, before in zip(groups, initial)
-    ]  # fmt: skip
+    return changed
 
 
 def _settings(group: dict[str, Any]) -> dict[str, Any]:
