@@ -39,7 +39,6 @@ def build_by_class(class_path: str, init_args: dict[str, Any], groups: list[dict
     made.initial = [
         {name: _comparable(value) for name, value in _settings(group).items()} for group in made.param_groups
     ]
-    _load_exactly(made)
     return made
 
 
@@ -59,7 +58,7 @@ def _class_of(class_path: str) -> type[Optimizer]:
 
 
 class _SkippedSteps:
-    """Skips a step inside `step`, since Lightning counts the calls of it."""
+    """Skips a step inside `step`, since Lightning counts the calls of it, and loads state as it was saved."""
 
     skip: Tensor | None = None
     initial: list[dict[str, Any]]  # each group's settings at construction, as `encode` writes them
@@ -70,6 +69,16 @@ class _SkippedSteps:
         if self.skip is not None and self.skip.item():  # waits for the device, which AdamW and Muon need not
             return None
         return super().step()
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Load state in its own dtype; torch casts floating and integer state to its parameter's."""
+        super().load_state_dict(state_dict)
+        indices = [index for group in state_dict["param_groups"] for index in group["params"]]
+        parameters = [parameter for group in self.param_groups for parameter in group["params"]]
+        for index, parameter in zip(indices, parameters, strict=True):
+            for slot, value in state_dict["state"].get(index, {}).items():
+                if slot != "step":  # which torch leaves as it is
+                    self.state[parameter][slot] = apply_to_collection(value, Tensor, Tensor.to, parameter.device)
 
 
 # ---- what a class keeps ----------------------------------------------------------------------------------------------
@@ -104,24 +113,3 @@ def _comparable(value: Any) -> Any:
         return encode(value)
     except TypeError:
         return value
-
-
-def _load_exactly(optimizer: Optimizer) -> None:
-    """Keep torch's `load_state_dict` from casting floating and integer state to its parameter's dtype."""
-    given: dict[str, Any] = {}
-
-    def before(optimizer: Optimizer, state: dict[str, Any]) -> None:
-        given.update(state)
-
-    def after(optimizer: Optimizer) -> None:
-        indices = [index for group in given["param_groups"] for index in group["params"]]
-        parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
-        for index, parameter in zip(indices, parameters, strict=True):
-            for slot, value in given["state"].get(index, {}).items():
-                if slot != "step":  # which torch leaves as it is
-                    moved = apply_to_collection(value, Tensor, Tensor.to, parameter.device)
-                    optimizer.state[parameter][slot] = moved
-        given.clear()
-
-    optimizer.register_load_state_dict_pre_hook(before)
-    optimizer.register_load_state_dict_post_hook(after)
