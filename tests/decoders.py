@@ -49,6 +49,13 @@ def trained_like(config: DecoderConfig) -> Decoder:
     return model
 
 
+def continued(tokenizer, prompt, tokens):
+    """The text that tokens add to a prompt, up to the end of the document."""
+    if tokenizer.eos_id in tokens:
+        tokens = tokens[: tokens.index(tokenizer.eos_id)]
+    return tokenizer.decode(prompt + tokens)[len(tokenizer.decode(prompt)) :]
+
+
 def write_huggingface(model: Decoder, path):
     """A model folder as Hugging Face's libraries write it; returns the path."""
     weights = to_huggingface(model.state_dict(), model.config)

@@ -57,7 +57,7 @@ class Recorder(AtMicroBatches):
         entry = {
             "step": trainer.global_step + 1,
             "micro": self.micro,
-            "samples": [self.batch.cursor.start, self.batch.cursor.end],
+            "samples": [self.batch.consumed - trainer.datamodule.global_batch, self.batch.consumed],
             "tokens": micro_batch.tokens.to(int).flatten().tolist(),
             "loss": (found[0] / found[1].numel()).item().hex(),
             "rank": trainer.global_rank,

@@ -32,7 +32,7 @@ from lm.data.parquet import (
 )
 from lm.errors import RequestError, RunError, first_line
 from lm.system.files import PATIENCE, is_denied, is_remote, parse_json, unreadable
-from lm.system.sources import list_files, open_file, read_all, with_retries
+from lm.system.sources import find_entries, list_files, open_file
 
 MANIFEST = "manifest.json"  # in a folder that `lm data prepare` made
 FOOTER_THREADS = 16
@@ -83,7 +83,7 @@ def find_shards(
             raise RequestError(f"{source}: the folder holds no .parquet file; `lm data prepare --input {source} "
                                "--output data/NAME --tokenizer bpe` makes some of texts")  # fmt: skip
         try:
-            manifest = with_retries(lambda: _read_manifest(source, listing.filesystem, listing.path), source, patience)
+            manifest = _read_manifest(source, listing.filesystem, listing.path, patience)
         except OSError as error:
             raise RequestError(f"{source}: its manifest cannot be read ({first_line(error)})") from error
     shards = [
@@ -99,18 +99,21 @@ def find_shards(
 # ---- by the manifest -------------------------------------------------------------------------------------------------
 
 
-def _read_manifest(source: str, filesystem: pafs.FileSystem, path: str) -> dict | None:
+def _read_manifest(source: str, filesystem: pafs.FileSystem, path: str, patience: float) -> dict | None:
     """The manifest beside a split folder; None where there is none, or another program wrote it."""
     folder, split = posixpath.split(path)
     if is_remote(source) and not folder:  # a bucket has no parent
         return None
     for place, inside in ((posixpath.join(folder, MANIFEST), False), (f"{path}/{MANIFEST}", True)):
-        info = filesystem.get_file_info(place)
-        if info.type != pafs.FileType.File:
+        try:
+            place, kind, found = find_entries(filesystem, place, False, source, patience)
+        except FileNotFoundError:  # beside a repository of the Hub
+            continue
+        if kind != pafs.FileType.File:
             continue
         try:
-            with filesystem.open_input_file(place) as file:
-                manifest = parse_json(read_all(file, source))
+            with open_file(filesystem, place, source, patience) as file:
+                manifest = parse_json(file.read())
         except ValueError as error:
             raise RequestError(
                 f"{place} is damaged ({first_line(error)}); remove its folder and run `lm data prepare` again"
@@ -120,7 +123,7 @@ def _read_manifest(source: str, filesystem: pafs.FileSystem, path: str) -> dict 
             raise RequestError(f"{source} is a prepared folder: name one split, {path}/train or {path}/val; in a "
                                "training give the folder as data.path")  # fmt: skip
         if isinstance(splits, dict) and split in splits:
-            return {**manifest, "modified": info.mtime_ns or 0}
+            return {**manifest, "modified": found[0].modified or 0}
     return None
 
 

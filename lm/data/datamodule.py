@@ -9,7 +9,6 @@ from collections import deque
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from hashlib import sha256
-from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -21,9 +20,9 @@ from torch.utils.data import ChainDataset
 from lm.data.catalog import MANIFEST
 from lm.data.config import DataConfig, SourceConfig
 from lm.data.document_ends import describe_ends
-from lm.data.loader import Batch, Stream, Windows
+from lm.data.loader import Assembler, Batch, Request, Stream, Windows
 from lm.data.sampler import BLOCKS_AHEAD, Order, lanes_for
-from lm.data.shards import Shards, common_file
+from lm.data.shards import Shards
 from lm.data.tokenizer import Tokenizer
 from lm.errors import RequestError
 from lm.system.dataclass_arguments import arguments_from
@@ -115,18 +114,18 @@ class DataModule(LightningDataModule):
             opened = {source.name: shards for source in self.sources if (shards := self._open_whole(source, split))}
             if opened:
                 self.by_source[split], self.shards[split] = opened, Shards.join(opened)
-        if {"train", "val"} <= self.shards.keys() and (found := common_file(self.shards["train"], self.shards["val"])):
-            same = "" if found[0] == found[1] else f", which is {found[1]}"
-            raise RequestError(
-                f"the training data contains the validation data: {found[0]}{same}; name other files in data.train "
-                "or data.val, as a folder, a glob or a list"
-            )
         foreign = any(source.train or source.val for source in self.sources)
         if {"train", "val"} <= self.shards.keys() and (foreign or self.mixed):  # else `lm data prepare` has compared
-            from lm.data.overlap import describe_shared, shared_spans
+            from lm.data.overlap import common_file, describe_shared, shared_spans
 
-            found = shared_spans(self.shards["train"], self.shards["val"], self.tokenizer.eos_id)
-            self.shared = describe_shared(*found, "passages")
+            train, val = self.shards["train"], self.shards["val"]
+            if found := common_file(train, val):
+                same = "" if found[0] == found[1] else f", which is {found[1]}"
+                raise RequestError(
+                    f"the training data contains the validation data: {found[0]}{same}; name other files in data.train "
+                    "or data.val, as a folder, a glob or a list"
+                )
+            self.shared = describe_shared(*shared_spans(train, val, self.tokenizer.eos_id), "passages")
         if "train" in self.shards:
             prefix, sources = self.tokenizer.prefix, self.by_source["train"].values()
             if not prefix or any(shards.beginning()[: len(prefix)].tolist() != prefix for shards in sources):
@@ -300,6 +299,14 @@ class DataModule(LightningDataModule):
         parts = SHARED_BY if self.mixed else 1
         return lanes_for(shards.largest.tokens, self.options.shuffle_buffer // parts)
 
+    def _buffer(self) -> int:
+        """Most tokens of decoded blocks that are held for training."""
+        buffer = self.options.shuffle_buffer
+        if self.mixed:
+            held = sum(self._lanes(shards) * shards.largest.tokens for shards in self.by_source["train"].values())
+            buffer = max(buffer, held + BLOCKS_AHEAD * self.shards["train"].largest.tokens)
+        return buffer
+
     def shares(self, samples: int) -> np.ndarray:
         """Fraction of each source in the first `samples` samples: (sources,) fp64, with a sum of 1."""
         from lm.data.mixture import counts_of
@@ -321,20 +328,11 @@ class DataModule(LightningDataModule):
 
     def read_samples(self, first: int, count: int) -> tuple[Batch, list[tuple[str, int]]]:
         """Read samples of the training stream; returns them with the file and window of each."""
-        train, length = self._training_shards(), self.seq_len
-        stride = train.stride(length)
-        blocks, windows = self.order().locate(np.arange(first, first + count))
-        rows = np.empty((count, length + 1), train.column.row_dtype)
-        mask = np.ones((count, length), bool)
-        for block in np.unique(blocks).tolist():
-            ids, targets = train.read_tokens(block)
-            for index in np.flatnonzero(blocks == block).tolist():
-                start = int(windows[index]) * stride
-                rows[index] = ids[start : start + length + 1]
-                if targets is not None:
-                    mask[index] = targets[start + 1 : start + length + 1]
-        places = zip(blocks.tolist(), windows.tolist(), strict=True)
-        batch = Batch(torch.from_numpy(rows), mask=torch.from_numpy(mask))
+        train, order, samples = self._training_shards(), self.order(), np.arange(first, first + count)
+        requests = iter([Request(samples)])
+        [batch] = Assembler(train, order, self.seq_len, requests, self._buffer(), self.options.timeout).batches()
+        places = zip(*(part.tolist() for part in order.locate(samples)), strict=True)
+        stride = train.stride(self.seq_len)
         return batch, [(train.file_of(block, window * stride), window) for block, window in places]
 
     def sources_of(self, first: int, count: int) -> list[str | None]:
@@ -348,17 +346,13 @@ class DataModule(LightningDataModule):
         """Endless batches, each this rank's part of an optimizer step, from the first sample not trained on yet."""
         if "train" not in self.shards:  # without a Trainer, which calls `setup`
             self.setup("fit")
-        buffer = self.options.shuffle_buffer
-        if self.mixed:
-            held = sum(self._lanes(shards) * shards.largest.tokens for shards in self.by_source["train"].values())
-            buffer = max(buffer, held + BLOCKS_AHEAD * self.shards["train"].largest.tokens)
         return Stream(
             self._training_shards(),
             self.order(),
             seq_len=self.seq_len,
             start=self.consumed,
             global_batch=self.global_batch,
-            shuffle_buffer=buffer,
+            shuffle_buffer=self._buffer(),
             **self._share(),
         )
 
@@ -369,6 +363,8 @@ class DataModule(LightningDataModule):
         return self._windows("test")
 
     def predict_dataloader(self) -> Any:
+        from lm.data.text_batches import text_batches
+
         texts = self.options.texts or []
         texts = [texts] if isinstance(texts, str) else texts
         return text_batches(texts, self.tokenizer, self.seq_len, self.micro_batch_size, self.predicted)
@@ -405,32 +401,3 @@ class DataModule(LightningDataModule):
         trainer = self.trainer
         rank, world = (trainer.global_rank, trainer.world_size) if trainer else (0, 1)
         return {"rank": rank, "world": world, "timeout": self.options.timeout}
-
-
-def text_batches(
-    sources: list[str], tokenizer: Tokenizer, seq_len: int, micro_batch: int, rows: deque[tuple[str, int]]
-) -> Iterator[Batch]:
-    """Masked batches of documents, for `lm predict`: each document is divided into windows.
-
-    A document begins with the end-of-text token as its first context, as in training, and each of its
-    tokens is predicted once. `rows` receives the document's name and the first token of every row, in order, except
-    the rows that pad the last batch.
-    """
-
-    from lm.data.text_files import read_documents
-
-    def windows() -> Iterator[np.ndarray]:
-        for name, text in read_documents(sources):
-            ids = np.asarray([tokenizer.eos_id, *tokenizer.encode(text)], dtype=np.int32)
-            for start in range(0, len(ids) - 1, seq_len):
-                rows.append((name, start))
-                yield ids[start : start + seq_len + 1]
-
-    every = windows()
-    while group := list(islice(every, micro_batch)):
-        tokens = np.full((micro_batch, seq_len + 1), tokenizer.eos_id, dtype=np.int32)  # (B, T + 1)
-        mask = np.zeros((micro_batch, seq_len), dtype=bool)  # (B, T)
-        for index, row in enumerate(group):
-            tokens[index, : len(row)] = row
-            mask[index, : len(row) - 1] = True
-        yield Batch(torch.from_numpy(tokens), mask=torch.from_numpy(mask))

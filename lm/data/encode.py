@@ -14,15 +14,15 @@ import signal
 import sys
 import threading
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import ProcessPoolExecutor, as_completed
+from concurrent.futures import ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import lru_cache
 from hashlib import blake2b
-from itertools import pairwise
+from itertools import pairwise, starmap
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, BinaryIO, NamedTuple
 
 import numpy as np
 from rich.console import Console
@@ -122,28 +122,30 @@ def encode_unit(unit: Unit, recipe: Recipe) -> None:
     eos = np.array([encoder.tokenizer.eos_id], encoder.dtype).tobytes()
     record: dict[str, Any] = {"parts": []}
     with ExitStack() as stack:
-        open_parts: dict[str, _Part] = {}
+        open_parts: dict[str, tuple[BinaryIO, dict[str, Any]]] = {}  # split -> file and counts
         split = None  # of the document that has begun
         for piece, ids in _encoded(unit_pieces(unit, recipe.text_key, encoder.tokenizer), encoder):
             split = split or split_of(piece, recipe.val_fraction)
             if split not in open_parts:
-                file = recipe.folder / f"{path.stem}-{len(record['parts']):03d}-{split}"
-                open_parts[split] = _Part(stack, file, split)
-                record["parts"].append(open_parts[split].counts)
-            part = open_parts[split]
+                name = f"{path.stem}-{len(record['parts']):03d}-{split}"
+                record["parts"].append({"file": name, "split": split, **dict.fromkeys(COUNTS, 0)})
+                open_parts[split] = stack.enter_context(open(recipe.folder / name, "wb")), record["parts"][-1]
+            file, counts = open_parts[split]
+            file.write(ids.tobytes() + (eos if piece.last else b""))
             counted = int(sizes[ids].sum())
-            part.counts["token_bytes"] += counted
+            counts["documents"] += piece.last
+            counts["tokens"] += len(ids) + piece.last
+            counts["token_bytes"] += counted
             if isinstance(piece.content, str):
-                part.counts["bytes"] += len(piece.content.encode())
+                counts["bytes"] += len(piece.content.encode())
             else:
-                part.counts["bytes"] += counted if encoder.tokenizer.byte_level else encoder.tokenizer.text_bytes(ids)
-            part.write(ids.tobytes(), len(ids), eos if piece.last else b"")
+                counts["bytes"] += counted if encoder.tokenizer.byte_level else encoder.tokenizer.text_bytes(ids)
             if piece.last:
-                if part.counts["tokens"] >= recipe.shard_tokens:
-                    open_parts.pop(split).close()
+                if counts["tokens"] >= recipe.shard_tokens:
+                    open_parts.pop(split)[0].close()
                 split = None
-        for part in open_parts.values():
-            part.close()
+    for part in record["parts"]:
+        sync(recipe.folder / part["file"])
     write_atomically(path, json.dumps(record))
 
 
@@ -167,25 +169,6 @@ def _tools(recipe: Recipe) -> tuple[Encoder, np.ndarray]:
     """The encoder of a recipe, and the bytes of each token; made once in a process."""
     tokenizer = Tokenizer.load(recipe.folder)
     return Encoder(tokenizer), tokenizer.token_bytes()
-
-
-class _Part:
-    """A file of ids that is being written."""
-
-    def __init__(self, stack: ExitStack, path: Path, split: str) -> None:
-        self._path = path
-        self._file = stack.enter_context(open(path, "wb"))
-        self.counts = {"file": path.name, "split": split, **dict.fromkeys(COUNTS, 0)}
-
-    def write(self, ids: bytes, count: int, end: bytes) -> None:
-        """Append ids, and the end-of-text token if their document ends."""
-        self._file.write(ids + end)
-        self.counts["tokens"] += count + bool(end)
-        self.counts["documents"] += bool(end)
-
-    def close(self) -> None:
-        self._file.close()
-        sync(self._path)
 
 
 def part_ids(folder: Path, file: str, dtype: np.dtype) -> np.ndarray:
@@ -266,21 +249,20 @@ def run_tasks(
     with Progress(*columns, console=Console(stderr=True), disable=not sys.stderr.isatty()) as progress:
         bar = progress.add_task(doing, total=sum(sizes))
         workers = workers or (len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1)
-        if workers == 1 or sum(sizes) <= SMALL_WORK:
-            results = []
-            for task, size in zip(tasks, sizes, strict=True):
-                results.append(function(*task))
+
+        def watched(results: Iterator[Any]) -> Iterator[Any]:
+            for result, size in zip(results, sizes, strict=True):
                 progress.advance(bar, size)
-            return results
+                yield result
+
+        if workers == 1 or sum(sizes) <= SMALL_WORK:
+            return list(watched(starmap(function, tasks)))
         context = multiprocessing.get_context("spawn")
         pool = ProcessPoolExecutor(workers, mp_context=context, initializer=_start_worker)
         try:
-            futures = {pool.submit(function, *task): size for task, size in zip(tasks, sizes, strict=True)}
-            for future in as_completed(futures):
-                future.result()
-                progress.advance(bar, futures[future])
+            results = list(watched(pool.map(function, *zip(*tasks, strict=True))))
             pool.shutdown()
-            return [future.result() for future in futures]
+            return results
         except BaseException as error:
             processes = list((pool._processes or {}).values())
             pool.shutdown(wait=False, cancel_futures=True)

@@ -10,7 +10,6 @@ than reading them.
 from collections import OrderedDict, deque
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
-from dataclasses import dataclass
 from itertools import count, islice
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -36,18 +35,6 @@ SAMPLES_AHEAD = 4096  # decoded ahead at most; fewer if BLOCKS_AHEAD blocks hold
 # ---- batch -----------------------------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True)
-class Cursor:
-    """The samples that an optimizer step consumes over all ranks: from `start` up to `end`.
-
-    It travels with its batch: however far the loader has read ahead, the cursor of the newest step tells what was
-    trained on, and the next step begins at its `end`.
-    """
-
-    start: int
-    end: int
-
-
 class Batch:
     """Rows of T + 1 consecutive tokens: the first T are inputs, the last T their targets.
 
@@ -59,14 +46,16 @@ class Batch:
     def __init__(
         self,
         tokens: Tensor,
-        cursor: Cursor | None = None,
+        consumed: int = 0,
         mask: Tensor | None = None,
         counted: int | None = None,
         row_documents: tuple[int, ...] | None = None,
         sources: Tensor | None = None,
     ) -> None:
         self.tokens = tokens  # (B, T + 1) uint16 or int32, on any device
-        self.cursor = cursor  # None outside of training
+        # Samples that are trained on once this optimizer step is done, over all ranks, and so the first sample of the
+        # next step, however far the loader has read ahead. 0 outside of training.
+        self.consumed = consumed
         self.mask = mask  # (B, T) bool, False where a target does not count; None when all of them count
         self._counted = counted  # number of True values of the mask, if known
         self.row_documents = row_documents  # upper bounds on the documents in each row's inputs; None: not counted
@@ -93,7 +82,7 @@ class Batch:
         return self._counted
 
     def split(self, rows: int) -> "list[Batch]":
-        """Micro-batches of `rows` rows each, in order. They are views, and carry no `cursor`."""
+        """Micro-batches of `rows` rows each, in order. They are views, and carry no `consumed`."""
         of_rows = {"mask": self.mask, "row_documents": self.row_documents, "sources": self.sources}
         given = {name: values for name, values in of_rows.items() if values is not None}
         parts = [slice(start, start + rows) for start in range(0, len(self.tokens), rows)]
@@ -119,7 +108,7 @@ class Batch:
     def _map(self, function: Callable[[Tensor], Tensor]) -> "Batch":
         mask, counted = (None, None) if self.mask is None else (function(self.mask), self.num_targets)
         sources = None if self.sources is None else function(self.sources)
-        return Batch(function(self.tokens), self.cursor, mask, counted, self.row_documents, sources)
+        return Batch(function(self.tokens), self.consumed, mask, counted, self.row_documents, sources)
 
 
 def _to_int64(tokens: Tensor) -> Tensor:
@@ -136,7 +125,7 @@ class Request(NamedTuple):
     """A batch to be made: its samples in order, and the number of padding rows at the end."""
 
     samples: np.ndarray
-    cursor: Cursor | None = None
+    consumed: int = 0  # as `Batch.consumed`
     padding: int = 0
     sources: np.ndarray | None = None  # source of each sample of a mixture
 
@@ -175,7 +164,7 @@ class Stream(IterableDataset):
         for start in count(self.start, self.global_batch):
             end = start + self.global_batch
             samples = np.arange(start + self.rank, end, self.world)
-            yield Request(samples, Cursor(start, end), sources=self.order.source_of(samples))
+            yield Request(samples, consumed=end, sources=self.order.source_of(samples))
 
     def __iter__(self) -> Iterator[Batch]:
         return Assembler(self.shards, self.order, self.seq_len, self.requests(), self.buffer, self.timeout).batches()
@@ -287,7 +276,7 @@ class Assembler:
                 mask[place] = targets[first + 1 : first + length + 1]
         marks = None if mask.all() else torch.from_numpy(mask)
         sources = None if request.sources is None else torch.from_numpy(request.sources)
-        return Batch(torch.from_numpy(rows), request.cursor, marks, sources=sources)
+        return Batch(torch.from_numpy(rows), request.consumed, marks, sources=sources)
 
 
 def _locate_many(

@@ -4,15 +4,17 @@
 shards, which may have cut the documents anywhere, and in the sources of a mixture, which may have each other's texts.
 """
 
+from collections import defaultdict
 from collections.abc import Iterator
 from contextlib import suppress
 
 import numpy as np
 
 from lm.data.parquet import BadBlock
-from lm.data.shards import Shards
+from lm.data.shards import Shards, parts_of
 from lm.errors import RequestError
 from lm.system.files import is_remote
+from lm.system.sources import file_identity
 
 SPAN = 32  # tokens that two texts hardly share by chance; of bytes or characters
 LONG_SPAN, SMALL_VOCABULARY = 128, 1024
@@ -20,6 +22,24 @@ FEW_IDS = 5  # different ones in a span: padding, or a line of a table
 SPANS = 512  # of validation, that are looked for
 VALIDATION_BLOCKS, SEARCHED_BLOCKS = 4, 64  # that are read, spread evenly: up to 67M tokens of training
 NOTED, REFUSED = 0.01, 0.5  # shares; any corpus repeats licences, headers and quotations
+
+
+def common_file(train: Shards, val: Shards) -> tuple[str, str] | None:
+    """The paths in each split of a file that both contain: the same file, or a copy of it; None if there is none."""
+    by_identity = {file_identity(shard.file): shard for shard in train.by_file.values()}
+    by_content = defaultdict(list)
+    for shard in train.by_file.values():
+        by_content[shard.digest, shard.size].append(shard)
+    for shard in val.by_file.values():
+        if not sum(shard.row_groups):
+            continue
+        if same := by_identity.get(file_identity(shard.file)):
+            return same.file, shard.file
+        same_shape = by_content[shard.digest, shard.size] if shard.digest is not None else []
+        for same in same_shape:  # the footers of files of others have only the bounds of the ids
+            if np.array_equal(train.read_part(next(parts_of(same))).ids, val.read_part(next(parts_of(shard))).ids):
+                return same.file, shard.file
+    return None
 
 
 def shared_spans(train: Shards, val: Shards, eos_id: int) -> tuple[int, int]:

@@ -148,18 +148,15 @@ class Column:
         finds null rows, and the row of ids outside the vocabulary. The first row group with labels is decoded in any
         case, so that wrong labels are found at the start.
         """
-        beside = self.beside(parquet.schema_arrow)
-
-        def count_one(group: int) -> int:
+        beside, counts = self.beside(parquet.schema_arrow), []
+        for group in range(parquet.metadata.num_row_groups):
             facts, values = self._statistics(parquet, group, self.name)
             known = facts is not None and facts.has_null_count and not facts.null_count
             known = known and (not facts.has_min_max or (facts.min >= 0 and facts.max < self.limit))
             whole = self.pad_id is None and (MASK not in beside or self._is_all_ones(parquet, group, values))
-            if known and whole and not (group == 0 and LABELS in beside):
-                return values
-            return len(self.decode(parquet, group, file).ids)
-
-        return [count_one(group) for group in range(parquet.metadata.num_row_groups)]
+            sure = known and whole and not (group == 0 and LABELS in beside)
+            counts.append(values if sure else len(self.decode(parquet, group, file).ids))
+        return counts
 
     def decode(self, parquet: pq.ParquetFile, group: int, file: str) -> Tokens:
         """Decode the tokens of a row group, end to end; BadBlock names the row of an id outside the vocabulary.

@@ -10,7 +10,6 @@ packed (`data/packing`), each row is a window, and its padding is not a target.
 """
 
 import logging
-from collections import defaultdict
 from collections.abc import Collection, Hashable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
@@ -376,13 +375,13 @@ def _packed(shards: Collection[Shard], source: str) -> PackedRows | None:
 
 def _blocks(shards: Sequence[Shard], block_tokens: int) -> Iterator[Block]:
     """Join parts of consecutive shards into blocks of at most `block_tokens`."""
-    parts = [part for shard in shards for part in _parts(shard)]
+    parts = [part for shard in shards for part in parts_of(shard)]
     for run in runs_within([part.tokens for part in parts], block_tokens):
         joined = tuple(parts[run.start : run.stop])
         yield Block(joined, sum(part.tokens for part in joined))
 
 
-def _parts(shard: Shard) -> Iterator[Part]:
+def parts_of(shard: Shard) -> Iterator[Part]:
     """Join consecutive row groups into parts of at most BLOCK_TOKENS."""
     for groups in runs_within(shard.row_groups, BLOCK_TOKENS):
         yield Part(shard.file, groups, sum(shard.row_groups[groups.start : groups.stop]))
@@ -396,21 +395,3 @@ def _join(parts: Sequence[Tokens]) -> Tokens:
         targets = np.concatenate([np.ones(len(part.ids), bool) if part.targets is None else part.targets
                                   for part in parts])  # fmt: skip
     return Tokens(np.concatenate([part.ids for part in parts]), targets)
-
-
-def common_file(train: Shards, val: Shards) -> tuple[str, str] | None:
-    """The paths in each split of a file that both contain: the same file, or a copy of it; None if there is none."""
-    by_identity = {file_identity(shard.file): shard for shard in train.by_file.values()}
-    by_content = defaultdict(list)
-    for shard in train.by_file.values():
-        by_content[shard.digest, shard.size].append(shard)
-    for shard in val.by_file.values():
-        if not sum(shard.row_groups):
-            continue
-        if same := by_identity.get(file_identity(shard.file)):
-            return same.file, shard.file
-        same_shape = by_content[shard.digest, shard.size] if shard.digest is not None else []
-        for same in same_shape:  # the footers of files of others have only the bounds of the ids
-            if np.array_equal(train.read_part(next(_parts(same))).ids, val.read_part(next(_parts(shard))).ids):
-                return same.file, shard.file
-    return None

@@ -115,9 +115,7 @@ class _Members(io.RawIOBase):
 
     def __init__(self, stream: io.BufferedIOBase, compression: str) -> None:
         self._stream = stream
-        self._new, self._padding = {"bz2": (bz2.BZ2Decompressor, b""), "xz": (lzma.LZMADecompressor, b"\0")}[
-            compression
-        ]
+        self._new = {"bz2": bz2.BZ2Decompressor, "xz": lzma.LZMADecompressor}[compression]
         self._member = self._new()
 
     def readable(self) -> bool:
@@ -127,9 +125,9 @@ class _Members(io.RawIOBase):
         content = b""
         while not content:
             if self._member.eof:  # another one follows, or padding, or nothing
-                data = self._member.unused_data.lstrip(self._padding)
+                data = self._member.unused_data.lstrip(b"\0")
                 while not data and (more := self._stream.read(2**16)):
-                    data = more.lstrip(self._padding)
+                    data = more.lstrip(b"\0")
                 if not data:
                     return 0
                 self._member = self._new()

@@ -10,6 +10,7 @@ from tokenizers import decoders, models, pre_tokenizers, trainers
 
 from lm.data.tokenizer import END_OF_TEXT, UNKNOWN, Tokenizer, of_characters
 from lm.errors import RequestError
+from lm.system.process import reader_pool
 
 # A word with the sign or blank before it, up to three digits, runs of signs, line ends, blanks: as in GPT-4.
 WORDS = (
@@ -45,22 +46,13 @@ def _words(pattern: str) -> pre_tokenizers.PreTokenizer:
 
 def _wait_for(train: Callable[[threading.Event], None]) -> None:
     """Call a function in a thread, since Ctrl-C does not end one that is not in Python; it gets an event of the end."""
-    stopped, failures = threading.Event(), []
-
-    def run() -> None:
-        try:
-            train(stopped)
-        except BaseException as error:
-            failures.append(error)
-
-    thread = threading.Thread(target=run, daemon=True)
-    thread.start()
+    stopped, pool = threading.Event(), reader_pool(1)
+    future = pool.submit(train, stopped)
+    pool.shutdown(wait=False)
     try:
-        thread.join()
+        future.result()
     finally:
         stopped.set()
-    for error in failures:
-        raise error
 
 
 def train_char(texts: Iterable[str]) -> Tokenizer:

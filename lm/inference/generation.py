@@ -62,12 +62,17 @@ def generate(
     """
     device, config = next(decoder.parameters()).device, config_of(decoder)
     check_step(step, device)
-    rows = [_checked(config, index, list(prompt)) for index, prompt in enumerate(prompts)]
+    rows, context = [list(prompt) for prompt in prompts], config.max_position_embeddings
     if not rows:
         return
     counts = [len(row) for row in rows]
     longest = max(counts)
-    limits = [min(sampling.max_new_tokens, config.max_position_embeddings - count) for count in counts]
+    if longest >= context:
+        raise RequestError(
+            f"prompt {counts.index(longest) + 1} leaves no room for a new token: it has {longest} tokens, and the "
+            f"context has {context}; shorten it by {longest - context + 1} or more"
+        )
+    limits = [min(sampling.max_new_tokens, context - count) for count in counts]
     ids = torch.tensor([row + row[:1] * (longest - len(row)) for row in rows], device=device)  # (B, T)
     generator = torch.Generator()
     generator.seed() if sampling.seed is None else generator.manual_seed(sampling.seed)
@@ -101,15 +106,6 @@ def generate(
             if not active:
                 return
             logits = run(tokens)
-
-
-def _checked(config: DecoderConfig, index: int, prompt: list[int]) -> list[int]:
-    if len(prompt) >= (context := config.max_position_embeddings):
-        raise RequestError(
-            f"prompt {index + 1} leaves no room for a new token: it has {len(prompt)} tokens, and the context has "
-            f"{context}; shorten it by {len(prompt) - context + 1} or more"
-        )
-    return prompt
 
 
 # ---- the choice of a token -------------------------------------------------------------------------------------------

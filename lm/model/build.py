@@ -27,21 +27,19 @@ class BuildOptions:
     activation_checkpointing: ActivationCheckpointing = "none"
     compile: Compile = "none"
     document_mask: bool = False
-    z_loss: float = 0.0
 
 
 class Built(NamedTuple):
     """A decoder that is ready, what it is, and how it computes, in words."""
 
     decoder: nn.Module | None
-    builtin: bool  # whether it is what its config says (`model/custom.is_builtin`)
     fused: bool  # whether its forward pass is that of `model/fused`
     kernels: str
     attention: str
     description: str  # all of it, for the log
 
 
-NOT_BUILT = Built(None, True, False, *("not chosen yet",) * 3)
+NOT_BUILT = Built(None, False, *("not chosen yet",) * 3)
 
 
 def build(
@@ -107,7 +105,7 @@ def build(
         shard(decoder)
     description = (f"kernels: {kernels}; attention: {attention}; compile: {options.compile}; activation "
                    f"checkpointing: {options.activation_checkpointing}")  # fmt: skip
-    return Built(decoder, builtin, fused, kernels, attention, description)
+    return Built(decoder, fused, kernels, attention, description)
 
 
 def choose_kernels(kernels: str, device: torch.device) -> tuple[bool, str]:

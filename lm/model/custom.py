@@ -59,8 +59,7 @@ def call_for_losses(
 ) -> Losses:
     """Call a custom model for its losses; it gets `document_ids` and `z_loss` only if set."""
     options = {"document_ids": document_ids} if document_ids is not None else {}
-    found = decoder(input_ids, labels=labels, **options, **({"z_loss": z_loss} if z_loss else {}))
-    total, per_token = found
+    total, per_token = decoder(input_ids, labels=labels, **options, **({"z_loss": z_loss} if z_loss else {}))
     if total.numel() != 1 or per_token.shape != labels.shape:  # two rows of logits, or what is shifted by one target
         raise RequestError(
             f"{type(decoder).__name__}.forward(input_ids, labels=labels) returns Losses(total, per_token), total one "

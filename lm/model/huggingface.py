@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from lm.errors import RequestError
 from lm.model.config import ROPE_SCALINGS, DecoderConfig
+from lm.model.decoder import Decoder
 
 # Hugging Face's defaults of keys that a config.json may leave out; the other shapes have no sensible default.
 LEFT_OUT = {
@@ -19,6 +20,7 @@ LEFT_OUT = {
     "Qwen3ForCausalLM": {"num_key_value_heads": 32, "head_dim": 128},
     "MinistralForCausalLM": {"num_key_value_heads": 8, "head_dim": None},
 }
+FUSED = {"qkv_proj": ("q_proj", "k_proj", "v_proj"), "gate_up_proj": ("gate_proj", "up_proj")}  # ours -> theirs
 LAYERS = {"S": "sliding_attention", "L": "full_attention"}
 SLIDING_WINDOW = 4096  # where a config.json asks for windows without their width
 LEFT_OUT_OF_BOTH = {"rms_norm_eps": 1e-6, "rope_theta": 1e4, "tie_word_embeddings": False, "initializer_range": 0.02}
@@ -39,16 +41,17 @@ def to_huggingface(state: dict[str, Tensor], config: DecoderConfig) -> dict[str,
     heads, kv_heads = (n * config.head_dim for n in (config.num_attention_heads, config.num_key_value_heads))
     out = {}
     for name, weight in state.items():
-        target = name if name.startswith("lm_head.") else f"model.{name}"
-        if "qkv_proj" in name:
-            for part, rows in zip("qkv", weight.split((heads, kv_heads, kv_heads)), strict=True):
-                out[target.replace("qkv_proj", f"{part}_proj")] = rows
-        elif "gate_up_proj" in name:
-            for part, rows in zip(("gate", "up"), weight.chunk(2), strict=True):
-                out[target.replace("gate_up_proj", f"{part}_proj")] = rows
-        else:
-            out[target] = weight
+        names = _their_names(name)
+        rows = (heads, kv_heads, kv_heads) if len(names) == 3 else weight.shape[0] // len(names)
+        out |= zip(names, weight.split(rows) if len(names) > 1 else [weight], strict=True)
     return out
+
+
+def _their_names(name: str) -> list[str]:
+    """Hugging Face's names of one of our weights: several of a fused one."""
+    name = name if name.startswith("lm_head.") else f"model.{name}"
+    fused = next((part for part in FUSED if part in name), "")
+    return [name.replace(fused, part) for part in FUSED[fused]] if fused else [name]
 
 
 def from_huggingface(state: dict[str, Tensor], config: DecoderConfig) -> dict[str, Tensor]:
@@ -69,18 +72,9 @@ def from_huggingface(state: dict[str, Tensor], config: DecoderConfig) -> dict[st
         weights = [left.pop(name) for name in names]
         return weights[0] if len(weights) == 1 else torch.cat(weights)
 
-    parts = ["input_layernorm", "post_attention_layernorm", "self_attn.o_proj", "mlp.down_proj"]
-    parts += ["self_attn.q_norm", "self_attn.k_norm"] if config.qk_norm else []
-    out = {"embed_tokens.weight": take("model.embed_tokens.weight")}
-    for i in range(config.num_hidden_layers):
-        layer = f"layers.{i}."
-        for part in parts:
-            out[f"{layer}{part}.weight"] = take(f"model.{layer}{part}.weight")
-        out[f"{layer}self_attn.qkv_proj.weight"] = take(*(f"model.{layer}self_attn.{p}_proj.weight" for p in "qkv"))
-        out[f"{layer}mlp.gate_up_proj.weight"] = take(*(f"model.{layer}mlp.{p}_proj.weight" for p in ("gate", "up")))
-    out["norm.weight"] = take("model.norm.weight")
-    if not config.tie_word_embeddings:
-        out["lm_head.weight"] = take("lm_head.weight")
+    with torch.device("meta"):
+        ours = Decoder(config).state_dict()
+    out = {name: take(*_their_names(name)) for name in ours}
     if left:
         raise RequestError(f"the weights hold {min(left)}, which this decoder has no place for")
     return out

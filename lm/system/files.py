@@ -240,16 +240,14 @@ class Attempts:
         try:
             write()
         except OSError as error:
-            first = not self._missing
-            self._missing.add(str(what))
-            if first:
+            if not self._missing:
                 reason = error.strerror or error
                 log.warning("%s cannot be written: %s; until it can, what the run logs is missing", what, reason)
+            self._missing.add(str(what))
             return False
-        if str(what) in self._missing:
-            self._missing.remove(str(what))
-            if not self._missing:
-                log.warning("what the run logs is written again; the part in between is missing")
+        if self._missing == {str(what)}:
+            log.warning("what the run logs is written again; the part in between is missing")
+        self._missing.discard(str(what))
         return True
 
 

@@ -7,9 +7,9 @@
 import os
 import posixpath
 import re
-from collections.abc import Callable, Hashable
+from collections.abc import Hashable
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import pyarrow as pa
 import pyarrow.fs as pafs
@@ -62,19 +62,13 @@ def list_files(source: str, patience: float = PATIENCE) -> Listing:
     given = given if "://" in given else posixpath.normpath(given)
     recursive = pattern is None or "/" in pattern or "**" in pattern
     try:
-        if is_remote(base):
-            from lm.system.remote import list_folder
-
-            path, kind, entries = list_folder(filesystem, given, recursive, source, patience)
-        else:
-            path, (kind, entries) = given, _local_files(filesystem, given, recursive)
+        path, kind, found = find_entries(filesystem, given, recursive, source, patience)
     except OSError as error:
         raise RequestError(f"{source}: cannot be listed ({first_line(error)})") from error
     except UnicodeEncodeError as error:  # Arrow accepts no such names
         raise RequestError(f"{source}: the name {error.object!r} is not UTF-8; rename it") from error
     if kind == pafs.FileType.NotFound:
         raise RequestError(f"{source}: no such file or folder")
-    found = [File(*entry) for entry in entries]
     if kind == pafs.FileType.File and pattern is None:
         files = {posixpath.basename(path): found[0]}
     else:
@@ -88,15 +82,21 @@ def list_files(source: str, patience: float = PATIENCE) -> Listing:
     return Listing(filesystem, path, given, prefix, files, is_folder, query)
 
 
-def _local_files(
-    filesystem: pafs.FileSystem, path: str, recursive: bool
-) -> tuple[pafs.FileType, list[tuple[str, int, int]]]:
-    """Whether a path is a file or a folder; and path, size and time of the file, or of the files in the folder."""
+def find_entries(
+    filesystem: pafs.FileSystem, path: str, recursive: bool, source: str, patience: float
+) -> tuple[str, pafs.FileType, list[File]]:
+    """The path, in a store with commits at its commit; whether it is a file or a folder; and the file, or the folder's
+    files. `source`, a path or URL, says whether it is remote."""
+    if is_remote(source):
+        from lm.system.remote import list_folder
+
+        path, kind, entries = list_folder(filesystem, path, recursive, source, patience)
+        return path, kind, [File(*entry) for entry in entries]
     info = filesystem.get_file_info(path)
     found = filesystem.get_file_info(_walk(path, recursive)) if info.type == pafs.FileType.Directory else [info]
     kinds = (pafs.FileType.File, pafs.FileType.NotFound)  # a link to nothing too: reading it is then an error
     found = [each for each in found if each.type in kinds and (each.type == kinds[0] or os.path.islink(each.path))]
-    return info.type, [(each.path, each.size or 0, each.mtime_ns) for each in found]
+    return path, info.type, [File(each.path, each.size or 0, each.mtime_ns) for each in found]
 
 
 def _walk(folder: str, recursive: bool) -> list[str]:
@@ -152,21 +152,3 @@ def open_file(filesystem: pafs.FileSystem, path: str, name: str, patience: float
         check_fetched(handle.read(64), name)
         handle.seek(0)
     return handle
-
-
-def read_all(handle: pa.NativeFile, name: str) -> bytes:
-    """All bytes of an open file; OSError if a store sends fewer."""
-    if not is_remote(name):
-        return handle.read()
-    from lm.system.remote import read_whole
-
-    return bytes(read_whole(handle, handle.size()))
-
-
-def with_retries(read: Callable[[], Any], name: str, patience: float = PATIENCE) -> Any:
-    """Call `read`; for a remote file, as `system/remote.with_retries` does."""
-    if not is_remote(name):
-        return read()
-    from lm.system import remote
-
-    return remote.with_retries(read, name, patience)

@@ -58,10 +58,9 @@ def to_checkpoint(module: Any, checkpoint: dict[str, Any]) -> None:
         [whole] = states
         config, changed = module.options.optimizer, []  # AdamW and Muon change no setting of a group
         if config.class_path is not None:
-            from lm.training.optimizer_by_class import changed_settings, refuse_unkept
+            from lm.training.optimizer_by_class import changed_settings
 
-            refuse_unkept(config.class_path, optimizer, whole)
-            changed = changed_settings(optimizer, whole["param_groups"])
+            changed = changed_settings(config.class_path, optimizer, whole)
         state = name_state(whole["state"], parameter_names(module.decoder, optimizer))
         checkpoint["optimizer"] = {name: value for name, value in state.items() if isinstance(value, Tensor)}
         checkpoint["optimizer_values"] = {
@@ -72,11 +71,10 @@ def to_checkpoint(module: Any, checkpoint: dict[str, Any]) -> None:
             "entries": {key: value for key, value in whole.items() if key not in ("state", "param_groups")},
         }
     checkpoint["lr_schedulers"] = []
-    checkpoint["ranks"] = [{"rng": rng_state()}]
+    own = {"rng": rng_state()}
+    checkpoint["ranks"] = [own] * module.trainer.world_size
     if module.trainer.world_size > 1:
-        from lm.training.distributed import gather_from_ranks
-
-        checkpoint["ranks"] = gather_from_ranks(*checkpoint["ranks"])
+        torch.distributed.all_gather_object(checkpoint["ranks"], own)  # in the order of the ranks
     dtype = str(next(module.decoder.parameters()).dtype).removeprefix("torch.")
     tokenizer = module.trainer.datamodule.tokenizer
     custom = None

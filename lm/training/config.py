@@ -312,12 +312,8 @@ class TrainerConfig:
         require(0 <= stop <= YEAR, f"trainer.stop_within {stop} is a number of seconds: from 0 to {YEAR:,}")
         require(0 < wait <= YEAR, f"trainer.rank_timeout {wait} is a number of seconds: more than 0, to {YEAR:,}")
         require(peak is None or 0 < peak < math.inf, f"trainer.peak_tflops {peak} must be above 0")
-        refuse_remote_root(self.default_root_dir)
-
-
-def refuse_remote_root(root: str) -> None:
-    """Raise RequestError for a URL as the folder of the runs."""
-    refuse_url("trainer.default_root_dir", root, "give a local folder; configs/launch/mirror.sh copies it to a store")
+        refuse_url("trainer.default_root_dir", self.default_root_dir,
+                   "give a local folder; configs/launch/mirror.sh copies it to a store")  # fmt: skip
 
 
 # ---- guards ----------------------------------------------------------------------------------------------------------
@@ -475,9 +471,9 @@ class EvaluationConfig:
     batch_tokens: Count = Count(16_384)
 
     def __post_init__(self) -> None:
-        require_at_least(1, "evaluation.", interval=self.interval, max_items=self.max_items)
+        positive = ("interval", "max_items", "batch_tokens")
+        require_at_least(1, "evaluation.", **{name: getattr(self, name) for name in positive})
         require_at_least(0, "evaluation.", num_fewshot=self.num_fewshot)
-        require_at_least(1, "evaluation.", batch_tokens=self.batch_tokens)
 
 
 # ---- the run ---------------------------------------------------------------------------------------------------------

@@ -265,12 +265,3 @@ def _whole_weights(decoder: nn.Module) -> Iterator[tuple[str, Tensor]]:
         whole = shard.to_local().new_empty(shard.shape)
         yield name, whole
         shard.copy_(distribute_tensor(whole, shard.device_mesh, shard.placements))
-
-
-def gather_from_ranks(value: Any) -> list[Any]:
-    """`value` of every rank, in the order of the ranks; to be called on all of them."""
-    if not (dist.is_available() and dist.is_initialized()):
-        return [value]
-    values: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(values, value)
-    return values

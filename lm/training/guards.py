@@ -6,7 +6,7 @@
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple
 
@@ -105,39 +105,3 @@ class NotFinite(Observer):
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         self._in_a_row = state_dict.get("in_a_row", 0)
-
-
-# ---- rollbacks -------------------------------------------------------------------------------------------------------
-
-
-class Rollbacks:
-    """Counts the rollbacks of a run, at most `most` of them, and knows since when something may be wrong."""
-
-    def __init__(self, most: int) -> None:
-        self.most, self.done = most, 0
-        self.good = 0  # the step of the last log line at which no guard asked for one, or of the newest rollback
-        self.asked = False  # at this log line
-
-    def note(self, step: int, metrics: Mapping[str, float]) -> None:
-        """The guards have seen this line."""
-        if not self.asked and "train/loss" in metrics:  # other lines say nothing of the steps before them
-            self.good = step
-        self.asked = False
-
-    def ask(self, step: int, newest: Callable[[int], int | None]) -> tuple[int | None, str]:
-        """The step to return to from this one, and what the log says of it; None: there is no way back, and why.
-
-        `newest` gives the step of the newest sound checkpoint that is not younger than a step.
-        """
-        self.asked = True
-        if self.done >= self.most:
-            return None, f"guards.max_rollbacks {self.most} are used up"
-        to = newest(self.good)
-        if to is None:
-            return None, "a rollback has nothing to return to"
-        self.done += 1
-        self.good = step  # whose checkpoint will have the weights that are returned to
-        return to, (
-            f"rollback {self.done} of {self.most}: weights and optimizer are those of step {to}; training continues "
-            f"with step {step + 1} and skips the samples in between"
-        )

@@ -185,7 +185,7 @@ class LanguageModule(LightningModule):
             self.trainer.end_run(f"; the next one was not done within {self.trainer.options.stop_within / 2:g} s")
             raise
         self.run_state.stats.add(number + 1, batch, result)
-        self.run_state.cursor = batch.cursor
+        self.run_state.consumed = batch.consumed
         return result.loss
 
     def on_train_start(self) -> None:
@@ -206,7 +206,7 @@ class LanguageModule(LightningModule):
         data, state = self.trainer.datamodule, self.run_state
         metrics = state.stats.metrics(data.source_names)
         fraction = lr_fraction(self.global_step - 1, state.steps.max_steps, self.options.schedule)
-        epochs = data.order().epochs(state.cursor.end).tolist() if data.source_names else []
+        epochs = data.order().epochs(state.consumed).tolist() if data.source_names else []
         return metrics | {
             "optim/lr": self.options.optimizer.lr * fraction,
             "optim/param_norm": total_norm([p.detach() for p in self.decoder.parameters()]).item(),

@@ -153,11 +153,7 @@ class Muon(Optimizer):
                         exp_avg=torch.zeros_like(p),
                         exp_avg_sq=torch.zeros_like(p),
                     )
-            states = [self.state[p] for p in parameters]
-            if fused:
-                fused_adamw(parameters, states, group, skip)
-            else:
-                plain_adamw(parameters, states, group)
+            step_adamw(parameters, [self.state[p] for p in parameters], group, skip)
 
     # ---- several ranks ------------------------------------------------------------------------------------------
 
@@ -212,28 +208,15 @@ class Muon(Optimizer):
 # ---- AdamW -----------------------------------------------------------------------------------------------------------
 
 
-def plain_adamw(parameters: list[Tensor], states: list[dict[str, Tensor]], group: dict[str, Any]) -> None:
-    """AdamW (Loshchilov and Hutter, 2019, arXiv:1711.05101), for devices without a fused kernel of torch's."""
-    beta1, beta2 = group["betas"]
-    for p, state in zip(parameters, states, strict=True):
-        weight, gradient, average, square = map(local, (p, p.grad, state["exp_avg"], state["exp_avg_sq"]))
-        state["step"] += 1
-        step = state["step"].item()
-        weight.mul_(1 - group["lr"] * group["weight_decay"])
-        average.lerp_(gradient, 1 - beta1)
-        square.mul_(beta2).addcmul_(gradient, gradient, value=1 - beta2)
-        denominator = (square.sqrt() / (1 - beta2**step) ** 0.5).add_(group["eps"])
-        weight.addcdiv_(average, denominator, value=-group["lr"] / (1 - beta1**step))
-
-
-def fused_adamw(parameters: list[Tensor], states: list[dict[str, Tensor]], group: dict[str, Any], skip: Tensor) -> None:
-    """The same, in one kernel for all parameters, which reads `skip` on the device."""
+def step_adamw(parameters: list[Tensor], states: list[dict[str, Tensor]], group: dict[str, Any], skip: Tensor) -> None:
+    """AdamW (Loshchilov and Hutter, 2019, arXiv:1711.05101), by torch's kernel for all parameters where the device has
+    it, which reads `skip` there."""
     averages, squares, steps = ([local(state[slot]) for state in states] for slot in ("exp_avg", "exp_avg_sq", "step"))
     beta1, beta2 = group["betas"]
     adamw(
         [local(p) for p in parameters], [local(p.grad) for p in parameters], averages, squares, [], steps,
-        fused=True, found_inf=skip.float(), amsgrad=False, beta1=beta1, beta2=beta2,
-        lr=group["lr"], weight_decay=group["weight_decay"], eps=group["eps"], maximize=False,
+        fused=group["fused"], foreach=False, found_inf=skip.float() if group["fused"] else None, amsgrad=False,
+        beta1=beta1, beta2=beta2, lr=group["lr"], weight_decay=group["weight_decay"], eps=group["eps"], maximize=False,
     )  # fmt: skip
 
 

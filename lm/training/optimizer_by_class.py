@@ -39,7 +39,6 @@ def build_by_class(class_path: str, init_args: dict[str, Any], groups: list[dict
     made.initial = [
         {name: _comparable(value) for name, value in _settings(group).items()} for group in made.param_groups
     ]
-    _load_exactly(made)
     return made
 
 
@@ -59,7 +58,7 @@ def _class_of(class_path: str) -> type[Optimizer]:
 
 
 class _SkippedSteps:
-    """Skips a step inside `step`, since Lightning counts the calls of it."""
+    """Skips a step inside `step`, since Lightning counts the calls of it, and loads state as it was saved."""
 
     skip: Tensor | None = None
     initial: list[dict[str, Any]]  # each group's settings at construction, as `encode` writes them
@@ -71,28 +70,37 @@ class _SkippedSteps:
             return None
         return super().step()
 
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Load state in its own dtype; torch casts floating and integer state to its parameter's."""
+        super().load_state_dict(state_dict)
+        indices = [index for group in state_dict["param_groups"] for index in group["params"]]
+        parameters = [parameter for group in self.param_groups for parameter in group["params"]]
+        for index, parameter in zip(indices, parameters, strict=True):
+            for slot, value in state_dict["state"].get(index, {}).items():
+                if slot != "step":  # which torch leaves as it is
+                    self.state[parameter][slot] = apply_to_collection(value, Tensor, Tensor.to, parameter.device)
+
 
 # ---- what a class keeps ----------------------------------------------------------------------------------------------
 
 
-def refuse_unkept(class_path: str, optimizer: Optimizer, state: dict[str, Any]) -> None:
-    """Raise RequestError if `state`, the optimizer's `state_dict`, has values that a checkpoint cannot hold."""
-    kept = {**state, "param_groups": changed_settings(optimizer, state["param_groups"])}
+def changed_settings(class_path: str, optimizer: Optimizer, state: dict[str, Any]) -> list[dict[str, Any]]:
+    """The settings of each parameter group that the optimizer has changed itself, such as a step count.
+
+    RequestError if `state`, the optimizer's `state_dict`, has values that a checkpoint cannot hold.
+    """
+    initial = getattr(optimizer, "initial", [])  # none if a subclass of LanguageModule built it
+    changed = [
+        {name: value for name, value in _settings(group).items()
+         if name not in before or _comparable(value) != before[name]}
+        for group, before in zip(state["param_groups"], initial)
+    ]  # fmt: skip
     try:
-        encode(apply_to_collection(kept, Tensor, lambda tensor: None))
+        encode(apply_to_collection({**state, "param_groups": changed}, Tensor, lambda tensor: None))
     except TypeError as error:
         raise RequestError(f"model.optimizer.class_path {class_path}: of its state_dict {error}, only tensors and "
                            "plain values") from error  # fmt: skip
-
-
-def changed_settings(optimizer: Optimizer, groups: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """The settings of each parameter group that the optimizer has changed itself, such as a step count."""
-    initial = getattr(optimizer, "initial", [])  # AdamW and Muon change none
-    return [
-        {name: value for name, value in _settings(group).items()
-         if name not in before or _comparable(value) != before[name]}
-        for group, before in zip(groups, initial)
-    ]  # fmt: skip
+    return changed
 
 
 def _settings(group: dict[str, Any]) -> dict[str, Any]:
@@ -105,24 +113,3 @@ def _comparable(value: Any) -> Any:
         return encode(value)
     except TypeError:
         return value
-
-
-def _load_exactly(optimizer: Optimizer) -> None:
-    """Keep torch's `load_state_dict` from casting floating and integer state to its parameter's dtype."""
-    given: dict[str, Any] = {}
-
-    def before(optimizer: Optimizer, state: dict[str, Any]) -> None:
-        given.update(state)
-
-    def after(optimizer: Optimizer) -> None:
-        indices = [index for group in given["param_groups"] for index in group["params"]]
-        parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
-        for index, parameter in zip(indices, parameters, strict=True):
-            for slot, value in given["state"].get(index, {}).items():
-                if slot != "step":  # which torch leaves as it is
-                    moved = apply_to_collection(value, Tensor, Tensor.to, parameter.device)
-                    optimizer.state[parameter][slot] = moved
-        given.clear()
-
-    optimizer.register_load_state_dict_pre_hook(before)
-    optimizer.register_load_state_dict_post_hook(after)

@@ -11,7 +11,6 @@ from lightning.fabric.utilities.rank_zero import rank_zero_info, rank_zero_warn 
 from lightning.pytorch.callbacks import Callback
 from lightning.pytorch.strategies import DDPStrategy, SingleDeviceStrategy
 
-from lm.data.loader import Cursor
 from lm.data.mixture import describe_change
 from lm.errors import RequestError
 from lm.model.config import DecoderConfig
@@ -63,8 +62,8 @@ class PlainRunState(RunState, Callback):
 
     def on_train_epoch_end(self, trainer: lightning.Trainer, pl_module: Any) -> None:
         """An epoch, which `limit_train_batches` may end, does not begin the stream again."""
-        if self.cursor and not trainer.overfit_batches:
-            trainer.train_dataloader.start = self.cursor.end
+        if self.consumed and not trainer.overfit_batches:
+            trainer.train_dataloader.start = self.consumed
 
     def on_train_batch_end(self, trainer: lightning.Trainer, pl_module: Any, *args: Any) -> None:
         every = trainer.log_every_n_steps  # 0, as under `barebones`: never
@@ -75,8 +74,7 @@ class PlainRunState(RunState, Callback):
         optimizer = module.optimizers(use_pl_optimizer=False)
         if checkpoint.get("optimizer_states") and hasattr(optimizer, "gathered_state_dict"):  # of all ranks, as Muon's
             checkpoint["optimizer_states"] = [optimizer.gathered_state_dict(lambda place, tensor: tensor)]
-        consumed = self.cursor.end if self.cursor else 0
-        checkpoint["lm"] = {"consumed": consumed, "mixture": module.trainer.datamodule.describe_mixture(),
+        checkpoint["lm"] = {"consumed": self.consumed, "mixture": module.trainer.datamodule.describe_mixture(),
                             **self._settings(module)}  # fmt: skip
 
     def restore(self, module: Any, checkpoint: dict[str, Any]) -> None:
@@ -85,9 +83,9 @@ class PlainRunState(RunState, Callback):
         if module.decoder is None:  # `load_from_checkpoint`, without a Trainer
             module.build_for_checkpoint(DecoderConfig(**checkpoint["lm"]["decoder"]))
             return
-        self.cursor = Cursor(start=0, end=checkpoint["lm"]["consumed"])
+        self.consumed = checkpoint["lm"]["consumed"]
         self._refuse_other_settings(module, checkpoint["lm"])
-        module.trainer.datamodule.set_position(consumed=self.cursor.end)
+        module.trainer.datamodule.set_position(consumed=self.consumed)
 
     def _settings(self, module: Any) -> dict[str, Any]:
         """What must stay in a resume, as plain values, which torch.load takes without pickle."""
@@ -106,7 +104,7 @@ class PlainRunState(RunState, Callback):
         changes = [f"{name} was {before}, now {after}" for name, (before, after) in changed.items()
                    if name.removeprefix("decoder.") not in checkpoint_state.TRAINING_ONLY]  # fmt: skip
         if saved.get("mixture") and mixture:
-            reason, _ = describe_change(saved["mixture"], mixture, self.cursor.end)
+            reason, _ = describe_change(saved["mixture"], mixture, self.consumed)
             changes += [reason] if reason else []
         if changes:
             raise RequestError(f"this is a checkpoint of another training: {'; '.join(changes)}; put it back, or take "

@@ -11,7 +11,6 @@ from typing import Any
 
 import torch
 
-from lm.data.loader import Cursor
 from lm.errors import GuardStop, RequestError
 from lm.runs.checkpoint import Progress
 from lm.runs.run import Run
@@ -31,7 +30,7 @@ class RunState:
     clip: float | None = None  # largest norm of the gradient
     run: Run | None = None  # the run's folder, once it is claimed
     start: Progress = Progress()  # where the training of this process began
-    cursor: Cursor | None = None  # the samples of the newest step
+    consumed: int = 0  # samples trained on so far, over all ranks
     stats: StepStats = field(default_factory=StepStats)  # of the steps since the newest log line
     stop: GuardStop | None = None  # why the run is to end after this optimizer step
     pending_validation: bool = False  # the run stopped before validating its newest step: do it first
@@ -63,7 +62,7 @@ class RunState:
     def save(self, module: Any, checkpoint: dict[str, Any]) -> None:
         """Turn Lightning's checkpoint, in place, into one of ours; on every rank."""
         checkpoint_state.to_checkpoint(module, checkpoint)
-        checkpoint["cursor"] = {"consumed": self.cursor.end if self.cursor else 0}
+        checkpoint["cursor"] = {"consumed": self.consumed}
         checkpoint["pending_validation"] = self.pending_validation
         checkpoint["step_stats"] = self.stats.state_dict()
 
@@ -80,6 +79,6 @@ class RunState:
         if not self.other_model:
             checkpoint_state.refuse_other_model(checkpoint["files"], module)
         self.pending_validation = checkpoint.get("pending_validation", False) and data.has_validation
-        self.cursor = Cursor(start=0, end=checkpoint["cursor"]["consumed"])
-        data.set_position(consumed=self.cursor.end)
+        self.consumed = checkpoint["cursor"]["consumed"]
+        data.set_position(consumed=self.consumed)
         self.restored = {"step_stats": checkpoint["step_stats"], **(ranks[rank] if rank < len(ranks) else {})}

@@ -252,8 +252,7 @@ class Trainer(PatchedTrainer):
     @property
     def tokens_seen(self) -> int:
         """Tokens that were trained on, over all ranks and since the beginning of the run."""
-        cursor = self.run_state.cursor
-        return cursor.end * self.datamodule.seq_len if cursor else 0
+        return self.run_state.consumed * self.datamodule.seq_len
 
 
 def refuse_parts(model: Any, datamodule: Any) -> None:

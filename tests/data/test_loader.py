@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from shard_files import write_folder, write_rows
 
 from lm.data import shards as shards_module
-from lm.data.loader import Assembler, Batch, BlockBuffer, Cursor, Stream, Windows
+from lm.data.loader import Assembler, Batch, BlockBuffer, Stream, Windows
 from lm.data.sampler import Order
 from lm.data.shards import Shards
 from lm.errors import RequestError, RunError
@@ -64,7 +64,7 @@ def test_ranks_micro_batches_start_and_buffer_change_nothing(shards, division, s
     for rank in range(world):
         batches = iter(stream(shards, start=start, rank=rank, world=world, lanes=lanes, shuffle_buffer=buffer))
         for step, batch in enumerate(islice(batches, 4)):
-            assert batch.cursor == Cursor(start + step * 24, start + (step + 1) * 24)
+            assert batch.consumed == start + (step + 1) * 24
             micro_batches = batch.split(micro)
             assert len(micro_batches) == 24 // world // micro
             part = np.concatenate([micro_batch.tokens.numpy() for micro_batch in micro_batches])
@@ -133,14 +133,14 @@ def test_evaluation_counts_each_window_once_in_lockstep(shards, world, micro, li
 def test_tokens_come_out_as_they_went_in():
     """uint16 ids above 32767 and int32 ids widen without a sign; the mask ignores labels."""
     ids = np.array([[0, 32767, 32768, 65535]], dtype=np.uint16)
-    batch = Batch(torch.from_numpy(ids), Cursor(0, 1))
+    batch = Batch(torch.from_numpy(ids), consumed=1)
     assert batch.input_ids.tolist() == [[0, 32767, 32768]] and batch.labels.tolist() == [[32767, 32768, 65535]]
     assert batch.input_ids.dtype == batch.labels.dtype == torch.int64 and batch.num_targets == 3
     wide = Batch(torch.tensor([[7, 70000, 9]], dtype=torch.int32), mask=torch.tensor([[True, False]]))
     assert wide.labels.tolist() == [[70000, -100]] and wide.num_targets == 1
     assert wide.tokens.tolist() == [[7, 70000, 9]], "the batch itself is left as it was"
     moved = batch.to("cpu")
-    assert moved.cursor == batch.cursor and moved.mask is None
+    assert moved.consumed == batch.consumed and moved.mask is None
 
 
 @given(st.integers(1, 3), st.integers(0, 200))

@@ -18,8 +18,9 @@ from shard_files import all_tokens, write_folder, write_manifest, write_rows, wr
 
 from lm.data import shards as shards_module
 from lm.data.catalog import describe_difference
+from lm.data.overlap import common_file
 from lm.data.parquet import BadBlock
-from lm.data.shards import Block, Part, Shards, common_file
+from lm.data.shards import Block, Part, Shards
 from lm.errors import RequestError, RunError
 
 INTEGERS = [pa.uint8(), pa.int8(), pa.uint16(), pa.int16(), pa.uint32(), pa.int32(), pa.uint64(), pa.int64()]

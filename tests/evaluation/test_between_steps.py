@@ -3,28 +3,27 @@
 import json
 import textwrap
 import time
+from contextlib import nullcontext
+from types import SimpleNamespace
 
 import pytest
-import tokenizers
 import torch
-from decoders import written_by
+from decoders import continued, written_by
 from lightning.pytorch import Callback
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
-from tokenizers import decoders, models
 from trainings import equipment, fit, lm, losses, make_workplace
 
-from lm.data.tokenizer import END_OF_TEXT, Tokenizer
 from lm.data.tokenizer_training import train_bpe
 from lm.errors import RequestError, RunError
 from lm.evaluation import benchmark
 from lm.evaluation.tasks import read_tasks
-from lm.inference.generation import generate
+from lm.inference import completion
+from lm.inference.generation import NewToken, generate
 from lm.inference.pretrained import load_pretrained
 from lm.inference.sampling import Sampling
 from lm.runs.evaluations import evaluation_metrics
-from lm.training.callbacks import samples
 from lm.training.callbacks.logging import format_line
-from lm.training.callbacks.samples import continued
+from lm.training.callbacks.samples import Samples
 from lm.training.config import EvaluationConfig, SamplesConfig
 
 PROMPTS = ["The letter of ", "", "Chapter 1"]
@@ -44,19 +43,19 @@ class Obstacles(Callback):
 
     def on_train_start(self, trainer, pl_module):
         self.trainer, self.score = trainer, benchmark.score
-        samples.generate, benchmark.score = self.generate, self.slowly
+        completion.generate, benchmark.score = self.generate, self.slowly
         if trainer.is_global_zero:
             for name in ("samples.jsonl", "evaluations.jsonl"):
                 (trainer.run.path / name).mkdir()
 
-    def generate(self, decoder, prompts, sampling):
+    def generate(self, decoder, *arguments, **options):
         time.sleep(PAUSE)
         kept = decoder.norm.weight.detach().clone()
         try:
             with torch.no_grad():
                 if self.trainer.global_step == 8:
                     decoder.norm.weight.fill_(torch.nan)
-            yield from generate(decoder, prompts, sampling)
+            yield from generate(decoder, *arguments, **options)
         finally:
             with torch.no_grad():
                 decoder.norm.weight.copy_(kept)
@@ -233,17 +232,17 @@ def test_a_line_for_people_has_core_or_else_each_accuracy():
     assert format_line(4, 8, {"eval/a/accuracy": 0.25, "eval/b/accuracy": 0.5}) == "step 4/8  a 25.0%  b 50.0%"
 
 
-def test_a_text_ends_with_its_document_and_reads_on_from_the_prompt():
+def test_a_sample_ends_with_its_document_and_reads_on_from_the_prompt(monkeypatch):
     tokenizer = train_bpe(["a short text, and another: é"], 300)
-    prompt, end = tokenizer.encode("a sh"), tokenizer.vocabulary[END_OF_TEXT]
-    assert continued(tokenizer, prompt, tokenizer.encode("ort")) == "ort"
-    assert continued(tokenizer, prompt, [*tokenizer.encode("ort"), end, *tokenizer.encode("text")]) == "ort"
-    assert continued(tokenizer, [end], tokenizer.encode("text")) == "text"
+    tokens = [*tokenizer.encode("ort"), tokenizer.eos_id, *tokenizer.encode("text")]
 
+    def generate(decoder, prompts, sampling, *, ended, **options):
+        for index, token in enumerate(tokens, start=1):
+            ended(0, token)
+            yield NewToken(0, token, "length" if index == len(tokens) else None, 0.0)
 
-def test_blanks_between_words_are_kept():
-    """Tokenizers such as Llama's drop the blank before the first word of whatever they decode."""
-    words = models.WordLevel({END_OF_TEXT: 0, "▁the": 1, "▁letter": 2}, unk_token=END_OF_TEXT)
-    backend = tokenizers.Tokenizer(words)
-    backend.decoder = decoders.Metaspace()
-    assert continued(Tokenizer(backend.to_str()), [1], [2, 1]) == " letter the"
+    monkeypatch.setattr(completion, "generate", generate)
+    parts = {"datamodule": SimpleNamespace(tokenizer=tokenizer),
+             "precision_plugin": SimpleNamespace(forward_context=nullcontext)}  # fmt: skip
+    samples = Samples(SamplesConfig(prompts=["a sh"]))
+    assert samples.written(SimpleNamespace(**parts), SimpleNamespace(decoder=None)) == ["ort"]

@@ -76,13 +76,13 @@ class EndlessSamples(Callback):
         self.step = step
 
     def setup(self, trainer, pl_module, stage):
-        from lm.training.callbacks import samples
+        from lm.inference import completion
 
-        generate = samples.generate
+        generate = completion.generate
 
         def endless(*args, **kwargs):
             while trainer.global_step == self.step:
                 time.sleep(1.0)
             return generate(*args, **kwargs)
 
-        samples.generate = endless
+        completion.generate = endless

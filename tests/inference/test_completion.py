@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from decoders import SMALL, trained_like
+from decoders import SMALL, continued, trained_like
 from tokenizers import Tokenizer as Backend
 from tokenizers import decoders, models, normalizers, pre_tokenizers
 
@@ -11,7 +11,6 @@ from lm.data.tokenizer_training import train_bpe, train_char
 from lm.inference.completion import BROKEN, GrowingText, gather_texts, generate_text
 from lm.inference.sampling import Sampling
 from lm.model.decoder import Decoder
-from lm.training.callbacks.samples import continued
 
 TEXT = "Zwölf Boxkämpfer jagen 维克托 über den Sylter Deich. \U0001f469\u200d\U0001f680 — naïve façade, 12 °C!\n\n ok "
 

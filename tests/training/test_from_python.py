@@ -136,7 +136,7 @@ def test_the_trainer_takes_the_other_sections_of_a_config_by_name():
     callbacks = package.Trainer(**given, **ON_CPU).callbacks
     observers = [getattr(each, "observer", None) for each in callbacks]
     assert [each.max_skipped for each in observers if isinstance(each, NotFinite)] == [3]
-    assert [each.texts for each in callbacks if isinstance(each, Samples)] == [["a"]]
+    assert [each.prompts for each in callbacks if isinstance(each, Samples)] == [["a"]]
 
 
 @pytest.mark.parametrize(

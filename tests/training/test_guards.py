@@ -7,6 +7,7 @@ import re
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -18,8 +19,10 @@ from trainings import PLACES, equipment, fit, make_workplace, rows_by_step
 from lm.data.loader import Batch
 from lm.errors import RequestError
 from lm.training.callbacks.alerts import Alerts
+from lm.training.callbacks.guards import Rollback
 from lm.training.config import GuardsConfig, ScheduleConfig
-from lm.training.guards import Line, NotFinite, Rollbacks
+from lm.training.guards import Line, NotFinite
+from lm.training.run_state import RunState
 from lm.training.step import StepResult
 from lm.training.step_stats import StepRecord, StepStats
 
@@ -287,7 +290,10 @@ def test_a_wrong_guard_is_refused_when_the_config_is_read(wrong):
 
 def test_a_line_without_steps_does_not_make_the_steps_before_it_good():
     """An evaluation between two log lines says nothing of the steps that no guard has seen yet."""
-    rollbacks = Rollbacks(3)
-    rollbacks.note(10, {"train/loss": 1.0})
-    rollbacks.note(15, {"eval/core": 0.1})
-    assert rollbacks.good == 10
+    rollback = Rollback(3)
+    kept = []
+    checkpoints = SimpleNamespace(keep_for_rollback=kept.append)
+    for step, metrics in ((10, {"train/loss": 1.0}), (15, {"eval/core": 0.1})):
+        trainer = SimpleNamespace(global_step=step, run_state=RunState(), checkpoint_callback=checkpoints)
+        rollback.on_metrics(trainer, None, metrics)
+    assert kept == [10, 10]

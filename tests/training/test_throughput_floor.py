@@ -48,7 +48,7 @@ def test_causes_are_named_with_their_evidence(monkeypatch, known, metrics, graph
     ("flash over sequences", "cuda", "bf16-mixed", ["kernels are plain PyTorch"]), ("masked", "cpu", "32-true", []),
 ])  # fmt: skip
 def test_slow_kernels_are_named_on_a_gpu(attention, device, precision, causes):
-    found = slow_kernels(Built(Decoder(SMALL), True, False, "plain PyTorch", attention, ""), device, precision)
+    found = slow_kernels(Built(Decoder(SMALL), False, "plain PyTorch", attention, ""), device, precision)
     assert len(found) == len(causes) and all(map(str.startswith, found, causes))
 
 

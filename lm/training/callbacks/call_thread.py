@@ -2,7 +2,6 @@
 
 import logging
 from collections.abc import Callable
-from functools import partial
 from queue import Queue
 from threading import Thread
 from typing import Any
@@ -64,17 +63,13 @@ class LoggerThread:
         def put(*args: Any, **kwargs: Any) -> None:
             if self._over:
                 return
-            self._thread.put(partial(self._make, call, *args, **kwargs))
+            self._thread.put(lambda: self._failed or call(*args, **kwargs))
             if name == "finalize":
                 self._over = True
                 if not self._thread.finish(LAST_WAIT):
                     self._warn(f"did not finish within {LAST_WAIT:g} s")
 
         return put
-
-    def _make(self, call: Callable[..., Any], *args: Any, **kwargs: Any) -> None:
-        if not self._failed:
-            call(*args, **kwargs)
 
     def _fail(self, error: Exception) -> None:
         self._warn(f"failed and gets no more metrics: {first_line(error)}")

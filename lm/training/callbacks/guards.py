@@ -2,7 +2,6 @@
 
 import logging
 from collections.abc import Mapping
-from functools import partial
 from typing import Any, Generic, TypeVar
 
 from lm.errors import GuardStop
@@ -12,7 +11,7 @@ from lm.training import checkpoint_state
 from lm.training.callback import Callback, call_hook
 from lm.training.callbacks.logging import remaining
 from lm.training.config import Action
-from lm.training.guards import Finding, Line, Observer, Rollbacks
+from lm.training.guards import Finding, Line, Observer
 from lm.training.module import LanguageModule
 from lm.training.trainer import Trainer
 
@@ -110,39 +109,52 @@ class Rollback(Callback):
     """
 
     def __init__(self, max_rollbacks: int) -> None:
-        self.rollbacks = Rollbacks(max_rollbacks)
+        self.max_rollbacks, self.done = max_rollbacks, 0
+        self.good = 0  # the step of the last log line at which no guard asked for one, or of the newest rollback
+        self.asked = False  # at this log line
 
     def on_train_start(self, trainer: Trainer, pl_module: LanguageModule) -> None:
-        seen = self.rollbacks.good  # from an earlier process; a signal may have come after steps that no guard has seen
-        if not trainer.ckpt_path or not any(step <= seen for step in trainer.run.steps()):
-            self.rollbacks.good = trainer.global_step
-        trainer.checkpoint_callback.keep_for_rollback(self.rollbacks.good)
+        # `good` may be from an earlier process; a signal may have come after steps that no guard has seen.
+        if not trainer.ckpt_path or not any(step <= self.good for step in trainer.run.steps()):
+            self.good = trainer.global_step
+        trainer.checkpoint_callback.keep_for_rollback(self.good)
 
     def on_metrics(self, trainer: Trainer, pl_module: LanguageModule, metrics: Mapping[str, float]) -> None:
-        self.rollbacks.note(trainer.global_step, metrics)
+        if not self.asked and "train/loss" in metrics:  # other lines say nothing of the steps before them
+            self.good = trainer.global_step
+        self.asked = False
         if trainer.run_state.stop is None:  # else its message names a checkpoint
-            trainer.checkpoint_callback.keep_for_rollback(self.rollbacks.good)
+            trainer.checkpoint_callback.keep_for_rollback(self.good)
 
     def on_guard(self, trainer: Trainer, pl_module: LanguageModule, guard: str, action: Action, message: str) -> None:
-        if action != "rollback" or self.rollbacks.asked:
+        if action != "rollback" or self.asked:
             return
-        to, text = self.rollbacks.ask(trainer.global_step, partial(newest_checkpoint, trainer))
+        self.asked = True
+        used_up = self.done >= self.max_rollbacks
+        to = None if used_up else newest_checkpoint(trainer, self.good)
         if to is None:
-            way_on = how_to_go_on(trainer, self.rollbacks.good + 1)
-            trainer.run_state.stop = GuardStop(f"{guard}: {message}; {text}; {way_on}")
+            why = f"guards.max_rollbacks {self.max_rollbacks} are used up"
+            why = why if used_up else "a rollback has nothing to return to"
+            way_on = how_to_go_on(trainer, self.good + 1)
+            trainer.run_state.stop = GuardStop(f"{guard}: {message}; {why}; {way_on}")
             return
+        step = trainer.global_step
+        self.done, self.good = self.done + 1, step  # whose checkpoint will have the weights that are returned to
         checkpoint = trainer.strategy.load_checkpoint(trainer.run.path / f"step-{to:08d}")
         checkpoint_state.restore_weights(pl_module, checkpoint)
         trainer.strategy.load_model_state_dict(checkpoint)
         trainer.strategy.load_optimizer_state_dict(checkpoint)
         trainer.checkpoint_callback.request()  # otherwise a resume after a kill would repeat the bad steps
         if trainer.is_global_zero:
-            returned = {"step": trainer.global_step, "to": to}
+            returned = {"step": step, "to": to}
             trainer.run.describe(rollbacks=[*trainer.run.read("run.json").get("rollbacks", []), returned])
-            log.warning("%s", text)
+            log.warning(
+                "rollback %d of %d: weights and optimizer are those of step %d; training continues with step %d and "
+                "skips the samples in between", self.done, self.max_rollbacks, to, step + 1,
+            )  # fmt: skip
 
     def state_dict(self) -> dict[str, Any]:
-        return {"done": self.rollbacks.done, "good": self.rollbacks.good}
+        return {"done": self.done, "good": self.good}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        self.rollbacks.done, self.rollbacks.good = state_dict["done"], state_dict.get("good", -1)
+        self.done, self.good = state_dict["done"], state_dict.get("good", -1)

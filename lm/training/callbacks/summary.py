@@ -39,7 +39,9 @@ class Summary(Callback):
         seconds, ended = seconds_left(trainer), trainer.global_step >= trainer.max_steps
         if seconds and not ended and not self._measured and trainer.is_global_zero:
             self._measured = True
-            log.info("expected, as measured: %s to go", _time_and_cost(trainer, seconds))
+            rate = trainer.run_state.usd_per_hour
+            cost = format_time_and_cost(seconds, seconds / 3600 * rate if rate else None)
+            log.info("expected, as measured: %s to go", cost)
 
     def on_fit_end(self, trainer: Trainer, pl_module: LanguageModule) -> None:
         if not trainer.is_global_zero:
@@ -106,11 +108,6 @@ def _devices(trainer: Trainer) -> str:
     strategy = f", {'ddp' if strategy == 'auto' else strategy}" if trainer.world_size > 1 else ""
     peak = f"peak {trainer.device_peak / 1e12:,.4g} TFLOP/s" if trainer.device_peak else "peak not known, so no MFU"
     return f"{trainer.world_size} x {name}{strategy}, {trainer.precision}, {peak}"
-
-
-def _time_and_cost(trainer: Trainer, seconds: float) -> str:
-    rate = trainer.run_state.usd_per_hour
-    return format_time_and_cost(seconds, seconds / 3600 * rate if rate else None)
 
 
 def _origin(trainer: Trainer) -> str:
