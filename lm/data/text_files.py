@@ -117,9 +117,8 @@ class _Members(io.RawIOBase):
 
     def __init__(self, stream: io.BufferedIOBase, compression: str) -> None:
         self._stream = stream
-        self._new, self._padding = {"bz2": (bz2.BZ2Decompressor, b""), "xz": (lzma.LZMADecompressor, b"\0")}[
-            compression
-        ]
+        self._new = {"bz2": bz2.BZ2Decompressor, "xz": lzma.LZMADecompressor}[compression]
+        self._padding = b"\0" if compression == "xz" else b""
         self._member = self._new()
 
     def readable(self) -> bool:
