@@ -112,7 +112,7 @@ def _is_plain_bpe(tokenizer: Tokenizer, *options: str) -> bool:
     Other added tokens would be cut out of a text before its words are found.
     """
     model, added = tokenizer.description["model"], tokenizer.backend.get_added_tokens_decoder().values()
-    options = (*options, "dropout", "continuing_subword_prefix", "end_of_word_suffix")
+    options = (*options, "continuing_subword_prefix", "end_of_word_suffix")
     return (
         model.get("type") == "BPE" and not any(model.get(option) for option in options)
         and not tokenizer.description.get("normalizer") and all(token.special for token in added)

@@ -140,6 +140,10 @@ def _make(
     run_tasks(encode_unit, tasks, [unit.text_bytes for unit in left], "encoding", options.workers)
     encoded = [part for unit in units for part in json.loads(record_path(unit, recipe).read_text())["parts"]]
     splits = divide(encoded, options.val_fraction, tokenizer, parts)
+    size, known = (sum(split.counts[name] for split in splits) for name in ("bytes", "token_bytes"))
+    if known < 0.9 * size:
+        log.warning("the tokens stand for %.0f %% of the bytes of the text: the tokenizer does not know the rest; "
+                    "--tokenizer bpe learns one that does", 100 * known / size)  # fmt: skip
     named = any(file.split for file in files)  # otherwise no document is in both splits
     shared = _shared_documents(splits, tokenizer, parts) if named else None
     for name in ("train", "val"):
@@ -381,8 +385,7 @@ def _cut(whole: Split, val_fraction: float, tokenizer: Tokenizer, folder: Path) 
     tokens = sum(piece.stop - piece.start for piece in held_out)
     counted = sum(int(sizes[ids(piece)].sum()) for piece in held_out)
     size = round(counts["bytes"] * counted / max(1, counts["token_bytes"]))
-    some, all_tokens = f"{tokens:,}", f"{counts['tokens']:,}"
-    log.info("too few documents to hold some out: validation gets %s of %s tokens", some, all_tokens)
+    log.info(f"too few documents to hold some out: validation gets {tokens:,} of {counts['tokens']:,} tokens")
     val = {"documents": len(held_out), "tokens": tokens, "bytes": size, "token_bytes": counted}
     train = {key: counts[key] - val[key] for key in COUNTS} | {"documents": len(kept)}
     return [Split("train", train, _joined(kept)), Split("val", val, _joined(held_out))]

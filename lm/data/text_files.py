@@ -28,6 +28,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from lm.data.catalog import MANIFEST
+from lm.data.encoder import id_type
 from lm.data.tokenizer import Tokenizer
 from lm.errors import LmError, RequestError, RunError, first_line
 from lm.system.files import is_remote
@@ -53,7 +54,8 @@ NOT_TEXT = {  # suffixes -> what to do
     **dict.fromkeys((".html", ".htm", ".docx", ".odt", ".rtf", ".epub"), PANDOC),
     **dict.fromkeys((".csv", ".tsv", ".xlsx"), TABLE),
     ".arrow": "datasets.load_from_disk(FOLDER)['train'].to_parquet('train.parquet') makes Parquet of it",
-    ".npy": "it holds token ids: np.load({0!r}).astype(np.uint16).tofile('train.bin') makes a file of nanoGPT",
+    ".npy": "it holds token ids: np.load({0!r}).astype(np.uint16).tofile('train.bin') makes a file of nanoGPT "
+    "(np.uint32 if the vocabulary has more than 65,536 ids)",
     **dict.fromkeys((".zip", ".tar", ".tgz", ".7z", ".rar"), "unpack it and give its files"),
 }
 DENSITY = 4  # bytes of text in a byte of a compressed file, about
@@ -428,18 +430,25 @@ def _parquet(file: TextFile, part: int, parts: int, column: str) -> Iterator[tup
 
 
 def _flat(file: TextFile, tokenizer: Tokenizer | None) -> Iterator[Piece]:
-    """Documents of a file of ids, uint16 as nanoGPT keeps them."""
+    """Documents of a file of ids: uint16 as nanoGPT keeps them, or uint32 if a vocabulary needs it."""
     if tokenizer is None:
         raise RequestError(f"{file.name} holds token ids: give the tokenizer.json they were made with (--tokenizer)")
     position = 0  # tokens before the chunk
     unfinished = False  # whether a piece of the document that the chunk begins with was given already
+    dtype = id_type(tokenizer.vocab_size)
     with file.stream() as stream:
-        following = stream.read(2 * PIECE)
+        following = stream.read(dtype.itemsize * PIECE)
         while data := following:
-            following = stream.read(2 * PIECE)
-            if len(data) % 2:
-                raise RunError(f"{file.name} ends inside of a token id: it is truncated, or not of uint16 ids")
-            ids = np.frombuffer(data, "<u2")  # (n,)
+            following = stream.read(dtype.itemsize * PIECE)
+            if len(data) % dtype.itemsize:
+                raise RunError(f"{file.name} ends inside of a token id: it is truncated, or not of {dtype} ids")
+            ids = np.frombuffer(data, dtype)  # (n,)
+            if position == 0 and len(ids) >= 16 and not ids[1::2].any():  # the upper halves of wider ids
+                size, wide = dtype.itemsize, dtype.itemsize * (2 if ids[2::4].any() else 4)
+                raise RunError(
+                    f"{file.name}: every second id is 0, so an id has {wide} bytes, not {size}: np.fromfile("
+                    f"{file.name!r}, '<u{wide}').astype('<u{size}').tofile('train.bin') makes a file of {dtype}"
+                )
             outside = ids >= tokenizer.vocab_size
             if outside.any():
                 bad = int(np.argmax(outside))

@@ -49,6 +49,9 @@ class Tokenizer:
     ) -> None:
         try:
             self.description: dict[str, Any] = parse_json(text)
+            if self.description["model"].get("dropout"):  # of merges: every encoding of a text would be another
+                self.description["model"]["dropout"] = None
+                text = json.dumps(self.description, indent=2, ensure_ascii=False)
             self.backend = tokenizers.Tokenizer.from_str(text)
         except Exception as error:  # the library raises bare Exception
             raise RequestError(f"{name} is not a tokenizer.json: {first_line(error)}") from error
@@ -96,13 +99,12 @@ class Tokenizer:
         return cls(text, config, eos_token, name=str(file))
 
     def _end(self, wanted: str | None, name: str) -> str:
-        if wanted is not None and wanted not in self.vocabulary:
-            raise RequestError(f"{name} has no token {wanted!r} to end a document with")
-        configured = _content(self.config.get("eos_token"))
-        for token in (wanted, configured, *END_NAMES):
-            if token in self.vocabulary:
-                return token
-        raise RequestError(f"{name} does not say which token ends a document; give it with --eos_token")
+        known = next((token for token in END_NAMES if token in self.vocabulary), "")
+        end = wanted or _content(self.config.get("eos_token")) or known
+        if end not in self.vocabulary:
+            said = f"has no {end!r} to end a document with" if end else "does not say which token ends a document"
+            raise RequestError(f"{name} {said}; give it with --eos_token, or as eos_token in tokenizer_config.json")
+        return end
 
     def _without_spelled_tokens(self) -> tokenizers.Tokenizer:
         """The backend for encoding: the same ids, but no text becomes a special token or the end of a document.

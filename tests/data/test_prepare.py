@@ -109,6 +109,17 @@ def test_a_lossy_tokenizer_is_reported_once(tmp_path, caplog):
         assert caplog.text.count("lossy: 'Aa' is decoded as 'aa'") == times
 
 
+@pytest.mark.parametrize("kind, text, share", [
+    ("wordpiece", "a house", None), ("wordpiece", "die große Tür", 20),  # three unknown words, a byte each, of 15 bytes
+    ("char", "a house", None), ("char", "房子很大", 33), ("byte_level", "房子很大", None),
+])  # fmt: skip
+def test_a_tokenizer_that_does_not_know_the_text_is_reported(kind, text, share, tmp_path, caplog):
+    known, file = ["a house of the Senate"] * 20, tmp_path / "tokenizer.json"
+    file.write_text(train_char(known).text) if kind == "char" else write_tokenizer(tmp_path, kind, known)
+    run(tmp_path / "out", write_jsonl(tmp_path / "a.jsonl", [text] * 20), tokenizer=str(file), val_fraction=0.0)
+    assert f"the tokens stand for {share} % of the bytes" in caplog.text if share else "stand for" not in caplog.text
+
+
 @pytest.mark.parametrize("kind, texts", [
     *((kind, ["the state of the union", "a great house", "laws made by people"] * 30) for kind in KINDS),
     ("wordpiece", ["我们今天去公园散步天气很好", "昨天下雨了所以没有去"] * 30),

@@ -18,14 +18,16 @@ from shard_files import write_rows
 
 from lm.data import text_files
 from lm.data.text_files import find_files, read_documents, read_pieces, split_by_names
+from lm.data.tokenizer import END_OF_TEXT, UNKNOWN, of_characters
 from lm.data.tokenizer_training import train_char
 from lm.errors import RequestError, RunError
 
-DOCUMENTS = ["first\nof two lines\n", "zweites: Größe 😀", "third " * 50, "x"]
+DOCUMENTS = ["first\nof two lines\n", "zweites: Größe 😀", "third \u2028\u2029\x85" * 50, "x"]
 
 
 def json_lines(texts, key="text"):
-    return "".join(json.dumps({"id": i, key: text}) + "\n" for i, text in enumerate(texts)).encode()
+    lines = (json.dumps({"id": i, key: text}, ensure_ascii=False) for i, text in enumerate(texts))
+    return "".join(line + "\n" for line in lines).encode()
 
 
 def write_parquet(path, texts, kind=None, **options):
@@ -223,6 +225,8 @@ def test_flat_ids_are_cut_at_the_end_of_documents(piece, tmp_path, monkeypatch):
 @pytest.mark.parametrize("content, message", [
     (np.array([2, 3, 9], np.uint16).tobytes(), "token 2: id 9 is outside the vocabulary of 5"),
     (b"abc", "truncated"),
+    *((np.array([2, 3] * 8, kind).tobytes(), fr"has {size} bytes, not 2: np.fromfile\(.*, '<u{size}'\).astype\('<u2'")
+      for kind, size in (("<i4", 4), ("<u4", 4), ("<i8", 8))),
 ])  # fmt: skip
 def test_flat_ids_that_do_not_fit_are_refused(content, message, tmp_path):
     (tmp_path / "x.bin").write_bytes(content)
@@ -231,6 +235,17 @@ def test_flat_ids_that_do_not_fit_are_refused(content, message, tmp_path):
         whole(file, tokenizer=train_char(["abc"]))
     with pytest.raises(RequestError, match="--tokenizer"):
         whole(file)
+
+
+def test_flat_ids_of_a_large_vocabulary_have_four_bytes(tmp_path):
+    tokenizer = of_characters({chr(0x10000 + i): i for i in range(70_000)} | {END_OF_TEXT: 70_000, UNKNOWN: 70_001})
+    ids = [69_999, 5, 70_000, 65_536]
+    for kind in ("<u4", "<u8"):
+        (tmp_path / f"{kind}.bin").write_bytes(np.array(ids * 5, kind).tobytes())
+    four, eight = find_files([str(tmp_path / "*.bin")])
+    assert whole(four, tokenizer=tokenizer)[0] == [69_999, 5]
+    with pytest.raises(RunError, match="has 8 bytes, not 4"):
+        whole(eight, tokenizer=tokenizer)
 
 
 # ---- the split in the names ----------------------------------------------------------------------------------------

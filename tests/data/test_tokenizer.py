@@ -113,6 +113,21 @@ def test_a_tokenizer_that_changes_texts_is_known(kind, decoded, tmp_path):
     assert decoded in tokenizer.lossy if decoded else tokenizer.lossy is None
 
 
+@pytest.mark.parametrize("settings", [
+    {"model": json.loads(BPE.text)["model"] | {"dropout": 0.5}},
+    {"truncation": {"direction": "Right", "max_length": 5, "strategy": "LongestFirst", "stride": 0}},
+    {"padding": {"strategy": {"Fixed": 500}, "direction": "Left", "pad_to_multiple_of": None, "pad_id": 0,
+                 "pad_type_id": 0, "pad_token": END_OF_TEXT}},
+])  # fmt: skip
+def test_settings_of_a_training_change_no_ids(settings, tmp_path):
+    """Nor those that transformers gives with the files that are written."""
+    tokenizer = Tokenizer(json.dumps(json.loads(BPE.text) | settings))
+    save(tokenizer, tmp_path)
+    theirs = AutoTokenizer.from_pretrained(tmp_path)
+    for encode in (tokenizer.encode_batch, Encoder(tokenizer).encode, lambda texts: theirs(texts)["input_ids"]):
+        assert [list(ids) for ids in encode(TEXTS)] == BPE.encode_batch(TEXTS)
+
+
 def test_the_digest_is_of_the_content_and_not_of_its_formatting():
     described = json.loads(BPE.text)
     assert Tokenizer(json.dumps(described)).sha256 == BPE.sha256
@@ -130,8 +145,11 @@ def test_the_end_of_a_document_is_given_known_or_asked_for(tmp_path):
     (tmp_path / "tokenizer_config.json").write_text(json.dumps({"eos_token": {"content": "b"}}))
     assert Tokenizer.load(tmp_path).eos_token == "b"
     assert Tokenizer.load(tmp_path, eos_token="stop").eos_token == "stop"
-    with pytest.raises(RequestError, match="no token 'nope'"):
+    with pytest.raises(RequestError, match="has no 'nope' to end a document with; give it with --eos_token"):
         Tokenizer.load(tmp_path, eos_token="nope")
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps({"eos_token": "nope"}))  # which transformers adds
+    with pytest.raises(RequestError, match="has no 'nope'"):
+        Tokenizer.load(tmp_path)
     del words["</s>"]
     (tmp_path / "tokenizer_config.json").unlink()
     file.write_text(Backend(models.WordLevel(words, unk_token="a")).to_str())

@@ -9,13 +9,16 @@ from typing import Any, NamedTuple
 
 import pytest
 from safetensors.torch import load_file
-from test_mixtures import mixed, write_sources
+from shard_files import write_rows
+from test_mixtures import mixed, source, write_sources
 from test_optimizer_class import EVERYTHING, OWN, SGD
 from test_own_model import FILES
 from trainings import equipment, fit, make_workplace, trace
 
 EXIT = {"SIGKILL": -signal.SIGKILL, "SIGTERM": 75}
 SHARDED = {"trainer.devices": 2, "trainer.strategy": "fsdp2", "data.micro_batch_size": 2, "model.decoder.dropout": 0}
+# Step 3, from which the first resume goes on, ends the second epoch of `brief`: 18 samples of its 9 windows.
+REPEATED = [source("brief", weight=0.75), source("middle", weight=0.25), source("high", weight=0)]
 HEAD_RATE = {"model.optimizer.groups": {"output": {"lr": 0.02}}}
 
 
@@ -33,7 +36,7 @@ ROWS = {
     "a custom optimizer": Row({"model.optimizer": OWN}, [("SIGKILL", 9)]),
     "every kind of optimizer state": Row({"model.optimizer": EVERYTHING}, [("SIGKILL", 9)]),
     "shards of a custom optimizer": Row({"model.optimizer": EVERYTHING, **SHARDED}, [("SIGTERM", 15)]),
-    "a mixture with two phases": Row(mixed(), [("SIGKILL", 9), ("SIGKILL", 15)]),  # in each phase
+    "a mixture with two phases": Row(mixed(REPEATED), [("SIGKILL", 9), ("SIGKILL", 15)]),  # in each phase
     "packed rows": Row({"data.path": "data/packed", "data.packing": "whole"}, [("SIGKILL", 9)]),
     "fp8": Row({}, [("SIGTERM", 11)], [equipment("test_precision.Emulated")]),
     "a custom model": Row(HEAD_RATE, [("SIGKILL", 9)], program=["my_gru.py"]),
@@ -44,6 +47,8 @@ ROWS = {
 def place(tmp_path_factory):
     place = make_workplace(tmp_path_factory.mktemp("interrupted"))
     write_sources(place)
+    for split, row in {"train": [2, 3, 4, 3, 2] * 60, "val": [4, 3, 2] * 100}.items():
+        write_rows(place / f"brief/{split}/0.parquet", [row])
     (place / "my_gru.py").write_text(FILES["my_gru.py"])
     return place
 
