@@ -248,7 +248,7 @@ def _command(arguments: Sequence[str]) -> Command | None:
 
 def _unknown_command(arguments: list[str]) -> str:
     """The message for a command that does not exist, with what was meant."""
-    from lm.system.other_names import REMOVED_COMMANDS
+    from lm.system.removed_options import REMOVED_COMMANDS
 
     for start in range(len(arguments) if arguments[0].startswith("-") else 0):
         if command := _command(arguments[start:]):

@@ -15,7 +15,8 @@ from lm.model.config import CUSTOM_MODEL_TYPE
 from lm.runs.run import ROOT, Run, is_of_a_run
 from lm.system import process
 from lm.system.files import parse_yaml, read_object
-from lm.system.other_names import shown, without_removed
+from lm.system.removed_options import without_removed
+from lm.system.units import shown
 
 CONFIGS = (Path("configs"), Path(lm.__file__).parent / "configs")
 

@@ -29,7 +29,7 @@ from lm.errors import RequestError, require
 from lm.system import process
 from lm.system.arguments import Parser
 from lm.system.dataclass_arguments import arguments_from
-from lm.system.other_names import shown
+from lm.system.units import shown
 from lm.training.config import (
     SECTIONS,
     EvaluationConfig,

@@ -14,7 +14,7 @@ from lm.cli.config_files import find_config, read_config, run_with_config
 from lm.cli.options import CONFIG, PRINT_CONFIG, SEED, all_options, option_groups, own_options
 from lm.errors import RequestError
 from lm.system.arguments import typed_options
-from lm.system.other_names import nearest_option, shown, unknown_options
+from lm.system.units import shown
 
 
 def read_settings(command: str, arguments: list[str]) -> tuple[dict[str, Any], str]:
@@ -204,6 +204,10 @@ def _unknown_in_config(command: str, path: Any, config: Mapping[str, Any]) -> st
 
 def _describe_unknown(command: str, names: list[str], command_line_only: Collection[str] = ()) -> str:
     """A message about names of no option, with the nearest ones; empty if there is none."""
+    if not names:
+        return ""
+    from lm.system.other_names import nearest_option, unknown_options
+
     options = {option.name for option in all_options(command)}
     known = sorted(options | option_groups(options))
     hints = {
@@ -211,7 +215,7 @@ def _describe_unknown(command: str, names: list[str], command_line_only: Collect
         else nearest_option(name, known) or f"`lm {command} --help all` lists them"
         for name in names
     }  # fmt: skip
-    return unknown_options(hints) if hints else ""
+    return unknown_options(hints)
 
 
 def _is_known(name: str, options: Collection[str], groups: Collection[str]) -> bool:

@@ -30,8 +30,8 @@ from lm.system.files import (
     stated_digest,
     write_atomically,
 )
-from lm.system.other_names import without_removed
 from lm.system.process import launch_command, program
+from lm.system.removed_options import without_removed
 
 log = logging.getLogger(__name__)
 

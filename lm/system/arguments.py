@@ -12,8 +12,7 @@ from jsonargparse import ArgumentParser
 from jsonargparse.typing import register_type
 
 from lm.errors import RequestError
-from lm.system.other_names import nearest_option, shown, unknown_options
-from lm.system.units import Count, parse_count
+from lm.system.units import Count, parse_count, shown
 
 OPTION = re.compile(r"--|-[a-z]$")
 NEGATIVE = re.compile(r"-[\d.]+(e[+-]?\d+)?", re.IGNORECASE)
@@ -140,6 +139,8 @@ def known_names(parser: Any) -> list[str]:
 
 def shorten(message: str, known: list[str]) -> str:
     """Shorten jsonargparse's message to one line; add the nearest names for an unknown option or choice."""
+    from lm.system.other_names import nearest_option, unknown_options
+
     if unrecognized := re.search(r"unrecognized arguments: (.*)", message):
         names = [word.lstrip("-").partition("=")[0] for word in unrecognized[1].split() if word.startswith("--")]
         if not names:

@@ -7,7 +7,6 @@ from inspect import Parameter, Signature
 from typing import Any, get_args, get_type_hints
 
 from lm.errors import RequestError
-from lm.system.other_names import REMOVED, nearest_option, unknown_options
 from lm.system.units import Count, parse_count
 
 
@@ -40,9 +39,10 @@ def build_options(options: type, caller: str, *args: Any, **given: Any) -> Any:
     """Make a dataclass of options from the arguments of a call; a count may be a string, as in a config."""
     kinds = {one.name: one.type for one in fields(options)}
     if unknown := [name for name in given if name not in kinds]:
+        from lm.system.other_names import nearest_option, unknown_options
+
         section = options.__name__.removesuffix("Config").lower()  # ModelConfig: `model`
-        gone = {name: REMOVED.get(f"{section}.{name}", ("", ""))[1] for name in unknown}
-        hints = {name: gone[name] or nearest_option(name, list(kinds)) for name in unknown}
+        hints = {name: nearest_option(name, list(kinds), section) for name in unknown}
         raise RequestError(f"{caller}: {unknown_options(hints)}")
     for name, value in given.items():
         if isinstance(value, str | float) and Count in (kinds[name], *get_args(kinds[name])):

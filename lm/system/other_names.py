@@ -1,11 +1,10 @@
-"""Names used by Lightning, Hugging Face, nanoGPT and others -> our options, for messages about wrong ones; and our
-options that are gone.
-"""
+"""Names used by Lightning, Hugging Face, nanoGPT and others -> our options, for messages about wrong ones."""
 
 from difflib import get_close_matches
-from typing import Any
 
-LONGEST_SHOWN = 60  # characters of a value in a message
+from lm.system.removed_options import REMOVED
+from lm.system.units import LONGEST_SHOWN
+
 FEW_OPTIONS, MOST_UNKNOWN = 10, 6  # options listed in a message
 
 # Our option -> the last part of other names for it. Only options that the command has are suggested.
@@ -49,18 +48,6 @@ OPTIONS = {
     "depth": "size params num_params n_layer num_layers",
     "depths": "sizes",
 }  # fmt: skip
-# An option that is gone -> its default, with which an older config and an older run are read as before, and what to do.
-REMOVED = {
-    "rehearse": (False, "gone since 0.1: guards.budget.dry_run and guards.inject_step try the guards in a training"),
-    "test_notify": (False, "gone since 0.1: `apprise -b test ADDRESS` sends a message"),
-    "data.on_bad_shard": ("raise", "gone since 0.1: a damaged shard ends the run; restore it, or make the data anew"),
-    "notify": ([], "gone since 0.1: `on_event: [sh, -c, 'apprise -t $LM_EVENT -b \"$LM_MESSAGE\" ADDRESS']`"),
-    "model.cuda_graphs": (False, "gone since 0.1, as it gained nothing: leave it out"),
-    "trainer.mirror": (None, "gone since 0.1: configs/launch/mirror.sh copies runs to a store and back"),
-}
-REMOVED_COMMANDS = {
-    "average": "gone since 0.1, as it gained nothing: average what `safetensors.torch.load_file` reads",
-}
 # What to do instead of an option that others have for training -> the last part of its name.
 CURES = {
     "it follows from data.global_batch_tokens and data.micro_batch_size":
@@ -86,21 +73,15 @@ CURES = {
 }  # fmt: skip
 
 
-# ---- messages --------------------------------------------------------------------------------------------------------
+def nearest_option(name: str, known: list[str], section: str = "") -> str:
+    """A hint for an option that does not exist: what to do instead, or the nearest name, or the options if few.
 
-
-def shown(value: Any) -> str:
-    """Format a value for a message, shortened to `LONGEST_SHOWN` characters."""
-    text = repr(value)
-    return text if len(text) <= LONGEST_SHOWN else f"{text[:LONGEST_SHOWN]}..."
-
-
-def nearest_option(name: str, known: list[str]) -> str:
-    """A hint for an option that does not exist: what to do instead, or the nearest name, or the options if few."""
+    `section` is that of a name without it, such as `model` of an argument of `LanguageModule`.
+    """
     name = name.replace("-", "_")
     last = name.rpartition(".")[2]
-    if name in REMOVED:
-        return REMOVED[name][1]
+    if (full := f"{section}.{name}" if section else name) in REMOVED:
+        return REMOVED[full][1]
     if "trainer.max_steps" in known and (cures := [cure for cure, others in CURES.items() if last in others.split()]):
         return cures[0]
     ours = [option for option, others in OPTIONS.items() if last in others.split()]
@@ -122,34 +103,3 @@ def unknown_options(hints: dict[str, str]) -> str:
     listed = [f"{name!r}{f' ({hint})' if hint else ''}" for name, hint in cut.items()]
     more = f" and {len(listed) - MOST_UNKNOWN} more" if len(listed) > MOST_UNKNOWN else ""
     return f"there are no options {', '.join(listed[:MOST_UNKNOWN])}{more}"
-
-
-# ---- older configs ---------------------------------------------------------------------------------------------------
-
-
-def without_removed(text: str) -> str:
-    """The YAML of a config without the options that are gone and have their default; else it is the same text."""
-    if not any(option.rpartition(".")[2] in text for option in REMOVED):
-        return text
-    import yaml
-
-    try:
-        top = yaml.compose(text, yaml.SafeLoader)
-    except (yaml.YAMLError, RecursionError):  # which whoever reads the config says
-        return text
-    found = False
-    for option, (default, _) in REMOVED.items():
-        *groups, last = option.split(".")
-        place: Any = top
-        for group in groups:
-            place = next((value for key, value in _pairs(place) if key.value == group), None)
-        for pair in _pairs(place):
-            if pair[0].value == last and yaml.safe_load(yaml.serialize(pair[1])) == default:
-                place.value.remove(pair)
-                found = True
-    return yaml.serialize(top) if found else text
-
-
-def _pairs(node: Any) -> list[tuple[Any, Any]]:
-    """The keys and values of a mapping."""
-    return list(node.value) if getattr(node, "id", None) == "mapping" else []

@@ -3,6 +3,7 @@
 import re
 import time
 from decimal import Decimal
+from typing import Any
 
 MULTIPLIERS = {
     "": 1,
@@ -18,6 +19,7 @@ MULTIPLIERS = {
 }
 DURATIONS = (("d", 86400), ("h", 3600), ("min", 60), ("s", 1))
 LARGEST = 10**18  # before its suffix
+LONGEST_SHOWN = 60  # characters of a value in a message
 _PATTERN = re.compile(r"\s*(\d[\d_]*(?:,\d{3})*(?:\.\d+)?(?:e[+-]?\d{1,4})?)\s*([KMBGT]?i?)\s*", re.IGNORECASE)
 
 
@@ -99,3 +101,9 @@ def format_time_and_cost(seconds: float, usd: float | None) -> str:
 def utc(seconds: float) -> str:
     """A time for people all over the world, from seconds since 1970: 2026-01-31 12:00:00 UTC."""
     return time.strftime("%Y-%m-%d %H:%M:%S UTC", time.gmtime(seconds))
+
+
+def shown(value: Any) -> str:
+    """Format a value for a message, shortened to `LONGEST_SHOWN` characters."""
+    text = repr(value)
+    return text if len(text) <= LONGEST_SHOWN else f"{text[:LONGEST_SHOWN]}..."

@@ -24,8 +24,8 @@ from lm.model.build import kernels_missing
 from lm.model.config import DecoderConfig
 from lm.model.decoder import Decoder, Linear
 from lm.runs.checkpoint import KEPT, encode
-from lm.system.other_names import shown
 from lm.system.process import under_torchrun
+from lm.system.units import shown
 from lm.training.config import EvaluationConfig, GroupConfig, ModelConfig, RunOptions, SamplesConfig, TrainerConfig
 from lm.training.precision import kept_in_bf16
 from lm.training.world import srun_world

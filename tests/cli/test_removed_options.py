@@ -8,7 +8,7 @@ from trainings import RECORDER, fit, lm, losses, make_workplace, write_config
 import lm as package
 from lm.cli.command import main
 from lm.errors import RequestError
-from lm.system.other_names import REMOVED, REMOVED_COMMANDS, without_removed
+from lm.system.removed_options import REMOVED, REMOVED_COMMANDS, without_removed
 
 SECTIONS = {"trainer": package.Trainer, "model": package.LanguageModule, "data": package.DataModule}
 

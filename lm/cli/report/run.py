@@ -27,7 +27,7 @@ from lm.runs.history import read_samples
 from lm.runs.metrics import BY_SOURCE, METRICS, Metric
 from lm.runs.run import Run
 from lm.system.files import finite_or_none, read_lines, refuse_url, write_atomically
-from lm.system.other_names import REMOVED
+from lm.system.removed_options import REMOVED
 from lm.system.units import format_bytes, format_figure, utc
 
 OPENING = "<!doctype html>\n<!-- A run of lm -->\n"  # of every page: a file that begins otherwise is not replaced

@@ -1,0 +1,44 @@
+"""Options and commands that earlier versions had, so that an older config or run is read, or answered in one line."""
+
+from typing import Any
+
+# An option that is gone -> its default, with which an older config and an older run are read as before, and what to do.
+REMOVED = {
+    "rehearse": (False, "gone since 0.1: guards.budget.dry_run and guards.inject_step try the guards in a training"),
+    "test_notify": (False, "gone since 0.1: `apprise -b test ADDRESS` sends a message"),
+    "data.on_bad_shard": ("raise", "gone since 0.1: a damaged shard ends the run; restore it, or make the data anew"),
+    "notify": ([], "gone since 0.1: `on_event: [sh, -c, 'apprise -t $LM_EVENT -b \"$LM_MESSAGE\" ADDRESS']`"),
+    "model.cuda_graphs": (False, "gone since 0.1, as it gained nothing: leave it out"),
+    "trainer.mirror": (None, "gone since 0.1: configs/launch/mirror.sh copies runs to a store and back"),
+}
+REMOVED_COMMANDS = {
+    "average": "gone since 0.1, as it gained nothing: average what `safetensors.torch.load_file` reads",
+}
+
+
+def without_removed(text: str) -> str:
+    """The YAML of a config without the options that are gone and have their default; else it is the same text."""
+    if not any(option.rpartition(".")[2] in text for option in REMOVED):
+        return text
+    import yaml
+
+    try:
+        top = yaml.compose(text, yaml.SafeLoader)
+    except (yaml.YAMLError, RecursionError):  # which whoever reads the config says
+        return text
+    found = False
+    for option, (default, _) in REMOVED.items():
+        *groups, last = option.split(".")
+        place: Any = top
+        for group in groups:
+            place = next((value for key, value in _pairs(place) if key.value == group), None)
+        for pair in _pairs(place):
+            if pair[0].value == last and yaml.safe_load(yaml.serialize(pair[1])) == default:
+                place.value.remove(pair)
+                found = True
+    return yaml.serialize(top) if found else text
+
+
+def _pairs(node: Any) -> list[tuple[Any, Any]]:
+    """The keys and values of a mapping."""
+    return list(node.value) if getattr(node, "id", None) == "mapping" else []
