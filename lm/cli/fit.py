@@ -195,7 +195,7 @@ class TrainingCLI(LightningCLI):
         verified = is_fit or choice.ckpt_path not in (None, "best", "last")
         branch = is_fit and run is not None and "branch" in run.read("run.json")
         self.trainer.load_with(is_fit, self.checkpoint if verified else None,
-                               other_model=branch or choice.force)  # fmt: skip
+                               other_model=branch or choice.force, new_run=run is None)  # fmt: skip
         if not is_fit:
             self.trainer.run_state.run = run
 

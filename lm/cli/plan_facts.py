@@ -36,8 +36,9 @@ from lm.training.trainer import device_count
 
 SMALL_MODEL, SMALL_BATCH = 50e6, 8_192  # parameters and tokens of a micro-batch below which the host limits the speed
 RESERVE_BYTES = 2**30  # CUDA context and library workspaces
-CPU_RESERVE_BYTES = 2**26  # memory of libraries in a step, beyond what this process already has
 RESERVE_SHARE = 0.05  # of the peak, for what the allocator cannot use
+CPU_RESERVE_BYTES = 2**26  # memory of libraries in a step, beyond what this process already has
+CPU_RESERVE_SHARE = 0.6  # of the peak: glibc keeps freed memory, in holes that the next tensor may not fit into
 DISK_RATE = 500e6  # bytes a second, of a SATA SSD; cloud volumes start at 125e6 (AWS gp3)
 NETWORK_SECONDS = 3.0  # to wait for an object store
 NEARLY_FULL = 0.92  # of the device's memory
@@ -295,14 +296,15 @@ def memory_facts(
     `data.global_batch_tokens` is given; otherwise a step is one micro-batch, however large.
     """
     parts = training_memory(decoder, step, state_size(optimizer))
-    reserve_bytes = CPU_RESERVE_BYTES if device.capability is None else RESERVE_BYTES
-    reserve = reserve_bytes + int(RESERVE_SHARE * parts["peak"])
+    on_cpu = device.capability is None
+    reserve_bytes, share = (CPU_RESERVE_BYTES, CPU_RESERVE_SHARE) if on_cpu else (RESERVE_BYTES, RESERVE_SHARE)
+    reserve = reserve_bytes + int(share * parts["peak"])
     facts = {**parts, "reserve": reserve, "total": parts["peak"] + reserve, "device": device.memory_bytes}
     if step.kernels and step.checkpointing == "none" and not step.precision.startswith("fp8"):
         stored = training_memory(decoder, replace(step, checkpointing="store_all"), state_size(optimizer))["peak"]
-        facts["store_all"] = stored + reserve_bytes + int(RESERVE_SHARE * stored)
+        facts["store_all"] = stored + reserve_bytes + int(share * stored)
     if device.memory_bytes is not None:
-        available = int((device.memory_bytes - reserve_bytes) / (1 + RESERVE_SHARE))
+        available = int((device.memory_bytes - reserve_bytes) / (1 + share))
         samples = step.micro_batch_size * step.accumulate if global_batch else None
         for name, checkpointing in (("largest_micro_batch", step.checkpointing), ("largest_recomputed", "block")):
             tried = replace(step, checkpointing=checkpointing)

@@ -371,7 +371,8 @@ class DataModule(LightningDataModule):
     def predict_dataloader(self) -> Any:
         texts = self.options.texts or []
         texts = [texts] if isinstance(texts, str) else texts
-        return text_batches(texts, self.tokenizer, self.seq_len, self.micro_batch_size, self.predicted)
+        return text_batches(texts, self.tokenizer, self.seq_len, self.micro_batch_size, self.predicted,
+                            self.options.text_key or "text")  # fmt: skip
 
     def transfer_batch_to_device(self, batch: Batch, device: torch.device, dataloader_idx: int) -> Batch:
         """Copy a batch to the device; to CUDA asynchronously, from page-locked memory."""
@@ -408,8 +409,9 @@ class DataModule(LightningDataModule):
 
 
 def text_batches(
-    sources: list[str], tokenizer: Tokenizer, seq_len: int, micro_batch: int, rows: deque[tuple[str, int]]
-) -> Iterator[Batch]:
+    sources: list[str], tokenizer: Tokenizer, seq_len: int, micro_batch: int, rows: deque[tuple[str, int]],
+    text_key: str = "text",
+) -> Iterator[Batch]:  # fmt: skip
     """Masked batches of documents, for `lm predict`: each document is divided into windows.
 
     A document begins with the end-of-text token as its first context, as in training, and each of its
@@ -420,7 +422,7 @@ def text_batches(
     from lm.data.text_files import read_documents
 
     def windows() -> Iterator[np.ndarray]:
-        for name, text in read_documents(sources):
+        for name, text in read_documents(sources, text_key):
             ids = np.asarray([tokenizer.eos_id, *tokenizer.encode(text)], dtype=np.int32)
             for start in range(0, len(ids) - 1, seq_len):
                 rows.append((name, start))
