@@ -49,14 +49,14 @@ class Obstacles(Callback):
             for name in ("samples.jsonl", "evaluations.jsonl"):
                 (trainer.run.path / name).mkdir()
 
-    def generate(self, decoder, prompts, sampling):
+    def generate(self, decoder, prompts, sampling, **options):
         time.sleep(PAUSE)
         kept = decoder.norm.weight.detach().clone()
         try:
             with torch.no_grad():
                 if self.trainer.global_step == 8:
                     decoder.norm.weight.fill_(torch.nan)
-            yield from generate(decoder, prompts, sampling)
+            yield from generate(decoder, prompts, sampling, **options)
         finally:
             with torch.no_grad():
                 decoder.norm.weight.copy_(kept)

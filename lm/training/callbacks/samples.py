@@ -44,7 +44,7 @@ class Samples(BetweenSteps):
         tokens: list[list[int]] = [[] for _ in self.prompts]
         with trainer.precision_plugin.forward_context():
             # No token ends a row here: ranks of a sharded model must all take the same number of steps.
-            for new in generate(pl_module.decoder, self.prompts, sampling):
+            for new in generate(pl_module.decoder, self.prompts, sampling, vocab_size=tokenizer.vocab_size):
                 tokens[new.row].append(new.token)
         return [continued(tokenizer, *pair) for pair in zip(self.prompts, tokens, strict=True)]
 
