@@ -134,7 +134,7 @@ def import_model(options: ImportOptions) -> None:
 def convert_gguf(file: Path, folder: Path) -> None:
     """Fill a folder with a file of llama.cpp in Hugging Face's format: transformers makes fp32 of its weights."""
     try:
-        from gguf import GGUFReader
+        from gguf import GGUFReader  # pyright: ignore[reportMissingImports]
         from transformers import AutoModelForCausalLM, AutoTokenizer  # takes a while to import
 
         place = {"pretrained_model_name_or_path": file.parent, "gguf_file": file.name}

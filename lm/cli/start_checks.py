@@ -14,12 +14,10 @@ from lm.runs.run import Run
 from lm.training.callback import Callback
 from lm.training.checks import Finding
 from lm.training.module import LanguageModule
-from lm.training.schedule import lr_fraction
 from lm.training.trainer import Trainer
 from lm.training.world import EXIT_WAIT
 
 log = logging.getLogger(__name__)
-STEADY = 0.1  # of a learning rate: a smaller rise is not warned of
 
 
 class StartChecks(Callback):
@@ -80,14 +78,7 @@ class StartChecks(Callback):
                 log.info("%s", line)
             for line in self._findings:
                 log.warning("%s", line)
-            self._warn_of_rising_rate(trainer, pl_module)
+            if self._resumed:
+                from lm.cli.plan_facts import warn_of_rising_rate
 
-    def _warn_of_rising_rate(self, trainer: Trainer, module: LanguageModule) -> None:
-        """A longer run, or another schedule, may undo a decay."""
-        run, step, options = self._resumed, trainer.run_state.start.step, module.options
-        rates = [line["optim/lr"] for line in run.metrics("optim/lr") if line["step"] <= step] if run else []
-        rate = options.optimizer.lr * lr_fraction(step, trainer.max_steps, options.schedule)
-        if rates and rates[-1] < max(rates) and rate > rates[-1] * (1 + STEADY):
-            log.warning("the learning rate rises from %.2e to %.2e in step %d, as the config now has it; `lm branch %s "
-                        "--at STEP` trains on from a checkpoint before it fell",
-                        rates[-1], rate, step + 1, run.name)  # fmt: skip
+                warn_of_rising_rate(self._resumed, trainer, pl_module.options)

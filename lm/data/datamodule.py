@@ -369,8 +369,7 @@ class DataModule(LightningDataModule):
         return self._windows("test")
 
     def predict_dataloader(self) -> Any:
-        texts = self.options.texts or []
-        texts = [texts] if isinstance(texts, str) else texts
+        texts = [self.options.texts] if isinstance(self.options.texts, str) else self.options.texts or []
         return text_batches(texts, self.tokenizer, self.seq_len, self.micro_batch_size, self.predicted,
                             self.options.text_key or "text")  # fmt: skip
 

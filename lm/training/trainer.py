@@ -131,8 +131,7 @@ class Trainer(PatchedTrainer):
             done = (f"all {state.steps.max_steps} steps are done; to train on, give a larger --trainer.{limit}, "
                     f"such as {more}")  # fmt: skip
             if self._new_run:
-                raise RequestError(f"a new run from {ckpt_path} has nothing to train: {done}; without --ckpt_path it "
-                                   "starts fresh")  # fmt: skip
+                raise RequestError(f"a new run from {ckpt_path} has nothing to train: {done}")
             log.info("the run has finished: %s", done)
             return
         if self.strategy.root_device.type == "cpu":
