@@ -134,14 +134,18 @@ def import_model(options: ImportOptions) -> None:
 def convert_gguf(file: Path, folder: Path) -> None:
     """Fill a folder with a file of llama.cpp in Hugging Face's format: transformers makes fp32 of its weights."""
     try:
+        from gguf import GGUFReader  # pyright: ignore[reportMissingImports]
         from transformers import AutoModelForCausalLM, AutoTokenizer  # takes a while to import
 
         place = {"pretrained_model_name_or_path": file.parent, "gguf_file": file.name}
-        model = AutoModelForCausalLM.from_pretrained(**place, dtype=torch.float32)
+        # transformers takes 128 for every Qwen3; other architectures may leave it out.
+        head_dim = {"head_dim": int(field.contents()) for name, field in GGUFReader(file).fields.items()
+                    if name.endswith(".attention.key_length")}  # fmt: skip
+        model = AutoModelForCausalLM.from_pretrained(**place, dtype=torch.float32, **head_dim)
         AutoTokenizer.from_pretrained(**place).save_pretrained(folder)
     except ImportError as error:
         raise RequestError(f"--input {file} needs `pip install transformers gguf accelerate`") from error
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RuntimeError) as error:
         raise RequestError(f"--input {file}: transformers cannot read it: {first_line(error)}") from error
     config = {**model.config.to_dict(), "architectures": [type(model).__name__], "quantization_config": None}
     (folder / "config.json").write_text(json.dumps(config), encoding="utf-8")

@@ -89,8 +89,8 @@ def measure_texts(model: Pretrained, run: Run | None, options: EvaluateOptions, 
     seq_len = run.settings().get("data", {}).get("seq_len") if run else None
     return {
         name: asdict(texts_bits_per_byte(
-            model.decoder, model.tokenizer, [source], seq_len=seq_len, max_documents=options.max_items,
-            batch_tokens=options.batch_tokens, progress=partial(bar, name),
+            model.decoder, model.tokenizer, [source], text_key=options.text_key, seq_len=seq_len,
+            max_documents=options.max_items, batch_tokens=options.batch_tokens, progress=partial(bar, name),
         ))
         for name, source in zip(short_names(options.texts), options.texts)
     }  # fmt: skip

@@ -28,7 +28,7 @@ from lm.errors import RequestError
 from lm.model.build import kernels_missing
 from lm.runs.config_diff import describe_changes
 from lm.runs.resume import find_checkpoint, refuse_changed_config, repair_links
-from lm.runs.run import Run
+from lm.runs.run import Run, refuse_name
 from lm.system.hardware import has_fp8
 from lm.system.process import other_arguments
 from lm.training.callbacks.run_folder import RunFolder
@@ -64,6 +64,8 @@ def fit(request: Request[FitOptions], callbacks: Sequence[Callback] = (), messag
     changed: dict[str, list[Any]] = {}
     if run:
         request = replace(request, run_name=run.name)
+    else:
+        refuse_name(request.run_name)  # before the data is made
     if run and checkpoint:
         changed = refuse_changed_config(run, request.settings, request.choice.force)
         if stays_stopped(run, changed):
@@ -197,7 +199,7 @@ class TrainingCLI(LightningCLI):
         verified = is_fit or choice.ckpt_path not in (None, "best", "last")
         branch = is_fit and run is not None and "branch" in run.read("run.json")
         self.trainer.load_with(is_fit, self.checkpoint if verified else None,
-                               other_model=branch or choice.force)  # fmt: skip
+                               other_model=branch or choice.force, new_run=run is None)  # fmt: skip
         if not is_fit:
             self.trainer.run_state.run = run
 

@@ -84,6 +84,7 @@ class EvaluateOptions(ModelChoice):
         tasks: Task files: a YAML in the format of DCLM, a `.jsonl` or `.parquet` of items, `embedded:sotu`,
             or public benchmarks by name, such as hellaswag,arc_easy, downloaded from the Hugging Face hub.
         texts: Files, folders, globs or URLs of text; bits per byte are computed for each.
+        text_key: Key or column of the text in JSON lines and Parquet of `texts`.
         max_items: Most items per task, or documents per text; all of them if not given.
         num_fewshot: Number of few-shot examples before each question; that of the task files if not given.
         batch_tokens: Most tokens per batch; the result does not depend on it.
@@ -94,6 +95,7 @@ class EvaluateOptions(ModelChoice):
 
     tasks: list[str] = field(default_factory=list)
     texts: list[str] = field(default_factory=list)
+    text_key: str = "text"
     max_items: Count | None = None
     num_fewshot: int | None = None
     batch_tokens: Count = Count(16_384)

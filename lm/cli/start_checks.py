@@ -78,3 +78,7 @@ class StartChecks(Callback):
                 log.info("%s", line)
             for line in self._findings:
                 log.warning("%s", line)
+            if self._resumed:
+                from lm.cli.plan_facts import warn_of_rising_rate
+
+                warn_of_rising_rate(self._resumed, trainer, pl_module.options)

@@ -173,6 +173,7 @@ class DataConfig:
         cache_dir: Folder to cache blocks of remote shards in.
         cache_bytes: Largest size of this cache.
         texts: For `lm predict`: text files, JSONL or Parquet.
+        text_key: Key or column of the text in JSONL and Parquet of `texts`; "text" if not given.
     """
 
     # Where the data is.
@@ -199,6 +200,7 @@ class DataConfig:
     cache_dir: str = "data/cache"
     cache_bytes: Count = Count(20 * 10**9)
     texts: str | list[str] | None = None
+    text_key: str | None = None
 
     def __post_init__(self) -> None:
         if [self.path, self.train, self.sources].count(None) != 2:

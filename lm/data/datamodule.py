@@ -365,9 +365,9 @@ class DataModule(LightningDataModule):
     def predict_dataloader(self) -> Any:
         from lm.data.text_batches import text_batches
 
-        texts = self.options.texts or []
-        texts = [texts] if isinstance(texts, str) else texts
-        return text_batches(texts, self.tokenizer, self.seq_len, self.micro_batch_size, self.predicted)
+        texts = [self.options.texts] if isinstance(self.options.texts, str) else self.options.texts or []
+        return text_batches(texts, self.tokenizer, self.seq_len, self.micro_batch_size, self.predicted,
+                            self.options.text_key or "text")  # fmt: skip
 
     def transfer_batch_to_device(self, batch: Batch, device: torch.device, dataloader_idx: int) -> Batch:
         """Copy a batch to the device; to CUDA asynchronously, from page-locked memory."""

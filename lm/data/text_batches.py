@@ -13,8 +13,9 @@ from lm.data.tokenizer import Tokenizer
 
 
 def text_batches(
-    sources: list[str], tokenizer: Tokenizer, seq_len: int, micro_batch: int, rows: deque[tuple[str, int]]
-) -> Iterator[Batch]:
+    sources: list[str], tokenizer: Tokenizer, seq_len: int, micro_batch: int, rows: deque[tuple[str, int]],
+    text_key: str = "text",
+) -> Iterator[Batch]:  # fmt: skip
     """Masked batches of documents, each divided into windows.
 
     A document begins with the end-of-text token as its first context, as in training, and each of its
@@ -23,7 +24,7 @@ def text_batches(
     """
 
     def windows() -> Iterator[np.ndarray]:
-        for name, text in read_documents(sources):
+        for name, text in read_documents(sources, text_key):
             ids = np.asarray([tokenizer.eos_id, *tokenizer.encode(text)], dtype=np.int32)
             for start in range(0, len(ids) - 1, seq_len):
                 rows.append((name, start))

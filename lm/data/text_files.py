@@ -48,7 +48,8 @@ TEXT_SUFFIXES = set(
     ".proto .cmake .tf .zig .nim .dart .v .sv .vhd".split()
 )
 PANDOC = "`pandoc -t plain -o {0}.txt {0}` makes text of it"
-TABLE = "make Parquet of it (pandas: read_csv, to_parquet), and name the column of its text with --text_key"
+TEXT_KEY = "--text_key (lm fit: --data.prepare.text_key, lm predict: --data.text_key)"
+TABLE = f"make Parquet of it (pandas: read_csv, to_parquet), and name the column of its text with {TEXT_KEY}"
 NOT_TEXT = {  # suffixes -> what to do
     ".pdf": "`pdftotext {0}` makes text of it",
     **dict.fromkeys((".html", ".htm", ".docx", ".odt", ".rtf", ".epub"), PANDOC),
@@ -389,7 +390,7 @@ def _json_text(line: bytes, key: str) -> str:
     if not isinstance(entry, dict):
         raise ValueError(f"a JSON {type(entry).__name__} where one object a line is expected")
     if key not in entry:
-        raise ValueError(f"there is no key {key!r} among {', '.join(map(repr, entry))}; name it with --text_key")
+        raise ValueError(f"there is no key {key!r} among {', '.join(map(repr, entry))}; name it with {TEXT_KEY}")
     text = entry[key]
     if not isinstance(text, str):
         raise ValueError(f"{key!r} is not a text but {json.dumps(text)[:40]}")
@@ -406,12 +407,12 @@ def _parquet(file: TextFile, part: int, parts: int, column: str) -> Iterator[tup
         if column not in schema.names:
             raise RunError(
                 f"{file.name} has no column {column!r} among {', '.join(map(repr, schema.names))}; name the one with "
-                "text by --text_key (token ids are trained on as they are: --data.train)"
+                f"text by {TEXT_KEY}; token ids are trained on as they are: --data.train"
             )
         kind = schema.field(column).type
         kind = kind.value_type if pa.types.is_dictionary(kind) else kind
         if not (pa.types.is_string(kind) or pa.types.is_large_string(kind) or pa.types.is_string_view(kind)):
-            raise RunError(f"{file.name}: column {column!r} is not text but {kind}; give another with --text_key")
+            raise RunError(f"{file.name}: column {column!r} is not text but {kind}; give another with {TEXT_KEY}")
         groups = parquet.num_row_groups
         chosen = range(groups * part // parts, groups * (part + 1) // parts)
         row = sum(parquet.metadata.row_group(group).num_rows for group in range(chosen.start))

@@ -40,6 +40,7 @@ def texts_bits_per_byte(
     tokenizer: Tokenizer,
     inputs: Sequence[str],
     *,
+    text_key: str = "text",
     seq_len: int | None = None,
     max_documents: int | None = None,
     batch_tokens: int = BATCH_TOKENS,
@@ -57,7 +58,7 @@ def texts_bits_per_byte(
     tokens: list[int] = []
 
     def windows() -> Iterator[tuple[int, Row]]:  # the document's number, and a part of it
-        for document, (_, text) in enumerate(islice(read_documents(inputs), max_documents)):
+        for document, (_, text) in enumerate(islice(read_documents(inputs, text_key), max_documents)):
             sizes.append(len(text.encode()))
             nats.append(0.0)
             tokens.append(0)

@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.distributed.fsdp import FSDPModule
 
 from lm.data.tokenizer import Begin, Tokenizer
-from lm.errors import RunError
+from lm.errors import RequestError, RunError
 from lm.evaluation.tasks import COLUMNS, Item, Kind, Task
 from lm.model.decoder import Decoder, config_of, evaluating
 
@@ -141,8 +141,8 @@ def prompts(
     Texts are composed as in DCLM and nanochat, so that scores are comparable: solved examples are drawn by the
     item's number, and a blank line follows each.
 
-    Only items at `indices` are written out; solved examples are drawn from all `items` (of `chosen_items`). A prompt
-    that is only an answer begins with `eos`, whatever `begin` says.
+    Only items at `indices` are written out; solved examples are drawn from all `items` (of `chosen_items`) but those
+    that are the same. A prompt that is only an answer begins with `eos`, whatever `begin` says.
     """
     questions = [_question(task, items, index) for index in indices]
     # A blank at the end of the text before an answer belongs to the answer's first token.
@@ -157,7 +157,10 @@ def prompts(
 def _question(task: Task, items: Sequence[Item], index: int) -> list[tuple[str, str]]:
     """For each possible answer of an item, the text before it and the answer."""
     delimiter = task.continuation_delimiter
-    others = [other for other in range(len(items)) if other != index] if task.num_fewshot else []
+    others = [other for other, item in enumerate(items) if item != items[index]] if task.num_fewshot else []
+    if len(others) < task.num_fewshot:
+        raise RequestError(f"task {task.label!r}: too few items differ from {str(items[index])[:50]}, {len(others)}, "
+                           f"for {task.num_fewshot} solved ones before it; lower num_fewshot")  # fmt: skip
     drawn = [items[other] for other in random.Random(EXAMPLES_SEED + index).sample(others, task.num_fewshot)]
     solved = (_answers(task, item)[item["gold"] if "gold" in COLUMNS[task.kind] else 0] for item in drawn)
     examples = "".join(f"{before}{delimiter}{answer}\n\n" for before, answer in solved)

@@ -53,8 +53,9 @@ def generate_text(
     texts = [GrowingText(tokenizer, prompt, sampling.stop) for prompt in ids]
     eos_id = None if sampling.ignore_eos else tokenizer.eos_id
     for new in generate(
-        decoder, ids, sampling, eos_id=eos_id, ended=lambda row, token: texts[row].add(token), step=step
-    ):
+        decoder, ids, sampling, eos_id=eos_id, vocab_size=tokenizer.vocab_size,
+        ended=lambda row, token: texts[row].add(token), step=step,
+    ):  # fmt: skip
         text = texts[new.row]
         taken = text.take(over=new.reason is not None)
         token = None if new.reason == "eos" else Token(new.token, text.piece, new.log_probability)

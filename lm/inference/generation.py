@@ -44,6 +44,7 @@ def generate(
     sampling: Sampling = Sampling(),
     *,
     eos_id: int | None = None,
+    vocab_size: int | None = None,
     ended: Callable[[int, int], bool] | None = None,
     step: Step = "dynamic",
 ) -> Iterator[NewToken]:
@@ -57,6 +58,8 @@ def generate(
         prompts: token ids, in any lengths, at least one each.
         sampling: how tokens are chosen, and how many. Its options for texts are for `inference/completion`.
         eos_id: the token that ends a row; None: none does.
+        vocab_size: that of the tokenizer: the ids from it on, which a model may have, stand for no text and are never
+            chosen.
         ended: called with every row and new token but `eos_id`; returns whether the row is to end with it.
         step: see `DecodeStep`.
     """
@@ -88,7 +91,7 @@ def generate(
             totals = logits.logsumexp(-1, keepdim=True)  # (B, 1)
             if not totals.isfinite().all():
                 raise RunError("the logits are not finite: the weights are broken, or a number format overflowed")
-            tokens = choose_tokens(logits, sampling, generator)[:, None]  # (B, 1)
+            tokens = choose_tokens(logits[:, :vocab_size], sampling, generator)[:, None]  # (B, 1)
             log_probabilities = (logits.gather(-1, tokens) - totals).tolist()
             for row, [token] in enumerate(tokens.tolist()):
                 if row not in active:

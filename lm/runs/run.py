@@ -373,7 +373,8 @@ def is_of_a_run(reference: str | None) -> bool:
 def refuse_name(name: str) -> None:
     """Raise RequestError for a run name with characters that could lead out of the folder of runs."""
     if not re.fullmatch(r"[\w][\w.+=-]*", name):
-        raise RequestError(f"run name {name!r}: use letters, digits, '.', '_', '-', '+' and '=' only")
+        raise RequestError(f"run name {name!r}: use letters, digits, '.', '_', '-', '+' and '=' only; a fit takes the "
+                           "name of its config, or of --run")  # fmt: skip
 
 
 def process_exists(pid: int | None) -> bool:

@@ -70,6 +70,11 @@ class PlainRunState(RunState, Callback):
         if every and trainer.global_step % every == 0:
             pl_module.log_dict(pl_module.logged_metrics())
 
+    def on_exception(self, trainer: lightning.Trainer, pl_module: Any, exception: BaseException) -> None:
+        """Explain why Lightning cannot open a checkpoint of `lm.Trainer`, which is a folder."""
+        if isinstance(exception, IsADirectoryError):
+            exception.add_note(OTHER_TRAINER)
+
     def save(self, module: Any, checkpoint: dict[str, Any]) -> None:
         optimizer = module.optimizers(use_pl_optimizer=False)
         if checkpoint.get("optimizer_states") and hasattr(optimizer, "gathered_state_dict"):  # of all ranks, as Muon's

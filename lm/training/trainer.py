@@ -62,6 +62,7 @@ class Trainer(PatchedTrainer):
         torch.set_float32_matmul_precision(config.matmul_precision)
         self.own_loggers = [config.logger] if isinstance(config.logger, Logger) else config.logger or []
         self.run_state = RunState(clip=config.gradient_clip_val)  # Lightning clips nothing here: `training/step` does
+        self._new_run = False  # see `load_with`
         self._memory_before: int | None = None  # bytes of this process when the training began
         self.checkpoint_io = FolderCheckpointIO()
         plugins: list[Any] = [self.checkpoint_io]
@@ -127,8 +128,11 @@ class Trainer(PatchedTrainer):
             limit, more = "max_steps", 2 * state.start.step
             if self.options.max_tokens is not None:
                 limit, more = "max_tokens", state.steps.tokens(more)
-            log.info("the run has finished: all %d steps are done; to train on, give a larger --trainer.%s, such as %d",
-                     state.steps.max_steps, limit, more)  # fmt: skip
+            done = (f"all {state.steps.max_steps} steps are done; to train on, give a larger --trainer.{limit}, "
+                    f"such as {more}")  # fmt: skip
+            if self._new_run:
+                raise RequestError(f"a new run from {ckpt_path} has nothing to train: {done}")
+            log.info("the run has finished: %s", done)
             return
         if self.strategy.root_device.type == "cpu":
             keep_freed_memory()
@@ -193,10 +197,13 @@ class Trainer(PatchedTrainer):
         """Log to these from now on, and to those of the config."""
         self.loggers = [*loggers, *self.own_loggers]
 
-    def load_with(self, optimizer: bool, verified: Path | None = None, other_model: bool = False) -> None:
+    def load_with(
+        self, optimizer: bool, verified: Path | None = None, other_model: bool = False, new_run: bool = False
+    ) -> None:
         """Set how the next checkpoint is loaded: with or without optimizer state; `verified`: a folder whose digests
-        were just checked; `other_model`: allow a model that computes something else with the same weights."""
-        self.run_state.other_model = other_model
+        were just checked; `other_model`: allow a model that computes something else with the same weights; `new_run`:
+        it is not of the run that trains on, so one without steps to train is an error."""
+        self.run_state.other_model, self._new_run = other_model, new_run
         self.checkpoint_io.load_optimizer, self.checkpoint_io.verified = optimizer, verified
 
     @property

@@ -70,8 +70,12 @@ def test_test_takes_all_of_the_data(workplace):
 
 def test_predict_writes_log_probabilities_that_belong_to_the_tokens(workplace, run):
     text = CORPUS.split("\n")[3]
-    (workplace / "mine.txt").write_text(text)
-    result = lm(workplace, "predict", "--data.texts", "mine.txt")
+    (workplace / "mine.jsonl").write_text(json.dumps({"body": text}))
+    refused = lm(workplace, "predict", "--data.texts", "mine.jsonl", expect=1).stderr
+    assert (
+        "no key 'text' among 'body'; name it with --text_key (lm fit: --data.prepare.text_key, lm predict: " in refused
+    )
+    result = lm(workplace, "predict", "--data.texts", "mine.jsonl", "--data.text_key", "body")
     path = workplace / result.stdout.strip()
     rows = pq.read_table(path).to_pylist()
     assert "".join("".join(row["tokens"]) for row in rows) == text
@@ -121,6 +125,7 @@ BAD_REQUESTS = {
     "not a count": (["--data.micro_batch_size", "many"], "data.micro_batch_size: expected a count such as"),
     "uneven batch": (["--data.micro_batch_size", "3"], "the nearest that fits is 288, or give --data.micro_batch_size 2"),
     "context": (["--data.seq_len", "64"], "longer than model.decoder.max_position_embeddings 32"),
+    "name": (["--run", "my run"], "run name 'my run': use letters, digits, '.', '_', '-', '+' and '=' only; a fit takes"),
     "no such run": (["--ckpt_path", "last", "--run", "none"], "no run 'none'"),
     "no such checkpoint": (["--ckpt_path", "somewhere"], "--ckpt_path somewhere: there is no such folder"),
     "no data": (["--data.path", "elsewhere"], "elsewhere holds no manifest.json: make it"),

@@ -5,12 +5,13 @@ import shutil
 import subprocess
 import sys
 
+import numpy as np
 import pytest
 import torch
 import yaml
 from decoders import LLAMA3, SHAPES, trained_like, write_huggingface
 from other_tokenizers import write_tokenizer
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 from trainings import CORPUS, lm, losses, make_workplace, trace, write_config
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM, Qwen3Config, Qwen3ForCausalLM
 
@@ -323,3 +324,33 @@ def test_places_that_are_taken_are_refused(tmp_path):
         import_model(ImportOptions(str(source), str(source)))
     with pytest.raises(RequestError, match="--input and the folder to make"):
         call(ImportOptions, [], prog="lm import")
+
+
+def test_a_gguf_of_qwen3_says_how_wide_its_heads_are(tmp_path):
+    """transformers takes 128 for any, and refuses the weights of others."""
+    gguf = pytest.importorskip("gguf")
+    pytest.importorskip("accelerate")
+    heads, kv_heads, width, size, inner, count = 4, 2, 24, 64, 96, 258
+    file = gguf.GGUFWriter(tmp_path / "q.gguf", "qwen3")
+    for name, value in {"context_length": 64, "embedding_length": size, "block_count": 1, "feed_forward_length": inner,
+                        "head_count": heads, "head_count_kv": kv_heads, "key_length": width, "value_length": width,
+                        "layer_norm_rms_eps": 1e-6, "rope_freq_base": 1e4, "tokenizer_model": "gpt2",
+                        "tokenizer_pre": "qwen2", "token_list": [*map(chr, range(256, 512)), "ĀĀ", "<|endoftext|>"],
+                        "token_types": [1] * 257 + [3], "token_merges": ["Ā Ā"], "eos_token_id": 257}.items():  # fmt: skip
+        getattr(file, f"add_{name}")(value)
+    shapes = {"attn_q": (heads * width, size), "attn_k": (kv_heads * width, size), "attn_v": (kv_heads * width, size),
+              "attn_output": (size, heads * width), "ffn_gate": (inner, size), "ffn_up": (inner, size),
+              "ffn_down": (size, inner), "attn_norm": size, "ffn_norm": size, "attn_q_norm": width,
+              "attn_k_norm": width}  # fmt: skip
+    shapes = {f"blk.0.{name}": shape for name, shape in shapes.items()}
+    shapes |= {"token_embd": (count, size), "output": (count, size), "output_norm": size}
+    weights = {name: np.random.default_rng(0).normal(size=shape).astype(np.float32) for name, shape in shapes.items()}
+    for name, weight in weights.items():
+        file.add_tensor(f"{name}.weight", weight)
+    file.write_header_to_file()
+    file.write_kv_data_to_file()
+    file.write_tensors_to_file()
+    file.close()
+    import_model(ImportOptions(str(tmp_path / "q.gguf"), str(tmp_path / "q")))
+    found = load_file(tmp_path / "q/model.safetensors")["model.layers.0.self_attn.q_proj.weight"]
+    assert torch.equal(found, torch.from_numpy(weights["blk.0.attn_q"]))

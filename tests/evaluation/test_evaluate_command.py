@@ -4,7 +4,10 @@ import json
 import math
 import re
 import shutil
+from pathlib import Path
 
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from test_between_steps import WORDS, found_by, write_tasks
@@ -13,7 +16,7 @@ from trainings import fit, lm, make_workplace
 from lm.cli.evaluate import evaluate, short_names
 from lm.cli.model_options import EvaluateOptions
 from lm.cli.runs_show import show
-from lm.errors import RequestError
+from lm.errors import RequestError, RunError
 from lm.runs import registry
 from lm.runs.evaluations import evaluation_metrics, evaluation_record, evaluation_rows, merge_evaluations
 from lm.runs.run import Run
@@ -89,6 +92,18 @@ def test_bits_per_byte_of_the_texts_of_the_validation_are_those_of_the_validatio
     assert texts["texts"]["bytes"] == sum(path.stat().st_size for path in (workplace / "texts").iterdir())
     assert texts["texts"]["bits_per_byte"] == pytest.approx(bpb, rel=0.15)
     assert points(run, "eval/texts/bpb") == {8: pytest.approx(texts["texts"]["bits_per_byte"])}
+
+
+def test_texts_have_a_key_of_any_name(run, capsys):
+    """As the same text in a file."""
+    pq.write_table(pa.table({"body": ["Chapter 3. The letter"]}), "texts.parquet")
+    Path("texts.jsonl").write_text(json.dumps({"body": "Chapter 3. The letter"}))
+    Path("texts.txt").write_text("Chapter 3. The letter")
+    with pytest.raises(RunError, match="no column 'text' among 'body'; name the one with text by --text_key "):
+        found_with(capsys, "--texts", "texts.parquet")
+    sources = ("texts.txt", "texts.jsonl", "texts.parquet")
+    found = found_with(capsys, "--texts", *sources, "--text_key", "body")["texts"]
+    assert found["texts.txt"] == found["texts.jsonl"] == found["texts.parquet"] and len(found) == 3
 
 
 @pytest.mark.slow

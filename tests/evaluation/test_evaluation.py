@@ -208,6 +208,12 @@ def test_prompts_read_as_dclm_writes_them(tasks, tokenizer):
         text = f"{expected}{items[5]['query']}\nAnswer: {choice}"
         assert prompt.ids.tolist() == [tokenizer.eos_id, *tokenizer.encode(text)] and prompt.cut == 0
         assert tokenizer.decode(prompt.ids[prompt.answer :]) == " " + choice and prompt.length == len(choice)
+    twice = [*items, *items[:5]]  # an item that is there again is not among its own examples: it has the answer
+    for index in range(5):
+        [[prompt, *_]] = prompts(tasks[0], twice, [index], tokenizer, 512, "eos")
+        assert tokenizer.decode(prompt.ids).count(items[index]["query"]) == 1
+    with pytest.raises(RequestError, match="too few items differ from .*, 1, for 2 solved ones"):
+        next(prompts(tasks[0], [items[0], items[0], items[1]], [0], tokenizer, 512, "eos"))
     shuffled = list(tasks[0].items)
     random.Random(1337).shuffle(shuffled)
     assert chosen_items(tasks[0], 6) == shuffled[:6]

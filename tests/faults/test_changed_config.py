@@ -68,6 +68,15 @@ def test_every_fixed_key_is_refused_by_name_and_nothing_is_written(copied, monke
     assert {path: path.stat().st_mtime_ns for path in (copied / "checkpoints").rglob("*")} == before
 
 
+def test_a_new_run_from_a_checkpoint_with_all_the_steps_is_refused(copied, capsys):
+    """Also where its model is another: it said "the run has finished", with code 0."""
+    config, checkpoint = str(write_config(copied, **{"trainer.callbacks": None})), "checkpoints/small/step-00000006"
+    for change in ([], LIES["model.decoder"]):
+        new = ["--run", "new", "--ckpt_path", checkpoint, "--trainer.max_steps", "6", *change]
+        assert main(["fit", "--config", config, *new]) == 2 and not (copied / "checkpoints/new").exists()
+        assert "has nothing to train: all 6 steps are done; to train on, give a larger --" in capsys.readouterr().err
+
+
 def test_data_that_was_prepared_is_resumed_as_it_is(copied):
     """A typed `--data.path` leaves out what the config prepares; a run that was begun with it in its config goes on."""
     shown = resume(copied, "--data.path=data/small")
@@ -90,6 +99,8 @@ def test_what_may_change_is_shown_and_used(copied):
     run = Run(copied / "checkpoints/small")
     lines = {line["step"]: line for line in run.metrics() if "optim/lr" in line}
     assert lines[7]["optim/lr"] > lines[6]["optim/lr"] and lines[8]["tokens"] == 6 * 256 + 2 * 512
+    rises = "the learning rate rises from {:.2e} to {:.2e} in step 7,".format(*(lines[at]["optim/lr"] for at in (6, 7)))
+    assert rises in shown and "`lm branch small --at STEP` trains on" in shown
     assert max(lines) == 9 and run.read("state.json")["max_tokens"] == lines[9]["tokens"] == 3072
     assert run.settings()["model"]["optimizer"]["lr"] == 0.02  # and the next one is compared with this
 

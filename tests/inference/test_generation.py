@@ -118,10 +118,12 @@ def test_every_precision_generates(precision):
 
 
 @pytest.mark.parametrize("sampling", [greedy(20), Sampling(0.5, 10, 0.9, max_new_tokens=20, seed=0)])
-def test_log_probabilities_are_those_of_the_model_itself(sampling):
-    """At temperature 1 over the whole vocabulary."""
+@pytest.mark.parametrize("vocab_size", [None, 9])
+def test_log_probabilities_are_those_of_the_model_itself(sampling, vocab_size):
+    """At temperature 1 over the whole vocabulary, also where the tokenizer has fewer ids, of which all tokens are."""
     decoder, prompt = trained_like(SMALL), [5, 6, 7]
-    news = list(generate(decoder, [prompt], sampling))
+    news = list(generate(decoder, [prompt], sampling, vocab_size=vocab_size))
+    assert (max(new.token for new in news) < 9) == (vocab_size == 9)
     with torch.no_grad():
         tokens = torch.tensor([prompt + [new.token for new in news]])
         expected = decoder(tokens)[0, 2:-1].log_softmax(-1)  # (20, V)

@@ -45,11 +45,11 @@ class Logged(Callback):
 
 
 class Taken(Callback):
-    def __init__(self, metric):
-        self.metric = metric
+    def __init__(self, metric, value):
+        self.metric, self.value = metric, value
 
     def logged_metrics(self, trainer, pl_module):
-        return {} if self.metric == "val/bpb" else {self.metric: -1.0}
+        return {} if self.metric == "val/bpb" else {self.metric: self.value}
 
     def on_train_batch_end(self, trainer, pl_module, *args):
         if self.metric == "val/bpb":
@@ -212,11 +212,17 @@ def test_what_lightning_s_log_is_given_is_logged_like_the_rest(workplace):
     assert "mine/step" in shown and "mine/rows" in shown
 
 
-@pytest.mark.parametrize("name", ["step", "time", "train/loss", "val/loss", "val/bpb"])
-def test_no_metric_replaces_one_that_is_there(workplace, name):
-    ended, _ = fit(workplace, "taken", expect=1, callbacks=[equipment("my_callbacks.Taken", metric=name)])
-    by = "pl_module.log was given" if name == "val/bpb" else "Taken.logged_metrics returned"
-    assert f"{by} '{name}', and a metric of this project has that name: call it" in ended.stderr
+@pytest.mark.parametrize("name, value, words", [
+    *((name, -1.0, f"logged_metrics returned '{name}', and a metric of this project has that name: call it")
+      for name in ("step", "time", "train/loss", "val/loss")),
+    ("val/bpb", -1.0, "pl_module.log was given 'val/bpb', and a metric of this project has that name: call it"),
+    ("mine/text", "a", "logged_metrics has to return numbers by name: could not convert string to float: 'a'\n"),
+    ("mine/none", None, "logged_metrics has to return numbers by name: float() argument must be a string or"),
+])  # fmt: skip
+def test_a_metric_is_a_number_and_replaces_none_that_is_there(workplace, name, value, words):
+    """The error names the callback."""
+    ended, _ = fit(workplace, "taken", expect=1, callbacks=[equipment("my_callbacks.Taken", metric=name, value=value)])
+    assert f"lm fit: {'Taken.' * words.startswith('logged')}{words}" in ended.stderr
 
 
 def test_a_state_that_no_checkpoint_holds_is_refused_before_training(workplace):

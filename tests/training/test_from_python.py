@@ -338,6 +338,8 @@ quiet.fit(lm.LanguageModule(decoder), datamodule=data)
     assert "under lightning.Trainer there is no run folder" in said.stderr
     lm(workplace, "plain.py", "resumed", "saved-whole/step=4.ckpt")
     assert logged(workplace, "resumed") == logged(workplace, "whole") and len(logged(workplace, "whole")) > 3
+    refused = lm(workplace, "plain.py", "refused", "data/tiny", expect=1).stderr  # a folder, as those of `lm.Trainer`
+    assert "resumed by the Trainer that took it, lightning.Trainer or lm.Trainer" in refused
     (workplace / "plain.py").write_text(PLAIN.replace("DEVICES", "1").replace("max_steps=8", "max_epochs=1"))
     refused = lm(workplace, "plain.py", "refused", expect=1).stderr
     assert "give lightning.Trainer(max_steps=...)" in refused

@@ -16,7 +16,7 @@ from rich.progress import BarColumn, Progress, TextColumn
 from rich.table import Column
 from torch import Tensor
 
-from lm.errors import RunError
+from lm.errors import RunError, first_line
 from lm.runs.metrics import METRICS
 from lm.system.process import steady_time
 from lm.system.units import format_count, format_duration
@@ -85,9 +85,13 @@ class RunLog(Callback):
         _refuse_taken("pl_module.log was given", own)
         for callback in trainer.callbacks:
             if logged := getattr(callback, "logged_metrics", None):
-                found = {name: value if isinstance(value, int) else float(value)
-                         for name, value in logged(trainer, pl_module).items()}  # fmt: skip
-                _refuse_taken(f"{type(callback).__name__}.logged_metrics returned", found, *metrics, *OF_EVERY_LINE)
+                what = f"{type(callback).__name__}.logged_metrics"
+                try:
+                    found = {name: value if isinstance(value, int) else float(value)
+                             for name, value in logged(trainer, pl_module).items()}  # fmt: skip
+                except (AttributeError, TypeError, ValueError, RuntimeError) as error:
+                    raise RunError(f"{what} has to return numbers by name: {first_line(error)}") from error
+                _refuse_taken(f"{what} returned", found, *metrics, *OF_EVERY_LINE)
                 metrics |= found
         log_metrics(trainer, pl_module, _numbers(own) | metrics)
 
