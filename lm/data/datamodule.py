@@ -417,7 +417,6 @@ def text_batches(
     tokens is predicted once. `rows` receives the document's name and the first token of every row, in order, except
     the rows that pad the last batch.
     """
-
     from lm.data.text_files import read_documents
 
     def windows() -> Iterator[np.ndarray]:
