@@ -14,7 +14,6 @@ import torch
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn
 from rich.table import Column
-from torch import Tensor
 
 from lm.errors import RunError, first_line
 from lm.runs.metrics import METRICS
@@ -93,7 +92,7 @@ class RunLog(Callback):
                     raise RunError(f"{what} has to return numbers by name: {first_line(error)}") from error
                 _refuse_taken(f"{what} returned", found, *metrics, *OF_EVERY_LINE)
                 metrics |= found
-        log_metrics(trainer, pl_module, _numbers(own) | metrics)
+        log_metrics(trainer, pl_module, {name: value.item() for name, value in own.items()} | metrics)
 
     def on_validation_start(self, trainer: Trainer, pl_module: LanguageModule) -> None:
         if trainer.fitting:
@@ -107,7 +106,7 @@ class RunLog(Callback):
             metrics = {name: value for name, value in trainer.callback_metrics.items() if _kind(name) == "val"}
             own = {name: value for name, value in trainer.logged_metrics.items() if value is not self._before.get(name)}
             trainer.run_state.validated |= own.keys()
-            log_metrics(trainer, pl_module, _numbers(own | metrics))
+            log_metrics(trainer, pl_module, {name: value.item() for name, value in (own | metrics).items()})
 
     def on_pause(self, trainer: Trainer, seconds: float, kind: str) -> None:
         trainer.run_state.pace.add_pause(trainer.global_step, seconds, kind)
@@ -166,10 +165,6 @@ def write_state(trainer: Trainer, phase: str = "training") -> None:
 def seconds_left(trainer: Trainer) -> float | None:
     """Seconds until the last step is done; None if not known yet."""
     return trainer.run_state.pace.rest(*remaining(trainer))
-
-
-def _numbers(metrics: dict[str, Tensor]) -> dict[str, float]:
-    return {name: value.item() for name, value in metrics.items()}
 
 
 def _refuse_taken(what: str, found: Mapping[str, Any], *others: str) -> None:
