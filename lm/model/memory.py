@@ -204,7 +204,8 @@ def largest_micro_batch(
     if samples is None:
         steps = {2**n: 1 for n in range(32)}  # micro-batch -> micro-batches of a step
     else:
-        steps = {size: samples // size for size in range(1, samples + 1) if samples % size == 0}
+        small = [size for size in range(1, math.isqrt(samples) + 1) if samples % size == 0]
+        steps = {size: samples // size for size in (*small, *(samples // size for size in small))}
     for size in sorted(steps, reverse=True):
         tried = replace(step, micro_batch_size=size, accumulate=steps[size])
         if training_memory(config, tried, state)["peak"] <= most:
