@@ -18,7 +18,8 @@ from hypothesis import strategies as st
 from mutations import NUMBERS, TEXTS, VALUES, bounds, changed, damaged, examples
 from trainings import CONFIG
 
-from lm.cli import fit, request
+from lm.cli import request
+from lm.cli.classes_by_path import with_classes
 from lm.cli.command import main
 from lm.cli.options import all_options
 from lm.cli.plan_facts import examine
@@ -101,7 +102,7 @@ def test_a_config_of_any_kind_is_planned_or_refused(place, text):
 
     def plan():
         asked = request.read("plan", ["--config", "any.yaml"])
-        json.dumps(examine(fit.with_classes(asked), asked.options))
+        json.dumps(examine(with_classes(asked), asked.options))
 
     is_refused(plan)
 
