@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 from mutations import NUMBERS, TEXTS, VALUES, bounds, changed, damaged, examples
 from trainings import CONFIG
 
-from lm.cli import request
+from lm.cli import fit, request
 from lm.cli.classes_by_path import with_classes
 from lm.cli.command import main
 from lm.cli.options import all_options
