@@ -40,29 +40,38 @@ class FitOptions:
             raise RequestError(f"--hours {self.hours:g} must be above 0")
 
 
-@dataclass
-class PlanOptions:
-    """The options of `lm plan`, besides those of a training.
+@dataclass(frozen=True)
+class DeviceOptions:
+    """The device that a training is planned for.
 
     Args:
-        strict: Check only the config and its arithmetic, without looking at data or device.
         device: Device to plan for: h200, a100, 4090, ..., cpu, or auto.
         memory: Memory of the device, such as 16GiB; without --device, plan for an unlisted GPU, Ampere or later.
         peak_tflops: Peak throughput of the device in the configured precision: dense TFLOP/s with fp32 accumulation.
         mfu: Model FLOPs utilization (MFU) to assume, as a fraction of the peak; masked attention does not count.
-        bench: File from `lm bench step --output`; its measured speed is used instead of an assumed MFU.
         rate_usd_per_hr: Price of the machine in US dollars per hour, if guards.budget has none.
+    """
+
+    device: str = "auto"
+    memory: str | None = None
+    peak_tflops: float | None = None
+    mfu: float | None = None
+    rate_usd_per_hr: float | None = None
+
+
+@dataclass(frozen=True)
+class PlanOptions(DeviceOptions):
+    """The options of `lm plan`, besides those of a training.
+
+    Args:
+        strict: Check only the config and its arithmetic, without looking at data or device.
+        bench: File from `lm bench step --output`; its measured speed is used instead of an assumed MFU.
         fit: Print only the largest micro-batch that fits; with --json, add it to the output as `fit`.
         json: Print one JSON object instead of a page.
     """
 
     strict: bool = False
-    device: str = "auto"
-    memory: str | None = None
-    peak_tflops: float | None = None
-    mfu: float | None = None
     bench: Path | None = None
-    rate_usd_per_hr: float | None = None
     fit: bool = False
     json: bool = False
 

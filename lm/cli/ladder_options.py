@@ -6,7 +6,7 @@ from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any
 
-from lm.cli.command_options import PlanOptions
+from lm.cli.command_options import DeviceOptions, PlanOptions
 from lm.cli.config_files import find_config, read_config
 from lm.cli.ladder_report import AGAINST, HALF
 from lm.cli.scale import TOKENS_PER_PARAMETER, ScaleOptions
@@ -22,7 +22,7 @@ Overrides = list[tuple[str, Any]]  # options of a training, as typed
 
 
 @dataclass(frozen=True)
-class LadderRuns:
+class LadderRuns(DeviceOptions):
     """Which models are trained.
 
     Args:
@@ -37,11 +37,6 @@ class LadderRuns:
         name: Name of the ladder: its folder, and the prefix of its runs' names.
         plan_only: Print what would be trained, without training.
         json: Print one JSON object instead of tables.
-        device: Device to plan for, as in `lm plan`.
-        memory: Memory of the device, such as 16GiB.
-        peak_tflops: Peak throughput of the device in the configured precision, in dense TFLOP/s.
-        mfu: Model FLOPs utilization (MFU) to assume, as a fraction of the peak.
-        rate_usd_per_hr: Price of the machine in US dollars per hour.
         root: Folder of the runs; the ladder makes a folder of its own in it.
     """
 
@@ -54,11 +49,6 @@ class LadderRuns:
     name: str = "ladder"
     plan_only: bool = False
     json: bool = False
-    device: str = "auto"
-    memory: str | None = None
-    peak_tflops: float | None = None
-    mfu: float | None = None
-    rate_usd_per_hr: float | None = None
     root: str = str(ROOT)
 
 
@@ -110,8 +100,7 @@ class LadderOptions(ScaleOptions, LadderRuns):
     @property
     def planned(self) -> PlanOptions:
         """The options of `lm plan`."""
-        return PlanOptions(device=self.device, memory=self.memory, peak_tflops=self.peak_tflops, mfu=self.mfu,
-                           rate_usd_per_hr=self.rate_usd_per_hr)  # fmt: skip
+        return PlanOptions(**{option.name: getattr(self, option.name) for option in fields(DeviceOptions)})
 
     @property
     def folder(self) -> Path:

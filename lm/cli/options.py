@@ -65,7 +65,9 @@ def own_options(command: str) -> list[Option]:
 
 def _options_of(kind: type, prefix: str = "") -> Iterator[Option]:
     """The arguments of a dataclass or another class, those of the dataclasses among them in their place."""
-    documented = docstring_parser.parse(inspect.getdoc(kind) or "").params
+    documented = [
+        one for base in reversed(kind.__mro__) for one in docstring_parser.parse(inspect.getdoc(base) or "").params
+    ]
     helps = {one.arg_name: " ".join((one.description or "").split()) for one in documented}
     for name, parameter in inspect.signature(kind).parameters.items():
         hint, default = parameter.annotation, parameter.default

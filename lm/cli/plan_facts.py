@@ -27,14 +27,13 @@ from lm.system.files import DiskSpace, disk_space, is_remote, nonnegative, parse
 from lm.system.process import program
 from lm.system.units import format_bytes, format_count, format_figure, parse_bytes, plural
 from lm.training.checks import Finding, Known, find, has_kernels, of_accelerator
-from lm.training.config import BudgetConfig, EvaluationConfig, ModelConfig, OptimizerConfig
+from lm.training.config import BudgetConfig, EvaluationConfig, OptimizerConfig
 from lm.training.module import training_class
 from lm.training.optim import state_size
 from lm.training.precision import multiplication_precision, precision_for_cpu
 from lm.training.schedule import Steps, lr_fraction, plan_steps, warmup_and_decay_steps
-from lm.training.trainer import Trainer, device_count
+from lm.training.trainer import device_count
 
-log = logging.getLogger(__name__)
 SMALL_MODEL, SMALL_BATCH = 50e6, 8_192  # parameters and tokens of a micro-batch below which the host limits the speed
 RESERVE_BYTES = 2**30  # CUDA context and library workspaces
 RESERVE_SHARE = 0.05  # of the peak, for what the allocator cannot use
@@ -45,7 +44,6 @@ NETWORK_SECONDS = 3.0  # to wait for an object store
 NEARLY_FULL = 0.92  # of the device's memory
 LONG_VALIDATION = 0.1  # share of the time
 BF16_FROM = (8, 0)  # compute capability
-STEADY_RATE = 0.1  # of the learning rate: a smaller rise is not warned of
 DECAY_OFF = 0.05  # share of the run between its end and that of its decay
 
 
@@ -242,17 +240,6 @@ def of_steps(steps: dict[str, Any], config: Sections) -> Iterator[Finding]:
         yield Finding("warning", f"{ends}, and the run ends at step {total:,} with {last:.0%} of the peak rate",
                       "give model.schedule.decay_ratio, such as 0.2, or name it constant" if none else
                       "leave model.schedule.decay_steps out to end it with the run")  # fmt: skip
-
-
-def warn_of_rising_rate(run: Run, trainer: Trainer, model: ModelConfig) -> None:
-    """Log a warning where a resume with more steps, or another schedule, undoes a decay of the learning rate."""
-    step = trainer.run_state.start.step
-    rates = [line["optim/lr"] for line in run.metrics("optim/lr") if line["step"] <= step]
-    rate = model.optimizer.lr * lr_fraction(step, trainer.max_steps, model.schedule)
-    if rates and rates[-1] < max(rates) and rate > rates[-1] * (1 + STEADY_RATE):
-        log.warning("the learning rate rises from %.2e to %.2e in step %d, as the config now has it; `lm branch %s "
-                    "--at STEP` trains on from a checkpoint before it fell",
-                    rates[-1], rate, step + 1, run.name)  # fmt: skip
 
 
 def of_optimizer(optimizer: OptimizerConfig) -> Iterator[Finding]:

@@ -22,7 +22,8 @@ def read_settings(command: str, arguments: list[str]) -> tuple[dict[str, Any], s
     if arguments and arguments[0][:1] != "-" and "=" not in arguments[0]:  # `lm fit tiny.yaml`
         arguments = ["--config", *arguments]
     typed = read_options(command, arguments)
-    configs = {path: read_config(path) for path in map(find_config, config_names(typed))}
+    files = [find_config(value) for name, value in typed if name == "config" and value is not None]
+    configs = {path: read_config(path) for path in files}
     check_names(command, typed, configs)
     typed = [(name, value) for name, value in typed if name != "config"]
     check_one_length(command, dict(typed))
@@ -33,10 +34,6 @@ def read_settings(command: str, arguments: list[str]) -> tuple[dict[str, Any], s
     if not configs:
         check_config_not_needed(command, dict(typed))
     return combine(command, configs.values(), typed), next((path.stem for path in configs), "run")
-
-
-def config_names(typed: Iterable[tuple[str, Any]]) -> list[str]:
-    return [value for name, value in typed if name == "config" and value is not None]
 
 
 def check_one_length(command: str, values: Mapping[str, Any]) -> None:
@@ -151,8 +148,10 @@ def _group_of(settings: dict[str, Any], name: str) -> dict[str, Any]:
 
 
 def _with_class_path(group: Any) -> dict[str, Any]:
-    """A group, also of a class that is given by its name alone."""
-    return {"class_path": group} if isinstance(group, str) else group if isinstance(group, dict) else {}
+    """A group as it is; of a class that is given by its name alone, or where there is none, a new one."""
+    if isinstance(group, dict):
+        return group
+    return {"class_path": group} if isinstance(group, str) else {}
 
 
 def _as_list(value: Any) -> list[Any]:
@@ -183,39 +182,24 @@ def check_names(command: str, typed: Iterable[tuple[str, Any]], configs: Mapping
     options = {option.name for option in all_options(command)}
     groups = option_groups(options)
     values = {name.removesuffix("+"): value for name, value in typed}
-    messages = [_unknown_in_config(command, path, config) for path, config in configs.items()]
-    messages.append(_describe_unknown(command, [name for name in values if not _is_known(name, options, groups)]))
-    if any(messages):
-        raise RequestError("; ".join(filter(None, messages)))
+    unknown = {"": [name for name in values if not _is_known(name, options, groups)]}
+    command_line_only = {option.name for option in (CONFIG, PRINT_CONFIG, *own_options(command))}
+    in_config = (options | {option.name for option in fields(RunChoice)}) - command_line_only  # as in a run's config
+    for path, config in configs.items():
+        names = [name for name, _ in dotted(config, groups)]
+        unknown[f"config {path}: "] = [name for name in names if not _is_known(name, in_config, groups)]
+    if any(unknown.values()):
+        from lm.system.other_names import nearest_option, unknown_options
+
+        hints = {name: nearest_option(name, sorted(options | groups)) or f"`lm {command} --help all` lists them"
+                 for names in unknown.values() for name in names}  # fmt: skip
+        hints |= {name: f"give --{name} on the command line" for name in command_line_only}
+        raise RequestError("; ".join(
+            source + unknown_options({name: hints[name] for name in names})
+            for source, names in reversed(unknown.items()) if names
+        ))  # fmt: skip
     if missing := [name for name, value in values.items() if value is None]:
         raise RequestError(f"--{missing[0]} needs a value")
-
-
-def _unknown_in_config(command: str, path: Any, config: Mapping[str, Any]) -> str:
-    """What is wrong with the names in a config, which may also have the options of `RunChoice`, as a run's has."""
-    options = {option.name for option in all_options(command)}
-    groups = option_groups(options)
-    command_line_only = {option.name for option in (CONFIG, PRINT_CONFIG, *own_options(command))}
-    allowed = (options | {option.name for option in fields(RunChoice)}) - command_line_only
-    unknown = [name for name, _ in dotted(config, groups) if not _is_known(name, allowed, groups)]
-    message = _describe_unknown(command, unknown, command_line_only)
-    return f"config {path}: {message}" if message else ""
-
-
-def _describe_unknown(command: str, names: list[str], command_line_only: Collection[str] = ()) -> str:
-    """A message about names of no option, with the nearest ones; empty if there is none."""
-    if not names:
-        return ""
-    from lm.system.other_names import nearest_option, unknown_options
-
-    options = {option.name for option in all_options(command)}
-    known = sorted(options | option_groups(options))
-    hints = {
-        name: f"give --{name} on the command line" if name in command_line_only
-        else nearest_option(name, known) or f"`lm {command} --help all` lists them"
-        for name in names
-    }  # fmt: skip
-    return unknown_options(hints)
 
 
 def _is_known(name: str, options: Collection[str], groups: Collection[str]) -> bool:

@@ -13,11 +13,14 @@ from lm.errors import RequestError
 from lm.runs.run import Run
 from lm.training.callback import Callback
 from lm.training.checks import Finding
+from lm.training.config import ModelConfig
 from lm.training.module import LanguageModule
+from lm.training.schedule import lr_fraction
 from lm.training.trainer import Trainer
 from lm.training.world import EXIT_WAIT
 
 log = logging.getLogger(__name__)
+STEADY_RATE = 0.1  # of the learning rate: a smaller rise is not warned of
 
 
 class StartChecks(Callback):
@@ -79,6 +82,15 @@ class StartChecks(Callback):
             for line in self._findings:
                 log.warning("%s", line)
             if self._resumed:
-                from lm.cli.plan_facts import warn_of_rising_rate
-
                 warn_of_rising_rate(self._resumed, trainer, pl_module.options)
+
+
+def warn_of_rising_rate(run: Run, trainer: Trainer, model: ModelConfig) -> None:
+    """Log a warning where a resume with more steps, or another schedule, undoes a decay of the learning rate."""
+    step = trainer.run_state.start.step
+    rates = [line["optim/lr"] for line in run.metrics("optim/lr") if line["step"] <= step]
+    rate = model.optimizer.lr * lr_fraction(step, trainer.max_steps, model.schedule)
+    if rates and rates[-1] < max(rates) and rate > rates[-1] * (1 + STEADY_RATE):
+        log.warning("the learning rate rises from %.2e to %.2e in step %d, as the config now has it; `lm branch %s "
+                    "--at STEP` trains on from a checkpoint before it fell",
+                    rates[-1], rate, step + 1, run.name)  # fmt: skip

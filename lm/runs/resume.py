@@ -11,6 +11,7 @@ from typing import Any
 from lm.errors import RequestError
 from lm.runs.checkpoint import find_damage, link_to, read_progress
 from lm.runs.config_diff import differences, not_allowed
+from lm.runs.find import find_run, nearest_runs, unknown_run
 from lm.runs.run import REFERENCES, ROOT, STEP, Run, is_of_a_run
 from lm.system.files import is_remote, restore_interrupted
 from lm.system.process import rank
@@ -49,8 +50,6 @@ def find_checkpoint(
     if auto and fit:
         _refuse_lost_name(root, name, run)
     if run is None:
-        from lm.runs.find import nearest_runs, unknown_run
-
         if not (auto and fit):
             raise unknown_run(name, root)
         log.info("no run %r under %s yet: it starts%s", name, root, nearest_runs(name, root))
@@ -92,8 +91,6 @@ def checkpoint_folder(reference: str) -> Path:
     close = [f"step-{int(step[1]):08d}"] if step else get_close_matches(reference, REFERENCES, 1)
     hint = f"did you mean {close[0]}?" if close else f"or give best, last or auto{hub_hint(reference)}"
     with suppress(RequestError):
-        from lm.runs.find import find_run
-
         find_run(reference)
         hint = f"it is a run: give --run {reference}, and best, last or auto as --ckpt_path"
     raise RequestError(f"--ckpt_path {reference}: there is no such folder; {hint}")
@@ -165,8 +162,6 @@ def chosen_model(run: str | None, ckpt_path: str | None, root: str | Path = ROOT
     Without a `ckpt_path` it is the best checkpoint of the run, or the last if none was validated.
     """
     if is_of_a_run(ckpt_path):
-        from lm.runs.find import find_run
-
         found = find_run(run, root, otherwise=", or give a --ckpt_path")
         path = _checkpoint_of(found, ckpt_path)
         if path is None:
