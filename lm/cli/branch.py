@@ -55,7 +55,7 @@ def branch(options: BranchOptions, overrides: list[tuple[str, Any]]) -> None:
     if all(sources for sources, _ in mixtures) and mixtures[0] != mixtures[1]:
         new |= continued_mixture(old, new, progress.samples * old["seq_len"])
         after = override(after, []).settings
-    changes = refuse_other_run(trunk, before, after)
+    changes = check_branch_changes(trunk, before, after)
     if (after["trainer"]["max_steps"] or math.inf) <= step:
         raise RequestError(f"step {step} is the last of {trunk.path}: give --decay TOKENS or --constant TOKENS")
     name = options.name or f"{trunk.name}-{step}-{'decay' if options.decay else 'branch'}"
@@ -108,7 +108,7 @@ def tokens_of_a_step(data: dict[str, Any]) -> int:  # on one device, where the c
     return data["global_batch_tokens"] or data["micro_batch_size"] * data["seq_len"]
 
 
-def refuse_other_run(trunk: Run, before: dict[str, Any], after: dict[str, Any]) -> dict[str, list[Any]]:
+def check_branch_changes(trunk: Run, before: dict[str, Any], after: dict[str, Any]) -> dict[str, list[Any]]:
     """What differs between two configs, `{key: [before, after]}`, if its weights and optimizer can stay the same."""
     changes = differences([before, after])
     changes.pop("trainer.default_root_dir", None)

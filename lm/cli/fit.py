@@ -27,14 +27,14 @@ from lm.data.datamodule import DataModule
 from lm.errors import RequestError
 from lm.model.build import kernels_missing
 from lm.runs.config_diff import describe_changes
-from lm.runs.resume import find_checkpoint, refuse_changed_config, repair_links
-from lm.runs.run import Run, refuse_name
+from lm.runs.resume import check_config_changes, find_checkpoint, repair_links
+from lm.runs.run import Run, check_run_name
 from lm.system.hardware import has_fp8
 from lm.system.process import other_arguments
 from lm.training.callbacks.run_folder import RunFolder
 from lm.training.callbacks.standard import standard_callbacks
 from lm.training.callbacks.summary import Summary
-from lm.training.checks import of_event_program, refuse
+from lm.training.checks import check_event_program, refuse
 from lm.training.config import sections_of_callbacks
 from lm.training.module import training_class
 from lm.training.trainer import Trainer
@@ -54,7 +54,7 @@ def fit(request: Request[FitOptions], callbacks: Sequence[Callback] = (), messag
         request, arguments = with_measured_length(request)
         with other_arguments(arguments):  # so that the other ranks start with the measured length
             return fit(request, callbacks, messages)
-    refuse(of_event_program(request.run_options))
+    refuse(check_event_program(request.run_options))
     if request.guards.budget.file:
         from lm.training.budget import read_budget_file
 
@@ -65,9 +65,9 @@ def fit(request: Request[FitOptions], callbacks: Sequence[Callback] = (), messag
     if run:
         request = replace(request, run_name=run.name)
     else:
-        refuse_name(request.run_name)  # before the data is made
+        check_run_name(request.run_name)  # before the data is made
     if run and checkpoint:
-        changed = refuse_changed_config(run, request.settings, request.choice.force)
+        changed = check_config_changes(run, request.settings, request.choice.force)
         if stays_stopped(run, changed):
             log.info("the run has finished: it was stopped early; change trainer.early_stopping, or the callback in "
                      "trainer.callbacks that stopped it, to continue it")  # fmt: skip
@@ -193,7 +193,7 @@ class TrainingCLI(LightningCLI):
 
     def after_instantiate_classes(self) -> None:
         """Tell the data its seed, and the Trainer how to load the checkpoint."""
-        refuse_notebook(self.trainer)
+        check_one_device_in_notebook(self.trainer)
         self.datamodule.set_position(seed=self.request.seed_everything)
         choice, run, is_fit = self.request.choice, self.run, self.request.command == "fit"
         verified = is_fit or choice.ckpt_path not in (None, "best", "last")
@@ -231,7 +231,7 @@ class TrainingCLI(LightningCLI):
 # ---- surroundings ----------------------------------------------------------------------------------------------------
 
 
-def refuse_notebook(trainer: Trainer) -> None:
+def check_one_device_in_notebook(trainer: Trainer) -> None:
     """Refuse several devices in a notebook: their processes are started by running the program again."""
     if in_notebook() and trainer.world_size > 1:
         raise RequestError(f"a notebook trains on one device, and these are {trainer.world_size}: give trainer.devices "

@@ -79,9 +79,9 @@ def ladder(options: LadderOptions, overrides: Overrides) -> None:
         made = make_trainings(its_options, its_overrides, recipe)
         trainings += [one for one in made if not recipe or one.size.depth in options.sizes]
     trainings.sort(key=lambda one: (one.seed, one.size.depth))  # recipes alternate, so that other load slows all alike
-    refuse_other_validation(trainings)
+    check_same_validation(trainings)
     wanted = [one for one in trainings if one.size.depth in options.sizes]
-    refuse_other_settings(trainings)
+    check_same_settings(trainings)
     console = Console(highlight=False, stderr=options.json)
     console.width = max(console.width, 110)  # a narrower terminal wraps lines, and no number is cut off
     print_plan(console, options, trainings, wanted)
@@ -148,7 +148,7 @@ def make_trainings(options: LadderOptions, overrides: Overrides, recipe: str = "
     return made
 
 
-def refuse_other_settings(trainings: list[Training]) -> None:
+def check_same_settings(trainings: list[Training]) -> None:
     """Raise RequestError if an existing run of this ladder was trained with other settings."""
     for one in trainings:
         if not (one.run.path / "run.json").exists():
@@ -159,7 +159,7 @@ def refuse_other_settings(trainings: list[Training]) -> None:
                                "that it was made with, or another --name")  # fmt: skip
 
 
-def refuse_other_validation(trainings: list[Training]) -> None:
+def check_same_validation(trainings: list[Training]) -> None:
     """Raise RequestError if the recipes are validated on different texts."""
     configs = {one.recipe: yaml.safe_load(one.config) for one in trainings}
     for key, values in differences([configs[""], configs.get(AGAINST, configs[""])]).items():

@@ -13,7 +13,7 @@ from lm.cli.scale import TOKENS_PER_PARAMETER, ScaleOptions
 from lm.cli.settings import split_overrides
 from lm.errors import RequestError
 from lm.runs import scaling_laws
-from lm.runs.run import ROOT, refuse_name
+from lm.runs.run import ROOT, check_run_name
 from lm.system.arguments import parse
 from lm.system.files import flatten
 from lm.system.units import Count
@@ -66,7 +66,7 @@ class LadderOptions(ScaleOptions, LadderRuns):
         if self.held_out and len(fitted) < scaling_laws.FEWEST:  # `ladder_report` says what is far from them
             raise RequestError(f"a prediction takes {scaling_laws.FEWEST} other sizes or more, and --depths has "
                                f"{len(fitted)} that --predict has not: add some, such as --depths 2,4,6,8")  # fmt: skip
-        refuse_name(self.name)
+        check_run_name(self.name)
         if self.max_steps and self.ratio is not None:
             raise RequestError("--ratio and --max_steps each give the length of the runs: give one of them")
 

@@ -48,7 +48,7 @@ from lm.errors import Interrupted, RequestError, RunError, require_at_least
 from lm.kernels.linear import adds_in_place
 from lm.model.estimates import describe_mfu
 from lm.model.memory import training_memory
-from lm.system.files import folder_bytes, refuse_url, write_atomically
+from lm.system.files import check_local_path, folder_bytes, write_atomically
 from lm.system.hardware import device_name
 from lm.system.process import run_facts, seconds_since_process_start
 from lm.system.units import format_bytes, format_count, plural
@@ -87,7 +87,7 @@ def bench_step(config: Request[BenchOptions]) -> None:
     options = config.options
     require_at_least(1, "--", steps=options.steps)
     require_at_least(0, "--", checkpoints=options.checkpoints)
-    refuse_url("--output", options.output or "")
+    check_local_path("--output", options.output or "")
     validated = 0 if options.hours is None else validation_tokens(config)  # before the measurement, which takes time
     steps = min(options.steps, config.trainer.log_interval)
     timer = StepTimer(steps_per_round=steps, rounds=options.steps // steps, checkpoints=options.checkpoints)
@@ -114,7 +114,7 @@ def profile(config: Request[ProfileOptions]) -> None:
     """
     options = config.options
     require_at_least(1, "--", steps=options.steps)
-    refuse_url("--trace", options.trace or "")
+    check_local_path("--trace", options.trace or "")
     if options.trace and (not Path(options.trace).absolute().parent.is_dir() or Path(options.trace).is_dir()):
         raise RequestError(f"--trace {options.trace}: give a file in a folder that is there")
     ends = WARMUP + options.steps

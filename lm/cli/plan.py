@@ -17,10 +17,10 @@ from lm.cli.fit import quiet_lightning
 from lm.cli.request import Request
 from lm.errors import RequestError
 from lm.model.estimates import describe_mfu
-from lm.runs.run import refuse_name
+from lm.runs.run import check_run_name
 from lm.system.hardware import device_name
 from lm.system.units import format_bytes, format_count, format_figure, format_time_and_cost, plural
-from lm.training.checks import Finding, of_event_program
+from lm.training.checks import Finding, check_event_program
 
 log = logging.getLogger(__name__)
 
@@ -34,9 +34,9 @@ def plan(request: Request[PlanOptions]) -> None:
     options, name = request.options, request.run_name
     if options.fit and options.strict:
         raise RequestError("--fit is about a device, and --strict looks at none: give one of them")
-    refuse_name(name)
+    check_run_name(name)
     found, noted = plan_facts.examine(with_classes(request), options)
-    noted += of_event_program(request.run_options)
+    noted += check_event_program(request.run_options)
     found = {"config": name, **found}
     noted.sort(key=lambda finding: finding.level)  # errors first
     errors = [finding for finding in noted if finding.level == "error"]

@@ -1,6 +1,6 @@
 """The numbers of `lm plan` and the findings on them, subject by subject: data, steps, model, device, cost.
 
-The numbers express a config in tokens, steps, bytes, hours and dollars. Functions named `of_...` yield findings:
+The numbers express a config in tokens, steps, bytes, hours and dollars. Functions named `check_...` yield findings:
 errors and warnings, with the arithmetic and the cure. `training/checks` finds incompatible options, and
 `cli/plan` has the command.
 """
@@ -26,7 +26,7 @@ from lm.system.devices import Device, assumed_speed, find_device
 from lm.system.files import DiskSpace, disk_space, is_remote, nonnegative, parse_json
 from lm.system.process import program
 from lm.system.units import format_bytes, format_count, format_figure, parse_bytes, plural
-from lm.training.checks import Finding, Known, find, has_kernels, of_accelerator
+from lm.training.checks import Finding, Known, check_accelerator, find, has_kernels
 from lm.training.config import BudgetConfig, EvaluationConfig, OptimizerConfig
 from lm.training.module import training_class
 from lm.training.optim import state_size
@@ -132,7 +132,7 @@ def _open_remote(
         return {"unknown": True}, find_tokenizer(data)  # which was read before
 
 
-def of_data(data: dict[str, Any], steps: dict[str, Any], config: Sections) -> Iterator[Finding]:
+def check_data(data: dict[str, Any], steps: dict[str, Any], config: Sections) -> Iterator[Finding]:
     if not data["prepared"]:
         rows, learned = config.model.decoder.vocab_size, config.data.prepare
         if rows and learned.tokenizer == "bpe" and rows < learned.vocab_size:
@@ -145,7 +145,7 @@ def of_data(data: dict[str, Any], steps: dict[str, Any], config: Sections) -> It
         yield Finding("warning", "model.document_mask does nothing: no document ends in the first block of the "
                       "training data", "leave it out, or prepare data with its end-of-text token")  # fmt: skip
     for source in config.data.sources or ():
-        yield from _of_source(source, data["sources"][source.name]["windows"], steps)
+        yield from _check_source(source, data["sources"][source.name]["windows"], steps)
     if "val" not in data:
         yield Finding("warning", "there is no validation data: no best checkpoint, no early stopping", "give data.val")
         return
@@ -158,7 +158,7 @@ def of_data(data: dict[str, Any], steps: dict[str, Any], config: Sections) -> It
                       "raise trainer.val_interval, or lower data.val_tokens")  # fmt: skip
 
 
-def _of_source(source: SourceConfig, windows: int, steps: dict[str, Any]) -> Iterator[Finding]:
+def _check_source(source: SourceConfig, windows: int, steps: dict[str, Any]) -> Iterator[Finding]:
     taken = steps["sources"][source.name]
     count, epochs, most = taken["samples"], taken["epochs"], source.max_epochs
     if most is not None and epochs > most:
@@ -168,7 +168,7 @@ def _of_source(source: SourceConfig, windows: int, steps: dict[str, Any]) -> Ite
                       "fewer steps, or raise its max_epochs")  # fmt: skip
 
 
-def of_tasks(evaluation: EvaluationConfig) -> Iterator[Finding]:
+def check_tasks(evaluation: EvaluationConfig) -> Iterator[Finding]:
     if not evaluation.tasks:
         return
     from lm.training.callbacks.evaluation import read_evaluation_tasks
@@ -218,7 +218,7 @@ def step_facts(steps: Steps, config: Sections, data: dict[str, Any]) -> dict[str
     return facts
 
 
-def of_warmup(steps: dict[str, Any], config: Sections) -> Iterator[Finding]:
+def check_warmup(steps: dict[str, Any], config: Sections) -> Iterator[Finding]:
     warmup, total = steps["warmup_steps"], steps["max_steps"]
     if warmup >= total:
         ratio = config.model.schedule.warmup_ratio is not None
@@ -227,7 +227,7 @@ def of_warmup(steps: dict[str, Any], config: Sections) -> Iterator[Finding]:
                       f"--model.schedule.warmup_{shorter}, or `lm fit` with --force")  # fmt: skip
 
 
-def of_steps(steps: dict[str, Any], config: Sections) -> Iterator[Finding]:
+def check_steps(steps: dict[str, Any], config: Sections) -> Iterator[Finding]:
     """Findings on `inject_step`, and on a decay that does not end with the run."""
     schedule, total = config.model.schedule, steps["max_steps"]
     if (drill := config.guards.inject_step) is not None and drill > total:
@@ -242,7 +242,7 @@ def of_steps(steps: dict[str, Any], config: Sections) -> Iterator[Finding]:
                       "leave model.schedule.decay_steps out to end it with the run")  # fmt: skip
 
 
-def of_optimizer(optimizer: OptimizerConfig) -> Iterator[Finding]:
+def check_optimizer(optimizer: OptimizerConfig) -> Iterator[Finding]:
     """Findings on options that are not passed to the class of `model.optimizer.class_path`."""
     if names := optimizer.left_out():
         values = ", ".join(f"{name} {getattr(optimizer, name)}" for name in names)
@@ -365,20 +365,20 @@ def read_bench(file: Path, model_parameters: int, seq_len: int) -> dict[str, Any
     return {**found, "tokens_per_second": rate, "basis": basis}
 
 
-def of_device(memory: dict[str, Any], disk: DiskSpace, steps: dict[str, Any], device: Device,
+def check_device(memory: dict[str, Any], disk: DiskSpace, steps: dict[str, Any], device: Device,
               config: Sections, precision: str) -> Iterator[Finding]:  # fmt: skip
     if precision.startswith("bf16") and device.capability is not None and device.capability < BF16_FROM:
         yield Finding("warning", f"{device.name} has no bf16 in hardware", "--trainer.precision 16-mixed")
     if memory["device"] is None:
         yield Finding("warning", f"how much memory {device.name} has is not known", "name one with --device")
     else:
-        yield from _of_memory(memory, steps, device, config)
+        yield from _check_memory(memory, steps, device, config)
     if not disk.suffices:
         yield Finding("error", str(disk), "free some, set trainer.default_root_dir to another disk, or `lm fit` with "
                       "--force")  # fmt: skip
 
 
-def _of_memory(
+def _check_memory(
     memory: dict[str, Any], steps: dict[str, Any], device: Device, config: Sections
 ) -> Iterator[Finding]:  # fmt: skip
     share, best = memory["total"] / memory["device"], memory["largest_micro_batch"]
@@ -436,7 +436,7 @@ def budget_facts(
     }  # fmt: skip
 
 
-def of_budget(
+def check_budget(
     facts: dict[str, Any], time: dict[str, Any], steps: dict[str, Any], config: Sections
 ) -> Iterator[Finding]:  # fmt: skip
     """Findings on a run that exceeds its budget: errors if its speed was measured or given, else warnings."""
@@ -511,15 +511,15 @@ def examine(
     noted += find(config.trainer, config.model, config.data, known, samples=config.samples,
                   evaluation=config.evaluation, custom=custom)  # fmt: skip
     if known.here:
-        noted += of_accelerator(config.trainer.accelerator)
-    noted += of_steps(found["steps"], config)
+        noted += check_accelerator(config.trainer.accelerator)
+    noted += check_steps(found["steps"], config)
     if resumed is None:
-        noted += of_warmup(found["steps"], config)
+        noted += check_warmup(found["steps"], config)
     if not wanted.strict and "unknown" not in data:
         found["data"] = data
-        noted += of_data(data, found["steps"], config)
-        noted += of_tasks(config.evaluation)
-    noted += of_optimizer(config.model.optimizer)
+        noted += check_data(data, found["steps"], config)
+        noted += check_tasks(config.evaluation)
+    noted += check_optimizer(config.model.optimizer)
     if custom:
         found["model"] = {"unknown": "size, memory and speed are those of what build_decoder returns: "
                           f"`{program()} bench step --config FILE` measures them"}  # fmt: skip
@@ -553,13 +553,13 @@ def examine(
     if config.guards.budget.wanted:
         found["budget"] = budget_facts(config.guards.budget, found["time"], rate, budget_file)
         if resumed is None:
-            noted += of_budget(found["budget"], found["time"], found["steps"], config)
+            noted += check_budget(found["budget"], found["time"], found["steps"], config)
     every = config.trainer.keep_every
     kept = config.trainer.keep_checkpoints + (steps.max_steps // every if every else 0)
     present = len(resumed.steps()) if resumed else 0
     space = disk_space(Path(config.trainer.default_root_dir), one, kept, present)
     found["disk"] = space._asdict()
-    noted += of_device(found["memory"], space, found["steps"], device, config, precision)
+    noted += check_device(found["memory"], space, found["steps"], device, config, precision)
     return found, noted
 
 

@@ -22,9 +22,9 @@ from lm.runs.config_diff import differences
 from lm.runs.facts import read_facts, run_row
 from lm.runs.find import find_run, find_runs
 from lm.runs.history import curve, labels
-from lm.runs.metrics import METRICS, refuse_unknown_metric
+from lm.runs.metrics import METRICS, check_metric
 from lm.runs.run import ROOT, Run
-from lm.system.files import digest, finite_or_none, load_checksummed, new_folder, refuse_url, to_json
+from lm.system.files import check_local_path, digest, finite_or_none, load_checksummed, new_folder, to_json
 
 X_LABELS = {"step": "step", "tokens": "tokens", "time": "hours"}
 
@@ -47,7 +47,7 @@ def compare(
         json: Print one JSON object instead.
         root: Folder of the runs.
     """
-    refuse_url("--png", png or "")
+    check_local_path("--png", png or "")
     folders = find_runs(runs, root)
     if len(folders) < 2:
         raise RequestError("name two runs or more; `lm runs ls` lists them")
@@ -57,7 +57,7 @@ def compare(
     names = labels(folders)
     series = [curve(name, lines, metric, x) for name, lines in zip(names, metrics, strict=True)]
     if not any(one.x for one in series):
-        refuse_unknown_metric(metric)
+        check_metric(metric)
         raise RequestError(f"none of the runs has logged {metric}")
     rows = [
         {"run": name, "path": str(folder.path.resolve()), "status": folder.status(),

@@ -12,13 +12,13 @@ from typing import Any
 import yaml
 from lightning.pytorch import Callback, LightningDataModule, LightningModule
 
-from lm.cli.fit import in_notebook, quiet_lightning, refuse_notebook
+from lm.cli.fit import check_one_device_in_notebook, in_notebook, quiet_lightning
 from lm.cli.start_checks import StartChecks
 from lm.data.datamodule import DataModule
 from lm.errors import RequestError
 from lm.runs.config_diff import describe_changes
 from lm.runs.find import find_run
-from lm.runs.resume import find_checkpoint, refuse_changed_config
+from lm.runs.resume import check_config_changes, find_checkpoint
 from lm.system import process
 from lm.system.dataclass_arguments import build_options
 from lm.system.process import ConsoleHandler
@@ -26,11 +26,11 @@ from lm.system.stop_signals import STOP
 from lm.training.callbacks.run_folder import RunFolder
 from lm.training.callbacks.standard import standard_callbacks
 from lm.training.callbacks.summary import Summary
-from lm.training.checks import of_event_program, refuse
+from lm.training.checks import check_event_program, refuse
 from lm.training.config import RunOptions, TrainerConfig, sections_of_callbacks
 from lm.training.module import LanguageModule
 from lm.training.trainer import Trainer as BareTrainer
-from lm.training.trainer import kind_of, refuse_parts
+from lm.training.trainer import check_parts, kind_of
 
 
 class Trainer(BareTrainer):
@@ -53,7 +53,7 @@ class Trainer(BareTrainer):
         own.setdefault("stop_within", 0.0)  # the program around it does not end with the training
         config = build_options(TrainerConfig, "lm.Trainer", **own)
         self._name, self._sections, self._about = run, sections, about or RunOptions()
-        refuse(of_event_program(self._about))
+        refuse(check_event_program(self._about))
         quiet_lightning()
         self._folder = RunFolder(None, run, "", options=self._about)
         self._checks = StartChecks(sections)
@@ -68,8 +68,8 @@ class Trainer(BareTrainer):
 
         `ckpt_path`, `force` and the errors are those of `lm.fit`.
         """
-        refuse_notebook(self)
-        refuse_parts(model, datamodule)
+        check_one_device_in_notebook(self)
+        check_parts(model, datamodule)
         if self.run is not None and ckpt_path is None:
             raise RequestError(f"this Trainer has trained run {self.run.path}: make another lm.Trainer for another run")
         auto = str(ckpt_path) == "auto"
@@ -80,7 +80,7 @@ class Trainer(BareTrainer):
         datamodule.set_position(seed=None if seed is None else int(seed),
                                 seq_len=datamodule.options.seq_len or model.config.max_position_embeddings)  # fmt: skip
         config = self._config(model, datamodule)
-        changed = refuse_changed_config(resumed, config, force) if resumed and checkpoint else {}
+        changed = check_config_changes(resumed, config, force) if resumed and checkpoint else {}
         self._folder.resume(resumed, auto, yaml.safe_dump({"run": self._name, **config}, sort_keys=False))
         self._checks.set_run(resumed, force, describe_changes(changed))
         self.load_with(optimizer=True, verified=checkpoint, other_model=force, new_run=resumed is None)
@@ -126,7 +126,7 @@ class Trainer(BareTrainer):
         if ckpt_path in ("best", "last"):
             owner = self.run or find_run(self._name, self.default_root_dir)
             ckpt_path = owner.checkpoint(str(ckpt_path))
-        refuse_parts(model, datamodule)
+        check_parts(model, datamodule)
         datamodule.set_position(seq_len=datamodule.options.seq_len or model.config.max_position_embeddings)
         self.load_with(optimizer=False)
         stage(model, datamodule=datamodule, ckpt_path=ckpt_path and str(ckpt_path), verbose=False)

@@ -9,7 +9,7 @@ from threading import TIMEOUT_MAX
 from typing import Literal
 
 from lm.errors import RequestError, require_at_least
-from lm.system.files import refuse_url
+from lm.system.files import check_local_path
 from lm.system.units import Count
 
 Packing = Literal["stream", "whole"]
@@ -58,7 +58,7 @@ class PrepareOptions:
     def check(self) -> None:
         if not self.output:
             raise RequestError("give the folder to make with --output")
-        refuse_url("--output", self.output)
+        check_local_path("--output", self.output)
         if self.val_fraction is not None and not 0 <= self.val_fraction < 1:
             raise RequestError(f"--val_fraction {self.val_fraction} must be at least 0 and less than 1")
         require_at_least(1, "--", workers=self.workers, shard_tokens=self.shard_tokens, sample_bytes=self.sample_bytes)
@@ -123,7 +123,7 @@ def check_mixture(sources: Sequence[SourceConfig], phases: Sequence[PhaseConfig]
             raise RequestError(f"data.sources has two sources of the name {source.name}")
         if (source.path is None) == (source.train is None):
             raise RequestError(f"{where}: give one of path (a prepared folder) and train (shards)")
-        refuse_url(f"{where}: path", source.path or "", "give train, val and tokenizer, which may be URLs")
+        check_local_path(f"{where}: path", source.path or "", "give train, val and tokenizer, which may be URLs")
         if source.train is not None and source.tokenizer is None:
             raise RequestError(f"{where}: train needs a tokenizer, the tokenizer.json that its shards were made with")
         if source.max_epochs is not None and not source.max_epochs > 0:
@@ -215,8 +215,8 @@ class DataConfig:
             raise RequestError("data.phases are weights of data.sources, and there are none")
         if self.train is not None and self.tokenizer is None:
             raise RequestError("data.train needs data.tokenizer: the tokenizer.json that its shards were made with")
-        refuse_url("data.cache_dir", self.cache_dir, "give a folder of a local disk")
-        refuse_url("data.path", self.path or "",
+        check_local_path("data.cache_dir", self.cache_dir, "give a folder of a local disk")
+        check_local_path("data.path", self.path or "",
                    "give data.train, data.val and data.tokenizer in its place, which may be URLs")  # fmt: skip
         names = ("seq_len", "micro_batch_size", "global_batch_tokens", "val_tokens", "shuffle_buffer")
         require_at_least(1, "data.", **{name: getattr(self, name) for name in names})

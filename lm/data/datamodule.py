@@ -82,7 +82,7 @@ class DataModule(LightningDataModule):
         missing = [source for source in self.sources if source.path and not (Path(source.path) / MANIFEST).exists()]
         if options is None and not missing:
             return
-        from lm.data.prepare import cure_of_other_files, holds_other_files, prepare, refuse_other_options
+        from lm.data.prepare import check_same_options, cure_of_other_files, holds_other_files, prepare
 
         for source in missing:
             path = Path(source.path)
@@ -99,7 +99,7 @@ class DataModule(LightningDataModule):
         if options.packing == "whole":
             options.seq_len = options.seq_len or self.seq_len
         if (Path(options.output) / MANIFEST).exists():
-            refuse_other_options(options)
+            check_same_options(options)
             return
         prepare(options)
 

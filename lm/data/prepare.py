@@ -246,7 +246,7 @@ def _read_manifest(output: Path) -> dict[str, Any]:
         raise RequestError(f"{file} is damaged ({error}); {_start_anew(output)}") from error
 
 
-def refuse_other_options(options: PrepareOptions) -> None:
+def check_same_options(options: PrepareOptions) -> None:
     """RequestError if a finished folder was made with options other than the config's; its texts may be gone by now."""
     made = _read_manifest(Path(options.output))["options"]
     learned = {"bpe": ["tokenizer", "vocab_size"], "char": ["tokenizer"]}.get(options.tokenizer, [])

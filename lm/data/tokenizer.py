@@ -275,7 +275,7 @@ def _fetch(url: str) -> Path:
     return fetch(f"{folder}{mark}{query}", (name, "tokenizer_config.json", "chat_template.jinja")) / name
 
 
-def of_characters(vocabulary: dict[str, int]) -> Tokenizer:
+def tokenizer_of_characters(vocabulary: dict[str, int]) -> Tokenizer:
     """A tokenizer of characters from their ids, which include END_OF_TEXT and UNKNOWN."""
     backend = tokenizers.Tokenizer(models.BPE(vocab=vocabulary, merges=[], unk_token=UNKNOWN))
     backend.add_special_tokens([END_OF_TEXT, UNKNOWN])
@@ -333,7 +333,7 @@ def _from_meta(meta: dict[str, Any], name: str) -> Tokenizer:
     whole = all(type(number) is int and 0 <= number < 2**20 for number in ids) and len(set(ids)) == len(ids)
     if not ids or not whole or any(len(token) != 1 for token in stoi):
         raise RequestError(f"tokenizer {name}: stoi must have a whole number of its own for every character")
-    return of_characters({**stoi, END_OF_TEXT: max(ids) + 1, UNKNOWN: max(ids) + 2})
+    return tokenizer_of_characters({**stoi, END_OF_TEXT: max(ids) + 1, UNKNOWN: max(ids) + 2})
 
 
 def _content(token: Any) -> str | None:

@@ -8,7 +8,7 @@ from itertools import takewhile
 import tokenizers
 from tokenizers import decoders, models, pre_tokenizers, trainers
 
-from lm.data.tokenizer import END_OF_TEXT, UNKNOWN, Tokenizer, of_characters
+from lm.data.tokenizer import END_OF_TEXT, UNKNOWN, Tokenizer, tokenizer_of_characters
 from lm.errors import RequestError
 from lm.system.process import reader_pool
 
@@ -60,4 +60,6 @@ def train_char(texts: Iterable[str]) -> Tokenizer:
     characters: set[str] = set()
     for text in texts:
         characters.update(text)
-    return of_characters({token: number for number, token in enumerate((END_OF_TEXT, UNKNOWN, *sorted(characters)))})
+    return tokenizer_of_characters(
+        {token: number for number, token in enumerate((END_OF_TEXT, UNKNOWN, *sorted(characters)))}
+    )

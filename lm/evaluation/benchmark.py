@@ -93,7 +93,7 @@ def evaluate(
         items = chosen_items(task, max_items)
         own = range(rank, len(items), world)
         outcomes = _outcomes(decoder, tokenizer, task, items, own, batch_tokens, begin, progress)
-        results.append(_result(task, _of_all_ranks(outcomes, world)))
+        results.append(_result(task, _gather_outcomes(outcomes, world)))
     return results
 
 
@@ -106,7 +106,7 @@ def check_items(task: Task, max_items: int | None) -> None:
         )
 
 
-def _of_all_ranks(own: Iterator[Outcome], world: int) -> list[Outcome]:
+def _gather_outcomes(own: Iterator[Outcome], world: int) -> list[Outcome]:
     """The outcomes of all ranks in the order of the items; if one rank fails, all of them raise an error."""
     if world == 1:
         return list(own)

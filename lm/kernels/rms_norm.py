@@ -178,12 +178,12 @@ def rms_norm(x: Tensor, residual: Tensor | None, weight: Tensor, eps: float) -> 
     is `x`) and both results; `weight` is `(C)` in any of these precisions. The statistics are computed in fp32 from the
     stream as it is stored.
     """
-    refuse_mismatch(x, residual, weight)
+    check_shapes_and_dtypes(x, residual, weight)
     stream, y = _Norm.apply(x, residual, weight, eps)
     return x if stream is None else stream, y
 
 
-def refuse_mismatch(x: Tensor, residual: Tensor | None, weight: Tensor) -> None:
+def check_shapes_and_dtypes(x: Tensor, residual: Tensor | None, weight: Tensor) -> None:
     """Raise TypeError if shapes or dtypes do not match, which kernels do not check."""
     if residual is not None and (residual.dtype, residual.shape) != (x.dtype, x.shape):
         raise TypeError(f"x is {tuple(x.shape)} in {x.dtype}, and residual {tuple(residual.shape)} in {residual.dtype}")
@@ -260,6 +260,6 @@ def norm_linear(
     With a weight `(out, C)` it returns `(stream, y @ weight.T)`: `(..., C)` and `(..., out)`. With `store` the rows are
     saved for the backward pass instead; not in FP8.
     """
-    refuse_mismatch(x, residual, norm_weight)
+    check_shapes_and_dtypes(x, residual, norm_weight)
     stream, out = _NormLinear.apply(x, residual, norm_weight, eps, store, *linear.layer(weight, x.dtype, *options))
     return x if stream is None else stream, out

@@ -13,7 +13,7 @@ from torch import Tensor
 from lm.kernels import fp8, linear, runtime
 from lm.kernels.fp8 import E4M3, E5M2, Float8, Scaled, quantize
 from lm.kernels.linear import Layer, Matrix
-from lm.kernels.rms_norm import normed_product, normed_product_backward, refuse_mismatch, saved_if
+from lm.kernels.rms_norm import check_shapes_and_dtypes, normed_product, normed_product_backward, saved_if
 from lm.kernels.runtime import define
 
 
@@ -142,7 +142,7 @@ def norm_mlp(
     `up` and `down` are the last arguments of `linear`, from the weight on: `(2 I, C)`, gate above up, and `(C, I)`.
     With `store` the normalised rows and `z` are saved for the backward pass, where it would recompute them; not in FP8.
     """
-    refuse_mismatch(x, residual, norm_weight)
+    check_shapes_and_dtypes(x, residual, norm_weight)
     layers = *linear.layer(up[0], x.dtype, *up[1:]), *linear.layer(down[0], x.dtype, *down[1:])
     stream, out = _NormMlp.apply(x, residual, norm_weight, eps, store, *layers)
     return x if stream is None else stream, out

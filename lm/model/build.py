@@ -70,7 +70,7 @@ def build(
         builtin = is_builtin(decoder)
     builtin = builtin is not False
     if not builtin:
-        _refuse_custom(decoder, options)
+        _check_custom(decoder, options)
     on_made(decoder, builtin)
 
     fused, kernels = False, f"the model's own, {type(decoder).__name__}"
@@ -140,7 +140,7 @@ def kernels_missing(device: torch.device) -> str | None:
     return None
 
 
-def _refuse_custom(decoder: nn.Module, options: BuildOptions) -> None:
+def _check_custom(decoder: nn.Module, options: BuildOptions) -> None:
     """Refuse options that would do nothing in a custom model, and parameters that fused optimizers train wrongly."""
     for key, weight in decoder.named_parameters():
         if any(step == 0 and size > 1 for size, step in zip(weight.shape, weight.stride())):

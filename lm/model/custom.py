@@ -69,7 +69,7 @@ def call_for_losses(
 
 
 @torch.no_grad()
-def refuse_acausal(decoder: nn.Module, tokens: int, vocab_size: int) -> None:
+def check_causal(decoder: nn.Module, tokens: int, vocab_size: int) -> None:
     """Raise RequestError for a model that sees later tokens than it predicts from: it would learn to copy, and its loss
     would mean nothing. In each trial the tokens from one on are others, which changes nothing in the model.
     """

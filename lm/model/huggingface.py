@@ -146,7 +146,7 @@ def config_from_json(document: dict[str, Any]) -> DecoderConfig:
         raise RequestError(f"config.json: architectures is {architecture}; this decoder is one of {known}")
     rope = document.get("rope_scaling") or document.get("rope_parameters") or {}  # the order of transformers 5
     kind = rope.get("rope_type", rope.get("type", "default"))
-    _refuse_features(document, rope, kind)
+    _check_features(document, rope, kind)
     given = {**LEFT_OUT_OF_BOTH, **LEFT_OUT[architecture], **document}
     given["rope_theta"] = rope.get("rope_theta", given["rope_theta"])
     if missing := [name for name in (*REQUIRED, *LEFT_OUT_OF_BOTH) if given.get(name) is None]:
@@ -182,7 +182,7 @@ def _windows(document: dict[str, Any], architecture: str) -> tuple[str | None, i
     return next(letters[:n] for n in range(1, layers + 1) if (letters[:n] * layers)[:layers] == letters), window
 
 
-def _refuse_features(document: dict[str, Any], rope: dict[str, Any], kind: str) -> None:
+def _check_features(document: dict[str, Any], rope: dict[str, Any], kind: str) -> None:
     known = document["architectures"][0].removesuffix("ForCausalLM").lower()
     features = {
         "model_type": document.get("model_type", known) != known,  # which transformers goes by

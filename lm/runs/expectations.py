@@ -4,7 +4,7 @@ from typing import Any, NamedTuple
 
 from lm.errors import RequestError
 from lm.runs.history import last_value
-from lm.runs.metrics import refuse_unknown_metric
+from lm.runs.metrics import check_metric
 from lm.runs.run import Run
 
 
@@ -28,10 +28,10 @@ class Expectation(NamedTuple):
         return f"{self.metric} is {self.value:.4f}, {'within' if self.met else 'outside'} the expected range {expected}"
 
 
-def refuse_wrong_ranges(expect: dict[str, list[float]]) -> None:
+def check_ranges(expect: dict[str, list[float]]) -> None:
     """Raise RequestError if a range is not [lowest, highest], or if nothing logs its metric."""
     for metric, given in expect.items():
-        refuse_unknown_metric(metric, "expect: ")
+        check_metric(metric, "expect: ")
         if len(given) != 2 or not given[0] <= given[1]:
             raise RequestError(f"expect: {metric} {given} is not a range: give [LOWEST, HIGHEST]")
 

@@ -55,7 +55,7 @@ METRICS = {  # every metric of metrics.jsonl and TensorBoard, except those of an
 BY_SOURCE = ("train/loss", "val/loss", "val/bpb", "data/epochs")  # for each source of a mixture also `train/loss/NAME`
 
 
-def refuse_unknown_metric(name: str, where: str = "") -> None:
+def check_metric(name: str, where: str = "") -> None:
     """Raise RequestError with the nearest name if nothing logs such a metric; callbacks may log others with a slash."""
     aliases = {metric.alert: known for known, metric in METRICS.items() if metric.alert}
     close = get_close_matches(name, METRICS, 1, cutoff=0.8)

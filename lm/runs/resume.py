@@ -43,12 +43,12 @@ def find_checkpoint(
             log.info("%s is not named like a checkpoint of run %s, and is taken for another model", path, run.name)
             belongs = False
         if belongs and fit and rank() == 0:
-            run.refuse_if_trained()
+            run.check_not_trained()
         return path.resolve(), run if belongs else None
     same = runs_of_name(root, name, named=named)
     run = same[-1] if same else None
     if auto and fit:
-        _refuse_lost_name(root, name, run)
+        _check_name_known(root, name, run)
     if run is None:
         if not (auto and fit):
             raise unknown_run(name, root)
@@ -57,7 +57,7 @@ def find_checkpoint(
     if len(same) > 1:
         log.info("the newest of the runs %s is %s; --run takes another", ", ".join(one.name for one in same), run.name)
     if fit and rank() == 0:  # rank zero takes the lock
-        run.refuse_if_trained()
+        run.check_not_trained()
     path = _checkpoint_of(run, reference)
     if path is None and not (path := _beginning(run)) and not fit:
         raise run.no_checkpoint()
@@ -130,7 +130,7 @@ def _log_resumable_run(root: str, name: str) -> None:
                      run.resume_command())  # fmt: skip
 
 
-def _refuse_lost_name(root: str, name: str, found: Run | None) -> None:
+def _check_name_known(root: str, name: str, found: Run | None) -> None:
     """Raise RequestError if a run has checkpoints but no readable `run.json`, so that its name is unknown."""
     for folder in sorted(Path(root).glob(f"{name}*")):
         of_this_name = re.fullmatch(re.escape(name) + r"(-\d+)?", folder.name)
@@ -219,7 +219,7 @@ def repair_links(run: Run, checkpoint: Path) -> None:
         link_to(run.path / checkpoint.name, read_progress(checkpoint).best_name)
 
 
-def refuse_changed_config(run: Run, config: dict[str, Any], force: bool) -> dict[str, list[Any]]:
+def check_config_changes(run: Run, config: dict[str, Any], force: bool) -> dict[str, list[Any]]:
     """Compare a config with a run's: `{key: [before, now]}`; raise RequestError if a resume may not change a key."""
     settings = run.settings()
     if not force and not settings:

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from lm.errors import RequestError
-from lm.runs.metrics import numbers, refuse_unknown_metric, valid_metrics
+from lm.runs.metrics import check_metric, numbers, valid_metrics
 from lm.system.files import (
     DAMAGE,
     Attempts,
@@ -51,7 +51,7 @@ class Run:
     def __init__(self, path: Path | str) -> None:
         self.path = Path(path)
         self.attempt = Attempts()  # writes that may fail without ending a training
-        self.seen: tuple[float, float] | None = None  # `entered()` when `refuse_if_trained` found the run free
+        self.seen: tuple[float, float] | None = None  # `entered()` when `check_not_trained` found the run free
 
     def __repr__(self) -> str:
         return f"Run({str(self.path)!r})"
@@ -147,7 +147,7 @@ class Run:
     @classmethod
     def create(cls, name: str, root: Path | str = ROOT) -> "Run":
         """Claim a new folder: `name`, else `name-2`, `name-3` ..., the first that is not there."""
-        refuse_name(name)
+        check_run_name(name)
         path, attempt = Path(root) / name, 1
         while True:
             try:
@@ -180,7 +180,7 @@ class Run:
         except OSError as error:
             if error.errno not in NO_LOCKS:
                 raise
-            self.refuse_if_trained()
+            self.check_not_trained()
             return
         _held[key] = lock
         with suppress(OSError):  # a full disk: the lock holds, but nobody knows its holder
@@ -202,7 +202,7 @@ class Run:
         except OSError:
             return None
 
-    def refuse_if_trained(self) -> None:
+    def check_not_trained(self) -> None:
         """Raise RequestError where a process is training the run now; the message says which."""
         self.seen = self.seen or self.entered()
         locked = self.is_locked()  # None also where the run was copied from a machine that is gone
@@ -356,7 +356,7 @@ class Run:
             if not name or name in line or "resumed_at" in line:
                 add_metrics(kept, line)
         if name and not kept:
-            refuse_unknown_metric(name)
+            check_metric(name)
         return kept
 
 
@@ -370,7 +370,7 @@ def is_of_a_run(reference: str | None) -> bool:
     return reference in (None, *REFERENCES) or STEP.fullmatch(reference) is not None
 
 
-def refuse_name(name: str) -> None:
+def check_run_name(name: str) -> None:
     """Raise RequestError for a run name with characters that could lead out of the folder of runs."""
     if not re.fullmatch(r"[\w][\w.+=-]*", name):
         raise RequestError(f"run name {name!r}: use letters, digits, '.', '_', '-', '+' and '=' only; a fit takes the "

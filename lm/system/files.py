@@ -133,7 +133,7 @@ def is_remote(source: str) -> bool:
     return "://" in source and not source.startswith("file://")
 
 
-def refuse_url(option: str, path: str | Path, cure: str = "write to this machine, and copy it there") -> None:
+def check_local_path(option: str, path: str | Path, cure: str = "write to this machine, and copy it there") -> None:
     """Raise RequestError for a URL if a local path is needed; it would become a folder `s3:`."""
     if url := URL.fullmatch(str(path)):
         cure = f"give the path alone: /{url['rest']}" if url["scheme"] == "file" else cure
@@ -336,7 +336,7 @@ def atomic_folder(folder: Path) -> Iterator[Path]:
 @contextmanager
 def new_folder(target: Path) -> Iterator[Path]:
     """An `atomic_folder` for the `--output` of a command, whose name must be free or an empty folder."""
-    refuse_url("--output", target)
+    check_local_path("--output", target)
     if target.exists() and (not target.is_dir() or any(target.iterdir())):
         raise RequestError(f"--output {target} is there already and not an empty folder; choose another")
     target = target.resolve()

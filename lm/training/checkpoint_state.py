@@ -120,8 +120,8 @@ def model_files(
 def restore_weights(module: Any, checkpoint: dict[str, Any]) -> None:
     """Turn weights and optimizer into what Lightning's strategies load, in place: the inverse of `to_checkpoint`."""
     weights = checkpoint["state_dict"]
-    _refuse_other_class(checkpoint["files"], module)
-    _refuse_other_shapes(weights, module)
+    _check_same_class(checkpoint["files"], module)
+    _check_same_shapes(weights, module)
     if module.builtin:
         weights = from_huggingface(weights, module.config)
     checkpoint["state_dict"] = {f"decoder.{name}": value for name, value in weights.items()}
@@ -130,7 +130,7 @@ def restore_weights(module: Any, checkpoint: dict[str, Any]) -> None:
         state = optimizer.state_dict()
         nothing = {"written_by": None, "state": {}, "groups": [], "of_no_parameter": {}, "entries": {}}
         values = nothing | checkpoint.pop("optimizer_values", {})  # an imported model has none
-        refuse_other_optimizer(values["written_by"], chosen_optimizer(module.options.optimizer, optimizer))
+        check_same_optimizer(values["written_by"], chosen_optimizer(module.options.optimizer, optimizer))
         slots = index_state(checkpoint.pop("optimizer") | values["state"], parameter_names(module.decoder, optimizer))
         parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
         for index, of_parameter in slots.items():
@@ -205,7 +205,7 @@ def chosen_optimizer(config: OptimizerConfig, optimizer: Optimizer) -> dict[str,
     return {"name": config.name} if made == BUILTIN[config.name].class_path else {"configure_optimizers": made}
 
 
-def refuse_other_optimizer(written: dict[str, str] | None, now: dict[str, str]) -> None:
+def check_same_optimizer(written: dict[str, str] | None, now: dict[str, str]) -> None:
     """Refuse the state of another optimizer than that of now, each as `chosen_optimizer` describes it."""
     if written is None or written == now:
         return
@@ -333,7 +333,7 @@ def memory_for(tensor: Tensor) -> Tensor:
 # ---- what does not fit -----------------------------------------------------------------------------------------------
 
 
-def _refuse_other_class(files: dict[str, str], module: Any) -> None:
+def _check_same_class(files: dict[str, str], module: Any) -> None:
     document = json.loads(files["config.json"])
     there = document["architectures"][0] if document.get("model_type") == CUSTOM_MODEL_TYPE else None
     mine = None if module.builtin else type(module).__name__
@@ -346,7 +346,7 @@ def _refuse_other_class(files: dict[str, str], module: Any) -> None:
                        f"the command to the file that has `lm.run({there})`")  # fmt: skip
 
 
-def refuse_other_model(files: dict[str, str], module: Any) -> None:
+def check_same_model(files: dict[str, str], module: Any) -> None:
     """Raise RequestError where a checkpoint's `config.json` describes a model that computes something else with the
     same weights: other rotary wavelengths, windows, heads ..."""
     document, config = json.loads(files["config.json"]), module.config
@@ -370,7 +370,7 @@ def refuse_other_model(files: dict[str, str], module: Any) -> None:
         raise RequestError(f"this is a checkpoint of another model: {what}; give {cure}, or --force to compute it so")
 
 
-def _refuse_other_shapes(weights: dict[str, Tensor], module: Any) -> None:
+def _check_same_shapes(weights: dict[str, Tensor], module: Any) -> None:
     config, expected = module.config, module.decoder.state_dict()
     if module.builtin:
         with torch.device("meta"):
@@ -384,7 +384,7 @@ def _refuse_other_shapes(weights: dict[str, Tensor], module: Any) -> None:
             )
 
 
-def refuse_other_tokenizer(files: dict[str, str], data: DataModule, checkpoint: Path) -> None:
+def check_same_tokenizer(files: dict[str, str], data: DataModule, checkpoint: Path) -> None:
     """Raise RequestError where a checkpoint's token ids mean other texts than those of the data."""
     tokenizer = data.tokenizer
     if files["tokenizer.json"] == tokenizer.text:

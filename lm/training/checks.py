@@ -75,18 +75,18 @@ def find(
     evaluation: EvaluationConfig | None = None, custom: bool = False,
 ) -> Iterator[Finding]:  # fmt: skip
     """Find all problems of a training's options; `custom`: the model is not the built-in decoder."""
-    yield from of_trainer(trainer)
+    yield from check_trainer(trainer)
     if known.devices is not None:
-        yield from of_ranks(trainer, known.devices)
+        yield from check_ranks_options(trainer, known.devices)
     if trainer.precision.startswith("fp8"):
-        yield from of_fp8(trainer, model.decoder, data, known)
+        yield from check_fp8(trainer, model.decoder, data, known)
     if not custom:  # of which building it finds out more
         if model.decoder.tie_word_embeddings and model.optimizer.groups.output != GroupConfig():
             yield error("model.optimizer.groups.output: the output matrix of this model is its embedding",
                         "set model.optimizer.groups.embedding")  # fmt: skip
-        yield from of_device(trainer, model, known.device) if known.device is not None else ()
+        yield from check_device(trainer, model, known.device) if known.device is not None else ()
     if known.tokenizer is not None:
-        yield from of_tokenizer(model.decoder, samples or SamplesConfig(), known.tokenizer)
+        yield from check_tokenizer(model.decoder, samples or SamplesConfig(), known.tokenizer)
     if evaluation is not None and known.has_validation is False and evaluation.tasks and evaluation.interval is None:
         yield error("evaluation.tasks: evaluations come after validations, and there is no validation data",
                     "give evaluation.interval, in optimizer steps, or data.val")  # fmt: skip
@@ -95,11 +95,11 @@ def find(
 # ---- the Trainer alone -----------------------------------------------------------------------------------------------
 
 
-def of_trainer(trainer: TrainerConfig) -> Iterator[Finding]:
+def check_trainer(trainer: TrainerConfig) -> Iterator[Finding]:
     """Problems of the Trainer's options that do not depend on the model."""
     if any(path.is_file() for path in (Path(trainer.default_root_dir), *Path(trainer.default_root_dir).parents)):
         yield error(f"trainer.default_root_dir {trainer.default_root_dir} is a file, or in one", "give a folder")
-    yield from of_callbacks(trainer.callbacks or [])
+    yield from check_callbacks(trainer.callbacks or [])
     if trainer.matmul_precision != "highest" and trainer.precision != "32-true":
         yield error(f"trainer.matmul_precision {trainer.matmul_precision} is for trainer.precision 32-true, and this "
                     f"is {trainer.precision}, which is faster already", LEAVE_OUT)  # fmt: skip
@@ -108,13 +108,13 @@ def of_trainer(trainer: TrainerConfig) -> Iterator[Finding]:
                     f"{trainer.precision}", f"{LEAVE_OUT}, or take fp8-tensorwise or fp8-rowwise")  # fmt: skip
 
 
-def of_event_program(run: RunOptions) -> Iterator[Finding]:
+def check_event_program(run: RunOptions) -> Iterator[Finding]:
     """Yield an error if this machine has no such program."""
     if run.on_event and shutil.which(run.on_event[0]) is None:
         yield error(f"on_event: no program {run.on_event[0]!r} on PATH", "a script needs its path and `chmod +x`")
 
 
-def of_accelerator(accelerator: str) -> Iterator[Finding]:
+def check_accelerator(accelerator: str) -> Iterator[Finding]:
     """Yield an error if this machine has no such device."""
     present = {"cuda": torch.cuda.is_available(), "mps": torch.backends.mps.is_available()}
     present["gpu"] = any(present.values())
@@ -144,7 +144,7 @@ INSTEAD: dict[type[Callback], str] = {
 }
 
 
-def of_callbacks(given: list[Any]) -> Iterator[Finding]:
+def check_callbacks(given: list[Any]) -> Iterator[Finding]:
     """Find objects that are not callbacks, and callbacks of Lightning that cannot work here."""
     for callback in given:
         if isinstance(callback, Callback) and (unkept := _unkept(callback)):
@@ -177,7 +177,7 @@ def _unkept(callback: Callback) -> str | None:
 # ---- several devices -------------------------------------------------------------------------------------------------
 
 
-def of_ranks(trainer: TrainerConfig, devices: int) -> Iterator[Finding]:
+def check_ranks_options(trainer: TrainerConfig, devices: int) -> Iterator[Finding]:
     """Options without effect, or with a wrong one, on this number of devices over all nodes.
 
     Under torchrun the number may change with a restart, so options without effect are no errors there.
@@ -211,7 +211,7 @@ def of_ranks(trainer: TrainerConfig, devices: int) -> Iterator[Finding]:
 # ---- the model on its device -----------------------------------------------------------------------------------------
 
 
-def of_fp8(trainer: TrainerConfig, decoder: DecoderConfig, data: DataConfig, known: Known) -> Iterator[Finding]:
+def check_fp8(trainer: TrainerConfig, decoder: DecoderConfig, data: DataConfig, known: Known) -> Iterator[Finding]:
     """Devices and shapes that FP8 does not support, and patterns of `fp8_keep` that match nothing or everything."""
     from lm.kernels.linear import MULTIPLE
 
@@ -252,7 +252,7 @@ def has_kernels(device: "Device", kernels: str | bool) -> bool:
     return kernels not in ("off", False) and device.capability is not None and device.capability >= KERNELS_FROM
 
 
-def of_device(trainer: TrainerConfig, model: ModelConfig, device: "Device") -> Iterator[Finding]:
+def check_device(trainer: TrainerConfig, model: ModelConfig, device: "Device") -> Iterator[Finding]:
     kernels, mode = has_kernels(device, model.kernels), model.activation_checkpointing
     if model.kernels in ("on", True) and not kernels:
         yield error(f"model.kernels on: {device.name} cannot run them", "set model.kernels auto")
@@ -265,7 +265,7 @@ def of_device(trainer: TrainerConfig, model: ModelConfig, device: "Device") -> I
                     "set model.compile none, or update torch")  # fmt: skip
 
 
-def of_tokenizer(decoder: DecoderConfig, samples: SamplesConfig, tokenizer: Tokenizer) -> Iterator[Finding]:
+def check_tokenizer(decoder: DecoderConfig, samples: SamplesConfig, tokenizer: Tokenizer) -> Iterator[Finding]:
     """Problems of a vocabulary that is too small, and of prompts that are too long."""
     if decoder.vocab_size is not None and decoder.vocab_size < tokenizer.vocab_size:
         yield error(f"model.decoder.vocab_size {decoder.vocab_size:,} is smaller than the tokenizer's "

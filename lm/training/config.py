@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Union, get_args
 from lm.data.config import DataConfig
 from lm.errors import RequestError, require, require_at_least
 from lm.model.config import ActivationCheckpointing, Attention, Compile, DecoderConfig
-from lm.system.files import refuse_url
+from lm.system.files import check_local_path
 from lm.system.units import Count
 from lm.training.builtin_optimizers import OptimizerName
 
@@ -312,7 +312,7 @@ class TrainerConfig:
         require(0 <= stop <= YEAR, f"trainer.stop_within {stop} is a number of seconds: from 0 to {YEAR:,}")
         require(0 < wait <= YEAR, f"trainer.rank_timeout {wait} is a number of seconds: more than 0, to {YEAR:,}")
         require(peak is None or 0 < peak < math.inf, f"trainer.peak_tflops {peak} must be above 0")
-        refuse_url("trainer.default_root_dir", self.default_root_dir,
+        check_local_path("trainer.default_root_dir", self.default_root_dir,
                    "give a local folder; configs/launch/mirror.sh copies it to a store")  # fmt: skip
 
 
@@ -499,9 +499,9 @@ class RunOptions:
 
     def __post_init__(self) -> None:
         if self.expect:
-            from lm.runs.expectations import refuse_wrong_ranges
+            from lm.runs.expectations import check_ranges
 
-            refuse_wrong_ranges(self.expect)
+            check_ranges(self.expect)
 
 
 # ---- the table -------------------------------------------------------------------------------------------------------

@@ -60,7 +60,7 @@ class Launcher(ScriptLauncher):
     def _follow(self, function: Callable, *args: Any, **kwargs: Any) -> Any:
         """Run `function` in a process that another one started; only rank zero reports what all ranks agreed on."""
         try:
-            refuse_broken_restarts()
+            check_restarts()
             return function(*args, **kwargs)
         except Exception as error:
             if self.cluster_environment.global_rank() == 0:
@@ -163,7 +163,7 @@ def exit_with(launcher: int) -> None:
     threading.Thread(target=watch, daemon=True, name="launcher").start()
 
 
-def refuse_broken_restarts() -> None:
+def check_restarts() -> None:
     """Refuse to begin where torchrun's restarts would not work.
 
     By default its ranks find one another through a store that outlives them: after a restart they read the addresses

@@ -133,10 +133,10 @@ class LanguageModule(LightningModule):
     def _take_decoder(self, decoder: nn.Module, builtin: bool) -> None:
         self.decoder, self.builtin, self.config = decoder, builtin, config_of(decoder)
         if not builtin:
-            from lm.model.custom import refuse_acausal
+            from lm.model.custom import check_causal
 
             with self.trainer.precision_plugin.forward_context():
-                refuse_acausal(decoder, self.trainer.datamodule.seq_len, self.config.vocab_size)
+                check_causal(decoder, self.trainer.datamodule.seq_len, self.config.vocab_size)
         call_hook(self.trainer, "on_model_built", self)
 
     def forward(self, input_ids: Tensor) -> Tensor:

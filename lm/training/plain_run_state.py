@@ -89,7 +89,7 @@ class PlainRunState(RunState, Callback):
             module.build_for_checkpoint(DecoderConfig(**checkpoint["lm"]["decoder"]))
             return
         self.consumed = checkpoint["lm"]["consumed"]
-        self._refuse_other_settings(module, checkpoint["lm"])
+        self._check_same_settings(module, checkpoint["lm"])
         module.trainer.datamodule.set_position(consumed=self.consumed)
 
     def _settings(self, module: Any) -> dict[str, Any]:
@@ -101,7 +101,7 @@ class PlainRunState(RunState, Callback):
                     "shuffle_buffer": data.options.shuffle_buffer, "reshuffle": data.options.reshuffle}  # fmt: skip
         return json.loads(json.dumps(settings))
 
-    def _refuse_other_settings(self, module: Any, saved: dict[str, Any]) -> None:
+    def _check_same_settings(self, module: Any, saved: dict[str, Any]) -> None:
         now, mixture = self._settings(module), module.trainer.datamodule.describe_mixture()
         if not module.trainer.training:  # an evaluation, of the same model and the same ids
             now, mixture = {name: now[name] for name in ("decoder", "tokenizer")}, None

@@ -74,10 +74,10 @@ class RunState:
         if "lm" in checkpoint:
             raise RequestError(OTHER_TRAINER)
         data, ranks, rank = module.trainer.datamodule, checkpoint["ranks"], module.global_rank
-        checkpoint_state.refuse_other_tokenizer(checkpoint["files"], data, Path(module.trainer.ckpt_path))
+        checkpoint_state.check_same_tokenizer(checkpoint["files"], data, Path(module.trainer.ckpt_path))
         checkpoint_state.restore_weights(module, checkpoint)
         if not self.other_model:
-            checkpoint_state.refuse_other_model(checkpoint["files"], module)
+            checkpoint_state.check_same_model(checkpoint["files"], module)
         self.pending_validation = checkpoint.get("pending_validation", False) and data.has_validation
         self.consumed = checkpoint["cursor"]["consumed"]
         data.set_position(consumed=self.consumed)

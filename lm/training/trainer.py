@@ -57,7 +57,7 @@ class Trainer(PatchedTrainer):
     @arguments_from(TrainerConfig, Callback=Callback, Logger=Logger)
     def __init__(self, config: TrainerConfig) -> None:
         self.options = config
-        checks.refuse([*checks.of_trainer(config), *checks.of_accelerator(config.accelerator)])
+        checks.refuse([*checks.check_trainer(config), *checks.check_accelerator(config.accelerator)])
         check_launcher()
         torch.set_float32_matmul_precision(config.matmul_precision)
         self.own_loggers = [config.logger] if isinstance(config.logger, Logger) else config.logger or []
@@ -106,7 +106,7 @@ class Trainer(PatchedTrainer):
         `lm.runs.resume.find_checkpoint` finds the folder that `best`, `last` or `auto` means. A step has the
         `micro_batch_size`, `seq_len` and `global_batch_tokens` of the data.
         """
-        refuse_parts(model, datamodule)
+        check_parts(model, datamodule)
         state = self.run_state
         datamodule.set_position(seq_len=datamodule.options.seq_len or model.config.max_position_embeddings)
         device, _ = find_device("auto" if self.strategy.root_device.type == "cuda" else "cpu")
@@ -262,7 +262,7 @@ class Trainer(PatchedTrainer):
         return self.run_state.consumed * self.datamodule.seq_len
 
 
-def refuse_parts(model: Any, datamodule: Any) -> None:
+def check_parts(model: Any, datamodule: Any) -> None:
     """Raise RequestError unless the parts are a LanguageModule without weights outside its decoder and a DataModule."""
     if isinstance(model, type) or not hasattr(model, "build_decoder"):  # its class imports this module
         raise RequestError(f"lm.Trainer trains an lm.LanguageModule, and this is {kind_of(model)}: build your model "

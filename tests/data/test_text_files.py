@@ -18,7 +18,7 @@ from shard_files import write_rows
 
 from lm.data import text_files
 from lm.data.text_files import find_files, read_documents, read_pieces, split_by_names
-from lm.data.tokenizer import END_OF_TEXT, UNKNOWN, of_characters
+from lm.data.tokenizer import END_OF_TEXT, UNKNOWN, tokenizer_of_characters
 from lm.data.tokenizer_training import train_char
 from lm.errors import RequestError, RunError
 
@@ -238,7 +238,9 @@ def test_flat_ids_that_do_not_fit_are_refused(content, message, tmp_path):
 
 
 def test_flat_ids_of_a_large_vocabulary_have_four_bytes(tmp_path):
-    tokenizer = of_characters({chr(0x10000 + i): i for i in range(70_000)} | {END_OF_TEXT: 70_000, UNKNOWN: 70_001})
+    tokenizer = tokenizer_of_characters(
+        {chr(0x10000 + i): i for i in range(70_000)} | {END_OF_TEXT: 70_000, UNKNOWN: 70_001}
+    )
     ids = [69_999, 5, 70_000, 65_536]
     for kind in ("<u4", "<u8"):
         (tmp_path / f"{kind}.bin").write_bytes(np.array(ids * 5, kind).tobytes())

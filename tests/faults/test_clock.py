@@ -82,4 +82,4 @@ def test_a_heartbeat_from_another_machine_does_not_hold_up_a_resume(tmp_path, mo
     beat = {"time": time.time() + ahead, "pid": 1, "host": "elsewhere", "machine": {}}
     (run.path / "heartbeat.json").write_text(json.dumps(beat))
     assert run.status() == "running" and run.is_locked() is None
-    run.refuse_if_trained()
+    run.check_not_trained()

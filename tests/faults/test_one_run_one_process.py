@@ -159,7 +159,7 @@ def test_a_number_that_another_process_has_by_now_is_no_sign_of_life(tmp_path):
     assert run.status() == "running", "there is no lock to ask"
     (tmp_path / LOCK).touch()
     assert run.status() == "dead"
-    run.refuse_if_trained()
+    run.check_not_trained()
 
 
 @pytest.mark.parametrize("content", ["", "{", "[1]", '{"pid": "x", "host": 3, "time": 1e99}', "\0" * 9000])
@@ -202,9 +202,9 @@ def test_a_run_that_another_has_trained_meanwhile_is_not_resumed(tmp_path):
     """Or this process would resume from a checkpoint that is no longer the newest."""
     run = Run.create("small", tmp_path)
     run.describe(name="small", status="interrupted", entered=1.0, turn=1)
-    run.refuse_if_trained()
+    run.check_not_trained()
     folder = RunFolder(run, "small", "")
-    folder._refuse_outdated(run)
+    folder._check_not_resumed_elsewhere(run)
     Run(run.path).describe(entered=2.0, turn=2)
     with pytest.raises(RequestError, match="another process has resumed run .* the same command resumes"):
-        folder._refuse_outdated(run)
+        folder._check_not_resumed_elsewhere(run)

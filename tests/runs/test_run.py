@@ -11,7 +11,7 @@ from lm.errors import RequestError
 from lm.inspection.data import samples_at
 from lm.runs.checkpoint import point, write_folder
 from lm.runs.config_diff import differences
-from lm.runs.resume import checkpoint_folder, find_checkpoint, refuse_changed_config
+from lm.runs.resume import check_config_changes, checkpoint_folder, find_checkpoint
 from lm.runs.run import Run
 
 
@@ -181,11 +181,11 @@ def test_a_changed_config_is_refused_only_where_it_makes_the_run_a_lie(tmp_path)
     run = make(tmp_path, "a")
     run.config.write_text("{seed_everything: 1, model: {optimizer: {lr: 0.1}}, data: {path: x}}")
     config = {"seed_everything": 1, "model": {"optimizer": {"lr": 0.2}}, "data": {"path": "x", "micro_batch_size": 4}}
-    assert list(refuse_changed_config(run, config, force=False)) == ["data.micro_batch_size", "model.optimizer.lr"]
+    assert list(check_config_changes(run, config, force=False)) == ["data.micro_batch_size", "model.optimizer.lr"]
     for changed in ({"seed_everything": 2}, {"data": {"path": "y"}}):
         with pytest.raises(RequestError, match="cannot be resumed with another (seed_everything|data.path): .*--force"):
-            refuse_changed_config(run, config | changed, force=False)
-        refuse_changed_config(run, config | changed, force=True)
+            check_config_changes(run, config | changed, force=False)
+        check_config_changes(run, config | changed, force=True)
 
 
 def test_an_option_that_one_version_lacks_is_no_difference_where_it_is_off():
@@ -201,11 +201,11 @@ def test_a_config_of_a_run_that_is_damaged_is_named_and_not_compared(tmp_path):
     config = {"model": {"decoder": {"hidden_size": 8}}, "data": {"path": "x"}}
     for damaged in (text[:20], "", "\0" * 50, None):
         run.config.write_text(text)
-        assert list(refuse_changed_config(run, config, force=False)) == []
+        assert list(check_config_changes(run, config, force=False)) == []
         run.config.unlink() if damaged is None else run.config.write_text(damaged)
         with pytest.raises(RequestError, match="config.yaml is damaged, .* put it back, or give --force"):
-            refuse_changed_config(run, config, force=False)
-        refuse_changed_config(run, config, force=True)
+            check_config_changes(run, config, force=False)
+        check_config_changes(run, config, force=True)
 
 
 def test_a_model_beside_the_checkpoints_of_a_run_is_not_of_the_run(tmp_path):

@@ -19,7 +19,7 @@ from lm.cli.classes_by_path import with_classes
 from lm.errors import RequestError
 from lm.runs.checkpoint import find_damage
 from lm.training.callback import Callback, has_hook
-from lm.training.checks import INSTEAD, of_callbacks, refuse
+from lm.training.checks import INSTEAD, check_callbacks, refuse
 
 PLACE = "lightning.pytorch.callbacks."
 # With validations the first two, and nothing but texts or subclasses the others.
@@ -88,7 +88,7 @@ def test_each_of_them_works_or_is_refused(name):
         return
     assert issubclass(kind, tuple(INSTEAD))
     with pytest.raises(RequestError, match=f"^trainer.callbacks: {name} of Lightning does not work here: "):
-        refuse(of_callbacks([kind(**ARGUMENTS.get(name, {}))]))
+        refuse(check_callbacks([kind(**ARGUMENTS.get(name, {}))]))
 
 
 DOES_NOT_WORK, CANNOT_MONITOR = "of Lightning does not work here: ", "has no train/loss to monitor: give val/loss or "

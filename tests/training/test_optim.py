@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 
-from lm.cli.plan_facts import of_optimizer
+from lm.cli.plan_facts import check_optimizer
 from lm.data.config import DataConfig, PhaseConfig, SourceConfig
 from lm.errors import RequestError
 from lm.model.config import DecoderConfig, matrix_rows
@@ -207,10 +207,10 @@ def test_options_that_a_class_does_not_get_are_found():
     config = OptimizerConfig(
         class_path="torch.optim.SGD", name="muon", lr=0.1, momentum=0.9, init_args={"momentum": 0.5}
     )
-    [finding] = of_optimizer(config)
+    [finding] = check_optimizer(config)
     assert "name muon, momentum 0.9: this is for the built-in" in finding.what and "SGD gets none" in finding.what
-    assert not list(of_optimizer(OptimizerConfig(class_path="torch.optim.SGD", lr=0.1)))
-    assert not list(of_optimizer(OptimizerConfig(name="muon", momentum=0.9)))
+    assert not list(check_optimizer(OptimizerConfig(class_path="torch.optim.SGD", lr=0.1)))
+    assert not list(check_optimizer(OptimizerConfig(name="muon", momentum=0.9)))
 
 
 @pytest.mark.parametrize("given", [dict(), dict(name="muon"), dict(class_path="torch.optim.SGD")])

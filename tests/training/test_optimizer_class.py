@@ -12,7 +12,7 @@ from trainings import fit, make_workplace
 from lm.errors import RequestError
 from lm.model.config import DecoderConfig
 from lm.model.decoder import Decoder
-from lm.training.checkpoint_state import parameter_names, refuse_other_optimizer
+from lm.training.checkpoint_state import check_same_optimizer, parameter_names
 from lm.training.config import GroupConfig, GroupsConfig, OptimizerConfig
 from lm.training.optim import build_optimizer
 from lm.training.optimizer_by_class import build_by_class
@@ -102,7 +102,7 @@ def test_another_optimizer_s_checkpoint_is_refused(place):
 ])  # fmt: skip
 def test_the_class_that_wrote_a_checkpoint_decides(written, now, message):
     with nullcontext() if message is None else pytest.raises(RequestError, match=message):
-        refuse_other_optimizer(written, dict([next(iter(now.items()))]))
+        check_same_optimizer(written, dict([next(iter(now.items()))]))
 
 
 @pytest.mark.parametrize(("name", "what"), [("LateHoarder", "['queue']"), ("Hoarder", "['state'][0]['kept']")])

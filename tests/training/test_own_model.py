@@ -21,9 +21,9 @@ from lm.inspection.weights import distribution_drift, weight_drift
 from lm.model.build import BuildOptions, build
 from lm.model.custom import (
     call_for_losses,
+    check_causal,
     custom_flops_per_token,
     is_builtin,
-    refuse_acausal,
 )
 from lm.model.decoder import Decoder, DecoderConfig, attach_config, config_of, losses_of
 from lm.model.estimates import flops_per_token
@@ -212,9 +212,9 @@ def test_a_model_that_sees_any_later_token_is_refused(tokens):
         lambda hidden: torch.cat((hidden[:, 1:-1], hidden[:, -2:]), 1) if tokens > 2 else hidden.flip(1),
     ):
         with pytest.raises(RequestError, match="^Seeing sees later tokens: when those from token "):
-            refuse_acausal(Seeing(of), tokens, 11)
+            check_causal(Seeing(of), tokens, 11)
     for length in (tokens, 1):
-        refuse_acausal(model := Seeing(lambda hidden: hidden.cumsum(1)), length, 11)
+        check_causal(model := Seeing(lambda hidden: hidden.cumsum(1)), length, 11)
     assert model.training
 
 

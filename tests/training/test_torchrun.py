@@ -19,7 +19,7 @@ from lm.system.stop_signals import SIGNALS, StopSignals
 from lm.training import checks
 from lm.training.callbacks.run_folder import RunFolder
 from lm.training.config import DistributedConfig, TrainerConfig
-from lm.training.launcher import refuse_broken_restarts
+from lm.training.launcher import check_restarts
 from lm.training.run_state import RunState
 from lm.training.trainer import Trainer, _as_started
 from lm.training.world import srun_world, torchrun_world
@@ -61,7 +61,7 @@ def test_options_for_many_ranks_stay_when_torchrun_has_one_machine_left(torchrun
 
     def found(strategy, devices, **options):
         trainer = TrainerConfig(strategy=strategy, distributed=DistributedConfig(**options))
-        return list(checks.of_ranks(trainer, devices))
+        return list(checks.check_ranks_options(trainer, devices))
 
     checks.refuse([*found("hsdp", 2, reshard=False), *found("fsdp2", 1, reduce_dtype="bf16")])
     with pytest.raises(RequestError, match="reshard is for fsdp2"):
@@ -122,17 +122,17 @@ def test_nodes_that_nothing_has_started_are_not_waited_for(monkeypatch):
     for name in ("MASTER_ADDR", "SLURM_NTASKS"):
         monkeypatch.delenv(name, raising=False)
     with pytest.raises(RequestError, match="trainer.num_nodes 2: .*torchrun --nnodes 2"):
-        checks.refuse(checks.of_ranks(TrainerConfig(num_nodes=2), 2))
+        checks.refuse(checks.check_ranks_options(TrainerConfig(num_nodes=2), 2))
 
 
 def test_restarts_that_would_hang_are_refused_before_training(torchrun):
     with pytest.raises(RequestError, match="export TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1"):
-        refuse_broken_restarts()
+        check_restarts()
     torchrun.setenv("TORCHELASTIC_USE_AGENT_STORE", "False")  # as torchrun has it with that variable
-    refuse_broken_restarts()
+    check_restarts()
     torchrun.setenv("TORCHELASTIC_USE_AGENT_STORE", "True")
     torchrun.setenv("TORCHELASTIC_MAX_RESTARTS", "0")
-    refuse_broken_restarts()
+    check_restarts()
 
 
 def test_only_a_guards_stop_ends_with_0_under_torchrun(torchrun):

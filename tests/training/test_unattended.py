@@ -14,7 +14,7 @@ from run_folders import write_run
 from trainings import HERE, PLACES, fit, lm, make_workplace, start, write_config
 
 from lm.cli.ladder_report import last_losses
-from lm.runs.expectations import acceptance, expectations, refuse_wrong_ranges
+from lm.runs.expectations import acceptance, check_ranges, expectations
 from lm.runs.run import Run
 
 LOOP = HERE.parent / "configs" / "launch" / "until_done.sh"
@@ -127,7 +127,7 @@ def test_every_so_many_steps_one_is_kept_for_good(workplace):
 
 @pytest.mark.parametrize("metric", ["train/loss/web", "val/bpb/a", "val/loss"])
 def test_a_metric_of_a_source_may_be_expected(metric):
-    refuse_wrong_ranges({metric: [1, 2]})
+    check_ranges({metric: [1, 2]})
 
 
 @pytest.mark.parametrize(("metric", "given", "cure"), [

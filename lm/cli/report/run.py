@@ -26,7 +26,7 @@ from lm.runs.evaluations import core_sentence, merge_evaluations
 from lm.runs.history import read_samples
 from lm.runs.metrics import BY_SOURCE, METRICS, Metric
 from lm.runs.run import Run
-from lm.system.files import finite_or_none, read_lines, refuse_url, write_atomically
+from lm.system.files import check_local_path, finite_or_none, read_lines, write_atomically
 from lm.system.removed_options import REMOVED
 from lm.system.units import format_bytes, format_figure, utc
 
@@ -40,7 +40,7 @@ FEWEST_POINTS = 100
 
 def write_page(run: Run, path: str) -> None:
     """Write or replace the page of a run; raise RequestError if another kind of file would be overwritten."""
-    refuse_url("--html", path)
+    check_local_path("--html", path)
     target = Path(path).resolve()  # a symbolic link is kept
     with suppress(FileNotFoundError), open(target, encoding="utf-8", errors="replace") as file:
         if file.read(len(OPENING)) != OPENING:

@@ -90,7 +90,7 @@ class Checkpoints(ModelCheckpoint):
             log.warning("the disk of %s will be full: %s; make room", trainer.run.path, needed)
 
     def on_train_batch_end(self, trainer: Trainer, pl_module: LanguageModule, *args: Any) -> None:
-        self._refuse_lost_run(trainer)
+        self._check_checkpoints_can_be_written(trainer)
         if not self._memory_is_reserved:
             self._memory_is_reserved = True
             trainer.checkpoint_io.reserve(checkpoint_tensors(pl_module))
@@ -98,7 +98,7 @@ class Checkpoints(ModelCheckpoint):
             self.save(trainer)
 
     @staticmethod
-    def _refuse_lost_run(trainer: Trainer) -> None:
+    def _check_checkpoints_can_be_written(trainer: Trainer) -> None:
         """End a training soon after its checkpoints can no longer be written."""
         trainer.checkpoint_io.raise_failures()
         if not trainer.is_global_zero:

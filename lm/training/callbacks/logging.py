@@ -81,7 +81,7 @@ class RunLog(Callback):
         metrics = pl_module.logged_metrics()
         validated = trainer.run_state.validated
         own = {name: value for name, value in trainer.logged_metrics.items() if name not in validated}
-        _refuse_taken("pl_module.log was given", own)
+        _check_names_free("pl_module.log was given", own)
         for callback in trainer.callbacks:
             if logged := getattr(callback, "logged_metrics", None):
                 what = f"{type(callback).__name__}.logged_metrics"
@@ -90,7 +90,7 @@ class RunLog(Callback):
                              for name, value in logged(trainer, pl_module).items()}  # fmt: skip
                 except (AttributeError, TypeError, ValueError, RuntimeError) as error:
                     raise RunError(f"{what} has to return numbers by name: {first_line(error)}") from error
-                _refuse_taken(f"{what} returned", found, *metrics, *OF_EVERY_LINE)
+                _check_names_free(f"{what} returned", found, *metrics, *OF_EVERY_LINE)
                 metrics |= found
         log_metrics(trainer, pl_module, {name: value.item() for name, value in own.items()} | metrics)
 
@@ -167,7 +167,7 @@ def seconds_left(trainer: Trainer) -> float | None:
     return trainer.run_state.pace.rest(*remaining(trainer))
 
 
-def _refuse_taken(what: str, found: Mapping[str, Any], *others: str) -> None:
+def _check_names_free(what: str, found: Mapping[str, Any], *others: str) -> None:
     """Raise RunError if metrics of a callback have names of other metrics, or of a validation."""
     if taken := found.keys() & {*others, *(name for name in METRICS if _kind(name) != "train")}:
         raise RunError(f"{what} {min(taken)!r}, and a metric of this project has that name: call it 'mine/...'")

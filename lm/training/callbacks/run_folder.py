@@ -125,9 +125,9 @@ class RunFolder(Callback):
         try:
             run.hold()
             if self.resumed is not None:
-                self._refuse_outdated(run)
-                new = self._refuse_changed_mixture(run, trainer)
-                self._refuse_changed_shards(run, shards, new)
+                self._check_not_resumed_elsewhere(run)
+                new = self._check_mixture_unchanged(run, trainer)
+                self._check_shards_unchanged(run, shards, new)
             self._describe(trainer, run, shards)
         except BaseException as error:  # including a signal
             if self.resumed is None:  # nothing is in it yet, and the name is free again
@@ -144,11 +144,11 @@ class RunFolder(Callback):
         while self.auto and first.path.exists() and not first.read("run.json") and time.monotonic() < until:
             time.sleep(0.05)
         if self.auto and first.read("run.json").get("name") == self.name:
-            first.refuse_if_trained()
+            first.check_not_trained()
             raise RequestError(f"run {first.path} was started by another process just now: the same command resumes it")
         return Run.create(self.name, root)
 
-    def _refuse_outdated(self, run: Run) -> None:
+    def _check_not_resumed_elsewhere(self, run: Run) -> None:
         if run.seen not in (None, run.entered()):
             raise RequestError(
                 f"another process has resumed run {run.path} while this one started; the same command resumes from "
@@ -184,10 +184,10 @@ class RunFolder(Callback):
             rollbacks=[each for each in before.get("rollbacks", []) if each["step"] <= start.step], **facts,
         )  # fmt: skip
 
-    def _refuse_changed_mixture(self, run: Run, trainer: Trainer) -> set[str]:
+    def _check_mixture_unchanged(self, run: Run, trainer: Trainer) -> set[str]:
         """RequestError if the mixture of samples already seen would change; returns the sources added since then."""
         before, now = run.read("run.json").get("mixture"), trainer.datamodule.describe_mixture()
-        if before is None or now is None:  # one source: `refuse_changed_config` compares it
+        if before is None or now is None:  # one source: `check_config_changes` compares it
             return set()
         from lm.data.mixture import describe_change
 
@@ -199,7 +199,7 @@ class RunFolder(Callback):
             log.info("resume: %s", change)
         return set(now["sources"]) - set(before["sources"])
 
-    def _refuse_changed_shards(self, run: Run, shards: dict[str, Any], new: set[str]) -> None:
+    def _check_shards_unchanged(self, run: Run, shards: dict[str, Any], new: set[str]) -> None:
         """RequestError if the shards differ from those at the run's start, except in sources that are `new`."""
         before = run.read("data.json")
         if not before and (run.path / "data.json").exists() and not self.force:
