@@ -14,14 +14,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import lightning.pytorch as lightning
-import torch
 import torch.distributed as dist
 from lightning.fabric.utilities.distributed import _set_num_threads_if_needed
 from lightning.pytorch.loops.fit_loop import _FitLoop
 from lightning.pytorch.loops.training_epoch_loop import _TrainingEpochLoop
 from lightning.pytorch.profilers import Profiler
 from lightning.pytorch.strategies.launchers.subprocess_script import _SubprocessScriptLauncher
-from torch import Tensor
 
 if TYPE_CHECKING:  # it takes a quarter of a second, which `lm plan` need not wait for
     from torch.utils.tensorboard import SummaryWriter
@@ -129,11 +127,6 @@ def save_subclass_arguments(module: lightning.LightningModule, options: type) ->
 def drop_step_context(trainer: lightning.Trainer) -> None:
     """Run `training_step` outside of the precision's context: it is more than a forward pass, and enters it itself."""
     trainer.precision_plugin.train_step_context = nullcontext
-
-
-def loss_scale(scaler: torch.amp.GradScaler) -> Tensor:
-    """The scale of a GradScaler, as a tensor on the device; the public `get_scale` would wait for the device."""
-    return scaler._scale  # pyright: ignore[reportReturnType]
 
 
 def wrap_methods(target: Any, names: Iterable[str], wrap: Callable[[str, Callable], Callable]) -> None:

@@ -18,7 +18,7 @@ from lm.kernels.torch_private import foreach_mul_, foreach_norm
 
 
 class StepResult(NamedTuple):
-    """Results of one step: tensors on the device, for which the host has not waited."""
+    """Results of one step: tensors on the device, made without a host-device synchronization."""
 
     loss: Tensor  # () mean over the unmasked targets of all ranks, in nats
     loss_sum: Tensor  # () sum of the losses of these targets
@@ -30,70 +30,79 @@ class StepResult(NamedTuple):
 
 def optimizer_step(
     batch: Batch,
-    forward_backward: Callable[[Batch], Tensor],
+    compute_losses: Callable[[Batch], tuple[Tensor, Tensor]],
     optimizer: torch.optim.Optimizer,
     *,
     micro_batch_size: int,
-    tokens_per_step: int,
     lr_factor: float,
     max_norm: float | None = None,
-    update: Callable[[], Any] | None = None,
+    backward: Callable[[Tensor], Any] | None = None,
     no_sync: Callable[[], AbstractContextManager] = nullcontext,
-    loss_scale: Callable[[], Tensor] | None = None,
+    update: Callable[[], Any] | None = None,
+    loss_scale: Tensor | float = 1.0,
 ) -> StepResult:
-    """Accumulate, average and clip the gradients, and update the weights; the caller clears the gradients.
+    """Accumulate and clip the gradients of the mean loss, and update the weights; the caller clears the gradients.
 
     Args:
         batch: rows `(B, T + 1)` of this rank, a whole number of micro-batches.
-        forward_backward: runs one micro-batch: adds its gradient to `.grad` and returns its detached token losses,
-            `(b, T)`. The gradient is of the sum of these losses (plus terms of the model, such as a z-loss), divided by
-            the number of this rank's positions in the step, masked or not, and averaged over ranks, as in DDP.
-        optimizer: any `torch.optim.Optimizer`. If it has an attribute `skip`, as those of `optim.build_optimizer` do,
-            it skips non-finite steps itself, without a device synchronization.
+        compute_losses: the model's losses of one micro-batch: `()`, the sum to minimize, and `(b, T)`, detached, the
+            loss of each token. The sum may have further terms, such as a z-loss.
+        optimizer: any `torch.optim.Optimizer`; see `step_unless` for those that skip a step on the device.
         micro_batch_size: rows in each forward and backward pass.
-        tokens_per_step: positions in the step, masked or not, summed over all ranks.
         lr_factor: multiplies each parameter group's initial learning rate, which the group keeps as `peak_lr`.
         max_norm: clip the global gradient norm to this value; None or 0: no clipping.
-        update: called instead of `optimizer.step` to update the weights.
+        backward: called with the loss, a scalar, in place of `loss.backward()`. Either has to average the gradients over
+            ranks, as those of DDP and FSDP do.
         no_sync: context manager in which backward passes do not average gradients over ranks, such as DDP's `no_sync`.
-        loss_scale: returns the scale of a GradScaler, by which `forward_backward` multiplied the loss. `update` must
-            then call the scaler's `step`, which unscales the gradients and skips the update if one is not finite.
+        update: called in place of `optimizer.step()`.
+        loss_scale: the factor by which `backward` multiplies the loss; `update` divides the gradients by it again, as
+            a GradScaler's `step` does.
     """
-    *first, last = batch.split(micro_batch_size)  # (b, T + 1) each
+    # The loss is a mean over the unmasked targets of all micro-batches and ranks, wherever they are, so they are
+    # counted first. Averaging the gradients over ranks divides by the number of ranks, and so this does too.
+    num_targets = torch.full((), batch.num_targets, dtype=torch.int64, device=batch.tokens.device)
+    num_targets = sum_over_ranks(num_targets)
+    targets_per_rank = num_targets.clamp(min=1) / world_size()
+
+    micro_batches = batch.split(micro_batch_size)  # (b, T + 1) each
     token_losses = []  # (b, T) each
-    for micro_batch in first:
-        with no_sync():
-            token_losses.append(forward_backward(micro_batch))
-    token_losses.append(forward_backward(last))  # the last backward pass averages over ranks
+    for index, micro_batch in enumerate(micro_batches, start=1):
+        is_last = index == len(micro_batches)
+        with nullcontext() if is_last else no_sync():  # the last backward pass averages over ranks
+            total, losses = compute_losses(micro_batch)  # (), (b, T)
+            loss = total / targets_per_rank
+            backward(loss) if backward else loss.backward()
+        token_losses.append(losses)
+    loss_sum = sum_over_ranks(sum(losses.sum() for losses in token_losses))
+    mean_loss = loss_sum / num_targets.clamp(min=1)
 
-    loss_sum = sum(losses.sum() for losses in token_losses)
-    num_targets = torch.full((), batch.num_targets, dtype=torch.int64, device=loss_sum.device)
-    loss_sum, num_targets = sum_over_ranks(loss_sum, num_targets)
-    loss = loss_sum / num_targets.clamp(min=1)
-
-    # The gradient is a mean over all positions; make it the mean over the unmasked targets, wherever they were.
-    rescale = tokens_per_step / num_targets.clamp(min=1)  # exactly 1 where nothing is masked
     gradients = [p.grad for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
-    grad_norm = total_norm(gradients) * rescale / (loss_scale() if loss_scale else 1)
-    if max_norm:
-        rescale = rescale * (max_norm / (grad_norm + 1e-6)).clamp(max=1)
+    grad_norm = total_norm(gradients) / loss_scale
+    clip = (max_norm / (grad_norm + 1e-6)).clamp(max=1) if max_norm else torch.ones_like(grad_norm)
 
-    # All ranks have the same loss and norm, so they agree on whether to skip. A GradScaler or an
-    # optimizer with `skip` skips the update itself; otherwise this function does.
-    update = update or optimizer.step
-    finite = loss.isfinite() & grad_norm.isfinite()
-    if loss_scale:
-        rescale = torch.where(finite, rescale, torch.nan)  # the scaler skips a step with NaN gradients
-    elif hasattr(optimizer, "skip"):
-        optimizer.skip = ~finite
-    elif not finite:  # waits for the device
-        update = lambda: None  # noqa: E731
-    foreach_mul_(gradients, rescale.to(gradients[0].dtype))
+    # All ranks have the same loss and norm, so they agree on whether to skip. The gradients of a skipped step become
+    # NaN, of which a GradScaler on any rank takes notice, also where its own shards were finite.
+    finite = mean_loss.isfinite() & grad_norm.isfinite()
+    clip = torch.where(finite, clip, torch.nan)
+    foreach_mul_(gradients, clip.to(gradients[0].dtype))
 
     for group in optimizer.param_groups:
         group["lr"] = group.setdefault("peak_lr", group["lr"]) * lr_factor
-    update()
-    return StepResult(loss, loss_sum, num_targets, grad_norm, finite, token_losses)
+    step_unless(~finite, optimizer, update or optimizer.step)
+    return StepResult(mean_loss, loss_sum, num_targets, grad_norm, finite, token_losses)
+
+
+def step_unless(skip: Tensor, optimizer: torch.optim.Optimizer, step: Callable[[], Any]) -> None:
+    """Call the `step` of an optimizer, which must change nothing if `skip`, a bool scalar on the device, is true.
+
+    An optimizer with an attribute `skip`, as those of `optim.build_optimizer` have, sees to that itself, without a
+    host-device synchronization.
+    """
+    if hasattr(optimizer, "skip"):
+        optimizer.skip = skip
+    elif skip:  # waits for the device
+        return
+    step()
 
 
 def total_norm(tensors: list[Tensor]) -> Tensor:
@@ -103,11 +112,14 @@ def total_norm(tensors: list[Tensor]) -> Tensor:
     return norm.full_tensor() if hasattr(norm, "full_tensor") else norm
 
 
-def sum_over_ranks(*tensors: Tensor) -> list[Tensor]:
-    """Sum each tensor over all ranks, in one fp64 all-reduce; with a single rank, return the tensors as they are."""
-    if not (dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1):
-        return list(tensors)
-    flat = torch.cat([tensor.double().flatten() for tensor in tensors])
-    dist.all_reduce(flat)
-    parts = flat.split([tensor.numel() for tensor in tensors])
-    return [part.view_as(tensor).to(tensor.dtype) for part, tensor in zip(parts, tensors)]
+def world_size() -> int:
+    return dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1
+
+
+def sum_over_ranks(value: Tensor) -> Tensor:
+    """Sum a tensor over all ranks, in fp64; with a single rank, return it as it is."""
+    if world_size() == 1:
+        return value
+    total = value.double()
+    dist.all_reduce(total)
+    return total.to(value.dtype)

@@ -17,6 +17,7 @@ from peer_models import Training, build
 
 from lm.data.loader import Batch
 from lm.model.config import DecoderConfig, matrix_rows
+from lm.model.decoder import Losses
 from lm.training.config import OptimizerConfig
 from lm.training.optim import build_optimizer
 from lm.training.step import optimizer_step
@@ -82,14 +83,11 @@ def ours(rows: torch.Tensor, optimizer_name: str, compile: str) -> Callable[[], 
     model = build(f"lm:{compile}", CONFIG, LENGTH, DEVICE).model
     optimizer = build_optimizer(model, OptimizerConfig(name=optimizer_name, lr=1e-3), matrix_rows(CONFIG))
 
-    def forward_backward(batch: Batch) -> torch.Tensor:
-        losses = model(batch.input_ids, labels=batch.labels)
-        (losses.total / (ROWS * LENGTH)).backward()
-        return losses.per_token
+    def compute_losses(batch: Batch) -> Losses:
+        return model(batch.input_ids, labels=batch.labels)
 
     def step() -> None:
-        optimizer_step(Batch(rows), forward_backward, optimizer, micro_batch_size=ROWS, tokens_per_step=ROWS * LENGTH,
-                       lr_factor=1.0, max_norm=1.0)  # fmt: skip
+        optimizer_step(Batch(rows), compute_losses, optimizer, micro_batch_size=ROWS, lr_factor=1.0, max_norm=1.0)
         optimizer.zero_grad()
 
     return step

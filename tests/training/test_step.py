@@ -41,40 +41,38 @@ def test_it_imports_nothing_of_lightning():
     subprocess.run([sys.executable, "-c", code], cwd=HERE.parent, check=True)
 
 
-def made():
+def make_model():
     torch.manual_seed(0)
     decoder = Decoder(SMALL)
     return decoder, build_optimizer(decoder, OptimizerConfig(lr=1e-2, weight_decay=0.1, eps=1e-3), {})
 
 
-def batch(**masked):
+def make_batch(**masked):
     tokens = torch.randint(SMALL.vocab_size, (6, 9), generator=torch.Generator().manual_seed(1))
     return Batch(tokens.to(torch.int32), **masked)
 
 
-def take(decoder, optimizer, rows, factor=1.0, **options):
+def run_step(decoder, optimizer, batch, factor=1.0, **options):
     """A step of three micro-batches of 2 x 8 tokens."""
 
-    def forward_backward(micro_batch):
+    def compute_losses(micro_batch):
         total, token_losses = decoder(micro_batch.input_ids, labels=micro_batch.labels)
-        (total / 48 * factor).backward()
-        return token_losses * factor
+        return total * factor, token_losses * factor
 
-    options = {"forward_backward": forward_backward, "lr_factor": 1.0} | options
-    return optimizer_step(rows, optimizer=optimizer, micro_batch_size=2, tokens_per_step=48, **options)
+    return optimizer_step(batch, compute_losses, optimizer, micro_batch_size=2, **{"lr_factor": 1.0} | options)
 
 
 def test_it_is_the_step_of_a_few_lines_of_torch():
     """The gradient is that of the mean over the unmasked targets, whatever micro-batch they are in."""
     mask = torch.rand(6, 8, generator=torch.Generator().manual_seed(2)) > 0.4
-    rows, (decoder, optimizer) = batch(mask=mask), made()
-    result = take(decoder, optimizer, rows, lr_factor=0.3, max_norm=0.5)
+    batch, (decoder, optimizer) = make_batch(mask=mask), make_model()
+    result = run_step(decoder, optimizer, batch, lr_factor=0.3, max_norm=0.5)
 
-    reference, _ = made()
+    reference, _ = make_model()
     matrices, vectors = ([p for p in reference.parameters() if (p.ndim > 1) == wide] for wide in (True, False))
     plain = torch.optim.AdamW([{"params": matrices, "weight_decay": 0.1}, {"params": vectors, "weight_decay": 0.0}],
                               lr=3e-3, betas=(0.9, 0.95), eps=1e-3)  # fmt: skip  # a small eps would amplify rounding
-    loss = torch.nn.functional.cross_entropy(reference(rows.input_ids).flatten(0, 1), rows.labels.flatten())
+    loss = torch.nn.functional.cross_entropy(reference(batch.input_ids).flatten(0, 1), batch.labels.flatten())
     loss.backward()
     norm = torch.nn.utils.clip_grad_norm_(reference.parameters(), 0.5)
     plain.step()
@@ -86,20 +84,21 @@ def test_it_is_the_step_of_a_few_lines_of_torch():
 
 @pytest.mark.parametrize("kind", ["ours", "torch's"])
 def test_a_step_that_is_not_finite_changes_no_weight(kind):
-    decoder, optimizer = made()
+    decoder, optimizer = make_model()
     if kind == "torch's":
         optimizer = torch.optim.AdamW(decoder.parameters(), lr=1e-2)
     before = [weight.clone() for weight in decoder.parameters()]
-    assert not take(decoder, optimizer, batch(), factor=torch.nan).finite
+    assert not run_step(decoder, optimizer, make_batch(), factor=torch.nan).finite
     assert all(map(torch.equal, decoder.parameters(), before))
     optimizer.zero_grad()
-    assert take(decoder, optimizer, batch(), lr_factor=0.5).finite
+    assert run_step(decoder, optimizer, make_batch(), lr_factor=0.5).finite
     assert not any(map(torch.equal, decoder.parameters(), before))
     assert {(group["lr"], group["peak_lr"]) for group in optimizer.param_groups} == {(5e-3, 1e-2)}
 
 
 def test_gradients_stay_on_their_rank_but_for_the_last_micro_batch():
-    held, order, (decoder, optimizer) = [], [], made()
+    held, order = [], []
+    decoder, optimizer = make_model()
 
     class Held:
         def __enter__(self):
@@ -108,11 +107,9 @@ def test_gradients_stay_on_their_rank_but_for_the_last_micro_batch():
         def __exit__(self, *exception):
             held.append(False)
 
-    def forward_backward(micro_batch):
+    def backward(loss):
         order.append(len(held))
-        total, token_losses = decoder(micro_batch.input_ids, labels=micro_batch.labels)
-        total.backward()
-        return token_losses
+        loss.backward()
 
-    take(decoder, optimizer, batch(), no_sync=Held, forward_backward=forward_backward)
+    run_step(decoder, optimizer, make_batch(), no_sync=Held, backward=backward)
     assert held == [True, False, True, False] and order == [1, 3, 4]
