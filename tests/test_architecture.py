@@ -58,15 +58,21 @@ def room(module: str) -> str:
 
 
 def imports(path: Path) -> set[str]:
-    """The modules of lm that a file imports, anywhere in it."""
+    """The modules of lm that a file imports, anywhere in it but for types alone."""
     found = set()
-    for node in ast.walk(ast.parse(path.read_text())):
+    tree = ast.parse(path.read_text())
+    tree.body = [node for node in tree.body if not is_for_types_alone(node)]
+    for node in ast.walk(tree):
         if isinstance(node, ast.Import):
             found |= {alias.name for alias in node.names}
         elif isinstance(node, ast.ImportFrom):
             found |= {f"{node.module}.{alias.name}" for alias in node.names}
             found.add(node.module or "")
     return {name for name in found if name in FILES and name != "lm"}
+
+
+def is_for_types_alone(node: ast.AST) -> bool:
+    return isinstance(node, ast.If) and "TYPE_CHECKING" in ast.unparse(node.test)
 
 
 def test_the_packages_are_these():
@@ -136,9 +142,7 @@ def imported_with(*modules: str) -> set[str]:
                 names |= {alias.name for alias in node.names}
             elif isinstance(node, ast.ImportFrom):
                 names |= {node.module or "", *(f"{node.module}.{alias.name}" for alias in node.names)}
-            elif not isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef) and not (
-                isinstance(node, ast.If) and "TYPE_CHECKING" in ast.unparse(node.test)
-            ):
+            elif not (isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef) or is_for_types_alone(node)):
                 nodes += ast.iter_child_nodes(node)
         waiting += names & FILES.keys()
     return found

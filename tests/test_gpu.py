@@ -35,7 +35,7 @@ from lm.model.decoder import Decoder, document_ids_from, rotary_table
 from lm.model.fused import fuse
 from lm.model.low_precision import LowPrecisionLinear, WeightCopies, use_low_precision
 from lm.system.hardware import has_fp8
-from lm.training.checkpoint_state import FolderCheckpointIO
+from lm.training.checkpoint_io import FolderCheckpointIO
 
 os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # read once, at the first matrix product of the process
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")]
@@ -279,7 +279,7 @@ def test_a_checkpoint_is_copied_into_page_locked_memory_that_is_kept(tmp_path):
     writer = FolderCheckpointIO()
     weight = torch.randn(300, 200, device="cuda")
     for _ in range(2):
-        copies = [writer.keep(("optimizer", "a"), weight.t())]
+        copies = [writer.copy_to_host(("optimizer", "a"), weight.t())]
         writer.wait_for_copies()
         assert copies[0].is_pinned() and torch.equal(copies[0], weight.t().cpu())
         weight += 1

@@ -26,7 +26,7 @@ from lm.model.huggingface import to_huggingface
 from lm.runs.checkpoint import write_files
 from lm.runs.resume import checkpoint_folder, chosen_model, hub_hint
 from lm.system.files import is_remote, new_folder, read_object
-from lm.training.checkpoint_state import model_files
+from lm.training.checkpoint_content import model_files
 from lm.training.step_stats import StepStats
 
 log = logging.getLogger(__name__)

@@ -5,7 +5,7 @@ hold the rest of what a resume needs. `trainer.json` has a digest of every other
 last. All files go to a temporary folder, which is synced and renamed; then the links `last` and `best` move. Nothing is
 pickled.
 
-`training/checkpoint_state` writes checkpoints in the background of a training.
+`training/checkpoint_io` writes checkpoints in the background of a training.
 """
 
 import base64

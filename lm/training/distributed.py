@@ -182,7 +182,7 @@ class FullyShardedStrategy(RanksTogether, ModelParallelStrategy):
 
         def gathered(value: Tensor) -> Tensor | None:
             whole = value.full_tensor() if isinstance(value, DTensor) else value  # on every rank
-            return self.checkpoint_io.keep((kind, next(places)), whole) if self.is_global_zero else None
+            return self.checkpoint_io.copy_to_host((kind, next(places)), whole) if self.is_global_zero else None
 
         state = apply_to_collection(state, Tensor, gathered)
         self.checkpoint_io.wait_for_copies()

@@ -11,8 +11,8 @@ from lm.data.loader import Batch
 from lm.errors import RequestError
 from lm.model.decoder import Losses
 from lm.system.stop_signals import STOP
-from lm.training import checkpoint_state
 from lm.training.lightning_patches import drop_step_context
+from lm.training.rng_state import restore_rng_state, rng_state
 from lm.training.schedule import lr_fraction
 from lm.training.step import StepResult, optimizer_step
 
@@ -43,7 +43,7 @@ class LightningStep:
         """
         module, steps = self._module, self._module.run_state.steps
         one = torch.ones((), device=module.device)
-        generators = checkpoint_state.rng_state()
+        generators = rng_state()
         try:
             with self._weight_copies:
                 return optimizer_step(
@@ -59,7 +59,7 @@ class LightningStep:
                     loss_scale=self._scaler.scale(one) if self._scaler else 1.0,
                 )
         except StepDropped:
-            checkpoint_state.restore_generators(generators)  # dropout has drawn from them
+            restore_rng_state(generators)  # dropout has drawn from them
             raise
         finally:
             self._optimizer.optimizer.zero_grad()

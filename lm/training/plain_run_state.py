@@ -15,7 +15,7 @@ from lm.data.mixture import describe_change
 from lm.errors import RequestError
 from lm.model.config import DecoderConfig
 from lm.runs.config_diff import differences
-from lm.training import checkpoint_state
+from lm.training.checkpoint_checks import TRAINING_ONLY
 from lm.training.run_state import OTHER_TRAINER, RunState
 from lm.training.schedule import plan_steps, warmup_and_decay_steps
 
@@ -107,7 +107,7 @@ class PlainRunState(RunState, Callback):
             now, mixture = {name: now[name] for name in ("decoder", "tokenizer")}, None
         changed = differences([now | {name: saved[name] for name in now if name in saved}, now])
         changes = [f"{name} was {before}, now {after}" for name, (before, after) in changed.items()
-                   if name.removeprefix("decoder.") not in checkpoint_state.TRAINING_ONLY]  # fmt: skip
+                   if name.removeprefix("decoder.") not in TRAINING_ONLY]  # fmt: skip
         if saved.get("mixture") and mixture:
             reason, _ = describe_change(saved["mixture"], mixture, self.consumed)
             changes += [reason] if reason else []

@@ -14,8 +14,10 @@ import torch
 from lm.errors import GuardStop, RequestError
 from lm.runs.checkpoint import Progress
 from lm.runs.run import Run
-from lm.training import checkpoint_state
+from lm.training.checkpoint_checks import check_same_model, check_same_tokenizer
+from lm.training.checkpoint_content import from_checkpoint, to_checkpoint
 from lm.training.pace import StepTimeEstimator
+from lm.training.rng_state import restore_rng_state
 from lm.training.schedule import Steps
 from lm.training.step_stats import StepStats
 
@@ -55,13 +57,13 @@ class RunState:
         restored, self.restored = self.restored, {}
         self.stats = StepStats(device, restored.get("step_stats"), sources, scaled)
         if "rng" in restored:
-            checkpoint_state.restore_generators(restored["rng"])
+            restore_rng_state(restored["rng"])
         elif rank:  # all ranks drew the same initial weights; from here on each drops out its own
             torch.manual_seed(torch.initial_seed() + rank)
 
     def save(self, module: Any, checkpoint: dict[str, Any]) -> None:
         """Turn Lightning's checkpoint, in place, into one of ours; on every rank."""
-        checkpoint_state.to_checkpoint(module, checkpoint)
+        to_checkpoint(module, checkpoint)
         checkpoint["cursor"] = {"consumed": self.consumed}
         checkpoint["pending_validation"] = self.pending_validation
         checkpoint["step_stats"] = self.stats.state_dict()
@@ -74,10 +76,10 @@ class RunState:
         if "lm" in checkpoint:
             raise RequestError(OTHER_TRAINER)
         data, ranks, rank = module.trainer.datamodule, checkpoint["ranks"], module.global_rank
-        checkpoint_state.check_same_tokenizer(checkpoint["files"], data, Path(module.trainer.ckpt_path))
-        checkpoint_state.restore_weights(module, checkpoint)
+        check_same_tokenizer(checkpoint["files"], data, Path(module.trainer.ckpt_path))
+        from_checkpoint(module, checkpoint)
         if not self.other_model:
-            checkpoint_state.check_same_model(checkpoint["files"], module)
+            check_same_model(checkpoint["files"], module)
         self.pending_validation = checkpoint.get("pending_validation", False) and data.has_validation
         self.consumed = checkpoint["cursor"]["consumed"]
         data.set_position(consumed=self.consumed)

@@ -51,7 +51,7 @@ def optimizer_step(
         micro_batch_size: rows in each forward and backward pass.
         lr_factor: multiplies each parameter group's initial learning rate, which the group keeps as `peak_lr`.
         max_norm: clip the global gradient norm to this value; None or 0: no clipping.
-        backward: called with the loss, a scalar, in place of `loss.backward()`. Either has to average the gradients over
+        backward: called with the loss, a scalar, in place of `loss.backward()`. Either must average the gradients over
             ranks, as those of DDP and FSDP do.
         no_sync: context manager in which backward passes do not average gradients over ranks, such as DDP's `no_sync`.
         update: called in place of `optimizer.step()`.

@@ -31,7 +31,7 @@ from lm.system.stop_signals import STOP
 from lm.system.units import plural
 from lm.training import checks
 from lm.training.callback import TakesCheckpoints
-from lm.training.checkpoint_state import FolderCheckpointIO
+from lm.training.checkpoint_io import FolderCheckpointIO
 from lm.training.config import TrainerConfig
 from lm.training.lightning_patches import PatchedTrainer, report_path
 from lm.training.precision import Float8Precision, choose_precision, multiplication_precision

@@ -306,7 +306,7 @@ def test_hours_under_torchrun_are_one_line(tmp_path, monkeypatch, capsys):
 
 def test_no_checkpoint_is_written_that_is_not_timed(tmp_path, monkeypatch):
     written = []
-    monkeypatch.setattr("lm.training.checkpoint_state.write_folder", lambda path, content: written.append(path))
+    monkeypatch.setattr("lm.training.checkpoint_io.write_folder", lambda path, content: written.append(path))
     monkeypatch.chdir(tmp_path)
     write_config(tmp_path, **{"trainer.callbacks": None})
     profile(request.read("profile", [*BENCH[2:6], "--steps", "2"]))

@@ -6,7 +6,7 @@ import time
 from lightning.pytorch import Callback
 
 from lm.errors import RunError
-from lm.training import checkpoint_state
+from lm.training import checkpoint_io
 
 
 class AtStep(Callback):
@@ -34,10 +34,10 @@ class FailingWrite(Callback):
     """
 
     def __init__(self, step: int, seconds: float) -> None:
-        self.name, self.seconds, self.write = f"step-{step:08d}", seconds, checkpoint_state.write_folder
+        self.name, self.seconds, self.write = f"step-{step:08d}", seconds, checkpoint_io.write_folder
 
     def on_train_start(self, trainer, pl_module):
-        checkpoint_state.write_folder = self._fail
+        checkpoint_io.write_folder = self._fail
 
     def _fail(self, folder, content):
         if folder.name != self.name:

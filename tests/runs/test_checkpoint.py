@@ -21,7 +21,8 @@ from lm.runs.run import Run
 from lm.system.files import digest, dump_checksummed, load_checksummed, remove_folder, stated_digest, write_atomically
 from lm.system.process import lm_version
 from lm.training.callbacks.checkpoints import Checkpoints, remove_half_written
-from lm.training.checkpoint_state import FolderCheckpointIO, checkpoint_tensors
+from lm.training.checkpoint_content import checkpoint_tensors
+from lm.training.checkpoint_io import FolderCheckpointIO
 
 
 def content(step=3):
@@ -161,7 +162,7 @@ def test_a_failed_write_leaves_nothing_and_says_so(tmp_path):
 
 def test_writing_behind_keeps_what_was_there_at_the_time_of_saving(tmp_path, monkeypatch):
     io, changed = FolderCheckpointIO(), threading.Event()
-    monkeypatch.setattr("lm.training.checkpoint_state.write_folder",
+    monkeypatch.setattr("lm.training.checkpoint_io.write_folder",
                         lambda *arguments: changed.wait(30) and write_folder(*arguments))  # fmt: skip
     moving = content() | {"callbacks": {"spike": {"losses": [1.0]}}}
     io.save_checkpoint(moving, tmp_path / "c", storage_options=lambda: point(tmp_path / "last", "c"))
@@ -210,7 +211,7 @@ def test_where_the_disk_is_slow_the_next_save_waits(tmp_path):
 
 
 @pytest.mark.parametrize("place, message", [
-    ("missing/c", "could not write"), ("c", "is whole, but the links .* cannot be changed: No such file"),
+    ("missing/c", "could not write"), ("c", "is complete, but the links .* cannot be changed: No such file"),
 ])  # fmt: skip
 def test_a_failure_behind_is_one_line_of_the_next_save(tmp_path, place, message):
     io = FolderCheckpointIO()
@@ -389,10 +390,10 @@ def test_memory_is_reserved_for_every_tensor_of_a_checkpoint(tmp_path, optimizer
 
 def test_copies_go_into_the_memory_that_was_reserved(monkeypatch):
     io, tensor, made = FolderCheckpointIO(), torch.randn(3, 2), []
-    monkeypatch.setattr("lm.training.checkpoint_state.memory_for",
+    monkeypatch.setattr("lm.training.checkpoint_io.allocate_host_memory",
                         lambda tensor: made.append(threading.current_thread().name) or torch.empty_like(tensor))  # fmt: skip
-    io.reserve({("state_dict", "w"): tensor})
-    assert torch.equal(io.keep(("state_dict", "w"), tensor), tensor)
+    io.reserve_host_memory({("state_dict", "w"): tensor})
+    assert torch.equal(io.copy_to_host(("state_dict", "w"), tensor), tensor)
     assert [name.partition("_")[0] for name in made] == ["checkpoint"]  # the thread that writes
 
 
@@ -401,7 +402,7 @@ def test_a_reservation_hides_no_failure_and_is_none_itself(tmp_path, monkeypatch
     io, tensor, empty = FolderCheckpointIO(), torch.randn(3, 2), torch.empty
     io.save_checkpoint(content(), tmp_path / "missing" / "c")
     with pytest.raises(RunError, match="could not write"):
-        io.reserve({("state_dict", "w"): tensor})
+        io.reserve_host_memory({("state_dict", "w"): tensor})
 
     def unlocked(*shape, pin_memory=None, **options):
         if pin_memory is not None:
@@ -409,5 +410,5 @@ def test_a_reservation_hides_no_failure_and_is_none_itself(tmp_path, monkeypatch
         return empty(*shape, **options)
 
     monkeypatch.setattr(torch, "empty", unlocked)
-    io.reserve({("state_dict", "w"): tensor})
-    assert torch.equal(io.keep(("state_dict", "w"), tensor), tensor)
+    io.reserve_host_memory({("state_dict", "w"): tensor})
+    assert torch.equal(io.copy_to_host(("state_dict", "w"), tensor), tensor)

@@ -12,7 +12,8 @@ from trainings import fit, make_workplace
 from lm.errors import RequestError
 from lm.model.config import DecoderConfig
 from lm.model.decoder import Decoder
-from lm.training.checkpoint_state import check_same_optimizer, parameter_names
+from lm.training.checkpoint_checks import check_same_optimizer
+from lm.training.checkpoint_content import parameter_names
 from lm.training.config import GroupConfig, GroupsConfig, OptimizerConfig
 from lm.training.optim import build_optimizer
 from lm.training.optimizer_by_class import build_by_class
@@ -86,14 +87,14 @@ def test_what_cannot_train_is_one_line(place, optimizer, message):
 def test_another_optimizer_s_checkpoint_is_refused(place):
     fit(place, "other", **{"model.optimizer": SGD, "trainer.max_steps": 3})
     refused, _ = fit(place, "other", "--ckpt_path", "auto", expect=2, **{"model.optimizer": OWN})
-    said = "optimizer.class_path torch.optim.SGD, and this training has class_path my_"
+    said = "optimizer.class_path torch.optim.SGD, and this run has class_path my_"
     assert said in refused.stderr.splitlines()[-1]
 
 
 @pytest.mark.parametrize(("written", "now", "message"), [
     ({"class_path": "torch.optim.SGD"}, SGD, None),
     ({"class_path": "torch.optim.Adam"}, SGD, "has class_path torch.optim.SGD: give class_path torch.optim.Adam"),
-    ({"class_path": "torch.optim.Adam"}, {"name": "muon"}, "this training has name muon: give class_path torch.optim.Adam"),
+    ({"class_path": "torch.optim.Adam"}, {"name": "muon"}, "this run has name muon: give class_path torch.optim.Adam"),
     ({"name": "muon"}, SGD, "give name muon and no class_path"),
     ({"name": "muon"}, {"name": "adamw"}, "give name muon$"),
     ({"name": "adamw"}, {"configure_optimizers": "torch.optim.sgd.SGD"}, "has configure_optimizers torch.optim.sgd.SGD"),

@@ -16,7 +16,7 @@ from lm.runs.checkpoint import link_to, read_document
 from lm.runs.run import Run, how_to_resume
 from lm.system.files import disk_space, remove_folder, remove_stale, stated_digest
 from lm.system.stop_signals import STOP
-from lm.training.checkpoint_state import checkpoint_tensors
+from lm.training.checkpoint_content import checkpoint_tensors
 from lm.training.module import LanguageModule
 from lm.training.optim import state_size
 from lm.training.trainer import Trainer
@@ -93,7 +93,7 @@ class Checkpoints(ModelCheckpoint):
         self._check_checkpoints_can_be_written(trainer)
         if not self._memory_is_reserved:
             self._memory_is_reserved = True
-            trainer.checkpoint_io.reserve(checkpoint_tensors(pl_module))
+            trainer.checkpoint_io.reserve_host_memory(checkpoint_tensors(pl_module))
         if self._due(trainer.global_step) and not trainer.validates_after(trainer.global_step):
             self.save(trainer)
 

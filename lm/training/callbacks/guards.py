@@ -7,9 +7,9 @@ from typing import Any, Generic, TypeVar
 from lm.errors import GuardStop
 from lm.runs.checkpoint import find_damage
 from lm.system.process import steady_time
-from lm.training import checkpoint_state
 from lm.training.callback import Callback, call_hook
 from lm.training.callbacks.logging import remaining
+from lm.training.checkpoint_content import from_checkpoint
 from lm.training.config import Action
 from lm.training.guards import Finding, Line, Observer
 from lm.training.module import LanguageModule
@@ -141,7 +141,7 @@ class Rollback(Callback):
         step = trainer.global_step
         self.done, self.good = self.done + 1, step  # whose checkpoint will have the weights that are returned to
         checkpoint = trainer.strategy.load_checkpoint(trainer.run.path / f"step-{to:08d}")
-        checkpoint_state.restore_weights(pl_module, checkpoint)
+        from_checkpoint(pl_module, checkpoint)
         trainer.strategy.load_model_state_dict(checkpoint)
         trainer.strategy.load_optimizer_state_dict(checkpoint)
         trainer.checkpoint_callback.request()  # otherwise a resume after a kill would repeat the bad steps

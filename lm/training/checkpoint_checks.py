@@ -1,0 +1,115 @@
+"""Whether a checkpoint fits a model, its optimizer and its data; a RequestError says what differs."""
+
+import json
+import shlex
+from dataclasses import fields
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from lm.data.datamodule import DataModule
+from lm.data.tokenizer import Tokenizer
+from lm.errors import RequestError
+from lm.model.config import CUSTOM_MODEL_TYPE, DecoderConfig
+from lm.model.decoder import Decoder
+from lm.model.huggingface import config_from_json, to_huggingface
+from lm.runs.run import Run
+
+if TYPE_CHECKING:
+    from lm.training.module import LanguageModule
+
+# Fields of the decoder's config that do not change what it computes from its weights when it is not trained.
+TRAINING_ONLY = {"vocab_size", "max_position_embeddings", "initializer_range", "zero_init_residual", "dropout"}
+
+
+def check_same_class(files: dict[str, str], module: "LanguageModule") -> None:
+    """RequestError if the checkpoint's model was built by another class than this module's."""
+    document = json.loads(files["config.json"])
+    saved_class = document["architectures"][0] if document.get("model_type") == CUSTOM_MODEL_TYPE else None
+    model_class = None if module.builtin else type(module).__name__
+    if saved_class == model_class:
+        return
+    model = "this project's decoder" if model_class is None else f"that of {model_class}"
+    if saved_class is None:
+        raise RequestError(f"this is a checkpoint of this project's decoder, and the model is {model}: give it to `lm`")
+    raise RequestError(
+        f"this is a checkpoint of a model that the class {saved_class} builds, and the model is {model}: give the "
+        f"command to the file that has `lm.run({saved_class})`"
+    )
+
+
+def check_same_model(files: dict[str, str], module: "LanguageModule") -> None:
+    """RequestError if a checkpoint's `config.json` describes a model that computes something else with the same
+    weights: other rotary wavelengths, windows, heads ..."""
+    document, config = json.loads(files["config.json"]), module.config
+    if module.builtin:
+        saved, saved_arguments, arguments = config_from_json(document), {}, {}
+    else:
+        from lm.model.custom import plain_arguments
+
+        saved, saved_arguments = DecoderConfig(**document["decoder"]), document["init_args"]
+        arguments = plain_arguments(type(module), module.hparams)
+    names = {field.name for field in fields(DecoderConfig)} - TRAINING_ONLY
+    if saved.windows == config.windows:
+        names -= {"window_pattern", "sliding_window"}  # the same in other words
+    pairs = {f"decoder.{name}": (getattr(saved, name), getattr(config, name)) for name in sorted(names)}
+    pairs |= {name: (value, arguments.get(name)) for name, value in saved_arguments.items()}
+    differing = {name: pair for name, pair in pairs.items() if pair[0] != pair[1]}
+    if differing:
+        changes = ", ".join(f"model.{name} is {old} there and {new} here" for name, (old, new) in differing.items())
+        values = {name: "null" if old is None else shlex.quote(str(old)) for name, (old, _) in differing.items()}
+        fix = " ".join(f"--model.{name} {value}" for name, value in values.items())
+        raise RequestError(f"this is a checkpoint of another model: {changes}; give {fix}, or --force to compute it so")
+
+
+def check_same_shapes(weights: dict[str, Tensor], module: "LanguageModule") -> None:
+    """RequestError if the weights of a checkpoint have other names or shapes than the model's."""
+    expected = module.decoder.state_dict()
+    if module.builtin:
+        with torch.device("meta"):
+            expected = to_huggingface(Decoder(module.config).state_dict(), module.config)
+    saved_shapes, shapes = ({name: tuple(w.shape) for name, w in side.items()} for side in (weights, expected))
+    for name in sorted(shapes.keys() | saved_shapes.keys()):
+        saved_shape, shape = saved_shapes.get(name, "absent"), shapes.get(name, "absent")
+        if saved_shape != shape:
+            raise RequestError(
+                f"this is a checkpoint of another architecture: its {name} is {saved_shape}, the config makes it "
+                f"{shape}; without --config the config of the checkpoint's run is used"
+            )
+
+
+def check_same_optimizer(saved: dict[str, str] | None, current: dict[str, str]) -> None:
+    """RequestError if the state is of another optimizer, both as `checkpoint_content.describe_optimizer` gives them."""
+    if saved is None or saved == current:
+        return
+    [[saved_option, saved_value], [option, value]] = [*saved.items(), *current.items()]
+    place = "" if saved_option == "configure_optimizers" else "model.optimizer."
+    drop_class_path = " and no class_path" if option == "class_path" != saved_option else ""
+    raise RequestError(
+        f"this is a checkpoint of another optimizer, of {place}{saved_option} {saved_value}, and this run has {option} "
+        f"{value}: give {saved_option} {saved_value}{drop_class_path}"
+    )
+
+
+def check_same_tokenizer(files: dict[str, str], data: DataModule, checkpoint: Path) -> None:
+    """RequestError if a checkpoint's token ids mean other texts than those of the data."""
+    tokenizer = data.tokenizer
+    if files["tokenizer.json"] == tokenizer.text:
+        return
+    saved = Tokenizer(files["tokenizer.json"], json.loads(files["tokenizer_config.json"]), name="the checkpoint's")
+    if saved.vocabulary != tokenizer.vocabulary:
+        raise RequestError(
+            f"the data's tokenizer ({len(tokenizer.vocabulary):,} tokens) is not the checkpoint's "
+            f"({len(saved.vocabulary):,} tokens), so the same ids mean other texts: prepare the text again with "
+            f"--tokenizer {original_checkpoint(checkpoint)} and another --output, and give that as data.path"
+        )
+
+
+def original_checkpoint(checkpoint: Path) -> Path:
+    """A checkpoint, or, of one that a new branch begins with, that of the run which it is from."""
+    branch = Run(checkpoint.parent).read("run.json").get("branch")
+    if branch and checkpoint.name == f"step-{branch['step']:08}":
+        return Path(branch["path"], checkpoint.name)
+    return checkpoint

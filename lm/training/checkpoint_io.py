@@ -1,0 +1,143 @@
+"""Saves and loads checkpoints for Lightning's Trainer; a thread writes them while the training continues.
+
+`training/checkpoint_content` is what they hold, `runs/checkpoint` the folder on the disk; `callbacks/checkpoints`
+decides when one is saved.
+"""
+
+import logging
+import os
+from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
+from copy import deepcopy
+from pathlib import Path
+from typing import Any
+
+import torch
+from lightning.pytorch.plugins.io import CheckpointIO
+from torch import Tensor
+
+from lm.errors import RunError
+from lm.runs.checkpoint import TENSORS, read_folder, write_folder
+from lm.runs.run import Run
+from lm.system.files import remove_folder
+
+log = logging.getLogger(__name__)
+
+
+class HostCopy(Tensor):
+    """A tensor in host memory that training does not write to, so that a checkpoint need not copy it again."""
+
+
+class FolderCheckpointIO(CheckpointIO):
+    """Copies the tensors of a checkpoint, and writes its folder in the background."""
+
+    def __init__(self) -> None:
+        self.load_optimizer = True  # set False where only weights are wanted (validate, test, predict)
+        self.verified: Path | None = None  # the checkpoint whose files have just been compared with their digests
+        self._writer = ThreadPoolExecutor(max_workers=1, thread_name_prefix="checkpoint")
+        self._pending: Future[None] | None = None  # the newest write, or reservation of memory
+        self._host_memory: dict[tuple[str, str | int], Tensor] = {}  # for copies; reused by the next checkpoint
+
+    # ---- Lightning's interface ----------------------------------------------------------------------------------
+
+    def save_checkpoint(
+        self,
+        checkpoint: dict[str, Any],
+        path: str | os.PathLike[str],
+        storage_options: Callable[[], None] | None = None,
+    ) -> None:
+        """Copy the tensors now and write them in the background, after the previous write, which raises if it failed.
+
+        `storage_options`, Lightning's name for what a CheckpointIO defines, is called once the folder is written.
+        """
+        self.drain()
+        snapshot = {key: deepcopy(value) for key, value in checkpoint.items() if key not in TENSORS}
+        for key in [key for key in TENSORS if key in checkpoint]:
+            snapshot[key] = {name: self._snapshot((key, name), tensor) for name, tensor in checkpoint[key].items()}
+        self.wait_for_copies()
+        self._pending = self._writer.submit(write, Path(path), snapshot, storage_options)
+
+    def load_checkpoint(
+        self, path: str | os.PathLike[str], map_location: Any = None, weights_only: bool | None = None
+    ) -> dict[str, Any]:
+        """Read a folder to the CPU; the strategy moves what it needs."""
+        return read_folder(Path(path), self.load_optimizer, verify=Path(path) != self.verified)
+
+    def remove_checkpoint(self, path: str | os.PathLike[str]) -> None:
+        self.drain()
+        remove_folder(Path(path))
+
+    def teardown(self) -> None:
+        """Wait for the write; log its failure, since the run ends anyway."""
+        try:
+            self.drain()
+        except Exception as error:
+            log.error("%s", error)
+
+    # ---- the thread ---------------------------------------------------------------------------------------------
+
+    def drain(self) -> None:
+        """Wait until everything is on the disk; raise the failure of a write."""
+        pending, self._pending = self._pending, None
+        if pending is not None:
+            pending.result()
+
+    def raise_failures(self) -> None:
+        """Raise the failure of a write that has ended."""
+        if self._pending is not None and self._pending.done():
+            self.drain()
+
+    # ---- copies in host memory ----------------------------------------------------------------------------------
+
+    def copy_to_host(self, place: tuple[str, str | int], tensor: Tensor) -> Tensor:
+        """Copy a tensor into host memory that the next checkpoint reuses for `place`; then call `wait_for_copies`.
+
+        From a GPU the copy is asynchronous, into page-locked memory: several times faster than one-by-one copies into
+        newly allocated memory.
+        """
+        self.drain()  # the write before reads this memory
+        memory = self._host_memory.get(place)
+        if memory is None or (memory.shape, memory.dtype) != (tensor.shape, tensor.dtype):
+            memory = self._host_memory[place] = allocate_host_memory(tensor)
+        return memory.copy_(tensor.detach(), non_blocking=True).as_subclass(HostCopy)
+
+    def wait_for_copies(self) -> None:
+        """Wait until what `copy_to_host` returned can be read."""
+        if torch.cuda.is_initialized():
+            torch.cuda.synchronize()
+
+    def reserve_host_memory(self, tensors: dict[tuple[str, str], Tensor]) -> None:
+        """Allocate memory for copies of these tensors in the background: page-locking it takes a while, for which the
+        first checkpoint would keep the training waiting."""
+        self.drain()
+
+        def allocate() -> None:
+            self._host_memory |= {place: allocate_host_memory(tensor) for place, tensor in tensors.items()}
+
+        self._pending = self._writer.submit(allocate)
+
+    def _snapshot(self, place: tuple[str, str], tensor: Tensor) -> Tensor:
+        """A contiguous tensor in host memory that training will not write to."""
+        if tensor.device.type == "cuda":
+            return self.copy_to_host(place, tensor)
+        return tensor.detach().to("cpu", copy=not isinstance(tensor, HostCopy)).contiguous()
+
+
+def write(folder: Path, content: dict[str, Any], after_write: Callable[[], None] | None) -> None:
+    write_folder(folder, content)
+    try:
+        if after_write is not None:
+            after_write()
+    except OSError as error:
+        raise RunError(
+            f"the checkpoint {folder} is complete, but the links and older ones beside it cannot be changed: "
+            f"{error.strerror or error}; `{Run(folder.parent).resume_command()}` resumes from it"
+        ) from error
+
+
+def allocate_host_memory(tensor: Tensor) -> Tensor:
+    """Host memory for a copy of a tensor, page-locked if it is on a GPU and the system has enough of such memory."""
+    try:
+        return torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=tensor.is_cuda)
+    except RuntimeError:
+        return torch.empty(tensor.shape, dtype=tensor.dtype)
