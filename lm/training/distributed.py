@@ -72,7 +72,7 @@ class ReplicatedStrategy(RanksTogether, DDPStrategy):
         """The full optimizer state on rank zero, by `gathered_state_dict` if the optimizer divides it over ranks."""
         optimizer = getattr(optimizer, "optimizer", optimizer)
         gather = getattr(optimizer, "gathered_state_dict", None)
-        return optimizer.state_dict() if gather is None else gather(self.checkpoint_io.keep)
+        return optimizer.state_dict() if gather is None else gather(self.checkpoint_io.copy_to_host)
 
 
 def _add_in_bf16(state: None, bucket: dist.GradBucket) -> Future[Tensor]:  # pyright: ignore[reportPrivateImportUsage]

@@ -13,7 +13,8 @@ from torch.distributed.tensor import Shard, distribute_tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from trainings import fit, make_workplace
 
-from lm.training.muon import COEFFICIENTS, ROUNDS, Muon, assign_owners, orthogonalize
+from lm.training.muon import COEFFICIENTS, ROUNDS, Muon, orthogonalize
+from lm.training.muon_ranks import assign_owners
 from lm.training.optim import AdamW
 
 ALIKE = dict(lr=0.02, weight_decay=0.1)
