@@ -114,7 +114,7 @@ COMMANDS = {
 LEAVES = {  # what only an option, a device or another command asks for
     "lm.training.callbacks": "alerts budget call_thread evaluation events histograms postmortem predictions samples "
                              "throughput_floor",
-    "lm.training": "alerts budget distributed launcher muon muon_ranks optimizer_by_class optimizer_rules out_of_memory "
+    "lm.training": "alerts budget data_checks distributed launcher muon muon_ranks optimizer_by_class optimizer_rules fp8 out_of_memory "
                    "plain_run_state",
     "lm.evaluation": "benchmark public_tasks scoring tasks",
     "lm.data": "cache encode mixture overlap packing prepare rare reshuffle text_batches text_files",

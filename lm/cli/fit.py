@@ -34,8 +34,9 @@ from lm.system.process import other_arguments
 from lm.training.callbacks.run_folder import RunFolder
 from lm.training.callbacks.standard import standard_callbacks
 from lm.training.callbacks.summary import Summary
-from lm.training.checks import check_event_program, refuse
+from lm.training.checks import check_event_program
 from lm.training.config import sections_of_callbacks
+from lm.training.findings import refuse
 from lm.training.module import training_class
 from lm.training.trainer import Trainer
 

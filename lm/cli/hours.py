@@ -17,8 +17,7 @@ from lm.errors import RequestError, RunError
 from lm.runs.resume import runs_of_name
 from lm.system.process import arguments, command, seconds_since_process_start
 from lm.training.pace import steps_within
-from lm.training.trainer import devices_of_node
-from lm.training.world import srun_world, torchrun_world
+from lm.training.world import devices_of_node, srun_world, torchrun_world
 
 log = logging.getLogger(__name__)
 FEW = 4  # optimizer steps that are timed first, for the pace of a run of some hours

@@ -44,7 +44,7 @@ from lm.system.units import (
     format_time_and_cost,
     plural,
 )
-from lm.training.trainer import device_count
+from lm.training.world import device_count
 
 log = logging.getLogger(__name__)
 

@@ -20,7 +20,8 @@ from lm.model.estimates import describe_mfu
 from lm.runs.run import check_run_name
 from lm.system.hardware import device_name
 from lm.system.units import format_bytes, format_count, format_figure, format_time_and_cost, plural
-from lm.training.checks import Finding, check_event_program
+from lm.training.checks import check_event_program
+from lm.training.findings import Finding
 
 log = logging.getLogger(__name__)
 

@@ -26,13 +26,14 @@ from lm.system.devices import Device, assumed_speed, find_device
 from lm.system.files import DiskSpace, disk_space, is_remote, nonnegative, parse_json
 from lm.system.process import program
 from lm.system.units import format_bytes, format_count, format_figure, parse_bytes, plural
-from lm.training.checks import Finding, Known, check_accelerator, find, has_kernels
+from lm.training.checks import check_accelerator, find, has_kernels
 from lm.training.config import BudgetConfig, EvaluationConfig, OptimizerConfig
+from lm.training.findings import Finding, Known
 from lm.training.module import training_class
 from lm.training.optim import state_size
 from lm.training.precision import multiplication_precision, precision_for_cpu
 from lm.training.schedule import Steps, lr_fraction, plan_steps, warmup_and_decay_steps
-from lm.training.trainer import device_count
+from lm.training.world import device_count
 
 SMALL_MODEL, SMALL_BATCH = 50e6, 8_192  # parameters and tokens of a micro-batch below which the host limits the speed
 RESERVE_BYTES = 2**30  # CUDA context and library workspaces

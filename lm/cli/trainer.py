@@ -26,11 +26,11 @@ from lm.system.stop_signals import STOP
 from lm.training.callbacks.run_folder import RunFolder
 from lm.training.callbacks.standard import standard_callbacks
 from lm.training.callbacks.summary import Summary
-from lm.training.checks import check_event_program, refuse
+from lm.training.checks import check_event_program, check_parts, kind_of
 from lm.training.config import RunOptions, TrainerConfig, sections_of_callbacks
+from lm.training.findings import refuse
 from lm.training.module import LanguageModule
 from lm.training.trainer import Trainer as BareTrainer
-from lm.training.trainer import check_parts, kind_of
 
 
 class Trainer(BareTrainer):

@@ -46,7 +46,7 @@ class TakesCheckpoints(Protocol):
 
     requested: bool
     best_loss: float
-    left_behind: set[str]
+    stale: set[str]
 
     def request(self) -> None: ...
 

@@ -1,73 +1,36 @@
-"""Checks for options of a training that do not go together; `lm plan` prints the findings, and a fit runs them first.
+"""Checks for options of a training run that do not go together; `lm plan` prints the findings, a fit runs them first.
 
-A check is a pure function of options and of known facts about them. It yields findings, each a problem and its
-cure, if continuing would lose data, money or correctness, or would silently ignore an option. Values that
-an option can never have are refused where it is declared, in the `config` files.
+A check is a pure function of options and of known facts about them. It yields findings (`training/findings`) where
+continuing would lose data, money or correctness, or would silently ignore an option. Values that an option can never
+have are refused where it is declared, in the `config` files.
 """
 
 import os
 import shutil
-from collections.abc import Iterable, Iterator
-from dataclasses import dataclass, replace
-from fnmatch import fnmatchcase
+from collections.abc import Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 import torch
 from lightning.pytorch import callbacks
 from lightning.pytorch.callbacks import Callback
 
 from lm.data.config import DataConfig
+from lm.data.datamodule import DataModule
 from lm.data.tokenizer import Tokenizer
 from lm.errors import RequestError
-from lm.model.build import kernels_missing
 from lm.model.config import DecoderConfig
-from lm.model.decoder import Decoder, Linear
 from lm.runs.checkpoint import KEPT, encode
 from lm.system.process import under_torchrun
 from lm.system.units import shown
 from lm.training.config import EvaluationConfig, GroupConfig, ModelConfig, RunOptions, SamplesConfig, TrainerConfig
-from lm.training.precision import kept_in_bf16
+from lm.training.findings import LEAVE_OUT, Finding, Known, error
 from lm.training.world import srun_world
 
 if TYPE_CHECKING:
     from lm.system.devices import Device
 
-KERNELS_FROM, FP8_FROM = (8, 0), (8, 9)  # compute capability; the first is that of `model/fused`
-LEAVE_OUT = "leave it out"
-
-
-class Finding(NamedTuple):
-    """A problem of a training's options."""
-
-    level: Literal["error", "warning"]
-    what: str  # with the arithmetic
-    cure: str
-
-    def __str__(self) -> str:
-        separator = ": " if self.level == "error" else "; "
-        return f"{self.what}{separator}{self.cure}" if self.cure else self.what
-
-
-def error(what: str, cure: str = "") -> Finding:
-    return Finding("error", what, cure)
-
-
-def refuse(findings: Iterable[Finding]) -> None:
-    """Raise RequestError for the first of some findings of this module, which are all errors."""
-    if first := next(iter(findings), None):
-        raise RequestError(str(first))
-
-
-@dataclass(frozen=True)
-class Known:
-    """Known facts about a training; None: not known yet, and checks that need it are skipped."""
-
-    devices: int | None = None  # number of devices over all nodes
-    device: "Device | None" = None  # one of the devices
-    here: bool = False  # whether the device is in this machine
-    tokenizer: Tokenizer | None = None
-    has_validation: bool | None = None
+KERNELS_FROM = (8, 0)  # compute capability; see `model/fused`
 
 
 def find(
@@ -79,6 +42,8 @@ def find(
     if known.devices is not None:
         yield from check_ranks_options(trainer, known.devices)
     if trainer.precision.startswith("fp8"):
+        from lm.training.fp8 import check_fp8
+
         yield from check_fp8(trainer, model.decoder, data, known)
     if not custom:  # of which building it finds out more
         if model.decoder.tie_word_embeddings and model.optimizer.groups.output != GroupConfig():
@@ -211,42 +176,6 @@ def check_ranks_options(trainer: TrainerConfig, devices: int) -> Iterator[Findin
 # ---- the model on its device -----------------------------------------------------------------------------------------
 
 
-def check_fp8(trainer: TrainerConfig, decoder: DecoderConfig, data: DataConfig, known: Known) -> Iterator[Finding]:
-    """Devices and shapes that FP8 does not support, and patterns of `fp8_keep` that match nothing or everything."""
-    from lm.kernels.linear import MULTIPLE
-
-    precision, device = trainer.precision, known.device
-    if device is not None and (device.capability is None or device.capability < FP8_FROM):
-        yield error(f"trainer.precision {precision} needs an NVIDIA GPU of compute capability 8.9 or later (Ada, "
-                    f"Hopper, Blackwell), and this is {'a cpu' if device.capability is None else device.name}",
-                    "take bf16-mixed")  # fmt: skip
-    elif known.here and (missing := kernels_missing(torch.device("cuda"))) is not None:
-        yield error(f"trainer.precision {precision} quantises by a CUDA kernel, and {missing}")
-    seq_len = data.seq_len or decoder.max_position_embeddings
-    if data.micro_batch_size * seq_len % MULTIPLE:  # tokens are a dimension of the products that are weights' gradients
-        yield error(f"trainer.precision {precision} takes multiples of {MULTIPLE} tokens a micro-batch, and these are "
-                    f"{data.micro_batch_size} x {seq_len}", "change data.micro_batch_size or data.seq_len")  # fmt: skip
-    with torch.device("meta"):
-        parts = Decoder(replace(decoder, vocab_size=1)).named_modules()
-        matrices = {name: part for name, part in parts if isinstance(part, Linear)}
-    for pattern in trainer.fp8_keep or ():
-        if not any(fnmatchcase(name, pattern) for name in matrices):
-            *names, last = matrices
-            yield error(f"trainer.fp8_keep {pattern} fits no matrix",
-                        f"they are {', '.join(names[:4])} ... {last}")  # fmt: skip
-    keep = kept_in_bf16(trainer.fp8_keep, decoder.num_hidden_layers)
-    chosen = {name: matrix for name, matrix in matrices.items() if not any(fnmatchcase(name, one) for one in keep)}
-    if not chosen:
-        of_default = "" if trainer.fp8_keep is not None else ", which are the last block's by default,"
-        yield error(f"trainer.fp8_keep {' '.join(keep)}{of_default} leaves no matrix for FP8", "take bf16-mixed")
-    for name, matrix in chosen.items():
-        if matrix.in_features % MULTIPLE or matrix.out_features % MULTIPLE:
-            yield error(f"trainer.precision {precision} takes multiples of {MULTIPLE}, and {name} is "
-                        f"{matrix.out_features} x {matrix.in_features}",
-                        "change the decoder's sizes, or name it in trainer.fp8_keep")  # fmt: skip
-            break  # the other blocks have the same
-
-
 def has_kernels(device: "Device", kernels: str | bool) -> bool:
     """Whether our kernels would run on a device; `kernels` is as in `model.kernels`."""
     return kernels not in ("off", False) and device.capability is not None and device.capability >= KERNELS_FROM
@@ -275,3 +204,27 @@ def check_tokenizer(decoder: DecoderConfig, samples: SamplesConfig, tokenizer: T
         if (over := len(tokenizer.encode(text)) - context + 1) > 0:
             yield error(f"samples.prompts: {shown(text)} leaves no room in the context of {context}",
                         f"shorten it by {over} tokens or more")  # fmt: skip
+
+
+# ---- objects in place of options -------------------------------------------------------------------------------------
+
+
+def check_parts(model: Any, datamodule: Any) -> None:
+    """Raise RequestError unless the parts are a LanguageModule without weights outside its decoder and a DataModule."""
+    if isinstance(model, type) or not hasattr(model, "build_decoder"):  # whose file imports this one
+        raise RequestError(f"lm.Trainer trains an lm.LanguageModule, and this is {kind_of(model)}: build your model "
+                           "in `build_decoder` of a subclass, or take lightning.Trainer")  # fmt: skip
+    if model.hparams:  # the arguments of a subclass
+        from lm.model.custom import plain_arguments
+
+        plain_arguments(type(model), model.hparams)  # refuses what a checkpoint could not name
+    if own := [name for name in model.state_dict() if not name.startswith("decoder.")]:
+        raise RequestError(f"{type(model).__name__} has a weight or buffer of its own, {own[0]}, which is not trained "
+                           "and would be in no model: move it into the module that build_decoder returns")  # fmt: skip
+    if not isinstance(datamodule, DataModule):
+        raise RequestError(f"lm.Trainer takes its data from an lm.DataModule, and this is {kind_of(datamodule)}: give "
+                           "lm.DataModule(path), with a folder of `lm.prepare`")  # fmt: skip
+
+
+def kind_of(value: Any) -> str:
+    return f"the class {value.__name__}" if isinstance(value, type) else f"a {type(value).__name__}"

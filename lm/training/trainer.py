@@ -15,6 +15,7 @@ from lightning.fabric.plugins.environments.lightning import LightningEnvironment
 from lightning.fabric.plugins.environments.slurm import SLURMEnvironment
 from lightning.pytorch.callbacks import Callback, Checkpoint
 from lightning.pytorch.loggers import Logger
+from lightning.pytorch.plugins import Precision
 from lightning.pytorch.profilers import AdvancedProfiler, Profiler, SimpleProfiler
 from lightning.pytorch.strategies import Strategy
 from lightning.pytorch.trainer.states import TrainerFn
@@ -28,16 +29,16 @@ from lm.system.devices import find_device, peak_flops
 from lm.system.hardware import device_name, keep_freed_memory, process_bytes
 from lm.system.process import check_launcher
 from lm.system.stop_signals import STOP
-from lm.system.units import plural
-from lm.training import checks
 from lm.training.callback import TakesCheckpoints
 from lm.training.checkpoint_io import FolderCheckpointIO
+from lm.training.checks import check_accelerator, check_parts, check_trainer, find
 from lm.training.config import TrainerConfig
+from lm.training.findings import Known, refuse
 from lm.training.lightning_patches import PatchedTrainer, report_path
-from lm.training.precision import Float8Precision, choose_precision, multiplication_precision
+from lm.training.precision import choose_precision, multiplication_precision
 from lm.training.run_state import RunState
 from lm.training.schedule import Steps, plan_steps, warmup_and_decay_steps
-from lm.training.world import srun_world, torchrun_world
+from lm.training.world import Devices, apply_launcher, devices_of_node, srun_world, torchrun_world
 
 log = logging.getLogger(__name__)
 PROFILERS = {"simple": SimpleProfiler, "advanced": AdvancedProfiler}
@@ -57,7 +58,7 @@ class Trainer(PatchedTrainer):
     @arguments_from(TrainerConfig, Callback=Callback, Logger=Logger)
     def __init__(self, config: TrainerConfig) -> None:
         self.options = config
-        checks.refuse([*checks.check_trainer(config), *checks.check_accelerator(config.accelerator)])
+        refuse([*check_trainer(config), *check_accelerator(config.accelerator)])
         check_launcher()
         torch.set_float32_matmul_precision(config.matmul_precision)
         self.own_loggers = [config.logger] if isinstance(config.logger, Logger) else config.logger or []
@@ -68,14 +69,14 @@ class Trainer(PatchedTrainer):
         plugins: list[Any] = [self.checkpoint_io]
         devices, num_nodes, profiler = config.devices, config.num_nodes, config.profiler
         if torchrun := torchrun_world():
-            devices, num_nodes = _as_started("torchrun", torchrun, devices, num_nodes)
+            devices, num_nodes = apply_launcher("torchrun", torchrun, devices, num_nodes)
         elif srun := srun_world():
-            devices, num_nodes = _as_started("srun", srun, devices, num_nodes)
+            devices, num_nodes = apply_launcher("srun", srun, devices, num_nodes)
             plugins.append(SLURMEnvironment(auto_requeue=False))  # on a signal, lm saves a checkpoint and exits with 75
         elif SLURMEnvironment.detect():
             plugins.append(LightningEnvironment())
         chosen = choose_precision(config.precision, config.fp8_keep, config.accelerator)
-        if isinstance(chosen, Float8Precision):
+        if isinstance(chosen, Precision):
             plugins.append(chosen)
         super().__init__(
             max_steps=1,  # set anew when a fit starts
@@ -91,7 +92,7 @@ class Trainer(PatchedTrainer):
             accelerator=config.accelerator,
             devices=devices,
             num_nodes=num_nodes,
-            strategy=_strategy(config, devices, num_nodes),
+            strategy=choose_strategy(config, devices, num_nodes),
             deterministic=config.deterministic,
             detect_anomaly=config.detect_anomaly,
             profiler=PROFILERS[profiler](filename="profile") if profiler in PROFILERS else profiler,
@@ -111,8 +112,8 @@ class Trainer(PatchedTrainer):
         datamodule.set_position(seq_len=datamodule.options.seq_len or model.config.max_position_embeddings)
         device, _ = find_device("auto" if self.strategy.root_device.type == "cuda" else "cpu")
         options = replace(self.options, num_nodes=self.num_nodes)  # as torchrun or SLURM says
-        known = checks.Known(self.world_size, device, here=True)
-        checks.refuse(checks.find(options, model.options, datamodule.options, known, custom=model.is_custom()))
+        known = Known(self.world_size, device, here=True)
+        refuse(find(options, model.options, datamodule.options, known, custom=model.is_custom()))
         state.start = read_progress(ckpt_path)
         state.steps = plan_steps(
             seq_len=datamodule.seq_len,
@@ -128,8 +129,7 @@ class Trainer(PatchedTrainer):
             limit, more = "max_steps", 2 * state.start.step
             if self.options.max_tokens is not None:
                 limit, more = "max_tokens", state.steps.tokens(more)
-            done = (f"all {state.steps.max_steps} steps are done; to train on, give a larger --trainer.{limit}, "
-                    f"such as {more}")  # fmt: skip
+            done = f"all {state.steps.max_steps} steps are done; to train on, give --trainer.{limit} {more} or another"
             if self._new_run:
                 raise RequestError(f"a new run from {ckpt_path} has nothing to train: {done}")
             log.info("the run has finished: %s", done)
@@ -147,8 +147,10 @@ class Trainer(PatchedTrainer):
             yield
         except SystemExit as error:
             if not error.code:  # the run has failed, which 0 would hide
-                raise RunError(f"the program was ended by sys.exit({error.code or ''}) in the training, after step "
-                               f"{self.global_step}; {how_to_resume(self.run)}") from error  # fmt: skip
+                raise RunError(
+                    f"the program was ended by sys.exit({error.code or ''}) after step {self.global_step} of the "
+                    f"training; {how_to_resume(self.run)}"
+                ) from error
             raise
         except (RuntimeError, MemoryError) as error:
             from lm.training.out_of_memory import is_out_of_memory, out_of_memory_error
@@ -262,55 +264,7 @@ class Trainer(PatchedTrainer):
         return self.run_state.consumed * self.datamodule.seq_len
 
 
-def check_parts(model: Any, datamodule: Any) -> None:
-    """Raise RequestError unless the parts are a LanguageModule without weights outside its decoder and a DataModule."""
-    if isinstance(model, type) or not hasattr(model, "build_decoder"):  # its class imports this module
-        raise RequestError(f"lm.Trainer trains an lm.LanguageModule, and this is {kind_of(model)}: build your model "
-                           "in `build_decoder` of a subclass, or take lightning.Trainer")  # fmt: skip
-    if model.hparams:  # the arguments of a subclass
-        from lm.model.custom import plain_arguments
-
-        plain_arguments(type(model), model.hparams)  # refuses what a checkpoint could not name
-    if own := [name for name in model.state_dict() if not name.startswith("decoder.")]:
-        raise RequestError(f"{type(model).__name__} has a weight or buffer of its own, {own[0]}, which is not trained "
-                           "and would be in no model: move it into the module that build_decoder returns")  # fmt: skip
-    if not isinstance(datamodule, DataModule):
-        raise RequestError(f"lm.Trainer takes its data from an lm.DataModule, and this is {kind_of(datamodule)}: give "
-                           "lm.DataModule(path), with a folder of `lm.prepare`")  # fmt: skip
-
-
-def kind_of(value: Any) -> str:
-    return f"the class {value.__name__}" if isinstance(value, type) else f"a {type(value).__name__}"
-
-
-def _as_started(
-    launcher: str, world: tuple[int, int], devices: int | str | list[int], num_nodes: int
-) -> tuple[int | str | list[int], int]:
-    """The `devices` and `num_nodes` that a launcher started; a restart of torchrun's `--nnodes 1:2` may change them."""
-    processes, nodes = world
-    given = device_count(devices)
-    if given not in (None, processes) or num_nodes not in (1, nodes):
-        log.info("%s started %s x %s: trainer.devices %s and trainer.num_nodes %d do not count", launcher,
-                 plural(nodes, "node"), plural(processes, "process"), devices, num_nodes)  # fmt: skip
-    return devices if given == processes else processes, nodes
-
-
-def device_count(devices: int | str | list[int]) -> int | None:
-    """How many devices of a node are named; None: all of them."""
-    if isinstance(devices, str) and "," in devices:
-        return sum(index.strip().isdigit() for index in devices.split(","))
-    if isinstance(devices, list):
-        return len(devices)
-    return int(devices) if str(devices).isdigit() else None
-
-
-def devices_of_node(config: TrainerConfig, devices: int | str | list[int]) -> int:
-    """How many devices of this machine are trained on."""
-    on_gpu = config.accelerator in ("auto", "gpu", "cuda") and torch.cuda.is_available()
-    return device_count(devices) or (torch.cuda.device_count() if on_gpu else 1)
-
-
-def _strategy(config: TrainerConfig, devices: int | str | list[int], num_nodes: int) -> Strategy | str:
+def choose_strategy(config: TrainerConfig, devices: Devices, num_nodes: int) -> Strategy | str:
     world_size = devices_of_node(config, devices) * num_nodes
     if world_size == 1 and not torchrun_world():
         return "auto"

@@ -1,12 +1,18 @@
-"""How many processes train together, if torchrun or srun started this one, and how long they wait for one another."""
+"""How many processes train together on which devices: as torchrun or srun started them, or as the config says."""
 
+import logging
 import os
 
+import torch
 from lightning.fabric.plugins.environments.slurm import SLURMEnvironment
 
 from lm.errors import RequestError
 from lm.system.process import srun_tasks, under_torchrun
 from lm.system.units import plural
+from lm.training.config import TrainerConfig
+
+log = logging.getLogger(__name__)
+Devices = int | str | list[int]  # as `trainer.devices`
 
 EXIT_WAIT = 5.0  # seconds that one process gives another to end by itself
 
@@ -25,6 +31,33 @@ def srun_world() -> tuple[int, int] | None:
     if tasks == 1 or not SLURMEnvironment.detect():
         return None
     if "SLURM_NTASKS_PER_NODE" not in os.environ or tasks % nodes:
-        raise RequestError(f"srun started {tasks} tasks on {plural(nodes, 'node')}: give it --ntasks-per-node, the "
-                           "devices of a node")  # fmt: skip
+        raise RequestError(
+            f"srun started {tasks} tasks on {plural(nodes, 'node')}: give it --ntasks-per-node, the devices of a node"
+        )
     return tasks // nodes, nodes
+
+
+def apply_launcher(launcher: str, world: tuple[int, int], devices: Devices, num_nodes: int) -> tuple[Devices, int]:
+    """The `devices` and `num_nodes` that a launcher started; a restart of torchrun's `--nnodes 1:2` may change them."""
+    processes, nodes = world
+    count = device_count(devices)
+    if count not in (None, processes) or num_nodes not in (1, nodes):
+        started = f"{plural(nodes, 'node')} x {plural(processes, 'process')}"
+        message = "%s started %s: trainer.devices %s and trainer.num_nodes %d do not count"
+        log.info(message, launcher, started, devices, num_nodes)
+    return devices if count == processes else processes, nodes
+
+
+def device_count(devices: Devices) -> int | None:
+    """How many devices of a node are named; None: all of them."""
+    if isinstance(devices, str) and "," in devices:
+        return sum(index.strip().isdigit() for index in devices.split(","))
+    if isinstance(devices, list):
+        return len(devices)
+    return int(devices) if str(devices).isdigit() else None
+
+
+def devices_of_node(config: TrainerConfig, devices: Devices) -> int:
+    """How many devices of this machine are trained on."""
+    on_gpu = config.accelerator in ("auto", "gpu", "cuda") and torch.cuda.is_available()
+    return device_count(devices) or (torch.cuda.device_count() if on_gpu else 1)

@@ -16,7 +16,7 @@ from trainings import fit, make_workplace
 from lm.runs.run import Run
 from lm.system.hardware import memory
 from lm.system.telemetry import CLOCK_LIMITS, Telemetry, clock_limits
-from lm.training.callbacks.run_folder import Heartbeat, machine_metrics
+from lm.training.callbacks.heartbeat import Heartbeat, machine_metrics
 from lm.training.run_state import RunState
 
 GIB = 2**30

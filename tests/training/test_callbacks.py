@@ -19,7 +19,8 @@ from lm.cli.classes_by_path import with_classes
 from lm.errors import RequestError
 from lm.runs.checkpoint import find_damage
 from lm.training.callback import Callback, has_hook
-from lm.training.checks import INSTEAD, check_callbacks, refuse
+from lm.training.checks import INSTEAD, check_callbacks
+from lm.training.findings import refuse
 
 PLACE = "lightning.pytorch.callbacks."
 # With validations the first two, and nothing but texts or subclasses the others.

@@ -12,8 +12,8 @@ from lm.data.tokenizer_training import train_char
 from lm.errors import RequestError
 from lm.model.config import DecoderConfig
 from lm.system.devices import DEVICES, Device
-from lm.training import checks
-from lm.training.checks import Known, find
+from lm.training import findings
+from lm.training.checks import find
 from lm.training.config import (
     DistributedConfig,
     EvaluationConfig,
@@ -24,6 +24,7 @@ from lm.training.config import (
     SamplesConfig,
     TrainerConfig,
 )
+from lm.training.findings import Known
 from lm.training.trainer import Trainer
 
 H200, CPU = DEVICES["h200"], Device("a processor", None, None)
@@ -107,10 +108,10 @@ def test_what_does_not_fit_the_data():
 
 
 def test_the_first_error_refuses():
-    checks.refuse([])
+    findings.refuse([])
     with pytest.raises(RequestError, match="^wrong: right$"):
-        checks.refuse([checks.error("wrong", "right"), checks.error("worse")])
-    assert str(checks.Finding("warning", "odd", "even")) == "odd; even"
+        findings.refuse([findings.error("wrong", "right"), findings.error("worse")])
+    assert str(findings.Finding("warning", "odd", "even")) == "odd; even"
 
 
 @pytest.mark.skipif(torch.backends.mps.is_available(), reason="this machine has it")

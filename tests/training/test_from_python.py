@@ -111,7 +111,7 @@ MISTAKES = {
                          r"^trainer\.max_steps: expected a count"),
     "none of a group": (lambda: package.fit("tiny.yaml", {"trainer": {"max_step": 5}}),
                         "did you mean 'trainer.max_steps'"),
-    "none of a text": (lambda: package.inference.pretrained.Pretrained.generate(None, "x", max_tokens=5),
+    "none of a text": (lambda: Pretrained.generate(None, "x", max_tokens=5),
                        r"^generate: .* 'max_tokens'; did you mean 'max_new_tokens'\?$"),
     "none of a preparation": (lambda: package.prepare("a", "b", vocabulary=4), "^lm.prepare: .* no option 'vocabulary'"),
 }  # fmt: skip

@@ -29,8 +29,9 @@ from lm.model.fused import fuse
 from lm.model.low_precision import WeightCopies
 from lm.training.config import DistributedConfig
 from lm.training.distributed import ReplicatedStrategy
+from lm.training.fp8 import Float8Precision
 from lm.training.lightning_step import weight_copies
-from lm.training.precision import Float8Precision, choose_precision
+from lm.training.precision import choose_precision
 
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
 HALF_STEP = {E4M3: 2.0**-4, E5M2: 2.0**-3}  # the largest relative error of rounding to 3 and to 2 bits of mantissa

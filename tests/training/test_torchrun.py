@@ -19,10 +19,11 @@ from lm.system.stop_signals import SIGNALS, StopSignals
 from lm.training import checks
 from lm.training.callbacks.run_folder import RunFolder
 from lm.training.config import DistributedConfig, TrainerConfig
+from lm.training.findings import refuse
 from lm.training.launcher import check_restarts
 from lm.training.run_state import RunState
-from lm.training.trainer import Trainer, _as_started
-from lm.training.world import srun_world, torchrun_world
+from lm.training.trainer import Trainer
+from lm.training.world import apply_launcher, srun_world, torchrun_world
 
 ROOT = Path(__file__).parents[2]
 JOBS = ROOT / "configs" / "launch"
@@ -52,7 +53,7 @@ def torchrun(monkeypatch):
 )
 def test_the_processes_that_torchrun_started_count(torchrun, caplog, devices, num_nodes, expected, said):
     caplog.set_level("INFO", "lm")
-    assert _as_started("torchrun", torchrun_world(), devices, num_nodes) == expected
+    assert apply_launcher("torchrun", torchrun_world(), devices, num_nodes) == expected
     assert len(caplog.records) == said
 
 
@@ -63,9 +64,9 @@ def test_options_for_many_ranks_stay_when_torchrun_has_one_machine_left(torchrun
         trainer = TrainerConfig(strategy=strategy, distributed=DistributedConfig(**options))
         return list(checks.check_ranks_options(trainer, devices))
 
-    checks.refuse([*found("hsdp", 2, reshard=False), *found("fsdp2", 1, reduce_dtype="bf16")])
+    refuse([*found("hsdp", 2, reshard=False), *found("fsdp2", 1, reduce_dtype="bf16")])
     with pytest.raises(RequestError, match="reshard is for fsdp2"):
-        checks.refuse(found("ddp", 1, reshard=False))
+        refuse(found("ddp", 1, reshard=False))
 
 
 @pytest.fixture
@@ -122,7 +123,7 @@ def test_nodes_that_nothing_has_started_are_not_waited_for(monkeypatch):
     for name in ("MASTER_ADDR", "SLURM_NTASKS"):
         monkeypatch.delenv(name, raising=False)
     with pytest.raises(RequestError, match="trainer.num_nodes 2: .*torchrun --nnodes 2"):
-        checks.refuse(checks.check_ranks_options(TrainerConfig(num_nodes=2), 2))
+        refuse(checks.check_ranks_options(TrainerConfig(num_nodes=2), 2))
 
 
 def test_restarts_that_would_hang_are_refused_before_training(torchrun):

@@ -1,4 +1,4 @@
-"""When checkpoints are taken, which one is the best, and which ones are kept."""
+"""When checkpoints are saved, which one is the best, and which ones are kept."""
 
 import logging
 import os
@@ -29,9 +29,9 @@ HALF_WRITTEN = re.compile(r"\.(last|best|\w+\.json|\w+\.yaml)[.-](\d+)")  # a fi
 class Checkpoints(ModelCheckpoint):
     """Keeps `last`, `best`, the newest `keep` checkpoints of a run, and one every `keep_every` steps.
 
-    A checkpoint is taken between two optimizer steps, after the validation if there is one, so that a resume repeats
+    A checkpoint is saved between two optimizer steps, after the validation if there is one, so that a resume repeats
     and loses neither. ModelCheckpoint's own timing and linking are replaced: they save twice, and move links before the
-    files are whole.
+    files are complete.
     """
 
     FILE_EXTENSION = ""
@@ -43,10 +43,10 @@ class Checkpoints(ModelCheckpoint):
         self.best_name: str | None = None
         self.saved_step = -1
         self.requested = False
-        self.left_behind: set[str] = set()  # checkpoints later than the one that the run was resumed from
-        self.for_good: set[str] = set()  # checkpoints that are never removed, by the `keep_every` of their time
+        self.stale: set[str] = set()  # checkpoints later than the one that the run was resumed from
+        self.permanent: set[str] = set()  # checkpoints that are never removed, by the `keep_every` of their time
         self._memory_is_reserved = False  # for the copies of the tensors
-        self._return_to = 0  # the newest step that a rollback may return to
+        self._rollback_step = 0  # the newest step that a rollback may return to
 
     def request(self) -> None:
         """Request a checkpoint after this optimizer step; call it on every rank."""
@@ -54,7 +54,7 @@ class Checkpoints(ModelCheckpoint):
 
     def keep_for_rollback(self, step: int) -> None:
         """Keep the newest checkpoint at or before this step, until the next call."""
-        self._return_to = step
+        self._rollback_step = step
 
     def setup(self, trainer: Trainer, pl_module: LanguageModule, stage: str) -> None:
         """Override ModelCheckpoint's choice of a folder."""
@@ -71,10 +71,10 @@ class Checkpoints(ModelCheckpoint):
             remove_half_written(run)
             # Marked, so that a resume after a kill does not take them.
             steps = run.steps()
-            left_behind = [path for step, path in steps.items() if step > self.saved_step]
-            self.for_good = {path.name for path in steps.values() if is_kept_for_good(path)}
-            self.left_behind = {path.name for path in left_behind}
-            run.describe(left_behind=[stated_digest(path / "trainer.json") for path in left_behind])
+            stale = [path for step, path in steps.items() if step > self.saved_step]
+            self.stale = {path.name for path in stale}
+            self.permanent = {path.name for path in steps.values() if is_permanent(path)}
+            run.describe(left_behind=[stated_digest(path / "trainer.json") for path in stale])
             if chosen and chosen.parent == run.path.resolve():
                 link_to(run.path / chosen.name, self.best_name)
         except OSError as error:
@@ -83,9 +83,9 @@ class Checkpoints(ModelCheckpoint):
 
     def _warn_of_full_disk(self, trainer: Trainer, pl_module: LanguageModule) -> None:
         item = next(pl_module.parameters()).element_size()
-        one = checkpoint_bytes(pl_module.config, item, state_size(pl_module.options.optimizer))
-        kept = self.keep + (trainer.max_steps // self.keep_every if self.keep_every else 0)
-        needed = disk_space(trainer.run.path, one, kept, present=len(trainer.run.steps()))
+        size = checkpoint_bytes(pl_module.config, item, state_size(pl_module.options.optimizer))
+        count = self.keep + (trainer.max_steps // self.keep_every if self.keep_every else 0)
+        needed = disk_space(trainer.run.path, size, count, present=len(trainer.run.steps()))
         if not needed.suffices:
             log.warning("the disk of %s will be full: %s; make room", trainer.run.path, needed)
 
@@ -126,13 +126,13 @@ class Checkpoints(ModelCheckpoint):
             self.save(trainer)
 
     def _due(self, step: int) -> bool:
-        return self.requested or step % self.interval == 0 or self._is_kept(step)
+        return self.requested or step % self.interval == 0 or self._is_permanent(step)
 
-    def _is_kept(self, step: int) -> bool:
+    def _is_permanent(self, step: int) -> bool:
         return self.keep_every is not None and step % self.keep_every == 0
 
     def on_save_checkpoint(self, trainer: Trainer, pl_module: LanguageModule, checkpoint: dict[str, Any]) -> None:
-        checkpoint["kept_for_good"] = self._name(trainer) in self.for_good  # even if it replaces one that was
+        checkpoint["kept_for_good"] = self._name(trainer) in self.permanent  # even if it replaces one that was
 
     def on_train_epoch_end(self, trainer: Trainer, pl_module: LanguageModule) -> None:
         """Do nothing: ModelCheckpoint would save."""
@@ -151,9 +151,9 @@ class Checkpoints(ModelCheckpoint):
             return
         self.saved_step = trainer.global_step
         path = trainer.run.path / self._name(trainer)
-        self.left_behind = self.left_behind - {path.name}  # a new set, as the writer may be iterating over the old one
-        if self._is_kept(self.saved_step):
-            self.for_good = self.for_good | {path.name}
+        self.stale = self.stale - {path.name}  # a new set, as the writer may be iterating over the old one
+        if self._is_permanent(self.saved_step):
+            self.permanent = self.permanent | {path.name}
         after_write = partial(self._move_links, trainer.run, trainer.global_step, path.name, self.best_name)
         STOP.saving = True
         try:
@@ -164,11 +164,12 @@ class Checkpoints(ModelCheckpoint):
     def _move_links(self, run: Run, step: int, last: str, best: str | None) -> None:
         """After a checkpoint is complete: move `last` and `best`, and remove checkpoints neither kept nor linked."""
         link_to(run.path / last, best)
-        steps = run.steps()
-        of_run = [at for at, path in steps.items() if at <= step and path.name not in self.left_behind]
-        needed = {*of_run[-self.keep :], *[at for at in of_run if at <= self._return_to][-1:]}
-        for at, path in steps.items():
-            if at not in needed and path.name not in (last, best, *self.for_good):
+        paths = run.steps()
+        valid_steps = [saved for saved, path in paths.items() if saved <= step and path.name not in self.stale]
+        for_rollback = [saved for saved in valid_steps if saved <= self._rollback_step]
+        needed = {*valid_steps[-self.keep :], *for_rollback[-1:]}
+        for saved, path in paths.items():
+            if saved not in needed and path.name not in (last, best, *self.permanent):
                 remove_folder(path)
 
     @staticmethod
@@ -182,8 +183,8 @@ class Checkpoints(ModelCheckpoint):
         self.best_loss, self.best_name = state_dict["best_loss"], state_dict["best_name"]
 
 
-def is_kept_for_good(checkpoint: Path) -> bool:
-    """Whether `trainer.keep_every` kept this checkpoint when it was taken."""
+def is_permanent(checkpoint: Path) -> bool:
+    """Whether `trainer.keep_every` kept this checkpoint when it was saved."""
     try:
         return bool(read_document(checkpoint).get("kept_for_good"))
     except RequestError:  # damaged
@@ -197,3 +198,15 @@ def remove_half_written(run: Run) -> None:
         half = HALF_WRITTEN.fullmatch(path.name)
         if half and int(half[2]) != os.getpid():
             path.unlink(missing_ok=True)
+
+
+def make_checkpoint_folders(trainer: Trainer, run: Run | None) -> None:
+    """Make the folders of a user's ModelCheckpoints: in the run's folder, unless the config names others."""
+    default = str(Path(trainer.default_root_dir, "checkpoints"))
+    for callback in trainer.checkpoint_callbacks:
+        if not isinstance(callback, ModelCheckpoint) or callback is trainer.checkpoint_callback:
+            continue
+        if run is not None and callback.dirpath in (None, default):
+            callback.dirpath = str(run.path / "checkpoints")
+        if trainer.is_global_zero and callback.dirpath not in (None, default):
+            Path(callback.dirpath).mkdir(parents=True, exist_ok=True)

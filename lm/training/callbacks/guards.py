@@ -52,9 +52,9 @@ def newest_checkpoint(trainer: Trainer, last: int) -> int | None:
     found = None
     if trainer.is_global_zero:
         trainer.checkpoint_io.drain()
-        left_behind = trainer.checkpoint_callback.left_behind  # the resume began before these
+        stale = trainer.checkpoint_callback.stale  # the resume began before these
         folders = {step: path for step, path in trainer.run.steps().items()
-                   if step <= last and path.name not in left_behind}  # fmt: skip
+                   if step <= last and path.name not in stale}  # fmt: skip
         found = next((step for step in reversed(folders) if find_damage(folders[step]) is None), None)
     return trainer.strategy.broadcast(found)
 

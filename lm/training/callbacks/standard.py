@@ -9,8 +9,9 @@ from lightning.pytorch import Callback as LightningCallback
 from lm.training.callback import Callback
 from lm.training.callbacks.checkpoints import Checkpoints
 from lm.training.callbacks.guards import Guard, Rollback
+from lm.training.callbacks.heartbeat import Heartbeat
 from lm.training.callbacks.logging import ProgressBar, RunLog, Throughput
-from lm.training.callbacks.run_folder import Heartbeat, RunFolder
+from lm.training.callbacks.run_folder import RunFolder
 from lm.training.callbacks.stopping import Interrupt
 from lm.training.config import TrainerConfig
 from lm.training.guards import NotFinite, Observer
