@@ -83,11 +83,11 @@ class AlertEvaluator:
 
     def explain(self, condition: Condition, step: int) -> str:
         """A condition, and the values of its metric and median: `loss > 10: loss is 12.31 at step 130`."""
-        name, of, figures = condition.metric, condition.median_of, []
+        name, median_metric, figures = condition.metric, condition.median_of, []
         if name != "step":
             figures.append(f"{name} is {format_figure(self.newest[name])}")
-        if of:
-            figures.append(f"median({of}, {condition.count}) is {format_figure(self._median(condition))}")
+        if median_metric:
+            figures.append(f"median({median_metric}, {condition.count}) is {format_figure(self._median(condition))}")
         return f"{condition.text}: {', '.join(figures)}{' ' * bool(figures)}at step {step}"
 
     def drop_newest(self) -> None:

@@ -34,9 +34,15 @@ KERNELS_FROM = (8, 0)  # compute capability; see `model/fused`
 
 
 def find(
-    trainer: TrainerConfig, model: ModelConfig, data: DataConfig, known: Known, *, samples: SamplesConfig | None = None,
-    evaluation: EvaluationConfig | None = None, custom: bool = False,
-) -> Iterator[Finding]:  # fmt: skip
+    trainer: TrainerConfig,
+    model: ModelConfig,
+    data: DataConfig,
+    known: Known,
+    *,
+    samples: SamplesConfig | None = None,
+    evaluation: EvaluationConfig | None = None,
+    custom: bool = False,
+) -> Iterator[Finding]:
     """Find all problems of a training's options; `custom`: the model is not the built-in decoder."""
     yield from check_trainer(trainer)
     if known.devices is not None:
@@ -47,14 +53,18 @@ def find(
         yield from check_fp8(trainer, model.decoder, data, known)
     if not custom:  # of which building it finds out more
         if model.decoder.tie_word_embeddings and model.optimizer.groups.output != GroupConfig():
-            yield error("model.optimizer.groups.output: the output matrix of this model is its embedding",
-                        "set model.optimizer.groups.embedding")  # fmt: skip
+            yield error(
+                "model.optimizer.groups.output: the output matrix of this model is its embedding",
+                "set model.optimizer.groups.embedding",
+            )
         yield from check_device(trainer, model, known.device) if known.device is not None else ()
     if known.tokenizer is not None:
         yield from check_tokenizer(model.decoder, samples or SamplesConfig(), known.tokenizer)
     if evaluation is not None and known.has_validation is False and evaluation.tasks and evaluation.interval is None:
-        yield error("evaluation.tasks: evaluations come after validations, and there is no validation data",
-                    "give evaluation.interval, in optimizer steps, or data.val")  # fmt: skip
+        yield error(
+            "evaluation.tasks: evaluations come after validations, and there is no validation data",
+            "give evaluation.interval, in optimizer steps, or data.val",
+        )
 
 
 # ---- the Trainer alone -----------------------------------------------------------------------------------------------
@@ -66,11 +76,16 @@ def check_trainer(trainer: TrainerConfig) -> Iterator[Finding]:
         yield error(f"trainer.default_root_dir {trainer.default_root_dir} is a file, or in one", "give a folder")
     yield from check_callbacks(trainer.callbacks or [])
     if trainer.matmul_precision != "highest" and trainer.precision != "32-true":
-        yield error(f"trainer.matmul_precision {trainer.matmul_precision} is for trainer.precision 32-true, and this "
-                    f"is {trainer.precision}, which is faster already", LEAVE_OUT)  # fmt: skip
+        yield error(
+            f"trainer.matmul_precision {trainer.matmul_precision} is for trainer.precision 32-true, and this "
+            f"is {trainer.precision}, which is faster already",
+            LEAVE_OUT,
+        )
     if trainer.fp8_keep is not None and not trainer.precision.startswith("fp8"):
-        yield error(f"trainer.fp8_keep {' '.join(trainer.fp8_keep)} is for FP8, and trainer.precision is "
-                    f"{trainer.precision}", f"{LEAVE_OUT}, or take fp8-tensorwise or fp8-rowwise")  # fmt: skip
+        yield error(
+            f"trainer.fp8_keep {' '.join(trainer.fp8_keep)} is for FP8, and trainer.precision is {trainer.precision}",
+            f"{LEAVE_OUT}, or take fp8-tensorwise or fp8-rowwise",
+        )
 
 
 def check_event_program(run: RunOptions) -> Iterator[Finding]:
@@ -84,8 +99,10 @@ def check_accelerator(accelerator: str) -> Iterator[Finding]:
     present = {"cuda": torch.cuda.is_available(), "mps": torch.backends.mps.is_available()}
     present["gpu"] = any(present.values())
     if not present.get(accelerator, True):
-        yield error(f"trainer.accelerator {accelerator}: PyTorch finds no such device on this machine",
-                    "give --trainer.accelerator cpu, or auto")  # fmt: skip
+        yield error(
+            f"trainer.accelerator {accelerator}: PyTorch finds no such device on this machine",
+            "give --trainer.accelerator cpu, or auto",
+        )
 
 
 MONITORED = ("val/loss", "val/perplexity", "val/bpb")  # metrics of a validation that Lightning knows
@@ -109,9 +126,9 @@ INSTEAD: dict[type[Callback], str] = {
 }
 
 
-def check_callbacks(given: list[Any]) -> Iterator[Finding]:
+def check_callbacks(configured: list[Any]) -> Iterator[Finding]:
     """Find objects that are not callbacks, and callbacks of Lightning that cannot work here."""
-    for callback in given:
+    for callback in configured:
         if isinstance(callback, Callback) and (unkept := _unkept(callback)):
             yield error(f"trainer.callbacks: {unkept}", KEPT)
         if not isinstance(callback, Callback):
@@ -120,11 +137,13 @@ def check_callbacks(given: list[Any]) -> Iterator[Finding]:
             if isinstance(callback, kind):
                 yield error(f"trainer.callbacks: {type(callback).__name__} of Lightning does not work here", instead)
         # Callbacks of users may log more with `pl_module.log`.
-        known = all(type(each).__module__.startswith(("lightning.", "lm.")) for each in given)
+        known = all(type(each).__module__.startswith(("lightning.", "lm.")) for each in configured)
         monitor = getattr(callback, "monitor", None)
         if known and monitor not in (None, *MONITORED):
-            yield error(f"trainer.callbacks: {type(callback).__name__} has no {monitor} to monitor",
-                        f"give {' or '.join(MONITORED)}")  # fmt: skip
+            yield error(
+                f"trainer.callbacks: {type(callback).__name__} has no {monitor} to monitor",
+                f"give {' or '.join(MONITORED)}",
+            )
 
 
 def _unkept(callback: Callback) -> str | None:
@@ -150,27 +169,39 @@ def check_ranks_options(trainer: TrainerConfig, devices: int) -> Iterator[Findin
     strategy, nodes, precision, options = trainer.strategy, trainer.num_nodes, trainer.precision, trainer.distributed
     restarts = under_torchrun()
     if nodes > 1 and not restarts and srun_world() is None and "MASTER_ADDR" not in os.environ:
-        yield error(f"trainer.num_nodes {nodes}: the nodes do not find one another",
-                    f"start the command on each with `torchrun --nnodes {nodes}`, or with `srun --nodes {nodes}`, or "
-                    "give --trainer.num_nodes 1")  # fmt: skip
+        yield error(
+            f"trainer.num_nodes {nodes}: the nodes do not find one another",
+            f"start the command on each with `torchrun --nnodes {nodes}`, or with `srun --nodes {nodes}`, or "
+            "give --trainer.num_nodes 1",
+        )
     if strategy == "hsdp" and (nodes == 1 or devices == nodes) and not (nodes == 1 and restarts):
         other, where = ("fsdp2", "one node") if nodes == 1 else ("ddp", "one device a node")
-        yield error(f"trainer.strategy hsdp shards a model within each of several nodes, and with {where} it would be "
-                    f"{other}", f"give --trainer.strategy {other}")  # fmt: skip
+        yield error(
+            f"trainer.strategy hsdp shards a model within each of several nodes, and with {where} it would be {other}",
+            f"give --trainer.strategy {other}",
+        )
     kind = "ddp" if strategy in ("auto", "ddp") else "fsdp2"
     for name, value in vars(options).items():
         needs, alone = "fsdp2" if name == "reshard" else "several devices", devices == 1
         fits = needs in (kind, "several devices")
         if value is not None and (not fits or alone and not restarts):
-            yield error(f"trainer.distributed.{name} is for {needs}, and this training is on "
-                        f"{'one device' if alone else kind}", LEAVE_OUT)  # fmt: skip
+            yield error(
+                f"trainer.distributed.{name} is for {needs}, and this training is on {'one device' if alone else kind}",
+                LEAVE_OUT,
+            )
     take_mixed = f"{LEAVE_OUT}, or give --trainer.precision bf16-mixed"
     if options.reduce_dtype is not None and precision == "bf16-true":
-        yield error("trainer.distributed.reduce_dtype is for gradients in fp32, and trainer.precision bf16-true has "
-                    "them in bf16", take_mixed)  # fmt: skip
+        yield error(
+            "trainer.distributed.reduce_dtype is for gradients in fp32, and trainer.precision bf16-true has "
+            "them in bf16",
+            take_mixed,
+        )
     if options.reduce_dtype == "bf16" and precision == "16-mixed":
-        yield error("trainer.distributed.reduce_dtype bf16 does not go with trainer.precision 16-mixed, whose scaled "
-                    "gradients need fp16's digits", take_mixed)  # fmt: skip
+        yield error(
+            "trainer.distributed.reduce_dtype bf16 does not go with trainer.precision 16-mixed, whose scaled "
+            "gradients need fp16's digits",
+            take_mixed,
+        )
 
 
 # ---- the model on its device -----------------------------------------------------------------------------------------
@@ -186,24 +217,33 @@ def check_device(trainer: TrainerConfig, model: ModelConfig, device: "Device") -
     if model.kernels in ("on", True) and not kernels:
         yield error(f"model.kernels on: {device.name} cannot run them", "set model.kernels auto")
     if model.attention != "auto" and (device.capability is None or trainer.precision == "32-true"):
-        yield error(f"model.attention {model.attention} needs a CUDA device and half precision, and this is "
-                    f"{device.name} in {trainer.precision}", "set model.attention auto")  # fmt: skip
+        yield error(
+            f"model.attention {model.attention} needs a CUDA device and half precision, and this is "
+            f"{device.name} in {trainer.precision}",
+            "set model.attention auto",
+        )
     if kernels and mode in ("selective", "block") and model.compile != "none" and torch.__version__ < "2.13":
-        yield error(f"model.activation_checkpointing {mode} saves no memory with our kernels and model.compile "
-                    f"{model.compile} before torch 2.13, and this is {torch.__version__}",
-                    "set model.compile none, or update torch")  # fmt: skip
+        yield error(
+            f"model.activation_checkpointing {mode} saves no memory with our kernels and model.compile "
+            f"{model.compile} before torch 2.13, and this is {torch.__version__}",
+            "set model.compile none, or update torch",
+        )
 
 
 def check_tokenizer(decoder: DecoderConfig, samples: SamplesConfig, tokenizer: Tokenizer) -> Iterator[Finding]:
     """Problems of a vocabulary that is too small, and of prompts that are too long."""
     if decoder.vocab_size is not None and decoder.vocab_size < tokenizer.vocab_size:
-        yield error(f"model.decoder.vocab_size {decoder.vocab_size:,} is smaller than the tokenizer's "
-                    f"{tokenizer.vocab_size:,}", "leave it out to take the tokenizer's")  # fmt: skip
+        yield error(
+            f"model.decoder.vocab_size {decoder.vocab_size:,} is smaller than the tokenizer's {tokenizer.vocab_size:,}",
+            "leave it out to take the tokenizer's",
+        )
     context = decoder.max_position_embeddings
     for text in samples.prompts or ():
         if (over := len(tokenizer.encode(text)) - context + 1) > 0:
-            yield error(f"samples.prompts: {shown(text)} leaves no room in the context of {context}",
-                        f"shorten it by {over} tokens or more")  # fmt: skip
+            yield error(
+                f"samples.prompts: {shown(text)} leaves no room in the context of {context}",
+                f"shorten it by {over} tokens or more",
+            )
 
 
 # ---- objects in place of options -------------------------------------------------------------------------------------
@@ -212,18 +252,24 @@ def check_tokenizer(decoder: DecoderConfig, samples: SamplesConfig, tokenizer: T
 def check_parts(model: Any, datamodule: Any) -> None:
     """Raise RequestError unless the parts are a LanguageModule without weights outside its decoder and a DataModule."""
     if isinstance(model, type) or not hasattr(model, "build_decoder"):  # whose file imports this one
-        raise RequestError(f"lm.Trainer trains an lm.LanguageModule, and this is {kind_of(model)}: build your model "
-                           "in `build_decoder` of a subclass, or take lightning.Trainer")  # fmt: skip
+        raise RequestError(
+            f"lm.Trainer trains an lm.LanguageModule, and this is {kind_of(model)}: build your model "
+            "in `build_decoder` of a subclass, or take lightning.Trainer"
+        )
     if model.hparams:  # the arguments of a subclass
         from lm.model.custom import plain_arguments
 
         plain_arguments(type(model), model.hparams)  # refuses what a checkpoint could not name
-    if own := [name for name in model.state_dict() if not name.startswith("decoder.")]:
-        raise RequestError(f"{type(model).__name__} has a weight or buffer of its own, {own[0]}, which is not trained "
-                           "and would be in no model: move it into the module that build_decoder returns")  # fmt: skip
+    if extra := [name for name in model.state_dict() if not name.startswith("decoder.")]:
+        raise RequestError(
+            f"{type(model).__name__} has a weight or buffer of its own, {extra[0]}, which is not trained "
+            "and would be in no model: move it into the module that build_decoder returns"
+        )
     if not isinstance(datamodule, DataModule):
-        raise RequestError(f"lm.Trainer takes its data from an lm.DataModule, and this is {kind_of(datamodule)}: give "
-                           "lm.DataModule(path), with a folder of `lm.prepare`")  # fmt: skip
+        raise RequestError(
+            f"lm.Trainer takes its data from an lm.DataModule, and this is {kind_of(datamodule)}: give "
+            "lm.DataModule(path), with a folder of `lm.prepare`"
+        )
 
 
 def kind_of(value: Any) -> str:

@@ -84,14 +84,20 @@ class OptimizerConfig:
     groups: GroupsConfig = field(default_factory=GroupsConfig)
 
     def __post_init__(self) -> None:
-        require(self.class_path is not None or self.name in get_args(OptimizerName),
-                f"model.optimizer.name {self.name!r} is not one of {', '.join(get_args(OptimizerName))}: give "
-                "model.optimizer.class_path for a class")  # fmt: skip
-        require(self.class_path is not None or not self.init_args,
-                "model.optimizer.init_args are for a class: give model.optimizer.class_path")  # fmt: skip
+        require(
+            self.class_path is not None or self.name in get_args(OptimizerName),
+            f"model.optimizer.name {self.name!r} is not one of {', '.join(get_args(OptimizerName))}: give "
+            "model.optimizer.class_path for a class",
+        )
+        require(
+            self.class_path is not None or not self.init_args,
+            "model.optimizer.init_args are for a class: give model.optimizer.class_path",
+        )
         for name in OURS:
-            require(name not in self.init_args, f"model.optimizer.init_args.{name}: give model.optimizer.{name}, which "
-                    "schedule and groups begin from")  # fmt: skip
+            require(
+                name not in self.init_args,
+                f"model.optimizer.init_args.{name}: give model.optimizer.{name}, which schedule and groups begin from",
+            )
         require(all(0 <= beta < 1 for beta in self.betas), f"model.optimizer.betas {self.betas} must lie in [0, 1)")
         require(0 < self.eps < math.inf, f"model.optimizer.eps {self.eps} must be above 0, and finite")
         require(0 <= self.momentum < 1, f"model.optimizer.momentum {self.momentum} must lie in [0, 1)")
@@ -103,9 +109,10 @@ class OptimizerConfig:
 
     def left_out(self) -> list[str]:
         """Options of AdamW and Muon that are set, and that the class of `class_path` does not get."""
-        given = ("class_path", "init_args", "groups", *OURS)
+        allowed = ("class_path", "init_args", "groups", *OURS)
         options = fields(self) if self.class_path else ()
-        return [one.name for one in options if one.name not in given and getattr(self, one.name) != one.default]
+        names = [option.name for option in options if getattr(self, option.name) != option.default]
+        return [name for name in names if name not in allowed]
 
 
 @dataclass
@@ -138,8 +145,8 @@ class ScheduleConfig:
         for name in ("final_fraction", "warmup_ratio", "decay_ratio", "begin_fraction"):
             value = getattr(self, name)
             require(value is None or 0 <= value <= 1, f"model.schedule.{name} {value} must lie in [0, 1]")
-        whole = ("warmup_steps", "decay_steps", "begin_step")
-        require_at_least(0, "model.schedule.", **{name: getattr(self, name) for name in whole})
+        counts = ("warmup_steps", "decay_steps", "begin_step")
+        require_at_least(0, "model.schedule.", **{name: getattr(self, name) for name in counts})
         for name in ("warmup", "decay"):
             steps, ratio = getattr(self, f"{name}_steps"), getattr(self, f"{name}_ratio")
             if steps and ratio is not None:
@@ -150,8 +157,10 @@ class ScheduleConfig:
         if self.begin_fraction and not self.begin_step:
             raise RequestError("model.schedule.begin_fraction is for a branch: give begin_step too, or leave it out")
         if self.name == "wsd" and (self.warmup_ratio or 0) + (self.decay_ratio or 0) > 1:
-            raise RequestError(f"model.schedule.warmup_ratio {self.warmup_ratio} and decay_ratio {self.decay_ratio} "
-                               "together are more than the whole run")  # fmt: skip
+            raise RequestError(
+                f"model.schedule.warmup_ratio {self.warmup_ratio} and decay_ratio {self.decay_ratio} are together more "
+                "than the whole run"
+            )
 
 
 @dataclass
@@ -302,9 +311,9 @@ class TrainerConfig:
     default_root_dir: str = "checkpoints"
 
     def __post_init__(self) -> None:
-        whole = ("val_interval", "checkpoint_interval", "log_interval", "histogram_interval", "keep_checkpoints",
+        counts = ("val_interval", "checkpoint_interval", "log_interval", "histogram_interval", "keep_checkpoints",
                  "keep_every", "num_nodes")  # fmt: skip
-        require_at_least(1, "trainer.", **{name: getattr(self, name) for name in whole})
+        require_at_least(1, "trainer.", **{name: getattr(self, name) for name in counts})
         require_at_least(1, "trainer.early_stopping.", patience=self.early_stopping.patience)
         require_at_least(0, "trainer.early_stopping.", min_delta=self.early_stopping.min_delta)
         stop, wait, peak, clip = self.stop_within, self.rank_timeout, self.peak_tflops, self.gradient_clip_val
@@ -312,8 +321,11 @@ class TrainerConfig:
         require(0 <= stop <= YEAR, f"trainer.stop_within {stop} is a number of seconds: from 0 to {YEAR:,}")
         require(0 < wait <= YEAR, f"trainer.rank_timeout {wait} is a number of seconds: more than 0, to {YEAR:,}")
         require(peak is None or 0 < peak < math.inf, f"trainer.peak_tflops {peak} must be above 0")
-        check_local_path("trainer.default_root_dir", self.default_root_dir,
-                   "give a local folder; configs/launch/mirror.sh copies it to a store")  # fmt: skip
+        check_local_path(
+            "trainer.default_root_dir",
+            self.default_root_dir,
+            "give a local folder; configs/launch/mirror.sh copies it to a store",
+        )
 
 
 # ---- guards ----------------------------------------------------------------------------------------------------------
@@ -346,12 +358,17 @@ class BudgetConfig:
         for name in ("cap_usd", "rate_usd_per_hr", "max_hours"):
             value = getattr(self, name)
             require(value is None or 0 < value < math.inf, f"guards.budget.{name} {value} must be more than 0")
-        require(0 < self.warn_at <= 1,
-                f"guards.budget.warn_at {self.warn_at} is a part of the cap: more than 0, at most 1")  # fmt: skip
-        require(self.cap_usd is None or self.rate_usd_per_hr is not None or self.file is not None,
-                "guards.budget.cap_usd needs guards.budget.rate_usd_per_hr, or a guards.budget.file")  # fmt: skip
-        require(not self.dry_run or self.cap_usd is not None or self.max_hours is not None,
-                "guards.budget.dry_run needs guards.budget.cap_usd or guards.budget.max_hours")  # fmt: skip
+        require(
+            0 < self.warn_at <= 1, f"guards.budget.warn_at {self.warn_at} is a part of the cap: more than 0, at most 1"
+        )
+        require(
+            self.cap_usd is None or self.rate_usd_per_hr is not None or self.file is not None,
+            "guards.budget.cap_usd needs guards.budget.rate_usd_per_hr, or a guards.budget.file",
+        )
+        require(
+            not self.dry_run or self.cap_usd is not None or self.max_hours is not None,
+            "guards.budget.dry_run needs guards.budget.cap_usd or guards.budget.max_hours",
+        )
 
     @property
     def wanted(self) -> bool:
@@ -419,9 +436,14 @@ class GuardsConfig:
     def harmless(self) -> "GuardsConfig":
         """The same guards without their effects on a run, for a few steps that are only timed."""
         return replace(
-            self, alerts=dict.fromkeys(self.alerts, "warn"), not_finite="skip", max_skipped=sys.maxsize,
-            budget=BudgetConfig(), throughput=ThroughputConfig(), inject_step=None,
-        )  # fmt: skip
+            self,
+            alerts=dict.fromkeys(self.alerts, "warn"),
+            not_finite="skip",
+            max_skipped=sys.maxsize,
+            budget=BudgetConfig(),
+            throughput=ThroughputConfig(),
+            inject_step=None,
+        )
 
 
 # ---- between steps ---------------------------------------------------------------------------------------------------
@@ -532,6 +554,6 @@ SECTIONS = (
 )  # fmt: skip
 
 
-def sections_of_callbacks(given: Mapping[str, Any]) -> dict[str, Any]:
+def sections_of_callbacks(config: Mapping[str, Any]) -> dict[str, Any]:
     """The sections that callbacks take, by name; what is not given has its defaults."""
-    return {section.name: given.get(section.name) or section.options() for section in SECTIONS if section.of_callbacks}
+    return {section.name: config.get(section.name) or section.options() for section in SECTIONS if section.of_callbacks}

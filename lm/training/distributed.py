@@ -91,9 +91,11 @@ class FullyShardedStrategy(RanksTogether, ModelParallelStrategy):
         self, world_size: int, rank_timeout: float, options: DistributedConfig = DistributedConfig(), replicas: int = 1
     ) -> None:
         super().__init__(
-            data_parallel_size=world_size, tensor_parallel_size=1, save_distributed_checkpoint=False,
+            data_parallel_size=world_size,
+            tensor_parallel_size=1,
+            save_distributed_checkpoint=False,
             timeout=START_TIMEOUT,
-        )  # fmt: skip
+        )
         self.rank_timeout = rank_timeout
         self.options = options
         self.replicas = replicas
@@ -181,8 +183,8 @@ class FullyShardedStrategy(RanksTogether, ModelParallelStrategy):
         places = itertools.count()
 
         def gathered(value: Tensor) -> Tensor | None:
-            whole = value.full_tensor() if isinstance(value, DTensor) else value  # on every rank
-            return self.checkpoint_io.copy_to_host((kind, next(places)), whole) if self.is_global_zero else None
+            full = value.full_tensor() if isinstance(value, DTensor) else value  # on every rank
+            return self.checkpoint_io.copy_to_host((kind, next(places)), full) if self.is_global_zero else None
 
         state = apply_to_collection(state, Tensor, gathered)
         self.checkpoint_io.wait_for_copies()
@@ -200,8 +202,9 @@ class FullyShardedStrategy(RanksTogether, ModelParallelStrategy):
                 content = self.checkpoint_io.load_checkpoint(checkpoint_path)
                 sent = content | {
                     key: {name: tensor.to("meta") if tensor.ndim else tensor for name, tensor in content[key].items()}
-                    for key in TENSORS if key in content
-                }  # fmt: skip
+                    for key in TENSORS
+                    if key in content
+                }
             except LmError as error:
                 sent = error
         sent = self.broadcast(sent)
@@ -222,10 +225,12 @@ class FullyShardedStrategy(RanksTogether, ModelParallelStrategy):
             state = {
                 key: {
                     slot: apply_to_collection(value, Tensor, self._sharded, optimizer, parameters[key], slot)
-                    for slot, value in kept.items()
-                } if isinstance(key, int) else apply_to_collection(kept, Tensor, Tensor.to, self.root_device)
-                for key, kept in saved["state"].items()
-            }  # fmt: skip
+                    for slot, value in slots.items()
+                }
+                if isinstance(key, int)
+                else apply_to_collection(slots, Tensor, Tensor.to, self.root_device)
+                for key, slots in saved["state"].items()
+            }
             optimizer.load_state_dict({**saved, "state": state})
             self._example = None
 
@@ -238,11 +243,11 @@ class FullyShardedStrategy(RanksTogether, ModelParallelStrategy):
             self._example = self._example or optimizer.state or self._state_after_step()
             like = self._example.get(parameter, {}).get(slot)
         device = self.root_device
-        whole = torch.empty_like(value, device=device) if value.is_meta else value.to(device)
+        full = torch.empty_like(value, device=device) if value.is_meta else value.to(device)
         if isinstance(like, DTensor):
-            return distribute_tensor(whole, like.device_mesh, like.placements)
-        dist.broadcast(whole, src=0)
-        return whole.cpu()
+            return distribute_tensor(full, like.device_mesh, like.placements)
+        dist.broadcast(full, src=0)
+        return full.cpu()
 
     def _state_after_step(self) -> dict[Any, Any]:
         """State of a new optimizer after a step, which leaves the weights as they were."""
@@ -262,6 +267,6 @@ class FullyShardedStrategy(RanksTogether, ModelParallelStrategy):
 def _whole_weights(decoder: nn.Module) -> Iterator[tuple[str, Tensor]]:
     """Yield an empty full tensor per weight of a sharded decoder; rank zero's values are then put into the shards."""
     for name, shard in decoder.named_parameters():
-        whole = shard.to_local().new_empty(shard.shape)
-        yield name, whole
-        shard.copy_(distribute_tensor(whole, shard.device_mesh, shard.placements))
+        full = shard.to_local().new_empty(shard.shape)
+        yield name, full
+        shard.copy_(distribute_tensor(full, shard.device_mesh, shard.placements))

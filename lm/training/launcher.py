@@ -48,9 +48,12 @@ class Launcher(ScriptLauncher):
         """Start the other processes of this node with this program's arguments, or those of `other_arguments`."""
         place = self.cluster_environment
         os.environ |= {
-            "MASTER_ADDR": place.main_address, "MASTER_PORT": str(place.main_port), "NODE_RANK": str(place.node_rank()),
-            "LOCAL_RANK": str(place.local_rank()), "WORLD_SIZE": str(self.num_processes * self.num_nodes),
-        }  # fmt: skip
+            "MASTER_ADDR": place.main_address,
+            "MASTER_PORT": str(place.main_port),
+            "NODE_RANK": str(place.node_rank()),
+            "LOCAL_RANK": str(place.local_rank()),
+            "WORLD_SIZE": str(self.num_processes * self.num_nodes),
+        }
         module = sys.modules["__main__"].__spec__
         start = ["-m", module.name] if module else [os.path.abspath(sys.argv[0])]
         for rank in range(1, self.num_processes):
@@ -127,8 +130,9 @@ class Launcher(ScriptLauncher):
         until = time.monotonic() + 2 * EXIT_WAIT  # they wait for this one first, and then take a moment to end
         while time.monotonic() < until and any(process.poll() is None for process in self.procs):
             time.sleep(0.05)
-        hung = [f"{rank} (pid {process.pid})" for rank, process in enumerate(self.procs, start=1)
-                  if process.poll() is None]  # fmt: skip
+        hung = [
+            f"{rank} (pid {process.pid})" for rank, process in enumerate(self.procs, start=1) if process.poll() is None
+        ]
         if not hung and (failure := self._failure()) is not None and "was killed" in str(failure):
             return failure
         who = f"local rank {', '.join(hung)}" if hung else "a rank of another node"

@@ -27,8 +27,10 @@ class LightningStep:
     def __init__(self, module: Any) -> None:
         trainer = module.trainer
         if len(trainer.optimizers) != 1 or trainer.lr_scheduler_configs:
-            raise RequestError(f"{type(module).__name__}.configure_optimizers returns one optimizer and no scheduler: "
-                               "model.schedule sets the rate of all its groups")  # fmt: skip
+            raise RequestError(
+                f"{type(module).__name__}.configure_optimizers returns one optimizer and no scheduler: "
+                "model.schedule sets the rate of all its groups"
+            )
         drop_step_context(trainer)
         self._module, self._optimizer = module, module.optimizers()
         self._weight_copies = weight_copies(module)
@@ -42,7 +44,7 @@ class LightningStep:
             StepDropped: it was not finished; weights, gradients and random generators are as before it.
         """
         module, steps = self._module, self._module.run_state.steps
-        one = torch.ones((), device=module.device)
+        unscaled = torch.ones((), device=module.device)
         generators = rng_state()
         try:
             with self._weight_copies:
@@ -56,7 +58,7 @@ class LightningStep:
                     backward=self.backward,
                     no_sync=getattr(module.trainer.strategy, "block_backward_sync", nullcontext),
                     update=self._optimizer.step,
-                    loss_scale=self._scaler.scale(one) if self._scaler else 1.0,
+                    loss_scale=self._scaler.scale(unscaled) if self._scaler else 1.0,
                 )
         except StepDropped:
             restore_rng_state(generators)  # dropout has drawn from them

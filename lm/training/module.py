@@ -96,13 +96,16 @@ class LanguageModule(LightningModule):
         self.validation, self.built_now = TokenLoss(len(data.source_names) or None), self.decoder is None
         if self.decoder is not None:
             if self._vocabulary not in (None, data.tokenizer.vocabulary):
-                raise RequestError("this LanguageModule was built for data of another tokenizer, so the same ids mean "
-                                   "other texts: make another one for this data")  # fmt: skip
+                raise RequestError(
+                    "this LanguageModule was built for data of another tokenizer, so the same ids mean "
+                    "other texts: make another one for this data"
+                )
             return
         self._vocabulary = data.tokenizer.vocabulary
         self.config = replace(self.config, vocab_size=self.config.vocab_size or data.tokenizer.vocab_size)
         options = BuildOptions(**{option.name: getattr(self.options, option.name) for option in fields(BuildOptions)})
-        own = self.is_custom() or has_hook(self.trainer, "on_model_built")  # they make or see the first weights
+        # A custom model or a callback makes or sees the first weights, so they must be there when they are built.
+        user_sees_weights = self.is_custom() or has_hook(self.trainer, "on_model_built")
         # Of the activations; in fp16 the choice is that of bf16.
         dtype = torch.float32 if self.trainer.precision == "32-true" else torch.bfloat16
         self.built = build(
@@ -110,7 +113,7 @@ class LanguageModule(LightningModule):
             options,
             strategy.root_device,
             dtype,
-            make=self.build_decoder if own else Decoder,
+            make=self.build_decoder if user_sees_weights else Decoder,
             builtin=None if self.is_custom() else True,
             on_made=self._take_decoder,
             shard=getattr(strategy, "shard", None),
@@ -142,8 +145,10 @@ class LanguageModule(LightningModule):
     def forward(self, input_ids: Tensor) -> Tensor:
         """The logits `(B, T, V)` of tokens `(B, T)`."""
         if self.decoder is None:
-            raise RequestError("the model is built once a Trainer has opened the data, and so its vocabulary is known; "
-                               "of a run, lm.load_model(run).decoder is the model")  # fmt: skip
+            raise RequestError(
+                "the model is built once a Trainer has opened the data, and so its vocabulary is known; "
+                "of a run, lm.load_model(run).decoder is the model"
+            )
         return self.decoder(input_ids)
 
     def losses(self, batch: Batch) -> Losses:
@@ -274,8 +279,9 @@ class LanguageModule(LightningModule):
                 raise RuntimeError(f"{extra[0]} is no tensor: register it as a buffer")
             anew.load_state_dict({name: torch.zeros(value.shape, dtype=value.dtype) for name, value in weights.items()})
         except Exception as error:
-            raise RequestError(f"{type(self.decoder).__name__}: its checkpoint could not be loaded: "
-                               f"{' '.join(str(error).split())}") from error  # fmt: skip
+            raise RequestError(
+                f"{type(self.decoder).__name__}: its checkpoint could not be loaded: {' '.join(str(error).split())}"
+            ) from error
         self._loadable = True
 
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:

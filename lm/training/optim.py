@@ -69,15 +69,17 @@ def parameter_groups(
                 f"the weight {name} is of {parameter.dtype}, which neither optimizers nor checkpoints "
                 "take: keep its real and imaginary part, or its values, as floating-point weights"
             )
-        own = getattr(config.groups, group)
-        lr = config.lr if own.lr is None else own.lr
-        decay = (0.0 if group == "norms" else config.weight_decay) if own.weight_decay is None else own.weight_decay
+        options = getattr(config.groups, group)
+        lr = config.lr if options.lr is None else options.lr
+        decay = options.weight_decay
+        if decay is None:
+            decay = 0.0 if group == "norms" else config.weight_decay
         settings: dict[str, Any] = {"lr": lr, "peak_lr": lr, "weight_decay": decay}
         shape = None
         if whole_matrices and group == "matrices" and parameter.ndim == 2:
-            shape, whole = parameter.shape, parameter.shape[0]
-            rows = next((rows for end, rows in matrix_rows.items() if name.endswith(end)), whole)
-            settings |= {"kind": config.name, "rows": whole if whole % rows else rows}
+            shape, num_rows = parameter.shape, parameter.shape[0]
+            rows = next((rows for end, rows in matrix_rows.items() if name.endswith(end)), num_rows)
+            settings |= {"kind": config.name, "rows": num_rows if num_rows % rows else rows}
         groups.setdefault((*settings.values(), shape), {"params": [], **settings})["params"].append(parameter)
     for group in vars(config.groups).keys() - met:
         if getattr(config.groups, group) != GroupConfig():

@@ -17,6 +17,8 @@ from lm.errors import RequestError, first_line
 from lm.runs.checkpoint import encode
 from lm.training.config import OURS
 
+MISSING = object()  # differs from every setting
+
 
 def build_by_class(class_path: str, init_args: dict[str, Any], groups: list[dict[str, Any]]) -> Optimizer:
     """Build an optimizer from its class path, for groups with `lr` and `weight_decay`; its steps can be skipped.
@@ -24,22 +26,24 @@ def build_by_class(class_path: str, init_args: dict[str, Any], groups: list[dict
     Raises RequestError for a class that does not take these arguments.
     """
     kind = _class_of(class_path)
-    taken = signature(kind).parameters
-    anything = any(parameter.kind is Parameter.VAR_KEYWORD for parameter in taken.values())
-    if "weight_decay" not in taken and not anything and any(group["weight_decay"] for group in groups):
-        raise RequestError(f"model.optimizer.class_path {class_path} has no weight_decay: give "
-                           "--model.optimizer.weight_decay 0")  # fmt: skip
-    rate = {"lr": groups[0]["lr"]} if "lr" in taken else {}
+    parameters = signature(kind).parameters
+    anything = any(parameter.kind is Parameter.VAR_KEYWORD for parameter in parameters.values())
+    if "weight_decay" not in parameters and not anything and any(group["weight_decay"] for group in groups):
+        raise RequestError(
+            f"model.optimizer.class_path {class_path} has no weight_decay: give --model.optimizer.weight_decay 0"
+        )
+    rate = {"lr": groups[0]["lr"]} if "lr" in parameters else {}
     skippable = type(kind.__name__, (_SkippedSteps, kind), {"__module__": kind.__module__})
     try:
-        made = skippable(groups, **rate, **init_args)
+        optimizer = skippable(groups, **rate, **init_args)
     except Exception as error:
-        raise RequestError(f"model.optimizer.class_path {class_path} with init_args {init_args}: "
-                           f"{first_line(error)}") from error  # fmt: skip
-    made.initial = [
-        {name: _comparable(value) for name, value in _settings(group).items()} for group in made.param_groups
+        raise RequestError(
+            f"model.optimizer.class_path {class_path} with init_args {init_args}: {first_line(error)}"
+        ) from error
+    optimizer.initial = [
+        {name: _comparable(value) for name, value in _settings(group).items()} for group in optimizer.param_groups
     ]
-    return made
+    return optimizer
 
 
 def _class_of(class_path: str) -> type[Optimizer]:
@@ -90,16 +94,16 @@ def changed_settings(class_path: str, optimizer: Optimizer, state: dict[str, Any
     RequestError if `state`, the optimizer's `state_dict`, has values that a checkpoint cannot hold.
     """
     initial = getattr(optimizer, "initial", [])  # none if a subclass of LanguageModule built it
-    changed = [
-        {name: value for name, value in _settings(group).items()
-         if name not in before or _comparable(value) != before[name]}
-        for group, before in zip(state["param_groups"], initial)
-    ]  # fmt: skip
+    changed = []
+    for group, before in zip(state["param_groups"], initial):
+        settings = _settings(group).items()
+        changed.append({name: value for name, value in settings if _comparable(value) != before.get(name, MISSING)})
     try:
         encode(apply_to_collection({**state, "param_groups": changed}, Tensor, lambda tensor: None))
     except TypeError as error:
-        raise RequestError(f"model.optimizer.class_path {class_path}: of its state_dict {error}, only tensors and "
-                           "plain values") from error  # fmt: skip
+        raise RequestError(
+            f"model.optimizer.class_path {class_path}: of its state_dict {error}, only tensors and plain values"
+        ) from error
     return changed
 
 

@@ -43,19 +43,17 @@ def out_of_memory_error(error: BaseException, trainer: Any, before: int | None) 
         had = process_bytes() - before + memory["weights"] + (memory["optimizer"] if steps_taken else 0)
         reserve = CPU_RESERVE + checkpoint_bytes(module.config, step.master_item, state)
     traceback.clear_frames(error.__traceback__)
-    taken = "there was too little" if had is None else f"it had {format_bytes(had)} at most"
+    usage = "there was too little" if had is None else f"it had {format_bytes(had)} at most"
     alone = trainer.datamodule.global_batch_tokens is None  # a step would be one micro-batch, of whatever size
     tokens = f" --data.global_batch_tokens {trainer.steps.tokens_per_step}" if alone else ""
     cure = _cure(module.config, step, state, had, reserve, tokens)
     return RunError(
         f"out of memory ({device.type}) in step {steps_taken + 1}: with micro-batches of "
-        f"{step.micro_batch_size} x {step.seq_len} tokens {taken}; {cure}; checkpoints are as they were"
+        f"{step.micro_batch_size} x {step.seq_len} tokens {usage}; {cure}; checkpoints are as they were"
     )
 
 
-def _cure(
-    config: DecoderConfig, step: Step, state: OptimizerState, had: int | None, reserve: int, tokens: str
-) -> str:  # fmt: skip
+def _cure(config: DecoderConfig, step: Step, state: OptimizerState, had: int | None, reserve: int, tokens: str) -> str:
     smaller = "take a smaller model, a shorter data.seq_len, or a device with more memory"
     if step.checkpointing != "block":
         smaller = f"--model.activation_checkpointing block recomputes activations; or {smaller}"
@@ -78,9 +76,15 @@ def step_of(trainer: Any) -> Step:
     steps, module, strategy = trainer.steps, trainer.lightning_module, trainer.strategy
     options = module.options
     return Step(
-        steps.micro_batch_size, steps.seq_len, str(trainer.precision), module.built.fused, options.compile,
-        steps.accumulate, steps.world_size // getattr(strategy, "replicas", 1),
-        hasattr(strategy, "shard") and steps.world_size > 1, options.activation_checkpointing,
+        steps.micro_batch_size,
+        steps.seq_len,
+        str(trainer.precision),
+        module.built.fused,
+        options.compile,
+        steps.accumulate,
+        steps.world_size // getattr(strategy, "replicas", 1),
+        hasattr(strategy, "shard") and steps.world_size > 1,
+        options.activation_checkpointing,
         trainer.options.distributed.gathered_blocks(module.config.num_hidden_layers),
         trainer.datamodule.documents_per_token("train") if options.document_mask else 0.0,
-    )  # fmt: skip
+    )

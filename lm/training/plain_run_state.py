@@ -19,8 +19,10 @@ from lm.training.checkpoint_checks import TRAINING_ONLY
 from lm.training.run_state import OTHER_TRAINER, RunState
 from lm.training.schedule import plan_steps, warmup_and_decay_steps
 
-LEFT_OUT = ("under lightning.Trainer there is no run folder, no guard, no gradient clipping and no resume exact to the "
-            "bit, and checkpoints are Lightning's: `lm.Trainer` has these")  # fmt: skip
+LEFT_OUT = (
+    "under lightning.Trainer there is no run folder, no guard, no gradient clipping and no resume exact to the "
+    "bit, and checkpoints are Lightning's: `lm.Trainer` has these"
+)
 
 
 class PlainRunState(RunState, Callback):
@@ -40,25 +42,35 @@ class PlainRunState(RunState, Callback):
         if not hasattr(data, "token_bytes"):
             raise RequestError("LanguageModule is trained on an lm.data.datamodule.DataModule: give it as datamodule=")
         if not isinstance(trainer.strategy, SingleDeviceStrategy | DDPStrategy):
-            raise RequestError("LanguageModule under lightning.Trainer runs on one device or with DDP, and this is "
-                               f"{type(trainer.strategy).__name__}: give strategy='ddp', or take lm.Trainer, which has "
-                               "fsdp2")  # fmt: skip
+            raise RequestError(
+                "LanguageModule under lightning.Trainer runs on one device or with DDP, and this is "
+                f"{type(trainer.strategy).__name__}: give strategy='ddp', or take lm.Trainer, which has "
+                "fsdp2"
+            )
         if stage != "fit":
             return
         if trainer.max_steps < 1:
-            raise RequestError("the learning-rate schedule needs a number of steps: give lightning.Trainer("
-                               "max_steps=...); the stream of samples has no epochs")  # fmt: skip
+            raise RequestError(
+                "the learning-rate schedule needs a number of steps: give lightning.Trainer("
+                "max_steps=...); the stream of samples has no epochs"
+            )
         self.steps = plan_steps(
-            seq_len=data.seq_len, micro_batch_size=data.micro_batch_size, global_batch_tokens=data.global_batch_tokens,
-            world_size=trainer.world_size, max_steps=trainer.max_steps, max_tokens=None,
-        )  # fmt: skip
+            seq_len=data.seq_len,
+            micro_batch_size=data.micro_batch_size,
+            global_batch_tokens=data.global_batch_tokens,
+            world_size=trainer.world_size,
+            max_steps=trainer.max_steps,
+            max_tokens=None,
+        )
         warmup_and_decay_steps(trainer.max_steps, pl_module.options.schedule)
         seed = os.environ.get("PL_GLOBAL_SEED")  # of lightning.seed_everything
         data.set_position(global_batch=self.steps.global_batch, seed=int(seed) if seed else None, consumed=0)
         rank_zero_info(LEFT_OUT)
         if data.has_validation and trainer.check_val_every_n_epoch is not None:
-            rank_zero_warn("no validation comes, since the stream of samples has no epochs: give lightning.Trainer("
-                           "val_check_interval=100, check_val_every_n_epoch=None)")  # fmt: skip
+            rank_zero_warn(
+                "no validation comes, since the stream of samples has no epochs: give lightning.Trainer("
+                "val_check_interval=100, check_val_every_n_epoch=None)"
+            )
 
     def on_train_epoch_end(self, trainer: lightning.Trainer, pl_module: Any) -> None:
         """An epoch, which `limit_train_batches` may end, does not begin the stream again."""
@@ -79,8 +91,11 @@ class PlainRunState(RunState, Callback):
         optimizer = module.optimizers(use_pl_optimizer=False)
         if checkpoint.get("optimizer_states") and hasattr(optimizer, "gathered_state_dict"):  # of all ranks, as Muon's
             checkpoint["optimizer_states"] = [optimizer.gathered_state_dict(lambda place, tensor: tensor)]
-        checkpoint["lm"] = {"consumed": self.consumed, "mixture": module.trainer.datamodule.describe_mixture(),
-                            **self._settings(module)}  # fmt: skip
+        checkpoint["lm"] = {
+            "consumed": self.consumed,
+            "mixture": module.trainer.datamodule.describe_mixture(),
+            **self._settings(module),
+        }
 
     def restore(self, module: Any, checkpoint: dict[str, Any]) -> None:
         if "lm" not in checkpoint:
@@ -96,9 +111,15 @@ class PlainRunState(RunState, Callback):
         """What must stay in a resume, as plain values, which torch.load takes without pickle."""
         data = module.trainer.datamodule
         vocabulary = sha256(json.dumps(data.tokenizer.vocabulary, sort_keys=True).encode()).hexdigest()
-        settings = {"decoder": asdict(module.config), "tokenizer": vocabulary, "seed": data.seed,
-                    "document_mask": module.options.document_mask, "seq_len": data.seq_len,
-                    "shuffle_buffer": data.options.shuffle_buffer, "reshuffle": data.options.reshuffle}  # fmt: skip
+        settings = {
+            "decoder": asdict(module.config),
+            "tokenizer": vocabulary,
+            "seed": data.seed,
+            "document_mask": module.options.document_mask,
+            "seq_len": data.seq_len,
+            "shuffle_buffer": data.options.shuffle_buffer,
+            "reshuffle": data.options.reshuffle,
+        }
         return json.loads(json.dumps(settings))
 
     def _check_same_settings(self, module: Any, saved: dict[str, Any]) -> None:
@@ -106,11 +127,16 @@ class PlainRunState(RunState, Callback):
         if not module.trainer.training:  # an evaluation, of the same model and the same ids
             now, mixture = {name: now[name] for name in ("decoder", "tokenizer")}, None
         changed = differences([now | {name: saved[name] for name in now if name in saved}, now])
-        changes = [f"{name} was {before}, now {after}" for name, (before, after) in changed.items()
-                   if name.removeprefix("decoder.") not in TRAINING_ONLY]  # fmt: skip
+        changes = [
+            f"{name} was {before}, now {after}"
+            for name, (before, after) in changed.items()
+            if name.removeprefix("decoder.") not in TRAINING_ONLY
+        ]
         if saved.get("mixture") and mixture:
             reason, _ = describe_change(saved["mixture"], mixture, self.consumed)
             changes += [reason] if reason else []
         if changes:
-            raise RequestError(f"this is a checkpoint of another training: {'; '.join(changes)}; put it back, or take "
-                               "its weights alone, with LanguageModule.load_from_checkpoint")  # fmt: skip
+            raise RequestError(
+                f"this is a checkpoint of another training: {'; '.join(changes)}; put it back, or take "
+                "its weights alone, with LanguageModule.load_from_checkpoint"
+            )

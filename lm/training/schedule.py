@@ -13,8 +13,10 @@ from lm.training.config import ScheduleConfig
 def warmup_and_decay_steps(max_steps: int, config: ScheduleConfig) -> tuple[int, int]:
     """`warmup_steps` and `decay_steps` of a run of `max_steps` optimizer steps; 0 where there is none."""
     if config.begin_step and config.begin_step >= max_steps:
-        raise RequestError(f"model.schedule.begin_step {config.begin_step:,} is not before the run's last step, "
-                           f"{max_steps:,}: train for more steps")  # fmt: skip
+        raise RequestError(
+            f"model.schedule.begin_step {config.begin_step:,} is not before the run's last step, "
+            f"{max_steps:,}: train for more steps"
+        )
     max_steps -= config.begin_step
     warmup, decay = config.warmup_steps, config.decay_steps or 0
     if config.warmup_ratio is not None:
@@ -109,21 +111,22 @@ def plan_steps(
 
     An optimizer step has `global_batch_tokens` tokens; if that is None, one micro-batch per rank.
     """
-    at_once = micro_batch_size * seq_len * world_size
-    wanted = at_once if global_batch_tokens is None else global_batch_tokens
-    if wanted % at_once or wanted < at_once:
-        nearest = max(1, round(wanted / at_once)) * at_once
-        sizes = [size for size in range(1, micro_batch_size) if wanted % (size * seq_len * world_size) == 0]
+    tokens_at_once = micro_batch_size * seq_len * world_size
+    tokens_per_step = tokens_at_once if global_batch_tokens is None else global_batch_tokens
+    if tokens_per_step % tokens_at_once or tokens_per_step < tokens_at_once:
+        ratio = tokens_per_step / tokens_at_once
+        nearest = max(1, round(ratio)) * tokens_at_once
+        sizes = [size for size in range(1, micro_batch_size) if tokens_per_step % (size * seq_len * world_size) == 0]
         smaller = f", or give --data.micro_batch_size {sizes[-1]}" if sizes else ""
         raise RequestError(
-            f"data.global_batch_tokens {wanted:,} is not a whole number of micro-batches: micro_batch_size "
-            f"{micro_batch_size} x seq_len {seq_len} x {world_size} ranks = {at_once:,} tokens, "
-            f"{wanted:,} / {at_once:,} = {wanted / at_once:.3f}; the nearest that fits is {nearest:,}{smaller}"
+            f"data.global_batch_tokens {tokens_per_step:,} is not a whole number of micro-batches: micro_batch_size "
+            f"{micro_batch_size} x seq_len {seq_len} x {world_size} ranks = {tokens_at_once:,} tokens, "
+            f"{tokens_per_step:,} / {tokens_at_once:,} = {ratio:.3f}; the nearest that fits is {nearest:,}{smaller}"
         )
     if max_steps is None and max_tokens is not None:
-        max_steps = done[0] + max(0, math.ceil((max_tokens - done[1] * seq_len) / wanted))
+        max_steps = done[0] + max(0, math.ceil((max_tokens - done[1] * seq_len) / tokens_per_step))
     elif max_steps is None or max_tokens is not None:
         have = "neither is" if max_steps is None else "both are"
         raise RequestError(f"give one of trainer.max_steps and trainer.max_tokens; {have} set")
     require_at_least(1, "trainer.", max_steps=max_steps)
-    return Steps(seq_len, micro_batch_size, world_size, wanted // at_once, max_steps, done)
+    return Steps(seq_len, micro_batch_size, world_size, tokens_per_step // tokens_at_once, max_steps, done)

@@ -31,9 +31,12 @@ class StepStats:
     """
 
     def __init__(
-        self, device: torch.device | str = "cpu", state: Mapping[str, Any] | None = None, sources: int = 0,
+        self,
+        device: torch.device | str = "cpu",
+        state: Mapping[str, Any] | None = None,
+        sources: int = 0,
         scaled: bool = False,
-    ) -> None:  # fmt: skip
+    ) -> None:
         self.scaled = scaled
         state = state or {"nats": 0.0, "tokens": 0, "steps": []}
         # Sums over all ranks of the applied steps since the newest log line. A step that a GradScaler skips, because a

@@ -16,6 +16,7 @@ from trainings import HERE, lm, make_workplace, start
 import lm as package
 from lm.data.config import DataConfig
 from lm.errors import RequestError
+from lm.inference.pretrained import Pretrained
 from lm.runs.checkpoint import find_damage
 from lm.runs.run import Run
 from lm.training.callbacks.samples import Samples

@@ -30,7 +30,7 @@ class Alerts(Observer):
 
     def observe(self, line: Line) -> list[Finding]:
         """Findings such as `loss > 10: loss is 12.31 at step 130`."""
-        found = []
+        findings = []
         warmup, _ = warmup_and_decay_steps(line.max_steps, line.schedule)
         begins = line.step - line.schedule.begin_step <= max(warmup, FIRST_LINES * line.log_interval)
         values = {**line.metrics, "step": line.step, "data/tokens": line.tokens}
@@ -45,9 +45,9 @@ class Alerts(Observer):
             if not (action in ONCE and text in self._reported):
                 message = self.evaluator.explain(condition, line.step)
                 began = (self._armed.get(text) or line.step - 1) + 1
-                found.append(Finding(self.guard, action, message, save=action == "checkpoint", began=began))
+                findings.append(Finding(self.guard, action, message, save=action == "checkpoint", began=began))
             self._reported.add(text)
-        return found
+        return findings
 
     def forget_newest(self) -> None:
         self.evaluator.drop_newest()  # values of a bad state are no measure for later ones

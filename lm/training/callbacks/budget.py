@@ -63,10 +63,13 @@ class BudgetGuard(Guard[Budget]):
             return  # the other program's own
         cost, end = budget.meter.read(), budget.projection(*remaining(trainer))
         content = {
-            "spent_usd": cost.usd, "rate_usd_per_hr": budget.meter.rate, "hours_elapsed": cost.hours,
-            "projected_total_usd": end and end.usd, "cap_usd": budget.config.cap_usd,
+            "spent_usd": cost.usd,
+            "rate_usd_per_hr": budget.meter.rate,
+            "hours_elapsed": cost.hours,
+            "projected_total_usd": end and end.usd,
+            "cap_usd": budget.config.cap_usd,
             "last_update_utc": datetime.now(UTC).strftime("%Y-%m-%dT%H:%M:%SZ"),
-        }  # fmt: skip
+        }
         with suppress(OSError):  # a full disk; a checkpoint that cannot be written is an error
             write_atomically(path, json.dumps(content) + "\n", durable=False)
 

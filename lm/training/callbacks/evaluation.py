@@ -46,10 +46,13 @@ class Evaluations(BetweenSteps):
         try:
             with not_training(trainer), trainer.precision_plugin.forward_context():
                 results = evaluate(
-                    pl_module.decoder, trainer.datamodule.tokenizer, self.tasks, batch_tokens=config.batch_tokens,
+                    pl_module.decoder,
+                    trainer.datamodule.tokenizer,
+                    self.tasks,
+                    batch_tokens=config.batch_tokens,
                     max_items=config.max_items,
                     share=(0, 1) if trainer.sharded else (trainer.global_rank, trainer.world_size),
-                )  # fmt: skip
+                )
         finally:
             write_state(trainer)
         tasks = {result.label: result.as_dict() for result in results}

@@ -34,8 +34,11 @@ from lm.training.trainer import Trainer
 log = logging.getLogger(__name__)
 
 EXIT_CODES = {
-    "finished": 0, **{status: error.exit_code for error, status in STATUS.items()}, "failed": RunError.exit_code,
-}  # fmt: skip
+    "finished": 0,
+    **{status: error.exit_code for error, status in STATUS.items()},
+    "failed": RunError.exit_code,
+}
+RUN_FACTS = ("reason", "path", "host", "tags", "note", "max_steps", "tokens", "metrics", "acceptance")
 PATIENCE = 60.0  # seconds that the program may take during a run
 PENDING = 10.0  # seconds that the end of a run waits for earlier events
 QUIET = 600.0  # seconds between two events of guards
@@ -112,8 +115,11 @@ def event_facts(run: Run, event: str, what: str, step: int | None) -> dict[str, 
     """The facts that the program receives about an event; `what` is the first line of its message."""
     facts, last = read_facts(run), run.link("last")
     step = step or 0
-    losses = [f"{METRICS[name].label} {METRICS[name].shown(facts['metrics'][name])}"
-              for name in ("train/loss", "val/loss") if name in facts["metrics"]]  # fmt: skip
+    losses = [
+        f"{METRICS[name].label} {METRICS[name].shown(facts['metrics'][name])}"
+        for name in ("train/loss", "val/loss")
+        if name in facts["metrics"]
+    ]
     passed = (facts["acceptance"] or {}).get("passed", True) or event != "finished"
     folder, resume = postmortem.folder_of(run, step), run.resume_command()
     lines = [
@@ -125,15 +131,17 @@ def event_facts(run: Run, event: str, what: str, step: int | None) -> dict[str, 
         f"{facts['path']} on {facts['host']}, {facts['device']}",
     ]
     return {
-        "event": event, "message": "\n".join(filter(None, lines)).replace("\0", ""), "exit_code": EXIT_CODES.get(event),
-        "run": run.name, "step": step,
+        "event": event,
+        "message": "\n".join(filter(None, lines)).replace("\0", ""),
+        "exit_code": EXIT_CODES.get(event),
+        "run": run.name,
+        "step": step,
         "resume": [sys.executable, "-m", "lm", "fit", "--config", str(run.config.resolve()), "--ckpt_path", "auto"],
-        "cwd": os.getcwd(), "checkpoint": str(last.resolve()) if last else None,
+        "cwd": os.getcwd(),
+        "checkpoint": str(last.resolve()) if last else None,
         "spent_usd": nonnegative((facts["budget"] or {}).get("spent_usd")),
-        **{name: facts[name] for name in (
-            "reason", "path", "host", "tags", "note", "max_steps", "tokens", "metrics", "acceptance",
-        )},
-    }  # fmt: skip
+        **{name: facts[name] for name in RUN_FACTS},
+    }
 
 
 class Events(Callback):
@@ -151,9 +159,9 @@ class Events(Callback):
         self._quiet_until = 0.0  # by `time.monotonic`
 
     def on_train_start(self, trainer: Trainer, pl_module: LanguageModule) -> None:
-        step, left = trainer.global_step, trainer.max_steps - trainer.global_step
+        step, steps_left = trainer.global_step, trainer.max_steps - trainer.global_step
         tokens = format_count(trainer.steps.tokens(trainer.max_steps) - trainer.steps.tokens(step))
-        self._start(trainer, "resumed" if step else "started", f"{plural(left, 'step')} to go, {tokens} tokens")
+        self._start(trainer, "resumed" if step else "started", f"{plural(steps_left, 'step')} to go, {tokens} tokens")
 
     def on_guard(self, trainer: Trainer, pl_module: LanguageModule, guard: str, action: Action, message: str) -> None:
         if trainer.run_state.stop is None and (action != "stop" or trainer.global_step >= trainer.max_steps):
@@ -172,10 +180,10 @@ class Events(Callback):
     on_exception = on_fit_end  # pyright: ignore[reportAssignmentType]
 
     def _tell_findings(self, trainer: Trainer) -> None:
-        found, self._findings = self._findings, []
-        older = len(found) - MOST_FINDINGS
-        lines = [f"{older} more before these"] * (older > 0) + [str(one) for one in found[-MOST_FINDINGS:]]
-        guards = {one.guard for one in found}
+        findings, self._findings = self._findings, []
+        older = len(findings) - MOST_FINDINGS
+        lines = [f"{older} more before these"] * (older > 0) + [str(finding) for finding in findings[-MOST_FINDINGS:]]
+        guards = {finding.guard for finding in findings}
         event = guards.pop() if guards in ({"alert"}, {"budget"}) else "warning"
         self._start(trainer, event, "\n".join(lines))
 

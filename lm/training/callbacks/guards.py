@@ -23,8 +23,8 @@ def act(trainer: Trainer, pl_module: LanguageModule, finding: Finding) -> None:
     guard, action, message, save, began = finding
     if trainer.is_global_zero:
         log.warning("%s", finding)
-        found = {"guard": guard, "action": action, "message": message}
-        trainer.run.append("alerts.jsonl", {"step": trainer.global_step, "time": steady_time(), **found})
+        alert = {"guard": guard, "action": action, "message": message}
+        trainer.run.append("alerts.jsonl", {"step": trainer.global_step, "time": steady_time(), **alert})
     call_hook(trainer, "on_guard", pl_module, guard, action, message)
     if save:
         trainer.checkpoint_callback.request()
@@ -38,25 +38,28 @@ def how_to_go_on(trainer: Trainer, began: int) -> str:
     """The words of a stop on the newest checkpoint from before a step, which is kept; call it on every rank."""
     step = newest_checkpoint(trainer, began - 1)
     if step is None:
-        return (f"there is no checkpoint from before step {began}: start a new run with a change of its settings; a "
-                "smaller trainer.checkpoint_interval or more trainer.keep_checkpoints leave one")  # fmt: skip
+        return (
+            f"there is no checkpoint from before step {began}: start a new run with a change of its settings; a "
+            "smaller trainer.checkpoint_interval or more trainer.keep_checkpoints leave one"
+        )
     trainer.checkpoint_callback.keep_for_rollback(step)
     command = trainer.run.resume_command(f"step-{step:08d}")
     place = " before the #" if "  # " in command else ""
-    return (f"`{command}` goes on from the newest checkpoint before step {began}; add what is to change{place}, since "
-            "the samples are the same")  # fmt: skip
+    return (
+        f"`{command}` goes on from the newest checkpoint before step {began}; add what is to change{place}, since "
+        "the samples are the same"
+    )
 
 
 def newest_checkpoint(trainer: Trainer, last: int) -> int | None:
     """The step of the newest complete checkpoint at or before a step; call it on every rank."""
-    found = None
+    newest = None
     if trainer.is_global_zero:
         trainer.checkpoint_io.drain()
         stale = trainer.checkpoint_callback.stale  # the resume began before these
-        folders = {step: path for step, path in trainer.run.steps().items()
-                   if step <= last and path.name not in stale}  # fmt: skip
-        found = next((step for step in reversed(folders) if find_damage(folders[step]) is None), None)
-    return trainer.strategy.broadcast(found)
+        folders = {step: path for step, path in trainer.run.steps().items() if step <= last and path.name not in stale}
+        newest = next((step for step in reversed(folders) if find_damage(folders[step]) is None), None)
+    return trainer.strategy.broadcast(newest)
 
 
 Watching = TypeVar("Watching", bound=Observer)
@@ -77,10 +80,17 @@ class Guard(Callback, Generic[Watching]):
 
     def on_metrics(self, trainer: Trainer, pl_module: LanguageModule, metrics: Mapping[str, float]) -> None:
         line = Line(
-            trainer.run.name, trainer.global_step, trainer.max_steps, trainer.tokens_seen, metrics,
-            trainer.options.log_interval, pl_module.options.schedule, remaining(trainer)[1],
-            steps=trainer.run_state.stats.recent, scaled=trainer.run_state.stats.scaled,
-        )  # fmt: skip
+            trainer.run.name,
+            trainer.global_step,
+            trainer.max_steps,
+            trainer.tokens_seen,
+            metrics,
+            trainer.options.log_interval,
+            pl_module.options.schedule,
+            remaining(trainer)[1],
+            steps=trainer.run_state.stats.recent,
+            scaled=trainer.run_state.stats.scaled,
+        )
         for finding in trainer.strategy.broadcast(self.observer.observe(line)):
             act(trainer, pl_module, finding)
 
@@ -150,8 +160,12 @@ class Rollback(Callback):
             trainer.run.describe(rollbacks=[*trainer.run.read("run.json").get("rollbacks", []), returned])
             log.warning(
                 "rollback %d of %d: weights and optimizer are those of step %d; training continues with step %d and "
-                "skips the samples in between", self.done, self.max_rollbacks, to, step + 1,
-            )  # fmt: skip
+                "skips the samples in between",
+                self.done,
+                self.max_rollbacks,
+                to,
+                step + 1,
+            )
 
     def state_dict(self) -> dict[str, Any]:
         return {"done": self.done, "good": self.good}

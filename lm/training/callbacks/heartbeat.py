@@ -67,7 +67,7 @@ def machine_metrics(machine: dict[str, Any]) -> dict[str, float]:
     """The metrics of a reading: mean load of the GPUs, highest temperature, total power, fullest memory."""
 
     gpus, cpu, process = machine.get("gpus") or [], [machine.get("cpu", {})], [machine.get("process", {})]
-    found = {}
+    metrics = {}
     for metric, one_of, parts, name, unit in (
         ("perf/gpu_load", statistics.fmean, gpus, "load_percent", 1),
         ("perf/gpu_temperature", max, gpus, "temperature_celsius", 1),
@@ -77,16 +77,16 @@ def machine_metrics(machine: dict[str, Any]) -> dict[str, float]:
         ("mem/gpu_gib", max, gpus, "memory_used_bytes", 2**30),
     ):
         if values := [part[name] for part in parts if part.get(name) is not None]:
-            found[metric] = float(one_of(values)) / unit
-    return found
+            metrics[metric] = float(one_of(values)) / unit
+    return metrics
 
 
 def _gpus(trainer: Trainer) -> list[str]:
     """UUIDs of this node's GPUs used for training, since torch and NVML may number them differently."""
     if trainer.strategy.root_device.type != "cuda":
         return []
-    here = range(torch.cuda.device_count())
-    return [f"GPU-{torch.cuda.get_device_properties(index).uuid}" for index in trainer.device_ids if index in here]
+    visible = range(torch.cuda.device_count())
+    return [f"GPU-{torch.cuda.get_device_properties(index).uuid}" for index in trainer.device_ids if index in visible]
 
 
 def _write_heartbeat(run: Run, machine: dict[str, Any]) -> None:

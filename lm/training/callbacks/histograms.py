@@ -52,7 +52,11 @@ def count_values(values: Tensor) -> dict[str, Any] | None:
     width = max((high - low) / BUCKETS, 1e-30)
     counts = torch.bincount(((flat - low) / width).to(torch.uint8).clamp_(max=BUCKETS - 1), minlength=BUCKETS)
     return {
-        "min": low, "max": high, "num": flat.numel(), "sum": flat.sum(dtype=torch.float64).item(),
-        "sum_squares": flat.square().sum(dtype=torch.float64).item(), "bucket_counts": counts.tolist(),
+        "min": low,
+        "max": high,
+        "num": flat.numel(),
+        "sum": flat.sum(dtype=torch.float64).item(),
+        "sum_squares": flat.square().sum(dtype=torch.float64).item(),
+        "bucket_counts": counts.tolist(),
         "bucket_limits": torch.linspace(low, high, BUCKETS + 1, dtype=torch.float64)[1:].tolist(),
-    }  # fmt: skip
+    }

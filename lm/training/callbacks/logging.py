@@ -80,19 +80,19 @@ class RunLog(Callback):
             return
         metrics = pl_module.logged_metrics()
         validated = trainer.run_state.validated
-        own = {name: value for name, value in trainer.logged_metrics.items() if name not in validated}
-        _check_names_free("pl_module.log was given", own)
+        from_module = {name: value for name, value in trainer.logged_metrics.items() if name not in validated}
+        _check_names_free("pl_module.log was given", from_module)
         for callback in trainer.callbacks:
-            if logged := getattr(callback, "logged_metrics", None):
-                what = f"{type(callback).__name__}.logged_metrics"
+            if hasattr(callback, "logged_metrics"):
+                method = f"{type(callback).__name__}.logged_metrics"
                 try:
-                    found = {name: value if isinstance(value, int) else float(value)
-                             for name, value in logged(trainer, pl_module).items()}  # fmt: skip
+                    logged = callback.logged_metrics(trainer, pl_module).items()
+                    numbers = {name: value if isinstance(value, int) else float(value) for name, value in logged}
                 except (AttributeError, TypeError, ValueError, RuntimeError) as error:
-                    raise RunError(f"{what} has to return numbers by name: {first_line(error)}") from error
-                _check_names_free(f"{what} returned", found, *metrics, *OF_EVERY_LINE)
-                metrics |= found
-        log_metrics(trainer, pl_module, {name: value.item() for name, value in own.items()} | metrics)
+                    raise RunError(f"{method} has to return numbers by name: {first_line(error)}") from error
+                _check_names_free(f"{method} returned", numbers, *metrics, *OF_EVERY_LINE)
+                metrics |= numbers
+        log_metrics(trainer, pl_module, {name: value.item() for name, value in from_module.items()} | metrics)
 
     def on_validation_start(self, trainer: Trainer, pl_module: LanguageModule) -> None:
         if trainer.fitting:
@@ -104,9 +104,10 @@ class RunLog(Callback):
         if trainer.fitting:
             call_hook(trainer, "on_pause", time.monotonic() - self._validation_began, "validation")
             metrics = {name: value for name, value in trainer.callback_metrics.items() if _kind(name) == "val"}
-            own = {name: value for name, value in trainer.logged_metrics.items() if value is not self._before.get(name)}
-            trainer.run_state.validated |= own.keys()
-            log_metrics(trainer, pl_module, {name: value.item() for name, value in (own | metrics).items()})
+            logged = trainer.logged_metrics.items()
+            changed = {name: value for name, value in logged if value is not self._before.get(name)}
+            trainer.run_state.validated |= changed.keys()
+            log_metrics(trainer, pl_module, {name: value.item() for name, value in (changed | metrics).items()})
 
     def on_pause(self, trainer: Trainer, seconds: float, kind: str) -> None:
         trainer.run_state.pace.add_pause(trainer.global_step, seconds, kind)
@@ -167,10 +168,10 @@ def seconds_left(trainer: Trainer) -> float | None:
     return trainer.run_state.pace.rest(*remaining(trainer))
 
 
-def _check_names_free(what: str, found: Mapping[str, Any], *others: str) -> None:
+def _check_names_free(what: str, names: Mapping[str, Any], *others: str) -> None:
     """Raise RunError if metrics of a callback have names of other metrics, or of a validation."""
-    if taken := found.keys() & {*others, *(name for name in METRICS if _kind(name) != "train")}:
-        raise RunError(f"{what} {min(taken)!r}, and a metric of this project has that name: call it 'mine/...'")
+    if duplicates := names.keys() & {*others, *(name for name in METRICS if _kind(name) != "train")}:
+        raise RunError(f"{what} {min(duplicates)!r}, and a metric of this project has that name: call it 'mine/...'")
 
 
 def _kind(name: str, validated: Collection[str] = ()) -> str:
@@ -190,8 +191,9 @@ LINE_METRICS = (
 def format_line(step: int, max_steps: int, metrics: dict[str, float]) -> str:
     parts = [
         f"{metric.short or metric.label} {metric.shown(metrics[name])}"
-        for name, metric in METRICS.items() if name in LINE_METRICS and name in metrics
-    ]  # fmt: skip
+        for name, metric in METRICS.items()
+        if name in LINE_METRICS and name in metrics
+    ]
     parts += [
         f"{name.removeprefix(loss)} {value:.4f}"
         for loss in ("train/loss/", "val/loss/")
@@ -199,8 +201,11 @@ def format_line(step: int, max_steps: int, metrics: dict[str, float]) -> str:
         if name.startswith(loss)
     ]  # of each source of a mixture
     if "eval/core" not in metrics:
-        parts += [f"{name.removeprefix('eval/').removesuffix('/accuracy')} {value:.1%}"
-                  for name, value in metrics.items() if name.endswith("/accuracy")]  # fmt: skip
+        parts += [
+            f"{name.removeprefix('eval/').removesuffix('/accuracy')} {value:.1%}"
+            for name, value in metrics.items()
+            if name.endswith("/accuracy")
+        ]
     if "perf/tokens_per_second" in metrics:
         parts.append(f"{format_count(metrics['perf/tokens_per_second'])} tokens/s")
     return f"step {step}/{max_steps}  " + "  ".join(parts)
@@ -275,8 +280,9 @@ class ProgressBar(Callback):
         self._progress = Progress(  # the terminal wraps the lines above it, so that a command can be copied
             BarColumn(None, table_column=Column(max_width=40)),
             TextColumn("{task.completed}/{task.total} steps{task.description}", markup=False),
-            console=Console(stderr=True, soft_wrap=True), redirect_stdout=sys.stdout.isatty(),
-        )  # fmt: skip
+            console=Console(stderr=True, soft_wrap=True),
+            redirect_stdout=sys.stdout.isatty(),
+        )
         self._task = self._progress.add_task("", total=trainer.max_steps, completed=trainer.global_step)
         self._progress.start()
 
@@ -286,9 +292,11 @@ class ProgressBar(Callback):
             shown = ("train/loss", "perf/tokens_per_second", "perf/mfu", "perf/mfu_full_attention")
             newest = {name: value for name, value in trainer.run_state.latest.items() if name in shown}
             seconds, elapsed = seconds_left(trainer), self._progress.tasks[0].elapsed
-            facts = [f"{format_duration(seconds)} left" if seconds else "",
-                     format_line(step, trainer.max_steps, newest).partition("  ")[2],
-                     f"{format_duration(elapsed)} elapsed" if elapsed else ""]  # fmt: skip
+            facts = [
+                f"{format_duration(seconds)} left" if seconds else "",
+                format_line(step, trainer.max_steps, newest).partition("  ")[2],
+                f"{format_duration(elapsed)} elapsed" if elapsed else "",
+            ]
             text = "".join(f"  {fact}" for fact in facts if fact)
             self._progress.update(self._task, completed=step, description=text)
 

@@ -60,8 +60,8 @@ class PostMortem(Callback):
         if self._open is not None and guard == "drill":
             self._close(trainer, "not recovered", "The loss was not as low as before when a drill began.")
         if self._open is None:
-            found = _new_incident(trainer, guard, action, message) if trainer.is_global_zero else (None, False)
-            self._open, is_new = trainer.strategy.broadcast(found)
+            incident = _new_incident(trainer, guard, action, message) if trainer.is_global_zero else (None, False)
+            self._open, is_new = trainer.strategy.broadcast(incident)
             if is_new:
                 with not_training(trainer):
                     _write(trainer, pl_module, self._open)
@@ -106,13 +106,21 @@ def _new_incident(trainer: Trainer, guard: str, action: str, message: str) -> tu
         step for step in steps if not (math.isfinite(step.loss) and (step.applied or guard != "not-finite"))
     ]
     worst = broken[0] if broken else max(injected or steps, key=lambda step: step.loss)
-    before = [line["train/loss"] for line in trainer.run.metrics()
-              if "train/loss" in line and line["step"] < steps[0].step]  # fmt: skip
+    before = [
+        line["train/loss"] for line in trainer.run.metrics() if "train/loss" in line and line["step"] < steps[0].step
+    ]
     return Incident(
-        run=trainer.run.name, step=trainer.global_step, time=utc(steady_time()), guard=guard, action=action,
-        message=message, worst=worst.step, steps=[tuple(step) for step in steps],
-        baseline=statistics.median(before[-BASELINE_LINES:]) if before else None, injected=worst in injected,
-    ), is_new  # fmt: skip
+        run=trainer.run.name,
+        step=trainer.global_step,
+        time=utc(steady_time()),
+        guard=guard,
+        action=action,
+        message=message,
+        worst=worst.step,
+        steps=[tuple(step) for step in steps],
+        baseline=statistics.median(before[-BASELINE_LINES:]) if before else None,
+        injected=worst in injected,
+    ), is_new
 
 
 def _write(trainer: Trainer, module: LanguageModule, incident: Incident) -> None:
@@ -205,19 +213,23 @@ class SpikeInjection(Callback):
         rows = self.rows_of_step(trainer, step)
         if rows is None:
             return
-        own = Batch(torch.from_numpy(rows[trainer.global_rank :: trainer.world_size]))  # (G / ranks, T + 1)
-        pl_module.on_before_batch_transfer(own, 0)  # counts documents, of which there may be more than before
-        batch.tokens.copy_(own.tokens)
-        batch.row_documents = own.row_documents
+        rank_batch = Batch(torch.from_numpy(rows[trainer.global_rank :: trainer.world_size]))  # (G / ranks, T + 1)
+        pl_module.on_before_batch_transfer(rank_batch, 0)  # counts documents, of which there may be more than before
+        batch.tokens.copy_(rank_batch.tokens)
+        batch.row_documents = rank_batch.row_documents
         if step not in self._done:
             self._done.append(step)
             self._save_steps(trainer)
             if step == self.first:
                 log.warning(
                     "step %d: the samples of steps %d to %d are replaced by rare tokens (guards.inject_step), drawn "
-                    "from %d tokens, the bottom %.0f %% of the text", step, step, step + DRILL_STEPS - 1,
-                    len(self._rare), 100 * RARE_FRACTION,
-                )  # fmt: skip
+                    "from %d tokens, the bottom %.0f %% of the text",
+                    step,
+                    step,
+                    step + DRILL_STEPS - 1,
+                    len(self._rare),
+                    100 * RARE_FRACTION,
+                )
 
     def on_metrics(self, trainer: Trainer, pl_module: LanguageModule, metrics: dict[str, float]) -> None:
         if "train/loss" in metrics:

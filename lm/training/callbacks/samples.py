@@ -35,9 +35,12 @@ class Samples(BetweenSteps):
     def written(self, trainer: Trainer, pl_module: LanguageModule) -> list[str]:
         config, tokenizer = self.config, trainer.datamodule.tokenizer
         sampling = Sampling(
-            config.temperature, config.top_k, max_new_tokens=config.max_new_tokens, seed=config.seed,
+            config.temperature,
+            config.top_k,
+            max_new_tokens=config.max_new_tokens,
+            seed=config.seed,
             ignore_eos=True,  # ranks of a sharded model must all take the same number of steps
-        )  # fmt: skip
+        )
         with trainer.precision_plugin.forward_context():
             news = generate_text(pl_module.decoder, tokenizer, self.prompts, sampling)
             written = gather_texts(self.prompts, news)

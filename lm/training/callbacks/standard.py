@@ -53,9 +53,9 @@ def standard_callbacks(
         Interrupt(),
         PredictionsOnPredict(),
     ]
-    given = [row for row in rows if not (isinstance(row, tuple) and row[2] is None)]
-    made = [_make(*row) if isinstance(row, tuple) else row for row in given]
-    return [Guard(each) if isinstance(each, Observer) else each for each in made]
+    wanted_rows = [row for row in rows if not (isinstance(row, tuple) and row[2] is None)]
+    callbacks = [_make(*row) if isinstance(row, tuple) else row for row in wanted_rows]
+    return [Guard(each) if isinstance(each, Observer) else each for each in callbacks]
 
 
 def _make(file: str, name: str, *options: Any) -> Any:
@@ -75,8 +75,8 @@ class PostMortemOnGuard(_StandIn):
     """Becomes `PostMortem` when a guard acts, or where an earlier process of the run wrote one."""
 
     def on_train_start(self, trainer: Trainer, pl_module: LanguageModule) -> None:
-        found = trainer.is_global_zero and any(trainer.run.path.glob("postmortem-*"))
-        if trainer.strategy.broadcast(found):
+        exists = trainer.is_global_zero and any(trainer.run.path.glob("postmortem-*"))
+        if trainer.strategy.broadcast(exists):
             self.replace(trainer, "postmortem", "PostMortem").on_train_start(trainer, pl_module)
 
     def on_guard(self, trainer: Trainer, *args: Any) -> None:

@@ -67,10 +67,10 @@ class Interrupt(Callback, Checkpoint):
     on_exception = on_train_end
 
     def _stop_if_asked(self, trainer: Trainer) -> None:
-        asked = self._any_rank_asked()
+        stop_requested = self._any_rank_asked()
         if trainer.run_state.stop is None and trainer.global_step >= trainer.max_steps:
             STOP.disarm()  # nothing is left to interrupt
-        elif asked or trainer.run_state.stop is not None:
+        elif stop_requested or trainer.run_state.stop is not None:
             trainer.end_run()
 
     def _end_now(self, trainer: Trainer) -> None:
@@ -86,10 +86,10 @@ class Interrupt(Callback, Checkpoint):
         print(f"lm fit: {error}", file=sys.stderr, flush=True)
 
     def _any_rank_asked(self) -> bool:
-        asked = torch.tensor(int(STOP.received is not None))
+        signalled = torch.tensor(int(STOP.received is not None))
         if self._ranks is not None:
-            dist.all_reduce(asked, dist.ReduceOp.MAX, group=self._ranks)
-        return bool(asked)
+            dist.all_reduce(signalled, dist.ReduceOp.MAX, group=self._ranks)
+        return bool(signalled)
 
 
 class EarlyStopping(LightningEarlyStopping):

@@ -48,16 +48,28 @@ class Summary(Callback):
             return
         since, first = self._began
         seconds, steps = time.monotonic() - since, trainer.global_step - first
-        log.info("%s in %s, %s tokens in all", plural(steps, "step"), format_duration(seconds),
-                 format_count(trainer.tokens_seen))  # fmt: skip
+        log.info(
+            "%s in %s, %s tokens in all",
+            plural(steps, "step"),
+            format_duration(seconds),
+            format_count(trainer.tokens_seen),
+        )
         if trainer.global_step < trainer.max_steps:
             reasons = [getattr(callback, "stopping_reason_message", None) for callback in trainer.callbacks]
-            log.info("stopped early, at step %d of %d: %s", trainer.global_step, trainer.max_steps,
-                     " ".join(filter(None, reasons)) or "a callback asked for it")  # fmt: skip
+            log.info(
+                "stopped early, at step %d of %d: %s",
+                trainer.global_step,
+                trainer.max_steps,
+                " ".join(filter(None, reasons)) or "a callback asked for it",
+            )
         best = trainer.run.link("best")
         if best is not None:
-            log.info("best %s %.4f, at step %d", METRICS["val/loss"].label, trainer.checkpoint_callback.best_loss,
-                     read_progress(best).step)  # fmt: skip
+            log.info(
+                "best %s %.4f, at step %d",
+                METRICS["val/loss"].label,
+                trainer.checkpoint_callback.best_loss,
+                read_progress(best).step,
+            )
         link = trainer.run.path / ("last" if best is None else "best")
         model = link if link.exists() else trainer.run.link(link.name)  # without symbolic links
         if pl_module.builtin:
@@ -78,8 +90,11 @@ class Summary(Callback):
 def describe_fit(trainer: Trainer, module: LanguageModule) -> list[str]:
     """The model, its data, the steps to take, and the origin of its weights, one line each."""
     total = sum(parameter.numel() for parameter in module.decoder.parameters())
-    tables: dict[int, Any] = {id(part.weight): part.weight for name, part in module.decoder.named_modules()
-              if isinstance(part, nn.Embedding) or name.split(".")[-1] == "lm_head"}  # fmt: skip
+    tables: dict[int, Any] = {
+        id(part.weight): part.weight
+        for name, part in module.decoder.named_modules()
+        if isinstance(part, nn.Embedding) or name.split(".")[-1] == "lm_head"
+    }
     embeddings = sum(table.numel() for table in tables.values())
     data, steps = trainer.datamodule, trainer.steps
     tokens = {split: shards.document_tokens for split, shards in data.shards.items()}

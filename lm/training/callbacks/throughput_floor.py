@@ -50,14 +50,14 @@ class ThroughputFloor(Observer):
 
     def _causes(self, data_wait: float | None, graphs: int, reason: str, lines: str) -> list[str]:
         """Every known cause: part of the time without data, graphs that were compiled in these lines, and others."""
-        found = []
+        causes = []
         if data_wait is not None and data_wait >= DATA_WAIT:
-            found.append(f"waiting for data {data_wait:.0%} of the time; is the storage of the shards slow?")
+            causes.append(f"waiting for data {data_wait:.0%} of the time; is the storage of the shards slow?")
         if graphs:
             why = f", the last time because {reason}" if reason else ""
-            found.append(f"torch.compile made {graphs} new graphs in {lines}{why}")
-        if found := found + self._known_causes():
-            return found
+            causes.append(f"torch.compile made {graphs} new graphs in {lines}{why}")
+        if causes := causes + self._known_causes():
+            return causes
         wait = "not measured" if data_wait is None else f"{data_wait:.1%}"
         return [f"no cause found (data wait {wait}, no new graphs, {self._computed}, no limit of clocks seen)"]
 
@@ -70,24 +70,27 @@ class ThroughputGuard(Guard[ThroughputFloor]):
 
     def on_train_start(self, trainer: Trainer, pl_module: LanguageModule) -> None:
         built = pl_module.built
-        self.observer.begin(f"attention {built.attention}, kernels {built.kernels}", lambda: [
-            *slow_kernels(built, pl_module.device.type, trainer.precision), *_clock_limits(trainer)
-        ])  # fmt: skip
+        self.observer.begin(
+            f"attention {built.attention}, kernels {built.kernels}",
+            lambda: [*slow_kernels(built, pl_module.device.type, trainer.precision), *_clock_limits(trainer)],
+        )
 
 
 def slow_kernels(built: Built, device: str, precision: str) -> list[str]:
     """Names of kernels that are slower than others on a GPU; empty on a CPU, which has no others."""
-    found = []
+    causes = []
     if device != "cuda":
-        return found
+        return causes
     if "masked" in built.attention:  # of some layer it takes a dense mask
-        found.append(f"attention is by a mask, not by flash ({built.attention}): windows and documents need bf16 or "
-                     "fp16, and heads of at most 256")  # fmt: skip
+        causes.append(
+            f"attention is by a mask, not by flash ({built.attention}): windows and documents need bf16 or "
+            "fp16, and heads of at most 256"
+        )
     elif precision == "32-true":
-        found.append(f"attention is not by flash ({built.attention}): precision 32-true rules it out")
+        causes.append(f"attention is not by flash ({built.attention}): precision 32-true rules it out")
     if not built.fused:
-        found.append(f"kernels are {built.kernels}")
-    return found
+        causes.append(f"kernels are {built.kernels}")
+    return causes
 
 
 def _clock_limits(trainer: Trainer) -> list[str]:
