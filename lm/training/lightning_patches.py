@@ -24,6 +24,7 @@ from lightning.pytorch.strategies.launchers.subprocess_script import _Subprocess
 if TYPE_CHECKING:  # it takes a quarter of a second, which `lm plan` need not wait for
     from torch.utils.tensorboard import SummaryWriter
 
+
 # ---- the Trainer and its loops ---------------------------------------------------------------------------------------
 
 

@@ -1,7 +1,7 @@
 """Runs `training/step` with Lightning's strategy, precision and profiler; drops late steps."""
 
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from lightning.pytorch.strategies import SingleDeviceStrategy
@@ -16,6 +16,9 @@ from lm.training.rng_state import restore_rng_state, rng_state
 from lm.training.schedule import lr_fraction
 from lm.training.step import StepResult, optimizer_step
 
+if TYPE_CHECKING:
+    from lm.training.module import LanguageModule
+
 
 class StepDropped(Exception):
     """Raised in a step that is not finished in time after a signal."""
@@ -24,7 +27,7 @@ class StepDropped(Exception):
 class LightningStep:
     """Runs the optimizer steps of a `LanguageModule`; made when its training starts."""
 
-    def __init__(self, module: Any) -> None:
+    def __init__(self, module: "LanguageModule") -> None:
         trainer = module.trainer
         if len(trainer.optimizers) != 1 or trainer.lr_scheduler_configs:
             raise RequestError(
@@ -78,7 +81,7 @@ class LightningStep:
             self._module.manual_backward(loss)  # by Lightning's strategy and precision
 
 
-def weight_copies(module: Any) -> AbstractContextManager[Any]:
+def weight_copies(module: "LanguageModule") -> AbstractContextManager[Any]:
     """A context in which all micro-batches share copies of the weights in half precision, where that pays."""
     precision = module.trainer.precision
     mixed = precision not in ("32-true", "bf16-true")

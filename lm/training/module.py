@@ -64,7 +64,7 @@ class LanguageModule(LightningModule):
         self.options, self.config = config, config.decoder  # `vocab_size` is set once the data is open
         self.automatic_optimization = False  # `training_step` runs backward passes and optimizer itself
         self.run_state: RunState = RunState()
-        self.step: Any = None  # a `LightningStep` during a training, else None
+        self.step: Any = None  # a `LightningStep` during training
         self.decoder: nn.Module | None = None  # compiled and sharded in place
         self.builtin, self.built = True, NOT_BUILT  # whether it is what its config says; kernels and attention
         self.validation = TokenLoss()  # sums of the validation that runs

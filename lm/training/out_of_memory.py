@@ -6,7 +6,7 @@ is the memory that other processes use on the GPU.
 
 import traceback
 from dataclasses import replace
-from typing import Any
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -18,6 +18,9 @@ from lm.system.hardware import process_bytes
 from lm.system.units import format_bytes
 from lm.training.optim import state_size
 
+if TYPE_CHECKING:
+    from lm.training.trainer import Trainer
+
 MESSAGES = ("can't allocate memory", "out of memory", "ALLOC_FAILED")  # in a RuntimeError of torch
 USABLE = 0.9  # fraction of what there was that tensors may take: the rest is lost between them
 CPU_RESERVE = 2**26  # bytes that libraries take in the first steps, in addition to a checkpoint's copy
@@ -28,7 +31,7 @@ def is_out_of_memory(error: BaseException) -> bool:
     return of_torch or isinstance(error, MemoryError)
 
 
-def out_of_memory_error(error: BaseException, trainer: Any, before: int | None) -> RunError:
+def out_of_memory_error(error: BaseException, trainer: "Trainer", before: int | None) -> RunError:
     """The error for an exception that `is_out_of_memory`; frees what the failed step still held.
 
     `before` is the bytes of this process when the training began, weights included; None: it had not begun.
@@ -71,7 +74,7 @@ def _cure(config: DecoderConfig, step: Step, state: OptimizerState, had: int | N
     return f"--data.micro_batch_size {fitting}{tokens} needs about {needed} and fits, and changes no step"
 
 
-def step_of(trainer: Any) -> Step:
+def step_of(trainer: "Trainer") -> Step:
     """How a micro-batch of a training is computed."""
     steps, module, strategy = trainer.steps, trainer.lightning_module, trainer.strategy
     options = module.options

@@ -7,7 +7,7 @@ The Trainer makes one; callbacks and the module change it, but never each other.
 
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -20,6 +20,10 @@ from lm.training.pace import StepTimeEstimator
 from lm.training.rng_state import restore_rng_state
 from lm.training.schedule import Steps
 from lm.training.step_stats import StepStats
+
+if TYPE_CHECKING:
+    from lm.training.module import LanguageModule
+    from lm.training.trainer import Trainer
 
 OTHER_TRAINER = "a checkpoint is resumed by the Trainer that took it, lightning.Trainer or lm.Trainer"
 
@@ -44,7 +48,7 @@ class RunState:
     machine: dict[str, Any] = field(default_factory=dict)  # the newest reading of its load; on rank zero
     usd_per_hour: float | None = None  # price of the machine, if a budget knows it; on rank zero
 
-    def samples_of_run(self, trainer: Any) -> int:
+    def samples_of_run(self, trainer: "Trainer") -> int:
         """About how many samples the config asks for, the same in a fit and in an evaluation."""
         data, tokens = trainer.datamodule, trainer.options.max_tokens
         if tokens is None:
@@ -61,14 +65,14 @@ class RunState:
         elif rank:  # all ranks drew the same initial weights; from here on each drops out its own
             torch.manual_seed(torch.initial_seed() + rank)
 
-    def save(self, module: Any, checkpoint: dict[str, Any]) -> None:
+    def save(self, module: "LanguageModule", checkpoint: dict[str, Any]) -> None:
         """Turn Lightning's checkpoint, in place, into one of ours; on every rank."""
         to_checkpoint(module, checkpoint)
         checkpoint["cursor"] = {"consumed": self.consumed}
         checkpoint["pending_validation"] = self.pending_validation
         checkpoint["step_stats"] = self.stats.state_dict()
 
-    def restore(self, module: Any, checkpoint: dict[str, Any]) -> None:
+    def restore(self, module: "LanguageModule", checkpoint: dict[str, Any]) -> None:
         """Restore the run from a checkpoint, whose weights and optimizer state become what Lightning loads, in place.
 
         Hyper-parameters come from the config, so a changed learning rate takes effect.

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
 from lightning.fabric.plugins.environments.lightning import LightningEnvironment
@@ -40,6 +40,9 @@ from lm.training.run_state import RunState
 from lm.training.schedule import Steps, plan_steps, warmup_and_decay_steps
 from lm.training.world import Devices, apply_launcher, devices_of_node, srun_world, torchrun_world
 
+if TYPE_CHECKING:
+    from lm.training.module import LanguageModule
+
 log = logging.getLogger(__name__)
 PROFILERS = {"simple": SimpleProfiler, "advanced": AdvancedProfiler}
 
@@ -53,7 +56,7 @@ class Trainer(PatchedTrainer):
     datamodule: DataModule  # Lightning sets it, and does not declare it; nor the next two
     callbacks: list[Callback]
     profiler: Profiler
-    lightning_module: Any  # a LanguageModule, whose file imports this one
+    lightning_module: "LanguageModule"
 
     @arguments_from(TrainerConfig, Callback=Callback, Logger=Logger)
     def __init__(self, config: TrainerConfig) -> None:
@@ -101,7 +104,7 @@ class Trainer(PatchedTrainer):
             plugins=plugins,
         )
 
-    def fit(self, model: Any, datamodule: DataModule, ckpt_path: str | None = None) -> None:
+    def fit(self, model: "LanguageModule", datamodule: DataModule, ckpt_path: str | None = None) -> None:
         """Train, from scratch or from a checkpoint folder.
 
         `lm.runs.resume.find_checkpoint` finds the folder that `best`, `last` or `auto` means. A step has the

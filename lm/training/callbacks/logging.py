@@ -83,10 +83,10 @@ class RunLog(Callback):
         from_module = {name: value for name, value in trainer.logged_metrics.items() if name not in validated}
         _check_names_free("pl_module.log was given", from_module)
         for callback in trainer.callbacks:
-            if hasattr(callback, "logged_metrics"):
+            if get_metrics := getattr(callback, "logged_metrics", None):
                 method = f"{type(callback).__name__}.logged_metrics"
                 try:
-                    logged = callback.logged_metrics(trainer, pl_module).items()
+                    logged = get_metrics(trainer, pl_module).items()
                     numbers = {name: value if isinstance(value, int) else float(value) for name, value in logged}
                 except (AttributeError, TypeError, ValueError, RuntimeError) as error:
                     raise RunError(f"{method} has to return numbers by name: {first_line(error)}") from error
