@@ -65,7 +65,7 @@ def branch(options: BranchOptions, overrides: list[tuple[str, Any]]) -> None:
     try:
         pin_checkpoint(checkpoint, run.path / checkpoint.name, before["data"]["seq_len"], after["data"]["seq_len"])
         request = make_request("fit", {**after, "run": run.name, "ckpt_path": "auto"})
-        run.config.write_text(request.text, encoding="utf-8")  # with its name: enough to resume it
+        run.config.write_text(request.config_yaml, encoding="utf-8")  # with its name: enough to resume it
         origin = {"run": trunk.name, "path": str(trunk.path.resolve()), "step": step, "changes": changes}
         run.describe(id=run.name, name=run.name, status="interrupted", step=step, branch=origin,
                      turn=Run.next_start(root))  # fmt: skip

@@ -1,7 +1,8 @@
-"""The options of commands themselves, besides those of a training; their docstrings are the help."""
+"""The options of commands themselves, besides those of a run; their docstrings are the help."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from pathlib import Path
+from typing import Any
 
 from lm.errors import RequestError
 from lm.system.units import Count
@@ -26,7 +27,7 @@ class RunChoice:
 
 @dataclass
 class FitOptions:
-    """The options of `lm fit`, besides those of a training.
+    """The options of `lm fit`, besides those of a run.
 
     Args:
         hours: Length of the run in hours, including start and validations: `lm bench step` measures a step here, and
@@ -42,7 +43,7 @@ class FitOptions:
 
 @dataclass(frozen=True)
 class DeviceOptions:
-    """The device that a training is planned for.
+    """The device that a run is planned for.
 
     Args:
         device: Device to plan for: h200, a100, 4090, ..., cpu, or auto.
@@ -61,7 +62,7 @@ class DeviceOptions:
 
 @dataclass(frozen=True)
 class PlanOptions(DeviceOptions):
-    """The options of `lm plan`, besides those of a training.
+    """The options of `lm plan`, besides those of a run.
 
     Args:
         strict: Check only the config and its arithmetic, without looking at data or device.
@@ -78,7 +79,7 @@ class PlanOptions(DeviceOptions):
 
 @dataclass
 class BenchOptions:
-    """The options of `lm bench step`, besides those of a training.
+    """The options of `lm bench step`, besides those of a run.
 
     Args:
         steps: Number of optimizer steps to time, in rounds of trainer.log_interval steps.
@@ -97,7 +98,7 @@ class BenchOptions:
 
 @dataclass
 class ProfileOptions:
-    """The options of `lm profile`, besides those of a training.
+    """The options of `lm profile`, besides those of a run.
 
     Args:
         steps: Number of optimizer steps to time, without checkpoints and validations.
@@ -113,13 +114,18 @@ class ProfileOptions:
 
 @dataclass
 class DoctorOptions:
-    """Check whether this machine has what a training needs.
+    """Check whether this machine has what training needs.
 
     Args:
         json: Print one JSON object instead of a page.
     """
 
     json: bool = False
+
+
+def take_fields(kind: type, values: Any) -> Any:
+    """A dataclass of those attributes of an object that are its fields."""
+    return kind(**{option.name: getattr(values, option.name) for option in fields(kind)})
 
 
 COMMAND_OPTIONS = {"fit": FitOptions, "plan": PlanOptions, "bench step": BenchOptions, "profile": ProfileOptions}

@@ -84,7 +84,7 @@ CALLBACK = "[Callback]"  # begins the names that Lightning gives to callbacks' s
 
 def bench_step(config: Request[BenchOptions]) -> None:
     """Time a training step: `lm bench step --config X [--steps N] [--checkpoints N] [--json] [--output FILE]`."""
-    options = config.options
+    options = config.command_options
     require_at_least(1, "--", steps=options.steps)
     require_at_least(0, "--", checkpoints=options.checkpoints)
     check_local_path("--output", options.output or "")
@@ -112,7 +112,7 @@ def profile(config: Request[ProfileOptions]) -> None:
 
     It trains on the config's data or, if that does not exist yet, on random tokens.
     """
-    options = config.options
+    options = config.command_options
     require_at_least(1, "--", steps=options.steps)
     check_local_path("--trace", options.trace or "")
     if options.trace and (not Path(options.trace).absolute().parent.is_dir() or Path(options.trace).is_dir()):
@@ -525,12 +525,12 @@ def describe_parts(
     return {
         **describe_training(config, trainer),
         "data": "the config's" if own_data else "random tokens, as the config's is not made yet",
-        "steps": config.options.steps,
+        "steps": config.command_options.steps,
         "log_interval": config.trainer.log_interval,
         "ms_per_step": whole,
         "parts": {part: {"ms_per_step": ms, "share": ms / whole} for part, ms in by_part.items()},
         "callbacks": dict(sorted(callbacks.items(), key=lambda item: -item[1])),
-        "trace": config.options.trace,
+        "trace": config.command_options.trace,
     }
 
 

@@ -1,4 +1,4 @@
-"""The options of the commands that take a training's, read from their dataclasses, and their help.
+"""The options of the commands that take those of a run, read from their dataclasses, and their help.
 
 Nothing here imports PyTorch, which takes seconds: so help answers at once.
 """
@@ -23,8 +23,10 @@ from lm.training.config import SECTIONS
 NAMES = [section.name for section in SECTIONS if section.name]
 # Options that a first training needs; `--help all` shows the others too.
 FREQUENT = [f"{section.name}.{option}" for section in SECTIONS for option in section.frequent]
-FREQUENT_WITHOUT_FIT = ["trainer.precision", "trainer.accelerator", "data.val", "data.test", "data.texts",
-                        "data.val_tokens", "data.micro_batch_size"]  # fmt: skip
+FREQUENT_WITHOUT_FIT = [
+    *("trainer.precision", "trainer.accelerator"),
+    *("data.val", "data.test", "data.texts", "data.val_tokens", "data.micro_batch_size"),
+]
 COLUMN = 38  # where the help of an option begins
 UNIONS = (Union, UnionType)
 
@@ -43,65 +45,66 @@ PRINT_CONFIG = Option("print_config", "bool", False, "Print the config with all 
 SEED = Option("seed_everything", "int", 1337, "Seed of the initial weights and the order of the samples; also --seed.")
 
 
-# ---- options of a training -------------------------------------------------------------------------------------------
+# ---- options of a run -----------------------------------------------------------------------------------------------
 
 
 def all_options(command: str) -> list[Option]:
-    """All options of a command: first its own, then those of a training."""
-    choice = [] if command in ("plan", "bench step", "profile") else list(_options_of(RunChoice))
-    found = [CONFIG, PRINT_CONFIG, *choice, SEED, *own_options(command)]
+    """All options of a command: first its own, then those of a run."""
+    run_choice = [] if command in ("plan", "bench step", "profile") else _options_of(RunChoice)
+    options = [CONFIG, PRINT_CONFIG, *run_choice, SEED, *command_options(command)]
     for section in SECTIONS:
-        found += _options_of(section.options, f"{section.name}." if section.name else "")
+        options += _options_of(section.options, f"{section.name}." if section.name else "")
         if section.name == "model" and process.module_class:
-            known = {option.name for option in found}
-            found += [option for option in _options_of(process.module_class, "model.") if option.name not in known]
-    return found
+            known = {option.name for option in options}
+            options += [option for option in _options_of(process.module_class, "model.") if option.name not in known]
+    return options
 
 
-def own_options(command: str) -> list[Option]:
-    """The options of a command besides those of a training, a run and a config."""
+def command_options(command: str) -> list[Option]:
+    """The options of a command besides a config, the choice of a run, and the options of the run."""
     return list(_options_of(COMMAND_OPTIONS[command])) if command in COMMAND_OPTIONS else []
 
 
 def _options_of(kind: type, prefix: str = "") -> Iterator[Option]:
     """The arguments of a dataclass or another class, those of the dataclasses among them in their place."""
-    documented = [
-        one for base in reversed(kind.__mro__) for one in docstring_parser.parse(inspect.getdoc(base) or "").params
-    ]
-    helps = {one.arg_name: " ".join((one.description or "").split()) for one in documented}
+    helps: dict[str, str] = {}
+    for base in reversed(kind.__mro__):
+        for documented in docstring_parser.parse(inspect.getdoc(base) or "").params:
+            helps[documented.arg_name] = " ".join((documented.description or "").split())
     for name, parameter in inspect.signature(kind).parameters.items():
         hint, default = parameter.annotation, parameter.default
-        if inside := next(filter(is_dataclass, get_args(hint) if get_origin(hint) in UNIONS else [hint]), None):
-            yield from _options_of(inside, f"{prefix}{name}.")
+        if group := next(filter(is_dataclass, get_args(hint) if get_origin(hint) in UNIONS else [hint]), None):
+            yield from _options_of(group, f"{prefix}{name}.")
         elif parameter.kind not in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD):
-            given = isinstance(default, str | int | float | tuple)  # not None, nor that there is none
-            yield Option(prefix + name, _kind(hint), default if given else None, helps.get(name, ""))
+            has_value = isinstance(default, str | int | float | tuple)  # not None, nor that there is none
+            yield Option(prefix + name, _kind(hint), default if has_value else None, helps.get(name, ""))
 
 
 def _kind(hint: Any) -> str:
     """A type as a word: `count`, `auto|ddp`, `list of str`, `list of {name, weight}`."""
-    origin, inside = get_origin(hint), get_args(hint)
+    origin, parts = get_origin(hint), get_args(hint)
     if hint is inspect.Parameter.empty:
         return "value"
     if is_dataclass(hint):
         return f"{{{', '.join(option.name for option in _options_of(hint))}}}"
     if origin in UNIONS:
-        return "|".join(_kind(one) for one in inside if one is not NoneType)
+        return "|".join(_kind(part) for part in parts if part is not NoneType)
     if origin is Literal:
-        return "|".join(map(str, inside))
+        return "|".join(map(str, parts))
     if origin is not None:
-        return f"{origin.__name__} of {', '.join(map(_kind, inside))}"
+        return f"{origin.__name__} of {', '.join(map(_kind, parts))}"
     return getattr(hint, "__forward_arg__", getattr(hint, "__name__", str(hint))).lower()  # or a name in quotes
 
 
 def changed_settings(config: dict[str, Any]) -> dict[str, Any]:
     """The settings of a resolved config that are not the defaults, by their names with dots."""
-    defaults = {option.name: option.default for option in all_options("fit")}
-    defaults |= {name: list(default) for name, default in defaults.items() if isinstance(default, tuple)}  # as in YAML
-    empty = ([], {}, ())
-    defaults |= {name: None for name, default in defaults.items() if default in empty}
-    return {name: value for name, value in flatten(config).items()
-            if (None if value in empty else value) != defaults.get(name)}  # fmt: skip
+
+    def comparable(value: Any) -> Any:
+        """Empty values are the same as None, and a tuple is a list, as in YAML."""
+        return None if value in ([], {}, ()) else list(value) if isinstance(value, tuple) else value
+
+    defaults = {option.name: comparable(option.default) for option in all_options("fit")}
+    return {name: value for name, value in flatten(config).items() if comparable(value) != defaults.get(name)}
 
 
 def option_groups(leaves: Iterable[str]) -> set[str]:
@@ -123,13 +126,13 @@ def print_options(command: str, what: str, chosen: str | None = None) -> None:
     print(f"lm {command}: {what}\n\nusage: lm {command} {usage} [--OPTION VALUE ...]\n")
     group = ""
     for option in options:
-        own = option.name.partition(".")[0] not in NAMES
-        if chosen is None and not own and option.name not in frequent:
+        section = option.name.partition(".")[0]
+        if chosen is None and section in NAMES and option.name not in frequent:
             continue
         if chosen not in (None, "all") and not option.name.startswith(f"{chosen}."):
             continue
-        if not own and option.name.partition(".")[0] != group:
-            group = option.name.partition(".")[0]
+        if section in NAMES and section != group:
+            group = section
             print(f"\n{group}:")
         _print_option(option, width, short=chosen is None)
     if chosen is None:

@@ -31,7 +31,7 @@ log = logging.getLogger(__name__)
 def plan(request: Request[PlanOptions]) -> None:
     """Check a config, and print what it means."""
     quiet_lightning()
-    options, name = request.options, request.run_name
+    options, name = request.command_options, request.run_name
     if options.fit and options.strict:
         raise RequestError("--fit is about a device, and --strict looks at none: give one of them")
     check_run_name(name)

@@ -16,7 +16,7 @@ from typing import NamedTuple
 import yaml
 
 from lm.cli import scale
-from lm.cli.hours import FEW, measured
+from lm.cli.hours import FEW, measure_step
 from lm.cli.plan_facts import memory_facts, memory_of_option
 from lm.errors import RequestError
 from lm.model.config import MOST_LAYERS
@@ -225,7 +225,7 @@ class Search:
             settings = yaml.safe_load(scale.write_yaml(made, "", "", self.request, samples))
             settings["trainer"]["default_root_dir"] = folder
             settings["data"]["global_batch_tokens"] = samples * self.request.seq_len
-            found = measured(yaml.safe_dump(settings), self.seconds)
+            found = measure_step(yaml.safe_dump(settings), self.seconds)
         optimizer = found["optimizer"]["ms_per_step"] / 1e3
         rate = samples * self.request.seq_len / (found["ms_per_step"] / 1e3 - optimizer)
         self.measured[depth] = Speed(
