@@ -69,7 +69,7 @@ TABLE = (
             "model_options:ExportOptions"),
     Command("import", "convert:import_model", "dataclass",
             "a Hugging Face model as a checkpoint that a run starts from", "model_options:ImportOptions"),
-    Command("profile", "measure:profile", "request", "where the time of a training step goes, by part; a trace"),
+    Command("profile", "profile_step:profile", "request", "where the time of a training step goes, by part; a trace"),
     Command("runs ls", "runs:ls", "function", "every run: its status, step, losses, tokens a second and age"),
     Command("runs show", "runs_show:show", "function",
             "one run on a page: progress, losses, model, checkpoints, machine"),
@@ -82,7 +82,7 @@ TABLE = (
     Command("monitor", "monitor:monitor", "function", "watch runs live in the terminal, or print their state as JSON"),
     Command("doctor", "doctor:doctor", "dataclass",
             "whether this machine can train: GPU, kernels, disk, each with a fix", "command_options:DoctorOptions"),
-    Command("bench step", "measure:bench_step", "request", "time of a training step, and what a checkpoint costs"),
+    Command("bench step", "bench_step:bench_step", "request", "time of a training step, and what a checkpoint costs"),
 )  # fmt: skip
 TRAINING = ("fit", "branch", "ladder")  # a signal ends these with a checkpoint
 COMMANDS = {command.name: command for command in TABLE}

@@ -1,10 +1,11 @@
 """The options of commands themselves, besides those of a run; their docstrings are the help."""
 
+import math
 from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 
-from lm.errors import RequestError
+from lm.errors import RequestError, require_at_least
 from lm.system.units import Count
 
 
@@ -58,6 +59,13 @@ class DeviceOptions:
     peak_tflops: float | None = None
     mfu: float | None = None
     rate_usd_per_hr: float | None = None
+
+    def __post_init__(self) -> None:
+        if self.mfu is not None and not 0 < self.mfu <= 1:
+            raise RequestError(f"--mfu {self.mfu} must lie in (0, 1]")
+        if self.peak_tflops is not None and not 0 < self.peak_tflops < math.inf:
+            raise RequestError(f"--peak_tflops {self.peak_tflops} must be above 0")
+        require_at_least(0, "--", rate_usd_per_hr=self.rate_usd_per_hr)
 
 
 @dataclass(frozen=True)
