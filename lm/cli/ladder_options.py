@@ -9,7 +9,8 @@ from typing import Any
 from lm.cli.command_options import DeviceOptions, PlanOptions
 from lm.cli.config_files import find_config, read_config
 from lm.cli.ladder_report import AGAINST, HALF
-from lm.cli.scale import TOKENS_PER_PARAMETER, ScaleOptions
+from lm.cli.scale import ScaleOptions
+from lm.cli.scaling_rules import TOKENS_PER_PARAMETER
 from lm.cli.settings import split_overrides
 from lm.errors import RequestError
 from lm.runs import scaling_laws

@@ -12,7 +12,8 @@ from trainings import lm, make_workplace
 
 from lm.cli import request
 from lm.cli.command import main
-from lm.cli.scale import SMALL, ScaleRequest, batch_tokens, recipe, scaled_config, shape, tokens_of_steps, weight_decay
+from lm.cli.scale import SMALL, ScaleRequest, scaled_config, shape
+from lm.cli.scaling_rules import batch_tokens, recipe, tokens_of_steps, weight_decay
 from lm.model.estimates import flops_per_token, parameters
 from lm.system.units import parse_count
 from lm.training.optimizer_rules import RULES, adamw_learning_rate, peak_rate
