@@ -17,12 +17,7 @@ from lm.runs.run import ROOT, Run
 from lm.system.files import to_json
 
 
-def monitor(
-    runs: list[str],
-    json: bool = False,
-    root: str = str(ROOT),
-    interval: float = 1.0,
-) -> None:
+def monitor(runs: list[str], json: bool = False, root: str = str(ROOT), interval: float = 1.0) -> None:
     """Watch runs in the terminal: curves, figures, the machine, checkpoints, alerts, and the remaining time.
 
     Args:
@@ -54,19 +49,19 @@ def monitor(
 def default_runs(root: str) -> list[Run]:
     """The runs to watch where none is named: those that are running under the root, else in other folders of the
     registry, else the newest."""
-    here = Run.all(root)[::-1]
-    elsewhere = [Run(path) for path in known_folders() if path not in [run.path.resolve() for run in here]]
+    under_root = Run.all(root)[::-1]
+    elsewhere = [Run(path) for path in known_folders() if path not in [run.path.resolve() for run in under_root]]
     elsewhere.sort(key=lambda run: run.entered()[1], reverse=True)
-    if not (here or elsewhere):
+    if not (under_root or elsewhere):
         raise no_run(f"{root} or in the registry")
-    for runs in (here, elsewhere):
+    for runs in (under_root, elsewhere):
         if active := [run for run in runs if run.status() == "running"]:
             if runs is elsewhere:
-                print(f"nothing is running under {root}, but {', '.join(str(run.path) for run in active)} is",
-                      file=sys.stderr)  # fmt: skip
+                folders = ", ".join(str(run.path) for run in active)
+                print(f"nothing is running under {root}, but {folders} is", file=sys.stderr)
             return active
     print("nothing is running; this is the newest run", file=sys.stderr)
-    return [*here, *elsewhere][:1]
+    return [*under_root, *elsewhere][:1]
 
 
 def follow_runs(watches: list[LiveRun], console: Console, interval: float, root: str | None) -> None:

@@ -24,9 +24,9 @@ from lm.system.files import DAMAGE
 from lm.system.units import format_bytes, format_count, format_duration
 
 FIGURES = (
-    "train/loss", "val/loss", "val/bpb", "optim/lr", "optim/grad_norm",
-    "perf/tokens_per_second", "perf/mfu", "perf/mfu_full_attention",
-)  # fmt: skip
+    *("train/loss", "val/loss", "val/bpb", "optim/lr", "optim/grad_norm"),
+    *("perf/tokens_per_second", "perf/mfu", "perf/mfu_full_attention"),
+)
 
 Fact = tuple[str, str, str]  # label, value, style
 
@@ -75,8 +75,8 @@ def progress(state: dict[str, Any]) -> RenderableType:
 def training_facts(state: dict[str, Any]) -> list[Fact]:
     """The newest metrics, including those that a user's callbacks log, and the best validation; NaN and Inf are red."""
     facts, metrics = [], state.get("metrics", {})
-    own = [name for name in metrics if name not in METRICS and not name.startswith(("eval/", *BY_SOURCE))]
-    for name in (*FIGURES, *own):
+    of_callbacks = [name for name in metrics if name not in METRICS and not name.startswith(("eval/", *BY_SOURCE))]
+    for name in (*FIGURES, *of_callbacks):
         metric, value = METRICS.get(name, Metric(name)), metrics.get(name)
         if value is not None:
             label = metric.short or metric.label
@@ -110,9 +110,10 @@ def machine_facts(state: dict[str, Any], most: int) -> list[Fact]:
 
 def combine_gpus(gpus: list[dict[str, Any]]) -> dict[str, Any]:
     summaries = {
-        "load_percent": statistics.fmean, "memory_used_bytes": max, "memory_total_bytes": max,
-        "temperature_celsius": max, "power_watts": sum, "power_limit_watts": sum,
-    }  # fmt: skip
+        "load_percent": statistics.fmean,
+        **dict.fromkeys(("memory_used_bytes", "memory_total_bytes", "temperature_celsius"), max),
+        **dict.fromkeys(("power_watts", "power_limit_watts"), sum),
+    }
     known = {name: [gpu[name] for gpu in gpus if gpu[name] is not None] for name in summaries}
     combined = {name: summary(known[name]) if known[name] else None for name, summary in summaries.items()}
     limits = dict.fromkeys(limit for gpu in gpus for limit in gpu["clocks_limited_by"] or [])
@@ -143,8 +144,11 @@ def _of(used: int, total: int | None) -> str:
 
 
 def checkpoint_facts(state: dict[str, Any]) -> list[Fact]:
-    found = [(label, state.get(name)) for label, name in (("last", "checkpoint"), ("best", "best_checkpoint"))]
-    facts = [(label, f"{one['name']}, {format_duration(one['age_seconds'])} ago", "") for label, one in found if one]
+    facts = []
+    for label, name in (("last", "checkpoint"), ("best", "best_checkpoint")):
+        if checkpoint := state.get(name):
+            age = format_duration(checkpoint["age_seconds"])
+            facts.append((label, f"{checkpoint['name']}, {age} ago", ""))
     return facts or [("checkpoint", "none yet", "")]
 
 
@@ -160,8 +164,8 @@ def alert_lines(state: dict[str, Any], most: int, folded: bool) -> list[Text]:
 
 
 def in_row(facts: list[Fact]) -> Columns:
-    return Columns([Text().append(label + " ", "dim").append(value, style) for label, value, style in facts],
-                   padding=(0, 3, 0, 0))  # fmt: skip
+    texts = [Text().append(label + " ", "dim").append(value, style) for label, value, style in facts]
+    return Columns(texts, padding=(0, 3, 0, 0))
 
 
 # ---- curves ----------------------------------------------------------------------------------------------------------
@@ -192,10 +196,10 @@ def loss_chart(watch: LiveRun) -> Chart:
 def range_after_start(values: list[float], losses: Sequence[float]) -> tuple[float, float] | None:
     """A y-axis range that ignores the first tenth of the losses, whose fall would make the rest look flat."""
     known = [value for value in values if math.isfinite(value)]
-    rest = [value for value in losses[len(losses) // 10 :] if math.isfinite(value)]
-    if len(rest) < 20:
+    later = [value for value in losses[len(losses) // 10 :] if math.isfinite(value)]
+    if len(later) < 20:
         return None
-    low, high = min(known), max(rest)
+    low, high = min(known), max(later)
     return (low, high) if high > low else None
 
 
@@ -203,7 +207,7 @@ def range_after_start(values: list[float], losses: Sequence[float]) -> tuple[flo
 
 RUN_COLUMNS = 76  # columns of a run beside another one
 WIDE_COLUMNS = 110  # columns from which on there are small charts below that of the loss
-LOSS_ROWS = 6, 12  # rows of the smallest chart of the loss, and of the smallest that has small ones below it
+LOSS_ROWS = 6, 12  # least rows of the chart of the loss, and where it has small charts below it
 SMALL_ROWS = 7, 15  # least and most rows of the small charts
 SMALL_CHARTS = ("optim/grad_norm", "optim/lr", "perf/tokens_per_second")
 
@@ -211,8 +215,8 @@ SMALL_CHARTS = ("optim/grad_norm", "optim/lr", "perf/tokens_per_second")
 def page(watches: Sequence[LiveRun], width: int, height: int) -> Layout:
     """Lay out runs on one screen: side by side if it is wide; the more runs, the fewer lines each."""
     if len(watches) > max(1, height):
-        rest = Layout(Text(f"and {len(watches) - height + 1} more"), size=1)
-        return stacked(page(watches[: height - 1], width, height - 1), rest) if height > 1 else rest
+        others = Layout(Text(f"and {len(watches) - height + 1} more"), size=1)
+        return stacked(page(watches[: height - 1], width, height - 1), others) if height > 1 else others
     across = max(1, min(width // RUN_COLUMNS, math.ceil(len(watches) / 2)))
     down = math.ceil(len(watches) / across)
     apart = (0, int(across > 1), int(down > 1 and height // down > 5), 0)
@@ -225,9 +229,9 @@ def page(watches: Sequence[LiveRun], width: int, height: int) -> Layout:
 
 
 def stacked(*parts: Layout) -> Layout:
-    whole = Layout()
-    whole.split_column(*parts)
-    return whole
+    column = Layout()
+    column.split_column(*parts)
+    return column
 
 
 @dataclass
@@ -242,8 +246,8 @@ class RunView:
         if state.get("reason") and state["status"] not in ("running", "dead"):
             above.append(Text(f"{state['status']}: {one_line(state['reason'])}", no_wrap=True, overflow="ellipsis"))
         above.append(in_row(training_facts(state)))
-        below = [*alert_lines(state, height // 8, folded=height >= 30), in_row(machine_facts(state, height // 5)),
-                 in_row(checkpoint_facts(state))]  # fmt: skip
+        below: list[RenderableType] = [*alert_lines(state, height // 8, folded=height >= 30)]
+        below += [in_row(machine_facts(state, height // 5)), in_row(checkpoint_facts(state))]
         room = height - height_of(above, console, width) - height_of(below, console, width)
         if room < LOSS_ROWS[0] or not self.watch.curve("train/loss").x:
             yield Group(*above, *below)
@@ -251,11 +255,10 @@ class RunView:
         charts, small = [Layout(loss_chart(self.watch))], min(SMALL_ROWS[1], room // 3)
         if width >= WIDE_COLUMNS and small >= SMALL_ROWS[0] and room - small >= LOSS_ROWS[1]:
             charts.append(Layout(size=small))
-            charts[1].split_row(*(
-                Padding(Chart([self.watch.curve(name, 60)], METRICS[name].label), (0, 2, 0, 0)) for name in SMALL_CHARTS
-            ))  # fmt: skip
-        places = stacked(Layout(Group(*above), size=height_of(above, console, width)), *charts,
-                         Layout(Group(*below), size=height_of(below, console, width)))  # fmt: skip
+            small_charts = [Chart([self.watch.curve(name, 60)], METRICS[name].label) for name in SMALL_CHARTS]
+            charts[1].split_row(*(Padding(small_chart, (0, 2, 0, 0)) for small_chart in small_charts))
+        top, bottom = (Layout(Group(*parts), size=height_of(parts, console, width)) for parts in (above, below))
+        places = stacked(top, *charts, bottom)
         yield from console.render(places, options)  # a Layout that is yielded directly would not get the height
 
 

@@ -16,11 +16,16 @@ POINTS = 1000  # of a curve
 ALL_POINTS = 30_000  # of all curves together, as long as each has `FEWEST_POINTS`
 FEWEST_POINTS = 100
 PLACES = {  # the first part of a metric's name -> the heading over its chart, in the order of the page
-    "train": "Loss", "val": "Loss", "eval": "Evaluation", "optim": "Optimization", "perf": "Speed and machine",
-    "mem": "Speed and machine", "data": "Data",
-}  # fmt: skip
+    "train": "Loss",
+    "val": "Loss",
+    "eval": "Evaluation",
+    "optim": "Optimization",
+    "perf": "Speed and machine",
+    "mem": "Speed and machine",
+    "data": "Data",
+}
 AXES = {"step", "tokens", "time"}
-OWN = "Other metrics"  # the heading over those that a user's callbacks log
+OTHERS = "Other metrics"  # the heading over those that a user's callbacks log
 EVALUATED = {"accuracy": "accuracy by task", "centered": "centred accuracy by task", "bpb": "bits per byte by text"}
 
 
@@ -53,18 +58,19 @@ def chart_data(run: Run, metrics: list[dict[str, Any]]) -> tuple[dict[str, Any],
         table = {axis: all_x[middles].tolist() for axis, all_x in axes.items()}
         number, _ = tables.setdefault(tuple(places[name]), (len(tables), table))
         chart = charts.setdefault((place, title), {"place": place, "title": title, "unit": metric.unit, "curves": []})
-        chart["curves"].append({
-            "label": printable(label), "form": metric.form, "points": name.startswith(("val/", "eval/")),
-            "table": number, **_bucketed(values, each),
-        })  # fmt: skip
+        style = {"form": metric.form, "points": name.startswith(("val/", "eval/"))}
+        chart["curves"].append({"label": printable(label), "table": number} | style | _bucketed(values, each))
         rows.append(_figures(public(name), label, metric, values, axes["step"][at]))
         size = max(size, each)
-    found = sorted(charts.values(), key=lambda chart: [*dict.fromkeys(PLACES.values()), OWN].index(chart["place"]))
-    return {
-        "charts": [{**chart, "title": printable(chart["title"])} for chart in found],
+    headings = [*dict.fromkeys(PLACES.values()), OTHERS]
+    in_order = sorted(charts.values(), key=lambda chart: headings.index(chart["place"]))
+    data = {
+        "charts": [{**chart, "title": printable(chart["title"])} for chart in in_order],
         "tables": [table for _, table in tables.values()],
-        "marks": _marks(run, axes), "size": size,
-    }, rows  # fmt: skip
+        "marks": _marks(run, axes),
+        "size": size,
+    }
+    return data, rows
 
 
 def axes_of(lines: list[dict[str, Any]]) -> dict[str, np.ndarray]:
@@ -79,7 +85,7 @@ def axes_of(lines: list[dict[str, Any]]) -> dict[str, np.ndarray]:
 
 def _chart_of(name: str) -> tuple[str, str, str, Metric]:
     """The heading and the title of a metric's chart, and the label and the format of its curve."""
-    place = PLACES.get(name.partition("/")[0], OWN)
+    place = PLACES.get(name.partition("/")[0], OTHERS)
     if metric := METRICS.get(name):
         return place, metric.chart or metric.label, metric.label, metric
     for base in BY_SOURCE:
@@ -104,9 +110,9 @@ def _bucketed(values: np.ndarray, each: int) -> dict[str, list]:
     with np.errstate(invalid="ignore", over="ignore"):
         mean = np.nansum(rows, axis=1) / known
     bad = np.unique(np.flatnonzero(~np.isfinite(values)) // each).tolist()
-    found = {"mean": mean} if each == 1 else {"mean": mean, "low": low, "high": high}
-    shown = {name: [float(f"{value:.6g}") for value in one.tolist()] for name, one in found.items()}
-    return {**shown, "bad": bad}
+    curves = {"mean": mean} if each == 1 else {"mean": mean, "low": low, "high": high}
+    rounded = {name: [float(f"{value:.6g}") for value in curve.tolist()] for name, curve in curves.items()}
+    return {**rounded, "bad": bad}
 
 
 def _figures(name: str, label: str, metric: Metric, values: np.ndarray, steps: np.ndarray) -> tuple[str, ...]:
@@ -121,15 +127,14 @@ def _figures(name: str, label: str, metric: Metric, values: np.ndarray, steps: n
 def _marks(run: Run, axes: dict[str, np.ndarray]) -> list[dict[str, Any]]:
     """Resumes and rollbacks, by step, with their place on each axis."""
     resumed = read_lines(run.path / "metrics.jsonl", ('"resumed_at"',))
-    found = {(line["resumed_at"], "resumed") for line in resumed if type(line.get("resumed_at")) is int}
+    labels = {(line["resumed_at"], "resumed") for line in resumed if type(line.get("resumed_at")) is int}
     if origin := run.read("run.json").get("branch"):
-        found.discard((origin["step"], "resumed"))
-        found.add((origin["step"], f"branched off {Path(origin['path']).name}"))
-    for one in run.read("run.json").get("rollbacks", []):
-        found.add((one["step"], f"weights of step {one['to']:,}"))
-    steps = axes["step"]
-    places = {step: max(0, int(np.searchsorted(steps, step, side="right")) - 1) for step, _ in found}
-    return [
-        {"label": label, **{axis: values[places[step]].item() for axis, values in axes.items()}, "step": step}
-        for step, label in sorted(found) if len(steps)
-    ]  # fmt: skip
+        labels.discard((origin["step"], "resumed"))
+        labels.add((origin["step"], f"branched off {Path(origin['path']).name}"))
+    for rollback in run.read("run.json").get("rollbacks", []):
+        labels.add((rollback["step"], f"weights of step {rollback['to']:,}"))
+    marks = []
+    for step, label in sorted(labels) if len(axes["step"]) else ():
+        place = max(0, int(np.searchsorted(axes["step"], step, side="right")) - 1)
+        marks.append({"label": label, **{axis: values[place].item() for axis, values in axes.items()}, "step": step})
+    return marks

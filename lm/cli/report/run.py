@@ -54,37 +54,48 @@ def page(run: Run) -> str:
     live = found["status"] == "running"
     data, figures = chart_data(run, run.metrics())
     torch, started = found["versions"].get("torch"), found["started"]
-    made = [machine_of(found), f"torch {torch}" if torch else "", f"started {started}" if started else ""]
+    origin = [machine_of(found), f"torch {torch}" if torch else "", f"started {started}" if started else ""]
     return render(
-        "run.html", kind="run", found=found, live=live, written=time.time(),
-        made="; ".join(filter(None, made)), checks=checks_of(found), metrics=METRICS, figures=figures,
-        data=finite_or_none(data), evaluations=_evaluations(run), samples=_samples(run), alerts=_alerts(found),
-        postmortems=_postmortems(found), model=_model(found), changed=_changed(found["config"]),
+        "run.html",
+        kind="run",
+        found=found,
+        live=live,
+        written=time.time(),
+        made="; ".join(filter(None, origin)),
+        checks=checks_of(found),
+        metrics=METRICS,
+        figures=figures,
+        data=finite_or_none(data),
+        evaluations=_evaluations(run),
+        samples=_samples(run),
+        alerts=_alerts(found),
+        postmortems=_postmortems(found),
+        model=_model(found),
+        changed=_changed(found["config"]),
         whole_config=yaml.safe_dump(found["config"], allow_unicode=True, sort_keys=False, width=100),
-        checkpoints=_checkpoints(found), provenance=_provenance(found),
+        checkpoints=_checkpoints(found),
+        provenance=_provenance(found),
         script=Markup(f"/*\nuPlot\n{source('uPlot.LICENSE')}*/\n") + source("uPlot.iife.min.js", "page.js"),
-    )  # fmt: skip
+    )
 
 
 def _evaluations(run: Run) -> list[dict[str, Any]]:
     """The tables of each evaluation, the newest first."""
     every = public(run.evaluations())
     steps = sorted({one["step"] for one in every if one["step"] is not None}, reverse=True)
-    found = []
+    evaluations = []
     for step in steps:
-        merged = merge_evaluations(every, step) or {}
-        tasks = [
-            (name, f"{task['accuracy']:.1%}", "{:.1%} to {:.1%}".format(*task["interval"]), f"{task['baseline']:.1%}",
-             f"{task['centered']:.3f}", f"{task['items']:,}", task["num_fewshot"])
-            for name, task in merged["tasks"].items()
-        ]  # fmt: skip
-        texts = [
-            (name, *_estimate(one["bits_per_byte"], one.get("stderr")),
-             *_estimate(one["loss"], one.get("loss_stderr")), f"{one['tokens']:,}")
-            for name, one in merged["texts"].items()
-        ]  # fmt: skip
-        found.append({"title": f"Step {step:,}{core_sentence(merged)}", "tasks": tasks, "texts": texts})
-    return found
+        merged, tasks, texts = merge_evaluations(every, step) or {}, [], []
+        for name, task in merged["tasks"].items():
+            interval = "{:.1%} to {:.1%}".format(*task["interval"])
+            scores = f"{task['accuracy']:.1%}", interval, f"{task['baseline']:.1%}", f"{task['centered']:.3f}"
+            tasks.append((name, *scores, f"{task['items']:,}", task["num_fewshot"]))
+        for name, text in merged["texts"].items():
+            bits = _estimate(text["bits_per_byte"], text.get("stderr"))
+            loss = _estimate(text["loss"], text.get("loss_stderr"))
+            texts.append((name, *bits, *loss, f"{text['tokens']:,}"))
+        evaluations.append({"title": f"Step {step:,}{core_sentence(merged)}", "tasks": tasks, "texts": texts})
+    return evaluations
 
 
 def _estimate(mean: float | None, error: float | None) -> tuple[str, str]:
@@ -99,16 +110,17 @@ def _samples(run: Run) -> dict[str, Any]:
     every = sorted({sample["step"] for sample in samples}, reverse=True)
     places = np.linspace(0, len(every) - 1, min(20, len(every)))
     steps = list(dict.fromkeys(every[round(place)] for place in places))
-    found = [
-        (f"Step {step:,}", [(one["prompt"], str(one["text"])) for one in samples if one["step"] == step])
-        for step in steps
-    ]
-    return {"shown": found, "left_out": len(every) - len(found)}
+    by_step = {step: [(one["prompt"], str(one["text"])) for one in samples if one["step"] == step] for step in steps}
+    return {
+        "shown": [(f"Step {step:,}", texts) for step, texts in by_step.items()],
+        "left_out": len(every) - len(steps),
+    }
 
 
 def _alerts(found: dict[str, Any]) -> list[tuple[str, ...]]:
-    return [(f"{one['step']:,}", utc(one["time"]), one["guard"], one["action"], one["message"])
-            for one in reversed(found["alerts"])]  # fmt: skip
+    words = ("guard", "action", "message")
+    alerts = reversed(found["alerts"])
+    return [(f"{alert['step']:,}", utc(alert["time"]), *(alert[word] for word in words)) for alert in alerts]
 
 
 def _postmortems(found: dict[str, Any]) -> list[tuple[str, str]]:
@@ -128,23 +140,26 @@ def _model(found: dict[str, Any]) -> dict[str, Any]:
         shape["vocab_size"] = Run(found["checkpoints"][-1]["path"]).read("config.json").get("vocab_size")
     counted = {
         "parameters": None if found["parameters"] is None else f"{found['parameters']:,}",
-        "operations of training": f"{found['flops']:.3g}" if found["flops"] else None,
+        "FLOPs of training": f"{found['flops']:.3g}" if found["flops"] else None,
     }
     return {**counted, **shape}
 
 
 def _changed(config: dict[str, Any]) -> dict[str, Any]:
     changed = {name: value for name, value in changed_settings(config).items() if name not in ("run", "tags", "note")}
-    return {name: jsonlib.dumps(value, ensure_ascii=False) if isinstance(value, list | dict) else value
-            for name, value in changed.items()}  # fmt: skip
+    for name, value in changed.items():
+        if isinstance(value, list | dict):
+            changed[name] = jsonlib.dumps(value, ensure_ascii=False)
+    return changed
 
 
 def _checkpoints(found: dict[str, Any]) -> list[tuple[str, ...]]:
-    return [
-        (f"{one['step']:,}", Path(one["path"]).name, format_bytes(one["bytes"]),
-         ", ".join(mark for mark in ("best", "last") if one[mark]))
-        for one in found["checkpoints"]
-    ]  # fmt: skip
+    rows = []
+    for checkpoint in found["checkpoints"]:
+        links = ", ".join(name for name in ("best", "last") if checkpoint[name])
+        size = format_bytes(checkpoint["bytes"])
+        rows.append((f"{checkpoint['step']:,}", Path(checkpoint["path"]).name, size, links))
+    return rows
 
 
 def _provenance(found: dict[str, Any]) -> dict[str, Any]:
