@@ -14,14 +14,7 @@ from typing import Any, Literal, NamedTuple
 
 from lm import __version__
 from lm.errors import LmError, RequestError
-from lm.system.process import (
-    ConsoleHandler,
-    check_launcher,
-    harmless,
-    import_from_working_directory,
-    lm_version,
-    rank,
-)
+from lm.system import process
 from lm.system.stop_signals import STOP
 
 
@@ -125,10 +118,10 @@ def main(arguments: Sequence[str]) -> int:
         print(_described(family))
         return 0
     if arguments[0] == "--version":
-        print(lm_version())
+        print(process.lm_version())
         return 0
-    logging.basicConfig(handlers=[ConsoleHandler()])
-    logging.getLogger("lm").setLevel(logging.INFO if rank() == 0 else logging.ERROR)
+    logging.basicConfig(handlers=[process.ConsoleHandler()])
+    logging.getLogger("lm").setLevel(logging.INFO if process.rank() == 0 else logging.ERROR)
     command = _command(arguments)
     name = command.name if command else arguments[0]
     try:
@@ -164,8 +157,8 @@ def _run(command: Command, arguments: list[str]) -> int:
     """Read the arguments of a command, then import what runs it, which may take seconds, and call it."""
     if command.kind == "function":
         return _call(_load(command.target), command, arguments) or 0
-    check_launcher()
-    import_from_working_directory()
+    process.check_launcher()
+    process.import_from_working_directory()
     if command.name in TRAINING:
         STOP.catch()  # a signal that comes while PyTorch is imported ends the command too
     read = _read_request if command.kind == "request" else _read_options
@@ -178,12 +171,14 @@ def _run(command: Command, arguments: list[str]) -> int:
 
 def _read_request(command: Command, arguments: list[str]) -> tuple[Any, ...]:
     """The command's request; nothing if only help or the config is printed."""
-    from lm.cli import options, request
-
     if help_flag := next((flag for flag in ("-h", "--help") if flag in arguments), None):
+        from lm.cli.help import print_options
+
         group = [value for value in arguments[arguments.index(help_flag) + 1 :][:1] if not value.startswith("-")]
-        options.print_options(command.name, command.help, *group)
+        print_options(command.name, command.help, *group)
         return ()
+    from lm.cli import request
+
     settings, run_name = request.read_settings(command.name, arguments)
     if settings.pop("print_config", None) in (True, "true"):
         completed = request.complete_settings(command.name, settings)
@@ -236,7 +231,7 @@ def _error_location(error: Exception) -> str:
 def _print_error(message: str) -> None:
     """Print a message to standard error; where that is a closed terminal or pipe, the exit code has to do."""
     try:
-        print(harmless(message), file=sys.stderr, flush=True)
+        print(process.harmless(message), file=sys.stderr, flush=True)
     except OSError:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stderr.fileno())  # or Python's own last flush changes the code
 

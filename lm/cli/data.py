@@ -59,11 +59,11 @@ def inspect(path: str, column: str = "input_ids", seq_len: int | None = None, js
         json: Print one JSON object.
     """
     require_at_least(1, "--", seq_len=seq_len)
-    found = describe_folder(path, column, seq_len)
+    facts = describe_folder(path, column, seq_len)
     if json:
-        print(jsonlib.dumps(found, ensure_ascii=False))
+        print(jsonlib.dumps(facts, ensure_ascii=False))
     else:
-        _print_folder(found)
+        _print_folder(facts)
 
 
 def describe_folder(path: str, column: str = "input_ids", seq_len: int | None = None) -> dict[str, Any]:
@@ -125,16 +125,16 @@ def _counts(shards: Shards, seq_len: int, recorded: dict[str, Any] | None) -> di
     return counts
 
 
-def _print_folder(found: dict[str, Any]) -> None:
+def _print_folder(facts: dict[str, Any]) -> None:
     console = Console(highlight=False)
     rows = []
-    for split, counts in found["splits"].items():
+    for split, counts in facts["splits"].items():
         rows.append([split, *(form(counts[name]) if name in counts else "unknown" for name, form in COLUMNS.items())])
-    console.print(found["path"], markup=False)
+    console.print(facts["path"], markup=False)
     console.print(plain_table(["split", *(name.replace("_", " ") for name in COLUMNS)], "tnnnnnn", rows))
-    for split, counts in found["splits"].items():
+    for split, counts in facts["splits"].items():
         console.print(
-            f"{split and split + ': '}{plural(counts['samples'], 'sample')} at --seq_len {found['seq_len']}, "
+            f"{split and split + ': '}{plural(counts['samples'], 'sample')} at --seq_len {facts['seq_len']}, "
             f"{counts['left_over']:,} tokens left over ({counts['left_over'] / (counts['tokens'] or 1):.1%})"
         )
         if "filled_up" in counts:
@@ -142,7 +142,7 @@ def _print_folder(found: dict[str, Any]) -> None:
                 f"  of whole documents: {plural(counts['cut_documents'], 'longer one')} cut, "
                 f"{counts['filled_up']:.2%} of a sample only fills it up"
             )
-    tokenizer = found["tokenizer"]
+    tokenizer = facts["tokenizer"]
     if tokenizer is None:
         console.print("tokenizer: there is no tokenizer.json in the folder or beside it")
         return
@@ -151,7 +151,7 @@ def _print_folder(found: dict[str, Any]) -> None:
         f"({tokenizer['eos_id']}), SHA-256 {tokenizer['sha256'][:12]}",
         markup=False,
     )
-    console.print(harmless(found["sample"] or ""), markup=False)
+    console.print(harmless(facts["sample"] or ""), markup=False)
 
 
 # ---- show ------------------------------------------------------------------------------------------------------------

@@ -46,11 +46,11 @@ def evaluate(options: EvaluateOptions) -> None:
         chosen = chosen_model(options.run, options.ckpt_path, options.root)
         return load_pretrained(chosen, options.device, options.dtype)
 
-    found = measure(options, load)
+    evaluation = measure(options, load)
     if options.json:
-        print(json.dumps(found, ensure_ascii=False))
+        print(json.dumps(evaluation, ensure_ascii=False))
         return
-    for line in (found["model"], *describe_evaluation(found), f"in {found['seconds']:.1f} s"):
+    for line in (evaluation["model"], *describe_evaluation(evaluation), f"in {evaluation['seconds']:.1f} s"):
         if line:
             print(harmless(line))
 

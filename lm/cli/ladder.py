@@ -26,7 +26,7 @@ from lm.cli.charts import plain_table
 from lm.cli.classes_by_path import with_classes
 from lm.cli.fit import quiet_lightning
 from lm.cli.ladder_options import LadderOptions, Overrides, recipes
-from lm.cli.ladder_report import AGAINST, ModelSize, Training, page, print_report, report
+from lm.cli.ladder_report import AGAINST, LadderRun, ModelSize, page, print_report, report
 from lm.cli.plan_facts import examine
 from lm.cli.request import override
 from lm.errors import Interrupted, RequestError, RunError
@@ -75,29 +75,31 @@ def ladder(options: LadderOptions, overrides: Overrides) -> None:
     quiet_lightning()
     if process.under_torchrun() or process.under_srun():
         raise RequestError("start `lm ladder` once, without torchrun or srun: it starts a run on each device itself")
-    trainings: list[Training] = []
+    ladder_runs: list[LadderRun] = []
     for recipe, its_options, its_overrides in recipes(options, overrides):
-        of_recipe = make_trainings(its_options, its_overrides, recipe)
-        trainings += [one for one in of_recipe if not recipe or one.size.depth in options.sizes]
-    trainings.sort(key=lambda one: (one.seed, one.size.depth))  # recipes alternate, so that other load slows all alike
-    check_same_validation(trainings)
-    to_train = [one for one in trainings if one.size.depth in options.sizes]
-    check_same_settings(trainings)
+        of_recipe = make_runs(its_options, its_overrides, recipe)
+        ladder_runs += [one for one in of_recipe if not recipe or one.size.depth in options.sizes]
+    ladder_runs.sort(
+        key=lambda one: (one.seed, one.size.depth)
+    )  # recipes alternate, so that other load slows all alike
+    check_same_validation(ladder_runs)
+    to_train = [one for one in ladder_runs if one.size.depth in options.sizes]
+    check_same_settings(ladder_runs)
     console = Console(highlight=False, stderr=options.json)
     console.width = max(console.width, 110)  # a narrower terminal wraps lines, and no number is cut off
-    print_plan(console, options, trainings, to_train)
+    print_plan(console, options, ladder_runs, to_train)
     if options.plan_only:
         if options.json:
-            print(to_json({"sizes": planned_sizes(options, trainings)}))
+            print(to_json({"sizes": planned_sizes(options, ladder_runs)}))
         return
     from filelock import FileLock, Timeout  # takes a while to import
 
     options.folder.mkdir(parents=True, exist_ok=True)
     try:
         with FileLock(options.folder / "ladder.lock", timeout=0):
-            failed = train(options, to_train, trainings)
-            results = save_report(options, trainings)
-            predicted = write_predicted(options, trainings)
+            failed = train(options, to_train, ladder_runs)
+            results = save_report(options, ladder_runs)
+            predicted = write_predicted(options, ladder_runs)
     except Timeout:
         raise RequestError(f"{options.folder} is being trained: wait for its end, or give another --name") from None
     if options.json:
@@ -116,12 +118,12 @@ def ladder(options: LadderOptions, overrides: Overrides) -> None:
 # ---- the runs --------------------------------------------------------------------------------------------------------
 
 
-def make_trainings(options: LadderOptions, overrides: Overrides, recipe: str = "") -> list[Training]:
-    """Make and plan all runs of a recipe; `recipe` is as in `Training`."""
+def make_runs(options: LadderOptions, overrides: Overrides, recipe: str = "") -> list[LadderRun]:
+    """Make and plan all runs of a recipe; `recipe` is as in `LadderRun`."""
     for key, _ in overrides:
         if key in FOLLOWS:
             raise RequestError(f"{key} follows from the depth and the length of each run: give {FOLLOWS[key]}")
-    trainings = []
+    ladder_runs = []
     for depth in sorted({*options.sizes, *options.held_out}):
         try:
             scaled = scale.ScaleRequest(**options.scaled, depth=depth, **options.horizon)
@@ -144,13 +146,13 @@ def make_trainings(options: LadderOptions, overrides: Overrides, recipe: str = "
         for seed in range(1, options.seeds + 1):
             name = f"{prefix}-d{depth}-{options.length}-s{seed}"
             text = yaml.safe_dump({"run": name, **settings, "seed_everything": seed}, sort_keys=False)
-            trainings.append(Training(size, seed, Run(options.folder / name), text, facts, recipe))
-    return trainings
+            ladder_runs.append(LadderRun(size, seed, Run(options.folder / name), text, facts, recipe))
+    return ladder_runs
 
 
-def check_same_settings(trainings: list[Training]) -> None:
+def check_same_settings(ladder_runs: list[LadderRun]) -> None:
     """Raise RequestError if an existing run of this ladder was trained with other settings."""
-    for one in trainings:
+    for one in ladder_runs:
         if not (one.run.path / "run.json").exists():
             continue
         differing = differences([one.run.settings(), yaml.safe_load(one.config)])
@@ -159,9 +161,9 @@ def check_same_settings(trainings: list[Training]) -> None:
             raise RequestError(f"{what}: give the options that it was made with, or another --name")
 
 
-def check_same_validation(trainings: list[Training]) -> None:
+def check_same_validation(ladder_runs: list[LadderRun]) -> None:
     """Raise RequestError if the recipes are validated on different texts."""
-    configs = {one.recipe: yaml.safe_load(one.config) for one in trainings}
+    configs = {one.recipe: yaml.safe_load(one.config) for one in ladder_runs}
     for key, values in differences([configs[""], configs.get(AGAINST, configs[""])]).items():
         if key.startswith(VALIDATION) and not (key == "data.path" and same_texts(*values)):
             raise RequestError(f"--against changes {key}, and losses on other texts do not compare: give it to both")
@@ -177,10 +179,10 @@ def same_texts(*folders: str) -> bool:
     return equal and all(split["tokens"] <= VALIDATED for split in splits)
 
 
-def planned_sizes(options: LadderOptions, trainings: list[Training]) -> list[dict[str, Any]]:
+def planned_sizes(options: LadderOptions, ladder_runs: list[LadderRun]) -> list[dict[str, Any]]:
     """The planned cost of one run of each size and recipe; `runs` is 0 for sizes that are only predicted."""
     sizes = []
-    for one in {(one.recipe, one.size.depth): one for one in trainings}.values():
+    for one in {(one.recipe, one.size.depth): one for one in ladder_runs}.values():
         model, steps, time = (one.plan[name] for name in ("model", "steps", "time"))
         size = {"depth": one.size.depth, "recipe": one.recipe, "parameters": model["parameters"]["total"]}
         size |= {"steps": steps["max_steps"], "tokens": float(one.size.tokens), "epochs": steps.get("epochs")}
@@ -190,8 +192,10 @@ def planned_sizes(options: LadderOptions, trainings: list[Training]) -> list[dic
     return sizes
 
 
-def print_plan(console: Console, options: LadderOptions, trainings: list[Training], to_train: list[Training]) -> None:
-    sizes = planned_sizes(options, trainings)
+def print_plan(
+    console: Console, options: LadderOptions, ladder_runs: list[LadderRun], to_train: list[LadderRun]
+) -> None:
+    sizes = planned_sizes(options, ladder_runs)
     heads = ["depth", "parameters", "steps", "tokens", "epochs", "FLOPs", "memory", "time", "runs"]
     rows = []
     for size in sizes:
@@ -211,7 +215,7 @@ def print_plan(console: Console, options: LadderOptions, trainings: list[Trainin
     if all(size["seconds"] is not None for size in planned):
         seconds = sum(size["runs"] * size["seconds"] for size in planned)
         usd = sum(size["runs"] * (size["usd"] or 0.0) for size in planned) if usd_is_known else None
-        basis = trainings[0].plan["time"]["basis"]
+        basis = ladder_runs[0].plan["time"]["basis"]
         total = f"; all take {format_time_and_cost(seconds, usd)} on one device ({basis})"
     console.print(f"{plural(len(to_train), 'run')}, {finished} of them finished{total}", soft_wrap=True)
 
@@ -219,14 +223,14 @@ def print_plan(console: Console, options: LadderOptions, trainings: list[Trainin
 # ---- training --------------------------------------------------------------------------------------------------------
 
 
-def train(options: LadderOptions, to_train: list[Training], trainings: list[Training]) -> list[Training]:
+def train(options: LadderOptions, to_train: list[LadderRun], ladder_runs: list[LadderRun]) -> list[LadderRun]:
     """Train the unfinished runs, one process at a time on each device, and write the report after each.
 
     Returns the runs that failed.
     """
     waiting = [one for one in to_train if not one.finished]
     places, failed = free_devices(waiting), []
-    running: dict[subprocess.Popen, tuple[Training, str | None, float]] = {}
+    running: dict[subprocess.Popen, tuple[LadderRun, str | None, float]] = {}
     done: list[tuple[float, float]] = []  # FLOPs and seconds of each finished run
     if waiting:
         log.info("watch them: %s", f"{process.program()} monitor --root {shlex.quote(str(options.folder))}")
@@ -249,7 +253,7 @@ def train(options: LadderOptions, to_train: list[Training], trainings: list[Trai
             done.append((one.size.flops, time.monotonic() - began))
             unfinished = [*waiting, *(training for training, _, _ in running.values())]
             remaining = describe_remaining(options, unfinished, done, devices=len(places) + len(running))
-            results = save_report(options, trainings)
+            results = save_report(options, ladder_runs)
             loss = next(run["loss"] for run in results["runs"] if run["run"] == one.run.name)
             if loss is None:
                 failed.append(one)
@@ -264,7 +268,7 @@ def train(options: LadderOptions, to_train: list[Training], trainings: list[Trai
 
 
 def describe_remaining(
-    options: LadderOptions, unfinished: list[Training], done: list[tuple[float, float]], devices: int
+    options: LadderOptions, unfinished: list[LadderRun], done: list[tuple[float, float]], devices: int
 ) -> str:
     """How long the unfinished runs take, and what they cost, by the FLOPs and seconds of those that are done."""
     if not unfinished:
@@ -275,9 +279,9 @@ def describe_remaining(
     return f"; {plural(len(unfinished), 'run')} left, about {format_time_and_cost(seconds, usd)}"
 
 
-def free_devices(trainings: Iterable[Training]) -> list[str | None]:
+def free_devices(ladder_runs: Iterable[LadderRun]) -> list[str | None]:
     """Values of `CUDA_VISIBLE_DEVICES` for runs that are trained at the same time; `[None]` without GPUs."""
-    config = next((yaml.safe_load(one.config)["trainer"] for one in trainings), {})
+    config = next((yaml.safe_load(one.config)["trainer"] for one in ladder_runs), {})
     count = torch.cuda.device_count() if config.get("accelerator") in ("auto", "gpu", "cuda") else 0
     if not count:
         return [None]
@@ -287,7 +291,7 @@ def free_devices(trainings: Iterable[Training]) -> list[str | None]:
     return [",".join(named[begin : begin + each]) for begin in range(0, max(1, count - each + 1), each)]
 
 
-def start(one: Training, place: str | None) -> subprocess.Popen:
+def start(one: LadderRun, place: str | None) -> subprocess.Popen:
     """Start a run, once no process of a killed ladder trains it; the new process ends with this one."""
     began = time.monotonic()
     while one.run.is_locked() and time.monotonic() < began + PATIENCE and not STOP.received:
@@ -326,9 +330,9 @@ def last_line(file: Path) -> str:
     return next((line for line in reversed(lines) if line), "it printed nothing")
 
 
-def write_predicted(options: LadderOptions, trainings: list[Training]) -> list[Training]:
+def write_predicted(options: LadderOptions, ladder_runs: list[LadderRun]) -> list[LadderRun]:
     """Write the configs of sizes that are predicted but not trained yet, and return their runs."""
-    others = [one for one in trainings if one.size.depth not in options.sizes and one.seed == 1 and not one.finished]
+    others = [one for one in ladder_runs if one.size.depth not in options.sizes and one.seed == 1 and not one.finished]
     for one in others:
         settings = yaml.safe_load(one.config)
         settings["trainer"]["devices"] = "auto"
@@ -336,9 +340,9 @@ def write_predicted(options: LadderOptions, trainings: list[Training]) -> list[T
     return others
 
 
-def save_report(options: LadderOptions, trainings: Sequence[Training]) -> dict[str, Any]:
+def save_report(options: LadderOptions, ladder_runs: Sequence[LadderRun]) -> dict[str, Any]:
     """Write the results so far to `ladder.json` and `ladder.html` in the ladder's folder, and return them."""
-    results = report(options.name, f"{process.program()} {shlex.join(sys.argv[1:])}", trainings, options.against)
+    results = report(options.name, f"{process.program()} {shlex.join(sys.argv[1:])}", ladder_runs, options.against)
     write_atomically(options.folder / "ladder.json", to_json(results) + "\n", durable=False)
     write_atomically(options.folder / "ladder.html", page(results), durable=False)
     return results

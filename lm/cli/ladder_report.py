@@ -24,7 +24,7 @@ from lm.runs.history import last_value
 from lm.runs.run import Run
 from lm.system.units import format_count, plural
 
-HALF, AGAINST = "half", "against"  # recipes compared with the ladder's own, see `Training.recipe`
+HALF, AGAINST = "half", "against"  # recipes compared with the ladder's own, see `LadderRun.recipe`
 
 
 class ModelSize(NamedTuple):
@@ -38,7 +38,7 @@ class ModelSize(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Training:
+class LadderRun:
     """One run of a ladder, which may not have begun."""
 
     size: ModelSize
@@ -62,21 +62,21 @@ class Training:
 
 
 class Measured(NamedTuple):
-    """A size and the final losses of its trainings."""
+    """A size and the final losses of its runs."""
 
     size: ModelSize
     losses: list[float]  # by seed; empty where no training has finished
 
 
-def report(name: str, command: str, trainings: Sequence[Training], against: str | None = None) -> dict[str, Any]:
-    """The results of the finished trainings of a ladder, in the format of `ladder.json`."""
-    ends = [last_losses(one.run) if one.finished else {} for one in trainings]
+def report(name: str, command: str, ladder_runs: Sequence[LadderRun], against: str | None = None) -> dict[str, Any]:
+    """The results of the finished runs of a ladder, in the format of `ladder.json`."""
+    ends = [last_losses(one.run) if one.finished else {} for one in ladder_runs]
     known = [end for end in ends if end]
     in_bits = all("val/bpb" in end for end in known)
     metric = "val/bpb" if in_bits else "val/loss"
     losses = [end.get(metric) for end in ends]
     by_recipe: dict[str, dict[int, Measured]] = {"": {}, HALF: {}, AGAINST: {}}  # by depth
-    for one, loss in zip(trainings, losses, strict=True):
+    for one, loss in zip(ladder_runs, losses, strict=True):
         size = by_recipe[one.recipe].setdefault(one.size.depth, Measured(one.size, []))
         size.losses.extend([] if loss is None else [loss])
     measured = list(by_recipe[""].values())
@@ -85,7 +85,7 @@ def report(name: str, command: str, trainings: Sequence[Training], against: str 
         "command": command,
         "written": time.time(),
         "unit": "bits per byte" if in_bits else "nats a token",
-        "runs": [describe_run(one, loss) for one, loss in zip(trainings, losses, strict=True)],
+        "runs": [describe_run(one, loss) for one, loss in zip(ladder_runs, losses, strict=True)],
         "sizes": [describe_size(size) for size in measured],
         "laws": [],
         "predictions": [],
@@ -93,7 +93,7 @@ def report(name: str, command: str, trainings: Sequence[Training], against: str 
     }
     add_laws(results, measured)
     if against is not None:
-        results["against"] = {"recipe": against, **comparison(by_recipe, trainings)}
+        results["against"] = {"recipe": against, **comparison(by_recipe, ladder_runs)}
     if known and not any(len(size.losses) > 1 for size in measured):
         results["notes"].append(
             "One seed: the noise between runs is not known, and fewer than five sizes have no interval; --seeds 3 "
@@ -102,7 +102,7 @@ def report(name: str, command: str, trainings: Sequence[Training], against: str 
     return results
 
 
-def describe_run(one: Training, loss: float | None) -> dict[str, Any]:
+def describe_run(one: LadderRun, loss: float | None) -> dict[str, Any]:
     status = one.run.status() if (one.run.path / "run.json").exists() else "to do"
     about = {"run": one.run.name, **one.size._asdict(), "recipe": one.recipe, "seed": one.seed}
     return {**about, "loss": loss, "status": status}
@@ -162,7 +162,7 @@ def add_laws(results: dict[str, Any], measured: Sequence[Measured]) -> None:
 # ---- another recipe --------------------------------------------------------------------------------------------------
 
 
-def comparison(measured: dict[str, dict[int, Measured]], trainings: Sequence[Training]) -> dict[str, Any]:
+def comparison(measured: dict[str, dict[int, Measured]], ladder_runs: Sequence[LadderRun]) -> dict[str, Any]:
     """The compute multiplier of the other recipe at each size, in tokens and in seconds, and a verdict in words."""
     depths = [depth for depth, one in measured[""].items() if not one.size.held_out]
     trios = [[measured[recipe][depth] for recipe in (HALF, "", AGAINST)] for depth in depths]
@@ -174,7 +174,7 @@ def comparison(measured: dict[str, dict[int, Measured]], trainings: Sequence[Tra
     )
     sizes = []
     for (half, full, other), multiplier in zip(trios, multipliers.sizes, strict=True):
-        rate, other_rate = (tokens_per_second(trainings, recipe, full.size.depth) for recipe in ("", AGAINST))
+        rate, other_rate = (tokens_per_second(ladder_runs, recipe, full.size.depth) for recipe in ("", AGAINST))
         faster = full.size.tokens / rate / (other.size.tokens / other_rate) if rate and other_rate else None
         size = {"depth": full.size.depth, "flops": full.size.flops}
         size |= {"half": half.losses, "whole": full.losses, "other": other.losses}
@@ -189,10 +189,10 @@ def comparison(measured: dict[str, dict[int, Measured]], trainings: Sequence[Tra
     }
 
 
-def tokens_per_second(trainings: Sequence[Training], recipe: str, depth: int) -> float | None:
-    """The median throughput of a recipe's finished trainings of one depth; None if there are none."""
+def tokens_per_second(ladder_runs: Sequence[LadderRun], recipe: str, depth: int) -> float | None:
+    """The median throughput of a recipe's finished runs of one depth; None if there are none."""
     metric, rates = "perf/tokens_per_second", []
-    for one in trainings:
+    for one in ladder_runs:
         if one.recipe == recipe and one.size.depth == depth and one.finished:
             rates += [line[metric] for line in one.run.metrics(metric)]
     return median(rates) if rates else None

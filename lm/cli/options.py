@@ -1,11 +1,9 @@
-"""The options of the commands that take those of a run, read from their dataclasses, and their help.
+"""The options of the commands that take those of a run, read from their dataclasses; `cli/help` prints them.
 
 Nothing here imports PyTorch, which takes seconds: so help answers at once.
 """
 
 import inspect
-import shutil
-import textwrap
 from collections.abc import Iterable, Iterator
 from dataclasses import is_dataclass
 from types import NoneType, UnionType
@@ -14,20 +12,10 @@ from typing import Any, Literal, NamedTuple, Union, get_args, get_origin
 import docstring_parser
 
 from lm.cli.command_options import COMMAND_OPTIONS, RunChoice
-from lm.errors import RequestError
 from lm.system import process
-from lm.system.files import flatten
-from lm.system.units import Count, spelled_count
 from lm.training.config import SECTIONS
 
 NAMES = [section.name for section in SECTIONS if section.name]
-# Options that a first training needs; `--help all` shows the others too.
-FREQUENT = [f"{section.name}.{option}" for section in SECTIONS for option in section.frequent]
-FREQUENT_WITHOUT_FIT = [
-    *("trainer.precision", "trainer.accelerator"),
-    *("data.val", "data.test", "data.texts", "data.val_tokens", "data.micro_batch_size"),
-]
-COLUMN = 38  # where the help of an option begins
 UNIONS = (Union, UnionType)
 
 
@@ -43,9 +31,6 @@ class Option(NamedTuple):
 CONFIG = Option("config", "file", None, "A YAML file, also looked up in configs/; later files override earlier ones.")
 PRINT_CONFIG = Option("print_config", "bool", False, "Print the config with all options instead of running it.")
 SEED = Option("seed_everything", "int", 1337, "Seed of the initial weights and the order of the samples; also --seed.")
-
-
-# ---- options of a run -----------------------------------------------------------------------------------------------
 
 
 def all_options(command: str) -> list[Option]:
@@ -96,61 +81,6 @@ def _kind(hint: Any) -> str:
     return getattr(hint, "__forward_arg__", getattr(hint, "__name__", str(hint))).lower()  # or a name in quotes
 
 
-def changed_settings(config: dict[str, Any]) -> dict[str, Any]:
-    """The settings of a resolved config that are not the defaults, by their names with dots."""
-
-    def comparable(value: Any) -> Any:
-        """Empty values are the same as None, and a tuple is a list, as in YAML."""
-        return None if value in ([], {}, ()) else list(value) if isinstance(value, tuple) else value
-
-    defaults = {option.name: comparable(option.default) for option in all_options("fit")}
-    return {name: value for name, value in flatten(config).items() if comparable(value) != defaults.get(name)}
-
-
 def option_groups(leaves: Iterable[str]) -> set[str]:
     """The groups that options are in, such as `model` and `model.optimizer`."""
     return {".".join(leaf.split(".")[:count]) for leaf in leaves for count in range(1, leaf.count(".") + 1)}
-
-
-# ---- help ------------------------------------------------------------------------------------------------------------
-
-
-def print_options(command: str, what: str, chosen: str | None = None) -> None:
-    """Print what a command does and its options: those of the `chosen` group, `all`, or else the frequent ones."""
-    options = all_options(command)
-    if chosen not in (None, "all") and chosen not in option_groups(option.name for option in options):
-        raise RequestError(f"no group of options {chosen!r}: give all, or one of {', '.join(NAMES)}")
-    width, frequent, usage = min(110, shutil.get_terminal_size().columns), FREQUENT, "--config FILE"
-    if command in ("validate", "test", "predict"):
-        frequent, usage = FREQUENT_WITHOUT_FIT, "[--run NAME] [--ckpt_path PATH]"
-    print(f"lm {command}: {what}\n\nusage: lm {command} {usage} [--OPTION VALUE ...]\n")
-    group = ""
-    for option in options:
-        section = option.name.partition(".")[0]
-        if chosen is None and section in NAMES and option.name not in frequent:
-            continue
-        if chosen not in (None, "all") and not option.name.startswith(f"{chosen}."):
-            continue
-        if section in NAMES and section != group:
-            group = section
-            print(f"\n{group}:")
-        _print_option(option, width, short=chosen is None)
-    if chosen is None:
-        print(f"\nAll options: lm {command} --help all; those of a group: lm {command} --help data")
-        print("In the YAML an option has the same name, with a level for each dot.")
-
-
-def _print_option(option: Option, width: int, short: bool) -> None:
-    """With the first sentence of the help beside its name, or with all of it below."""
-    value = spelled_count(option.default) if isinstance(option.default, Count) else option.default
-    default = f" [{value}]" if option.default else ""
-    if not short:
-        print(f"  --{option.name}{'' if option.kind == 'bool' else f' {option.kind}'}{default}")
-        print(textwrap.fill(option.help, width, initial_indent=" " * 6, subsequent_indent=" " * 6))
-        return
-    sentence = option.help.partition(". ")[0].partition("; ")[0].removesuffix(".")
-    left, *others = textwrap.wrap(sentence[:1].upper() + sentence[1:] + default, max(20, width - COLUMN))
-    name = f"  --{option.name}"
-    print(f"{name:<{COLUMN}}{left}" if len(name) < COLUMN - 1 else f"{name}\n{'':{COLUMN}}{left}")
-    for line in others:
-        print(f"{'':{COLUMN}}{line}")

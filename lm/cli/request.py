@@ -185,11 +185,7 @@ class NotBuilt:
     """
 
 
-def as_it_is(value: Any) -> Any:
-    return value
-
-
-register_type(NotBuilt, serializer=as_it_is, deserializer=as_it_is, type_check=lambda value, kind: True)
+register_type(NotBuilt, lambda value: value, lambda value: value, type_check=lambda value, kind: True)
 
 
 class TrainerOptions:
@@ -243,10 +239,8 @@ def check_arguments(custom: type, arguments: set[str]) -> None:
 def check_nulls(settings: Mapping[str, Any]) -> None:
     """Refuse a null where it means nothing, and a value in place of a group of options; jsonargparse takes both."""
     for section in SECTIONS:
-        if section.name:
-            _check_nulls(section.options, settings.get(section.name, {}), f"{section.name}.")
-        else:
-            _check_nulls(section.options, settings, "")
+        group, prefix = (settings.get(section.name, {}), f"{section.name}.") if section.name else (settings, "")
+        _check_nulls(section.options, group, prefix)
 
 
 def _check_nulls(options: type, group: Any, prefix: str) -> None:

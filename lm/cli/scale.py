@@ -15,10 +15,10 @@ from typing import Any
 from lm.cli.scaling_rules import (
     TOKENS_PER_PARAMETER,
     Recipe,
+    make_recipe,
     micro_batch,
     mlp_width,
     power_of_two,
-    recipe,
     sliding_window,
     weight_decay,
     width,
@@ -309,7 +309,7 @@ def scaled_config(request: ScaleRequest) -> tuple[Recipe, str]:
         raise RequestError(f"{names} each give the length of the run: give one of them")
     decoder = shape(request.blocks, request)
     limit = EPOCHS * request.text_tokens / Recipe(decoder, 1, 1, request.optimizer).multiplied
-    made = recipe(
+    recipe = make_recipe(
         decoder,
         tokens_per_parameter=request.target_param_data_ratio if horizon else min(TOKENS_PER_PARAMETER, limit),
         flops=request.target_flops,
@@ -317,8 +317,8 @@ def scaled_config(request: ScaleRequest) -> tuple[Recipe, str]:
         optimizer=request.optimizer,
         batch=request.batch,
     )
-    at_once = made.batch if request.text_tokens <= LITTLE and made.batch_tokens <= SMALL_BATCH else None
-    return made, write_yaml(made, request.command(), _horizon(made, horizon, request), request, at_once)
+    at_once = recipe.batch if request.text_tokens <= LITTLE and recipe.batch_tokens <= SMALL_BATCH else None
+    return recipe, write_yaml(recipe, request.command(), _horizon(recipe, horizon, request), request, at_once)
 
 
 def for_text(request: ScaleRequest) -> ScaleRequest:
@@ -349,45 +349,46 @@ def interval(steps: int) -> int:
     return min(INTERVAL, math.ceil(steps / 4))
 
 
-def validated_samples(made: Recipe) -> int:
+def validated_samples(recipe: Recipe) -> int:
     """Samples of a validation."""
-    return math.ceil(VALIDATED * interval(made.steps) / INTERVAL) * made.batch
+    return math.ceil(VALIDATED * interval(recipe.steps) / INTERVAL) * recipe.batch
 
 
 def write_yaml(
-    made: Recipe, command: str, horizon: str, options: ScaleOptions, samples_at_once: int | None = None
+    recipe: Recipe, command: str, horizon: str, options: ScaleOptions, samples_at_once: int | None = None
 ) -> str:
     """The YAML of a recipe; `command` is the command that makes it, `horizon` explains the length of the run."""
-    decoder, optimizer = made.decoder, RULES[made.optimizer]
-    warmup_steps = f"{optimizer.warmup_steps(made.steps, made.batch_tokens):_}"
-    numbers = {"lr": _float(made.learning_rate), "flops": _float(made.block_flops), "warmup_steps": warmup_steps}
+    decoder, optimizer = recipe.decoder, RULES[recipe.optimizer]
+    depth = decoder.num_hidden_layers
+    warmup_steps = f"{optimizer.warmup_steps(recipe.steps, recipe.batch_tokens):_}"
+    numbers = {"lr": _float(recipe.learning_rate), "flops": _float(recipe.block_flops), "warmup_steps": warmup_steps}
     window = "" if decoder.sliding_window is None else WINDOW.format(decoder.sliding_window)
-    repeated = made.tokens > options.text_tokens
+    repeated = recipe.tokens > options.text_tokens
     little = repeated and options.text_tokens <= LITTLE
     longest, vocabulary_memory = REPEATED_MEMORY
-    memory = min(made.memory, longest) if little else made.memory
+    memory = min(recipe.memory, longest) if little else recipe.memory
 
     def group(factor: float) -> str:
-        rate = peak_rate(factor, decoder.num_hidden_layers, decoder.hidden_size)
-        decay = weight_decay(vocabulary_memory, rate, made.steps) if little else 0
+        rate = peak_rate(factor, depth, decoder.hidden_size)
+        decay = weight_decay(vocabulary_memory, rate, recipe.steps) if little else 0
         return f"lr: {_float(rate)}, weight_decay: {decay:.3g}"
 
     data = options.data if re.fullmatch(r"[\w.-]*/[\w./-]*", options.data) else json.dumps(options.data)
     return YAML.format(
         **vars(decoder),  # under the names that they have in the YAML
         # the model
-        title=f"Depth {decoder.num_hidden_layers}: {format_count(made.parameters)} parameters on "
-        f"{format_count(made.tokens)} tokens, {_float(made.flops)} FLOPs. Why each number: lm/cli/scaling_rules.py.",
+        title=f"Depth {depth}: {format_count(recipe.parameters)} parameters on {format_count(recipe.tokens)} tokens, "
+        f"{_float(recipe.flops)} FLOPs. Why each number: lm/cli/scaling_rules.py.",
         command=command,
-        name=f"depth{decoder.num_hidden_layers}",
+        name=f"depth{depth}",
         window=window,
         aspect=options.aspect_ratio,
         usual=ScaleOptions(),
         # the run
-        steps=made.steps,
+        steps=recipe.steps,
         horizon=horizon,
-        interval=interval(made.steps),
-        devices=ONE_DEVICE if samples_at_once == made.batch else ALL_DEVICES,
+        interval=interval(recipe.steps),
+        devices=ONE_DEVICE if samples_at_once == recipe.batch else ALL_DEVICES,
         # the optimizer
         optimizer=optimizer.optimizer_yaml.format(**numbers, matrices=MATRICES),
         schedule=optimizer.schedule_yaml.format(**numbers),
@@ -396,33 +397,37 @@ def write_yaml(
         output=group(OUTPUT),
         output_factor=OUTPUT,
         group_decay=f"a weight decay that averages {vocabulary_memory:.0%} of the run" if little else "no weight decay",
-        weight_decay=f"{weight_decay(memory, made.learning_rate, made.steps):.3g}",
+        weight_decay=f"{weight_decay(memory, recipe.learning_rate, recipe.steps):.3g}",
         memory="all" if memory >= 1 else f"{100 * memory:.2g}%",
-        memory_source="measured with little text" if memory < made.memory else optimizer.memory_source,
+        memory_source="measured with little text" if memory < recipe.memory else optimizer.memory_source,
         # the data
         data=data,
         tokenizer=f"bpe --vocab_size {decoder.vocab_size}" if decoder.vocab_size > 256 else "char",
-        micro_batch=samples_at_once or micro_batch(made.batch, decoder.max_position_embeddings),
-        batch=spelled_count(made.batch_tokens),
-        samples=plural(made.batch, "sample"),
+        micro_batch=samples_at_once or micro_batch(recipe.batch, decoder.max_position_embeddings),
+        batch=spelled_count(recipe.batch_tokens),
+        samples=plural(recipe.batch, "sample"),
         batch_reason="as --batch_tokens says" if options.batch_tokens else BEST_BATCH,
         reshuffle=RESHUFFLE if repeated and not manifest(options.data).get("packed") else "",
-        val_tokens=spelled_count(validated_samples(made) * decoder.max_position_embeddings),
+        val_tokens=spelled_count(validated_samples(recipe) * decoder.max_position_embeddings),
     )
 
 
-def _horizon(made: Recipe, horizon: dict[str, float], options: ScaleOptions) -> str:
-    tokens, batch = format_count(made.tokens), spelled_count(made.batch_tokens)
+def _horizon(recipe: Recipe, horizon: dict[str, float], options: ScaleOptions) -> str:
+    tokens, batch = format_count(recipe.tokens), spelled_count(recipe.batch_tokens)
     if "max_steps" in horizon:
-        return f"as asked: {tokens} tokens, {made.tokens / made.multiplied:.3g} a parameter outside the embedding"
+        return f"as asked: {tokens} tokens, {recipe.tokens / recipe.multiplied:.3g} a parameter outside the embedding"
     if "target_flops" in horizon:
-        flops = f"{_float(horizon['target_flops'])} FLOPs / {_float(made.flops_per_token)} a token"
+        flops = f"{_float(horizon['target_flops'])} FLOPs / {_float(recipe.flops_per_token)} a token"
         return f"{tokens} tokens in steps of {batch}: {flops}"
-    if not horizon and options.text_tokens < math.inf and made.tokens < 0.9 * TOKENS_PER_PARAMETER * made.multiplied:
+    if (
+        not horizon
+        and options.text_tokens < math.inf
+        and recipe.tokens < 0.9 * TOKENS_PER_PARAMETER * recipe.multiplied
+    ):
         return f"{tokens} tokens: {EPOCHS} times the text, which teach nearly as much as new ones (arXiv:2305.16264)"
     ratio = horizon.get("target_param_data_ratio", TOKENS_PER_PARAMETER)
     source = "" if horizon else " (arXiv:2203.15556)"
-    count = format_count(made.multiplied)
+    count = format_count(recipe.multiplied)
     return f"{tokens} tokens in steps of {batch}: {ratio:g} for each of {count} outside the embedding{source}"
 
 

@@ -71,7 +71,7 @@ class Recipe:
         return RULES[self.optimizer].memory(self.tokens / self.multiplied)
 
 
-def recipe(
+def make_recipe(
     decoder: DecoderConfig,
     *,
     tokens_per_parameter: float | None = None,

@@ -12,7 +12,7 @@ from trainings import lm, make_workplace, processes_of, start
 from lm.cli import ladder_report
 from lm.cli.ladder import free_devices, ladder, same_texts
 from lm.cli.ladder_options import LadderOptions
-from lm.cli.ladder_report import ModelSize, Training
+from lm.cli.ladder_report import LadderRun, ModelSize
 from lm.cli.settings import split_overrides
 from lm.errors import RequestError
 from lm.runs.run import Run
@@ -122,7 +122,7 @@ def run_with_loss(path, status="finished", **metrics):
 
 @pytest.mark.parametrize("depths", [(2, 3, 4), (2, 3, 4, 5, 6)])
 def test_a_loss_that_rises_with_size_has_no_law(tmp_path, depths):
-    trainings = [Training(ModelSize(depth, depth**3, 100, 600 * depth**3, False), 1,
+    trainings = [LadderRun(ModelSize(depth, depth**3, 100, 600 * depth**3, False), 1,
                           run_with_loss(tmp_path / str(depth), **{"val/loss": 2 + depth / 10})) for depth in depths]  # fmt: skip
     found = ladder_report.report("rises", "lm ladder", trainings)
     assert not found["laws"] and "The loss does not fall with FLOPs: no law is fitted." in found["notes"]
@@ -141,7 +141,7 @@ def test_the_report_finds_a_known_law(tmp_path):
         loss = expected(depth) + 1e-4 * seed
         run = run_with_loss(tmp_path / f"{depth}-{seed}", "to do" if held_out else "finished",
                             tokens=tokens, **{"val/loss": 3 * loss, "val/bpb": loss})  # fmt: skip
-        return Training(ModelSize(depth, parameters, tokens, flops, held_out), seed, run)
+        return LadderRun(ModelSize(depth, parameters, tokens, flops, held_out), seed, run)
 
     trainings = [trained(depth, seed, depth == 16) for depth in (2, 3, 4, 6, 8, 16) for seed in (1, 2)]
     found = ladder_report.report("law", "lm ladder", trainings)
@@ -221,7 +221,7 @@ def test_each_device_takes_a_training(monkeypatch, count, visible, devices, plac
     monkeypatch.setattr("torch.cuda.device_count", lambda: count)
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
     config = yaml.safe_dump({"trainer": {"accelerator": "auto", "devices": devices}})
-    one = Training(None, 1, Run("checkpoints/ladder/a"), config)
+    one = LadderRun(None, 1, Run("checkpoints/ladder/a"), config)
     assert free_devices([one]) == places
 
 

@@ -7,7 +7,7 @@ from processor_time import run_python
 from run_folders import write_run
 from trainings import write_config
 
-from lm.cli import options, request, settings
+from lm.cli import help, options, request, settings
 from lm.cli.command import TABLE, main
 from lm.cli.command import _load as load
 from lm.errors import RequestError
@@ -35,7 +35,7 @@ def test_the_dataclasses_have_the_options_of_the_parser():
 
 def test_what_is_shown_first_exists():
     names = {option.name for option in options.all_options("fit")}
-    assert set(options.FREQUENT) | set(options.FREQUENT_WITHOUT_FIT) <= names
+    assert set(help.FREQUENT) | set(help.FREQUENT_WITHOUT_FIT) <= names
     assert {option for option in OPTIONS if "." in option} <= names
     assert all(option.help for option in options.all_options("fit"))
 

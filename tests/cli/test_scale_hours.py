@@ -11,14 +11,14 @@ from trainings import lm, make_workplace
 from lm.cli.command import main
 from lm.cli.scale import shape
 from lm.cli.scale_hours import Candidate, Speed, expected_loss
-from lm.cli.scaling_rules import recipe
+from lm.cli.scaling_rules import make_recipe
 
 H100 = "--device", "h100"
 SPEED = Speed(flops=4e14, optimizer=0.01, start=20.0, checkpoint=1.0, basis="")
 
 
 def candidate(depth, devices=1):
-    return Candidate(recipe(shape(depth), steps=1000), 64, devices, SPEED)
+    return Candidate(make_recipe(shape(depth), steps=1000), 64, devices, SPEED)
 
 
 @pytest.mark.parametrize("hours", [0.5, 8.0, 100.0])

@@ -16,7 +16,7 @@ import yaml
 from markupsafe import Markup
 
 from lm import __version__
-from lm.cli.options import changed_settings
+from lm.cli.options import all_options
 from lm.cli.report.curves import chart_data
 from lm.cli.report.page import render, source
 from lm.cli.report.public import public, public_command
@@ -26,7 +26,7 @@ from lm.runs.evaluations import core_sentence, merge_evaluations
 from lm.runs.history import read_samples
 from lm.runs.metrics import METRICS
 from lm.runs.run import Run
-from lm.system.files import check_local_path, finite_or_none, write_atomically
+from lm.system.files import check_local_path, finite_or_none, flatten, write_atomically
 from lm.system.units import format_bytes, format_figure, utc
 
 OPENING = "<!doctype html>\n<!-- A run of lm -->\n"  # of every page: a file that begins otherwise is not replaced
@@ -50,31 +50,31 @@ def write_page(run: Run, path: str) -> None:
 
 def page(run: Run) -> str:
     """The whole document."""
-    found = public({name: part for name, part in describe_run(run).items() if name != "samples"})
-    live = found["status"] == "running"
+    facts = public({name: part for name, part in describe_run(run).items() if name != "samples"})
+    live = facts["status"] == "running"
     data, figures = chart_data(run, run.metrics())
-    torch, started = found["versions"].get("torch"), found["started"]
-    origin = [machine_of(found), f"torch {torch}" if torch else "", f"started {started}" if started else ""]
+    torch, started = facts["versions"].get("torch"), facts["started"]
+    origin = [machine_of(facts), f"torch {torch}" if torch else "", f"started {started}" if started else ""]
     return render(
         "run.html",
         kind="run",
-        found=found,
+        found=facts,
         live=live,
         written=time.time(),
         made="; ".join(filter(None, origin)),
-        checks=checks_of(found),
+        checks=checks_of(facts),
         metrics=METRICS,
         figures=figures,
         data=finite_or_none(data),
         evaluations=_evaluations(run),
         samples=_samples(run),
-        alerts=_alerts(found),
-        postmortems=_postmortems(found),
-        model=_model(found),
-        changed=_changed(found["config"]),
-        whole_config=yaml.safe_dump(found["config"], allow_unicode=True, sort_keys=False, width=100),
-        checkpoints=_checkpoints(found),
-        provenance=_provenance(found),
+        alerts=_alerts(facts),
+        postmortems=_postmortems(facts),
+        model=_model(facts),
+        changed=_changed(facts["config"]),
+        whole_config=yaml.safe_dump(facts["config"], allow_unicode=True, sort_keys=False, width=100),
+        checkpoints=_checkpoints(facts),
+        provenance=_provenance(facts),
         script=Markup(f"/*\nuPlot\n{source('uPlot.LICENSE')}*/\n") + source("uPlot.iife.min.js", "page.js"),
     )
 
@@ -117,15 +117,15 @@ def _samples(run: Run) -> dict[str, Any]:
     }
 
 
-def _alerts(found: dict[str, Any]) -> list[tuple[str, ...]]:
+def _alerts(facts: dict[str, Any]) -> list[tuple[str, ...]]:
     words = ("guard", "action", "message")
-    alerts = reversed(found["alerts"])
+    alerts = reversed(facts["alerts"])
     return [(f"{alert['step']:,}", utc(alert["time"]), *(alert[word] for word in words)) for alert in alerts]
 
 
-def _postmortems(found: dict[str, Any]) -> list[tuple[str, str]]:
+def _postmortems(facts: dict[str, Any]) -> list[tuple[str, str]]:
     pages = []
-    for folder in map(Path, reversed(found["post_mortems"])):
+    for folder in map(Path, reversed(facts["post_mortems"])):
         step = folder.name.removeprefix("postmortem-").lstrip("0") or "0"
         with suppress(OSError):  # it is being written
             text = public((folder / "postmortem.md").read_text(encoding="utf-8", errors="replace"))
@@ -133,16 +133,27 @@ def _postmortems(found: dict[str, Any]) -> list[tuple[str, str]]:
     return pages
 
 
-def _model(found: dict[str, Any]) -> dict[str, Any]:
-    decoder = found["config"].get("model", {}).get("decoder")
+def _model(facts: dict[str, Any]) -> dict[str, Any]:
+    decoder = facts["config"].get("model", {}).get("decoder")
     shape = {name: value for name, value in decoder.items() if value is not None} if isinstance(decoder, dict) else {}
-    if found["checkpoints"]:  # in the config it may be left to the tokenizer
-        shape["vocab_size"] = Run(found["checkpoints"][-1]["path"]).read("config.json").get("vocab_size")
+    if facts["checkpoints"]:  # in the config it may be left to the tokenizer
+        shape["vocab_size"] = Run(facts["checkpoints"][-1]["path"]).read("config.json").get("vocab_size")
     counted = {
-        "parameters": None if found["parameters"] is None else f"{found['parameters']:,}",
-        "FLOPs of training": f"{found['flops']:.3g}" if found["flops"] else None,
+        "parameters": None if facts["parameters"] is None else f"{facts['parameters']:,}",
+        "FLOPs of training": f"{facts['flops']:.3g}" if facts["flops"] else None,
     }
     return {**counted, **shape}
+
+
+def changed_settings(config: dict[str, Any]) -> dict[str, Any]:
+    """The settings of a resolved config that are not the defaults, by their names with dots."""
+
+    def comparable(value: Any) -> Any:
+        """Empty values are the same as None, and a tuple is a list, as in YAML."""
+        return None if value in ([], {}, ()) else list(value) if isinstance(value, tuple) else value
+
+    defaults = {option.name: comparable(option.default) for option in all_options("fit")}
+    return {name: value for name, value in flatten(config).items() if comparable(value) != defaults.get(name)}
 
 
 def _changed(config: dict[str, Any]) -> dict[str, Any]:
@@ -153,26 +164,26 @@ def _changed(config: dict[str, Any]) -> dict[str, Any]:
     return changed
 
 
-def _checkpoints(found: dict[str, Any]) -> list[tuple[str, ...]]:
+def _checkpoints(facts: dict[str, Any]) -> list[tuple[str, ...]]:
     rows = []
-    for checkpoint in found["checkpoints"]:
+    for checkpoint in facts["checkpoints"]:
         links = ", ".join(name for name in ("best", "last") if checkpoint[name])
         size = format_bytes(checkpoint["bytes"])
         rows.append((f"{checkpoint['step']:,}", Path(checkpoint["path"]).name, size, links))
     return rows
 
 
-def _provenance(found: dict[str, Any]) -> dict[str, Any]:
+def _provenance(facts: dict[str, Any]) -> dict[str, Any]:
     """How the run was started, on what, with which versions, and what it cost."""
-    spent = (found["budget"] or {}).get("spent_usd")
-    versions = {"python": found["python"], **found["versions"]}
+    spent = (facts["budget"] or {}).get("spent_usd")
+    versions = {"python": facts["python"], **facts["versions"]}
     return {
-        "machine": machine_of(found),
+        "machine": machine_of(facts),
         "versions": ", ".join(f"{name} {version}" for name, version in versions.items() if version),
-        "started": found["started"],
-        "command": shlex.join(public_command(start_command(found))) or None,
-        "git": found["git"],
-        "config, SHA-256": found["config_sha256"],
+        "started": facts["started"],
+        "command": shlex.join(public_command(start_command(facts))) or None,
+        "git": facts["git"],
+        "config, SHA-256": facts["config_sha256"],
         "cost": None if spent is None else f"{format_figure(spent)} USD",
         "page": f"lm {__version__}; charts by uPlot, whose licence is in the source of this page",
     }
