@@ -64,14 +64,9 @@ def measure(options: EvaluateOptions, load: Callable[[], Pretrained]) -> dict[st
     owner = Run.of(model.path)
     began = time.monotonic()
     with progress_bars() as bar:
+        limits = {"batch_tokens": options.batch_tokens, "max_items": options.max_items}
         results = benchmark.evaluate(
-            model.decoder,
-            model.tokenizer,
-            questions,
-            batch_tokens=options.batch_tokens,
-            max_items=options.max_items,
-            begin=options.begin,
-            progress=bar,
+            model.decoder, model.tokenizer, questions, **limits, begin=options.begin, progress=bar
         )
         texts = measure_texts(model, owner, options, bar)
     settings = {name: getattr(options, name) for name in ("tasks", "texts", "max_items", "num_fewshot", "begin")}

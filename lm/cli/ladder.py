@@ -35,14 +35,7 @@ from lm.runs.run import Run
 from lm.system import process
 from lm.system.files import to_json, write_atomically
 from lm.system.stop_signals import STOP
-from lm.system.units import (
-    format_bytes,
-    format_count,
-    format_duration,
-    format_figure,
-    format_time_and_cost,
-    plural,
-)
+from lm.system.units import format_bytes, format_count, format_duration, format_figure, format_time_and_cost, plural
 from lm.training.trainer import device_count
 
 log = logging.getLogger(__name__)

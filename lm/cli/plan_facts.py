@@ -369,15 +369,8 @@ def examine(
     budget_file, rate = read_rate(config, options, findings)
     facts["steps"] = step_facts(steps, config, data)
     custom = training_class().is_custom()
-    findings += find(
-        config.trainer,
-        config.model,
-        config.data,
-        known,
-        samples=config.samples,
-        evaluation=config.evaluation,
-        custom=custom,
-    )
+    sections = {"samples": config.samples, "evaluation": config.evaluation}
+    findings += find(config.trainer, config.model, config.data, known, **sections, custom=custom)
     if known.here:
         findings += check_accelerator(config.trainer.accelerator)
     findings += plan_checks.check_steps(facts["steps"], config)
