@@ -47,7 +47,7 @@ TABLE = (
     Command("test", "fit:validate_or_predict", "request", "the same on all of the test data"),
     Command("predict", "fit:validate_or_predict", "request", "per-token log-probabilities of texts, to Parquet"),
     Command("plan", "plan:plan", "request", "what a config means before it is run, and what is wrong with it"),
-    Command("scale", "scale:scale", "function",
+    Command("scale", "scale_command:scale", "function",
             "a whole config from a depth or from hours, by published scaling rules"),
     Command("ladder", "ladder:ladder", "overrides",
             "train small models of several sizes, and predict the loss of a large one", "ladder_options:LadderOptions"),

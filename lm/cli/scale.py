@@ -44,26 +44,6 @@ REPEATED_MEMORY = 0.65, 0.2
 HORIZONS = ("target_param_data_ratio", "target_flops", "max_steps")  # options that give the length
 
 
-def scale(**options: Any) -> None:
-    """Print a complete config for a depth or for a time budget, by published scaling rules.
-
-    Args:
-        options: Those of `TimedRequest`.
-    """
-    request = TimedRequest(**options)
-    if request.seconds:
-        from lm.cli.scale_hours import config_for_time
-
-        print(config_for_time(request), end="")
-    elif request.timing:
-        raise RequestError(f"--{next(iter(request.timing))} is for a run of some hours: give --hours too")
-    else:
-        print(scaled_config(request)[1], end="")
-
-
-# ---- the options ----------------------------------------------------------------------------------------------------
-
-
 @dataclass(frozen=True)
 class ScaleOptions:
     """The options that `lm scale` and `lm ladder` share: all but depth and length.
