@@ -121,7 +121,7 @@ LEAVES = {  # what only an option, a device or another command asks for
     "lm.model": "compile custom fused low_precision memory",
     "lm.runs": "expectations facts history postmortem registry",
     "lm.system": "hub remote",
-    "lm.cli": "charts hours ladder ladder_report measure plan plan_facts report.run scale scale_hours",
+    "lm.cli": "bench_step brief_fit charts help hours ladder ladder_report plan plan_checks plan_facts profile_step report.run scale scale_hours scaling_rules",
 }  # fmt: skip
 
 

@@ -30,10 +30,12 @@ log = logging.getLogger(__name__)
 
 
 def branch(options: BranchOptions, overrides: list[tuple[str, Any]]) -> None:
-    """Make the run, with options of a training as they are typed, and train it."""
+    """Make the run, with options of a run as they are typed, and train it."""
     if (under_torchrun() or under_srun()) and not options.make_only:
-        raise RequestError("every process would make a run: give --make_only to one process, and train it then with "
-                           "the `lm fit` that it prints")  # fmt: skip
+        raise RequestError(
+            "every process would make a run: give --make_only to one process, and train it then with the `lm fit` that "
+            "it prints"
+        )
     trunk = find_run(options.run, options.root)
     at = options.at or "last"
     checkpoint = trunk.checkpoint(f"step-{int(at):08d}" if at.isdigit() else at).resolve()
@@ -65,10 +67,10 @@ def branch(options: BranchOptions, overrides: list[tuple[str, Any]]) -> None:
     try:
         pin_checkpoint(checkpoint, run.path / checkpoint.name, before["data"]["seq_len"], after["data"]["seq_len"])
         request = make_request("fit", {**after, "run": run.name, "ckpt_path": "auto"})
-        run.config.write_text(request.text, encoding="utf-8")  # with its name: enough to resume it
+        run.config.write_text(request.config_yaml, encoding="utf-8")  # with its name: enough to resume it
         origin = {"run": trunk.name, "path": str(trunk.path.resolve()), "step": step, "changes": changes}
-        run.describe(id=run.name, name=run.name, status="interrupted", step=step, branch=origin,
-                     turn=Run.next_start(root))  # fmt: skip
+        turn = Run.next_start(root)
+        run.describe(id=run.name, name=run.name, status="interrupted", step=step, branch=origin, turn=turn)
         messages = [
             f"run {run.path} begins at step {step} of {trunk.path}",
             *(f"changed: {key}: {old} -> {new}" for key, (old, new) in changes.items()),
@@ -92,16 +94,17 @@ def change_schedule(settings: dict[str, Any], step: int, options: BranchOptions,
     length, rise = round(options.tokens / tokens), round((options.rewarm or 0) / tokens)
     if length < 1 or (options.rewarm and rise < 1):
         raise RequestError(f"a step has {tokens:,} tokens, and one of the lengths is shorter: give {tokens} or more")
-    whole = trainer["max_steps"] or -(-trainer["max_tokens"] // tokens_of_a_step(settings["data"]))
-    rate = lr_fraction(max(0, step - 1), max(whole, step), ScheduleConfig(**schedule))
+    max_steps = trainer["max_steps"] or -(-trainer["max_tokens"] // tokens_of_a_step(settings["data"]))
+    rate = lr_fraction(max(0, step - 1), max(max_steps, step), ScheduleConfig(**schedule))
     if not rate and not rise:
-        raise RequestError(f"the learning rate of the run at step {step} is 0, and would stay 0: let it rise with "
-                           "--rewarm TOKENS, to its peak, or begin at an earlier step with --at")  # fmt: skip
+        raise RequestError(
+            f"the learning rate of the run at step {step} is 0, and would stay 0: let it rise with --rewarm TOKENS, to "
+            "its peak, or begin at an earlier step with --at"
+        )
     trainer["max_steps"], trainer["max_tokens"] = step + length, None
     shape = {"name": "wsd", "decay_steps": length - rise} if options.decay else {"name": "constant"}
-    settings["model"]["schedule"] = vars(ScheduleConfig()) | shape | {
-        "warmup_steps": rise, "final_fraction": options.final_fraction, "begin_step": step, "begin_fraction": rate,
-    }  # fmt: skip
+    shape |= {"warmup_steps": rise, "final_fraction": options.final_fraction}
+    settings["model"]["schedule"] = vars(ScheduleConfig()) | shape | {"begin_step": step, "begin_fraction": rate}
 
 
 def tokens_of_a_step(data: dict[str, Any]) -> int:  # on one device, where the config leaves them to the devices
@@ -114,8 +117,8 @@ def check_branch_changes(trunk: Run, before: dict[str, Any], after: dict[str, An
     changes.pop("trainer.default_root_dir", None)
     if fixed := not_allowed("branch", changes):
         values = ", ".join(f"{key} was {old}, now {new}" for key, (old, new) in fixed.items())
-        raise RequestError(f"a branch of {trunk.path} begins with its weights and its optimizer: {values}; leave it as "
-                           "it was, or start a new run")  # fmt: skip
+        what = f"a branch of {trunk.path} begins with its weights and its optimizer"
+        raise RequestError(f"{what}: {values}; leave it as it was, or start a new run")
     return changes
 
 

@@ -10,7 +10,7 @@ from lm.system.units import Count
 @dataclass
 class BranchOptions:
     """Start a new run from a checkpoint of another: its weights, optimizer state, data position and random states.
-    Options of a training, such as `--data.path data/other` or `--model.optimizer.lr 1e-3`, override the other run's.
+    Options of a run, such as `--data.path data/other` or `--model.optimizer.lr 1e-3`, override the other run's.
 
     Args:
         run: Run to branch from: its name, under the root or in the registry, or its path.
@@ -39,8 +39,7 @@ class BranchOptions:
         if self.decay and self.constant:
             raise RequestError("give --decay or --constant: with the first the rate falls, with the second it stays")
         if self.rewarm and not self.tokens:
-            raise RequestError("--rewarm, in which the rate rises again, is a part of --decay or of --constant: give "
-                               "one of them too")  # fmt: skip
+            raise RequestError("--rewarm is a part of --decay or of --constant: give one of them too")
         if self.rewarm and self.rewarm >= self.tokens:
             raise RequestError(f"--rewarm {self.rewarm:,} is all of the {self.tokens:,} tokens: make it shorter")
 

@@ -65,8 +65,8 @@ def parse_classes(request: Request) -> tuple[TrainingParser, Any]:
     """A parser of callbacks and loggers, and those of a request, with all arguments of their classes."""
     parser = TrainingParser(prog="lm")
     parser.add_class_arguments(TrainerClasses, "trainer", instantiate=False, fail_untyped=False)
-    given = {"callbacks": request.trainer.callbacks, "logger": request.trainer.logger}
-    return parser, parser.parse_object({"trainer": given})
+    classes = {"callbacks": request.trainer.callbacks, "logger": request.trainer.logger}
+    return parser, parser.parse_object({"trainer": classes})
 
 
 def with_arguments_of_classes(request: Request) -> Request:

@@ -14,14 +14,7 @@ from typing import Any, Literal, NamedTuple
 
 from lm import __version__
 from lm.errors import LmError, RequestError
-from lm.system.process import (
-    ConsoleHandler,
-    check_launcher,
-    harmless,
-    import_from_working_directory,
-    lm_version,
-    rank,
-)
+from lm.system import process
 from lm.system.stop_signals import STOP
 
 
@@ -32,7 +25,7 @@ class Command(NamedTuple):
     others import PyTorch, which takes seconds.
     "function": its own parameters, such as `lm runs ls --json`.
     "dataclass": a dataclass, whose fields are the options, such as `lm generate --prompt Hello`.
-    "overrides": a dataclass, and options of a training that override a run's config, such as `lm branch`.
+    "overrides": a dataclass, and options that override a run's config, such as `lm branch`.
     "request": a `Request`, made of a config and options that override it, such as `lm fit --config tiny.yaml`.
     """
 
@@ -68,8 +61,8 @@ TABLE = (
     Command("export", "convert:export", "dataclass", "a Hugging Face folder with a model card, reloaded and compared",
             "model_options:ExportOptions"),
     Command("import", "convert:import_model", "dataclass",
-            "a Hugging Face model as a checkpoint that a training starts from", "model_options:ImportOptions"),
-    Command("profile", "measure:profile", "request", "where the time of a training step goes, by part; a trace"),
+            "a Hugging Face model as a checkpoint that a run starts from", "model_options:ImportOptions"),
+    Command("profile", "profile_step:profile", "request", "where the time of a training step goes, by part; a trace"),
     Command("runs ls", "runs:ls", "function", "every run: its status, step, losses, tokens a second and age"),
     Command("runs show", "runs_show:show", "function",
             "one run on a page: progress, losses, model, checkpoints, machine"),
@@ -81,8 +74,8 @@ TABLE = (
     Command("runs rebuild", "runs:rebuild", "function", "rebuild the registry of runs from the run folders"),
     Command("monitor", "monitor:monitor", "function", "watch runs live in the terminal, or print their state as JSON"),
     Command("doctor", "doctor:doctor", "dataclass",
-            "whether this machine can train: GPU, kernels, disk, each with a cure", "command_options:DoctorOptions"),
-    Command("bench step", "measure:bench_step", "request", "time of a training step, and what a checkpoint costs"),
+            "whether this machine can train: GPU, kernels, disk, each with a fix", "command_options:DoctorOptions"),
+    Command("bench step", "bench_step:bench_step", "request", "time of a training step, and what a checkpoint costs"),
 )  # fmt: skip
 TRAINING = ("fit", "branch", "ladder")  # a signal ends these with a checkpoint
 COMMANDS = {command.name: command for command in TABLE}
@@ -125,10 +118,10 @@ def main(arguments: Sequence[str]) -> int:
         print(_described(family))
         return 0
     if arguments[0] == "--version":
-        print(lm_version())
+        print(process.lm_version())
         return 0
-    logging.basicConfig(handlers=[ConsoleHandler()])
-    logging.getLogger("lm").setLevel(logging.INFO if rank() == 0 else logging.ERROR)
+    logging.basicConfig(handlers=[process.ConsoleHandler()])
+    logging.getLogger("lm").setLevel(logging.INFO if process.rank() == 0 else logging.ERROR)
     command = _command(arguments)
     name = command.name if command else arguments[0]
     try:
@@ -148,11 +141,10 @@ def main(arguments: Sequence[str]) -> int:
         if debug:
             raise
         if isinstance(error, OSError) and error.filename and error.strerror:  # such as no space left
-            _print_error(f"lm {name}: {error.filename}: {error.strerror}")
-            return 1
-        _print_error(
-            f"lm {name}: {type(error).__name__}: {error} ({_error_location(error)}; --debug shows the traceback)"
-        )
+            message = f"{error.filename}: {error.strerror}"
+        else:
+            message = f"{type(error).__name__}: {error} ({_error_location(error)}; --debug shows the traceback)"
+        _print_error(f"lm {name}: {message}")
         return 1
 
 
@@ -165,8 +157,8 @@ def _run(command: Command, arguments: list[str]) -> int:
     """Read the arguments of a command, then import what runs it, which may take seconds, and call it."""
     if command.kind == "function":
         return _call(_load(command.target), command, arguments) or 0
-    check_launcher()
-    import_from_working_directory()
+    process.check_launcher()
+    process.import_from_working_directory()
     if command.name in TRAINING:
         STOP.catch()  # a signal that comes while PyTorch is imported ends the command too
     read = _read_request if command.kind == "request" else _read_options
@@ -179,28 +171,31 @@ def _run(command: Command, arguments: list[str]) -> int:
 
 def _read_request(command: Command, arguments: list[str]) -> tuple[Any, ...]:
     """The command's request; nothing if only help or the config is printed."""
-    from lm.cli import options, request
-
     if help_flag := next((flag for flag in ("-h", "--help") if flag in arguments), None):
+        from lm.cli.help import print_options
+
         group = [value for value in arguments[arguments.index(help_flag) + 1 :][:1] if not value.startswith("-")]
-        options.print_options(command.name, command.help, *group)
+        print_options(command.name, command.help, *group)
         return ()
+    from lm.cli import request
+
     settings, run_name = request.read_settings(command.name, arguments)
     if settings.pop("print_config", None) in (True, "true"):
-        print(request.to_yaml(request.complete_settings(command.name, settings).of_training), end="")
+        completed = request.complete_settings(command.name, settings)
+        print(request.to_yaml(request.run_settings(command.name, *completed)), end="")
         return ()
     return (request.make_request(command.name, settings, run_name),)
 
 
 def _read_options(command: Command, arguments: list[str]) -> tuple[Any, ...]:
-    """The command's options, and the options of a training if it takes such."""
+    """The command's options, and the options that override a run's config if it takes such."""
     from lm.cli.config_files import check_run_exists
     from lm.cli.settings import split_overrides
 
-    kind, overrides = _load(command.options_class), []
+    options_class, overrides = _load(command.options_class), []
     if command.kind == "overrides":
-        arguments, *overrides = split_overrides(arguments, kind)
-    options = _call(kind, command, arguments)
+        arguments, *overrides = split_overrides(arguments, options_class)
+    options = _call(options_class, command, arguments)
     check_run_exists(command.name, options)
     return (options, *overrides)
 
@@ -223,20 +218,20 @@ def _load(target: str) -> Callable[..., Any]:
 def _error_location(error: Exception) -> str:
     """The innermost line of this project or of a user's file where an exception was: `lm/data/loader.py, line 120`."""
     root, libraries = Path(__file__).parents[2], [sysconfig.get_path(name) for name in ("stdlib", "purelib")]
-    frames = [
-        frame
-        for frame in traceback.extract_tb(error.__traceback__)
-        if Path(frame.filename).is_relative_to(root / "lm")
-        or not any(Path(frame.filename).is_relative_to(library) for library in libraries)
-    ]
-    file = Path(frames[-1].filename)
-    return f"{file.relative_to(root) if file.is_relative_to(root) else file}, line {frames[-1].lineno}"
+    location = ""
+    for frame in traceback.extract_tb(error.__traceback__):
+        file = Path(frame.filename)
+        if file.is_relative_to(root / "lm"):
+            location = f"{file.relative_to(root)}, line {frame.lineno}"
+        elif not any(map(file.is_relative_to, libraries)):
+            location = f"{file}, line {frame.lineno}"
+    return location
 
 
 def _print_error(message: str) -> None:
     """Print a message to standard error; where that is a closed terminal or pipe, the exit code has to do."""
     try:
-        print(harmless(message), file=sys.stderr, flush=True)
+        print(process.harmless(message), file=sys.stderr, flush=True)
     except OSError:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stderr.fileno())  # or Python's own last flush changes the code
 
@@ -257,15 +252,16 @@ def _unknown_command(arguments: list[str]) -> str:
             return f"the command comes before its options: `lm {typed}`"
     if arguments[0].partition("=")[0] in ("-c", "--config"):
         return f"the command comes first: `lm {shlex.join(['fit', *arguments])}`"
-    if gone := REMOVED_COMMANDS.get(arguments[0]):
-        return f"no command {arguments[0]!r}; {gone}"
-    family = [name for name in COMMANDS if name.startswith(arguments[0] + " ")]
-    two = get_close_matches(" ".join(arguments[:2]), [name for name in COMMANDS if " " in name], 1, cutoff=0.8)
-    if family and not two:
-        return f"give one of: {', '.join('lm ' + name for name in family)}"
-    close = two or get_close_matches(arguments[0], {*COMMANDS, *ALIASES}, 1)
-    typed, rest = arguments[: 1 + len(two)], arguments[1 + len(two) :]
+    if replacement := REMOVED_COMMANDS.get(arguments[0]):
+        return f"no command {arguments[0]!r}; {replacement}"
+    typed, options = " ".join(arguments[:2]), arguments[2:]
+    close = get_close_matches(typed, [name for name in COMMANDS if " " in name], 1, cutoff=0.8)
     if not close:
-        return f"no command {typed[0]!r}; lm --help lists them"
-    meant = shlex.join([*ALIASES.get(close[0], close[0]).split(), *rest])
-    return f"no command {' '.join(typed)!r}; did you mean `lm {meant}`?"
+        if family := [name for name in COMMANDS if name.startswith(arguments[0] + " ")]:
+            return f"give one of: {', '.join('lm ' + name for name in family)}"
+        typed, options = arguments[0], arguments[1:]
+        close = get_close_matches(typed, {*COMMANDS, *ALIASES}, 1)
+    if not close:
+        return f"no command {typed!r}; lm --help lists them"
+    meant = shlex.join([*ALIASES.get(close[0], close[0]).split(), *options])
+    return f"no command {typed!r}; did you mean `lm {meant}`?"

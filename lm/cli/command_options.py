@@ -1,9 +1,11 @@
-"""The options of commands themselves, besides those of a training; their docstrings are the help."""
+"""The options of commands themselves, besides those of a run; their docstrings are the help."""
 
-from dataclasses import dataclass
+import math
+from dataclasses import dataclass, fields
 from pathlib import Path
+from typing import Any
 
-from lm.errors import RequestError
+from lm.errors import RequestError, require_at_least
 from lm.system.units import Count
 
 
@@ -26,7 +28,7 @@ class RunChoice:
 
 @dataclass
 class FitOptions:
-    """The options of `lm fit`, besides those of a training.
+    """The options of `lm fit`, besides those of a run.
 
     Args:
         hours: Length of the run in hours, including start and validations: `lm bench step` measures a step here, and
@@ -42,7 +44,7 @@ class FitOptions:
 
 @dataclass(frozen=True)
 class DeviceOptions:
-    """The device that a training is planned for.
+    """The device that a run is planned for.
 
     Args:
         device: Device to plan for: h200, a100, 4090, ..., cpu, or auto.
@@ -58,10 +60,17 @@ class DeviceOptions:
     mfu: float | None = None
     rate_usd_per_hr: float | None = None
 
+    def __post_init__(self) -> None:
+        if self.mfu is not None and not 0 < self.mfu <= 1:
+            raise RequestError(f"--mfu {self.mfu} must lie in (0, 1]")
+        if self.peak_tflops is not None and not 0 < self.peak_tflops < math.inf:
+            raise RequestError(f"--peak_tflops {self.peak_tflops} must be above 0")
+        require_at_least(0, "--", rate_usd_per_hr=self.rate_usd_per_hr)
+
 
 @dataclass(frozen=True)
 class PlanOptions(DeviceOptions):
-    """The options of `lm plan`, besides those of a training.
+    """The options of `lm plan`, besides those of a run.
 
     Args:
         strict: Check only the config and its arithmetic, without looking at data or device.
@@ -78,7 +87,7 @@ class PlanOptions(DeviceOptions):
 
 @dataclass
 class BenchOptions:
-    """The options of `lm bench step`, besides those of a training.
+    """The options of `lm bench step`, besides those of a run.
 
     Args:
         steps: Number of optimizer steps to time, in rounds of trainer.log_interval steps.
@@ -97,7 +106,7 @@ class BenchOptions:
 
 @dataclass
 class ProfileOptions:
-    """The options of `lm profile`, besides those of a training.
+    """The options of `lm profile`, besides those of a run.
 
     Args:
         steps: Number of optimizer steps to time, without checkpoints and validations.
@@ -113,13 +122,18 @@ class ProfileOptions:
 
 @dataclass
 class DoctorOptions:
-    """Check whether this machine has what a training needs.
+    """Check whether this machine has what training needs.
 
     Args:
         json: Print one JSON object instead of a page.
     """
 
     json: bool = False
+
+
+def take_fields(kind: type, values: Any) -> Any:
+    """A dataclass of those attributes of an object that are its fields."""
+    return kind(**{option.name: getattr(values, option.name) for option in fields(kind)})
 
 
 COMMAND_OPTIONS = {"fit": FitOptions, "plan": PlanOptions, "bench step": BenchOptions, "profile": ProfileOptions}

@@ -47,8 +47,10 @@ def read_config(path: Path) -> dict[str, Any]:
         raise RequestError(f"config {path} holds {shown(document)} where options such as `trainer:` belong")
     for name in NAMES:
         if not isinstance(document.get(name, {}), dict):
-            raise RequestError(f"config {path}: {name} is a group of options and not {shown(document[name])}: give "
-                               f"them in lines below `{name}:`, indented, or leave it out")  # fmt: skip
+            raise RequestError(
+                f"config {path}: {name} is a group of options and not {shown(document[name])}: give them in lines "
+                f"below `{name}:`, indented, or leave it out"
+            )
     return get_loader("yaml")(text)  # numbers such as 1e-3, which YAML 1.1 takes for text
 
 

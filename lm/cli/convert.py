@@ -35,9 +35,14 @@ SHARD_BYTES = 5 * 10**9  # the most in one file of weights
 DESCRIBING = ("config.json", "generation_config.json")
 # What else a checkpoint before the first step holds: Lightning counts from the beginning where there are no `loops`.
 BEGINNING = {
-    "epoch": 0, "global_step": 0, "pytorch-lightning_version": importlib.metadata.version("lightning"),
-    "lr_schedulers": [], "cursor": {"consumed": 0}, "ranks": [], "step_stats": StepStats().state_dict(),
-}  # fmt: skip
+    "epoch": 0,
+    "global_step": 0,
+    "pytorch-lightning_version": importlib.metadata.version("lightning"),
+    "lr_schedulers": [],
+    "cursor": {"consumed": 0},
+    "ranks": [],
+    "step_stats": StepStats().state_dict(),
+}
 
 
 def export(options: ExportOptions) -> None:
@@ -47,8 +52,10 @@ def export(options: ExportOptions) -> None:
         chosen = chosen_model(options.run, options.ckpt_path, options.root)
         described = Path(chosen) / "config.json"
         if described.exists() and read_object(described).get("model_type") == CUSTOM_MODEL_TYPE:
-            raise RequestError(f"{chosen} holds a custom model, which Hugging Face's libraries do not have: give the "
-                               "folder to others with the file of its class")  # fmt: skip
+            raise RequestError(
+                f"{chosen} holds a custom model, which Hugging Face's libraries do not have: give the folder to others "
+                "with the file of its class"
+            )
         model = load_pretrained(chosen, device="cpu", dtype=options.dtype)
         model.decoder.to(model.dtype)
         name = options.name or Path(output).resolve().name
@@ -62,21 +69,19 @@ def export(options: ExportOptions) -> None:
 
 
 def write_model(model: Pretrained, card: Card, folder: Path) -> None:
-    """Fill an empty folder with weights, in the model's number format, tokenizer and model card."""
+    """Fill an empty folder with weights, in the model's dtype, tokenizer and model card."""
     dtype = str(model.dtype).removeprefix("torch.")
     weights = to_huggingface(model.decoder.state_dict(), model.config)
     for weight_name, weight in weights.items():
         if not torch.isfinite(weight).all():
-            raise RequestError(
-                f"{weight_name} has values that are not finite in {dtype}; choose another --dtype or model"
-            )
+            raise RequestError(f"{weight_name} has values that are not finite in {dtype}; choose another --dtype")
     files = describing_files(model, dtype)
     files |= model.tokenizer.files(model.config.max_position_embeddings) | {"README.md": model_card(model, card)}
     for file, text in files.items():
         (folder / file).write_text(text, encoding="utf-8")
     try:
-        whole = {name: weight.clone() for name, weight in weights.items()}  # some are parts of a fused matrix
-        save_torch_state_dict(whole, folder, max_shard_size=SHARD_BYTES, metadata={"format": "pt"})
+        separate = {name: weight.clone() for name, weight in weights.items()}  # some are parts of a fused matrix
+        save_torch_state_dict(separate, folder, max_shard_size=SHARD_BYTES, metadata={"format": "pt"})
     except SafetensorError as error:
         raise OSError(str(error)) from error
     for path in folder.iterdir():  # safetensors makes files that only their owner may read
@@ -107,8 +112,8 @@ def import_model(options: ImportOptions) -> None:
     source, target = checkpoint_folder(input) if is_remote(input) else Path(input), Path(output)
     packed = source.suffix == ".gguf" and source.is_file()
     if not source.is_dir() and not packed:
-        cure = hub_hint(input) or "; give one with a config.json and safetensors in it"
-        raise RequestError(f"--input {source} is not a folder{cure}")
+        hint = hub_hint(input) or "; give one with a config.json and safetensors in it"
+        raise RequestError(f"--input {source} is not a folder{hint}")
     if (source / "config.json").exists() and not (source / "tokenizer.json").exists():
         raise RequestError(
             f"{source} has no tokenizer.json; transformers makes one: "
@@ -119,15 +124,14 @@ def import_model(options: ImportOptions) -> None:
             convert_gguf(source, Path(unpacked))
         model = load_pretrained(unpacked if packed else source, "cpu", torch.float32, eos_token=options.eos_token)
         weights = to_huggingface(model.decoder.state_dict(), model.config)
-        write_files(folder, {
-            "state_dict": {name: weight.contiguous() for name, weight in weights.items()}, "optimizer": {},
-            "files": describing_files(model, "float32"), **BEGINNING,
-        })  # fmt: skip
+        weights = {name: weight.contiguous() for name, weight in weights.items()}
+        files = describing_files(model, "float32")
+        write_files(folder, {"state_dict": weights, "optimizer": {}, "files": files, **BEGINNING})
         # Without a digest in the checkpoint, so that a person may change it: another dropout or context is not damage.
         (folder / "model.yaml").write_text(describe_shape(model.config, source, target), encoding="utf-8")
     log.info("data for it: lm data prepare --input TEXTS --output DATA --tokenizer %s", target)
-    log.info("train on:    lm fit --config YOURS.yaml --config %s --ckpt_path %s --run NAME",
-             target / "model.yaml", target)  # fmt: skip
+    shape = target / "model.yaml"
+    log.info("train on:    lm fit --config YOURS.yaml --config %s --ckpt_path %s --run NAME", shape, target)
     print(target)
 
 
@@ -139,8 +143,12 @@ def convert_gguf(file: Path, folder: Path) -> None:
 
         place = {"pretrained_model_name_or_path": file.parent, "gguf_file": file.name}
         # transformers takes 128 for every Qwen3; other architectures may leave it out.
-        head_dim = {"head_dim": int(field.contents()) for name, field in GGUFReader(file).fields.items()
-                    if name.endswith(".attention.key_length")}  # fmt: skip
+        lengths = [
+            int(field.contents())
+            for name, field in GGUFReader(file).fields.items()
+            if name.endswith(".attention.key_length")
+        ]
+        head_dim = {"head_dim": lengths[-1]} if lengths else {}
         model = AutoModelForCausalLM.from_pretrained(**place, dtype=torch.float32, **head_dim)
         AutoTokenizer.from_pretrained(**place).save_pretrained(folder)
     except ImportError as error:

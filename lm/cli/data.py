@@ -2,6 +2,7 @@
 
 import json as jsonlib
 import logging
+from collections.abc import Callable
 from pathlib import Path, PurePath
 from shlex import quote
 from typing import Any
@@ -23,6 +24,15 @@ from lm.system.process import harmless
 from lm.system.units import format_count, plural
 
 log = logging.getLogger(__name__)
+TOKENIZER_FACTS = ("vocab_size", "eos_token", "eos_id", "sha256")
+COLUMNS: dict[str, Callable[[Any], str]] = {  # facts of a split, and how they are written in the table
+    "documents": "{:,}".format,
+    "tokens": format_count,
+    "bytes": format_count,
+    "bytes_per_token": "{:.3f}".format,
+    "shards": str,
+    "file_bytes": format_count,
+}
 
 
 def main_prepare(**options: Any) -> None:
@@ -30,10 +40,9 @@ def main_prepare(**options: Any) -> None:
     settings = PrepareOptions(**options)
     manifest = make(settings)
     for name, split in manifest["splits"].items():
-        log.info(
-            "%s: %s, %s tokens, %.2f bytes a token, %s", name, plural(split["documents"], "document"),
-            format_count(split["tokens"]), split["bytes"] / split["tokens"], plural(len(split["shards"]), "shard"),
-        )  # fmt: skip
+        documents, shards = plural(split["documents"], "document"), plural(len(split["shards"]), "shard")
+        tokens, per_token = format_count(split["tokens"]), split["bytes"] / split["tokens"]
+        log.info("%s: %s, %s tokens, %.2f bytes a token, %s", name, documents, tokens, per_token, shards)
     if ends := describe_ends(Shards.open(f"{settings.output}/train"), Tokenizer.load(settings.output)):
         log.warning("warning: %s; %s", *ends)
     log.info("train on it: lm scale --data %s > mine.yaml && lm fit --config mine.yaml", quote(settings.output))
@@ -50,11 +59,11 @@ def inspect(path: str, column: str = "input_ids", seq_len: int | None = None, js
         json: Print one JSON object.
     """
     require_at_least(1, "--", seq_len=seq_len)
-    found = describe_folder(path, column, seq_len)
+    facts = describe_folder(path, column, seq_len)
     if json:
-        print(jsonlib.dumps(found, ensure_ascii=False))
+        print(jsonlib.dumps(facts, ensure_ascii=False))
     else:
-        _print_folder(found)
+        _print_folder(facts)
 
 
 def describe_folder(path: str, column: str = "input_ids", seq_len: int | None = None) -> dict[str, Any]:
@@ -78,14 +87,11 @@ def describe_folder(path: str, column: str = "input_ids", seq_len: int | None = 
         "path": path,
         "made_by_lm": bool(recorded),
         "column": column,
-        "tokenizer": None if tokenizer is None else {
-            "vocab_size": tokenizer.vocab_size, "eos_token": tokenizer.eos_token, "eos_id": tokenizer.eos_id,
-            "sha256": tokenizer.sha256,
-        },
+        "tokenizer": tokenizer and {name: getattr(tokenizer, name) for name in TOKENIZER_FACTS},
         "seq_len": seq_len,
         "splits": splits,
         "sample": None if tokenizer is None or not first.blocks else tokenizer.decode(first.read(0)[:100]),
-    }  # fmt: skip
+    }
 
 
 def _recorded_splits(file: Path) -> dict[str, Any]:
@@ -119,19 +125,16 @@ def _counts(shards: Shards, seq_len: int, recorded: dict[str, Any] | None) -> di
     return counts
 
 
-def _print_folder(found: dict[str, Any]) -> None:
+def _print_folder(facts: dict[str, Any]) -> None:
     console = Console(highlight=False)
-    columns = {
-        "documents": lambda value: f"{value:,}", "tokens": format_count, "bytes": format_count,
-        "bytes_per_token": lambda value: f"{value:.3f}", "shards": str, "file_bytes": format_count,
-    }  # fmt: skip
-    rows = [[split, *(show(counts[name]) if name in counts else "unknown" for name, show in columns.items())]
-            for split, counts in found["splits"].items()]  # fmt: skip
-    console.print(found["path"], markup=False)
-    console.print(plain_table(["split", *(name.replace("_", " ") for name in columns)], "tnnnnnn", rows))
-    for split, counts in found["splits"].items():
+    rows = []
+    for split, counts in facts["splits"].items():
+        rows.append([split, *(form(counts[name]) if name in counts else "unknown" for name, form in COLUMNS.items())])
+    console.print(facts["path"], markup=False)
+    console.print(plain_table(["split", *(name.replace("_", " ") for name in COLUMNS)], "tnnnnnn", rows))
+    for split, counts in facts["splits"].items():
         console.print(
-            f"{split and split + ': '}{plural(counts['samples'], 'sample')} at --seq_len {found['seq_len']}, "
+            f"{split and split + ': '}{plural(counts['samples'], 'sample')} at --seq_len {facts['seq_len']}, "
             f"{counts['left_over']:,} tokens left over ({counts['left_over'] / (counts['tokens'] or 1):.1%})"
         )
         if "filled_up" in counts:
@@ -139,7 +142,7 @@ def _print_folder(found: dict[str, Any]) -> None:
                 f"  of whole documents: {plural(counts['cut_documents'], 'longer one')} cut, "
                 f"{counts['filled_up']:.2%} of a sample only fills it up"
             )
-    tokenizer = found["tokenizer"]
+    tokenizer = facts["tokenizer"]
     if tokenizer is None:
         console.print("tokenizer: there is no tokenizer.json in the folder or beside it")
         return
@@ -148,7 +151,7 @@ def _print_folder(found: dict[str, Any]) -> None:
         f"({tokenizer['eos_id']}), SHA-256 {tokenizer['sha256'][:12]}",
         markup=False,
     )
-    console.print(harmless(found["sample"] or ""), markup=False)
+    console.print(harmless(facts["sample"] or ""), markup=False)
 
 
 # ---- show ------------------------------------------------------------------------------------------------------------

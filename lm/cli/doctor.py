@@ -1,4 +1,4 @@
-"""`lm doctor`: whether this machine can train, line by line, each with a cure for what is wrong.
+"""`lm doctor`: whether this machine can train, line by line, each with a fix for what is wrong.
 
 The page may stand in an issue: it has no names of people. Whether the data is there, `lm plan` says.
 """
@@ -42,37 +42,45 @@ class Check(NamedTuple):
     name: str
     level: Literal["ok", "warning", "error"]
     what: str
-    cure: str = ""
+    cure: str = ""  # the fix, by its name in the JSON
+
+
+def ok(name: str, what: str) -> Check:
+    return Check(name, "ok", what)
+
+
+def warning(name: str, what: str, fix: str) -> Check:
+    return Check(name, "warning", what, fix)
+
+
+def error(name: str, what: str, fix: str) -> Check:
+    return Check(name, "error", what, fix)
 
 
 def doctor(options: DoctorOptions) -> None:
-    """Print one line for each thing that a training needs."""
+    """Print one line for each thing that training needs."""
     checks = [check._replace(what=_anonymous(check.what), cure=_anonymous(check.cure)) for check in _checks()]
+    errors = [check for check in checks if check.level == "error"]
     if options.json:
-        print(json.dumps({
-            "checks": [check._asdict() for check in checks], "ready": all(check.level != "error" for check in checks),
-        }))  # fmt: skip
+        print(json.dumps({"checks": [check._asdict() for check in checks], "ready": not errors}))
     else:
         console, width = Console(highlight=False, soft_wrap=True), max(len(check.name) for check in checks)
         for check in checks:
             console.print(f"{check.name:<{width}}  {MARKS[check.level]:<7}  {escape(check.what)}")
             if check.cure:
                 console.print(f"{'':<{width}}           {escape(check.cure)}")
-    if errors := [check for check in checks if check.level == "error"]:
+    if errors:
         raise LmError(f"{plural(len(errors), 'error')}: {errors[0].name}: {errors[0].what}")
 
 
 def _checks() -> Iterator[Check]:
-    groups = {
-        "Python": _python, "torch": _torch, "GPU": _gpus, "kernels": _kernels, "attention": _attention,
-        "C++ compiler": _compiler, "disk": _disk, "registry": _registry,
-    }  # fmt: skip
+    groups = {"Python": _python, "torch": _torch, "GPU": _gpus, "kernels": _kernels, "attention": _attention}
+    groups |= {"C++ compiler": _compiler, "disk": _disk, "registry": _registry}
     for name, group in groups.items():
         try:
             yield from group()
-        except Exception as error:  # the other checks are still of use
-            what = f"{type(error).__name__}: {first_line(error)}"
-            yield Check(name, "error", what, "please report it with this page")
+        except Exception as failure:  # the other checks are still of use
+            yield error(name, f"{type(failure).__name__}: {first_line(failure)}", "please report it with this page")
 
 
 def _anonymous(text: str) -> str:
@@ -84,39 +92,39 @@ def _anonymous(text: str) -> str:
 
 
 def _python() -> Iterator[Check]:
-    yield Check("lm", "ok", f"{lm_version()} on {platform.platform()}")
-    yield Check("Python", "ok", f"{platform.python_version()} at {sys.executable}")
+    yield ok("lm", f"{lm_version()} on {platform.platform()}")
+    yield ok("Python", f"{platform.python_version()} at {sys.executable}")
     packages = ("lightning", "tokenizers", "pyarrow")
-    yield Check("packages", "ok", ", ".join(f"{name} {importlib.metadata.version(name)}" for name in packages))
+    yield ok("packages", ", ".join(f"{name} {importlib.metadata.version(name)}" for name in packages))
 
 
 def _torch() -> Iterator[Check]:
-    built = f"for CUDA {torch.version.cuda}" if torch.version.cuda else "for ROCm" if torch.version.hip else "for CPUs"
-    yield Check("torch", "ok", f"{torch.__version__}, {built}")
-    driver = driver_version()
-    cuda = "cu130" if driver and int(driver.partition(".")[0]) >= 580 else "cu126"  # what PyTorch is built for
-    cure = (f"pip install --force-reinstall torch=={torch.__version__.partition('+')[0]} "
-            f"--index-url https://download.pytorch.org/whl/{cuda}")  # fmt: skip
-    if driver and not torch.version.cuda:
-        yield Check("driver", "error", f"there is an NVIDIA driver, {driver}, and this torch is for CPUs only", cure)
-    elif driver and not torch.cuda.is_available():
+    gpus = "ROCm" if torch.version.hip else "CPUs"
+    yield ok("torch", f"{torch.__version__}, for {f'CUDA {torch.version.cuda}' if torch.version.cuda else gpus}")
+    if not (driver := driver_version()):
+        return
+    cuda = "cu130" if int(driver.partition(".")[0]) >= 580 else "cu126"  # what PyTorch is built for
+    index = f"--index-url https://download.pytorch.org/whl/{cuda}"
+    reinstall = f"pip install --force-reinstall torch=={torch.__version__.partition('+')[0]} {index}"
+    if not torch.version.cuda:
+        yield error("driver", f"there is an NVIDIA driver, {driver}, and this torch is for CPUs only", reinstall)
+    elif not torch.cuda.is_available():
         what = f"torch for CUDA {torch.version.cuda} finds no GPU with NVIDIA driver {driver}"
-        yield Check("driver", "error", what,
-                    f"install a newer driver, or {cure}; in a container, start it with --gpus all")  # fmt: skip
-    elif driver:
-        yield Check("driver", "ok", f"NVIDIA {driver}")
+        yield error("driver", what, f"install a newer driver, or {reinstall}; in a container, start it with --gpus all")
+    else:
+        yield ok("driver", f"NVIDIA {driver}")
 
 
 def _gpus() -> Iterator[Check]:
     cores, size = os.cpu_count(), memory_bytes("cpu")
     half = f", {cpu_half_precision()} in hardware" if cpu_half_precision() else ""
-    yield Check("CPU", "ok", f"{device_name('cpu')}, {plural(cores or 1, 'core')}{half}; {format_bytes(size or 0)}")
+    yield ok("CPU", f"{device_name('cpu')}, {plural(cores or 1, 'core')}{half}; {format_bytes(size or 0)}")
     if not torch.cuda.is_available():
         if torch.backends.mps.is_available():
-            yield Check("GPU", "ok", "Apple's, by MPS")
+            yield ok("GPU", "Apple's, by MPS")
         else:
-            yield Check("GPU", "warning", "none: training is on the CPU",
-                        "a CPU trains models of a few million parameters; for more, rent a GPU")  # fmt: skip
+            fix = "a CPU trains models of a few million parameters; for more, rent a GPU"
+            yield warning("GPU", "none: training is on the CPU", fix)
         return
     for index in range(torch.cuda.device_count()):
         device = torch.device("cuda", index)
@@ -125,33 +133,34 @@ def _gpus() -> Iterator[Check]:
         peak = peak_flops(name, "bf16")
         known = f"peak {peak / 1e12:,.0f} TFLOP/s in bf16" if peak else "peak not known, so MFU is not shown"
         what = f"{name}, capability {major}.{minor}, {format_bytes(free)} of {format_bytes(total)} free, {known}"
-        shared = free < 0.5 * total
-        yield Check(f"GPU {index}", "warning" if shared else "ok", what,
-                    "another process uses it: `nvidia-smi` shows which" if shared else "")  # fmt: skip
+        if free < 0.5 * total:
+            yield warning(f"GPU {index}", what, "another process uses it: `nvidia-smi` shows which")
+        else:
+            yield ok(f"GPU {index}", what)
 
 
 def _kernels() -> Iterator[Check]:
     """Compile a kernel with NVRTC, and where there is a GPU run it beside plain PyTorch."""
     if not torch.cuda.is_available():
         if not runtime.available():
-            yield Check("kernels", "ok", "none are needed without a GPU")
+            yield ok("kernels", "none are needed without a GPU")
             return
         code, _ = runtime.compile_source("swiglu", "sm_90", **swiglu.constants(torch.bfloat16, 64, 8))
-        yield Check("kernels", "ok", f"NVRTC compiles them ({len(code):,} bytes for sm_90); no GPU to run them")
+        yield ok("kernels", f"NVRTC compiles them ({len(code):,} bytes for sm_90); no GPU to run them")
         return
     device = torch.device("cuda")
     if missing := kernels_missing(device):
-        cure = "pip install cuda-bindings nvidia-cuda-nvrtc" if "NVRTC" in missing else "install a newer driver"
-        yield Check("kernels", "warning", f"{missing}; plain PyTorch is used, which is slower", cure)
+        fix = "pip install cuda-bindings nvidia-cuda-nvrtc" if "NVRTC" in missing else "install a newer driver"
+        yield warning("kernels", f"{missing}; plain PyTorch is used, which is slower", fix)
         return
     gate_up = torch.randn(8, 128, device=device, dtype=torch.bfloat16)
     ours = torch.ops.lm.swiglu(gate_up)
-    error = (ours.cpu() - torch.ops.lm.swiglu(gate_up.cpu())).abs().max().item()
-    if error < 0.05:
-        yield Check("kernels", "ok", f"compiled by NVRTC, loaded, and right on {device_name(device)}")
+    difference = (ours.cpu() - torch.ops.lm.swiglu(gate_up.cpu())).abs().max().item()
+    if difference < 0.05:
+        yield ok("kernels", f"compiled by NVRTC, loaded, and right on {device_name(device)}")
     else:
-        yield Check("kernels", "error", f"a kernel is wrong by {error:.3g} on {device_name(device)}",
-                    "--model.kernels off, and please report it with this page")  # fmt: skip
+        fix = "--model.kernels off, and please report it with this page"
+        yield error("kernels", f"a kernel is wrong by {difference:.3g} on {device_name(device)}", fix)
 
 
 def _attention() -> Iterator[Check]:
@@ -171,10 +180,10 @@ def _attention() -> Iterator[Check]:
 def _compiler() -> Iterator[Check]:
     compiler = shutil.which(os.environ.get("CXX", "g++")) or shutil.which("clang++")
     if compiler:
-        yield Check("C++ compiler", "ok", f"{compiler}: model.compile inductor works on a CPU")
+        yield ok("C++ compiler", f"{compiler}: model.compile inductor works on a CPU")
     elif not torch.cuda.is_available():
-        yield Check("C++ compiler", "warning", "none: model.compile inductor does not work on a CPU",
-                    "apt install g++, or leave model.compile at none")  # fmt: skip
+        fix = "apt install g++, or leave model.compile at none"
+        yield warning("C++ compiler", "none: model.compile inductor does not work on a CPU", fix)
 
 
 def _disk() -> Iterator[Check]:
@@ -185,19 +194,20 @@ def _disk() -> Iterator[Check]:
         with FileLock(place, timeout=1):
             place.write_text("written")
         place.unlink(missing_ok=True)
-    except OSError as error:
-        yield Check("disk", "error", f"{existing} cannot be written to: {error.strerror or error}",
-                    "set trainer.default_root_dir to another folder")  # fmt: skip
+    except OSError as failure:
+        what = f"{existing} cannot be written to: {failure.strerror or failure}"
+        yield error("disk", what, "set trainer.default_root_dir to another folder")
         return
-    little = free < LITTLE_DISK
-    yield Check("disk", "warning" if little else "ok",
-                f"{existing.resolve()}: {format_bytes(free)} free, writable, locks work",
-                "`lm plan` says what the checkpoints of a training need" if little else "")  # fmt: skip
+    what = f"{existing.resolve()}: {format_bytes(free)} free, writable, locks work"
+    if free < LITTLE_DISK:
+        yield warning("disk", what, "`lm plan` says what the checkpoints of a run need")
+    else:
+        yield ok("disk", what)
 
 
 def _registry() -> Iterator[Check]:
     try:
         registry.forget([])  # opens it for writing and removes nothing
-        yield Check("registry", "ok", f"{registry.place()}, {plural(len(registry.known_runs()), 'run')}")
-    except LmError as error:
-        yield Check("registry", "warning", str(error), "`lm runs rebuild` makes a new one; LM_REGISTRY names another")
+        yield ok("registry", f"{registry.place()}, {plural(len(registry.known_runs()), 'run')}")
+    except LmError as failure:
+        yield warning("registry", str(failure), "`lm runs rebuild` makes a new one; LM_REGISTRY names another")

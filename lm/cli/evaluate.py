@@ -46,11 +46,11 @@ def evaluate(options: EvaluateOptions) -> None:
         chosen = chosen_model(options.run, options.ckpt_path, options.root)
         return load_pretrained(chosen, options.device, options.dtype)
 
-    found = measure(options, load)
+    evaluation = measure(options, load)
     if options.json:
-        print(json.dumps(found, ensure_ascii=False))
+        print(json.dumps(evaluation, ensure_ascii=False))
         return
-    for line in (found["model"], *describe_evaluation(found), f"in {found['seconds']:.1f} s"):
+    for line in (evaluation["model"], *describe_evaluation(evaluation), f"in {evaluation['seconds']:.1f} s"):
         if line:
             print(harmless(line))
 
@@ -64,36 +64,33 @@ def measure(options: EvaluateOptions, load: Callable[[], Pretrained]) -> dict[st
     owner = Run.of(model.path)
     began = time.monotonic()
     with progress_bars() as bar:
+        limits = {"batch_tokens": options.batch_tokens, "max_items": options.max_items}
         results = benchmark.evaluate(
-            model.decoder, model.tokenizer, questions, batch_tokens=options.batch_tokens, max_items=options.max_items,
-            begin=options.begin, progress=bar,
-        )  # fmt: skip
-        measured = measure_texts(model, owner, options, bar)
-    asked = {
-        **{name: getattr(options, name) for name in ("tasks", "texts", "max_items", "num_fewshot", "begin")},
-        "dtype": str(model.dtype).removeprefix("torch."), "device": str(model.device),
-    }  # fmt: skip
+            model.decoder, model.tokenizer, questions, **limits, begin=options.begin, progress=bar
+        )
+        texts = measure_texts(model, owner, options, bar)
+    settings = {name: getattr(options, name) for name in ("tasks", "texts", "max_items", "num_fewshot", "begin")}
+    settings |= {"dtype": str(model.dtype).removeprefix("torch."), "device": str(model.device)}
     by_task = {result.label: result.as_dict() for result in results}
-    found = evaluation_record(model.step, model.path.resolve().name, by_task, benchmark.core(results), measured, asked)
+    checkpoint = model.path.resolve().name
+    evaluation = evaluation_record(model.step, checkpoint, by_task, benchmark.core(results), texts, settings)
     if owner is not None and model.step is not None:
         try:
-            keep_evaluation(owner, found)
+            keep_evaluation(owner, evaluation)
         except OSError as error:
             log.warning("the evaluation is not kept with run %s: %s", owner.path, error)
-    found |= {"run": owner and owner.name, "model": str(model.path), "seconds": time.monotonic() - began}
-    return found
+    return evaluation | {"run": owner and owner.name, "model": str(model.path), "seconds": time.monotonic() - began}
 
 
 def measure_texts(model: Pretrained, run: Run | None, options: EvaluateOptions, bar: Bar) -> dict[str, dict[str, Any]]:
     """The fields of `CorpusResult` of each text by a short name, in windows as long as those of the run's training."""
     seq_len = run.settings().get("data", {}).get("seq_len") if run else None
+    limits = {"max_documents": options.max_items, "batch_tokens": options.batch_tokens}
+    measure = partial(texts_bits_per_byte, model.decoder, model.tokenizer, text_key=options.text_key, seq_len=seq_len)
     return {
-        name: asdict(texts_bits_per_byte(
-            model.decoder, model.tokenizer, [source], text_key=options.text_key, seq_len=seq_len,
-            max_documents=options.max_items, batch_tokens=options.batch_tokens, progress=partial(bar, name),
-        ))
+        name: asdict(measure([source], progress=partial(bar, name), **limits))
         for name, source in zip(short_names(options.texts), options.texts)
-    }  # fmt: skip
+    }
 
 
 def short_names(sources: Sequence[str]) -> list[str]:
@@ -121,19 +118,19 @@ def progress_bars() -> Iterator[Bar]:
         yield show
 
 
-def keep_evaluation(run: Run, found: Evaluation) -> None:
+def keep_evaluation(run: Run, evaluation: Evaluation) -> None:
     """Write an evaluation to the run's folder, to TensorBoard at its step, and to the registry.
 
     Points of later steps are written again after it: when a point of an earlier step follows, TensorBoard drops the
     later ones from a curve.
     """
-    run.append("evaluations.jsonl", found)
+    run.append("evaluations.jsonl", evaluation)
     evaluations = run.evaluations()
     points = {one["step"]: evaluation_metrics(merge_evaluations(evaluations, one["step"])) for one in evaluations}
     from lm.training.callbacks.tensorboard import EventFile  # Lightning takes seconds
 
     events = EventFile(run)
-    for step in sorted(step for step in points if step >= found["step"]):
+    for step in sorted(step for step in points if step >= evaluation["step"]):
         events.log_metrics(points[step], step)
     events.experiment.close()
     registry.record_run(run)

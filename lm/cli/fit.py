@@ -49,7 +49,7 @@ def fit(request: Request[FitOptions], callbacks: Sequence[Callback] = (), messag
     `callbacks` are those of the caller, beside those of the config.
     """
     quiet_lightning()
-    if request.options.hours is not None:
+    if request.command_options.hours is not None:
         from lm.cli.hours import with_measured_length
 
         request, arguments = with_measured_length(request)
@@ -68,10 +68,12 @@ def fit(request: Request[FitOptions], callbacks: Sequence[Callback] = (), messag
     else:
         check_run_name(request.run_name)  # before the data is made
     if run and checkpoint:
-        changed = check_config_changes(run, request.settings, request.choice.force)
+        changed = check_config_changes(run, request.settings, request.run_choice.force)
         if stays_stopped(run, changed):
-            log.info("the run has finished: it was stopped early; change trainer.early_stopping, or the callback in "
-                     "trainer.callbacks that stopped it, to continue it")  # fmt: skip
+            log.info(
+                "the run has finished: it was stopped early; change trainer.early_stopping, or the callback in "
+                "trainer.callbacks that stopped it, to continue it"
+            )
             return run
     messages = [*messages, *describe_changes(changed)]
     return run_command(request, checkpoint, run, callbacks, messages).trainer.run or run
@@ -89,20 +91,21 @@ def validate_or_predict(request: Request) -> None:
 
 
 def run_command(
-    request: Request, checkpoint: Path | None, run: Run | None, callbacks: Sequence[Callback] = (),
+    request: Request,
+    checkpoint: Path | None,
+    run: Run | None,
+    callbacks: Sequence[Callback] = (),
     messages: Sequence[str] = (),
-) -> "TrainingCLI":  # fmt: skip
+) -> "TrainingCLI":
     """Make the callbacks and give all to LightningCLI, which runs the command as soon as it is made.
 
     At the end of the run, whose lock is free then, the program of `on_event` is started.
     """
-    choice = request.choice
-    run_folder = RunFolder(
-        run, request.run_name, request.text, choice.force, auto=choice.ckpt_path == "auto", options=request.run_options
-    )
+    force, auto = request.run_choice.force, request.run_choice.ckpt_path == "auto"
+    run_folder = RunFolder(run, request.run_name, request.config_yaml, force, auto=auto, options=request.run_options)
     sections = sections_of_callbacks(vars(request))
     checks = StartChecks(sections)
-    checks.set_run(run, choice.force, messages)
+    checks.set_run(run, force, messages)
     standard = standard_callbacks(request.trainer, run_folder, sections)
     try:
         return TrainingCLI(request, checkpoint, run, [*callbacks, *standard, Summary()], checks)
@@ -112,10 +115,8 @@ def run_command(
 
 def find_start(request: Request) -> tuple[Path | None, Run | None]:
     """The checkpoint that a request begins from, and the run that it is of or that goes on; None if there is none."""
-    choice, root = request.choice, request.trainer.default_root_dir
-    return find_checkpoint(
-        choice.ckpt_path, request.run_name, root, named=choice.run is not None, command=request.command
-    )
+    named, root = request.run_choice.run is not None, request.trainer.default_root_dir
+    return find_checkpoint(request.run_choice.ckpt_path, request.run_name, root, named=named, command=request.command)
 
 
 def stays_stopped(run: Run, changed: Mapping[str, Any]) -> bool:
@@ -131,23 +132,18 @@ def with_available_hardware(request: Request) -> Request:
     cuda = trainer.accelerator in ("auto", "gpu", "cuda") and torch.cuda.is_available()
     device = torch.device("cuda" if cuda else "cpu")
     missing = kernels_missing(device)
-    before = {
-        "model.kernels": model.kernels,
-        "model.attention": model.attention,
-        "trainer.precision": trainer.precision,
-    }
-    changes: dict[str, Any] = {}
+    changes: dict[str, tuple[str, str]] = {}  # option -> value before and after
     if model.kernels == "on" and missing:
-        changes["model.kernels"] = "auto"
+        changes["model.kernels"] = model.kernels, "auto"
     if model.attention != "auto" and not cuda:
-        changes["model.attention"] = "auto"
+        changes["model.attention"] = model.attention, "auto"
     if trainer.precision.startswith("fp8") and (missing or not has_fp8(device)):
-        changes["trainer.precision"] = "bf16-mixed"
+        changes["trainer.precision"] = trainer.precision, "bf16-mixed"
     if not changes:
         return request
-    described = ", ".join(f"{name} {before[name]} -> {value}" for name, value in changes.items())
+    described = ", ".join(f"{name} {before} -> {after}" for name, (before, after) in changes.items())
     log.info("evaluated with what this machine has: %s (%s)", described, missing or "no FP8")
-    return request.with_values(changes | {"trainer.fp8_keep": None})
+    return request.with_values({name: after for name, (_, after) in changes.items()} | {"trainer.fp8_keep": None})
 
 
 # ---- LightningCLI ----------------------------------------------------------------------------------------------------
@@ -157,9 +153,8 @@ class TrainingCLI(LightningCLI):
     """LightningCLI, which makes Trainer, model and data of a request's settings, and runs its command on them."""
 
     def __init__(
-        self, request: Request, checkpoint: Path | None, run: Run | None, callbacks: list[Callback],
-        checks: StartChecks,
-    ) -> None:  # fmt: skip
+        self, request: Request, checkpoint: Path | None, run: Run | None, callbacks: list[Callback], checks: StartChecks
+    ) -> None:
         self.request, self.checkpoint, self.run, self.checks = request, checkpoint, run, checks
         settings = {name: request.settings[name] for name in ("seed_everything", "trainer", "model", "data")}
         settings["ckpt_path"] = str(checkpoint) if checkpoint else None
@@ -182,7 +177,7 @@ class TrainingCLI(LightningCLI):
         )
 
     def subcommands(self) -> dict[str, set[str]]:
-        """Only the one that is asked for: making a parser takes a tenth of a second."""
+        """Only the one of the request: making a parser takes a tenth of a second."""
         command = self.request.command
         return {command: LightningCLI.subcommands()[command]}
 
@@ -196,11 +191,10 @@ class TrainingCLI(LightningCLI):
         """Tell the data its seed, and the Trainer how to load the checkpoint."""
         check_one_device_in_notebook(self.trainer)
         self.datamodule.set_position(seed=self.request.seed_everything)
-        choice, run, is_fit = self.request.choice, self.run, self.request.command == "fit"
-        verified = is_fit or choice.ckpt_path not in (None, "best", "last")
-        branch = is_fit and run is not None and "branch" in run.read("run.json")
-        self.trainer.load_with(is_fit, self.checkpoint if verified else None,
-                               other_model=branch or choice.force, new_run=run is None)  # fmt: skip
+        run_choice, run, is_fit = self.request.run_choice, self.run, self.request.command == "fit"
+        verified = self.checkpoint if is_fit or run_choice.ckpt_path not in (None, "best", "last") else None
+        other_model = run_choice.force or is_fit and run is not None and "branch" in run.read("run.json")
+        self.trainer.load_with(optimizer=is_fit, verified=verified, other_model=other_model, new_run=run is None)
         if not is_fit:
             self.trainer.run_state.run = run
 
@@ -211,8 +205,8 @@ class TrainingCLI(LightningCLI):
 
     def after_fit(self) -> None:
         """Record the end of a run that was killed between its last checkpoint and that record."""
-        run, trained = self.run, self.trainer.run is not None
-        if run is None or trained or not self.trainer.is_global_zero or run.status() == "running":
+        run, has_trained = self.run, self.trainer.run is not None
+        if run is None or has_trained or not self.trainer.is_global_zero or run.status() == "running":
             return
         repair_links(run, self.checkpoint)
         if run.status() not in ("finished", "stopped"):
@@ -234,9 +228,9 @@ class TrainingCLI(LightningCLI):
 
 def check_one_device_in_notebook(trainer: Trainer) -> None:
     """Refuse several devices in a notebook: their processes are started by running the program again."""
-    if in_notebook() and trainer.world_size > 1:
-        raise RequestError(f"a notebook trains on one device, and these are {trainer.world_size}: give trainer.devices "
-                           "1, or train with `lm fit`")  # fmt: skip
+    devices = trainer.world_size
+    if in_notebook() and devices > 1:
+        raise RequestError(f"a notebook trains on one device, not {devices}: give devices 1, or train with `lm fit`")
 
 
 def in_notebook() -> bool:
@@ -244,7 +238,7 @@ def in_notebook() -> bool:
 
 
 def quiet_lightning() -> None:
-    """Leave out what Lightning logs about every training, and that LightningCLI is given settings."""
+    """Leave out what Lightning logs about every run, and that LightningCLI is given settings."""
     warnings.filterwarnings("ignore", module="lightning")
     warnings.filterwarnings("ignore", message="LightningCLI's args parameter")
     for name in ("lightning.pytorch", "lightning.fabric"):

@@ -46,10 +46,15 @@ def prepare(input: str | Sequence[str], output: str | Path, **options: Any) -> d
 
 
 def fit(
-    config: str | Path | Mapping[str, Any], options: Mapping[str, Any] | None = None, *, run: str | None = None,
-    ckpt_path: str | Path | None = None, force: bool = False, callbacks: Sequence[Callback] = (),
+    config: str | Path | Mapping[str, Any],
+    options: Mapping[str, Any] | None = None,
+    *,
+    run: str | None = None,
+    ckpt_path: str | Path | None = None,
+    force: bool = False,
+    callbacks: Sequence[Callback] = (),
     module: type[LightningModule] | None = None,
-) -> Run:  # fmt: skip
+) -> Run:
     """Train a model in this process, as `lm fit` does.
 
     Ctrl-C, or a notebook's interrupt button, ends it with a checkpoint after the current optimizer step, however long
@@ -96,9 +101,14 @@ def _plain(settings: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def evaluate(
-    model: "str | Path | Pretrained", *, tasks: str | Sequence[str] = (), texts: str | Sequence[str] = (),
-    device: "str | torch.device | None" = None, module: type[LightningModule] | None = None, **options: Any,
-) -> dict[str, Any]:  # fmt: skip
+    model: "str | Path | Pretrained",
+    *,
+    tasks: str | Sequence[str] = (),
+    texts: str | Sequence[str] = (),
+    device: "str | torch.device | None" = None,
+    module: type[LightningModule] | None = None,
+    **options: Any,
+) -> dict[str, Any]:
     """Evaluate a model on tasks or texts, as `lm evaluate` does, and store the result with its run.
 
     Args:
@@ -123,9 +133,12 @@ def evaluate(
 
 
 def generate(
-    model: "str | Path | Pretrained", prompts: str | Sequence[str], *, module: type[LightningModule] | None = None,
+    model: "str | Path | Pretrained",
+    prompts: str | Sequence[str],
+    *,
+    module: type[LightningModule] | None = None,
     **options: Any,
-) -> "list[Written]":  # fmt: skip
+) -> "list[Written]":
     """Continue prompts, as `lm generate` does.
 
     Args:

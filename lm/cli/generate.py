@@ -6,7 +6,7 @@ import sys
 import time
 from contextlib import closing, suppress
 from dataclasses import asdict, replace
-from typing import Literal
+from typing import Any, Literal
 
 from rich.console import Console
 from rich.progress import Progress
@@ -37,42 +37,39 @@ def generate(options: GenerateOptions) -> None:
     mode, step = choose_step(model, options.compile)
     if not prompts:
         return converse(model, options, step)
-    chosen = options.sampling
+    sampling = options.sampling
     prompts = [text for text in prompts for _ in range(options.num_samples)]
     if len(prompts) == 1 and not options.json:
-        _, summary, reason = stream_to_terminal(model, prompts[0], chosen, step)
+        _, summary, reason = stream_to_terminal(model, prompts[0], sampling, step)
         log.info("%s", summary)
         if reason == "Ctrl-C":
             raise KeyboardInterrupt
         return
-    written, first_token, seconds = write_texts(model, prompts, chosen, step)
+    written, first_token, seconds = write_texts(model, prompts, sampling, step)
     tokens = sum(len(one.tokens) for one in written)
     if options.json:
-        found = {
-            "checkpoint": str(model.path), "step": model.step,
-            "device": device_name(model.device), "dtype": dtype_name(model),
-            "kernels": model.kernels, "compile": mode,
-            **asdict(chosen),
-            "samples": [
-                {
-                    "prompt": one.prompt, "text": one.text, "reason": one.reason,
-                    "token_ids": [token.id for token in one.tokens], "tokens": [token.text for token in one.tokens],
-                    "log_probabilities": [token.log_probability for token in one.tokens],
-                }
-                for one in written
-            ],
-            "new_tokens": tokens, "first_token_seconds": first_token, "seconds": seconds,
-            "tokens_per_second": tokens / seconds,
-        }  # fmt: skip
-        print(json.dumps(found, ensure_ascii=False))
+        about = {"checkpoint": str(model.path), "step": model.step, "device": device_name(model.device)}
+        about |= {"dtype": dtype_name(model), "kernels": model.kernels, "compile": mode, **asdict(sampling)}
+        speed = {"first_token_seconds": first_token, "seconds": seconds, "tokens_per_second": tokens / seconds}
+        samples = [describe_text(one) for one in written]
+        print(json.dumps({**about, "samples": samples, "new_tokens": tokens, **speed}, ensure_ascii=False))
         return
     console = Console()
     for number, one in enumerate(written, start=1):
         console.rule(f"{number} of {len(written)}")
         print_text(one.prompt, "bold")
         print_text(one.text + "\n")
-    log.info("%d tokens, %.0f tokens/s, the first after %.2g s, seed %d", tokens, tokens / seconds,
-             first_token or seconds, chosen.seed)  # fmt: skip
+    first = first_token or seconds
+    log.info(
+        "%d tokens, %.0f tokens/s, the first after %.2g s, seed %d", tokens, tokens / seconds, first, sampling.seed
+    )
+
+
+def describe_text(written: Written) -> dict[str, Any]:
+    """A text with its tokens, as `lm generate --json` prints it."""
+    text = {"prompt": written.prompt, "text": written.text, "reason": written.reason}
+    columns = {"token_ids": "id", "tokens": "text", "log_probabilities": "log_probability"}
+    return text | {name: [getattr(token, field) for token in written.tokens] for name, field in columns.items()}
 
 
 def choose_step(model: Pretrained, compile: Compile) -> tuple[str, Step]:
@@ -136,9 +133,8 @@ def stream_to_terminal(
         reason = "Ctrl-C"
     print_text("\n")
     seconds = time.perf_counter() - began
-    figures = (f"{tokens} tokens, {tokens / seconds:,.0f} tokens/s, the first after {first_token or seconds:.2g} s, "
-               f"ended by {reason}, seed {sampling.seed}")  # fmt: skip
-    return text, figures, reason
+    speed = f"{tokens / seconds:,.0f} tokens/s, the first after {first_token or seconds:.2g} s"
+    return text, f"{tokens} tokens, {speed}, ended by {reason}, seed {sampling.seed}", reason
 
 
 def print_text(text: str, style: str | None = None) -> None:

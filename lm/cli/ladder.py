@@ -1,13 +1,12 @@
 """`lm ladder`: train models of several sizes with several seeds, and predict the loss of larger ones from theirs.
 
-The configs are those of `lm scale`, and every training is an ordinary run in the ladder's folder, so the same command
+The configs are those of `lm scale`, and each is trained by an ordinary run in the ladder's folder, so the same command
 resumes it. `cli/ladder_report` computes and prints the results and predictions.
 """
 
 import ctypes
 import json
 import logging
-import math
 import os
 import shlex
 import signal
@@ -27,7 +26,7 @@ from lm.cli.charts import plain_table
 from lm.cli.classes_by_path import with_classes
 from lm.cli.fit import quiet_lightning
 from lm.cli.ladder_options import LadderOptions, Overrides, recipes
-from lm.cli.ladder_report import AGAINST, ModelSize, Training, page, print_report, report
+from lm.cli.ladder_report import AGAINST, LadderRun, ModelSize, page, print_report, report
 from lm.cli.plan_facts import examine
 from lm.cli.request import override
 from lm.errors import Interrupted, RequestError, RunError
@@ -36,92 +35,88 @@ from lm.runs.run import Run
 from lm.system import process
 from lm.system.files import to_json, write_atomically
 from lm.system.stop_signals import STOP
-from lm.system.units import (
-    format_bytes,
-    format_count,
-    format_duration,
-    format_figure,
-    format_time_and_cost,
-    plural,
-)
+from lm.system.units import format_bytes, format_count, format_duration, format_figure, format_time_and_cost, plural
 from lm.training.world import device_count
 
 log = logging.getLogger(__name__)
 
 VALIDATED = 2**20  # tokens of a validation, the same for all sizes
 # Settings that determine the validation text.
-VALIDATION = (
-    "data.path", "data.sources", "data.tokenizer", "data.prepare", "data.column", "data.pad_id", "data.val_tokens",
-)  # fmt: skip
-POLL = 0.2  # seconds between looks at the trainings
-PATIENCE = 60.0  # seconds that a training of a killed ladder has to save its last checkpoint
+VALIDATION = tuple(f"data.{name}" for name in "path sources tokenizer prepare column pad_id val_tokens".split())
+POLL = 0.2  # seconds between looks at the runs
+PATIENCE = 60.0  # seconds that a run of a killed ladder has to save its last checkpoint
 
 
-# Settings that follow from the size and length of a training -> the option of `lm ladder` that changes them.
+# Settings that follow from the size and length of a run -> the option of `lm ladder` that changes them.
 FOLLOWS = {
     "trainer.default_root_dir": "--root",
     "trainer.max_steps": "--max_steps",
-    "trainer.max_tokens": "--ratio", "data.seq_len": "--seq_len", "model.decoder.num_hidden_layers": "--depths",
-    "model.decoder.hidden_size": "--aspect_ratio", "model.decoder.intermediate_size": "--aspect_ratio",
-    "model.decoder.num_attention_heads": "--head_dim", "model.decoder.max_position_embeddings": "--seq_len",
-    "model.decoder.vocab_size": "--vocab_size", "data.global_batch_tokens": "--batch_tokens",
-}  # fmt: skip
+    "trainer.max_tokens": "--ratio",
+    "data.seq_len": "--seq_len",
+    "data.global_batch_tokens": "--batch_tokens",
+    "model.decoder.num_hidden_layers": "--depths",
+    "model.decoder.hidden_size": "--aspect_ratio",
+    "model.decoder.intermediate_size": "--aspect_ratio",
+    "model.decoder.num_attention_heads": "--head_dim",
+    "model.decoder.max_position_embeddings": "--seq_len",
+    "model.decoder.vocab_size": "--vocab_size",
+}
 
 
 def ladder(options: LadderOptions, overrides: Overrides) -> None:
-    """Plan all trainings, train those that are not finished, and write the report."""
+    """Plan all runs, train those that are not finished, and write the report."""
     quiet_lightning()
     if process.under_torchrun() or process.under_srun():
-        raise RequestError("`lm ladder` starts the trainings itself, one on each device: start it once, without "
-                           "torchrun or srun")  # fmt: skip
-    trainings: list[Training] = []
+        raise RequestError("start `lm ladder` once, without torchrun or srun: it starts a run on each device itself")
+    ladder_runs: list[LadderRun] = []
     for recipe, its_options, its_overrides in recipes(options, overrides):
-        made = make_trainings(its_options, its_overrides, recipe)
-        trainings += [one for one in made if not recipe or one.size.depth in options.sizes]
-    trainings.sort(key=lambda one: (one.seed, one.size.depth))  # recipes alternate, so that other load slows all alike
-    check_same_validation(trainings)
-    wanted = [one for one in trainings if one.size.depth in options.sizes]
-    check_same_settings(trainings)
+        of_recipe = make_runs(its_options, its_overrides, recipe)
+        ladder_runs += [one for one in of_recipe if not recipe or one.size.depth in options.sizes]
+    ladder_runs.sort(
+        key=lambda one: (one.seed, one.size.depth)
+    )  # recipes alternate, so that other load slows all alike
+    check_same_validation(ladder_runs)
+    to_train = [one for one in ladder_runs if one.size.depth in options.sizes]
+    check_same_settings(ladder_runs)
     console = Console(highlight=False, stderr=options.json)
     console.width = max(console.width, 110)  # a narrower terminal wraps lines, and no number is cut off
-    print_plan(console, options, trainings, wanted)
+    print_plan(console, options, ladder_runs, to_train)
     if options.plan_only:
         if options.json:
-            print(to_json({"sizes": planned_sizes(options, trainings)}))
+            print(to_json({"sizes": planned_sizes(options, ladder_runs)}))
         return
     from filelock import FileLock, Timeout  # takes a while to import
 
     options.folder.mkdir(parents=True, exist_ok=True)
     try:
         with FileLock(options.folder / "ladder.lock", timeout=0):
-            failed = train(options, wanted, trainings)
-            found = save_report(options, trainings)
-            to_train = write_predicted(options, trainings)
+            failed = train(options, to_train, ladder_runs)
+            results = save_report(options, ladder_runs)
+            predicted = write_predicted(options, ladder_runs)
     except Timeout:
-        raise RequestError(f"another process trains the ladder {options.folder}: wait for its end, or give another "
-                           "--name") from None  # fmt: skip
+        raise RequestError(f"{options.folder} is being trained: wait for its end, or give another --name") from None
     if options.json:
-        print(to_json(found))
+        print(to_json(results))
     else:
-        print_report(console, found)
-        for one in to_train:
+        print_report(console, results)
+        for one in predicted:
             command = f"{process.program()} fit --config {shlex.quote(str(one.file))}"
             console.print(f"to compare the prediction: {command}; then the same ladder again", soft_wrap=True)
         console.print(f"\n{options.folder / 'ladder.html'}", soft_wrap=True)
     if failed:
         names = ", ".join(f"{one.run.name} ({one.log})" for one in failed)
-        raise RunError(f"{plural(len(failed), 'training')} failed, and the report is without them: {names}")
+        raise RunError(f"{plural(len(failed), 'run')} failed, and the report is without them: {names}")
 
 
-# ---- the trainings ---------------------------------------------------------------------------------------------------
+# ---- the runs --------------------------------------------------------------------------------------------------------
 
 
-def make_trainings(options: LadderOptions, overrides: Overrides, recipe: str = "") -> list[Training]:
-    """Make and plan all trainings of a recipe; `recipe` is as in `Training`."""
+def make_runs(options: LadderOptions, overrides: Overrides, recipe: str = "") -> list[LadderRun]:
+    """Make and plan all runs of a recipe; `recipe` is as in `LadderRun`."""
     for key, _ in overrides:
         if key in FOLLOWS:
             raise RequestError(f"{key} follows from the depth and the length of each run: give {FOLLOWS[key]}")
-    made = []
+    ladder_runs = []
     for depth in sorted({*options.sizes, *options.held_out}):
         try:
             scaled = scale.ScaleRequest(**options.scaled, depth=depth, **options.horizon)
@@ -132,103 +127,104 @@ def make_trainings(options: LadderOptions, overrides: Overrides, recipe: str = "
         settings["data"]["val_tokens"] = VALIDATED
         request = override(settings, overrides)
         settings = request.settings
-        facts, noted = examine(with_classes(request), options.planned)
-        errors = [finding for finding in noted if finding.level == "error"]
+        facts, findings = examine(with_classes(request), options.planned)
+        errors = [finding for finding in findings if finding.level == "error"]
         if errors and (depth in options.sizes or "time" not in facts):  # a size that is not trained may not fit
             raise RequestError(f"depth {depth}: {errors[0]}")
         model, tokens = facts["model"], facts["steps"]["tokens"]
-        outside = model["parameters"]["total"] - model["parameters"]["embedding"]
+        parameters = model["parameters"]["total"] - model["parameters"]["embedding"]
         flops = tokens * model["flops_per_token"]
-        size = ModelSize(depth, outside, tokens, flops, depth in options.held_out)
-        prefix = options.name + f"-{AGAINST}" * (recipe == AGAINST)
+        size = ModelSize(depth, parameters, tokens, flops, depth in options.held_out)
+        prefix = f"{options.name}-{AGAINST}" if recipe == AGAINST else options.name
         for seed in range(1, options.seeds + 1):
             name = f"{prefix}-d{depth}-{options.length}-s{seed}"
             text = yaml.safe_dump({"run": name, **settings, "seed_everything": seed}, sort_keys=False)
-            made.append(Training(size, seed, Run(options.folder / name), text, facts, recipe))
-    return made
+            ladder_runs.append(LadderRun(size, seed, Run(options.folder / name), text, facts, recipe))
+    return ladder_runs
 
 
-def check_same_settings(trainings: list[Training]) -> None:
+def check_same_settings(ladder_runs: list[LadderRun]) -> None:
     """Raise RequestError if an existing run of this ladder was trained with other settings."""
-    for one in trainings:
+    for one in ladder_runs:
         if not (one.run.path / "run.json").exists():
             continue
         differing = differences([one.run.settings(), yaml.safe_load(one.config)])
         for key, (before, now) in not_allowed("ladder", differing).items():
-            raise RequestError(f"run {one.run.path} has {key} {before}, and this ladder {now}: give the options "
-                               "that it was made with, or another --name")  # fmt: skip
+            what = f"run {one.run.path} has {key} {before}, and this ladder {now}"
+            raise RequestError(f"{what}: give the options that it was made with, or another --name")
 
 
-def check_same_validation(trainings: list[Training]) -> None:
+def check_same_validation(ladder_runs: list[LadderRun]) -> None:
     """Raise RequestError if the recipes are validated on different texts."""
-    configs = {one.recipe: yaml.safe_load(one.config) for one in trainings}
+    configs = {one.recipe: yaml.safe_load(one.config) for one in ladder_runs}
     for key, values in differences([configs[""], configs.get(AGAINST, configs[""])]).items():
         if key.startswith(VALIDATION) and not (key == "data.path" and same_texts(*values)):
-            raise RequestError(f"--against changes {key}, and losses on other texts do not compare: give the same to "
-                               "both")  # fmt: skip
+            raise RequestError(f"--against changes {key}, and losses on other texts do not compare: give it to both")
 
 
 def same_texts(*folders: str) -> bool:
     """Whether the folders have the same validation text (tokenizers may differ), and a validation reads all of it."""
-    found = [json.loads((Path(folder) / "manifest.json").read_text())["splits"]["val"]
-             for folder in folders if (Path(folder) / "manifest.json").exists()]  # fmt: skip
-    equal = len({(split["documents"], split["bytes"]) for split in found}) == 1
-    return len(found) == len(folders) and equal and all(split["tokens"] <= VALIDATED for split in found)
+    files = [Path(folder) / "manifest.json" for folder in folders]
+    if not all(file.exists() for file in files):
+        return False
+    splits = [json.loads(file.read_text())["splits"]["val"] for file in files]
+    equal = len({(split["documents"], split["bytes"]) for split in splits}) == 1
+    return equal and all(split["tokens"] <= VALIDATED for split in splits)
 
 
-def planned_sizes(options: LadderOptions, trainings: list[Training]) -> list[dict[str, Any]]:
-    """The planned cost of one training of each size and recipe; `runs` is 0 for sizes that are only predicted."""
-    by_size = {(one.recipe, one.size.depth): one for one in trainings}
-    return [
-        {
-            "depth": one.size.depth, "recipe": one.recipe, "parameters": one.plan["model"]["parameters"]["total"],
-            "steps": one.plan["steps"]["max_steps"],
-            "tokens": float(one.size.tokens), "epochs": one.plan["steps"].get("epochs"), "flops": one.size.flops,
-            "memory": one.plan["memory"]["total"], "seconds": one.plan["time"]["seconds"],
-            "usd": one.plan["time"].get("usd"),
-            "runs": options.seeds * (one.size.depth in options.sizes),
-        }
-        for one in by_size.values()
-    ]  # fmt: skip
+def planned_sizes(options: LadderOptions, ladder_runs: list[LadderRun]) -> list[dict[str, Any]]:
+    """The planned cost of one run of each size and recipe; `runs` is 0 for sizes that are only predicted."""
+    sizes = []
+    for one in {(one.recipe, one.size.depth): one for one in ladder_runs}.values():
+        model, steps, time = (one.plan[name] for name in ("model", "steps", "time"))
+        size = {"depth": one.size.depth, "recipe": one.recipe, "parameters": model["parameters"]["total"]}
+        size |= {"steps": steps["max_steps"], "tokens": float(one.size.tokens), "epochs": steps.get("epochs")}
+        size |= {"flops": one.size.flops, "memory": one.plan["memory"]["total"]}
+        size |= {"seconds": time["seconds"], "usd": time.get("usd")}
+        sizes.append(size | {"runs": options.seeds if one.size.depth in options.sizes else 0})
+    return sizes
 
 
-def print_plan(console: Console, options: LadderOptions, trainings: list[Training], wanted: list[Training]) -> None:
-    sizes = planned_sizes(options, trainings)
-    priced = any(size["usd"] is not None for size in sizes)
-    heads = ["depth", "parameters", "steps", "tokens", "epochs", "operations", "memory", "time", "runs"]
-    rows, seconds, usd = [], 0.0, 0.0
+def print_plan(
+    console: Console, options: LadderOptions, ladder_runs: list[LadderRun], to_train: list[LadderRun]
+) -> None:
+    sizes = planned_sizes(options, ladder_runs)
+    heads = ["depth", "parameters", "steps", "tokens", "epochs", "FLOPs", "memory", "time", "runs"]
+    rows = []
     for size in sizes:
-        runs, each, price = size["runs"], size["seconds"], size["usd"]
-        seconds += runs * each if each is not None else math.nan * bool(runs)
-        usd += runs * (price or 0.0)
-        rows.append([
-            f"{size['depth']} {size['recipe']}".strip(), format_count(size["parameters"]), f"{size['steps']:,}",
-            format_count(size["tokens"]), "" if size["epochs"] is None else f"{size['epochs']:.2f}",
-            f"{size['flops']:.2e}", format_bytes(size["memory"]),
-            "" if each is None else format_duration(each), str(runs) if runs else "predicted",
-            *["" if price is None else format_figure(runs * price)] * priced,
-        ])  # fmt: skip
-    console.print(plain_table(heads + ["USD"] * priced, "n" * (len(heads) + priced), rows))
-    finished = sum(one.finished for one in wanted)
+        depth, epochs = f"{size['depth']} {size['recipe']}".strip(), size["epochs"]
+        parameters, tokens, memory = format_count(size["parameters"]), format_count(size["tokens"]), size["memory"]
+        counts = [depth, parameters, f"{size['steps']:,}", tokens, "" if epochs is None else f"{epochs:.2f}"]
+        time = "" if size["seconds"] is None else format_duration(size["seconds"])
+        rows.append([*counts, f"{size['flops']:.2e}", format_bytes(memory), time, str(size["runs"] or "predicted")])
+    prices = [size["usd"] for size in sizes]
+    if usd_is_known := any(price is not None for price in prices):
+        heads.append("USD")
+        for row, size in zip(rows, sizes, strict=True):
+            row.append("" if size["usd"] is None else format_figure(size["runs"] * size["usd"]))
+    console.print(plain_table(heads, "n" * len(heads), rows))
+    finished, planned = sum(one.finished for one in to_train), [size for size in sizes if size["runs"]]
     total = "" if finished else ": how long they take is known when the first one has ended"
-    if not math.isnan(seconds):
-        basis = trainings[0].plan["time"]["basis"]
-        total = f"; all take {format_time_and_cost(seconds, usd if priced else None)} on one device ({basis})"
-    console.print(f"{plural(len(wanted), 'training')}, {finished} of them finished{total}", soft_wrap=True)
+    if all(size["seconds"] is not None for size in planned):
+        seconds = sum(size["runs"] * size["seconds"] for size in planned)
+        usd = sum(size["runs"] * (size["usd"] or 0.0) for size in planned) if usd_is_known else None
+        basis = ladder_runs[0].plan["time"]["basis"]
+        total = f"; all take {format_time_and_cost(seconds, usd)} on one device ({basis})"
+    console.print(f"{plural(len(to_train), 'run')}, {finished} of them finished{total}", soft_wrap=True)
 
 
 # ---- training --------------------------------------------------------------------------------------------------------
 
 
-def train(options: LadderOptions, wanted: list[Training], trainings: list[Training]) -> list[Training]:
-    """Run the unfinished trainings, one process at a time on each device, and write the report after each.
+def train(options: LadderOptions, to_train: list[LadderRun], ladder_runs: list[LadderRun]) -> list[LadderRun]:
+    """Train the unfinished runs, one process at a time on each device, and write the report after each.
 
-    Returns the trainings that failed.
+    Returns the runs that failed.
     """
-    waiting = [one for one in wanted if not one.finished]
+    waiting = [one for one in to_train if not one.finished]
     places, failed = free_devices(waiting), []
-    running: dict[subprocess.Popen, tuple[Training, str | None, float]] = {}
-    done: list[tuple[float, float]] = []  # operations and seconds of each finished training
+    running: dict[subprocess.Popen, tuple[LadderRun, str | None, float]] = {}
+    done: list[tuple[float, float]] = []  # FLOPs and seconds of each finished run
     if waiting:
         log.info("watch them: %s", f"{process.program()} monitor --root {shlex.quote(str(options.folder))}")
     STOP.arm()
@@ -248,29 +244,37 @@ def train(options: LadderOptions, wanted: list[Training], trainings: list[Traini
                 log.error("%s: %s", one.run.name, last_line(one.log))
                 continue
             done.append((one.size.flops, time.monotonic() - began))
-            left = [*waiting, *(each[0] for each in running.values())]
-            a_flop = sum(seconds for _, seconds in done) / sum(flops for flops, _ in done)
-            eta = sum(a_flop * other.size.flops for other in left) / (len(places) + len(running))
-            found = save_report(options, trainings)
-            rate = options.rate_usd_per_hr
-            usd = eta / 3600 * rate if rate else None
-            about = f"; {plural(len(left), 'training')} left, about {format_time_and_cost(eta, usd)}" if left else ""
-            loss = next(each["loss"] for each in found["runs"] if each["run"] == one.run.name)
+            unfinished = [*waiting, *(training for training, _, _ in running.values())]
+            remaining = describe_remaining(options, unfinished, done, devices=len(places) + len(running))
+            results = save_report(options, ladder_runs)
+            loss = next(run["loss"] for run in results["runs"] if run["run"] == one.run.name)
             if loss is None:
                 failed.append(one)
-                log.error("%s ended without a finite loss%s", one.run.name, about)
+                log.error("%s ended without a finite loss%s", one.run.name, remaining)
             else:
-                log.info("%s: %.4f %s%s", one.run.name, loss, found["unit"], about)
+                log.info("%s: %.4f %s%s", one.run.name, loss, results["unit"], remaining)
     if STOP.received:
         stop(running)
-        raise Interrupted(f"{STOP.received.name}: {sum(one.finished for one in wanted)} of {len(wanted)} trainings are "
-                          "finished; the same command resumes the ladder")  # fmt: skip
+        finished = f"{sum(one.finished for one in to_train)} of {len(to_train)} runs are finished"
+        raise Interrupted(f"{STOP.received.name}: {finished}; the same command resumes the ladder")
     return failed
 
 
-def free_devices(trainings: Iterable[Training]) -> list[str | None]:
-    """Values of `CUDA_VISIBLE_DEVICES` for trainings that run at the same time; `[None]` without GPUs."""
-    config = next((yaml.safe_load(one.config)["trainer"] for one in trainings), {})
+def describe_remaining(
+    options: LadderOptions, unfinished: list[LadderRun], done: list[tuple[float, float]], devices: int
+) -> str:
+    """How long the unfinished runs take, and what they cost, by the FLOPs and seconds of those that are done."""
+    if not unfinished:
+        return ""
+    flops_per_second = sum(flops for flops, _ in done) / sum(seconds for _, seconds in done)
+    seconds = sum(one.size.flops for one in unfinished) / flops_per_second / devices
+    usd = seconds / 3600 * options.rate_usd_per_hr if options.rate_usd_per_hr else None
+    return f"; {plural(len(unfinished), 'run')} left, about {format_time_and_cost(seconds, usd)}"
+
+
+def free_devices(ladder_runs: Iterable[LadderRun]) -> list[str | None]:
+    """Values of `CUDA_VISIBLE_DEVICES` for runs that are trained at the same time; `[None]` without GPUs."""
+    config = next((yaml.safe_load(one.config)["trainer"] for one in ladder_runs), {})
     count = torch.cuda.device_count() if config.get("accelerator") in ("auto", "gpu", "cuda") else 0
     if not count:
         return [None]
@@ -280,8 +284,8 @@ def free_devices(trainings: Iterable[Training]) -> list[str | None]:
     return [",".join(named[begin : begin + each]) for begin in range(0, max(1, count - each + 1), each)]
 
 
-def start(one: Training, place: str | None) -> subprocess.Popen:
-    """Start a training, once no process left by a killed ladder runs it; the new process ends with this one."""
+def start(one: LadderRun, place: str | None) -> subprocess.Popen:
+    """Start a run, once no process of a killed ladder trains it; the new process ends with this one."""
     began = time.monotonic()
     while one.run.is_locked() and time.monotonic() < began + PATIENCE and not STOP.received:
         time.sleep(POLL)
@@ -291,10 +295,14 @@ def start(one: Training, place: str | None) -> subprocess.Popen:
     log.info("%s begins%s", one.run.name, f" on GPU {place}" if place else "")
     with open(one.log, "ab") as file:
         return subprocess.Popen(
-            command, stdin=subprocess.DEVNULL, stdout=file, stderr=subprocess.STDOUT, env=environment,
+            command,
+            stdin=subprocess.DEVNULL,
+            stdout=file,
+            stderr=subprocess.STDOUT,
+            env=environment,
             start_new_session=True,  # Ctrl-C reaches only this process, which forwards it
             preexec_fn=end_with_parent if sys.platform == "linux" else None,
-        )  # fmt: skip
+        )
 
 
 def end_with_parent() -> None:
@@ -303,7 +311,7 @@ def end_with_parent() -> None:
 
 
 def stop(running: dict[subprocess.Popen, Any]) -> None:
-    """Send trainings SIGTERM, so that they save a checkpoint and end, and wait for them."""
+    """Send runs SIGTERM, so that they save a checkpoint and end, and wait for them."""
     for child in running:
         child.terminate()
     for child in running:
@@ -315,19 +323,19 @@ def last_line(file: Path) -> str:
     return next((line for line in reversed(lines) if line), "it printed nothing")
 
 
-def write_predicted(options: LadderOptions, trainings: list[Training]) -> list[Training]:
-    """Write the configs of sizes that are predicted but not trained yet, and return these trainings."""
-    left = [one for one in trainings if one.size.depth not in options.sizes and one.seed == 1 and not one.finished]
-    for one in left:
+def write_predicted(options: LadderOptions, ladder_runs: list[LadderRun]) -> list[LadderRun]:
+    """Write the configs of sizes that are predicted but not trained yet, and return their runs."""
+    others = [one for one in ladder_runs if one.size.depth not in options.sizes and one.seed == 1 and not one.finished]
+    for one in others:
         settings = yaml.safe_load(one.config)
         settings["trainer"]["devices"] = "auto"
         write_atomically(one.file, yaml.safe_dump(settings, sort_keys=False))
-    return left
+    return others
 
 
-def save_report(options: LadderOptions, trainings: Sequence[Training]) -> dict[str, Any]:
+def save_report(options: LadderOptions, ladder_runs: Sequence[LadderRun]) -> dict[str, Any]:
     """Write the results so far to `ladder.json` and `ladder.html` in the ladder's folder, and return them."""
-    found = report(options.name, f"{process.program()} {shlex.join(sys.argv[1:])}", trainings, options.against)
-    write_atomically(options.folder / "ladder.json", to_json(found) + "\n", durable=False)
-    write_atomically(options.folder / "ladder.html", page(found), durable=False)
-    return found
+    results = report(options.name, f"{process.program()} {shlex.join(sys.argv[1:])}", ladder_runs, options.against)
+    write_atomically(options.folder / "ladder.json", to_json(results) + "\n", durable=False)
+    write_atomically(options.folder / "ladder.html", page(results), durable=False)
+    return results

@@ -2,14 +2,15 @@
 
 import json
 import shlex
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from lm.cli.command_options import DeviceOptions, PlanOptions
+from lm.cli.command_options import DeviceOptions, PlanOptions, take_fields
 from lm.cli.config_files import find_config, read_config
 from lm.cli.ladder_report import AGAINST, HALF
-from lm.cli.scale import TOKENS_PER_PARAMETER, ScaleOptions
+from lm.cli.scale import ScaleOptions
+from lm.cli.scaling_rules import TOKENS_PER_PARAMETER
 from lm.cli.settings import split_overrides
 from lm.errors import RequestError
 from lm.runs import scaling_laws
@@ -18,7 +19,7 @@ from lm.system.arguments import parse
 from lm.system.files import flatten
 from lm.system.units import Count
 
-Overrides = list[tuple[str, Any]]  # options of a training, as typed
+Overrides = list[tuple[str, Any]]  # options of a run, as typed
 
 
 @dataclass(frozen=True)
@@ -64,8 +65,10 @@ class LadderOptions(ScaleOptions, LadderRuns):
             raise RequestError("give the depths, such as --depths 2,4,6,8")
         fitted = set(self.sizes) - set(self.held_out)
         if self.held_out and len(fitted) < scaling_laws.FEWEST:  # `ladder_report` says what is far from them
-            raise RequestError(f"a prediction takes {scaling_laws.FEWEST} other sizes or more, and --depths has "
-                               f"{len(fitted)} that --predict has not: add some, such as --depths 2,4,6,8")  # fmt: skip
+            raise RequestError(
+                f"a prediction takes {scaling_laws.FEWEST} other sizes or more, and --depths has {len(fitted)} that "
+                "--predict has not: add some, such as --depths 2,4,6,8"
+            )
         check_run_name(self.name)
         if self.max_steps and self.ratio is not None:
             raise RequestError("--ratio and --max_steps each give the length of the runs: give one of them")
@@ -95,25 +98,26 @@ class LadderOptions(ScaleOptions, LadderRuns):
     @property
     def scaled(self) -> dict[str, Any]:
         """The options of `lm scale`."""
-        return {option.name: getattr(self, option.name) for option in fields(ScaleOptions)}
+        return vars(take_fields(ScaleOptions, self))
 
     @property
     def planned(self) -> PlanOptions:
         """The options of `lm plan`."""
-        return PlanOptions(**{option.name: getattr(self, option.name) for option in fields(DeviceOptions)})
+        return PlanOptions(**vars(take_fields(DeviceOptions, self)))
 
     @property
     def folder(self) -> Path:
         return Path(self.root) / self.name
 
 
-def _depths(option: str, given: list[str]) -> list[int]:
+def _depths(option: str, values: list[str]) -> list[int]:
     """Parse the depths of an option, separated by commas or spaces; returns them sorted, without duplicates."""
-    words = ",".join(given).split(",") if given else []
+    typed = ",".join(values)
+    words = typed.split(",") if values else []
     for word in words:
         if not word.isdecimal() or int(word) < 2:
-            raise RequestError(f"{option} {','.join(given)}: {word!r} is not a number of blocks, 2 or more; give "
-                               "several as 2,4,6")  # fmt: skip
+            expected = "a number of blocks, 2 or more; give several as 2,4,6"
+            raise RequestError(f"{option} {typed}: {word!r} is not {expected}")
     return sorted(set(map(int, words)))
 
 
@@ -130,16 +134,18 @@ def recipes(options: LadderOptions, overrides: Overrides) -> list[tuple[str, Lad
         half = replace(options, ratio=options.horizon["target_param_data_ratio"] / 2)
     words = shlex.split(options.against)
     if len(words) == 1 and not words[0].startswith("-"):
-        given = flatten(read_config(find_config(words[0])))
-        if "seed_everything" in given:
-            raise RequestError(f"--against {words[0]} is the config of one model, and a ladder makes one for each "
-                               "depth: leave in it what the other recipe changes, as `optimizer: adamw` or `model: "
-                               "{optimizer: {momentum: 0.9}}`; two models compare by `lm runs compare`")  # fmt: skip
-        words = [f"--{key}={value if isinstance(value, str) else json.dumps(value)}" for key, value in given.items()]
+        config = flatten(read_config(find_config(words[0])))
+        if "seed_everything" in config:
+            raise RequestError(
+                f"--against {words[0]} is the config of one model, and a ladder makes one for each depth: leave in it "
+                "what the other recipe changes, as `optimizer: adamw` or `model: {optimizer: {momentum: 0.9}}`; two "
+                "models compare by `lm runs compare`"
+            )
+        words = [f"--{key}={value if isinstance(value, str) else json.dumps(value)}" for key, value in config.items()]
     typed, changed = split_overrides(words, LadderOptions)
     other = replace(options, **parse(LadderOptions, typed, "lm ladder --against", defaults=False))
     for name in ("sizes", "seeds", "folder", "against"):
         if getattr(other, name) != getattr(options, name):
-            raise RequestError(f"--against {options.against!r}: depths, seeds and folder are those of the ladder: "
-                               "leave them out there")  # fmt: skip
+            where = f"--against {options.against!r}"
+            raise RequestError(f"{where}: depths, seeds and folder are those of the ladder: leave them out there")
     return [own, (HALF, half, overrides), (AGAINST, other, [*overrides, *changed])]

@@ -1,4 +1,4 @@
-"""The results of a ladder: losses by size, the scaling law fitted to them over operations, and predictions.
+"""The results of a ladder: losses by size, the scaling law fitted to them over FLOPs, and predictions.
 
 They are a dictionary (`ladder.json`), tables in the terminal and a page (`ladder.html`). Nothing here imports torch.
 """
@@ -24,7 +24,7 @@ from lm.runs.history import last_value
 from lm.runs.run import Run
 from lm.system.units import format_count, plural
 
-HALF, AGAINST = "half", "against"  # recipes compared with the ladder's own, see `Training.recipe`
+HALF, AGAINST = "half", "against"  # recipes compared with the ladder's own, see `LadderRun.recipe`
 
 
 class ModelSize(NamedTuple):
@@ -33,12 +33,12 @@ class ModelSize(NamedTuple):
     depth: int
     parameters: int  # outside the embedding
     tokens: int
-    flops: float  # floating-point operations of the run
+    flops: float  # of the run
     held_out: bool  # not used to fit the law
 
 
 @dataclass(frozen=True)
-class Training:
+class LadderRun:
     """One run of a ladder, which may not have begun."""
 
     size: ModelSize
@@ -62,46 +62,57 @@ class Training:
 
 
 class Measured(NamedTuple):
-    """A size and the final losses of its trainings."""
+    """A size and the final losses of its runs."""
 
     size: ModelSize
     losses: list[float]  # by seed; empty where no training has finished
 
 
-def report(name: str, command: str, trainings: Sequence[Training], against: str | None = None) -> dict[str, Any]:
-    """The results of the finished trainings of a ladder, in the format of `ladder.json`."""
-    ends = [last_losses(one.run) if one.finished else {} for one in trainings]
+def report(name: str, command: str, ladder_runs: Sequence[LadderRun], against: str | None = None) -> dict[str, Any]:
+    """The results of the finished runs of a ladder, in the format of `ladder.json`."""
+    ends = [last_losses(one.run) if one.finished else {} for one in ladder_runs]
     known = [end for end in ends if end]
-    bits = all("val/bpb" in end for end in known)
-    metric, unit = ("val/bpb", "bits per byte") if bits else ("val/loss", "nats a token")
-    ended = [(one, end.get(metric)) for one, end in zip(trainings, ends, strict=True)]
+    in_bits = all("val/bpb" in end for end in known)
+    metric = "val/bpb" if in_bits else "val/loss"
+    losses = [end.get(metric) for end in ends]
     by_recipe: dict[str, dict[int, Measured]] = {"": {}, HALF: {}, AGAINST: {}}  # by depth
-    for one, loss in ended:
+    for one, loss in zip(ladder_runs, losses, strict=True):
         size = by_recipe[one.recipe].setdefault(one.size.depth, Measured(one.size, []))
         size.losses.extend([] if loss is None else [loss])
     measured = list(by_recipe[""].values())
-    found: dict[str, Any] = {
-        "name": name, "command": command, "written": time.time(), "unit": unit,
-        "runs": [
-            {"run": one.run.name, **one.size._asdict(), "recipe": one.recipe, "seed": one.seed, "loss": loss,
-             "status": one.run.status() if (one.run.path / "run.json").exists() else "to do"}
-            for one, loss in ended
-        ],
-        "sizes": [
-            {**one.size._asdict(), "losses": one.losses, "seeds": len(one.losses),
-             "mean": fmean(one.losses) if one.losses else None,
-             "stderr": stdev(one.losses) / len(one.losses) ** 0.5 if len(one.losses) > 1 else None}
-            for one in measured
-        ],
-        "laws": [], "predictions": [], "notes": [],
-    }  # fmt: skip
-    add_laws(found, measured)
+    results: dict[str, Any] = {
+        "name": name,
+        "command": command,
+        "written": time.time(),
+        "unit": "bits per byte" if in_bits else "nats a token",
+        "runs": [describe_run(one, loss) for one, loss in zip(ladder_runs, losses, strict=True)],
+        "sizes": [describe_size(size) for size in measured],
+        "laws": [],
+        "predictions": [],
+        "notes": [],
+    }
+    add_laws(results, measured)
     if against is not None:
-        found["against"] = {"recipe": against, **comparison(by_recipe, trainings)}
-    if known and not any(len(one.losses) > 1 for one in measured):
-        found["notes"].append("One seed: the noise between trainings is not known, and fewer than five sizes have no "
-                              "interval; --seeds 3 trains the others too.")  # fmt: skip
-    return found
+        results["against"] = {"recipe": against, **comparison(by_recipe, ladder_runs)}
+    if known and not any(len(size.losses) > 1 for size in measured):
+        results["notes"].append(
+            "One seed: the noise between runs is not known, and fewer than five sizes have no interval; --seeds 3 "
+            "trains the others too."
+        )
+    return results
+
+
+def describe_run(one: LadderRun, loss: float | None) -> dict[str, Any]:
+    status = one.run.status() if (one.run.path / "run.json").exists() else "to do"
+    about = {"run": one.run.name, **one.size._asdict(), "recipe": one.recipe, "seed": one.seed}
+    return {**about, "loss": loss, "status": status}
+
+
+def describe_size(measured: Measured) -> dict[str, Any]:
+    losses = measured.losses
+    mean = fmean(losses) if losses else None
+    stderr = stdev(losses) / len(losses) ** 0.5 if len(losses) > 1 else None
+    return {**measured.size._asdict(), "losses": losses, "seeds": len(losses), "mean": mean, "stderr": stderr}
 
 
 def last_losses(run: Run) -> dict[str, float]:
@@ -113,81 +124,93 @@ def last_losses(run: Run) -> dict[str, float]:
 # ---- laws and predictions --------------------------------------------------------------------------------------------
 
 
-def add_laws(found: dict[str, Any], measured: Sequence[Measured]) -> None:
-    """Fit the loss as a function of operations, predict the held-out sizes, and add both to the report `found`."""
+def add_laws(results: dict[str, Any], measured: Sequence[Measured]) -> None:
+    """Fit the loss as a function of FLOPs, predict the held-out sizes, and add both to the results."""
     fitted = [one for one in measured if one.losses and not one.size.held_out]
     targets = [one for one in measured if one.size.held_out]
     if len(fitted) < scaling_laws.FEWEST:
-        found["notes"].append(f"{plural(len(fitted), 'size')} finished, and a law takes {scaling_laws.FEWEST}: "
-                              "nothing is fitted.")  # fmt: skip
+        sizes = plural(len(fitted), "size")
+        results["notes"].append(f"{sizes} finished, and a law takes {scaling_laws.FEWEST}: nothing is fitted.")
         return
     losses = [one.losses for one in fitted]
-    x, beyond = ([float(one.size.flops) for one in some] for some in (fitted, targets))
+    x, beyond = ([float(one.size.flops) for one in sizes] for sizes in (fitted, targets))
     fit = scaling_laws.fit_sizes(x, losses)
     if fit.laws[0](max(x)) >= fit.laws[0](min(x)):
-        found["notes"].append("The loss does not fall with operations: no law is fitted.")
+        results["notes"].append("The loss does not fall with FLOPs: no law is fitted.")
         return
     predicted, largest = scaling_laws.backtest(x, losses)
     curve = np.geomspace(min(x + beyond), max(x + beyond), 60).tolist()
-    found["laws"].append({
-        "of": "operations", "laws": [law.formula("operations") for law in fit.laws],
+    law = {
+        "of": "operations",
+        "laws": [law.formula("FLOPs") for law in fit.laws],
         "parameters": [list(map(float, vars(law).values())) for law in fit.laws],
         "backtest": {"depth": fitted[x.index(max(x))].size.depth, "predicted": predicted, "measured": largest},
-        "curve": [[at, *fit.predict(at)[:3]] for at in curve],
-    })  # fmt: skip
-    for one, at in zip(targets, beyond, strict=True):
-        prediction, mean = fit.predict(at), fmean(one.losses) if one.losses else None
-        low, high = prediction.low, prediction.high
-        found["predictions"].append({
-            "depth": one.size.depth, "of": "operations", **prediction._asdict(),
-            "times_largest": at / max(x), "range": max(x) / min(x), "measured": mean,
-            "error": None if mean is None else prediction.loss / mean - 1,
-            "within": None if mean is None or low is None or high is None else low <= mean <= high,
-        })  # fmt: skip
+        "curve": [[flops, *fit.predict(flops)[:3]] for flops in curve],
+    }
+    results["laws"].append(law)
+    for one, flops in zip(targets, beyond, strict=True):
+        predicted, mean = fit.predict(flops), fmean(one.losses) if one.losses else None
+        prediction = {"depth": one.size.depth, "of": "operations", **predicted._asdict(), "measured": mean}
+        prediction |= {"times_largest": flops / max(x), "range": max(x) / min(x), "error": None, "within": None}
+        if mean is not None:
+            prediction["error"] = predicted.loss / mean - 1
+            if predicted.low is not None and predicted.high is not None:
+                prediction["within"] = predicted.low <= mean <= predicted.high
+        results["predictions"].append(prediction)
 
 
 # ---- another recipe --------------------------------------------------------------------------------------------------
 
 
-def comparison(measured: dict[str, dict[int, Measured]], trainings: Sequence[Training]) -> dict[str, Any]:
+def comparison(measured: dict[str, dict[int, Measured]], ladder_runs: Sequence[LadderRun]) -> dict[str, Any]:
     """The compute multiplier of the other recipe at each size, in tokens and in seconds, and a verdict in words."""
     depths = [depth for depth, one in measured[""].items() if not one.size.held_out]
-    half, whole, other = ([measured[recipe][depth] for depth in depths] for recipe in (HALF, "", AGAINST))
-    found = compute_multipliers([
-        Compared(a.losses, b.losses, c.losses, b.size.tokens / a.size.tokens, b.size.flops)
-        for a, b, c in zip(half, whole, other, strict=True)
-    ])  # fmt: skip
+    trios = [[measured[recipe][depth] for recipe in (HALF, "", AGAINST)] for depth in depths]
+    multipliers = compute_multipliers(
+        [
+            Compared(half.losses, full.losses, other.losses, full.size.tokens / half.size.tokens, full.size.flops)
+            for half, full, other in trios
+        ]
+    )
     sizes = []
-    for a, b, c, each in zip(half, whole, other, found.sizes, strict=True):
-        rate, of_other = (tokens_per_second(trainings, recipe, b.size.depth) for recipe in ("", AGAINST))
-        faster = b.size.tokens / rate / (c.size.tokens / of_other) if rate and of_other else None
-        sizes.append({
-            "depth": b.size.depth, "flops": b.size.flops, "half": a.losses, "whole": b.losses, "other": c.losses,
-            "tokens": each and each._asdict(), "in_seconds": each and faster and each.value * faster,
-        })  # fmt: skip
-    return {"sizes": sizes, "mean": found.mean and found.mean._asdict(), "seeds_needed": found.seeds_needed,
-            "trend": found.trend and found.trend._asdict(), "verdict": verdict(found)}  # fmt: skip
+    for (half, full, other), multiplier in zip(trios, multipliers.sizes, strict=True):
+        rate, other_rate = (tokens_per_second(ladder_runs, recipe, full.size.depth) for recipe in ("", AGAINST))
+        faster = full.size.tokens / rate / (other.size.tokens / other_rate) if rate and other_rate else None
+        size = {"depth": full.size.depth, "flops": full.size.flops}
+        size |= {"half": half.losses, "whole": full.losses, "other": other.losses}
+        size |= {"tokens": multiplier and multiplier._asdict()}
+        sizes.append(size | {"in_seconds": multiplier and faster and multiplier.value * faster})
+    return {
+        "sizes": sizes,
+        "mean": multipliers.mean and multipliers.mean._asdict(),
+        "seeds_needed": multipliers.seeds_needed,
+        "trend": multipliers.trend and multipliers.trend._asdict(),
+        "verdict": verdict(multipliers),
+    }
 
 
-def tokens_per_second(trainings: Sequence[Training], recipe: str, depth: int) -> float | None:
-    """The median throughput of a recipe's finished trainings of one depth; None if there are none."""
-    metric = "perf/tokens_per_second"
-    rates = [line[metric] for one in trainings if one.recipe == recipe and one.size.depth == depth
-             for line in (one.run.metrics(metric) if one.finished else ())]  # fmt: skip
+def tokens_per_second(ladder_runs: Sequence[LadderRun], recipe: str, depth: int) -> float | None:
+    """The median throughput of a recipe's finished runs of one depth; None if there are none."""
+    metric, rates = "perf/tokens_per_second", []
+    for one in ladder_runs:
+        if one.recipe == recipe and one.size.depth == depth and one.finished:
+            rates += [line[metric] for line in one.run.metrics(metric)]
     return median(rates) if rates else None
 
 
-def verdict(found: Multipliers) -> str:
+def verdict(multipliers: Multipliers) -> str:
     """Whether the other recipe is better, in one sentence."""
-    mean = found.mean
+    mean = multipliers.mean
     if mean is None:
-        return ("Nothing can be told: where all trainings of a size are finished, the ladder's recipe gains nothing "
-                "from its second half.")  # fmt: skip
+        return (
+            "Nothing can be told: where all runs of a size are finished, the ladder's recipe gains nothing from its "
+            "second half."
+        )
     told = f"the ladder's recipe needs {mean.value:.2f} times its tokens to reach the other one's loss"
     if mean.low is None or mean.high is None:
         return f"Nothing can be told from one seed: {told}, but noise may be all of it. Give --seeds 3."
     if mean.low <= 1 <= mean.high:
-        more = f"to tell a difference of {TOLD - 1:.0%} takes about {plural(found.seeds_needed, 'seed')}"
+        more = f"to tell a difference of {TOLD - 1:.0%} takes about {plural(multipliers.seeds_needed, 'seed')}"
         return f"Not distinguishable: {told} ({mean.low:.2f} to {mean.high:.2f}); {more}."
     return f"The other recipe is {'better' if mean.low > 1 else 'worse'}: {told} ({mean.low:.2f} to {mean.high:.2f})."
 
@@ -195,33 +218,35 @@ def verdict(found: Multipliers) -> str:
 # ---- words -----------------------------------------------------------------------------------------------------------
 
 
-def size_rows(found: dict[str, Any]) -> tuple[list[str], list[list[str]]]:
-    several = any(size["seeds"] > 1 for size in found["sizes"])
-    heads = ["depth", "non-embedding", "tokens", "operations", found["unit"], "seeds"]
-    heads += ["std. error"] * several
+def _number(value: float | None, form: str) -> str:
+    return "" if value is None else format(value, form)
+
+
+def size_rows(results: dict[str, Any]) -> tuple[list[str], list[list[str]]]:
+    several_seeds = any(size["seeds"] > 1 for size in results["sizes"])
+    heads = ["depth", "non-embedding", "tokens", "FLOPs", results["unit"], "seeds"]
     rows = []
-    for size in found["sizes"]:
+    for size in results["sizes"]:
         if not size["losses"]:
             continue
-        row = [f"{size['depth']}{' (not fitted)' * size['held_out']}"]
-        row += [format_count(float(size["parameters"])), format_count(float(size["tokens"])), f"{size['flops']:.2e}"]
-        row += [f"{size['mean']:.4f}", str(size["seeds"])]
-        row += [f"{size['stderr']:.2g}" if size["stderr"] is not None else ""] if several else []
-        rows.append(row)
-    return heads, rows
+        depth = f"{size['depth']} (not fitted)" if size["held_out"] else str(size["depth"])
+        counts = [format_count(float(size[name])) for name in ("parameters", "tokens")]
+        rows.append([depth, *counts, f"{size['flops']:.2e}", f"{size['mean']:.4f}", str(size["seeds"])])
+        if several_seeds:
+            rows[-1].append(_number(size["stderr"], ".2g"))
+    return heads + (["std. error"] if several_seeds else []), rows
 
 
-def comparison_rows(found: dict[str, Any]) -> tuple[list[str], list[list[str]]]:
-    heads = ["depth", f"half, {found['unit']}", "whole", "other", "times the tokens", "95 % interval",
-             "times the seconds"]  # fmt: skip
+def comparison_rows(results: dict[str, Any]) -> tuple[list[str], list[list[str]]]:
+    heads = ["depth", f"half, {results['unit']}", "whole", "other", "times the tokens", "95 % interval"]
     rows = []
-    for size in found.get("against", {}).get("sizes", []):
+    for size in results.get("against", {}).get("sizes", []):
         losses = [f"{fmean(size[name]):.4f}" if size[name] else "" for name in ("half", "whole", "other")]
-        times, seconds = size["tokens"], size["in_seconds"]
-        interval = "" if times is None or times["low"] is None else f"{times['low']:.2f} to {times['high']:.2f}"
-        rows.append([str(size["depth"]), *losses, "" if times is None else f"{times['value']:.2f}", interval,
-                     "" if seconds is None else f"{seconds:.2f}"])  # fmt: skip
-    return heads, rows
+        times = size["tokens"] or {"value": None, "low": None}
+        interval = "" if times["low"] is None else f"{times['low']:.2f} to {times['high']:.2f}"
+        numbers = [_number(times["value"], ".2f"), interval, _number(size["in_seconds"], ".2f")]
+        rows.append([str(size["depth"]), *losses, *numbers])
+    return [*heads, "times the seconds"], rows
 
 
 def compared_remarks(against: dict[str, Any] | None) -> Iterable[str]:
@@ -231,100 +256,106 @@ def compared_remarks(against: dict[str, Any] | None) -> Iterable[str]:
     yield f"Against {against['recipe'] or 'itself'}: {against['verdict']}"
     trend = against["trend"]
     if trend is not None and trend["low"] is not None:
-        yield (f"With ten times the operations the multiplier becomes {trend['value']:.2f} times as large "
-               f"({trend['low']:.2f} to {trend['high']:.2f}).")  # fmt: skip
+        interval = f"{trend['low']:.2f} to {trend['high']:.2f}"
+        yield f"With ten times the FLOPs the multiplier becomes {trend['value']:.2f} times as large ({interval})."
 
 
-def prediction_rows(found: dict[str, Any]) -> tuple[list[str], list[list[str]]]:
+def prediction_rows(results: dict[str, Any]) -> tuple[list[str], list[list[str]]]:
     heads = ["depth", "predicted", "95 % interval", "measured", "error"]
     rows = []
-    for one in found["predictions"]:
+    for one in results["predictions"]:
         interval = "not known" if one["low"] is None else f"{one['low']:.4f} to {one['high']:.4f}"
-        outside = ", outside the interval" * (one["within"] is False)
-        known = one["measured"] is not None
-        measured = [f"{one['measured']:.4f}", f"{one['error']:+.2%}{outside}"] if known else ["", ""]
+        outside = ", outside the interval" if one["within"] is False else ""
+        measured = [_number(one["measured"], ".4f"), _number(one["error"], "+.2%") + outside]
         rows.append([str(one["depth"]), f"{one['loss']:.4f}", interval, *measured])
     return heads, rows
 
 
-def remarks(found: dict[str, Any]) -> list[str]:
+def remarks(results: dict[str, Any]) -> list[str]:
     """Sentences on how far to trust the predictions, and on missing results."""
-    without = [run for run in found["runs"] if run["loss"] is None and not run["held_out"]]
-    diverged = [run["run"] for run in without if run["status"] == "finished"]
-    missing = [run["run"] for run in without if run["status"] != "finished"]
+    without_loss = [run for run in results["runs"] if run["loss"] is None and not run["held_out"]]
+    diverged = [run["run"] for run in without_loss if run["status"] == "finished"]
+    missing = [run["run"] for run in without_loss if run["status"] != "finished"]
     return [
-        *compared_remarks(found.get("against")),
-        *trust(found),
+        *compared_remarks(results.get("against")),
+        *trust(results),
         *([f"Not finished: {', '.join(missing)}."] if missing else []),
         *([f"Without a finite loss at the end: {', '.join(diverged)}."] if diverged else []),
-        *found["notes"],
-    ]  # fmt: skip
+        *results["notes"],
+    ]
 
 
-def trust(found: dict[str, Any]) -> Iterable[str]:
+def trust(results: dict[str, Any]) -> Iterable[str]:
     """Sentences on the backtest (the smaller sizes predict the largest) and on how far predictions extrapolate."""
-    for law in found["laws"]:
-        back = law["backtest"]
-        yield (f"The smaller sizes alone predict {back['predicted']:.4f} for depth {back['depth']}; measured is "
-               f"{back['measured']:.4f} ({back['predicted'] / back['measured'] - 1:+.2%}).")  # fmt: skip
-    for one in found["predictions"]:
+    for law in results["laws"]:
+        depth, predicted, measured = (law["backtest"][name] for name in ("depth", "predicted", "measured"))
+        result = f"measured is {measured:.4f} ({predicted / measured - 1:+.2%})"
+        yield f"The smaller sizes alone predict {predicted:.4f} for depth {depth}; {result}."
+    for one in results["predictions"]:
         if one["times_largest"] > 1:
-            far = one["distance"] > scaling_laws.FAR
+            far = "far; the form of the law decides more than the measurements"
             yield (
-                f"Depth {one['depth']} takes {one['times_largest']:.3g} times the operations of the largest size, "
-                f"and the sizes differ by a factor of {one['range']:.3g}: "
-                + ("far; the form of the law decides more than the measurements." if far else "not far.")
+                f"Depth {one['depth']} takes {one['times_largest']:.3g} times the FLOPs of the largest size, and the "
+                f"sizes differ by a factor of {one['range']:.3g}: "
+                f"{far if one['distance'] > scaling_laws.FAR else 'not far'}."
             )
 
 
-def print_report(console: Console, found: dict[str, Any]) -> None:
-    for heads, rows in (size_rows(found), prediction_rows(found), comparison_rows(found)):
+def print_report(console: Console, results: dict[str, Any]) -> None:
+    for heads, rows in (size_rows(results), prediction_rows(results), comparison_rows(results)):
         if rows:
             console.print()
             console.print(plain_table(heads, "n" * len(heads), rows))
     console.print()
-    for remark in remarks(found):
+    for remark in remarks(results):
         console.print(remark, soft_wrap=True)
 
 
 # ---- the page --------------------------------------------------------------------------------------------------------
 
 
-def page(found: dict[str, Any]) -> str:
-    runs = [[run["run"], run["seed"], run["status"], "" if run["loss"] is None else f"{run['loss']:.4f}"]
-            for run in found["runs"]]  # fmt: skip
+def page(results: dict[str, Any]) -> str:
+    runs = results["runs"]
     return render(
-        "ladder.html", kind="ladder", found=found, remarks=remarks(found), pictures=pictures(found), run_rows=runs,
-        law_rows=[[text] for law in found["laws"] for text in law["laws"]],
-        predictions=prediction_rows(found), compared=comparison_rows(found), sizes=size_rows(found),
-    )  # fmt: skip
+        "ladder.html",
+        kind="ladder",
+        found=results,
+        remarks=remarks(results),
+        pictures=pictures(results),
+        run_rows=[[run["run"], run["seed"], run["status"], _number(run["loss"], ".4f")] for run in runs],
+        law_rows=[[text] for law in results["laws"] for text in law["laws"]],
+        predictions=prediction_rows(results),
+        compared=comparison_rows(results),
+        sizes=size_rows(results),
+    )
 
 
-def pictures(found: dict[str, Any]) -> Iterable[tuple[str, str]]:
+def pictures(results: dict[str, Any]) -> Iterable[tuple[str, str]]:
     """The chart of the law, if there is one, as a title and an SVG in base64."""
     from lm.inspection.drawing import BLUE, figure, label_axes  # matplotlib takes half a second
 
-    for law in found["laws"]:
+    for law in results["laws"]:
         drawn, axes = figure()
-        at, middle, low, high = zip(*law["curve"], strict=True)
-        axes.plot(at, middle, color=BLUE, linewidth=1.4)
+        flops, middle, low, high = zip(*law["curve"], strict=True)
+        axes.plot(flops, middle, color=BLUE, linewidth=1.4)
         if low[0] is not None:
-            axes.fill_between(at, low, high, color=BLUE, alpha=0.2, linewidth=0)
-        for size in (size for size in found["sizes"] if size["losses"]):
-            axes.plot([size["flops"]] * len(size["losses"]), size["losses"], "D" if size["held_out"] else "o",
-                      color=BLUE, markersize=5, fillstyle="none" if size["held_out"] else "full")  # fmt: skip
+            axes.fill_between(flops, low, high, color=BLUE, alpha=0.2, linewidth=0)
+        for size in (size for size in results["sizes"] if size["losses"]):
+            marker, fill = ("D", "none") if size["held_out"] else ("o", "full")
+            x = [size["flops"]] * len(size["losses"])
+            axes.plot(x, size["losses"], marker, color=BLUE, markersize=5, fillstyle=fill)
             place = size["flops"], max(size["losses"])
             axes.annotate(str(size["depth"]), place, (0, 6), textcoords="offset points", ha="center", fontsize=8)
-        for one in found["predictions"]:
-            size = next(size for size in found["sizes"] if size["depth"] == one["depth"])
+        for one in results["predictions"]:
+            size = next(size for size in results["sizes"] if size["depth"] == one["depth"])
             ends = None if one["low"] is None else [[one["loss"] - one["low"]], [one["high"] - one["loss"]]]
             axes.errorbar([size["flops"]], [one["loss"]], ends, fmt="x", color=BLUE, capsize=3)
         axes.set_xscale("log")
         axes.set_yscale("log")
         axes.yaxis.set_major_formatter("{x:.3g}")
         axes.yaxis.set_minor_formatter("{x:.3g}")
-        label_axes(axes, "loss by operations; numbers are depths, x is predicted, open marks are not fitted",
-                   "operations", found["unit"])  # fmt: skip
+        title = "loss by FLOPs; numbers are depths, x is predicted, open marks are not fitted"
+        label_axes(axes, title, "FLOPs", results["unit"])
         file = io.BytesIO()
         drawn.savefig(file, format="svg")
-        yield "loss by operations", base64.b64encode(file.getvalue()).decode()
+        yield "loss by FLOPs", base64.b64encode(file.getvalue()).decode()

@@ -3,10 +3,11 @@
 Nothing here imports PyTorch, so a wrong value is answered at once.
 """
 
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, field, replace
 from random import getrandbits
 from typing import Literal
 
+from lm.cli.command_options import take_fields
 from lm.data.tokenizer import Begin
 from lm.errors import require, require_at_least
 from lm.inference.sampling import Sampling
@@ -72,8 +73,8 @@ class GenerateOptions(Sampling, PromptOptions):
     @property
     def sampling(self) -> Sampling:
         """The options of sampling, with a new random seed if none was given."""
-        chosen = Sampling(**{option.name: getattr(self, option.name) for option in fields(Sampling)})
-        return replace(chosen, seed=getrandbits(32)) if chosen.seed is None else chosen
+        sampling = take_fields(Sampling, self)
+        return replace(sampling, seed=getrandbits(32)) if sampling.seed is None else sampling
 
 
 @dataclass(frozen=True)
@@ -104,8 +105,8 @@ class EvaluateOptions(ModelChoice):
     json: bool = False
 
     def __post_init__(self) -> None:
-        require(bool(self.tasks or self.texts),
-                "give something to evaluate on: --tasks embedded:sotu or --texts FILE")  # fmt: skip
+        has_input = bool(self.tasks or self.texts)
+        require(has_input, "give something to evaluate on: --tasks embedded:sotu or --texts FILE")
         require_at_least(1, "--", max_items=self.max_items, batch_tokens=self.batch_tokens)
         require_at_least(0, "--", num_fewshot=self.num_fewshot)
 

@@ -15,13 +15,13 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields, is_dataclass, replace
 from inspect import signature
 from types import NoneType
-from typing import Any, Generic, NamedTuple, TypeVar, get_args
+from typing import Any, Generic, TypeVar, get_args
 
 import yaml
 from jsonargparse import Namespace
 from jsonargparse.typing import register_type
 
-from lm.cli.command_options import COMMAND_OPTIONS, FitOptions, RunChoice
+from lm.cli.command_options import COMMAND_OPTIONS, FitOptions, RunChoice, take_fields
 from lm.cli.options import SEED
 from lm.cli.settings import check_names, combine, read_settings, set_option
 from lm.data.config import DataConfig
@@ -39,7 +39,7 @@ from lm.training.config import (
     SamplesConfig,
     TrainerConfig,
 )
-from lm.training.schedule import plan_steps
+from lm.training.schedule import Steps, plan_steps
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -53,35 +53,46 @@ class Sections:
     samples: SamplesConfig = field(default_factory=SamplesConfig)
     evaluation: EvaluationConfig = field(default_factory=EvaluationConfig)
 
+    def steps(self, world_size: int) -> Steps:
+        """The optimizer steps of the run; RequestError for a length or a batch that does not come out even."""
+        return plan_steps(
+            seq_len=self.data.seq_len,
+            micro_batch_size=self.data.micro_batch_size,
+            global_batch_tokens=self.data.global_batch_tokens,
+            world_size=world_size,
+            max_steps=self.trainer.max_steps,
+            max_tokens=self.trainer.max_tokens,
+        )
+
 
 CommandOptions = TypeVar("CommandOptions")  # `FitOptions`, `PlanOptions` ...
 
 
 @dataclass(frozen=True, kw_only=True)
 class Request(Sections, Generic[CommandOptions]):
-    """A command with its own options, and all options of a training; callbacks and loggers are not built yet."""
+    """A command with its own options, and the options of a run; callbacks and loggers are not built yet."""
 
     command: str
     run_name: str  # as typed, else that of the config's file
-    settings: dict[str, Any]  # all options of the training, as a YAML file has them
-    choice: RunChoice
-    options: CommandOptions
+    settings: dict[str, Any]  # all options of the run, as a YAML file has them
+    run_choice: RunChoice
+    command_options: CommandOptions
     seed_everything: int
     run_options: RunOptions
     custom_arguments: dict[str, Any]  # further ones of the user's subclass of `LanguageModule`
 
     @property
-    def text(self) -> str:
+    def config_yaml(self) -> str:
         """The content of a run's config.yaml."""
         return to_yaml({"run": self.run_name, **self.settings})
 
     def with_values(self, values: Mapping[str, Any]) -> "Request[CommandOptions]":
-        """The same request with other values of a training's options, by their dotted names."""
+        """The same request with other values of a run's options, by their dotted names."""
         settings = copy.deepcopy(self.settings)
         for name, value in values.items():
             set_option(settings, name, value)
-        changed = make_request(self.command, {**settings, **vars(self.choice)}, self.run_name)
-        return replace(changed, options=self.options)
+        changed = make_request(self.command, {**settings, **vars(self.run_choice)}, self.run_name)
+        return replace(changed, command_options=self.command_options)
 
 
 def to_yaml(settings: dict[str, Any]) -> str:
@@ -96,8 +107,8 @@ def read(command: str, arguments: list[str]) -> Request[Any]:
 def override(settings: Mapping[str, Any], typed: Sequence[tuple[str, Any]]) -> Request[FitOptions]:
     """The request of a fit with the settings of a run, and options of a command line set over them."""
     check_names("fit", typed)
-    kept = {name: value for name, value in settings.items() if name not in ("run", "ckpt_path")}
-    return make_request("fit", combine("fit", [kept], typed))
+    config = {name: value for name, value in settings.items() if name not in ("run", "ckpt_path")}
+    return make_request("fit", combine("fit", [config], typed))
 
 
 # ---- dataclasses -----------------------------------------------------------------------------------------------------
@@ -108,63 +119,63 @@ def make_request(command: str, settings: dict[str, Any], run_name: str = "run") 
 
     RequestError for a value that is wrong by itself, and for a length or a batch that does not come out even.
     """
-    complete = complete_settings(command, settings)
-    values = complete.parser.instantiate_classes(complete.values)  # dataclasses, but for trainer, model and data
-    choice, own = take_fields(RunChoice, values), COMMAND_OPTIONS.get(command)
+    parser, completed = complete_settings(command, settings)
+    values = parser.instantiate_classes(completed)  # dataclasses, but for trainer, model and data
+    run_choice, options_class = take_fields(RunChoice, values), COMMAND_OPTIONS.get(command)
+    sections = {
+        section.name: take_fields(section.options, getattr(values, section.name))
+        for section in SECTIONS
+        if section.name
+    }
     model_fields = {option.name for option in fields(ModelConfig)}
     request = Request(
-        command=command, run_name=choice.run or run_name, choice=choice,
-        options=take_fields(own, values) if own else None, settings=complete.of_training,
-        seed_everything=values.seed_everything, run_options=take_fields(RunOptions, values),
-        trainer=take_fields(TrainerConfig, values.trainer), model=take_fields(ModelConfig, values.model),
-        data=take_fields(DataConfig, values.data),
+        command=command,
+        run_name=run_choice.run or run_name,
+        run_choice=run_choice,
+        command_options=take_fields(options_class, values) if options_class else None,
+        settings=run_settings(command, parser, completed),
+        seed_everything=values.seed_everything,
+        run_options=take_fields(RunOptions, values),
         custom_arguments={name: value for name, value in vars(values.model).items() if name not in model_fields},
-        guards=values.guards, samples=values.samples, evaluation=values.evaluation,
-    )  # fmt: skip
+        **sections,
+    )
     check_request(request)
     return request
 
 
 def check_request(request: Request[Any]) -> None:
     """Raise RequestError for values that are wrong together, as far as they can be known without the machine."""
-    command, trainer, data = request.command, request.trainer, request.data
+    command = request.command
     if not 0 <= request.seed_everything < 2**32:
         raise RequestError(f"seed_everything {request.seed_everything} must be a whole number from 0 to {2**32 - 1}")
-    timed = command == "fit" and request.options.hours is not None  # its length follows
-    if command in ("fit", "bench step", "profile") and not timed and str(trainer.devices) in ("1", "auto"):
-        plan_steps(world_size=1, max_steps=trainer.max_steps, max_tokens=trainer.max_tokens, seq_len=data.seq_len,
-                   micro_batch_size=data.micro_batch_size, global_batch_tokens=data.global_batch_tokens)  # fmt: skip
+    timed = command == "fit" and request.command_options.hours is not None  # its length follows
+    if command in ("fit", "bench step", "profile") and not timed and str(request.trainer.devices) in ("1", "auto"):
+        request.steps(world_size=1)  # raises
     if command == "predict":
         from lm.data.text_files import find_files
 
-        require(bool(data.texts), "nothing to predict on: give text files, JSONL or Parquet with --data.texts")
-        find_files(data.texts)  # raises if one is missing
+        require(bool(request.data.texts), "nothing to predict on: give text files, JSONL or Parquet with --data.texts")
+        find_files(request.data.texts)  # raises if one is missing
 
 
-class CompleteSettings(NamedTuple):
-    """Settings with types and all defaults."""
-
-    parser: Parser
-    values: Namespace
-    of_training: dict[str, Any]  # without the command's own, as a YAML file has them
+# ---- the parser ------------------------------------------------------------------------------------------------------
 
 
-def complete_settings(command: str, settings: dict[str, Any]) -> CompleteSettings:
-    """Give each setting its type and each missing one its default."""
+def complete_settings(command: str, settings: dict[str, Any]) -> tuple[Parser, Namespace]:
+    """Give each setting its type and each missing one its default; also the parser that did it."""
     check_nulls(settings)
     parser = make_parser(command)
-    config = parser.parse_object(settings)
-    link_seq_len(config)
-    plain = json.loads(parser.dump(config, format="json", skip_none=False, skip_check=True))
-    kinds = filter(None, (RunChoice, COMMAND_OPTIONS.get(command)))
-    not_of_training = {option.name for kind in kinds for option in fields(kind)}
-    of_training = {name: value for name, value in plain.items() if name not in not_of_training}
-    return CompleteSettings(parser, config, of_training)
+    completed = parser.parse_object(settings)
+    link_seq_len(completed)
+    return parser, completed
 
 
-def take_fields(kind: type, values: Namespace) -> Any:
-    """A dataclass of those values that are its fields."""
-    return kind(**{option.name: values[option.name] for option in fields(kind)})
+def run_settings(command: str, parser: Parser, completed: Namespace) -> dict[str, Any]:
+    """Completed settings as a YAML file has them, without the command's own."""
+    plain = json.loads(parser.dump(completed, format="json", skip_none=False, skip_check=True))
+    option_classes = filter(None, (RunChoice, COMMAND_OPTIONS.get(command)))
+    of_command = {option.name for options_class in option_classes for option in fields(options_class)}
+    return {name: value for name, value in plain.items() if name not in of_command}
 
 
 class NotBuilt:
@@ -174,8 +185,7 @@ class NotBuilt:
     """
 
 
-register_type(NotBuilt, serializer=lambda value: value, deserializer=lambda value: value,
-              type_check=lambda value, kind: True)  # fmt: skip
+register_type(NotBuilt, lambda value: value, lambda value: value, type_check=lambda value, kind: True)
 
 
 class TrainerOptions:
@@ -186,20 +196,20 @@ class TrainerOptions:
 
 
 def make_parser(command: str) -> Parser:
-    """The parser of a training's options and of the command's own."""
+    """The parser of a run's options and of the command's own."""
     parser = Parser(prog=f"lm {command}", allow_abbrev=False)
     parser.add_argument(f"--{SEED.name}", type=int, default=SEED.default)
     custom = process.module_class
     for name, kind in {"trainer": TrainerOptions, "model": custom or ModelConfig, "data": DataConfig}.items():
-        added = parser.add_class_arguments(kind, name, instantiate=False)
+        arguments = parser.add_class_arguments(kind, name, instantiate=False)
         if kind is custom:
-            check_arguments(custom, {option.split(".")[1] for option in added})
+            check_arguments(custom, {argument.split(".")[1] for argument in arguments})
     allow_class_path(parser)
     for section in SECTIONS:
         if section.name not in ("trainer", "model", "data"):
             parser.add_class_arguments(section.options, section.name or None)
-    for options in filter(None, (RunChoice, COMMAND_OPTIONS.get(command))):
-        parser.add_class_arguments(options)
+    for options_class in filter(None, (RunChoice, COMMAND_OPTIONS.get(command))):
+        parser.add_class_arguments(options_class)
     return parser
 
 
@@ -210,45 +220,50 @@ def allow_class_path(parser: Any) -> None:
             action.basetype = None
 
 
+# ---- what jsonargparse takes, and should not -------------------------------------------------------------------------
+
+
 def check_arguments(custom: type, arguments: set[str]) -> None:
-    """Raise RequestError for a subclass of `LanguageModule` that does not take what every training gives it."""
+    """Raise RequestError for a subclass of `LanguageModule` that does not take what every run gives it."""
     if missing := [option.name for option in fields(ModelConfig) if option.name not in arguments]:
-        raise RequestError(f"{custom.__name__}.__init__ does not take {missing[0]} and other options of LanguageModule"
-                           ": let it end with **options, and begin with `super().__init__(**options)`")  # fmt: skip
+        raise RequestError(
+            f"{custom.__name__}.__init__ does not take {missing[0]} and other options of LanguageModule: let it end "
+            "with **options, and begin with `super().__init__(**options)`"
+        )
     if reserved := [name for name in signature(custom).parameters if hasattr(Namespace, name)]:
-        raise RequestError(f"{custom.__name__}.__init__ has an argument {reserved[0]}, which jsonargparse keeps for "
-                           "itself: give it another name")  # fmt: skip
+        raise RequestError(
+            f"{custom.__name__}.__init__ has an argument {reserved[0]}, which jsonargparse keeps: rename it"
+        )
 
 
 def check_nulls(settings: Mapping[str, Any]) -> None:
     """Refuse a null where it means nothing, and a value in place of a group of options; jsonargparse takes both."""
     for section in SECTIONS:
-        prefix = f"{section.name}." if section.name else ""
-        _check_nulls(section.options, settings.get(section.name, {}) if prefix else settings, prefix)
+        group, prefix = (settings.get(section.name, {}), f"{section.name}.") if section.name else (settings, "")
+        _check_nulls(section.options, group, prefix)
 
 
 def _check_nulls(options: type, group: Any, prefix: str) -> None:
     if not isinstance(group, Mapping):
         raise RequestError(f"{prefix.removesuffix('.')} is a group of options and not {shown(group)}")
     for option in fields(options):
+        name, value = f"{prefix}{option.name}", group.get(option.name, ...)
         kinds = get_args(option.type) or (option.type,)
-        inner = next((kind for kind in kinds if is_dataclass(kind)), None)
-        value = group.get(option.name, ...)
-        if value in (None, "null") and NoneType not in kinds:
-            raise RequestError(
-                f"{prefix}{option.name} is null, which means nothing there: leave it out for its default"
-            )
-        if inner is not None and value not in (None, "null", ...):
-            _check_nulls(inner, value, f"{prefix}{option.name}.")
+        null = value in (None, "null")
+        if null and NoneType not in kinds:
+            raise RequestError(f"{name} is null, which means nothing there: leave it out for its default")
+        group_class = next((kind for kind in kinds if is_dataclass(kind)), None)
+        if group_class is not None and not null and value is not ...:
+            _check_nulls(group_class, value, f"{name}.")
 
 
 def link_seq_len(config: Namespace) -> None:
     """Set the context of the data to the model's unless the data asks for a shorter one."""
-    most = config.model.decoder.max_position_embeddings
+    context = config.model.decoder.max_position_embeddings
     if config.data.seq_len is None:
-        config.data.seq_len = most
-    if config.data.seq_len > most:
+        config.data.seq_len = context
+    if config.data.seq_len > context:
         raise RequestError(
-            f"data.seq_len {config.data.seq_len} is longer than model.decoder.max_position_embeddings {most}: leave it "
-            f"out, or give --model.decoder.max_position_embeddings {config.data.seq_len}"
+            f"data.seq_len {config.data.seq_len} is longer than model.decoder.max_position_embeddings {context}: leave "
+            f"it out, or give --model.decoder.max_position_embeddings {config.data.seq_len}"
         )

@@ -35,21 +35,21 @@ def ls(all: bool = False, tag: str | None = None, root: str = str(ROOT), json: b
         root: Folder whose runs are listed first.
         json: Print one JSON list instead.
     """
-    found = [run for run in collect_runs(root) if tag in (None, *(run.get("tags") or ()))]
+    rows = [run for run in collect_runs(root) if tag in (None, *(run.get("tags") or ()))]
     if json:
-        print(to_json(found))
+        print(to_json(rows))
         return
-    here = Path(root).resolve()
-    own = [run for run in found if Path(run["path"]).parent == here]
-    others = [run for run in found if run not in own]
+    root_folder = Path(root).resolve()
+    under_root = [run for run in rows if Path(run["path"]).parent == root_folder]
+    others = [run for run in rows if run not in under_root]
     shown = others if all else others[-SHOWN:]
     console = Console(highlight=False, soft_wrap=True)
-    if not found and tag is not None:
+    if not rows and tag is not None:
         console.print(f"no run has the tag {tag}")
-    elif not own and tag is None:
+    elif not under_root and tag is None:
         where = f"under {root}" if others else f"under {root} or in the registry"
         console.print(f"no runs {where}: start one with `lm fit --config tiny.yaml`")
-    _print_table([*shown, *own], console)
+    _print_table([*shown, *under_root], console)
     if len(others) > len(shown):
         console.print(f"{plural(len(others) - len(shown), 'older run')} of other folders: --all shows them")
 
@@ -79,22 +79,22 @@ def check(run: str, root: str = str(ROOT), json: bool = False) -> None:
         json: Print one JSON object instead of lines.
     """
     folder = find_run(run, root)
-    found, status = expectations(folder), folder.status()
-    if not found:
+    checks, status = expectations(folder), folder.status()
+    if not checks:
         raise RequestError(
             f"run {folder.name} has nothing to check: a config's `expect` has bounds, such as "
             "`expect: {val/loss: [3.2, 3.5]}`"
         )
     if status == "running":
         raise RequestError(f"run {folder.name} is still being trained")
-    judged = acceptance(found)
+    judged = acceptance(checks)
     passed = judged["passed"] and status == "finished"
     if json:
         print(to_json({**judged, "passed": passed, "status": status}))
     else:
-        print(status, *found, sep="\n")
+        print(status, *checks, sep="\n")
     if not passed:
-        missed = [str(each) for each in found if not each.met] or [f"it is {status}, not finished"]
+        missed = [str(each) for each in checks if not each.met] or [f"it is {status}, not finished"]
         raise LmError(f"run {folder.name} did not pass: {'; '.join(missed)}")
 
 
@@ -107,33 +107,33 @@ def collect_runs(root: str) -> list[dict[str, Any]]:
     A run whose folder is missing is removed from the registry. Where the folder above is missing too, such as on a disk
     that is not mounted, the run has the status `gone` and the facts of the registry.
     """
-    found, removed = {}, []
+    rows, removed = {}, []
     for row in registry.known_runs():
         path = Path(row["path"])
         if (path / "run.json").is_file():
-            found[row["path"]] = run_row(Run(path))
+            rows[row["path"]] = run_row(Run(path))
         elif path.parent.is_dir():
             removed.append(row["path"])
         else:
-            found[row["path"]] = {**row, "status": "gone"}
+            rows[row["path"]] = {**row, "status": "gone"}
     for run in Run.all(root):
         path = str(run.path.resolve())
-        found[path] = found.get(path) or run_row(run)
+        rows[path] = rows.get(path) or run_row(run)
     if removed:
         with suppress(LmError):  # where it cannot be written to, they are left out all the same
             registry.forget(removed)
-    return sorted(found.values(), key=lambda run: (run.get("entered") or 0.0, run["name"]))
+    return sorted(rows.values(), key=lambda run: (run.get("entered") or 0.0, run["name"]))
 
 
 HEADINGS = ("run", "status", "step", "best loss", "loss", "tokens/s", "age")
 
 
-def _print_table(found: list[dict[str, Any]], console: Console) -> None:
+def _print_table(all_runs: list[dict[str, Any]], console: Console) -> None:
     """The runs of each folder, the last run's folder first; the columns of all folders are aligned."""
     folders: dict[Path, list[dict[str, Any]]] = {}
-    for run in reversed(found):
+    for run in reversed(all_runs):
         folders.setdefault(Path(run["path"]).parent, []).insert(0, run)
-    rows = {run["path"]: _cells(run) for run in found}
+    rows = {run["path"]: _cells(run) for run in all_runs}
     widths = [max(map(len, column)) for column in zip(HEADINGS, *rows.values(), strict=True)]
     widths[0] = min(widths[0], max(8, console.width - sum(widths[1:]) - 2 * len(widths)))
     for folder, runs in folders.items():

@@ -59,11 +59,10 @@ def compare(
     if not any(one.x for one in series):
         check_metric(metric)
         raise RequestError(f"none of the runs has logged {metric}")
-    rows = [
-        {"run": name, "path": str(folder.path.resolve()), "status": folder.status(),
-         **{measured: summarize(lines, measured) for measured in (metric, "val/loss", "val/bpb")}}
-        for name, folder, lines in zip(names, folders, metrics, strict=True)
-    ]  # fmt: skip
+    rows = []
+    for name, folder, lines in zip(names, folders, metrics, strict=True):
+        summaries = {shown: summarize(lines, shown) for shown in (metric, "val/loss", "val/bpb")}
+        rows.append({"run": name, "path": str(folder.path.resolve()), "status": folder.status(), **summaries})
     differing = differences([folder.settings() for folder in folders])
     if png is not None:
         from lm.inspection.drawing import draw_curves  # matplotlib takes half a second
@@ -88,8 +87,8 @@ def compare(
 def _print_values(console: Console, rows: list[dict[str, Any]], metric: str) -> None:
     cells = []
     for index, row in enumerate(rows):
-        own = row[metric] or {}
-        numbers = [own.get("last"), own.get("lowest"), own.get("lowest_step")]
+        summary = row[metric] or {}
+        numbers = [summary.get(name) for name in ("last", "lowest", "lowest_step")]
         numbers += [(row[name] or {}).get("lowest") for name in ("val/loss", "val/bpb")]
         cells.append([MARKERS[index % len(MARKERS)], row["run"], row["status"], *map(_number, numbers)])
     heads = ("", "run", "status", "last", "lowest", "at step", "val loss", "val bpb")
@@ -139,18 +138,18 @@ def export(
             in URLs and values with names such as `api_key` are left out.
         root: Folder of the runs.
     """
-    found = find_run(run, root)
+    exported = find_run(run, root)
     if html is not None:
         from lm.cli.report.run import write_page
 
         if output is not None or checkpoint != "last":
             raise RequestError("--html writes a page instead of the folder: leave out --output and --checkpoint")
-        write_page(found, html)
+        write_page(exported, html)
         print(html)
         return
-    target = Path("exports") / found.name if output is None else Path(output)
+    target = Path("exports") / exported.name if output is None else Path(output)
     with new_folder(target) as folder:
-        write_export(found, None if checkpoint == "none" else found.checkpoint(checkpoint), folder)
+        write_export(exported, None if checkpoint == "none" else exported.checkpoint(checkpoint), folder)
     print(target)
 
 
@@ -159,7 +158,7 @@ def write_export(run: Run, checkpoint: Path | None, folder: Path) -> None:
     metrics = run.metrics()
     write_metrics(metrics, folder)
     draw_pictures(metrics, folder, run.name)
-    from lm.cli.report.run import PRIVATE
+    from lm.cli.report.public import PRIVATE
 
     settings = run.settings()
     if any([settings.pop(name, None) for name in PRIVATE]):
@@ -181,11 +180,18 @@ def write_export(run: Run, checkpoint: Path | None, folder: Path) -> None:
 def manifest_of(run: Run, metrics: list[dict[str, Any]], checkpoint: Path | None) -> dict[str, Any]:
     """The manifest without its files: how the run was made, on what, at what cost, and where it ended."""
     facts, row = read_facts(run), run_row(run)
-    finals = {name: summarize(metrics, name) for name in ("train/loss", "val/loss", "val/bpb")}
+    final: dict[str, Any] = {}
+    for name in ("train/loss", "val/loss", "val/bpb"):
+        if summary := summarize(metrics, name):
+            final[name] = {key: summary[key] for key in ("last", "lowest", "lowest_step")}
+    weights = None
+    if checkpoint is not None:
+        weights = {"step": int(checkpoint.name.removeprefix("step-")), "sha256": weights_digest(checkpoint)}
     return {
         "format": 1,
         "run": run.name,
-        "status": facts["status"], "reason": facts["reason"],
+        "status": facts["status"],
+        "reason": facts["reason"],
         "seed": run.settings().get("seed_everything"),
         "config_sha256": row["config_sha256"],
         "versions": {"python": facts["python"], **facts["versions"]},
@@ -198,14 +204,9 @@ def manifest_of(run: Run, metrics: list[dict[str, Any]], checkpoint: Path | None
         "exported": _utc(time.time()),
         "steps": row["step"],
         "tokens": facts["tokens"],
-        "final": {
-            name: {key: found[key] for key in ("last", "lowest", "lowest_step")}
-            for name, found in finals.items() if found
-        },
-        "checkpoint": None if checkpoint is None else {
-            "step": int(checkpoint.name.removeprefix("step-")), "sha256": weights_digest(checkpoint)
-        },
-    }  # fmt: skip
+        "final": final,
+        "checkpoint": weights,
+    }
 
 
 def write_metrics(metrics: list[dict[str, Any]], folder: Path) -> None:

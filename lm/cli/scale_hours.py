@@ -16,8 +16,9 @@ from typing import NamedTuple
 import yaml
 
 from lm.cli import scale
-from lm.cli.hours import FEW, measured
+from lm.cli.hours import FEW, measure_step
 from lm.cli.plan_facts import memory_facts, memory_of_option
+from lm.cli.scaling_rules import DEVICE_TOKENS, Recipe, batch_tokens, make_recipe, micro_batch, power_of_two
 from lm.errors import RequestError
 from lm.model.config import MOST_LAYERS
 from lm.model.memory import Step
@@ -39,7 +40,7 @@ STARTUP = 30.0  # seconds until the first step is done, on another machine's dev
 class Speed(NamedTuple):
     """The speed of training on one device."""
 
-    flops: float  # operations a second in forward and backward pass
+    flops: float  # FLOPs a second in forward and backward pass
     optimizer: float  # seconds of an optimizer step after them
     start: float  # seconds until the first step is done
     checkpoint: float  # seconds that training waits for a checkpoint
@@ -50,7 +51,7 @@ class Speed(NamedTuple):
 class Candidate:
     """A recipe on so many devices."""
 
-    recipe: scale.Recipe
+    recipe: Recipe
     fitting: int  # samples of a micro-batch that a device has memory for
     devices: int
     speed: Speed
@@ -64,7 +65,7 @@ class Candidate:
     def micro_batch(self) -> int:
         """Samples of a micro-batch."""
         seq_len = self.recipe.decoder.max_position_embeddings
-        return scale.micro_batch(self.recipe.batch, seq_len, self.devices, self.fitting)
+        return micro_batch(self.recipe.batch, seq_len, self.devices, self.fitting)
 
     def sample_seconds(self, samples: float) -> float:
         """Seconds of the forward and backward passes of `samples` samples."""
@@ -77,7 +78,7 @@ class Candidate:
 
     @property
     def interval_seconds(self) -> float:
-        """Seconds of a validation (forward pass only: a third of the operations) and a checkpoint."""
+        """Seconds of a validation (forward pass only: a third of the FLOPs) and a checkpoint."""
         return self.sample_seconds(scale.validated_samples(self.recipe)) / 3 + self.speed.checkpoint
 
     @property
@@ -94,7 +95,7 @@ class Candidate:
             tokens = steps_within(seconds - one.speed.start, one.step_seconds, pauses) * one.recipe.batch_tokens
             tokens = min(tokens, scale.EPOCHS * one.options.text_tokens)
             seq_len = one.recipe.decoder.max_position_embeddings
-            best = one.devices * scale.power_of_two(scale.batch_tokens(max(1.0, tokens)) / seq_len / one.devices)
+            best = one.devices * power_of_two(batch_tokens(max(1.0, tokens)) / seq_len / one.devices)
             batch = one.options.batch or best
             steps = int(tokens / (batch * seq_len))
             if steps < 1:
@@ -122,26 +123,25 @@ def config_for_time(request: scale.TimedRequest) -> str:
         raise RequestError(f"--{name} gives the length of the run, and so does the time: give one of them")
     scaled = request if request.depth else scale.in_small_proportions(request)
     best, others = Search(scaled).best([request.blocks] if request.blocks else None)
-    made, notes = best.recipe, []
+    recipe, notes = best.recipe, []
     if scaled.text_tokens < math.inf and best.seconds < request.seconds / 2:
-        notes.append(f"The text ends first: {scale.EPOCHS} times it takes {format_duration(best.seconds)} of "
-                     f"{format_duration(request.seconds)}.")  # fmt: skip
+        used = f"{format_duration(best.seconds)} of {format_duration(request.seconds)}"
+        notes.append(f"The text ends first: {scale.EPOCHS} times it takes {used}.")
     if others:
         beside = (f"depth {one.recipe.decoder.num_hidden_layers}, {format_count(one.recipe.tokens)}" for one in others)
         notes.append(f"With more loss by the law of arXiv:2404.10102, in the same time: {'; '.join(beside)} tokens.")
     if request.ladder:
-        notes.append(ladder_loss(Path(request.ladder), made))
-    times = f", {made.tokens / scaled.text_tokens:.2g} times the text" if scaled.text_tokens < math.inf else ""
+        notes.append(ladder_loss(Path(request.ladder), recipe))
+    times = f", {recipe.tokens / scaled.text_tokens:.2g} times the text" if scaled.text_tokens < math.inf else ""
+    devices = f"{best.devices} x " if best.devices > 1 else ""
     horizon = (
-        f"{format_count(made.tokens)} tokens{times}, {made.tokens / made.multiplied:.3g} a parameter outside the "
-        "embedding: "
-        f"{format_duration(best.seconds)} at {format_figure(best.step_seconds)} s a step "
-        f"({f'{best.devices} x ' * (best.devices > 1)}{best.speed.basis})"
+        f"{format_count(recipe.tokens)} tokens{times}, {recipe.tokens / recipe.multiplied:.3g} a parameter outside the "
+        f"embedding: {format_duration(best.seconds)} at {format_figure(best.step_seconds)} s a step "
+        f"({devices}{best.speed.basis})"
     )
-    title, rest = scale.write_yaml(made, request.command(request.timing), horizon, scaled, best.micro_batch).split(
-        "\n", 1
-    )
-    return "\n".join([title, *(f"# {note}" for note in notes), rest])
+    config = scale.write_yaml(recipe, request.command(request.timing), horizon, scaled, best.micro_batch)
+    title, body = config.split("\n", 1)
+    return "\n".join([title, *(f"# {note}" for note in notes), body])
 
 
 class Search:
@@ -151,26 +151,28 @@ class Search:
         if request.mfu is not None and request.mfu > 1:
             raise RequestError(f"--mfu {request.mfu} must lie in (0, 1]")
         self.request, self.seconds = request, request.seconds
-        self.here = request.device == "auto" and not (request.memory or request.peak_tflops or request.mfu)
+        self.is_this_machine = request.device == "auto" and not (request.memory or request.peak_tflops or request.mfu)
         self.device, count = find_device(request.device, memory_of_option(request.memory), request.peak_tflops)
         self.precision = PRECISION if self.device.capability else precision_for_cpu(PRECISION)
-        if not self.here and self.device.peak_flops(self.precision) is None:
+        if not self.is_this_machine and self.device.peak_flops(self.precision) is None:
             raise RequestError(f"the peak of {self.device.name} in {self.precision} is not known: give --peak_tflops N")
-        self.devices = request.devices or (count if self.here else 1)
+        self.devices = request.devices or (count if self.is_this_machine else 1)
         if request.batch and request.batch % self.devices:
-            raise RequestError(f"--batch_tokens {request.batch_tokens:,}, {request.batch} samples, cannot be divided "
-                               f"among {self.devices} devices: give another, or --devices 1")  # fmt: skip
+            raise RequestError(
+                f"--batch_tokens {request.batch_tokens:,}, {request.batch} samples, cannot be divided among "
+                f"{self.devices} devices: give another, or --devices 1"
+            )
         self.measured: dict[int, Speed] = {}
 
     def best(self, depths: list[int] | None) -> tuple[Candidate, list[Candidate]]:
         """The candidate with the lowest expected loss, and the next two."""
-        if self.here:
+        if self.is_this_machine:
             self.measure(depths[0] if depths else FIRST)
         while True:
-            found = sorted(self.candidates(depths), key=lambda one: one.loss)
-            depth = found[0].recipe.decoder.num_hidden_layers
-            if not self.here or depth in self.measured:
-                return found[0], found[1:3]
+            candidates = sorted(self.candidates(depths), key=lambda one: one.loss)
+            depth = candidates[0].recipe.decoder.num_hidden_layers
+            if not self.is_this_machine or depth in self.measured:
+                return candidates[0], candidates[1:3]
             self.measure(depth)
 
     def candidates(self, depths: list[int] | None) -> Iterator[Candidate]:
@@ -178,8 +180,8 @@ class Search:
         lowest, higher = math.inf, 0
         for depth in depths or range(2, MOST_LAYERS):
             try:
-                made = self.recipe(depth)
-                one = Candidate(made, self.fitting(made), self.devices, self.speed(made), self.request)
+                recipe = self.recipe(depth)
+                one = Candidate(recipe, self.fitting(recipe), self.devices, self.speed(recipe), self.request)
                 one = one.fill(self.seconds)
             except RequestError:
                 if lowest == math.inf:
@@ -188,64 +190,62 @@ class Search:
             yield one
             higher += one.loss > lowest
             lowest = min(lowest, one.loss)
-            if higher == 2 or made.multiplied > scale.PARAMETERS_PER_TOKEN * self.request.text_tokens:
+            if higher == 2 or recipe.multiplied > scale.PARAMETERS_PER_TOKEN * self.request.text_tokens:
                 return
 
-    def recipe(self, depth: int) -> scale.Recipe:
+    def recipe(self, depth: int) -> Recipe:
         """The recipe of a depth; its number of steps is a placeholder."""
-        return scale.recipe(scale.shape(depth, self.request), steps=1000, optimizer=self.request.optimizer)
+        return make_recipe(scale.shape(depth, self.request), steps=1000, optimizer=self.request.optimizer)
 
-    def fitting(self, made: scale.Recipe) -> int:
+    def fitting(self, recipe: Recipe) -> int:
         """Largest micro-batch that fits the device, in samples; `DEVICE_TOKENS` if its memory is not known."""
         step = Step(1, self.request.seq_len, self.precision, has_kernels(self.device, "auto"))
-        memory = memory_facts(made.decoder, step, OptimizerConfig(made.optimizer), self.device, False)
-        most = memory.get("largest_micro_batch", scale.DEVICE_TOKENS)
-        if most is None:
-            raise RequestError(f"not even one sample of {self.request.seq_len:,} tokens at depth "
-                               f"{made.decoder.num_hidden_layers} fits {self.device.name}")  # fmt: skip
-        return most
+        memory = memory_facts(recipe.decoder, step, OptimizerConfig(recipe.optimizer), self.device, False)
+        largest = memory.get("largest_micro_batch", DEVICE_TOKENS)
+        if largest is None:
+            sample = f"{self.request.seq_len:,} tokens at depth {recipe.decoder.num_hidden_layers}"
+            raise RequestError(f"not even one sample of {sample} fits {self.device.name}")
+        return largest
 
-    def speed(self, made: scale.Recipe) -> Speed:
+    def speed(self, recipe: Recipe) -> Speed:
         """The speed measured at this depth or the nearest one; for another device, a share of its peak."""
-        if not self.here and self.request.mfu and (peak := self.device.peak_flops(self.precision)):
+        if not self.is_this_machine and self.request.mfu and (peak := self.device.peak_flops(self.precision)):
             return Speed(self.request.mfu * peak, 0.0, STARTUP, 0.0, f"{self.device.name}, {self.request.mfu:.0%} MFU")
-        if not self.here and (assumed := assumed_speed(self.device, self.precision, 1.0)):
+        if not self.is_this_machine and (assumed := assumed_speed(self.device, self.precision, 1.0)):
             return Speed(assumed[0], 0.0, STARTUP, 0.0, f"{self.device.name}, {assumed[1]}")
-        depth = made.decoder.num_hidden_layers
+        depth = recipe.decoder.num_hidden_layers
         nearest = min(self.measured, key=lambda other: abs(math.log(other / depth)))
         speed = self.measured[nearest]
-        return speed._replace(optimizer=speed.optimizer * made.parameters / self.recipe(nearest).parameters)
+        return speed._replace(optimizer=speed.optimizer * recipe.parameters / self.recipe(nearest).parameters)
 
     def measure(self, depth: int) -> None:
         """Time steps of one micro-batch by `lm bench step`."""
-        made = self.recipe(depth)
-        samples = scale.power_of_two(min(scale.DEVICE_TOKENS // self.request.seq_len, self.fitting(made)), down=True)
+        recipe = self.recipe(depth)
+        samples = power_of_two(min(DEVICE_TOKENS // self.request.seq_len, self.fitting(recipe)), down=True)
         log.info("measuring depth %d: %d steps of %d x %d tokens", depth, FEW, samples, self.request.seq_len)
         with tempfile.TemporaryDirectory() as folder:
-            settings = yaml.safe_load(scale.write_yaml(made, "", "", self.request, samples))
+            settings = yaml.safe_load(scale.write_yaml(recipe, "", "", self.request, samples))
             settings["trainer"]["default_root_dir"] = folder
             settings["data"]["global_batch_tokens"] = samples * self.request.seq_len
-            found = measured(yaml.safe_dump(settings), self.seconds)
-        optimizer = found["optimizer"]["ms_per_step"] / 1e3
-        rate = samples * self.request.seq_len / (found["ms_per_step"] / 1e3 - optimizer)
-        self.measured[depth] = Speed(
-            rate * made.flops_per_token, optimizer, found["first_step_s"], found["checkpoint"]["stall_ms"] / 1e3,
-            f"{self.device.name}, measured",
-        )  # fmt: skip
+            times = measure_step(yaml.safe_dump(settings), self.seconds)
+        optimizer, checkpoint = times["optimizer"]["ms_per_step"] / 1e3, times["checkpoint"]["stall_ms"] / 1e3
+        flops = samples * self.request.seq_len / (times["ms_per_step"] / 1e3 - optimizer) * recipe.flops_per_token
+        basis = f"{self.device.name}, measured"
+        self.measured[depth] = Speed(flops, optimizer, times["first_step_s"], checkpoint, basis)
 
 
-def ladder_loss(folder: Path, made: scale.Recipe) -> str:
+def ladder_loss(folder: Path, recipe: Recipe) -> str:
     """A sentence with the loss that a ladder's law predicts for a run."""
     try:
-        found = parse_json((folder / "ladder.json").read_bytes())
+        results = parse_json((folder / "ladder.json").read_bytes())
     except (OSError, ValueError) as error:
         raise RequestError(f"--ladder {folder}: no ladder.json can be read: {error}; `lm ladder` makes it") from error
-    sizes = [size for size in found["sizes"] if size["losses"]]
+    sizes = [size for size in results["sizes"] if size["losses"]]
     if len(sizes) < FEWEST:
         raise RequestError(f"--ladder {folder} has {len(sizes)} finished sizes, and a law takes {FEWEST}")
     law = fit_sizes([size["flops"] for size in sizes], [size["losses"] for size in sizes])
-    loss, low, high, _ = law.predict(made.flops)
+    loss, low, high, _ = law.predict(recipe.flops)
     interval = "" if low is None else f", {format_figure(low)} to {format_figure(high)}"
-    beyond = made.flops / max(size["flops"] for size in sizes)
-    far = f"; it takes {beyond:.3g} times the operations of the ladder's largest size" if beyond > 1 else ""
-    return f"The law of {folder} expects {format_figure(loss)} {found['unit']}{interval}{far}."
+    beyond = recipe.flops / max(size["flops"] for size in sizes)
+    far = f"; it takes {beyond:.3g} times the FLOPs of the ladder's largest size" if beyond > 1 else ""
+    return f"The law of {folder} expects {format_figure(loss)} {results['unit']}{interval}{far}."

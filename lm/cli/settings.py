@@ -11,7 +11,7 @@ from jsonargparse import get_loader
 
 from lm.cli.command_options import FitOptions, RunChoice
 from lm.cli.config_files import find_config, read_config, run_with_config
-from lm.cli.options import CONFIG, PRINT_CONFIG, SEED, all_options, option_groups, own_options
+from lm.cli.options import CONFIG, PRINT_CONFIG, SEED, all_options, command_options, option_groups
 from lm.errors import RequestError
 from lm.system.arguments import typed_options
 from lm.system.units import shown
@@ -50,11 +50,11 @@ def check_config_not_needed(command: str, values: Mapping[str, Any]) -> None:
         raise RequestError(f"give a config with --config, such as `lm {command} --config tiny.yaml`")
 
 
-def split_overrides(arguments: list[str], own: type) -> tuple[list[str], list[tuple[str, Any]]]:
-    """Split a command line into arguments for a command's `own` dataclass and options of a training, for `override`."""
+def split_overrides(arguments: list[str], options_class: type) -> tuple[list[str], list[tuple[str, Any]]]:
+    """Split a command line into arguments for a command's dataclass and options of a run, for `override`."""
     fit_only = {option.name for kind in (RunChoice, FitOptions) for option in fields(kind)} | {"config"}
-    training = {option.name for option in all_options("fit")} - fit_only
-    training |= option_groups(training) - {option.name for option in fields(own)} | {"seed"}
+    of_run = {option.name for option in all_options("fit")} - fit_only
+    of_run |= option_groups(of_run) - {option.name for option in fields(options_class)} | {"seed"}
     if "--against" in arguments[:-1]:  # its value looks like options
         place = arguments.index("--against")
         arguments = [*arguments[:place], "=".join(arguments[place : place + 2]), *arguments[place + 2 :]]
@@ -64,7 +64,7 @@ def split_overrides(arguments: list[str], own: type) -> tuple[list[str], list[tu
     for argument in arguments:
         if argument.startswith("--"):
             name = argument.removeprefix("--").partition("=")[0].removesuffix("+")
-            part = overrides if "." in name or name in training else command_arguments
+            part = overrides if "." in name or name in of_run else command_arguments
         part.append(argument)
     return command_arguments, read_options("fit", overrides)
 
@@ -132,8 +132,8 @@ def set_option(settings: dict[str, Any], name: str, value: Any) -> None:
     if last.endswith("+"):
         last = last.removesuffix("+")
         added = load_yaml(value, f"--{name}") if isinstance(value, str) else value
-        before = [] if settings.get(last) in NULL else settings[last]
-        value = [*_as_list(before), *_as_list(added)]
+        present = [] if settings.get(last) in NULL else settings[last]
+        value = [*_as_list(present), *_as_list(added)]
     settings[last] = value
 
 
@@ -183,7 +183,7 @@ def check_names(command: str, typed: Iterable[tuple[str, Any]], configs: Mapping
     groups = option_groups(options)
     values = {name.removesuffix("+"): value for name, value in typed}
     unknown = {"": [name for name in values if not _is_known(name, options, groups)]}
-    command_line_only = {option.name for option in (CONFIG, PRINT_CONFIG, *own_options(command))}
+    command_line_only = {option.name for option in (CONFIG, PRINT_CONFIG, *command_options(command))}
     in_config = (options | {option.name for option in fields(RunChoice)}) - command_line_only  # as in a run's config
     for path, config in configs.items():
         names = [name for name, _ in dotted(config, groups)]
@@ -191,13 +191,19 @@ def check_names(command: str, typed: Iterable[tuple[str, Any]], configs: Mapping
     if any(unknown.values()):
         from lm.system.other_names import nearest_option, unknown_options
 
-        hints = {name: nearest_option(name, sorted(options | groups)) or f"`lm {command} --help all` lists them"
-                 for names in unknown.values() for name in names}  # fmt: skip
-        hints |= {name: f"give --{name} on the command line" for name in command_line_only}
-        raise RequestError("; ".join(
-            source + unknown_options({name: hints[name] for name in names})
-            for source, names in reversed(unknown.items()) if names
-        ))  # fmt: skip
+        known = sorted(options | groups)
+
+        def hint(name: str) -> str:
+            if name in command_line_only:
+                return f"give --{name} on the command line"
+            return nearest_option(name, known) or f"`lm {command} --help all` lists them"
+
+        messages = [
+            source + unknown_options({name: hint(name) for name in names})
+            for source, names in reversed(unknown.items())
+            if names
+        ]
+        raise RequestError("; ".join(messages))
     if missing := [name for name, value in values.items() if value is None]:
         raise RequestError(f"--{missing[0]} needs a value")
 

@@ -91,6 +91,7 @@ def warn_of_rising_rate(run: Run, trainer: Trainer, model: ModelConfig) -> None:
     rates = [line["optim/lr"] for line in run.metrics("optim/lr") if line["step"] <= step]
     rate = model.optimizer.lr * lr_fraction(step, trainer.max_steps, model.schedule)
     if rates and rates[-1] < max(rates) and rate > rates[-1] * (1 + STEADY_RATE):
-        log.warning("the learning rate rises from %.2e to %.2e in step %d, as the config now has it; `lm branch %s "
-                    "--at STEP` trains on from a checkpoint before it fell",
-                    rates[-1], rate, step + 1, run.name)  # fmt: skip
+        log.warning(
+            f"the learning rate rises from {rates[-1]:.2e} to {rate:.2e} in step {step + 1}, as the config now has it; "
+            f"`lm branch {run.name} --at STEP` trains on from a checkpoint before it fell"
+        )

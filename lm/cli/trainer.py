@@ -49,9 +49,9 @@ class Trainer(BareTrainer):
         self, run: str = "run", *, about: RunOptions | None = None, callbacks: Sequence[Callback] = (), **options: Any
     ) -> None:
         sections = sections_of_callbacks(options)
-        own = {name: value for name, value in options.items() if name not in sections}
-        own.setdefault("stop_within", 0.0)  # the program around it does not end with the training
-        config = build_options(TrainerConfig, "lm.Trainer", **own)
+        trainer_options = {name: value for name, value in options.items() if name not in sections}
+        trainer_options.setdefault("stop_within", 0.0)  # the program around it does not end with the run
+        config = build_options(TrainerConfig, "lm.Trainer", **trainer_options)
         self._name, self._sections, self._about = run, sections, about or RunOptions()
         refuse(check_event_program(self._about))
         quiet_lightning()
@@ -61,9 +61,12 @@ class Trainer(BareTrainer):
         super().__init__(**vars(replace(config, callbacks=[*callbacks, *standard, Summary(), self._checks])))
 
     def fit(
-        self, model: LightningModule, datamodule: LightningDataModule, ckpt_path: str | Path | None = None,
+        self,
+        model: LightningModule,
+        datamodule: LightningDataModule,
+        ckpt_path: str | Path | None = None,
         force: bool = False,
-    ) -> None:  # fmt: skip
+    ) -> None:
         """Train a `LanguageModule` on a `DataModule`; on several devices all processes run the same script.
 
         `ckpt_path`, `force` and the errors are those of `lm.fit`.
@@ -74,11 +77,11 @@ class Trainer(BareTrainer):
             raise RequestError(f"this Trainer has trained run {self.run.path}: make another lm.Trainer for another run")
         auto = str(ckpt_path) == "auto"
         reference = None if ckpt_path is None else str(ckpt_path)
-        checkpoint, resumed = find_checkpoint(
-            reference, self._name, self.default_root_dir, named=auto, command="fit")  # fmt: skip
+        root = self.default_root_dir
+        checkpoint, resumed = find_checkpoint(reference, self._name, root, named=auto, command="fit")
         seed = os.environ.get("PL_GLOBAL_SEED")  # of lightning.seed_everything
-        datamodule.set_position(seed=None if seed is None else int(seed),
-                                seq_len=datamodule.options.seq_len or model.config.max_position_embeddings)  # fmt: skip
+        seq_len = datamodule.options.seq_len or model.config.max_position_embeddings
+        datamodule.set_position(seed=None if seed is None else int(seed), seq_len=seq_len)
         config = self._config(model, datamodule)
         changed = check_config_changes(resumed, config, force) if resumed and checkpoint else {}
         self._folder.resume(resumed, auto, yaml.safe_dump({"run": self._name, **config}, sort_keys=False))
@@ -91,16 +94,14 @@ class Trainer(BareTrainer):
                 self._folder.announce_end()
 
     def _config(self, model: LanguageModule, data: DataModule) -> dict[str, Any]:
-        """What this training was made with, as a config of `lm fit` has it, without callbacks and loggers: objects."""
+        """What this run was made with, as a config of `lm fit` has it, without callbacks and loggers: objects."""
         from lm.model.custom import plain_arguments
 
         trainer = asdict(replace(self.options, callbacks=None, logger=None))
         options = asdict(model.options) | plain_arguments(type(model), model.hparams)
         sections = {name: asdict(section) for name, section in self._sections.items()}
-        config = {
-            "seed_everything": data.seed, "trainer": trainer, "model": options,
-            "data": asdict(data.options) | {"seq_len": data.seq_len}, **sections, **asdict(self._about),
-        }  # fmt: skip
+        config = {"seed_everything": data.seed, "trainer": trainer, "model": options}
+        config |= {"data": asdict(data.options) | {"seq_len": data.seq_len}, **sections, **asdict(self._about)}
         return json.loads(json.dumps(config, default=str))
 
     def validate(
@@ -120,9 +121,12 @@ class Trainer(BareTrainer):
         return self._evaluate(super().test, model, datamodule, ckpt_path)
 
     def _evaluate(
-        self, stage: Callable[..., list[Mapping[str, float]]], model: LightningModule, datamodule: LightningDataModule,
+        self,
+        stage: Callable[..., list[Mapping[str, float]]],
+        model: LightningModule,
+        datamodule: LightningDataModule,
         ckpt_path: str | Path | None,
-    ) -> dict[str, float]:  # fmt: skip
+    ) -> dict[str, float]:
         if ckpt_path in ("best", "last"):
             owner = self.run or find_run(self._name, self.default_root_dir)
             ckpt_path = owner.checkpoint(str(ckpt_path))

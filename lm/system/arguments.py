@@ -27,20 +27,25 @@ class OneLineErrors:
     def error(self, message: str, ex: Exception | None = None) -> NoReturn:
         """Raise RequestError with the message in one line."""
         missing = re.search(r"the following arguments are required: (\S+)", message)
-        if missing and not self.prog.startswith("lm ") and "." not in missing[1]:  # of a class that the config names
-            name = missing[1]
-            raise RequestError(f"the class needs {name}: {{class_path: ..., init_args: {{{name}: ...}}}}, or of a "
-                               f"logger also `--trainer.logger.init_args.{name} VALUE`") from ex  # fmt: skip
-        if missing and "." in missing[1]:  # of the model's class; LightningCLI puts its subcommand before the name
-            name = missing[1].partition(".")[2] if self.prog == "lm" else missing[1]
-            raise RequestError(f"give --{name}, or {name} in the config: it has no default") from ex
         if missing:
-            hint = "`lm runs ls` lists them" if missing[1] == "run" else f"`{self.prog} --help` shows what to give"
-            raise RequestError(f"give a {missing[1]}, as in `{self.prog} {missing[1].upper()}`; {hint}") from ex
+            raise RequestError(self.describe_missing(missing[1])) from ex
         for name in re.findall(r"^unrecognized arguments: --(\w+)", message, re.IGNORECASE):
             if name in [action.dest for action in self._actions if not action.option_strings]:
                 raise RequestError(f"give the {name} without a name: `{self.prog} {name.upper()}`") from ex
         raise RequestError(shorten(message, known_names(self))) from ex
+
+    def describe_missing(self, name: str) -> str:
+        """The message for an option or argument that has no default and no value."""
+        if "." in name:  # of the model's class; LightningCLI puts its subcommand before the name
+            name = name.partition(".")[2] if self.prog == "lm" else name
+            return f"give --{name}, or {name} in the config: it has no default"
+        if self.prog.startswith("lm "):
+            hint = "`lm runs ls` lists them" if name == "run" else f"`{self.prog} --help` shows what to give"
+            return f"give a {name}, as in `{self.prog} {name.upper()}`; {hint}"
+        return (  # of a class that the config names
+            f"the class needs {name}: {{class_path: ..., init_args: {{{name}: ...}}}}, or of a logger also "
+            f"`--trainer.logger.init_args.{name} VALUE`"
+        )
 
 
 class Parser(OneLineErrors, ArgumentParser):
@@ -62,8 +67,8 @@ def parse(
     parser = Parser(prog=prog, allow_abbrev=False, description=(function.__doc__ or "").partition("\n\n")[0])
     parser.add_function_arguments(function, as_group=False, as_positional=True)
     if meant and arguments and not arguments[0].startswith("-"):
-        cure = meant.format(value=shlex.quote(arguments[0]), name=re.sub(r"\W+", "-", Path(arguments[0]).stem))
-        raise RequestError(f"{shown(arguments[0])} belongs to no option; did you mean `{prog} {cure}`?")
+        fixed = meant.format(value=shlex.quote(arguments[0]), name=re.sub(r"\W+", "-", Path(arguments[0]).stem))
+        raise RequestError(f"{shown(arguments[0])} belongs to no option; did you mean `{prog} {fixed}`?")
     kinds = {action.dest: str(getattr(action, "_typehint", "")) for action in parser._actions}
     flags = [name for name, kind in kinds.items() if kind == "<class 'bool'>"]
     lists = [name for name, kind in kinds.items() if "list[" in kind]
@@ -87,28 +92,28 @@ def typed_options(
     """
     typed: list[tuple[str, str | list[str] | None]] = []
     repeated: dict[str, list[str]] = {}
-    rest = list(arguments)
-    while rest:
-        word = rest.pop(0)
+    words = list(arguments)
+    while words:
+        word = words.pop(0)
         option, equals, value = word.partition("=")
         name = option.lstrip("-")
-        null = value == "null" if equals else rest[:1] == ["null"] and "." in name
+        null = value == "null" if equals else words[:1] == ["null"] and "." in name
         if not word.startswith("-"):
             typed.append(("", word))
-        elif name in lists and (equals or rest) and not null:
+        elif name in lists and (equals or words) and not null:
             values = [value] if equals else []
-            while not equals and rest and not OPTION.match(rest[0]):
-                values.append(rest.pop(0))
+            while not equals and words and not OPTION.match(words[0]):
+                values.append(words.pop(0))
             as_yaml = bool(equals) or name.rpartition(".")[2] not in ("prompt", "prompts", "stop")
             if option not in repeated:
                 typed.append((option, repeated.setdefault(option, [])))
             repeated[option] += _listed(values[0], as_yaml) if len(values) == 1 else values
         elif equals:
             typed.append((option, value))
-        elif name in flags and not (rest and rest[0].lower() in ("true", "false", "yes", "no")):
+        elif name in flags and not (words and words[0].lower() in ("true", "false", "yes", "no")):
             typed.append((option, "true"))
-        elif rest and (not rest[0].startswith("-") or NEGATIVE.fullmatch(rest[0])):
-            typed.append((option, rest.pop(0)))
+        elif words and (not words[0].startswith("-") or NEGATIVE.fullmatch(words[0])):
+            typed.append((option, words.pop(0)))
         else:
             typed.append((option, None))
     return typed
@@ -117,10 +122,10 @@ def typed_options(
 def _listed(text: str, as_yaml: bool) -> list[str]:
     """Parse a JSON or YAML list of strings; any other text, even in brackets, is a single item."""
     try:
-        found = yaml.safe_load(text) if as_yaml else json.loads(text)
+        items = yaml.safe_load(text) if as_yaml else json.loads(text)
     except (ValueError, yaml.YAMLError):
         return [text]
-    return found if isinstance(found, list) and all(isinstance(item, str) for item in found) else [text]
+    return items if isinstance(items, list) and all(isinstance(item, str) for item in items) else [text]
 
 
 def as_list(values: list[str]) -> str:
@@ -129,12 +134,8 @@ def as_list(values: list[str]) -> str:
 
 
 def known_names(parser: Any) -> list[str]:
-    """Every option of a parser and its subcommands, without the dashes."""
-    names = {option.lstrip("-") for action in parser._actions for option in action.option_strings}
-    for action in parser._actions:
-        if isinstance(action.choices, dict):
-            names.update(name for subparser in action.choices.values() for name in known_names(subparser))
-    return sorted(names)
+    """Every option of a parser, without the dashes."""
+    return sorted({option.lstrip("-") for action in parser._actions for option in action.option_strings})
 
 
 def shorten(message: str, known: list[str]) -> str:
@@ -156,10 +157,10 @@ def shorten(message: str, known: list[str]) -> str:
     indent = re.search(r"Errors:\n( *)- ", message)
     errors = re.findall(rf"\n{indent[1]}- (.*(?:\n{indent[1]} {{4}}.*)*)", message) if indent else []
     if reasons := [each for each in errors if "NoneType" not in each]:
-        given = re.search(r"class_path'?[=:] ?'(\S+?)'", message) or re.search(r"(?s)Given value: (.*)", message)
+        value = re.search(r"class_path'?[=:] ?'(\S+?)'", message) or re.search(r"(?s)Given value: (.*)", message)
         # Keep the error of a class itself, not that the value is of no other type.
         text = ", or ".join([each for each in reasons if not each.startswith(("Expected", "Not a"))] or reasons)
-        text += f", got {given[1]}" if given and not re.search("[Gg]ot |class_path", text) else ""
+        text += f", got {value[1]}" if value and not re.search("[Gg]ot |class_path", text) else ""
     else:
         text = message.partition('":')[2] if key else message
     text = re.sub(r"[Ee]xpected a <class '(?:\w+\.)*(\w+)'>", r"expected \1", " ".join(text.split()))

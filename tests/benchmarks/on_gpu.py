@@ -46,7 +46,7 @@ MOST_BYTES = 16_000_000  # of the archive
 TRACE = "trace.json.gz"
 STOPPING = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 # What the commands need. A process that waits for the next command has imported them; importing does not use CUDA.
-IMPORTS = ["torch", "lightning", "lm.cli.command", "lm.cli.fit", "lm.cli.measure", "lm.cli.data", "pytest"]
+IMPORTS = ["torch", "lightning", "lm.cli.command", "lm.cli.fit", "lm.cli.bench_step", "lm.cli.data", "pytest"]
 
 
 class Running(NamedTuple):

@@ -35,7 +35,7 @@ FORMULAS = {
 
 def main(arguments: list[str]) -> None:
     from lm.cli import request
-    from lm.cli.measure import find_vocab_size
+    from lm.cli.brief_fit import find_vocab_size
     from lm.errors import RequestError
     from lm.system.files import write_atomically
 
@@ -216,7 +216,7 @@ def contend(task: dict[str, Any]) -> None:
     import torch
     from peer_models import Training, build
 
-    from lm.cli.measure import now, peak_memory
+    from lm.cli.bench_step import now, peak_memory
     from lm.model.config import DecoderConfig
     from lm.model.estimates import flops_per_token
     from lm.system.devices import peak_flops

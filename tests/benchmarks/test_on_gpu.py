@@ -269,7 +269,7 @@ def test_a_training_that_does_not_reach_the_step_at_which_it_is_killed_is_no_suc
 def test_the_process_that_waits_has_imported_everything_and_has_not_used_cuda(tmp_path):
     (tmp_path / "look.py").write_text(
         "import os, sys, torch\n"
-        "print(sys.argv[1:], 'lm.cli.measure' in sys.modules, 'PYTORCH_ALLOC_CONF' in os.environ, __name__)\n"
+        "print(sys.argv[1:], 'lm.cli.bench_step' in sys.modules, 'PYTORCH_ALLOC_CONF' in os.environ, __name__)\n"
         "print(torch.cuda.is_initialized(), 'torch._inductor.async_compile' in sys.modules)  # it looks at CUDA\n"
     )
     process = subprocess.Popen(

@@ -12,7 +12,7 @@ from trainings import lm, make_workplace, processes_of, start
 from lm.cli import ladder_report
 from lm.cli.ladder import free_devices, ladder, same_texts
 from lm.cli.ladder_options import LadderOptions
-from lm.cli.ladder_report import ModelSize, Training
+from lm.cli.ladder_report import LadderRun, ModelSize
 from lm.cli.settings import split_overrides
 from lm.errors import RequestError
 from lm.runs.run import Run
@@ -52,7 +52,7 @@ def test_the_sizes_are_ordinary_runs_and_the_next_one_is_predicted(place):
 def test_the_same_command_trains_nothing_again_and_compares_the_prediction(place):
     """The ladder prints the command that trains the predicted size; then its loss stands beside the prediction."""
     again = lm(place, *LADDER)
-    assert "begins" not in again.stderr and "3 trainings, 3 of them finished" in again.stdout
+    assert "begins" not in again.stderr and "3 runs, 3 of them finished" in again.stdout
     command = next(line for line in again.stdout.splitlines() if line.startswith("to compare the prediction: "))
     lm(place, *command.split("-m lm ")[1].split(";")[0].split())
     lm(place, *LADDER)
@@ -71,7 +71,7 @@ def test_another_recipe_is_compared_at_the_same_sizes(place):
     assert size["tokens"]["value"] < 0.9 and size["tokens"]["low"] is None and size["in_seconds"] > 0
     assert "Nothing can be told from one seed" in said and "times the tokens" in page
     again = lm(place, *options)
-    assert "begins" not in again.stderr and "3 trainings, 3 of them finished" in again.stdout
+    assert "begins" not in again.stderr and "3 runs, 3 of them finished" in again.stdout
 
 
 def test_other_data_is_compared_where_the_whole_validation_text_is_the_same(tmp_path):
@@ -105,7 +105,7 @@ def test_the_plan_alone_makes_no_folder(place):
         "--plan_only",
         "--json",
     )
-    assert "3 trainings, 0 of them finished" in plan.stderr and not (place / "checkpoints/new").exists()
+    assert "3 runs, 0 of them finished" in plan.stderr and not (place / "checkpoints/new").exists()
     [size] = json.loads(plan.stdout)["sizes"]
     assert (size["depth"], size["runs"]) == (2, 3) and size["tokens"] > 0 and size["parameters"] > 0
     assert size["epochs"] > 4
@@ -122,10 +122,10 @@ def run_with_loss(path, status="finished", **metrics):
 
 @pytest.mark.parametrize("depths", [(2, 3, 4), (2, 3, 4, 5, 6)])
 def test_a_loss_that_rises_with_size_has_no_law(tmp_path, depths):
-    trainings = [Training(ModelSize(depth, depth**3, 100, 600 * depth**3, False), 1,
+    trainings = [LadderRun(ModelSize(depth, depth**3, 100, 600 * depth**3, False), 1,
                           run_with_loss(tmp_path / str(depth), **{"val/loss": 2 + depth / 10})) for depth in depths]  # fmt: skip
     found = ladder_report.report("rises", "lm ladder", trainings)
-    assert not found["laws"] and "The loss does not fall with operations: no law is fitted." in found["notes"]
+    assert not found["laws"] and "The loss does not fall with FLOPs: no law is fitted." in found["notes"]
 
 
 def test_the_report_finds_a_known_law(tmp_path):
@@ -141,7 +141,7 @@ def test_the_report_finds_a_known_law(tmp_path):
         loss = expected(depth) + 1e-4 * seed
         run = run_with_loss(tmp_path / f"{depth}-{seed}", "to do" if held_out else "finished",
                             tokens=tokens, **{"val/loss": 3 * loss, "val/bpb": loss})  # fmt: skip
-        return Training(ModelSize(depth, parameters, tokens, flops, held_out), seed, run)
+        return LadderRun(ModelSize(depth, parameters, tokens, flops, held_out), seed, run)
 
     trainings = [trained(depth, seed, depth == 16) for depth in (2, 3, 4, 6, 8, 16) for seed in (1, 2)]
     found = ladder_report.report("law", "lm ladder", trainings)
@@ -221,7 +221,7 @@ def test_each_device_takes_a_training(monkeypatch, count, visible, devices, plac
     monkeypatch.setattr("torch.cuda.device_count", lambda: count)
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
     config = yaml.safe_dump({"trainer": {"accelerator": "auto", "devices": devices}})
-    one = Training(None, 1, Run("checkpoints/ladder/a"), config)
+    one = LadderRun(None, 1, Run("checkpoints/ladder/a"), config)
     assert free_devices([one]) == places
 
 
@@ -239,7 +239,7 @@ def test_a_ladder_is_killed_and_resumed(tmp_path):
         out, err = process.communicate(timeout=120)
         assert process.returncode == code, err
         wait_for(lambda: not processes_of(place))
-    assert "1 of 2 trainings are finished; the same command resumes" in err
+    assert "1 of 2 runs are finished; the same command resumes" in err
     lm(place, *options, "--name", "killed")
     killed, whole = ([one["loss"] for one in report(place, name)["runs"]] for name in ("killed", "whole"))
     assert killed == whole

@@ -13,11 +13,12 @@ import torch
 from lightning.pytorch import Callback
 from trainings import PLACES, lm, make_workplace, start, wait_until, write_config
 
-from lm.cli import measure, request
+from lm.cli import profile_step, request
+from lm.cli.bench_step import bench_step, show_times
 from lm.cli.command import main
 from lm.cli.hours import steps_of_hours, validation_tokens
-from lm.cli.measure import TITLES, Parts, bench_step, profile, show_parts, show_times
 from lm.cli.plan_facts import read_bench
+from lm.cli.profile_step import TITLES, Parts, profile, show_parts
 from lm.errors import RequestError
 from lm.model.memory import training_memory
 from lm.runs.run import Run
@@ -91,7 +92,7 @@ def test_without_checkpoints_none_is_written(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(Trainer, "save_checkpoint", lambda *_, **__: pytest.fail("a checkpoint was written"))
     planned = []
-    monkeypatch.setattr("lm.cli.measure.training_memory", lambda *of: planned.append(of) or training_memory(*of))
+    monkeypatch.setattr("lm.cli.bench_step.training_memory", lambda *of: planned.append(of) or training_memory(*of))
     masked = ("--model.document_mask", "true")
     bench_step(request.read("bench step", [*BENCH[2:], "--checkpoints", "0", "--output", "found.json", *masked]))
     assert planned[0][1].documents_per_token == pytest.approx(1 / 64, rel=0.5)  # in random tokens
@@ -215,7 +216,7 @@ def test_on_a_gpu_the_parts_are_nvtx_ranges_with_a_trace_and_without(monkeypatch
     calls = []
     monkeypatch.setattr(torch.cuda.nvtx, "range_push", calls.append)
     monkeypatch.setattr(torch.cuda.nvtx, "range_pop", lambda: calls.append("end"))
-    monkeypatch.setattr(measure, "now", lambda device: 0.0)
+    monkeypatch.setattr(profile_step, "now", lambda device: 0.0)
     for device, tracing in (("cuda", False), ("cuda", True), ("cpu", True)):
         parts = Parts(None, 0)
         parts.trainer = SimpleNamespace(strategy=SimpleNamespace(root_device=torch.device(device)))

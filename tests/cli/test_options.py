@@ -7,7 +7,7 @@ from processor_time import run_python
 from run_folders import write_run
 from trainings import write_config
 
-from lm.cli import options, request, settings
+from lm.cli import help, options, request, settings
 from lm.cli.command import TABLE, main
 from lm.cli.command import _load as load
 from lm.errors import RequestError
@@ -35,7 +35,7 @@ def test_the_dataclasses_have_the_options_of_the_parser():
 
 def test_what_is_shown_first_exists():
     names = {option.name for option in options.all_options("fit")}
-    assert set(options.FREQUENT) | set(options.FREQUENT_WITHOUT_FIT) <= names
+    assert set(help.FREQUENT) | set(help.FREQUENT_WITHOUT_FIT) <= names
     assert {option for option in OPTIONS if "." in option} <= names
     assert all(option.help for option in options.all_options("fit"))
 
@@ -157,7 +157,7 @@ def test_what_is_only_printed_needs_neither_config_nor_length(capsys):
 
 def test_the_length_of_some_hours_needs_no_other(tmp_path):
     config = write_config(tmp_path, **{"trainer.max_steps": None})
-    assert request.read("fit", ["--config", str(config), "--hours", "1"]).options.hours == 1
+    assert request.read("fit", ["--config", str(config), "--hours", "1"]).command_options.hours == 1
     with pytest.raises(RequestError, match="give one of trainer.max_steps and trainer.max_tokens"):
         request.read("fit", ["--config", str(config)])
 
@@ -278,7 +278,7 @@ def test_what_the_parser_takes_is_let_through(tmp_path, monkeypatch):
     assert asked.guards.alerts == {"lr > 1": "warn"} and asked.run_name == "a"
     [first, *_, last] = asked.settings["trainer"]["callbacks"]
     assert first["class_path"] == "recorder.Recorder" and last["init_args"] == {"x": "1"}
-    assert request.read("plan", ["-c", "small.yaml", "--strict"]).options.strict
+    assert request.read("plan", ["-c", "small.yaml", "--strict"]).command_options.strict
 
 
 def test_a_fit_without_a_config_says_how_to_give_one():

@@ -163,7 +163,7 @@ def test_show_puts_all_that_matters_on_a_page(trained):
         "small  finished: all steps done", "step 12 of 12 (100%), 3.07K tokens", f"step {max(steps)} (", "last, ",
         f"{state['metrics']['val/bpb']:.4f}", "2 layers of 32, 2 heads (1 for keys and values)",
         "adamw, lr 0.01, cosine", "256 tokens a step", "lm fit --config", f"on {facts['host']}",
-        f"torch {facts['versions']['torch']}", " of training over all sessions", " operations",
+        f"torch {facts['versions']['torch']}", " of training over all sessions", " FLOPs",
     ):  # fmt: skip
         assert part in text, part
     weights = load_file(trained.path / "last" / "model.safetensors")
@@ -219,7 +219,7 @@ def test_show_has_time_operations_speed_load_and_pauses_over_all_sessions(place)
     assert found["seconds"] == {"computing": 30.0, "waiting for data": 10.0, "pauses": 10.0} and found["flops"] == 4e9
     shown = " ".join(runs("show", "a").stdout.split())
     for words in (
-        "time 40 s of training over all sessions, 25.0% of it waiting for data; 10 s of pauses", "4e+09 operations",
+        "time 40 s of training over all sessions, 25.0% of it waiting for data; 10 s of pauses", "4e+09 FLOPs",
         "mean GPU load 85%", "median MFU: 40.0% by what attention attends to; 42.0% by its full length",
     ):  # fmt: skip
         assert words in shown

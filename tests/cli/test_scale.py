@@ -12,7 +12,8 @@ from trainings import lm, make_workplace
 
 from lm.cli import request
 from lm.cli.command import main
-from lm.cli.scale import SMALL, ScaleRequest, batch_tokens, recipe, scaled_config, shape, tokens_of_steps, weight_decay
+from lm.cli.scale import SMALL, ScaleRequest, scaled_config, shape
+from lm.cli.scaling_rules import batch_tokens, make_recipe, tokens_of_steps, weight_decay
 from lm.model.estimates import flops_per_token, parameters
 from lm.system.units import parse_count
 from lm.training.optimizer_rules import RULES, adamw_learning_rate, peak_rate
@@ -38,7 +39,7 @@ def read(text, folder):
 
 def test_deeper_is_never_smaller():
     """Width, parameters, tokens and batch only grow with the depth, and the best rates only fall."""
-    made = [recipe(shape(depth), tokens_per_parameter=20) for depth in DEPTHS]
+    made = [make_recipe(shape(depth), tokens_per_parameter=20) for depth in DEPTHS]
     for what in ("parameters", "tokens", "batch", "flops"):
         values = [getattr(one, what) for one in made]
         assert values == sorted(values), what
@@ -74,13 +75,13 @@ def test_the_shape_can_be_another_one(tmp_path):
 
 @pytest.mark.parametrize("depth", [2, 5, 12, 26])
 def test_each_horizon_comes_out_within_a_step(depth):
-    by_ratio = recipe(shape(depth), tokens_per_parameter=12.5)
+    by_ratio = make_recipe(shape(depth), tokens_per_parameter=12.5)
     count = parameters(by_ratio.decoder)["total"] - by_ratio.decoder.vocab_size * by_ratio.decoder.hidden_size
     assert abs(by_ratio.tokens - 12.5 * count) <= by_ratio.batch_tokens / 2
-    by_flops = recipe(shape(depth), flops=3e18)
+    by_flops = make_recipe(shape(depth), flops=3e18)
     each = flops_per_token(by_flops.decoder, 2_048)
     assert abs(by_flops.tokens * each - 3e18) <= by_flops.batch_tokens * each / 2
-    assert recipe(shape(depth), steps=777).steps == 777
+    assert make_recipe(shape(depth), steps=777).steps == 777
 
 
 def test_the_rules_give_their_sources_figures():
@@ -108,7 +109,7 @@ def test_every_depth_is_a_config_that_comes_out_even(depth, tmp_path):
     text = scale("--depth", depth)
     assert max(map(len, text.splitlines())) <= 120
     config = read(text, tmp_path)
-    made = recipe(shape(depth), tokens_per_parameter=20)
+    made = make_recipe(shape(depth), tokens_per_parameter=20)
     assert config.model.decoder == made.decoder
     assert config.model.optimizer.name == made.optimizer == "muon"
     assert config.model.optimizer.lr == pytest.approx(made.learning_rate, rel=0.005)
@@ -206,7 +207,7 @@ def test_little_text_decides_the_depth(tokens, tmp_path):
     data = prepared(tmp_path, tokens)
     made, text = scaled_config(ScaleRequest(**data))
     assert made.decoder.max_position_embeddings == 256 and made.decoder.head_dim == 32
-    smaller = recipe(shape(max(2, made.decoder.num_hidden_layers - 1), ScaleRequest(**SMALL, **data)), steps=9)
+    smaller = make_recipe(shape(max(2, made.decoder.num_hidden_layers - 1), ScaleRequest(**SMALL, **data)), steps=9)
     assert smaller.multiplied <= 10 * tokens <= made.multiplied or made.decoder.num_hidden_layers == 2
     assert f"lm scale --depth {made.decoder.num_hidden_layers} --seq_len 256" in text  # makes it again without the data
     assert scaled_config(ScaleRequest(seq_len=128, **data))[0].decoder.max_position_embeddings == 128

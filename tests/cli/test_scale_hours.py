@@ -9,15 +9,16 @@ from test_scale import prepared, read, scale
 from trainings import lm, make_workplace
 
 from lm.cli.command import main
-from lm.cli.scale import recipe, shape
+from lm.cli.scale import shape
 from lm.cli.scale_hours import Candidate, Speed, expected_loss
+from lm.cli.scaling_rules import make_recipe
 
 H100 = "--device", "h100"
 SPEED = Speed(flops=4e14, optimizer=0.01, start=20.0, checkpoint=1.0, basis="")
 
 
 def candidate(depth, devices=1):
-    return Candidate(recipe(shape(depth), steps=1000), 64, devices, SPEED)
+    return Candidate(make_recipe(shape(depth), steps=1000), 64, devices, SPEED)
 
 
 @pytest.mark.parametrize("hours", [0.5, 8.0, 100.0])
@@ -80,10 +81,10 @@ def test_the_loss_that_a_ladder_expects(tmp_path):
     sizes = [{"flops": flops, "losses": [100 * flops**-0.1]} for flops in (1e14, 1e15, 1e16)]
     (tmp_path / "ladder.json").write_text(json.dumps({"unit": "bits per byte", "sizes": sizes}))
     text = scale("--hours", 1, *H100, "--ladder", tmp_path)
-    flops = float(re.search(r"([\d.e+]+) operations", text)[1])
+    flops = float(re.search(r"([\d.e+]+) FLOPs", text)[1])
     expected = float(re.search(r"expects ([\d.]+) bits per byte", text)[1])
     assert expected == pytest.approx(100 * flops**-0.1, rel=0.02)
-    times = float(re.search(r"it takes (\S+) times the operations of the ladder's largest size", text)[1])
+    times = float(re.search(r"it takes (\S+) times the FLOPs of the ladder's largest size", text)[1])
     assert times == pytest.approx(flops / 1e16, rel=0.01)
 
 

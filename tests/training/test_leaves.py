@@ -27,7 +27,7 @@ MISSING = (
     )),
     "lm.training.alerts", "lm.training.out_of_memory", "lm.training.plain_run_state", "lm.runs.expectations",
     "lm.runs.postmortem", "lm.data.rare", "lm.training.launcher", "lm.training.distributed",
-    "lm.training.optimizer_by_class", "lm.training.muon", "lm.cli.plan", "lm.cli.hours", "lm.cli.scale", "lm.cli.measure",
+    "lm.training.optimizer_by_class", "lm.training.muon", "lm.cli.plan", "lm.cli.hours", "lm.cli.scale", "lm.cli.bench_step",
     "lm.cli.ladder", "lm.data.mixture", "lm.data.reshuffle", "lm.data.cache",
     "lm.model.custom", "lm.model.fused", "lm.model.compile", "lm.model.low_precision", "lm.system.hub",
     "lm.evaluation.benchmark", "lm.evaluation.tasks", "lm.evaluation.scoring", CALLBACKS + "evaluation",

@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 
-from lm.cli.plan_facts import check_optimizer
+from lm.cli.plan_checks import check_optimizer
 from lm.data.config import DataConfig, PhaseConfig, SourceConfig
 from lm.errors import RequestError
 from lm.model.config import DecoderConfig, matrix_rows

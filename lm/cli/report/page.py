@@ -28,13 +28,17 @@ def render(template: str, **content: Any) -> str:
 @functools.cache
 def templates() -> jinja2.Environment:
     """The templates; with a name in them that nothing has, they fail."""
-    found = jinja2.Environment(
-        loader=jinja2.FileSystemLoader(PARTS), autoescape=True, finalize=_shown, undefined=jinja2.StrictUndefined,
-        trim_blocks=True, lstrip_blocks=True,
-    )  # fmt: skip
-    found.filters |= dict(count=format_count, digest=digest, duration=format_duration, plural=plural, utc=utc)
-    found.policies["json.dumps_kwargs"] = {"allow_nan": False, "separators": (",", ":")}
-    return found
+    environment = jinja2.Environment(
+        loader=jinja2.FileSystemLoader(PARTS),
+        autoescape=True,
+        finalize=_shown,
+        undefined=jinja2.StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
+    )
+    environment.filters |= dict(count=format_count, digest=digest, duration=format_duration, plural=plural, utc=utc)
+    environment.policies["json.dumps_kwargs"] = {"allow_nan": False, "separators": (",", ":")}
+    return environment
 
 
 def _shown(value: Any) -> Any:

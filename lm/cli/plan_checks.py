@@ -1,0 +1,208 @@
+"""The findings of `lm plan` on the numbers of `cli/plan_facts`: errors and warnings, with the arithmetic and the fix.
+
+`training/checks` finds options that do not go together, which needs no numbers.
+"""
+
+import math
+from collections.abc import Iterator
+from typing import Any
+
+from lm.cli.request import Sections
+from lm.data.config import SourceConfig
+from lm.errors import RequestError
+from lm.system.devices import Device
+from lm.system.files import DiskSpace
+from lm.system.units import format_bytes, format_count, format_figure, plural
+from lm.training.checks import Finding, error
+from lm.training.config import EvaluationConfig, OptimizerConfig
+from lm.training.schedule import lr_fraction
+
+NEARLY_FULL = 0.92  # of the device's memory
+LONG_VALIDATION = 0.1  # fraction of the time
+BF16_FROM = (8, 0)  # compute capability
+DECAY_OFF = 0.05  # fraction of the run between its end and that of its decay
+FORCE = "`lm fit` with --force"
+
+
+def warning(what: str, fix: str = "") -> Finding:
+    return Finding("warning", what, fix)
+
+
+# ---- data and steps --------------------------------------------------------------------------------------------------
+
+
+def check_data(data: dict[str, Any], steps: dict[str, Any], config: Sections) -> Iterator[Finding]:
+    if not data["prepared"]:
+        rows, prepare = config.model.decoder.vocab_size, config.data.prepare
+        if rows and prepare.tokenizer == "bpe" and rows < prepare.vocab_size:
+            smaller = f"model.decoder.vocab_size {rows:,} is smaller than data.prepare.vocab_size"
+            yield error(f"{smaller} {prepare.vocab_size:,}", "leave it out to take the tokenizer's")
+        return
+    for problem, fix in data["warnings"]:
+        yield warning(problem, fix)
+    if data["train"]["documents_per_token"] == 0:
+        yield warning(
+            "model.document_mask does nothing: no document ends in the first block of the training data",
+            "leave it out, or prepare data with its end-of-text token",
+        )
+    for source in config.data.sources or ():
+        yield from check_source(source, data["sources"][source.name]["windows"], steps)
+    if "val" not in data:
+        yield warning("there is no validation data: no best checkpoint, no early stopping", "give data.val")
+        return
+    validated = min(config.data.val_tokens or data["val"]["tokens"], data["val"]["tokens"])
+    # A validation has the forward pass alone, a third of a step's FLOPs.
+    fraction = validated / 3 / (config.trainer.val_interval * steps["tokens_per_step"])
+    if fraction > LONG_VALIDATION:
+        yield warning(
+            f"validations take {fraction:.0%} as long as training: {format_count(validated)} tokens every "
+            f"{config.trainer.val_interval:,} steps of {format_count(steps['tokens_per_step'])}",
+            "raise trainer.val_interval, or lower data.val_tokens",
+        )
+
+
+def check_source(source: SourceConfig, windows: int, steps: dict[str, Any]) -> Iterator[Finding]:
+    facts = steps["sources"][source.name]
+    if source.max_epochs is not None and facts["epochs"] > source.max_epochs:
+        samples = steps["tokens"] // steps["seq_len"]
+        yield error(
+            f"data.sources {source.name} is repeated {facts['epochs']:,.3g} times, more than its max_epochs "
+            f"{source.max_epochs:g}: {facts['samples']:,} of the {samples:,} samples of the run, {facts['share']:.1%}, "
+            f"are from its {windows:,}",
+            "give it less weight or more data, train for fewer steps, or raise its max_epochs",
+        )
+
+
+def check_tasks(evaluation: EvaluationConfig) -> Iterator[Finding]:
+    if not evaluation.tasks:
+        return
+    from lm.training.callbacks.evaluation import read_evaluation_tasks
+
+    try:
+        read_evaluation_tasks(evaluation)
+    except RequestError as problem:
+        yield error(f"evaluation.tasks: {problem}")
+
+
+def check_warmup(steps: dict[str, Any], config: Sections) -> Iterator[Finding]:
+    warmup, total = steps["warmup_steps"], steps["max_steps"]
+    if warmup >= total:
+        shorter = total // 10 if total >= 20 else 0
+        by_ratio = config.model.schedule.warmup_ratio is not None
+        option = "--model.schedule.warmup_ratio 0.1" if by_ratio else f"--model.schedule.warmup_steps {shorter}"
+        what = f"the warm-up of {plural(warmup, 'step')} is not over when the run of {total:,} ends"
+        yield error(what, f"{option}, or {FORCE}")
+
+
+def check_steps(steps: dict[str, Any], config: Sections) -> Iterator[Finding]:
+    """Findings on `inject_step`, and on a decay that does not end with the run."""
+    schedule, total, decay = config.model.schedule, steps["max_steps"], steps["decay_steps"]
+    if (drill := config.guards.inject_step) is not None and drill > total:
+        yield error(f"guards.inject_step {drill:,}: the run ends with step {total:,}", "inject it before")
+    if schedule.final_fraction >= 1:
+        return
+    end = f"and the run ends at step {total:,} with {lr_fraction(total - 1, total, schedule):.0%} of the peak rate"
+    if schedule.name == "wsd" and not decay:
+        fix = "give model.schedule.decay_ratio, such as 0.2, or name it constant"
+        yield warning(f"model.schedule wsd has no decay, {end}", fix)
+    elif schedule.name in ("cosine", "linear") and decay:
+        if abs(total - max(decay, steps["warmup_steps"])) > DECAY_OFF * total:
+            fix = "leave model.schedule.decay_steps out to end it with the run"
+            yield warning(f"the decay ends at step {decay:,}, {end}", fix)
+
+
+def check_optimizer(optimizer: OptimizerConfig) -> Iterator[Finding]:
+    """Findings on options that are not passed to the class of `model.optimizer.class_path`."""
+    if names := optimizer.left_out():
+        values = ", ".join(f"{name} {getattr(optimizer, name)}" for name in names)
+        yield warning(
+            f"model.optimizer: {values}: this is for the built-in optimizers, and {optimizer.class_path} gets none "
+            "of it",
+            "put what it should get under model.optimizer.init_args",
+        )
+
+
+# ---- device, memory and disk -----------------------------------------------------------------------------------------
+
+
+def check_device(
+    memory: dict[str, Any], disk: DiskSpace, steps: dict[str, Any], device: Device, config: Sections, precision: str
+) -> Iterator[Finding]:
+    if precision.startswith("bf16") and device.capability is not None and device.capability < BF16_FROM:
+        yield warning(f"{device.name} has no bf16 in hardware", "--trainer.precision 16-mixed")
+    if memory["device"] is None:
+        yield warning(f"how much memory {device.name} has is not known", "name one with --device")
+    else:
+        yield from check_memory(memory, steps, device, config)
+    if not disk.suffices:
+        yield error(str(disk), f"free some, set trainer.default_root_dir to another disk, or {FORCE}")
+
+
+def check_memory(memory: dict[str, Any], steps: dict[str, Any], device: Device, config: Sections) -> Iterator[Finding]:
+    fraction, largest = memory["total"] / memory["device"], memory["largest_micro_batch"]
+    free = " that are free" if device.capability is None else ""
+    need = f"about {format_bytes(memory['total'])} of {device.name}'s {format_bytes(memory['device'])}{free}"
+    if fraction > 1 and largest is None:
+        options = "take a smaller model or context"
+        if memory["largest_recomputed"] is not None:
+            micro_batch = memory["largest_recomputed"]
+            options = f"--model.activation_checkpointing block --data.micro_batch_size {micro_batch}"
+        what = f"a step takes {need}, and even one sample at a time does not fit"
+        yield error(what, f"{options}, shard it over more devices with trainer.strategy fsdp2, or {FORCE}")
+    elif fraction > 1:
+        effect = "the run stays the same"
+        if config.data.global_batch_tokens is None:
+            tokens = largest * steps["seq_len"] * steps["world_size"]
+            effect = f"a step then has {tokens:,} tokens, because data.global_batch_tokens is not set"
+        fix = f"--data.micro_batch_size {largest}: the largest that fits, and {effect}; or {FORCE}"
+        yield error(f"a step takes {need}", fix)
+    elif fraction > NEARLY_FULL:
+        yield warning(f"a step takes {need}, {fraction:.0%}", "lower data.micro_batch_size if memory runs out")
+
+
+# ---- budget ----------------------------------------------------------------------------------------------------------
+
+
+def check_budget(
+    facts: dict[str, Any], time: dict[str, Any], steps: dict[str, Any], config: Sections
+) -> Iterator[Finding]:
+    """Findings on a run that exceeds its budget: errors if its speed was measured or given, else warnings."""
+    budget, hours, rate, usd = config.guards.budget, facts["hours"], facts["rate_usd_per_hr"], facts["usd"]
+    if budget.cap_usd is not None and rate is None and facts["spent_usd"] is not None:
+        yield warning(
+            f"{budget.file} has no rate_usd_per_hr: the cost is not known beforehand, nor when the file is not updated "
+            "any more",
+            "give guards.budget.rate_usd_per_hr too",
+        )
+    if hours is None:
+        return
+    takes_hours = f"{format_figure(hours)} h"
+    if budget.cap_usd is not None and usd is not None:
+        takes_usd = f"{takes_hours} x {format_figure(rate or 0)} USD/h = {format_figure(usd)} USD"
+        yield from _check_cap("cap_usd", usd, facts["spent_usd"], takes_usd, time, steps, config)
+    if budget.max_hours is not None:
+        yield from _check_cap("max_hours", hours, facts["hours_elapsed"], takes_hours, time, steps, config)
+
+
+def _check_cap(
+    name: str,
+    need: float,
+    spent: float | None,
+    arithmetic: str,
+    time: dict[str, Any],
+    steps: dict[str, Any],
+    config: Sections,
+) -> Iterator[Finding]:
+    """A finding if what the run needs, and what was spent before it, is more than a cap of `guards.budget`."""
+    budget, spent = config.guards.budget, spent or 0.0
+    cap = getattr(budget, name)
+    if spent + need <= cap:
+        return
+    before = f" after {format_figure(spent)} before it" if spent else ""
+    what = f"the run takes {arithmetic}{before}, and guards.budget.{name} is {format_figure(cap)} ({time['basis']})"
+    fix = f"--guards.budget.{name} {math.ceil(spent + need)}"
+    option, length = ("max_tokens", "tokens") if config.trainer.max_tokens else ("max_steps", "max_steps")
+    if fitting := int(steps[length] * max(0.0, cap - spent) / need):
+        fix += f", or --trainer.{option} {fitting}"
+    certain = need > cap and not time["assumed"] and not budget.dry_run
+    yield error(what, fix) if certain else warning(what, fix)
