@@ -16,6 +16,7 @@ from lm.cli.command_options import PlanOptions
 from lm.cli.request import Sections
 from lm.data.config import LEARNED, DataConfig, SourceConfig, is_prepared
 from lm.data.datamodule import DataModule
+from lm.data.shard_statistics import document_tokens, padding_fraction
 from lm.data.tokenizer import Tokenizer
 from lm.errors import LmError, RequestError, first_line, require_at_least
 from lm.model.config import DecoderConfig
@@ -81,15 +82,16 @@ def data_facts(
     found: dict[str, Any] = {"prepared": True, "warnings": opened.warnings(), "sources": {}}
     for split, shards in opened.shards.items():
         found[split] = {
-            "tokens": shards.document_tokens, "shards": len(shards.fingerprint()),
-            "windows": int(shards.windows(opened.seq_len).sum()), "left_over": shards.left_over(opened.seq_len),
-            "filled_up": shards.padding_fraction, "dtype": str(shards.column.dtype),
+            "tokens": document_tokens(shards), "shards": len(shards.fingerprint()),
+            "windows": int(shards.index.windows(opened.seq_len).sum()),
+            "left_over": shards.index.left_over(opened.seq_len),
+            "filled_up": padding_fraction(shards), "dtype": str(shards.column.dtype),
             "documents_per_token": opened.documents_per_token(split) if document_mask else None,
         }  # fmt: skip
     if opened.mixed:
         for source, shards in zip(opened.sources, opened.by_source["train"].values(), strict=True):
             found["sources"][source.name] = {
-                "tokens": shards.document_tokens, "windows": int(shards.windows(opened.seq_len).sum()),
+                "tokens": document_tokens(shards), "windows": int(shards.index.windows(opened.seq_len).sum()),
             }  # fmt: skip
     return found, opened.tokenizer
 

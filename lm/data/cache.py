@@ -1,4 +1,4 @@
-"""A bounded cache of decoded blocks of remote shards, which `data/shards` reads."""
+"""A bounded cache of decoded blocks of remote shards, for `data/block_reader`."""
 
 import hashlib
 import os

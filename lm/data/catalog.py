@@ -1,12 +1,12 @@
 """The catalog of a source: which Parquet shards it has, and how many tokens are in each row group.
 
 Anyone's Parquet with a column of token ids will do. Of a folder that `lm data prepare` made, the manifest says how many
-tokens there are; of other shards, their footers do. `data/shards` reads the tokens.
+tokens there are; of other shards, their footers do. `data/shards` opens them.
 """
 
 import posixpath
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -94,6 +94,20 @@ def find_shards(
         return _from_manifest(manifest, source, posixpath.basename(listing.path), shards, tokenizer_sha256)
     with ThreadPoolExecutor(FOOTER_THREADS) as pool:
         return list(pool.map(lambda shard: _from_footer(shard, tokenizer_sha256), shards)), None
+
+
+def common_packing(shards: Collection[Shard], source: str) -> PackedRows | None:
+    """How the rows of shards are packed, the same for all shards; None if the rows are documents."""
+    first, *others = shards
+    for other in others:
+        if other.packed != first.packed:
+            raise RequestError(
+                f"{source}: documents were packed differently in {first.file} and {other.file}: prepare them with the "
+                "same --packing and --seq_len"
+            )
+    if first.packed is not None and first.column.pad_id is not None:
+        raise RequestError(f"{source}: leave data.pad_id out: rows that `lm data prepare` packed say what padding is")
+    return first.packed
 
 
 # ---- by the manifest -------------------------------------------------------------------------------------------------

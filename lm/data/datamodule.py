@@ -17,11 +17,14 @@ import torch
 from lightning.pytorch import LightningDataModule
 from torch.utils.data import ChainDataset
 
+from lm.data.blocks import BLOCK_TOKENS
 from lm.data.catalog import MANIFEST
 from lm.data.config import DataConfig, SourceConfig
 from lm.data.document_ends import describe_ends
 from lm.data.loader import Assembler, Batch, Request, Stream, Windows
 from lm.data.sampler import BLOCKS_AHEAD, Order, lanes_for
+from lm.data.shard_checks import check_buffer, check_windows
+from lm.data.shard_statistics import token_bytes
 from lm.data.shards import Shards
 from lm.data.tokenizer import Tokenizer
 from lm.errors import RequestError
@@ -173,13 +176,13 @@ class DataModule(LightningDataModule):
             shards = self._open(source, split)
             if shards is None:
                 return None
-            if self.mixed and split != "train" and 0 < shards.tokens <= self.seq_len:
+            if self.mixed and split != "train" and 0 < shards.index.tokens <= self.seq_len:
                 log.warning("data.sources %s: it has no validation: %s has %s, and a sample takes %d", source.name,
-                            shards.source, plural(shards.tokens, "token"), self.seq_len + 1)  # fmt: skip
+                            shards.source, plural(shards.index.tokens, "token"), self.seq_len + 1)  # fmt: skip
                 return None
-            shards.require_windows(self.seq_len, self._limit(split))
+            check_windows(shards, self.seq_len, self._limit(split))
             if split == "train" and not self.mixed:  # the buffer of a mixture grows with the sources
-                shards.require_buffer(self.options.shuffle_buffer)
+                check_buffer(shards, self.options.shuffle_buffer)
             return shards
 
     def _open(self, source: SourceConfig, split: str) -> Shards | None:
@@ -200,7 +203,7 @@ class DataModule(LightningDataModule):
             patience=options.timeout / 2,  # so that a failed read is reported before the timeout of the loader
             pad_id=options.pad_id,
             eos_id=self.tokenizer.eos_id,
-            block_tokens=options.shuffle_buffer // BLOCKS_IN_BUFFER if split == "train" else None,
+            block_tokens=options.shuffle_buffer // BLOCKS_IN_BUFFER if split == "train" else BLOCK_TOKENS,
         )
         made = "stream" if shards.packed is None else "whole"
         if options.reshuffle and made == "whole":
@@ -226,14 +229,15 @@ class DataModule(LightningDataModule):
         """Problems of the shards of each split, and what to do about them."""
         found = [(self.shared, "take the texts that are in both out of one of them")] if self.shared else []
         found += filter(None, (describe_ends(one, self.tokenizer) for one in self.by_source.get("train", {}).values()))
-        for split, shards in self.shards.items():
-            left, windows = shards.left_over(self.seq_len), shards.windows(self.seq_len)
-            if left > NOTED_LEFT_OVER * shards.tokens:
-                found.append((
-                    f"{split}: {left:,} of {shards.tokens:,} tokens, {left / shards.tokens:.1%}, are in no sample of "
-                    f"{self.seq_len:,} + 1: they are left over at the ends of {plural(len(windows), 'block')}",
-                    "lower data.seq_len",
-                ))  # fmt: skip
+        for split, index in ((split, shards.index) for split, shards in self.shards.items()):
+            left_over = index.left_over(self.seq_len)
+            if left_over > NOTED_LEFT_OVER * index.tokens:
+                blocks = plural(len(index.blocks), "block")
+                problem = (
+                    f"{split}: {left_over:,} of {index.tokens:,} tokens, {left_over / index.tokens:.1%}, are in no "
+                    f"sample of {self.seq_len:,} + 1: they are left over at the ends of {blocks}"
+                )
+                found.append((problem, "lower data.seq_len"))
         return found
 
     @property
@@ -272,11 +276,11 @@ class DataModule(LightningDataModule):
             seed = self.seed
             if self.mixed:  # seeded by the source's name, so that its order does not depend on other sources
                 seed = int.from_bytes(sha256(f"{seed} {name}".encode()).digest()[:8], "big")
-            windows, lanes = shards.windows(self.seq_len), self._lanes(shards)
+            windows, lanes = shards.index.windows(self.seq_len), self._lanes(shards)
             if self.options.reshuffle:
                 from lm.data.reshuffle import ReshuffledOrder
 
-                orders.append(ReshuffledOrder(windows, seed, lanes, len(self.shards["train"].blocks)))
+                orders.append(ReshuffledOrder(windows, seed, lanes, len(self.shards["train"].index.blocks)))
             else:
                 orders.append(Order(windows, seed, lanes))
         if not self.mixed:
@@ -297,14 +301,14 @@ class DataModule(LightningDataModule):
     def _lanes(self, shards: Shards) -> int:
         """The number of lanes for the shards of one source, independent of the other sources."""
         parts = SHARED_BY if self.mixed else 1
-        return lanes_for(shards.largest.tokens, self.options.shuffle_buffer // parts)
+        return lanes_for(shards.index.largest.tokens, self.options.shuffle_buffer // parts)
 
     def _buffer(self) -> int:
         """Most tokens of decoded blocks that are held for training."""
         buffer = self.options.shuffle_buffer
         if self.mixed:
-            held = sum(self._lanes(shards) * shards.largest.tokens for shards in self.by_source["train"].values())
-            buffer = max(buffer, held + BLOCKS_AHEAD * self.shards["train"].largest.tokens)
+            held = sum(self._lanes(shards) * shards.index.largest.tokens for shards in self.by_source["train"].values())
+            buffer = max(buffer, held + BLOCKS_AHEAD * self.shards["train"].index.largest.tokens)
         return buffer
 
     def shares(self, samples: int) -> np.ndarray:
@@ -320,7 +324,7 @@ class DataModule(LightningDataModule):
         return phases_of(self.sources, self.options.phases or [], self.seq_len)
 
     def _token_bytes(self, split: str) -> torch.Tensor:
-        sizes = {name: shards.token_bytes(self.tokenizer) for name, shards in self.by_source[split].items()}
+        sizes = {name: token_bytes(shards, self.tokenizer) for name, shards in self.by_source[split].items()}
         if not self.mixed:
             return torch.from_numpy(*sizes.values())
         none = np.zeros(self.tokenizer.vocab_size)
@@ -332,7 +336,7 @@ class DataModule(LightningDataModule):
         requests = iter([Request(samples)])
         [batch] = Assembler(train, order, self.seq_len, requests, self._buffer(), self.options.timeout).batches()
         places = zip(*(part.tolist() for part in order.locate(samples)), strict=True)
-        stride = train.stride(self.seq_len)
+        stride = train.index.stride(self.seq_len)
         return batch, [(train.file_of(block, window * stride), window) for block, window in places]
 
     def sources_of(self, first: int, count: int) -> list[str | None]:

@@ -18,10 +18,12 @@ import torch
 from torch import Tensor
 from torch.utils.data import IterableDataset
 
+from lm.data.blocks import BLOCK_TOKENS
 from lm.data.config import TIMEOUT
 from lm.data.parquet import IGNORED, Tokens
 from lm.data.sampler import BLOCKS_AHEAD, Order
-from lm.data.shards import BLOCK_TOKENS, Shards
+from lm.data.shard_checks import check_seq_len
+from lm.data.shards import Shards
 from lm.errors import DataError, RunError
 from lm.system.process import reader_pool
 
@@ -156,7 +158,7 @@ class Stream(IterableDataset):
             raise ValueError(f"global_batch {global_batch} is not a multiple of {world} ranks")
         self.shards, self.order, self.seq_len, self.start = shards, order, seq_len, start
         self.global_batch, self.rank, self.world = global_batch, rank, world
-        self.buffer = shuffle_buffer or (order.lanes + BLOCKS_AHEAD) * shards.largest.tokens
+        self.buffer = shuffle_buffer or (order.lanes + BLOCKS_AHEAD) * shards.index.largest.tokens
         self.timeout = timeout
 
     def requests(self) -> Iterator[Request]:
@@ -191,12 +193,12 @@ class Windows(IterableDataset):
         source: int | None = None,
     ) -> None:
         self.shards, self.seq_len, self.micro_batch, self.timeout = shards, seq_len, micro_batch, timeout
-        self.order = Order(shards.windows(seq_len), seed=0, shuffle=False)
+        self.order = Order(shards.index.windows(seq_len), seed=0, shuffle=False)
         self.total = self.order.total if limit is None else min(limit, self.order.total)
         per_rank = -(-self.total // world)
         self.first, self.last = min(rank * per_rank, self.total), min((rank + 1) * per_rank, self.total)
         self.batches = -(-per_rank // micro_batch)
-        self.buffer = (1 + BLOCKS_AHEAD) * shards.largest.tokens
+        self.buffer = (1 + BLOCKS_AHEAD) * shards.index.largest.tokens
         self.sources = None if source is None else np.full(micro_batch, source)  # (B,)
 
     def requests(self) -> Iterator[Request]:
@@ -224,7 +226,8 @@ class Assembler:
         timeout: float = TIMEOUT,
     ) -> None:
         self.shards, self.seq_len = shards, seq_len
-        self.stride = shards.stride(seq_len)
+        check_seq_len(shards, seq_len)
+        self.stride = shards.index.stride(seq_len)
         self.buffer = BlockBuffer(shards, capacity, timeout)
         self.located = _locate_many(order, requests)
         self.waiting: deque = deque()  # located requests

@@ -10,8 +10,9 @@ from contextlib import suppress
 
 import numpy as np
 
+from lm.data.blocks import cut_parts
 from lm.data.parquet import BadBlock
-from lm.data.shards import Shards, parts_of
+from lm.data.shards import Shards
 from lm.errors import RequestError
 from lm.system.files import is_remote
 from lm.system.sources import file_identity
@@ -37,7 +38,8 @@ def common_file(train: Shards, val: Shards) -> tuple[str, str] | None:
             return same.file, shard.file
         same_shape = by_content[shard.digest, shard.size] if shard.digest is not None else []
         for same in same_shape:  # the footers of files of others have only the bounds of the ids
-            if np.array_equal(train.read_part(next(parts_of(same))).ids, val.read_part(next(parts_of(shard))).ids):
+            first, other = (cut_parts(each.file, each.row_groups)[0] for each in (same, shard))
+            if np.array_equal(train.reader.read_part(first).ids, val.reader.read_part(other).ids):
                 return same.file, shard.file
     return None
 
@@ -51,7 +53,7 @@ def shared_spans(train: Shards, val: Shards, eos_id: int) -> tuple[int, int]:
         return 0, 0
     length = SPAN if train.column.vocab_size is None or train.column.vocab_size >= SMALL_VOCABULARY else LONG_SPAN
     wanted = []
-    count = SPANS // min(VALIDATION_BLOCKS, len(val.blocks))
+    count = SPANS // min(VALIDATION_BLOCKS, len(val.index.blocks))
     for ids in _read(val, VALIDATION_BLOCKS):
         starts = np.linspace(0, max(0, len(ids) - length), count, dtype=np.int64)
         spans = [ids[start : start + length] for start in starts]
@@ -69,7 +71,7 @@ def shared_spans(train: Shards, val: Shards, eos_id: int) -> tuple[int, int]:
 
 def _read(shards: Shards, most: int) -> Iterator[np.ndarray]:
     """The ids (n,) of at most so many blocks, evenly spread; damaged ones are left to the next reader."""
-    for index in np.unique(np.linspace(0, len(shards.blocks) - 1, most, dtype=np.int64)).tolist():
+    for index in np.unique(np.linspace(0, len(shards.index.blocks) - 1, most, dtype=np.int64)).tolist():
         with suppress(BadBlock):
             yield shards.read(index)
 

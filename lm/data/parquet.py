@@ -1,9 +1,8 @@
 """Parquet files of token ids: check and decode columns of ids.
 
-`data/catalog` and `data/shards` read shards with `Column`, those of `data/shard_writer` and others.
+`data/catalog` and `data/block_reader` read shards with `Column`, those of `data/shard_writer` and others.
 """
 
-from collections.abc import Iterator, Sequence
 from hashlib import blake2b
 from typing import NamedTuple
 
@@ -78,18 +77,6 @@ def footer_digest(footer: bytes) -> str:
     A footer has offset, size, smallest and largest id of every row group, and in our shards a digest of all tokens.
     """
     return blake2b(footer, digest_size=16).hexdigest()
-
-
-def runs_within(sizes: Sequence[int], limit: int) -> Iterator[range]:
-    """Ranges of consecutive indices whose sizes sum to at most `limit`; a larger size gets a range of its own."""
-    first, held = 0, 0
-    for place, size in enumerate(sizes):
-        if place > first and held + size > limit:
-            yield range(first, place)
-            first, held = place, 0
-        held += size
-    if sizes:
-        yield range(first, len(sizes))
 
 
 # ---- reading ---------------------------------------------------------------------------------------------------------

@@ -21,6 +21,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from lm.data.blocks import ranges_within
 from lm.data.catalog import MANIFEST
 from lm.data.config import LEARNED, PrepareOptions
 from lm.data.encode import (
@@ -39,7 +40,7 @@ from lm.data.encode import (
 )  # fmt: skip
 from lm.data.encoder import id_type
 from lm.data.overlap import SPAN, describe_shared, shared_spans
-from lm.data.parquet import COLUMN, LAYOUT, PackedRows, runs_within
+from lm.data.parquet import COLUMN, LAYOUT, PackedRows
 from lm.data.shards import Shards
 from lm.data.text_files import TextFile, find_files, split_by_names
 from lm.data.tokenizer import Tokenizer
@@ -306,7 +307,7 @@ def _sample(options: PrepareOptions, units: list[Unit], training: bool = True) -
 def _shards(output: Path, split: Split, shard_tokens: int) -> list[tuple[Path, tuple[Slice, ...]]]:
     """The path and slices of each shard of a split, each filled in turn; makes the split's folder."""
     (output / split.name).mkdir()
-    runs = runs_within([piece.stop - piece.start for piece in split.slices], shard_tokens)
+    runs = ranges_within([piece.stop - piece.start for piece in split.slices], shard_tokens)
     groups = [tuple(split.slices[run.start : run.stop]) for run in runs]
     return [(output / split.name / f"{i:05d}.parquet", group) for i, group in enumerate(groups)]
 

@@ -9,9 +9,21 @@ COUNTED = 4 * 2**20  # tokens of the text that are counted
 
 
 def count_tokens(shards: Shards, vocab_size: int, stop: int | None = None) -> np.ndarray:
-    """How often each token occurs among the first `stop` tokens: (V,) int64."""
-    pieces = (np.bincount(tokens, minlength=vocab_size) for tokens in shards.pieces(stop))
-    return sum(pieces, np.zeros(vocab_size, dtype=np.int64))
+    """How often each token occurs among the first `stop` tokens: (V,) int64.
+
+    Packed rows count without the first token of each, which is only context, and without padding.
+    """
+    counts = np.zeros(vocab_size, dtype=np.int64)
+    remaining = shards.index.tokens if stop is None else stop
+    for block in range(len(shards.index.blocks)):
+        if remaining <= 0:
+            break
+        ids = shards.read(block)
+        if shards.packed is not None:
+            ids = ids[shards.packed.targets(ids)]
+        counts += np.bincount(ids[:remaining], minlength=vocab_size)
+        remaining -= len(ids)
+    return counts
 
 
 def rare_tokens(shards: Shards, vocab_size: int) -> np.ndarray:

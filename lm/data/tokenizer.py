@@ -194,8 +194,8 @@ class Tokenizer:
 
         Exact if tokens are bytes or characters. Other tokens are decoded between two words, so that marks such as
         `##`, `</w>` and `▁` count as the blank that they stand for, or as nothing. This counts a blank too many at the
-        borders of a document and between some signs; `Shards.token_bytes` corrects it. Special tokens and ids without a
-        token have 0 bytes, all others at least 1, including the unknown token.
+        borders of a document and between some signs; `data/shard_statistics` corrects it. Special tokens and ids
+        without a token have 0 bytes, all others at least 1, including the unknown token.
         """
         sizes = np.zeros(self.vocab_size, dtype=np.int32)
         added = self.backend.get_added_tokens_decoder()

@@ -34,7 +34,7 @@ def test_shards_and_texts_are_read(gcs, faults, monkeypatch):
     monkeypatch.setattr(remote, "FIRST_PAUSE", 0.05)
     server.fail(faults)
     shards = Shards.open(f"gs://anonymous@corpus/v1/train{server.query}", vocab_size=1000, patience=6)
-    assert np.array_equal(np.concatenate([shards.read(i) for i in range(len(shards.blocks))]), tokens)
+    assert np.array_equal(np.concatenate([shards.read(i) for i in range(len(shards.index.blocks))]), tokens)
     met = server.fail([])
     assert all(str(fault) in met for fault in faults)
     texts = read_documents([f"gs://anonymous@corpus/v1/texts/*.txt{server.query}"])

@@ -74,7 +74,7 @@ def test_reading_asks_for_bytes_alone(hub, tmp_path):
     hub.commit("o/n", {"a.parquet": file.read_bytes()})
     shards = Shards.open("hf://datasets/o/n/a.parquet", vocab_size=1000)
     hub.fail([])
-    assert len(shards.blocks) == 4 and np.array_equal(all_tokens(shards), tokens)
+    assert len(shards.index.blocks) == 4 and np.array_equal(all_tokens(shards), tokens)
     assert hub.count("/api/") == 0 and hub.count("resolve") == 5  # with the footer
     assert hub.sent < file.stat().st_size + 2**17
 
@@ -218,7 +218,7 @@ def test_a_reader_that_holds_a_block_and_stalls_does_not_stop_the_others(hub, sh
     (tmp_path / "cache" / keys[0]).unlink()
     with reserve(keys[0], 5), ThreadPoolExecutor(1) as pool:
         began = time.monotonic()
-        assert np.array_equal(pool.submit(shards.read, 0).result(20), shards_on_hub[: shards.blocks[0].tokens])
+        assert np.array_equal(pool.submit(shards.read, 0).result(20), shards_on_hub[: shards.index.blocks[0].tokens])
         assert 0.9 < time.monotonic() - began < 10
 
 

@@ -19,6 +19,7 @@ from shard_files import write_folder, write_rows
 from lm.data import shards as shards_module
 from lm.data.loader import Assembler, Batch, BlockBuffer, Stream, Windows
 from lm.data.sampler import Order
+from lm.data.shard_checks import check_buffer
 from lm.data.shards import Shards
 from lm.errors import RequestError, RunError
 from lm.system import remote
@@ -38,13 +39,13 @@ def shards(tmp_path_factory):
 
 def stream(shards, **options):
     given = dict(seq_len=SEQ_LEN, start=0, global_batch=24, lanes=8, seed=5) | options
-    order = Order(shards.windows(SEQ_LEN), given.pop("seed"), lanes=given.pop("lanes"))
+    order = Order(shards.index.windows(SEQ_LEN), given.pop("seed"), lanes=given.pop("lanes"))
     return Stream(shards, order, **given)
 
 
 def reference(shards, start, count, seed=5, lanes=8):
     """Rows of samples from `start` on, one at a time, from the blocks themselves."""
-    blocks, windows = Order(shards.windows(SEQ_LEN), seed, lanes=lanes).locate(np.arange(start, start + count))
+    blocks, windows = Order(shards.index.windows(SEQ_LEN), seed, lanes=lanes).locate(np.arange(start, start + count))
     return np.stack([shards.read(b)[w * SEQ_LEN : w * SEQ_LEN + SEQ_LEN + 1] for b, w in zip(blocks, windows)])
 
 
@@ -59,7 +60,7 @@ def test_ranks_micro_batches_start_and_buffer_change_nothing(shards, division, s
     """Interleaving the ranks' micro-batches gives the samples of each step, in order, whatever division or memory."""
     world, micro = division
     expected = reference(shards, start, 24 * 4, lanes=lanes)
-    buffer = max(buffer, shards.largest.tokens)
+    buffer = max(buffer, shards.index.largest.tokens)
     rows = np.empty_like(expected)
     for rank in range(world):
         batches = iter(stream(shards, start=start, rank=rank, world=world, lanes=lanes, shuffle_buffer=buffer))
@@ -82,12 +83,12 @@ def test_a_stream_can_be_sent_to_a_spawned_process(shards):
 @settings(max_examples=15, deadline=None)
 def test_memory_stays_within_the_buffer(shards, blocks, start):
     """However small the buffer: the blocks that are held or being decoded never exceed it."""
-    capacity, most = blocks * shards.largest.tokens, [0]
+    capacity, most = blocks * shards.index.largest.tokens, [0]
     want = BlockBuffer.want
 
     def watched(buffer, *arguments):
         admitted = want(buffer, *arguments)
-        held = sum(shards.blocks[block].tokens for block in buffer.blocks)
+        held = sum(shards.index.blocks[block].tokens for block in buffer.blocks)
         assert held == buffer.held <= capacity
         most[0] = max(most[0], held)
         return admitted
@@ -100,9 +101,9 @@ def test_memory_stays_within_the_buffer(shards, blocks, start):
 
 
 def test_a_row_group_larger_than_the_buffer_is_refused_with_the_cure(shards):
-    largest = shards.largest
+    largest = shards.index.largest
     with pytest.raises(RequestError, match=f"{largest.file_of(0)}.*more than.*; raise data.shuffle_buffer"):
-        shards.require_buffer(largest.tokens - 1)
+        check_buffer(shards, largest.tokens - 1)
 
 
 def test_a_step_that_does_not_divide_is_refused(shards):
@@ -116,7 +117,7 @@ def test_evaluation_counts_each_window_once_in_lockstep(shards, world, micro, li
     """Over the ranks the counted rows are the first windows in order; every rank yields as many batches."""
     rows = [
         ids[start + 1 : start + SEQ_LEN + 1].tolist()
-        for ids in map(shards.read, range(len(shards.blocks))) for start in range(0, len(ids) - SEQ_LEN, SEQ_LEN)
+        for ids in map(shards.read, range(len(shards.index.blocks))) for start in range(0, len(ids) - SEQ_LEN, SEQ_LEN)
     ]  # fmt: skip
     found, lengths = [], set()
     for rank in range(world):
@@ -148,7 +149,7 @@ def test_tokens_come_out_as_they_went_in():
 def test_only_targets_of_the_labels_count(labelled, world, start):
     """Beside a shard without labels too; the tokens are inputs all the same."""
     shards, ids, targets = labelled
-    order = Order(shards.windows(SEQ_LEN), 5, lanes=1)
+    order = Order(shards.index.windows(SEQ_LEN), 5, lanes=1)
     expected = np.where(targets, ids, -100)
     for rank in range(world):
         given = Stream(shards, order, seq_len=SEQ_LEN, start=start, global_batch=6, rank=rank, world=world)
@@ -234,7 +235,7 @@ from lm.data.sampler import Order
 from lm.data.shards import Shards
 from lm.data.loader import Stream
 shards = Shards.open({str(tmp_path)!r}, vocab_size=1000)
-batches = iter(Stream(shards, Order(shards.windows(8), 1), seq_len=8, start=0, global_batch=4))
+batches = iter(Stream(shards, Order(shards.index.windows(8), 1), seq_len=8, start=0, global_batch=4))
 print(tuple(next(batches).tokens.shape))
 """
     command, root = [sys.executable, "-c", script], Path(__file__).parents[2]

@@ -18,6 +18,7 @@ from lm.data.datamodule import DataModule
 from lm.data.packing import pack_documents
 from lm.data.parquet import PackedRows
 from lm.data.prepare import prepare
+from lm.data.shard_statistics import padding_fraction
 from lm.data.shards import Shards
 from lm.data.tokenizer import Tokenizer
 from lm.system.units import Count
@@ -82,9 +83,9 @@ def test_the_targets_of_all_rows_are_the_documents(place):
         shards, rows, targets = read_rows(place / "packed", split)
         stream = Shards.open(str(place / "stream" / split)).read(0)
         documents = np.split(stream, np.flatnonzero(stream == tokenizer.eos_id)[:-1] + 1)
-        assert shards.windows(SEQ_LEN).tolist() == [len(rows)] and shards.left_over(SEQ_LEN) == 0
+        assert shards.index.windows(SEQ_LEN).tolist() == [len(rows)] and shards.index.left_over(SEQ_LEN) == 0
         assert targets[:, 1:].sum() == len(stream)
-        assert 0.1 > shards.padding_fraction == pytest.approx(1 - len(stream) / (len(rows) * SEQ_LEN))
+        assert 0.1 > padding_fraction(shards) == pytest.approx(1 - len(stream) / (len(rows) * SEQ_LEN))
         found = [row[1:][mask[1:]].tobytes() for row, mask in zip(rows, targets)]
         for document in documents:
             pieces = [document[at : at + SEQ_LEN] for at in range(0, len(document), SEQ_LEN)]

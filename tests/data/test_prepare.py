@@ -24,6 +24,7 @@ from lm.data import encode, prepare
 from lm.data import shard_writer as writer
 from lm.data.config import PrepareOptions
 from lm.data.encode import split_hash
+from lm.data.shard_statistics import token_bytes
 from lm.data.shard_writer import ShardWriter
 from lm.data.shards import Shards
 from lm.data.tokenizer import END_OF_TEXT, Tokenizer
@@ -98,7 +99,7 @@ def test_bytes_of_the_shards_are_those_of_the_text(kind, tmp_path):
     for split, chosen in (("train", False), ("val", True)):
         shards = Shards.open(str(tmp_path / "out" / split), tokenizer_sha256=tokenizer.sha256)
         size = sum(len(text.encode()) for text in texts if (split_hash(text) < 0.1) is chosen)
-        assert shards.token_bytes(tokenizer)[all_tokens(shards)].sum() == pytest.approx(size, rel=1e-9)
+        assert token_bytes(shards, tokenizer)[all_tokens(shards)].sum() == pytest.approx(size, rel=1e-9)
 
 
 def test_a_lossy_tokenizer_is_reported_once(tmp_path, caplog):
@@ -128,7 +129,7 @@ def test_bytes_of_shards_of_others_are_those_that_they_decode_to(kind, texts, tm
     """Without a blank too many at the borders of documents or between Chinese characters."""
     tokenizer = Tokenizer.load(write_tokenizer(tmp_path / kind, kind, texts))
     rows = [[*tokenizer.encode(text), tokenizer.eos_id] for text in texts]
-    sizes = Shards.open(str(write_rows(tmp_path / "0.parquet", rows))).token_bytes(tokenizer)
+    sizes = token_bytes(Shards.open(str(write_rows(tmp_path / "0.parquet", rows))), tokenizer)
     assert sizes[np.concatenate(rows)].sum() == pytest.approx(sum(len(text.encode()) for text in texts), rel=1e-9)
 
 

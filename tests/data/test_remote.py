@@ -13,7 +13,8 @@ import pytest
 from shard_files import all_tokens, write_folder, write_manifest, write_rows, write_shard
 
 from lm.data.cache import BlockCache
-from lm.data.shards import BadBlock, Shards
+from lm.data.parquet import BadBlock
+from lm.data.shards import Shards
 from lm.errors import RunError
 from lm.system import remote
 from lm.system.remote import read_whole, with_retries
@@ -39,7 +40,7 @@ def test_shards_on_s3_are_read(s3, source):
     _, tokens = s3
     shards = Shards.open(source, vocab_size=1000)
     assert np.array_equal(all_tokens(shards), tokens)
-    assert shards.blocks[0].file_of(0) == "s3://corpus/v1/train/00000.parquet"
+    assert shards.index.blocks[0].file_of(0) == "s3://corpus/v1/train/00000.parquet"
     assert shards.fingerprint()[0].name == "00000.parquet"
 
 
@@ -77,7 +78,7 @@ def test_many_small_remote_files_are_one_block_and_each_is_kept(tmp_path):
         memory.put(str(tmp_path / "a.parquet"), f"/small/{number:02d}.parquet")
     shards = Shards.open("memory://small", vocab_size=1000, cache=BlockCache(tmp_path / "cache", 10**6))
     for _ in range(2):
-        [block] = shards.blocks
+        [block] = shards.index.blocks
         found, targets = shards.read_tokens(0)
         assert np.array_equal(found, ids.ravel()) and np.array_equal(targets, labels.ravel() != -100)
         memory.rm("/small", recursive=True) if memory.exists("/small") else None

@@ -37,7 +37,7 @@ def reshuffled(shards):
 
 
 def order(shards):
-    return ReshuffledOrder(shards.windows(SEQ_LEN), SEED, lanes=8, blocks=len(shards.blocks))
+    return ReshuffledOrder(shards.index.windows(SEQ_LEN), SEED, lanes=8, blocks=len(shards.index.blocks))
 
 
 def documents(ids):
@@ -46,7 +46,7 @@ def documents(ids):
 
 
 def test_an_epoch_has_the_documents_of_each_block_once_in_another_order(shards, reshuffled):
-    blocks = len(shards.blocks)
+    blocks = len(shards.index.blocks)
     assert blocks > 5
     for block in range(blocks):
         stored = shards.read(block)
@@ -59,8 +59,8 @@ def test_an_epoch_has_the_documents_of_each_block_once_in_another_order(shards, 
 
 
 def test_what_is_a_target_moves_with_its_token(shards, reshuffled):
-    block = next(block for block in range(len(shards.blocks)) if shards.read_tokens(block).targets is not None)
-    before, after = shards.read_tokens(block), reshuffled.read_tokens(block + len(shards.blocks))
+    block = next(block for block in range(len(shards.index.blocks)) if shards.read_tokens(block).targets is not None)
+    before, after = shards.read_tokens(block), reshuffled.read_tokens(block + len(shards.index.blocks))
     assert Counter(zip(*map(np.ndarray.tolist, before))) == Counter(zip(*map(np.ndarray.tolist, after)))
     assert not np.array_equal(before.targets, after.targets)
 
@@ -92,9 +92,9 @@ def test_epochs_are_cut_into_other_samples(shards, reshuffled):
 
 
 def test_the_file_of_a_token_is_where_it_is_stored(shards, reshuffled):
-    blocks = len(shards.blocks)
+    blocks = len(shards.index.blocks)
     for index in range(blocks, 2 * blocks):
-        ids, block = reshuffled.read(index), shards.blocks[index % blocks]
+        ids, block = reshuffled.read(index), shards.index.blocks[index % blocks]
         stored = Counter((int(id), block.file_of(place)) for place, id in enumerate(shards.read(index % blocks)))
         assert Counter((int(id), reshuffled.file_of(index, place)) for place, id in enumerate(ids)) == stored
 
