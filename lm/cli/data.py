@@ -20,7 +20,7 @@ from lm.data.tokenizer import Tokenizer
 from lm.errors import RequestError, first_line, require_at_least
 from lm.runs.find import find_run
 from lm.runs.run import ROOT
-from lm.system.files import DAMAGE, parse_json
+from lm.system.parsing import DAMAGE, parse_json
 from lm.system.process import harmless
 from lm.system.units import format_count, plural
 

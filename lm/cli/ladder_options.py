@@ -15,7 +15,7 @@ from lm.errors import RequestError
 from lm.runs import scaling_laws
 from lm.runs.run import ROOT, check_run_name
 from lm.system.arguments import parse
-from lm.system.files import flatten
+from lm.system.parsing import flatten
 from lm.system.units import Count
 
 Overrides = list[tuple[str, Any]]  # options of a training, as typed

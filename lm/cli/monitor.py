@@ -29,7 +29,7 @@ from lm.runs.find import find_run, known_folders, no_run
 from lm.runs.history import Series, smooth
 from lm.runs.metrics import BY_SOURCE, METRICS, Metric
 from lm.runs.run import ROOT, Run
-from lm.system.files import DAMAGE, to_json
+from lm.system.parsing import DAMAGE, to_json
 from lm.system.units import format_bytes, format_count, format_duration
 
 FIGURES = (

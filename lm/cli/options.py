@@ -16,7 +16,7 @@ import docstring_parser
 from lm.cli.command_options import COMMAND_OPTIONS, RunChoice
 from lm.errors import RequestError
 from lm.system import process
-from lm.system.files import flatten
+from lm.system.parsing import flatten
 from lm.system.units import Count, spelled_count
 from lm.training.config import SECTIONS
 

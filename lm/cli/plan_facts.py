@@ -22,9 +22,11 @@ from lm.errors import LmError, RequestError, first_line, require_at_least
 from lm.model.config import DecoderConfig
 from lm.model.estimates import checkpoint_bytes, flops_per_token, parameters, recomputed_flops_per_token
 from lm.model.memory import Step, largest_micro_batch, training_memory
+from lm.runs.disk_space import DiskSpace, disk_space
 from lm.runs.run import Run
 from lm.system.devices import Device, assumed_speed, find_device
-from lm.system.files import DiskSpace, disk_space, is_remote, nonnegative, parse_json
+from lm.system.files import is_remote
+from lm.system.parsing import nonnegative, parse_json
 from lm.system.process import program
 from lm.system.units import format_bytes, format_count, format_figure, parse_bytes, plural
 from lm.training.checks import Finding, Known, check_accelerator, find, has_kernels

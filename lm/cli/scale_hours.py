@@ -23,7 +23,7 @@ from lm.model.config import MOST_LAYERS
 from lm.model.memory import Step
 from lm.runs.scaling_laws import FEWEST, fit_sizes
 from lm.system.devices import assumed_speed, find_device
-from lm.system.files import parse_json
+from lm.system.parsing import parse_json
 from lm.system.units import format_count, format_duration, format_figure
 from lm.training.checks import has_kernels
 from lm.training.config import OptimizerConfig

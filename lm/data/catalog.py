@@ -31,7 +31,8 @@ from lm.data.parquet import (
     read_footer,
 )
 from lm.errors import RequestError, RunError, first_line
-from lm.system.files import PATIENCE, is_denied, is_remote, parse_json, unreadable
+from lm.system.files import PATIENCE, is_denied, is_remote, unreadable
+from lm.system.parsing import parse_json
 from lm.system.sources import find_entries, list_files, open_file
 
 MANIFEST = "manifest.json"  # in a folder that `lm data prepare` made

@@ -1,6 +1,6 @@
 """The parallel work of `lm data prepare`: encode a unit of text, and write a shard of tokens.
 
-Between `data/text_files` and `data/parquet`. The text is cut into *units* of similar size, with borders that depend on
+Between `data/documents` and `data/parquet`. The text is cut into *units* of similar size, with borders that depend on
 the files alone. A unit becomes *parts*: files of plain ids, and a JSON record that is written last, so that a unit with
 a record is done. The name of a record is a hash of the content and options of its unit. Shards are then copied from
 parts: each document ends with the end-of-text token, which no text becomes. The result does not depend on which process
@@ -28,11 +28,12 @@ import numpy as np
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeRemainingColumn
 
+from lm.data.documents import Piece, read_pieces
 from lm.data.encoder import Encoder, id_type
 from lm.data.packing import pack_documents
 from lm.data.parquet import PackedRows
 from lm.data.shard_writer import ROW_GROUP_TOKENS, ShardWriter
-from lm.data.text_files import Piece, TextFile, read_pieces
+from lm.data.text_files import TextFile
 from lm.data.tokenizer import Tokenizer
 from lm.errors import RequestError, RunError
 from lm.system.files import sync, write_atomically

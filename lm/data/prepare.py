@@ -15,22 +15,17 @@ from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, replace
 from hashlib import blake2b
-from itertools import pairwise
 from pathlib import Path
-from typing import Any, NamedTuple
-
-import numpy as np
+from typing import Any
 
 from lm.data.blocks import ranges_within
 from lm.data.catalog import MANIFEST
 from lm.data.config import LEARNED, PrepareOptions
 from lm.data.encode import (
-    COUNTS,
     Recipe,
     Slice,
     Unit,
     encode_unit,
-    part_ids,
     plan_units,
     record_path,
     run_tasks,
@@ -39,26 +34,21 @@ from lm.data.encode import (
     write_shard,
 )  # fmt: skip
 from lm.data.encoder import id_type
-from lm.data.overlap import SPAN, describe_shared, shared_spans
+from lm.data.overlap import describe_shared, shared_spans
 from lm.data.parquet import COLUMN, LAYOUT, PackedRows
 from lm.data.shards import Shards
+from lm.data.splits import Split, divide, shared_documents
 from lm.data.text_files import TextFile, find_files, split_by_names
 from lm.data.tokenizer import Tokenizer
 from lm.data.tokenizer_training import train_bpe, train_char
 from lm.errors import Interrupted, RequestError
-from lm.system.files import parse_json, write_atomically
+from lm.system.files import write_atomically
+from lm.system.parsing import parse_json
 
 log = logging.getLogger(__name__)
 
 VAL_BYTES = 80_000  # of text, 10,000 tokens or more; a loss over fewer is mostly noise
 PARTS, PLAN, LOCK = ".parts", ".parts/plan.json", ".lock"
-CUT_SEARCH = 4096  # tokens in which to look for the end of a line or document
-
-
-class Split(NamedTuple):
-    name: str  # "train" or "val"
-    counts: dict[str, int]  # of COUNTS
-    slices: list[Slice]  # of the parts
 
 
 def prepare(options: PrepareOptions) -> dict[str, Any]:
@@ -146,7 +136,7 @@ def _make(
         log.warning("the tokens stand for %.0f %% of the bytes of the text: the tokenizer does not know the rest; "
                     "--tokenizer bpe learns one that does", 100 * known / size)  # fmt: skip
     named = any(file.split for file in files)  # otherwise no document is in both splits
-    shared = _shared_documents(splits, tokenizer, parts) if named else None
+    shared = shared_documents(splits, tokenizer, parts) if named else None
     for name in ("train", "val"):
         shutil.rmtree(output / name, ignore_errors=True)  # left by a killed attempt
     shards = [shard for split in splits for shard in _shards(output, split, options.shard_tokens)]
@@ -310,94 +300,3 @@ def _shards(output: Path, split: Split, shard_tokens: int) -> list[tuple[Path, t
     runs = ranges_within([piece.stop - piece.start for piece in split.slices], shard_tokens)
     groups = [tuple(split.slices[run.start : run.stop]) for run in runs]
     return [(output / split.name / f"{i:05d}.parquet", group) for i, group in enumerate(groups)]
-
-
-# ---- training and validation -----------------------------------------------------------------------------------------
-
-
-def divide(parts: list[dict[str, Any]], val_fraction: float, tokenizer: Tokenizer, folder: Path) -> list[Split]:
-    """Make splits from the parts of all units: "train", and "val" unless no validation was asked for."""
-    train, val = (_gather(name, [part for part in parts if part["split"] == name]) for name in ("train", "val"))
-    documents, held_out = train.counts["documents"], val.counts["documents"]
-    if documents and (held_out or val_fraction == 0):
-        return [train, val] if held_out else [train]
-    only = train if documents else val._replace(name="train")
-    if only.counts["documents"] == 0:
-        raise RequestError("the input holds no text: every document is empty")
-    return _cut(only, val_fraction, tokenizer, folder) if val_fraction > 0 else [only]
-
-
-def _gather(name: str, parts: list[dict[str, Any]]) -> Split:
-    counts = {key: sum(part[key] for part in parts) for key in COUNTS}
-    return Split(name, counts, [Slice(part["file"], 0, part["tokens"]) for part in parts])
-
-
-def _shared_documents(splits: list[Split], tokenizer: Tokenizer, folder: Path) -> str | None:
-    """`describe_shared` for documents of splits that file names decide; documents of up to SPAN tokens are ignored."""
-    train, *held_out = splits
-    digests = [digest for split in held_out for piece, digest in _documents(split, tokenizer, folder)
-               if piece.stop - piece.start > SPAN]  # fmt: skip
-    left = set(digests)
-    for _, digest in _documents(train, tokenizer, folder) if left else ():
-        left.discard(digest)
-    return describe_shared(sum(digest not in left for digest in digests), len(digests), "documents")
-
-
-def _documents(split: Split, tokenizer: Tokenizer, folder: Path) -> Iterator[tuple[Slice, bytes]]:
-    """The documents of a split, each with the digest of its ids."""
-    for part, first, last in split.slices:
-        ids = part_ids(folder, part, id_type(tokenizer.vocab_size))[first:last]
-        ends = first + np.flatnonzero(ids == tokenizer.eos_id) + 1
-        for start, stop in pairwise([first, *ends.tolist()]):
-            yield Slice(part, start, stop), blake2b(ids[start - first : stop - first]).digest()
-
-
-def _cut(whole: Split, val_fraction: float, tokenizer: Tokenizer, folder: Path) -> list[Split]:
-    """Hold out the end of a split that has all documents, cutting at the end of a document or line near the fraction.
-
-    Equal documents go to the same split, or are cut at the same place.
-    """
-
-    def ids(piece: Slice) -> np.ndarray:
-        return part_ids(folder, piece.part, id_type(tokenizer.vocab_size))[piece.start : piece.stop]
-
-    documents, digests = zip(*_documents(whole, tokenizer, folder), strict=True)
-    different = dict(zip(digests, documents, strict=True))  # distinct documents, in order
-    ends = np.cumsum([document.stop - document.start for document in different.values()])
-    if ends[-1] < 2:
-        raise RequestError("the input is a single token: there is nothing to train on")
-    edge = min(int(ends[-1]) - 1, max(1, round(int(ends[-1]) * (1 - val_fraction))))
-    index = int(np.searchsorted(ends, edge, side="right"))  # of the document that is cut
-    last = ids(list(different.values())[index])
-    first = edge - int(ends[index]) + len(last)
-    if first == len(last) - 1 and last[-1] == tokenizer.eos_id:  # the token that ends a document is not text
-        first = max(first - 1, 0 if index else 1)
-    near = range(first, min(first + CUT_SEARCH, len(last) + (index < len(ends) - 1)))
-    near = [at for at in near if at == first or at != len(last) - 1]
-    line_ends = ("\n", tokenizer.eos_token)
-    cut = next((at for at in near if at == 0 or tokenizer.decode(last[at - 1 : at]).endswith(line_ends)), first)
-    order = {digest: number for number, digest in enumerate(different)}
-    kept, held_out = [], []
-    for (part, start, stop), digest in zip(documents, digests, strict=True):
-        middle = stop if order[digest] < index else start + cut if order[digest] == index else start
-        kept += [Slice(part, start, middle)] if middle > start else []
-        held_out += [Slice(part, middle, stop)] if middle < stop else []
-    sizes, counts = tokenizer.token_bytes(), whole.counts
-    tokens = sum(piece.stop - piece.start for piece in held_out)
-    counted = sum(int(sizes[ids(piece)].sum()) for piece in held_out)
-    size = round(counts["bytes"] * counted / max(1, counts["token_bytes"]))
-    log.info(f"too few documents to hold some out: validation gets {tokens:,} of {counts['tokens']:,} tokens")
-    val = {"documents": len(held_out), "tokens": tokens, "bytes": size, "token_bytes": counted}
-    train = {key: counts[key] - val[key] for key in COUNTS} | {"documents": len(kept)}
-    return [Split("train", train, _joined(kept)), Split("val", val, _joined(held_out))]
-
-
-def _joined(pieces: list[Slice]) -> list[Slice]:
-    """Join slices that follow each other in a part; the order stays."""
-    joined: list[Slice] = []
-    for piece in pieces:
-        if joined and joined[-1].part == piece.part and joined[-1].stop == piece.start:
-            joined[-1] = joined[-1]._replace(stop=piece.stop)
-        else:
-            joined.append(piece)
-    return joined

@@ -7,8 +7,8 @@ from itertools import islice
 import numpy as np
 import torch
 
+from lm.data.documents import read_documents
 from lm.data.loader import Batch
-from lm.data.text_files import read_documents
 from lm.data.tokenizer import Tokenizer
 
 

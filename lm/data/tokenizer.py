@@ -19,7 +19,8 @@ import tokenizers
 from tokenizers import decoders, models
 
 from lm.errors import RequestError, first_line
-from lm.system.files import check_fetched, is_remote, parse_json
+from lm.system.files import check_fetched, is_remote
+from lm.system.parsing import parse_json
 
 Begin = Literal["nothing", "eos"]  # what comes before a text; documents follow the token that ended the previous one
 END_OF_TEXT = "<|endoftext|>"

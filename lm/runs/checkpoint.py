@@ -23,7 +23,8 @@ from torch import Tensor
 
 from lm.errors import RequestError, RunError
 from lm.runs.run import Run
-from lm.system.files import DAMAGE, atomic_folder, digest, dump_checksummed, load_checksummed, remove_folder
+from lm.system.files import atomic_folder, digest, dump_checksummed, load_checksummed, remove_folder
+from lm.system.parsing import DAMAGE
 from lm.system.process import lm_version
 from lm.system.units import format_bytes
 

@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
-from lm.system.files import flatten
+from lm.system.parsing import flatten
 
 
 class Rule(NamedTuple):

@@ -7,7 +7,7 @@ import time
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from lm.system.files import DAMAGE, finite_or_none
+from lm.system.parsing import DAMAGE, finite_or_none
 
 Evaluation = dict[str, Any]
 

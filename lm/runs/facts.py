@@ -11,8 +11,10 @@ from typing import Any
 from lm.runs.evaluations import merge_evaluations
 from lm.runs.history import Series, curve, thin
 from lm.runs.metrics import METRICS, valid_metrics
-from lm.runs.run import STEP, TYPES, Run, add_metrics, is_alert
-from lm.system.files import digest, nonnegative, parse_line
+from lm.runs.run import STEP, Run
+from lm.runs.schema import TYPES, add_metrics, is_alert
+from lm.system.files import digest
+from lm.system.parsing import nonnegative, parse_line
 
 
 def read_facts(run: Run) -> dict[str, Any]:

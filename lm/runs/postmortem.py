@@ -20,7 +20,8 @@ from pathlib import Path
 import jinja2
 
 from lm.runs.run import Run
-from lm.system.files import to_json, write_atomically
+from lm.system.files import write_atomically
+from lm.system.parsing import to_json
 
 TEMPLATE = Path(__file__).with_suffix(".md")
 OPEN = "Open: to be filled in when the loss is as low as it was before, or when the run has ended."

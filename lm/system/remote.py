@@ -27,7 +27,8 @@ import pyarrow as pa
 import pyarrow.fs as pafs
 
 from lm.errors import LmError, RequestError, RunError, first_line
-from lm.system.files import DENIED, PATIENCE, atomic_folder, parse_json, unreadable
+from lm.system.files import DENIED, PATIENCE, atomic_folder, unreadable
+from lm.system.parsing import parse_json
 from lm.system.process import reader_pool
 
 log = logging.getLogger(__name__)

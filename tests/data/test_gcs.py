@@ -7,8 +7,9 @@ import pytest
 from gcs_server import gcs_server
 from shard_files import write_folder
 
+from lm.data.documents import read_documents
 from lm.data.shards import Shards
-from lm.data.text_files import find_files, read_documents
+from lm.data.text_files import find_files
 from lm.errors import RequestError, RunError
 from lm.system import remote
 from lm.system.sources import list_files

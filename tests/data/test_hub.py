@@ -25,9 +25,10 @@ from trainings import PLACES, lm, start, write_config
 
 from lm.data.cache import BlockCache
 from lm.data.config import PrepareOptions
+from lm.data.documents import read_documents
 from lm.data.prepare import prepare
 from lm.data.shards import Shards
-from lm.data.text_files import find_files, read_documents
+from lm.data.text_files import find_files
 from lm.data.tokenizer import Tokenizer
 from lm.errors import RequestError, RunError
 from lm.system import remote

@@ -185,7 +185,7 @@ def test_a_row_that_passes_row_groups_continues_in_the_next(tmp_path, monkeypatc
 
 
 def test_text_of_every_kind_and_a_long_document_go_through(tmp_path, monkeypatch):
-    monkeypatch.setattr("lm.data.text_files.PIECE", 200)
+    monkeypatch.setattr("lm.data.documents.PIECE", 200)
     source = tmp_path / "in"
     texts = make_texts(30)
     write_jsonl(source / "a.jsonl", texts[:10])

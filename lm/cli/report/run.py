@@ -26,7 +26,8 @@ from lm.runs.evaluations import core_sentence, merge_evaluations
 from lm.runs.history import read_samples
 from lm.runs.metrics import BY_SOURCE, METRICS, Metric
 from lm.runs.run import Run
-from lm.system.files import check_local_path, finite_or_none, read_lines, write_atomically
+from lm.system.files import check_local_path, read_lines, write_atomically
+from lm.system.parsing import finite_or_none
 from lm.system.removed_options import REMOVED
 from lm.system.units import format_bytes, format_figure, utc
 
