@@ -63,8 +63,8 @@ class LadderOptions(ScaleOptions, LadderRuns):
         if not self.sizes:
             raise RequestError("give the depths, such as --depths 2,4,6,8")
         fitted = set(self.sizes) - set(self.held_out)
-        if self.held_out and len(fitted) < scaling_laws.FEWEST:  # `ladder_report` says what is far from them
-            raise RequestError(f"a prediction takes {scaling_laws.FEWEST} other sizes or more, and --depths has "
+        if self.held_out and len(fitted) < scaling_laws.MIN_SIZES:  # `ladder_report` says what is far from them
+            raise RequestError(f"a prediction takes {scaling_laws.MIN_SIZES} other sizes or more, and --depths has "
                                f"{len(fitted)} that --predict has not: add some, such as --depths 2,4,6,8")  # fmt: skip
         check_run_name(self.name)
         if self.max_steps and self.ratio is not None:

@@ -211,9 +211,9 @@ def step_facts(steps: Steps, config: Sections, data: dict[str, Any]) -> dict[str
         windows = data["train"]["windows"]
         facts["epochs"] = steps.samples(steps.max_steps) / windows
     if data.get("sources"):
-        from lm.data.mixture import counts_of, phases_of
+        from lm.data.mixture import merge_phases, source_counts
 
-        samples = counts_of(phases_of(config.data.sources, config.data.phases or [], steps.seq_len),
+        samples = source_counts(merge_phases(config.data.sources, config.data.phases or [], steps.seq_len),
                             steps.samples(steps.max_steps))  # fmt: skip
         facts["sources"] = {
             name: {"samples": count, "share": count / sum(samples), "epochs": count / source["windows"]}

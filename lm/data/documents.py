@@ -37,14 +37,14 @@ class Piece(NamedTuple):
 
 
 def read_documents(inputs: Sequence[str], text_key: str = "text") -> Iterator[tuple[str, str]]:
-    """Whole documents of files, folders, globs or URLs, with the place of each, in order."""
+    """The documents of files, folders, globs or URLs, with the place of each, in order."""
     for file in find_files(inputs):
-        held = []
+        contents = []
         for piece in read_pieces(file, text_key=text_key):
-            held.append(piece.content)
+            contents.append(piece.content)
             if piece.last:
-                yield piece.where, "".join(held)
-                held = []
+                yield piece.where, "".join(contents)
+                contents = []
 
 
 def read_pieces(
@@ -69,22 +69,22 @@ def read_pieces(
     except LmError:
         raise
     except (pa.ArrowException, OSError, EOFError, lzma.LZMAError, zlib.error, UnicodeDecodeError) as error:
-        cure = "is it damaged or truncated?"
+        fix = "is it damaged or truncated?"
         if "too much memory" in str(error):
-            cure = f"its window is above 128 MiB: `zstd -d --rm --long=31 {quote(file.name)}` unpacks it"
-        raise RunError(f"{file.name} cannot be read ({first_line(error)}); {cure}") from error
+            fix = f"its window is above 128 MiB: `zstd -d --rm --long=31 {quote(file.name)}` unpacks it"
+        raise RunError(f"{file.name} cannot be read ({first_line(error)}); {fix}") from error
 
 
 def _cut(chunks: Iterable[str]) -> Iterator[tuple[str, bool]]:
     """Join chunks to pieces that end with a line; the last one is marked."""
-    held = ""
+    text = ""
     for chunk in chunks:
-        held += chunk
-        while len(held) > PIECE:
-            end = held.rfind("\n", 0, PIECE) + 1 or PIECE
-            yield held[:end], False
-            held = held[end:]
-    yield held, True
+        text += chunk
+        while len(text) > PIECE:
+            end = text.rfind("\n", 0, PIECE) + 1 or PIECE
+            yield text[:end], False
+            text = text[end:]
+    yield text, True
 
 
 def _decoded(file: TextFile) -> Iterator[str]:
@@ -183,7 +183,7 @@ def _flat(file: TextFile, tokenizer: Tokenizer | None) -> Iterator[Piece]:
     if tokenizer is None:
         raise RequestError(f"{file.name} holds token ids: give the tokenizer.json they were made with (--tokenizer)")
     position = 0  # tokens before the chunk
-    unfinished = False  # whether a piece of the document that the chunk begins with was given already
+    unfinished = False  # whether a piece of the document that the chunk begins with was yielded already
     dtype = id_type(tokenizer.vocab_size)
     with file.stream() as stream:
         following = stream.read(dtype.itemsize * PIECE)
@@ -193,16 +193,16 @@ def _flat(file: TextFile, tokenizer: Tokenizer | None) -> Iterator[Piece]:
                 raise RunError(f"{file.name} ends inside of a token id: it is truncated, or not of {dtype} ids")
             ids = np.frombuffer(data, dtype)  # (n,)
             if position == 0 and len(ids) >= 16 and not ids[1::2].any():  # the upper halves of wider ids
-                size, wide = dtype.itemsize, dtype.itemsize * (2 if ids[2::4].any() else 4)
+                size, actual = dtype.itemsize, dtype.itemsize * (2 if ids[2::4].any() else 4)
                 raise RunError(
-                    f"{file.name}: every second id is 0, so an id has {wide} bytes, not {size}: np.fromfile("
-                    f"{file.name!r}, '<u{wide}').astype('<u{size}').tofile('train.bin') makes a file of {dtype}"
+                    f"{file.name}: every second id is 0, so an id has {actual} bytes, not {size}: np.fromfile("
+                    f"{file.name!r}, '<u{actual}').astype('<u{size}').tofile('train.bin') makes a file of {dtype}"
                 )
             outside = ids >= tokenizer.vocab_size
             if outside.any():
-                bad = int(np.argmax(outside))
+                first = int(np.argmax(outside))
                 raise RunError(
-                    f"{file.name}, token {position + bad}: id {ids[bad]} is outside the vocabulary of "
+                    f"{file.name}, token {position + first}: id {ids[first]} is outside the vocabulary of "
                     f"{tokenizer.vocab_size}; was it made with another tokenizer?"
                 )
             start = 0

@@ -29,8 +29,8 @@ def count_tokens(shards: Shards, vocab_size: int, stop: int | None = None) -> np
 def rare_tokens(shards: Shards, vocab_size: int) -> np.ndarray:
     """The ids of the bottom 1 % of the unigram distribution of a text, the rarest first.
 
-    The first 4 Mi tokens of the shards are counted. Tokens that occur are sorted by count, then by id, and taken from
-    the rarest on as long as they make up at most 1 % of the count together; the rarest is always taken.
+    The first 4 Mi tokens of the shards are counted. Tokens that occur are sorted by count, then by id, and chosen from
+    the rarest on as long as they make up at most 1 % of the count together, at least one.
     """
     counts = count_tokens(shards, vocab_size, COUNTED)
     rarest = np.argsort(counts, kind="stable")
@@ -41,6 +41,6 @@ def rare_tokens(shards: Shards, vocab_size: int) -> np.ndarray:
 
 def rare_rows(rare: np.ndarray, seed: int, step: int, samples: int, length: int) -> np.ndarray:
     """The samples of an injected step, (samples, length): drawn uniformly from rare tokens, by seed and step alone."""
-    # numpy promises the stream of a bit generator for good, and not what its Generator makes of it (NEP 19).
+    # numpy promises never to change the stream of a bit generator, but not what its Generator makes of it (NEP 19).
     drawn = np.random.Philox(key=np.array([seed % 2**64, step], dtype=np.uint64)).random_raw(samples * length)
     return rare[drawn % np.uint64(len(rare))].reshape(samples, length)

@@ -49,12 +49,12 @@ def _gather(name: str, parts: list[dict[str, Any]]) -> Split:
 def shared_documents(splits: list[Split], tokenizer: Tokenizer, folder: Path) -> str | None:
     """`describe_shared` for documents of splits that file names decide; documents of up to SPAN tokens are ignored."""
     train, *held_out = splits
-    digests = [digest for split in held_out for piece, digest in _documents(split, tokenizer, folder)
-               if piece.stop - piece.start > SPAN]  # fmt: skip
-    left = set(digests)
-    for _, digest in _documents(train, tokenizer, folder) if left else ():
-        left.discard(digest)
-    return describe_shared(sum(digest not in left for digest in digests), len(digests), "documents")
+    documents = [document for split in held_out for document in _documents(split, tokenizer, folder)]
+    digests = [digest for piece, digest in documents if piece.stop - piece.start > SPAN]
+    unique = set(digests)
+    for _, digest in _documents(train, tokenizer, folder) if unique else ():
+        unique.discard(digest)
+    return describe_shared(sum(digest not in unique for digest in digests), len(digests), "documents")
 
 
 def _documents(split: Split, tokenizer: Tokenizer, folder: Path) -> Iterator[tuple[Slice, bytes]]:
@@ -66,7 +66,7 @@ def _documents(split: Split, tokenizer: Tokenizer, folder: Path) -> Iterator[tup
             yield Slice(part, start, stop), blake2b(ids[start - first : stop - first]).digest()
 
 
-def _cut(whole: Split, val_fraction: float, tokenizer: Tokenizer, folder: Path) -> list[Split]:
+def _cut(split: Split, val_fraction: float, tokenizer: Tokenizer, folder: Path) -> list[Split]:
     """Hold out the end of a split that has all documents, cutting at the end of a document or line near the fraction.
 
     Equal documents go to the same split, or are cut at the same place.
@@ -75,7 +75,7 @@ def _cut(whole: Split, val_fraction: float, tokenizer: Tokenizer, folder: Path) 
     def ids(piece: Slice) -> np.ndarray:
         return part_ids(folder, piece.part, id_type(tokenizer.vocab_size))[piece.start : piece.stop]
 
-    documents, digests = zip(*_documents(whole, tokenizer, folder), strict=True)
+    documents, digests = zip(*_documents(split, tokenizer, folder), strict=True)
     different = dict(zip(digests, documents, strict=True))  # distinct documents, in order
     ends = np.cumsum([document.stop - document.start for document in different.values()])
     if ends[-1] < 2:
@@ -91,19 +91,23 @@ def _cut(whole: Split, val_fraction: float, tokenizer: Tokenizer, folder: Path) 
     line_ends = ("\n", tokenizer.eos_token)
     cut = next((at for at in near if at == 0 or tokenizer.decode(last[at - 1 : at]).endswith(line_ends)), first)
     order = {digest: number for number, digest in enumerate(different)}
-    kept, held_out = [], []
+    training, held_out = [], []
     for (part, start, stop), digest in zip(documents, digests, strict=True):
-        middle = stop if order[digest] < index else start + cut if order[digest] == index else start
-        kept += [Slice(part, start, middle)] if middle > start else []
-        held_out += [Slice(part, middle, stop)] if middle < stop else []
-    sizes, counts = tokenizer.token_bytes(), whole.counts
+        middle = stop if order[digest] < index else start
+        if order[digest] == index:
+            middle = start + cut
+        if middle > start:
+            training.append(Slice(part, start, middle))
+        if middle < stop:
+            held_out.append(Slice(part, middle, stop))
+    sizes, counts = tokenizer.token_bytes(), split.counts
     tokens = sum(piece.stop - piece.start for piece in held_out)
     counted = sum(int(sizes[ids(piece)].sum()) for piece in held_out)
     size = round(counts["bytes"] * counted / max(1, counts["token_bytes"]))
     log.info(f"too few documents to hold some out: validation gets {tokens:,} of {counts['tokens']:,} tokens")
     val = {"documents": len(held_out), "tokens": tokens, "bytes": size, "token_bytes": counted}
-    train = {key: counts[key] - val[key] for key in COUNTS} | {"documents": len(kept)}
-    return [Split("train", train, _joined(kept)), Split("val", val, _joined(held_out))]
+    train = {key: counts[key] - val[key] for key in COUNTS} | {"documents": len(training)}
+    return [Split("train", train, _joined(training)), Split("val", val, _joined(held_out))]
 
 
 def _joined(pieces: list[Slice]) -> list[Slice]:

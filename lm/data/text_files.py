@@ -51,11 +51,12 @@ NOT_TEXT = {  # suffixes -> what to do
 }
 DENSITY = 4  # bytes of text in a byte of a compressed file, about
 # Words of a file's name, or the name of its folder -> the split that it names.
-SPLITS = {"train": "train", "training": "train", "val": "val", "valid": "val", "validation": "val", "dev": "val",
-          "test": "test", "testing": "test", "eval": "test", "evaluation": "test"}  # fmt: skip
+SPLIT_WORDS = {"train": "train training", "val": "val valid validation dev", "test": "test testing eval evaluation"}
+SPLITS = {word: split for split, words in SPLIT_WORDS.items() for word in words.split()}
 DATA_SUFFIXES = {*KINDS, ".txt", ".text"}  # of datasets, beside which the following are not documents
-CARD = re.compile(r"(.*/)?((readme|licen[cs]e|copying|notice|citation)([._-].*)?\.(md|txt|rst|bib)|"
-                  r"(dataset_infos?|dataset_dict|dataset-metadata|state|croissant)\.json)", re.IGNORECASE)  # fmt: skip
+CARD_TEXT = r"(readme|licen[cs]e|copying|notice|citation)([._-].*)?\.(md|txt|rst|bib)"
+CARD_JSON = r"(dataset_infos?|dataset_dict|dataset-metadata|state|croissant)\.json"
+CARD = re.compile(rf"(.*/)?({CARD_TEXT}|{CARD_JSON})", re.IGNORECASE)
 SEVERAL = "several"  # splits in one name
 NUMBERED = re.compile(r"(.*)\d{5}-of-(\d{5})(.*)")  # one file of several
 
@@ -131,14 +132,14 @@ class _Members(io.RawIOBase):
 def find_files(inputs: Sequence[str]) -> list[TextFile]:
     """All files of files, folders, globs (`data/**/*.md`), URLs of any of them, or `embedded:sotu`, by name, each once.
 
-    Of a folder, files with known suffixes are taken; a file that is named is read as text, whatever its suffix.
+    Of a folder, files with known suffixes are read; a file that is named is read as text, whatever its suffix.
     """
-    found: dict[Hashable, TextFile] = {}
+    files: dict[Hashable, TextFile] = {}
     for file in (file for source in inputs for file in _find(source)):
-        found.setdefault(file_identity(file.name), file)
-    if not found:
+        files.setdefault(file_identity(file.name), file)
+    if not files:
         raise RequestError("there is nothing to read: give files, folders, globs or URLs with --input")
-    return sorted(found.values(), key=lambda file: file.name)
+    return sorted(files.values(), key=lambda file: file.name)
 
 
 def split_by_names(files: list[TextFile]) -> list[TextFile]:
@@ -149,29 +150,33 @@ def split_by_names(files: list[TextFile]) -> list[TextFile]:
     """
     below = len(os.path.commonprefix([PurePosixPath(file.name).parent.parts for file in files]))
     named = [(file, _named_split(file.name, below)) for file in files]
-    of: dict[str | None, list[str]] = {}
+    by_split: dict[str | None, list[str]] = {}
     for file, split in named:
-        of.setdefault(split, []).append(file.name)
-    shown = {split: ", ".join(all[:3]) + f" and {len(all) - 3} more" * (len(all) > 3) for split, all in of.items()}
-    if len(of) == 1 or of.keys() <= {"train", SEVERAL, None}:
+        by_split.setdefault(split, []).append(file.name)
+    shown = {split: _shown(names) for split, names in by_split.items()}
+    if len(by_split) == 1 or by_split.keys() <= {"train", SEVERAL, None}:
         return files
-    unclear = ""
-    if SEVERAL in of:
-        unclear = f"a name has several: {shown[SEVERAL]}"
-    elif 2 * len(of.get(None, [])) > len(files):
-        unclear = f"most names have none: {shown[None]}"
-    elif of.keys() <= {"val", "test"}:
-        unclear = f"none is for training: {shown['val']}, {shown['test']}"
-    if unclear:
-        log.warning("the splits in the names of files are ignored, because %s; rename them, or leave some out", unclear)
+    problem = ""
+    if SEVERAL in by_split:
+        problem = f"a name has several: {shown[SEVERAL]}"
+    elif 2 * len(by_split.get(None, [])) > len(files):
+        problem = f"most names have none: {shown[None]}"
+    elif by_split.keys() <= {"val", "test"}:
+        problem = f"none is for training: {shown['val']}, {shown['test']}"
+    if problem:
+        log.warning("the splits in the names of files are ignored, because %s; rename them, or leave some out", problem)
         return files
-    if "test" in of:
+    if "test" in by_split:
         log.info("left out, as a test split: %s; prepare it by itself for data.test", shown["test"])
-    if "val" not in of:
+    if "val" not in by_split:
         return [file for file, split in named if split != "test"]
-    log.info("by their names, for training: %s; for validation: %s",
-             ", ".join(shown[split] for split in ("train", None) if split in of), shown["val"])  # fmt: skip
+    training = ", ".join(shown[split] for split in ("train", None) if split in by_split)
+    log.info("by their names, for training: %s; for validation: %s", training, shown["val"])
     return [replace(file, split=split or "train") for file, split in named if split != "test"]
+
+
+def _shown(names: list[str]) -> str:
+    return ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
 
 
 def _named_split(path: str, below: int) -> str | None:
@@ -179,8 +184,8 @@ def _named_split(path: str, below: int) -> str | None:
     *folders, name = PurePosixPath(path.lower()).parts
     is_code = _split_suffixes(name)[0] in TEXT_SUFFIXES - {".txt", ".text"}
     for name in reversed([*folders[below:], "" if is_code else name]):
-        if seen := {SPLITS[word] for word in re.split("[^a-z]+", name) if word in SPLITS}:
-            return seen.pop() if len(seen) == 1 else SEVERAL
+        if splits := {SPLITS[word] for word in re.split("[^a-z]+", name) if word in SPLITS}:
+            return splits.pop() if len(splits) == 1 else SEVERAL
     return None
 
 
@@ -198,26 +203,26 @@ def _find(source: str) -> Iterator[TextFile]:
         files, skipped = _texts_of_folder(files)
         kinds = ", ".join(f"{count} {kind}" for kind, count in skipped.most_common(5))
         if not files:
-            cure = "".join(f"; {NOT_TEXT[suffix].format(f'FILE{suffix}')}" for suffix in skipped if suffix in NOT_TEXT)
-            cure = f"; name the token ids: {source.rstrip('/')}/*.bin" if ".bin" in skipped else cure
-            raise RequestError(
-                f"{source}: the folder holds no text, JSON lines or Parquet, but {kinds or 'nothing'}{cure}"
-            )
+            fixes = [NOT_TEXT[suffix].format(f"FILE{suffix}") for suffix in skipped if suffix in NOT_TEXT]
+            if ".bin" in skipped:
+                fixes = [f"name the token ids: {source.rstrip('/')}/*.bin"]
+            problem = f"{source}: the folder holds no text, JSON lines or Parquet, but {kinds or 'nothing'}"
+            raise RequestError("; ".join([problem, *fixes]))
         numbered = Counter(match.group(1, 2, 3) for name in files if (match := NUMBERED.fullmatch(name)))
         for (start, total, end), count in numbered.items():
             if count < int(total):
-                log.warning("%s: %d of %s*-of-%s%s are missing; was the download stopped?",
-                            source, int(total) - count, start, total, end)  # fmt: skip
-        read = Counter(map(_suffix, files))
-        if skipped or len(read) > 1:
-            counts = ", ".join(f"{count} {suffix}" for suffix, count in read.most_common(5))
+                missing = f"{int(total) - count} of {start}*-of-{total}{end}"
+                log.warning("%s: %s are missing; was the download stopped?", source, missing)
+        suffixes = Counter(map(_suffix, files))
+        if skipped or len(suffixes) > 1:
+            counts = ", ".join(f"{count} {suffix}" for suffix, count in suffixes.most_common(5))
             log.info("%s: reads %s%s", source, counts, f"; skipped: {kinds}" if skipped else "")
     for file in files.values():
         name = listing.name(file)
         name = name if is_remote(name) else posixpath.normpath(name)
         suffix, packed = _split_suffixes(file.path)
-        if cure := NOT_TEXT.get(suffix):
-            raise RequestError(f"{name} is not plain text: {cure.format(quote(name))}; or leave it out")
+        if fix := NOT_TEXT.get(suffix):
+            raise RequestError(f"{name} is not plain text: {fix.format(quote(name))}; or leave it out")
         kind, compression = KINDS.get(suffix, "text"), COMPRESSIONS.get(packed)
         yield TextFile(name, kind, compression, file.size, file.modified, address=listing.address(file))
 
@@ -229,7 +234,7 @@ def _texts_of_folder(files: dict[str, File]) -> tuple[dict[str, File], Counter[s
     prepared = [top for top in prepared if top + MANIFEST in files or top + ".parts/plan.json" in files]
     visible = [name for name in files if not re.search(r"(^|/)\.", name)]
     has_data = any(_split_suffixes(name)[0] in DATA_SUFFIXES and not CARD.fullmatch(name) for name in visible)
-    kept, skipped = {}, Counter()
+    selected, skipped = {}, Counter()
     for name in visible:
         packed = _split_suffixes(name)[1]
         if name.startswith(tuple(prepared)):
@@ -241,8 +246,8 @@ def _texts_of_folder(files: dict[str, File]) -> tuple[dict[str, File], Counter[s
         elif not _is_known(name):
             skipped[_suffix(name)] += 1
         else:
-            kept[name] = files[name]
-    return kept, skipped
+            selected[name] = files[name]
+    return selected, skipped
 
 
 def _suffix(path: str) -> str:

@@ -19,8 +19,8 @@ class DiskSpace(NamedTuple):
         return self.at_once <= self.free
 
     def __str__(self) -> str:
-        one, at_once, free = map(format_bytes, self)
-        return f"checkpoints of {one} need {at_once} at once, and {free} are free"
+        checkpoint, at_once, free = map(format_bytes, self)
+        return f"checkpoints of {checkpoint} need {at_once} at once, and {free} are free"
 
 
 def disk_space(folder: Path, checkpoint: int, keep: int, present: int = 0) -> DiskSpace:

@@ -16,7 +16,7 @@ from lm.system.units import Count, parse_count, shown
 
 OPTION = re.compile(r"--|-[a-z]$")
 NEGATIVE = re.compile(r"-[\d.]+(e[+-]?\d+)?", re.IGNORECASE)
-LONGEST_MESSAGE = 300
+MAX_MESSAGE = 300
 
 register_type(Count, serializer=int, deserializer=parse_count, type_check=lambda value, kind: type(value) is kind)
 
@@ -29,8 +29,10 @@ class OneLineErrors:
         missing = re.search(r"the following arguments are required: (\S+)", message)
         if missing and not self.prog.startswith("lm ") and "." not in missing[1]:  # of a class that the config names
             name = missing[1]
-            raise RequestError(f"the class needs {name}: {{class_path: ..., init_args: {{{name}: ...}}}}, or of a "
-                               f"logger also `--trainer.logger.init_args.{name} VALUE`") from ex  # fmt: skip
+            of_logger = f"or of a logger also `--trainer.logger.init_args.{name} VALUE`"
+            raise RequestError(
+                f"the class needs {name}: {{class_path: ..., init_args: {{{name}: ...}}}}, {of_logger}"
+            ) from ex
         if missing and "." in missing[1]:  # of the model's class; LightningCLI puts its subcommand before the name
             name = missing[1].partition(".")[2] if self.prog == "lm" else missing[1]
             raise RequestError(f"give --{name}, or {name} in the config: it has no default") from ex
@@ -62,8 +64,8 @@ def parse(
     parser = Parser(prog=prog, allow_abbrev=False, description=(function.__doc__ or "").partition("\n\n")[0])
     parser.add_function_arguments(function, as_group=False, as_positional=True)
     if meant and arguments and not arguments[0].startswith("-"):
-        cure = meant.format(value=shlex.quote(arguments[0]), name=re.sub(r"\W+", "-", Path(arguments[0]).stem))
-        raise RequestError(f"{shown(arguments[0])} belongs to no option; did you mean `{prog} {cure}`?")
+        fix = meant.format(value=shlex.quote(arguments[0]), name=re.sub(r"\W+", "-", Path(arguments[0]).stem))
+        raise RequestError(f"{shown(arguments[0])} belongs to no option; did you mean `{prog} {fix}`?")
     kinds = {action.dest: str(getattr(action, "_typehint", "")) for action in parser._actions}
     flags = [name for name, kind in kinds.items() if kind == "<class 'bool'>"]
     lists = [name for name, kind in kinds.items() if "list[" in kind]
@@ -87,28 +89,28 @@ def typed_options(
     """
     typed: list[tuple[str, str | list[str] | None]] = []
     repeated: dict[str, list[str]] = {}
-    rest = list(arguments)
-    while rest:
-        word = rest.pop(0)
+    words = list(arguments)
+    while words:
+        word = words.pop(0)
         option, equals, value = word.partition("=")
         name = option.lstrip("-")
-        null = value == "null" if equals else rest[:1] == ["null"] and "." in name
+        null = value == "null" if equals else words[:1] == ["null"] and "." in name
         if not word.startswith("-"):
             typed.append(("", word))
-        elif name in lists and (equals or rest) and not null:
+        elif name in lists and (equals or words) and not null:
             values = [value] if equals else []
-            while not equals and rest and not OPTION.match(rest[0]):
-                values.append(rest.pop(0))
+            while not equals and words and not OPTION.match(words[0]):
+                values.append(words.pop(0))
             as_yaml = bool(equals) or name.rpartition(".")[2] not in ("prompt", "prompts", "stop")
             if option not in repeated:
                 typed.append((option, repeated.setdefault(option, [])))
             repeated[option] += _listed(values[0], as_yaml) if len(values) == 1 else values
         elif equals:
             typed.append((option, value))
-        elif name in flags and not (rest and rest[0].lower() in ("true", "false", "yes", "no")):
+        elif name in flags and not (words and words[0].lower() in ("true", "false", "yes", "no")):
             typed.append((option, "true"))
-        elif rest and (not rest[0].startswith("-") or NEGATIVE.fullmatch(rest[0])):
-            typed.append((option, rest.pop(0)))
+        elif words and (not words[0].startswith("-") or NEGATIVE.fullmatch(words[0])):
+            typed.append((option, words.pop(0)))
         else:
             typed.append((option, None))
     return typed
@@ -117,10 +119,10 @@ def typed_options(
 def _listed(text: str, as_yaml: bool) -> list[str]:
     """Parse a JSON or YAML list of strings; any other text, even in brackets, is a single item."""
     try:
-        found = yaml.safe_load(text) if as_yaml else json.loads(text)
+        values = yaml.safe_load(text) if as_yaml else json.loads(text)
     except (ValueError, yaml.YAMLError):
         return [text]
-    return found if isinstance(found, list) and all(isinstance(item, str) for item in found) else [text]
+    return values if isinstance(values, list) and all(isinstance(item, str) for item in values) else [text]
 
 
 def as_list(values: list[str]) -> str:
@@ -156,10 +158,10 @@ def shorten(message: str, known: list[str]) -> str:
     indent = re.search(r"Errors:\n( *)- ", message)
     errors = re.findall(rf"\n{indent[1]}- (.*(?:\n{indent[1]} {{4}}.*)*)", message) if indent else []
     if reasons := [each for each in errors if "NoneType" not in each]:
-        given = re.search(r"class_path'?[=:] ?'(\S+?)'", message) or re.search(r"(?s)Given value: (.*)", message)
+        value = re.search(r"class_path'?[=:] ?'(\S+?)'", message) or re.search(r"(?s)Given value: (.*)", message)
         # Keep the error of a class itself, not that the value is of no other type.
         text = ", or ".join([each for each in reasons if not each.startswith(("Expected", "Not a"))] or reasons)
-        text += f", got {given[1]}" if given and not re.search("[Gg]ot |class_path", text) else ""
+        text += f", got {value[1]}" if value and not re.search("[Gg]ot |class_path", text) else ""
     else:
         text = message.partition('":')[2] if key else message
     text = re.sub(r"[Ee]xpected a <class '(?:\w+\.)*(\w+)'>", r"expected \1", " ".join(text.split()))
@@ -169,4 +171,4 @@ def shorten(message: str, known: list[str]) -> str:
     text = re.sub("expected (list|tuple), got .*", "expected a list: [a, b], or lines that begin with a dash", text)
     text = re.sub("Unable to load config .*", "this is a group of options: give each with its name", text)
     text = f"{key}: {text}" if key else text
-    return text if len(text) <= LONGEST_MESSAGE else f"{text[:LONGEST_MESSAGE]}..."
+    return text if len(text) <= MAX_MESSAGE else f"{text[:MAX_MESSAGE]}..."

@@ -31,11 +31,12 @@ def is_remote(source: str) -> bool:
     return "://" in source and not source.startswith("file://")
 
 
-def check_local_path(option: str, path: str | Path, cure: str = "write to this machine, and copy it there") -> None:
+def check_local_path(option: str, path: str | Path, fix: str = "write to this machine, and copy it there") -> None:
     """Raise RequestError for a URL if a local path is needed; it would become a folder `s3:`."""
     if url := URL.fullmatch(str(path)):
-        cure = f"give the path alone: /{url['rest']}" if url["scheme"] == "file" else cure
-        raise RequestError(f"{option} {url['scheme']}://{url['rest']} is a URL, and only a path works here: {cure}")
+        if url["scheme"] == "file":
+            fix = f"give the path alone: /{url['rest']}"
+        raise RequestError(f"{option} {url['scheme']}://{url['rest']} is a URL, and only a path works here: {fix}")
 
 
 def is_denied(error: BaseException | None) -> bool:
@@ -97,26 +98,28 @@ def append_line(path: Path, line: dict[str, Any]) -> None:
     descriptor = os.open(path, os.O_RDWR | os.O_APPEND | os.O_CREAT, 0o666)
     try:
         end = os.fstat(descriptor).st_size
-        cut = end > 0 and os.pread(descriptor, 1, end - 1) != b"\n"
-        append_bytes(descriptor, b"\n" * cut + (json.dumps(line, ensure_ascii=False) + "\n").encode())
+        text = json.dumps(line, ensure_ascii=False) + "\n"
+        if end > 0 and os.pread(descriptor, 1, end - 1) != b"\n":
+            text = "\n" + text
+        append_bytes(descriptor, text.encode())
     finally:
         os.close(descriptor)
 
 
 def read_lines(path: Path, containing: tuple[str, ...] = ("",)) -> Iterator[dict[str, Any]]:
     """The objects of the lines that contain one of these texts; a line cut short by a kill is left out."""
-    wanted = [text.encode() for text in containing]
+    parts = [text.encode() for text in containing]
     try:
         text = path.read_bytes()
     except OSError:
         return
     for line in text.split(b"\n"):
-        if any(part in line for part in wanted) and (entry := parse_line(line)):
+        if any(part in line for part in parts) and (entry := parse_line(line)):
             yield entry
 
 
 class Attempts:
-    """Writes that may fail without ending a training, such as its log on a full disk.
+    """Writes that may fail without ending a run, such as its log on a full disk.
 
     The first failure and the end of the failures are logged; what could not be written in between is lost.
     """
@@ -199,7 +202,7 @@ def atomic_folder(folder: Path) -> Iterator[Path]:
     """Write a folder so that it is complete or absent, also after a kill or a power cut.
 
     Yields a temporary folder beside it, which takes its place when the block ends without an error. An existing folder
-    is replaced as a whole; the parent folder must exist.
+    is replaced by it; the parent folder must exist.
     """
     temporary = folder.with_name(f".tmp-{folder.name}-{os.getpid()}")
     remove_stale(folder)
@@ -262,8 +265,8 @@ def remove_folder(folder: Path) -> None:
 def _stale_beside(folder: Path) -> list[tuple[Path, str, str]]:
     """The folders that killed writers left: path, kind, and the final name."""
     paths = list(folder.parent.iterdir()) if folder.parent.is_dir() else []
-    found = [(path, stale) for path in paths if (stale := STALE.fullmatch(path.name))]
-    return [(path, stale["kind"], stale["name"]) for path, stale in found if fnmatch(stale["name"], folder.name)]
+    matches = [(path, stale) for path in paths if (stale := STALE.fullmatch(path.name))]
+    return [(path, stale["kind"], stale["name"]) for path, stale in matches if fnmatch(stale["name"], folder.name)]
 
 
 def folder_bytes(path: Path) -> int:

@@ -97,8 +97,8 @@ def flatten(config: dict[str, Any], prefix: str = "") -> dict[str, Any]:
     flat: dict[str, Any] = {}
     for key, value in config.items():
         listed = isinstance(value, list) and value
-        if listed and all(isinstance(one, dict) and "class_path" not in one for one in value):
-            value = {str(one.get("name", index)): one for index, one in enumerate(value)}
+        if listed and all(isinstance(item, dict) and "class_path" not in item for item in value):
+            value = {str(item.get("name", index)): item for index, item in enumerate(value)}
         if isinstance(value, dict):
             flat |= flatten(value, f"{prefix}{key}.")
         else:

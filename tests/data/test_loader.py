@@ -16,7 +16,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from shard_files import write_folder, write_rows
 
-from lm.data import shards as shards_module
 from lm.data.loader import Assembler, Batch, BlockBuffer, Stream, Windows
 from lm.data.sampler import Order
 from lm.data.shard_checks import check_buffer
@@ -32,7 +31,7 @@ def shards(tmp_path_factory):
     """Nine shards of 33 to 400 tokens in blocks of 60 or so, with token = place in the concatenation modulo 997."""
     folder = tmp_path_factory.mktemp("shards")
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(shards_module, "BLOCK_TOKENS", 60)
+        patch.setattr("lm.data.blocks.BLOCK_TOKENS", 60)
         write_folder(folder, [33, 400, 77, 120, 256, 64, 99, 301, 41], row_groups=5)
         return Shards.open(str(folder), vocab_size=1000)
 
@@ -84,17 +83,17 @@ def test_a_stream_can_be_sent_to_a_spawned_process(shards):
 def test_memory_stays_within_the_buffer(shards, blocks, start):
     """However small the buffer: the blocks that are held or being decoded never exceed it."""
     capacity, most = blocks * shards.index.largest.tokens, [0]
-    want = BlockBuffer.want
+    want = BlockBuffer.request
 
     def watched(buffer, *arguments):
         admitted = want(buffer, *arguments)
         held = sum(shards.index.blocks[block].tokens for block in buffer.blocks)
-        assert held == buffer.held <= capacity
+        assert held == buffer.tokens <= capacity
         most[0] = max(most[0], held)
         return admitted
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(BlockBuffer, "want", watched)
+        patch.setattr(BlockBuffer, "request", watched)
         given = stream(shards, start=start)
         list(Assembler(shards, given.order, SEQ_LEN, islice(given.requests(), 60), capacity).batches())
     assert most[0] > 0
@@ -207,12 +206,12 @@ def test_a_block_is_waited_for_no_longer_than_the_timeout_unless_its_store_asks_
     monkeypatch.setattr(shards, "read_tokens", lambda block: time.sleep(1) or read(block))
     monkeypatch.setattr(remote, "_asked_until", time.monotonic() + 30 if asked else 0.0)
     buffer = BlockBuffer(shards, 10**6, timeout=0.2)
-    buffer.want(0)
+    buffer.request(0)
     if asked:
-        assert len(buffer.take(0).ids)
+        assert len(buffer.get(0).ids)
     else:
         with pytest.raises(RunError, match=r"not read after 0.2 seconds \(data.timeout\)"):
-            buffer.take(0)
+            buffer.get(0)
     buffer.close()
 
 

@@ -17,7 +17,7 @@ from lm.data.parquet import BadBlock
 from lm.data.shards import Shards
 from lm.errors import RunError
 from lm.system import remote
-from lm.system.remote import read_whole, with_retries
+from lm.system.remote import read_exactly, with_retries
 
 BLOCK = np.arange(1000, dtype=np.uint16)
 KEPT = BLOCK.nbytes + 4  # with its checksum
@@ -175,4 +175,4 @@ def test_processes_and_threads_may_share_the_cache(tmp_path, recwarn):
 
 
 def test_an_empty_file_is_read():
-    assert read_whole(pa.BufferReader(b""), 0) == b"" and read_whole(pa.BufferReader(b"abc"), 2, 1) == b"bc"
+    assert read_exactly(pa.BufferReader(b""), 0) == b"" and read_exactly(pa.BufferReader(b"abc"), 2, 1) == b"bc"

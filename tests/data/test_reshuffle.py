@@ -8,7 +8,6 @@ import pytest
 from shard_files import write_rows
 from trainings import lm, make_workplace, write_config
 
-from lm.data import shards as shards_module
 from lm.data.config import SourceConfig
 from lm.data.datamodule import DataModule
 from lm.data.loader import Stream
@@ -23,7 +22,7 @@ def shards(tmp_path_factory):
     """Three files of documents of 1 to 30 tokens that end with 0, in blocks of about 150; one has labels."""
     folder, random = tmp_path_factory.mktemp("shards"), np.random.default_rng(0)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(shards_module, "BLOCK_TOKENS", 150)
+        patch.setattr("lm.data.blocks.BLOCK_TOKENS", 150)
         for name in "abc":
             rows = [[*random.integers(1, 1000, random.integers(0, 30)).tolist(), END] for _ in range(30)]
             labels = {"labels": [[id if id % 3 else -100 for id in row] for row in rows]} if name == "b" else {}

@@ -281,7 +281,7 @@ def test_words_are_cut_alike_at_every_character(pattern):
 
 
 def test_a_full_table_of_words_changes_nothing(monkeypatch):
-    monkeypatch.setattr("lm.data.encoder.KEPT_WORDS", 3)
+    monkeypatch.setattr("lm.data.encoder.MAX_WORDS", 3)
     encoder = Encoder(BPE)
     assert [ids.tolist() for ids in encoder.encode(TEXTS)] == BPE.encode_batch(TEXTS)
     assert len(encoder._words) <= 3

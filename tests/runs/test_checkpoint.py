@@ -16,7 +16,7 @@ from trainings import make_workplace
 import lm as package
 from lm.errors import RequestError, RunError
 from lm.runs.checkpoint import decode, encode, find_damage, point, read_folder, read_progress, write_folder
-from lm.runs.resume import find_checkpoint, repair_links, warn_if_left_behind
+from lm.runs.resume import find_checkpoint, repair_links, warn_if_stale
 from lm.runs.run import Run
 from lm.system.files import digest, dump_checksummed, load_checksummed, remove_folder, stated_digest, write_atomically
 from lm.system.process import lm_version
@@ -326,9 +326,9 @@ def test_steps_left_behind_come_last(run, caplog):
     run.describe(left_behind=[stated_digest(run.path / STEPS[2] / "trainer.json")])
     assert auto(run).name == STEPS[1]
     for step in STEPS.values():
-        warn_if_left_behind(run, run.path / step)
+        warn_if_stale(run, run.path / step)
     [warning] = caplog.messages
-    assert f"{STEPS[2]} was left behind when the run was resumed from an earlier step" in warning
+    assert f"{STEPS[2]} is stale: the run was resumed from an earlier step" in warning
     (run.path / STEPS[1] / "config.json").write_text("")
     assert auto(run).name == STEPS[2]
 
@@ -338,7 +338,7 @@ def test_steps_left_behind_come_last(run, caplog):
 ], ids=["a file is empty", "trainer.json is gone", "the folder is gone"])  # fmt: skip
 def test_where_every_checkpoint_is_damaged_nothing_starts_anew(run, damage):
     damage(run.path / STEPS[1])
-    with pytest.raises(RequestError, match=f"no whole checkpoint.*{STEPS[1]}.*start a new run"):
+    with pytest.raises(RequestError, match=f"no complete checkpoint.*{STEPS[1]}.*start a new run"):
         auto(run)
 
 

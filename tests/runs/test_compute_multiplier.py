@@ -42,7 +42,7 @@ def test_the_seeds_that_are_needed_make_the_interval_narrow_enough():
 def test_what_cannot_be_told_is_none():
     one = compute_multipliers(sizes(lambda flops: 1.2, seeds=1))
     assert one.mean.value == pytest.approx(1.2) and one.mean.low is None and one.seeds_needed is None
-    flat = [one._replace(half=one.whole) for one in sizes(lambda flops: 1.2)]
+    flat = [one._replace(half=one.full) for one in sizes(lambda flops: 1.2)]
     assert compute_multipliers(flat).mean is None and compute_multipliers(flat).sizes == [None] * 3
     missing = [sizes(lambda flops: 1.2)[0], sizes(lambda flops: 1.2)[1]._replace(other=[])]
     found = compute_multipliers(missing)
