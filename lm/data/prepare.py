@@ -32,7 +32,7 @@ from lm.data.encode import (
     split_of,
     unit_pieces,
     write_shard,
-)  # fmt: skip
+)
 from lm.data.encoder import id_type
 from lm.data.overlap import describe_shared, shared_spans
 from lm.data.parquet import COLUMN, LAYOUT, PackedRows

@@ -243,9 +243,9 @@ def texts(hub, tmp_path):
 
 def content(folder):
     """The files that a preparation made, but for what says where its texts were."""
-    found = {path.relative_to(folder): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
-    manifest = json.loads(found.pop(Path("manifest.json")))
-    return found, manifest["splits"]
+    files = {path.relative_to(folder): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+    manifest = json.loads(files.pop(Path("manifest.json")))
+    return files, manifest["splits"]
 
 
 def test_texts_and_a_tokenizer_on_the_hub_are_prepared_like_local_ones(hub, texts, tmp_path):

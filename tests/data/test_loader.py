@@ -37,9 +37,9 @@ def shards(tmp_path_factory):
 
 
 def stream(shards, **options):
-    given = dict(seq_len=SEQ_LEN, start=0, global_batch=24, lanes=8, seed=5) | options
-    order = Order(shards.index.windows(SEQ_LEN), given.pop("seed"), lanes=given.pop("lanes"))
-    return Stream(shards, order, **given)
+    settings = dict(seq_len=SEQ_LEN, start=0, global_batch=24, lanes=8, seed=5) | options
+    order = Order(shards.index.windows(SEQ_LEN), settings.pop("seed"), lanes=settings.pop("lanes"))
+    return Stream(shards, order, **settings)
 
 
 def reference(shards, start, count, seed=5, lanes=8):
@@ -94,8 +94,8 @@ def test_memory_stays_within_the_buffer(shards, blocks, start):
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(BlockBuffer, "request", watched)
-        given = stream(shards, start=start)
-        list(Assembler(shards, given.order, SEQ_LEN, islice(given.requests(), 60), capacity).batches())
+        resumed = stream(shards, start=start)
+        list(Assembler(shards, resumed.order, SEQ_LEN, islice(resumed.requests(), 60), capacity).batches())
     assert most[0] > 0
 
 
@@ -118,7 +118,7 @@ def test_evaluation_counts_each_window_once_in_lockstep(shards, world, micro, li
         ids[start + 1 : start + SEQ_LEN + 1].tolist()
         for ids in map(shards.read, range(len(shards.index.blocks))) for start in range(0, len(ids) - SEQ_LEN, SEQ_LEN)
     ]  # fmt: skip
-    found, lengths = [], set()
+    targets, lengths = [], set()
     for rank in range(world):
         batches = list(Windows(shards, seq_len=SEQ_LEN, micro_batch=micro, limit=limit, rank=rank, world=world))
         lengths.add(len(batches))
@@ -126,8 +126,8 @@ def test_evaluation_counts_each_window_once_in_lockstep(shards, world, micro, li
             assert batch.tokens.shape == (micro, SEQ_LEN + 1)
             counted = batch.labels[(batch.labels != -100).all(1)]
             assert batch.num_targets == counted.numel() == (batch.labels != -100).sum()
-            found += counted.tolist()
-    assert found == rows[:limit] and len(lengths) == 1
+            targets += counted.tolist()
+    assert targets == rows[:limit] and len(lengths) == 1
 
 
 def test_tokens_come_out_as_they_went_in():
@@ -151,8 +151,8 @@ def test_only_targets_of_the_labels_count(labelled, world, start):
     order = Order(shards.index.windows(SEQ_LEN), 5, lanes=1)
     expected = np.where(targets, ids, -100)
     for rank in range(world):
-        given = Stream(shards, order, seq_len=SEQ_LEN, start=start, global_batch=6, rank=rank, world=world)
-        batch = next(iter(given))
+        part = Stream(shards, order, seq_len=SEQ_LEN, start=start, global_batch=6, rank=rank, world=world)
+        batch = next(iter(part))
         _, windows = order.locate(np.arange(start + rank, start + 6, world))
         for inputs, labels, first in zip(batch.input_ids, batch.labels, windows * SEQ_LEN):
             assert inputs.tolist() == ids[first : first + SEQ_LEN].tolist()
@@ -219,11 +219,11 @@ def test_the_next_blocks_are_decoded_while_a_batch_is_trained_on(shards):
     """By the time that a batch is asked for, its blocks were read without anybody asking for it."""
     counted, read = pickle.loads(pickle.dumps(shards)), set()
     counted.read_tokens = lambda block, actual=counted.read_tokens: (actual(block), read.add(block))[0]
-    given = stream(counted, lanes=2, global_batch=4)
-    batches = iter(given)
+    batch_stream = stream(counted, lanes=2, global_batch=4)
+    batches = iter(batch_stream)
     for step in range(1, 40):
         next(batches)
-        needed = set(given.order.locate(np.arange(step * 4, step * 4 + 4))[0].tolist())
+        needed = set(batch_stream.order.locate(np.arange(step * 4, step * 4 + 4))[0].tolist())
         wait_for(lambda: needed <= read)
 
 

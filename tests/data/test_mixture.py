@@ -32,8 +32,8 @@ def test_weights_in_any_unit_are_whole_shares(weights, shares):
     found = whole_shares(weights)
     assert found == shares or sum(found) <= MAX_PERIOD + 1
     exact = [Fraction(weight) / sum(map(Fraction, weights)) for weight in weights]
-    for share, one in zip(found, exact):
-        assert abs(Fraction(share, sum(found)) - one) <= Fraction(1, MAX_PERIOD)
+    for actual, one in zip(found, exact):
+        assert abs(Fraction(actual, sum(found)) - one) <= Fraction(1, MAX_PERIOD)
 
 
 @given(st.lists(st.integers(0, 400), min_size=1, max_size=16).filter(any))
@@ -61,10 +61,10 @@ def test_every_source_goes_through_its_own_order(lengths, probe):
     mixture = Mixture(orders(3), [Phase(start, whole_shares(weights)) for start, (_, weights) in zip(starts, lengths)])
     sources, indices = mixture.sources(np.arange(301))
     for source, order in enumerate(mixture.orders):
-        own = indices[sources == source]
-        assert own.tolist() == list(range(len(own)))
+        indices_of_source = indices[sources == source]
+        assert indices_of_source.tolist() == list(range(len(indices_of_source)))
         blocks, windows = mixture.locate(np.flatnonzero(sources == source))
-        alone = order.locate(own)
+        alone = order.locate(indices_of_source)
         assert (blocks - mixture.first_block[source]).tolist() == alone[0].tolist()
         assert windows.tolist() == alone[1].tolist()
     assert source_counts(mixture.phases, probe).tolist() == np.bincount(sources[:probe], minlength=3).tolist()
@@ -73,9 +73,11 @@ def test_every_source_goes_through_its_own_order(lengths, probe):
 
 def test_a_phase_that_changes_no_share_changes_no_sample():
     """So a phase may be split on resume; a run whose phases were recorded apart had another order."""
-    sources, one = [SourceConfig("a", weight=2), SourceConfig("b", weight=1)], PhaseConfig(640, {"b": 1})
-    split = [PhaseConfig(320, {"a": 0.5, "b": 0.25}), one, PhaseConfig(960, {"b": 7})]
-    assert merge_phases(sources, split, 32) == merge_phases(sources, [one], 32) == [Phase(0, (2, 1)), Phase(20, (0, 1))]
+    sources, phase = [SourceConfig("a", weight=2), SourceConfig("b", weight=1)], PhaseConfig(640, {"b": 1})
+    split = [PhaseConfig(320, {"a": 0.5, "b": 0.25}), phase, PhaseConfig(960, {"b": 7})]
+    assert (
+        merge_phases(sources, split, 32) == merge_phases(sources, [phase], 32) == [Phase(0, (2, 1)), Phase(20, (0, 1))]
+    )
     recorded = {"sources": ["a", "b"], "phases": [[0, [2, 1]], [10, [2, 1]]]}
     now = {"sources": ["a", "b"], "phases": [[0, [2, 1]]]}
     assert describe_change(now, now, 30) == ("", "")

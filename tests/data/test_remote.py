@@ -53,8 +53,8 @@ def test_the_second_epoch_comes_from_the_cache(s3, tmp_path):
     client.delete_object(Bucket="corpus", Key="bare/00000.parquet")
     try:
         assert np.array_equal(all_tokens(shards), first) and np.array_equal(first, tokens[:500])
-        [kept] = tmp_path.iterdir()
-        kept.write_bytes(kept.read_bytes()[:100])  # damaged: not believed
+        [entry] = tmp_path.iterdir()
+        entry.write_bytes(entry.read_bytes()[:100])  # damaged: not believed
         with pytest.raises(RunError, match="shard s3://corpus/bare/00000.parquet: cannot be read .* moved or deleted"):
             all_tokens(shards)
     finally:

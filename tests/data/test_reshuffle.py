@@ -69,14 +69,14 @@ def test_ranks_and_start_change_nothing(shards, reshuffled, world, start):
     """The rows of every step are those of the order, read one by one, also over the border of epochs."""
     steps = 20
     located = zip(*map(np.ndarray.tolist, order(shards).locate(np.arange(start, start + 8 * steps))))
-    wanted = [reshuffled.read(block)[window * SEQ_LEN : window * SEQ_LEN + SEQ_LEN + 1] for block, window in located]
+    expected = [reshuffled.read(block)[window * SEQ_LEN : window * SEQ_LEN + SEQ_LEN + 1] for block, window in located]
     streams = [
         Stream(reshuffled, order(shards), seq_len=SEQ_LEN, start=start, global_batch=8, rank=rank, world=world)
         for rank in range(world)
     ]
     parts = [np.concatenate([batch.tokens.numpy() for batch in islice(stream, steps)]) for stream in streams]
     for rank, part in enumerate(parts):
-        assert np.array_equal(part, np.stack(wanted[rank::world]))
+        assert np.array_equal(part, np.stack(expected[rank::world]))
 
 
 def test_epochs_are_cut_into_other_samples(shards, reshuffled):

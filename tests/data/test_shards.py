@@ -208,10 +208,10 @@ def test_no_flipped_byte_and_no_cut_of_a_shard_goes_unseen(tmp_path):
     tokens = np.random.default_rng(0).integers(0, 1000, 300).astype(np.uint16)
     path = tmp_path / "train/00000.parquet"
     write_manifest(tmp_path, digests=[write_shard(path, tokens, [100, 100, 250])])
-    whole, seen = path.read_bytes(), 0
-    for place in range(len(whole)):
+    content, seen = path.read_bytes(), 0
+    for place in range(len(content)):
         for bit in (0x01, 0x80):
-            changed = bytearray(whole)
+            changed = bytearray(content)
             changed[place] ^= bit
             path.write_bytes(changed)
             try:
@@ -219,17 +219,17 @@ def test_no_flipped_byte_and_no_cut_of_a_shard_goes_unseen(tmp_path):
             except (RequestError, BadBlock) as error:
                 assert "00000.parquet" in str(error) and "\n" not in str(error)
                 seen += 1
-    assert seen > len(whole) / 2
-    for length in range(0, len(whole), 7):
-        path.write_bytes(whole[:length])
+    assert seen > len(content) / 2
+    for length in range(0, len(content), 7):
+        path.write_bytes(content[:length])
         refuses("where the manifest says", path.parent)
 
 
 def test_a_shard_that_was_replaced_by_one_as_long_is_found(tmp_path):
     """Before any work where its time tells, at the latest when it is first read; in anyone's folder by its footer."""
-    one = np.random.default_rng(0).integers(0, 2**16, 300).astype(np.uint16)
+    ids = np.random.default_rng(0).integers(0, 2**16, 300).astype(np.uint16)
     paths = [tmp_path / "train/00000.parquet", tmp_path / "other.parquet"]
-    digests = [write_shard(path, tokens) for path, tokens in zip(paths, (one, one[::-1].copy()))]
+    digests = [write_shard(path, tokens) for path, tokens in zip(paths, (ids, ids[::-1].copy()))]
     assert paths[0].stat().st_size == paths[1].stat().st_size
     write_manifest(tmp_path, 2**16, digests[:1])
     before = Shards.open(str(tmp_path / "train")).fingerprint()
@@ -391,8 +391,8 @@ def test_a_file_in_both_splits_is_found(tmp_path):
         f"{tmp_path}/train/1.parquet", f"{tmp_path}/val/copy.parquet"
     )  # fmt: skip
     (tmp_path / "link").symlink_to("train")
-    found = common_file(train, Shards.open(str(tmp_path / "link/2.parquet")))
-    assert found == (f"{tmp_path}/train/2.parquet", f"{tmp_path}/link/2.parquet")
+    files = common_file(train, Shards.open(str(tmp_path / "link/2.parquet")))
+    assert files == (f"{tmp_path}/train/2.parquet", f"{tmp_path}/link/2.parquet")
     for split in ("train", "val2"):
         write_rows(tmp_path / split / "empty.parquet", [[], []])
     write_rows(tmp_path / "val2/0.parquet", [[7, 7, 7]])
@@ -427,11 +427,11 @@ def test_masks_and_labels_mean_what_they_mean_at_hugging_face(tmp_path_factory, 
         columns["labels"] = pa.array([[i if target else -100 for i, _, target in row] for row in rows], INTS)
     ids = [[i for i, *_ in row] for row in rows]
     path = write_rows(tmp_path_factory.mktemp("shard") / "a.parquet", ids, IDS, group, columns)
-    kept = [(i, target or not labelled) for row in rows for i, mask, target in row if mask or not masked]
+    expected = [(i, target or not labelled) for row in rows for i, mask, target in row if mask or not masked]
     shards = Shards.open(str(path), vocab_size=100)
     ids, targets = shards.read_tokens(0)
-    assert ids.tolist() == [i for i, _ in kept] == shards.read(0).tolist() and shards.index.tokens == len(kept)
-    assert ([True] * len(kept) if targets is None else targets.tolist()) == [target for _, target in kept]
+    assert ids.tolist() == [i for i, _ in expected] == shards.read(0).tolist() and shards.index.tokens == len(expected)
+    assert ([True] * len(expected) if targets is None else targets.tolist()) == [target for _, target in expected]
 
 
 def test_padding_outside_the_vocabulary_is_allowed_where_the_mask_leaves_it_out(tmp_path):
@@ -492,10 +492,10 @@ PADDED = [[5, 6, 7, 0, 0, 0, 0, 0], [5, 0, 0, 0, 0, 0, 0, 0], [1, 2, 3, 4, 5, 6,
 def test_an_id_that_fills_rows_up_is_left_out_where_it_is_given(tmp_path):
     """Only then, only at the ends of rows, and an end-of-text token stays once; an error says which id to give."""
     path, left = (write_rows(tmp_path / f"{step}.parquet", [row[::step] for row in PADDED] * 3) for step in (1, -1))
-    kept = [5, 6, 7, 5, 1, 2, 3, 4, 5, 6, 7, 8, 9, 0, 4, 5]
+    expected = [5, 6, 7, 5, 1, 2, 3, 4, 5, 6, 7, 8, 9, 0, 4, 5]
     for pad_id in (None, 9):
         assert Shards.open(str(path), vocab_size=10, pad_id=pad_id).index.tokens == 96
-    assert Shards.open(str(path), vocab_size=10, pad_id=0).read(0).tolist() == kept * 3
+    assert Shards.open(str(path), vocab_size=10, pad_id=0).read(0).tolist() == expected * 3
     ends = Shards.open(str(path), vocab_size=10, pad_id=0, eos_id=0).read(0).tolist()
     assert ends == [5, 6, 7, 0, 5, 0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 0, 4, 5, 0] * 3
     assert Shards.open(str(left), vocab_size=10, pad_id=0).read(0).tolist() == [
@@ -522,10 +522,10 @@ def test_an_encrypted_file_is_named(tmp_path):
     factory = parquet_encryption.CryptoFactory(Keys)
     rows = pa.table({"input_ids": pa.array([[1, 2, 3]] * 9, pa.list_(pa.int32()))})
     for plain in (True, False):
-        wanted = parquet_encryption.EncryptionConfiguration(
+        encryption = parquet_encryption.EncryptionConfiguration(
             footer_key="footer", column_keys={"ids": ["input_ids.list.element"]}, plaintext_footer=plain
         )
-        properties = factory.file_encryption_properties(parquet_encryption.KmsConnectionConfig(), wanted)
+        properties = factory.file_encryption_properties(parquet_encryption.KmsConnectionConfig(), encryption)
         path = tmp_path / f"{plain}.parquet"
         with pq.ParquetWriter(path, rows.schema, encryption_properties=properties) as writer:
             writer.write_table(rows)

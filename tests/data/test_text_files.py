@@ -41,14 +41,14 @@ def texts_of(*inputs, **options):
 
 def whole(file, **options):
     """The documents of a file, from their pieces."""
-    found, held = [], []
+    pieces, held = [], []
     for piece in read_pieces(file, **options):
         held.append(piece.content)
         if piece.last:
-            found.append("".join(held) if isinstance(held[0], str) else np.concatenate(held).tolist())
+            pieces.append("".join(held) if isinstance(held[0], str) else np.concatenate(held).tolist())
             held = []
     assert held == []
-    return found
+    return pieces
 
 
 PACK = {

@@ -81,10 +81,10 @@ def test_every_byte_of_every_file_counts(tmp_path, name):
 def test_a_checkpoint_of_another_version_is_no_damaged_one(tmp_path):
     write_folder(tmp_path / "c", content())
     file = tmp_path / "c" / "trainer.json"
-    here = f"this is lm {lm_version()}, which reads format 5"
+    reader = f"this is lm {lm_version()}, which reads format 5"
     file.write_bytes(dump_checksummed({"format": 6, "written_by": "0.3.0+0123abc", "digests": {}}))
     reads = "lm 0.3.0+0123abc wrote and reads it (`pip install lm-pretrain==0.3.0`)"
-    assert find_damage(tmp_path / "c") == f"format 6: {reads}; {here}"
+    assert find_damage(tmp_path / "c") == f"format 6: {reads}; {reader}"
     with pytest.raises(RequestError, match="format 5"):
         read_progress(tmp_path / "c")
 
@@ -388,12 +388,12 @@ def test_memory_is_reserved_for_every_tensor_of_a_checkpoint(tmp_path, optimizer
 
 
 def test_copies_go_into_the_memory_that_was_reserved(monkeypatch):
-    io, tensor, made = FolderCheckpointIO(), torch.randn(3, 2), []
+    io, tensor, saved = FolderCheckpointIO(), torch.randn(3, 2), []
     monkeypatch.setattr("lm.training.checkpoint_state.memory_for",
-                        lambda tensor: made.append(threading.current_thread().name) or torch.empty_like(tensor))  # fmt: skip
+                        lambda tensor: saved.append(threading.current_thread().name) or torch.empty_like(tensor))  # fmt: skip
     io.reserve({("state_dict", "w"): tensor})
     assert torch.equal(io.keep(("state_dict", "w"), tensor), tensor)
-    assert [name.partition("_")[0] for name in made] == ["checkpoint"]  # the thread that writes
+    assert [name.partition("_")[0] for name in saved] == ["checkpoint"]  # the thread that writes
 
 
 def test_a_reservation_hides_no_failure_and_is_none_itself(tmp_path, monkeypatch):
