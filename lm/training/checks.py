@@ -23,7 +23,7 @@ from lm.errors import RequestError
 from lm.model.build import kernels_missing
 from lm.model.config import DecoderConfig
 from lm.model.decoder import Decoder, Linear
-from lm.runs.checkpoint import KEPT, encode
+from lm.runs.checkpoint import ENCODABLE, encode
 from lm.system.process import under_torchrun
 from lm.system.units import shown
 from lm.training.config import EvaluationConfig, GroupConfig, ModelConfig, RunOptions, SamplesConfig, TrainerConfig
@@ -148,7 +148,7 @@ def check_callbacks(given: list[Any]) -> Iterator[Finding]:
     """Find objects that are not callbacks, and callbacks of Lightning that cannot work here."""
     for callback in given:
         if isinstance(callback, Callback) and (unkept := _unkept(callback)):
-            yield error(f"trainer.callbacks: {unkept}", KEPT)
+            yield error(f"trainer.callbacks: {unkept}", ENCODABLE)
         if not isinstance(callback, Callback):
             yield error(f"callbacks: {shown(callback)} is not a callback", "give an object of a class of lm.Callback")
         for kind, instead in INSTEAD.items():

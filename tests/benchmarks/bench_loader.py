@@ -30,7 +30,7 @@ sys.path[:0] = [str(Path(__file__).resolve().parents[n]) for n in (2, 1)]  # lm,
 from shard_files import write_manifest
 
 from lm.data.blocks import BLOCK_TOKENS
-from lm.data.datamodule import SHARED_BY
+from lm.data.datamodule import SOURCES_IN_BUFFER
 from lm.data.loader import Batch, Stream
 from lm.data.mixture import Mixture, Phase
 from lm.data.sampler import BLOCKS_AHEAD, Order, lanes_for
@@ -117,7 +117,7 @@ def _mixture(folder: Path, count: int) -> Iterator[Batch]:
     files = sorted(map(str, (folder / "train").iterdir()))
     parts = {str(number): Shards.open(files[number::count], vocab_size=VOCABULARY) for number in range(count)}
     shards = Shards.join(parts)
-    lanes = _lanes(shards, SHARED_BY)  # as the DataModule has it
+    lanes = _lanes(shards, SOURCES_IN_BUFFER)  # as the DataModule has it
     orders = [Order(part.index.windows(SEQ_LEN), seed, lanes=lanes) for seed, part in enumerate(parts.values())]
     return _batches(shards, Mixture(orders, [Phase(0, tuple(range(1, count + 1)))]))
 

@@ -64,7 +64,7 @@ def digests(folder):
 @pytest.fixture
 def many_small_units(monkeypatch):
     """Work for several processes, out of little text."""
-    monkeypatch.setattr(encode, "SMALLEST_UNIT", 4096)
+    monkeypatch.setattr(encode, "MIN_UNIT_BYTES", 4096)
     monkeypatch.setattr(encode, "SMALL_WORK", 0)
 
 
