@@ -48,8 +48,9 @@ from lm.errors import Interrupted, RequestError, RunError, require_at_least
 from lm.kernels.linear import adds_in_place
 from lm.model.estimates import describe_mfu
 from lm.model.memory import training_memory
-from lm.system.files import check_local_path, folder_bytes, write_atomically
+from lm.system.files import check_local_path, write_atomically
 from lm.system.hardware import device_name
+from lm.system.output_folder import folder_bytes
 from lm.system.process import run_facts, seconds_since_process_start
 from lm.system.units import format_bytes, format_count, plural
 from lm.training.callback import not_training

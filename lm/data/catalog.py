@@ -163,7 +163,7 @@ def _from_manifest(
         column_name = manifest["column"]
     except (KeyError, TypeError, ValueError) as error:
         raise RequestError(f"{place} is damaged ({error!r}); {start_again}") from error
-    files = {f"{split}/{shard.name}": shard for shard in shards}
+    files = {f"{split}/{shard.name}": replace(shard, text_ratio=text_ratio, packed=packed) for shard in shards}
     if missing := entries.keys() - files.keys():
         raise RequestError(f"{place} lists {min(missing)!r}, which is missing; fetch it, or {start_again}")
     if others := files.keys() - entries.keys():
@@ -180,14 +180,8 @@ def _from_manifest(
         )
     complete = []
     for file, entry in entries.items():
-        shard = replace(
-            files[file],
-            row_groups=counts[file],
-            digest=entry.get("digest"),
-            text_ratio=text_ratio,
-            packed=packed,
-            padding=entry.get("padding"),
-        )
+        digest, padding = entry.get("digest"), entry.get("padding")
+        shard = replace(files[file], row_groups=counts[file], digest=digest, padding=padding)
         if shard.size != entry.get("size"):
             raise RequestError(
                 f"shard {shard.file} has {shard.size} bytes where the manifest says {entry.get('size')}: "

@@ -20,7 +20,6 @@ from torch.utils.data import ChainDataset
 from lm.data.blocks import BLOCK_TOKENS
 from lm.data.catalog import MANIFEST
 from lm.data.config import DataConfig, SourceConfig
-from lm.data.document_ends import describe_ends
 from lm.data.loader import Assembler, Batch, Request, Stream, Windows
 from lm.data.sampler import BLOCKS_AHEAD, Order, lanes_for
 from lm.data.shard_checks import check_buffer, check_windows
@@ -89,16 +88,13 @@ class DataModule(LightningDataModule):
         missing = [source for source in self.sources if source.path and not (Path(source.path) / MANIFEST).exists()]
         if options is None and not missing:
             return
-        from lm.data.prepare import check_same_options, fix_other_files, holds_other_files, prepare
+        from lm.data.prepare import check_folder, check_same_options, prepare
 
         for source in missing:
-            path = Path(source.path)
-            where = f"data.sources {source.name}: {path}" if self.mixed else f"data.path {path}"
-            if holds_other_files(path):
-                raise RequestError(f"{where} holds no manifest.json: {fix_other_files(path)}")
-            if options is None:
-                other = "" if self.mixed else ", or give data.prepare.input to make it from"
-                raise RequestError(f"{where} holds no manifest.json: make it with {self._preparation(source)}{other}")
+            where = f"data.sources {source.name}: {source.path}" if self.mixed else f"data.path {source.path}"
+            or_give = "" if self.mixed else ", or give data.prepare.input to make it from"
+            command = None if options else self._preparation(source) + or_give
+            check_folder(Path(source.path), where, command)
         if options is None or self.options.path is None:
             return
         options.output = self.options.path
@@ -230,6 +226,8 @@ class DataModule(LightningDataModule):
 
     def warnings(self) -> list[tuple[str, str]]:
         """Problems of the shards of each split, and what to do about them."""
+        from lm.data.document_ends import describe_ends
+
         problems = [(self.shared, "take the texts that are in both out of one of them")] if self.shared else []
         train = self.by_source.get("train", {}).values()
         problems += filter(None, (describe_ends(shards, self.tokenizer) for shards in train))

@@ -12,7 +12,7 @@ import logging
 import shlex
 import shutil
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import asdict, replace
 from hashlib import blake2b
 from pathlib import Path
@@ -48,6 +48,7 @@ from lm.system.parsing import parse_json
 log = logging.getLogger(__name__)
 
 VAL_BYTES = 80_000  # of text, 10,000 tokens or more; a loss over fewer is mostly noise
+CHANGED = ("Aa", "é", "a.b", "a  b", "a\nb")  # by tokenizers that fold letters or insert blanks between words
 PARTS, PLAN, LOCK = ".parts", ".parts/plan.json", ".lock"
 
 
@@ -69,8 +70,8 @@ def prepare(options: PrepareOptions) -> dict[str, Any]:
     if (manifest := _finished(output, plan)) is None:
         if holds_other_files(output):
             raise RequestError(f"{output} holds other files: {fix_other_files(output)}")
-        if known is not None and known.lossy:
-            log.warning("%s", known.lossy)
+        if known is not None and (loss := describe_loss(known)):
+            log.warning("%s", loss)
         try:
             with _only_one(output):
                 if (manifest := _finished(output, plan)) is None:  # no other process has made it meanwhile
@@ -192,6 +193,14 @@ def _begin(output: Path, parts: Path, plan: dict[str, Any]) -> None:
     write_atomically(file, text)
 
 
+def check_folder(path: Path, where: str, command: str | None) -> None:
+    """RequestError for a path without a manifest that cannot be prepared; `command` would, if no options are given."""
+    if holds_other_files(path):
+        raise RequestError(f"{where} holds no manifest.json: {fix_other_files(path)}")
+    if command:
+        raise RequestError(f"{where} holds no manifest.json: make it with {command}")
+
+
 def holds_other_files(path: Path) -> bool:
     """Whether a path is neither a folder of shards, finished or unfinished, nor empty or absent."""
     names = {entry.name for entry in path.iterdir()} if path.is_dir() else set()
@@ -231,6 +240,16 @@ def _read_manifest(output: Path) -> dict[str, Any]:
         return manifest | {"options": {"packing": "stream", **manifest["options"]}}  # folders made before this option
     except (OSError, KeyError, TypeError, ValueError) as error:
         raise RequestError(f"{file} is damaged ({error}); {_how_to_restart(output)}") from error
+
+
+def describe_loss(tokenizer: Tokenizer) -> str | None:
+    """How encoding changes a text; None if decoding restores texts, except for unknown tokens."""
+    for text in CHANGED:
+        with suppress(RequestError):
+            ids = tokenizer.encode(text)
+            if tokenizer.vocabulary.get(tokenizer.unknown) not in ids and (decoded := tokenizer.decode(ids)) != text:
+                return f"encoding with this tokenizer is lossy: {text!r} is decoded as {decoded!r}"
+    return None
 
 
 def check_same_options(options: PrepareOptions) -> None:

@@ -32,7 +32,6 @@ HUB_NAME = re.compile(r"(\w[\w.-]*/)?\w[\w.-]*(?<!\.json)")  # as of a model: `g
 OTHER_ENDS = "<|end_of_text|> <|end▁of▁sentence|> </s> <eos> <|eos|> [EOS] <|eot_id|> <|im_end|>"
 END_NAMES = (END_OF_TEXT, *OTHER_ENDS.split())
 
-CHANGED = ("Aa", "é", "a.b", "a  b", "a\nb")  # by tokenizers that fold letters or insert blanks between words
 CHINESE = "[\u3400-\u4dbf\u4e00-\u9fff\uf900-\ufaff\U00020000-\U0002fa1f]"  # as in BERT's normalizer
 BESIDE_CHINESE = re.compile(f"(?<={CHINESE}) | (?={CHINESE})")
 
@@ -232,16 +231,6 @@ class Tokenizer:
         if any(step.get("handle_chinese_chars") for step in (steps, *steps.get("normalizers", ()))):
             texts = [BESIDE_CHINESE.sub("", text) for text in texts]  # blanks that the normalizer put around them
         return sum(len(text.encode()) for text in texts) + int((ids == unknown).sum())
-
-    @cached_property
-    def lossy(self) -> str | None:
-        """A description of how encoding changes a text; None if decoding restores texts, except for unknown tokens."""
-        for text in CHANGED:
-            with suppress(RequestError):
-                ids = self.encode(text)
-                if self.vocabulary.get(self.unknown) not in ids and (decoded := self.decode(ids)) != text:
-                    return f"encoding with this tokenizer is lossy: {text!r} is decoded as {decoded!r}"
-        return None
 
     @cached_property
     def byte_level(self) -> bool:

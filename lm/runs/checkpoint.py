@@ -127,12 +127,8 @@ def read_progress(folder: Path | str | None) -> Progress:
         document = read_document(Path(folder))
         states = decode(document.get("callbacks", {})).values()
         best = [state["best_name"] for state in states if isinstance(state, dict) and "best_name" in state]
-        return Progress(
-            step=int(document["global_step"]),
-            samples=int(document["cursor"]["consumed"]),
-            best_name=best[0] if best else None,
-            pending_validation=bool(document.get("pending_validation")),
-        )
+        step, samples = int(document["global_step"]), int(document["cursor"]["consumed"])
+        return Progress(step, samples, best[0] if best else None, bool(document.get("pending_validation")))
     except RequestError as error:
         raise RequestError(f"checkpoint {folder}: {error}") from error
     except (*DAMAGE, RuntimeError) as error:

@@ -29,10 +29,8 @@ class OneLineErrors:
         missing = re.search(r"the following arguments are required: (\S+)", message)
         if missing and not self.prog.startswith("lm ") and "." not in missing[1]:  # of a class that the config names
             name = missing[1]
-            of_logger = f"or of a logger also `--trainer.logger.init_args.{name} VALUE`"
-            raise RequestError(
-                f"the class needs {name}: {{class_path: ..., init_args: {{{name}: ...}}}}, {of_logger}"
-            ) from ex
+            fix = f"{{class_path: ..., init_args: {{{name}: ...}}}}, or of a logger --trainer.logger.init_args.{name}"
+            raise RequestError(f"the class needs {name}: {fix}") from ex
         if missing and "." in missing[1]:  # of the model's class; LightningCLI puts its subcommand before the name
             name = missing[1].partition(".")[2] if self.prog == "lm" else missing[1]
             raise RequestError(f"give --{name}, or {name} in the config: it has no default") from ex

@@ -225,21 +225,6 @@ def atomic_folder(folder: Path) -> Iterator[Path]:
         raise
 
 
-@contextmanager
-def new_folder(target: Path) -> Iterator[Path]:
-    """An `atomic_folder` for the `--output` of a command, whose name must be free or an empty folder."""
-    check_local_path("--output", target)
-    if target.exists() and (not target.is_dir() or any(target.iterdir())):
-        raise RequestError(f"--output {target} is there already and not an empty folder; choose another")
-    target = target.resolve()
-    try:
-        target.parent.mkdir(parents=True, exist_ok=True)
-        with atomic_folder(target) as folder:
-            yield folder
-    except OSError as error:
-        raise RunError(f"could not write {target}: {error.strerror or error}") from error
-
-
 def remove_stale(folder: Path) -> None:
     """Remove what killed writers of a folder left beside it; `folder` may be a pattern such as `run/step-*`."""
     restore_interrupted(folder)
@@ -267,8 +252,3 @@ def _stale_beside(folder: Path) -> list[tuple[Path, str, str]]:
     paths = list(folder.parent.iterdir()) if folder.parent.is_dir() else []
     matches = [(path, stale) for path in paths if (stale := STALE.fullmatch(path.name))]
     return [(path, stale["kind"], stale["name"]) for path, stale in matches if fnmatch(stale["name"], folder.name)]
-
-
-def folder_bytes(path: Path) -> int:
-    """The size of the files below a folder."""
-    return sum(file.lstat().st_size for file in path.rglob("*"))

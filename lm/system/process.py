@@ -103,8 +103,8 @@ def launch_command(arguments: str, other: Path | None = None) -> str:
         target = shlex.quote(str(script or other)) if script or other else "-m lm"
         nodes, processes = os.environ["GROUP_WORLD_SIZE"], os.environ["LOCAL_WORLD_SIZE"]
         start = f"torchrun --nnodes {nodes} --nproc_per_node {processes} {target}"
-        several = nodes != "1" and not srun
-        unknown.append("with the other options of torchrun" + (", on every node" if several else ""))
+        everywhere = ", on every node" if nodes != "1" and not srun else ""
+        unknown.append(f"with the other options of torchrun{everywhere}")
     if srun:
         sizes = {"nodes": "SLURM_NNODES", "ntasks": "SLURM_NTASKS", "ntasks-per-node": "SLURM_NTASKS_PER_NODE"}
         known = [f"--{name} {os.environ[key]}" for name, key in sizes.items() if key in os.environ]
