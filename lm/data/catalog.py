@@ -154,6 +154,7 @@ def _from_manifest(
         facts = manifest["splits"][split]
         entries = {str(entry["file"]): entry for entry in facts["shards"]}
         counts = {file: tuple(map(int, entry["row_groups"])) for file, entry in entries.items()}
+        sizes = {file: entry["size"] for file, entry in entries.items()}
         stored = sum(map(sum, counts.values()))
         packed = PackedRows(*map(int, manifest["packed"])) if manifest.get("packed") else None
         if stored < facts["tokens"] if packed else stored != facts["tokens"]:
@@ -182,9 +183,9 @@ def _from_manifest(
     for file, entry in entries.items():
         digest, padding = entry.get("digest"), entry.get("padding")
         shard = replace(files[file], row_groups=counts[file], digest=digest, padding=padding)
-        if shard.size != entry.get("size"):
+        if shard.size != sizes[file]:
             raise RequestError(
-                f"shard {shard.file} has {shard.size} bytes where the manifest says {entry.get('size')}: "
+                f"shard {shard.file} has {shard.size} bytes where the manifest says {sizes[file]}: "
                 f"it is truncated or was changed; fetch it, or {start_again}"
             )
         complete.append(shard)
