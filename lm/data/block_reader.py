@@ -47,7 +47,8 @@ class BlockReader:
 
     def _decode(self, part: Part) -> Tokens:
         """Read a part, row group by row group, so that errors name the damaged one."""
-        shard, where, groups = self.by_file[part.file], str(part), []
+        shard, where = self.by_file[part.file], str(part)
+        groups: list[Tokens] = []
         try:
             with shard.open(self._footers.get(shard.file)) as (parquet, _):
                 if len(self._footers) >= MAX_FOOTERS:

@@ -22,7 +22,8 @@ def read_facts(run: Run) -> dict[str, Any]:
 
     `status` is `Run.status()`, `step` the newest logged step. `path`, `name` and `budget` are added.
     """
-    described, live, status = run.read("run.json"), run.read("state.json"), run.status()
+    described, live = run.read("run.json"), run.read("state.json")
+    status = run.status()
     return {
         **dict.fromkeys([*TYPES["run.json"], *TYPES["state.json"]]),
         "metrics": {},

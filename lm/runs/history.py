@@ -42,7 +42,8 @@ def smooth(values: Sequence[float], weight: float) -> list[float]:
 
     `weight` is the weight of the earlier values, in [0, 1). Non-finite values pass through.
     """
-    smoothed, mean, total = [], 0.0, 0.0
+    smoothed = []
+    mean, total = 0.0, 0.0
     for value in values:
         if math.isfinite(value):
             mean = weight * mean + (1 - weight) * value

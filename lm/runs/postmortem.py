@@ -127,7 +127,7 @@ def worst_tokens(samples: list[Sample], pieces: list[list[str]]) -> list[tuple[f
 
 def _code(text: str) -> str:
     """Format text as code in a Markdown table: one line, without characters that are Markdown syntax."""
-    line = "".join("↵" if char == "\n" else char if char.isprintable() else "·" for char in text)
+    line = "".join(char if char.isprintable() else "·" for char in text.replace("\n", "↵"))
     line = line.replace("|", "¦").replace("`", "'")
     return f"`{line}`" if line else ""
 

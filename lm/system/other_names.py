@@ -91,7 +91,8 @@ def nearest_option(name: str, known: list[str], section: str = "") -> str:
     if close := close or get_close_matches(name, known, 1, cutoff=0.6):
         return f"did you mean {close[0]!r}?"
     options = [option for option in known if option not in ("h", "help", "print_shtab") and option[-1] != "+"]
-    return f"there are {', '.join(f'--{option}' for option in options)}" if len(options) <= MAX_OPTIONS else ""
+    listed = ", ".join(f"--{option}" for option in options)
+    return f"there are {listed}" if len(options) <= MAX_OPTIONS else ""
 
 
 def unknown_options(hints: dict[str, str]) -> str:

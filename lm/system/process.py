@@ -31,8 +31,8 @@ SINGLE = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1"}  # as a launcher se
 
 def rank() -> int:
     """The rank of this process, even before there is a process group; 0 for a single process."""
-    name = "RANK" if under_torchrun() else "LOCAL_RANK" if LAUNCHER_PID in os.environ else "SLURM_PROCID"
-    return int(os.environ.get(name, 0))
+    without_torchrun = "LOCAL_RANK" if LAUNCHER_PID in os.environ else "SLURM_PROCID"
+    return int(os.environ.get("RANK" if under_torchrun() else without_torchrun, 0))
 
 
 def check_launcher() -> None:

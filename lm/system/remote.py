@@ -223,7 +223,8 @@ def with_retries(read: Callable, name: str, patience: float = PATIENCE):
     """
     global _asked_until
     end = time.monotonic() + patience
-    reason, pause, attempt = None, FIRST_PAUSE, 0
+    reason, pause = None, FIRST_PAUSE
+    attempt = 0
     for attempt in count(1):
         try:
             return call_within((end - time.monotonic()) / 2, read)

@@ -49,7 +49,8 @@ def parse_bytes(value: str) -> int:
 
 def plural(number: int, noun: str) -> str:
     """A number with its noun: 1 shard, 1,024 shards, 2 batches."""
-    return f"{number:,} {noun}{'' if number == 1 else 'es' if noun.endswith(('ch', 'ss')) else 's'}"
+    ending = "es" if noun.endswith(("ch", "ss")) else "s"
+    return f"{number:,} {noun}{'' if number == 1 else ending}"
 
 
 def format_count(number: float) -> str:
