@@ -75,7 +75,7 @@ def write_manifest(folder: Path, vocab_size: int = 1000, digests: Iterable[str |
 
 def all_tokens(shards: Shards) -> np.ndarray:
     """The ids of all blocks end to end."""
-    return np.concatenate([shards.read(block) for block in range(len(shards.blocks))])
+    return np.concatenate([shards.read(block) for block in range(len(shards.index.blocks))])
 
 
 def write_jsonl(path: Path, texts: list, key: str = "text") -> Path:

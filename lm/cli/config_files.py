@@ -14,7 +14,7 @@ from lm.errors import RequestError
 from lm.model.config import CUSTOM_MODEL_TYPE
 from lm.runs.run import ROOT, Run, is_of_a_run
 from lm.system import process
-from lm.system.files import parse_yaml, read_object
+from lm.system.parsing import parse_yaml, read_object
 from lm.system.removed_options import without_removed
 from lm.system.units import shown
 

@@ -25,7 +25,9 @@ from lm.model.config import CUSTOM_MODEL_TYPE, DecoderConfig
 from lm.model.huggingface import to_huggingface
 from lm.runs.checkpoint import write_files
 from lm.runs.resume import checkpoint_folder, chosen_model, hub_hint
-from lm.system.files import is_remote, new_folder, read_object
+from lm.system.files import is_remote
+from lm.system.output_folder import new_folder
+from lm.system.parsing import read_object
 from lm.training.checkpoint_content import model_files
 from lm.training.step_stats import StepStats
 

@@ -14,12 +14,14 @@ from lm.data.catalog import MANIFEST
 from lm.data.config import PrepareOptions
 from lm.data.document_ends import describe_ends
 from lm.data.prepare import prepare as make
+from lm.data.shard_checks import check_seq_len
+from lm.data.shard_statistics import padding_fraction
 from lm.data.shards import Shards
 from lm.data.tokenizer import Tokenizer
 from lm.errors import RequestError, first_line, require_at_least
 from lm.runs.find import find_run
 from lm.runs.run import ROOT
-from lm.system.files import DAMAGE, parse_json
+from lm.system.parsing import DAMAGE, parse_json
 from lm.system.process import harmless
 from lm.system.units import format_count, plural
 
@@ -90,7 +92,7 @@ def describe_folder(path: str, column: str = "input_ids", seq_len: int | None = 
         "tokenizer": tokenizer and {name: getattr(tokenizer, name) for name in TOKENIZER_FACTS},
         "seq_len": seq_len,
         "splits": splits,
-        "sample": None if tokenizer is None or not first.blocks else tokenizer.decode(first.read(0)[:100]),
+        "sample": None if tokenizer is None or not first.index.blocks else tokenizer.decode(first.read(0)[:100]),
     }
 
 
@@ -111,17 +113,18 @@ def _recorded_splits(file: Path) -> dict[str, Any]:
 
 def _counts(shards: Shards, seq_len: int, recorded: dict[str, Any] | None) -> dict[str, Any]:
     """Counts of one split, with the samples of a context; documents and bytes if the manifest records them."""
-    files = shards.fingerprint()
+    check_seq_len(shards, seq_len)
+    files, index = shards.fingerprint(), shards.index
     size = sum(file.size for file in files)
-    counts: dict[str, Any] = {"tokens": shards.tokens, "shards": len(files), "file_bytes": size}
-    counts |= {"samples": int(shards.windows(seq_len).sum()), "left_over": shards.left_over(seq_len)}
+    counts: dict[str, Any] = {"tokens": index.tokens, "shards": len(files), "file_bytes": size}
+    counts |= {"samples": int(index.windows(seq_len).sum()), "left_over": index.left_over(seq_len)}
     if recorded is not None:
         counts["tokens"] = recorded["tokens"]  # without what fills packed rows up
         per_token = recorded["bytes"] / max(1, counts["tokens"])
         counts |= {"documents": recorded["documents"], "bytes": recorded["bytes"], "bytes_per_token": per_token}
         if shards.packed is not None:
             cut = sum(entry["cut_documents"] for entry in recorded["shards"])
-            counts |= {"filled_up": shards.padding_fraction, "cut_documents": cut}
+            counts |= {"filled_up": padding_fraction(shards), "cut_documents": cut}
     return counts
 
 

@@ -33,7 +33,8 @@ from lm.errors import Interrupted, RequestError, RunError
 from lm.runs.config_diff import differences, not_allowed
 from lm.runs.run import Run
 from lm.system import process
-from lm.system.files import to_json, write_atomically
+from lm.system.files import write_atomically
+from lm.system.parsing import to_json
 from lm.system.stop_signals import STOP
 from lm.system.units import format_bytes, format_count, format_duration, format_figure, format_time_and_cost, plural
 from lm.training.world import device_count

@@ -16,7 +16,7 @@ from lm.errors import RequestError
 from lm.runs import scaling_laws
 from lm.runs.run import ROOT, check_run_name
 from lm.system.arguments import parse
-from lm.system.files import flatten
+from lm.system.parsing import flatten
 from lm.system.units import Count
 
 Overrides = list[tuple[str, Any]]  # options of a run, as typed
@@ -64,9 +64,9 @@ class LadderOptions(ScaleOptions, LadderRuns):
         if not self.sizes:
             raise RequestError("give the depths, such as --depths 2,4,6,8")
         fitted = set(self.sizes) - set(self.held_out)
-        if self.held_out and len(fitted) < scaling_laws.FEWEST:  # `ladder_report` says what is far from them
+        if self.held_out and len(fitted) < scaling_laws.MIN_SIZES:  # `ladder_report` says what is far from them
             raise RequestError(
-                f"a prediction takes {scaling_laws.FEWEST} other sizes or more, and --depths has {len(fitted)} that "
+                f"a prediction takes {scaling_laws.MIN_SIZES} other sizes or more, and --depths has {len(fitted)} that "
                 "--predict has not: add some, such as --depths 2,4,6,8"
             )
         check_run_name(self.name)

@@ -19,7 +19,7 @@ from rich.console import Console
 from lm.cli.charts import plain_table
 from lm.cli.report.page import render
 from lm.runs import scaling_laws
-from lm.runs.compute_multiplier import TOLD, Compared, Multipliers, compute_multipliers
+from lm.runs.compute_multiplier import MIN_MULTIPLIER, Compared, Multipliers, compute_multipliers
 from lm.runs.history import last_value
 from lm.runs.run import Run
 from lm.system.units import format_count, plural
@@ -128,9 +128,9 @@ def add_laws(results: dict[str, Any], measured: Sequence[Measured]) -> None:
     """Fit the loss as a function of FLOPs, predict the held-out sizes, and add both to the results."""
     fitted = [one for one in measured if one.losses and not one.size.held_out]
     targets = [one for one in measured if one.size.held_out]
-    if len(fitted) < scaling_laws.FEWEST:
+    if len(fitted) < scaling_laws.MIN_SIZES:
         sizes = plural(len(fitted), "size")
-        results["notes"].append(f"{sizes} finished, and a law takes {scaling_laws.FEWEST}: nothing is fitted.")
+        results["notes"].append(f"{sizes} finished, and a law takes {scaling_laws.MIN_SIZES}: nothing is fitted.")
         return
     losses = [one.losses for one in fitted]
     x, beyond = ([float(one.size.flops) for one in sizes] for sizes in (fitted, targets))
@@ -210,7 +210,9 @@ def verdict(multipliers: Multipliers) -> str:
     if mean.low is None or mean.high is None:
         return f"Nothing can be told from one seed: {told}, but noise may be all of it. Give --seeds 3."
     if mean.low <= 1 <= mean.high:
-        more = f"to tell a difference of {TOLD - 1:.0%} takes about {plural(multipliers.seeds_needed, 'seed')}"
+        more = (
+            f"to tell a difference of {MIN_MULTIPLIER - 1:.0%} takes about {plural(multipliers.seeds_needed, 'seed')}"
+        )
         return f"Not distinguishable: {told} ({mean.low:.2f} to {mean.high:.2f}); {more}."
     return f"The other recipe is {'better' if mean.low > 1 else 'worse'}: {told} ({mean.low:.2f} to {mean.high:.2f})."
 

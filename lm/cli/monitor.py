@@ -14,7 +14,7 @@ from lm.cli.monitor_page import page, stacked
 from lm.runs.facts import LiveRun
 from lm.runs.find import find_run, known_folders, no_run
 from lm.runs.run import ROOT, Run
-from lm.system.files import to_json
+from lm.system.parsing import to_json
 
 
 def monitor(runs: list[str], json: bool = False, root: str = str(ROOT), interval: float = 1.0) -> None:

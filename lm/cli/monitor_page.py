@@ -20,7 +20,7 @@ from lm.cli.runs_show import STYLES
 from lm.runs.facts import LiveRun
 from lm.runs.history import Series, smooth
 from lm.runs.metrics import BY_SOURCE, METRICS, Metric
-from lm.system.files import DAMAGE
+from lm.system.parsing import DAMAGE
 from lm.system.units import format_bytes, format_count, format_duration
 
 FIGURES = (

@@ -10,8 +10,8 @@ from typing import Any
 from lm.cli.request import Sections
 from lm.data.config import SourceConfig
 from lm.errors import RequestError
+from lm.runs.disk_space import DiskSpace
 from lm.system.devices import Device
-from lm.system.files import DiskSpace
 from lm.system.units import format_bytes, format_count, format_figure, plural
 from lm.training.checks import Finding, error
 from lm.training.config import EvaluationConfig, OptimizerConfig

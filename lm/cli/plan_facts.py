@@ -15,15 +15,18 @@ from lm.cli.command_options import PlanOptions
 from lm.cli.request import Sections
 from lm.data.config import LEARNED, DataConfig, is_prepared
 from lm.data.datamodule import DataModule
+from lm.data.shard_statistics import document_tokens, padding_fraction
 from lm.data.shards import Shards
 from lm.data.tokenizer import Tokenizer
 from lm.errors import LmError, RequestError, first_line
 from lm.model.config import DecoderConfig
 from lm.model.estimates import checkpoint_bytes, flops_per_token, parameters, recomputed_flops_per_token
 from lm.model.memory import Step, largest_micro_batch, training_memory
+from lm.runs.disk_space import disk_space
 from lm.runs.run import Run
 from lm.system.devices import Device, assumed_speed, find_device
-from lm.system.files import disk_space, is_remote, nonnegative, parse_json
+from lm.system.files import is_remote
+from lm.system.parsing import nonnegative, parse_json
 from lm.system.process import program
 from lm.system.units import parse_bytes
 from lm.training.checks import check_accelerator, find, has_kernels
@@ -77,14 +80,14 @@ def data_facts(
         opened.setup("fit")
 
     def counts(shards: Shards) -> dict[str, int]:
-        return {"tokens": shards.document_tokens, "windows": int(shards.windows(opened.seq_len).sum())}
+        return {"tokens": document_tokens(shards), "windows": int(shards.index.windows(opened.seq_len).sum())}
 
     facts: dict[str, Any] = {"prepared": True, "warnings": opened.warnings(), "sources": {}}
     for split, shards in opened.shards.items():
         facts[split] = counts(shards) | {
             "shards": len(shards.fingerprint()),
-            "left_over": shards.left_over(opened.seq_len),
-            "filled_up": shards.padding_fraction,
+            "left_over": shards.index.left_over(opened.seq_len),
+            "filled_up": padding_fraction(shards),
             "dtype": str(shards.column.dtype),
             "documents_per_token": opened.documents_per_token(split) if document_mask else None,
         }
@@ -164,9 +167,9 @@ def step_facts(steps: Steps, config: Sections, data: dict[str, Any]) -> dict[str
     if "train" in data:
         facts["epochs"] = total / data["train"]["windows"]
     if data.get("sources"):
-        from lm.data.mixture import counts_of, phases_of
+        from lm.data.mixture import merge_phases, source_counts
 
-        samples = counts_of(phases_of(config.data.sources, config.data.phases or [], steps.seq_len), total)
+        samples = source_counts(merge_phases(config.data.sources, config.data.phases or [], steps.seq_len), total)
         facts["sources"] = {
             name: {"samples": count, "share": count / sum(samples), "epochs": count / source["windows"]}
             for (name, source), count in zip(data["sources"].items(), samples.tolist(), strict=True)

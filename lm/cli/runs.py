@@ -18,7 +18,7 @@ from lm.runs.expectations import acceptance, expectations
 from lm.runs.facts import run_row
 from lm.runs.find import find_run
 from lm.runs.run import ROOT, Run
-from lm.system.files import to_json
+from lm.system.parsing import to_json
 from lm.system.process import harmless
 from lm.system.units import format_count, format_duration, plural
 

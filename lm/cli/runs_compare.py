@@ -24,7 +24,9 @@ from lm.runs.find import find_run, find_runs
 from lm.runs.history import curve, labels
 from lm.runs.metrics import METRICS, check_metric
 from lm.runs.run import ROOT, Run
-from lm.system.files import check_local_path, digest, finite_or_none, load_checksummed, new_folder, to_json
+from lm.system.files import check_local_path, digest, load_checksummed
+from lm.system.output_folder import new_folder
+from lm.system.parsing import finite_or_none, to_json
 
 X_LABELS = {"step": "step", "tokens": "tokens", "time": "hours"}
 

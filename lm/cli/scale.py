@@ -27,7 +27,7 @@ from lm.cli.scaling_rules import (
 from lm.errors import RequestError, require_at_least
 from lm.model.config import MOST_LAYERS, DecoderConfig
 from lm.model.estimates import parameters
-from lm.system.files import parse_json
+from lm.system.parsing import parse_json
 from lm.system.units import Count, format_count, plural, spelled_count
 from lm.training.builtin_optimizers import OptimizerName
 from lm.training.optimizer_rules import MATRICES, RULES, peak_rate

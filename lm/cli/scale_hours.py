@@ -22,9 +22,9 @@ from lm.cli.scaling_rules import DEVICE_TOKENS, Recipe, batch_tokens, make_recip
 from lm.errors import RequestError
 from lm.model.config import MOST_LAYERS
 from lm.model.memory import Step
-from lm.runs.scaling_laws import FEWEST, fit_sizes
+from lm.runs.scaling_laws import MIN_SIZES, fit_sizes
 from lm.system.devices import assumed_speed, find_device
-from lm.system.files import parse_json
+from lm.system.parsing import parse_json
 from lm.system.units import format_count, format_duration, format_figure
 from lm.training.checks import has_kernels
 from lm.training.config import OptimizerConfig
@@ -241,8 +241,8 @@ def ladder_loss(folder: Path, recipe: Recipe) -> str:
     except (OSError, ValueError) as error:
         raise RequestError(f"--ladder {folder}: no ladder.json can be read: {error}; `lm ladder` makes it") from error
     sizes = [size for size in results["sizes"] if size["losses"]]
-    if len(sizes) < FEWEST:
-        raise RequestError(f"--ladder {folder} has {len(sizes)} finished sizes, and a law takes {FEWEST}")
+    if len(sizes) < MIN_SIZES:
+        raise RequestError(f"--ladder {folder} has {len(sizes)} finished sizes, and a law takes {MIN_SIZES}")
     law = fit_sizes([size["flops"] for size in sizes], [size["losses"] for size in sizes])
     loss, low, high, _ = law.predict(recipe.flops)
     interval = "" if low is None else f", {format_figure(low)} to {format_figure(high)}"

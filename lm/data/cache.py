@@ -1,4 +1,4 @@
-"""A bounded cache of decoded blocks of remote shards, which `data/shards` reads."""
+"""A bounded cache of decoded blocks of remote shards, for `data/block_reader`."""
 
 import hashlib
 import os
@@ -14,7 +14,7 @@ from filelock import FileLock
 
 from lm.errors import first_line
 
-CHECKSUM = 4  # bytes before the tokens of a kept block
+CHECKSUM = 4  # bytes before the tokens of a block
 
 
 def _checksum(tokens: np.ndarray | bytes) -> bytes:
@@ -24,9 +24,9 @@ def _checksum(tokens: np.ndarray | bytes) -> bytes:
 class BlockCache:
     """Decoded blocks of remote shards in a local folder, bounded, least recently used out first.
 
-    Any number of processes may use the folder: an entry appears whole by a rename, one that another process removed is
-    read again, and of those that want the same block one fetches it while the others wait. Processes that write at the
-    same moment may exceed `max_bytes`, which all files have together, by a block each.
+    Any number of processes may use the folder: a rename makes an entry appear complete, one that another process
+    removed is read again, and of those that need the same block one fetches it while the others wait. Processes that
+    write at the same moment may exceed `max_bytes`, which all files have together, by a block each.
     """
 
     def __init__(self, folder: str | Path, max_bytes: int):
@@ -38,7 +38,7 @@ class BlockCache:
         return hashlib.blake2b(repr(facts).encode(), digest_size=20).hexdigest()
 
     def get(self, key: str, dtype: np.dtype) -> np.ndarray | None:
-        """The block kept under `key`, or None; it becomes the most recently used."""
+        """The block stored under `key`, or None; it becomes the most recently used."""
         path = self.folder / key
         try:
             content = path.read_bytes()
@@ -51,7 +51,7 @@ class BlockCache:
         return np.frombuffer(content, dtype, offset=CHECKSUM)
 
     def fits(self, nbytes: int) -> bool:
-        """Whether a block of so many bytes is kept at all."""
+        """Whether a block of so many bytes is stored at all."""
         return nbytes + CHECKSUM <= self.max_bytes
 
     @contextmanager
@@ -62,15 +62,15 @@ class BlockCache:
         fetched without the lock: fetching it twice is better than not at all.
         """
         lock = FileLock(self.folder / f"{key}.lock")
-        with ExitStack() as held:
+        with ExitStack() as stack:
             with suppress(OSError):  # also filelock's Timeout
                 self.folder.mkdir(parents=True, exist_ok=True)
-                held.enter_context(lock.acquire(seconds))
-                held.callback(Path(lock.lock_file).unlink, missing_ok=True)  # who waits for it looks into the cache
+                stack.enter_context(lock.acquire(seconds))
+                stack.callback(Path(lock.lock_file).unlink, missing_ok=True)  # who waits for it looks into the cache
             yield
 
     def put(self, key: str, block: np.ndarray) -> None:
-        """Keep a block, if it fits at all; a full disk is a warning, since training works without a cache."""
+        """Store a block, if it fits at all; a full disk is a warning, since training works without a cache."""
         if not self.fits(block.nbytes):
             return
         temporary = self.folder / f".{uuid4().hex}.tmp"
@@ -83,7 +83,7 @@ class BlockCache:
             return
         except OSError as error:
             temporary.unlink(missing_ok=True)
-            warnings.warn(f"block cache {self.folder}: a block was not kept ({first_line(error)})", stacklevel=2)
+            warnings.warn(f"block cache {self.folder}: a block was not stored ({first_line(error)})", stacklevel=2)
 
     def _make_room(self, needed: int) -> None:
         files = []
@@ -92,9 +92,9 @@ class BlockCache:
                 files.append((entry.stat().st_mtime_ns, entry.stat().st_size, entry.path))
             except FileNotFoundError:
                 continue
-        held = sum(size for _, size, _ in files)
-        for _, freed, path in sorted(files):
-            if held + needed <= self.max_bytes:
+        used = sum(size for _, size, _ in files)
+        for _, size, path in sorted(files):
+            if used + needed <= self.max_bytes:
                 return
             Path(path).unlink(missing_ok=True)
-            held -= freed
+            used -= size

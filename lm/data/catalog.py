@@ -1,12 +1,12 @@
 """The catalog of a source: which Parquet shards it has, and how many tokens are in each row group.
 
 Anyone's Parquet with a column of token ids will do. Of a folder that `lm data prepare` made, the manifest says how many
-tokens there are; of other shards, their footers do. `data/shards` reads the tokens.
+tokens there are; of other shards, their footers do. `data/shards` opens them.
 """
 
 import posixpath
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -31,7 +31,8 @@ from lm.data.parquet import (
     read_footer,
 )
 from lm.errors import RequestError, RunError, first_line
-from lm.system.files import PATIENCE, is_denied, is_remote, parse_json, unreadable
+from lm.system.files import PATIENCE, is_denied, is_remote, unreadable
+from lm.system.parsing import parse_json
 from lm.system.sources import find_entries, list_files, open_file
 
 MANIFEST = "manifest.json"  # in a folder that `lm data prepare` made
@@ -80,8 +81,8 @@ def find_shards(
     if listing.is_folder:
         files = {name: file for name, file in files.items() if SUFFIX.search(name) and not HIDDEN.search(name)}
         if not files:
-            raise RequestError(f"{source}: the folder holds no .parquet file; `lm data prepare --input {source} "
-                               "--output data/NAME --tokenizer bpe` makes some of texts")  # fmt: skip
+            command = f"`lm data prepare --input {source} --output data/NAME --tokenizer bpe`"
+            raise RequestError(f"{source}: the folder holds no .parquet file; {command} makes some of texts")
         try:
             manifest = _read_manifest(source, listing.filesystem, listing.path, patience)
         except OSError as error:
@@ -96,6 +97,20 @@ def find_shards(
         return list(pool.map(lambda shard: _from_footer(shard, tokenizer_sha256), shards)), None
 
 
+def common_packing(shards: Collection[Shard], source: str) -> PackedRows | None:
+    """How the rows of shards are packed, the same for all shards; None if the rows are documents."""
+    first, *others = shards
+    for other in others:
+        if other.packed != first.packed:
+            raise RequestError(
+                f"{source}: documents were packed differently in {first.file} and {other.file}: prepare them with the "
+                "same --packing and --seq_len"
+            )
+    if first.packed is not None and first.column.pad_id is not None:
+        raise RequestError(f"{source}: data.pad_id is for rows that another program padded: leave it out")
+    return first.packed
+
+
 # ---- by the manifest -------------------------------------------------------------------------------------------------
 
 
@@ -106,7 +121,7 @@ def _read_manifest(source: str, filesystem: pafs.FileSystem, path: str, patience
         return None
     for place, inside in ((posixpath.join(folder, MANIFEST), False), (f"{path}/{MANIFEST}", True)):
         try:
-            place, kind, found = find_entries(filesystem, place, False, source, patience)
+            place, kind, entries = find_entries(filesystem, place, False, source, patience)
         except FileNotFoundError:  # beside a repository of the Hub
             continue
         if kind != pafs.FileType.File:
@@ -120,10 +135,10 @@ def _read_manifest(source: str, filesystem: pafs.FileSystem, path: str, patience
             ) from error
         splits = manifest.get("splits") if isinstance(manifest, dict) and "layout" in manifest else None
         if isinstance(splits, dict) and inside:
-            raise RequestError(f"{source} is a prepared folder: name one split, {path}/train or {path}/val; in a "
-                               "training give the folder as data.path")  # fmt: skip
+            hint = f"name one split, {path}/train or {path}/val; in a fit give the folder as data.path"
+            raise RequestError(f"{source} is a prepared folder: {hint}")
         if isinstance(splits, dict) and split in splits:
-            return {**manifest, "modified": found[0].modified or 0}
+            return {**manifest, "modified": entries[0].modified or 0}
     return None
 
 
@@ -132,45 +147,46 @@ def _from_manifest(
 ) -> tuple[list[Shard], int]:
     """The shards with the manifest's token counts, once these are the files that it lists."""
     folder = posixpath.dirname(source.rstrip("/")) or "."
-    place, anew = f"{folder}/manifest.json", f"remove {folder} and run `lm data prepare` again"
+    place, start_again = f"{folder}/manifest.json", f"remove {folder} and run `lm data prepare` again"
     if manifest["layout"] != LAYOUT:
         raise RequestError(f"{place}: layout {manifest['layout']!r} is not {LAYOUT}; made by another version of lm?")
     try:
         facts = manifest["splits"][split]
-        entries = {
-            str(one["file"]): (one["size"], tuple(map(int, one["row_groups"])), one.get("digest"), one.get("padding"))
-            for one in facts["shards"]
-        }
-        stored = sum(sum(counts) for _, counts, *_ in entries.values())
+        entries = {str(entry["file"]): entry for entry in facts["shards"]}
+        counts = {file: tuple(map(int, entry["row_groups"])) for file, entry in entries.items()}
+        sizes = {file: entry["size"] for file, entry in entries.items()}
+        stored = sum(map(sum, counts.values()))
         packed = PackedRows(*map(int, manifest["packed"])) if manifest.get("packed") else None
         if stored < facts["tokens"] if packed else stored != facts["tokens"]:
             raise ValueError("row groups do not add up to the tokens of the split")
         text_ratio = facts["bytes"] / counted if (counted := facts.get("token_bytes")) else None
-        tokenizer, vocab_size, made = str(manifest["tokenizer"]), int(manifest["vocab_size"]), manifest["column"]
+        tokenizer, vocab_size = str(manifest["tokenizer"]), int(manifest["vocab_size"])
+        column_name = manifest["column"]
     except (KeyError, TypeError, ValueError) as error:
-        raise RequestError(f"{place} is damaged ({error!r}); {anew}") from error
-    found = {f"{split}/{shard.name}": shard for shard in shards}
-    if missing := entries.keys() - found.keys():
-        raise RequestError(f"{place} lists {min(missing)!r}, which is missing; fetch it, or {anew}")
-    if others := found.keys() - entries.keys():
-        raise RequestError(f"shard {found[min(others)].file} is not in its manifest; move it away")
+        raise RequestError(f"{place} is damaged ({error!r}); {start_again}") from error
+    files = {f"{split}/{shard.name}": replace(shard, text_ratio=text_ratio, packed=packed) for shard in shards}
+    if missing := entries.keys() - files.keys():
+        raise RequestError(f"{place} lists {min(missing)!r}, which is missing; fetch it, or {start_again}")
+    if others := files.keys() - entries.keys():
+        raise RequestError(f"shard {files[min(others)].file} is not in its manifest; move it away")
     column = shards[0].column
-    if made != column.name:
-        raise RequestError(f"{place}: the token column is {made!r}, not {column.name!r}; set `column`")
+    if column_name != column.name:
+        raise RequestError(f"{place}: the token column is {column_name!r}, not {column.name!r}; set `column`")
     _check_tokenizer(source, tokenizer, tokenizer_sha256)
-    if None not in (end := manifest.get("eos_id"), column.eos_id) and end != column.eos_id:
-        raise RequestError(f"{place}: documents end with token {end}, and those of the tokenizer in use with "
-                           f"{column.eos_id}: use the tokenizer in {folder}, or prepare the text again with the same "
-                           "--eos_token")  # fmt: skip
-    complete = []
-    for file, (size, counts, digest, padding) in entries.items():
-        shard = replace(
-            found[file], row_groups=counts, digest=digest, text_ratio=text_ratio, packed=packed, padding=padding
+    eos_id = manifest.get("eos_id")
+    if None not in (eos_id, column.eos_id) and eos_id != column.eos_id:
+        raise RequestError(
+            f"{place}: documents end with token {eos_id}, and those of the tokenizer in use with {column.eos_id}: use "
+            f"the tokenizer in {folder}, or prepare the text again with the same --eos_token"
         )
-        if shard.size != size:
+    complete = []
+    for file, entry in entries.items():
+        digest, padding = entry.get("digest"), entry.get("padding")
+        shard = replace(files[file], row_groups=counts[file], digest=digest, padding=padding)
+        if shard.size != sizes[file]:
             raise RequestError(
-                f"shard {shard.file} has {shard.size} bytes where the manifest says {size}: "
-                f"it is truncated or was changed; fetch it, or {anew}"
+                f"shard {shard.file} has {shard.size} bytes where the manifest says {sizes[file]}: "
+                f"it is truncated or was changed; fetch it, or {start_again}"
             )
         complete.append(shard)
     if not is_remote(source):
@@ -185,15 +201,15 @@ def _check_newer(shards: list[Shard], written: int) -> None:
         with _readable(shard), shard.open():
             pass
 
-    newer = [one for one in shards if one.digest and isinstance(one.modified, int) and one.modified > written]
+    newer = [shard for shard in shards if shard.digest and isinstance(shard.modified, int) and shard.modified > written]
     with ThreadPoolExecutor(FOOTER_THREADS) as pool:
         list(pool.map(check, newer))
 
 
-def _check_tokenizer(place: str, made_with: str, wanted: str | None) -> None:
-    if wanted is not None and made_with != wanted:
+def _check_tokenizer(place: str, made_with: str, in_use: str | None) -> None:
+    if in_use is not None and made_with != in_use:
         raise RequestError(
-            f"{place} was made with another tokenizer (SHA-256 {made_with[:12]}..., yours is {wanted[:12]}...); "
+            f"{place} was made with another tokenizer (SHA-256 {made_with[:12]}..., yours is {in_use[:12]}...); "
             "use the tokenizer.json beside the shards, or prepare them again"
         )
 

@@ -4,6 +4,7 @@ import math
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from itertools import pairwise
 from pathlib import Path
 from threading import TIMEOUT_MAX
 from typing import Literal
@@ -63,8 +64,7 @@ class PrepareOptions:
             raise RequestError(f"--val_fraction {self.val_fraction} must be at least 0 and less than 1")
         require_at_least(1, "--", workers=self.workers, shard_tokens=self.shard_tokens, sample_bytes=self.sample_bytes)
         if self.packing == "whole" and self.seq_len is None:
-            raise RequestError("--packing whole needs --seq_len, the tokens that a sample predicts: the model's "
-                               "max_position_embeddings")  # fmt: skip
+            raise RequestError("--packing whole needs --seq_len: the model's max_position_embeddings")
         if self.packing == "stream" and self.seq_len is not None:
             raise RequestError("--seq_len is for --packing whole; a stream is cut into samples when it is trained on")
         require_at_least(2, "--", seq_len=self.seq_len)
@@ -84,7 +84,7 @@ class SourceConfig:
         tokenizer: A `tokenizer.json` or its folder, also by URL, the same for all sources; that of `path` if not given.
         column: Column of token ids in the shards.
         weight: Relative weight: the source's share of the samples is its weight over the sum of all weights.
-        max_epochs: Refuse a run that would repeat the source more often.
+        max_epochs: A run that would repeat the source more often is an error.
     """
 
     name: str
@@ -111,7 +111,7 @@ class PhaseConfig:
 
 
 def check_mixture(sources: Sequence[SourceConfig], phases: Sequence[PhaseConfig]) -> None:
-    """Refuse settings that make no mixture. (Raised by `SourceConfig`, jsonargparse would hide it.)"""
+    """RequestError for settings that make no mixture. (Raised by `SourceConfig`, jsonargparse would hide it.)"""
     if not sources:
         raise RequestError("data.sources is empty: give at least one {name, path, weight}")
     names = [source.name for source in sources]
@@ -128,9 +128,9 @@ def check_mixture(sources: Sequence[SourceConfig], phases: Sequence[PhaseConfig]
             raise RequestError(f"{where}: train needs a tokenizer, the tokenizer.json that its shards were made with")
         if source.max_epochs is not None and not source.max_epochs > 0:
             raise RequestError(f"{where}: max_epochs {source.max_epochs} must be above 0; null is no limit")
-    given = [("data.sources", 0, {source.name: source.weight for source in sources})]
-    given += [(f"data.phases from {phase.tokens:,} tokens", phase.tokens, phase.weights) for phase in phases]
-    for place, tokens, weights in given:
+    changes = [("data.sources", 0, {source.name: source.weight for source in sources})]
+    changes += [(f"data.phases from {phase.tokens:,} tokens", phase.tokens, phase.weights) for phase in phases]
+    for place, _, weights in changes:
         if unknown := weights.keys() - set(names):
             raise RequestError(f"{place}: there is no source {min(unknown)}; the sources are {', '.join(names)}")
         for name, weight in weights.items():
@@ -138,7 +138,7 @@ def check_mixture(sources: Sequence[SourceConfig], phases: Sequence[PhaseConfig]
                 raise RequestError(f"{place}: the weight {weight:g} of {name} must be a number, 0 or more")
         if not any(weights.values()):
             raise RequestError(f"{place}: all weights are 0, so there is nothing to train on")
-    for (_, before, _), (place, tokens, _) in zip(given, given[1:]):
+    for (_, before, _), (place, tokens, _) in pairwise(changes):
         if not before < tokens < math.inf:
             raise RequestError(f"{place} comes after {before:,} tokens: sort the phases by tokens, which are above 0")
 
@@ -204,11 +204,9 @@ class DataConfig:
 
     def __post_init__(self) -> None:
         if [self.path, self.train, self.sources].count(None) != 2:
-            raise RequestError("give one of data.path (a prepared folder), data.train (shards) and data.sources (a "
-                               "mixture of both)")  # fmt: skip
+            raise RequestError("give one of data.path (a prepared folder), data.train (shards) and data.sources")
         if self.sources is not None and (self.val or self.test or self.tokenizer or self.prepare):
-            raise RequestError("data.val, test, tokenizer and prepare are for one source, and each of data.sources has "
-                               "its own val and tokenizer: leave them out")  # fmt: skip
+            raise RequestError("with data.sources leave data.val, test, tokenizer and prepare out: each has its own")
         if self.sources is not None:
             check_mixture(self.sources, self.phases or [])
         elif self.phases:
@@ -216,8 +214,8 @@ class DataConfig:
         if self.train is not None and self.tokenizer is None:
             raise RequestError("data.train needs data.tokenizer: the tokenizer.json that its shards were made with")
         check_local_path("data.cache_dir", self.cache_dir, "give a folder of a local disk")
-        check_local_path("data.path", self.path or "",
-                   "give data.train, data.val and data.tokenizer in its place, which may be URLs")  # fmt: skip
+        urls = "give data.train, data.val and data.tokenizer in its place, which may be URLs"
+        check_local_path("data.path", self.path or "", urls)
         names = ("seq_len", "micro_batch_size", "global_batch_tokens", "val_tokens", "shuffle_buffer")
         require_at_least(1, "data.", **{name: getattr(self, name) for name in names})
         if not 0 < self.timeout <= TIMEOUT_MAX / 2:  # which leaves room to add to it

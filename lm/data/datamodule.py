@@ -17,11 +17,13 @@ import torch
 from lightning.pytorch import LightningDataModule
 from torch.utils.data import ChainDataset
 
+from lm.data.blocks import BLOCK_TOKENS
 from lm.data.catalog import MANIFEST
 from lm.data.config import DataConfig, SourceConfig
-from lm.data.document_ends import describe_ends
 from lm.data.loader import Assembler, Batch, Request, Stream, Windows
 from lm.data.sampler import BLOCKS_AHEAD, Order, lanes_for
+from lm.data.shard_checks import check_buffer, check_windows
+from lm.data.shard_statistics import token_bytes
 from lm.data.shards import Shards
 from lm.data.tokenizer import Tokenizer
 from lm.errors import RequestError
@@ -36,8 +38,8 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 BLOCKS_IN_BUFFER = 8  # at least; small shards are joined into larger blocks only up to this, so that several are mixed
-SHARED_BY = 8  # each source of a mixture shuffles with 1/8 of the buffer, so with more sources it grows
-NOTED_LEFT_OVER = 0.01  # share of the tokens left over from which it is a warning
+SOURCES_IN_BUFFER = 8  # each source of a mixture shuffles with 1/8 of the buffer, so with more sources it grows
+MAX_LEFT_OVER = 0.01  # fraction of the tokens; a warning from there on
 
 
 class DataModule(LightningDataModule):
@@ -69,12 +71,16 @@ class DataModule(LightningDataModule):
         self.predicted: deque[tuple[str, int]] = deque()  # document and first token of each predicted row
 
     def set_position(
-        self, *, seed: int | None = None, seq_len: int | None = None, global_batch: int | None = None,
+        self,
+        *,
+        seed: int | None = None,
+        seq_len: int | None = None,
+        global_batch: int | None = None,
         consumed: int | None = None,
-    ) -> None:  # fmt: skip
+    ) -> None:
         """Set the values that determine the samples of the next step; None leaves a value unchanged."""
-        given = {"seed": seed, "seq_len": seq_len, "global_batch": global_batch, "consumed": consumed}
-        vars(self).update({name: value for name, value in given.items() if value is not None})
+        position = {"seed": seed, "seq_len": seq_len, "global_batch": global_batch, "consumed": consumed}
+        vars(self).update({name: value for name, value in position.items() if value is not None})
 
     def prepare_data(self) -> None:
         """Prepare the data at `path` if it does not exist; called on one rank per node, before `setup`."""
@@ -82,16 +88,13 @@ class DataModule(LightningDataModule):
         missing = [source for source in self.sources if source.path and not (Path(source.path) / MANIFEST).exists()]
         if options is None and not missing:
             return
-        from lm.data.prepare import check_same_options, cure_of_other_files, holds_other_files, prepare
+        from lm.data.prepare import check_folder, check_same_options, prepare
 
         for source in missing:
-            path = Path(source.path)
-            where = f"data.sources {source.name}: {path}" if self.mixed else f"data.path {path}"
-            if holds_other_files(path):
-                raise RequestError(f"{where} holds no manifest.json: {cure_of_other_files(path)}")
-            if options is None:
-                other = "" if self.mixed else ", or give data.prepare.input to make it from"
-                raise RequestError(f"{where} holds no manifest.json: make it with {self._preparation(source)}{other}")
+            where = f"data.sources {source.name}: {source.path}" if self.mixed else f"data.path {source.path}"
+            or_give = "" if self.mixed else ", or give data.prepare.input to make it from"
+            command = None if options else self._preparation(source) + or_give
+            check_folder(Path(source.path), where, command)
         if options is None or self.options.path is None:
             return
         options.output = self.options.path
@@ -106,23 +109,22 @@ class DataModule(LightningDataModule):
     def setup(self, stage: str) -> None:
         """Open the tokenizer and the shards of this stage; reads footers or manifests, and a few tokens for checks."""
         if not self.seq_len:
-            raise RequestError("give DataModule(seq_len=...), the tokens of a sample: at most the decoder's "
-                               "max_position_embeddings")  # fmt: skip
+            raise RequestError("give DataModule(seq_len=...): at most the decoder's max_position_embeddings")
         self.tokenizer = self._common_tokenizer()
-        wanted = {"fit": ("train", "val"), "validate": ("val",), "test": ("test",), "predict": ()}[stage]
-        for split in wanted:
-            opened = {source.name: shards for source in self.sources if (shards := self._open_whole(source, split))}
-            if opened:
-                self.by_source[split], self.shards[split] = opened, Shards.join(opened)
+        splits = {"fit": ("train", "val"), "validate": ("val",), "test": ("test",), "predict": ()}[stage]
+        for split in splits:
+            opened = {source.name: self._open_checked(source, split) for source in self.sources}
+            if by_source := {name: shards for name, shards in opened.items() if shards is not None}:
+                self.by_source[split], self.shards[split] = by_source, Shards.join(by_source)
         foreign = any(source.train or source.val for source in self.sources)
         if {"train", "val"} <= self.shards.keys() and (foreign or self.mixed):  # else `lm data prepare` has compared
             from lm.data.overlap import common_file, describe_shared, shared_spans
 
             train, val = self.shards["train"], self.shards["val"]
-            if found := common_file(train, val):
-                same = "" if found[0] == found[1] else f", which is {found[1]}"
+            if files := common_file(train, val):
+                same = "" if files[0] == files[1] else f", which is {files[1]}"
                 raise RequestError(
-                    f"the training data contains the validation data: {found[0]}{same}; name other files in data.train "
+                    f"the training data contains the validation data: {files[0]}{same}; name other files in data.train "
                     "or data.val, as a folder, a glob or a list"
                 )
             self.shared = describe_shared(*shared_spans(train, val, self.tokenizer.eos_id), "passages")
@@ -130,13 +132,13 @@ class DataModule(LightningDataModule):
             prefix, sources = self.tokenizer.prefix, self.by_source["train"].values()
             if not prefix or any(shards.beginning()[: len(prefix)].tolist() != prefix for shards in sources):
                 self.tokenizer = self.tokenizer.bare()  # as in a checkpoint: texts begin as in training
-        if wanted and wanted[-1] in self.shards:
-            self.token_bytes = self._token_bytes(wanted[-1])
+        if splits and splits[-1] in self.shards:
+            self.token_bytes = self._token_bytes(splits[-1])
         if stage in ("validate", "test"):  # a fit has the checks of `lm plan`, which include these
-            if wanted[0] not in self.shards:
-                raise RequestError(f"there is nothing to {stage} on: give data.{wanted[0]}")
-            for what, cure in self.warnings():
-                log.warning("warning: %s; %s", what, cure)
+            if splits[0] not in self.shards:
+                raise RequestError(f"there is nothing to {stage} on: give data.{splits[0]}")
+            for problem, fix in self.warnings():
+                log.warning("warning: %s; %s", problem, fix)
 
     @contextmanager
     def _errors_of(self, source: SourceConfig) -> Iterator[None]:
@@ -149,37 +151,37 @@ class DataModule(LightningDataModule):
             raise RequestError(f"data.sources {source.name}: {error}") from error
 
     def _common_tokenizer(self) -> Tokenizer:
-        found = []
+        tokenizers = []
         for source in self.sources:
             with self._errors_of(source):
-                found.append(Tokenizer.load(source.tokenizer or source.path))
-            if found[-1].sha256 != found[0].sha256:
+                tokenizers.append(Tokenizer.load(source.tokenizer or source.path))
+            if tokenizers[-1].sha256 != tokenizers[0].sha256:
                 removed = f"`rm -r {source.path}`, and " if source.path else ""
                 raise RequestError(
                     f"data.sources {self.sources[0].name} and {source.name} have different tokenizers: prepare the "
                     f"texts of {source.name} again, {removed}{self._preparation(source)}"
                 )
-        return found[0]
+        return tokenizers[0]
 
     def _preparation(self, source: SourceConfig) -> str:
         """The command that makes the folder of a source with the tokenizer of the other sources."""
         others = [other.tokenizer or other.path for other in self.sources if other is not source]
-        return (f"`lm data prepare --input TEXTS --output {source.path or f'data/{source.name}'} "
-                f"--tokenizer {next(iter(others), 'bpe')}`")  # fmt: skip
+        options = f"--output {source.path or f'data/{source.name}'} --tokenizer {next(iter(others), 'bpe')}"
+        return f"`lm data prepare --input TEXTS {options}`"
 
-    def _open_whole(self, source: SourceConfig, split: str) -> Shards | None:
+    def _open_checked(self, source: SourceConfig, split: str) -> Shards | None:
         """The shards of a source, with at least one sample; None if it has no such split."""
         with self._errors_of(source):
             shards = self._open(source, split)
             if shards is None:
                 return None
-            if self.mixed and split != "train" and 0 < shards.tokens <= self.seq_len:
-                log.warning("data.sources %s: it has no validation: %s has %s, and a sample takes %d", source.name,
-                            shards.source, plural(shards.tokens, "token"), self.seq_len + 1)  # fmt: skip
+            if self.mixed and split != "train" and 0 < shards.index.tokens <= self.seq_len:
+                tokens = plural(shards.index.tokens, "token")
+                log.warning("data.sources %s has no validation: %s has only %s", source.name, shards.source, tokens)
                 return None
-            shards.require_windows(self.seq_len, self._limit(split))
+            check_windows(shards, self.seq_len, self._limit(split))
             if split == "train" and not self.mixed:  # the buffer of a mixture grows with the sources
-                shards.require_buffer(self.options.shuffle_buffer)
+                check_buffer(shards, self.options.shuffle_buffer)
             return shards
 
     def _open(self, source: SourceConfig, split: str) -> Shards | None:
@@ -200,16 +202,16 @@ class DataModule(LightningDataModule):
             patience=options.timeout / 2,  # so that a failed read is reported before the timeout of the loader
             pad_id=options.pad_id,
             eos_id=self.tokenizer.eos_id,
-            block_tokens=options.shuffle_buffer // BLOCKS_IN_BUFFER if split == "train" else None,
+            block_tokens=options.shuffle_buffer // BLOCKS_IN_BUFFER if split == "train" else BLOCK_TOKENS,
         )
-        made = "stream" if shards.packed is None else "whole"
-        if options.reshuffle and made == "whole":
-            raise RequestError(f"data.reshuffle documents: {shards.source} has whole documents in each sample, which "
-                               "move as they are: leave it out")  # fmt: skip
-        wanted = options.packing or ("whole" if options.prepare and options.prepare.packing == "whole" else made)
-        if wanted != made:
+        packing = "stream" if shards.packed is None else "whole"
+        if options.reshuffle and packing == "whole":
+            raise RequestError(f"leave data.reshuffle out: {shards.source} was prepared with --packing whole")
+        prepare = options.prepare
+        requested = options.packing or ("whole" if prepare and prepare.packing == "whole" else packing)
+        if requested != packing:
             raise RequestError(
-                f"{shards.source} was prepared with --packing {made}, and data.packing is {wanted}: leave "
+                f"{shards.source} was prepared with --packing {packing}, and data.packing is {requested}: leave "
                 "data.packing out, or prepare the text again, to another folder"
             )
         return shards
@@ -224,17 +226,21 @@ class DataModule(LightningDataModule):
 
     def warnings(self) -> list[tuple[str, str]]:
         """Problems of the shards of each split, and what to do about them."""
-        found = [(self.shared, "take the texts that are in both out of one of them")] if self.shared else []
-        found += filter(None, (describe_ends(one, self.tokenizer) for one in self.by_source.get("train", {}).values()))
-        for split, shards in self.shards.items():
-            left, windows = shards.left_over(self.seq_len), shards.windows(self.seq_len)
-            if left > NOTED_LEFT_OVER * shards.tokens:
-                found.append((
-                    f"{split}: {left:,} of {shards.tokens:,} tokens, {left / shards.tokens:.1%}, are in no sample of "
-                    f"{self.seq_len:,} + 1: they are left over at the ends of {plural(len(windows), 'block')}",
-                    "lower data.seq_len",
-                ))  # fmt: skip
-        return found
+        from lm.data.document_ends import describe_ends
+
+        problems = [(self.shared, "take the texts that are in both out of one of them")] if self.shared else []
+        train = self.by_source.get("train", {}).values()
+        problems += filter(None, (describe_ends(shards, self.tokenizer) for shards in train))
+        for split, index in ((split, shards.index) for split, shards in self.shards.items()):
+            left_over = index.left_over(self.seq_len)
+            if left_over > MAX_LEFT_OVER * index.tokens:
+                blocks = plural(len(index.blocks), "block")
+                problem = (
+                    f"{split}: {left_over:,} of {index.tokens:,} tokens, {left_over / index.tokens:.1%}, are in no "
+                    f"sample of {self.seq_len:,} + 1: they are left over at the ends of {blocks}"
+                )
+                problems.append((problem, "lower data.seq_len"))
+        return problems
 
     @property
     def source_names(self) -> list[str]:
@@ -251,13 +257,12 @@ class DataModule(LightningDataModule):
 
     def describe_shards(self) -> dict[str, Any]:
         """Name, bytes, tokens and digest of every shard by split; they must not change before a resume."""
-        return {
-            split: [
-                list(entry._replace(name=f"{source}/{entry.name}" if self.mixed else entry.name))
-                for source, shards in sources.items() for entry in shards.fingerprint()
-            ]
-            for split, sources in self.by_source.items()
-        }  # fmt: skip
+        described: dict[str, Any] = {split: [] for split in self.by_source}
+        for split, sources in self.by_source.items():
+            for source, shards in sources.items():
+                prefix = f"{source}/" if self.mixed else ""
+                described[split] += [list(entry._replace(name=prefix + entry.name)) for entry in shards.fingerprint()]
+        return described
 
     def describe_mixture(self) -> dict[str, Any] | None:
         """Names and phases of a mixture as JSON values; before a resume, they may only change for later samples."""
@@ -272,11 +277,11 @@ class DataModule(LightningDataModule):
             seed = self.seed
             if self.mixed:  # seeded by the source's name, so that its order does not depend on other sources
                 seed = int.from_bytes(sha256(f"{seed} {name}".encode()).digest()[:8], "big")
-            windows, lanes = shards.windows(self.seq_len), self._lanes(shards)
+            windows, lanes = shards.index.windows(self.seq_len), self._lanes(shards)
             if self.options.reshuffle:
                 from lm.data.reshuffle import ReshuffledOrder
 
-                orders.append(ReshuffledOrder(windows, seed, lanes, len(self.shards["train"].blocks)))
+                orders.append(ReshuffledOrder(windows, seed, lanes, len(self.shards["train"].index.blocks)))
             else:
                 orders.append(Order(windows, seed, lanes))
         if not self.mixed:
@@ -296,35 +301,36 @@ class DataModule(LightningDataModule):
 
     def _lanes(self, shards: Shards) -> int:
         """The number of lanes for the shards of one source, independent of the other sources."""
-        parts = SHARED_BY if self.mixed else 1
-        return lanes_for(shards.largest.tokens, self.options.shuffle_buffer // parts)
+        parts = SOURCES_IN_BUFFER if self.mixed else 1
+        return lanes_for(shards.index.largest.tokens, self.options.shuffle_buffer // parts)
 
     def _buffer(self) -> int:
-        """Most tokens of decoded blocks that are held for training."""
+        """The maximum number of tokens of decoded blocks in memory."""
         buffer = self.options.shuffle_buffer
         if self.mixed:
-            held = sum(self._lanes(shards) * shards.largest.tokens for shards in self.by_source["train"].values())
-            buffer = max(buffer, held + BLOCKS_AHEAD * self.shards["train"].largest.tokens)
+            sources = self.by_source["train"].values()
+            lanes = sum(self._lanes(shards) * shards.index.largest.tokens for shards in sources)
+            buffer = max(buffer, lanes + BLOCKS_AHEAD * self.shards["train"].index.largest.tokens)
         return buffer
 
     def shares(self, samples: int) -> np.ndarray:
         """Fraction of each source in the first `samples` samples: (sources,) fp64, with a sum of 1."""
-        from lm.data.mixture import counts_of
+        from lm.data.mixture import source_counts
 
-        return counts_of(self._phases, samples) / samples
+        return source_counts(self._phases, samples) / samples
 
     @property
     def _phases(self) -> "list[Phase]":
-        from lm.data.mixture import phases_of
+        from lm.data.mixture import merge_phases
 
-        return phases_of(self.sources, self.options.phases or [], self.seq_len)
+        return merge_phases(self.sources, self.options.phases or [], self.seq_len)
 
     def _token_bytes(self, split: str) -> torch.Tensor:
-        sizes = {name: shards.token_bytes(self.tokenizer) for name, shards in self.by_source[split].items()}
+        sizes = {name: token_bytes(shards, self.tokenizer) for name, shards in self.by_source[split].items()}
         if not self.mixed:
             return torch.from_numpy(*sizes.values())
-        none = np.zeros(self.tokenizer.vocab_size)
-        return torch.from_numpy(np.stack([sizes.get(source.name, none) for source in self.sources]))
+        zeros = np.zeros(self.tokenizer.vocab_size)
+        return torch.from_numpy(np.stack([sizes.get(source.name, zeros) for source in self.sources]))
 
     def read_samples(self, first: int, count: int) -> tuple[Batch, list[tuple[str, int]]]:
         """Read samples of the training stream; returns them with the file and window of each."""
@@ -332,7 +338,7 @@ class DataModule(LightningDataModule):
         requests = iter([Request(samples)])
         [batch] = Assembler(train, order, self.seq_len, requests, self._buffer(), self.options.timeout).batches()
         places = zip(*(part.tolist() for part in order.locate(samples)), strict=True)
-        stride = train.stride(self.seq_len)
+        stride = train.index.stride(self.seq_len)
         return batch, [(train.file_of(block, window * stride), window) for block, window in places]
 
     def sources_of(self, first: int, count: int) -> list[str | None]:
@@ -353,7 +359,7 @@ class DataModule(LightningDataModule):
             start=self.consumed,
             global_batch=self.global_batch,
             shuffle_buffer=self._buffer(),
-            **self._share(),
+            **self._rank_options(),
         )
 
     def val_dataloader(self) -> Any:
@@ -366,8 +372,8 @@ class DataModule(LightningDataModule):
         from lm.data.text_batches import text_batches
 
         texts = [self.options.texts] if isinstance(self.options.texts, str) else self.options.texts or []
-        return text_batches(texts, self.tokenizer, self.seq_len, self.micro_batch_size, self.predicted,
-                            self.options.text_key or "text")  # fmt: skip
+        text_key = self.options.text_key or "text"
+        return text_batches(texts, self.tokenizer, self.seq_len, self.micro_batch_size, self.predicted, text_key)
 
     def transfer_batch_to_device(self, batch: Batch, device: torch.device, dataloader_idx: int) -> Batch:
         """Copy a batch to the device; to CUDA asynchronously, from page-locked memory."""
@@ -387,17 +393,17 @@ class DataModule(LightningDataModule):
             self.setup("validate" if split == "val" else split)
         if split not in self.shards:
             return []
+        options = {"seq_len": self.seq_len, "micro_batch": self.micro_batch_size, "limit": self._limit(split)}
+        by_source = self.by_source[split]
         parts = [
-            Windows(
-                self.by_source[split][source.name], seq_len=self.seq_len, micro_batch=self.micro_batch_size,
-                limit=self._limit(split), source=index if self.mixed else None, **self._share(),
-            )
-            for index, source in enumerate(self.sources) if source.name in self.by_source[split]
-        ]  # fmt: skip
+            Windows(by_source[source.name], source=index if self.mixed else None, **options, **self._rank_options())
+            for index, source in enumerate(self.sources)
+            if source.name in by_source
+        ]
         return ChainDataset(parts) if self.mixed else parts[0]
 
-    def _share(self) -> dict[str, Any]:
-        """This rank's share of the rows, and how long to wait for them; all rows without a Trainer."""
+    def _rank_options(self) -> dict[str, Any]:
+        """Which rows this rank reads, and how long it waits for them; all rows without a Trainer."""
         trainer = self.trainer
         rank, world = (trainer.global_rank, trainer.world_size) if trainer else (0, 1)
         return {"rank": rank, "world": world, "timeout": self.options.timeout}

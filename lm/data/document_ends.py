@@ -4,7 +4,7 @@ from lm.data.parquet import BadBlock
 from lm.data.shards import Shards
 from lm.data.tokenizer import END_OF_TEXT, Tokenizer
 
-SEEN = 2**16  # tokens that are decoded; where no document ends in as many, none may
+DECODED_TOKENS = 2**16  # where no document ends in as many, none may
 
 
 def describe_ends(shards: Shards, tokenizer: Tokenizer) -> tuple[str, str] | None:
@@ -14,17 +14,17 @@ def describe_ends(shards: Shards, tokenizer: Tokenizer) -> tuple[str, str] | Non
     except (BadBlock, IndexError):  # reported by the next read, or there is nothing
         return None
     ends = ids == tokenizer.eos_id
-    seen = ids[:SEEN]
-    text = tokenizer.decode(seen[~ends[:SEEN]])
+    beginning = ids[:DECODED_TOKENS]
+    text = tokenizer.decode(beginning[~ends[:DECODED_TOKENS]])
     name = max({tokenizer.eos_token, END_OF_TEXT}, key=text.count)
-    if text.count(name) >= max(2, ends[:SEEN].sum() // 2):
+    if text.count(name) >= max(2, ends[:DECODED_TOKENS].sum() // 2):
         return (
-            f"the text of {shards.source} has {name} {text.count(name):,} times in its first {len(seen):,} tokens, "
-            "which ends no document there: the model will write it and not stop",
+            f"the text of {shards.source} has {name} {text.count(name):,} times in its first {len(beginning):,} tokens "
+            "and ends no document there: the model will write it and not stop",
             "make a JSON line of each text between, and prepare these",
         )
-    known = any(shard.text_ratio for shard in shards.by_file.values())  # made by lm: it may be a single document
-    if known or len(ids) < SEEN or (ends if targets is None else ends & targets).any():
+    made_by_lm = any(shard.text_ratio for shard in shards.by_file.values())  # it may be a single document
+    if made_by_lm or len(ids) < DECODED_TOKENS or (ends if targets is None else ends & targets).any():
         return None
     return (
         f"no document ends in the first {len(ids):,} tokens of {shards.source}: the model will never stop",

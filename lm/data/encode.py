@@ -1,6 +1,6 @@
 """The parallel work of `lm data prepare`: encode a unit of text, and write a shard of tokens.
 
-Between `data/text_files` and `data/parquet`. The text is cut into *units* of similar size, with borders that depend on
+Between `data/documents` and `data/parquet`. The text is cut into *units* of similar size, with borders that depend on
 the files alone. A unit becomes *parts*: files of plain ids, and a JSON record that is written last, so that a unit with
 a record is done. The name of a record is a hash of the content and options of its unit. Shards are then copied from
 parts: each document ends with the end-of-text token, which no text becomes. The result does not depend on which process
@@ -28,18 +28,19 @@ import numpy as np
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeRemainingColumn
 
+from lm.data.documents import Piece, read_pieces
 from lm.data.encoder import Encoder, id_type
 from lm.data.packing import pack_documents
 from lm.data.parquet import PackedRows
 from lm.data.shard_writer import ROW_GROUP_TOKENS, ShardWriter
-from lm.data.text_files import Piece, TextFile, read_pieces
+from lm.data.text_files import TextFile
 from lm.data.tokenizer import Tokenizer
 from lm.errors import RequestError, RunError
 from lm.system.files import sync, write_atomically
 
 UNIT_BYTES = 64 * 2**20  # of text, approximately; smaller for a small corpus, so that all processes have work
-SMALLEST_UNIT = 4 * 2**20
-UNITS = 32
+MIN_UNIT_BYTES = 4 * 2**20
+MAX_UNITS = 32
 BATCH = 2**20  # characters encoded at once
 SMALL_WORK = 32 * 2**20  # bytes of text; starting processes takes longer than this much work
 # Counts of a part or split: tokens include the one that ends each document; bytes of the documents in UTF-8, and their
@@ -78,17 +79,17 @@ class Recipe:
 
 def plan_units(files: list[TextFile]) -> list[Unit]:
     """Divide files into units: large files are split if possible, small ones are combined."""
-    target = min(UNIT_BYTES, max(SMALLEST_UNIT, sum(file.text_bytes for file in files) // UNITS))
+    target = min(UNIT_BYTES, max(MIN_UNIT_BYTES, sum(file.text_bytes for file in files) // MAX_UNITS))
     groups: list[list[tuple[TextFile, int, int]]] = [[]]
-    held = 0
+    size = 0.0
     for file in files:
         parts = max(1, -(-file.text_bytes // target)) if file.divisible else 1
         for part in range(parts):
             groups[-1].append((file, part, parts))
-            held += file.text_bytes / parts
-            if held >= target * 0.9:  # parts of a large file are a little smaller than the target
+            size += file.text_bytes / parts
+            if size >= target * 0.9:  # parts of a large file are a little smaller than the target
                 groups.append([])
-                held = 0
+                size = 0.0
     sizes = [int(sum(file.text_bytes / parts for file, _, parts in group)) for group in groups]
     return [Unit(tuple(group), size) for group, size in zip(groups, sizes) if group]
 
@@ -111,8 +112,8 @@ def split_of(piece: Piece, val_fraction: float) -> str:
 
 def record_path(unit: Unit, recipe: Recipe) -> Path:
     """The path of a unit's record, which exists once the unit is done; its name is a hash of all that decides it."""
-    made_of = (unit.slices, recipe.tokenizer, recipe.text_key, recipe.val_fraction, recipe.shard_tokens)
-    return recipe.folder / f"{blake2b(repr(made_of).encode(), digest_size=16).hexdigest()}.json"
+    content = (unit.slices, recipe.tokenizer, recipe.text_key, recipe.val_fraction, recipe.shard_tokens)
+    return recipe.folder / f"{blake2b(repr(content).encode(), digest_size=16).hexdigest()}.json"
 
 
 def encode_unit(unit: Unit, recipe: Recipe) -> None:
@@ -210,12 +211,12 @@ def _copy_packed(writer: ShardWriter, slices: Sequence[Slice], folder: Path, pac
     begins = np.cumsum([0, *map(len, parts)])  # offset of each part in all parts end to end
     ends = np.concatenate([np.flatnonzero(ids == eos_id) + 1 + begin for ids, begin in zip(parts, begins)])
     lengths = np.diff(ends, prepend=0)
-    some = lengths > 1  # the rest of a cut document may be only its end
-    if not some.any():
+    with_text = lengths > 1  # the rest of a cut document may be only its end
+    if not with_text.any():
         raise RequestError("there is too little text to hold some out: give more, or --val_fraction 0")
-    packing = pack_documents((ends - lengths)[some], ends[some], seq_len)
-    at_once = max(1, ROW_GROUP_TOKENS // (seq_len + 1))  # rows
-    edges = np.arange(0, packing.rows[-1] + 1 + at_once, at_once)
+    packing = pack_documents((ends - lengths)[with_text], ends[with_text], seq_len)
+    group_rows = max(1, ROW_GROUP_TOKENS // (seq_len + 1))
+    edges = np.arange(0, packing.rows[-1] + 1 + group_rows, group_rows)
     for first, last in pairwise(np.searchsorted(packing.rows, edges).tolist()):
         starts, stops, rows = (values[first:last] for values in packing)
         rows = rows - rows[0]

@@ -2,7 +2,7 @@
 
 `Encoder` computes the ids of `tokenizers` several times faster. A byte-level BPE cuts a text into words by a regular
 expression and encodes each word independently, so a word needs to be tokenized only once: Python's `re` finds the
-words, and their ids are kept in a table. Python's Unicode categories differ from those of `tokenizers`. So they
+words, and a table has their ids. Python's Unicode categories differ from those of `tokenizers`. So they
 are read from `tokenizers` when an encoder is made, and both are compared on all short texts over characters of every
 kind and on many longer ones. A tokenizer of characters is a table from code points to ids. All other tokenizers and
 texts use `tokenizers`.
@@ -19,8 +19,8 @@ from tokenizers import Regex, pre_tokenizers
 
 from lm.data.tokenizer import Tokenizer
 
-KEPT_WORDS = 500_000  # some hundred bytes each; a text in all languages has more
-LONGEST_KEPT = 64  # characters
+MAX_WORDS = 500_000  # some hundred bytes each; a text in all languages has more
+MAX_WORD_LENGTH = 64  # characters
 GPT2_WORDS = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
 
 # At least one of every kind that a pattern can distinguish: letters of contractions, a letter that folds to such a one,
@@ -71,9 +71,9 @@ class _Words(dict):
     def __missing__(self, word: str) -> bytes:
         spelled = word.encode().decode("latin-1").translate(self.alphabet)
         ids = np.array([token.id for token in self.model.tokenize(spelled)], self.dtype).tobytes()
-        if len(self) >= KEPT_WORDS:
+        if len(self) >= MAX_WORDS:
             self.clear()
-        if len(word) <= LONGEST_KEPT:
+        if len(word) <= MAX_WORD_LENGTH:
             self[word] = ids
         return ids
 
@@ -113,10 +113,8 @@ def _is_plain_bpe(tokenizer: Tokenizer, *options: str) -> bool:
     """
     model, added = tokenizer.description["model"], tokenizer.backend.get_added_tokens_decoder().values()
     options = (*options, "continuing_subword_prefix", "end_of_word_suffix")
-    return (
-        model.get("type") == "BPE" and not any(model.get(option) for option in options)
-        and not tokenizer.description.get("normalizer") and all(token.special for token in added)
-    )  # fmt: skip
+    plain = model.get("type") == "BPE" and not any(model.get(option) for option in options)
+    return plain and not tokenizer.description.get("normalizer") and all(token.special for token in added)
 
 
 def _pattern(step: dict) -> str | None:

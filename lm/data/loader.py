@@ -18,10 +18,12 @@ import torch
 from torch import Tensor
 from torch.utils.data import IterableDataset
 
+from lm.data.blocks import BLOCK_TOKENS
 from lm.data.config import TIMEOUT
 from lm.data.parquet import IGNORED, Tokens
 from lm.data.sampler import BLOCKS_AHEAD, Order
-from lm.data.shards import BLOCK_TOKENS, Shards
+from lm.data.shard_checks import check_seq_len
+from lm.data.shards import Shards
 from lm.errors import DataError, RunError
 from lm.system.process import reader_pool
 
@@ -84,9 +86,9 @@ class Batch:
     def split(self, rows: int) -> "list[Batch]":
         """Micro-batches of `rows` rows each, in order. They are views, and carry no `consumed`."""
         of_rows = {"mask": self.mask, "row_documents": self.row_documents, "sources": self.sources}
-        given = {name: values for name, values in of_rows.items() if values is not None}
+        of_rows = {name: values for name, values in of_rows.items() if values is not None}
         parts = [slice(start, start + rows) for start in range(0, len(self.tokens), rows)]
-        return [Batch(self.tokens[part], **{name: values[part] for name, values in given.items()}) for part in parts]
+        return [Batch(self.tokens[part], **{name: values[part] for name, values in of_rows.items()}) for part in parts]
 
     def count_documents(self, eos_id: int) -> None:
         """Count the documents of each row, while the tokens are on the host."""
@@ -156,7 +158,7 @@ class Stream(IterableDataset):
             raise ValueError(f"global_batch {global_batch} is not a multiple of {world} ranks")
         self.shards, self.order, self.seq_len, self.start = shards, order, seq_len, start
         self.global_batch, self.rank, self.world = global_batch, rank, world
-        self.buffer = shuffle_buffer or (order.lanes + BLOCKS_AHEAD) * shards.largest.tokens
+        self.buffer = shuffle_buffer or (order.lanes + BLOCKS_AHEAD) * shards.index.largest.tokens
         self.timeout = timeout
 
     def requests(self) -> Iterator[Request]:
@@ -191,12 +193,12 @@ class Windows(IterableDataset):
         source: int | None = None,
     ) -> None:
         self.shards, self.seq_len, self.micro_batch, self.timeout = shards, seq_len, micro_batch, timeout
-        self.order = Order(shards.windows(seq_len), seed=0, shuffle=False)
+        self.order = Order(shards.index.windows(seq_len), seed=0, shuffle=False)
         self.total = self.order.total if limit is None else min(limit, self.order.total)
         per_rank = -(-self.total // world)
         self.first, self.last = min(rank * per_rank, self.total), min((rank + 1) * per_rank, self.total)
         self.batches = -(-per_rank // micro_batch)
-        self.buffer = (1 + BLOCKS_AHEAD) * shards.largest.tokens
+        self.buffer = (1 + BLOCKS_AHEAD) * shards.index.largest.tokens
         self.sources = None if source is None else np.full(micro_batch, source)  # (B,)
 
     def requests(self) -> Iterator[Request]:
@@ -224,11 +226,12 @@ class Assembler:
         timeout: float = TIMEOUT,
     ) -> None:
         self.shards, self.seq_len = shards, seq_len
-        self.stride = shards.stride(seq_len)
+        check_seq_len(shards, seq_len)
+        self.stride = shards.index.stride(seq_len)
         self.buffer = BlockBuffer(shards, capacity, timeout)
         self.located = _locate_many(order, requests)
         self.waiting: deque = deque()  # located requests
-        self.unwanted: deque[int] = deque()  # blocks of these that the buffer was not asked for yet
+        self.pending: deque[int] = deque()  # blocks of these that were not requested of the buffer yet
         # About BLOCKS_AHEAD blocks begin within this many samples.
         self.ahead = min(SAMPLES_AHEAD, max(1, BLOCKS_AHEAD * BLOCK_TOKENS // seq_len))
 
@@ -246,16 +249,16 @@ class Assembler:
             self.buffer.close()
 
     def look_ahead(self) -> None:
-        """Ask the buffer for the blocks of the next samples, as far as they fit into it."""
-        while self.buffer.wanted - self.buffer.taken < self.ahead:
-            if not self.unwanted:
+        """Request the blocks of the next samples, as far as they fit into the buffer."""
+        while self.buffer.requested - self.buffer.returned < self.ahead:
+            if not self.pending:
                 located = next(self.located, None)
                 if located is None:
                     return
                 self.waiting.append(located)
-                self.unwanted.extend(located[1])
-            elif self.buffer.want(self.unwanted[0]):
-                self.unwanted.popleft()
+                self.pending.extend(located[1])
+            elif self.buffer.request(self.pending[0]):
+                self.pending.popleft()
             else:
                 return
 
@@ -267,10 +270,10 @@ class Assembler:
         mask = np.ones((len(rows), length), bool)  # (B, T)
         mask[len(blocks) :] = False
         for place, (block, window) in enumerate(zip(blocks, windows)):
-            if buffer.wanted == buffer.taken:
-                self.look_ahead()  # the buffer was full; samples taken so far no longer need their blocks
+            if buffer.requested == buffer.returned:
+                self.look_ahead()  # the buffer was full; the samples copied so far no longer need their blocks
             first = window * self.stride
-            ids, targets = buffer.take(block)
+            ids, targets = buffer.get(block)
             rows[place] = ids[first : first + length + 1]
             if targets is not None:
                 mask[place] = targets[first + 1 : first + length + 1]
@@ -288,48 +291,49 @@ def _locate_many(
         blocks, windows = order.locate(np.concatenate([request.samples for request in group]))
         ends = np.cumsum([len(request.samples) for request in group])
         for request, end in zip(group, ends.tolist()):
-            here = slice(end - len(request.samples), end)
-            yield request, blocks[here].tolist(), windows[here].tolist()
+            part = slice(end - len(request.samples), end)
+            yield request, blocks[part].tolist(), windows[part].tolist()
         size = max(1, SAMPLES_LOCATED // max(1, ends[-1] // len(group)))
 
 
 class BlockBuffer:
     """Blocks decoded by threads before they are needed; holds at most `capacity` tokens.
 
-    Each sample requests its block (`want`) before it takes it (`take`), in the same order. The block whose latest
-    requesting sample is the oldest is dropped first, but never before that sample has taken it.
+    Each sample requests its block (`request`) before it gets it (`get`), in the same order. The block whose latest
+    requesting sample is the oldest is dropped first, but never before that sample has got it.
     """
 
     def __init__(self, shards: Shards, capacity: int, timeout: float = TIMEOUT) -> None:
-        self.shards, self.capacity, self.held, self.timeout = shards, capacity, 0, timeout
-        self.wanted = self.taken = 0  # samples so far
+        self.shards, self.capacity, self.timeout = shards, capacity, timeout
+        self.tokens = 0  # of the blocks in the buffer
+        self.requested = self.returned = 0  # samples so far
         self.decoders = reader_pool(DECODERS)
         self.blocks: OrderedDict[int, Future] = OrderedDict()  # in the order in which they are dropped
         self.latest: dict[int, int] = {}  # block -> the latest sample that requested it
-        self.decoded: dict[int, Tokens] = {}  # results that `take` has seen, since a Future takes a lock to answer
+        self.decoded: dict[int, Tokens] = {}  # results that `get` has seen, since a Future takes a lock to answer
 
-    def want(self, block: int) -> bool:
+    def request(self, block: int) -> bool:
         """Start decoding `block` for the next sample; False if it does not fit yet."""
         if block in self.blocks:
             self.blocks.move_to_end(block)
         else:
             tokens = self.shards.block(block).tokens
-            while self.blocks and self.held + tokens > self.capacity:
+            while self.blocks and self.tokens + tokens > self.capacity:
                 oldest = next(iter(self.blocks))
-                if self.latest[oldest] >= self.taken:
+                if self.latest[oldest] >= self.returned:
                     return False
                 del self.blocks[oldest], self.latest[oldest]
                 self.decoded.pop(oldest, None)
-                self.held -= self.shards.block(oldest).tokens
-            self.held += tokens
+                self.tokens -= self.shards.block(oldest).tokens
+            self.tokens += tokens
             self.blocks[block] = self.decoders.submit(self.shards.read_tokens, block)
-        self.latest[block] = self.wanted
-        self.wanted += 1
+        self.latest[block] = self.requested
+        self.requested += 1
         return True
 
-    def take(self, block: int) -> Tokens:
+    def get(self, block: int) -> Tokens:
         """Return the tokens of the next sample's block; waits until they are decoded."""
-        self.taken += 1
+        self.returned += 1
         while (tokens := self.decoded.get(block)) is None:
             try:
                 tokens = self.decoded[block] = self.blocks[block].result(self.timeout)

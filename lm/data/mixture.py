@@ -1,7 +1,7 @@
 """Which source is sample `i` of a mixture, and which sample of that source: pure functions, like `data/sampler`.
 
 Weights become whole *shares* of a *period*, such as 7, 2 and 1 of 10 samples. Inside a period the sources take turns so
-that after every single sample each source has had its share, to less than one sample:
+that after every single sample each source has had its part, to less than one sample:
 
     shares 7 2 1    A A B A A A C A B A | A A B A ...
 
@@ -22,7 +22,7 @@ import numpy as np
 from lm.data.config import PhaseConfig, SourceConfig
 from lm.data.sampler import Order
 
-LONGEST_PERIOD = 2**16  # samples; weights without a smaller common unit are rounded to this part of their sum
+MAX_PERIOD = 2**16  # samples; weights without a smaller common unit are rounded to this part of their sum
 
 
 class Phase(NamedTuple):
@@ -32,32 +32,32 @@ class Phase(NamedTuple):
     shares: tuple[int, ...]  # of each source; 0 leaves it out
 
 
-def phases_of(sources: Sequence[SourceConfig], phases: Sequence[PhaseConfig], seq_len: int) -> list[Phase]:
+def merge_phases(sources: Sequence[SourceConfig], phases: Sequence[PhaseConfig], seq_len: int) -> list[Phase]:
     """The phases of a run; the first has the weights of the sources. Neighbours with the same shares are one phase."""
-    given = [(0, {source.name: source.weight for source in sources})]
-    given += [(phase.tokens, phase.weights) for phase in phases]
-    found: list[Phase] = []
-    for tokens, weights in given:
-        shares = shares_of([weights.get(source.name, 0) for source in sources])
-        if not found or shares != found[-1].shares:
-            found.append(Phase(-(-tokens // seq_len), shares))
-    return found
+    changes = [(0, {source.name: source.weight for source in sources})]
+    changes += [(phase.tokens, phase.weights) for phase in phases]
+    merged: list[Phase] = []
+    for tokens, weights in changes:
+        shares = whole_shares([weights.get(source.name, 0) for source in sources])
+        if not merged or shares != merged[-1].shares:
+            merged.append(Phase(-(-tokens // seq_len), shares))
+    return merged
 
 
-def shares_of(weights: Sequence[float]) -> tuple[int, ...]:
+def whole_shares(weights: Sequence[float]) -> tuple[int, ...]:
     """The smallest whole numbers in the proportion of the weights, a decimal taken as it is written: 0.7, 0.3 -> 7, 3.
 
-    Weights that need a sum above `LONGEST_PERIOD` are rounded to it, and none to 0 that is not.
+    Weights that need a sum above `MAX_PERIOD` are rounded to it, and none to 0 that is not.
     """
     exact = [Fraction(str(weight)) for weight in weights]
     unit = math.lcm(*(weight.denominator for weight in exact))
-    whole = [int(weight * unit) for weight in exact]
-    common = math.gcd(*whole)
-    whole = [weight // common for weight in whole]
-    if (total := sum(whole)) > LONGEST_PERIOD:
-        whole = [max(1, round(Fraction(weight * LONGEST_PERIOD, total))) if weight else 0 for weight in whole]
-        return shares_of(whole) if math.gcd(*whole) > 1 else tuple(whole)
-    return tuple(whole)
+    shares = [int(weight * unit) for weight in exact]
+    divisor = math.gcd(*shares)
+    shares = [share // divisor for share in shares]
+    if (total := sum(shares)) > MAX_PERIOD:
+        shares = [max(1, round(Fraction(share * MAX_PERIOD, total))) if share else 0 for share in shares]
+        return whole_shares(shares) if math.gcd(*shares) > 1 else tuple(shares)
+    return tuple(shares)
 
 
 @lru_cache(maxsize=16)
@@ -73,22 +73,28 @@ def turns(shares: tuple[int, ...]) -> tuple[np.ndarray, np.ndarray]:
     earlier = np.empty(period, dtype=np.int64)
     count = [0] * len(shares)  # turns that each source has had
     for sample in range(period):
-        begun = [(count[source], share, source) for source, share in enumerate(shares)
-                 if share and count[source] * period // share <= sample]  # fmt: skip
-        _, source = min((-(-(turn + 1) * period // share), source) for turn, share, source in begun)
+        # The ends of the turns that have begun; the earliest goes first.
+        ends = [
+            (-(-(count[source] + 1) * period // share), source)
+            for source, share in enumerate(shares)
+            if share and count[source] * period // share <= sample
+        ]
+        _, source = min(ends)
         sources[sample], earlier[sample] = source, count[source]
         count[source] += 1
     return sources, earlier
 
 
-def counts_of(phases: Sequence[Phase], samples: int) -> np.ndarray:
+def source_counts(phases: Sequence[Phase], samples: int) -> np.ndarray:
     """How many of the first `samples` samples are of each source: (sources,) int64."""
     total = np.zeros(len(phases[0].shares), dtype=np.int64)
     ends = [phase.start for phase in phases[1:]] + [samples]
     for phase, end in zip(phases, ends):
         length = max(0, min(end, samples) - phase.start)
-        periods, rest = divmod(length, sum(phase.shares))
-        total += periods * np.array(phase.shares) + np.bincount(turns(phase.shares)[0][:rest], minlength=len(total))
+        periods, remainder = divmod(length, sum(phase.shares))
+        total += periods * np.array(phase.shares) + np.bincount(
+            turns(phase.shares)[0][:remainder], minlength=len(total)
+        )
     return total
 
 
@@ -102,9 +108,9 @@ def continued_mixture(before: Mapping[str, Any], after: Mapping[str, Any], token
     phases = after["phases"] or []
     begun = [phase["weights"] for phase in phases if phase["tokens"] <= tokens]
     now = begun[-1] if begun and weights[0] == weights[1] else weights[1]
-    given = {source["name"]: source for source in after["sources"]}
-    sources = [given.get(source["name"], source) | {"weight": source["weight"]} for source in before["sources"]]
-    sources += [source | {"weight": 0.0} for name, source in given.items() if name not in weights[0]]
+    by_name = {source["name"]: source for source in after["sources"]}
+    sources = [by_name.get(source["name"], source) | {"weight": source["weight"]} for source in before["sources"]]
+    sources += [source | {"weight": 0.0} for name, source in by_name.items() if name not in weights[0]]
     past = [phase for phase in before["phases"] or [] if phase["tokens"] < tokens]
     later = [phase for phase in phases if phase["tokens"] > tokens]
     return {"sources": sources, "phases": [*past, {"tokens": tokens, "weights": now}, *later]}
@@ -122,15 +128,15 @@ def describe_change(before: dict, now: dict, samples: int) -> tuple[str, str]:
     def padded(phases: list) -> list[Phase]:
         return [Phase(start, (*shares, *[0] * (len(others) - len(shares)))) for start, shares in phases]
 
-    then, here = padded(before["phases"]), padded(now["phases"])
-    was, new = ([phase for phase in phases if phase.start < samples] for phases in (then, here))
-    if was != new:
-        return (f"of {samples:,} samples seen, the weights of {', '.join(others)} were {_in_words(was)}, and are "
-                f"{_in_words(new)}: only those of later phases may change"), ""  # fmt: skip
-    if then == here:
+    old, new = padded(before["phases"]), padded(now["phases"])
+    old_seen, new_seen = ([phase for phase in phases if phase.start < samples] for phases in (old, new))
+    if old_seen != new_seen:
+        changed = f"the weights of {', '.join(others)} were {_in_words(old_seen)}, and are {_in_words(new_seen)}"
+        return f"of {samples:,} samples seen, {changed}: only those of later phases may change", ""
+    if old == new:
         return "", ""
-    later = [phase._replace(start=max(phase.start, samples)) for phase in here
-             if phase.start >= samples or phase is here[-1]]  # fmt: skip
+    later = [phase for phase in new if phase.start >= samples or phase is new[-1]]
+    later = [phase._replace(start=max(phase.start, samples)) for phase in later]
     return "", f"the weights of {', '.join(others)} to come were changed: {_in_words(later)}"
 
 
@@ -147,11 +153,11 @@ class Mixture:
         self.first_block = np.cumsum([0, *counts[:-1]])  # (sources,)
         self.lanes = sum(order.lanes for order in orders)
         self._starts = [phase.start for phase in phases]
-        self._before = [counts_of(phases, phase.start) for phase in phases]  # samples of each source before each phase
+        self._before = [source_counts(phases, phase.start) for phase in phases]  # samples of each source
 
     def epochs(self, samples: int) -> np.ndarray:
         """How often each source's windows were taken in the first `samples` samples: (sources,) fp64."""
-        return counts_of(self.phases, samples) / np.array([order.total for order in self.orders])
+        return source_counts(self.phases, samples) / np.array([order.total for order in self.orders])
 
     def sources(self, samples: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """The source of each sample, and which sample of that source it is: two (n,) int64 arrays."""
@@ -159,12 +165,12 @@ class Mixture:
         sources, indices = np.empty_like(samples), np.empty_like(samples)
         phases = np.searchsorted(self._starts, samples, side="right") - 1
         for number in np.unique(phases).tolist():
-            here, phase = phases == number, self.phases[number]
-            periods, places = np.divmod(samples[here] - phase.start, sum(phase.shares))
+            in_phase, phase = phases == number, self.phases[number]
+            periods, places = np.divmod(samples[in_phase] - phase.start, sum(phase.shares))
             turn, earlier = turns(phase.shares)
-            sources[here] = turn[places]
+            sources[in_phase] = turn[places]
             shares = np.array(phase.shares)[turn[places]]
-            indices[here] = self._before[number][turn[places]] + periods * shares + earlier[places]
+            indices[in_phase] = self._before[number][turn[places]] + periods * shares + earlier[places]
         return sources, indices
 
     def source_of(self, samples: np.ndarray) -> np.ndarray:
@@ -175,7 +181,7 @@ class Mixture:
         sources, indices = self.sources(samples)
         blocks, windows = np.empty_like(sources), np.empty_like(sources)
         for source in np.unique(sources).tolist():
-            here = sources == source
-            blocks[here], windows[here] = self.orders[source].locate(indices[here])
-            blocks[here] += self.first_block[source]
+            of_source = sources == source
+            blocks[of_source], windows[of_source] = self.orders[source].locate(indices[of_source])
+            blocks[of_source] += self.first_block[source]
         return blocks, windows

@@ -10,8 +10,9 @@ from contextlib import suppress
 
 import numpy as np
 
+from lm.data.blocks import cut_parts
 from lm.data.parquet import BadBlock
-from lm.data.shards import Shards, parts_of
+from lm.data.shards import Shards
 from lm.errors import RequestError
 from lm.system.files import is_remote
 from lm.system.sources import file_identity
@@ -21,7 +22,7 @@ LONG_SPAN, SMALL_VOCABULARY = 128, 1024
 FEW_IDS = 5  # different ones in a span: padding, or a line of a table
 SPANS = 512  # of validation, that are looked for
 VALIDATION_BLOCKS, SEARCHED_BLOCKS = 4, 64  # that are read, spread evenly: up to 67M tokens of training
-NOTED, REFUSED = 0.01, 0.5  # shares; any corpus repeats licences, headers and quotations
+WARNING, ERROR = 0.01, 0.5  # fractions; any corpus repeats licences, headers and quotations
 
 
 def common_file(train: Shards, val: Shards) -> tuple[str, str] | None:
@@ -37,7 +38,8 @@ def common_file(train: Shards, val: Shards) -> tuple[str, str] | None:
             return same.file, shard.file
         same_shape = by_content[shard.digest, shard.size] if shard.digest is not None else []
         for same in same_shape:  # the footers of files of others have only the bounds of the ids
-            if np.array_equal(train.read_part(next(parts_of(same))).ids, val.read_part(next(parts_of(shard))).ids):
+            first, other = (cut_parts(each.file, each.row_groups)[0] for each in (same, shard))
+            if np.array_equal(train.reader.read_part(first).ids, val.reader.read_part(other).ids):
                 return same.file, shard.file
     return None
 
@@ -50,26 +52,26 @@ def shared_spans(train: Shards, val: Shards, eos_id: int) -> tuple[int, int]:
     if any(is_remote(file) for shards in (train, val) for file in shards.by_file):
         return 0, 0
     length = SPAN if train.column.vocab_size is None or train.column.vocab_size >= SMALL_VOCABULARY else LONG_SPAN
-    wanted = []
-    count = SPANS // min(VALIDATION_BLOCKS, len(val.blocks))
+    hashes = []
+    count = SPANS // min(VALIDATION_BLOCKS, len(val.index.blocks))
     for ids in _read(val, VALIDATION_BLOCKS):
         starts = np.linspace(0, max(0, len(ids) - length), count, dtype=np.int64)
         spans = [ids[start : start + length] for start in starts]
         spans = [span for span in spans if eos_id not in span and len(np.unique(span)) > FEW_IDS]
-        wanted += [_hashes(span, length) for span in spans]
-    wanted = np.unique(np.concatenate([np.empty(0, np.uint64), *wanted]))  # (n,)
-    likely = np.zeros(2**16, bool)
-    likely[wanted >> np.uint64(48)] = True
-    found = np.zeros(len(wanted), bool)
-    for ids in _read(train, SEARCHED_BLOCKS) if len(wanted) else ():
-        hashes = _hashes(ids, length)
-        found |= np.isin(wanted, hashes[likely[hashes >> np.uint64(48)]])
-    return int(found.sum()), len(wanted)
+        hashes += [_hashes(span, length) for span in spans]
+    targets = np.unique(np.concatenate([np.empty(0, np.uint64), *hashes]))  # (n,)
+    likely = np.zeros(2**16, bool)  # by the upper bits of a hash
+    likely[targets >> np.uint64(48)] = True
+    matches = np.zeros(len(targets), bool)
+    for ids in _read(train, SEARCHED_BLOCKS) if len(targets) else ():
+        candidates = _hashes(ids, length)
+        matches |= np.isin(targets, candidates[likely[candidates >> np.uint64(48)]])
+    return int(matches.sum()), len(targets)
 
 
-def _read(shards: Shards, most: int) -> Iterator[np.ndarray]:
-    """The ids (n,) of at most so many blocks, evenly spread; damaged ones are left to the next reader."""
-    for index in np.unique(np.linspace(0, len(shards.blocks) - 1, most, dtype=np.int64)).tolist():
+def _read(shards: Shards, limit: int) -> Iterator[np.ndarray]:
+    """The ids (n,) of at most `limit` blocks, evenly spread; damaged ones are left to the next reader."""
+    for index in np.unique(np.linspace(0, len(shards.index.blocks) - 1, limit, dtype=np.int64)).tolist():
         with suppress(BadBlock):
             yield shards.read(index)
 
@@ -83,16 +85,15 @@ def _hashes(ids: np.ndarray, length: int) -> np.ndarray:
     return hashes
 
 
-def describe_shared(found: int, total: int, what: str) -> str | None:
+def describe_shared(count: int, total: int, what: str) -> str | None:
     """That so many of `what` of validation are in the training data, in words; None where they are too few to matter.
 
     Raises RequestError where they are so many that the validation loss would mean nothing.
     """
-    share = found / max(1, total)
-    if share < NOTED:
+    fraction = count / max(1, total)
+    if fraction < WARNING:
         return None
-    said = f"{found:,} of {total:,} {what} of the validation data, {share:.1%}, are in the training data too"
-    if share >= REFUSED:
-        raise RequestError(f"{said}, so its loss would measure what was learned by heart: take them out of one of the "
-                           "two, or hold out other text")  # fmt: skip
-    return f"{said}, so its loss is too low"
+    problem = f"{count:,} of {total:,} {what} of the validation data, {fraction:.1%}, are in the training data too"
+    if fraction >= ERROR:
+        raise RequestError(f"{problem}: take them out of one of the two, or hold out other text")
+    return f"{problem}, so its loss is too low"

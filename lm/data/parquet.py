@@ -1,9 +1,8 @@
 """Parquet files of token ids: check and decode columns of ids.
 
-`data/catalog` and `data/shards` read shards with `Column`, those of `data/shard_writer` and others.
+`data/catalog` and `data/block_reader` read shards with `Column`, those of `data/shard_writer` and others.
 """
 
-from collections.abc import Iterator, Sequence
 from hashlib import blake2b
 from typing import NamedTuple
 
@@ -22,12 +21,9 @@ PACKED_KEY = b"lm.packed"  # in the footers of shards of packed rows: `PackedRow
 SIGNATURE = 28  # bytes of nonce and tag that follow the footer of a file with encrypted columns
 FOOTER_BYTES = 2**16  # most footers are shorter, so one request to an object store gets all of it
 # What reading damaged bytes raises, in Arrow and around it; a failing disk or network is an OSError, too.
-DAMAGE = (
-    LookupError, TypeError, ValueError, ArithmeticError, RecursionError, MemoryError, SystemError, OSError,
-    pa.ArrowException,
-)  # fmt: skip
-LISTS = (pa.types.is_list, pa.types.is_large_list, pa.types.is_fixed_size_list, pa.types.is_list_view,
-         pa.types.is_large_list_view)  # fmt: skip
+BAD_VALUES = (LookupError, TypeError, ValueError, ArithmeticError, RecursionError)
+DAMAGE = (*BAD_VALUES, MemoryError, SystemError, OSError, pa.ArrowException)
+LISTS = (pa.ListType, pa.LargeListType, pa.FixedSizeListType, pa.ListViewType, pa.LargeListViewType)
 
 
 class BadBlock(RunError):
@@ -80,18 +76,6 @@ def footer_digest(footer: bytes) -> str:
     return blake2b(footer, digest_size=16).hexdigest()
 
 
-def runs_within(sizes: Sequence[int], limit: int) -> Iterator[range]:
-    """Ranges of consecutive indices whose sizes sum to at most `limit`; a larger size gets a range of its own."""
-    first, held = 0, 0
-    for place, size in enumerate(sizes):
-        if place > first and held + size > limit:
-            yield range(first, place)
-            first, held = place, 0
-        held += size
-    if sizes:
-        yield range(first, len(sizes))
-
-
 # ---- reading ---------------------------------------------------------------------------------------------------------
 
 # Columns beside the ids, with the meaning of Hugging Face. Labels are not shifted: a row of labels repeats the ids.
@@ -133,9 +117,10 @@ class Column:
                 raise RequestError(f"shard {file} has {times} columns {name!r}; write it again with one")
             kind = schema.field(name).type
             if not _is_list_of_integers(kind, boolean=name == MASK):
-                text = "; tokenize it first with `lm data prepare`" if pa.types.is_string(kind) else ""
-                cure = text if name == self.name else f", one for each id of {self.name!r}; leave that out"
-                raise RequestError(f"shard {file}: column {name!r} is {kind}, not a list of integers{cure}")
+                fix = f", one for each id of {self.name!r}; leave that out"
+                if name == self.name:
+                    fix = "; tokenize it first with `lm data prepare`" if pa.types.is_string(kind) else ""
+                raise RequestError(f"shard {file}: column {name!r} is {kind}, not a list of integers{fix}")
 
     def beside(self, schema: pa.Schema) -> list[str]:
         """The names of columns that mark padding or ids that are not targets."""
@@ -153,9 +138,9 @@ class Column:
             facts, values = self._statistics(parquet, group, self.name)
             known = facts is not None and facts.has_null_count and not facts.null_count
             known = known and (not facts.has_min_max or (facts.min >= 0 and facts.max < self.limit))
-            whole = self.pad_id is None and (MASK not in beside or self._is_all_ones(parquet, group, values))
-            sure = known and whole and not (group == 0 and LABELS in beside)
-            counts.append(values if sure else len(self.decode(parquet, group, file).ids))
+            unpadded = self.pad_id is None and (MASK not in beside or self._is_all_ones(parquet, group, values))
+            enough = known and unpadded and not (group == 0 and LABELS in beside)
+            counts.append(values if enough else len(self.decode(parquet, group, file).ids))
         return counts
 
     def decode(self, parquet: pq.ParquetFile, group: int, file: str) -> Tokens:
@@ -190,11 +175,11 @@ class Column:
                 words = f"which is neither the id nor {IGNORED}: labels are not shifted, as at Hugging Face"
             if wrong.any():
                 place = int(np.argmax(wrong))
-                raise BadBlock(f"{where}, row {_row_of(rows, place)}: {name!r} holds {values[place]}, {words}; "
-                               "write it without that column")  # fmt: skip
-        kept = ids if keep is None else ids[keep]
-        if not self.holds(kept):
-            place = int(np.argmax((kept < 0) | (kept >= self.limit)))
+                problem = f"row {_row_of(rows, place)}: {name!r} holds {values[place]}, {words}"
+                raise BadBlock(f"{where}, {problem}; write it without that column")
+        tokens = ids if keep is None else ids[keep]
+        if not self.holds(tokens):
+            place = int(np.argmax((tokens < 0) | (tokens >= self.limit)))
             place = place if keep is None else int(np.flatnonzero(keep)[place])
             vocabulary = "any vocabulary" if self.vocab_size is None else f"the vocabulary of {self.vocab_size}"
             row, token = _row_of(rows, place), ids[place]
@@ -204,7 +189,7 @@ class Column:
             )
         if targets is not None:
             targets = None if targets[keep].all() else targets[keep]
-        return Tokens(kept.astype(self.dtype, copy=False), targets)
+        return Tokens(tokens.astype(self.dtype, copy=False), targets)
 
     def holds(self, ids: np.ndarray) -> bool:
         """Whether every id is inside the vocabulary."""
@@ -242,16 +227,16 @@ class Column:
     def _is_all_ones(self, parquet: pq.ParquetFile, group: int, values: int) -> bool:
         """Whether the footer shows that the attention mask is 1 for all `values` ids."""
         facts, count = self._statistics(parquet, group, MASK)
-        sure = facts is not None and facts.has_null_count and not facts.null_count and facts.has_min_max
-        return sure and facts.min == facts.max == 1 and count == values
+        known = facts is not None and facts.has_null_count and not facts.null_count and facts.has_min_max
+        return known and facts.min == facts.max == 1 and count == values
 
 
-def _values(rows: pa.ChunkedArray, where: str, what: str, cure: str) -> np.ndarray:
+def _values(rows: pa.ChunkedArray, where: str, what: str, fix: str) -> np.ndarray:
     """The values of lists of integers, end to end, without a copy if there is one chunk; BadBlock for nulls."""
     if not _is_list_of_integers(rows.type, boolean=True):
         raise pa.ArrowInvalid(f"a column is {rows.type}, not a list of integers")
     if rows.null_count:
-        raise BadBlock(f"{where}, row {pc.index(rows.is_null(), True).as_py()}: the row is null; {cure}")
+        raise BadBlock(f"{where}, row {pc.index(rows.is_null(), True).as_py()}: the row is null; {fix}")
     parts = [chunk.flatten() for chunk in rows.chunks]
     if any(part.null_count for part in parts):
         row = _row_of(rows, pc.index(pa.chunked_array(parts).is_null(), True).as_py())
@@ -278,5 +263,6 @@ def _leaves(kind: pa.DataType) -> int:
 
 
 def _is_list_of_integers(kind: pa.DataType, boolean: bool = False) -> bool:
-    is_list = any(is_kind(kind) for is_kind in LISTS)
-    return is_list and (pa.types.is_integer(kind.value_type) or boolean and pa.types.is_boolean(kind.value_type))
+    return isinstance(kind, LISTS) and (
+        pa.types.is_integer(kind.value_type) or boolean and pa.types.is_boolean(kind.value_type)
+    )

@@ -12,52 +12,44 @@ import logging
 import shlex
 import shutil
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import asdict, replace
 from hashlib import blake2b
-from itertools import pairwise
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
-import numpy as np
-
+from lm.data.blocks import ranges_within
 from lm.data.catalog import MANIFEST
 from lm.data.config import LEARNED, PrepareOptions
 from lm.data.encode import (
-    COUNTS,
     Recipe,
     Slice,
     Unit,
     encode_unit,
-    part_ids,
     plan_units,
     record_path,
     run_tasks,
     split_of,
     unit_pieces,
     write_shard,
-)  # fmt: skip
+)
 from lm.data.encoder import id_type
-from lm.data.overlap import SPAN, describe_shared, shared_spans
-from lm.data.parquet import COLUMN, LAYOUT, PackedRows, runs_within
+from lm.data.overlap import describe_shared, shared_spans
+from lm.data.parquet import COLUMN, LAYOUT, PackedRows
 from lm.data.shards import Shards
+from lm.data.splits import Split, divide, shared_documents
 from lm.data.text_files import TextFile, find_files, split_by_names
 from lm.data.tokenizer import Tokenizer
 from lm.data.tokenizer_training import train_bpe, train_char
 from lm.errors import Interrupted, RequestError
-from lm.system.files import parse_json, write_atomically
+from lm.system.files import write_atomically
+from lm.system.parsing import parse_json
 
 log = logging.getLogger(__name__)
 
 VAL_BYTES = 80_000  # of text, 10,000 tokens or more; a loss over fewer is mostly noise
+CHANGED = ("Aa", "é", "a.b", "a  b", "a\nb")  # by tokenizers that fold letters or insert blanks between words
 PARTS, PLAN, LOCK = ".parts", ".parts/plan.json", ".lock"
-CUT_SEARCH = 4096  # tokens in which to look for the end of a line or document
-
-
-class Split(NamedTuple):
-    name: str  # "train" or "val"
-    counts: dict[str, int]  # of COUNTS
-    slices: list[Slice]  # of the parts
 
 
 def prepare(options: PrepareOptions) -> dict[str, Any]:
@@ -66,32 +58,32 @@ def prepare(options: PrepareOptions) -> dict[str, Any]:
     output, parts = Path(options.output), Path(options.output) / PARTS
     files = split_by_names(find_files(options.input))
     if options.val_fraction is None:
-        share = VAL_BYTES / max(1, sum(file.text_bytes for file in files))
-        options = replace(options, val_fraction=round(min(0.1, max(0.01, share)), 3))
-    given = None if options.tokenizer in LEARNED else Tokenizer.load(options.tokenizer, options.eos_token).bare()
-    if given is None and any(file.kind == "flat" for file in files):
+        fraction = VAL_BYTES / max(1, sum(file.text_bytes for file in files))
+        options = replace(options, val_fraction=round(min(0.1, max(0.01, fraction)), 3))
+    known = None if options.tokenizer in LEARNED else Tokenizer.load(options.tokenizer, options.eos_token).bare()
+    if known is None and any(file.kind == "flat" for file in files):
         raise RequestError(
             "a .bin holds token ids: give the tokenizer.json that they were made with (--tokenizer), or the "
             "meta.json of characters"
         )
-    plan = _plan(options, files, given)
+    plan = _plan(options, files, known)
     if (manifest := _finished(output, plan)) is None:
         if holds_other_files(output):
-            raise RequestError(f"{output} holds other files: {cure_of_other_files(output)}")
-        if given is not None and given.lossy:
-            log.warning("%s", given.lossy)
+            raise RequestError(f"{output} holds other files: {fix_other_files(output)}")
+        if known is not None and (loss := describe_loss(known)):
+            log.warning("%s", loss)
         try:
             with _only_one(output):
                 if (manifest := _finished(output, plan)) is None:  # no other process has made it meanwhile
                     log.info("preparing %s from %s", output, ", ".join(options.input))
                     _begin(output, parts, plan)
-                    manifest = _make(options, output, parts, files, given) | plan
+                    manifest = _make(options, output, parts, files, known) | plan
                     write_atomically(output / MANIFEST, json.dumps(manifest, indent=1, ensure_ascii=False) + "\n")
                 (output / LOCK).unlink(missing_ok=True)
         except KeyboardInterrupt as error:
             done = {file.name for file in parts.glob("*")} - {Path(PLAN).name}
-            goes_on = "continues from here" if done else "begins again"
-            raise Interrupted(f"stopped; the same command {goes_on}") from error
+            action = "continues from here" if done else "begins again"
+            raise Interrupted(f"stopped; the same command {action}") from error
     shutil.rmtree(parts, ignore_errors=True)
     return manifest
 
@@ -102,7 +94,7 @@ def _finished(output: Path, plan: dict[str, Any]) -> dict[str, Any] | None:
         return None
     manifest = _read_manifest(output)
     if difference := _difference(manifest, plan):
-        raise RequestError(f"{output} was made otherwise: {difference}; {_start_anew(output)}")
+        raise RequestError(f"{output} was made otherwise: {difference}; {_how_to_restart(output)}")
     log.info("%s is finished with these options and files; nothing to do", output)
     return manifest
 
@@ -114,45 +106,45 @@ def _only_one(output: Path) -> Iterator[None]:
 
     output.mkdir(parents=True, exist_ok=True)
     lock = FileLock(output / LOCK)
-    with ExitStack() as held:
+    with ExitStack() as stack:
         try:
-            held.enter_context(lock.acquire(timeout=0))
+            stack.enter_context(lock.acquire(timeout=0))
         except Timeout:
             log.info("another process is making %s: waiting for it", output)
-            held.enter_context(lock.acquire())
+            stack.enter_context(lock.acquire())
         except OSError:  # a file system without locks
             pass
         yield
 
 
 def _make(
-    options: PrepareOptions, output: Path, parts: Path, files: list[TextFile], given: Tokenizer | None
+    options: PrepareOptions, output: Path, parts: Path, files: list[TextFile], known: Tokenizer | None
 ) -> dict[str, Any]:
     """Make everything except the manifest, and return the manifest's content."""
     units = plan_units(files)
-    tokenizer = _tokenizer(options, parts, units, given)
-    known = tokenizer.sha256 + tokenizer.eos_token
-    recipe = Recipe(parts, known, options.text_key, options.val_fraction, options.shard_tokens)
-    left = [unit for unit in units if not record_path(unit, recipe).exists()]
-    if len(left) < len(units):
-        log.info("continuing: %d of %d units are done", len(units) - len(left), len(units))
-    tasks = [(unit, recipe) for unit in left]
-    run_tasks(encode_unit, tasks, [unit.text_bytes for unit in left], "encoding", options.workers)
+    tokenizer = _tokenizer(options, parts, units, known)
+    identity = tokenizer.sha256 + tokenizer.eos_token
+    recipe = Recipe(parts, identity, options.text_key, options.val_fraction, options.shard_tokens)
+    remaining = [unit for unit in units if not record_path(unit, recipe).exists()]
+    if len(remaining) < len(units):
+        log.info("continuing: %d of %d units are done", len(units) - len(remaining), len(units))
+    tasks = [(unit, recipe) for unit in remaining]
+    run_tasks(encode_unit, tasks, [unit.text_bytes for unit in remaining], "encoding", options.workers)
     encoded = [part for unit in units for part in json.loads(record_path(unit, recipe).read_text())["parts"]]
     splits = divide(encoded, options.val_fraction, tokenizer, parts)
-    size, known = (sum(split.counts[name] for split in splits) for name in ("bytes", "token_bytes"))
-    if known < 0.9 * size:
-        log.warning("the tokens stand for %.0f %% of the bytes of the text: the tokenizer does not know the rest; "
-                    "--tokenizer bpe learns one that does", 100 * known / size)  # fmt: skip
+    size, encoded_size = (sum(split.counts[name] for split in splits) for name in ("bytes", "token_bytes"))
+    if encoded_size < 0.9 * size:
+        percent = 100 * encoded_size / size
+        log.warning("the tokens stand for %.0f %% of the bytes of the text; --tokenizer bpe knows all bytes", percent)
     named = any(file.split for file in files)  # otherwise no document is in both splits
-    shared = _shared_documents(splits, tokenizer, parts) if named else None
+    shared = shared_documents(splits, tokenizer, parts) if named else None
     for name in ("train", "val"):
-        shutil.rmtree(output / name, ignore_errors=True)  # left by a killed attempt
+        shutil.rmtree(output / name, ignore_errors=True)  # of a killed attempt
     shards = [shard for split in splits for shard in _shards(output, split, options.shard_tokens)]
     sizes = [sum(stop - start for _, start, stop in slices) for _, slices in shards]
     tasks = [(*shard, parts, options.seq_len) for shard in shards]
     entries = run_tasks(write_shard, tasks, sizes, "writing", options.workers)
-    if named and shared is None:  # no whole document is in both
+    if named and shared is None:  # no document is in both
         train, val = (Shards.open(str(output / name), vocab_size=tokenizer.vocab_size) for name in ("train", "val"))
         shared = describe_shared(*shared_spans(train, val, tokenizer.eos_id), "passages")
     if shared:
@@ -175,19 +167,17 @@ def _make(
     }
 
 
-def _plan(options: PrepareOptions, files: list[TextFile], given: Tokenizer | None) -> dict[str, Any]:
+def _plan(options: PrepareOptions, files: list[TextFile], known: Tokenizer | None) -> dict[str, Any]:
     """The options and files that the result depends on."""
-    kept = asdict(options)
-    for name in ("input", "output", "workers"):
-        del kept[name]
-    kept["tokenizer"] = options.tokenizer if given is None else given.sha256
-    kept["eos_token"] = None if given is None else given.eos_token
-    for name in ("vocab_size", "sample_bytes") if given is not None else ():
-        del kept[name]
+    ignored = {"input", "output", "workers"}
+    if known is not None:
+        options = replace(options, tokenizer=known.sha256, eos_token=known.eos_token)
+        ignored |= {"vocab_size", "sample_bytes"}
     sources = [{"name": file.name, "size": file.size, "modified": file.modified} for file in files]
     for source, file in zip(sources, files, strict=True):
-        source |= {"split": file.split} if file.split else {}
-    return {"sources": sources, "options": kept}
+        if file.split:
+            source["split"] = file.split
+    return {"sources": sources, "options": {key: value for key, value in asdict(options).items() if key not in ignored}}
 
 
 def _begin(output: Path, parts: Path, plan: dict[str, Any]) -> None:
@@ -196,11 +186,19 @@ def _begin(output: Path, parts: Path, plan: dict[str, Any]) -> None:
     file, text = output / PLAN, json.dumps(plan)
     if file.exists() and file.read_bytes() == text.encode():
         return
-    if file.exists():  # the names of records tell which parts can be kept
+    if file.exists():  # the names of records tell which parts are still right
         log.info("it was begun with other options or files: what that changes is done again")
     for name in ("tokenizer_config.json", "tokenizer.json"):
         (parts / name).unlink(missing_ok=True)
     write_atomically(file, text)
+
+
+def check_folder(path: Path, where: str, command: str | None) -> None:
+    """RequestError for a path without a manifest that cannot be prepared; `command` would, if no options are given."""
+    if holds_other_files(path):
+        raise RequestError(f"{where} holds no manifest.json: {fix_other_files(path)}")
+    if command:
+        raise RequestError(f"{where} holds no manifest.json: make it with {command}")
 
 
 def holds_other_files(path: Path) -> bool:
@@ -209,61 +207,69 @@ def holds_other_files(path: Path) -> bool:
     return path.is_file() or not names & {MANIFEST, PARTS} and bool(names - {LOCK})
 
 
-def cure_of_other_files(path: Path) -> str:
+def fix_other_files(path: Path) -> str:
     """What to do if the path for shards has other files, which are mostly the texts themselves."""
-    made = f"{path.with_suffix('')}-tokens"
-    return (f"if they are texts, `lm data prepare --input {shlex.quote(str(path))} --output {shlex.quote(made)}` makes "
-            "shards of them; else give another folder")  # fmt: skip
+    output = f"{path.with_suffix('')}-tokens"
+    options = f"--input {shlex.quote(str(path))} --output {shlex.quote(output)}"
+    return f"if they are texts, `lm data prepare {options}` makes shards of them; else give another folder"
 
 
-def _start_anew(output: Path) -> str:
+def _how_to_restart(output: Path) -> str:
     return f"give another --output, or `rm -r {shlex.quote(str(output))}` first"
 
 
-def _difference(made: dict[str, Any], plan: dict[str, Any]) -> str:
+def _difference(manifest: dict[str, Any], plan: dict[str, Any]) -> str:
     """A description of how a manifest's options and files differ from those of a plan; empty if they do not."""
-    old, new = made["options"], plan["options"]
-    options = [f"--{name} was {old.get(name)}, is {new.get(name)}" for name in {**old, **new}
-               if old.get(name) != new.get(name)]  # fmt: skip
-    before, after = ({entry["name"]: entry for entry in one["sources"]} for one in (made, plan))
-    files = [
-        f"{name} {'is new' if name not in before else 'is missing' if name not in after else 'has changed'}"
-        for name in sorted({**before, **after})
-        if before.get(name) != after.get(name)
-    ]
+    old, new = manifest["options"], plan["options"]
+    names = [name for name in {**old, **new} if old.get(name) != new.get(name)]
+    options = [f"--{name} was {old.get(name)}, is {new.get(name)}" for name in names]
+    before, after = ({entry["name"]: entry for entry in plan["sources"]} for plan in (manifest, plan))
+    files = [f"{name} is new" for name in after.keys() - before.keys()]
+    files += [f"{name} is missing" for name in before.keys() - after.keys()]
+    files += [f"{name} has changed" for name in before.keys() & after.keys() if before[name] != after[name]]
     more = f" and {len(files) - 4} more" if len(files) > 4 else ""
-    return ", ".join([*options, *files[:4]]) + more
+    return ", ".join([*options, *sorted(files)[:4]]) + more
 
 
 def _read_manifest(output: Path) -> dict[str, Any]:
     file = output / MANIFEST
     try:
-        made = parse_json(file.read_bytes())
-        if not all(isinstance(entry["name"], str) for entry in made["sources"]):
+        manifest = parse_json(file.read_bytes())
+        if not all(isinstance(entry["name"], str) for entry in manifest["sources"]):
             raise ValueError("a source has no name")
-        return made | {"options": {"packing": "stream", **made["options"]}}  # folders made before this option
+        return manifest | {"options": {"packing": "stream", **manifest["options"]}}  # folders made before this option
     except (OSError, KeyError, TypeError, ValueError) as error:
-        raise RequestError(f"{file} is damaged ({error}); {_start_anew(output)}") from error
+        raise RequestError(f"{file} is damaged ({error}); {_how_to_restart(output)}") from error
+
+
+def describe_loss(tokenizer: Tokenizer) -> str | None:
+    """How encoding changes a text; None if decoding restores texts, except for unknown tokens."""
+    for text in CHANGED:
+        with suppress(RequestError):
+            ids = tokenizer.encode(text)
+            if tokenizer.vocabulary.get(tokenizer.unknown) not in ids and (decoded := tokenizer.decode(ids)) != text:
+                return f"encoding with this tokenizer is lossy: {text!r} is decoded as {decoded!r}"
+    return None
 
 
 def check_same_options(options: PrepareOptions) -> None:
     """RequestError if a finished folder was made with options other than the config's; its texts may be gone by now."""
-    made = _read_manifest(Path(options.output))["options"]
+    old = _read_manifest(Path(options.output))["options"]
     learned = {"bpe": ["tokenizer", "vocab_size"], "char": ["tokenizer"]}.get(options.tokenizer, [])
     for name in ["val_fraction", "text_key", *learned]:
-        wanted = getattr(options, name)
-        if name in made and wanted is not None and made[name] != wanted:
+        new = getattr(options, name)
+        if name in old and new is not None and old[name] != new:
             raise RequestError(
-                f"{options.output} was made with {name} {made[name]}, and data.prepare.{name} is {wanted}: "
+                f"{options.output} was made with {name} {old[name]}, and data.prepare.{name} is {new}: "
                 "give --data.prepare null to train on it as it is, or another data.path"
             )
 
 
-def _tokenizer(options: PrepareOptions, parts: Path, units: list[Unit], given: Tokenizer | None) -> Tokenizer:
+def _tokenizer(options: PrepareOptions, parts: Path, units: list[Unit], known: Tokenizer | None) -> Tokenizer:
     """The tokenizer of this preparation; a stopped preparation that has trained one continues with it."""
     if (parts / "tokenizer_config.json").exists():
         return Tokenizer.load(parts)
-    tokenizer = given
+    tokenizer = known
     if tokenizer is None:
         log.info("learning %s", LEARNED[options.tokenizer])
         texts = _sample(options, units)
@@ -281,122 +287,31 @@ def _sample(options: PrepareOptions, units: list[Unit], training: bool = True) -
     def scattered(unit: Unit) -> bytes:  # an order unrelated to that of the files
         return blake2b(repr([(file.name, part) for file, part, _ in unit.slices]).encode()).digest()
 
-    limit, nothing = options.sample_bytes, True
+    limit, empty = options.sample_bytes, True
     per_unit = limit if sum(unit.text_bytes for unit in units) <= limit else max(limit // len(units), 2**20)
     for unit in sorted(units, key=scattered):
-        left, wanted = min(limit, per_unit), None
+        unit_limit, selected = min(limit, per_unit), None
         for piece in unit_pieces(unit, options.text_key, None):
-            if wanted is None:  # a document begins
-                wanted = not training or split_of(piece, options.val_fraction) == "train"
-            if wanted and isinstance(piece.content, str):  # ids come with a tokenizer, so none is trained
-                nothing = False
-                left -= len(piece.content)
+            if selected is None:  # a document begins
+                selected = not training or split_of(piece, options.val_fraction) == "train"
+            if selected and isinstance(piece.content, str):  # ids come with a tokenizer, so none is trained
+                empty = False
+                unit_limit -= len(piece.content)
                 limit -= len(piece.content)
                 yield piece.content
             if piece.last:
-                wanted = None
-            if left <= 0:
+                selected = None
+            if unit_limit <= 0:
                 break
         if limit <= 0:
             return
-    if nothing and training:
+    if empty and training:
         yield from _sample(options, units, training=False)
 
 
 def _shards(output: Path, split: Split, shard_tokens: int) -> list[tuple[Path, tuple[Slice, ...]]]:
     """The path and slices of each shard of a split, each filled in turn; makes the split's folder."""
     (output / split.name).mkdir()
-    runs = runs_within([piece.stop - piece.start for piece in split.slices], shard_tokens)
+    runs = ranges_within([piece.stop - piece.start for piece in split.slices], shard_tokens)
     groups = [tuple(split.slices[run.start : run.stop]) for run in runs]
     return [(output / split.name / f"{i:05d}.parquet", group) for i, group in enumerate(groups)]
-
-
-# ---- training and validation -----------------------------------------------------------------------------------------
-
-
-def divide(parts: list[dict[str, Any]], val_fraction: float, tokenizer: Tokenizer, folder: Path) -> list[Split]:
-    """Make splits from the parts of all units: "train", and "val" unless no validation was asked for."""
-    train, val = (_gather(name, [part for part in parts if part["split"] == name]) for name in ("train", "val"))
-    documents, held_out = train.counts["documents"], val.counts["documents"]
-    if documents and (held_out or val_fraction == 0):
-        return [train, val] if held_out else [train]
-    only = train if documents else val._replace(name="train")
-    if only.counts["documents"] == 0:
-        raise RequestError("the input holds no text: every document is empty")
-    return _cut(only, val_fraction, tokenizer, folder) if val_fraction > 0 else [only]
-
-
-def _gather(name: str, parts: list[dict[str, Any]]) -> Split:
-    counts = {key: sum(part[key] for part in parts) for key in COUNTS}
-    return Split(name, counts, [Slice(part["file"], 0, part["tokens"]) for part in parts])
-
-
-def _shared_documents(splits: list[Split], tokenizer: Tokenizer, folder: Path) -> str | None:
-    """`describe_shared` for documents of splits that file names decide; documents of up to SPAN tokens are ignored."""
-    train, *held_out = splits
-    digests = [digest for split in held_out for piece, digest in _documents(split, tokenizer, folder)
-               if piece.stop - piece.start > SPAN]  # fmt: skip
-    left = set(digests)
-    for _, digest in _documents(train, tokenizer, folder) if left else ():
-        left.discard(digest)
-    return describe_shared(sum(digest not in left for digest in digests), len(digests), "documents")
-
-
-def _documents(split: Split, tokenizer: Tokenizer, folder: Path) -> Iterator[tuple[Slice, bytes]]:
-    """The documents of a split, each with the digest of its ids."""
-    for part, first, last in split.slices:
-        ids = part_ids(folder, part, id_type(tokenizer.vocab_size))[first:last]
-        ends = first + np.flatnonzero(ids == tokenizer.eos_id) + 1
-        for start, stop in pairwise([first, *ends.tolist()]):
-            yield Slice(part, start, stop), blake2b(ids[start - first : stop - first]).digest()
-
-
-def _cut(whole: Split, val_fraction: float, tokenizer: Tokenizer, folder: Path) -> list[Split]:
-    """Hold out the end of a split that has all documents, cutting at the end of a document or line near the fraction.
-
-    Equal documents go to the same split, or are cut at the same place.
-    """
-
-    def ids(piece: Slice) -> np.ndarray:
-        return part_ids(folder, piece.part, id_type(tokenizer.vocab_size))[piece.start : piece.stop]
-
-    documents, digests = zip(*_documents(whole, tokenizer, folder), strict=True)
-    different = dict(zip(digests, documents, strict=True))  # distinct documents, in order
-    ends = np.cumsum([document.stop - document.start for document in different.values()])
-    if ends[-1] < 2:
-        raise RequestError("the input is a single token: there is nothing to train on")
-    edge = min(int(ends[-1]) - 1, max(1, round(int(ends[-1]) * (1 - val_fraction))))
-    index = int(np.searchsorted(ends, edge, side="right"))  # of the document that is cut
-    last = ids(list(different.values())[index])
-    first = edge - int(ends[index]) + len(last)
-    if first == len(last) - 1 and last[-1] == tokenizer.eos_id:  # the token that ends a document is not text
-        first = max(first - 1, 0 if index else 1)
-    near = range(first, min(first + CUT_SEARCH, len(last) + (index < len(ends) - 1)))
-    near = [at for at in near if at == first or at != len(last) - 1]
-    line_ends = ("\n", tokenizer.eos_token)
-    cut = next((at for at in near if at == 0 or tokenizer.decode(last[at - 1 : at]).endswith(line_ends)), first)
-    order = {digest: number for number, digest in enumerate(different)}
-    kept, held_out = [], []
-    for (part, start, stop), digest in zip(documents, digests, strict=True):
-        middle = stop if order[digest] < index else start + cut if order[digest] == index else start
-        kept += [Slice(part, start, middle)] if middle > start else []
-        held_out += [Slice(part, middle, stop)] if middle < stop else []
-    sizes, counts = tokenizer.token_bytes(), whole.counts
-    tokens = sum(piece.stop - piece.start for piece in held_out)
-    counted = sum(int(sizes[ids(piece)].sum()) for piece in held_out)
-    size = round(counts["bytes"] * counted / max(1, counts["token_bytes"]))
-    log.info(f"too few documents to hold some out: validation gets {tokens:,} of {counts['tokens']:,} tokens")
-    val = {"documents": len(held_out), "tokens": tokens, "bytes": size, "token_bytes": counted}
-    train = {key: counts[key] - val[key] for key in COUNTS} | {"documents": len(kept)}
-    return [Split("train", train, _joined(kept)), Split("val", val, _joined(held_out))]
-
-
-def _joined(pieces: list[Slice]) -> list[Slice]:
-    """Join slices that follow each other in a part; the order stays."""
-    joined: list[Slice] = []
-    for piece in pieces:
-        if joined and joined[-1].part == piece.part and joined[-1].stop == piece.start:
-            joined[-1] = joined[-1]._replace(stop=piece.stop)
-        else:
-            joined.append(piece)
-    return joined

@@ -9,16 +9,28 @@ COUNTED = 4 * 2**20  # tokens of the text that are counted
 
 
 def count_tokens(shards: Shards, vocab_size: int, stop: int | None = None) -> np.ndarray:
-    """How often each token occurs among the first `stop` tokens: (V,) int64."""
-    pieces = (np.bincount(tokens, minlength=vocab_size) for tokens in shards.pieces(stop))
-    return sum(pieces, np.zeros(vocab_size, dtype=np.int64))
+    """How often each token occurs among the first `stop` tokens: (V,) int64.
+
+    Packed rows count without the first token of each, which is only context, and without padding.
+    """
+    counts = np.zeros(vocab_size, dtype=np.int64)
+    remaining = shards.index.tokens if stop is None else stop
+    for block in range(len(shards.index.blocks)):
+        if remaining <= 0:
+            break
+        ids = shards.read(block)
+        if shards.packed is not None:
+            ids = ids[shards.packed.targets(ids)]
+        counts += np.bincount(ids[:remaining], minlength=vocab_size)
+        remaining -= len(ids)
+    return counts
 
 
 def rare_tokens(shards: Shards, vocab_size: int) -> np.ndarray:
     """The ids of the bottom 1 % of the unigram distribution of a text, the rarest first.
 
-    The first 4 Mi tokens of the shards are counted. Tokens that occur are sorted by count, then by id, and taken from
-    the rarest on as long as they make up at most 1 % of the count together; the rarest is always taken.
+    The first 4 Mi tokens of the shards are counted. Tokens that occur are sorted by count, then by id, and chosen from
+    the rarest on as long as they make up at most 1 % of the count together, at least one.
     """
     counts = count_tokens(shards, vocab_size, COUNTED)
     rarest = np.argsort(counts, kind="stable")
@@ -29,6 +41,6 @@ def rare_tokens(shards: Shards, vocab_size: int) -> np.ndarray:
 
 def rare_rows(rare: np.ndarray, seed: int, step: int, samples: int, length: int) -> np.ndarray:
     """The samples of an injected step, (samples, length): drawn uniformly from rare tokens, by seed and step alone."""
-    # numpy promises the stream of a bit generator for good, and not what its Generator makes of it (NEP 19).
+    # numpy promises never to change the stream of a bit generator, but not what its Generator makes of it (NEP 19).
     drawn = np.random.Philox(key=np.array([seed % 2**64, step], dtype=np.uint64)).random_raw(samples * length)
     return rare[drawn % np.uint64(len(rare))].reshape(samples, length)

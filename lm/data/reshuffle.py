@@ -1,6 +1,6 @@
 """Documents in another order in each epoch: a text that is repeated is never cut into the same samples.
 
-Input: the shards of a training and the order of their windows (`data/shards`, `data/sampler`); output: the same two, in
+Input: the shards of a run and the order of their windows (`data/shards`, `data/sampler`); output: the same two, in
 which each epoch has blocks of its own, numbered on from those of the epoch before. A block of an epoch after the first
 is the stored one with its documents in an order that depends on the seed, the epoch and the block alone, so that a
 sample is still a pure function of the seed and its number.
@@ -8,9 +8,10 @@ sample is still a pure function of the seed and its number.
 
 import numpy as np
 
+from lm.data.blocks import Block
 from lm.data.parquet import Tokens
 from lm.data.sampler import Order, permutation
-from lm.data.shards import Block, Shards
+from lm.data.shards import Shards
 
 DOCUMENTS = 0x646F6373  # makes the keys of these permutations others than those of `Order`
 
@@ -35,10 +36,10 @@ class ReshuffledShards(Shards):
         self._seed, self._eos_id = seed, eos_id
 
     def block(self, index: int) -> Block:
-        return super().block(index % len(self.blocks))
+        return super().block(index % len(self.index.blocks))
 
     def read_tokens(self, index: int) -> Tokens:
-        epoch, block = divmod(int(index), len(self.blocks))
+        epoch, block = divmod(int(index), len(self.index.blocks))
         tokens = super().read_tokens(block)
         if not epoch:
             return tokens
@@ -46,7 +47,7 @@ class ReshuffledShards(Shards):
         return Tokens(tokens.ids[places], None if tokens.targets is None else tokens.targets[places])
 
     def file_of(self, index: int, token: int) -> str:
-        epoch, block = divmod(int(index), len(self.blocks))
+        epoch, block = divmod(int(index), len(self.index.blocks))
         if epoch:
             token = int(self._places(super().read_tokens(block).ids, epoch, block)[token])
         return super().file_of(block, token)

@@ -73,8 +73,8 @@ class Order:
         epochs, places = np.divmod(np.asarray(samples, dtype=np.int64), self.total)
         blocks, windows = np.empty_like(places), np.empty_like(places)
         for epoch in np.unique(epochs).tolist():
-            here = epochs == epoch
-            blocks[here], windows[here] = self._locate_in_epoch(epoch, places[here])
+            in_epoch = epochs == epoch
+            blocks[in_epoch], windows[in_epoch] = self._locate_in_epoch(epoch, places[in_epoch])
         return blocks, windows
 
     def source_of(self, samples) -> np.ndarray | None:

@@ -37,9 +37,14 @@ class ShardWriter:
         facts |= {PACKED_KEY: json.dumps(packed).encode()} if packed else {}
         self._schema = pa.schema([field], metadata=facts)
         self._parquet = pq.ParquetWriter(
-            path, self._schema, compression="lz4", use_dictionary=False,
-            data_page_version="2.0", use_byte_stream_split=[f"{COLUMN}.list.element"], write_page_checksum=True,
-        )  # fmt: skip
+            path,
+            self._schema,
+            compression="lz4",
+            use_dictionary=False,
+            use_byte_stream_split=[f"{COLUMN}.list.element"],
+            data_page_version="2.0",
+            write_page_checksum=True,
+        )
 
     def write(self, tokens: np.ndarray, ends: np.ndarray) -> None:
         """Append (n,) ids and (r,) ends of rows among them; if the last row does not end, the next ids continue it."""

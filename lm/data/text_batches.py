@@ -7,15 +7,19 @@ from itertools import islice
 import numpy as np
 import torch
 
+from lm.data.documents import read_documents
 from lm.data.loader import Batch
-from lm.data.text_files import read_documents
 from lm.data.tokenizer import Tokenizer
 
 
 def text_batches(
-    sources: list[str], tokenizer: Tokenizer, seq_len: int, micro_batch: int, rows: deque[tuple[str, int]],
-    text_key: str = "text",
-) -> Iterator[Batch]:  # fmt: skip
+    sources: list[str],
+    tokenizer: Tokenizer,
+    seq_len: int,
+    micro_batch: int,
+    rows: deque[tuple[str, int]],
+    text_key: str,
+) -> Iterator[Batch]:
     """Masked batches of documents, each divided into windows.
 
     A document begins with the end-of-text token as its first context, as in training, and each of its
@@ -30,8 +34,8 @@ def text_batches(
                 rows.append((name, start))
                 yield ids[start : start + seq_len + 1]
 
-    every = windows()
-    while group := list(islice(every, micro_batch)):
+    remaining = windows()
+    while group := list(islice(remaining, micro_batch)):
         tokens = np.full((micro_batch, seq_len + 1), tokenizer.eos_id, dtype=np.int32)  # (B, T + 1)
         mask = np.zeros((micro_batch, seq_len), dtype=bool)  # (B, T)
         for index, row in enumerate(group):

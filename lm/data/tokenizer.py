@@ -19,7 +19,8 @@ import tokenizers
 from tokenizers import decoders, models
 
 from lm.errors import RequestError, first_line
-from lm.system.files import check_fetched, is_remote, parse_json
+from lm.system.files import check_fetched, is_remote
+from lm.system.parsing import parse_json
 
 Begin = Literal["nothing", "eos"]  # what comes before a text; documents follow the token that ended the previous one
 END_OF_TEXT = "<|endoftext|>"
@@ -28,12 +29,9 @@ UNKNOWN = "<|unknown|>"
 HUB_NAME = re.compile(r"(\w[\w.-]*/)?\w[\w.-]*(?<!\.json)")  # as of a model: `gpt2`, `org/name`
 
 # Names of the token that ends a document in tokenizers of others, the most specific first.
-END_NAMES = (
-    END_OF_TEXT, "<|end_of_text|>", "<|end▁of▁sentence|>", "</s>", "<eos>", "<|eos|>", "[EOS]", "<|eot_id|>",
-    "<|im_end|>",
-)  # fmt: skip
+OTHER_ENDS = "<|end_of_text|> <|end▁of▁sentence|> </s> <eos> <|eos|> [EOS] <|eot_id|> <|im_end|>"
+END_NAMES = (END_OF_TEXT, *OTHER_ENDS.split())
 
-CHANGED = ("Aa", "é", "a.b", "a  b", "a\nb")  # by tokenizers that fold letters or insert blanks between words
 CHINESE = "[\u3400-\u4dbf\u4e00-\u9fff\uf900-\ufaff\U00020000-\U0002fa1f]"  # as in BERT's normalizer
 BESIDE_CHINESE = re.compile(f"(?<={CHINESE}) | (?={CHINESE})")
 
@@ -61,7 +59,7 @@ class Tokenizer:
         self.backend.no_padding()
         self.backend.encode_special_tokens = True  # the content of a document is text, even `<|endoftext|>`
         self.vocabulary = self.backend.get_vocab(with_added_tokens=True)
-        self.eos_token = self._end(eos_token, name)
+        self.eos_token = self._end_token(eos_token, name)
         self.eos_id = self.vocabulary[self.eos_token]
         model = self.description["model"]
         by_id = model.get("unk_id")
@@ -98,28 +96,28 @@ class Tokenizer:
             raise RequestError(f"tokenizer {file}, or a file beside it, is unreadable: {first_line(error)}") from error
         return cls(text, config, eos_token, name=str(file))
 
-    def _end(self, wanted: str | None, name: str) -> str:
+    def _end_token(self, eos_token: str | None, name: str) -> str:
         known = next((token for token in END_NAMES if token in self.vocabulary), "")
-        end = wanted or _content(self.config.get("eos_token")) or known
+        end = eos_token or _content(self.config.get("eos_token")) or known
         if end not in self.vocabulary:
-            said = f"has no {end!r} to end a document with" if end else "does not say which token ends a document"
-            raise RequestError(f"{name} {said}; give it with --eos_token, or as eos_token in tokenizer_config.json")
+            problem = f"has no {end!r} to end a document with" if end else "does not say which token ends a document"
+            raise RequestError(f"{name} {problem}; give it with --eos_token, or as eos_token in tokenizer_config.json")
         return end
 
     def _without_spelled_tokens(self) -> tokenizers.Tokenizer:
         """The backend for encoding: the same ids, but no text becomes a special token or the end of a document.
 
-        For models that build words by merges, `encode_special_tokens` is enough. Others also look up whole words in
+        For models that build words by merges, `encode_special_tokens` is enough. Others also look up entire words in
         their vocabulary, so the names of special tokens are replaced there by names that no text contains.
         """
         model, added = self.description["model"], self.description.get("added_tokens") or []
         vocabulary = model["vocab"]
         pairs = [merge.split(" ") if isinstance(merge, str) else merge for merge in model.get("merges", ())]
         looked_up = "merges" not in model or model.get("ignore_merges")
-        found = {token["content"] for token in added if not token["special"]}
-        found |= self.vocabulary.keys() if looked_up else {"".join(pair) for pair in pairs}
+        spelled = {token["content"] for token in added if not token["special"]}
+        spelled |= self.vocabulary.keys() if looked_up else {"".join(pair) for pair in pairs}
         names = {self.eos_token, *(token["content"] for token in added if token["special"])} - {self.unknown}
-        names = {name for name in names if name in found and len(name) > 1}
+        names = {name for name in names if name in spelled and len(name) > 1}
         if not names:
             return self.backend
 
@@ -132,9 +130,11 @@ class Tokenizer:
             model = {**model, "vocab": [(renamed(name), score) for name, score in vocabulary]}
         if pairs:
             model["merges"] = [pair for pair in pairs if not names & {*pair, "".join(pair)}]
-        about = {**self.description, "model": model, "post_processor": None, "truncation": None, "padding": None,
-                 "added_tokens": [{**token, "content": renamed(token["content"])} for token in added]}  # fmt: skip
-        backend = tokenizers.Tokenizer.from_str(json.dumps(about))
+        added = [{**token, "content": renamed(token["content"])} for token in added]
+        unused = dict.fromkeys(("post_processor", "truncation", "padding"))
+        backend = tokenizers.Tokenizer.from_str(
+            json.dumps({**self.description, **unused, "model": model, "added_tokens": added})
+        )
         backend.encode_special_tokens = True
         return backend
 
@@ -194,8 +194,8 @@ class Tokenizer:
 
         Exact if tokens are bytes or characters. Other tokens are decoded between two words, so that marks such as
         `##`, `</w>` and `▁` count as the blank that they stand for, or as nothing. This counts a blank too many at the
-        borders of a document and between some signs; `Shards.token_bytes` corrects it. Special tokens and ids without a
-        token have 0 bytes, all others at least 1, including the unknown token.
+        borders of a document and between some signs; `data/shard_statistics` corrects it. Special tokens and ids
+        without a token have 0 bytes, all others at least 1, including the unknown token.
         """
         sizes = np.zeros(self.vocab_size, dtype=np.int32)
         added = self.backend.get_added_tokens_decoder()
@@ -216,31 +216,21 @@ class Tokenizer:
                 spelled.append(number)
         between = [[word[-1], number, word[0]] for number in spelled]
         decoded = self.backend.decode_batch([[word[-1], word[0]], *between], skip_special_tokens=False)
-        empty, *whole = (len(text.encode()) for text in decoded)
-        sizes[spelled] = np.maximum(1, np.array(whole, dtype=np.int32) - empty)
+        empty, *with_token = (len(text.encode()) for text in decoded)
+        sizes[spelled] = np.maximum(1, np.array(with_token, dtype=np.int32) - empty)
         sizes[self.eos_id] = 0
         return sizes
 
     def text_bytes(self, ids: np.ndarray) -> int:
         """Number of UTF-8 bytes of the documents with ids (n,) when decoded; an unknown token counts as one byte."""
         unknown = -1 if self.unknown is None else self.vocabulary.get(self.unknown, -1)
-        kept = (ids != self.eos_id) & (ids != unknown)  # not all files call these special: names would be decoded
-        documents = np.split(ids[kept], np.cumsum(kept)[ids == self.eos_id])
+        is_text = (ids != self.eos_id) & (ids != unknown)  # not all files call these special: names would be decoded
+        documents = np.split(ids[is_text], np.cumsum(is_text)[ids == self.eos_id])
         texts = self.backend.decode_batch([document.tolist() for document in documents])
         steps = self.description.get("normalizer") or {}
         if any(step.get("handle_chinese_chars") for step in (steps, *steps.get("normalizers", ()))):
             texts = [BESIDE_CHINESE.sub("", text) for text in texts]  # blanks that the normalizer put around them
         return sum(len(text.encode()) for text in texts) + int((ids == unknown).sum())
-
-    @cached_property
-    def lossy(self) -> str | None:
-        """A description of how encoding changes a text; None if decoding restores texts, except for unknown tokens."""
-        for text in CHANGED:
-            with suppress(RequestError):
-                ids = self.encode(text)
-                if self.vocabulary.get(self.unknown) not in ids and (decoded := self.decode(ids)) != text:
-                    return f"encoding with this tokenizer is lossy: {text!r} is decoded as {decoded!r}"
-        return None
 
     @cached_property
     def byte_level(self) -> bool:
@@ -259,7 +249,10 @@ class Tokenizer:
         if UNKNOWN in self.vocabulary:
             config["unk_token"] = UNKNOWN
         config["clean_up_tokenization_spaces"] = False
-        config["model_input_names"] = ["input_ids", "attention_mask"]  # older readers add types, which models refuse
+        config["model_input_names"] = [
+            "input_ids",
+            "attention_mask",
+        ]  # older readers add types
         if model_max_length is not None:
             config["model_max_length"] = int(model_max_length)
         beside = json.dumps(config, indent=2, ensure_ascii=False) + "\n"
@@ -296,8 +289,8 @@ def _adding_nothing(step: dict[str, Any] | None) -> dict[str, Any] | None:
         return None
     if step["type"] != "Sequence":
         return step
-    kept = list(filter(None, map(_adding_nothing, step["processors"])))
-    return {**step, "processors": kept} if kept else None
+    processors = list(filter(None, map(_adding_nothing, step["processors"])))
+    return {**step, "processors": processors} if processors else None
 
 
 def _find_file(path: Path) -> Path:
@@ -330,8 +323,8 @@ def _from_meta(meta: dict[str, Any], name: str) -> Tokenizer:
     """The tokenizer of character data, with two more tokens: the end of a document, and an unknown character."""
     stoi = meta["stoi"]
     ids = list(stoi.values()) if isinstance(stoi, dict) else []
-    whole = all(type(number) is int and 0 <= number < 2**20 for number in ids) and len(set(ids)) == len(ids)
-    if not ids or not whole or any(len(token) != 1 for token in stoi):
+    unique = all(type(number) is int and 0 <= number < 2**20 for number in ids) and len(set(ids)) == len(ids)
+    if not ids or not unique or any(len(token) != 1 for token in stoi):
         raise RequestError(f"tokenizer {name}: stoi must have a whole number of its own for every character")
     return tokenizer_of_characters({**stoi, END_OF_TEXT: max(ids) + 1, UNKNOWN: max(ids) + 2})
 

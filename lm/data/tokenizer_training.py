@@ -16,7 +16,7 @@ from lm.system.process import reader_pool
 WORDS = (
     r"(?i:'[sdmt]|'ll|'ve|'re)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 )
-LONGEST_RUN = 256  # characters of a word in training, which takes the square of its length; text has no longer ones
+MAX_RUN = 256  # characters of a word in training, which takes the square of its length; text has no longer ones
 
 
 def train_bpe(texts: Iterable[str], vocab_size: int) -> Tokenizer:
@@ -30,10 +30,12 @@ def train_bpe(texts: Iterable[str], vocab_size: int) -> Tokenizer:
     backend = tokenizers.Tokenizer(models.BPE())
     backend.decoder = decoders.ByteLevel()
     trainer = trainers.BpeTrainer(
-        vocab_size=int(vocab_size), special_tokens=[END_OF_TEXT], initial_alphabet=alphabet,
+        vocab_size=int(vocab_size),
+        special_tokens=[END_OF_TEXT],
+        initial_alphabet=alphabet,
         show_progress=sys.stderr.isatty(),
-    )  # fmt: skip
-    backend.pre_tokenizer = _words(WORDS.replace("+", f"{{1,{LONGEST_RUN}}}").replace("*", f"{{0,{LONGEST_RUN}}}"))
+    )
+    backend.pre_tokenizer = _words(WORDS.replace("+", f"{{1,{MAX_RUN}}}").replace("*", f"{{0,{MAX_RUN}}}"))
     _wait_for(lambda stopped: backend.train_from_iterator(takewhile(lambda _: not stopped.is_set(), texts), trainer))
     backend.pre_tokenizer = _words(WORDS)
     return Tokenizer(backend.to_str(pretty=True))

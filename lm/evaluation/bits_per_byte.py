@@ -7,7 +7,7 @@ from itertools import islice
 
 import numpy as np
 
-from lm.data.text_files import read_documents
+from lm.data.documents import read_documents
 from lm.data.tokenizer import Tokenizer
 from lm.errors import RequestError
 from lm.evaluation.benchmark import BATCH_TOKENS

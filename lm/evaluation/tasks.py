@@ -16,7 +16,7 @@ import pyarrow.parquet as pq
 
 from lm.errors import RequestError
 from lm.evaluation.public_tasks import PUBLIC_TASKS
-from lm.system.files import DAMAGE, parse_line, parse_yaml
+from lm.system.parsing import DAMAGE, parse_line, parse_yaml
 
 EMBEDDED = "embedded:"
 BUNDLE = "https://karpathy-public.s3.us-west-2.amazonaws.com/eval_bundle.zip"  # the copy that nanochat uses

@@ -17,7 +17,7 @@ from huggingface_hub import ModelCardData
 from torch import Tensor
 
 from lm import __version__
-from lm.data.mixture import Phase, counts_of
+from lm.data.mixture import Phase, source_counts
 from lm.errors import RunError, first_line
 from lm.inference.pretrained import Pretrained, load_pretrained
 from lm.model.estimates import flops_per_token, parameters
@@ -125,7 +125,7 @@ def mixture_rows(model: Pretrained, run: Run) -> Rows:
     """For each source of a mixture: its share of the samples that this model has seen, epochs, and files."""
     mixture, samples = run.read("run.json")["mixture"], read_progress(model.path).samples
     length = seq_len_of(model, run)
-    taken = counts_of([Phase(start, tuple(shares)) for start, shares in mixture["phases"]], samples)  # (sources,)
+    taken = source_counts([Phase(start, tuple(shares)) for start, shares in mixture["phases"]], samples)  # (sources,)
     rows = {}
     for source, count in zip(mixture["sources"], taken.tolist()):
         whole = _tokens(run, "train", source)

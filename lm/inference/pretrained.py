@@ -26,7 +26,8 @@ from lm.runs.resume import checkpoint_folder
 from lm.runs.run import Run
 from lm.system import process
 from lm.system.dataclass_arguments import build_options
-from lm.system.files import check_fetched, is_remote, parse_json, read_object
+from lm.system.files import check_fetched, is_remote
+from lm.system.parsing import parse_json, read_object
 
 INDEX = "model.safetensors.index.json"
 LONGEST_REASON = 400  # characters of torch's message on weights that do not fit

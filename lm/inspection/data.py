@@ -15,7 +15,7 @@ from lm.errors import RequestError
 from lm.inspection.drawing import Html, table, wrapped
 from lm.runs.run import Run
 from lm.system.arguments import Parser
-from lm.system.files import DAMAGE
+from lm.system.parsing import DAMAGE
 
 PATHS = ("path", "train", "val", "test", "tokenizer", "cache_dir")  # options of `data:` that are paths
 

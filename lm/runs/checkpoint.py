@@ -23,7 +23,8 @@ from torch import Tensor
 
 from lm.errors import RequestError, RunError
 from lm.runs.run import Run
-from lm.system.files import DAMAGE, atomic_folder, digest, dump_checksummed, load_checksummed, remove_folder
+from lm.system.files import atomic_folder, digest, dump_checksummed, load_checksummed, remove_folder
+from lm.system.parsing import DAMAGE
 from lm.system.process import lm_version
 from lm.system.units import format_bytes
 
@@ -56,19 +57,18 @@ def write_files(folder: Path, content: dict[str, Any]) -> None:
         (folder / name).write_text(text, encoding="utf-8")
     digests = {path.name: digest(path) for path in sorted(folder.iterdir())}
     try:
-        rest = {key: encode(value, key) for key, value in content.items() if key not in (*TENSORS, "files")}
+        state = {key: encode(value, key) for key, value in content.items() if key not in (*TENSORS, "files")}
     except TypeError as error:  # such as callbacks['MyCallback']['cache']
-        raise RunError(f"{error}: {KEPT}") from error
-    (folder / "trainer.json").write_bytes(dump_checksummed(
-        {"format": FORMAT, "written_by": lm_version(), "digests": digests, **rest}
-    ))  # fmt: skip
+        raise RunError(f"{error}: {ENCODABLE}") from error
+    document = {"format": FORMAT, "written_by": lm_version(), "digests": digests, **state}
+    (folder / "trainer.json").write_bytes(dump_checksummed(document))
     mode = (folder / "trainer.json").stat().st_mode
     for path in folder.iterdir():
         path.chmod(mode)  # safetensors makes files that only their owner may read
 
 
 def _reason(error: Exception, folder: Path, content: dict[str, Any]) -> str:
-    """Why a write failed, and the cure; for a full disk with its free space."""
+    """Why a write failed, and the fix; for a full disk with its free space."""
     run = Run(folder.parent)
     if not folder.parent.is_dir():
         return f"the folder {folder.parent} is gone; put it back, and `{run.resume_command()}` resumes the run"
@@ -111,26 +111,24 @@ def point(link: Path, target: str) -> None:
 
 
 class Progress(NamedTuple):
-    """Where a training stood at a checkpoint; the defaults are its beginning."""
+    """How far a run was at a checkpoint; the defaults are its beginning."""
 
-    step: int = 0  # the optimizer step that the checkpoint was taken after
+    step: int = 0  # the optimizer step after which the checkpoint was saved
     samples: int = 0  # samples trained on so far
     best_name: str | None = None  # of the best checkpoint so far; None if none was validated
     pending_validation: bool = False  # the validation due after this step had not run yet
 
 
 def read_progress(folder: Path | str | None) -> Progress:
-    """The progress of the training at a checkpoint, or its beginning without one; RequestError if it is damaged."""
+    """The progress of the run at a checkpoint, or its beginning without one; RequestError if it is damaged."""
     if not folder:
         return Progress()
     try:
         document = read_document(Path(folder))
         states = decode(document.get("callbacks", {})).values()
         best = [state["best_name"] for state in states if isinstance(state, dict) and "best_name" in state]
-        return Progress(
-            step=int(document["global_step"]), samples=int(document["cursor"]["consumed"]),
-            best_name=best[0] if best else None, pending_validation=bool(document.get("pending_validation")),
-        )  # fmt: skip
+        step, samples = int(document["global_step"]), int(document["cursor"]["consumed"])
+        return Progress(step, samples, best[0] if best else None, bool(document.get("pending_validation")))
     except RequestError as error:
         raise RequestError(f"checkpoint {folder}: {error}") from error
     except (*DAMAGE, RuntimeError) as error:
@@ -144,7 +142,7 @@ def read_folder(folder: Path, optimizer: bool = True, verify: bool = True) -> di
     """
     if verify and (damage := find_damage(folder)):
         raise RequestError(
-            f"checkpoint {folder}: {damage}; choose another with --ckpt_path, or `auto` for the newest whole one"
+            f"checkpoint {folder}: {damage}; choose another with --ckpt_path, or `auto` for the newest complete one"
         )
     try:
         document = read_document(folder)
@@ -175,10 +173,10 @@ def find_damage(folder: Path) -> str | None:
         try:
             if path.exists() and not path.is_file():
                 return f"{name} is not a file"
-            found = digest(path)
+            actual = digest(path)
         except (OSError, ValueError) as error:
             return f"{name!r} cannot be read ({getattr(error, 'strerror', None) or error})"
-        if found != expected:
+        if actual != expected:
             return f"{name} is damaged (its digest is not the one that was written)"
     return None
 
@@ -209,13 +207,13 @@ def read_document(folder: Path) -> dict[str, Any]:
 # ---- a tree of plain values as JSON ----------------------------------------------------------------------------------
 
 
-KEPT = "let its `state_dict` return numbers, texts, lists, dictionaries or tensors"  # advice if `encode` fails
+ENCODABLE = "let its `state_dict` return numbers, texts, lists, dictionaries or tensors"  # advice if `encode` fails
 
 
 def encode(value: Any, place: str = "") -> Any:
     """Turn a tree of dicts, lists, tuples, numbers, strings and small tensors into JSON values.
 
-    `place` is the path of the value in the whole tree, for the TypeError about a value of another kind.
+    `place` is the path of the value in the tree, for the TypeError about a value of another kind.
     """
     if isinstance(value, Tensor):
         data = value.detach().cpu().contiguous()

@@ -10,17 +10,17 @@ from statistics import fmean
 from typing import NamedTuple
 
 CONFIDENCE = 0.95
-TOLD = 1.02  # the smallest multiplier that a comparison should distinguish from 1
+MIN_MULTIPLIER = 1.02  # the smallest multiplier that a comparison should distinguish from 1
 
 
 class Compared(NamedTuple):
-    """Final losses of the trainings of one size, one per seed; all above 0."""
+    """Final losses of the runs of one size, one per seed; all above 0."""
 
     half: Sequence[float]  # of the reference with fewer tokens
-    whole: Sequence[float]  # of the reference
+    full: Sequence[float]  # of the reference
     other: Sequence[float]  # of the recipe in question
-    ratio: float  # tokens of `whole` / tokens of `half`
-    flops: float  # of a training of the reference
+    ratio: float  # tokens of `full` / tokens of `half`
+    flops: float  # of a run of the reference
 
 
 class Estimate(NamedTuple):
@@ -36,8 +36,8 @@ class Multipliers(NamedTuple):
 
     sizes: list[Estimate | None]  # None: the reference gains nothing from more tokens, or a loss is missing
     mean: Estimate | None
-    trend: Estimate | None  # factor on the multiplier for ten times the operations
-    seeds_needed: int | None  # per training, to tell a mean of `TOLD` from 1
+    trend: Estimate | None  # factor on the multiplier for ten times the FLOPs
+    seeds_needed: int | None  # per size and recipe, to tell a mean of `MIN_MULTIPLIER` from 1
 
 
 def compute_multipliers(sizes: Sequence[Compared]) -> Multipliers:
@@ -47,7 +47,7 @@ def compute_multipliers(sizes: Sequence[Compared]) -> Multipliers:
     far above twice is overestimated if the loss bends. The noise between seeds is assumed to be the same factor at all
     sizes, and independent; errors of quotients are propagated by first derivatives.
     """
-    groups = [list(map(math.log, losses)) for one in sizes for losses in one[:3] if losses]
+    groups = [list(map(math.log, losses)) for size in sizes for losses in size[:3] if losses]
     squares = sum((value - fmean(group)) ** 2 for group in groups for value in group)
     freedom = sum(len(group) - 1 for group in groups)
     noise = math.sqrt(squares / freedom) if freedom else None
@@ -59,36 +59,38 @@ def compute_multipliers(sizes: Sequence[Compared]) -> Multipliers:
         half = reach * noise * math.sqrt(variance)
         return Estimate(math.exp(log), math.exp(log - half), math.exp(log + half))
 
-    logs = [_log_multiplier(one) for one in sizes]
-    known = [(math.log10(one.flops), *log) for one, log in zip(sizes, logs) if log is not None]
+    logs = [_log_multiplier(size) for size in sizes]
+    known = [(math.log10(size.flops), *log) for size, log in zip(sizes, logs) if log is not None]
     each = [None if log is None else estimate(*log) for log in logs]
     if not known:
         return Multipliers(each, None, None, None)
     weights = [1 / variance for _, _, variance in known]
     total = sum(weights)
-    center, mean = (sum(w * one[i] for w, one in zip(weights, known)) / total for i in (0, 1))
+    center, mean = (sum(w * point[i] for w, point in zip(weights, known)) / total for i in (0, 1))
     spread = sum(w * (at - center) ** 2 for w, (at, *_) in zip(weights, known))
     slope = sum(w * (at - center) * (log - mean) for w, (at, log, _) in zip(weights, known)) / spread if spread else 0.0
     needed = None
     if noise is not None:
-        seeds = min(len(losses) for one in sizes for losses in one[:3] if losses)
-        needed = max(1, math.ceil(seeds * (reach * noise / math.sqrt(total) / math.log(TOLD)) ** 2))
+        seeds = min(len(losses) for size in sizes for losses in size[:3] if losses)
+        needed = max(1, math.ceil(seeds * (reach * noise / math.sqrt(total) / math.log(MIN_MULTIPLIER)) ** 2))
     trend = estimate(slope, 1 / spread) if spread else None
     return Multipliers(each, estimate(mean, 1 / total), trend, needed)
 
 
-def _log_multiplier(one: Compared) -> tuple[float, float] | None:
-    """The log multiplier of one size, and its variance in units of the variance of a training's log loss."""
-    if not all(one[:3]):
+def _log_multiplier(size: Compared) -> tuple[float, float] | None:
+    """The log multiplier of one size, and its variance in units of the variance of a run's log loss."""
+    if not all(size[:3]):
         return None
-    half, whole, other = (fmean(map(math.log, losses)) for losses in one[:3])
-    gained, doubling = half - whole, math.log(one.ratio)
+    half, full, other = (fmean(map(math.log, losses)) for losses in size[:3])
+    gained, log_ratio = half - full, math.log(size.ratio)
     if gained <= 0:
         return None
-    share = (whole - other) / gained
-    by_half, by_whole, by_other = -share / gained, (1 + share) / gained, -1 / gained
-    variance = by_half**2 / len(one.half) + by_whole**2 / len(one.whole) + by_other**2 / len(one.other)
-    return doubling * share, doubling**2 * variance
+    doublings = (full - other) / gained  # of the reference's tokens, for the loss of the recipe
+    by_half = -doublings / gained
+    by_full = (1 + doublings) / gained
+    by_other = -1 / gained
+    variance = by_half**2 / len(size.half) + by_full**2 / len(size.full) + by_other**2 / len(size.other)
+    return log_ratio * doublings, log_ratio**2 * variance
 
 
 def t_tails(t: float, freedom: float) -> float:

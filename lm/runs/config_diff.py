@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
-from lm.system.files import flatten
+from lm.system.parsing import flatten
 
 
 class Rule(NamedTuple):
@@ -40,13 +40,13 @@ def differences(configs: Sequence[dict[str, Any]]) -> dict[str, list[Any]]:
 
     The run's name is ignored, and so are options that are off and that one of the configs lacks (other versions of lm).
     """
-    flat, found = [flatten(config) for config in configs], {}
+    flat, differing = [flatten(config) for config in configs], {}
     for key in sorted(set().union(*flat) - {"run"}):
-        values = [one.get(key) for one in flat]
-        off = not any(values) and any(key not in one for one in flat)
+        values = [config.get(key) for config in flat]
+        off = not any(values) and any(key not in config for config in flat)
         if not off and any(value != values[0] for value in values):
-            found[key] = values
-    return found
+            differing[key] = values
+    return differing
 
 
 def not_allowed(purpose: str, differing: dict[str, list[Any]]) -> dict[str, list[Any]]:

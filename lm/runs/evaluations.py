@@ -7,7 +7,7 @@ import time
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from lm.system.files import DAMAGE, finite_or_none
+from lm.system.parsing import DAMAGE, finite_or_none
 
 Evaluation = dict[str, Any]
 
@@ -26,10 +26,8 @@ def evaluation_record(
     `TaskResult` by name, texts those of `CorpusResult`; core is the mean centred accuracy with its interval.
     """
     mean, interval = core or (None, None)
-    return finite_or_none({
-        "step": step, "checkpoint": checkpoint, "time": time.time(), "tasks": tasks, "core": mean,
-        "core_interval": interval, "texts": texts, "settings": settings,
-    })  # fmt: skip
+    record = {"step": step, "checkpoint": checkpoint, "time": time.time(), "tasks": tasks}
+    return finite_or_none(record | {"core": mean, "core_interval": interval, "texts": texts, "settings": settings})
 
 
 def is_evaluation(line: Evaluation) -> bool:
@@ -45,7 +43,7 @@ def merge_evaluations(evaluations: Sequence[Evaluation], step: int | None = None
     """Merge all evaluations of the model at `step` (default: of the newest evaluation); None if there is none.
 
     For each task and text, take the result with the most items or tokens, and the newest of equals; the mean centred
-    accuracy is taken from the evaluation with the most items.
+    accuracy is that of the evaluation with the most items.
     """
     step = evaluations[-1]["step"] if step is None and evaluations else step
     of_step = [evaluation for evaluation in evaluations if evaluation["step"] == step]
@@ -53,23 +51,23 @@ def merge_evaluations(evaluations: Sequence[Evaluation], step: int | None = None
         return None
     best: dict[str, dict[str, Any]] = {"tasks": {}, "texts": {}}
     for kind, size in (("tasks", "items"), ("texts", "tokens")):
-        for name, result in ((name, result) for one in of_step for name, result in one[kind].items()):
+        for name, result in ((name, result) for each in of_step for name, result in each[kind].items()):
             if name not in best[kind] or result[size] >= best[kind][name][size]:
                 best[kind][name] = result
-    largest = max(reversed(of_step), key=lambda one: sum(task["items"] for task in one["tasks"].values()))
+    largest = max(reversed(of_step), key=lambda each: sum(task["items"] for task in each["tasks"].values()))
     return {**of_step[-1], **best, "core": largest["core"], "core_interval": largest["core_interval"]}
 
 
 def evaluation_metrics(evaluation: Evaluation) -> dict[str, float]:
     """The numbers that are plotted as curves, by their names in TensorBoard and `metrics.jsonl`."""
-    found: dict[str, float] = {}
+    metrics: dict[str, float] = {}
     for name, task in evaluation["tasks"].items():
-        found[f"eval/{name}/accuracy"] = task["accuracy"]
-        found[f"eval/{name}/centered"] = task["centered"]
+        metrics[f"eval/{name}/accuracy"] = task["accuracy"]
+        metrics[f"eval/{name}/centered"] = task["centered"]
     if evaluation["core"] is not None:
-        found["eval/core"] = evaluation["core"]
-    found |= {f"eval/{name}/bpb": texts["bits_per_byte"] for name, texts in evaluation["texts"].items()}
-    return {name: value for name, value in found.items() if value is not None}
+        metrics["eval/core"] = evaluation["core"]
+    metrics |= {f"eval/{name}/bpb": texts["bits_per_byte"] for name, texts in evaluation["texts"].items()}
+    return {name: value for name, value in metrics.items() if value is not None}
 
 
 def describe_evaluation(evaluation: Evaluation | None) -> list[str]:

@@ -23,17 +23,17 @@ class Expectation(NamedTuple):
     def __str__(self) -> str:
         expected = f"{self.low:g} to {self.high:g}"
         if self.value is None:
-            last = ", or was not finite at the end" * self.metric.startswith("val/")
+            last = ", or was not finite at the end" if self.metric.startswith("val/") else ""
             return f"{self.metric} was never logged{last}; expected {expected}"
         return f"{self.metric} is {self.value:.4f}, {'within' if self.met else 'outside'} the expected range {expected}"
 
 
 def check_ranges(expect: dict[str, list[float]]) -> None:
     """Raise RequestError if a range is not [lowest, highest], or if nothing logs its metric."""
-    for metric, given in expect.items():
+    for metric, bounds in expect.items():
         check_metric(metric, "expect: ")
-        if len(given) != 2 or not given[0] <= given[1]:
-            raise RequestError(f"expect: {metric} {given} is not a range: give [LOWEST, HIGHEST]")
+        if len(bounds) != 2 or not bounds[0] <= bounds[1]:
+            raise RequestError(f"expect: {metric} {bounds} is not a range: give [LOWEST, HIGHEST]")
 
 
 def expectations(run: Run) -> list[Expectation]:
@@ -42,6 +42,6 @@ def expectations(run: Run) -> list[Expectation]:
     return [Expectation(metric, low, high, last_value(run, metric)) for metric, (low, high) in expected.items()]
 
 
-def acceptance(found: list[Expectation]) -> dict[str, Any]:
-    checks = [{**each._asdict(), "met": each.met} for each in found]
-    return {"passed": all(each.met for each in found), "checks": checks}
+def acceptance(expected: list[Expectation]) -> dict[str, Any]:
+    checks = [{**each._asdict(), "met": each.met} for each in expected]
+    return {"passed": all(each.met for each in expected), "checks": checks}

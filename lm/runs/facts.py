@@ -11,8 +11,10 @@ from typing import Any
 from lm.runs.evaluations import merge_evaluations
 from lm.runs.history import Series, curve, thin
 from lm.runs.metrics import METRICS, valid_metrics
-from lm.runs.run import STEP, TYPES, Run, add_metrics, is_alert
-from lm.system.files import digest, nonnegative, parse_line
+from lm.runs.run import STEP, Run
+from lm.runs.schema import TYPES, add_metrics, is_alert
+from lm.system.files import digest
+from lm.system.parsing import nonnegative, parse_line
 
 
 def read_facts(run: Run) -> dict[str, Any]:
@@ -20,14 +22,24 @@ def read_facts(run: Run) -> dict[str, Any]:
 
     `status` is `Run.status()`, `step` the newest logged step. `path`, `name` and `budget` are added.
     """
-    described, live, status = run.read("run.json"), run.read("state.json"), run.status()
+    described, live = run.read("run.json"), run.read("state.json")
+    status = run.status()
     return {
         **dict.fromkeys([*TYPES["run.json"], *TYPES["state.json"]]),
-        "metrics": {}, "tags": [], "command": [], "versions": {}, "machine": {},
-        **live, **described, "status": status, "step": live.get("step", described.get("step")),
-        "path": str(run.path.resolve()), "name": run.name, "budget": run.read("budget.json") or None,
+        "metrics": {},
+        "tags": [],
+        "command": [],
+        "versions": {},
+        "machine": {},
+        **live,
+        **described,
+        "status": status,
+        "step": live.get("step", described.get("step")),
+        "path": str(run.path.resolve()),
+        "name": run.name,
+        "budget": run.read("budget.json") or None,
         **({"phase": None, "eta_seconds": None} if status != "running" else {}),
-    }  # fmt: skip
+    }
 
 
 def run_row(run: Run) -> dict[str, Any]:
@@ -55,9 +67,10 @@ def run_row(run: Run) -> dict[str, Any]:
 
 # ---- a run while it trains -------------------------------------------------------------------------------------------
 
-POINTS = 1024  # of a curve
+MAX_POINTS = 1024  # of a curve
 CURVES = ("train/loss", "val/loss", "optim/lr", "optim/grad_norm", "perf/tokens_per_second")
-ALERTS = 20  # number of newest alerts that are kept
+MAX_ALERTS = 20  # of the newest
+SHOWN = "status reason phase host device world_size step max_steps tokens max_tokens metrics".split()
 
 
 class LiveRun:
@@ -74,9 +87,9 @@ class LiveRun:
         self._alerts: list[dict[str, Any]] = []
         self._read: dict[str, int] = {}  # file -> bytes of it that were read
 
-    def curve(self, metric: str, most: int = POINTS) -> Series:
-        """The curve of a metric of `CURVES`, with at most `most` points."""
-        return thin(curve(METRICS[metric].label, self._lines, metric), most)
+    def curve(self, metric: str, limit: int = MAX_POINTS) -> Series:
+        """The curve of a metric of `CURVES`, with at most `limit` points."""
+        return thin(curve(METRICS[metric].label, self._lines, metric), limit)
 
     def refresh(self) -> dict[str, Any]:
         """Read what is new in the run's files, and return the object that `lm monitor --json` prints; None: not known.
@@ -93,25 +106,25 @@ class LiveRun:
             self._forget(facts["started"])
         for line in filter(None, map(valid_metrics, self._new_lines("metrics.jsonl"))):
             add_metrics(self._lines, {name: line[name] for name in ("step", "resumed_at", *CURVES) if name in line})
-        self._alerts = [*self._alerts, *filter(is_alert, self._new_lines("alerts.jsonl"))][-ALERTS:]
+        self._alerts = [*self._alerts, *filter(is_alert, self._new_lines("alerts.jsonl"))][-MAX_ALERTS:]
         validations = [line for line in self._lines if "val/loss" in line and math.isfinite(line["val/loss"])]
         best, best_step = min(((line["val/loss"], line["step"]) for line in validations), default=(None, None))
         eta = facts["eta_seconds"]  # from the last log line; counted down below
         self.state = {
-            "run": run.name, "path": str(run.path),
-            **{name: facts[name] for name in (
-                "status", "reason", "phase", "host", "device", "world_size", "step", "max_steps", "tokens",
-                "max_tokens", "metrics",
-            )},
+            "run": run.name,
+            "path": str(run.path),
+            **{name: facts[name] for name in SHOWN},
             "eta_seconds": None if eta is None else max(0.0, eta - (_age(now, facts["time"]) or 0.0)),
-            "best_val_loss": best, "best_val_step": best_step,
-            "checkpoint": _checkpoint(run, "last", now), "best_checkpoint": _checkpoint(run, "best", now),
+            "best_val_loss": best,
+            "best_val_step": best_step,
+            "checkpoint": _checkpoint(run, "last", now),
+            "best_checkpoint": _checkpoint(run, "best", now),
             "machine": beat.get("machine") or None,
             "heartbeat_age_seconds": _age(now, beat.get("time")),
             "logged_age_seconds": _age(now, facts["time"]),
             "started_age_seconds": _age(now, facts["entered"]),
             "alerts": self._alerts,
-        }  # fmt: skip
+        }
         return self.state
 
     def _new_lines(self, name: str) -> list[dict[str, Any]]:
@@ -123,9 +136,9 @@ class LiveRun:
                 added = file.read()
         except OSError:
             return []
-        whole = added[: added.rfind(b"\n") + 1]
-        self._read[name] = begin + len(whole)
-        return [parse_line(line) for line in whole.splitlines()]
+        complete = added[: added.rfind(b"\n") + 1]
+        self._read[name] = begin + len(complete)
+        return [parse_line(line) for line in complete.splitlines()]
 
 
 def _age(now: float, then: Any) -> float | None:

@@ -19,9 +19,9 @@ def find_run(name: str | None, root: str | Path = ROOT, otherwise: str = "") -> 
         if runs := Run.all(root):
             return runs[-1]
         raise no_run(root, otherwise)
-    here = Path(root) / name
-    if (here / "run.json").is_file():
-        return Run(here)
+    path = Path(root) / name
+    if (path / "run.json").is_file():
+        return Run(path)
     named = [path for path in known_folders() if path.name == name]
     if len(named) > 1:
         raise RequestError(f"several runs are named {name}; give the path of one: {', '.join(map(str, named))}")
@@ -34,14 +34,14 @@ def find_run(name: str | None, root: str | Path = ROOT, otherwise: str = "") -> 
 
 def find_runs(names: Iterable[str], root: str | Path = ROOT) -> list[Run]:
     """Find runs by name; `lr-*` matches all such names under `root`, or else in the registry."""
-    found: list[Run] = []
+    runs: list[Run] = []
     for name in names:
-        like, taken = [], {run.path.resolve() for run in found}
+        matches, chosen = [], {run.path.resolve() for run in runs}
         if re.search(r"[*?[]", name):
-            like = [run for run in Run.all(root) if fnmatchcase(run.name, name)]
-            like = like or [Run(path) for path in known_folders() if fnmatchcase(path.name, name)]
-        found += [run for run in like if run.path.resolve() not in taken] if like else [find_run(name, root)]
-    return found
+            matches = [run for run in Run.all(root) if fnmatchcase(run.name, name)]
+            matches = matches or [Run(path) for path in known_folders() if fnmatchcase(path.name, name)]
+        runs += [run for run in matches if run.path.resolve() not in chosen] if matches else [find_run(name, root)]
+    return runs
 
 
 def no_run(root: str | Path, otherwise: str = "") -> RequestError:

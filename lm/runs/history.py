@@ -42,7 +42,8 @@ def smooth(values: Sequence[float], weight: float) -> list[float]:
 
     `weight` is the weight of the earlier values, in [0, 1). Non-finite values pass through.
     """
-    smoothed, mean, total = [], 0.0, 0.0
+    smoothed = []
+    mean, total = 0.0, 0.0
     for value in values:
         if math.isfinite(value):
             mean = weight * mean + (1 - weight) * value
@@ -53,9 +54,9 @@ def smooth(values: Sequence[float], weight: float) -> list[float]:
     return smoothed
 
 
-def thin(series: Series, most: int) -> Series:
-    """Reduce a curve to at most `most` points, means of neighbours; NaN where no neighbour is finite."""
-    size = max(1, math.ceil(len(series.x) / most))
+def thin(series: Series, limit: int) -> Series:
+    """Reduce a curve to at most `limit` points, means of neighbours; NaN where no neighbour is finite."""
+    size = max(1, math.ceil(len(series.x) / limit))
     x, y = [], []
     for begin in range(0, len(series.x), size):
         pairs = list(zip(series.x[begin : begin + size], series.y[begin : begin + size], strict=True))
@@ -86,11 +87,11 @@ def read_samples(run: Run) -> list[dict[str, Any]]:
 
     A resumed run generates the texts of later steps a second time; the later line counts.
     """
-    found: dict[tuple[int, str], dict[str, Any]] = {}
+    samples: dict[tuple[int, str], dict[str, Any]] = {}
     for sample in read_lines(run.path / "samples.jsonl"):
         if isinstance(sample.get("step"), int) and {"prompt", "text"} <= sample.keys():
-            found[sample["step"], sample["prompt"]] = sample
-    return sorted(found.values(), key=lambda sample: sample["step"])
+            samples[sample["step"], sample["prompt"]] = sample
+    return sorted(samples.values(), key=lambda sample: sample["step"])
 
 
 # ---- last values -----------------------------------------------------------------------------------------------------

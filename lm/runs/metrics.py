@@ -72,6 +72,6 @@ def numbers(document: dict[str, Any]) -> dict[str, float]:
 
 def valid_metrics(line: dict[str, Any]) -> dict[str, float] | None:
     """The numbers of a line of `metrics.jsonl`; None if it has neither a step nor the step of a resume."""
-    found = numbers(line)
-    steps = [type(found[name]) is int for name in ("step", "resumed_at") if name in found]
-    return found if steps and all(steps) else None
+    metrics = numbers(line)
+    steps = [type(metrics[name]) is int for name in ("step", "resumed_at") if name in metrics]
+    return metrics if steps and all(steps) else None

@@ -20,7 +20,8 @@ from pathlib import Path
 import jinja2
 
 from lm.runs.run import Run
-from lm.system.files import to_json, write_atomically
+from lm.system.files import write_atomically
+from lm.system.parsing import to_json
 
 TEMPLATE = Path(__file__).with_suffix(".md")
 OPEN = "Open: to be filled in when the loss is as low as it was before, or when the run has ended."
@@ -88,15 +89,13 @@ def write_postmortem(run: Run, incident: Incident, samples: list[Sample], decode
     texts = [decode(sample.tokens) for sample in samples]
     pieces = [[decode([token]) for token in sample.tokens] for sample in samples[:SAMPLES]]
     if samples:
-        _write(folder / "samples.txt", "\n".join(
-            f"==== sample {sample.index}, mean loss {sample.loss:.4f}, {sample.origin}\n{text}\n"
-            for sample, text in zip(samples, texts)
-        ))  # fmt: skip
-        _write(folder / "tokens.json", to_json([
-            {"sample": sample.index, "origin": sample.origin, "loss": sample.loss, "token_ids": sample.tokens,
-             "tokens": parts, "losses": sample.losses}
-            for sample, parts in zip(samples, pieces)
-        ]))  # fmt: skip
+        heads = [f"==== sample {sample.index}, mean loss {sample.loss:.4f}, {sample.origin}" for sample in samples]
+        _write(folder / "samples.txt", "\n".join(f"{head}\n{text}\n" for head, text in zip(heads, texts)))
+        documents = []
+        for sample, parts in zip(samples, pieces):
+            facts = {"sample": sample.index, "origin": sample.origin, "loss": sample.loss}
+            documents.append(facts | {"token_ids": sample.tokens, "tokens": parts, "losses": sample.losses})
+        _write(folder / "tokens.json", to_json(documents))
     template = jinja2.Template(TEMPLATE.read_text(encoding="utf-8"), trim_blocks=True, undefined=jinja2.StrictUndefined)
     tokens = worst_tokens(samples, pieces)
     _write(folder / "postmortem.md", template.render(incident=incident, samples=samples, tokens=tokens, recovery=OPEN))
@@ -110,25 +109,25 @@ def close_postmortem(run: Run, incident: Incident, how: str, recovery: str) -> N
     _write(folder / "postmortem.json", to_json(asdict(incident)))
     before, heading, after = (folder / "postmortem.md").read_text(encoding="utf-8").partition("\n## Recovery\n")
     if heading:
-        _, following, rest = after.partition("\n## ")
-        _write(folder / "postmortem.md", f"{before}{heading}\n{recovery}\n{following}{rest}".rstrip("\n"))
+        _, next_heading, sections = after.partition("\n## ")
+        _write(folder / "postmortem.md", f"{before}{heading}\n{recovery}\n{next_heading}{sections}".rstrip("\n"))
 
 
 def worst_tokens(samples: list[Sample], pieces: list[list[str]]) -> list[tuple[float, int, int, str, str, str]]:
     """The tokens with the highest loss: loss, sample, position, and as Markdown the text before it, of it, after it."""
-    tokens = [
-        (loss, sample.index, position, _code("".join(parts[max(0, position - BEFORE) : position])),
-         _code(parts[position]), _code("".join(parts[position + 1 : position + 1 + AFTER])))
-        for sample, parts in zip(samples, pieces)
-        for position, loss in enumerate(sample.losses)
-        if loss is not None
-    ]  # fmt: skip
+    tokens = []
+    for sample, parts in zip(samples, pieces):
+        for position, loss in enumerate(sample.losses):
+            if loss is not None:
+                before = "".join(parts[max(0, position - BEFORE) : position])
+                after = "".join(parts[position + 1 : position + 1 + AFTER])
+                tokens.append((loss, sample.index, position, _code(before), _code(parts[position]), _code(after)))
     return sorted(tokens, reverse=True)[:TOKENS]
 
 
 def _code(text: str) -> str:
     """Format text as code in a Markdown table: one line, without characters that are Markdown syntax."""
-    line = "".join("↵" if char == "\n" else char if char.isprintable() else "·" for char in text)
+    line = "".join(char if char.isprintable() else "·" for char in text.replace("\n", "↵"))
     line = line.replace("|", "¦").replace("`", "'")
     return f"`{line}`" if line else ""
 

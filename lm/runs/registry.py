@@ -1,6 +1,6 @@
 """The registry: the runs of a user in one SQLite file, so that `lm runs` finds them from any folder.
 
-It is an index of the run folders and may be deleted: `lm runs rebuild` makes it again. A training writes to it
+It is an index of the run folders and may be deleted: `lm runs rebuild` makes it again. A run writes to it
 through `record_run`, which never fails and takes at most `PATIENCE` seconds.
 """
 
@@ -20,7 +20,7 @@ from lm.runs.run import Run
 log = logging.getLogger(__name__)
 
 LOCK_TIMEOUT = 0.25  # seconds to wait for another process to finish writing
-PATIENCE = 1.0  # seconds that a training waits for the registry, whatever is wrong with it
+PATIENCE = 1.0  # seconds that a run waits for the registry, whatever is wrong with it
 COLUMNS = {
     "path": "TEXT PRIMARY KEY", "name": "TEXT", "status": "TEXT", "reason": "TEXT", "step": "INTEGER",
     "max_steps": "INTEGER", "tokens": "INTEGER", "best_loss": "REAL", "val_loss": "REAL", "loss": "REAL",
@@ -98,7 +98,7 @@ def _write(work: Callable[[sqlite3.Connection], Any]) -> None:
 
 
 def record_run(run: Run, warned: bool = False) -> bool:
-    """Write a run's row when a training starts or ends; return whether it was written.
+    """Write a run's row when it starts or ends; return whether it was written.
 
     It never raises and returns within `PATIENCE` seconds; a failure is logged, only at debug level if already `warned`.
     """
@@ -107,7 +107,7 @@ def record_run(run: Run, warned: bool = False) -> bool:
     def work() -> None:
         try:
             note([run])
-        except Exception as error:  # a training must not end because of an index
+        except Exception as error:  # a run must not end because of an index
             failures.append(error)
 
     thread = threading.Thread(target=work, name="registry", daemon=True)  # a hanging disk must not hold up the exit

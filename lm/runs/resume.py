@@ -36,11 +36,11 @@ def find_checkpoint(
     if not is_of_a_run(reference):
         path = checkpoint_folder(reference)
         if damage := find_damage(path):
-            raise RequestError(f"--ckpt_path {reference}: {damage}{_cure(path)}")
+            raise RequestError(f"--ckpt_path {reference}: {damage}{_hint(path)}")
         run = Run(path.resolve().parent if path.is_symlink() else path.parent)
         belongs = (run.path / "run.json").exists() and (not named or run.name == name)
         if belongs and not STEP.fullmatch(path.resolve().name):
-            log.info("%s is not named like a checkpoint of run %s, and is taken for another model", path, run.name)
+            log.info("%s is not named like a checkpoint of run %s, and counts as another model", path, run.name)
             belongs = False
         if belongs and fit and rank() == 0:
             run.check_not_trained()
@@ -55,14 +55,16 @@ def find_checkpoint(
         log.info("no run %r under %s yet: it starts%s", name, root, nearest_runs(name, root))
         return None, None
     if len(same) > 1:
-        log.info("the newest of the runs %s is %s; --run takes another", ", ".join(one.name for one in same), run.name)
+        log.info(
+            "the newest of the runs %s is %s; --run takes another", ", ".join(each.name for each in same), run.name
+        )
     if fit and rank() == 0:  # rank zero takes the lock
         run.check_not_trained()
     path = _checkpoint_of(run, reference)
     if path is None and not (path := _beginning(run)) and not fit:
         raise run.no_checkpoint()
     if fit and not auto and (damage := find_damage(path)):  # the others find damage on reading
-        raise RequestError(f"--ckpt_path {reference}: {path}: {damage}; `auto` takes the newest whole one")
+        raise RequestError(f"--ckpt_path {reference}: {path}: {damage}; `auto` takes the newest complete one")
     return path, run
 
 
@@ -83,8 +85,8 @@ def checkpoint_folder(reference: str) -> Path:
     path = Path(reference)
     if path.is_dir():
         return path
-    if path.name in ("best", "last") and (found := Run(path.parent).link(path.name)):  # without symbolic links
-        return found
+    if path.name in ("best", "last") and (checkpoint := Run(path.parent).link(path.name)):
+        return checkpoint  # on a file system without symbolic links
     if path.is_file():
         raise RequestError(f"{path} is a file: give its folder {path.parent}")
     step = re.fullmatch(r"(?:step-)?(\d+)", reference)
@@ -103,7 +105,7 @@ def hub_hint(name: str) -> str:
     return f"; if it is a model of the Hugging Face Hub: `hf download {name} --local-dir {Path(name).name}`"
 
 
-def _cure(path: Path) -> str:
+def _hint(path: Path) -> str:
     """Advice for a folder that is a run or a model instead of a checkpoint."""
     if (path / "run.json").exists():
         return f"; it is a run: give one of its checkpoints, such as {path / 'last'}"
@@ -117,7 +119,7 @@ def _checkpoint_of(run: Run, reference: str | None) -> Path | None:
     if run.status() != "running":
         with suppress(OSError):  # a read-only disk
             restore_interrupted(run.path / "step-*")  # checkpoints left aside by a kill while they were being replaced
-    return newest_whole(run) if reference == "auto" else run.checkpoint(reference)
+    return newest_complete(run) if reference == "auto" else run.checkpoint(reference)
 
 
 def _log_resumable_run(root: str, name: str) -> None:
@@ -125,16 +127,16 @@ def _log_resumable_run(root: str, name: str) -> None:
     for run in Run.all(root, name)[-1:]:
         steps, status = list(run.steps()), run.status()
         if status not in ("running", "finished"):
-            at = f"at step {steps[-1]:,}" if steps else "before its first checkpoint"
-            log.info("found run %s, %s %s: `%s` resumes it, and this command starts another", run.path, status, at,
-                     run.resume_command())  # fmt: skip
+            end = f"{status} " + (f"at step {steps[-1]:,}" if steps else "before its first checkpoint")
+            command = run.resume_command()
+            log.info("found run %s, %s: `%s` resumes it, and this command starts another", run.path, end, command)
 
 
-def _check_name_known(root: str, name: str, found: Run | None) -> None:
+def _check_name_known(root: str, name: str, run: Run | None) -> None:
     """Raise RequestError if a run has checkpoints but no readable `run.json`, so that its name is unknown."""
     for folder in sorted(Path(root).glob(f"{name}*")):
         of_this_name = re.fullmatch(re.escape(name) + r"(-\d+)?", folder.name)
-        if of_this_name and not Run(folder).read("run.json").get("name") and (found is None or found.path != folder):
+        if of_this_name and not Run(folder).read("run.json").get("name") and (run is None or run.path != folder):
             if steps := list(Run(folder).steps().values()):
                 raise RequestError(
                     f"{folder} has checkpoints, and its run.json is damaged or gone, so it is not clear what `auto` "
@@ -150,7 +152,7 @@ def _beginning(run: Run) -> Path | None:
         return None
     if damage := find_damage(Path(str(began_from))):
         raise RequestError(
-            f"run {run.path} has no checkpoint of its own yet, and the one that it began from is not whole: "
+            f"run {run.path} has no checkpoint of its own yet, and the one that it began from is damaged: "
             f"{began_from}: {damage}; put it back, or start a new run"
         )
     return Path(began_from)
@@ -162,10 +164,10 @@ def chosen_model(run: str | None, ckpt_path: str | None, root: str | Path = ROOT
     Without a `ckpt_path` it is the best checkpoint of the run, or the last if none was validated.
     """
     if is_of_a_run(ckpt_path):
-        found = find_run(run, root, otherwise=", or give a --ckpt_path")
-        path = _checkpoint_of(found, ckpt_path)
+        trained = find_run(run, root, otherwise=", or give a --ckpt_path")
+        path = _checkpoint_of(trained, ckpt_path)
         if path is None:
-            raise found.no_checkpoint()
+            raise trained.no_checkpoint()
     else:
         path = checkpoint_folder(ckpt_path)
         if run:
@@ -175,42 +177,44 @@ def chosen_model(run: str | None, ckpt_path: str | None, root: str | Path = ROOT
     return path
 
 
-def newest_whole(run: Run) -> Path | None:
+def newest_complete(run: Run) -> Path | None:
     """The newest intact checkpoint of a run; None if there is no checkpoint. Damaged ones are logged.
 
-    When a run is resumed from an earlier step, its later checkpoints are left behind: `run.json` has their digests.
+    When a run is resumed from an earlier step, its later checkpoints are stale: `run.json` has their digests.
     They are considered last, however new they are. If all are damaged, raise RequestError: to start from scratch would
     be a silent loss.
     """
-    last, left_behind = run.link("last"), run.left_behind()
+    last, stale = run.link("last"), run.stale_checkpoints()
     names = {path.name for path in run.path.glob("step-*")}
     if (link := run.path / "last").is_symlink():
         names.add(os.readlink(link))  # also of a checkpoint that is gone
 
     def newest_first(path: Path) -> tuple[bool, int]:
-        return path != last and path in left_behind, -int(path.name.removeprefix("step-"))
+        return path != last and path in stale, -int(path.name.removeprefix("step-"))
 
     damaged = {}
     for path in sorted((run.path / name for name in names if STEP.fullmatch(name)), key=newest_first):
         damaged[path.name] = find_damage(path)
         if damaged[path.name] is None:
             if len(damaged) > 1:
-                log.warning("%s is the newest whole checkpoint", path)
+                log.warning("%s is the newest complete checkpoint", path)
             return path
         log.warning("passing over %s: %s", path, damaged[path.name])
     if damaged:
+        problems = "; ".join(f"{name}: {damage}" for name, damage in damaged.items())
         raise RequestError(
-            f"run {run.path} has no whole checkpoint ({'; '.join(f'{name}: {what}' for name, what in damaged.items())})"
-            ", and would have to start from its first step: put one back, or start a new run without --ckpt_path"
+            f"run {run.path} has no complete checkpoint ({problems}), and would have to start from its first "
+            "step: put one back, or start a new run without --ckpt_path"
         )
     return None
 
 
-def warn_if_left_behind(run: Run, checkpoint: Path) -> None:
+def warn_if_stale(run: Run, checkpoint: Path) -> None:
     """Log a warning if a checkpoint is from steps that the run later repeated, so its curves do not show them."""
-    if checkpoint in run.left_behind():
-        log.warning("%s was left behind when the run was resumed from an earlier step: its weights and the curves of "
-                    "the run are those of two trainings", checkpoint)  # fmt: skip
+    if checkpoint in run.stale_checkpoints():
+        log.warning(
+            "%s is stale: the run was resumed from an earlier step, and its curves are the later ones", checkpoint
+        )
 
 
 def repair_links(run: Run, checkpoint: Path) -> None:
@@ -232,12 +236,11 @@ def check_config_changes(run: Run, config: dict[str, Any], force: bool) -> dict[
         for key, values in differences([settings, config]).items()
         if not key.startswith("data.prepare.") or values[1] is not None
     }  # null: then the shards are compared
-    refused = not_allowed("resume", changed)
-    if refused and not force:
-        raise RequestError(
-            f"run {run.path} cannot be resumed with another {', '.join(refused)}: "
-            + "; ".join(f"{key} was {before}, now {now}" for key, (before, now) in refused.items())
-            + "; start a new run without --ckpt_path"
-            + ", or give --force" * (not any(key.startswith("model.decoder") for key in not_allowed("branch", refused)))
-        )
+    fixed = not_allowed("resume", changed)
+    if fixed and not force:
+        values = "; ".join(f"{key} was {before}, now {now}" for key, (before, now) in fixed.items())
+        fix = "start a new run without --ckpt_path"
+        if not any(key.startswith("model.decoder") for key in not_allowed("branch", fixed)):
+            fix += ", or give --force"
+        raise RequestError(f"run {run.path} cannot be resumed with another {', '.join(fixed)}: {values}; {fix}")
     return changed

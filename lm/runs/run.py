@@ -7,7 +7,6 @@ import errno
 import fcntl
 import json
 import logging
-import math
 import os
 import re
 import shlex
@@ -19,17 +18,9 @@ from typing import Any
 
 from lm.errors import RequestError
 from lm.runs.metrics import check_metric, numbers, valid_metrics
-from lm.system.files import (
-    DAMAGE,
-    Attempts,
-    append_line,
-    nonnegative,
-    parse_json,
-    parse_yaml,
-    read_lines,
-    stated_digest,
-    write_atomically,
-)
+from lm.runs.schema import add_metrics, is_alert, session, valid_facts
+from lm.system.files import Attempts, append_line, read_lines, stated_digest, write_atomically
+from lm.system.parsing import DAMAGE, nonnegative, parse_json, parse_yaml
 from lm.system.process import launch_command, program
 from lm.system.removed_options import without_removed
 
@@ -38,7 +29,7 @@ log = logging.getLogger(__name__)
 ROOT = Path("checkpoints")
 STEP = re.compile(r"step-(\d{8,})")
 REFERENCES = ("best", "last", "auto")  # names of a run's checkpoints, beside those of steps
-SILENCE = 30.0  # seconds without a heartbeat after which a run is taken for dead
+SILENCE = 30.0  # seconds without a heartbeat after which a run counts as dead
 LOCK = "run.lock"
 NO_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP, errno.EINVAL)  # of file systems without locks
 
@@ -50,7 +41,7 @@ class Run:
 
     def __init__(self, path: Path | str) -> None:
         self.path = Path(path)
-        self.attempt = Attempts()  # writes that may fail without ending a training
+        self.attempt = Attempts()  # writes that may fail without ending the run
         self.seen: tuple[float, float] | None = None  # `entered()` when `check_not_trained` found the run free
 
     def __repr__(self) -> str:
@@ -68,13 +59,13 @@ class Run:
     def settings(self) -> dict[str, Any]:
         """The resolved config; {} where it cannot be read, and without groups that are damaged."""
         try:
-            found = parse_yaml(without_removed(self.config.read_text(encoding="utf-8")))
+            config = parse_yaml(without_removed(self.config.read_text(encoding="utf-8")))
         except (OSError, ValueError):
             return {}
-        if not isinstance(found, dict):
+        if not isinstance(config, dict):
             return {}
         groups = ("trainer", "model", "data")
-        return {key: value for key, value in found.items() if key not in groups or isinstance(value, dict)}
+        return {key: value for key, value in config.items() if key not in groups or isinstance(value, dict)}
 
     def started_in(self) -> Path:
         """The folder that the relative paths of the run's config are relative to.
@@ -82,8 +73,8 @@ class Run:
         It follows from the run's folder and `trainer.default_root_dir`; where the folder of runs has been moved, it is
         the working directory.
         """
-        given = self.settings().get("trainer", {}).get("default_root_dir")
-        root = Path(given) if isinstance(given, str) else ROOT
+        setting = self.settings().get("trainer", {}).get("default_root_dir")
+        root = Path(setting) if isinstance(setting, str) else ROOT
         runs = self.path.resolve().parent
         if not root.is_absolute() and runs.parts[-len(root.parts) :] == root.parts:
             return Path(*runs.parts[: -len(root.parts)])
@@ -92,32 +83,32 @@ class Run:
     @property
     def script(self) -> Path | None:
         """The script that trained the run by `lm.run` and defines its model; None for a run of `lm fit`."""
-        started, *rest = self.read("run.json").get("command") or [""]
-        is_script = started.endswith(".py") and Path(started).name != "__main__.py"
-        return Path(started) if is_script and rest[:1] in (["fit"], ["branch"]) else None
+        program, *arguments = self.read("run.json").get("command") or [""]
+        is_script = program.endswith(".py") and Path(program).name != "__main__.py"
+        return Path(program) if is_script and arguments[:1] in (["fit"], ["branch"]) else None
 
     def resume_command(self, checkpoint: str = "auto") -> str:
         """The command that resumes the run from a checkpoint, with the config that it has stored."""
-        force = " --force" * ("--force" in self.read("run.json").get("command", []))
-        there, path = self._from_its_folder()
+        force = " --force" if "--force" in self.read("run.json").get("command", []) else ""
+        change_folder, path = self._from_its_folder()
         config = shlex.quote(str(path / "config.yaml"))
-        return there + launch_command(f"fit --config {config} --ckpt_path {checkpoint}{force}", self.script)
+        return change_folder + launch_command(f"fit --config {config} --ckpt_path {checkpoint}{force}", self.script)
 
     def no_checkpoint(self) -> RequestError:
-        """The error for a run without checkpoints, with the cure."""
-        cure = "wait for its first" if self.status() == "running" else f"`{self.resume_command()}` trains it"
-        return RequestError(f"run {self.path} has no checkpoint yet: {cure}")
+        """The error for a run without checkpoints, with the fix."""
+        fix = "wait for its first" if self.status() == "running" else f"`{self.resume_command()}` trains it"
+        return RequestError(f"run {self.path} has no checkpoint yet: {fix}")
 
     def validate_command(self) -> str:
         """The command that validates the best checkpoint on the run's data."""
-        there, path = self._from_its_folder()
-        return f"{there}{program(self.script)} validate --ckpt_path {shlex.quote(str(path / 'best'))}"
+        change_folder, path = self._from_its_folder()
+        return f"{change_folder}{program(self.script)} validate --ckpt_path {shlex.quote(str(path / 'best'))}"
 
     def _from_its_folder(self) -> tuple[str, Path]:
         """A shell command that changes to the folder the run was started in, and the run's path relative to it."""
         path, began = self.path.resolve(), self.started_in()
-        there = "" if began == Path.cwd() else f"cd {shlex.quote(str(began))} && "
-        return there, path.relative_to(began) if path.is_relative_to(began) else path
+        change_folder = "" if began == Path.cwd() else f"cd {shlex.quote(str(began))} && "
+        return change_folder, path.relative_to(began) if path.is_relative_to(began) else path
 
     # ---- finding and making runs --------------------------------------------------------------------------------
 
@@ -217,8 +208,8 @@ class Run:
         beat, until = self.read("heartbeat.json"), time.monotonic() + SILENCE
         if self.status() != "running":
             return False
-        log.info("waiting to see whether a process on %s still trains %s: %.0f s at most",
-                 beat.get("host", "another machine"), self.path, SILENCE)  # fmt: skip
+        host = beat.get("host", "another machine")
+        log.info("waiting to see whether a process on %s still trains %s: %.0f s at most", host, self.path, SILENCE)
         while self.status() == "running" and time.monotonic() < until:
             if self.read("heartbeat.json").get("time") != beat.get("time"):
                 return True
@@ -230,11 +221,13 @@ class Run:
         return {**self.read("state.json"), **self.read("heartbeat.json")}
 
     def is_being_trained(self) -> RequestError:
-        """The error for a second training of this run."""
+        """The error for a second process that would train this run."""
         pid, host = self._holder().get("pid"), self._holder().get("host")
         holder = (f"process {pid}" if pid else "another process") + (f" on {host}" if host else "")
-        cure = f"wait for its end, or stop it{f' (`kill {pid}`)' if pid else ''}, and give the command again"
-        return RequestError(f"run {self.path} is being trained by {holder}: {cure}")
+        stop = f"stop it (`kill {pid}`)" if pid else "stop it"
+        return RequestError(
+            f"run {self.path} is being trained by {holder}: wait for its end, or {stop}, and give the command again"
+        )
 
     def write_heartbeat(self, machine: dict[str, Any]) -> None:
         """Replace `heartbeat.json`, the sign of life of the training process; `machine` is `Telemetry.read()` or {}."""
@@ -251,12 +244,12 @@ class Run:
         if facts.get("status") != "running":
             return facts.get("status", "unknown")
         beat, locked = self.read("heartbeat.json"), self.is_locked()
-        here = beat.get("host") == socket.gethostname()
-        if locked or locked is False and here:
+        on_this_machine = beat.get("host") == socket.gethostname()
+        if locked or locked is False and on_this_machine:
             return "running" if locked else "dead"
         # There are no locks, or the last process was on another machine, whose lock may not be visible here.
         entered, beaten = session(facts)[1], nonnegative(beat.get("time")) or 0.0
-        if here and beaten >= entered and not process_exists(beat.get("pid")):
+        if on_this_machine and beaten >= entered and not process_exists(beat.get("pid")):
             return "dead"
         return "running" if time.time() - max(beaten, entered) < SILENCE else "dead"
 
@@ -264,10 +257,10 @@ class Run:
 
     def steps(self) -> dict[int, Path]:
         """The complete checkpoints by optimizer step, in order."""
-        found = {int(match[1]): path for path in self.path.glob("step-*") if (match := STEP.fullmatch(path.name))}
-        return {step: found[step] for step in sorted(found) if (found[step] / "trainer.json").exists()}
+        folders = {int(match[1]): path for path in self.path.glob("step-*") if (match := STEP.fullmatch(path.name))}
+        return {step: folders[step] for step in sorted(folders) if (folders[step] / "trainer.json").exists()}
 
-    def left_behind(self) -> list[Path]:
+    def stale_checkpoints(self) -> list[Path]:
         """The checkpoints of steps that were repeated, because the run was resumed from an earlier checkpoint."""
         digests = self.read("run.json").get("left_behind", [])
         return [path for path in self.steps().values() if stated_digest(path / "trainer.json") in digests]
@@ -280,11 +273,11 @@ class Run:
         link = self.path / name
         if link.is_symlink():
             return link.parent / os.readlink(link) if link.exists() else None
-        steps, left_behind = self.steps().values(), self.left_behind()
+        steps, stale = self.steps().values(), self.stale_checkpoints()
         if link.is_dir():
             copied = stated_digest(link / "trainer.json")
             return next((path for path in steps if stated_digest(path / "trainer.json") == copied), None)
-        last = next((path for path in reversed(steps) if path not in left_behind), None)
+        last = next((path for path in reversed(steps) if path not in stale), None)
         return last if last is None or name == "last" else self._best_at(last)
 
     def _best_at(self, checkpoint: Path) -> Path | None:
@@ -350,18 +343,18 @@ class Run:
 
         With a name, only the lines with this metric; the other lines, of which there may be very many, are not parsed.
         """
-        kept: list[dict[str, Any]] = []
+        current: list[dict[str, Any]] = []
         lines = read_lines(self.path / "metrics.jsonl", (f'"{name}"', '"resumed_at"') if name else ("",))
         for line in filter(None, map(valid_metrics, lines)):
             if not name or name in line or "resumed_at" in line:
-                add_metrics(kept, line)
-        if name and not kept:
+                add_metrics(current, line)
+        if name and not current:
             check_metric(name)
-        return kept
+        return current
 
 
 def how_to_resume(run: Run | None) -> str:
-    """The words of a message on how to resume a run that ends early; None: it has no folder yet."""
+    """The part of a message that says how to resume a run; None: it has no folder yet."""
     return "give the same command again" if run is None else f"`{run.resume_command()}` resumes it"
 
 
@@ -373,8 +366,10 @@ def is_of_a_run(reference: str | None) -> bool:
 def check_run_name(name: str) -> None:
     """Raise RequestError for a run name with characters that could lead out of the folder of runs."""
     if not re.fullmatch(r"[\w][\w.+=-]*", name):
-        raise RequestError(f"run name {name!r}: use letters, digits, '.', '_', '-', '+' and '=' only; a fit takes the "
-                           "name of its config, or of --run")  # fmt: skip
+        raise RequestError(
+            f"run name {name!r}: use letters, digits, '.', '_', '-', '+' and '=' only; a fit takes the name of its "
+            "config, or of --run"
+        )
 
 
 def process_exists(pid: int | None) -> bool:
@@ -384,52 +379,3 @@ def process_exists(pid: int | None) -> bool:
         return True
     except (OSError, TypeError, OverflowError) as error:  # another user's process, or no valid number
         return not isinstance(error, ProcessLookupError)
-
-
-# ---- the facts in its files ------------------------------------------------------------------------------------------
-
-NUMBER = (int, float)
-TYPES: dict[str, dict[str, Any]] = {  # file -> fact -> its type; a fact of another type is treated as missing
-    "run.json": {
-        "id": str, "name": str, "status": str, "reason": str, "device": str, "world_size": int, "turn": int,
-        "started": str, "entered": NUMBER, "command": list, "host": str, "python": str, "versions": dict, "git": str,
-        "step": int, "began_from": str, "left_behind": list, "stretches": list, "rollbacks": list, "injected": dict,
-        "tags": list, "note": str, "acceptance": dict, "machine": dict, "flops_per_token": NUMBER,
-        "mixture": dict, "branch": dict,
-    },
-    "state.json": {
-        "run": str, "status": str, "reason": str, "phase": str, "step": int, "max_steps": int, "tokens": int,
-        "max_tokens": int, "metrics": dict, "eta_seconds": NUMBER, "pid": int, "host": str, "time": NUMBER,
-    },
-    "heartbeat.json": {"time": NUMBER, "pid": int, "host": str, "machine": dict},
-    "alerts.jsonl": {"step": int, "time": NUMBER, "guard": str, "action": str, "message": str},
-}  # fmt: skip
-
-
-def valid_facts(file: str, document: Any) -> dict[str, Any]:
-    """The facts of a run's file that have the right type; empty if the document is not an object."""
-    types = TYPES.get(file, {})
-    facts = document if isinstance(document, dict) else {}
-    return {name: fact for name, fact in facts.items() if name not in types or _has_type(fact, types[name])}
-
-
-def _has_type(fact: Any, types: Any) -> bool:
-    return isinstance(fact, types) and not isinstance(fact, bool) and (type(fact) is not float or math.isfinite(fact))
-
-
-def is_alert(line: dict[str, Any]) -> bool:
-    """Whether a line of `alerts.jsonl` is whole."""
-    return TYPES["alerts.jsonl"].keys() <= valid_facts("alerts.jsonl", line).keys()
-
-
-def add_metrics(lines: list[dict[str, float]], line: dict[str, float]) -> None:
-    """Append a line of `metrics.jsonl` to `lines`; if it marks a resume, remove the lines of later steps instead."""
-    if "resumed_at" in line:
-        lines[:] = [before for before in lines if before["step"] <= line["resumed_at"]]
-    else:
-        lines.append(line)
-
-
-def session(facts: dict[str, Any]) -> tuple[float, float]:
-    """`Run.entered` for the given facts of `run.json`."""
-    return nonnegative(facts.get("turn")) or 0, nonnegative(facts.get("entered")) or 0.0

@@ -1,4 +1,4 @@
-"""Scaling laws: the loss of small models as a function of their operations, and predictions from it.
+"""Scaling laws: the loss of small models as a function of their FLOPs, and predictions from it.
 
 A law is fitted to the losses of several sizes, each trained with one seed or with several. Nothing here imports torch.
 """
@@ -11,8 +11,8 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-FEWEST = 3  # sizes for a law: any two lie on one
-FEWEST_WITH_OFFSET = 5  # sizes for a law with three parameters, so that two are left to show how well it fits
+MIN_SIZES = 3  # sizes for a law: any two lie on one
+MIN_SIZES_WITH_OFFSET = 5  # sizes for a law with three parameters, so that two are left to show how well it fits
 FAR = 1.0  # extrapolation up to which a prediction counts as near, as in `distance`
 DRAWS = 1000  # samples of the bootstrap
 INTERVAL = (2.5, 97.5)  # percent
@@ -37,7 +37,7 @@ class PowerLaw:
 
 
 class Prediction(NamedTuple):
-    """The predicted loss of a training of some size with one seed."""
+    """The predicted loss of a run of some size with one seed."""
 
     loss: float
     low: float | None  # of the 95 % interval; None: not known, see `fit_sizes`
@@ -64,12 +64,13 @@ def fit_bending(x: Sequence[float], losses: np.ndarray) -> PowerLaw:
     weights = 1 / np.atleast_2d(losses)[:, None, :]  # [draws, 1, sizes]
     middle = np.exp(np.log(x).mean())  # the factor is fitted here, so that it does not depend on the exponent
     powers = (np.array(x) / middle) ** -EXPONENTS[:, None]  # [exponents, sizes]
-    one, two = weights + 0 * powers, weights * powers  # an offset and a factor of 1, divided by the loss
-    of_one, of_two, both = ((a * b).sum(-1) for a, b in ((one, one), (two, two), (one, two)))
-    offset = (one.sum(-1) * of_two - two.sum(-1) * both) / (of_one * of_two - both**2)  # [draws, exponents]
+    ones, terms = weights + 0 * powers, weights * powers  # an offset and a factor of 1, divided by the loss
+    ones_ones, terms_terms, ones_terms = (ones * ones).sum(-1), (terms * terms).sum(-1), (ones * terms).sum(-1)
+    determinant = ones_ones * terms_terms - ones_terms**2
+    offset = (ones.sum(-1) * terms_terms - terms.sum(-1) * ones_terms) / determinant  # [draws, exponents]
     offset = np.maximum(offset, 0)
-    factor = (two.sum(-1) - offset * both) / of_two
-    errors = ((offset[..., None] * one + factor[..., None] * two - 1) ** 2).sum(-1)
+    factor = (terms.sum(-1) - offset * ones_terms) / terms_terms
+    errors = ((offset[..., None] * ones + factor[..., None] * terms - 1) ** 2).sum(-1)
     best = errors.argmin(-1)
     draws = np.arange(len(best))
     exponent = EXPONENTS[best]
@@ -84,8 +85,12 @@ def fit_laws(x: Sequence[float], losses: np.ndarray) -> list[PowerLaw]:
     both are used: without an offset, predictions are too low if the loss bends; with one, they are too high if noise
     makes it seem to bend. The arguments are those of `fit_straight`.
     """
-    kinds = [fit_straight] * (len(x) < FEWEST_WITH_OFFSET) + [fit_bending] * (len(x) >= FEWEST)
-    return [kind(x, losses) for kind in kinds]
+    laws = []
+    if len(x) < MIN_SIZES_WITH_OFFSET:
+        laws.append(fit_straight(x, losses))
+    if len(x) >= MIN_SIZES:
+        laws.append(fit_bending(x, losses))
+    return laws
 
 
 def distance(x: Sequence[float], target: float) -> float:
@@ -98,13 +103,13 @@ def distance(x: Sequence[float], target: float) -> float:
 class Fit:
     """The laws fitted to some sizes, and bootstrap draws of them for intervals; made by `fit_sizes`."""
 
-    x: Sequence[float]  # operations of each size
+    x: Sequence[float]  # FLOPs of each size
     laws: Sequence[PowerLaw]
     drawn: Sequence[PowerLaw]
-    noise: np.ndarray  # [draws], the factor by which a training deviates from its law
+    noise: np.ndarray  # [draws], the factor by which a run deviates from its law
 
     def predict(self, target: float) -> Prediction:
-        """Predict the loss of a size, given by its operations, as the mean of the laws."""
+        """Predict the loss of a size, given by its FLOPs, as the mean of the laws."""
         loss = fmean(float(law(target)) for law in self.laws)
         if not self.drawn:
             return Prediction(loss, None, None, distance(self.x, target))
@@ -116,20 +121,22 @@ class Fit:
 def fit_sizes(x: Sequence[float], losses: Sequence[Sequence[float]]) -> Fit:
     """Fit laws to sizes with `fit_laws`, and draw bootstrap samples of them.
 
-    A draw adds the deviation of some training to each loss, and one to the prediction: a bootstrap of residuals
+    A draw adds the deviation of some run to each loss, and one to the prediction: a bootstrap of residuals
     (Davison and Hinkley, 1997, "Bootstrap methods and their application", section 6.2.3). A deviation is a mean's from
-    the law plus a training's from its mean, each scaled up for the degrees of freedom of the fit. With one seed the
+    the law plus a run's from its mean, each scaled up for the degrees of freedom of the fit. With one seed the
     second is not known; if there are also fewer than five sizes, neither is the first, since a law with an offset fits
     three exactly: there is then no interval.
 
-    `x` has the operations of three or more sizes, `losses` the losses of each, one per seed.
+    `x` has the FLOPs of three or more sizes, `losses` the losses of each, one per seed.
     """
     means = [fmean(each) for each in losses]
     laws = fit_laws(x, np.array(means))
     misfit = [math.sqrt(len(x) / max(1, len(x) - 3)) * math.log(mean / laws[-1](at)) for at, mean in zip(x, means)]
-    noise = [math.sqrt(len(each) / (len(each) - 1)) * math.log(loss / mean)
-             for mean, each in zip(means, losses) if len(each) > 1 for loss in each]  # fmt: skip
-    if not noise and len(x) < FEWEST_WITH_OFFSET:
+    noise = []
+    for mean, each in zip(means, losses):
+        if len(each) > 1:
+            noise += [math.sqrt(len(each) / (len(each) - 1)) * math.log(loss / mean) for loss in each]
+    if not noise and len(x) < MIN_SIZES_WITH_OFFSET:
         return Fit(x, laws, (), np.ones(0))
     random, noise = np.random.default_rng(0), noise or [0.0]
     moves = random.choice(misfit, (DRAWS, len(x)))

@@ -16,7 +16,7 @@ from lm.system.units import Count, parse_count, shown
 
 OPTION = re.compile(r"--|-[a-z]$")
 NEGATIVE = re.compile(r"-[\d.]+(e[+-]?\d+)?", re.IGNORECASE)
-LONGEST_MESSAGE = 300
+MAX_MESSAGE = 300
 
 register_type(Count, serializer=int, deserializer=parse_count, type_check=lambda value, kind: type(value) is kind)
 
@@ -170,4 +170,4 @@ def shorten(message: str, known: list[str]) -> str:
     text = re.sub("expected (list|tuple), got .*", "expected a list: [a, b], or lines that begin with a dash", text)
     text = re.sub("Unable to load config .*", "this is a group of options: give each with its name", text)
     text = f"{key}: {text}" if key else text
-    return text if len(text) <= LONGEST_MESSAGE else f"{text[:LONGEST_MESSAGE]}..."
+    return text if len(text) <= MAX_MESSAGE else f"{text[:MAX_MESSAGE]}..."

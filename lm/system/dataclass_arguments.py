@@ -19,15 +19,15 @@ def arguments_from(options: type, **types: type) -> Callable[[Callable[..., None
 
     def decorate(init: Callable[..., None]) -> Callable[..., None]:
         @wraps(init)
-        def __init__(self: Any, *args: Any, **given: Any) -> None:
-            init(self, build_options(options, init.__qualname__.partition(".")[0], *args, **given))
+        def __init__(self: Any, *args: Any, **values: Any) -> None:
+            init(self, build_options(options, init.__qualname__.partition(".")[0], *args, **values))
 
         hints = get_type_hints(options, localns=types)
         parameters = [Parameter("self", Parameter.POSITIONAL_OR_KEYWORD)]
-        for one in fields(options):
-            default = one.default if one.default_factory is MISSING else one.default_factory()
-            parameters.append(Parameter(one.name, Parameter.POSITIONAL_OR_KEYWORD, annotation=hints[one.name],
-                                        default=Parameter.empty if default is MISSING else default))  # fmt: skip
+        for field in fields(options):
+            default = field.default if field.default_factory is MISSING else field.default_factory()
+            parameter = Parameter(field.name, Parameter.POSITIONAL_OR_KEYWORD, annotation=hints[field.name])
+            parameters.append(parameter if default is MISSING else parameter.replace(default=default))
         __init__.__signature__, __init__.__annotations__ = Signature(parameters), hints
         __init__.__doc__ = options.__doc__
         return __init__
@@ -35,19 +35,19 @@ def arguments_from(options: type, **types: type) -> Callable[[Callable[..., None
     return decorate
 
 
-def build_options(options: type, caller: str, *args: Any, **given: Any) -> Any:
+def build_options(options: type, caller: str, *args: Any, **values: Any) -> Any:
     """Make a dataclass of options from the arguments of a call; a count may be a string, as in a config."""
-    kinds = {one.name: one.type for one in fields(options)}
-    if unknown := [name for name in given if name not in kinds]:
+    kinds = {field.name: field.type for field in fields(options)}
+    if unknown := [name for name in values if name not in kinds]:
         from lm.system.other_names import nearest_option, unknown_options
 
         section = options.__name__.removesuffix("Config").lower()  # ModelConfig: `model`
         hints = {name: nearest_option(name, list(kinds), section) for name in unknown}
         raise RequestError(f"{caller}: {unknown_options(hints)}")
-    for name, value in given.items():
+    for name, value in values.items():
         if isinstance(value, str | float) and Count in (kinds[name], *get_args(kinds[name])):
             try:
-                given[name] = parse_count(value)
+                values[name] = parse_count(value)
             except ValueError as error:
                 raise RequestError(f"{caller}({name}={value!r}): {error}") from error
-    return options(*args, **given)
+    return options(*args, **values)

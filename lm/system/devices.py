@@ -10,7 +10,7 @@ ASSUMED_MFU = 0.4  # 47.9 % was measured for pretrain-350m on an H100; smaller m
 
 # Dense peaks in TFLOP/s, accumulating in fp32: (bf16, fp16, tf32, fp32, fp8). Vendors print the sparse figures, twice
 # these. None: the device has no such unit. Names are torch's device names without vendor and brand (see `_model`),
-# matched whole, so that a laptop's or a sliced GPU is unknown rather than taken for the full one.
+# matched in full, so that a laptop's or a sliced GPU is unknown rather than confused with the full one.
 PEAKS: dict[str, tuple[float | None, float, float | None, float, float | None]] = {
     # NVIDIA Blackwell data sheets (HGX B200 and B300: an eighth of the board; GB200 and GB300: half of the superchip)
     r"B[23]00": (2250, 2250, 1125, 75, 4500),
@@ -99,7 +99,7 @@ FAMILIES = {"bf16": 0, "fp16": 1, "16": 1, "tf32": 2, "fp32": 3, "32": 3, "fp8":
 
 
 def peak_flops(device_name: str, precision: str) -> float | None:
-    """The dense peak of a device, the denominator of MFU, in floating-point operations a second; None if not known.
+    """The dense peak of a device, the denominator of MFU, in FLOP/s; None if not known.
 
     The precision is that of the matrix multiplications: "bf16", "fp16", "tf32" or "fp32", or a trainer's, such as
     "bf16-mixed" or "fp8-rowwise". "32-true" is fp32; a program that allows TF32 passes "tf32". For FP8 it is the FP8
@@ -127,7 +127,7 @@ class Device(NamedTuple):
     name: str  # torch's name
     memory_bytes: int | None  # total of a GPU, free memory of a CPU; None: not known
     capability: tuple[int, int] | None  # CUDA compute capability; None: no CUDA device
-    peak_tflops: float | None = None  # in the precision of the training; None: as in `PEAKS`
+    peak_tflops: float | None = None  # in the precision of the run; None: as in `PEAKS`
 
     def peak_flops(self, precision: str) -> float | None:
         return self.peak_tflops * 1e12 if self.peak_tflops else peak_flops(self.name, precision)
@@ -176,23 +176,22 @@ def assumed_speed(device: Device, precision: str, flops_per_token: float) -> tup
     `flops_per_token` includes what activation checkpointing repeats.
     """
     fp8 = precision.startswith("fp8")
-    given = device.peak_tflops is not None  # in this precision
-    peak = device.peak_flops("bf16" if fp8 and not given else precision)
-    if peak is None:
+    if fp8 and device.peak_tflops is not None:  # the peak that the user gave is that of FP8
+        peak = device.peak_flops(precision) / 2
+    elif (peak := device.peak_flops("bf16" if fp8 else precision)) is None:
         return None
-    speed = ASSUMED_MFU * (peak / 2 if fp8 and given else peak) / flops_per_token
-    return speed, f"{ASSUMED_MFU:.0%} MFU{' of bf16' * fp8}, assumed"
+    return ASSUMED_MFU * peak / flops_per_token, f"{ASSUMED_MFU:.0%} MFU{' of bf16' if fp8 else ''}, assumed"
 
 
 def find_device(name: str, memory_bytes: int | None = None, peak_tflops: float | None = None) -> tuple[Device, int]:
-    """Find a device by name, to plan a training for another machine; returns it and the number of such devices.
+    """Find a device by name, to plan a run for another machine; returns it and the number of such devices.
 
     Names are for example "h200", "RTX 4090" or "NVIDIA A100-SXM4-80GB", counted as 1; "cpu"; "auto" for the device
     that this machine would train on. `memory_bytes` and `peak_tflops` replace the device's own; "auto" with a memory
     is any other GPU, of compute capability 8.0.
     """
-    found, count = (Device("any GPU", None, (8, 0)), 1) if memory_bytes and name == "auto" else _named_device(name)
-    return found._replace(memory_bytes=memory_bytes or found.memory_bytes, peak_tflops=peak_tflops), count
+    device, count = (Device("any GPU", None, (8, 0)), 1) if memory_bytes and name == "auto" else _named_device(name)
+    return device._replace(memory_bytes=memory_bytes or device.memory_bytes, peak_tflops=peak_tflops), count
 
 
 def _named_device(name: str) -> tuple[Device, int]:
@@ -208,7 +207,7 @@ def _named_device(name: str) -> tuple[Device, int]:
     import torch
 
     if name.lower() == "auto" and torch.cuda.is_available():
-        found = Device(device_name("cuda"), memory_bytes("cuda"), torch.cuda.get_device_capability())
-        return found, torch.cuda.device_count()
+        device = Device(device_name("cuda"), memory_bytes("cuda"), torch.cuda.get_device_capability())
+        return device, torch.cuda.device_count()
     ram = memory()
     return Device(device_name("cpu"), ram["total_bytes"] - ram["used_bytes"], None), 1

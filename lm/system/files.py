@@ -1,126 +1,24 @@
 """Files that survive a crash: atomic writes, appended lines, JSON with a digest, folders complete or absent.
 
-Also safe parsing of YAML and JSON, and the disk space that the checkpoints of a run need. Nothing here imports torch.
+Also what is wrong with a path, a URL or a file. Nothing here imports torch.
 """
 
 import hashlib
 import json
 import logging
-import math
 import os
 import re
 import shutil
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from fnmatch import fnmatch
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 from lm.errors import RequestError, RunError, first_line
-from lm.system.units import format_bytes
+from lm.system.parsing import parse_line
 
 log = logging.getLogger(__name__)
-
-# Errors from reading a file that does not have the expected content.
-DAMAGE = (ArithmeticError, AttributeError, LookupError, TypeError, ValueError)
-
-# ---- YAML and JSON ---------------------------------------------------------------------------------------------------
-
-
-def parse_json(text: str | bytes) -> Any:
-    """Parse a JSON text; ValueError also for integers of more than 64 bits and for values nested too deep."""
-    try:
-        return _JSON.decode(text if isinstance(text, str) else text.decode("utf-8-sig"))
-    except RecursionError:
-        raise ValueError("values are nested too deep to be read") from None
-
-
-def _integer(digits: str) -> int:
-    number = int(digits)
-    if not -(2**63) <= number < 2**64:
-        raise ValueError(f"a number of {len(digits)} digits")
-    return number
-
-
-_JSON = json.JSONDecoder(parse_int=_integer)  # `json.loads` would make a decoder for every line of a file
-
-
-def read_object(file: Path) -> dict[str, Any]:
-    """Read a JSON object from a file; RequestError if it is damaged."""
-    try:
-        document = parse_json(file.read_bytes())
-    except (OSError, ValueError) as error:
-        raise RequestError(f"{file} cannot be read ({error}); is it damaged?") from error
-    if not isinstance(document, dict):
-        raise RequestError(f"{file} is damaged: it is not a JSON object")
-    return document
-
-
-def parse_yaml(text: str | bytes) -> Any:
-    """Parse a YAML text into plain values: tags cannot make other objects.
-
-    ValueError also if a key occurs twice, of which YAML would keep the last, or if values are nested too deep.
-    """
-    import yaml
-
-    class Loader(yaml.SafeLoader):  # in Python: the C parser crashes the process on deep nesting
-        def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict:
-            first: dict[str, yaml.Mark] = {}
-            for key, _ in node.value if isinstance(node, yaml.MappingNode) else ():
-                if isinstance(key, yaml.ScalarNode) and first.setdefault(key.value, key.start_mark) != key.start_mark:
-                    line, before = key.start_mark.line + 1, first[key.value].line + 1
-                    raise yaml.YAMLError(f"line {line}: {key.value} is there a second time, after line {before}")
-            return super().construct_mapping(node, deep)
-
-    try:
-        return yaml.load(text, Loader)
-    except yaml.YAMLError as error:
-        message = re.sub(r'in "<\w+ string>", ', "at ", " ".join(str(error).split()))
-        raise ValueError(message) from error
-    except RecursionError:
-        raise ValueError("values are nested too deep to be read") from None
-    except DAMAGE as error:  # `!!int x`
-        raise ValueError(f"a value does not fit its tag ({error})") from error
-
-
-def finite_or_none(value: Any) -> Any:
-    """Copy a tree of values with None for non-finite numbers, which JSON does not have."""
-    if isinstance(value, Mapping):
-        return {name: finite_or_none(part) for name, part in value.items()}
-    if isinstance(value, list | tuple):
-        return [finite_or_none(part) for part in value]
-    return None if isinstance(value, float) and not math.isfinite(value) else value
-
-
-def to_json(value: Any) -> str:
-    """Encode as JSON, with null for NaN and Inf."""
-    return json.dumps(finite_or_none(value), ensure_ascii=False, allow_nan=False)
-
-
-def flatten(config: dict[str, Any], prefix: str = "") -> dict[str, Any]:
-    """Flatten a nested config to dotted keys; lists of options, such as the sources of a mixture, use their names."""
-    flat: dict[str, Any] = {}
-    for key, value in config.items():
-        listed = isinstance(value, list) and value
-        if listed and all(isinstance(one, dict) and "class_path" not in one for one in value):
-            value = {str(one.get("name", index)): one for index, one in enumerate(value)}
-        if isinstance(value, dict):
-            flat |= flatten(value, f"{prefix}{key}.")
-        else:
-            flat[prefix + key] = value
-    return flat
-
-
-def nonnegative(value: Any) -> float | None:
-    """Return a value of a JSON document if it is a finite number >= 0, otherwise None."""
-    number = isinstance(value, int | float) and not isinstance(value, bool) and 0 <= value < math.inf
-    return float(value) if number else None
-
-
-def folder_bytes(path: Path) -> int:
-    """The size of the files below a folder."""
-    return sum(file.lstat().st_size for file in path.rglob("*"))
-
 
 # ---- paths -----------------------------------------------------------------------------------------------------------
 
@@ -133,11 +31,12 @@ def is_remote(source: str) -> bool:
     return "://" in source and not source.startswith("file://")
 
 
-def check_local_path(option: str, path: str | Path, cure: str = "write to this machine, and copy it there") -> None:
+def check_local_path(option: str, path: str | Path, fix: str = "write to this machine, and copy it there") -> None:
     """Raise RequestError for a URL if a local path is needed; it would become a folder `s3:`."""
     if url := URL.fullmatch(str(path)):
-        cure = f"give the path alone: /{url['rest']}" if url["scheme"] == "file" else cure
-        raise RequestError(f"{option} {url['scheme']}://{url['rest']} is a URL, and only a path works here: {cure}")
+        if url["scheme"] == "file":
+            fix = f"give the path alone: /{url['rest']}"
+        raise RequestError(f"{option} {url['scheme']}://{url['rest']} is a URL, and only a path works here: {fix}")
 
 
 def is_denied(error: BaseException | None) -> bool:
@@ -199,35 +98,28 @@ def append_line(path: Path, line: dict[str, Any]) -> None:
     descriptor = os.open(path, os.O_RDWR | os.O_APPEND | os.O_CREAT, 0o666)
     try:
         end = os.fstat(descriptor).st_size
-        cut = end > 0 and os.pread(descriptor, 1, end - 1) != b"\n"
-        append_bytes(descriptor, b"\n" * cut + (json.dumps(line, ensure_ascii=False) + "\n").encode())
+        text = json.dumps(line, ensure_ascii=False) + "\n"
+        if end > 0 and os.pread(descriptor, 1, end - 1) != b"\n":
+            text = "\n" + text
+        append_bytes(descriptor, text.encode())
     finally:
         os.close(descriptor)
 
 
 def read_lines(path: Path, containing: tuple[str, ...] = ("",)) -> Iterator[dict[str, Any]]:
     """The objects of the lines that contain one of these texts; a line cut short by a kill is left out."""
-    wanted = [text.encode() for text in containing]
+    parts = [text.encode() for text in containing]
     try:
         text = path.read_bytes()
     except OSError:
         return
     for line in text.split(b"\n"):
-        if any(part in line for part in wanted) and (entry := parse_line(line)):
+        if any(part in line for part in parts) and (entry := parse_line(line)):
             yield entry
 
 
-def parse_line(line: bytes) -> dict[str, Any]:
-    """Parse a line of JSON; {} if a kill cut it short."""
-    try:
-        entry = parse_json(line)
-    except ValueError:
-        return {}
-    return entry if isinstance(entry, dict) else {}
-
-
 class Attempts:
-    """Writes that may fail without ending a training, such as its log on a full disk.
+    """Writes that may fail without ending a run, such as its log on a full disk.
 
     The first failure and the end of the failures are logged; what could not be written in between is lost.
     """
@@ -310,7 +202,7 @@ def atomic_folder(folder: Path) -> Iterator[Path]:
     """Write a folder so that it is complete or absent, also after a kill or a power cut.
 
     Yields a temporary folder beside it, which takes its place when the block ends without an error. An existing folder
-    is replaced as a whole; the parent folder must exist.
+    is replaced by it; the parent folder must exist.
     """
     temporary = folder.with_name(f".tmp-{folder.name}-{os.getpid()}")
     remove_stale(folder)
@@ -331,21 +223,6 @@ def atomic_folder(folder: Path) -> Iterator[Path]:
         shutil.rmtree(temporary, ignore_errors=True)
         restore_interrupted(folder)
         raise
-
-
-@contextmanager
-def new_folder(target: Path) -> Iterator[Path]:
-    """An `atomic_folder` for the `--output` of a command, whose name must be free or an empty folder."""
-    check_local_path("--output", target)
-    if target.exists() and (not target.is_dir() or any(target.iterdir())):
-        raise RequestError(f"--output {target} is there already and not an empty folder; choose another")
-    target = target.resolve()
-    try:
-        target.parent.mkdir(parents=True, exist_ok=True)
-        with atomic_folder(target) as folder:
-            yield folder
-    except OSError as error:
-        raise RunError(f"could not write {target}: {error.strerror or error}") from error
 
 
 def remove_stale(folder: Path) -> None:
@@ -373,35 +250,5 @@ def remove_folder(folder: Path) -> None:
 def _stale_beside(folder: Path) -> list[tuple[Path, str, str]]:
     """The folders that killed writers left: path, kind, and the final name."""
     paths = list(folder.parent.iterdir()) if folder.parent.is_dir() else []
-    found = [(path, stale) for path in paths if (stale := STALE.fullmatch(path.name))]
-    return [(path, stale["kind"], stale["name"]) for path, stale in found if fnmatch(stale["name"], folder.name)]
-
-
-# ---- disk space ------------------------------------------------------------------------------------------------------
-
-
-class DiskSpace(NamedTuple):
-    """Bytes: of one checkpoint, of all that exist at the same time, and of free space."""
-
-    checkpoint: int
-    at_once: int
-    free: int
-
-    @property
-    def suffices(self) -> bool:
-        return self.at_once <= self.free
-
-    def __str__(self) -> str:
-        one, at_once, free = map(format_bytes, self)
-        return f"checkpoints of {one} need {at_once} at once, and {free} are free"
-
-
-def disk_space(folder: Path, checkpoint: int, keep: int, present: int = 0) -> DiskSpace:
-    """The disk space needed for a run's checkpoints of `checkpoint` bytes, and what is free in a (possibly new) folder.
-
-    The newest `keep` are kept, beside the best and the one being written. The space of the `present` checkpoints is
-    reused.
-    """
-    existing = next(path for path in (folder, *folder.absolute().parents) if path.exists())
-    free = shutil.disk_usage(existing).free + checkpoint * present
-    return DiskSpace(checkpoint, checkpoint * (keep + 2), free)
+    matches = [(path, stale) for path in paths if (stale := STALE.fullmatch(path.name))]
+    return [(path, stale["kind"], stale["name"]) for path, stale in matches if fnmatch(stale["name"], folder.name)]

@@ -114,10 +114,10 @@ def _read(path: str) -> str:
 
 def memory() -> dict[str, int]:
     """Used and total memory of the machine, or of its container if the limit is lower; without the page cache."""
-    whole = psutil.virtual_memory()
+    machine = psutil.virtual_memory()
     for in_use, limit, stat, cache in CGROUPS:
         limit, in_use = (_read(f"/sys/fs/cgroup/{name}").strip() for name in (limit, in_use))
-        if limit.isdigit() and in_use.isdigit() and int(limit) < whole.total:
+        if limit.isdigit() and in_use.isdigit() and int(limit) < machine.total:
             parts = dict(line.split() for line in _read(f"/sys/fs/cgroup/{stat}").splitlines())
             return {"used_bytes": max(0, int(in_use) - int(parts.get(cache, 0))), "total_bytes": int(limit)}
-    return {"used_bytes": whole.total - whole.available, "total_bytes": whole.total}
+    return {"used_bytes": machine.total - machine.available, "total_bytes": machine.total}

@@ -67,8 +67,8 @@ class HubFileSystem(AbstractFileSystem):
         place = _place(path)
         if not place.inside:
             return {"name": path, "type": "directory", "size": 0}
-        asked = f"api/{place.kind}/{place.name}/paths-info/{quote(place.revision, safe='')}"
-        entries = _ask(asked, "POST", data={"paths": [place.inside], "expand": False}).json()
+        address = f"api/{place.kind}/{place.name}/paths-info/{quote(place.revision, safe='')}"
+        entries = _ask(address, "POST", data={"paths": [place.inside], "expand": False}).json()
         if not entries:
             raise FileNotFoundError(REASONS["EntryNotFound"])
         return self._note(place, entries[0])
@@ -79,12 +79,12 @@ class HubFileSystem(AbstractFileSystem):
         inside = f"/{quote(place.inside, safe='')}" if place.inside else ""
         address = f"api/{place.kind}/{place.name}/tree/{quote(place.revision, safe='')}{inside}"
         page: str | None = f"{address}?recursive={str(maxdepth is None).lower()}"
-        found: list[dict[str, Any]] = []
+        entries: list[dict[str, Any]] = []
         while page is not None:
             answer = _ask(page)
-            found += [self._note(place, entry) for entry in answer.json()]
+            entries += [self._note(place, entry) for entry in answer.json()]
             page = answer.links.get("next", {}).get("url")
-        return {info["name"]: info for info in found if info["type"] == "file"}
+        return {info["name"]: info for info in entries if info["type"] == "file"}
 
     def _note(self, place: Place, entry: dict[str, Any]) -> dict[str, Any]:
         info = {"name": f"{place.root}/{entry['path']}", "type": entry["type"], "size": entry["size"]}
@@ -117,11 +117,11 @@ def hub() -> HubFileSystem:
 
 
 def _place(path: str) -> Place:
-    found = PATH.fullmatch(path.strip("/"))
-    if found is None or found["name"].startswith(("datasets/", "spaces/")):
+    parts = PATH.fullmatch(path.strip("/"))
+    if parts is None or parts["name"].startswith(("datasets/", "spaces/")):
         raise RequestError(f"hf://{path} names no repository; the form is hf://datasets/OWNER/NAME/PATH")
-    revision = unquote(found["revision"] or "main")
-    return Place(found["kind"] or "models", found["name"], revision, (found["inside"] or "").strip("/"))
+    revision = unquote(parts["revision"] or "main")
+    return Place(parts["kind"] or "models", parts["name"], revision, (parts["inside"] or "").strip("/"))
 
 
 def _ask(page: str, method: str = "GET", headers: dict[str, str] = {}, **options: Any) -> Any:
@@ -143,7 +143,7 @@ def _ask(page: str, method: str = "GET", headers: dict[str, str] = {}, **options
         raise RequestError(f"HF_HUB_OFFLINE is set, and {address} was asked for: unset it") from error
     if answer.status_code in (401, 403, 404):
         what, message = (answer.headers.get(f"X-Error-{part}", "") for part in ("Code", "Message"))
-        token = "; look at HF_TOKEN, and at what `hf auth login` keeps" if answer.status_code == 401 else ""
+        token = "; look at HF_TOKEN, and at what `hf auth login` stored" if answer.status_code == 401 else ""
         reason = REASONS.get(what) or f"status {answer.status_code}, {message or 'refused'}{token}"
         missing = answer.status_code == 404 or what == "RepoNotFound"  # names that never existed give 401
         raise FileNotFoundError(reason) if missing else PermissionError(reason)

@@ -3,9 +3,9 @@
 from difflib import get_close_matches
 
 from lm.system.removed_options import REMOVED
-from lm.system.units import LONGEST_SHOWN
+from lm.system.units import MAX_SHOWN
 
-FEW_OPTIONS, MOST_UNKNOWN = 10, 6  # options listed in a message
+MAX_OPTIONS, MAX_UNKNOWN = 10, 6  # options listed in a message
 
 # Our option -> the last part of other names for it. Only options that the command has are suggested.
 OPTIONS = {
@@ -49,7 +49,7 @@ OPTIONS = {
     "depths": "sizes",
 }  # fmt: skip
 # What to do instead of an option that others have for training -> the last part of its name.
-CURES = {
+FIXES = {
     "it follows from data.global_batch_tokens and data.micro_batch_size":
         "accumulate_grad_batches gradient_accumulation_steps gradient_accumulation grad_accum grad_accum_steps",
     "give data.micro_batch_size, and data.global_batch_tokens for the optimizer step":
@@ -82,24 +82,25 @@ def nearest_option(name: str, known: list[str], section: str = "") -> str:
     last = name.rpartition(".")[2]
     if (full := f"{section}.{name}" if section else name) in REMOVED:
         return REMOVED[full][1]
-    if "trainer.max_steps" in known and (cures := [cure for cure, others in CURES.items() if last in others.split()]):
-        return cures[0]
+    if "trainer.max_steps" in known and (fixes := [fix for fix, others in FIXES.items() if last in others.split()]):
+        return fixes[0]
     ours = [option for option, others in OPTIONS.items() if last in others.split()]
-    close = [option for option in known if any(one == option or one.endswith(f".{option}") for one in ours)]
+    close = [option for option in known if any(name == option or name.endswith(f".{option}") for name in ours)]
     close = close or sorted((option for option in known if option.endswith(f".{name}")), key=len)  # `lr`
     close = close or [option for option in known if option.rpartition(".")[2].startswith(name)]  # `temp`
     if close := close or get_close_matches(name, known, 1, cutoff=0.6):
         return f"did you mean {close[0]!r}?"
     options = [option for option in known if option not in ("h", "help", "print_shtab") and option[-1] != "+"]
-    return f"there are {', '.join(f'--{option}' for option in options)}" if len(options) <= FEW_OPTIONS else ""
+    listed = ", ".join(f"--{option}" for option in options)
+    return f"there are {listed}" if len(options) <= MAX_OPTIONS else ""
 
 
 def unknown_options(hints: dict[str, str]) -> str:
     """A message for options that do not exist, as typed, each with the option to use instead."""
-    cut = {name if len(name) <= LONGEST_SHOWN else f"{name[:LONGEST_SHOWN]}...": hint for name, hint in hints.items()}
+    cut = {name if len(name) <= MAX_SHOWN else f"{name[:MAX_SHOWN]}...": hint for name, hint in hints.items()}
     if len(cut) == 1:
         [(name, hint)] = cut.items()
         return f"there is no option {name!r}" + (f"; {hint}" if hint else "")
     listed = [f"{name!r}{f' ({hint})' if hint else ''}" for name, hint in cut.items()]
-    more = f" and {len(listed) - MOST_UNKNOWN} more" if len(listed) > MOST_UNKNOWN else ""
-    return f"there are no options {', '.join(listed[:MOST_UNKNOWN])}{more}"
+    more = f" and {len(listed) - MAX_UNKNOWN} more" if len(listed) > MAX_UNKNOWN else ""
+    return f"there are no options {', '.join(listed[:MAX_UNKNOWN])}{more}"

@@ -31,8 +31,8 @@ SINGLE = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1"}  # as a launcher se
 
 def rank() -> int:
     """The rank of this process, even before there is a process group; 0 for a single process."""
-    name = "RANK" if under_torchrun() else "LOCAL_RANK" if LAUNCHER_PID in os.environ else "SLURM_PROCID"
-    return int(os.environ.get(name, 0))
+    without_torchrun = "LOCAL_RANK" if LAUNCHER_PID in os.environ else "SLURM_PROCID"
+    return int(os.environ.get("RANK" if under_torchrun() else without_torchrun, 0))
 
 
 def check_launcher() -> None:
@@ -42,12 +42,14 @@ def check_launcher() -> None:
     """
     if under_torchrun() or srun_tasks() > 1 or LAUNCHER_PID in os.environ:
         return
-    given = {name: os.environ[name] for name in SINGLE if name in os.environ}
-    if any(value != SINGLE[name] for name, value in given.items()):
-        values = " ".join(f"{name}={value}" for name, value in given.items())
-        raise RequestError(f"{values} in the environment, and neither torchrun nor srun started this process: start "
-                           f"all with torchrun; or for this one alone, first `unset {' '.join(given)}`")  # fmt: skip
-    for name in given:
+    variables = {name: os.environ[name] for name in SINGLE if name in os.environ}
+    if any(value != SINGLE[name] for name, value in variables.items()):
+        values = " ".join(f"{name}={value}" for name, value in variables.items())
+        raise RequestError(
+            f"{values} in the environment, and neither torchrun nor srun started this process: start all with "
+            f"torchrun; or for this one alone, first `unset {' '.join(variables)}`"
+        )
+    for name in variables:
         del os.environ[name]
 
 
@@ -101,13 +103,14 @@ def launch_command(arguments: str, other: Path | None = None) -> str:
         target = shlex.quote(str(script or other)) if script or other else "-m lm"
         nodes, processes = os.environ["GROUP_WORLD_SIZE"], os.environ["LOCAL_WORLD_SIZE"]
         start = f"torchrun --nnodes {nodes} --nproc_per_node {processes} {target}"
-        unknown.append("with the other options of torchrun" + ", on every node" * (nodes != "1" and not srun))
+        everywhere = ", on every node" if nodes != "1" and not srun else ""
+        unknown.append(f"with the other options of torchrun{everywhere}")
     if srun:
         sizes = {"nodes": "SLURM_NNODES", "ntasks": "SLURM_NTASKS", "ntasks-per-node": "SLURM_NTASKS_PER_NODE"}
         known = [f"--{name} {os.environ[key]}" for name, key in sizes.items() if key in os.environ]
         start = f"srun {' '.join(known)} {start}"
         unknown.append("with the other options of srun")
-    return f"{start} {arguments}" + f"  # {', '.join(unknown)}" * bool(unknown)
+    return f"{start} {arguments}" + (f"  # {', '.join(unknown)}" if unknown else "")
 
 
 def import_from_working_directory() -> None:
@@ -184,7 +187,7 @@ def leave(code: int) -> NoReturn:
 def steady_time() -> float:
     """Seconds since 1970 that never jump: the wall clock at the first call, plus the time since then.
 
-    A training writes it to its log lines, so that curves over time are right even if the wall clock is set. To judge
+    A run writes it to its log lines, so that curves over time are right even if the wall clock is set. To judge
     another machine's heartbeat, use the wall clock.
     """
     return _offset() + time.monotonic()
@@ -273,11 +276,11 @@ class ConsoleHandler(logging.StreamHandler):
 
     def __init__(self, stream: Literal["stdout", "stderr"] = "stderr") -> None:
         super().__init__()
-        self.of_sys = stream
+        self.stream_name = stream
         # A line a log interval, unless a progress bar shows it.
         self.addFilter(lambda record: record.name != "lm.lines" or not sys.stderr.isatty())
         self.setFormatter(HarmlessFormatter("%(message)s"))
 
     def emit(self, record: logging.LogRecord) -> None:
-        self.stream = getattr(sys, self.of_sys)
+        self.stream = getattr(sys, self.stream_name)
         super().emit(record)

@@ -27,13 +27,14 @@ import pyarrow as pa
 import pyarrow.fs as pafs
 
 from lm.errors import LmError, RequestError, RunError, first_line
-from lm.system.files import DENIED, PATIENCE, atomic_folder, parse_json, unreadable
+from lm.system.files import DENIED, PATIENCE, atomic_folder, unreadable
+from lm.system.parsing import parse_json
 from lm.system.process import reader_pool
 
 log = logging.getLogger(__name__)
 
-FIRST_PAUSE, LONGEST_PAUSE = 0.5, 15.0  # seconds between attempts; doubled after each failure
-LONGEST_ASKED = 600.0  # seconds that a store may ask to wait
+FIRST_PAUSE, MAX_PAUSE = 0.5, 15.0  # seconds between attempts; doubled after each failure
+MAX_REQUESTED_WAIT = 600.0  # seconds that a store may ask to wait
 ASK_LATER = (408, 425, 429)  # statuses below 500 after which the same request may succeed
 COPIED_AT_ONCE = 2**24  # bytes per request
 FRESH = 60.0  # seconds in which a copy is not renewed if the store gives no times
@@ -118,19 +119,19 @@ def _files(filesystem: pafs.FileSystem, path: str, recursive: bool) -> tuple[paf
         try:
             info = store.info(path)
             if info["type"] == "directory":
-                found = store.find(path, maxdepth=None if recursive else 1, detail=True)
-                return pafs.FileType.Directory, [_described(each) for each in found.values()]
+                infos = store.find(path, maxdepth=None if recursive else 1, detail=True)
+                return pafs.FileType.Directory, [_described(info) for info in infos.values()]
         except FileNotFoundError as error:
             if isinstance(error.__cause__, OSError):  # fsspec says so of a host of HTTP that it cannot reach, too
-                raise RequestError(f"{path}: {first_line(error.__cause__)}; on a machine without a network give a copy "
-                                   "of the file in its place") from error  # fmt: skip
+                hint = "on a machine without a network give a copy of the file in its place"
+                raise RequestError(f"{path}: {first_line(error.__cause__)}; {hint}") from error
             return pafs.FileType.NotFound, []
         return pafs.FileType.File, [_described(info)]
     info = filesystem.get_file_info(path)
-    found = [info]
+    infos = [info]
     if info.type == pafs.FileType.Directory:
-        found = filesystem.get_file_info(pafs.FileSelector(path, recursive=recursive))
-    return info.type, [(each.path, each.size, each.mtime_ns) for each in found if each.type == pafs.FileType.File]
+        infos = filesystem.get_file_info(pafs.FileSelector(path, recursive=recursive))
+    return info.type, [(file.path, file.size, file.mtime_ns) for file in infos if file.type == pafs.FileType.File]
 
 
 def _described(info: Mapping[str, Any]) -> Entry:
@@ -170,7 +171,7 @@ class RemoteFile(io.RawIOBase):
     def readinto(self, buffer: memoryview) -> int:
         count = max(0, min(len(buffer), self._size - self._place))
         if count:
-            buffer[:count] = self._retry(lambda handle: read_whole(handle, count, self._place))
+            buffer[:count] = self._retry(lambda handle: read_exactly(handle, count, self._place))
             self._place += count
         return count
 
@@ -191,7 +192,7 @@ class RemoteFile(io.RawIOBase):
             raise unreadable(self._name, error) from error
 
 
-def read_whole(handle: pa.NativeFile, count: int, place: int = 0) -> bytearray:
+def read_exactly(handle: pa.NativeFile, count: int, place: int = 0) -> bytearray:
     """Read exactly `count` bytes, or raise OSError.
 
     If S3 sends fewer bytes than asked for, pyarrow says that all came, and leaves the end of the buffer as it was. So
@@ -222,7 +223,8 @@ def with_retries(read: Callable, name: str, patience: float = PATIENCE):
     """
     global _asked_until
     end = time.monotonic() + patience
-    reason, pause, attempt = None, FIRST_PAUSE, 0
+    reason, pause = None, FIRST_PAUSE
+    attempt = 0
     for attempt in count(1):
         try:
             return call_within((end - time.monotonic()) / 2, read)
@@ -231,15 +233,15 @@ def with_retries(read: Callable, name: str, patience: float = PATIENCE):
                 raise
             if reason is None or not isinstance(error, NoAnswer):  # what the store answered says more
                 reason = error
-            asked = _asked_wait(error)
+            requested_wait = _requested_wait(error)
         # Readers that failed together must not retry at the same time.
-        if asked is not None:
-            wait = asked + random.uniform(0, 1 + asked / 10)
+        if requested_wait is not None:
+            wait = requested_wait + random.uniform(0, 1 + requested_wait / 10)
             end += wait
             _asked_until = max(_asked_until, time.monotonic() + wait)
-            _warn("asked", f"{name}: the store asks to wait {asked:.0f} s: {first_line(reason)}")
+            _warn("asked", f"{name}: the store asks to wait {requested_wait:.0f} s: {first_line(reason)}")
         else:
-            wait, pause = pause * random.uniform(0.8, 1.2), min(2 * pause, LONGEST_PAUSE)
+            wait, pause = pause * random.uniform(0.8, 1.2), min(2 * pause, MAX_PAUSE)
             if time.monotonic() + wait >= end:
                 break
             _warn("failed", f"{name}: a read failed and is retried: {first_line(reason)}")
@@ -284,12 +286,12 @@ def _answer(error: Exception) -> tuple[int | None, Mapping[str, str]]:
     return (status, getattr(answer, "headers", None) or {}) if isinstance(status, int) else (None, {})
 
 
-def _asked_wait(error: Exception) -> float | None:
-    """Seconds that the store asked to wait, at most LONGEST_ASKED; None if it did not, or gave a date."""
+def _requested_wait(error: Exception) -> float | None:
+    """Seconds that the store asked to wait, at most MAX_REQUESTED_WAIT; None if it did not, or gave a date."""
     status, headers = _answer(error)
     limit = _RATE_LIMIT.search(headers.get("RateLimit") or "") if status == 429 else None
     value = limit[1] if limit else (headers.get("Retry-After") or "").strip()
-    return min(float(value), LONGEST_ASKED) if value.isdecimal() else None
+    return min(float(value), MAX_REQUESTED_WAIT) if value.isdecimal() else None
 
 
 def _is_transient(error: Exception) -> bool:
@@ -330,7 +332,7 @@ def fetch(source: str, names: Sequence[str] = ()) -> Path:
         path = with_retries(lambda: _pinned(filesystem, path), source)
         places = [f"{path}/{name}" for name in names] or [path]
         listed = with_retries(lambda: [_files(filesystem, place, recursive=False) for place in places], source)
-        files = {posixpath.basename(file[0]): file for _, found in listed for file in found}
+        files = {posixpath.basename(file[0]): file for _, entries in listed for file in entries}
         if not files or not {*names[:1]} <= files.keys():
             raise RequestError(f"{source} has no {names[0]}" if names else f"{source}: no such folder")
         facts = {name: [size, modified] for name, (_, size, modified) in files.items()}

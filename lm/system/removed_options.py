@@ -4,7 +4,7 @@ from typing import Any
 
 # An option that is gone -> its default, with which an older config and an older run are read as before, and what to do.
 REMOVED = {
-    "rehearse": (False, "gone since 0.1: guards.budget.dry_run and guards.inject_step try the guards in a training"),
+    "rehearse": (False, "gone since 0.1: guards.budget.dry_run and guards.inject_step try the guards in a run"),
     "test_notify": (False, "gone since 0.1: `apprise -b test ADDRESS` sends a message"),
     "data.on_bad_shard": ("raise", "gone since 0.1: a damaged shard ends the run; restore it, or make the data anew"),
     "notify": ([], "gone since 0.1: `on_event: [sh, -c, 'apprise -t $LM_EVENT -b \"$LM_MESSAGE\" ADDRESS']`"),
@@ -26,7 +26,7 @@ def without_removed(text: str) -> str:
         top = yaml.compose(text, yaml.SafeLoader)
     except (yaml.YAMLError, RecursionError):  # which whoever reads the config says
         return text
-    found = False
+    changed = False
     for option, (default, _) in REMOVED.items():
         *groups, last = option.split(".")
         place: Any = top
@@ -35,8 +35,8 @@ def without_removed(text: str) -> str:
         for pair in _pairs(place):
             if pair[0].value == last and yaml.safe_load(yaml.serialize(pair[1])) == default:
                 place.value.remove(pair)
-                found = True
-    return yaml.serialize(top) if found else text
+                changed = True
+    return yaml.serialize(top) if changed else text
 
 
 def _pairs(node: Any) -> list[tuple[Any, Any]]:

@@ -1,6 +1,6 @@
 """The files of a source: which ones a path, folder, glob or URL means, and how they are opened.
 
-`data/shards` and `data/text_files` find them with `list_files` and open them with `open_file`. What a URL needs is in
+`data/catalog` and `data/text_files` find them with `list_files` and open them with `open_file`. What a URL needs is in
 `system/remote`, which is imported for one.
 """
 
@@ -39,7 +39,7 @@ class Listing(NamedTuple):
 
     filesystem: pafs.FileSystem
     path: str  # in the file system: of the file or folder, or of the folder before a glob's first wildcard
-    given: str  # `path` as it was given; if the store has commits, `path` is at a commit
+    path_as_typed: str  # if the store has commits, `path` is at a commit
     prefix: str  # turns a path into a URL
     files: dict[str, File]  # by their names below `path`, in order; for a file its own name
     is_folder: bool  # whether the source names a folder: not a file, nor a glob
@@ -51,18 +51,20 @@ class Listing(NamedTuple):
 
     def name(self, file: File) -> str:
         """Path or URL of a file, as the source was given; it does not depend on the commit."""
-        return self.prefix + (file.path if self.given == self.path else self.given + file.path.removeprefix(self.path))
+        if self.path_as_typed == self.path:
+            return self.prefix + file.path
+        return self.prefix + self.path_as_typed + file.path.removeprefix(self.path)
 
 
 def list_files(source: str, patience: float = PATIENCE) -> Listing:
     """List a path, folder, glob or URL; on the Hugging Face Hub, at the latest commit, which the paths then contain."""
     base, pattern = _split_glob(source)
     query = "".join(base.partition("?")[1:]) if is_remote(base) else ""
-    filesystem, given, prefix = open_filesystem(base)
-    given = given if "://" in given else posixpath.normpath(given)
+    filesystem, typed, prefix = open_filesystem(base)
+    typed = typed if "://" in typed else posixpath.normpath(typed)
     recursive = pattern is None or "/" in pattern or "**" in pattern
     try:
-        path, kind, found = find_entries(filesystem, given, recursive, source, patience)
+        path, kind, entries = find_entries(filesystem, typed, recursive, source, patience)
     except OSError as error:
         raise RequestError(f"{source}: cannot be listed ({first_line(error)})") from error
     except UnicodeEncodeError as error:  # Arrow accepts no such names
@@ -70,16 +72,16 @@ def list_files(source: str, patience: float = PATIENCE) -> Listing:
     if kind == pafs.FileType.NotFound:
         raise RequestError(f"{source}: no such file or folder")
     if kind == pafs.FileType.File and pattern is None:
-        files = {posixpath.basename(path): found[0]}
+        files = {posixpath.basename(path): entries[0]}
     else:
-        files = dict(sorted((posixpath.relpath(file.path, path), file) for file in found))
+        files = dict(sorted((posixpath.relpath(file.path, path), file) for file in entries))
     if pattern is not None:
         matches = re.compile(glob_translate(pattern)).fullmatch
         files = {name: file for name, file in files.items() if matches(name)}
         if not files:
             raise RequestError(f"{source}: no file matches")
     is_folder = kind == pafs.FileType.Directory and pattern is None
-    return Listing(filesystem, path, given, prefix, files, is_folder, query)
+    return Listing(filesystem, path, typed, prefix, files, is_folder, query)
 
 
 def find_entries(
@@ -93,26 +95,29 @@ def find_entries(
         path, kind, entries = list_folder(filesystem, path, recursive, source, patience)
         return path, kind, [File(*entry) for entry in entries]
     info = filesystem.get_file_info(path)
-    found = filesystem.get_file_info(_walk(path, recursive)) if info.type == pafs.FileType.Directory else [info]
-    kinds = (pafs.FileType.File, pafs.FileType.NotFound)  # a link to nothing too: reading it is then an error
-    found = [each for each in found if each.type in kinds and (each.type == kinds[0] or os.path.islink(each.path))]
-    return path, info.type, [File(each.path, each.size or 0, each.mtime_ns) for each in found]
+    infos = filesystem.get_file_info(_walk(path, recursive)) if info.type == pafs.FileType.Directory else [info]
+    files = []
+    for file in infos:
+        broken_link = file.type == pafs.FileType.NotFound and os.path.islink(file.path)  # reading it is then an error
+        if file.type == pafs.FileType.File or broken_link:
+            files.append(File(file.path, file.size or 0, file.mtime_ns))
+    return path, info.type, files
 
 
 def _walk(folder: str, recursive: bool) -> list[str]:
     """The paths of all files below a local folder; links to a parent folder are not followed."""
 
-    def refuse(error: OSError) -> None:
+    def fail(error: OSError) -> None:
         raise error
 
-    here = Path(folder).resolve()
-    above = {folder: {here, *here.parents}}  # folder -> folders that links in it must not lead to
+    top = Path(folder).resolve()
+    above = {folder: {top, *top.parents}}  # folder -> folders that links in it must not lead to
     paths = []
-    for place, folders, files in os.walk(folder, onerror=refuse, followlinks=True):
+    for place, folders, files in os.walk(folder, onerror=fail, followlinks=True):
         around = above.pop(place)
         paths += [os.path.join(place, name) for name in files]
         led_to = {os.path.join(place, name): Path(place, name).resolve() for name in folders if recursive}
-        above |= {path: {*around, there} for path, there in led_to.items() if there not in around}
+        above |= {path: {*around, target} for path, target in led_to.items() if target not in around}
         folders[:] = [name for name in folders if os.path.join(place, name) in above]
     return paths
 

@@ -1,4 +1,4 @@
-"""Stop signals: SIGTERM, SIGINT, SIGHUP and SIGUSR1 end a training, before its first step at once, then between steps.
+"""Stop signals: SIGTERM, SIGINT, SIGHUP and SIGUSR1 end a run, before its first step at once, then between steps.
 
 Nothing here imports torch, so the signals are handled before the seconds that importing torch takes.
 """
@@ -22,8 +22,8 @@ class StopSignals:
 
     def __init__(self) -> None:
         self.received: signal.Signals | None = None  # the first signal
-        self.armed = False  # True: a training checks `received` between steps; False: the handler raises `Interrupted`
-        self.half_time_over = False  # half of the time limit after a signal is over, and the training not finished
+        self.armed = False  # True: a fit checks `received` between steps; False: the handler raises `Interrupted`
+        self.half_time_over = False  # half of the time limit after a signal is over, and the run not finished
         self.saving = False  # a checkpoint is being copied from the device, which may take longer than the limit
         self._finished = threading.Event()  # set when the watchdog need not wait any more
 
@@ -42,7 +42,7 @@ class StopSignals:
 
     @contextmanager
     def borrowed(self) -> Iterator[None]:
-        """Remove the handlers that are installed inside the `with` at its end, such as of a training in a notebook.
+        """Remove the handlers that are installed inside the `with` at its end, such as of a fit in a notebook.
 
         Does nothing outside of the main thread.
         """

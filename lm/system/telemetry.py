@@ -27,7 +27,7 @@ class Telemetry:
     """
 
     def __init__(self, gpus: Sequence[str] = ()) -> None:
-        self._wanted = gpus  # UUIDs
+        self._uuids = gpus
         self._nvml: Any = None  # the module `pynvml`, set by the first reading
         self._has_read = False
 
@@ -45,20 +45,21 @@ class Telemetry:
     @cached_property
     def _handles(self) -> list[Any]:
         """NVML handles of the GPUs; the first reading starts NVML. Empty without its package or driver."""
-        self._nvml = start_nvml() if self._wanted else None
+        self._nvml = start_nvml() if self._uuids else None
         if self._nvml is None:
             return []
-        found = [self._ask("nvmlDeviceGetHandleByUUID", uuid) for uuid in self._wanted]
-        return [handle for handle in found if handle is not None]
+        handles = [self._ask("nvmlDeviceGetHandleByUUID", uuid) for uuid in self._uuids]
+        return [handle for handle in handles if handle is not None]
 
     def _gpu(self, handle: Any) -> dict[str, Any]:
         ask, nvml = self._ask, self._nvml
         sliced = ask("nvmlDeviceGetMigMode", handle, then=lambda modes: modes[0] == nvml.NVML_DEVICE_MIG_ENABLE)
         used = None if sliced else ask("nvmlDeviceGetMemoryInfo", handle)  # of a sliced GPU, it would count all users
+        load = None if sliced else ask("nvmlDeviceGetUtilizationRates", handle, then=lambda rates: rates.gpu)
         return {
             "index": ask("nvmlDeviceGetIndex", handle),
             "name": ask("nvmlDeviceGetName", handle),
-            "load_percent": None if sliced else ask("nvmlDeviceGetUtilizationRates", handle, then=lambda of: of.gpu),
+            "load_percent": load,
             "memory_used_bytes": used.used if used else None,
             "memory_total_bytes": used.total if used else None,
             "temperature_celsius": ask("nvmlDeviceGetTemperature", handle, nvml.NVML_TEMPERATURE_GPU),

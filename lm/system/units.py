@@ -5,21 +5,12 @@ import time
 from decimal import Decimal
 from typing import Any
 
-MULTIPLIERS = {
-    "": 1,
-    "K": 10**3,
-    "M": 10**6,
-    "B": 10**9,
-    "G": 10**9,
-    "T": 10**12,
-    "KI": 2**10,
-    "MI": 2**20,
-    "GI": 2**30,
-    "TI": 2**40,
-}
+DECIMAL = {"": 1, "K": 10**3, "M": 10**6, "B": 10**9, "G": 10**9, "T": 10**12}
+BINARY = {"KI": 2**10, "MI": 2**20, "GI": 2**30, "TI": 2**40}
+MULTIPLIERS = DECIMAL | BINARY
 DURATIONS = (("d", 86400), ("h", 3600), ("min", 60), ("s", 1))
-LARGEST = 10**18  # before its suffix
-LONGEST_SHOWN = 60  # characters of a value in a message
+MAX_NUMBER = 10**18  # before its suffix
+MAX_SHOWN = 60  # characters of a value in a message
 _PATTERN = re.compile(r"\s*(\d[\d_]*(?:,\d{3})*(?:\.\d+)?(?:e[+-]?\d{1,4})?)\s*([KMBGT]?i?)\s*", re.IGNORECASE)
 
 
@@ -33,8 +24,8 @@ def parse_count(value: str | int | float) -> Count:
     if not match or match[2].upper() not in MULTIPLIERS:
         raise ValueError(f"expected a count such as 1000, 32_768, 512K or 10B, got {value!r}")
     number = Decimal(re.sub("[_,]", "", match[1]))
-    if number > LARGEST:  # before anybody writes its digits out
-        raise ValueError(f"expected a count of at most {LARGEST:.0e}, got {value!r:.40}")
+    if number > MAX_NUMBER:  # before anybody writes its digits out
+        raise ValueError(f"expected a count of at most {MAX_NUMBER:.0e}, got {value!r:.40}")
     number *= MULTIPLIERS[match[2].upper()]
     if number != int(number):
         raise ValueError(f"{value!r} is not a whole number")
@@ -58,7 +49,8 @@ def parse_bytes(value: str) -> int:
 
 def plural(number: int, noun: str) -> str:
     """A number with its noun: 1 shard, 1,024 shards, 2 batches."""
-    return f"{number:,} {noun}{'' if number == 1 else 'es' if noun.endswith(('ch', 'ss')) else 's'}"
+    ending = "es" if noun.endswith(("ch", "ss")) else "s"
+    return f"{number:,} {noun}{'' if number == 1 else ending}"
 
 
 def format_count(number: float) -> str:
@@ -84,13 +76,13 @@ def format_bytes(number: float) -> str:
 
 def format_duration(seconds: float, parts: int = 2) -> str:
     """A time for people, in at most `parts` units: 42 s, 3 min 5 s, 2 h 10 min, 4 d 3 h."""
-    left, said = max(0, round(seconds)), []
-    first = next((index for index, (_, length) in enumerate(DURATIONS) if left >= length), len(DURATIONS) - 1)
+    remaining, words = max(0, round(seconds)), []
+    first = next((index for index, (_, length) in enumerate(DURATIONS) if remaining >= length), len(DURATIONS) - 1)
     for unit, length in DURATIONS[first : first + parts]:
-        count, left = divmod(left, length)
-        if count or not said:
-            said.append(f"{count} {unit}")
-    return " ".join(said)
+        count, remaining = divmod(remaining, length)
+        if count or not words:
+            words.append(f"{count} {unit}")
+    return " ".join(words)
 
 
 def format_time_and_cost(seconds: float, usd: float | None) -> str:
@@ -104,6 +96,6 @@ def utc(seconds: float) -> str:
 
 
 def shown(value: Any) -> str:
-    """Format a value for a message, shortened to `LONGEST_SHOWN` characters."""
+    """Format a value for a message, shortened to `MAX_SHOWN` characters."""
     text = repr(value)
-    return text if len(text) <= LONGEST_SHOWN else f"{text[:LONGEST_SHOWN]}..."
+    return text if len(text) <= MAX_SHOWN else f"{text[:MAX_SHOWN]}..."

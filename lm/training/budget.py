@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from lm.errors import RequestError
-from lm.system.files import nonnegative, parse_json
+from lm.system.parsing import nonnegative, parse_json
 from lm.system.units import format_figure
 from lm.training.config import BudgetConfig
 from lm.training.guards import Finding, Line, Observer

@@ -20,7 +20,7 @@ from lm.data.datamodule import DataModule
 from lm.data.tokenizer import Tokenizer
 from lm.errors import RequestError
 from lm.model.config import DecoderConfig
-from lm.runs.checkpoint import KEPT, encode
+from lm.runs.checkpoint import ENCODABLE, encode
 from lm.system.process import under_torchrun
 from lm.system.units import shown
 from lm.training.config import EvaluationConfig, GroupConfig, ModelConfig, RunOptions, SamplesConfig, TrainerConfig
@@ -130,7 +130,7 @@ def check_callbacks(configured: list[Any]) -> Iterator[Finding]:
     """Find objects that are not callbacks, and callbacks of Lightning that cannot work here."""
     for callback in configured:
         if isinstance(callback, Callback) and (unkept := _unkept(callback)):
-            yield error(f"trainer.callbacks: {unkept}", KEPT)
+            yield error(f"trainer.callbacks: {unkept}", ENCODABLE)
         if not isinstance(callback, Callback):
             yield error(f"callbacks: {shown(callback)} is not a callback", "give an object of a class of lm.Callback")
         for kind, instead in INSTEAD.items():

@@ -59,7 +59,7 @@ class StepStats:
         self.nats.add_(torch.where(counts, result.loss_sum, 0))
         self.tokens.add_(torch.where(counts, result.num_targets, 0))
         if batch.sources is not None:
-            [by_source] = sum_over_ranks(self._sums_by_source(batch, torch.cat(result.token_losses)))
+            by_source = sum_over_ranks(self._sums_by_source(batch, torch.cat(result.token_losses)))
             self.by_source.add_(torch.where(counts, by_source, 0))
         values = torch.stack([result.loss, result.grad_norm.float(), result.finite.float()])
         self._unread.append((step, values))

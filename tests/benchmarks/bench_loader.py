@@ -29,12 +29,14 @@ sys.path[:0] = [str(Path(__file__).resolve().parents[n]) for n in (2, 1)]  # lm,
 
 from shard_files import write_manifest
 
-from lm.data.datamodule import SHARED_BY
+from lm.data.blocks import BLOCK_TOKENS
+from lm.data.datamodule import SOURCES_IN_BUFFER
 from lm.data.loader import Batch, Stream
 from lm.data.mixture import Mixture, Phase
 from lm.data.sampler import BLOCKS_AHEAD, Order, lanes_for
+from lm.data.shard_checks import check_windows
 from lm.data.shard_writer import ShardWriter
-from lm.data.shards import BLOCK_TOKENS, Shards
+from lm.data.shards import Shards
 from lm.errors import RequestError
 from lm.system.arguments import call
 from lm.system.units import Count
@@ -103,11 +105,11 @@ def _write_shard(path: Path, ids: np.ndarray) -> None:
 
 def _buffer(shards: Shards) -> int:
     """Tokens of the shuffle buffer: never all of the data, or later epochs would be read from memory."""
-    return max(shards.largest.tokens, min(SHUFFLE_BUFFER, shards.tokens // 3))
+    return max(shards.index.largest.tokens, min(SHUFFLE_BUFFER, shards.index.tokens // 3))
 
 
 def _stream(shards: Shards) -> Iterator[Batch]:
-    return _batches(shards, Order(shards.windows(SEQ_LEN), seed=1, lanes=_lanes(shards)))
+    return _batches(shards, Order(shards.index.windows(SEQ_LEN), seed=1, lanes=_lanes(shards)))
 
 
 def _mixture(folder: Path, count: int) -> Iterator[Batch]:
@@ -115,17 +117,17 @@ def _mixture(folder: Path, count: int) -> Iterator[Batch]:
     files = sorted(map(str, (folder / "train").iterdir()))
     parts = {str(number): Shards.open(files[number::count], vocab_size=VOCABULARY) for number in range(count)}
     shards = Shards.join(parts)
-    lanes = _lanes(shards, SHARED_BY)  # as the DataModule has it
-    orders = [Order(part.windows(SEQ_LEN), seed, lanes=lanes) for seed, part in enumerate(parts.values())]
+    lanes = _lanes(shards, SOURCES_IN_BUFFER)  # as the DataModule has it
+    orders = [Order(part.index.windows(SEQ_LEN), seed, lanes=lanes) for seed, part in enumerate(parts.values())]
     return _batches(shards, Mixture(orders, [Phase(0, tuple(range(1, count + 1)))]))
 
 
 def _lanes(shards: Shards, parts: int = 1) -> int:
-    return lanes_for(shards.largest.tokens, _buffer(shards) // parts)
+    return lanes_for(shards.index.largest.tokens, _buffer(shards) // parts)
 
 
 def _batches(shards: Shards, order: Order | Mixture) -> Iterator[Batch]:
-    buffer = max(_buffer(shards), (order.lanes + BLOCKS_AHEAD) * shards.largest.tokens)
+    buffer = max(_buffer(shards), (order.lanes + BLOCKS_AHEAD) * shards.index.largest.tokens)
     return iter(Stream(shards, order, seq_len=SEQ_LEN, start=0, global_batch=ROWS, shuffle_buffer=buffer))
 
 
@@ -135,7 +137,7 @@ def _memory(folder: Path) -> dict:
     gc.collect()
     before, most = _anonymous_memory(), 0
     batches = _stream(shards)
-    for number, _ in enumerate(islice(batches, shards.require_windows(SEQ_LEN) // ROWS)):
+    for number, _ in enumerate(islice(batches, check_windows(shards, SEQ_LEN) // ROWS)):
         if number % 64 == 0:
             most = max(most, _anonymous_memory() - before)
     batches.close()

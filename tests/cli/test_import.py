@@ -256,7 +256,7 @@ def test_a_run_without_a_checkpoint_resumes_from_where_it_began(tmp_path):
     asked = {"reference": "auto", "name": "mine", "root": str(tmp_path / "checkpoints"), "named": True}
     assert find_checkpoint(**asked, command="fit")[0] == tmp_path / "made"
     (tmp_path / "made" / "config.json").write_text("{}")
-    with pytest.raises(RequestError, match="began from is not whole: .*config.json is damaged"):
+    with pytest.raises(RequestError, match="began from is damaged: .*config.json is damaged"):
         find_checkpoint(**asked, command="fit")
 
 

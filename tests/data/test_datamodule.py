@@ -44,10 +44,10 @@ def test_training_data_that_contains_the_validation_data_is_refused(place):
         (["both/*.parquet", "link/**/*.parquet"], "both/val", "link/val/0.parquet, which is both/val/0.parquet"),
     ):  # fmt: skip
         written = config(place, "both", train=train, val=val)
-        said = "the training data contains the validation data: " + named
-        assert said in lm(place, "plan", "--config", written, expect=2).stdout
+        message = "the training data contains the validation data: " + named
+        assert message in lm(place, "plan", "--config", written, expect=2).stdout
     done = lm(place, "fit", "--config", written, expect=2)
-    assert done.stderr.splitlines()[-1].startswith("lm fit: " + said) and not (place / "checkpoints/both").exists()
+    assert done.stderr.splitlines()[-1].startswith("lm fit: " + message) and not (place / "checkpoints/both").exists()
     lm(place, "plan", "--config", config(place, "both", train="both/*.parquet", val="both/val"))
 
 
@@ -62,8 +62,8 @@ def test_tokens_that_are_left_over_are_reported(place):
     assert "149 samples at --seq_len 32, 12 tokens left over (0.3%)" in shown
     done = lm(place, "fit", "--config", config(place, "short"))
     log = (place / "checkpoints/short/log.txt").read_text()
-    left = next(line for line in done.stderr.splitlines() if "val: 15 of 400 tok" in line)
-    assert left.endswith("; lower data.seq_len") and left in log
+    warning = next(line for line in done.stderr.splitlines() if "val: 15 of 400 tok" in line)
+    assert warning.endswith("; lower data.seq_len") and warning in log
 
 
 def test_a_run_is_not_resumed_over_other_windows(place):
@@ -74,7 +74,7 @@ def test_a_run_is_not_resumed_over_other_windows(place):
     shards = json.loads(record.read_text())
     record.write_text(json.dumps({split: [entry[:4] for entry in entries] for split, entries in shards.items()}))
     resume = ("fit", "--config", written, "--ckpt_path", "auto", "--trainer.max_steps", "3")
-    said = lm(place, *resume, expect=2).stderr.splitlines()[-1]
-    assert "train: the same shards, cut into other windows" in said and "start a new run" in said
+    message = lm(place, *resume, expect=2).stderr.splitlines()[-1]
+    assert "train: the same shards, cut into other windows" in message and "start a new run" in message
     record.write_text(json.dumps(shards))
     lm(place, *resume)

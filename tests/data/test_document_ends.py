@@ -28,12 +28,12 @@ ENDED = [*ROW, TOKENIZER.eos_id]
 )
 def test_shards_of_others_without_an_end_that_is_learned_are_named(columns, rows, said, tmp_path):
     pq.write_table(pa.table({name: [values] * rows for name, values in columns.items()}), tmp_path / "a.parquet")
-    found = describe_ends(Shards.open(str(tmp_path), vocab_size=TOKENIZER.vocab_size), TOKENIZER)
-    assert found is None if said is None else said in str(found)
+    problem = describe_ends(Shards.open(str(tmp_path), vocab_size=TOKENIZER.vocab_size), TOKENIZER)
+    assert problem is None if said is None else said in str(problem)
     (tmp_path / "tokenizer.json").write_text(TOKENIZER.text)
     module = DataModule(train=str(tmp_path), tokenizer=str(tmp_path), seq_len=16)
     module.setup("fit")
-    assert (found in module.warnings()) == bool(said)
+    assert (problem in module.warnings()) == bool(said)
 
 
 @pytest.mark.parametrize("tokenizer", ["char", "bpe"])

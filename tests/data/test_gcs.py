@@ -7,8 +7,9 @@ import pytest
 from gcs_server import gcs_server
 from shard_files import write_folder
 
+from lm.data.documents import read_documents
 from lm.data.shards import Shards
-from lm.data.text_files import find_files, read_documents
+from lm.data.text_files import find_files
 from lm.errors import RequestError, RunError
 from lm.system import remote
 from lm.system.sources import list_files
@@ -34,7 +35,7 @@ def test_shards_and_texts_are_read(gcs, faults, monkeypatch):
     monkeypatch.setattr(remote, "FIRST_PAUSE", 0.05)
     server.fail(faults)
     shards = Shards.open(f"gs://anonymous@corpus/v1/train{server.query}", vocab_size=1000, patience=6)
-    assert np.array_equal(np.concatenate([shards.read(i) for i in range(len(shards.blocks))]), tokens)
+    assert np.array_equal(np.concatenate([shards.read(i) for i in range(len(shards.index.blocks))]), tokens)
     met = server.fail([])
     assert all(str(fault) in met for fault in faults)
     texts = read_documents([f"gs://anonymous@corpus/v1/texts/*.txt{server.query}"])

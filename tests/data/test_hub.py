@@ -25,9 +25,10 @@ from trainings import PLACES, lm, start, write_config
 
 from lm.data.cache import BlockCache
 from lm.data.config import PrepareOptions
+from lm.data.documents import read_documents
 from lm.data.prepare import prepare
 from lm.data.shards import Shards
-from lm.data.text_files import find_files, read_documents
+from lm.data.text_files import find_files
 from lm.data.tokenizer import Tokenizer
 from lm.errors import RequestError, RunError
 from lm.system import remote
@@ -74,7 +75,7 @@ def test_reading_asks_for_bytes_alone(hub, tmp_path):
     hub.commit("o/n", {"a.parquet": file.read_bytes()})
     shards = Shards.open("hf://datasets/o/n/a.parquet", vocab_size=1000)
     hub.fail([])
-    assert len(shards.blocks) == 4 and np.array_equal(all_tokens(shards), tokens)
+    assert len(shards.index.blocks) == 4 and np.array_equal(all_tokens(shards), tokens)
     assert hub.count("/api/") == 0 and hub.count("resolve") == 5  # with the footer
     assert hub.sent < file.stat().st_size + 2**17
 
@@ -218,7 +219,7 @@ def test_a_reader_that_holds_a_block_and_stalls_does_not_stop_the_others(hub, sh
     (tmp_path / "cache" / keys[0]).unlink()
     with reserve(keys[0], 5), ThreadPoolExecutor(1) as pool:
         began = time.monotonic()
-        assert np.array_equal(pool.submit(shards.read, 0).result(20), shards_on_hub[: shards.blocks[0].tokens])
+        assert np.array_equal(pool.submit(shards.read, 0).result(20), shards_on_hub[: shards.index.blocks[0].tokens])
         assert 0.9 < time.monotonic() - began < 10
 
 
@@ -242,9 +243,9 @@ def texts(hub, tmp_path):
 
 def content(folder):
     """The files that a preparation made, but for what says where its texts were."""
-    found = {path.relative_to(folder): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
-    manifest = json.loads(found.pop(Path("manifest.json")))
-    return found, manifest["splits"]
+    files = {path.relative_to(folder): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+    manifest = json.loads(files.pop(Path("manifest.json")))
+    return files, manifest["splits"]
 
 
 def test_texts_and_a_tokenizer_on_the_hub_are_prepared_like_local_ones(hub, texts, tmp_path):

@@ -16,9 +16,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from shard_files import write_folder, write_rows
 
-from lm.data import shards as shards_module
 from lm.data.loader import Assembler, Batch, BlockBuffer, Stream, Windows
 from lm.data.sampler import Order
+from lm.data.shard_checks import check_buffer
 from lm.data.shards import Shards
 from lm.errors import RequestError, RunError
 from lm.system import remote
@@ -31,20 +31,20 @@ def shards(tmp_path_factory):
     """Nine shards of 33 to 400 tokens in blocks of 60 or so, with token = place in the concatenation modulo 997."""
     folder = tmp_path_factory.mktemp("shards")
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(shards_module, "BLOCK_TOKENS", 60)
+        patch.setattr("lm.data.blocks.BLOCK_TOKENS", 60)
         write_folder(folder, [33, 400, 77, 120, 256, 64, 99, 301, 41], row_groups=5)
         return Shards.open(str(folder), vocab_size=1000)
 
 
 def stream(shards, **options):
-    given = dict(seq_len=SEQ_LEN, start=0, global_batch=24, lanes=8, seed=5) | options
-    order = Order(shards.windows(SEQ_LEN), given.pop("seed"), lanes=given.pop("lanes"))
-    return Stream(shards, order, **given)
+    settings = dict(seq_len=SEQ_LEN, start=0, global_batch=24, lanes=8, seed=5) | options
+    order = Order(shards.index.windows(SEQ_LEN), settings.pop("seed"), lanes=settings.pop("lanes"))
+    return Stream(shards, order, **settings)
 
 
 def reference(shards, start, count, seed=5, lanes=8):
     """Rows of samples from `start` on, one at a time, from the blocks themselves."""
-    blocks, windows = Order(shards.windows(SEQ_LEN), seed, lanes=lanes).locate(np.arange(start, start + count))
+    blocks, windows = Order(shards.index.windows(SEQ_LEN), seed, lanes=lanes).locate(np.arange(start, start + count))
     return np.stack([shards.read(b)[w * SEQ_LEN : w * SEQ_LEN + SEQ_LEN + 1] for b, w in zip(blocks, windows)])
 
 
@@ -59,7 +59,7 @@ def test_ranks_micro_batches_start_and_buffer_change_nothing(shards, division, s
     """Interleaving the ranks' micro-batches gives the samples of each step, in order, whatever division or memory."""
     world, micro = division
     expected = reference(shards, start, 24 * 4, lanes=lanes)
-    buffer = max(buffer, shards.largest.tokens)
+    buffer = max(buffer, shards.index.largest.tokens)
     rows = np.empty_like(expected)
     for rank in range(world):
         batches = iter(stream(shards, start=start, rank=rank, world=world, lanes=lanes, shuffle_buffer=buffer))
@@ -82,27 +82,27 @@ def test_a_stream_can_be_sent_to_a_spawned_process(shards):
 @settings(max_examples=15, deadline=None)
 def test_memory_stays_within_the_buffer(shards, blocks, start):
     """However small the buffer: the blocks that are held or being decoded never exceed it."""
-    capacity, most = blocks * shards.largest.tokens, [0]
-    want = BlockBuffer.want
+    capacity, most = blocks * shards.index.largest.tokens, [0]
+    want = BlockBuffer.request
 
     def watched(buffer, *arguments):
         admitted = want(buffer, *arguments)
-        held = sum(shards.blocks[block].tokens for block in buffer.blocks)
-        assert held == buffer.held <= capacity
+        held = sum(shards.index.blocks[block].tokens for block in buffer.blocks)
+        assert held == buffer.tokens <= capacity
         most[0] = max(most[0], held)
         return admitted
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(BlockBuffer, "want", watched)
-        given = stream(shards, start=start)
-        list(Assembler(shards, given.order, SEQ_LEN, islice(given.requests(), 60), capacity).batches())
+        patch.setattr(BlockBuffer, "request", watched)
+        resumed = stream(shards, start=start)
+        list(Assembler(shards, resumed.order, SEQ_LEN, islice(resumed.requests(), 60), capacity).batches())
     assert most[0] > 0
 
 
 def test_a_row_group_larger_than_the_buffer_is_refused_with_the_cure(shards):
-    largest = shards.largest
+    largest = shards.index.largest
     with pytest.raises(RequestError, match=f"{largest.file_of(0)}.*more than.*; raise data.shuffle_buffer"):
-        shards.require_buffer(largest.tokens - 1)
+        check_buffer(shards, largest.tokens - 1)
 
 
 def test_a_step_that_does_not_divide_is_refused(shards):
@@ -116,9 +116,9 @@ def test_evaluation_counts_each_window_once_in_lockstep(shards, world, micro, li
     """Over the ranks the counted rows are the first windows in order; every rank yields as many batches."""
     rows = [
         ids[start + 1 : start + SEQ_LEN + 1].tolist()
-        for ids in map(shards.read, range(len(shards.blocks))) for start in range(0, len(ids) - SEQ_LEN, SEQ_LEN)
+        for ids in map(shards.read, range(len(shards.index.blocks))) for start in range(0, len(ids) - SEQ_LEN, SEQ_LEN)
     ]  # fmt: skip
-    found, lengths = [], set()
+    targets, lengths = [], set()
     for rank in range(world):
         batches = list(Windows(shards, seq_len=SEQ_LEN, micro_batch=micro, limit=limit, rank=rank, world=world))
         lengths.add(len(batches))
@@ -126,8 +126,8 @@ def test_evaluation_counts_each_window_once_in_lockstep(shards, world, micro, li
             assert batch.tokens.shape == (micro, SEQ_LEN + 1)
             counted = batch.labels[(batch.labels != -100).all(1)]
             assert batch.num_targets == counted.numel() == (batch.labels != -100).sum()
-            found += counted.tolist()
-    assert found == rows[:limit] and len(lengths) == 1
+            targets += counted.tolist()
+    assert targets == rows[:limit] and len(lengths) == 1
 
 
 def test_tokens_come_out_as_they_went_in():
@@ -148,11 +148,11 @@ def test_tokens_come_out_as_they_went_in():
 def test_only_targets_of_the_labels_count(labelled, world, start):
     """Beside a shard without labels too; the tokens are inputs all the same."""
     shards, ids, targets = labelled
-    order = Order(shards.windows(SEQ_LEN), 5, lanes=1)
+    order = Order(shards.index.windows(SEQ_LEN), 5, lanes=1)
     expected = np.where(targets, ids, -100)
     for rank in range(world):
-        given = Stream(shards, order, seq_len=SEQ_LEN, start=start, global_batch=6, rank=rank, world=world)
-        batch = next(iter(given))
+        part = Stream(shards, order, seq_len=SEQ_LEN, start=start, global_batch=6, rank=rank, world=world)
+        batch = next(iter(part))
         _, windows = order.locate(np.arange(start + rank, start + 6, world))
         for inputs, labels, first in zip(batch.input_ids, batch.labels, windows * SEQ_LEN):
             assert inputs.tolist() == ids[first : first + SEQ_LEN].tolist()
@@ -206,12 +206,12 @@ def test_a_block_is_waited_for_no_longer_than_the_timeout_unless_its_store_asks_
     monkeypatch.setattr(shards, "read_tokens", lambda block: time.sleep(1) or read(block))
     monkeypatch.setattr(remote, "_asked_until", time.monotonic() + 30 if asked else 0.0)
     buffer = BlockBuffer(shards, 10**6, timeout=0.2)
-    buffer.want(0)
+    buffer.request(0)
     if asked:
-        assert len(buffer.take(0).ids)
+        assert len(buffer.get(0).ids)
     else:
         with pytest.raises(RunError, match=r"not read after 0.2 seconds \(data.timeout\)"):
-            buffer.take(0)
+            buffer.get(0)
     buffer.close()
 
 
@@ -219,11 +219,11 @@ def test_the_next_blocks_are_decoded_while_a_batch_is_trained_on(shards):
     """By the time that a batch is asked for, its blocks were read without anybody asking for it."""
     counted, read = pickle.loads(pickle.dumps(shards)), set()
     counted.read_tokens = lambda block, actual=counted.read_tokens: (actual(block), read.add(block))[0]
-    given = stream(counted, lanes=2, global_batch=4)
-    batches = iter(given)
+    batch_stream = stream(counted, lanes=2, global_batch=4)
+    batches = iter(batch_stream)
     for step in range(1, 40):
         next(batches)
-        needed = set(given.order.locate(np.arange(step * 4, step * 4 + 4))[0].tolist())
+        needed = set(batch_stream.order.locate(np.arange(step * 4, step * 4 + 4))[0].tolist())
         wait_for(lambda: needed <= read)
 
 
@@ -234,7 +234,7 @@ from lm.data.sampler import Order
 from lm.data.shards import Shards
 from lm.data.loader import Stream
 shards = Shards.open({str(tmp_path)!r}, vocab_size=1000)
-batches = iter(Stream(shards, Order(shards.windows(8), 1), seq_len=8, start=0, global_batch=4))
+batches = iter(Stream(shards, Order(shards.index.windows(8), 1), seq_len=8, start=0, global_batch=4))
 print(tuple(next(batches).tokens.shape))
 """
     command, root = [sys.executable, "-c", script], Path(__file__).parents[2]

@@ -18,6 +18,7 @@ from lm.data.datamodule import DataModule
 from lm.data.packing import pack_documents
 from lm.data.parquet import PackedRows
 from lm.data.prepare import prepare
+from lm.data.shard_statistics import padding_fraction
 from lm.data.shards import Shards
 from lm.data.tokenizer import Tokenizer
 from lm.system.units import Count
@@ -82,13 +83,13 @@ def test_the_targets_of_all_rows_are_the_documents(place):
         shards, rows, targets = read_rows(place / "packed", split)
         stream = Shards.open(str(place / "stream" / split)).read(0)
         documents = np.split(stream, np.flatnonzero(stream == tokenizer.eos_id)[:-1] + 1)
-        assert shards.windows(SEQ_LEN).tolist() == [len(rows)] and shards.left_over(SEQ_LEN) == 0
+        assert shards.index.windows(SEQ_LEN).tolist() == [len(rows)] and shards.index.left_over(SEQ_LEN) == 0
         assert targets[:, 1:].sum() == len(stream)
-        assert 0.1 > shards.padding_fraction == pytest.approx(1 - len(stream) / (len(rows) * SEQ_LEN))
-        found = [row[1:][mask[1:]].tobytes() for row, mask in zip(rows, targets)]
+        assert 0.1 > padding_fraction(shards) == pytest.approx(1 - len(stream) / (len(rows) * SEQ_LEN))
+        contents = [row[1:][mask[1:]].tobytes() for row, mask in zip(rows, targets)]
         for document in documents:
             pieces = [document[at : at + SEQ_LEN] for at in range(0, len(document), SEQ_LEN)]
-            assert all(any(piece.tobytes() in row for row in found) for piece in pieces)
+            assert all(any(piece.tobytes() in row for row in contents) for piece in pieces)
             for before, piece in pairwise(pieces):  # a row that continues a document begins with the token before
                 row = np.append(before[-1:], piece)
                 assert any(np.array_equal(other[: len(row)], row) for other in rows)
@@ -121,9 +122,9 @@ def test_a_batch_has_the_rows_and_counts_no_padding(place):
 
 def test_a_fit_packs_its_texts(place):
     """The context of the model is the length of a row, and what is trained on are the rows."""
-    made = data("fitted", packing="whole", seq_len=None, prepare={
+    module = data("fitted", packing="whole", seq_len=None, prepare={
         "input": ["texts.jsonl"], "tokenizer": "char", "val_fraction": 0.1})  # fmt: skip
-    fit(place, "fitted", data=made)
+    fit(place, "fitted", data=module)
     for split in ("train", "val"):
         assert np.array_equal(read_rows(place / "fitted", split)[1], read_rows(place / "packed", split)[1])
     rows = {row.tobytes() for row in read_rows(place / "fitted", "train")[1].astype(np.int64)}

@@ -24,6 +24,7 @@ from lm.data import encode, prepare
 from lm.data import shard_writer as writer
 from lm.data.config import PrepareOptions
 from lm.data.encode import split_hash
+from lm.data.shard_statistics import token_bytes
 from lm.data.shard_writer import ShardWriter
 from lm.data.shards import Shards
 from lm.data.tokenizer import END_OF_TEXT, Tokenizer
@@ -63,7 +64,7 @@ def digests(folder):
 @pytest.fixture
 def many_small_units(monkeypatch):
     """Work for several processes, out of little text."""
-    monkeypatch.setattr(encode, "SMALLEST_UNIT", 4096)
+    monkeypatch.setattr(encode, "MIN_UNIT_BYTES", 4096)
     monkeypatch.setattr(encode, "SMALL_WORK", 0)
 
 
@@ -79,9 +80,12 @@ def test_the_shards_hold_every_document_once_with_its_end(tmp_path):
     assert val == [text for text, is_val in zip(texts, chosen, strict=True) if is_val]
     tokenizer, rows = Tokenizer.load(tmp_path / "out"), pq.read_table(tmp_path / "out/train")["input_ids"].to_pylist()
     assert rows == [[*tokenizer.encode(text), tokenizer.eos_id] for text in train]
-    for name, found in (("train", train), ("val", val)):
+    for name, documents_of_split in (("train", train), ("val", val)):
         split = manifest["splits"][name]
-        assert (split["documents"], split["bytes"]) == (len(found), sum(len(text.encode()) for text in found))
+        assert (split["documents"], split["bytes"]) == (
+            len(documents_of_split),
+            sum(len(text.encode()) for text in documents_of_split),
+        )
         assert split["tokens"] == sum(map(sum, (shard["row_groups"] for shard in split["shards"])))
     assert manifest == json.loads((tmp_path / "out/manifest.json").read_text())
     assert sorted(path.name for path in (tmp_path / "out").iterdir()) == [
@@ -98,7 +102,7 @@ def test_bytes_of_the_shards_are_those_of_the_text(kind, tmp_path):
     for split, chosen in (("train", False), ("val", True)):
         shards = Shards.open(str(tmp_path / "out" / split), tokenizer_sha256=tokenizer.sha256)
         size = sum(len(text.encode()) for text in texts if (split_hash(text) < 0.1) is chosen)
-        assert shards.token_bytes(tokenizer)[all_tokens(shards)].sum() == pytest.approx(size, rel=1e-9)
+        assert token_bytes(shards, tokenizer)[all_tokens(shards)].sum() == pytest.approx(size, rel=1e-9)
 
 
 def test_a_lossy_tokenizer_is_reported_once(tmp_path, caplog):
@@ -128,7 +132,7 @@ def test_bytes_of_shards_of_others_are_those_that_they_decode_to(kind, texts, tm
     """Without a blank too many at the borders of documents or between Chinese characters."""
     tokenizer = Tokenizer.load(write_tokenizer(tmp_path / kind, kind, texts))
     rows = [[*tokenizer.encode(text), tokenizer.eos_id] for text in texts]
-    sizes = Shards.open(str(write_rows(tmp_path / "0.parquet", rows))).token_bytes(tokenizer)
+    sizes = token_bytes(Shards.open(str(write_rows(tmp_path / "0.parquet", rows))), tokenizer)
     assert sizes[np.concatenate(rows)].sum() == pytest.approx(sum(len(text.encode()) for text in texts), rel=1e-9)
 
 
@@ -184,7 +188,7 @@ def test_a_row_that_passes_row_groups_continues_in_the_next(tmp_path, monkeypatc
 
 
 def test_text_of_every_kind_and_a_long_document_go_through(tmp_path, monkeypatch):
-    monkeypatch.setattr("lm.data.text_files.PIECE", 200)
+    monkeypatch.setattr("lm.data.documents.PIECE", 200)
     source = tmp_path / "in"
     texts = make_texts(30)
     write_jsonl(source / "a.jsonl", texts[:10])
@@ -342,8 +346,8 @@ def test_a_tokenizer_is_learned_from_no_more_than_the_sample(tmp_path):
         input=[str(write_jsonl(tmp_path / "a.jsonl", texts))], sample_bytes=Count(2000), val_fraction=0.01
     )
     units = encode.plan_units(prepare.find_files(options.input))
-    taken = list(prepare._sample(options, units))
-    assert 2000 <= sum(map(len, taken)) < 2000 + max(map(len, texts))
+    sample = list(prepare._sample(options, units))
+    assert 2000 <= sum(map(len, sample)) < 2000 + max(map(len, texts))
 
 
 # ---- whoever works, and however often it is stopped -----------------------------------------------------------------
@@ -552,12 +556,12 @@ def test_memory_does_not_grow_with_the_text(kind, tmp_path):
 def test_inspect_prints_one_json_object_that_agrees_with_the_manifest(tmp_path, capsys):
     manifest = run(tmp_path / "out", write_jsonl(tmp_path / "a.jsonl", make_texts(100)))
     inspect(str(tmp_path / "out"), json=True)
-    found = json.loads(capsys.readouterr().out)
+    facts = json.loads(capsys.readouterr().out)
     for name, split in manifest["splits"].items():
-        assert found["splits"][name]["tokens"] == split["tokens"]
-        assert found["splits"][name]["bytes_per_token"] == pytest.approx(split["bytes"] / split["tokens"])
-    assert found["tokenizer"]["sha256"] == manifest["tokenizer"]
-    assert documents(tmp_path / "out", "val")[0].startswith(found["sample"].partition(END_OF_TEXT)[0])
+        assert facts["splits"][name]["tokens"] == split["tokens"]
+        assert facts["splits"][name]["bytes_per_token"] == pytest.approx(split["bytes"] / split["tokens"])
+    assert facts["tokenizer"]["sha256"] == manifest["tokenizer"]
+    assert documents(tmp_path / "out", "val")[0].startswith(facts["sample"].partition(END_OF_TEXT)[0])
     inspect(str(tmp_path / "out"))
     assert "bytes per token" in capsys.readouterr().out
 
@@ -589,9 +593,9 @@ def test_inspect_describes_shards_of_other_programs(tmp_path):
     """Of each split, with what lies beside them, so that no file is left out."""
     for name, ids in (("train/a", [1, 2, 3]), ("val/a", [4, 5]), ("b", [6])):
         write_rows(tmp_path / f"{name}.parquet", [ids])
-    found = describe_folder(str(tmp_path))
-    assert (found["made_by_lm"], found["tokenizer"], found["sample"]) == (False, None, None)
-    splits = {name: (split["tokens"], split["shards"]) for name, split in found["splits"].items()}
+    facts = describe_folder(str(tmp_path))
+    assert (facts["made_by_lm"], facts["tokenizer"], facts["sample"]) == (False, None, None)
+    splits = {name: (split["tokens"], split["shards"]) for name, split in facts["splits"].items()}
     assert splits == {"b.parquet": (1, 1), "train": (3, 1), "val": (2, 1)}
     with pytest.raises(RequestError, match="nowhere"):
         describe_folder(str(tmp_path / "nowhere"))
@@ -601,7 +605,7 @@ def test_inspect_describes_shards_of_other_programs(tmp_path):
 
 def test_nearest_line_end_is_looked_for_only_near_by(tmp_path, monkeypatch):
     """A text without lines is cut all the same."""
-    monkeypatch.setattr(prepare, "CUT_SEARCH", 8)
+    monkeypatch.setattr("lm.data.splits.CUT_SEARCH", 8)
     (tmp_path / "input.txt").write_text("word " * 400)
     run(tmp_path / "out", tmp_path / "input.txt", tokenizer="char")
     assert len(documents(tmp_path / "out", "train")[0]) == 1801

@@ -13,10 +13,11 @@ import pytest
 from shard_files import all_tokens, write_folder, write_manifest, write_rows, write_shard
 
 from lm.data.cache import BlockCache
-from lm.data.shards import BadBlock, Shards
+from lm.data.parquet import BadBlock
+from lm.data.shards import Shards
 from lm.errors import RunError
 from lm.system import remote
-from lm.system.remote import read_whole, with_retries
+from lm.system.remote import read_exactly, with_retries
 
 BLOCK = np.arange(1000, dtype=np.uint16)
 KEPT = BLOCK.nbytes + 4  # with its checksum
@@ -39,7 +40,7 @@ def test_shards_on_s3_are_read(s3, source):
     _, tokens = s3
     shards = Shards.open(source, vocab_size=1000)
     assert np.array_equal(all_tokens(shards), tokens)
-    assert shards.blocks[0].file_of(0) == "s3://corpus/v1/train/00000.parquet"
+    assert shards.index.blocks[0].file_of(0) == "s3://corpus/v1/train/00000.parquet"
     assert shards.fingerprint()[0].name == "00000.parquet"
 
 
@@ -52,8 +53,8 @@ def test_the_second_epoch_comes_from_the_cache(s3, tmp_path):
     client.delete_object(Bucket="corpus", Key="bare/00000.parquet")
     try:
         assert np.array_equal(all_tokens(shards), first) and np.array_equal(first, tokens[:500])
-        [kept] = tmp_path.iterdir()
-        kept.write_bytes(kept.read_bytes()[:100])  # damaged: not believed
+        [entry] = tmp_path.iterdir()
+        entry.write_bytes(entry.read_bytes()[:100])  # damaged: not believed
         with pytest.raises(RunError, match="shard s3://corpus/bare/00000.parquet: cannot be read .* moved or deleted"):
             all_tokens(shards)
     finally:
@@ -77,7 +78,7 @@ def test_many_small_remote_files_are_one_block_and_each_is_kept(tmp_path):
         memory.put(str(tmp_path / "a.parquet"), f"/small/{number:02d}.parquet")
     shards = Shards.open("memory://small", vocab_size=1000, cache=BlockCache(tmp_path / "cache", 10**6))
     for _ in range(2):
-        [block] = shards.blocks
+        [block] = shards.index.blocks
         found, targets = shards.read_tokens(0)
         assert np.array_equal(found, ids.ravel()) and np.array_equal(targets, labels.ravel() != -100)
         memory.rm("/small", recursive=True) if memory.exists("/small") else None
@@ -174,4 +175,4 @@ def test_processes_and_threads_may_share_the_cache(tmp_path, recwarn):
 
 
 def test_an_empty_file_is_read():
-    assert read_whole(pa.BufferReader(b""), 0) == b"" and read_whole(pa.BufferReader(b"abc"), 2, 1) == b"bc"
+    assert read_exactly(pa.BufferReader(b""), 0) == b"" and read_exactly(pa.BufferReader(b"abc"), 2, 1) == b"bc"

@@ -8,7 +8,6 @@ import pytest
 from shard_files import write_rows
 from trainings import lm, make_workplace, write_config
 
-from lm.data import shards as shards_module
 from lm.data.config import SourceConfig
 from lm.data.datamodule import DataModule
 from lm.data.loader import Stream
@@ -23,7 +22,7 @@ def shards(tmp_path_factory):
     """Three files of documents of 1 to 30 tokens that end with 0, in blocks of about 150; one has labels."""
     folder, random = tmp_path_factory.mktemp("shards"), np.random.default_rng(0)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(shards_module, "BLOCK_TOKENS", 150)
+        patch.setattr("lm.data.blocks.BLOCK_TOKENS", 150)
         for name in "abc":
             rows = [[*random.integers(1, 1000, random.integers(0, 30)).tolist(), END] for _ in range(30)]
             labels = {"labels": [[id if id % 3 else -100 for id in row] for row in rows]} if name == "b" else {}
@@ -37,7 +36,7 @@ def reshuffled(shards):
 
 
 def order(shards):
-    return ReshuffledOrder(shards.windows(SEQ_LEN), SEED, lanes=8, blocks=len(shards.blocks))
+    return ReshuffledOrder(shards.index.windows(SEQ_LEN), SEED, lanes=8, blocks=len(shards.index.blocks))
 
 
 def documents(ids):
@@ -46,7 +45,7 @@ def documents(ids):
 
 
 def test_an_epoch_has_the_documents_of_each_block_once_in_another_order(shards, reshuffled):
-    blocks = len(shards.blocks)
+    blocks = len(shards.index.blocks)
     assert blocks > 5
     for block in range(blocks):
         stored = shards.read(block)
@@ -59,8 +58,8 @@ def test_an_epoch_has_the_documents_of_each_block_once_in_another_order(shards, 
 
 
 def test_what_is_a_target_moves_with_its_token(shards, reshuffled):
-    block = next(block for block in range(len(shards.blocks)) if shards.read_tokens(block).targets is not None)
-    before, after = shards.read_tokens(block), reshuffled.read_tokens(block + len(shards.blocks))
+    block = next(block for block in range(len(shards.index.blocks)) if shards.read_tokens(block).targets is not None)
+    before, after = shards.read_tokens(block), reshuffled.read_tokens(block + len(shards.index.blocks))
     assert Counter(zip(*map(np.ndarray.tolist, before))) == Counter(zip(*map(np.ndarray.tolist, after)))
     assert not np.array_equal(before.targets, after.targets)
 
@@ -70,14 +69,14 @@ def test_ranks_and_start_change_nothing(shards, reshuffled, world, start):
     """The rows of every step are those of the order, read one by one, also over the border of epochs."""
     steps = 20
     located = zip(*map(np.ndarray.tolist, order(shards).locate(np.arange(start, start + 8 * steps))))
-    wanted = [reshuffled.read(block)[window * SEQ_LEN : window * SEQ_LEN + SEQ_LEN + 1] for block, window in located]
+    expected = [reshuffled.read(block)[window * SEQ_LEN : window * SEQ_LEN + SEQ_LEN + 1] for block, window in located]
     streams = [
         Stream(reshuffled, order(shards), seq_len=SEQ_LEN, start=start, global_batch=8, rank=rank, world=world)
         for rank in range(world)
     ]
     parts = [np.concatenate([batch.tokens.numpy() for batch in islice(stream, steps)]) for stream in streams]
     for rank, part in enumerate(parts):
-        assert np.array_equal(part, np.stack(wanted[rank::world]))
+        assert np.array_equal(part, np.stack(expected[rank::world]))
 
 
 def test_epochs_are_cut_into_other_samples(shards, reshuffled):
@@ -92,9 +91,9 @@ def test_epochs_are_cut_into_other_samples(shards, reshuffled):
 
 
 def test_the_file_of_a_token_is_where_it_is_stored(shards, reshuffled):
-    blocks = len(shards.blocks)
+    blocks = len(shards.index.blocks)
     for index in range(blocks, 2 * blocks):
-        ids, block = reshuffled.read(index), shards.blocks[index % blocks]
+        ids, block = reshuffled.read(index), shards.index.blocks[index % blocks]
         stored = Counter((int(id), block.file_of(place)) for place, id in enumerate(shards.read(index % blocks)))
         assert Counter((int(id), reshuffled.file_of(index, place)) for place, id in enumerate(ids)) == stored
 

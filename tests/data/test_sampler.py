@@ -24,8 +24,8 @@ def pairs(order, first, last):
 @settings(max_examples=150, deadline=None)
 def test_every_window_once_an_epoch(counts, seed, lanes, shuffle, epoch):
     order = Order(counts, seed, lanes=lanes, shuffle=shuffle)
-    found = pairs(order, epoch * order.total, (epoch + 1) * order.total)
-    assert sorted(found) == [(block, window) for block, count in enumerate(counts) for window in range(count)]
+    located = pairs(order, epoch * order.total, (epoch + 1) * order.total)
+    assert sorted(located) == [(block, window) for block, count in enumerate(counts) for window in range(count)]
 
 
 @given(windows, seeds, lanes, st.lists(st.integers(0, 5000), min_size=1, max_size=50))

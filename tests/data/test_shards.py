@@ -16,11 +16,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from shard_files import all_tokens, write_folder, write_manifest, write_rows, write_shard, write_tokens
 
-from lm.data import shards as shards_module
+from lm.data.blocks import Block, Part
 from lm.data.catalog import describe_difference
 from lm.data.overlap import common_file
 from lm.data.parquet import BadBlock
-from lm.data.shards import Block, Part, Shards
+from lm.data.shard_checks import check_windows
+from lm.data.shards import Shards
 from lm.errors import RequestError, RunError
 
 INTEGERS = [pa.uint8(), pa.int8(), pa.uint16(), pa.int16(), pa.uint32(), pa.int32(), pa.uint64(), pa.int64()]
@@ -71,18 +72,18 @@ def test_every_layout_reads_to_the_same_tokens(
         shards = Shards.open(str(path), vocab_size=vocab_size)
         tokens = all_tokens(shards)
         assert tokens.tolist() == [token for row in rows for token in row] and tokens.dtype == dtype
-        assert shards.tokens == len(tokens) and all(block.tokens <= 2**20 for block in shards.blocks)
+        assert shards.index.tokens == len(tokens) and all(block.tokens <= 2**20 for block in shards.index.blocks)
 
 
 def test_blocks_group_row_groups_up_to_their_size(tmp_path, monkeypatch):
-    monkeypatch.setattr(shards_module, "BLOCK_TOKENS", 100)
+    monkeypatch.setattr("lm.data.blocks.BLOCK_TOKENS", 100)
     tokens = np.arange(1000, dtype=np.uint16)
     write_tokens(tmp_path / "small.parquet", tokens, row=10, row_groups=25)  # 40 tokens each: two fit
     write_tokens(tmp_path / "tall.parquet", tokens, row=10, row_groups=5)  # 200 tokens each: one is too many
     shards = Shards.open([str(tmp_path / "small.parquet"), str(tmp_path / "tall.parquet")], vocab_size=1000)
-    assert [block.tokens for block in shards.blocks] == [80] * 12 + [40] + [200] * 5
+    assert [block.tokens for block in shards.index.blocks] == [80] * 12 + [40] + [200] * 5
     assert all_tokens(shards).tolist() == tokens.tolist() * 2
-    assert shards.windows(79).tolist() == [1] * 12 + [0] + [2] * 5
+    assert shards.index.windows(79).tolist() == [1] * 12 + [0] + [2] * 5
 
 
 def test_one_thousand_shards_open_without_a_footer(tmp_path):
@@ -98,7 +99,7 @@ def test_one_thousand_shards_open_without_a_footer(tmp_path):
     manifest["splits"]["train"] |= {"shards": shards, "tokens": 50_000}
     (tmp_path / "manifest.json").write_text(json.dumps(manifest))
     opened = Shards.open(str(tmp_path / "train"), block_tokens=1)
-    assert opened.tokens == 50_000 and opened.column.vocab_size == 1000
+    assert opened.index.tokens == 50_000 and opened.column.vocab_size == 1000
     assert len(opened.read(999)) == 50
     with pytest.raises(BadBlock, match="00007.parquet, row groups 0 to 1: cannot be decoded"):
         opened.read(7)
@@ -207,10 +208,10 @@ def test_no_flipped_byte_and_no_cut_of_a_shard_goes_unseen(tmp_path):
     tokens = np.random.default_rng(0).integers(0, 1000, 300).astype(np.uint16)
     path = tmp_path / "train/00000.parquet"
     write_manifest(tmp_path, digests=[write_shard(path, tokens, [100, 100, 250])])
-    whole, seen = path.read_bytes(), 0
-    for place in range(len(whole)):
+    content, seen = path.read_bytes(), 0
+    for place in range(len(content)):
         for bit in (0x01, 0x80):
-            changed = bytearray(whole)
+            changed = bytearray(content)
             changed[place] ^= bit
             path.write_bytes(changed)
             try:
@@ -218,17 +219,17 @@ def test_no_flipped_byte_and_no_cut_of_a_shard_goes_unseen(tmp_path):
             except (RequestError, BadBlock) as error:
                 assert "00000.parquet" in str(error) and "\n" not in str(error)
                 seen += 1
-    assert seen > len(whole) / 2
-    for length in range(0, len(whole), 7):
-        path.write_bytes(whole[:length])
+    assert seen > len(content) / 2
+    for length in range(0, len(content), 7):
+        path.write_bytes(content[:length])
         refuses("where the manifest says", path.parent)
 
 
 def test_a_shard_that_was_replaced_by_one_as_long_is_found(tmp_path):
     """Before any work where its time tells, at the latest when it is first read; in anyone's folder by its footer."""
-    one = np.random.default_rng(0).integers(0, 2**16, 300).astype(np.uint16)
+    ids = np.random.default_rng(0).integers(0, 2**16, 300).astype(np.uint16)
     paths = [tmp_path / "train/00000.parquet", tmp_path / "other.parquet"]
-    digests = [write_shard(path, tokens) for path, tokens in zip(paths, (one, one[::-1].copy()))]
+    digests = [write_shard(path, tokens) for path, tokens in zip(paths, (ids, ids[::-1].copy()))]
     assert paths[0].stat().st_size == paths[1].stat().st_size
     write_manifest(tmp_path, 2**16, digests[:1])
     before = Shards.open(str(tmp_path / "train")).fingerprint()
@@ -264,13 +265,13 @@ def test_a_source_without_shards_is_refused(tmp_path):
         Shards.open([])
     shards = Shards.open(str(write_rows(tmp_path / "a.parquet", ROWS)))
     with pytest.raises(RequestError, match=r"9 tokens, at most 9 .* one block, but a window takes 10 \(seq_len"):
-        shards.require_windows(9)
-    assert shards.require_windows(8) == 1
+        check_windows(shards, 9)
+    assert check_windows(shards, 8) == 1
 
 
 def test_shards_that_another_tokenizer_made_are_refused(tmp_path):
     path = write_tokens(tmp_path / "a.parquet", np.zeros(9, np.uint16), metadata={"lm.tokenizer": "ab" * 32})
-    assert Shards.open(str(path), tokenizer_sha256="ab" * 32).tokens == 9
+    assert Shards.open(str(path), tokenizer_sha256="ab" * 32).index.tokens == 9
     refuses("a.parquet was made with another tokenizer .SHA-256 abababababab", path, tokenizer_sha256="cd" * 32)
 
 
@@ -322,16 +323,16 @@ def test_windows_run_across_the_files_of_a_split(tmp_path):
         write_rows(tmp_path / f"{number:03d}.parquet", [run])
     tokens = np.concatenate(runs)
     shards = Shards.open(str(tmp_path), vocab_size=1000)
-    assert np.array_equal(all_tokens(shards), tokens) and len(shards.blocks) == 1
-    windows = shards.require_windows(64)
-    assert windows == (len(tokens) - 1) // 64 and shards.left_over(64) == len(tokens) - 64 * windows - 1 <= 63
+    assert np.array_equal(all_tokens(shards), tokens) and len(shards.index.blocks) == 1
+    windows = check_windows(shards, 64)
+    assert windows == (len(tokens) - 1) // 64 and shards.index.left_over(64) == len(tokens) - 64 * windows - 1 <= 63
     names = np.repeat([f"{number:03d}" for number in range(400)], [shard.tokens for shard in shards.fingerprint()])
     for place in (0, 1, 100, len(tokens) // 2, len(tokens) - 1):
-        assert shards.blocks[0].file_of(place).endswith(f"{names[place]}.parquet")
+        assert shards.index.blocks[0].file_of(place).endswith(f"{names[place]}.parquet")
     cut = Shards.open(str(tmp_path), vocab_size=1000, block_tokens=500)
-    assert max(block.tokens for block in cut.blocks) <= 500 and np.array_equal(all_tokens(cut), tokens)
-    assert cut.left_over(64) == sum(b.tokens - 1 - (b.tokens - 1) // 64 * 64 for b in cut.blocks)
-    assert str(cut.blocks[0]).startswith(f"shard {tmp_path}/000.parquet, row group 0, up to shard {tmp_path}/0")
+    assert max(block.tokens for block in cut.index.blocks) <= 500 and np.array_equal(all_tokens(cut), tokens)
+    assert cut.index.left_over(64) == sum(b.tokens - 1 - (b.tokens - 1) // 64 * 64 for b in cut.index.blocks)
+    assert str(cut.index.blocks[0]).startswith(f"shard {tmp_path}/000.parquet, row group 0, up to shard {tmp_path}/0")
     (tmp_path / "123.parquet").write_bytes(b"gone")
     with pytest.raises(BadBlock, match="123.parquet, row group 0: cannot be decoded"):
         shards.read(0)
@@ -352,7 +353,7 @@ def test_a_file_counts_once_by_whatever_path(tmp_path):
         shards = Shards.open([f"{tmp_path}/{one}" for one in sources])
         assert sorted(all_tokens(shards).tolist()) == [1, 2, 3, 4, 5], source
     shutil.copy(tmp_path / "a/0.parquet", tmp_path / "a/4.parquet")
-    assert Shards.open(f"file://{tmp_path}/a").tokens == 7
+    assert Shards.open(f"file://{tmp_path}/a").index.tokens == 7
 
 
 def test_a_link_to_a_folder_above_is_not_followed(tmp_path):
@@ -390,8 +391,8 @@ def test_a_file_in_both_splits_is_found(tmp_path):
         f"{tmp_path}/train/1.parquet", f"{tmp_path}/val/copy.parquet"
     )  # fmt: skip
     (tmp_path / "link").symlink_to("train")
-    found = common_file(train, Shards.open(str(tmp_path / "link/2.parquet")))
-    assert found == (f"{tmp_path}/train/2.parquet", f"{tmp_path}/link/2.parquet")
+    files = common_file(train, Shards.open(str(tmp_path / "link/2.parquet")))
+    assert files == (f"{tmp_path}/train/2.parquet", f"{tmp_path}/link/2.parquet")
     for split in ("train", "val2"):
         write_rows(tmp_path / split / "empty.parquet", [[], []])
     write_rows(tmp_path / "val2/0.parquet", [[7, 7, 7]])
@@ -426,11 +427,11 @@ def test_masks_and_labels_mean_what_they_mean_at_hugging_face(tmp_path_factory, 
         columns["labels"] = pa.array([[i if target else -100 for i, _, target in row] for row in rows], INTS)
     ids = [[i for i, *_ in row] for row in rows]
     path = write_rows(tmp_path_factory.mktemp("shard") / "a.parquet", ids, IDS, group, columns)
-    kept = [(i, target or not labelled) for row in rows for i, mask, target in row if mask or not masked]
+    expected = [(i, target or not labelled) for row in rows for i, mask, target in row if mask or not masked]
     shards = Shards.open(str(path), vocab_size=100)
     ids, targets = shards.read_tokens(0)
-    assert ids.tolist() == [i for i, _ in kept] == shards.read(0).tolist() and shards.tokens == len(kept)
-    assert ([True] * len(kept) if targets is None else targets.tolist()) == [target for _, target in kept]
+    assert ids.tolist() == [i for i, _ in expected] == shards.read(0).tolist() and shards.index.tokens == len(expected)
+    assert ([True] * len(expected) if targets is None else targets.tolist()) == [target for _, target in expected]
 
 
 def test_padding_outside_the_vocabulary_is_allowed_where_the_mask_leaves_it_out(tmp_path):
@@ -465,15 +466,15 @@ def test_windows_without_a_target_are_refused(tmp_path):
     """The first block has none, nor the first window of the second; without labels every token is one."""
     path, labels = tmp_path / "a.parquet", [[-100, -100], [-100, -100], [-100, -100], [-100, 2]]
     shards = Shards.open(str(write_rows(path, [[1, 2]] * 4, row_group_rows=2, columns={"labels": labels})))
-    shards.blocks = [Block((Part(str(path), range(group, group + 1), 4),), 4) for group in (0, 1)]
+    shards.index.blocks = [Block((Part(str(path), range(group, group + 1), 4),), 4) for group in (0, 1)]
     for seq_len, limit, said in ((1, 3, "first 3 windows"), (1, 5, "first 5 windows"), (2, 1, "first 1 window ")):
         with pytest.raises(RequestError, match=f"a.parquet: each label of the {said}"):
-            shards.require_windows(seq_len, limit)
-    assert [shards.require_windows(1, limit) for limit in (6, 60, None)] == [6, 6, 6]
-    assert Shards.open(str(write_rows(path, [[1, 2]] * 4))).require_windows(1, 1) == 7
+            check_windows(shards, seq_len, limit)
+    assert [check_windows(shards, 1, limit) for limit in (6, 60, None)] == [6, 6, 6]
+    assert check_windows(Shards.open(str(write_rows(path, [[1, 2]] * 4))), 1, 1) == 7
     write_rows(path, [[1, 2]] * 4, columns={"labels": [[-100, -100]] * 4})
     with pytest.raises(RequestError, match="a.parquet: each label of the first 7 windows is -100"):
-        Shards.open(str(path)).require_windows(1)
+        check_windows(Shards.open(str(path)), 1)
 
 
 @pytest.mark.parametrize("rows, columns, pad_id", [
@@ -482,7 +483,7 @@ def test_windows_without_a_target_are_refused(tmp_path):
 def test_shards_without_a_token_are_refused(tmp_path, rows, columns, pad_id):
     write_rows(tmp_path / "a.parquet", rows, columns=columns)
     with pytest.raises(RequestError, match=f"{tmp_path} holds no token"):
-        Shards.open(str(tmp_path), pad_id=pad_id).require_windows(3)
+        check_windows(Shards.open(str(tmp_path), pad_id=pad_id), 3)
 
 
 PADDED = [[5, 6, 7, 0, 0, 0, 0, 0], [5, 0, 0, 0, 0, 0, 0, 0], [1, 2, 3, 4, 5, 6, 7, 8], [0, 9, 0, 4, 5, 0, 0, 0]]
@@ -491,15 +492,16 @@ PADDED = [[5, 6, 7, 0, 0, 0, 0, 0], [5, 0, 0, 0, 0, 0, 0, 0], [1, 2, 3, 4, 5, 6,
 def test_an_id_that_fills_rows_up_is_left_out_where_it_is_given(tmp_path):
     """Only then, only at the ends of rows, and an end-of-text token stays once; an error says which id to give."""
     path, left = (write_rows(tmp_path / f"{step}.parquet", [row[::step] for row in PADDED] * 3) for step in (1, -1))
-    kept = [5, 6, 7, 5, 1, 2, 3, 4, 5, 6, 7, 8, 9, 0, 4, 5]
-    assert Shards.open(str(path), vocab_size=10).tokens == Shards.open(str(path), vocab_size=10, pad_id=9).tokens == 96
-    assert Shards.open(str(path), vocab_size=10, pad_id=0).read(0).tolist() == kept * 3
+    expected = [5, 6, 7, 5, 1, 2, 3, 4, 5, 6, 7, 8, 9, 0, 4, 5]
+    for pad_id in (None, 9):
+        assert Shards.open(str(path), vocab_size=10, pad_id=pad_id).index.tokens == 96
+    assert Shards.open(str(path), vocab_size=10, pad_id=0).read(0).tolist() == expected * 3
     ends = Shards.open(str(path), vocab_size=10, pad_id=0, eos_id=0).read(0).tolist()
     assert ends == [5, 6, 7, 0, 5, 0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 0, 4, 5, 0] * 3
     assert Shards.open(str(left), vocab_size=10, pad_id=0).read(0).tolist() == [
         7, 6, 5, 5, 8, 7, 6, 5, 4, 3, 2, 1, 5, 4, 0, 9] * 3  # fmt: skip
     negative = write_rows(tmp_path / "b.parquet", [[-1 if i == 0 else i for i in row] for row in PADDED[:3]], IDS)
-    assert Shards.open(str(negative), vocab_size=10, pad_id=-1).tokens == 12
+    assert Shards.open(str(negative), vocab_size=10, pad_id=-1).index.tokens == 12
     refuses("b.parquet, row group 0, row 0: token id -1 .* padding: --data.pad_id -1$", negative, vocab_size=10)
 
 
@@ -520,10 +522,10 @@ def test_an_encrypted_file_is_named(tmp_path):
     factory = parquet_encryption.CryptoFactory(Keys)
     rows = pa.table({"input_ids": pa.array([[1, 2, 3]] * 9, pa.list_(pa.int32()))})
     for plain in (True, False):
-        wanted = parquet_encryption.EncryptionConfiguration(
+        encryption = parquet_encryption.EncryptionConfiguration(
             footer_key="footer", column_keys={"ids": ["input_ids.list.element"]}, plaintext_footer=plain
         )
-        properties = factory.file_encryption_properties(parquet_encryption.KmsConnectionConfig(), wanted)
+        properties = factory.file_encryption_properties(parquet_encryption.KmsConnectionConfig(), encryption)
         path = tmp_path / f"{plain}.parquet"
         with pq.ParquetWriter(path, rows.schema, encryption_properties=properties) as writer:
             writer.write_table(rows)
@@ -536,7 +538,7 @@ def test_a_column_is_not_taken_for_one_whose_name_begins_alike(tmp_path):
         pq.write_table(pa.table({name: columns[name] for name in order}), tmp_path / f"{number}.parquet")
         for name, expected in (("tokens", [1, 2]), ("tokens.raw", [9, 8, 7, 6])):
             shards = Shards.open(str(tmp_path / f"{number}.parquet"), column=name, vocab_size=10)
-            assert shards.read(0).tolist() == expected * 3 and shards.tokens == len(expected) * 3
+            assert shards.read(0).tolist() == expected * 3 and shards.index.tokens == len(expected) * 3
 
 
 def test_denied_access_is_reported(tmp_path):

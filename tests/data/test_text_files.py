@@ -17,7 +17,8 @@ import zstandard
 from shard_files import write_rows
 
 from lm.data import text_files
-from lm.data.text_files import find_files, read_documents, read_pieces, split_by_names
+from lm.data.documents import read_documents, read_pieces
+from lm.data.text_files import find_files, split_by_names
 from lm.data.tokenizer import END_OF_TEXT, UNKNOWN, tokenizer_of_characters
 from lm.data.tokenizer_training import train_char
 from lm.errors import RequestError, RunError
@@ -40,14 +41,14 @@ def texts_of(*inputs, **options):
 
 def whole(file, **options):
     """The documents of a file, from their pieces."""
-    found, held = [], []
+    pieces, held = [], []
     for piece in read_pieces(file, **options):
         held.append(piece.content)
         if piece.last:
-            found.append("".join(held) if isinstance(held[0], str) else np.concatenate(held).tolist())
+            pieces.append("".join(held) if isinstance(held[0], str) else np.concatenate(held).tolist())
             held = []
     assert held == []
-    return found
+    return pieces
 
 
 PACK = {
@@ -186,7 +187,7 @@ def test_an_input_that_is_not_there_is_named(given, tmp_path, monkeypatch):
 
 @pytest.mark.parametrize("suffix", ["txt", "jsonl", "parquet"])
 def test_a_long_document_comes_in_pieces_that_end_with_lines(suffix, tmp_path, monkeypatch):
-    monkeypatch.setattr(text_files, "PIECE", 64)
+    monkeypatch.setattr("lm.data.documents.PIECE", 64)
     text = "".join(f"line {i} ü\n" * (i % 3) + "word " * (40 if i == 9 else 0) for i in range(30))
     path = tmp_path / f"a.{suffix}"
     {"txt": lambda: path.write_text(text, encoding="utf-8"), "jsonl": lambda: path.write_bytes(json_lines([text])),
@@ -213,7 +214,7 @@ def test_the_parts_of_a_file_are_the_file(parts, tmp_path):
 
 @pytest.mark.parametrize("piece", [2, 3, 1000])
 def test_flat_ids_are_cut_at_the_end_of_documents(piece, tmp_path, monkeypatch):
-    monkeypatch.setattr(text_files, "PIECE", piece)
+    monkeypatch.setattr("lm.data.documents.PIECE", piece)
     tokenizer = train_char(["abc"])  # 0 ends a document
     (tmp_path / "train.bin").write_bytes(np.array([2, 3, 0, 0, 4, 4, 4, 4, 0, 2, 3], "<u2").tobytes())
     [file] = find_files([str(tmp_path / "train.bin")])

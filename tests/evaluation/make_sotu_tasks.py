@@ -16,8 +16,8 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # lm, which may not be installed
 
+from lm.data.documents import read_documents
 from lm.data.encode import split_hash
-from lm.data.text_files import read_documents
 from lm.evaluation.tasks import Item
 
 CORPUS = "embedded:sotu"

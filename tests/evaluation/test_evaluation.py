@@ -19,10 +19,10 @@ from make_sotu_tasks import CORPUS, write_tasks
 from transformers import AutoModelForCausalLM
 
 from lm.data.config import PrepareOptions
+from lm.data.documents import read_documents
 from lm.data.encode import split_hash
 from lm.data.prepare import prepare
 from lm.data.text_batches import text_batches
-from lm.data.text_files import read_documents
 from lm.data.tokenizer import Tokenizer
 from lm.data.tokenizer_training import train_char
 from lm.errors import RequestError, RunError

@@ -69,7 +69,7 @@ def test_each_file_of_a_real_checkpoint_is_covered(damaged, caplog):
             assert auto() == before
             said = [record.getMessage() for record in caplog.records]
             assert said[0].startswith(f"passing over {newest}: ") and name in said[0]
-            assert said[1] == f"{before} is the newest whole checkpoint"
+            assert said[1] == f"{before} is the newest complete checkpoint"
             with pytest.raises(RequestError, match=name):
                 find_checkpoint(str(newest), "kept", str(damaged), named=False, command="fit")
             (newest / name).write_bytes(whole)
@@ -85,7 +85,7 @@ def test_training_resumes_from_the_newest_whole_one(damaged):
     said = lm(damaged, "fit", "--config", config, "--ckpt_path", "auto").stderr
     assert "passing over checkpoints/kept/step-00000012: optimizer.safetensors is damaged" in said
     assert "passing over checkpoints/kept/step-00000009: trainer.json is damaged" in said
-    assert "checkpoints/kept/step-00000008 is the newest whole checkpoint" in said
+    assert "checkpoints/kept/step-00000008 is the newest complete checkpoint" in said
     assert {entry["step"] for entry in trace(damaged)} == {9, 10, 11, 12}
     assert losses(damaged) == {key: loss for key, loss in expected(damaged).items() if key[0] > 8}
     lm(damaged, "fit", "--config", config, "--ckpt_path", str(run.steps()[9]))  # it is whole again
@@ -113,7 +113,7 @@ def test_a_damaged_one_is_refused_by_name(damaged, monkeypatch, capsys):
         last = capsys.readouterr().err.splitlines()[-1]
         assert last.startswith(f"lm {command[0]}: ") and "step-00000012: model.safetensors is damaged" in last
     refused = lm(damaged, "fit", "--config", config, "--ckpt_path", "auto", expect=2).stderr
-    assert "has no whole checkpoint (step-00000012: model.safetensors is damaged" in refused.splitlines()[-1]
+    assert "has no complete checkpoint (step-00000012: model.safetensors is damaged" in refused.splitlines()[-1]
     assert "Traceback" not in refused
     assert not (damaged / "trace.jsonl").exists() and not (damaged / "exported").exists()
     assert run.read("run.json")["status"] == "finished" and list(run.steps()) == [3, 4, 6, 8, 9, 12]

@@ -189,7 +189,7 @@ def test_a_prepared_folder_has_its_tokens_or_is_refused(place, data):
 
 def tokens(folder):
     shards = Shards.open(str(folder))
-    return [shards.read(index).tolist() for index in range(len(shards.blocks))]
+    return [shards.read(index).tolist() for index in range(len(shards.index.blocks))]
 
 
 @examples(100)

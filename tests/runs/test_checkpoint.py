@@ -16,7 +16,7 @@ from trainings import make_workplace
 import lm as package
 from lm.errors import RequestError, RunError
 from lm.runs.checkpoint import decode, encode, find_damage, point, read_folder, read_progress, write_folder
-from lm.runs.resume import find_checkpoint, repair_links, warn_if_left_behind
+from lm.runs.resume import find_checkpoint, repair_links, warn_if_stale
 from lm.runs.run import Run
 from lm.system.files import digest, dump_checksummed, load_checksummed, remove_folder, stated_digest, write_atomically
 from lm.system.process import lm_version
@@ -82,10 +82,10 @@ def test_every_byte_of_every_file_counts(tmp_path, name):
 def test_a_checkpoint_of_another_version_is_no_damaged_one(tmp_path):
     write_folder(tmp_path / "c", content())
     file = tmp_path / "c" / "trainer.json"
-    here = f"this is lm {lm_version()}, which reads format 5"
+    reader = f"this is lm {lm_version()}, which reads format 5"
     file.write_bytes(dump_checksummed({"format": 6, "written_by": "0.3.0+0123abc", "digests": {}}))
     reads = "lm 0.3.0+0123abc wrote and reads it (`pip install lm-pretrain==0.3.0`)"
-    assert find_damage(tmp_path / "c") == f"format 6: {reads}; {here}"
+    assert find_damage(tmp_path / "c") == f"format 6: {reads}; {reader}"
     with pytest.raises(RequestError, match="format 5"):
         read_progress(tmp_path / "c")
 
@@ -327,9 +327,9 @@ def test_steps_left_behind_come_last(run, caplog):
     run.describe(left_behind=[stated_digest(run.path / STEPS[2] / "trainer.json")])
     assert auto(run).name == STEPS[1]
     for step in STEPS.values():
-        warn_if_left_behind(run, run.path / step)
+        warn_if_stale(run, run.path / step)
     [warning] = caplog.messages
-    assert f"{STEPS[2]} was left behind when the run was resumed from an earlier step" in warning
+    assert f"{STEPS[2]} is stale: the run was resumed from an earlier step" in warning
     (run.path / STEPS[1] / "config.json").write_text("")
     assert auto(run).name == STEPS[2]
 
@@ -339,7 +339,7 @@ def test_steps_left_behind_come_last(run, caplog):
 ], ids=["a file is empty", "trainer.json is gone", "the folder is gone"])  # fmt: skip
 def test_where_every_checkpoint_is_damaged_nothing_starts_anew(run, damage):
     damage(run.path / STEPS[1])
-    with pytest.raises(RequestError, match=f"no whole checkpoint.*{STEPS[1]}.*start a new run"):
+    with pytest.raises(RequestError, match=f"no complete checkpoint.*{STEPS[1]}.*start a new run"):
         auto(run)
 
 

@@ -17,9 +17,9 @@ def sizes(multiplier, noise=0.0, seeds=3, random=np.random.default_rng(0)):
 
 
 def test_without_noise_the_multipliers_of_all_sizes_and_their_trend_are_exact():
-    found = compute_multipliers(sizes(lambda flops: 1.5 * flops**-0.1))
-    assert [one.value for one in found.sizes] == pytest.approx([1.5, 1.5 * 10**-0.1, 1.5 * 10**-0.2])
-    assert found.trend.value == pytest.approx(10**-0.1)
+    multipliers = compute_multipliers(sizes(lambda flops: 1.5 * flops**-0.1))
+    assert [one.value for one in multipliers.sizes] == pytest.approx([1.5, 1.5 * 10**-0.1, 1.5 * 10**-0.2])
+    assert multipliers.trend.value == pytest.approx(10**-0.1)
     itself = compute_multipliers(sizes(lambda flops: 1.0))
     assert itself.mean.value == pytest.approx(1) and itself.trend.value == pytest.approx(1)
     assert "Not distinguishable" in verdict(itself._replace(mean=Estimate(1.0, 1.0, 1.0))) and itself.seeds_needed == 1
@@ -28,8 +28,8 @@ def test_without_noise_the_multipliers_of_all_sizes_and_their_trend_are_exact():
 @pytest.mark.parametrize("multiplier", [0.8, 1.0, 1.3])
 def test_the_interval_has_the_truth_in_it_as_often_as_it_says(multiplier):
     random = np.random.default_rng(1)
-    found = [compute_multipliers(sizes(lambda flops: multiplier, 0.002, random=random)) for _ in range(400)]
-    for estimates in ([one.mean for one in found], [one.sizes[0] for one in found]):
+    draws = [compute_multipliers(sizes(lambda flops: multiplier, 0.002, random=random)) for _ in range(400)]
+    for estimates in ([one.mean for one in draws], [one.sizes[0] for one in draws]):
         assert 0.92 < np.mean([one.low <= multiplier <= one.high for one in estimates]) < 0.98
 
 
@@ -40,13 +40,13 @@ def test_the_seeds_that_are_needed_make_the_interval_narrow_enough():
 
 
 def test_what_cannot_be_told_is_none():
-    one = compute_multipliers(sizes(lambda flops: 1.2, seeds=1))
-    assert one.mean.value == pytest.approx(1.2) and one.mean.low is None and one.seeds_needed is None
-    flat = [one._replace(half=one.whole) for one in sizes(lambda flops: 1.2)]
+    estimate = compute_multipliers(sizes(lambda flops: 1.2, seeds=1))
+    assert estimate.mean.value == pytest.approx(1.2) and estimate.mean.low is None and estimate.seeds_needed is None
+    flat = [estimate._replace(half=estimate.full) for estimate in sizes(lambda flops: 1.2)]
     assert compute_multipliers(flat).mean is None and compute_multipliers(flat).sizes == [None] * 3
     missing = [sizes(lambda flops: 1.2)[0], sizes(lambda flops: 1.2)[1]._replace(other=[])]
-    found = compute_multipliers(missing)
-    assert found.sizes[1] is None and found.mean.value == pytest.approx(1.2) and found.trend is None
+    multipliers = compute_multipliers(missing)
+    assert multipliers.sizes[1] is None and multipliers.mean.value == pytest.approx(1.2) and multipliers.trend is None
 
 
 @pytest.mark.parametrize(

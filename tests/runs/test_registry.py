@@ -149,18 +149,18 @@ def test_many_processes_record_at_once(place, tmp_path):
 
 
 def test_a_name_is_a_folder_under_the_root_then_the_registry_then_a_path(place, tmp_path, monkeypatch):
-    here, there = tmp_path / "here" / "checkpoints", tmp_path / "there" / "checkpoints"
-    mine, theirs, other = make(here), make(there), make(there, "b")
+    first_root, second_root = tmp_path / "here" / "checkpoints", tmp_path / "there" / "checkpoints"
+    first, theirs, other = make(first_root), make(second_root), make(second_root, "b")
     registry.note([theirs, other])
     monkeypatch.chdir(tmp_path / "here")
-    assert find_run("a").path.resolve() == mine.path.resolve()
+    assert find_run("a").path.resolve() == first.path.resolve()
     assert find_run("b").path == other.path.resolve()
     assert find_run(str(theirs.path)).path.resolve() == theirs.path.resolve()
     assert find_run("../there/checkpoints/a").path.resolve() == theirs.path.resolve()
-    registry.note([mine])
+    registry.note([first])
     with pytest.raises(RequestError, match="several runs are named a; give the path of one: ") as refused:
         find_run("a", tmp_path / "elsewhere")
-    assert str(mine.path.resolve()) in str(refused.value) and str(theirs.path.resolve()) in str(refused.value)
+    assert str(first.path.resolve()) in str(refused.value) and str(theirs.path.resolve()) in str(refused.value)
 
 
 def test_an_unknown_name_is_answered_with_the_nearest(place, tmp_path):

@@ -120,12 +120,12 @@ def test_auto_starts_fresh_where_there_is_nothing_and_passes_over_damage(tmp_pat
     assert find("auto", tmp_path) == (None, None)
     run = make(tmp_path, "a")
     assert find("auto", tmp_path)[0] is None
-    whole, damaged = save(run, 1), save(run, 2)
+    complete, damaged = save(run, 1), save(run, 2)
     (damaged / "model.safetensors").write_bytes(b"x")
-    assert find("auto", tmp_path)[0] == whole
+    assert find("auto", tmp_path)[0] == complete
     (run.path / ".tmp-step-00000003-1").mkdir()  # what a kill in a write leaves
     (run.path / "step-00000004").mkdir()
-    assert find("auto", tmp_path)[0] == whole
+    assert find("auto", tmp_path)[0] == complete
 
 
 def test_the_samples_of_a_step_are_known_after_the_global_batch_changed(tmp_path):

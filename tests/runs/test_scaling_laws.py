@@ -15,13 +15,13 @@ def law(x: float, offset: float = 1.0, factor: float = 4.0, exponent: float = 0.
 
 
 def test_a_law_is_found_with_and_without_an_offset():
-    found = fit_straight(SIZES, [law(x, offset=0.0) for x in SIZES])
-    assert (found.factor, found.exponent, found.offset) == pytest.approx((4.0, 0.1, 0.0))
+    law_found = fit_straight(SIZES, [law(x, offset=0.0) for x in SIZES])
+    assert (law_found.factor, law_found.exponent, law_found.offset) == pytest.approx((4.0, 0.1, 0.0))
     for offset, factor, exponent in ((1.0, 4.0, 0.1), (1.7, 900.0, 0.25), (0.3, 8.0, 0.08)):
         losses = [law(x, offset, factor, exponent) for x in SIZES]
-        found = fit_bending(SIZES, losses)
-        assert found(1e19) == pytest.approx(law(1e19, offset, factor, exponent), rel=1e-3)
-        assert found.exponent == pytest.approx(exponent, rel=0.03)
+        law_found = fit_bending(SIZES, losses)
+        assert law_found(1e19) == pytest.approx(law(1e19, offset, factor, exponent), rel=1e-3)
+        assert law_found.exponent == pytest.approx(exponent, rel=0.03)
 
 
 def test_losses_that_do_not_fall_are_not_expected_to_fall():

@@ -105,8 +105,8 @@ def test_a_figure_is_in_its_unit_and_none_where_the_gpu_does_not_answer(changes,
 
 
 def test_only_the_gpus_that_are_trained_on_are_read():
-    found = read(gpu(0), gpu(1), gpu(2), wanted=[uuid(2), "GPU-unknown", uuid(0)])
-    assert [one["index"] for one in found] == [2, 0]
+    readings = read(gpu(0), gpu(1), gpu(2), wanted=[uuid(2), "GPU-unknown", uuid(0)])
+    assert [one["index"] for one in readings] == [2, 0]
 
 
 @pytest.mark.parametrize(
@@ -151,9 +151,9 @@ def test_the_real_package_on_a_machine_without_a_gpu():
 def test_a_real_gpu_is_the_one_that_torch_has():
     properties = torch.cuda.get_device_properties(0)
     held = torch.empty(2**28, dtype=torch.uint8, device="cuda:0")
-    found = Telemetry([f"GPU-{properties.uuid}"]).read()["gpus"][0]
-    assert found["name"] == properties.name
-    assert found["memory_used_bytes"] is None or found["memory_used_bytes"] >= held.numel()
+    gpu_facts = Telemetry([f"GPU-{properties.uuid}"]).read()["gpus"][0]
+    assert gpu_facts["name"] == properties.name
+    assert gpu_facts["memory_used_bytes"] is None or gpu_facts["memory_used_bytes"] >= held.numel()
 
 
 # ---- the machine and this process ------------------------------------------------------------------------------------
@@ -166,9 +166,9 @@ def test_work_shows_as_load_of_the_process_and_the_machine():
     while time.process_time() < end:
         sum(range(1000))
     share = 100 * 0.3 / (time.monotonic() - began)  # of one core, of which others may have had some
-    found = telemetry.read()
-    assert found["cpu"]["cores"] == os.cpu_count()
-    assert share / os.cpu_count() / 2 < found["cpu"]["load_percent"] <= 100
+    facts = telemetry.read()
+    assert facts["cpu"]["cores"] == os.cpu_count()
+    assert share / os.cpu_count() / 2 < facts["cpu"]["load_percent"] <= 100
 
 
 def test_memory_that_is_held_shows():
@@ -177,8 +177,10 @@ def test_memory_that_is_held_shows():
     held = mmap.mmap(-1, 2**28)  # memory that this process has not had before and freed
     held[:: mmap.PAGESIZE] = b"x" * (len(held) // mmap.PAGESIZE)
     assert telemetry.read()["process"]["memory_bytes"] - before > 0.9 * len(held)
-    whole = memory()
-    assert 0 < whole["used_bytes"] < whole["total_bytes"] <= os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    machine = memory()
+    assert (
+        0 < machine["used_bytes"] < machine["total_bytes"] <= os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    )
 
 
 @pytest.mark.parametrize("version", [1, 2])
@@ -284,9 +286,9 @@ def test_several_gpus_are_one_line_of_tensorboard():
     gpus = read(gpu(0, UtilizationRates=SimpleNamespace(gpu=57)), gpu(1), gpu(2))
     del gpus[2]["power_limit_watts"]
     gpus[2]["load_percent"] = None
-    found = machine_metrics({"gpus": gpus})
-    assert found["perf/gpu_load"] == 77 and found["perf/gpu_temperature"] == 63
-    assert found["perf/gpu_power"] == 3 * 640.5 and found["mem/gpu_gib"] == 71
+    metrics = machine_metrics({"gpus": gpus})
+    assert metrics["perf/gpu_load"] == 77 and metrics["perf/gpu_temperature"] == 63
+    assert metrics["perf/gpu_power"] == 3 * 640.5 and metrics["mem/gpu_gib"] == 71
     assert machine_metrics({"process": {"memory_bytes": 3 * 2**30}}) == {"mem/process_gib": 3.0}
     assert machine_metrics({}) == {}
 

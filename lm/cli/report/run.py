@@ -26,7 +26,8 @@ from lm.runs.evaluations import core_sentence, merge_evaluations
 from lm.runs.history import read_samples
 from lm.runs.metrics import METRICS
 from lm.runs.run import Run
-from lm.system.files import check_local_path, finite_or_none, flatten, write_atomically
+from lm.system.files import check_local_path, write_atomically
+from lm.system.parsing import finite_or_none, flatten
 from lm.system.units import format_bytes, format_figure, utc
 
 OPENING = "<!doctype html>\n<!-- A run of lm -->\n"  # of every page: a file that begins otherwise is not replaced

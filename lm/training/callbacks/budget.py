@@ -10,7 +10,8 @@ from typing import Any
 
 from lm.errors import RequestError
 from lm.runs.run import Run
-from lm.system.files import nonnegative, write_atomically
+from lm.system.files import write_atomically
+from lm.system.parsing import nonnegative
 from lm.system.process import seconds_since_process_start
 from lm.training.budget import Budget, Cost
 from lm.training.callbacks.guards import Guard, act

@@ -13,8 +13,9 @@ from lightning.pytorch.strategies import SingleDeviceStrategy
 from lm.errors import RequestError, RunError
 from lm.model.estimates import checkpoint_bytes
 from lm.runs.checkpoint import link_to, read_document
+from lm.runs.disk_space import disk_space
 from lm.runs.run import Run, how_to_resume
-from lm.system.files import disk_space, remove_folder, remove_stale, stated_digest
+from lm.system.files import remove_folder, remove_stale, stated_digest
 from lm.system.stop_signals import STOP
 from lm.training.checkpoint_content import checkpoint_tensors
 from lm.training.module import LanguageModule

@@ -21,7 +21,7 @@ from lm.runs import postmortem
 from lm.runs.facts import read_facts
 from lm.runs.metrics import METRICS
 from lm.runs.run import Run
-from lm.system.files import nonnegative
+from lm.system.parsing import nonnegative
 from lm.system.units import format_count, plural
 from lm.training.callback import Callback
 from lm.training.callbacks.call_thread import CallThread

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from lm.data.shard_statistics import document_tokens
 from lm.runs.checkpoint import read_progress
 from lm.runs.metrics import METRICS
 from lm.system.hardware import device_name
@@ -97,7 +98,7 @@ def describe_fit(trainer: Trainer, module: LanguageModule) -> list[str]:
     }
     embeddings = sum(table.numel() for table in tables.values())
     data, steps = trainer.datamodule, trainer.steps
-    tokens = {split: shards.document_tokens for split, shards in data.shards.items()}
+    tokens = {split: document_tokens(shards) for split, shards in data.shards.items()}
     epochs = f"{steps.tokens(steps.max_steps) / tokens['train']:.2f} epochs"
     if data.source_names:
         order: Any = data.order()  # a mixture

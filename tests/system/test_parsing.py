@@ -4,7 +4,7 @@ import time
 
 import pytest
 
-from lm.system.files import parse_json, parse_yaml
+from lm.system.parsing import parse_json, parse_yaml
 
 
 @pytest.mark.parametrize("text", [

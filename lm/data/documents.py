@@ -1,0 +1,216 @@
+"""The documents in files of text: plain text, JSON lines, Parquet, and token ids in a file of nanoGPT.
+
+Between `data/text_files`, which finds the files, and `data/encode`. A document of any length streams through: it comes
+in pieces of at most PIECE characters, cut at line ends.
+"""
+
+import codecs
+import json
+import lzma
+import re
+import zlib
+from collections.abc import Iterable, Iterator, Sequence
+from shlex import quote
+from typing import NamedTuple
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from lm.data.encoder import id_type
+from lm.data.text_files import TEXT_KEY, TextFile, find_files
+from lm.data.tokenizer import Tokenizer
+from lm.errors import LmError, RequestError, RunError, first_line
+
+PIECE = 8 * 2**20  # characters of a text, or ids, that are held at once
+PARQUET_ROWS = 256  # decoded at once; some million characters for usual documents
+SURROGATE = re.compile("[\ud800-\udfff]")
+
+
+class Piece(NamedTuple):
+    """A document, or a part of a long one."""
+
+    where: str  # file and line, row or token, for messages
+    content: str | np.ndarray  # text, or (n,) ids without the end-of-text token
+    last: bool  # whether the document ends here
+    split: str | None = None  # "train" or "val" where the names of the files decide it
+
+
+def read_documents(inputs: Sequence[str], text_key: str = "text") -> Iterator[tuple[str, str]]:
+    """The documents of files, folders, globs or URLs, with the place of each, in order."""
+    for file in find_files(inputs):
+        contents = []
+        for piece in read_pieces(file, text_key=text_key):
+            contents.append(piece.content)
+            if piece.last:
+                yield piece.where, "".join(contents)
+                contents = []
+
+
+def read_pieces(
+    file: TextFile, part: int = 0, parts: int = 1, text_key: str = "text", tokenizer: Tokenizer | None = None
+) -> Iterator[Piece]:
+    """Documents of a part, from 0, of a file; empty ones are left out. Flat ids need the tokenizer that made them.
+
+    The documents of all parts one after the other are those of the file; there are several of divisible files only.
+    RunError names the line, byte or row of a file that cannot be read.
+    """
+    try:
+        if file.kind == "flat":
+            yield from _flat(file, tokenizer)
+            return
+        if file.kind == "text":
+            documents = [(file.name, _decoded(file))]
+        else:
+            readers = {"jsonl": _json_lines, "parquet": _parquet}
+            documents = ((where, (text,)) for where, text in readers[file.kind](file, part, parts, text_key))
+        for where, chunks in documents:
+            yield from (Piece(where, text, last, file.split) for text, last in _cut(chunks) if text)
+    except LmError:
+        raise
+    except (pa.ArrowException, OSError, EOFError, lzma.LZMAError, zlib.error, UnicodeDecodeError) as error:
+        fix = "is it damaged or truncated?"
+        if "too much memory" in str(error):
+            fix = f"its window is above 128 MiB: `zstd -d --rm --long=31 {quote(file.name)}` unpacks it"
+        raise RunError(f"{file.name} cannot be read ({first_line(error)}); {fix}") from error
+
+
+def _cut(chunks: Iterable[str]) -> Iterator[tuple[str, bool]]:
+    """Join chunks to pieces that end with a line; the last one is marked."""
+    text = ""
+    for chunk in chunks:
+        text += chunk
+        while len(text) > PIECE:
+            end = text.rfind("\n", 0, PIECE) + 1 or PIECE
+            yield text[:end], False
+            text = text[end:]
+    yield text, True
+
+
+def _decoded(file: TextFile) -> Iterator[str]:
+    decoder, lines = codecs.getincrementaldecoder("utf-8-sig")(), 0
+    with file.stream() as stream:
+        while True:
+            data = stream.read(PIECE)
+            try:
+                text = decoder.decode(data, final=not data)
+            except UnicodeDecodeError as error:
+                line = lines + error.object.count(b"\n", 0, error.start) + 1
+                raise RequestError(
+                    f"{file.name}, line {line}: byte 0x{error.object[error.start]:02x} is not UTF-8 text; "
+                    "convert the file, or leave it out"
+                ) from error
+            if "\0" in text:
+                raise RequestError(f"{file.name} is not plain text: it holds zero bytes; convert it, or leave it out")
+            yield text
+            if not data:
+                return
+            lines += text.count("\n")
+
+
+def _json_lines(file: TextFile, part: int, parts: int, key: str) -> Iterator[tuple[str, str]]:
+    """The lines that begin in a part of the file."""
+    start, stop = (file.size * edge // parts for edge in (part, part + 1))
+    position = max(0, start - 1)
+    with file.stream() as stream:
+        if start > 0:
+            stream.seek(position)
+            position += len(stream.readline())
+        for number, line in enumerate(iter(stream.readline, b""), start=1):
+            if parts > 1 and position >= stop:
+                return
+            if line.strip():
+                where = f"{file.name}, line {number}" if start == 0 else f"{file.name}, byte {position}"
+                try:
+                    text = _json_text(line, key)
+                except ValueError as error:
+                    raise RunError(f"{where}: {error}") from error
+                yield where, text
+            position += len(line)
+
+
+def _json_text(line: bytes, key: str) -> str:
+    """The text of a line; ValueError where there is none."""
+    try:
+        entry = json.loads(line.decode("utf-8-sig"))
+    except (ValueError, RecursionError) as error:
+        raise ValueError(f"not a JSON object on one line ({first_line(error)})") from error
+    if not isinstance(entry, dict):
+        raise ValueError(f"a JSON {type(entry).__name__} where one object a line is expected")
+    if key not in entry:
+        raise ValueError(f"there is no key {key!r} among {', '.join(map(repr, entry))}; name it with {TEXT_KEY}")
+    text = entry[key]
+    if not isinstance(text, str):
+        raise ValueError(f"{key!r} is not a text but {json.dumps(text)[:40]}")
+    if not text.isascii() and SURROGATE.search(text):
+        raise ValueError(f"{key!r} holds half of a surrogate pair, which is not a character")
+    return text
+
+
+def _parquet(file: TextFile, part: int, parts: int, column: str) -> Iterator[tuple[str, str]]:
+    """The rows of a part of the row groups."""
+    with file.open() as handle:
+        parquet = pq.ParquetFile(handle)
+        schema = parquet.schema_arrow
+        if column not in schema.names:
+            raise RunError(
+                f"{file.name} has no column {column!r} among {', '.join(map(repr, schema.names))}; name the one with "
+                f"text by {TEXT_KEY}; token ids are trained on as they are: --data.train"
+            )
+        kind = schema.field(column).type
+        kind = kind.value_type if pa.types.is_dictionary(kind) else kind
+        if not (pa.types.is_string(kind) or pa.types.is_large_string(kind) or pa.types.is_string_view(kind)):
+            raise RunError(f"{file.name}: column {column!r} is not text but {kind}; give another with {TEXT_KEY}")
+        groups = parquet.num_row_groups
+        chosen = range(groups * part // parts, groups * (part + 1) // parts)
+        row = sum(parquet.metadata.row_group(group).num_rows for group in range(chosen.start))
+        for batch in parquet.iter_batches(PARQUET_ROWS, row_groups=list(chosen), columns=[column]):
+            values = batch.column(0)
+            try:
+                texts = values.to_pylist()
+            except UnicodeDecodeError as error:
+                row += values.cast(pa.binary()).to_pylist().index(error.object)
+                raise RunError(f"{file.name}, row {row}: column {column!r} is not UTF-8 ({error})") from error
+            for row, text in enumerate(texts, start=row):
+                if text is None:
+                    raise RunError(f"{file.name}, row {row}: column {column!r} is null; leave such rows out")
+                yield f"{file.name}, row {row}", text
+            row += 1
+
+
+def _flat(file: TextFile, tokenizer: Tokenizer | None) -> Iterator[Piece]:
+    """Documents of a file of ids: uint16 as nanoGPT keeps them, or uint32 if a vocabulary needs it."""
+    if tokenizer is None:
+        raise RequestError(f"{file.name} holds token ids: give the tokenizer.json they were made with (--tokenizer)")
+    position = 0  # tokens before the chunk
+    unfinished = False  # whether a piece of the document that the chunk begins with was yielded already
+    dtype = id_type(tokenizer.vocab_size)
+    with file.stream() as stream:
+        following = stream.read(dtype.itemsize * PIECE)
+        while data := following:
+            following = stream.read(dtype.itemsize * PIECE)
+            if len(data) % dtype.itemsize:
+                raise RunError(f"{file.name} ends inside of a token id: it is truncated, or not of {dtype} ids")
+            ids = np.frombuffer(data, dtype)  # (n,)
+            if position == 0 and len(ids) >= 16 and not ids[1::2].any():  # the upper halves of wider ids
+                size, actual = dtype.itemsize, dtype.itemsize * (2 if ids[2::4].any() else 4)
+                raise RunError(
+                    f"{file.name}: every second id is 0, so an id has {actual} bytes, not {size}: np.fromfile("
+                    f"{file.name!r}, '<u{actual}').astype('<u{size}').tofile('train.bin') makes a file of {dtype}"
+                )
+            outside = ids >= tokenizer.vocab_size
+            if outside.any():
+                first = int(np.argmax(outside))
+                raise RunError(
+                    f"{file.name}, token {position + first}: id {ids[first]} is outside the vocabulary of "
+                    f"{tokenizer.vocab_size}; was it made with another tokenizer?"
+                )
+            start = 0
+            for end in np.flatnonzero(ids == tokenizer.eos_id).tolist():
+                if end > start or unfinished:
+                    yield Piece(f"{file.name}, token {position + start}", ids[start:end], True, file.split)
+                start, unfinished = end + 1, False
+            if start < len(ids):
+                unfinished = bool(following)
+                yield Piece(f"{file.name}, token {position + start}", ids[start:], not unfinished, file.split)
+            position += len(ids)

@@ -1,0 +1,28 @@
+"""The folder that a command writes, its `--output`, and the size of a folder."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from lm.errors import RequestError, RunError
+from lm.system.files import atomic_folder, check_local_path
+
+
+@contextmanager
+def new_folder(target: Path) -> Iterator[Path]:
+    """An `atomic_folder` for the `--output` of a command, whose name must be free or an empty folder."""
+    check_local_path("--output", target)
+    if target.exists() and (not target.is_dir() or any(target.iterdir())):
+        raise RequestError(f"--output {target} is there already and not an empty folder; choose another")
+    target = target.resolve()
+    try:
+        target.parent.mkdir(parents=True, exist_ok=True)
+        with atomic_folder(target) as folder:
+            yield folder
+    except OSError as error:
+        raise RunError(f"could not write {target}: {error.strerror or error}") from error
+
+
+def folder_bytes(path: Path) -> int:
+    """The size of the files below a folder."""
+    return sum(file.lstat().st_size for file in path.rglob("*"))

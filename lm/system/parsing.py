@@ -1,0 +1,112 @@
+"""Safe parsing of JSON and YAML, and values of such documents. Nothing here imports torch."""
+
+import json
+import math
+import re
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from lm.errors import RequestError
+
+# Errors from reading a file that does not have the expected content.
+DAMAGE = (ArithmeticError, AttributeError, LookupError, TypeError, ValueError)
+
+
+def parse_json(text: str | bytes) -> Any:
+    """Parse a JSON text; ValueError also for integers of more than 64 bits and for values nested too deep."""
+    try:
+        return _JSON.decode(text if isinstance(text, str) else text.decode("utf-8-sig"))
+    except RecursionError:
+        raise ValueError("values are nested too deep to be read") from None
+
+
+def _integer(digits: str) -> int:
+    number = int(digits)
+    if not -(2**63) <= number < 2**64:
+        raise ValueError(f"a number of {len(digits)} digits")
+    return number
+
+
+_JSON = json.JSONDecoder(parse_int=_integer)  # `json.loads` would make a decoder for every line of a file
+
+
+def read_object(file: Path) -> dict[str, Any]:
+    """Read a JSON object from a file; RequestError if it is damaged."""
+    try:
+        document = parse_json(file.read_bytes())
+    except (OSError, ValueError) as error:
+        raise RequestError(f"{file} cannot be read ({error}); is it damaged?") from error
+    if not isinstance(document, dict):
+        raise RequestError(f"{file} is damaged: it is not a JSON object")
+    return document
+
+
+def parse_yaml(text: str | bytes) -> Any:
+    """Parse a YAML text into plain values: tags cannot make other objects.
+
+    ValueError also if a key occurs twice, of which YAML would keep the last, or if values are nested too deep.
+    """
+    import yaml
+
+    class Loader(yaml.SafeLoader):  # in Python: the C parser crashes the process on deep nesting
+        def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict:
+            first: dict[str, yaml.Mark] = {}
+            for key, _ in node.value if isinstance(node, yaml.MappingNode) else ():
+                if isinstance(key, yaml.ScalarNode) and first.setdefault(key.value, key.start_mark) != key.start_mark:
+                    line, before = key.start_mark.line + 1, first[key.value].line + 1
+                    raise yaml.YAMLError(f"line {line}: {key.value} is there a second time, after line {before}")
+            return super().construct_mapping(node, deep)
+
+    try:
+        return yaml.load(text, Loader)
+    except yaml.YAMLError as error:
+        message = re.sub(r'in "<\w+ string>", ', "at ", " ".join(str(error).split()))
+        raise ValueError(message) from error
+    except RecursionError:
+        raise ValueError("values are nested too deep to be read") from None
+    except DAMAGE as error:  # `!!int x`
+        raise ValueError(f"a value does not fit its tag ({error})") from error
+
+
+def parse_line(line: bytes) -> dict[str, Any]:
+    """Parse a line of JSON; {} if a kill cut it short."""
+    try:
+        entry = parse_json(line)
+    except ValueError:
+        return {}
+    return entry if isinstance(entry, dict) else {}
+
+
+def finite_or_none(value: Any) -> Any:
+    """Copy a tree of values with None for non-finite numbers, which JSON does not have."""
+    if isinstance(value, Mapping):
+        return {name: finite_or_none(part) for name, part in value.items()}
+    if isinstance(value, list | tuple):
+        return [finite_or_none(part) for part in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value
+
+
+def to_json(value: Any) -> str:
+    """Encode as JSON, with null for NaN and Inf."""
+    return json.dumps(finite_or_none(value), ensure_ascii=False, allow_nan=False)
+
+
+def flatten(config: dict[str, Any], prefix: str = "") -> dict[str, Any]:
+    """Flatten a nested config to dotted keys; lists of options, such as the sources of a mixture, use their names."""
+    flat: dict[str, Any] = {}
+    for key, value in config.items():
+        listed = isinstance(value, list) and value
+        if listed and all(isinstance(item, dict) and "class_path" not in item for item in value):
+            value = {str(item.get("name", index)): item for index, item in enumerate(value)}
+        if isinstance(value, dict):
+            flat |= flatten(value, f"{prefix}{key}.")
+        else:
+            flat[prefix + key] = value
+    return flat
+
+
+def nonnegative(value: Any) -> float | None:
+    """Return a value of a JSON document if it is a finite number >= 0, otherwise None."""
+    number = isinstance(value, int | float) and not isinstance(value, bool) and 0 <= value < math.inf
+    return float(value) if number else None
