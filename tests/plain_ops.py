@@ -6,7 +6,7 @@ Arguments and results are those of the ops in `lm/kernels`. `results` computes w
 import torch
 import torch.nn.functional as F
 
-from lm.kernels.linear import linear
+from lm.kernels.linear import Weight, linear
 from lm.model.decoder import Rotary, rotate, widen
 
 
@@ -21,25 +21,24 @@ def rms_norm_plain(x, residual, weight, eps):
     return stream, normalised(stream, weight, eps).to(x.dtype)
 
 
-def plain_linear(x, weight, scaling=None):
-    return F.linear(x, weight.to(x.dtype)) if scaling is None else linear(x, weight, scaling)
+def plain_linear(x, weight):
+    return F.linear(x, weight.parameter.to(x.dtype)) if weight.scaling is None else linear(x, weight)
 
 
-def norm_linear_plain(x, residual, norm_weight, eps, weight, scaling=None):
+def norm_linear_plain(x, residual, norm_weight, eps, weight):
     stream, y = rms_norm_plain(x, residual, norm_weight, eps)
-    return stream, plain_linear(y, weight, scaling)
+    return stream, plain_linear(y, weight)
 
 
 def norm_mlp_plain(x, residual, norm_weight, eps, up, down):
-    """`up` and `down` are the weight and perhaps the scaling."""
-    stream, gate_up = norm_linear_plain(x, residual, norm_weight, eps, *up)
+    stream, gate_up = norm_linear_plain(x, residual, norm_weight, eps, up)
     gate, up = gate_up.chunk(2, -1)
-    return stream, plain_linear(F.silu(gate) * up, *down)
+    return stream, plain_linear(F.silu(gate) * up, down)
 
 
-def of_weights(mlp):
-    """An MLP of weights alone, in the place of tuples that begin with them."""
-    return lambda x, residual, norm_weight, eps, up, down: mlp(x, residual, norm_weight, eps, (up,), (down,))
+def of_weights(op):
+    """An op of tensors in the place of `Weight`s."""
+    return lambda x, residual, norm_weight, eps, *weights: op(x, residual, norm_weight, eps, *map(Weight, weights))
 
 
 def qk_norm_rope_plain(qkv, q_weight, k_weight, cos, sin, positions, heads, kv_heads, eps):

@@ -114,8 +114,8 @@ class SelfAttention(nn.Module):
 
     def __init__(self, config: DecoderConfig) -> None:
         super().__init__()
-        self.heads, self.kv_heads, self.head_dim = (
-            config.num_attention_heads, int(config.num_key_value_heads), int(config.head_dim))  # fmt: skip
+        self.heads, self.kv_heads = config.num_attention_heads, int(config.num_key_value_heads)
+        self.head_dim = int(config.head_dim)
         self.qkv_proj = Linear(config.hidden_size, (self.heads + 2 * self.kv_heads) * self.head_dim)
         self.o_proj = Linear(self.heads * self.head_dim, config.hidden_size)
         self.q_norm = RMSNorm(self.head_dim, config.rms_norm_eps) if config.qk_norm else None
@@ -171,7 +171,7 @@ def losses_of(logits: Tensor, labels: Tensor, z_loss: float = 0.0) -> Losses:
 
 
 class Continuation(NamedTuple):
-    """What a decoder needs, besides the ids, to process tokens that follow those in a `Cache`."""
+    """What a decoder needs, besides the ids, to process tokens that follow those in a `KVCache`."""
 
     rotary: Rotary  # of the new tokens' positions
     masks: list[AttentionMask]  # of each layer, with its cached keys and values
@@ -209,7 +209,10 @@ class Decoder(nn.Module):
         continuation: Continuation | None = None,
         max_documents: int | None = None,
     ) -> Tensor | Losses:
-        """Logits, or with labels the losses.
+        """`losses` with labels, `next_logits` with a continuation, `logits` otherwise.
+
+        Call the decoder itself and not these methods: hooks, such as those by which FSDP2 gathers weights, are around
+        this method alone.
 
         Args:
             input_ids: `(B, T)`, T at most max_position_embeddings.
@@ -219,28 +222,50 @@ class Decoder(nn.Module):
                 positions count from the document's beginning.
             z_loss: weight of the squared logarithm of each token's partition function in the total (Chowdhery et al.,
                 2022, arXiv:2204.02311, section 5).
-            continuation: the tokens follow those that a `Cache` holds.
+            continuation: the tokens follow those of a `KVCache`; neither labels nor documents go with it.
             max_documents: upper bound on the documents in all rows; None: not known, so the host waits for a GPU.
-
-        Returns:
-            Logits `(B, T, V)` in the precision of the computation; with labels `Losses`. With a continuation the logits
-            of each row's last token only, `(B, V)`.
         """
-        hidden = self.hidden_states(input_ids, document_ids, continuation, max_documents)  # (B, T, C)
         if continuation is not None:
-            hidden = hidden[torch.arange(hidden.shape[0], device=hidden.device), continuation.last]  # (B, C)
-        if labels is None:
-            return F.linear(hidden, self.output_weight.to(hidden.dtype))  # (B, T, V)
+            if labels is not None or document_ids is not None:
+                raise TypeError("a continuation has no labels and no document_ids")
+            return self.next_logits(input_ids, continuation)
+        if labels is not None:
+            return self.losses(input_ids, labels, document_ids, z_loss, max_documents)
+        return self.logits(input_ids, document_ids, max_documents)
+
+    def logits(self, input_ids: Tensor, document_ids: Tensor | None = None, max_documents: int | None = None) -> Tensor:
+        """Logits `(B, T, V)` in the precision of the computation."""
+        return self.project(self.hidden_states(input_ids, document_ids, max_documents))
+
+    def losses(
+        self,
+        input_ids: Tensor,
+        labels: Tensor,
+        document_ids: Tensor | None = None,
+        z_loss: float = 0.0,
+        max_documents: int | None = None,
+    ) -> Losses:
+        """The losses of the labels `(B, T)`, by `cross_entropy`, which need not make all logits."""
+        hidden = self.hidden_states(input_ids, document_ids, max_documents)  # (B, T, C)
         return Losses(*self.cross_entropy(hidden, self.output_weight, labels, z_loss))
 
+    def next_logits(self, input_ids: Tensor, continuation: Continuation) -> Tensor:
+        """Logits `(B, V)` after each row's last token; the keys and values of `input_ids` are added to the cache."""
+        hidden = self.run_blocks(self.embed(input_ids), continuation.rotary, continuation.masks)  # (B, T, C)
+        rows = torch.arange(hidden.shape[0], device=hidden.device)
+        return self.project(hidden[rows, continuation.last])
+
     def hidden_states(
-        self, input_ids: Tensor, document_ids: Tensor | None = None, continuation: Continuation | None = None,
-        max_documents: int | None = None,
-    ) -> Tensor:  # fmt: skip
+        self, input_ids: Tensor, document_ids: Tensor | None = None, max_documents: int | None = None
+    ) -> Tensor:
         """The decoder without its output matrix: ids `(B, T)` to normalised states `(B, T, C)`. See `forward`."""
         x = self.embed(input_ids)  # (B, T, C)
-        rotary, masks = continuation[:2] if continuation else self.rotary_and_masks(x, document_ids, max_documents)
+        rotary, masks = self.rotary_and_masks(x, document_ids, max_documents)
         return self.run_blocks(x, rotary, masks)
+
+    def project(self, hidden: Tensor) -> Tensor:
+        """Normalised states `(..., C)` to logits `(..., V)`."""
+        return F.linear(hidden, self.output_weight.to(hidden.dtype))
 
     def run_blocks(self, x: Tensor, rotary: Rotary, masks: list[AttentionMask]) -> Tensor:
         """All blocks and the last norm: `(B, T, C)` to `(B, T, C)`."""

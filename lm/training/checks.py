@@ -213,7 +213,7 @@ def check_ranks_options(trainer: TrainerConfig, devices: int) -> Iterator[Findin
 
 def check_fp8(trainer: TrainerConfig, decoder: DecoderConfig, data: DataConfig, known: Known) -> Iterator[Finding]:
     """Devices and shapes that FP8 does not support, and patterns of `fp8_keep` that match nothing or everything."""
-    from lm.kernels.linear import MULTIPLE
+    from lm.kernels.fp8.linear import MULTIPLE
 
     precision, device = trainer.precision, known.device
     if device is not None and (device.capability is None or device.capability < FP8_FROM):

@@ -13,7 +13,7 @@ from lm.system.hardware import cpu_half_precision
 from lm.training.config import Precision
 
 if TYPE_CHECKING:
-    from lm.kernels.fp8 import Scaling
+    from lm.kernels.fp8.quantization import Scaling
 
 log = logging.getLogger(__name__)
 
