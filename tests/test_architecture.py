@@ -110,7 +110,7 @@ LEAVES = {  # what only an option, a device or another command asks for
                              "throughput_floor",
     "lm.training": "alerts budget distributed launcher muon optimizer_by_class optimizer_rules out_of_memory "
                    "plain_run_state",
-    "lm.evaluation": "benchmark public_tasks scoring tasks",
+    "lm.evaluation": "benchmark prompts public_tasks scoring tasks",
     "lm.data": "cache encode mixture overlap packing prepare rare reshuffle text_batches text_files",
     "lm.model": "compile custom fused low_precision memory",
     "lm.runs": "expectations facts history postmortem registry",

@@ -2,7 +2,7 @@
 
 A YAML lists tasks under `icl_tasks:`, each with its `label`, its file of items (`dataset_uri`, beside the YAML or below
 `eval_data/` beside it), `icl_task_type`, `num_fewshot` and `continuation_delimiter`; `eval_meta_data.csv` beside it
-has the percentage that guessing gets. Next, `evaluation/scoring` encodes items as tokens.
+has the percentage that guessing gets. Next, `evaluation/prompts` encodes items as tokens.
 """
 
 import csv

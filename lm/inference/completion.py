@@ -8,7 +8,8 @@ from collections.abc import Iterable, Iterator, Sequence
 from typing import NamedTuple
 
 from lm.data.tokenizer import Begin, Tokenizer
-from lm.inference.generation import Reason, Step, generate
+from lm.inference.generation import Reason, generate
+from lm.inference.kv_cache import Step
 from lm.inference.sampling import Sampling
 from lm.model.decoder import Decoder
 

@@ -223,7 +223,8 @@ class Decoder(nn.Module):
             z_loss: weight of the squared logarithm of each token's partition function in the total (Chowdhery et al.,
                 2022, arXiv:2204.02311, section 5).
             continuation: the tokens follow those of a `KVCache`; neither labels nor documents go with it.
-            max_documents: upper bound on the documents in all rows; None: not known, so the host waits for a GPU.
+            max_documents: upper bound on the documents in all rows; None: not known, and counting them synchronizes
+                host and device.
         """
         if continuation is not None:
             if labels is not None or document_ids is not None:
