@@ -7,13 +7,13 @@ import torch
 import torch.nn.functional as F
 
 from lm.kernels.linear import Weight, linear
-from lm.model.decoder import Rotary, rotate, widen
+from lm.model.decoder import Rotary, rotate, upcast
 
 
 def normalised(x, weight, eps):
     """In fp32 or fp64."""
-    wide = widen(x)
-    return F.rms_norm(wide, x.shape[-1:], weight.to(wide.dtype), eps)
+    x_upcast = upcast(x)
+    return F.rms_norm(x_upcast, x.shape[-1:], weight.to(x_upcast.dtype), eps)
 
 
 def rms_norm_plain(x, residual, weight, eps):
@@ -51,7 +51,7 @@ def qk_norm_rope_plain(qkv, q_weight, k_weight, cos, sin, positions, heads, kv_h
 
 
 def linear_cross_entropy_plain(x, weight, labels, *, ignore_index=-100, z_loss=0.0):
-    logits = widen(F.linear(x, weight.to(x.dtype))).flatten(0, -2)  # (N, V)
+    logits = upcast(F.linear(x, weight.to(x.dtype))).flatten(0, -2)  # (N, V)
     targets = labels.flatten()
     losses = F.cross_entropy(logits, targets, ignore_index=ignore_index, reduction="none")  # (N)
     costs = losses + z_loss * logits.logsumexp(-1).square() * (targets != ignore_index)

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from lm.errors import RequestError, require_at_least
-from lm.model.config import MOST_LAYERS, DecoderConfig
+from lm.model.config import MAX_LAYERS, DecoderConfig
 from lm.model.estimates import block_flops_per_token, flops_per_token, parameters
 from lm.system.files import parse_json
 from lm.system.units import Count, format_count, plural, spelled_count
@@ -106,7 +106,7 @@ class ScaleRequest(ScaleOptions):
 
     @property
     def blocks(self) -> int | None:
-        if (depth := self.depth) is None or depth <= MOST_LAYERS:
+        if (depth := self.depth) is None or depth <= MAX_LAYERS:
             return depth
         sizes = {blocks: parameters(shape(blocks, self))["total"] for blocks in range(2, 200)}
         return min(sizes, key=lambda blocks: abs(math.log(sizes[blocks] / depth)))
@@ -449,7 +449,7 @@ def for_text(request: ScaleRequest) -> ScaleRequest:
         raise RequestError(f"{found}give the depth, such as --depth 12, or the time, such as --hours 8")
     request = in_small_proportions(request)
     wanted = PARAMETERS_PER_TOKEN * request.text_tokens
-    sizes = (Recipe(shape(depth, request), 1, 1, request.optimizer).multiplied for depth in range(2, MOST_LAYERS))
+    sizes = (Recipe(shape(depth, request), 1, 1, request.optimizer).multiplied for depth in range(2, MAX_LAYERS))
     return replace(request, depth=Count(2 + next(place for place, size in enumerate(sizes) if size > wanted)))
 
 

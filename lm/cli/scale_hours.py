@@ -19,7 +19,7 @@ from lm.cli import scale
 from lm.cli.hours import FEW, measured
 from lm.cli.plan_facts import memory_facts, memory_of_option
 from lm.errors import RequestError
-from lm.model.config import MOST_LAYERS
+from lm.model.config import MAX_LAYERS
 from lm.model.memory import Step
 from lm.runs.scaling_laws import FEWEST, fit_sizes
 from lm.system.devices import assumed_speed, find_device
@@ -176,7 +176,7 @@ class Search:
     def candidates(self, depths: list[int] | None) -> Iterator[Candidate]:
         """Candidates of depth 2 and more, until the loss has risen twice, or memory, time or text do not suffice."""
         lowest, higher = math.inf, 0
-        for depth in depths or range(2, MOST_LAYERS):
+        for depth in depths or range(2, MAX_LAYERS):
             try:
                 made = self.recipe(depth)
                 one = Candidate(made, self.fitting(made), self.devices, self.speed(made), self.request)

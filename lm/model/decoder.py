@@ -25,7 +25,7 @@ from lm.model.config import DecoderConfig
 IGNORED = -100  # the label of a position without a loss, as in PyTorch
 
 
-def widen(x: Tensor) -> Tensor:
+def upcast(x: Tensor) -> Tensor:
     """Cast half precision to fp32, for statistics and angles; fp32 and fp64 stay as they are."""
     return x.float() if x.dtype in HALF else x
 
@@ -39,9 +39,9 @@ class RMSNorm(nn.Module):
         self.eps = eps
 
     def forward(self, x: Tensor) -> Tensor:
-        wide = widen(x)
-        scale = torch.rsqrt(wide.square().mean(-1, keepdim=True) + self.eps)  # (..., 1)
-        return (wide * scale * self.weight).to(x.dtype)
+        x_upcast = upcast(x)
+        scale = torch.rsqrt(x_upcast.square().mean(-1, keepdim=True) + self.eps)  # (..., 1)
+        return (x_upcast * scale * self.weight).to(x.dtype)
 
 
 class Linear(nn.Linear):
@@ -80,8 +80,8 @@ def rotary_table(
     elif scaling and scaling["rope_type"] == "llama3":  # pairs with few turns in the original context turn more slowly
         turns = frequencies * scaling["original_max_position_embeddings"] / (2 * math.pi)
         low, high = scaling["low_freq_factor"], scaling["high_freq_factor"]
-        kept = ((turns - low) / (high - low)).clamp(0, 1)
-        frequencies = frequencies * (kept + (1 - kept) / scaling["factor"])
+        unscaled = ((turns - low) / (high - low)).clamp(0, 1)
+        frequencies = frequencies * (unscaled + (1 - unscaled) / scaling["factor"])
     angles = positions[:, None] * frequencies  # (length, head_dim / 2)
     return angles.cos(), angles.sin()
 
@@ -92,7 +92,7 @@ def rotate(x: Tensor, rotary: Rotary) -> Tensor:
         cos, sin = (table[: x.shape[1], None] for table in (rotary.cos, rotary.sin))  # (T, 1, D / 2)
     else:
         cos, sin = (table[rotary.positions][:, :, None] for table in (rotary.cos, rotary.sin))  # (B, T, 1, D / 2)
-    left, right = widen(x).chunk(2, dim=-1)  # (B, T, heads, D / 2)
+    left, right = upcast(x).chunk(2, dim=-1)  # (B, T, heads, D / 2)
     return torch.cat((left * cos - right * sin, right * cos + left * sin), dim=-1).to(x.dtype)
 
 
@@ -161,7 +161,7 @@ class Losses(NamedTuple):
 
 def losses_of(logits: Tensor, labels: Tensor, z_loss: float = 0.0) -> Losses:
     """The losses of logits `(B, T, V)`, computed in fp32; the arguments of `Decoder.forward` explain the others."""
-    rows = widen(logits).flatten(0, 1)  # (B * T, V)
+    rows = upcast(logits).flatten(0, 1)  # (B * T, V)
     targets = labels.flatten()  # (B * T,)
     per_token = F.cross_entropy(rows, targets, ignore_index=IGNORED, reduction="none")  # (B * T,)
     cost = per_token

@@ -148,7 +148,7 @@ def test_a_file_of_items_alone_tells_its_kind_by_its_columns(tmp_path):
         (("dataset_uri: schema.jsonl", "dataset_uri: nowhere.jsonl"), "there is no nowhere.jsonl"),
         (("icl_task_type: schema", "icl_task_type: generation"), "'generation' is none of multiple_choice"),
         (("num_fewshot: [2]", "num_fewshot: [two]"), "num_fewshot is missing or wrong"),
-        (("num_fewshot: [2]", "num_fewshot: [14]"), "too few for 14 solved ones"),
+        (("num_fewshot: [2]", "num_fewshot: [14]"), "too few for 14 few-shot"),
         (("num_fewshot: [2]", "num_fewshots: [2]"), "'num_fewshots' is not known here"),
         (("label: schema_x", "label: multiple_choice_x"), "two tasks are called 'multiple_choice_x'"),
         (("icl_tasks:", "tasks:"), "expected a list of tasks under icl_tasks"),

@@ -52,7 +52,7 @@ def one_thread():
 
 
 def scaled(x, dtype, scaling):
-    return Scaled(*QUANTIZE(x, dtype, scaling == "rowwise", True, False)[:2])
+    return Scaled(*QUANTIZE(x, dtype, rowwise=scaling == "rowwise", matrix=True, transpose=False)[:2])
 
 
 def product(a, b, scaling, *, gradient=False):
