@@ -113,7 +113,7 @@ def custom_config_json(
 
 
 def known_class(document: Mapping[str, Any], kind: type | None, where: str, script: Path | None = None) -> type:
-    """The class that a document of `custom_config_json` names, if it is `kind`, the class of this process, or RequestError.
+    """The class that a document of `custom_config_json` names, if it is `kind`, that of this process; or RequestError.
 
     `where`, the folder, and `script`, the file that trained the model, are for the message.
     """
