@@ -30,13 +30,11 @@ Progress = Callable[[str, int, int], None]
 class Scored(NamedTuple):
     """An answer of an item, scored."""
 
+    prompt: Prompt
     mean: float  # log-probability of a token, where the answers are compared, in nats
     log_likelihood: float  # sum over the tokens of the answer, in nats
+    tokens: int  # of the answer
     argmax: bool  # whether greedy decoding would choose every token
-    tokens: int
-    characters: int
-    bytes: int  # UTF-8
-    cut: bool  # the prompt was longer than the context and lost its beginning
 
 
 class Outcome(NamedTuple):
@@ -167,19 +165,12 @@ def _outcomes(
 def _scored(prompt: Prompt, score: Score) -> Scored:
     compared = score.log_probabilities[prompt.compared - prompt.start :]
     answer = score.log_probabilities[prompt.answer - prompt.start :]
-    return Scored(
-        mean=compared.mean(dtype=float),
-        log_likelihood=answer.sum(dtype=float).item(),
-        argmax=bool(score.argmax.all()),
-        tokens=len(answer),
-        characters=prompt.characters,
-        bytes=prompt.bytes,
-        cut=prompt.cut > 0,
-    )
+    mean, log_likelihood = compared.mean(dtype=float), answer.sum(dtype=float).item()
+    return Scored(prompt, mean, log_likelihood, len(answer), bool(score.argmax.all()))
 
 
 def _outcome(task: Task, item: Item, answers: Sequence[Scored]) -> Outcome:
-    sums, cut = tuple(answer.log_likelihood for answer in answers), any(answer.cut for answer in answers)
+    sums, cut = tuple(answer.log_likelihood for answer in answers), any(answer.prompt.cut for answer in answers)
     if task.kind == "language_modeling":
         [answer] = answers
         return Outcome(answer.argmax, sums, None, None, None, -answer.log_likelihood, answer.tokens, cut)
@@ -192,8 +183,8 @@ def _outcome(task: Task, item: Item, answers: Sequence[Scored]) -> Outcome:
         right=is_right([answer.mean for answer in answers]),
         log_likelihoods=sums,
         acc=is_right(sums),
-        acc_norm=is_right([answer.log_likelihood / answer.characters for answer in answers]),
-        acc_bytes=is_right([answer.log_likelihood / answer.bytes for answer in answers]),
+        acc_norm=is_right([answer.log_likelihood / answer.prompt.characters for answer in answers]),
+        acc_bytes=is_right([answer.log_likelihood / answer.prompt.bytes for answer in answers]),
         nats=-gold.log_likelihood,
         tokens=gold.tokens,
         cut=cut,

@@ -10,20 +10,10 @@ import torch
 from torch import Tensor
 
 from lm.kernels import rms_norm, swiglu
+from lm.kernels.fp8 import quantization
 from lm.kernels.fp8.linear import product, weight_gradient
 from lm.kernels.fp8.norm_linear import normed_rows
-from lm.kernels.fp8.quantization import (
-    E4M3,
-    E5M2,
-    Float8,
-    Scaled,
-    Scaling,
-    empty,
-    launch,
-    quantize,
-    quantize_on_cpu,
-    transposed,
-)
+from lm.kernels.fp8.quantization import E4M3, E5M2, Float8, Scaled, Scaling, quantize, transposed
 from lm.kernels.runtime import define
 
 # ---- SwiGLU's backward pass: the gradient of gate and up, its transpose, the transpose of z, each with its scale -----
@@ -32,20 +22,20 @@ from lm.kernels.runtime import define
 def _cpu_backward(dz: Tensor, gate_up: Tensor, *, rowwise: bool) -> tuple[Tensor, ...]:
     dgate_up, z = swiglu.BACKWARD(dz, gate_up)
     dtype = E4M3 if rowwise else E5M2
-    gradient = quantize_on_cpu(dgate_up, dtype, rowwise=rowwise, matrix=True, transpose=True)
-    return *gradient, *transposed(quantize_on_cpu(z, E4M3, rowwise=rowwise, matrix=False, transpose=True))
+    gradient = quantization.quantize_on_cpu(dgate_up, dtype, rowwise=rowwise, matrix=True, transpose=True)
+    return *gradient, *transposed(quantization.quantize_on_cpu(z, E4M3, rowwise=rowwise, matrix=False, transpose=True))
 
 
 def _cuda_backward(dz: Tensor, gate_up: Tensor, *, rowwise: bool) -> tuple[Tensor, ...]:
     results = _empty_backward(dz, gate_up, rowwise=rowwise)
-    launch("SWIGLU_GRADIENT", results, gate_up.contiguous(), dz.contiguous(), rowwise=rowwise)
+    quantization.launch("SWIGLU_GRADIENT", results, gate_up.contiguous(), dz.contiguous(), rowwise=rowwise)
     return results
 
 
 def _empty_backward(dz: Tensor, gate_up: Tensor, *, rowwise: bool) -> tuple[Tensor, ...]:
     dtype = E4M3 if rowwise else E5M2
-    gradient = empty(gate_up, dtype, rowwise=rowwise, matrix=True, transpose=True)
-    return *gradient, *transposed(empty(dz, E4M3, rowwise=rowwise, matrix=False, transpose=True))
+    gradient = quantization.empty(gate_up, dtype, rowwise=rowwise, matrix=True, transpose=True)
+    return *gradient, *transposed(quantization.empty(dz, E4M3, rowwise=rowwise, matrix=False, transpose=True))
 
 
 BACKWARD = define(
