@@ -266,8 +266,5 @@ def describe_attention(
         names.append(", then ".join(b.name.removesuffix("_ATTENTION").lower() for b in best[:2]))
     elif "causal" in kernels:
         names.append("scaled_dot_product_attention")
-    if "varlen" in kernels:
-        names.append("flash over sequences")
-    if "masked" in kernels:
-        names.append("masked")
+    names += [name for kernel, name in (("varlen", "flash over sequences"), ("masked", "masked")) if kernel in kernels]
     return " and ".join(names)

@@ -106,16 +106,12 @@ def build(
         compile_decoder(decoder, options.compile)
     if shard is not None:
         shard(decoder)
-    description = f"kernels: {kernels}; attention: {attention}; compile: {options.compile}"
-    description += f"; activation checkpointing: {options.activation_checkpointing}"
-    return Built(decoder, fused, kernels, attention, description)
+    description = f"kernels: {kernels}; attention: {attention}; compile: {options.compile}; activation checkpointing: "
+    return Built(decoder, fused, kernels, attention, description + options.activation_checkpointing)
 
 
 def choose_kernels(kernels: str, device: torch.device) -> tuple[bool, str]:
-    """Whether to fuse a decoder on a device, and the reason in words for the log.
-
-    `kernels` is `on` (our kernels must run), `off`, or `auto`.
-    """
+    """Whether to fuse a decoder on a device, by `BuildOptions.kernels`, and the reason in words for the log."""
     if kernels == "off":
         return False, "plain PyTorch"
     missing = kernels_missing(device)

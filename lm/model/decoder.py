@@ -239,12 +239,7 @@ class Decoder(nn.Module):
         return self.project(self.hidden_states(input_ids, document_ids, max_documents))
 
     def losses(
-        self,
-        input_ids: Tensor,
-        labels: Tensor,
-        document_ids: Tensor | None = None,
-        z_loss: float = 0.0,
-        max_documents: int | None = None,
+        self, input_ids: Tensor, labels: Tensor, document_ids: Tensor | None, z_loss: float, max_documents: int | None
     ) -> Losses:
         """The losses of the labels `(B, T)`, by `cross_entropy`, which need not make all logits."""
         hidden = self.hidden_states(input_ids, document_ids, max_documents)  # (B, T, C)
@@ -253,16 +248,14 @@ class Decoder(nn.Module):
     def next_logits(self, input_ids: Tensor, continuation: Continuation) -> Tensor:
         """Logits `(B, V)` after each row's last token; the keys and values of `input_ids` are added to the cache."""
         hidden = self.run_blocks(self.embed(input_ids), continuation.rotary, continuation.masks)  # (B, T, C)
-        rows = torch.arange(hidden.shape[0], device=hidden.device)
-        return self.project(hidden[rows, continuation.last])
+        return self.project(hidden[torch.arange(len(hidden), device=hidden.device), continuation.last])
 
     def hidden_states(
         self, input_ids: Tensor, document_ids: Tensor | None = None, max_documents: int | None = None
     ) -> Tensor:
         """The decoder without its output matrix: ids `(B, T)` to normalised states `(B, T, C)`. See `forward`."""
         x = self.embed(input_ids)  # (B, T, C)
-        rotary, masks = self.rotary_and_masks(x, document_ids, max_documents)
-        return self.run_blocks(x, rotary, masks)
+        return self.run_blocks(x, *self.rotary_and_masks(x, document_ids, max_documents))
 
     def project(self, hidden: Tensor) -> Tensor:
         """Normalised states `(..., C)` to logits `(..., V)`."""

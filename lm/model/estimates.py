@@ -23,11 +23,7 @@ def parameters(config: DecoderConfig) -> dict[str, int]:
         "norms": layers * (2 * width + 2 * config.head_dim * config.qk_norm) + width,
         "lm_head": 0 if config.tie_word_embeddings else table,
     }
-    return {
-        **parts,
-        "total": sum(parts.values()),
-        "non_embedding": parts["attention"] + parts["mlp"] + parts["norms"],
-    }
+    return {**parts, "total": sum(parts.values()), "non_embedding": parts["attention"] + parts["mlp"] + parts["norms"]}
 
 
 def flops_per_token(config: DecoderConfig, seq_len: int, full_attention: bool = False) -> float:

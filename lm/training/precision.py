@@ -19,7 +19,7 @@ log = logging.getLogger(__name__)
 
 
 class Float8Precision(MixedPrecision):
-    """`bf16-mixed`, and the products of the blocks' matrices in FP8 (see `kernels/fp8` and `kernels/linear`).
+    """`bf16-mixed`, and the products of the blocks' matrices in FP8 (see `kernels/fp8`).
 
     Weights and what the optimizer holds stay fp32; attention, the norms, the embedding and the output matrix compute as
     in `bf16-mixed`. So do the matrices that `keep` names, by patterns such as `layers.0.*` or `*.down_proj`, by default
