@@ -6,14 +6,14 @@ Arguments and results are those of the ops in `lm/kernels`. `results` computes w
 import torch
 import torch.nn.functional as F
 
-from lm.kernels.linear import linear
-from lm.model.decoder import Rotary, rotate, widen
+from lm.kernels.linear import Weight, linear
+from lm.model.decoder import Rotary, rotate, upcast
 
 
 def normalised(x, weight, eps):
     """In fp32 or fp64."""
-    wide = widen(x)
-    return F.rms_norm(wide, x.shape[-1:], weight.to(wide.dtype), eps)
+    x_upcast = upcast(x)
+    return F.rms_norm(x_upcast, x.shape[-1:], weight.to(x_upcast.dtype), eps)
 
 
 def rms_norm_plain(x, residual, weight, eps):
@@ -21,25 +21,24 @@ def rms_norm_plain(x, residual, weight, eps):
     return stream, normalised(stream, weight, eps).to(x.dtype)
 
 
-def plain_linear(x, weight, scaling=None):
-    return F.linear(x, weight.to(x.dtype)) if scaling is None else linear(x, weight, scaling)
+def plain_linear(x, weight):
+    return F.linear(x, weight.parameter.to(x.dtype)) if weight.scaling is None else linear(x, weight)
 
 
-def norm_linear_plain(x, residual, norm_weight, eps, weight, scaling=None):
+def norm_linear_plain(x, residual, norm_weight, eps, weight):
     stream, y = rms_norm_plain(x, residual, norm_weight, eps)
-    return stream, plain_linear(y, weight, scaling)
+    return stream, plain_linear(y, weight)
 
 
 def norm_mlp_plain(x, residual, norm_weight, eps, up, down):
-    """`up` and `down` are the weight and perhaps the scaling."""
-    stream, gate_up = norm_linear_plain(x, residual, norm_weight, eps, *up)
+    stream, gate_up = norm_linear_plain(x, residual, norm_weight, eps, up)
     gate, up = gate_up.chunk(2, -1)
-    return stream, plain_linear(F.silu(gate) * up, *down)
+    return stream, plain_linear(F.silu(gate) * up, down)
 
 
-def of_weights(mlp):
-    """An MLP of weights alone, in the place of tuples that begin with them."""
-    return lambda x, residual, norm_weight, eps, up, down: mlp(x, residual, norm_weight, eps, (up,), (down,))
+def of_weights(op):
+    """An op of tensors in the place of `Weight`s."""
+    return lambda x, residual, norm_weight, eps, *weights: op(x, residual, norm_weight, eps, *map(Weight, weights))
 
 
 def qk_norm_rope_plain(qkv, q_weight, k_weight, cos, sin, positions, heads, kv_heads, eps):
@@ -52,7 +51,7 @@ def qk_norm_rope_plain(qkv, q_weight, k_weight, cos, sin, positions, heads, kv_h
 
 
 def linear_cross_entropy_plain(x, weight, labels, *, ignore_index=-100, z_loss=0.0):
-    logits = widen(F.linear(x, weight.to(x.dtype))).flatten(0, -2)  # (N, V)
+    logits = upcast(F.linear(x, weight.to(x.dtype))).flatten(0, -2)  # (N, V)
     targets = labels.flatten()
     losses = F.cross_entropy(logits, targets, ignore_index=ignore_index, reduction="none")  # (N)
     costs = losses + z_loss * logits.logsumexp(-1).square() * (targets != ignore_index)

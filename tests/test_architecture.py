@@ -116,7 +116,7 @@ LEAVES = {  # what only an option, a device or another command asks for
                              "throughput_floor",
     "lm.training": "alerts budget data_checks distributed launcher muon muon_ranks optimizer_by_class optimizer_rules fp8 out_of_memory "
                    "plain_run_state",
-    "lm.evaluation": "benchmark public_tasks scoring tasks",
+    "lm.evaluation": "benchmark prompts public_tasks scoring tasks",
     "lm.data": "cache documents encode mixture overlap packing prepare rare reshuffle splits text_batches text_files",
     "lm.model": "compile custom fused low_precision memory",
     "lm.runs": "expectations facts history postmortem registry",

@@ -22,11 +22,13 @@ from trainings import fit, losses, make_workplace, trace
 
 from lm.data.loader import Batch
 from lm.kernels.cross_entropy import linear_cross_entropy
-from lm.kernels.fp8 import QUANTIZE, quantize
-from lm.kernels.linear import linear, product
+from lm.kernels.fp8.linear import product
+from lm.kernels.fp8.quantization import QUANTIZE, quantize
+from lm.kernels.linear import Weight, linear
+from lm.kernels.mlp import norm_mlp
+from lm.kernels.norm_linear import norm_linear
 from lm.kernels.qk_norm_rope import qk_norm_rope
-from lm.kernels.rms_norm import norm_linear, rms_norm
-from lm.kernels.swiglu import norm_mlp
+from lm.kernels.rms_norm import rms_norm
 from lm.model.attention import enter_kernels
 from lm.model.attention_choice import Heads, kernel_names, use_attention, why_it_fails
 from lm.model.compile import checkpoint_activations, compile_decoder
@@ -95,7 +97,7 @@ def op(name, dtype, rows, width):
         return rms_norm, rms_norm_plain, (x, None, weight, 1e-5)
     if name == "norm_linear":
         x, residual, weight, matrix = tensors(dtype, (rows, width), (rows, width), (width,), (24, width))
-        return norm_linear, norm_linear_plain, (x, residual, weight, 1e-5, matrix)
+        return of_weights(norm_linear), of_weights(norm_linear_plain), (x, residual, weight, 1e-5, matrix)
     if name == "norm_mlp":  # with matrices of their own
         x, weight, up, down = tensors(dtype, (rows, 24), (24,), (2 * width, 24), (24, width))
         return of_weights(norm_mlp), of_weights(norm_mlp_plain), (x, None, weight, 1e-5, up, down)
@@ -308,8 +310,8 @@ def test_fp8_matrices_and_transposes_are_those_of_plain_pytorch_to_the_bit(scali
     x = torch.randn(shape) * 10 ** (9 * (torch.rand(shape[0], 1) - 0.5) + 9 * (torch.rand(shape[1]) - 0.5))
     for x in (x.to(source), x.to(source).index_fill(0, torch.tensor([0]), torch.nan)):
         for matrix, transpose in ((True, True), (True, False), (False, True)):
-            plain = QUANTIZE(x, dtype, scaling == "rowwise", matrix, transpose)
-            ours = QUANTIZE(x.cuda(), dtype, scaling == "rowwise", matrix, transpose)
+            flags = {"rowwise": scaling == "rowwise", "matrix": matrix, "transpose": transpose}
+            plain, ours = QUANTIZE(x, dtype, **flags), QUANTIZE(x.cuda(), dtype, **flags)
             for there, here in zip(ours, plain, strict=True):
                 assert there.stride() == here.stride()
                 assert torch.equal(there.cpu().float().nan_to_num(7e6), here.float().nan_to_num(7e6))
@@ -342,7 +344,7 @@ def test_fp8_layers_of_a_device_are_those_of_the_emulation(scaling):
     found = []
     for device in ("cpu", "cuda"):
         inputs = [t.to(device, copy=True).requires_grad_() for t in (x, w)]
-        out = linear(*inputs, scaling)
+        out = linear(inputs[0], Weight(inputs[1], scaling))
         out.backward(dout.to(device))
         found.append([t.cpu().float() for t in (out, *(t.grad for t in inputs))])
         assert inputs[1].grad.dtype == torch.float32

@@ -25,7 +25,7 @@ from lm.cli.scaling_rules import (
     window_pattern,
 )
 from lm.errors import RequestError, require_at_least
-from lm.model.config import MOST_LAYERS, DecoderConfig
+from lm.model.config import MAX_LAYERS, DecoderConfig
 from lm.model.estimates import parameters
 from lm.system.parsing import parse_json
 from lm.system.units import Count, format_count, plural, spelled_count
@@ -114,7 +114,7 @@ class ScaleRequest(ScaleOptions):
 
     @property
     def blocks(self) -> int | None:
-        if (depth := self.depth) is None or depth <= MOST_LAYERS:
+        if (depth := self.depth) is None or depth <= MAX_LAYERS:
             return depth
         sizes = {blocks: parameters(shape(blocks, self))["total"] for blocks in range(2, 200)}
         return min(sizes, key=lambda blocks: abs(math.log(sizes[blocks] / depth)))

@@ -20,7 +20,7 @@ from lm.cli.hours import FEW, measure_step
 from lm.cli.plan_facts import memory_facts, memory_of_option
 from lm.cli.scaling_rules import DEVICE_TOKENS, Recipe, batch_tokens, make_recipe, micro_batch, power_of_two
 from lm.errors import RequestError
-from lm.model.config import MOST_LAYERS
+from lm.model.config import MAX_LAYERS
 from lm.model.memory import Step
 from lm.runs.scaling_laws import MIN_SIZES, fit_sizes
 from lm.system.devices import assumed_speed, find_device
@@ -178,7 +178,7 @@ class Search:
     def candidates(self, depths: list[int] | None) -> Iterator[Candidate]:
         """Candidates of depth 2 and more, until the loss has risen twice, or memory, time or text do not suffice."""
         lowest, higher = math.inf, 0
-        for depth in depths or range(2, MOST_LAYERS):
+        for depth in depths or range(2, MAX_LAYERS):
             try:
                 recipe = self.recipe(depth)
                 one = Candidate(recipe, self.fitting(recipe), self.devices, self.speed(recipe), self.request)

@@ -1,4 +1,8 @@
-"""Benchmarks: the accuracy of each task with its interval, and CORE, one number for many tasks."""
+"""Benchmarks: the accuracy of each task with its interval, and CORE, one number for many tasks.
+
+An item becomes prompts (`evaluation/prompts`), a prompt log-probabilities (`evaluation/scoring`), these one `Scored`
+for each answer, and the answers the item's `Outcome`.
+"""
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, fields
@@ -6,14 +10,16 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import torch.distributed
+from torch import nn
 
-from lm.data.tokenizer import Tokenizer
+from lm.data.tokenizer import Begin, Tokenizer
 from lm.errors import RequestError, RunError
 from lm.evaluation.metrics import perplexity
-from lm.evaluation.scoring import Begin, Prompt, Row, Score, chosen_items, prompts, score
+from lm.evaluation.prompts import Prompt, chosen_items, prompts
+from lm.evaluation.scoring import Row, Score, score
 from lm.evaluation.statistics import Interval, centered, mean_interval, standard_error, wilson
 from lm.evaluation.tasks import Item, Kind, Task
-from lm.model.decoder import Decoder, config_of
+from lm.model.decoder import config_of
 
 BATCH_TOKENS = 16_384
 GROUP = 128  # items whose prompts are held in memory at once
@@ -21,7 +27,19 @@ GROUP = 128  # items whose prompts are held in memory at once
 Progress = Callable[[str, int, int], None]
 
 
+class Scored(NamedTuple):
+    """An answer of an item, scored."""
+
+    prompt: Prompt
+    mean: float  # log-probability of a token, where the answers are compared, in nats
+    log_likelihood: float  # sum over the tokens of the answer, in nats
+    tokens: int  # of the answer
+    argmax: bool  # whether greedy decoding would choose every token
+
+
 class Outcome(NamedTuple):
+    """What became of an item."""
+
     right: bool  # by the rule of the task's kind
     log_likelihoods: tuple[float, ...]  # of each possible answer, summed, in nats
     acc: bool | None  # whether the answer with the largest sum is right; None for language modelling
@@ -38,10 +56,10 @@ class TaskResult:
 
     label: str
     kind: Kind
-    num_fewshot: int  # solved items before each question
+    num_fewshot: int  # examples before each question
     items: int  # that were asked
     # Share of right answers: the answer with the smallest mean loss over its tokens; for language modelling, every
-    # token of the continuation is the likeliest.
+    # token of the continuation is the argmax.
     accuracy: float
     stderr: float  # of the accuracy
     interval: Interval  # its 95 % interval (Wilson)
@@ -62,7 +80,7 @@ class TaskResult:
 
 
 def evaluate(
-    decoder: Decoder,
+    decoder: nn.Module,
     tokenizer: Tokenizer,
     tasks: Sequence[Task],
     *,
@@ -74,8 +92,8 @@ def evaluate(
 ) -> list[TaskResult]:
     """Evaluate a model on every item of every task; returns a result per task, in order.
 
-    The decoder is in evaluation mode and without gradients, and no random numbers are drawn, so that a
-    training may call this between two steps, under its own autocast.
+    The decoder is in evaluation mode and without gradients, and no random numbers are drawn, so that this may be
+    called between two training steps, under their autocast.
 
     Args:
         batch_tokens: the most tokens of a batch, padding included; results do not depend on it.
@@ -91,31 +109,31 @@ def evaluate(
     results, (rank, world) = [], share
     for task in tasks:
         items = chosen_items(task, max_items)
-        own = range(rank, len(items), world)
-        outcomes = _outcomes(decoder, tokenizer, task, items, own, batch_tokens, begin, progress)
+        indices = range(rank, len(items), world)
+        outcomes = _outcomes(decoder, tokenizer, task, items, indices, batch_tokens, begin, progress)
         results.append(_result(task, _gather_outcomes(outcomes, world)))
     return results
 
 
 def check_items(task: Task, max_items: int | None) -> None:
-    """Raise RequestError if `max_items` is too few for the task's solved items and a question."""
+    """Raise RequestError if `max_items` is too few for the task's few-shot examples and a question."""
     if max_items is not None and max_items <= task.num_fewshot:
         raise RequestError(
-            f"task {task.label!r}: max_items {max_items} must be at least {task.num_fewshot + 1}, as "
-            f"{task.num_fewshot} solved items stand before each question"
+            f"task {task.label!r}: max_items {max_items} must be at least {task.num_fewshot + 1}: a question "
+            f"and its {task.num_fewshot} few-shot examples"
         )
 
 
-def _gather_outcomes(own: Iterator[Outcome], world: int) -> list[Outcome]:
+def _gather_outcomes(outcomes: Iterator[Outcome], world: int) -> list[Outcome]:
     """The outcomes of all ranks in the order of the items; if one rank fails, all of them raise an error."""
     if world == 1:
-        return list(own)
-    found: list[Outcome] | None = None
+        return list(outcomes)
+    of_rank: list[Outcome] | None = None
     try:
-        found = list(own)
+        of_rank = list(outcomes)
     finally:
         gathered: list[Any] = [None] * world
-        torch.distributed.all_gather_object(gathered, found)
+        torch.distributed.all_gather_object(gathered, of_rank)
     if None in gathered:
         raise RunError(f"the evaluation failed on rank {gathered.index(None)}")
     count = sum(map(len, gathered))
@@ -123,43 +141,63 @@ def _gather_outcomes(own: Iterator[Outcome], world: int) -> list[Outcome]:
 
 
 def _outcomes(
-    decoder: Decoder, tokenizer: Tokenizer, task: Task, items: Sequence[Item], indices: Sequence[int],
-    batch_tokens: int, begin: Begin, progress: Progress | None,
-) -> Iterator[Outcome]:  # fmt: skip
+    decoder: nn.Module,
+    tokenizer: Tokenizer,
+    task: Task,
+    items: Sequence[Item],
+    indices: Sequence[int],
+    batch_tokens: int,
+    begin: Begin,
+    progress: Progress | None,
+) -> Iterator[Outcome]:
     context = config_of(decoder).max_position_embeddings
-    for start in range(0, len(indices), GROUP):
-        group = indices[start : start + GROUP]
-        written = list(prompts(task, items, group, tokenizer, context, begin))
-        rows = [Row(prompt.ids, prompt.first) for answers in written for prompt in answers]
+    for first in range(0, len(indices), GROUP):
+        group = indices[first : first + GROUP]
+        prompts_of_items = list(prompts(task, items, group, tokenizer, context, begin))
+        rows = [Row(prompt.ids, prompt.start) for answers in prompts_of_items for prompt in answers]
         scores = iter(score(decoder, rows, batch_tokens))
-        for index, answers in zip(group, written, strict=True):
-            yield _outcome(task, items[index], answers, [next(scores) for _ in answers])
+        for index, answers in zip(group, prompts_of_items, strict=True):
+            yield _outcome(task, items[index], [_scored(prompt, next(scores)) for prompt in answers])
         if progress is not None:
             progress(task.label, group[-1] + 1, len(items))
 
 
-def _outcome(task: Task, item: Item, answers: Sequence[Prompt], scores: Sequence[Score]) -> Outcome:
-    means = [s.log_probabilities[p.start - p.first :].mean(dtype=float) for p, s in zip(answers, scores)]
-    own = [s.log_probabilities[p.answer - p.first :] for p, s in zip(answers, scores)]
-    sums = np.array([values.sum(dtype=float) for values in own])  # (answers,)
-    cut = any(prompt.cut for prompt in answers)
+def _scored(prompt: Prompt, score: Score) -> Scored:
+    compared = score.log_probabilities[prompt.compared - prompt.start :]
+    answer = score.log_probabilities[prompt.answer - prompt.start :]
+    mean, log_likelihood = compared.mean(dtype=float), answer.sum(dtype=float).item()
+    return Scored(prompt, mean, log_likelihood, len(answer), bool(score.argmax.all()))
+
+
+def _outcome(task: Task, item: Item, answers: Sequence[Scored]) -> Outcome:
+    sums, cut = tuple(answer.log_likelihood for answer in answers), any(answer.prompt.cut for answer in answers)
     if task.kind == "language_modeling":
-        right = bool(scores[0].likeliest.all())
-        return Outcome(right, tuple(sums.tolist()), None, None, None, -sums[0].item(), len(own[0]), cut)
-    gold, characters, size = item["gold"], [p.length for p in answers], [p.bytes for p in answers]
-    rights = (np.argmax(values) == gold for values in (means, sums, sums / characters, sums / size))
-    right, acc, acc_norm, acc_bytes = map(bool, rights)
+        [answer] = answers
+        return Outcome(answer.argmax, sums, None, None, None, -answer.log_likelihood, answer.tokens, cut)
+
+    def is_right(values: Sequence[float]) -> bool:  # the answer with the largest of these values
+        return bool(np.argmax(values) == item["gold"])
+
+    gold = answers[item["gold"]]
     return Outcome(
-        right, tuple(sums.tolist()), acc, acc_norm, acc_bytes, -sums[gold].item(), len(own[gold]), cut)  # fmt: skip
+        right=is_right([answer.mean for answer in answers]),
+        log_likelihoods=sums,
+        acc=is_right(sums),
+        acc_norm=is_right([answer.log_likelihood / answer.prompt.characters for answer in answers]),
+        acc_bytes=is_right([answer.log_likelihood / answer.prompt.bytes for answer in answers]),
+        nats=-gold.log_likelihood,
+        tokens=gold.tokens,
+        cut=cut,
+    )
 
 
 def _result(task: Task, outcomes: Sequence[Outcome]) -> TaskResult:
     count, right = len(outcomes), sum(outcome.right for outcome in outcomes)
-    accuracy, interval, language = right / count, wilson(right, count), task.kind == "language_modeling"
+    accuracy, interval, is_language = right / count, wilson(right, count), task.kind == "language_modeling"
     nats, tokens = sum(outcome.nats for outcome in outcomes), sum(outcome.tokens for outcome in outcomes)
 
-    def share(name: str) -> float | None:
-        return None if language else sum(getattr(outcome, name) for outcome in outcomes) / count
+    def mean(name: str) -> float | None:
+        return None if is_language else sum(getattr(outcome, name) for outcome in outcomes) / count
 
     return TaskResult(
         label=task.label,
@@ -172,10 +210,10 @@ def _result(task: Task, outcomes: Sequence[Outcome]) -> TaskResult:
         baseline=task.baseline,
         centered=centered(accuracy, task.baseline),
         centered_interval=Interval(*(centered(edge, task.baseline) for edge in interval)),
-        acc=share("acc"),
-        acc_norm=share("acc_norm"),
-        acc_bytes=share("acc_bytes"),
-        perplexity=perplexity(nats / tokens) if language else None,
+        acc=mean("acc"),
+        acc_norm=mean("acc_norm"),
+        acc_bytes=mean("acc_bytes"),
+        perplexity=perplexity(nats / tokens) if is_language else None,
         truncated=sum(outcome.cut for outcome in outcomes),
         outcomes=tuple(outcomes),
     )

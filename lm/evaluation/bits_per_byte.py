@@ -66,8 +66,8 @@ def texts_bits_per_byte(
             for start in range(0, len(ids) - 1, seq_len):
                 yield document, Row(ids[start : start + seq_len + 1], 1)
 
-    every = windows()
-    while group := list(islice(every, GROUP * max(1, batch_tokens // seq_len))):
+    rows = windows()
+    while group := list(islice(rows, GROUP * max(1, batch_tokens // seq_len))):
         for (document, _), scored in zip(group, score(decoder, [row for _, row in group], batch_tokens), strict=True):
             nats[document] -= scored.log_probabilities.sum(dtype=np.float64)
             tokens[document] += len(scored.log_probabilities)

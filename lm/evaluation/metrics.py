@@ -86,12 +86,13 @@ def loss_metrics(
     metrics = {f"{prefix}/{short}": result[name] for name, short in {"loss": "loss", "bits_per_byte": "bpb"}.items()}
     if shares is not None:
         # (sources,) each, even if torchmetrics has reduced a single one to a scalar
-        each, measured = {name: values.view(-1) for name, values in metrics.items()}, result["tokens"].view(-1) > 0
+        of_sources, measured = (
+            {name: values.view(-1) for name, values in metrics.items()},
+            result["tokens"].view(-1) > 0,
+        )
         shares = torch.where(measured, shares, 0)
         shares = shares if shares.any() else measured.double()  # no source trained on now has a validation
-        metrics = {name: (values.nan_to_num() * shares).sum() / shares.sum() for name, values in each.items()}
-        metrics |= {
-            f"{name}/{source}": value
-            for name, values in each.items() for source, value in zip(sources, values) if not value.isnan()
-        }  # fmt: skip
+        metrics = {name: (values.nan_to_num() * shares).sum() / shares.sum() for name, values in of_sources.items()}
+        for name, values in of_sources.items():
+            metrics |= {f"{name}/{source}": value for source, value in zip(sources, values) if not value.isnan()}
     return metrics | {f"{prefix}/perplexity": metrics[f"{prefix}/loss"].exp()}

@@ -80,8 +80,8 @@ def _copa(row: Row) -> dict[str, Any]:
 def _commonsense_qa(row: Row) -> dict[str, Any]:
     letters = "ABCDE"
     listed = "\n".join(f"{letter}. {text}" for letter, text in zip(letters, row["choices"]["text"], strict=True))
-    return _choose(f"Question: {row['question'].strip()}\n{listed}\nAnswer:", list(letters),
-                   letters.index(row["answerKey"]))  # fmt: skip
+    question = f"Question: {row['question'].strip()}\n{listed}\nAnswer:"
+    return _choose(question, list(letters), letters.index(row["answerKey"]))
 
 
 def _piqa(row: Row) -> dict[str, Any]:
@@ -109,4 +109,4 @@ PUBLIC_TASKS = {
     "piqa": PublicTask("baber/piqa", "default", "validation", _piqa),
     "sciq": PublicTask("allenai/sciq", "default", "test", _sciq),
     "winogrande": PublicTask("allenai/winogrande", "winogrande_xl", "validation", _winogrande),
-}  # fmt: skip
+}

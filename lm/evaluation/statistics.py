@@ -21,25 +21,25 @@ def wilson(right: int, total: int) -> Interval:
 
     It stays inside [0, 1] and has a width even if all or none are right, unlike share +- Z x standard error.
     """
-    share, spread = right / total, Z**2 / total
-    middle = (share + spread / 2) / (1 + spread)
-    half = Z * math.sqrt(share * (1 - share) / total + spread / (4 * total)) / (1 + spread)
+    accuracy, spread = right / total, Z**2 / total
+    middle = (accuracy + spread / 2) / (1 + spread)
+    half = Z * math.sqrt(accuracy * (1 - accuracy) / total + spread / (4 * total)) / (1 + spread)
     # Rounding would give not exactly 0 or 1.
     return Interval(middle - half if right else 0.0, middle + half if right < total else 1.0)
 
 
 def standard_error(right: int, total: int) -> float:
     """Standard error of a proportion: sample standard deviation / sqrt(`total`); infinite for a single item."""
-    share = right / total
-    return math.sqrt(share * (1 - share) / (total - 1)) if total > 1 else math.inf
+    accuracy = right / total
+    return math.sqrt(accuracy * (1 - accuracy) / (total - 1)) if total > 1 else math.inf
 
 
-def centered(share: float, baseline: float) -> float:
+def centered(accuracy: float, baseline: float) -> float:
     """Rescale an accuracy so that guessing (`baseline`) gives 0, and all right gives 1.
 
     Li et al., 2024, "DataComp-LM" (arXiv:2406.11794), section 3.5.
     """
-    return (share - baseline) / (1 - baseline)
+    return (accuracy - baseline) / (1 - baseline)
 
 
 def mean_interval(values: Sequence[float], intervals: Sequence[Interval]) -> Interval:
@@ -62,5 +62,5 @@ def ratio_error(above: np.ndarray, below: np.ndarray) -> float:
     count = len(above)
     if count < 2:
         return math.nan
-    left = above - above.sum() / below.sum() * below  # (n,) residuals from the ratio
-    return float(math.sqrt(count / (count - 1) * np.square(left).sum()) / below.sum())
+    residuals = above - above.sum() / below.sum() * below  # (n,) residuals from the ratio
+    return float(math.sqrt(count / (count - 1) * np.square(residuals).sum()) / below.sum())

@@ -2,7 +2,7 @@
 
 A YAML lists tasks under `icl_tasks:`, each with its `label`, its file of items (`dataset_uri`, beside the YAML or below
 `eval_data/` beside it), `icl_task_type`, `num_fewshot` and `continuation_delimiter`; `eval_meta_data.csv` beside it
-has the percentage that guessing gets. Next, `evaluation/scoring` encodes items as tokens.
+has the percentage that guessing gets. Next, `evaluation/prompts` encodes items as tokens.
 """
 
 import csv
@@ -42,21 +42,21 @@ class Task:
     """A list of questions with their right answers.
 
     Items of `multiple_choice` have a `query`, `choices` and the index of the right choice, `gold`; items of `schema`
-    have several `context_options`, of which the right one, `gold`, makes the `continuation` likeliest; items of
+    have several `context_options`, of which the right one, `gold`, makes the `continuation` most probable; items of
     `language_modeling` have a `context` and its `continuation`.
     """
 
     label: str
     kind: Kind
     items: tuple[Item, ...]  # in the order of the file
-    num_fewshot: int  # solved items before each question
+    num_fewshot: int  # examples before each question
     continuation_delimiter: str  # between a question and its answer
     baseline: float  # expected accuracy of guessing
     source: str  # the file of the items
 
 
 def read_tasks(paths: Sequence[str], num_fewshot: int | None = None) -> list[Task]:
-    """Read the tasks of files, in order; a task with several numbers of solved items becomes several, `LABEL_Nshot`.
+    """Read the tasks of files, in order; one with several numbers of few-shot examples becomes `LABEL_Nshot` each.
 
     A path is a YAML with `icl_tasks:`, a `.jsonl` or `.parquet` file of items, whose kind follows from its columns,
     `embedded:sotu`, or the name of a public benchmark, which is read from the Hugging Face Hub. `num_fewshot` replaces
@@ -71,8 +71,8 @@ def read_tasks(paths: Sequence[str], num_fewshot: int | None = None) -> list[Tas
             )
         if len(task.items) <= task.num_fewshot:
             raise RequestError(
-                f"task {task.label!r}: the items of {task.source}, {len(task.items)}, are too few for "
-                f"{task.num_fewshot} solved ones before each question; lower num_fewshot"
+                f"task {task.label!r}: the {len(task.items)} items of {task.source} are too few for "
+                f"{task.num_fewshot} few-shot examples and a question; lower num_fewshot"
             )
         known[task.label] = task
     return list(known.values())
@@ -86,9 +86,10 @@ def _read(path: str, num_fewshot: int | None) -> Iterator[Task]:
     file = SHIPPED / f"{path.removeprefix(EMBEDDED)}.yaml" if path.startswith(EMBEDDED) else Path(path)
     if not file.is_file():
         names = ", ".join(f"{EMBEDDED}{known.stem}" for known in sorted(SHIPPED.glob("*.yaml")))
-        raise RequestError(f"tasks {path}: no such file; give {names}, the name of a benchmark "
-                           f"({', '.join(PUBLIC_TASKS)}), a .jsonl or .parquet file of your items, or a YAML such as "
-                           f"eval_bundle/core.yaml: `{FETCH_BUNDLE}`")  # fmt: skip
+        raise RequestError(
+            f"tasks {path}: no such file; give {names}, a benchmark ({', '.join(PUBLIC_TASKS)}), a .jsonl or .parquet "
+            f"file of your items, or a YAML such as eval_bundle/core.yaml: `{FETCH_BUNDLE}`"
+        )
     if file.suffix in (".yaml", ".yml"):
         yield from _from_yaml(file, num_fewshot)
     elif file.suffix in (".jsonl", ".parquet"):
@@ -112,10 +113,10 @@ def _from_yaml(file: Path, num_fewshot: int | None) -> Iterator[Task]:
             raise RequestError(f"{place}: {', '.join(map(repr, unknown))} is not known here; remove it")
         if (kind := entry.get("icl_task_type")) not in COLUMNS:
             raise RequestError(f"{place}: icl_task_type {kind!r} is none of {', '.join(COLUMNS)}")
-        given = entry.get("num_fewshot", 0) if num_fewshot is None else num_fewshot
+        requested = entry.get("num_fewshot", 0) if num_fewshot is None else num_fewshot
         try:
             label, source = str(entry["label"]), _source(file.parent, entry["dataset_uri"], place)
-            shots = [int(count) for count in (given if isinstance(given, list) else [given])]
+            shots = [int(count) for count in (requested if isinstance(requested, list) else [requested])]
         except DAMAGE as error:
             raise RequestError(f"{place}: label, dataset_uri or num_fewshot is missing or wrong ({error})") from error
         items = _items(source)
@@ -171,14 +172,19 @@ def _kind(item: Item, source: Path | str) -> Kind:
     for kind, columns in COLUMNS.items():
         if columns.keys() <= item.keys():
             return kind
-    wanted = "; or ".join(", ".join(columns) for columns in COLUMNS.values())
-    raise RequestError(f"{source}: its columns are {', '.join(item)}; a task has {wanted}")
+    expected = "; or ".join(", ".join(columns) for columns in COLUMNS.values())
+    raise RequestError(f"{source}: its columns are {', '.join(item)}; a task has {expected}")
 
 
 def _task(
-    label: str, kind: Kind | None, items: list[Item], num_fewshot: int, delimiter: str, baseline: float | None,
+    label: str,
+    kind: Kind | None,
+    items: list[Item],
+    num_fewshot: int,
+    delimiter: str,
+    baseline: float | None,
     source: Path | str,
-) -> Task:  # fmt: skip
+) -> Task:
     kind = kind or _kind(items[0], source)
     for number, item in enumerate(items, start=1):
         _check(item, kind, f"{source}, item {number}")

@@ -1,6 +1,6 @@
 """Completion: text in, text out. `inference/generation` continues tokens; here tokens become text, piece by piece.
 
-A piece is yielded as soon as no later token can change it: it is whole characters that cannot begin a
+A piece is yielded as soon as no later token can change it: it is complete characters that cannot begin a
 stop string.
 """
 
@@ -8,7 +8,8 @@ from collections.abc import Iterable, Iterator, Sequence
 from typing import NamedTuple
 
 from lm.data.tokenizer import Begin, Tokenizer
-from lm.inference.generation import Reason, Step, generate
+from lm.inference.generation import Reason, generate
+from lm.inference.kv_cache import Step
 from lm.inference.sampling import Sampling
 from lm.model.decoder import Decoder
 
@@ -52,14 +53,16 @@ def generate_text(
     ids = [encode_prompt(tokenizer, prompt, sampling.begin) for prompt in prompts]
     texts = [GrowingText(tokenizer, prompt, sampling.stop) for prompt in ids]
     eos_id = None if sampling.ignore_eos else tokenizer.eos_id
-    for new in generate(
-        decoder, ids, sampling, eos_id=eos_id, vocab_size=tokenizer.vocab_size,
-        ended=lambda row, token: texts[row].add(token), step=step,
-    ):  # fmt: skip
+
+    def ended(row: int, token: int) -> bool:
+        return texts[row].add(token)
+
+    size = tokenizer.vocab_size
+    for new in generate(decoder, ids, sampling, eos_id=eos_id, vocab_size=size, ended=ended, step=step):
         text = texts[new.row]
-        taken = text.take(over=new.reason is not None)
+        final = text.take(over=new.reason is not None)
         token = None if new.reason == "eos" else Token(new.token, text.piece, new.log_probability)
-        yield NewText(new.row, taken, new.reason, token)
+        yield NewText(new.row, final, new.reason, token)
 
 
 def gather_texts(prompts: Sequence[str], news: Iterable[NewText]) -> list[Written]:
@@ -91,40 +94,40 @@ class GrowingText:
         self.stop = tuple(stop)
         self.text = ""  # the text up to the last complete character
         self.piece = ""  # the text that the newest token added
-        self.taken = 0  # number of characters that `take` has returned
-        self.cut: int | None = None  # index of the first stop string
-        self.before = list(prompt)  # tokens up to a complete character ...
-        self.shown = tokenizer.decode(self.before)  # ... and their text
-        self.behind: list[int] = []  # tokens after these, which end within a character
+        self.returned = 0  # number of characters that `take` has returned
+        self.stop_at: int | None = None  # index of the first stop string
+        self.complete = list(prompt)  # tokens up to a complete character ...
+        self.shown = tokenizer.decode(self.complete)  # ... and their text
+        self.pending: list[int] = []  # tokens after these, which end within a character
 
     def add(self, token: int) -> bool:
         """Add a token; returns whether the text now contains a stop string."""
-        self.behind, self.piece = [*self.behind, token], ""
-        whole = self.tokenizer.decode(self.before + self.behind)
-        if not whole.endswith(BROKEN):
-            self._append(whole[len(self.shown) :])
-            self.before, self.behind = self.behind, []
-            self.shown = self.tokenizer.decode(self.before)
-        return self.cut is not None
+        self.pending, self.piece = [*self.pending, token], ""
+        decoded = self.tokenizer.decode(self.complete + self.pending)
+        if not decoded.endswith(BROKEN):
+            self._append(decoded[len(self.shown) :])
+            self.complete, self.pending = self.pending, []
+            self.shown = self.tokenizer.decode(self.complete)
+        return self.stop_at is not None
 
     def take(self, over: bool) -> str:
         """Return the text that is final and was not returned before; if `over`, all that is left."""
-        if over and self.behind and self.cut is None:
-            self._append(self.tokenizer.decode(self.behind))
-        end = len(self.text) if self.cut is None else self.cut
+        if over and self.pending and self.stop_at is None:
+            self._append(self.tokenizer.decode(self.pending))
+        end = len(self.text) if self.stop_at is None else self.stop_at
         if not over:
             end -= self._possible_stop()
-        taken, self.taken = self.text[self.taken : end], max(self.taken, end)
-        return taken
+        returned, self.returned = self.text[self.returned : end], max(self.returned, end)
+        return returned
 
     def _append(self, piece: str) -> None:
         self.piece = piece
         longest = max(map(len, self.stop), default=0)
         start = max(0, len(self.text) - longest + 1)
         self.text += piece
-        found = [place for stop in self.stop if (place := self.text.find(stop, start)) >= 0]
-        if found and self.cut is None:
-            self.cut = min(found)
+        places = [place for stop in self.stop if (place := self.text.find(stop, start)) >= 0]
+        if places and self.stop_at is None:
+            self.stop_at = min(places)
 
     def _possible_stop(self) -> int:
         """Number of characters at the end that may begin a stop string."""

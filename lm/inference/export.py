@@ -80,14 +80,14 @@ def model_card(model: Pretrained, card: Card) -> str:
 
 
 def _front_matter(model: Pretrained, card: Card, run: Run | None) -> ModelCardData:
-    found = [re.match(r"hf://datasets/([^/@]+/[^/@]+)", name) for name in (sources(run) if run else [])]
+    matches = [re.match(r"hf://datasets/([^/@]+/[^/@]+)", name) for name in (sources(run) if run else [])]
     return ModelCardData(
         language=list(card.language) or None,
         license=card.license.lower(),
         library_name="transformers",
         pipeline_tag="text-generation",
         tags=["causal-lm", config_json(model.config, model.tokenizer.eos_id, "float32")["model_type"]],
-        datasets=sorted({match[1] for match in found if match}) or None,
+        datasets=sorted({match[1] for match in matches if match}) or None,
     )
 
 
@@ -101,9 +101,12 @@ def _opening(model: Pretrained, run: Run | None) -> str:
 
 
 def _table(rows: Rows) -> str:
-    lines = [[str(cell).replace("\n", " ").replace("|", "\\|") for cell in row]
-             for row in rows.items() if row[1] is not None]  # fmt: skip
-    return "\n".join(f"| {name} | {text} |" for name, text in [("", ""), ("---", "---"), *lines])
+    lines = ["|  |  |", "| --- | --- |"]
+    for row in rows.items():
+        if row[1] is not None:
+            name, text = (str(cell).replace("\n", " ").replace("|", "\\|") for cell in row)
+            lines.append(f"| {name} | {text} |")
+    return "\n".join(lines)
 
 
 # ---- data ------------------------------------------------------------------------------------------------------------
@@ -125,13 +128,13 @@ def mixture_rows(model: Pretrained, run: Run) -> Rows:
     """For each source of a mixture: its share of the samples that this model has seen, epochs, and files."""
     mixture, samples = run.read("run.json")["mixture"], read_progress(model.path).samples
     length = seq_len_of(model, run)
-    taken = source_counts([Phase(start, tuple(shares)) for start, shares in mixture["phases"]], samples)  # (sources,)
+    counts = source_counts([Phase(start, tuple(shares)) for start, shares in mixture["phases"]], samples)  # (sources,)
     rows = {}
-    for source, count in zip(mixture["sources"], taken.tolist()):
-        whole = _tokens(run, "train", source)
-        epochs = f", {count * length / whole:.2f} epochs of {whole:,} tokens" if whole else ""
-        rows[f"source {source}"] = (f"{count / max(1, samples):.1%} of the samples{epochs}: "
-                                    f"{_first_names(files_of(run, source))}")  # fmt: skip
+    for source, count in zip(mixture["sources"], counts.tolist()):
+        total = _tokens(run, "train", source)
+        epochs = f", {count * length / total:.2f} epochs of {total:,} tokens" if total else ""
+        files = _first_names(files_of(run, source))
+        rows[f"source {source}"] = f"{count / max(1, samples):.1%} of the samples{epochs}: {files}"
     return rows
 
 
@@ -164,8 +167,8 @@ def files_of(run: Run, source: str) -> list[str]:
     """`sources` for one source of a mixture."""
     if manifest := _manifest(run, source):
         return [entry["name"] for entry in manifest.get("sources", [])]
-    given = _options(run).get(source, {})
-    files = given.get("train") or (given.get("prepare") or {}).get("input") or []
+    options = _options(run).get(source, {})
+    files = options.get("train") or (options.get("prepare") or {}).get("input") or []
     return [files] if isinstance(files, str) else list(files)
 
 
@@ -180,11 +183,11 @@ def _manifest(run: Run, source: str = "") -> dict[str, Any]:
     try:
         folder = run.started_in() / _options(run)[source]["path"]
         manifest = json.loads((folder / "manifest.json").read_text(encoding="utf-8"))
-        made = {Path(shard["file"]).name: shard["size"] for shard in manifest["splits"]["train"]["shards"]}
+        listed = {Path(shard["file"]).name: shard["size"] for shard in manifest["splits"]["train"]["shards"]}
         used = {Path(name).name: size for name, size, *_ in _shards(run, "train", source)}
     except (OSError, ValueError, KeyError, TypeError):
         return {}
-    return manifest if made == used else {}
+    return manifest if listed == used else {}
 
 
 def public_name(name: str) -> str:
@@ -198,25 +201,25 @@ def public_name(name: str) -> str:
 
 
 def training_rows(model: Pretrained, run: Run) -> Rows:
-    """How the model was trained: steps, batch, optimizer, hardware, operations, time."""
-    described, (step, samples, *_), config = run.read("run.json"), read_progress(model.path), run.settings()
+    """How the model was trained: steps, batch, optimizer, hardware, FLOPs, time."""
+    facts, (step, samples, *_), config = run.read("run.json"), read_progress(model.path), run.settings()
     trainer, module = (config.get(name) or {} for name in ("trainer", "model"))
     seq_len = seq_len_of(model, run)
     tokens = samples * seq_len
-    whole = 0 if mixed(run) else _tokens(run, "train")  # of a mixture the epochs are those of each source
+    total = 0 if mixed(run) else _tokens(run, "train")  # of a mixture the epochs are those of each source
     planned = run.read("state.json").get("max_steps")
-    batches = [entry["global_batch"] for entry in described.get("stretches", []) if entry["step"] < step]
-    spent = time_spent(run.metrics(), step)
-    seconds = spent["computing"] + spent["waiting for data"]
-    began_from = described.get("began_from")
+    batches = [entry["global_batch"] for entry in facts.get("stretches", []) if entry["step"] < step]
+    times = time_spent(run.metrics(), step)
+    seconds = times["computing"] + times["waiting for data"]
+    began_from = facts.get("began_from")
     return {
         "began from": f"the weights of {Path(began_from).name}" if began_from else None,
         "steps": f"{step:,}" + (f" of {planned:,}" if planned else ""),
-        "tokens": f"{tokens:,}" + (f", {tokens / whole:.2f} times the data" if whole else ""),
+        "tokens": f"{tokens:,}" + (f", {tokens / total:.2f} times the data" if total else ""),
         "batch": f"{batches[-1] * seq_len:,} tokens: {batches[-1]:,} sequences of {seq_len:,}" if batches else None,
         **_optimizer_rows(module),
         "precision": trainer.get("precision"),
-        "hardware": f"{described.get('world_size') or 1} x {described['device']}" if described.get("device") else None,
+        "hardware": f"{facts.get('world_size') or 1} x {facts['device']}" if facts.get("device") else None,
         "compute": f"{flops_per_token(model.config, seq_len) * tokens:.2e} floating-point operations: 6 a parameter "
         "and token, and those of attention",
         "time": f"{format_duration(seconds)} of optimizer steps" if seconds else None,
@@ -233,10 +236,10 @@ def _optimizer_rows(module: dict[str, Any]) -> Rows:
     optimizer, schedule = module.get("optimizer") or {}, module.get("schedule") or {}
     rows: Rows = {"dropout": (module.get("decoder") or {}).get("dropout") or None}
     if optimizer:
-        own = {"betas": " and ".join(map(str, optimizer.get("betas", [])))}
+        specific = {"betas": " and ".join(map(str, optimizer.get("betas", [])))}
         if optimizer.get("class_path"):
-            own = optimizer.get("init_args") or {}
-        settings = {"learning rate": optimizer.get("lr"), **own, "weight decay": optimizer.get("weight_decay")}
+            specific = optimizer.get("init_args") or {}
+        settings = {"learning rate": optimizer.get("lr"), **specific, "weight decay": optimizer.get("weight_decay")}
         name = optimizer.get("class_path") or optimizer.get("name")
         rows["optimizer"] = ", ".join([str(name), *(f"{key} {value}" for key, value in settings.items())])
     if schedule:
@@ -256,15 +259,15 @@ def result_rows(model: Pretrained, run: Run) -> Rows:
     ends = {"": ""} | {f"/{source}": f" of {source}" for source in _options(run) if source}
     for line in run.metrics():
         if line["step"] == model.step:
-            rows |= {
-                f"{metric.label}{of}, {metric.unit}".removesuffix(", "): metric.shown(line[name + end])
-                for end, of in ends.items()
-                for name, metric in METRICS.items() if name.startswith("val/") and name + end in line
-            }  # fmt: skip
-    found = merge_evaluations(run.evaluations(), model.step)
-    if found is not None:
-        rows |= {public_name(name): text for name, text in evaluation_rows(found).items()}
-        core = found["core"]
+            for end, of_source in ends.items():
+                for name, metric in METRICS.items():
+                    if name.startswith("val/") and name + end in line:
+                        title = f"{metric.label}{of_source}, {metric.unit}".removesuffix(", ")
+                        rows[title] = metric.shown(line[name + end])
+    evaluations = merge_evaluations(run.evaluations(), model.step)
+    if evaluations is not None:
+        rows |= {public_name(name): text for name, text in evaluation_rows(evaluations).items()}
+        core = evaluations["core"]
         rows["mean of the accuracies, each centred on guessing"] = None if core is None else f"{core:.4f}"
     return rows
 
@@ -294,9 +297,9 @@ def check_reload(folder: Path, model: Pretrained) -> tuple[str, float]:
     except Exception as error:  # transformers may raise any kind
         raise RunError(f"what was written cannot be loaded: {first_line(error)}") from error
     problems = []
-    for text, found in zip(TEXTS, texts, strict=True):
-        if found != (wanted := model.tokenizer.backend.encode(text).ids):
-            problems.append(f"{text!r} is {found} to the tokenizer, not {wanted}")
+    for text, ids_of_text in zip(TEXTS, texts, strict=True):
+        if ids_of_text != (expected_ids := model.tokenizer.backend.encode(text).ids):
+            problems.append(f"{text!r} is {ids_of_text} to the tokenizer, not {expected_ids}")
     with torch.no_grad():
         expected = model.decoder.float().cpu()(ids)[0, -LAST:]
     difference = ((logits - expected).abs().max() / expected.abs().max()).item()

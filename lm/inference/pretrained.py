@@ -37,7 +37,7 @@ LONGEST_REASON = 400  # characters of torch's message on weights that do not fit
 class Pretrained:
     """A decoder with its tokenizer, on its device, in evaluation mode, without gradients.
 
-    `step` is None for a folder that a training did not write.
+    `step` is None for a folder that no run wrote.
     """
 
     path: Path  # the folder that it was read from
@@ -78,9 +78,12 @@ class Pretrained:
 
 
 def load_pretrained(
-    path: str | Path, device: str | torch.device | None = None, dtype: DTypeName | torch.dtype | None = None,
-    eos_token: str | None = None, module: type | None = None,
-) -> Pretrained:  # fmt: skip
+    path: str | Path,
+    device: str | torch.device | None = None,
+    dtype: DTypeName | torch.dtype | None = None,
+    eos_token: str | None = None,
+    module: type | None = None,
+) -> Pretrained:
     """Load a model for use, as `lm.load_model` does; `path` may also be the URL of a checkpoint's folder.
 
     `eos_token` is the token that ends a document, if the folder does not name it.
@@ -175,11 +178,12 @@ def _files(folder: Path) -> list[str]:
         return ["model.safetensors"]
     if not (folder / INDEX).exists():
         pickled = next(folder.glob("pytorch_model*.bin"), None)
-        hint = (
-            f"; {pickled.name} is a pickle, which could run anything: save the model with safe_serialization=True"
-            if pickled else ""
-        )  # fmt: skip
-        raise RequestError(f"{folder} has no model.safetensors{hint}")
+        if pickled is None:
+            raise RequestError(f"{folder} has no model.safetensors")
+        raise RequestError(
+            f"{folder} has no model.safetensors; {pickled.name} is a pickle, which could run anything: save the model "
+            "with safe_serialization=True"
+        )
     try:
         names = sorted(set(parse_json((folder / INDEX).read_bytes())["weight_map"].values()))
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:

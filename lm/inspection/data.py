@@ -38,7 +38,7 @@ def jensen_shannon(p: np.ndarray, q: np.ndarray) -> np.ndarray:
 class Sample(NamedTuple):
     """One sample of the training stream."""
 
-    sample: int  # its index in the stream of the whole run, from 0
+    sample: int  # its index in the stream of the run, from 0
     shard: str | None  # the file in which it begins; None if a drill replaced it by rare tokens
     window: int | None  # index in its block; None likewise
     token_ids: list[int]  # T + 1
@@ -64,7 +64,7 @@ def _with_paths_from(folder: Path, options: dict[str, Any]) -> dict[str, Any]:
 
     def absolute(value: Any) -> Any:  # a path, a list of them, or None
         if isinstance(value, list):
-            return [absolute(one) for one in value]
+            return [absolute(path) for path in value]
         return value if value is None or "://" in value or folder == Path.cwd() else str(folder / value)
 
     paths = {name: absolute(options[name]) for name in PATHS if name in options}
@@ -99,13 +99,13 @@ def steps_taken(run: Run) -> int:
 
 def samples_at(run: Run, step: int) -> tuple[int, int]:
     """Index of the first sample of an optimizer step that the run has taken, and the number of its samples."""
-    taken = steps_taken(run)
+    last = steps_taken(run)
     try:
         segments = run.read("run.json").get("stretches", [])
         before = [entry for entry in segments if entry["step"] < step]
-        if not before or step > taken:
+        if not before or step > last:
             first = segments[0]["step"] + 1 if segments else 1  # of a branch, the step after its trunk
-            raise RequestError(f"run {run.path} has taken steps {first} to {taken}; there is no step {step}")
+            raise RequestError(f"run {run.path} has taken steps {first} to {last}; there is no step {step}")
         begin, sample, batch = (int(before[-1][name]) for name in ("step", "sample", "global_batch"))
     except DAMAGE as error:
         raise RequestError(f"{run.path / 'run.json'} is damaged: its `stretches` cannot be read ({error})") from error

@@ -48,11 +48,11 @@ def figure(
 
     `options` are for `subplots`, such as `sharey=True`.
     """
-    made = Picture(figsize=(width, height), dpi=110, layout="constrained")
-    axes = made.subplots(rows, columns, **options)
-    for panel in made.axes:
+    picture = Picture(figsize=(width, height), dpi=110, layout="constrained")
+    axes = picture.subplots(rows, columns, **options)
+    for panel in picture.axes:
         panel.set_prop_cycle(cycler(color=COLORS))
-    return made, axes
+    return picture, axes
 
 
 def label_axes(axes: Axes, title: str = "", x: str = "", y: str = "") -> None:
@@ -72,24 +72,24 @@ def plot_curves(axes: Axes, series: Sequence[Series]) -> None:
 
     Colour and style follow from the index of a curve.
     """
-    shown = [index for index, one in enumerate(series) if np.isfinite(one.y).any()]
+    shown = [index for index, line in enumerate(series) if np.isfinite(line.y).any()]
     for index in shown:
-        one, style = series[index], STYLES[(index + index // len(COLORS)) % len(STYLES)]
-        marker = "o" if len(one.x) <= 30 else None
-        name = one.name if len(shown) > 1 else None
-        axes.plot(one.x, one.y, style, color=COLORS[index % len(COLORS)], marker=marker, markersize=3.5, linewidth=1.6,
-                  label=name)  # fmt: skip
+        line, style = series[index], STYLES[(index + index // len(COLORS)) % len(STYLES)]
+        marker = "o" if len(line.x) <= 30 else None
+        name = line.name if len(shown) > 1 else None
+        look = {"color": COLORS[index % len(COLORS)], "marker": marker, "markersize": 3.5, "linewidth": 1.6}
+        axes.plot(line.x, line.y, style, label=name, **look)
     if not shown:
         axes.text(0.5, 0.5, "not logged", transform=axes.transAxes, ha="center", va="center", color="gray")
 
 
 def draw_curves(series: Sequence[Series], x: str, y: str, title: str = "", scale: str = "linear") -> Figure:
     """Draw curves on one pair of axes with these labels; non-finite values leave a gap."""
-    made, axes = figure()
+    picture, axes = figure()
     plot_curves(axes, series)
     label_axes(axes, title, x, y)
     axes.set_yscale(scale)
-    return made
+    return picture
 
 
 # ---- tables and text -------------------------------------------------------------------------------------------------

@@ -127,9 +127,9 @@ class Expectation(NamedTuple):
 
     text: str  # of the actual token
     probability: float  # of the actual token, in [0, 1]
-    rank: int  # of the actual token; 1: the likeliest
+    rank: int  # of the actual token; 1: the most probable
     entropy: float  # of the predicted distribution, in bits
-    alternatives: list[tuple[str, float]]  # the likeliest tokens and their probabilities, the likeliest first
+    alternatives: list[tuple[str, float]]  # the most probable tokens, in order, and their probabilities
 
 
 @torch.no_grad()
@@ -146,7 +146,7 @@ def predictions(model: Pretrained, ids: Sequence[int], context: int) -> Iterator
 
 
 def expectations(model: Pretrained, text: str | Written, alternatives: int = 5) -> list[Expectation]:
-    """A model's prediction at every token of a text, with the likeliest alternatives.
+    """A model's prediction at every token of a text, with the most probable alternatives.
 
     A text begins as documents do; of what a model with the same tokenizer has written, the prompt comes before it.
     One longer than the context is cut into windows; nothing before a window is known in it.
@@ -156,20 +156,25 @@ def expectations(model: Pretrained, text: str | Written, alternatives: int = 5) 
         before, ids = encode(text.prompt) or [eos_id], [token.id for token in text.tokens]
     else:
         before, ids = [eos_id], encode(text)
-    found: list[Expectation] = []
+    results: list[Expectation] = []
     for expected, logits in predictions(model, before + ids, model.config.max_position_embeddings):
         logs = logits.float().log_softmax(-1).cpu()
         likely = logs.topk(min(alternatives, logs.shape[-1]))
-        own = logs.gather(-1, torch.tensor(expected)[:, None])  # (n, 1)
-        ranks = (logs > own).sum(-1) + 1
+        chosen = logs.gather(-1, torch.tensor(expected)[:, None])  # (n, 1)
+        ranks = (logs > chosen).sum(-1) + 1
         entropies = torch.special.entr(logs.exp()).sum(-1) / math.log(2)
         for place, token in enumerate(expected):
             others = zip(likely.indices[place].tolist(), likely.values[place].exp().tolist(), strict=True)
-            found.append(Expectation(
-                decode([token]), math.exp(own[place].item()), ranks[place].item(), entropies[place].item(),
-                [(decode([other]), probability) for other, probability in others],
-            ))  # fmt: skip
-    return found[len(before) - 1 :]
+            results.append(
+                Expectation(
+                    text=decode([token]),
+                    probability=math.exp(chosen[place].item()),
+                    rank=ranks[place].item(),
+                    entropy=entropies[place].item(),
+                    alternatives=[(decode([other]), probability) for other, probability in others],
+                )
+            )
+    return results[len(before) - 1 :]
 
 
 def mean_bits(written: Written) -> float:
@@ -181,11 +186,11 @@ def mean_bits(written: Written) -> float:
 def color_expectations(expected: Sequence[Expectation]) -> Html:
     """The text, coloured by how unlikely each token was; the alternatives appear under the pointer."""
     notes = [
-        f"probability {one.probability:.3g}, rank {one.rank:,}, entropy {one.entropy:.2f} bits\nlikeliest: "
-        + ", ".join(f"{visible(text)} {probability:.3g}" for text, probability in one.alternatives)
-        for one in expected
+        f"probability {token.probability:.3g}, rank {token.rank:,}, entropy {token.entropy:.2f} bits\nmost probable: "
+        + ", ".join(f"{visible(text)} {probability:.3g}" for text, probability in token.alternatives)
+        for token in expected
     ]
-    return colored_text([one.text for one in expected], [one.probability for one in expected], notes)
+    return colored_text([token.text for token in expected], [token.probability for token in expected], notes)
 
 
 def color_written(written: Written) -> Html:

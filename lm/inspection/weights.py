@@ -48,20 +48,20 @@ Histogram = tuple[np.ndarray, np.ndarray]  # as of `np.histogram`: density (bins
 
 def weight_histograms(decoder: Decoder, bins: int = 80) -> dict[str, Histogram]:
     """A histogram of every matrix, with at most `bins` bins of equal width; small matrices have fewer."""
-    found = {}
+    histograms = {}
     for name, weight in named_weights(decoder).items():
         if weight.ndim == 2:
             values = weight.float().cpu().numpy().ravel()
-            found[name] = np.histogram(values, min(bins, math.isqrt(values.size)), density=True)
-    return found
+            histograms[name] = np.histogram(values, min(bins, math.isqrt(values.size)), density=True)
+    return histograms
 
 
 def draw_histograms(histograms: Mapping[str, Histogram]) -> Figure:
     """A panel for each kind of matrix with a curve for each layer, dark for the first and bright for the last."""
     kinds: dict[str, dict[int | None, Histogram]] = {}
-    for name, one in histograms.items():
+    for name, histogram in histograms.items():
         kind, layer = kind_and_layer(name)
-        kinds.setdefault(kind, {})[layer] = one
+        kinds.setdefault(kind, {})[layer] = histogram
     layers = 1 + max(layer or 0 for same in kinds.values() for layer in same)
     colors = ScalarMappable(Normalize(0, max(1, layers - 1)), COLORMAP_OF_LINES)
     rows = -(-len(kinds) // COLUMNS)
@@ -97,7 +97,7 @@ class Divergence(NamedTuple):
 
     tokens: list[str]  # N, the text of each predicted token
     divergence: np.ndarray  # (N,) Jensen-Shannon, in bits: 0 for the same distribution, 1 for nothing in common
-    agree: np.ndarray  # (N,) bool: whether the likeliest token is the same
+    agree: np.ndarray  # (N,) bool: whether the argmax is the same
     bits: np.ndarray  # (N, 2), negative log2-probability of the token under the first and the second model
 
 
@@ -158,15 +158,22 @@ def draw_weight_drift(changes: Sequence[Change]) -> Figure:
     return picture
 
 
-def draw_divergence(found: Divergence) -> Figure:
+def draw_divergence(divergence: Divergence) -> Figure:
     """The distribution of the divergence over tokens, and the tokens' cost in bits under both models."""
-    picture, (left, right) = figure(1, 2, width=10, height=4.2)
-    left.hist(found.divergence, bins=np.linspace(0, 1, 41), color=BLUE)
-    left.axvline(found.divergence.mean(), color=ORANGE, linewidth=2, label=f"mean {found.divergence.mean():.3f} bits")
-    label_axes(left, f"Same likeliest token: {found.agree.mean():.0%}", "Jensen-Shannon divergence (bits)", "tokens")
-    top = found.bits.max()
-    right.scatter(*found.bits.T, s=8, alpha=0.5, color=BLUE, linewidths=0)
-    right.plot((0, top), (0, top), color=ORANGE, linewidth=1.2, label="the same under both")
-    means = found.bits.mean(0)
-    label_axes(right, f"Bits a token: {means[0]:.2f} before, {means[1]:.2f} after", "before (bits)", "after (bits)")
+    picture, (over_tokens, in_bits) = figure(1, 2, width=10, height=4.2)
+    over_tokens.hist(divergence.divergence, bins=np.linspace(0, 1, 41), color=BLUE)
+    over_tokens.axvline(
+        divergence.divergence.mean(), color=ORANGE, linewidth=2, label=f"mean {divergence.divergence.mean():.3f} bits"
+    )
+    label_axes(
+        over_tokens,
+        f"Same most probable token: {divergence.agree.mean():.0%}",
+        "Jensen-Shannon divergence (bits)",
+        "tokens",
+    )
+    top = divergence.bits.max()
+    in_bits.scatter(*divergence.bits.T, s=8, alpha=0.5, color=BLUE, linewidths=0)
+    in_bits.plot((0, top), (0, top), color=ORANGE, linewidth=1.2, label="the same under both")
+    means = divergence.bits.mean(0)
+    label_axes(in_bits, f"Bits a token: {means[0]:.2f} before, {means[1]:.2f} after", "before (bits)", "after (bits)")
     return picture

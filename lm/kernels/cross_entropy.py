@@ -52,13 +52,13 @@ def _stride(vocab: int, dtype: torch.dtype) -> int:
 
 def _cpu(x: Tensor, weight: Tensor, labels: Tensor, ignore_index: int, z_loss: float, gradient: bool) -> Results:
     def overwrite(logits: Tensor, labels: Tensor, losses: Tensor, costs: Tensor) -> None:
-        wide, counted = logits.float(), labels != ignore_index  # (chunk, V), (chunk,)
+        logits_fp32, counted = logits.float(), labels != ignore_index  # (chunk, V), (chunk,)
         target = labels.where(counted, 0)[:, None]  # (chunk, 1)
-        lse = wide.logsumexp(-1)  # (chunk,)
-        losses.copy_((lse - wide.gather(-1, target)[:, 0]).where(counted, 0.0))
+        lse = logits_fp32.logsumexp(-1)  # (chunk,)
+        losses.copy_((lse - logits_fp32.gather(-1, target)[:, 0]).where(counted, 0.0))
         costs.copy_(losses + z_loss * lse.square() * counted)
         if gradient:
-            d = (wide - lse[:, None]).exp() * (1 + 2 * z_loss * lse)[:, None]
+            d = (logits_fp32 - lse[:, None]).exp() * (1 + 2 * z_loss * lse)[:, None]
             d.scatter_add_(-1, target, -torch.ones_like(d[:, :1]))
             logits.copy_(d * counted[:, None])
 
@@ -150,6 +150,6 @@ def linear_cross_entropy(
         `(...)` in fp32 and not differentiable: each token's cross-entropy in nats, 0 where it is ignored.
     """
     gradient = torch.is_grad_enabled() and (x.requires_grad or weight.requires_grad)
-    total, losses = _LinearCrossEntropy.apply(
-        x.flatten(0, -2), weight, copy, weight_grad, labels.flatten(), ignore_index, z_loss, gradient)  # fmt: skip
+    arguments = labels.flatten(), ignore_index, z_loss, gradient
+    total, losses = _LinearCrossEntropy.apply(x.flatten(0, -2), weight, copy, weight_grad, *arguments)
     return total, losses.view(labels.shape)

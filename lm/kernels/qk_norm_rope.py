@@ -13,9 +13,16 @@ Heads = tuple[Tensor, Tensor, Tensor]  # q (B, T, H, D), k (B, T, KV, D), v (B, 
 
 
 def _cpu_forward(
-    qkv: Tensor, q_weight: Tensor | None, k_weight: Tensor | None, cos: Tensor, sin: Tensor, positions: Tensor | None,
-    heads: int, kv_heads: int, eps: float,
-) -> Heads:  # fmt: skip
+    qkv: Tensor,
+    q_weight: Tensor | None,
+    k_weight: Tensor | None,
+    cos: Tensor,
+    sin: Tensor,
+    positions: Tensor | None,
+    heads: int,
+    kv_heads: int,
+    eps: float,
+) -> Heads:
     packed = qkv.unflatten(-1, (heads + 2 * kv_heads, -1))  # (B, T, H + 2 KV, D)
     q, k, v = packed.split((heads, kv_heads, kv_heads), dim=2)
     q, k = (
@@ -39,9 +46,17 @@ def _rotate(x: Tensor, cos: Tensor, sin: Tensor, positions: Tensor | None) -> Te
 
 
 def _cpu_backward(
-    dq: Tensor, dk: Tensor, dv: Tensor, qkv: Tensor | None, q_weight: Tensor | None, k_weight: Tensor | None,
-    cos: Tensor, sin: Tensor, positions: Tensor | None, eps: float,
-) -> tuple[Tensor, Tensor]:  # fmt: skip
+    dq: Tensor,
+    dk: Tensor,
+    dv: Tensor,
+    qkv: Tensor | None,
+    q_weight: Tensor | None,
+    k_weight: Tensor | None,
+    cos: Tensor,
+    sin: Tensor,
+    positions: Tensor | None,
+    eps: float,
+) -> tuple[Tensor, Tensor]:
     heads, kv_heads = dq.shape[2], dk.shape[2]
     back = [_rotate(d.float(), cos, -sin, positions) for d in (dq, dk)]
     dweights = dq.new_empty(0)
@@ -57,8 +72,9 @@ def _cpu_backward(
     return torch.cat((*back, dv.float()), dim=2).flatten(2).to(dq.dtype), dweights
 
 
-def constants(dtype: torch.dtype, weight_dtype: torch.dtype | None, heads: int, kv_heads: int, dim: int,
-              vec: int) -> dict[str, Any]:  # fmt: skip
+def constants(
+    dtype: torch.dtype, weight_dtype: torch.dtype | None, heads: int, kv_heads: int, dim: int, vec: int
+) -> dict[str, Any]:
     """Preprocessor constants of the kernels for these heads, halves of a head loaded in vectors of `vec` elements.
 
     Without a `weight_dtype` there is no norm.
@@ -66,20 +82,38 @@ def constants(dtype: torch.dtype, weight_dtype: torch.dtype | None, heads: int, 
     lanes = 1
     while lanes < 32 and lanes < dim // 2 // vec:
         lanes *= 2
-    return dict(T=runtime.TYPES[dtype], W=runtime.TYPES[weight_dtype or torch.float32], DIM=dim, HEADS=heads,
-                KV_HEADS=kv_heads, VEC=vec, LANES=lanes, NORM=int(weight_dtype is not None))  # fmt: skip
+    return {
+        "T": runtime.TYPES[dtype],
+        "W": runtime.TYPES[weight_dtype or torch.float32],
+        "DIM": dim,
+        "HEADS": heads,
+        "KV_HEADS": kv_heads,
+        "VEC": vec,
+        "LANES": lanes,
+        "NORM": int(weight_dtype is not None),
+    }
 
 
-def _program(like: Tensor, weight: Tensor | None, heads: int, kv_heads: int, dim: int,
-             *tensors: Tensor | None) -> tuple[runtime.Program, int]:  # fmt: skip
+def _program(
+    like: Tensor, weight: Tensor | None, heads: int, kv_heads: int, dim: int, *tensors: Tensor | None
+) -> tuple[runtime.Program, int]:
     """The kernels for these heads, and how many heads a block of 256 threads handles at once."""
     vec = runtime.vector(dim // 2, like, weight, *tensors)
     chosen = constants(like.dtype, None if weight is None else weight.dtype, heads, kv_heads, dim, vec)
     return runtime.program("qk_norm_rope", like.device, **chosen), 256 // chosen["LANES"]
 
 
-def _cuda_forward(qkv: Tensor, q_weight: Tensor | None, k_weight: Tensor | None, cos: Tensor, sin: Tensor,
-                  positions: Tensor | None, heads: int, kv_heads: int, eps: float) -> Heads:  # fmt: skip
+def _cuda_forward(
+    qkv: Tensor,
+    q_weight: Tensor | None,
+    k_weight: Tensor | None,
+    cos: Tensor,
+    sin: Tensor,
+    positions: Tensor | None,
+    heads: int,
+    kv_heads: int,
+    eps: float,
+) -> Heads:
     qkv, cos, sin = qkv.contiguous(), cos.contiguous(), sin.contiguous()
     positions = None if positions is None else positions.contiguous()
     batch, length, total = qkv.shape
@@ -93,9 +127,17 @@ def _cuda_forward(qkv: Tensor, q_weight: Tensor | None, k_weight: Tensor | None,
 
 
 def _cuda_backward(
-    dq: Tensor, dk: Tensor, dv: Tensor, qkv: Tensor | None, q_weight: Tensor | None, k_weight: Tensor | None,
-    cos: Tensor, sin: Tensor, positions: Tensor | None, eps: float,
-) -> tuple[Tensor, Tensor]:  # fmt: skip
+    dq: Tensor,
+    dk: Tensor,
+    dv: Tensor,
+    qkv: Tensor | None,
+    q_weight: Tensor | None,
+    k_weight: Tensor | None,
+    cos: Tensor,
+    sin: Tensor,
+    positions: Tensor | None,
+    eps: float,
+) -> tuple[Tensor, Tensor]:
     cos, sin = cos.contiguous(), sin.contiguous()
     positions = None if positions is None else positions.contiguous()
     qkv = None if qkv is None else qkv.contiguous()
@@ -112,23 +154,8 @@ def _cuda_backward(
         dweights = q_weight.new_empty((2, dim))
         partial = dq.new_empty((blocks, 2, dim), dtype=torch.float32)
     strided = [argument for d in gradients for argument in (d, *d.stride()[:3])]
-    run(
-        "qk_norm_rope_backward",
-        blocks,
-        256,
-        *strided,
-        qkv,
-        q_weight,
-        k_weight,
-        cos,
-        sin,
-        positions,
-        dqkv,
-        partial,
-        tokens,
-        length,
-        eps,
-    )
+    arguments = *strided, qkv, q_weight, k_weight, cos, sin, positions, dqkv, partial, tokens, length, eps
+    run("qk_norm_rope_backward", blocks, 256, *arguments)
     if q_weight is not None:
         run("qk_norm_rope_weights", -(-2 * dim // 32), 256, partial, dweights, blocks)
     return dqkv, dweights
@@ -164,8 +191,18 @@ BACKWARD = define(
 
 class _QkNormRope(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, qkv: Tensor, q_weight: Tensor | None, k_weight: Tensor | None, cos: Tensor, sin: Tensor,
-                positions: Tensor | None, heads: int, kv_heads: int, eps: float) -> Heads:  # fmt: skip
+    def forward(
+        ctx: Any,
+        qkv: Tensor,
+        q_weight: Tensor | None,
+        k_weight: Tensor | None,
+        cos: Tensor,
+        sin: Tensor,
+        positions: Tensor | None,
+        heads: int,
+        kv_heads: int,
+        eps: float,
+    ) -> Heads:
         ctx.save_for_backward(qkv if q_weight is not None else None, q_weight, k_weight, cos, sin, positions)
         ctx.eps = eps
         return FORWARD(qkv, q_weight, k_weight, cos, sin, positions, heads, kv_heads, eps)
@@ -179,9 +216,16 @@ class _QkNormRope(torch.autograd.Function):
 
 
 def qk_norm_rope(
-    qkv: Tensor, q_weight: Tensor | None, k_weight: Tensor | None, cos: Tensor, sin: Tensor, positions: Tensor | None,
-    heads: int, kv_heads: int, eps: float,
-) -> Heads:  # fmt: skip
+    qkv: Tensor,
+    q_weight: Tensor | None,
+    k_weight: Tensor | None,
+    cos: Tensor,
+    sin: Tensor,
+    positions: Tensor | None,
+    heads: int,
+    kv_heads: int,
+    eps: float,
+) -> Heads:
     """RMSNorm over each query and key head, then the rotary embedding (Su et al., 2021, arXiv:2104.09864).
 
     Henry et al. (2020, arXiv:2010.04245) proposed to normalise queries and keys, with another norm. The layout is the

@@ -139,8 +139,8 @@ class Program:
             with torch.cuda.device(self._device):
                 return self(name, blocks, threads, *arguments)
         if name not in self._functions:
-            found = self._driver.cuModuleGetFunction(self._module, name.encode())
-            self._functions[name] = self._checked(f"finding {name}", found)
+            handle = self._driver.cuModuleGetFunction(self._module, name.encode())
+            self._functions[name] = self._checked(f"finding {name}", handle)
         function = self._functions[name]
         values = tuple(a.data_ptr() if isinstance(a, Tensor) else 0 if a is None else a for a in arguments)
         kinds = tuple(
@@ -191,9 +191,9 @@ def vector(width: int, *tensors: Tensor | None) -> int:
 
     `tensors` have rows of `width` elements that are loaded in vectors; the smallest dtype counts.
     """
-    given = [tensor for tensor in tensors if tensor is not None]
-    count = 16 // min(tensor.element_size() for tensor in given)
-    aligned = width % count == 0 and all(tensor.data_ptr() % 16 == 0 for tensor in given)
+    present = [tensor for tensor in tensors if tensor is not None]
+    count = 16 // min(tensor.element_size() for tensor in present)
+    aligned = width % count == 0 and all(tensor.data_ptr() % 16 == 0 for tensor in present)
     return count if aligned else 1
 
 

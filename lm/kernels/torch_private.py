@@ -59,8 +59,8 @@ def triton_free(graph: GraphModule, inputs: list[Tensor], **options: Any) -> Cal
     """A backend for `torch.compile` that generates no code.
 
     It traces forward and backward pass together, chooses what is saved between them, and runs the graphs unchanged,
-    with torch's kernels and ours. It needs neither Triton nor a C++ compiler, and results equal those of eager mode
-    to the bit. Public backends either generate code or trace no backward pass.
+    with torch's kernels and ours. It needs neither Triton nor a C++ compiler, and results are bitwise identical to
+    those of eager mode. Public backends either generate code or trace no backward pass.
     """
     from torch._dynamo.backends.common import aot_autograd  # a second to import, and most commands compile nothing
     from torch._functorch.aot_autograd import make_boxed_func
@@ -70,9 +70,11 @@ def triton_free(graph: GraphModule, inputs: list[Tensor], **options: Any) -> Cal
         return make_boxed_func(graph.forward)
 
     backend = aot_autograd(
-        fw_compiler=run_uncompiled, bw_compiler=run_uncompiled, inference_compiler=run_uncompiled,
+        fw_compiler=run_uncompiled,
+        bw_compiler=run_uncompiled,
+        inference_compiler=run_uncompiled,
         partition_fn=min_cut_rematerialization_partition,
-    )  # fmt: skip
+    )
     return backend(graph, inputs)
 
 

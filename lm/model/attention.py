@@ -35,7 +35,7 @@ class Documents(NamedTuple):
 
 
 class Past(NamedTuple):
-    """A layer's cached keys and values, and the slots of the new tokens (`inference/generation.Cache`)."""
+    """A layer's cached keys and values, and the slots of the new tokens (`inference/kv_cache.KVCache`)."""
 
     keys: Tensor  # (B, slots, KV, D)
     values: Tensor  # alike
@@ -121,9 +121,13 @@ def _begins(document_ids: Tensor) -> Tensor:
 
 
 def kernel_for(
-    device_type: str, capability: tuple[int, int], dtype: torch.dtype, window: int | None, documents: bool,
+    device_type: str,
+    capability: tuple[int, int],
+    dtype: torch.dtype,
+    window: int | None,
+    documents: bool,
     head_dim: int,
-) -> Literal["causal", "varlen", "masked"]:  # fmt: skip
+) -> Literal["causal", "varlen", "masked"]:
     """The kernel on a device for layers with this window; `documents`: whether rows are divided into documents."""
     if window is None and not documents:
         return "causal"
@@ -245,19 +249,22 @@ def _run_by_kernels(
 
 
 def describe_attention(
-    device: torch.device, dtype: torch.dtype, windows: Iterable[int | None], documents: bool, head_dim: int,
+    device: torch.device,
+    dtype: torch.dtype,
+    windows: Iterable[int | None],
+    documents: bool,
+    head_dim: int,
     first: SDPBackend | None = None,
-) -> str:  # fmt: skip
+) -> str:
     """Describe the kernels that will run, for the log; `first` is as in `chosen_kernels`."""
     capability = _capability(device)
     kernels = {kernel_for(device.type, capability, dtype, window, documents, head_dim) for window in windows}
     names = []
     if "causal" in kernels and device.type == "cuda":
-        of_fp32 = (EFFICIENT, MATH)
-        best = [b for b in backends(capability, "masked" in kernels) if dtype in HALF or b in of_fp32]
+        best = [b for b in backends(capability, "masked" in kernels) if dtype in HALF or b in (EFFICIENT, MATH)]
         best.sort(key=lambda backend: backend != first)  # a stable sort: the others stay in order
         names.append(", then ".join(b.name.removesuffix("_ATTENTION").lower() for b in best[:2]))
     elif "causal" in kernels:
         names.append("scaled_dot_product_attention")
-    names += ["flash over sequences"] * ("varlen" in kernels) + ["masked"] * ("masked" in kernels)
+    names += [name for kernel, name in (("varlen", "flash over sequences"), ("masked", "masked")) if kernel in kernels]
     return " and ".join(names)

@@ -1,5 +1,6 @@
 """An attention kernel by name, `model.attention`, in place of the order that `model/attention` has for a device."""
 
+from functools import partial
 from typing import NamedTuple
 
 import torch
@@ -28,13 +29,12 @@ class Heads(NamedTuple):
 
 
 def use_attention(
-    decoder: nn.Module, name: Attention, device: torch.device, dtype: torch.dtype, heads: Heads,
-    sequences: bool = False,
-) -> SDPBackend | None:  # fmt: skip
+    decoder: nn.Module, name: Attention, device: torch.device, dtype: torch.dtype, heads: Heads, sequences: bool = False
+) -> SDPBackend | None:
     """Make a decoder use the kernel of this name, or with `auto` the best one for its device; returns `backend(name)`.
 
-    A version of flash attention also computes `sequences`, the layers with windows or documents, and is set for this
-    whole process. RequestError if the kernel does not run.
+    A version of flash attention also computes `sequences`, the layers with windows or documents, and is set for the
+    process. RequestError if the kernel does not run.
     """
     if name == "auto":
         if device.type == "cuda":
@@ -66,8 +66,8 @@ def kernel_names(device: torch.device) -> list[str]:
     if device.type != "cuda":
         return ["flash", "math"]
     known = backends(torch.cuda.get_device_capability(device), masked=False)[:-1]
-    found = [backend.name.removesuffix("_ATTENTION").lower() for backend in known]
-    return found + [name for name, version in FLASH.items() if version in list_flash_attention_impls()]
+    names = [backend.name.removesuffix("_ATTENTION").lower() for backend in known]
+    return names + [flash for flash, version in FLASH.items() if version in list_flash_attention_impls()]
 
 
 def why_it_fails(
@@ -78,9 +78,9 @@ def why_it_fails(
     With a window it is flash attention over sequences.
     """
     before = current_flash_attention_impl()
-    # Zeros, as random numbers would change those that the training draws.
-    q, k, v = (torch.zeros(1, 128, count, heads.width, device=device, dtype=dtype, requires_grad=True)
-               for count in (heads.queries, heads.key_values, heads.key_values))  # fmt: skip
+    # Zeros, as random numbers would change those that the run draws.
+    zeros = partial(torch.zeros, device=device, dtype=dtype, requires_grad=True)
+    q, k, v = (zeros(1, 128, count, heads.width) for count in (heads.queries, heads.key_values, heads.key_values))
     offsets = None if window is None else torch.tensor([0, 128], dtype=torch.int32, device=device)
     try:
         _use_flash(FLASH.get(name))

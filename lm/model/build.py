@@ -43,13 +43,16 @@ NOT_BUILT = Built(None, False, *("not chosen yet",) * 3)
 
 
 def build(
-    config: DecoderConfig, options: BuildOptions, device: torch.device, dtype: torch.dtype,
+    config: DecoderConfig,
+    options: BuildOptions,
+    device: torch.device,
+    dtype: torch.dtype,
     *,
     make: Callable[[DecoderConfig], nn.Module] = Decoder,
     builtin: bool | None = None,
     on_made: Callable[[nn.Module, bool], None] = lambda decoder, builtin: None,
     shard: Callable[[nn.Module], None] | None = None,
-) -> Built:  # fmt: skip
+) -> Built:
     """Build a decoder.
 
     Args:
@@ -103,16 +106,12 @@ def build(
         compile_decoder(decoder, options.compile)
     if shard is not None:
         shard(decoder)
-    description = (f"kernels: {kernels}; attention: {attention}; compile: {options.compile}; activation "
-                   f"checkpointing: {options.activation_checkpointing}")  # fmt: skip
-    return Built(decoder, fused, kernels, attention, description)
+    description = f"kernels: {kernels}; attention: {attention}; compile: {options.compile}; activation checkpointing: "
+    return Built(decoder, fused, kernels, attention, description + options.activation_checkpointing)
 
 
 def choose_kernels(kernels: str, device: torch.device) -> tuple[bool, str]:
-    """Whether to fuse a decoder on a device, and the reason in words for the log.
-
-    `kernels` is `on` (our kernels must run), `off`, or `auto`.
-    """
+    """Whether to fuse a decoder on a device, by `BuildOptions.kernels`, and the reason in words for the log."""
     if kernels == "off":
         return False, "plain PyTorch"
     missing = kernels_missing(device)
@@ -141,16 +140,16 @@ def kernels_missing(device: torch.device) -> str | None:
 
 
 def _check_custom(decoder: nn.Module, options: BuildOptions) -> None:
-    """Refuse options that would do nothing in a custom model, and parameters that fused optimizers train wrongly."""
+    """Raise RequestError for options without effect on a custom model, and parameters that fused optimizers train
+    wrongly."""
     for key, weight in decoder.named_parameters():
         if any(step == 0 and size > 1 for size, step in zip(weight.shape, weight.stride())):
-            raise RequestError(f"{type(decoder).__name__}: values of {key} share memory, as `expand` leaves them: "
-                               "copy it, with `contiguous()`")  # fmt: skip
-    asked = {"kernels": options.kernels == "on"}
+            raise RequestError(f"{type(decoder).__name__}: values of {key} share memory: copy it with `contiguous()`")
+    requests = {"kernels": options.kernels == "on"}
     if not isinstance(decoder, Decoder):
-        asked["attention"] = options.attention != "auto"
-        asked["activation_checkpointing"] = options.activation_checkpointing != "none"
-    for option, given in asked.items():
-        if given:
-            raise RequestError(f"model.{option} is for the decoder of this project, and build_decoder returned "
-                               f"{type(decoder).__name__}: leave it out")  # fmt: skip
+        requests["attention"] = options.attention != "auto"
+        requests["activation_checkpointing"] = options.activation_checkpointing != "none"
+    for option, requested in requests.items():
+        if requested:
+            name = type(decoder).__name__
+            raise RequestError(f"model.{option} is for a Decoder, and build_decoder returned {name}: leave it out")

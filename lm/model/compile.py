@@ -16,7 +16,7 @@ from lm.model.config import ActivationCheckpointing, Compile
 def checkpoint_activations(decoder: Any, mode: ActivationCheckpointing) -> None:
     """Recompute activations in the backward pass instead of keeping them (Chen et al., 2016, arXiv:1604.06174).
 
-    Call it after `model/fused.fuse` and before `compile_decoder`. Results are the same to the bit. `block` keeps what
+    Call it after `model/fused.fuse` and before `compile_decoder`. Results are bitwise identical. `block` keeps what
     goes into a block and runs its forward pass again; `selective` does so with the MLP alone, which keeps the most.
     `store_all` is the opposite: our kernels then store what they recompute otherwise; plain PyTorch stores all anyway.
     """
@@ -26,13 +26,11 @@ def checkpoint_activations(decoder: Any, mode: ActivationCheckpointing) -> None:
         if mode == "store_all":
             layer.store = True
             continue
-        if mode == "block":
-            owner, name = layer, "forward"
-        else:
+        owner, name = layer, "forward"
+        if mode == "selective":
             owner, name = (layer, "mlp_branch") if hasattr(layer, "mlp_branch") else (layer.mlp, "forward")
-        setattr(owner, name, functools.partial(
-            checkpoint, getattr(owner, name), use_reentrant=False, preserve_rng_state=layer.dropout.p > 0
-        ))  # fmt: skip
+        recomputed = functools.partial(checkpoint, use_reentrant=False, preserve_rng_state=layer.dropout.p > 0)
+        setattr(owner, name, functools.partial(recomputed, getattr(owner, name)))
 
 
 def compile_decoder(decoder: Any, mode: Compile) -> None:

@@ -7,9 +7,13 @@ from typing import Any, Literal
 from lm.errors import RequestError
 from lm.system.units import Count
 
-CUSTOM_MODEL_TYPE = "lm_custom"  # in config.json, of a class of the user's; transformers refuses it as unknown
-LARGEST = 2**31 - 1  # of a dimension
-MOST_LAYERS = 10_000
+CUSTOM_MODEL_TYPE = "lm_custom"  # in config.json, of a class of the user's; transformers does not know it
+MAX_DIMENSION = 2**31 - 1  # of a dimension
+MAX_LAYERS = 10_000
+INTEGERS = (
+    *("vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads", "head_dim"),
+    *("intermediate_size", "max_position_embeddings", "sliding_window"),
+)
 ROPE_SCALINGS = {  # rope_type -> the numbers beside it, in Hugging Face's names
     "linear": ("factor",),
     "dynamic": ("factor",),
@@ -79,16 +83,14 @@ class DecoderConfig:
     dropout: float = 0.0
 
     def __post_init__(self) -> None:
-        whole = ("vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads",
-                 "head_dim", "intermediate_size", "max_position_embeddings", "sliding_window")  # fmt: skip
-        for name in (*whole, "rms_norm_eps", "rope_theta", "initializer_range"):
+        for name in (*INTEGERS, "rms_norm_eps", "rope_theta", "initializer_range"):
             value = getattr(self, name)
-            if name in whole and not isinstance(value, int | None):
+            if name in INTEGERS and not isinstance(value, int | None):
                 raise RequestError(f"{name} {value!r} must be a whole number")
-            if value is not None and not 0 < value <= LARGEST:
-                raise RequestError(f"{name} {value!r:.40} must be above 0 and at most {LARGEST:,}")
-        if self.num_hidden_layers > MOST_LAYERS:
-            raise RequestError(f"num_hidden_layers {self.num_hidden_layers} must be at most {MOST_LAYERS:,}")
+            if value is not None and not 0 < value <= MAX_DIMENSION:
+                raise RequestError(f"{name} {value!r:.40} must be above 0 and at most {MAX_DIMENSION:,}")
+        if self.num_hidden_layers > MAX_LAYERS:
+            raise RequestError(f"num_hidden_layers {self.num_hidden_layers} must be at most {MAX_LAYERS:,}")
         if not 0 <= self.dropout < 1:
             raise RequestError(f"dropout {self.dropout} must lie in [0, 1)")
         self._check_windows()
@@ -97,8 +99,10 @@ class DecoderConfig:
             even = 2 * self.num_attention_heads  # a multiple of this has an even width of a head
             below = self.hidden_size // even * even
             near = " or ".join(f"{width:,}" for width in (below, below + even) if width)
-            raise RequestError(f"num_attention_heads {self.num_attention_heads} does not divide hidden_size "
-                               f"{self.hidden_size}: the nearest hidden_size that fits is {near}")  # fmt: skip
+            raise RequestError(
+                f"num_attention_heads {self.num_attention_heads} does not divide hidden_size {self.hidden_size}: "
+                f"the nearest hidden_size that fits is {near}"
+            )
         # Fields that were left open follow from the rest, so that every reader of a config sees whole numbers.
         for name, value in (
             ("num_key_value_heads", self.num_attention_heads),

@@ -36,7 +36,7 @@ def is_builtin(decoder: nn.Module) -> bool:
 
 def has_usual_weights(decoder: Decoder) -> bool:
     """Whether names and shapes of a decoder's weights are those of its config."""
-    shapes = [{name: value.shape for name, value in each.state_dict().items()} for each in (decoder, _usual(decoder))]
+    shapes = [{name: value.shape for name, value in model.state_dict().items()} for model in (decoder, _usual(decoder))]
     return shapes[0] == shapes[1]
 
 
@@ -79,7 +79,9 @@ def check_causal(decoder: nn.Module, tokens: int, vocab_size: int) -> None:
         other = ids.clone()
         other[0, start:] = (ids[0, start:] + 1) % vocab_size
         with evaluating(decoder):
-            before, after = (call_for_losses(decoder, each, ids).per_token[0].float() for each in (ids, other))  # (T,)
+            before, after = (
+                call_for_losses(decoder, row_ids, ids).per_token[0].float() for row_ids in (ids, other)
+            )  # (T,)
         changes = (after - before).abs()
         change = changes[:start].max().item()
         if change > SAME_LOSS * changes.max().item():
@@ -100,22 +102,26 @@ def custom_config_json(
     that it was made with beside those of `LanguageModule`.
     """
     return {
-        "architectures": [kind.__name__], "model_type": CUSTOM_MODEL_TYPE,
+        "architectures": [kind.__name__],
+        "model_type": CUSTOM_MODEL_TYPE,
         "init_args": plain_arguments(kind, init_args),
-        "decoder": asdict(config), "vocab_size": config.vocab_size, "eos_token_id": eos_id, "torch_dtype": dtype,
-    }  # fmt: skip
+        "decoder": asdict(config),
+        "vocab_size": config.vocab_size,
+        "eos_token_id": eos_id,
+        "torch_dtype": dtype,
+    }
 
 
 def known_class(document: Mapping[str, Any], kind: type | None, where: str, script: Path | None = None) -> type:
-    """The class that a document of `custom_config_json` names, if it is `kind`, the one that is there; else refuse.
+    """The class that a document of `custom_config_json` names, if it is `kind`, that of this process; or RequestError.
 
     `where`, the folder, and `script`, the file that trained the model, are for the message.
     """
     name = document["architectures"][0]
     if kind is None or kind.__name__ != name:
-        there = "" if kind is None else f", and this is {kind.__name__}"
+        other = "" if kind is None else f", and this is {kind.__name__}"
         raise RequestError(
-            f"{where} holds a model that the class {name} builds{there}: give the command to the file that has "
+            f"{where} holds a model that the class {name} builds{other}: give the command to the file that has "
             f"`lm.run({name})`, such as `python {script or 'my_model.py'} generate`; in Python, "
             f"lm.load_model(path, module={name})"
         )

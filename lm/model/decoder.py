@@ -25,7 +25,7 @@ from lm.model.config import DecoderConfig
 IGNORED = -100  # the label of a position without a loss, as in PyTorch
 
 
-def widen(x: Tensor) -> Tensor:
+def upcast(x: Tensor) -> Tensor:
     """Cast half precision to fp32, for statistics and angles; fp32 and fp64 stay as they are."""
     return x.float() if x.dtype in HALF else x
 
@@ -39,9 +39,9 @@ class RMSNorm(nn.Module):
         self.eps = eps
 
     def forward(self, x: Tensor) -> Tensor:
-        wide = widen(x)
-        scale = torch.rsqrt(wide.square().mean(-1, keepdim=True) + self.eps)  # (..., 1)
-        return (wide * scale * self.weight).to(x.dtype)
+        x_upcast = upcast(x)
+        scale = torch.rsqrt(x_upcast.square().mean(-1, keepdim=True) + self.eps)  # (..., 1)
+        return (x_upcast * scale * self.weight).to(x.dtype)
 
 
 class Linear(nn.Linear):
@@ -80,8 +80,8 @@ def rotary_table(
     elif scaling and scaling["rope_type"] == "llama3":  # pairs with few turns in the original context turn more slowly
         turns = frequencies * scaling["original_max_position_embeddings"] / (2 * math.pi)
         low, high = scaling["low_freq_factor"], scaling["high_freq_factor"]
-        kept = ((turns - low) / (high - low)).clamp(0, 1)
-        frequencies = frequencies * (kept + (1 - kept) / scaling["factor"])
+        unscaled = ((turns - low) / (high - low)).clamp(0, 1)
+        frequencies = frequencies * (unscaled + (1 - unscaled) / scaling["factor"])
     angles = positions[:, None] * frequencies  # (length, head_dim / 2)
     return angles.cos(), angles.sin()
 
@@ -92,7 +92,7 @@ def rotate(x: Tensor, rotary: Rotary) -> Tensor:
         cos, sin = (table[: x.shape[1], None] for table in (rotary.cos, rotary.sin))  # (T, 1, D / 2)
     else:
         cos, sin = (table[rotary.positions][:, :, None] for table in (rotary.cos, rotary.sin))  # (B, T, 1, D / 2)
-    left, right = widen(x).chunk(2, dim=-1)  # (B, T, heads, D / 2)
+    left, right = upcast(x).chunk(2, dim=-1)  # (B, T, heads, D / 2)
     return torch.cat((left * cos - right * sin, right * cos + left * sin), dim=-1).to(x.dtype)
 
 
@@ -114,8 +114,8 @@ class SelfAttention(nn.Module):
 
     def __init__(self, config: DecoderConfig) -> None:
         super().__init__()
-        self.heads, self.kv_heads, self.head_dim = (
-            config.num_attention_heads, int(config.num_key_value_heads), int(config.head_dim))  # fmt: skip
+        self.heads, self.kv_heads = config.num_attention_heads, int(config.num_key_value_heads)
+        self.head_dim = int(config.head_dim)
         self.qkv_proj = Linear(config.hidden_size, (self.heads + 2 * self.kv_heads) * self.head_dim)
         self.o_proj = Linear(self.heads * self.head_dim, config.hidden_size)
         self.q_norm = RMSNorm(self.head_dim, config.rms_norm_eps) if config.qk_norm else None
@@ -161,7 +161,7 @@ class Losses(NamedTuple):
 
 def losses_of(logits: Tensor, labels: Tensor, z_loss: float = 0.0) -> Losses:
     """The losses of logits `(B, T, V)`, computed in fp32; the arguments of `Decoder.forward` explain the others."""
-    rows = widen(logits).flatten(0, 1)  # (B * T, V)
+    rows = upcast(logits).flatten(0, 1)  # (B * T, V)
     targets = labels.flatten()  # (B * T,)
     per_token = F.cross_entropy(rows, targets, ignore_index=IGNORED, reduction="none")  # (B * T,)
     cost = per_token
@@ -171,7 +171,7 @@ def losses_of(logits: Tensor, labels: Tensor, z_loss: float = 0.0) -> Losses:
 
 
 class Continuation(NamedTuple):
-    """What a decoder needs, besides the ids, to process tokens that follow those in a `Cache`."""
+    """What a decoder needs, besides the ids, to process tokens that follow those in a `KVCache`."""
 
     rotary: Rotary  # of the new tokens' positions
     masks: list[AttentionMask]  # of each layer, with its cached keys and values
@@ -209,7 +209,10 @@ class Decoder(nn.Module):
         continuation: Continuation | None = None,
         max_documents: int | None = None,
     ) -> Tensor | Losses:
-        """Logits, or with labels the losses.
+        """`losses` with labels, `next_logits` with a continuation, `logits` otherwise.
+
+        Call the decoder itself and not these methods: hooks, such as those by which FSDP2 gathers weights, are around
+        this method alone.
 
         Args:
             input_ids: `(B, T)`, T at most max_position_embeddings.
@@ -219,28 +222,44 @@ class Decoder(nn.Module):
                 positions count from the document's beginning.
             z_loss: weight of the squared logarithm of each token's partition function in the total (Chowdhery et al.,
                 2022, arXiv:2204.02311, section 5).
-            continuation: the tokens follow those that a `Cache` holds.
-            max_documents: upper bound on the documents in all rows; None: not known, so the host waits for a GPU.
-
-        Returns:
-            Logits `(B, T, V)` in the precision of the computation; with labels `Losses`. With a continuation the logits
-            of each row's last token only, `(B, V)`.
+            continuation: the tokens follow those of a `KVCache`; neither labels nor documents go with it.
+            max_documents: upper bound on the documents in all rows; None: not known, and counting them synchronizes
+                host and device.
         """
-        hidden = self.hidden_states(input_ids, document_ids, continuation, max_documents)  # (B, T, C)
         if continuation is not None:
-            hidden = hidden[torch.arange(hidden.shape[0], device=hidden.device), continuation.last]  # (B, C)
-        if labels is None:
-            return F.linear(hidden, self.output_weight.to(hidden.dtype))  # (B, T, V)
+            if labels is not None or document_ids is not None:
+                raise TypeError("a continuation has no labels and no document_ids")
+            return self.next_logits(input_ids, continuation)
+        if labels is not None:
+            return self.losses(input_ids, labels, document_ids, z_loss, max_documents)
+        return self.logits(input_ids, document_ids, max_documents)
+
+    def logits(self, input_ids: Tensor, document_ids: Tensor | None = None, max_documents: int | None = None) -> Tensor:
+        """Logits `(B, T, V)` in the precision of the computation."""
+        return self.project(self.hidden_states(input_ids, document_ids, max_documents))
+
+    def losses(
+        self, input_ids: Tensor, labels: Tensor, document_ids: Tensor | None, z_loss: float, max_documents: int | None
+    ) -> Losses:
+        """The losses of the labels `(B, T)`, by `cross_entropy`, which need not make all logits."""
+        hidden = self.hidden_states(input_ids, document_ids, max_documents)  # (B, T, C)
         return Losses(*self.cross_entropy(hidden, self.output_weight, labels, z_loss))
 
+    def next_logits(self, input_ids: Tensor, continuation: Continuation) -> Tensor:
+        """Logits `(B, V)` after each row's last token; the keys and values of `input_ids` are added to the cache."""
+        hidden = self.run_blocks(self.embed(input_ids), continuation.rotary, continuation.masks)  # (B, T, C)
+        return self.project(hidden[torch.arange(len(hidden), device=hidden.device), continuation.last])
+
     def hidden_states(
-        self, input_ids: Tensor, document_ids: Tensor | None = None, continuation: Continuation | None = None,
-        max_documents: int | None = None,
-    ) -> Tensor:  # fmt: skip
+        self, input_ids: Tensor, document_ids: Tensor | None = None, max_documents: int | None = None
+    ) -> Tensor:
         """The decoder without its output matrix: ids `(B, T)` to normalised states `(B, T, C)`. See `forward`."""
         x = self.embed(input_ids)  # (B, T, C)
-        rotary, masks = continuation[:2] if continuation else self.rotary_and_masks(x, document_ids, max_documents)
-        return self.run_blocks(x, rotary, masks)
+        return self.run_blocks(x, *self.rotary_and_masks(x, document_ids, max_documents))
+
+    def project(self, hidden: Tensor) -> Tensor:
+        """Normalised states `(..., C)` to logits `(..., V)`."""
+        return F.linear(hidden, self.output_weight.to(hidden.dtype))
 
     def run_blocks(self, x: Tensor, rotary: Rotary, masks: list[AttentionMask]) -> Tensor:
         """All blocks and the last norm: `(B, T, C)` to `(B, T, C)`."""

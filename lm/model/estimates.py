@@ -23,11 +23,7 @@ def parameters(config: DecoderConfig) -> dict[str, int]:
         "norms": layers * (2 * width + 2 * config.head_dim * config.qk_norm) + width,
         "lm_head": 0 if config.tie_word_embeddings else table,
     }
-    return {
-        **parts,
-        "total": sum(parts.values()),
-        "non_embedding": parts["attention"] + parts["mlp"] + parts["norms"],
-    }
+    return {**parts, "total": sum(parts.values()), "non_embedding": parts["attention"] + parts["mlp"] + parts["norms"]}
 
 
 def flops_per_token(config: DecoderConfig, seq_len: int, full_attention: bool = False) -> float:
@@ -36,7 +32,7 @@ def flops_per_token(config: DecoderConfig, seq_len: int, full_attention: bool = 
     `6 x parameters`: each weight multiplies and adds once in the forward pass and twice in the backward pass (Kaplan
     et al., 2020, arXiv:2001.08361, section 2.1). The input embedding is looked up, so it does not count; the output
     matrix is multiplied, so it does, tied or not.
-    `12 x layers x heads x head_dim x mean attended length`: queries with keys and weights with values, 2 operations
+    `12 x layers x heads x head_dim x mean attended length`: queries with keys and weights with values, 2 FLOPs
     each, times 3 for forward and backward (Chowdhery et al., 2022, arXiv:2204.02311, appendix B), but counting only the
     positions that a causal token attends to instead of all `seq_len`: `(seq_len + 1) / 2` on average, and with a
     window of `w` tokens `w - w * (w - 1) / (2 * seq_len)`.
@@ -44,7 +40,7 @@ def flops_per_token(config: DecoderConfig, seq_len: int, full_attention: bool = 
     A document mask is ignored: the positions that it hides count as attended.
 
     With `full_attention` each token counts as attending to all `seq_len` positions, including those the causal mask
-    hides, or to a whole window, as in that appendix and nanochat's `estimate_flops`. MFU is then higher.
+    hides, or to all of a window, as in that appendix and nanochat's `estimate_flops`. MFU is then higher.
     """
     counts = parameters(config)
     output = config.vocab_size * config.hidden_size

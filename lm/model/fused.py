@@ -13,14 +13,13 @@ Read `model/decoder` first. What differs here:
 On a GPU the ops are CUDA kernels; on a CPU, which only tests use, they are plain PyTorch.
 """
 
-from typing import Any
-
 from torch import Tensor, nn
 
 from lm.kernels.cross_entropy import linear_cross_entropy
+from lm.kernels.mlp import norm_mlp
+from lm.kernels.norm_linear import norm_linear
 from lm.kernels.qk_norm_rope import qk_norm_rope
-from lm.kernels.rms_norm import norm_linear, rms_norm
-from lm.kernels.swiglu import norm_mlp
+from lm.kernels.rms_norm import rms_norm
 from lm.model.attention import AttentionMask, attend
 from lm.model.decoder import IGNORED, Block, Decoder, Rotary
 from lm.model.low_precision import gradient_sum, use_low_precision
@@ -43,8 +42,8 @@ class FusedBlock(Block):
     ) -> tuple[Tensor, Tensor]:
         """The norm and `SelfAttention.forward`: the new `branch`, and `branch + stream`."""
         part, norm = self.self_attn, self.input_layernorm
-        given: Any = part.qkv_proj.arguments  # (B, T, C) -> (B, T, (H + 2 KV) * D)
-        stream, qkv = norm_linear(branch, stream, norm.weight, norm.eps, *given, store=self.store)
+        # (B, T, C), (B, T, (H + 2 KV) * D)
+        stream, qkv = norm_linear(branch, stream, norm.weight, norm.eps, part.qkv_proj.operand, store=self.store)
         q_weight, k_weight, eps = None, None, 0.0
         if part.q_norm is not None:
             q_weight, k_weight, eps = part.q_norm.weight, part.k_norm.weight, part.q_norm.eps
@@ -56,8 +55,8 @@ class FusedBlock(Block):
     def mlp_branch(self, branch: Tensor, stream: Tensor) -> tuple[Tensor, Tensor]:
         """The norm and `MLP.forward`: the new `branch`, and `branch + stream`."""
         norm, mlp = self.post_attention_layernorm, self.mlp
-        given: Any = mlp.gate_up_proj.arguments, mlp.down_proj.arguments  # (B, T, C) -> (B, T, 2 I) -> (B, T, C)
-        stream, branch = norm_mlp(branch, stream, norm.weight, norm.eps, *given, store=self.store)
+        up, down = mlp.gate_up_proj.operand, mlp.down_proj.operand
+        stream, branch = norm_mlp(branch, stream, norm.weight, norm.eps, up, down, store=self.store)
         return branch, stream
 
 

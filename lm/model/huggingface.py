@@ -15,7 +15,7 @@ from lm.model.config import ROPE_SCALINGS, DecoderConfig
 from lm.model.decoder import Decoder
 
 # Hugging Face's defaults of keys that a config.json may leave out; the other shapes have no sensible default.
-LEFT_OUT = {
+DEFAULTS = {
     "LlamaForCausalLM": {"num_key_value_heads": None, "head_dim": None},
     "Qwen3ForCausalLM": {"num_key_value_heads": 32, "head_dim": 128},
     "MinistralForCausalLM": {"num_key_value_heads": 8, "head_dim": None},
@@ -23,7 +23,7 @@ LEFT_OUT = {
 FUSED = {"qkv_proj": ("q_proj", "k_proj", "v_proj"), "gate_up_proj": ("gate_proj", "up_proj")}  # ours -> theirs
 LAYERS = {"S": "sliding_attention", "L": "full_attention"}
 SLIDING_WINDOW = 4096  # where a config.json asks for windows without their width
-LEFT_OUT_OF_BOTH = {"rms_norm_eps": 1e-6, "rope_theta": 1e4, "tie_word_embeddings": False, "initializer_range": 0.02}
+SHARED_DEFAULTS = {"rms_norm_eps": 1e-6, "rope_theta": 1e4, "tie_word_embeddings": False, "initializer_range": 0.02}
 REQUIRED = (
     "vocab_size",
     "hidden_size",
@@ -33,7 +33,7 @@ REQUIRED = (
     "max_position_embeddings",
 )
 # Their names are our own, too.
-SHAPE = (*REQUIRED, "num_key_value_heads", "head_dim", *LEFT_OUT_OF_BOTH, "rope_scaling")
+SHAPE = (*REQUIRED, "num_key_value_heads", "head_dim", *SHARED_DEFAULTS, "rope_scaling")
 
 
 def to_huggingface(state: dict[str, Tensor], config: DecoderConfig) -> dict[str, Tensor]:
@@ -57,26 +57,26 @@ def _their_names(name: str) -> list[str]:
 def from_huggingface(state: dict[str, Tensor], config: DecoderConfig) -> dict[str, Tensor]:
     """The inverse of `to_huggingface`: what `Decoder.load_state_dict` takes; no weight may be missing or left over."""
     # Old files hold the rotary frequencies, which are known without them; others a tied matrix by its second name.
-    left = {name: weight for name, weight in state.items() if not name.endswith("rotary_emb.inv_freq")}
-    if config.tie_word_embeddings and "lm_head.weight" in left:
-        output = left.pop("lm_head.weight")
-        if not _same(left.setdefault("model.embed_tokens.weight", output), output):
+    remaining = {name: weight for name, weight in state.items() if not name.endswith("rotary_emb.inv_freq")}
+    if config.tie_word_embeddings and "lm_head.weight" in remaining:
+        output = remaining.pop("lm_head.weight")
+        if not _same(remaining.setdefault("model.embed_tokens.weight", output), output):
             raise RequestError(
                 "lm_head.weight is not model.embed_tokens.weight, though config.json ties them: set its "
                 "tie_word_embeddings to false, or take lm_head.weight out of the weights"
             )
 
     def take(*names: str) -> Tensor:
-        if missing := [name for name in names if name not in left]:
+        if missing := [name for name in names if name not in remaining]:
             raise RequestError(f"the weights lack {missing[0]}: they are not of this config's architecture")
-        weights = [left.pop(name) for name in names]
+        weights = [remaining.pop(name) for name in names]
         return weights[0] if len(weights) == 1 else torch.cat(weights)
 
     with torch.device("meta"):
         ours = Decoder(config).state_dict()
     out = {name: take(*_their_names(name)) for name in ours}
-    if left:
-        raise RequestError(f"the weights hold {min(left)}, which this decoder has no place for")
+    if remaining:
+        raise RequestError(f"the weights hold {min(remaining)}, which this decoder has no place for")
     return out
 
 
@@ -92,11 +92,11 @@ def check_tied(module: nn.Module, weights: Mapping[str, Tensor]) -> None:
             )
 
 
-def _same(one: Tensor, other: Tensor) -> bool:
+def _same(first: Tensor, second: Tensor) -> bool:
     """Whether two tensors have the same values, in any floating-point format, with NaN; of meta tensors the shapes."""
-    if one.is_meta or one.shape != other.shape:
-        return one.shape == other.shape
-    return torch.allclose(one.double(), other.double(), 0, 0, equal_nan=True)
+    if first.is_meta or first.shape != second.shape:
+        return first.shape == second.shape
+    return torch.allclose(first.double(), second.double(), 0, 0, equal_nan=True)
 
 
 def config_json(config: DecoderConfig, eos_id: int | None, dtype: str) -> dict[str, Any]:
@@ -114,7 +114,7 @@ def config_json(config: DecoderConfig, eos_id: int | None, dtype: str) -> dict[s
         "layer_types": [LAYERS["S" if window else "L"] for window in windows],
     }
     first = next((i for i, window in enumerate(windows) if window), len(windows))
-    own = {
+    of_kind = {
         "Qwen3": {"attention_bias": False, "use_sliding_window": any(windows), "max_window_layers": first, **sliding},
         "Ministral": sliding,
         "Llama": {"attention_bias": False, "mlp_bias": False},
@@ -122,7 +122,7 @@ def config_json(config: DecoderConfig, eos_id: int | None, dtype: str) -> dict[s
     return {
         "architectures": [f"{kind}ForCausalLM"],
         "model_type": kind.lower(),
-        **own[kind],
+        **of_kind[kind],
         **{name: getattr(config, name) for name in SHAPE},
         "hidden_act": "silu",
         "attention_dropout": 0.0,
@@ -139,25 +139,25 @@ def generation_config_json(eos_id: int | None) -> dict[str, Any]:
 
 
 def config_from_json(document: dict[str, Any]) -> DecoderConfig:
-    """The shape that a Hugging Face `config.json` describes; what this decoder does not have is refused by name."""
+    """The shape that a Hugging Face `config.json` describes; RequestError for what this decoder does not have."""
     architecture = (document.get("architectures") or [None])[0]
-    if architecture not in LEFT_OUT:
-        known = ", ".join(LEFT_OUT)
+    if architecture not in DEFAULTS:
+        known = ", ".join(DEFAULTS)
         raise RequestError(f"config.json: architectures is {architecture}; this decoder is one of {known}")
     rope = document.get("rope_scaling") or document.get("rope_parameters") or {}  # the order of transformers 5
     kind = rope.get("rope_type", rope.get("type", "default"))
     _check_features(document, rope, kind)
-    given = {**LEFT_OUT_OF_BOTH, **LEFT_OUT[architecture], **document}
-    given["rope_theta"] = rope.get("rope_theta", given["rope_theta"])
-    if missing := [name for name in (*REQUIRED, *LEFT_OUT_OF_BOTH) if given.get(name) is None]:
+    values = {**SHARED_DEFAULTS, **DEFAULTS[architecture], **document}
+    values["rope_theta"] = rope.get("rope_theta", values["rope_theta"])
+    if missing := [name for name in (*REQUIRED, *SHARED_DEFAULTS) if values.get(name) is None]:
         raise RequestError(f"config.json lacks {missing[0]}")
     context = {"original_max_position_embeddings": document["max_position_embeddings"]}
     numbers = context | rope | {name: document[name] for name in context if name in document}
     scaling = {"rope_type": kind} | {name: numbers.get(name) for name in ROPE_SCALINGS.get(kind, ())}
-    given["rope_scaling"] = None if kind == "default" else scaling
+    values["rope_scaling"] = None if kind == "default" else scaling
     pattern, window = _windows(document, architecture)
     return DecoderConfig(
-        **{name: given[name] for name in SHAPE},
+        **{name: values[name] for name in SHAPE},
         qk_norm=architecture == "Qwen3ForCausalLM",
         window_pattern=pattern,
         sliding_window=window,
@@ -167,8 +167,8 @@ def config_from_json(document: dict[str, Any]) -> DecoderConfig:
 def _windows(document: dict[str, Any], architecture: str) -> tuple[str | None, int | None]:
     """The shortest pattern that gives a file's kinds of layers, and the window; None twice where all are full."""
     qwen = architecture == "Qwen3ForCausalLM"
-    asked = document.get("use_sliding_window", False) if qwen else architecture == "MinistralForCausalLM"
-    window = document.get("sliding_window", SLIDING_WINDOW) if asked else None
+    has_windows = document.get("use_sliding_window", False) if qwen else architecture == "MinistralForCausalLM"
+    window = document.get("sliding_window", SLIDING_WINDOW) if has_windows else None
     first = document.get("max_window_layers", 28) if qwen else 0
     layers = document["num_hidden_layers"]
     kinds = document.get("layer_types") or [LAYERS["L" if window is None or i < first else "S"] for i in range(layers)]
@@ -190,10 +190,11 @@ def _check_features(document: dict[str, Any], rope: dict[str, Any], kind: str) -
         "attention_bias": document.get("attention_bias"),
         "mlp_bias": document.get("mlp_bias"),
         "quantization_config": document.get("quantization_config"),
-        "rope_scaling": kind not in ("default", *ROPE_SCALINGS) or any(isinstance(one, dict) for one in rope.values()),
+        "rope_scaling": kind not in ("default", *ROPE_SCALINGS)
+        or any(isinstance(part, dict) for part in rope.values()),
         "partial_rotary_factor": {document.get("partial_rotary_factor"), rope.get("partial_rotary_factor")} - {None, 1},
     }
-    for name, asked in features.items():
-        if asked:
+    for name, is_unknown in features.items():
+        if is_unknown:
             value = rope if name == "rope_scaling" else document.get(name, rope.get(name))
             raise RequestError(f"config.json: {name} is {value}, which this decoder does not have")

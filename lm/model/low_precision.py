@@ -7,8 +7,8 @@ forward pass by `kernels/linear`, for `trainer.precision fp8-...` (`training/pre
 import torch
 from torch import Tensor, nn
 
-from lm.kernels.fp8 import Float8, Scaling, quantize
-from lm.kernels.linear import Matrix, linear
+from lm.kernels.fp8.quantization import Float8, Scaling, quantize
+from lm.kernels.linear import Weight, linear
 from lm.kernels.torch_private import foreach_copy_, has_gradient_hooks
 from lm.model.decoder import Decoder, Linear
 
@@ -17,18 +17,18 @@ class LowPrecisionLinear(Linear):
     """A `Linear` whose product may be in FP8 or take a copy of the weight."""
 
     scaling: Scaling | None = None  # of FP8 products; None: no FP8
-    copy: Matrix | None = None  # of the weight, as the product takes it, while `WeightCopies` keeps one
+    copy: Tensor | Float8 | None = None  # of the weight, as the product takes it, while `WeightCopies` keeps one
     adds: bool = False  # while the backward pass adds the weight's gradient to `.grad` by itself
 
     @property
-    def arguments(self) -> tuple[Tensor, Scaling | None, Matrix | None, Tensor | None]:
-        """Of an op in `kernels` that ends with this product."""
-        return self.weight, self.scaling, self.copy, gradient_sum(self.weight) if self.adds else None
+    def operand(self) -> Weight:
+        """The weight as the ops in `kernels` take it."""
+        return Weight(self.weight, self.scaling, self.copy, gradient_sum(self.weight) if self.adds else None)
 
     def forward(self, x: Tensor) -> Tensor:
         if self.scaling is None and self.copy is None:
             return super().forward(x)
-        return linear(x, *self.arguments)
+        return linear(x, self.operand)
 
 
 def gradient_sum(weight: Tensor) -> Tensor | None:

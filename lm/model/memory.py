@@ -1,6 +1,6 @@
-"""The memory of a training step, computed from the decoder's config: nothing is built, and torch is not imported.
+"""The memory of an optimizer step, computed from the decoder's config: nothing is built, and torch is not imported.
 
-`lm plan` and the error of a training that runs out of memory use it; every formula names its source.
+`lm plan` and the error of a run that is out of memory use it; every formula names its source.
 """
 
 import math
@@ -60,15 +60,15 @@ def training_memory(config: DecoderConfig, step: Step, state: OptimizerState = A
     """
     counts = parameters(config)
     shards = step.world_size if step.sharded else 1
+    owners = step.world_size if state.divided and not step.sharded else 1
     memory = {
         "weights": counts["total"] * step.master_item // shards,
         "gradients": counts["total"] * step.master_item // (shards if step.accumulate == 1 else 1),
-        "optimizer": state_values(counts, state, step.world_size if state.divided and not step.sharded else 1)
-        * step.master_item // shards,
+        "optimizer": state_values(counts, state, owners) * step.master_item // shards,
         "casts": casts(config, step),
         "activations": activations(config, step),
         "working": max(loss_working(config, step), block_working(config, step)),
-    }  # fmt: skip
+    }
     memory["peak"] = sum(memory.values())
     if step.accumulate == 1 and (step.world_size == 1 or step.sharded):
         later = memory["gradients"] + max(memory["casts"], memory["working"])
@@ -92,8 +92,8 @@ def activations(config: DecoderConfig, step: Step) -> int:
     | attention           | s (2Q+2K) + 4H | the same          | the same                                     |
     | MLP                 | 2 s I          | 3 s I             | 4 s I                                        |
 
-    Activation checkpointing keeps only the input of a block: the residual stream, and in the fused
-    pass the branch. The input of an MLP alone is already kept, or replaces as much. With `store_all` the fused pass
+    Activation checkpointing saves only the input of a block: the residual stream, and in the fused
+    pass the branch. The input of an MLP alone is already saved, or replaces as much. With `store_all` the fused pass
     saves 4 s C + 8 for the norms and 3 s I for the MLP; not counted in FP8, where only matrices kept in bf16 do.
 
     Dropout saves a byte per element. Attention is assumed to be a fused kernel that supports grouped heads; not
@@ -101,8 +101,8 @@ def activations(config: DecoderConfig, step: Step) -> int:
     the kernel does not support groups (fp32 on CUDA).
     """
     s, width, layers = step.item, config.hidden_size, config.num_hidden_layers
-    attention, mlp = _kept_by_block(config, step)
-    kept = {
+    attention, mlp = _saved_by_block(config, step)
+    saved = {
         "none": layers * (attention + mlp),
         "store_all": layers * (attention + mlp),
         "selective": layers * attention,
@@ -113,14 +113,14 @@ def activations(config: DecoderConfig, step: Step) -> int:
     logits = (s if step.compile == "inductor" else 4) * config.vocab_size  # the logits, or their log-softmax in fp32
     head = s * width if step.kernels else logits  # kernels save the gradient of the states
     rotary = step.seq_len * config.head_dim * 4
-    return step.tokens * (kept + final + head) + rotary
+    return step.tokens * (saved + final + head) + rotary
 
 
-def _kept_by_block(config: DecoderConfig, step: Step) -> tuple[int, int]:
+def _saved_by_block(config: DecoderConfig, step: Step) -> tuple[int, int]:
     """Bytes per token that a block saves: norms and attention, and the MLP. See `activations`."""
     s = step.item
     heads, kv_heads = config.num_attention_heads, config.num_key_value_heads
-    wide, narrow = heads * config.head_dim, kv_heads * config.head_dim  # Q, K
+    query_width, key_width = heads * config.head_dim, kv_heads * config.head_dim  # Q, K
     if step.kernels:
         norms, mlp = 2 * s * config.hidden_size, 2 * s * config.intermediate_size
         if step.checkpointing == "store_all" and not step.precision.startswith("fp8"):
@@ -131,11 +131,11 @@ def _kept_by_block(config: DecoderConfig, step: Step) -> tuple[int, int]:
         norms, mlp = (16 + 2 * s) * config.hidden_size, 4 * s * config.intermediate_size
     qk = 0
     if config.qk_norm:
-        qk = s * (wide + 2 * narrow)
+        qk = s * (query_width + 2 * key_width)
         if not step.kernels and step.compile == "none":
-            qk = 8 * (wide + narrow) if s == 2 else qk + 4 * (wide + narrow)
+            qk = 8 * (query_width + key_width) if s == 2 else qk + 4 * (query_width + key_width)
         qk += 0 if step.kernels else 4 * (heads + kv_heads)
-    attention = s * (2 * wide + 2 * narrow) + 4 * heads
+    attention = s * (2 * query_width + 2 * key_width) + 4 * heads
     dropout = 2 * config.hidden_size if config.dropout else 0
     return norms + 8 + qk + attention + dropout, mlp
 
@@ -183,18 +183,20 @@ def block_working(config: DecoderConfig, step: Step) -> int:
     """
     item = step.item if step.kernels or step.compile == "inductor" else 4
     heads, kv_heads = config.num_attention_heads, config.num_key_value_heads
-    wide, narrow = heads * config.head_dim, kv_heads * config.head_dim  # Q, K
+    query_width, key_width = heads * config.head_dim, kv_heads * config.head_dim  # Q, K
     mlp = 3 * config.intermediate_size + 3 * config.hidden_size
-    attention = 2 * config.hidden_size + 2 * (wide + 2 * narrow) + (2 * wide if kv_heads < heads else 0)
+    attention = (
+        2 * config.hidden_size + 2 * (query_width + 2 * key_width) + (2 * query_width if kv_heads < heads else 0)
+    )
     tiles = step.tokens + FLASH_TILE * step.sequences if step.item == 2 else 0
-    working = max(step.tokens * mlp * item, step.tokens * attention * item + 4 * tiles * (wide + heads))
-    of_attention, of_mlp = _kept_by_block(config, step)
+    working = max(step.tokens * mlp * item, step.tokens * attention * item + 4 * tiles * (query_width + heads))
+    of_attention, of_mlp = _saved_by_block(config, step)
     recomputed = {"selective": of_mlp, "block": of_attention + of_mlp}.get(step.checkpointing, 0)
     return working + step.tokens * recomputed
 
 
 def largest_micro_batch(
-    config: DecoderConfig, step: Step, most: int, samples: int | None, state: OptimizerState = ADAMW
+    config: DecoderConfig, step: Step, max_bytes: int, samples: int | None, state: OptimizerState = ADAMW
 ) -> int | None:
     """The largest micro-batch whose step fits into `most` bytes; None if not even one sequence does.
 
@@ -207,7 +209,7 @@ def largest_micro_batch(
         small = [size for size in range(1, math.isqrt(samples) + 1) if samples % size == 0]
         steps = {size: samples // size for size in (*small, *(samples // size for size in small))}
     for size in sorted(steps, reverse=True):
-        tried = replace(step, micro_batch_size=size, accumulate=steps[size])
-        if training_memory(config, tried, state)["peak"] <= most:
+        candidate = replace(step, micro_batch_size=size, accumulate=steps[size])
+        if training_memory(config, candidate, state)["peak"] <= max_bytes:
             return size
     return None

@@ -11,7 +11,7 @@ from lightning.pytorch import LightningModule
 from lightning.pytorch.plugins import MixedPrecision
 
 from lm.data.config import DataConfig
-from lm.kernels.linear import MULTIPLE
+from lm.kernels.fp8.linear import MULTIPLE
 from lm.model.build import kernels_missing
 from lm.model.config import DecoderConfig
 from lm.model.decoder import Decoder, Linear
@@ -20,14 +20,14 @@ from lm.training.config import TrainerConfig
 from lm.training.findings import Finding, Known, error
 
 if TYPE_CHECKING:
-    from lm.kernels.fp8 import Scaling
+    from lm.kernels.fp8.quantization import Scaling
 
 log = logging.getLogger(__name__)
 FP8_FROM = (8, 9)  # compute capability
 
 
 class Float8Precision(MixedPrecision):
-    """`bf16-mixed`, and the products of the blocks' matrices in FP8 (see `kernels/fp8` and `kernels/linear`).
+    """`bf16-mixed`, and the products of the blocks' matrices in FP8 (see `kernels/fp8`).
 
     Weights and what the optimizer holds stay fp32; attention, the norms, the embedding and the output matrix compute as
     in `bf16-mixed`. So do the matrices that `keep` names, by patterns such as `layers.0.*` or `*.down_proj`, by default

@@ -28,6 +28,8 @@ import plain_ops
 
 from lm.errors import RequestError, RunError, require_at_least
 from lm.kernels import cross_entropy, qk_norm_rope, rms_norm, runtime, swiglu
+from lm.kernels.mlp import norm_mlp
+from lm.kernels.norm_linear import norm_linear
 from lm.model import attention
 from lm.model.decoder import rotary_table
 from lm.system.arguments import call as call_with
@@ -138,7 +140,7 @@ class Cases:
     def norm_linear(self) -> Case:
         tokens, hidden, out = self.sizes.tokens, self.sizes.hidden, 2 * self.sizes.intermediate
         return self.product(
-            "norm_linear", rms_norm.norm_linear, plain_ops.norm_linear_plain,
+            "norm_linear", plain_ops.of_weights(norm_linear), plain_ops.of_weights(plain_ops.norm_linear_plain),
             lambda: (self.random(tokens, hidden), self.random(tokens, hidden), self.norm_weight(hidden), EPS,
                      self.random(out, hidden, scale=0.02)),
             tokens=tokens, hidden=hidden, out=out,
@@ -218,7 +220,7 @@ class Cases:
     def norm_mlp(self) -> Case:
         tokens, hidden, width = self.sizes.tokens, self.sizes.hidden, self.sizes.intermediate
         return Case(
-            "norm_mlp", plain_ops.of_weights(swiglu.norm_mlp), plain_ops.of_weights(plain_ops.norm_mlp_plain),
+            "norm_mlp", plain_ops.of_weights(norm_mlp), plain_ops.of_weights(plain_ops.norm_mlp_plain),
             lambda: (self.random(tokens, hidden), self.random(tokens, hidden), self.norm_weight(hidden), EPS,
                      self.random(2 * width, hidden, scale=0.02), self.random(hidden, width, scale=0.02)),
             {"tokens": tokens, "hidden": hidden, "intermediate": width},

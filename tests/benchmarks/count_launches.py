@@ -50,7 +50,14 @@ from lm.training.step import total_norm
 DTYPE = torch.bfloat16
 # Kernels of our ops, but for `linear_cross_entropy`, see `Launches._cross_entropy`. The backward passes of norms with
 # weights have a second kernel that adds up the gradients of the weights.
-KERNELS = {"rms_norm": 1, "rms_norm_backward": 2, "swiglu": 1, "swiglu_backward": 1, "qk_norm_rope": 1}
+KERNELS = {
+    "rms_norm": 1,
+    "rms_norm_fp8": 1,
+    "rms_norm_backward": 2,
+    "swiglu": 1,
+    "swiglu_backward": 1,
+    "qk_norm_rope": 1,
+}
 # Flash 2: forward one kernel; backward three: the rows' products with the gradient, the gradients, and those of the
 # queries rounded; with grouped heads the gradients of keys and of values are summed over each group, too.
 ATTENTION = {"forward": 1, "backward": 3, "groups": 2}
@@ -106,7 +113,8 @@ class Launches(TorchDispatchMode):
         if name == "linear_cross_entropy":
             self._cross_entropy(*args)
         elif name in ("fp8", "swiglu_backward_fp8"):  # read twice, the largest values first, or a row once and held
-            rowwise, held = args[2], name == "fp8" and args[2] and not args[4]
+            rowwise = kwargs["rowwise"]
+            held = name == "fp8" and rowwise and not kwargs["transpose"]
             given = args[:2] if name == "swiglu_backward_fp8" else args[0]
             self._add("our kernels", name, 1 if held else 2 + rowwise, moved + (0 if held else bytes_of(given)))
         elif namespace == "lm":

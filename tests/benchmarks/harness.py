@@ -22,7 +22,7 @@ import yaml
 
 from lm.data.tokenizer import Tokenizer
 from lm.evaluation.benchmark import TaskResult, evaluate
-from lm.evaluation.scoring import chosen_items
+from lm.evaluation.prompts import chosen_items
 from lm.evaluation.tasks import Item, Task, read_tasks
 from lm.inference.pretrained import load_pretrained
 from lm.model.decoder import Decoder

@@ -24,7 +24,7 @@ import torch
 import torch.nn.functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from lm.kernels.fp8 import Scaled, quantize
+from lm.kernels.fp8.quantization import Scaled, quantize
 from lm.kernels.linear import adds_in_place
 from lm.kernels.torch_private import scaled_mm
 from lm.system.hardware import device_name
@@ -217,7 +217,7 @@ def layer_products(columns: int, rows: int) -> dict[str, dict[str, Any]]:
 
 
 def fp8_product(a: Scaled, b: Scaled, out_dtype: torch.dtype, fast: bool) -> torch.Tensor:
-    """As `kernels/linear.product`, with a choice of the accumulation for every format."""
+    """As `kernels/fp8/linear.product`, with a choice of the accumulation for every format."""
     scales = a.scale[..., None], b.scale[None]
     return scaled_mm(a.values, b.values.t(), *scales, out_dtype=out_dtype, use_fast_accum=fast)
 

@@ -78,7 +78,7 @@ def test_what_fp8_computes_twice_is_read_twice():
     """Values of bf16: gate and up and the gradient twice; and five results of a byte for each three."""
     dz, gate_up = (torch.empty(64, width, device="meta", dtype=torch.bfloat16) for width in (128, 256))
     with Launches() as found:
-        torch.ops.lm.swiglu_backward_fp8(dz, gate_up, False)
+        torch.ops.lm.swiglu_backward_fp8(dz, gate_up, rowwise=False)
     assert found.total[:2] == (2, 2 * 2 * (64 * 128 * 3) + 64 * 128 * 5 + 2 * 4)
 
 

@@ -29,7 +29,7 @@ from lm.errors import RequestError, RunError
 from lm.evaluation.benchmark import TaskResult, core, evaluate
 from lm.evaluation.bits_per_byte import texts_bits_per_byte
 from lm.evaluation.metrics import TokenLoss
-from lm.evaluation.scoring import chosen_items, prompts
+from lm.evaluation.prompts import chosen_items, prompts
 from lm.evaluation.statistics import Interval, centered, mean_interval, ratio_error, standard_error, wilson
 from lm.evaluation.tasks import SHIPPED, Task, read_tasks
 from lm.model.decoder import Decoder
@@ -148,7 +148,7 @@ def test_a_file_of_items_alone_tells_its_kind_by_its_columns(tmp_path):
         (("dataset_uri: schema.jsonl", "dataset_uri: nowhere.jsonl"), "there is no nowhere.jsonl"),
         (("icl_task_type: schema", "icl_task_type: generation"), "'generation' is none of multiple_choice"),
         (("num_fewshot: [2]", "num_fewshot: [two]"), "num_fewshot is missing or wrong"),
-        (("num_fewshot: [2]", "num_fewshot: [14]"), "too few for 14 solved ones"),
+        (("num_fewshot: [2]", "num_fewshot: [14]"), "too few for 14 few-shot"),
         (("num_fewshot: [2]", "num_fewshots: [2]"), "'num_fewshots' is not known here"),
         (("label: schema_x", "label: multiple_choice_x"), "two tasks are called 'multiple_choice_x'"),
         (("icl_tasks:", "tasks:"), "expected a list of tasks under icl_tasks"),
@@ -207,12 +207,12 @@ def test_prompts_read_as_dclm_writes_them(tasks, tokenizer):
     for prompt, choice in zip(answers, items[5]["choices"], strict=True):
         text = f"{expected}{items[5]['query']}\nAnswer: {choice}"
         assert prompt.ids.tolist() == [tokenizer.eos_id, *tokenizer.encode(text)] and prompt.cut == 0
-        assert tokenizer.decode(prompt.ids[prompt.answer :]) == " " + choice and prompt.length == len(choice)
+        assert tokenizer.decode(prompt.ids[prompt.answer :]) == " " + choice and prompt.characters == len(choice)
     twice = [*items, *items[:5]]  # an item that is there again is not among its own examples: it has the answer
     for index in range(5):
         [[prompt, *_]] = prompts(tasks[0], twice, [index], tokenizer, 512, "eos")
         assert tokenizer.decode(prompt.ids).count(items[index]["query"]) == 1
-    with pytest.raises(RequestError, match="too few items differ from .*, 1, for 2 solved ones"):
+    with pytest.raises(RequestError, match="only 1 items differ from .*, and it has 2 few-shot"):
         next(prompts(tasks[0], [items[0], items[0], items[1]], [0], tokenizer, 512, "eos"))
     shuffled = list(tasks[0].items)
     random.Random(1337).shuffle(shuffled)

@@ -9,8 +9,9 @@ from torch._dynamo.utils import counters
 from transformers import AutoModelForCausalLM
 
 from lm.errors import RequestError, RunError
-from lm.inference import generation
-from lm.inference.generation import Cache, generate
+from lm.inference import kv_cache
+from lm.inference.generation import generate
+from lm.inference.kv_cache import KVCache
 from lm.inference.sampling import Sampling
 from lm.model.compile import compile_decoder
 from lm.model.decoder import Decoder
@@ -35,30 +36,31 @@ def greedy(count: int) -> Sampling:
 @pytest.mark.parametrize("sizes", [[1] * 40, [17] + [1] * 23, [6, 1, 13, 20]], ids=["singly", "prompt", "pieces"])
 def test_logits_with_a_cache_are_those_without(config, sizes, fused):
     """At every position, beyond the windows too, and however the tokens are divided."""
-    decoder, cache = trained_like(config), Cache(config, 2, 40, torch.device("cpu"), torch.float32)
+    decoder = trained_like(config)
     if fused:
         fuse(decoder)
+    cache = KVCache(decoder, 2, 40)
     ids = torch.randint(config.vocab_size, (2, 40))
     ends = torch.tensor(sizes).cumsum(0)
     with torch.no_grad():
         for piece, end in zip(ids.split(sizes, dim=1), ends, strict=True):
             length = piece.shape[1]
-            got = decoder(piece, continuation=cache.extend(length, torch.full((2,), length), int(end)))
+            got = cache.prefill(piece, torch.full((2,), length))
             torch.testing.assert_close(got, decoder(ids)[:, end - 1], atol=3e-5, rtol=1e-5)
 
 
 def test_rows_of_unequal_length_are_continued_by_pieces_of_unequal_length(config):
-    decoder, cache = trained_like(config), Cache(config, 2, 40, torch.device("cpu"), torch.float32)
+    decoder = trained_like(config)
+    cache = KVCache(decoder, 2, 40)
     rows = torch.randint(config.vocab_size, (2, 40))
-    begun, used = [0, 0], 0
+    begun = [0, 0]
     for counts in ([9, 3], [1, 6], [1, 1], [7, 4]):
         ids = torch.zeros(2, max(counts), dtype=torch.long)
         for row, count in enumerate(counts):
             ids[row, :count] = rows[row, begun[row] : begun[row] + count]
             begun[row] += count
-        used += max(counts)
         with torch.no_grad():
-            got = decoder(ids, continuation=cache.extend(max(counts), torch.tensor(counts), used))
+            got = cache.prefill(ids, torch.tensor(counts))
             expected = [decoder(rows[None, row, : begun[row]])[0, -1] for row in range(2)]
         torch.testing.assert_close(got, torch.stack(expected), atol=3e-5, rtol=1e-5)
 
@@ -80,7 +82,7 @@ def test_greedy_tokens_are_those_of_transformers(config, tmp_path):
 @pytest.mark.parametrize("fused", [False, True], ids=["plain", "fused"])
 def test_a_static_step_gives_the_same_tokens(config, fused, monkeypatch):
     """With more slots in sight than are used, and where they must be doubled on the way."""
-    monkeypatch.setattr(generation, "SMALLEST", 16)
+    monkeypatch.setattr(kv_cache, "MIN_SLOTS", 16)
     decoder = trained_like(config)
     if fused:
         fuse(decoder)

@@ -39,11 +39,11 @@ def processors(sampling):
     return LogitsProcessorList(made)
 
 
-@pytest.mark.parametrize("head", [1024, 3], ids=["whole", "head"])
+@pytest.mark.parametrize("top", [1024, 3], ids=["all", "top"])
 @pytest.mark.parametrize("sampling", CASES, ids=str)
-def test_probabilities_are_those_of_transformers(sampling, head, monkeypatch):
-    """Also where a head of the vocabulary is sorted first, and is enough or is not."""
-    monkeypatch.setattr(generation, "HEAD", head)
+def test_probabilities_are_those_of_transformers(sampling, top, monkeypatch):
+    """Also where the top of the vocabulary is sorted first, and is enough or is not."""
+    monkeypatch.setattr(generation, "TOP", top)
     logits = torch.randn(5, 101, generator=seeded()) * 3
     ids = torch.randint(101, (5, 30), generator=seeded(1))  # some twice
     expected = processors(sampling)(ids, logits.clone()).softmax(-1)

@@ -4,7 +4,12 @@ import pytest
 import torch
 from torch.library import opcheck
 
-from lm.kernels import fp8, linear, rms_norm, runtime, swiglu
+from lm.kernels import rms_norm, runtime, swiglu
+from lm.kernels.fp8 import linear as fp8_linear
+from lm.kernels.fp8 import mlp as fp8_mlp
+from lm.kernels.fp8 import norm_linear as fp8_norm_linear
+from lm.kernels.fp8.quantization import QUANTIZE, _cuda, quantize, quantize_on_cpu
+from lm.kernels.linear import Weight, linear
 
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
 BF16, FP32, FP16 = torch.bfloat16, torch.float32, torch.float16
@@ -13,10 +18,11 @@ SHAPES = [(BF16, 1, 1), (BF16, 1, 64), (BF16, 63, 97), (BF16, 129, 72), (BF16, 1
 both = pytest.mark.parametrize("rowwise", [False, True], ids=["tensorwise", "rowwise"])
 
 
-def check(*asked):
+def check(x, dtype, rowwise, matrix, transpose):
     """The kernels' results are those of the plain version bit for bit, but that a NaN is any NaN; returns them."""
-    got = fp8._cuda(*asked)
-    for mine, plain in zip(got, fp8.on_cpu(*asked), strict=True):
+    flags = {"rowwise": rowwise, "matrix": matrix, "transpose": transpose}
+    got = _cuda(x, dtype, **flags)
+    for mine, plain in zip(got, quantize_on_cpu(x, dtype, **flags), strict=True):
         assert mine.dtype == plain.dtype and mine.shape == plain.shape and mine.stride() == plain.stride()
         mine, plain = (t.view(torch.uint8 if t.itemsize == 1 else torch.int32) for t in (mine, plain))
         if mine.dtype == torch.uint8:
@@ -104,29 +110,34 @@ def test_what_norms_and_swiglu_quantise_is_what_would_be_made_of_their_results(e
     gate_up *= 10 ** (2 * torch.rand(rows, 1) - 1)
     x[1:2], gate_up[1:2], x[2:3, :1], gate_up[2:3, :1] = 0, 0, torch.inf, torch.nan
     weight, dz = torch.randn(width), torch.randn(rows, width).to(source)
-    stream, y, rstd, _ = rms_norm._cuda_forward(x, residual, weight, 1e-5)
-    matrix, transpose, gradient = (E4M3, True, False), (E4M3, False, True), (E4M3 if rowwise else E5M2, True, True)
+    stream, y, rstd = rms_norm._cuda_forward(x, residual, weight, 1e-5)
+    matrix = E4M3, {"rowwise": rowwise, "matrix": True, "transpose": False}
+    transpose = E4M3, {"rowwise": rowwise, "matrix": False, "transpose": True}
+    gradient = E4M3 if rowwise else E5M2, {"rowwise": rowwise, "matrix": True, "transpose": True}
     z = swiglu._cuda_forward(gate_up)
 
     def check(got, plain, asked):
-        for mine, other in zip(got, fp8.on_cpu(plain, asked[0], rowwise, *asked[1:]), strict=True):
+        dtype, flags = asked
+        for mine, other in zip(got, quantize_on_cpu(plain, dtype, **flags), strict=True):
             assert mine.dtype == other.dtype and mine.shape == other.shape and mine.is_contiguous()
             lost = mine.float().isnan() & other.float().isnan()
             assert torch.equal(mine.float().masked_fill(lost, 0), other.float().masked_fill(lost, 0))
 
     for asked in (matrix, transpose, gradient) if rows else (matrix,) * rowwise:  # no row has no largest value
-        given = asked[0], rowwise, *asked[1:]
-        check(fp8._cuda(stream, *given, "NORMED", weight, rstd), y, asked)
-        check(fp8._cuda(gate_up, *given, "SWIGLU"), z, asked)
+        dtype, flags = asked
+        check(_cuda(stream, dtype, "NORMED", weight, rstd, **flags), y, asked)
+        check(_cuda(gate_up, dtype, "SWIGLU", **flags), z, asked)
     for added in (residual, None) if rowwise else ():
-        plain, mine = (rms_norm._cuda_forward(x, added, weight, 1e-5, scaling) for scaling in (None, "rowwise"))
+        plain = rms_norm._cuda_forward(x, added, weight, 1e-5)
+        mine = fp8_norm_linear._cuda_forward(x, added, weight, 1e-5, rowwise=True)
         assert all(torch.equal(mine[place], plain[place]) for place in (0, 2))
-        check((mine[1], mine[3], *fp8.on_cpu(x, E4M3, True, False, False)[2:]), plain[1], matrix)
+        nothing = quantize_on_cpu(x, E4M3, rowwise=True, matrix=False, transpose=False)[2:]
+        check((mine[1], mine[3], *nothing), plain[1], matrix)
     if rows:
         dgate_up, z = swiglu._cuda_backward(dz, gate_up)
-        *gradients, other, scale = swiglu._cuda_backward_fp8(dz, gate_up, rowwise)
+        *gradients, other, scale = fp8_mlp._cuda_backward(dz, gate_up, rowwise=rowwise)
         check(gradients, dgate_up, gradient)
-        _, whole, _, columns = fp8.on_cpu(z, *transpose[:1], rowwise, *transpose[1:])
+        _, whole, _, columns = quantize_on_cpu(z, transpose[0], **transpose[1])
         nothing = torch.empty(0, dtype=E4M3)
         check((nothing, *((whole, other, scale) if rowwise else (scale, other, columns))), z, transpose)
 
@@ -135,13 +146,13 @@ def test_what_norms_and_swiglu_quantise_is_what_would_be_made_of_their_results(e
 @pytest.mark.parametrize("gradient", [False, True])
 def test_the_transpose_is_that_of_the_matrix_quantised_by_itself(scaling, gradient):
     x = torch.randn(2, 3, 8, 32).bfloat16()
-    ours = fp8.quantize(x, scaling, gradient=gradient, transpose=True)
+    ours = quantize(x, scaling, gradient=gradient, transpose=True)
     assert ours.matrix.values.shape == x.shape
-    expected = fp8.quantize(x.flatten(0, -2).t(), scaling, gradient=gradient).matrix
+    expected = quantize(x.flatten(0, -2).t(), scaling, gradient=gradient).matrix
     for mine, plain in zip(ours.transpose, expected, strict=True):
         assert torch.equal(mine.float(), plain.float()) and mine.is_contiguous()
-    assert fp8.quantize(x, scaling, matrix=False, transpose=True).matrix is None
-    assert fp8.quantize(x, scaling).transpose is None
+    assert quantize(x, scaling, matrix=False, transpose=True).matrix is None
+    assert quantize(x, scaling).transpose is None
 
 
 @both
@@ -149,10 +160,10 @@ def test_the_transpose_is_that_of_the_matrix_quantised_by_itself(scaling, gradie
 @pytest.mark.parametrize("matrix, transpose", [(True, True), (True, False), (False, True)])
 def test_torch_accepts_the_op(rowwise, dtype, matrix, transpose):
     for x in (torch.randn(6, 16).bfloat16(), torch.randn(16, 6).t()):
-        opcheck(fp8.QUANTIZE, (x, dtype, rowwise, matrix, transpose))
-        opcheck(fp8.QUANTIZE, (x, dtype, rowwise, matrix, transpose, "SWIGLU"))
+        flags = {"rowwise": rowwise, "matrix": matrix, "transpose": transpose}
         rstd, weight = torch.rand(x.shape[0]), torch.rand(x.shape[1])
-        opcheck(fp8.QUANTIZE, (x, dtype, rowwise, matrix, transpose, "NORMED", weight, rstd))
+        for source in ((), ("SWIGLU",), ("NORMED", weight, rstd)):
+            opcheck(QUANTIZE, (x, dtype, *source), flags)
 
 
 @pytest.mark.parametrize("scaling, activations, gradients", [("tensorwise", True, False), ("rowwise", True, True)])
@@ -164,7 +175,7 @@ def test_no_weight_s_gradient_is_added_up_with_fewer_digits(monkeypatch, scaling
         asked.append(use_fast_accum)
         return a.new_empty(a.shape[0], b.shape[1], dtype=out_dtype)
 
-    monkeypatch.setattr(linear, "scaled_mm", scaled_mm)
+    monkeypatch.setattr(fp8_linear, "scaled_mm", scaled_mm)
     x, w = (torch.empty(64, 32, device="meta", dtype=BF16, requires_grad=True) for _ in range(2))
-    linear.linear(x, w, scaling).backward(torch.empty(64, 64, device="meta", dtype=BF16))
+    linear(x, Weight(w, scaling)).backward(torch.empty(64, 64, device="meta", dtype=BF16))
     assert asked == [activations, gradients, False]  # forward, input, weight

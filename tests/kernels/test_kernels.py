@@ -16,8 +16,13 @@ from torch.library import opcheck
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from lm.errors import RequestError, RunError
-from lm.kernels import cross_entropy, fp8, qk_norm_rope, rms_norm, runtime, swiglu
-from lm.kernels.linear import linear
+from lm.kernels import cross_entropy, qk_norm_rope, rms_norm, runtime, swiglu
+from lm.kernels.fp8 import mlp as fp8_mlp
+from lm.kernels.fp8 import norm_linear as fp8_norm_linear
+from lm.kernels.fp8 import quantization
+from lm.kernels.linear import Weight, linear
+from lm.kernels.mlp import norm_mlp
+from lm.kernels.norm_linear import norm_linear
 from lm.model.build import choose_kernels
 
 DTYPES = [torch.float32, torch.bfloat16]  # to a kernel fp16 is bf16 with another conversion, so it takes one shape
@@ -57,18 +62,18 @@ def test_rms_norm_equals_float64(emulated, dtype, rows, width, adds):
     weight = 1 + 0.2 * torch.randn(width)  # fp32, as under mixed precision
     residual = residual if adds else None
     stream, y, dx, dweight = exact_norm(x, residual, weight, dstream, dy, dtype)
-    got, normed, rstd, _ = rms_norm._cuda_forward(x, residual, weight, EPS)
+    got, normed, rstd = rms_norm._cuda_forward(x, residual, weight, EPS)
     if adds:
         assert torch.equal(got, x + residual)
     else:
         assert got.numel() == 0
         got = x
     close(normed, y, dtype)
-    ours, again, ours_weight = rms_norm._cuda_backward(dy, dstream, got, weight, rstd, True)
+    ours, again, ours_weight = rms_norm._cuda_backward(dy, dstream, got, weight, rstd, recompute=True)
     assert torch.equal(again, normed)
     close(ours, dx, dtype, terms=1)
     close(ours_weight, dweight, torch.float32, scale=4)
-    without, nothing, _ = rms_norm._cuda_backward(dy, None, got, weight, rstd, False)
+    without, nothing, _ = rms_norm._cuda_backward(dy, None, got, weight, rstd, recompute=False)
     close(without, dx - dstream.double(), dtype, scale=2, terms=1)
     assert nothing.numel() == 0
 
@@ -76,8 +81,8 @@ def test_rms_norm_equals_float64(emulated, dtype, rows, width, adds):
 @pytest.mark.parametrize("value", [0.0, 1e-18, 3e4])
 def test_rms_norm_of_extreme_rows_is_finite(emulated, value):
     x = torch.full((3, 40), value)
-    _, y, rstd, _ = rms_norm._cuda_forward(x, None, torch.ones(40), EPS)
-    dx, _, dweight = rms_norm._cuda_backward(torch.ones_like(x), None, x, torch.ones(40), rstd, True)
+    _, y, rstd = rms_norm._cuda_forward(x, None, torch.ones(40), EPS)
+    dx, _, dweight = rms_norm._cuda_backward(torch.ones_like(x), None, x, torch.ones(40), rstd, recompute=True)
     expected = x.double() * torch.rsqrt(x.double().square().mean(-1, keepdim=True) + EPS)
     close(y, expected, torch.float32)
     assert torch.isfinite(dx).all() and torch.isfinite(dweight).all()
@@ -86,8 +91,8 @@ def test_rms_norm_of_extreme_rows_is_finite(emulated, value):
 def test_rms_norm_weights_of_the_activations_precision(emulated):
     x, dy = torch.randn(9, 64).bfloat16(), torch.randn(9, 64).bfloat16()
     weight = torch.randn(64).bfloat16()
-    _, y, rstd, _ = rms_norm._cuda_forward(x, None, weight, EPS)
-    _, _, dweight = rms_norm._cuda_backward(dy, None, x, weight, rstd, False)
+    _, y, rstd = rms_norm._cuda_forward(x, None, weight, EPS)
+    _, _, dweight = rms_norm._cuda_backward(dy, None, x, weight, rstd, recompute=False)
     _, exact, _, exact_weight = exact_norm(x, None, weight, torch.zeros_like(dy), dy, torch.bfloat16)
     assert dweight.dtype == torch.bfloat16
     close(y, exact, torch.bfloat16)
@@ -135,8 +140,9 @@ def test_rms_norm_takes_rows_that_are_no_neighbours(emulated, which):
     given = {name: torch.randn(3, 5, 16) for name in ("dy", "dstream", "stream")}
     weight, rstd = torch.randn(16), torch.rand(3, 5)
     given[which] = torch.randn(5, 3, 16).transpose(0, 1)
-    ours = rms_norm._cuda_backward(*given.values(), weight, rstd, True)
-    torch.testing.assert_close(ours, rms_norm._cpu_backward(*given.values(), weight, rstd, True), atol=1e-5, rtol=1e-5)
+    ours = rms_norm._cuda_backward(*given.values(), weight, rstd, recompute=True)
+    plain = rms_norm._cpu_backward(*given.values(), weight, rstd, recompute=True)
+    torch.testing.assert_close(ours, plain, atol=1e-5, rtol=1e-5)
     assert all(mine.is_contiguous() for mine in ours)
     x, residual = given[which], torch.randn(5, 3, 16).transpose(0, 1)
     ours, plain = (forward(x, residual, weight, EPS) for forward in (rms_norm._cuda_forward, rms_norm._cpu_forward))
@@ -158,16 +164,16 @@ def test_torch_accepts_every_op(dtype):
     opcheck(rms_norm.FORWARD, (x.transpose(0, 1), None, weight, EPS))
     opcheck(rms_norm.FORWARD, (x, residual, weight, EPS))
     for added in (None, residual.transpose(0, 1)):
-        for scaling in ("rowwise", "tensorwise"):
-            opcheck(rms_norm.FORWARD, (x.transpose(0, 1), added, weight, EPS, scaling))
+        for rowwise in (True, False):
+            opcheck(fp8_norm_linear.FORWARD, (x.transpose(0, 1), added, weight, EPS), {"rowwise": rowwise})
     for recompute in (True, False):
-        opcheck(rms_norm.BACKWARD, (x, residual, residual, weight, rstd, recompute))
-        opcheck(rms_norm.BACKWARD, (x, None, residual, weight, rstd, recompute))
+        opcheck(rms_norm.BACKWARD, (x, residual, residual, weight, rstd), {"recompute": recompute})
+        opcheck(rms_norm.BACKWARD, (x, None, residual, weight, rstd), {"recompute": recompute})
     opcheck(swiglu.FORWARD, (x,))
     opcheck(swiglu.BACKWARD, (x[..., :8], x))
-    opcheck(swiglu.BACKWARD, (x[..., :8], x, False))
+    opcheck(swiglu.BACKWARD, (x[..., :8], x), {"recompute": False})
     for rowwise in (True, False):
-        opcheck(swiglu.BACKWARD_FP8, (x[..., :8], x, rowwise))
+        opcheck(fp8_mlp.BACKWARD, (x[..., :8], x), {"rowwise": rowwise})
 
 
 PAIRS = {
@@ -175,13 +181,13 @@ PAIRS = {
                  lambda x, r, w, m: rms_norm_plain(x, r, w, EPS)),
     "first rms_norm": (lambda x, r, w, m: rms_norm.rms_norm(x, None, w, EPS)[1],
                        lambda x, r, w, m: rms_norm_plain(x, None, w, EPS)[1]),
-    "norm_linear": (lambda x, r, w, m: rms_norm.norm_linear(x, r, w, EPS, m),
-                    lambda x, r, w, m: norm_linear_plain(x, r, w, EPS, m)),
-    "first norm_linear": (lambda x, r, w, m: rms_norm.norm_linear(x, None, w, EPS, m),
-                          lambda x, r, w, m: norm_linear_plain(x, None, w, EPS, m)),
-    "norm_mlp": (lambda x, r, w, m: of_weights(swiglu.norm_mlp)(x, r, w, EPS, m, m[:, :3]),
+    "norm_linear": (lambda x, r, w, m: of_weights(norm_linear)(x, r, w, EPS, m),
+                    lambda x, r, w, m: of_weights(norm_linear_plain)(x, r, w, EPS, m)),
+    "first norm_linear": (lambda x, r, w, m: of_weights(norm_linear)(x, None, w, EPS, m),
+                          lambda x, r, w, m: of_weights(norm_linear_plain)(x, None, w, EPS, m)),
+    "norm_mlp": (lambda x, r, w, m: of_weights(norm_mlp)(x, r, w, EPS, m, m[:, :3]),
                  lambda x, r, w, m: of_weights(norm_mlp_plain)(x, r, w, EPS, m, m[:, :3])),
-    "first norm_mlp": (lambda x, r, w, m: of_weights(swiglu.norm_mlp)(x, None, w, EPS, m, m[:, :3]),
+    "first norm_mlp": (lambda x, r, w, m: of_weights(norm_mlp)(x, None, w, EPS, m, m[:, :3]),
                        lambda x, r, w, m: of_weights(norm_mlp_plain)(x, None, w, EPS, m, m[:, :3])),
 }  # fmt: skip
 
@@ -200,11 +206,11 @@ def test_gradients_are_those_of_plain_pytorch(name, compiled):
 @pytest.mark.parametrize("compiled", [False, True])
 def test_gradients_of_fp32_weights_are_not_rounded_to_half_precision(name, compiled):
     """Mixed precision: the product of half-precision factors is the gradient, as it is summed in fp32."""
-    wide = {"norm_linear": lambda x, w, copy: rms_norm.norm_linear(x, None, torch.ones(16), EPS, w, None, copy)[1],
-            "norm_mlp": lambda x, w, copy: swiglu.norm_mlp(
-                x, None, torch.ones(16), EPS, (w, None, copy), (w[:, :12], None, None if copy is None else copy[:, :12])
+    wide = {"norm_linear": lambda x, w, copy: norm_linear(x, None, torch.ones(16), EPS, Weight(w, None, copy))[1],
+            "norm_mlp": lambda x, w, copy: norm_mlp(
+                x, None, torch.ones(16), EPS, Weight(w, None, copy), Weight(w[:, :12], None, None if copy is None else copy[:, :12])
             )[1],
-            "linear": lambda x, w, copy: linear(x, w, copy=copy)}[name]  # fmt: skip
+            "linear": lambda x, w, copy: linear(x, Weight(w, copy=copy))}[name]  # fmt: skip
     function = traced(wide) if compiled else wide
     x, w = torch.randn(40, 16).bfloat16(), torch.randn(24, 16, requires_grad=True)
     gradients = []
@@ -222,7 +228,7 @@ def test_a_frozen_weight_has_no_gradient_and_costs_no_product():
 
     def products(weight):
         with Products() as counted:
-            stream, out = rms_norm.norm_linear(x, None, norm, EPS, weight)
+            stream, out = norm_linear(x, None, norm, EPS, Weight(weight))
             (out.sum() + stream.sum()).backward()
         return counted.number
 
@@ -248,7 +254,7 @@ class Products(TorchDispatchMode):
 ])  # fmt: skip
 def test_shapes_and_precisions_that_do_not_fit_are_refused(residual, weight, words):
     x = torch.zeros(2, 16).bfloat16()
-    for function in (rms_norm.rms_norm, lambda *inputs: rms_norm.norm_linear(*inputs, torch.zeros(8, 16))):
+    for function in (rms_norm.rms_norm, lambda *inputs: norm_linear(*inputs, Weight(torch.zeros(8, 16)))):
         with pytest.raises(TypeError, match=words):
             function(x, residual, weight, EPS)
 
@@ -284,8 +290,8 @@ def sources(dtype, arch):
             yield "rms_norm", rms_norm.constants(dtype, torch.float32, width, vectors, float8=True), 128
             for source, most in [("NORMED", 85), ("SWIGLU", 96), ("SWIGLU_GRADIENT", 128)] * (width == 4096):
                 for rowwise in (False, True):
-                    chosen = dtype, torch.float8_e4m3fn, 16384, width, vectors, rowwise, source
-                    yield "fp8", fp8.constants(*chosen), most
+                    chosen = dtype, torch.float8_e4m3fn, 16384, width, vectors, source
+                    yield "fp8", quantization.constants(*chosen, rowwise=rowwise), most
     for vocab in (32768, 50257, 64):
         yield "cross_entropy", cross_entropy.constants(dtype, vocab, True), 255
     for dim, norm in [(64, True), (128, True)] + [(2, True), (250, True), (256, True), (80, False)] * (arch == "sm_90"):
@@ -294,7 +300,7 @@ def sources(dtype, arch):
     for rows, width in [(16384, 1024), (16384, 16384), (61, 997)] * (arch != "sm_80"):
         for rowwise in (False, True):
             vectors = 1 if width % 8 else vec
-            yield "fp8", fp8.constants(dtype, torch.float8_e5m2, rows, width, vectors, rowwise), 64
+            yield "fp8", quantization.constants(dtype, torch.float8_e5m2, rows, width, vectors, rowwise=rowwise), 64
 
 
 @needs_nvrtc
@@ -316,14 +322,15 @@ ACCESSES = [
      {"rms_norm_forward": (4, True, 4), "rms_norm_backward": (2, True, 4)}),
     ("swiglu", swiglu.constants(BF16, 4096, 8), {"swiglu_forward": (1, False, 2), "swiglu_backward": (3, False, 3)}),
     ("cross_entropy", cross_entropy.constants(BF16, 32768, True), {"cross_entropy": (5, True, 0)}),
-    *[("fp8", fp8.constants(BF16, torch.float8_e4m3fn, 16384, 4096, 8, rowwise, source),
+    *[("fp8", quantization.constants(BF16, torch.float8_e4m3fn, 16384, 4096, 8, source, rowwise=rowwise),
        {"fp8_quantize": (2, True, loads),
         "fp8_largest_of_rows_and_columns" if rowwise else "fp8_largest": (0, not rowwise, ahead)})
       for source, rowwise, loads, ahead in [
           ("MATRIX", True, 4, 4), ("NORMED", True, 6, 6), ("NORMED", False, 6, 9), ("SWIGLU", False, 8, 4),
           ("SWIGLU_GRADIENT", True, 12, 12), ("SWIGLU_GRADIENT", False, 12, 3)]],
     ("rms_norm", rms_norm.constants(BF16, torch.float32, 2048, 8, float8=True), {"rms_norm_forward": (2, True, 4)}),
-    ("fp8", fp8.constants(BF16, torch.float8_e4m3fn, 16384, 4096, 8, True, "SWIGLU"), {"fp8_rows": (0, True, 4)}),
+    ("fp8", quantization.constants(BF16, torch.float8_e4m3fn, 16384, 4096, 8, "SWIGLU", rowwise=True),
+     {"fp8_rows": (0, True, 4)}),
 ]  # fmt: skip
 
 

@@ -8,8 +8,11 @@ import torch
 from emulation.emulator import Program
 from emulation.race_checker import CheckedProgram, Raced
 
-from lm.kernels import cross_entropy, fp8, qk_norm_rope, rms_norm, runtime, swiglu
-from lm.kernels.fp8 import E4M3
+from lm.kernels import cross_entropy, qk_norm_rope, rms_norm, runtime, swiglu
+from lm.kernels.fp8 import mlp as fp8_mlp
+from lm.kernels.fp8 import norm_linear as fp8_norm_linear
+from lm.kernels.fp8 import quantization
+from lm.kernels.fp8.quantization import E4M3
 
 pytestmark = pytest.mark.skipif(shutil.which("g++") is None, reason="no g++ to compile the emulation with")
 SOURCE = '#include "prelude.cuh"\nextern "C" __global__ void mistake(float* out) {{ {body} }}\n'
@@ -18,8 +21,8 @@ SOURCE = '#include "prelude.cuh"\nextern "C" __global__ void mistake(float* out)
 def norm(rows, width):
     x, residual, dy, dstream = (torch.randn(rows, width).bfloat16() for _ in range(4))
     weight = torch.rand(width)
-    stream, y, rstd, _ = rms_norm._cuda_forward(x, residual, weight, 1e-5)
-    return [stream, y, rstd, *rms_norm._cuda_backward(dy, dstream, stream, weight, rstd, True)]
+    stream, y, rstd = rms_norm._cuda_forward(x, residual, weight, 1e-5)
+    return [stream, y, rstd, *rms_norm._cuda_backward(dy, dstream, stream, weight, rstd, recompute=True)]
 
 
 def gated(rows, width):
@@ -29,20 +32,23 @@ def gated(rows, width):
 
 def norm_float8(rows, width, adds=True, source=torch.bfloat16):
     x, residual = (torch.randn(rows, width).to(source) for _ in range(2))
-    return list(rms_norm._cuda_forward(x, residual if adds else None, torch.rand(width), 1e-5, "rowwise"))
+    return list(fp8_norm_linear._cuda_forward(x, residual if adds else None, torch.rand(width), 1e-5, rowwise=True))
 
 
 def gated_float8(rows, width, source=torch.bfloat16, rowwise=True):
-    return list(fp8._cuda(torch.randn(rows, 2 * width).to(source), E4M3, rowwise, True, False, "SWIGLU"))
+    gate_up = torch.randn(rows, 2 * width).to(source)
+    return list(quantization._cuda(gate_up, E4M3, "SWIGLU", rowwise=rowwise, matrix=True, transpose=False))
 
 
 def gradient_float8(rows, width, rowwise):
-    return list(swiglu._cuda_backward_fp8(*(torch.randn(rows, n).bfloat16() for n in (width, 2 * width)), rowwise))
+    dz, gate_up = (torch.randn(rows, n).bfloat16() for n in (width, 2 * width))
+    return list(fp8_mlp._cuda_backward(dz, gate_up, rowwise=rowwise))
 
 
 def normed_float8(rows, width, rowwise):
     x, weight, rstd = torch.randn(rows, width).bfloat16(), torch.rand(width), torch.rand(rows)
-    return list(fp8._cuda(x, E4M3, rowwise, not rowwise, True, "NORMED", weight, rstd))
+    flags = {"rowwise": rowwise, "matrix": not rowwise, "transpose": True}
+    return list(quantization._cuda(x, E4M3, "NORMED", weight, rstd, **flags))
 
 
 def rotated(tokens, normalised, head_dim=64, heads=4, kv_heads=2):
@@ -62,7 +68,8 @@ def loss(tokens, vocab):
 
 
 def float8(rows, width, rowwise):
-    return list(fp8._cuda(torch.randn(rows, width).bfloat16(), E4M3, rowwise, True, True))
+    x = torch.randn(rows, width).bfloat16()
+    return list(quantization._cuda(x, E4M3, rowwise=rowwise, matrix=True, transpose=True))
 
 
 LAUNCHES = {  # source and case -> what launches its kernels

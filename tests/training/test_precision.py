@@ -16,11 +16,11 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from trainings import equipment, fit, make_workplace
 
 from lm.kernels import swiglu
-from lm.kernels.fp8 import QUANTIZE, Scaled, quantize
-from lm.kernels.linear import linear
-from lm.kernels.linear import product as product_of_quantised
-from lm.kernels.rms_norm import norm_linear
-from lm.kernels.swiglu import norm_mlp
+from lm.kernels.fp8.linear import product as product_of_quantised
+from lm.kernels.fp8.quantization import QUANTIZE, Scaled, quantize
+from lm.kernels.linear import Weight, linear
+from lm.kernels.mlp import norm_mlp
+from lm.kernels.norm_linear import norm_linear
 from lm.model.build import NOT_BUILT
 from lm.model.compile import compile_decoder
 from lm.model.config import DecoderConfig
@@ -53,7 +53,7 @@ def one_thread():
 
 
 def scaled(x, dtype, scaling):
-    return Scaled(*QUANTIZE(x, dtype, scaling == "rowwise", True, False)[:2])
+    return Scaled(*QUANTIZE(x, dtype, rowwise=scaling == "rowwise", matrix=True, transpose=False)[:2])
 
 
 def product(a, b, scaling, *, gradient=False):
@@ -126,11 +126,11 @@ def test_what_is_not_finite_is_not_hidden(scaling, value):
 def test_a_device_takes_the_layouts_of_all_three_products(scaling):
     """What torch checks of shapes and strides before it starts a device's kernel."""
     x, weight = torch.empty(2, 24, 64, dtype=torch.bfloat16, device="meta"), torch.empty(96, 64, device="meta")
-    out = linear(x.requires_grad_(), weight.requires_grad_(), scaling)
+    out = linear(x.requires_grad_(), Weight(weight.requires_grad_(), scaling))
     out.backward(torch.empty_like(out))
     assert out.shape == (2, 24, 96) and x.grad.shape == x.shape and weight.grad.shape == weight.shape
     with pytest.raises(RuntimeError, match="divisible by 16"):
-        odd = linear(x[:, :5], weight, scaling)
+        odd = linear(x[:, :5], Weight(weight, scaling))
         odd.backward(torch.empty_like(odd))  # 10 tokens
 
 
@@ -160,7 +160,7 @@ def test_what_a_device_runs_is_traced_in_one_graph(scaling):
     torch._dynamo.reset()
     compiled = torch.compile(linear, backend=aot_autograd(fw_compiler=note), fullgraph=True)
     x = torch.empty(32, 64, dtype=torch.bfloat16, device="meta", requires_grad=True)
-    out = compiled(x, torch.empty(96, 64, device="meta", requires_grad=True), scaling)
+    out = compiled(x, Weight(torch.empty(96, 64, device="meta", requires_grad=True), scaling))
     out.backward(torch.empty_like(out))
     assert [name for name in called if "mm" in name] == ["aten._scaled_mm.default"] * 3
     assert not [name for name in called if "local_scalar" in name or name.endswith(".item")]
@@ -174,18 +174,17 @@ class Quantised(TorchDispatchMode):
         return super().__enter__()
 
     def __torch_dispatch__(self, function, types, args=(), kwargs=None):
-        if function is QUANTIZE and len(args) == 5:  # a matrix that is in memory
-            x, _, _, matrix, transpose = args
-            self.seen.append((tuple(x.shape), matrix, transpose))
+        if function is QUANTIZE and len(args) == 2:  # a matrix that is in memory
+            self.seen.append((tuple(args[0].shape), kwargs["matrix"], kwargs["transpose"]))
         return function(*args, **(kwargs or {}))
 
 
 # A product, with what is joined with it: `(x, weight, scaling, copy of the weight, weight of the norm) -> out`.
 JOINED = {
-    "linear": lambda x, w, scaling, copy, norm: linear(x, w, scaling, copy),
-    "norm_linear": lambda x, w, scaling, copy, norm: norm_linear(x, None, norm, 1e-5, w, scaling, copy)[1],
+    "linear": lambda x, w, scaling, copy, norm: linear(x, Weight(w, scaling, copy)),
+    "norm_linear": lambda x, w, scaling, copy, norm: norm_linear(x, None, norm, 1e-5, Weight(w, scaling, copy))[1],
     "norm_mlp": lambda x, w, scaling, copy, norm: norm_mlp(
-        x, None, norm, 1e-5, (w, scaling, copy), (w.reshape(-1, w.shape[0] // 2), scaling))[1],
+        x, None, norm, 1e-5, Weight(w, scaling, copy), Weight(w.reshape(-1, w.shape[0] // 2), scaling))[1],
 }  # fmt: skip
 
 
@@ -235,11 +234,11 @@ def test_an_mlp_is_its_parts_to_the_bit(scalings):
     given = [torch.randn(size).bfloat16() for size in ((2, 16, 64), (2, 16, 64), (64,), (96, 64), (64, 48))]
 
     def parts(x, residual, norm, up, down):
-        stream, gate_up = norm_linear(x, residual, norm, 1e-5, up, scalings[0])
-        return stream, linear(Swiglu.apply(gate_up), down, scalings[1])
+        stream, gate_up = norm_linear(x, residual, norm, 1e-5, Weight(up, scalings[0]))
+        return stream, linear(Swiglu.apply(gate_up), Weight(down, scalings[1]))
 
     def joined(x, residual, norm, up, down):
-        return norm_mlp(x, residual, norm, 1e-5, (up, scalings[0]), (down, scalings[1]))
+        return norm_mlp(x, residual, norm, 1e-5, Weight(up, scalings[0]), Weight(down, scalings[1]))
 
     found = []
     for function in (parts, joined):
@@ -253,7 +252,7 @@ def test_an_mlp_is_its_parts_to_the_bit(scalings):
 @pytest.mark.parametrize("scaling", SCALINGS)
 def test_the_gradient_of_a_weight_is_rounded_to_bf16_only_where_rows_have_scales(scaling):
     x, w = torch.randn(48, 32).bfloat16(), torch.randn(80, 32, requires_grad=True)
-    linear(x, w, scaling).sum().backward()
+    linear(x, Weight(w, scaling)).sum().backward()
     assert w.grad.dtype == torch.float32
     assert torch.equal(w.grad, w.grad.bfloat16().float()) == (scaling == "rowwise")
 
@@ -319,7 +318,7 @@ def test_a_compiled_backward_pass_is_outside_of_autocast_as_in_eager_mode(scalin
 
     class Block(torch.nn.Linear):
         def forward(self, x):
-            return linear(x, self.weight, scaling)
+            return linear(x, Weight(self.weight, scaling))
 
     block = Block(64, 48, bias=False)
     x, dout = torch.randn(32, 64), torch.randn(32, 48)
