@@ -15,7 +15,6 @@ from lm.data.tokenizer import Tokenizer
 from lm.model.config import DecoderConfig
 from lm.model.huggingface import config_json, from_huggingface, generation_config_json, to_huggingface
 from lm.training.builtin_optimizers import BUILTIN
-from lm.training.checkpoint_checks import check_same_class, check_same_optimizer, check_same_shapes
 from lm.training.config import OptimizerConfig
 from lm.training.rng_state import rng_state
 
@@ -42,6 +41,8 @@ def to_checkpoint(module: "LanguageModule", checkpoint: dict[str, Any]) -> None:
 
 def from_checkpoint(module: "LanguageModule", checkpoint: dict[str, Any]) -> None:
     """The inverse of `to_checkpoint` for weights and optimizer: turn them, in place, into what Lightning loads."""
+    from lm.training.checkpoint_checks import check_same_class, check_same_shapes
+
     weights = checkpoint["state_dict"]
     check_same_class(checkpoint["files"], module)
     check_same_shapes(weights, module)
@@ -114,6 +115,8 @@ def optimizer_content(module: "LanguageModule", state_dict: dict[str, Any]) -> d
 
 def optimizer_state_dict(module: "LanguageModule", tensors: dict[str, Tensor], values: dict[str, Any]) -> dict:
     """The inverse of `optimizer_content`, with the settings of the config, so that a changed learning rate counts."""
+    from lm.training.checkpoint_checks import check_same_optimizer
+
     optimizer = module.configure_optimizers()
     state_dict = optimizer.state_dict()
     check_same_optimizer(values.get("written_by"), describe_optimizer(module.options.optimizer, optimizer))

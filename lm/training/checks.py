@@ -5,7 +5,6 @@ continuing would lose data, money or correctness, or would silently ignore an op
 have are refused where it is declared, in the `config` files.
 """
 
-import os
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
@@ -21,11 +20,17 @@ from lm.data.tokenizer import Tokenizer
 from lm.errors import RequestError
 from lm.model.config import DecoderConfig
 from lm.runs.checkpoint import ENCODABLE, encode
-from lm.system.process import under_torchrun
 from lm.system.units import shown
-from lm.training.config import EvaluationConfig, GroupConfig, ModelConfig, RunOptions, SamplesConfig, TrainerConfig
+from lm.training.config import (
+    DistributedConfig,
+    EvaluationConfig,
+    GroupConfig,
+    ModelConfig,
+    RunOptions,
+    SamplesConfig,
+    TrainerConfig,
+)
 from lm.training.findings import LEAVE_OUT, Finding, Known, error
-from lm.training.world import srun_world
 
 if TYPE_CHECKING:
     from lm.system.devices import Device
@@ -45,7 +50,10 @@ def find(
 ) -> Iterator[Finding]:
     """Find all problems of a training's options; `custom`: the model is not the built-in decoder."""
     yield from check_trainer(trainer)
-    if known.devices is not None:
+    several = trainer.num_nodes > 1 or trainer.strategy == "hsdp" or trainer.distributed != DistributedConfig()
+    if known.devices is not None and (known.devices > 1 or several):
+        from lm.training.rank_checks import check_ranks_options
+
         yield from check_ranks_options(trainer, known.devices)
     if trainer.precision.startswith("fp8"):
         from lm.training.fp8 import check_fp8
@@ -156,52 +164,6 @@ def _unkept(callback: Callback) -> str | None:
         encode(state, f"callbacks[{callback.state_key!r}]")
     except TypeError as error:
         return str(error)
-
-
-# ---- several devices -------------------------------------------------------------------------------------------------
-
-
-def check_ranks_options(trainer: TrainerConfig, devices: int) -> Iterator[Finding]:
-    """Options without effect, or with a wrong one, on this number of devices over all nodes.
-
-    Under torchrun the number may change with a restart, so options without effect are no errors there.
-    """
-    strategy, nodes, precision, options = trainer.strategy, trainer.num_nodes, trainer.precision, trainer.distributed
-    restarts = under_torchrun()
-    if nodes > 1 and not restarts and srun_world() is None and "MASTER_ADDR" not in os.environ:
-        yield error(
-            f"trainer.num_nodes {nodes}: the nodes do not find one another",
-            f"start the command on each with `torchrun --nnodes {nodes}`, or with `srun --nodes {nodes}`, or "
-            "give --trainer.num_nodes 1",
-        )
-    if strategy == "hsdp" and (nodes == 1 or devices == nodes) and not (nodes == 1 and restarts):
-        other, where = ("fsdp2", "one node") if nodes == 1 else ("ddp", "one device a node")
-        yield error(
-            f"trainer.strategy hsdp shards a model within each of several nodes, and with {where} it would be {other}",
-            f"give --trainer.strategy {other}",
-        )
-    kind = "ddp" if strategy in ("auto", "ddp") else "fsdp2"
-    for name, value in vars(options).items():
-        needs, alone = "fsdp2" if name == "reshard" else "several devices", devices == 1
-        fits = needs in (kind, "several devices")
-        if value is not None and (not fits or alone and not restarts):
-            yield error(
-                f"trainer.distributed.{name} is for {needs}, and this training is on {'one device' if alone else kind}",
-                LEAVE_OUT,
-            )
-    take_mixed = f"{LEAVE_OUT}, or give --trainer.precision bf16-mixed"
-    if options.reduce_dtype is not None and precision == "bf16-true":
-        yield error(
-            "trainer.distributed.reduce_dtype is for gradients in fp32, and trainer.precision bf16-true has "
-            "them in bf16",
-            take_mixed,
-        )
-    if options.reduce_dtype == "bf16" and precision == "16-mixed":
-        yield error(
-            "trainer.distributed.reduce_dtype bf16 does not go with trainer.precision 16-mixed, whose scaled "
-            "gradients need fp16's digits",
-            take_mixed,
-        )
 
 
 # ---- the model on its device -----------------------------------------------------------------------------------------

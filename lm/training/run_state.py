@@ -14,7 +14,6 @@ import torch
 from lm.errors import GuardStop, RequestError
 from lm.runs.checkpoint import Progress
 from lm.runs.run import Run
-from lm.training.checkpoint_checks import check_same_model, check_same_tokenizer
 from lm.training.checkpoint_content import from_checkpoint, to_checkpoint
 from lm.training.pace import StepTimeEstimator
 from lm.training.rng_state import restore_rng_state
@@ -77,6 +76,8 @@ class RunState:
 
         Hyper-parameters come from the config, so a changed learning rate takes effect.
         """
+        from lm.training.checkpoint_checks import check_same_model, check_same_tokenizer
+
         if "lm" in checkpoint:
             raise RequestError(OTHER_TRAINER)
         data, ranks, rank = module.trainer.datamodule, checkpoint["ranks"], module.global_rank
