@@ -166,9 +166,12 @@ def test_what_a_subclass_adds_is_in_its_hyperparameters():
 
 def test_the_trainer_makes_a_run_and_resumes_it(workplace):
     """A run folder with whole checkpoints, by the same script; the commands know the run."""
-    said = lm(workplace, write(workplace, TRAINER, **SMALL))
+    paths = "\nprint('best', trainer.checkpoint_callback.best_model_path, trainer.checkpoint_callback.last_model_path)\n"
+    said = lm(workplace, write(workplace, TRAINER + paths, **SMALL))
     run = Run(workplace / "checkpoints" / "objects")
     assert run.status() == "finished" and find_damage(run.checkpoint("last")) is None and run.link("best")
+    best, last = re.search(r"best (\S+) (\S+)", said.stdout).groups()
+    assert [workplace / best, workplace / last] == [run.link("best").resolve(), run.link("last").resolve()]
     measured = float(re.search(r"'val/loss': ([\d.]+)", said.stdout)[1])
     assert measured == pytest.approx(run.metrics("val/loss")[-1]["val/loss"])
     lm(workplace, write(workplace, TRAINER, **SMALL | {"max_steps": 6}))

@@ -7,6 +7,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import torch
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.strategies import SingleDeviceStrategy
 
@@ -32,7 +33,7 @@ class Checkpoints(ModelCheckpoint):
 
     A checkpoint is saved between two optimizer steps, after the validation if there is one, so that a resume repeats
     and loses neither. ModelCheckpoint's own timing and linking are replaced: they save twice, and move links before the
-    files are complete.
+    files are complete. Its attributes `best_model_path`, `best_model_score` and `last_model_path` are set as usual.
     """
 
     FILE_EXTENSION = ""
@@ -76,6 +77,7 @@ class Checkpoints(ModelCheckpoint):
             self.stale = {path.name for path in stale}
             self.permanent = {path.name for path in steps.values() if is_permanent(path)}
             run.describe(left_behind=[stated_digest(path / "trainer.json") for path in stale])
+            self._set_paths(run, chosen)
             if chosen and chosen.parent == run.path.resolve():
                 link_to(run.path / chosen.name, self.best_name)
         except OSError as error:
@@ -122,6 +124,7 @@ class Checkpoints(ModelCheckpoint):
         loss = trainer.callback_metrics["val/loss"].item()
         if loss < self.best_loss:
             self.best_loss, self.best_name = loss, self._name(trainer)
+            self.best_model_score = trainer.callback_metrics["val/loss"]
             self.save(trainer)
         elif self._due(trainer.global_step) or trainer.global_step >= trainer.max_steps:
             self.save(trainer)
@@ -152,6 +155,7 @@ class Checkpoints(ModelCheckpoint):
             return
         self.saved_step = trainer.global_step
         path = trainer.run.path / self._name(trainer)
+        self._set_paths(trainer.run, path)
         self.stale = self.stale - {path.name}  # a new set, as the writer may be iterating over the old one
         if self._is_permanent(self.saved_step):
             self.permanent = self.permanent | {path.name}
@@ -173,6 +177,10 @@ class Checkpoints(ModelCheckpoint):
             if saved not in needed and path.name not in (last, best, *self.permanent):
                 remove_folder(path)
 
+    def _set_paths(self, run: Run, last: Path | None) -> None:
+        self.last_model_path = "" if last is None else str(last)
+        self.best_model_path = "" if self.best_name is None else str(run.path / self.best_name)
+
     @staticmethod
     def _name(trainer: Trainer) -> str:
         return f"step-{trainer.global_step:08d}"
@@ -182,6 +190,7 @@ class Checkpoints(ModelCheckpoint):
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         self.best_loss, self.best_name = state_dict["best_loss"], state_dict["best_name"]
+        self.best_model_score = torch.tensor(self.best_loss)
 
 
 def is_permanent(checkpoint: Path) -> bool:
