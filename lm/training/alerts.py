@@ -83,12 +83,13 @@ class AlertEvaluator:
 
     def explain(self, condition: Condition, step: int) -> str:
         """A condition, and the values of its metric and median: `loss > 10: loss is 12.31 at step 130`."""
-        name, median_metric, figures = condition.metric, condition.median_of, []
-        if name != "step":
-            figures.append(f"{name} is {format_figure(self.newest[name])}")
-        if median_metric:
-            figures.append(f"median({median_metric}, {condition.count}) is {format_figure(self._median(condition))}")
-        return f"{condition.text}: {', '.join(figures)}{' ' * bool(figures)}at step {step}"
+        figures = []
+        if condition.metric != "step":
+            figures.append(f"{condition.metric} is {format_figure(self.newest[condition.metric])}")
+        if condition.median_of:
+            median_value = format_figure(self._median(condition))
+            figures.append(f"median({condition.median_of}, {condition.count}) is {median_value}")
+        return " ".join(filter(None, [f"{condition.text}:", ", ".join(figures), f"at step {step}"]))
 
     def drop_newest(self) -> None:
         """Drop the newest values, so that they do not enter a window."""

@@ -30,8 +30,9 @@ def precision_for_cpu(precision: Precision) -> Precision:
     """The precision that this CPU does well, in place of the one that was asked for."""
     if precision == "32-true" or precision.startswith("fp8-"):
         return precision
-    half = cpu_half_precision()
-    return "32-true" if half is None else "bf16-true" if precision == "bf16-true" else "bf16-mixed"
+    if cpu_half_precision() is None:
+        return "32-true"
+    return "bf16-true" if precision == "bf16-true" else "bf16-mixed"
 
 
 def multiplication_precision(precision: str, matmul_precision: str) -> str:

@@ -166,7 +166,9 @@ def test_what_a_subclass_adds_is_in_its_hyperparameters():
 
 def test_the_trainer_makes_a_run_and_resumes_it(workplace):
     """A run folder with whole checkpoints, by the same script; the commands know the run."""
-    paths = "\nprint('best', trainer.checkpoint_callback.best_model_path, trainer.checkpoint_callback.last_model_path)\n"
+    paths = (
+        "\nprint('best', trainer.checkpoint_callback.best_model_path, trainer.checkpoint_callback.last_model_path)\n"
+    )
     said = lm(workplace, write(workplace, TRAINER + paths, **SMALL))
     run = Run(workplace / "checkpoints" / "objects")
     assert run.status() == "finished" and find_damage(run.checkpoint("last")) is None and run.link("best")

@@ -42,7 +42,7 @@ RUN_FACTS = ("reason", "path", "host", "tags", "note", "max_steps", "tokens", "m
 PATIENCE = 60.0  # seconds that the program may take during a run
 PENDING = 10.0  # seconds that the end of a run waits for earlier events
 QUIET = 600.0  # seconds between two events of guards
-MOST_FINDINGS = 10  # in one event
+MAX_FINDINGS = 10  # in one event
 LONGEST = 100_000  # characters of a variable; Linux takes 128 KiB
 STDERR = 2  # where the output goes, also in a notebook, whose sys.stderr is no file
 
@@ -181,8 +181,9 @@ class Events(Callback):
 
     def _tell_findings(self, trainer: Trainer) -> None:
         findings, self._findings = self._findings, []
-        older = len(findings) - MOST_FINDINGS
-        lines = [f"{older} more before these"] * (older > 0) + [str(finding) for finding in findings[-MOST_FINDINGS:]]
+        lines = [str(finding) for finding in findings[-MAX_FINDINGS:]]
+        if len(findings) > MAX_FINDINGS:
+            lines.insert(0, f"{len(findings) - MAX_FINDINGS} more before these")
         guards = {finding.guard for finding in findings}
         event = guards.pop() if guards in ({"alert"}, {"budget"}) else "warning"
         self._start(trainer, event, "\n".join(lines))
