@@ -281,11 +281,11 @@ def test_a_checkpoint_is_copied_into_page_locked_memory_that_is_kept(tmp_path):
     writer = FolderCheckpointIO()
     weight = torch.randn(300, 200, device="cuda")
     for _ in range(2):
-        copies = [writer.copy_to_host(("optimizer", "a"), weight.t())]
-        writer.wait_for_copies()
+        with writer.copying() as copy_to_host:
+            copies = [copy_to_host(("optimizer", "a"), weight.t())]
         assert copies[0].is_pinned() and torch.equal(copies[0], weight.t().cpu())
         weight += 1
-    assert len(writer._kept) == 1
+    assert len(writer._host_memory) == 1
 
 
 # ---- FP8 ------------------------------------------------------------------------------------------------------------

@@ -16,11 +16,12 @@ from lm.cli.fit import fit
 from lm.cli.request import make_request, override
 from lm.data.mixture import continued_mixture
 from lm.errors import RequestError
-from lm.runs.checkpoint import find_damage, read_document, read_progress
+from lm.runs.checkpoint import read_progress
 from lm.runs.config_diff import differences, not_allowed
 from lm.runs.find import find_run
 from lm.runs.resume import warn_if_stale
 from lm.runs.run import Run
+from lm.runs.trainer_json import find_damage, read_document
 from lm.system.files import atomic_folder, dump_checksummed
 from lm.system.process import other_arguments, under_srun, under_torchrun
 from lm.training.config import ScheduleConfig

@@ -21,7 +21,7 @@ from lm.data.tokenizer import Tokenizer
 from lm.errors import RequestError, first_line, require_at_least
 from lm.runs.find import find_run
 from lm.runs.run import ROOT
-from lm.system.parsing import DAMAGE, parse_json
+from lm.system.parsing import DAMAGE_ERRORS, parse_json
 from lm.system.process import harmless
 from lm.system.units import format_count, plural
 
@@ -105,7 +105,7 @@ def _recorded_splits(file: Path) -> dict[str, Any]:
         names = [name for name, split in splits.items() if split["documents"] >= 0 and split["bytes"] >= 0]
         if not names or any(name in ("", "..") or Path(name).name != name for name in names):
             raise ValueError("it has no splits, or one outside of its folder")
-    except (OSError, *DAMAGE) as error:
+    except (OSError, *DAMAGE_ERRORS) as error:
         anew = f"`rm -r {quote(str(file.parent))}`, and run `lm data prepare` again"
         raise RequestError(f"{file} is damaged ({first_line(error)}); {anew}") from error
     return splits

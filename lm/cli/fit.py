@@ -27,7 +27,7 @@ from lm.data.datamodule import DataModule
 from lm.errors import RequestError
 from lm.model.build import kernels_missing
 from lm.runs.config_diff import describe_changes
-from lm.runs.resume import check_config_changes, find_checkpoint, repair_links
+from lm.runs.resume import find_checkpoint, repair_links
 from lm.runs.run import Run, check_run_name
 from lm.system.hardware import has_fp8
 from lm.system.process import other_arguments
@@ -68,6 +68,8 @@ def fit(request: Request[FitOptions], callbacks: Sequence[Callback] = (), messag
     else:
         check_run_name(request.run_name)  # before the data is made
     if run and checkpoint:
+        from lm.runs.resume_checks import check_config_changes
+
         changed = check_config_changes(run, request.settings, request.run_choice.force)
         if stays_stopped(run, changed):
             log.info(

@@ -20,7 +20,7 @@ from lm.cli.runs_show import STYLES
 from lm.runs.facts import LiveRun
 from lm.runs.history import Series, smooth
 from lm.runs.metrics import BY_SOURCE, METRICS, Metric
-from lm.system.parsing import DAMAGE
+from lm.system.parsing import DAMAGE_ERRORS
 from lm.system.units import format_bytes, format_count, format_duration
 
 FIGURES = (
@@ -104,7 +104,7 @@ def machine_facts(state: dict[str, Any], most: int) -> list[Fact]:
         if process["memory_bytes"] is not None:
             facts.append(("process", format_bytes(process["memory_bytes"]), ""))
         return facts
-    except DAMAGE:
+    except DAMAGE_ERRORS:
         return [("machine", "not readable: heartbeat.json is damaged", "")]
 
 

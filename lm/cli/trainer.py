@@ -18,7 +18,8 @@ from lm.data.datamodule import DataModule
 from lm.errors import RequestError
 from lm.runs.config_diff import describe_changes
 from lm.runs.find import find_run
-from lm.runs.resume import check_config_changes, find_checkpoint
+from lm.runs.resume import find_checkpoint
+from lm.runs.resume_checks import check_config_changes
 from lm.system import process
 from lm.system.dataclass_arguments import build_options
 from lm.system.process import ConsoleHandler

@@ -16,7 +16,7 @@ import pyarrow.parquet as pq
 
 from lm.errors import RequestError
 from lm.evaluation.public_tasks import PUBLIC_TASKS
-from lm.system.parsing import DAMAGE, parse_line, parse_yaml
+from lm.system.parsing import DAMAGE_ERRORS, parse_line, parse_yaml
 
 EMBEDDED = "embedded:"
 BUNDLE = "https://karpathy-public.s3.us-west-2.amazonaws.com/eval_bundle.zip"  # the copy that nanochat uses
@@ -104,7 +104,7 @@ def _read(path: str, num_fewshot: int | None) -> Iterator[Task]:
 def _from_yaml(file: Path, num_fewshot: int | None) -> Iterator[Task]:
     try:
         entries = [dict(entry) for entry in parse_yaml(file.read_bytes())["icl_tasks"]]
-    except (OSError, *DAMAGE) as error:
+    except (OSError, *DAMAGE_ERRORS) as error:
         raise RequestError(f"{file} cannot be read: expected a list of tasks under icl_tasks ({error})") from error
     baselines = _baselines(file.parent / "eval_meta_data.csv")
     for entry in entries:
@@ -117,7 +117,7 @@ def _from_yaml(file: Path, num_fewshot: int | None) -> Iterator[Task]:
         try:
             label, source = str(entry["label"]), _source(file.parent, entry["dataset_uri"], place)
             shots = [int(count) for count in (requested if isinstance(requested, list) else [requested])]
-        except DAMAGE as error:
+        except DAMAGE_ERRORS as error:
             raise RequestError(f"{place}: label, dataset_uri or num_fewshot is missing or wrong ({error})") from error
         items = _items(source)
         for count in shots:

@@ -15,7 +15,7 @@ from lm.errors import RequestError
 from lm.inspection.drawing import Html, table, wrapped
 from lm.runs.run import Run
 from lm.system.arguments import Parser
-from lm.system.parsing import DAMAGE
+from lm.system.parsing import DAMAGE_ERRORS
 
 PATHS = ("path", "train", "val", "test", "tokenizer", "cache_dir")  # options of `data:` that are paths
 
@@ -107,7 +107,7 @@ def samples_at(run: Run, step: int) -> tuple[int, int]:
             first = segments[0]["step"] + 1 if segments else 1  # of a branch, the step after its trunk
             raise RequestError(f"run {run.path} has taken steps {first} to {last}; there is no step {step}")
         begin, sample, batch = (int(before[-1][name]) for name in ("step", "sample", "global_batch"))
-    except DAMAGE as error:
+    except DAMAGE_ERRORS as error:
         raise RequestError(f"{run.path / 'run.json'} is damaged: its `stretches` cannot be read ({error})") from error
     return sample + (step - 1 - begin) * batch, batch
 

@@ -7,7 +7,7 @@ import time
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from lm.system.parsing import DAMAGE, finite_or_none
+from lm.system.parsing import DAMAGE_ERRORS, finite_or_none
 
 Evaluation = dict[str, Any]
 
@@ -35,7 +35,7 @@ def is_evaluation(line: Evaluation) -> bool:
     try:
         evaluation_metrics(line)
         return bool(describe_evaluation(merge_evaluations([line])))
-    except DAMAGE:
+    except DAMAGE_ERRORS:
         return False
 
 

@@ -1,4 +1,4 @@
-"""Find the checkpoint that a command refers to, and check whether a run may be resumed with a changed config."""
+"""Find the checkpoint that a command refers to; `runs/resume_checks` compares the config with the run's."""
 
 import logging
 import os
@@ -6,13 +6,12 @@ import re
 from contextlib import suppress
 from difflib import get_close_matches
 from pathlib import Path
-from typing import Any
 
 from lm.errors import RequestError
-from lm.runs.checkpoint import find_damage, link_to, read_progress
-from lm.runs.config_diff import differences, not_allowed
+from lm.runs.checkpoint import link_to, read_progress
 from lm.runs.find import find_run, nearest_runs, unknown_run
 from lm.runs.run import REFERENCES, ROOT, STEP, Run, is_of_a_run
+from lm.runs.trainer_json import find_damage
 from lm.system.files import is_remote, restore_interrupted
 from lm.system.process import rank
 
@@ -221,26 +220,3 @@ def repair_links(run: Run, checkpoint: Path) -> None:
     """Point the links of a finished run to its last and best checkpoints, in case it was killed before they moved."""
     if checkpoint.resolve().parent == run.path.resolve():
         link_to(run.path / checkpoint.name, read_progress(checkpoint).best_name)
-
-
-def check_config_changes(run: Run, config: dict[str, Any], force: bool) -> dict[str, list[Any]]:
-    """Compare a config with a run's: `{key: [before, now]}`; raise RequestError if a resume may not change a key."""
-    settings = run.settings()
-    if not force and not settings:
-        raise RequestError(
-            f"{run.config} is damaged, so it is not known what the run was trained with: put it back, or give --force "
-            "to resume with the config of this command"
-        )
-    changed = {
-        key: values
-        for key, values in differences([settings, config]).items()
-        if not key.startswith("data.prepare.") or values[1] is not None
-    }  # null: then the shards are compared
-    fixed = not_allowed("resume", changed)
-    if fixed and not force:
-        values = "; ".join(f"{key} was {before}, now {now}" for key, (before, now) in fixed.items())
-        fix = "start a new run without --ckpt_path"
-        if not any(key.startswith("model.decoder") for key in not_allowed("branch", fixed)):
-            fix += ", or give --force"
-        raise RequestError(f"run {run.path} cannot be resumed with another {', '.join(fixed)}: {values}; {fix}")
-    return changed

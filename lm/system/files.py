@@ -1,8 +1,9 @@
-"""Files that survive a crash: atomic writes, appended lines, JSON with a digest, folders complete or absent.
+"""Files that survive a crash: atomic writes and links, appended lines, JSON with a digest, folders complete or absent.
 
 Also what is wrong with a path, a URL or a file. Nothing here imports torch.
 """
 
+import errno
 import hashlib
 import json
 import logging
@@ -59,7 +60,7 @@ def check_fetched(start: bytes, name: str | Path) -> None:
         raise RequestError(f"{name} is a pointer of Git LFS, not the file itself: run `git lfs pull` in its folder")
 
 
-# ---- atomic writes and appended lines --------------------------------------------------------------------------------
+# ---- atomic writes, links and appended lines -------------------------------------------------------------------------
 
 
 def write_atomically(path: Path, text: str, durable: bool = True) -> None:
@@ -116,6 +117,24 @@ def read_lines(path: Path, containing: tuple[str, ...] = ("",)) -> Iterator[dict
     for line in text.split(b"\n"):
         if any(part in line for part in parts) and (entry := parse_line(line)):
             yield entry
+
+
+def point(link: Path, target: str) -> None:
+    """Make `link` a relative symbolic link to the folder `target`, atomically; not on a file system without such links.
+
+    There `Run.link` finds the checkpoint.
+    """
+    temporary = link.with_name(f".{link.name}-{os.getpid()}")
+    temporary.unlink(missing_ok=True)
+    try:
+        temporary.symlink_to(target)
+    except OSError as error:
+        if error.errno in (errno.EPERM, errno.ENOSYS, errno.ENOTSUP):  # as exFAT, FUSE and SMB say it
+            return
+        raise
+    if link.is_dir() and not link.is_symlink():  # the run was copied with folders in place of its links
+        remove_folder(link)
+    os.replace(temporary, link)
 
 
 class Attempts:

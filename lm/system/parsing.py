@@ -10,7 +10,7 @@ from typing import Any
 from lm.errors import RequestError
 
 # Errors from reading a file that does not have the expected content.
-DAMAGE = (ArithmeticError, AttributeError, LookupError, TypeError, ValueError)
+DAMAGE_ERRORS = (ArithmeticError, AttributeError, LookupError, TypeError, ValueError)
 
 
 def parse_json(text: str | bytes) -> Any:
@@ -65,7 +65,7 @@ def parse_yaml(text: str | bytes) -> Any:
         raise ValueError(message) from error
     except RecursionError:
         raise ValueError("values are nested too deep to be read") from None
-    except DAMAGE as error:  # `!!int x`
+    except DAMAGE_ERRORS as error:  # `!!int x`
         raise ValueError(f"a value does not fit its tag ({error})") from error
 
 

@@ -1,6 +1,20 @@
-"""What a checkpoint holds of a training run: a Hugging Face model, the state of its optimizer by name, and the rest.
+"""What a checkpoint holds of a training run, as a dictionary; `runs/checkpoint` writes it to a folder.
 
-`training/checkpoint_io` writes it; `training/checkpoint_checks` compares it with the model that it is loaded into.
+    content = {
+        # from Lightning as they are
+        "epoch": 0, "global_step": 1000, "pytorch-lightning_version": ..., "loops": ..., "callbacks": ...,
+        "lr_schedulers": [],
+        # by `to_content`
+        "state_dict": {"model.norm.weight": Tensor, ...},           # by the names of Hugging Face
+        "optimizer": {"norm.weight/exp_avg": Tensor, ...},          # by parameter and slot of its state
+        "optimizer_values": {"written_by": {"name": "adamw"}, ...}, # the rest of its state: see `optimizer_content`
+        "ranks": [{"rng": ...}, ...],                               # random number generators of each rank
+        "files": {"config.json": "{...", ...},                      # texts beside the weights of a Hugging Face model
+        # by `RunState.save` and the callback `Checkpoints`
+        "cursor": {"consumed": 64000}, "pending_validation": False, "step_stats": ..., "kept_for_good": False,
+    }
+
+`training/checkpoint_loading` is the way back.
 """
 
 import json
@@ -8,12 +22,11 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from lm.data.tokenizer import Tokenizer
 from lm.model.config import DecoderConfig
-from lm.model.huggingface import config_json, from_huggingface, generation_config_json, to_huggingface
+from lm.model.huggingface import config_json, generation_config_json, to_huggingface
 from lm.training.builtin_optimizers import BUILTIN
 from lm.training.config import OptimizerConfig
 from lm.training.rng_state import rng_state
@@ -22,36 +35,28 @@ if TYPE_CHECKING:
     from lm.training.module import LanguageModule
 
 
-def to_checkpoint(module: "LanguageModule", checkpoint: dict[str, Any]) -> None:
-    """Turn Lightning's checkpoint, in place, into the content of a checkpoint folder; call it on every rank."""
-    checkpoint.pop(module.CHECKPOINT_HYPER_PARAMS_KEY, None)  # config.json has them
-    checkpoint.pop(module.CHECKPOINT_HYPER_PARAMS_NAME, None)
-    checkpoint["lr_schedulers"] = []
-    checkpoint["state_dict"] = named_weights(module, checkpoint["state_dict"])
-    states = checkpoint.pop("optimizer_states", [])
-    checkpoint["optimizer"] = {}
-    if states and states[0]:  # none where the weights alone are saved
-        checkpoint |= optimizer_content(module, states[0])
-    rank_state = {"rng": rng_state()}
-    checkpoint["ranks"] = [rank_state] * module.trainer.world_size
-    if module.trainer.world_size > 1:
-        torch.distributed.all_gather_object(checkpoint["ranks"], rank_state)  # in the order of the ranks
-    checkpoint["files"] = huggingface_files(module)
+def to_content(module: "LanguageModule", checkpoint: dict[str, Any]) -> dict[str, Any]:
+    """The content of a checkpoint folder, made from Lightning's checkpoint; call it on every rank."""
+    in_config_json = (module.CHECKPOINT_HYPER_PARAMS_KEY, module.CHECKPOINT_HYPER_PARAMS_NAME)
+    content = {key: value for key, value in checkpoint.items() if key not in ("optimizer_states", *in_config_json)}
+    content["lr_schedulers"] = []  # a resume needs the key, which Lightning leaves out where it saves weights alone
+    content["state_dict"] = named_weights(module, checkpoint["state_dict"])
+    content["optimizer"] = {}
+    states = checkpoint.get("optimizer_states")
+    if states and states[0]:  # neither where it saves weights alone, nor on ranks other than zero
+        content |= optimizer_content(module, states[0])
+    content["ranks"] = gathered({"rng": rng_state()}, module.trainer.world_size)
+    content["files"] = huggingface_files(module)
+    return content
 
 
-def from_checkpoint(module: "LanguageModule", checkpoint: dict[str, Any]) -> None:
-    """The inverse of `to_checkpoint` for weights and optimizer: turn them, in place, into what Lightning loads."""
-    from lm.training.checkpoint_checks import check_same_class, check_same_shapes
-
-    weights = checkpoint["state_dict"]
-    check_same_class(checkpoint["files"], module)
-    check_same_shapes(weights, module)
-    if module.builtin:
-        weights = from_huggingface(weights, module.config)
-    checkpoint["state_dict"] = {f"decoder.{name}": value for name, value in weights.items()}
-    if "optimizer" in checkpoint:
-        tensors, values = checkpoint.pop("optimizer"), checkpoint.pop("optimizer_values", {})
-        checkpoint["optimizer_states"] = [optimizer_state_dict(module, tensors, values)]
+def gathered(rank_state: dict[str, Any], world_size: int) -> list[dict[str, Any]]:
+    """The states of all ranks, in their order."""
+    if world_size == 1:
+        return [rank_state]
+    states = [{} for _ in range(world_size)]  # receives them
+    torch.distributed.all_gather_object(states, rank_state)
+    return states
 
 
 # ---- the model -------------------------------------------------------------------------------------------------------
@@ -93,7 +98,17 @@ def model_files(
 
 
 def optimizer_content(module: "LanguageModule", state_dict: dict[str, Any]) -> dict[str, Any]:
-    """An optimizer's `state_dict` as tensors by name, and the plain values beside them."""
+    """An optimizer's `state_dict` as tensors by name, and the plain values beside them.
+
+                                AdamW             a class that saves all that an optimizer may
+    optimizer                   {"norm.weight/exp_avg": Tensor, "norm.weight/step": Tensor, ...}
+    optimizer_values
+        written_by              {"name": "adamw"}   {"class_path": "my_optimizers.Lion"}
+        state                   {}                  {"norm.weight/count": 3}, values that are not tensors
+        groups                  []                  [{"k": 3}, {"k": 3}], settings that its steps change
+        of_no_parameter         {}                  {"seen": 3}, state of which the key is no parameter
+        entries                 {}                  {"average": 0.5}, beside "state" and "param_groups"
+    """
     optimizer, config = module.optimizers(use_pl_optimizer=False), module.options.optimizer
     changed_settings = []  # AdamW and Muon change no setting of a group
     if config.class_path is not None:
@@ -113,22 +128,14 @@ def optimizer_content(module: "LanguageModule", state_dict: dict[str, Any]) -> d
     }
 
 
-def optimizer_state_dict(module: "LanguageModule", tensors: dict[str, Tensor], values: dict[str, Any]) -> dict:
-    """The inverse of `optimizer_content`, with the settings of the config, so that a changed learning rate counts."""
-    from lm.training.checkpoint_checks import check_same_optimizer
-
-    optimizer = module.configure_optimizers()
-    state_dict = optimizer.state_dict()
-    check_same_optimizer(values.get("written_by"), describe_optimizer(module.options.optimizer, optimizer))
-    named_state = tensors | values.get("state", {})  # an imported model has neither
-    state = index_state(named_state, parameter_names(module.decoder, optimizer))
-    parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
-    for index, slots in state.items():
-        state[index] = {slot: with_strides_of(parameters[index], value) for slot, value in slots.items()}
-    state_dict["state"] |= state | values.get("of_no_parameter", {})  # a class may need what it made when it was built
-    for group, changed_settings in zip(state_dict["param_groups"], values.get("groups", [])):
-        group |= changed_settings
-    return state_dict | values.get("entries", {})
+def describe_optimizer(config: OptimizerConfig, optimizer: Optimizer) -> dict[str, str]:
+    """Identifies the optimizer, to compare on resume: the option or the method that chose it, and its value."""
+    if config.class_path is not None:
+        return {"class_path": config.class_path}
+    class_path = f"{type(optimizer).__module__}.{type(optimizer).__qualname__}"
+    if class_path != BUILTIN[config.name].class_path:  # a subclass of LanguageModule made it
+        return {"configure_optimizers": class_path}
+    return {"name": config.name}
 
 
 def parameter_names(module: nn.Module, optimizer: Optimizer) -> list[str]:
@@ -141,34 +148,6 @@ def name_state(state: dict[Any, Any], names: list[str]) -> dict[str, Any]:
     """State by index, `{index: {slot: value}}`, as values `<parameter>/<slot>`; state of no parameter is left out."""
     by_index = {index: slots for index, slots in state.items() if isinstance(index, int)}
     return {f"{names[index]}/{slot}": value for index, slots in by_index.items() for slot, value in slots.items()}
-
-
-def index_state(values: dict[str, Any], names: list[str]) -> dict[int, dict[str, Any]]:
-    """The inverse of `name_state`."""
-    states: dict[str, dict[str, Any]] = {name: {} for name in names}
-    for key, value in values.items():
-        name = key.rpartition("/")[0]
-        while name and name not in states:  # the slot has a slash in its name, too
-            name = name.rpartition("/")[0]
-        states.setdefault(name, {})[key[len(name) + 1 :]] = value
-    return {index: states[name] for index, name in enumerate(names) if states[name]}
-
-
-def with_strides_of(parameter: Tensor, value: Any) -> Any:
-    """State with the strides of its parameter: a fused optimizer goes through both in the order of the memory."""
-    if not isinstance(value, Tensor) or value.shape != parameter.shape or isinstance(parameter, DTensor):
-        return value
-    return torch.empty_like(parameter, dtype=value.dtype, device=value.device).copy_(value)
-
-
-def describe_optimizer(config: OptimizerConfig, optimizer: Optimizer) -> dict[str, str]:
-    """What chose the optimizer and its value: the option `name` or `class_path`, or a subclass's own method."""
-    if config.class_path is not None:
-        return {"class_path": config.class_path}
-    class_path = f"{type(optimizer).__module__}.{type(optimizer).__qualname__}"
-    if class_path != BUILTIN[config.name].class_path:
-        return {"configure_optimizers": class_path}
-    return {"name": config.name}
 
 
 def checkpoint_tensors(module: "LanguageModule") -> dict[tuple[str, str], Tensor]:

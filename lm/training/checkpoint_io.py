@@ -1,13 +1,17 @@
 """Saves and loads checkpoints for Lightning's Trainer; a thread writes them while the training continues.
 
+    save_checkpoint     copies all tensors into host memory; the training waits for this
+    the thread          writes the copies to the disk, then moves links and removes old checkpoints
+
 `training/checkpoint_content` is what they hold, `runs/checkpoint` the folder on the disk; `callbacks/checkpoints`
 decides when one is saved.
 """
 
 import logging
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager
 from copy import deepcopy
 from pathlib import Path
 from typing import Any
@@ -24,8 +28,11 @@ from lm.system.files import remove_folder
 log = logging.getLogger(__name__)
 
 
+Place = tuple[str, str | int]  # of a tensor in a checkpoint, such as ("state_dict", "model.norm.weight")
+
+
 class HostCopy(Tensor):
-    """A tensor in host memory that training does not write to, so that a checkpoint need not copy it again."""
+    """Marks a tensor that a strategy has gathered into host memory: `save_checkpoint` does not copy it again."""
 
 
 class FolderCheckpointIO(CheckpointIO):
@@ -35,8 +42,8 @@ class FolderCheckpointIO(CheckpointIO):
         self.load_optimizer = True  # set False where only weights are wanted (validate, test, predict)
         self.verified: Path | None = None  # the checkpoint whose files have just been compared with their digests
         self._writer = ThreadPoolExecutor(max_workers=1, thread_name_prefix="checkpoint")
-        self._pending: Future[None] | None = None  # the newest write, or reservation of memory
-        self._host_memory: dict[tuple[str, str | int], Tensor] = {}  # for copies; reused by the next checkpoint
+        self._task: Future[None] | None = None  # what the thread has been given to do, one task at a time
+        self._host_memory: dict[Place, Tensor] = {}  # for copies; reused by the next checkpoint
 
     # ---- Lightning's interface ----------------------------------------------------------------------------------
 
@@ -50,12 +57,13 @@ class FolderCheckpointIO(CheckpointIO):
 
         `storage_options`, Lightning's name for what a CheckpointIO defines, is called once the folder is written.
         """
-        self.drain()
-        snapshot = {key: deepcopy(value) for key, value in checkpoint.items() if key not in TENSORS}
-        for key in [key for key in TENSORS if key in checkpoint]:
-            snapshot[key] = {name: self._snapshot((key, name), tensor) for name, tensor in checkpoint[key].items()}
-        self.wait_for_copies()
-        self._pending = self._writer.submit(write, Path(path), snapshot, storage_options)
+        after_write = storage_options
+        with self.copying():
+            content = {key: deepcopy(value) for key, value in checkpoint.items() if key not in TENSORS}
+            for key in TENSORS:
+                if key in checkpoint:
+                    content[key] = {name: self._copy((key, name), tensor) for name, tensor in checkpoint[key].items()}
+        self._task = self._writer.submit(write, Path(path), content, after_write)
 
     def load_checkpoint(
         self, path: str | os.PathLike[str], map_location: Any = None, weights_only: bool | None = None
@@ -77,32 +85,27 @@ class FolderCheckpointIO(CheckpointIO):
     # ---- the thread ---------------------------------------------------------------------------------------------
 
     def drain(self) -> None:
-        """Wait until everything is on the disk; raise the failure of a write."""
-        pending, self._pending = self._pending, None
-        if pending is not None:
-            pending.result()
+        """Wait until everything is on the disk; raise the failure of the write."""
+        task, self._task = self._task, None
+        if task is not None:
+            task.result()
 
     def raise_failures(self) -> None:
         """Raise the failure of a write that has ended."""
-        if self._pending is not None and self._pending.done():
+        if self._task is not None and self._task.done():
             self.drain()
 
     # ---- copies in host memory ----------------------------------------------------------------------------------
 
-    def copy_to_host(self, place: tuple[str, str | int], tensor: Tensor) -> Tensor:
-        """Copy a tensor into host memory that the next checkpoint reuses for `place`; then call `wait_for_copies`.
+    @contextmanager
+    def copying(self) -> Iterator[Callable[[Place, Tensor], Tensor]]:
+        """Yield `copy_to_host(place, tensor)`; its copies can be read after the block.
 
-        From a GPU the copy is asynchronous, into page-locked memory: several times faster than one-by-one copies into
-        newly allocated memory.
+        It reuses the memory of the checkpoint before, whose write is waited for first. From a GPU the copies are
+        asynchronous, into page-locked memory: several times faster than one-by-one copies into newly allocated memory.
         """
-        self.drain()  # the write before reads this memory
-        memory = self._host_memory.get(place)
-        if memory is None or (memory.shape, memory.dtype) != (tensor.shape, tensor.dtype):
-            memory = self._host_memory[place] = allocate_host_memory(tensor)
-        return memory.copy_(tensor.detach(), non_blocking=True).as_subclass(HostCopy)
-
-    def wait_for_copies(self) -> None:
-        """Wait until what `copy_to_host` returned can be read."""
+        self.drain()
+        yield self._copy_to_host
         if torch.cuda.is_initialized():
             torch.cuda.synchronize()
 
@@ -114,13 +117,19 @@ class FolderCheckpointIO(CheckpointIO):
         def allocate() -> None:
             self._host_memory |= {place: allocate_host_memory(tensor) for place, tensor in tensors.items()}
 
-        self._pending = self._writer.submit(allocate)
+        self._task = self._writer.submit(allocate)
 
-    def _snapshot(self, place: tuple[str, str], tensor: Tensor) -> Tensor:
+    def _copy(self, place: Place, tensor: Tensor) -> Tensor:
         """A contiguous tensor in host memory that training will not write to."""
         if tensor.device.type == "cuda":
-            return self.copy_to_host(place, tensor)
+            return self._copy_to_host(place, tensor)
         return tensor.detach().to("cpu", copy=not isinstance(tensor, HostCopy)).contiguous()
+
+    def _copy_to_host(self, place: Place, tensor: Tensor) -> Tensor:
+        memory = self._host_memory.get(place)
+        if memory is None or (memory.shape, memory.dtype) != (tensor.shape, tensor.dtype):
+            memory = self._host_memory[place] = allocate_host_memory(tensor)
+        return memory.copy_(tensor.detach(), non_blocking=True).as_subclass(HostCopy)
 
 
 def write(folder: Path, content: dict[str, Any], after_write: Callable[[], None] | None) -> None:

@@ -19,7 +19,7 @@ from lm.data.datamodule import DataModule
 from lm.data.tokenizer import Tokenizer
 from lm.errors import RequestError
 from lm.model.config import DecoderConfig
-from lm.runs.checkpoint import ENCODABLE, encode
+from lm.runs.json_tree import ENCODABLE, encode
 from lm.system.units import shown
 from lm.training.config import (
     DistributedConfig,

@@ -72,7 +72,10 @@ class ReplicatedStrategy(RanksTogether, DDPStrategy):
         """The full optimizer state on rank zero, by `gathered_state_dict` if the optimizer divides it over ranks."""
         optimizer = getattr(optimizer, "optimizer", optimizer)
         gather = getattr(optimizer, "gathered_state_dict", None)
-        return optimizer.state_dict() if gather is None else gather(self.checkpoint_io.copy_to_host)
+        if gather is None:
+            return optimizer.state_dict()
+        with self.checkpoint_io.copying() as copy_to_host:
+            return gather(copy_to_host)
 
 
 def _add_in_bf16(state: None, bucket: dist.GradBucket) -> Future[Tensor]:  # pyright: ignore[reportPrivateImportUsage]
@@ -184,10 +187,10 @@ class FullyShardedStrategy(RanksTogether, ModelParallelStrategy):
 
         def gathered(value: Tensor) -> Tensor | None:
             full = value.full_tensor() if isinstance(value, DTensor) else value  # on every rank
-            return self.checkpoint_io.copy_to_host((kind, next(places)), full) if self.is_global_zero else None
+            return copy_to_host((kind, next(places)), full) if self.is_global_zero else None
 
-        state = apply_to_collection(state, Tensor, gathered)
-        self.checkpoint_io.wait_for_copies()
+        with self.checkpoint_io.copying() as copy_to_host:
+            state = apply_to_collection(state, Tensor, gathered)
         return state if self.is_global_zero else {}
 
     def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None) -> None:

@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from lm.errors import RequestError, first_line
-from lm.runs.checkpoint import encode
+from lm.runs.json_tree import encode
 from lm.training.config import OURS
 
 MISSING = object()  # differs from every setting

@@ -14,7 +14,7 @@ import torch
 from lm.errors import GuardStop, RequestError
 from lm.runs.checkpoint import Progress
 from lm.runs.run import Run
-from lm.training.checkpoint_content import from_checkpoint, to_checkpoint
+from lm.training.checkpoint_content import to_content
 from lm.training.pace import StepTimeEstimator
 from lm.training.rng_state import restore_rng_state
 from lm.training.schedule import Steps
@@ -65,24 +65,29 @@ class RunState:
             torch.manual_seed(torch.initial_seed() + rank)
 
     def save(self, module: "LanguageModule", checkpoint: dict[str, Any]) -> None:
-        """Turn Lightning's checkpoint, in place, into one of ours; on every rank."""
-        to_checkpoint(module, checkpoint)
-        checkpoint["cursor"] = {"consumed": self.consumed}
-        checkpoint["pending_validation"] = self.pending_validation
-        checkpoint["step_stats"] = self.stats.state_dict()
+        """Turn Lightning's checkpoint, in place as it asks for, into the content of a folder; on every rank."""
+        content = to_content(module, checkpoint)
+        content["cursor"] = {"consumed": self.consumed}
+        content["pending_validation"] = self.pending_validation
+        content["step_stats"] = self.stats.state_dict()
+        checkpoint.clear()
+        checkpoint.update(content)
 
     def restore(self, module: "LanguageModule", checkpoint: dict[str, Any]) -> None:
-        """Restore the run from a checkpoint, whose weights and optimizer state become what Lightning loads, in place.
+        """Restore the run from the content of a folder, which becomes Lightning's checkpoint, in place as it asks for.
 
         Hyper-parameters come from the config, so a changed learning rate takes effect.
         """
         from lm.training.checkpoint_checks import check_same_model, check_same_tokenizer
+        from lm.training.checkpoint_loading import from_content
 
         if "lm" in checkpoint:
             raise RequestError(OTHER_TRAINER)
         data, ranks, rank = module.trainer.datamodule, checkpoint["ranks"], module.global_rank
         check_same_tokenizer(checkpoint["files"], data, Path(module.trainer.ckpt_path))
-        from_checkpoint(module, checkpoint)
+        loadable = from_content(module, checkpoint)
+        checkpoint.clear()
+        checkpoint.update(loadable)
         if not self.other_model:
             check_same_model(checkpoint["files"], module)
         self.pending_validation = checkpoint.get("pending_validation", False) and data.has_validation

@@ -23,9 +23,10 @@ from lm.data.tokenizer_training import train_char
 from lm.errors import RequestError
 from lm.inference.pretrained import read_weights
 from lm.model.config import DecoderConfig
-from lm.runs.checkpoint import find_damage, read_folder
+from lm.runs.checkpoint import read_folder
 from lm.runs.resume import find_checkpoint
 from lm.runs.run import Run
+from lm.runs.trainer_json import find_damage
 from lm.system.arguments import call
 
 SIZES = {

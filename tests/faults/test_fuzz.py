@@ -27,7 +27,8 @@ from lm.data.shards import Shards
 from lm.errors import LmError
 from lm.evaluation.tasks import read_tasks
 from lm.inference.pretrained import load_pretrained
-from lm.runs.checkpoint import find_damage, read_folder
+from lm.runs.checkpoint import read_folder
+from lm.runs.trainer_json import find_damage
 from lm.training.budget import Sidecar
 
 pytestmark = pytest.mark.fault(25)

@@ -9,8 +9,8 @@ import pytest
 import torch
 from trainings import RECORDER, equipment, lm, losses, write_config
 
-from lm.runs.checkpoint import find_damage
 from lm.runs.run import Run
+from lm.runs.trainer_json import find_damage
 
 pytestmark = [
     pytest.mark.fault(16),

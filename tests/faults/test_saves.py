@@ -10,8 +10,8 @@ import pytest
 import trainings
 from trainings import expected, losses, trace, write_config
 
-from lm.runs.checkpoint import find_damage
 from lm.runs.run import Run
+from lm.runs.trainer_json import find_damage
 
 ELSEWHERE = Path("/dev/shm")  # a file system of its own
 

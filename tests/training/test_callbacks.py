@@ -17,7 +17,7 @@ from trainings import HERE, equipment, fit, lm, make_workplace, write_config
 from lm.cli import request
 from lm.cli.classes_by_path import with_classes
 from lm.errors import RequestError
-from lm.runs.checkpoint import find_damage
+from lm.runs.trainer_json import find_damage
 from lm.training.callback import Callback, has_hook
 from lm.training.checks import INSTEAD, check_callbacks
 from lm.training.findings import refuse

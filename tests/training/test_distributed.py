@@ -34,8 +34,9 @@ from lm.model.build import BuildOptions, build
 from lm.model.config import DecoderConfig, matrix_rows
 from lm.model.decoder import Decoder, Losses, losses_of
 from lm.runs.run import Run
-from lm.training.checkpoint_content import index_state, name_state, parameter_names
+from lm.training.checkpoint_content import name_state, parameter_names
 from lm.training.checkpoint_io import FolderCheckpointIO
+from lm.training.checkpoint_loading import index_state
 from lm.training.config import DistributedConfig, OptimizerConfig
 from lm.training.distributed import FullyShardedStrategy
 from lm.training.optim import build_optimizer
@@ -242,7 +243,7 @@ def save_and_load(strategy: FullyShardedStrategy, folder: Path) -> None:
         assert not places or places == {tensor.data_ptr() for tensor in [*weights.values(), *named.values()]}
         places = {tensor.data_ptr() for tensor in [*weights.values(), *named.values()]}
     io.drain()
-    assert len(io._kept) == len(places) and bool(places) == strategy.is_global_zero
+    assert len(io._host_memory) == len(places) and bool(places) == strategy.is_global_zero
     before = {name: tensor.full_tensor() for name, tensor in decoder.state_dict().items()}
     slots = of_parameters(optimizer)
     with torch.no_grad():

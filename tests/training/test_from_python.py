@@ -17,8 +17,8 @@ import lm as package
 from lm.data.config import DataConfig
 from lm.errors import RequestError
 from lm.inference.pretrained import Pretrained
-from lm.runs.checkpoint import find_damage
 from lm.runs.run import Run
+from lm.runs.trainer_json import find_damage
 from lm.training.callbacks.samples import Samples
 from lm.training.config import GuardsConfig, ModelConfig, SamplesConfig, TrainerConfig
 from lm.training.guards import NotFinite

@@ -13,9 +13,10 @@ from lightning.pytorch.strategies import SingleDeviceStrategy
 
 from lm.errors import RequestError, RunError
 from lm.model.estimates import checkpoint_bytes
-from lm.runs.checkpoint import link_to, read_document
+from lm.runs.checkpoint import link_to
 from lm.runs.disk_space import disk_space
 from lm.runs.run import Run, how_to_resume
+from lm.runs.trainer_json import read_document
 from lm.system.files import remove_folder, remove_stale, stated_digest
 from lm.system.stop_signals import STOP
 from lm.training.checkpoint_content import checkpoint_tensors
@@ -186,7 +187,7 @@ class Checkpoints(ModelCheckpoint):
         return f"step-{trainer.global_step:08d}"
 
     def state_dict(self) -> dict[str, Any]:
-        return {"best_loss": self.best_loss, "best_name": self.best_name}
+        return {"best_loss": self.best_loss, "best_name": self.best_name}  # `read_progress` looks for `best_name`
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         self.best_loss, self.best_name = state_dict["best_loss"], state_dict["best_name"]
