@@ -36,7 +36,7 @@ from lm.training.callbacks.standard import standard_callbacks
 from lm.training.callbacks.summary import Summary
 from lm.training.checks import check_event_program
 from lm.training.config import sections_of_callbacks
-from lm.training.findings import refuse
+from lm.training.findings import raise_if_any
 from lm.training.module import training_class
 from lm.training.trainer import Trainer
 
@@ -55,7 +55,7 @@ def fit(request: Request[FitOptions], callbacks: Sequence[Callback] = (), messag
         request, arguments = with_measured_length(request)
         with other_arguments(arguments):  # so that the other ranks start with the measured length
             return fit(request, callbacks, messages)
-    refuse(check_event_program(request.run_options))
+    raise_if_any(check_event_program(request.run_options))
     if request.guards.budget.file:
         from lm.training.budget import read_budget_file
 
@@ -201,7 +201,7 @@ class TrainingCLI(LightningCLI):
     def before_fit(self) -> None:
         """What `lm plan` refuses without the data is refused before hours are spent on making it."""
         if not is_prepared(self.datamodule.options):
-            self.checks.refuse(self.trainer, self.model, self.datamodule, opened=False)
+            self.checks.check(self.trainer, self.model, self.datamodule, opened=False)
 
     def after_fit(self) -> None:
         """Record the end of a run that was killed between its last checkpoint and that record."""

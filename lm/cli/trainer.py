@@ -28,7 +28,7 @@ from lm.training.callbacks.standard import standard_callbacks
 from lm.training.callbacks.summary import Summary
 from lm.training.checks import check_event_program, check_parts, kind_of
 from lm.training.config import RunOptions, TrainerConfig, sections_of_callbacks
-from lm.training.findings import refuse
+from lm.training.findings import raise_if_any
 from lm.training.module import LanguageModule
 from lm.training.trainer import Trainer as BareTrainer
 
@@ -53,7 +53,7 @@ class Trainer(BareTrainer):
         trainer_options.setdefault("stop_within", 0.0)  # the program around it does not end with the run
         config = build_options(TrainerConfig, "lm.Trainer", **trainer_options)
         self._name, self._sections, self._about = run, sections, about or RunOptions()
-        refuse(check_event_program(self._about))
+        raise_if_any(check_event_program(self._about))
         quiet_lightning()
         self._folder = RunFolder(None, run, "", options=self._about)
         self._checks = StartChecks(sections)

@@ -15,12 +15,12 @@ from trainings import make_workplace
 
 import lm as package
 from lm.errors import RequestError, RunError
-from lm.runs.checkpoint import decode, encode, find_damage, point, read_folder, read_progress, write_folder
+from lm.runs.checkpoint import decode, encode, find_damage, link_to, point, read_folder, read_progress, write_folder
 from lm.runs.resume import find_checkpoint, repair_links, warn_if_stale
 from lm.runs.run import Run
 from lm.system.files import digest, dump_checksummed, load_checksummed, remove_folder, stated_digest, write_atomically
 from lm.system.process import lm_version
-from lm.training.callbacks.checkpoints import Checkpoints, remove_half_written
+from lm.training.callbacks.checkpoints import Checkpoints, remove_unneeded
 from lm.training.checkpoint_content import checkpoint_tensors
 from lm.training.checkpoint_io import FolderCheckpointIO
 
@@ -270,7 +270,8 @@ def test_a_save_that_is_killed_anywhere_leaves_the_one_before_or_the_new_one(run
 
         def save(copy=copy):
             write_folder(copy.path / STEPS[step], state(step, STEPS[step]))
-            Checkpoints(interval=1)._move_links(copy, step, STEPS[step], STEPS[step])
+            link_to(copy.path / STEPS[step], STEPS[step])
+            remove_unneeded(copy, step, keep=1, rollback_step=0, protected={STEPS[step]}, stale=set())
 
         killed = killed_at(operation, save)
         arrived = (copy.path / STEPS[step]).exists()
@@ -280,7 +281,7 @@ def test_a_save_that_is_killed_anywhere_leaves_the_one_before_or_the_new_one(run
         assert all(find_damage(each) is None for each in copy.steps().values())
         repair_links(copy, path)
         assert copy.link("last").name == copy.link("best").name == path.name
-        remove_half_written(copy)
+        copy.remove_half_written()
         assert not list(copy.path.glob(".*"))
         if not killed:
             break
