@@ -12,7 +12,7 @@ from typing import Any
 import yaml
 from lightning.pytorch import Callback, LightningDataModule, LightningModule
 
-from lm.cli.fit import check_one_device_in_notebook, in_notebook, quiet_lightning
+from lm.cli.fit import check_one_device_in_notebook, in_notebook, log_resumable_run, quiet_lightning
 from lm.cli.start_checks import StartChecks
 from lm.data.datamodule import DataModule
 from lm.errors import RequestError
@@ -78,6 +78,8 @@ class Trainer(BareTrainer):
         auto = str(ckpt_path) == "auto"
         reference = None if ckpt_path is None else str(ckpt_path)
         root = self.default_root_dir
+        if reference is None:
+            log_resumable_run(root, self._name)
         checkpoint, resumed = find_checkpoint(reference, self._name, root, named=auto, command="fit")
         seed = os.environ.get("PL_GLOBAL_SEED")  # of lightning.seed_everything
         seq_len = datamodule.options.seq_len or model.config.max_position_embeddings

@@ -31,7 +31,6 @@ def find_checkpoint(
     """
     fit, auto = command == "fit", reference == "auto"
     if reference is None and fit:
-        _log_resumable_run(root, name)
         return None, None
     if not is_of_a_run(reference):
         path = checkpoint_folder(reference)
@@ -120,16 +119,6 @@ def _checkpoint_of(run: Run, reference: str | None) -> Path | None:
         with suppress(OSError):  # a read-only disk
             restore_interrupted(run.path / "step-*")  # checkpoints left aside by a kill while they were being replaced
     return newest_complete(run) if reference == "auto" else run.checkpoint(reference)
-
-
-def _log_resumable_run(root: str, name: str) -> None:
-    """Log how to resume the newest run of a name, if it did not finish."""
-    for run in Run.all(root, name)[-1:]:
-        steps, status = list(run.steps()), run.status()
-        if status not in ("running", "finished"):
-            end = f"{status} " + (f"at step {steps[-1]:,}" if steps else "before its first checkpoint")
-            command = run.resume_command()
-            log.info("found run %s, %s: `%s` resumes it, and this command starts another", run.path, end, command)
 
 
 def _check_name_known(root: str, name: str, run: Run | None) -> None:
