@@ -112,14 +112,14 @@ COMMANDS = {
     "monitor": (["lm.cli.monitor"], 4_000),
 }
 LEAVES = {  # what only an option, a device or another command asks for
-    "lm.training.callbacks": "alerts budget call_thread earlier_checkpoint evaluation events histograms postmortem predictions samples "
+    "lm.training.callbacks": "alerts budget call_thread evaluation events histograms postmortem predictions samples "
                              "throughput_floor",
-    "lm.training": "alerts budget checkpoint_checks checkpoint_loading data_checks distributed launcher muon muon_ranks optimizer_by_class optimizer_rules fp8 out_of_memory "
+    "lm.training": "alerts budget checkpoint_checks data_checks distributed launcher muon muon_ranks optimizer_by_class optimizer_rules fp8 out_of_memory "
                    "plain_run_state rank_checks",
     "lm.evaluation": "benchmark prompts public_tasks scoring tasks",
     "lm.data": "cache documents encode mixture overlap packing prepare rare reshuffle splits text_batches text_files",
     "lm.model": "compile custom fused low_precision memory",
-    "lm.runs": "expectations facts history postmortem registry resume_checks",
+    "lm.runs": "config_diff expectations facts history postmortem registry resume",
     "lm.system": "hub remote",
     "lm.cli": "bench_step brief_fit charts help hours ladder ladder_report plan plan_checks plan_facts profile_step report.run scale scale_hours scaling_rules",
 }  # fmt: skip
@@ -215,7 +215,7 @@ def test_what_only_looks_imports_no_torch():
         name
         for name in FILES
         if any(name == start or name.startswith(start + ".") and start != "lm" for start in WITHOUT_TORCH)
-        and name not in ("lm.runs.checkpoint", "lm.runs.json_tree", "lm.runs.resume")
+        and name not in ("lm.runs.checkpoint", "lm.runs.resume")
     ]
     code = "import sys, importlib\nfor name in sys.argv[1:]:\n importlib.import_module(name)\n"
     code += " assert 'torch' not in sys.modules and 'lightning' not in sys.modules, name"

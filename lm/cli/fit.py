@@ -26,8 +26,6 @@ from lm.data.config import is_prepared
 from lm.data.datamodule import DataModule
 from lm.errors import RequestError
 from lm.model.build import kernels_missing
-from lm.runs.config_diff import describe_changes
-from lm.runs.resume import find_checkpoint, repair_links
 from lm.runs.run import Run, check_run_name
 from lm.system.hardware import has_fp8
 from lm.system.process import other_arguments
@@ -36,7 +34,7 @@ from lm.training.callbacks.standard import standard_callbacks
 from lm.training.callbacks.summary import Summary
 from lm.training.checks import check_event_program
 from lm.training.config import sections_of_callbacks
-from lm.training.findings import refuse
+from lm.training.findings import raise_if_any
 from lm.training.module import training_class
 from lm.training.trainer import Trainer
 
@@ -55,29 +53,29 @@ def fit(request: Request[FitOptions], callbacks: Sequence[Callback] = (), messag
         request, arguments = with_measured_length(request)
         with other_arguments(arguments):  # so that the other ranks start with the measured length
             return fit(request, callbacks, messages)
-    refuse(check_event_program(request.run_options))
+    raise_if_any(check_event_program(request.run_options))
     if request.guards.budget.file:
         from lm.training.budget import read_budget_file
 
         read_budget_file(request.guards.budget)  # a cap that cannot be counted is refused, with `force` too
     request = with_arguments_of_classes(request)
     checkpoint, run = find_start(request)
-    changed: dict[str, list[Any]] = {}
     if run:
         request = replace(request, run_name=run.name)
     else:
         check_run_name(request.run_name)  # before the data is made
     if run and checkpoint:
-        from lm.runs.resume_checks import check_config_changes
+        from lm.runs.config_diff import describe_changes
+        from lm.runs.resume import check_config_changes
 
         changed = check_config_changes(run, request.settings, request.run_choice.force)
+        messages = [*messages, *describe_changes(changed)]
         if stays_stopped(run, changed):
             log.info(
                 "the run has finished: it was stopped early; change trainer.early_stopping, or the callback in "
                 "trainer.callbacks that stopped it, to continue it"
             )
             return run
-    messages = [*messages, *describe_changes(changed)]
     return run_command(request, checkpoint, run, callbacks, messages).trainer.run or run
 
 
@@ -117,8 +115,24 @@ def run_command(
 
 def find_start(request: Request) -> tuple[Path | None, Run | None]:
     """The checkpoint that a request begins from, and the run that it is of or that goes on; None if there is none."""
-    named, root = request.run_choice.run is not None, request.trainer.default_root_dir
-    return find_checkpoint(request.run_choice.ckpt_path, request.run_name, root, named=named, command=request.command)
+    reference, root = request.run_choice.ckpt_path, request.trainer.default_root_dir
+    if reference is None and request.command == "fit":
+        log_resumable_run(root, request.run_name)
+        return None, None
+    from lm.runs.resume import find_checkpoint
+
+    named = request.run_choice.run is not None
+    return find_checkpoint(reference, request.run_name, root, named=named, command=request.command)
+
+
+def log_resumable_run(root: str, name: str) -> None:
+    """Log how to resume the newest run of a name, if it did not finish."""
+    for run in Run.all(root, name)[-1:]:
+        steps, status = list(run.steps()), run.status()
+        if status not in ("running", "finished"):
+            end = f"{status} " + (f"at step {steps[-1]:,}" if steps else "before its first checkpoint")
+            command = run.resume_command()
+            log.info("found run %s, %s: `%s` resumes it, and this command starts another", run.path, end, command)
 
 
 def stays_stopped(run: Run, changed: Mapping[str, Any]) -> bool:
@@ -203,13 +217,15 @@ class TrainingCLI(LightningCLI):
     def before_fit(self) -> None:
         """What `lm plan` refuses without the data is refused before hours are spent on making it."""
         if not is_prepared(self.datamodule.options):
-            self.checks.refuse(self.trainer, self.model, self.datamodule, opened=False)
+            self.checks.check(self.trainer, self.model, self.datamodule, opened=False)
 
     def after_fit(self) -> None:
         """Record the end of a run that was killed between its last checkpoint and that record."""
         run, has_trained = self.run, self.trainer.run is not None
         if run is None or has_trained or not self.trainer.is_global_zero or run.status() == "running":
             return
+        from lm.runs.resume import repair_links
+
         repair_links(run, self.checkpoint)
         if run.status() not in ("finished", "stopped"):
             from lm.runs.registry import record_run

@@ -29,7 +29,7 @@ from lm.system.files import is_remote
 from lm.system.parsing import nonnegative, parse_json
 from lm.system.process import program
 from lm.system.units import parse_bytes
-from lm.training.checks import check_accelerator, find, has_kernels
+from lm.training.checks import check_accelerator, find_problems, has_kernels
 from lm.training.config import BudgetConfig, OptimizerConfig
 from lm.training.findings import Finding, Known, error
 from lm.training.module import training_class
@@ -374,8 +374,8 @@ def examine(
     facts["steps"] = step_facts(steps, config, data)
     custom = training_class().is_custom()
     sections = {"samples": config.samples, "evaluation": config.evaluation}
-    findings += find(config.trainer, config.model, config.data, known, **sections, custom=custom)
-    if known.here:
+    findings += find_problems(config.trainer, config.model, config.data, known, **sections, custom=custom)
+    if known.on_this_machine:
         findings += check_accelerator(config.trainer.accelerator)
     findings += plan_checks.check_steps(facts["steps"], config)
     if resumed is None:

@@ -43,9 +43,9 @@ class StartChecks(Callback):
     def setup(self, trainer: Trainer, pl_module: LanguageModule, stage: str) -> None:
         """Run the checks: the data is open, and the model is not built yet."""
         if stage == "fit":
-            self.refuse(trainer, pl_module, trainer.datamodule, opened=True)
+            self.check(trainer, pl_module, trainer.datamodule, opened=True)
 
-    def refuse(self, trainer: Trainer, module: LanguageModule, data: DataModule, opened: bool) -> None:
+    def check(self, trainer: Trainer, module: LanguageModule, data: DataModule, opened: bool) -> None:
         """Raise RequestError if the config has an error; with several ranks, rank zero decides and reports.
 
         If `opened` is false, the data is not prepared yet and ranks cannot communicate, so every rank runs the checks.

@@ -12,14 +12,13 @@ from typing import Any
 import yaml
 from lightning.pytorch import Callback, LightningDataModule, LightningModule
 
-from lm.cli.fit import check_one_device_in_notebook, in_notebook, quiet_lightning
+from lm.cli.fit import check_one_device_in_notebook, in_notebook, log_resumable_run, quiet_lightning
 from lm.cli.start_checks import StartChecks
 from lm.data.datamodule import DataModule
 from lm.errors import RequestError
 from lm.runs.config_diff import describe_changes
 from lm.runs.find import find_run
-from lm.runs.resume import find_checkpoint
-from lm.runs.resume_checks import check_config_changes
+from lm.runs.resume import check_config_changes, find_checkpoint
 from lm.system import process
 from lm.system.dataclass_arguments import build_options
 from lm.system.process import ConsoleHandler
@@ -29,7 +28,7 @@ from lm.training.callbacks.standard import standard_callbacks
 from lm.training.callbacks.summary import Summary
 from lm.training.checks import check_event_program, check_parts, kind_of
 from lm.training.config import RunOptions, TrainerConfig, sections_of_callbacks
-from lm.training.findings import refuse
+from lm.training.findings import raise_if_any
 from lm.training.module import LanguageModule
 from lm.training.trainer import Trainer as BareTrainer
 
@@ -54,7 +53,7 @@ class Trainer(BareTrainer):
         trainer_options.setdefault("stop_within", 0.0)  # the program around it does not end with the run
         config = build_options(TrainerConfig, "lm.Trainer", **trainer_options)
         self._name, self._sections, self._about = run, sections, about or RunOptions()
-        refuse(check_event_program(self._about))
+        raise_if_any(check_event_program(self._about))
         quiet_lightning()
         self._folder = RunFolder(None, run, "", options=self._about)
         self._checks = StartChecks(sections)
@@ -79,6 +78,8 @@ class Trainer(BareTrainer):
         auto = str(ckpt_path) == "auto"
         reference = None if ckpt_path is None else str(ckpt_path)
         root = self.default_root_dir
+        if reference is None:
+            log_resumable_run(root, self._name)
         checkpoint, resumed = find_checkpoint(reference, self._name, root, named=auto, command="fit")
         seed = os.environ.get("PL_GLOBAL_SEED")  # of lightning.seed_everything
         seq_len = datamodule.options.seq_len or model.config.max_position_embeddings

@@ -1,4 +1,4 @@
-"""Find the checkpoint that a command refers to; `runs/resume_checks` compares the config with the run's."""
+"""Find the checkpoint that a command refers to, and check whether a run may be resumed with a changed config."""
 
 import logging
 import os
@@ -6,9 +6,11 @@ import re
 from contextlib import suppress
 from difflib import get_close_matches
 from pathlib import Path
+from typing import Any
 
 from lm.errors import RequestError
 from lm.runs.checkpoint import link_to, read_progress
+from lm.runs.config_diff import differences, not_allowed
 from lm.runs.find import find_run, nearest_runs, unknown_run
 from lm.runs.run import REFERENCES, ROOT, STEP, Run, is_of_a_run
 from lm.runs.trainer_json import find_damage
@@ -30,7 +32,6 @@ def find_checkpoint(
     """
     fit, auto = command == "fit", reference == "auto"
     if reference is None and fit:
-        _log_resumable_run(root, name)
         return None, None
     if not is_of_a_run(reference):
         path = checkpoint_folder(reference)
@@ -119,16 +120,6 @@ def _checkpoint_of(run: Run, reference: str | None) -> Path | None:
         with suppress(OSError):  # a read-only disk
             restore_interrupted(run.path / "step-*")  # checkpoints left aside by a kill while they were being replaced
     return newest_complete(run) if reference == "auto" else run.checkpoint(reference)
-
-
-def _log_resumable_run(root: str, name: str) -> None:
-    """Log how to resume the newest run of a name, if it did not finish."""
-    for run in Run.all(root, name)[-1:]:
-        steps, status = list(run.steps()), run.status()
-        if status not in ("running", "finished"):
-            end = f"{status} " + (f"at step {steps[-1]:,}" if steps else "before its first checkpoint")
-            command = run.resume_command()
-            log.info("found run %s, %s: `%s` resumes it, and this command starts another", run.path, end, command)
 
 
 def _check_name_known(root: str, name: str, run: Run | None) -> None:
@@ -220,3 +211,26 @@ def repair_links(run: Run, checkpoint: Path) -> None:
     """Point the links of a finished run to its last and best checkpoints, in case it was killed before they moved."""
     if checkpoint.resolve().parent == run.path.resolve():
         link_to(run.path / checkpoint.name, read_progress(checkpoint).best_name)
+
+
+def check_config_changes(run: Run, config: dict[str, Any], force: bool) -> dict[str, list[Any]]:
+    """Compare a config with a run's: `{key: [before, now]}`; raise RequestError if a resume may not change a key."""
+    settings = run.settings()
+    if not force and not settings:
+        raise RequestError(
+            f"{run.config} is damaged, so it is not known what the run was trained with: put it back, or give --force "
+            "to resume with the config of this command"
+        )
+    changed = {
+        key: values
+        for key, values in differences([settings, config]).items()
+        if not key.startswith("data.prepare.") or values[1] is not None
+    }  # null: then the shards are compared
+    fixed = not_allowed("resume", changed)
+    if fixed and not force:
+        values = "; ".join(f"{key} was {before}, now {now}" for key, (before, now) in fixed.items())
+        fix = "start a new run without --ckpt_path"
+        if not any(key.startswith("model.decoder") for key in not_allowed("branch", fixed)):
+            fix += ", or give --force"
+        raise RequestError(f"run {run.path} cannot be resumed with another {', '.join(fixed)}: {values}; {fix}")
+    return changed

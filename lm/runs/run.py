@@ -19,8 +19,8 @@ from typing import Any
 from lm.errors import RequestError
 from lm.runs.metrics import check_metric, numbers, valid_metrics
 from lm.runs.schema import add_metrics, is_alert, session, valid_facts
-from lm.system.files import Attempts, append_line, read_lines, stated_digest, write_atomically
-from lm.system.parsing import DAMAGE_ERRORS, nonnegative, parse_json, parse_yaml
+from lm.system.files import Attempts, append_line, read_lines, remove_stale, stated_digest, write_atomically
+from lm.system.parsing import DAMAGE, nonnegative, parse_json, parse_yaml
 from lm.system.process import launch_command, program
 from lm.system.removed_options import without_removed
 
@@ -28,6 +28,7 @@ log = logging.getLogger(__name__)
 
 ROOT = Path("checkpoints")
 STEP = re.compile(r"step-(\d{8,})")
+HALF_WRITTEN = re.compile(r"\.(last|best|\w+\.json|\w+\.yaml)[.-](\d+)")  # a file or link that was to replace another
 REFERENCES = ("best", "last", "auto")  # names of a run's checkpoints, beside those of steps
 SILENCE = 30.0  # seconds without a heartbeat after which a run counts as dead
 LOCK = "run.lock"
@@ -260,6 +261,14 @@ class Run:
         folders = {int(match[1]): path for path in self.path.glob("step-*") if (match := STEP.fullmatch(path.name))}
         return {step: folders[step] for step in sorted(folders) if (folders[step] / "trainer.json").exists()}
 
+    def remove_half_written(self) -> None:
+        """Remove files, links and checkpoints that a killed session left incomplete."""
+        remove_stale(self.path / "step-*")
+        for path in self.path.iterdir():
+            half = HALF_WRITTEN.fullmatch(path.name)
+            if half and int(half[2]) != os.getpid():
+                path.unlink(missing_ok=True)
+
     def stale_checkpoints(self) -> list[Path]:
         """The checkpoints of steps that were repeated, because the run was resumed from an earlier checkpoint."""
         digests = self.read("run.json").get("left_behind", [])
@@ -282,7 +291,7 @@ class Run:
 
     def _best_at(self, checkpoint: Path) -> Path | None:
         """The best checkpoint at the time when another was saved."""
-        with suppress(OSError, *DAMAGE_ERRORS):
+        with suppress(OSError, *DAMAGE):
             for state in parse_json((checkpoint / "trainer.json").read_bytes())["callbacks"].values():
                 if "best_name" in state and state["best_name"]:
                     return next((path for path in self.steps().values() if path.name == state["best_name"]), None)

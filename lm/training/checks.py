@@ -38,7 +38,7 @@ if TYPE_CHECKING:
 KERNELS_FROM = (8, 0)  # compute capability; see `model/fused`
 
 
-def find(
+def find_problems(
     trainer: TrainerConfig,
     model: ModelConfig,
     data: DataConfig,

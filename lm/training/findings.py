@@ -29,7 +29,7 @@ def error(what: str, cure: str = "") -> Finding:
     return Finding("error", what, cure)
 
 
-def refuse(findings: Iterable[Finding]) -> None:
+def raise_if_any(findings: Iterable[Finding]) -> None:
     """Raise RequestError for the first of some findings of this module, which are all errors."""
     if first := next(iter(findings), None):
         raise RequestError(str(first))
@@ -41,6 +41,6 @@ class Known:
 
     devices: int | None = None  # number of devices over all nodes
     device: "Device | None" = None  # one of the devices
-    here: bool = False  # whether the device is in this machine
+    on_this_machine: bool = False  # the device is
     tokenizer: Tokenizer | None = None
     has_validation: bool | None = None

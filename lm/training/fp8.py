@@ -81,7 +81,7 @@ def check_fp8(trainer: TrainerConfig, decoder: DecoderConfig, data: DataConfig, 
             f"Hopper, Blackwell), and this is {'a cpu' if device.capability is None else device.name}",
             "take bf16-mixed",
         )
-    elif known.here and (missing := kernels_missing(torch.device("cuda"))) is not None:
+    elif known.on_this_machine and (missing := kernels_missing(torch.device("cuda"))) is not None:
         yield error(f"trainer.precision {precision} quantises by a CUDA kernel, and {missing}")
     seq_len = data.seq_len or decoder.max_position_embeddings
     if data.micro_batch_size * seq_len % MULTIPLE:  # tokens are a dimension of the products that are weights' gradients

@@ -31,9 +31,9 @@ from lm.system.process import check_launcher
 from lm.system.stop_signals import STOP
 from lm.training.callback import TakesCheckpoints
 from lm.training.checkpoint_io import FolderCheckpointIO
-from lm.training.checks import check_accelerator, check_parts, check_trainer, find
+from lm.training.checks import check_accelerator, check_parts, check_trainer, find_problems
 from lm.training.config import TrainerConfig
-from lm.training.findings import Known, refuse
+from lm.training.findings import Known, raise_if_any
 from lm.training.lightning_patches import PatchedTrainer, report_path
 from lm.training.precision import choose_precision, multiplication_precision
 from lm.training.run_state import RunState
@@ -50,7 +50,22 @@ PROFILERS = {"simple": SimpleProfiler, "advanced": AdvancedProfiler}
 class Trainer(PatchedTrainer):
     """Trains for a number of optimizer steps on a stream that has no end.
 
-    Its arguments are the fields of `TrainerConfig`, where each is explained.
+    Lightning runs the loop, and calls the hooks of the module and of the callbacks in between. Without them it is
+
+        module.configure_model()                         # builds the decoder, once the data is open
+        optimizer = module.configure_optimizers()
+        load(ckpt_path)                                  # weights, optimizer, position in the data, random generators
+        for batch in datamodule.train_dataloader():      # one global batch: every rank gets its rows
+            module.training_step(batch)                  # one optimizer step, `training/step.optimizer_step`
+            if self.validates_after(self.global_step):
+                for batch in datamodule.val_dataloader():
+                    module.validation_step(batch)
+            ...                                          # `callbacks/checkpoints` saves, `callbacks/logging` logs
+            if self.global_step == self.max_steps:
+                break
+
+    `around_fit` and `around_stage`, which `PatchedTrainer` enters around all of this, say how a run ends that fails.
+    The arguments are the fields of `TrainerConfig`, where each is explained.
     """
 
     datamodule: DataModule  # Lightning sets it, and does not declare it; nor the next two
@@ -61,7 +76,7 @@ class Trainer(PatchedTrainer):
     @arguments_from(TrainerConfig, Callback=Callback, Logger=Logger)
     def __init__(self, config: TrainerConfig) -> None:
         self.options = config
-        refuse([*check_trainer(config), *check_accelerator(config.accelerator)])
+        raise_if_any([*check_trainer(config), *check_accelerator(config.accelerator)])
         check_launcher()
         torch.set_float32_matmul_precision(config.matmul_precision)
         self.own_loggers = [config.logger] if isinstance(config.logger, Logger) else config.logger or []
@@ -111,12 +126,9 @@ class Trainer(PatchedTrainer):
         `micro_batch_size`, `seq_len` and `global_batch_tokens` of the data.
         """
         check_parts(model, datamodule)
-        state = self.run_state
         datamodule.set_position(seq_len=datamodule.options.seq_len or model.config.max_position_embeddings)
-        device, _ = find_device("auto" if self.strategy.root_device.type == "cuda" else "cpu")
-        options = replace(self.options, num_nodes=self.num_nodes)  # as torchrun or SLURM says
-        known = Known(self.world_size, device, here=True)
-        refuse(find(options, model.options, datamodule.options, known, custom=model.is_custom()))
+        self._check_options(model, datamodule)
+        state = self.run_state
         state.start = read_progress(ckpt_path)
         state.steps = plan_steps(
             seq_len=datamodule.seq_len,
@@ -129,13 +141,7 @@ class Trainer(PatchedTrainer):
         )
         warmup_and_decay_steps(state.steps.max_steps, model.options.schedule)  # refuses a schedule that does not fit
         if state.start.step >= state.steps.max_steps and not state.start.pending_validation:
-            limit, more = "max_steps", 2 * state.start.step
-            if self.options.max_tokens is not None:
-                limit, more = "max_tokens", state.steps.tokens(more)
-            done = f"all {state.steps.max_steps} steps are done; to train on, give --trainer.{limit} {more} or another"
-            if self._new_run:
-                raise RequestError(f"a new run from {ckpt_path} has nothing to train: {done}")
-            log.info("the run has finished: %s", done)
+            self._say_finished(ckpt_path)
             return
         if self.strategy.root_device.type == "cpu":
             keep_freed_memory()
@@ -143,9 +149,30 @@ class Trainer(PatchedTrainer):
         self.fit_loop.epoch_loop.max_steps = state.steps.max_steps
         super().fit(model, datamodule=datamodule, ckpt_path=ckpt_path)
 
+    def _check_options(self, model: "LanguageModule", datamodule: DataModule) -> None:
+        device, _ = find_device("auto" if self.strategy.root_device.type == "cuda" else "cpu")
+        options = replace(self.options, num_nodes=self.num_nodes)  # as torchrun or SLURM says
+        known = Known(self.world_size, device, on_this_machine=True)
+        raise_if_any(find_problems(options, model.options, datamodule.options, known, custom=model.is_custom()))
+
+    def _say_finished(self, ckpt_path: str | None) -> None:
+        """Log that no step is left to train; RequestError if that makes a new run senseless."""
+        state = self.run_state
+        limit, more = "max_steps", 2 * state.start.step
+        if self.options.max_tokens is not None:
+            limit, more = "max_tokens", state.steps.tokens(more)
+        larger = f"give a larger --trainer.{limit}, such as {more}"
+        done = f"all {state.steps.max_steps} steps are done; to train on, {larger}"
+        if self._new_run:
+            raise RequestError(f"a new run from {ckpt_path} has nothing to train: {done}")
+        log.info("the run has finished: %s", done)
+
     @contextmanager
     def around_fit(self) -> Iterator[None]:
-        """Turn out-of-memory errors into one that lists what needs memory, and `sys.exit(0)` into RunError."""
+        """Turn out-of-memory errors into one that lists what needs memory, and `sys.exit(0)` into RunError.
+
+        `PatchedTrainer` enters it around the whole fit, with the building of the model and the end of the run.
+        """
         try:
             yield
         except SystemExit as error:
@@ -165,7 +192,10 @@ class Trainer(PatchedTrainer):
 
     @contextmanager
     def around_stage(self) -> Iterator[None]:
-        """Add how to resume the run to the error of damaged data, or to one raised after a signal."""
+        """Add how to resume the run to the error of damaged data, or to one raised after a signal.
+
+        `PatchedTrainer` enters it around the loop of training or evaluation alone.
+        """
         self._memory_before = process_bytes()
         try:
             yield

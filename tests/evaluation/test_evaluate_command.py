@@ -120,7 +120,7 @@ def test_a_model_without_a_run_leaves_nothing_behind(workplace, run, capsys):
 
 @pytest.mark.parametrize("options, words", [
     ((), "give something to evaluate on"),
-    (("--tasks", "hellaswg"), "hellaswg: no such file; give embedded:sotu, the name of a benchmark"),
+    (("--tasks", "hellaswg"), "hellaswg: no such file; give embedded:sotu, a benchmark .arc_challenge"),
     (("--tasks", "words.jsonl", "--max_items", "0"), "--max_items 0 must be at least 1"),
     (("--tasks", "words.jsonl", "--num_fewshot", "9"), "too few for 9"),
     (("--texts", "nowhere.txt"), "nowhere.txt"),

@@ -375,7 +375,9 @@ def corpus(tmp_path_factory, tokenizer) -> Path:
 def test_texts_are_measured_as_validation_and_predict_count_them(corpus, tokenizer):
     """Each token once, windows that do not overlap, and the sums of `TokenLoss`."""
     decoder, counted = decoder_of(tokenizer), TokenLoss()
-    for batch in text_batches([str(corpus / "texts.jsonl")], tokenizer, seq_len=32, micro_batch=4, rows=deque()):
+    for batch in text_batches(
+        [str(corpus / "texts.jsonl")], tokenizer, seq_len=32, micro_batch=4, rows=deque(), text_key="text"
+    ):
         with torch.no_grad():
             losses = decoder(batch.input_ids, labels=batch.labels).per_token
         counted.update(losses, batch.labels, torch.from_numpy(tokenizer.token_bytes()))

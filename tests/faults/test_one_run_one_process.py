@@ -15,7 +15,7 @@ from trainings import RECORDER, equipment, expected, lm, losses, start, wait_unt
 
 from lm.errors import RequestError
 from lm.runs.run import LOCK, Run
-from lm.training.callbacks.run_folder import RunFolder
+from lm.training.callbacks.run_folder import check_not_resumed_elsewhere
 
 SLOW = [RECORDER, equipment("waiting.WaitAt", micro_batch=10)]
 FIT = ("fit", "--config", "small.yaml", "--ckpt_path", "auto")
@@ -203,8 +203,7 @@ def test_a_run_that_another_has_trained_meanwhile_is_not_resumed(tmp_path):
     run = Run.create("small", tmp_path)
     run.describe(name="small", status="interrupted", entered=1.0, turn=1)
     run.check_not_trained()
-    folder = RunFolder(run, "small", "")
-    folder._check_not_resumed_elsewhere(run)
+    check_not_resumed_elsewhere(run)
     Run(run.path).describe(entered=2.0, turn=2)
     with pytest.raises(RequestError, match="another process has resumed run .* the same command resumes"):
-        folder._check_not_resumed_elsewhere(run)
+        check_not_resumed_elsewhere(run)

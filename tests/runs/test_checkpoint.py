@@ -15,22 +15,12 @@ from trainings import make_workplace
 
 import lm as package
 from lm.errors import RequestError, RunError
-from lm.runs.checkpoint import read_folder, read_progress, write_folder
-from lm.runs.json_tree import decode, encode
+from lm.runs.checkpoint import decode, encode, find_damage, link_to, point, read_folder, read_progress, write_folder
 from lm.runs.resume import find_checkpoint, repair_links, warn_if_stale
 from lm.runs.run import Run
-from lm.runs.trainer_json import find_damage
-from lm.system.files import (
-    digest,
-    dump_checksummed,
-    load_checksummed,
-    point,
-    remove_folder,
-    stated_digest,
-    write_atomically,
-)
+from lm.system.files import digest, dump_checksummed, load_checksummed, remove_folder, stated_digest, write_atomically
 from lm.system.process import lm_version
-from lm.training.callbacks.checkpoints import Checkpoints, remove_half_written
+from lm.training.callbacks.checkpoints import Checkpoints, remove_unneeded
 from lm.training.checkpoint_content import checkpoint_tensors
 from lm.training.checkpoint_io import FolderCheckpointIO
 
@@ -201,7 +191,7 @@ def test_a_power_cut_finds_a_name_only_where_all_of_its_content_is_on_the_disk(t
 def test_the_files_of_a_checkpoint_are_hashed_once(tmp_path, monkeypatch):
     write_folder(tmp_path / "c", content())
     hashed = []
-    monkeypatch.setattr("lm.runs.trainer_json.digest", lambda path: hashed.append(path.name) or digest(path))
+    monkeypatch.setattr("lm.runs.checkpoint.digest", lambda path: hashed.append(path.name) or digest(path))
     io = FolderCheckpointIO()
     io.load_checkpoint(tmp_path / "c")
     assert sorted(hashed) == ["config.json", "model.safetensors", "optimizer.safetensors"]
@@ -280,7 +270,8 @@ def test_a_save_that_is_killed_anywhere_leaves_the_one_before_or_the_new_one(run
 
         def save(copy=copy):
             write_folder(copy.path / STEPS[step], state(step, STEPS[step]))
-            Checkpoints(interval=1)._move_links(copy, step, STEPS[step], STEPS[step])
+            link_to(copy.path / STEPS[step], STEPS[step])
+            remove_unneeded(copy, step, keep=1, rollback_step=0, protected={STEPS[step]}, stale=set())
 
         killed = killed_at(operation, save)
         arrived = (copy.path / STEPS[step]).exists()
@@ -290,7 +281,7 @@ def test_a_save_that_is_killed_anywhere_leaves_the_one_before_or_the_new_one(run
         assert all(find_damage(each) is None for each in copy.steps().values())
         repair_links(copy, path)
         assert copy.link("last").name == copy.link("best").name == path.name
-        remove_half_written(copy)
+        copy.remove_half_written()
         assert not list(copy.path.glob(".*"))
         if not killed:
             break
@@ -403,8 +394,7 @@ def test_copies_go_into_the_memory_that_was_reserved(monkeypatch):
     monkeypatch.setattr("lm.training.checkpoint_io.allocate_host_memory",
                         lambda tensor: made.append(threading.current_thread().name) or torch.empty_like(tensor))  # fmt: skip
     io.reserve_host_memory({("state_dict", "w"): tensor})
-    with io.copying() as copy_to_host:
-        assert torch.equal(copy_to_host(("state_dict", "w"), tensor), tensor)
+    assert torch.equal(io.copy_to_host(("state_dict", "w"), tensor), tensor)
     assert [name.partition("_")[0] for name in made] == ["checkpoint"]  # the thread that writes
 
 
@@ -422,5 +412,4 @@ def test_a_reservation_hides_no_failure_and_is_none_itself(tmp_path, monkeypatch
 
     monkeypatch.setattr(torch, "empty", unlocked)
     io.reserve_host_memory({("state_dict", "w"): tensor})
-    with io.copying() as copy_to_host:
-        assert torch.equal(copy_to_host(("state_dict", "w"), tensor), tensor)
+    assert torch.equal(io.copy_to_host(("state_dict", "w"), tensor), tensor)

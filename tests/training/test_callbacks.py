@@ -20,7 +20,7 @@ from lm.errors import RequestError
 from lm.runs.trainer_json import find_damage
 from lm.training.callback import Callback, has_hook
 from lm.training.checks import INSTEAD, check_callbacks
-from lm.training.findings import refuse
+from lm.training.findings import raise_if_any
 
 PLACE = "lightning.pytorch.callbacks."
 # With validations the first two, and nothing but texts or subclasses the others.
@@ -89,7 +89,7 @@ def test_each_of_them_works_or_is_refused(name):
         return
     assert issubclass(kind, tuple(INSTEAD))
     with pytest.raises(RequestError, match=f"^trainer.callbacks: {name} of Lightning does not work here: "):
-        refuse(check_callbacks([kind(**ARGUMENTS.get(name, {}))]))
+        raise_if_any(check_callbacks([kind(**ARGUMENTS.get(name, {}))]))
 
 
 DOES_NOT_WORK, CANNOT_MONITOR = "of Lightning does not work here: ", "has no train/loss to monitor: give val/loss or "
@@ -240,7 +240,7 @@ def test_lightning_s_log_replaces_none_either(workplace):
 
 def test_an_exit_in_a_callback_is_a_failure(workplace):
     ended, run = fit(workplace, "left", expect=1, callbacks=[equipment("my_callbacks.Exits")])
-    assert "ended by sys.exit() in the training, after step 5; `" in ended.stderr and run.status() == "failed"
+    assert "ended by sys.exit() after step 5 of the training; `" in ended.stderr and run.status() == "failed"
 
 
 def test_weights_are_made_at_once_where_a_callback_sees_them():

@@ -13,7 +13,7 @@ from lm.errors import RequestError
 from lm.model.config import DecoderConfig
 from lm.system.devices import DEVICES, Device
 from lm.training import findings
-from lm.training.checks import find
+from lm.training.checks import find_problems
 from lm.training.config import (
     DistributedConfig,
     EvaluationConfig,
@@ -34,7 +34,7 @@ FP8 = {"precision": "fp8-rowwise"}
 def found(trainer={}, model={}, data={}, known=Known(), **sections):
     model = ModelConfig(**{"decoder": SMALL} | model)
     data = DataConfig(**{"path": "data/tiny", "seq_len": 64} | data)
-    return [str(finding) for finding in find(TrainerConfig(**trainer), model, data, known, **sections)]
+    return [str(finding) for finding in find_problems(TrainerConfig(**trainer), model, data, known, **sections)]
 
 
 def with_options(strategy, **options):
@@ -85,7 +85,7 @@ def test_options_that_do_not_go_together(monkeypatch, given, words):
 
 def test_options_that_go_together_are_left_alone(monkeypatch):
     monkeypatch.setenv("MASTER_ADDR", "here")
-    assert found(known=Known(1, CPU, here=True)) == []
+    assert found(known=Known(1, CPU, on_this_machine=True)) == []
     assert found(with_options("ddp", reduce_dtype="bf16"), known=Known(2, H200)) == []
     assert found(with_options("hsdp", reshard=False) | {"num_nodes": 2}, known=Known(4, H200)) == []
     assert found(FP8, data={"micro_batch_size": 2}, known=ONE) == []
@@ -108,9 +108,9 @@ def test_what_does_not_fit_the_data():
 
 
 def test_the_first_error_refuses():
-    findings.refuse([])
+    findings.raise_if_any([])
     with pytest.raises(RequestError, match="^wrong: right$"):
-        findings.refuse([findings.error("wrong", "right"), findings.error("worse")])
+        findings.raise_if_any([findings.error("wrong", "right"), findings.error("worse")])
     assert str(findings.Finding("warning", "odd", "even")) == "odd; even"
 
 

@@ -18,7 +18,7 @@ from lm.system.process import code_for_launcher, rank
 from lm.system.stop_signals import SIGNALS, StopSignals
 from lm.training.callbacks.run_folder import RunFolder
 from lm.training.config import DistributedConfig, TrainerConfig
-from lm.training.findings import refuse
+from lm.training.findings import raise_if_any
 from lm.training.launcher import check_restarts
 from lm.training.rank_checks import check_ranks_options
 from lm.training.run_state import RunState
@@ -64,9 +64,9 @@ def test_options_for_many_ranks_stay_when_torchrun_has_one_machine_left(torchrun
         trainer = TrainerConfig(strategy=strategy, distributed=DistributedConfig(**options))
         return list(check_ranks_options(trainer, devices))
 
-    refuse([*found("hsdp", 2, reshard=False), *found("fsdp2", 1, reduce_dtype="bf16")])
+    raise_if_any([*found("hsdp", 2, reshard=False), *found("fsdp2", 1, reduce_dtype="bf16")])
     with pytest.raises(RequestError, match="reshard is for fsdp2"):
-        refuse(found("ddp", 1, reshard=False))
+        raise_if_any(found("ddp", 1, reshard=False))
 
 
 @pytest.fixture
@@ -123,7 +123,7 @@ def test_nodes_that_nothing_has_started_are_not_waited_for(monkeypatch):
     for name in ("MASTER_ADDR", "SLURM_NTASKS"):
         monkeypatch.delenv(name, raising=False)
     with pytest.raises(RequestError, match="trainer.num_nodes 2: .*torchrun --nnodes 2"):
-        refuse(check_ranks_options(TrainerConfig(num_nodes=2), 2))
+        raise_if_any(check_ranks_options(TrainerConfig(num_nodes=2), 2))
 
 
 def test_restarts_that_would_hang_are_refused_before_training(torchrun):

@@ -5,6 +5,7 @@ from collections.abc import Mapping
 from typing import Any, Generic, TypeVar
 
 from lm.errors import GuardStop
+from lm.runs.trainer_json import find_damage
 from lm.system.process import steady_time
 from lm.training.callback import Callback, call_hook
 from lm.training.callbacks.logging import remaining
@@ -27,11 +28,37 @@ def act(trainer: Trainer, pl_module: LanguageModule, finding: Finding) -> None:
     if save:
         trainer.checkpoint_callback.request()
     if action == "stop":
-        from lm.training.callbacks.earlier_checkpoint import how_to_go_on
-
         sound = guard in ("budget", "throughput")  # the weights, so the run itself can go on
         way_on = "" if sound else f"; {how_to_go_on(trainer, began or trainer.global_step)}"
         trainer.run_state.stop = GuardStop(f"{guard}: {message}{way_on}")
+
+
+def how_to_go_on(trainer: Trainer, began: int) -> str:
+    """The words of a stop on the newest checkpoint from before a step, which is kept; call it on every rank."""
+    step = newest_checkpoint(trainer, began - 1)
+    if step is None:
+        return (
+            f"there is no checkpoint from before step {began}: start a new run with a change of its settings; a "
+            "smaller trainer.checkpoint_interval or more trainer.keep_checkpoints leave one"
+        )
+    trainer.checkpoint_callback.keep_for_rollback(step)
+    command = trainer.run.resume_command(f"step-{step:08d}")
+    place = " before the #" if "  # " in command else ""
+    return (
+        f"`{command}` goes on from the newest checkpoint before step {began}; add what is to change{place}, since "
+        "the samples are the same"
+    )
+
+
+def newest_checkpoint(trainer: Trainer, last: int) -> int | None:
+    """The step of the newest complete checkpoint at or before a step; call it on every rank."""
+    newest = None
+    if trainer.is_global_zero:
+        trainer.checkpoint_io.drain()
+        stale = trainer.checkpoint_callback.stale  # the resume began before these
+        folders = {step: path for step, path in trainer.run.steps().items() if step <= last and path.name not in stale}
+        newest = next((step for step in reversed(folders) if find_damage(folders[step]) is None), None)
+    return trainer.strategy.broadcast(newest)
 
 
 Watching = TypeVar("Watching", bound=Observer)
@@ -111,7 +138,7 @@ class Rollback(Callback):
     def on_guard(self, trainer: Trainer, pl_module: LanguageModule, guard: str, action: Action, message: str) -> None:
         if action != "rollback" or self.asked:
             return
-        from lm.training.callbacks.earlier_checkpoint import how_to_go_on, newest_checkpoint, return_to
+        from lm.training.checkpoint_loading import from_content
 
         self.asked = True
         used_up = self.done >= self.max_rollbacks
@@ -124,7 +151,9 @@ class Rollback(Callback):
             return
         step = trainer.global_step
         self.done, self.good = self.done + 1, step  # whose checkpoint will have the weights that are returned to
-        return_to(trainer, pl_module, to)
+        checkpoint = from_content(pl_module, trainer.strategy.load_checkpoint(trainer.run.path / f"step-{to:08d}"))
+        trainer.strategy.load_model_state_dict(checkpoint)
+        trainer.strategy.load_optimizer_state_dict(checkpoint)
         trainer.checkpoint_callback.request()  # otherwise a resume after a kill would repeat the bad steps
         if trainer.is_global_zero:
             returned = {"step": step, "to": to}

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from lightning.pytorch.callbacks import ModelCheckpoint
 
 from lm.errors import GuardStop, Interrupted, LmError, RequestError, RunError
 from lm.runs.run import Run
@@ -20,7 +21,6 @@ from lm.system.files import write_atomically
 from lm.system.hardware import device_name, driver_version, memory_bytes
 from lm.system.process import run_facts, ssh_options
 from lm.training.callback import Callback
-from lm.training.callbacks.checkpoints import make_checkpoint_folders
 from lm.training.config import RunOptions
 from lm.training.log_file import LogFile
 from lm.training.module import LanguageModule
@@ -90,11 +90,7 @@ class RunFolder(Callback):
         try:
             run.hold()
             if self.resumed is not None:
-                if run.seen not in (None, run.entered()):
-                    raise RequestError(
-                        f"another process has resumed run {run.path} while this one started; the same command resumes "
-                        "from where that one ended"
-                    )
+                check_not_resumed_elsewhere(run)
                 from lm.training.data_checks import check_same_mixture, check_same_shards
 
                 new_sources = check_same_mixture(run, data, samples, self.force)
@@ -226,6 +222,15 @@ class RunFolder(Callback):
             self._registry_warned = not record_run(run, warned=self._registry_warned)
 
 
+def check_not_resumed_elsewhere(run: Run) -> None:
+    """RequestError if another process has trained the run since this one chose its checkpoint."""
+    if run.seen not in (None, run.entered()):
+        raise RequestError(
+            f"another process has resumed run {run.path} while this one started; the same command resumes from where "
+            "that one ended"
+        )
+
+
 def machine_facts() -> dict[str, Any]:
     return {
         "cores": os.cpu_count(),
@@ -233,3 +238,15 @@ def machine_facts() -> dict[str, Any]:
         "driver": driver_version(),
         "cuda": torch.version.cuda,
     }
+
+
+def make_checkpoint_folders(trainer: Trainer, run: Run | None) -> None:
+    """Make the folders of a user's ModelCheckpoints: in the run's folder, unless the config names others."""
+    default = str(Path(trainer.default_root_dir, "checkpoints"))
+    for callback in trainer.checkpoint_callbacks:
+        if not isinstance(callback, ModelCheckpoint) or callback is trainer.checkpoint_callback:
+            continue
+        if run is not None and callback.dirpath in (None, default):
+            callback.dirpath = str(run.path / "checkpoints")
+        if trainer.is_global_zero and callback.dirpath not in (None, default):
+            Path(callback.dirpath).mkdir(parents=True, exist_ok=True)
