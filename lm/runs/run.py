@@ -20,7 +20,7 @@ from lm.errors import RequestError
 from lm.runs.metrics import check_metric, numbers, valid_metrics
 from lm.runs.schema import add_metrics, is_alert, session, valid_facts
 from lm.system.files import Attempts, append_line, read_lines, remove_stale, stated_digest, write_atomically
-from lm.system.parsing import DAMAGE, nonnegative, parse_json, parse_yaml
+from lm.system.parsing import DAMAGE_ERRORS, nonnegative, parse_json, parse_yaml
 from lm.system.process import launch_command, program
 from lm.system.removed_options import without_removed
 
@@ -291,7 +291,7 @@ class Run:
 
     def _best_at(self, checkpoint: Path) -> Path | None:
         """The best checkpoint at the time when another was saved."""
-        with suppress(OSError, *DAMAGE):
+        with suppress(OSError, *DAMAGE_ERRORS):
             for state in parse_json((checkpoint / "trainer.json").read_bytes())["callbacks"].values():
                 if "best_name" in state and state["best_name"]:
                     return next((path for path in self.steps().values() if path.name == state["best_name"]), None)

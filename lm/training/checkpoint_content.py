@@ -14,7 +14,8 @@
         "cursor": {"consumed": 64000}, "pending_validation": False, "step_stats": ..., "kept_for_good": False,
     }
 
-`training/checkpoint_loading` is the way back.
+On a resume, `from_content` makes Lightning's checkpoint of it again; `training/checkpoint_checks` compares it with the
+model that it is loaded into.
 """
 
 import json
@@ -22,11 +23,12 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from lm.data.tokenizer import Tokenizer
 from lm.model.config import DecoderConfig
-from lm.model.huggingface import config_json, generation_config_json, to_huggingface
+from lm.model.huggingface import config_json, from_huggingface, generation_config_json, to_huggingface
 from lm.training.builtin_optimizers import BUILTIN
 from lm.training.config import OptimizerConfig
 from lm.training.rng_state import rng_state
@@ -48,6 +50,26 @@ def to_content(module: "LanguageModule", checkpoint: dict[str, Any]) -> dict[str
     content["ranks"] = gathered({"rng": rng_state()}, module.trainer.world_size)
     content["files"] = huggingface_files(module)
     return content
+
+
+def from_content(module: "LanguageModule", content: dict[str, Any]) -> dict[str, Any]:
+    """Lightning's checkpoint, with weights and optimizer state under its keys and the rest of the content as it is.
+
+    RequestError if they are those of another model or optimizer.
+    """
+    from lm.training.checkpoint_checks import check_same_class, check_same_shapes
+
+    weights = content["state_dict"]
+    check_same_class(content["files"], module)
+    check_same_shapes(weights, module)
+    if module.builtin:
+        weights = from_huggingface(weights, module.config)
+    checkpoint = {key: value for key, value in content.items() if key not in ("optimizer", "optimizer_values")}
+    checkpoint["state_dict"] = {f"decoder.{name}": value for name, value in weights.items()}
+    if "optimizer" in content:
+        state_dict = optimizer_state_dict(module, content["optimizer"], content.get("optimizer_values", {}))
+        checkpoint["optimizer_states"] = [state_dict]
+    return checkpoint
 
 
 def gathered(rank_state: dict[str, Any], world_size: int) -> list[dict[str, Any]]:
@@ -100,14 +122,14 @@ def model_files(
 def optimizer_content(module: "LanguageModule", state_dict: dict[str, Any]) -> dict[str, Any]:
     """An optimizer's `state_dict` as tensors by name, and the plain values beside them.
 
-                                AdamW             a class that saves all that an optimizer may
-    optimizer                   {"norm.weight/exp_avg": Tensor, "norm.weight/step": Tensor, ...}
+                            AdamW                           a class that saves everything that an optimizer may
+    optimizer               {"norm.weight/exp_avg": Tensor, "norm.weight/step": Tensor, ...}
     optimizer_values
-        written_by              {"name": "adamw"}   {"class_path": "my_optimizers.Lion"}
-        state                   {}                  {"norm.weight/count": 3}, values that are not tensors
-        groups                  []                  [{"k": 3}, {"k": 3}], settings that its steps change
-        of_no_parameter         {}                  {"seen": 3}, state of which the key is no parameter
-        entries                 {}                  {"average": 0.5}, beside "state" and "param_groups"
+        written_by          {"name": "adamw"}               {"class_path": "my_optimizers.Lion"}
+        state               {}                              {"norm.weight/count": 3}: values that are not tensors
+        groups              []                              [{"k": 3}, {"k": 3}]: settings that its steps change
+        of_no_parameter     {}                              {"seen": 3}: state of which the key is no parameter
+        entries             {}                              {"mean": 0.5}: keys beside "state" and "param_groups"
     """
     optimizer, config = module.optimizers(use_pl_optimizer=False), module.options.optimizer
     changed_settings = []  # AdamW and Muon change no setting of a group
@@ -126,6 +148,24 @@ def optimizer_content(module: "LanguageModule", state_dict: dict[str, Any]) -> d
             "entries": {key: value for key, value in state_dict.items() if key not in ("state", "param_groups")},
         },
     }
+
+
+def optimizer_state_dict(module: "LanguageModule", tensors: dict[str, Tensor], values: dict[str, Any]) -> dict:
+    """The inverse of `optimizer_content`, with the settings of the config, so that a changed learning rate counts."""
+    from lm.training.checkpoint_checks import check_same_optimizer
+
+    optimizer = module.configure_optimizers()
+    state_dict = optimizer.state_dict()
+    check_same_optimizer(values.get("written_by"), describe_optimizer(module.options.optimizer, optimizer))
+    named_state = tensors | values.get("state", {})  # an imported model has neither
+    state = index_state(named_state, parameter_names(module.decoder, optimizer))
+    parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    for index, slots in state.items():
+        state[index] = {slot: with_strides_of(parameters[index], value) for slot, value in slots.items()}
+    state_dict["state"] |= state | values.get("of_no_parameter", {})  # a class may need what it made when it was built
+    for group, changed_settings in zip(state_dict["param_groups"], values.get("groups", [])):
+        group |= changed_settings
+    return state_dict | values.get("entries", {})
 
 
 def describe_optimizer(config: OptimizerConfig, optimizer: Optimizer) -> dict[str, str]:
@@ -148,6 +188,29 @@ def name_state(state: dict[Any, Any], names: list[str]) -> dict[str, Any]:
     """State by index, `{index: {slot: value}}`, as values `<parameter>/<slot>`; state of no parameter is left out."""
     by_index = {index: slots for index, slots in state.items() if isinstance(index, int)}
     return {f"{names[index]}/{slot}": value for index, slots in by_index.items() for slot, value in slots.items()}
+
+
+def index_state(values: dict[str, Any], names: list[str]) -> dict[int, dict[str, Any]]:
+    """The inverse of `name_state`, without state of what the optimizer no longer trains, such as a frozen parameter.
+
+    Slots may have slashes in their names, too: `norm.weight/moment/first` is `moment/first` of `norm.weight`.
+    """
+    states: dict[str, dict[str, Any]] = {name: {} for name in names}
+    for key, value in values.items():
+        name, _, slot = key.rpartition("/")
+        while name and name not in states:
+            name, _, part = name.rpartition("/")
+            slot = f"{part}/{slot}"
+        if name:
+            states[name][slot] = value
+    return {index: states[name] for index, name in enumerate(names) if states[name]}
+
+
+def with_strides_of(parameter: Tensor, value: Any) -> Any:
+    """State with the strides of its parameter: a fused optimizer goes through both in the order of the memory."""
+    if not isinstance(value, Tensor) or value.shape != parameter.shape or isinstance(parameter, DTensor):
+        return value
+    return torch.empty_like(parameter, dtype=value.dtype, device=value.device).copy_(value)
 
 
 def checkpoint_tensors(module: "LanguageModule") -> dict[tuple[str, str], Tensor]:

@@ -14,7 +14,7 @@ import torch
 from lm.errors import GuardStop, RequestError
 from lm.runs.checkpoint import Progress
 from lm.runs.run import Run
-from lm.training.checkpoint_content import to_content
+from lm.training.checkpoint_content import from_content, to_content
 from lm.training.pace import StepTimeEstimator
 from lm.training.rng_state import restore_rng_state
 from lm.training.schedule import Steps
@@ -79,7 +79,6 @@ class RunState:
         Hyper-parameters come from the config, so a changed learning rate takes effect.
         """
         from lm.training.checkpoint_checks import check_same_model, check_same_tokenizer
-        from lm.training.checkpoint_loading import from_content
 
         if "lm" in checkpoint:
             raise RequestError(OTHER_TRAINER)

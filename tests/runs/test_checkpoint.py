@@ -15,10 +15,20 @@ from trainings import make_workplace
 
 import lm as package
 from lm.errors import RequestError, RunError
-from lm.runs.checkpoint import decode, encode, find_damage, link_to, point, read_folder, read_progress, write_folder
+from lm.runs.checkpoint import link_to, read_folder, read_progress, write_folder
+from lm.runs.json_tree import decode, encode
 from lm.runs.resume import find_checkpoint, repair_links, warn_if_stale
 from lm.runs.run import Run
-from lm.system.files import digest, dump_checksummed, load_checksummed, remove_folder, stated_digest, write_atomically
+from lm.runs.trainer_json import find_damage
+from lm.system.files import (
+    digest,
+    dump_checksummed,
+    load_checksummed,
+    point,
+    remove_folder,
+    stated_digest,
+    write_atomically,
+)
 from lm.system.process import lm_version
 from lm.training.callbacks.checkpoints import Checkpoints, remove_unneeded
 from lm.training.checkpoint_content import checkpoint_tensors
@@ -191,7 +201,7 @@ def test_a_power_cut_finds_a_name_only_where_all_of_its_content_is_on_the_disk(t
 def test_the_files_of_a_checkpoint_are_hashed_once(tmp_path, monkeypatch):
     write_folder(tmp_path / "c", content())
     hashed = []
-    monkeypatch.setattr("lm.runs.checkpoint.digest", lambda path: hashed.append(path.name) or digest(path))
+    monkeypatch.setattr("lm.runs.trainer_json.digest", lambda path: hashed.append(path.name) or digest(path))
     io = FolderCheckpointIO()
     io.load_checkpoint(tmp_path / "c")
     assert sorted(hashed) == ["config.json", "model.safetensors", "optimizer.safetensors"]
@@ -394,7 +404,8 @@ def test_copies_go_into_the_memory_that_was_reserved(monkeypatch):
     monkeypatch.setattr("lm.training.checkpoint_io.allocate_host_memory",
                         lambda tensor: made.append(threading.current_thread().name) or torch.empty_like(tensor))  # fmt: skip
     io.reserve_host_memory({("state_dict", "w"): tensor})
-    assert torch.equal(io.copy_to_host(("state_dict", "w"), tensor), tensor)
+    with io.copying() as copy_to_host:
+        assert torch.equal(copy_to_host(("state_dict", "w"), tensor), tensor)
     assert [name.partition("_")[0] for name in made] == ["checkpoint"]  # the thread that writes
 
 
@@ -412,4 +423,5 @@ def test_a_reservation_hides_no_failure_and_is_none_itself(tmp_path, monkeypatch
 
     monkeypatch.setattr(torch, "empty", unlocked)
     io.reserve_host_memory({("state_dict", "w"): tensor})
-    assert torch.equal(io.copy_to_host(("state_dict", "w"), tensor), tensor)
+    with io.copying() as copy_to_host:
+        assert torch.equal(copy_to_host(("state_dict", "w"), tensor), tensor)

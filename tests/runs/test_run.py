@@ -13,6 +13,7 @@ from lm.runs.checkpoint import write_folder
 from lm.runs.config_diff import differences
 from lm.runs.resume import check_config_changes, checkpoint_folder, find_checkpoint
 from lm.runs.run import Run
+from lm.system.files import point
 
 
 def make(root, name, entered=0.0):

@@ -34,9 +34,8 @@ from lm.model.build import BuildOptions, build
 from lm.model.config import DecoderConfig, matrix_rows
 from lm.model.decoder import Decoder, Losses, losses_of
 from lm.runs.run import Run
-from lm.training.checkpoint_content import name_state, parameter_names
+from lm.training.checkpoint_content import index_state, name_state, parameter_names
 from lm.training.checkpoint_io import FolderCheckpointIO
-from lm.training.checkpoint_loading import index_state
 from lm.training.config import DistributedConfig, OptimizerConfig
 from lm.training.distributed import FullyShardedStrategy
 from lm.training.optim import build_optimizer

@@ -13,8 +13,7 @@ from lm.data.config import DataConfig, PhaseConfig, SourceConfig
 from lm.errors import RequestError
 from lm.model.config import DecoderConfig, matrix_rows
 from lm.model.decoder import Decoder
-from lm.training.checkpoint_content import name_state, parameter_names
-from lm.training.checkpoint_loading import index_state
+from lm.training.checkpoint_content import index_state, name_state, parameter_names
 from lm.training.config import (
     EarlyStoppingConfig,
     GroupConfig,

@@ -9,6 +9,7 @@ from lm.runs.trainer_json import find_damage
 from lm.system.process import steady_time
 from lm.training.callback import Callback, call_hook
 from lm.training.callbacks.logging import remaining
+from lm.training.checkpoint_content import from_content
 from lm.training.config import Action
 from lm.training.guards import Finding, Line, Observer
 from lm.training.module import LanguageModule
@@ -138,8 +139,6 @@ class Rollback(Callback):
     def on_guard(self, trainer: Trainer, pl_module: LanguageModule, guard: str, action: Action, message: str) -> None:
         if action != "rollback" or self.asked:
             return
-        from lm.training.checkpoint_loading import from_content
-
         self.asked = True
         used_up = self.done >= self.max_rollbacks
         to = None if used_up else newest_checkpoint(trainer, self.good)
