@@ -3,13 +3,12 @@
     runs/my-run/
         step-00001000/
             model.safetensors         content["state_dict"], the weights
-            config.json               content["files"], texts: with the weights they are a Hugging Face model
-            generation_config.json
+            config.json               content["files"], texts that make a Hugging Face model of the weights
             tokenizer.json ...
             optimizer.safetensors     content["optimizer"], the tensors of the optimizer
             trainer.json              everything else of the content, as JSON, and a digest of each file above
-        last -> step-00001000         the newest checkpoint, and the one with the lowest validation loss
-        best -> step-00000800
+        last -> step-00001000         the newest
+        best -> step-00000800         the one with the lowest validation loss
 
 Nothing is pickled. `training/checkpoint_content` shows the content; `training/checkpoint_io` writes it in the
 background of a training.
@@ -135,6 +134,7 @@ def _best_name(callbacks: dict[str, Any]) -> str | None:
 
 
 def _cause(error: Exception, folder: Path, content: dict[str, Any]) -> str:
+    """What went wrong; for a full disk with its free space."""
     if not folder.parent.is_dir():
         return f"the folder {folder.parent} is gone"
     if NO_SPACE in str(error):  # safetensors has it within a longer message
@@ -145,6 +145,7 @@ def _cause(error: Exception, folder: Path, content: dict[str, Any]) -> str:
 
 
 def _advice(error: Exception, folder: Path) -> list[str]:
+    """What to do."""
     run = Run(folder.parent)
     if not run.path.is_dir():
         return [f"put it back, and `{run.resume_command()}` resumes the run"]

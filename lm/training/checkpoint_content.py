@@ -47,7 +47,7 @@ def to_content(module: "LanguageModule", checkpoint: dict[str, Any]) -> dict[str
     states = checkpoint.get("optimizer_states")
     if states and states[0]:  # neither where it saves weights alone, nor on ranks other than zero
         content |= optimizer_content(module, states[0])
-    content["ranks"] = gathered({"rng": rng_state()}, module.trainer.world_size)
+    content["ranks"] = states_of_all_ranks({"rng": rng_state()}, module.trainer.world_size)
     content["files"] = huggingface_files(module)
     return content
 
@@ -72,8 +72,8 @@ def from_content(module: "LanguageModule", content: dict[str, Any]) -> dict[str,
     return checkpoint
 
 
-def gathered(rank_state: dict[str, Any], world_size: int) -> list[dict[str, Any]]:
-    """The states of all ranks, in their order."""
+def states_of_all_ranks(rank_state: dict[str, Any], world_size: int) -> list[dict[str, Any]]:
+    """The `rank_state` of each rank, in their order; call it on every rank."""
     if world_size == 1:
         return [rank_state]
     states = [{} for _ in range(world_size)]  # receives them

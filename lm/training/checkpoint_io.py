@@ -27,7 +27,6 @@ from lm.system.files import remove_folder
 
 log = logging.getLogger(__name__)
 
-
 Place = tuple[str, str | int]  # of a tensor in a checkpoint, such as ("state_dict", "model.norm.weight")
 
 
