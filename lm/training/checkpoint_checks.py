@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import torch
+from lightning.pytorch.utilities.seed import isolate_rng
 from torch import Tensor
 
 from lm.data.datamodule import DataModule
@@ -78,6 +79,25 @@ def check_same_shapes(weights: dict[str, Tensor], module: "LanguageModule") -> N
                 f"this is a checkpoint of another architecture: its {name} is {saved_shape}, the config makes it "
                 f"{shape}; without --config the config of the checkpoint's run is used"
             )
+
+
+def check_loadable(module: "LanguageModule") -> None:
+    """RequestError if a custom model that is built as for loading could not take the weights of this one."""
+    from lm.model.custom import build_custom, custom_config_json
+
+    document = custom_config_json(module.config, None, "float32", type(module), module.hparams)
+    weights = module.decoder.state_dict()
+    try:
+        with isolate_rng():
+            new_model = build_custom(document, type(module), "")
+        if extra := [name for name, value in weights.items() if not isinstance(value, Tensor)]:
+            raise RuntimeError(f"{extra[0]} is no tensor: register it as a buffer")
+        zeros = {name: torch.zeros(value.shape, dtype=value.dtype) for name, value in weights.items()}
+        new_model.load_state_dict(zeros)
+    except Exception as error:
+        raise RequestError(
+            f"{type(module.decoder).__name__}: its checkpoint could not be loaded: {' '.join(str(error).split())}"
+        ) from error
 
 
 def check_same_optimizer(saved: dict[str, str] | None, current: dict[str, str]) -> None:

@@ -25,7 +25,12 @@ class StepDropped(Exception):
 
 
 class LightningStep:
-    """Runs the optimizer steps of a `LanguageModule`; made when its training starts."""
+    """Runs the optimizer steps of a `LanguageModule`; made when its training starts.
+
+    What `optimizer_step` leaves to its arguments is done by Lightning: its precision runs the forward pass in half
+    precision and scales an fp16 loss before the backward pass; its strategy averages the gradients over ranks in the
+    last one; and its optimizer, which counts the steps, calls the scaler, which unscales the gradients.
+    """
 
     def __init__(self, module: "LanguageModule") -> None:
         trainer = module.trainer

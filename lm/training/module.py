@@ -10,7 +10,6 @@ from typing import Any
 
 import torch
 from lightning.pytorch import Callback, LightningModule
-from lightning.pytorch.utilities.seed import isolate_rng
 from torch import Tensor, nn
 
 from lm.data.loader import Batch
@@ -64,13 +63,13 @@ class LanguageModule(LightningModule):
         self.options, self.config = config, config.decoder  # `vocab_size` is set once the data is open
         self.automatic_optimization = False  # `training_step` runs backward passes and optimizer itself
         self.run_state: RunState = RunState()
-        self.step: Any = None  # a `LightningStep` during training
+        self.lightning_step: Any = None  # a `LightningStep` during training
         self.decoder: nn.Module | None = None  # compiled and sharded in place
         self.builtin, self.built = True, NOT_BUILT  # whether it is what its config says; kernels and attention
         self.validation = TokenLoss()  # sums of the validation that runs
-        self.built_now = True  # whether the current fit or evaluation, not an earlier one, built the decoder
+        self.decoder_is_new = True  # whether the current fit or evaluation, not an earlier one, built the decoder
         self._vocabulary: Any = None  # of the tokenizer that the decoder was built for
-        self._loadable = False  # whether a custom model was seen to load a checkpoint of this one
+        self._is_loadable = False  # whether a custom model was seen to load a checkpoint of this one
         self._token_bytes: Tensor | None = None  # (V,) bytes of text of each token, on the device
 
     def configure_callbacks(self) -> Sequence[Callback]:
@@ -93,7 +92,7 @@ class LanguageModule(LightningModule):
         if attached_trainer(self) is None:  # see `build_for_checkpoint`
             return
         data, strategy = self.trainer.datamodule, self.trainer.strategy
-        self.validation, self.built_now = TokenLoss(len(data.source_names) or None), self.decoder is None
+        self.validation, self.decoder_is_new = TokenLoss(len(data.source_names) or None), self.decoder is None
         if self.decoder is not None:
             if self._vocabulary not in (None, data.tokenizer.vocabulary):
                 raise RequestError(
@@ -185,7 +184,7 @@ class LanguageModule(LightningModule):
         """
         number = self.global_step  # counts calls of the optimizer, including skipped steps
         try:
-            result = self.step(batch, number)
+            result = self.lightning_step(batch, number)
         except StepDropped:  # after a signal, which only our Trainer handles
             self.trainer.end_run(f"; the next one was not done within {self.trainer.options.stop_within / 2:g} s")
             raise
@@ -194,12 +193,12 @@ class LanguageModule(LightningModule):
         return result.loss
 
     def on_train_start(self) -> None:
-        self.step = LightningStep(self)
+        self.lightning_step = LightningStep(self)
         sources = len(self.trainer.datamodule.source_names)
-        self.run_state.begin(self.device, sources=sources, scaled=self.step.scaled, rank=self.global_rank)
+        self.run_state.begin(self.device, sources=sources, scaled=self.lightning_step.scaled, rank=self.global_rank)
 
     def on_train_end(self) -> None:
-        self.step = None
+        self.lightning_step = None
 
     def configure_optimizers(self) -> torch.optim.Optimizer:
         """Build the optimizer, which skips non-finite steps; `training/step` sets its learning rates."""
@@ -262,27 +261,12 @@ class LanguageModule(LightningModule):
     # ---- checkpoints --------------------------------------------------------------------------------------------
 
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        if not (self.builtin or self._loadable):
-            self._require_loadable()
+        if not (self.builtin or self._is_loadable):
+            from lm.training.checkpoint_checks import check_loadable
+
+            check_loadable(self)
+            self._is_loadable = True
         self.run_state.save(self, checkpoint)
-
-    def _require_loadable(self) -> None:
-        """Raise RequestError if a model that is built as for loading could not take the weights of this one."""
-        from lm.model.custom import build_custom, custom_config_json
-
-        document = custom_config_json(self.config, None, "float32", type(self), self.hparams)
-        weights = self.decoder.state_dict()
-        try:
-            with isolate_rng():
-                anew = build_custom(document, type(self), "")
-            if extra := [name for name, value in weights.items() if not isinstance(value, Tensor)]:
-                raise RuntimeError(f"{extra[0]} is no tensor: register it as a buffer")
-            anew.load_state_dict({name: torch.zeros(value.shape, dtype=value.dtype) for name, value in weights.items()})
-        except Exception as error:
-            raise RequestError(
-                f"{type(self.decoder).__name__}: its checkpoint could not be loaded: {' '.join(str(error).split())}"
-            ) from error
-        self._loadable = True
 
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         if attached_trainer(self) is None:

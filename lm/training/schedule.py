@@ -40,8 +40,14 @@ def warmup_and_decay_steps(max_steps: int, config: ScheduleConfig) -> tuple[int,
 def lr_fraction(step: int, max_steps: int, config: ScheduleConfig) -> float:
     """The fraction of the peak learning rate at optimizer step `step` (the first is 0) of a run of `max_steps`.
 
-    It rises linearly to 1 during the warm-up, then follows the named schedule (cosine: Loshchilov and Hutter, 2017,
-    arXiv:1608.03983; wsd: Hu et al., 2024, arXiv:2404.06395).
+    It rises linearly to 1 during the warm-up. Then
+
+        constant        stays
+        wsd             stays, and falls linearly over the last `decay` steps (Hu et al., 2024, arXiv:2404.06395)
+        linear, cosine  falls from the warm-up to the end, or to step `decay_steps` (Loshchilov and Hutter, 2017,
+                        arXiv:1608.03983)
+
+    to `final_fraction`. A branch begins at `begin_step`, with `begin_fraction` of the rate.
     """
     warmup, decay = warmup_and_decay_steps(max_steps, config)
     if step < config.begin_step:  # before the first step of a branch; another branch may begin there
@@ -52,11 +58,13 @@ def lr_fraction(step: int, max_steps: int, config: ScheduleConfig) -> float:
     top = config.begin_fraction if config.begin_step and not warmup else 1.0
     if config.name == "constant" or (config.name == "wsd" and not decay):
         return top
-    # `wsd` reaches the final fraction in the last step; the other schedules would reach it one step later.
-    start, end = (max_steps - decay - 1, max_steps - 1) if config.name == "wsd" else (warmup, decay or max_steps)
-    progress = min(1.0, max(0.0, (step - start) / max(1, end - start)))  # 0 at the start of the fall, 1 at its end
-    fall = 0.5 * (1 + math.cos(math.pi * progress)) if config.name == "cosine" else 1 - progress
-    return config.final_fraction + (top - config.final_fraction) * fall
+    if config.name == "wsd":
+        progress = (step - (max_steps - 1 - decay)) / decay  # 1 in the last step
+    else:
+        progress = (step - warmup) / max(1, (decay or max_steps) - warmup)  # 1 in the step after the last
+    progress = min(1.0, max(0.0, progress))
+    remaining = 0.5 * (1 + math.cos(math.pi * progress)) if config.name == "cosine" else 1 - progress  # 1 falls to 0
+    return config.final_fraction + (top - config.final_fraction) * remaining
 
 
 # ---- steps -----------------------------------------------------------------------------------------------------------

@@ -127,7 +127,7 @@ def _devices(trainer: Trainer) -> str:
 
 
 def _origin(trainer: Trainer) -> str:
-    if not trainer.ckpt_path and not trainer.lightning_module.built_now:
+    if not trainer.ckpt_path and not trainer.lightning_module.decoder_is_new:
         return "those that the module had"
     if not trainer.ckpt_path:
         return f"new, drawn from seed {torch.initial_seed()}"
