@@ -148,21 +148,19 @@ def decide(kind: Kind, item: Item, prompts: Sequence[Prompt], scores: Sequence[S
         sums.append(log_probabilities[prompt.harness_start - prompt.start :].sum(dtype=float).item())
     gold = 0 if kind == "language_modeling" else item["gold"]
 
-    def is_largest(
-        values: Sequence[float] | np.ndarray,
-    ) -> bool:  # whether the right answer has the largest of these values
+    def is_right(values: Sequence[float] | np.ndarray) -> bool:  # whether the largest value is the right answer's
         return bool(np.argmax(values) == gold)
 
     if kind == "language_modeling":  # one answer, for which both starts are the same
         right_dclm, by_harness = bool(scores[0].argmax.all()), {}
     else:
-        right_dclm = is_largest(means)
+        right_dclm = is_right(means)
         characters = [len(prompt.answer) for prompt in prompts]
         utf8_bytes = [len(prompt.answer.encode()) for prompt in prompts]
         by_harness = {
-            "right_sum": is_largest(sums),
-            "right_per_character": is_largest(np.divide(sums, characters)),
-            "right_per_byte": is_largest(np.divide(sums, utf8_bytes)),
+            "right_sum": is_right(sums),
+            "right_per_character": is_right(np.divide(sums, characters)),
+            "right_per_byte": is_right(np.divide(sums, utf8_bytes)),
         }
     return Outcome(
         right_dclm=right_dclm,
