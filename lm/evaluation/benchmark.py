@@ -29,7 +29,7 @@ from lm.evaluation.prompts import Prompt, chosen_items, render, tokenize
 from lm.evaluation.scoring import Score, score
 from lm.evaluation.statistics import Interval, centered, mean_interval, standard_error, wilson
 from lm.evaluation.tasks import Item, Kind, Task
-from lm.model.decoder import config_of
+from lm.model.build import config_of
 
 BATCH_TOKENS = 16_384
 GROUP = 128  # items whose prompts are held in memory at once

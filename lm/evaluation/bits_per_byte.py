@@ -14,7 +14,8 @@ from lm.evaluation.benchmark import BATCH_TOKENS
 from lm.evaluation.metrics import perplexity
 from lm.evaluation.scoring import score
 from lm.evaluation.statistics import ratio_error
-from lm.model.decoder import Decoder, config_of
+from lm.model.build import config_of
+from lm.model.decoder import Decoder
 
 GROUP = 16  # batches whose rows are held at once, to batch rows of similar length
 

@@ -15,7 +15,8 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 
 from lm.errors import RunError
-from lm.model.decoder import Decoder, config_of, evaluating
+from lm.model.build import config_of
+from lm.model.decoder import Decoder, evaluating
 
 LOGITS = 2**26  # number held at once: 256 MiB
 

@@ -13,7 +13,8 @@ from torch import Tensor, nn
 from lm.errors import RequestError, RunError
 from lm.inference.sampling import Sampling
 from lm.inference.steps import Step, check_step, make_stepper
-from lm.model.decoder import config_of, evaluating
+from lm.model.build import config_of
+from lm.model.decoder import evaluating
 
 Reason = Literal["eos", "stop", "length", "context"]
 

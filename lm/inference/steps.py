@@ -11,7 +11,8 @@ from torch import Tensor, nn
 
 from lm.errors import RequestError
 from lm.inference.kv_cache import CachedDecoder
-from lm.model.decoder import Decoder, config_of
+from lm.model.build import config_of
+from lm.model.decoder import Decoder
 
 Step = Literal["dynamic", "static", "cuda_graph"]
 MIN_SLOTS = 256  # of a static step
