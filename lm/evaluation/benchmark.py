@@ -1,15 +1,13 @@
 """Benchmarks: the accuracy of each task with its interval, and CORE, one number for many tasks.
 
-An item goes through four functions, in `_outcomes`. For example, one with the answers "deep blue", which is right, and
-"deep red":
+An item goes through four functions, in `_outcomes`. For example, one with two answers, of which the first is right:
 
-    render      "The sky is " + "deep blue"               a text before each answer, and the answer
-    tokenize    eos  The  sky  is  deep  blue             a `Prompt` each: harness_start 4, dclm_start 5
-    score                          -2.5  -0.5             a `Score` each: log-probabilities in nats, from token 4 on
-                                   -2.5  -1.0             that of "deep red"
-    decide      DCLM, mean from token 5 on                -0.5 and -1.0    the larger one is right, by every rule:
-                the harness, sum from token 4 on          -3.0 and -3.5    an `Outcome`
-                the same per character of the answer      -3.0 / 9 and -3.5 / 8
+    render    "The sky is " + "deep blue"       "The sky is " + "deep red"      texts
+    tokenize  eos  The  sky  is  deep  blue     eos  The  sky  is  deep  red    `Prompt`s: dclm_start 5, harness_start 4
+    score                        -2.5  -0.5                        -2.5  -1.0   `Score`s, in nats
+    decide    DCLM: mean from 5 on     -0.5                              -1.0   `Outcome`: the first answer has the
+              harness: sum from 4 on   -3.0                              -3.5   larger value, so each of these rules
+              per character        -3.0 / 9                          -3.5 / 8   is right
 
 The outcomes of all items become the `TaskResult`.
 """

@@ -95,33 +95,35 @@ def tokenize(
     # A blank at the end of the text before an answer belongs to the answer's first token.
     befores = tokenizer.encode_batch([before.rstrip() for before, _ in texts])
     rows = tokenizer.encode_batch([before + answer for before, answer in texts])
-    prompts, first = [], 0
+    prompts: list[list[Prompt]] = []
+    first = 0  # row of the item
     for texts_of_item in texts_of_items:
-        item = slice(first, first + len(texts_of_item))
-        starts = _starts(kind, befores[item], rows[item])
-        answers = [answer for _, answer in texts_of_item]
-        prompts.append(
-            [
-                _prompt(ids, *starts_of_row, answer, tokenizer.eos_id, context, begin)
-                for ids, starts_of_row, answer in zip(rows[item], starts, answers, strict=True)
-            ]
-        )
-        first = item.stop
+        prompts.append([])
+        end = first + len(texts_of_item)
+        starts = _starts(kind, befores[first:end], rows[first:end])
+        for (_, answer), ids, (dclm_start, harness_start) in zip(texts_of_item, rows[first:end], starts, strict=True):
+            # A token comes before the first one to score: `eos`, or in a row that is cut its new first token.
+            if begin == "eos" or min(dclm_start, harness_start) == 0:
+                ids, dclm_start, harness_start = [tokenizer.eos_id, *ids], dclm_start + 1, harness_start + 1
+            cut = max(0, len(ids) - context - 1)
+            dclm_start, harness_start = max(1, dclm_start - cut), max(1, harness_start - cut)
+            prompts[-1].append(Prompt(np.array(ids[cut:], np.int32), dclm_start, harness_start, answer, cut))
+        first = end
     return prompts
 
 
 def _starts(kind: Kind, befores: list[list[int]], rows: list[list[int]]) -> list[tuple[int, int]]:
     """`dclm_start` and `harness_start` of each row of an item, from the ids before each answer and those with it.
 
-    The last token of a row counts in any case, also where an answer is the beginning of another: it is not compared.
+    The last token of a row counts in any case, also where an answer is the beginning of another.
     """
-    compared = [ids[:-1] for ids in rows]
+    compared = [ids[:-1] for ids in rows]  # so no start is after the last token
     # A token across the border belongs to the answer.
     harness_starts = [_shared([before, ids]) for before, ids in zip(befores, compared, strict=True)]
     if kind == "multiple_choice":
         dclm_starts = [_shared(compared)] * len(rows)
     elif kind == "schema":
-        ending = max(1, _shared([ids[::-1] for ids in rows]))
+        ending = max(1, _shared([ids[::-1] for ids in rows]))  # tokens at the end that all rows share
         dclm_starts = [len(ids) - ending for ids in rows]
     else:
         dclm_starts = harness_starts
@@ -134,13 +136,3 @@ def _shared(sequences: Sequence[Sequence[int]]) -> int:
         if len(set(tokens)) > 1:
             return place
     return min(map(len, sequences))
-
-
-def _prompt(
-    ids: list[int], dclm_start: int, harness_start: int, answer: str, eos_id: int, context: int, begin: Begin
-) -> Prompt:
-    if begin == "eos" or min(dclm_start, harness_start) == 0:  # something must be before the first token to score
-        ids, dclm_start, harness_start = [eos_id, *ids], dclm_start + 1, harness_start + 1
-    cut = max(0, len(ids) - context - 1)
-    # Of a row that is cut, the new first token has nothing before it either.
-    return Prompt(np.array(ids[cut:], np.int32), max(1, dclm_start - cut), max(1, harness_start - cut), answer, cut)

@@ -117,7 +117,7 @@ def choose_tokens(logits: Tensor, sampling: Sampling, generator: torch.Generator
     # of weight 0 could end.
     ends = weights.double().cumsum(-1)  # (B, k)
     fraction = 1 - torch.rand(len(ends), 1, dtype=torch.float64, generator=generator)  # in (0, 1]
-    index = torch.searchsorted(ends, fraction * ends[:, -1:])  # (B, 1), the first token whose end reaches the point
+    index = torch.searchsorted(ends, fraction * ends[:, -1:])  # (B, 1), the first end at or after the point
     return (index if ids is None else ids.gather(-1, index))[:, 0].to(logits.device)
 
 
@@ -147,7 +147,7 @@ def _filter_top_p(weights: Tensor, ids: Tensor | None, top_p: float) -> tuple[Te
     return weights.where(before < top_p * total, 0), ids.cpu()
 
 
-TOP = 1024  # sorting only this many of the vocabulary is several times faster on a CPU
+TOP = 1024  # tokens; sorting only these, which usually are enough, is several times faster on a CPU than sorting all
 
 
 def _most_probable(probabilities: Tensor, total: float) -> tuple[Tensor, Tensor]:
