@@ -118,7 +118,7 @@ LEAVES = {  # what only an option, a device or another command asks for
                    "plain_run_state rank_checks",
     "lm.evaluation": "benchmark prompts public_tasks scoring tasks",
     "lm.data": "cache documents encode mixture overlap packing prepare rare reshuffle splits text_batches text_files",
-    "lm.model": "compile custom fused low_precision memory",
+    "lm.model": "builtin compile custom fused low_precision memory",
     "lm.runs": "config_diff expectations facts history postmortem registry resume",
     "lm.system": "hub remote",
     "lm.cli": "bench_step brief_fit charts help hours ladder ladder_report plan plan_checks plan_facts profile_step report.run scale scale_hours scaling_rules",

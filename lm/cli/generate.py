@@ -16,9 +16,9 @@ from lm.cli.model_options import Compile, GenerateOptions
 from lm.errors import RequestError
 from lm.inference.completion import Written, gather_texts, generate_text
 from lm.inference.generation import Reason
-from lm.inference.kv_cache import Step, check_step
 from lm.inference.pretrained import Pretrained, load_pretrained
 from lm.inference.sampling import Sampling
+from lm.inference.steps import Step, check_step
 from lm.runs.resume import chosen_model
 from lm.system.hardware import device_name
 from lm.system.process import harmless

@@ -1,7 +1,15 @@
 """Benchmarks: the accuracy of each task with its interval, and CORE, one number for many tasks.
 
-An item becomes prompts (`evaluation/prompts`), a prompt log-probabilities (`evaluation/scoring`), these one `Scored`
-for each answer, and the answers the item's `Outcome`.
+An item goes through four functions, in `_outcomes`. For example, one with two answers, of which the first is right:
+
+    render    "The sky is " + "deep blue"       "The sky is " + "deep red"      texts
+    tokenize  eos  The  sky  is  deep  blue     eos  The  sky  is  deep  red    `Prompt`s: dclm_start 5, harness_start 4
+    score                        -2.5  -0.5                        -2.5  -1.0   `Score`s, in nats
+    decide    DCLM: mean from 5 on     -0.5                              -1.0   `Outcome`: the first answer has the
+              harness: sum from 4 on   -3.0                              -3.5   larger value, so each of these rules
+              per character        -3.0 / 9                          -3.5 / 8   is right
+
+The outcomes of all items become the `TaskResult`.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -15,11 +23,11 @@ from torch import nn
 from lm.data.tokenizer import Begin, Tokenizer
 from lm.errors import RequestError, RunError
 from lm.evaluation.metrics import perplexity
-from lm.evaluation.prompts import Prompt, chosen_items, prompts
-from lm.evaluation.scoring import Row, Score, score
+from lm.evaluation.prompts import Prompt, chosen_items, render, tokenize
+from lm.evaluation.scoring import Score, score
 from lm.evaluation.statistics import Interval, centered, mean_interval, standard_error, wilson
 from lm.evaluation.tasks import Item, Kind, Task
-from lm.model.decoder import config_of
+from lm.model.build import config_of
 
 BATCH_TOKENS = 16_384
 GROUP = 128  # items whose prompts are held in memory at once
@@ -27,50 +35,40 @@ GROUP = 128  # items whose prompts are held in memory at once
 Progress = Callable[[str, int, int], None]
 
 
-class Scored(NamedTuple):
-    """An answer of an item, scored."""
-
-    prompt: Prompt
-    mean: float  # log-probability of a token, where the answers are compared, in nats
-    log_likelihood: float  # sum over the tokens of the answer, in nats
-    tokens: int  # of the answer
-    argmax: bool  # whether greedy decoding would choose every token
-
-
 class Outcome(NamedTuple):
-    """What became of an item."""
+    """What became of an item: for each rule, whether the answer that it chooses is right. See `TaskResult`."""
 
-    right: bool  # by the rule of the task's kind
+    right_dclm: bool
     log_likelihoods: tuple[float, ...]  # of each possible answer, summed, in nats
-    acc: bool | None  # whether the answer with the largest sum is right; None for language modelling
-    acc_norm: bool | None  # the same for the largest sum per character
-    acc_bytes: bool | None  # the same for the largest sum per UTF-8 byte
     nats: float  # negative log-likelihood of the right answer
     tokens: int  # of the right answer
     cut: bool  # a prompt was longer than the context and lost its beginning
+    right_sum: bool | None = None  # these three are None for language modelling
+    right_per_character: bool | None = None
+    right_per_byte: bool | None = None
 
 
 @dataclass(frozen=True)
 class TaskResult:
-    """The results of a task. A field is None if it does not apply to the task's kind."""
+    """The results of a task, by the names of the keys in JSON files. None: does not apply to the task's kind."""
 
     label: str
     kind: Kind
     num_fewshot: int  # examples before each question
     items: int  # that were asked
-    # Share of right answers: the answer with the smallest mean loss over its tokens; for language modelling, every
-    # token of the continuation is the argmax.
+    # DCLM's rule, share of right answers: the answer with the smallest mean loss over its tokens; for language
+    # modelling, every token of the continuation is the argmax.
     accuracy: float
     stderr: float  # of the accuracy
     interval: Interval  # its 95 % interval (Wilson)
     baseline: float  # expected accuracy of guessing
     centered: float  # (accuracy - baseline) / (1 - baseline)
     centered_interval: Interval  # its 95 % interval
-    # Share right by summed log-probability, per character and per UTF-8 byte of the answer: `acc`, `acc_norm` and
-    # `acc_bytes` of lm-evaluation-harness. None for language modelling, whose `acc` is `accuracy`.
+    # The rules of lm-evaluation-harness: share of items where the right answer has the largest log-probability, summed
+    # over its tokens. None for language modelling, where the harness has DCLM's rule.
     acc: float | None
-    acc_norm: float | None
-    acc_bytes: float | None
+    acc_norm: float | None  # the largest sum per character of the answer
+    acc_bytes: float | None  # per UTF-8 byte
     perplexity: float | None  # over the tokens of continuations; only for language modelling
     truncated: int  # items with a prompt longer than the context, which lost its beginning
     outcomes: tuple[Outcome, ...] = field(repr=False)  # in the order of the items
@@ -115,13 +113,61 @@ def evaluate(
     return results
 
 
-def check_items(task: Task, max_items: int | None) -> None:
-    """Raise RequestError if `max_items` is too few for the task's few-shot examples and a question."""
-    if max_items is not None and max_items <= task.num_fewshot:
-        raise RequestError(
-            f"task {task.label!r}: max_items {max_items} must be at least {task.num_fewshot + 1}: a question "
-            f"and its {task.num_fewshot} few-shot examples"
-        )
+def _outcomes(
+    decoder: nn.Module,
+    tokenizer: Tokenizer,
+    task: Task,
+    items: Sequence[Item],
+    indices: Sequence[int],
+    batch_tokens: int,
+    begin: Begin,
+    progress: Progress | None,
+) -> Iterator[Outcome]:
+    """The outcomes of the items at `indices`, from texts to decisions, for GROUP items at a time."""
+    context = config_of(decoder).max_position_embeddings
+    for first in range(0, len(indices), GROUP):
+        group = indices[first : first + GROUP]
+        texts = [render(task, items, index) for index in group]
+        prompts_of_items = tokenize(task.kind, texts, tokenizer, context, begin)
+        prompts = [prompt for prompts_of_item in prompts_of_items for prompt in prompts_of_item]
+        rows, starts = [prompt.ids for prompt in prompts], [prompt.start for prompt in prompts]
+        scores = iter(score(decoder, rows, starts, batch_tokens))
+        for index, prompts_of_item in zip(group, prompts_of_items, strict=True):
+            yield decide(task.kind, items[index], prompts_of_item, [next(scores) for _ in prompts_of_item])
+        if progress is not None:
+            progress(task.label, group[-1] + 1, len(items))
+
+
+def decide(kind: Kind, item: Item, prompts: Sequence[Prompt], scores: Sequence[Score]) -> Outcome:
+    """Which rules choose the right answer of an item, from the prompt and the score of each answer."""
+    means, sums = [], []
+    for prompt, (log_probabilities, _) in zip(prompts, scores, strict=True):  # from the prompt's `start` on
+        means.append(log_probabilities[prompt.dclm_start - prompt.start :].mean(dtype=float))
+        sums.append(log_probabilities[prompt.harness_start - prompt.start :].sum(dtype=float).item())
+    gold = 0 if kind == "language_modeling" else item["gold"]
+
+    def is_right(values: Sequence[float] | np.ndarray) -> bool:  # whether the largest value is the right answer's
+        return bool(np.argmax(values) == gold)
+
+    if kind == "language_modeling":  # one answer, for which both starts are the same
+        right_dclm, by_harness = bool(scores[0].argmax.all()), {}
+    else:
+        right_dclm = is_right(means)
+        characters = [len(prompt.answer) for prompt in prompts]
+        utf8_bytes = [len(prompt.answer.encode()) for prompt in prompts]
+        by_harness = {
+            "right_sum": is_right(sums),
+            "right_per_character": is_right(np.divide(sums, characters)),
+            "right_per_byte": is_right(np.divide(sums, utf8_bytes)),
+        }
+    return Outcome(
+        right_dclm=right_dclm,
+        log_likelihoods=tuple(sums),
+        nats=-sums[gold],
+        tokens=len(prompts[gold].ids) - prompts[gold].harness_start,
+        cut=any(prompt.cut for prompt in prompts),
+        **by_harness,
+    )
 
 
 def _gather_outcomes(outcomes: Iterator[Outcome], world: int) -> list[Outcome]:
@@ -140,63 +186,12 @@ def _gather_outcomes(outcomes: Iterator[Outcome], world: int) -> list[Outcome]:
     return [gathered[index % world][index // world] for index in range(count)]
 
 
-def _outcomes(
-    decoder: nn.Module,
-    tokenizer: Tokenizer,
-    task: Task,
-    items: Sequence[Item],
-    indices: Sequence[int],
-    batch_tokens: int,
-    begin: Begin,
-    progress: Progress | None,
-) -> Iterator[Outcome]:
-    context = config_of(decoder).max_position_embeddings
-    for first in range(0, len(indices), GROUP):
-        group = indices[first : first + GROUP]
-        prompts_of_items = list(prompts(task, items, group, tokenizer, context, begin))
-        rows = [Row(prompt.ids, prompt.start) for answers in prompts_of_items for prompt in answers]
-        scores = iter(score(decoder, rows, batch_tokens))
-        for index, answers in zip(group, prompts_of_items, strict=True):
-            yield _outcome(task, items[index], [_scored(prompt, next(scores)) for prompt in answers])
-        if progress is not None:
-            progress(task.label, group[-1] + 1, len(items))
-
-
-def _scored(prompt: Prompt, score: Score) -> Scored:
-    compared = score.log_probabilities[prompt.compared - prompt.start :]
-    answer = score.log_probabilities[prompt.answer - prompt.start :]
-    mean, log_likelihood = compared.mean(dtype=float), answer.sum(dtype=float).item()
-    return Scored(prompt, mean, log_likelihood, len(answer), bool(score.argmax.all()))
-
-
-def _outcome(task: Task, item: Item, answers: Sequence[Scored]) -> Outcome:
-    sums, cut = tuple(answer.log_likelihood for answer in answers), any(answer.prompt.cut for answer in answers)
-    if task.kind == "language_modeling":
-        [answer] = answers
-        return Outcome(answer.argmax, sums, None, None, None, -answer.log_likelihood, answer.tokens, cut)
-
-    def is_right(values: Sequence[float]) -> bool:  # the answer with the largest of these values
-        return bool(np.argmax(values) == item["gold"])
-
-    gold = answers[item["gold"]]
-    return Outcome(
-        right=is_right([answer.mean for answer in answers]),
-        log_likelihoods=sums,
-        acc=is_right(sums),
-        acc_norm=is_right([answer.log_likelihood / answer.prompt.characters for answer in answers]),
-        acc_bytes=is_right([answer.log_likelihood / answer.prompt.bytes for answer in answers]),
-        nats=-gold.log_likelihood,
-        tokens=gold.tokens,
-        cut=cut,
-    )
-
-
 def _result(task: Task, outcomes: Sequence[Outcome]) -> TaskResult:
-    count, right = len(outcomes), sum(outcome.right for outcome in outcomes)
+    count, right = len(outcomes), sum(outcome.right_dclm for outcome in outcomes)
     accuracy, interval, is_language = right / count, wilson(right, count), task.kind == "language_modeling"
     nats, tokens = sum(outcome.nats for outcome in outcomes), sum(outcome.tokens for outcome in outcomes)
 
-    def mean(name: str) -> float | None:
+    def share(name: str) -> float | None:
         return None if is_language else sum(getattr(outcome, name) for outcome in outcomes) / count
 
     return TaskResult(
@@ -210,13 +205,22 @@ def _result(task: Task, outcomes: Sequence[Outcome]) -> TaskResult:
         baseline=task.baseline,
         centered=centered(accuracy, task.baseline),
         centered_interval=Interval(*(centered(edge, task.baseline) for edge in interval)),
-        acc=mean("acc"),
-        acc_norm=mean("acc_norm"),
-        acc_bytes=mean("acc_bytes"),
+        acc=share("right_sum"),
+        acc_norm=share("right_per_character"),
+        acc_bytes=share("right_per_byte"),
         perplexity=perplexity(nats / tokens) if is_language else None,
         truncated=sum(outcome.cut for outcome in outcomes),
         outcomes=tuple(outcomes),
     )
+
+
+def check_items(task: Task, max_items: int | None) -> None:
+    """Raise RequestError if `max_items` is too few for the task's few-shot examples and a question."""
+    if max_items is not None and max_items <= task.num_fewshot:
+        raise RequestError(
+            f"task {task.label!r}: max_items {max_items} must be at least {task.num_fewshot + 1}: a question "
+            f"and its {task.num_fewshot} few-shot examples"
+        )
 
 
 def core(results: Sequence[TaskResult]) -> tuple[float, Interval] | None:

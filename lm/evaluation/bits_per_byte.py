@@ -12,9 +12,10 @@ from lm.data.tokenizer import Tokenizer
 from lm.errors import RequestError
 from lm.evaluation.benchmark import BATCH_TOKENS
 from lm.evaluation.metrics import perplexity
-from lm.evaluation.scoring import Row, score
+from lm.evaluation.scoring import score
 from lm.evaluation.statistics import ratio_error
-from lm.model.decoder import Decoder, config_of
+from lm.model.build import config_of
+from lm.model.decoder import Decoder
 
 GROUP = 16  # batches whose rows are held at once, to batch rows of similar length
 
@@ -57,18 +58,19 @@ def texts_bits_per_byte(
     nats: list[float] = []
     tokens: list[int] = []
 
-    def windows() -> Iterator[tuple[int, Row]]:  # the document's number, and a part of it
+    def windows() -> Iterator[tuple[int, np.ndarray]]:  # the document's number, and a part of it
         for document, (_, text) in enumerate(islice(read_documents(inputs, text_key), max_documents)):
             sizes.append(len(text.encode()))
             nats.append(0.0)
             tokens.append(0)
             ids = np.array([tokenizer.eos_id, *tokenizer.encode(text)], np.int32)
             for start in range(0, len(ids) - 1, seq_len):
-                yield document, Row(ids[start : start + seq_len + 1], 1)
+                yield document, ids[start : start + seq_len + 1]
 
     rows = windows()
     while group := list(islice(rows, GROUP * max(1, batch_tokens // seq_len))):
-        for (document, _), scored in zip(group, score(decoder, [row for _, row in group], batch_tokens), strict=True):
+        scores = score(decoder, [row for _, row in group], [1] * len(group), batch_tokens)
+        for (document, _), scored in zip(group, scores, strict=True):
             nats[document] -= scored.log_probabilities.sum(dtype=np.float64)
             tokens[document] += len(scored.log_probabilities)
         if progress is not None:

@@ -1,11 +1,20 @@
 """From an item of a task to its prompts: few-shot examples, the question, and one of its answers, as token ids.
 
-Texts are composed as in DCLM and nanochat, so that scores are comparable. Next, `evaluation/scoring` computes the
-log-probabilities of their tokens, and `evaluation/benchmark` scores the answers.
+Texts are composed as in DCLM and nanochat, so that scores are comparable. DCLM takes the mean over the tokens from
+`dclm_start` on, lm-evaluation-harness the sum over those from `harness_start` on, where the answer begins:
+
+    index               0    1    2    3     4    5
+    multiple_choice     eos  The  sky  is    deep blue    dclm_start 5: the first token in which the answers differ
+                        eos  The  sky  is    deep red     harness_start 4
+    schema              eos  The  old  cup   was  full    dclm_start 3: the ending that the rows share
+                        eos  The  new  cup   was  full    harness_start 5
+    language_modeling   eos  The  sky  is    blue         dclm_start 4, the same as harness_start
+
+Next, `evaluation/scoring` computes the log-probabilities of these tokens, and `evaluation/benchmark` decides.
 """
 
 import random
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -22,18 +31,15 @@ class Prompt(NamedTuple):
     """A question with one of its answers."""
 
     ids: np.ndarray  # (n,) int32, at most one more than the context, since the last token is not an input
-    # The first token that counts for DCLM's mean loss: the first in which the answers differ; for `schema` the first
-    # of the ending that they share.
-    compared: int
-    answer: int  # the first token of the answer, where lm-evaluation-harness begins to sum
-    characters: int  # of the answer, without the delimiter
-    bytes: int  # the same in UTF-8
+    dclm_start: int
+    harness_start: int
+    answer: str  # without the delimiter; never empty, which `tasks` refuses
     cut: int  # number of tokens cut off at the beginning, to fit the context
 
     @property
     def start(self) -> int:
-        """The first token to predict."""
-        return min(self.compared, self.answer)
+        """The first token to score."""
+        return min(self.dclm_start, self.harness_start)
 
 
 def chosen_items(task: Task, max_items: int | None) -> list[Item]:
@@ -43,33 +49,15 @@ def chosen_items(task: Task, max_items: int | None) -> list[Item]:
     return items[:max_items]
 
 
-def prompts(
-    task: Task, items: Sequence[Item], indices: Sequence[int], tokenizer: Tokenizer, context: int, begin: Begin
-) -> Iterator[list[Prompt]]:
-    """The prompts of the items at `indices`, one for each possible answer.
+# ---- texts -----------------------------------------------------------------------------------------------------------
+
+
+def render(task: Task, items: Sequence[Item], index: int) -> list[tuple[str, str]]:
+    """For each possible answer of an item, the text before it and the answer.
 
     Few-shot examples are drawn by the item's number from all `items` (of `chosen_items`) but those that are the same,
-    and a blank line follows each. A prompt that is only an answer begins with `eos`, whatever `begin` says.
+    and a blank line follows each.
     """
-    pairs_of_items = [_question(task, items, index) for index in indices]
-    # A blank at the end of the text before an answer belongs to the answer's first token.
-    texts = [
-        text for pairs in pairs_of_items for before, answer in pairs for text in (before.rstrip(), before + answer)
-    ]
-    encoded = iter(tokenizer.encode_batch(texts))
-    for pairs in pairs_of_items:
-        befores, sequences = zip(*((next(encoded), next(encoded)) for _ in pairs))
-        # A token across the border belongs to the answer.
-        starts = [_shared([before, ids]) for before, ids in zip(befores, sequences, strict=True)]
-        compared = _compared(task.kind, sequences, starts)
-        yield [
-            _prompt(*parts, tokenizer.eos_id, context, begin)
-            for parts in zip(sequences, compared, starts, (answer for _, answer in pairs), strict=True)
-        ]
-
-
-def _question(task: Task, items: Sequence[Item], index: int) -> list[tuple[str, str]]:
-    """For each possible answer of an item, the text before it and the answer."""
     delimiter, examples = task.continuation_delimiter, ""
     if task.num_fewshot:
         others = [item for item in items if item != items[index]]
@@ -93,26 +81,58 @@ def _answers(task: Task, item: Item) -> list[tuple[str, str]]:
     return [(item["context"].strip(), item["continuation"])]
 
 
-def _compared(kind: Kind, sequences: Sequence[list[int]], starts: Sequence[int]) -> Sequence[int]:
-    """`Prompt.compared` of each sequence of ids; `starts` are the places of the answers."""
+# ---- token ids -------------------------------------------------------------------------------------------------------
+
+
+def tokenize(
+    kind: Kind, texts_of_items: Sequence[Sequence[tuple[str, str]]], tokenizer: Tokenizer, context: int, begin: Begin
+) -> list[list[Prompt]]:
+    """The prompts of items, one for each possible answer, of the texts that `render` makes of each item.
+
+    A prompt that is only an answer begins with `eos`, whatever `begin` says.
+    """
+    texts = [pair for texts_of_item in texts_of_items for pair in texts_of_item]
+    # A blank at the end of the text before an answer belongs to the answer's first token.
+    befores = tokenizer.encode_batch([before.rstrip() for before, _ in texts])
+    rows = tokenizer.encode_batch([before + answer for before, answer in texts])
+    prompts: list[list[Prompt]] = []
+    first = 0  # row of the item
+    for texts_of_item in texts_of_items:
+        prompts.append([])
+        end = first + len(texts_of_item)
+        starts = _starts(kind, befores[first:end], rows[first:end])
+        for (_, answer), ids, (dclm_start, harness_start) in zip(texts_of_item, rows[first:end], starts, strict=True):
+            # A token comes before the first one to score: `eos`, or in a row that is cut its new first token.
+            if begin == "eos" or min(dclm_start, harness_start) == 0:
+                ids, dclm_start, harness_start = [tokenizer.eos_id, *ids], dclm_start + 1, harness_start + 1
+            cut = max(0, len(ids) - context - 1)
+            dclm_start, harness_start = max(1, dclm_start - cut), max(1, harness_start - cut)
+            prompts[-1].append(Prompt(np.array(ids[cut:], np.int32), dclm_start, harness_start, answer, cut))
+        first = end
+    return prompts
+
+
+def _starts(kind: Kind, befores: list[list[int]], rows: list[list[int]]) -> list[tuple[int, int]]:
+    """`dclm_start` and `harness_start` of each row of an item, from the ids before each answer and those with it.
+
+    The last token of a row counts in any case, also where an answer is the beginning of another.
+    """
+    compared = [ids[:-1] for ids in rows]  # so no start is after the last token
+    # A token across the border belongs to the answer.
+    harness_starts = [_shared([before, ids]) for before, ids in zip(befores, compared, strict=True)]
     if kind == "multiple_choice":
-        return [min(_shared(sequences), min(map(len, sequences)) - 1)] * len(sequences)
-    if kind == "schema":
-        shared_end = _shared([ids[::-1] for ids in sequences])
-        return [len(ids) - shared_end for ids in sequences]
-    return starts
-
-
-def _prompt(ids: list[int], compared: int, answer: int, text: str, eos_id: int, context: int, begin: Begin) -> Prompt:
-    compared, answer = min(compared, len(ids) - 1), min(answer, len(ids) - 1)  # at least one token counts
-    if begin == "eos" or min(compared, answer) == 0:
-        ids, compared, answer = [eos_id, *ids], compared + 1, answer + 1
-    cut = max(0, len(ids) - context - 1)
-    places = max(1, compared - cut), max(1, answer - cut)
-    return Prompt(np.array(ids[cut:], np.int32), *places, len(text), len(text.encode()), cut)
+        dclm_starts = [_shared(compared)] * len(rows)
+    elif kind == "schema":
+        ending = max(1, _shared([ids[::-1] for ids in rows]))  # tokens at the end that all rows share
+        dclm_starts = [len(ids) - ending for ids in rows]
+    else:
+        dclm_starts = harness_starts
+    return list(zip(dclm_starts, harness_starts, strict=True))
 
 
 def _shared(sequences: Sequence[Sequence[int]]) -> int:
     """Number of leading tokens that all sequences share."""
-    differing = (place for place, tokens in enumerate(zip(*sequences)) if len(set(tokens)) > 1)
-    return next(differing, min(map(len, sequences)))
+    for place, tokens in enumerate(zip(*sequences)):
+        if len(set(tokens)) > 1:
+            return place
+    return min(map(len, sequences))

@@ -15,43 +15,41 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 
 from lm.errors import RunError
-from lm.model.decoder import Decoder, config_of, evaluating
+from lm.model.build import config_of
+from lm.model.decoder import Decoder, evaluating
 
 LOGITS = 2**26  # number held at once: 256 MiB
 
 
-class Row(NamedTuple):
-    """A row of tokens to score."""
-
-    ids: np.ndarray  # (n,) integers, n at most one more than the context
-    start: int  # the first token to predict, at least 1
-
-
 class Score(NamedTuple):
-    """The scores of the tokens of a row, from `start` on."""
+    """The scores of the tokens of a row of n, from its `start` on."""
 
     log_probabilities: np.ndarray  # (n - start,) fp32, nats
     argmax: np.ndarray  # (n - start,) bool, whether greedy decoding would choose the token
 
 
-def score(decoder: nn.Module, rows: Sequence[Row], batch_tokens: int) -> list[Score]:
+def score(decoder: nn.Module, rows: Sequence[np.ndarray], starts: Sequence[int], batch_tokens: int) -> list[Score]:
     """Score rows of any lengths; returns a score per row, in order. With FSDP2, all ranks score the same rows.
 
-    A batch has at most `batch_tokens`, padding included, and at least one row.
+    Args:
+        rows: token ids, `(n,)` integers each, n at most one more than the context.
+        starts: the first token of each row to score, at least 1.
+        batch_tokens: the most tokens of a batch, padding included; a batch has at least one row.
     """
     scores: dict[int, Score] = {}
     # Blocks compiled for the shapes of training run uncompiled here.
     with evaluating(decoder), torch.no_grad(), torch.compiler.set_stance("force_eager"):
         for batch in _batches(rows, batch_tokens):
-            scores.update(zip(batch, _score(decoder, [rows[index] for index in batch]), strict=True))
+            scores_of_batch = _score(decoder, [rows[index] for index in batch], [starts[index] for index in batch])
+            scores.update(zip(batch, scores_of_batch, strict=True))
     return [scores[index] for index in range(len(rows))]
 
 
-def _batches(rows: Sequence[Row], batch_tokens: int) -> Iterator[list[int]]:
+def _batches(rows: Sequence[np.ndarray], batch_tokens: int) -> Iterator[list[int]]:
     """Indices of the rows of each batch, the longest first: a batch that does not fit into memory fails at once."""
     batch: list[int] = []
-    for index in sorted(range(len(rows)), key=lambda index: -len(rows[index].ids)):
-        width = len(rows[batch[0]].ids if batch else rows[index].ids) - 1
+    for index in sorted(range(len(rows)), key=lambda index: -len(rows[index])):
+        width = len(rows[batch[0]] if batch else rows[index]) - 1
         if batch and (len(batch) + 1) * width > batch_tokens:
             yield batch
             batch = []
@@ -60,27 +58,26 @@ def _batches(rows: Sequence[Row], batch_tokens: int) -> Iterator[list[int]]:
         yield batch
 
 
-def _score(decoder: nn.Module, rows: Sequence[Row]) -> list[Score]:
-    width = len(rows[0].ids)  # the longest
+def _score(decoder: nn.Module, rows: Sequence[np.ndarray], starts: Sequence[int]) -> list[Score]:
+    width = len(rows[0])  # the longest
     tokens = np.zeros((len(rows), width), np.int64)  # (B, T + 1)
     mask = np.zeros((len(rows), width - 1), bool)  # (B, T) True where the next token is to be scored
-    for index, (ids, start) in enumerate(rows):
+    for index, (ids, start) in enumerate(zip(rows, starts, strict=True)):
         tokens[index, : len(ids)] = ids
         mask[index, start - 1 : len(ids) - 1] = True
     device = next(decoder.parameters()).device
     inputs, targets = torch.from_numpy(tokens[:, :-1]).to(device), torch.from_numpy(tokens[:, 1:][mask]).to(device)
     size = max(1, LOGITS // config_of(decoder).vocab_size)
+    parts_of_logits = _logits(decoder, inputs, torch.from_numpy(mask).to(device), size)
     log_probabilities, argmax = [], []
-    for logits, part in zip(
-        _logits(decoder, inputs, torch.from_numpy(mask).to(device), size), targets.split(size), strict=True
-    ):
+    for logits, part in zip(parts_of_logits, targets.split(size), strict=True):  # (size, V), (size,)
         log_probabilities.append(logits.log_softmax(-1).gather(-1, part[:, None])[:, 0])
         argmax.append(logits.argmax(-1) == part)
     values, chosen = torch.cat(log_probabilities).cpu().numpy(), torch.cat(argmax).cpu().numpy()
     if not np.isfinite(values).all():
         raise RunError("a log-probability is not finite: the weights are broken, or their dtype overflowed")
     ends = np.cumsum(mask.sum(1))[:-1]
-    return [Score(*pair) for pair in zip(np.split(values, ends), np.split(chosen, ends), strict=True)]
+    return [Score(*pair) for pair in zip(np.split(values, ends), np.split(chosen, ends), strict=True)]  # of each row
 
 
 def _logits(decoder: nn.Module, inputs: Tensor, mask: Tensor, size: int) -> Iterator[Tensor]:

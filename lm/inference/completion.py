@@ -9,8 +9,8 @@ from typing import NamedTuple
 
 from lm.data.tokenizer import Begin, Tokenizer
 from lm.inference.generation import Reason, generate
-from lm.inference.kv_cache import Step
 from lm.inference.sampling import Sampling
+from lm.inference.steps import Step
 from lm.model.decoder import Decoder
 
 BROKEN = "\N{REPLACEMENT CHARACTER}"  # stands for bytes that are not a character, or an incomplete one

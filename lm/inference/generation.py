@@ -1,6 +1,6 @@
 """Generation: continue prompts with tokens, one at a time.
 
-`generate` is the loop: the logits of each row's next token from `inference/kv_cache`, then `choose_tokens` with the
+`generate` is the loop: the logits of each row's next token from `inference/steps`, then `choose_tokens` with the
 options of `Sampling`. `inference/completion` turns tokens into text.
 """
 
@@ -11,15 +11,12 @@ import torch
 from torch import Tensor, nn
 
 from lm.errors import RequestError, RunError
-from lm.inference.kv_cache import Step, check_step, make_cache
 from lm.inference.sampling import Sampling
-from lm.model.decoder import config_of, evaluating
+from lm.inference.steps import Step, check_step, make_stepper
+from lm.model.build import config_of
+from lm.model.decoder import evaluating
 
 Reason = Literal["eos", "stop", "length", "context"]
-TOP = 1024  # sorting only this many of the vocabulary is several times faster on a CPU
-
-
-# ---- generation ------------------------------------------------------------------------------------------------------
 
 
 class NewToken(NamedTuple):
@@ -56,7 +53,7 @@ def generate(
         vocab_size: that of the tokenizer: the ids from it on, which a model may have, stand for no text and are never
             chosen.
         ended: called with every row and new token but `eos_id`; returns whether the row is to end with it.
-        step: `dynamic`, `static` or `cuda_graph`: how a step attends to the tokens before it, see `kv_cache`.
+        step: `dynamic`, `static` or `cuda_graph`: how a step attends to the tokens before it, see `steps`.
     """
     device, context = next(decoder.parameters()).device, config_of(decoder).max_position_embeddings
     check_step(step, device)
@@ -74,11 +71,11 @@ def generate(
     ids = torch.tensor([row + row[:1] * (longest - len(row)) for row in rows], device=device)  # (B, T)
     generator = torch.Generator()
     generator.seed() if sampling.seed is None else generator.manual_seed(sampling.seed)
-    cache = make_cache(decoder, len(rows), longest + max(limits), step)
+    stepper = make_stepper(decoder, len(rows), longest + max(limits), step)
 
     active = set(range(len(rows)))
     with evaluating(decoder):
-        logits = cache.prefill(ids, torch.tensor(counts, device=device))  # (B, V)
+        logits = stepper.prefill(ids, torch.tensor(counts, device=device))  # (B, V)
         for length in range(1, max(limits) + 1):
             totals = logits.logsumexp(-1, keepdim=True)  # (B, 1)
             if not totals.isfinite().all():
@@ -100,7 +97,7 @@ def generate(
                 yield NewToken(row, token, reason, *log_probabilities[row])
             if not active:
                 return
-            logits = cache.advance(tokens)
+            logits = stepper.advance(tokens)
 
 
 # ---- the choice of a token -------------------------------------------------------------------------------------------
@@ -109,16 +106,18 @@ def generate(
 def choose_tokens(logits: Tensor, sampling: Sampling, generator: torch.Generator | None = None) -> Tensor:
     """Choose a token for each row, `(B,)`, from finite logits `(B, V)`.
 
-    The random numbers are drawn on the CPU, one for each row, so that a seed gives the same on every device; without a
-    generator, torch's global one is used.
+    This draws as `torch.multinomial` does, but with one random number for each row, on the CPU, whatever the device
+    and the filters: a seed gives the same everywhere. Without a generator, torch's global one is used.
     """
     if sampling.temperature == 0:
         return logits.argmax(-1)
     weights, ids = candidates(logits, sampling)
-    sums = weights.double().cumsum(-1)  # (B, k)
-    # A fraction in (0, 1] of the sum selects the first token whose sum reaches it, which cannot have weight 0.
-    fraction = 1 - torch.rand(len(sums), 1, dtype=torch.float64, generator=generator)
-    index = torch.searchsorted(sums, fraction * sums[:, -1:])  # (B, 1)
+    # The weights, laid end to end, divide a line: 0.5, 0.3 and 0.2 end at 0.5, 0.8 and 1.0. A random point of the line
+    # lies in a token's part as often as the token's weight says: 0.6 chooses the second. It is never 0, where a token
+    # of weight 0 could end.
+    ends = weights.double().cumsum(-1)  # (B, k)
+    fraction = 1 - torch.rand(len(ends), 1, dtype=torch.float64, generator=generator)  # in (0, 1]
+    index = torch.searchsorted(ends, fraction * ends[:, -1:])  # (B, 1), the first end at or after the point
     return (index if ids is None else ids.gather(-1, index))[:, 0].to(logits.device)
 
 
@@ -131,14 +130,24 @@ def candidates(logits: Tensor, sampling: Sampling) -> tuple[Tensor, Tensor | Non
     weights, ids = (logits / sampling.temperature).softmax(-1), None  # (B, V)
     if sampling.top_k is not None:
         weights, ids = weights.topk(min(sampling.top_k, weights.shape[-1]))  # (B, k), the most probable first
-    elif sampling.top_p is not None:
-        weights, ids = _most_probable(weights, sampling.top_p)
-    weights, ids = weights.cpu(), None if ids is None else ids.cpu()  # from here on the same on every device
     if sampling.top_p is not None:
-        before = weights.cumsum(-1) - weights  # sum over more probable tokens
-        total = weights.sum(-1, keepdim=True) if sampling.top_k else 1
-        weights = weights.where(before < sampling.top_p * total, 0)
-    return weights, ids
+        return _filter_top_p(weights, ids, sampling.top_p)
+    return weights.cpu(), None if ids is None else ids.cpu()
+
+
+def _filter_top_p(weights: Tensor, ids: Tensor | None, top_p: float) -> tuple[Tensor, Tensor]:
+    """Sort the weights, if `top_k` has not, and set those after the first that sum to `top_p` of the total to 0."""
+    if ids is None:
+        weights, ids = _most_probable(weights, top_p)
+        weights, total = weights.cpu(), 1
+    else:
+        weights = weights.cpu()
+        total = weights.sum(-1, keepdim=True)  # (B, 1)
+    before = weights.cumsum(-1) - weights  # sum over more probable tokens
+    return weights.where(before < top_p * total, 0), ids.cpu()
+
+
+TOP = 1024  # tokens; sorting only these, which usually are enough, is several times faster on a CPU than sorting all
 
 
 def _most_probable(probabilities: Tensor, total: float) -> tuple[Tensor, Tensor]:

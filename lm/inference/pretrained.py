@@ -16,9 +16,9 @@ from lm.data.tokenizer import Tokenizer
 from lm.errors import RequestError
 from lm.inference.completion import Written, gather_texts, generate_text
 from lm.inference.sampling import Sampling
-from lm.model.build import BuildOptions, build
+from lm.model.build import BuildOptions, build, config_of
 from lm.model.config import CUSTOM_MODEL_TYPE, DecoderConfig, DTypeName
-from lm.model.decoder import Decoder, config_of
+from lm.model.decoder import Decoder
 from lm.model.huggingface import check_tied, config_from_json, from_huggingface
 from lm.runs.checkpoint import read_folder, read_progress
 from lm.runs.find import find_run

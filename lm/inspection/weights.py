@@ -17,7 +17,7 @@ from lm.inference.pretrained import Pretrained
 from lm.inspection.data import jensen_shannon
 from lm.inspection.drawing import BLACK, BLUE, COLORMAP_OF_LINES, ORANGE, SEQUENTIAL, figure, label_axes
 from lm.inspection.text_views import predictions
-from lm.model.custom import has_usual_weights
+from lm.model.builtin import has_usual_weights
 from lm.model.decoder import Decoder
 from lm.model.huggingface import to_huggingface
 

@@ -31,7 +31,9 @@ class _NormLinear(torch.autograd.Function):
         return stream if ctx.adds else None, F.linear(y, matrix)  # (..., C), (..., out)
 
     @staticmethod
-    def backward(ctx: Any, dstream: Tensor | None, dout: Tensor) -> tuple[Tensor | None, ...]:
+    def backward(ctx: Any, dstream: Tensor | None, dout: Tensor | None) -> tuple[Tensor | None, ...]:
+        if dout is None:  # nothing uses it
+            return dstream, dstream, *(None,) * 6
         stream, norm_weight, rstd, stored, matrix = ctx.saved_tensors
         needs_dweight = ctx.needs_input_grad[4]
         dy, recompute = dout @ matrix, needs_dweight and stored is None

@@ -3,7 +3,6 @@
 `norm_linear` joins it with the linear layer after it, and `fp8/norm_linear` returns the normalised rows in FP8.
 """
 
-from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -13,9 +12,13 @@ from lm.kernels import runtime
 from lm.kernels.runtime import define
 
 BLOCKS_PER_MULTIPROCESSOR = 8  # of the backward pass: enough to hide latency, few enough for short partial sums
-LANE_ELEMENTS = 16  # of a row, in registers of a lane; half in the backward pass, which has three values of each
+# A lane of the forward pass holds this many elements of a row in registers. A lane of the backward pass holds half as
+# many, since it has three values of each.
+LANE_ELEMENTS = 16
 
-# ---- forward: the stream, which is empty without a residual, as it is `x` then; y; 1 / rms ---------------------------
+# ---- forward: stream, y, 1 / rms -------------------------------------------------------------------------------------
+# Without a residual the stream is `x`. An op may return neither its input nor None: its stream is then empty. `_Norm`
+# returns None in its place, so that autograd computes no gradient of it, and `rms_norm` returns `x`.
 
 
 def _cpu_forward(x: Tensor, residual: Tensor | None, weight: Tensor, eps: float) -> tuple[Tensor, Tensor, Tensor]:
@@ -27,9 +30,9 @@ def _cpu_forward(x: Tensor, residual: Tensor | None, weight: Tensor, eps: float)
 
 
 def _cuda_forward(x: Tensor, residual: Tensor | None, weight: Tensor, eps: float) -> tuple[Tensor, Tensor, Tensor]:
-    results = stream, y, rstd = _empty_forward(x, residual, weight, eps)
-    launch_forward(x, residual, weight, eps, (stream, y, None, rstd))
-    return results
+    stream, y, rstd = _empty_forward(x, residual, weight, eps)
+    launch_forward(x, residual, weight, eps, stream=stream, y=y, scale=None, rstd=rstd)
+    return stream, y, rstd
 
 
 def _empty_forward(x: Tensor, residual: Tensor | None, weight: Tensor, eps: float) -> tuple[Tensor, Tensor, Tensor]:
@@ -38,18 +41,29 @@ def _empty_forward(x: Tensor, residual: Tensor | None, weight: Tensor, eps: floa
 
 
 def launch_forward(
-    x: Tensor, residual: Tensor | None, weight: Tensor, eps: float, outputs: Sequence[Tensor | None]
+    x: Tensor,
+    residual: Tensor | None,
+    weight: Tensor,
+    eps: float,
+    *,
+    stream: Tensor,
+    y: Tensor | None,
+    scale: Tensor | None,
+    rstd: Tensor,
 ) -> None:
-    """Compute `outputs`: stream, y, None, `1 / rms`; with a scale `(rows)` in place of None, y is e4m3."""
+    """Fill the results `stream`, `y` and `rstd`, `1 / rms`; with a `scale` `(rows)`, which is filled too, y is e4m3.
+
+    The kernel has a null pointer for the stream without a residual, and for a `y` or `scale` of None.
+    """
     x, residual = x.contiguous(), None if residual is None else residual.contiguous()
-    stream, y, scale, rstd = outputs
     chosen = _constants_for(x, weight, residual, float8=scale is not None)
-    run, threads = runtime.program("rms_norm", x.device, **chosen), chosen["FORWARD_WARPS"] * 32
+    run = runtime.program("rms_norm", x.device, **chosen)
+    threads = chosen["FORWARD_WARPS"] * 32
     new_stream = None if residual is None else stream
     run("rms_norm_forward", rstd.numel(), threads, x, residual, weight, new_stream, y, scale, rstd, eps)
 
 
-# ---- backward: the gradients of the stream and of the weight, and y, which is empty unless it is recomputed ----------
+# ---- backward: the gradient of the stream, y (empty unless it is recomputed), the gradient of the weight -------------
 
 
 def _cpu_backward(
@@ -71,16 +85,17 @@ def _cuda_backward(
 ) -> tuple[Tensor, Tensor, Tensor]:
     dy, stream = dy.contiguous(), stream.contiguous()
     dstream = None if dstream is None else dstream.contiguous()
-    results = dx, y, dweight = _empty_backward(dy, dstream, stream, weight, rstd, recompute=recompute)
+    dx, y, dweight = _empty_backward(dy, dstream, stream, weight, rstd, recompute=recompute)
     chosen = _constants_for(stream, weight, dy, dstream)
-    run, threads = runtime.program("rms_norm", stream.device, **chosen), chosen["BACKWARD_WARPS"] * 32
+    run = runtime.program("rms_norm", stream.device, **chosen)
+    threads = chosen["BACKWARD_WARPS"] * 32
     rows, width = rstd.numel(), stream.shape[-1]
     blocks = min(rows, BLOCKS_PER_MULTIPROCESSOR * runtime.multiprocessors(stream.device))
     partial = weight.new_empty((blocks, width), dtype=torch.float32)
     new_y = y if recompute else None
     run("rms_norm_backward", blocks, threads, dy, dstream, stream, weight, rstd, dx, new_y, partial, rows)
     run("rms_norm_weight", -(-width // 32), 256, partial, dweight, blocks)
-    return results
+    return dx, y, dweight
 
 
 def _empty_backward(
@@ -139,11 +154,13 @@ class _Norm(torch.autograd.Function):
         stream, y, rstd = FORWARD(x, residual, weight, eps)
         ctx.adds = residual is not None
         ctx.save_for_backward(stream if ctx.adds else x, weight, rstd)
-        ctx.set_materialize_grads(False)
+        ctx.set_materialize_grads(False)  # the gradient of what nothing uses is None
         return stream if ctx.adds else None, y
 
     @staticmethod
-    def backward(ctx: Any, dstream: Tensor | None, dy: Tensor) -> tuple[Tensor | None, ...]:
+    def backward(ctx: Any, dstream: Tensor | None, dy: Tensor | None) -> tuple[Tensor | None, ...]:
+        if dy is None:
+            return dstream, dstream, None, None
         dx, _, dweight = BACKWARD(dy, dstream, *ctx.saved_tensors, recompute=False)
         return dx, dx if ctx.adds else None, dweight, None
 
@@ -151,9 +168,12 @@ class _Norm(torch.autograd.Function):
 def rms_norm(x: Tensor, residual: Tensor | None, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
     """`stream = x + residual` and `y = stream / rms(stream) * weight` (Zhang and Sennrich, 2019, arXiv:1910.07467).
 
-    `x`, the output of a branch, is `(..., C)` in bf16, fp16 or fp32, like the residual stream (without one, the stream
-    is `x`) and both results; `weight` is `(C)` in any of these precisions. The statistics are computed in fp32 from the
-    stream as it is stored.
+    The statistics are computed in fp32 from the stream as it is stored. Returns `(stream, y)`.
+
+    Args:
+        x: `(..., C)` in bf16, fp16 or fp32, the output of a branch.
+        residual: as x, the residual stream before the branch; None: x itself is the stream.
+        weight: `(C)` in bf16, fp16 or fp32. The results have the shape and dtype of x.
     """
     check_shapes_and_dtypes(x, residual, weight)
     stream, y = _Norm.apply(x, residual, weight, eps)

@@ -35,7 +35,7 @@ class Documents(NamedTuple):
 
 
 class Past(NamedTuple):
-    """A layer's cached keys and values, and the slots of the new tokens (`inference/kv_cache.KVCache`)."""
+    """A layer's part of the `KVCache` (`inference/kv_cache`), into which `attend` writes the new tokens."""
 
     keys: Tensor  # (B, slots, KV, D)
     values: Tensor  # alike

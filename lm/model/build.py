@@ -8,6 +8,7 @@ from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Literal, NamedTuple
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import nn
@@ -15,7 +16,7 @@ from torch import nn
 from lm.errors import RequestError, RunError
 from lm.model.attention import describe_attention, enter_kernels
 from lm.model.config import ActivationCheckpointing, Attention, Compile, DecoderConfig
-from lm.model.decoder import Decoder, attach_config
+from lm.model.decoder import Decoder
 
 
 @dataclass(frozen=True)
@@ -68,7 +69,7 @@ def build(
     with torch.device("meta") if shard is not None and make is Decoder else nullcontext():
         decoder = attach_config(make(config), config)
     if builtin is None and make is not Decoder:
-        from lm.model.custom import is_builtin
+        from lm.model.builtin import is_builtin
 
         builtin = is_builtin(decoder)
     builtin = builtin is not False
@@ -153,3 +154,20 @@ def _check_custom(decoder: nn.Module, options: BuildOptions) -> None:
         if requested:
             name = type(decoder).__name__
             raise RequestError(f"model.{option} is for a Decoder, and build_decoder returned {name}: leave it out")
+
+
+_configs: WeakKeyDictionary[nn.Module, DecoderConfig] = WeakKeyDictionary()  # of custom models
+
+
+def attach_config(decoder: nn.Module, config: DecoderConfig) -> nn.Module:
+    """Make `config_of` return this config for a model; sets no attribute, as a custom model may have a `config`."""
+    if not isinstance(decoder, nn.Module):
+        raise RequestError(f"build_decoder returned {type(decoder).__name__}: it returns a torch.nn.Module")
+    if not isinstance(decoder, Decoder):
+        _configs[decoder] = config
+    return decoder
+
+
+def config_of(decoder: nn.Module) -> DecoderConfig:
+    """The config that a model was built from: vocabulary and context of any model."""
+    return decoder.config if isinstance(decoder, Decoder) else _configs[decoder]

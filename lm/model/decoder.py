@@ -12,7 +12,6 @@ import math
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any, NamedTuple
-from weakref import WeakKeyDictionary
 
 import torch
 import torch.nn.functional as F
@@ -174,7 +173,7 @@ class Continuation(NamedTuple):
     """What a decoder needs, besides the ids, to process tokens that follow those in a `KVCache`."""
 
     rotary: Rotary  # of the new tokens' positions
-    masks: list[AttentionMask]  # of each layer, with its cached keys and values
+    masks: list[AttentionMask]  # of each layer, with its part of the cache, into which `attend` writes
     last: Tensor  # (B,) index of each row's last new token
 
 
@@ -209,7 +208,11 @@ class Decoder(nn.Module):
         continuation: Continuation | None = None,
         max_documents: int | None = None,
     ) -> Tensor | Losses:
-        """`losses` with labels, `next_logits` with a continuation, `logits` otherwise.
+        """Losses or logits of token ids: argument -> method -> result.
+
+            labels        ->  `losses`       ->  `Losses`
+            continuation  ->  `next_logits`  ->  logits `(B, V)` after the last token of each row
+            neither       ->  `logits`       ->  logits `(B, T, V)` after every token
 
         Call the decoder itself and not these methods: hooks, such as those by which FSDP2 gathers weights, are around
         this method alone.
@@ -241,7 +244,7 @@ class Decoder(nn.Module):
     def losses(
         self, input_ids: Tensor, labels: Tensor, document_ids: Tensor | None, z_loss: float, max_documents: int | None
     ) -> Losses:
-        """The losses of the labels `(B, T)`, by `cross_entropy`, which need not make all logits."""
+        """The losses of the labels `(B, T)`, by `cross_entropy`, which `model/fused` replaces."""
         hidden = self.hidden_states(input_ids, document_ids, max_documents)  # (B, T, C)
         return Losses(*self.cross_entropy(hidden, self.output_weight, labels, z_loss))
 
@@ -270,7 +273,8 @@ class Decoder(nn.Module):
     def cross_entropy(self, hidden: Tensor, weight: Tensor, labels: Tensor, z_loss: float) -> tuple[Tensor, Tensor]:
         """The fields of `Losses`, of normalised states `(B, T, C)`, the output matrix `(V, C)` and labels `(B, T)`.
 
-        It uses nothing of `self`, so that `torch.compile` makes one graph of it for any decoder.
+        All logits are made at once, in `model/fused` a part at a time. Nothing of `self` is used, so that
+        `torch.compile` makes one graph of this for any decoder.
         """
         return losses_of(F.linear(hidden, weight.to(hidden.dtype)), labels, z_loss)
 
@@ -295,7 +299,8 @@ class Decoder(nn.Module):
         config = self.config
         table = rotary_table(x.shape[1], config.head_dim, config.rope_theta, x.device, config.rope_scaling)
         masks = {window: attention_mask(x, window, documents, config.head_dim) for window in set(self.windows)}
-        return Rotary(*table, documents and documents.positions), [masks[window] for window in self.windows]
+        positions = None if documents is None else documents.positions
+        return Rotary(*table, positions), [masks[window] for window in self.windows]
 
 
 def document_ids_from(input_ids: Tensor, eos_id: int) -> Tensor:
@@ -344,22 +349,3 @@ def evaluating(module: nn.Module) -> Iterator[None]:
     finally:
         for part in training:
             part.training = True
-
-
-# ---- the config of any model -----------------------------------------------------------------------------------------
-
-_configs: WeakKeyDictionary[nn.Module, DecoderConfig] = WeakKeyDictionary()  # of custom models (`model/custom`)
-
-
-def attach_config(decoder: nn.Module, config: DecoderConfig) -> nn.Module:
-    """Make `config_of` return this config for a model; sets no attribute, as a custom model may have a `config`."""
-    if not isinstance(decoder, nn.Module):
-        raise RequestError(f"build_decoder returned {type(decoder).__name__}: it returns a torch.nn.Module")
-    if not isinstance(decoder, Decoder):
-        _configs[decoder] = config
-    return decoder
-
-
-def config_of(decoder: nn.Module) -> DecoderConfig:
-    """The config that a model was built from: vocabulary and context of any model."""
-    return decoder.config if isinstance(decoder, Decoder) else _configs[decoder]

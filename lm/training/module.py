@@ -15,9 +15,9 @@ from torch import Tensor, nn
 from lm.data.loader import Batch
 from lm.errors import RequestError
 from lm.evaluation.metrics import TokenLoss, loss_metrics
-from lm.model.build import NOT_BUILT, BuildOptions, build
+from lm.model.build import NOT_BUILT, BuildOptions, attach_config, build, config_of
 from lm.model.config import DecoderConfig, matrix_rows
-from lm.model.decoder import Decoder, Losses, attach_config, config_of, document_ids_from
+from lm.model.decoder import Decoder, Losses, document_ids_from
 from lm.model.estimates import flops_per_token
 from lm.model.huggingface import check_tied
 from lm.system import process
@@ -284,7 +284,7 @@ class LanguageModule(LightningModule):
         self.config = config
         self.decoder = attach_config(self.build_decoder(config), config)
         if self.is_custom():
-            from lm.model.custom import is_builtin
+            from lm.model.builtin import is_builtin
 
             self.builtin = is_builtin(self.decoder)
 

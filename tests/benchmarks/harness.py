@@ -27,10 +27,10 @@ from lm.evaluation.tasks import Item, Task, read_tasks
 from lm.inference.pretrained import load_pretrained
 from lm.model.decoder import Decoder
 
-METRICS = {
-    "multiple_choice": ("acc", "acc_norm", "acc_bytes"),
-    "schema": ("acc",),
-    "language_modeling": ("acc",),
+METRICS = {  # the harness's name of a metric -> the field of our `Outcome`
+    "multiple_choice": {"acc": "right_sum", "acc_norm": "right_per_character", "acc_bytes": "right_per_byte"},
+    "schema": {"acc": "right_sum"},
+    "language_modeling": {"acc": "right_dclm"},
 }
 
 
@@ -76,8 +76,8 @@ def _side_by_side(task: Task, ours: TaskResult, samples: list[dict[str, Any]]) -
         for mine, answer in zip(outcome.log_likelihoods, sample["resps"], strict=True)
     ]
     found: dict[str, Any] = {"items": len(pairs), "answers": len(differences), "largest_difference": max(differences)}
-    for metric in METRICS[task.kind]:
-        mine = [outcome.right if task.kind == "language_modeling" else getattr(outcome, metric) for outcome, _ in pairs]
+    for metric, rule in METRICS[task.kind].items():
+        mine = [getattr(outcome, rule) for outcome, _ in pairs]
         theirs = [bool(sample[metric]) for _, sample in pairs]
         found[metric] = {"ours": sum(mine) / len(mine), "harness": sum(theirs) / len(theirs)}
         found[metric]["items_that_differ"] = sum(a != b for a, b in zip(mine, theirs, strict=True))

@@ -26,10 +26,10 @@ from lm.data.text_batches import text_batches
 from lm.data.tokenizer import Tokenizer
 from lm.data.tokenizer_training import train_char
 from lm.errors import RequestError, RunError
-from lm.evaluation.benchmark import TaskResult, core, evaluate
+from lm.evaluation.benchmark import Outcome, TaskResult, core, evaluate
 from lm.evaluation.bits_per_byte import texts_bits_per_byte
 from lm.evaluation.metrics import TokenLoss
-from lm.evaluation.prompts import chosen_items, prompts
+from lm.evaluation.prompts import chosen_items, render, tokenize
 from lm.evaluation.statistics import Interval, centered, mean_interval, ratio_error, standard_error, wilson
 from lm.evaluation.tasks import SHIPPED, Task, read_tasks
 from lm.model.decoder import Decoder
@@ -203,17 +203,17 @@ def test_prompts_read_as_dclm_writes_them(tasks, tokenizer):
     items = chosen_items(tasks[0], None)
     solved = [items[i] for i in random.Random(1234 + 5).sample([i for i in range(14) if i != 5], 2)]
     expected = "".join(f"{item['query']}\nAnswer: {item['choices'][1]}\n\n" for item in solved)
-    [answers] = prompts(tasks[0], items, [5], tokenizer, 512, "eos")
+    [answers] = tokenize(tasks[0].kind, [render(tasks[0], items, 5)], tokenizer, 512, "eos")
     for prompt, choice in zip(answers, items[5]["choices"], strict=True):
         text = f"{expected}{items[5]['query']}\nAnswer: {choice}"
         assert prompt.ids.tolist() == [tokenizer.eos_id, *tokenizer.encode(text)] and prompt.cut == 0
-        assert tokenizer.decode(prompt.ids[prompt.answer :]) == " " + choice and prompt.characters == len(choice)
+        assert tokenizer.decode(prompt.ids[prompt.harness_start :]) == " " + choice and prompt.answer == choice
     twice = [*items, *items[:5]]  # an item that is there again is not among its own examples: it has the answer
     for index in range(5):
-        [[prompt, *_]] = prompts(tasks[0], twice, [index], tokenizer, 512, "eos")
-        assert tokenizer.decode(prompt.ids).count(items[index]["query"]) == 1
+        (before, _), *_ = render(tasks[0], twice, index)
+        assert before.count(items[index]["query"]) == 1
     with pytest.raises(RequestError, match="only 1 items differ from .*, and it has 2 few-shot"):
-        next(prompts(tasks[0], [items[0], items[0], items[1]], [0], tokenizer, 512, "eos"))
+        render(tasks[0], [items[0], items[0], items[1]], 0)
     shuffled = list(tasks[0].items)
     random.Random(1337).shuffle(shuffled)
     assert chosen_items(tasks[0], 6) == shuffled[:6]
@@ -267,6 +267,10 @@ def naive(theirs, tokenizer: Tokenizer, task: Task, context: int, begin: str):
             yield means.index(min(means)) == gold, sums, *(norm.index(max(norm)) == gold for norm in norms)
 
 
+def by_harness(outcome: Outcome) -> tuple[bool | None, ...]:
+    return outcome.right_sum, outcome.right_per_character, outcome.right_per_byte
+
+
 @pytest.mark.parametrize("shape", ["llama, untied, grouped heads", "qwen3, windows"])
 @pytest.mark.parametrize(("context", "begin"), [(512, "eos"), (512, "nothing"), (40, "eos")])
 def test_scores_are_those_of_transformers_by_the_rules_of_dclm(tasks, tokenizer, tmp_path, shape, context, begin):
@@ -277,7 +281,7 @@ def test_scores_are_those_of_transformers_by_the_rules_of_dclm(tasks, tokenizer,
     for task, result in zip(tasks, evaluate(decoder, tokenizer, tasks, begin=begin), strict=True):
         expected = list(naive(theirs, tokenizer, task, context, begin))
         for outcome, (right, sums, *rights) in zip(result.outcomes, expected, strict=True):
-            assert (outcome.right, outcome.acc, outcome.acc_norm, outcome.acc_bytes) == (right, *rights)
+            assert (outcome.right_dclm, *by_harness(outcome)) == (right, *rights)
             assert outcome.log_likelihoods == pytest.approx(sums, abs=2e-4)
         assert result.truncated == (len(task.items) if context == 40 else 0)
         assert 0 < result.accuracy < 1 or task.kind == "language_modeling"
@@ -286,7 +290,7 @@ def test_scores_are_those_of_transformers_by_the_rules_of_dclm(tasks, tokenizer,
 def test_results_say_what_they_are(tasks, tokenizer):
     results = evaluate(decoder_of(tokenizer), tokenizer, tasks, max_items=9)
     for task, result in zip(tasks, results, strict=True):
-        right = sum(outcome.right for outcome in result.outcomes)
+        right = sum(outcome.right_dclm for outcome in result.outcomes)
         assert result.items == 9 and result.accuracy == right / 9 and result.interval == wilson(right, 9)
         assert result.centered == centered(result.accuracy, task.baseline)
         assert result.centered_interval.low <= result.centered <= result.centered_interval.high
@@ -302,7 +306,7 @@ def test_results_say_what_they_are(tasks, tokenizer):
 
 def same(some: list[TaskResult], others: list[TaskResult], tolerance: float = 1e-4) -> bool:
     pairs = [(a, b) for x, y in zip(some, others, strict=True) for a, b in zip(x.outcomes, y.outcomes, strict=True)]
-    return all(a.right == b.right and a.acc == b.acc and a.acc_norm == b.acc_norm for a, b in pairs) and all(
+    return all(a.right_dclm == b.right_dclm and by_harness(a) == by_harness(b) for a, b in pairs) and all(
         a.log_likelihoods == pytest.approx(b.log_likelihoods, abs=tolerance) for a, b in pairs
     )
 

@@ -9,9 +9,9 @@ from torch._dynamo.utils import counters
 from transformers import AutoModelForCausalLM
 
 from lm.errors import RequestError, RunError
-from lm.inference import kv_cache
+from lm.inference import steps
 from lm.inference.generation import generate
-from lm.inference.kv_cache import KVCache
+from lm.inference.kv_cache import CachedDecoder
 from lm.inference.sampling import Sampling
 from lm.model.compile import compile_decoder
 from lm.model.decoder import Decoder
@@ -39,19 +39,19 @@ def test_logits_with_a_cache_are_those_without(config, sizes, fused):
     decoder = trained_like(config)
     if fused:
         fuse(decoder)
-    cache = KVCache(decoder, 2, 40)
+    cached = CachedDecoder(decoder, 2, 40)
     ids = torch.randint(config.vocab_size, (2, 40))
     ends = torch.tensor(sizes).cumsum(0)
     with torch.no_grad():
         for piece, end in zip(ids.split(sizes, dim=1), ends, strict=True):
             length = piece.shape[1]
-            got = cache.prefill(piece, torch.full((2,), length))
+            got = cached.prefill(piece, torch.full((2,), length))
             torch.testing.assert_close(got, decoder(ids)[:, end - 1], atol=3e-5, rtol=1e-5)
 
 
 def test_rows_of_unequal_length_are_continued_by_pieces_of_unequal_length(config):
     decoder = trained_like(config)
-    cache = KVCache(decoder, 2, 40)
+    cached = CachedDecoder(decoder, 2, 40)
     rows = torch.randint(config.vocab_size, (2, 40))
     begun = [0, 0]
     for counts in ([9, 3], [1, 6], [1, 1], [7, 4]):
@@ -60,7 +60,7 @@ def test_rows_of_unequal_length_are_continued_by_pieces_of_unequal_length(config
             ids[row, :count] = rows[row, begun[row] : begun[row] + count]
             begun[row] += count
         with torch.no_grad():
-            got = cache.prefill(ids, torch.tensor(counts))
+            got = cached.prefill(ids, torch.tensor(counts))
             expected = [decoder(rows[None, row, : begun[row]])[0, -1] for row in range(2)]
         torch.testing.assert_close(got, torch.stack(expected), atol=3e-5, rtol=1e-5)
 
@@ -82,7 +82,7 @@ def test_greedy_tokens_are_those_of_transformers(config, tmp_path):
 @pytest.mark.parametrize("fused", [False, True], ids=["plain", "fused"])
 def test_a_static_step_gives_the_same_tokens(config, fused, monkeypatch):
     """With more slots in sight than are used, and where they must be doubled on the way."""
-    monkeypatch.setattr(kv_cache, "MIN_SLOTS", 16)
+    monkeypatch.setattr(steps, "MIN_SLOTS", 16)
     decoder = trained_like(config)
     if fused:
         fuse(decoder)

@@ -8,7 +8,7 @@ import torch
 from decoders import SHAPES, trained_like, written_by
 
 from lm.errors import RequestError
-from lm.inference import kv_cache
+from lm.inference import steps
 from lm.inference.generation import generate
 from lm.inference.sampling import Sampling
 from lm.model.config import DecoderConfig
@@ -30,7 +30,7 @@ def on_gpu(config: DecoderConfig, fused: bool) -> Decoder:
 @pytest.mark.parametrize("config", SHAPES.values(), ids=SHAPES.keys())
 def test_recorded_steps_write_the_same_tokens(config, fused, monkeypatch):
     """Rows of unequal length, windows, groups of heads, and graphs that are recorded anew for more slots."""
-    monkeypatch.setattr(kv_cache, "MIN_SLOTS", 16)
+    monkeypatch.setattr(steps, "MIN_SLOTS", 16)
     decoder = on_gpu(config, fused)
     for sampling in (Sampling(0, max_new_tokens=50), Sampling(0.8, 20, max_new_tokens=50, seed=1)):
         written = [written_by(decoder, UNEQUAL, sampling, step=step) for step in ("dynamic", "static", "cuda_graph")]

@@ -202,6 +202,25 @@ def test_gradients_are_those_of_plain_pytorch(name, compiled):
     torch.testing.assert_close(found, results(plain, given), atol=2e-5, rtol=2e-5)
 
 
+@pytest.mark.parametrize("name", ["rms_norm", "norm_linear", "norm_mlp", "fp8 norm_linear", "fp8 norm_mlp"])
+@pytest.mark.parametrize("compiled", [False, True])
+def test_the_stream_alone_may_be_used(name, compiled):
+    """Its gradient is that of both summands; the norm and what follows it have none."""
+    up, down = (
+        Weight(torch.randn(rows, width), "rowwise" if "fp8" in name else None) for rows, width in ((32, 16), (16, 16))
+    )
+    op = {"rms_norm": rms_norm.rms_norm, "norm_linear": lambda *inputs: norm_linear(*inputs, up),
+          "norm_mlp": lambda *inputs: norm_mlp(*inputs, up, down)}[name.removeprefix("fp8 ")]  # fmt: skip
+    x, residual, norm = (torch.randn(*shape, requires_grad=True) for shape in ((6, 16), (6, 16), (16,)))
+
+    def stream_of(x, residual, norm):
+        return op(x, residual, norm, EPS)[0]
+
+    (traced(stream_of) if compiled else stream_of)(x, residual, norm).square().sum().backward()
+    assert torch.equal(x.grad, 2 * (x + residual)) and torch.equal(residual.grad, x.grad)
+    assert norm.grad is None or not norm.grad.any()
+
+
 @pytest.mark.parametrize("name", ["norm_linear", "norm_mlp", "linear"])
 @pytest.mark.parametrize("compiled", [False, True])
 def test_gradients_of_fp32_weights_are_not_rounded_to_half_precision(name, compiled):

@@ -18,14 +18,14 @@ from lm.cli.request import make_parser
 from lm.errors import RequestError
 from lm.inference.generation import generate
 from lm.inspection.weights import distribution_drift, weight_drift
-from lm.model.build import BuildOptions, build
+from lm.model.build import BuildOptions, attach_config, build, config_of
+from lm.model.builtin import is_builtin
 from lm.model.custom import (
     call_for_losses,
     check_causal,
     custom_flops_per_token,
-    is_builtin,
 )
-from lm.model.decoder import Decoder, DecoderConfig, attach_config, config_of, losses_of
+from lm.model.decoder import Decoder, DecoderConfig, losses_of
 from lm.model.estimates import flops_per_token
 from lm.runs.run import Run
 from lm.training.config import GroupConfig, GroupsConfig, OptimizerConfig

@@ -97,7 +97,9 @@ class NormMlpFp8(torch.autograd.Function):
         return stream if ctx.adds else None, product(z, down.matrix, x.dtype)
 
     @staticmethod
-    def backward(ctx: Any, dstream: Tensor | None, dout: Tensor) -> tuple[Tensor | None, ...]:
+    def backward(ctx: Any, dstream: Tensor | None, dout: Tensor | None) -> tuple[Tensor | None, ...]:
+        if dout is None:  # nothing uses it
+            return dstream, dstream, *(None,) * 7
         (stream, norm_weight, rstd, gate_up, *weights), scaling = ctx.saved_tensors, ctx.scaling
         needs_up, needs_down = ctx.needs_input_grad[4], ctx.needs_input_grad[6]
         gradient = quantize(dout, scaling, gradient=True, transpose=needs_down)

@@ -24,10 +24,10 @@ def _cpu_forward(x: Tensor, residual: Tensor | None, weight: Tensor, eps: float,
 
 
 def _cuda_forward(x: Tensor, residual: Tensor | None, weight: Tensor, eps: float, *, rowwise: bool) -> Forward:
-    results = stream, y, rstd, scale = _empty_forward(x, residual, weight, eps, rowwise=rowwise)
-    y, scale = (y, scale) if rowwise else (None, None)
-    rms_norm.launch_forward(x, residual, weight, eps, (stream, y, scale, rstd))
-    return results
+    stream, y, rstd, scale = _empty_forward(x, residual, weight, eps, rowwise=rowwise)
+    rows, scales = (y, scale) if rowwise else (None, None)
+    rms_norm.launch_forward(x, residual, weight, eps, stream=stream, y=rows, scale=scales, rstd=rstd)
+    return stream, y, rstd, scale
 
 
 def _empty_forward(x: Tensor, residual: Tensor | None, weight: Tensor, eps: float, *, rowwise: bool) -> Forward:
@@ -76,7 +76,9 @@ class NormLinearFp8(torch.autograd.Function):
         return stream if ctx.adds else None, product(y, matrix.matrix, x.dtype)
 
     @staticmethod
-    def backward(ctx: Any, dstream: Tensor | None, dout: Tensor) -> tuple[Tensor | None, ...]:
+    def backward(ctx: Any, dstream: Tensor | None, dout: Tensor | None) -> tuple[Tensor | None, ...]:
+        if dout is None:  # nothing uses it
+            return dstream, dstream, *(None,) * 5
         (stream, norm_weight, rstd, *weight), scaling = ctx.saved_tensors, ctx.scaling
         needs_dweight, dweight = ctx.needs_input_grad[4], None
         gradient = quantize(dout, scaling, gradient=True, transpose=needs_dweight)

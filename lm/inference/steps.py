@@ -1,0 +1,108 @@
+"""The ways in which generation computes a step, all with the `prefill` and `advance` of `kv_cache.CachedDecoder`.
+
+`StaticDecoder` keeps the shapes of its steps, for compiled blocks, and `GraphedDecoder` replays these steps as a CUDA
+graph. `UncachedModel` computes all tokens of the rows at every step, for models that have no cache.
+"""
+
+from typing import Literal
+
+import torch
+from torch import Tensor, nn
+
+from lm.errors import RequestError
+from lm.inference.kv_cache import CachedDecoder
+from lm.model.build import config_of
+from lm.model.decoder import Decoder
+
+Step = Literal["dynamic", "static", "cuda_graph"]
+MIN_SLOTS = 256  # of a static step
+WARMUP = 2  # steps before a graph is captured, so that all kernels are loaded
+
+
+class UncachedModel:
+    """A custom model, which computes whole rows at every step."""
+
+    def __init__(self, model: nn.Module, rows: int) -> None:
+        self.model, self.config = model, config_of(model)
+        device = next(model.parameters()).device
+        self.rows = [torch.zeros(0, dtype=torch.long, device=device)] * rows  # (t,) ids each, without padding
+        self.ones = torch.ones(rows, dtype=torch.long, device=device)
+
+    @torch.no_grad()
+    def prefill(self, ids: Tensor, counts: Tensor) -> Tensor:
+        longest = self.config.max_position_embeddings  # rows that have ended continue to grow
+        new = [row[:count] for row, count in zip(ids, counts.tolist(), strict=True)]
+        self.rows = [torch.cat(parts)[-longest:] for parts in zip(self.rows, new, strict=True)]
+        padded = nn.utils.rnn.pad_sequence(self.rows, batch_first=True)  # (B, T)
+        last = torch.tensor([len(row) - 1 for row in self.rows], device=ids.device)
+        with torch.compiler.set_stance("force_eager"):
+            logits = self.model(padded)[torch.arange(len(padded), device=ids.device), last]  # (B, V), V may be padded
+        return logits[:, : self.config.vocab_size].float()
+
+    def advance(self, tokens: Tensor) -> Tensor:
+        return self.prefill(tokens, self.ones)
+
+
+class StaticDecoder(CachedDecoder):
+    """Attends to a fixed number of slots, doubled when they are full, so that compiled blocks are compiled once."""
+
+    def __init__(self, decoder: Decoder, rows: int, slots: int) -> None:
+        super().__init__(decoder, rows, static_slots(slots))
+
+    @torch.no_grad()
+    def advance(self, tokens: Tensor) -> Tensor:
+        self.used += 1
+        return self.compute(tokens, self.ones, static_slots(self.used))
+
+
+def static_slots(tokens: int) -> int:
+    """Number of slots for this many tokens: a power of two."""
+    return max(MIN_SLOTS, 1 << (tokens - 1).bit_length())
+
+
+class GraphedDecoder:
+    """Replays the steps of a `StaticDecoder` as a CUDA graph, captured anew when the slots are doubled."""
+
+    def __init__(self, static: StaticDecoder) -> None:
+        self.static, self.prefill = static, static.prefill
+        self.slots = 0  # of the newest step
+        self.steps = 0  # with this many slots
+        self.graph: torch.cuda.CUDAGraph | None = None
+
+    @torch.no_grad()
+    def advance(self, tokens: Tensor) -> Tensor:
+        """As `CachedDecoder.advance`; the next step may overwrite the logits."""
+        static = self.static
+        static.used += 1
+        slots = static_slots(static.used)
+        if slots != self.slots:
+            self.slots, self.steps, self.graph = slots, 0, None
+        self.steps += 1
+        if self.steps <= WARMUP:
+            return static.compute(tokens, static.ones, slots)
+        if self.graph is None:
+            self.graph, self.tokens = torch.cuda.CUDAGraph(), tokens.clone()
+            device = tokens.device  # torch's own stream for captures is on the device of the first one
+            with torch.cuda.device(device), torch.cuda.graph(self.graph, stream=torch.cuda.Stream(device)):
+                self.logits = static.compute(self.tokens, static.ones, slots)
+        self.tokens.copy_(tokens)
+        self.graph.replay()
+        return self.logits
+
+
+def make_stepper(model: nn.Module, rows: int, slots: int, step: Step) -> CachedDecoder | GraphedDecoder | UncachedModel:
+    """What computes steps of this kind for a model; rows have at most `slots` tokens, with their padding."""
+    if not isinstance(model, Decoder):
+        return UncachedModel(model, rows)
+    if step == "dynamic":
+        return CachedDecoder(model, rows, slots)
+    static = StaticDecoder(model, rows, slots)
+    return static if step == "static" else GraphedDecoder(static)
+
+
+def check_step(step: Step, device: torch.device) -> None:
+    """Raise RequestError if a CUDA graph is requested but not possible."""
+    kind = device.type
+    if step == "cuda_graph" and (kind != "cuda" or torch.is_autocast_enabled(kind)):
+        where = "inside torch.autocast" if kind == "cuda" else f"on {kind}"
+        raise RequestError(f"a step of generation cannot be a CUDA graph {where}")
