@@ -31,16 +31,21 @@ OTHER_TRAINER = "a checkpoint is resumed by the Trainer that took it, lightning.
 class RunState:
     """The state of a run, the same on every rank but where a field says otherwise."""
 
-    steps: Steps | None = None  # counts of the run, once a fit starts
+    # Set when a fit starts.
     clip: float | None = None  # largest norm of the gradient
-    run: Run | None = None  # the run's folder, once it is claimed
+    steps: Steps | None = None  # counts of the run
     start: Progress = Progress()  # where the training of this process began
+    run: Run | None = None  # the run's folder, once it is claimed
+    other_model: bool = False  # load a checkpoint's weights into another model, as a branch does
+
+    # The position in the run, which checkpoints save.
     consumed: int = 0  # samples trained on so far, over all ranks
     stats: StepStats = field(default_factory=StepStats)  # of the steps since the newest log line
-    stop: GuardStop | None = None  # why the run is to end after this optimizer step
     pending_validation: bool = False  # the run stopped before validating its newest step: do it first
-    other_model: bool = False  # load a checkpoint's weights into another model, as a branch does
     restored: dict[str, Any] = field(default_factory=dict)  # of the checkpoint, for `begin`; of each rank
+
+    # What callbacks tell each other.
+    stop: GuardStop | None = None  # why the run is to end after this optimizer step
     latest: dict[str, float] = field(default_factory=dict)  # the newest value of each metric; on rank zero
     validated: set[str] = field(default_factory=set)  # metrics that were passed to Lightning's `log` in validations
     pace: StepTimeEstimator = field(default_factory=StepTimeEstimator)  # of steps, validations and other pauses
