@@ -265,19 +265,22 @@ class Trainer(PatchedTrainer):
         return self.state.fn == TrainerFn.FITTING
 
     def end_run(self, why: str = "") -> NoReturn:
-        """End the run after its last whole step, with a checkpoint unless a guard wants none; call it on every rank.
+        """End the run after its last complete step, with a checkpoint unless a guard wants none; call it on every rank.
 
         It raises `run_state.stop` if that is set; otherwise, after a signal, Interrupted with `why` in its message.
         """
         STOP.disarm()
-        state = self.run_state
-        if (self.checkpoint_callback.requested or state.stop is None) and self.global_step:
+        state, callback = self.run_state, self.checkpoint_callback
+        saves = callback is not None and self.global_step > 0 and (callback.requested or state.stop is None)
+        if saves:
             self._save_checkpoint()
         self.strategy.barrier()  # torchrun kills all processes when the first one ends
         if state.stop is not None:
             raise state.stop
         signal = STOP.received.name if STOP.received is not None else "a signal on another rank"
-        where = f"after step {self.global_step} with a checkpoint" if self.global_step else "in the first step"
+        where = f"after step {self.global_step}" if self.global_step else "in the first step"
+        if saves:
+            where += " with a checkpoint"
         if state.pending_validation:
             where += ", before its validation was done"
         raise Interrupted(f"{signal}: stopped {where}{why}; {how_to_resume(self.run)}")
