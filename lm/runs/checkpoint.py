@@ -80,7 +80,9 @@ def read_folder(folder: Path, optimizer: bool = True, verify: bool = True) -> di
                 content[key] = load_file(folder / name)
         texts = digests.keys() - set(TENSORS.values())
         content["files"] = {name: (folder / name).read_text(encoding="utf-8") for name in sorted(texts)}
-    except (*DAMAGE_ERRORS, RuntimeError, OSError, SafetensorError) as error:
+    except OSError as error:
+        raise RequestError(f"checkpoint {folder} cannot be read: {error}") from error
+    except (*DAMAGE_ERRORS, RuntimeError, SafetensorError) as error:
         raise RequestError(f"checkpoint {folder} was not written by lm: {error}") from error
     return content
 

@@ -7,7 +7,7 @@
         # by `to_content`
         "state_dict": {"model.norm.weight": Tensor, ...},           # by the names of Hugging Face
         "optimizer": {"norm.weight/exp_avg": Tensor, ...},          # by parameter and slot of its state
-        "optimizer_values": {"written_by": {"name": "adamw"}, ...}, # the rest of its state: see `optimizer_content`
+        "optimizer_values": {"written_by": {"name": "adamw"}},      # which optimizer; other classes add plain values
         "ranks": [{"rng": ...}, ...],                               # random number generators of each rank
         "files": {"config.json": "{...", ...},                      # texts beside the weights of a Hugging Face model
         # by `RunState.save` and the callback `Checkpoints`
@@ -120,34 +120,19 @@ def model_files(
 
 
 def optimizer_content(module: "LanguageModule", state_dict: dict[str, Any]) -> dict[str, Any]:
-    """An optimizer's `state_dict` as tensors by name, and the plain values beside them.
+    """The state of an optimizer as tensors by name, and what identifies the optimizer.
 
-                            AdamW                           a class that saves everything that an optimizer may
-    optimizer               {"norm.weight/exp_avg": Tensor, "norm.weight/step": Tensor, ...}
-    optimizer_values
-        written_by          {"name": "adamw"}               {"class_path": "my_optimizers.Lion"}
-        state               {}                              {"norm.weight/count": 3}: values that are not tensors
-        groups              []                              [{"k": 3}, {"k": 3}]: settings that its steps change
-        of_no_parameter     {}                              {"seen": 3}: state of which the key is no parameter
-        entries             {}                              {"mean": 0.5}: keys beside "state" and "param_groups"
+    AdamW and Muon keep tensors alone; `optimizer_by_class` adds the plain values that other classes keep.
     """
     optimizer, config = module.optimizers(use_pl_optimizer=False), module.options.optimizer
-    changed_settings = []  # AdamW and Muon change no setting of a group
-    if config.class_path is not None:
-        from lm.training import optimizer_by_class
-
-        changed_settings = optimizer_by_class.changed_settings(config.class_path, optimizer, state_dict)
     state = name_state(state_dict["state"], parameter_names(module.decoder, optimizer))
-    return {
-        "optimizer": {name: value for name, value in state.items() if isinstance(value, Tensor)},
-        "optimizer_values": {
-            "written_by": describe_optimizer(config, optimizer),
-            "state": {name: value for name, value in state.items() if not isinstance(value, Tensor)},
-            "groups": changed_settings,
-            "of_no_parameter": {key: value for key, value in state_dict["state"].items() if not isinstance(key, int)},
-            "entries": {key: value for key, value in state_dict.items() if key not in ("state", "param_groups")},
-        },
-    }
+    values: dict[str, Any] = {"written_by": describe_optimizer(config, optimizer)}
+    if "name" not in values["written_by"]:
+        from lm.training.optimizer_by_class import plain_values
+
+        values |= plain_values(config.class_path, optimizer, state_dict, state)
+    tensors = {name: value for name, value in state.items() if isinstance(value, Tensor)}
+    return {"optimizer": tensors, "optimizer_values": values}
 
 
 def optimizer_state_dict(module: "LanguageModule", tensors: dict[str, Tensor], values: dict[str, Any]) -> dict:
@@ -157,15 +142,16 @@ def optimizer_state_dict(module: "LanguageModule", tensors: dict[str, Tensor], v
     optimizer = module.configure_optimizers()
     state_dict = optimizer.state_dict()
     check_same_optimizer(values.get("written_by"), describe_optimizer(module.options.optimizer, optimizer))
-    named_state = tensors | values.get("state", {})  # an imported model has neither
-    state = index_state(named_state, parameter_names(module.decoder, optimizer))
+    state = index_state(tensors | values.get("state", {}), parameter_names(module.decoder, optimizer))
     parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
     for index, slots in state.items():
         state[index] = {slot: with_strides_of(parameters[index], value) for slot, value in slots.items()}
-    state_dict["state"] |= state | values.get("of_no_parameter", {})  # a class may need what it made when it was built
-    for group, changed_settings in zip(state_dict["param_groups"], values.get("groups", [])):
-        group |= changed_settings
-    return state_dict | values.get("entries", {})
+    state_dict["state"] |= state  # a class may need what it made when it was built
+    if "entries" in values:
+        from lm.training.optimizer_by_class import add_plain_values
+
+        add_plain_values(state_dict, values)
+    return state_dict
 
 
 def describe_optimizer(config: OptimizerConfig, optimizer: Optimizer) -> dict[str, str]:

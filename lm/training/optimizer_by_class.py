@@ -88,23 +88,43 @@ class _SkippedSteps:
 # ---- what a class keeps ----------------------------------------------------------------------------------------------
 
 
-def changed_settings(class_path: str, optimizer: Optimizer, state: dict[str, Any]) -> list[dict[str, Any]]:
-    """The settings of each parameter group that the optimizer has changed itself, such as a step count.
+def plain_values(
+    class_path: str | None, optimizer: Optimizer, state_dict: dict[str, Any], named_state: dict[str, Any]
+) -> dict[str, Any]:
+    """What an optimizer keeps besides the tensors of its parameters, by example:
 
-    RequestError if `state`, the optimizer's `state_dict`, has values that a checkpoint cannot hold.
+        state               {"norm.weight/count": 3}: values of parameters that are not tensors
+        groups              [{"k": 3}, {"k": 3}]: settings that its steps change
+        of_no_parameter     {"seen": 3}: state of which the key is no parameter
+        entries             {"mean": 0.5}: keys beside "state" and "param_groups"
+
+    `named_state` is the state of the parameters by name. RequestError for values that a checkpoint cannot hold.
     """
-    initial = getattr(optimizer, "initial", [])  # none if a subclass of LanguageModule built it
-    changed = []
-    for group, before in zip(state["param_groups"], initial):
+    changed = []  # of each group, if `build_by_class` made the optimizer
+    for group, initial in zip(state_dict["param_groups"], getattr(optimizer, "initial", [])):
         settings = _settings(group).items()
-        changed.append({name: value for name, value in settings if _comparable(value) != before.get(name, MISSING)})
+        changed.append({name: value for name, value in settings if _comparable(value) != initial.get(name, MISSING)})
     try:
-        encode(apply_to_collection({**state, "param_groups": changed}, Tensor, lambda tensor: None))
+        encode(apply_to_collection({**state_dict, "param_groups": changed}, Tensor, lambda tensor: None))
     except TypeError as error:
-        raise RequestError(
-            f"model.optimizer.class_path {class_path}: of its state_dict {error}, only tensors and plain values"
-        ) from error
-    return changed
+        maker = (
+            f"model.optimizer.class_path {class_path}" if class_path else f"the optimizer {type(optimizer).__name__}"
+        )
+        raise RequestError(f"{maker}: of its state_dict {error}, only tensors and plain values") from error
+    return {
+        "state": {name: value for name, value in named_state.items() if not isinstance(value, Tensor)},
+        "groups": changed,
+        "of_no_parameter": {key: value for key, value in state_dict["state"].items() if not isinstance(key, int)},
+        "entries": {key: value for key, value in state_dict.items() if key not in ("state", "param_groups")},
+    }
+
+
+def add_plain_values(state_dict: dict[str, Any], values: dict[str, Any]) -> None:
+    """Put what `plain_values` returned back into a `state_dict`, but for the state of parameters."""
+    state_dict["state"] |= values["of_no_parameter"]
+    for group, changed in zip(state_dict["param_groups"], values["groups"]):
+        group |= changed
+    state_dict |= values["entries"]
 
 
 def _settings(group: dict[str, Any]) -> dict[str, Any]:
