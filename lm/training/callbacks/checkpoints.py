@@ -29,16 +29,22 @@ log = logging.getLogger(__name__)
 class Checkpoints(ModelCheckpoint):
     """Saves checkpoints `step-00000100` between two optimizer steps, and removes those that are no longer needed.
 
-        after                       a checkpoint is saved
-        a step, no validation due   if it is due: every `interval` and `keep_every` steps, or when requested
-        a validation                if it is due, has the lowest loss so far, or the run ends
-        the end of the run          if there is none of this step yet
+    A checkpoint is saved after a step, or after its validation if one is due, at most once:
 
-        kept are                    the newest `keep`; one every `keep_every` steps, permanently; those to which the
-                                    links `last` and `best` point; the newest that a rollback may return to
+        every `interval` steps, every `keep_every` steps, and when another callback requests one
+        after the validation with the lowest loss so far
+        at the end of the run
 
-    Of ModelCheckpoint, `monitor`, `best_model_path`, `best_model_score` and `last_model_path` are as usual. Its hooks
-    are replaced: they save twice where a validation follows a step, and move links before the files are complete.
+    Then these are kept, and the others removed:
+
+        the newest `keep`
+        one every `keep_every` steps, permanently
+        those to which the links `last` and `best` point
+        the newest one that a rollback may return to
+
+    Loggers and users of Lightning look for a ModelCheckpoint with `monitor`, `best_model_path`, `best_model_score` and
+    `last_model_path`. Its own hooks save twice where a validation follows a step, and move links before the files are
+    complete, so they are replaced.
     """
 
     FILE_EXTENSION = ""
@@ -47,7 +53,7 @@ class Checkpoints(ModelCheckpoint):
         super().__init__(monitor="val/loss", save_top_k=0, enable_version_counter=False)
         self.interval, self.keep, self.keep_every = interval, keep, keep_every
         self.requested = False  # save after this step
-        self.saved_step: int | None = None  # the newest step with a checkpoint; None: save this step again
+        self.saved_step: int | None = None  # the newest step that needs no other checkpoint
         self.best_loss = float("inf")  # of the validations so far
         self.best_name: str | None = None  # its checkpoint
         self.permanent: set[str] = set()  # checkpoints that are never removed, by the `keep_every` of their time
@@ -68,15 +74,15 @@ class Checkpoints(ModelCheckpoint):
     def on_train_batch_end(self, trainer: Trainer, pl_module: LanguageModule, *args: Any) -> None:
         check_writable(trainer)
         self._reserve_memory(trainer, pl_module)
-        if self._is_due(trainer.global_step) and not trainer.validates_after(trainer.global_step):
+        if not trainer.validates_after(trainer.global_step) and self._is_due(trainer.global_step):
             self.save(trainer)
 
     def on_validation_end(self, trainer: Trainer, pl_module: LanguageModule) -> None:
         if not trainer.fitting:
             return
-        if trainer.run_state.pending_validation:  # the checkpoint of this step lacks its validation
+        if trainer.run_state.pending_validation:  # as the checkpoint of this step says, which is resumed
             trainer.run_state.pending_validation = False
-            self.saved_step = None
+            self.saved_step = None  # so another one of this step is needed
         loss = trainer.callback_metrics["val/loss"]
         is_best = loss.item() < self.best_loss
         if is_best:
@@ -90,10 +96,12 @@ class Checkpoints(ModelCheckpoint):
         trainer.checkpoint_io.drain()
 
     def _is_due(self, step: int) -> bool:
-        return self.requested or step % self.interval == 0 or self._is_permanent(step)
+        return self.requested or step % self.interval == 0 or self._is_kept_forever(step)
 
-    def _is_permanent(self, step: int) -> bool:
+    def _is_kept_forever(self, step: int) -> bool:
         return self.keep_every is not None and step % self.keep_every == 0
+
+    # ---- how ----------------------------------------------------------------------------------------------------
 
     def save(self, trainer: Trainer) -> None:
         """Save a checkpoint of this optimizer step, unless there is one; call it on every rank."""
@@ -104,7 +112,7 @@ class Checkpoints(ModelCheckpoint):
         run, path = trainer.run, trainer.run.path / checkpoint_name(trainer)
         self._set_paths(run, path)
         self.stale.discard(path.name)
-        if self._is_permanent(self.saved_step):
+        if self._is_kept_forever(self.saved_step):
             self.permanent.add(path.name)
         step, best, rollback_step = self.saved_step, self.best_name, self._rollback_step
         protected, stale = {path.name, best, *self.permanent}, set(self.stale)  # copies, for the thread that writes
@@ -115,7 +123,7 @@ class Checkpoints(ModelCheckpoint):
 
         STOP.saving = True  # `stop_within` waits until the tensors are copied
         try:
-            trainer.save_checkpoint(str(path), storage_options=link_and_prune)
+            trainer.save_checkpoint(str(path), storage_options=link_and_prune)  # `FolderCheckpointIO` calls it
         finally:
             STOP.saving = False
 
