@@ -89,17 +89,20 @@ def _score_prompts(decoder: nn.Module, prompts: Sequence[Sequence[Prompt]], batc
 def decide(kind: Kind, item: Item, prompts: Sequence[Prompt], scores: Sequence[Score]) -> Outcome:
     """Which rules choose the right answer of an item, from the prompt and the score of each answer."""
     gold = 0 if kind == "language_modeling" else item["gold"]
-    rows = [row.log_probabilities for row in scores]  # from `start` of the prompt on
 
     def is_right(values: Sequence[float] | np.ndarray) -> bool:  # whether the largest value is the right answer's
         return bool(np.argmax(values) == gold)
 
-    # DCLM's rule
-    means = [row[prompt.dclm_start - prompt.start :].mean(dtype=float) for prompt, row in zip(prompts, rows)]
+    # DCLM's rule: the largest mean; or the one continuation, if greedy decoding gives it
+    means = []
+    for prompt, row in zip(prompts, scores, strict=True):
+        means.append(row.log_probabilities[prompt.dclm_start - prompt.start :].mean(dtype=float))
     right_dclm = bool(scores[0].is_greedy.all()) if kind == "language_modeling" else is_right(means)
 
-    # The rule of lm-evaluation-harness
-    sums = [row[prompt.harness_start - prompt.start :].sum(dtype=float).item() for prompt, row in zip(prompts, rows)]
+    # The rule of lm-evaluation-harness: the largest sum
+    sums = []
+    for prompt, row in zip(prompts, scores, strict=True):
+        sums.append(row.log_probabilities[prompt.harness_start - prompt.start :].sum(dtype=float).item())
     outcome = Outcome(
         right_dclm=right_dclm,
         log_likelihoods=tuple(sums),
@@ -167,8 +170,8 @@ def evaluate(
         max_items: the most items of a task, always the same ones.
         begin: what a sequence begins with: `eos`, as every document does in training, or `nothing`, like
             lm-evaluation-harness for a tokenizer without a beginning-of-sequence token.
-        rank_and_world: do every `world`-th item here, from item `rank` on, and gather the outcomes of all ranks; all get
-            the same results. Not if ranks share one model (FSDP2): all must then evaluate all items, in step.
+        rank_and_world: do every `world`-th item here, and gather the outcomes of all ranks; all get the same results.
+            Not if ranks share one model (FSDP2): all of them must then evaluate all items, in step.
         progress: called with a task's label, the number of items done, and the number of its items.
     """
     for task in tasks:

@@ -108,14 +108,14 @@ def tokenize(
         dclm_starts = harness_starts if kind == "language_modeling" else _dclm_starts(kind, rows)
         prompts = []
         for index, (_, answer) in enumerate(texts_of_item):
-            starts = dclm_starts[index], harness_starts[index]
-            prompts.append(_prompt(rows[index], *starts, answer, tokenizer.eos_id, context, begin))
+            dclm_start, harness_start = dclm_starts[index], harness_starts[index]
+            prompts.append(_prompt(rows[index], dclm_start, harness_start, answer, tokenizer.eos_id, context, begin))
         prompts_of_items.append(prompts)
     return prompts_of_items
 
 
 def _dclm_starts(kind: Kind, rows: list[list[int]]) -> list[int]:
-    """`dclm_start` of each row of an item with several rows."""
+    """`dclm_start` of each row of an item that has several."""
     if kind == "multiple_choice":
         return [_shared(_without_last(rows))] * len(rows)
     ending = max(1, _shared([ids[::-1] for ids in rows]))  # tokens at the end that all rows share
