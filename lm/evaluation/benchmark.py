@@ -174,33 +174,23 @@ def evaluate(
             Not if ranks share one model (FSDP2): all of them must then evaluate all items, in step.
         progress: called with a task's label, the number of items done, and the number of its items.
     """
+    rank, world = rank_and_world
+
+    def outcomes_here(task: Task, items: Sequence[Item]) -> Iterator[Outcome]:
+        indices = range(rank, len(items), world)
+        for first in range(0, len(indices), GROUP):
+            group = indices[first : first + GROUP]
+            yield from evaluate_items(decoder, tokenizer, task, items, group, batch_tokens, begin)
+            if progress is not None:
+                progress(task.label, group[-1] + 1, len(items))
+
     for task in tasks:
         check_items(task, max_items)
-    results, (rank, world) = [], rank_and_world
+    results = []
     for task in tasks:
-        items = chosen_items(task, max_items)
-        indices = range(rank, len(items), world)
-        outcomes = _outcomes(decoder, tokenizer, task, items, indices, batch_tokens, begin, progress)
+        outcomes = outcomes_here(task, chosen_items(task, max_items))
         results.append(_result(task, _gather_outcomes(outcomes, world)))
     return results
-
-
-def _outcomes(
-    decoder: nn.Module,
-    tokenizer: Tokenizer,
-    task: Task,
-    items: Sequence[Item],
-    indices: Sequence[int],
-    batch_tokens: int,
-    begin: Begin,
-    progress: Progress | None,
-) -> Iterator[Outcome]:
-    """The outcomes of the items at `indices`, GROUP items at a time."""
-    for first in range(0, len(indices), GROUP):
-        group = indices[first : first + GROUP]
-        yield from evaluate_items(decoder, tokenizer, task, items, group, batch_tokens, begin)
-        if progress is not None:
-            progress(task.label, group[-1] + 1, len(items))
 
 
 def _gather_outcomes(outcomes: Iterator[Outcome], world: int) -> list[Outcome]:

@@ -116,8 +116,9 @@ def tokenize(
 
 def _dclm_starts(kind: Kind, rows: list[list[int]]) -> list[int]:
     """`dclm_start` of each row of an item that has several."""
+    # The last token is scored in any case, also where an answer is the beginning of another.
     if kind == "multiple_choice":
-        return [_shared(_without_last(rows))] * len(rows)
+        return [_shared([ids[:-1] for ids in rows])] * len(rows)
     ending = max(1, _shared([ids[::-1] for ids in rows]))  # tokens at the end that all rows share
     return [len(ids) - ending for ids in rows]
 
@@ -125,12 +126,7 @@ def _dclm_starts(kind: Kind, rows: list[list[int]]) -> list[int]:
 def _harness_starts(befores: list[list[int]], rows: list[list[int]]) -> list[int]:
     """`harness_start` of each row of an item, from the ids before each answer and those with it."""
     # A token across the border belongs to the answer.
-    return [_shared([before, ids]) for before, ids in zip(befores, _without_last(rows), strict=True)]
-
-
-def _without_last(rows: list[list[int]]) -> list[list[int]]:
-    """The rows to compare: the last token is scored in any case, also where an answer is the beginning of another."""
-    return [ids[:-1] for ids in rows]
+    return [_shared([before, ids[:-1]]) for before, ids in zip(befores, rows, strict=True)]
 
 
 def _prompt(
@@ -141,13 +137,8 @@ def _prompt(
     if begin == "eos" or min(dclm_start, harness_start) == 0:
         ids, dclm_start, harness_start = [eos_id, *ids], dclm_start + 1, harness_start + 1
     cut = max(0, len(ids) - (context + 1))
-    return Prompt(
-        ids=np.array(ids[cut:], np.int32),
-        dclm_start=max(1, dclm_start - cut),
-        harness_start=max(1, harness_start - cut),
-        answer=answer,
-        cut=cut,
-    )
+    starts = max(1, dclm_start - cut), max(1, harness_start - cut)
+    return Prompt(np.array(ids[cut:], np.int32), *starts, answer, cut)
 
 
 def _shared(sequences: Sequence[Sequence[int]]) -> int:
