@@ -1,19 +1,26 @@
-"""Benchmarks: the accuracy of each task with its interval, and CORE, one number for many tasks.
+"""Benchmarks: how many items of each task a model answers right, and CORE, one number for many tasks.
 
-An item goes through four functions, in `_outcomes`. For example, one with two answers, of which the first is right:
+An item goes through four steps, in `evaluate_items`. For example, one with two answers, of which the first is right:
 
     render    "The sky is " + "deep blue"       "The sky is " + "deep red"      texts
-    tokenize  eos  The  sky  is  deep  blue     eos  The  sky  is  deep  red    `Prompt`s: dclm_start 5, harness_start 4
-    score                        -2.5  -0.5                        -2.5  -1.0   `Score`s, in nats
-    decide    DCLM: mean from 5 on     -0.5                              -1.0   `Outcome`: the first answer has the
-              harness: sum from 4 on   -3.0                              -3.5   larger value, so each of these rules
-              per character        -3.0 / 9                          -3.5 / 8   is right
+    tokenize  eos  The  sky  is  deep  blue     eos  The  sky  is  deep  red    token ids, a row for each answer
+    score                              -0.5                              -1.0   log-probabilities of tokens, in nats
+    decide    mean               -0.5                              -1.0         the first is larger: right
 
-The outcomes of all items become the `TaskResult`.
+This is DCLM's rule, which compares the mean from the first token on in which the answers differ. A second rule, that
+of lm-evaluation-harness, differs in two steps: it compares the sum over all tokens of the answer, as it is, per
+character of the answer, and per byte:
+
+    score                        -2.5  -0.5                        -2.5  -1.0
+    decide    sum                -3.0                              -3.5         right
+              per character      -3.0 / 9                          -3.5 / 8     right
+
+Each item is decided by both rules (`Outcome`); the outcomes of all items of a task become its `TaskResult`.
 """
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, fields
+from itertools import islice
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -36,16 +43,85 @@ Progress = Callable[[str, int, int], None]
 
 
 class Outcome(NamedTuple):
-    """What became of an item: for each rule, whether the answer that it chooses is right. See `TaskResult`."""
+    """What became of an item: for each rule, whether the answer that it chooses is right; and counts."""
 
-    right_dclm: bool
+    right_dclm: bool  # it chooses the largest mean; in language modelling, right if each token is the argmax
     log_likelihoods: tuple[float, ...]  # of each possible answer, summed, in nats
     nats: float  # negative log-likelihood of the right answer
     tokens: int  # of the right answer
     cut: bool  # a prompt was longer than the context and lost its beginning
-    right_sum: bool | None = None  # these three are None for language modelling
-    right_per_character: bool | None = None
-    right_per_byte: bool | None = None
+    # The harness chooses the largest sum. None for language modelling, where it has DCLM's rule.
+    right_harness_sum: bool | None = None
+    right_harness_per_character: bool | None = None  # the largest sum per character of the answer
+    right_harness_per_byte: bool | None = None  # per UTF-8 byte
+
+
+# ---- an item, from its texts to the decision -------------------------------------------------------------------------
+
+
+def evaluate_items(
+    decoder: nn.Module,
+    tokenizer: Tokenizer,
+    task: Task,
+    items: Sequence[Item],
+    indices: Sequence[int],
+    batch_tokens: int,
+    begin: Begin,
+) -> list[Outcome]:
+    """The outcomes of the items at `indices`. A step takes all of these items, so that their rows share batches."""
+    context = config_of(decoder).max_position_embeddings
+    texts = [render(task, items, index) for index in indices]
+    prompts = tokenize(task.kind, texts, tokenizer, context, begin)
+    scores = _score_prompts(decoder, prompts, batch_tokens)
+    outcomes = []
+    for index, prompts_of_item, scores_of_item in zip(indices, prompts, scores, strict=True):
+        outcomes.append(decide(task.kind, items[index], prompts_of_item, scores_of_item))
+    return outcomes
+
+
+def _score_prompts(decoder: nn.Module, prompts: Sequence[Sequence[Prompt]], batch_tokens: int) -> list[list[Score]]:
+    """A score for each prompt of each item."""
+    rows = [prompt for prompts_of_item in prompts for prompt in prompts_of_item]
+    scores = iter(score(decoder, [row.ids for row in rows], [row.start for row in rows], batch_tokens))
+    return [list(islice(scores, len(prompts_of_item))) for prompts_of_item in prompts]
+
+
+def decide(kind: Kind, item: Item, prompts: Sequence[Prompt], scores: Sequence[Score]) -> Outcome:
+    """Which rules choose the right answer of an item, from the prompt and the score of each answer."""
+    gold = 0 if kind == "language_modeling" else item["gold"]
+
+    def is_right(values: Sequence[float] | np.ndarray) -> bool:  # whether the largest value is the right answer's
+        return bool(np.argmax(values) == gold)
+
+    # DCLM's rule: the largest mean; or the one continuation, if greedy decoding gives it
+    means = []
+    for prompt, row in zip(prompts, scores, strict=True):
+        means.append(row.log_probabilities[prompt.dclm_start - prompt.start :].mean(dtype=float))
+    right_dclm = bool(scores[0].is_greedy.all()) if kind == "language_modeling" else is_right(means)
+
+    # The rule of lm-evaluation-harness: the largest sum
+    sums = []
+    for prompt, row in zip(prompts, scores, strict=True):
+        sums.append(row.log_probabilities[prompt.harness_start - prompt.start :].sum(dtype=float).item())
+    outcome = Outcome(
+        right_dclm=right_dclm,
+        log_likelihoods=tuple(sums),
+        nats=-sums[gold],
+        tokens=len(prompts[gold].ids) - prompts[gold].harness_start,
+        cut=any(prompt.cut for prompt in prompts),
+    )
+    if kind == "language_modeling":
+        return outcome
+    characters = [len(prompt.answer) for prompt in prompts]
+    utf8_bytes = [len(prompt.answer.encode()) for prompt in prompts]
+    return outcome._replace(
+        right_harness_sum=is_right(sums),
+        right_harness_per_character=is_right(np.divide(sums, characters)),
+        right_harness_per_byte=is_right(np.divide(sums, utf8_bytes)),
+    )
+
+
+# ---- tasks -----------------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -56,19 +132,15 @@ class TaskResult:
     kind: Kind
     num_fewshot: int  # examples before each question
     items: int  # that were asked
-    # DCLM's rule, share of right answers: the answer with the smallest mean loss over its tokens; for language
-    # modelling, every token of the continuation is the argmax.
-    accuracy: float
+    accuracy: float  # fraction of the items that are `right_dclm`
     stderr: float  # of the accuracy
     interval: Interval  # its 95 % interval (Wilson)
     baseline: float  # expected accuracy of guessing
     centered: float  # (accuracy - baseline) / (1 - baseline)
     centered_interval: Interval  # its 95 % interval
-    # The rules of lm-evaluation-harness: share of items where the right answer has the largest log-probability, summed
-    # over its tokens. None for language modelling, where the harness has DCLM's rule.
-    acc: float | None
-    acc_norm: float | None  # the largest sum per character of the answer
-    acc_bytes: float | None  # per UTF-8 byte
+    acc: float | None  # fraction that is `right_harness_sum`; the harness has these three names
+    acc_norm: float | None  # `right_harness_per_character`
+    acc_bytes: float | None  # `right_harness_per_byte`
     perplexity: float | None  # over the tokens of continuations; only for language modelling
     truncated: int  # items with a prompt longer than the context, which lost its beginning
     outcomes: tuple[Outcome, ...] = field(repr=False)  # in the order of the items
@@ -85,7 +157,7 @@ def evaluate(
     batch_tokens: int = BATCH_TOKENS,
     max_items: int | None = None,
     begin: Begin = "eos",
-    share: tuple[int, int] = (0, 1),
+    rank_and_world: tuple[int, int] = (0, 1),
     progress: Progress | None = None,
 ) -> list[TaskResult]:
     """Evaluate a model on every item of every task; returns a result per task, in order.
@@ -98,76 +170,27 @@ def evaluate(
         max_items: the most items of a task, always the same ones.
         begin: what a sequence begins with: `eos`, as every document does in training, or `nothing`, like
             lm-evaluation-harness for a tokenizer without a beginning-of-sequence token.
-        share: `(rank, world)`: do every `world`-th item here, and gather the outcomes of all ranks; all get the same
-            results. Not if ranks share one model (FSDP2): all of them must then evaluate all items, in step.
+        rank_and_world: do every `world`-th item here, and gather the outcomes of all ranks; all get the same results.
+            Not if ranks share one model (FSDP2): all of them must then evaluate all items, in step.
         progress: called with a task's label, the number of items done, and the number of its items.
     """
+    rank, world = rank_and_world
+
+    def outcomes_here(task: Task, items: Sequence[Item]) -> Iterator[Outcome]:
+        indices = range(rank, len(items), world)
+        for first in range(0, len(indices), GROUP):
+            group = indices[first : first + GROUP]
+            yield from evaluate_items(decoder, tokenizer, task, items, group, batch_tokens, begin)
+            if progress is not None:
+                progress(task.label, group[-1] + 1, len(items))
+
     for task in tasks:
         check_items(task, max_items)
-    results, (rank, world) = [], share
+    results = []
     for task in tasks:
-        items = chosen_items(task, max_items)
-        indices = range(rank, len(items), world)
-        outcomes = _outcomes(decoder, tokenizer, task, items, indices, batch_tokens, begin, progress)
+        outcomes = outcomes_here(task, chosen_items(task, max_items))
         results.append(_result(task, _gather_outcomes(outcomes, world)))
     return results
-
-
-def _outcomes(
-    decoder: nn.Module,
-    tokenizer: Tokenizer,
-    task: Task,
-    items: Sequence[Item],
-    indices: Sequence[int],
-    batch_tokens: int,
-    begin: Begin,
-    progress: Progress | None,
-) -> Iterator[Outcome]:
-    """The outcomes of the items at `indices`, from texts to decisions, for GROUP items at a time."""
-    context = config_of(decoder).max_position_embeddings
-    for first in range(0, len(indices), GROUP):
-        group = indices[first : first + GROUP]
-        texts = [render(task, items, index) for index in group]
-        prompts_of_items = tokenize(task.kind, texts, tokenizer, context, begin)
-        prompts = [prompt for prompts_of_item in prompts_of_items for prompt in prompts_of_item]
-        rows, starts = [prompt.ids for prompt in prompts], [prompt.start for prompt in prompts]
-        scores = iter(score(decoder, rows, starts, batch_tokens))
-        for index, prompts_of_item in zip(group, prompts_of_items, strict=True):
-            yield decide(task.kind, items[index], prompts_of_item, [next(scores) for _ in prompts_of_item])
-        if progress is not None:
-            progress(task.label, group[-1] + 1, len(items))
-
-
-def decide(kind: Kind, item: Item, prompts: Sequence[Prompt], scores: Sequence[Score]) -> Outcome:
-    """Which rules choose the right answer of an item, from the prompt and the score of each answer."""
-    means, sums = [], []
-    for prompt, (log_probabilities, _) in zip(prompts, scores, strict=True):  # from the prompt's `start` on
-        means.append(log_probabilities[prompt.dclm_start - prompt.start :].mean(dtype=float))
-        sums.append(log_probabilities[prompt.harness_start - prompt.start :].sum(dtype=float).item())
-    gold = 0 if kind == "language_modeling" else item["gold"]
-
-    def is_right(values: Sequence[float] | np.ndarray) -> bool:  # whether the largest value is the right answer's
-        return bool(np.argmax(values) == gold)
-
-    if kind == "language_modeling":  # one answer, for which both starts are the same
-        right_dclm, by_harness = bool(scores[0].argmax.all()), {}
-    else:
-        right_dclm = is_right(means)
-        characters = [len(prompt.answer) for prompt in prompts]
-        utf8_bytes = [len(prompt.answer.encode()) for prompt in prompts]
-        by_harness = {
-            "right_sum": is_right(sums),
-            "right_per_character": is_right(np.divide(sums, characters)),
-            "right_per_byte": is_right(np.divide(sums, utf8_bytes)),
-        }
-    return Outcome(
-        right_dclm=right_dclm,
-        log_likelihoods=tuple(sums),
-        nats=-sums[gold],
-        tokens=len(prompts[gold].ids) - prompts[gold].harness_start,
-        cut=any(prompt.cut for prompt in prompts),
-        **by_harness,
-    )
 
 
 def _gather_outcomes(outcomes: Iterator[Outcome], world: int) -> list[Outcome]:
@@ -187,27 +210,28 @@ def _gather_outcomes(outcomes: Iterator[Outcome], world: int) -> list[Outcome]:
 
 
 def _result(task: Task, outcomes: Sequence[Outcome]) -> TaskResult:
-    count, right = len(outcomes), sum(outcome.right_dclm for outcome in outcomes)
-    accuracy, interval, is_language = right / count, wilson(right, count), task.kind == "language_modeling"
+    count, right_dclm = len(outcomes), sum(outcome.right_dclm for outcome in outcomes)
+    dclm_accuracy, interval = right_dclm / count, wilson(right_dclm, count)
+    is_language = task.kind == "language_modeling"
     nats, tokens = sum(outcome.nats for outcome in outcomes), sum(outcome.tokens for outcome in outcomes)
 
-    def share(name: str) -> float | None:
-        return None if is_language else sum(getattr(outcome, name) for outcome in outcomes) / count
+    def fraction_right(rule: str) -> float | None:
+        return None if is_language else sum(getattr(outcome, rule) for outcome in outcomes) / count
 
     return TaskResult(
         label=task.label,
         kind=task.kind,
         num_fewshot=task.num_fewshot,
         items=count,
-        accuracy=accuracy,
-        stderr=standard_error(right, count),
+        accuracy=dclm_accuracy,
+        stderr=standard_error(right_dclm, count),
         interval=interval,
         baseline=task.baseline,
-        centered=centered(accuracy, task.baseline),
+        centered=centered(dclm_accuracy, task.baseline),
         centered_interval=Interval(*(centered(edge, task.baseline) for edge in interval)),
-        acc=share("right_sum"),
-        acc_norm=share("right_per_character"),
-        acc_bytes=share("right_per_byte"),
+        acc=fraction_right("right_harness_sum"),
+        acc_norm=fraction_right("right_harness_per_character"),
+        acc_bytes=fraction_right("right_harness_per_byte"),
         perplexity=perplexity(nats / tokens) if is_language else None,
         truncated=sum(outcome.cut for outcome in outcomes),
         outcomes=tuple(outcomes),

@@ -1,20 +1,24 @@
 """From an item of a task to its prompts: few-shot examples, the question, and one of its answers, as token ids.
 
-Texts are composed as in DCLM and nanochat, so that scores are comparable. DCLM takes the mean over the tokens from
-`dclm_start` on, lm-evaluation-harness the sum over those from `harness_start` on, where the answer begins:
+Texts are composed as in DCLM and nanochat, so that scores are comparable. Each possible answer of an item makes a row
+of tokens. DCLM's rule scores the tokens from `dclm_start` on:
 
     index               0    1    2    3     4    5
     multiple_choice     eos  The  sky  is    deep blue    dclm_start 5: the first token in which the answers differ
-                        eos  The  sky  is    deep red     harness_start 4
+                        eos  The  sky  is    deep red
     schema              eos  The  old  cup   was  full    dclm_start 3: the ending that the rows share
-                        eos  The  new  cup   was  full    harness_start 5
-    language_modeling   eos  The  sky  is    blue         dclm_start 4, the same as harness_start
+                        eos  The  new  cup   was  full
+    language_modeling   eos  The  sky  is    blue         dclm_start 4: the answer
+
+A second rule, that of lm-evaluation-harness, always scores the answer, which begins at `harness_start`: "deep blue" at
+4, "full" at 5, "blue" at 4.
 
 Next, `evaluation/scoring` computes the log-probabilities of these tokens, and `evaluation/benchmark` decides.
 """
 
 import random
 from collections.abc import Sequence
+from itertools import islice
 from typing import NamedTuple
 
 import numpy as np
@@ -31,8 +35,8 @@ class Prompt(NamedTuple):
     """A question with one of its answers."""
 
     ids: np.ndarray  # (n,) int32, at most one more than the context, since the last token is not an input
-    dclm_start: int
-    harness_start: int
+    dclm_start: int  # the first token that DCLM's rule scores
+    harness_start: int  # the first token that the rule of lm-evaluation-harness scores
     answer: str  # without the delimiter; never empty, which `tasks` refuses
     cut: int  # number of tokens cut off at the beginning, to fit the context
 
@@ -91,43 +95,50 @@ def tokenize(
 
     A prompt that is only an answer begins with `eos`, whatever `begin` says.
     """
+    # The texts of all items are encoded together, which is faster.
     texts = [pair for texts_of_item in texts_of_items for pair in texts_of_item]
     # A blank at the end of the text before an answer belongs to the answer's first token.
-    befores = tokenizer.encode_batch([before.rstrip() for before, _ in texts])
-    rows = tokenizer.encode_batch([before + answer for before, answer in texts])
-    prompts: list[list[Prompt]] = []
-    first = 0  # row of the item
+    all_befores = iter(tokenizer.encode_batch([before.rstrip() for before, _ in texts]))
+    all_rows = iter(tokenizer.encode_batch([before + answer for before, answer in texts]))
+    prompts_of_items: list[list[Prompt]] = []
     for texts_of_item in texts_of_items:
-        prompts.append([])
-        end = first + len(texts_of_item)
-        starts = _starts(kind, befores[first:end], rows[first:end])
-        for (_, answer), ids, (dclm_start, harness_start) in zip(texts_of_item, rows[first:end], starts, strict=True):
-            # A token comes before the first one to score: `eos`, or in a row that is cut its new first token.
-            if begin == "eos" or min(dclm_start, harness_start) == 0:
-                ids, dclm_start, harness_start = [tokenizer.eos_id, *ids], dclm_start + 1, harness_start + 1
-            cut = max(0, len(ids) - context - 1)
-            dclm_start, harness_start = max(1, dclm_start - cut), max(1, harness_start - cut)
-            prompts[-1].append(Prompt(np.array(ids[cut:], np.int32), dclm_start, harness_start, answer, cut))
-        first = end
-    return prompts
+        befores = list(islice(all_befores, len(texts_of_item)))
+        rows = list(islice(all_rows, len(texts_of_item)))
+        harness_starts = _harness_starts(befores, rows)
+        dclm_starts = harness_starts if kind == "language_modeling" else _dclm_starts(kind, rows)
+        prompts = []
+        for index, (_, answer) in enumerate(texts_of_item):
+            dclm_start, harness_start = dclm_starts[index], harness_starts[index]
+            prompts.append(_prompt(rows[index], dclm_start, harness_start, answer, tokenizer.eos_id, context, begin))
+        prompts_of_items.append(prompts)
+    return prompts_of_items
 
 
-def _starts(kind: Kind, befores: list[list[int]], rows: list[list[int]]) -> list[tuple[int, int]]:
-    """`dclm_start` and `harness_start` of each row of an item, from the ids before each answer and those with it.
-
-    The last token of a row counts in any case, also where an answer is the beginning of another.
-    """
-    compared = [ids[:-1] for ids in rows]  # so no start is after the last token
-    # A token across the border belongs to the answer.
-    harness_starts = [_shared([before, ids]) for before, ids in zip(befores, compared, strict=True)]
+def _dclm_starts(kind: Kind, rows: list[list[int]]) -> list[int]:
+    """`dclm_start` of each row of an item that has several."""
+    # The last token is scored in any case, also where an answer is the beginning of another.
     if kind == "multiple_choice":
-        dclm_starts = [_shared(compared)] * len(rows)
-    elif kind == "schema":
-        ending = max(1, _shared([ids[::-1] for ids in rows]))  # tokens at the end that all rows share
-        dclm_starts = [len(ids) - ending for ids in rows]
-    else:
-        dclm_starts = harness_starts
-    return list(zip(dclm_starts, harness_starts, strict=True))
+        return [_shared([ids[:-1] for ids in rows])] * len(rows)
+    ending = max(1, _shared([ids[::-1] for ids in rows]))  # tokens at the end that all rows share
+    return [len(ids) - ending for ids in rows]
+
+
+def _harness_starts(befores: list[list[int]], rows: list[list[int]]) -> list[int]:
+    """`harness_start` of each row of an item, from the ids before each answer and those with it."""
+    # A token across the border belongs to the answer.
+    return [_shared([before, ids[:-1]]) for before, ids in zip(befores, rows, strict=True)]
+
+
+def _prompt(
+    ids: list[int], dclm_start: int, harness_start: int, answer: str, eos_id: int, context: int, begin: Begin
+) -> Prompt:
+    """The prompt of one row: `eos` is put before it, then what does not fit is cut off, and both starts move."""
+    # A token comes before the first one to score: `eos`, or in a row that is cut its new first token.
+    if begin == "eos" or min(dclm_start, harness_start) == 0:
+        ids, dclm_start, harness_start = [eos_id, *ids], dclm_start + 1, harness_start + 1
+    cut = max(0, len(ids) - (context + 1))
+    starts = max(1, dclm_start - cut), max(1, harness_start - cut)
+    return Prompt(np.array(ids[cut:], np.int32), *starts, answer, cut)
 
 
 def _shared(sequences: Sequence[Sequence[int]]) -> int:

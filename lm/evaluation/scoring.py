@@ -25,7 +25,7 @@ class Score(NamedTuple):
     """The scores of the tokens of a row of n, from its `start` on."""
 
     log_probabilities: np.ndarray  # (n - start,) fp32, nats
-    argmax: np.ndarray  # (n - start,) bool, whether greedy decoding would choose the token
+    is_greedy: np.ndarray  # (n - start,) bool, whether greedy decoding would choose the token
 
 
 def score(decoder: nn.Module, rows: Sequence[np.ndarray], starts: Sequence[int], batch_tokens: int) -> list[Score]:
@@ -69,15 +69,15 @@ def _score(decoder: nn.Module, rows: Sequence[np.ndarray], starts: Sequence[int]
     inputs, targets = torch.from_numpy(tokens[:, :-1]).to(device), torch.from_numpy(tokens[:, 1:][mask]).to(device)
     size = max(1, LOGITS // config_of(decoder).vocab_size)
     parts_of_logits = _logits(decoder, inputs, torch.from_numpy(mask).to(device), size)
-    log_probabilities, argmax = [], []
+    log_probabilities, is_greedy = [], []
     for logits, part in zip(parts_of_logits, targets.split(size), strict=True):  # (size, V), (size,)
         log_probabilities.append(logits.log_softmax(-1).gather(-1, part[:, None])[:, 0])
-        argmax.append(logits.argmax(-1) == part)
-    values, chosen = torch.cat(log_probabilities).cpu().numpy(), torch.cat(argmax).cpu().numpy()
+        is_greedy.append(logits.argmax(-1) == part)
+    values, greedy = torch.cat(log_probabilities).cpu().numpy(), torch.cat(is_greedy).cpu().numpy()
     if not np.isfinite(values).all():
         raise RunError("a log-probability is not finite: the weights are broken, or their dtype overflowed")
     ends = np.cumsum(mask.sum(1))[:-1]
-    return [Score(*pair) for pair in zip(np.split(values, ends), np.split(chosen, ends), strict=True)]  # of each row
+    return [Score(*pair) for pair in zip(np.split(values, ends), np.split(greedy, ends), strict=True)]  # of each row
 
 
 def _logits(decoder: nn.Module, inputs: Tensor, mask: Tensor, size: int) -> Iterator[Tensor]:

@@ -28,8 +28,12 @@ from lm.inference.pretrained import load_pretrained
 from lm.model.decoder import Decoder
 
 METRICS = {  # the harness's name of a metric -> the field of our `Outcome`
-    "multiple_choice": {"acc": "right_sum", "acc_norm": "right_per_character", "acc_bytes": "right_per_byte"},
-    "schema": {"acc": "right_sum"},
+    "multiple_choice": {
+        "acc": "right_harness_sum",
+        "acc_norm": "right_harness_per_character",
+        "acc_bytes": "right_harness_per_byte",
+    },
+    "schema": {"acc": "right_harness_sum"},
     "language_modeling": {"acc": "right_dclm"},
 }
 

@@ -268,7 +268,7 @@ def naive(theirs, tokenizer: Tokenizer, task: Task, context: int, begin: str):
 
 
 def by_harness(outcome: Outcome) -> tuple[bool | None, ...]:
-    return outcome.right_sum, outcome.right_per_character, outcome.right_per_byte
+    return outcome.right_harness_sum, outcome.right_harness_per_character, outcome.right_harness_per_byte
 
 
 @pytest.mark.parametrize("shape", ["llama, untied, grouped heads", "qwen3, windows"])
@@ -325,7 +325,7 @@ def test_ranks_divide_the_items_and_each_has_all_results_in_their_order(tasks, t
 
     def evaluate_on(rank, gather):
         monkeypatch.setattr(torch.distributed, "all_gather_object", gather)
-        return evaluate(decoder, tokenizer, tasks, max_items=7, share=(rank, 2))
+        return evaluate(decoder, tokenizer, tasks, max_items=7, rank_and_world=(rank, 2))
 
     for rank in (0, 1):
         evaluate_on(rank, lambda into, own: into.__setitem__(slice(2), [own, asked[rank].append(own) or own]))

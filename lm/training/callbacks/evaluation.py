@@ -51,7 +51,7 @@ class Evaluations(BetweenSteps):
                     self.tasks,
                     batch_tokens=config.batch_tokens,
                     max_items=config.max_items,
-                    share=(0, 1) if trainer.sharded else (trainer.global_rank, trainer.world_size),
+                    rank_and_world=(0, 1) if trainer.sharded else (trainer.global_rank, trainer.world_size),
                 )
         finally:
             write_state(trainer)
