@@ -42,7 +42,7 @@ def peak_rate(factor: float, depth: int, width: int) -> float:
     of Yang et al., 2023, arXiv:2310.02244. At 2 blocks 75 steps want the same rate as 300, and steps of 32Ki tokens the
     same as of 8Ki, so neither is in the rule; steps of 2Ki want half.
 
-    Published trainings have more: in this unit Moonlight's rates are 5 to 8.4 at depths 12 to 20 (Liu et al., 2025,
+    Published runs have more: in this unit Moonlight's rates are 5 to 8.4 at depths 12 to 20 (Liu et al., 2025,
     arXiv:2502.16982, table 2), nanochat's 9.6 at depth 12, in another architecture.
     """
     return factor / (width * math.sqrt(depth))

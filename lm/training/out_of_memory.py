@@ -49,14 +49,14 @@ def out_of_memory_error(error: BaseException, trainer: "Trainer", before: int | 
     usage = "there was too little" if had is None else f"it had {format_bytes(had)} at most"
     alone = trainer.datamodule.global_batch_tokens is None  # a step would be one micro-batch, of whatever size
     tokens = f" --data.global_batch_tokens {trainer.steps.tokens_per_step}" if alone else ""
-    cure = _cure(module.config, step, state, had, reserve, tokens)
+    fix = _fix(module.config, step, state, had, reserve, tokens)
     return RunError(
         f"out of memory ({device.type}) in step {steps_taken + 1}: with micro-batches of "
-        f"{step.micro_batch_size} x {step.seq_len} tokens {usage}; {cure}; checkpoints are as they were"
+        f"{step.micro_batch_size} x {step.seq_len} tokens {usage}; {fix}; checkpoints are as they were"
     )
 
 
-def _cure(config: DecoderConfig, step: Step, state: OptimizerState, had: int | None, reserve: int, tokens: str) -> str:
+def _fix(config: DecoderConfig, step: Step, state: OptimizerState, had: int | None, reserve: int, tokens: str) -> str:
     smaller = "take a smaller model, a shorter data.seq_len, or a device with more memory"
     if step.checkpointing != "block":
         smaller = f"--model.activation_checkpointing block recomputes activations; or {smaller}"

@@ -63,7 +63,7 @@ def _make(file: str, name: str, *options: Any) -> Any:
 
 
 class _StandIn(Callback):
-    """Stands in the list for a callback that most trainings never need, until that is needed."""
+    """Stands in the list for a callback that most runs never need, until that is needed."""
 
     def replace(self, trainer: Trainer, file: str, name: str) -> Any:
         callback = _make(file, name)
