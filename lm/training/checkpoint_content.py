@@ -39,9 +39,9 @@ if TYPE_CHECKING:
 
 def to_content(module: "LanguageModule", checkpoint: dict[str, Any]) -> dict[str, Any]:
     """The content of a checkpoint folder, made from Lightning's checkpoint; call it on every rank."""
-    in_config_json = (module.CHECKPOINT_HYPER_PARAMS_KEY, module.CHECKPOINT_HYPER_PARAMS_NAME)
-    content = {key: value for key, value in checkpoint.items() if key not in ("optimizer_states", *in_config_json)}
-    content["lr_schedulers"] = []  # a resume needs the key, which Lightning leaves out where it saves weights alone
+    hyper_parameters = (module.CHECKPOINT_HYPER_PARAMS_KEY, module.CHECKPOINT_HYPER_PARAMS_NAME)  # in config.json
+    content = {key: value for key, value in checkpoint.items() if key not in ("optimizer_states", *hyper_parameters)}
+    content["lr_schedulers"] = []  # a resume needs the key, which Lightning leaves out with `save_weights_only`
     content["state_dict"] = named_weights(module, checkpoint["state_dict"])
     content["optimizer"] = {}
     states = checkpoint.get("optimizer_states")

@@ -53,13 +53,13 @@ class Checkpoints(ModelCheckpoint):
         super().__init__(monitor="val/loss", save_top_k=0, enable_version_counter=False)
         self.interval, self.keep, self.keep_every = interval, keep, keep_every
         self.requested = False  # save after this step
-        self.saved_step: int | None = None  # the newest step that needs no other checkpoint
+        self.saved_step: int | None = None  # the newest step that was saved; None: save this one in any case
         self.best_loss = float("inf")  # of the validations so far
         self.best_name: str | None = None  # its checkpoint
         self.permanent: set[str] = set()  # checkpoints that are never removed, by the `keep_every` of their time
         self.stale: set[str] = set()  # checkpoints later than the one that the run was resumed from
         self._rollback_step = 0  # the newest step that a rollback may return to
-        self._memory_is_reserved = False  # for the copies of the tensors
+        self._reserves_memory = True  # for the copies of the tensors, after the next step
 
     def request(self) -> None:
         """Request a checkpoint after this optimizer step; call it on every rank."""
@@ -80,9 +80,10 @@ class Checkpoints(ModelCheckpoint):
     def on_validation_end(self, trainer: Trainer, pl_module: LanguageModule) -> None:
         if not trainer.fitting:
             return
-        if trainer.run_state.pending_validation:  # as the checkpoint of this step says, which is resumed
-            trainer.run_state.pending_validation = False
-            self.saved_step = None  # so another one of this step is needed
+        if trainer.run_state.pending_validation:
+            # The run was resumed from a checkpoint that was saved before its validation. That has run now: the
+            # checkpoint of this step is to be saved again, with its result.
+            trainer.run_state.pending_validation, self.saved_step = False, None
         loss = trainer.callback_metrics["val/loss"]
         is_best = loss.item() < self.best_loss
         if is_best:
@@ -166,11 +167,10 @@ class Checkpoints(ModelCheckpoint):
     # ---- memory and disk ----------------------------------------------------------------------------------------
 
     def _reserve_memory(self, trainer: Trainer, pl_module: LanguageModule) -> None:
-        """After the first step: several devices gather some of the tensors first, and so cannot know them."""
-        alone = isinstance(trainer.strategy, SingleDeviceStrategy)
-        if not self._memory_is_reserved and alone and pl_module.device.type == "cuda":
+        """Once, after the first step, when the optimizer has its state; several devices save gathered tensors."""
+        if self._reserves_memory and isinstance(trainer.strategy, SingleDeviceStrategy) and pl_module.on_gpu:
             trainer.checkpoint_io.reserve_host_memory(checkpoint_tensors(pl_module))
-        self._memory_is_reserved = True
+        self._reserves_memory = False
 
     def _warn_of_full_disk(self, trainer: Trainer, pl_module: LanguageModule) -> None:
         item = next(pl_module.parameters()).element_size()
