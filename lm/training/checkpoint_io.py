@@ -33,6 +33,10 @@ Place = tuple[str, str | int]  # of a tensor in a checkpoint, such as ("state_di
 class HostCopy(Tensor):
     """Marks a tensor that a strategy has gathered into host memory: `save_checkpoint` does not copy it again."""
 
+    def __deepcopy__(self, memo: dict[int, Any]) -> Tensor:
+        """A tensor without the mark, as the copies of a subclass are not defined otherwise."""
+        return self.as_subclass(Tensor).clone()
+
 
 class FolderCheckpointIO(CheckpointIO):
     """Copies the tensors of a checkpoint, and writes its folder in the background."""

@@ -103,7 +103,7 @@ def test_a_config_of_any_kind_is_planned_or_refused(place, text):
 
     def plan():
         asked = request.read("plan", ["--config", "any.yaml"])
-        json.dumps(examine(with_classes(asked), asked.options))
+        json.dumps(examine(with_classes(asked), asked.command_options))
 
     is_refused(plan)
 
