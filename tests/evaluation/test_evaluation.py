@@ -219,6 +219,21 @@ def test_prompts_read_as_dclm_writes_them(tasks, tokenizer):
     assert chosen_items(tasks[0], 6) == shuffled[:6]
 
 
+@pytest.mark.parametrize("kind, texts", [
+    ("multiple_choice", [("The sky is", " blue"), ("The sky is", " blue and red")]),
+    ("multiple_choice", [("The sky is", " blue"), ("The sky is", " blue")]),
+    ("schema", [("The sky is", " blue"), ("I say that the sky is", " blue")]),
+])  # fmt: skip
+def test_every_answer_has_a_token_that_is_scored(tokenizer, kind, texts):
+    """Also an answer that is the beginning of another, and a prompt that is the end of another."""
+    for context in (512, 1):
+        [prompts] = tokenize(kind, [texts], tokenizer, context, "nothing")
+        for prompt in prompts:
+            assert 1 <= prompt.start < len(prompt.ids) and max(prompt.dclm_start, prompt.harness_start) < len(
+                prompt.ids
+            )
+
+
 def pairs_of(task: Task, item) -> list[tuple[str, str]]:
     """Each possible answer of an item after what stands before it."""
     if task.kind == "multiple_choice":

@@ -113,3 +113,4 @@ def test_a_failure_that_nobody_foresaw_leaves_its_traceback_in_the_log_and_its_p
     log = (run.path / "log.txt").read_text()
     assert f"  {'rank 1 ' * rank}failed: ZeroDivisionError: on purpose\nTraceback" in log
     assert 'raise ZeroDivisionError("on purpose")' in log
+    assert re.match(r"20\d\d-\d\d-\d\d \d\d:\d\d:\d\dZ  run checkpoints/small\n", log)
