@@ -103,7 +103,7 @@ class OnlySteps(Callback):
             trainer.checkpoint_io.drain()
 
     def on_validation_end(self, trainer: Trainer, pl_module: LanguageModule) -> None:
-        trainer.checkpoint_callback.saved_step = trainer.global_step
+        trainer.checkpoint_callback.skip(trainer.global_step)
 
     def on_train_end(self, trainer: Trainer, pl_module: LanguageModule) -> None:
         self.on_validation_end(trainer, pl_module)

@@ -55,14 +55,7 @@ class Sections:
 
     def steps(self, world_size: int) -> Steps:
         """The optimizer steps of the run; RequestError for a length or a batch that does not come out even."""
-        return plan_steps(
-            seq_len=self.data.seq_len,
-            micro_batch_size=self.data.micro_batch_size,
-            global_batch_tokens=self.data.global_batch_tokens,
-            world_size=world_size,
-            max_steps=self.trainer.max_steps,
-            max_tokens=self.trainer.max_tokens,
-        )
+        return plan_steps(self.data, world_size, self.trainer.max_steps, self.trainer.max_tokens)
 
 
 CommandOptions = TypeVar("CommandOptions")  # `FitOptions`, `PlanOptions` ...

@@ -54,14 +54,7 @@ class PlainRunState(RunState, Callback):
                 "the learning-rate schedule needs a number of steps: give lightning.Trainer("
                 "max_steps=...); the stream of samples has no epochs"
             )
-        self.steps = plan_steps(
-            seq_len=data.seq_len,
-            micro_batch_size=data.micro_batch_size,
-            global_batch_tokens=data.global_batch_tokens,
-            world_size=trainer.world_size,
-            max_steps=trainer.max_steps,
-            max_tokens=None,
-        )
+        self.steps = plan_steps(data, trainer.world_size, trainer.max_steps, None)
         warmup_and_decay_steps(trainer.max_steps, pl_module.options.schedule)
         seed = os.environ.get("PL_GLOBAL_SEED")  # of lightning.seed_everything
         data.set_position(global_batch=self.steps.global_batch, seed=int(seed) if seed else None, consumed=0)

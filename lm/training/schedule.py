@@ -2,10 +2,15 @@
 
 import math
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from lm.errors import RequestError, require_at_least
 from lm.system.units import plural
 from lm.training.config import ScheduleConfig
+
+if TYPE_CHECKING:
+    from lm.data.config import DataConfig
+    from lm.data.datamodule import DataModule
 
 # ---- learning rate ---------------------------------------------------------------------------------------------------
 
@@ -106,10 +111,7 @@ class Steps:
 
 
 def plan_steps(
-    *,
-    seq_len: int,
-    micro_batch_size: int,
-    global_batch_tokens: int | None,
+    data: "DataConfig | DataModule",
     world_size: int,
     max_steps: int | None,
     max_tokens: int | None,
@@ -117,8 +119,9 @@ def plan_steps(
 ) -> Steps:
     """Make the `Steps` of a run from its length in optimizer steps, or in tokens, rounded up to whole steps.
 
-    An optimizer step has `global_batch_tokens` tokens; if that is None, one micro-batch per rank.
+    An optimizer step has the `global_batch_tokens` of the data; if that is None, one micro-batch per rank.
     """
+    seq_len, micro_batch_size, global_batch_tokens = data.seq_len, data.micro_batch_size, data.global_batch_tokens
     tokens_at_once = micro_batch_size * seq_len * world_size
     tokens_per_step = tokens_at_once if global_batch_tokens is None else global_batch_tokens
     if tokens_per_step % tokens_at_once or tokens_per_step < tokens_at_once:

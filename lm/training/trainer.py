@@ -130,15 +130,8 @@ class Trainer(PatchedTrainer):
         self._check_options(model, datamodule)
         state = self.run_state
         state.start = read_progress(ckpt_path)
-        state.steps = plan_steps(
-            seq_len=datamodule.seq_len,
-            micro_batch_size=datamodule.micro_batch_size,
-            global_batch_tokens=datamodule.global_batch_tokens,
-            world_size=self.world_size,
-            max_steps=self.options.max_steps,
-            max_tokens=self.options.max_tokens,
-            done=(state.start.step, state.start.samples),
-        )
+        done = state.start.step, state.start.samples
+        state.steps = plan_steps(datamodule, self.world_size, self.options.max_steps, self.options.max_tokens, done)
         warmup_and_decay_steps(state.steps.max_steps, model.options.schedule)  # refuses a schedule that does not fit
         if state.start.step >= state.steps.max_steps and not state.start.pending_validation:
             self._say_finished(ckpt_path)

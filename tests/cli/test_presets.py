@@ -11,7 +11,7 @@ import torch
 from lm.cli import request
 from lm.model.decoder import Decoder
 from lm.model.estimates import parameters
-from lm.training.schedule import lr_fraction, plan_steps
+from lm.training.schedule import lr_fraction
 
 FOLDER = Path(__file__).parent.parent.parent / "configs"
 CONFIGS = sorted([*FOLDER.glob("*.yaml"), *FOLDER.glob("published/*.yaml")])
@@ -48,11 +48,7 @@ def test_it_builds_at_its_size_and_comes_out_even(path):
     embedding = decoder.vocab_size * decoder.hidden_size
     assert (counted - embedding) / 1e6 == pytest.approx(size, rel=0.03)
     for world in (1, 2, 4, 8) if path.stem not in ("tiny", "char", "shakespeare", "shakespeare-10m") else (1,):
-        plan = plan_steps(
-            seq_len=decoder.max_position_embeddings, micro_batch_size=config.data.micro_batch_size,
-            global_batch_tokens=config.data.global_batch_tokens, world_size=world,
-            max_steps=config.trainer.max_steps, max_tokens=config.trainer.max_tokens,
-        )  # fmt: skip
+        plan = config.steps(world)
         assert plan.tokens_per_step == tokens and (steps is None or plan.max_steps == steps)
 
 

@@ -17,7 +17,6 @@ from lm.cli.scaling_rules import batch_tokens, make_recipe, tokens_of_steps, wei
 from lm.model.estimates import flops_per_token, parameters
 from lm.system.units import parse_count
 from lm.training.optimizer_rules import RULES, adamw_learning_rate, peak_rate
-from lm.training.schedule import plan_steps
 
 DEPTHS = range(2, 33)
 DEPTH12 = Path(__file__).parent.parent.parent / "configs" / "depth12.yaml"
@@ -116,11 +115,7 @@ def test_every_depth_is_a_config_that_comes_out_even(depth, tmp_path):
     decay = weight_decay(made.memory, made.learning_rate, made.steps)
     assert config.model.optimizer.weight_decay == pytest.approx(decay, rel=0.005)
     for world_size in (1, 2, 4, 8):
-        steps = plan_steps(
-            seq_len=config.data.seq_len, micro_batch_size=config.data.micro_batch_size,
-            global_batch_tokens=config.data.global_batch_tokens, world_size=world_size,
-            max_steps=config.trainer.max_steps, max_tokens=config.trainer.max_tokens,
-        )  # fmt: skip
+        steps = config.steps(world_size)
         assert (steps.max_steps, steps.tokens_per_step) == (made.steps, made.batch_tokens)
 
 

@@ -170,6 +170,27 @@ def test_a_failed_write_leaves_nothing_and_says_so(tmp_path):
     assert [path.name for path in tmp_path.iterdir()] == ["a"]
 
 
+def test_a_file_that_is_gone_while_it_is_read_is_no_other_format(tmp_path):
+    write_folder(tmp_path / "c", content())
+    (tmp_path / "c" / "model.safetensors").unlink()
+    with pytest.raises(RequestError, match="c cannot be read: No such file"):
+        read_folder(tmp_path / "c", verify=False)
+
+
+def test_gathered_tensors_are_copied_once_and_may_stand_anywhere_in_a_checkpoint(tmp_path):
+    """A custom optimizer keeps tensors also where they are plain values."""
+    io = FolderCheckpointIO()
+    with io.copying() as copy_to_host:
+        weight, mean = copy_to_host(("weights", 0), torch.ones(3)), copy_to_host(("optimizer", 0), torch.ones(2))
+    pinned = content() | {"state_dict": {"w": weight}, "optimizer_values": {"entries": {"mean": mean}}}
+    io.save_checkpoint(pinned, tmp_path / "c")
+    mean.zero_()  # the next step changes it, before the folder is written
+    io.drain()
+    saved = read_folder(tmp_path / "c")
+    assert torch.equal(saved["state_dict"]["w"], torch.ones(3)) and type(saved["state_dict"]["w"]) is torch.Tensor
+    assert torch.equal(saved["optimizer_values"]["entries"]["mean"], torch.ones(2))
+
+
 def test_writing_behind_keeps_what_was_there_at_the_time_of_saving(tmp_path, monkeypatch):
     io, changed = FolderCheckpointIO(), threading.Event()
     monkeypatch.setattr("lm.training.checkpoint_io.write_folder",

@@ -15,7 +15,7 @@ from trainings import HERE, lm, make_workplace, start
 
 import lm as package
 from lm.data.config import DataConfig
-from lm.errors import RequestError
+from lm.errors import Interrupted, RequestError
 from lm.inference.pretrained import Pretrained
 from lm.runs.run import Run
 from lm.runs.trainer_json import find_damage
@@ -187,6 +187,11 @@ def test_a_trainer_trains_one_run():
     trainer.run_state.run = Run("checkpoints/first")  # as after a fit
     with pytest.raises(RequestError, match="has trained run checkpoints/first: make another lm.Trainer"):
         trainer.fit(package.LanguageModule(package.DecoderConfig()), package.DataModule("data/tiny"))
+
+
+def test_a_trainer_without_a_callback_for_checkpoints_ends_too():
+    with pytest.raises(Interrupted, match="a signal on another rank: stopped in the first step; "):
+        BareTrainer(**ON_CPU).end_run()
 
 
 TWICE = """

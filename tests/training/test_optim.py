@@ -1,6 +1,7 @@
 """Schedules and counts of steps are pure functions, settings are those of a parameter's group, state has names."""
 
 import math
+from dataclasses import replace
 
 import pytest
 import torch
@@ -107,8 +108,8 @@ def test_shares_that_make_a_whole_fill_every_run(steps):
 
 # ---- steps ----------------------------------------------------------------------------------------------------------
 
-REQUEST = dict(seq_len=1024, micro_batch_size=16, global_batch_tokens=524_288, world_size=1, max_steps=10,
-               max_tokens=None)  # fmt: skip
+DATA = DataConfig("data/a", seq_len=1024, micro_batch_size=16, global_batch_tokens=524_288)
+REQUEST = dict(data=DATA, world_size=1, max_steps=10, max_tokens=None)
 
 
 def test_accumulation_is_what_is_left_of_the_global_batch():
@@ -120,8 +121,8 @@ def test_accumulation_is_what_is_left_of_the_global_batch():
 @given(st.integers(1, 64), st.integers(1, 8), st.integers(1, 16), st.integers(1, 512))
 def test_every_division_of_a_global_batch_has_the_same_tokens(micro, accumulate, world, seq_len):
     tokens = micro * accumulate * world * seq_len
-    steps = plan_steps(seq_len=seq_len, micro_batch_size=micro, global_batch_tokens=tokens, world_size=world,
-                       max_steps=None, max_tokens=tokens * 3 + 1)  # fmt: skip
+    data = DataConfig("data/a", seq_len=seq_len, micro_batch_size=micro, global_batch_tokens=tokens)
+    steps = plan_steps(data, world, max_steps=None, max_tokens=tokens * 3 + 1)
     assert steps.tokens_per_step == tokens and steps.accumulate == accumulate and steps.max_steps == 4
 
 
@@ -152,7 +153,7 @@ def test_every_division_of_a_global_batch_has_the_same_tokens(micro, accumulate,
     (DataConfig, dict(sources=[SourceConfig("a", "b")], phases=[PhaseConfig(math.nan, {"a": 1})]), "sort the phases"),
     # with the arithmetic
     (plan_steps, REQUEST | {"world_size": 3}, r"16 x seq_len 1024 x 3 ranks = 49,152 tokens.*10\.667.*540,672"),
-    (plan_steps, REQUEST | {"global_batch_tokens": 1024}, "nearest that fits is 16,384"),
+    (plan_steps, REQUEST | {"data": replace(DATA, global_batch_tokens=1024)}, "nearest that fits is 16,384"),
     (plan_steps, REQUEST | {"max_steps": None}, "one of trainer.max_steps and trainer.max_tokens"),
     (plan_steps, REQUEST | {"max_tokens": 5}, "one of trainer.max_steps and trainer.max_tokens"),
 ])  # fmt: skip

@@ -18,9 +18,7 @@ from lm.kernels import runtime
 from lm.kernels.runtime import define
 
 Scaling = Literal["tensorwise", "rowwise"]
-Source = Literal[
-    "MATRIX", "NORMED", "SWIGLU"
-]  # what is quantised: x, the rows that a norm makes of it, or SwiGLU of it
+Source = Literal["MATRIX", "NORMED", "SWIGLU"]  # quantise x, the rows that a norm makes of it, or SwiGLU of it
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
 MIN_LARGEST = 2.0**-100  # lower bound on the largest value, so that no scale is zero
 Results = tuple[Tensor, Tensor, Tensor, Tensor]  # values (rows, K), scale, transposed (K, rows), its scale

@@ -65,6 +65,10 @@ class Checkpoints(ModelCheckpoint):
         """Request a checkpoint after this optimizer step; call it on every rank."""
         self.requested = True
 
+    def skip(self, step: int) -> None:
+        """Save no checkpoint of this step."""
+        self.saved_step = step
+
     def keep_for_rollback(self, step: int) -> None:
         """Keep the newest checkpoint at or before this step, until the next call."""
         self._rollback_step = step
