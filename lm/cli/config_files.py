@@ -6,8 +6,6 @@ from glob import escape
 from pathlib import Path
 from typing import Any
 
-from jsonargparse import get_loader
-
 import lm
 from lm.cli.options import NAMES
 from lm.errors import RequestError
@@ -38,7 +36,7 @@ def read_config(path: Path) -> dict[str, Any]:
     """The content of a config, without the options that were removed from `lm`, if set to the default that they had."""
     try:
         text = without_removed(path.read_text(encoding="utf-8"))
-        document = parse_yaml(text)  # raises if a key is there twice
+        document = parse_yaml(text)
     except (OSError, ValueError) as error:
         raise RequestError(f"config {path} cannot be read: {error}") from error
     if document is None:
@@ -51,7 +49,7 @@ def read_config(path: Path) -> dict[str, Any]:
                 f"config {path}: {name} is a group of options and not {shown(document[name])}: give them in lines "
                 f"below `{name}:`, indented, or leave it out"
             )
-    return get_loader("yaml")(text)  # numbers such as 1e-3, which YAML 1.1 takes for text
+    return document
 
 
 def run_with_config(command: str, values: Mapping[str, Any]) -> Run | None:

@@ -6,14 +6,12 @@ from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import fields
 from typing import Any
 
-import yaml
-from jsonargparse import get_loader
-
 from lm.cli.command_options import FitOptions, RunChoice
 from lm.cli.config_files import find_config, read_config, run_with_config
 from lm.cli.options import CONFIG, PRINT_CONFIG, SEED, all_options, command_options, option_groups
 from lm.errors import RequestError
 from lm.system.arguments import typed_options
+from lm.system.parsing import parse_yaml
 from lm.system.units import shown
 
 
@@ -160,9 +158,9 @@ def _as_list(value: Any) -> list[Any]:
 
 def load_yaml(text: str, option: str) -> Any:
     try:
-        return get_loader("yaml")(text)
-    except yaml.YAMLError as error:
-        raise RequestError(f"{option} {shown(text)} cannot be read: {' '.join(str(error).split())}") from error
+        return parse_yaml(text)
+    except ValueError as error:
+        raise RequestError(f"{option} {shown(text)} cannot be read: {error}") from error
 
 
 def insert_init_args(name: str) -> str:

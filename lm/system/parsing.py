@@ -4,6 +4,7 @@ import json
 import math
 import re
 from collections.abc import Mapping
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -43,10 +44,25 @@ def read_object(file: Path) -> dict[str, Any]:
 
 
 def parse_yaml(text: str | bytes) -> Any:
-    """Parse a YAML text into plain values: tags cannot make other objects.
+    """Parse a YAML text into plain values: tags cannot make other objects. `1e-3` is a number and a date is text.
 
     ValueError also if a key occurs twice, of which YAML would keep the last, or if values are nested too deep.
     """
+    import yaml
+
+    try:
+        return yaml.load(text, _yaml_loader())
+    except yaml.YAMLError as error:
+        message = re.sub(r'in "<\w+ string>", ', "at ", " ".join(str(error).split()))
+        raise ValueError(message) from error
+    except RecursionError:
+        raise ValueError("values are nested too deep to be read") from None
+    except DAMAGE_ERRORS as error:  # `!!int x`
+        raise ValueError(f"a value does not fit its tag ({error})") from error
+
+
+@cache
+def _yaml_loader() -> type:
     import yaml
 
     class Loader(yaml.SafeLoader):  # in Python: the C parser crashes the process on deep nesting
@@ -58,15 +74,14 @@ def parse_yaml(text: str | bytes) -> Any:
                     raise yaml.YAMLError(f"line {line}: {key.value} is there a second time, after line {before}")
             return super().construct_mapping(node, deep)
 
-    try:
-        return yaml.load(text, Loader)
-    except yaml.YAMLError as error:
-        message = re.sub(r'in "<\w+ string>", ', "at ", " ".join(str(error).split()))
-        raise ValueError(message) from error
-    except RecursionError:
-        raise ValueError("values are nested too deep to be read") from None
-    except DAMAGE_ERRORS as error:  # `!!int x`
-        raise ValueError(f"a value does not fit its tag ({error})") from error
+    Loader.yaml_implicit_resolvers = {
+        first: [(tag, pattern) for tag, pattern in resolvers if tag != "tag:yaml.org,2002:timestamp"]
+        for first, resolvers in yaml.SafeLoader.yaml_implicit_resolvers.items()
+    }
+    # `1e-3`, which YAML 1.1 takes for text: it wants a point and a sign
+    exponent = re.compile(r"[-+]?([0-9][0-9_]*\.?[0-9_]*|\.[0-9][0-9_]*)[eE][-+]?[0-9]+$")
+    Loader.add_implicit_resolver("tag:yaml.org,2002:float", exponent, list("-+.0123456789"))
+    return Loader
 
 
 def parse_line(line: bytes) -> dict[str, Any]:
