@@ -2,10 +2,12 @@
 
 These imports take five seconds of processor time, several times what the very small trainings of the tests take. A
 fork is a process with an id, signals, memory and an exit code of its own. It shares the seed of Python's hashes with
-the other forks, and what libraries read from the environment while they are imported.
+the other forks, and what libraries read from the environment while they are imported. The second rank of a training
+is a fork too: a child of rank zero, as the process is that rank zero would start.
 """
 
 import atexit
+import ctypes
 import gc
 import json
 import os
@@ -15,6 +17,7 @@ import signal
 import socket
 import subprocess
 import sys
+import tempfile
 import threading
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
@@ -23,6 +26,7 @@ from pathlib import Path
 
 # A GPU that was looked at before the fork cannot be used after it.
 CAN_FORK = sys.platform == "linux" and not Path("/dev/nvidiactl").exists()
+MOUNTS_OF = "TESTS_MOUNTS_OF"  # environment variable: a process whose file systems a fork sees
 
 
 class Fork:
@@ -131,10 +135,69 @@ def serve(requests: socket.socket) -> list[str]:
         os.close(fd)
     requests.close()
     arguments, cwd, env = json.loads(content)
+    if holder := env.pop(MOUNTS_OF, None):
+        enter_mounts(holder)
+    sys.path[:1] = [cwd, *env["PYTHONPATH"].split(os.pathsep)]
+    enter(cwd, env)
+    return arguments
+
+
+def enter(cwd: str, env: dict[str, str]) -> None:
+    """Be a process that was started in a folder with this environment."""
     os.environ.clear()
     os.environ.update(env)
     os.chdir(cwd)
-    sys.path[:1] = [cwd, *env["PYTHONPATH"].split(os.pathsep)]
+    tempfile.tempdir = None  # which is looked up in the environment
+
+
+def enter_mounts(holder: str) -> None:
+    """Join the namespaces of users and of file systems of another process."""
+    libc = ctypes.CDLL(None, use_errno=True)
+    for kind in ("user", "mnt"):
+        with open(f"/proc/{holder}/ns/{kind}") as namespace:
+            if libc.setns(namespace.fileno(), 0):
+                raise OSError(ctypes.get_errno(), f"cannot enter the {kind} namespace of process {holder}")
+
+
+class RankPopen(subprocess.Popen):
+    """`subprocess.Popen`, which starts the second rank of a training as a fork that is kept ready for it."""
+
+    def __init__(self, args, *rest, env=None, **options):
+        if args[0] != sys.executable or (env or {}).get("LOCAL_RANK") != "1" or RankPopen.ready is None:
+            return super().__init__(args, *rest, env=env, **options)
+        self.pid, connection = RankPopen.ready
+        self.args, self.returncode, self._child_created, self._waitpid_lock = args, None, True, threading.Lock()
+        self.stdin = self.stdout = self.stderr = RankPopen.ready = None
+        own_arguments = args[3:] if args[1] == "-m" else args[1:]
+        with connection.makefile("w") as request:
+            json.dump([own_arguments, os.getcwd(), dict(env)], request)
+        connection.close()
+
+    ready: tuple[int, socket.socket] | None = None  # the process, and where it waits for what it is to do
+
+
+def prepare_rank() -> list[str] | None:
+    """Fork a process that waits to be the second rank of this one, and ends with it where there is none.
+
+    Returns, in that fork alone and once it is a rank, its arguments.
+    """
+    ours, theirs = socket.socketpair()
+    pid = os.fork()
+    if pid:
+        theirs.close()
+        RankPopen.ready, subprocess.Popen = (pid, ours), RankPopen
+        return None
+    ours.close()
+    os.chdir("/")  # it does not count as a process of the folder
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    content = theirs.makefile().read()
+    if not content:
+        os._exit(0)
+    theirs.close()
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    os.setpgid(0, os.getpgid(os.getppid()))
+    arguments, cwd, env = json.loads(content)
+    enter(cwd, env)
     return arguments
 
 
@@ -146,6 +209,8 @@ if __name__ == "__main__":
     gc.freeze()  # a collection would touch, and so copy, all that the forks share
 
     sys.argv[1:] = serve(socket.socket(fileno=int(sys.argv[1])))
+    if (arguments := prepare_rank()) is not None:
+        sys.argv[1:] = arguments
     try:
         if sys.argv[1:2] and sys.argv[1].endswith(".py"):  # a file that calls `lm.run`
             sys.argv[:2] = sys.argv[1:2]

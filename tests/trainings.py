@@ -2,6 +2,7 @@
 
 import json
 import os
+import pickle
 import subprocess
 import sys
 import time
@@ -77,6 +78,10 @@ def write_config(folder: Path, name: str = "small", **changes: Any) -> Path:
     return path
 
 
+# Environment variables that nothing reads while it is imported.
+READ_LATE = ("AWS_", "LM_REGISTRY", "SLURM_", "TMPDIR", "TORCHINDUCTOR_CACHE_DIR", "TESTS_MOUNTS_OF")
+
+
 def start(folder: Path, *arguments: str, fresh: bool = False, **environment: str) -> subprocess.Popen | Fork:
     """`python -m lm ...`, or `python FILE.py ...`, in a folder, with the test equipment importable and one thread.
 
@@ -84,7 +89,7 @@ def start(folder: Path, *arguments: str, fresh: bool = False, **environment: str
         fresh: in a process that has imported nothing before, as it is where `environment` has what imports may read.
     """
     env = {**os.environ, "PYTHONPATH": PLACES, "OMP_NUM_THREADS": "1", **environment}
-    if CAN_FORK and not fresh and environment.keys() <= {"LM_REGISTRY"}:
+    if CAN_FORK and not fresh and all(name.startswith(READ_LATE) for name in environment):
         return Fork(arguments, folder, env)
     return subprocess.Popen(
         [sys.executable, *([] if arguments[0].endswith(".py") else ["-m", "lm"]), *arguments], cwd=folder, env=env, text=True,
@@ -98,6 +103,15 @@ def lm(folder: Path, *arguments: str, expect: int | None = 0, timeout: int = 240
     out, err = process.communicate(timeout=timeout)
     assert expect is None or process.returncode == expect, f"exit {process.returncode}\n{out}\n{err}"
     return subprocess.CompletedProcess(arguments, process.returncode, out, err)
+
+
+def in_ranks(folder: Path, world: int, function: Callable[..., None], *arguments: Any) -> None:
+    """Call `function(rank, *arguments)`, of a test file, in so many processes at once."""
+    (folder / "call.pickle").write_bytes(pickle.dumps((function, arguments)))
+    script = str(HERE / "call_in_rank.py")
+    ranks = [start(folder, script, "call.pickle", str(rank)) for rank in range(world)]
+    said = [rank.communicate(timeout=240)[1] for rank in ranks]
+    assert not any(rank.returncode for rank in ranks), "\n".join(said)
 
 
 def equipment(name: str, /, **init_args: Any) -> dict[str, Any]:

@@ -6,7 +6,8 @@ import sys
 from pathlib import Path
 
 import pytest
-from trainings import PLACES
+from forked import CAN_FORK, MOUNTS_OF
+from trainings import PLACES, lm
 
 
 class Mounts:
@@ -19,19 +20,23 @@ class Mounts:
         if self.holder.stdout.readline() != "there\n":
             pytest.skip(f"file systems cannot be mounted here: {self.holder.communicate()[1]}")
 
-    def run(self, *command: str, expect: int = 0) -> subprocess.CompletedProcess:
+    def run(self, *command: str, expect: int = 0, **environment: str) -> subprocess.CompletedProcess:
         enter = ["nsenter", f"--target={self.holder.pid}", "--user", "--mount", "--preserve-credentials",
                  "sh", "-c", 'cd "$0" && exec "$@"', str(self.folder), *command]  # fmt: skip
-        env = {**os.environ, "PYTHONPATH": PLACES, "OMP_NUM_THREADS": "1"}
+        env = {**os.environ, "PYTHONPATH": PLACES, "OMP_NUM_THREADS": "1", **environment}
         done = subprocess.run(enter, env=env, capture_output=True, text=True, timeout=240)
         assert done.returncode == expect, f"exit {done.returncode}\n{done.stdout}\n{done.stderr}"
         return done
 
-    def lm(self, *arguments: str, expect: int = 0) -> str:
-        """What `lm` said in the end: standard error."""
-        said = self.run(sys.executable, "-m", "lm", *arguments, expect=expect).stderr
-        assert "Traceback" not in said
-        return said
+    def lm(self, *arguments: str, expect: int = 0, **environment: str) -> subprocess.CompletedProcess:
+        """As `trainings.lm`."""
+        if CAN_FORK:
+            entered = {MOUNTS_OF: str(self.holder.pid), **environment}
+            done = lm(self.folder, *arguments, expect=expect, **entered)
+        else:
+            done = self.run(sys.executable, "-m", "lm", *arguments, expect=expect, **environment)
+        assert "Traceback" not in done.stderr
+        return done
 
     def at(self, path: str) -> Path:
         """A path of theirs, to be looked at from outside."""

@@ -32,7 +32,7 @@ def test_a_disk_that_is_full_for_a_while_is_reported_once_and_the_training_conti
     callbacks = [RECORDER, *(equipment("at_step.AtStep", step=at, command=each) for at, each in commands.items())]
     changes = {"trainer.checkpoint_interval": 9, "trainer.val_interval": 12, "trainer.callbacks": callbacks,
                "trainer.histogram_interval": 1}  # fmt: skip
-    said = mounts.lm("fit", "--config", str(write_config(workplace, **changes)))
+    said = mounts.lm("fit", "--config", str(write_config(workplace, **changes))).stderr
     assert losses(workplace) == expected(workplace)
     missing = [line for line in said.splitlines() if "No space left on device" in line]
     assert len(missing) == 1 and "what the run logs is missing" in missing[0]

@@ -8,7 +8,6 @@ import sys
 from contextlib import contextmanager
 
 import pytest
-from mounts import Mounts
 from trainings import expected, lm, losses, write_config
 
 pytestmark = pytest.mark.fault(20)
@@ -72,24 +71,19 @@ def test_a_training_does_not_notice(workplace, fault):
     assert (row["name"], row["status"], row["step"]) == ("small", "finished", 12)
 
 
-def test_on_a_read_only_disk(workplace):
+def test_on_a_read_only_disk(workplace, mounts):
     """As where a home is mounted read-only on the nodes of a cluster; an older version of the registry lies there."""
-    mounts = Mounts(workplace)
-    try:
-        mounts.run("mkdir", "home")
-        with sqlite3.connect(workplace / "home" / "runs.db") as database:
-            database.execute("CREATE TABLE runs (path TEXT PRIMARY KEY, name TEXT)")
-        mounts.run("mount", "--bind", "home", "home")
-        mounts.run("mount", "-o", "remount,ro,bind", "home")
-        config = str(write_config(workplace))
-        fit = mounts.run("env", "LM_REGISTRY=home/runs.db", sys.executable, "-m", "lm", "fit", "--config", config)
-        said = [line for line in fit.stderr.splitlines() if "the registry" in line]
-        assert len(said) == 1 and "was not updated" in said[0], said
-        assert losses(workplace) == expected(workplace)
-        refused = mounts.run(
-            "env", "LM_REGISTRY=home/runs.db", sys.executable, "-m", "lm", "runs", "rebuild", expect=1
-        ).stderr
-        assert len(refused.splitlines()) == 1 and "cannot be written" in refused
-    finally:
-        mounts.close()
+    mounts.run("mkdir", "home")
+    with sqlite3.connect(workplace / "home" / "runs.db") as database:
+        database.execute("CREATE TABLE runs (path TEXT PRIMARY KEY, name TEXT)")
+    mounts.run("mount", "--bind", "home", "home")
+    mounts.run("mount", "-o", "remount,ro,bind", "home")
+    here = {"LM_REGISTRY": "home/runs.db"}
+    fit = mounts.lm("fit", "--config", str(write_config(workplace)), **here)
+    said = [line for line in fit.stderr.splitlines() if "the registry" in line]
+    assert len(said) == 1 and "was not updated" in said[0], said
+    assert losses(workplace) == expected(workplace)
+    refused = mounts.lm("runs", "rebuild", expect=1, **here).stderr
+    assert len(refused.splitlines()) == 1 and "cannot be written" in refused
+    mounts.close()
     assert rebuilt(workplace, str(workplace / "home" / "runs.db"))["step"] == 12

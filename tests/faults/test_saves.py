@@ -2,30 +2,30 @@
 
 import os
 import signal
-import sys
 import tempfile
 from pathlib import Path
 
 import pytest
 import trainings
-from trainings import expected, losses, trace, write_config
+from trainings import RECORDER, equipment, expected, losses, trace, write_config
 
 from lm.runs.run import Run
 from lm.runs.trainer_json import find_damage
 
+AUTO = ("--ckpt_path", "auto")
 ELSEWHERE = Path("/dev/shm")  # a file system of its own
 
 
 def fit(folder, name, *arguments, **options):
     """`lm fit --ckpt_path auto` of the run `name`, with equipment; returns how it ended, and the first step it took."""
     before = len(trace(folder)) if (folder / "trace.jsonl").exists() else 0
-    done, _ = trainings.fit(folder, name, "--ckpt_path", "auto", *arguments, **options)
+    done, _ = trainings.fit(folder, name, *AUTO, *arguments, **options)
     steps = [entry["step"] for entry in trace(folder)[before:]] if (folder / "trace.jsonl").exists() else []
     return done, steps[0] if steps else None
 
 
 def kill(event, path, time=1):
-    return {"class_path": "kill_in_save.KillInSave", "init_args": {"event": event, "path": path, "time": time}}
+    return equipment("kill_in_save.KillInSave", event=event, path=path, time=time)
 
 
 # Checkpoints follow steps 3, 6, 9, 12 and the validations of 4, 8, 12, each of them a new best.
@@ -60,11 +60,17 @@ def test_a_kill_in_any_part_of_a_save_loses_nothing_that_was_whole(workplace):
 
 
 def at_step(step, command):
-    return {"class_path": "at_step.AtStep", "init_args": {"step": step, "command": command}}
+    return equipment("at_step.AtStep", step=step, command=command)
 
 
 def configured(folder, name, *callbacks):
-    return str(write_config(folder, name, **{"trainer.callbacks": [{"class_path": "recorder.Recorder"}, *callbacks]}))
+    return str(write_config(folder, name, **{"trainer.callbacks": [RECORDER, *callbacks]}))
+
+
+def end_of(done):
+    """The line that says why a fit ended."""
+    (line,) = [line for line in done.stderr.splitlines() if line.startswith("lm fit:")]
+    return line
 
 
 @pytest.mark.fault(3)
@@ -77,23 +83,20 @@ def test_a_full_disk_ends_it_with_one_line_and_keeps_the_checkpoint_before(workp
     mounts.run("mount", "-t", "tmpfs", "-o", f"size={'500k' if small else '20m'}", "tmpfs", "checkpoints")
     fill = at_step(4, "sleep 1; cat /dev/zero > checkpoints/filler 2>/dev/null; true")
     config = configured(workplace, "full", *([] if small else [fill]))
+    needs = "checkpoints of 232 KiB need 696 KiB at once"
     if small:
-        assert (
-            "checkpoints of 232 KiB need 696 KiB at once, and 500 KiB are free"
-            in mounts.run(sys.executable, "-m", "lm", "plan", "--config", config, expect=2).stdout
-        )
+        assert f"{needs}, and 500 KiB are free" in mounts.lm("plan", "--config", config, expect=2).stdout
         mounts.lm("fit", "--config", config, expect=2)
-    said = mounts.lm("fit", "--config", config, *(["--force"] if small else []), expect=1)
-    assert ("checkpoints of 232 KiB need 696 KiB at once" in said) == small
-    ends = [line for line in said.splitlines() if line.startswith("lm fit:")]
-    assert len(ends) == 1 and "could not write the checkpoint checkpoints/full/step-0000000" in ends[0]
-    assert "No space left on device, " in ends[0] and "make room" in ends[0]
+    done = mounts.lm("fit", "--config", config, *(["--force"] if small else []), expect=1)
+    end = end_of(done)
+    assert (needs in done.stderr) == small and "could not write the checkpoint checkpoints/full/step-0000000" in end
+    assert "No space left on device, " in end and "make room" in end
     run = Run(mounts.at("checkpoints/full"))
     (kept,) = run.steps().values()
     assert find_damage(kept) is None and kept.name == os.readlink(run.path / "last")
     assert not list(run.path.glob(".*-step-*"))
     mounts.run(*(["mount", "-o", "remount,size=9m", "checkpoints"] if small else ["rm", "checkpoints/filler"]))
-    mounts.lm("fit", "--config", configured(workplace, "full"), "--ckpt_path", "auto")
+    mounts.lm("fit", "--config", configured(workplace, "full"), *AUTO)
     assert losses(workplace) == expected(workplace) and run.read("run.json")["status"] == "finished"
 
 
@@ -103,15 +106,16 @@ READ_ONLY = "mount --bind checkpoints checkpoints && mount -o remount,bind,ro ch
 @pytest.mark.fault(4)
 def test_a_folder_that_became_read_only_ends_it_with_the_next_checkpoint(workplace, mounts):
     """And is refused at once where it is so from the beginning, also to a run that would resume."""
-    said = mounts.lm("fit", "--config", configured(workplace, "small", at_step(4, "sleep 1;" + READ_ONLY)), expect=1)
-    (end,) = [line for line in said.splitlines() if line.startswith("lm fit:")]
+    first = configured(workplace, "small", at_step(4, "sleep 1;" + READ_ONLY))
+    end = end_of(mounts.lm("fit", "--config", first, expect=1))
     assert "could not write the checkpoint checkpoints/small/step-00000004: Read-only file system" in end
-    again = mounts.lm("fit", "--config", configured(workplace, "small"), "--ckpt_path", "auto", expect=1)
+    fit = ("fit", "--config", configured(workplace, "small"))
+    again = mounts.lm(*fit, *AUTO, expect=1).stderr
     assert "checkpoints/small" in again.splitlines()[-1] and "Read-only file system" in again.splitlines()[-1]
-    new = mounts.lm("fit", "--config", configured(workplace, "small"), expect=2)
+    new = mounts.lm(*fit, expect=2).stderr
     assert new.splitlines()[-1] == "lm fit: cannot make the run folder checkpoints/small-2: Read-only file system"
     mounts.run("umount", "checkpoints")
-    mounts.lm("fit", "--config", configured(workplace, "small"), "--ckpt_path", "auto")
+    mounts.lm(*fit, *AUTO)
     assert losses(workplace) == expected(workplace)
 
 
@@ -119,8 +123,7 @@ def test_a_folder_that_became_read_only_ends_it_with_the_next_checkpoint(workpla
 def test_a_folder_that_vanished_ends_it_with_the_next_step(workplace):
     """Nothing is made in its place, and what is put back resumes."""
     done, _ = fit(workplace, "small", callbacks=[at_step(5, "sleep 1; mv checkpoints/small away")], expect=1)
-    (end,) = [line for line in done.stderr.splitlines() if line.startswith("lm fit:")]
-    assert "the run folder checkpoints/small is gone" in end and "Traceback" not in done.stderr
+    assert "the run folder checkpoints/small is gone" in end_of(done) and "Traceback" not in done.stderr
     assert trace(workplace)[-1]["step"] in (5, 6) and not list((workplace / "checkpoints").iterdir())
     (workplace / "away").rename(workplace / "checkpoints" / "small")
     _, first = fit(workplace, "small")

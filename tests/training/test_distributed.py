@@ -27,7 +27,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.optim import Optimizer
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
-from trainings import CONFIG, PLACES, equipment, fit, lm, make_workplace, processes_of, start, trace, write_config
+from trainings import CONFIG, PLACES, equipment, fit, in_ranks, lm, make_workplace, processes_of, start, trace, write_config
 
 from lm.errors import RequestError, RunError
 from lm.model.build import BuildOptions, build
@@ -331,8 +331,8 @@ FP32, BF16 = torch.float32, torch.bfloat16
 ], ids=["half", "not resharded", "hsdp"])  # fmt: skip
 def test_shards_exchange_what_the_options_say(tmp_path, world, replicas, precision, options, expected):
     """Two blocks and the rest: weights of a block are gathered twice, those of the rest once."""
-    arguments = str(tmp_path / "rendezvous"), world, replicas, precision, options, expected
-    torch.multiprocessing.spawn(shard_on_a_rank, arguments, nprocs=world)
+    rendezvous = str(tmp_path / "rendezvous")
+    in_ranks(tmp_path, world, shard_on_a_rank, rendezvous, world, replicas, precision, options, expected)
 
 
 @pytest.mark.slow

@@ -13,6 +13,7 @@ from lightning.pytorch.plugins import MixedPrecision
 from lightning.pytorch.plugins import Precision as PrecisionPlugin
 from torch.distributed.device_mesh import init_device_mesh
 from torch.nn.parallel import DistributedDataParallel
+from trainings import in_ranks
 
 import lm.model.compile
 from lm.model.compile import checkpoint_activations, compile_decoder
@@ -97,7 +98,7 @@ def compare_on_a_rank(rank: int, rendezvous: str, world: int) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("world", [2, 4])
 def test_ranks_have_the_gradients_of_one_process(tmp_path, world):
-    torch.multiprocessing.spawn(compare_on_a_rank, (str(tmp_path / "rendezvous"), world), nprocs=world)
+    in_ranks(tmp_path, world, compare_on_a_rank, str(tmp_path / "rendezvous"), world)
 
 
 def test_a_block_stays_one_graph_under_ddp(tmp_path, monkeypatch):

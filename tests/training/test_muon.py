@@ -11,7 +11,7 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
 from torch.utils._python_dispatch import TorchDispatchMode
-from trainings import fit, make_workplace
+from trainings import fit, in_ranks, make_workplace
 
 from lm.training.muon import COEFFICIENTS, ROUNDS, Muon, orthogonalize
 from lm.training.muon_ranks import assign_owners
@@ -252,7 +252,7 @@ def test_ranks_divide_the_matrices_and_step_as_one(tmp_path):
     """Also where a step is skipped, shards are not equal or empty, and matrices do not come out even."""
     optimizer, ours = take_steps(several_groups())
     weights, state = [p.detach() for p in ours], optimizer.state_dict()["state"]
-    torch.multiprocessing.spawn(steps_of_a_rank, (3, str(tmp_path / "rendezvous"), weights, state), nprocs=3)
+    in_ranks(tmp_path, 3, steps_of_a_rank, 3, str(tmp_path / "rendezvous"), weights, state)
 
 
 @pytest.mark.parametrize("world", [1, 2, 3, 8, 16, 64])
