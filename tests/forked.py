@@ -164,7 +164,8 @@ class RankPopen(subprocess.Popen):
 
     def __init__(self, args, *rest, env=None, **options):
         if args[0] != sys.executable or (env or {}).get("LOCAL_RANK") != "1" or RankPopen.ready is None:
-            return super().__init__(args, *rest, env=env, **options)
+            super().__init__(args, *rest, env=env, **options)
+            return
         self.pid, connection = RankPopen.ready
         self.args, self.returncode, self._child_created, self._waitpid_lock = args, None, True, threading.Lock()
         self.stdin = self.stdout = self.stderr = RankPopen.ready = None

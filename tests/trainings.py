@@ -154,13 +154,14 @@ def expected(folder: Path) -> dict[tuple[int, int], str]:
     return losses(folder, "expected.jsonl")
 
 
-def rows_by_step(trace: Path) -> dict[int, list[list[int]]]:
-    """Step -> its rows of 33 tokens, in the order in which a rank has trained on them."""
+def rows_by_step(*traces: Path) -> dict[int, list[list[int]]]:
+    """Step -> its rows of 33 tokens, sorted: which rank had which, and when, depends on the number of ranks."""
     steps: dict[int, list[list[int]]] = {}
-    for entry in map(json.loads, trace.read_text().splitlines()):
-        tokens = entry["tokens"]
-        steps.setdefault(entry["step"], []).extend(tokens[at : at + 33] for at in range(0, len(tokens), 33))
-    return steps
+    for path in traces:
+        for entry in trace(path.parent, path.name):
+            tokens = entry["tokens"]
+            steps.setdefault(entry["step"], []).extend(tokens[at : at + 33] for at in range(0, len(tokens), 33))
+    return {step: sorted(rows) for step, rows in steps.items()}
 
 
 def validations(run: Run) -> dict[int, float]:

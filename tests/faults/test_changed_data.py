@@ -1,20 +1,9 @@
 """A resume on other data is refused with the difference; a resume on other ranks sees the same samples."""
 
-import json
 import shutil
 
 import pytest
-from trainings import expected, fit, lm, losses, write_config
-
-
-def rows_by_step(folder, *names):
-    """Step -> its rows of tokens, sorted: which rank had which, and when, is the division's affair."""
-    steps = {}
-    for path in [path for name in names for path in folder.glob(name)]:
-        for entry in map(json.loads, path.read_text().splitlines()):
-            tokens = entry["tokens"]
-            steps.setdefault(entry["step"], []).extend(tokens[at : at + 33] for at in range(0, len(tokens), 33))
-    return {step: sorted(rows) for step, rows in steps.items()}
+from trainings import equipment, expected, fit, lm, losses, rows_by_step, write_config
 
 
 @pytest.mark.fault(13)
@@ -26,7 +15,7 @@ def test_ranks_and_micro_batches_may_change_at_every_stop(workplace):
     }  # fmt: skip
     for last, division in divisions.items():
         _, run = fit(workplace, "divided", "--ckpt_path", "auto", **{"trainer.max_steps": last, **division})
-    assert rows_by_step(workplace, "trace*.jsonl") == rows_by_step(workplace, "expected.jsonl")
+    assert rows_by_step(*workplace.glob("trace*.jsonl")) == rows_by_step(workplace / "expected.jsonl")
     assert [line["step"] for line in run.metrics() if "train/loss" in line] == list(range(1, 13))
     assert not (workplace / "checkpoints" / "divided-2").exists()
 
@@ -34,8 +23,7 @@ def test_ranks_and_micro_batches_may_change_at_every_stop(workplace):
 @pytest.mark.fault(11)
 def test_other_shards_are_refused_with_the_difference_until_they_are_put_back(workplace):
     """One added, one removed, one changed and as long as it was, a folder made anew: exit 2, and no step is taken."""
-    kill = {"class_path": "recorder.KillAt", "init_args": {"signal_name": "SIGKILL", "micro_batch": 9}}
-    fit(workplace, expect=-9, **{"trainer.callbacks": [{"class_path": "recorder.Recorder"}, kill]})
+    fit(workplace, expect=-9, callbacks=[equipment("recorder.KillAt", signal_name="SIGKILL", micro_batch=9)])
     resume = ("fit", "--config", str(write_config(workplace)), "--ckpt_path", "auto")
     data, whole = workplace / "data/small", workplace / "whole"
     shutil.copytree(data, whole)

@@ -79,12 +79,13 @@ def test_the_step_is_finished_and_saved_and_none_is_trained_on_twice(straight, w
     for kill, step in (
         (dict(signal_name="SIGINT", micro_batch=0), 1),
         (dict(signal_name="SIGTERM", save=True, step=3), None),  # a step or two later, while that is being written
-        (dict(signal_name="SIGTERM", micro_batch=10), 6),
-        (dict(signal_name="SIGHUP", micro_batch=13), 7),
+        (dict(signal_name="SIGHUP", micro_batch=10), 6),
+        (dict(signal_name="SIGINT", micro_batch=13, group=True), 7),  # a Ctrl-C reaches the whole group of processes
         (dict(signal_name="SIGUSR1", micro_batch=15), 8),  # which is validated
     ):
         run, said = interrupted(workplace, "stopped", kill_at(**kill))
         assert step in (None, list(run.steps())[-1]) and f"{kill['signal_name']}: stopped after step" in said
+        assert not processes_of(workplace, patience=10)
     assert re.search("stopped .*interrupted", lm(workplace, "runs", "ls").stdout)
     last = kill_at("SIGTERM", save=True, step=12)
     resume(workplace, "stopped", **{"trainer.callbacks": [RECORDER, last], "trainer.stop_within": 0.1})
@@ -116,14 +117,14 @@ def test_a_wait_for_data_or_for_a_micro_batch_is_ended(straight, workplace):
     """
     for what, first, step, saved in (
         ("interruptions.Stall", dict(step=0), 0, []), ("waiting.WaitAt", dict(micro_batch=11, go="never"), 5, [4]),
-        ("interruptions.Stall", dict(step=3), 6, [6]), ("interruptions.Stall", dict(step=5), 10, [9]),
+        ("interruptions.Stall", dict(step=5), 9, [9]),
     ):  # fmt: skip
         changes = {"trainer.callbacks": [RECORDER, equipment(what, **first)], "trainer.stop_within": 1}
         config = str(write_config(workplace, "stuck", **changes))
         process = start(workplace, "fit", "--config", config, *AUTO)
         run = Run(workplace / "checkpoints" / "stuck")
         wait_until(lambda: run.status() == "running" and run.read("state.json").get("step", 0) >= step, process)
-        time.sleep(1.0)
+        time.sleep(0.5)
         process.terminate()
         began = time.monotonic()
         said = process.communicate(timeout=60)[1]
@@ -138,13 +139,13 @@ def test_a_wait_for_data_or_for_a_micro_batch_is_ended(straight, workplace):
 @pytest.mark.fault(6)
 def test_a_step_of_slow_micro_batches_is_dropped_and_trained_again(workplace):
     """The checkpoint is that of the step before; what the dropped one drew of random numbers is drawn again."""
-    single = {"data.micro_batch_size": 1}  # 8 micro-batches of half a second, and half of 6 seconds until it is dropped
+    single = {"data.micro_batch_size": 1}  # 8 micro-batches of 0.4 seconds, and half of 4 seconds until it is dropped
     _, run = fit(workplace, "whole", **single)
     whole = losses(workplace), validations(run)
-    slow = equipment("interruptions.SlowSteps", seconds=0.5, step=6)
+    slow = equipment("interruptions.SlowSteps", seconds=0.4, step=6)
     kill = kill_at("SIGTERM", micro_batch=40)
-    run, said = interrupted(workplace, "dropped", slow, kill, **single, **{"trainer.stop_within": 6})
-    assert "stopped after step 5 with a checkpoint; the next one was not done within 3 s" in said
+    run, said = interrupted(workplace, "dropped", slow, kill, **single, **{"trainer.stop_within": 4})
+    assert "stopped after step 5 with a checkpoint; the next one was not done within 2 s" in said
     assert list(run.steps())[-1] == 5
     resume(workplace, "dropped", **single)
     assert (losses(workplace), validations(run)) == whole
@@ -164,11 +165,11 @@ def test_samples_that_do_not_end_are_ended_and_come_again(straight, workplace):
 
 
 @pytest.mark.fault(6)
-@pytest.mark.parametrize("stop_within, steps", [(0, [1]), (1, [])])
-def test_a_compilation_is_waited_for_or_ended(workplace, stop_within, steps):
+@pytest.mark.parametrize("mode, stop_within, steps", [("triton_free", 0, [1]), ("inductor", 1, [])])
+def test_a_compilation_is_waited_for_or_ended(workplace, mode, stop_within, steps):
     """The first micro-batch is compiled, which takes a while: then its step is saved, or there is none to save."""
     name = f"compiled-{stop_within}"
-    compiled = {"model.compile": "inductor", "trainer.stop_within": stop_within}
+    compiled = {"model.compile": mode, "trainer.stop_within": stop_within}
     run, said = interrupted(
         workplace, name, kill_at("SIGTERM", micro_batch=0), **compiled,
         environment={"TORCHINDUCTOR_CACHE_DIR": str(workplace / "inductor")},
@@ -218,7 +219,7 @@ def test_a_second_interrupt_ends_it_at_once(workplace):
     process = start(workplace, "fit", "--config", str(config))
     wait_until((workplace / "slow-steps").exists, process)
     process.send_signal(signal.SIGINT)
-    time.sleep(1.0)
+    time.sleep(0.5)
     assert process.poll() is None
     process.send_signal(signal.SIGINT)
     began = time.monotonic()
@@ -229,27 +230,19 @@ def test_a_second_interrupt_ends_it_at_once(workplace):
     assert losses(workplace) == expected(workplace)
 
 
-@pytest.mark.fault(7)
-def test_a_ctrl_c_to_the_whole_group_of_processes_is_a_stop_like_any(straight, workplace):
-    """As a terminal sends it."""
-    run, said = interrupted(workplace, "grouped", kill_at("SIGINT", micro_batch=9, group=True))
-    assert list(run.steps())[-1] == 5 and not processes_of(workplace, patience=10)
-    resume(workplace, "grouped")
-    assert as_in_a_straight_run(workplace, run, straight) and len(trace(workplace)) == 24
-
-
 @pytest.mark.fault(6)
 @pytest.mark.fault(7)
 def test_two_ranks_end_a_validation_and_a_step_together(workplace):
     """A signal reaches the second one alone, in a validation; then, as a Ctrl-C, both, in a step."""
-    two = {"trainer.devices": 2, "data.micro_batch_size": 2, "trainer.max_steps": 6}
-    _, whole = fit(workplace, "two", **two, **{"trainer.callbacks": []})
+    short = {"trainer.max_steps": 6, "model.decoder.dropout": 0.0}
+    _, whole = fit(workplace, "one", **short)
+    two = {"trainer.devices": 2, "data.micro_batch_size": 2, **short}
     run, said = interrupted(workplace, "both", kill_at("SIGTERM", validation=1, rank=1), **two)
     assert "a signal on another rank: stopped after step 4" in said and list(run.steps())[-1] == 4
     run, said = interrupted(workplace, "both", kill_at("SIGINT", micro_batch=9, rank=0, group=True), **two)
     assert list(run.steps())[-1] == 5 and not processes_of(workplace, patience=10)
     resume(workplace, "both", **two)
-    assert validations(run) == validations(whole)
+    assert validations(run) == pytest.approx(validations(whole), rel=2e-5)
 
 
 @pytest.mark.fault(6)

@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 import pytest
 from safetensors.torch import load_file
 from shard_files import write_rows
+from test_custom_model_state import MODEL as BIGRAM
 from test_mixtures import mixed, source, write_sources
 from test_optimizer_class import EVERYTHING, OWN, SGD
 from test_own_model import FILES
@@ -20,6 +21,9 @@ SHARDED = {"trainer.devices": 2, "trainer.strategy": "fsdp2", "data.micro_batch_
 # Step 3, from which the first resume goes on, ends the second epoch of `brief`: 18 samples of its 9 windows.
 REPEATED = [source("brief", weight=0.75), source("middle", weight=0.25), source("high", weight=0)]
 HEAD_RATE = {"model.optimizer.groups": {"output": {"lr": 0.02}}}
+BRIEF = {"data": {"train": "brief/train", "val": "brief/val", "tokenizer": "tok", "micro_batch_size": 4,
+                  "global_batch_tokens": 256, "val_tokens": 256}}  # fmt: skip  # its epoch is a little more than a step
+UNUSUAL = "transposed-slash-float64-generators-own-optimizer"  # weights, and generators of Python and NumPy
 
 
 class Row(NamedTuple):
@@ -27,20 +31,28 @@ class Row(NamedTuple):
     interruptions: list[tuple[str, int]]  # each a signal, and the micro-batch of the run, from 0, at which it comes
     callbacks: list[dict] = []
     program: list[str] = []
+    faults: tuple[int, ...] = ()  # of `faults/matrix.py`
 
 
 ROWS = {
     "muon": Row({"model.optimizer": {"name": "muon", "lr": 1e-2}, "model.decoder.qk_norm": True,
                  "trainer.log_interval": 5}, [("SIGKILL", 15)]),  # from step 6, whose loss was not logged yet
-    "an optimizer of torch": Row({"model.optimizer": SGD}, [("SIGKILL", 9)]),
+    "bf16-mixed": Row({"trainer.precision": "bf16-mixed"}, [("SIGKILL", 19)], faults=(1,)),
+    "bf16-true and a later epoch": Row({"trainer.precision": "bf16-true", **BRIEF}, [("SIGKILL", 15)], faults=(1, 15)),
+    "an optimizer of torch, with packed rows": Row({
+        "model.optimizer": SGD, "data.path": "data/packed", "data.packing": "whole"}, [("SIGKILL", 9)]),
     "a custom optimizer": Row({"model.optimizer": OWN}, [("SIGKILL", 9)]),
     "every kind of optimizer state": Row({"model.optimizer": EVERYTHING}, [("SIGKILL", 9)]),
     "shards of a custom optimizer": Row({"model.optimizer": EVERYTHING, **SHARDED}, [("SIGTERM", 15)]),
     "a mixture with two phases": Row(mixed(REPEATED), [("SIGKILL", 9), ("SIGKILL", 15)]),  # in each phase
-    "packed rows": Row({"data.path": "data/packed", "data.packing": "whole"}, [("SIGKILL", 9)]),
     "fp8": Row({}, [("SIGTERM", 11)], [equipment("test_precision.Emulated")]),
     "a custom model": Row(HEAD_RATE, [("SIGKILL", 9)], program=["my_gru.py"]),
+    "unusual weights": Row({"model.variant": UNUSUAL}, [("SIGKILL", 9)], program=["bigram.py"]),
+    # Killed in the middle of its five steps, which are 5 to 9.
+    "the drill of a spike": Row({"guards.inject_step": 5}, [("SIGKILL", 15)], faults=(9,)),
 }  # fmt: skip
+MARKS = {name: [pytest.mark.fault(number) for number in row.faults] for name, row in ROWS.items()}
+MARKS["shards of a custom optimizer"] = [pytest.mark.slow]
 
 
 @pytest.fixture(scope="module")
@@ -50,6 +62,7 @@ def place(tmp_path_factory):
     for split, row in {"train": [2, 3, 4, 3, 2] * 60, "val": [4, 3, 2] * 100}.items():
         write_rows(place / f"brief/{split}/0.parquet", [row])
     (place / "my_gru.py").write_text(FILES["my_gru.py"])
+    (place / "bigram.py").write_text(BIGRAM)
     return place
 
 
@@ -63,10 +76,9 @@ def losses(entries: list[dict[str, Any]]) -> dict[tuple[int, int, int], str]:
     return {(entry["rank"], entry["step"], entry["micro"]): entry["loss"] for entry in entries}
 
 
-@pytest.mark.parametrize("name", [pytest.param(name, marks=pytest.mark.slow if "shards" in name else [])
-                                  for name in ROWS])  # fmt: skip
+@pytest.mark.parametrize("name", [pytest.param(name, marks=MARKS[name]) for name in ROWS])
 def test_an_interrupted_run_is_the_run_without_a_stop(place, name):
-    row, run = ROWS[name], name.replace(" ", "-")
+    row, run = ROWS[name], name.replace(" ", "-").replace(",", "")
 
     def train(run, changes, *arguments, callbacks=(), expect=0):
         callbacks = [*row.callbacks, *callbacks]
@@ -84,6 +96,8 @@ def test_an_interrupted_run_is_the_run_without_a_stop(place, name):
     logged = [[(line["step"], line["train/loss"], line["train/max_loss"]) for line in each.metrics("train/loss")]
               for each in (whole, resumed)]  # fmt: skip
     assert logged[0] == logged[1]
+    injected = [each.read("run.json").get("injected") for each in (whole, resumed)]
+    assert injected[0] == injected[1] and (injected[0] is None) == ("guards.inject_step" not in row.changes)
     if all(name == "SIGTERM" for name, _ in row.interruptions):  # no micro-batch is computed twice
         assert len(found) == len(expected)
     for file in ("model.safetensors", "optimizer.safetensors"):
