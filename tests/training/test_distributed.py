@@ -34,7 +34,6 @@ from trainings import (
     fit,
     in_ranks,
     lm,
-    make_workplace,
     processes_of,
     rows_by_step,
     start,
@@ -98,11 +97,6 @@ ENDLESS = {"trainer.max_steps": 100_000, "trainer.val_interval": 100_000}
 ENVIRONMENT = {**os.environ, "PYTHONPATH": PLACES, "OMP_NUM_THREADS": "1"}
 
 # ---- how it is looked at ---------------------------------------------------------------------------------------------
-
-
-@pytest.fixture(scope="module")
-def workplace(tmp_path_factory):
-    return make_workplace(tmp_path_factory.mktemp("distributed"))
 
 
 @pytest.fixture(scope="module")

@@ -14,7 +14,7 @@ import torch
 from lightning.pytorch import Callback
 from safetensors.torch import load_file
 from torch.distributed.tensor import DTensor
-from trainings import PLACES, equipment, fit, make_workplace, rows_by_step
+from trainings import PLACES, equipment, fit, rows_by_step
 
 from lm.data.loader import Batch
 from lm.errors import RequestError
@@ -75,11 +75,6 @@ def poison_loss(module, poison):
         return found._replace(per_token=found.per_token + poison)
 
     module.losses = poisoned
-
-
-@pytest.fixture(scope="module")
-def workplace(tmp_path_factory):
-    return make_workplace(tmp_path_factory.mktemp("guards"))
 
 
 def poisoned(*callbacks, **steps):

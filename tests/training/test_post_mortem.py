@@ -9,7 +9,7 @@ import pytest
 import torch
 from lightning.pytorch import Callback
 from test_guards import poisoned
-from trainings import equipment, fit, lm, losses, make_workplace
+from trainings import equipment, fit, lm, losses
 
 from lm.inspection.run_views import draw_incident
 from lm.runs import postmortem
@@ -34,11 +34,6 @@ class Compilations(Callback):
 
     def on_train_end(self, trainer, pl_module):
         Path("compilations").write_text(str(torch._dynamo.utils.counters["stats"]["unique_graphs"]))
-
-
-@pytest.fixture(scope="module")
-def workplace(tmp_path_factory):
-    return make_workplace(tmp_path_factory.mktemp("post_mortem"))
 
 
 def page_of(run, step):

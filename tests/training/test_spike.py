@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 from shard_files import write_folder, write_tokens
-from trainings import equipment, fit, make_workplace, rows_by_step
+from trainings import equipment, fit, rows_by_step
 
 from lm.data.loader import Batch
 from lm.data.rare import rare_rows, rare_tokens
@@ -82,11 +82,6 @@ def test_documents_are_counted_again():
 
 
 # ---- in a training ---------------------------------------------------------------------------------------------------
-
-
-@pytest.fixture(scope="module")
-def workplace(tmp_path_factory):
-    return make_workplace(tmp_path_factory.mktemp("spike"))
 
 
 @pytest.fixture(scope="module")
