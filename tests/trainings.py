@@ -79,7 +79,10 @@ def write_config(folder: Path, name: str = "small", **changes: Any) -> Path:
 
 
 # Environment variables that nothing reads while it is imported.
-READ_LATE = ("AWS_", "LM_REGISTRY", "SLURM_", "TMPDIR", "TORCHINDUCTOR_CACHE_DIR", "TESTS_MOUNTS_OF")
+READ_LATE = (
+    "AWS_", "GROUP_WORLD_SIZE", "LM_REGISTRY", "LOCAL_WORLD_SIZE", "SLURM_", "TESTS_MOUNTS_OF", "TMPDIR",
+    "TORCHELASTIC_RUN_ID", "TORCHINDUCTOR_CACHE_DIR",
+)  # fmt: skip
 
 
 def start(folder: Path, *arguments: str, fresh: bool = False, **environment: str) -> subprocess.Popen | Fork:

@@ -49,8 +49,8 @@ def test_a_decay_is_that_of_a_whole_run(place):
     assert all(first[name].equal(second[name]) for name in first)
 
 
-def test_it_says_where_it_comes_from(place):
-    """In run.json, and `runs show` of both."""
+def test_it_says_where_it_comes_from_and_is_branched_itself(place):
+    """In run.json, and `runs show` of both; a rate rises again before it stays or falls."""
     said = lm(place, "branch", "trunk", "--at", "8", "--constant", str(2 * STEP), "--model.optimizer.lr", "0.02",
               "--data.val_tokens", "256")  # fmt: skip
     assert "changed: model.optimizer.lr: 0.01 -> 0.02" in said.stderr
@@ -61,6 +61,17 @@ def test_it_says_where_it_comes_from(place):
     shown = " ".join(lm(place, "runs", "show", run.name).stdout.split())
     assert "branch of trunk at step 8: data.val_tokens 512 -> 256, model.optimizer.lr 0.01 -> 0.02" in shown
     assert "branches: trunk-8-branch at step 8" in " ".join(lm(place, "runs", "show", "trunk").stdout.split())
+
+    lm(place, "branch", "trunk-8-branch", "--rewarm", str(2 * STEP), "--decay", str(4 * STEP), "--name", "rewarmed",
+       "--final_fraction", "0.5")  # fmt: skip
+    rates = [round(rate / 0.02, 3) for _, _, rate in logged(place, "rewarmed")]
+    assert rates == [1.0, 1.0, 0.75, 0.5]  # its trunk ended at its peak
+    lm(place, "branch", "whole", "--rewarm", str(2 * STEP), "--constant", str(3 * STEP), "--name", "again")
+    assert [round(rate / 0.01, 3) for _, _, rate in logged(place, "again")] == [0.5, 1.0, 1.0]  # from 0
+    lm(place, "branch", "again", "--at", "8", "--rewarm", str(2 * STEP), "--constant", str(3 * STEP), "--name", "third")
+    assert logged(place, "third") == logged(place, "again")  # where its trunk began, the rate is still 0
+    refused = lm(place, "data", "show", "--run", "third", "--step", "8", expect=2).stderr
+    assert "has taken steps 9 to 11; there is no step 8" in refused
 
 
 def test_made_and_trained_later(place):
@@ -83,32 +94,6 @@ def test_over_two_ranks(place):
     lm(place, "branch", "trunk", *options, "--name", "two", "--trainer.devices", "2", "--data.micro_batch_size", "2")
     one, two = ([loss for _, loss, _ in logged(place, name)] for name in ("one", "two"))
     assert one == pytest.approx(two, rel=1e-4)
-
-
-def test_rewarmed(place):
-    lm(
-        place,
-        "branch",
-        "trunk",
-        "--at",
-        "8",
-        "--constant",
-        str(2 * STEP),
-        "--model.optimizer.lr",
-        "0.02",
-        "--name",
-        "flat",
-    )
-    lm(place, "branch", "flat", "--rewarm", str(2 * STEP), "--decay", str(4 * STEP), "--name", "rewarmed",
-       "--final_fraction", "0.5")  # fmt: skip
-    rates = [round(rate / 0.02, 3) for _, _, rate in logged(place, "rewarmed")]
-    assert rates == [1.0, 1.0, 0.75, 0.5]  # its trunk ended at its peak
-    lm(place, "branch", "whole", "--rewarm", str(2 * STEP), "--constant", str(3 * STEP), "--name", "again")
-    assert [round(rate / 0.01, 3) for _, _, rate in logged(place, "again")] == [0.5, 1.0, 1.0]  # from 0
-    lm(place, "branch", "again", "--at", "8", "--rewarm", str(2 * STEP), "--constant", str(3 * STEP), "--name", "third")
-    assert logged(place, "third") == logged(place, "again")  # where its trunk began, the rate is still 0
-    refused = lm(place, "data", "show", "--run", "third", "--step", "8", expect=2).stderr
-    assert "has taken steps 9 to 11; there is no step 8" in refused
 
 
 def test_other_data_and_a_longer_context(place):
@@ -142,11 +127,6 @@ def test_data_of_another_tokenizer_is_made_again_with_that_of_the_message(place)
     lm(place, *branch, "data/bpe-again")
 
 
-def test_a_rate_of_zero_does_not_stay(place):
-    refused = lm(place, "branch", "whole", "--constant", "512", expect=2).stderr
-    assert "the learning rate of the run at step 8 is 0, and would stay 0: let it rise with --rewarm" in refused
-
-
 def test_lengths_are_counted_in_steps_of_the_branch(place):
     """512 tokens are two steps of the trunk, and one of a branch whose steps are twice as large."""
     said = lm(place, "branch", "trunk", "--at", "8", "--decay", "1024", "--name", "larger",
@@ -155,7 +135,11 @@ def test_lengths_are_counted_in_steps_of_the_branch(place):
     assert config["trainer"]["max_steps"] == 10 and config["model"]["schedule"]["decay_steps"] == 2, said.stderr
 
 
+ZERO = "the learning rate of the run at step 8 is 0, and would stay 0: let it rise with --rewarm"
+
+
 @pytest.mark.parametrize("arguments, message", [
+    (["whole", "--constant", "512"], ZERO), (["trunkk", "--decay", "512"], "trunkk"), ([], "give a run"),
     (["--at", "5"], "has no 'step-00000005' checkpoint; it has: step-00000004, step-00000008, "),
     (["--at", "four"], "has no 'four' checkpoint"),
     (["--decay", "100"], "one of the lengths is shorter: give 256 or more"), (["--at", "last"], "give --decay TOKENS or --con"),
@@ -171,12 +155,7 @@ def test_lengths_are_counted_in_steps_of_the_branch(place):
 ])  # fmt: skip
 def test_what_cannot_be_is_one_line_and_leaves_nothing(place, arguments, message):
     before = set(os.listdir(place / "checkpoints"))
-    refused = lm(place, "branch", "trunk", *arguments, expect=2).stderr
+    run = ["trunk"] if arguments and arguments[0].startswith("--") else []
+    refused = lm(place, "branch", *run, *arguments, expect=2).stderr
     assert message in refused.strip().splitlines()[-1] and "changed: " not in refused
     assert set(os.listdir(place / "checkpoints")) == before
-
-
-def test_no_such_run(place):
-    assert "trunkk" in lm(place, "branch", "trunkk", "--decay", "512", expect=2).stderr
-    assert "give a run" in lm(place, "branch", expect=2).stderr
-    assert "--decay" in lm(place, "branch", "--help").stdout

@@ -90,28 +90,32 @@ def test_a_histogram_is_that_of_the_values():
 # ---- the real server -------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("load_fast", ["true", "false"])
-def test_a_tensorboard_server_serves_all_of_it(killed, tmp_path, load_fast):
+def test_a_tensorboard_server_serves_all_of_it(killed, tmp_path):
     """Both of its readers: the curves without doubles."""
-    log = open(tmp_path / "log", "w+")
     command = [sys.executable, "-m", "tensorboard.main", "--logdir", str(killed.path.parent), "--host", "127.0.0.1"]
-    server = subprocess.Popen([*command, "--port", "0", f"--load_fast={load_fast}"], stdout=log, stderr=log)
+    logs = {load_fast: tmp_path / load_fast for load_fast in ("true", "false")}
+    servers = []
     try:
-        address = wait_for(lambda: next(
-            word for word in (tmp_path / "log").read_text().split() if word.startswith("http://127")
-        ))  # fmt: skip
+        for load_fast, log in logs.items():
+            arguments = [*command, "--port", "0", f"--load_fast={load_fast}"]
+            with log.open("w") as file:
+                servers.append(subprocess.Popen(arguments, stdout=file, stderr=file))
+        for log in logs.values():
+            address = wait_for(lambda log=log: next(
+                word for word in log.read_text().split() if word.startswith("http://127")
+            ))  # fmt: skip
 
-        def ask(path):
-            with urllib.request.urlopen(f"{address}data/{path}", timeout=10) as answer:
-                return json.load(answer)
+            def ask(path, address=address):
+                with urllib.request.urlopen(f"{address}data/{path}", timeout=10) as answer:
+                    return json.load(answer)
 
-        wait_for(lambda: ask("plugin/scalars/tags")["small"]["val/loss"])
-        curve = ask("plugin/scalars/scalars?run=small&tag=train/loss")
-        assert [point[1] for point in curve] == list(range(1, STEPS + 1))
+            wait_for(lambda ask=ask: ask("plugin/scalars/tags")["small"]["val/loss"])
+            curve = ask("plugin/scalars/scalars?run=small&tag=train/loss")
+            assert [point[1] for point in curve] == list(range(1, STEPS + 1))
     finally:
-        server.terminate()
-        server.wait()
-        log.close()
+        for server in servers:
+            server.terminate()
+            server.wait()
 
 
 def wait_for(question, seconds=30.0):

@@ -11,11 +11,13 @@ from pathlib import Path
 
 import pytest
 from run_folders import write_run
-from trainings import HERE, PLACES, fit, lm, make_workplace, start, write_config
+from trainings import HERE, PLACES, fit, lm, make_workplace, start, wait_until, write_config
 
 from lm.cli.ladder_report import last_losses
+from lm.errors import RequestError
 from lm.runs.expectations import acceptance, check_ranges, expectations
 from lm.runs.run import Run
+from lm.training.config import TrainerConfig
 
 LOOP = HERE.parent / "configs" / "launch" / "until_done.sh"
 BIN = Path(sys.executable).parent  # of the `python` that the loop calls
@@ -61,11 +63,6 @@ def test_a_finished_run_is_announced_and_judged(workplace):
     assert "no run has the tag large" in lm(workplace, "runs", "ls", "--tag", "large").stdout
 
 
-def test_what_is_met_passes(workplace):
-    lm(workplace, *configured(workplace, "met", expect={"val/loss": [0, 9]}))
-    assert "within the expected range 0 to 9" in lm(workplace, "runs", "check", "met").stdout
-
-
 def test_a_last_validation_that_was_not_finite_passes_nothing(tmp_path):
     """It leaves a line without metrics, and the one before it is not the last."""
     run = write_run(tmp_path, lines=[{"step": 5, "val/loss": 2.0, "val/bpb": 1.0}, {"step": 9, "train/loss": 2.0},
@@ -76,10 +73,11 @@ def test_a_last_validation_that_was_not_finite_passes_nothing(tmp_path):
 
 
 def test_an_interrupted_run_is_announced_with_the_command_that_resumes_it(workplace):
-    process = start(workplace, *configured(workplace, "cut", **{"trainer.max_steps": 2000}))
-    run = Run(workplace / "checkpoints" / "cut")
-    while not run.metrics("train/loss"):
-        time.sleep(0.05)
+    """Its name may be of any alphabet."""
+    command = configured(workplace, "cut", **{"trainer.max_steps": 2000})
+    process = start(workplace, *command, "--run", "日本-ünï")
+    run = Run(workplace / "checkpoints" / "日本-ünï")
+    wait_until(lambda: run.metrics("train/loss"), process)
     process.send_signal(signal.SIGTERM)
     process.communicate(timeout=60)
     facts = heard(workplace, "cut")
@@ -89,40 +87,30 @@ def test_an_interrupted_run_is_announced_with_the_command_that_resumes_it(workpl
     assert heard(workplace, "cut")["event"] == "finished" and run.status() == "finished"
 
 
-def test_a_guard_and_a_failure_are_announced(workplace):
-    lm(
-        workplace,
-        *configured(workplace, "guarded", **{"guards.alerts": {"step > 1": "stop"}}),
-        expect=3,
-    )
-    assert (heard(workplace, "guarded")["event"], heard(workplace, "guarded")["exit_code"]) == ("stopped", 3)
-    callbacks = {"trainer.callbacks": [{"class_path": "recorder.Failing"}]}
-    lm(workplace, *configured(workplace, "failed", **callbacks), expect=1)
-    assert heard(workplace, "failed")["event"] == "failed" and "on purpose" in heard(workplace, "failed")["reason"]
+def test_a_guard_is_announced_and_no_shell_reads_the_program(workplace):
+    stop = {"guards.alerts": {"step > 1": "stop"}, "on_event": ["./keep.sh", "$(touch found);shell.json"]}
+    lm(workplace, *configured(workplace, "guarded", **stop), expect=3)
+    facts = heard(workplace, "$(touch found);shell")
+    assert (facts["event"], facts["exit_code"]) == ("stopped", 3) and not (workplace / "found").exists()
 
 
 def test_a_program_that_fails_changes_nothing_and_a_missing_one_is_refused(workplace):
-    done = lm(workplace, *configured(workplace, "false", on_event=["false"]))
+    done = lm(workplace, *configured(workplace, "false", on_event=["false"], **{"trainer.max_steps": 4}))
     assert "on_event: false ended with exit code 1" in done.stderr
     refused = lm(workplace, *configured(workplace, "none", on_event=["./nowhere"]), expect=2)
     assert "no program './nowhere'" in refused.stderr and not (workplace / "checkpoints" / "none").exists()
 
 
-def test_no_shell_reads_the_program(workplace):
-    lm(workplace, *configured(workplace, "shell", on_event=["./keep.sh", "$(touch found);shell.json"]))
-    assert (workplace / "$(touch found);shell.json").exists() and not (workplace / "found").exists()
-
-
 def test_every_so_many_steps_one_is_kept_for_good(workplace):
-    changes = {"trainer.keep_every": 5, "trainer.checkpoint_interval": 3, "trainer.max_steps": 16, "on_event": []}
-    lm(workplace, *configured(workplace, "kept", **changes, **{"trainer.val_interval": 16}))
-    assert list(Run(workplace / "checkpoints" / "kept").steps()) == [5, 10, 15, 16]
-    changes |= {"trainer.keep_every": None, "trainer.max_steps": 20}  # which a resume without the option keeps too
-    from_ten = ["--ckpt_path", "checkpoints/kept/step-00000010"]  # also those that it leaves behind
-    lm(workplace, *configured(workplace, "kept", **changes), *from_ten)
-    assert list(Run(workplace / "checkpoints" / "kept").steps()) == [5, 10, 15, 20]
-    refused = lm(workplace, *configured(workplace, "kept", **{"trainer.keep_every": 0}), expect=2)
-    assert "trainer.keep_every 0 must be at least 1" in refused.stderr
+    changes = {"trainer.keep_every": 3, "trainer.checkpoint_interval": 2, "trainer.max_steps": 10, "on_event": []}
+    lm(workplace, *configured(workplace, "kept", **changes, **{"trainer.val_interval": 10}))
+    assert list(Run(workplace / "checkpoints" / "kept").steps()) == [3, 6, 9, 10]
+    changes |= {"trainer.keep_every": None, "trainer.max_steps": 12}  # which a resume without the option keeps too
+    from_six = ["--ckpt_path", "checkpoints/kept/step-00000006"]  # also those that it leaves behind
+    lm(workplace, *configured(workplace, "kept", **changes), *from_six)
+    assert list(Run(workplace / "checkpoints" / "kept").steps()) == [3, 6, 9, 12]
+    with pytest.raises(RequestError, match="trainer.keep_every 0 must be at least 1"):
+        TrainerConfig(keep_every=0)
 
 
 @pytest.mark.parametrize("metric", ["train/loss/web", "val/bpb/a", "val/loss"])
@@ -164,13 +152,6 @@ def test_the_loop_runs_again_until_the_run_is_over(workplace):
     assert errors.count("training resumes in 0 s") == 2 and "exit code 137" in errors and "exit code 75" in errors
 
 
-def test_a_run_may_have_a_name_in_any_alphabet(workplace):
-    command = configured(workplace, "named", on_event=[], **{"trainer.max_steps": 2, "model.schedule.warmup_steps": 0})
-    lm(workplace, *command, "--run", "日本-ünï")
-    lm(workplace, *command, "--run", "日本-ünï", "--ckpt_path", "auto", "--trainer.max_steps", "3")
-    assert Run(workplace / "checkpoints" / "日本-ünï").status() == "finished"
-
-
 @pytest.mark.parametrize("copied", ["folders", "nothing"])
 def test_a_run_that_was_copied_without_its_links_is_used_and_resumed(workplace, tmp_path, copied):
     """`cp -rL` and `scp -r` make folders of the links, others leave them out."""
@@ -194,6 +175,7 @@ def test_a_run_that_failed_does_not_pass_though_its_newest_metrics_do(workplace)
     command = configured(workplace, "early", on_event=[], expect={"val/loss": [0, 9]}, **{"trainer.val_interval": 2})
     failing = [{"class_path": "recorder.Failing"}]
     lm(workplace, *command, "--trainer.max_steps", "2", "--model.schedule.warmup_steps", "0")
+    assert "within the expected range 0 to 9" in lm(workplace, "runs", "check", "early").stdout
     path = Run(workplace / "checkpoints" / "early")
     lm(workplace, *command, "--ckpt_path", "auto", "--trainer.callbacks", json.dumps(failing), expect=1)
     said = lm(workplace, "runs", "check", "early", expect=1)
