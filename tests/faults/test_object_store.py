@@ -17,7 +17,7 @@ from lm.system.sources import list_files
 pytestmark = pytest.mark.fault(22)
 
 DATA = {"micro_batch_size": 4, "global_batch_tokens": 256, "val_tokens": 512, "shuffle_buffer": 1024,
-        "cache_bytes": 0, "timeout": 16}  # fmt: skip
+        "cache_bytes": 0, "timeout": 10}  # fmt: skip
 REMOTE = {**DATA, "train": "s3://corpus/many/train", "val": "s3://corpus/many/val", "tokenizer": "data/many"}
 PASSING = ("reset", None, 500, None, "cut", 503, None, 429, None, "lie", "lie", None, "stall", None, "drip")
 
@@ -69,7 +69,7 @@ def test_a_store_that_is_gone_ends_the_run_and_it_resumes_later(place, straight,
     store.proxy.fail(chain(repeat(None, answered), repeat(fault)))
     ended = lm(place, *command, expect=1, **store.environment)
     line = ended.stderr.splitlines()[-1]
-    assert line.startswith("lm fit: shard s3://corpus/many/") and "attempts to read it failed in 8 s" in line
+    assert line.startswith("lm fit: shard s3://corpus/many/") and "attempts to read it failed in 5 s" in line
     assert "--ckpt_path auto" in line and "Traceback" not in ended.stderr
     run = Run(place / "checkpoints" / f"gone-{fault}")
     assert run.read("run.json")["status"] == "failed"

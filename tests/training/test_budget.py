@@ -270,17 +270,6 @@ def test_a_budget_is_kept_over_machines_and_ends_this_one(tmp_path):
     assert code == 0 and "of 1.00 USD are spent: touch" in said and (tmp_path / "ended").exists()
 
 
-def test_a_jump_of_the_wall_clock_changes_nothing(tmp_path, monkeypatch):
-    """Ten years forth and back, with nothing said and nothing counted."""
-    simulation = Simulation(tmp_path, monkeypatch, hourly(1300))
-    simulation.lines(20, 1)
-    wall = time.time
-    for jump in (3e8, -3e8):
-        monkeypatch.setattr(time, "time", lambda jump=jump: wall() + jump)
-        simulation.lines(20, 1)
-    assert simulation.acts == [] and simulation.spent == pytest.approx(600)
-
-
 def test_a_sidecar_counts_and_the_own_clock_takes_over_where_it_ends(tmp_path, monkeypatch, caplog):
     """The sidecar knows of $300 before this process was there. When it falls silent, counting continues from there at
     its rate, and that is said once."""

@@ -95,17 +95,12 @@ def test_each_of_them_works_or_is_refused(name):
 DOES_NOT_WORK, CANNOT_MONITOR = "of Lightning does not work here: ", "has no train/loss to monitor: give val/loss or "
 
 
-@pytest.mark.parametrize(
-    "name, arguments, words",
-    [
-        ("Timer", {"duration": "00:01:00:00"}, DOES_NOT_WORK),  # with an enum, which goes into the run's config
-        ("GradientAccumulationScheduler", {"scheduling": {4: 2}}, DOES_NOT_WORK),
-        ("TQDMProgressBar", {}, DOES_NOT_WORK),
-        ("EarlyStopping", {"monitor": "val/loss", "mode": "lowest"}, "`mode` can be min, max, got lowest\n"),
-        ("ModelCheckpoint", {"monitor": "train/loss"}, CANNOT_MONITOR),
-        ("EarlyStopping", {"monitor": "train/loss"}, CANNOT_MONITOR),
-    ],
-)
+@pytest.mark.parametrize("name, arguments, words", [
+    ("Timer", {"duration": "00:01:00:00"}, DOES_NOT_WORK),  # with an enum, which goes into the run's config
+    ("EarlyStopping", {"monitor": "val/loss", "mode": "lowest"}, "`mode` can be min, max, got lowest\n"),
+    ("ModelCheckpoint", {"monitor": "train/loss"}, CANNOT_MONITOR),
+    ("EarlyStopping", {"monitor": "train/loss"}, CANNOT_MONITOR),
+])  # fmt: skip
 def test_a_refusal_is_one_line_and_leaves_no_run(workplace, name, arguments, words):
     alone = {"trainer.callbacks": [equipment(PLACE + name, **arguments)]}  # a user's might log more to monitor
     refused, run = fit(workplace, "refused", expect=2, **alone)
@@ -190,11 +185,6 @@ def test_an_embedding_is_frozen_and_the_rest_learns(workplace):
     assert same == {"model.embed_tokens.weight"}
 
 
-def test_a_custom_metric_is_in_every_log_line(workplace):
-    _, run = fit(workplace, "normed", callbacks=[equipment("my_callbacks.EmbeddingNorm")])
-    assert all(line["optim/embedding_norm"] > 0 for line in run.metrics("train/loss"))
-
-
 def test_a_run_stops_at_a_loss(workplace):
     """After the step whose loss is lower, with a checkpoint of it; what is in the record is that it finished."""
     _, run = fit(workplace, "stopped", callbacks=[equipment("my_callbacks.StopAtLoss", loss=3.0)])
@@ -203,9 +193,13 @@ def test_a_run_stops_at_a_loss(workplace):
     assert last["step"] < 12 and last["step"] in run.steps()
 
 
-def test_what_lightning_s_log_is_given_is_logged_like_the_rest(workplace):
-    _, run = fit(workplace, "logged", callbacks=[equipment("my_callbacks.Logged")])
-    assert all(line["mine/step"] == line["step"] for line in run.metrics("train/loss"))
+def test_custom_metrics_are_logged_like_the_rest_and_replace_none(workplace):
+    """Those of `logged_metrics`, and those that Lightning's `log` is given, whatever their names."""
+    given = [equipment(f"my_callbacks.{name}") for name in ("EmbeddingNorm", "Logged", "OwnStep")]
+    _, run = fit(workplace, "logged", callbacks=given)
+    lines = run.metrics("train/loss")
+    assert [line["step"] for line in lines] == [line["mine/step"] for line in lines] == list(range(1, 13))
+    assert all(line[name] > 0 for line in lines for name in ("optim/embedding_norm", "time", "train/loss"))
     assert all((line.get("mine/rows") == 3.0) == ("val/loss" in line) for line in run.metrics())
     newest = run.read("state.json")["metrics"]
     assert newest.keys() >= {"train/loss", "val/loss", "mine/step", "mine/rows"}
@@ -230,12 +224,6 @@ def test_a_state_that_no_checkpoint_holds_is_refused_before_training(workplace):
     ended, run = fit(workplace, "keeps", expect=2, callbacks=[equipment("my_callbacks.Keeps")])
     assert "a checkpoint cannot hold callbacks['Keeps']['seen'] of the type set: let its" in ended.stderr
     assert not run.path.exists()
-
-
-def test_lightning_s_log_replaces_none_either(workplace):
-    _, run = fit(workplace, "stepped", callbacks=[equipment("my_callbacks.OwnStep")])
-    assert [line["step"] for line in run.metrics("train/loss")] == list(range(1, 13))
-    assert all(line["time"] > 0 and line["train/loss"] > 0 for line in run.metrics("train/loss"))
 
 
 def test_an_exit_in_a_callback_is_a_failure(workplace):

@@ -40,9 +40,7 @@ class Poison(Callback):
         once: on this machine, so that a training that repeats a step has it no more.
     """
 
-    def __init__(
-        self, gradient: list[int] = [], loss: list[int] = [], adds: float = math.inf, once: bool = False
-    ) -> None:
+    def __init__(self, gradient: list[int] = [], loss: list[int] = [], adds: float = math.inf, once: bool = False):
         self.gradient, self.loss, self.adds, self.once = gradient, loss, adds, once
 
     def on_train_batch_start(self, trainer, pl_module, batch, batch_idx):
@@ -261,12 +259,8 @@ def test_all_ranks_agree(workplace, strategy):
 
 def test_the_sums_leave_out_steps_that_were_not_applied_but_for_overflows_of_the_scaler():
     stats, batch = StepStats(), Batch(torch.zeros(1, 5, dtype=torch.uint16))
-    for nats, norm, scaled in (
-        (8.0, 1.0, False),
-        (math.nan, 1.0, True),
-        (12.0, math.inf, False),
-        (16.0, math.inf, True),
-    ):
+    taken = [(8.0, 1.0, False), (math.nan, 1.0, True), (12.0, math.inf, False), (16.0, math.inf, True)]
+    for nats, norm, scaled in taken:
         nats, norm, targets = torch.tensor(nats), torch.tensor(norm), torch.tensor(4)
         stats.scaled = scaled
         stats.add(1, batch, StepResult(nats / targets, nats, targets, norm, nats.isfinite() & norm.isfinite(), []))

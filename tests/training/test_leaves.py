@@ -43,10 +43,8 @@ main()
 @pytest.mark.slow
 def test_a_plain_fit_trains_stops_and_resumes_without_them(tmp_path):
     (make_workplace(tmp_path) / "without.py").write_text(PROGRAM)
-    # In a fresh process, which has imported nothing before; see `trainings.start`.
-    plain = partial(
-        fit, tmp_path, "small", program=["without.py"], environment={"FRESH": "1"}, **{"guards.spike": None}
-    )
+    fresh = {"FRESH": "1"}  # in a process that has imported nothing before; see `trainings.start`
+    plain = partial(fit, tmp_path, "small", program=["without.py"], environment=fresh, **{"guards.spike": None})
     stop = equipment("recorder.KillAt", signal_name="SIGTERM", micro_batch=9)
     stopped, run = plain(callbacks=[stop], expect=75)
     assert run.status() == "interrupted" and max(run.steps()) < 12, stopped.stderr
@@ -55,11 +53,8 @@ def test_a_plain_fit_trains_stops_and_resumes_without_them(tmp_path):
 
 
 def callbacks(options=RunOptions(), sections={}, **trainer):
-    return standard_callbacks(
-        TrainerConfig(max_steps=1, **trainer),
-        RunFolder(None, "a", "", options=options),
-        sections_of_callbacks(sections),
-    )
+    folder = RunFolder(None, "a", "", options=options)
+    return standard_callbacks(TrainerConfig(max_steps=1, **trainer), folder, sections_of_callbacks(sections))
 
 
 def guards(**options):

@@ -94,11 +94,8 @@ def test_two_ranks_see_the_same_mixture_and_the_same_losses_by_source(place):
 def test_a_branch_with_other_weights_goes_on_where_each_source_was(place):
     """No sample of the trunk comes again; a source that is left out stays, with a weight of 0, and a new one comes."""
     two = [source("low", weight=0.75), source("middle", weight=0.25)]
-    fit(
-        place,
-        "trunk",
-        **mixed(two, [], **{"trainer.max_steps": 4, "trainer.checkpoint_interval": 2, "trainer.keep_checkpoints": 2}),
-    )
+    often = {"trainer.max_steps": 4, "trainer.checkpoint_interval": 2, "trainer.keep_checkpoints": 2}
+    fit(place, "trunk", **mixed(two, [], **often))
     other = [source("high", weight=0.5), source("middle", weight=0.5)]
     lm(place, "branch", "trunk", "--at", "2", "--constant", "512", "--name", "branch", "--trainer.callbacks", "[]",
        "--data.sources", json.dumps(other))  # fmt: skip
@@ -134,11 +131,8 @@ def test_plan_shows_the_epochs_of_each_source(place):
     ([source("a/b")], [], "the name 'a/b' may have letters"),
 ])  # fmt: skip
 def test_a_mixture_that_cannot_be_is_refused_with_the_reason(place, sources, phases, said):
-    write_config(place, "wrong", **mixed(sources, phases))
-    for command in ("plan", "fit"):
-        refused = lm(place, command, "--config", "wrong.yaml", expect=2)
-        assert said in refused.stdout + refused.stderr
-    assert not (place / "checkpoints/wrong").exists()
+    refused, run = fit(place, "wrong", expect=2, **mixed(sources, phases))
+    assert said in refused.stderr and not run.path.exists()
 
 
 HIGH = {"name": "high", "train": "high/train", "tokenizer": "tok"}

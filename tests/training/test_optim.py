@@ -90,20 +90,15 @@ def test_a_warm_up_and_a_decay_that_do_not_fit_into_the_run_are_refused():
     for config in (filled, ScheduleConfig("wsd", warmup_steps=10, decay_ratio=0.95)):
         with pytest.raises(RequestError, match=r"warm-up 10 \+ decay \d+ steps are more than the run's 99"):
             lr_fraction(0, 99, config)
-    assert warmup_and_decay_steps(99, ScheduleConfig("cosine", warmup_steps=10, decay_steps=90)) == (
-        10,
-        90,
-    )  # a fall that ends at 90
+    cosine = ScheduleConfig("cosine", warmup_steps=10, decay_steps=90)
+    assert warmup_and_decay_steps(99, cosine) == (10, 90)  # a fall that ends at 90
 
 
-@pytest.mark.parametrize("steps", range(1, 40))
-def test_shares_that_make_a_whole_fill_every_run(steps):
+@pytest.mark.parametrize("warmup", [0.1, 0.3, 0.5])
+def test_shares_that_make_a_whole_fill_every_run(warmup):
     """Though both may come to half a step and be rounded up."""
-    for warmup in (0.1, 0.3, 0.5):
-        assert (
-            sum(warmup_and_decay_steps(steps, ScheduleConfig("wsd", warmup_ratio=warmup, decay_ratio=1 - warmup)))
-            <= steps
-        )
+    config = ScheduleConfig("wsd", warmup_ratio=warmup, decay_ratio=1 - warmup)
+    assert all(sum(warmup_and_decay_steps(steps, config)) <= steps for steps in range(1, 40))
 
 
 # ---- steps ----------------------------------------------------------------------------------------------------------

@@ -13,7 +13,7 @@ from lightning.pytorch import Callback
 from lightning.pytorch.strategies import SingleDeviceStrategy
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils._python_dispatch import TorchDispatchMode
-from trainings import equipment, fit, make_workplace
+from trainings import equipment, fit
 
 from lm.kernels import swiglu
 from lm.kernels.fp8.linear import product as product_of_quantised
@@ -120,18 +120,6 @@ def test_what_is_not_finite_is_not_hidden(scaling, value):
     a[2, 7] = value
     lost = product(a, b, scaling).isnan()
     assert lost[2].all() and lost.all() == (scaling == "tensorwise") and lost[0].any() == (scaling == "tensorwise")
-
-
-@pytest.mark.parametrize("scaling", SCALINGS)
-def test_a_device_takes_the_layouts_of_all_three_products(scaling):
-    """What torch checks of shapes and strides before it starts a device's kernel."""
-    x, weight = torch.empty(2, 24, 64, dtype=torch.bfloat16, device="meta"), torch.empty(96, 64, device="meta")
-    out = linear(x.requires_grad_(), Weight(weight.requires_grad_(), scaling))
-    out.backward(torch.empty_like(out))
-    assert out.shape == (2, 24, 96) and x.grad.shape == x.shape and weight.grad.shape == weight.shape
-    with pytest.raises(RuntimeError, match="divisible by 16"):
-        odd = linear(x[:, :5], Weight(weight, scaling))
-        odd.backward(torch.empty_like(odd))  # 10 tokens
 
 
 @pytest.mark.parametrize("source", [torch.bfloat16, torch.float32], ids=str)
@@ -301,8 +289,7 @@ def results(decoder):
     return [each, *(parameter.grad for parameter in decoder.parameters())]
 
 
-@pytest.mark.parametrize("scaling", SCALINGS)
-@pytest.mark.parametrize("fused", [False, True], ids=["plain", "fused"])
+@pytest.mark.parametrize("scaling, fused", [("tensorwise", False), ("rowwise", True)])
 def test_compiled_it_is_eager_to_the_bit_in_one_graph(scaling, fused):
     decoder = built(scaling, fused=fused)
     eager = [t.clone() for t in results(decoder)]
@@ -336,11 +323,10 @@ def test_a_compiled_backward_pass_is_outside_of_autocast_as_in_eager_mode(scalin
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("scaling", SCALINGS)
-def test_inductor_is_nearer_to_eager_than_fp8_is_to_bf16(scaling):
+def test_inductor_is_nearer_to_eager_than_fp8_is_to_bf16():
     """It rounds less often to bf16 on the way, and so some values fall to the other side in FP8."""
     bf16 = results(built(fused=True))
-    decoder = built(scaling, fused=True)
+    decoder = built("rowwise", fused=True)
     eager = [t.clone() for t in results(decoder)]
     torch._dynamo.reset()
     compile_decoder(decoder, "inductor")
@@ -348,13 +334,11 @@ def test_inductor_is_nearer_to_eager_than_fp8_is_to_bf16(scaling):
         assert (mine - before).norm() <= (before - exact).norm()
 
 
-@pytest.mark.parametrize("scaling, mode", [
-    ("tensorwise", "none"), ("rowwise", "none"), ("rowwise", "triton_free"),
-    pytest.param("tensorwise", "triton_free", marks=pytest.mark.slow),
-])  # fmt: skip
+@pytest.mark.parametrize("scaling, mode", [("tensorwise", "none"), ("rowwise", "triton_free")])
 def test_weights_that_are_quantised_once_a_step_compute_the_same_to_the_bit(scaling, mode):
     """Their copies stay where they are, and follow the weights from step to step."""
-    decoder = built(scaling, ["layers.2.mlp.*"], True)
+    shallow = DecoderConfig(**{**vars(SMALL), "num_hidden_layers": 1})
+    decoder = built(scaling, ["*.down_proj"], True, shallow)
     torch._dynamo.reset()
     compile_decoder(decoder, mode)
     copies = WeightCopies(decoder, torch.bfloat16)
@@ -367,7 +351,7 @@ def test_weights_that_are_quantised_once_a_step_compute_the_same_to_the_bit(scal
         with copies:
             kept = [part.copy for part in decoder.modules() if hasattr(part, "copy")]
             tensors = torch.utils._pytree.tree_leaves(kept)
-            assert len(tensors) == 10 * 4 + 2 and places in (None, [t.data_ptr() for t in tensors])
+            assert len(tensors) == 3 * 4 + 1 and places in (None, [t.data_ptr() for t in tensors])
             places = [t.data_ptr() for t in tensors]
             for mine, before in zip(results(decoder), without, strict=True):
                 assert torch.equal(mine, before)
@@ -385,37 +369,6 @@ def test_gradients_are_added_by_products_where_nothing_waits_for_them(strategy, 
     with weight_copies(SimpleNamespace(trainer=trainer, decoder=decoder, options=options, built=of_fused)):
         # The last block is not in FP8, for which torch's product adds nothing.
         assert [layer.mlp.down_proj.adds for layer in decoder.layers] == [False, False, adds]
-
-
-@pytest.mark.parametrize("scaling", SCALINGS)
-def test_plain_and_fused_differ_by_rounding_only(scaling):
-    for mine, plain in zip(results(built(scaling, fused=True)), results(built(scaling)), strict=True):
-        assert (mine - plain).norm() < 7e-2 * plain.norm()
-
-
-@pytest.mark.parametrize("scaling", SCALINGS)
-def test_it_learns_as_bf16_does(scaling):
-    """Thirty steps on one text; the losses stay together all along and end where they should."""
-
-    def curve(scaling, keep=None):
-        decoder = built(scaling, keep, True)
-        torch.manual_seed(3)
-        text = torch.randint(64, (400,))
-        optimizer = torch.optim.AdamW(decoder.parameters(), lr=3e-3)
-        found = []
-        for step in range(30):
-            ids = torch.stack([text[at : at + 33] for at in torch.randint(360, (16,))])
-            with torch.autocast("cpu", torch.bfloat16, cache_enabled=False):
-                total, each = decoder(ids[:, :-1], labels=ids[:, 1:])
-            (total / each.numel()).backward()
-            optimizer.step()
-            optimizer.zero_grad()
-            found.append(each.mean().item())
-        return found
-
-    bf16, ours = curve(None), curve(scaling)
-    assert ours != bf16 and ours[0] == pytest.approx(bf16[0], abs=5e-3)
-    assert ours == pytest.approx(bf16, rel=0.03) and ours[-1] < 0.75 * ours[0]
 
 
 # ---- which matrices -------------------------------------------------------------------------------------------------
@@ -451,40 +404,7 @@ def test_each_kind_of_matrix_is_multiplied_in_fp8(part, fused):
     assert 0.015 < (rounded - exact).norm() / exact.norm() < 0.15
 
 
-@pytest.mark.parametrize("fused", [False, True], ids=["plain", "fused"])
-def test_what_is_left_out_is_exact(fused):
-    """FP8 in the last matrix alone: all that comes before it is bf16's to the bit, and what comes after is not."""
-    keep = ["layers.[01].*", "layers.2.self_attn.*", "*.gate_up_proj"]
-    seen = {}
-
-    def run(name, decoder):
-        for i, layer in enumerate(decoder.layers):
-            layer.register_forward_hook(lambda layer, inputs, output, i=i: seen.setdefault((name, i), output))
-        decoder.layers[2].self_attn.o_proj.register_forward_hook(
-            lambda part, inputs, output: seen.setdefault((name, "attention"), output)
-        )
-        results(decoder)
-
-    run("bf16", built(None, fused=fused))
-    run("fp8", built("rowwise", keep, fused))
-    for place in (0, 1, "attention"):
-        for exact, same in zip(seen["bf16", place], seen["fp8", place], strict=True):
-            assert torch.equal(exact, same)
-    assert not torch.equal(seen["bf16", 2][0], seen["fp8", 2][0])
-
-
 # ---- what is asked for ----------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("arguments, words", [
-    (["--trainer.precision", "fp8-tensorwise"], "fp8-tensorwise needs an NVIDIA GPU of compute capability 8.9"),
-    (["--trainer.fp8_keep", "[layers.0.*]"], "trainer.fp8_keep layers.0.* is for FP8, and trainer.precision is 32"),
-])  # fmt: skip
-def test_a_request_that_cannot_be_met_ends_with_one_line(tmp_path, arguments, words):
-    folder = make_workplace(tmp_path)
-    ended, _ = fit(folder, "small", *arguments, expect=2)
-    assert words in ended.stderr.strip().splitlines()[-1]
-    assert not (folder / "checkpoints").exists() and not (folder / "data").exists()
 
 
 def test_on_a_cpu_a_half_precision_becomes_what_it_does_well_and_fp8_becomes_nothing_else(monkeypatch, caplog):
@@ -513,20 +433,19 @@ class Emulated(Callback):
 EMULATED = [equipment("test_precision.Emulated")]
 
 
-def test_a_run_trains_and_validates(tmp_path):
-    said, run = fit(make_workplace(tmp_path), callbacks=EMULATED)
+def test_a_run_trains_and_validates(workplace):
+    said, run = fit(workplace, callbacks=EMULATED)
     assert said.stderr.count("precision: fp8-rowwise in 4 of the blocks' 8 matrices; bf16 in layers.1.*") == 1
     metrics = run.metrics()
     assert metrics[-1]["val/loss"] < 3.4 and metrics[-1]["val/loss"] < metrics[0]["train/loss"]
 
 
 @pytest.mark.slow
-def test_shards_compute_what_whole_models_do(tmp_path):
+def test_shards_compute_what_whole_models_do(workplace):
     """FSDP2: matrices are whole where they are multiplied, and their scales those of the whole matrix."""
-    folder = make_workplace(tmp_path)
     changes = {"model.decoder.dropout": 0.0, "trainer.devices": 2, "data.micro_batch_size": 2, "trainer.max_steps": 6}
     found = []
     for strategy in ("ddp", "fsdp2"):
-        _, run = fit(folder, strategy, callbacks=EMULATED, **changes, **{"trainer.strategy": strategy})
+        _, run = fit(workplace, strategy, callbacks=EMULATED, **changes, **{"trainer.strategy": strategy})
         found.append([line["train/loss"] for line in run.metrics("train/loss")])
     assert found[1] == pytest.approx(found[0], rel=1e-3) and len(found[0]) == 6
