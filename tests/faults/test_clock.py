@@ -76,7 +76,7 @@ def test_dates_continue_when_the_clock_is_set(monkeypatch):
 @pytest.mark.parametrize("ahead", [0, DAY])
 def test_a_heartbeat_from_another_machine_does_not_hold_up_a_resume(tmp_path, monkeypatch, ahead):
     """Without a lock to look at, as in a copy of the run, another heartbeat is waited for, and none comes."""
-    monkeypatch.setattr("lm.runs.run.SILENCE", 2.0)
+    monkeypatch.setattr("lm.runs.run.SILENCE", 0.5)
     run = Run.create("a", tmp_path)
     run.describe(status="running", turn=1, entered=time.time())
     beat = {"time": time.time() + ahead, "pid": 1, "host": "elsewhere", "machine": {}}

@@ -5,7 +5,7 @@ import math
 
 import pytest
 from test_guards import found_in
-from trainings import fit, make_workplace, write_config
+from trainings import fit, write_config
 
 from lm.cli.command import main
 from lm.errors import RequestError
@@ -110,15 +110,14 @@ def test_memory_is_bounded():
 # ---- in a training ---------------------------------------------------------------------------------------------------
 
 
-def test_a_training_warns_once_and_stops(tmp_path):
+def test_a_training_warns_once_and_stops(workplace):
     """Both conditions stay true: the warning comes once; the stop ends the run with exit code 3, says why in one line,
     and leaves no checkpoint of weights that may be broken: `auto` resumes from the one before. What is true of an
     untrained model stops nothing."""
-    folder = make_workplace(tmp_path)
     window = {"loss < 1 * median(loss, 8)": "warn"}
     stop = {"step >= 5": "stop"}
     untrained = {"loss > 3.5": "stop"}  # ln(38) = 3.64
-    ended, run = fit(folder, expect=3, guards={"alerts": {"step > 1": "warn", **untrained, **stop, **window}})
+    ended, run = fit(workplace, expect=3, guards={"alerts": {"step > 1": "warn", **untrained, **stop, **window}})
     assert "Traceback" not in ended.stderr and "step >= 5: at step 5" in ended.stderr.splitlines()[-1]
     alerts = [(alert["step"], alert["guard"], alert["action"]) for alert in run.alerts()]
     assert alerts == [(2, "alert", "warn"), (5, "alert", "stop")]
@@ -130,7 +129,7 @@ def test_a_training_warns_once_and_stops(tmp_path):
     assert list(run.steps()) == [4] and run.link("last").name == "step-00000004"  # the best; none of step 5
 
     # Windows continue with the run: eight lines before the one of step 9, four of them in the other process.
-    fit(folder, "small", "--ckpt_path", "auto", guards={"alerts": window})
+    fit(workplace, "small", "--ckpt_path", "auto", guards={"alerts": window})
     assert [alert["step"] for alert in run.alerts()] == [2, 5, 9] and run.status() == "finished"
 
 

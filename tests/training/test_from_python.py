@@ -4,14 +4,13 @@ import csv
 import json
 import math
 import re
-import time
 from dataclasses import fields
 from inspect import signature
 
 import pytest
 from lightning.pytorch import LightningModule
 from torch.utils.data import DataLoader
-from trainings import HERE, lm, make_workplace, start
+from trainings import HERE, lm, make_workplace, start, wait_until
 
 import lm as package
 from lm.data.config import DataConfig
@@ -166,10 +165,8 @@ def test_what_a_subclass_adds_is_in_its_hyperparameters():
 
 def test_the_trainer_makes_a_run_and_resumes_it(workplace):
     """A run folder with whole checkpoints, by the same script; the commands know the run."""
-    paths = (
-        "\nprint('best', trainer.checkpoint_callback.best_model_path, trainer.checkpoint_callback.last_model_path)\n"
-    )
-    said = lm(workplace, write(workplace, TRAINER + paths, **SMALL))
+    paths = "print('best', *(getattr(trainer.checkpoint_callback, f'{name}_model_path') for name in ('best', 'last')))"
+    said = lm(workplace, write(workplace, f"{TRAINER}\n{paths}\n", **SMALL))
     run = Run(workplace / "checkpoints" / "objects")
     assert run.status() == "finished" and find_damage(run.checkpoint("last")) is None and run.link("best")
     best, last = re.search(r"best (\S+) (\S+)", said.stdout).groups()
@@ -286,13 +283,10 @@ def test_objects_that_are_used_again_begin_anew(workplace):
 def test_a_signal_ends_it_with_a_checkpoint(workplace):
     script = TRAINER.replace('"objects"', '"signalled"')
     process = start(workplace, write(workplace, script, **SMALL | {"max_steps": 100_000}))
-    steps = workplace / "checkpoints/signalled/state.json"
-    until = time.monotonic() + 60
-    while time.monotonic() < until and not (steps.exists() and (json.loads(steps.read_text()).get("step") or 0) > 3):
-        time.sleep(0.1)
+    run = Run(workplace / "checkpoints/signalled")
+    wait_until(lambda: (run.read("state.json").get("step") or 0) > 3, process)
     process.terminate()
     _, said = process.communicate(timeout=60)
-    run = Run(workplace / "checkpoints/signalled")
     assert process.returncode == 1 and "Interrupted: SIGTERM: stopped after step" in said
     assert run.status() == "interrupted" and list(run.steps())[-1] > 3
 

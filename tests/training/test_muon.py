@@ -11,7 +11,7 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
 from torch.utils._python_dispatch import TorchDispatchMode
-from trainings import fit, in_ranks, make_workplace
+from trainings import fit, in_ranks
 
 from lm.training.muon import COEFFICIENTS, ROUNDS, Muon, orthogonalize
 from lm.training.muon_ranks import assign_owners
@@ -170,11 +170,11 @@ def test_under_a_gradient_scaler_it_takes_the_same_steps_and_none_from_infinity(
 # ---- a training -----------------------------------------------------------------------------------------------------
 
 
-def test_a_group_takes_its_own_rate_through_the_schedule(tmp_path):
+def test_a_group_takes_its_own_rate_through_the_schedule(workplace):
     """An embedding whose rate is next to nothing stays where it began; the rest does not."""
     optimizer = {"name": "muon", "lr": 1e-2, "groups": {"embedding": {"lr": 1e-30, "weight_decay": 0.0}}}
     changes = {"trainer.max_steps": 4, "trainer.checkpoint_interval": 1, "trainer.keep_checkpoints": 9}
-    _, run = fit(make_workplace(tmp_path), **changes, **{"model.optimizer": optimizer})
+    _, run = fit(workplace, **changes, **{"model.optimizer": optimizer})
     first, final = (load_file(run.steps()[step] / "model.safetensors") for step in (1, 4))
     same = {name for name in first if torch.equal(first[name], final[name])}
     assert same == {"model.embed_tokens.weight"}

@@ -84,13 +84,6 @@ def test_what_cannot_train_is_one_line(place, optimizer, message):
     assert message in refused.stderr.strip().splitlines()[-1] and not run.path.exists()
 
 
-def test_another_optimizer_s_checkpoint_is_refused(place):
-    fit(place, "other", **{"model.optimizer": SGD, "trainer.max_steps": 3})
-    refused, _ = fit(place, "other", "--ckpt_path", "auto", expect=2, **{"model.optimizer": OWN})
-    said = "optimizer.class_path torch.optim.SGD, and this run has class_path my_"
-    assert said in refused.stderr.splitlines()[-1]
-
-
 @pytest.mark.parametrize(("written", "now", "message"), [
     ({"class_path": "torch.optim.SGD"}, SGD, None),
     ({"class_path": "torch.optim.Adam"}, SGD, "has class_path torch.optim.SGD: give class_path torch.optim.Adam"),

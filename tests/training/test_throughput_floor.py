@@ -5,7 +5,7 @@ import json
 import pytest
 from decoders import SMALL
 from test_guards import found_in
-from trainings import fit, make_workplace
+from trainings import fit
 
 from lm.errors import RequestError
 from lm.model.build import Built
@@ -92,20 +92,20 @@ class NewShapes(Callback):
 
 def slow_training(folder, slow, **changes):
     """The alerts of a training with a floor that it cannot reach, its metrics, and its log."""
-    make_workplace(folder)
-    (folder / "slow.py").write_text(slow)
-    callbacks = [{"class_path": f"slow.{slow.split('class ')[1].split('(')[0]}"}]
+    name = slow.split("class ")[1].split("(")[0]
+    (folder / f"{name}.py").write_text(slow)
     floor = {"floor": "1G", "action": "checkpoint"}
-    _, run = fit(folder, **{"guards.throughput": floor, "trainer.callbacks": callbacks, **changes})
+    slowed = {"guards.throughput": floor, "trainer.callbacks": [{"class_path": f"{name}.{name}"}]}
+    _, run = fit(folder, name, **slowed, **changes)
     assert steps_of(run) == []  # samples and weights do not explain a slow step
     alerts = [alert for alert in run.alerts() if alert["guard"] == "throughput"]
     return alerts, run.metrics(), (run.path / "log.txt").read_text()
 
 
-def test_a_slow_loader_is_diagnosed(tmp_path):
+def test_a_slow_loader_is_diagnosed(workplace):
     """Said once, at the third line that is judged, for the first is not; and the share is logged at every line."""
     changes = {"trainer.peak_tflops": 1, "trainer.max_steps": 5}
-    alerts, metrics, log = slow_training(tmp_path, SLOW_DATA, **changes)
+    alerts, metrics, log = slow_training(workplace, SLOW_DATA, **changes)
     assert [(alert["step"], alert["action"]) for alert in alerts] == [(4, "checkpoint")]
     assert "waiting for data" in alerts[0]["message"] and "graphs" not in alerts[0]["message"]
     shares = [line["perf/data_wait"] for line in metrics if "perf/data_wait" in line]
@@ -114,11 +114,11 @@ def test_a_slow_loader_is_diagnosed(tmp_path):
     assert "MFU (causal) 0." in log and "MFU (full) 0." in log
 
 
-def test_recompiling_is_diagnosed(tmp_path):
+def test_recompiling_is_diagnosed(workplace):
     """And nothing else is: the data of the small model is there when it is asked for."""
     changes = {"data.micro_batch_size": 8, "model.compile": "triton_free", "model.decoder.num_hidden_layers": 1,
                "trainer.max_steps": 2, "model.schedule.warmup_steps": 1}  # fmt: skip
     changes["guards.throughput.patience"] = 1
-    alerts, _, _ = slow_training(tmp_path, NEW_SHAPES, **changes)
+    alerts, _, _ = slow_training(workplace, NEW_SHAPES, **changes)
     assert len(alerts) == 1 and "new graphs in 1 log line, the last time because" in alerts[0]["message"]
     assert "waiting for data" not in alerts[0]["message"], json.dumps(alerts)
