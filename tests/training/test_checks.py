@@ -12,7 +12,6 @@ from lm.data.tokenizer_training import train_char
 from lm.errors import RequestError
 from lm.model.config import DecoderConfig
 from lm.system.devices import DEVICES, Device
-from lm.training import findings
 from lm.training.checks import find_problems
 from lm.training.config import (
     DistributedConfig,
@@ -105,13 +104,6 @@ def test_what_does_not_fit_the_data():
     [never] = found(known=Known(has_validation=False), evaluation=tasks)
     assert "evaluations come after validations, and there is no validation data" in never
     assert found(known=Known(has_validation=None), evaluation=tasks) == []
-
-
-def test_the_first_error_refuses():
-    findings.raise_if_any([])
-    with pytest.raises(RequestError, match="^wrong: right$"):
-        findings.raise_if_any([findings.error("wrong", "right"), findings.error("worse")])
-    assert str(findings.Finding("warning", "odd", "even")) == "odd; even"
 
 
 @pytest.mark.skipif(torch.backends.mps.is_available(), reason="this machine has it")

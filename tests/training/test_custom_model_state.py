@@ -88,10 +88,8 @@ SHORT = {"trainer.max_steps": 6, "trainer.checkpoint_interval": 2, "trainer.val_
 
 @pytest.fixture(scope="module")
 def place(tmp_path_factory):
-    place = make_workplace(tmp_path_factory.mktemp("state"))
+    place = make_workplace(tmp_path_factory.mktemp("state"), "data/small")
     (place / "bigram.py").write_text(MODEL)
-    lm(place, "data", "prepare", "--input", "texts", "--output", "data/small", "--tokenizer", "char",
-       "--val_fraction", "0.2")  # fmt: skip
     return place
 
 

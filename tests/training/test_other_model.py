@@ -14,32 +14,28 @@ MODEL = {"model.decoder.num_hidden_layers": 2, "model.decoder.window_pattern": "
 
 @pytest.fixture(scope="module")
 def place(tmp_path_factory):
-    place = make_workplace(tmp_path_factory.mktemp("model"))
-    lm(place, "data", "prepare", "--input", "texts", "--output", "data/small", "--tokenizer", "char",
-       "--val_fraction", "0.2")  # fmt: skip
+    place = make_workplace(tmp_path_factory.mktemp("model"), "data/small")
     lm(place, "fit", "--config", str(write_config(place, "trained", **MODEL)))
     shutil.copytree(place / "checkpoints/trained/step-00000004", place / "elsewhere")  # of no run
     return place
 
 
-OTHER = {
-    "rope_theta": ({"rope_theta": 500.0}, "model.decoder.rope_theta is 10000.0 there and 500.0 here"),
-    "rms_norm_eps": ({"rms_norm_eps": 0.1}, "model.decoder.rms_norm_eps is 1e-05 there and 0.1 here"),
-    "windows": ({"window_pattern": "LS"}, "model.decoder.window_pattern is SL there and LS here"),
-    "window": ({"sliding_window": 4}, "model.decoder.sliding_window is 8 there and 4 here"),
-    "no windows": ({"window_pattern": None, "sliding_window": None}, "give --model.decoder.sliding_window 8 "),
-    "heads": ({"num_attention_heads": 4, "num_key_value_heads": 2}, "num_attention_heads is 2 there and 4 here"),
+OTHER = {  # the command that refuses it, what is other, and what it says
+    "rope_theta": ("fit", {"rope_theta": 500.0}, "model.decoder.rope_theta is 10000.0 there and 500.0 here"),
+    "rms_norm_eps": ("validate", {"rms_norm_eps": 0.1}, "model.decoder.rms_norm_eps is 1e-05 there and 0.1 here"),
+    "windows": ("fit", {"window_pattern": "LS"}, "model.decoder.window_pattern is SL there and LS here"),
+    "window": ("validate", {"sliding_window": 4}, "model.decoder.sliding_window is 8 there and 4 here"),
+    "no windows": (
+        "fit", {"window_pattern": None, "sliding_window": None}, "give --model.decoder.sliding_window 8 "),
+    "heads": (
+        "validate", {"num_attention_heads": 4, "num_key_value_heads": 2}, "num_attention_heads is 2 there and 4 here"),
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("changes, message", OTHER.values(), ids=OTHER)
-@pytest.mark.parametrize("command", ["validate", "fit"])
+@pytest.mark.parametrize("command, changes, message", OTHER.values(), ids=OTHER)
 def test_another_model_of_the_same_shapes_is_refused(place, command, changes, message):
-    config = write_config(
-        place,
-        "other",
-        **MODEL | {"trainer.max_steps": 8} | {f"model.decoder.{name}": value for name, value in changes.items()},
-    )
+    other = {f"model.decoder.{name}": value for name, value in changes.items()}
+    config = write_config(place, "other", **MODEL | {"trainer.max_steps": 8} | other)
     arguments = ["--config", str(config), "--ckpt_path", "elsewhere"]
     [line] = lm(place, command, *arguments, expect=2).stderr.strip().splitlines()[-1:]
     assert message in line and " this is a checkpoint of another model" in line
