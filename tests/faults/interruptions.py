@@ -26,6 +26,17 @@ class SlowSteps(AtMicroBatches):
             time.sleep(self.seconds)
 
 
+class Sleep(Callback):
+    """One rank does nothing more from an optimizer step on, and listens to nobody, as one that waits for a GPU."""
+
+    def __init__(self, rank: int, step: int) -> None:
+        self.rank, self.step = rank, step
+
+    def on_train_batch_start(self, trainer, pl_module, batch, batch_idx):
+        if (trainer.global_rank, trainer.global_step) == (self.rank, self.step):
+            time.sleep(600)
+
+
 class Validations(Callback):
     """Notes every batch of a validation in `validations.jsonl`; from the given one on, each takes some seconds."""
 

@@ -41,7 +41,8 @@ def test_a_rank_that_is_killed_or_hangs_ends_the_other_and_the_run_resumes(workp
         ("SIGKILL", 0, 9, -signal.SIGKILL, ""),
     ):
         send = equipment("recorder.KillAt", signal_name=name, hook="on_train_batch_start", step=step, rank=rank)
-        path = config(workplace, "relay", send, **{"trainer.rank_timeout": TIMEOUT})
+        deaf = [equipment("interruptions.Sleep", rank=1, step=step)] if rank == 0 else []  # it hears of nothing
+        path = config(workplace, "relay", send, *deaf, **{"trainer.rank_timeout": TIMEOUT})
         process = start(workplace, "fit", "--config", path, "--ckpt_path", "auto")
         err = process.communicate(timeout=180)[1]
         ended = time.time()

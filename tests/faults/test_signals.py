@@ -117,7 +117,7 @@ def test_a_wait_for_data_or_for_a_micro_batch_is_ended(straight, workplace):
     """
     for what, first, step, saved in (
         ("interruptions.Stall", dict(step=0), 0, []), ("waiting.WaitAt", dict(micro_batch=11, go="never"), 5, [4]),
-        ("interruptions.Stall", dict(step=5), 9, [9]),
+        ("interruptions.Stall", dict(step=7), 10, [9]),
     ):  # fmt: skip
         changes = {"trainer.callbacks": [RECORDER, equipment(what, **first)], "trainer.stop_within": 1}
         config = str(write_config(workplace, "stuck", **changes))
