@@ -34,7 +34,7 @@ def warning(what: str, fix: str = "") -> Finding:
 def check_data(data: dict[str, Any], steps: dict[str, Any], config: Sections) -> Iterator[Finding]:
     if not data["prepared"]:
         rows, prepare = config.model.decoder.vocab_size, config.data.prepare
-        if rows and prepare.tokenizer == "bpe" and rows < prepare.vocab_size:
+        if rows and prepare and prepare.tokenizer == "bpe" and rows < prepare.vocab_size:
             smaller = f"model.decoder.vocab_size {rows:,} is smaller than data.prepare.vocab_size"
             yield error(f"{smaller} {prepare.vocab_size:,}", "leave it out to take the tokenizer's")
         return

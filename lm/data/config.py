@@ -11,7 +11,7 @@ from typing import Literal
 
 from lm.errors import RequestError, require_at_least
 from lm.system.files import check_local_path
-from lm.system.units import Count
+from lm.system.units import OPEN, Count, Derivable
 
 Packing = Literal["stream", "whole"]
 LEARNED = {"bpe": "a byte-level BPE", "char": "one token a character"}
@@ -189,7 +189,7 @@ class DataConfig:
     column: str = "input_ids"
     pad_id: int | None = None
     # How much is read at once.
-    seq_len: Count | None = None
+    seq_len: Derivable[Count] = OPEN
     micro_batch_size: Count = Count(8)
     global_batch_tokens: Count | None = None
     val_tokens: Count | None = None
