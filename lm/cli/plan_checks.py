@@ -119,7 +119,7 @@ def check_optimizer(optimizer: OptimizerConfig) -> Iterator[Finding]:
         if group.lr is not None and not 1 / FAR <= group.lr / optimizer.lr <= FAR:
             place = f"model.optimizer.groups.{name}"
             yield warning(
-                f"{place}.lr {group.lr:g} is {format_figure(group.lr / optimizer.lr)} times model.optimizer.lr "
+                f"{place}.lr {group.lr:g} is {group.lr / optimizer.lr:.3g} times model.optimizer.lr "
                 f"{optimizer.lr:g}, which it does not follow",
                 f"--{place}.lr null --{place}.lr_ratio 8 makes it 8 times as large",
             )
