@@ -31,28 +31,29 @@ class Row(NamedTuple):
     interruptions: list[tuple[str, int]]  # each a signal, and the micro-batch of the run, from 0, at which it comes
     callbacks: list[dict] = []
     program: list[str] = []
-    faults: tuple[int, ...] = ()  # of `faults/matrix.py`
+    marks: list[pytest.MarkDecorator] = []
 
 
 ROWS = {
     "muon": Row({"model.optimizer": {"name": "muon", "lr": 1e-2}, "model.decoder.qk_norm": True,
                  "trainer.log_interval": 5}, [("SIGKILL", 15)]),  # from step 6, whose loss was not logged yet
-    "bf16-mixed": Row({"trainer.precision": "bf16-mixed"}, [("SIGKILL", 19)], faults=(1,)),
-    "bf16-true and a later epoch": Row({"trainer.precision": "bf16-true", **BRIEF}, [("SIGKILL", 15)], faults=(1, 15)),
+    "bf16-mixed": Row({"trainer.precision": "bf16-mixed"}, [("SIGKILL", 19)],
+                      marks=[pytest.mark.fault(1)]),
+    "bf16-true and a later epoch": Row({"trainer.precision": "bf16-true", **BRIEF}, [("SIGKILL", 15)],
+                                       marks=[pytest.mark.fault(1), pytest.mark.fault(15)]),
     "an optimizer of torch, with packed rows": Row({
         "model.optimizer": SGD, "data.path": "data/packed", "data.packing": "whole"}, [("SIGKILL", 9)]),
     "a custom optimizer": Row({"model.optimizer": OWN}, [("SIGKILL", 9)]),
     "every kind of optimizer state": Row({"model.optimizer": EVERYTHING}, [("SIGKILL", 9)]),
-    "shards of a custom optimizer": Row({"model.optimizer": EVERYTHING, **SHARDED}, [("SIGTERM", 15)]),
+    "shards of a custom optimizer": Row({"model.optimizer": EVERYTHING, **SHARDED}, [("SIGTERM", 15)],
+                                        marks=[pytest.mark.slow]),
     "a mixture with two phases": Row(mixed(REPEATED), [("SIGKILL", 9), ("SIGKILL", 15)]),  # in each phase
     "fp8": Row({}, [("SIGTERM", 11)], [equipment("test_precision.Emulated")]),
     "a custom model": Row(HEAD_RATE, [("SIGKILL", 9)], program=["my_gru.py"]),
     "unusual weights": Row({"model.variant": UNUSUAL}, [("SIGKILL", 9)], program=["bigram.py"]),
     # Killed in the middle of its five steps, which are 5 to 9.
-    "the drill of a spike": Row({"guards.inject_step": 5}, [("SIGKILL", 15)], faults=(9,)),
+    "the drill of a spike": Row({"guards.inject_step": 5}, [("SIGKILL", 15)], marks=[pytest.mark.fault(9)]),
 }  # fmt: skip
-MARKS = {name: [pytest.mark.fault(number) for number in row.faults] for name, row in ROWS.items()}
-MARKS["shards of a custom optimizer"] = [pytest.mark.slow]
 
 
 @pytest.fixture(scope="module")
@@ -76,7 +77,7 @@ def losses(entries: list[dict[str, Any]]) -> dict[tuple[int, int, int], str]:
     return {(entry["rank"], entry["step"], entry["micro"]): entry["loss"] for entry in entries}
 
 
-@pytest.mark.parametrize("name", [pytest.param(name, marks=MARKS[name]) for name in ROWS])
+@pytest.mark.parametrize("name", [pytest.param(name, marks=ROWS[name].marks) for name in ROWS])
 def test_an_interrupted_run_is_the_run_without_a_stop(place, name):
     row, run = ROWS[name], name.replace(" ", "-").replace(",", "")
 
