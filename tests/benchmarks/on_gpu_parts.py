@@ -153,7 +153,7 @@ CAPS = {"1": 500, "2": 140}  # seconds of a script in all
 # Without a GPU: the value after an option, and what is written in place of a word.
 ON_CPU = {
     "--config": "tiny.yaml", "--data.micro_batch_size": "4", "--data.global_batch_tokens": "1Ki", "--accumulate": "1",
-    "--data.val_tokens": "4Ki", "--trainer.precision": "32-true", "--model.compile": "none",
+    "--data.val_tokens": "4Ki", "--trainer.precision": "32-true", "--model.compile": "none", "-n": "0",
 }  # fmt: skip
 WORDS_ON_CPU = {"transformers+inductor": "transformers", "60": "8"}  # the second: steps of FIT_DEPTH12
 
