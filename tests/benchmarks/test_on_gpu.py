@@ -18,7 +18,7 @@ import on_gpu
 import on_gpu_page
 import pytest
 from on_gpu_parts import CAPS, PARTS, SCRIPTS
-from trainings import lm
+from trainings import lm, wait_until
 
 HERE = Path(__file__).parent
 ROOT = HERE.parents[1]
@@ -135,7 +135,7 @@ def test_what_torchrun_starts_in_a_session_of_its_own_is_ended_too(tmp_path):
     [worker] = on_gpu.descendants(process.pid)
     on_gpu.kill(process)
     process.wait()
-    assert not is_alive(worker)
+    wait_until(lambda: not is_alive(worker), seconds=10)
 
 
 def test_script_2_begins_with_what_failed_in_script_1(begin, tmp_path):
