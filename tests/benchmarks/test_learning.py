@@ -2,6 +2,7 @@
 
 import json
 import subprocess
+from types import SimpleNamespace
 
 import learning
 import pytest
@@ -18,7 +19,7 @@ def test_the_best_scale_is_trained_with_every_seed(tmp_path, monkeypatch, capsys
         out, err = process.communicate()
         return subprocess.CompletedProcess(command, process.returncode, out, err)
 
-    monkeypatch.setattr(learning.subprocess, "run", run)
+    monkeypatch.setattr(learning, "subprocess", SimpleNamespace(run=run))
     learning.main(["--config", "small.yaml", "--corpora", "config", "--scales", "0.01,1", "--seeds", "1,2",
                    "--compile", "none", "--folder", "bench"])  # fmt: skip
     (result,) = json.loads(capsys.readouterr().out)["results"]

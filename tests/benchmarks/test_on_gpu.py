@@ -17,7 +17,7 @@ from pathlib import Path
 import on_gpu
 import on_gpu_page
 import pytest
-from on_gpu_parts import CAPS, PARTS, SCRIPTS
+from on_gpu_parts import CAPS, PARTS, SCRIPTS, SMOKE
 from trainings import lm, wait_until
 
 HERE = Path(__file__).parent
@@ -301,6 +301,12 @@ def test_every_command_for_a_gpu_is_one_that_runs_there(tmp_path):
         assert "steps" in found or errors, options
 
 
+def test_the_names_that_choose_the_first_tests_are_names_of_tests():
+    text = (ROOT / "tests/test_gpu.py").read_text()
+    chosen = re.findall(r"\w+_\w+|documents", SMOKE)
+    assert len(chosen) == 7 and all(re.search(rf"def test_\w*{words}", text) for words in chosen)
+
+
 def test_the_parts_of_script_1_fit_its_time_and_script_2_says_that_its_do_not():
     one, two = (sum(PARTS[name].seconds for name in SCRIPTS[script]) for script in "12")
     assert one <= CAPS["1"] == 500 and two > CAPS["2"] == 140
@@ -324,7 +330,7 @@ def test_a_wrong_request_is_refused_before_anything_runs(tmp_path, words, messag
 @pytest.mark.skipif(Path("/dev/nvidiactl").exists(), reason="there is a GPU, and this is about small sizes")
 def test_parts_run_whole_on_a_cpu(tmp_path):
     """In a copy of the project's files, as a rented machine gets it; a loaded machine may cut a part."""
-    names = ["smoke", "headline", "fit", "fsdp2"]
+    names = ["headline", "fit", "fsdp2"]
     listed = subprocess.check_output(["git", "ls-files", "-coz", "--exclude-standard"], cwd=ROOT, text=True)
     for name in filter(lambda name: (ROOT / name).exists(), listed.split("\0")[:-1]):
         (tmp_path / "lm" / name).parent.mkdir(parents=True, exist_ok=True)
