@@ -9,10 +9,6 @@ multi-tensor kernels, which take 320 blocks at once. Bytes are inputs read and o
 reads twice, to find the largest value first; what a cache saves, or a matrix product reads twice, is not known here.
 The counts are of one micro-batch's forward and backward pass, its gradients added to those of micro-batches before it,
 and of what follows the last one: norm, clipping, AdamW.
-
-The milliseconds are a prediction for an H100 in bf16, not a measurement: FLOPs of products and of attention at the rates
-of `RATES`, products in FP8 too, and the bytes of all other ops at the rate of a copy. They ignore launches, which run
-ahead of the device.
 """
 
 import argparse
@@ -70,9 +66,6 @@ KINDS = {
 PRECISIONS = ("bf16-mixed", "fp8-tensorwise", "fp8-rowwise")  # as `trainer.precision`
 CHUNK, BLOCKS = 65_536, 320  # elements of a block, and blocks of a launch, in torch's MultiTensorApply.cuh
 PRESETS = ["published/pretrain-50m-adamw.yaml", "published/pretrain-350m-adamw.yaml"]
-# Of an H100, estimates: FLOP/s of large bf16 products, of causal attention forward and backward by the size of a head, and
-# bytes/s read and written by a copy.
-RATES = {"matrix products": 640e12, "attention": {64: 230e12, 128: 380e12}, "copy": 3.0e12}
 TITLES = {"micro_batch": "a micro-batch", "optimizer_step": "the rest of an optimizer step"}
 LISTS = {1: 110, 2: 64, 3: 48, 4: 36, 5: 30}  # lists of tensors -> tensors of a launch, there
 
@@ -82,7 +75,6 @@ class Count(NamedTuple):
 
     launches: int = 0
     bytes: int = 0
-    ms: float = 0.0  # predicted, see above
 
     def __add__(self, other: "Count") -> "Count":
         return Count(*(one + another for one, another in zip(self, other, strict=True)))
@@ -124,9 +116,7 @@ class Launches(TorchDispatchMode):
             backward = "backward" in name
             groups = ATTENTION["groups"] if args[backward].shape[1] != args[backward + 1].shape[1] else 0
             kernels = ATTENTION["backward"] + groups if backward else ATTENTION["forward"]
-            batch, heads, length, width = args[backward].shape
-            flops = (8 if backward else 4) * batch * heads * width * length * (length + 1) // 2
-            self._add("attention", name, kernels, moved, flops / RATES["attention"].get(width, 230e12))
+            self._add("attention", name, kernels, moved)
         elif name == "_fused_adamw_":  # weights, gradients and two means are read, all but the gradients written
             weights, gradients, *means = args[:4]
             moved = 2 * bytes_of([weights, *means]) + bytes_of(gradients)
@@ -138,12 +128,7 @@ class Launches(TorchDispatchMode):
         elif name == "embedding":
             self._add("embedding", name, 1, bytes_of(args[1]) + 2 * bytes_of(result))
         else:
-            kind = KINDS.get(name, "others")
-            seconds = None
-            if kind == "matrix products":  # the last two tensors, (M, K) and (K, N), also of batches
-                a, b = [arg for arg in args if isinstance(arg, Tensor)][name == "addmm" :][:2]
-                seconds = 2 * a.numel() * b.shape[-1] / RATES[kind]
-            self._add(kind, name, 1, moved, seconds)
+            self._add(KINDS.get(name, "others"), name, 1, moved)
 
     def _cross_entropy(
         self, x: Tensor, weight: Tensor, labels: Tensor, ignore_index: int, z_loss: float, gradient: bool
@@ -155,15 +140,12 @@ class Launches(TorchDispatchMode):
         chunks, logits, sums = -(-tokens // rows), tokens * vocab * item, 4 * vocab * width
         hidden = tokens * width * item
         products = 3 * (logits + hidden) + chunks * (2 * weight.nbytes + 2 * sums)
-        seconds = 6 * tokens * vocab * width / RATES["matrix products"] + 2 * chunks * sums / RATES["copy"]
-        self._add("matrix products", "of linear_cross_entropy", 3 * chunks, products, seconds)
+        self._add("matrix products", "of linear_cross_entropy", 3 * chunks, products)
         self._add("our kernels", "cross_entropy", chunks, 2 * logits + labels.nbytes + 8 * tokens)
         self._add("others", "zeros", 1, sums)
 
-    def _add(self, kind: str, name: str, launches: int, moved: int, seconds: float | None = None) -> None:
-        """Count an op of which the predicted time is given, or else follows from the bytes."""
-        ms = 1e3 * (moved / RATES["copy"] if seconds is None else seconds)
-        self.kinds[kind] = self.kinds.get(kind, Count()) + Count(launches, moved, ms)
+    def _add(self, kind: str, name: str, launches: int, moved: int) -> None:
+        self.kinds[kind] = self.kinds.get(kind, Count()) + Count(launches, moved)
         self.ops[name] += launches
 
     @property
@@ -287,8 +269,8 @@ def main(arguments: list[str]) -> None:
 
 
 def show(title: str, counted: dict[str, dict[str, Launches]]) -> None:
-    """Print launches, GB and predicted milliseconds by part of the step and kind of op."""
-    headers = [header for way in counted for header in (f"{way}\nlaunches", "\nGB", "\nms")]
+    """Print launches and GB by part of the step and kind of op."""
+    headers = [header for way in counted for header in (f"{way}\nlaunches", "\nGB")]
     table = Table("", *headers, title=title)
     for column in table.columns[1:]:
         column.justify = "right"
@@ -297,7 +279,7 @@ def show(title: str, counted: dict[str, dict[str, Launches]]) -> None:
         rows = {kind: [parts[part].kinds.get(kind, Count()) for parts in counted.values()] for kind in kinds}
         rows[TITLES[part]] = [parts[part].total for parts in counted.values()]
         for kind, counts in rows.items():
-            cells = [(f"{c.launches:,}", f"{c.bytes / 1e9:,.2f}", f"{c.ms:,.1f}") for c in counts]
+            cells = [(f"{c.launches:,}", f"{c.bytes / 1e9:,.2f}") for c in counts]
             table.add_row(kind, *itertools.chain(*cells))
         table.add_section()
     Console(highlight=False, soft_wrap=True).print(table)
