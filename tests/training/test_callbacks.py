@@ -113,8 +113,7 @@ def test_a_refusal_is_one_line_and_leaves_no_run(workplace, name, arguments, wor
 @pytest.mark.parametrize("given, message", [
     ([{"class_path": PLACE + "EarlyStopping"}],
      "the class needs monitor: "),
-    ([{"class_path": "Stopping"}], "Expected a dot import path string: Stopping"),
-    ({"class_path": PLACE + "EarlyStopping"}, "expected a list: [a, b], or lines that begin with a dash"),
+    ([{"class_path": "Stopping"}], "Lightning has no Stopping; give its path"),
     ([{"class_path": PLACE + "EarlyStoping"}], "has no attribute 'EarlyStoping'"),
 ])  # fmt: skip
 def test_a_wrong_entry_says_what_to_write(tmp_path, given, message):

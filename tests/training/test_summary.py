@@ -13,7 +13,7 @@ def test_a_fit_describes_itself_and_what_it_has_made(workplace):
     known = ("--seed", "9", "--trainer.peak_tflops", "1e-5", "--guards.budget.rate_usd_per_hr", "3600")
     said = fit(workplace, "small", *known)[0].stderr
     for part in (
-        "device: 1 x ", ", 32-true, peak 1e-05 TFLOP/s", "expected, as measured: ",
+        "device: 1 x ", ", 32-true, peak 1e-05 TFLOP/s", "time left, from the steps so far: ",
         " parameters, ", "context 32", "tokens for training", "training: 12 steps of 256 tokens = 3.07K tokens",
         "a step is 4 x 32 tokens x 2 micro-batches x 1 rank", "data: data/small, ",
         "weights: new, drawn from seed 9", "12 steps in ", "best validation loss ", "model: checkpoints/small/best",
@@ -31,7 +31,7 @@ def test_a_fit_describes_itself_and_what_it_has_made(workplace):
     said = fit(workplace, "small", "--trainer.max_steps", "14", "--ckpt_path", "auto", "--seed=9")[0].stderr
     assert "peak not known, so no MFU" in said
     assert "weights: resumed from checkpoints/small/step-00000012, after step 12 of 14" in said
-    assert "2 steps in " in said and "as measured" not in said  # there was no time left when it was known
+    assert "2 steps in " in said and "time left, from" not in said  # there was no time left when it was known
 
 
 PHASES = """
