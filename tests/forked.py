@@ -6,6 +6,7 @@ the other forks, and what libraries read from the environment while they are imp
 """
 
 import atexit
+import fcntl
 import gc
 import json
 import os
@@ -15,6 +16,7 @@ import signal
 import socket
 import subprocess
 import sys
+import termios
 import threading
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
@@ -26,15 +28,22 @@ CAN_FORK = sys.platform == "linux" and not Path("/dev/nvidiactl").exists()
 
 
 class Fork:
-    """A running `python -m lm`, or `python FILE.py` where the first argument is one; the part of `subprocess.Popen` that the tests use."""
+    """A running `python -m lm`, or `python FILE.py` where the first argument is one; the part of `subprocess.Popen` that the tests use.
 
-    def __init__(self, arguments: tuple[str, ...], cwd: Path, env: dict[str, str]) -> None:
+    Args:
+        terminal: a pseudo-terminal that it has in place of pipes.
+    """
+
+    def __init__(self, arguments: tuple[str, ...], cwd: Path, env: dict[str, str], terminal: int | None = None) -> None:
         self.args, self.returncode = ("lm", *arguments), None
-        ends = os.pipe(), os.pipe()
-        self.stdout, self.stderr = (os.fdopen(reader) for reader, _ in ends)
-        writers = [writer for _, writer in ends]
+        if terminal is None:
+            ends = os.pipe(), os.pipe()
+            self.stdout, self.stderr = (os.fdopen(reader) for reader, _ in ends)
+            writers = [writer for _, writer in ends]
+        else:
+            writers = [os.dup(terminal), os.dup(terminal)]
         self._answers, theirs = socket.socketpair()
-        request = json.dumps([arguments, str(cwd), env]).encode()
+        request = json.dumps([arguments, str(cwd), env, terminal is not None]).encode()
         with theirs:
             socket.send_fds(_server(), [len(request).to_bytes(4, "big")], [*writers, theirs.fileno()])
         _server().sendall(request)
@@ -130,7 +139,12 @@ def serve(requests: socket.socket) -> list[str]:
     for fd in fds:
         os.close(fd)
     requests.close()
-    arguments, cwd, env = json.loads(content)
+    arguments, cwd, env, has_terminal = json.loads(content)
+    if has_terminal:
+        os.setsid()
+        fcntl.ioctl(1, termios.TIOCSCTTY, 0)
+        os.dup2(1, 0)
+        sys.stdout.reconfigure(line_buffering=True)
     os.environ.clear()
     os.environ.update(env)
     os.chdir(cwd)

@@ -101,8 +101,8 @@ def test_help_and_a_wrong_name_need_no_torch(tmp_path):
     (["fit", "--config", ""], "no config '' here"), (["fit", "--config", "x**.yaml"], "no config 'x**.yaml' here"),
     (["fit", "--config", "small.yaml", "--config", "timed.yaml"], "there is no option 'hours'; give --hours on the comm"),
     (["fit", "--trainer", "{max_steps: 5}", "--hours", "1"], "--trainer.max_steps gives the length of the run, and so"),
-    (["fit", "--hours", "-1"], "--hours -1 must be above 0"),
-    (["plan", "--run", "small"], "there is no option 'run'"), (["fit", "--data.sources.weight", "9"], "data.sources: exp"),
+    (["fit", "--hours", "0"], "--hours 0 must be above 0"), (["fit", "--data.sources.weight", "9"], "data.sources: exp"),
+    (["plan", "--run", "small"], "there is no option 'run'"),
     (["branch", "nothing", "--trainer", "{max_steps: 9}"], "no run 'nothing'"),
     (["generate", "--temperature", "-1"], "temperature -1.0 must not be below 0"),
     (["ladder", "--depths", "2,a"], "'a' is not a number of blocks"), (["predict"], "start one with `lm fit"),
@@ -189,7 +189,6 @@ def test_the_length_of_some_hours_needs_no_other(tmp_path):
     (["--model.schedule", "wsd"], "model.schedule is a group of options and not 'wsd'"),
     (["--tags=null"], "tags is null, which means nothing there"),
     (["--hours", "1", "--trainer.max_steps", "5"], "--trainer.max_steps gives the length of the run, and so does"),
-    (["--config", "smal.yaml"], "no config 'smal.yaml' here or in configs/"),
 ])  # fmt: skip
 def test_wrong_names_are_refused(arguments, message, tmp_path, monkeypatch):
     write_config(tmp_path)
@@ -237,7 +236,6 @@ def test_a_config_that_cannot_be_meant_is_refused(text, message, tmp_path, monke
     (["generate", "--ckpt_path", ".", "--dtype", "bf16"], "expected one of 'float32', 'bfloat16', "),
     (["plan", "--config", "tiny.yaml", "--trainer.precision", "bf16"], "expected one of '32-true', 'bf16-mixed', "),
     (["plan", "--config", "tiny.yaml", "--model.optimizer.betas", "0.9,0.95"], "expected a list: [a, b]"),
-    (["plan", "--config", "tiny.yaml", "trainer.max_steps=5"], "did you mean --trainer.max_steps=5?"),
     (["plan", "--config", "tiny.yaml", "--lr-warmup-steps", "5"], "did you mean 'model.schedule.warmup_steps'?"),
     (["generate", "--ckpt_path", ".", "--temp", "0.5"], "did you mean 'temperature'?"),
     (["scale", "--size", "50M"], "did you mean 'depth'?"),
@@ -245,8 +243,7 @@ def test_a_config_that_cannot_be_meant_is_refused(text, message, tmp_path, monke
     (["runs", "ls", "--sort", "loss"], "there is no option 'sort'; there are --all, --json, --root, --tag"),
     (["ladder", "--zzz"], "there is no option 'zzz'; --help lists them"),
     (["exprot"], "did you mean `lm export`?"), (["--config=a.yaml"], "the command comes first: `lm fit --config=a.yaml`"),
-    (["ls"], "no command 'ls'; did you mean `lm runs ls`?"), (["list"], "did you mean `lm runs ls`?"),
-    (["runs", "list"], "no command 'runs list'; did you mean `lm runs ls`?"),
+    (["list"], "did you mean `lm runs ls`?"), (["runs", "list"], "no command 'runs list'; did you mean `lm runs ls`?"),
     (["inspect", "a"], "`lm data inspect a`?"),
     (["runs", "show"], "give a run, as in `lm runs show RUN`; `lm runs ls` lists them"),
     (["--config", "tiny.yaml", "fit"], "the command comes before its options: `lm fit --config tiny.yaml`"),

@@ -18,7 +18,7 @@ from lm.model.estimates import flops_per_token, parameters
 from lm.system.units import parse_count
 from lm.training.optimizer_rules import RULES, adamw_learning_rate, peak_rate
 
-DEPTHS = range(2, 33)
+DEPTHS = (*range(2, 9), 11, 12, 16, 20, 26, 32)
 DEPTH12 = Path(__file__).parent.parent.parent / "configs" / "depth12.yaml"
 
 
@@ -150,20 +150,16 @@ def test_standard_output_is_yaml_alone_and_torch_is_not_imported():
     assert done.stderr == "" and done.stdout == DEPTH12.read_text()
 
 
-@pytest.mark.parametrize(
-    ("arguments", "said"),
-    [
-        ([], "--depth 12"),
-        (["--depth", "1"], "--depth 1 must be at least 2"),
-        (["--depth", "12", "--max_steps", "9", "--target_flops", "1e18"], "--target_flops and --max_steps"),
-        (["--depth", "12", "--target_param_data_ratio", "0"], "--target_param_data_ratio 0 must be above 0"),
-        (["--depth", "12", "--max_steps", "0"], "--max_steps 0 must be above 0"),
-        (["--depth", "12", "--target_flops", "1e9"], "less than one optimizer step"),
-        (["--depth", "12", "--vocab_size", "0"], "--vocab_size 0 must be above 0"),
-        (["--depth", "12", "--seq_len", "1"], "--seq_len 1 must be at least 2"),
-        (["--depht", "12"], "did you mean 'depth'?"),
-    ],
-)
+@pytest.mark.parametrize("arguments, said", [
+    ([], "--depth 12"), (["--depth", "1"], "--depth 1 must be at least 2"),
+    (["--depth", "12", "--max_steps", "9", "--target_flops", "1e18"], "--target_flops and --max_steps"),
+    (["--depth", "12", "--target_param_data_ratio", "0"], "--target_param_data_ratio 0 must be above 0"),
+    (["--depth", "12", "--max_steps", "0"], "--max_steps 0 must be above 0"),
+    (["--depth", "12", "--target_flops", "1e9"], "less than one optimizer step"),
+    (["--depth", "12", "--vocab_size", "0"], "--vocab_size 0 must be above 0"),
+    (["--depth", "12", "--seq_len", "1"], "--seq_len 1 must be at least 2"),
+    (["--depht", "12"], "did you mean 'depth'?"),
+])  # fmt: skip
 def test_a_wrong_request_is_one_line_and_exit_code_2(arguments, said, capsys):
     assert main(["scale", *arguments]) == 2
     out, err = capsys.readouterr()

@@ -88,23 +88,19 @@ def test_the_loss_that_a_ladder_expects(tmp_path):
     assert times == pytest.approx(flops / 1e16, rel=0.01)
 
 
-@pytest.mark.parametrize(
-    ("arguments", "said"),
-    [
-        (["--hours", "0", *H100], "--hours 0 must be above 0"),
-        (["--usd", "20"], "--usd takes --rate"),
-        (["--usd", "20", "--rate", "3", "--hours", "1"], "and no --hours beside it"),
-        (["--hours", "1e-9", *H100], "s are too few: at depth 2 the start takes"),
-        (["--hours", "8", "--max_steps", "5", *H100], "--max_steps gives the length of the run, and so does the time"),
-        (["--depth", "4", *H100], "--device is for a run of some hours: give --hours too"),
-        (["--hours", "8", "--device", "h300"], "--device h300 is not known"),
-        (["--hours", "8", "--memory", "16GiB"], "the peak of any GPU in bf16-mixed is not known: give"),
-        (["--hours", "8", "--device", "4090", "--depth", "60"], "not even one sample of 2,048 tokens at depth 60 fits"),
-        (["--hours", "8", *H100, "--devices", "0"], "--devices 0 must be above 0"),
-        (["--hours", "8", *H100, "--devices", "3", "--batch_tokens", "8Ki"], "4 samples, cannot be divided among 3"),
-        (["--hours", "8", *H100, "--ladder", "nope"], "--ladder nope: no ladder.json can be read"),
-    ],
-)
+@pytest.mark.parametrize("arguments, said", [
+    (["--hours", "0", *H100], "--hours 0 must be above 0"), (["--usd", "20"], "--usd takes --rate"),
+    (["--usd", "20", "--rate", "3", "--hours", "1"], "and no --hours beside it"),
+    (["--hours", "1e-9", *H100], "s are too few: at depth 2 the start takes"),
+    (["--hours", "8", "--max_steps", "5", *H100], "--max_steps gives the length of the run, and so does the time"),
+    (["--depth", "4", *H100], "--device is for a run of some hours: give --hours too"),
+    (["--hours", "8", "--device", "h300"], "--device h300 is not known"),
+    (["--hours", "8", "--memory", "16GiB"], "the peak of any GPU in bf16-mixed is not known: give"),
+    (["--hours", "8", "--device", "4090", "--depth", "60"], "not even one sample of 2,048 tokens at depth 60 fits"),
+    (["--hours", "8", *H100, "--devices", "0"], "--devices 0 must be above 0"),
+    (["--hours", "8", *H100, "--devices", "3", "--batch_tokens", "8Ki"], "4 samples, cannot be divided among 3"),
+    (["--hours", "8", *H100, "--ladder", "nope"], "--ladder nope: no ladder.json can be read"),
+])  # fmt: skip
 def test_a_wrong_request_is_one_line_and_exit_code_2(arguments, said, capsys):
     assert main(["scale", *arguments]) == 2
     out, err = capsys.readouterr()
@@ -116,9 +112,9 @@ def test_this_machine_is_measured_and_the_run_takes_the_time(tmp_path):
     """Depths are measured until the chosen one has been, and training it ends near the time."""
     make_workplace(tmp_path, "data/small")
     shape = "--vocab_size 64 --seq_len 64 --head_dim 16 --aspect_ratio 16".split()  # the text does not bound the run
-    printed = lm(tmp_path, "scale", "--hours", "0.0125", *shape)
+    printed = lm(tmp_path, "scale", "--hours", "0.006", *shape)
     assert "measured)" in printed.stdout and printed.stderr.startswith("measuring depth 4: ")
     (tmp_path / "timed.yaml").write_text(printed.stdout)
     began = time.monotonic()
     lm(tmp_path, "fit", "--config", "timed.yaml", "--data.path", "data/small")
-    assert 25 < time.monotonic() - began < 80  # of 45; other work on the machine changes it
+    assert 10 < time.monotonic() - began < 45  # of 22; other work on the machine changes it

@@ -142,7 +142,7 @@ def test_the_hub_is_asked_again_when_its_answer_asks_for_it(hub, header, least, 
     assert hub.count("revision") == 4 and hub.count("paths-info") == 1
 
 
-@pytest.mark.parametrize("kind", [429, 500, 503, "cut", "stall"])
+@pytest.mark.parametrize("kind", [429, 503, "cut", "stall"])
 def test_every_request_that_fails_is_made_again(hub, shards_on_hub, kind, monkeypatch):
     """Of the listing and of the reading: commit, tree, folder, footer, pages, and where a file really is."""
     monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_DOWNLOAD_TIMEOUT", 0.1)  # seconds without an answer
@@ -311,19 +311,15 @@ def test_a_killed_preparation_goes_on_where_it_was(hub, tmp_path, kind):
 # ---- wrong requests --------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    ("source", "token", "message"),
-    [
-        ("datasets/o/none/a.txt", None, r"no such repository, or it is private: .* set HF_TOKEN"),
-        ("datasets/o/private/a.txt", None, r"no such repository, or it is private: .* set HF_TOKEN"),
-        ("datasets/o/private/a.txt", "hf_wrong", r"status 401, Invalid credentials .*look at HF_TOKEN"),
-        ("datasets/o/n@v9/a.txt", None, r"no such revision \(the branch, tag or commit after @\)"),
-        ("datasets/o/n/b.txt", None, r"no such file or folder"),
-        ("datasets/o/n/b/*.txt", None, r"no such file or folder"),
-        ("datasets/o/n/*.md", None, r"no file matches"),
-        ("datasets/o", None, r"names no repository; the form is hf://datasets/OWNER/NAME/PATH"),
-    ],
-)
+@pytest.mark.parametrize("source, token, message", [
+    ("datasets/o/none/a.txt", None, r"no such repository, or it is private: .* set HF_TOKEN"),
+    ("datasets/o/private/a.txt", None, r"no such repository, or it is private: .* set HF_TOKEN"),
+    ("datasets/o/private/a.txt", "hf_wrong", r"status 401, Invalid credentials .*look at HF_TOKEN"),
+    ("datasets/o/n@v9/a.txt", None, r"no such revision \(the branch, tag or commit after @\)"),
+    ("datasets/o/n/b.txt", None, r"no such file or folder"), ("datasets/o/n/b/*.txt", None, r"no such file or folder"),
+    ("datasets/o/n/*.md", None, r"no file matches"),
+    ("datasets/o", None, r"names no repository; the form is hf://datasets/OWNER/NAME/PATH"),
+])  # fmt: skip
 def test_a_wrong_url_is_reported_at_once(hub, source, token, message, monkeypatch):
     hub.commit("o/n", {"a.txt": b"text"})
     hub.commit("o/private", {"a.txt": b"text"})

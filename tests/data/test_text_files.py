@@ -167,10 +167,9 @@ def test_a_file_that_is_named_is_read_whatever_it_is_called(tmp_path):
     assert texts_of(tmp_path / "README", tmp_path / "odd[1].log") == ["no suffix", "odd"]
 
 
-@pytest.mark.parametrize(
-    "given",
-    ["nowhere", "nowhere/*.txt", "full/*.md", "empty", "embedded:bible", "odd://x/y", "http://127.0.0.1:9/a.txt"],
-)
+@pytest.mark.parametrize("given", [
+    "nowhere", "nowhere/*.txt", "full/*.md", "empty", "embedded:bible", "odd://x/y", "http://127.0.0.1:9/a.txt",
+])  # fmt: skip
 def test_an_input_that_is_not_there_is_named(given, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "empty").mkdir()

@@ -132,9 +132,6 @@ def test_a_wrong_request_is_one_line_and_leaves_nothing(run, options, words):
     assert "\n" not in str(refused.value) and run.evaluations() == []
 
 
-# ---- what is kept ---------------------------------------------------------------------------------------------------
-
-
 def test_sources_have_short_names_that_differ():
     sources = ["a/b/news.jsonl.gz", "data/val/", "data/x/*.parquet", "embedded:sotu", "*.txt"]
     assert short_names(sources) == ["news", "val", "x", "sotu", "*.txt"]

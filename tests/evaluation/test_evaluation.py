@@ -140,21 +140,18 @@ def test_a_file_of_items_alone_tells_its_kind_by_its_columns(tmp_path):
         assert same.items == task.items and same.label == "other"
 
 
-@pytest.mark.parametrize(
-    ("change", "message"),
-    [
-        (("dataset_uri: schema.jsonl", "dataset_uri: ../../schema.jsonl"), "leads out of"),
-        (("dataset_uri: schema.jsonl", "dataset_uri: /etc/hosts"), "leads out of"),
-        (("dataset_uri: schema.jsonl", "dataset_uri: nowhere.jsonl"), "there is no nowhere.jsonl"),
-        (("icl_task_type: schema", "icl_task_type: generation"), "'generation' is none of multiple_choice"),
-        (("num_fewshot: [2]", "num_fewshot: [two]"), "num_fewshot is missing or wrong"),
-        (("num_fewshot: [2]", "num_fewshot: [14]"), "too few for 14 few-shot"),
-        (("num_fewshot: [2]", "num_fewshots: [2]"), "'num_fewshots' is not known here"),
-        (("label: schema_x", "label: multiple_choice_x"), "two tasks are called 'multiple_choice_x'"),
-        (("icl_tasks:", "tasks:"), "expected a list of tasks under icl_tasks"),
-        (("icl_tasks:", "icl_tasks: {"), "cannot be read"),
-    ],
-)
+@pytest.mark.parametrize("change, message", [
+    (("dataset_uri: schema.jsonl", "dataset_uri: ../../schema.jsonl"), "leads out of"),
+    (("dataset_uri: schema.jsonl", "dataset_uri: /etc/hosts"), "leads out of"),
+    (("dataset_uri: schema.jsonl", "dataset_uri: nowhere.jsonl"), "there is no nowhere.jsonl"),
+    (("icl_task_type: schema", "icl_task_type: generation"), "'generation' is none of multiple_choice"),
+    (("num_fewshot: [2]", "num_fewshot: [two]"), "num_fewshot is missing or wrong"),
+    (("num_fewshot: [2]", "num_fewshot: [14]"), "too few for 14 few-shot"),
+    (("num_fewshot: [2]", "num_fewshots: [2]"), "'num_fewshots' is not known here"),
+    (("label: schema_x", "label: multiple_choice_x"), "two tasks are called 'multiple_choice_x'"),
+    (("icl_tasks:", "tasks:"), "expected a list of tasks under icl_tasks"),
+    (("icl_tasks:", "icl_tasks: {"), "cannot be read"),
+])  # fmt: skip
 def test_a_wrong_file_of_tasks_is_one_clear_line(tmp_path, change, message):
     file = make_tasks(tmp_path / "here")
     shutil.copy(tmp_path / "here/eval_data/schema.jsonl", tmp_path / "schema.jsonl")
@@ -176,17 +173,12 @@ WRONG_LINES = [
 ]
 
 
-@pytest.mark.parametrize(
-    ("name", "content", "message"),
-    [
-        ("gone.yaml", None, "no such file"),
-        ("empty.jsonl", "", "has no items"),
-        ("bad.parquet", "no", "damaged"),
-        ("other.jsonl", '{"text": "a"}\n', "its columns are text"),
-        ("embedded:nothing", None, "give embedded:sotu"),
-        *(("items.jsonl", ITEM + line, message) for line, message in WRONG_LINES),
-    ],
-)
+@pytest.mark.parametrize("name, content, message", [
+    ("gone.yaml", None, "no such file"), ("empty.jsonl", "", "has no items"), ("bad.parquet", "no", "damaged"),
+    ("other.jsonl", '{"text": "a"}\n', "its columns are text"),
+    ("embedded:nothing", None, "give embedded:sotu"),
+    *(("items.jsonl", ITEM + line, message) for line, message in WRONG_LINES),
+])  # fmt: skip
 def test_a_wrong_file_or_item_is_named_with_its_place(tmp_path, monkeypatch, name, content, message):
     monkeypatch.chdir(tmp_path)
     if content is not None:

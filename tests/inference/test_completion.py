@@ -63,9 +63,6 @@ def grown(tokenizer, prompt, tokens, stop=()):
     return taken
 
 
-# ---- texts of tokens ------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("encode_prompt", [0, 1, 7, 30])
 def test_pieces_are_whole_characters_and_make_the_text(tokenizer, encode_prompt):
     """Divided anywhere between the tokens of a prompt's characters."""
@@ -111,9 +108,6 @@ def test_what_may_become_a_stop_string_is_held_back():
     tokenizer = train_char(["abcx"])
     assert grown(tokenizer, [0], tokenizer.encode("aabxabcx"), ["abc"]) == ["", "a", "", "abx", "", "", ""]
     assert grown(tokenizer, [0], tokenizer.encode("xab"), ["abc"]) == ["x", "", "ab"]
-
-
-# ---- a model that writes --------------------------------------------------------------------------------------------
 
 
 @pytest.fixture(scope="module")

@@ -47,9 +47,6 @@ def test_the_weights_of_a_custom_model_have_its_own_names():
     assert list(weights.weight_histograms(model)) == ["0.weight"]
 
 
-# ---- weights ---------------------------------------------------------------------------------------------------------
-
-
 def test_histograms_are_densities_of_each_matrix():
     decoder = trained_like(SMALL)
     found = weights.weight_histograms(decoder, bins=20)
@@ -59,9 +56,6 @@ def test_histograms_are_densities_of_each_matrix():
     keys = decoder.layers[1].self_attn.qkv_proj.weight[48:96]
     _, edges = found["model.layers.1.self_attn.k_proj.weight"]
     assert (edges[0], edges[-1]) == pytest.approx((keys.min().item(), keys.max().item()))
-
-
-# ---- attention -------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("config", SHAPES.values(), ids=SHAPES.keys())
@@ -87,9 +81,6 @@ def test_texts_that_are_too_long_are_refused():
 def test_tokens_of_a_text_stand_beside_its_maps():
     found = text_views.attention_of(ready(), "we a\n")
     assert found.tokens == ["<|endoftext|>", "w", "e", "␣", "a", "↵"] and found.maps.shape[-2:] == (6, 6)
-
-
-# ---- drift -----------------------------------------------------------------------------------------------------------
 
 
 def test_drift_of_weights_that_changed_in_a_known_way():
@@ -138,9 +129,6 @@ def test_divergence_of_a_text_is_that_of_the_definition_token_by_token():
     assert alike.divergence.max() < 1e-12 and alike.agree.all()
 
 
-# ---- what a model expects --------------------------------------------------------------------------------------------
-
-
 def test_expectations_are_the_models_own_losses_ranks_and_entropies():
     model = ready()
     text = TEXT * 3  # longer than the context
@@ -166,9 +154,6 @@ def test_what_was_written_cost_what_the_writer_said(prompt):
         assert math.log(one.probability) == pytest.approx(token.log_probability, abs=1e-4)
     bits = [-math.log2(one.probability) for one in found]
     assert text_views.mean_bits(written) == pytest.approx(sum(bits) / 20, rel=1e-4)
-
-
-# ---- pictures and pages ----------------------------------------------------------------------------------------------
 
 
 def test_text_on_a_page_is_text_whatever_it_says():

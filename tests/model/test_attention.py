@@ -136,8 +136,6 @@ def test_a_mask_that_all_layers_share_is_made_once(monkeypatch):
     assert sorted(calls, key=str) == [5, None]
 
 
-# ---- the choice -----------------------------------------------------------------------------------------------------
-
 HALF = torch.bfloat16
 CHOICES = [
     (("cpu", (0, 0), HALF, None, False, 64), "causal"),
@@ -167,17 +165,14 @@ def test_cudnn_comes_first_on_hopper_only_and_never_with_a_mask():
     assert backends((7, 5), False) == [SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
 
 
-@pytest.mark.parametrize(
-    "device, capability, dtype, windows, words",
-    [
-        ("cpu", None, HALF, [None], "scaled_dot_product_attention"),
-        ("cpu", None, HALF, [None, 8], "scaled_dot_product_attention and masked"),
-        ("cuda:0", (9, 0), HALF, [None], "cudnn, then flash"),
-        ("cuda:0", (9, 0), HALF, [None, 8], "cudnn, then flash and flash over sequences"),
-        ("cuda:0", (9, 0), torch.float32, [None], "efficient, then math"),
-        ("cuda:0", (7, 5), torch.float16, [8], "masked"),
-    ],
-)
+@pytest.mark.parametrize("device, capability, dtype, windows, words", [
+    ("cpu", None, HALF, [None], "scaled_dot_product_attention"),
+    ("cpu", None, HALF, [None, 8], "scaled_dot_product_attention and masked"),
+    ("cuda:0", (9, 0), HALF, [None], "cudnn, then flash"),
+    ("cuda:0", (9, 0), HALF, [None, 8], "cudnn, then flash and flash over sequences"),
+    ("cuda:0", (9, 0), torch.float32, [None], "efficient, then math"),
+    ("cuda:0", (7, 5), torch.float16, [8], "masked"),
+])  # fmt: skip
 def test_the_choice_is_described_in_words(monkeypatch, device, capability, dtype, windows, words):
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
     assert describe_attention(torch.device(device), dtype, windows, False, 64) == words

@@ -19,9 +19,6 @@ def eager(tmp_path_factory):
     return losses(folder)
 
 
-# ---- kernels --------------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("way", ["yaml", "flag"])
 def test_kernels_that_cannot_run_are_refused_when_asked_for(tmp_path, way):
     """Also as a bare `on` in YAML, which reads as true there."""
@@ -39,9 +36,6 @@ def test_what_was_taken_is_said_once(tmp_path):
     said = [line for line in ended.stderr.splitlines() if line.startswith("kernels: ")]
     assert len(said) == 1 and "plain PyTorch (no CUDA device, the model is on cpu)" in said[0]
     assert "attention: " in said[0] and "compile: none" in said[0]
-
-
-# ---- compile --------------------------------------------------------------------------------------------------------
 
 
 def test_triton_free_is_eager_to_the_bit_and_no_compiler_runs(tmp_path, eager):
