@@ -43,7 +43,7 @@ class Fork:
         else:
             writers = [os.dup(terminal), os.dup(terminal)]
         self._answers, theirs = socket.socketpair()
-        request = json.dumps([arguments, str(cwd), env, terminal is not None]).encode()
+        request = json.dumps([arguments, str(cwd), env]).encode()
         with theirs:
             socket.send_fds(_server(), [len(request).to_bytes(4, "big")], [*writers, theirs.fileno()])
         _server().sendall(request)
@@ -136,15 +136,15 @@ def serve(requests: socket.socket) -> list[str]:
     signal.signal(signal.SIGINT, signal.default_int_handler)
     os.dup2(out, 1)
     os.dup2(err, 2)
-    for fd in fds:
-        os.close(fd)
-    requests.close()
-    arguments, cwd, env, has_terminal = json.loads(content)
-    if has_terminal:
+    if os.isatty(1):
         os.setsid()
         fcntl.ioctl(1, termios.TIOCSCTTY, 0)
         os.dup2(1, 0)
         sys.stdout.reconfigure(line_buffering=True)
+    for fd in fds:
+        os.close(fd)
+    requests.close()
+    arguments, cwd, env = json.loads(content)
     os.environ.clear()
     os.environ.update(env)
     os.chdir(cwd)

@@ -105,7 +105,6 @@ def test_data_show_prints_the_texts_that_a_step_saw(workplace, run):
 
 
 def test_the_newest_run_is_the_one_that_is_taken(workplace):
-    """A second fit of the same config is `small-2`, and a validation without a name takes it."""
     lm(workplace, "fit", "--config", "small.yaml", "--trainer.max_steps", "1", "--model.schedule.warmup_steps", "0")
     assert "run small-2, checkpoint checkpoints/small-2/step-00000001" in lm(workplace, "validate").stderr
     assert "run small, " in lm(workplace, "validate", "--run", "checkpoints/small").stderr

@@ -344,14 +344,13 @@ def test_weights_that_half_precision_cannot_hold_are_refused(value, named, tmp_p
     (["--output", "out", "--ckpt_path", "nowhere"], "nowhere"),
     (["--output", "out", "--run", "nobody"], "no run 'nobody'"),
 ])  # fmt: skip
-def test_a_wrong_request_is_one_line_and_makes_nothing(arguments, named, tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    (tmp_path / "full").mkdir()
-    (tmp_path / "full" / "file").write_text(CORPUS[:10])
+def test_a_wrong_request_is_one_line_and_makes_nothing(arguments, named, here):
+    (here / "full").mkdir()
+    (here / "full" / "file").write_text(CORPUS[:10])
     with pytest.raises(RequestError, match=named) as caught:
         command.export(call(ExportOptions, arguments, prog="lm export"))
     assert "\n" not in str(caught.value)
-    assert [path.name for path in tmp_path.iterdir()] == ["full"]
+    assert [path.name for path in here.iterdir()] == ["full"]
 
 
 @pytest.mark.parametrize("name, published", [

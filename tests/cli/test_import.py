@@ -236,7 +236,6 @@ def test_shards_of_the_model_begin_as_the_whole_of_it_does(workplace):
 
 
 def test_a_checkpoint_of_ours_makes_a_fresh_start(workplace):
-    """Its weights are taken, its steps and its optimizer are not."""
     lm(workplace, *config(workplace, "ours", **{"trainer.max_steps": 3}), "--ckpt_path", "models/qwen")
     run = Run(workplace / "checkpoints" / "ours")
     import_model(ImportOptions(str(run.path), str(workplace / "again")))

@@ -99,7 +99,6 @@ def test_the_same_command_trains_nothing_again_and_compares_the_prediction(place
 
 
 def test_another_recipe_is_compared_at_the_same_sizes(place, run_ladder):
-    """One that hardly learns is worse; and the same command trains nothing again."""
     options = ["ladder", "--depths", "2", "--max_steps", "6", *SIZES, "--name", "still", "--against",
                "--model.optimizer.groups.embedding.lr 1e-9 --model.optimizer.groups.output.lr 1e-9"]  # fmt: skip
     (said, _), page = run_ladder(*options), (place / "checkpoints/still/ladder.html").read_text()
@@ -153,7 +152,6 @@ def test_a_loss_that_rises_with_size_has_no_law(tmp_path, depths):
 
 
 def test_the_report_finds_a_known_law(tmp_path):
-    """Losses by known laws, of which the report finds the loss of a larger size."""
 
     def expected(depth):
         parameters = 1e5 * depth**3

@@ -36,12 +36,11 @@ WAIT, HOOK = 0.06, 0.05  # seconds of the slow loader and of the slow callback, 
     ("profile", profile, ["--steps", "0"], "at least 1"),
     ("profile", profile, ["--trace", "no/t.json"], "no/t.json"),
 ])  # fmt: skip
-def test_a_wrong_request_is_refused_before_anything_is_run(tmp_path, monkeypatch, name, command, wrong, said):
-    monkeypatch.chdir(tmp_path)
-    write_config(tmp_path, **{"trainer.callbacks": None})
+def test_a_wrong_request_is_refused_before_anything_is_run(here, name, command, wrong, said):
+    write_config(here, **{"trainer.callbacks": None})
     with pytest.raises(RequestError, match=said):
         command(request.read(name, ["--config", "small.yaml", *wrong]))
-    assert {path.name for path in tmp_path.iterdir()} == {"small.yaml"}
+    assert {path.name for path in here.iterdir()} == {"small.yaml"}
 
 
 # ---- lm bench step --------------------------------------------------------------------------------------------------
@@ -90,10 +89,9 @@ def bench_without_checkpoints(*more):
     bench_step(request.read("bench step", [*BENCH[2:], "--checkpoints", "0", *more]))
 
 
-def test_a_checkpoint_that_is_not_timed_is_not_written(tmp_path, monkeypatch, capsys):
+def test_a_checkpoint_that_is_not_timed_is_not_written(here, monkeypatch, capsys):
     """A large model's takes longer than the steps; the end of a fit would write one too."""
-    write_config(tmp_path, **{"trainer.log_interval": 2, "trainer.callbacks": None})
-    monkeypatch.chdir(tmp_path)
+    write_config(here, **{"trainer.log_interval": 2, "trainer.callbacks": None})
     written, planned = [], []
     monkeypatch.setattr("lm.training.checkpoint_io.write_folder", lambda path, content: written.append(path))
     monkeypatch.setattr("lm.cli.bench_step.training_memory", lambda *of: planned.append(of) or training_memory(*of))
@@ -102,7 +100,7 @@ def test_a_checkpoint_that_is_not_timed_is_not_written(tmp_path, monkeypatch, ca
     monkeypatch.setattr(Trainer, "save_checkpoint", lambda *_, **__: pytest.fail("a checkpoint was made"))
     bench_without_checkpoints("--output", "found.json", "--model.document_mask", "true")
     assert written == [] and planned[0][1].documents_per_token == pytest.approx(1 / 64, rel=0.5)  # in random tokens
-    assert json.loads((tmp_path / "found.json").read_text())["checkpoint"] is None
+    assert json.loads((here / "found.json").read_text())["checkpoint"] is None
     assert "a checkpoint of" not in capsys.readouterr().out
 
 
@@ -183,7 +181,6 @@ def slowed(tmp_path_factory):
 
 
 def test_the_parts_add_up_to_a_step(traced, capsys):
-    """To its time by the clock, which another clock confirms; and they are shown to people."""
     found, folder = traced
     parts = found["parts"]
     assert list(parts) == list(TITLES) and found["data"].startswith("random tokens") and found["steps"] == STEPS
@@ -200,7 +197,6 @@ def test_the_parts_add_up_to_a_step(traced, capsys):
 
 
 def test_nothing_is_left_but_the_trace(traced, slowed):
-    """Neither a run nor data, nor a cache beside the data that was there."""
     assert {path.name for path in traced[1].iterdir()} == {"small.yaml", "clock.json", "trace.json"}
     assert {path.name for path in slowed[1].iterdir()} == {"small.yaml", "texts", "data"}
     assert [path.name for path in (slowed[1] / "data").iterdir()] == ["small"]
@@ -233,7 +229,6 @@ def test_on_a_gpu_the_parts_are_nvtx_ranges_with_a_trace_and_without(monkeypatch
 
 
 def test_a_slow_loader_is_waiting_for_data_and_a_slow_callback_is_logging(slowed):
-    """Each in its own part, with its own name, and nowhere else."""
     found = slowed[0]
     parts = found["parts"]
     assert found["data"] == "the config's"
@@ -243,12 +238,11 @@ def test_a_slow_loader_is_waiting_for_data_and_a_slow_callback_is_logging(slowed
     assert parts["rest"]["ms_per_step"] < WAIT * 1e3
 
 
-def test_the_length_of_a_run_of_some_hours(tmp_path, monkeypatch, capsys):
+def test_the_length_of_a_run_of_some_hours(here, capsys):
     """It is printed as an option of `lm fit`, and nothing else; a time without a step is one line."""
-    write_config(tmp_path, **{"trainer.log_interval": 2, "trainer.callbacks": None})
-    monkeypatch.chdir(tmp_path)
+    write_config(here, **{"trainer.log_interval": 2, "trainer.callbacks": None})
     bench_without_checkpoints("--hours", "0.5", "--output", "found.json")
-    found = json.loads((tmp_path / "found.json").read_text())
+    found = json.loads((here / "found.json").read_text())
     config = request.read("bench step", list(BENCH[2:]))
     steps = steps_of_hours(config, 0.5, found, validation_tokens(config))
     assert capsys.readouterr().out == f"--trainer.max_steps {steps}\n" and steps * found["ms_per_step"] / 1e3 < 1800
@@ -283,9 +277,8 @@ def test_a_fit_of_some_hours_keeps_its_length(tmp_path):
     assert "measuring" not in process.communicate()[1] and run.settings()["trainer"]["max_steps"] in steps
 
 
-def test_hours_without_data_or_under_torchrun_are_one_line(tmp_path, monkeypatch, capsys):
-    write_config(tmp_path)
-    monkeypatch.chdir(tmp_path)
+def test_hours_without_data_or_under_torchrun_are_one_line(here, monkeypatch, capsys):
+    write_config(here)
     nothing = ("--data.path", "none", "--data.prepare", "null")
     assert main(["fit", "--config", "small.yaml", "--hours", "1", *nothing]) == 2
     said = capsys.readouterr().err

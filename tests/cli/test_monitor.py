@@ -230,9 +230,8 @@ def test_a_pipe_gets_one_plain_page(tmp_path):
         assert shown.startswith("a  running") and "step 2,000/4,000" in shown
 
 
-def test_it_starts_at_once_and_without_torch(tmp_path, monkeypatch):
-    write_live_run(tmp_path / "checkpoints", "a", lines=2000)
-    monkeypatch.chdir(tmp_path)
+def test_it_starts_at_once_and_without_torch(here):
+    write_live_run(here / "checkpoints", "a", lines=2000)
     code = (
         "import sys; from lm.cli.command import main; assert main(['monitor', 'a']) == 0; "
         "assert not {'torch', 'lightning', 'pynvml', 'numpy'} & sys.modules.keys()"

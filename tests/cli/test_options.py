@@ -25,7 +25,6 @@ assert not {{'torch', 'lightning'}} & set(sys.modules)
 
 
 def test_the_dataclasses_have_the_options_of_the_parser():
-    """Every option, and nothing else but the groups."""
     read = {option.name for option in options.all_options("plan")} - {"config", "print_config"}
     known = {name.removesuffix("+") for name in known_names(request.make_parser("plan"))}
     known -= {"run", "ckpt_path", "force"}  # which a config of a fit may have
@@ -108,11 +107,10 @@ def test_help_and_a_wrong_name_need_no_torch(tmp_path):
     (["ladder", "--depths", "2,a"], "'a' is not a number of blocks"), (["predict"], "start one with `lm fit"),
     (["validate", "--ckpt_path", "best"], "start one with `lm fit --config tiny.yaml`, or give --config"),
 ])  # fmt: skip
-def test_wrong_values_and_missing_runs_are_refused_without_torch(arguments, message, tmp_path, monkeypatch, capsys):
-    write_config(tmp_path)
-    write_config(tmp_path, "two", **{"trainer.val_interval": "two"})
-    (tmp_path / "timed.yaml").write_text("hours: 2\n")
-    monkeypatch.chdir(tmp_path)
+def test_wrong_values_and_missing_runs_are_refused_without_torch(arguments, message, here, monkeypatch, capsys):
+    write_config(here)
+    write_config(here, "two", **{"trainer.val_interval": "two"})
+    (here / "timed.yaml").write_text("hours: 2\n")
     monkeypatch.setattr("lm.cli.command._load", lambda target: load(target) if "options:" in target else pytest.fail())
     place = 2 if arguments[0] == "bench" else 1
     if arguments[0] in ("fit", "plan", "bench", "profile") and "--config" not in arguments:
@@ -190,11 +188,10 @@ def test_the_length_of_some_hours_needs_no_other(tmp_path):
     (["--tags=null"], "tags is null, which means nothing there"),
     (["--hours", "1", "--trainer.max_steps", "5"], "--trainer.max_steps gives the length of the run, and so does"),
 ])  # fmt: skip
-def test_wrong_names_are_refused(arguments, message, tmp_path, monkeypatch):
-    write_config(tmp_path)
-    monkeypatch.chdir(tmp_path)
-    (tmp_path / "runs/tiny").mkdir(parents=True)
-    (tmp_path / "runs/tiny/config.yaml").touch()
+def test_wrong_names_are_refused(arguments, message, here):
+    write_config(here)
+    (here / "runs/tiny").mkdir(parents=True)
+    (here / "runs/tiny/config.yaml").touch()
     with pytest.raises(RequestError) as caught:
         request.read("fit", ["--config", "small.yaml", *arguments] if arguments[0][:1] == "-" else arguments)
     assert message in str(caught.value)
@@ -222,9 +219,8 @@ def test_the_hint_for_a_warm_up_ratio_works_when_typed(tmp_path):
     ("trainer: {max_step: 1}\nmodel: {n_head: 2}", "no options 'trainer.max_step' (did you mean 'trainer.max_steps'?), "
      "'model.n_head' (did you mean 'model.decoder.num_attention_heads'?); there is no option 'bs'"),
 ])  # fmt: skip
-def test_a_config_that_cannot_be_meant_is_refused(text, message, tmp_path, monkeypatch):
-    (tmp_path / "small.yaml").write_text(text)
-    monkeypatch.chdir(tmp_path)
+def test_a_config_that_cannot_be_meant_is_refused(text, message, here):
+    (here / "small.yaml").write_text(text)
     with pytest.raises(RequestError) as caught:
         request.read("fit", ["-c", "small.yaml", *["--bs=2"] * message.endswith("'bs'")])
     assert message in str(caught.value)
@@ -256,19 +252,17 @@ def test_a_config_that_cannot_be_meant_is_refused(text, message, tmp_path, monke
     (["generate", "--ckpt_path", "my_callbacks.py", "--prompt", "a"], "my_callbacks.py is a file: give its folder ."),
     (["predict", "--data.texts", "missing.txt"], "lm predict: missing.txt: no such file or folder"),
 ])  # fmt: skip
-def test_what_was_meant_is_suggested(arguments, message, capsys, tmp_path, monkeypatch):
-    (tmp_path / "my_callbacks.py").touch()
-    (write_run(tmp_path / "checkpoints", "mine").path / "step-00000002").mkdir()
-    monkeypatch.chdir(tmp_path)
+def test_what_was_meant_is_suggested(arguments, message, capsys, here):
+    (here / "my_callbacks.py").touch()
+    (write_run(here / "checkpoints", "mine").path / "step-00000002").mkdir()
     assert main(arguments) == 2
     said = capsys.readouterr().err
     assert message in said and said.count("\n") == 1
 
 
-def test_what_the_parser_takes_is_let_through(tmp_path, monkeypatch):
+def test_what_the_parser_takes_is_let_through(here):
     """Lists that are appended to, values with keys of their own, classes by path, and another command's keys."""
-    write_config(tmp_path, **{"guards.alerts": {"loss > 10": "stop"}, "run": "a"})
-    monkeypatch.chdir(tmp_path)
+    write_config(here, **{"guards.alerts": {"loss > 10": "stop"}, "run": "a"})
     given = ["--config=small.yaml", "--trainer.callbacks+=recorder.Recorder", "--trainer.callbacks.init_args.x=1",
              "--guards.alerts", '{"lr > 1": "warn"}']  # fmt: skip
     asked = request.read("fit", given)
@@ -292,9 +286,8 @@ def test_help_on_the_commands_about_runs_lists_them(typed, capsys):
     assert [line.split("  ")[1] for line in lines] == [c.name for c in TABLE if c.name.startswith("runs ")]
 
 
-def test_a_config_needs_no_name_before_it(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    write_config(tmp_path)
+def test_a_config_needs_no_name_before_it(here):
+    write_config(here)
     typed = ["--trainer.log_interval", "3"]
     assert request.read("fit", ["small.yaml", *typed]) == request.read("fit", ["--config", "small.yaml", *typed])
 

@@ -76,7 +76,6 @@ def test_a_document_mask_without_documents_is_said(planned, workplace):
 
 
 def test_a_page_that_a_person_can_read(workplace):
-    """Every part of it in lines that fit a screen, in seconds, and nothing is written."""
     write_config(workplace, **PLAIN)
     before = sorted(os.walk(workplace))
     begun = time.monotonic()
@@ -108,7 +107,6 @@ def test_the_same_facts_for_programs(planned):
 
 
 def test_time_and_cost_follow_from_what_is_given(planned, bench):
-    """A share of the peak, or a measurement of the same model."""
     _, assumed, _ = planned("--rate_usd_per_hr", "3.6")
     _, given, _ = planned("--rate_usd_per_hr", "3.6", "--mfu", "0.2")
     assert given["time"]["seconds"] == pytest.approx(2 * assumed["time"]["seconds"])
@@ -269,7 +267,6 @@ def test_a_fit_on_a_cpu_takes_the_memory_that_is_planned(planned, workplace):
 
 
 def test_checkpointing_is_a_cure_only_where_it_helps(planned):
-    """What is said to fit does."""
     deep = {"model.decoder.num_hidden_layers": 24, "model.decoder.hidden_size": 1024, "data.global_batch_tokens": 2**14,
             "model.decoder.max_position_embeddings": 2**14, "model.decoder.num_attention_heads": 16,
             "model.decoder.intermediate_size": 1024, "data.micro_batch_size": 1,
@@ -405,7 +402,6 @@ def test_sound_settings_are_not_warned_of(planned):
 
 
 def test_what_a_crash_loses_and_what_saving_takes(planned, bench):
-    """At a measured speed, with a price; the saving from the bench file where it timed checkpoints."""
     measured = bench(tokens_per_second=0.1, checkpoint={"stall_ms": 460_800.0})
     run = planned(*measured, "--rate_usd_per_hr", "3")
     facts = run[1]["checkpoints"]

@@ -23,11 +23,10 @@ def with_option(document, option, value):
 
 
 @pytest.mark.parametrize("option", REMOVED)
-def test_a_use_of_it_is_one_line(option, tmp_path, monkeypatch, capsys):
-    monkeypatch.chdir(tmp_path)
+def test_a_use_of_it_is_one_line(option, here, capsys):
     default, what = REMOVED[option]
     other = not default if isinstance(default, bool) else "other"
-    config = write_config(tmp_path)
+    config = write_config(here)
     config.write_text(yaml.safe_dump(with_option(yaml.safe_load(config.read_text()), option, other)))
     for arguments in ([f"--{option}", str(default)], ["--config", str(config)]):
         for command in ("fit", "plan"):
@@ -41,7 +40,7 @@ def test_a_use_of_it_is_one_line(option, tmp_path, monkeypatch, capsys):
         with pytest.raises(RequestError, match="gone since") as refused:
             use("tiny.yaml", {option: other}) if use is package.fit else use(**{name: other})
         assert "\n" not in str(refused.value)
-    assert [path.name for path in tmp_path.iterdir()] == [config.name]
+    assert [path.name for path in here.iterdir()] == [config.name]
 
 
 @pytest.fixture(scope="module")

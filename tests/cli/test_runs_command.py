@@ -174,7 +174,6 @@ def test_show_puts_all_that_matters_on_a_page(trained):
 
 
 def test_the_command_that_show_ends_with_works_from_any_folder(trained, place):
-    """A run that was interrupted resumes with it."""
     before = trained.read("run.json")
     trained.describe(status="interrupted", reason="SIGTERM")
     command = runs("show", str(trained.path), fresh=True).stdout.splitlines()[-1].removeprefix("next").strip()

@@ -37,7 +37,6 @@ def read(text, folder):
 
 
 def test_deeper_is_never_smaller():
-    """Width, parameters, tokens and batch only grow with the depth, and the best rates only fall."""
     made = [make_recipe(shape(depth), tokens_per_parameter=20) for depth in DEPTHS]
     for what in ("parameters", "tokens", "batch", "flops"):
         values = [getattr(one, what) for one in made]
@@ -59,7 +58,6 @@ def test_heads_are_whole_and_the_last_layer_sees_all():
 
 
 def test_the_shape_can_be_another_one(tmp_path):
-    """The command in the header makes the same config again, and beside a number that was given stands the source's."""
     options = ("--depth", 10, "--aspect_ratio", 96, "--head_dim", 64, "--window_pattern", "SL")
     text = scale(*options)
     decoder = read(text, tmp_path).model.decoder
@@ -208,7 +206,6 @@ def test_little_text_decides_the_depth(tokens, tmp_path):
 
 
 def test_fit_runs_it(tmp_path):
-    """A model of two blocks takes two real steps, with windows, on a CPU; its checkpoint is written."""
     make_workplace(tmp_path, "data/small")
     printed = lm(tmp_path, "scale", "--depth", "2", "--max_steps", "2", "--vocab_size", "64", "--seq_len", "160",
                  "--data", "data/small")  # fmt: skip
@@ -226,7 +223,6 @@ def test_a_number_of_parameters_is_the_nearest_depth():
 
 
 def test_a_batch_that_is_given_decides_steps_and_decay():
-    """The decay is that of the tokens which the run really has: steps times the given batch."""
     options = {"depth": 4, "seq_len": 256, "batch_tokens": 8192, "optimizer": "adamw"}
     made, text = scaled_config(ScaleRequest(**options, max_steps=300))
     assert (made.batch, made.steps, made.tokens) == (32, 300, 300 * 8192)

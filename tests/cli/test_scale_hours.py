@@ -48,7 +48,6 @@ def test_expected_loss_is_the_published_one():
 
 
 def test_a_named_device(tmp_path):
-    """Its peak gives the speed; dollars at a rate are hours, and more devices train a larger model."""
     text = scale("--hours", 8, *H100)
     config = read(text, tmp_path)
     assert 8 <= config.model.decoder.num_hidden_layers <= 24 and "8 h at " in text and "40% MFU, assumed" in text
@@ -62,7 +61,6 @@ def test_a_named_device(tmp_path):
 
 
 def test_a_text_that_ends_before_the_hours(tmp_path):
-    """The run is as long as the text is repeated, and the config's head says so."""
     text = scale("--hours", 1, *H100, "--data", prepared(tmp_path, 300_000)["data"])
     seconds = re.search(r"# The text ends first: 4 times it takes (\S+) s of 1 h\.", text)[1]
     assert f": {seconds} s at " in text and float(seconds) < 600
@@ -70,7 +68,6 @@ def test_a_text_that_ends_before_the_hours(tmp_path):
 
 
 def test_memory_limits_the_depth(tmp_path):
-    """A small device gets a small micro-batch, or a model that fits."""
     options = "--hours", 1000, "--device", "h100"
     large, small = (read(scale(*options, *more), tmp_path) for more in ([], ["--memory", "6GiB"]))
     assert small.model.decoder.num_hidden_layers <= large.model.decoder.num_hidden_layers

@@ -23,8 +23,7 @@ ROOT = "--trainer.default_root_dir"
     (["runs", "export", "small", "--output", "s3://b/x"], "--output s3://b/x is a URL"),
     (["runs", "compare", "small", "small-2", "--png", "s3://b/x"], "--png s3://b/x is a URL"),
 ])  # fmt: skip
-def test_a_url_where_something_is_written_to_a_disk_is_refused(tmp_path, monkeypatch, command, said, capsys):
-    monkeypatch.chdir(tmp_path)
+def test_a_url_where_something_is_written_to_a_disk_is_refused(here, command, said, capsys):
     for _ in range(2):  # `small`, `small-2`
         run = write_run("checkpoints", "small", [{"step": 3, "train/loss": 1.0}])
         (run.path / "step-00000003").mkdir()
@@ -34,4 +33,4 @@ def test_a_url_where_something_is_written_to_a_disk_is_refused(tmp_path, monkeyp
     assert main([*command[:words], *config, *command[words:]]) == 2
     out, err = capsys.readouterr()
     assert said in out + err.splitlines()[-1]
-    assert [entry.name for entry in tmp_path.iterdir()] == ["checkpoints"]
+    assert [entry.name for entry in here.iterdir()] == ["checkpoints"]

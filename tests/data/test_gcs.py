@@ -30,7 +30,6 @@ def gcs(tmp_path_factory):
 
 @pytest.mark.parametrize("faults", [[], [None, 503, 429, None, "cut"], ["stall"]])
 def test_shards_and_texts_are_read(gcs, faults, monkeypatch):
-    """As they are, and when requests fail at first."""
     server, tokens = gcs
     monkeypatch.setattr(remote, "FIRST_PAUSE", 0.05)
     server.fail(faults)

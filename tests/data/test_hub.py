@@ -144,7 +144,6 @@ def test_the_hub_is_asked_again_when_its_answer_asks_for_it(hub, header, least, 
 
 @pytest.mark.parametrize("kind", [429, 503, "cut", "stall"])
 def test_every_request_that_fails_is_made_again(hub, shards_on_hub, kind, monkeypatch):
-    """Of the listing and of the reading: commit, tree, folder, footer, pages, and where a file really is."""
     monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_DOWNLOAD_TIMEOUT", 0.1)  # seconds without an answer
     hub.fail(cycle([Fault(kind), None, None]))
     shards = Shards.open("hf://datasets/o/n/train", vocab_size=1000, patience=20)
@@ -249,7 +248,6 @@ def content(folder):
 
 
 def test_texts_and_a_tokenizer_on_the_hub_are_prepared_like_local_ones(hub, texts, tmp_path):
-    """Of a folder and of globs; the tokenizer by its file, by its folder, and as anything else at a web address."""
 
     def made(name, inputs, tokenizer):
         prepare(PrepareOptions([str(each) for each in inputs], str(tmp_path / name), tokenizer, val_fraction=0.1))
@@ -332,7 +330,6 @@ def test_a_wrong_url_is_reported_at_once(hub, source, token, message, monkeypatc
 
 
 def test_a_private_repository_is_read_with_a_token(hub, monkeypatch):
-    """Which goes to the hub alone, and not where the hub keeps large files."""
     hub.commit("o/private", {"a.txt": b"text", "b.jsonl.gz": gzip.compress(b'{"text": "more"}')})
     hub.private.add("o/private")
     monkeypatch.setenv("HF_TOKEN", hub.token)

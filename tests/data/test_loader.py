@@ -81,7 +81,6 @@ def test_a_stream_can_be_sent_to_a_spawned_process(shards):
 @given(st.integers(1, 40), st.integers(0, 500))
 @settings(max_examples=10, deadline=None)
 def test_memory_stays_within_the_buffer(shards, blocks, start):
-    """However small the buffer: the blocks that are held or being decoded never exceed it."""
     capacity, most = blocks * shards.index.largest.tokens, [0]
     want = BlockBuffer.request
 
@@ -184,7 +183,6 @@ def no_threads():
 
 
 def test_threads_end_with_their_iterator(shards):
-    """Closed, collected in the middle, or run to its end: nothing is left behind."""
     wait_for(no_threads)
     batches = iter(stream(shards))
     next(batches)

@@ -169,7 +169,6 @@ def test_what_does_not_fit_is_one_line(place, command, message):
 
 @pytest.mark.parametrize("texts", [["a", "b", "c"] * 40, ["abc def. " * 9], ["ab"]], ids=["letters", "one", "short"])
 def test_a_validation_that_had_to_be_cut_has_text_to_predict(tmp_path, texts):
-    """And a document that was cut ends, so that no other one follows it without a border."""
     folder, source = tmp_path / "made", write_jsonl(tmp_path / "a.jsonl", texts)
     prepare(PrepareOptions([str(source)], str(folder), "char", packing="whole", seq_len=Count(SEQ_LEN)))
     eos_id = Tokenizer.load(folder).eos_id

@@ -296,7 +296,6 @@ def test_copies_of_a_document_are_in_one_split_or_cut_alike(letters, shared, tmp
 
 @pytest.mark.parametrize("tokenizer", ["bpe", "char"])
 def test_one_text_file_is_cut_at_a_line_near_its_end(tokenizer, tmp_path, caplog):
-    """As the single input.txt that nanoGPT begins with."""
     caplog.set_level("INFO")
     text = "".join(f"Line {i} of the play.\n" for i in range(500))
     (tmp_path / "input.txt").write_text(text)
@@ -473,7 +472,6 @@ def test_an_unfinished_folder_is_made_with_other_options_as_a_fresh_one_is(tmp_p
 
 @pytest.mark.parametrize("at, said", [("_tokenizer", "begins again"), ("run_tasks", "continues from here")])
 def test_an_interruption_says_whether_anything_is_kept(at, said, tmp_path, monkeypatch):
-    """Before the tokenizer is learned, and after it."""
     source = write_jsonl(tmp_path / "a.jsonl", make_texts(50))
 
     def interrupt(*arguments):
@@ -498,10 +496,9 @@ def test_a_folder_with_other_things_is_not_touched(tmp_path):
     ({"shard_tokens": Count(0)}, "shard_tokens"), ({"eos_token": "</s>"}, "--eos_token"),
     ({"output": "a.jsonl"}, "a.jsonl holds other files"), ({"input": ["empty.jsonl"]}, "no text"),
 ])  # fmt: skip
-def test_a_wrong_request_is_refused(options, message, tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    write_jsonl(tmp_path / "a.jsonl", ["text"])
-    write_jsonl(tmp_path / "empty.jsonl", ["", ""])
+def test_a_wrong_request_is_refused(options, message, here):
+    write_jsonl(here / "a.jsonl", ["text"])
+    write_jsonl(here / "empty.jsonl", ["", ""])
     with pytest.raises(RequestError, match=message):
         prepare.prepare(PrepareOptions(**{"input": ["a.jsonl"], "output": "out", **options}))
 
@@ -555,12 +552,11 @@ def test_the_key_that_a_failure_asked_for_is_taken(tmp_path):
     assert run(tmp_path / "out", source, text_key="body")["splits"]["train"]["documents"] > 0
 
 
-def test_a_damaged_manifest_is_cured_by_the_command_of_its_message(tmp_path, monkeypatch):
+def test_a_damaged_manifest_is_cured_by_the_command_of_its_message(here):
     """Without the `rm`, the folder that is there would be refused."""
-    monkeypatch.chdir(tmp_path)
-    texts = write_jsonl(tmp_path / "a.jsonl", make_texts(100))
+    texts = write_jsonl(here / "a.jsonl", make_texts(100))
     run("a folder", texts)
-    manifest = tmp_path / "a folder" / "manifest.json"
+    manifest = here / "a folder" / "manifest.json"
     for damage, reason in (("{", "is damaged"), ('{"splits": {}}', "it has no splits")):
         manifest.write_text(damage)
         with pytest.raises(RequestError, match=f"{reason}.*; `rm -r 'a folder'`, and run `lm data prepare` again$"):
@@ -571,7 +567,6 @@ def test_a_damaged_manifest_is_cured_by_the_command_of_its_message(tmp_path, mon
 
 
 def test_inspect_describes_shards_of_other_programs(tmp_path):
-    """Of each split, with what lies beside them, so that no file is left out."""
     for name, ids in (("train/a", [1, 2, 3]), ("val/a", [4, 5]), ("b", [6])):
         write_rows(tmp_path / f"{name}.parquet", [ids])
     facts = describe_folder(str(tmp_path))

@@ -118,13 +118,12 @@ def test_from_the_command_line(tmp_path):
     assert "data/small/train/" in lm(tmp_path, "data", "show", "--run", "whole", "--step", "24").stdout
 
 
-def test_a_mixture_has_the_documents_of_its_own_sources(tmp_path, monkeypatch):
+def test_a_mixture_has_the_documents_of_its_own_sources(here):
     """Blocks are numbered over all sources, and each source has epochs of its own."""
-    make_workplace(tmp_path)
-    monkeypatch.chdir(tmp_path)
+    make_workplace(here)
     for name in "ab":
         lm(
-            tmp_path,
+            here,
             "data",
             "prepare",
             "--input",

@@ -53,7 +53,6 @@ rows_of_ids = st.lists(st.lists(st.integers(0, 99), max_size=7), min_size=1, max
 def test_every_layout_reads_to_the_same_tokens(
     tmp_path_factory, rows, integer, layout, group, statistics, compression, dictionary, extra, page
 ):
-    """Whatever the list type, integer type, row groups, encoding, and with or without statistics; empty rows too."""
     if layout == "fixed":
         rows = [(row * 3 + [1, 2, 3])[:3] for row in rows]
     kind = {

@@ -59,7 +59,6 @@ def points(run, name):
 
 @pytest.mark.slow
 def test_what_is_found_is_the_models_and_stays_with_the_run(workplace, run, capsys):
-    """In its folder, the registry, TensorBoard and on its page; an earlier checkpoint after a later one, too."""
     done = lm(workplace, "evaluate", *WORDS_TASK, "--ckpt_path", "last", "--max_items", "7", "--json")
     assert "checkpoints/small/step-00000008" in done.stderr
     last = json.loads(done.stdout)
@@ -95,7 +94,6 @@ def test_bits_per_byte_of_the_texts_of_the_validation_are_those_of_the_validatio
 
 
 def test_texts_have_a_key_of_any_name(run, capsys):
-    """As the same text in a file."""
     pq.write_table(pa.table({"body": ["Chapter 3. The letter"]}), "texts.parquet")
     Path("texts.jsonl").write_text(json.dumps({"body": "Chapter 3. The letter"}))
     Path("texts.txt").write_text("Chapter 3. The letter")

@@ -179,8 +179,7 @@ WRONG_LINES = [
     ("embedded:nothing", None, "give embedded:sotu"),
     *(("items.jsonl", ITEM + line, message) for line, message in WRONG_LINES),
 ])  # fmt: skip
-def test_a_wrong_file_or_item_is_named_with_its_place(tmp_path, monkeypatch, name, content, message):
-    monkeypatch.chdir(tmp_path)
+def test_a_wrong_file_or_item_is_named_with_its_place(here, name, content, message):
     if content is not None:
         Path(name).write_text(content)
     with pytest.raises(RequestError, match=message):

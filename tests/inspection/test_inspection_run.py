@@ -127,7 +127,6 @@ def test_the_divergence_is_that_of_its_definition():
 
 
 def test_pictures_and_tables_are_made_of_any_run(run, tmp_path):
-    """Of one that has everything, and of one that has only begun."""
     fresh = Run.create("fresh", tmp_path)
     fresh.describe(id="fresh", name="fresh", entered=1.0, status="running")
     run.append("alerts.jsonl", {"step": 9, "time": 0.0, "guard": "<spike>", "action": "warn", "message": "loss > 3"})
@@ -140,7 +139,6 @@ def test_pictures_and_tables_are_made_of_any_run(run, tmp_path):
 
 
 def test_each_source_of_a_mixture_is_a_line_of_its_own(tmp_path):
-    """Of the same colour and style in both panels, also where an earlier one has no validation."""
     run, names = Run.create("mixed", tmp_path), [f"source-{index}" for index in range(16)]
     assert view.draw_sources(run) is None
     run.describe(mixture={"sources": names, "phases": [[0, [1] * 16]]})

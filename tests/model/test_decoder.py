@@ -437,7 +437,6 @@ def test_what_is_left_open_follows_from_the_rest():
 
 @pytest.mark.parametrize("width, inside", [(512, 1408), (768, 2048), (100, 320), (16, 64), (96, 256)])
 def test_the_mlp_is_8_3_of_the_width_unless_it_is_given(width, inside):
-    """Rounded up to a multiple of 64."""
     assert DecoderConfig(hidden_size=width, num_attention_heads=2).intermediate_size == inside
     assert DecoderConfig(hidden_size=width, num_attention_heads=2, intermediate_size=96).intermediate_size == 96
 

@@ -195,7 +195,6 @@ def test_inductor_keeps_what_is_predicted(precision, code, monkeypatch):
 @pytest.mark.parametrize("precision, dtype", [("32-true", torch.float32), ("bf16-true", torch.bfloat16)])
 @pytest.mark.parametrize("optimizer", ["adamw", "muon"])
 def test_weights_gradients_and_optimizer_are_predicted(name, precision, dtype, optimizer):
-    """To the byte, but for AdamW's step counts."""
     config = CONFIGS[name]
     model = Decoder(config).to(dtype)
     for parameter in model.parameters():
@@ -234,7 +233,6 @@ def test_replicas_divide_the_momentum_of_muon_alone():
 
 
 def test_shards_are_gathered_two_blocks_at_a_time():
-    """And not kept, as the copies that autocast makes of whole weights."""
     step = Step(16, 1024, "bf16-mixed", world_size=8, sharded=True)
     counts = parameters(PRESET)
     blocks = (counts["attention"] + counts["mlp"]) * 2 // PRESET.num_hidden_layers

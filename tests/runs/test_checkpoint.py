@@ -78,7 +78,6 @@ def test_damage_to_any_file_is_found_and_named(tmp_path, name, damage):
 
 @pytest.mark.parametrize("name", FILES)
 def test_every_byte_of_every_file_counts(tmp_path, name):
-    """Each is flipped in one bit, and put back: numbers and names, spaces and digests."""
     folder = tmp_path / "c"
     write_folder(folder, content() | {"ranks": [{"rng": torch.arange(9)}]})
     data = (folder / name).read_bytes()

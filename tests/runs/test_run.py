@@ -145,8 +145,7 @@ def test_of_several_runs_of_a_config_the_newest_is_taken_and_named(tmp_path, cap
     ("last", "tyni", "no run 'tyni' under checkpoints or in the registry; did you mean tiny?"),
     ("step-00000009", "tiny", "has no 'step-00000009' checkpoint; it has: step-00000001"),
 ])  # fmt: skip
-def test_a_checkpoint_that_is_not_there_is_explained(reference, name, message, tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
+def test_a_checkpoint_that_is_not_there_is_explained(reference, name, message, here):
     save(make(Path("checkpoints"), "tiny"), 1)
     Path("model").mkdir()
     Path("model/config.json").write_text("{}")
