@@ -169,10 +169,8 @@ def test_what_a_chat_needs_is_kept(tmp_path):
 
 
 def described_by_transformers(folder):
-    tokenizer, config = (
-        transformers.AutoTokenizer.from_pretrained(folder),
-        transformers.AutoConfig.from_pretrained(folder),
-    )
+    tokenizer = transformers.AutoTokenizer.from_pretrained(folder)
+    config = transformers.AutoConfig.from_pretrained(folder)
     generation = transformers.GenerationConfig.from_pretrained(folder).to_dict()
     own = {"transformers_version", "pad_token_id"}  # padding is ours where the source has none
     return {

@@ -55,9 +55,8 @@ def whole(tmp_path_factory):
 def test_an_older_run_resumes_to_the_bit(whole, name, resume):
     """Its own config and the one that it was begun with have the options that are gone, at their defaults."""
     folder, expected = whole
-    _, run = fit(
-        folder, name, callbacks=[equipment("recorder.KillAt", signal_name="SIGKILL", micro_batch=15)], expect=-9
-    )
+    kill = equipment("recorder.KillAt", signal_name="SIGKILL", micro_batch=15)
+    _, run = fit(folder, name, callbacks=[kill], expect=-9)
     for file in (folder / f"{name}.yaml", run.config):
         document = yaml.safe_load(file.read_text())
         document["trainer"]["callbacks"] = [RECORDER]

@@ -18,7 +18,7 @@ from lm.model.estimates import flops_per_token, parameters
 from lm.system.units import parse_count
 from lm.training.optimizer_rules import RULES, adamw_learning_rate, peak_rate
 
-DEPTHS = (*range(2, 9), 11, 12, 16, 20, 26, 32)
+DEPTHS = range(2, 33)
 DEPTH12 = Path(__file__).parent.parent.parent / "configs" / "depth12.yaml"
 
 
@@ -100,8 +100,8 @@ def test_the_rules_give_their_sources_figures():
     assert weight_decay(0.25, 1e-3, 10_000) == pytest.approx(0.4)
 
 
-@pytest.mark.parametrize("depth", DEPTHS)
-def test_every_depth_is_a_config_that_comes_out_even(depth, tmp_path):
+@pytest.mark.parametrize("depth", [2, 3, 5, 8, 12, 17, 24, 32])
+def test_a_depth_is_a_config_that_comes_out_even(depth, tmp_path):
     """It parses as `lm fit` parses it, holds the recipe's numbers, and divides by a node's devices."""
     text = scale("--depth", depth)
     assert max(map(len, text.splitlines())) <= 120

@@ -25,6 +25,7 @@ from lm.data import shard_writer as writer
 from lm.data.config import PrepareOptions
 from lm.data.encode import split_hash
 from lm.data.shard_statistics import token_bytes
+from lm.data.shard_writer import ShardWriter
 from lm.data.shards import Shards
 from lm.data.tokenizer import END_OF_TEXT, Tokenizer
 from lm.data.tokenizer_training import train_bpe, train_char
@@ -81,10 +82,8 @@ def test_the_shards_hold_every_document_once_with_its_end(tmp_path):
     assert rows == [[*tokenizer.encode(text), tokenizer.eos_id] for text in train]
     for name, documents_of_split in (("train", train), ("val", val)):
         split = manifest["splits"][name]
-        assert (split["documents"], split["bytes"]) == (
-            len(documents_of_split),
-            sum(len(text.encode()) for text in documents_of_split),
-        )
+        size = sum(len(text.encode()) for text in documents_of_split)
+        assert (split["documents"], split["bytes"]) == (len(documents_of_split), size)
         assert split["tokens"] == sum(map(sum, (shard["row_groups"] for shard in split["shards"])))
     assert manifest == json.loads((tmp_path / "out/manifest.json").read_text())
     assert sorted(path.name for path in (tmp_path / "out").iterdir()) == [
@@ -161,15 +160,28 @@ def test_the_manifest_describes_the_files(tmp_path, monkeypatch):
             path = tmp_path / "out" / shard["file"]
             with pq.ParquetFile(path) as parquet:
                 groups = [parquet.read_row_group(group)["input_ids"] for group in range(parquet.num_row_groups)]
-                assert str(parquet.schema_arrow.field("input_ids")) == (
-                    "pyarrow.Field<input_ids: list<element: uint16 not null> not null>"
-                )
+                assert str(parquet.schema_arrow.field("input_ids").type) == "list<element: uint16 not null>"
+                assert not parquet.schema_arrow.field("input_ids").nullable
                 assert parquet.metadata.metadata[b"lm.tokenizer"].decode() == manifest["tokenizer"]
             assert shard["row_groups"] == [len(pa.concat_arrays(group.chunks).flatten()) for group in groups]
             assert shard["size"] == path.stat().st_size
             assert sum(shard["row_groups"]) < 2500 + 1000  # a shard is about as long as was asked for
             assert set(shard["row_groups"][:-1]) <= {1000}
     assert sorted(documents(tmp_path / "out", "train") + documents(tmp_path / "out", "val")) == sorted(texts)
+
+
+def test_a_row_that_passes_row_groups_continues_in_the_next(tmp_path, monkeypatch):
+    monkeypatch.setattr(writer, "ROW_GROUP_TOKENS", 10)
+    rows = [3, 7, 1, 25, 4, 10]
+    tokens = np.arange(sum(rows), dtype=np.uint16)
+    shard = ShardWriter(tmp_path / "a.parquet", tokens.dtype, "abc")
+    shard.write(tokens[:10], np.array([3, 10]))
+    shard.write(tokens[10:], np.cumsum(rows[2:]))
+    assert shard.close() == (tmp_path / "a.parquet").stat().st_size
+    assert shard.row_groups == [10, 10, 10, 10, 10]
+    lists = pq.read_table(tmp_path / "a.parquet")["input_ids"].to_pylist()
+    assert [len(row) for row in lists] == [3, 7, 1, 9, 10, 6, 4, 10]
+    assert sum(lists, []) == tokens.tolist()
 
 
 def test_text_of_every_kind_and_a_long_document_go_through(tmp_path, monkeypatch):
@@ -326,9 +338,8 @@ def test_a_tokenizer_is_learned_from_training_documents_alone(tmp_path):
 
 def test_a_tokenizer_is_learned_from_no_more_than_the_sample(tmp_path):
     texts = make_texts(400)
-    options = PrepareOptions(
-        input=[str(write_jsonl(tmp_path / "a.jsonl", texts))], sample_bytes=Count(2000), val_fraction=0.01
-    )
+    source = str(write_jsonl(tmp_path / "a.jsonl", texts))
+    options = PrepareOptions(input=[source], sample_bytes=Count(2000), val_fraction=0.01)
     units = encode.plan_units(prepare.find_files(options.input))
     sample = list(prepare._sample(options, units))
     assert 2000 <= sum(map(len, sample)) < 2000 + max(map(len, texts))

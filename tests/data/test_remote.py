@@ -107,10 +107,8 @@ def test_a_damaged_remote_shard_is_not_taken_for_a_failing_network(tmp_path):
 
 def test_a_server_that_is_away_for_a_while_is_waited_for(monkeypatch):
     monkeypatch.setattr(remote, "FIRST_PAUSE", 0.05)
-    pauses, read = (
-        [],
-        Mock(side_effect=[OSError("connection reset"), TimeoutError("slow"), OSError("again"), "content"]),
-    )
+    pauses = []
+    read = Mock(side_effect=[OSError("connection reset"), TimeoutError("slow"), OSError("again"), "content"])
     monkeypatch.setattr(time, "sleep", pauses.append)
     assert with_retries(read, "s3://corpus/x") == "content"
     assert len(pauses) == 3 and 0.04 <= pauses[0] < pauses[1] < pauses[2]

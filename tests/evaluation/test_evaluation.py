@@ -220,9 +220,7 @@ def test_every_answer_has_a_token_that_is_scored(tokenizer, kind, texts):
     for context in (512, 1):
         [prompts] = tokenize(kind, [texts], tokenizer, context, "nothing")
         for prompt in prompts:
-            assert 1 <= prompt.start < len(prompt.ids) and max(prompt.dclm_start, prompt.harness_start) < len(
-                prompt.ids
-            )
+            assert 1 <= prompt.start and max(prompt.start, prompt.dclm_start, prompt.harness_start) < len(prompt.ids)
 
 
 def pairs_of(task: Task, item) -> list[tuple[str, str]]:
@@ -385,9 +383,8 @@ def corpus(tmp_path_factory, tokenizer) -> Path:
 def test_texts_are_measured_as_validation_and_predict_count_them(corpus, tokenizer):
     """Each token once, windows that do not overlap, and the sums of `TokenLoss`."""
     decoder, counted = decoder_of(tokenizer), TokenLoss()
-    for batch in text_batches(
-        [str(corpus / "texts.jsonl")], tokenizer, seq_len=32, micro_batch=4, rows=deque(), text_key="text"
-    ):
+    options = {"seq_len": 32, "micro_batch": 4, "rows": deque(), "text_key": "text"}
+    for batch in text_batches([str(corpus / "texts.jsonl")], tokenizer, **options):
         with torch.no_grad():
             losses = decoder(batch.input_ids, labels=batch.labels).per_token
         counted.update(losses, batch.labels, torch.from_numpy(tokenizer.token_bytes()))

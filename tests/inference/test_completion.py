@@ -144,9 +144,7 @@ def test_a_stop_string_and_the_end_of_a_document_end_a_row_alone(pair):
     stopped = complete(decoder, tokenizer, PROMPTS, max_new_tokens=20, seed=1, stop=[stop])
     assert stopped[0].reason == "stop" and stopped[0].text == plain[0].text[: plain[0].text.index(stop)]
     assert stopped[0].tokens == plain[0].tokens[: len(stopped[0].text) + 2]
-    assert [one for one in stopped[1:] if stop not in plain[stopped.index(one)].text] == [
-        one for one in plain[1:] if stop not in one.text
-    ]
+    assert all(one == other for one, other in zip(stopped[1:], plain[1:], strict=True) if stop not in other.text)
     tokenizer = Tokenizer(tokenizer.text, eos_token=plain[1].tokens[4].text)
     ended = complete(decoder, tokenizer, PROMPTS[:1] + PROMPTS[2:], max_new_tokens=20, seed=1)
     on = complete(decoder, tokenizer, PROMPTS[:1] + PROMPTS[2:], max_new_tokens=20, seed=1, ignore_eos=True)

@@ -61,9 +61,8 @@ def test_histograms_are_densities_of_each_matrix():
 @pytest.mark.parametrize("config", SHAPES.values(), ids=SHAPES.keys())
 def test_maps_are_those_of_transformers_eager_attention(config, tmp_path):
     decoder = trained_like(config)
-    theirs = AutoModelForCausalLM.from_pretrained(
-        write_huggingface(decoder, tmp_path), attn_implementation="eager"
-    ).eval()
+    folder = write_huggingface(decoder, tmp_path)
+    theirs = AutoModelForCausalLM.from_pretrained(folder, attn_implementation="eager").eval()
     ids = torch.randint(config.vocab_size, (1, 40))
     with torch.no_grad():
         expected = torch.stack(theirs(ids, output_attentions=True).attentions)[:, 0]  # (layers, heads, T, T)

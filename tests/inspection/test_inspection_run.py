@@ -50,9 +50,8 @@ def test_tensorboard_and_the_log_lines_agree_also_after_a_resume(run):
     assert [int(one.value) for one in events.Scalars("data/tokens")][:2] == [256, 512]
     for name in metrics:
         logged, shown = curve(name, lines, name), events.Scalars(name)
-        assert [one.step for one in shown] == logged.x and [one.value for one in shown] == pytest.approx(
-            logged.y, rel=1e-6
-        )
+        assert [one.step for one in shown] == logged.x
+        assert [one.value for one in shown] == pytest.approx(logged.y, rel=1e-6)
 
 
 def test_time_is_that_of_training_of_waiting_and_of_pauses():

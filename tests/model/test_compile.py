@@ -25,9 +25,8 @@ def test_kernels_that_cannot_run_are_refused_when_asked_for(tmp_path, way):
     folder = make_workplace(tmp_path)
     arguments, changes = (("--model.kernels", "on"), {}) if way == "flag" else ((), {"model.kernels": True})
     ended, _ = fit(folder, "small", *arguments, expect=2, **changes)
-    assert ended.stderr.strip().splitlines()[-1] == (
-        f"lm fit: model.kernels on: {device_name()} cannot run them: set model.kernels auto"
-    )
+    said = f"lm fit: model.kernels on: {device_name()} cannot run them: set model.kernels auto"
+    assert ended.stderr.strip().splitlines()[-1] == said
     assert not (folder / "checkpoints").exists()
 
 

@@ -56,13 +56,9 @@ def test_configs_that_transformers_writes_are_read(theirs):
 
 
 BARE = {
-    "vocab_size": 10,
-    "hidden_size": 64,
-    "num_hidden_layers": 4,
-    "num_attention_heads": 4,
-    "intermediate_size": 8,
+    "vocab_size": 10, "hidden_size": 64, "num_hidden_layers": 4, "num_attention_heads": 4, "intermediate_size": 8,
     "max_position_embeddings": 16,
-}
+}  # fmt: skip
 
 
 def test_a_short_config_takes_hugging_faces_defaults():
@@ -91,9 +87,8 @@ def test_windows_are_read_as_transformers_reads_them(theirs, document):
 @pytest.mark.parametrize("pattern", ["LLLSS", "S", "LLLLS", None])
 def test_qwen3_says_its_windows_without_layer_types_too(pattern):
     """Readers that know only `max_window_layers` see the same, where all layers after the first window have one."""
-    config = replace(
-        SMALL, num_hidden_layers=5, qk_norm=True, window_pattern=pattern, sliding_window=9 if pattern else None
-    )
+    windows = {"window_pattern": pattern, "sliding_window": 9 if pattern else None}
+    config = replace(SMALL, num_hidden_layers=5, qk_norm=True, **windows)
     document = config_json(config, None, "float32")
     kinds = document.pop("layer_types")
     assert Qwen3Config.from_dict(dict(document)).layer_types == kinds
@@ -103,15 +98,8 @@ def test_qwen3_says_its_windows_without_layer_types_too(pattern):
 @pytest.mark.parametrize("change, named", [
     ({"architectures": ["MistralForCausalLM"]}, "MistralForCausalLM"),
     ({"architectures": None}, "architectures"), ({"model_type": "mistral"}, "model_type is mistral"),
-    (
-        {
-            "architectures": ["MinistralForCausalLM"],
-            "model_type": "ministral",
-            "sliding_window": None,
-            "layer_types": ["sliding_attention"] * 3,
-        },
-        "give sliding_window",
-    ),
+    ({"architectures": ["MinistralForCausalLM"], "model_type": "ministral", "sliding_window": None,
+      "layer_types": ["sliding_attention"] * 3}, "give sliding_window"),
     ({"rope_scaling": {"rope_type": "llama3", "factor": 8.0}}, "'low_freq_factor': None.* must be"),
     ({"rope_scaling": {"type": "linear", "factor": "2"}}, "'factor': '2'.* must be"),
     ({"rope_scaling": {"rope_type": "dynamic", "factor": math.nan}}, "'factor': nan.* must be"),

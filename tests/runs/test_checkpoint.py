@@ -414,9 +414,8 @@ def test_memory_is_reserved_for_every_tensor_of_a_checkpoint(tmp_path, optimizer
     trainer.fit(model, package.DataModule(path=str(tmp_path / "data"), micro_batch_size=2, global_batch_tokens=16))
     [saved] = tmp_path.glob("*/step-00000002")
     parts = {part: read_folder(saved)[part] for part in ("state_dict", "optimizer")}
-    assert reservations.shapes == {
-        (part, name): tensor.shape for part, tensors in parts.items() for name, tensor in tensors.items()
-    }
+    shapes = {(part, name): tensor.shape for part, tensors in parts.items() for name, tensor in tensors.items()}
+    assert reservations.shapes == shapes
 
 
 def test_copies_go_into_the_memory_that_was_reserved(monkeypatch):
