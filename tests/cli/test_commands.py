@@ -54,6 +54,7 @@ def test_validate_in_a_fresh_process_says_what_the_fit_said(workplace, run):
     for name in ("val/loss", "val/perplexity", "val/bpb"):
         assert said[name] == pytest.approx(fitted[name], abs=1e-3)
     assert math.exp(said["val/loss"]) == pytest.approx(said["val/perplexity"], rel=1e-3)
+    assert "test/bpb" in lm(workplace, "test", "--run", "small").stdout
 
 
 def test_a_run_of_a_gpu_is_validated_without_one(workplace):
@@ -63,10 +64,6 @@ def test_a_run_of_a_gpu_is_validated_without_one(workplace):
     [said] = [line for line in result.stderr.splitlines() if line.startswith("evaluated with what this machine has: ")]
     assert "model.kernels on -> auto" in said and "(no CUDA device" in said and "model.attention flash -> auto" in said
     assert "trainer.precision fp8-rowwise -> bf16-mixed" in said and "val/bpb" in result.stdout
-
-
-def test_test_takes_all_of_the_data(workplace):
-    assert "test/bpb" in lm(workplace, "test", "--run", "small").stdout
 
 
 def test_predict_writes_log_probabilities_that_belong_to_the_tokens(workplace, run):

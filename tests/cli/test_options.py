@@ -54,12 +54,9 @@ def test_help_is_two_screens_and_has_everything_on_demand(command, capsys, monke
     assert "--guards.budget.cap_usd" in part and "--data.path" not in part
 
 
-def test_help_of_a_group_that_does_not_exist_names_those_that_do(capsys):
+def test_help_of_a_command_has_its_own_options_first_and_names_the_groups(capsys):
     assert main(["fit", "--help", "optimizer"]) == 2
     assert "no group of options 'optimizer': give all, or one of trainer, model" in capsys.readouterr().err
-
-
-def test_own_options_of_a_command_come_first(capsys):
     main(["plan", "--help"])
     shown = capsys.readouterr().out
     assert shown.index("--strict") < shown.index("--trainer.max_steps")
@@ -147,13 +144,10 @@ def test_a_later_config_clears_what_it_replaces_and_an_empty_value_empties():
     }  # fmt: skip
 
 
-def test_what_is_only_printed_needs_neither_config_nor_length(capsys):
+def test_a_length_is_needed_but_for_some_hours_and_what_is_only_printed(tmp_path, capsys):
     assert main(["fit", "--print_config", "--model.optimizer.lr", "0.5"]) == 0
     printed = capsys.readouterr().out
     assert "lr: 0.5" in printed and "max_steps: null" in printed
-
-
-def test_the_length_of_some_hours_needs_no_other(tmp_path):
     config = write_config(tmp_path, **{"trainer.max_steps": None})
     assert request.read("fit", ["--config", str(config), "--hours", "1"]).command_options.hours == 1
     with pytest.raises(RequestError, match="give one of trainer.max_steps and trainer.max_tokens"):

@@ -66,6 +66,7 @@ def test_the_shape_can_be_another_one(tmp_path):
     assert f"lm scale {' '.join(map(str, options))} >" in text
     assert "96 x depth, rounded up to whole heads (nanochat: 64)\n" in text
     assert read(scale("--depth", 4, "--window_pattern", "L"), tmp_path).model.decoder.windows == [None] * 4
+    assert "num_hidden_layers: 7 " in scale("--depth", "50M", "--max_steps", "100")  # the nearest depth
     for wrong in ("--window_pattern=LX", "--head_dim=0", "--head_dim=63", "--aspect_ratio=-1"):
         assert main(["scale", "--depth", "4", wrong]) == 2
 
@@ -216,10 +217,6 @@ def test_fit_runs_it(tmp_path):
     lm(tmp_path, "plan", "--config", "depth2.yaml", "--strict")
     lm(tmp_path, "fit", "--config", "depth2.yaml")
     assert (tmp_path / "checkpoints" / "depth2" / "step-00000002" / "model.safetensors").is_file()
-
-
-def test_a_number_of_parameters_is_the_nearest_depth():
-    assert "num_hidden_layers: 7 " in scale("--depth", "50M", "--max_steps", "100")
 
 
 def test_a_batch_that_is_given_decides_steps_and_decay():

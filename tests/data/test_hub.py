@@ -196,7 +196,7 @@ def test_sixty_four_readers_download_a_block_once(hub, tmp_path):
     for process in processes:
         assert process.stdout.readline() == "ready\n"
     faults = [Fault(429, {"Retry-After": "1"}), Fault(500), Fault("cut"), Fault("stall"), Fault(503)]
-    hub.fail(islice(cycle([*faults, None]), 20))
+    hub.fail(islice(cycle([*faults, None]), 12))
     for process in processes:
         process.stdin.write("\n")
         process.stdin.flush()
@@ -204,7 +204,7 @@ def test_sixty_four_readers_download_a_block_once(hub, tmp_path):
         assert process.communicate(timeout=60)[0] == "right\n"
     assert hub.met["stall"] and hub.met[429] and hub.met["cut"]
     # Of each of the 4 blocks a footer and a row group, at two addresses each; an attempt may fail at the second.
-    assert hub.met[None] <= 4 * 2 * 2 + 20, "64 readers that each fetch them are 256 requests"
+    assert hub.met[None] <= 4 * 2 * 2 + 12, "64 readers that each fetch them are 256 requests"
     assert sum(path.stat().st_size for path in (tmp_path / "cache").iterdir()) <= 25000
 
 

@@ -98,13 +98,10 @@ def test_memory_stays_within_the_buffer(shards, blocks, start):
     assert most[0] > 0
 
 
-def test_a_row_group_larger_than_the_buffer_is_refused_with_the_cure(shards):
+def test_a_row_group_larger_than_the_buffer_and_a_step_that_does_not_divide_are_refused(shards):
     largest = shards.index.largest
     with pytest.raises(RequestError, match=f"{largest.file_of(0)}.*more than.*; raise data.shuffle_buffer"):
         check_buffer(shards, largest.tokens - 1)
-
-
-def test_a_step_that_does_not_divide_is_refused(shards):
     with pytest.raises(ValueError, match="global_batch 24 is not a multiple of 5 ranks"):
         stream(shards, world=5)
 

@@ -72,12 +72,9 @@ def test_maps_are_those_of_transformers_eager_attention(config, tmp_path):
     assert maps.std(-1).max() > 0.01  # the comparison is of something
 
 
-def test_texts_that_are_too_long_are_refused():
+def test_tokens_of_a_text_stand_beside_its_maps():
     with pytest.raises(RequestError, match="longer than max_position_embeddings"):
         text_views.attention_maps(ready().decoder, [1] * 65)
-
-
-def test_tokens_of_a_text_stand_beside_its_maps():
     found = text_views.attention_of(ready(), "we a\n")
     assert found.tokens == ["<|endoftext|>", "w", "e", "␣", "a", "↵"] and found.maps.shape[-2:] == (6, 6)
 

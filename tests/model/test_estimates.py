@@ -75,6 +75,8 @@ def test_the_formula_on_paper():
     weights = 64 * 1000 + 4 * 64 * 16 + 3 * 64 * 96 + 3 * 64
     assert flops_per_token(config, 7) == 6 * weights + 12 * 16 * 4
     assert flops_per_token(replace(config, tie_word_embeddings=False), 7) == flops_per_token(config, 7)
+    with pytest.raises(RequestError, match="vocab_size is not known"):
+        flops_per_token(DecoderConfig(), 7)
 
 
 def test_windows_count_what_their_tokens_see_and_full_attention_what_the_causal_mask_hides():
@@ -89,11 +91,6 @@ def test_windows_count_what_their_tokens_see_and_full_attention_what_the_causal_
     assert flops_per_token(config, 10, full_attention=True) == pytest.approx(counted + more)
     assert describe_mfu(0.44, 0.466).startswith("44.0% ") and "46.6%" in describe_mfu(0.44, 0.466)
     assert describe_mfu(None, None) == "unknown"
-
-
-def test_an_open_vocabulary_is_refused():
-    with pytest.raises(RequestError, match="vocab_size is not known"):
-        flops_per_token(DecoderConfig(), 8)
 
 
 # ---- memory ----------------------------------------------------------------------------------------------------------

@@ -89,8 +89,10 @@ def test_a_device_is_known_by_any_spelling_of_its_name(key, names):
     assert [find_device(name)[0] for name in names] == [DEVICES[key]] * len(names)
 
 
-def test_every_device_is_known_by_its_own_name():
-    assert all(find_device(name)[0] == device for key, device in DEVICES.items() for name in (key, device.name))
+def test_every_device_is_known_by_its_own_name_and_has_a_memory_and_a_peak():
+    for key, device in DEVICES.items():
+        assert find_device(key)[0] == find_device(device.name)[0] == device
+        assert device.memory_bytes > 5 * 2**30 and peak_flops(device.name, "16-mixed") is not None, device
 
 
 @pytest.mark.parametrize("name", ["cuda", "GPU", "cuda:0"])
