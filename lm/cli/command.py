@@ -64,6 +64,7 @@ TABLE = (
             "a Hugging Face model as a checkpoint that a run starts from", "model_options:ImportOptions"),
     Command("profile", "profile_step:profile", "request", "where the time of a training step goes, by part; a trace"),
     Command("runs ls", "runs:ls", "function", "every run: its status, step, losses, tokens a second and age"),
+    Command("runs rm", "runs:rm", "function", "remove runs with their checkpoints"),
     Command("runs show", "runs_show:show", "function",
             "one run on a page: progress, losses, model, checkpoints, machine"),
     Command("runs check", "runs:check", "function", "whether a run ended as its config expects, also as exit code"),

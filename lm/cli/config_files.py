@@ -44,7 +44,7 @@ def read_config(path: Path) -> dict[str, Any]:
     if not isinstance(document, dict):
         raise RequestError(f"config {path} holds {shown(document)} where options such as `trainer:` belong")
     for name in NAMES:
-        if not isinstance(document.get(name, {}), dict):
+        if not isinstance(document.get(name) or {}, dict):
             raise RequestError(
                 f"config {path}: {name} is a group of options and not {shown(document[name])}: give them in lines "
                 f"below `{name}:`, indented, or leave it out"

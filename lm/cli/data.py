@@ -3,6 +3,7 @@
 import json as jsonlib
 import logging
 from collections.abc import Callable
+from itertools import chain, count
 from pathlib import Path, PurePath
 from shlex import quote
 from typing import Any
@@ -11,7 +12,7 @@ from rich.console import Console
 
 from lm.cli.charts import plain_table
 from lm.data.catalog import MANIFEST
-from lm.data.config import PrepareOptions
+from lm.data.config import PrepareOptions, rare_entries
 from lm.data.document_ends import describe_ends
 from lm.data.prepare import prepare as make
 from lm.data.shard_checks import check_seq_len
@@ -47,7 +48,14 @@ def main_prepare(**options: Any) -> None:
         log.info("%s: %s, %s tokens, %.2f bytes a token, %s", name, documents, tokens, per_token, shards)
     if ends := describe_ends(Shards.open(f"{settings.output}/train"), Tokenizer.load(settings.output)):
         log.warning("warning: %s; %s", *ends)
-    log.info("train on it: lm scale --data %s > mine.yaml && lm fit --config mine.yaml", quote(settings.output))
+    if settings.tokenizer == "bpe" and (
+        warning := rare_entries(manifest["vocab_size"], manifest["splits"]["train"]["tokens"])
+    ):
+        log.warning("warning: %s --output OTHER", warning)
+    names = (f"{Path(settings.output).name}{suffix}.yaml" for suffix in chain([""], (f"-{n}" for n in count(2))))
+    config = quote(next(name for name in names if not Path(name).exists()))
+    data = quote(settings.output)
+    log.info("train on it: lm scale --data %s --output %s && lm fit --config %s", data, config, config)
 
 
 def inspect(path: str, column: str = "input_ids", seq_len: int | None = None, json: bool = False) -> None:

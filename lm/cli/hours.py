@@ -30,6 +30,7 @@ def with_measured_length(request: Request[FitOptions]) -> tuple[Request[FitOptio
     A run that is resumed keeps its own.
     """
     hours, run_choice = request.command_options.hours, request.run_choice
+    assert hours is not None
     parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
     parser.add_argument("--hours")
     other_options = parser.parse_known_args(arguments())[1]  # which starts the other processes of the run

@@ -20,6 +20,7 @@ from lm.training.schedule import lr_fraction
 NEARLY_FULL = 0.92  # of the device's memory
 LONG_VALIDATION = 0.1  # fraction of the time
 BF16_FROM = (8, 0)  # compute capability
+FAR = 30  # times that the rate of a group is more, or less, than the optimizer's
 DECAY_OFF = 0.05  # fraction of the run between its end and that of its decay
 FORCE = "`lm fit` with --force"
 
@@ -34,7 +35,7 @@ def warning(what: str, fix: str = "") -> Finding:
 def check_data(data: dict[str, Any], steps: dict[str, Any], config: Sections) -> Iterator[Finding]:
     if not data["prepared"]:
         rows, prepare = config.model.decoder.vocab_size, config.data.prepare
-        if rows and prepare.tokenizer == "bpe" and rows < prepare.vocab_size:
+        if rows and prepare and prepare.tokenizer == "bpe" and rows < prepare.vocab_size:
             smaller = f"model.decoder.vocab_size {rows:,} is smaller than data.prepare.vocab_size"
             yield error(f"{smaller} {prepare.vocab_size:,}", "leave it out to take the tokenizer's")
         return
@@ -107,12 +108,21 @@ def check_steps(steps: dict[str, Any], config: Sections) -> Iterator[Finding]:
         yield warning(f"model.schedule wsd has no decay, {end}", fix)
     elif schedule.name in ("cosine", "linear") and decay:
         if abs(total - max(decay, steps["warmup_steps"])) > DECAY_OFF * total:
-            fix = "leave model.schedule.decay_steps out to end it with the run"
+            option = "decay_ratio" if schedule.decay_ratio is not None else "decay_steps"
+            fix = f"--model.schedule.{option} null ends it with the run"
             yield warning(f"the decay ends at step {decay:,}, {end}", fix)
 
 
 def check_optimizer(optimizer: OptimizerConfig) -> Iterator[Finding]:
-    """Findings on options that are not passed to the class of `model.optimizer.class_path`."""
+    """Findings on rates of groups that are far from the optimizer's, and on options that its class does not get."""
+    for name, group in vars(optimizer.groups).items():
+        if group.lr is not None and not 1 / FAR <= group.lr / optimizer.lr <= FAR:
+            place = f"model.optimizer.groups.{name}"
+            yield warning(
+                f"{place}.lr {group.lr:g} is {group.lr / optimizer.lr:.3g} times model.optimizer.lr "
+                f"{optimizer.lr:g}, which it does not follow",
+                f"--{place}.lr null --{place}.lr_ratio 8 makes it 8 times as large",
+            )
     if names := optimizer.left_out():
         values = ", ".join(f"{name} {getattr(optimizer, name)}" for name in names)
         yield warning(

@@ -55,6 +55,7 @@ def find_tokenizer(data: DataConfig) -> Tokenizer | None:
     if is_prepared(data) or data.tokenizer:
         first = data.sources[0] if data.sources else data
         return Tokenizer.load(first.tokenizer or first.path)
+    assert data.prepare is not None  # otherwise it is prepared
     return None if data.prepare.tokenizer in LEARNED else Tokenizer.load(data.prepare.tokenizer)
 
 
@@ -72,7 +73,7 @@ def data_facts(
     data: DataConfig, opened: DataModule | None, document_mask: bool
 ) -> tuple[dict[str, Any], Tokenizer | None]:
     """Tokens and shards of each split (with a document mask also documents per token), and the tokenizer."""
-    if opened is None and not is_prepared(data):
+    if opened is None and data.prepare and not is_prepared(data):
         return {"prepared": False, "from": list(data.prepare.input)}, find_tokenizer(data)
     if opened is None:
         opened = DataModule(**vars(data))

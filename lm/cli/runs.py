@@ -1,8 +1,9 @@
-"""`lm runs ls`, `check` and `rebuild`: all runs of a user, and their registry.
+"""`lm runs ls`, `rm`, `check` and `rebuild`: all runs of a user, and their registry.
 
 Nothing here imports torch. `cli/runs_show` and `cli/runs_compare` have the other commands.
 """
 
+import sys
 import time
 from contextlib import suppress
 from pathlib import Path
@@ -16,11 +17,13 @@ from lm.errors import LmError, RequestError
 from lm.runs import registry
 from lm.runs.expectations import acceptance, expectations
 from lm.runs.facts import run_row
-from lm.runs.find import find_run
+from lm.runs.find import find_run, find_runs
 from lm.runs.run import ROOT, Run
+from lm.system.files import remove_folder
+from lm.system.output_folder import folder_bytes
 from lm.system.parsing import to_json
 from lm.system.process import harmless
-from lm.system.units import format_count, format_duration, plural
+from lm.system.units import format_bytes, format_count, format_duration, plural
 
 SHOWN = 20  # runs of other folders that `ls` shows without --all
 EXPLAINED = ("stopped", "interrupted", "failed")  # statuses that have a reason worth a line
@@ -68,6 +71,31 @@ def rebuild(roots: list[str]) -> None:
     runs = [run for folder in folders for run in Run.all(folder)]
     registry.rebuild(runs)
     print(f"{registry.place()} has {plural(len(runs), 'run')}")
+
+
+def rm(runs: list[str], yes: bool = False, root: str = str(ROOT)) -> None:
+    """Remove runs with all of their checkpoints; asks first.
+
+    Args:
+        runs: Names under the root or in the registry, such as 'lr-*' in quotes, or paths.
+        yes: Remove them without asking.
+        root: Folder of the runs.
+    """
+    folders = find_runs(runs, root)
+    for run in folders:
+        if run.status() == "running":
+            raise RequestError(f"run {run.name} is still being trained")
+        step, size = run_row(run)["step"] or 0, format_bytes(folder_bytes(run.path))
+        print(f"{run.path}: {plural(step, 'step')}, {plural(len(run.steps()), 'checkpoint')}, {size}")
+    if not yes:
+        if not sys.stdin.isatty():
+            raise RequestError("give --yes to remove them without being asked")
+        if input("remove? [y/N] ").strip().lower() not in ("y", "yes"):
+            return
+    for run in folders:
+        remove_folder(run.path)
+    with suppress(LmError):  # `lm runs ls` leaves them out all the same
+        registry.forget(str(run.path.resolve()) for run in folders)
 
 
 def check(run: str, root: str = str(ROOT), json: bool = False) -> None:

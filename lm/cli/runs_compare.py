@@ -55,6 +55,7 @@ def compare(
         raise RequestError("name two runs or more; `lm runs ls` lists them")
     if len({folder.path.resolve() for folder in folders}) < len(folders):
         raise RequestError("a run cannot be compared with itself; name each once")
+    folders = best_first(folders)
     metrics = [folder.metrics() for folder in folders]
     names = labels(folders)
     series = [curve(name, lines, metric, x) for name, lines in zip(names, metrics, strict=True)]
@@ -83,6 +84,16 @@ def compare(
     _print_settings(console, names, differing)
 
 
+def best_first(runs: list[Run]) -> list[Run]:
+    """Runs by their lowest bits per byte, or by their lowest validation loss where one has no bits per byte."""
+    lowest = [
+        [summary["lowest"] if (summary := summarize(run.metrics(), name)) else math.inf for run in runs]
+        for name in ("val/bpb", "val/loss")
+    ]
+    losses = next((losses for losses in lowest if max(losses) < math.inf), lowest[-1])
+    return [runs[index] for index in sorted(range(len(runs)), key=lambda index: losses[index])]
+
+
 # ---- the tables ------------------------------------------------------------------------------------------------------
 
 
@@ -92,7 +103,8 @@ def _print_values(console: Console, rows: list[dict[str, Any]], metric: str) -> 
         summary = row[metric] or {}
         numbers = [summary.get(name) for name in ("last", "lowest", "lowest_step")]
         numbers += [(row[name] or {}).get("lowest") for name in ("val/loss", "val/bpb")]
-        cells.append([MARKERS[index % len(MARKERS)], row["run"], row["status"], *map(_number, numbers)])
+        best = " (best)" if not index and numbers[3] is not None else ""
+        cells.append([MARKERS[index % len(MARKERS)], row["run"] + best, row["status"], *map(_number, numbers)])
     heads = ("", "run", "status", "last", "lowest", "at step", "val loss", "val bpb")
     console.print(plain_table(heads, "tttnnnnn", cells))
     console.print(Text(f"last and lowest {metric}; lowest validation loss and bits per byte", style="dim"))

@@ -100,12 +100,14 @@ class ScaleRequest(ScaleOptions):
         target_param_data_ratio: Length of the run: tokens per non-embedding parameter; 20 if no length is given.
         target_flops: Length of the run, instead: FLOPs of the whole run.
         max_steps: Length of the run, instead: optimizer steps.
+        output: File to write the config to, which must not exist yet; it is printed if not given.
     """
 
     depth: Count | None = None
     target_param_data_ratio: float | None = None
     target_flops: float | None = None
     max_steps: Count | None = None
+    output: str | None = None
 
     @property
     def horizon(self) -> dict[str, float]:
@@ -119,12 +121,17 @@ class ScaleRequest(ScaleOptions):
         sizes = {blocks: parameters(shape(blocks, self))["total"] for blocks in range(2, 200)}
         return min(sizes, key=lambda blocks: abs(math.log(sizes[blocks] / depth)))
 
+    @property
+    def file(self) -> str:
+        """The file that the config is for."""
+        return self.output or (f"depth{self.blocks}.yaml" if self.depth else "mine.yaml")
+
     def command(self, others: dict[str, Any] = {}) -> str:
         """The `lm scale` command that makes this config; `others` are additional options."""
         usual, depth = vars(ScaleOptions()), {} if self.depth is None else {"depth": self.blocks}
         changed = {name: value for name, value in vars(self).items() if value != usual.get(name, value)}
-        command = "lm scale"
-        for name, value in {**depth, **self.horizon, **others, **changed}.items():
+        command, output = "lm scale", {"output": self.file}
+        for name, value in {**depth, **self.horizon, **others, **changed, **output}.items():
             command += f" --{name} {shlex.quote(f'{value:.15g}' if isinstance(value, float) else str(value))}"
         return command
 
@@ -235,9 +242,9 @@ ALL_DEVICES = "auto  # all devices of the node; also under torchrun and SLURM"
 BEST_BATCH = "the power of two nearest to the optimum for this run (arXiv:2505.13738)"
 YAML = """\
 # {title}
-#   {command} > {name}.yaml
+#   {command}
 #   lm data prepare --input texts/ --output {data} --tokenizer {tokenizer}
-#   lm plan --config {name}.yaml && lm fit --config {name}.yaml
+#   lm plan --config {file} && lm fit --config {file}
 
 seed_everything: 1337  # the same seed gives the same weights and the same order of samples
 
@@ -265,9 +272,9 @@ model:
     tie_word_embeddings: false  # the output matrix is separate from the embedding, and has its own learning rate
     zero_init_residual: true  # each block starts as the identity (arXiv:1706.02677)
   optimizer:
-{optimizer}    groups:  # parameter groups with their own learning rates and {group_decay}
-      embedding: {{{embedding}}}  # {embedding_factor:g} / (hidden_size x sqrt(depth)), as above
-      output: {{{output}}}  # {output_factor:g} / (hidden_size x sqrt(depth)), as above
+{optimizer}    groups:  # parameter groups with multiples of this rate, and {group_decay}
+      embedding: {{{embedding}}}  # {embedding_factor:g} / (hidden_size x sqrt(depth))
+      output: {{{output}}}  # {output_factor:g} / (hidden_size x sqrt(depth))
     weight_decay: {weight_decay}  # weights average the updates of {memory} of the run ({memory_source})
   schedule:
 {schedule}
@@ -276,6 +283,9 @@ data:
   micro_batch_size: {micro_batch}  # samples per device and forward pass; `lm plan --fit` finds the most that fit
   global_batch_tokens: {batch}  # {samples}: {batch_reason}
 {reshuffle}  val_tokens: {val_tokens}  # tokens per validation; `lm test` uses all of them
+
+samples:
+  prompts: [""]  # continued after every validation, to read in TensorBoard; an empty one begins a document
 """
 
 
@@ -335,23 +345,24 @@ def validated_samples(recipe: Recipe) -> int:
 
 
 def write_yaml(
-    recipe: Recipe, command: str, horizon: str, options: ScaleOptions, samples_at_once: int | None = None
+    recipe: Recipe, command: str, horizon: str, options: ScaleRequest, samples_at_once: int | None = None
 ) -> str:
     """The YAML of a recipe; `command` is the command that makes it, `horizon` explains the length of the run."""
     decoder, optimizer = recipe.decoder, RULES[recipe.optimizer]
     depth = decoder.num_hidden_layers
-    warmup_steps = f"{optimizer.warmup_steps(recipe.steps, recipe.batch_tokens):_}"
-    numbers = {"lr": _float(recipe.learning_rate), "flops": _float(recipe.block_flops), "warmup_steps": warmup_steps}
+    longest = optimizer.longest_warmup(recipe.batch_tokens)
+    warmup = "warmup_ratio: 0.1" if recipe.steps / 10 <= longest else f"warmup_steps: {int(longest):_}"
+    numbers = {"lr": _float(recipe.learning_rate), "flops": _float(recipe.block_flops), "warmup": warmup}
     window = "" if decoder.sliding_window is None else WINDOW.format(decoder.sliding_window)
     repeated = recipe.tokens > options.text_tokens
     little = repeated and options.text_tokens <= LITTLE
-    longest, vocabulary_memory = REPEATED_MEMORY
-    memory = min(recipe.memory, longest) if little else recipe.memory
+    longest_memory, vocabulary_memory = REPEATED_MEMORY
+    memory = min(recipe.memory, longest_memory) if little else recipe.memory
 
     def group(factor: float) -> str:
         rate = peak_rate(factor, depth, decoder.hidden_size)
         decay = weight_decay(vocabulary_memory, rate, recipe.steps) if little else 0
-        return f"lr: {_float(rate)}, weight_decay: {decay:.3g}"
+        return f"lr_ratio: {rate / recipe.learning_rate:.3g}, weight_decay: {decay:.3g}"
 
     data = options.data if re.fullmatch(r"[\w.-]*/[\w./-]*", options.data) else json.dumps(options.data)
     return YAML.format(
@@ -360,7 +371,7 @@ def write_yaml(
         title=f"Depth {depth}: {format_count(recipe.parameters)} parameters on {format_count(recipe.tokens)} tokens, "
         f"{_float(recipe.flops)} FLOPs. Why each number: lm/cli/scaling_rules.py.",
         command=command,
-        name=f"depth{depth}",
+        file=shlex.quote(options.file),
         window=window,
         aspect=options.aspect_ratio,
         usual=ScaleOptions(),

@@ -1,9 +1,18 @@
 """`lm scale`: the config of a depth, or of the depth that is best for some hours."""
 
+import logging
+from pathlib import Path
+from shlex import quote
 from typing import Any
 
-from lm.cli.scale import TimedRequest, scaled_config
+from lm.cli.scale import TimedRequest, manifest, scaled_config
+from lm.data.config import rare_entries
 from lm.errors import RequestError
+from lm.system.output_folder import write_new_file
+from lm.system.units import format_count
+
+log = logging.getLogger(__name__)
+MANY = 50  # parameters for each token of the text, of which 33 gain little over 10 (tests/benchmarks/README.md)
 
 
 def scale(**options: Any) -> None:
@@ -13,11 +22,30 @@ def scale(**options: Any) -> None:
         options: Those of `TimedRequest`.
     """
     request = TimedRequest(**options)
+    file = Path(request.output) if request.output else None
+    if file and file.exists():  # before the minutes of measuring
+        raise RequestError(f"--output {file} is there already; give another name, or remove it")
     if request.seconds:
         from lm.cli.scale_hours import config_for_time
 
-        print(config_for_time(request), end="")
+        config = config_for_time(request)
     elif request.timing:
         raise RequestError(f"--{next(iter(request.timing))} is for a run of some hours: give --hours too")
     else:
-        print(scaled_config(request)[1], end="")
+        recipe, config = scaled_config(request)
+        if recipe.multiplied > MANY * request.text_tokens:
+            few = f"{format_count(request.text_tokens)} tokens of {request.data}"
+            log.warning(
+                "warning: %s parameters for %s; without --depth the size follows from the text",
+                format_count(recipe.multiplied),
+                few,
+            )
+    if (prepared := manifest(request.data)) and (
+        warning := rare_entries(prepared["vocab_size"], prepared["splits"]["train"]["tokens"])
+    ):
+        log.warning("warning: %s: %s", request.data, warning)
+    if file is None:
+        print(config, end="")
+        return
+    write_new_file(file, config)
+    log.info("wrote %s; next: lm plan --config %s, then lm fit --config %s", file, *[quote(str(file))] * 2)

@@ -6,6 +6,7 @@ from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import fields
 from typing import Any
 
+from lm.cli.cleared_options import NULL, clear_earlier
 from lm.cli.command_options import FitOptions, RunChoice
 from lm.cli.config_files import find_config, read_config, run_with_config
 from lm.cli.options import CONFIG, PRINT_CONFIG, SEED, all_options, command_options, option_groups
@@ -85,30 +86,24 @@ def read_options(command: str, arguments: list[str]) -> list[tuple[str, Any]]:
     return typed
 
 
-NULL = (None, "null")
 SHORT = {"-c": "config", "--seed": SEED.name}
-# Of two options that say the same thing in different ways, that of a later config or of the command line counts: option
-# -> options of earlier configs that become null. `--data.path` replaces all other data, for example.
-CLEARED_BY = {
-    "data.path": ("data.train", "data.sources", "data.phases", "data.prepare"),
-    "data.train": ("data.path", "data.sources", "data.phases", "data.prepare"),
-    "data.sources": ("data.path", "data.train", "data.val", "data.test", "data.tokenizer", "data.prepare"),
-    "trainer.max_steps": ("trainer.max_tokens",), "trainer.max_tokens": ("trainer.max_steps",),
-}  # fmt: skip
 
 
 def combine(command: str, configs: Iterable[Mapping[str, Any]], typed: Iterable[tuple[str, Any]]) -> dict[str, Any]:
-    """Merge configs, of which later ones override earlier ones, and set the options of a command line over them."""
+    """Merge configs, of which later ones override earlier ones, and set the options of a command line over them.
+
+    A group of options that is null has its defaults.
+    """
     groups = option_groups(option.name for option in all_options(command))
     settings: dict[str, Any] = {}
     for options in [*(list(dotted(config, groups)) for config in configs), list(typed)]:
-        names = {".".join(name.split(".")[:2]) for name, _ in options}
-        for name in CLEARED_BY.keys() & {name for name, value in options if value not in NULL}:
-            for other in CLEARED_BY[name]:
-                if other not in names and settings:
-                    set_option(settings, other, None)
+        for name in clear_earlier(settings, options):
+            remove_option(settings, name)
         for name, value in options:
-            set_option(settings, name, value)
+            if value in NULL and name in groups:
+                remove_option(settings, name)
+            else:
+                set_option(settings, name, value)
     return settings
 
 
@@ -135,6 +130,14 @@ def set_option(settings: dict[str, Any], name: str, value: Any) -> None:
     settings[last] = value
 
 
+def remove_option(settings: dict[str, Any], name: str) -> None:
+    """Remove an option, or a group of them, from nested settings, in place: it has its default again."""
+    *groups, last = name.split(".")
+    for group in groups:
+        settings = settings.get(group) or {}
+    settings.pop(last, None)
+
+
 def _group_of(settings: dict[str, Any], name: str) -> dict[str, Any]:
     """A group in settings, made where it is missing; of several callbacks or loggers, the last one."""
     group = settings.get(name)
@@ -149,7 +152,7 @@ def _with_class_path(group: Any) -> dict[str, Any]:
     """A group as it is; of a class that is given by its name alone, or where there is none, a new one."""
     if isinstance(group, dict):
         return group
-    return {"class_path": group} if isinstance(group, str) else {}
+    return {"class_path": group} if isinstance(group, str) and group not in NULL else {}
 
 
 def _as_list(value: Any) -> list[Any]:

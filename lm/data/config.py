@@ -11,7 +11,7 @@ from typing import Literal
 
 from lm.errors import RequestError, require_at_least
 from lm.system.files import check_local_path
-from lm.system.units import Count
+from lm.system.units import OPEN, Count, Derivable, format_count
 
 Packing = Literal["stream", "whole"]
 LEARNED = {"bpe": "a byte-level BPE", "char": "one token a character"}
@@ -70,6 +70,19 @@ class PrepareOptions:
         require_at_least(2, "--", seq_len=self.seq_len)
         if self.eos_token is not None and self.tokenizer in LEARNED:
             raise RequestError(f"--eos_token is for a tokenizer.json; a learned {self.tokenizer!r} has its own")
+
+
+def rare_entries(vocab_size: int, tokens: int) -> str | None:
+    """A warning where a vocabulary is large for a text of so many tokens; None where it is not.
+
+    With 76 tokens of text for each entry, 4,096 entries teach as well as 1,024 (tests/benchmarks/README.md, "Little
+    text"); less was not measured, and entries that a text hardly has stay as they were initialized.
+    """
+    suited = 2 ** int(math.log2(max(512, tokens / 75)))
+    if vocab_size < 1.5 * suited:
+        return None
+    few = f"{tokens / vocab_size:.2g} for each of the {vocab_size:,} entries of the vocabulary"
+    return f"{format_count(tokens)} tokens of text are {few}; prepare it with --vocab_size {suited}"
 
 
 @dataclass
@@ -189,7 +202,7 @@ class DataConfig:
     column: str = "input_ids"
     pad_id: int | None = None
     # How much is read at once.
-    seq_len: Count | None = None
+    seq_len: Derivable[Count] = OPEN
     micro_batch_size: Count = Count(8)
     global_batch_tokens: Count | None = None
     val_tokens: Count | None = None

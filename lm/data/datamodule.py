@@ -10,7 +10,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from hashlib import sha256
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import numpy as np
 import torch
@@ -62,7 +62,7 @@ class DataModule(LightningDataModule):
         self.seed = 0  # of the order of samples
         self.global_batch = config.micro_batch_size  # samples of an optimizer step, over all ranks
         self.consumed = 0  # samples trained on so far
-        self.tokenizer: Tokenizer | None = None
+        self.tokenizer = cast(Tokenizer, None)  # once the data is open
         # Bytes of text of each token in the evaluated split: (V,) fp64; of a mixture (sources, V).
         self.token_bytes: torch.Tensor | None = None
         self.shards: dict[str, Shards] = {}  # of each split, those of all sources

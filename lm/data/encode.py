@@ -285,5 +285,7 @@ def _start_worker() -> None:
 
 def _end_with_parent() -> None:
     """End this process when its parent has died, perhaps killed."""
-    multiprocessing.parent_process().join()
+    parent = multiprocessing.parent_process()
+    assert parent is not None
+    parent.join()
     os._exit(1)

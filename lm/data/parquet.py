@@ -136,8 +136,12 @@ class Column:
         beside, counts = self.beside(parquet.schema_arrow), []
         for group in range(parquet.metadata.num_row_groups):
             facts, values = self._statistics(parquet, group, self.name)
-            known = facts is not None and facts.has_null_count and not facts.null_count
-            known = known and (not facts.has_min_max or (facts.min >= 0 and facts.max < self.limit))
+            known = (
+                facts is not None
+                and facts.has_null_count
+                and not facts.null_count
+                and (not facts.has_min_max or (facts.min >= 0 and facts.max < self.limit))
+            )
             unpadded = self.pad_id is None and (MASK not in beside or self._is_all_ones(parquet, group, values))
             enough = known and unpadded and not (group == 0 and LABELS in beside)
             counts.append(values if enough else len(self.decode(parquet, group, file).ids))
@@ -227,8 +231,9 @@ class Column:
     def _is_all_ones(self, parquet: pq.ParquetFile, group: int, values: int) -> bool:
         """Whether the footer shows that the attention mask is 1 for all `values` ids."""
         facts, count = self._statistics(parquet, group, MASK)
-        known = facts is not None and facts.has_null_count and not facts.null_count and facts.has_min_max
-        return known and facts.min == facts.max == 1 and count == values
+        if facts is None or not facts.has_null_count or facts.null_count or not facts.has_min_max:
+            return False
+        return facts.min == facts.max == 1 and count == values
 
 
 def _values(rows: pa.ChunkedArray, where: str, what: str, fix: str) -> np.ndarray:

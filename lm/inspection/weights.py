@@ -36,8 +36,9 @@ def kind_and_layer(name: str) -> tuple[str, int | None]:
 
     Embedding, last norm and output matrix have no layer.
     """
-    layer, kind = re.fullmatch(r"(?:model\.)?(?:layers\.(\d+)\.)?(.*?)(?:\.weight)?", name).groups()
-    return kind, None if layer is None else int(layer)
+    layer = re.match(r"(?:model\.)?layers\.(\d+)\.", name)
+    kind = name.removeprefix(layer[0] if layer else "model.").removesuffix(".weight")
+    return kind, int(layer[1]) if layer else None
 
 
 # ---- weights ---------------------------------------------------------------------------------------------------------

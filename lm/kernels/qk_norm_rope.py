@@ -60,7 +60,7 @@ def _cpu_backward(
     heads, kv_heads = dq.shape[2], dk.shape[2]
     back = [_rotate(d.float(), cos, -sin, positions) for d in (dq, dk)]
     dweights = dq.new_empty(0)
-    if q_weight is not None:
+    if q_weight is not None and k_weight is not None and qkv is not None:
         packed = qkv.float().unflatten(-1, (heads + 2 * kv_heads, -1))
         sums = []
         for i, (x, weight) in enumerate(zip(packed.split((heads, kv_heads, kv_heads), dim=2), (q_weight, k_weight))):

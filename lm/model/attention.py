@@ -91,6 +91,7 @@ def _with_past(k: Tensor, v: Tensor, past: Past, mask: AttentionMask) -> tuple[T
     keys, values, positions = past
     rows = torch.arange(k.shape[0], device=k.device)[:, None]  # (B, 1)
     keys[rows, positions], values[rows, positions] = k, v
+    assert mask.dense is not None
     used = mask.dense.shape[-1]
     return keys[:, :used], values[:, :used]  # (B, S, KV, D)
 

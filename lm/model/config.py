@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from lm.errors import RequestError
-from lm.system.units import Count
+from lm.system.units import OPEN, Count, Derivable
 
 CUSTOM_MODEL_TYPE = "lm_custom"  # in config.json, of a class of the user's; transformers does not know it
 MAX_DIMENSION = 2**31 - 1  # of a dimension
@@ -63,13 +63,13 @@ class DecoderConfig:
             dropout, so that the fastest attention kernels can run.
     """
 
-    vocab_size: Count | None = None
+    vocab_size: Derivable[Count] = OPEN
     hidden_size: Count = Count(512)
     num_hidden_layers: int = 8
     num_attention_heads: int = 8
-    num_key_value_heads: int | None = None
-    head_dim: int | None = None
-    intermediate_size: Count | None = None
+    num_key_value_heads: Derivable[int] = OPEN
+    head_dim: Derivable[int] = OPEN
+    intermediate_size: Derivable[Count] = OPEN
     max_position_embeddings: Count = Count(1024)
     rms_norm_eps: float = 1e-5
     rope_theta: float = 10000.0

@@ -45,7 +45,7 @@ class FusedBlock(Block):
         # (B, T, C), (B, T, (H + 2 KV) * D)
         stream, qkv = norm_linear(branch, stream, norm.weight, norm.eps, part.qkv_proj.operand, store=self.store)
         q_weight, k_weight, eps = None, None, 0.0
-        if part.q_norm is not None:
+        if part.q_norm is not None and part.k_norm is not None:
             q_weight, k_weight, eps = part.q_norm.weight, part.k_norm.weight, part.q_norm.eps
         # (B, T, H, D), (B, T, KV, D), (B, T, KV, D)
         q, k, v = qk_norm_rope(qkv, q_weight, k_weight, *rotary, part.heads, part.kv_heads, eps)

@@ -149,8 +149,9 @@ def _age(now: float, then: Any) -> float | None:
 def _checkpoint(run: Run, link: str, now: float) -> dict[str, Any] | None:
     path = run.link(link)
     step = STEP.fullmatch(path.name) if path else None
+    if path is None or step is None:
+        return None
     try:
-        age = _age(now, path.stat().st_mtime) if step else None
-        return {"name": path.name, "step": int(step[1]), "age_seconds": age} if step else None
+        return {"name": path.name, "step": int(step[1]), "age_seconds": _age(now, path.stat().st_mtime)}
     except OSError:  # it has been removed
         return None

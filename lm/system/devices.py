@@ -177,7 +177,7 @@ def assumed_speed(device: Device, precision: str, flops_per_token: float) -> tup
     """
     fp8 = precision.startswith("fp8")
     if fp8 and device.peak_tflops is not None:  # the peak that the user gave is that of FP8
-        peak = device.peak_flops(precision) / 2
+        peak = device.peak_tflops * 1e12 / 2
     elif (peak := device.peak_flops("bf16" if fp8 else precision)) is None:
         return None
     return ASSUMED_MFU * peak / flops_per_token, f"{ASSUMED_MFU:.0%} MFU{' of bf16' if fp8 else ''}, assumed"

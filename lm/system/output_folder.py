@@ -1,4 +1,4 @@
-"""The folder that a command writes, its `--output`, and the size of a folder."""
+"""The folder or file that a command writes, its `--output`, and the size of a folder."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -19,6 +19,18 @@ def new_folder(target: Path) -> Iterator[Path]:
         target.parent.mkdir(parents=True, exist_ok=True)
         with atomic_folder(target) as folder:
             yield folder
+    except OSError as error:
+        raise RunError(f"could not write {target}: {error.strerror or error}") from error
+
+
+def write_new_file(target: Path, text: str) -> None:
+    """Write the `--output` of a command, whose name must be free."""
+    check_local_path("--output", target)
+    try:
+        with target.open("x", encoding="utf-8") as file:
+            file.write(text)
+    except FileExistsError:
+        raise RequestError(f"--output {target} is there already; give another name, or remove it") from None
     except OSError as error:
         raise RunError(f"could not write {target}: {error.strerror or error}") from error
 

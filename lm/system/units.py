@@ -3,7 +3,7 @@
 import re
 import time
 from decimal import Decimal
-from typing import Any
+from typing import TYPE_CHECKING, Annotated, Any, Optional, TypeVar
 
 DECIMAL = {"": 1, "K": 10**3, "M": 10**6, "B": 10**9, "G": 10**9, "T": 10**12}
 BINARY = {"KI": 2**10, "MI": 2**20, "GI": 2**30, "TI": 2**40}
@@ -16,6 +16,14 @@ _PATTERN = re.compile(r"\s*(\d[\d_]*(?:,\d{3})*(?:\.\d+)?(?:e[+-]?\d{1,4})?)\s*(
 
 class Count(int):
     """A whole number >= 0 that may be written `1_000`, `1,000`, `1.5e9`, `512K` (thousands) or `512Ki` (1024s)."""
+
+
+if TYPE_CHECKING:
+    T = TypeVar("T")
+    Derivable = Annotated[T, "None only until it is derived from other options"]
+else:
+    Derivable = Optional
+OPEN: Any = None  # the default of an option that is derived from others
 
 
 def parse_count(value: str | int | float) -> Count:

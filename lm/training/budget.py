@@ -6,7 +6,7 @@ import time
 from collections.abc import Callable
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 from lm.errors import RequestError
 from lm.system.parsing import nonnegative, parse_json
@@ -140,7 +140,7 @@ class Budget(Observer):
     def __init__(self, config: BudgetConfig, clock: Callable[[], float] = time.monotonic) -> None:
         self.config, self._clock = config, clock
         self._sidecar = Sidecar(Path(config.file), clock) if config.file else None
-        self.meter: Meter | None = None  # on rank zero, from the start of a training
+        self.meter = cast(Meter, None)  # on rank zero, from the start of a training
         self.pace = StepTimeEstimator()
         self._interval: tuple[float, int] | None = None  # seconds and steps between the newest log lines
         self._file_end: float | None = None  # US dollars that the other program projects

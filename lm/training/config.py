@@ -31,12 +31,18 @@ class GroupConfig:
     """Settings of one group of parameters, in place of the optimizer's.
 
     Args:
-        lr: Peak learning rate.
+        lr: Peak learning rate; or
+        lr_ratio: as a multiple of the optimizer's, so that it follows when that changes.
         weight_decay: Weight decay.
     """
 
     lr: float | None = None
     weight_decay: float | None = None
+    lr_ratio: float | None = None
+
+    def peak_lr(self, optimizer_lr: float) -> float:
+        """The peak learning rate of the group, where the optimizer's is this."""
+        return self.lr if self.lr is not None else optimizer_lr * (1.0 if self.lr_ratio is None else self.lr_ratio)
 
 
 @dataclass
@@ -103,9 +109,19 @@ class OptimizerConfig:
         require(0 <= self.momentum < 1, f"model.optimizer.momentum {self.momentum} must lie in [0, 1)")
         places = {"": self, **{f"groups.{name}.": group for name, group in vars(self.groups).items()}}
         for place, settings in places.items():
-            lr, decay = settings.lr, settings.weight_decay
-            require(lr is None or 0 < lr < math.inf, f"model.optimizer.{place}lr {lr} must be above 0, and finite")
-            require_at_least(0, f"model.optimizer.{place}", weight_decay=decay)
+            for name in ("lr", "lr_ratio"):
+                rate = getattr(settings, name, None)
+                require(
+                    rate is None or 0 < rate < math.inf,
+                    f"model.optimizer.{place}{name} {rate} must be above 0, and finite",
+                )
+            require_at_least(0, f"model.optimizer.{place}", weight_decay=settings.weight_decay)
+        for name, group in vars(self.groups).items():
+            require(
+                group.lr is None or group.lr_ratio is None,
+                f"model.optimizer.groups.{name}: lr {group.lr} and lr_ratio {group.lr_ratio} both give its rate: leave "
+                "one out",
+            )
 
     def left_out(self) -> list[str]:
         """Options of AdamW and Muon that are set, and that the class of `class_path` does not get."""

@@ -106,8 +106,9 @@ class Launcher(ScriptLauncher):
                 continue
             if done.wait(EXIT_WAIT):
                 return
-            for callback in self._trainer.callbacks if self._trainer else ():
-                callback.on_exception(self._trainer, self._trainer.lightning_module, failure)
+            if trainer := self._trainer:
+                for callback in trainer.callbacks:
+                    callback.on_exception(trainer, trainer.lightning_module, failure)
             self._end(0.0)
             print(f"lm: {failure}", file=sys.stderr, flush=True)
             os._exit(failure.exit_code)

@@ -5,11 +5,11 @@ torch 2.13 and TensorBoard 2.21. `kernels/torch_private` has the private names o
 lets the others stand nowhere else.
 """
 
+import sys
 from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import fields
 from datetime import timedelta
-from inspect import currentframe
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -122,7 +122,7 @@ def save_subclass_arguments(module: lightning.LightningModule, options: type) ->
     constructors, innermost first: the decorator's is two above this one.
     """
     ignored = [option.name for option in fields(options)]
-    module.save_hyperparameters(ignore=ignored, frame=currentframe().f_back.f_back, logger=False)
+    module.save_hyperparameters(ignore=ignored, frame=sys._getframe(2), logger=False)
 
 
 def drop_step_context(trainer: lightning.Trainer) -> None:
@@ -168,5 +168,6 @@ def set_group_timeout(timeout: timedelta) -> None:
 
 def replace_event_file(writer: "SummaryWriter", open_file: Callable[[Path], Any]) -> None:
     """Let a writer write its events to `open_file(path)`; TensorBoard's own file ends its thread at the first error."""
+    assert writer.file_writer is not None
     events = writer.file_writer.event_writer
     events._async_writer._writer._writer = open_file(Path(events._file_name))

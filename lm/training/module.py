@@ -6,7 +6,7 @@ This is the one place that sees both the model and the data.
 import logging
 from collections.abc import Sequence
 from dataclasses import fields, replace
-from typing import Any
+from typing import Any, cast
 
 import torch
 from lightning.pytorch import Callback, LightningModule
@@ -64,7 +64,7 @@ class LanguageModule(LightningModule):
         self.automatic_optimization = False  # `training_step` runs backward passes and optimizer itself
         self.run_state: RunState = RunState()
         self.lightning_step: Any = None  # a `LightningStep` during training
-        self.decoder: nn.Module | None = None  # compiled and sharded in place
+        self.decoder = cast(nn.Module, None)  # once it is built; compiled and sharded in place
         self.builtin, self.built = True, NOT_BUILT  # whether it is what its config says; kernels and attention
         self.validation = TokenLoss()  # sums of the validation that runs
         self.decoder_is_new = True  # whether the current fit or evaluation, not an earlier one, built the decoder

@@ -100,6 +100,7 @@ class ReplicaExchange:
 
     def _wait(self) -> Tensor:
         """Wait for the data sent to this rank and drop the buffer: those of all groups are in flight at once."""
+        assert self.work is not None
         self.work.wait()
         received = self.buffer
         del self.buffer

@@ -70,7 +70,7 @@ def parameter_groups(
                 "take: keep its real and imaginary part, or its values, as floating-point weights"
             )
         options = getattr(config.groups, group)
-        lr = config.lr if options.lr is None else options.lr
+        lr = options.peak_lr(config.lr)
         decay = options.weight_decay
         if decay is None:
             decay = 0.0 if group == "norms" else config.weight_decay

@@ -19,7 +19,7 @@ class OptimizerRules(NamedTuple):
     learning_rate: Callable[[DecoderConfig, float, float], float]  # peak; arguments as of `adamw_learning_rate`
     memory: Callable[[float], float]  # share of a run whose updates the matrices average, from tokens a parameter
     memory_source: str
-    warmup_steps: Callable[[int, int], int]  # of a run of so many steps, of so many tokens each
+    longest_warmup: Callable[[int], float]  # in steps of so many tokens; otherwise a tenth of the run
     optimizer_yaml: str  # lines of the config that `lm scale` prints, with the source of each number
     schedule_yaml: str
 
@@ -53,9 +53,7 @@ RULES: dict[OptimizerName, OptimizerRules] = {
         learning_rate=adamw_learning_rate,
         memory=lambda tokens: 1.084 * tokens**-0.527,
         memory_source="arXiv:2505.13738",  # Bergsma et al., 2025
-        # A tenth of the run, at most 375M tokens (Bergsma et al., 2025, "Scaling with Collapse", arXiv:2509.25087,
-        # table 2).
-        warmup_steps=lambda steps, batch: math.floor(min(steps / 10, 375e6 / batch)),
+        longest_warmup=lambda batch: 375e6 / batch,  # Bergsma et al., 2025, arXiv:2509.25087, table 2
         optimizer_yaml="""\
     name: adamw  # the rules for lr and weight_decay are fitted to it
     lr: {lr}  # peak: for {flops} operations in the blocks (arXiv:2401.02954), at this batch (arXiv:2205.10287)
@@ -63,7 +61,7 @@ RULES: dict[OptimizerName, OptimizerRules] = {
 """,
         schedule_yaml="""\
     name: linear  # linear decay to 0, better than a cosine to a tenth (arXiv:2502.15938)
-    warmup_steps: {warmup_steps}  # a tenth of the run, at most 375M tokens (arXiv:2509.25087)
+    {warmup}  # a tenth of the run, at most 375M tokens (arXiv:2509.25087)
     final_fraction: 0.0  # learning rate at the end, as a fraction of the peak
 """,
     ),
@@ -71,7 +69,7 @@ RULES: dict[OptimizerName, OptimizerRules] = {
         learning_rate=lambda decoder, flops, batch: peak_rate(MATRICES, decoder.num_hidden_layers, decoder.hidden_size),
         memory=lambda tokens: 1.0,  # the share that is best with AdamW, 0.22 of 20 tokens a parameter, is too short
         memory_source="measured",  # "Training-only gains" in tests/benchmarks/README.md
-        warmup_steps=lambda steps, batch: math.floor(min(steps / 10, 40)),  # nanochat, scripts/base_train.py
+        longest_warmup=lambda batch: 40,  # nanochat, scripts/base_train.py
         optimizer_yaml="""\
     name: muon  # for the matrices in the blocks; AdamW for the rest. --optimizer adamw for all
     lr: {lr}  # peak: {matrices:g} / (hidden_size x sqrt(depth)), swept at depths 2 to 8
@@ -80,7 +78,7 @@ RULES: dict[OptimizerName, OptimizerRules] = {
 """,
         schedule_yaml="""\
     name: wsd  # constant, then linear decay (nanochat)
-    warmup_steps: {warmup_steps}  # 40 (nanochat), but at most a tenth of the run
+    {warmup}  # a tenth of the run, at most 40 steps (nanochat)
     decay_ratio: 0.65  # fraction of the run in which the learning rate decays (nanochat)
     final_fraction: 0.05  # learning rate at the end, as a fraction of the peak (nanochat)
 """,

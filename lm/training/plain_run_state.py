@@ -4,7 +4,7 @@ import json
 import os
 from dataclasses import asdict
 from hashlib import sha256
-from typing import Any
+from typing import Any, cast
 
 import lightning.pytorch as lightning
 from lightning.fabric.utilities.rank_zero import rank_zero_info, rank_zero_warn  # pyright: ignore[reportPrivateImportUsage]
@@ -68,7 +68,7 @@ class PlainRunState(RunState, Callback):
     def on_train_epoch_end(self, trainer: lightning.Trainer, pl_module: Any) -> None:
         """An epoch, which `limit_train_batches` may end, does not begin the stream again."""
         if self.consumed and not trainer.overfit_batches:
-            trainer.train_dataloader.start = self.consumed
+            cast(Any, trainer.train_dataloader).start = self.consumed
 
     def on_train_batch_end(self, trainer: lightning.Trainer, pl_module: Any, *args: Any) -> None:
         every = trainer.log_every_n_steps  # 0, as under `barebones`: never

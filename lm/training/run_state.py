@@ -7,7 +7,7 @@ The Trainer makes one; callbacks and the module change it, but never each other.
 
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 
@@ -33,9 +33,9 @@ class RunState:
 
     # Set when a fit starts.
     clip: float | None = None  # largest norm of the gradient
-    steps: Steps | None = None  # counts of the run
+    steps: Steps = cast(Steps, None)  # counts of the run
     start: Progress = Progress()  # where the training of this process began
-    run: Run | None = None  # the run's folder, once it is claimed
+    run: Run = cast(Run, None)  # the run's folder, once it is claimed; None before
     other_model: bool = False  # load a checkpoint's weights into another model, as a branch does
 
     # The position in the run, which checkpoints save.

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn, cast
 
 import torch
 from lightning.fabric.plugins.environments.lightning import LightningEnvironment
@@ -212,13 +212,13 @@ class Trainer(PatchedTrainer):
             ) from error
 
     @property
-    def run(self) -> Run | None:
-        """The run's folder, once it is claimed."""
+    def run(self) -> Run:
+        """The run's folder, once it is claimed; None before."""
         return self.run_state.run
 
     @property
-    def steps(self) -> Steps | None:
-        """The counts of the run, once a fit starts."""
+    def steps(self) -> Steps:
+        """The counts of the run, once a fit starts; None before."""
         return self.run_state.steps
 
     def log_to(self, *loggers: Logger) -> None:
@@ -235,9 +235,10 @@ class Trainer(PatchedTrainer):
         self.checkpoint_io.load_optimizer, self.checkpoint_io.verified = optimizer, verified
 
     @property
-    def checkpoint_callback(self) -> TakesCheckpoints | None:
-        """The callback that takes the run's checkpoints; a user may have one of Lightning's beside it."""
-        return next((each for each in self.checkpoint_callbacks if isinstance(each, TakesCheckpoints)), None)
+    def checkpoint_callback(self) -> TakesCheckpoints:
+        """The callback that takes the run's checkpoints; a user may have one of Lightning's beside it. None without."""
+        found = next((each for each in self.checkpoint_callbacks if isinstance(each, TakesCheckpoints)), None)
+        return cast(TakesCheckpoints, found)
 
     @property
     def sharded(self) -> bool:

@@ -87,6 +87,7 @@ class PostMortem(Callback):
 
     def _close(self, trainer: Trainer, how: str, text: str) -> None:
         incident, self._open = self._open, None
+        assert incident is not None
         with _failure_logged("closed"), not_training(trainer):
             if trainer.is_global_zero:
                 postmortem.close_postmortem(trainer.run, incident, how, text)

@@ -1,6 +1,6 @@
 """`lm predict`: the log-probability of every token of some texts."""
 
-from typing import Any
+from typing import Any, cast
 
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -27,7 +27,7 @@ class Predictions(Callback):
     """`lm predict`: writes the log-probability of every token to Parquet, one row per window of a document."""
 
     def __init__(self) -> None:
-        self._writer: pq.ParquetWriter | None = None
+        self._writer = cast(pq.ParquetWriter, None)
 
     def on_predict_start(self, trainer: Trainer, pl_module: LanguageModule) -> None:
         if trainer.run is None:

@@ -78,6 +78,7 @@ class Interrupt(Callback, Checkpoint):
         step, saved = trainer.global_step, trainer.run.steps()
         what = f"the validation after step {step}" if trainer.validating else f"step {step + 1}"
         newest = f" from step {max(saved)}" if saved else " from its first step"
+        assert STOP.received is not None
         error = Interrupted(
             f"{STOP.received.name}: ended without a checkpoint, because {what} was not done within "
             f"{trainer.options.stop_within:g} s (trainer.stop_within); {how_to_resume(trainer.run)}{newest}"

@@ -1,0 +1,72 @@
+"""What an option of a later config, or of the command line, clears of earlier ones: what means nothing any more."""
+
+import logging
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+log = logging.getLogger(__name__)
+
+NULL = (None, "null")
+# Of two options that say the same thing in different ways, the later one counts: option -> options of earlier configs
+# that become null. `--data.path` replaces all other data, for example.
+SAME_THING = {
+    "data.path": ("data.train", "data.sources", "data.phases", "data.prepare"),
+    "data.train": ("data.path", "data.sources", "data.phases", "data.prepare"),
+    "data.sources": ("data.path", "data.train", "data.val", "data.test", "data.tokenizer", "data.prepare"),
+    "trainer.max_steps": ("trainer.max_tokens",), "trainer.max_tokens": ("trainer.max_steps",),
+}  # fmt: skip
+for _group in ("matrices", "embedding", "output", "norms"):
+    _lr, _ratio = (f"model.optimizer.groups.{_group}.{name}" for name in ("lr", "lr_ratio"))
+    SAME_THING |= {_lr: (_ratio,), _ratio: (_lr,)}
+OF_OPTIMIZER = ("groups", "betas", "eps", "momentum", "init_args")  # for the optimizer of the same config
+OF_SCHEDULE = ("decay_steps", "decay_ratio")
+DECAYS = {"wsd": "at the end", "cosine": "until then", "linear": "until then"}  # what a length of the decay means
+
+
+def clear_earlier(settings: Mapping[str, Any], options: Iterable[tuple[str, Any]]) -> list[str]:
+    """The options of earlier configs, as nested `settings`, that these options with their dotted names clear.
+
+    What is not obvious is logged: the settings of another optimizer, the decay of another schedule, the rate of an
+    output matrix that is tied now.
+    """
+    later = {name: value for name, value in options if value not in NULL}
+    given = {part for name, _ in options for part in (name, ".".join(name.split(".")[:2]))}
+    cleared = [other for name in SAME_THING.keys() & later.keys() for other in SAME_THING[name] if other not in given]
+
+    def clear(group: str, names: Iterable[str], why: str) -> None:
+        names = [name for name in names if _value(settings, f"{group}.{name}") not in (*NULL, {})]
+        names = [name for name in names if not any(f"{each}.".startswith(f"{group}.{name}.") for each in later)]
+        if names:
+            log.info("%s: %s of the config %s left out", why, _listed(names), "is" if len(names) == 1 else "are")
+            cleared.extend(f"{group}.{name}" for name in names)
+
+    place = "model.optimizer"
+    optimizer = _value(settings, place) or {}
+    before = optimizer.get("class_path") or optimizer.get("name", "adamw")
+    after = later.get(f"{place}.class_path") or later.get(f"{place}.name")
+    if optimizer and after is not None and after != before:
+        clear(place, OF_OPTIMIZER, f"{place} is {after} and was {before}")
+        if f"{place}.class_path" not in later:
+            cleared.append(f"{place}.class_path")  # which would count, and not the name
+
+    place = "model.schedule"
+    schedule = _value(settings, place) or {}
+    before, after = schedule.get("name", "cosine"), later.get(f"{place}.name")
+    if after is not None and DECAYS.get(before) != DECAYS.get(after):
+        clear(place, OF_SCHEDULE, f"{place}.name is {after} and was {before}")
+
+    if str(later.get("model.decoder.tie_word_embeddings")).lower() == "true":
+        why = "model.decoder.tie_word_embeddings makes the output matrix the embedding"
+        clear("model.optimizer", ["groups.output"], why)
+    return [name for name in cleared if settings]
+
+
+def _value(settings: Any, name: str) -> Any:
+    """An option, or a group of them, of nested settings; None where it is not there."""
+    for part in name.split("."):
+        settings = settings.get(part) if isinstance(settings, Mapping) else None
+    return settings
+
+
+def _listed(names: list[str]) -> str:
+    return " and ".join(filter(None, [", ".join(names[:-1]), names[-1]]))
