@@ -42,14 +42,18 @@ def train_in_forks(patch):
         patch.setattr("lm.cli.ladder.subprocess", forks)
 
 
+def finish_ladder(place, *arguments):
+    with pytest.MonkeyPatch.context() as patch:
+        train_in_forks(patch)
+        patch.chdir(place)
+        assert main(list(arguments)) == 0
+
+
 @pytest.fixture(scope="module")
 def place(tmp_path_factory):
     """A workplace with data, and a finished ladder of three depths."""
     place = make_workplace(tmp_path_factory.mktemp("ladder"), "data/small")
-    with pytest.MonkeyPatch.context() as patch:
-        train_in_forks(patch)
-        patch.chdir(place)
-        assert main(LADDER) == 0
+    finish_ladder(place, *LADDER)
     return place
 
 
@@ -231,14 +235,12 @@ def test_each_device_takes_a_training(monkeypatch, count, visible, devices, plac
 
 
 @pytest.mark.slow
-def test_a_ladder_is_killed_and_resumed(tmp_path, monkeypatch):
+def test_a_ladder_is_killed_and_resumed(tmp_path):
     """By SIGKILL in its first training, and by SIGTERM in the second; no training outlives it, and losses are equal."""
     place = make_workplace(tmp_path, "data/small")
     options = ["ladder", "--depths", "2,3", "--max_steps", "60", *SIZES, "--trainer.checkpoint_interval", "10",
                "--trainer.val_interval", "60", "--trainer.stop_within", "0"]  # fmt: skip
-    train_in_forks(monkeypatch)
-    monkeypatch.chdir(place)
-    assert main([*options, "--name", "whole"]) == 0
+    finish_ladder(place, *options, "--name", "whole")
     for signal_number, depth, code in ((signal.SIGKILL, 2, -9), (signal.SIGTERM, 3, 75)):
         process = start(place, *options, "--name", "killed", fresh=True)
         wait_until(lambda: len(Run(place / f"checkpoints/killed/killed-d{depth}-n60-s1").steps()) > 0, process)
@@ -247,6 +249,6 @@ def test_a_ladder_is_killed_and_resumed(tmp_path, monkeypatch):
         assert process.returncode == code, err
         assert not processes_of(place, patience=120)
     assert "1 of 2 runs are finished; the same command resumes" in err
-    assert main([*options, "--name", "killed"]) == 0
+    finish_ladder(place, *options, "--name", "killed")
     killed, whole = ([one["loss"] for one in report(place, name)["runs"]] for name in ("killed", "whole"))
     assert killed == whole

@@ -109,9 +109,9 @@ def test_this_machine_is_measured_and_the_run_takes_the_time(tmp_path):
     """Depths are measured until the chosen one has been, and training it ends near the time."""
     make_workplace(tmp_path, "data/small")
     shape = "--vocab_size 64 --seq_len 64 --head_dim 16 --aspect_ratio 16".split()  # the text does not bound the run
-    printed = lm(tmp_path, "scale", "--hours", "0.006", *shape)
+    printed = lm(tmp_path, "scale", "--hours", "0.0125", *shape)
     assert "measured)" in printed.stdout and printed.stderr.startswith("measuring depth 4: ")
     (tmp_path / "timed.yaml").write_text(printed.stdout)
     began = time.monotonic()
     lm(tmp_path, "fit", "--config", "timed.yaml", "--data.path", "data/small")
-    assert 10 < time.monotonic() - began < 45  # of 22; other work on the machine changes it
+    assert 25 < time.monotonic() - began < 80  # of 45; other work on the machine changes it
