@@ -132,10 +132,3 @@ class Failing(Callback):
     def on_train_batch_end(self, trainer, *args):
         if trainer.global_rank == self.rank:
             raise ZeroDivisionError("on purpose")
-
-
-class Stateful(Callback):
-    """Has a state, under the name of its class."""
-
-    def state_dict(self):
-        return {"calls": 1}

@@ -11,6 +11,7 @@ import shutil
 import subprocess
 import sys
 import zipfile
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -43,11 +44,17 @@ WITHOUT_TORCH = [
 ]  # fmt: skip
 
 
+@cache
+def parsed(path: Path) -> ast.Module:
+    return ast.parse(path.read_text())
+
+
 def name_of(path: Path) -> str:
     parts = path.relative_to(PACKAGE.parent).with_suffix("").parts
     return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
 
 
+FUNCTIONS = ast.FunctionDef | ast.AsyncFunctionDef
 FILES = {name_of(path): path for path in sorted(PACKAGE.rglob("*.py"))}
 
 
@@ -57,18 +64,17 @@ def room(module: str) -> str:
     return "training.callbacks" if name.startswith("training.callbacks") else name.partition(".")[0]
 
 
-def imports(path: Path) -> set[str]:
-    """The modules of lm that a file imports, anywhere in it but for types alone."""
-    found = set()
-    tree = ast.parse(path.read_text())
-    tree.body = [node for node in tree.body if not is_for_types_alone(node)]
-    for node in ast.walk(tree):
+def imports(path: Path, in_functions: bool = True) -> set[str]:
+    """The modules of lm that a file imports, anywhere in it, or as soon as it is imported; not for types alone."""
+    found, nodes = set(), list(parsed(path).body)
+    for node in nodes:  # grows meanwhile
         if isinstance(node, ast.Import):
             found |= {alias.name for alias in node.names}
         elif isinstance(node, ast.ImportFrom):
-            found |= {f"{node.module}.{alias.name}" for alias in node.names}
-            found.add(node.module or "")
-    return {name for name in found if name in FILES and name != "lm"}
+            found |= {node.module or "", *(f"{node.module}.{alias.name}" for alias in node.names)}
+        elif not is_for_types_alone(node) and (in_functions or not isinstance(node, FUNCTIONS)):
+            nodes += ast.iter_child_nodes(node)
+    return found & FILES.keys() - {"lm"}
 
 
 def is_for_types_alone(node: ast.AST) -> bool:
@@ -127,24 +133,10 @@ LEAVES = {  # what only an option, a device or another command asks for
 
 def imported_with(*modules: str) -> set[str]:
     """The modules of lm that are imported as soon as these are: not those of functions, nor for types alone."""
-    found: set[str] = set()
-    waiting = list(modules)
+    found, waiting = set(), {*modules, "lm"}
     while waiting:
-        module = waiting.pop()
-        if module in found:
-            continue
-        found.add(module)
-        nodes = list(ast.parse(FILES[module].read_text()).body)
-        names = {module.rpartition(".")[0]}
-        while nodes:
-            node = nodes.pop()
-            if isinstance(node, ast.Import):
-                names |= {alias.name for alias in node.names}
-            elif isinstance(node, ast.ImportFrom):
-                names |= {node.module or "", *(f"{node.module}.{alias.name}" for alias in node.names)}
-            elif not (isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef) or is_for_types_alone(node)):
-                nodes += ast.iter_child_nodes(node)
-        waiting += names & FILES.keys()
+        found |= waiting
+        waiting = set().union(*(imports(FILES[module], in_functions=False) for module in waiting)) - found
     return found
 
 
@@ -183,7 +175,7 @@ def test_nobody_sets_an_attribute_of_a_trainer_a_module_or_the_data():
     """What changes in a run is `RunState`'s. `should_stop` is how Lightning's callbacks ask for the end of a fit."""
     found = []
     for name, path in FILES.items():
-        for node in ast.walk(ast.parse(path.read_text())):
+        for node in ast.walk(parsed(path)):
             targets = node.targets if isinstance(node, ast.Assign) else [getattr(node, "target", None)]
             if isinstance(node, ast.Call) and getattr(node.func, "id", "") == "setattr":
                 targets = [ast.Attribute(node.args[0], "?")]
@@ -202,7 +194,7 @@ def test_names_say_something():
 def test_nothing_is_unpickled_or_evaluated():
     calls = {"eval", "exec"}
     for path in FILES.values():
-        for node in ast.walk(ast.parse(path.read_text())):
+        for node in ast.walk(parsed(path)):
             if isinstance(node, ast.Call) and isinstance(node.func, ast.Name):
                 assert node.func.id not in calls, path
             if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name):
@@ -285,7 +277,7 @@ def names_defined_in(node: ast.ClassDef) -> set[str]:
 
 CLASSES = {
     (name, node.name): node
-    for name, path in FILES.items() for node in ast.parse(path.read_text()).body if isinstance(node, ast.ClassDef)
+    for name, path in FILES.items() for node in parsed(path).body if isinstance(node, ast.ClassDef)
 }  # fmt: skip
 
 
@@ -351,14 +343,14 @@ def replaced_methods(name: str, tree: ast.Module, methods: set[str]) -> list[str
 def test_what_libraries_keep_private_stands_in_two_files():
     for name, path in FILES.items():
         if name not in PRIVATE and name != "lm.__main__":
-            assert private_uses(name, ast.parse(path.read_text())) == []
+            assert private_uses(name, parsed(path)) == []
 
 
 def test_methods_of_libraries_are_replaced_in_one_file():
     methods = library_methods()
     for name, path in FILES.items():
         if name not in PRIVATE:
-            assert replaced_methods(name, ast.parse(path.read_text()), methods) == []
+            assert replaced_methods(name, parsed(path), methods) == []
 
 
 @pytest.mark.parametrize(("code", "found"), [

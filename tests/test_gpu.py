@@ -9,6 +9,7 @@ from dataclasses import replace
 
 import pytest
 import torch
+from device_errors import device_works  # noqa: F401
 from plain_ops import (
     linear_cross_entropy_plain,
     norm_linear_plain,
@@ -145,19 +146,6 @@ VARIANTS = {
 def nothing_compiled():
     """What one test compiled does not count for the next."""
     torch._dynamo.reset()
-
-
-@pytest.fixture(autouse=True)
-def device_works():
-    """End this process after an error of the device, which all later CUDA calls would report again.
-
-    pytest-xdist then reports the test that ran as failed, and starts another process for the tests that are left.
-    """
-    yield
-    try:
-        torch.cuda.synchronize()
-    except RuntimeError:
-        os._exit(1)
 
 
 @pytest.fixture

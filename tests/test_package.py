@@ -44,9 +44,9 @@ def installed(tmp_path_factory):
     run(next(folder.glob("lm_pretrain-*/")), sys.executable, "-c", BUILD.format("build_wheel"), folder)
     wheel = next(folder.glob("*.whl"))
     assert wheel.stat().st_size < 4e6 and wheel.name == f"lm_pretrain-{__version__}-py3-none-any.whl"
-    venv.create(folder / "env", with_pip=True)
+    venv.create(folder / "env")
     python = folder / "env/bin/python"
-    run(folder, python, "-m", "pip", "install", "--no-index", "--no-deps", wheel)
+    run(folder, sys.executable, "-m", "pip", "--python", python, "install", "--no-index", "--no-deps", wheel)
     site = sysconfig.get_path("purelib", vars={"base": str(folder / "env")})
     others = [path for path in sys.path if Path(path).name == "site-packages"]
     (Path(site) / "libraries.pth").write_text("\n".join(others) + "\n")
@@ -57,15 +57,11 @@ def installed(tmp_path_factory):
 def test_a_wheel_in_an_empty_folder_trains_and_plans(installed, tmp_path):
     steps = ("--trainer.max_steps", 2, "--trainer.val_interval", 2, "--data.val_tokens", 4096)
     run(tmp_path, installed, "-m", "lm", "fit", "--config", "tiny.yaml", *steps)
-    assert "val/loss" in run(tmp_path, installed.with_name("lm"), "validate", "--ckpt_path", "best")
-    planned = run(tmp_path, installed, "-m", "lm", "plan", "--config", "pretrain-350m.yaml", "--json", expect=2)
-    assert json.loads(planned)["model"]["parameters"]["total"] == 398_515_200
-    run(tmp_path, installed, "-m", "lm", "plan", "--strict", "--config", "published/pretrain-50m-adamw.yaml")
+    run(tmp_path, installed.with_name("lm"), "plan", "--strict", "--config", "published/pretrain-50m-adamw.yaml")
     used = "import lm; print(lm.__file__, lm.load_run('tiny').read('run.json')['versions']['lm'])"
     file, version = run(tmp_path, installed, "-c", used).split()
     assert Path(file).is_relative_to(installed.parents[1]) and version == __version__
-    launch = Path(file).parent / "configs/launch"
-    assert {path.name for path in launch.iterdir()} >= {path.name for path in (ROOT / "configs/launch").iterdir()}
+    assert all((Path(file).parent / path.relative_to(ROOT)).exists() for path in (ROOT / "configs").rglob("*"))
 
 
 @pytest.mark.slow

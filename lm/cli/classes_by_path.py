@@ -1,11 +1,13 @@
 """Callbacks and loggers that a config names by their class path."""
 
 from dataclasses import replace
+from difflib import get_close_matches
+from importlib.util import find_spec
 from typing import Any
 
 import yaml
 from jsonargparse import set_dumper
-from lightning.pytorch import Callback
+from lightning.pytorch import Callback, callbacks, loggers
 from lightning.pytorch.cli import LightningArgumentParser
 from lightning.pytorch.loggers import Logger
 
@@ -61,11 +63,34 @@ class TrainerClasses:
     ) -> None: ...
 
 
+def check_class_path(option: str, path: Any) -> None:
+    """Raise RequestError for a class whose module is not there, or a name without one that Lightning does not have."""
+    if not isinstance(path, str):
+        return
+    module, _, name = path.rpartition(".")
+    lightning = [each for each in dir({"callbacks": callbacks, "logger": loggers}[option]) if each[:1].isupper()]
+    if not module and name not in lightning:
+        close = [each for each in lightning if each.lower().startswith(name.lower())]
+        close = close or get_close_matches(name, lightning, 1, cutoff=0.8)
+        fix = f"did you mean {close[0]}?" if close else f"give its path, such as my_file.{name} for one in my_file.py"
+        raise RequestError(f"trainer.{option}: Lightning has no {name}; {fix}")
+    try:
+        found = not module or find_spec(module)
+    except ModuleNotFoundError:
+        found = None
+    if not found:
+        fix = f"its first part is a file {module.partition('.')[0]}.py in this folder, or an installed package"
+        raise RequestError(f"trainer.{option}: {path}: there is no module {module}; {fix}")
+
+
 def parse_classes(request: Request) -> tuple[TrainingParser, Any]:
     """A parser of callbacks and loggers, and those of a request, with all arguments of their classes."""
     parser = TrainingParser(prog="lm")
     parser.add_class_arguments(TrainerClasses, "trainer", instantiate=False, fail_untyped=False)
     classes = {"callbacks": request.trainer.callbacks, "logger": request.trainer.logger}
+    for option, given in classes.items():
+        for each in given if isinstance(given, list) else [given]:
+            check_class_path(option, each.get("class_path") if isinstance(each, dict) else each)
     return parser, parser.parse_object({"trainer": classes})
 
 

@@ -2,7 +2,9 @@
 
 import logging
 from collections.abc import Iterable, Mapping
-from typing import Any
+from typing import Any, get_args
+
+from lm.training.builtin_optimizers import OptimizerName
 
 log = logging.getLogger(__name__)
 
@@ -44,7 +46,8 @@ def clear_earlier(settings: Mapping[str, Any], options: Iterable[tuple[str, Any]
     optimizer = _value(settings, place) or {}
     before = optimizer.get("class_path") or optimizer.get("name", "adamw")
     after = later.get(f"{place}.class_path") or later.get(f"{place}.name")
-    if optimizer and after is not None and after != before:
+    is_known = after in get_args(OptimizerName) or f"{place}.class_path" in later
+    if optimizer and is_known and after != before:
         clear(place, OF_OPTIMIZER, f"{place} is {after} and was {before}")
         if f"{place}.class_path" not in later:
             cleared.append(f"{place}.class_path")  # which would count, and not the name

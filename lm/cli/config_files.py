@@ -37,6 +37,8 @@ def read_config(path: Path) -> dict[str, Any]:
     try:
         text = without_removed(path.read_text(encoding="utf-8"))
         document = parse_yaml(text)
+    except FileNotFoundError as error:  # of a run
+        raise RequestError(f"{path} is gone: give the config of the run with --config") from error
     except (OSError, ValueError) as error:
         raise RequestError(f"config {path} cannot be read: {error}") from error
     if document is None:

@@ -34,6 +34,8 @@ def generate(options: GenerateOptions) -> None:
     prompts = options.prompt or ([] if sys.stdin.isatty() else [sys.stdin.read().removesuffix("\n")])
     if options.json and not prompts:
         raise RequestError("--json needs a prompt: give --prompt, or pipe a text in")
+    if len(prompts) > 1 and not any(" " in text for text in prompts):
+        log.info("%d prompts; one of several words stands in quotes: --prompt 'The people of'", len(prompts))
     model = load_pretrained(chosen_model(options.run, options.ckpt_path, options.root), options.device, options.dtype)
     mode, step = choose_step(model, options.compile)
     if not prompts:

@@ -20,7 +20,10 @@ COLUMN = 38  # where the help of an option begins
 def print_options(command: str, what: str, chosen: str | None = None) -> None:
     """Print what a command does and its options: those of the `chosen` group, `all`, or else the frequent ones."""
     options = all_options(command)
-    if chosen not in (None, "all") and chosen not in option_groups(option.name for option in options):
+    groups = option_groups(option.name for option in options)
+    if chosen not in groups:  # `optimizer` for `model.optimizer`
+        chosen = next((group for group in sorted(groups) if group.endswith(f".{chosen}")), chosen)
+    if chosen not in (None, "all", *groups):
         raise RequestError(f"no group of options {chosen!r}: give all, or one of {', '.join(NAMES)}")
     width, frequent, usage = min(110, shutil.get_terminal_size().columns), FREQUENT, "--config FILE"
     if command in ("validate", "test", "predict"):

@@ -130,7 +130,7 @@ def add_laws(results: dict[str, Any], measured: Sequence[Measured]) -> None:
     targets = [one for one in measured if one.size.held_out]
     if len(fitted) < scaling_laws.MIN_SIZES:
         sizes = plural(len(fitted), "size")
-        results["notes"].append(f"{sizes} finished, and a law takes {scaling_laws.MIN_SIZES}: nothing is fitted.")
+        results["notes"].append(f"{sizes} finished; a scaling law needs {scaling_laws.MIN_SIZES}, so none is fitted.")
         return
     losses = [one.losses for one in fitted]
     x, beyond = ([float(one.size.flops) for one in sizes] for sizes in (fitted, targets))
@@ -240,7 +240,8 @@ def size_rows(results: dict[str, Any]) -> tuple[list[str], list[list[str]]]:
 
 
 def comparison_rows(results: dict[str, Any]) -> tuple[list[str], list[list[str]]]:
-    heads = ["depth", f"half, {results['unit']}", "whole", "other", "times the tokens", "95 % interval"]
+    unit = results["unit"]
+    heads = ["depth", f"{unit} at half length", "at full length", "other recipe", "token multiplier", "95 % interval"]
     rows = []
     for size in results.get("against", {}).get("sizes", []):
         losses = [f"{fmean(size[name]):.4f}" if size[name] else "" for name in ("half", "whole", "other")]
@@ -248,7 +249,7 @@ def comparison_rows(results: dict[str, Any]) -> tuple[list[str], list[list[str]]
         interval = "" if times["low"] is None else f"{times['low']:.2f} to {times['high']:.2f}"
         numbers = [_number(times["value"], ".2f"), interval, _number(size["in_seconds"], ".2f")]
         rows.append([str(size["depth"]), *losses, *numbers])
-    return [*heads, "times the seconds"], rows
+    return [*heads, "time multiplier"], rows
 
 
 def compared_remarks(against: dict[str, Any] | None) -> Iterable[str]:

@@ -211,8 +211,8 @@ def _check_cap(
     before = f" after {format_figure(spent)} before it" if spent else ""
     what = f"the run takes {arithmetic}{before}, and guards.budget.{name} is {format_figure(cap)} ({time['basis']})"
     fix = f"--guards.budget.{name} {math.ceil(spent + need)}"
-    option, length = ("max_tokens", "tokens") if config.trainer.max_tokens else ("max_steps", "max_steps")
-    if fitting := int(steps[length] * max(0.0, cap - spent) / need):
-        fix += f", or --trainer.{option} {fitting}"
+    if fitting := int(0.99 * steps["max_steps"] * max(0.0, cap - spent) / need):
+        in_tokens = f"--trainer.max_tokens {fitting * steps['tokens_per_step']}"
+        fix += f", or {in_tokens if config.trainer.max_tokens else f'--trainer.max_steps {fitting}'}"
     certain = need > cap and not time["assumed"] and not budget.dry_run
     yield error(what, fix) if certain else warning(what, fix)

@@ -266,8 +266,8 @@ def time_facts(
         rate, basis = bench["tokens_per_second"], bench["basis"]
     elif peak is None or (assumed := assumed_speed(device, precision, flops + recomputed)) is None:
         basis = (
-            f"the peak of {device.name} in {precision} is not known: give --peak_tflops N, or measure the same config "
-            "with `lm bench step --steps 3 --output step.json` and give --bench step.json"
+            f"the peak of {device.name} in {precision} is not known: give --peak_tflops N, or measure it with "
+            "`lm bench step --config FILE --steps 3 --output step.json` and give --bench step.json"
         )
         return {"seconds": None, "basis": basis}
     elif mfu:

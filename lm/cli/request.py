@@ -23,12 +23,13 @@ from jsonargparse.typing import register_type
 
 from lm.cli.command_options import COMMAND_OPTIONS, FitOptions, RunChoice, take_fields
 from lm.cli.options import SEED
-from lm.cli.settings import check_names, combine, read_settings, set_option
+from lm.cli.settings import check_names, combine, load_yaml, read_settings, set_option
 from lm.data.config import DataConfig
 from lm.errors import RequestError, require
 from lm.system import process
 from lm.system.arguments import Parser
 from lm.system.dataclass_arguments import arguments_from
+from lm.system.other_names import nearest_option
 from lm.system.units import shown
 from lm.training.config import (
     SECTIONS,
@@ -157,8 +158,16 @@ def check_request(request: Request[Any]) -> None:
 def complete_settings(command: str, settings: dict[str, Any]) -> tuple[Parser, Namespace]:
     """Give each setting its type and each missing one its default; also the parser that did it."""
     check_nulls(settings)
+    callbacks = settings.get("trainer", {}).get("callbacks")
+    if isinstance(callbacks, str | dict) and not str(callbacks).startswith(("[", "null")):  # one, and no list
+        settings["trainer"]["callbacks"] = [callbacks]
     parser = make_parser(command)
-    completed = parser.parse_object(settings)
+    try:
+        completed = parser.parse_object(settings)
+    except RequestError as error:
+        if str(error).startswith("model.optimizer.name:"):
+            raise RequestError(f"{error}; for another class give model.optimizer.class_path") from error
+        raise
     link_seq_len(completed)
     return parser, completed
 
@@ -245,6 +254,13 @@ def _check_nulls(options: type, group: Any, prefix: str) -> None:
         null = value in (None, "null")
         if null and NoneType not in kinds:
             raise RequestError(f"{name} is null, which means nothing there: leave it out for its default")
+        item_class = next((item for kind in kinds for item in get_args(kind) if is_dataclass(item)), None)
+        if item_class is not None and isinstance(value, str):
+            value = load_yaml(value, f"--{name}")
+        for item in value if item_class is not None and isinstance(value, list) else ():
+            known = [field.name for field in fields(item_class)]
+            for key in item.keys() - {*known} if isinstance(item, Mapping) else ():
+                raise RequestError(f"{name} has no {key!r}; {nearest_option(key, known)}")
         group_class = next((kind for kind in kinds if is_dataclass(kind)), None)
         if group_class is not None and not null and value is not ...:
             _check_nulls(group_class, value, f"{name}.")

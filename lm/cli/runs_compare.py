@@ -107,7 +107,7 @@ def _print_values(console: Console, rows: list[dict[str, Any]], metric: str) -> 
         cells.append([MARKERS[index % len(MARKERS)], row["run"] + best, row["status"], *map(_number, numbers)])
     heads = ("", "run", "status", "last", "lowest", "at step", "val loss", "val bpb")
     console.print(plain_table(heads, "tttnnnnn", cells))
-    console.print(Text(f"last and lowest {metric}; lowest validation loss and bits per byte", style="dim"))
+    console.print(Text(f"'last' and 'lowest' are of {metric}; 'val loss' and 'val bpb' are the lowest", style="dim"))
 
 
 def _print_settings(console: Console, names: list[str], differing: dict[str, list[Any]]) -> None:

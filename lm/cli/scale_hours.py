@@ -25,7 +25,7 @@ from lm.model.memory import Step
 from lm.runs.scaling_laws import MIN_SIZES, fit_sizes
 from lm.system.devices import assumed_speed, find_device
 from lm.system.parsing import parse_json
-from lm.system.units import format_count, format_duration, format_figure
+from lm.system.units import format_count, format_duration, format_figure, plural
 from lm.training.checks import has_kernels
 from lm.training.config import OptimizerConfig
 from lm.training.pace import steps_within
@@ -128,8 +128,9 @@ def config_for_time(request: scale.TimedRequest) -> str:
         used = f"{format_duration(best.seconds)} of {format_duration(request.seconds)}"
         notes.append(f"The text ends first: {scale.EPOCHS} times it takes {used}.")
     if others:
-        beside = (f"depth {one.recipe.decoder.num_hidden_layers}, {format_count(one.recipe.tokens)}" for one in others)
-        notes.append(f"With more loss by the law of arXiv:2404.10102, in the same time: {'; '.join(beside)} tokens.")
+        depths = {one.recipe.decoder.num_hidden_layers: format_count(one.recipe.tokens) for one in others}
+        beside = (f"depth {depth} on {tokens} tokens" for depth, tokens in depths.items())
+        notes.append(f"Other depths in the same time have a higher loss by arXiv:2404.10102: {'; '.join(beside)}.")
     if request.ladder:
         notes.append(ladder_loss(Path(request.ladder), recipe))
     times = f", {recipe.tokens / scaled.text_tokens:.2g} times the text" if scaled.text_tokens < math.inf else ""
@@ -242,7 +243,9 @@ def ladder_loss(folder: Path, recipe: Recipe) -> str:
         raise RequestError(f"--ladder {folder}: no ladder.json can be read: {error}; `lm ladder` makes it") from error
     sizes = [size for size in results["sizes"] if size["losses"]]
     if len(sizes) < MIN_SIZES:
-        raise RequestError(f"--ladder {folder} has {len(sizes)} finished sizes, and a law takes {MIN_SIZES}")
+        raise RequestError(
+            f"--ladder {folder} has {plural(len(sizes), 'finished size')}, and a scaling law needs {MIN_SIZES}"
+        )
     law = fit_sizes([size["flops"] for size in sizes], [size["losses"] for size in sizes])
     loss, low, high, _ = law.predict(recipe.flops)
     interval = "" if low is None else f", {format_figure(low)} to {format_figure(high)}"

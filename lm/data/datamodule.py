@@ -136,7 +136,7 @@ class DataModule(LightningDataModule):
             self.token_bytes = self._token_bytes(splits[-1])
         if stage in ("validate", "test"):  # a fit has the checks of `lm plan`, which include these
             if splits[0] not in self.shards:
-                raise RequestError(f"there is nothing to {stage} on: give data.{splits[0]}")
+                raise RequestError(f"there is no {splits[0]} data: give --data.{splits[0]}")
             for problem, fix in self.warnings():
                 log.warning("warning: %s; %s", problem, fix)
 

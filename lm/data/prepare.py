@@ -94,7 +94,7 @@ def _finished(output: Path, plan: dict[str, Any]) -> dict[str, Any] | None:
         return None
     manifest = _read_manifest(output)
     if difference := _difference(manifest, plan):
-        raise RequestError(f"{output} was made otherwise: {difference}; {_how_to_restart(output)}")
+        raise RequestError(f"{output} was made with other options or files: {difference}; {_how_to_restart(output)}")
     log.info("%s is finished with these options and files; nothing to do", output)
     return manifest
 
@@ -187,7 +187,7 @@ def _begin(output: Path, parts: Path, plan: dict[str, Any]) -> None:
     if file.exists() and file.read_bytes() == text.encode():
         return
     if file.exists():  # the names of records tell which parts are still right
-        log.info("it was begun with other options or files: what that changes is done again")
+        log.info("options or files have changed since it was begun: only what they affect is done again")
     for name in ("tokenizer_config.json", "tokenizer.json"):
         (parts / name).unlink(missing_ok=True)
     write_atomically(file, text)

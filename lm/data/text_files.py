@@ -206,7 +206,8 @@ def _find(source: str) -> Iterator[TextFile]:
             fixes = [NOT_TEXT[suffix].format(f"FILE{suffix}") for suffix in skipped if suffix in NOT_TEXT]
             if ".bin" in skipped:
                 fixes = [f"name the token ids: {source.rstrip('/')}/*.bin"]
-            problem = f"{source}: the folder holds no text, JSON lines or Parquet, but {kinds or 'nothing'}"
+            problem = f"{source}: the folder has no text, JSON lines or Parquet files, only {kinds}"
+            problem = problem if kinds else f"{source}: the folder is empty"
             raise RequestError("; ".join([problem, *fixes]))
         numbered = Counter(match.group(1, 2, 3) for name in files if (match := NUMBERED.fullmatch(name)))
         for (start, total, end), count in numbered.items():

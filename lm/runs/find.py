@@ -50,6 +50,11 @@ def no_run(root: str | Path, otherwise: str = "") -> RequestError:
 
 
 def unknown_run(name: str, root: str | Path) -> RequestError:
+    folder = Path(root) / name
+    if (folder / "last").is_dir():
+        return RequestError(
+            f"{folder} has lost its run.json, so it is no run any more; its model is --ckpt_path {folder}/last"
+        )
     hint = nearest_runs(name, root) or "; `lm runs ls` lists them"
     return RequestError(f"no run {name!r} under {root} or in the registry{hint}")
 

@@ -302,8 +302,8 @@ class Run:
         name = name or ("best" if self.link("best") else "last")
         path = self.link(name) if name in ("best", "last") else self.path / name
         if path is None or not (path / "trainer.json").exists():
-            have = ", ".join(path.name for path in self.steps().values()) or "no checkpoint yet"
-            raise RequestError(f"run {self.path} has no {name!r} checkpoint; it has: {have}")
+            have = ", ".join(path.name for path in self.steps().values()) or "none"
+            raise RequestError(f"run {self.path} has no checkpoint {name!r}; it has: {have}")
         return path
 
     # ---- its files ----------------------------------------------------------------------------------------------

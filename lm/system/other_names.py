@@ -9,7 +9,7 @@ MAX_OPTIONS, MAX_UNKNOWN = 10, 6  # options listed in a message
 
 # Our option -> the last part of other names for it. Only options that the command has are suggested.
 OPTIONS = {
-    "trainer.max_steps": "max_iters num_steps train_steps total_steps",
+    "trainer.max_steps": "max_iters num_steps train_steps total_steps limit_train_batches",
     "trainer.val_interval": "val_check_interval eval_interval eval_every eval_steps val_every",
     "trainer.checkpoint_interval": "save_every save_interval save_steps ckpt_interval checkpoint_every",
     "trainer.keep_checkpoints": "save_total_limit save_top_k",
@@ -47,6 +47,8 @@ OPTIONS = {
     "max_items": "limit",
     "depth": "size params num_params n_layer num_layers",
     "depths": "sizes",
+    "ratio": "target_param_data_ratio tokens_per_param",
+    "run": "config",
 }  # fmt: skip
 # What to do instead of an option that others have for training -> the last part of its name.
 FIXES = {

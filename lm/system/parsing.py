@@ -53,12 +53,24 @@ def parse_yaml(text: str | bytes) -> Any:
     try:
         return yaml.load(text, _yaml_loader())
     except yaml.YAMLError as error:
-        message = re.sub(r'in "<\w+ string>", ', "at ", " ".join(str(error).split()))
-        raise ValueError(message) from error
+        raise ValueError(_describe(error, text)) from error
     except RecursionError:
         raise ValueError("values are nested too deep to be read") from None
     except DAMAGE_ERRORS as error:  # `!!int x`
         raise ValueError(f"a value does not fit its tag ({error})") from error
+
+
+def _describe(error: Exception, text: str | bytes) -> str:
+    """What is wrong with a YAML text, and in which line."""
+    mark = getattr(error, "problem_mark", None)
+    if mark is None:
+        return " ".join(str(error).split())
+    line = (text if isinstance(text, str) else text.decode(errors="replace")).split("\n")[mark.line : mark.line + 1]
+    shown = f": {line[0].strip()[:60]!r}" if line else ""
+    problem = " ".join(filter(None, (getattr(error, "context", None), getattr(error, "problem", None))))
+    if "<block end>" in problem:
+        problem = "its indentation does not fit the lines above it"
+    return f"line {mark.line + 1}{shown}: {problem}"
 
 
 @cache

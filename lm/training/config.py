@@ -31,8 +31,8 @@ class GroupConfig:
     """Settings of one group of parameters, in place of the optimizer's.
 
     Args:
-        lr: Peak learning rate; or
-        lr_ratio: as a multiple of the optimizer's, so that it follows when that changes.
+        lr: Peak learning rate.
+        lr_ratio: Instead of lr: a multiple of the optimizer's, so that it follows when that changes.
         weight_decay: Weight decay.
     """
 
@@ -379,7 +379,8 @@ class BudgetConfig:
         )
         require(
             self.cap_usd is None or self.rate_usd_per_hr is not None or self.file is not None,
-            "guards.budget.cap_usd needs guards.budget.rate_usd_per_hr, or a guards.budget.file",
+            "guards.budget.cap_usd needs a price: give --guards.budget.rate_usd_per_hr, in US dollars per hour of the "
+            "machine, or a guards.budget.file",
         )
         require(
             not self.dry_run or self.cap_usd is not None or self.max_hours is not None,

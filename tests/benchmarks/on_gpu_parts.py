@@ -64,86 +64,50 @@ PEER = (
 )
 
 PARTS = {
-    "probe": Part(
-        45,
-        "what device and libraries can do: copies, products, attention",
-        {"probe": "tests/benchmarks/probe.py {json}"},
-    ),
+    "probe": Part(45, "what device and libraries can do: copies, products, attention",
+                  {"probe": "tests/benchmarks/probe.py {json}"}),
     "smoke": Part(40, "whether the kernels are right", {"smoke": f"{TESTS} -n 6 -k '{SMOKE}'"}),
-    "headline": Part(
-        45,
-        "speed, MFU and memory of the preset as it is trained",
-        {"headline": f"{STEP} --data.global_batch_tokens 512Ki"},
-    ),
+    "headline": Part(45, "speed, MFU and memory of the preset as it is trained",
+                     {"headline": f"{STEP} --data.global_batch_tokens 512Ki"}),
     "profile": Part(35, "where the time of a step goes, and its longest kernels", {"profile": PROFILE}),
-    "variants": Part(
-        85,
-        "what FP8, stored activations and wide heads gain, each against the first",
-        {
-            "base": STEP,
-            "fp8-tensorwise": f"{STEP} --trainer.precision fp8-tensorwise",
-            "fp8-rowwise": f"{STEP} --trainer.precision fp8-rowwise",
-            "store-all": f"{STEP} --model.activation_checkpointing store_all",
-            "heads-of-64": f"{STEP} {HEADS_OF_64}",
-        },
-    ),
-    "tests": Part(
-        70,
-        "whether all else is right on a GPU",
-        {
-            "tests": f"{TESTS} -n 8 -k 'not sanitizer and not inductor and not ({SMOKE})'",
-            "tests-inductor": f"{TESTS} -n 4 -k 'inductor and not sanitizer and not ({SMOKE})'",
-        },
-    ),
-    "fit": Part(
-        50,
-        "whether a killed training resumes exactly",
-        {"whole": FIT_50M.replace("RUN", "whole"), "killed": KILLED, "resumed": KILLED},
-    ),
-    "kernels-off": Part(
-        75,
-        "what our kernels gain over inductor without them",
-        {
-            "inductor-off": f"{STEP} {SMALL_BATCH} --model.compile inductor --model.kernels off",
-            "none-on": f"{STEP} {SMALL_BATCH}",
-        },
-    ),
-    "kernels": Part(
-        30, "each kernel beside plain PyTorch and a copy", {"kernels": f"{KERNELS} --dtype bf16 --inductor false"}
-    ),
-    "fsdp2": Part(
-        30,
-        "whether sharded weights are trained and saved on CUDA",
-        {
-            "fsdp2": "-m torch.distributed.run --local_addr 127.0.0.1 --nproc_per_node 1 "
-            + FIT_50M.replace("RUN", "fsdp2")
-            + "--trainer.strategy fsdp2"
-        },
-    ),
+    "variants": Part(85, "what FP8, stored activations and wide heads gain, each against the first", {
+        "base": STEP,
+        "fp8-tensorwise": f"{STEP} --trainer.precision fp8-tensorwise",
+        "fp8-rowwise": f"{STEP} --trainer.precision fp8-rowwise",
+        "store-all": f"{STEP} --model.activation_checkpointing store_all",
+        "heads-of-64": f"{STEP} {HEADS_OF_64}",
+    }),
+    "tests": Part(70, "whether all else is right on a GPU", {
+        "tests": f"{TESTS} -n 8 -k 'not sanitizer and not inductor and not ({SMOKE})'",
+        "tests-inductor": f"{TESTS} -n 4 -k 'inductor and not sanitizer and not ({SMOKE})'",
+    }),
+    "fit": Part(50, "whether a killed training resumes exactly",
+                {"whole": FIT_50M.replace("RUN", "whole"), "killed": KILLED, "resumed": KILLED}),
+    "kernels-off": Part(75, "what our kernels gain over inductor without them", {
+        "inductor-off": f"{STEP} {SMALL_BATCH} --model.compile inductor --model.kernels off",
+        "none-on": f"{STEP} {SMALL_BATCH}",
+    }),
+    "kernels": Part(30, "each kernel beside plain PyTorch and a copy",
+                    {"kernels": f"{KERNELS} --dtype bf16 --inductor false"}),
+    "fsdp2": Part(30, "whether sharded weights are trained and saved on CUDA", {
+        "fsdp2": "-m torch.distributed.run --local_addr 127.0.0.1 --nproc_per_node 1 "
+                 f"{FIT_50M.replace('RUN', 'fsdp2')}--trainer.strategy fsdp2",
+    }),
     "inductor": Part(50, "speed with our kernels and inductor", {"inductor": f"{STEP} --model.compile inductor"}),
-    "memcheck": Part(
-        60, "whether the kernels stay within their memory", {"memcheck": f"{TESTS} -k 'sanitizer and memcheck'"}
-    ),
+    "memcheck": Part(60, "whether the kernels stay within their memory",
+                     {"memcheck": f"{TESTS} -k 'sanitizer and memcheck'"}),
     "peer": Part(60, "speed beside transformers, with 8 layers", {"peer": PEER}),
-    "embedding": Part(
-        60,
-        "a hint at the embedding's learning rate at depth 12: 60 steps, one seed",
-        {
-            f"embedding-x{scale}": FIT_DEPTH12.replace("RUN", f"embedding-x{scale}")
-            + f"--model.optimizer.groups.embedding.lr {scale * 9.02e-3:.3e}"
-            for scale in (1, 2, 4)
-        },
-    ),
-    "shakespeare": Part(
-        150,
-        "the loss that nanoGPT publishes, 5,000 steps",
-        {"shakespeare": "-m lm fit --config shakespeare-10m.yaml {text} --trainer.default_root_dir {runs}/shakespeare"},
-    ),
-    "trainings": Part(
-        400, "every precision trained, stopped and resumed", {"trainings": f"{TESTS} -m 'gpu and slow' -n 4"}
-    ),
+    "embedding": Part(60, "a hint at the embedding's learning rate at depth 12: 60 steps, one seed", {
+        f"embedding-x{scale}": f"{FIT_DEPTH12.replace('RUN', f'embedding-x{scale}')}"
+                               f"--model.optimizer.groups.embedding.lr {scale * 9.02e-3:.3e}" for scale in (1, 2, 4)
+    }),
+    "shakespeare": Part(150, "the loss that nanoGPT publishes, 5,000 steps", {
+        "shakespeare": "-m lm fit --config shakespeare-10m.yaml {text} --trainer.default_root_dir {runs}/shakespeare",
+    }),
+    "trainings": Part(400, "every precision trained, stopped and resumed",
+                      {"trainings": f"{TESTS} -m 'gpu and slow' -n 4"}),
     "kernels:fp16": Part(60, "the kernels in fp16", {"kernels-fp16": f"{KERNELS} --dtype fp16"}),
-}
+}  # fmt: skip
 SCRIPTS = {
     "1": ["probe", "smoke", "headline", "profile", "variants", "tests", "fit", "kernels-off", "kernels"],
     "2": ["fsdp2", "inductor", "memcheck", "peer", "embedding"],
@@ -153,7 +117,7 @@ CAPS = {"1": 500, "2": 140}  # seconds of a script in all
 # Without a GPU: the value after an option, and what is written in place of a word.
 ON_CPU = {
     "--config": "tiny.yaml", "--data.micro_batch_size": "4", "--data.global_batch_tokens": "1Ki", "--accumulate": "1",
-    "--data.val_tokens": "4Ki", "--trainer.precision": "32-true", "--model.compile": "none",
+    "--data.val_tokens": "4Ki", "--trainer.precision": "32-true", "--model.compile": "none", "-n": "0",
 }  # fmt: skip
 WORDS_ON_CPU = {"transformers+inductor": "transformers", "60": "8"}  # the second: steps of FIT_DEPTH12
 

@@ -4,13 +4,13 @@ Weights are fp32 and computation is under autocast, as all of them are trained. 
 model is asked for.
 """
 
+import re
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
-from bench_modes import Mode
 from torch import Tensor, nn
 
 from lm.model.build import BuildOptions
@@ -22,6 +22,20 @@ from lm.model.huggingface import config_json
 from lm.model.low_precision import WeightCopies
 
 Loss = Callable[[Tensor, Tensor], Tensor]  # input ids and labels (B, T) -> mean cross-entropy
+
+
+class Mode(NamedTuple):
+    """A way of this project to compute a step, such as `triton_free` or `inductor/off`."""
+
+    compile: str  # as `model.compile`
+    kernels: str | None  # as `model.kernels`; None: where they can run
+
+    @classmethod
+    def parse(cls, text: str) -> "Mode":
+        match = re.fullmatch(r"(none|inductor|triton_free)(?:/(on|off))?", text)
+        if not match:
+            raise ValueError(f"no mode {text!r}: none, inductor or triton_free, and /on or /off for our kernels")
+        return cls(*match.groups())
 
 
 class Contender(NamedTuple):
@@ -38,7 +52,7 @@ def build(
 ) -> Contender:
     """A contender that computes in `half`, or as its weights are, sequences of `seq_len` tokens.
 
-    Its name is `lm:MODE` with a mode of `bench_modes.py`, or `transformers`, `liger`, `litgpt`, `nanogpt`, each also
+    Its name is `lm:MODE` with a `Mode`, or `transformers`, `liger`, `litgpt`, `nanogpt`, each also
     with `+inductor`, which compiles the whole model with torch.compile.
     """
     if name.startswith("lm:"):

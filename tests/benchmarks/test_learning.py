@@ -1,16 +1,25 @@
 """`learning.py` sweeps learning rates and trains the best with every seed."""
 
 import json
+import subprocess
+from types import SimpleNamespace
 
 import learning
 import pytest
-from trainings import make_workplace, write_config
+from trainings import make_workplace, start, write_config
 
 
 @pytest.mark.slow
 def test_the_best_scale_is_trained_with_every_seed(tmp_path, monkeypatch, capsys):
     write_config(make_workplace(tmp_path), **{"trainer.max_steps": 20, "trainer.callbacks": None})
     monkeypatch.chdir(tmp_path)
+
+    def run(command, **options):
+        process = start(tmp_path, *command[command.index("lm") + 1 :])
+        out, err = process.communicate()
+        return subprocess.CompletedProcess(command, process.returncode, out, err)
+
+    monkeypatch.setattr(learning, "subprocess", SimpleNamespace(run=run))
     learning.main(["--config", "small.yaml", "--corpora", "config", "--scales", "0.01,1", "--seeds", "1,2",
                    "--compile", "none", "--folder", "bench"])  # fmt: skip
     (result,) = json.loads(capsys.readouterr().out)["results"]

@@ -1,21 +1,16 @@
 """The comparison with other projects: the same decoder and arithmetic, and a report that says who could not run."""
 
 import json
-import sys
-from pathlib import Path
 
+import peers
 import pytest
 import torch
+from peer_models import Mode, Training, build
+from peers import Process, main, ranking
 from trainings import write_config
 
-BENCHMARKS = Path(__file__).parent
-sys.path.insert(0, str(BENCHMARKS))
-
-from peer_models import Training, build  # noqa: E402
-from peers import Process, main, ranking  # noqa: E402
-
-from lm.model.config import DecoderConfig  # noqa: E402
-from lm.model.huggingface import to_huggingface  # noqa: E402
+from lm.model.config import DecoderConfig
+from lm.model.huggingface import to_huggingface
 
 CPU = torch.device("cpu")
 SHAPE = dict(vocab_size=61, hidden_size=32, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2,
@@ -46,6 +41,12 @@ def test_a_step_learns_in_every_way_to_run_it():
         runs.append([float(training.step()) for _ in range(5)])
     assert runs[0][-1] < runs[0][0]
     assert runs[0] == pytest.approx(runs[1], rel=1e-6)
+
+
+def test_a_mode_is_read_as_it_is_written():
+    assert Mode.parse("triton_free") == ("triton_free", None) and Mode.parse("inductor/off") == ("inductor", "off")
+    with pytest.raises(ValueError, match="no mode 'fast'"):
+        Mode.parse("fast")
 
 
 MORTAL = """
@@ -94,15 +95,13 @@ def test_the_command_measures_some_and_names_the_others(tmp_path, monkeypatch, c
     assert found["speed_to_best_peer"] == found["ratios"]["transformers"] > 0
 
 
-def test_a_contender_that_cannot_begin_says_why_and_takes_no_turn(capsys):
+def test_a_contender_that_cannot_begin_says_why_and_takes_no_turn(tmp_path, monkeypatch, capsys):
     """All of what it said is passed on; the report has the last line."""
-    task = {
-        "config": "small", "decoder": SHAPE, "seq_len": 16, "micro_batch_size": 2, "accumulate": 1,
-        "precision": "32-true", "steps": 1, "paths": {},
-    }  # fmt: skip
-    gone = Process("nobody", task)
+    (tmp_path / "contender.py").write_text("import json, sys; raise KeyError(json.loads(sys.argv[2])['contender'])")
+    monkeypatch.setattr(peers, "__file__", str(tmp_path / "contender.py"))
+    gone = Process("nobody", {})
     reason = gone.read()
-    assert "nobody" in reason["unavailable"]
+    assert reason == {"unavailable": "KeyError: 'nobody'"}
     assert "nobody:\nTraceback (most recent call last)" in capsys.readouterr().err
     assert [gone.turn(), gone.turn()] == [reason, reason]  # to a pipe that nobody reads
     gone.end()

@@ -15,7 +15,7 @@ from emulation.emulator import FLAGS, compile_kernels
 from torch import Tensor
 
 MAIN = Path(__file__).parent / "checked_main.h"
-CHECKED = (*(flag for flag in FLAGS if flag not in ("-shared", "-O2")), "-O1", "-g", "-fsanitize=thread", "-rdynamic")
+CHECKED = (*(flag for flag in FLAGS if flag != "-shared"), "-g", "-fsanitize=thread", "-rdynamic")
 # Where addresses are spread too far for ThreadSanitizer it cannot start.
 RUN = ["setarch", "-R"] if shutil.which("setarch") else []
 

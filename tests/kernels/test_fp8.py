@@ -103,7 +103,8 @@ def test_rows_that_are_not_aligned_or_no_neighbours(emulated, rowwise):
 
 
 @both
-@pytest.mark.parametrize("source, rows, width", [*SHAPES[::3], (BF16, 144, 200), (BF16, 0, 16)], ids=str)
+@pytest.mark.parametrize("source, rows, width", [
+    (BF16, 129, 72), (BF16, 3, 1032), (FP32, 5, 7), (FP16, 144, 200), (BF16, 0, 16)], ids=str)  # fmt: skip
 def test_what_norms_and_swiglu_quantise_is_what_would_be_made_of_their_results(emulated, source, rows, width, rowwise):
     """To the bit, in both passes, and so is all else that they return; of rows that are not finite, too."""
     x, residual, gate_up = (torch.randn(rows, n).to(source) for n in (width, width, 2 * width))
@@ -156,8 +157,9 @@ def test_the_transpose_is_that_of_the_matrix_quantised_by_itself(scaling, gradie
 
 
 @both
-@pytest.mark.parametrize("dtype", [E4M3, E5M2], ids=str)
-@pytest.mark.parametrize("matrix, transpose", [(True, True), (True, False), (False, True)])
+@pytest.mark.parametrize(
+    "dtype, matrix, transpose", [(E4M3, True, True), (E5M2, True, False), (E4M3, False, True)], ids=str
+)
 def test_torch_accepts_the_op(rowwise, dtype, matrix, transpose):
     for x in (torch.randn(6, 16).bfloat16(), torch.randn(16, 6).t()):
         flags = {"rowwise": rowwise, "matrix": matrix, "transpose": transpose}

@@ -16,9 +16,15 @@
 
   const SIZES = [[1e12, "T"], [1e9, "B"], [1e6, "M"], [1e3, "K"]];
 
-  function count(value) {
+  function count(value, digits = 3) {
     const [size, suffix] = SIZES.find(([size]) => Math.abs(value) >= size) || [1, ""];
-    return String(+(value / size).toPrecision(3)) + suffix;
+    return String(+(value / size).toPrecision(digits)) + suffix;
+  }
+
+  // Counts along an axis, with as many digits as tell them apart.
+  function counts(values) {
+    const digits = [3, 4, 5, 6].find(digits => new Set(values.map(value => count(value, digits))).size === values.length);
+    return values.map(value => count(value, digits || 7));
   }
 
   // A value in the format that the metric has in Python: {:.4f}, {:.2e}, {:.1%}, {:.4g}, {:,.0f} or count.
@@ -127,7 +133,7 @@
       width: Math.max(200, plot.clientWidth), height: plot.closest(".wide") ? 320 : 200, padding: [8, 14, 0, 0], bands, series,
       scales: {x: {time: false, range: () => view.zoom || wholeRange()}, y: {distr: log ? 3 : 1, range: padded}},
       axes: [
-        {...axis, size: 28, values: (u, values) => values.map(view.x === "hours" ? value => +value.toFixed(4) : count)},
+        {...axis, size: 28, values: (u, values) => view.x === "hours" ? values.map(value => +value.toFixed(4)) : counts(values)},
         {...axis, size: 58, values: (u, values) => values.map(value => label(value, chart)),
           ...(log ? {splits: logSplits, filter: (u, splits) => splits} : {})},
       ],

@@ -42,7 +42,7 @@ class Summary(Callback):
             self._measured = True
             rate = trainer.run_state.usd_per_hour
             cost = format_time_and_cost(seconds, seconds / 3600 * rate if rate else None)
-            log.info("expected, as measured: %s to go", cost)
+            log.info("time left, from the steps so far: %s", cost)
 
     def on_fit_end(self, trainer: Trainer, pl_module: LanguageModule) -> None:
         if not trainer.is_global_zero:
@@ -110,7 +110,7 @@ def describe_fit(trainer: Trainer, module: LanguageModule) -> list[str]:
         f"vocabulary {module.config.vocab_size:,}, context {module.config.max_position_embeddings:,}",
         f"data: {f'{data.options.path}, ' if data.options.path else ''}{format_count(tokens['train'])} tokens for "
         f"training, {format_count(tokens.get('val', 0))} for validation",
-        f"training: {steps.max_steps:,} steps of {steps.tokens_per_step:,} tokens = "
+        f"training: {plural(steps.max_steps, 'step')} of {steps.tokens_per_step:,} tokens = "
         f"{format_count(steps.tokens(steps.max_steps))} tokens, {epochs}; a step is {steps}",
         f"weights: {_origin(trainer)}",
     ]
