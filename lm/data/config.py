@@ -23,9 +23,9 @@ class PrepareOptions:
     """What to make shards from, and how.
 
     Args:
-        input: Files, folders, globs or URLs: plain text, JSON lines, Parquet (also .gz, .zst, .bz2, .xz), nanoGPT's
-            .bin; or embedded:sotu, 11 MB of speeches to try things with. Names of files or
-            folders such as train.txt and val.txt decide the split, if most have one.
+        input: Files, folders, globs or URLs: plain text, JSON lines, CSV, TSV (also .gz, .zst, .bz2, .xz), Parquet,
+            folders of `datasets.save_to_disk`, nanoGPT's .bin; or embedded:sotu, 11 MB of speeches to try things with.
+            Names of files or folders such as train.txt and val.txt decide the split, if most have one.
         output: Folder to write: train/ val/ tokenizer.json manifest.json.
         tokenizer: A tokenizer.json or its folder or URL, a name on the Hugging Face hub such as gpt2, or the meta.json
             of characters; "bpe" or "char" trains one on the training documents.
@@ -37,7 +37,7 @@ class PrepareOptions:
             sample, which begins and ends anywhere. "whole": a document that fits into a sample is never cut. A sample
             begins with a document, or continues a longer one, and ends with padding, which is not trained on.
         seq_len: For "whole": predicted tokens per sample, which is the context of the model.
-        text_key: Key or column of the text in JSON lines and Parquet.
+        text_key: Key or column of the text in JSON lines and tables.
         eos_token: Token that ends a document, if the tokenizer's own files do not name it.
         shard_tokens: Approximate tokens per shard.
         sample_bytes: Most bytes of text to train a "bpe" or "char" tokenizer on.

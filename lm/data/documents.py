@@ -1,10 +1,12 @@
-"""The documents in files of text: plain text, JSON lines, Parquet, and token ids in a file of nanoGPT.
+"""The documents in files of text: plain text, JSON lines, tables, and token ids in a file of nanoGPT.
 
 Between `data/text_files`, which finds the files, and `data/encode`. A document of any length streams through: it comes
 in pieces of at most PIECE characters, cut at line ends.
 """
 
 import codecs
+import csv
+import io
 import json
 import lzma
 import re
@@ -62,12 +64,14 @@ def read_pieces(
         if file.kind == "text":
             documents = [(file.name, _decoded(file))]
         else:
-            readers = {"jsonl": _json_lines, "parquet": _parquet}
+            readers = {"jsonl": _json_lines, "parquet": _parquet, "arrow": _arrow, "csv": _csv, "tsv": _csv}
             documents = ((where, (text,)) for where, text in readers[file.kind](file, part, parts, text_key))
         for where, chunks in documents:
             yield from (Piece(where, text, last, file.split) for text, last in _cut(chunks) if text)
     except LmError:
         raise
+    except csv.Error as error:
+        raise RunError(f"{file.name}: {error}; is it a table with a quote at both ends of a text?") from error
     except (pa.ArrowException, OSError, EOFError, lzma.LZMAError, zlib.error, UnicodeDecodeError) as error:
         fix = "is it damaged or truncated?"
         if "too much memory" in str(error):
@@ -151,31 +155,69 @@ def _parquet(file: TextFile, part: int, parts: int, column: str) -> Iterator[tup
     """The rows of a part of the row groups."""
     with file.open() as handle:
         parquet = pq.ParquetFile(handle)
-        schema = parquet.schema_arrow
-        if column not in schema.names:
-            raise RunError(
-                f"{file.name} has no column {column!r} among {', '.join(map(repr, schema.names))}; name the one with "
-                f"text by {TEXT_KEY}; token ids are trained on as they are: --data.train"
-            )
-        kind = schema.field(column).type
-        kind = kind.value_type if pa.types.is_dictionary(kind) else kind
-        if not (pa.types.is_string(kind) or pa.types.is_large_string(kind) or pa.types.is_string_view(kind)):
-            raise RunError(f"{file.name}: column {column!r} is not text but {kind}; give another with {TEXT_KEY}")
+        _check_column(file, parquet.schema_arrow, column)
         groups = parquet.num_row_groups
         chosen = range(groups * part // parts, groups * (part + 1) // parts)
         row = sum(parquet.metadata.row_group(group).num_rows for group in range(chosen.start))
         for batch in parquet.iter_batches(PARQUET_ROWS, row_groups=list(chosen), columns=[column]):
-            values = batch.column(0)
-            try:
-                texts = values.to_pylist()
-            except UnicodeDecodeError as error:
-                row += values.cast(pa.binary()).to_pylist().index(error.object)
-                raise RunError(f"{file.name}, row {row}: column {column!r} is not UTF-8 ({error})") from error
-            for row, text in enumerate(texts, start=row):
-                if text is None:
-                    raise RunError(f"{file.name}, row {row}: column {column!r} is null; leave such rows out")
-                yield f"{file.name}, row {row}", text
-            row += 1
+            yield from _texts(file, batch.column(0), row, column)
+            row += batch.num_rows
+
+
+def _arrow(file: TextFile, part: int, parts: int, column: str) -> Iterator[tuple[str, str]]:
+    """The rows of a file of `datasets.save_to_disk`."""
+    with file.open() as handle, pa.ipc.open_stream(handle) as batches:
+        _check_column(file, batches.schema, column)
+        row = 0
+        for batch in batches:
+            for start in range(0, batch.num_rows, PARQUET_ROWS):
+                yield from _texts(file, batch.column(column)[start : start + PARQUET_ROWS], row + start, column)
+            row += batch.num_rows
+
+
+def _check_column(file: TextFile, schema: pa.Schema, column: str) -> None:
+    _check_name(file, schema.names, column)
+    kind = schema.field(column).type
+    kind = kind.value_type if pa.types.is_dictionary(kind) else kind
+    if not (pa.types.is_string(kind) or pa.types.is_large_string(kind) or pa.types.is_string_view(kind)):
+        raise RunError(f"{file.name}: column {column!r} is not text but {kind}; give another with {TEXT_KEY}")
+
+
+def _check_name(file: TextFile, names: Sequence[str], column: str) -> None:
+    if column not in names:
+        raise RunError(
+            f"{file.name} has no column {column!r} among {', '.join(map(repr, names))}; name the one with text by "
+            f"{TEXT_KEY}; token ids are trained on as they are: --data.train"
+        )
+
+
+def _texts(file: TextFile, values: pa.Array, row: int, column: str) -> Iterator[tuple[str, str]]:
+    """The texts of a part of a column, which begins at a row of the file."""
+    try:
+        texts = values.to_pylist()
+    except UnicodeDecodeError as error:
+        row += values.cast(pa.binary()).to_pylist().index(error.object)
+        raise RunError(f"{file.name}, row {row}: column {column!r} is not UTF-8 ({error})") from error
+    for row, text in enumerate(texts, start=row):
+        if text is None:
+            raise RunError(f"{file.name}, row {row}: column {column!r} is null; leave such rows out")
+        yield f"{file.name}, row {row}", text
+
+
+def _csv(file: TextFile, part: int, parts: int, column: str) -> Iterator[tuple[str, str]]:
+    """The rows of a table of text whose first line names the columns."""
+    csv.field_size_limit(2**31 - 1)
+    with file.stream() as stream:
+        lines = io.TextIOWrapper(stream, "utf-8-sig", newline="")
+        rows = csv.reader(lines, "excel-tab" if file.kind == "tsv" else "excel", strict=True)
+        names = next(rows, [])
+        _check_name(file, names, column)
+        place = names.index(column)
+        for cells in filter(None, rows):
+            where = f"{file.name}, line {rows.line_num}"
+            if len(cells) != len(names):
+                raise RunError(f"{where}: {len(cells)} columns where the first line names {len(names)}")
+            yield where, cells[place]
 
 
 def _flat(file: TextFile, tokenizer: Tokenizer | None) -> Iterator[Piece]:

@@ -30,6 +30,7 @@ EMBEDDED = "embedded:"
 COMPRESSIONS = {".gz": "gzip", ".zst": "zstd", ".zstd": "zstd", ".bz2": "bz2", ".xz": "xz"}
 KINDS = {
     ".jsonl": "jsonl", ".ndjson": "jsonl", ".json": "jsonl", ".parquet": "parquet", ".pq": "parquet", ".bin": "flat",
+    ".csv": "csv", ".tsv": "tsv", ".arrow": "arrow",
 }  # fmt: skip
 TEXT_SUFFIXES = set(
     ".txt .text .md .markdown .rst .tex .org .adoc .xml .css .yaml .yml .toml .ini .cfg "
@@ -39,12 +40,11 @@ TEXT_SUFFIXES = set(
 )
 PANDOC = "`pandoc -t plain -o {0}.txt {0}` makes text of it"
 TEXT_KEY = "--text_key (lm fit: --data.prepare.text_key, lm predict: --data.text_key)"
-TABLE = f"make Parquet of it (pandas: read_csv, to_parquet), and name the column of its text with {TEXT_KEY}"
+TABLE = f"make Parquet of it (pandas: read_excel, to_parquet), and name the column of its text with {TEXT_KEY}"
 NOT_TEXT = {  # suffixes -> what to do
     ".pdf": "`pdftotext {0}` makes text of it",
     **dict.fromkeys((".html", ".htm", ".docx", ".odt", ".rtf", ".epub"), PANDOC),
-    **dict.fromkeys((".csv", ".tsv", ".xlsx"), TABLE),
-    ".arrow": "datasets.load_from_disk(FOLDER)['train'].to_parquet('train.parquet') makes Parquet of it",
+    ".xlsx": TABLE,
     ".npy": "it holds token ids: np.load({0!r}).astype(np.uint16).tofile('train.bin') makes a file of nanoGPT "
     "(np.uint32 if the vocabulary has more than 65,536 ids)",
     **dict.fromkeys((".zip", ".tar", ".tgz", ".7z", ".rar"), "unpack it and give its files"),
@@ -64,7 +64,7 @@ NUMBERED = re.compile(r"(.*)\d{5}-of-(\d{5})(.*)")  # one file of several
 @dataclass(frozen=True)
 class TextFile:
     name: str  # its path or URL
-    kind: str  # "text" (one document), "jsonl", "parquet" or "flat" (token ids as nanoGPT keeps them)
+    kind: str  # "text" (one document), "flat" (token ids as nanoGPT keeps them), or a value of `KINDS`
     compression: str | None  # "gzip", "zstd", "bz2", "xz"
     size: int  # bytes, as it is stored
     modified: int | str | None  # ns, or what a store calls the content; None where the file system does not know it

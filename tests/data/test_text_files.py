@@ -335,7 +335,7 @@ def test_a_bad_parquet_file_is_named_with_its_row(tmp_path):
 
 
 NOT_TEXT = {
-    "a.pdf": "pdftotext .*a.pdf", "a.docx": "pandoc .*a.docx", "a.HTML": "pandoc", "a.csv.gz": "--text_key",
+    "a.pdf": "pdftotext .*a.pdf", "a.docx": "pandoc .*a.docx", "a.HTML": "pandoc", "a.xlsx": "--text_key",
     "a.zip": "unpack it", "a.tar.gz": "unpack it", "a.npy": "makes a file of nanoGPT", "noname": "zero bytes",
 }  # fmt: skip
 
@@ -347,7 +347,7 @@ def test_what_is_not_text_is_refused_with_the_cure(name, cure, tmp_path):
         texts_of(tmp_path / name)
     assert "\n" not in str(caught.value)
     if name in ("a.pdf", "a.HTML"):
-        with pytest.raises(RequestError, match=f"holds no text, JSON lines or Parquet, but 1 {name[1:]}"):
+        with pytest.raises(RequestError, match=f"has no text, JSON lines or Parquet files, only 1 {name[1:]}"):
             texts_of(tmp_path)
 
 
