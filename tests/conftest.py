@@ -4,6 +4,8 @@ import os
 import signal
 import tempfile
 
+import pytest
+
 pytest_plugins = ["fault_report"]
 
 registry = tempfile.TemporaryDirectory(prefix="lm-registry-", ignore_cleanup_errors=True)  # removed at the end
@@ -17,3 +19,10 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
 if signal.getsignal(signal.SIGHUP) is signal.SIG_IGN:
     signal.signal(signal.SIGHUP, signal.SIG_DFL)
+
+
+@pytest.fixture
+def here(tmp_path, monkeypatch):
+    """An empty working directory."""
+    monkeypatch.chdir(tmp_path)
+    return tmp_path

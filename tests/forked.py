@@ -8,6 +8,7 @@ is a fork too: a child of rank zero, as the process is that rank zero would star
 
 import atexit
 import ctypes
+import fcntl
 import gc
 import json
 import os
@@ -18,6 +19,7 @@ import socket
 import subprocess
 import sys
 import tempfile
+import termios
 import threading
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
@@ -30,13 +32,20 @@ MOUNTS_OF = "TESTS_MOUNTS_OF"  # environment variable: a process whose file syst
 
 
 class Fork:
-    """A running `python -m lm`, or `python FILE.py` where the first argument is one; the part of `subprocess.Popen` that the tests use."""
+    """A running `python -m lm`, or `python FILE.py` where the first argument is one; the part of `subprocess.Popen` that the tests use.
 
-    def __init__(self, arguments: tuple[str, ...], cwd: Path, env: dict[str, str]) -> None:
+    Args:
+        terminal: a pseudo-terminal that it has in place of pipes.
+    """
+
+    def __init__(self, arguments: tuple[str, ...], cwd: Path, env: dict[str, str], terminal: int | None = None) -> None:
         self.args, self.returncode = ("lm", *arguments), None
-        ends = os.pipe(), os.pipe()
-        self.stdout, self.stderr = (os.fdopen(reader) for reader, _ in ends)
-        writers = [writer for _, writer in ends]
+        if terminal is None:
+            ends = os.pipe(), os.pipe()
+            self.stdout, self.stderr = (os.fdopen(reader) for reader, _ in ends)
+            writers = [writer for _, writer in ends]
+        else:
+            writers = [os.dup(terminal), os.dup(terminal)]
         self._answers, theirs = socket.socketpair()
         request = json.dumps([arguments, str(cwd), env]).encode()
         with theirs:
@@ -131,6 +140,11 @@ def serve(requests: socket.socket) -> list[str]:
     signal.signal(signal.SIGINT, signal.default_int_handler)
     os.dup2(out, 1)
     os.dup2(err, 2)
+    if os.isatty(1):
+        os.setsid()
+        fcntl.ioctl(1, termios.TIOCSCTTY, 0)
+        os.dup2(1, 0)
+        sys.stdout.reconfigure(line_buffering=True)
     for fd in fds:
         os.close(fd)
     requests.close()

@@ -12,20 +12,34 @@ import time
 from pathlib import Path
 
 import pyte
+from forked import CAN_FORK, Fork
 from trainings import PLACES
 
 
 class Terminal:
-    """`python COMMAND...` in a pseudo-terminal; `output` is all that it has written."""
+    """`python COMMAND...` in a pseudo-terminal; `output` is all that it has written.
 
-    def __init__(self, folder: Path, *command: str, size: tuple[int, int] = (80, 24), **environment: str) -> None:
-        self.pid, self.terminal = pty.fork()
-        if self.pid == 0:
-            os.chdir(folder)
-            env = {**os.environ, "TERM": "xterm-256color", "PYTHONPATH": PLACES, "OMP_NUM_THREADS": "1", **environment}
-            for name in {"COLUMNS", "LINES", "NO_COLOR"} & env.keys():
-                del env[name]
-            os.execve(sys.executable, [sys.executable, *command], env)
+    Args:
+        fork: for a `-m lm ...` that would import torch first: a process that has done so.
+    """
+
+    def __init__(
+        self, folder: Path, *command: str, size: tuple[int, int] = (80, 24), fork: bool = False, **environment: str
+    ) -> None:
+        env = {**os.environ, "TERM": "xterm-256color", "PYTHONPATH": PLACES, "OMP_NUM_THREADS": "1", **environment}
+        for name in {"COLUMNS", "LINES", "NO_COLOR"} & env.keys():
+            del env[name]
+        self._fork = None
+        if fork and CAN_FORK:
+            self.terminal, theirs = pty.openpty()
+            self._fork = Fork(command[2:], folder, env, theirs)
+            os.close(theirs)
+            self.pid = self._fork.pid
+        else:
+            self.pid, self.terminal = pty.fork()
+            if self.pid == 0:
+                os.chdir(folder)
+                os.execve(sys.executable, [sys.executable, *command], env)
         self.output, self._waited, self._closed = b"", 0, False
         self.resize(*size)
 
@@ -66,7 +80,7 @@ class Terminal:
         deadline = time.monotonic() + 60
         while not self._closed and time.monotonic() < deadline:
             self.read(1)
-        return os.waitstatus_to_exitcode(os.waitpid(self.pid, 0)[1])
+        return self._fork.wait(60) if self._fork else os.waitstatus_to_exitcode(os.waitpid(self.pid, 0)[1])
 
 
 def plain(text: str) -> str:

@@ -17,6 +17,7 @@ from lm.cli.plan_facts import examine
 from lm.cli.request import Request
 from lm.errors import RequestError
 from lm.model.estimates import describe_mfu
+from lm.runs.expected_loss import ExpectedLoss
 from lm.runs.run import check_run_name
 from lm.system.hardware import device_name
 from lm.system.units import format_bytes, format_count, format_figure, format_time_and_cost, plural
@@ -157,6 +158,10 @@ def _time_lines(facts: dict[str, Any]) -> list[str]:
     return [f"{duration} at {rate} tokens/s ({time['basis']})", *mfu]
 
 
+def _loss_lines(facts: dict[str, Any]) -> list[str]:
+    return [f"expected: {ExpectedLoss(**facts['loss'])}"]
+
+
 def _disk_lines(facts: dict[str, Any]) -> list[str]:
     size, at_once, free = (format_bytes(facts["disk"][name]) for name in ("checkpoint", "at_once", "free"))
     lines = [f"{size} a checkpoint, {at_once} at once; {free} free", f"{size} of rank zero's memory for its copy"]
@@ -192,6 +197,7 @@ PAGE = {  # fact -> the lines that describe it
     "steps": _steps_lines,
     "memory": _memory_lines,
     "time": _time_lines,
+    "loss": _loss_lines,
     "budget": _budget_lines,
     "disk": _disk_lines,
 }

@@ -46,8 +46,15 @@ def check_data(data: dict[str, Any], steps: dict[str, Any], config: Sections) ->
             "model.document_mask does nothing: no document ends in the first block of the training data",
             "leave it out, or prepare data with its end-of-text token",
         )
+    limit, epochs = config.trainer.max_epochs, steps.get("epochs", 0.0)
+    if limit is not None and epochs > limit:
+        last, warmup = int(steps["max_steps"] * limit / epochs), steps["warmup_steps"]
+        within = f", within the warm-up of {warmup:,}" if last < warmup else ""
+        length = f"the run of {plural(steps['max_steps'], 'step')} reads the data {epochs:.3g} times"
+        fix = f"--trainer.max_steps {max(1, last)}, or give more data, or raise trainer.max_epochs"
+        yield error(f"{length}, and trainer.max_epochs {limit:g} ends after step {last:,}{within}", fix)
     for source in config.data.sources or ():
-        yield from check_source(source, data["sources"][source.name]["windows"], steps)
+        yield from check_source(source, data["sources"][source.name]["windows"], steps, limit)
     if "val" not in data:
         yield warning("there is no validation data: no best checkpoint, no early stopping", "give data.val")
         return
@@ -62,13 +69,13 @@ def check_data(data: dict[str, Any], steps: dict[str, Any], config: Sections) ->
         )
 
 
-def check_source(source: SourceConfig, windows: int, steps: dict[str, Any]) -> Iterator[Finding]:
-    facts = steps["sources"][source.name]
-    if source.max_epochs is not None and facts["epochs"] > source.max_epochs:
+def check_source(source: SourceConfig, windows: int, steps: dict[str, Any], limit: float | None) -> Iterator[Finding]:
+    facts, limit = steps["sources"][source.name], limit if source.max_epochs is None else source.max_epochs
+    if limit is not None and facts["epochs"] > limit:
         samples = steps["tokens"] // steps["seq_len"]
         yield error(
             f"data.sources {source.name} is repeated {facts['epochs']:,.3g} times, more than its max_epochs "
-            f"{source.max_epochs:g}: {facts['samples']:,} of the {samples:,} samples of the run, {facts['share']:.1%}, "
+            f"{limit:g}: {facts['samples']:,} of the {samples:,} samples of the run, {facts['share']:.1%}, "
             f"are from its {windows:,}",
             "give it less weight or more data, train for fewer steps, or raise its max_epochs",
         )
@@ -176,7 +183,9 @@ def check_memory(memory: dict[str, Any], steps: dict[str, Any], device: Device, 
 def check_budget(
     facts: dict[str, Any], time: dict[str, Any], steps: dict[str, Any], config: Sections
 ) -> Iterator[Finding]:
-    """Findings on a run that exceeds its budget: errors if its speed was measured or given, else warnings."""
+    """Findings on a run that exceeds its budget: an error if the whole run does, a warning if only what is left does,
+    for which the guard saves a checkpoint in time.
+    """
     budget, hours, rate, usd = config.guards.budget, facts["hours"], facts["rate_usd_per_hr"], facts["usd"]
     if budget.cap_usd is not None and rate is None and facts["spent_usd"] is not None:
         yield warning(
@@ -214,5 +223,5 @@ def _check_cap(
     if fitting := int(0.99 * steps["max_steps"] * max(0.0, cap - spent) / need):
         in_tokens = f"--trainer.max_tokens {fitting * steps['tokens_per_step']}"
         fix += f", or {in_tokens if config.trainer.max_tokens else f'--trainer.max_steps {fitting}'}"
-    certain = need > cap and not time["assumed"] and not budget.dry_run
-    yield error(what, fix) if certain else warning(what, fix)
+    refused = need > cap and not budget.dry_run
+    yield error(what, f"{fix}, or {FORCE}") if refused else warning(what, fix)

@@ -23,6 +23,7 @@ from lm.model.config import DecoderConfig
 from lm.model.estimates import checkpoint_bytes, flops_per_token, parameters, recomputed_flops_per_token
 from lm.model.memory import Step, largest_micro_batch, training_memory
 from lm.runs.disk_space import disk_space
+from lm.runs.expected_loss import expected_loss
 from lm.runs.run import Run
 from lm.system.devices import Device, assumed_speed, find_device
 from lm.system.files import is_remote
@@ -411,6 +412,10 @@ def examine(
     facts["time"] = time_facts(
         facts["steps"], facts["model"], device, multiplied_in, options.mfu, bench, rate, recomputed
     )
+    counts, tokens = parameters(decoder), facts["steps"]["tokens"]
+    multiplied, flops = counts["total"] - counts["embedding"], tokens * facts["model"]["flops_per_token"]
+    expected = expected_loss(multiplied, tokens, flops, config.data.path, config.trainer.default_root_dir)
+    facts["loss"] = expected._asdict()
     size = checkpoint_bytes(decoder, step.master_item, state_size(optimizer))
     interval = config.trainer.checkpoint_interval
     facts["checkpoints"] = checkpoint_facts(interval, facts["steps"], facts["time"], size, bench)

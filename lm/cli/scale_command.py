@@ -8,6 +8,7 @@ from typing import Any
 from lm.cli.scale import TimedRequest, manifest, scaled_config
 from lm.data.config import rare_entries
 from lm.errors import RequestError
+from lm.runs.expected_loss import expected_loss, ladder_loss
 from lm.system.output_folder import write_new_file
 from lm.system.units import format_count
 
@@ -28,7 +29,7 @@ def scale(**options: Any) -> None:
     if request.seconds:
         from lm.cli.scale_hours import config_for_time
 
-        config = config_for_time(request)
+        recipe, config = config_for_time(request)
     elif request.timing:
         raise RequestError(f"--{next(iter(request.timing))} is for a run of some hours: give --hours too")
     else:
@@ -44,6 +45,13 @@ def scale(**options: Any) -> None:
         warning := rare_entries(prepared["vocab_size"], prepared["splits"]["train"]["tokens"])
     ):
         log.warning("warning: %s: %s", request.data, warning)
+    if request.ladder:
+        expected = ladder_loss(Path(request.ladder), recipe.flops)
+    else:
+        expected = expected_loss(recipe.multiplied, recipe.tokens, recipe.flops, request.data)
+    if expected.loss is not None:
+        title, body = config.split("\n", 1)
+        config = f"{title}\n# Expected loss: {expected}.\n{body}"
     if file is None:
         print(config, end="")
         return

@@ -10,7 +10,6 @@ import math
 import tempfile
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import NamedTuple
 
 import yaml
@@ -22,10 +21,9 @@ from lm.cli.scaling_rules import DEVICE_TOKENS, Recipe, batch_tokens, make_recip
 from lm.errors import RequestError
 from lm.model.config import MAX_LAYERS
 from lm.model.memory import Step
-from lm.runs.scaling_laws import MIN_SIZES, fit_sizes
+from lm.runs.expected_loss import published_loss
 from lm.system.devices import assumed_speed, find_device
-from lm.system.parsing import parse_json
-from lm.system.units import format_count, format_duration, format_figure, plural
+from lm.system.units import format_count, format_duration, format_figure
 from lm.training.checks import has_kernels
 from lm.training.config import OptimizerConfig
 from lm.training.pace import steps_within
@@ -59,7 +57,7 @@ class Candidate:
 
     @property
     def loss(self) -> float:
-        return expected_loss(self.recipe.multiplied, self.recipe.tokens)
+        return published_loss(self.recipe.multiplied, self.recipe.tokens)
 
     @property
     def micro_batch(self) -> int:
@@ -109,16 +107,8 @@ class Candidate:
         return one
 
 
-def expected_loss(parameters: float, tokens: float) -> float:
-    """Expected loss on web text in nats per token after `tokens`; used only to rank depths.
-
-    Besiroglu et al., 2024, arXiv:2404.10102, who fitted the law of Hoffmann et al. (arXiv:2203.15556) again.
-    """
-    return 1.8172 + 482.01 / parameters**0.3478 + 2085.43 / tokens**0.3658
-
-
-def config_for_time(request: scale.TimedRequest) -> str:
-    """The YAML for the given depth, or the one with the lowest expected loss, with the steps that the time allows."""
+def config_for_time(request: scale.TimedRequest) -> tuple[Recipe, str]:
+    """The recipe and its YAML, of the given depth or of the one with the lowest expected loss in the time."""
     for name in request.horizon:
         raise RequestError(f"--{name} gives the length of the run, and so does the time: give one of them")
     scaled = request if request.depth else scale.in_small_proportions(request)
@@ -131,8 +121,6 @@ def config_for_time(request: scale.TimedRequest) -> str:
         depths = {one.recipe.decoder.num_hidden_layers: format_count(one.recipe.tokens) for one in others}
         beside = (f"depth {depth} on {tokens} tokens" for depth, tokens in depths.items())
         notes.append(f"Other depths in the same time have a higher loss by arXiv:2404.10102: {'; '.join(beside)}.")
-    if request.ladder:
-        notes.append(ladder_loss(Path(request.ladder), recipe))
     times = f", {recipe.tokens / scaled.text_tokens:.2g} times the text" if scaled.text_tokens < math.inf else ""
     devices = f"{best.devices} x " if best.devices > 1 else ""
     horizon = (
@@ -142,7 +130,7 @@ def config_for_time(request: scale.TimedRequest) -> str:
     )
     config = scale.write_yaml(recipe, request.command(request.timing), horizon, scaled, best.micro_batch)
     title, body = config.split("\n", 1)
-    return "\n".join([title, *(f"# {note}" for note in notes), body])
+    return recipe, "\n".join([title, *(f"# {note}" for note in notes), body])
 
 
 class Search:
@@ -233,22 +221,3 @@ class Search:
         flops = samples * self.request.seq_len / (times["ms_per_step"] / 1e3 - optimizer) * recipe.flops_per_token
         basis = f"{self.device.name}, measured"
         self.measured[depth] = Speed(flops, optimizer, times["first_step_s"], checkpoint, basis)
-
-
-def ladder_loss(folder: Path, recipe: Recipe) -> str:
-    """A sentence with the loss that a ladder's law predicts for a run."""
-    try:
-        results = parse_json((folder / "ladder.json").read_bytes())
-    except (OSError, ValueError) as error:
-        raise RequestError(f"--ladder {folder}: no ladder.json can be read: {error}; `lm ladder` makes it") from error
-    sizes = [size for size in results["sizes"] if size["losses"]]
-    if len(sizes) < MIN_SIZES:
-        raise RequestError(
-            f"--ladder {folder} has {plural(len(sizes), 'finished size')}, and a scaling law needs {MIN_SIZES}"
-        )
-    law = fit_sizes([size["flops"] for size in sizes], [size["losses"] for size in sizes])
-    loss, low, high, _ = law.predict(recipe.flops)
-    interval = "" if low is None else f", {format_figure(low)} to {format_figure(high)}"
-    beyond = recipe.flops / max(size["flops"] for size in sizes)
-    far = f"; it takes {beyond:.3g} times the FLOPs of the ladder's largest size" if beyond > 1 else ""
-    return f"The law of {folder} expects {format_figure(loss)} {results['unit']}{interval}{far}."

@@ -56,7 +56,7 @@ FIXES = {
         "accumulate_grad_batches gradient_accumulation_steps gradient_accumulation grad_accum grad_accum_steps",
     "give data.micro_batch_size, and data.global_batch_tokens for the optimizer step":
         "batch_size per_device_train_batch_size",
-    "give trainer.max_steps or trainer.max_tokens": "max_epochs num_train_epochs epochs",
+    "give trainer.max_steps or trainer.max_tokens; trainer.max_epochs limits them": "num_train_epochs epochs",
     "TensorBoard and metrics.jsonl are always written to the run folder; --trainer.logger "
     "lightning.pytorch.loggers.WandbLogger adds W&B, after `pip install wandb`":
         "logger report_to wandb_log wandb_project wandb",

@@ -261,6 +261,7 @@ class TrainerConfig:
     Args:
         max_steps: Length of the run in optimizer steps; or
         max_tokens: in tokens, rounded up to whole steps.
+        max_epochs: Most times that the run may read its data, or a source of it; a longer run is an error at the start.
         val_interval: Optimizer steps between validations; the last step is always validated.
         checkpoint_interval: Optimizer steps between checkpoints.
         keep_checkpoints: Number of newest checkpoints to keep, in addition to the best one.
@@ -300,6 +301,7 @@ class TrainerConfig:
 
     max_steps: Count | None = None
     max_tokens: Count | None = None
+    max_epochs: float | None = None
     val_interval: Count = Count(250)
     checkpoint_interval: Count = Count(250)
     keep_checkpoints: int = 1
@@ -333,6 +335,7 @@ class TrainerConfig:
         require_at_least(1, "trainer.early_stopping.", patience=self.early_stopping.patience)
         require_at_least(0, "trainer.early_stopping.", min_delta=self.early_stopping.min_delta)
         stop, wait, peak, clip = self.stop_within, self.rank_timeout, self.peak_tflops, self.gradient_clip_val
+        require(self.max_epochs is None or self.max_epochs > 0, f"trainer.max_epochs {self.max_epochs} must be above 0")
         require(clip is None or clip >= 0, f"trainer.gradient_clip_val {clip} must be at least 0")
         require(0 <= stop <= YEAR, f"trainer.stop_within {stop} is a number of seconds: from 0 to {YEAR:,}")
         require(0 < wait <= YEAR, f"trainer.rank_timeout {wait} is a number of seconds: more than 0, to {YEAR:,}")
@@ -356,6 +359,7 @@ class BudgetConfig:
     Args:
         cap_usd: Most US dollars that the run may cost, over all its sessions.
         rate_usd_per_hr: Price of the machine, in US dollars per hour.
+        max_rate_usd_per_hr: A higher price is an error at the start.
         max_hours: Most hours that the run may take, over all its sessions.
         file: A `budget.json` that another program updates. Its figures are used first; for those that it lacks, this
             run counts by itself.
@@ -365,13 +369,14 @@ class BudgetConfig:
 
     cap_usd: float | None = None
     rate_usd_per_hr: float | None = None
+    max_rate_usd_per_hr: float | None = None
     max_hours: float | None = None
     file: str | None = None
     warn_at: float = 0.8
     dry_run: bool = False
 
     def __post_init__(self) -> None:
-        for name in ("cap_usd", "rate_usd_per_hr", "max_hours"):
+        for name in ("cap_usd", "rate_usd_per_hr", "max_rate_usd_per_hr", "max_hours"):
             value = getattr(self, name)
             require(value is None or 0 < value < math.inf, f"guards.budget.{name} {value} must be more than 0")
         require(
@@ -381,6 +386,12 @@ class BudgetConfig:
             self.cap_usd is None or self.rate_usd_per_hr is not None or self.file is not None,
             "guards.budget.cap_usd needs a price: give --guards.budget.rate_usd_per_hr, in US dollars per hour of the "
             "machine, or a guards.budget.file",
+        )
+        rate, limit = self.rate_usd_per_hr, self.max_rate_usd_per_hr
+        require(
+            rate is None or limit is None or rate <= limit,
+            f"the machine costs {rate} US dollars per hour, and guards.budget.max_rate_usd_per_hr is {limit}: take a "
+            "cheaper one, or raise the limit",
         )
         require(
             not self.dry_run or self.cap_usd is not None or self.max_hours is not None,

@@ -11,6 +11,7 @@ import pytest
 import torch
 from trainings import CORPUS, HERE, lm, make_workplace, trace, write_config
 
+from lm.cli.command import main
 from lm.runs.run import Run
 
 
@@ -53,6 +54,7 @@ def test_validate_in_a_fresh_process_says_what_the_fit_said(workplace, run):
     for name in ("val/loss", "val/perplexity", "val/bpb"):
         assert said[name] == pytest.approx(fitted[name], abs=1e-3)
     assert math.exp(said["val/loss"]) == pytest.approx(said["val/perplexity"], rel=1e-3)
+    assert "test/bpb" in lm(workplace, "test", "--run", "small").stdout
 
 
 def test_a_run_of_a_gpu_is_validated_without_one(workplace):
@@ -64,17 +66,11 @@ def test_a_run_of_a_gpu_is_validated_without_one(workplace):
     assert "trainer.precision fp8-rowwise -> bf16-mixed" in said and "val/bpb" in result.stdout
 
 
-def test_test_takes_all_of_the_data(workplace):
-    assert "test/bpb" in lm(workplace, "test", "--run", "small").stdout
-
-
 def test_predict_writes_log_probabilities_that_belong_to_the_tokens(workplace, run):
     text = CORPUS.split("\n")[3]
     (workplace / "mine.jsonl").write_text(json.dumps({"body": text}))
     refused = lm(workplace, "predict", "--data.texts", "mine.jsonl", expect=1).stderr
-    assert (
-        "no key 'text' among 'body'; name it with --text_key (lm fit: --data.prepare.text_key, lm predict: " in refused
-    )
+    assert "no key 'text' among 'body'; name it with --text_key (lm fit: --data.prepare.text_key, lm pred" in refused
     result = lm(workplace, "predict", "--data.texts", "mine.jsonl", "--data.text_key", "body")
     path = workplace / result.stdout.strip()
     rows = pq.read_table(path).to_pylist()
@@ -106,7 +102,6 @@ def test_data_show_prints_the_texts_that_a_step_saw(workplace, run):
 
 
 def test_the_newest_run_is_the_one_that_is_taken(workplace):
-    """A second fit of the same config is `small-2`, and a validation without a name takes it."""
     lm(workplace, "fit", "--config", "small.yaml", "--trainer.max_steps", "1", "--model.schedule.warmup_steps", "0")
     assert "run small-2, checkpoint checkpoints/small-2/step-00000001" in lm(workplace, "validate").stderr
     assert "run small, " in lm(workplace, "validate", "--run", "checkpoints/small").stderr
@@ -116,19 +111,12 @@ def test_the_newest_run_is_the_one_that_is_taken(workplace):
     assert "run small, " in by_path.stderr and "step-00000012" in by_path.stderr
 
 
-def test_without_any_run_validate_says_what_to_do(tmp_path):
-    refused = lm(tmp_path, "validate", "--ckpt_path", "best", expect=2)
-    assert refused.stderr.strip().endswith("start one with `lm fit --config tiny.yaml`, or give --config")
-
-
 BAD_REQUESTS = {
-    "not a count": (["--data.micro_batch_size", "many"], "data.micro_batch_size: expected a count such as"),
     "uneven batch": (["--data.micro_batch_size", "3"], "the nearest that fits is 288, or give --data.micro_batch_size 2"),
     "context": (["--data.seq_len", "64"], "longer than model.decoder.max_position_embeddings 32"),
     "name": (["--run", "my run"], "run name 'my run': use letters, digits, '.', '_', '-', '+' and '=' only; a fit takes"),
-    "no such run": (["--ckpt_path", "last", "--run", "none"], "no run 'none'"),
+
     "no such checkpoint": (["--ckpt_path", "somewhere"], "--ckpt_path somewhere: there is no such folder"),
-    "no data": (["--data.path", "elsewhere"], "elsewhere holds no manifest.json: make it"),
     "mistyped data": (["--data.path", "data/smal"], "data/smal holds no manifest.json: make it with"),
     "texts for data": (["--data.path", "texts"], "`lm data prepare --input texts --output texts-tokens` makes shards"),
     "empty source": (["--data.path", "new", "--data.prepare.input", "nothing/"], "nothing"),
@@ -136,30 +124,28 @@ BAD_REQUESTS = {
     "seed": (["--seed_everything", "-1"], "seed_everything -1 must be a whole number from 0 to 4294967295"),
     "no such accelerator": (["--trainer.accelerator", "tpu"], "expected one of 'auto', 'cpu', 'gpu'"),
     "no GPU": (["--trainer.accelerator", "gpu"], "trainer.accelerator gpu: PyTorch finds no such device on this mach"),
-    "run name": (["--run", "../out"], "run name '../out'"),
+
 }  # fmt: skip
 
 
 @pytest.mark.parametrize("name", BAD_REQUESTS)
-def test_a_wrong_request_is_one_line_and_leaves_nothing(workplace, name):
+def test_a_wrong_request_is_one_line_and_leaves_nothing(workplace, name, monkeypatch, capsys):
     if name == "no GPU" and (torch.cuda.is_available() or torch.backends.mps.is_available()):
         pytest.skip("this machine has one")
     arguments, message = BAD_REQUESTS[name]
+    monkeypatch.chdir(workplace)
     before = sorted(path.name for path in (workplace / "checkpoints").iterdir())
-    refused = lm(workplace, "fit", "--config", "small.yaml", *arguments, expect=2)
-    last = refused.stderr.strip().splitlines()[-1]
-    assert last.startswith("lm fit: ") and message in last and "Traceback" not in refused.stderr
+    assert main(["fit", "--config", "small.yaml", *arguments]) == 2
+    said = capsys.readouterr().err
+    assert said.splitlines()[-1].startswith("lm fit: ") and message in said and "Traceback" not in said
     assert sorted(path.name for path in (workplace / "checkpoints").iterdir()) == before
 
 
-@pytest.mark.parametrize(
-    "own", [{}, {"PYTORCH_ALLOC_CONF": "max_split_size_mb:512"}, {"PYTORCH_CUDA_ALLOC_CONF": "a:1"}]
-)
+@pytest.mark.parametrize("own", [{}, {"PYTORCH_ALLOC_CONF": "a:1"}, {"PYTORCH_CUDA_ALLOC_CONF": "a:1"}])
 def test_torch_s_allocator_is_set_up_before_torch_is_imported(tmp_path, own):
     """A torch that tells what it was imported with; what the user has set stays."""
-    (tmp_path / "torch.py").write_text(
-        "import os\nprint({name: value for name, value in os.environ.items() if 'ALLOC_CONF' in name}, flush=True)\nos._exit(0)\n"
-    )
+    code = "import os\nprint({k: v for k, v in os.environ.items() if 'ALLOC_CONF' in k}, flush=True)\nos._exit(0)\n"
+    (tmp_path / "torch.py").write_text(code)
     ended = subprocess.run([sys.executable, "-m", "lm", "fit", "--config", "tiny.yaml"], capture_output=True, text=True,
                            env={"PYTHONPATH": f"{tmp_path}:{HERE.parent}", **own}, cwd=tmp_path)  # fmt: skip
     assert ended.stdout == f"{own or {'PYTORCH_ALLOC_CONF': 'expandable_segments:True'}}\n"

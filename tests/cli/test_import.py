@@ -2,12 +2,11 @@
 
 import json
 import shutil
-import subprocess
-import sys
 
 import numpy as np
 import pytest
 import torch
+import transformers
 import yaml
 from decoders import LLAMA3, SHAPES, trained_like, write_huggingface
 from other_tokenizers import write_tokenizer
@@ -170,24 +169,18 @@ def test_what_a_chat_needs_is_kept(tmp_path):
 
 
 def described_by_transformers(folder):
-    """What a new process of transformers' finds in a folder, which it writes as JSON."""
-    code = """
-import json, sys
-from transformers import AutoConfig, AutoTokenizer, GenerationConfig
-tokenizer = AutoTokenizer.from_pretrained(sys.argv[1])
-config, generation = AutoConfig.from_pretrained(sys.argv[1]), GenerationConfig.from_pretrained(sys.argv[1]).to_dict()
-print(json.dumps({
-    "ids": tokenizer("The garden of the river")["input_ids"], "bos": tokenizer.bos_token, "eos": tokenizer.eos_token,
-    "config": [config.bos_token_id, config.eos_token_id, config.pad_token_id],
-    "chat": tokenizer.apply_chat_template([{"role": "user", "content": "hello"}], tokenize=False),
-    "generation": {name: value for name, value in generation.items() if value is not None and name[0] != "_"},
-}))
-"""
-    done = subprocess.run([sys.executable, "-c", code, str(folder)], capture_output=True, text=True, check=True)
-    described = json.loads(done.stdout.splitlines()[-1])
-    for name in ("transformers_version", "pad_token_id"):  # padding is ours where the source has none
-        described["generation"].pop(name, None)
-    return described
+    tokenizer = transformers.AutoTokenizer.from_pretrained(folder)
+    config = transformers.AutoConfig.from_pretrained(folder)
+    generation = transformers.GenerationConfig.from_pretrained(folder).to_dict()
+    own = {"transformers_version", "pad_token_id"}  # padding is ours where the source has none
+    return {
+        "ids": tokenizer("The garden of the river")["input_ids"],
+        "special": (tokenizer.bos_token, tokenizer.eos_token),
+        "config": (config.bos_token_id, config.eos_token_id, config.pad_token_id),
+        "chat": tokenizer.apply_chat_template([{"role": "user", "content": "hello"}], tokenize=False),
+        "generation": {name: value for name, value in generation.items()
+                       if value is not None and name[0] != "_" and name not in own},
+    }  # fmt: skip
 
 
 # ---- training from it ------------------------------------------------------------------------------------------------
@@ -241,7 +234,6 @@ def test_shards_of_the_model_begin_as_the_whole_of_it_does(workplace):
 
 
 def test_a_checkpoint_of_ours_makes_a_fresh_start(workplace):
-    """Its weights are taken, its steps and its optimizer are not."""
     lm(workplace, *config(workplace, "ours", **{"trainer.max_steps": 3}), "--ckpt_path", "models/qwen")
     run = Run(workplace / "checkpoints" / "ours")
     import_model(ImportOptions(str(run.path), str(workplace / "again")))
@@ -286,27 +278,15 @@ def pickle(folder):
     (folder / "model.safetensors").rename(folder / "pytorch_model.bin")
 
 
-@pytest.mark.parametrize(
-    "spoil, named",
-    [
-        (pickle, "pytorch_model.bin is a pickle"),
-        (change(architectures=["GPT2LMHeadModel"]), "GPT2LMHeadModel"),
-        (change(rope_scaling={"type": "yarn", "factor": 8.0}), "rope_scaling is .*yarn"),
-        (change(partial_rotary_factor=0.5), "partial_rotary_factor is 0.5"),
-        (change(mlp_bias=True), "mlp_bias is True"),
-        (change(hidden_act="gelu"), "hidden_act is gelu"),
-        (change(tie_word_embeddings=True), "lm_head.weight is not model.embed_tokens.weight"),
-        (change(attention_bias=True), "attention_bias is True"),
-        (change(quantization_config={"quant_method": "fp8"}), "quantization_config"),
-        (change(vocab_size=20), r"tokenizer has \d+ ids and the model 20|embed_tokens.weight"),
-        (
-            lambda folder: (folder / "tokenizer.json").unlink(),
-            "no tokenizer.json; transformers makes one: AutoTokenizer",
-        ),
-        (lambda folder: (folder / "config.json").unlink(), "no config.json"),
-        (lambda folder: shutil.rmtree(folder), "hf is not a folder"),
-    ],
-)
+@pytest.mark.parametrize("spoil, named", [
+    (pickle, "pytorch_model.bin is a pickle"),
+    (change(architectures=["GPT2LMHeadModel"]), "GPT2LMHeadModel"),
+    (change(tie_word_embeddings=True), "lm_head.weight is not model.embed_tokens.weight"),
+    (change(vocab_size=20), r"tokenizer has \d+ ids and the model 20|embed_tokens.weight"),
+    (lambda folder: (folder / "tokenizer.json").unlink(), "no tokenizer.json; transformers makes one: AutoTokenizer"),
+    (lambda folder: (folder / "config.json").unlink(), "no config.json"),
+    (lambda folder: shutil.rmtree(folder), "hf is not a folder"),
+])  # fmt: skip
 def test_what_cannot_be_trained_on_is_refused_in_one_line_and_makes_nothing(spoil, named, tmp_path):
     source = save(tmp_path / "hf")
     spoil(source)

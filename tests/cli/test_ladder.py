@@ -3,13 +3,17 @@
 import json
 import os
 import signal
-import time
+import subprocess
+from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import yaml
-from trainings import lm, make_workplace, processes_of, start
+from forked import CAN_FORK, Fork
+from trainings import PLACES, lm, make_workplace, processes_of, start, wait_until
 
 from lm.cli import ladder_report
+from lm.cli.command import main
 from lm.cli.ladder import free_devices, ladder, same_texts
 from lm.cli.ladder_options import LadderOptions
 from lm.cli.ladder_report import LadderRun, ModelSize
@@ -24,12 +28,49 @@ SIZES = ["--data", "data/small", "--seq_len", "32", "--aspect_ratio", "8", "--he
 LADDER = ["ladder", "--depths", "2,3,4", "--predict", "5", "--max_steps", "6", *SIZES]
 
 
+class ForkedRun(Fork):
+    """In place of a new process for each training, which would import torch for longer than it trains."""
+
+    def __init__(self, command, *, env, **options):
+        arguments = command[command.index("fit") :]
+        super().__init__(tuple(arguments), Path.cwd(), {**env, "PYTHONPATH": PLACES, "OMP_NUM_THREADS": "1"})
+
+
+def train_in_forks(patch):
+    if CAN_FORK:
+        forks = SimpleNamespace(Popen=ForkedRun, DEVNULL=subprocess.DEVNULL, STDOUT=subprocess.STDOUT)
+        patch.setattr("lm.cli.ladder.subprocess", forks)
+
+
+def finish_ladder(place, *arguments):
+    with pytest.MonkeyPatch.context() as patch:
+        train_in_forks(patch)
+        patch.chdir(place)
+        assert main(list(arguments)) == 0
+
+
 @pytest.fixture(scope="module")
 def place(tmp_path_factory):
     """A workplace with data, and a finished ladder of three depths."""
     place = make_workplace(tmp_path_factory.mktemp("ladder"), "data/small")
-    lm(place, *LADDER)
+    finish_ladder(place, *LADDER)
     return place
+
+
+@pytest.fixture
+def run_ladder(place, monkeypatch, capsys, caplog):
+    """`lm ladder ...` in this process, with forks that train: what it prints and what it logs."""
+    train_in_forks(monkeypatch)
+    monkeypatch.chdir(place)
+
+    def run(*arguments, expect=0):
+        caplog.clear()
+        with caplog.at_level("INFO"):
+            assert main(list(arguments)) == expect
+        out, err = capsys.readouterr()
+        return out, caplog.text + err
+
+    return run
 
 
 def report(place, name="ladder"):
@@ -49,29 +90,28 @@ def test_the_sizes_are_ordinary_runs_and_the_next_one_is_predicted(place):
     assert page.count("data:image/svg+xml") == 1 and "ladder-d4-n6-s1" in page
 
 
-def test_the_same_command_trains_nothing_again_and_compares_the_prediction(place):
+def test_the_same_command_trains_nothing_again_and_compares_the_prediction(place, run_ladder):
     """The ladder prints the command that trains the predicted size; then its loss stands beside the prediction."""
-    again = lm(place, *LADDER)
-    assert "begins" not in again.stderr and "3 runs, 3 of them finished" in again.stdout
-    command = next(line for line in again.stdout.splitlines() if line.startswith("to compare the prediction: "))
-    lm(place, *command.split("-m lm ")[1].split(";")[0].split())
-    lm(place, *LADDER)
+    said, logged = run_ladder(*LADDER)
+    assert "begins" not in logged and "3 runs, 3 of them finished" in said
+    command = next(line for line in said.splitlines() if line.startswith("to compare the prediction: "))
+    lm(place, "fit", *command.partition(" fit ")[2].partition(";")[0].split())
+    run_ladder(*LADDER)
     predicted, run = report(place)["predictions"][0], Run(place / "checkpoints/ladder/ladder-d5-n6-s1")
     assert predicted["measured"] == run.metrics("val/bpb")[-1]["val/bpb"]
     assert predicted["error"] == pytest.approx(predicted["loss"] / predicted["measured"] - 1)
 
 
-def test_another_recipe_is_compared_at_the_same_sizes(place):
-    """One that hardly learns is worse; and the same command trains nothing again."""
+def test_another_recipe_is_compared_at_the_same_sizes(place, run_ladder):
     options = ["ladder", "--depths", "2", "--max_steps", "6", *SIZES, "--name", "still", "--against",
                "--model.optimizer.groups.embedding.lr 1e-9 --model.optimizer.groups.output.lr 1e-9"]  # fmt: skip
-    said, page = lm(place, *options).stdout, (place / "checkpoints/still/ladder.html").read_text()
+    (said, _), page = run_ladder(*options), (place / "checkpoints/still/ladder.html").read_text()
     [size] = report(place, "still")["against"]["sizes"]
     assert size["whole"] == [report(place)["runs"][0]["loss"]] and size["half"][0] > size["whole"][0]
     assert size["tokens"]["value"] < 0.9 and size["tokens"]["low"] is None and size["in_seconds"] > 0
     assert "Nothing can be told from one seed" in said and "times the tokens" in page
-    again = lm(place, *options)
-    assert "begins" not in again.stderr and "3 runs, 3 of them finished" in again.stdout
+    said, logged = run_ladder(*options)
+    assert "begins" not in logged and "3 runs, 3 of them finished" in said
 
 
 def test_other_data_is_compared_where_the_whole_validation_text_is_the_same(tmp_path):
@@ -83,30 +123,17 @@ def test_other_data_is_compared_where_the_whole_validation_text_is_the_same(tmp_
     assert same_texts(a, b) and not any(same_texts(a, one) for one in (other, long, missing))
 
 
-def test_settings_that_change_the_loss_are_refused_and_others_are_not(place):
-    refused = lm(place, *LADDER, "--model.optimizer.lr", "0.3", expect=2).stderr
+def test_settings_that_change_the_loss_are_refused_and_others_are_not(run_ladder):
+    _, refused = run_ladder(*LADDER, "--model.optimizer.lr", "0.3", expect=2)
     assert "ladder-d2-n6-s1 has model.optimizer.lr 0." in refused and "another --name" in refused
-    assert "finished" in lm(place, *LADDER, "--data.micro_batch_size", "8", "--trainer.log_interval", "2").stdout
+    assert "finished" in run_ladder(*LADDER, "--data.micro_batch_size", "8", "--trainer.log_interval", "2")[0]
 
 
-def test_the_plan_alone_makes_no_folder(place):
-    plan = lm(
-        place,
-        "ladder",
-        "--depths",
-        "2",
-        "--ratio",
-        "3",
-        "--seeds",
-        "3",
-        "--name",
-        "new",
-        *SIZES,
-        "--plan_only",
-        "--json",
-    )
-    assert "3 runs, 0 of them finished" in plan.stderr and not (place / "checkpoints/new").exists()
-    [size] = json.loads(plan.stdout)["sizes"]
+def test_the_plan_alone_makes_no_folder(place, run_ladder):
+    new = ["--depths", "2", "--ratio", "3", "--seeds", "3", "--name", "new"]
+    printed, said = run_ladder("ladder", *new, *SIZES, "--plan_only", "--json")
+    assert "3 runs, 0 of them finished" in said and not (place / "checkpoints/new").exists()
+    [size] = json.loads(printed)["sizes"]
     assert (size["depth"], size["runs"]) == (2, 3) and size["tokens"] > 0 and size["parameters"] > 0
     assert size["epochs"] > 4
 
@@ -129,7 +156,6 @@ def test_a_loss_that_rises_with_size_has_no_law(tmp_path, depths):
 
 
 def test_the_report_finds_a_known_law(tmp_path):
-    """Losses by known laws, of which the report finds the loss of a larger size."""
 
     def expected(depth):
         parameters = 1e5 * depth**3
@@ -159,38 +185,27 @@ def test_a_trend_without_an_interval_is_not_shown():
     assert "0.60 times as large (0.40 to 0.90)" in list(ladder_report.compared_remarks(against))[1]
 
 
-@pytest.mark.parametrize(
-    "arguments, message",
-    [
-        ([], "give the depths, such as --depths 2,4,6,8"),
-        (["--depths", "two"], "'two' is not a number of blocks, 2 or more"),
-        (["--depths", "1,2"], "'1' is not a number of blocks, 2 or more"),
-        (["--depths", "2,3", "--predict", "4", "--max_steps", "6"], "takes 3 other sizes or more"),
-        (["--depths", "2", "--ratio", "1e-6"], "depth 2: "),
-        (["--depths", "2", "--ratio", "3", "--max_steps", "6"], "--ratio and --max_steps each give the length"),
-        (["--depths", "2", "--seeds", "0"], "--seeds 0 must be above 0"),
-        (["--depths", "2", "--name", "a/b"], "run name 'a/b': use letters"),
-        (["--depths", "2,300", "--max_steps", "6", "--aspect_ratio", "64"], "depth 300: "),
-        (["--depths", "2", "--max_steps", "6", "--mfu", "2"], "--mfu 2.0 must lie in (0, 1]"),
-        (["--depths", "2", "--trainer.max_steps", "5"], "give --max_steps"),
-        (["--depths", "2", "--max_steps", "6", "--root", "texts/000.txt"], "is a file, or in one"),
-        (["--depths", "2", "--max_steps", "1", "--against", ""], "--max_steps 1 has no half"),
-        (
-            ["--depths", "2", "--max_steps", "6", "--against", "--depths 3"],
-            "depths, seeds and folder are those of the ladder",
-        ),
-        (
-            ["--depths", "2", "--max_steps", "6", "--against", "--model.optimizer.lrr 3"],
-            "there is no option 'model.optimizer.lrr'",
-        ),
-        (
-            ["--depths", "2", "--max_steps", "6", "--against", "--data.val_tokens 8K"],
-            "--against changes data.val_tokens, and losses",
-        ),
-        (["--depths", "2", "--max_steps", "6", "--against", "other.yaml"], "no config 'other.yaml' here"),
-        (["--depths", "2", "--max_steps", "6", "--against", "tiny.yaml"], "tiny.yaml is the config of one model"),
-    ],
-)
+@pytest.mark.parametrize("arguments, message", [
+    ([], "give the depths, such as --depths 2,4,6,8"),
+    (["--depths", "two"], "'two' is not a number of blocks, 2 or more"),
+    (["--depths", "1,2"], "'1' is not a number of blocks, 2 or more"),
+    (["--depths", "2,3", "--predict", "4", "--max_steps", "6"], "takes 3 other sizes or more"),
+    (["--depths", "2", "--ratio", "1e-6"], "depth 2: "),
+    (["--depths", "2", "--ratio", "3", "--max_steps", "6"], "--ratio and --max_steps each give the length"),
+    (["--depths", "2", "--seeds", "0"], "--seeds 0 must be above 0"),
+    (["--depths", "2", "--name", "a/b"], "run name 'a/b': use letters"),
+    (["--depths", "2,300", "--max_steps", "6", "--aspect_ratio", "64"], "depth 300: "),
+    (["--depths", "2", "--max_steps", "6", "--mfu", "2"], "--mfu 2.0 must lie in (0, 1]"),
+    (["--depths", "2", "--trainer.max_steps", "5"], "give --max_steps"),
+    (["--depths", "2", "--max_steps", "6", "--root", "texts/000.txt"], "is a file, or in one"),
+    (["--depths", "2", "--max_steps", "1", "--against", ""], "--max_steps 1 has no half"),
+    *((["--depths", "2", "--max_steps", "6", "--against", recipe], message) for recipe, message in (
+        ("--depths 3", "depths, seeds and folder are those of the ladder"),
+        ("--model.optimizer.lrr 3", "there is no option 'model.optimizer.lrr'"),
+        ("--data.val_tokens 8K", "--against changes data.val_tokens, and losses"),
+        ("other.yaml", "no config 'other.yaml' here"), ("tiny.yaml", "tiny.yaml is the config of one model"),
+    )),
+])  # fmt: skip
 def test_bad_input_is_one_line_and_trains_nothing(place, monkeypatch, arguments, message):
     monkeypatch.chdir(place)
     with pytest.raises(RequestError) as refused:
@@ -207,16 +222,10 @@ def test_a_training_without_a_finite_loss_is_named_and_left_out(place):
     assert report(place, "wild")["runs"][0]["loss"] is None
 
 
-@pytest.mark.parametrize(
-    "count, visible, devices, places",
-    [
-        (0, "", 1, [None]),
-        (3, "", 1, ["0", "1", "2"]),
-        (2, "5,7", 1, ["5", "7"]),
-        (5, "", 2, ["0,1", "2,3"]),
-        (2, "", "auto", ["0,1"]),
-    ],
-)
+@pytest.mark.parametrize("count, visible, devices, places", [
+    (0, "", 1, [None]), (3, "", 1, ["0", "1", "2"]), (2, "5,7", 1, ["5", "7"]), (5, "", 2, ["0,1", "2,3"]),
+    (2, "", "auto", ["0,1"]),
+])  # fmt: skip
 def test_each_device_takes_a_training(monkeypatch, count, visible, devices, places):
     monkeypatch.setattr("torch.cuda.device_count", lambda: count)
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
@@ -231,22 +240,15 @@ def test_a_ladder_is_killed_and_resumed(tmp_path):
     place = make_workplace(tmp_path, "data/small")
     options = ["ladder", "--depths", "2,3", "--max_steps", "60", *SIZES, "--trainer.checkpoint_interval", "10",
                "--trainer.val_interval", "60", "--trainer.stop_within", "0"]  # fmt: skip
-    lm(place, *options, "--name", "whole")
+    finish_ladder(place, *options, "--name", "whole")
     for signal_number, depth, code in ((signal.SIGKILL, 2, -9), (signal.SIGTERM, 3, 75)):
         process = start(place, *options, "--name", "killed", fresh=True)
-        wait_for(lambda: len(Run(place / f"checkpoints/killed/killed-d{depth}-n60-s1").steps()) > 0)
+        wait_until(lambda: len(Run(place / f"checkpoints/killed/killed-d{depth}-n60-s1").steps()) > 0, process)
         os.kill(process.pid, signal_number)
         out, err = process.communicate(timeout=120)
         assert process.returncode == code, err
-        wait_for(lambda: not processes_of(place))
+        assert not processes_of(place, patience=120)
     assert "1 of 2 runs are finished; the same command resumes" in err
-    lm(place, *options, "--name", "killed")
+    finish_ladder(place, *options, "--name", "killed")
     killed, whole = ([one["loss"] for one in report(place, name)["runs"]] for name in ("killed", "whole"))
     assert killed == whole
-
-
-def wait_for(done, seconds=120):
-    end = time.monotonic() + seconds
-    while not done():
-        assert time.monotonic() < end
-        time.sleep(0.05)

@@ -36,12 +36,11 @@ WAIT, HOOK = 0.06, 0.05  # seconds of the slow loader and of the slow callback, 
     ("profile", profile, ["--steps", "0"], "at least 1"),
     ("profile", profile, ["--trace", "no/t.json"], "no/t.json"),
 ])  # fmt: skip
-def test_a_wrong_request_is_refused_before_anything_is_run(tmp_path, monkeypatch, name, command, wrong, said):
-    monkeypatch.chdir(tmp_path)
-    write_config(tmp_path, **{"trainer.callbacks": None})
+def test_a_wrong_request_is_refused_before_anything_is_run(here, name, command, wrong, said):
+    write_config(here, **{"trainer.callbacks": None})
     with pytest.raises(RequestError, match=said):
         command(request.read(name, ["--config", "small.yaml", *wrong]))
-    assert {path.name for path in tmp_path.iterdir()} == {"small.yaml"}
+    assert {path.name for path in here.iterdir()} == {"small.yaml"}
 
 
 # ---- lm bench step --------------------------------------------------------------------------------------------------
@@ -86,17 +85,22 @@ def test_both_ways_to_count_mfu_are_printed(timed, capsys):
     assert f"the optimizer: {timed['optimizer']['ms_per_step']:.2f} ms" in shown
 
 
-def test_without_checkpoints_none_is_written(tmp_path, monkeypatch, capsys):
+def bench_without_checkpoints(*more):
+    bench_step(request.read("bench step", [*BENCH[2:], "--checkpoints", "0", *more]))
+
+
+def test_a_checkpoint_that_is_not_timed_is_not_written(here, monkeypatch, capsys):
     """A large model's takes longer than the steps; the end of a fit would write one too."""
-    write_config(tmp_path, **{"trainer.log_interval": 2, "trainer.callbacks": None})
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(Trainer, "save_checkpoint", lambda *_, **__: pytest.fail("a checkpoint was written"))
-    planned = []
+    write_config(here, **{"trainer.log_interval": 2, "trainer.callbacks": None})
+    written, planned = [], []
+    monkeypatch.setattr("lm.training.checkpoint_io.write_folder", lambda path, content: written.append(path))
     monkeypatch.setattr("lm.cli.bench_step.training_memory", lambda *of: planned.append(of) or training_memory(*of))
-    masked = ("--model.document_mask", "true")
-    bench_step(request.read("bench step", [*BENCH[2:], "--checkpoints", "0", "--output", "found.json", *masked]))
-    assert planned[0][1].documents_per_token == pytest.approx(1 / 64, rel=0.5)  # in random tokens
-    assert json.loads((tmp_path / "found.json").read_text())["checkpoint"] is None
+    profile(request.read("profile", [*BENCH[2:6], "--steps", "2"]))
+    capsys.readouterr()
+    monkeypatch.setattr(Trainer, "save_checkpoint", lambda *_, **__: pytest.fail("a checkpoint was made"))
+    bench_without_checkpoints("--output", "found.json", "--model.document_mask", "true")
+    assert written == [] and planned[0][1].documents_per_token == pytest.approx(1 / 64, rel=0.5)  # in random tokens
+    assert json.loads((here / "found.json").read_text())["checkpoint"] is None
     assert "a checkpoint of" not in capsys.readouterr().out
 
 
@@ -177,7 +181,6 @@ def slowed(tmp_path_factory):
 
 
 def test_the_parts_add_up_to_a_step(traced, capsys):
-    """To its time by the clock, which another clock confirms; and they are shown to people."""
     found, folder = traced
     parts = found["parts"]
     assert list(parts) == list(TITLES) and found["data"].startswith("random tokens") and found["steps"] == STEPS
@@ -194,7 +197,6 @@ def test_the_parts_add_up_to_a_step(traced, capsys):
 
 
 def test_nothing_is_left_but_the_trace(traced, slowed):
-    """Neither a run nor data, nor a cache beside the data that was there."""
     assert {path.name for path in traced[1].iterdir()} == {"small.yaml", "clock.json", "trace.json"}
     assert {path.name for path in slowed[1].iterdir()} == {"small.yaml", "texts", "data"}
     assert [path.name for path in (slowed[1] / "data").iterdir()] == ["small"]
@@ -227,7 +229,6 @@ def test_on_a_gpu_the_parts_are_nvtx_ranges_with_a_trace_and_without(monkeypatch
 
 
 def test_a_slow_loader_is_waiting_for_data_and_a_slow_callback_is_logging(slowed):
-    """Each in its own part, with its own name, and nowhere else."""
     found = slowed[0]
     parts = found["parts"]
     assert found["data"] == "the config's"
@@ -237,79 +238,52 @@ def test_a_slow_loader_is_waiting_for_data_and_a_slow_callback_is_logging(slowed
     assert parts["rest"]["ms_per_step"] < WAIT * 1e3
 
 
-def test_the_length_of_a_run_of_some_hours(tmp_path, monkeypatch, capsys):
+def test_the_length_of_a_run_of_some_hours(here, capsys):
     """It is printed as an option of `lm fit`, and nothing else; a time without a step is one line."""
-    write_config(tmp_path, **{"trainer.log_interval": 2, "trainer.callbacks": None})
-    monkeypatch.chdir(tmp_path)
-    bench_step(
-        request.read("bench step", [*BENCH[2:], "--checkpoints", "0", "--hours", "0.5", "--output", "found.json"])
-    )
-    found = json.loads((tmp_path / "found.json").read_text())
+    write_config(here, **{"trainer.log_interval": 2, "trainer.callbacks": None})
+    bench_without_checkpoints("--hours", "0.5", "--output", "found.json")
+    found = json.loads((here / "found.json").read_text())
     config = request.read("bench step", list(BENCH[2:]))
     steps = steps_of_hours(config, 0.5, found, validation_tokens(config))
     assert capsys.readouterr().out == f"--trainer.max_steps {steps}\n" and steps * found["ms_per_step"] / 1e3 < 1800
     found["first_step_s"] = 1.0  # and not the age of the process that runs the tests
     short, long = (steps_of_hours(config, hours, found, validation_tokens(config)) for hours in (0.5, 1))
     assert 1.99 < long / short < 2.01
-    bench_step(
-        request.read(
-            "bench step", [*BENCH[2:], "--checkpoints", "0", "--hours", "0.5", "--model.schedule.warmup_steps", "1M"]
-        )
-    )
+    bench_without_checkpoints("--hours", "0.5", "--model.schedule.warmup_steps", "1M")
     _, steps, option, warmup = capsys.readouterr().out.split()
     assert option == "--model.schedule.warmup_steps" and int(warmup) == int(steps) // 10
     with pytest.raises(RequestError, match="--hours 1e-06 are too few: the start takes"):
-        bench_step(request.read("bench step", [*BENCH[2:], "--checkpoints", "0", "--hours", "1e-6"]))
+        bench_without_checkpoints("--hours", "1e-6")
 
 
 @pytest.mark.slow
 def test_a_fit_of_some_hours_keeps_its_length(tmp_path):
     """The steps are measured once: the run that is stopped and resumed by the same command has as many."""
     workplace = make_workplace(tmp_path, "data/small")
-    config = write_config(workplace, "timed", **{"trainer.checkpoint_interval": 50, "trainer.callbacks": None})
+    config = write_config(workplace, "timed", **{"trainer.checkpoint_interval": 20, "trainer.callbacks": None})
     command = ["fit", "--config", str(config), "--hours", "0.1", "--ckpt_path", "auto"]
     run, steps = Run(workplace / "checkpoints" / "timed"), set()
-    for saved in (50, 100):
-        process = start(workplace, *command, fresh=True)
+    for saved in (20, 40):
+        process = start(workplace, *command)
         wait_until(lambda: max(run.steps(), default=0) >= saved, process, seconds=300)
         process.send_signal(signal.SIGTERM)
         _, said = process.communicate()
         assert process.returncode == 75, said
         steps.add(run.settings()["trainer"]["max_steps"])
     assert f"--hours 0.1: timed keeps its {next(iter(steps))} optimizer steps" in said and len(steps) == 1
-    process = start(workplace, "fit", "--run", "timed", "--ckpt_path", "auto", "--hours", "9", fresh=True)  # its config
-    wait_until(lambda: max(run.steps()) >= 150, process)
+    process = start(workplace, "fit", "--run", "timed", "--ckpt_path", "auto", "--hours", "9")  # its config
+    wait_until(lambda: max(run.steps()) >= 60, process)
     process.send_signal(signal.SIGTERM)
     assert "measuring" not in process.communicate()[1] and run.settings()["trainer"]["max_steps"] in steps
 
 
-@pytest.mark.parametrize("typed, said", [
-    (["--hours", "0"], "--hours 0 must be above 0"),
-    (["--hours", "1", "--data.path", "none", "--data.prepare", "null"], "data.path none holds no manifest.json"),
-    (["--hours", "1", "--trainer.max_steps", "5"], "--trainer.max_steps gives the length of the run, and so does --hours"),
-])  # fmt: skip
-def test_wrong_hours_are_one_line(typed, said, tmp_path, monkeypatch, capsys):
-    write_config(tmp_path)
-    monkeypatch.chdir(tmp_path)
-    assert main(["fit", "--config", "small.yaml", *typed]) == 2
-    shown = capsys.readouterr().err
-    assert said in shown and "measuring" not in shown
-
-
-def test_hours_under_torchrun_are_one_line(tmp_path, monkeypatch, capsys):
-    write_config(tmp_path)
-    monkeypatch.chdir(tmp_path)
+def test_hours_without_data_or_under_torchrun_are_one_line(here, monkeypatch, capsys):
+    write_config(here)
+    nothing = ("--data.path", "none", "--data.prepare", "null")
+    assert main(["fit", "--config", "small.yaml", "--hours", "1", *nothing]) == 2
+    said = capsys.readouterr().err
+    assert "data.path none holds no manifest.json" in said and "measuring" not in said
     for name, value in {"TORCHELASTIC_RUN_ID": "1", "LOCAL_WORLD_SIZE": "2", "GROUP_WORLD_SIZE": "1"}.items():
         monkeypatch.setenv(name, value)
     assert main(["fit", "--config", "small.yaml", "--hours", "1"]) == 2
     assert "here start `lm bench step --hours H` as you start this" in capsys.readouterr().err
-
-
-def test_no_checkpoint_is_written_that_is_not_timed(tmp_path, monkeypatch):
-    written = []
-    monkeypatch.setattr("lm.training.checkpoint_io.write_folder", lambda path, content: written.append(path))
-    monkeypatch.chdir(tmp_path)
-    write_config(tmp_path, **{"trainer.callbacks": None})
-    profile(request.read("profile", [*BENCH[2:6], "--steps", "2"]))
-    bench_step(request.read("bench step", [*BENCH[2:], "--checkpoints", "0"]))
-    assert written == []

@@ -61,7 +61,7 @@ SIZES = [(80, 24), (120, 40), (200, 60), (110, 14), (79, 10), (40, 12), (20, 6),
 @pytest.mark.parametrize("width, height", SIZES)
 @pytest.mark.parametrize("count", [1, 2, 3, 5, 8])
 def test_a_page_never_exceeds_its_terminal(many, width, height, count):
-    for first in range(len(many)):
+    for first in range(0, len(many), count):
         lines = shown_on((many + many)[first : first + count], width, height).split("\n")
         assert len(lines) <= height and all(cell_len(line) <= width for line in lines)
 
@@ -111,22 +111,18 @@ def test_what_is_shown_is_what_run_metrics_says_across_resumes(tmp_path):
     for resumed, until in ((400, 900), (620, 700), (700, 1300)):
         run.append("metrics.jsonl", {"resumed_at": resumed})
         for step in range(resumed + 10, until + 1, 10):
-            run.append(
-                "metrics.jsonl", {"step": step, "tokens": 0, "time": time.time(), "train/loss": 1 + resumed / step}
-            )
+            at = {"step": step, "tokens": 0, "time": time.time()}
+            run.append("metrics.jsonl", at | {"train/loss": 1 + resumed / step})
             if step % 100 == 0:
-                run.append(
-                    "metrics.jsonl", {"step": step, "tokens": 0, "time": time.time(), "val/loss": 3 + resumed / step}
-                )
+                run.append("metrics.jsonl", at | {"val/loss": 3 + resumed / step})
             if step % 70 == 0:
                 watching.refresh()
     watching.refresh()
     for watched in (watching, watch(run)):
         for name in ("train/loss", "val/loss"):
-            truth = [(line["step"], line[name]) for line in run.metrics() if name in line]
-            assert list(zip(watched.curve(name).x, watched.curve(name).y, strict=True)) == [
-                pytest.approx(point) for point in truth
-            ]
+            steps, values = zip(*((line["step"], line[name]) for line in run.metrics() if name in line))
+            curve = watched.curve(name)
+            assert curve.x == list(steps) and curve.y == pytest.approx(values)
     best = min((line["val/loss"], line["step"]) for line in run.metrics() if "val/loss" in line)
     assert (watching.state["best_val_loss"], watching.state["best_val_step"]) == best
 
@@ -230,9 +226,8 @@ def test_a_pipe_gets_one_plain_page(tmp_path):
         assert shown.startswith("a  running") and "step 2,000/4,000" in shown
 
 
-def test_it_starts_at_once_and_without_torch(tmp_path, monkeypatch):
-    write_live_run(tmp_path / "checkpoints", "a", lines=2000)
-    monkeypatch.chdir(tmp_path)
+def test_it_starts_at_once_and_without_torch(here):
+    write_live_run(here / "checkpoints", "a", lines=2000)
     code = (
         "import sys; from lm.cli.command import main; assert main(['monitor', 'a']) == 0; "
         "assert not {'torch', 'lightning', 'pynvml', 'numpy'} & sys.modules.keys()"

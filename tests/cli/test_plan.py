@@ -12,10 +12,10 @@ from pathlib import Path
 
 import pytest
 from shard_files import write_rows
-from trainings import fit, lm, make_workplace, processes_of, write_config
+from trainings import fit, lm, make_workplace, processes_of, start, write_config
 
 from lm.cli.command import main
-from lm.system.devices import DEVICES, peak_flops
+from lm.system.devices import peak_flops
 
 CONFIGS = Path(__file__).parent.parent.parent / "configs"
 PLAIN = {"trainer.callbacks": None, "trainer.accelerator": "auto"}
@@ -76,7 +76,6 @@ def test_a_document_mask_without_documents_is_said(planned, workplace):
 
 
 def test_a_page_that_a_person_can_read(workplace):
-    """Every part of it in lines that fit a screen, in seconds, and nothing is written."""
     write_config(workplace, **PLAIN)
     before = sorted(os.walk(workplace))
     begun = time.monotonic()
@@ -108,7 +107,6 @@ def test_the_same_facts_for_programs(planned):
 
 
 def test_time_and_cost_follow_from_what_is_given(planned, bench):
-    """A share of the peak, or a measurement of the same model."""
     _, assumed, _ = planned("--rate_usd_per_hr", "3.6")
     _, given, _ = planned("--rate_usd_per_hr", "3.6", "--mfu", "0.2")
     assert given["time"]["seconds"] == pytest.approx(2 * assumed["time"]["seconds"])
@@ -149,11 +147,6 @@ def test_fit_finds_the_largest_of_all_where_no_global_batch_is_given(planned):
     assert f"--data.micro_batch_size {best}: the largest that fits, and a step then has {tokens}" in error
 
 
-def test_every_device_has_a_memory_and_a_peak():
-    for device in DEVICES.values():
-        assert device.memory_bytes > 5 * 2**30 and peak_flops(device.name, "16-mixed") is not None, device
-
-
 @pytest.mark.parametrize("preset", sorted(path.name for path in CONFIGS.glob("*.yaml")))
 def test_every_preset_is_sound(preset, capsys):
     """Schema and algebra, and on the device that it is for there is nothing wrong but that the data is not here."""
@@ -177,12 +170,11 @@ def test_what_presets_say_of_plan_is_what_it_prints(capsys):
         assert text in capsys.readouterr().out, line
 
 
-@pytest.mark.parametrize(
-    "options, named",
-    [([], True), (["--data.micro_batch_size", "128"], False), (["--trainer.precision", "fp8-rowwise"], False),
-     (["--model.kernels", "off"], False), (["--model.activation_checkpointing", "store_all"], False)],
-    ids=["it fits", "it does not fit", "FP8", "without kernels", "it is set"],
-)  # fmt: skip
+@pytest.mark.parametrize("options, named", [
+    ([], True), (["--data.micro_batch_size", "128"], False), (["--trainer.precision", "fp8-rowwise"], False),
+    (["--model.kernels", "off"], False),
+    (["--model.activation_checkpointing", "store_all"], False),
+], ids=["it fits", "it does not fit", "FP8", "without kernels", "it is set"])  # fmt: skip
 def test_storing_all_is_named_where_it_fits_and_does_something(capsys, options, named):
     main(["plan", "--config", "pretrain-350m.yaml", "--device", "h100", "--data.micro_batch_size", "32", *options])
     assert ("store_all, a little faster" in capsys.readouterr().out) == named
@@ -211,10 +203,10 @@ def test_a_fit_refuses_what_plan_calls_an_error(cwd):
     assert large[-1].startswith("lm fit: checkpoints of 225 GiB need 675 GiB at once, and")
     shutil.rmtree(cwd / "data")
     refused = lm(cwd, "fit", "--config", "small.yaml", expect=2).stderr
-    assert refused.splitlines()[-1] == (
-        "lm fit: the warm-up of 2 steps is not over when the run of 2 ends: --model.schedule.warmup_steps 0, or "
-        "`lm fit` with --force"
+    said = (
+        "the warm-up of 2 steps is not over when the run of 2 ends: --model.schedule.warmup_steps 0, or `lm fit` with"
     )
+    assert refused.splitlines()[-1] == f"lm fit: {said} --force"
     assert not (cwd / "checkpoints").exists() and not (cwd / "data").exists()
     cured = lm(cwd, "fit", "--config", "small.yaml", "--model.schedule.warmup_steps", "0").stderr
     warning = "warning: validations take 17% as long as training: 512 tokens every 4 steps of 256"
@@ -260,9 +252,9 @@ class Taken(Callback):
 @pytest.mark.skipif(sys.platform != "linux", reason="reads the peak as Linux has it")
 def test_a_fit_on_a_cpu_takes_the_memory_that_is_planned(planned, workplace):
     """With what the allocator keeps beside the tensors, which was left out: more than half as much again."""
-    wide = {"model.decoder.hidden_size": 256, "model.decoder.intermediate_size": 512, "trainer.max_steps": 6,
+    wide = {"model.decoder.hidden_size": 256, "model.decoder.intermediate_size": 512, "trainer.max_steps": 3,
             "data.micro_batch_size": 128, "data.global_batch_tokens": 8192, "model.decoder.dropout": 0.0,
-            "trainer.accelerator": "cpu", "trainer.val_interval": 6, "data.val_tokens": 256}  # fmt: skip
+            "trainer.accelerator": "cpu", "trainer.val_interval": 3, "data.val_tokens": 256}  # fmt: skip
     (workplace / "taken.py").write_text(TAKEN)
     fit(workplace, "wide", **wide, **{"trainer.callbacks": [{"class_path": "taken.Taken"}]})
     memory = planned("--device", "cpu", **wide)[1]["memory"]
@@ -270,7 +262,6 @@ def test_a_fit_on_a_cpu_takes_the_memory_that_is_planned(planned, workplace):
 
 
 def test_checkpointing_is_a_cure_only_where_it_helps(planned):
-    """What is said to fit does."""
     deep = {"model.decoder.num_hidden_layers": 24, "model.decoder.hidden_size": 1024, "data.global_batch_tokens": 2**14,
             "model.decoder.max_position_embeddings": 2**14, "model.decoder.num_attention_heads": 16,
             "model.decoder.intermediate_size": 1024, "data.micro_batch_size": 1,
@@ -406,7 +397,6 @@ def test_sound_settings_are_not_warned_of(planned):
 
 
 def test_what_a_crash_loses_and_what_saving_takes(planned, bench):
-    """At a measured speed, with a price; the saving from the bench file where it timed checkpoints."""
     measured = bench(tokens_per_second=0.1, checkpoint={"stall_ms": 460_800.0})
     run = planned(*measured, "--rate_usd_per_hr", "3")
     facts = run[1]["checkpoints"]
@@ -449,22 +439,21 @@ def test_what_another_program_has_counted_is_added_to_the_cost(planned, workplac
     assert none[0] == 0 and "budget.json has no rate_usd_per_hr" in str(found(none, "warning"))
 
 
-@pytest.mark.parametrize("answers", [False, True])
-def test_an_object_store_that_does_not_answer_is_a_line_and_not_a_wait(workplace, answers):
+def test_an_object_store_that_does_not_answer_is_a_line_and_not_a_wait(workplace):
     """Nobody listens at the port, or somebody who never says anything; the rest of the page is there."""
-    with socket.socket() as server:
-        server.bind(("127.0.0.1", 0))
-        if answers:
-            server.listen(64)
-        url = f"s3://bucket/train?endpoint_override=http://127.0.0.1:{server.getsockname()[1]}"
-        write_config(workplace, **PLAIN, **{"data.path": None, "data.prepare": None, "data.train": url,
-                                            "data.tokenizer": "data/small"})  # fmt: skip
-        begun = time.monotonic()
-        shown = lm(workplace, "plan", "--config", "small.yaml", "--device", "a100")
-    took = time.monotonic() - begun
-    begun = time.monotonic()
-    lm(workplace, "plan", "--config", "small.yaml", "--device", "a100", "--strict")
-    assert took - (time.monotonic() - begun) < 15  # 3 s of waiting and 1 s until the reads are left to themselves
-    (line,) = [line for line in shown.stdout.splitlines() if line.startswith("warning s3://")]
-    assert url in line and "does not answer in 3 s" in line and shown.stderr == ""
-    assert any(line.startswith("time ") for line in shown.stdout.splitlines())
+    begun, plans = time.monotonic(), {}
+    with socket.socket() as closed, socket.socket() as silent:
+        for server in (closed, silent):
+            server.bind(("127.0.0.1", 0))
+            url = f"s3://bucket/train?endpoint_override=http://127.0.0.1:{server.getsockname()[1]}"
+            config = write_config(workplace, f"at-{len(plans)}", **PLAIN, **{
+                "data.path": None, "data.prepare": None, "data.train": url, "data.tokenizer": "data/small"})  # fmt: skip
+            if server is silent:
+                server.listen(64)
+            plans[url] = start(workplace, "plan", "--config", config.name, "--device", "a100")
+        shown = {url: plan.communicate(timeout=60) for url, plan in plans.items()}
+    assert time.monotonic() - begun < 30  # 3 s of waiting and 1 s until the reads are left to themselves
+    for url, (out, err) in shown.items():
+        (line,) = [line for line in out.splitlines() if line.startswith("warning s3://")]
+        assert url in line and "does not answer in 3 s" in line and err == ""
+        assert any(line.startswith("time ") for line in out.splitlines())

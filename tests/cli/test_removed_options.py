@@ -3,7 +3,7 @@ is answered in one line."""
 
 import pytest
 import yaml
-from trainings import RECORDER, fit, lm, losses, make_workplace, write_config
+from trainings import RECORDER, equipment, fit, lm, losses, make_workplace, write_config
 
 import lm as package
 from lm.cli.command import main
@@ -23,11 +23,10 @@ def with_option(document, option, value):
 
 
 @pytest.mark.parametrize("option", REMOVED)
-def test_a_use_of_it_is_one_line(option, tmp_path, monkeypatch, capsys):
-    monkeypatch.chdir(tmp_path)
+def test_a_use_of_it_is_one_line(option, here, capsys):
     default, what = REMOVED[option]
     other = not default if isinstance(default, bool) else "other"
-    config = write_config(tmp_path)
+    config = write_config(here)
     config.write_text(yaml.safe_dump(with_option(yaml.safe_load(config.read_text()), option, other)))
     for arguments in ([f"--{option}", str(default)], ["--config", str(config)]):
         for command in ("fit", "plan"):
@@ -41,27 +40,33 @@ def test_a_use_of_it_is_one_line(option, tmp_path, monkeypatch, capsys):
         with pytest.raises(RequestError, match="gone since") as refused:
             use("tiny.yaml", {option: other}) if use is package.fit else use(**{name: other})
         assert "\n" not in str(refused.value)
-    assert [path.name for path in tmp_path.iterdir()] == [config.name]
+    assert [path.name for path in here.iterdir()] == [config.name]
 
 
-@pytest.mark.parametrize("resume", [["--run", "killed"], ["--config", "killed.yaml"]], ids=["its config", "a config"])
-def test_an_older_run_resumes_to_the_bit(tmp_path, resume):
-    """Its own config and the one that it was begun with have the options that are gone, at their defaults."""
-    folder = make_workplace(tmp_path)
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory):
+    """A folder, and the losses of a run in it that nothing interrupts."""
+    folder = make_workplace(tmp_path_factory.mktemp("removed"))
     fit(folder, "whole")
-    whole = losses(folder)
-    killer = {"class_path": "recorder.KillAt", "init_args": {"signal_name": "SIGKILL", "micro_batch": 15}}
-    _, run = fit(folder, "killed", callbacks=[killer], expect=-9)
-    for file in (folder / "killed.yaml", run.config):
+    return folder, losses(folder)
+
+
+@pytest.mark.parametrize("name, resume", [("by-run", "--run=by-run"), ("by-config", "--config=by-config.yaml")])
+def test_an_older_run_resumes_to_the_bit(whole, name, resume):
+    """Its own config and the one that it was begun with have the options that are gone, at their defaults."""
+    folder, expected = whole
+    kill = equipment("recorder.KillAt", signal_name="SIGKILL", micro_batch=15)
+    _, run = fit(folder, name, callbacks=[kill], expect=-9)
+    for file in (folder / f"{name}.yaml", run.config):
         document = yaml.safe_load(file.read_text())
         document["trainer"]["callbacks"] = [RECORDER]
         for option, (default, _) in REMOVED.items():
             with_option(document, option, default)
         file.write_text(yaml.safe_dump(document))
     run.describe(mirror={"url": "s3://bucket/runs/killed", "newest": None})  # of `trainer.mirror`
-    assert "killed" in lm(folder, "runs", "ls").stdout
-    lm(folder, "fit", *resume, "--ckpt_path", "auto")
-    assert losses(folder) == whole and run.status() == "finished"
+    assert name in lm(folder, "runs", "ls").stdout
+    lm(folder, "fit", resume, "--ckpt_path", "auto")
+    assert losses(folder) == expected and run.status() == "finished"
 
 
 @pytest.mark.parametrize("command", REMOVED_COMMANDS)
@@ -72,9 +77,7 @@ def test_a_command_that_is_gone_is_one_line(command, capsys):
 
 
 @pytest.mark.parametrize(
-    "text",
-    ['model: {"cuda_graphs": false, lr: 1e-3}', "model:\n  cuda_graphs : no\n  lr: 1e-3\n"],
-    ids=["JSON", "a space"],
+    "text", ['model: {"cuda_graphs": false, lr: 1e-3}', "model:\n  cuda_graphs : no\n  lr: 1e-3\n"]
 )
 def test_it_is_found_however_it_is_written(text):
     """And all other values are as they were written: 1e-3 is a string in YAML 1.1, and a number for the parser."""

@@ -174,7 +174,6 @@ def test_show_puts_all_that_matters_on_a_page(trained):
 
 
 def test_the_command_that_show_ends_with_works_from_any_folder(trained, place):
-    """A run that was interrupted resumes with it."""
     before = trained.read("run.json")
     trained.describe(status="interrupted", reason="SIGTERM")
     command = runs("show", str(trained.path), fresh=True).stdout.splitlines()[-1].removeprefix("next").strip()
@@ -191,11 +190,9 @@ def test_the_command_that_show_ends_with_works_from_any_folder(trained, place):
 
 def test_show_has_alerts_samples_costs_and_post_mortems(place):
     run = make(status="stopped", reason="loss > 10\x1b[2J")
+    alert = {"time": 0.0, "guard": "alert", "action": "warn", "message": "loss [bold] > 9"}
     for step in range(7):
-        run.append(
-            "alerts.jsonl",
-            {"step": step, "time": 0.0, "guard": "alert", "action": "warn", "message": "loss [bold] > 9"},
-        )
+        run.append("alerts.jsonl", {"step": step, **alert})
     samples = [{"step": 1, "prompt": "earlier", "text": "!"},
                {"step": 9, "prompt": "The [red]", "text": "state\nof\x1b[2J"}]  # fmt: skip
     (run.path / "samples.jsonl").write_text("\n".join(map(json.dumps, samples)) + '\n{"st')
@@ -307,12 +304,9 @@ def test_an_export_holds_the_run_and_its_weights_byte_for_byte(trained, place):
     assert manifest["files"] == {name: sha for name, sha in digests.items() if name != "manifest.json"}
     assert manifest["checkpoint"] == {"step": 12, "sha256": digests["final.safetensors"]}
     assert manifest["config_sha256"] == digests["config.yaml"] and manifest["seed"] == 7
-    facts = trained.read("run.json")
-    assert manifest["machine"]["device"] == facts["device"] and manifest["command"] == facts["command"]
-    assert (
-        manifest["machine"]["cores"] == os.cpu_count()
-        and {"driver", "cuda", "memory_bytes"} <= manifest["machine"].keys()
-    )
+    facts, machine = trained.read("run.json"), manifest["machine"]
+    assert machine["device"] == facts["device"] and manifest["command"] == facts["command"]
+    assert machine["cores"] == os.cpu_count() and {"driver", "cuda", "memory_bytes"} <= machine.keys()
     assert manifest["versions"]["torch"] == facts["versions"]["torch"] and manifest["tokens"] == 12 * 256
     assert list(place.iterdir()) == [out]
 
@@ -324,10 +318,8 @@ def test_exported_metrics_are_exact_in_both_tables(trained, place):
     table = pq.read_table("out/metrics.parquet").to_pylist()
     assert rows == [(row["step"], row["name"], row["value"]) for row in table]
     assert rows == sorted(rows) and len({row[:2] for row in rows}) == len(rows)
-    logged = {(line["step"], name): value for line in trained.metrics() for name, value in line.items()}
-    assert {(step, name): value for step, name, value in rows if "/" in name and name != "data/tokens"} == {
-        key: value for key, value in logged.items() if "/" in key[1]
-    }
+    logged = {(line["step"], name): value for line in trained.metrics() for name, value in line.items() if "/" in name}
+    assert {(step, name): value for step, name, value in rows if "/" in name and name != "data/tokens"} == logged
     assert not (place / "out" / "final.safetensors").exists()
 
 

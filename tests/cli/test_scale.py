@@ -37,7 +37,6 @@ def read(text, folder):
 
 
 def test_deeper_is_never_smaller():
-    """Width, parameters, tokens and batch only grow with the depth, and the best rates only fall."""
     made = [make_recipe(shape(depth), tokens_per_parameter=20) for depth in DEPTHS]
     for what in ("parameters", "tokens", "batch", "flops"):
         values = [getattr(one, what) for one in made]
@@ -59,7 +58,6 @@ def test_heads_are_whole_and_the_last_layer_sees_all():
 
 
 def test_the_shape_can_be_another_one(tmp_path):
-    """The command in the header makes the same config again, and beside a number that was given stands the source's."""
     options = ("--depth", 10, "--aspect_ratio", 96, "--head_dim", 64, "--window_pattern", "SL")
     text = scale(*options)
     decoder = read(text, tmp_path).model.decoder
@@ -68,6 +66,7 @@ def test_the_shape_can_be_another_one(tmp_path):
     assert f"lm scale {' '.join(map(str, options))} >" in text
     assert "96 x depth, rounded up to whole heads (nanochat: 64)\n" in text
     assert read(scale("--depth", 4, "--window_pattern", "L"), tmp_path).model.decoder.windows == [None] * 4
+    assert "num_hidden_layers: 7 " in scale("--depth", "50M", "--max_steps", "100")  # the nearest depth
     for wrong in ("--window_pattern=LX", "--head_dim=0", "--head_dim=63", "--aspect_ratio=-1"):
         assert main(["scale", "--depth", "4", wrong]) == 2
 
@@ -102,8 +101,8 @@ def test_the_rules_give_their_sources_figures():
     assert weight_decay(0.25, 1e-3, 10_000) == pytest.approx(0.4)
 
 
-@pytest.mark.parametrize("depth", DEPTHS)
-def test_every_depth_is_a_config_that_comes_out_even(depth, tmp_path):
+@pytest.mark.parametrize("depth", [2, 3, 5, 8, 12, 17, 24, 32])
+def test_a_depth_is_a_config_that_comes_out_even(depth, tmp_path):
     """It parses as `lm fit` parses it, holds the recipe's numbers, and divides by a node's devices."""
     text = scale("--depth", depth)
     assert max(map(len, text.splitlines())) <= 120
@@ -150,20 +149,16 @@ def test_standard_output_is_yaml_alone_and_torch_is_not_imported():
     assert done.stderr == "" and done.stdout == DEPTH12.read_text()
 
 
-@pytest.mark.parametrize(
-    ("arguments", "said"),
-    [
-        ([], "--depth 12"),
-        (["--depth", "1"], "--depth 1 must be at least 2"),
-        (["--depth", "12", "--max_steps", "9", "--target_flops", "1e18"], "--target_flops and --max_steps"),
-        (["--depth", "12", "--target_param_data_ratio", "0"], "--target_param_data_ratio 0 must be above 0"),
-        (["--depth", "12", "--max_steps", "0"], "--max_steps 0 must be above 0"),
-        (["--depth", "12", "--target_flops", "1e9"], "less than one optimizer step"),
-        (["--depth", "12", "--vocab_size", "0"], "--vocab_size 0 must be above 0"),
-        (["--depth", "12", "--seq_len", "1"], "--seq_len 1 must be at least 2"),
-        (["--depht", "12"], "did you mean 'depth'?"),
-    ],
-)
+@pytest.mark.parametrize("arguments, said", [
+    ([], "--depth 12"), (["--depth", "1"], "--depth 1 must be at least 2"),
+    (["--depth", "12", "--max_steps", "9", "--target_flops", "1e18"], "--target_flops and --max_steps"),
+    (["--depth", "12", "--target_param_data_ratio", "0"], "--target_param_data_ratio 0 must be above 0"),
+    (["--depth", "12", "--max_steps", "0"], "--max_steps 0 must be above 0"),
+    (["--depth", "12", "--target_flops", "1e9"], "less than one optimizer step"),
+    (["--depth", "12", "--vocab_size", "0"], "--vocab_size 0 must be above 0"),
+    (["--depth", "12", "--seq_len", "1"], "--seq_len 1 must be at least 2"),
+    (["--depht", "12"], "did you mean 'depth'?"),
+])  # fmt: skip
 def test_a_wrong_request_is_one_line_and_exit_code_2(arguments, said, capsys):
     assert main(["scale", *arguments]) == 2
     out, err = capsys.readouterr()
@@ -212,7 +207,6 @@ def test_little_text_decides_the_depth(tokens, tmp_path):
 
 
 def test_fit_runs_it(tmp_path):
-    """A model of two blocks takes two real steps, with windows, on a CPU; its checkpoint is written."""
     make_workplace(tmp_path, "data/small")
     printed = lm(tmp_path, "scale", "--depth", "2", "--max_steps", "2", "--vocab_size", "64", "--seq_len", "160",
                  "--data", "data/small")  # fmt: skip
@@ -225,12 +219,7 @@ def test_fit_runs_it(tmp_path):
     assert (tmp_path / "checkpoints" / "depth2" / "step-00000002" / "model.safetensors").is_file()
 
 
-def test_a_number_of_parameters_is_the_nearest_depth():
-    assert "num_hidden_layers: 7 " in scale("--depth", "50M", "--max_steps", "100")
-
-
 def test_a_batch_that_is_given_decides_steps_and_decay():
-    """The decay is that of the tokens which the run really has: steps times the given batch."""
     options = {"depth": 4, "seq_len": 256, "batch_tokens": 8192, "optimizer": "adamw"}
     made, text = scaled_config(ScaleRequest(**options, max_steps=300))
     assert (made.batch, made.steps, made.tokens) == (32, 300, 300 * 8192)

@@ -48,7 +48,6 @@ def test_expected_loss_is_the_published_one():
 
 
 def test_a_named_device(tmp_path):
-    """Its peak gives the speed; dollars at a rate are hours, and more devices train a larger model."""
     text = scale("--hours", 8, *H100)
     config = read(text, tmp_path)
     assert 8 <= config.model.decoder.num_hidden_layers <= 24 and "8 h at " in text and "40% MFU, assumed" in text
@@ -62,7 +61,6 @@ def test_a_named_device(tmp_path):
 
 
 def test_a_text_that_ends_before_the_hours(tmp_path):
-    """The run is as long as the text is repeated, and the config's head says so."""
     text = scale("--hours", 1, *H100, "--data", prepared(tmp_path, 300_000)["data"])
     seconds = re.search(r"# The text ends first: 4 times it takes (\S+) s of 1 h\.", text)[1]
     assert f": {seconds} s at " in text and float(seconds) < 600
@@ -70,7 +68,6 @@ def test_a_text_that_ends_before_the_hours(tmp_path):
 
 
 def test_memory_limits_the_depth(tmp_path):
-    """A small device gets a small micro-batch, or a model that fits."""
     options = "--hours", 1000, "--device", "h100"
     large, small = (read(scale(*options, *more), tmp_path) for more in ([], ["--memory", "6GiB"]))
     assert small.model.decoder.num_hidden_layers <= large.model.decoder.num_hidden_layers
@@ -88,23 +85,19 @@ def test_the_loss_that_a_ladder_expects(tmp_path):
     assert times == pytest.approx(flops / 1e16, rel=0.01)
 
 
-@pytest.mark.parametrize(
-    ("arguments", "said"),
-    [
-        (["--hours", "0", *H100], "--hours 0 must be above 0"),
-        (["--usd", "20"], "--usd takes --rate"),
-        (["--usd", "20", "--rate", "3", "--hours", "1"], "and no --hours beside it"),
-        (["--hours", "1e-9", *H100], "s are too few: at depth 2 the start takes"),
-        (["--hours", "8", "--max_steps", "5", *H100], "--max_steps gives the length of the run, and so does the time"),
-        (["--depth", "4", *H100], "--device is for a run of some hours: give --hours too"),
-        (["--hours", "8", "--device", "h300"], "--device h300 is not known"),
-        (["--hours", "8", "--memory", "16GiB"], "the peak of any GPU in bf16-mixed is not known: give"),
-        (["--hours", "8", "--device", "4090", "--depth", "60"], "not even one sample of 2,048 tokens at depth 60 fits"),
-        (["--hours", "8", *H100, "--devices", "0"], "--devices 0 must be above 0"),
-        (["--hours", "8", *H100, "--devices", "3", "--batch_tokens", "8Ki"], "4 samples, cannot be divided among 3"),
-        (["--hours", "8", *H100, "--ladder", "nope"], "--ladder nope: no ladder.json can be read"),
-    ],
-)
+@pytest.mark.parametrize("arguments, said", [
+    (["--hours", "0", *H100], "--hours 0 must be above 0"), (["--usd", "20"], "--usd takes --rate"),
+    (["--usd", "20", "--rate", "3", "--hours", "1"], "and no --hours beside it"),
+    (["--hours", "1e-9", *H100], "s are too few: at depth 2 the start takes"),
+    (["--hours", "8", "--max_steps", "5", *H100], "--max_steps gives the length of the run, and so does the time"),
+    (["--depth", "4", *H100], "--device is for a run of some hours: give --hours too"),
+    (["--hours", "8", "--device", "h300"], "--device h300 is not known"),
+    (["--hours", "8", "--memory", "16GiB"], "the peak of any GPU in bf16-mixed is not known: give"),
+    (["--hours", "8", "--device", "4090", "--depth", "60"], "not even one sample of 2,048 tokens at depth 60 fits"),
+    (["--hours", "8", *H100, "--devices", "0"], "--devices 0 must be above 0"),
+    (["--hours", "8", *H100, "--devices", "3", "--batch_tokens", "8Ki"], "4 samples, cannot be divided among 3"),
+    (["--hours", "8", *H100, "--ladder", "nope"], "--ladder nope: no ladder.json can be read"),
+])  # fmt: skip
 def test_a_wrong_request_is_one_line_and_exit_code_2(arguments, said, capsys):
     assert main(["scale", *arguments]) == 2
     out, err = capsys.readouterr()

@@ -52,7 +52,6 @@ def test_training_data_that_contains_the_validation_data_is_refused(place):
 
 
 def test_tokens_that_are_left_over_are_reported(place):
-    """And short files are trained on."""
     short = lm(place, "plan", "--config", config(place, "short")).stdout
     assert "train: 4.78K tokens in 100 shards, 149 samples, 12 tokens left over" in short
     assert "val: 15 of 400 tokens, 3.8%, are in no sample of 32 + 1" in short

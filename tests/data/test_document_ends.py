@@ -37,14 +37,11 @@ def test_shards_of_others_without_an_end_that_is_learned_are_named(columns, rows
 
 
 @pytest.mark.parametrize("tokenizer", ["char", "bpe"])
-@pytest.mark.parametrize(
-    ("text", "warned"),
-    [
-        ("".join(f"text {i}\n<|endoftext|>\n" for i in range(99)), True),
-        ("one <|endoftext|> in a text that is about it, " + "and more words\n" * 99, False),
-        ("one text\n" * 99, False),
-    ],
-)
+@pytest.mark.parametrize("text, warned", [
+    ("".join(f"text {i}\n<|endoftext|>\n" for i in range(99)), True),
+    ("one <|endoftext|> in a text that is about it, " + "and more words\n" * 99, False),
+    ("one text\n" * 99, False),
+])  # fmt: skip
 def test_ends_that_are_spelled_in_the_text_are_named(text, warned, tokenizer, tmp_path, caplog):
     (tmp_path / "a.txt").write_text(text)
     main_prepare(input=[str(tmp_path / "a.txt")], output=str(tmp_path / "o"), tokenizer=tokenizer, vocab_size=300)

@@ -28,16 +28,15 @@ def gcs(tmp_path_factory):
         yield server, tokens
 
 
-@pytest.mark.parametrize("faults", [[], [None, 503, 429], [None, None, "cut"], ["stall"]])
+@pytest.mark.parametrize("faults", [[], [None, 503, 429, None, "cut"], ["stall"]])
 def test_shards_and_texts_are_read(gcs, faults, monkeypatch):
-    """As they are, and when requests fail at first."""
     server, tokens = gcs
     monkeypatch.setattr(remote, "FIRST_PAUSE", 0.05)
     server.fail(faults)
     shards = Shards.open(f"gs://anonymous@corpus/v1/train{server.query}", vocab_size=1000, patience=6)
     assert np.array_equal(np.concatenate([shards.read(i) for i in range(len(shards.index.blocks))]), tokens)
     met = server.fail([])
-    assert all(str(fault) in met for fault in faults)
+    assert {*map(str, faults)} <= met.keys()
     texts = read_documents([f"gs://anonymous@corpus/v1/texts/*.txt{server.query}"])
     assert [text for _, text in texts] == ["first", "second"]
 
@@ -51,15 +50,11 @@ def test_a_file_whose_first_bytes_do_not_come_is_read_again(gcs):
     assert file.open().read() == b"first" and server.fail([])["503"] == 2
 
 
-@pytest.mark.parametrize(
-    ("place", "faults", "message"),
-    [
-        ("nowhere/v1", [], "no such file or folder"),
-        ("corpus/v2", [], "no such file or folder"),
-        ("corpus/v1/*.md", [], "no file matches"),
-        ("corpus/v1", [403] * 9, "cannot be listed .*denied|cannot be listed .*403"),
-    ],
-)
+@pytest.mark.parametrize("place, faults, message", [
+    ("nowhere/v1", [], "no such file or folder"), ("corpus/v2", [], "no such file or folder"),
+    ("corpus/v1/*.md", [], "no file matches"),
+    ("corpus/v1", [403] * 9, "cannot be listed .*denied|cannot be listed .*403"),
+])  # fmt: skip
 def test_what_is_missing_or_denied_is_reported_at_once(gcs, place, faults, message):
     """pyarrow would repeat some requests for 15 minutes."""
     server, _ = gcs
@@ -74,6 +69,6 @@ def test_patience_with_it_has_an_end(gcs):
     server, _ = gcs
     server.fail([503] * 1000)
     began = time.monotonic()
-    with pytest.raises(RunError, match=r"^gs://anonymous@corpus/v1.*attempts to read it failed in 3 s"):
-        list_files(f"gs://anonymous@corpus/v1{server.query}", patience=3)
+    with pytest.raises(RunError, match=r"^gs://anonymous@corpus/v1.*attempts to read it failed in 1 s"):
+        list_files(f"gs://anonymous@corpus/v1{server.query}", patience=1)
     assert time.monotonic() - began < 10

@@ -142,9 +142,8 @@ def test_the_hub_is_asked_again_when_its_answer_asks_for_it(hub, header, least, 
     assert hub.count("revision") == 4 and hub.count("paths-info") == 1
 
 
-@pytest.mark.parametrize("kind", [429, 500, 503, "cut", "stall"])
+@pytest.mark.parametrize("kind", [429, 503, "cut", "stall"])
 def test_every_request_that_fails_is_made_again(hub, shards_on_hub, kind, monkeypatch):
-    """Of the listing and of the reading: commit, tree, folder, footer, pages, and where a file really is."""
     monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_DOWNLOAD_TIMEOUT", 0.1)  # seconds without an answer
     hub.fail(cycle([Fault(kind), None, None]))
     shards = Shards.open("hf://datasets/o/n/train", vocab_size=1000, patience=20)
@@ -197,7 +196,7 @@ def test_sixty_four_readers_download_a_block_once(hub, tmp_path):
     for process in processes:
         assert process.stdout.readline() == "ready\n"
     faults = [Fault(429, {"Retry-After": "1"}), Fault(500), Fault("cut"), Fault("stall"), Fault(503)]
-    hub.fail(islice(cycle([*faults, None]), 20))
+    hub.fail(islice(cycle([*faults, None]), 12))
     for process in processes:
         process.stdin.write("\n")
         process.stdin.flush()
@@ -205,7 +204,7 @@ def test_sixty_four_readers_download_a_block_once(hub, tmp_path):
         assert process.communicate(timeout=60)[0] == "right\n"
     assert hub.met["stall"] and hub.met[429] and hub.met["cut"]
     # Of each of the 4 blocks a footer and a row group, at two addresses each; an attempt may fail at the second.
-    assert hub.met[None] <= 4 * 2 * 2 + 20, "64 readers that each fetch them are 256 requests"
+    assert hub.met[None] <= 4 * 2 * 2 + 12, "64 readers that each fetch them are 256 requests"
     assert sum(path.stat().st_size for path in (tmp_path / "cache").iterdir()) <= 25000
 
 
@@ -249,7 +248,6 @@ def content(folder):
 
 
 def test_texts_and_a_tokenizer_on_the_hub_are_prepared_like_local_ones(hub, texts, tmp_path):
-    """Of a folder and of globs; the tokenizer by its file, by its folder, and as anything else at a web address."""
 
     def made(name, inputs, tokenizer):
         prepare(PrepareOptions([str(each) for each in inputs], str(tmp_path / name), tokenizer, val_fraction=0.1))
@@ -311,19 +309,15 @@ def test_a_killed_preparation_goes_on_where_it_was(hub, tmp_path, kind):
 # ---- wrong requests --------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    ("source", "token", "message"),
-    [
-        ("datasets/o/none/a.txt", None, r"no such repository, or it is private: .* set HF_TOKEN"),
-        ("datasets/o/private/a.txt", None, r"no such repository, or it is private: .* set HF_TOKEN"),
-        ("datasets/o/private/a.txt", "hf_wrong", r"status 401, Invalid credentials .*look at HF_TOKEN"),
-        ("datasets/o/n@v9/a.txt", None, r"no such revision \(the branch, tag or commit after @\)"),
-        ("datasets/o/n/b.txt", None, r"no such file or folder"),
-        ("datasets/o/n/b/*.txt", None, r"no such file or folder"),
-        ("datasets/o/n/*.md", None, r"no file matches"),
-        ("datasets/o", None, r"names no repository; the form is hf://datasets/OWNER/NAME/PATH"),
-    ],
-)
+@pytest.mark.parametrize("source, token, message", [
+    ("datasets/o/none/a.txt", None, r"no such repository, or it is private: .* set HF_TOKEN"),
+    ("datasets/o/private/a.txt", None, r"no such repository, or it is private: .* set HF_TOKEN"),
+    ("datasets/o/private/a.txt", "hf_wrong", r"status 401, Invalid credentials .*look at HF_TOKEN"),
+    ("datasets/o/n@v9/a.txt", None, r"no such revision \(the branch, tag or commit after @\)"),
+    ("datasets/o/n/b.txt", None, r"no such file or folder"), ("datasets/o/n/b/*.txt", None, r"no such file or folder"),
+    ("datasets/o/n/*.md", None, r"no file matches"),
+    ("datasets/o", None, r"names no repository; the form is hf://datasets/OWNER/NAME/PATH"),
+])  # fmt: skip
 def test_a_wrong_url_is_reported_at_once(hub, source, token, message, monkeypatch):
     hub.commit("o/n", {"a.txt": b"text"})
     hub.commit("o/private", {"a.txt": b"text"})
@@ -336,7 +330,6 @@ def test_a_wrong_url_is_reported_at_once(hub, source, token, message, monkeypatc
 
 
 def test_a_private_repository_is_read_with_a_token(hub, monkeypatch):
-    """Which goes to the hub alone, and not where the hub keeps large files."""
     hub.commit("o/private", {"a.txt": b"text", "b.jsonl.gz": gzip.compress(b'{"text": "more"}')})
     hub.private.add("o/private")
     monkeypatch.setenv("HF_TOKEN", hub.token)

@@ -54,7 +54,7 @@ def reference(shards, start, count, seed=5, lanes=8):
     st.sampled_from([1, 8, 64]),
     st.integers(60, 2000),
 )
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=15, deadline=None)
 def test_ranks_micro_batches_start_and_buffer_change_nothing(shards, division, start, lanes, buffer):
     """Interleaving the ranks' micro-batches gives the samples of each step, in order, whatever division or memory."""
     world, micro = division
@@ -79,9 +79,8 @@ def test_a_stream_can_be_sent_to_a_spawned_process(shards):
 
 
 @given(st.integers(1, 40), st.integers(0, 500))
-@settings(max_examples=15, deadline=None)
+@settings(max_examples=10, deadline=None)
 def test_memory_stays_within_the_buffer(shards, blocks, start):
-    """However small the buffer: the blocks that are held or being decoded never exceed it."""
     capacity, most = blocks * shards.index.largest.tokens, [0]
     want = BlockBuffer.request
 
@@ -99,19 +98,16 @@ def test_memory_stays_within_the_buffer(shards, blocks, start):
     assert most[0] > 0
 
 
-def test_a_row_group_larger_than_the_buffer_is_refused_with_the_cure(shards):
+def test_a_row_group_larger_than_the_buffer_and_a_step_that_does_not_divide_are_refused(shards):
     largest = shards.index.largest
     with pytest.raises(RequestError, match=f"{largest.file_of(0)}.*more than.*; raise data.shuffle_buffer"):
         check_buffer(shards, largest.tokens - 1)
-
-
-def test_a_step_that_does_not_divide_is_refused(shards):
     with pytest.raises(ValueError, match="global_batch 24 is not a multiple of 5 ranks"):
         stream(shards, world=5)
 
 
 @given(st.integers(1, 5), st.integers(1, 7), st.one_of(st.none(), st.integers(1, 400)))
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=25, deadline=None)
 def test_evaluation_counts_each_window_once_in_lockstep(shards, world, micro, limit):
     """Over the ranks the counted rows are the first windows in order; every rank yields as many batches."""
     rows = [
@@ -184,7 +180,6 @@ def no_threads():
 
 
 def test_threads_end_with_their_iterator(shards):
-    """Closed, collected in the middle, or run to its end: nothing is left behind."""
     wait_for(no_threads)
     batches = iter(stream(shards))
     next(batches)

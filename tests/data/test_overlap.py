@@ -22,9 +22,8 @@ def document(draw, tokens=200):
 
 def shared(tmp_path, training, validation):
     for name, rows in (("train", training), ("val", validation)):
-        write_rows(
-            tmp_path / f"{name}/a.parquet", rows, row_group_rows=7, compression="zstd" if name == "val" else "none"
-        )
+        compression = "zstd" if name == "val" else "none"
+        write_rows(tmp_path / f"{name}/a.parquet", rows, row_group_rows=7, compression=compression)
     return shared_spans(*(Shards.open(str(tmp_path / name), vocab_size=5000) for name in ("train", "val")), END)
 
 
@@ -49,18 +48,13 @@ def test_a_fit_refuses_much_of_it_and_warns_of_some(tmp_path):
     (tmp_path / "texts.txt").write_text("\n\n".join(texts))
     prepare(PrepareOptions([str(tmp_path / "texts.txt")], str(tmp_path / "made"), tokenizer="char"))
     rows = [[draw.randrange(2, 9) for _ in range(600)] for _ in range(60)]
-    for name, some in (
-        ("val", rows[:10]),
-        ("most", rows[2:]),
-        ("one", [rows[0][:200], *rows[10:]]),
-        ("none", rows[10:]),
-    ):
+    splits = {"val": rows[:10], "most": rows[2:], "one": [rows[0][:200], *rows[10:]], "none": rows[10:]}
+    for name, some in splits.items():
         write_rows(tmp_path / name / "a.parquet", some)
 
     def opened(train):
-        data = DataModule(
-            train=str(tmp_path / train), val=str(tmp_path / "val"), tokenizer=str(tmp_path / "made"), seq_len=16
-        )
+        places = {"train": train, "val": "val", "tokenizer": "made"}
+        data = DataModule(**{name: str(tmp_path / place) for name, place in places.items()}, seq_len=16)
         data.setup("fit")
         return [what for what, _ in data.warnings()]
 
@@ -84,9 +78,7 @@ def test_documents_of_files_for_training_and_validation_are_compared(tmp_path, c
 
     with pytest.raises(RequestError, match="^20 of 20 documents of the validation data, 100.0%, are in the training"):
         make("all", texts)
-    with pytest.raises(
-        RequestError, match=r"^(\d+) of \1 passages of the validation data, 100.0%, are in the training"
-    ):
+    with pytest.raises(RequestError, match=r"^(\d+) of \1 passages of the validation data, 100.0%, are in the train"):
         make("inside", [f"a {text} b" for text in texts])
     assert make("one", texts[19:])["splits"]["val"]["documents"] == 20
     assert "1 of 20 documents of the validation data, 5.0%, are in the training data too" in caplog.text

@@ -147,20 +147,17 @@ def test_a_remote_copy_without_its_manifest_is_read_the_same(place, tmp_path):
         assert np.array_equal(ids, rows.ravel()) and np.array_equal(targets, local.read_tokens(0).targets)
 
 
-@pytest.mark.parametrize(
-    ("command", "message"),
-    [
-        ("data prepare --input texts.jsonl --output x --packing whole", "--packing whole needs --seq_len"),
-        ("data prepare --input texts.jsonl --output x --seq_len 64", "--seq_len is for --packing whole"),
-        ("data prepare --input texts.jsonl --output packed --tokenizer char --val_fraction 0.1",
-         "--packing was whole, is stream, --seq_len was 32, is None"),
-        ("plan --config other.yaml --data.seq_len 16", "packed for samples of 32 tokens, and data.seq_len .* is 16"),
-        ("plan --config other.yaml --data.packing stream", "prepared with --packing whole, and data.packing is stream"),
-        ("plan --config other.yaml --data.path stream --data.packing whole", "prepared with --packing stream, and"),
-        ("plan --config other.yaml --data.pad_id 0", "data.pad_id is for rows that another program padded"),
-        ("plan --config mixed.yaml", "packed differently.*: prepare them with the same --packing"),
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize("command, message", [
+    ("data prepare --input texts.jsonl --output x --packing whole", "--packing whole needs --seq_len"),
+    ("data prepare --input texts.jsonl --output x --seq_len 64", "--seq_len is for --packing whole"),
+    ("data prepare --input texts.jsonl --output packed --tokenizer char --val_fraction 0.1",
+     "--packing was whole, is stream, --seq_len was 32, is None"),
+    ("plan --config other.yaml --data.seq_len 16", "packed for samples of 32 tokens, and data.seq_len .* is 16"),
+    ("plan --config other.yaml --data.packing stream", "prepared with --packing whole, and data.packing is stream"),
+    ("plan --config other.yaml --data.path stream --data.packing whole", "prepared with --packing stream, and"),
+    ("plan --config other.yaml --data.pad_id 0", "data.pad_id is for rows that another program padded"),
+    ("plan --config mixed.yaml", "packed differently.*: prepare them with the same --packing"),
+])  # fmt: skip
 def test_what_does_not_fit_is_one_line(place, command, message):
     sources = [{"name": name, "path": name, "weight": 1} for name in ("packed", "stream")]
     write_config(place, "other", data=data("packed"))
@@ -172,7 +169,6 @@ def test_what_does_not_fit_is_one_line(place, command, message):
 
 @pytest.mark.parametrize("texts", [["a", "b", "c"] * 40, ["abc def. " * 9], ["ab"]], ids=["letters", "one", "short"])
 def test_a_validation_that_had_to_be_cut_has_text_to_predict(tmp_path, texts):
-    """And a document that was cut ends, so that no other one follows it without a border."""
     folder, source = tmp_path / "made", write_jsonl(tmp_path / "a.jsonl", texts)
     prepare(PrepareOptions([str(source)], str(folder), "char", packing="whole", seq_len=Count(SEQ_LEN)))
     eos_id = Tokenizer.load(folder).eos_id

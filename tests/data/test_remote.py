@@ -45,7 +45,6 @@ def test_shards_on_s3_are_read(s3, source):
 
 
 def test_the_second_epoch_comes_from_the_cache(s3, tmp_path):
-    """Another process, later, with the server's shards gone, still has what the cache kept."""
     client, tokens = s3
     shards = Shards.open("s3://corpus/bare", vocab_size=1000, cache=BlockCache(tmp_path, 10**6))
     first = all_tokens(shards)
@@ -107,12 +106,9 @@ def test_a_damaged_remote_shard_is_not_taken_for_a_failing_network(tmp_path):
 
 
 def test_a_server_that_is_away_for_a_while_is_waited_for(monkeypatch):
-    """Reads that fail are tried again with growing pauses."""
     monkeypatch.setattr(remote, "FIRST_PAUSE", 0.05)
-    pauses, read = (
-        [],
-        Mock(side_effect=[OSError("connection reset"), TimeoutError("slow"), OSError("again"), "content"]),
-    )
+    pauses = []
+    read = Mock(side_effect=[OSError("connection reset"), TimeoutError("slow"), OSError("again"), "content"])
     monkeypatch.setattr(time, "sleep", pauses.append)
     assert with_retries(read, "s3://corpus/x") == "content"
     assert len(pauses) == 3 and 0.04 <= pauses[0] < pauses[1] < pauses[2]

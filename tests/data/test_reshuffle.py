@@ -111,29 +111,16 @@ def test_from_the_command_line(tmp_path):
     refused = lm(tmp_path, *fit, "--run", "parts", "--ckpt_path", "auto", "--data.reshuffle", "null", expect=2)
     assert "data.reshuffle" in refused.stderr, refused.stderr
     lm(tmp_path, *fit, "--run", "parts", "--ckpt_path", "auto")
-    weights = [
-        (tmp_path / "checkpoints" / run / "last" / "model.safetensors").read_bytes() for run in ("whole", "parts")
-    ]
-    assert weights[0] == weights[1]
+    runs = [tmp_path / "checkpoints" / run / "last" for run in ("whole", "parts")]
+    assert len({(run / "model.safetensors").read_bytes() for run in runs}) == 1
     assert "data/small/train/" in lm(tmp_path, "data", "show", "--run", "whole", "--step", "24").stdout
 
 
-def test_a_mixture_has_the_documents_of_its_own_sources(tmp_path, monkeypatch):
+def test_a_mixture_has_the_documents_of_its_own_sources(here):
     """Blocks are numbered over all sources, and each source has epochs of its own."""
-    make_workplace(tmp_path)
-    monkeypatch.chdir(tmp_path)
-    for name in "ab":
-        lm(
-            tmp_path,
-            "data",
-            "prepare",
-            "--input",
-            "texts",
-            "--output",
-            name,
-            "--tokenizer",
-            "char" if name == "a" else "a",
-        )
+    make_workplace(here)
+    for name, tokenizer in (("a", "char"), ("b", "a")):
+        lm(here, "data", "prepare", "--input", "texts", "--output", name, "--tokenizer", tokenizer)
     sources = [SourceConfig("a", "a", weight=3.0), SourceConfig("b", "b", weight=1.0)]
     data = DataModule(sources=sources, seq_len=32, reshuffle="documents")
     data.set_position(seed=SEED, global_batch=8)

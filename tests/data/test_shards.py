@@ -49,11 +49,10 @@ rows_of_ids = st.lists(st.lists(st.integers(0, 99), max_size=7), min_size=1, max
     st.booleans(),
     st.sampled_from(["1.0", "2.0"]),
 )
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=120, deadline=None)
 def test_every_layout_reads_to_the_same_tokens(
     tmp_path_factory, rows, integer, layout, group, statistics, compression, dictionary, extra, page
 ):
-    """Whatever the list type, integer type, row groups, encoding, and with or without statistics; empty rows too."""
     if layout == "fixed":
         rows = [(row * 3 + [1, 2, 3])[:3] for row in rows]
     kind = {
@@ -111,22 +110,19 @@ def change_manifest(folder, change):
     (folder / "manifest.json").write_text(json.dumps(manifest))
 
 
-@pytest.mark.parametrize(
-    "change, message",
-    [
-        (lambda manifest, shards: shards[0].update(file="../x.parquet"), "which is missing"),
-        (lambda manifest, shards: shards[0].update(size=12), "where the manifest says 12"),
-        (lambda manifest, shards: shards[0].pop("size"), "damaged"),
-        (lambda manifest, shards: shards[0].update(row_groups="many"), "damaged"),
-        (lambda manifest, shards: manifest.update(layout=2), "layout 2"),
-        (lambda manifest, shards: manifest.update(column="ids"), "token column is 'ids'"),
-        (lambda manifest, shards: manifest.update(tokenizer="cd" * 32), "another tokenizer"),
-        (lambda manifest, shards: manifest.update(eos_id=7), "documents end with token 7, and those .* in use with 0"),
-        (lambda manifest, shards: shards[1].update(file="train/2.parquet"), "'train/2.parquet', which is missing"),
-        (lambda manifest, shards: manifest["splits"]["train"].update(shards=shards[:1], tokens=50),
-         "00001.parquet is not in its manifest"),
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize("change, message", [
+    (lambda manifest, shards: shards[0].update(file="../x.parquet"), "which is missing"),
+    (lambda manifest, shards: shards[0].update(size=12), "where the manifest says 12"),
+    (lambda manifest, shards: shards[0].pop("size"), "damaged"),
+    (lambda manifest, shards: shards[0].update(row_groups="many"), "damaged"),
+    (lambda manifest, shards: manifest.update(layout=2), "layout 2"),
+    (lambda manifest, shards: manifest.update(column="ids"), "token column is 'ids'"),
+    (lambda manifest, shards: manifest.update(tokenizer="cd" * 32), "another tokenizer"),
+    (lambda manifest, shards: manifest.update(eos_id=7), "documents end with token 7, and those .* in use with 0"),
+    (lambda manifest, shards: shards[1].update(file="train/2.parquet"), "'train/2.parquet', which is missing"),
+    (lambda manifest, shards: manifest["splits"]["train"].update(shards=shards[:1], tokens=50),
+     "00001.parquet is not in its manifest"),
+])  # fmt: skip
 def test_a_folder_that_is_not_what_its_manifest_says_is_refused(tmp_path, change, message):
     write_folder(tmp_path / "train", [50, 60])
     write_manifest(tmp_path)
@@ -151,18 +147,15 @@ def spoil(row, value):
     return [value if i == row else ids for i, ids in enumerate(ROWS)]
 
 
-@pytest.mark.parametrize(
-    "rows, kind, message",
-    [
-        (spoil(3, [6, 12]), pa.list_(pa.uint16()), "row group 1, row 1: token id 12 is outside the vocabulary of 10"),
-        (spoil(5, [-1]), pa.list_(pa.int64()), "row group 2, row 1: token id -1 is outside the vocabulary of 10"),
-        (spoil(4, [2**40]), pa.large_list(pa.int64()), "row group 2, row 0: token id 1099511627776 is outside"),
-        (spoil(2, [4, None]), pa.list_(pa.int32()), "row group 1, row 0: a token id is null"),
-        (spoil(1, None), pa.list_(pa.int32()), "row group 0, row 1: the row is null"),
-        ([[1, 2], [3, 4], None], pa.list_(pa.int32(), 2), "row group 1, row 0: the row is null"),
-        ([[], [], [1], [11]], pa.list_(pa.int8()), "row group 1, row 1: token id 11"),
-    ],
-)
+@pytest.mark.parametrize("rows, kind, message", [
+    (spoil(3, [6, 12]), pa.list_(pa.uint16()), "row group 1, row 1: token id 12 is outside the vocabulary of 10"),
+    (spoil(5, [-1]), pa.list_(pa.int64()), "row group 2, row 1: token id -1 is outside the vocabulary of 10"),
+    (spoil(4, [2**40]), pa.large_list(pa.int64()), "row group 2, row 0: token id 1099511627776 is outside"),
+    (spoil(2, [4, None]), pa.list_(pa.int32()), "row group 1, row 0: a token id is null"),
+    (spoil(1, None), pa.list_(pa.int32()), "row group 0, row 1: the row is null"),
+    ([[1, 2], [3, 4], None], pa.list_(pa.int32(), 2), "row group 1, row 0: the row is null"),
+    ([[], [], [1], [11]], pa.list_(pa.int8()), "row group 1, row 1: token id 11"),
+])  # fmt: skip
 @pytest.mark.parametrize("statistics", [True, False])
 def test_bad_ids_name_file_row_group_and_row(tmp_path, rows, kind, message, statistics):
     """Before any work: the statistics show that something is wrong, and without them all is read."""
@@ -210,16 +203,15 @@ def test_no_flipped_byte_and_no_cut_of_a_shard_goes_unseen(tmp_path):
     write_manifest(tmp_path, digests=[write_shard(path, tokens, [100, 100, 250])])
     content, seen = path.read_bytes(), 0
     for place in range(len(content)):
-        for bit in (0x01, 0x80):
-            changed = bytearray(content)
-            changed[place] ^= bit
-            path.write_bytes(changed)
-            try:
-                assert np.array_equal(Shards.open(str(path.parent)).read(0), tokens), (place, bit)
-            except (RequestError, BadBlock) as error:
-                assert "00000.parquet" in str(error) and "\n" not in str(error)
-                seen += 1
-    assert seen > len(content) / 2
+        changed = bytearray(content)
+        changed[place] ^= 1 << place % 8
+        path.write_bytes(changed)
+        try:
+            assert np.array_equal(Shards.open(str(path.parent)).read(0), tokens), place
+        except (RequestError, BadBlock) as error:
+            assert "00000.parquet" in str(error) and "\n" not in str(error)
+            seen += 1
+    assert seen > len(content) / 4
     for length in range(0, len(content), 7):
         path.write_bytes(content[:length])
         refuses("where the manifest says", path.parent)
@@ -442,21 +434,18 @@ def test_padding_outside_the_vocabulary_is_allowed_where_the_mask_leaves_it_out(
     refuses("b.parquet, row group 0, row 1: token id 100 is outside the vocabulary", path, vocab_size=100)
 
 
-@pytest.mark.parametrize(
-    "name, values, kind, message",
-    [
-        ("attention_mask", [[1, 1], [1, 2]], INTS, "row group 0, row 1: 'attention_mask' holds 2, which is neither 0"),
-        ("attention_mask", [[1, 1], [1]], INTS, "row group 0, row 1: 'attention_mask' has 1 values for 2 ids"),
-        ("attention_mask", [[1, 0], [1, None]], INTS, "row 1: a value of 'attention_mask' is null"),
-        ("attention_mask", [[1, 0], None], INTS, "row 1: the row is null; write it without 'attention_mask'"),
-        ("attention_mask", [[0.5, 1], [1, 1]], pa.list_(pa.float32()), "column 'attention_mask' is list<.*float>, not"),
-        ("attention_mask", [[[1], [1]]] * 2, pa.list_(INTS), "column 'attention_mask' is list<.*>, not a list"),
-        ("labels", [[1, 2], [4, -100]], INTS, "row 1: 'labels' holds 4, which is neither the id nor -100"),
-        ("labels", [[2, -100], [4, -100]], INTS, "row 0: 'labels' holds 2, .*: labels are not shifted"),
-        ("labels", [1, 0], pa.int64(), "column 'labels' is int64, not a list of integers, one for each id"),
-        ("labels", [[1, 2, 3], [3]], INTS, "row 0: 'labels' has 3 values for 2 ids"),
-    ],
-)
+@pytest.mark.parametrize("name, values, kind, message", [
+    ("attention_mask", [[1, 1], [1, 2]], INTS, "row group 0, row 1: 'attention_mask' holds 2, which is neither 0"),
+    ("attention_mask", [[1, 1], [1]], INTS, "row group 0, row 1: 'attention_mask' has 1 values for 2 ids"),
+    ("attention_mask", [[1, 0], [1, None]], INTS, "row 1: a value of 'attention_mask' is null"),
+    ("attention_mask", [[1, 0], None], INTS, "row 1: the row is null; write it without 'attention_mask'"),
+    ("attention_mask", [[0.5, 1], [1, 1]], pa.list_(pa.float32()), "column 'attention_mask' is list<.*float>, not"),
+    ("attention_mask", [[[1], [1]]] * 2, pa.list_(INTS), "column 'attention_mask' is list<.*>, not a list"),
+    ("labels", [[1, 2], [4, -100]], INTS, "row 1: 'labels' holds 4, which is neither the id nor -100"),
+    ("labels", [[2, -100], [4, -100]], INTS, "row 0: 'labels' holds 2, .*: labels are not shifted"),
+    ("labels", [1, 0], pa.int64(), "column 'labels' is int64, not a list of integers, one for each id"),
+    ("labels", [[1, 2, 3], [3]], INTS, "row 0: 'labels' has 3 values for 2 ids"),
+])  # fmt: skip
 def test_masks_and_labels_of_another_kind_are_refused_before_any_work(tmp_path, name, values, kind, message):
     path = write_rows(tmp_path / "bad.parquet", [[1, 2], [3, 4]], columns={name: pa.array(values, kind)})
     refuses(f"bad.parquet.*{message}", path, vocab_size=10)

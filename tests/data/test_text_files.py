@@ -149,11 +149,10 @@ def test_a_pointer_of_git_lfs_and_a_link_to_nothing_are_named(name, tmp_path):
         texts_of(tmp_path)
 
 
-def test_order_and_names_do_not_depend_on_how_files_are_given(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
+def test_order_and_names_do_not_depend_on_how_files_are_given(here):
     for name in ("c/1.txt", "c/2.txt", "c/d/3.txt"):
-        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
-        (tmp_path / name).write_text(name)
+        (here / name).parent.mkdir(parents=True, exist_ok=True)
+        (here / name).write_text(name)
     names = ["c/1.txt", "c/2.txt", "c/d/3.txt"]
     for inputs in (["c"], ["./c/"], ["c/d", "c"], names[::-1], ["c/**/*.txt"], ["c/*.txt", "c/d/[1-3].*"]):
         assert [file.name for file in find_files(inputs)] == names
@@ -167,15 +166,13 @@ def test_a_file_that_is_named_is_read_whatever_it_is_called(tmp_path):
     assert texts_of(tmp_path / "README", tmp_path / "odd[1].log") == ["no suffix", "odd"]
 
 
-@pytest.mark.parametrize(
-    "given",
-    ["nowhere", "nowhere/*.txt", "full/*.md", "empty", "embedded:bible", "odd://x/y", "http://127.0.0.1:9/a.txt"],
-)
-def test_an_input_that_is_not_there_is_named(given, tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    (tmp_path / "empty").mkdir()
-    (tmp_path / "full").mkdir()
-    (tmp_path / "full/a.txt").write_text("a")
+@pytest.mark.parametrize("given", [
+    "nowhere", "nowhere/*.txt", "full/*.md", "empty", "embedded:bible", "odd://x/y", "http://127.0.0.1:9/a.txt",
+])  # fmt: skip
+def test_an_input_that_is_not_there_is_named(given, here):
+    (here / "empty").mkdir()
+    (here / "full").mkdir()
+    (here / "full/a.txt").write_text("a")
     with pytest.raises(RequestError, match=given.partition("/")[0]):
         find_files(["full", given])
     with pytest.raises(RequestError, match="--input"):

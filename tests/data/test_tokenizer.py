@@ -47,7 +47,6 @@ def sequence(pattern: str) -> pre_tokenizers.PreTokenizer:
 
 @given(texts)
 def test_a_learned_bpe_gives_back_any_text(text):
-    """And the bytes of its tokens add up to the bytes of the text."""
     ids = BPE.encode(text)
     assert BPE.decode(ids) == text and BPE.token_bytes()[ids].sum() == len(text.encode())
     assert BPE.encode_batch([text, ""]) == [ids, []]
@@ -122,7 +121,6 @@ def test_a_tokenizer_that_changes_texts_is_known(kind, decoded, tmp_path):
                  "pad_type_id": 0, "pad_token": END_OF_TEXT}},
 ])  # fmt: skip
 def test_settings_of_a_training_change_no_ids(settings, tmp_path):
-    """Nor those that transformers gives with the files that are written."""
     tokenizer = Tokenizer(json.dumps(json.loads(BPE.text) | settings))
     save(tokenizer, tmp_path)
     theirs = AutoTokenizer.from_pretrained(tmp_path)

@@ -103,9 +103,6 @@ def counts(record):
     return {name: record["tasks"]["words"][name] for name in COUNTS}
 
 
-# ---- in a training --------------------------------------------------------------------------------------------------
-
-
 @pytest.fixture(scope="module")
 def resumed(workplace):
     """A run with samples and evaluations that was killed and resumed, and its event file; its losses are checked."""
@@ -199,9 +196,6 @@ def test_nothing_that_goes_wrong_stops_the_training_and_its_clock_is_stopped(wor
     assert [entry["step"] for entry in run.metrics() if "eval/core" in entry] == [4, 12]
     rates = [line["perf/tokens_per_second"] for line in run.metrics("train/loss") if line["step"] in (3, 5, 7, 9)]
     assert len(rates) == 4 and all(256 / rate < PAUSE for rate in rates)
-
-
-# ---- the request, and the text --------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("record, words", [

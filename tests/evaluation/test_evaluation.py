@@ -140,21 +140,18 @@ def test_a_file_of_items_alone_tells_its_kind_by_its_columns(tmp_path):
         assert same.items == task.items and same.label == "other"
 
 
-@pytest.mark.parametrize(
-    ("change", "message"),
-    [
-        (("dataset_uri: schema.jsonl", "dataset_uri: ../../schema.jsonl"), "leads out of"),
-        (("dataset_uri: schema.jsonl", "dataset_uri: /etc/hosts"), "leads out of"),
-        (("dataset_uri: schema.jsonl", "dataset_uri: nowhere.jsonl"), "there is no nowhere.jsonl"),
-        (("icl_task_type: schema", "icl_task_type: generation"), "'generation' is none of multiple_choice"),
-        (("num_fewshot: [2]", "num_fewshot: [two]"), "num_fewshot is missing or wrong"),
-        (("num_fewshot: [2]", "num_fewshot: [14]"), "too few for 14 few-shot"),
-        (("num_fewshot: [2]", "num_fewshots: [2]"), "'num_fewshots' is not known here"),
-        (("label: schema_x", "label: multiple_choice_x"), "two tasks are called 'multiple_choice_x'"),
-        (("icl_tasks:", "tasks:"), "expected a list of tasks under icl_tasks"),
-        (("icl_tasks:", "icl_tasks: {"), "cannot be read"),
-    ],
-)
+@pytest.mark.parametrize("change, message", [
+    (("dataset_uri: schema.jsonl", "dataset_uri: ../../schema.jsonl"), "leads out of"),
+    (("dataset_uri: schema.jsonl", "dataset_uri: /etc/hosts"), "leads out of"),
+    (("dataset_uri: schema.jsonl", "dataset_uri: nowhere.jsonl"), "there is no nowhere.jsonl"),
+    (("icl_task_type: schema", "icl_task_type: generation"), "'generation' is none of multiple_choice"),
+    (("num_fewshot: [2]", "num_fewshot: [two]"), "num_fewshot is missing or wrong"),
+    (("num_fewshot: [2]", "num_fewshot: [14]"), "too few for 14 few-shot"),
+    (("num_fewshot: [2]", "num_fewshots: [2]"), "'num_fewshots' is not known here"),
+    (("label: schema_x", "label: multiple_choice_x"), "two tasks are called 'multiple_choice_x'"),
+    (("icl_tasks:", "tasks:"), "expected a list of tasks under icl_tasks"),
+    (("icl_tasks:", "icl_tasks: {"), "cannot be read"),
+])  # fmt: skip
 def test_a_wrong_file_of_tasks_is_one_clear_line(tmp_path, change, message):
     file = make_tasks(tmp_path / "here")
     shutil.copy(tmp_path / "here/eval_data/schema.jsonl", tmp_path / "schema.jsonl")
@@ -176,19 +173,13 @@ WRONG_LINES = [
 ]
 
 
-@pytest.mark.parametrize(
-    ("name", "content", "message"),
-    [
-        ("gone.yaml", None, "no such file"),
-        ("empty.jsonl", "", "has no items"),
-        ("bad.parquet", "no", "damaged"),
-        ("other.jsonl", '{"text": "a"}\n', "its columns are text"),
-        ("embedded:nothing", None, "give embedded:sotu"),
-        *(("items.jsonl", ITEM + line, message) for line, message in WRONG_LINES),
-    ],
-)
-def test_a_wrong_file_or_item_is_named_with_its_place(tmp_path, monkeypatch, name, content, message):
-    monkeypatch.chdir(tmp_path)
+@pytest.mark.parametrize("name, content, message", [
+    ("gone.yaml", None, "no such file"), ("empty.jsonl", "", "has no items"), ("bad.parquet", "no", "damaged"),
+    ("other.jsonl", '{"text": "a"}\n', "its columns are text"),
+    ("embedded:nothing", None, "give embedded:sotu"),
+    *(("items.jsonl", ITEM + line, message) for line, message in WRONG_LINES),
+])  # fmt: skip
+def test_a_wrong_file_or_item_is_named_with_its_place(here, name, content, message):
     if content is not None:
         Path(name).write_text(content)
     with pytest.raises(RequestError, match=message):
@@ -229,9 +220,7 @@ def test_every_answer_has_a_token_that_is_scored(tokenizer, kind, texts):
     for context in (512, 1):
         [prompts] = tokenize(kind, [texts], tokenizer, context, "nothing")
         for prompt in prompts:
-            assert 1 <= prompt.start < len(prompt.ids) and max(prompt.dclm_start, prompt.harness_start) < len(
-                prompt.ids
-            )
+            assert 1 <= prompt.start and max(prompt.start, prompt.dclm_start, prompt.harness_start) < len(prompt.ids)
 
 
 def pairs_of(task: Task, item) -> list[tuple[str, str]]:
@@ -394,9 +383,8 @@ def corpus(tmp_path_factory, tokenizer) -> Path:
 def test_texts_are_measured_as_validation_and_predict_count_them(corpus, tokenizer):
     """Each token once, windows that do not overlap, and the sums of `TokenLoss`."""
     decoder, counted = decoder_of(tokenizer), TokenLoss()
-    for batch in text_batches(
-        [str(corpus / "texts.jsonl")], tokenizer, seq_len=32, micro_batch=4, rows=deque(), text_key="text"
-    ):
+    options = {"seq_len": 32, "micro_batch": 4, "rows": deque(), "text_key": "text"}
+    for batch in text_batches([str(corpus / "texts.jsonl")], tokenizer, **options):
         with torch.no_grad():
             losses = decoder(batch.input_ids, labels=batch.labels).per_token
         counted.update(losses, batch.labels, torch.from_numpy(tokenizer.token_bytes()))

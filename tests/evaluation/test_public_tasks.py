@@ -74,6 +74,7 @@ def test_a_benchmark_is_read_by_its_name_and_worded_as_the_harness_words_it(hub,
 
 def test_a_hub_that_does_not_answer_is_one_line_that_names_the_data_set(hub, monkeypatch):
     monkeypatch.setattr(huggingface_hub.constants, "ENDPOINT", "http://127.0.0.1:9")
+    monkeypatch.setattr(remote, "FIRST_PAUSE", 9)  # longer than its patience
     hub_of_this_process.cache_clear()
     with pytest.raises(LmError, match="^hf://datasets/baber/piqa.*check the network"):
         read_tasks(["piqa"])

@@ -63,9 +63,6 @@ def grown(tokenizer, prompt, tokens, stop=()):
     return taken
 
 
-# ---- texts of tokens ------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("encode_prompt", [0, 1, 7, 30])
 def test_pieces_are_whole_characters_and_make_the_text(tokenizer, encode_prompt):
     """Divided anywhere between the tokens of a prompt's characters."""
@@ -113,9 +110,6 @@ def test_what_may_become_a_stop_string_is_held_back():
     assert grown(tokenizer, [0], tokenizer.encode("xab"), ["abc"]) == ["x", "", "ab"]
 
 
-# ---- a model that writes --------------------------------------------------------------------------------------------
-
-
 @pytest.fixture(scope="module")
 def pair():
     """A decoder with 101 tokens, and a tokenizer for as many characters."""
@@ -150,9 +144,7 @@ def test_a_stop_string_and_the_end_of_a_document_end_a_row_alone(pair):
     stopped = complete(decoder, tokenizer, PROMPTS, max_new_tokens=20, seed=1, stop=[stop])
     assert stopped[0].reason == "stop" and stopped[0].text == plain[0].text[: plain[0].text.index(stop)]
     assert stopped[0].tokens == plain[0].tokens[: len(stopped[0].text) + 2]
-    assert [one for one in stopped[1:] if stop not in plain[stopped.index(one)].text] == [
-        one for one in plain[1:] if stop not in one.text
-    ]
+    assert all(one == other for one, other in zip(stopped[1:], plain[1:], strict=True) if stop not in other.text)
     tokenizer = Tokenizer(tokenizer.text, eos_token=plain[1].tokens[4].text)
     ended = complete(decoder, tokenizer, PROMPTS[:1] + PROMPTS[2:], max_new_tokens=20, seed=1)
     on = complete(decoder, tokenizer, PROMPTS[:1] + PROMPTS[2:], max_new_tokens=20, seed=1, ignore_eos=True)

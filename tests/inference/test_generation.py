@@ -29,9 +29,6 @@ def greedy(count: int) -> Sampling:
     return Sampling(temperature=0, max_new_tokens=count)
 
 
-# ---- the same as without a cache, as alone, and as transformers -----------------------------------------------------
-
-
 @pytest.mark.parametrize("fused", [False, True], ids=["plain", "fused"])
 @pytest.mark.parametrize("sizes", [[1] * 40, [17] + [1] * 23, [6, 1, 13, 20]], ids=["singly", "prompt", "pieces"])
 def test_logits_with_a_cache_are_those_without(config, sizes, fused):
@@ -116,9 +113,6 @@ def test_every_precision_generates(precision):
     assert (logits.amax(1) - chosen).max() <= (1e-5 if precision.startswith("float") else 0.1)
 
 
-# ---- the choice, and the figures that come with it ------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("sampling", [greedy(20), Sampling(0.5, 10, 0.9, max_new_tokens=20, seed=0)])
 @pytest.mark.parametrize("vocab_size", [None, 9])
 def test_log_probabilities_are_those_of_the_model_itself(sampling, vocab_size):
@@ -138,9 +132,6 @@ def test_seeds_reproduce_and_differ():
     first, again, other = (written_by(decoder, UNEQUAL, replace(sampling, seed=seed)) for seed in (1, 1, 2))
     assert first == again and all(one != two for one, two in zip(first, other, strict=True))
     assert written_by(decoder, UNEQUAL, sampling) != written_by(decoder, UNEQUAL, sampling)
-
-
-# ---- where it ends --------------------------------------------------------------------------------------------------
 
 
 def test_a_document_or_the_caller_ends_a_row_and_the_others_continue():
@@ -185,9 +176,6 @@ def test_weights_that_are_broken_are_said_to_be(temperature):
     decoder.norm.weight.data[0] = torch.nan
     with pytest.raises(RunError, match="not finite"):
         next(generate(decoder, [[1]], Sampling(temperature)))
-
-
-# ---- streaming, and what is left behind -----------------------------------------------------------------------------
 
 
 def test_tokens_are_handed_out_one_by_one():

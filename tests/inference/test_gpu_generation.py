@@ -38,7 +38,6 @@ def test_recorded_steps_write_the_same_tokens(config, fused, monkeypatch):
 
 
 def test_tokens_are_those_of_the_cpu():
-    """Greedily, and from a seed."""
     decoder = trained_like(replace(SHAPES["qwen3, windows"], num_key_value_heads=2))
     for filters in ({"temperature": 0}, {"top_k": 20}, {"top_p": 0.8}):
         sampling = Sampling(**{"temperature": 0.7, "max_new_tokens": 30, "seed": 1, **filters})

@@ -2,12 +2,7 @@
 
 import pytest
 import torch
-from transformers.generation import (
-    LogitsProcessorList,
-    TemperatureLogitsWarper,
-    TopKLogitsWarper,
-    TopPLogitsWarper,
-)
+from transformers.generation import LogitsProcessorList, TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
 
 from lm.errors import RequestError
 from lm.inference import generation

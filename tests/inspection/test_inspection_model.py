@@ -47,9 +47,6 @@ def test_the_weights_of_a_custom_model_have_its_own_names():
     assert list(weights.weight_histograms(model)) == ["0.weight"]
 
 
-# ---- weights ---------------------------------------------------------------------------------------------------------
-
-
 def test_histograms_are_densities_of_each_matrix():
     decoder = trained_like(SMALL)
     found = weights.weight_histograms(decoder, bins=20)
@@ -61,15 +58,11 @@ def test_histograms_are_densities_of_each_matrix():
     assert (edges[0], edges[-1]) == pytest.approx((keys.min().item(), keys.max().item()))
 
 
-# ---- attention -------------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("config", SHAPES.values(), ids=SHAPES.keys())
 def test_maps_are_those_of_transformers_eager_attention(config, tmp_path):
     decoder = trained_like(config)
-    theirs = AutoModelForCausalLM.from_pretrained(
-        write_huggingface(decoder, tmp_path), attn_implementation="eager"
-    ).eval()
+    folder = write_huggingface(decoder, tmp_path)
+    theirs = AutoModelForCausalLM.from_pretrained(folder, attn_implementation="eager").eval()
     ids = torch.randint(config.vocab_size, (1, 40))
     with torch.no_grad():
         expected = torch.stack(theirs(ids, output_attentions=True).attentions)[:, 0]  # (layers, heads, T, T)
@@ -79,17 +72,11 @@ def test_maps_are_those_of_transformers_eager_attention(config, tmp_path):
     assert maps.std(-1).max() > 0.01  # the comparison is of something
 
 
-def test_texts_that_are_too_long_are_refused():
+def test_tokens_of_a_text_stand_beside_its_maps():
     with pytest.raises(RequestError, match="longer than max_position_embeddings"):
         text_views.attention_maps(ready().decoder, [1] * 65)
-
-
-def test_tokens_of_a_text_stand_beside_its_maps():
     found = text_views.attention_of(ready(), "we a\n")
     assert found.tokens == ["<|endoftext|>", "w", "e", "␣", "a", "↵"] and found.maps.shape[-2:] == (6, 6)
-
-
-# ---- drift -----------------------------------------------------------------------------------------------------------
 
 
 def test_drift_of_weights_that_changed_in_a_known_way():
@@ -138,9 +125,6 @@ def test_divergence_of_a_text_is_that_of_the_definition_token_by_token():
     assert alike.divergence.max() < 1e-12 and alike.agree.all()
 
 
-# ---- what a model expects --------------------------------------------------------------------------------------------
-
-
 def test_expectations_are_the_models_own_losses_ranks_and_entropies():
     model = ready()
     text = TEXT * 3  # longer than the context
@@ -166,9 +150,6 @@ def test_what_was_written_cost_what_the_writer_said(prompt):
         assert math.log(one.probability) == pytest.approx(token.log_probability, abs=1e-4)
     bits = [-math.log2(one.probability) for one in found]
     assert text_views.mean_bits(written) == pytest.approx(sum(bits) / 20, rel=1e-4)
-
-
-# ---- pictures and pages ----------------------------------------------------------------------------------------------
 
 
 def test_text_on_a_page_is_text_whatever_it_says():

@@ -13,13 +13,7 @@ from lm.data.rare import count_tokens
 from lm.data.shards import Shards
 from lm.errors import RequestError
 from lm.inspection import run_views as view
-from lm.inspection.data import (
-    jensen_shannon,
-    open_data,
-    read_step,
-    seen_table,
-    split_documents,
-)
+from lm.inspection.data import jensen_shannon, open_data, read_step, seen_table, split_documents
 from lm.runs.config_diff import differences
 from lm.runs.history import beside, curve, labels, read_samples, time_spent
 from lm.runs.run import Run
@@ -44,9 +38,6 @@ def elsewhere(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
 
 
-# ---- curves and time -------------------------------------------------------------------------------------------------
-
-
 def test_tensorboard_and_the_log_lines_agree_also_after_a_resume(run):
     events = EventAccumulator(str(run.path), size_guidance={SCALARS: 0})  # 0: all of them
     events.Reload()
@@ -59,9 +50,8 @@ def test_tensorboard_and_the_log_lines_agree_also_after_a_resume(run):
     assert [int(one.value) for one in events.Scalars("data/tokens")][:2] == [256, 512]
     for name in metrics:
         logged, shown = curve(name, lines, name), events.Scalars(name)
-        assert [one.step for one in shown] == logged.x and [one.value for one in shown] == pytest.approx(
-            logged.y, rel=1e-6
-        )
+        assert [one.step for one in shown] == logged.x
+        assert [one.value for one in shown] == pytest.approx(logged.y, rel=1e-6)
 
 
 def test_time_is_that_of_training_of_waiting_and_of_pauses():
@@ -71,9 +61,6 @@ def test_time_is_that_of_training_of_waiting_and_of_pauses():
     assert time_spent(lines) == {"computing": 22.5, "waiting for data": 7.5, "pauses": 3.0}
     assert time_spent(lines, 10) == {"computing": 15.0, "waiting for data": 5.0, "pauses": 0.0}
     assert time_spent([]) == {"computing": 0.0, "waiting for data": 0.0, "pauses": 0.0}
-
-
-# ---- settings and samples --------------------------------------------------------------------------------------------
 
 
 def test_runs_differ_by_name_folder_and_settings(run, place, elsewhere):
@@ -104,9 +91,6 @@ def test_the_later_sample_of_a_step_counts_as_it_was_written(run, tmp_path):
     assert [(one["step"], one["text"]) for one in read_samples(Run(tmp_path))] == [(4, "new"), (8, text)]
 
 
-# ---- data ------------------------------------------------------------------------------------------------------------
-
-
 def test_what_a_step_saw_is_read_again_from_any_folder(run, place, elsewhere):
     data = open_data(run)
     seen = [tokens for entry in trace(place) if entry["step"] == 5 for tokens in entry["tokens"]]
@@ -128,9 +112,6 @@ def test_tokens_are_counted_up_to_any_place(tmp_path):
         assert count_tokens(shards, 50, stop).tolist() == np.bincount(tokens[:stop], minlength=50).tolist()
 
 
-# ---- divergence ------------------------------------------------------------------------------------------------------
-
-
 def test_the_divergence_is_that_of_its_definition():
     assert jensen_shannon([1, 2, 3], [2, 4, 6]) == 0  # counts of the same distribution
     assert jensen_shannon([1, 0], [0, 5]) == pytest.approx(1)
@@ -144,19 +125,12 @@ def test_the_divergence_is_that_of_its_definition():
     assert math.isnan(jensen_shannon([0, 0], [1, 1]))
 
 
-# ---- pictures --------------------------------------------------------------------------------------------------------
-
-
 def test_pictures_and_tables_are_made_of_any_run(run, tmp_path):
-    """Of one that has everything, and of one that has only begun."""
     fresh = Run.create("fresh", tmp_path)
     fresh.describe(id="fresh", name="fresh", entered=1.0, status="running")
     run.append("alerts.jsonl", {"step": 9, "time": 0.0, "guard": "<spike>", "action": "warn", "message": "loss > 3"})
     for each in (run, fresh):
-        for picture in (
-            view.draw_training(each),
-            view.draw_comparison([each, run] if each is fresh else [each]),
-        ):
+        for picture in (view.draw_training(each), view.draw_comparison([each, run] if each is fresh else [each])):
             assert picture._repr_png_().startswith(b"\x89PNG")
         tables = view.summary_table(each), view.alerts_table(each), view.samples_table(each)
         assert all(one._repr_html_().startswith("<table>") for one in tables)
@@ -164,7 +138,6 @@ def test_pictures_and_tables_are_made_of_any_run(run, tmp_path):
 
 
 def test_each_source_of_a_mixture_is_a_line_of_its_own(tmp_path):
-    """Of the same colour and style in both panels, also where an earlier one has no validation."""
     run, names = Run.create("mixed", tmp_path), [f"source-{index}" for index in range(16)]
     assert view.draw_sources(run) is None
     run.describe(mixture={"sources": names, "phases": [[0, [1] * 16]]})

@@ -43,11 +43,8 @@ def exact(q, k, v, window, ids, scale=None):
         for h in range(q.shape[2]):
             group = h // (q.shape[2] // k.shape[2])
             for t in range(q.shape[1]):
-                seen = [
-                    s
-                    for s in range(t + 1)
-                    if (window is None or t - s < window) and (ids is None or ids[b, s] == ids[b, t])
-                ]
+                first = 0 if window is None else max(0, t + 1 - window)
+                seen = [s for s in range(first, t + 1) if ids is None or ids[b, s] == ids[b, t]]
                 weights = (k[b, seen, group] @ q[b, t, h] * scale).softmax(0)
                 out[b, t, h] = weights @ v[b, seen, group]
     return out
@@ -99,11 +96,8 @@ def test_sequences_for_flash_say_the_same(monkeypatch, window, ids, groups_known
 
     monkeypatch.setattr(attention, "varlen_attn", varlen)
     monkeypatch.setattr(attention, "GROUPS_IN_VARLEN", groups_known)
-    monkeypatch.setattr(
-        attention,
-        "kernel_for",
-        lambda device, capability, dtype, *mask: kernel_for("cuda", (8, 0), torch.bfloat16, *mask),
-    )
+    ampere = "cuda", (8, 0), torch.bfloat16
+    monkeypatch.setattr(attention, "kernel_for", lambda device, capability, dtype, *mask: kernel_for(*ampere, *mask))
     ours = heads(width=width)
     true = [t.detach().clone().requires_grad_() for t in ours]
     chosen = mask_of(ours[0], window, ids, limit=limit)
@@ -124,19 +118,11 @@ def test_a_device_is_not_waited_for_where_the_host_knows_how_many_documents_ther
 def test_a_mask_that_all_layers_share_is_made_once(monkeypatch):
     calls = []
     monkeypatch.setattr("lm.model.decoder.attention_mask", lambda *a: calls.append(a[1]) or attention_mask(*a))
-    config = DecoderConfig(
-        vocab_size=50,
-        hidden_size=32,
-        num_hidden_layers=6,
-        num_attention_heads=4,
-        window_pattern="SSL",
-        sliding_window=5,
-    )
+    sizes = {"vocab_size": 50, "hidden_size": 32, "num_hidden_layers": 6, "num_attention_heads": 4}
+    config = DecoderConfig(**sizes, window_pattern="SSL", sliding_window=5)
     Decoder(config)(torch.randint(50, (2, 40)))
     assert sorted(calls, key=str) == [5, None]
 
-
-# ---- the choice -----------------------------------------------------------------------------------------------------
 
 HALF = torch.bfloat16
 CHOICES = [
@@ -167,17 +153,14 @@ def test_cudnn_comes_first_on_hopper_only_and_never_with_a_mask():
     assert backends((7, 5), False) == [SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
 
 
-@pytest.mark.parametrize(
-    "device, capability, dtype, windows, words",
-    [
-        ("cpu", None, HALF, [None], "scaled_dot_product_attention"),
-        ("cpu", None, HALF, [None, 8], "scaled_dot_product_attention and masked"),
-        ("cuda:0", (9, 0), HALF, [None], "cudnn, then flash"),
-        ("cuda:0", (9, 0), HALF, [None, 8], "cudnn, then flash and flash over sequences"),
-        ("cuda:0", (9, 0), torch.float32, [None], "efficient, then math"),
-        ("cuda:0", (7, 5), torch.float16, [8], "masked"),
-    ],
-)
+@pytest.mark.parametrize("device, capability, dtype, windows, words", [
+    ("cpu", None, HALF, [None], "scaled_dot_product_attention"),
+    ("cpu", None, HALF, [None, 8], "scaled_dot_product_attention and masked"),
+    ("cuda:0", (9, 0), HALF, [None], "cudnn, then flash"),
+    ("cuda:0", (9, 0), HALF, [None, 8], "cudnn, then flash and flash over sequences"),
+    ("cuda:0", (9, 0), torch.float32, [None], "efficient, then math"),
+    ("cuda:0", (7, 5), torch.float16, [8], "masked"),
+])  # fmt: skip
 def test_the_choice_is_described_in_words(monkeypatch, device, capability, dtype, windows, words):
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
     assert describe_attention(torch.device(device), dtype, windows, False, 64) == words

@@ -13,13 +13,10 @@ SHORT = {"trainer.max_steps": 5, "trainer.val_interval": 5}
 
 @pytest.fixture(scope="module")
 def eager(tmp_path_factory):
-    """The losses of a plain run."""
+    """A plain run: its losses, and what it says."""
     folder = make_workplace(tmp_path_factory.mktemp("eager"))
-    fit(folder, **SHORT)
-    return losses(folder)
-
-
-# ---- kernels --------------------------------------------------------------------------------------------------------
+    ended, _ = fit(folder, **SHORT)
+    return losses(folder), ended.stderr
 
 
 @pytest.mark.parametrize("way", ["yaml", "flag"])
@@ -28,20 +25,15 @@ def test_kernels_that_cannot_run_are_refused_when_asked_for(tmp_path, way):
     folder = make_workplace(tmp_path)
     arguments, changes = (("--model.kernels", "on"), {}) if way == "flag" else ((), {"model.kernels": True})
     ended, _ = fit(folder, "small", *arguments, expect=2, **changes)
-    assert ended.stderr.strip().splitlines()[-1] == (
-        f"lm fit: model.kernels on: {device_name()} cannot run them: set model.kernels auto"
-    )
+    said = f"lm fit: model.kernels on: {device_name()} cannot run them: set model.kernels auto"
+    assert ended.stderr.strip().splitlines()[-1] == said
     assert not (folder / "checkpoints").exists()
 
 
-def test_what_was_taken_is_said_once(tmp_path):
-    ended, _ = fit(make_workplace(tmp_path), **SHORT)
-    said = [line for line in ended.stderr.splitlines() if line.startswith("kernels: ")]
-    assert len(said) == 1 and "plain PyTorch (no CUDA device, the model is on cpu)" in said[0]
-    assert "attention: " in said[0] and "compile: none" in said[0]
-
-
-# ---- compile --------------------------------------------------------------------------------------------------------
+def test_what_was_taken_is_said_once(eager):
+    [said] = [line for line in eager[1].splitlines() if line.startswith("kernels: ")]
+    assert "plain PyTorch (no CUDA device, the model is on cpu)" in said
+    assert "attention: " in said and "compile: none" in said
 
 
 def test_triton_free_is_eager_to_the_bit_and_no_compiler_runs(tmp_path, eager):
@@ -64,11 +56,10 @@ def test_triton_free_is_eager_to_the_bit_and_no_compiler_runs(tmp_path, eager):
     }  # fmt: skip
     ended, _ = fit(folder, environment=environment, **SHORT, **{"model.compile": "triton_free"})
     assert "compile: triton_free" in ended.stderr
-    assert losses(folder) == eager
+    assert losses(folder) == eager[0]
     assert "torch._dynamo" in json.loads((folder / "modules.json").read_text())
     assert not (tmp_path / "called").exists()
-    generated = tmp_path / "generated"
-    assert not [path for path in generated.rglob("*") if path.is_file()]
+    assert not [path for path in (tmp_path / "generated").rglob("*") if path.is_file()]
 
 
 @pytest.mark.slow

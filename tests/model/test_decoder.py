@@ -1,6 +1,7 @@
 """The decoder: what attends to what, losses, gradients, initial weights, compilation; and both its forward passes."""
 
 import copy
+import itertools
 import math
 from contextlib import nullcontext
 from dataclasses import replace
@@ -22,15 +23,9 @@ from lm.model.fused import fuse
 from lm.model.low_precision import WeightCopies
 
 SMALL = DecoderConfig(
-    vocab_size=53,
-    hidden_size=32,
-    num_hidden_layers=2,
-    num_attention_heads=4,
-    num_key_value_heads=2,
-    intermediate_size=48,
-    max_position_embeddings=64,
-    initializer_range=0.2,
-)
+    vocab_size=53, hidden_size=32, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2,
+    intermediate_size=48, max_position_embeddings=64, initializer_range=0.2,
+)  # fmt: skip
 VARIANTS = {
     "plain": SMALL,
     "untied": replace(SMALL, tie_word_embeddings=False, num_key_value_heads=4),
@@ -189,18 +184,10 @@ def test_bf16_is_close_to_fp32_and_its_losses_are_fp32(config, fused, way, docum
 
 @pytest.mark.parametrize("zero", [False, True])
 def test_initial_weights_have_the_documented_spread(zero):
-    model = Decoder(
-        DecoderConfig(
-            vocab_size=4096,
-            hidden_size=256,
-            num_hidden_layers=3,
-            num_attention_heads=4,
-            intermediate_size=512,
-            tie_word_embeddings=False,
-            qk_norm=True,
-            zero_init_residual=zero,
-        )
-    )
+    model = Decoder(DecoderConfig(
+        vocab_size=4096, hidden_size=256, num_hidden_layers=3, num_attention_heads=4, intermediate_size=512,
+        tie_word_embeddings=False, qk_norm=True, zero_init_residual=zero,
+    ))  # fmt: skip
     for name, weight in model.named_parameters():
         if weight.ndim == 1:
             assert torch.all(weight == 1), name
@@ -237,8 +224,7 @@ def test_the_fused_forward_pass_is_the_plain_one(config, documents):
     torch.testing.assert_close(*results, atol=1e-5, rtol=1e-4)
 
 
-@pytest.mark.parametrize("compile", ["none", "triton_free"])
-@pytest.mark.parametrize("name", ["plain", "untied"])
+@pytest.mark.parametrize("name, compile", [("plain", "none"), ("untied", "none"), ("untied", "triton_free")])
 def test_copies_of_the_weights_in_half_precision_follow_the_weights_and_change_no_bit(name, compile):
     """But for the gradients of attention's output matrices, which without copies are rounded to half precision."""
     torch._dynamo.reset()
@@ -304,10 +290,15 @@ class Products(TorchDispatchMode):
         return function(*args, **(kwargs or {}))
 
 
-@both
-@pytest.mark.parametrize("mode", ["selective", "block"])
-@pytest.mark.parametrize("compile", ["none", "triton_free"])
-@pytest.mark.parametrize("name", ["qk_norm", "dropout"])
+# Compiled, each pair of a variant, a mode and a forward pass is there once.
+CHECKPOINTED = [
+    *itertools.product(("qk_norm", "dropout"), ("selective", "block"), ["none"], (False, True)),
+    ("qk_norm", "block", "triton_free", True), ("qk_norm", "selective", "triton_free", False),
+    ("dropout", "selective", "triton_free", True), ("dropout", "block", "triton_free", False),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("name, mode, compile, fused", CHECKPOINTED)
 def test_activation_checkpointing_changes_no_bit_and_saves_memory(name, mode, compile, fused):
     if fused and compile != "none" and torch.__version__ < "2.13":
         pytest.skip("compiled code of our kernels is not recomputed")
@@ -373,8 +364,7 @@ def test_a_model_built_on_meta_is_whole_after_initialize(config, fused):
     assert torch.equal(other(ids), model(ids))
 
 
-@both
-@pytest.mark.parametrize("name", ["windows", "qk_norm"])
+@pytest.mark.parametrize("name, fused", [("windows", True), ("qk_norm", False)])
 def test_compiled_blocks_share_a_graph_and_are_eager_to_the_bit(name, fused):
     """Names, weights and gradients stay; and a second block of a kind costs no second compilation."""
     torch._dynamo.reset()
@@ -447,44 +437,25 @@ def test_what_is_left_open_follows_from_the_rest():
 
 @pytest.mark.parametrize("width, inside", [(512, 1408), (768, 2048), (100, 320), (16, 64), (96, 256)])
 def test_the_mlp_is_8_3_of_the_width_unless_it_is_given(width, inside):
-    """Rounded up to a multiple of 64."""
     assert DecoderConfig(hidden_size=width, num_attention_heads=2).intermediate_size == inside
     assert DecoderConfig(hidden_size=width, num_attention_heads=2, intermediate_size=96).intermediate_size == 96
 
 
-@pytest.mark.parametrize(
-    "given, words",
-    [
-        ({"hidden_size": 100, "num_attention_heads": 8}, "does not divide hidden_size 100.* fits is 96 or 112"),
-        ({"num_attention_heads": 8, "num_key_value_heads": 3}, "num_key_value_heads 3 does not divide"),
-        ({"hidden_size": 24, "num_attention_heads": 8}, "head_dim 3 is odd"),
-        ({"head_dim": 15}, "head_dim 15 is odd"),
-        ({"dropout": 1.0}, r"dropout 1.0 must lie in \[0, 1\)"),
-        ({"dropout": -0.1}, "dropout"),
-        ({"window_pattern": "SSX"}, "window_pattern 'SSX' must be made of S"),
-        ({"window_pattern": ""}, "window_pattern '' must be made of S"),
-        ({"window_pattern": "SL"}, "give sliding_window"),
-        ({"window_pattern": "LL", "sliding_window": 4}, "sliding_window 4 needs a window_pattern with an S"),
-        ({"sliding_window": 4}, "sliding_window 4 needs a window_pattern"),
-        *(
-            ({name: 0}, f"{name} 0 must be above 0")
-            for name in (
-                "vocab_size",
-                "hidden_size",
-                "num_hidden_layers",
-                "num_attention_heads",
-                "num_key_value_heads",
-                "head_dim",
-                "intermediate_size",
-                "max_position_embeddings",
-                "rms_norm_eps",
-                "rope_theta",
-                "initializer_range",
-                "sliding_window",
-            )
-        ),
-    ],
-)
+@pytest.mark.parametrize("given, words", [
+    ({"hidden_size": 100, "num_attention_heads": 8}, "does not divide hidden_size 100.* fits is 96 or 112"),
+    ({"num_attention_heads": 8, "num_key_value_heads": 3}, "num_key_value_heads 3 does not divide"),
+    ({"hidden_size": 24, "num_attention_heads": 8}, "head_dim 3 is odd"), ({"head_dim": 15}, "head_dim 15 is odd"),
+    ({"dropout": 1.0}, r"dropout 1.0 must lie in \[0, 1\)"), ({"dropout": -0.1}, "dropout"),
+    ({"window_pattern": "SSX"}, "window_pattern 'SSX' must be made of S"),
+    ({"window_pattern": ""}, "window_pattern '' must be made of S"), ({"window_pattern": "SL"}, "give sliding_window"),
+    ({"window_pattern": "LL", "sliding_window": 4}, "sliding_window 4 needs a window_pattern with an S"),
+    ({"sliding_window": 4}, "sliding_window 4 needs a window_pattern"),
+    *(({name: 0}, f"{name} 0 must be above 0") for name in (
+        "vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads", "head_dim",
+        "intermediate_size", "max_position_embeddings", "rms_norm_eps", "rope_theta", "initializer_range",
+        "sliding_window",
+    )),
+])  # fmt: skip
 def test_contradictions_are_refused(given, words):
     with pytest.raises(RequestError, match=words):
         DecoderConfig(**given)

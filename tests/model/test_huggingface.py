@@ -43,14 +43,10 @@ def test_config_json_and_back_is_the_same_shape(config):
     assert config_from_json(config_json(replace(config, dropout=0.1), None, "float32")) == config
 
 
-@pytest.mark.parametrize(
-    "theirs",
-    [
-        LlamaConfig(architectures=["LlamaForCausalLM"], hidden_size=64, num_attention_heads=4, rms_norm_eps=1e-6),
-        Qwen3Config(architectures=["Qwen3ForCausalLM"], hidden_size=64, num_attention_heads=4, num_key_value_heads=2),
-    ],
-    ids=["llama", "qwen3"],
-)
+@pytest.mark.parametrize("theirs", [
+    LlamaConfig(architectures=["LlamaForCausalLM"], hidden_size=64, num_attention_heads=4, rms_norm_eps=1e-6),
+    Qwen3Config(architectures=["Qwen3ForCausalLM"], hidden_size=64, num_attention_heads=4, num_key_value_heads=2),
+], ids=["llama", "qwen3"])  # fmt: skip
 def test_configs_that_transformers_writes_are_read(theirs):
     ours = config_from_json(json.loads(theirs.to_json_string(use_diff=False)))
     own = {"rope_theta", "rope_scaling", "qk_norm", "dropout", "window_pattern", "sliding_window", "zero_init_residual"}
@@ -60,13 +56,9 @@ def test_configs_that_transformers_writes_are_read(theirs):
 
 
 BARE = {
-    "vocab_size": 10,
-    "hidden_size": 64,
-    "num_hidden_layers": 4,
-    "num_attention_heads": 4,
-    "intermediate_size": 8,
+    "vocab_size": 10, "hidden_size": 64, "num_hidden_layers": 4, "num_attention_heads": 4, "intermediate_size": 8,
     "max_position_embeddings": 16,
-}
+}  # fmt: skip
 
 
 def test_a_short_config_takes_hugging_faces_defaults():
@@ -78,19 +70,12 @@ def test_a_short_config_takes_hugging_faces_defaults():
     assert not config.tie_word_embeddings
 
 
-@pytest.mark.parametrize(
-    "theirs, document",
-    [
-        (MinistralConfig, {}),
-        (MinistralConfig, {"sliding_window": None}),
-        (MinistralConfig, {"sliding_window": 7}),
-        (Qwen3Config, {}),
-        (Qwen3Config, {"sliding_window": 7}),
-        (Qwen3Config, {"use_sliding_window": True}),
-        (Qwen3Config, {"use_sliding_window": True, "max_window_layers": 2}),
-        (Qwen3Config, {"use_sliding_window": True, "max_window_layers": 1, "sliding_window": 7}),
-    ],
-)
+@pytest.mark.parametrize("theirs, document", [
+    (MinistralConfig, {}), (MinistralConfig, {"sliding_window": None}), (MinistralConfig, {"sliding_window": 7}),
+    (Qwen3Config, {}), (Qwen3Config, {"sliding_window": 7}), (Qwen3Config, {"use_sliding_window": True}),
+    (Qwen3Config, {"use_sliding_window": True, "max_window_layers": 2}),
+    (Qwen3Config, {"use_sliding_window": True, "max_window_layers": 1, "sliding_window": 7}),
+])  # fmt: skip
 def test_windows_are_read_as_transformers_reads_them(theirs, document):
     architecture = theirs.__name__.replace("Config", "ForCausalLM")
     document = {**BARE, "num_key_value_heads": 2, **document, "architectures": [architecture]}
@@ -102,59 +87,41 @@ def test_windows_are_read_as_transformers_reads_them(theirs, document):
 @pytest.mark.parametrize("pattern", ["LLLSS", "S", "LLLLS", None])
 def test_qwen3_says_its_windows_without_layer_types_too(pattern):
     """Readers that know only `max_window_layers` see the same, where all layers after the first window have one."""
-    config = replace(
-        SMALL, num_hidden_layers=5, qk_norm=True, window_pattern=pattern, sliding_window=9 if pattern else None
-    )
+    windows = {"window_pattern": pattern, "sliding_window": 9 if pattern else None}
+    config = replace(SMALL, num_hidden_layers=5, qk_norm=True, **windows)
     document = config_json(config, None, "float32")
     kinds = document.pop("layer_types")
     assert Qwen3Config.from_dict(dict(document)).layer_types == kinds
     assert config_from_json(document) == config
 
 
-@pytest.mark.parametrize(
-    "change, named",
-    [
-        ({"architectures": ["MistralForCausalLM"]}, "MistralForCausalLM"),
-        ({"architectures": None}, "architectures"),
-        ({"model_type": "mistral"}, "model_type is mistral"),
-        (
-            {
-                "architectures": ["MinistralForCausalLM"],
-                "model_type": "ministral",
-                "sliding_window": None,
-                "layer_types": ["sliding_attention"] * 3,
-            },
-            "give sliding_window",
-        ),
-        ({"rope_scaling": {"rope_type": "llama3", "factor": 8.0}}, "'low_freq_factor': None.* must be"),
-        ({"rope_scaling": {"type": "linear", "factor": "2"}}, "'factor': '2'.* must be"),
-        ({"rope_scaling": {"rope_type": "dynamic", "factor": math.nan}}, "'factor': nan.* must be"),
-        ({"rope_parameters": {"rope_type": "yarn", "rope_theta": 1e4}}, "rope_scaling is .*yarn"),
-        ({"rope_parameters": {"full_attention": {"rope_theta": 7.0}}}, "rope_scaling is .*full_attention"),
-        ({"rope_parameters": {"rope_type": "default", "partial_rotary_factor": 0.5}}, "partial_rotary_factor is 0.5"),
-        ({"attention_bias": True}, "attention_bias"),
-        ({"mlp_bias": True}, "mlp_bias"),
-        ({"hidden_act": "gelu"}, "hidden_act is gelu"),
-        ({"layer_types": ["full_attention", "chunked_attention"]}, "layer_types has chunked_attention"),
-        ({"quantization_config": {"bits": 4}}, "quantization_config"),
-        ({"hidden_size": None}, "lacks hidden_size"),
-        ({"rms_norm_eps": None}, "lacks rms_norm_eps"),
-        ({"rope_theta": None}, "lacks rope_theta"),
-    ],
-)
+@pytest.mark.parametrize("change, named", [
+    ({"architectures": ["MistralForCausalLM"]}, "MistralForCausalLM"),
+    ({"architectures": None}, "architectures"), ({"model_type": "mistral"}, "model_type is mistral"),
+    ({"architectures": ["MinistralForCausalLM"], "model_type": "ministral", "sliding_window": None,
+      "layer_types": ["sliding_attention"] * 3}, "give sliding_window"),
+    ({"rope_scaling": {"rope_type": "llama3", "factor": 8.0}}, "'low_freq_factor': None.* must be"),
+    ({"rope_scaling": {"type": "linear", "factor": "2"}}, "'factor': '2'.* must be"),
+    ({"rope_scaling": {"rope_type": "dynamic", "factor": math.nan}}, "'factor': nan.* must be"),
+    ({"rope_parameters": {"rope_type": "yarn", "rope_theta": 1e4}}, "rope_scaling is .*yarn"),
+    ({"rope_parameters": {"full_attention": {"rope_theta": 7.0}}}, "rope_scaling is .*full_attention"),
+    ({"rope_parameters": {"rope_type": "default", "partial_rotary_factor": 0.5}}, "partial_rotary_factor is 0.5"),
+    ({"attention_bias": True}, "attention_bias"), ({"mlp_bias": True}, "mlp_bias"),
+    ({"hidden_act": "gelu"}, "hidden_act is gelu"),
+    ({"layer_types": ["full_attention", "chunked_attention"]}, "layer_types has chunked_attention"),
+    ({"quantization_config": {"bits": 4}}, "quantization_config"),
+    ({"hidden_size": None}, "lacks hidden_size"), ({"rms_norm_eps": None}, "lacks rms_norm_eps"),
+    ({"rope_theta": None}, "lacks rope_theta"),
+])  # fmt: skip
 def test_what_this_decoder_cannot_be_is_refused_by_name(change, named):
     with pytest.raises(RequestError, match=named):
         config_from_json({**config_json(SMALL, None, "float32"), **change})
 
 
-@pytest.mark.parametrize(
-    "change, named",
-    [
-        ({"num_hidden_layers": 4}, "lack model.layers.3"),
-        ({"num_hidden_layers": 2}, "hold model.layers.2"),
-        ({"tie_word_embeddings": False}, "lack lm_head.weight"),
-    ],
-)
+@pytest.mark.parametrize("change, named", [
+    ({"num_hidden_layers": 4}, "lack model.layers.3"), ({"num_hidden_layers": 2}, "hold model.layers.2"),
+    ({"tie_word_embeddings": False}, "lack lm_head.weight"),
+])  # fmt: skip
 def test_weights_of_another_shape_are_refused_by_name(change, named):
     state = to_huggingface(trained_like(SMALL).state_dict(), SMALL)
     with pytest.raises(RequestError, match=named):

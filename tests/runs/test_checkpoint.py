@@ -78,7 +78,6 @@ def test_damage_to_any_file_is_found_and_named(tmp_path, name, damage):
 
 @pytest.mark.parametrize("name", FILES)
 def test_every_byte_of_every_file_counts(tmp_path, name):
-    """Each is flipped in one bit, and put back: numbers and names, spaces and digests."""
     folder = tmp_path / "c"
     write_folder(folder, content() | {"ranks": [{"rng": torch.arange(9)}]})
     data = (folder / name).read_bytes()
@@ -415,9 +414,8 @@ def test_memory_is_reserved_for_every_tensor_of_a_checkpoint(tmp_path, optimizer
     trainer.fit(model, package.DataModule(path=str(tmp_path / "data"), micro_batch_size=2, global_batch_tokens=16))
     [saved] = tmp_path.glob("*/step-00000002")
     parts = {part: read_folder(saved)[part] for part in ("state_dict", "optimizer")}
-    assert reservations.shapes == {
-        (part, name): tensor.shape for part, tensors in parts.items() for name, tensor in tensors.items()
-    }
+    shapes = {(part, name): tensor.shape for part, tensors in parts.items() for name, tensor in tensors.items()}
+    assert reservations.shapes == shapes
 
 
 def test_copies_go_into_the_memory_that_was_reserved(monkeypatch):

@@ -25,10 +25,10 @@ def test_without_noise_the_multipliers_of_all_sizes_and_their_trend_are_exact():
     assert "Not distinguishable" in verdict(itself._replace(mean=Estimate(1.0, 1.0, 1.0))) and itself.seeds_needed == 1
 
 
-@pytest.mark.parametrize("multiplier", [0.8, 1.0, 1.3])
+@pytest.mark.parametrize("multiplier", [0.8, 1.3])
 def test_the_interval_has_the_truth_in_it_as_often_as_it_says(multiplier):
     random = np.random.default_rng(1)
-    draws = [compute_multipliers(sizes(lambda flops: multiplier, 0.002, random=random)) for _ in range(400)]
+    draws = [compute_multipliers(sizes(lambda flops: multiplier, 0.002, random=random)) for _ in range(300)]
     for estimates in ([one.mean for one in draws], [one.sizes[0] for one in draws]):
         assert 0.92 < np.mean([one.low <= multiplier <= one.high for one in estimates]) < 0.98
 
@@ -49,11 +49,10 @@ def test_what_cannot_be_told_is_none():
     assert multipliers.sizes[1] is None and multipliers.mean.value == pytest.approx(1.2) and multipliers.trend is None
 
 
-@pytest.mark.parametrize(
-    "freedom, exceeded, tails",
-    [(1, 12.706204736174694, 0.24223788318168682), (2.5, 3.5746548420036817, 0.1045699630781554),
-     (40, 2.021075390306273, 0.01662035283097921)],
-)  # fmt: skip
+@pytest.mark.parametrize("freedom, exceeded, tails", [
+    (1, 12.706204736174694, 0.24223788318168682), (2.5, 3.5746548420036817, 0.1045699630781554),
+    (40, 2.021075390306273, 0.01662035283097921),
+])  # fmt: skip
 def test_students_t_is_that_of_scipy(freedom, exceeded, tails):
     """Its `stdtrit(freedom, 0.975)` and `2 * stdtr(freedom, -2.5)`."""
     assert t_exceeded(0.05, freedom) == pytest.approx(exceeded, rel=1e-9)

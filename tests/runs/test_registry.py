@@ -72,8 +72,6 @@ def test_the_place_is_read_when_it_is_needed_and_follows_the_user(monkeypatch, t
     assert registry.place() == tmp_path / "somebody" / ".local" / "share" / "lm" / "runs.db"
 
 
-# ---- nothing that is wrong with it matters to a training; tests/faults has real trainings ----------------------------
-
 BUSY = 5  # seconds that may come on top where the machine has other work
 
 
@@ -143,9 +141,6 @@ def test_many_processes_record_at_once(place, tmp_path):
     processes = [subprocess.Popen([sys.executable, "-c", code, *some]) for some in paths]
     assert [process.wait() for process in processes] == [0] * 4
     assert len(registry.known_runs()) == 12
-
-
-# ---- which run is meant ----------------------------------------------------------------------------------------------
 
 
 def test_a_name_is_a_folder_under_the_root_then_the_registry_then_a_path(place, tmp_path, monkeypatch):

@@ -30,9 +30,7 @@ def save(run, step, links=()):
     return path
 
 
-@pytest.mark.parametrize(
-    ("error", "allowed"), [("EPERM", True), ("ENOSYS", True), ("ENOTSUP", True), ("ENOSPC", False)]
-)
+@pytest.mark.parametrize("error, allowed", [("EPERM", True), ("ENOSYS", True), ("ENOTSUP", True), ("ENOSPC", False)])
 def test_a_file_system_without_symbolic_links_needs_none(tmp_path, monkeypatch, error, allowed):
     """exFAT and many mounts over FUSE and SMB have none: `best` and `last` are found by their names all the same."""
 
@@ -64,18 +62,10 @@ def test_newest_is_the_one_entered_last_and_names_do_not_mix(tmp_path):
     assert Run.all(tmp_path, "nothing") == []
 
 
-@pytest.mark.parametrize(
-    "command, script",
-    [
-        (["models/my_gru.py", "fit"], "models/my_gru.py"),
-        (["my_gru.py", "branch", "a"], "my_gru.py"),
-        (["__main__.py", "fit"], None),
-        (["lm", "fit"], None),
-        (["train.py"], None),
-        (["train.py", "a"], None),
-        ([], None),
-    ],
-)
+@pytest.mark.parametrize("command, script", [
+    (["models/my_gru.py", "fit"], "models/my_gru.py"), (["my_gru.py", "branch", "a"], "my_gru.py"),
+    (["__main__.py", "fit"], None), (["lm", "fit"], None), (["train.py"], None), (["train.py", "a"], None), ([], None),
+])  # fmt: skip
 def test_the_script_that_trained_a_run_is_part_of_its_commands(tmp_path, command, script):
     """A program that trains by `lm.fit` takes no commands."""
     run = make(tmp_path, "a")
@@ -100,9 +90,6 @@ def test_state_is_replaced_in_one_piece(tmp_path):
     assert run.read("state.json") == {"step": 2} and not [p for p in os.listdir(run.path) if p.startswith(".")]
     (run.path / "state.json").write_text("{")
     assert run.read("state.json") == {}
-
-
-# ---- --ckpt_path -----------------------------------------------------------------------------------------------------
 
 
 def find(reference, root, name="a", named=False, command="fit"):
@@ -158,8 +145,7 @@ def test_of_several_runs_of_a_config_the_newest_is_taken_and_named(tmp_path, cap
     ("last", "tyni", "no run 'tyni' under checkpoints or in the registry; did you mean tiny?"),
     ("step-00000009", "tiny", "has no 'step-00000009' checkpoint; it has: step-00000001"),
 ])  # fmt: skip
-def test_a_checkpoint_that_is_not_there_is_explained(reference, name, message, tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
+def test_a_checkpoint_that_is_not_there_is_explained(reference, name, message, here):
     save(make(Path("checkpoints"), "tiny"), 1)
     Path("model").mkdir()
     Path("model/config.json").write_text("{}")

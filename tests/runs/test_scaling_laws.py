@@ -51,11 +51,8 @@ def test_sizes_that_lie_on_no_law_have_a_wide_interval():
     assert fit_sizes(x[:4], [[3.04], [2.94], [2.85], [2.77]]).predict(32.0).low is None
 
 
-def test_the_largest_size_is_predicted_from_the_others():
+def test_the_largest_size_is_predicted_from_the_others_in_whose_range_distance_is_counted():
     losses = [[law(x, offset=0.0)] for x in SIZES[:4]]
     assert backtest(SIZES[:4], losses) == pytest.approx((losses[3][0], losses[3][0]), rel=1e-3)
-
-
-def test_distance_is_counted_in_the_range_of_the_sizes():
     assert distance([1.0, 10.0], 100.0) == pytest.approx(1) and distance([1.0, 10.0], 0.1) == pytest.approx(1)
     assert distance([1.0, 10.0], 5.0) == 0

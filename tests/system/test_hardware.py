@@ -10,37 +10,20 @@ from lm.system.hardware import cpu_half_precision, device_name, memory_bytes
 from lm.system.process import ssh_options
 
 
-@pytest.mark.parametrize(
-    "name, precision, teraflops",
-    [
-        ("NVIDIA H200", "bf16-mixed", 989),
-        ("NVIDIA H200", "fp8-rowwise", 1979),
-        ("NVIDIA H100 80GB HBM3", "fp8-tensorwise", 1978.9),
-        ("NVIDIA H100 80GB HBM3", "tf32", 494.7),
-        ("NVIDIA H100 PCIe", "bf16", 756),
-        ("NVIDIA H100 NVL", "bf16", 835.5),
-        ("NVIDIA A100-SXM4-80GB", "bf16-mixed", 312),
-        ("NVIDIA A100 80GB PCIe", "32-true", 19.5),
-        ("A100-SXM4-40GB", "tf32", 156),
-        ("NVIDIA A10G", "bf16", 70),
-        ("NVIDIA L40S", "bf16", 362.05),
-        ("NVIDIA B200", "bf16", 2250),
-        ("NVIDIA GB300", "fp8", 5000),
-        ("NVIDIA RTX 6000 Ada Generation", "bf16", 364.2),
-        ("NVIDIA GeForce RTX 4090", "bf16", 165.2),
-        ("NVIDIA GeForce RTX 5090", "fp32", 104.8),
-        ("NVIDIA GeForce RTX 2080 Ti", "16-mixed", 53.8),
-        ("NVIDIA GeForce RTX 3080", "tf32", 29.8),
-        ("NVIDIA GeForce RTX 4060", "fp8", 60.4),
-        ("NVIDIA GeForce RTX 5080", "bf16", 112.6),
-        ("Quadro RTX 6000", "fp16", 130.5),
-        ("NVIDIA RTX 4000 Ada Generation", "bf16", 106.9),
-        ("NVIDIA RTX PRO 6000 Blackwell Workstation Edition", "bf16", 503.8),
-        ("Tesla T4", "fp16", 65),
-        ("Tesla V100-SXM2-16GB", "16-mixed", 125),
-        ("AMD Instinct MI300X", "bf16", 1307.4),
-    ],
-)
+@pytest.mark.parametrize("name, precision, teraflops", [
+    ("NVIDIA H200", "bf16-mixed", 989), ("NVIDIA H200", "fp8-rowwise", 1979),
+    ("NVIDIA H100 80GB HBM3", "fp8-tensorwise", 1978.9), ("NVIDIA H100 80GB HBM3", "tf32", 494.7),
+    ("NVIDIA H100 PCIe", "bf16", 756), ("NVIDIA H100 NVL", "bf16", 835.5), ("NVIDIA A100-SXM4-80GB", "bf16-mixed", 312),
+    ("NVIDIA A100 80GB PCIe", "32-true", 19.5), ("A100-SXM4-40GB", "tf32", 156), ("NVIDIA A10G", "bf16", 70),
+    ("NVIDIA L40S", "bf16", 362.05), ("NVIDIA B200", "bf16", 2250), ("NVIDIA GB300", "fp8", 5000),
+    ("NVIDIA RTX 6000 Ada Generation", "bf16", 364.2), ("NVIDIA GeForce RTX 4090", "bf16", 165.2),
+    ("NVIDIA GeForce RTX 5090", "fp32", 104.8), ("NVIDIA GeForce RTX 2080 Ti", "16-mixed", 53.8),
+    ("NVIDIA GeForce RTX 3080", "tf32", 29.8), ("NVIDIA GeForce RTX 4060", "fp8", 60.4),
+    ("NVIDIA GeForce RTX 5080", "bf16", 112.6), ("Quadro RTX 6000", "fp16", 130.5),
+    ("NVIDIA RTX 4000 Ada Generation", "bf16", 106.9),
+    ("NVIDIA RTX PRO 6000 Blackwell Workstation Edition", "bf16", 503.8),
+    ("Tesla T4", "fp16", 65), ("Tesla V100-SXM2-16GB", "16-mixed", 125), ("AMD Instinct MI300X", "bf16", 1307.4),
+])  # fmt: skip
 def test_peaks_are_the_data_sheets_dense_figures(name, precision, teraflops):
     assert peak_flops(name, precision) == pytest.approx(teraflops * 1e12, rel=2e-3)
 
@@ -78,18 +61,12 @@ def test_this_cpu_has_a_name_memory_and_no_peak():
     assert memory_bytes(torch.device("meta")) is None and device_name("meta") == "meta"
 
 
-@pytest.mark.parametrize(
-    "cpuinfo, expected",
-    [
-        ("flags\t\t: fpu avx512f avx512_bf16 avx512_fp16\n", "bf16"),
-        ("flags\t\t: fpu amx_bf16 amx_tile\n", "bf16"),
-        ("Features\t: fp asimd sve bf16\n", "bf16"),
-        ("Features\t: fp asimd sve svebf16\n", "bf16"),
-        ("flags\t\t: fpu avx2 avx512f\n", None),
-        ("Features\t: fp asimd bf16\n", None),
-        ("", None),
-    ],
-)
+@pytest.mark.parametrize("cpuinfo, expected", [
+    ("flags\t\t: fpu avx512f avx512_bf16 avx512_fp16\n", "bf16"),
+    ("flags\t\t: fpu amx_bf16 amx_tile\n", "bf16"), ("Features\t: fp asimd sve bf16\n", "bf16"),
+    ("Features\t: fp asimd sve svebf16\n", "bf16"), ("flags\t\t: fpu avx2 avx512f\n", None),
+    ("Features\t: fp asimd bf16\n", None), ("", None),
+])  # fmt: skip
 def test_half_precision_is_only_what_the_cpu_has_in_hardware(cpuinfo, expected, monkeypatch):
     monkeypatch.setattr(hardware, "_read", lambda path: cpuinfo)
     assert cpu_half_precision() == expected
@@ -112,8 +89,10 @@ def test_a_device_is_known_by_any_spelling_of_its_name(key, names):
     assert [find_device(name)[0] for name in names] == [DEVICES[key]] * len(names)
 
 
-def test_every_device_is_known_by_its_own_name():
-    assert all(find_device(name)[0] == device for key, device in DEVICES.items() for name in (key, device.name))
+def test_every_device_is_known_by_its_own_name_and_has_a_memory_and_a_peak():
+    for key, device in DEVICES.items():
+        assert find_device(key)[0] == find_device(device.name)[0] == device
+        assert device.memory_bytes > 5 * 2**30 and peak_flops(device.name, "16-mixed") is not None, device
 
 
 @pytest.mark.parametrize("name", ["cuda", "GPU", "cuda:0"])

@@ -122,11 +122,8 @@ def test_what_limits_the_clocks_is_said_in_words(reasons, words):
 
 
 def test_the_bits_are_those_of_nvml():
-    known = {
-        getattr(pynvml, f"nvmlClocksEventReason{name}")
-        for name in ("HwSlowdown", "HwThermalSlowdown", "SwThermalSlowdown", "SwPowerCap", "HwPowerBrakeSlowdown")
-    }
-    assert set(CLOCK_LIMITS) == known
+    names = "HwSlowdown", "HwThermalSlowdown", "SwThermalSlowdown", "SwPowerCap", "HwPowerBrakeSlowdown"
+    assert set(CLOCK_LIMITS) == {getattr(pynvml, f"nvmlClocksEventReason{name}") for name in names}
 
 
 @pytest.mark.parametrize("code", ["DRIVER_NOT_LOADED", "LIBRARY_NOT_FOUND", "NO_PERMISSION", None])
@@ -178,9 +175,8 @@ def test_memory_that_is_held_shows():
     held[:: mmap.PAGESIZE] = b"x" * (len(held) // mmap.PAGESIZE)
     assert telemetry.read()["process"]["memory_bytes"] - before > 0.9 * len(held)
     machine = memory()
-    assert (
-        0 < machine["used_bytes"] < machine["total_bytes"] <= os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-    )
+    physical = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    assert 0 < machine["used_bytes"] < machine["total_bytes"] <= physical
 
 
 @pytest.mark.parametrize("version", [1, 2])
@@ -208,12 +204,8 @@ def beating(tmp_path):
     """A heartbeat, twenty times a second, of a fit on a CPU."""
     run = Run(tmp_path / "run")
     run.path.mkdir()
-    trainer = SimpleNamespace(
-        run_state=RunState(run=run),
-        is_global_zero=True,
-        strategy=SimpleNamespace(root_device=torch.device("cpu")),
-        device_ids=[0],
-    )
+    strategy = SimpleNamespace(root_device=torch.device("cpu"))
+    trainer = SimpleNamespace(run_state=RunState(run=run), is_global_zero=True, strategy=strategy, device_ids=[0])
     heartbeat = Heartbeat(interval=0.05)
     heartbeat.on_fit_start(trainer, None)
     yield heartbeat, trainer

@@ -5,12 +5,11 @@ import pytest
 from lm.system.units import format_count, format_duration, format_figure, parse_count, plural
 
 
-@pytest.mark.parametrize(
-    ("text", "number"),
-    [("1000", 1000), ("32_768", 32768), ("512K", 512_000), ("512Ki", 524_288), ("10B", 10**10), ("1.5e9", 15 * 10**8),
-     ("7.5B", 75 * 10**8), (4096, 4096), (1.5e9, 15 * 10**8), (0, 0), (" 3M ", 3 * 10**6), ("2g", 2 * 10**9),
-     ("4,096", 4096), ("1,234,567", 1_234_567)],
-)  # fmt: skip
+@pytest.mark.parametrize("text, number", [
+    ("1000", 1000), ("32_768", 32768), ("512K", 512_000), ("512Ki", 524_288), ("10B", 10**10), ("1.5e9", 15 * 10**8),
+    ("7.5B", 75 * 10**8), (4096, 4096), (1.5e9, 15 * 10**8), (0, 0), (" 3M ", 3 * 10**6), ("2g", 2 * 10**9),
+    ("4,096", 4096), ("1,234,567", 1_234_567),
+])  # fmt: skip
 def test_accepted(text, number):
     assert parse_count(text) == number
 
@@ -30,9 +29,8 @@ def test_formatted_for_people():
     assert [plural(n, "older run") for n in (1, 3)] == ["1 older run", "3 older runs"]
 
 
-@pytest.mark.parametrize(
-    "seconds, text",
-    [(-1, "0 s"), (59.4, "59 s"), (60, "1 min"), (185, "3 min 5 s"), (7800, "2 h 10 min"), (356400, "4 d 3 h")],
-)
+@pytest.mark.parametrize("seconds, text", [
+    (-1, "0 s"), (59.4, "59 s"), (60, "1 min"), (185, "3 min 5 s"), (7800, "2 h 10 min"), (356400, "4 d 3 h"),
+])  # fmt: skip
 def test_durations_are_two_units(seconds, text):
     assert format_duration(seconds) == text

@@ -61,7 +61,7 @@ def test_compiling_is_said_while_it_takes_its_time_and_the_time_left_after_three
 def test_on_a_terminal_lines_scroll_by_above_the_bar(workplace):
     width = 40
     write_config(workplace, **{"trainer.max_steps": 4, "trainer.log_interval": 4, "trainer.val_interval": 2})
-    terminal = Terminal(workplace, "-m", "lm", "fit", "--config", "small.yaml", size=(width, 24))
+    terminal = Terminal(workplace, "-m", "lm", "fit", "--config", "small.yaml", size=(width, 24), fork=True)
     assert terminal.end() == 0
     rows = terminal.rows()
     for start in ("device: ", "weights: new", "step 2/4  validation loss", "step 4/4  validation loss", "4 steps in "):
