@@ -133,7 +133,7 @@ def complaints(text: str) -> list[str]:
     """The lines of a program's standard error that are neither the run's log nor empty."""
     log = r"step \d|run checkpoints|curves:|from another|preparing|learning|\d+ x \d+ tokens|changed since|passing over"
     log += r"|kernels:|no run '|model:|data:|training:|weights:|\d+ steps in|best |sample:"
-    log += r"|SIG\w+: stopping after this step|(lm|\S+ -m lm) (generate|runs|export)|device:|expected|compil"
+    log += r"|SIG\w+: stopping after this step|(lm|\S+ -m lm) (generate|runs|export)|device:|time left, |compil"
     log += r"|warning: validations take"  # of plan
     return [line for line in text.splitlines() if line.strip() and not re.match(log, line)]
 

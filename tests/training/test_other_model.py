@@ -82,7 +82,7 @@ def test_the_trainer_in_python_resumes_no_run_with_other_settings(place):
     settings = json.dumps({"seed": 2}), json.dumps({"shuffle_buffer": 2**21}), json.dumps({"document_mask": True})
     for given in (*settings, json.dumps({"rope_theta": 500.0})):
         said = lm(place, "objects.py", given, expect=1).stderr
-        assert "RequestError: run checkpoints/objects cannot be resumed with another " in said, given
+        assert "RequestError: run checkpoints/objects cannot be resumed with other options: " in said, given
     assert "val/loss" in lm(place, "validate", "--run", "objects").stdout  # its config is there
     shown = " ".join(lm(place, "runs", "show", "objects").stdout.split())
     assert "1 layer of 16, 2 heads" in shown and "2 rows a step and device of 16 tokens" in shown
