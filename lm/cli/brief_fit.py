@@ -95,12 +95,7 @@ def fit_briefly(
 
 
 class OnlySteps(Callback):
-    """Keeps what is not a step out of the measured ones: the reservation of memory for checkpoints ends before them,
-    and no checkpoint is written after the last validation or at the end."""
-
-    def on_train_batch_end(self, trainer: Trainer, pl_module: LanguageModule, *args: Any) -> None:
-        if trainer.global_step < WARMUP:
-            trainer.checkpoint_io.drain()
+    """Writes no checkpoint after the last validation or at the end, as it is no step to be measured."""
 
     def on_validation_end(self, trainer: Trainer, pl_module: LanguageModule) -> None:
         trainer.checkpoint_callback.skip(trainer.global_step)
