@@ -292,7 +292,6 @@ class TrainerConfig:
             one rank does alone, such as an evaluation.
         deterministic: Use only deterministic operations, and fail where there is none.
         detect_anomaly: Report the operation that produced a NaN in the backward pass; slow.
-        profiler: One of Lightning's profilers: `simple` or `advanced`. Its report is a file in the run's folder.
         logger: One or several of Lightning's loggers, in addition to TensorBoard and `metrics.jsonl`.
         callbacks: Additional Lightning callbacks.
         default_root_dir: Folder of the runs, on a local disk.
@@ -321,7 +320,6 @@ class TrainerConfig:
     rank_timeout: float = 1800.0
     deterministic: bool = False
     detect_anomaly: bool = False
-    profiler: Literal["simple", "advanced"] | None = None
     logger: Union["Logger", list["Logger"], None] = None
     callbacks: list["Callback"] | None = None
     default_root_dir: str = "checkpoints"
