@@ -269,7 +269,6 @@ class TrainerConfig:
             takes longer than half of them is dropped. After all of them the process ends, and the run resumes from its
             newest checkpoint.
         log_interval: Optimizer steps between log lines.
-        histogram_interval: Optimizer steps between histograms of the weights in TensorBoard; none: no histograms.
         early_stopping: When to stop before the last step; off unless a patience is given.
         gradient_clip_val: Largest global norm of the gradient; none: no clipping.
         precision: Number format. A half precision that is slow on this CPU is replaced by one that is not. The FP8
@@ -305,7 +304,6 @@ class TrainerConfig:
     keep_every: Count | None = None
     stop_within: float = 15.0
     log_interval: Count = Count(10)
-    histogram_interval: Count | None = None
     early_stopping: EarlyStoppingConfig = field(default_factory=EarlyStoppingConfig)
     gradient_clip_val: float | None = 1.0
     precision: Precision = "32-true"
@@ -325,8 +323,7 @@ class TrainerConfig:
     default_root_dir: str = "checkpoints"
 
     def __post_init__(self) -> None:
-        counts = ("val_interval", "checkpoint_interval", "log_interval", "histogram_interval", "keep_checkpoints",
-                 "keep_every", "num_nodes")  # fmt: skip
+        counts = ("val_interval", "checkpoint_interval", "log_interval", "keep_checkpoints", "keep_every", "num_nodes")
         require_at_least(1, "trainer.", **{name: getattr(self, name) for name in counts})
         require_at_least(1, "trainer.early_stopping.", patience=self.early_stopping.patience)
         require_at_least(0, "trainer.early_stopping.", min_delta=self.early_stopping.min_delta)
