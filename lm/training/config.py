@@ -218,7 +218,7 @@ class ModelConfig:
 # ---- trainer ---------------------------------------------------------------------------------------------------------
 
 Precision = Literal["32-true", "bf16-mixed", "bf16-true", "16-mixed", "fp8-tensorwise", "fp8-rowwise"]
-Sharding = Literal["auto", "ddp", "fsdp2", "hsdp"]
+Sharding = Literal["auto", "ddp", "fsdp2"]
 YEAR = 365 * 24 * 3600  # seconds
 
 
@@ -237,21 +237,14 @@ class EarlyStoppingConfig:
 
 @dataclass
 class DistributedConfig:
-    """What ranks exchange, and when. What is not given is PyTorch's default.
+    """What ranks exchange.
 
     Args:
         reduce_dtype: Precision in which gradients are reduced over the ranks; `fp32` if not given. `bf16` halves the
             communication, with rounding.
-        reshard: FSDP2: whether a block's gathered weights are freed after its forward pass; true if not given. False
-            saves a third of the communication and takes the memory of an unsharded model.
     """
 
     reduce_dtype: Literal["fp32", "bf16"] | None = None
-    reshard: bool | None = None
-
-    def gathered_blocks(self, blocks: int) -> int:
-        """FSDP2: how many of the blocks have their whole weights on a device at once: one is gathered ahead."""
-        return blocks if self.reshard is False else min(blocks, 2)
 
 
 @dataclass
@@ -284,9 +277,8 @@ class TrainerConfig:
             bits of mantissa and several times faster; `medium` is bf16 where available.
         peak_tflops: Peak of one device in this precision, for MFU: dense TFLOP/s with fp32 accumulation; the known
             value of the device if not given.
-        strategy: On several devices: `ddp` replicates the model, `fsdp2` shards it over all devices, `hsdp` shards it
-            within each node and replicates it over nodes. `auto` is `ddp`.
-        distributed: What devices exchange: reduce_dtype, reshard.
+        strategy: On several devices: `ddp` replicates the model, `fsdp2` shards it over all devices. `auto` is `ddp`.
+        distributed: What devices exchange: reduce_dtype.
         rank_timeout: Seconds that ranks wait for one another before the run ends; must be longer than anything that
             one rank does alone, such as an evaluation.
         deterministic: Use only deterministic operations, and fail where there is none.

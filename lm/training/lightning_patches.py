@@ -159,7 +159,7 @@ class OwnLauncher:
 
 def set_group_timeout(timeout: timedelta) -> None:
     """Set the timeout of all process groups from now on; torch's public API takes it only when a group is made."""
-    for group in dist.distributed_c10d._world.pg_map:  # HSDP has some beside that of all ranks
+    for group in dist.distributed_c10d._world.pg_map:  # some are beside that of all ranks
         dist.distributed_c10d._set_pg_timeout(timeout, group)
 
 

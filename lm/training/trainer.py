@@ -295,9 +295,8 @@ def choose_strategy(config: TrainerConfig, devices: Devices, num_nodes: int) -> 
         return "auto"
     from lm.training.distributed import FullyShardedStrategy, ReplicatedStrategy
 
-    if config.strategy in ("fsdp2", "hsdp"):
-        replicas = num_nodes if config.strategy == "hsdp" else 1
-        return FullyShardedStrategy(world_size, config.rank_timeout, config.distributed, replicas=replicas)
+    if config.strategy == "fsdp2":
+        return FullyShardedStrategy(world_size, config.rank_timeout, config.distributed)
     return ReplicatedStrategy(config.rank_timeout, config.distributed)
 
 
