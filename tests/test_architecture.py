@@ -118,7 +118,7 @@ COMMANDS = {
     "monitor": (["lm.cli.monitor"], 4_000),
 }
 LEAVES = {  # what only an option, a device or another command asks for
-    "lm.training.callbacks": "alerts budget call_thread evaluation events histograms postmortem predictions samples "
+    "lm.training.callbacks": "alerts budget call_thread evaluation events postmortem predictions samples "
                              "throughput_floor",
     "lm.training": "alerts budget checkpoint_checks data_checks distributed launcher muon muon_ranks optimizer_by_class optimizer_rules fp8 out_of_memory "
                    "plain_run_state rank_checks",

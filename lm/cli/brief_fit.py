@@ -37,6 +37,7 @@ from lm.system.units import format_count, plural
 from lm.training.callbacks.run_folder import RunFolder
 from lm.training.callbacks.standard import standard_callbacks
 from lm.training.config import DistributedConfig, TrainerConfig, sections_of_callbacks
+from lm.training.lightning_patches import use_profiler
 from lm.training.module import LanguageModule, training_class
 from lm.training.trainer import Trainer
 from lm.training.world import srun_world, torchrun_world
@@ -46,15 +47,20 @@ WARMUP = 5  # optimizer steps
 
 
 def fit_briefly(
-    config: Request, steps: int, callbacks: Sequence[Callback] = (), own_data: bool = False, **options: Any
+    config: Request,
+    steps: int,
+    callbacks: Sequence[Callback] = (),
+    own_data: bool = False,
+    profiler: Any = None,
+    **options: Any,
 ) -> Trainer:
     """Train for a few steps as `lm fit` does, and return the Trainer; all files are removed.
 
     It runs on one device, or on those of the processes that torchrun or srun started. Guards take no action; there
     are no samples and no evaluations. The schedule is constant, since the configured one is for a longer run.
 
-    `own_data`: train on the config's data, which must exist, instead of random tokens. `options` replace Trainer
-    options of the config.
+    `own_data`: train on the config's data, which must exist, instead of random tokens. `profiler`: a profiler
+    of Lightning with a field for the Trainer. `options` replace Trainer options of the config.
     """
     quiet_lightning()
     config = with_classes(config)
@@ -86,7 +92,9 @@ def fit_briefly(
         standard = standard_callbacks(TrainerConfig(**trainer_options), run_folder, sections)
         trainer_options["callbacks"] = [*(config.trainer.callbacks or []), *standard, *callbacks, OnlySteps()]
         trainer = Trainer(**trainer_options)
-        trainer.profiler.trainer = trainer  # `profile_step.Parts` asks it for the device and the step
+        if profiler is not None:
+            profiler.trainer = trainer  # which it asks for the device and the step
+            use_profiler(trainer, profiler)
         try:
             trainer.fit(module, data)
         except Interrupted as error:
@@ -95,12 +103,7 @@ def fit_briefly(
 
 
 class OnlySteps(Callback):
-    """Keeps what is not a step out of the measured ones: the reservation of memory for checkpoints ends before them,
-    and no checkpoint is written after the last validation or at the end."""
-
-    def on_train_batch_end(self, trainer: Trainer, pl_module: LanguageModule, *args: Any) -> None:
-        if trainer.global_step < WARMUP:
-            trainer.checkpoint_io.drain()
+    """Writes no checkpoint after the last validation or at the end, as it is no step to be measured."""
 
     def on_validation_end(self, trainer: Trainer, pl_module: LanguageModule) -> None:
         trainer.checkpoint_callback.skip(trainer.global_step)

@@ -206,11 +206,9 @@ def computation(steps: Steps, config: Sections, device: Device, precision: str, 
         has_kernels(device, model.kernels),
         model.compile,
         steps.accumulate,
-        # With HSDP a model is divided over the devices of a node.
-        steps.world_size // (trainer.num_nodes if trainer.strategy == "hsdp" else 1),
-        trainer.strategy in ("fsdp2", "hsdp") and steps.world_size > 1,
+        steps.world_size,
+        trainer.strategy == "fsdp2" and steps.world_size > 1,
         model.activation_checkpointing,
-        trainer.distributed.gathered_blocks(model.decoder.num_hidden_layers),
         data.get("train", {}).get("documents_per_token") or 0.0,
     )
 

@@ -89,14 +89,13 @@ def build(
     attention = "the model's own"
     if isinstance(decoder, Decoder):
         kernel = None
-        if options.attention == "auto" and device.type != "cuda":
+        if options.attention == "auto":
             enter_kernels(decoder)
         else:
             from lm.model.attention_choice import Heads, use_attention
 
             heads = Heads(config.num_attention_heads, int(config.num_key_value_heads), int(config.head_dim))
-            sequences = options.document_mask or any(config.windows)
-            kernel = use_attention(decoder, options.attention, device, dtype, heads, sequences)
+            kernel = use_attention(decoder, options.attention, device, dtype, heads)
         attention = describe_attention(
             device, dtype, config.windows, options.document_mask, int(config.head_dim), kernel
         )

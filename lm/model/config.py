@@ -20,7 +20,7 @@ ROPE_SCALINGS = {  # rope_type -> the numbers beside it, in Hugging Face's names
     "llama3": ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings"),
 }
 
-Attention = Literal["auto", "cudnn", "flash", "flash3", "flash4", "efficient", "math"]
+Attention = Literal["auto", "cudnn", "flash", "efficient", "math"]
 Compile = Literal["none", "inductor", "triton_free"]
 DTypeName = Literal["float32", "bfloat16", "float16"]
 ActivationCheckpointing = Literal["none", "selective", "block", "store_all"]

@@ -26,7 +26,6 @@ class Step:
     world_size: int = 1  # devices
     sharded: bool = False  # FSDP2: each device holds a part of weights, gradients and optimizer state
     checkpointing: str = "none"  # as `model.activation_checkpointing`
-    gathered: int = 2  # with `sharded`, number of blocks whose full weights are gathered at once
     documents_per_token: float = 0.0  # with a document mask, end-of-text tokens / all tokens
 
     @property
@@ -145,13 +144,13 @@ def casts(config: DecoderConfig, step: Step) -> int:
 
     With kernels, the copies last a whole optimizer step. Otherwise a forward pass keeps its copies, except of parts
     that are recomputed. With FSDP2 the copies are the gathered weights: embedding and output during a micro-batch, and
-    `step.gathered` blocks.
+    two blocks, as one is gathered ahead.
     """
     counts = parameters(config)
     table = config.vocab_size * config.hidden_size
     if step.sharded:
         layers = config.num_hidden_layers
-        blocks = (counts["attention"] + counts["mlp"]) * min(step.gathered, layers) // layers
+        blocks = (counts["attention"] + counts["mlp"]) * min(2, layers) // layers
         gathered = counts["embedding"] + counts["lm_head"] + blocks
         return step.item * gathered + (4 * table if step.kernels else 0)
     copied = table + counts["attention"] + counts["mlp"]

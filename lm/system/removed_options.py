@@ -10,6 +10,12 @@ REMOVED = {
     "notify": ([], "gone since 0.1: `on_event: [sh, -c, 'apprise -t $LM_EVENT -b \"$LM_MESSAGE\" ADDRESS']`"),
     "model.cuda_graphs": (False, "gone since 0.1, as it gained nothing: leave it out"),
     "trainer.mirror": (None, "gone since 0.1: configs/launch/mirror.sh copies runs to a store and back"),
+    "trainer.distributed.reshard": (None, "gone since 0.1: leave it out"),
+    "trainer.histogram_interval": (
+        None,
+        "gone since 0.1: `lm.inspection.weights` draws the histograms of a checkpoint's weights",
+    ),
+    "trainer.profiler": (None, "gone since 0.1: `lm profile` says where the time goes"),
 }
 REMOVED_COMMANDS = {
     "average": "gone since 0.1, as it gained nothing: average what `safetensors.torch.load_file` reads",

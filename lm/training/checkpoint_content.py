@@ -197,12 +197,3 @@ def with_strides_of(parameter: Tensor, value: Any) -> Any:
     if not isinstance(value, Tensor) or value.shape != parameter.shape or isinstance(parameter, DTensor):
         return value
     return torch.empty_like(parameter, dtype=value.dtype, device=value.device).copy_(value)
-
-
-def checkpoint_tensors(module: "LanguageModule") -> dict[tuple[str, str], Tensor]:
-    """The tensors of a checkpoint of a run on one device, after its first step, by (part of the checkpoint, name)."""
-    optimizer = module.optimizers(use_pl_optimizer=False)
-    state = name_state(optimizer.state_dict()["state"], parameter_names(module.decoder, optimizer))
-    parts = {"state_dict": named_weights(module, module.state_dict()), "optimizer": state}
-    values = {(part, name): value for part, named in parts.items() for name, value in named.items()}
-    return {place: value for place, value in values.items() if isinstance(value, Tensor)}

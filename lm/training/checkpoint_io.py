@@ -112,16 +112,6 @@ class FolderCheckpointIO(CheckpointIO):
         if torch.cuda.is_initialized():
             torch.cuda.synchronize()
 
-    def reserve_host_memory(self, tensors: dict[tuple[str, str], Tensor]) -> None:
-        """Allocate memory for copies of these tensors in the background: page-locking it takes a while, for which the
-        first checkpoint would keep the training waiting."""
-        self.drain()
-
-        def allocate() -> None:
-            self._host_memory |= {place: allocate_host_memory(tensor) for place, tensor in tensors.items()}
-
-        self._task = self._writer.submit(allocate)
-
     def _copy(self, place: Place, tensor: Tensor) -> Tensor:
         """A contiguous tensor in host memory that training will not write to."""
         if tensor.device.type == "cuda":

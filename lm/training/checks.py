@@ -50,7 +50,7 @@ def find_problems(
 ) -> Iterator[Finding]:
     """Find all problems of a training's options; `custom`: the model is not the built-in decoder."""
     yield from check_trainer(trainer)
-    several = trainer.num_nodes > 1 or trainer.strategy == "hsdp" or trainer.distributed != DistributedConfig()
+    several = trainer.num_nodes > 1 or trainer.distributed != DistributedConfig()
     if known.devices is not None and (known.devices > 1 or several):
         from lm.training.rank_checks import check_ranks_options
 

@@ -218,7 +218,7 @@ class ModelConfig:
 # ---- trainer ---------------------------------------------------------------------------------------------------------
 
 Precision = Literal["32-true", "bf16-mixed", "bf16-true", "16-mixed", "fp8-tensorwise", "fp8-rowwise"]
-Sharding = Literal["auto", "ddp", "fsdp2", "hsdp"]
+Sharding = Literal["auto", "ddp", "fsdp2"]
 YEAR = 365 * 24 * 3600  # seconds
 
 
@@ -237,21 +237,14 @@ class EarlyStoppingConfig:
 
 @dataclass
 class DistributedConfig:
-    """What ranks exchange, and when. What is not given is PyTorch's default.
+    """What ranks exchange.
 
     Args:
         reduce_dtype: Precision in which gradients are reduced over the ranks; `fp32` if not given. `bf16` halves the
             communication, with rounding.
-        reshard: FSDP2: whether a block's gathered weights are freed after its forward pass; true if not given. False
-            saves a third of the communication and takes the memory of an unsharded model.
     """
 
     reduce_dtype: Literal["fp32", "bf16"] | None = None
-    reshard: bool | None = None
-
-    def gathered_blocks(self, blocks: int) -> int:
-        """FSDP2: how many of the blocks have their whole weights on a device at once: one is gathered ahead."""
-        return blocks if self.reshard is False else min(blocks, 2)
 
 
 @dataclass
@@ -270,7 +263,6 @@ class TrainerConfig:
             takes longer than half of them is dropped. After all of them the process ends, and the run resumes from its
             newest checkpoint.
         log_interval: Optimizer steps between log lines.
-        histogram_interval: Optimizer steps between histograms of the weights in TensorBoard; none: no histograms.
         early_stopping: When to stop before the last step; off unless a patience is given.
         gradient_clip_val: Largest global norm of the gradient; none: no clipping.
         precision: Number format. A half precision that is slow on this CPU is replaced by one that is not. The FP8
@@ -286,14 +278,12 @@ class TrainerConfig:
             bits of mantissa and several times faster; `medium` is bf16 where available.
         peak_tflops: Peak of one device in this precision, for MFU: dense TFLOP/s with fp32 accumulation; the known
             value of the device if not given.
-        strategy: On several devices: `ddp` replicates the model, `fsdp2` shards it over all devices, `hsdp` shards it
-            within each node and replicates it over nodes. `auto` is `ddp`.
-        distributed: What devices exchange: reduce_dtype, reshard.
+        strategy: On several devices: `ddp` replicates the model, `fsdp2` shards it over all devices. `auto` is `ddp`.
+        distributed: What devices exchange: reduce_dtype.
         rank_timeout: Seconds that ranks wait for one another before the run ends; must be longer than anything that
             one rank does alone, such as an evaluation.
         deterministic: Use only deterministic operations, and fail where there is none.
         detect_anomaly: Report the operation that produced a NaN in the backward pass; slow.
-        profiler: One of Lightning's profilers: `simple` or `advanced`. Its report is a file in the run's folder.
         logger: One or several of Lightning's loggers, in addition to TensorBoard and `metrics.jsonl`.
         callbacks: Additional Lightning callbacks.
         default_root_dir: Folder of the runs, on a local disk.
@@ -308,7 +298,6 @@ class TrainerConfig:
     keep_every: Count | None = None
     stop_within: float = 15.0
     log_interval: Count = Count(10)
-    histogram_interval: Count | None = None
     early_stopping: EarlyStoppingConfig = field(default_factory=EarlyStoppingConfig)
     gradient_clip_val: float | None = 1.0
     precision: Precision = "32-true"
@@ -323,14 +312,12 @@ class TrainerConfig:
     rank_timeout: float = 1800.0
     deterministic: bool = False
     detect_anomaly: bool = False
-    profiler: Literal["simple", "advanced"] | None = None
     logger: Union["Logger", list["Logger"], None] = None
     callbacks: list["Callback"] | None = None
     default_root_dir: str = "checkpoints"
 
     def __post_init__(self) -> None:
-        counts = ("val_interval", "checkpoint_interval", "log_interval", "histogram_interval", "keep_checkpoints",
-                 "keep_every", "num_nodes")  # fmt: skip
+        counts = ("val_interval", "checkpoint_interval", "log_interval", "keep_checkpoints", "keep_every", "num_nodes")
         require_at_least(1, "trainer.", **{name: getattr(self, name) for name in counts})
         require_at_least(1, "trainer.early_stopping.", patience=self.early_stopping.patience)
         require_at_least(0, "trainer.early_stopping.", min_delta=self.early_stopping.min_delta)

@@ -21,7 +21,6 @@ from lightning.pytorch.strategies import DDPStrategy, ModelParallelStrategy
 from torch import Tensor, nn
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import bf16_compress_hook
 from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict
-from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.futures import Future
@@ -86,13 +85,10 @@ def _add_in_bf16(state: None, bucket: dist.GradBucket) -> Future[Tensor]:  # pyr
 class FullyShardedStrategy(RanksTogether, ModelParallelStrategy):
     """FSDP2: every rank holds a shard of the parameters, gradients and optimizer state.
 
-    It extends Lightning's strategy to our checkpoint folders. With replicas it is HSDP: consecutive ranks,
-    `world_size / replicas` of them, hold one model together, and gradients are averaged over the replicas.
+    It extends Lightning's strategy to our checkpoint folders.
     """
 
-    def __init__(
-        self, world_size: int, rank_timeout: float, options: DistributedConfig = DistributedConfig(), replicas: int = 1
-    ) -> None:
+    def __init__(self, world_size: int, rank_timeout: float, options: DistributedConfig = DistributedConfig()) -> None:
         super().__init__(
             data_parallel_size=world_size,
             tensor_parallel_size=1,
@@ -101,7 +97,6 @@ class FullyShardedStrategy(RanksTogether, ModelParallelStrategy):
         )
         self.rank_timeout = rank_timeout
         self.options = options
-        self.replicas = replicas
         self._example: dict[Any, Any] | None = None  # state of an optimizer with its sharding, while one is loaded
 
     def shard(self, decoder: Any) -> None:
@@ -111,19 +106,15 @@ class FullyShardedStrategy(RanksTogether, ModelParallelStrategy):
         """
         # The losses that a decoder returns are a view. The warning is about changing it in place, which nothing does.
         warnings.filterwarnings("ignore", message="FSDP2-wrapped module .* returned a view tensor")
-        mesh = self.device_mesh["data_parallel"]
-        if self.replicas > 1:
-            shape = (self.replicas, mesh.size() // self.replicas)
-            mesh = init_device_mesh(mesh.device_type, shape, mesh_dim_names=("replicate", "shard"))
         on_meta = any(weight.is_meta for weight in decoder.parameters())
         if on_meta:  # each part draws what it does on a real device, so random numbers are those of one process
             for part in decoder.modules():
                 if hasattr(part, "reset_parameters"):
                     deepcopy(part).to_empty(device=self.root_device).reset_parameters()
-        settings: Any = dict(mesh=mesh, mp_policy=self._mixed_precision(), reshard_after_forward=self.options.reshard)
+        settings: Any = dict(mesh=self.device_mesh["data_parallel"], mp_policy=self._mixed_precision())
         for layer in getattr(decoder, "layers", ()):  # a custom model may have none
             fully_shard(layer, **settings)
-        fully_shard(decoder, **{**settings, "reshard_after_forward": False})  # its backward pass comes at once
+        fully_shard(decoder, **settings, reshard_after_forward=False)  # its backward pass comes at once
         if on_meta:
             decoder.to_empty(device=self.root_device)
             initialize(decoder, _whole_weights(decoder))

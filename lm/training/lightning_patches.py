@@ -81,9 +81,9 @@ class PatchedTrainer(lightning.Trainer):
             return super()._run_stage()
 
 
-def report_path(profiler: Profiler) -> Path:
-    """The file of a profiler's report, which Lightning writes when the fit ends; only the profiler knows its name."""
-    return Path(profiler.dirpath) / profiler._prepare_filename()
+def use_profiler(trainer: lightning.Trainer, profiler: Profiler) -> None:
+    """Replace the profiler of a Trainer, which takes one only when it is made."""
+    trainer.profiler = profiler
 
 
 def around_fetches(trainer: lightning.Trainer, before: Callable[[], None], after: Callable[[], None]) -> None:
@@ -159,7 +159,7 @@ class OwnLauncher:
 
 def set_group_timeout(timeout: timedelta) -> None:
     """Set the timeout of all process groups from now on; torch's public API takes it only when a group is made."""
-    for group in dist.distributed_c10d._world.pg_map:  # HSDP has some beside that of all ranks
+    for group in dist.distributed_c10d._world.pg_map:  # some are beside that of all ranks
         dist.distributed_c10d._set_pg_timeout(timeout, group)
 
 

@@ -77,19 +77,16 @@ class LanguageModule(LightningModule):
         if isinstance(self.trainer, Trainer):
             self.run_state = self.trainer.run_state
             return []
-        return [self._plain_run_state()]
-
-    def _plain_run_state(self) -> Any:
         from lm.training.plain_run_state import PlainRunState
 
         self.run_state = PlainRunState()
-        return self.run_state
+        return [self.run_state]
 
     # ---- the model ----------------------------------------------------------------------------------------------
 
     def configure_model(self) -> None:
         """Build the decoder, once, when the tokenizer and so the vocabulary is known."""
-        if attached_trainer(self) is None:  # see `build_for_checkpoint`
+        if attached_trainer(self) is None:  # see `_build_for_checkpoint`
             return
         data, strategy = self.trainer.datamodule, self.trainer.strategy
         self.validation, self.decoder_is_new = TokenLoss(len(data.source_names) or None), self.decoder is None
@@ -270,12 +267,13 @@ class LanguageModule(LightningModule):
 
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         if attached_trainer(self) is None:
-            self._plain_run_state()
-        self.run_state.restore(self, checkpoint)
+            self._build_for_checkpoint(DecoderConfig(**checkpoint["lm"]["decoder"]))
+        else:
+            self.run_state.restore(self, checkpoint)
         check_tied(self, checkpoint["state_dict"])
 
-    def build_for_checkpoint(self, config: DecoderConfig) -> None:
-        """Build the decoder for a plain Trainer's checkpoint; `PlainRunState.restore` calls this method.
+    def _build_for_checkpoint(self, config: DecoderConfig) -> None:
+        """Build the decoder for the weights of a plain Trainer's checkpoint.
 
         `load_from_checkpoint` calls `configure_model` without a Trainer, and so without data and a vocabulary; the
         decoder has to wait for `on_load_checkpoint`, where the checkpoint's own config is known. Checkpoints of

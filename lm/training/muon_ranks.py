@@ -29,8 +29,7 @@ def find_ranks(parameter: Tensor | None) -> Ranks:
     """The ranks that hold the shards or replicas of a parameter and of others like it."""
     if isinstance(parameter, DTensor):
         mesh = parameter.device_mesh
-        dim = next(dim for dim, placement in enumerate(parameter.placements) if placement.is_shard(0))
-        return Ranks(mesh.get_local_rank(dim), mesh.size(dim), mesh.get_group(dim), sharded=True)
+        return Ranks(mesh.get_local_rank(), mesh.size(), mesh.get_group(), sharded=True)
     if parameter is not None and dist.is_available() and dist.is_initialized():
         return Ranks(dist.get_rank(), dist.get_world_size(), dist.group.WORLD)
     return Ranks()

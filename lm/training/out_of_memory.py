@@ -85,9 +85,8 @@ def step_of(trainer: "Trainer") -> Step:
         module.built.fused,
         options.compile,
         steps.accumulate,
-        steps.world_size // getattr(strategy, "replicas", 1),
+        steps.world_size,
         hasattr(strategy, "shard") and steps.world_size > 1,
         options.activation_checkpointing,
-        trainer.options.distributed.gathered_blocks(module.config.num_hidden_layers),
         trainer.datamodule.documents_per_token("train") if options.document_mask else 0.0,
     )

@@ -14,7 +14,7 @@ def check_ranks_options(trainer: TrainerConfig, devices: int) -> Iterator[Findin
 
     Under torchrun the number may change with a restart, so options without effect are no errors there.
     """
-    strategy, nodes, precision, options = trainer.strategy, trainer.num_nodes, trainer.precision, trainer.distributed
+    nodes, precision, options = trainer.num_nodes, trainer.precision, trainer.distributed
     restarts = under_torchrun()
     if nodes > 1 and not restarts and srun_world() is None and "MASTER_ADDR" not in os.environ:
         yield error(
@@ -22,21 +22,10 @@ def check_ranks_options(trainer: TrainerConfig, devices: int) -> Iterator[Findin
             f"start the command on each with `torchrun --nnodes {nodes}`, or with `srun --nodes {nodes}`, or "
             "give --trainer.num_nodes 1",
         )
-    if strategy == "hsdp" and (nodes == 1 or devices == nodes) and not (nodes == 1 and restarts):
-        other, where = ("fsdp2", "one node") if nodes == 1 else ("ddp", "one device a node")
+    if options.reduce_dtype is not None and devices == 1 and not restarts:
         yield error(
-            f"trainer.strategy hsdp shards a model within each of several nodes, and with {where} it would be {other}",
-            f"give --trainer.strategy {other}",
+            "trainer.distributed.reduce_dtype is for several devices, and this training is on one device", LEAVE_OUT
         )
-    kind = "ddp" if strategy in ("auto", "ddp") else "fsdp2"
-    for name, value in vars(options).items():
-        needs, alone = "fsdp2" if name == "reshard" else "several devices", devices == 1
-        fits = needs in (kind, "several devices")
-        if value is not None and (not fits or alone and not restarts):
-            yield error(
-                f"trainer.distributed.{name} is for {needs}, and this training is on {'one device' if alone else kind}",
-                LEAVE_OUT,
-            )
     take_mixed = f"{LEAVE_OUT}, or give --trainer.precision bf16-mixed"
     if options.reduce_dtype is not None and precision == "bf16-true":
         yield error(

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, cast
 
 import torch
 
-from lm.errors import GuardStop, RequestError
+from lm.errors import GuardStop
 from lm.runs.checkpoint import Progress
 from lm.runs.run import Run
 from lm.training.checkpoint_content import from_content, to_content
@@ -23,8 +23,6 @@ from lm.training.step_stats import StepStats
 if TYPE_CHECKING:
     from lm.training.module import LanguageModule
     from lm.training.trainer import Trainer
-
-OTHER_TRAINER = "a checkpoint is resumed by the Trainer that took it, lightning.Trainer or lm.Trainer"
 
 
 @dataclass(eq=False)
@@ -85,8 +83,6 @@ class RunState:
         """
         from lm.training.checkpoint_checks import check_same_model, check_same_tokenizer
 
-        if "lm" in checkpoint:
-            raise RequestError(OTHER_TRAINER)
         data, ranks, rank = module.trainer.datamodule, checkpoint["ranks"], module.global_rank
         check_same_tokenizer(checkpoint["files"], data, Path(module.trainer.ckpt_path))
         loadable = from_content(module, checkpoint)

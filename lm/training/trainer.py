@@ -16,7 +16,7 @@ from lightning.fabric.plugins.environments.slurm import SLURMEnvironment
 from lightning.pytorch.callbacks import Callback, Checkpoint
 from lightning.pytorch.loggers import Logger
 from lightning.pytorch.plugins import Precision
-from lightning.pytorch.profilers import AdvancedProfiler, Profiler, SimpleProfiler
+from lightning.pytorch.profilers import Profiler
 from lightning.pytorch.strategies import Strategy
 from lightning.pytorch.trainer.states import TrainerFn
 
@@ -34,7 +34,7 @@ from lm.training.checkpoint_io import FolderCheckpointIO
 from lm.training.checks import check_accelerator, check_parts, check_trainer, find_problems
 from lm.training.config import TrainerConfig
 from lm.training.findings import Known, raise_if_any
-from lm.training.lightning_patches import PatchedTrainer, report_path
+from lm.training.lightning_patches import PatchedTrainer
 from lm.training.precision import choose_precision, multiplication_precision
 from lm.training.run_state import RunState
 from lm.training.schedule import Steps, plan_steps, warmup_and_decay_steps
@@ -44,7 +44,6 @@ if TYPE_CHECKING:
     from lm.training.module import LanguageModule
 
 log = logging.getLogger(__name__)
-PROFILERS = {"simple": SimpleProfiler, "advanced": AdvancedProfiler}
 
 
 class Trainer(PatchedTrainer):
@@ -85,7 +84,7 @@ class Trainer(PatchedTrainer):
         self._memory_before: int | None = None  # bytes of this process when the training began
         self.checkpoint_io = FolderCheckpointIO()
         plugins: list[Any] = [self.checkpoint_io]
-        devices, num_nodes, profiler = config.devices, config.num_nodes, config.profiler
+        devices, num_nodes = config.devices, config.num_nodes
         if torchrun := torchrun_world():
             devices, num_nodes = apply_launcher("torchrun", torchrun, devices, num_nodes)
         elif srun := srun_world():
@@ -113,7 +112,6 @@ class Trainer(PatchedTrainer):
             strategy=choose_strategy(config, devices, num_nodes),
             deterministic=config.deterministic,
             detect_anomaly=config.detect_anomaly,
-            profiler=PROFILERS[profiler](filename="profile") if profiler in PROFILERS else profiler,
             callbacks=config.callbacks,
             default_root_dir=config.default_root_dir,
             plugins=plugins,
@@ -192,9 +190,6 @@ class Trainer(PatchedTrainer):
         self._memory_before = process_bytes()
         try:
             yield
-            if self.profiler.filename:  # Lightning writes its report in a moment
-                self.profiler.dirpath = self.run.path if self.run else self.default_root_dir
-                log.info("profile: %s", report_path(self.profiler))
         except Exception as error:
             STOP.disarm()  # the last checkpoint may take longer than stop_within
             if isinstance(error, DataError) and self.fitting:  # the data of the next step cannot be read
@@ -300,9 +295,8 @@ def choose_strategy(config: TrainerConfig, devices: Devices, num_nodes: int) -> 
         return "auto"
     from lm.training.distributed import FullyShardedStrategy, ReplicatedStrategy
 
-    if config.strategy in ("fsdp2", "hsdp"):
-        replicas = num_nodes if config.strategy == "hsdp" else 1
-        return FullyShardedStrategy(world_size, config.rank_timeout, config.distributed, replicas=replicas)
+    if config.strategy == "fsdp2":
+        return FullyShardedStrategy(world_size, config.rank_timeout, config.distributed)
     return ReplicatedStrategy(config.rank_timeout, config.distributed)
 
 

@@ -110,13 +110,13 @@ def test_the_ranks_of_torchrun_are_measured_together_and_planned_with_one_by_one
     write_config(tmp_path, **{"trainer.callbacks": None, "trainer.strategy": "fsdp2"})
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2", "-m", "lm"]
     ended = subprocess.run(
-        [*command, *BENCH, "--json", "--trainer.distributed.reshard", "false"], cwd=tmp_path, text=True,
+        [*command, *BENCH, "--json", "--trainer.distributed.reduce_dtype", "bf16"], cwd=tmp_path, text=True,
         env={**os.environ, "PYTHONPATH": PLACES, "OMP_NUM_THREADS": "1"}, capture_output=True, timeout=200,
     )  # fmt: skip
     assert ended.returncode == 0, ended.stderr
     found = json.loads(ended.stdout)
     assert (found["ranks"], found["strategy"], found["accumulate"]) == (2, "fsdp2", 1) and found["checkpoint"]
-    alone = json.loads(lm(tmp_path, *BENCH, "--json", "--trainer.distributed.reshard", "false").stdout)
+    alone = json.loads(lm(tmp_path, *BENCH, "--json", "--trainer.distributed.reduce_dtype", "bf16").stdout)
     assert alone["ranks"] == 1 and found["predicted_memory_bytes"] < alone["predicted_memory_bytes"]
     (tmp_path / "found.json").write_text(json.dumps(found))
     bench = read_bench(tmp_path / "found.json", found["parameters"], found["seq_len"])

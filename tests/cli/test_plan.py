@@ -366,17 +366,6 @@ def test_tf32_has_a_peak_of_its_own(planned):
     assert tf32["tokens_per_second"] == pytest.approx(494.5 / 67 * plain["tokens_per_second"])
 
 
-def test_what_devices_exchange_is_planned(planned):
-    """Whole weights that are kept take memory."""
-    layers = {"model.decoder.num_hidden_layers": 8, "trainer.devices": 2, "trainer.strategy": "fsdp2"}
-    less, more = (planned(**layers, **{"trainer.distributed.reshard": reshard})[1] for reshard in (True, False))
-    blocks = sum(less["model"]["parameters"][part] for part in ("attention", "mlp"))
-    assert more["memory"]["casts"] - less["memory"]["casts"] == 6 / 8 * 4 * blocks
-    nodes = {**layers, "trainer.num_nodes": 2, "data.micro_batch_size": 2}
-    all_nodes, one_node = (planned(**{**nodes, "trainer.strategy": name})[1]["memory"] for name in ("fsdp2", "hsdp"))
-    assert one_node["weights"] == 2 * all_nodes["weights"]
-
-
 def test_strict_is_schema_and_algebra_alone(planned):
     """It looks at no data and no device, so it runs in CI; any error is exit code 2."""
     code, facts, _ = planned("--strict", **{"data.path": "elsewhere", "data.prepare": None})

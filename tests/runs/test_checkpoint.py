@@ -11,9 +11,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from trainings import make_workplace
 
-import lm as package
 from lm.errors import RequestError, RunError
 from lm.runs.checkpoint import link_to, read_folder, read_progress, write_folder
 from lm.runs.json_tree import decode, encode
@@ -31,7 +29,6 @@ from lm.system.files import (
 )
 from lm.system.process import lm_version
 from lm.training.callbacks.checkpoints import Checkpoints, remove_unneeded
-from lm.training.checkpoint_content import checkpoint_tensors
 from lm.training.checkpoint_io import FolderCheckpointIO
 
 
@@ -394,53 +391,19 @@ def test_without_a_checkpoint_the_run_starts_again_and_says_so(tmp_path, caplog)
 # ---- memory of copies ------------------------------------------------------------------------------------------------
 
 
-class Reservations(package.Callback):
-    """Notes what memory would be reserved for after a step."""
-
-    def on_train_batch_end(self, trainer, pl_module, *arguments):
-        self.shapes = {place: tensor.shape for place, tensor in checkpoint_tensors(pl_module).items()}
-
-
-@pytest.mark.parametrize("optimizer", ["adamw", "muon"])
-def test_memory_is_reserved_for_every_tensor_of_a_checkpoint(tmp_path, optimizer):
-    make_workplace(tmp_path, "data")
-    reservations = Reservations()
-    model = package.LanguageModule(
-        decoder=package.DecoderConfig(hidden_size=8, num_hidden_layers=1, num_attention_heads=1,
-                                      max_position_embeddings=8),
-        optimizer=package.OptimizerConfig(name=optimizer),
-    )  # fmt: skip
-    trainer = package.Trainer(max_steps=2, accelerator="cpu", callbacks=[reservations], default_root_dir=str(tmp_path))
-    trainer.fit(model, package.DataModule(path=str(tmp_path / "data"), micro_batch_size=2, global_batch_tokens=16))
-    [saved] = tmp_path.glob("*/step-00000002")
-    parts = {part: read_folder(saved)[part] for part in ("state_dict", "optimizer")}
-    shapes = {(part, name): tensor.shape for part, tensors in parts.items() for name, tensor in tensors.items()}
-    assert reservations.shapes == shapes
-
-
-def test_copies_go_into_the_memory_that_was_reserved(monkeypatch):
-    io, tensor, made = FolderCheckpointIO(), torch.randn(3, 2), []
-    monkeypatch.setattr("lm.training.checkpoint_io.allocate_host_memory",
-                        lambda tensor: made.append(threading.current_thread().name) or torch.empty_like(tensor))  # fmt: skip
-    io.reserve_host_memory({("state_dict", "w"): tensor})
-    with io.copying() as copy_to_host:
-        assert torch.equal(copy_to_host(("state_dict", "w"), tensor), tensor)
-    assert [name.partition("_")[0] for name in made] == ["checkpoint"]  # the thread that writes
-
-
-def test_a_reservation_hides_no_failure_and_is_none_itself(tmp_path, monkeypatch):
+def test_copies_reuse_the_memory_of_the_checkpoint_before(monkeypatch):
     """Where the system locks no more memory, a copy goes into memory that is not locked."""
-    io, tensor, empty = FolderCheckpointIO(), torch.randn(3, 2), torch.empty
-    io.save_checkpoint(content(), tmp_path / "missing" / "c")
-    with pytest.raises(RunError, match="could not write"):
-        io.reserve_host_memory({("state_dict", "w"): tensor})
+    io, tensor, empty, refused = FolderCheckpointIO(), torch.randn(3, 2), torch.empty, []
 
     def unlocked(*shape, pin_memory=None, **options):
         if pin_memory is not None:
+            refused.append(shape)
             raise RuntimeError("CUDA error: out of memory")
         return empty(*shape, **options)
 
     monkeypatch.setattr(torch, "empty", unlocked)
-    io.reserve_host_memory({("state_dict", "w"): tensor})
-    with io.copying() as copy_to_host:
-        assert torch.equal(copy_to_host(("state_dict", "w"), tensor), tensor)
+    for _ in range(2):
+        tensor += 1
+        with io.copying() as copy_to_host:
+            assert torch.equal(copy_to_host(("state_dict", "w"), tensor), tensor)
+    assert len(refused) == 1

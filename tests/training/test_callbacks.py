@@ -157,21 +157,6 @@ def test_lightnings_checkpoints_beside_ours(workplace):
     assert len(list((run.path / "checkpoints").glob("epoch*"))) == 2
 
 
-@pytest.mark.parametrize("ranks", [1, 2])
-def test_a_profiler_leaves_its_report_in_the_run(workplace, ranks):
-    """Also of a validation, and that of every rank."""
-    done, run = fit(workplace, f"profiled-{ranks}", **{
-        "trainer.profiler": "simple", "trainer.max_steps": 3, "trainer.devices": ranks, "data.micro_batch_size": 2,
-    })  # fmt: skip
-    names = ["fit-profile.txt"] if ranks == 1 else ["fit-profile-0.txt", "fit-profile-1.txt"]
-    assert f"profile: {Path('checkpoints', run.name, names[0])}\n" in done.stderr
-    for name in names:
-        assert "run_training_batch" in (run.path / name).read_text()
-    if ranks == 1:
-        lm(workplace, "validate", "--run", run.name, "--trainer.profiler", "advanced")
-        assert "VALIDATE Profiler Report" in (run.path / "validate-profile.txt").read_text()
-
-
 # ---- custom ones -----------------------------------------------------------------------------------------------------
 
 

@@ -53,11 +53,8 @@ ONE, TWO = Known(1, H200), Known(2)
 @pytest.mark.parametrize("given, words", [
     # several devices
     ((with_options("auto", reduce_dtype="bf16"), {}, {}, Known(1)), "reduce_dtype is for several devices, and this"),
-    ((with_options("ddp", reshard=False), {}, {}, TWO), "distributed.reshard is for fsdp2, and this"),
     ((with_options("ddp", reduce_dtype="bf16") | {"precision": "bf16-true"}, {}, {}, TWO), "has them in bf16"),
     ((with_options("ddp", reduce_dtype="bf16") | {"precision": "16-mixed"}, {}, {}, TWO), "need fp16's digits"),
-    (({"strategy": "hsdp"}, {}, {}, TWO), "with one node it would be fsdp2: give --trainer.strategy fsdp2"),
-    (({"strategy": "hsdp", "num_nodes": 2}, {}, {}, TWO), "with one device a node it would be ddp: give"),
     # the Trainer
     (({"matmul_precision": "high", "precision": "bf16-mixed"},), "which is faster already: leave it out"),
     (({"fp8_keep": ["*"]},), "fp8_keep * is for FP8, and trainer.precision is 32-true: leave it out, or take"),
@@ -86,7 +83,7 @@ def test_options_that_go_together_are_left_alone(monkeypatch):
     monkeypatch.setenv("MASTER_ADDR", "here")
     assert found(known=Known(1, CPU, on_this_machine=True)) == []
     assert found(with_options("ddp", reduce_dtype="bf16"), known=Known(2, H200)) == []
-    assert found(with_options("hsdp", reshard=False) | {"num_nodes": 2}, known=Known(4, H200)) == []
+    assert found({"strategy": "fsdp2", "num_nodes": 2}, known=Known(4, H200)) == []
     assert found(FP8, data={"micro_batch_size": 2}, known=ONE) == []
     assert found(FP8 | {"fp8_keep": ["*.down_proj"]}, NARROW, known=ONE) == []
     custom = shape(tie_word_embeddings=True) | {"optimizer": OUTPUT}
@@ -120,7 +117,7 @@ def folder(tmp_path_factory):
 @pytest.mark.slow
 @pytest.mark.parametrize("changes", [
     {"trainer.peak_tflops": 0}, {"trainer.early_stopping.patience": 0}, {"trainer.stop_within": -1},
-    {"trainer.stop_within": 1e9}, {"trainer.histogram_interval": 0}, {"model.optimizer.eps": -1},
+    {"trainer.stop_within": 1e9}, {"trainer.keep_every": 0}, {"model.optimizer.eps": -1},
     {"trainer.callbacks": [{"class_path": "lightning.pytorch.callbacks.Timer", "init_args": {"duration": "00:01:00:00"}}]},
     {"samples.prompts": ["The letter of the captain was lost, and so the captain"]}, {"model.kernels": "on"},
     {"trainer.default_root_dir": "texts/000.txt"}, {"data.shuffle_buffer": 10}, {"guards.inject_step": 400},

@@ -22,7 +22,7 @@ from lm.training.config import (
 CALLBACKS = "lm.training.callbacks."
 MISSING = (
     *(CALLBACKS + name for name in (
-        "alerts", "budget", "call_thread", "events", "histograms", "postmortem", "predictions", "samples",
+        "alerts", "budget", "call_thread", "events", "postmortem", "predictions", "samples",
         "throughput_floor",
     )),
     "lm.training.alerts", "lm.training.out_of_memory", "lm.training.plain_run_state", "lm.runs.expectations",
@@ -68,7 +68,6 @@ def guards(**options):
     ("throughput_floor", lambda: callbacks(sections=guards(throughput=ThroughputConfig(floor=1)))),
     ("postmortem", lambda: callbacks(sections=guards(inject_step=1))),
     ("events", lambda: callbacks(RunOptions(on_event=["true"]))),
-    ("histograms", lambda: callbacks(histogram_interval=1)),
     ("samples", lambda: callbacks(sections={"samples": SamplesConfig(prompts=["a"])})),
     ("evaluation", lambda: callbacks(sections={"evaluation": EvaluationConfig(tasks=["embedded:sotu"])})),
 ])  # fmt: skip

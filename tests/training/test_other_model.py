@@ -5,7 +5,7 @@ import re
 import shutil
 
 import pytest
-from trainings import CORPUS, lm, make_workplace, write_config
+from trainings import lm, make_workplace, write_config
 
 MODEL = {"model.decoder.num_hidden_layers": 2, "model.decoder.window_pattern": "SL", "model.decoder.sliding_window": 8,
          "trainer.max_steps": 4, "trainer.checkpoint_interval": 4, "trainer.val_interval": 4, "trainer.callbacks": [],
@@ -89,57 +89,6 @@ def test_the_trainer_in_python_resumes_no_run_with_other_settings(place):
     said = lm(place, "generate", "--run", "objects", "--prompt", "The", "--max_new_tokens", "3", "--seed", "1").stderr
     assert re.search(r"\d+ tokens, [\d.]+ tokens/s, the first after [\d.e-]+ s, ended by length, seed ", said)
     lm(place, "objects.py", "{}")
-
-
-PLAIN = """
-import json
-import sys
-
-import lightning
-
-import lm
-
-given = {"seed": 1, "rope_theta": 1e4, "shuffle_buffer": 2**20, "weight": 1.0, "steps": 2, "val": "data/small",
-         "command": "fit"} | json.loads(sys.argv[1])
-lightning.seed_everything(given["seed"])
-decoder = lm.DecoderConfig(hidden_size=16, num_hidden_layers=1, num_attention_heads=2, max_position_embeddings=16,
-                           vocab_size=64, rope_theta=given["rope_theta"], dropout=given["steps"] / 100)
-from lm.data.config import SourceConfig
-sources = [SourceConfig("a", "data/small", weight=given["weight"]), SourceConfig("b", "data/more")]
-options = {"path": given["val"]} if given["command"] == "validate" else {"sources": sources}
-data = lm.DataModule(**options, micro_batch_size=2, seq_len=16, shuffle_buffer=given["shuffle_buffer"], val_tokens=256)
-trainer = lightning.Trainer(max_steps=given["steps"], logger=False, enable_checkpointing=False, accelerator="cpu",
-                            check_val_every_n_epoch=None, enable_progress_bar=False)
-new = given["steps"] == 2 and given["command"] == "fit"
-getattr(trainer, given["command"])(lm.LanguageModule(decoder), data, ckpt_path=None if new else "plain.ckpt")
-trainer.save_checkpoint("plain.ckpt") if new else None
-"""
-
-
-def test_a_plain_trainer_resumes_no_training_with_other_settings(place):
-    """Dropout, which is the training's, may be another."""
-    (place / "plain.py").write_text(PLAIN)
-    lm(place, "data", "prepare", "--input", "texts/00*.txt", "--output", "data/more", "--tokenizer", "data/small",
-       "--val_fraction", "0.2")  # fmt: skip
-    (place / "capitals").mkdir()
-    (place / "capitals/a.txt").write_text(CORPUS.upper())
-    lm(place, "data", "prepare", "--input", "capitals", "--output", "data/other", "--tokenizer", "char",
-       "--val_fraction", "0.2")  # fmt: skip
-    lm(place, "plain.py", "{}")
-    for change, message in {
-        ("seed", 2): "seed was 1, now 2", ("rope_theta", 500.0): "decoder.rope_theta was 10000.0, now 500.0",
-        ("shuffle_buffer", 2**21): "shuffle_buffer was ",
-        ("weight", 3.0): "of 4 samples seen, the weights of a, b were 1:1 from sample 0, and are 3:1",
-    }.items():  # fmt: skip
-        said = lm(place, "plain.py", json.dumps(dict([change]) | {"steps": 4}), expect=1).stderr
-        assert f"this is a checkpoint of another training: {message}" in said, said
-    for change, message in {
-        ("rope_theta", 500.0): "decoder.rope_theta was 10000.0, now 500.0", ("val", "data/other"): "tokenizer was ",
-    }.items():  # fmt: skip
-        said = lm(place, "plain.py", json.dumps(dict([change]) | {"command": "validate"}), expect=1).stderr
-        assert f"this is a checkpoint of another training: {message}" in said, said
-    lm(place, "plain.py", json.dumps({"seed": 3, "command": "validate"}))
-    lm(place, "plain.py", json.dumps({"steps": 4}))
 
 
 EPOCHS = """

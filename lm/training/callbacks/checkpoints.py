@@ -8,7 +8,6 @@ from typing import Any
 
 import torch
 from lightning.pytorch.callbacks import ModelCheckpoint
-from lightning.pytorch.strategies import SingleDeviceStrategy
 
 from lm.errors import RequestError, RunError
 from lm.model.estimates import checkpoint_bytes
@@ -18,7 +17,6 @@ from lm.runs.run import Run, how_to_resume
 from lm.runs.trainer_json import read_document
 from lm.system.files import remove_folder, stated_digest
 from lm.system.stop_signals import STOP
-from lm.training.checkpoint_content import checkpoint_tensors
 from lm.training.module import LanguageModule
 from lm.training.optim import state_size
 from lm.training.trainer import Trainer
@@ -59,7 +57,6 @@ class Checkpoints(ModelCheckpoint):
         self.permanent: set[str] = set()  # checkpoints that are never removed, by the `keep_every` of their time
         self.stale: set[str] = set()  # checkpoints later than the one that the run was resumed from
         self._rollback_step = 0  # the newest step that a rollback may return to
-        self._reserves_memory = True  # for the copies of the tensors, after the next step
 
     def request(self) -> None:
         """Request a checkpoint after this optimizer step; call it on every rank."""
@@ -77,7 +74,6 @@ class Checkpoints(ModelCheckpoint):
 
     def on_train_batch_end(self, trainer: Trainer, pl_module: LanguageModule, *args: Any) -> None:
         check_writable(trainer)
-        self._reserve_memory(trainer, pl_module)
         if not trainer.validates_after(trainer.global_step) and self._is_due(trainer.global_step):
             self.save(trainer)
 
@@ -168,13 +164,7 @@ class Checkpoints(ModelCheckpoint):
             raise RunError(f"cannot write to the run folder {run.path}: {error.strerror or error}") from error
         self._warn_of_full_disk(trainer, pl_module)
 
-    # ---- memory and disk ----------------------------------------------------------------------------------------
-
-    def _reserve_memory(self, trainer: Trainer, pl_module: LanguageModule) -> None:
-        """Once, after the first step, when the optimizer has its state; several devices save gathered tensors."""
-        if self._reserves_memory and isinstance(trainer.strategy, SingleDeviceStrategy) and pl_module.on_gpu:
-            trainer.checkpoint_io.reserve_host_memory(checkpoint_tensors(pl_module))
-        self._reserves_memory = False
+    # ---- disk ---------------------------------------------------------------------------------------------------
 
     def _warn_of_full_disk(self, trainer: Trainer, pl_module: LanguageModule) -> None:
         item = next(pl_module.parameters()).element_size()

@@ -45,7 +45,6 @@ def standard_callbacks(
         Rollback(guards.max_rollbacks),
         ("events", "Events", run_folder if run_folder.options.on_event else None),
         ProgressBar(),
-        ("histograms", "Histograms", trainer.histogram_interval),
         ("samples", "Samples", samples if samples.prompts else None),
         ("evaluation", "Evaluations", evaluation if evaluation.tasks else None),
         ("stopping", "EarlyStopping", None if early.patience is None else early),
