@@ -29,7 +29,6 @@ from lm.errors import RequestError, require
 from lm.system import process
 from lm.system.arguments import Parser
 from lm.system.dataclass_arguments import arguments_from
-from lm.system.other_names import nearest_option
 from lm.system.units import shown
 from lm.training.config import (
     SECTIONS,
@@ -260,6 +259,8 @@ def _check_nulls(options: type, group: Any, prefix: str) -> None:
         for item in value if item_class is not None and isinstance(value, list) else ():
             known = [field.name for field in fields(item_class)]
             for key in item.keys() - {*known} if isinstance(item, Mapping) else ():
+                from lm.system.other_names import nearest_option
+
                 raise RequestError(f"{name} has no {key!r}; {nearest_option(key, known)}")
         group_class = next((kind for kind in kinds if is_dataclass(kind)), None)
         if group_class is not None and not null and value is not ...:

@@ -10,7 +10,7 @@ from lm.system.parsing import DAMAGE_ERRORS, parse_json
 from lm.system.units import plural
 
 MIN_TOKENS = 1e9  # from which the published law says something: it is far off below (tests/benchmarks/README.md)
-PUBLISHED = "on web text with another vocabulary, of 32,000 (Hoffmann et al., 2022, fitted again in arXiv:2404.10102)"
+PUBLISHED = "on web text, vocabulary of 32,000 (law of Hoffmann et al., arXiv:2404.10102)"
 
 
 class ExpectedLoss(NamedTuple):

@@ -66,7 +66,7 @@ def _describe(error: Exception, text: str | bytes) -> str:
     if mark is None:
         return " ".join(str(error).split())
     line = (text if isinstance(text, str) else text.decode(errors="replace")).split("\n")[mark.line : mark.line + 1]
-    shown = f": {line[0].strip()[:60]!r}" if line else ""
+    shown = f", {line[0].strip()[:60]!r}" if line else ""
     problem = " ".join(filter(None, (getattr(error, "context", None), getattr(error, "problem", None))))
     if "<block end>" in problem:
         problem = "its indentation does not fit the lines above it"

@@ -94,8 +94,9 @@ def test_the_rules_give_their_sources_figures():
     assert peak_rate(9.6, 12, 768) * 0.2 * 768**0.5 == pytest.approx(0.02, rel=0.01)
     assert peak_rate(5.06, 12, 1_536) == pytest.approx(9.503e-4, rel=0.01)  # Moonlight's model of 399M parameters
     assert peak_rate(3.0, 4, 128) == pytest.approx(1.12e-2, rel=0.05)  # tiny.yaml
-    assert [RULES["muon"].warmup_steps(steps, 2**18) for steps in (100, 10_000)] == [10, 40]
-    assert RULES["adamw"].warmup_steps(10_000, 2**18) == 1_000
+    assert (RULES["muon"].longest_warmup(2**18), RULES["adamw"].longest_warmup(2**18)) == (40, 375e6 / 2**18)
+    assert "warmup_ratio: 0.1  #" in scale("--depth", 4, "--max_steps", 400)
+    assert "warmup_steps: 40  #" in scale("--depth", 4, "--max_steps", 401)
     # The mean of AdamW's updates is over 22 % of a run at 20 tokens a parameter.
     assert RULES["adamw"].memory(20) == pytest.approx(0.2236, rel=1e-3)
     assert weight_decay(0.25, 1e-3, 10_000) == pytest.approx(0.4)
@@ -137,7 +138,7 @@ def test_small_runs_make_sense(tmp_path):
 def test_the_file_says_how_to_make_it_again(tmp_path):
     text = scale("--depth", 4, "--target_flops", 2e17, "--vocab_size", "16_384", "--optimizer", "adamw")
     command = next(line for line in text.splitlines() if "lm scale" in line)
-    again = command.partition("lm scale ")[2].partition(" >")[0].split()
+    again = command.partition("lm scale ")[2].partition(" --output")[0].split()
     assert scale(*again) == text and read(text, tmp_path).model.optimizer.name == "adamw"
 
 
@@ -181,7 +182,9 @@ def test_a_text_that_is_there_bounds_the_run(tmp_path):
     optimizer = yaml.safe_load(text)["model"]["optimizer"]
     assert float(optimizer["lr"]) * optimizer["weight_decay"] * made.steps == pytest.approx(1 / 0.65, rel=0.01)
     for group in optimizer["groups"].values():
-        assert float(group["lr"]) * group["weight_decay"] * made.steps == pytest.approx(5, rel=0.01)
+        assert float(optimizer["lr"]) * group["lr_ratio"] * group["weight_decay"] * made.steps == pytest.approx(
+            5, rel=0.01
+        )
     assert scaled_config(ScaleRequest(depth=8, seq_len=256, max_steps=999, **data))[0].steps == 999
     few = scaled_config(ScaleRequest(depth=8, seq_len=256, max_steps=9, batch_tokens=8192, **data))[1]
     assert "reshuffle" not in few

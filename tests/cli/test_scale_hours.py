@@ -10,8 +10,9 @@ from trainings import lm, make_workplace
 
 from lm.cli.command import main
 from lm.cli.scale import shape
-from lm.cli.scale_hours import Candidate, Speed, expected_loss
+from lm.cli.scale_hours import Candidate, Speed
 from lm.cli.scaling_rules import make_recipe
+from lm.runs.expected_loss import published_loss
 
 H100 = "--device", "h100"
 SPEED = Speed(flops=4e14, optimizer=0.01, start=20.0, checkpoint=1.0, basis="")
@@ -30,7 +31,7 @@ def test_the_run_fills_the_time(hours, devices):
     assert one.recipe.batch % (devices * one.micro_batch) == 0
 
 
-def test_the_depth_has_the_lowest_expected_loss():
+def test_the_depth_has_the_lowest_published_loss():
     """No other depth would end lower in the same time; more hours make the model larger, and never the loss."""
     depths = []
     for hours in (0.2, 2, 20):
@@ -41,9 +42,11 @@ def test_the_depth_has_the_lowest_expected_loss():
 
 def test_expected_loss_is_the_published_one():
     """Chinchilla, 70B on 1.4T tokens: about 1.9 nats by the law as it was fitted again; its optimum is near it."""
-    assert expected_loss(70e9, 1.4e12) == pytest.approx(1.973, abs=0.01)
+    assert published_loss(70e9, 1.4e12) == pytest.approx(1.973, abs=0.01)
     flops = 6 * 70e9 * 1.4e12
-    best = min((10**power for power in [9 + i / 50 for i in range(150)]), key=lambda n: expected_loss(n, flops / 6 / n))
+    best = min(
+        (10**power for power in [9 + i / 50 for i in range(150)]), key=lambda n: published_loss(n, flops / 6 / n)
+    )
     assert 40e9 < best < 100e9
 
 
@@ -51,7 +54,8 @@ def test_a_named_device(tmp_path):
     text = scale("--hours", 8, *H100)
     config = read(text, tmp_path)
     assert 8 <= config.model.decoder.num_hidden_layers <= 24 and "8 h at " in text and "40% MFU, assumed" in text
-    assert ", in the same time: depth 17, " in text.splitlines()[1]
+    others = next(line for line in text.splitlines() if "Other depths in the same time" in line)
+    assert "depth 17 on " in others and "Expected loss: " in text.splitlines()[1]
     by_money = scale("--usd", 24, "--rate", 3, *H100)
     assert by_money.replace("--usd 24 --rate 3", "--hours 8") == text
     eight = read(scale("--hours", 8, *H100, "--devices", 8), tmp_path)
@@ -79,9 +83,9 @@ def test_the_loss_that_a_ladder_expects(tmp_path):
     (tmp_path / "ladder.json").write_text(json.dumps({"unit": "bits per byte", "sizes": sizes}))
     text = scale("--hours", 1, *H100, "--ladder", tmp_path)
     flops = float(re.search(r"([\d.e+]+) FLOPs", text)[1])
-    expected = float(re.search(r"expects ([\d.]+) bits per byte", text)[1])
+    expected = float(re.search(r"Expected loss: ([\d.]+) bits per byte", text)[1])
     assert expected == pytest.approx(100 * flops**-0.1, rel=0.02)
-    times = float(re.search(r"it takes (\S+) times the FLOPs of the ladder's largest size", text)[1])
+    times = float(re.search(r"with (\S+) times the FLOPs of its largest size", text)[1])
     assert times == pytest.approx(flops / 1e16, rel=0.01)
 
 
