@@ -63,7 +63,7 @@ def test_the_shape_can_be_another_one(tmp_path):
     decoder = read(text, tmp_path).model.decoder
     assert (decoder.hidden_size, decoder.num_attention_heads, decoder.head_dim) == (960, 15, 64)
     assert decoder.windows == [512, None] * 5
-    assert f"lm scale {' '.join(map(str, options))} >" in text
+    assert f"lm scale {' '.join(map(str, options))} --output depth10.yaml" in text
     assert "96 x depth, rounded up to whole heads (nanochat: 64)\n" in text
     assert read(scale("--depth", 4, "--window_pattern", "L"), tmp_path).model.decoder.windows == [None] * 4
     assert "num_hidden_layers: 7 " in scale("--depth", "50M", "--max_steps", "100")  # the nearest depth
