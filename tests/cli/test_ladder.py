@@ -109,7 +109,7 @@ def test_another_recipe_is_compared_at_the_same_sizes(place, run_ladder):
     [size] = report(place, "still")["against"]["sizes"]
     assert size["whole"] == [report(place)["runs"][0]["loss"]] and size["half"][0] > size["whole"][0]
     assert size["tokens"]["value"] < 0.9 and size["tokens"]["low"] is None and size["in_seconds"] > 0
-    assert "Nothing can be told from one seed" in said and "times the tokens" in page
+    assert "Nothing can be told from one seed" in said and "token multiplier" in page
     said, logged = run_ladder(*options)
     assert "begins" not in logged and "3 runs, 3 of them finished" in said
 

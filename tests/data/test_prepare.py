@@ -477,7 +477,7 @@ def test_an_unfinished_folder_is_made_with_other_options_as_a_fresh_one_is(tmp_p
     write_jsonl(source, texts)
     caplog.set_level("INFO")
     made, fresh = (run(tmp_path / name, source, val_fraction=0.2) for name in ("out", "fresh"))
-    assert made == fresh and "it was begun with other options or files" in caplog.text
+    assert made == fresh and "options or files have changed since it was begun" in caplog.text
     assert not (tmp_path / "out/.parts").exists()
 
 
