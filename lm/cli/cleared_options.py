@@ -10,7 +10,7 @@ log = logging.getLogger(__name__)
 
 NULL = (None, "null")
 # Of two options that say the same thing in different ways, the later one counts: option -> options of earlier configs
-# that become null. `--data.path` replaces all other data, for example.
+# that are left out. `--data.path` replaces all other data, for example.
 SAME_THING = {
     "data.path": ("data.train", "data.sources", "data.phases", "data.prepare"),
     "data.train": ("data.path", "data.sources", "data.phases", "data.prepare"),
@@ -61,7 +61,7 @@ def clear_earlier(settings: Mapping[str, Any], options: Iterable[tuple[str, Any]
     if str(later.get("model.decoder.tie_word_embeddings")).lower() == "true":
         why = "model.decoder.tie_word_embeddings makes the output matrix the embedding"
         clear("model.optimizer", ["groups.output"], why)
-    return [name for name in cleared if settings]
+    return cleared
 
 
 def _value(settings: Any, name: str) -> Any:

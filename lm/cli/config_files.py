@@ -38,7 +38,9 @@ def read_config(path: Path) -> dict[str, Any]:
         text = without_removed(path.read_text(encoding="utf-8"))
         document = parse_yaml(text)
     except FileNotFoundError as error:  # of a run
-        raise RequestError(f"{path} is gone: give the config of the run with --config") from error
+        raise RequestError(
+            f"{path} is gone: give the config of the run with --config, and to resume --force too"
+        ) from error
     except (OSError, ValueError) as error:
         raise RequestError(f"config {path} cannot be read: {error}") from error
     if document is None:

@@ -124,6 +124,7 @@ def make_runs(options: LadderOptions, overrides: Overrides, recipe: str = "") ->
             settings = yaml.safe_load(scale.scaled_config(scaled)[1])
         except RequestError as error:
             raise RequestError(f"depth {depth}: {error}") from error
+        del settings["samples"]  # which take time and teach nothing
         settings["trainer"] |= {"devices": 1, "default_root_dir": str(options.folder), "keep_checkpoints": 1}
         settings["data"]["val_tokens"] = VALIDATED
         request = override(settings, overrides)

@@ -55,8 +55,7 @@ def compare(
         raise RequestError("name two runs or more; `lm runs ls` lists them")
     if len({folder.path.resolve() for folder in folders}) < len(folders):
         raise RequestError("a run cannot be compared with itself; name each once")
-    folders = best_first(folders)
-    metrics = [folder.metrics() for folder in folders]
+    folders, metrics = best_first(folders)
     names = labels(folders)
     series = [curve(name, lines, metric, x) for name, lines in zip(names, metrics, strict=True)]
     if not any(one.x for one in series):
@@ -84,14 +83,16 @@ def compare(
     _print_settings(console, names, differing)
 
 
-def best_first(runs: list[Run]) -> list[Run]:
-    """Runs by their lowest bits per byte, or by their lowest validation loss where one has no bits per byte."""
+def best_first(runs: list[Run]) -> tuple[list[Run], list[list[dict[str, Any]]]]:
+    """Runs with their metrics, by the lowest bits per byte; by validation loss where one has no bits per byte."""
+    metrics = [run.metrics() for run in runs]
     lowest = [
-        [summary["lowest"] if (summary := summarize(run.metrics(), name)) else math.inf for run in runs]
+        [summary["lowest"] if (summary := summarize(lines, name)) else math.inf for lines in metrics]
         for name in ("val/bpb", "val/loss")
     ]
     losses = next((losses for losses in lowest if max(losses) < math.inf), lowest[-1])
-    return [runs[index] for index in sorted(range(len(runs)), key=lambda index: losses[index])]
+    order = sorted(range(len(runs)), key=lambda index: losses[index])
+    return [runs[index] for index in order], [metrics[index] for index in order]
 
 
 # ---- the tables ------------------------------------------------------------------------------------------------------

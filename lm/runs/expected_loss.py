@@ -38,7 +38,7 @@ def expected_loss(
     """
     for file in sorted(Path(root).glob("*/ladder.json"), key=lambda file: -file.stat().st_mtime):
         try:
-            first = Run(Path(root) / parse_json(file.read_bytes())["runs"][0]["run"])
+            first = Run(file.parent / parse_json(file.read_bytes())["runs"][0]["run"])
             if data and first.settings()["data"]["path"] == data:
                 return ladder_loss(file.parent, flops)
         except (RequestError, OSError, *DAMAGE_ERRORS):  # unfinished or damaged, or its runs were removed

@@ -217,8 +217,9 @@ def check_config_changes(run: Run, config: dict[str, Any], force: bool) -> dict[
     """Compare a config with a run's: `{key: [before, now]}`; raise RequestError if a resume may not change a key."""
     settings = run.settings()
     if not force and not settings:
+        state = "damaged" if run.config.exists() else "gone"
         raise RequestError(
-            f"{run.config} is damaged, so it is not known what the run was trained with: put it back, or give --force "
+            f"{run.config} is {state}, so it is not known what the run was trained with: put it back, or give --force "
             "to resume with the config of this command"
         )
     changed = {

@@ -1,0 +1,66 @@
+"""Mistakes of the second hour, each answered in a line that names what was meant."""
+
+import json
+
+import pytest
+from run_folders import write_run
+from trainings import write_config
+
+from lm.cli.command import main
+
+DEDENTED = "trainer:\n  max_steps: 3\n val_interval: 2\n"
+FIT = ["fit", "--config", "small.yaml"]
+MISTAKES = {  # typed -> said
+    "a logger's short name": ([*FIT, "--trainer.logger", "wandb"], "Lightning has no wandb; did you mean WandbLogger?"),
+    "a callback without its file": ([*FIT, "--trainer.callbacks", "Norm"], "such as my_file.Norm for one in my_file.py"),
+    "a file that is not there": ([*FIT, "--trainer.callbacks", "[nofile.X]"], "nofile.X: there is no module nofile"),
+    "a folder that is not there": ([*FIT, "--trainer.callbacks", "[no.file.X]"], "there is no module no.file"),
+    "a misspelt key of a source": (
+        [*FIT, "--data.path", "null", "--data.sources", "[{name: a, path: x, weigth: 2}]"],
+        "data.sources has no 'weigth'; did you mean 'weight'?",
+    ),
+    "another optimizer by name": ([*FIT, "--model.optimizer.name", "lion"], "give model.optimizer.class_path"),
+    "Lightning's option": ([*FIT, "--trainer.limit_train_batches", "3"], "did you mean 'trainer.max_steps'?"),
+    "a config for a run": (["generate", "--config", "small.yaml"], "did you mean 'run'?"),
+    "the whole line": (["export", "mine", "--output", "x"], "did you mean `lm export --run mine --output x`?"),
+    "a context beyond a batch": (
+        [*FIT, "--model.decoder.max_position_embeddings", "100000000"],
+        "a sample has model.decoder.max_position_embeddings, 100,000,000 tokens",
+    ),
+    "a wrong indentation": (["fit", "--config", "dedented.yaml"], "line 3, 'val_interval: 2': its indentation"),
+    "the ratio of a ladder": (["ladder", "--target_param_data_ratio", "3"], "did you mean 'ratio'?"),
+    "a run without its run.json": (["runs", "show", "lost"], "its model is --ckpt_path checkpoints/lost/last"),
+    "a run without its config": (["validate", "--run", "bare"], "config.yaml is gone: give the config of the run"),
+    "a config that is there": (["scale", "--depth", "4", "--output", "small.yaml"], "small.yaml is there already"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(("typed", "said"), MISTAKES.values(), ids=MISTAKES.keys())
+def test_a_mistake_is_answered_with_what_was_meant(typed, said, here, capsys):
+    write_config(here)
+    (here / "dedented.yaml").write_text(DEDENTED)
+    (here / "checkpoints/lost/last").mkdir(parents=True)
+    (write_run("checkpoints", "bare").path / "config.yaml").unlink()
+    assert main(typed) == 2
+    err = capsys.readouterr().err.strip().splitlines()
+    assert said in err[-1] and len(err) == 1
+
+
+def write_manifest(folder, tokens, vocab_size):
+    folder.mkdir()
+    counts = {"splits": {"train": {"tokens": tokens}}, "vocab_size": vocab_size}
+    (folder / "manifest.json").write_text(json.dumps(counts))
+
+
+@pytest.mark.parametrize(("tokens", "vocab_size", "depth", "said"), [
+    (350_000, 25_015, 2, "14 for each of the 25,015 entries of the vocabulary; prepare it with --vocab_size 4096"),
+    (350_000, 4_096, 100, "parameters for 350K tokens of {data}; without --depth the size follows from the text"),
+    (350_000, 4_096, 2, ""), (5_000_000, 32_768, 6, ""),
+])  # fmt: skip
+def test_what_is_too_large_for_a_text_is_said_and_the_config_is_written(here, caplog, tokens, vocab_size, depth, said):
+    data = str(here / "data")
+    write_manifest(here / "data", tokens, vocab_size)
+    assert main(["scale", "--depth", str(depth), "--data", data, "--seq_len", "256", "--output", "new.yaml"]) == 0
+    warnings = [record.message for record in caplog.records if record.levelname == "WARNING"]
+    assert len(warnings) == bool(said) and said.replace("{data}", data) in "".join(warnings)
+    assert "--output new.yaml\n" in (here / "new.yaml").read_text()
