@@ -192,7 +192,8 @@ def test_a_config_of_a_run_that_is_damaged_is_named_and_not_compared(tmp_path):
         run.config.write_text(text)
         assert list(check_config_changes(run, config, force=False)) == []
         run.config.unlink() if damaged is None else run.config.write_text(damaged)
-        with pytest.raises(RequestError, match="config.yaml is damaged, .* put it back, or give --force"):
+        state = "gone" if damaged is None else "damaged"
+        with pytest.raises(RequestError, match=f"config.yaml is {state}, .* put it back, or give --force"):
             check_config_changes(run, config, force=False)
         check_config_changes(run, config, force=True)
 
