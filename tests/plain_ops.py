@@ -50,12 +50,11 @@ def qk_norm_rope_plain(qkv, q_weight, k_weight, cos, sin, positions, heads, kv_h
     return q, k, v.contiguous()
 
 
-def linear_cross_entropy_plain(x, weight, labels, *, ignore_index=-100, z_loss=0.0):
+def linear_cross_entropy_plain(x, weight, labels, *, ignore_index=-100):
     logits = upcast(F.linear(x, weight.to(x.dtype))).flatten(0, -2)  # (N, V)
     targets = labels.flatten()
     losses = F.cross_entropy(logits, targets, ignore_index=ignore_index, reduction="none")  # (N)
-    costs = losses + z_loss * logits.logsumexp(-1).square() * (targets != ignore_index)
-    return costs.sum(), losses.detach().view(labels.shape)
+    return losses.sum(), losses.detach().view(labels.shape)
 
 
 def results(function, inputs, dtype=None):

@@ -159,7 +159,7 @@ def with_available_hardware(request: Request) -> Request:
         return request
     described = ", ".join(f"{name} {before} -> {after}" for name, (before, after) in changes.items())
     log.info("evaluated with what this machine has: %s (%s)", described, missing or "no FP8")
-    return request.with_values({name: after for name, (_, after) in changes.items()} | {"trainer.fp8_keep": None})
+    return request.with_values({name: after for name, (_, after) in changes.items()})
 
 
 # ---- LightningCLI ----------------------------------------------------------------------------------------------------

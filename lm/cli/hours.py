@@ -29,7 +29,7 @@ def with_measured_length(request: Request[FitOptions]) -> tuple[Request[FitOptio
 
     A run that is resumed keeps its own.
     """
-    hours, run_choice = request.command_options.hours, request.run_choice
+    hours, run_choice, imported = request.command_options.hours, request.run_choice, seconds_since_process_start()
     assert hours is not None
     parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
     parser.add_argument("--hours")
@@ -53,7 +53,8 @@ def with_measured_length(request: Request[FitOptions]) -> tuple[Request[FitOptio
         devices = devices_of_node(request.trainer, request.trainer.devices)
         trainer = {**request.settings["trainer"], "max_steps": FEW, "max_tokens": None}  # any length will do
         times = measure_step(to_yaml({**request.settings, "trainer": trainer}), 3600 * hours, devices)
-        steps = steps_of_hours(request, hours, times, validated, seconds_since_process_start())
+        # A process that measures imports what this one has imported already.
+        steps = steps_of_hours(request, hours, times, validated, seconds_since_process_start() - imported)
         log.info("--hours %g: %d optimizer steps", hours, steps)
         length = {"trainer.max_tokens": None, **options_of_length(request, steps)}
     request = replace(request.with_values(length), command_options=FitOptions())

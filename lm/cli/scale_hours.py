@@ -210,7 +210,8 @@ class Search:
     def measure(self, depth: int) -> None:
         """Time steps of one micro-batch by `lm bench step`."""
         recipe = self.recipe(depth)
-        samples = power_of_two(min(DEVICE_TOKENS // self.request.seq_len, self.fitting(recipe)), down=True)
+        batch = (self.request.batch or math.inf) / self.devices
+        samples = power_of_two(min(DEVICE_TOKENS // self.request.seq_len, self.fitting(recipe), batch), down=True)
         log.info("measuring depth %d: %d steps of %d x %d tokens", depth, FEW, samples, self.request.seq_len)
         with tempfile.TemporaryDirectory() as folder:
             settings = yaml.safe_load(scale.write_yaml(recipe, "", "", self.request, samples))

@@ -15,11 +15,11 @@ from lm.kernels.linear import add_product
 from lm.kernels.runtime import define
 
 CHUNK_BYTES = 2**30  # of logits; fewer, larger chunks read and write the sum of the matrix's gradient less often
-Results = tuple[Tensor, Tensor, Tensor, Tensor]  # costs (N), losses (N), dx (N, C), dweight (V, C)
+Results = tuple[Tensor, Tensor, Tensor]  # losses (N), dx (N, C), dweight (V, C)
 
 
 def _chunked(overwrite: Callable[..., None], x: Tensor, weight: Tensor, labels: Tensor, gradient: bool) -> Results:
-    """The op, with `overwrite(logits, labels, losses, costs)` computing the softmax of a chunk.
+    """The op, with `overwrite(logits, labels, losses)` computing the softmax of a chunk.
 
     `logits` is a view `(chunk, V)` whose rows are aligned to 16 bytes. With `gradient`, `overwrite` replaces it by
     their gradient.
@@ -31,18 +31,18 @@ def _chunked(overwrite: Callable[..., None], x: Tensor, weight: Tensor, labels: 
     rows = rows // 128 * 128 if 128 <= rows < tokens else rows  # whole tiles of a matrix product
     logits = x.new_empty((rows, stride))
     logits[:, vocab:] = 0  # oneDNN's bf16 product with AMX reads past a row and multiplies by 0: a NaN would stay
-    losses, costs = (x.new_empty(tokens, dtype=torch.float32) for _ in range(2))
+    losses = x.new_empty(tokens, dtype=torch.float32)
     dx = torch.empty_like(x) if gradient else x.new_empty(0)
     dweight = weight.new_zeros(weight.shape if gradient else 0, dtype=torch.float32)
     for start in range(0, tokens, rows):
         part = slice(start, min(start + rows, tokens))
         chunk = logits[: part.stop - start, :vocab]  # (chunk, V)
         torch.mm(x[part], weight.t(), out=chunk)
-        overwrite(chunk, labels[part], losses[part], costs[part])
+        overwrite(chunk, labels[part], losses[part])
         if gradient:
             torch.mm(chunk, weight, out=dx[part])  # (chunk, C)
             add_product(dweight, chunk, x[part])
-    return costs, losses, dx, dweight
+    return losses, dx, dweight
 
 
 def _stride(vocab: int, dtype: torch.dtype) -> int:
@@ -50,15 +50,14 @@ def _stride(vocab: int, dtype: torch.dtype) -> int:
     return -(-vocab * dtype.itemsize // 16) * 16 // dtype.itemsize
 
 
-def _cpu(x: Tensor, weight: Tensor, labels: Tensor, ignore_index: int, z_loss: float, gradient: bool) -> Results:
-    def overwrite(logits: Tensor, labels: Tensor, losses: Tensor, costs: Tensor) -> None:
+def _cpu(x: Tensor, weight: Tensor, labels: Tensor, ignore_index: int, gradient: bool) -> Results:
+    def overwrite(logits: Tensor, labels: Tensor, losses: Tensor) -> None:
         logits_fp32, counted = logits.float(), labels != ignore_index  # (chunk, V), (chunk,)
         target = labels.where(counted, 0)[:, None]  # (chunk, 1)
         lse = logits_fp32.logsumexp(-1)  # (chunk,)
         losses.copy_((lse - logits_fp32.gather(-1, target)[:, 0]).where(counted, 0.0))
-        costs.copy_(losses + z_loss * lse.square() * counted)
         if gradient:
-            d = (logits_fp32 - lse[:, None]).exp() * (1 + 2 * z_loss * lse)[:, None]
+            d = (logits_fp32 - lse[:, None]).exp()
             d.scatter_add_(-1, target, -torch.ones_like(d[:, :1]))
             logits.copy_(d * counted[:, None])
 
@@ -73,23 +72,22 @@ def constants(dtype: torch.dtype, vocab: int, gradient: bool) -> dict[str, Any]:
     return dict(T=runtime.TYPES[dtype], VOCAB=vocab, STRIDE=stride, VEC=vec, WARPS=warps, GRADIENT=int(gradient))
 
 
-def _cuda(x: Tensor, weight: Tensor, labels: Tensor, ignore_index: int, z_loss: float, gradient: bool) -> Results:
-    def overwrite(logits: Tensor, labels: Tensor, losses: Tensor, costs: Tensor) -> None:
+def _cuda(x: Tensor, weight: Tensor, labels: Tensor, ignore_index: int, gradient: bool) -> Results:
+    def overwrite(logits: Tensor, labels: Tensor, losses: Tensor) -> None:
         rows, vocab = logits.shape
         chosen = constants(logits.dtype, vocab, gradient)
         run = runtime.program("cross_entropy", logits.device, **chosen)
-        run("cross_entropy", rows, chosen["WARPS"] * 32, logits, labels, losses, costs, ignore_index, z_loss)
+        run("cross_entropy", rows, chosen["WARPS"] * 32, logits, labels, losses, ignore_index)
 
     return _chunked(overwrite, x, weight, labels.contiguous(), gradient)
 
 
 FORWARD = define(
-    "linear_cross_entropy(Tensor x, Tensor weight, Tensor labels, int ignore_index, float z_loss, bool gradient)"
-    " -> (Tensor, Tensor, Tensor, Tensor)",
+    "linear_cross_entropy(Tensor x, Tensor weight, Tensor labels, int ignore_index, bool gradient)"
+    " -> (Tensor, Tensor, Tensor)",
     cpu=_cpu,
     cuda=_cuda,
-    fake=lambda x, weight, labels, ignore_index, z_loss, gradient: (
-        x.new_empty(x.shape[0], dtype=torch.float32),
+    fake=lambda x, weight, labels, ignore_index, gradient: (
         x.new_empty(x.shape[0], dtype=torch.float32),
         x.new_empty(x.shape if gradient else 0),
         weight.new_empty(weight.shape if gradient else 0, dtype=torch.float32),
@@ -102,11 +100,11 @@ class _LinearCrossEntropy(torch.autograd.Function):
     def forward(
         ctx: Any, x: Tensor, weight: Tensor, copy: Tensor | None, weight_grad: Tensor | None, *arguments: Any
     ) -> tuple[Tensor, Tensor]:
-        costs, losses, dx, dweight = FORWARD(x, weight.to(x.dtype) if copy is None else copy, *arguments)
+        losses, dx, dweight = FORWARD(x, weight.to(x.dtype) if copy is None else copy, *arguments)
         ctx.save_for_backward(dx, dweight)
         ctx.weight_dtype, ctx.weight_grad = weight.dtype, weight_grad
         ctx.mark_non_differentiable(losses)
-        return costs.sum(), losses
+        return losses.sum(), losses
 
     @staticmethod
     def backward(ctx: Any, dtotal: Tensor, dlosses: Tensor) -> tuple:
@@ -120,7 +118,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
             dweight = None
         else:
             dweight = (dweight * scale).to(ctx.weight_dtype)
-        return dx, dweight, *(None,) * 6
+        return dx, dweight, *(None,) * 5
 
 
 def linear_cross_entropy(
@@ -131,12 +129,11 @@ def linear_cross_entropy(
     weight_grad: Tensor | None = None,
     *,
     ignore_index: int = -100,
-    z_loss: float = 0.0,
 ) -> tuple[Tensor, Tensor]:
     """The cross-entropy of the logits `x @ weight.T`, without holding all of them at once.
 
     The gradients are computed with the loss, unscaled, so that fp16 does not underflow; the gradient of `weight` is
-    summed in fp32. `z_loss` is that of Chowdhery et al. (2022, arXiv:2204.02311, section 5).
+    summed in fp32.
 
     Args:
         x: hidden states, `(..., C)` in bf16, fp16 or fp32.
@@ -146,10 +143,10 @@ def linear_cross_entropy(
         weight_grad: the weight's `.grad`, `(V, C)` in fp32, if the backward pass is to add the gradient to it itself.
 
     Returns:
-        `total`, a scalar in fp32 and differentiable: the sum over tokens of `loss + z_loss * lse ** 2`; and `losses`,
+        `total`, a scalar in fp32 and differentiable: the sum of `losses`; and `losses`,
         `(...)` in fp32 and not differentiable: each token's cross-entropy in nats, 0 where it is ignored.
     """
     gradient = torch.is_grad_enabled() and (x.requires_grad or weight.requires_grad)
-    arguments = labels.flatten(), ignore_index, z_loss, gradient
+    arguments = labels.flatten(), ignore_index, gradient
     total, losses = _LinearCrossEntropy.apply(x.flatten(0, -2), weight, copy, weight_grad, *arguments)
     return total, losses.view(labels.shape)

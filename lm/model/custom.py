@@ -7,8 +7,8 @@ that a decoder can do but our kernels and Hugging Face's names; or any module wi
 
 that returns logits `(B, T, V)`, and with labels `Losses`, for which `model/decoder.losses_of` is there: the sum over
 the targets, which has a gradient, and each target's part, which needs none. The logits of a token depend on it and on
-those before it alone. `document_ids` and `z_loss` are given, as `Decoder.forward` explains them, where the config has
-`model.document_mask` or `model.z_loss`.
+those before it alone. `document_ids` are given, as `Decoder.forward` explains them, where the config has
+`model.document_mask`.
 """
 
 import json
@@ -30,11 +30,11 @@ SAME_LOSS = 1e-3  # of the largest change of a loss: what kernels may differ by
 
 
 def call_for_losses(
-    decoder: nn.Module, input_ids: Tensor, labels: Tensor, document_ids: Tensor | None = None, z_loss: float = 0.0
+    decoder: nn.Module, input_ids: Tensor, labels: Tensor, document_ids: Tensor | None = None
 ) -> Losses:
-    """Call a custom model for its losses; it gets `document_ids` and `z_loss` only if set."""
+    """Call a custom model for its losses; it gets `document_ids` only if there are any."""
     options = {"document_ids": document_ids} if document_ids is not None else {}
-    total, per_token = decoder(input_ids, labels=labels, **options, **({"z_loss": z_loss} if z_loss else {}))
+    total, per_token = decoder(input_ids, labels=labels, **options)
     if total.numel() != 1 or per_token.shape != labels.shape:  # two rows of logits, or what is shifted by one target
         raise RequestError(
             f"{type(decoder).__name__}.forward(input_ids, labels=labels) returns Losses(total, per_token), total one "

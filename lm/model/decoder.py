@@ -154,19 +154,16 @@ class Block(nn.Module):
 class Losses(NamedTuple):
     """The loss of a batch."""
 
-    total: Tensor  # scalar fp32, in nats: the sum over all tokens and the z-loss; differentiable
+    total: Tensor  # scalar fp32, in nats: the sum over all tokens; differentiable
     per_token: Tensor  # (B, T) fp32, the cross-entropy of each token in nats, 0 where ignored; not differentiable
 
 
-def losses_of(logits: Tensor, labels: Tensor, z_loss: float = 0.0) -> Losses:
+def losses_of(logits: Tensor, labels: Tensor) -> Losses:
     """The losses of logits `(B, T, V)`, computed in fp32; the arguments of `Decoder.forward` explain the others."""
     rows = upcast(logits).flatten(0, 1)  # (B * T, V)
     targets = labels.flatten()  # (B * T,)
     per_token = F.cross_entropy(rows, targets, ignore_index=IGNORED, reduction="none")  # (B * T,)
-    cost = per_token
-    if z_loss:
-        cost = cost + z_loss * rows.logsumexp(-1).square() * (targets != IGNORED)
-    return Losses(cost.sum(), per_token.detach().view(labels.shape))
+    return Losses(per_token.sum(), per_token.detach().view(labels.shape))
 
 
 class Continuation(NamedTuple):
@@ -204,7 +201,6 @@ class Decoder(nn.Module):
         input_ids: Tensor,
         labels: Tensor | None = None,
         document_ids: Tensor | None = None,
-        z_loss: float = 0.0,
         continuation: Continuation | None = None,
         max_documents: int | None = None,
     ) -> Tensor | Losses:
@@ -223,8 +219,6 @@ class Decoder(nn.Module):
                 where nothing is to be predicted.
             document_ids: `(B, T)`, not decreasing along a row. A token then attends to its own document only, and
                 positions count from the document's beginning.
-            z_loss: weight of the squared logarithm of each token's partition function in the total (Chowdhery et al.,
-                2022, arXiv:2204.02311, section 5).
             continuation: the tokens follow those of a `KVCache`; neither labels nor documents go with it.
             max_documents: upper bound on the documents in all rows; None: not known, and counting them synchronizes
                 host and device.
@@ -234,7 +228,7 @@ class Decoder(nn.Module):
                 raise TypeError("a continuation has no labels and no document_ids")
             return self.next_logits(input_ids, continuation)
         if labels is not None:
-            return self.losses(input_ids, labels, document_ids, z_loss, max_documents)
+            return self.losses(input_ids, labels, document_ids, max_documents)
         return self.logits(input_ids, document_ids, max_documents)
 
     def logits(self, input_ids: Tensor, document_ids: Tensor | None = None, max_documents: int | None = None) -> Tensor:
@@ -242,11 +236,11 @@ class Decoder(nn.Module):
         return self.project(self.hidden_states(input_ids, document_ids, max_documents))
 
     def losses(
-        self, input_ids: Tensor, labels: Tensor, document_ids: Tensor | None, z_loss: float, max_documents: int | None
+        self, input_ids: Tensor, labels: Tensor, document_ids: Tensor | None, max_documents: int | None
     ) -> Losses:
         """The losses of the labels `(B, T)`, by `cross_entropy`, which `model/fused` replaces."""
         hidden = self.hidden_states(input_ids, document_ids, max_documents)  # (B, T, C)
-        return Losses(*self.cross_entropy(hidden, self.output_weight, labels, z_loss))
+        return Losses(*self.cross_entropy(hidden, self.output_weight, labels))
 
     def next_logits(self, input_ids: Tensor, continuation: Continuation) -> Tensor:
         """Logits `(B, V)` after each row's last token; the keys and values of `input_ids` are added to the cache."""
@@ -270,13 +264,13 @@ class Decoder(nn.Module):
             x = layer(x, rotary, mask)  # (B, T, C)
         return self.norm(x)
 
-    def cross_entropy(self, hidden: Tensor, weight: Tensor, labels: Tensor, z_loss: float) -> tuple[Tensor, Tensor]:
+    def cross_entropy(self, hidden: Tensor, weight: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
         """The fields of `Losses`, of normalised states `(B, T, C)`, the output matrix `(V, C)` and labels `(B, T)`.
 
         All logits are made at once, in `model/fused` a part at a time. Nothing of `self` is used, so that
         `torch.compile` makes one graph of this for any decoder.
         """
-        return losses_of(F.linear(hidden, weight.to(hidden.dtype)), labels, z_loss)
+        return losses_of(F.linear(hidden, weight.to(hidden.dtype)), labels)
 
     def embed(self, input_ids: Tensor) -> Tensor:
         """Ids `(B, T)` to the first hidden states `(B, T, C)`."""

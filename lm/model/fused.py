@@ -70,11 +70,9 @@ class FusedDecoder(Decoder):
             branch, stream = layer(branch, stream, rotary, mask)  # (B, T, C) each
         return rms_norm(branch, stream, self.norm.weight, self.norm.eps)[1]
 
-    def cross_entropy(self, hidden: Tensor, weight: Tensor, labels: Tensor, z_loss: float) -> tuple[Tensor, Tensor]:
+    def cross_entropy(self, hidden: Tensor, weight: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
         total = gradient_sum(weight) if self.output_adds else None
-        return linear_cross_entropy(
-            hidden, weight, labels, self.output_copy, total, ignore_index=IGNORED, z_loss=z_loss
-        )
+        return linear_cross_entropy(hidden, weight, labels, self.output_copy, total, ignore_index=IGNORED)
 
 
 def fuse(decoder: Decoder) -> None:

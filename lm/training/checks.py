@@ -89,11 +89,6 @@ def check_trainer(trainer: TrainerConfig) -> Iterator[Finding]:
             f"is {trainer.precision}, which is faster already",
             LEAVE_OUT,
         )
-    if trainer.fp8_keep is not None and not trainer.precision.startswith("fp8"):
-        yield error(
-            f"trainer.fp8_keep {' '.join(trainer.fp8_keep)} is for FP8, and trainer.precision is {trainer.precision}",
-            f"{LEAVE_OUT}, or take fp8-tensorwise or fp8-rowwise",
-        )
 
 
 def check_event_program(run: RunOptions) -> Iterator[Finding]:

@@ -189,7 +189,6 @@ class ModelConfig:
         schedule: Learning-rate schedule over optimizer steps.
         document_mask: Restrict attention to tokens of the same document, and restart positions at each document. A
             document begins with the end-of-text token before it.
-        z_loss: Weight of the squared log of the partition function in the training loss; keeps logits from drifting.
         kernels: This project's CUDA kernels: `on`, `off`, or `auto`: on where they can run.
         compile: How blocks run: `none` is eager mode, `inductor` compiles them, `triton_free` traces forward and
             backward pass together without generating code.
@@ -203,7 +202,6 @@ class ModelConfig:
     optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
     schedule: ScheduleConfig = field(default_factory=ScheduleConfig)
     document_mask: bool = False
-    z_loss: float = 0.0
     kernels: Literal["auto", "on", "off"] | bool = "auto"
     compile: Compile = "none"
     activation_checkpointing: ActivationCheckpointing = "none"
@@ -212,7 +210,6 @@ class ModelConfig:
     def __post_init__(self) -> None:
         if isinstance(self.kernels, bool):  # YAML takes a bare `on` for true
             self.kernels = "on" if self.kernels else "off"
-        require_at_least(0, "model.", z_loss=self.z_loss)
 
 
 # ---- trainer ---------------------------------------------------------------------------------------------------------
@@ -267,9 +264,7 @@ class TrainerConfig:
         gradient_clip_val: Largest global norm of the gradient; none: no clipping.
         precision: Number format. A half precision that is slow on this CPU is replaced by one that is not. The FP8
             formats multiply the blocks' matrices in FP8 and the rest as bf16-mixed, with one scale per matrix
-            (tensorwise) or per row (rowwise); they need an Ada, Hopper or newer GPU.
-        fp8_keep: Matrices to keep in bf16 under FP8, as patterns of their names, such as `layers.0.*` or `*.down_proj`;
-            those of the last block if not given.
+            (tensorwise) or per row (rowwise), but those of the last block; they need an Ada, Hopper or newer GPU.
         accelerator: Where to train; `gpu` is CUDA or, on a Mac, MPS.
         devices: Number of devices per node, or a list of them. `torchrun` sets it by `--nproc_per_node`, `srun` by its
             tasks.
@@ -283,7 +278,6 @@ class TrainerConfig:
         rank_timeout: Seconds that ranks wait for one another before the run ends; must be longer than anything that
             one rank does alone, such as an evaluation.
         deterministic: Use only deterministic operations, and fail where there is none.
-        detect_anomaly: Report the operation that produced a NaN in the backward pass; slow.
         logger: One or several of Lightning's loggers, in addition to TensorBoard and `metrics.jsonl`.
         callbacks: Additional Lightning callbacks.
         default_root_dir: Folder of the runs, on a local disk.
@@ -301,7 +295,6 @@ class TrainerConfig:
     early_stopping: EarlyStoppingConfig = field(default_factory=EarlyStoppingConfig)
     gradient_clip_val: float | None = 1.0
     precision: Precision = "32-true"
-    fp8_keep: list[str] | None = None
     accelerator: Literal["auto", "cpu", "gpu", "cuda", "mps"] = "auto"
     devices: int | str | list[int] = "auto"
     num_nodes: int = 1
@@ -311,7 +304,6 @@ class TrainerConfig:
     distributed: DistributedConfig = field(default_factory=DistributedConfig)
     rank_timeout: float = 1800.0
     deterministic: bool = False
-    detect_anomaly: bool = False
     logger: Union["Logger", list["Logger"], None] = None
     callbacks: list["Callback"] | None = None
     default_root_dir: str = "checkpoints"

@@ -150,20 +150,19 @@ class LanguageModule(LightningModule):
     def losses(self, batch: Batch) -> Losses:
         """Compute the losses of a batch, in nats: their sum, with gradient, and the loss of each token, detached.
 
-        In training the sum includes the z-loss, if one is set. Masked tokens contribute to neither.
+        Masked tokens contribute to neither.
         """
         input_ids = batch.input_ids  # (B, T)
         documents = None
         if self.options.document_mask:
             documents = document_ids_from(input_ids, self.trainer.datamodule.tokenizer.eos_id)
-        z_loss = self.options.z_loss if self.training else 0.0
         with self.trainer.precision_plugin.forward_context():  # `LightningStep` turned Lightning's own off
             if isinstance(self.decoder, Decoder):
-                options = {"document_ids": documents, "z_loss": z_loss, "max_documents": batch.max_documents}
+                options = {"document_ids": documents, "max_documents": batch.max_documents}
                 return self.decoder(input_ids, batch.labels, **options)
             from lm.model.custom import call_for_losses
 
-            return call_for_losses(self.decoder, input_ids, batch.labels, documents, z_loss)
+            return call_for_losses(self.decoder, input_ids, batch.labels, documents)
 
     def on_before_batch_transfer(self, batch: Batch, dataloader_idx: int) -> Batch:
         """Count documents while the batch is still on the host, so that nothing waits for the device."""

@@ -11,12 +11,12 @@ from lm.training.config import Precision
 log = logging.getLogger(__name__)
 
 
-def choose_precision(precision: Precision, fp8_keep: list[str] | None, accelerator: str) -> str | MixedPrecision:
+def choose_precision(precision: Precision, accelerator: str) -> str | MixedPrecision:
     """The precision for Lightning: our plugin for FP8, else a name; on a CPU that of a fast one, which is logged."""
     if precision.startswith("fp8-"):
         from lm.training.fp8 import Float8Precision
 
-        return Float8Precision(precision.removeprefix("fp8-"), fp8_keep)
+        return Float8Precision(precision.removeprefix("fp8-"))
     on_cpu = accelerator == "cpu" or (
         accelerator == "auto" and not torch.cuda.is_available() and not torch.backends.mps.is_available()
     )

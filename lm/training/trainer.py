@@ -92,7 +92,7 @@ class Trainer(PatchedTrainer):
             plugins.append(SLURMEnvironment(auto_requeue=False))  # on a signal, lm saves a checkpoint and exits with 75
         elif SLURMEnvironment.detect():
             plugins.append(LightningEnvironment())
-        chosen = choose_precision(config.precision, config.fp8_keep, config.accelerator)
+        chosen = choose_precision(config.precision, config.accelerator)
         if isinstance(chosen, Precision):
             plugins.append(chosen)
         super().__init__(
@@ -111,7 +111,6 @@ class Trainer(PatchedTrainer):
             num_nodes=num_nodes,
             strategy=choose_strategy(config, devices, num_nodes),
             deterministic=config.deterministic,
-            detect_anomaly=config.detect_anomaly,
             callbacks=config.callbacks,
             default_root_dir=config.default_root_dir,
             plugins=plugins,

@@ -84,7 +84,7 @@ def make_rich_run(root: Path, name: str = "reich-λ") -> Run:
                  reason=EVIL, command=["__main__.py", "fit", "--on_event", "[post, https://hooks.example/T0/B0]",
                                        "--data.path", "s3://me:pass@bucket/data?signature=abc"])  # fmt: skip
     run.config.write_text(yaml.safe_dump({
-        "on_event": ["post", "https://hooks.example/T0/B0"], "model": {"decoder": {"hidden_size": 77}, "z_loss": 0.0},
+        "on_event": ["post", "https://hooks.example/T0/B0"], "model": {"decoder": {"hidden_size": 77}, "document_mask": False},
         "data": {"path": "s3://me:pass@bucket/data?signature=abc", "shuffle_buffer": 96 * 2**20},
         "trainer": {"logger": {"class_path": EVIL, "init_args": {"api_key": "hunter2"}}},
     }))  # fmt: skip

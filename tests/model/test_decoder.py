@@ -203,7 +203,7 @@ def test_initial_weights_have_the_documented_spread(zero):
 
 @pytest.mark.parametrize("documents", [False, True])
 def test_the_fused_forward_pass_is_the_plain_one(config, documents):
-    """Logits, losses and gradients, with norms that are not all one, ignored labels, z-loss and the same dropout."""
+    """Logits, losses and gradients, with norms that are not all one, ignored labels and the same dropout."""
     plain = Decoder(config)
     for parameter in plain.parameters():
         if parameter.ndim == 1:
@@ -217,7 +217,7 @@ def test_the_fused_forward_pass_is_the_plain_one(config, documents):
     results = []
     for model in (plain, fused):
         torch.manual_seed(1)
-        total, per_token = model(ids, labels=labels, document_ids=number, z_loss=0.01)
+        total, per_token = model(ids, labels=labels, document_ids=number)
         total.backward()
         logits = model.eval()(ids, document_ids=number)
         results.append([total, per_token, logits, *(parameter.grad for parameter in model.parameters())])

@@ -57,15 +57,11 @@ ONE, TWO = Known(1, H200), Known(2)
     ((with_options("ddp", reduce_dtype="bf16") | {"precision": "16-mixed"}, {}, {}, TWO), "need fp16's digits"),
     # the Trainer
     (({"matmul_precision": "high", "precision": "bf16-mixed"},), "which is faster already: leave it out"),
-    (({"fp8_keep": ["*"]},), "fp8_keep * is for FP8, and trainer.precision is 32-true: leave it out, or take"),
     # FP8
-    ((FP8, NARROW, {}, ONE), "fp8-rowwise takes multiples of 16, and layers.0.mlp.down_proj is 48 x 72: change the "
-     "decoder's sizes, or name it in trainer.fp8_keep"),
+    ((FP8, NARROW, {}, ONE), "fp8-rowwise takes multiples of 16, and a block's mlp.down_proj is 48 x 72: change the "
+     "decoder's sizes"),
     ((FP8, {}, {"micro_batch_size": 3, "seq_len": 24}, ONE), "16 tokens a micro-batch, and these are 3 x 24"),
-    ((FP8 | {"fp8_keep": ["layers.9.*"]}, {}, {}, ONE), "trainer.fp8_keep layers.9.* fits no matrix: they are layers.0."
-     "self_attn.qkv_proj, layers.0.self_attn.o_proj, layers.0.mlp.gate_up_proj, layers.0.mlp.down_proj ... "),
-    ((FP8 | {"fp8_keep": ["*_proj"]}, {}, {}, ONE), "fp8_keep *_proj leaves no matrix for FP8: take bf16-mixed"),
-    ((FP8, shape(num_hidden_layers=1), {}, ONE), "by default, leaves no matrix"),
+    ((FP8, shape(num_hidden_layers=1), {}, ONE), "all blocks but the last, and there is one: take bf16-mixed"),
     ((FP8, {}, {}, Known(1, DEVICES["a100"])), "8.9 or later (Ada, Hopper, Blackwell), and this is NVIDIA A100"),
     ((FP8, {}, {}, Known(1, CPU)), "and this is a cpu: take bf16-mixed"),
     # the model on its device
@@ -85,7 +81,6 @@ def test_options_that_go_together_are_left_alone(monkeypatch):
     assert found(with_options("ddp", reduce_dtype="bf16"), known=Known(2, H200)) == []
     assert found({"strategy": "fsdp2", "num_nodes": 2}, known=Known(4, H200)) == []
     assert found(FP8, data={"micro_batch_size": 2}, known=ONE) == []
-    assert found(FP8 | {"fp8_keep": ["*.down_proj"]}, NARROW, known=ONE) == []
     custom = shape(tie_word_embeddings=True) | {"optimizer": OUTPUT}
     assert found(model=custom, custom=True) == []  # which may have such a matrix
 

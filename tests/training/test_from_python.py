@@ -159,8 +159,8 @@ def test_what_a_subclass_adds_is_in_its_hyperparameters():
         def __init__(self, width: int = 3, **options):
             super().__init__(**options)
 
-    assert dict(Mine(decoder=DECODER, z_loss=0.1, width=4).hparams) == {"width": 4}
-    assert not package.LanguageModule(DECODER, z_loss=0.1).hparams
+    assert dict(Mine(decoder=DECODER, document_mask=True, width=4).hparams) == {"width": 4}
+    assert not package.LanguageModule(DECODER, document_mask=True).hparams
 
 
 def test_the_trainer_makes_a_run_and_resumes_it(workplace):

@@ -1,7 +1,7 @@
 // Softmax cross-entropy of a chunk of logits, which its gradient overwrites. One block a row.
 //
-//   lse = log(sum(exp(logits)));  loss = lse - logits[label];  cost = loss + z_loss * lse^2
-//   d cost / d logits = (1 + 2 * z_loss * lse) * softmax(logits) - onehot(label)
+//   lse = log(sum(exp(logits)));  loss = lse - logits[label]
+//   d loss / d logits = softmax(logits) - onehot(label)
 //
 // What is not stored: probabilities, and the logits of more than one chunk. A row is read once and kept in registers
 // where it fits, else it is read a second time.
@@ -34,14 +34,14 @@ __device__ __forceinline__ void load_group(const T* at, int first, Vec<T, VEC> (
 
 extern "C" __global__ void __launch_bounds__(THREADS, 1024 / THREADS)
 cross_entropy(T* __restrict__ logits, const i64* __restrict__ labels, float* __restrict__ losses,
-              float* __restrict__ costs, i64 ignore_index, float z_loss) {
+              i64 ignore_index) {
   const i64 row = blockIdx.x, label = labels[row];
   T* at = logits + row * STRIDE;
   if (label == ignore_index) {
     const Vec<T, VEC> zero = {};
     if (GRADIENT)
       for (int piece = threadIdx.x; piece < PIECES; piece += THREADS) store<VEC>(at + piece * VEC, zero);
-    if (threadIdx.x == 0) losses[row] = costs[row] = 0.f;
+    if (threadIdx.x == 0) losses[row] = 0.f;
     return;
   }
   // Read before anything is overwritten: there are barriers between. A label that is no token makes the loss NaN.
@@ -72,15 +72,11 @@ cross_entropy(T* __restrict__ logits, const i64* __restrict__ labels, float* __r
   }
   const float top = block_max<WARPS>(most);
   sum = block_sum<WARPS>(most == NEGATIVE_INFINITY ? 0.f : sum * __expf(most - top));
-  const float log_sum = logf(sum), lse = top + log_sum;
-  if (threadIdx.x == 0) {
-    const float loss = top - target + log_sum;  // in this order a confident row keeps all its digits
-    losses[row] = loss;
-    costs[row] = loss + z_loss * lse * lse;
-  }
+  // In this order a confident row keeps all its digits.
+  if (threadIdx.x == 0) losses[row] = top - target + logf(sum);
   if (!GRADIENT) return;
 
-  const float scale = (1.f + 2.f * z_loss * lse) / sum;
+  const float scale = 1.f / sum;
   // The compiler must not know these values again: it would keep them widened, in twice the registers.
 #pragma unroll
   for (int i = 0; i < (HELD ? ITEMS : 0); ++i)
