@@ -1,4 +1,4 @@
-"""The documents in files of text: plain text, JSON lines, tables, and token ids in a file of nanoGPT.
+"""The documents in files of text: plain text, JSON lines, tables; those of token ids are read by `data/token_files`.
 
 Between `data/text_files`, which finds the files, and `data/encode`. A document of any length streams through: it comes
 in pieces of at most PIECE characters, cut at line ends.
@@ -19,8 +19,8 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from lm.data.encoder import id_type
 from lm.data.text_files import TEXT_KEY, TextFile, find_files
+from lm.data.token_files import read_ids
 from lm.data.tokenizer import Tokenizer
 from lm.errors import LmError, RequestError, RunError, first_line
 
@@ -59,7 +59,12 @@ def read_pieces(
     """
     try:
         if file.kind == "flat":
-            yield from _flat(file, tokenizer)
+            if tokenizer is None:
+                raise RequestError(
+                    f"{file.name} holds token ids: give the tokenizer.json they were made with (--tokenizer)"
+                )
+            for where, ids, last in read_ids(file, tokenizer.vocab_size, tokenizer.eos_id):
+                yield Piece(where, ids, last, file.split)
             return
         if file.kind == "text":
             documents = [(file.name, _decoded(file))]
@@ -218,41 +223,3 @@ def _csv(file: TextFile, part: int, parts: int, column: str) -> Iterator[tuple[s
             if len(cells) != len(names):
                 raise RunError(f"{where}: {len(cells)} columns where the first line names {len(names)}")
             yield where, cells[place]
-
-
-def _flat(file: TextFile, tokenizer: Tokenizer | None) -> Iterator[Piece]:
-    """Documents of a file of ids: uint16 as nanoGPT keeps them, or uint32 if a vocabulary needs it."""
-    if tokenizer is None:
-        raise RequestError(f"{file.name} holds token ids: give the tokenizer.json they were made with (--tokenizer)")
-    position = 0  # tokens before the chunk
-    unfinished = False  # whether a piece of the document that the chunk begins with was yielded already
-    dtype = id_type(tokenizer.vocab_size)
-    with file.stream() as stream:
-        following = stream.read(dtype.itemsize * PIECE)
-        while data := following:
-            following = stream.read(dtype.itemsize * PIECE)
-            if len(data) % dtype.itemsize:
-                raise RunError(f"{file.name} ends inside of a token id: it is truncated, or not of {dtype} ids")
-            ids = np.frombuffer(data, dtype)  # (n,)
-            if position == 0 and len(ids) >= 16 and not ids[1::2].any():  # the upper halves of wider ids
-                size, actual = dtype.itemsize, dtype.itemsize * (2 if ids[2::4].any() else 4)
-                raise RunError(
-                    f"{file.name}: every second id is 0, so an id has {actual} bytes, not {size}: np.fromfile("
-                    f"{file.name!r}, '<u{actual}').astype('<u{size}').tofile('train.bin') makes a file of {dtype}"
-                )
-            outside = ids >= tokenizer.vocab_size
-            if outside.any():
-                first = int(np.argmax(outside))
-                raise RunError(
-                    f"{file.name}, token {position + first}: id {ids[first]} is outside the vocabulary of "
-                    f"{tokenizer.vocab_size}; was it made with another tokenizer?"
-                )
-            start = 0
-            for end in np.flatnonzero(ids == tokenizer.eos_id).tolist():
-                if end > start or unfinished:
-                    yield Piece(f"{file.name}, token {position + start}", ids[start:end], True, file.split)
-                start, unfinished = end + 1, False
-            if start < len(ids):
-                unfinished = bool(following)
-                yield Piece(f"{file.name}, token {position + start}", ids[start:], not unfinished, file.split)
-            position += len(ids)

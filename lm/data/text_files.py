@@ -29,8 +29,8 @@ log = logging.getLogger(__name__)
 EMBEDDED = "embedded:"
 COMPRESSIONS = {".gz": "gzip", ".zst": "zstd", ".zstd": "zstd", ".bz2": "bz2", ".xz": "xz"}
 KINDS = {
-    ".jsonl": "jsonl", ".ndjson": "jsonl", ".json": "jsonl", ".parquet": "parquet", ".pq": "parquet", ".bin": "flat",
-    ".csv": "csv", ".tsv": "tsv", ".arrow": "arrow",
+    ".jsonl": "jsonl", ".ndjson": "jsonl", ".json": "jsonl", ".parquet": "parquet", ".pq": "parquet",
+    ".csv": "csv", ".tsv": "tsv", ".arrow": "arrow", ".bin": "flat", ".ds": "flat", ".npy": "flat",
 }  # fmt: skip
 TEXT_SUFFIXES = set(
     ".txt .text .md .markdown .rst .tex .org .adoc .xml .css .yaml .yml .toml .ini .cfg "
@@ -45,8 +45,7 @@ NOT_TEXT = {  # suffixes -> what to do
     ".pdf": "`pdftotext {0}` makes text of it",
     **dict.fromkeys((".html", ".htm", ".docx", ".odt", ".rtf", ".epub"), PANDOC),
     ".xlsx": TABLE,
-    ".npy": "it holds token ids: np.load({0!r}).astype(np.uint16).tofile('train.bin') makes a file of nanoGPT "
-    "(np.uint32 if the vocabulary has more than 65,536 ids)",
+    **dict.fromkeys((".idx", ".index", ".metadata"), "it belongs to a file of token ids: give that one"),
     **dict.fromkeys((".zip", ".tar", ".tgz", ".7z", ".rar"), "unpack it and give its files"),
 }
 DENSITY = 4  # bytes of text in a byte of a compressed file, about
@@ -64,7 +63,7 @@ NUMBERED = re.compile(r"(.*)\d{5}-of-(\d{5})(.*)")  # one file of several
 @dataclass(frozen=True)
 class TextFile:
     name: str  # its path or URL
-    kind: str  # "text" (one document), "flat" (token ids as nanoGPT keeps them), or a value of `KINDS`
+    kind: str  # "text" (one document), "flat" (token ids, see `data/token_files`), or a value of `KINDS`
     compression: str | None  # "gzip", "zstd", "bz2", "xz"
     size: int  # bytes, as it is stored
     modified: int | str | None  # ns, or what a store calls the content; None where the file system does not know it
@@ -84,6 +83,17 @@ class TextFile:
     def open(self) -> pa.NativeFile:
         """The file as it is, seekable."""
         return open_file(*open_filesystem(self.address)[:2], self.name)
+
+    def read_beside(self, suffix: str, other: str) -> bytes | None:
+        """The content of the file that has another suffix in place of this one; None where there is none."""
+        path, found = re.subn(rf"{re.escape(suffix)}(?=$|\?)", other, self.address, flags=re.IGNORECASE)
+        if not found:
+            return None
+        try:
+            with open_file(*open_filesystem(path)[:2], self.name) as handle:
+                return handle.read()
+        except FileNotFoundError:
+            return None
 
     def stream(self) -> io.BufferedIOBase:
         """Its content, decompressed; seekable where it is not compressed."""

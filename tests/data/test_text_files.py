@@ -211,7 +211,7 @@ def test_the_parts_of_a_file_are_the_file(parts, tmp_path):
 
 @pytest.mark.parametrize("piece", [2, 3, 1000])
 def test_flat_ids_are_cut_at_the_end_of_documents(piece, tmp_path, monkeypatch):
-    monkeypatch.setattr("lm.data.documents.PIECE", piece)
+    monkeypatch.setattr("lm.data.token_files.CHUNK", piece)
     tokenizer = train_char(["abc"])  # 0 ends a document
     (tmp_path / "train.bin").write_bytes(np.array([2, 3, 0, 0, 4, 4, 4, 4, 0, 2, 3], "<u2").tobytes())
     [file] = find_files([str(tmp_path / "train.bin")])
@@ -336,7 +336,7 @@ def test_a_bad_parquet_file_is_named_with_its_row(tmp_path):
 
 NOT_TEXT = {
     "a.pdf": "pdftotext .*a.pdf", "a.docx": "pandoc .*a.docx", "a.HTML": "pandoc", "a.xlsx": "--text_key",
-    "a.zip": "unpack it", "a.tar.gz": "unpack it", "a.npy": "makes a file of nanoGPT", "noname": "zero bytes",
+    "a.zip": "unpack it", "a.tar.gz": "unpack it", "a.idx": "belongs to a file of token ids", "noname": "zero bytes",
 }  # fmt: skip
 
 
