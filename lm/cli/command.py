@@ -52,6 +52,7 @@ TABLE = (
     Command("ladder", "ladder:ladder", "overrides",
             "train small models of several sizes, and predict the loss of a large one", "ladder_options:LadderOptions"),
     Command("data prepare", "data:main_prepare", "function", "tokenize texts into Parquet shards"),
+    Command("data index", "data:index", "function", "index the shards of another program, to open them at once"),
     Command("data inspect", "data:inspect", "function", "what a data folder holds"),
     Command("data show", "data:show", "function", "the texts that a run saw at a step"),
     Command("generate", "generate:generate", "dataclass",

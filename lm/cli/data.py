@@ -11,17 +11,20 @@ from typing import Any
 from rich.console import Console
 
 from lm.cli.charts import plain_table
-from lm.data.catalog import MANIFEST
-from lm.data.config import PrepareOptions, rare_entries
+from lm.data.catalog import INDEX, MANIFEST, find_shards
+from lm.data.config import PrepareCommand, rare_entries
 from lm.data.document_ends import describe_ends
-from lm.data.prepare import prepare as make
+from lm.data.parquet import Column
+from lm.data.prepare import plan_only, prepare, prepare_part
 from lm.data.shard_checks import check_seq_len
+from lm.data.shard_index import IndexedShard, write_index
 from lm.data.shard_statistics import padding_fraction
 from lm.data.shards import Shards
 from lm.data.tokenizer import Tokenizer
 from lm.errors import RequestError, first_line, require_at_least
 from lm.runs.find import find_run
 from lm.runs.run import ROOT
+from lm.system.files import check_local_path
 from lm.system.parsing import DAMAGE_ERRORS, parse_json
 from lm.system.process import harmless
 from lm.system.units import format_count, plural
@@ -40,8 +43,14 @@ COLUMNS: dict[str, Callable[[Any], str]] = {  # facts of a split, and how they a
 
 def main_prepare(**options: Any) -> None:
     """Tokenize texts into Parquet shards; the same command resumes where it was stopped."""
-    settings = PrepareOptions(**options)
-    manifest = make(settings)
+    settings = PrepareCommand(**options)
+    if settings.plan_only:
+        plan_only(settings)
+        return
+    if settings.part is not None:
+        log.info("task %s: %s", settings.task, prepare_part(settings, *settings.part))
+        return
+    manifest = prepare(settings)
     for name, split in manifest["splits"].items():
         documents, shards = plural(split["documents"], "document"), plural(len(split["shards"]), "shard")
         tokens, per_token = format_count(split["tokens"]), split["bytes"] / split["tokens"]
@@ -56,6 +65,31 @@ def main_prepare(**options: Any) -> None:
     config = quote(next(name for name in names if not Path(name).exists()))
     data = quote(settings.output)
     log.info("train on it: lm scale --data %s --output %s && lm fit --config %s", data, config, config)
+
+
+def index(path: str, tokenizer: str | None = None, column: str = "input_ids", pad_id: int | None = None) -> None:
+    """Index a folder of shards of another program, so that many files open at once and a changed one is noticed.
+
+    Args:
+        path: The folder, on this machine.
+        tokenizer: The tokenizer.json that the ids were made with, or its folder; ids outside its vocabulary are errors.
+        column: Column of the token ids.
+        pad_id: Id of the padding, as in `data.pad_id`.
+    """
+    check_local_path("lm data index", path)
+    if not Path(path).is_dir():
+        raise RequestError(f"{path} is not a folder: give the folder that holds the shards")
+    made_with = Tokenizer.load(tokenizer) if tokenizer else None
+    vocab_size, sha256, eos_id = (
+        (made_with.vocab_size, made_with.sha256, made_with.eos_id) if made_with else (None,) * 3
+    )
+    shards, known_size = find_shards(path, Column(column, vocab_size, pad_id, eos_id), sha256, use_index=False)
+    if known_size is not None:
+        raise RequestError(f"{path} was made by `lm data prepare`, whose manifest.json has it all: nothing to index")
+    facts = {shard.name: IndexedShard(*(getattr(shard, name) for name in IndexedShard._fields)) for shard in shards}
+    write_index(Path(path) / INDEX, facts, shards[0].column, sha256)
+    tokens = sum(sum(shard.row_groups) for shard in shards)
+    log.info("%s/%s: %s, %s tokens", path, INDEX, plural(len(shards), "shard"), format_count(tokens))
 
 
 def inspect(path: str, column: str = "input_ids", seq_len: int | None = None, json: bool = False) -> None:

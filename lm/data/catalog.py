@@ -36,6 +36,7 @@ from lm.system.parsing import parse_json
 from lm.system.sources import find_entries, list_files, open_file
 
 MANIFEST = "manifest.json"  # in a folder that `lm data prepare` made
+INDEX = "_index.json"  # in a folder of other shards that `lm data index` indexed; readers of Parquet leave it out
 FOOTER_THREADS = 16
 SUFFIX = re.compile(r"\.(parquet|pq)$", re.IGNORECASE)
 HIDDEN = re.compile(r"(^|/)[._]")
@@ -73,9 +74,16 @@ class Shard:
 
 
 def find_shards(
-    source: str, column: Column, tokenizer_sha256: str | None = None, patience: float = PATIENCE
+    source: str,
+    column: Column,
+    tokenizer_sha256: str | None = None,
+    patience: float = PATIENCE,
+    use_index: bool = True,
 ) -> tuple[list[Shard], int | None]:
-    """The shards of a source, as for `Shards.open`, with their token counts; the vocabulary's size by a manifest."""
+    """The shards of a source, as for `Shards.open`, with their token counts; the vocabulary's size, where it is known.
+
+    The counts are those of a manifest, or of an index of `lm data index`, or else of the footers.
+    """
     listing = list_files(source, patience)
     files, manifest = listing.files, None
     if listing.is_folder:
@@ -93,6 +101,13 @@ def find_shards(
     ]
     if manifest is not None:
         return _from_manifest(manifest, source, posixpath.basename(listing.path), shards, tokenizer_sha256)
+    if listing.is_folder and use_index and (index := listing.files.get(INDEX)):
+        from lm.data.shard_index import read_index
+
+        sizes = {shard.name: shard.size for shard in shards}
+        with open_file(listing.filesystem, index.path, source, patience) as file:
+            indexed, vocab_size = read_index(file.read(), source, sizes, column, tokenizer_sha256)
+        return [replace(shard, **indexed[shard.name]._asdict()) for shard in shards], vocab_size
     with ThreadPoolExecutor(FOOTER_THREADS) as pool:
         return list(pool.map(lambda shard: _from_footer(shard, tokenizer_sha256), shards)), None
 

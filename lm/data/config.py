@@ -39,6 +39,8 @@ class PrepareOptions:
         seq_len: For "whole": predicted tokens per sample, which is the context of the model.
         text_key: Key or column of the text in JSON lines and tables.
         eos_token: Token that ends a document, if the tokenizer's own files do not name it.
+        keep_duplicates: Keep documents that repeat another, apart from case and blanks; else the first of them alone
+            is kept, and one of the validation data before one of the training data.
         shard_tokens: Approximate tokens per shard.
         sample_bytes: Most bytes of text to train a "bpe" or "char" tokenizer on.
     """
@@ -53,6 +55,7 @@ class PrepareOptions:
     seq_len: Count | None = None
     text_key: str = "text"
     eos_token: str | None = None
+    keep_duplicates: bool = False
     shard_tokens: Count = Count(100_000_000)
     sample_bytes: Count = Count(200_000_000)
 
@@ -70,6 +73,30 @@ class PrepareOptions:
         require_at_least(2, "--", seq_len=self.seq_len)
         if self.eos_token is not None and self.tokenizer in LEARNED:
             raise RequestError(f"--eos_token is for a tokenizer.json; a learned {self.tokenizer!r} has its own")
+
+
+@dataclass
+class PrepareCommand(PrepareOptions):
+    """The options of `lm data prepare`.
+
+    Args:
+        plan_only: Write the plan and the tokenizer alone, before several machines share the work with --task.
+        task: I/N: do the part of task I, from 0, of N tasks with a shared folder. Run all tasks twice: they encode,
+            then write the shards. Then the same command without --task checks all and writes the manifest.
+    """
+
+    plan_only: bool = False
+    task: str | None = None
+
+    @property
+    def part(self) -> tuple[int, int] | None:
+        """The task and the number of tasks; None for all of the work."""
+        if self.task is None:
+            return None
+        match = re.fullmatch(r"(\d+)/(\d+)", self.task)
+        if not match or not int(match[1]) < int(match[2]):
+            raise RequestError(f"--task {self.task} is not a task and the number of tasks, such as 0/4, 1/4, 2/4, 3/4")
+        return int(match[1]), int(match[2])
 
 
 def rare_entries(vocab_size: int, tokens: int) -> str | None:

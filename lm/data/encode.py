@@ -36,16 +36,19 @@ from lm.data.shard_writer import ROW_GROUP_TOKENS, ShardWriter
 from lm.data.text_files import TextFile
 from lm.data.tokenizer import Tokenizer
 from lm.errors import RequestError, RunError
-from lm.system.files import sync, write_atomically
+from lm.system.files import atomic_file, write_atomically
 
 UNIT_BYTES = 64 * 2**20  # of text, approximately; smaller for a small corpus, so that all processes have work
 MIN_UNIT_BYTES = 4 * 2**20
 MAX_UNITS = 32
 BATCH = 2**20  # characters encoded at once
 SMALL_WORK = 32 * 2**20  # bytes of text; starting processes takes longer than this much work
-# Counts of a part or split: tokens include the one that ends each document; bytes of the documents in UTF-8, and their
-# estimate by `Tokenizer.token_bytes`.
-COUNTS = ("documents", "tokens", "bytes", "token_bytes")
+# Counts of a document or split: tokens include the one that ends each document; bytes of the documents in UTF-8, and
+# their estimate by `Tokenizer.token_bytes`.
+COUNTS = ("tokens", "bytes", "token_bytes")
+# The facts of a document, in a file beside the ids of a part: a digest that ignores case and blanks, and its counts.
+DOCUMENT = np.dtype([("digest", "<u8"), *((name, "<i8") for name in COUNTS)])
+DOCUMENTS = ".documents"  # suffix of that file
 
 # ---- units and their parts -------------------------------------------------------------------------------------------
 
@@ -111,43 +114,71 @@ def split_of(piece: Piece, val_fraction: float) -> str:
 
 
 def record_path(unit: Unit, recipe: Recipe) -> Path:
-    """The path of a unit's record, which exists once the unit is done; its name is a hash of all that decides it."""
-    content = (unit.slices, recipe.tokenizer, recipe.text_key, recipe.val_fraction, recipe.shard_tokens)
-    return recipe.folder / f"{blake2b(repr(content).encode(), digest_size=16).hexdigest()}.json"
+    """The path of a unit's record, which exists once the unit is done."""
+    return _record(
+        recipe.folder, unit.slices, recipe.tokenizer, recipe.text_key, recipe.val_fraction, recipe.shard_tokens
+    )
+
+
+def _record(folder: Path, *content: Any) -> Path:
+    """The path of a record, whose name is a hash of all that decides the content of what it stands for."""
+    return folder / f"{blake2b(repr(content).encode(), digest_size=16).hexdigest()}.json"
 
 
 def encode_unit(unit: Unit, recipe: Recipe) -> None:
     """Write the parts of a unit, and its record last."""
     path = record_path(unit, recipe)
     encoder, sizes = _tools(recipe)
-    eos = np.array([encoder.tokenizer.eos_id], encoder.dtype).tobytes()
-    record: dict[str, Any] = {"parts": []}
+    parts: list[Part] = []
     with ExitStack() as stack:
-        open_parts: dict[str, tuple[BinaryIO, dict[str, Any]]] = {}  # split -> file and counts
+        open_parts: dict[str, Part] = {}  # by split
         split = None  # of the document that has begun
         for piece, ids in _encoded(unit_pieces(unit, recipe.text_key, encoder.tokenizer), encoder):
             split = split or split_of(piece, recipe.val_fraction)
             if split not in open_parts:
-                name = f"{path.stem}-{len(record['parts']):03d}-{split}"
-                record["parts"].append({"file": name, "split": split, **dict.fromkeys(COUNTS, 0)})
-                open_parts[split] = stack.enter_context(open(recipe.folder / name, "wb")), record["parts"][-1]
-            file, counts = open_parts[split]
-            file.write(ids.tobytes() + (eos if piece.last else b""))
-            counted = int(sizes[ids].sum())
-            counts["documents"] += piece.last
-            counts["tokens"] += len(ids) + piece.last
-            counts["token_bytes"] += counted
-            if isinstance(piece.content, str):
-                counts["bytes"] += len(piece.content.encode())
-            else:
-                counts["bytes"] += counted if encoder.tokenizer.byte_level else encoder.tokenizer.text_bytes(ids)
+                file = recipe.folder / f"{path.stem}-{len(parts):03d}-{split}"
+                open_parts[split] = Part(file.name, split, encoder.tokenizer, sizes)
+                open_parts[split].file = stack.enter_context(open(stack.enter_context(atomic_file(file)), "wb"))
+                parts.append(open_parts[split])
+            part = open_parts[split]
+            part.write(piece, ids)
             if piece.last:
-                if counts["tokens"] >= recipe.shard_tokens:
-                    open_parts.pop(split)[0].close()
+                if part.tokens >= recipe.shard_tokens:
+                    open_parts.pop(split)
                 split = None
-    for part in record["parts"]:
-        sync(recipe.folder / part["file"])
-    write_atomically(path, json.dumps(record))
+    for part in parts:
+        with atomic_file(recipe.folder / f"{part.name}{DOCUMENTS}") as file:
+            np.array(part.documents, DOCUMENT).tofile(file)
+    write_atomically(path, json.dumps({"parts": [{"file": part.name, "split": part.split} for part in parts]}))
+
+
+class Part:
+    """Ids of one split, which are written to a file, and the facts of each document in it."""
+
+    file: BinaryIO
+
+    def __init__(self, name: str, split: str, tokenizer: Tokenizer, sizes: np.ndarray) -> None:
+        self.name, self.split = name, split
+        self.documents: list[tuple[int, ...]] = []  # with the fields of DOCUMENT
+        self.tokens = 0
+        self._tokenizer, self._sizes = tokenizer, sizes  # sizes: bytes of each token
+        self._eos = np.array([tokenizer.eos_id], id_type(tokenizer.vocab_size)).tobytes()
+        self._digest, self._counts = blake2b(digest_size=8), np.zeros(3, np.int64)  # of the document that has begun
+
+    def write(self, piece: Piece, ids: np.ndarray) -> None:
+        self.file.write(ids.tobytes() + (self._eos if piece.last else b""))
+        tokens, token_bytes = len(ids) + piece.last, int(self._sizes[ids].sum())
+        if isinstance(piece.content, str):
+            size = len(piece.content.encode())
+            self._digest.update(" ".join(piece.content.split()).casefold().encode())
+        else:
+            size = token_bytes if self._tokenizer.byte_level else self._tokenizer.text_bytes(ids)
+            self._digest.update(ids.tobytes())
+        self._counts += (tokens, size, token_bytes)
+        self.tokens += tokens
+        if piece.last:
+            self.documents.append((int.from_bytes(self._digest.digest(), "little"), *self._counts.tolist()))
+            self._digest, self._counts = blake2b(digest_size=8), np.zeros(3, np.int64)
 
 
 def _encoded(pieces: Iterator[Piece], encoder: Encoder) -> Iterator[tuple[Piece, np.ndarray]]:
@@ -176,21 +207,42 @@ def part_ids(folder: Path, file: str, dtype: np.dtype) -> np.ndarray:
     return np.memmap(folder / file, dtype, mode="r")
 
 
-def write_shard(path: Path, slices: Sequence[Slice], folder: Path, packed_seq_len: int | None = None) -> dict[str, Any]:
-    """Copy slices of the parts in `folder` to one shard, with one row a document, or with documents packed into rows
-    that predict `packed_seq_len` tokens; returns its entry of the manifest.
-    """
-    tokenizer = Tokenizer.load(folder)
-    packed = None if packed_seq_len is None else PackedRows(packed_seq_len, tokenizer.eos_id)
-    writer = ShardWriter(path, id_type(tokenizer.vocab_size), tokenizer.sha256, packed)
+class ShardTask(NamedTuple):
+    """A shard to write: slices of parts, one row a document, or documents packed into rows of `seq_len` tokens."""
+
+    path: Path
+    slices: tuple[Slice, ...]
+    seq_len: int | None
+
+
+def shard_entry(task: ShardTask, recipe: Recipe) -> dict[str, Any] | None:
+    """The entry of the manifest of a shard that is written; None where it is not yet."""
+    try:
+        entry = json.loads(shard_record(task, recipe).read_text())
+        return entry if task.path.stat().st_size == entry["size"] else None
+    except FileNotFoundError:
+        return None
+
+
+def shard_record(task: ShardTask, recipe: Recipe) -> Path:
+    """The path of a shard's record, which exists once the shard is written."""
+    return _record(recipe.folder, task.path.parts[-2:], task.slices, recipe.tokenizer, task.seq_len)
+
+
+def write_shard(task: ShardTask, recipe: Recipe) -> None:
+    """Write a shard from the parts in the folder of `recipe`, and last its record: its entry of the manifest."""
+    tokenizer, folder = Tokenizer.load(recipe.folder), recipe.folder
+    packed = None if task.seq_len is None else PackedRows(task.seq_len, tokenizer.eos_id)
     facts: dict[str, Any] = {}
-    if packed is None:
-        _copy_documents(writer, slices, folder, tokenizer.eos_id)
-    else:
-        facts = _copy_packed(writer, slices, folder, packed)
-    size = writer.close()
-    name = f"{path.parent.name}/{path.name}"
-    return {"file": name, "size": size, "row_groups": writer.row_groups, "digest": writer.digest} | facts
+    with atomic_file(task.path) as file:
+        writer = ShardWriter(file, id_type(tokenizer.vocab_size), tokenizer.sha256, packed)
+        if packed is None:
+            _copy_documents(writer, task.slices, folder, tokenizer.eos_id)
+        else:
+            facts = _copy_packed(writer, task.slices, folder, packed)
+        size = writer.close()
+    entry = {"file": "/".join(task.path.parts[-2:]), "size": size, "row_groups": writer.row_groups}
+    write_atomically(shard_record(task, recipe), json.dumps({**entry, "digest": writer.digest, **facts}))
 
 
 def _copy_documents(writer: ShardWriter, slices: Sequence[Slice], folder: Path, eos_id: int) -> None:

@@ -1,10 +1,10 @@
-"""From text to shards: the steps of `lm data prepare`.
+"""From text to shards: `lm data prepare`, on one machine or several.
 
-Files are found (`data/text_files`), a tokenizer is loaded or trained (`data/tokenizer`), units of text are encoded by
-processes and copied into shards (`data/encode`, `data/parquet`), which `data/shards` reads.
+Files are found (`data/text_files`), and `data/preparation` does the steps: a tokenizer is loaded or trained, units of
+text are encoded by processes and copied into shards, which `data/shards` reads.
 
 The result depends only on the options and the files, not on the number of processes or on interruptions. A folder is
-finished when it has a `manifest.json`, which is written last; until then `.parts` keeps the finished units.
+finished when it has a `manifest.json`, which is written last; until then `.parts` keeps what is done.
 """
 
 import json
@@ -14,48 +14,91 @@ import shutil
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import asdict, replace
-from hashlib import blake2b
 from pathlib import Path
 from typing import Any
 
-from lm.data.blocks import ranges_within
 from lm.data.catalog import MANIFEST
 from lm.data.config import LEARNED, PrepareOptions
-from lm.data.encode import (
-    Recipe,
-    Slice,
-    Unit,
-    encode_unit,
-    plan_units,
-    record_path,
-    run_tasks,
-    split_of,
-    unit_pieces,
-    write_shard,
-)
-from lm.data.encoder import id_type
-from lm.data.overlap import describe_shared, shared_spans
-from lm.data.parquet import COLUMN, LAYOUT, PackedRows
-from lm.data.shards import Shards
-from lm.data.splits import Split, divide, shared_documents
+from lm.data.encode import record_path
+from lm.data.preparation import PARTS, Preparation
 from lm.data.text_files import TextFile, find_files, split_by_names
 from lm.data.tokenizer import Tokenizer
-from lm.data.tokenizer_training import train_bpe, train_char
 from lm.errors import Interrupted, RequestError
 from lm.system.files import write_atomically
 from lm.system.parsing import parse_json
+from lm.system.units import format_bytes, plural
 
 log = logging.getLogger(__name__)
 
+TOKENS_PER_BYTE = 0.22  # of a text, with a vocabulary of some ten thousand; a token has 2 bytes or more
 VAL_BYTES = 80_000  # of text, 10,000 tokens or more; a loss over fewer is mostly noise
 CHANGED = ("Aa", "é", "a.b", "a  b", "a\nb")  # by tokenizers that fold letters or insert blanks between words
-PARTS, PLAN, LOCK = ".parts", ".parts/plan.json", ".lock"
+PLAN, LOCK = f"{PARTS}/plan.json", ".lock"
 
 
 def prepare(options: PrepareOptions) -> dict[str, Any]:
     """Make shards, or continue an unfinished preparation; returns the content of `manifest.json`."""
+    options, files, known = _examine(options)
+    output = Path(options.output)
+    plan = _plan(options, files, known)
+    if (manifest := _finished(output, plan)) is None:
+        try:
+            with _only_one(output):
+                if (manifest := _finished(output, plan)) is None:  # no other process has made it meanwhile
+                    log.info("preparing %s from %s", output, ", ".join(options.input))
+                    _begin(output, plan)
+                    manifest = Preparation(options, files, known).finish() | plan
+                    write_atomically(output / MANIFEST, json.dumps(manifest, indent=1, ensure_ascii=False) + "\n")
+                (output / LOCK).unlink(missing_ok=True)
+        except KeyboardInterrupt as error:
+            done = {file.name for file in (output / PARTS).glob("*")} - {Path(PLAN).name}
+            action = "continues from here" if done else "begins again"
+            raise Interrupted(f"stopped; the same command {action}") from error
+    shutil.rmtree(output / PARTS, ignore_errors=True)
+    return manifest
+
+
+def plan_only(options: PrepareOptions) -> None:
+    """Write the plan and the tokenizer of a preparation that several machines share by `prepare_part`."""
+    options, files, known = _examine(options)
+    _begin(Path(options.output), _plan(options, files, known))
+    preparation = Preparation(options, files, known)
+    log.info(
+        "%s, %s to encode", plural(len(preparation.units), "unit"), plural(len(preparation.unfinished_units()), "unit")
+    )
+
+
+def prepare_part(options: PrepareOptions, task: int, tasks: int) -> str:
+    """Do the work of task `task`, from 0, of `tasks` in a folder that they share; returns what to do next.
+
+    Units are encoded first; once all are, the same tasks write the shards. No task waits for another.
+    """
+    options, files, known = _examine(options)
+    output = Path(options.output)
+    plan = _plan(options, files, known)
+    if _finished(output, plan) is not None:
+        return "nothing is left to do"
+    if not (output / PLAN).exists() or (output / PLAN).read_text() != json.dumps(plan):
+        raise RequestError(f"{output} has no plan for these options and files: run the same with --plan_only first")
+    preparation = Preparation(options, files, known)
+    if preparation.unfinished_units():
+        units = [unit for unit in preparation.units[task::tasks] if not record_path(unit, preparation.recipe).exists()]
+        preparation.encode(units)
+        left = len(preparation.unfinished_units())
+        waiting = f"{plural(left, 'unit')} of other tasks are left; then " if left else ""
+        return f"{waiting}run every task once more, to write the shards"
+    splits, _ = preparation.divide()
+    shards = [shard for split in splits for shard in preparation.shards(split)]
+    preparation.write(preparation.unwritten(shards[task::tasks]))
+    left = len(preparation.unwritten(shards))
+    waiting = f"{plural(left, 'shard')} of other tasks are left; then " if left else ""
+    return f"{waiting}run the same without --task, to check all and write the manifest"
+
+
+def _examine(options: PrepareOptions) -> tuple[PrepareOptions, list[TextFile], Tokenizer | None]:
+    """The options with a fraction for validation, the files, and the tokenizer unless one is to be learned."""
     options.check()
-    output, parts = Path(options.output), Path(options.output) / PARTS
+    output = Path(options.output)
     files = split_by_names(find_files(options.input))
     if options.val_fraction is None:
         fraction = VAL_BYTES / max(1, sum(file.text_bytes for file in files))
@@ -63,29 +106,27 @@ def prepare(options: PrepareOptions) -> dict[str, Any]:
     known = None if options.tokenizer in LEARNED else Tokenizer.load(options.tokenizer, options.eos_token).bare()
     if known is None and any(file.kind == "flat" for file in files):
         raise RequestError(
-            "a .bin holds token ids: give the tokenizer.json that they were made with (--tokenizer), or the "
-            "meta.json of characters"
+            "a file of token ids needs the tokenizer.json that they were made with (--tokenizer), or the meta.json of "
+            "characters"
         )
-    plan = _plan(options, files, known)
-    if (manifest := _finished(output, plan)) is None:
-        if holds_other_files(output):
-            raise RequestError(f"{output} holds other files: {fix_other_files(output)}")
-        if known is not None and (loss := describe_loss(known)):
-            log.warning("%s", loss)
-        try:
-            with _only_one(output):
-                if (manifest := _finished(output, plan)) is None:  # no other process has made it meanwhile
-                    log.info("preparing %s from %s", output, ", ".join(options.input))
-                    _begin(output, parts, plan)
-                    manifest = _make(options, output, parts, files, known) | plan
-                    write_atomically(output / MANIFEST, json.dumps(manifest, indent=1, ensure_ascii=False) + "\n")
-                (output / LOCK).unlink(missing_ok=True)
-        except KeyboardInterrupt as error:
-            done = {file.name for file in parts.glob("*")} - {Path(PLAN).name}
-            action = "continues from here" if done else "begins again"
-            raise Interrupted(f"stopped; the same command {action}") from error
-    shutil.rmtree(parts, ignore_errors=True)
-    return manifest
+    if holds_other_files(output):
+        raise RequestError(f"{output} holds other files: {fix_other_files(output)}")
+    if not (output / PLAN).exists() and not (output / MANIFEST).exists():
+        _check_disk(output, files)
+    if known is not None and not (output / MANIFEST).exists() and (loss := describe_loss(known)):
+        log.warning("%s", loss)
+    return options, files, known
+
+
+def _check_disk(output: Path, files: list[TextFile]) -> None:
+    """RequestError where the shards and the encoded units that they are copied from would not fit on the disk."""
+    tokens = TOKENS_PER_BYTE * sum(file.size * (2 if file.compression else 1) for file in files if file.kind != "flat")
+    needed, place = int(tokens * 4), next(folder for folder in (output, *output.absolute().parents) if folder.exists())
+    if needed > (free := shutil.disk_usage(place).free):
+        raise RequestError(
+            f"{output} needs about {format_bytes(needed)} for shards and encoded text, and its disk has "
+            f"{format_bytes(free)} free: give an --output on another"
+        )
 
 
 def _finished(output: Path, plan: dict[str, Any]) -> dict[str, Any] | None:
@@ -112,64 +153,14 @@ def _only_one(output: Path) -> Iterator[None]:
         except Timeout:
             log.info("another process is making %s: waiting for it", output)
             stack.enter_context(lock.acquire())
-        except OSError:  # a file system without locks
-            pass
+        except OSError:
+            log.warning("%s is on a file system without locks: start this command once at a time", output)
         yield
-
-
-def _make(
-    options: PrepareOptions, output: Path, parts: Path, files: list[TextFile], known: Tokenizer | None
-) -> dict[str, Any]:
-    """Make everything except the manifest, and return the manifest's content."""
-    units = plan_units(files)
-    tokenizer = _tokenizer(options, parts, units, known)
-    identity = tokenizer.sha256 + tokenizer.eos_token
-    recipe = Recipe(parts, identity, options.text_key, options.val_fraction, options.shard_tokens)
-    remaining = [unit for unit in units if not record_path(unit, recipe).exists()]
-    if len(remaining) < len(units):
-        log.info("continuing: %d of %d units are done", len(units) - len(remaining), len(units))
-    tasks = [(unit, recipe) for unit in remaining]
-    run_tasks(encode_unit, tasks, [unit.text_bytes for unit in remaining], "encoding", options.workers)
-    encoded = [part for unit in units for part in json.loads(record_path(unit, recipe).read_text())["parts"]]
-    splits = divide(encoded, options.val_fraction, tokenizer, parts)
-    size, encoded_size = (sum(split.counts[name] for split in splits) for name in ("bytes", "token_bytes"))
-    if encoded_size < 0.9 * size:
-        percent = 100 * encoded_size / size
-        log.warning("the tokens stand for %.0f %% of the bytes of the text; --tokenizer bpe knows all bytes", percent)
-    named = any(file.split for file in files)  # otherwise no document is in both splits
-    shared = shared_documents(splits, tokenizer, parts) if named else None
-    for name in ("train", "val"):
-        shutil.rmtree(output / name, ignore_errors=True)  # of a killed attempt
-    shards = [shard for split in splits for shard in _shards(output, split, options.shard_tokens)]
-    sizes = [sum(stop - start for _, start, stop in slices) for _, slices in shards]
-    tasks = [(*shard, parts, options.seq_len) for shard in shards]
-    entries = run_tasks(write_shard, tasks, sizes, "writing", options.workers)
-    if named and shared is None:  # no document is in both
-        train, val = (Shards.open(str(output / name), vocab_size=tokenizer.vocab_size) for name in ("train", "val"))
-        shared = describe_shared(*shared_spans(train, val, tokenizer.eos_id), "passages")
-    if shared:
-        log.warning("%s", shared)
-    for name, text in tokenizer.files().items():
-        write_atomically(output / name, text)
-    return {
-        "layout": LAYOUT,
-        "column": COLUMN,
-        "dtype": id_type(tokenizer.vocab_size).name,
-        "tokenizer": tokenizer.sha256,
-        "vocab_size": tokenizer.vocab_size,
-        "eos_id": tokenizer.eos_id,
-        "packed": None if options.seq_len is None else PackedRows(options.seq_len, tokenizer.eos_id),
-        "splits": {
-            split.name: split.counts
-            | {"shards": [entry for entry in entries if entry["file"].startswith(f"{split.name}/")]}
-            for split in splits
-        },
-    }
 
 
 def _plan(options: PrepareOptions, files: list[TextFile], known: Tokenizer | None) -> dict[str, Any]:
     """The options and files that the result depends on."""
-    ignored = {"input", "output", "workers"}
+    ignored = {"input", "output", "workers", "plan_only", "task"}
     if known is not None:
         options = replace(options, tokenizer=known.sha256, eos_token=known.eos_token)
         ignored |= {"vocab_size", "sample_bytes"}
@@ -180,8 +171,9 @@ def _plan(options: PrepareOptions, files: list[TextFile], known: Tokenizer | Non
     return {"sources": sources, "options": {key: value for key, value in asdict(options).items() if key not in ignored}}
 
 
-def _begin(output: Path, parts: Path, plan: dict[str, Any]) -> None:
+def _begin(output: Path, plan: dict[str, Any]) -> None:
     """Start a preparation, or continue a stopped one with the same plan."""
+    parts = output / PARTS
     parts.mkdir(parents=True, exist_ok=True)
     file, text = output / PLAN, json.dumps(plan)
     if file.exists() and file.read_bytes() == text.encode():
@@ -237,7 +229,8 @@ def _read_manifest(output: Path) -> dict[str, Any]:
         manifest = parse_json(file.read_bytes())
         if not all(isinstance(entry["name"], str) for entry in manifest["sources"]):
             raise ValueError("a source has no name")
-        return manifest | {"options": {"packing": "stream", **manifest["options"]}}  # folders made before this option
+        old = {"packing": "stream", "keep_duplicates": False}  # of folders made before there were these options
+        return manifest | {"options": {**old, **manifest["options"]}}
     except (OSError, KeyError, TypeError, ValueError) as error:
         raise RequestError(f"{file} is damaged ({error}); {_how_to_restart(output)}") from error
 
@@ -263,55 +256,3 @@ def check_same_options(options: PrepareOptions) -> None:
                 f"{options.output} was made with {name} {old[name]}, and data.prepare.{name} is {new}: "
                 "give --data.prepare null to train on it as it is, or another data.path"
             )
-
-
-def _tokenizer(options: PrepareOptions, parts: Path, units: list[Unit], known: Tokenizer | None) -> Tokenizer:
-    """The tokenizer of this preparation; a stopped preparation that has trained one continues with it."""
-    if (parts / "tokenizer_config.json").exists():
-        return Tokenizer.load(parts)
-    tokenizer = known
-    if tokenizer is None:
-        log.info("learning %s", LEARNED[options.tokenizer])
-        texts = _sample(options, units)
-        tokenizer = train_bpe(texts, options.vocab_size) if options.tokenizer == "bpe" else train_char(texts)
-        if options.tokenizer == "bpe" and tokenizer.vocab_size < options.vocab_size:
-            log.info("the text gives %d tokens, fewer than --vocab_size", tokenizer.vocab_size)
-    for name, text in tokenizer.files().items():  # tokenizer_config.json is written last
-        write_atomically(parts / name, text)
-    return tokenizer
-
-
-def _sample(options: PrepareOptions, units: list[Unit], training: bool = True) -> Iterator[str]:
-    """Documents to train a tokenizer on, from the training split if it has any; of much text, beginnings of units."""
-
-    def scattered(unit: Unit) -> bytes:  # an order unrelated to that of the files
-        return blake2b(repr([(file.name, part) for file, part, _ in unit.slices]).encode()).digest()
-
-    limit, empty = options.sample_bytes, True
-    per_unit = limit if sum(unit.text_bytes for unit in units) <= limit else max(limit // len(units), 2**20)
-    for unit in sorted(units, key=scattered):
-        unit_limit, selected = min(limit, per_unit), None
-        for piece in unit_pieces(unit, options.text_key, None):
-            if selected is None:  # a document begins
-                selected = not training or split_of(piece, options.val_fraction) == "train"
-            if selected and isinstance(piece.content, str):  # ids come with a tokenizer, so none is trained
-                empty = False
-                unit_limit -= len(piece.content)
-                limit -= len(piece.content)
-                yield piece.content
-            if piece.last:
-                selected = None
-            if unit_limit <= 0:
-                break
-        if limit <= 0:
-            return
-    if empty and training:
-        yield from _sample(options, units, training=False)
-
-
-def _shards(output: Path, split: Split, shard_tokens: int) -> list[tuple[Path, tuple[Slice, ...]]]:
-    """The path and slices of each shard of a split, each filled in turn; makes the split's folder."""
-    (output / split.name).mkdir()
-    runs = ranges_within([piece.stop - piece.start for piece in split.slices], shard_tokens)
-    groups = [tuple(split.slices[run.start : run.stop]) for run in runs]
-    return [(output / split.name / f"{i:05d}.parquet", group) for i, group in enumerate(groups)]

@@ -9,7 +9,6 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from lm.data.parquet import COLUMN, PACKED_KEY, TOKENIZER_KEY, PackedRows, footer_digest, read_footer
-from lm.system.files import sync
 
 DIGEST_KEY = "lm.digest"  # in the footer: digest of all tokens, so that different contents have different footers
 ROW_GROUP_TOKENS = 2**20  # the loader reads whole row groups
@@ -54,14 +53,13 @@ class ShardWriter:
             self._write_group(self._group_tokens)
 
     def close(self) -> int:
-        """Finish the file and sync it to disk; returns its size in bytes."""
+        """Finish the file; returns its size in bytes."""
         if len(self._tokens):
             self._write_group(len(self._tokens))
         self._parquet.add_key_value_metadata({DIGEST_KEY: self._tokens_digest.hexdigest()})
         self._parquet.close()
         with pa.OSFile(str(self.path)) as file:
             self.digest = footer_digest(read_footer(file))
-        sync(self.path)
         return self.path.stat().st_size
 
     def _write_group(self, count: int) -> None:

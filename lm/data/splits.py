@@ -1,20 +1,17 @@
-"""Which documents are for training and which for validation, of the encoded parts of `data/encode`.
+"""Which documents are for training and which for validation, of the encoded parts of `data/encode`; each only once.
 
 Normally a hash of each document has decided, or the names of files have. Of a few long documents, the end is held out.
 """
 
 import logging
-from collections.abc import Iterator
-from hashlib import blake2b
-from itertools import pairwise
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
 
-from lm.data.encode import COUNTS, Slice, part_ids
+from lm.data.encode import COUNTS, DOCUMENT, DOCUMENTS, Slice, part_ids
 from lm.data.encoder import id_type
-from lm.data.overlap import SPAN, describe_shared
 from lm.data.tokenizer import Tokenizer
 from lm.errors import RequestError
 
@@ -25,97 +22,127 @@ CUT_SEARCH = 4096  # tokens in which to look for the end of a line or document
 
 class Split(NamedTuple):
     name: str  # "train" or "val"
-    counts: dict[str, int]  # of COUNTS
+    counts: dict[str, int]  # of COUNTS, and "documents"
     slices: list[Slice]  # of the parts
 
 
-def divide(parts: list[dict[str, Any]], val_fraction: float, tokenizer: Tokenizer, folder: Path) -> list[Split]:
+class Repeated(NamedTuple):
+    """Documents that are left out, since an equal one is there; equal but for case and blanks."""
+
+    documents: int
+    tokens: int
+    of_validation: int  # documents of the training data that are in the validation data
+
+
+@dataclass
+class PartDocuments:
+    """The documents of a part."""
+
+    part: str
+    split: str
+    facts: np.ndarray  # (documents,) DOCUMENT
+    kept: np.ndarray  # (documents,) bool
+
+
+def divide(
+    parts: list[dict[str, Any]], val_fraction: float, tokenizer: Tokenizer, folder: Path, keep_duplicates: bool = False
+) -> tuple[list[Split], Repeated]:
     """Make splits from the parts of all units: "train", and "val" unless no validation was asked for."""
-    train, val = (_gather(name, [part for part in parts if part["split"] == name]) for name in ("train", "val"))
-    documents, held_out = train.counts["documents"], val.counts["documents"]
-    if documents and (held_out or val_fraction == 0):
-        return [train, val] if held_out else [train]
-    only = train if documents else val._replace(name="train")
-    if only.counts["documents"] == 0:
+    documents, repeated = read_documents(parts, folder, keep_duplicates)
+    train, val = (_gather(name, [part for part in documents if part.split == name]) for name in ("train", "val"))
+    if train.slices and (val.slices or val_fraction == 0):
+        return [train, val] if val.slices else [train], repeated
+    if repeated.of_validation and not train.slices:
+        raise RequestError("all documents of the training data are in the validation data too: give other text for one")
+    if not train.slices and not val.slices:
         raise RequestError("the input holds no text: every document is empty")
-    return _cut(only, val_fraction, tokenizer, folder) if val_fraction > 0 else [only]
+    only = train if train.slices else val._replace(name="train")
+    return _cut(only, val_fraction, tokenizer, folder) if val_fraction > 0 else [only], repeated
 
 
-def _gather(name: str, parts: list[dict[str, Any]]) -> Split:
-    counts = {key: sum(part[key] for part in parts) for key in COUNTS}
-    return Split(name, counts, [Slice(part["file"], 0, part["tokens"]) for part in parts])
+def read_documents(
+    parts: list[dict[str, Any]], folder: Path, keep_duplicates: bool
+) -> tuple[list[PartDocuments], Repeated]:
+    """The documents of all parts. Of equal ones the first is kept, but one of validation before those of training."""
+    documents = []
+    for part in parts:
+        facts = np.fromfile(folder / f"{part['file']}{DOCUMENTS}", DOCUMENT)
+        documents.append(PartDocuments(part["file"], part["split"], facts, np.ones(len(facts), bool)))
+    if keep_duplicates:
+        return documents, Repeated(0, 0, 0)
+    ordered = sorted(documents, key=lambda part: part.split != "val")  # validation first
+    digests = np.concatenate([np.empty(0, "<u8"), *(part.facts["digest"] for part in ordered)])
+    _, first, inverse = np.unique(digests, return_index=True, return_inverse=True)
+    equal = first[inverse]  # (documents,) the first document that is equal
+    number, held_out = np.arange(len(equal)), sum(len(part.facts) for part in ordered if part.split == "val")
+    of_validation = int(((equal < held_out) & (number >= held_out)).sum())
+    begin = 0
+    for part in ordered:
+        end = begin + len(part.facts)
+        part.kept, begin = (equal == number)[begin:end], end
+    tokens = sum(int(part.facts["tokens"][~part.kept].sum()) for part in documents)
+    return documents, Repeated(int((equal != number).sum()), tokens, of_validation)
 
 
-def shared_documents(splits: list[Split], tokenizer: Tokenizer, folder: Path) -> str | None:
-    """`describe_shared` for documents of splits that file names decide; documents of up to SPAN tokens are ignored."""
-    train, *held_out = splits
-    documents = [document for split in held_out for document in _documents(split, tokenizer, folder)]
-    digests = [digest for piece, digest in documents if piece.stop - piece.start > SPAN]
-    unique = set(digests)
-    for _, digest in _documents(train, tokenizer, folder) if unique else ():
-        unique.discard(digest)
-    return describe_shared(sum(digest not in unique for digest in digests), len(digests), "documents")
-
-
-def _documents(split: Split, tokenizer: Tokenizer, folder: Path) -> Iterator[tuple[Slice, bytes]]:
-    """The documents of a split, each with the digest of its ids."""
-    for part, first, last in split.slices:
-        ids = part_ids(folder, part, id_type(tokenizer.vocab_size))[first:last]
-        ends = first + np.flatnonzero(ids == tokenizer.eos_id) + 1
-        for start, stop in pairwise([first, *ends.tolist()]):
-            yield Slice(part, start, stop), blake2b(ids[start - first : stop - first]).digest()
+def _gather(name: str, documents: list[PartDocuments]) -> Split:
+    """A split of the documents that are kept: slices of the parts, as long as possible."""
+    counts, slices = dict.fromkeys(("documents", *COUNTS), 0), []
+    for one in documents:
+        counts["documents"] += int(one.kept.sum())
+        for count in COUNTS:
+            counts[count] += int(one.facts[count][one.kept].sum())
+        borders = np.flatnonzero(np.diff(one.kept, prepend=False, append=False))  # documents where runs begin and end
+        tokens = np.concatenate([[0], np.cumsum(one.facts["tokens"])])[borders].tolist()
+        slices += [Slice(one.part, start, stop) for start, stop in zip(tokens[::2], tokens[1::2], strict=True)]
+    return Split(name, counts, slices)
 
 
 def _cut(split: Split, val_fraction: float, tokenizer: Tokenizer, folder: Path) -> list[Split]:
-    """Hold out the end of a split that has all documents, cutting at the end of a document or line near the fraction.
-
-    Equal documents go to the same split, or are cut at the same place.
-    """
-
-    def ids(piece: Slice) -> np.ndarray:
-        return part_ids(folder, piece.part, id_type(tokenizer.vocab_size))[piece.start : piece.stop]
-
-    documents, digests = zip(*_documents(split, tokenizer, folder), strict=True)
-    different = dict(zip(digests, documents, strict=True))  # distinct documents, in order
-    ends = np.cumsum([document.stop - document.start for document in different.values()])
-    if ends[-1] < 2:
+    """Hold out the end of a split that has all documents, cut where a line or document ends near the fraction."""
+    total, dtype = split.counts["tokens"], id_type(tokenizer.vocab_size)
+    if total < 2:
         raise RequestError("the input is a single token: there is nothing to train on")
-    edge = min(int(ends[-1]) - 1, max(1, round(int(ends[-1]) * (1 - val_fraction))))
-    index = int(np.searchsorted(ends, edge, side="right"))  # of the document that is cut
-    last = ids(list(different.values())[index])
-    first = edge - int(ends[index]) + len(last)
-    if first == len(last) - 1 and last[-1] == tokenizer.eos_id:  # the token that ends a document is not text
-        first = max(first - 1, 0 if index else 1)
-    near = range(first, min(first + CUT_SEARCH, len(last) + (index < len(ends) - 1)))
-    near = [at for at in near if at == first or at != len(last) - 1]
-    line_ends = ("\n", tokenizer.eos_token)
-    cut = next((at for at in near if at == 0 or tokenizer.decode(last[at - 1 : at]).endswith(line_ends)), first)
-    order = {digest: number for number, digest in enumerate(different)}
-    training, held_out = [], []
-    for (part, start, stop), digest in zip(documents, digests, strict=True):
-        middle = stop if order[digest] < index else start
-        if order[digest] == index:
-            middle = start + cut
-        if middle > start:
-            training.append(Slice(part, start, middle))
-        if middle < stop:
-            held_out.append(Slice(part, middle, stop))
+    edge = min(total - 1, max(1, round(total * (1 - val_fraction))))
+    stops = np.cumsum([piece.stop - piece.start for piece in split.slices])
+    index = int(np.searchsorted(stops, edge, side="right"))
+    middle = split.slices[index]  # which is cut
+    ids = part_ids(folder, middle.part, dtype)[middle.start : middle.stop]
+    edge -= int(stops[index]) - len(ids)
+    ends = np.flatnonzero(ids == tokenizer.eos_id) + 1  # of documents
+    number = int(np.searchsorted(ends, edge, side="right"))
+    begin, end = int(ends[number - 1]) if number else 0, int(ends[number])
+    is_last = index == len(split.slices) - 1 and end == len(ids)
+    cut = begin + _nearest_end(ids[begin:end], edge - begin, index + begin == 0, is_last, tokenizer)
+    place = middle.start + cut
+    training = [*split.slices[:index], middle._replace(stop=place)]
+    held_out = [middle._replace(start=place), *split.slices[index + 1 :]]
+    training, held_out = ([piece for piece in side if piece.start < piece.stop] for side in (training, held_out))
     sizes, counts = tokenizer.token_bytes(), split.counts
-    tokens = sum(piece.stop - piece.start for piece in held_out)
-    counted = sum(int(sizes[ids(piece)].sum()) for piece in held_out)
+    tokens = documents = counted = 0
+    for part, start, stop in held_out:
+        ids = part_ids(folder, part, dtype)[start:stop]
+        tokens += len(ids)
+        documents += int((ids == tokenizer.eos_id).sum())
+        counted += int(sizes[ids].sum())
+    log.info(f"too few documents to hold some out: validation gets {tokens:,} of {total:,} tokens")
     size = round(counts["bytes"] * counted / max(1, counts["token_bytes"]))
-    log.info(f"too few documents to hold some out: validation gets {tokens:,} of {counts['tokens']:,} tokens")
-    val = {"documents": len(held_out), "tokens": tokens, "bytes": size, "token_bytes": counted}
-    train = {key: counts[key] - val[key] for key in COUNTS} | {"documents": len(training)}
-    return [Split("train", train, _joined(training)), Split("val", val, _joined(held_out))]
+    val = {"documents": documents, "tokens": tokens, "bytes": size, "token_bytes": counted}
+    train = {name: counts[name] - val[name] for name in val}
+    train["documents"] += begin < cut < end  # one document is in both
+    return [Split("train", train, training), Split("val", val, held_out)]
 
 
-def _joined(pieces: list[Slice]) -> list[Slice]:
-    """Join slices that follow each other in a part; the order stays."""
-    joined: list[Slice] = []
-    for piece in pieces:
-        if joined and joined[-1].part == piece.part and joined[-1].stop == piece.start:
-            joined[-1] = joined[-1]._replace(stop=piece.stop)
-        else:
-            joined.append(piece)
-    return joined
+def _nearest_end(document: np.ndarray, first: int, is_first: bool, is_last: bool, tokenizer: Tokenizer) -> int:
+    """Where to cut a document, from `first` on: at the end of a line or of the document if one is near.
+
+    Both sides have text: the token that ends a document is none.
+    """
+    if first == len(document) - 1:
+        first = max(first - 1, 1 if is_first else 0)
+    near = range(first, min(first + CUT_SEARCH, len(document) + (not is_last)))
+    line_ends = ("\n", tokenizer.eos_token)
+    for place in near:
+        if place == 0 or tokenizer.decode(document[place - 1 : place]).endswith(line_ends):
+            if place == first or place != len(document) - 1:
+                return place
+    return first

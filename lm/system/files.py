@@ -10,6 +10,7 @@ import logging
 import os
 import re
 import shutil
+import socket
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from fnmatch import fnmatch
@@ -68,13 +69,21 @@ def write_atomically(path: Path, text: str, durable: bool = True) -> None:
 
     On failure, nothing is left beside it. `durable` waits until the text would survive a power cut.
     """
-    temporary = path.with_name(f".{path.name}.{os.getpid()}")
+    with atomic_file(path, durable) as temporary:
+        temporary.write_text(text, encoding="utf-8")
+
+
+@contextmanager
+def atomic_file(path: Path, durable: bool = True) -> Iterator[Path]:
+    """The path of a file to write, which replaces the one at `path` at the end; as in `write_atomically`.
+
+    Several machines may do so at once in a folder that they share.
+    """
+    temporary = path.with_name(f".{path.name}.{socket.gethostname()}-{os.getpid()}")
     try:
-        with open(temporary, "w", encoding="utf-8") as file:
-            file.write(text)
-            if durable:
-                file.flush()
-                os.fsync(file.fileno())
+        yield temporary
+        if durable:
+            sync(temporary)
         os.replace(temporary, path)
     except BaseException as error:
         temporary.unlink(missing_ok=True)

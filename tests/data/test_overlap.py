@@ -64,7 +64,9 @@ def test_a_fit_refuses_much_of_it_and_warns_of_some(tmp_path):
     assert opened("none") == []
 
 
-def test_documents_of_files_for_training_and_validation_are_compared(tmp_path, caplog):
+def test_passages_of_files_for_training_and_validation_are_compared(tmp_path, caplog):
+    """Whole documents of the validation data are left out of the training data."""
+    caplog.set_level("INFO")
     draw = random.Random(7)
     texts = ["".join(draw.choice("abcdefgh ") for _ in range(300)) for _ in range(60)]
 
@@ -76,12 +78,14 @@ def test_documents_of_files_for_training_and_validation_are_compared(tmp_path, c
         files = [str(tmp_path / name / split) for split in ("train", "val")]
         return prepare(PrepareOptions(files, str(tmp_path / f"{name}-made"), tokenizer=tokenizer))
 
-    with pytest.raises(RequestError, match="^20 of 20 documents of the validation data, 100.0%, are in the training"):
-        make("all", texts)
+    made = make("all", [text.upper() + "\n" for text in texts])
+    assert [made["splits"][name]["documents"] for name in ("train", "val")] == [40, 20]
+    assert made["repeated"] == {"documents": 20, "tokens": 20 * 302, "of_validation": 20}
+    assert "left out: 20 documents that repeat another (6.04K tokens), 20 of them equal to one of the" in caplog.text
+    with pytest.raises(RequestError, match="^all documents of the training data are in the validation data too"):
+        make("only", texts[:20])
     with pytest.raises(RequestError, match=r"^(\d+) of \1 passages of the validation data, 100.0%, are in the train"):
         make("inside", [f"a {text} b" for text in texts])
-    assert make("one", texts[19:])["splits"]["val"]["documents"] == 20
-    assert "1 of 20 documents of the validation data, 5.0%, are in the training data too" in caplog.text
     caplog.clear()
     make("none", texts[20:40])
     make("others", texts[:10], texts[40:], tokenizer=str(tmp_path / "none-made"))

@@ -20,7 +20,7 @@ from shard_files import all_tokens, write_jsonl, write_rows
 from trainings import PLACES, processes_of
 
 from lm.cli.data import describe_folder, inspect
-from lm.data import encode, prepare
+from lm.data import encode, preparation, prepare
 from lm.data import shard_writer as writer
 from lm.data.config import PrepareOptions
 from lm.data.encode import split_hash
@@ -205,6 +205,30 @@ def test_names_of_texts_decide_their_split(tmp_path):
     assert documents(tmp_path / "out", "val") == ["cab", "ba", "<|unknown|>"]
 
 
+@pytest.mark.parametrize("keep", [False, True])
+def test_of_equal_documents_the_first_is_kept(keep, tmp_path, many_small_units, caplog):
+    """In the whole text, whatever their case and blanks; and one of the validation, not one of the training data."""
+    caplog.set_level("INFO")
+    texts = list(dict.fromkeys(make_texts(300, length=30)))
+    copies = [*texts[::7], *(f" {text.upper()}\n" for text in texts[::11])]
+    source = write_jsonl(tmp_path / "a.jsonl", [*texts, *copies])
+    manifest = run(tmp_path / "out", source, keep_duplicates=keep)
+    plain = run(tmp_path / "plain", write_jsonl(tmp_path / "b.jsonl", texts), tokenizer=str(tmp_path / "out"))
+    kept = documents(tmp_path / "out", "train") + documents(tmp_path / "out", "val")
+    assert len(kept) == len(texts) + (len(copies) if keep else 0)
+    repeated = manifest["repeated"]
+    assert repeated["documents"] == (0 if keep else len(copies)) and ("left out: " in caplog.text) is not keep
+    if not keep:  # a copy with other blanks may be chosen for the other split
+        assert {" ".join(text.split()).casefold() for text in kept} == {" ".join(t.split()).casefold() for t in texts}
+        assert documents(tmp_path / "out", "val")[: plain["splits"]["val"]["documents"]] == documents(
+            tmp_path / "plain", "val"
+        )
+        sizes = [
+            sum(split[count] for split in manifest["splits"].values()) for count in ("documents", "tokens", "bytes")
+        ]
+        assert sizes[0] == len(kept) and sizes[2] == sum(len(text.encode()) for text in kept)
+
+
 def test_character_data_of_nanogpt(tmp_path):
     """Its meta.pkl is never read; the message's command makes the meta.json that becomes a tokenizer."""
     stoi = {"\n": 0, "a": 1, "b": 2, "'": 3}
@@ -291,15 +315,15 @@ def test_a_corpus_of_a_few_documents_has_both_splits(fraction, tmp_path, caplog,
 
 
 @pytest.mark.parametrize("letters, shared", [("abac", "b"), ("aaaa", "a"), ("abcb", "b"), ("aabbccaab", "b")])
-def test_copies_of_a_document_are_in_one_split_or_cut_alike(letters, shared, tmp_path, monkeypatch):
-    """Also where the hash leaves one split empty: no line of the validation is trained on."""
+def test_a_document_is_there_once_also_where_the_text_is_cut(letters, shared, tmp_path, monkeypatch):
+    """Where the hash leaves one split empty: no line of the validation is trained on."""
     monkeypatch.setattr(encode, "split_hash", lambda content: 0.5)
     texts = {letter: "".join(f"{letter} {line}\n" for line in range(100)) for letter in letters}
     source = write_jsonl(tmp_path / "a.jsonl", [texts[letter] for letter in letters])
     manifest = run(tmp_path / "out", source, val_fraction=0.4, tokenizer="char")
     train, val = ("".join(documents(tmp_path / "out", split)).splitlines() for split in ("train", "val"))
     assert train and val and not set(train) & set(val)
-    assert sorted(train + val) == sorted("".join(texts[letter] for letter in letters).splitlines())
+    assert train + val == "".join(texts[letter] for letter in dict.fromkeys(letters)).splitlines()
     assert {line[0] for line in train} & {line[0] for line in val} == set(shared)
     for split, lines, edge in (("train", train, " 0"), ("val", val, " 99")):
         assert manifest["splits"][split]["bytes"] == sum(len(line) + 1 for line in lines)
@@ -341,7 +365,7 @@ def test_a_tokenizer_is_learned_from_no_more_than_the_sample(tmp_path):
     source = str(write_jsonl(tmp_path / "a.jsonl", texts))
     options = PrepareOptions(input=[source], sample_bytes=Count(2000), val_fraction=0.01)
     units = encode.plan_units(prepare.find_files(options.input))
-    sample = list(prepare._sample(options, units))
+    sample = list(preparation._sample(options, units))
     assert 2000 <= sum(map(len, sample)) < 2000 + max(map(len, texts))
 
 
@@ -360,8 +384,8 @@ def test_any_number_of_workers_makes_the_same_bytes(tmp_path, many_small_units):
 
 COMMAND = """
 import sys
-from lm.data import encode, prepare
-encode.SMALLEST_UNIT, encode.SMALL_WORK = 4096, 0
+from lm.data import encode, preparation, prepare
+encode.MIN_UNIT_BYTES, encode.SMALL_WORK = 4096, 0
 prepare.prepare(prepare.PrepareOptions(
     input=[sys.argv[1]], output=sys.argv[2], vocab_size=300, workers=int(sys.argv[3]), shard_tokens=20_000
 ))
@@ -445,7 +469,7 @@ def test_finished_units_are_kept_when_a_bad_file_is_mended(tmp_path, many_small_
     assert len(before) > 5
     write_jsonl(source / "5.jsonl", make_texts(200, seed=5))
     anew = []
-    monkeypatch.setattr(prepare, "encode_unit", lambda *task: anew.append(task[0]) or encode.encode_unit(*task))
+    monkeypatch.setattr(preparation, "encode_unit", lambda *task: anew.append(task[0]) or encode.encode_unit(*task))
     run(tmp_path / "out", source, tokenizer=str(tmp_path))
     assert {file.name[-7:] for unit in anew for file, _, _ in unit.slices} <= {"4.jsonl", "5.jsonl"}
     run(tmp_path / "fresh", source, tokenizer=str(tmp_path))
@@ -488,7 +512,7 @@ def test_an_interruption_says_whether_anything_is_kept(at, said, tmp_path, monke
     def interrupt(*arguments):
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(prepare, at, interrupt)
+    monkeypatch.setattr(preparation, at, interrupt)
     with pytest.raises(Interrupted, match=f"stopped; the same command {said}"):
         run(tmp_path / "out", source)
 

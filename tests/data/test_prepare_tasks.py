@@ -1,0 +1,106 @@
+"""`lm data prepare --task I/N`: machines that share a folder make what one process makes, however often they are killed."""
+
+import os
+import random
+import signal
+import subprocess
+import sys
+import time
+
+import pytest
+from shard_files import write_jsonl
+from test_prepare import PLACES, digests, make_texts
+
+from lm.cli.command import main
+
+# The command line, with work for many tasks out of little text.
+COMMAND = """
+import sys
+from lm.data import encode
+encode.MIN_UNIT_BYTES, encode.SMALL_WORK = 4096, 0
+from lm.cli.command import main
+sys.exit(main(sys.argv[1:]))
+"""
+TASKS = 7
+
+
+def command(folder, *more, workers=1):
+    options = [
+        "--input",
+        "in",
+        "--output",
+        "out",
+        "--vocab_size",
+        "300",
+        "--val_fraction",
+        "0.1",
+        "--shard_tokens",
+        "20000",
+    ]
+    return [sys.executable, "-c", COMMAND, "data", "prepare", *options, "--workers", str(workers), *more]
+
+
+def run(folder, *more):
+    environment = {**os.environ, "PYTHONPATH": PLACES}
+    return subprocess.run(command(folder, *more), cwd=folder, env=environment, capture_output=True, text=True)
+
+
+@pytest.fixture(scope="module")
+def source(tmp_path_factory):
+    """Some text, and what one process makes of it."""
+    folder = tmp_path_factory.mktemp("source")
+    for i in range(9):
+        write_jsonl(folder / f"in/{i:02}.jsonl", make_texts(300, seed=i) + make_texts(20, seed=0))
+    assert run(folder).returncode == 0
+    return folder, digests(folder / "out")
+
+
+def run_tasks(folder, draw, killed):
+    """All tasks at once in any order; some are killed at a random moment and started again."""
+    environment = {**os.environ, "PYTHONPATH": PLACES}
+    order = draw.sample(range(TASKS), TASKS)
+    start = lambda task: subprocess.Popen(  # noqa: E731
+        command(folder, "--task", f"{task}/{TASKS}"), cwd=folder, env=environment, stderr=subprocess.PIPE, text=True
+    )
+    processes = {task: start(task) for task in order}
+    time.sleep(draw.uniform(0.5, 2.5))
+    for task in order[:killed]:
+        processes[task].send_signal(signal.SIGKILL)
+        processes[task].communicate()
+        processes[task] = start(task)
+    said = {}
+    for task, process in processes.items():
+        said[task] = process.communicate()[1]
+        assert process.returncode == 0, said[task]
+    return said
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("seed", range(3))
+def test_tasks_make_what_one_process_makes(seed, source, tmp_path):
+    folder, expected = source
+    (tmp_path / "in").symlink_to(folder / "in")
+    draw = random.Random(seed)
+    refused = run(tmp_path, "--task", "0/7")
+    assert refused.returncode == 2 and "run the same with --plan_only first" in refused.stderr
+    assert run(tmp_path, "--plan_only").returncode == 0
+    said = run_tasks(tmp_path, draw, killed=3)
+    assert any("run every task once more, to write the shards" in line for line in said.values())
+    said = run_tasks(tmp_path, draw, killed=3)
+    assert any("run the same without --task" in line for line in said.values())
+    assert not (tmp_path / "out/manifest.json").exists()
+    written = {path: path.stat().st_mtime_ns for path in (tmp_path / "out").glob("*/*.parquet")}
+    assert len(written) > 5
+    done = run(tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert digests(tmp_path / "out") == expected
+    assert {path: path.stat().st_mtime_ns for path in written} == written  # the last command writes no shard again
+    assert "nothing is left to do" in run(tmp_path, "--task", "3/7").stderr
+
+
+@pytest.mark.parametrize("task", ["7/7", "1", "a/b", "-1/3", "1/0"])
+def test_a_task_that_is_none_is_refused(task, here, capsys):
+    write_jsonl(here / "a.jsonl", make_texts(5))
+    assert main(["data", "prepare", "--input", "a.jsonl", "--output", "out", f"--task={task}"]) == 2
+    assert "is not a task and the number of tasks, such as 0/4" in capsys.readouterr().err
+    assert not (here / "out").exists()
