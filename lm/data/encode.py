@@ -46,9 +46,10 @@ SMALL_WORK = 32 * 2**20  # bytes of text; starting processes takes longer than t
 # Counts of a document or split: tokens include the one that ends each document; bytes of the documents in UTF-8, and
 # their estimate by `Tokenizer.token_bytes`.
 COUNTS = ("tokens", "bytes", "token_bytes")
-# The facts of a document, in a file beside the ids of a part: a digest that ignores case and blanks, and its counts.
+# The facts of a document, in a file beside the ids of a part: a digest without case and blanks, and its counts.
 DOCUMENT = np.dtype([("digest", "<u8"), *((name, "<i8") for name in COUNTS)])
 DOCUMENTS = ".documents"  # suffix of that file
+BLANKS = b" \t\n\r\f\v"
 
 # ---- units and their parts -------------------------------------------------------------------------------------------
 
@@ -169,8 +170,9 @@ class Part:
         self.file.write(ids.tobytes() + (self._eos if piece.last else b""))
         tokens, token_bytes = len(ids) + piece.last, int(self._sizes[ids].sum())
         if isinstance(piece.content, str):
-            size = len(piece.content.encode())
-            self._digest.update(" ".join(piece.content.split()).casefold().encode())
+            text = piece.content.encode()
+            size = len(text)
+            self._digest.update(text.lower().translate(None, BLANKS))
         else:
             size = token_bytes if self._tokenizer.byte_level else self._tokenizer.text_bytes(ids)
             self._digest.update(ids.tobytes())
@@ -197,10 +199,14 @@ def _take(pieces: Iterator[Piece], length: int) -> Iterator[Piece]:
 
 
 @lru_cache(maxsize=1)
+def _tokenizer(recipe: Recipe) -> Tokenizer:
+    return Tokenizer.load(recipe.folder)
+
+
+@lru_cache(maxsize=1)
 def _tools(recipe: Recipe) -> tuple[Encoder, np.ndarray]:
     """The encoder of a recipe, and the bytes of each token; made once in a process."""
-    tokenizer = Tokenizer.load(recipe.folder)
-    return Encoder(tokenizer), tokenizer.token_bytes()
+    return Encoder(_tokenizer(recipe)), _tokenizer(recipe).token_bytes()
 
 
 def part_ids(folder: Path, file: str, dtype: np.dtype) -> np.ndarray:
@@ -231,7 +237,7 @@ def shard_record(task: ShardTask, recipe: Recipe) -> Path:
 
 def write_shard(task: ShardTask, recipe: Recipe) -> None:
     """Write a shard from the parts in the folder of `recipe`, and last its record: its entry of the manifest."""
-    tokenizer, folder = Tokenizer.load(recipe.folder), recipe.folder
+    tokenizer, folder = _tokenizer(recipe), recipe.folder
     packed = None if task.seq_len is None else PackedRows(task.seq_len, tokenizer.eos_id)
     facts: dict[str, Any] = {}
     with atomic_file(task.path) as file:

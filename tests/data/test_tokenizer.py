@@ -4,9 +4,11 @@ import json
 import os
 import random
 import signal
+import sys
 import threading
 import time
 from itertools import repeat
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -17,7 +19,7 @@ from tokenizers import AddedToken, Regex, decoders, models, normalizers, pre_tok
 from tokenizers import Tokenizer as Backend
 from transformers import AutoTokenizer
 
-from lm.data.encoder import GPT2_WORDS, KINDS, Encoder, translate
+from lm.data.encoder import KINDS, OLD_WORDS, Encoder, trusted_codes
 from lm.data.prepare import describe_loss
 from lm.data.tokenizer import END_OF_TEXT, UNKNOWN, Tokenizer
 from lm.data.tokenizer_training import WORDS, train_bpe, train_char
@@ -239,11 +241,12 @@ def test_marks_of_words_are_not_text(kind, tmp_path):
 FAST = {
     "ours": BPE,
     "gpt2": with_pre_tokenizer(pre_tokenizers.ByteLevel(add_prefix_space=False)),
-    "possessive": with_pre_tokenizer(sequence(r"[^\r\n\p{L}\p{N}]?+\p{L}++|\p{N}++| ?[^\s\p{L}\p{N}]++|\s++")),
+    "prefixed": with_pre_tokenizer(pre_tokenizers.ByteLevel(add_prefix_space=True)),
+    "ours, as it was written before": with_pre_tokenizer(sequence(OLD_WORDS)),
 }
 SLOW = {
+    "possessive": with_pre_tokenizer(sequence(r"[^\r\n\p{L}\p{N}]?+\p{L}++|\p{N}++| ?[^\s\p{L}\p{N}]++|\s++")),
     "normalized": with_pre_tokenizer(sequence(WORDS), normalizers.NFC()),
-    "prefixed": with_pre_tokenizer(pre_tokenizers.ByteLevel(add_prefix_space=True)),
     "lines": with_pre_tokenizer(sequence(r"\s+$|\s|\S+")),
     "other braces": with_pre_tokenizer(sequence(r"\p{N}{1,3}+|\p{L}+|[^\p{L}\p{N}]")),  # not possessive to Oniguruma
     "other class": with_pre_tokenizer(sequence(r"\w+|\W")),
@@ -255,9 +258,9 @@ ENCODERS = {name: Encoder(tokenizer) for name, tokenizer in {**FAST, **SLOW, "ch
 
 
 def test_the_faster_way_is_taken_where_it_is_sure_and_only_there():
-    ways = {name: "characters" if encoder._codes is not None else "words" if encoder._find else "tokenizers"
+    ways = {name: "characters" if encoder._codes is not None else "gigatoken" if encoder.fast else "tokenizers"
             for name, encoder in ENCODERS.items()}  # fmt: skip
-    assert ways == {**dict.fromkeys(FAST, "words"), **dict.fromkeys(SLOW, "tokenizers"), "char": "characters"}
+    assert ways == {**dict.fromkeys(FAST, "gigatoken"), **dict.fromkeys(SLOW, "tokenizers"), "char": "characters"}
 
 
 @pytest.mark.parametrize("name", ENCODERS)
@@ -268,23 +271,35 @@ def test_the_encoder_gives_the_ids_of_tokenizers(name, batch):
     assert [ids.tolist() for ids in encoder.encode(batch)] == encoder.tokenizer.encode_batch(batch)
 
 
-@pytest.mark.parametrize("pattern", [WORDS, GPT2_WORDS])
-def test_words_are_cut_alike_at_every_character(pattern):
-    """Each of Unicode's first plane beside a letter, a digit, a blank and an apostrophe, and random mixtures."""
-    find = translate(pattern).findall
-    plane = [chr(code) for code in range(0x10000) if not 0xD800 <= code < 0xE000]
-    cut = pre_tokenizers.Split(Regex(pattern), "isolated").pre_tokenize_str
-    draw = random.Random(0)
-    mixed = "".join(draw.choices(KINDS + "".join(draw.choices(plane, k=50)), k=100_000))
-    for text in ("".join(plane), *(between.join(plane) for between in "a1 '\n"), mixed):
-        assert find(text) == [word for word, _ in cut(text)]
+@pytest.mark.slow
+@pytest.mark.parametrize("name", FAST)
+def test_the_ids_are_equal_at_every_trusted_character(name):
+    """Beside a letter, a digit, a blank, an apostrophe and itself; and in many random strings."""
+    encoder, draw = ENCODERS[name], random.Random(0)
+    characters = [chr(code) for code in np.flatnonzero(trusted_codes())]
+    assert len(characters) > 60_000 and {"é", "ж", "中", "😀", "\u0301"} < {*characters}
+    assert not {"\u017f", "\u180e", "\ua7af", "\u0378"} & {*characters}  # folds to s, was a blank, is new, is nothing
+    around = [f"a{c}b 1{c}2 {c}{c}\n{c} {c}'{c}s{c}'s\t{c}." for c in characters]
+    alphabet = characters + list(KINDS) * 900
+    hostile = [draw.choice("'s aA1.\n") + "".join(draw.choices(alphabet, k=6)) for _ in range(10**5)]
+    for texts in (around, hostile):
+        expected = encoder.tokenizer.encode_batch(texts)
+        assert [encoder.fast.encode(text).tolist() for text in texts] == expected
 
 
-def test_a_full_table_of_words_changes_nothing(monkeypatch):
-    monkeypatch.setattr("lm.data.encoder.MAX_WORDS", 3)
+def test_other_ids_end_the_use_of_the_faster_encoder(caplog):
     encoder = Encoder(BPE)
+    encoder.fast = SimpleNamespace(encode=lambda text: np.zeros(3))
     assert [ids.tolist() for ids in encoder.encode(TEXTS)] == BPE.encode_batch(TEXTS)
-    assert len(encoder._words) <= 3
+    assert encoder.fast is None and "otherwise than tokenizers, which encodes what follows" in caplog.text
+
+
+def test_without_the_faster_encoder_ids_are_the_same(monkeypatch, caplog):
+    caplog.set_level("INFO")
+    monkeypatch.setitem(sys.modules, "gigatoken", None)
+    encoder = Encoder(BPE)
+    assert encoder.fast is None and "which takes longer than gigatoken" in caplog.text
+    assert [ids.tolist() for ids in encoder.encode(TEXTS)] == BPE.encode_batch(TEXTS)
 
 
 def test_a_length_without_a_limit_is_read(tmp_path):
