@@ -56,7 +56,7 @@ class TokenLoss(KeepsPrecision, Metric):
         losses = torch.where(counted, token_losses, 0.0).double()  # (B, T)
         self.nats = add(self.nats, losses)
         self.tokens = add(self.tokens, counted.double())
-        ids, token_bytes = labels.clamp(min=0), token_bytes.to(labels.device, non_blocking=True)
+        ids = labels.clamp(min=0)
         sizes = (token_bytes[ids] if sources is None else token_bytes[sources[:, None], ids]) * counted  # (B, T)
         self.text_nats = add(self.text_nats, losses * (sizes > 0))
         self.text_bytes = add(self.text_bytes, sizes)

@@ -98,5 +98,5 @@ def test_update_waits_for_no_device():
     """On the meta device nothing has a value, so anything that reads one fails."""
     metric = TokenLoss().to("meta")
     losses, labels = (tensor.to("meta") for tensor in sample())
-    metric.update(losses, labels, TOKEN_BYTES)
+    metric.update(losses, labels, TOKEN_BYTES.to("meta"))
     assert metric.nats.is_meta and metric.text_bytes.is_meta
