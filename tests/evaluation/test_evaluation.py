@@ -391,7 +391,7 @@ def test_texts_are_measured_as_validation_and_predict_count_them(corpus, tokeniz
     for batch_tokens in (1, 100, 16_384):
         result = texts_bits_per_byte(
             decoder, tokenizer, [str(corpus / "texts.jsonl")], seq_len=32, batch_tokens=batch_tokens,
-            progress=lambda done, of: told.append(done),
+            progress=told.append,
         )  # fmt: skip
         assert result.loss == pytest.approx(expected["loss"].item(), rel=1e-6)
         assert result.bits_per_byte == pytest.approx(expected["bits_per_byte"].item(), rel=1e-6)
