@@ -27,7 +27,7 @@ from lm.model.build import kernels_missing
 from lm.runs import registry
 from lm.runs.run import ROOT
 from lm.system.devices import peak_flops
-from lm.system.hardware import cpu_half_precision, device_name, driver_version, memory_bytes
+from lm.system.hardware import cpu_half_precision, device_name, driver_version, memory
 from lm.system.process import lm_version
 from lm.system.units import format_bytes, plural
 
@@ -116,9 +116,9 @@ def _torch() -> Iterator[Check]:
 
 
 def _gpus() -> Iterator[Check]:
-    cores, size = os.cpu_count(), memory_bytes("cpu")
+    cores, size = os.cpu_count(), memory()["total_bytes"]
     half = f", {cpu_half_precision()} in hardware" if cpu_half_precision() else ""
-    yield ok("CPU", f"{device_name('cpu')}, {plural(cores or 1, 'core')}{half}; {format_bytes(size or 0)}")
+    yield ok("CPU", f"{device_name('cpu')}, {plural(cores or 1, 'core')}{half}; {format_bytes(size)}")
     if not torch.cuda.is_available():
         if torch.backends.mps.is_available():
             yield ok("GPU", "Apple's, by MPS")

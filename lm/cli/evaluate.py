@@ -36,7 +36,7 @@ from lm.system.process import harmless
 
 log = logging.getLogger(__name__)
 
-Bar = Callable[[str, int, int | None], None]  # a name, how much of it is done, and how much there is
+Bar = Callable[..., None]  # takes a name, how much of it is done, and how much there is, where that is known
 
 
 def evaluate(options: EvaluateOptions) -> None:
@@ -110,7 +110,7 @@ def progress_bars() -> Iterator[Bar]:
     with Progress(*columns, console=console, disable=not console.is_terminal) as progress:
         bars: dict[str, Any] = {}
 
-        def show(name: str, done: int, total: int | None) -> None:
+        def show(name: str, done: int, total: int | None = None) -> None:
             if name not in bars:
                 bars[name] = progress.add_task(harmless(name))
             progress.update(bars[name], completed=done, total=total)

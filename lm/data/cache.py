@@ -70,9 +70,7 @@ class BlockCache:
             yield
 
     def put(self, key: str, block: np.ndarray) -> None:
-        """Store a block, if it fits at all; a full disk is a warning, since training works without a cache."""
-        if not self.fits(block.nbytes):
-            return
+        """Store a block that fits; a full disk is a warning, since training works without a cache."""
         temporary = self.folder / f".{uuid4().hex}.tmp"
         try:
             self.folder.mkdir(parents=True, exist_ok=True)

@@ -34,6 +34,7 @@ from lm.errors import RequestError, RunError, first_line
 from lm.system.files import PATIENCE, is_denied, is_remote, unreadable
 from lm.system.parsing import parse_json
 from lm.system.sources import find_entries, list_files, open_file
+from lm.system.units import listed
 
 MANIFEST = "manifest.json"  # in a folder that `lm data prepare` made
 INDEX = "_index.json"  # in a folder of other shards that `lm data index` indexed; readers of Parquet leave it out
@@ -301,5 +302,4 @@ def describe_difference(old: Sequence, new: Sequence) -> str:
         lines = ["the same shards in another order"]
     if not lines and [entry.offset for entry in old] != [entry.offset for entry in new]:
         lines = ["the same shards, cut into other windows than by the lm of that time"]
-    more = [f"and {len(lines) - 3} more"] if len(lines) > 3 else []
-    return ", ".join(sorted(lines)[:3] + more)
+    return listed(sorted(lines), 3)

@@ -310,7 +310,6 @@ class BlockBuffer:
         self.decoders = reader_pool(DECODERS)
         self.blocks: OrderedDict[int, Future] = OrderedDict()  # in the order in which they are dropped
         self.latest: dict[int, int] = {}  # block -> the latest sample that requested it
-        self.decoded: dict[int, Tokens] = {}  # results that `get` has seen, since a Future takes a lock to answer
 
     def request(self, block: int) -> bool:
         """Start decoding `block` for the next sample; False if it does not fit yet."""
@@ -323,7 +322,6 @@ class BlockBuffer:
                 if self.latest[oldest] >= self.returned:
                     return False
                 del self.blocks[oldest], self.latest[oldest]
-                self.decoded.pop(oldest, None)
                 self.tokens -= self.shards.block(oldest).tokens
             self.tokens += tokens
             self.blocks[block] = self.decoders.submit(self.shards.read_tokens, block)
@@ -334,21 +332,20 @@ class BlockBuffer:
     def get(self, block: int) -> Tokens:
         """Return the tokens of the next sample's block; waits until they are decoded."""
         self.returned += 1
-        while (tokens := self.decoded.get(block)) is None:
+        future = self.blocks[block]
+        while True:
             try:
-                tokens = self.decoded[block] = self.blocks[block].result(self.timeout)
+                return future.result(self.timeout)
             except TimeoutError as error:
-                if self.blocks[block].done():  # the read itself raised it
+                if future.done():  # the read itself raised it
                     raise
                 from lm.system.remote import is_asked_to_wait
 
-                if is_asked_to_wait():
-                    continue
-                raise RunError(
-                    f"{self.shards.block(block)}: not read after {self.timeout:g} seconds (data.timeout); does its "
-                    "file system answer?"
-                ) from error
-        return tokens
+                if not is_asked_to_wait():
+                    raise RunError(
+                        f"{self.shards.block(block)}: not read after {self.timeout:g} seconds (data.timeout); does its "
+                        "file system answer?"
+                    ) from error
 
     def close(self) -> None:
         """Cancel reads that have not begun; the threads end after their current block."""

@@ -92,9 +92,8 @@ def source_counts(phases: Sequence[Phase], samples: int) -> np.ndarray:
     for phase, end in zip(phases, ends):
         length = max(0, min(end, samples) - phase.start)
         periods, remainder = divmod(length, sum(phase.shares))
-        total += periods * np.array(phase.shares) + np.bincount(
-            turns(phase.shares)[0][:remainder], minlength=len(total)
-        )
+        total += periods * np.array(phase.shares)
+        total += np.bincount(turns(phase.shares)[0][:remainder], minlength=len(total))
     return total
 
 

@@ -34,10 +34,8 @@ def pack_documents(begins: np.ndarray, ends: np.ndarray, seq_len: int) -> Packin
     full = np.where(long, lengths // seq_len, 0)  # rows that a document fills
     first = np.repeat(np.cumsum(full) - full, full)
     starts = np.repeat(begins, full) + (np.arange(full.sum()) - first) * seq_len  # of the full rows
-    remainder = lengths - full * seq_len
-    begins, stops, long = (
-        part[remainder > 0] for part in (ends - remainder, ends, long)
-    )  # what is left to be put into rows
+    remainder = lengths - full * seq_len  # what is left to be put into rows
+    begins, stops, long = (part[remainder > 0] for part in (ends - remainder, ends, long))
     rows = len(starts) + _best_fit(stops - begins, long, seq_len)
     starts, stops = np.concatenate([starts, begins]), np.concatenate([starts + seq_len, stops])
     continues = np.concatenate([np.zeros(len(starts) - len(long), bool), long])

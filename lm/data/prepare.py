@@ -26,7 +26,7 @@ from lm.data.tokenizer import Tokenizer
 from lm.errors import Interrupted, RequestError
 from lm.system.files import write_atomically
 from lm.system.parsing import parse_json
-from lm.system.units import format_bytes, plural
+from lm.system.units import format_bytes, listed, plural
 
 log = logging.getLogger(__name__)
 
@@ -219,8 +219,7 @@ def _difference(manifest: dict[str, Any], plan: dict[str, Any]) -> str:
     files = [f"{name} is new" for name in after.keys() - before.keys()]
     files += [f"{name} is missing" for name in before.keys() - after.keys()]
     files += [f"{name} has changed" for name in before.keys() & after.keys() if before[name] != after[name]]
-    more = f" and {len(files) - 4} more" if len(files) > 4 else ""
-    return ", ".join([*options, *sorted(files)[:4]]) + more
+    return ", ".join(filter(None, [*options, listed(sorted(files), 4)]))
 
 
 def _read_manifest(output: Path) -> dict[str, Any]:

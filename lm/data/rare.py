@@ -8,13 +8,13 @@ RARE_FRACTION = 0.01  # of the text, that the rarest tokens make up together
 COUNTED = 4 * 2**20  # tokens of the text that are counted
 
 
-def count_tokens(shards: Shards, vocab_size: int, stop: int | None = None) -> np.ndarray:
+def count_tokens(shards: Shards, vocab_size: int, stop: int) -> np.ndarray:
     """How often each token occurs among the first `stop` tokens: (V,) int64.
 
     Packed rows count without the first token of each, which is only context, and without padding.
     """
     counts = np.zeros(vocab_size, dtype=np.int64)
-    remaining = shards.index.tokens if stop is None else stop
+    remaining = stop
     for block in range(len(shards.index.blocks)):
         if remaining <= 0:
             break

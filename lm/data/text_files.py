@@ -21,8 +21,9 @@ import pyarrow as pa
 
 from lm.data.catalog import MANIFEST
 from lm.errors import RequestError
-from lm.system.files import is_remote
-from lm.system.sources import File, file_identity, list_files, open_file, open_filesystem
+from lm.system.files import File, is_remote
+from lm.system.sources import file_identity, list_files, open_file, open_filesystem
+from lm.system.units import listed
 
 log = logging.getLogger(__name__)
 
@@ -163,7 +164,7 @@ def split_by_names(files: list[TextFile]) -> list[TextFile]:
     by_split: dict[str | None, list[str]] = {}
     for file, split in named:
         by_split.setdefault(split, []).append(file.name)
-    shown = {split: _shown(names) for split, names in by_split.items()}
+    shown = {split: listed(names, 3) for split, names in by_split.items()}
     if len(by_split) == 1 or by_split.keys() <= {"train", SEVERAL, None}:
         return files
     problem = ""
@@ -183,10 +184,6 @@ def split_by_names(files: list[TextFile]) -> list[TextFile]:
     training = ", ".join(shown[split] for split in ("train", None) if split in by_split)
     log.info("by their names, for training: %s; for validation: %s", training, shown["val"])
     return [replace(file, split=split or "train") for file, split in named if split != "test"]
-
-
-def _shown(names: list[str]) -> str:
-    return ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
 
 
 def _named_split(path: str, below: int) -> str | None:

@@ -249,10 +249,7 @@ class Tokenizer:
         if UNKNOWN in self.vocabulary:
             config["unk_token"] = UNKNOWN
         config["clean_up_tokenization_spaces"] = False
-        config["model_input_names"] = [
-            "input_ids",
-            "attention_mask",
-        ]  # older readers add types
+        config["model_input_names"] = ["input_ids", "attention_mask"]  # older readers add types
         if model_max_length is not None:
             config["model_max_length"] = int(model_max_length)
         beside = json.dumps(config, indent=2, ensure_ascii=False) + "\n"

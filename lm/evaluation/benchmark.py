@@ -70,8 +70,7 @@ def evaluate_items(
 ) -> list[Outcome]:
     """The outcomes of the items at `indices`. A step takes all of these items, so that their rows share batches."""
     context = config_of(decoder).max_position_embeddings
-    texts = [render(task, items, index) for index in indices]
-    prompts = tokenize(task.kind, texts, tokenizer, context, begin)
+    prompts = [tokenize(task.kind, render(task, items, index), tokenizer, context, begin) for index in indices]
     scores = _score_prompts(decoder, prompts, batch_tokens)
     outcomes = []
     for index, prompts_of_item, scores_of_item in zip(indices, prompts, scores, strict=True):

@@ -19,8 +19,6 @@ from lm.model.decoder import Decoder
 
 GROUP = 16  # batches whose rows are held at once, to batch rows of similar length
 
-Progress = Callable[[int, int | None], None]
-
 
 @dataclass(frozen=True)
 class CorpusResult:
@@ -45,7 +43,7 @@ def texts_bits_per_byte(
     seq_len: int | None = None,
     max_documents: int | None = None,
     batch_tokens: int = BATCH_TOKENS,
-    progress: Progress | None = None,
+    progress: Callable[[int], None] | None = None,  # called with the number of tokens that are done
 ) -> CorpusResult:
     """Measure bits per byte of texts; each document begins after an end-of-text token, as in training.
 
@@ -74,7 +72,7 @@ def texts_bits_per_byte(
             nats[document] -= scored.log_probabilities.sum(dtype=np.float64)
             tokens[document] += len(scored.log_probabilities)
         if progress is not None:
-            progress(sum(tokens), None)
+            progress(sum(tokens))
     if not any(tokens):
         raise RequestError(f"{', '.join(inputs)}: there is no text to predict")
     lost, predicted, read = np.array(nats), np.array(tokens), np.array(sizes)  # (documents,)

@@ -37,16 +37,14 @@ class TokenLoss(KeepsPrecision, Metric):
             zeros = torch.zeros(() if sources is None else sources, dtype=torch.float64)
             self.add_state(name, zeros, dist_reduce_fx="sum")
 
-    def update(
-        self, token_losses: Tensor, labels: Tensor, token_bytes: Tensor | None = None, sources: Tensor | None = None
-    ) -> None:
+    def update(self, token_losses: Tensor, labels: Tensor, token_bytes: Tensor, sources: Tensor | None = None) -> None:
         """Add a batch; without a device synchronization.
 
         Args:
             token_losses: `(B, T)` fp32, nats.
             labels: `(B, T)`, -100 where a token does not count.
-            token_bytes: `(V,)` fp64, bytes of text per token, 0 for special tokens; `(sources, V)`
-                if sources are kept separate. Without it there are no bits per byte.
+            token_bytes: `(V,)` fp64, bytes of text per token, 0 for special tokens; `(sources, V)` if sources are kept
+                separate.
             sources: `(B,)`, the source of each row, if sources are kept separate.
         """
 
@@ -58,18 +56,16 @@ class TokenLoss(KeepsPrecision, Metric):
         losses = torch.where(counted, token_losses, 0.0).double()  # (B, T)
         self.nats = add(self.nats, losses)
         self.tokens = add(self.tokens, counted.double())
-        if token_bytes is not None:
-            ids, token_bytes = labels.clamp(min=0), token_bytes.to(labels.device, non_blocking=True)
-            sizes = (token_bytes[ids] if sources is None else token_bytes[sources[:, None], ids]) * counted  # (B, T)
-            self.text_nats = add(self.text_nats, losses * (sizes > 0))
-            self.text_bytes = add(self.text_bytes, sizes)
+        ids = labels.clamp(min=0)
+        sizes = (token_bytes[ids] if sources is None else token_bytes[sources[:, None], ids]) * counted  # (B, T)
+        self.text_nats = add(self.text_nats, losses * (sizes > 0))
+        self.text_bytes = add(self.text_bytes, sizes)
 
     def compute(self) -> dict[str, Tensor]:
         """The means so far over all ranks, in fp64, and the number of counted tokens; NaN without any."""
         loss = self.nats / self.tokens
         return {
             "loss": loss,
-            "perplexity": loss.exp(),
             "bits_per_byte": self.text_nats / self.text_bytes / math.log(2),
             "tokens": self.tokens,
         }
@@ -86,10 +82,8 @@ def loss_metrics(
     metrics = {f"{prefix}/{short}": result[name] for name, short in {"loss": "loss", "bits_per_byte": "bpb"}.items()}
     if shares is not None:
         # (sources,) each, even if torchmetrics has reduced a single one to a scalar
-        of_sources, measured = (
-            {name: values.view(-1) for name, values in metrics.items()},
-            result["tokens"].view(-1) > 0,
-        )
+        of_sources = {name: values.view(-1) for name, values in metrics.items()}
+        measured = result["tokens"].view(-1) > 0
         shares = torch.where(measured, shares, 0)
         shares = shares if shares.any() else measured.double()  # no source trained on now has a validation
         metrics = {name: (values.nan_to_num() * shares).sum() / shares.sum() for name, values in of_sources.items()}

@@ -18,7 +18,6 @@ Next, `evaluation/scoring` computes the log-probabilities of these tokens, and `
 
 import random
 from collections.abc import Sequence
-from itertools import islice
 from typing import NamedTuple
 
 import numpy as np
@@ -89,29 +88,28 @@ def _answers(task: Task, item: Item) -> list[tuple[str, str]]:
 
 
 def tokenize(
-    kind: Kind, texts_of_items: Sequence[Sequence[tuple[str, str]]], tokenizer: Tokenizer, context: int, begin: Begin
-) -> list[list[Prompt]]:
-    """The prompts of items, one for each possible answer, of the texts that `render` makes of each item.
+    kind: Kind, texts: Sequence[tuple[str, str]], tokenizer: Tokenizer, context: int, begin: Begin
+) -> list[Prompt]:
+    """The prompts of an item, one for each possible answer, of the texts that `render` makes of it.
 
-    A prompt that is only an answer begins with `eos`, whatever `begin` says.
+    What does not fit into the context is cut off at the beginning. A prompt that is only an answer begins with `eos`,
+    whatever `begin` says.
     """
-    # The texts of all items are encoded together, which is faster.
-    texts = [pair for texts_of_item in texts_of_items for pair in texts_of_item]
     # A blank at the end of the text before an answer belongs to the answer's first token.
-    all_befores = iter(tokenizer.encode_batch([before.rstrip() for before, _ in texts]))
-    all_rows = iter(tokenizer.encode_batch([before + answer for before, answer in texts]))
-    prompts_of_items: list[list[Prompt]] = []
-    for texts_of_item in texts_of_items:
-        befores = list(islice(all_befores, len(texts_of_item)))
-        rows = list(islice(all_rows, len(texts_of_item)))
-        harness_starts = _harness_starts(befores, rows)
-        dclm_starts = harness_starts if kind == "language_modeling" else _dclm_starts(kind, rows)
-        prompts = []
-        for index, (_, answer) in enumerate(texts_of_item):
-            dclm_start, harness_start = dclm_starts[index], harness_starts[index]
-            prompts.append(_prompt(rows[index], dclm_start, harness_start, answer, tokenizer.eos_id, context, begin))
-        prompts_of_items.append(prompts)
-    return prompts_of_items
+    befores = tokenizer.encode_batch([before.rstrip() for before, _ in texts])
+    rows = tokenizer.encode_batch([before + answer for before, answer in texts])
+    # A token across the border belongs to the answer.
+    harness_starts = [_shared([before, ids[:-1]]) for before, ids in zip(befores, rows, strict=True)]
+    dclm_starts = harness_starts if kind == "language_modeling" else _dclm_starts(kind, rows)
+    prompts = []
+    for ids, dclm_start, harness_start, (_, answer) in zip(rows, dclm_starts, harness_starts, texts, strict=True):
+        # A token comes before the first one to score: `eos`, or in a row that is cut its new first token.
+        if begin == "eos" or min(dclm_start, harness_start) == 0:
+            ids, dclm_start, harness_start = [tokenizer.eos_id, *ids], dclm_start + 1, harness_start + 1
+        cut = max(0, len(ids) - (context + 1))
+        starts = max(1, dclm_start - cut), max(1, harness_start - cut)
+        prompts.append(Prompt(np.array(ids[cut:], np.int32), *starts, answer, cut))
+    return prompts
 
 
 def _dclm_starts(kind: Kind, rows: list[list[int]]) -> list[int]:
@@ -121,24 +119,6 @@ def _dclm_starts(kind: Kind, rows: list[list[int]]) -> list[int]:
         return [_shared([ids[:-1] for ids in rows])] * len(rows)
     ending = max(1, _shared([ids[::-1] for ids in rows]))  # tokens at the end that all rows share
     return [len(ids) - ending for ids in rows]
-
-
-def _harness_starts(befores: list[list[int]], rows: list[list[int]]) -> list[int]:
-    """`harness_start` of each row of an item, from the ids before each answer and those with it."""
-    # A token across the border belongs to the answer.
-    return [_shared([before, ids[:-1]]) for before, ids in zip(befores, rows, strict=True)]
-
-
-def _prompt(
-    ids: list[int], dclm_start: int, harness_start: int, answer: str, eos_id: int, context: int, begin: Begin
-) -> Prompt:
-    """The prompt of one row: `eos` is put before it, then what does not fit is cut off, and both starts move."""
-    # A token comes before the first one to score: `eos`, or in a row that is cut its new first token.
-    if begin == "eos" or min(dclm_start, harness_start) == 0:
-        ids, dclm_start, harness_start = [eos_id, *ids], dclm_start + 1, harness_start + 1
-    cut = max(0, len(ids) - (context + 1))
-    starts = max(1, dclm_start - cut), max(1, harness_start - cut)
-    return Prompt(np.array(ids[cut:], np.int32), *starts, answer, cut)
 
 
 def _shared(sequences: Sequence[Sequence[int]]) -> int:

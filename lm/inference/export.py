@@ -27,7 +27,7 @@ from lm.runs.evaluations import evaluation_rows, merge_evaluations
 from lm.runs.history import time_spent
 from lm.runs.metrics import METRICS
 from lm.runs.run import Run
-from lm.system.units import format_count, format_duration
+from lm.system.units import format_count, format_duration, listed
 
 Rows = dict[str, Any]  # name -> value of a table; None if not known
 SHOWN_SOURCES = 12
@@ -153,9 +153,7 @@ def _shards(run: Run, split: str, source: str) -> list[list]:
 
 
 def _first_names(files: list[str]) -> str:
-    names = list(dict.fromkeys(map(public_name, files)))
-    more = f" and {len(names) - SHOWN_SOURCES:,} more" if len(names) > SHOWN_SOURCES else ""
-    return ", ".join(names[:SHOWN_SOURCES]) + more
+    return listed(list(dict.fromkeys(map(public_name, files))), SHOWN_SOURCES)
 
 
 def sources(run: Run) -> list[str]:

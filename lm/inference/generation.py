@@ -53,7 +53,7 @@ def generate(
         vocab_size: that of the tokenizer: the ids from it on, which a model may have, stand for no text and are never
             chosen.
         ended: called with every row and new token but `eos_id`; returns whether the row is to end with it.
-        step: `dynamic`, `static` or `cuda_graph`: how a step attends to the tokens before it, see `steps`.
+        step: `cuda_graph` replays the steps as a CUDA graph, see `steps`; `dynamic` does not.
     """
     device, context = next(decoder.parameters()).device, config_of(decoder).max_position_embeddings
     check_step(step, device)
@@ -103,11 +103,11 @@ def generate(
 # ---- the choice of a token -------------------------------------------------------------------------------------------
 
 
-def choose_tokens(logits: Tensor, sampling: Sampling, generator: torch.Generator | None = None) -> Tensor:
+def choose_tokens(logits: Tensor, sampling: Sampling, generator: torch.Generator) -> Tensor:
     """Choose a token for each row, `(B,)`, from finite logits `(B, V)`.
 
     This draws as `torch.multinomial` does, but with one random number for each row, on the CPU, whatever the device
-    and the filters: a seed gives the same everywhere. Without a generator, torch's global one is used.
+    and the filters: a seed gives the same everywhere.
     """
     if sampling.temperature == 0:
         return logits.argmax(-1)
@@ -121,39 +121,26 @@ def choose_tokens(logits: Tensor, sampling: Sampling, generator: torch.Generator
     return (index if ids is None else ids.gather(-1, index))[:, 0].to(logits.device)
 
 
+TOP = 1024  # tokens; sorting only these, which usually are enough, is several times faster on a CPU than sorting all
+
+
 def candidates(logits: Tensor, sampling: Sampling) -> tuple[Tensor, Tensor | None]:
     """The tokens to choose from, at a temperature above 0, on the CPU.
 
     Returns weights `(B, k)`, proportional to probabilities, and their ids `(B, k)`, or None for all tokens in order.
     """
     logits = logits - logits.amax(-1, keepdim=True)  # so that no temperature causes overflow
-    weights, ids = (logits / sampling.temperature).softmax(-1), None  # (B, V)
-    if sampling.top_k is not None:
-        weights, ids = weights.topk(min(sampling.top_k, weights.shape[-1]))  # (B, k), the most probable first
-    if sampling.top_p is not None:
-        return _filter_top_p(weights, ids, sampling.top_p)
-    return weights.cpu(), None if ids is None else ids.cpu()
-
-
-def _filter_top_p(weights: Tensor, ids: Tensor | None, top_p: float) -> tuple[Tensor, Tensor]:
-    """Sort the weights, if `top_k` has not, and set those after the first that sum to `top_p` of the total to 0."""
-    if ids is None:
-        weights, ids = _most_probable(weights, top_p)
-        weights, total = weights.cpu(), 1
-    else:
-        weights = weights.cpu()
-        total = weights.sum(-1, keepdim=True)  # (B, 1)
-    before = weights.cumsum(-1) - weights  # sum over more probable tokens
-    return weights.where(before < top_p * total, 0), ids.cpu()
-
-
-TOP = 1024  # tokens; sorting only these, which usually are enough, is several times faster on a CPU than sorting all
-
-
-def _most_probable(probabilities: Tensor, total: float) -> tuple[Tensor, Tensor]:
-    """The most probable tokens, sorted: enough for their probabilities to sum to at least `total` in each row."""
-    size = probabilities.shape[-1]
-    weights, ids = probabilities.topk(min(TOP, size))
-    if TOP < size and (weights.sum(-1) < total).any():
-        weights, ids = probabilities.topk(size)
+    probabilities = (logits / sampling.temperature).softmax(-1)  # (B, V)
+    top_k, top_p = sampling.top_k, sampling.top_p
+    if top_k is None and top_p is None:
+        return probabilities.cpu(), None
+    vocab_size = probabilities.shape[-1]
+    weights, ids = probabilities.topk(min(top_k or TOP, vocab_size))  # (B, k), the most probable first
+    if top_p is not None and top_k is None and (weights.sum(-1) < top_p).any():  # these are not enough
+        weights, ids = probabilities.topk(vocab_size)
+    weights, ids = weights.cpu(), ids.cpu()
+    if top_p is not None:
+        total = 1.0 if top_k is None else weights.sum(-1, keepdim=True)
+        before = weights.cumsum(-1) - weights  # sum over more probable tokens
+        weights = weights.where(before < top_p * total, 0)
     return weights, ids

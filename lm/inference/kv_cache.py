@@ -9,7 +9,7 @@ A token's slot in the cache is its position in its row. Two prompts, `A B C` and
                                            row 1   K  L  -       positions [[3], [1]]: L overwrites padding
 
 A token attends to the slots up to its own, so never to padding, which comes after the row's own tokens.
-`inference/steps` has other ways to do the same: for compiled blocks, for CUDA graphs, and for models without a cache.
+`inference/steps` has other ways to do the same: for CUDA graphs, and for models without a cache.
 """
 
 import torch
@@ -80,7 +80,7 @@ class CachedDecoder:
     def compute(self, ids: Tensor, counts: Tensor, slots: int) -> Tensor:
         """`prefill`, where the first `slots` are attended to: at least those in use, with the new ones.
 
-        The shapes do not depend on the number of tokens so far, so this can be compiled or captured as a graph.
+        The shapes do not depend on the number of tokens so far, so this can be captured as a graph.
         """
         positions = self.lengths[:, None] + torch.arange(ids.shape[1], device=ids.device)  # (B, T)
         self.lengths += counts

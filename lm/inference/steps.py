@@ -1,7 +1,7 @@
 """The ways in which generation computes a step, all with the `prefill` and `advance` of `kv_cache.CachedDecoder`.
 
-`StaticDecoder` keeps the shapes of its steps, for compiled blocks, and `GraphedDecoder` replays these steps as a CUDA
-graph. `UncachedModel` computes all tokens of the rows at every step, for models that have no cache.
+`GraphedDecoder` replays its steps as a CUDA graph. `UncachedModel` computes all tokens of the rows at every step, for
+models that have no cache.
 """
 
 from typing import Literal
@@ -14,8 +14,8 @@ from lm.inference.kv_cache import CachedDecoder
 from lm.model.build import config_of
 from lm.model.decoder import Decoder
 
-Step = Literal["dynamic", "static", "cuda_graph"]
-MIN_SLOTS = 256  # of a static step
+Step = Literal["dynamic", "cuda_graph"]
+MIN_SLOTS = 256  # of a step that is replayed
 WARMUP = 2  # steps before a graph is captured, so that all kernels are loaded
 
 
@@ -43,28 +43,15 @@ class UncachedModel:
         return self.prefill(tokens, self.ones)
 
 
-class StaticDecoder(CachedDecoder):
-    """Attends to a fixed number of slots, doubled when they are full, so that compiled blocks are compiled once."""
+class GraphedDecoder(CachedDecoder):
+    """Replays its steps as a CUDA graph.
+
+    The shapes in a graph are fixed: a step attends to a fixed number of slots, and is captured anew when these are
+    full and their number is doubled.
+    """
 
     def __init__(self, decoder: Decoder, rows: int, slots: int) -> None:
-        super().__init__(decoder, rows, static_slots(slots))
-
-    @torch.no_grad()
-    def advance(self, tokens: Tensor) -> Tensor:
-        self.used += 1
-        return self.compute(tokens, self.ones, static_slots(self.used))
-
-
-def static_slots(tokens: int) -> int:
-    """Number of slots for this many tokens: a power of two."""
-    return max(MIN_SLOTS, 1 << (tokens - 1).bit_length())
-
-
-class GraphedDecoder:
-    """Replays the steps of a `StaticDecoder` as a CUDA graph, captured anew when the slots are doubled."""
-
-    def __init__(self, static: StaticDecoder) -> None:
-        self.static, self.prefill = static, static.prefill
+        super().__init__(decoder, rows, fixed_slots(slots))
         self.slots = 0  # of the newest step
         self.steps = 0  # with this many slots
         self.graph: torch.cuda.CUDAGraph | None = None
@@ -72,32 +59,34 @@ class GraphedDecoder:
     @torch.no_grad()
     def advance(self, tokens: Tensor) -> Tensor:
         """As `CachedDecoder.advance`; the next step may overwrite the logits."""
-        static = self.static
-        static.used += 1
-        slots = static_slots(static.used)
+        self.used += 1
+        slots = fixed_slots(self.used)
         if slots != self.slots:
             self.slots, self.steps, self.graph = slots, 0, None
         self.steps += 1
         if self.steps <= WARMUP:
-            return static.compute(tokens, static.ones, slots)
+            return self.compute(tokens, self.ones, slots)
         if self.graph is None:
             self.graph, self.tokens = torch.cuda.CUDAGraph(), tokens.clone()
             device = tokens.device  # torch's own stream for captures is on the device of the first one
             with torch.cuda.device(device), torch.cuda.graph(self.graph, stream=torch.cuda.Stream(device)):
-                self.logits = static.compute(self.tokens, static.ones, slots)
+                self.logits = self.compute(self.tokens, self.ones, slots)
         self.tokens.copy_(tokens)
         self.graph.replay()
         return self.logits
 
 
-def make_stepper(model: nn.Module, rows: int, slots: int, step: Step) -> CachedDecoder | GraphedDecoder | UncachedModel:
+def fixed_slots(tokens: int) -> int:
+    """Number of slots for this many tokens: a power of two."""
+    return max(MIN_SLOTS, 1 << (tokens - 1).bit_length())
+
+
+def make_stepper(model: nn.Module, rows: int, slots: int, step: Step) -> CachedDecoder | UncachedModel:
     """What computes steps of this kind for a model; rows have at most `slots` tokens, with their padding."""
     if not isinstance(model, Decoder):
         return UncachedModel(model, rows)
-    if step == "dynamic":
-        return CachedDecoder(model, rows, slots)
-    static = StaticDecoder(model, rows, slots)
-    return static if step == "static" else GraphedDecoder(static)
+    kind = GraphedDecoder if step == "cuda_graph" else CachedDecoder
+    return kind(model, rows, slots)
 
 
 def check_step(step: Step, device: torch.device) -> None:

@@ -4,7 +4,7 @@ import re
 from typing import NamedTuple
 
 from lm.errors import RequestError
-from lm.system.hardware import device_name, memory, memory_bytes
+from lm.system.hardware import device_name, memory
 
 ASSUMED_MFU = 0.4  # 47.9 % was measured for pretrain-350m on an H100; smaller matrices reach less
 
@@ -207,7 +207,7 @@ def _named_device(name: str) -> tuple[Device, int]:
     import torch
 
     if name.lower() == "auto" and torch.cuda.is_available():
-        device = Device(device_name("cuda"), memory_bytes("cuda"), torch.cuda.get_device_capability())
-        return device, torch.cuda.device_count()
+        total = torch.cuda.get_device_properties("cuda").total_memory
+        return Device(device_name("cuda"), total, torch.cuda.get_device_capability()), torch.cuda.device_count()
     ram = memory()
     return Device(device_name("cpu"), ram["total_bytes"] - ram["used_bytes"], None), 1

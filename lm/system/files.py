@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from fnmatch import fnmatch
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from lm.errors import RequestError, RunError, first_line
 from lm.system.parsing import parse_line
@@ -27,6 +27,14 @@ log = logging.getLogger(__name__)
 DENIED = r"ACCESS_DENIED|PERMISSION_DENIED|INVALID_ACCESS_KEY_ID|SIGNATURE_DOES_NOT_MATCH"  # in pyarrow's errors
 PATIENCE = 150.0  # seconds for all attempts of one read of a remote file
 URL = re.compile(r"(?P<scheme>[A-Za-z][A-Za-z0-9+.-]+):/+(?P<rest>.*)")  # `Path` leaves one of the slashes
+
+
+class File(NamedTuple):
+    """A file as a file system lists it."""
+
+    path: str  # in its file system
+    size: int  # bytes
+    modified: int | str | None  # ns; of a store without times its ETag, if any
 
 
 def is_remote(source: str) -> bool:

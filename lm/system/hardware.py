@@ -36,16 +36,6 @@ def device_name(device: torch.device | str = "cpu") -> str:
     return model[1].strip() if model else platform.processor() or platform.machine()
 
 
-def memory_bytes(device: torch.device | str = "cpu") -> int | None:
-    """Memory of a device in bytes: a GPU's total; for a CPU the machine's, or a container's limit if lower."""
-    import torch
-
-    device = torch.device(device)
-    if device.type == "cuda":
-        return torch.cuda.get_device_properties(device).total_memory
-    return memory()["total_bytes"] if device.type == "cpu" else None
-
-
 def process_bytes() -> int:
     return psutil.Process().memory_info().rss
 
@@ -60,11 +50,9 @@ def driver_version() -> str | None:
 
 
 def start_nvml() -> Any:
-    """The initialised module `pynvml`; None without the package or the driver."""
-    try:
-        import pynvml
-    except ImportError:
-        return None
+    """The initialised module `pynvml`; None without the driver."""
+    import pynvml
+
     try:
         pynvml.nvmlInit()
     except pynvml.NVMLError:

@@ -3,7 +3,7 @@
 from difflib import get_close_matches
 
 from lm.system.removed_options import REMOVED
-from lm.system.units import MAX_SHOWN
+from lm.system.units import MAX_SHOWN, listed
 
 MAX_OPTIONS, MAX_UNKNOWN = 10, 6  # options listed in a message
 
@@ -93,8 +93,8 @@ def nearest_option(name: str, known: list[str], section: str = "") -> str:
     if close := close or get_close_matches(name, known, 1, cutoff=0.6):
         return f"did you mean {close[0]!r}?"
     options = [option for option in known if option not in ("h", "help", "print_shtab") and option[-1] != "+"]
-    listed = ", ".join(f"--{option}" for option in options)
-    return f"there are {listed}" if len(options) <= MAX_OPTIONS else ""
+    names = ", ".join(f"--{option}" for option in options)
+    return f"there are {names}" if len(options) <= MAX_OPTIONS else ""
 
 
 def unknown_options(hints: dict[str, str]) -> str:
@@ -103,6 +103,5 @@ def unknown_options(hints: dict[str, str]) -> str:
     if len(cut) == 1:
         [(name, hint)] = cut.items()
         return f"there is no option {name!r}" + (f"; {hint}" if hint else "")
-    listed = [f"{name!r}{f' ({hint})' if hint else ''}" for name, hint in cut.items()]
-    more = f" and {len(listed) - MAX_UNKNOWN} more" if len(listed) > MAX_UNKNOWN else ""
-    return f"there are no options {', '.join(listed[:MAX_UNKNOWN])}{more}"
+    described = [f"{name!r}{f' ({hint})' if hint else ''}" for name, hint in cut.items()]
+    return f"there are no options {listed(described, MAX_UNKNOWN)}"

@@ -27,7 +27,7 @@ import pyarrow as pa
 import pyarrow.fs as pafs
 
 from lm.errors import LmError, RequestError, RunError, first_line
-from lm.system.files import DENIED, PATIENCE, atomic_folder, unreadable
+from lm.system.files import DENIED, PATIENCE, File, atomic_folder, unreadable
 from lm.system.parsing import parse_json
 from lm.system.process import reader_pool
 
@@ -91,12 +91,10 @@ class _FSSpecHandler(pafs.FSSpecHandler):
 
 # ---- listing ---------------------------------------------------------------------------------------------------------
 
-Entry = tuple[str, int, int | str | None]  # path, size and time of a file, as `system/sources.File` has them
-
 
 def list_folder(
     filesystem: pafs.FileSystem, path: str, recursive: bool, source: str, patience: float
-) -> tuple[str, pafs.FileType, list[Entry]]:
+) -> tuple[str, pafs.FileType, list[File]]:
     """The path, on the Hub at its commit; whether it is a file or a folder; and the file, or the folder's files."""
     path = with_retries(lambda: _pinned(filesystem, path), source, patience)
     return path, *with_retries(lambda: _files(filesystem, path, recursive), source, patience)
@@ -113,7 +111,7 @@ def _fsspec(filesystem: pafs.FileSystem) -> Any:
     return filesystem.handler.fs if isinstance(filesystem, pafs.PyFileSystem) else None
 
 
-def _files(filesystem: pafs.FileSystem, path: str, recursive: bool) -> tuple[pafs.FileType, list[Entry]]:
+def _files(filesystem: pafs.FileSystem, path: str, recursive: bool) -> tuple[pafs.FileType, list[File]]:
     """Whether a path is a file or a folder, and the file, or the files in the folder."""
     if (store := _fsspec(filesystem)) is not None:
         try:
@@ -131,14 +129,14 @@ def _files(filesystem: pafs.FileSystem, path: str, recursive: bool) -> tuple[paf
     infos = [info]
     if info.type == pafs.FileType.Directory:
         infos = filesystem.get_file_info(pafs.FileSelector(path, recursive=recursive))
-    return info.type, [(file.path, file.size, file.mtime_ns) for file in infos if file.type == pafs.FileType.File]
+    return info.type, [File(file.path, file.size, file.mtime_ns) for file in infos if file.type == pafs.FileType.File]
 
 
-def _described(info: Mapping[str, Any]) -> Entry:
+def _described(info: Mapping[str, Any]) -> File:
     modified = info.get("ETag") or info.get("etag")
     if info.get("mtime") is not None:
         modified = pafs.FileInfo(info["name"], mtime=info["mtime"]).mtime_ns
-    return info["name"], info["size"], modified
+    return File(info["name"], info["size"], modified)
 
 
 # ---- reading ---------------------------------------------------------------------------------------------------------
@@ -332,22 +330,22 @@ def fetch(source: str, names: Sequence[str] = ()) -> Path:
         path = with_retries(lambda: _pinned(filesystem, path), source)
         places = [f"{path}/{name}" for name in names] or [path]
         listed = with_retries(lambda: [_files(filesystem, place, recursive=False) for place in places], source)
-        files = {posixpath.basename(file[0]): file for _, entries in listed for file in entries}
+        files = {posixpath.basename(file.path): file for _, entries in listed for file in entries}
         if not files or not {*names[:1]} <= files.keys():
             raise RequestError(f"{source} has no {names[0]}" if names else f"{source}: no such folder")
-        facts = {name: [size, modified] for name, (_, size, modified) in files.items()}
+        facts = {name: [file.size, file.modified] for name, file in files.items()}
         copy = cache / hashlib.blake2b(repr((source, *names)).encode(), digest_size=10).hexdigest()
         cache.mkdir(parents=True, exist_ok=True)
         with FileLock(copy.with_suffix(".lock")):
             same = (copy / FACTS).exists() and parse_json((copy / FACTS).read_bytes()) == facts
-            known = all(modified is not None for _, modified in facts.values())
+            known = all(file.modified is not None for file in files.values())
             if same and (known or time.time() - (copy / FACTS).stat().st_mtime < FRESH):
                 return copy
             log.info("copying %s to %s", source, copy)
             with atomic_folder(copy) as folder:
                 for name, (path, *_) in files.items():
-                    with open_remote(filesystem, path, prefix + path) as file, open(folder / name, "wb") as to:
-                        shutil.copyfileobj(file, to, COPIED_AT_ONCE)
+                    with open_remote(filesystem, path, prefix + path) as content, open(folder / name, "wb") as to:
+                        shutil.copyfileobj(content, to, COPIED_AT_ONCE)
                 (folder / FACTS).write_text(json.dumps(facts))
     except (OSError, ValueError) as error:
         raise RequestError(f"{source}: cannot be copied to {cache} ({first_line(error)})") from error

@@ -16,7 +16,7 @@ import pyarrow.fs as pafs
 from fsspec.utils import glob_translate
 
 from lm.errors import RequestError, first_line
-from lm.system.files import PATIENCE, check_fetched, is_remote
+from lm.system.files import PATIENCE, File, check_fetched, is_remote
 
 
 def open_filesystem(source: str) -> tuple[pafs.FileSystem, str, str]:
@@ -26,12 +26,6 @@ def open_filesystem(source: str) -> tuple[pafs.FileSystem, str, str]:
     from lm.system import remote
 
     return remote.open_filesystem(source)
-
-
-class File(NamedTuple):
-    path: str  # in its file system
-    size: int  # bytes
-    modified: int | str | None  # ns; of a store without times its ETag, if any
 
 
 class Listing(NamedTuple):
@@ -92,8 +86,7 @@ def find_entries(
     if is_remote(source):
         from lm.system.remote import list_folder
 
-        path, kind, entries = list_folder(filesystem, path, recursive, source, patience)
-        return path, kind, [File(*entry) for entry in entries]
+        return list_folder(filesystem, path, recursive, source, patience)
     info = filesystem.get_file_info(path)
     infos = filesystem.get_file_info(_walk(path, recursive)) if info.type == pafs.FileType.Directory else [info]
     files = []

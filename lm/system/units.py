@@ -2,6 +2,7 @@
 
 import re
 import time
+from collections.abc import Sequence
 from decimal import Decimal
 from typing import TYPE_CHECKING, Annotated, Any, Optional, TypeVar
 
@@ -59,6 +60,12 @@ def plural(number: int, noun: str) -> str:
     """A number with its noun: 1 shard, 1,024 shards, 2 batches."""
     ending = "es" if noun.endswith(("ch", "ss")) else "s"
     return f"{number:,} {noun}{'' if number == 1 else ending}"
+
+
+def listed(words: Sequence[str], limit: int) -> str:
+    """The first words of a list, and how many more there are: 'a, b and 4 more'."""
+    more = f" and {len(words) - limit:,} more" if len(words) > limit else ""
+    return ", ".join(words[:limit]) + more
 
 
 def format_count(number: float) -> str:

@@ -91,10 +91,6 @@ class AlertEvaluator:
             figures.append(f"median({condition.median_of}, {condition.count}) is {median_value}")
         return " ".join(filter(None, [f"{condition.text}:", ", ".join(figures), f"at step {step}"]))
 
-    def drop_newest(self) -> None:
-        """Drop the newest values, so that they do not enter a window."""
-        self.newest.clear()
-
     def state_dict(self) -> dict[str, Any]:
         newest = {name: value for name, value in self.newest.items() if math.isfinite(value)}
         return {"newest": newest, "before": {name: list(values) for name, values in self.before.items()}}

@@ -189,8 +189,8 @@ class Budget(Observer):
         if self._interval is None:
             return None
         seconds, steps = self._interval
-        hours_left = (line.max_steps - line.step) / steps
-        coming = self.meter.read(ahead=(1 - 1e-9) * seconds * min(2.0, hours_left))
+        lines_left = (line.max_steps - line.step) / steps
+        coming = self.meter.read(ahead=(1 - 1e-9) * seconds * min(2.0, lines_left))
         verdict = judge(self.config, coming, None)
         if verdict is None or verdict.kind != "spent":
             return None

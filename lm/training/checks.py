@@ -164,14 +164,14 @@ def _unkept(callback: Callback) -> str | None:
 # ---- the model on its device -----------------------------------------------------------------------------------------
 
 
-def has_kernels(device: "Device", kernels: str | bool) -> bool:
+def has_kernels(device: "Device", kernels: str) -> bool:
     """Whether our kernels would run on a device; `kernels` is as in `model.kernels`."""
-    return kernels not in ("off", False) and device.capability is not None and device.capability >= KERNELS_FROM
+    return kernels != "off" and device.capability is not None and device.capability >= KERNELS_FROM
 
 
 def check_device(trainer: TrainerConfig, model: ModelConfig, device: "Device") -> Iterator[Finding]:
     kernels, mode = has_kernels(device, model.kernels), model.activation_checkpointing
-    if model.kernels in ("on", True) and not kernels:
+    if model.kernels == "on" and not kernels:
         yield error(f"model.kernels on: {device.name} cannot run them", "set model.kernels auto")
     if model.attention != "auto" and (device.capability is None or trainer.precision == "32-true"):
         yield error(

@@ -131,9 +131,8 @@ class Launcher(ScriptLauncher):
         until = time.monotonic() + 2 * EXIT_WAIT  # they wait for this one first, and then take a moment to end
         while time.monotonic() < until and any(process.poll() is None for process in self.procs):
             time.sleep(0.05)
-        hung = [
-            f"{rank} (pid {process.pid})" for rank, process in enumerate(self.procs, start=1) if process.poll() is None
-        ]
+        processes = enumerate(self.procs, start=1)
+        hung = [f"{rank} (pid {process.pid})" for rank, process in processes if process.poll() is None]
         if not hung and (failure := self._failure()) is not None and "was killed" in str(failure):
             return failure
         who = f"local rank {', '.join(hung)}" if hung else "a rank of another node"

@@ -107,9 +107,7 @@ def plain_values(
     try:
         encode(apply_to_collection({**state_dict, "param_groups": changed}, Tensor, lambda tensor: None))
     except TypeError as error:
-        maker = (
-            f"model.optimizer.class_path {class_path}" if class_path else f"the optimizer {type(optimizer).__name__}"
-        )
+        maker = f"model.optimizer.class_path {class_path}" if class_path else f"optimizer {type(optimizer).__name__}"
         raise RequestError(f"{maker}: of its state_dict {error}, only tensors and plain values") from error
     return {
         "state": {name: value for name, value in named_state.items() if not isinstance(value, Tensor)},

@@ -145,8 +145,7 @@ def test_the_cache_stays_within_its_bytes(tmp_path):
         cache.put(BlockCache.key(number), BLOCK)
         assert sum(path.stat().st_size for path in tmp_path.iterdir()) <= cache.max_bytes
     assert not (tmp_path / ".old.tmp").exists()
-    cache.put("large", np.zeros(10 * KEPT, np.uint8))
-    assert cache.get("large", BLOCK.dtype) is None and cache.get(BlockCache.key(19), BLOCK.dtype) is not None
+    assert not cache.fits(10 * KEPT) and cache.get(BlockCache.key(19), BLOCK.dtype) is not None
 
 
 def _hammer(folder, seed):

@@ -194,7 +194,7 @@ def test_prompts_read_as_dclm_writes_them(tasks, tokenizer):
     items = chosen_items(tasks[0], None)
     solved = [items[i] for i in random.Random(1234 + 5).sample([i for i in range(14) if i != 5], 2)]
     expected = "".join(f"{item['query']}\nAnswer: {item['choices'][1]}\n\n" for item in solved)
-    [answers] = tokenize(tasks[0].kind, [render(tasks[0], items, 5)], tokenizer, 512, "eos")
+    answers = tokenize(tasks[0].kind, render(tasks[0], items, 5), tokenizer, 512, "eos")
     for prompt, choice in zip(answers, items[5]["choices"], strict=True):
         text = f"{expected}{items[5]['query']}\nAnswer: {choice}"
         assert prompt.ids.tolist() == [tokenizer.eos_id, *tokenizer.encode(text)] and prompt.cut == 0
@@ -218,8 +218,7 @@ def test_prompts_read_as_dclm_writes_them(tasks, tokenizer):
 def test_every_answer_has_a_token_that_is_scored(tokenizer, kind, texts):
     """Also an answer that is the beginning of another, and a prompt that is the end of another."""
     for context in (512, 1):
-        [prompts] = tokenize(kind, [texts], tokenizer, context, "nothing")
-        for prompt in prompts:
+        for prompt in tokenize(kind, texts, tokenizer, context, "nothing"):
             assert 1 <= prompt.start and max(prompt.start, prompt.dclm_start, prompt.harness_start) < len(prompt.ids)
 
 
@@ -392,7 +391,7 @@ def test_texts_are_measured_as_validation_and_predict_count_them(corpus, tokeniz
     for batch_tokens in (1, 100, 16_384):
         result = texts_bits_per_byte(
             decoder, tokenizer, [str(corpus / "texts.jsonl")], seq_len=32, batch_tokens=batch_tokens,
-            progress=lambda done, of: told.append(done),
+            progress=told.append,
         )  # fmt: skip
         assert result.loss == pytest.approx(expected["loss"].item(), rel=1e-6)
         assert result.bits_per_byte == pytest.approx(expected["bits_per_byte"].item(), rel=1e-6)

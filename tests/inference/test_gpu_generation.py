@@ -33,8 +33,8 @@ def test_recorded_steps_write_the_same_tokens(config, fused, monkeypatch):
     monkeypatch.setattr(steps, "MIN_SLOTS", 16)
     decoder = on_gpu(config, fused)
     for sampling in (Sampling(0, max_new_tokens=50), Sampling(0.8, 20, max_new_tokens=50, seed=1)):
-        written = [written_by(decoder, UNEQUAL, sampling, step=step) for step in ("dynamic", "static", "cuda_graph")]
-        assert written[0] == written[1] == written[2]
+        dynamic, graphed = (written_by(decoder, UNEQUAL, sampling, step=step) for step in ("dynamic", "cuda_graph"))
+        assert dynamic == graphed
 
 
 def test_tokens_are_those_of_the_cpu():
@@ -46,10 +46,12 @@ def test_tokens_are_those_of_the_cpu():
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_recorded_steps_in_half_precision_give_the_figures_of_those_that_are_not(dtype):
+def test_recorded_steps_in_half_precision_give_the_figures_of_those_that_are_not(dtype, monkeypatch):
     decoder = on_gpu(SHAPES["qwen3, tied, grouped wide heads"], True).to(dtype)
     greedy = Sampling(0, max_new_tokens=40)
-    static, graphed = (list(generate(decoder, UNEQUAL, greedy, step=step)) for step in ("static", "cuda_graph"))
+    graphed = list(generate(decoder, UNEQUAL, greedy, step="cuda_graph"))
+    monkeypatch.setattr(steps, "WARMUP", 1000)  # no graph is captured
+    static = list(generate(decoder, UNEQUAL, greedy, step="cuda_graph"))
     assert [new[:3] for new in static] == [new[:3] for new in graphed]
     one, two = (torch.tensor([new.log_probability for new in news]) for news in (static, graphed))
     torch.testing.assert_close(one, two, atol=1e-5, rtol=1e-5)
@@ -78,7 +80,7 @@ def test_recorded_steps_are_faster(capsys):
         intermediate_size=2048, max_position_embeddings=1024, qk_norm=True,
     )  # fmt: skip
     decoder, rates = on_gpu(config, True).bfloat16(), {}
-    for step in ("dynamic", "static", "cuda_graph"):
+    for step in ("dynamic", "cuda_graph"):
         for _ in range(2):  # the first warms up
             began = time.perf_counter()
             written_by(decoder, [[1, 2, 3]], Sampling(0, max_new_tokens=500), step=step)

@@ -108,7 +108,7 @@ def test_what_a_step_saw_is_read_again_from_any_folder(run, place, elsewhere):
 def test_tokens_are_counted_up_to_any_place(tmp_path):
     tokens = write_folder(tmp_path, [100, 3, 200], vocab_size=50, row_groups=20)
     shards = Shards.open(str(tmp_path), block_tokens=16)
-    for stop in (None, 0, 1, 18, 110, 1000):
+    for stop in (0, 1, 18, 110, 1000):
         assert count_tokens(shards, 50, stop).tolist() == np.bincount(tokens[:stop], minlength=50).tolist()
 
 

@@ -50,7 +50,7 @@ class Alerts(Observer):
         return findings
 
     def forget_newest(self) -> None:
-        self.evaluator.drop_newest()  # values of a bad state are no measure for later ones
+        self.evaluator.newest.clear()  # values of a bad state are no measure for later ones: they enter no window
 
     def state_dict(self) -> dict[str, Any]:
         alerts = {"reported": sorted(self._reported), "not_true_at": self._armed}

@@ -65,7 +65,6 @@ class Heartbeat(Callback):
 
 def machine_metrics(machine: dict[str, Any]) -> dict[str, float]:
     """The metrics of a reading: mean load of the GPUs, highest temperature, total power, fullest memory."""
-
     gpus, cpu, process = machine.get("gpus") or [], [machine.get("cpu", {})], [machine.get("process", {})]
     metrics = {}
     for metric, one_of, parts, name, unit in (

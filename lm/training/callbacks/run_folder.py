@@ -18,7 +18,7 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 from lm.errors import GuardStop, Interrupted, LmError, RequestError, RunError
 from lm.runs.run import Run
 from lm.system.files import write_atomically
-from lm.system.hardware import device_name, driver_version, memory_bytes
+from lm.system.hardware import device_name, driver_version, memory
 from lm.system.process import run_facts, ssh_options
 from lm.training.callback import Callback
 from lm.training.config import RunOptions
@@ -234,7 +234,7 @@ def check_not_resumed_elsewhere(run: Run) -> None:
 def machine_facts() -> dict[str, Any]:
     return {
         "cores": os.cpu_count(),
-        "memory_bytes": memory_bytes("cpu"),
+        "memory_bytes": memory()["total_bytes"],
         "driver": driver_version(),
         "cuda": torch.version.cuda,
     }
