@@ -26,7 +26,7 @@ from typing import Any, BinaryIO, NamedTuple
 
 import numpy as np
 from rich.console import Console
-from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeRemainingColumn
+from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeRemainingColumn, TransferSpeedColumn
 
 from lm.data.documents import Piece, read_pieces
 from lm.data.encoder import Encoder, id_type
@@ -37,12 +37,13 @@ from lm.data.text_files import TextFile
 from lm.data.tokenizer import Tokenizer
 from lm.errors import RequestError, RunError
 from lm.system.files import atomic_file, write_atomically
+from lm.system.hardware import allowed_cores
 
 UNIT_BYTES = 64 * 2**20  # of text, approximately; smaller for a small corpus, so that all processes have work
 MIN_UNIT_BYTES = 4 * 2**20
 MAX_UNITS = 32
 BATCH = 2**20  # characters encoded at once
-SMALL_WORK = 32 * 2**20  # bytes of text; starting processes takes longer than this much work
+SMALL_WORK = 64 * 2**20  # bytes of text; starting processes takes longer than this much work
 # Counts of a document or split: tokens include the one that ends each document; bytes of the documents in UTF-8, and
 # their estimate by `Tokenizer.token_bytes`.
 COUNTS = ("tokens", "bytes", "token_bytes")
@@ -302,12 +303,12 @@ def run_tasks(
 ) -> list[Any]:
     """Call a function (importable by name) with the arguments of every task; in processes if there is much work.
 
-    `sizes` is the size of each task, in bytes of text or tokens. `workers` None: one per core.
+    `sizes` is the size of each task, in bytes. `workers` None: one per core.
     """
-    columns = (TextColumn(doing), BarColumn(), TaskProgressColumn(), TimeRemainingColumn())
+    columns = (TextColumn(doing), BarColumn(), TaskProgressColumn(), TransferSpeedColumn(), TimeRemainingColumn())
     with Progress(*columns, console=Console(stderr=True), disable=not sys.stderr.isatty()) as progress:
         bar = progress.add_task(doing, total=sum(sizes))
-        workers = workers or (len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1)
+        workers = workers or allowed_cores()
 
         def watched(results: Iterator[Any]) -> Iterator[Any]:
             for result, size in zip(results, sizes, strict=True):

@@ -39,6 +39,8 @@ from lm.system.files import write_atomically
 from lm.system.units import format_count, plural
 
 log = logging.getLogger(__name__)
+LARGE_UNIT = 2 * 2**30  # bytes of text
+ENCODED_PER_SECOND = 30e6  # bytes of text, by one process; measured
 PARTS = ".parts"  # folder of what is done, in the folder of the shards
 
 
@@ -57,6 +59,15 @@ class Preparation:
         return [unit for unit in self.units if not record_path(unit, self.recipe).exists()]
 
     def encode(self, units: list[Unit]) -> None:
+        for unit in units:
+            if unit.text_bytes > LARGE_UNIT:  # of a compressed file, which only one process can read
+                minutes = unit.text_bytes / ENCODED_PER_SECOND / 60
+                name = unit.slices[0][0].name
+                log.info(
+                    "%s is read by one process, for some %.0f minutes; several smaller files are read at once",
+                    name,
+                    minutes,
+                )
         tasks = [(unit, self.recipe) for unit in units]
         run_tasks(encode_unit, tasks, [unit.text_bytes for unit in units], "encoding", self.options.workers)
 
@@ -80,7 +91,7 @@ class Preparation:
     def write(self, shards: list[ShardTask]) -> None:
         for shard in shards:
             shard.path.parent.mkdir(exist_ok=True)
-        sizes = [sum(stop - start for _, start, stop in shard.slices) for shard in shards]
+        sizes = [2 * sum(stop - start for _, start, stop in shard.slices) for shard in shards]
         run_tasks(write_shard, [(shard, self.recipe) for shard in shards], sizes, "writing", self.options.workers)
 
     def finish(self) -> dict[str, Any]:

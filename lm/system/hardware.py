@@ -6,6 +6,7 @@ This module does not import torch; functions that need it import it themselves.
 from __future__ import annotations
 
 import ctypes
+import os
 import platform
 import re
 from pathlib import Path
@@ -91,6 +92,13 @@ def keep_freed_memory() -> None:
     no_mmap, trim_threshold = -4, -1  # M_MMAP_MAX and M_TRIM_THRESHOLD of malloc.h
     libc.mallopt(no_mmap, 0)
     libc.mallopt(trim_threshold, -1)
+
+
+def allowed_cores() -> int:
+    """The cores that this process may use, by its affinity and by the quota of its container."""
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    quota, _, period = _read("/sys/fs/cgroup/cpu.max").partition(" ")
+    return min(cores, max(1, int(quota) // int(period))) if quota.isdigit() else cores
 
 
 def _read(path: str) -> str:

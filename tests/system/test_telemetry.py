@@ -14,7 +14,7 @@ import torch
 from trainings import fit, make_workplace
 
 from lm.runs.run import Run
-from lm.system.hardware import memory
+from lm.system.hardware import allowed_cores, memory
 from lm.system.telemetry import CLOCK_LIMITS, Telemetry, clock_limits
 from lm.training.callbacks.heartbeat import Heartbeat, machine_metrics
 from lm.training.run_state import RunState
@@ -194,6 +194,15 @@ def test_the_memory_of_a_container_is_its_limit_and_its_cache_is_not_in_use(vers
     assert memory() == {"used_bytes": 200_000, "total_bytes": 500_000}
     files = {name: text.replace("500000", "max") for name, text in files.items()}
     assert memory() == {"used_bytes": 600_000, "total_bytes": 1_000_000}
+
+
+def test_cores_of_a_container_are_those_of_its_quota(monkeypatch):
+    own = len(os.sched_getaffinity(0))
+    for quota, expected in (("100000 100000\n", 1), ("50000 100000", 1), ("max 100000\n", own), ("", own)):
+        monkeypatch.setattr("lm.system.hardware._read", lambda path, quota=quota: quota)
+        assert allowed_cores() == expected
+    monkeypatch.setattr("lm.system.hardware._read", lambda path: "900000000 100000")
+    assert allowed_cores() == own
 
 
 # ---- the heartbeat ---------------------------------------------------------------------------------------------------
