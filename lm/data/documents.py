@@ -26,6 +26,11 @@ from lm.errors import LmError, RequestError, RunError, first_line
 
 PIECE = 8 * 2**20  # characters of a text, or ids, that are held at once
 PARQUET_ROWS = 256  # decoded at once; some million characters for usual documents
+AS_THEY_ARE = {
+    "parquet": "token ids are trained on as they are: --data.train",
+    "arrow": "token ids are trained on as they are, from Parquet: datasets.load_from_disk('FOLDER').to_parquet("
+    "'ids.parquet') makes it, for --data.train",
+}
 SURROGATE = re.compile("[\ud800-\udfff]")
 
 
@@ -185,14 +190,15 @@ def _check_column(file: TextFile, schema: pa.Schema, column: str) -> None:
     kind = schema.field(column).type
     kind = kind.value_type if pa.types.is_dictionary(kind) else kind
     if not (pa.types.is_string(kind) or pa.types.is_large_string(kind) or pa.types.is_string_view(kind)):
-        raise RunError(f"{file.name}: column {column!r} is not text but {kind}; give another with {TEXT_KEY}")
+        fix = AS_THEY_ARE[file.kind] if pa.types.is_nested(kind) else f"give another with {TEXT_KEY}"
+        raise RunError(f"{file.name}: column {column!r} is not text but {kind}; {fix}")
 
 
 def _check_name(file: TextFile, names: Sequence[str], column: str) -> None:
     if column not in names:
         raise RunError(
             f"{file.name} has no column {column!r} among {', '.join(map(repr, names))}; name the one with text by "
-            f"{TEXT_KEY}; token ids are trained on as they are: --data.train"
+            f"{TEXT_KEY}; {AS_THEY_ARE.get(file.kind, '')}".removesuffix("; ")
         )
 
 

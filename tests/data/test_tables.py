@@ -71,6 +71,13 @@ def test_a_damaged_table_is_one_line(name, content, message, tmp_path):
     assert "\n" not in str(caught.value)
 
 
+def test_token_ids_in_place_of_a_text_are_explained(tmp_path):
+    """By the call that makes Parquet of them, which is trained on as it is."""
+    write_arrow(tmp_path / "a.arrow", [[1, 2], [3]], pa.list_(pa.int32()))
+    with pytest.raises(LmError, match=r"not text but list<.*load_from_disk\('FOLDER'\).to_parquet\('ids.parquet'\)"):
+        texts_of(tmp_path / "a.arrow")
+
+
 def test_rows_without_a_text_are_named(tmp_path):
     write_arrow(tmp_path / "a.arrow", ["x"] * 400 + [None])
     with pytest.raises(LmError, match="row 400: column 'text' is null"):
