@@ -5,7 +5,6 @@ resumes it. `cli/ladder_report` computes and prints the results and predictions.
 """
 
 import ctypes
-import json
 import logging
 import os
 import shlex
@@ -168,10 +167,9 @@ def check_same_validation(ladder_runs: list[LadderRun]) -> None:
 
 def same_texts(*folders: str) -> bool:
     """Whether the folders have the same validation text (tokenizers may differ), and a validation reads all of it."""
-    files = [Path(folder) / "manifest.json" for folder in folders]
-    if not all(file.exists() for file in files):
+    splits = [scale.manifest(folder).get("splits", {}).get("val") for folder in folders]
+    if not all(splits):
         return False
-    splits = [json.loads(file.read_text())["splits"]["val"] for file in files]
     equal = len({(split["documents"], split["bytes"]) for split in splits}) == 1
     return equal and all(split["tokens"] <= VALIDATED for split in splits)
 
