@@ -39,7 +39,7 @@ def clear_earlier(settings: Mapping[str, Any], options: Iterable[tuple[str, Any]
         names = [name for name in names if _value(settings, f"{group}.{name}") not in (*NULL, {})]
         names = [name for name in names if not any(f"{each}.".startswith(f"{group}.{name}.") for each in later)]
         if names:
-            log.info("%s: %s of the config %s left out", why, _listed(names), "is" if len(names) == 1 else "are")
+            log.info("%s: left out of the config: %s", why, ", ".join(names))
             cleared.extend(f"{group}.{name}" for name in names)
 
     place = "model.optimizer"
@@ -69,7 +69,3 @@ def _value(settings: Any, name: str) -> Any:
     for part in name.split("."):
         settings = settings.get(part) if isinstance(settings, Mapping) else None
     return settings
-
-
-def _listed(names: list[str]) -> str:
-    return " and ".join(filter(None, [", ".join(names[:-1]), names[-1]]))

@@ -88,8 +88,7 @@ def check_model_class(run: Run) -> None:
         known_class(document, process.module_class, str(run.path), run.script)
 
 
-# Commands that take a run, not a config -> what to give instead, where there is no run at all.
-NEEDS_RUN = dict.fromkeys(("generate", "evaluate", "export"), ", or give a --ckpt_path") | {"branch": ""}
+NEEDS_RUN = ("generate", "evaluate", "export", "branch")  # commands that take a run, not a config
 
 
 def check_run_exists(command: str, options: Any) -> None:
@@ -97,4 +96,4 @@ def check_run_exists(command: str, options: Any) -> None:
     if command in NEEDS_RUN and is_of_a_run(getattr(options, "ckpt_path", None)):
         from lm.runs.find import find_run
 
-        find_run(options.run, options.root, otherwise=NEEDS_RUN[command])
+        find_run(options.run, options.root, otherwise=", or give a --ckpt_path")

@@ -9,7 +9,6 @@ import json
 import logging
 import math
 from dataclasses import asdict
-from itertools import pairwise
 from pathlib import Path
 from shlex import quote
 from tempfile import TemporaryDirectory
@@ -29,6 +28,7 @@ from lm.runs.checkpoint import write_files
 from lm.runs.facts import run_row
 from lm.runs.resume import checkpoint_folder, chosen_model, hub_hint
 from lm.runs.run import Run, is_of_a_run
+from lm.system.arguments import typed_options
 from lm.system.files import is_remote
 from lm.system.output_folder import new_folder
 from lm.system.parsing import read_object
@@ -100,7 +100,8 @@ def config_of_command(run: Run) -> str | None:
     command = run.read("run.json").get("command", [])
     if command[1:2] == ["fit"] and command[2:] and not command[2].startswith("-"):  # `lm fit tiny.yaml`
         return command[2]
-    return next((after for option, after in pairwise(command) if option in ("--config", "-c")), None)
+    typed = typed_options(list(map(str, command)))
+    return next((str(value) for option, value in typed if option in ("--config", "-c")), None)
 
 
 def write_model(model: Pretrained, card: Card, folder: Path) -> None:

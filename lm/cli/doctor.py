@@ -172,9 +172,9 @@ def _attention() -> Iterator[Check]:
     run = sorted(name for name, why in tried.items() if why is None)
     not_run = "".join(f"; {name} does not: {why[:LONGEST_REASON]}" for name, why in tried.items() if why)
     if run:
-        yield Check("attention", "ok", f"{', '.join(run)} run forward and backward{not_run}")
+        yield ok("attention", f"{', '.join(run)} run forward and backward{not_run}")
     else:
-        yield Check("attention", "error", f"no kernel runs{not_run}", "install a torch that is built for this GPU")
+        yield error("attention", f"no kernel runs{not_run}", "install a torch that is built for this GPU")
 
 
 def _compiler() -> Iterator[Check]:

@@ -5,7 +5,6 @@ resumes it. `cli/ladder_report` computes and prints the results and predictions.
 """
 
 import ctypes
-import json
 import logging
 import os
 import shlex
@@ -24,6 +23,7 @@ from rich.console import Console
 from lm.cli import scale
 from lm.cli.charts import plain_table
 from lm.cli.classes_by_path import with_classes
+from lm.cli.command_options import DeviceOptions, PlanOptions, take_fields
 from lm.cli.fit import quiet_lightning
 from lm.cli.ladder_options import LadderOptions, Overrides, recipes
 from lm.cli.ladder_report import AGAINST, LadderRun, ModelSize, page, print_report, report
@@ -73,9 +73,8 @@ def ladder(options: LadderOptions, overrides: Overrides) -> None:
     for recipe, its_options, its_overrides in recipes(options, overrides):
         of_recipe = make_runs(its_options, its_overrides, recipe)
         ladder_runs += [one for one in of_recipe if not recipe or one.size.depth in options.sizes]
-    ladder_runs.sort(
-        key=lambda one: (one.seed, one.size.depth)
-    )  # recipes alternate, so that other load slows all alike
+    # Recipes alternate, so that other load slows all alike.
+    ladder_runs.sort(key=lambda one: (one.seed, one.size.depth))
     check_same_validation(ladder_runs)
     to_train = [one for one in ladder_runs if one.size.depth in options.sizes]
     check_same_settings(ladder_runs)
@@ -117,10 +116,12 @@ def make_runs(options: LadderOptions, overrides: Overrides, recipe: str = "") ->
     for key, _ in overrides:
         if key in FOLLOWS:
             raise RequestError(f"{key} follows from the depth and the length of each run: give {FOLLOWS[key]}")
+    scale_options = vars(take_fields(scale.ScaleOptions, options)) | options.horizon
+    plan_options = PlanOptions(**vars(take_fields(DeviceOptions, options)))
     ladder_runs = []
     for depth in sorted({*options.sizes, *options.held_out}):
         try:
-            scaled = scale.ScaleRequest(**options.scaled, depth=depth, **options.horizon)
+            scaled = scale.ScaleRequest(**scale_options, depth=depth)
             settings = yaml.safe_load(scale.scaled_config(scaled)[1])
         except RequestError as error:
             raise RequestError(f"depth {depth}: {error}") from error
@@ -129,7 +130,7 @@ def make_runs(options: LadderOptions, overrides: Overrides, recipe: str = "") ->
         settings["data"]["val_tokens"] = VALIDATED
         request = override(settings, overrides)
         settings = request.settings
-        facts, findings = examine(with_classes(request), options.planned)
+        facts, findings = examine(with_classes(request), plan_options)
         errors = [finding for finding in findings if finding.level == "error"]
         if errors and (depth in options.sizes or "time" not in facts):  # a size that is not trained may not fit
             raise RequestError(f"depth {depth}: {errors[0]}")
@@ -166,10 +167,9 @@ def check_same_validation(ladder_runs: list[LadderRun]) -> None:
 
 def same_texts(*folders: str) -> bool:
     """Whether the folders have the same validation text (tokenizers may differ), and a validation reads all of it."""
-    files = [Path(folder) / "manifest.json" for folder in folders]
-    if not all(file.exists() for file in files):
+    splits = [scale.manifest(folder).get("splits", {}).get("val") for folder in folders]
+    if not all(splits):
         return False
-    splits = [json.loads(file.read_text())["splits"]["val"] for file in files]
     equal = len({(split["documents"], split["bytes"]) for split in splits}) == 1
     return equal and all(split["tokens"] <= VALIDATED for split in splits)
 

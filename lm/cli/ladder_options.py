@@ -6,7 +6,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from lm.cli.command_options import DeviceOptions, PlanOptions, take_fields
+from lm.cli.command_options import DeviceOptions
 from lm.cli.config_files import find_config, read_config
 from lm.cli.ladder_report import AGAINST, HALF
 from lm.cli.scale import ScaleOptions
@@ -94,16 +94,6 @@ class LadderOptions(ScaleOptions, LadderRuns):
     def length(self) -> str:  # in the names of runs
         [(name, value)] = self.horizon.items()
         return f"n{int(value)}" if name == "max_steps" else f"r{value:g}"
-
-    @property
-    def scaled(self) -> dict[str, Any]:
-        """The options of `lm scale`."""
-        return vars(take_fields(ScaleOptions, self))
-
-    @property
-    def planned(self) -> PlanOptions:
-        """The options of `lm plan`."""
-        return PlanOptions(**vars(take_fields(DeviceOptions, self)))
 
     @property
     def folder(self) -> Path:

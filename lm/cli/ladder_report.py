@@ -142,7 +142,7 @@ def add_laws(results: dict[str, Any], measured: Sequence[Measured]) -> None:
     curve = np.geomspace(min(x + beyond), max(x + beyond), 60).tolist()
     law = {
         "of": "operations",
-        "laws": [law.formula("FLOPs") for law in fit.laws],
+        "laws": [law.formula() for law in fit.laws],
         "parameters": [list(map(float, vars(law).values())) for law in fit.laws],
         "backtest": {"depth": fitted[x.index(max(x))].size.depth, "predicted": predicted, "measured": largest},
         "curve": [[flops, *fit.predict(flops)[:3]] for flops in curve],

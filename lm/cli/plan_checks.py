@@ -183,8 +183,8 @@ def check_memory(memory: dict[str, Any], steps: dict[str, Any], device: Device, 
 def check_budget(
     facts: dict[str, Any], time: dict[str, Any], steps: dict[str, Any], config: Sections
 ) -> Iterator[Finding]:
-    """Findings on a run that exceeds its budget: an error if the whole run does, a warning if only what is left does,
-    for which the guard saves a checkpoint in time.
+    """Findings on a run that, with what was spent before it, exceeds a cap of its budget: an error if it does so by
+    itself, otherwise a warning, since the guard saves a checkpoint in time.
     """
     budget, hours, rate, usd = config.guards.budget, facts["hours"], facts["rate_usd_per_hr"], facts["usd"]
     if budget.cap_usd is not None and rate is None and facts["spent_usd"] is not None:
@@ -196,32 +196,17 @@ def check_budget(
     if hours is None:
         return
     takes_hours = f"{format_figure(hours)} h"
-    if budget.cap_usd is not None and usd is not None:
-        takes_usd = f"{takes_hours} x {format_figure(rate or 0)} USD/h = {format_figure(usd)} USD"
-        yield from _check_cap("cap_usd", usd, facts["spent_usd"], takes_usd, time, steps, config)
-    if budget.max_hours is not None:
-        yield from _check_cap("max_hours", hours, facts["hours_elapsed"], takes_hours, time, steps, config)
-
-
-def _check_cap(
-    name: str,
-    need: float,
-    spent: float | None,
-    arithmetic: str,
-    time: dict[str, Any],
-    steps: dict[str, Any],
-    config: Sections,
-) -> Iterator[Finding]:
-    """A finding if what the run needs, and what was spent before it, is more than a cap of `guards.budget`."""
-    budget, spent = config.guards.budget, spent or 0.0
-    cap = getattr(budget, name)
-    if spent + need <= cap:
-        return
-    before = f" after {format_figure(spent)} before it" if spent else ""
-    what = f"the run takes {arithmetic}{before}, and guards.budget.{name} is {format_figure(cap)} ({time['basis']})"
-    fix = f"--guards.budget.{name} {math.ceil(spent + need)}"
-    if fitting := int(0.99 * steps["max_steps"] * max(0.0, cap - spent) / need):
-        in_tokens = f"--trainer.max_tokens {fitting * steps['tokens_per_step']}"
-        fix += f", or {in_tokens if config.trainer.max_tokens else f'--trainer.max_steps {fitting}'}"
-    refused = need > cap and not budget.dry_run
-    yield error(what, f"{fix}, or {FORCE}") if refused else warning(what, fix)
+    takes_usd = f"{takes_hours} x {format_figure(rate or 0)} USD/h = {format_figure(usd or 0)} USD"
+    caps = {"cap_usd": (usd, facts["spent_usd"], takes_usd), "max_hours": (hours, facts["hours_elapsed"], takes_hours)}
+    for name, (need, spent, arithmetic) in caps.items():
+        cap, spent = getattr(budget, name), spent or 0.0
+        if cap is None or need is None or spent + need <= cap:
+            continue
+        before = f" after {format_figure(spent)} before it" if spent else ""
+        what = f"the run takes {arithmetic}{before}, and guards.budget.{name} is {format_figure(cap)} ({time['basis']})"
+        fix = f"--guards.budget.{name} {math.ceil(spent + need)}"
+        if fitting := int(0.99 * steps["max_steps"] * max(0.0, cap - spent) / need):
+            in_tokens = f"--trainer.max_tokens {fitting * steps['tokens_per_step']}"
+            fix += f", or {in_tokens if config.trainer.max_tokens else f'--trainer.max_steps {fitting}'}"
+        refused = need > cap and not budget.dry_run
+        yield error(what, f"{fix}, or {FORCE}") if refused else warning(what, fix)

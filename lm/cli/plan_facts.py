@@ -322,10 +322,9 @@ def checkpoint_facts(
     lost = fraction * (time["seconds"] or 0.0)
     if lost < 1:  # second: the time is not known, or too short to matter
         return {"interval": interval}
-    try:
+    saving, basis = size / DISK_RATE, f"a disk of {DISK_RATE / 1e6:.0f} MB/s, assumed"
+    if bench.get("checkpoint"):
         saving, basis = bench["checkpoint"]["stall_ms"] / 1000, "measured"
-    except (KeyError, TypeError):
-        saving, basis = size / DISK_RATE, f"a disk of {DISK_RATE / 1e6:.0f} MB/s, assumed"
     facts = {"interval": interval, "lost_seconds": lost, "lost_usd": time["usd"] and fraction * time["usd"]}
     return {**facts, "saving_share": saving / lost, "saving_basis": basis}
 
@@ -403,14 +402,14 @@ def examine(
     facts["device"] = {"name": device.name, "precision": precision, "kernels": step.kernels, "count": world_size}
     global_batch = config.data.global_batch_tokens is not None
     facts["memory"] = memory_facts(decoder, step, optimizer, device, global_batch)
-    count = facts["model"]["parameters"]["total"]
-    bench = read_bench(options.bench, count, config.data.seq_len) if options.bench else {}
+    counts = parameters(decoder)
+    bench = read_bench(options.bench, counts["total"], config.data.seq_len) if options.bench else {}
     multiplied_in = multiplication_precision(precision, config.trainer.matmul_precision)
     recomputed = recomputed_flops_per_token(decoder, step.seq_len, config.model.activation_checkpointing)
     facts["time"] = time_facts(
         facts["steps"], facts["model"], device, multiplied_in, options.mfu, bench, rate, recomputed
     )
-    counts, tokens = parameters(decoder), facts["steps"]["tokens"]
+    tokens = facts["steps"]["tokens"]
     multiplied, flops = counts["total"] - counts["embedding"], tokens * facts["model"]["flops_per_token"]
     expected = expected_loss(multiplied, tokens, flops, config.data.path, config.trainer.default_root_dir)
     facts["loss"] = expected._asdict()

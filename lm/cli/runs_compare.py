@@ -16,15 +16,17 @@ from rich.console import Console
 from rich.text import Text
 
 from lm.cli.charts import MARKERS, chart, plain_table
+from lm.cli.report.public import PRIVATE
 from lm.cli.runs_show import summarize
-from lm.errors import LmError, RequestError, RunError
+from lm.errors import RequestError, RunError
 from lm.runs.config_diff import differences
 from lm.runs.facts import read_facts, run_row
 from lm.runs.find import find_run, find_runs
 from lm.runs.history import curve, labels
 from lm.runs.metrics import METRICS, check_metric
 from lm.runs.run import ROOT, Run
-from lm.system.files import check_local_path, digest, load_checksummed
+from lm.runs.trainer_json import find_damage
+from lm.system.files import check_local_path, digest
 from lm.system.output_folder import new_folder
 from lm.system.parsing import finite_or_none, to_json
 
@@ -53,8 +55,6 @@ def compare(
     folders = find_runs(runs, root)
     if len(folders) < 2:
         raise RequestError("name two runs or more; `lm runs ls` lists them")
-    if len({folder.path.resolve() for folder in folders}) < len(folders):
-        raise RequestError("a run cannot be compared with itself; name each once")
     folders, metrics = best_first(folders)
     names = labels(folders)
     series = [curve(name, lines, metric, x) for name, lines in zip(names, metrics, strict=True)]
@@ -173,8 +173,6 @@ def write_export(run: Run, checkpoint: Path | None, folder: Path) -> None:
     metrics = run.metrics()
     write_metrics(metrics, folder)
     draw_pictures(metrics, folder, run.name)
-    from lm.cli.report.public import PRIVATE
-
     settings = run.settings()
     if any([settings.pop(name, None) for name in PRIVATE]):
         (folder / "config.yaml").write_text(yaml.safe_dump(settings, sort_keys=False), encoding="utf-8")
@@ -182,26 +180,26 @@ def write_export(run: Run, checkpoint: Path | None, folder: Path) -> None:
         shutil.copyfile(run.config, folder / "config.yaml")
     for events in run.path.glob("events.out.tfevents.*"):
         shutil.copy2(events, folder / events.name)
+    exported = None
     if checkpoint is not None:
-        shutil.copyfile(checkpoint / "model.safetensors", folder / "final.safetensors")
-        if digest(folder / "final.safetensors") != weights_digest(checkpoint):
-            raise RunError(f"{checkpoint / 'model.safetensors'} is damaged: its digest is not the one that was written")
-    manifest = manifest_of(run, metrics, checkpoint)
-    manifest["files"] = {path.name: digest(path) for path in sorted(folder.iterdir())}
+        if damage := find_damage(checkpoint):
+            raise RunError(f"checkpoint {checkpoint}: {damage}; choose another with --checkpoint")
+        weights = folder / "final.safetensors"
+        shutil.copyfile(checkpoint / "model.safetensors", weights)
+        exported = {"step": int(checkpoint.name.removeprefix("step-")), "sha256": digest(weights)}
+    files = {path.name: digest(path) for path in sorted(folder.iterdir())}
+    manifest = manifest_of(run, metrics) | {"checkpoint": exported, "files": files}
     text = jsonlib.dumps(finite_or_none(manifest), indent=2, ensure_ascii=False)
     (folder / "manifest.json").write_text(text + "\n", encoding="utf-8")
 
 
-def manifest_of(run: Run, metrics: list[dict[str, Any]], checkpoint: Path | None) -> dict[str, Any]:
-    """The manifest without its files: how the run was made, on what, at what cost, and where it ended."""
+def manifest_of(run: Run, metrics: list[dict[str, Any]]) -> dict[str, Any]:
+    """The manifest without checkpoint and files: how the run was made, on what, at what cost, and where it ended."""
     facts, row = read_facts(run), run_row(run)
     final: dict[str, Any] = {}
     for name in ("train/loss", "val/loss", "val/bpb"):
         if summary := summarize(metrics, name):
             final[name] = {key: summary[key] for key in ("last", "lowest", "lowest_step")}
-    weights = None
-    if checkpoint is not None:
-        weights = {"step": int(checkpoint.name.removeprefix("step-")), "sha256": weights_digest(checkpoint)}
     return {
         "format": 1,
         "run": run.name,
@@ -220,7 +218,6 @@ def manifest_of(run: Run, metrics: list[dict[str, Any]], checkpoint: Path | None
         "steps": row["step"],
         "tokens": facts["tokens"],
         "final": final,
-        "checkpoint": weights,
     }
 
 
@@ -252,13 +249,6 @@ def draw_pictures(metrics: list[dict[str, Any]], folder: Path, title: str) -> No
         if any(one.x for one in series):
             label = {"step": "optimizer step", "time": "hours since the first log line"}[x]
             draw_curves(series, label, METRICS[names[0]].unit, title, scale).savefig(folder / file)
-
-
-def weights_digest(checkpoint: Path) -> str:
-    try:
-        return load_checksummed((checkpoint / "trainer.json").read_bytes())["digests"]["model.safetensors"]
-    except (ValueError, KeyError, TypeError) as error:
-        raise LmError(f"{checkpoint / 'trainer.json'} is damaged; choose another with --checkpoint") from error
 
 
 def _utc(seconds: float) -> str:

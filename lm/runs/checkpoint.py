@@ -26,7 +26,7 @@ from safetensors.torch import load_file, save_file
 from lm.errors import RequestError, RunError
 from lm.runs.json_tree import ENCODABLE, decode, encode
 from lm.runs.run import Run
-from lm.runs.trainer_json import find_damage, read_document, write_document
+from lm.runs.trainer_json import best_name, find_damage, read_document, write_document
 from lm.system.files import atomic_folder, point
 from lm.system.parsing import DAMAGE_ERRORS
 from lm.system.units import format_bytes
@@ -41,7 +41,7 @@ def write_folder(folder: Path, content: dict[str, Any]) -> None:
         with atomic_folder(folder) as temporary:
             write_files(temporary, content)
     except (OSError, SafetensorError) as error:
-        reason = "; ".join([_cause(error, folder, content), *_advice(error, folder)])
+        reason = _why_not_written(error, folder, content)
         raise RunError(f"could not write the checkpoint {folder}: {reason}") from error
 
 
@@ -115,43 +115,28 @@ def read_progress(folder: Path | str | None) -> Progress:
         return Progress(
             step=int(document["global_step"]),
             samples=int(document["cursor"]["consumed"]),
-            best_name=_best_name(decode(document.get("callbacks", {}))),
+            best_name=best_name(document),
             pending_validation=bool(document.get("pending_validation")),
         )
     except RequestError as error:
         raise RequestError(f"checkpoint {folder}: {error}") from error
-    except (*DAMAGE_ERRORS, RuntimeError) as error:
+    except DAMAGE_ERRORS as error:
         raise RequestError(f"checkpoint {folder}: its trainer.json was not written by lm") from error
-
-
-def _best_name(callbacks: dict[str, Any]) -> str | None:
-    """What `Checkpoints.state_dict` of callbacks/checkpoints.py saves; Lightning's key of it has its arguments too."""
-    for state in callbacks.values():
-        if isinstance(state, dict) and "best_name" in state:
-            return state["best_name"]
-    return None
 
 
 # ---- a write that failed ---------------------------------------------------------------------------------------------
 
 
-def _cause(error: Exception, folder: Path, content: dict[str, Any]) -> str:
-    """What went wrong; for a full disk with its free space."""
-    if not folder.parent.is_dir():
-        return f"the folder {folder.parent} is gone"
-    if NO_SPACE in str(error):  # safetensors has it within a longer message
-        size = sum(tensor.nbytes for key in TENSORS for tensor in content.get(key, {}).values())
-        free = shutil.disk_usage(folder.parent).free
-        return f"{NO_SPACE}, {format_bytes(free)} free of the {format_bytes(size)} that it takes"
-    return error.strerror if isinstance(error, OSError) and error.strerror else str(error)
-
-
-def _advice(error: Exception, folder: Path) -> list[str]:
-    """What to do."""
+def _why_not_written(error: Exception, folder: Path, content: dict[str, Any]) -> str:
+    """What went wrong, and what to do."""
     run = Run(folder.parent)
     if not run.path.is_dir():
-        return [f"put it back, and `{run.resume_command()}` resumes the run"]
-    advice = ["make room"] if NO_SPACE in str(error) else []
+        return f"the folder {run.path} is gone; put it back, and `{run.resume_command()}` resumes the run"
+    reason = error.strerror if isinstance(error, OSError) and error.strerror else str(error)
+    if NO_SPACE in str(error):  # safetensors has it within a longer message
+        size = sum(tensor.nbytes for key in TENSORS for tensor in content.get(key, {}).values())
+        free = shutil.disk_usage(run.path).free
+        reason = f"{NO_SPACE}, {format_bytes(free)} free of the {format_bytes(size)} that it takes; make room"
     if (run.path / "run.json").exists():  # not in the folder of a user's own ModelCheckpoint
-        advice.append(f"the ones before it are untouched, and `{run.resume_command()}` resumes from there")
-    return advice
+        reason += f"; the ones before it are untouched, and `{run.resume_command()}` resumes from there"
+    return reason

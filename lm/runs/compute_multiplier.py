@@ -93,18 +93,14 @@ def _log_multiplier(size: Compared) -> tuple[float, float] | None:
     return log_ratio * doublings, log_ratio**2 * variance
 
 
-def t_tails(t: float, freedom: float) -> float:
-    """Two-sided tail probability of Student's t with `freedom` degrees of freedom: of a value further from 0 than `t`.
+def t_exceeded(p: float, freedom: float) -> float:
+    """The value that Student's t is further from 0 with probability `p`: from 1 % to 30 %, 1 degree of freedom or more.
 
     Abramowitz and Stegun, 1964, "Handbook of mathematical functions", section 26.7.
     """
     import mpmath
 
-    return float(mpmath.betainc(freedom / 2, 0.5, 0, freedom / (freedom + t**2), regularized=True))
+    def tails(t: float) -> float:  # probability of a value further from 0 than t
+        return mpmath.betainc(freedom / 2, 0.5, 0, freedom / (freedom + t**2), regularized=True)
 
-
-def t_exceeded(p: float, freedom: float) -> float:
-    """The t for which `t_tails` is `p`; for p from 1 % to 30 %, and at least 1 degree of freedom."""
-    import mpmath
-
-    return float(mpmath.findroot(lambda t: t_tails(t, freedom) - p, (1, 100), solver="illinois"))
+    return float(mpmath.findroot(lambda t: tails(t) - p, (1, 100), solver="illinois"))

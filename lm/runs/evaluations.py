@@ -51,9 +51,10 @@ def merge_evaluations(evaluations: Sequence[Evaluation], step: int | None = None
         return None
     best: dict[str, dict[str, Any]] = {"tasks": {}, "texts": {}}
     for kind, size in (("tasks", "items"), ("texts", "tokens")):
-        for name, result in ((name, result) for each in of_step for name, result in each[kind].items()):
-            if name not in best[kind] or result[size] >= best[kind][name][size]:
-                best[kind][name] = result
+        for each in of_step:
+            for name, result in each[kind].items():
+                if name not in best[kind] or result[size] >= best[kind][name][size]:
+                    best[kind][name] = result
     largest = max(reversed(of_step), key=lambda each: sum(task["items"] for task in each["tasks"].values()))
     return {**of_step[-1], **best, "core": largest["core"], "core_interval": largest["core_interval"]}
 

@@ -47,9 +47,8 @@ def run_row(run: Run) -> dict[str, Any]:
 
     `best_loss` is the lowest validation loss, `core` the mean centred accuracy of the newest evaluation.
     """
-    facts, last = read_facts(run), run.link("last")
-    saved = STEP.fullmatch(last.name) if last else None
-    steps = [step for step in (facts["step"], saved and int(saved[1])) if step is not None]
+    facts, saved = read_facts(run), _checkpoint(run, "last", time.time())
+    steps = [step for step in (facts["step"], saved and saved["step"]) if step is not None]
     losses = [line["val/loss"] for line in run.metrics("val/loss") if not math.isnan(line["val/loss"])]
     return {
         **{name: facts[name] for name in ("path", "name", "status", "reason")},

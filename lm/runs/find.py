@@ -33,15 +33,16 @@ def find_run(name: str | None, root: str | Path = ROOT, otherwise: str = "") -> 
 
 
 def find_runs(names: Iterable[str], root: str | Path = ROOT) -> list[Run]:
-    """Find runs by name; `lr-*` matches all such names under `root`, or else in the registry."""
-    runs: list[Run] = []
+    """Find runs by name, each once; `lr-*` matches all such names under `root`, or else in the registry."""
+    runs: dict[Path, Run] = {}
     for name in names:
-        matches, chosen = [], {run.path.resolve() for run in runs}
+        matches = []
         if re.search(r"[*?[]", name):
             matches = [run for run in Run.all(root) if fnmatchcase(run.name, name)]
             matches = matches or [Run(path) for path in known_folders() if fnmatchcase(path.name, name)]
-        runs += [run for run in matches if run.path.resolve() not in chosen] if matches else [find_run(name, root)]
-    return runs
+        for run in matches or [find_run(name, root)]:
+            runs.setdefault(run.path.resolve(), run)
+    return list(runs.values())
 
 
 def no_run(root: str | Path, otherwise: str = "") -> RequestError:

@@ -29,7 +29,7 @@ class Series:
 def curve(name: str, lines: list[dict[str, Any]], metric: str, x: str = "step") -> Series:
     """The curve of one metric, from the lines of `Run.metrics()`.
 
-    `x` is `step` (optimizer steps), `tokens`, `flops` if the lines have it, or `time`: hours since the first line.
+    `x` is `step` (optimizer steps), `tokens`, or `time`: hours since the first line.
     """
     points = [line for line in lines if metric in line and x in line]
     began = lines[0]["time"] if x == "time" and points else 0.0

@@ -55,11 +55,8 @@ def decode(value: Any) -> Any:
 
 
 def _encode_tensor(tensor: Tensor) -> list[Any]:
-    dtype, shape = str(tensor.dtype).removeprefix("torch."), list(tensor.shape)
-    if tensor.numel() == 0:
-        return [dtype, shape, ""]
     data = tensor.reshape(-1).view(torch.uint8).numpy().tobytes()
-    return [dtype, shape, base64.b64encode(data).decode()]
+    return [str(tensor.dtype).removeprefix("torch."), list(tensor.shape), base64.b64encode(data).decode()]
 
 
 def _decode_tensor(dtype: str, shape: list[int], data: str) -> Tensor:

@@ -37,14 +37,12 @@ def find_checkpoint(
         path = checkpoint_folder(reference)
         if damage := find_damage(path):
             raise RequestError(f"--ckpt_path {reference}: {damage}{_hint(path)}")
-        run = Run(path.resolve().parent if path.is_symlink() else path.parent)
-        belongs = (run.path / "run.json").exists() and (not named or run.name == name)
-        if belongs and not STEP.fullmatch(path.resolve().name):
-            log.info("%s is not named like a checkpoint of run %s, and counts as another model", path, run.name)
-            belongs = False
-        if belongs and fit and rank() == 0:
+        run = Run.of(path)
+        if run is None or named and run.name != name:  # a model, or a checkpoint for a new run to begin from
+            return path.resolve(), None
+        if fit and rank() == 0:
             run.check_not_trained()
-        return path.resolve(), run if belongs else None
+        return path.resolve(), run
     same = runs_of_name(root, name, named=named)
     run = same[-1] if same else None
     if auto and fit:

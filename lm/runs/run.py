@@ -19,6 +19,7 @@ from typing import Any
 from lm.errors import RequestError
 from lm.runs.metrics import check_metric, numbers, valid_metrics
 from lm.runs.schema import add_metrics, is_alert, session, valid_facts
+from lm.runs.trainer_json import best_name
 from lm.system.files import Attempts, append_line, read_lines, remove_stale, stated_digest, write_atomically
 from lm.system.parsing import DAMAGE_ERRORS, nonnegative, parse_json, parse_yaml
 from lm.system.process import launch_command, program
@@ -287,14 +288,11 @@ class Run:
             copied = stated_digest(link / "trainer.json")
             return next((path for path in steps if stated_digest(path / "trainer.json") == copied), None)
         last = next((path for path in reversed(steps) if path not in stale), None)
-        return last if last is None or name == "last" else self._best_at(last)
-
-    def _best_at(self, checkpoint: Path) -> Path | None:
-        """The best checkpoint at the time when another was saved."""
+        if last is None or name == "last":
+            return last
         with suppress(OSError, *DAMAGE_ERRORS):
-            for state in parse_json((checkpoint / "trainer.json").read_bytes())["callbacks"].values():
-                if "best_name" in state and state["best_name"]:
-                    return next((path for path in self.steps().values() if path.name == state["best_name"]), None)
+            best = best_name(parse_json((last / "trainer.json").read_bytes()))
+            return next((path for path in steps if path.name == best), None)
         return None
 
     def checkpoint(self, name: str | None = None) -> Path:

@@ -30,10 +30,10 @@ class PowerLaw:
     def __call__(self, x: float) -> Any:
         return self.offset + self.factor * x**-self.exponent
 
-    def formula(self, x: str) -> str:
-        """The formula of a single law as text, with `x` as the name of the variable."""
+    def formula(self) -> str:
+        """The formula of a single law as text."""
         offset = f"{self.offset:.4g} + " if self.offset > 1e-4 else ""
-        return f"{offset}{self.factor:.4g} / {x}^{self.exponent:.3g}"
+        return f"{offset}{self.factor:.4g} / FLOPs^{self.exponent:.3g}"
 
 
 class Prediction(NamedTuple):

@@ -50,6 +50,15 @@ def read_document(folder: Path) -> dict[str, Any]:
     return document
 
 
+def best_name(document: dict[str, Any]) -> str | None:
+    """The name of the best checkpoint when this one was saved; None if none was validated.
+
+    `Checkpoints.state_dict` of callbacks/checkpoints.py saves it; Lightning's key of that has its arguments too.
+    """
+    states = document.get("callbacks", {}).values()
+    return next((state["best_name"] for state in states if isinstance(state, dict) and "best_name" in state), None)
+
+
 def find_damage(folder: Path) -> str | None:
     """Compare every file of a checkpoint with its digest: a description of the damage, or None if there is none."""
     try:

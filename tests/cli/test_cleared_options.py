@@ -37,12 +37,12 @@ def test_a_rate_that_does_not_follow_is_said():
 
 
 CASES = {  # options over tiny.yaml -> what is left out, and what must be as it was
-    "another optimizer": (["--model.optimizer.name", "adamw"], "groups, betas and momentum of the config are left out"),
-    "another class": (["--model.optimizer.class_path", "torch.optim.SGD"], "groups, betas and momentum"),
-    "one of them given": (["--model.optimizer.name", "adamw", "--model.optimizer.betas", "[0.8, 0.9]"], "groups and momentum"),
-    "another schedule": (["--model.schedule.name", "cosine"], "was wsd: decay_ratio of the config is left out"),
+    "another optimizer": (["--model.optimizer.name", "adamw"], "left out of the config: groups, betas, momentum"),
+    "another class": (["--model.optimizer.class_path", "torch.optim.SGD"], "groups, betas, momentum"),
+    "one of them given": (["--model.optimizer.name", "adamw", "--model.optimizer.betas", "[0.8, 0.9]"], "groups, momentum"),
+    "another schedule": (["--model.schedule.name", "cosine"], "was wsd: left out of the config: decay_ratio"),
     "no decay": (["--model.schedule.name", "constant"], "decay_ratio"),
-    "tied": (["--model.decoder.tie_word_embeddings", "true"], "groups.output of the config is left out"),
+    "tied": (["--model.decoder.tie_word_embeddings", "true"], "left out of the config: groups.output"),
     "the same optimizer": (["--model.optimizer.name", "muon"], ""),
     "the same schedule": (["--model.schedule.name", "wsd"], ""),
     "its own length": (["--model.schedule.name", "cosine", "--model.schedule.decay_ratio", "0.9"], ""),

@@ -273,7 +273,7 @@ def test_compare_takes_another_metric_and_another_axis(place):
 
 
 @pytest.mark.parametrize("arguments, message", [
-    (["a"], "two runs or more"), ([], "two runs or more"), (["a", "a"], "with itself"), (["a", "c"], "no run 'c'"),
+    (["a"], "two runs or more"), ([], "two runs or more"), (["a", "a"], "two runs or more"), (["a", "c"], "no run 'c'"),
     (["a", "b", "--metric", "train/los"], "did you mean 'train/loss'"),
     (["a", "b", "--metric", "loss"], "nothing logs a metric 'loss'; did you mean 'train/loss'?"),
     (["a", "b", "--x", "epoch"], "x: "),

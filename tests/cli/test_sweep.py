@@ -15,7 +15,8 @@ from lm.errors import RequestError
 def sweep(tmp_path):
     for name, loss in {"lr-1": 3.5, "lr-2": 3.1, "lr-3": 3.3}.items():
         lines = [{"step": 10, "train/loss": 4.0}, {"step": 10, "val/loss": loss}]
-        write_run(tmp_path, name, lines, command=["lm", "fit", "--config", "mine.yaml", "--run", name])
+        config = ["--config=mine.yaml"] if name == "lr-2" else ["--config", "mine.yaml"]
+        write_run(tmp_path, name, lines, command=["lm", "fit", *config, "--run", name])
     return str(tmp_path)
 
 

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from lm.cli.ladder_report import verdict
-from lm.runs.compute_multiplier import Compared, Estimate, compute_multipliers, t_exceeded, t_tails
+from lm.runs.compute_multiplier import Compared, Estimate, compute_multipliers, t_exceeded
 
 
 def sizes(multiplier, noise=0.0, seeds=3, random=np.random.default_rng(0)):
@@ -49,11 +49,9 @@ def test_what_cannot_be_told_is_none():
     assert multipliers.sizes[1] is None and multipliers.mean.value == pytest.approx(1.2) and multipliers.trend is None
 
 
-@pytest.mark.parametrize("freedom, exceeded, tails", [
-    (1, 12.706204736174694, 0.24223788318168682), (2.5, 3.5746548420036817, 0.1045699630781554),
-    (40, 2.021075390306273, 0.01662035283097921),
+@pytest.mark.parametrize("freedom, exceeded", [
+    (1, 12.706204736174694), (2.5, 3.5746548420036817), (40, 2.021075390306273),
 ])  # fmt: skip
-def test_students_t_is_that_of_scipy(freedom, exceeded, tails):
-    """Its `stdtrit(freedom, 0.975)` and `2 * stdtr(freedom, -2.5)`."""
+def test_students_t_is_that_of_scipy(freedom, exceeded):
+    """Its `stdtrit(freedom, 0.975)`."""
     assert t_exceeded(0.05, freedom) == pytest.approx(exceeded, rel=1e-9)
-    assert t_tails(2.5, freedom) == t_tails(-2.5, freedom) == pytest.approx(tails, rel=1e-9)

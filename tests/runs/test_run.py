@@ -153,12 +153,14 @@ def test_a_checkpoint_that_is_not_there_is_explained(reference, name, message, h
         find(reference, Path("checkpoints"), name)
 
 
-def test_a_folder_belongs_to_its_run_unless_another_name_is_given(tmp_path):
+def test_a_folder_belongs_to_its_run_unless_another_name_is_given(tmp_path, monkeypatch):
     run = make(tmp_path, "a")
     path = save(run, 1, ["last"])
     assert find(str(path), tmp_path)[1].path.resolve() == run.path.resolve()
     assert find(str(run.path / "last"), tmp_path)[0] == path.resolve()
     assert find(str(path), tmp_path, name="fork", named=True)[1] is None
+    monkeypatch.chdir(run.path)
+    assert find(f"./{path.name}", tmp_path)[1].name == "a"
     with pytest.raises(RequestError, match="no trainer.json"):
         find(str(tmp_path), tmp_path)
 

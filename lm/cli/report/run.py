@@ -146,7 +146,7 @@ def _model(facts: dict[str, Any]) -> dict[str, Any]:
     return {**counted, **shape}
 
 
-def changed_settings(config: dict[str, Any]) -> dict[str, Any]:
+def _changed(config: dict[str, Any]) -> dict[str, Any]:
     """The settings of a resolved config that are not the defaults, by their names with dots."""
 
     def comparable(value: Any) -> Any:
@@ -154,14 +154,10 @@ def changed_settings(config: dict[str, Any]) -> dict[str, Any]:
         return None if value in ([], {}, ()) else list(value) if isinstance(value, tuple) else value
 
     defaults = {option.name: comparable(option.default) for option in all_options("fit")}
-    return {name: value for name, value in flatten(config).items() if comparable(value) != defaults.get(name)}
-
-
-def _changed(config: dict[str, Any]) -> dict[str, Any]:
-    changed = {name: value for name, value in changed_settings(config).items() if name not in ("run", "tags", "note")}
-    for name, value in changed.items():
-        if isinstance(value, list | dict):
-            changed[name] = jsonlib.dumps(value, ensure_ascii=False)
+    changed = {}
+    for name, value in flatten(config).items():
+        if name not in ("run", "tags", "note") and comparable(value) != defaults.get(name):
+            changed[name] = jsonlib.dumps(value, ensure_ascii=False) if isinstance(value, list | dict) else value
     return changed
 
 
