@@ -233,9 +233,8 @@ def test_documents_with_a_limit_are_computed_without_waiting_for_the_device():
 
 
 @pytest.mark.parametrize("fused", [False, True], ids=["plain", "fused"])
-@pytest.mark.parametrize("mode", ["selective", "block", "store_all"])
+@pytest.mark.parametrize("mode", ["selective", "block"])
 def test_activation_checkpointing_changes_no_bit_and_takes_less_memory(mode, fused, deterministic):
-    """Or more, where our kernels store what they recompute otherwise."""
     found, peaks = [], []
     for chosen in ("none", mode):
         model = built(VARIANTS["windows"], fused)
@@ -247,8 +246,7 @@ def test_activation_checkpointing_changes_no_bit_and_takes_less_memory(mode, fus
         found.append([gradient.cpu() for gradient in gradients(model, rows=16)])
         peaks.append(torch.cuda.max_memory_allocated() - allocated)
         del model
-    more = peaks[1] - peaks[0]
-    assert more < 0 if mode != "store_all" else more > 0 if fused else more == 0
+    assert peaks[1] < peaks[0]
     torch.testing.assert_close(*found, rtol=0, atol=0)
 
 

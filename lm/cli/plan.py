@@ -12,7 +12,6 @@ from rich.console import Console
 from lm.cli.classes_by_path import with_classes
 from lm.cli.command_options import PlanOptions
 from lm.cli.fit import quiet_lightning
-from lm.cli.plan_checks import NEARLY_FULL
 from lm.cli.plan_facts import examine
 from lm.cli.request import Request
 from lm.errors import RequestError
@@ -144,8 +143,6 @@ def _memory_lines(facts: dict[str, Any]) -> list[str]:
     ]
     if largest and memory["total"] <= available:
         lines.append(f"the largest micro-batch that fits is {largest:,}")
-    if available and (stored := memory.get("store_all", available)) <= available * NEARLY_FULL:
-        lines.append(f"model.activation_checkpointing store_all, a little faster, takes {format_bytes(stored)}")
     return lines
 
 

@@ -234,9 +234,6 @@ def memory_facts(
         reserve_bytes, fraction = CPU_RESERVE_BYTES, CPU_RESERVE_FRACTION
     reserve = reserve_bytes + int(fraction * parts["peak"])
     facts = {**parts, "reserve": reserve, "total": parts["peak"] + reserve, "device": device.memory_bytes}
-    if step.kernels and step.checkpointing == "none" and not step.precision.startswith("fp8"):
-        stored = training_memory(decoder, replace(step, checkpointing="store_all"), state_size(optimizer))["peak"]
-        facts["store_all"] = stored + reserve_bytes + int(fraction * stored)
     if device.memory_bytes is not None:
         available = int((device.memory_bytes - reserve_bytes) / (1 + fraction))
         samples = step.micro_batch_size * step.accumulate if global_batch else None

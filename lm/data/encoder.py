@@ -45,23 +45,20 @@ class Encoder:
         self.tokenizer = tokenizer
         self.dtype = id_type(tokenizer.vocab_size)
         self._codes = _code_table(tokenizer, self.dtype)
-        self.fast = None if self._codes is not None else _fast_encoder(tokenizer)
+        self.fast: Any = None if self._codes is not None else _fast_encoder(tokenizer)
 
     def encode(self, texts: Sequence[str]) -> list[np.ndarray]:
         """Ids of each text, equal to those of `Tokenizer.encode`."""
         if self._codes is not None:
             return [self._codes[np.frombuffer(text.encode("utf-32-le"), "<u4")] for text in texts]
-        fast = [self.fast is not None and is_trusted(text) for text in texts]
-        passage = next((text[:PASSAGE] for text, trusted in zip(texts, fast, strict=True) if trusted), "")
-        if passage and not _agree(self.fast, self.tokenizer, [passage]):
+        fast = [text for text in texts if self.fast and is_trusted(text)]
+        if fast and not _agree(self.fast, self.tokenizer, [fast[0][:PASSAGE]]):
+            passage = fast[0][:PASSAGE]
             log.warning("gigatoken encodes %r otherwise than tokenizers, which encodes what follows", passage)
-            self.fast, fast = None, [False] * len(texts)
-        others = (text for text, trusted in zip(texts, fast, strict=True) if not trusted)
-        slow = iter(self.tokenizer.encode_batch(list(others)))
-        return [
-            np.asarray(self.fast.encode(text) if trusted else next(slow), self.dtype)
-            for text, trusted in zip(texts, fast, strict=True)
-        ]
+            self.fast, fast = None, []
+        ids = {text: self.fast.encode(text) for text in fast}
+        slow = iter(self.tokenizer.encode_batch([text for text in texts if text not in ids]))
+        return [np.asarray(ids[text] if text in ids else next(slow), self.dtype) for text in texts]
 
 
 def _fast_encoder(tokenizer: Tokenizer) -> Any:

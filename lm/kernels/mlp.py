@@ -1,7 +1,6 @@
 """The MLP with the norm before it: norm, gate and up, SwiGLU, down.
 
-SwiGLU's result is not saved unless the caller says so; the backward pass recomputes it while it reads gate and up
-anyway.
+SwiGLU's result is not saved; the backward pass recomputes it while it reads gate and up anyway.
 """
 
 from typing import Any
@@ -19,23 +18,22 @@ from lm.kernels.swiglu import BACKWARD, FORWARD
 
 class _SwigluLinear(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, gate_up: Tensor, weight: Tensor, matrix: Tensor, total: Tensor | None, store: bool) -> Tensor:
+    def forward(ctx: Any, gate_up: Tensor, weight: Tensor, matrix: Tensor, total: Tensor | None) -> Tensor:
         z = FORWARD(gate_up)  # (..., I)
         ctx.dtype, ctx.total = weight.dtype, total
-        ctx.save_for_backward(gate_up, z if store else None, matrix)
+        ctx.save_for_backward(gate_up, matrix)
         return F.linear(z, matrix)  # (..., C)
 
     @staticmethod
     def backward(ctx: Any, dout: Tensor) -> tuple[Tensor | None, ...]:
-        gate_up, stored, matrix = ctx.saved_tensors
+        gate_up, matrix = ctx.saved_tensors
         dz = dout @ matrix  # (..., I)
-        dgate_up, z = BACKWARD(dz, gate_up, recompute=stored is None)  # (..., 2 I), (..., I)
-        z = z if stored is None else stored
+        dgate_up, z = BACKWARD(dz, gate_up)  # (..., 2 I), (..., I)
         dweight = weight_gradient(dout, z, ctx.dtype, ctx.total) if ctx.needs_input_grad[1] else None  # (C, I)
-        return dgate_up, dweight, None, None, None
+        return dgate_up, dweight, None, None
 
 
-def swiglu_linear(gate_up: Tensor, weight: Weight, *, store: bool = False) -> Tensor:
+def swiglu_linear(gate_up: Tensor, weight: Weight) -> Tensor:
     """`silu(gate) * up` (Shazeer, 2020, arXiv:2002.05202) in fp32 with one rounding at its end, then `linear`.
 
     `gate_up` is `(..., 2 I)`, the weight `(C, I)`, the result `(..., C)`.
@@ -43,7 +41,7 @@ def swiglu_linear(gate_up: Tensor, weight: Weight, *, store: bool = False) -> Te
     matrix = factor(weight, gate_up.dtype)
     if weight.scaling is not None:
         return SwigluLinearFp8.apply(gate_up, weight.parameter, matrix, weight.scaling)
-    return _SwigluLinear.apply(gate_up, weight.parameter, matrix, weight.total, store)
+    return _SwigluLinear.apply(gate_up, weight.parameter, matrix, weight.total)
 
 
 def norm_mlp(
@@ -53,18 +51,15 @@ def norm_mlp(
     eps: float,
     up: Weight,
     down: Weight,
-    *,
-    store: bool = False,
 ) -> tuple[Tensor, Tensor]:
     """`norm_linear`, then `swiglu_linear`: the stream and the MLP's result, `(..., C)` each.
 
-    `up` is `(2 I, C)`, gate above up, and `down` `(C, I)`. With `store` the normalised rows and SwiGLU's result are
-    saved for the backward pass, where it would recompute them; not in FP8.
+    `up` is `(2 I, C)`, gate above up, and `down` `(C, I)`.
     """
     if up.scaling is not None and up.scaling == down.scaling:
         check_shapes_and_dtypes(x, residual, norm_weight)
         weights = up.parameter, factor(up, x.dtype), down.parameter, factor(down, x.dtype)
         stream, out = NormMlpFp8.apply(x, residual, norm_weight, eps, *weights, up.scaling)
         return x if stream is None else stream, out
-    stream, gate_up = norm_linear(x, residual, norm_weight, eps, up, store=store)
-    return stream, swiglu_linear(gate_up, down, store=store)
+    stream, gate_up = norm_linear(x, residual, norm_weight, eps, up)
+    return stream, swiglu_linear(gate_up, down)

@@ -22,39 +22,33 @@ class _NormLinear(torch.autograd.Function):
         weight: Tensor,
         matrix: Tensor,
         total: Tensor | None,
-        store: bool,
     ) -> tuple[Tensor | None, Tensor]:
         stream, y, rstd = FORWARD(x, residual, norm_weight, eps)
         ctx.adds, ctx.dtype, ctx.total = residual is not None, weight.dtype, total
-        ctx.save_for_backward(stream if ctx.adds else x, norm_weight, rstd, y if store else None, matrix)
+        ctx.save_for_backward(stream if ctx.adds else x, norm_weight, rstd, matrix)
         ctx.set_materialize_grads(False)
         return stream if ctx.adds else None, F.linear(y, matrix)  # (..., C), (..., out)
 
     @staticmethod
     def backward(ctx: Any, dstream: Tensor | None, dout: Tensor | None) -> tuple[Tensor | None, ...]:
         if dout is None:  # nothing uses it
-            return dstream, dstream, *(None,) * 6
-        stream, norm_weight, rstd, stored, matrix = ctx.saved_tensors
+            return dstream, dstream, *(None,) * 5
+        stream, norm_weight, rstd, matrix = ctx.saved_tensors
         needs_dweight = ctx.needs_input_grad[4]
-        dy, recompute = dout @ matrix, needs_dweight and stored is None
-        dx, y, dnorm = BACKWARD(dy, dstream, stream, norm_weight, rstd, recompute=recompute)
-        y = y if stored is None else stored
+        dx, y, dnorm = BACKWARD(dout @ matrix, dstream, stream, norm_weight, rstd, recompute=needs_dweight)
         dweight = weight_gradient(dout, y, ctx.dtype, ctx.total) if needs_dweight else None  # (out, C)
-        return dx, dx if ctx.adds else None, dnorm, None, dweight, None, None, None
+        return dx, dx if ctx.adds else None, dnorm, None, dweight, None, None
 
 
 def norm_linear(
-    x: Tensor, residual: Tensor | None, norm_weight: Tensor, eps: float, weight: Weight, *, store: bool = False
+    x: Tensor, residual: Tensor | None, norm_weight: Tensor, eps: float, weight: Weight
 ) -> tuple[Tensor, Tensor]:
     """`rms_norm`, then `linear`: with a weight `(out, C)` it returns `(stream, y @ weight.T)`, `(..., C)` and
-    `(..., out)`.
-
-    With `store` the rows `y` are saved for the backward pass instead of recomputed there; not in FP8.
-    """
+    `(..., out)`."""
     check_shapes_and_dtypes(x, residual, norm_weight)
     inputs = x, residual, norm_weight, eps, weight.parameter, factor(weight, x.dtype)
     if weight.scaling is not None:
         stream, out = NormLinearFp8.apply(*inputs, weight.scaling)
     else:
-        stream, out = _NormLinear.apply(*inputs, weight.total, store)
+        stream, out = _NormLinear.apply(*inputs, weight.total)
     return x if stream is None else stream, out

@@ -27,26 +27,25 @@ def _empty_forward(gate_up: Tensor) -> Tensor:
     return gate_up.new_empty((*gate_up.shape[:-1], gate_up.shape[-1] // 2))
 
 
-# ---- backward: the gradient of gate and up, and z, which is empty unless it is recomputed ----------------------------
+# ---- backward: the gradient of gate and up, and z again -----------------------------------------------------------
 
 
-def _cpu_backward(dz: Tensor, gate_up: Tensor, *, recompute: bool = True) -> tuple[Tensor, Tensor]:
+def _cpu_backward(dz: Tensor, gate_up: Tensor) -> tuple[Tensor, Tensor]:
     gate, up = gate_up.contiguous().float().chunk(2, -1)
     d, s = dz.contiguous().float(), torch.sigmoid(gate)
     silu = gate * s
     dgate_up = torch.cat((d * up * (s + silu * (1 - s)), d * silu), -1)
-    z = (silu * up).to(gate_up.dtype) if recompute else gate_up.new_empty(0)
-    return dgate_up.to(gate_up.dtype), z
+    return dgate_up.to(gate_up.dtype), (silu * up).to(gate_up.dtype)
 
 
-def _cuda_backward(dz: Tensor, gate_up: Tensor, *, recompute: bool = True) -> tuple[Tensor, Tensor]:
-    dgate_up, z = _empty_backward(dz, gate_up, recompute=recompute)
-    _launch("swiglu_backward", gate_up.contiguous(), dz.contiguous(), dgate_up, z if recompute else None)
+def _cuda_backward(dz: Tensor, gate_up: Tensor) -> tuple[Tensor, Tensor]:
+    dgate_up, z = _empty_backward(dz, gate_up)
+    _launch("swiglu_backward", gate_up.contiguous(), dz.contiguous(), dgate_up, z)
     return dgate_up, z
 
 
-def _empty_backward(dz: Tensor, gate_up: Tensor, *, recompute: bool = True) -> tuple[Tensor, Tensor]:
-    return gate_up.new_empty(gate_up.shape), dz.new_empty(dz.shape if recompute else 0)
+def _empty_backward(dz: Tensor, gate_up: Tensor) -> tuple[Tensor, Tensor]:
+    return gate_up.new_empty(gate_up.shape), torch.empty_like(dz)
 
 
 # ---- registration ----------------------------------------------------------------------------------------------------
@@ -67,7 +66,7 @@ def _launch(name: str, gate_up: Tensor, *tensors: Tensor | None) -> None:
 
 FORWARD = define("swiglu(Tensor gate_up) -> Tensor", cpu=_cpu_forward, cuda=_cuda_forward, fake=_empty_forward)
 BACKWARD = define(
-    "swiglu_backward(Tensor dz, Tensor gate_up, *, bool recompute=True) -> (Tensor, Tensor)",
+    "swiglu_backward(Tensor dz, Tensor gate_up) -> (Tensor, Tensor)",
     cpu=_cpu_backward,
     cuda=_cuda_backward,
     fake=_empty_backward,

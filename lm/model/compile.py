@@ -18,14 +18,10 @@ def checkpoint_activations(decoder: Any, mode: ActivationCheckpointing) -> None:
 
     Call it after `model/fused.fuse` and before `compile_decoder`. Results are bitwise identical. `block` keeps what
     goes into a block and runs its forward pass again; `selective` does so with the MLP alone, which keeps the most.
-    `store_all` is the opposite: our kernels then store what they recompute otherwise; plain PyTorch stores all anyway.
     """
     if mode == "none":
         return
     for layer in decoder.layers:
-        if mode == "store_all":
-            layer.store = True
-            continue
         owner, name = layer, "forward"
         if mode == "selective":
             owner, name = (layer, "mlp_branch") if hasattr(layer, "mlp_branch") else (layer.mlp, "forward")

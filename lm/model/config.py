@@ -23,7 +23,7 @@ ROPE_SCALINGS = {  # rope_type -> the numbers beside it, in Hugging Face's names
 Attention = Literal["auto", "cudnn", "flash", "efficient", "math"]
 Compile = Literal["none", "inductor", "triton_free"]
 DTypeName = Literal["float32", "bfloat16", "float16"]
-ActivationCheckpointing = Literal["none", "selective", "block", "store_all"]
+ActivationCheckpointing = Literal["none", "selective", "block"]
 
 
 class Derived(int):

@@ -5,8 +5,7 @@ Read `model/decoder` first. What differs here:
 - A block returns the output of its last branch and the residual stream separately. The next norm adds them, so the
   stream is read and written once instead of twice.
 - `norm_linear` is RMSNorm and the projection after it, `norm_mlp` RMSNorm and the MLP. The normalised rows and
-  the activation are recomputed in the backward pass instead of saved: a block saves less than half as much. (With
-  `activation_checkpointing: store_all` they are saved.)
+  the activation are recomputed in the backward pass instead of saved: a block saves less than half as much.
 - `qk_norm_rope` splits, normalises and rotates in one pass.
 - `linear_cross_entropy` computes loss and gradients in chunks of tokens; all logits never exist at once.
 
@@ -28,8 +27,6 @@ from lm.model.low_precision import gradient_sum, use_low_precision
 class FusedBlock(Block):
     """A `Block` with `branch` and `stream` kept separate, `(B, T, C)` each; their sum is the residual stream."""
 
-    store = False  # whether normalised rows and activation are stored for the backward pass, not recomputed there
-
     def forward(
         self, branch: Tensor, stream: Tensor | None, rotary: Rotary, mask: AttentionMask
     ) -> tuple[Tensor, Tensor]:
@@ -43,7 +40,7 @@ class FusedBlock(Block):
         """The norm and `SelfAttention.forward`: the new `branch`, and `branch + stream`."""
         part, norm = self.self_attn, self.input_layernorm
         # (B, T, C), (B, T, (H + 2 KV) * D)
-        stream, qkv = norm_linear(branch, stream, norm.weight, norm.eps, part.qkv_proj.operand, store=self.store)
+        stream, qkv = norm_linear(branch, stream, norm.weight, norm.eps, part.qkv_proj.operand)
         q_weight, k_weight, eps = None, None, 0.0
         if part.q_norm is not None and part.k_norm is not None:
             q_weight, k_weight, eps = part.q_norm.weight, part.k_norm.weight, part.q_norm.eps
@@ -56,7 +53,7 @@ class FusedBlock(Block):
         """The norm and `MLP.forward`: the new `branch`, and `branch + stream`."""
         norm, mlp = self.post_attention_layernorm, self.mlp
         up, down = mlp.gate_up_proj.operand, mlp.down_proj.operand
-        stream, branch = norm_mlp(branch, stream, norm.weight, norm.eps, up, down, store=self.store)
+        stream, branch = norm_mlp(branch, stream, norm.weight, norm.eps, up, down)
         return branch, stream
 
 

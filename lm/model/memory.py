@@ -92,8 +92,7 @@ def activations(config: DecoderConfig, step: Step) -> int:
     | MLP                 | 2 s I          | 3 s I             | 4 s I                                        |
 
     Activation checkpointing saves only the input of a block: the residual stream, and in the fused
-    pass the branch. The input of an MLP alone is already saved, or replaces as much. With `store_all` the fused pass
-    saves 4 s C + 8 for the norms and 3 s I for the MLP; not counted in FP8, where only matrices kept in bf16 do.
+    pass the branch. The input of an MLP alone is already saved, or replaces as much.
 
     Dropout saves a byte per element. Attention is assumed to be a fused kernel that supports grouped heads; not
     counted are dense masks (windows and documents on a CPU), and copies of keys and values for every query head if
@@ -103,7 +102,6 @@ def activations(config: DecoderConfig, step: Step) -> int:
     attention, mlp = _saved_by_block(config, step)
     saved = {
         "none": layers * (attention + mlp),
-        "store_all": layers * (attention + mlp),
         "selective": layers * attention,
         "block": (2 * layers - 1 if step.kernels else layers) * s * width,  # the first block has no stream yet
     }[step.checkpointing]
@@ -122,8 +120,6 @@ def _saved_by_block(config: DecoderConfig, step: Step) -> tuple[int, int]:
     query_width, key_width = heads * config.head_dim, kv_heads * config.head_dim  # Q, K
     if step.kernels:
         norms, mlp = 2 * s * config.hidden_size, 2 * s * config.intermediate_size
-        if step.checkpointing == "store_all" and not step.precision.startswith("fp8"):
-            norms, mlp = 2 * norms, 3 * s * config.intermediate_size
     elif step.compile != "none":
         norms, mlp = 4 * s * config.hidden_size, 3 * s * config.intermediate_size
     else:

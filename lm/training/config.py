@@ -193,8 +193,7 @@ class ModelConfig:
         compile: How blocks run: `none` is eager mode, `inductor` compiles them, `triton_free` traces forward and
             backward pass together without generating code.
         activation_checkpointing: Recompute activations in the backward pass instead of storing them, which takes less
-            memory and more time: `selective`, of the MLPs; `block`, of whole blocks; `none`. With `store_all`, our
-            kernels also store what they recompute otherwise: normalised rows and SwiGLU's result.
+            memory and more time: `selective`, of the MLPs; `block`, of whole blocks; `none`.
         attention: Library kernel for attention on a GPU; `auto` takes the usually fastest one for the device.
     """
 

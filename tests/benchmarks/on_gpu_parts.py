@@ -70,11 +70,10 @@ PARTS = {
     "headline": Part(45, "speed, MFU and memory of the preset as it is trained",
                      {"headline": f"{STEP} --data.global_batch_tokens 512Ki"}),
     "profile": Part(35, "where the time of a step goes, and its longest kernels", {"profile": PROFILE}),
-    "variants": Part(85, "what FP8, stored activations and wide heads gain, each against the first", {
+    "variants": Part(85, "what FP8 and wide heads gain, each against the first", {
         "base": STEP,
         "fp8-tensorwise": f"{STEP} --trainer.precision fp8-tensorwise",
         "fp8-rowwise": f"{STEP} --trainer.precision fp8-rowwise",
-        "store-all": f"{STEP} --model.activation_checkpointing store_all",
         "heads-of-64": f"{STEP} {HEADS_OF_64}",
     }),
     "tests": Part(70, "whether all else is right on a GPU", {

@@ -170,16 +170,6 @@ def test_what_presets_say_of_plan_is_what_it_prints(capsys):
         assert text in capsys.readouterr().out, line
 
 
-@pytest.mark.parametrize("options, named", [
-    ([], True), (["--data.micro_batch_size", "128"], False), (["--trainer.precision", "fp8-rowwise"], False),
-    (["--model.kernels", "off"], False),
-    (["--model.activation_checkpointing", "store_all"], False),
-], ids=["it fits", "it does not fit", "FP8", "without kernels", "it is set"])  # fmt: skip
-def test_storing_all_is_named_where_it_fits_and_does_something(capsys, options, named):
-    main(["plan", "--config", "pretrain-350m.yaml", "--device", "h100", "--data.micro_batch_size", "32", *options])
-    assert ("store_all, a little faster" in capsys.readouterr().out) == named
-
-
 # ---- the same checks when a fit begins -------------------------------------------------------------------------------
 
 

@@ -35,5 +35,5 @@ swiglu_backward(const T* __restrict__ gate_up, const T* __restrict__ dz, T* __re
     swiglu_gradient(widen(g.v[j]), widen(u.v[j]), widen(d.v[j]), dg.v[j], du.v[j], out.v[j]);
   store<VEC>(dgate_up + at, dg);
   store<VEC>(dgate_up + at + WIDTH, du);
-  if (z) store<VEC>(z + piece * VEC, out);
+  store<VEC>(z + piece * VEC, out);
 }
