@@ -61,13 +61,8 @@ class Preparation:
     def encode(self, units: list[Unit]) -> None:
         for unit in units:
             if unit.text_bytes > LARGE_UNIT:  # of a compressed file, which only one process can read
-                minutes = unit.text_bytes / ENCODED_PER_SECOND / 60
-                name = unit.slices[0][0].name
-                log.info(
-                    "%s is read by one process, for some %.0f minutes; several smaller files are read at once",
-                    name,
-                    minutes,
-                )
+                file, minutes = unit.slices[0][0], unit.text_bytes / ENCODED_PER_SECOND / 60
+                log.info(f"{file.name} is read by one process, for about {minutes:.0f} minutes; smaller files at once")
         tasks = [(unit, self.recipe) for unit in units]
         run_tasks(encode_unit, tasks, [unit.text_bytes for unit in units], "encoding", self.options.workers)
 
@@ -139,14 +134,12 @@ class Preparation:
                 "the tokens stand for %.0f %% of the bytes of the text; --tokenizer bpe knows all bytes", percent
             )
         if repeated.documents:
-            held_out = f", {repeated.of_validation:,} of them equal to one of the validation data" * (
-                repeated.of_validation > 0
-            )
+            documents, tokens = plural(repeated.documents, "document"), format_count(repeated.tokens)
+            held_out = ""
+            if repeated.of_validation:
+                held_out = f", {repeated.of_validation:,} of them equal to one of the validation data"
             log.info(
-                "left out: %s that repeat another (%s tokens)%s; --keep_duplicates keeps them",
-                plural(repeated.documents, "document"),
-                format_count(repeated.tokens),
-                held_out,
+                f"left out: {documents} that repeat another ({tokens} tokens){held_out}; --keep_duplicates keeps them"
             )
         if self.named and len(splits) == 2:  # otherwise a hash of the text has chosen the documents
             train, val = (

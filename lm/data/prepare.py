@@ -63,9 +63,8 @@ def plan_only(options: PrepareOptions) -> None:
     options, files, known = _examine(options)
     _begin(Path(options.output), _plan(options, files, known))
     preparation = Preparation(options, files, known)
-    log.info(
-        "%s, %s to encode", plural(len(preparation.units), "unit"), plural(len(preparation.unfinished_units()), "unit")
-    )
+    units, left = len(preparation.units), len(preparation.unfinished_units())
+    log.info(f"the work: {plural(units, 'unit')} of text, {left} of them to encode; give it to tasks, as --task 0/4")
 
 
 def prepare_part(options: PrepareOptions, task: int, tasks: int) -> str:
