@@ -9,6 +9,7 @@ import signal
 import subprocess
 import sys
 import time
+from types import SimpleNamespace
 
 import numpy as np
 import pyarrow as pa
@@ -536,6 +537,14 @@ def test_a_wrong_request_is_refused(options, message, here):
     write_jsonl(here / "empty.jsonl", ["", ""])
     with pytest.raises(RequestError, match=message):
         prepare.prepare(PrepareOptions(**{"input": ["a.jsonl"], "output": "out", **options}))
+
+
+def test_a_text_for_which_the_disk_is_too_small_is_refused_before_it_is_read(here, monkeypatch):
+    write_jsonl(here / "a.jsonl", ["text"] * 10_000)
+    monkeypatch.setattr(prepare.shutil, "disk_usage", lambda path: SimpleNamespace(free=100_000))
+    with pytest.raises(RequestError, match=r"out/deep needs about .* KiB for .*, and its disk has 97.7 KiB free"):
+        prepare.prepare(PrepareOptions(input=["a.jsonl"], output="out/deep"))
+    assert [path.name for path in here.iterdir()] == ["a.jsonl"]
 
 
 MEASURED = """
