@@ -17,6 +17,9 @@ SAME_THING = {
     "data.sources": ("data.path", "data.train", "data.val", "data.test", "data.tokenizer", "data.prepare"),
     "trainer.max_steps": ("trainer.max_tokens",), "trainer.max_tokens": ("trainer.max_steps",),
 }  # fmt: skip
+for _length in ("warmup", "decay"):
+    _steps, _ratio = (f"model.schedule.{_length}_{unit}" for unit in ("steps", "ratio"))
+    SAME_THING |= {_steps: (_ratio,), _ratio: (_steps,)}
 for _group in ("matrices", "embedding", "output", "norms"):
     _lr, _ratio = (f"model.optimizer.groups.{_group}.{name}" for name in ("lr", "lr_ratio"))
     SAME_THING |= {_lr: (_ratio,), _ratio: (_lr,)}

@@ -31,8 +31,8 @@ class FitOptions:
     """The options of `lm fit`, besides those of a run.
 
     Args:
-        hours: Length of the run in hours, including start and validations: `lm bench step` measures a step here, and
-            trainer.max_steps follows. A resumed run keeps its length.
+        hours: Length of the run in hours, 0.05 for three minutes, including start and validations: `lm bench step`
+            measures a step here, and the run gets as many steps as fit.
     """
 
     hours: float | None = None

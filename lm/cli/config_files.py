@@ -24,6 +24,9 @@ def find_config(name: str) -> Path:
     for path in (Path(name), *(folder / name for folder in CONFIGS), *(folder / f"{name}.yaml" for folder in CONFIGS)):
         if path.is_file():
             return path
+    if name and Path(name).is_dir():
+        inside = sorted(map(str, Path(name).glob("*.yaml")))
+        raise RequestError(f"{name} is a folder, not a config; it has {', '.join(inside) or 'none'}")
     present = sorted({path.name for folder in CONFIGS for path in folder.glob("*.yaml")})
     folder = Path(name).parent
     nearby = {str(path) for path in (*folder.glob("*.y*ml"), *folder.parent.glob(f"*/{escape(Path(name).name)}"))}

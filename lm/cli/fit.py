@@ -69,6 +69,11 @@ def fit(request: Request[FitOptions], callbacks: Sequence[Callback] = (), messag
         from lm.runs.resume import check_config_changes
 
         changed = check_config_changes(run, request.settings, request.run_choice.force)
+        before, now = changed.get("trainer.keep_checkpoints", (0, 0))
+        if now < before:  # perhaps the option was not typed again
+            request = request.with_values({"trainer.keep_checkpoints": before})
+            del changed["trainer.keep_checkpoints"]
+            messages = [*messages, f"trainer.keep_checkpoints stays {before}, so that no earlier checkpoint is removed"]
         messages = [*messages, *describe_changes(changed)]
         if stays_stopped(run, changed):
             log.info(

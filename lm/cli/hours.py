@@ -115,6 +115,6 @@ def steps_of_hours(config: Request, hours: float, times: dict[str, Any], validat
     if steps < 1:
         raise RequestError(
             f"--hours {hours:g} are too few: the start takes {start:.1f} s, a validation {validation:.1f} s and a step "
-            f"{step:.3g} s: give more"
+            f"{step:.3g} s: give {1.2 * (start + validation + 10 * step) / 3600:.2g} or more"
         )
     return steps

@@ -77,12 +77,17 @@ def rm(runs: list[str], yes: bool = False, root: str = str(ROOT)) -> None:
     """Remove runs with all of their checkpoints; asks first.
 
     Args:
-        runs: Names under the root or in the registry, such as 'lr-*' in quotes, or paths.
+        runs: Names under the root, such as 'lr-*' in quotes, or paths.
         yes: Remove them without asking.
         root: Folder of the runs.
     """
+    if not runs:
+        raise RequestError("name the runs to remove, as `lm runs rm NAME`; `lm runs ls` lists them")
     folders = find_runs(runs, root)
+    typed = {Path(name).resolve() for name in runs}
     for run in folders:
+        if run.path.parent.resolve() != Path(root).resolve() and run.path.resolve() not in typed:
+            raise RequestError(f"run {run.name} is not under {root}: to remove it, give its path, {run.path}")
         if run.status() == "running":
             raise RequestError(f"run {run.name} is still being trained")
         step, size = run_row(run)["step"] or 0, format_bytes(folder_bytes(run.path))

@@ -99,9 +99,13 @@ class DecoderConfig:
             even = 2 * self.num_attention_heads  # a multiple of this has an even width of a head
             below = self.hidden_size // even * even
             near = " or ".join(f"{width:,}" for width in (below, below + even) if width)
+            kv_heads = self.num_key_value_heads
+            also = ""
+            if isinstance(kv_heads, int) and self.num_attention_heads % kv_heads:
+                also = f", and num_key_value_heads {kv_heads} does not divide it: null makes as many"
             raise RequestError(
                 f"num_attention_heads {self.num_attention_heads} does not divide hidden_size {self.hidden_size}: "
-                f"the nearest hidden_size that fits is {near}"
+                f"the nearest hidden_size that fits is {near}{also}"
             )
         # Fields that were left open follow from the rest, so that every reader of a config sees whole numbers.
         for name, value in (

@@ -374,8 +374,8 @@ def check_run_name(name: str) -> None:
     """Raise RequestError for a run name with characters that could lead out of the folder of runs."""
     if not re.fullmatch(r"[\w][\w.+=-]*", name):
         raise RequestError(
-            f"run name {name!r}: use letters, digits, '.', '_', '-', '+' and '=' only; a fit takes the name of its "
-            "config, or of --run"
+            f"run name {name!r}: use letters, digits, '.', '_', '-', '+' and '=' only; it is that of --run, or of the "
+            "config's file"
         )
 
 

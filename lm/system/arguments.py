@@ -42,8 +42,9 @@ class OneLineErrors:
         if self.prog.startswith("lm "):
             hint = "`lm runs ls` lists them" if name == "run" else f"`{self.prog} --help` shows what to give"
             return f"give a {name}, as in `{self.prog} {name.upper()}`; {hint}"
-        return (  # of a class that the config names
-            f"the class needs {name}: {{class_path: ..., init_args: {{{name}: ...}}}}, or of a logger also "
+        in_class = f"{{class_path: ..., init_args: {{{name}: ...}}}}"
+        return (  # of an entry of a list, or of a class that the config names
+            f"{name} is missing: `{{{name}: ..., ...}}`, or of a class `{in_class}`, or of a logger "
             f"`--trainer.logger.init_args.{name} VALUE`"
         )
 
@@ -167,6 +168,7 @@ def shorten(message: str, known: list[str]) -> str:
     text = re.sub(r"[Ee]xpected a <class '(?:\w+\.)*(\w+)'>", r"expected \1", " ".join(text.split()))
     text = re.sub(r"[Ee]xpected a typing\.Literal\[(.*?)\]", r"expected one of \1", text)
     text = text.replace(". Got value:", ", got").replace("Not of type Count: ", "")
+    text = re.sub(r"expected dict, got ([^\[{].*)", r"expected keys and values: '{\1: ...}'", text)
     # The value of a list may contain a password.
     text = re.sub("expected (list|tuple), got .*", "expected a list: [a, b], or lines that begin with a dash", text)
     text = re.sub("Unable to load config .*", "this is a group of options: give each with its name", text)

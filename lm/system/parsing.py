@@ -70,6 +70,10 @@ def _describe(error: Exception, text: str | bytes) -> str:
     problem = " ".join(filter(None, (getattr(error, "context", None), getattr(error, "problem", None))))
     if "<block end>" in problem:
         problem = "its indentation does not fit the lines above it"
+    elif "mapping values are not allowed" in problem:
+        problem = "a colon is not possible here: is the line indented as the one above it?"
+    elif "'\\t'" in problem:
+        problem = "it is indented with a tab: use spaces"
     return f"line {mark.line + 1}{shown}: {problem}"
 
 

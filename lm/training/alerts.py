@@ -25,7 +25,7 @@ FORM = re.compile(
     re.ASCII,
 )
 ALLOWED = (
-    "since 0.1 a condition is `metric op number`, such as `loss > 10`, or `metric op number * median(metric, n)`, such "
+    "a condition is `metric op number`, such as `loss > 10`, or `metric op number * median(metric, n)`, such "
     f"as `loss > 1.5 * median(loss, 50)`, where op is one of {' '.join(COMPARISONS)} and n is at most 9,999"
 )
 

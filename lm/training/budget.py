@@ -170,7 +170,8 @@ class Budget(Observer):
         self._reported.add(verdict.kind)
         if verdict.kind == "near":
             return Finding("budget", "warn", verdict.reason)
-        end = "the end, without a checkpoint" if verdict.kind == "spent" else "a checkpoint and the end"
+        end = "the run ends without a checkpoint" if verdict.kind == "spent" else "the run ends with a checkpoint"
+        end += "; a larger cap lets a resume go on"
         if self.config.dry_run:
             return Finding("budget", "warn", f"{verdict.reason}; if not for the dry run: {end}")
         return Finding("budget", "stop", f"{verdict.reason}: {end}", save=verdict.kind != "spent")

@@ -109,7 +109,7 @@ def check_same_optimizer(saved: dict[str, str] | None, current: dict[str, str]) 
     drop_class_path = " and no class_path" if option == "class_path" != saved_option else ""
     raise RequestError(
         f"this is a checkpoint of another optimizer, of {place}{saved_option} {saved_value}, and this run has {option} "
-        f"{value}: give {saved_option} {saved_value}{drop_class_path}"
+        f"{value}: give {f'--{place}' if place else ''}{saved_option} {saved_value}{drop_class_path}"
     )
 
 

@@ -63,7 +63,7 @@ def find_problems(
         if model.decoder.tie_word_embeddings and model.optimizer.groups.output != GroupConfig():
             yield error(
                 "model.optimizer.groups.output: the output matrix of this model is its embedding",
-                "set model.optimizer.groups.embedding",
+                "leave it out, as --model.optimizer.groups.output null does, and set groups.embedding",
             )
         yield from check_device(trainer, model, known.device) if known.device is not None else ()
     if known.tokenizer is not None:

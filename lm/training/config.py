@@ -23,6 +23,7 @@ if TYPE_CHECKING:
 
 # ---- model -----------------------------------------------------------------------------------------------------------
 
+MAX_LR = 1.0  # of AdamW and Muon, whose updates are about as large as the rate, whatever the gradient
 OURS = ("lr", "weight_decay")  # set by `model.optimizer` and its groups, not by `init_args`
 
 
@@ -116,6 +117,10 @@ class OptimizerConfig:
                     f"model.optimizer.{place}{name} {rate} must be above 0, and finite",
                 )
             require_at_least(0, f"model.optimizer.{place}", weight_decay=settings.weight_decay)
+        require(
+            self.class_path is not None or self.lr <= MAX_LR,
+            f"model.optimizer.lr {self.lr:g} is above {MAX_LR}, where {self.name} learns nothing: rates are about 1e-3",
+        )
         for name, group in vars(self.groups).items():
             require(
                 group.lr is None or group.lr_ratio is None,
@@ -125,7 +130,7 @@ class OptimizerConfig:
 
     def left_out(self) -> list[str]:
         """Options of AdamW and Muon that are set, and that the class of `class_path` does not get."""
-        allowed = ("class_path", "init_args", "groups", *OURS)
+        allowed = ("name", "class_path", "init_args", "groups", *OURS)
         options = fields(self) if self.class_path else ()
         names = [option.name for option in options if getattr(self, option.name) != option.default]
         return [name for name in names if name not in allowed]

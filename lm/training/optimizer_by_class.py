@@ -37,8 +37,10 @@ def build_by_class(class_path: str, init_args: dict[str, Any], groups: list[dict
     try:
         optimizer = skippable(groups, **rate, **init_args)
     except Exception as error:
+        takes = f"; it takes {', '.join(name for name in list(parameters)[1:] if name not in OURS)}"
         raise RequestError(
             f"model.optimizer.class_path {class_path} with init_args {init_args}: {first_line(error)}"
+            f"{takes if isinstance(error, TypeError) else ''}"
         ) from error
     optimizer.initial = [
         {name: _comparable(value) for name, value in _settings(group).items()} for group in optimizer.param_groups

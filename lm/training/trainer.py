@@ -152,7 +152,9 @@ class Trainer(PatchedTrainer):
         if self.options.max_tokens is not None:
             limit, more = "max_tokens", state.steps.tokens(more)
         larger = f"give a larger --trainer.{limit}, such as {more}"
-        done = f"all {state.steps.max_steps} steps are done; to train on, {larger}"
+        step, last = state.start.step, state.steps.max_steps
+        done = f"all {last} steps are done" if step <= last else f"it is at step {step}, and the last one is {last}"
+        done += f"; to train on, {larger}"
         if self._new_run:
             raise RequestError(f"a new run from {ckpt_path} has nothing to train: {done}")
         log.info("the run has finished: %s", done)

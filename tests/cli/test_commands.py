@@ -113,7 +113,7 @@ def test_the_newest_run_is_the_one_that_is_taken(workplace):
 BAD_REQUESTS = {
     "uneven batch": (["--data.micro_batch_size", "3"], "the nearest that fits is 288, or give --data.micro_batch_size 2"),
     "context": (["--data.seq_len", "64"], "longer than model.decoder.max_position_embeddings 32"),
-    "name": (["--run", "my run"], "run name 'my run': use letters, digits, '.', '_', '-', '+' and '=' only; a fit takes"),
+    "name": (["--run", "my run"], "run name 'my run': use letters, digits, '.', '_', '-', '+' and '=' only; it is that of --run"),
 
     "no such checkpoint": (["--ckpt_path", "somewhere"], "--ckpt_path somewhere: there is no such folder"),
     "mistyped data": (["--data.path", "data/smal"], "data/smal holds no manifest.json: make it with"),

@@ -31,6 +31,19 @@ MISTAKES = {  # typed -> said
     "the ratio of a ladder": (["ladder", "--target_param_data_ratio", "3"], "did you mean 'ratio'?"),
     "a run without its run.json": (["runs", "show", "lost"], "its model is --ckpt_path checkpoints/lost/last"),
     "a run without its config": (["validate", "--run", "bare"], "config.yaml is gone: give the config of the run"),
+    "a run that is elsewhere": (["runs", "rm", "ba*", "--yes", "--root", "check"], "is not under check: to remove it, give its"),
+    "no run": (["runs", "rm", "--yes"], "name the runs to remove, as `lm runs rm NAME`"),
+    "a folder of configs": (["fit", "--config", "checkpoints"], "checkpoints is a folder, not a config; it has none"),
+    "a source without a name": ([*FIT, "--data.path", "null", "--data.sources", "[{path: x}]"], "name is missing: `{name: "),
+    "heads and key heads": (
+        [*FIT, "--model.decoder.num_attention_heads", "3", "--model.decoder.num_key_value_heads", "2"],
+        "fits is 12 or 18, and num_key_value_heads 2 does not divide it: null makes as many",
+    ),
+    "a line too far in": (["fit", "--config", "deep.yaml"], "is the line indented as the one above it?"),
+    "a tab": (["fit", "--config", "tab.yaml"], "line 2, 'max_steps: 3': it is indented with a tab: use spaces"),
+    "an alert without its action": ([*FIT, "--guards.alerts", "loss > 10"], "'{loss > 10: ...}'"),
+    "no name": ([*FIT, "--run", ""], "run name '': use letters"),
+    "a rate that is none": ([*FIT, "--model.optimizer.lr", "1e3"], "lr 1000 is above 1.0, where adamw learns nothing"),
     "a config that is there": (["scale", "--depth", "4", "--output", "small.yaml"], "small.yaml is there already"),
 }  # fmt: skip
 
@@ -39,6 +52,8 @@ MISTAKES = {  # typed -> said
 def test_a_mistake_is_answered_with_what_was_meant(typed, said, here, capsys):
     write_config(here)
     (here / "dedented.yaml").write_text(DEDENTED)
+    (here / "deep.yaml").write_text("trainer:\n  max_steps: 3\n   val_interval: 2\n")
+    (here / "tab.yaml").write_text("trainer:\n\tmax_steps: 3\n")
     (here / "checkpoints/lost/last").mkdir(parents=True)
     (write_run("checkpoints", "bare").path / "config.yaml").unlink()
     assert main(typed) == 2

@@ -208,7 +208,7 @@ def test_the_hint_for_a_warm_up_ratio_works_when_typed(tmp_path):
     ("data: {prepare: {tokeniser: 1}}", "did you mean 'data.prepare.tokenizer'?"),
     ("trianer: {max_steps: 1}", "there is no option 'trianer'; did you mean 'trainer'?"),
     ("", "config small.yaml is empty"),
-    ("trainer:\n\tmax_steps: 5", "line 2, 'max_steps: 5': while scanning for the next token found character"),
+    ("trainer:\n\tmax_steps: 5", "line 2, 'max_steps: 5': it is indented with a tab: use spaces"),
     ("data:\n  path: a\ndata:\n  val: b", "cannot be read: line 3: data is there a second time, after line 1"),
     ("trainer: {max_steps: 1, max_steps: 2}", "small.yaml cannot be read: line 1: max_steps is there a second time"),
     ("data: &d {path: a}\nmodel:\n  decoder: {<<: *d, 'a': 1, \"a\": 2}", "line 3: a is there a second time"),

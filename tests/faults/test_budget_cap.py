@@ -40,7 +40,7 @@ def test_a_training_that_costs_too_much_ends_with_a_checkpoint_under_the_cap_and
 
     configure(workplace, cap_usd=first["spent_usd"])
     fit = lm(workplace, *FIT, expect=3)
-    assert "are spent: the end, without a checkpoint" in fit.stderr.splitlines()[-1]
+    assert "are spent: the run ends without a checkpoint; a larger cap" in fit.stderr.splitlines()[-1]
     assert run.read("budget.json")["spent_usd"] > first["spent_usd"] and list(run.steps()) == [step]
     assert [(alert["guard"], alert["action"]) for alert in run.alerts()] == [("budget", "stop")] * 2
     assert max(losses(workplace)) == (step, 1)

@@ -206,7 +206,7 @@ def test_a_run_that_fits_is_left_alone(tmp_path, monkeypatch, val_interval, line
     # The run is over anyway, and its last checkpoint is worth what was paid.
     (dict(cap=1000, warn_at=1), [(99, 1), (1, 2)], [], "", 1010),
     (dict(cap=500, dry_run=True), [(100, 1)], [(130, "warn", False), (500, "warn", False)],
-     "if not for the dry run: a checkpoint", 1000),
+     "if not for the dry run: the run ends with a checkpoint", 1000),
 ])  # fmt: skip
 def test_a_run_ends_in_time_and_with_a_checkpoint_if_possible(tmp_path, monkeypatch, budget, lines, acts, words, spent):
     simulation = Simulation(tmp_path, monkeypatch, hourly(**budget))

@@ -112,7 +112,7 @@ def test_a_refusal_is_one_line_and_leaves_no_run(workplace, name, arguments, wor
 
 @pytest.mark.parametrize("given, message", [
     ([{"class_path": PLACE + "EarlyStopping"}],
-     "the class needs monitor: "),
+     "monitor is missing: "),
     ([{"class_path": "Stopping"}], "Lightning has no Stopping; give its path"),
     ([{"class_path": PLACE + "EarlyStoping"}], "has no attribute 'EarlyStoping'"),
 ])  # fmt: skip

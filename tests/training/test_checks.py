@@ -67,7 +67,7 @@ ONE, TWO = Known(1, H200), Known(2)
     # the model on its device
     (({}, {"kernels": "on"}, {}, Known(1, DEVICES["t4"])), "Tesla T4 cannot run them: set model.kernels auto"),
     (({}, {"attention": "flash"}, {}, ONE), "a CUDA device and half precision, and this is NVIDIA H200 in 32-true"),
-    (({}, shape(tie_word_embeddings=True) | {"optimizer": OUTPUT}), "set model.optimizer.groups.embedding"),
+    (({}, shape(tie_word_embeddings=True) | {"optimizer": OUTPUT}), "leave it out, as --model.optimizer.groups.output null does"),
 ], ids=lambda each: each if isinstance(each, str) else "")  # fmt: skip
 def test_options_that_do_not_go_together(monkeypatch, given, words):
     monkeypatch.setenv("MASTER_ADDR", "here")

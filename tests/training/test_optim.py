@@ -202,7 +202,7 @@ def test_options_that_a_class_does_not_get_are_found():
         class_path="torch.optim.SGD", name="muon", lr=0.1, momentum=0.9, init_args={"momentum": 0.5}
     )
     [finding] = check_optimizer(config)
-    assert "name muon, momentum 0.9: this is for the built-in" in finding.what and "SGD gets none" in finding.what
+    assert "model.optimizer: momentum 0.9: this is for the built-in" in finding.what and "SGD gets none" in finding.what
     assert not list(check_optimizer(OptimizerConfig(class_path="torch.optim.SGD", lr=0.1)))
     assert not list(check_optimizer(OptimizerConfig(name="muon", momentum=0.9)))
 

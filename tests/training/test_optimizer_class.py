@@ -86,10 +86,10 @@ def test_what_cannot_train_is_one_line(place, optimizer, message):
 
 @pytest.mark.parametrize(("written", "now", "message"), [
     ({"class_path": "torch.optim.SGD"}, SGD, None),
-    ({"class_path": "torch.optim.Adam"}, SGD, "has class_path torch.optim.SGD: give class_path torch.optim.Adam"),
-    ({"class_path": "torch.optim.Adam"}, {"name": "muon"}, "this run has name muon: give class_path torch.optim.Adam"),
-    ({"name": "muon"}, SGD, "give name muon and no class_path"),
-    ({"name": "muon"}, {"name": "adamw"}, "give name muon$"),
+    ({"class_path": "torch.optim.Adam"}, SGD, "has class_path torch.optim.SGD: give --model.optimizer.class_path torch.optim.Adam"),
+    ({"class_path": "torch.optim.Adam"}, {"name": "muon"}, "this run has name muon: give --model.optimizer.class_path torch.optim.Adam"),
+    ({"name": "muon"}, SGD, "give --model.optimizer.name muon and no class_path"),
+    ({"name": "muon"}, {"name": "adamw"}, "give --model.optimizer.name muon$"),
     ({"name": "adamw"}, {"configure_optimizers": "torch.optim.sgd.SGD"}, "has configure_optimizers torch.optim.sgd.SGD"),
     ({"configure_optimizers": "torch.optim.sgd.SGD"}, {"name": "adamw"}, "of configure_optimizers torch.optim.sgd.SGD"),
     (None, SGD, None),  # an imported model, which has no state
