@@ -31,13 +31,12 @@ MISTAKES = {  # typed -> said
     "the ratio of a ladder": (["ladder", "--target_param_data_ratio", "3"], "did you mean 'ratio'?"),
     "a run without its run.json": (["runs", "show", "lost"], "its model is --ckpt_path checkpoints/lost/last"),
     "a run without its config": (["validate", "--run", "bare"], "config.yaml is gone: give the config of the run"),
-    "a run that is elsewhere": (["runs", "rm", "ba*", "--yes", "--root", "check"], "is not under check: to remove it, give its"),
     "no run": (["runs", "rm", "--yes"], "name the runs to remove, as `lm runs rm NAME`"),
     "a folder of configs": (["fit", "--config", "checkpoints"], "checkpoints is a folder, not a config; it has none"),
     "a source without a name": ([*FIT, "--data.path", "null", "--data.sources", "[{path: x}]"], "name is missing: `{name: "),
     "heads and key heads": (
         [*FIT, "--model.decoder.num_attention_heads", "3", "--model.decoder.num_key_value_heads", "2"],
-        "fits is 12 or 18, and num_key_value_heads 2 does not divide it: null makes as many",
+        "fits is 30 or 36, and num_key_value_heads 2 does not divide it: null makes as many",
     ),
     "a line too far in": (["fit", "--config", "deep.yaml"], "is the line indented as the one above it?"),
     "a tab": (["fit", "--config", "tab.yaml"], "line 2, 'max_steps: 3': it is indented with a tab: use spaces"),
@@ -59,6 +58,17 @@ def test_a_mistake_is_answered_with_what_was_meant(typed, said, here, capsys):
     assert main(typed) == 2
     err = capsys.readouterr().err.strip().splitlines()
     assert said in err[-1] and len(err) == 1
+
+
+def test_a_run_of_another_folder_is_removed_by_its_path_alone(here, capsys):
+    """Not by a name, which the registry has too: the folder may be a typing mistake."""
+    path = write_run("checkpoints", "lr-1").path
+    assert main(["runs", "rebuild", "checkpoints"]) == 0
+    for name in ("lr-*", "lr-1"):
+        assert main(["runs", "rm", name, "--yes", "--root", "check"]) == 2
+        assert f"run lr-1 is not under check: to remove it, give its path, {path.resolve()}" in capsys.readouterr().err
+    assert main(["runs", "rm", str(path), "--yes", "--root", "check"]) == 0
+    assert not path.exists()
 
 
 def write_manifest(folder, tokens, vocab_size):

@@ -217,8 +217,7 @@ def test_bad_input_is_one_line_and_trains_nothing(place, monkeypatch, arguments,
 
 def test_a_training_without_a_finite_loss_is_named_and_left_out(place):
     said = lm(place, "ladder", "--depths", "2", "--max_steps", "3", *SIZES, "--optimizer", "adamw", "--name", "wild",
-              "--model.optimizer.class_path", "torch.optim.SGD", "--model.optimizer.lr", "1e38",
-              "--model.optimizer.weight_decay", "0", expect=1)  # fmt: skip
+              "--model.optimizer.groups.embedding.lr", "1e38", expect=1)  # fmt: skip
     assert "wild-d2-n3-s1 ended without a finite loss" in said.stderr and "Without a finite loss" in said.stdout
     assert report(place, "wild")["runs"][0]["loss"] is None
 

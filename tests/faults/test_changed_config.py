@@ -84,6 +84,16 @@ def test_data_that_was_prepared_is_resumed_as_it_is(copied):
     assert "data.prepare" not in shown.stderr and losses(copied) == expected(copied)
 
 
+def test_a_resume_with_fewer_checkpoints_to_keep_removes_none_of_the_earlier_ones(copied):
+    """The option may have been typed when the run was begun, and not now."""
+    resume(copied, "--trainer.keep_checkpoints=9", "--trainer.checkpoint_interval=1", "--trainer.max_steps=9")
+    earlier = set(Run(copied / "checkpoints/small").steps())
+    assert len(earlier) > 3
+    shown = resume(copied, "--trainer.max_steps=10").stderr
+    assert "trainer.keep_checkpoints stays 9, so that no earlier checkpoint is removed" in shown
+    assert earlier < set(Run(copied / "checkpoints/small").steps())
+
+
 def test_what_may_change_is_shown_and_used(copied):
     """The learning rate, the betas, the decay, the schedule, the batch: of the command, from the next step on. Half of
     the run's tokens are left, which are three of the larger steps."""
