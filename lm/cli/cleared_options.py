@@ -52,6 +52,8 @@ def clear_earlier(settings: Mapping[str, Any], options: Iterable[tuple[str, Any]
     is_known = after in get_args(OptimizerName) or f"{place}.class_path" in later
     if optimizer and is_known and after != before:
         clear(place, OF_OPTIMIZER, f"{place} is {after} and was {before}")
+        if "lr" in optimizer and f"{place}.lr" not in later:
+            log.info("%s.lr %s stays, the rate for %s", place, optimizer["lr"], before)
         if f"{place}.class_path" not in later:
             cleared.append(f"{place}.class_path")  # which would count, and not the name
 

@@ -38,6 +38,7 @@ def test_a_rate_that_does_not_follow_is_said():
 
 CASES = {  # options over tiny.yaml -> what is left out, and what must be as it was
     "another optimizer": (["--model.optimizer.name", "adamw"], "left out of the config: groups, betas, momentum"),
+    "its rate": (["--model.optimizer.name", "adamw"], "model.optimizer.lr 0.0112 stays, the rate for muon"),
     "another class": (["--model.optimizer.class_path", "torch.optim.SGD"], "groups, betas, momentum"),
     "one of them given": (["--model.optimizer.name", "adamw", "--model.optimizer.betas", "[0.8, 0.9]"], "groups, momentum"),
     "another schedule": (["--model.schedule.name", "cosine"], "was wsd: left out of the config: decay_ratio"),
