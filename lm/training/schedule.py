@@ -136,7 +136,7 @@ def plan_steps(
         smaller = f", or give --data.micro_batch_size {sizes[-1]}" if sizes else ""
         raise RequestError(
             f"data.global_batch_tokens {tokens_per_step:,} is not a whole number of micro-batches: micro_batch_size "
-            f"{micro_batch_size} x seq_len {seq_len} x {world_size} ranks = {tokens_at_once:,} tokens, "
+            f"{micro_batch_size} x seq_len {seq_len} x {plural(world_size, 'rank')} = {tokens_at_once:,} tokens, "
             f"{tokens_per_step:,} / {tokens_at_once:,} = {ratio:.3f}; the nearest that fits is {nearest:,}{smaller}"
         )
     if max_steps is None and max_tokens is not None:
