@@ -1,7 +1,9 @@
 """What an option of a later config, or of the command line, clears of earlier ones: what means nothing any more."""
 
 import logging
+import shlex
 from collections.abc import Iterable, Mapping
+from pathlib import Path
 from typing import Any, get_args
 
 from lm.training.builtin_optimizers import OptimizerName
@@ -66,6 +68,10 @@ def clear_earlier(settings: Mapping[str, Any], options: Iterable[tuple[str, Any]
     if str(later.get("model.decoder.tie_word_embeddings")).lower() == "true":
         why = "model.decoder.tie_word_embeddings makes the output matrix the embedding"
         clear("model.optimizer", ["groups.output"], why)
+    folder, texts = str(later.get("data.path")), _value(settings, "data.prepare.input")
+    if "data.prepare" in cleared and "data.path" in later and texts and not (Path(folder) / "manifest.json").exists():
+        texts = shlex.join([texts] if isinstance(texts, str) else texts)
+        log.info(f"data.path {folder} leaves data.prepare of the config out; --data.prepare.input {texts} keeps it")
     return cleared
 
 

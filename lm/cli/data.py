@@ -44,6 +44,8 @@ COLUMNS: dict[str, Callable[[Any], str]] = {  # facts of a split, and how they a
 def main_prepare(**options: Any) -> None:
     """Tokenize texts into Parquet shards; the same command resumes where it was stopped."""
     settings = PrepareCommand(**options)
+    if settings.plan_only and settings.task:
+        raise RequestError("run it once with --plan_only and without --task, then each task without --plan_only")
     if settings.plan_only:
         plan_only(settings)
         return

@@ -314,8 +314,13 @@ def scaled_config(request: ScaleRequest) -> tuple[Recipe, str]:
 def for_text(request: ScaleRequest) -> ScaleRequest:
     """Set the depth by the size of a text of a few megabytes, with the proportions measured for such texts."""
     if request.text_tokens > LITTLE:
-        why = "" if manifest(request.data) else f"{request.data} is not prepared yet: "
-        raise RequestError(f"{why}give the depth, such as --depth 12, or the time, such as --hours 8")
+        fix = "give the depth, such as --depth 12, or the time, such as --hours 8"
+        if not manifest(request.data):
+            from lm.data.prepare import check_folder
+
+            command = f"`lm data prepare --input TEXTS --output {request.data}`, or {fix}"
+            check_folder(Path(request.data), f"--data {request.data}", command)
+        raise RequestError(fix)
     request, depth = in_small_proportions(request), 2
     parameters_for_text = PARAMETERS_PER_TOKEN * request.text_tokens
     while Recipe(shape(depth, request), 1, 1, request.optimizer).multiplied <= parameters_for_text:
@@ -364,6 +369,7 @@ def write_yaml(
         decay = weight_decay(vocabulary_memory, rate, recipe.steps) if little else 0
         return f"lr_ratio: {rate / recipe.learning_rate:.3g}, weight_decay: {decay:.3g}"
 
+    learned = manifest(options.data).get("options", {}).get("vocab_size", decoder.vocab_size)  # as it was asked for
     data = options.data if re.fullmatch(r"[\w.-]*/[\w./-]*", options.data) else json.dumps(options.data)
     return YAML.format(
         **vars(decoder),  # under the names that they have in the YAML
@@ -393,7 +399,7 @@ def write_yaml(
         memory_source="measured with little text" if memory < recipe.memory else optimizer.memory_source,
         # the data
         data=data,
-        tokenizer=f"bpe --vocab_size {decoder.vocab_size}" if decoder.vocab_size > 256 else "char",
+        tokenizer=f"bpe --vocab_size {learned}" if decoder.vocab_size > 256 else "char",
         micro_batch=samples_at_once or micro_batch(recipe.batch, decoder.max_position_embeddings),
         batch=spelled_count(recipe.batch_tokens),
         samples=plural(recipe.batch, "sample"),

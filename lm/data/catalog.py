@@ -89,13 +89,13 @@ def find_shards(
     files, manifest = listing.files, None
     if listing.is_folder:
         files = {name: file for name, file in files.items() if SUFFIX.search(name) and not HIDDEN.search(name)}
-        if not files:
-            command = f"`lm data prepare --input {source} --output data/NAME --tokenizer bpe`"
-            raise RequestError(f"{source}: the folder holds no .parquet file; {command} makes some of texts")
         try:
             manifest = _read_manifest(source, listing.filesystem, listing.path, patience)
         except OSError as error:
             raise RequestError(f"{source}: its manifest cannot be read ({first_line(error)})") from error
+        if not files and manifest is None:
+            command = f"`lm data prepare --input {source} --output data/NAME --tokenizer bpe`"
+            raise RequestError(f"{source}: the folder holds no .parquet file; {command} makes some of texts")
     shards = [
         Shard(listing.name(file), name, listing.filesystem, file.path, file.size, file.modified, patience, column)
         for name, file in files.items()
@@ -173,7 +173,7 @@ def _from_manifest(
         sizes = {file: entry["size"] for file, entry in entries.items()}
         stored = sum(map(sum, counts.values()))
         packed = PackedRows(*map(int, manifest["packed"])) if manifest.get("packed") else None
-        if stored < facts["tokens"] if packed else stored != facts["tokens"]:
+        if not entries or (stored < facts["tokens"] if packed else stored != facts["tokens"]):
             raise ValueError("row groups do not add up to the tokens of the split")
         text_ratio = facts["bytes"] / counted if (counted := facts.get("token_bytes")) else None
         tokenizer, vocab_size = str(manifest["tokenizer"]), int(manifest["vocab_size"])

@@ -9,7 +9,7 @@ from pathlib import Path
 from threading import TIMEOUT_MAX
 from typing import Literal
 
-from lm.errors import RequestError, require_at_least
+from lm.errors import RequestError, require, require_at_least
 from lm.system.files import check_local_path
 from lm.system.units import OPEN, Count, Derivable, format_count
 
@@ -63,6 +63,7 @@ class PrepareOptions:
         if not self.output:
             raise RequestError("give the folder to make with --output")
         check_local_path("--output", self.output)
+        require(not Path(self.output).is_file(), f"--output {self.output} is a file: give the name of a folder")
         if self.val_fraction is not None and not 0 <= self.val_fraction < 1:
             raise RequestError(f"--val_fraction {self.val_fraction} must be at least 0 and less than 1")
         require_at_least(1, "--", workers=self.workers, shard_tokens=self.shard_tokens, sample_bytes=self.sample_bytes)

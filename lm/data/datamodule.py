@@ -92,7 +92,7 @@ class DataModule(LightningDataModule):
 
         for source in missing:
             where = f"data.sources {source.name}: {source.path}" if self.mixed else f"data.path {source.path}"
-            or_give = "" if self.mixed else ", or give data.prepare.input to make it from"
+            or_give = "" if self.mixed else ", or give --data.prepare.input TEXTS to make it here"
             command = None if options else self._preparation(source) + or_give
             check_folder(Path(source.path), where, command)
         if options is None or self.options.path is None:
@@ -156,17 +156,18 @@ class DataModule(LightningDataModule):
             with self._errors_of(source):
                 tokenizers.append(Tokenizer.load(source.tokenizer or source.path))
             if tokenizers[-1].sha256 != tokenizers[0].sha256:
-                removed = f"`rm -r {source.path}`, and " if source.path else ""
                 raise RequestError(
                     f"data.sources {self.sources[0].name} and {source.name} have different tokenizers: prepare the "
-                    f"texts of {source.name} again, {removed}{self._preparation(source)}"
+                    f"texts of {source.name} again, to another folder, and give that as its path: "
+                    f"{self._preparation(source, f'-{self.sources[0].name}')}"
                 )
         return tokenizers[0]
 
-    def _preparation(self, source: SourceConfig) -> str:
+    def _preparation(self, source: SourceConfig, suffix: str = "") -> str:
         """The command that makes the folder of a source with the tokenizer of the other sources."""
         others = [other.tokenizer or other.path for other in self.sources if other is not source]
-        options = f"--output {source.path or f'data/{source.name}'} --tokenizer {next(iter(others), 'bpe')}"
+        folder = Path(source.path or f"data/{source.name}")
+        options = f"--output {folder}{suffix} --tokenizer {next(iter(others), 'bpe')}"
         return f"`lm data prepare --input TEXTS {options}`"
 
     def _open_checked(self, source: SourceConfig, split: str) -> Shards | None:

@@ -80,8 +80,6 @@ def read_pieces(
             yield from (Piece(where, text, last, file.split) for text, last in _cut(chunks) if text)
     except LmError:
         raise
-    except csv.Error as error:
-        raise RunError(f"{file.name}: {error}; is it a table with a quote at both ends of a text?") from error
     except (pa.ArrowException, OSError, EOFError, lzma.LZMAError, zlib.error, UnicodeDecodeError) as error:
         fix = "is it damaged or truncated?"
         if "too much memory" in str(error):
@@ -110,12 +108,12 @@ def _decoded(file: TextFile) -> Iterator[str]:
                 text = decoder.decode(data, final=not data)
             except UnicodeDecodeError as error:
                 line = lines + error.object.count(b"\n", 0, error.start) + 1
-                raise RequestError(
+                raise RunError(
                     f"{file.name}, line {line}: byte 0x{error.object[error.start]:02x} is not UTF-8 text; "
                     "convert the file, or leave it out"
                 ) from error
             if "\0" in text:
-                raise RequestError(f"{file.name} is not plain text: it holds zero bytes; convert it, or leave it out")
+                raise RunError(f"{file.name} is not plain text: it holds zero bytes; convert it, or leave it out")
             yield text
             if not data:
                 return
@@ -148,7 +146,8 @@ def _json_text(line: bytes, key: str) -> str:
     try:
         entry = json.loads(line.decode("utf-8-sig"))
     except (ValueError, RecursionError) as error:
-        raise ValueError(f"not a JSON object on one line ({first_line(error)})") from error
+        reason = re.sub(r"( at)?: line 1 (column \d+) .*", r" at \2", first_line(error))
+        raise ValueError(f"not a JSON object on one line ({reason}); write the line again, or leave it out") from error
     if not isinstance(entry, dict):
         raise ValueError(f"a JSON {type(entry).__name__} where one object a line is expected")
     if key not in entry:
@@ -221,11 +220,16 @@ def _csv(file: TextFile, part: int, parts: int, column: str) -> Iterator[tuple[s
     with file.stream() as stream:
         lines = io.TextIOWrapper(stream, "utf-8-sig", newline="")
         rows = csv.reader(lines, "excel-tab" if file.kind == "tsv" else "excel", strict=True)
-        names = next(rows, [])
-        _check_name(file, names, column)
-        place = names.index(column)
-        for cells in filter(None, rows):
-            where = f"{file.name}, line {rows.line_num}"
-            if len(cells) != len(names):
-                raise RunError(f"{where}: {len(cells)} columns where the first line names {len(names)}")
-            yield where, cells[place]
+        last = 0  # line of the row before
+        try:
+            names = next(rows, [])
+            _check_name(file, names, column)
+            place, last = names.index(column), rows.line_num
+            for cells in filter(None, rows):
+                where, last = f"{file.name}, line {rows.line_num}", rows.line_num
+                if len(cells) != len(names):
+                    raise RunError(f"{where}: {len(cells)} columns where the first line names {len(names)}")
+                yield where, cells[place]
+        except csv.Error as error:
+            where = f"{file.name}, the row of lines {last + 1} to {rows.line_num}"
+            raise RunError(f"{where}: {error}; end its text with a quote, and write one inside twice") from error

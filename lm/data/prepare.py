@@ -14,6 +14,7 @@ import shutil
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import asdict, replace
+from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +24,7 @@ from lm.data.encode import record_path
 from lm.data.preparation import PARTS, Preparation
 from lm.data.text_files import TextFile, find_files, split_by_names
 from lm.data.tokenizer import Tokenizer
-from lm.errors import Interrupted, RequestError
+from lm.errors import Interrupted, LmError, RequestError
 from lm.system.files import write_atomically
 from lm.system.parsing import parse_json
 from lm.system.units import format_bytes, listed, plural
@@ -84,13 +85,13 @@ def prepare_part(options: PrepareOptions, task: int, tasks: int) -> str:
         units = [unit for unit in preparation.units[task::tasks] if not record_path(unit, preparation.recipe).exists()]
         preparation.encode(units)
         left = len(preparation.unfinished_units())
-        waiting = f"{plural(left, 'unit')} of other tasks are left; then " if left else ""
+        waiting = f"other tasks have {plural(left, 'unit')} left; then " if left else ""
         return f"{waiting}run every task once more, to write the shards"
     splits, _ = preparation.divide()
     shards = [shard for split in splits for shard in preparation.shards(split)]
     preparation.write(preparation.unwritten(shards[task::tasks]))
     left = len(preparation.unwritten(shards))
-    waiting = f"{plural(left, 'shard')} of other tasks are left; then " if left else ""
+    waiting = f"other tasks have {plural(left, 'shard')} left; then " if left else ""
     return f"{waiting}run the same without --task, to check all and write the manifest"
 
 
@@ -141,7 +142,10 @@ def _finished(output: Path, plan: dict[str, Any]) -> dict[str, Any] | None:
 
 @contextmanager
 def _only_one(output: Path) -> Iterator[None]:
-    """Lock the folder, if its file system has locks; waits while another process makes it."""
+    """Lock the folder, if its file system has locks; waits while another process makes it.
+
+    Where a text is refused before anything is encoded, nothing is left: the next attempt is a new one.
+    """
     from filelock import FileLock, Timeout  # takes a while to import
 
     output.mkdir(parents=True, exist_ok=True)
@@ -154,7 +158,15 @@ def _only_one(output: Path) -> Iterator[None]:
             stack.enter_context(lock.acquire())
         except OSError:
             log.warning("%s is on a file system without locks: start this command once at a time", output)
-        yield
+        try:
+            yield
+        except LmError:
+            if all(file.suffix == ".json" for file in (output / PARTS).glob("*")):
+                shutil.rmtree(output / PARTS, ignore_errors=True)
+                (output / LOCK).unlink(missing_ok=True)
+                with suppress(OSError):  # it holds something
+                    output.rmdir()
+            raise
 
 
 def _plan(options: PrepareOptions, files: list[TextFile], known: Tokenizer | None) -> dict[str, Any]:
@@ -187,9 +199,13 @@ def _begin(output: Path, plan: dict[str, Any]) -> None:
 def check_folder(path: Path, where: str, command: str | None) -> None:
     """RequestError for a path without a manifest that cannot be prepared; `command` would, if no options are given."""
     if holds_other_files(path):
-        raise RequestError(f"{where} holds no manifest.json: {fix_other_files(path)}")
+        prepared = next((folder for folder in path.parents[:2] if (folder / MANIFEST).exists()), None)
+        fix = f"give the prepared folder that it is in, {prepared}" if prepared else fix_other_files(path)
+        raise RequestError(f"{where} {'is a file' if path.is_file() else 'holds no manifest.json'}: {fix}")
     if command:
-        raise RequestError(f"{where} holds no manifest.json: make it with {command}")
+        names = [file.parent.name for file in path.parent.glob(f"*/{MANIFEST}")]
+        near = "".join(f"did you mean {path.parent / name}? Or " for name in get_close_matches(path.name, names, 1))
+        raise RequestError(f"{where} holds no manifest.json: {near}make it with {command}")
 
 
 def holds_other_files(path: Path) -> bool:

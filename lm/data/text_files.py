@@ -211,8 +211,8 @@ def _find(source: str) -> Iterator[TextFile]:
         kinds = ", ".join(f"{count} {kind}" for kind, count in skipped.most_common(5))
         if not files:
             fixes = [NOT_TEXT[suffix].format(f"FILE{suffix}") for suffix in skipped if suffix in NOT_TEXT]
-            if ".bin" in skipped:
-                fixes = [f"name the token ids: {source.rstrip('/')}/*.bin"]
+            ids = [f"{source.rstrip('/')}/*{suffix}" for suffix in skipped if KINDS.get(suffix) == "flat"]
+            fixes = [f"name the token ids: {' '.join(ids)}"] if ids else fixes
             problem = f"{source}: the folder has no text, JSON lines or Parquet files, only {kinds}"
             problem = problem if kinds else f"{source}: the folder is empty"
             raise RequestError("; ".join([problem, *fixes]))

@@ -8,6 +8,7 @@ import json
 import re
 from collections.abc import Iterable, Sequence
 from contextlib import suppress
+from difflib import get_close_matches
 from functools import cached_property
 from itertools import takewhile
 from operator import itemgetter
@@ -18,6 +19,7 @@ import numpy as np
 import tokenizers
 from tokenizers import decoders, models
 
+from lm.data.config import LEARNED
 from lm.errors import RequestError, first_line
 from lm.system.files import check_fetched, is_remote
 from lm.system.parsing import parse_json
@@ -88,8 +90,9 @@ class Tokenizer:
         except FileNotFoundError as error:
             fetch = f"`hf download {path} tokenizer.json tokenizer_config.json` puts it into the cache"
             hub = f"; of a model on the hub, {fetch}; without a network, `lm data prepare --tokenizer bpe` learns one"
+            near = "".join(f"did you mean {name}? Or " for name in get_close_matches(str(path), LEARNED, 1))
             raise RequestError(
-                f"tokenizer {file} is not there: give a tokenizer.json or a folder with one"
+                f"tokenizer {file} is not there: {near}give a tokenizer.json or a folder with one"
                 f"{hub if HUB_NAME.fullmatch(str(path)) and not Path(path).exists() else ''}"
             ) from error
         except (OSError, ValueError, RecursionError) as error:

@@ -69,6 +69,8 @@ def parse(
     parser.add_function_arguments(function, as_group=False, as_positional=True)
     if meant and arguments and not arguments[0].startswith("-"):
         fixed = meant.format(value=shlex.quote(arguments[0]), name=re.sub(r"\W+", "-", Path(arguments[0]).stem))
+        if any(argument.partition("=")[0] == "--output" for argument in arguments):
+            fixed = fixed.partition(" --output ")[0]
         command = " ".join([prog, fixed, *map(shlex.quote, arguments[1:])])
         raise RequestError(f"{shown(arguments[0])} belongs to no option; did you mean `{command}`?")
     kinds = {action.dest: str(getattr(action, "_typehint", "")) for action in parser._actions}

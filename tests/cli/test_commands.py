@@ -116,7 +116,9 @@ BAD_REQUESTS = {
     "name": (["--run", "my run"], "run name 'my run': use letters, digits, '.', '_', '-', '+' and '=' only; it is that of --run"),
 
     "no such checkpoint": (["--ckpt_path", "somewhere"], "--ckpt_path somewhere: there is no such folder"),
-    "mistyped data": (["--data.path", "data/smal"], "data/smal holds no manifest.json: make it with"),
+    "mistyped data": (["--data.path", "data/smal"], "data/smal holds no manifest.json: did you mean data/small? Or "),
+    "a file of the data": (["--data.path", "data/small/manifest.json"], "is a file: give the prepared folder that it is "
+                           "in, data/small"),
     "texts for data": (["--data.path", "texts"], "`lm data prepare --input texts --output texts-tokens` makes shards"),
     "empty source": (["--data.path", "new", "--data.prepare.input", "nothing/"], "nothing"),
     "other preparation": (["--data.prepare.tokenizer", "bpe"], "data/small was made with tokenizer char"),

@@ -43,6 +43,8 @@ MISTAKES = {  # typed -> said
     "an alert without its action": ([*FIT, "--guards.alerts", "loss > 10"], "'{loss > 10: ...}'"),
     "no name": ([*FIT, "--run", ""], "run name '': use letters"),
     "a rate that is none": ([*FIT, "--model.optimizer.lr", "1e3"], "lr 1000 is above 1.0, where adamw learns nothing"),
+    "texts for a size": (["scale", "--data", "checkpoints"], "`lm data prepare --input checkpoints --output checkpoints-t"),
+    "no texts for a size": (["scale", "--data", "a/b"], "make it with `lm data prepare --input TEXTS --output a/b`, or give"),
     "a config that is there": (["scale", "--depth", "4", "--output", "small.yaml"], "small.yaml is there already"),
 }  # fmt: skip
 
@@ -74,6 +76,7 @@ def test_a_run_of_another_folder_is_removed_by_its_path_alone(here, capsys):
 def write_manifest(folder, tokens, vocab_size):
     folder.mkdir()
     counts = {"splits": {"train": {"tokens": tokens}}, "vocab_size": vocab_size}
+    counts["options"] = {"vocab_size": vocab_size + 9}  # of which the text has given fewer
     (folder / "manifest.json").write_text(json.dumps(counts))
 
 
@@ -88,4 +91,5 @@ def test_what_is_too_large_for_a_text_is_said_and_the_config_is_written(here, ca
     assert main(["scale", "--depth", str(depth), "--data", data, "--seq_len", "256", "--output", "new.yaml"]) == 0
     warnings = [record.message for record in caplog.records if record.levelname == "WARNING"]
     assert len(warnings) == bool(said) and said.replace("{data}", data) in "".join(warnings)
-    assert "--output new.yaml\n" in (here / "new.yaml").read_text()
+    config = (here / "new.yaml").read_text()
+    assert "--output new.yaml\n" in config and f"--tokenizer bpe --vocab_size {vocab_size + 9}\n" in config

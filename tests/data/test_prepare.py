@@ -530,13 +530,15 @@ def test_a_folder_with_other_things_is_not_touched(tmp_path):
     ({"val_fraction": 1.0}, "val_fraction"), ({"workers": 0}, "workers"), ({"output": ""}, "--output"),
     ({"tokenizer": "gpt2"}, "gpt2 is not there.*`hf download gpt2 tokenizer.json tokenizer_config.json`"),
     ({"shard_tokens": Count(0)}, "shard_tokens"), ({"eos_token": "</s>"}, "--eos_token"),
-    ({"output": "a.jsonl"}, "a.jsonl holds other files"), ({"input": ["empty.jsonl"]}, "no text"),
+    ({"tokenizer": "bep"}, r"bep is not there: did you mean bpe\? Or give"), ({"tokenizer": "chra"}, "did you mean char"),
+    ({"output": "a.jsonl"}, "--output a.jsonl is a file: give the name of a folder"), ({"input": ["empty.jsonl"]}, "no text"),
 ])  # fmt: skip
 def test_a_wrong_request_is_refused(options, message, here):
     write_jsonl(here / "a.jsonl", ["text"])
     write_jsonl(here / "empty.jsonl", ["", ""])
     with pytest.raises(RequestError, match=message):
         prepare.prepare(PrepareOptions(**{"input": ["a.jsonl"], "output": "out", **options}))
+    assert sorted(path.name for path in here.iterdir()) == ["a.jsonl", "empty.jsonl"]
 
 
 def test_a_text_for_which_the_disk_is_too_small_is_refused_before_it_is_read(here, monkeypatch):

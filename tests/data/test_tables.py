@@ -56,7 +56,7 @@ def test_a_folder_of_datasets_is_read_by_its_splits(tmp_path):
 DAMAGED = {  # name, content -> what is said
     "no column": ("a.csv", b"id,body\n1,x\n", "no column 'text' among 'id', 'body'; name the one with text by --text_key"),
     "a short row": ("a.csv", b"id,text\n1,x\n2\n", "line 3: 1 columns where the first line names 2"),
-    "an open quote": ("a.csv", b'text\n"x\ny\n', "a.csv: unexpected end of data; is it a table with a quote"),
+    "an open quote": ("a.csv", b'text\n"x\ny\n', "a.csv, the row of lines 2 to 3: unexpected end of data; end its"),
     "not UTF-8": ("a.tsv", b"text\n\xff\n", "a.tsv cannot be read"),
     "empty": ("a.csv", b"", "no column 'text'"),
     "no arrow": ("a.arrow", b"text\nx\n", "a.arrow cannot be read"),

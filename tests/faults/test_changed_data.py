@@ -46,7 +46,7 @@ def test_other_shards_are_refused_with_the_difference_until_they_are_put_back(wo
            "--val_fraction", "0.2")  # fmt: skip
 
     for damage, said in (
-        (add, "00001.parquet is not in its manifest"), (shard.unlink, "train: the folder holds no .parquet file"),
+        (add, "00001.parquet is not in its manifest"), (shard.unlink, "which is missing; fetch it, or remove"),
         (change, "00000.parquet: cannot be decoded (its footer is not the one"), (prepare_again, "00000.parquet"),
     ):  # fmt: skip
         damage()

@@ -119,7 +119,8 @@ def test_plan_shows_the_epochs_of_each_source(place):
 @pytest.mark.parametrize("sources, phases, said", [
     ([source("low", max_epochs=0.5), source("high")], [],
      "data.sources low is repeated 1.08 times, more than its max_epochs 0.5: 40 of the 80 samples"),
-    ([source("low"), source("high", tokenizer="other")], [], "data.sources low and high have different tokenizers"),
+    ([source("low"), source("high", tokenizer="other")], [], "low and high have different tokenizers: prepare the texts of "
+     "high again, to another folder, and give that as its path: `lm data prepare --input TEXTS --output data/high-low"),
     ([source("low"), source("low")], [], "data.sources has two sources of the name low"),
     ([source("low", weight=0), source("high", weight=0)], [], "all weights are 0"),
     ([source("low", weight=-1), source("high")], [], "data.sources: the weight -1 of low must be a number, 0 or more"),
