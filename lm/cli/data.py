@@ -2,7 +2,9 @@
 
 import json as jsonlib
 import logging
+import re
 from collections.abc import Callable
+from dataclasses import dataclass
 from itertools import chain, count
 from pathlib import Path, PurePath
 from shlex import quote
@@ -11,8 +13,9 @@ from typing import Any
 from rich.console import Console
 
 from lm.cli.charts import plain_table
+from lm.cli.scaling_rules import rare_entries
 from lm.data.catalog import INDEX, MANIFEST, find_shards
-from lm.data.config import PrepareCommand, rare_entries
+from lm.data.config import PrepareOptions
 from lm.data.document_ends import describe_ends
 from lm.data.parquet import Column
 from lm.data.prepare import plan_only, prepare, prepare_part
@@ -39,6 +42,30 @@ COLUMNS: dict[str, Callable[[Any], str]] = {  # facts of a split, and how they a
     "shards": str,
     "file_bytes": format_count,
 }
+
+
+@dataclass
+class PrepareCommand(PrepareOptions):
+    """The options of `lm data prepare`.
+
+    Args:
+        plan_only: Write the plan and the tokenizer alone, before several machines share the work with --task.
+        task: I/N: do the part of task I, from 0, of N tasks with a shared folder. Run all tasks twice: they encode,
+            then write the shards. Then the same command without --task checks all and writes the manifest.
+    """
+
+    plan_only: bool = False
+    task: str | None = None
+
+    @property
+    def part(self) -> tuple[int, int] | None:
+        """The task and the number of tasks; None for all of the work."""
+        if self.task is None:
+            return None
+        match = re.fullmatch(r"(\d+)/(\d+)", self.task)
+        if not match or not int(match[1]) < int(match[2]):
+            raise RequestError(f"--task {self.task} is not a task and the number of tasks, such as 0/4, 1/4, 2/4, 3/4")
+        return int(match[1]), int(match[2])
 
 
 def main_prepare(**options: Any) -> None:

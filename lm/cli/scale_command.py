@@ -6,7 +6,7 @@ from shlex import quote
 from typing import Any
 
 from lm.cli.scale import TimedRequest, manifest, scaled_config
-from lm.data.config import rare_entries
+from lm.cli.scaling_rules import rare_entries
 from lm.errors import RequestError
 from lm.runs.expected_loss import expected_loss, ladder_loss
 from lm.system.output_folder import write_new_file

@@ -10,6 +10,7 @@ from dataclasses import dataclass, replace
 from lm.errors import RequestError
 from lm.model.config import DecoderConfig
 from lm.model.estimates import block_flops_per_token, flops_per_token, parameters
+from lm.system.units import format_count
 from lm.training.builtin_optimizers import OptimizerName
 from lm.training.optimizer_rules import RULES
 
@@ -161,6 +162,19 @@ def micro_batch(batch: int, seq_len: int, devices: int = DEVICES, fitting: int =
     """
     each = batch // devices
     return math.gcd(power_of_two(min(DEVICE_TOKENS // seq_len, each, fitting), down=True), batch, each)
+
+
+def rare_entries(vocab_size: int, tokens: int) -> str | None:
+    """A warning where a vocabulary is large for a text of so many tokens; None where it is not.
+
+    With 76 tokens of text for each entry, 4,096 entries teach as well as 1,024 (tests/benchmarks/README.md, "Little
+    text"); less was not measured, and entries that a text hardly has stay as they were initialized.
+    """
+    suited = 2 ** int(math.log2(max(512, tokens / 75)))
+    if vocab_size < 1.5 * suited:
+        return None
+    few = f"{tokens / vocab_size:.2g} for each of the {vocab_size:,} entries of the vocabulary"
+    return f"{format_count(tokens)} tokens of text are {few}; prepare it with --vocab_size {suited}"
 
 
 # ---- the optimizer ---------------------------------------------------------------------------------------------------

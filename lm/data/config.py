@@ -11,7 +11,7 @@ from typing import Literal
 
 from lm.errors import RequestError, require, require_at_least
 from lm.system.files import check_local_path
-from lm.system.units import OPEN, Count, Derivable, format_count
+from lm.system.units import OPEN, Count, Derivable
 
 Packing = Literal["stream", "whole"]
 LEARNED = {"bpe": "a byte-level BPE", "char": "one token a character"}
@@ -74,43 +74,6 @@ class PrepareOptions:
         require_at_least(2, "--", seq_len=self.seq_len)
         if self.eos_token is not None and self.tokenizer in LEARNED:
             raise RequestError(f"--eos_token is for a tokenizer.json; a learned {self.tokenizer!r} has its own")
-
-
-@dataclass
-class PrepareCommand(PrepareOptions):
-    """The options of `lm data prepare`.
-
-    Args:
-        plan_only: Write the plan and the tokenizer alone, before several machines share the work with --task.
-        task: I/N: do the part of task I, from 0, of N tasks with a shared folder. Run all tasks twice: they encode,
-            then write the shards. Then the same command without --task checks all and writes the manifest.
-    """
-
-    plan_only: bool = False
-    task: str | None = None
-
-    @property
-    def part(self) -> tuple[int, int] | None:
-        """The task and the number of tasks; None for all of the work."""
-        if self.task is None:
-            return None
-        match = re.fullmatch(r"(\d+)/(\d+)", self.task)
-        if not match or not int(match[1]) < int(match[2]):
-            raise RequestError(f"--task {self.task} is not a task and the number of tasks, such as 0/4, 1/4, 2/4, 3/4")
-        return int(match[1]), int(match[2])
-
-
-def rare_entries(vocab_size: int, tokens: int) -> str | None:
-    """A warning where a vocabulary is large for a text of so many tokens; None where it is not.
-
-    With 76 tokens of text for each entry, 4,096 entries teach as well as 1,024 (tests/benchmarks/README.md, "Little
-    text"); less was not measured, and entries that a text hardly has stay as they were initialized.
-    """
-    suited = 2 ** int(math.log2(max(512, tokens / 75)))
-    if vocab_size < 1.5 * suited:
-        return None
-    few = f"{tokens / vocab_size:.2g} for each of the {vocab_size:,} entries of the vocabulary"
-    return f"{format_count(tokens)} tokens of text are {few}; prepare it with --vocab_size {suited}"
 
 
 @dataclass
