@@ -10,7 +10,6 @@ import logging
 import os
 import re
 import shutil
-import socket
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from fnmatch import fnmatch
@@ -83,11 +82,8 @@ def write_atomically(path: Path, text: str, durable: bool = True) -> None:
 
 @contextmanager
 def atomic_file(path: Path, durable: bool = True) -> Iterator[Path]:
-    """The path of a file to write, which replaces the one at `path` at the end; as in `write_atomically`.
-
-    Several machines may do so at once in a folder that they share.
-    """
-    temporary = path.with_name(f".{path.name}.{socket.gethostname()}-{os.getpid()}")
+    """The path of a file to write, which replaces the one at `path` at the end; as in `write_atomically`."""
+    temporary = path.with_name(f".{path.name}.{os.getpid()}")
     try:
         yield temporary
         if durable:
