@@ -117,9 +117,8 @@ def split_of(piece: Piece, val_fraction: float) -> str:
 
 def record_path(unit: Unit, recipe: Recipe) -> Path:
     """The path of a unit's record, which exists once the unit is done."""
-    return _record(
-        recipe.folder, unit.slices, recipe.tokenizer, recipe.text_key, recipe.val_fraction, recipe.shard_tokens
-    )
+    options = recipe.text_key, recipe.val_fraction, recipe.shard_tokens
+    return _record(recipe.folder, unit.slices, recipe.tokenizer, *options, DOCUMENT.names)
 
 
 def _record(folder: Path, *content: Any) -> Path:
