@@ -50,6 +50,8 @@ def branch(options: BranchOptions, overrides: list[tuple[str, Any]]) -> None:
     settings, root = trunk.settings(), trunk.path.parent
     settings["trainer"]["default_root_dir"] = str(root)
     if options.tokens:
+        if any(name in ("trainer.max_steps", "trainer.max_tokens") for name, _ in overrides):
+            raise RequestError("--decay and --constant give the length of the branch: leave trainer.max_steps out")
         data = override(settings, overrides).settings["data"]  # of the branch, whose steps may be larger
         change_schedule(settings, step, options, tokens_of_a_step(data))
     after = override(settings, overrides).settings

@@ -17,6 +17,7 @@ from lm.training.checks import Finding, error
 from lm.training.config import EvaluationConfig, OptimizerConfig
 from lm.training.schedule import lr_fraction
 
+MANY_EPOCHS = 100  # more than any text is worth
 NEARLY_FULL = 0.92  # of the device's memory
 LONG_VALIDATION = 0.1  # fraction of the time
 BF16_FROM = (8, 0)  # compute capability
@@ -53,6 +54,9 @@ def check_data(data: dict[str, Any], steps: dict[str, Any], config: Sections) ->
         length = f"the run of {plural(steps['max_steps'], 'step')} reads the data {epochs:.3g} times"
         fix = f"--trainer.max_steps {max(1, last)}, or give more data, or raise trainer.max_epochs"
         yield error(f"{length}, and trainer.max_epochs {limit:g} ends after step {last:,}{within}", fix)
+    elif epochs > MANY_EPOCHS:
+        length = f"the run of {plural(steps['max_steps'], 'step')} reads the data {epochs:,.0f} times"
+        yield warning(length, "train for fewer steps, or give more data")
     for source in config.data.sources or ():
         yield from check_source(source, data["sources"][source.name]["windows"], steps, limit)
     if "val" not in data:

@@ -144,6 +144,9 @@ def check_request(request: Request[Any]) -> None:
     timed = command == "fit" and request.command_options.hours is not None  # its length follows
     if command in ("fit", "bench step", "profile") and not timed and str(request.trainer.devices) in ("1", "auto"):
         request.steps(world_size=1)  # raises
+    samples, seq_len = request.data.val_tokens, request.data.seq_len
+    if samples and seq_len and samples < seq_len:
+        raise RequestError(f"data.val_tokens {samples} is less than a sample, which has {seq_len:,} tokens: give more")
     if command == "predict":
         from lm.data.text_files import find_files
 

@@ -92,8 +92,10 @@ def warn_of_rising_rate(run: Run, trainer: Trainer, model: ModelConfig) -> None:
     rate = model.optimizer.lr * lr_fraction(step, trainer.max_steps, model.schedule)
     if rates and rates[-1] < max(rates) and rate > rates[-1] * (1 + STEADY_RATE):
         earlier = [saved for saved in run.steps() if saved < step]
-        fix = f"; `lm branch {run.name} --at {earlier[0]}` trains on from an earlier checkpoint" if earlier else ""
+        branch = (
+            f"; if that is not meant, end this run, and `lm branch {run.name} --at {earlier[0]}`" if earlier else ""
+        )
         log.warning(
             f"the learning rate rises from {rates[-1]:.2e} to {rate:.2e} in step {step + 1}, as the config now has it"
-            f"{fix}"
+            f"{branch}"
         )

@@ -94,8 +94,11 @@ def find_shards(
         except OSError as error:
             raise RequestError(f"{source}: its manifest cannot be read ({first_line(error)})") from error
         if not files and manifest is None:
-            command = f"`lm data prepare --input {source} --output data/NAME --tokenizer bpe`"
-            raise RequestError(f"{source}: the folder holds no .parquet file; {command} makes some of texts")
+            command = f"`lm data prepare --input {source} --output data/NAME`"
+            raise RequestError(
+                f"{source}: the folder holds no .parquet file; {command} makes some of texts, and by name, with "
+                "--tokenizer, of files of token ids"
+            )
     shards = [
         Shard(listing.name(file), name, listing.filesystem, file.path, file.size, file.modified, patience, column)
         for name, file in files.items()
@@ -269,7 +272,7 @@ def explain_damage(where: str, error: Exception) -> RunError:
         return RunError(f"{where}: not enough memory to decode it ({reason}), unless the file is damaged")
     return BadBlock(
         f"{where}: cannot be decoded ({reason}); is it Parquet? If so, it is truncated, damaged or was changed: fetch "
-        "or write it again"
+        "or write it again; of other token ids `lm data prepare` makes Parquet"
     )
 
 

@@ -174,5 +174,7 @@ def shorten(message: str, known: list[str]) -> str:
     # The value of a list may contain a password.
     text = re.sub("expected (list|tuple), got .*", "expected a list: [a, b], or lines that begin with a dash", text)
     text = re.sub("Unable to load config .*", "this is a group of options: give each with its name", text)
+    if key == "hours":
+        text += "; minutes are sixtieths: 0.5 for 30"
     text = f"{key}: {text}" if key else text
     return text if len(text) <= MAX_MESSAGE else f"{text[:MAX_MESSAGE]}..."

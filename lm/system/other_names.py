@@ -19,6 +19,7 @@ OPTIONS = {
     "trainer.precision": "dtype mixed_precision amp bf16 fp16",
     "trainer.devices": "gpus num_gpus n_gpus num_devices",
     "trainer.default_root_dir": "out_dir output_dir root",
+    "model.optimizer.name": "optimizer optim",
     "model.optimizer.lr": "learning_rate max_lr peak_lr",
     "model.optimizer.weight_decay": "wd decay",
     "model.optimizer.betas": "beta1 beta2 adam_beta1 adam_beta2",

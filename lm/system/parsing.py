@@ -71,7 +71,9 @@ def _describe(error: Exception, text: str | bytes) -> str:
     if "<block end>" in problem:
         problem = "its indentation does not fit the lines above it"
     elif "mapping values are not allowed" in problem:
-        problem = "a colon is not possible here: is the line indented as the one above it?"
+        problem = "a colon is not possible here: is it indented as the line above, with a blank after that one's colon?"
+    elif "could not find expected ':'" in problem:
+        problem = "this line or the one above lacks a colon, or the blank after it"
     elif "'\\t'" in problem:
         problem = "it is indented with a tab: use spaces"
     return f"line {mark.line + 1}{shown}: {problem}"

@@ -32,6 +32,12 @@ def build_by_class(class_path: str, init_args: dict[str, Any], groups: list[dict
         raise RequestError(
             f"model.optimizer.class_path {class_path} has no weight_decay: give --model.optimizer.weight_decay 0"
         )
+    closure = signature(kind.step).parameters.get("closure")
+    if closure is not None and closure.default is Parameter.empty:
+        raise RequestError(
+            f"model.optimizer.class_path {class_path} computes the loss several times in a step, for which it needs a "
+            "closure: take an optimizer that steps once, such as torch.optim.AdamW"
+        )
     rate = {"lr": groups[0]["lr"]} if "lr" in parameters else {}
     skippable = type(kind.__name__, (_SkippedSteps, kind), {"__module__": kind.__module__})
     try:

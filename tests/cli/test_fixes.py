@@ -38,7 +38,11 @@ MISTAKES = {  # typed -> said
         [*FIT, "--model.decoder.num_attention_heads", "3", "--model.decoder.num_key_value_heads", "2"],
         "fits is 30 or 36, and num_key_value_heads 2 does not divide it: null makes as many",
     ),
-    "a line too far in": (["fit", "--config", "deep.yaml"], "is the line indented as the one above it?"),
+    "a line too far in": (["fit", "--config", "deep.yaml"], "is it indented as the line above, with a blank after"),
+    "a colon without a blank": (["fit", "--config", "colon.yaml"], "is it indented as the line above, with a blank after"),
+    "an optimizer of the Trainer": ([*FIT, "--trainer.optimizer", "adamw"], "did you mean 'model.optimizer.name'?"),
+    "minutes": ([*FIT, "--trainer.max_steps", "null", "--hours", "30m"], "minutes are sixtieths: 0.5 for 30"),
+    "less validation than a sample": ([*FIT, "--data.val_tokens", "10"], "10 is less than a sample, which has 32 tokens"),
     "a tab": (["fit", "--config", "tab.yaml"], "line 2, 'max_steps: 3': it is indented with a tab: use spaces"),
     "an alert without its action": ([*FIT, "--guards.alerts", "loss > 10"], "'{loss > 10: ...}'"),
     "no name": ([*FIT, "--run", ""], "run name '': use letters"),
@@ -54,6 +58,7 @@ def test_a_mistake_is_answered_with_what_was_meant(typed, said, here, capsys):
     write_config(here)
     (here / "dedented.yaml").write_text(DEDENTED)
     (here / "deep.yaml").write_text("trainer:\n  max_steps: 3\n   val_interval: 2\n")
+    (here / "colon.yaml").write_text("trainer:\n  max_steps:3\n  val_interval: 2\n")
     (here / "tab.yaml").write_text("trainer:\n\tmax_steps: 3\n")
     (here / "checkpoints/lost/last").mkdir(parents=True)
     (write_run("checkpoints", "bare").path / "config.yaml").unlink()
