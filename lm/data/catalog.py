@@ -95,10 +95,7 @@ def find_shards(
             raise RequestError(f"{source}: its manifest cannot be read ({first_line(error)})") from error
         if not files and manifest is None:
             command = f"`lm data prepare --input {source} --output data/NAME`"
-            raise RequestError(
-                f"{source}: the folder holds no .parquet file; {command} makes some of texts, and by name, with "
-                "--tokenizer, of files of token ids"
-            )
+            raise RequestError(f"{source}: the folder holds no .parquet file; {command} makes some of texts")
     shards = [
         Shard(listing.name(file), name, listing.filesystem, file.path, file.size, file.modified, patience, column)
         for name, file in files.items()

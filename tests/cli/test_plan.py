@@ -255,7 +255,7 @@ def test_checkpointing_is_a_cure_only_where_it_helps(planned):
     deep = {"model.decoder.num_hidden_layers": 24, "model.decoder.hidden_size": 1024, "data.global_batch_tokens": 2**14,
             "model.decoder.max_position_embeddings": 2**14, "model.decoder.num_attention_heads": 16,
             "model.decoder.intermediate_size": 1024, "data.micro_batch_size": 1,
-            "model.decoder.vocab_size": 64}  # fmt: skip
+            "model.decoder.vocab_size": 64, "data.val_tokens": 2**14}  # fmt: skip
     (said,) = [text for text in found(planned("--device", "t4", **deep), "error") if "a step takes" in text]
     cure = re.search(r"--model.activation_checkpointing block --data.micro_batch_size 1(?=,)", said)[0].split()
     assert "a step takes" not in str(found(planned("--device", "t4", *cure, **deep), "error"))
