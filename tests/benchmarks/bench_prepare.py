@@ -10,7 +10,6 @@ out.
 import argparse
 import json
 import os
-import resource
 import subprocess
 import sys
 import tempfile
@@ -44,7 +43,7 @@ tokenizer = Tokenizer.from_file(sys.argv[2] + "/tokenizer.json")
 def encode(batch):
     return {{"input_ids": [one.ids + [0] for one in tokenizer.encode_batch_fast(batch["text"])]}}
 if __name__ == "__main__":
-    texts = load_dataset("json", data_files=sys.argv[1], split="train", cache_dir=sys.argv[3])
+    texts = load_dataset("json", data_files=sys.argv[1] + "/*.jsonl", split="train", cache_dir=sys.argv[3])
     options = dict(batched=True, remove_columns=["text"], num_proc={PROCESSES}, new_fingerprint="encoded")
     texts.map(encode, **options).to_parquet(sys.argv[3] + "/out.parquet")
 """,
@@ -63,7 +62,7 @@ encoding = tiktoken.Encoding("mine", pat_str=pattern, mergeable_ranks=ranks, spe
 def encode(batch):
     return {{"input_ids": [ids + [0] for ids in encoding.encode_ordinary_batch(batch["text"], num_threads=1)]}}
 if __name__ == "__main__":
-    texts = load_dataset("json", data_files=sys.argv[1], split="train", cache_dir=sys.argv[3])
+    texts = load_dataset("json", data_files=sys.argv[1] + "/*.jsonl", split="train", cache_dir=sys.argv[3])
     options = dict(batched=True, remove_columns=["text"], num_proc={PROCESSES}, new_fingerprint="encoded")
     texts.map(encode, **options).to_parquet(sys.argv[3] + "/out.parquet")
 """,
@@ -96,18 +95,16 @@ def write_text(folder: Path, megabytes: float) -> int:
     return written
 
 
-def measure(program: str, text: Path, tokenizer: Path, folder: Path) -> dict[str, float]:
-    """Wall and CPU seconds of a process and its children."""
-    before, began = resource.getrusage(resource.RUSAGE_CHILDREN), time.perf_counter()
+def measure(program: str, text: Path, tokenizer: Path, folder: Path) -> float:
+    """Seconds of a process and its children."""
     (folder / "program.py").write_text(program)
     environment = {**os.environ, "PYTHONPATH": str(SPEECHES.parents[3]), "TOKENIZERS_PARALLELISM": "false"}
     command = [sys.executable, "program.py", str(text), str(tokenizer), str(folder)]
+    began = time.perf_counter()
     done = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True)
-    after = resource.getrusage(resource.RUSAGE_CHILDREN)
     if done.returncode:
         raise RuntimeError(done.stderr.strip().splitlines()[-1])
-    cpu = after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
-    return {"seconds": time.perf_counter() - began, "cpu_seconds": cpu}
+    return time.perf_counter() - began
 
 
 def main() -> None:
@@ -122,7 +119,7 @@ def main() -> None:
         text.mkdir()
         size = write_text(text, options.megabytes)
         prepare(PrepareOptions(["embedded:sotu"], str(tokenizer), vocab_size=Count(options.vocab_size)))
-        results: dict[str, dict[str, float]] = {}
+        results: dict[str, float] = {}
         for _ in range(options.turns):
             for name, program in CONTENDERS.items():
                 with tempfile.TemporaryDirectory(dir=place) as folder:
@@ -131,19 +128,12 @@ def main() -> None:
                     except RuntimeError as error:
                         print(f"{name}: left out: {error}")
                         continue
-                if name not in results or found["seconds"] < results[name]["seconds"]:
-                    results[name] = found
-    for name, found in results.items():
-        found |= {
-            "mb_per_second": size / found["seconds"] / 1e6,
-            "mb_per_cpu_second": size / found["cpu_seconds"] / 1e6,
-        }
-        print(
-            f"{name}: {found['seconds']:.1f} s, {found['mb_per_second']:.1f} MB/s, {found['mb_per_cpu_second']:.1f} MB a CPU second"
-        )
+                results[name] = min(found, results.get(name, found))
+    for name, seconds in results.items():
+        print(f"{name}: {seconds:.1f} s, {size / seconds / 1e6:.1f} MB/s")
     if options.output:
         date = time.strftime("%Y-%m-%d", time.gmtime())
-        facts = {"date": date, "bytes": size, "processes": PROCESSES, "cores": os.cpu_count(), "results": results}
+        facts = {"date": date, "bytes": size, "processes": PROCESSES, "cores": os.cpu_count(), "seconds": results}
         options.output.write_text(json.dumps(facts, indent=1) + "\n")
 
 
