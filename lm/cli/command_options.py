@@ -32,7 +32,7 @@ class FitOptions:
 
     Args:
         hours: Length of the run in hours, 0.05 for three minutes, including start and validations: `lm bench step`
-            measures a step here, and the run gets as many steps as fit.
+            measures a step here, and trainer.max_steps follows. A resumed run keeps its length.
     """
 
     hours: float | None = None

@@ -109,14 +109,13 @@ def index(path: str, tokenizer: str | None = None, column: str = "input_ids", pa
     if not Path(path).is_dir():
         raise RequestError(f"{path} is not a folder: give the folder that holds the shards")
     made_with = Tokenizer.load(tokenizer) if tokenizer else None
-    vocab_size, sha256, eos_id = (
-        (made_with.vocab_size, made_with.sha256, made_with.eos_id) if made_with else (None,) * 3
-    )
-    shards, known_size = find_shards(path, Column(column, vocab_size, pad_id, eos_id), sha256, use_index=False)
+    sha256 = made_with and made_with.sha256
+    ids = Column(column, made_with and made_with.vocab_size, pad_id, made_with and made_with.eos_id)
+    shards, known_size = find_shards(path, ids, sha256, use_index=False)
     if known_size is not None:
         raise RequestError(f"{path} was made by `lm data prepare`, whose manifest.json has it all: nothing to index")
     facts = {shard.name: IndexedShard(*(getattr(shard, name) for name in IndexedShard._fields)) for shard in shards}
-    write_index(Path(path) / INDEX, facts, shards[0].column, sha256)
+    write_index(Path(path) / INDEX, facts, ids, sha256)
     tokens = sum(sum(shard.row_groups) for shard in shards)
     log.info("%s/%s: %s, %s tokens", path, INDEX, plural(len(shards), "shard"), format_count(tokens))
 

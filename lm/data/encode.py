@@ -137,9 +137,9 @@ def encode_unit(unit: Unit, recipe: Recipe) -> None:
         for piece, ids in _encoded(unit_pieces(unit, recipe.text_key, encoder.tokenizer), encoder):
             split = split or split_of(piece, recipe.val_fraction)
             if split not in open_parts:
-                file = recipe.folder / f"{path.stem}-{len(parts):03d}-{split}"
-                open_parts[split] = Part(file.name, split, encoder.tokenizer, sizes)
-                open_parts[split].file = stack.enter_context(open(stack.enter_context(atomic_file(file)), "wb"))
+                name = f"{path.stem}-{len(parts):03d}-{split}"
+                file = stack.enter_context(open(stack.enter_context(atomic_file(recipe.folder / name)), "wb"))
+                open_parts[split] = Part(file, name, split, encoder.tokenizer, sizes)
                 parts.append(open_parts[split])
             part = open_parts[split]
             part.write(piece, ids)
@@ -156,10 +156,8 @@ def encode_unit(unit: Unit, recipe: Recipe) -> None:
 class Part:
     """Ids of one split, which are written to a file, and the facts of each document in it."""
 
-    file: BinaryIO
-
-    def __init__(self, name: str, split: str, tokenizer: Tokenizer, sizes: np.ndarray) -> None:
-        self.name, self.split = name, split
+    def __init__(self, file: BinaryIO, name: str, split: str, tokenizer: Tokenizer, sizes: np.ndarray) -> None:
+        self.file, self.name, self.split = file, name, split
         self.documents: list[tuple[int, ...]] = []  # with the fields of DOCUMENT
         self.tokens = 0
         self._tokenizer, self._sizes = tokenizer, sizes  # sizes: bytes of each token

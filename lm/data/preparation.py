@@ -40,7 +40,7 @@ from lm.system.units import format_count, plural
 
 log = logging.getLogger(__name__)
 LARGE_UNIT = 2 * 2**30  # bytes of text
-ENCODED_PER_SECOND = 30e6  # bytes of text, by one process; measured
+ENCODED_PER_SECOND = 30e6  # bytes of text, by one process: tests/benchmarks/README.md, "From text to shards"
 PARTS = ".parts"  # folder of what is done, in the folder of the shards
 
 
@@ -55,8 +55,8 @@ class Preparation:
         identity = self.tokenizer.sha256 + self.tokenizer.eos_token
         self.recipe = Recipe(self.parts, identity, options.text_key, options.val_fraction or 0.0, options.shard_tokens)
 
-    def unfinished_units(self) -> list[Unit]:
-        return [unit for unit in self.units if not record_path(unit, self.recipe).exists()]
+    def unencoded(self, units: list[Unit]) -> list[Unit]:
+        return [unit for unit in units if not record_path(unit, self.recipe).exists()]
 
     def encode(self, units: list[Unit]) -> None:
         for unit in units:
@@ -91,7 +91,7 @@ class Preparation:
 
     def finish(self) -> dict[str, Any]:
         """Do all that is not done, and return the manifest's content."""
-        units = self.unfinished_units()
+        units = self.unencoded(self.units)
         if len(units) < len(self.units):
             log.info("continuing: %d of %d units are done", len(self.units) - len(units), len(self.units))
         self.encode(units)

@@ -20,7 +20,6 @@ from typing import Any
 
 from lm.data.catalog import MANIFEST
 from lm.data.config import LEARNED, PrepareOptions
-from lm.data.encode import record_path
 from lm.data.preparation import PARTS, Preparation
 from lm.data.text_files import TextFile, find_files, split_by_names
 from lm.data.tokenizer import Tokenizer
@@ -31,7 +30,7 @@ from lm.system.units import format_bytes, listed, plural
 
 log = logging.getLogger(__name__)
 
-TOKENS_PER_BYTE = 0.22  # of a text, with a vocabulary of some ten thousand; a token has 2 bytes or more
+TOKENS_PER_BYTE = 0.22  # a token of 32,768 has 4.5 bytes of program sources, and 2 bytes or more on the disk
 VAL_BYTES = 80_000  # of text, 10,000 tokens or more; a loss over fewer is mostly noise
 CHANGED = ("Aa", "é", "a.b", "a  b", "a\nb")  # by tokenizers that fold letters or insert blanks between words
 PLAN, LOCK = f"{PARTS}/plan.json", ".lock"
@@ -64,7 +63,7 @@ def plan_only(options: PrepareOptions) -> None:
     options, files, known = _examine(options)
     _begin(Path(options.output), _plan(options, files, known))
     preparation = Preparation(options, files, known)
-    units, left = len(preparation.units), len(preparation.unfinished_units())
+    units, left = len(preparation.units), len(preparation.unencoded(preparation.units))
     log.info(f"the work: {plural(units, 'unit')} of text, {left} of them to encode; give it to tasks, as --task 0/4")
 
 
@@ -81,10 +80,9 @@ def prepare_part(options: PrepareOptions, task: int, tasks: int) -> str:
     if not (output / PLAN).exists() or (output / PLAN).read_text() != json.dumps(plan):
         raise RequestError(f"{output} has no plan for these options and files: run the same with --plan_only first")
     preparation = Preparation(options, files, known)
-    if preparation.unfinished_units():
-        units = [unit for unit in preparation.units[task::tasks] if not record_path(unit, preparation.recipe).exists()]
-        preparation.encode(units)
-        left = len(preparation.unfinished_units())
+    if preparation.unencoded(preparation.units):
+        preparation.encode(preparation.unencoded(preparation.units[task::tasks]))
+        left = len(preparation.unencoded(preparation.units))
         waiting = f"other tasks have {plural(left, 'unit')} left; then " if left else ""
         return f"{waiting}run every task once more, to write the shards"
     splits, _ = preparation.divide()

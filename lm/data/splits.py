@@ -4,7 +4,6 @@ Normally a hash of each document has decided, or the names of files have. Of a f
 """
 
 import logging
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -34,8 +33,7 @@ class Repeated(NamedTuple):
     of_validation: int  # documents of the training data that are in the validation data
 
 
-@dataclass
-class PartDocuments:
+class PartDocuments(NamedTuple):
     """The documents of a part."""
 
     part: str
@@ -64,24 +62,22 @@ def read_documents(
     parts: list[dict[str, Any]], folder: Path, keep_duplicates: bool
 ) -> tuple[list[PartDocuments], Repeated]:
     """The documents of all parts. Of equal ones the first is kept, but one of validation before those of training."""
-    documents = []
-    for part in parts:
-        facts = np.fromfile(folder / f"{part['file']}{DOCUMENTS}", DOCUMENT)
-        documents.append(PartDocuments(part["file"], part["split"], facts, np.ones(len(facts), bool)))
-    if keep_duplicates:
-        return documents, Repeated(0, 0, 0)
-    ordered = sorted(documents, key=lambda part: part.split != "val")  # validation first
-    digests = np.concatenate([np.empty(0, "<u8"), *(part.facts["digest"] for part in ordered)])
-    _, first, inverse = np.unique(digests, return_index=True, return_inverse=True)
-    equal = first[inverse]  # (documents,) the first document that is equal
-    number, held_out = np.arange(len(equal)), sum(len(part.facts) for part in ordered if part.split == "val")
-    of_validation = int(((equal < held_out) & (number >= held_out)).sum())
-    begin = 0
-    for part in ordered:
-        end = begin + len(part.facts)
-        part.kept, begin = (equal == number)[begin:end], end
-    tokens = sum(int(part.facts["tokens"][~part.kept].sum()) for part in documents)
-    return documents, Repeated(int((equal != number).sum()), tokens, of_validation)
+    facts = [np.fromfile(folder / f"{part['file']}{DOCUMENTS}", DOCUMENT) for part in parts]
+    kept, repeated = [np.ones(len(of_part), bool) for of_part in facts], Repeated(0, 0, 0)
+    if not keep_duplicates:
+        order = sorted(range(len(parts)), key=lambda index: parts[index]["split"] != "val")  # validation first
+        digests = np.concatenate([np.empty(0, "<u8"), *(facts[index]["digest"] for index in order)])
+        _, first, inverse = np.unique(digests, return_index=True, return_inverse=True)
+        equal, number = first[inverse], np.arange(len(digests))  # (documents,) the first that is equal, and itself
+        held_out = sum(len(facts[index]) for index in order if parts[index]["split"] == "val")
+        ends = np.cumsum([len(facts[index]) for index in order])
+        for index, of_part in zip(order, np.split(equal == number, ends[:-1])):
+            kept[index] = of_part
+        tokens = sum(int(of_part["tokens"][~stays].sum()) for of_part, stays in zip(facts, kept, strict=True))
+        of_validation = int(((equal < held_out) & (number >= held_out)).sum())
+        repeated = Repeated(int((equal != number).sum()), tokens, of_validation)
+    documents = zip(parts, facts, kept, strict=True)
+    return [PartDocuments(part["file"], part["split"], *rest) for part, *rest in documents], repeated
 
 
 def _gather(name: str, documents: list[PartDocuments]) -> Split:

@@ -37,6 +37,12 @@ def test_a_run_beyond_a_limit_is_refused_with_a_fix_that_is_right(workplace, opt
         lm(workplace, "plan", "--config", "small.yaml", *options, *shlex.split(fix), *shorter)
 
 
+def test_very_many_epochs_are_a_warning(workplace):
+    said = lm(workplace, "plan", "--config", "small.yaml", "--trainer.max_steps", "100000").stdout
+    assert re.search(r"warning the run of 100,000 steps reads the data [\d,]+ times", " ".join(said.split()))
+    assert "reads the data" not in lm(workplace, "plan", "--config", "small.yaml").stdout
+
+
 def test_a_fit_is_refused_too(workplace):
     refused = lm(workplace, "fit", "--config", "small.yaml", "--trainer.max_epochs", "3", expect=2).stderr
     assert "trainer.max_epochs 3 ends after step" in refused and not (workplace / "checkpoints/small").exists()

@@ -85,6 +85,8 @@ def test_made_and_trained_later(place):
     refused = lm(place, "branch", "trunk", "--decay", "512", expect=2, TORCHELASTIC_RUN_ID="1", LOCAL_WORLD_SIZE="1",
                  GROUP_WORLD_SIZE="1")  # fmt: skip
     assert "give --make_only to one process" in refused.stderr
+    refused = lm(place, "branch", "trunk", "--at", "8", "--constant", "512", "--trainer.max_steps", "40", expect=2)
+    assert "--decay and --constant give the length of the branch: leave trainer.max_steps out" in refused.stderr
 
 
 @pytest.mark.slow
