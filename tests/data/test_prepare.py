@@ -446,8 +446,10 @@ def test_of_two_processes_that_make_a_folder_one_waits_for_the_other(straight, t
 
 
 def test_an_interrupted_command_explains_how_to_resume(tmp_path):
-    command = [sys.executable, "-m", "lm", "data", "prepare", "--input=[embedded:sotu]", f"--output={tmp_path / 'out'}"]
-    process = subprocess.Popen([*command, "--vocab_size=300"], stderr=subprocess.PIPE, text=True)
+    texts = make_texts(20_000)
+    source = write_jsonl(tmp_path / "a.jsonl", (f"{i} {text}" for i in range(12) for text in texts))  # seconds of work
+    command = [sys.executable, "-m", "lm", "data", "prepare", f"--input={source}", f"--output={tmp_path / 'out'}"]
+    process = subprocess.Popen([*command, "--vocab_size=300", "--sample_bytes=1M"], stderr=subprocess.PIPE, text=True)
     wait_for(lambda: any((tmp_path / "out").glob(".parts/*-train")) or process.poll() is not None)
     process.send_signal(signal.SIGINT)
     _, errors = process.communicate()
