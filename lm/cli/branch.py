@@ -104,6 +104,11 @@ def change_schedule(settings: dict[str, Any], step: int, options: BranchOptions,
             f"the learning rate of the run at step {step} is 0, and would stay 0: let it rise with --rewarm TOKENS, to "
             "its peak, or begin at an earlier step with --at"
         )
+    if options.decay and not rise and (end := options.final_fraction) > rate:
+        raise RequestError(
+            f"the learning rate at step {step} is {rate:.3g} of the peak, and --final_fraction {end:g} is more: give a "
+            "smaller one, let the rate rise first with --rewarm TOKENS, or begin at an earlier step"
+        )
     trainer["max_steps"], trainer["max_tokens"] = step + length, None
     shape = {"name": "wsd", "decay_steps": length - rise} if options.decay else {"name": "constant"}
     shape |= {"warmup_steps": rise, "final_fraction": options.final_fraction}

@@ -26,6 +26,7 @@ for _group in ("matrices", "embedding", "output", "norms"):
     _lr, _ratio = (f"model.optimizer.groups.{_group}.{name}" for name in ("lr", "lr_ratio"))
     SAME_THING |= {_lr: (_ratio,), _ratio: (_lr,)}
 OF_OPTIMIZER = ("groups", "betas", "eps", "momentum", "init_args")  # for the optimizer of the same config
+TIED_RATIO = 2.67  # of the rate of a tied embedding, as in the presets
 OF_SCHEDULE = ("decay_steps", "decay_ratio")
 DECAYS = {"wsd": "at the end", "cosine": "until then", "linear": "until then"}  # what a length of the decay means
 
@@ -68,6 +69,9 @@ def clear_earlier(settings: Mapping[str, Any], options: Iterable[tuple[str, Any]
     if str(later.get("model.decoder.tie_word_embeddings")).lower() == "true":
         why = "model.decoder.tie_word_embeddings makes the output matrix the embedding"
         clear("model.optimizer", ["groups.output"], why)
+        ratio = "model.optimizer.groups.embedding.lr_ratio"
+        if ratio not in later and (before := _value(settings, ratio) or 0) > TIED_RATIO:
+            log.info(f"{ratio} {before} is for an untied embedding; --{ratio} {TIED_RATIO} is a rate for a tied one")
     folder, texts = str(later.get("data.path")), _value(settings, "data.prepare.input")
     if "data.prepare" in cleared and "data.path" in later and texts and not (Path(folder) / "manifest.json").exists():
         texts = shlex.join([texts] if isinstance(texts, str) else texts)

@@ -30,6 +30,7 @@ from lm.system.files import check_local_path, digest
 from lm.system.output_folder import new_folder
 from lm.system.parsing import finite_or_none, to_json
 
+VALIDATION_DATA = {"data.path", "data.val", "data.sources"}  # options that decide the text of validations
 X_LABELS = {"step": "step", "tokens": "tokens", "time": "hours"}
 
 
@@ -66,6 +67,7 @@ def compare(
         summaries = {shown: summarize(lines, shown) for shown in (metric, "val/loss", "val/bpb")}
         rows.append({"run": name, "path": str(folder.path.resolve()), "status": folder.status(), **summaries})
     differing = differences([folder.settings() for folder in folders])
+    other_data = sorted(differing.keys() & VALIDATION_DATA)
     if png is not None:
         from lm.inspection.drawing import draw_curves  # matplotlib takes half a second
 
@@ -79,7 +81,10 @@ def compare(
     console = Console(highlight=False)
     console.print(chart(series, console.width, 20, X_LABELS[x], metric))
     console.print()
-    _print_values(console, rows, metric)
+    _print_values(console, rows, metric, not other_data)
+    if other_data:
+        what = f"{' and '.join(other_data)} differ: losses on other texts do not say which run is better"
+        console.print(Text(what, style="dim"))
     _print_settings(console, names, differing)
 
 
@@ -98,13 +103,13 @@ def best_first(runs: list[Run]) -> tuple[list[Run], list[list[dict[str, Any]]]]:
 # ---- the tables ------------------------------------------------------------------------------------------------------
 
 
-def _print_values(console: Console, rows: list[dict[str, Any]], metric: str) -> None:
+def _print_values(console: Console, rows: list[dict[str, Any]], metric: str, name_best: bool) -> None:
     cells = []
     for index, row in enumerate(rows):
         summary = row[metric] or {}
         numbers = [summary.get(name) for name in ("last", "lowest", "lowest_step")]
         numbers += [(row[name] or {}).get("lowest") for name in ("val/loss", "val/bpb")]
-        best = " (best)" if not index and numbers[3] is not None else ""
+        best = " (best)" if name_best and not index and numbers[3] is not None else ""
         cells.append([MARKERS[index % len(MARKERS)], row["run"] + best, row["status"], *map(_number, numbers)])
     heads = ("", "run", "status", "last", "lowest", "at step", "val loss", "val bpb")
     console.print(plain_table(heads, "tttnnnnn", cells))

@@ -95,7 +95,9 @@ def find_shards(
             raise RequestError(f"{source}: its manifest cannot be read ({first_line(error)})") from error
         if not files and manifest is None:
             command = f"`lm data prepare --input {source} --output data/NAME`"
-            raise RequestError(f"{source}: the folder holds no .parquet file; {command} makes some of texts")
+            raise RequestError(
+                f"{source}: the folder holds no .parquet file; {command} makes some of text or token ids"
+            )
     shards = [
         Shard(listing.name(file), name, listing.filesystem, file.path, file.size, file.modified, patience, column)
         for name, file in files.items()

@@ -44,6 +44,7 @@ CASES = {  # options over tiny.yaml -> what is left out, and what must be as it 
     "another schedule": (["--model.schedule.name", "cosine"], "was wsd: left out of the config: decay_ratio"),
     "no decay": (["--model.schedule.name", "constant"], "decay_ratio"),
     "tied": (["--model.decoder.tie_word_embeddings", "true"], "left out of the config: groups.output"),
+    "tied, and its rate": (["--model.decoder.tie_word_embeddings", "true"], "groups.embedding.lr_ratio 2.67 is a rate for"),
     "another folder": (["--data.path", "data/elsewhere"], "out; --data.prepare.input embedded:sotu keeps it"),
     "the same optimizer": (["--model.optimizer.name", "muon"], ""),
     "the same schedule": (["--model.schedule.name", "wsd"], ""),

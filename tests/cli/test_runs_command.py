@@ -253,6 +253,14 @@ def test_compare_draws_both_and_shows_only_what_differs(place):
     assert "\x1b[36m" in in_terminal("compare", "slow", "fast")
 
 
+def test_compare_names_no_best_run_where_the_validation_texts_differ(place):
+    make("a"), make("b", lr=0.2)
+    config = Run("checkpoints/b").config
+    config.write_text(config.read_text() + "data: {path: data/other}\n")
+    said = runs("compare", "a", "b").stdout
+    assert "(best)" not in said and "data.path differ" in said
+
+
 def test_a_sweep_is_compared_by_a_pattern(place):
     for name, lr in (("lr-high", 0.2), ("lr-low", 0.003), ("lr-mid", 0.01), ("other", 0.5)):
         make(name, lr=lr)

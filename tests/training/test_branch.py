@@ -150,6 +150,7 @@ ZERO = "the learning rate of the run at step 8 is 0, and would stay 0: let it ri
     (["--decay", "512", "--model.decoder.hidden_size", "64"], "model.decoder.hidden_size was 32, now 64"),
     (["--decay", "512", "--model.optimizer.name", "adamw"], "model.optimizer.name was muon, now adamw"),
     (["--decay", "512", "--model.optimizer.lrr", "1"], "did you mean 'model.optimizer.lr'?"),
+    (["whole", "--at", "4", "--decay", "512", "--final_fraction", "1.5"], "and --final_fraction 1.5 is more: give a smaller"),
     (["--decay", "512", "--name", "whole"], "there is a run"),
     (["--decay", "512", "--name", "a/b"], "run name 'a/b'"),
     (["--decay", "512", "--data.path", "data/nowhere"], "data.path data/nowhere"),
