@@ -24,7 +24,7 @@ from lm.data.token_files import read_ids
 from lm.data.tokenizer import Tokenizer
 from lm.errors import LmError, RequestError, RunError, first_line
 
-PIECE = 8 * 2**20  # characters of a text, or ids, that are held at once
+PIECE = 2**20  # characters of a text that are encoded at once; `tokenizers` needs 200 bytes for each
 PARQUET_ROWS = 256  # decoded at once; some million characters for usual documents
 AS_THEY_ARE = {
     "parquet": "token ids are trained on as they are: --data.train",
