@@ -96,7 +96,9 @@ def change_schedule(settings: dict[str, Any], step: int, options: BranchOptions,
     trainer, schedule = settings["trainer"], settings["model"]["schedule"]
     length, rise = round(options.tokens / tokens), round((options.rewarm or 0) / tokens)
     if length < 1 or (options.rewarm and rise < 1):
-        raise RequestError(f"a step has {tokens:,} tokens, and one of the lengths is shorter: give {tokens} or more")
+        raise RequestError(
+            f"lengths are tokens, a step has {tokens:,}, and one of the lengths is shorter: {10 * tokens} are 10 steps"
+        )
     max_steps = trainer["max_steps"] or -(-trainer["max_tokens"] // tokens_of_a_step(settings["data"]))
     rate = lr_fraction(max(0, step - 1), max(max_steps, step), ScheduleConfig(**schedule))
     if not rate and not rise:

@@ -2,7 +2,8 @@
 
 from dataclasses import replace
 from difflib import get_close_matches
-from importlib.util import find_spec
+from importlib import import_module
+from inspect import signature
 from typing import Any
 
 import yaml
@@ -63,24 +64,42 @@ class TrainerClasses:
     ) -> None: ...
 
 
-def check_class_path(option: str, path: Any) -> None:
-    """Raise RequestError for a class whose module is not there, or a name without one that Lightning does not have."""
+def find_class(option: str, given: Any) -> Any:
+    """A callback or logger of a config with the full path of its class.
+
+    RequestError for a module that is not there, a name without one that Lightning does not have, and an argument that
+    the class does not take.
+    """
+    entry = given if isinstance(given, dict) else {"class_path": given}
+    path, place = entry.get("class_path"), f"trainer.{option}: {entry.get('class_path')}"
     if not isinstance(path, str):
-        return
+        return given
     module, _, name = path.rpartition(".")
-    lightning = [each for each in dir({"callbacks": callbacks, "logger": loggers}[option]) if each[:1].isupper()]
-    if not module and name not in lightning:
-        close = [each for each in lightning if each.lower().startswith(name.lower())]
-        close = close or get_close_matches(name, lightning, 1, cutoff=0.8)
-        fix = f"did you mean {close[0]}?" if close else f"give its path, such as my_file.{name} for one in my_file.py"
-        raise RequestError(f"trainer.{option}: Lightning has no {name}; {fix}")
+    if name == "py":
+        raise RequestError(f"{place} is a file: give the class in it, as {module}.NAME")
+    if not module:
+        package = {"callbacks": callbacks, "logger": loggers}[option]
+        names = [each for each in dir(package) if each[:1].isupper()]
+        if name not in names:
+            close = [each for each in names if each.lower().startswith(name.lower())]
+            close = close or get_close_matches(name, names, 1, cutoff=0.8)
+            fix = (
+                f"did you mean {close[0]}?" if close else f"give its path, such as my_file.{name} for one in my_file.py"
+            )
+            raise RequestError(f"trainer.{option}: Lightning has no {name}; {fix}")
+        module = package.__name__
     try:
-        found = not module or find_spec(module)
-    except ModuleNotFoundError:
-        found = None
-    if not found:
+        kind = getattr(import_module(module), name)
+    except ModuleNotFoundError as error:
         fix = f"its first part is a file {module.partition('.')[0]}.py in this folder, or an installed package"
-        raise RequestError(f"trainer.{option}: {path}: there is no module {module}; {fix}")
+        raise RequestError(f"{place}: there is no module {error.name}; {fix}") from error
+    except AttributeError as error:
+        raise RequestError(f"{place}: {module} has no {name}") from error
+    parameters = signature(kind).parameters
+    takes_all = any(parameter.kind == parameter.VAR_KEYWORD for parameter in parameters.values())
+    if unknown := [] if takes_all else sorted((entry.get("init_args") or {}).keys() - parameters.keys()):
+        raise RequestError(f"{place} takes no argument {unknown[0]}; it takes {', '.join(parameters) or 'none'}")
+    return {**entry, "class_path": f"{module}.{name}"}
 
 
 def parse_classes(request: Request) -> tuple[TrainingParser, Any]:
@@ -89,8 +108,8 @@ def parse_classes(request: Request) -> tuple[TrainingParser, Any]:
     parser.add_class_arguments(TrainerClasses, "trainer", instantiate=False, fail_untyped=False)
     classes = {"callbacks": request.trainer.callbacks, "logger": request.trainer.logger}
     for option, given in classes.items():
-        for each in given if isinstance(given, list) else [given]:
-            check_class_path(option, each.get("class_path") if isinstance(each, dict) else each)
+        several = isinstance(given, list)
+        classes[option] = [find_class(option, each) for each in given] if several else find_class(option, given)
     return parser, parser.parse_object({"trainer": classes})
 
 

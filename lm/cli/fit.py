@@ -74,7 +74,7 @@ def fit(request: Request[FitOptions], callbacks: Sequence[Callback] = (), messag
             request = request.with_values({"trainer.keep_checkpoints": before})
             del changed["trainer.keep_checkpoints"]
             messages = [*messages, f"trainer.keep_checkpoints stays {before}, so that no earlier checkpoint is removed"]
-        messages = [*messages, *describe_changes(changed)]
+        messages = [*messages, *describe_changes(run, changed)]
         if stays_stopped(run, changed):
             log.info(
                 "the run has finished: it was stopped early; change trainer.early_stopping, or the callback in "

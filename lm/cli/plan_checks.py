@@ -10,6 +10,7 @@ from typing import Any
 from lm.cli.request import Sections
 from lm.data.config import SourceConfig
 from lm.errors import RequestError
+from lm.model.config import DecoderConfig
 from lm.runs.disk_space import DiskSpace
 from lm.system.devices import Device
 from lm.system.units import format_bytes, format_count, format_figure, plural
@@ -115,7 +116,7 @@ def check_steps(steps: dict[str, Any], config: Sections) -> Iterator[Finding]:
         return
     end = f"and the run ends at step {total:,} with {lr_fraction(total - 1, total, schedule):.0%} of the peak rate"
     if schedule.name == "wsd" and not decay:
-        fix = "give model.schedule.decay_ratio, such as 0.2, or name it constant"
+        fix = "give model.schedule.decay_ratio, such as 0.2, or let `lm branch` decay it later"
         yield warning(f"model.schedule wsd has no decay, {end}", fix)
     elif schedule.name in ("cosine", "linear") and decay:
         if abs(total - max(decay, steps["warmup_steps"])) > DECAY_OFF * total:
@@ -125,7 +126,7 @@ def check_steps(steps: dict[str, Any], config: Sections) -> Iterator[Finding]:
 
 
 def check_optimizer(optimizer: OptimizerConfig) -> Iterator[Finding]:
-    """Findings on rates of groups that are far from the optimizer's, and on options that its class does not get."""
+    """Findings on rates of groups that are far from the optimizer's."""
     for name, group in vars(optimizer.groups).items():
         if group.lr is not None and not 1 / FAR <= group.lr / optimizer.lr <= FAR:
             place = f"model.optimizer.groups.{name}"
@@ -134,13 +135,13 @@ def check_optimizer(optimizer: OptimizerConfig) -> Iterator[Finding]:
                 f"{optimizer.lr:g}, which it does not follow",
                 f"--{place}.lr null --{place}.lr_ratio 8 makes it 8 times as large",
             )
-    if names := optimizer.left_out():
-        values = ", ".join(f"{name} {getattr(optimizer, name)}" for name in names)
-        yield warning(
-            f"model.optimizer: {values}: this is for the built-in optimizers, and {optimizer.class_path} gets none "
-            "of it",
-            "put what it should get under model.optimizer.init_args",
-        )
+
+
+def check_windows(decoder: DecoderConfig) -> Iterator[Finding]:
+    window, context = decoder.sliding_window, decoder.max_position_embeddings
+    if window is not None and window >= context:
+        what = f"model.decoder.sliding_window {window:,} is all of the context of {context:,}: S layers are as L layers"
+        yield warning(what, f"--model.decoder.sliding_window {context // 4} is a quarter of it")
 
 
 # ---- device, memory and disk -----------------------------------------------------------------------------------------

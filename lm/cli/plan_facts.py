@@ -381,6 +381,7 @@ def examine(
         findings += plan_checks.check_data(data, facts["steps"], config)
         findings += plan_checks.check_tasks(config.evaluation)
     findings += plan_checks.check_optimizer(config.model.optimizer)
+    findings += plan_checks.check_windows(config.model.decoder)
     decoder = with_vocabulary(config, tokenizer)
     if custom:
         measure = f"`{program()} bench step --config FILE` measures them"

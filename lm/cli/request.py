@@ -11,6 +11,7 @@ The way of `lm fit --config tiny.yaml --model.optimizer.lr 1e-3`:
 
 import copy
 import json
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields, is_dataclass, replace
 from inspect import signature
@@ -22,7 +23,7 @@ from jsonargparse import Namespace
 from jsonargparse.typing import register_type
 
 from lm.cli.command_options import COMMAND_OPTIONS, FitOptions, RunChoice, take_fields
-from lm.cli.options import SEED
+from lm.cli.options import SEED, all_options
 from lm.cli.settings import check_names, combine, load_yaml, read_settings, set_option
 from lm.data.config import DataConfig
 from lm.errors import RequestError, require
@@ -167,11 +168,27 @@ def complete_settings(command: str, settings: dict[str, Any]) -> tuple[Parser, N
     try:
         completed = parser.parse_object(settings)
     except RequestError as error:
-        if str(error).startswith("model.optimizer.name:"):
-            raise RequestError(f"{error}; for another class give model.optimizer.class_path") from error
-        raise
+        raise RequestError(describe_option(command, str(error))) from error
     link_seq_len(completed)
     return parser, completed
+
+
+def describe_option(command: str, message: str) -> str:
+    """The message about a value with what its option takes, as the help has it."""
+    from lm.system.other_names import OTHER_PRECISIONS
+
+    name, _, problem = message.partition(": ")
+    if name == "model.optimizer.name":
+        return f"{message}; for another class give model.optimizer.class_path"
+    if name == "trainer.precision" and (near := OTHER_PRECISIONS.get(problem.rpartition("got ")[2])):
+        return f"{message}; did you mean {near}?"
+    for option in all_options(command):
+        example = re.search("such as `.*?`", option.help)
+        if option.name == name and example and re.match("expected (a list|dict|keys)|Expected a dot", problem):
+            return f"{name}: expected {option.kind}, {example[0]}"
+        if name in re.split(r"\W+", option.kind.partition("{")[2]):  # of an entry of a list
+            return f"{option.name}: {message}"
+    return message
 
 
 def run_settings(command: str, parser: Parser, completed: Namespace) -> dict[str, Any]:
@@ -249,7 +266,10 @@ def check_nulls(settings: Mapping[str, Any]) -> None:
 
 def _check_nulls(options: type, group: Any, prefix: str) -> None:
     if not isinstance(group, Mapping):
-        raise RequestError(f"{prefix.removesuffix('.')} is a group of options and not {shown(group)}")
+        raise RequestError(
+            f"{prefix.removesuffix('.')} is a group of options and not {shown(group)}: give one of them, "
+            f"such as --{prefix}{fields(options)[0].name}"
+        )
     for option in fields(options):
         name, value = f"{prefix}{option.name}", group.get(option.name, ...)
         kinds = get_args(option.type) or (option.type,)

@@ -83,7 +83,7 @@ def compare(
     console.print()
     _print_values(console, rows, metric, not other_data)
     if other_data:
-        what = f"{' and '.join(other_data)} differ: losses on other texts do not say which run is better"
+        what = f"{' and '.join(other_data)} differ: only of runs with the same validation text is one the best"
         console.print(Text(what, style="dim"))
     _print_settings(console, names, differing)
 

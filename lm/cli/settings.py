@@ -46,6 +46,8 @@ def check_config_not_needed(command: str, values: Mapping[str, Any]) -> None:
     """Raise RequestError unless a fit is given its data, or the defaults are printed."""
     with_data = command == "fit" and any(name.startswith("data.") for name in values)
     if not with_data and "print_config" not in values:
+        if run := values.get("run"):
+            raise RequestError(f"--ckpt_path auto resumes the run {run}; a new run needs a config, by --config")
         raise RequestError(f"give a config with --config, such as `lm {command} --config tiny.yaml`")
 
 
@@ -72,15 +74,20 @@ def read_options(command: str, arguments: list[str]) -> list[tuple[str, Any]]:
     """The options of a command line by their full names, with the values as typed; None where there is none."""
     options = all_options(command)
     groups = option_groups(option.name for option in options)
+    kinds = {option.name: option.kind for option in options}
     flags = [option.name for option in options if option.kind == "bool"]
     lists = [option.name + plus for option in options if "list of str" in option.kind for plus in ("", "+")]
     typed: list[tuple[str, Any]] = []
     for option, value in typed_options(arguments, flags, lists):
         if not option:
             hint = f"; did you mean --{value}?" if "=" in str(value) else ""
+            if typed and kinds.get(typed[-1][0], "").startswith("tuple"):
+                name, first = typed[-1]
+                hint = f"; did you mean --{name} '[{first}, {value}]'?"
             raise RequestError(f"{shown(value)} belongs to no option{hint}")
         name = SHORT.get(option) or option.removeprefix("--")
-        if name in groups and isinstance(value, str) and value not in NULL:  # as in `--model.schedule '{name: wsd}'`
+        is_mapping = name in groups or name.endswith(".init_args")  # as in `--model.schedule '{name: wsd}'`
+        if is_mapping and isinstance(value, str) and value not in NULL:
             value = load_yaml(value, option)
         typed += dotted(value, groups, f"{name}.") if name in groups and isinstance(value, Mapping) else [(name, value)]
     return typed
@@ -183,24 +190,28 @@ def check_names(command: str, typed: Iterable[tuple[str, Any]], configs: Mapping
     options = {option.name for option in all_options(command)}
     groups = option_groups(options)
     values = {name.removesuffix("+"): value for name, value in typed}
-    unknown = {"": [name for name in values if not _is_known(name, options, groups)]}
+    unknown = {"": {name: value for name, value in values.items() if not _is_known(name, options, groups)}}
     command_line_only = {option.name for option in (CONFIG, PRINT_CONFIG, *command_options(command))}
     in_config = (options | {option.name for option in fields(RunChoice)}) - command_line_only  # as in a run's config
     for path, config in configs.items():
-        names = [name for name, _ in dotted(config, groups)]
-        unknown[f"config {path}: "] = [name for name in names if not _is_known(name, in_config, groups)]
+        given = dict(dotted(config, groups))
+        unknown[f"config {path}: "] = {
+            name: value for name, value in given.items() if not _is_known(name, in_config, groups)
+        }
     if any(unknown.values()):
         from lm.system.other_names import nearest_option, unknown_options
 
         known = sorted(options | groups)
 
-        def hint(name: str) -> str:
+        def hint(name: str, value: Any) -> str:
             if name in command_line_only:
                 return f"give --{name} on the command line"
+            if isinstance(value, Mapping) and (group := next((one for one in groups if one.endswith(f".{name}")), "")):
+                return f"did you mean {group!r}?"
             return nearest_option(name, known) or f"`lm {command} --help all` lists them"
 
         messages = [
-            source + unknown_options({name: hint(name) for name in names})
+            source + unknown_options({name: hint(name, value) for name, value in names.items()})
             for source, names in reversed(unknown.items())
             if names
         ]

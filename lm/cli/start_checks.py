@@ -93,7 +93,7 @@ def warn_of_rising_rate(run: Run, trainer: Trainer, model: ModelConfig) -> None:
     if rates and rates[-1] < max(rates) and rate > rates[-1] * (1 + STEADY_RATE):
         earlier = [saved for saved in run.steps() if saved < step]
         branch = (
-            f"; if that is not meant, end this run, and `lm branch {run.name} --at {earlier[0]}`" if earlier else ""
+            f"; if that is not meant, end this run now and `lm branch {run.name} --at {earlier[0]}`" if earlier else ""
         )
         log.warning(
             f"the learning rate rises from {rates[-1]:.2e} to {rate:.2e} in step {step + 1}, as the config now has it"

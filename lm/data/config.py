@@ -157,7 +157,8 @@ class DataConfig:
         val: Shards to validate on.
         test: Shards for `lm test`; the validation shards, all of them, if not given.
         tokenizer: A `tokenizer.json` or its folder, also by URL; that of `path` if not given.
-        sources: Instead of the five above: a mixture of several sources.
+        sources: Instead of the five above: a mixture of several sources, such as
+            `[{name: a, path: data/a, weight: 0.7}, {name: b, path: data/b, weight: 0.3}]`.
         phases: New weights of these sources, each from a number of tokens on.
         prepare: How to make `path` if it does not exist yet. If `path` is given on the command line, it is made only
             if `prepare.input` is given there too.
@@ -215,6 +216,8 @@ class DataConfig:
             check_mixture(self.sources, self.phases or [])
         elif self.phases:
             raise RequestError("data.phases are weights of data.sources, and there are none")
+        if self.tokenizer in LEARNED:
+            raise RequestError(f"data.tokenizer {self.tokenizer} is no file: give data.prepare.tokenizer, to train one")
         if self.train is not None and self.tokenizer is None:
             raise RequestError("data.train needs data.tokenizer: the tokenizer.json that its shards were made with")
         check_local_path("data.cache_dir", self.cache_dir, "give a folder of a local disk")

@@ -102,7 +102,7 @@ def build(
         if "masked" in attention and any(config.windows):
             seq_len, full = config.max_position_embeddings, replace(config, window_pattern=None, sliding_window=None)
             more = flops_per_token(full, seq_len) / flops_per_token(config, seq_len) - 1
-            attention += f" (windows save nothing on {device.type}: {more:.0%} more FLOPs than where they do)"
+            attention += f" (what is outside of a window is computed too and left out: {more:.0%} more FLOPs)"
 
     if options.activation_checkpointing != "none" or options.compile != "none":
         from lm.model.compile import checkpoint_activations, compile_decoder

@@ -3,6 +3,7 @@
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
+from lm.runs.run import Run
 from lm.system.parsing import flatten
 
 
@@ -59,6 +60,7 @@ def _has(names: Sequence[str], key: str) -> bool:
     return any(name in ("", key) or key.startswith(f"{name}.") for name in names)
 
 
-def describe_changes(changed: dict[str, list[Any]]) -> list[str]:
+def describe_changes(run: Run | None, changed: dict[str, list[Any]]) -> list[str]:
     """A line for each of the `differences` between a run's config and that of its resume."""
-    return [f"changed since the run was started: {key}: {old} -> {new}" for key, (old, new) in changed.items()]
+    lines = [f"changed since the run was started: {key}: {old} -> {new}" for key, (old, new) in changed.items()]
+    return [*lines, f"`{run.resume_command()}` resumes it unchanged"] if run and changed else lines

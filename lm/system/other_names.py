@@ -51,6 +51,10 @@ OPTIONS = {
     "ratio": "target_param_data_ratio tokens_per_param",
     "run": "config",
 }  # fmt: skip
+OTHER_PRECISIONS = {
+    "bf16": "bf16-mixed", "bfloat16": "bf16-mixed", "fp16": "16-mixed", "float16": "16-mixed", "16": "16-mixed",
+    "fp32": "32-true", "float32": "32-true", "32": "32-true", "fp8": "fp8-rowwise",
+}  # fmt: skip
 # What to do instead of an option that others have for training -> the last part of its name.
 FIXES = {
     "it follows from data.global_batch_tokens and data.micro_batch_size":

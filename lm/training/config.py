@@ -100,6 +100,13 @@ class OptimizerConfig:
             self.class_path is not None or not self.init_args,
             "model.optimizer.init_args are for a class: give model.optimizer.class_path",
         )
+        for option in fields(self) if self.class_path else ():
+            name, value = option.name, getattr(self, option.name)
+            require(
+                value == option.default or name in ("name", "class_path", "init_args", "groups", *OURS),
+                f"model.optimizer.{name} is for the built-in optimizers: what {self.class_path} takes it gets by "
+                f"--model.optimizer.init_args '{{{name}: {value}}}'",
+            )
         for name in OURS:
             require(
                 name not in self.init_args,
@@ -127,13 +134,6 @@ class OptimizerConfig:
                 f"model.optimizer.groups.{name}: lr {group.lr} and lr_ratio {group.lr_ratio} both give its rate: leave "
                 "one out",
             )
-
-    def left_out(self) -> list[str]:
-        """Options of AdamW and Muon that are set, and that the class of `class_path` does not get."""
-        allowed = ("name", "class_path", "init_args", "groups", *OURS)
-        options = fields(self) if self.class_path else ()
-        names = [option.name for option in options if getattr(self, option.name) != option.default]
-        return [name for name in names if name not in allowed]
 
 
 @dataclass
@@ -180,7 +180,7 @@ class ScheduleConfig:
         if self.name == "wsd" and (self.warmup_ratio or 0) + (self.decay_ratio or 0) > 1:
             raise RequestError(
                 f"model.schedule.warmup_ratio {self.warmup_ratio} and decay_ratio {self.decay_ratio} are together more "
-                "than the whole run"
+                f"than the whole run: --model.schedule.decay_ratio {1 - (self.warmup_ratio or 0):.3g} is the most"
             )
 
 

@@ -44,7 +44,29 @@ MISTAKES = {  # typed -> said
     "minutes": ([*FIT, "--trainer.max_steps", "null", "--hours", "30m"], "minutes are sixtieths: 0.5 for 30"),
     "less validation than a sample": ([*FIT, "--data.val_tokens", "10"], "10 is less than a sample, which has 32 tokens"),
     "a tab": (["fit", "--config", "tab.yaml"], "line 2, 'max_steps: 3': it is indented with a tab: use spaces"),
-    "an alert without its action": ([*FIT, "--guards.alerts", "loss > 10"], "'{loss > 10: ...}'"),
+    "an alert without its action": ([*FIT, "--guards.alerts", "loss > 10"], "guards.alerts: expected dict of str, warn|checkpoint|"),
+    "a bound that is no range": ([*FIT, "--expect", "{val/loss: 3}"], "such as `{val/loss: [3.2, 3.5]}`"),
+    "weights alone": ([*FIT, "--data.sources", "{a: 0.7}"], "such as `[{name: a, path: data/a, weight: 0.7}"),
+    "a weight in per cent": (
+        [*FIT, "--data.path", "null", "--data.sources", "[{name: a, path: x, weight: 70%}]"],
+        "data.sources: weight: expected float, got 70%",
+    ),
+    "two numbers": ([*FIT, "--model.optimizer.betas", "0.9", "0.95"], "did you mean --model.optimizer.betas '[0.9, 0.95]'?"),
+    "a number for a group": ([*FIT, "--trainer.early_stopping", "3"], "such as --trainer.early_stopping.patience"),
+    "PyTorch's number format": ([*FIT, "--trainer.precision", "bf16"], "did you mean bf16-mixed?"),
+    "a group at the top": (["fit", "--config", "top.yaml"], "no option 'optimizer'; did you mean 'model.optimizer'?"),
+    "a run without its checkpoint": (["fit", "--run", "mine"], "--ckpt_path auto resumes the run mine; a new run needs"),
+    "epochs for a length": ([*FIT, "--trainer.max_steps", "null", "--trainer.max_epochs", "2"], "max_epochs is only a limit"),
+    "a trained tokenizer": ([*FIT, "--data.tokenizer", "bpe"], "data.tokenizer bpe is no file: give data.prepare.tokenizer"),
+    "a callback's file": ([*FIT, "--trainer.callbacks", "norm.py"], "norm.py is a file: give the class in it, as norm.NAME"),
+    "a callback's argument": (
+        [*FIT, "--trainer.callbacks", "ModelSummary", "--trainer.callbacks.init_args", "{depth: 2}"],
+        "ModelSummary takes no argument depth; it takes max_depth",
+    ),
+    "two lengths beyond the run": (
+        [*FIT, "--model.schedule.name", "wsd", "--model.schedule", "{warmup_ratio: 0.6, decay_ratio: 0.5}"],
+        "--model.schedule.decay_ratio 0.4 is the most",
+    ),
     "no name": ([*FIT, "--run", ""], "run name '': use letters"),
     "a rate that is none": ([*FIT, "--model.optimizer.lr", "1e3"], "lr 1000 is above 1.0, where adamw learns nothing"),
     "texts for a size": (["scale", "--data", "checkpoints"], "`lm data prepare --input checkpoints --output checkpoints-t"),
@@ -58,6 +80,7 @@ def test_a_mistake_is_answered_with_what_was_meant(typed, said, here, capsys):
     write_config(here)
     (here / "dedented.yaml").write_text(DEDENTED)
     (here / "deep.yaml").write_text("trainer:\n  max_steps: 3\n   val_interval: 2\n")
+    (here / "top.yaml").write_text("optimizer: {name: muon}\n")
     (here / "colon.yaml").write_text("trainer:\n  max_steps:3\n  val_interval: 2\n")
     (here / "tab.yaml").write_text("trainer:\n\tmax_steps: 3\n")
     (here / "checkpoints/lost/last").mkdir(parents=True)
