@@ -24,7 +24,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 
 from lm.errors import RequestError, RunError
-from lm.runs.json_tree import ENCODABLE, decode, encode
+from lm.runs.json_tree import decode, encode
 from lm.runs.run import Run
 from lm.runs.trainer_json import best_name, find_damage, read_document, write_document
 from lm.system.files import atomic_folder, point
@@ -55,7 +55,8 @@ def write_files(folder: Path, content: dict[str, Any]) -> None:
     try:
         state = {key: encode(value, key) for key, value in content.items() if key not in (*TENSORS, "files")}
     except TypeError as error:  # such as callbacks['MyCallback']['cache']
-        raise RunError(f"{error}: {ENCODABLE}") from error
+        advice = "let its `state_dict` return numbers, texts, lists, dictionaries or tensors"
+        raise RunError(f"{error}: {advice}") from error
     write_document(folder, state)
     mode = (folder / "trainer.json").stat().st_mode
     for path in folder.iterdir():

@@ -17,11 +17,6 @@ if TYPE_CHECKING:
 
 def warmup_and_decay_steps(max_steps: int, config: ScheduleConfig) -> tuple[int, int]:
     """`warmup_steps` and `decay_steps` of a run of `max_steps` optimizer steps; 0 where there is none."""
-    if config.begin_step and config.begin_step >= max_steps:
-        raise RequestError(
-            f"model.schedule.begin_step {config.begin_step:,} is not before the run's last step, "
-            f"{max_steps:,}: train for more steps"
-        )
     max_steps -= config.begin_step
     warmup, decay = config.warmup_steps, config.decay_steps or 0
     if config.warmup_ratio is not None:
@@ -126,11 +121,6 @@ def plan_steps(
     tokens_per_step = tokens_at_once if global_batch_tokens is None else global_batch_tokens
     if tokens_per_step % tokens_at_once or tokens_per_step < tokens_at_once:
         ratio = tokens_per_step / tokens_at_once
-        if tokens_per_step < seq_len:
-            raise RequestError(
-                f"a sample has model.decoder.max_position_embeddings, {seq_len:,} tokens, and an optimizer step only "
-                f"data.global_batch_tokens {tokens_per_step:,}: give a smaller context or a larger batch"
-            )
         nearest = max(1, round(ratio)) * tokens_at_once
         sizes = [size for size in range(1, micro_batch_size) if tokens_per_step % (size * seq_len * world_size) == 0]
         smaller = f", or give --data.micro_batch_size {sizes[-1]}" if sizes else ""
