@@ -17,6 +17,8 @@ from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
+import jinja2
+
 from lm.runs.run import Run
 from lm.system.files import write_atomically
 from lm.system.parsing import to_json
@@ -94,8 +96,6 @@ def write_postmortem(run: Run, incident: Incident, samples: list[Sample], decode
             facts = {"sample": sample.index, "origin": sample.origin, "loss": sample.loss}
             documents.append(facts | {"token_ids": sample.tokens, "tokens": parts, "losses": sample.losses})
         _write(folder / "tokens.json", to_json(documents))
-    import jinja2  # only here: it takes a moment, and few runs write one
-
     template = jinja2.Template(TEMPLATE.read_text(encoding="utf-8"), trim_blocks=True, undefined=jinja2.StrictUndefined)
     tokens = worst_tokens(samples, pieces)
     _write(folder / "postmortem.md", template.render(incident=incident, samples=samples, tokens=tokens, recovery=OPEN))

@@ -6,16 +6,17 @@ from typing import Any
 
 from lightning.pytorch import Callback as LightningCallback
 
+from lm.training.callback import Callback
 from lm.training.callbacks.checkpoints import Checkpoints
 from lm.training.callbacks.guards import Guard, Rollback
 from lm.training.callbacks.heartbeat import Heartbeat
 from lm.training.callbacks.logging import ProgressBar, RunLog, Throughput
-from lm.training.callbacks.postmortem import PostMortem
-from lm.training.callbacks.predictions import Predictions
 from lm.training.callbacks.run_folder import RunFolder
 from lm.training.callbacks.stopping import Interrupt
 from lm.training.config import TrainerConfig
 from lm.training.guards import NotFinite, Observer
+from lm.training.module import LanguageModule
+from lm.training.trainer import Trainer
 
 
 def standard_callbacks(
@@ -40,7 +41,7 @@ def standard_callbacks(
         ("alerts", "Spike", guards.spike or None),
         ("budget", "BudgetGuard", budget if budget.wanted else None),
         ("throughput_floor", "ThroughputGuard", None if throughput.floor is None else throughput),
-        PostMortem(),
+        PostMortemOnGuard(),
         Rollback(guards.max_rollbacks),
         ("events", "Events", run_folder if run_folder.options.on_event else None),
         ProgressBar(),
@@ -49,7 +50,7 @@ def standard_callbacks(
         ("stopping", "EarlyStopping", None if early.patience is None else early),
         Checkpoints(trainer.checkpoint_interval, trainer.keep_checkpoints, trainer.keep_every),
         Interrupt(),
-        Predictions(),
+        PredictionsOnPredict(),
     ]
     wanted_rows = [row for row in rows if not (isinstance(row, tuple) and row[2] is None)]
     callbacks = [_make(*row) if isinstance(row, tuple) else row for row in wanted_rows]
@@ -58,3 +59,29 @@ def standard_callbacks(
 
 def _make(file: str, name: str, *options: Any) -> Any:
     return getattr(import_module(f"lm.training.callbacks.{file}"), name)(*options)
+
+
+class _StandIn(Callback):
+    """Stands in the list for a callback that most runs never need, until that is needed."""
+
+    def replace(self, trainer: Trainer, file: str, name: str) -> Any:
+        callback = _make(file, name)
+        trainer.callbacks[trainer.callbacks.index(self)] = callback
+        return callback
+
+
+class PostMortemOnGuard(_StandIn):
+    """Becomes `PostMortem` when a guard acts, or where an earlier process of the run wrote one."""
+
+    def on_train_start(self, trainer: Trainer, pl_module: LanguageModule) -> None:
+        exists = trainer.is_global_zero and any(trainer.run.path.glob("postmortem-*"))
+        if trainer.strategy.broadcast(exists):
+            self.replace(trainer, "postmortem", "PostMortem").on_train_start(trainer, pl_module)
+
+    def on_guard(self, trainer: Trainer, *args: Any) -> None:
+        self.replace(trainer, "postmortem", "PostMortem").on_guard(trainer, *args)
+
+
+class PredictionsOnPredict(_StandIn):
+    def on_predict_start(self, trainer: Trainer, pl_module: LanguageModule) -> None:
+        self.replace(trainer, "predictions", "Predictions").on_predict_start(trainer, pl_module)
