@@ -31,14 +31,19 @@ def check_same_mixture(run: Run, data: DataModule, samples: int, force: bool) ->
 def check_same_shards(run: Run, shards: dict[str, Any], new_sources: set[str], force: bool) -> None:
     """RequestError if the shards differ from those at the run's start, except in new sources."""
     saved = run.read("data.json")
-    if force or not saved:
+    if force:
         return
+    if not saved and (run.path / "data.json").exists():
+        raise RequestError(
+            f"{run.path / 'data.json'} is damaged, so it is not known which shards the run saw: put it back, start a "
+            "new run, or give --force"
+        )
     differences = []
     for split in sorted(saved.keys() | shards.keys()):
         old = [entry for entry in shards.get(split, []) if entry[0].split("/")[0] not in new_sources]
         if difference := describe_difference(saved.get(split, []), old):
             differences.append(f"{split}: {difference}")
-    if differences:
+    if saved and differences:
         raise RequestError(
             f"the shards changed since {run.path} was started, so its order of samples is gone: "
             f"{'; '.join(differences)}; put them back, start a new run, or give --force"
