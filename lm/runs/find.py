@@ -62,7 +62,9 @@ def unknown_run(name: str, root: str | Path) -> RequestError:
 
 def nearest_runs(name: str, root: str | Path) -> str:
     """`; did you mean tiny or tiny-2?`: the names of runs under `root` similar to a name; empty if there is none."""
-    close = get_close_matches(Path(name).name, sorted(run.name for run in Run.all(root)), 3)
+    names = sorted(run.name for run in Run.all(root))
+    swapped = [known for known in names if sorted(known) == sorted(name)]  # swapped letters of a short name
+    close = get_close_matches(Path(name).name, names, 3) or swapped
     return f"; did you mean {' or '.join(close)}?" if close else ""
 
 

@@ -121,6 +121,11 @@ def plan_steps(
     tokens_per_step = tokens_at_once if global_batch_tokens is None else global_batch_tokens
     if tokens_per_step % tokens_at_once or tokens_per_step < tokens_at_once:
         ratio = tokens_per_step / tokens_at_once
+        if tokens_per_step < seq_len:
+            raise RequestError(
+                f"a sample has model.decoder.max_position_embeddings, {seq_len:,} tokens, and an optimizer step only "
+                f"data.global_batch_tokens {tokens_per_step:,}: give a smaller context or a larger batch"
+            )
         nearest = max(1, round(ratio)) * tokens_at_once
         sizes = [size for size in range(1, micro_batch_size) if tokens_per_step % (size * seq_len * world_size) == 0]
         smaller = f", or give --data.micro_batch_size {sizes[-1]}" if sizes else ""
