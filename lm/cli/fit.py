@@ -103,8 +103,8 @@ def run_command(
 
     At the end of the run, whose lock is free then, the program of `on_event` is started.
     """
-    force = request.run_choice.force
-    run_folder = RunFolder(run, request.run_name, request.config_yaml, force, options=request.run_options)
+    force, auto = request.run_choice.force, request.run_choice.ckpt_path == "auto"
+    run_folder = RunFolder(run, request.run_name, request.config_yaml, force, auto=auto, options=request.run_options)
     sections = sections_of_callbacks(vars(request))
     checks = StartChecks(sections)
     checks.set_run(run, force, messages)

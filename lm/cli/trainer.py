@@ -84,7 +84,7 @@ class Trainer(BareTrainer):
         datamodule.set_position(seed=None if seed is None else int(seed), seq_len=seq_len)
         config = self._config(model, datamodule)
         changed = check_config_changes(resumed, config, force) if resumed and checkpoint else {}
-        self._folder.resume(resumed, yaml.safe_dump({"run": self._name, **config}, sort_keys=False))
+        self._folder.resume(resumed, auto, yaml.safe_dump({"run": self._name, **config}, sort_keys=False))
         self._checks.set_run(resumed, force, describe_changes(changed))
         self.load_with(optimizer=True, verified=checkpoint, other_model=force)
         with class_of_models(type(model)), logging_to_console(), STOP.borrowed():

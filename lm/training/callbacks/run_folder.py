@@ -5,6 +5,7 @@ import logging
 import os
 import re
 import shutil
+import time
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -29,6 +30,7 @@ log = logging.getLogger(__name__)
 
 STATUS = {Interrupted: "interrupted", GuardStop: "stopped"}  # how a run ends with these errors; with others, `failed`
 END_PATIENCE = 60.0  # seconds that the end of a run waits for the program of `on_event`
+CLAIM_WAIT = 2.0  # seconds for another process to describe a run folder that it has made
 
 
 @dataclass(eq=False, repr=False)
@@ -42,6 +44,7 @@ class RunFolder(Callback):
     name: str  # name of a new run
     config: str  # text of the resolved config
     force: bool = False  # resume a run even if its shards changed
+    auto: bool = False  # if a run of this name has appeared meanwhile, refuse to start a second one
     register: bool = True  # write the run to the user's registry
     options: RunOptions = field(default_factory=RunOptions)  # tags, a note, and actions at the run's end
 
@@ -50,9 +53,9 @@ class RunFolder(Callback):
     _ended: Run | None = field(default=None, init=False)  # the run, once its end is recorded
     _log: LogFile | None = field(default=None, init=False)
 
-    def resume(self, run: Run | None, config: str) -> None:
+    def resume(self, run: Run | None, auto: bool, config: str) -> None:
         """Set the run of the coming fit, if it was not known at construction; the arguments are the fields above."""
-        self.resumed, self.config, self._ended = run, config, None
+        self.resumed, self.auto, self.config, self._ended = run, auto, config, None
 
     def setup(self, trainer: Trainer, pl_module: LanguageModule, stage: str) -> None:
         if stage == "fit":  # before callbacks compare their folders with the checkpoint's
@@ -82,7 +85,7 @@ class RunFolder(Callback):
         """Lock the run's folder and describe the run in it; returns its path."""
         data, samples = trainer.datamodule, trainer.run_state.start.samples
         shards = data.describe_shards()
-        run = self.resumed or Run.create(self.name, trainer.default_root_dir)
+        run = self.resumed or self._new_run(trainer.default_root_dir)
         try:
             run.hold()
             if self.resumed is not None:
@@ -99,6 +102,17 @@ class RunFolder(Callback):
                 raise RunError(f"cannot write to the run folder {run.path}: {error.strerror or error}") from error
             raise
         return str(run.path)
+
+    def _new_run(self, root: str) -> Run:
+        """Make a new folder. If two processes with `--ckpt_path auto` find no run, only one of them may start it."""
+        first = Run(Path(root) / self.name)
+        deadline = time.monotonic() + CLAIM_WAIT
+        while self.auto and first.path.exists() and not first.read("run.json") and time.monotonic() < deadline:
+            time.sleep(0.05)
+        if self.auto and first.read("run.json").get("name") == self.name:
+            first.check_not_trained()
+            raise RequestError(f"run {first.path} was started by another process just now: the same command resumes it")
+        return Run.create(self.name, root)
 
     def _describe(self, trainer: Trainer, run: Run, shards: dict[str, Any]) -> None:
         """Write the run's config, shards and `run.json`."""
