@@ -103,9 +103,11 @@ def check_same_optimizer(saved: dict[str, str] | None, current: dict[str, str]) 
     if saved is None or saved == current:
         return
     [[saved_option, saved_value], [option, value]] = [*saved.items(), *current.items()]
+    place = "" if saved_option == "configure_optimizers" else "model.optimizer."
+    drop_class_path = " and no class_path" if option == "class_path" != saved_option else ""
     raise RequestError(
-        f"this is a checkpoint of another optimizer, of model.optimizer.{saved_option} {saved_value}, and this run has "
-        f"{option} {value}: give what it had before"
+        f"this is a checkpoint of another optimizer, of {place}{saved_option} {saved_value}, and this run has {option} "
+        f"{value}: give {f'--{place}' if place else ''}{saved_option} {saved_value}{drop_class_path}"
     )
 
 

@@ -84,11 +84,12 @@ def test_what_cannot_train_is_one_line(place, optimizer, message):
 
 @pytest.mark.parametrize(("written", "now", "message"), [
     ({"class_path": "torch.optim.SGD"}, SGD, None),
-    ({"class_path": "torch.optim.Adam"}, SGD, "of model.optimizer.class_path torch.optim.Adam, and this run has class_path torch.optim.SGD"),
-    ({"class_path": "torch.optim.Adam"}, {"name": "muon"}, "class_path torch.optim.Adam, and this run has name muon: give what it had before"),
-    ({"name": "muon"}, SGD, "of model.optimizer.name muon, and this run has class_path torch.optim.SGD"),
+    ({"class_path": "torch.optim.Adam"}, SGD, "has class_path torch.optim.SGD: give --model.optimizer.class_path torch.optim.Adam"),
+    ({"class_path": "torch.optim.Adam"}, {"name": "muon"}, "this run has name muon: give --model.optimizer.class_path torch.optim.Adam"),
+    ({"name": "muon"}, SGD, "give --model.optimizer.name muon and no class_path"),
+    ({"name": "muon"}, {"name": "adamw"}, "give --model.optimizer.name muon$"),
     ({"name": "adamw"}, {"configure_optimizers": "torch.optim.sgd.SGD"}, "has configure_optimizers torch.optim.sgd.SGD"),
-    ({"configure_optimizers": "torch.optim.sgd.SGD"}, {"name": "adamw"}, "configure_optimizers torch.optim.sgd.SGD, and"),
+    ({"configure_optimizers": "torch.optim.sgd.SGD"}, {"name": "adamw"}, "of configure_optimizers torch.optim.sgd.SGD"),
     (None, SGD, None),  # an imported model, which has no state
 ])  # fmt: skip
 def test_the_class_that_wrote_a_checkpoint_decides(written, now, message):
