@@ -19,7 +19,6 @@ from lm.errors import RequestError
 from lm.runs.checkpoint import read_progress
 from lm.runs.config_diff import differences, not_allowed
 from lm.runs.find import find_run
-from lm.runs.resume import warn_if_stale
 from lm.runs.run import Run
 from lm.runs.trainer_json import find_damage, read_document
 from lm.system.files import atomic_folder, dump_checksummed
@@ -42,7 +41,6 @@ def branch(options: BranchOptions, overrides: list[tuple[str, Any]]) -> None:
     checkpoint = trunk.checkpoint(f"step-{int(at):08d}" if at.isdigit() else at).resolve()
     if damage := find_damage(checkpoint):
         raise RequestError(f"{checkpoint}: {damage}")
-    warn_if_stale(trunk, checkpoint)
     progress, before = read_progress(checkpoint), trunk.settings()
     step = progress.step
     if not before:

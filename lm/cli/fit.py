@@ -32,9 +32,7 @@ from lm.system.process import other_arguments
 from lm.training.callbacks.run_folder import RunFolder
 from lm.training.callbacks.standard import standard_callbacks
 from lm.training.callbacks.summary import Summary
-from lm.training.checks import check_event_program
 from lm.training.config import sections_of_callbacks
-from lm.training.findings import raise_if_any
 from lm.training.module import training_class
 from lm.training.trainer import Trainer
 
@@ -53,7 +51,6 @@ def fit(request: Request[FitOptions], callbacks: Sequence[Callback] = (), messag
         request, arguments = with_measured_length(request)
         with other_arguments(arguments):  # so that the other ranks start with the measured length
             return fit(request, callbacks, messages)
-    raise_if_any(check_event_program(request.run_options))
     if request.guards.budget.file:
         from lm.training.budget import read_budget_file
 
@@ -215,7 +212,7 @@ class TrainingCLI(LightningCLI):
         run_choice, run, is_fit = self.request.run_choice, self.run, self.request.command == "fit"
         verified = self.checkpoint if is_fit or run_choice.ckpt_path not in (None, "best", "last") else None
         other_model = run_choice.force or is_fit and run is not None and "branch" in run.read("run.json")
-        self.trainer.load_with(optimizer=is_fit, verified=verified, other_model=other_model, new_run=run is None)
+        self.trainer.load_with(optimizer=is_fit, verified=verified, other_model=other_model)
         if not is_fit:
             self.trainer.run_state.run = run
 

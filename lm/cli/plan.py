@@ -20,7 +20,6 @@ from lm.runs.expected_loss import ExpectedLoss
 from lm.runs.run import check_run_name
 from lm.system.hardware import device_name
 from lm.system.units import format_bytes, format_count, format_figure, format_time_and_cost, plural
-from lm.training.checks import check_event_program
 from lm.training.findings import Finding
 
 
@@ -32,7 +31,6 @@ def plan(request: Request[PlanOptions]) -> None:
         raise RequestError("--fit is about a device, and --strict looks at none: give one of them")
     check_run_name(name)
     facts, findings = examine(with_classes(request), options)
-    findings += check_event_program(request.run_options)
     facts = {"config": name, **facts}
     findings.sort(key=lambda finding: finding.level)  # errors first
     errors = [finding for finding in findings if finding.level == "error"]

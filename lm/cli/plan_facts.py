@@ -30,7 +30,7 @@ from lm.system.files import is_remote
 from lm.system.parsing import nonnegative, parse_json
 from lm.system.process import program
 from lm.system.units import parse_bytes
-from lm.training.checks import check_accelerator, find_problems, has_kernels
+from lm.training.checks import find_problems, has_kernels
 from lm.training.config import BudgetConfig, OptimizerConfig
 from lm.training.findings import Finding, Known, error
 from lm.training.module import training_class
@@ -363,16 +363,11 @@ def examine(
     data, tokenizer, known = {"prepared": False, "from": []}, None, Known()
     if not options.strict:
         data, tokenizer = open_data(config, opened, findings)
-        has_validation = "val" in data if data.get("prepared") else None
-        in_this_machine = (options.device or "auto") == "auto" and not options.memory
-        known = Known(world_size, device, in_this_machine, tokenizer, has_validation)
+        known = Known(device, tokenizer)
     budget_file, rate = read_rate(config, options, findings)
     facts["steps"] = step_facts(steps, config, data)
     custom = training_class().is_custom()
-    sections = {"samples": config.samples, "evaluation": config.evaluation}
-    findings += find_problems(config.trainer, config.model, config.data, known, **sections, custom=custom)
-    if known.on_this_machine:
-        findings += check_accelerator(config.trainer.accelerator)
+    findings += find_problems(config.trainer, config.model, known)
     findings += plan_checks.check_steps(facts["steps"], config)
     if resumed is None:
         findings += plan_checks.check_warmup(facts["steps"], config)

@@ -26,9 +26,8 @@ from lm.system.stop_signals import STOP
 from lm.training.callbacks.run_folder import RunFolder
 from lm.training.callbacks.standard import standard_callbacks
 from lm.training.callbacks.summary import Summary
-from lm.training.checks import check_event_program, check_parts, kind_of
+from lm.training.checks import check_parts, kind_of
 from lm.training.config import RunOptions, TrainerConfig, sections_of_callbacks
-from lm.training.findings import raise_if_any
 from lm.training.module import LanguageModule
 from lm.training.trainer import Trainer as BareTrainer
 
@@ -53,7 +52,6 @@ class Trainer(BareTrainer):
         trainer_options.setdefault("stop_within", 0.0)  # the program around it does not end with the run
         config = build_options(TrainerConfig, "lm.Trainer", **trainer_options)
         self._name, self._sections, self._about = run, sections, about or RunOptions()
-        raise_if_any(check_event_program(self._about))
         quiet_lightning()
         self._folder = RunFolder(None, run, "", options=self._about)
         self._checks = StartChecks(sections)
@@ -88,7 +86,7 @@ class Trainer(BareTrainer):
         changed = check_config_changes(resumed, config, force) if resumed and checkpoint else {}
         self._folder.resume(resumed, auto, yaml.safe_dump({"run": self._name, **config}, sort_keys=False))
         self._checks.set_run(resumed, force, describe_changes(resumed, changed))
-        self.load_with(optimizer=True, verified=checkpoint, other_model=force, new_run=resumed is None)
+        self.load_with(optimizer=True, verified=checkpoint, other_model=force)
         with class_of_models(type(model)), logging_to_console(), STOP.borrowed():
             try:
                 super().fit(model, datamodule, ckpt_path=checkpoint and str(checkpoint))

@@ -24,8 +24,6 @@ def use_attention(
     decoder: nn.Module, name: Attention, device: torch.device, dtype: torch.dtype, heads: Heads
 ) -> SDPBackend:
     """Make a decoder use the kernel of this name; returns `backend(name)`. RequestError if it does not run."""
-    if device.type != "cuda" or dtype == torch.float32:
-        raise RequestError(f"model.attention {name} needs a CUDA device and half precision: use auto")
     if reason := why_it_fails(name, device, dtype, heads):
         raise RequestError(f"model.attention {name} does not run here ({reason}): use auto")
     enter_kernels(decoder, backend(name))

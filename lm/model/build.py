@@ -74,8 +74,6 @@ def build(
 
         builtin = is_builtin(decoder)
     builtin = builtin is not False
-    if not builtin:
-        _check_custom(decoder, options)
     on_made(decoder, builtin)
 
     fused, kernels = False, f"the model's own, {type(decoder).__name__}"
@@ -142,22 +140,6 @@ def kernels_missing(device: torch.device) -> str | None:
     except RunError as error:
         return f"a kernel does not load: {error}"
     return None
-
-
-def _check_custom(decoder: nn.Module, options: BuildOptions) -> None:
-    """Raise RequestError for options without effect on a custom model, and parameters that fused optimizers train
-    wrongly."""
-    for key, weight in decoder.named_parameters():
-        if any(step == 0 and size > 1 for size, step in zip(weight.shape, weight.stride())):
-            raise RequestError(f"{type(decoder).__name__}: values of {key} share memory: copy it with `contiguous()`")
-    requests = {"kernels": options.kernels == "on"}
-    if not isinstance(decoder, Decoder):
-        requests["attention"] = options.attention != "auto"
-        requests["activation_checkpointing"] = options.activation_checkpointing != "none"
-    for option, requested in requests.items():
-        if requested:
-            name = type(decoder).__name__
-            raise RequestError(f"model.{option} is for a Decoder, and build_decoder returned {name}: leave it out")
 
 
 _configs: WeakKeyDictionary[nn.Module, DecoderConfig] = WeakKeyDictionary()  # of custom models

@@ -89,8 +89,6 @@ class DecoderConfig:
                 raise RequestError(f"{name} {value!r} must be a whole number")
             if value is not None and not 0 < value <= MAX_DIMENSION:
                 raise RequestError(f"{name} {value!r:.40} must be above 0 and at most {MAX_DIMENSION:,}")
-        if self.num_hidden_layers > MAX_LAYERS:
-            raise RequestError(f"num_hidden_layers {self.num_hidden_layers} must be at most {MAX_LAYERS:,}")
         if not 0 <= self.dropout < 1:
             raise RequestError(f"dropout {self.dropout} must lie in [0, 1)")
         self._check_windows()

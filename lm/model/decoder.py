@@ -224,8 +224,6 @@ class Decoder(nn.Module):
                 host and device.
         """
         if continuation is not None:
-            if labels is not None or document_ids is not None:
-                raise TypeError("a continuation has no labels and no document_ids")
             return self.next_logits(input_ids, continuation)
         if labels is not None:
             return self.losses(input_ids, labels, document_ids, max_documents)

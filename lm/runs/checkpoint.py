@@ -24,11 +24,10 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 
 from lm.errors import RequestError, RunError
-from lm.runs.json_tree import ENCODABLE, decode, encode
+from lm.runs.json_tree import decode, encode
 from lm.runs.run import Run
 from lm.runs.trainer_json import best_name, find_damage, read_document, write_document
 from lm.system.files import atomic_folder, point
-from lm.system.parsing import DAMAGE_ERRORS
 from lm.system.units import format_bytes
 
 TENSORS = {"state_dict": "model.safetensors", "optimizer": "optimizer.safetensors"}  # key of the content -> file
@@ -55,7 +54,8 @@ def write_files(folder: Path, content: dict[str, Any]) -> None:
     try:
         state = {key: encode(value, key) for key, value in content.items() if key not in (*TENSORS, "files")}
     except TypeError as error:  # such as callbacks['MyCallback']['cache']
-        raise RunError(f"{error}: {ENCODABLE}") from error
+        advice = "let its `state_dict` return numbers, texts, lists, dictionaries or tensors"
+        raise RunError(f"{error}: {advice}") from error
     write_document(folder, state)
     mode = (folder / "trainer.json").stat().st_mode
     for path in folder.iterdir():
@@ -71,19 +71,14 @@ def read_folder(folder: Path, optimizer: bool = True, verify: bool = True) -> di
         raise RequestError(
             f"checkpoint {folder}: {damage}; choose another with --ckpt_path, or `auto` for the newest complete one"
         )
-    try:
-        document = read_document(folder)
-        digests = document.pop("digests")
-        content = {key: decode(value) for key, value in document.items() if key not in ("format", "written_by")}
-        for key, name in TENSORS.items():
-            if name in digests and (key != "optimizer" or optimizer):
-                content[key] = load_file(folder / name)
-        texts = digests.keys() - set(TENSORS.values())
-        content["files"] = {name: (folder / name).read_text(encoding="utf-8") for name in sorted(texts)}
-    except OSError as error:
-        raise RequestError(f"checkpoint {folder} cannot be read: {error}") from error
-    except (*DAMAGE_ERRORS, RuntimeError, SafetensorError) as error:
-        raise RequestError(f"checkpoint {folder} was not written by lm: {error}") from error
+    document = read_document(folder)
+    digests = document.pop("digests")
+    content = {key: decode(value) for key, value in document.items() if key not in ("format", "written_by")}
+    for key, name in TENSORS.items():
+        if name in digests and (key != "optimizer" or optimizer):
+            content[key] = load_file(folder / name)
+    texts = digests.keys() - set(TENSORS.values())
+    content["files"] = {name: (folder / name).read_text(encoding="utf-8") for name in sorted(texts)}
     return content
 
 
@@ -112,16 +107,14 @@ def read_progress(folder: Path | str | None) -> Progress:
         return Progress()
     try:
         document = read_document(Path(folder))
-        return Progress(
-            step=int(document["global_step"]),
-            samples=int(document["cursor"]["consumed"]),
-            best_name=best_name(document),
-            pending_validation=bool(document.get("pending_validation")),
-        )
     except RequestError as error:
         raise RequestError(f"checkpoint {folder}: {error}") from error
-    except DAMAGE_ERRORS as error:
-        raise RequestError(f"checkpoint {folder}: its trainer.json was not written by lm") from error
+    return Progress(
+        step=document["global_step"],
+        samples=document["cursor"]["consumed"],
+        best_name=best_name(document),
+        pending_validation=document.get("pending_validation", False),
+    )
 
 
 # ---- a write that failed ---------------------------------------------------------------------------------------------

@@ -15,8 +15,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-ENCODABLE = "let its `state_dict` return numbers, texts, lists, dictionaries or tensors"  # advice if `encode` fails
-
 
 def encode(value: Any, place: str = "") -> Any:
     """Turn a tree into JSON values; TypeError, with the value's `place` in the tree, for one of another kind."""

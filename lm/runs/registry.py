@@ -1,13 +1,12 @@
 """The registry: the runs of a user in one SQLite file, so that `lm runs` finds them from any folder.
 
 It is an index of the run folders and may be deleted: `lm runs rebuild` makes it again. A run writes to it
-through `record_run`, which never fails and takes at most `PATIENCE` seconds.
+through `record_run`, which never fails.
 """
 
 import logging
 import os
 import sqlite3
-import threading
 from collections.abc import Callable, Iterable
 from contextlib import closing
 from pathlib import Path
@@ -20,7 +19,6 @@ from lm.runs.run import Run
 log = logging.getLogger(__name__)
 
 LOCK_TIMEOUT = 0.25  # seconds to wait for another process to finish writing
-PATIENCE = 1.0  # seconds that a run waits for the registry, whatever is wrong with it
 COLUMNS = {
     "path": "TEXT PRIMARY KEY", "name": "TEXT", "status": "TEXT", "reason": "TEXT", "step": "INTEGER",
     "max_steps": "INTEGER", "tokens": "INTEGER", "best_loss": "REAL", "val_loss": "REAL", "loss": "REAL",
@@ -30,13 +28,9 @@ COLUMNS = {
 
 
 def place() -> Path:
-    """Path of the registry: `$LM_REGISTRY`, else `lm/runs.db` in the user's data folder; LmError without a home."""
-    named = os.environ.get("LM_REGISTRY")
+    """Path of the registry: `$LM_REGISTRY`, else `lm/runs.db` in the user's data folder."""
     data = os.environ.get("XDG_DATA_HOME") or "~/.local/share"
-    try:
-        return Path(named or f"{data}/lm/runs.db").expanduser()
-    except RuntimeError as error:
-        raise LmError(f"there is no place for a registry ({error}); name one with LM_REGISTRY") from error
+    return Path(os.environ.get("LM_REGISTRY") or f"{data}/lm/runs.db").expanduser()
 
 
 def known_runs() -> list[dict[str, Any]]:
@@ -44,18 +38,16 @@ def known_runs() -> list[dict[str, Any]]:
 
     An unreadable registry is logged and gives [] too: commands then know only the runs in the folder they look at.
     """
+    path = place()
+    if not path.exists():
+        return []
     try:
-        path = place()
-        if not path.exists():
-            return []
         with closing(sqlite3.connect(f"{path.resolve().as_uri()}?mode=ro", timeout=LOCK_TIMEOUT, uri=True)) as database:
             database.row_factory = sqlite3.Row
             rows = database.execute("SELECT * FROM runs ORDER BY path")  # an older version of lm had fewer columns
             return [{**dict.fromkeys(COLUMNS), **dict(row)} for row in rows]
-    except LmError as error:
-        log.warning("%s", error)
     except sqlite3.Error as error:
-        log.warning("the registry %s cannot be read: %s; `lm runs rebuild` makes it anew", place(), error)
+        log.warning("the registry %s cannot be read: %s; `lm runs rebuild` makes it anew", path, error)
     return []
 
 
@@ -97,28 +89,9 @@ def _write(work: Callable[[sqlite3.Connection], Any]) -> None:
         raise LmError(f"the registry {path} cannot be written: {error}") from error
 
 
-def record_run(run: Run, warned: bool = False) -> bool:
-    """Write a run's row when it starts or ends; return whether it was written.
-
-    It never raises and returns within `PATIENCE` seconds; a failure is logged, only at debug level if already `warned`.
-    """
-    failures: list[Exception] = []
-
-    def work() -> None:
-        try:
-            note([run])
-        except Exception as error:  # a run must not end because of an index
-            failures.append(error)
-
-    thread = threading.Thread(target=work, name="registry", daemon=True)  # a hanging disk must not hold up the exit
+def record_run(run: Run) -> None:
+    """Write a run's row when it starts or ends; a failure is logged: a run must not end because of an index."""
     try:
-        thread.start()
-        thread.join(PATIENCE)
-    except RuntimeError as error:  # no memory for a thread; raising would hide why the run ended
-        failures.append(error)
-    if thread.is_alive() or failures:
-        reason = failures[0] if failures else "it does not answer"
-        level = logging.DEBUG if warned else logging.WARNING
-        log.log(level, "the registry of runs was not updated: %s; `lm runs rebuild` makes it anew", reason)
-        return False
-    return True
+        note([run])
+    except Exception as error:
+        log.warning("the registry of runs was not updated: %s; `lm runs rebuild` makes it anew", error)

@@ -197,14 +197,6 @@ def newest_complete(run: Run) -> Path | None:
     return None
 
 
-def warn_if_stale(run: Run, checkpoint: Path) -> None:
-    """Log a warning if a checkpoint is from steps that the run later repeated, so its curves do not show them."""
-    if checkpoint in run.stale_checkpoints():
-        log.warning(
-            "%s is stale: the run was resumed from an earlier step, and its curves are the later ones", checkpoint
-        )
-
-
 def repair_links(run: Run, checkpoint: Path) -> None:
     """Point the links of a finished run to its last and best checkpoints, in case it was killed before they moved."""
     if checkpoint.resolve().parent == run.path.resolve():
@@ -213,16 +205,9 @@ def repair_links(run: Run, checkpoint: Path) -> None:
 
 def check_config_changes(run: Run, config: dict[str, Any], force: bool) -> dict[str, list[Any]]:
     """Compare a config with a run's: `{key: [before, now]}`; raise RequestError if a resume may not change a key."""
-    settings = run.settings()
-    if not force and not settings:
-        state = "damaged" if run.config.exists() else "gone"
-        raise RequestError(
-            f"{run.config} is {state}, so it is not known what the run was trained with: put it back, or give --force "
-            "to resume with the config of this command"
-        )
     changed = {
         key: values
-        for key, values in differences([settings, config]).items()
+        for key, values in differences([run.settings(), config]).items()
         if not key.startswith("data.prepare.") or values[1] is not None
     }  # null: then the shards are compared
     fixed = not_allowed("resume", changed)

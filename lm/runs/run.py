@@ -302,7 +302,7 @@ class Run:
         if path is None or not (path / "trainer.json").exists():
             have = ", ".join(path.name for path in self.steps().values()) or "none"
             if not self.steps():
-                raise RequestError(f"run {self.path} has no checkpoint: {how_to_resume(self)}, or begin it anew")
+                raise self.no_checkpoint()
             raise RequestError(f"run {self.path} has no checkpoint {name!r}; it has: {have}")
         return path
 

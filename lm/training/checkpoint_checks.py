@@ -3,7 +3,6 @@
 import json
 import shlex
 from dataclasses import fields
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 import torch
@@ -16,7 +15,6 @@ from lm.errors import RequestError
 from lm.model.config import CUSTOM_MODEL_TYPE, DecoderConfig
 from lm.model.decoder import Decoder
 from lm.model.huggingface import config_from_json, to_huggingface
-from lm.runs.run import Run
 
 if TYPE_CHECKING:
     from lm.training.module import LanguageModule
@@ -113,7 +111,7 @@ def check_same_optimizer(saved: dict[str, str] | None, current: dict[str, str]) 
     )
 
 
-def check_same_tokenizer(files: dict[str, str], data: DataModule, checkpoint: Path) -> None:
+def check_same_tokenizer(files: dict[str, str], data: DataModule) -> None:
     """RequestError if a checkpoint's token ids mean other texts than those of the data."""
     tokenizer = data.tokenizer
     if files["tokenizer.json"] == tokenizer.text:
@@ -122,14 +120,6 @@ def check_same_tokenizer(files: dict[str, str], data: DataModule, checkpoint: Pa
     if saved.vocabulary != tokenizer.vocabulary:
         raise RequestError(
             f"the data's tokenizer ({len(tokenizer.vocabulary):,} tokens) is not the checkpoint's "
-            f"({len(saved.vocabulary):,} tokens), so the same ids mean other texts: prepare the text again with "
-            f"--tokenizer {original_checkpoint(checkpoint)} and another --output, and give that as data.path"
+            f"({len(saved.vocabulary):,} tokens), so the same ids mean other texts: prepare the text again with the "
+            "checkpoint, or its run's data, as --tokenizer and another --output, and give that as data.path"
         )
-
-
-def original_checkpoint(checkpoint: Path) -> Path:
-    """A checkpoint, or, of one that a new branch begins with, that of the run which it is from."""
-    branch = Run(checkpoint.parent).read("run.json").get("branch")
-    if branch and checkpoint.name == f"step-{branch['step']:08}":
-        return Path(branch["path"], checkpoint.name)
-    return checkpoint

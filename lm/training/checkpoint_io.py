@@ -20,9 +20,7 @@ import torch
 from lightning.pytorch.plugins.io import CheckpointIO
 from torch import Tensor
 
-from lm.errors import RunError
 from lm.runs.checkpoint import TENSORS, read_folder, write_folder
-from lm.runs.run import Run
 from lm.system.files import remove_folder
 
 log = logging.getLogger(__name__)
@@ -60,13 +58,12 @@ class FolderCheckpointIO(CheckpointIO):
 
         `storage_options`, Lightning's name for what a CheckpointIO defines, is called once the folder is written.
         """
-        after_write = storage_options
         with self.copying():
             content = {key: deepcopy(value) for key, value in checkpoint.items() if key not in TENSORS}
             for key in TENSORS:
                 if key in checkpoint:
                     content[key] = {name: self._copy((key, name), tensor) for name, tensor in checkpoint[key].items()}
-        self._task = self._writer.submit(write, Path(path), content, after_write)
+        self._task = self._writer.submit(write, Path(path), content, storage_options)
 
     def load_checkpoint(
         self, path: str | os.PathLike[str], map_location: Any = None, weights_only: bool | None = None
@@ -127,14 +124,8 @@ class FolderCheckpointIO(CheckpointIO):
 
 def write(folder: Path, content: dict[str, Any], after_write: Callable[[], None] | None) -> None:
     write_folder(folder, content)
-    try:
-        if after_write is not None:
-            after_write()
-    except OSError as error:
-        raise RunError(
-            f"the checkpoint {folder} is complete, but the links and older ones beside it cannot be changed: "
-            f"{error.strerror or error}; `{Run(folder.parent).resume_command()}` resumes from it"
-        ) from error
+    if after_write is not None:
+        after_write()
 
 
 def allocate_host_memory(tensor: Tensor) -> Tensor:

@@ -10,8 +10,6 @@ from lm.errors import RequestError
 if TYPE_CHECKING:
     from lm.system.devices import Device
 
-LEAVE_OUT = "leave it out"
-
 
 class Finding(NamedTuple):
     """A problem, and how to mend it."""
@@ -39,8 +37,5 @@ def raise_if_any(findings: Iterable[Finding]) -> None:
 class Known:
     """Known facts about a training run; None: not known yet, and checks that need it are skipped."""
 
-    devices: int | None = None  # number of devices over all nodes
-    device: "Device | None" = None  # one of the devices
-    on_this_machine: bool = False  # the device is
+    device: "Device | None" = None  # one of those that are trained on
     tokenizer: Tokenizer | None = None
-    has_validation: bool | None = None

@@ -1,27 +1,18 @@
-"""FP8 as a precision plugin of Lightning's Trainer, and which devices and models it fits."""
+"""FP8 as a precision plugin of Lightning's Trainer."""
 
 import logging
-from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
 import torch
 from lightning.pytorch import LightningModule
 from lightning.pytorch.plugins import MixedPrecision
 
-from lm.data.config import DataConfig
-from lm.kernels.fp8.linear import MULTIPLE
-from lm.model.build import kernels_missing
-from lm.model.config import DecoderConfig
-from lm.model.decoder import Block, Linear
 from lm.model.low_precision import LowPrecisionLinear, use_low_precision
-from lm.training.config import TrainerConfig
-from lm.training.findings import Finding, Known, error
 
 if TYPE_CHECKING:
     from lm.kernels.fp8.quantization import Scaling
 
 log = logging.getLogger(__name__)
-FP8_FROM = (8, 9)  # compute capability
 
 
 class Float8Precision(MixedPrecision):
@@ -50,37 +41,3 @@ class Float8Precision(MixedPrecision):
                     part.scaling = self.scaling
         log.info("precision: %s in the matrices of the blocks, but bf16 in the last block", self.precision)
         return module
-
-
-def check_fp8(trainer: TrainerConfig, decoder: DecoderConfig, data: DataConfig, known: Known) -> Iterator[Finding]:
-    """Devices and shapes that FP8 does not support."""
-    precision, device = trainer.precision, known.device
-    if device is not None and (device.capability is None or device.capability < FP8_FROM):
-        yield error(
-            f"trainer.precision {precision} needs an NVIDIA GPU of compute capability 8.9 or later (Ada, "
-            f"Hopper, Blackwell), and this is {'a cpu' if device.capability is None else device.name}",
-            "take bf16-mixed",
-        )
-    elif known.on_this_machine and (missing := kernels_missing(torch.device("cuda"))) is not None:
-        yield error(f"trainer.precision {precision} quantises by a CUDA kernel, and {missing}")
-    seq_len = data.seq_len or decoder.max_position_embeddings
-    if data.micro_batch_size * seq_len % MULTIPLE:  # tokens are a dimension of the products that are weights' gradients
-        yield error(
-            f"trainer.precision {precision} takes multiples of {MULTIPLE} tokens a micro-batch, and these are "
-            f"{data.micro_batch_size} x {seq_len}",
-            "change data.micro_batch_size or data.seq_len",
-        )
-    if decoder.num_hidden_layers == 1:
-        yield error(
-            f"trainer.precision {precision} is for all blocks but the last, and there is one", "take bf16-mixed"
-        )
-    with torch.device("meta"):
-        block = Block(decoder)
-    for name, part in block.named_modules():
-        if isinstance(part, Linear) and (part.in_features % MULTIPLE or part.out_features % MULTIPLE):
-            yield error(
-                f"trainer.precision {precision} takes multiples of {MULTIPLE}, and a block's {name} is "
-                f"{part.out_features} x {part.in_features}",
-                "change the decoder's sizes",
-            )
-            return

@@ -6,7 +6,7 @@ It has the same groups, learning rates and clipping as AdamW and Muon. Its non-f
 
 from collections.abc import Callable
 from importlib import import_module
-from inspect import Parameter, signature
+from inspect import signature
 from typing import Any
 
 from lightning.fabric.utilities.apply_func import apply_to_collection  # pyright: ignore[reportPrivateImportUsage]
@@ -26,27 +26,13 @@ def build_by_class(class_path: str, init_args: dict[str, Any], groups: list[dict
     Raises RequestError for a class that does not take these arguments.
     """
     kind = _class_of(class_path)
-    parameters = signature(kind).parameters
-    anything = any(parameter.kind is Parameter.VAR_KEYWORD for parameter in parameters.values())
-    if "weight_decay" not in parameters and not anything and any(group["weight_decay"] for group in groups):
-        raise RequestError(
-            f"model.optimizer.class_path {class_path} has no weight_decay: give --model.optimizer.weight_decay 0"
-        )
-    closure = signature(kind.step).parameters.get("closure")
-    if closure is not None and closure.default is Parameter.empty:
-        raise RequestError(
-            f"model.optimizer.class_path {class_path} computes the loss several times in a step, for which it needs a "
-            "closure: take an optimizer that steps once, such as torch.optim.AdamW"
-        )
-    rate = {"lr": groups[0]["lr"]} if "lr" in parameters else {}
+    rate = {"lr": groups[0]["lr"]} if "lr" in signature(kind).parameters else {}
     skippable = type(kind.__name__, (_SkippedSteps, kind), {"__module__": kind.__module__})
     try:
         optimizer = skippable(groups, **rate, **init_args)
     except Exception as error:
-        takes = f"; it takes {', '.join(name for name in list(parameters)[1:] if name not in OURS)}"
         raise RequestError(
             f"model.optimizer.class_path {class_path} with init_args {init_args}: {first_line(error)}"
-            f"{takes if isinstance(error, TypeError) else ''}"
         ) from error
     optimizer.initial = [
         {name: _comparable(value) for name, value in _settings(group).items()} for group in optimizer.param_groups

@@ -8,7 +8,6 @@ from typing import Any, cast
 import lightning.pytorch as lightning
 from lightning.fabric.utilities.rank_zero import rank_zero_info  # pyright: ignore[reportPrivateImportUsage]
 from lightning.pytorch.callbacks import Callback
-from lightning.pytorch.strategies import DDPStrategy, SingleDeviceStrategy
 from lightning.pytorch.trainer.states import TrainerFn
 
 from lm.data.datamodule import DataModule
@@ -39,12 +38,8 @@ class PlainRunState(RunState, Callback):
         data = trainer.datamodule
         if not isinstance(data, DataModule):
             raise RequestError("LanguageModule is trained on an lm.DataModule: give it as datamodule=")
-        if not isinstance(trainer.strategy, SingleDeviceStrategy | DDPStrategy):
-            raise RequestError("under lightning.Trainer, a LanguageModule runs on one device or with strategy='ddp'")
         if stage != "fit":
             return
-        if trainer.max_steps < 1:
-            raise RequestError("the learning-rate schedule needs a number of steps: give lightning.Trainer(max_steps=)")
         self.steps = plan_steps(data, trainer.world_size, trainer.max_steps, None)
         seed = os.environ.get("PL_GLOBAL_SEED")  # of lightning.seed_everything
         data.set_position(global_batch=self.steps.global_batch, seed=int(seed) if seed else None, consumed=0)

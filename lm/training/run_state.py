@@ -6,7 +6,6 @@ The Trainer makes one; callbacks and the module change it, but never each other.
 """
 
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
@@ -84,7 +83,7 @@ class RunState:
         from lm.training.checkpoint_checks import check_same_model, check_same_tokenizer
 
         data, ranks, rank = module.trainer.datamodule, checkpoint["ranks"], module.global_rank
-        check_same_tokenizer(checkpoint["files"], data, Path(module.trainer.ckpt_path))
+        check_same_tokenizer(checkpoint["files"], data)
         loadable = from_content(module, checkpoint)
         checkpoint.clear()
         checkpoint.update(loadable)

@@ -17,11 +17,6 @@ if TYPE_CHECKING:
 
 def warmup_and_decay_steps(max_steps: int, config: ScheduleConfig) -> tuple[int, int]:
     """`warmup_steps` and `decay_steps` of a run of `max_steps` optimizer steps; 0 where there is none."""
-    if config.begin_step and config.begin_step >= max_steps:
-        raise RequestError(
-            f"model.schedule.begin_step {config.begin_step:,} is not before the run's last step, "
-            f"{max_steps:,}: train for more steps"
-        )
     max_steps -= config.begin_step
     warmup, decay = config.warmup_steps, config.decay_steps or 0
     if config.warmup_ratio is not None:

@@ -21,7 +21,7 @@ from lightning.pytorch.strategies import Strategy
 from lightning.pytorch.trainer.states import TrainerFn
 
 from lm.data.datamodule import DataModule
-from lm.errors import DataError, Interrupted, LmError, RequestError, RunError
+from lm.errors import DataError, Interrupted, LmError
 from lm.runs.checkpoint import read_progress
 from lm.runs.run import Run, how_to_resume
 from lm.system.dataclass_arguments import arguments_from
@@ -31,14 +31,14 @@ from lm.system.process import check_launcher
 from lm.system.stop_signals import STOP
 from lm.training.callback import TakesCheckpoints
 from lm.training.checkpoint_io import FolderCheckpointIO
-from lm.training.checks import check_accelerator, check_parts, check_trainer, find_problems
+from lm.training.checks import check_parts, find_problems
 from lm.training.config import TrainerConfig
 from lm.training.findings import Known, raise_if_any
 from lm.training.lightning_patches import PatchedTrainer
 from lm.training.precision import choose_precision, multiplication_precision
 from lm.training.run_state import RunState
 from lm.training.schedule import Steps, plan_steps, warmup_and_decay_steps
-from lm.training.world import Devices, apply_launcher, devices_of_node, srun_world, torchrun_world
+from lm.training.world import Devices, device_count, devices_of_node, srun_world, torchrun_world
 
 if TYPE_CHECKING:
     from lm.training.module import LanguageModule
@@ -75,23 +75,20 @@ class Trainer(PatchedTrainer):
     @arguments_from(TrainerConfig, Callback=Callback, Logger=Logger)
     def __init__(self, config: TrainerConfig) -> None:
         self.options = config
-        raise_if_any([*check_trainer(config), *check_accelerator(config.accelerator)])
         check_launcher()
         torch.set_float32_matmul_precision(config.matmul_precision)
         self.own_loggers = [config.logger] if isinstance(config.logger, Logger) else config.logger or []
         self.run_state = RunState(clip=config.gradient_clip_val)  # Lightning clips nothing here: `training/step` does
-        self._new_run = False  # see `load_with`
         self._memory_before: int | None = None  # bytes of this process when the training began
         self.checkpoint_io = FolderCheckpointIO()
         plugins: list[Any] = [self.checkpoint_io]
         devices, num_nodes = config.devices, config.num_nodes
-        if torchrun := torchrun_world():
-            devices, num_nodes = apply_launcher("torchrun", torchrun, devices, num_nodes)
-        elif srun := srun_world():
-            devices, num_nodes = apply_launcher("srun", srun, devices, num_nodes)
-            plugins.append(SLURMEnvironment(auto_requeue=False))  # on a signal, lm saves a checkpoint and exits with 75
-        elif SLURMEnvironment.detect():
-            plugins.append(LightningEnvironment())
+        if world := torchrun_world() or srun_world():  # a restart of torchrun's `--nnodes 1:2` may change it
+            processes, num_nodes = world
+            devices = devices if device_count(devices) == processes else processes  # perhaps a list of them
+        if SLURMEnvironment.detect() and not torchrun_world():
+            # On a signal, lm saves a checkpoint and exits with 75.
+            plugins.append(SLURMEnvironment(auto_requeue=False) if world else LightningEnvironment())
         chosen = choose_precision(config.precision, config.accelerator)
         if isinstance(chosen, Precision):
             plugins.append(chosen)
@@ -124,14 +121,16 @@ class Trainer(PatchedTrainer):
         """
         check_parts(model, datamodule)
         datamodule.set_position(seq_len=datamodule.options.seq_len or model.config.max_position_embeddings)
-        self._check_options(model, datamodule)
+        self._check_options(model)
         state = self.run_state
         state.start = read_progress(ckpt_path)
         done = state.start.step, state.start.samples
         state.steps = plan_steps(datamodule, self.world_size, self.options.max_steps, self.options.max_tokens, done)
         warmup_and_decay_steps(state.steps.max_steps, model.options.schedule)  # refuses a schedule that does not fit
         if state.start.step >= state.steps.max_steps and not state.start.pending_validation:
-            self._say_finished(ckpt_path)
+            limit = "max_steps" if self.options.max_tokens is None else "max_tokens"
+            message = "the run has finished: all %d steps are done; to train on, give a larger --trainer.%s"
+            log.info(message, state.steps.max_steps, limit)
             return
         if self.strategy.root_device.type == "cpu":
             keep_freed_memory()
@@ -139,41 +138,19 @@ class Trainer(PatchedTrainer):
         self.fit_loop.epoch_loop.max_steps = state.steps.max_steps
         super().fit(model, datamodule=datamodule, ckpt_path=ckpt_path)
 
-    def _check_options(self, model: "LanguageModule", datamodule: DataModule) -> None:
+    def _check_options(self, model: "LanguageModule") -> None:
         device, _ = find_device("auto" if self.strategy.root_device.type == "cuda" else "cpu")
         options = replace(self.options, num_nodes=self.num_nodes)  # as torchrun or SLURM says
-        known = Known(self.world_size, device, on_this_machine=True)
-        raise_if_any(find_problems(options, model.options, datamodule.options, known, custom=model.is_custom()))
-
-    def _say_finished(self, ckpt_path: str | None) -> None:
-        """Log that no step is left to train; RequestError if that makes a new run senseless."""
-        state = self.run_state
-        limit, more = "max_steps", 2 * state.start.step
-        if self.options.max_tokens is not None:
-            limit, more = "max_tokens", state.steps.tokens(more)
-        larger = f"give a larger --trainer.{limit}, such as {more}"
-        step, last = state.start.step, state.steps.max_steps
-        done = f"all {last} steps are done" if step <= last else f"it is at step {step}, and the last one is {last}"
-        done += f"; to train on, {larger}"
-        if self._new_run:
-            raise RequestError(f"a new run from {ckpt_path} has nothing to train: {done}")
-        log.info("the run has finished: %s", done)
+        raise_if_any(find_problems(options, model.options, Known(device)))
 
     @contextmanager
     def around_fit(self) -> Iterator[None]:
-        """Turn out-of-memory errors into one that lists what needs memory, and `sys.exit(0)` into RunError.
+        """Turn out-of-memory errors into one that lists what needs memory.
 
         `PatchedTrainer` enters it around the whole fit, with the building of the model and the end of the run.
         """
         try:
             yield
-        except SystemExit as error:
-            if not error.code:  # the run has failed, which 0 would hide
-                raise RunError(
-                    f"the program was ended by sys.exit({error.code or ''}) after step {self.global_step} of the "
-                    f"training; {how_to_resume(self.run)}"
-                ) from error
-            raise
         except (RuntimeError, MemoryError) as error:
             from lm.training.out_of_memory import is_out_of_memory, out_of_memory_error
 
@@ -221,13 +198,10 @@ class Trainer(PatchedTrainer):
         """Log to these from now on, and to those of the config."""
         self.loggers = [*loggers, *self.own_loggers]
 
-    def load_with(
-        self, optimizer: bool, verified: Path | None = None, other_model: bool = False, new_run: bool = False
-    ) -> None:
+    def load_with(self, optimizer: bool, verified: Path | None = None, other_model: bool = False) -> None:
         """Set how the next checkpoint is loaded: with or without optimizer state; `verified`: a folder whose digests
-        were just checked; `other_model`: allow a model that computes something else with the same weights; `new_run`:
-        it is not of the run that trains on, so one without steps to train is an error."""
-        self.run_state.other_model, self._new_run = other_model, new_run
+        were just checked; `other_model`: allow a model that computes something else with the same weights."""
+        self.run_state.other_model = other_model
         self.checkpoint_io.load_optimizer, self.checkpoint_io.verified = optimizer, verified
 
     @property

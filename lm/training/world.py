@@ -1,6 +1,5 @@
 """How many processes train together on which devices: as torchrun or srun started them, or as the config says."""
 
-import logging
 import os
 
 import torch
@@ -11,7 +10,6 @@ from lm.system.process import srun_tasks, under_torchrun
 from lm.system.units import plural
 from lm.training.config import TrainerConfig
 
-log = logging.getLogger(__name__)
 Devices = int | str | list[int]  # as `trainer.devices`
 
 EXIT_WAIT = 5.0  # seconds that one process gives another to end by itself
@@ -35,17 +33,6 @@ def srun_world() -> tuple[int, int] | None:
             f"srun started {tasks} tasks on {plural(nodes, 'node')}: give it --ntasks-per-node, the devices of a node"
         )
     return tasks // nodes, nodes
-
-
-def apply_launcher(launcher: str, world: tuple[int, int], devices: Devices, num_nodes: int) -> tuple[Devices, int]:
-    """The `devices` and `num_nodes` that a launcher started; a restart of torchrun's `--nnodes 1:2` may change them."""
-    processes, nodes = world
-    count = device_count(devices)
-    if count not in (None, processes) or num_nodes not in (1, nodes):
-        started = f"{plural(nodes, 'node')} x {plural(processes, 'process')}"
-        message = "%s started %s: trainer.devices %s and trainer.num_nodes %d do not count"
-        log.info(message, launcher, started, devices, num_nodes)
-    return devices if count == processes else processes, nodes
 
 
 def device_count(devices: Devices) -> int | None:

@@ -124,7 +124,7 @@ BAD_REQUESTS = {
     "other preparation": (["--data.prepare.tokenizer", "bpe"], "data/small was made with tokenizer char"),
     "seed": (["--seed_everything", "-1"], "seed_everything -1 must be a whole number from 0 to 4294967295"),
     "no such accelerator": (["--trainer.accelerator", "tpu"], "expected one of 'auto', 'cpu', 'gpu'"),
-    "no GPU": (["--trainer.accelerator", "gpu"], "trainer.accelerator gpu: PyTorch finds no such device on this mach"),
+    "no GPU": (["--trainer.accelerator", "gpu"], "No supported gpu backend found"),
 
 }  # fmt: skip
 

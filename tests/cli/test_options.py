@@ -84,7 +84,7 @@ def test_help_and_a_wrong_name_need_no_torch(tmp_path):
     (["plan", "--mfu", "much"], "lm plan: mfu: expected float, got much"),
     (["fit", "--model.decoder.dropout", "10"], "lm fit: dropout 10.0 must lie in [0, 1)"),
     (["fit", "--model.optimizer.lr", "0,001"], "expected float, got 0,001"),
-    (["fit", "--guards.budget.max_hours", "-1"], "lm fit: guards.budget.max_hours -1.0 must be more than 0"),
+    (["fit", "--guards.budget.max_hours", "-1"], "lm fit: guards.budget.max_hours -1.0 must be at least 0"),
     (["plan", "--data.seq_len", "4096"], "give --model.decoder.max_position_embeddings 4096"),
     (["fit", "--data.global_batch_tokens", "31"], "an optimizer step only data.global_batch_tokens 31"),
     (["fit", "--trainer.max_steps", "5", "--trainer.max_tokens", "1M"], "give one of trainer.max_steps and trainer."),

@@ -78,10 +78,8 @@ def test_hours_that_will_not_suffice():
 
 @pytest.mark.parametrize(("wrong", "word"), [
     ({"cap_usd": 20}, "rate_usd_per_hr"), ({"cap_usd": -1, "rate_usd_per_hr": 3}, "cap_usd"),
-    ({"cap_usd": 1, "rate_usd_per_hr": 0}, "rate_usd_per_hr"), ({"max_hours": math.nan}, "max_hours"),
-    ({"cap_usd": math.inf, "file": "x"}, "cap_usd"), ({"max_hours": 1, "warn_at": 1.5}, "warn_at"),
-    ({"max_hours": 1, "warn_at": 0}, "warn_at"), ({"dry_run": True}, "dry_run"),
-    ({"dry_run": True, "rate_usd_per_hr": 3}, "dry_run"),
+    ({"cap_usd": 1, "rate_usd_per_hr": -1}, "rate_usd_per_hr"), ({"max_hours": math.nan}, "max_hours"),
+    ({"cap_usd": math.inf, "file": "x"}, "cap_usd"),
 ])  # fmt: skip
 def test_an_inconsistent_budget_is_refused(wrong, word):
     with pytest.raises(RequestError, match=word):

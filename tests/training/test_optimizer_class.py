@@ -70,15 +70,12 @@ def test_a_step_that_is_to_be_skipped_changes_nothing():
 
 
 @pytest.mark.parametrize(("optimizer", "message"), [
-    ({"class_path": "torch.optim.Rprop"}, "has no weight_decay: give --model.optimizer.weight_decay 0"),
     ({"class_path": "torch.optim.Muon"}, "only supports 2D parameters"),
     ({"class_path": "torch.optim.Nope"}, "has no attribute 'Nope'; give a class such as torch.optim.SGD"),
     ({"class_path": "my_optimizer.Lion"}, "No module named 'my_optimizer'; give a class"),
     ({"class_path": "torch.nn.Linear"}, "is not a torch.optim.Optimizer"),
-    ({"class_path": "torch.optim.LBFGS", "weight_decay": 0.0}, "for which it needs a closure: take an optimizer that"),
     ({"class_path": "torch.optim.SGD", "init_args": {"speed": 1}}, "unexpected keyword argument 'speed'"),
     ({"class_path": "torch.optim.SGD", "init_args": {"lr": 1}}, "init_args.lr: give model.optimizer.lr"),
-    ({"init_args": {"momentum": 0.9}}, "init_args are for a class: give model.optimizer.class_path"),
 ])  # fmt: skip
 def test_what_cannot_train_is_one_line(place, optimizer, message):
     refused, run = fit(place, "wrong", expect=2, **{"model.optimizer": optimizer})

@@ -3,15 +3,12 @@
 import json
 
 import pytest
-from decoders import SMALL
 from test_guards import found_in
 from trainings import fit
 
 from lm.errors import RequestError
-from lm.model.build import Built
-from lm.model.decoder import Decoder
 from lm.runs.postmortem import steps_of
-from lm.training.callbacks.throughput_floor import ThroughputFloor, slow_kernels
+from lm.training.callbacks.throughput_floor import ThroughputFloor
 from lm.training.config import ThroughputConfig
 
 
@@ -40,16 +37,6 @@ def test_causes_are_named_with_their_evidence(monkeypatch, known, metrics, graph
     made = iter([(0, ""), (0, ""), (graphs, ""), (graphs, "x size mismatch")])
     monkeypatch.setattr("lm.training.callbacks.throughput_floor.compiled_graphs", lambda: next(made))
     assert diagnosis(known, **metrics) == f"61.2K tokens/s, below 100K for 3 log lines: {causes}"
-
-
-@pytest.mark.parametrize(("attention", "device", "precision", "causes"), [
-    ("masked", "cuda", "32-true", ["attention is by a mask", "kernels are plain PyTorch"]),
-    ("efficient, then math", "cuda", "32-true", ["attention is not by flash", "kernels are plain PyTorch"]),
-    ("flash over sequences", "cuda", "bf16-mixed", ["kernels are plain PyTorch"]), ("masked", "cpu", "32-true", []),
-])  # fmt: skip
-def test_slow_kernels_are_named_on_a_gpu(attention, device, precision, causes):
-    found = slow_kernels(Built(Decoder(SMALL), False, "plain PyTorch", attention, ""), device, precision)
-    assert len(found) == len(causes) and all(map(str.startswith, found, causes))
 
 
 @pytest.mark.parametrize(("wrong", "word"), [({"floor": 0}, "floor"), ({"patience": 0}, "patience")])

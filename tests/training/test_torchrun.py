@@ -17,13 +17,10 @@ from lm.system import process
 from lm.system.process import code_for_launcher, rank
 from lm.system.stop_signals import SIGNALS, StopSignals
 from lm.training.callbacks.run_folder import RunFolder
-from lm.training.config import DistributedConfig, TrainerConfig
-from lm.training.findings import raise_if_any
 from lm.training.launcher import check_restarts
-from lm.training.rank_checks import check_ranks_options
 from lm.training.run_state import RunState
 from lm.training.trainer import Trainer
-from lm.training.world import apply_launcher, srun_world, torchrun_world
+from lm.training.world import srun_world
 
 ROOT = Path(__file__).parents[2]
 JOBS = ROOT / "configs" / "launch"
@@ -47,20 +44,10 @@ def torchrun(monkeypatch):
     return monkeypatch
 
 
-@pytest.mark.parametrize(
-    ("devices", "num_nodes", "expected", "said"),
-    [("auto", 1, (2, 2), 0), (2, 2, (2, 2), 0), ([4, 5], 2, ([4, 5], 2), 0), (8, 1, (2, 2), 1), ("auto", 3, (2, 2), 1)],
-)
-def test_the_processes_that_torchrun_started_count(torchrun, caplog, devices, num_nodes, expected, said):
-    caplog.set_level("INFO", "lm")
-    assert apply_launcher("torchrun", torchrun_world(), devices, num_nodes) == expected
-    assert len(caplog.records) == said
-
-
-def test_options_for_many_ranks_stay_when_torchrun_has_one_machine_left(torchrun):
-    """With `--nnodes 1:2` training continues there."""
-    trainer = TrainerConfig(strategy="fsdp2", distributed=DistributedConfig(reduce_dtype="bf16"))
-    raise_if_any(check_ranks_options(trainer, 1))
+@pytest.mark.parametrize(("devices", "num_nodes"), [("auto", 1), (2, 2), (8, 1), ("auto", 3)])
+def test_the_processes_that_torchrun_started_count(torchrun, devices, num_nodes):
+    trainer = Trainer(max_steps=1, accelerator="cpu", devices=devices, num_nodes=num_nodes)
+    assert (trainer.world_size, trainer.num_nodes) == (4, 2)
 
 
 @pytest.fixture
@@ -111,13 +98,6 @@ def test_a_job_of_one_task_trains_on_all_the_devices_that_are_asked_for(srun):
     srun.setenv("SLURM_PROCID", "0")
     trainer = Trainer(max_steps=1, accelerator="cpu", devices=2)
     assert trainer.world_size == 2 and not trainer.strategy.cluster_environment.creates_processes_externally
-
-
-def test_nodes_that_nothing_has_started_are_not_waited_for(monkeypatch):
-    for name in ("MASTER_ADDR", "SLURM_NTASKS"):
-        monkeypatch.delenv(name, raising=False)
-    with pytest.raises(RequestError, match="trainer.num_nodes 2: .*torchrun --nnodes 2"):
-        raise_if_any(check_ranks_options(TrainerConfig(num_nodes=2), 2))
 
 
 def test_restarts_that_would_hang_are_refused_before_training(torchrun):

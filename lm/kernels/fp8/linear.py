@@ -12,8 +12,6 @@ from torch import Tensor
 from lm.kernels.fp8.quantization import E4M3, Float8, Scaled, Scaling, quantize
 from lm.kernels.torch_private import scaled_mm
 
-MULTIPLE = 16  # required by tensor cores: of both dimensions of a matrix, and of the tokens of a gradient
-
 
 def product(a: Scaled, b: Scaled, dtype: torch.dtype, *, fast: bool = True) -> Tensor:
     """`a @ b.T`, both factors in FP8: `(..., K)` and `(N, K)` to `(..., N)` in bf16 or fp32; K and N multiples of 16.

@@ -26,7 +26,7 @@ class Alerts(Observer):
         self.evaluator = AlertEvaluator(alerts)
         self._actions = dict(zip(self.evaluator.conditions, alerts.values(), strict=True))
         self._reported: set[str] = set()
-        self._armed: dict[str, int] = {}  # were not true once -> the newest step at which they were not; 0: not known
+        self._armed: dict[str, int] = {}  # were not true once -> the newest step at which they were not
 
     def observe(self, line: Line) -> list[Finding]:
         """Findings such as `loss > 10: loss is 12.31 at step 130`."""
@@ -44,7 +44,7 @@ class Alerts(Observer):
                 continue
             if not (action in ONCE and text in self._reported):
                 message = self.evaluator.explain(condition, line.step)
-                began = (self._armed.get(text) or line.step - 1) + 1
+                began = self._armed.get(text, line.step - 1) + 1
                 findings.append(Finding(self.guard, action, message, save=action == "checkpoint", began=began))
             self._reported.add(text)
         return findings
@@ -59,8 +59,7 @@ class Alerts(Observer):
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         self.evaluator.load_state_dict(state_dict)
         self._reported = set(state_dict["reported"])
-        older = dict.fromkeys(state_dict.get("was_false", ()), 0)  # of a checkpoint that names no steps
-        self._armed = older | state_dict.get("not_true_at", {})
+        self._armed = dict(state_dict["not_true_at"])
 
 
 class Spike(Alerts):

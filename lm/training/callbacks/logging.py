@@ -6,7 +6,7 @@ import os
 import socket
 import sys
 import time
-from collections.abc import Collection, Mapping
+from collections.abc import Collection
 from contextlib import suppress
 from typing import Any
 
@@ -15,7 +15,6 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn
 from rich.table import Column
 
-from lm.errors import RunError, first_line
 from lm.runs.metrics import METRICS
 from lm.system.process import steady_time
 from lm.system.units import format_count, format_duration
@@ -81,17 +80,9 @@ class RunLog(Callback):
         metrics = pl_module.logged_metrics()
         validated = trainer.run_state.validated
         from_module = {name: value for name, value in trainer.logged_metrics.items() if name not in validated}
-        _check_names_free("pl_module.log was given", from_module)
-        for callback in trainer.callbacks:
-            if get_metrics := getattr(callback, "logged_metrics", None):
-                method = f"{type(callback).__name__}.logged_metrics"
-                try:
-                    logged = get_metrics(trainer, pl_module).items()
-                    numbers = {name: value if isinstance(value, int) else float(value) for name, value in logged}
-                except (AttributeError, TypeError, ValueError, RuntimeError) as error:
-                    raise RunError(f"{method} has to return numbers by name: {first_line(error)}") from error
-                _check_names_free(f"{method} returned", numbers, *metrics, *OF_EVERY_LINE)
-                metrics |= numbers
+        for numbers in call_hook(trainer, "logged_metrics", pl_module):
+            for name, value in numbers.items():  # perhaps a tensor; a callback replaces no metric that is there
+                metrics.setdefault(name, value if isinstance(value, int) else float(value))
         log_metrics(trainer, pl_module, {name: value.item() for name, value in from_module.items()} | metrics)
 
     def on_validation_start(self, trainer: Trainer, pl_module: LanguageModule) -> None:
@@ -166,12 +157,6 @@ def write_state(trainer: Trainer, phase: str = "training") -> None:
 def seconds_left(trainer: Trainer) -> float | None:
     """Seconds until the last step is done; None if not known yet."""
     return trainer.run_state.pace.rest(*remaining(trainer))
-
-
-def _check_names_free(what: str, names: Mapping[str, Any], *others: str) -> None:
-    """Raise RunError if metrics of a callback have names of other metrics, or of a validation."""
-    if duplicates := names.keys() & {*others, *(name for name in METRICS if _kind(name) != "train")}:
-        raise RunError(f"{what} {min(duplicates)!r}, and a metric of this project has that name: call it 'mine/...'")
 
 
 def _kind(name: str, validated: Collection[str] = ()) -> str:

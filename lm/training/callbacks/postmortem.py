@@ -10,10 +10,10 @@ import math
 import statistics
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Any, cast
 
 import numpy as np
 import torch
-from torch.distributed.fsdp import FSDPModule
 
 from lm.data.loader import Batch
 from lm.data.rare import RARE_FRACTION, rare_rows, rare_tokens
@@ -126,7 +126,7 @@ def _new_incident(trainer: Trainer, guard: str, action: str, message: str) -> tu
 
 def _write(trainer: Trainer, module: LanguageModule, incident: Incident) -> None:
     samples = []
-    if trainer.is_global_zero or isinstance(module.decoder, FSDPModule):  # no rank can compute alone if it is sharded
+    if trainer.is_global_zero or trainer.sharded:  # no rank can compute alone if it is sharded
         with _failure_logged("filled"):
             samples = _read_samples(trainer, module, incident.worst)
     if trainer.is_global_zero:
@@ -143,7 +143,7 @@ def _read_samples(trainer: Trainer, module: LanguageModule, step: int) -> list[S
     injected = injected_rows(trainer, step)
     if injected is not None:
         batch.tokens = torch.from_numpy(injected)
-    losses, labels = _token_losses(module, batch, trainer.datamodule.micro_batch_size), batch.labels
+    losses, labels = _token_losses(trainer, module, batch), batch.labels
     samples = []
     for i, (shard, window) in enumerate(places):
         of_targets = zip(losses[i].tolist(), labels[i].tolist())
@@ -153,12 +153,13 @@ def _read_samples(trainer: Trainer, module: LanguageModule, step: int) -> list[S
     return sorted(samples, key=lambda sample: sample.loss, reverse=True)
 
 
-def _token_losses(module: LanguageModule, batch: Batch, micro_batch: int) -> torch.Tensor:
-    """The loss of every target of a batch, `micro_batch` samples at once: `(N, T)` fp32, in nats; inf for NaN."""
+def _token_losses(trainer: Trainer, module: LanguageModule, batch: Batch) -> torch.Tensor:
+    """The loss of every target of a batch: `(N, T)` fp32, in nats; inf for NaN."""
+    micro_batches = batch.split(trainer.datamodule.micro_batch_size)
     with evaluating(module), torch.no_grad(), torch.compiler.set_stance("force_eager"):
-        parts = [module.losses(part.to(module.device)).per_token.float().cpu() for part in batch.split(micro_batch)]
-    if isinstance(module.decoder, FSDPModule):  # it keeps some weights gathered, which a rollback may change next
-        module.decoder.reshard()
+        parts = [module.losses(part.to(module.device)).per_token.float().cpu() for part in micro_batches]
+    if trainer.sharded:  # it keeps some weights gathered, which a rollback may change next
+        cast(Any, module.decoder).reshard()
     return torch.cat(parts).nan_to_num(nan=math.inf, posinf=math.inf)
 
 

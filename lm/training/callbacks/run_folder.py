@@ -51,7 +51,6 @@ class RunFolder(Callback):
     # Told of the run and of the seconds to wait, once its end is recorded; set by `callbacks/events`.
     announce: Callable[[Run, float], None] | None = field(default=None, init=False)
     _ended: Run | None = field(default=None, init=False)  # the run, once its end is recorded
-    _registry_warned: bool = field(default=False, init=False)
     _log: LogFile | None = field(default=None, init=False)
 
     def resume(self, run: Run | None, auto: bool, config: str) -> None:
@@ -219,7 +218,7 @@ class RunFolder(Callback):
         if self.register:
             from lm.runs.registry import record_run
 
-            self._registry_warned = not record_run(run, warned=self._registry_warned)
+            record_run(run)
 
 
 def check_not_resumed_elsewhere(run: Run) -> None:

@@ -3,7 +3,6 @@
 from collections.abc import Callable
 
 from lm.kernels.torch_private import compiled_graphs
-from lm.model.build import Built
 from lm.system.units import format_count, plural
 from lm.training.callbacks.guards import Guard
 from lm.training.config import ThroughputConfig
@@ -72,25 +71,8 @@ class ThroughputGuard(Guard[ThroughputFloor]):
         built = pl_module.built
         self.observer.begin(
             f"attention {built.attention}, kernels {built.kernels}",
-            lambda: [*slow_kernels(built, pl_module.device.type, trainer.precision), *_clock_limits(trainer)],
+            lambda: _clock_limits(trainer),
         )
-
-
-def slow_kernels(built: Built, device: str, precision: str) -> list[str]:
-    """Names of kernels that are slower than others on a GPU; empty on a CPU, which has no others."""
-    causes = []
-    if device != "cuda":
-        return causes
-    if "masked" in built.attention:  # of some layer it takes a dense mask
-        causes.append(
-            f"attention is by a mask, not by flash ({built.attention}): windows and documents need bf16 or "
-            "fp16, and heads of at most 256"
-        )
-    elif precision == "32-true":
-        causes.append(f"attention is not by flash ({built.attention}): precision 32-true rules it out")
-    if not built.fused:
-        causes.append(f"kernels are {built.kernels}")
-    return causes
 
 
 def _clock_limits(trainer: Trainer) -> list[str]:
