@@ -20,7 +20,7 @@ FAULTS = {
     1: ("SIGKILL at random steps, many seeds", "the losses and samples of a run that was never stopped, bit for bit"),
     2: ("SIGKILL in the middle of a save", "the checkpoint before loads; what was half written is cleared away"),
     3: ("the disk fills up in a save", "one line and exit 1; the checkpoint before is kept; `plan` and `fit` warn"),
-    4: ("the checkpoint folder is read-only, or vanishes", "an error with the next checkpoint"),
+    4: ("the checkpoint folder is read-only, or vanishes", "an error at once"),
     5: ("a flipped byte or a cut in any file of a checkpoint", "`auto` takes the newest whole one; by name: refused"),
     6: ("SIGTERM in a step, a validation, a compilation, a wait for data",
         "exit 75, `interrupted`; a checkpoint, or the newest stands where one thing outlasts `stop_within`"),

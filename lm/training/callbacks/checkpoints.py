@@ -1,6 +1,7 @@
 """When checkpoints are saved, which one is the best, and which ones are kept."""
 
 import logging
+import os
 from collections.abc import Collection
 from pathlib import Path
 from typing import Any
@@ -12,7 +13,7 @@ from lm.errors import RequestError, RunError
 from lm.model.estimates import checkpoint_bytes
 from lm.runs.checkpoint import link_to
 from lm.runs.disk_space import disk_space
-from lm.runs.run import Run
+from lm.runs.run import Run, how_to_resume
 from lm.runs.trainer_json import read_document
 from lm.system.files import remove_folder, stated_digest
 from lm.system.stop_signals import STOP
@@ -72,7 +73,7 @@ class Checkpoints(ModelCheckpoint):
     # ---- when ---------------------------------------------------------------------------------------------------
 
     def on_train_batch_end(self, trainer: Trainer, pl_module: LanguageModule, *args: Any) -> None:
-        trainer.checkpoint_io.raise_failures()
+        check_writable(trainer)
         if not trainer.validates_after(trainer.global_step) and self._is_due(trainer.global_step):
             self.save(trainer)
 
@@ -207,3 +208,17 @@ def is_permanent(checkpoint: Path) -> bool:
         return bool(read_document(checkpoint).get("kept_for_good"))
     except RequestError:  # damaged
         return False
+
+
+def check_writable(trainer: Trainer) -> None:
+    """End a run soon after its checkpoints can no longer be written."""
+    trainer.checkpoint_io.raise_failures()
+    try:
+        os.stat(trainer.run.path)
+    except FileNotFoundError as error:
+        raise RunError(
+            f"the run folder {trainer.run.path} is gone, seen after step {trainer.global_step}: no checkpoint can be "
+            f"written; put it back, and {how_to_resume(trainer.run)}"
+        ) from error
+    except OSError:  # a network disk may be unavailable for a moment
+        pass

@@ -55,10 +55,10 @@ class ThroughputFloor(Observer):
         if graphs:
             why = f", the last time because {reason}" if reason else ""
             causes.append(f"torch.compile made {graphs} new graphs in {lines}{why}")
-        if causes := causes + self._known_causes():
-            return causes
+        causes += self._known_causes()
         wait = "not measured" if data_wait is None else f"{data_wait:.1%}"
-        return [f"no cause found (data wait {wait}, no new graphs, {self._computed}, no limit of clocks seen)"]
+        causes = causes or [f"no cause found (data wait {wait}, no new graphs, no limit of clocks seen)"]
+        return [*causes, self._computed]
 
 
 class ThroughputGuard(Guard[ThroughputFloor]):
