@@ -14,7 +14,7 @@ MISTAKES = {  # typed -> said
     "a logger's short name": ([*FIT, "--trainer.logger", "wandb"], "Lightning has no wandb; did you mean WandbLogger?"),
     "a callback without its file": ([*FIT, "--trainer.callbacks", "Norm"], "such as my_file.Norm for one in my_file.py"),
     "a file that is not there": ([*FIT, "--trainer.callbacks", "[nofile.X]"], "nofile.X: there is no module nofile"),
-    "a folder that is not there": ([*FIT, "--trainer.callbacks", "[no.file.X]"], "there is no module no.file"),
+    "a folder that is not there": ([*FIT, "--trainer.callbacks", "[no.file.X]"], "no.file.X: there is no module no;"),
     "a misspelt key of a source": (
         [*FIT, "--data.path", "null", "--data.sources", "[{name: a, path: x, weigth: 2}]"],
         "data.sources has no 'weigth'; did you mean 'weight'?",
@@ -60,8 +60,8 @@ MISTAKES = {  # typed -> said
     "a trained tokenizer": ([*FIT, "--data.tokenizer", "bpe"], "data.tokenizer bpe is no file: give data.prepare.tokenizer"),
     "a callback's file": ([*FIT, "--trainer.callbacks", "norm.py"], "norm.py is a file: give the class in it, as norm.NAME"),
     "a callback's argument": (
-        [*FIT, "--trainer.callbacks", "ModelSummary", "--trainer.callbacks.init_args", "{depth: 2}"],
-        "ModelSummary takes no argument depth; it takes max_depth",
+        [*FIT, "--trainer.callbacks", "EarlyStopping", "--trainer.callbacks.init_args", "{every: 2}"],
+        "EarlyStopping takes no argument every; it takes monitor, min_delta, patience",
     ),
     "two lengths beyond the run": (
         [*FIT, "--model.schedule.name", "wsd", "--model.schedule", "{warmup_ratio: 0.6, decay_ratio: 0.5}"],
