@@ -115,7 +115,7 @@ def folder(tmp_path_factory):
     {"trainer.stop_within": 1e9}, {"trainer.keep_every": 0}, {"model.optimizer.eps": -1},
     {"trainer.callbacks": [{"class_path": "lightning.pytorch.callbacks.Timer", "init_args": {"duration": "00:01:00:00"}}]},
     {"samples.prompts": ["The letter of the captain was lost, and so the captain"]}, {"model.kernels": "on"},
-    {"trainer.default_root_dir": "texts/000.txt"}, {"data.shuffle_buffer": 10}, {"guards.inject_step": 400},
+    {"trainer.default_root_dir": "texts/000.txt"}, {"guards.inject_step": 400},
     {"run": "a/b"}, {"seed_everything": True},
     {"model.schedule.name": "wsd", "model.schedule.decay_steps": 11},
     {"trainer.callbacks": [{"class_path": "lightning.pytorch.callbacks.EarlyStopping",
