@@ -152,8 +152,6 @@ def _tokenizer(options: PrepareOptions, parts: Path, units: list[Unit], known: T
         log.info("learning %s", LEARNED[options.tokenizer])
         texts = _sample(options, units)
         tokenizer = train_bpe(texts, options.vocab_size) if options.tokenizer == "bpe" else train_char(texts)
-        if options.tokenizer == "bpe" and tokenizer.vocab_size < options.vocab_size:
-            log.info("the text gives %d tokens, fewer than --vocab_size", tokenizer.vocab_size)
     for name, text in tokenizer.files().items():  # tokenizer_config.json is written last
         write_atomically(parts / name, text)
     return tokenizer

@@ -207,14 +207,15 @@ def _texts_of_folder(files: dict[str, File]) -> tuple[dict[str, File], Counter[s
     has_data = any(_split_suffixes(name)[0] in DATA_SUFFIXES and not CARD.fullmatch(name) for name in visible)
     selected, skipped = {}, Counter()
     for name in visible:
+        suffix = _split_suffixes(name)[0]
         if name.startswith(tuple(prepared)):
             skipped["in prepared folders"] += 1
         elif CARD.fullmatch(name) and (has_data or name.endswith(".json")):
             skipped[posixpath.basename(name)] += 1
-        elif not _is_known(name):
-            skipped[_suffix(name)] += 1
-        else:
+        elif suffix in TEXT_SUFFIXES or KINDS.get(suffix, "flat") != "flat":
             selected[name] = files[name]
+        else:  # flat ids too, which often stand beside their text
+            skipped[_suffix(name)] += 1
     return selected, skipped
 
 
@@ -226,9 +227,3 @@ def _split_suffixes(path: str) -> tuple[str, str]:
     """`a/b.jsonl.gz` -> (`.jsonl`, `.gz`), in lower case; the second is empty where there is no compression."""
     stem, suffix = posixpath.splitext(path.lower())
     return (posixpath.splitext(stem)[1], suffix) if suffix in COMPRESSIONS else (suffix, "")
-
-
-def _is_known(path: str) -> bool:
-    """Whether a file of a folder is read; flat ids are not, since they often stand beside their text."""
-    suffix = _split_suffixes(path)[0]
-    return suffix in TEXT_SUFFIXES or KINDS.get(suffix, "flat") != "flat"

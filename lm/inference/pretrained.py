@@ -96,7 +96,10 @@ def load_pretrained(
         folder = Run(folder).checkpoint()
     device = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
     of_weights: torch.dtype | None = getattr(torch, dtype) if isinstance(dtype, str) else dtype
-    document = read_object(folder / "config.json") if (folder / "config.json").exists() else {}
+    file = folder / "config.json"
+    if not file.exists():
+        raise RequestError(f"{folder} is not a model: it has no config.json")
+    document = read_object(file)
     custom = document.get("model_type") == CUSTOM_MODEL_TYPE
     if custom:
         from lm.model.custom import build_custom
@@ -105,7 +108,10 @@ def load_pretrained(
         decoder, weights = build_custom(document, kind, str(folder), script), read_weights(folder)
         config = config_of(decoder)
     else:
-        config = read_config(folder)
+        try:
+            config = config_from_json(document)
+        except (TypeError, AttributeError, ValueError) as error:
+            raise RequestError(f"{file}: a value is of another kind than it should be ({error})") from error
         weights = from_huggingface(read_weights(folder), config)
         with torch.device("meta"):
             decoder = Decoder(config)
@@ -130,17 +136,6 @@ def load_pretrained(
 
 
 # ---- the files of a folder -------------------------------------------------------------------------------------------
-
-
-def read_config(folder: Path) -> DecoderConfig:
-    """The model config in a folder's `config.json`."""
-    file = folder / "config.json"
-    if not file.exists():
-        raise RequestError(f"{folder} is not a model: it has no config.json")
-    try:
-        return config_from_json(read_object(file))
-    except (TypeError, AttributeError, ValueError) as error:
-        raise RequestError(f"{file}: a value is of another kind than it should be ({error})") from error
 
 
 def read_weights(folder: Path) -> dict[str, Tensor]:

@@ -80,7 +80,6 @@ def test_a_low_temperature_is_greedy_and_nothing_overflows():
     ({"top_p": 0.0}, r"top_p 0.0 must lie in \(0, 1\]"),
     ({"top_p": 1.1}, "top_p 1.1"),
     ({"max_new_tokens": 0}, "max_new_tokens 0 must be at least 1"),
-    ({"seed": -1}, "seed -1 must lie"),
     ({"stop": ["a", ""]}, "a stop string is empty"),
 ])  # fmt: skip
 def test_numbers_that_mean_nothing_are_refused(options, words):
