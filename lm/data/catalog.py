@@ -135,7 +135,7 @@ def _read_manifest(source: str, filesystem: pafs.FileSystem, path: str, patience
         return None
     for place, inside in ((posixpath.join(folder, MANIFEST), False), (f"{path}/{MANIFEST}", True)):
         try:
-            place, kind, _ = find_entries(filesystem, place, False, source, patience)
+            place, kind, entries = find_entries(filesystem, place, False, source, patience)
         except FileNotFoundError:  # beside a repository of the Hub
             continue
         if kind != pafs.FileType.File:
@@ -152,7 +152,7 @@ def _read_manifest(source: str, filesystem: pafs.FileSystem, path: str, patience
             hint = f"name one split, {path}/train or {path}/val; in a fit give the folder as data.path"
             raise RequestError(f"{source} is a prepared folder: {hint}")
         if isinstance(splits, dict) and split in splits:
-            return manifest
+            return {**manifest, "modified": entries[0].modified or 0}
     return None
 
 
@@ -195,7 +195,21 @@ def _from_manifest(
                 f"it is truncated or was changed; fetch it, or {start_again}"
             )
         complete.append(shard)
+    if not is_remote(source):
+        _check_newer(complete, manifest["modified"])
     return complete, manifest["vocab_size"]
+
+
+def _check_newer(shards: list[Shard], written: int) -> None:
+    """Look at the footers of shards that changed after the manifest was written, which is written last."""
+
+    def check(shard: Shard) -> None:
+        with _readable(shard), shard.open():
+            pass
+
+    newer = [shard for shard in shards if shard.digest and isinstance(shard.modified, int) and shard.modified > written]
+    with ThreadPoolExecutor(FOOTER_THREADS) as pool:
+        list(pool.map(check, newer))
 
 
 def _check_tokenizer(place: str, made_with: str, in_use: str | None) -> None:

@@ -22,7 +22,6 @@ from lm.data.catalog import MANIFEST
 from lm.data.config import DataConfig, SourceConfig
 from lm.data.loader import Assembler, Batch, Request, Stream, Windows
 from lm.data.sampler import BLOCKS_AHEAD, Order, lanes_for
-from lm.data.shard_checks import check_windows
 from lm.data.shard_statistics import token_bytes
 from lm.data.shards import Shards
 from lm.data.tokenizer import Tokenizer
@@ -174,7 +173,7 @@ class DataModule(LightningDataModule):
                 tokens = plural(shards.index.tokens, "token")
                 log.warning("data.sources %s has no validation: %s has only %s", source.name, shards.source, tokens)
                 return None
-            check_windows(shards, self.seq_len)
+            shards.check_windows(self.seq_len)
             return shards
 
     def _open(self, source: SourceConfig, split: str) -> Shards | None:

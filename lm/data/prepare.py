@@ -25,7 +25,7 @@ from lm.data.text_files import TextFile, find_files, split_by_names
 from lm.data.tokenizer import Tokenizer
 from lm.errors import Interrupted, RequestError
 from lm.system.files import write_atomically
-from lm.system.parsing import parse_json
+from lm.system.parsing import read_object
 from lm.system.units import listed, plural
 
 log = logging.getLogger(__name__)
@@ -208,7 +208,7 @@ def _difference(manifest: dict[str, Any], plan: dict[str, Any]) -> str:
 
 
 def _read_manifest(output: Path) -> dict[str, Any]:
-    manifest = parse_json((output / MANIFEST).read_bytes())
+    manifest = read_object(output / MANIFEST)
     old = {"packing": "stream", "keep_duplicates": False}  # of folders made before there were these options
     return manifest | {"options": {**old, **manifest["options"]}}
 

@@ -85,6 +85,27 @@ class Shards:
         cache = next((source.reader.cache for source in sources.values() if source.reader.cache is not None), None)
         return cls(shards, blocks, first.column, ", ".join(source.source for source in sources.values()), cache)
 
+    def check_seq_len(self, seq_len: int) -> None:
+        """RequestError if documents were packed for windows of another length."""
+        if self.packed is not None and self.packed.seq_len != seq_len:
+            raise RequestError(
+                f"{self.source}: documents were packed for samples of {self.packed.seq_len:,} tokens, and data.seq_len "
+                f"(model.decoder.max_position_embeddings) is {seq_len:,}: give --data.seq_len {self.packed.seq_len}, "
+                f"or run `lm data prepare` again with --seq_len {seq_len} and another --output"
+            )
+
+    def check_windows(self, seq_len: int) -> int:
+        """The number of windows; RequestError if it is 0."""
+        self.check_seq_len(seq_len)
+        total = int(self.index.windows(seq_len).sum())
+        if not total:
+            largest = max((block.tokens for block in self.index.blocks), default=0)
+            raise RequestError(
+                f"{self.source}: {self.index.tokens} tokens, at most {largest} of them in one block, but a window "
+                f"takes {seq_len + 1} (seq_len + 1): give more data or lower data.seq_len"
+            )
+        return total
+
     def block(self, index: int) -> Block:
         return self.index.blocks[index]
 

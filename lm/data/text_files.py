@@ -56,7 +56,6 @@ DATA_SUFFIXES = {*KINDS, ".txt", ".text"}  # of datasets, beside which the follo
 CARD_TEXT = r"(readme|licen[cs]e|copying|notice|citation)([._-].*)?\.(md|txt|rst|bib)"
 CARD_JSON = r"(dataset_infos?|dataset_dict|dataset-metadata|state|croissant)\.json"
 CARD = re.compile(rf"(.*/)?({CARD_TEXT}|{CARD_JSON})", re.IGNORECASE)
-SEVERAL = "several"  # splits in one name
 
 
 @dataclass(frozen=True)
@@ -133,12 +132,10 @@ def split_by_names(files: list[TextFile]) -> list[TextFile]:
     for file, split in named:
         by_split.setdefault(split, []).append(file.name)
     shown = {split: listed(names, 3) for split, names in by_split.items()}
-    if len(by_split) == 1 or by_split.keys() <= {"train", SEVERAL, None}:
+    if len(by_split) == 1 or by_split.keys() <= {"train", None}:
         return files
     problem = ""
-    if SEVERAL in by_split:
-        problem = f"a name has several: {shown[SEVERAL]}"
-    elif 2 * len(by_split.get(None, [])) > len(files):
+    if 2 * len(by_split.get(None, [])) > len(files):
         problem = f"most names have none: {shown[None]}"
     elif by_split.keys() <= {"val", "test"}:
         problem = f"none is for training: {shown['val']}, {shown['test']}"
@@ -155,12 +152,15 @@ def split_by_names(files: list[TextFile]) -> list[TextFile]:
 
 
 def _named_split(path: str, below: int) -> str | None:
-    """The split in the name of a file, or else in that of the nearest of its folders, without the first `below`."""
+    """The split in the name of a file, or else in that of the nearest of its folders, without the first `below`.
+
+    A name with several has none.
+    """
     *folders, name = PurePosixPath(path.lower()).parts
     is_code = _split_suffixes(name)[0] in TEXT_SUFFIXES - {".txt", ".text"}
     for name in reversed([*folders[below:], "" if is_code else name]):
         if splits := {SPLITS[word] for word in re.split("[^a-z]+", name) if word in SPLITS}:
-            return splits.pop() if len(splits) == 1 else SEVERAL
+            return splits.pop() if len(splits) == 1 else None
     return None
 
 

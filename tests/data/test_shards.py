@@ -18,7 +18,6 @@ from shard_files import all_tokens, write_folder, write_manifest, write_rows, wr
 from lm.data.catalog import describe_difference
 from lm.data.overlap import common_file
 from lm.data.parquet import BadBlock
-from lm.data.shard_checks import check_windows
 from lm.data.shards import Shards
 from lm.errors import RequestError, RunError
 
@@ -211,7 +210,7 @@ def test_no_flipped_byte_and_no_cut_of_a_shard_goes_unseen(tmp_path):
 
 
 def test_a_shard_that_was_replaced_by_one_as_long_is_found(tmp_path):
-    """When it is first read; in anyone's folder by its footer, before any work."""
+    """Before any work where its time tells, at the latest when it is first read; in anyone's folder by its footer."""
     ids = np.random.default_rng(0).integers(0, 2**16, 300).astype(np.uint16)
     paths = [tmp_path / "train/00000.parquet", tmp_path / "other.parquet"]
     digests = [write_shard(path, tokens) for path, tokens in zip(paths, (ids, ids[::-1].copy()))]
@@ -220,8 +219,12 @@ def test_a_shard_that_was_replaced_by_one_as_long_is_found(tmp_path):
     before = Shards.open(str(tmp_path / "train")).fingerprint()
     by_footer = Shards.open(str(paths[0])).fingerprint()
     paths[1].rename(paths[0])
+    old = (tmp_path / "manifest.json").stat().st_mtime_ns - 10**9
+    os.utime(paths[0], ns=(old, old))
     with pytest.raises(BadBlock, match="00000.parquet.*its footer is not the one"):
         Shards.open(str(tmp_path / "train")).read(0)
+    os.utime(paths[0])
+    refuses("00000.parquet.*its footer is not the one", tmp_path / "train")
     difference = describe_difference(by_footer, Shards.open(str(paths[0])).fingerprint())
     assert difference == "00000.parquet is as long as it was and holds something else"
     write_manifest(tmp_path, 2**16, digests[1:])  # prepared again, from other texts
@@ -246,8 +249,8 @@ def test_a_source_without_shards_is_refused(tmp_path):
         Shards.open([])
     shards = Shards.open(str(write_rows(tmp_path / "a.parquet", ROWS)))
     with pytest.raises(RequestError, match=r"9 tokens, at most 9 .* one block, but a window takes 10 \(seq_len"):
-        check_windows(shards, 9)
-    assert check_windows(shards, 8) == 1
+        shards.check_windows(9)
+    assert shards.check_windows(8) == 1
 
 
 def test_shards_that_another_tokenizer_made_are_refused(tmp_path):
@@ -305,7 +308,7 @@ def test_windows_run_across_the_files_of_a_split(tmp_path):
     tokens = np.concatenate(runs)
     shards = Shards.open(str(tmp_path), vocab_size=1000)
     assert np.array_equal(all_tokens(shards), tokens) and len(shards.index.blocks) == 1
-    windows = check_windows(shards, 64)
+    windows = shards.check_windows(64)
     assert windows == (len(tokens) - 1) // 64 and shards.index.left_over(64) == len(tokens) - 64 * windows - 1 <= 63
     names = np.repeat([f"{number:03d}" for number in range(400)], [shard.tokens for shard in shards.fingerprint()])
     for place in (0, 1, 100, len(tokens) // 2, len(tokens) - 1):
@@ -444,7 +447,7 @@ def test_masks_and_labels_of_another_kind_are_refused_before_any_work(tmp_path, 
 def test_shards_without_a_token_are_refused(tmp_path, rows, columns, pad_id):
     write_rows(tmp_path / "a.parquet", rows, columns=columns)
     with pytest.raises(RequestError, match=f"{tmp_path}: 0 tokens, at most 0 of them"):
-        check_windows(Shards.open(str(tmp_path), pad_id=pad_id), 3)
+        Shards.open(str(tmp_path), pad_id=pad_id).check_windows(3)
 
 
 PADDED = [[5, 6, 7, 0, 0, 0, 0, 0], [5, 0, 0, 0, 0, 0, 0, 0], [1, 2, 3, 4, 5, 6, 7, 8], [0, 9, 0, 4, 5, 0, 0, 0]]

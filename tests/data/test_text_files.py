@@ -268,7 +268,7 @@ def test_flat_ids_of_a_large_vocabulary_have_four_bytes(tmp_path):
         (["train.txt"], [None]),
         (["val.txt"], [None]),
         (["train.py", "val.py", "test_a.py"], [None, None, None]),
-        (["train_val.txt", "val.txt"], [None, None]),
+        (["train_val.txt", "val.txt"], ["train", "val"]),
     ],
 )
 def test_names_decide_the_split_if_most_of_them_have_one(names, splits):
