@@ -245,8 +245,6 @@ def _command(arguments: Sequence[str]) -> Command | None:
 
 def _unknown_command(arguments: list[str]) -> str:
     """The message for a command that does not exist, with what was meant."""
-    from lm.system.removed_options import REMOVED_COMMANDS
-
     for start in range(len(arguments) if arguments[0].startswith("-") else 0):
         if command := _command(arguments[start:]):
             words = command.name.split()
@@ -254,8 +252,6 @@ def _unknown_command(arguments: list[str]) -> str:
             return f"the command comes before its options: `lm {typed}`"
     if arguments[0].partition("=")[0] in ("-c", "--config"):
         return f"the command comes first: `lm {shlex.join(['fit', *arguments])}`"
-    if replacement := REMOVED_COMMANDS.get(arguments[0]):
-        return f"no command {arguments[0]!r}; {replacement}"
     typed, options = " ".join(arguments[:2]), arguments[2:]
     close = get_close_matches(typed, [name for name in COMMANDS if " " in name], 1, cutoff=0.8)
     if not close:

@@ -19,7 +19,6 @@ from lm.data.config import PrepareOptions
 from lm.data.document_ends import describe_ends
 from lm.data.parquet import Column
 from lm.data.prepare import plan_only, prepare, prepare_part
-from lm.data.shard_checks import check_seq_len
 from lm.data.shard_index import IndexedShard, write_index
 from lm.data.shard_statistics import padding_fraction
 from lm.data.shards import Shards
@@ -183,7 +182,7 @@ def _recorded_splits(file: Path) -> dict[str, Any]:
 
 def _counts(shards: Shards, seq_len: int, recorded: dict[str, Any] | None) -> dict[str, Any]:
     """Counts of one split, with the samples of a context; documents and bytes if the manifest records them."""
-    check_seq_len(shards, seq_len)
+    shards.check_seq_len(seq_len)
     files, index = shards.fingerprint(), shards.index
     size = sum(file.size for file in files)
     counts: dict[str, Any] = {"tokens": index.tokens, "shards": len(files), "file_bytes": size}

@@ -18,7 +18,7 @@ from lm.inference.completion import Written, gather_texts, generate_text
 from lm.inference.generation import Reason
 from lm.inference.pretrained import Pretrained, load_pretrained
 from lm.inference.sampling import Sampling
-from lm.inference.steps import Step, check_step
+from lm.inference.steps import Step
 from lm.runs.resume import chosen_model
 from lm.system.hardware import device_name
 from lm.system.process import harmless
@@ -80,7 +80,6 @@ def choose_step(model: Pretrained, compile: Compile) -> tuple[str, Step]:
     mode = compile
     if compile == "auto":
         mode = "cuda_graphs" if model.device.type == "cuda" else "none"
-    check_step(STEPS[mode], model.device)
     log.info("%s, %s; %s; compile %s", device_name(model.device), dtype_name(model), model.kernels, mode)
     return mode, STEPS[mode]
 

@@ -41,9 +41,9 @@ class BlockReader:
         return _join([self.read_part(part) for part in parts])
 
     def read_part(self, part: Part) -> Tokens:
-        if not is_remote(part.file):
+        if self.cache is None or not is_remote(part.file):
             return self._decode(part)
-        return self._fetch(part) if self.cache is None else self._read_cached(part, self.cache)
+        return self._read_cached(part, self.cache)
 
     def _decode(self, part: Part) -> Tokens:
         """Read a part, row group by row group, so that errors name the damaged one."""
@@ -66,13 +66,6 @@ class BlockReader:
             raise explain_damage(where, error) from error
         return _join(groups)
 
-    def _fetch(self, part: Part) -> Tokens:
-        try:
-            return self._decode(part)
-        except BadBlock:  # it may have been damaged in transit: fetch it once more
-            self._footers.pop(part.file, None)
-            return self._decode(part)
-
     # ---- cache of remote parts: entries are ids, or records of ids and targets --------------------------------------
 
     def _read_cached(self, part: Part, cache: "BlockCache") -> Tokens:
@@ -81,7 +74,7 @@ class BlockReader:
         if shard.labels:
             dtype = np.dtype([("id", dtype), ("target", bool)])
         if not cache.fits(part.tokens * dtype.itemsize):
-            return self._fetch(part)
+            return self._decode(part)
         padding = () if column.pad_id is None else (column.pad_id, column.eos_id)
         content = (shard.file, shard.size, shard.modified, shard.digest, tuple(part.row_groups))
         key = cache.key(*content, column.name, column.dtype.name, *padding)
@@ -99,7 +92,7 @@ class BlockReader:
         with cache.reserve(key, shard.patience):
             if (tokens := find()) is not None:  # another reader has stored it while this one waited
                 return tokens
-            tokens = self._fetch(part)
+            tokens = self._decode(part)
             entry = tokens.ids
             if shard.labels:
                 entry = np.empty(part.tokens, dtype)

@@ -27,11 +27,10 @@ from lm.data.parquet import (
     Column,
     PackedRows,
     footer_digest,
-    parse_footer,
     read_footer,
 )
 from lm.errors import RequestError, RunError, first_line
-from lm.system.files import PATIENCE, is_denied, is_remote, unreadable
+from lm.system.files import PATIENCE, is_remote
 from lm.system.parsing import parse_json
 from lm.system.sources import find_entries, list_files, open_file
 from lm.system.units import listed
@@ -70,7 +69,7 @@ class Shard:
                 digest = footer_digest(content)
                 if self.digest not in (None, digest):  # never parsed: Arrow does not survive all damage to a footer
                     raise pa.ArrowInvalid("its footer is not the one that it had when it was written")
-                footer = parse_footer(content)
+                footer = pq.read_metadata(pa.BufferReader(content))
             yield pq.ParquetFile(handle, metadata=footer, page_checksum_verification=True), digest
 
 
@@ -89,10 +88,7 @@ def find_shards(
     files, manifest = listing.files, None
     if listing.is_folder:
         files = {name: file for name, file in files.items() if SUFFIX.search(name) and not HIDDEN.search(name)}
-        try:
-            manifest = _read_manifest(source, listing.filesystem, listing.path, patience)
-        except OSError as error:
-            raise RequestError(f"{source}: its manifest cannot be read ({first_line(error)})") from error
+        manifest = _read_manifest(source, listing.filesystem, listing.path, patience)
         if not files and manifest is None:
             command = f"`lm data prepare --input {source} --output data/NAME`"
             raise RequestError(
@@ -168,29 +164,21 @@ def _from_manifest(
     place, start_again = f"{folder}/manifest.json", f"remove {folder} and run `lm data prepare` again"
     if manifest["layout"] != LAYOUT:
         raise RequestError(f"{place}: layout {manifest['layout']!r} is not {LAYOUT}; made by another version of lm?")
-    try:
-        facts = manifest["splits"][split]
-        entries = {str(entry["file"]): entry for entry in facts["shards"]}
-        counts = {file: tuple(map(int, entry["row_groups"])) for file, entry in entries.items()}
-        sizes = {file: entry["size"] for file, entry in entries.items()}
-        stored = sum(map(sum, counts.values()))
-        packed = PackedRows(*map(int, manifest["packed"])) if manifest.get("packed") else None
-        if not entries or (stored < facts["tokens"] if packed else stored != facts["tokens"]):
-            raise ValueError("row groups do not add up to the tokens of the split")
-        text_ratio = facts["bytes"] / counted if (counted := facts.get("token_bytes")) else None
-        tokenizer, vocab_size = str(manifest["tokenizer"]), int(manifest["vocab_size"])
-        column_name = manifest["column"]
-    except (KeyError, TypeError, ValueError) as error:
-        raise RequestError(f"{place} is damaged ({error!r}); {start_again}") from error
+    facts = manifest["splits"][split]
+    entries = {entry["file"]: entry for entry in facts["shards"]}
+    if sum(sum(entry["row_groups"]) for entry in facts["shards"]) < facts["tokens"]:
+        raise RequestError(f"{place} is damaged: its row groups have fewer tokens than the split; {start_again}")
+    packed = PackedRows(*manifest["packed"]) if manifest.get("packed") else None
+    text_ratio = facts["bytes"] / counted if (counted := facts.get("token_bytes")) else None
     files = {f"{split}/{shard.name}": replace(shard, text_ratio=text_ratio, packed=packed) for shard in shards}
     if missing := entries.keys() - files.keys():
         raise RequestError(f"{place} lists {min(missing)!r}, which is missing; fetch it, or {start_again}")
     if others := files.keys() - entries.keys():
         raise RequestError(f"shard {files[min(others)].file} is not in its manifest; move it away")
     column = shards[0].column
-    if column_name != column.name:
-        raise RequestError(f"{place}: the token column is {column_name!r}, not {column.name!r}; set `column`")
-    _check_tokenizer(source, tokenizer, tokenizer_sha256)
+    if manifest["column"] != column.name:
+        raise RequestError(f"{place}: the token column is {manifest['column']!r}, not {column.name!r}; set `column`")
+    _check_tokenizer(source, manifest["tokenizer"], tokenizer_sha256)
     eos_id = manifest.get("eos_id")
     if None not in (eos_id, column.eos_id) and eos_id != column.eos_id:
         raise RequestError(
@@ -199,17 +187,17 @@ def _from_manifest(
         )
     complete = []
     for file, entry in entries.items():
-        digest, padding = entry.get("digest"), entry.get("padding")
-        shard = replace(files[file], row_groups=counts[file], digest=digest, padding=padding)
-        if shard.size != sizes[file]:
+        counts, digest, padding = tuple(entry["row_groups"]), entry.get("digest"), entry.get("padding")
+        shard = replace(files[file], row_groups=counts, digest=digest, padding=padding)
+        if shard.size != entry["size"]:
             raise RequestError(
-                f"shard {shard.file} has {shard.size} bytes where the manifest says {sizes[file]}: "
+                f"shard {shard.file} has {shard.size} bytes where the manifest says {entry['size']}: "
                 f"it is truncated or was changed; fetch it, or {start_again}"
             )
         complete.append(shard)
     if not is_remote(source):
         _check_newer(complete, manifest["modified"])
-    return complete, vocab_size
+    return complete, manifest["vocab_size"]
 
 
 def _check_newer(shards: list[Shard], written: int) -> None:
@@ -254,10 +242,8 @@ def _readable(shard: Shard) -> Iterator[None]:
     """Before any work, a shard that cannot be read is a wrong request; not what a store may answer later."""
     try:
         yield
-    except RunError as error:
-        if isinstance(error, BadBlock) or is_denied(error.__cause__):
-            raise RequestError(str(error)) from error
-        raise
+    except BadBlock as error:
+        raise RequestError(str(error)) from error
     except DAMAGE as error:
         raise RequestError(str(explain_damage(f"shard {shard.file}", error))) from error
 
@@ -266,7 +252,7 @@ def explain_damage(where: str, error: Exception) -> RunError:
     """What a failed read means: damage, a file that is not there, or a machine that could not read it."""
     reason = first_line(error)
     if isinstance(error, FileNotFoundError) or getattr(error, "errno", None) not in (None, EIO):
-        return unreadable(where, error)
+        return RunError(f"{where}: cannot be read ({reason})")
     if isinstance(error, MemoryError):  # never skipped: the next time there may be enough
         return RunError(f"{where}: not enough memory to decode it ({reason}), unless the file is damaged")
     return BadBlock(

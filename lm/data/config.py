@@ -6,7 +6,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
 from pathlib import Path
-from threading import TIMEOUT_MAX
 from typing import Literal
 
 from lm.errors import RequestError, require, require_at_least
@@ -130,8 +129,6 @@ def check_mixture(sources: Sequence[SourceConfig], phases: Sequence[PhaseConfig]
         check_local_path(f"{where}: path", source.path or "", "give train, val and tokenizer, which may be URLs")
         if source.train is not None and source.tokenizer is None:
             raise RequestError(f"{where}: train needs a tokenizer, the tokenizer.json that its shards were made with")
-        if source.max_epochs is not None and not source.max_epochs > 0:
-            raise RequestError(f"{where}: max_epochs {source.max_epochs} must be above 0; null is no limit")
     changes = [("data.sources", 0, {source.name: source.weight for source in sources})]
     changes += [(f"data.phases from {phase.tokens:,} tokens", phase.tokens, phase.weights) for phase in phases]
     for place, _, weights in changes:
@@ -225,8 +222,6 @@ class DataConfig:
         check_local_path("data.path", self.path or "", urls)
         names = ("seq_len", "micro_batch_size", "global_batch_tokens", "val_tokens", "shuffle_buffer")
         require_at_least(1, "data.", **{name: getattr(self, name) for name in names})
-        if not 0 < self.timeout <= TIMEOUT_MAX / 2:  # which leaves room to add to it
-            raise RequestError(f"data.timeout {self.timeout:g} is a number of seconds: more than 0")
 
 
 def is_prepared(data: DataConfig) -> bool:

@@ -22,7 +22,6 @@ from lm.data.catalog import MANIFEST
 from lm.data.config import DataConfig, SourceConfig
 from lm.data.loader import Assembler, Batch, Request, Stream, Windows
 from lm.data.sampler import BLOCKS_AHEAD, Order, lanes_for
-from lm.data.shard_checks import check_buffer, check_windows
 from lm.data.shard_statistics import token_bytes
 from lm.data.shards import Shards
 from lm.data.tokenizer import Tokenizer
@@ -39,7 +38,6 @@ log = logging.getLogger(__name__)
 
 BLOCKS_IN_BUFFER = 8  # at least; small shards are joined into larger blocks only up to this, so that several are mixed
 SOURCES_IN_BUFFER = 8  # each source of a mixture shuffles with 1/8 of the buffer, so with more sources it grows
-MAX_LEFT_OVER = 0.01  # fraction of the tokens; a warning from there on
 
 
 class DataModule(LightningDataModule):
@@ -92,9 +90,11 @@ class DataModule(LightningDataModule):
 
         for source in missing:
             where = f"data.sources {source.name}: {source.path}" if self.mixed else f"data.path {source.path}"
+            others = [other.tokenizer or other.path for other in self.sources if other is not source]
+            tokenizer = next(iter(others), "bpe")
+            command = f"`lm data prepare --input TEXTS --output {source.path} --tokenizer {tokenizer}`"
             or_give = "" if self.mixed else ", or give --data.prepare.input TEXTS to make it here"
-            command = None if options else self._preparation(source) + or_give
-            check_folder(Path(source.path), where, command)
+            check_folder(Path(source.path), where, None if options else command + or_give)
         if options is None or self.options.path is None:
             return
         options.output = self.options.path
@@ -156,19 +156,12 @@ class DataModule(LightningDataModule):
             with self._errors_of(source):
                 tokenizers.append(Tokenizer.load(source.tokenizer or source.path))
             if tokenizers[-1].sha256 != tokenizers[0].sha256:
+                first = self.sources[0]
                 raise RequestError(
-                    f"data.sources {self.sources[0].name} and {source.name} have different tokenizers: prepare the "
-                    f"texts of {source.name} again, to another folder, and give that as its path: "
-                    f"{self._preparation(source, f'-{self.sources[0].name}')}"
+                    f"data.sources {first.name} and {source.name} have different tokenizers: prepare the texts of "
+                    f"{source.name} again, to another folder, with --tokenizer {first.tokenizer or first.path}"
                 )
         return tokenizers[0]
-
-    def _preparation(self, source: SourceConfig, suffix: str = "") -> str:
-        """The command that makes the folder of a source with the tokenizer of the other sources."""
-        others = [other.tokenizer or other.path for other in self.sources if other is not source]
-        folder = Path(source.path or f"data/{source.name}")
-        options = f"--output {folder}{suffix} --tokenizer {next(iter(others), 'bpe')}"
-        return f"`lm data prepare --input TEXTS {options}`"
 
     def _open_checked(self, source: SourceConfig, split: str) -> Shards | None:
         """The shards of a source, with at least one sample; None if it has no such split."""
@@ -180,9 +173,7 @@ class DataModule(LightningDataModule):
                 tokens = plural(shards.index.tokens, "token")
                 log.warning("data.sources %s has no validation: %s has only %s", source.name, shards.source, tokens)
                 return None
-            check_windows(shards, self.seq_len, self._limit(split))
-            if split == "train" and not self.mixed:  # the buffer of a mixture grows with the sources
-                check_buffer(shards, self.options.shuffle_buffer)
+            shards.check_windows(self.seq_len)
             return shards
 
     def _open(self, source: SourceConfig, split: str) -> Shards | None:
@@ -232,15 +223,6 @@ class DataModule(LightningDataModule):
         problems = [(self.shared, "take the texts that are in both out of one of them")] if self.shared else []
         train = self.by_source.get("train", {}).values()
         problems += filter(None, (describe_ends(shards, self.tokenizer) for shards in train))
-        for split, index in ((split, shards.index) for split, shards in self.shards.items()):
-            left_over = index.left_over(self.seq_len)
-            if left_over > MAX_LEFT_OVER * index.tokens:
-                blocks = plural(len(index.blocks), "block")
-                problem = (
-                    f"{split}: {left_over:,} of {index.tokens:,} tokens, {left_over / index.tokens:.1%}, are in no "
-                    f"sample of {self.seq_len:,} + 1: they are left over at the ends of {blocks}"
-                )
-                problems.append((problem, "lower data.seq_len"))
         return problems
 
     @property

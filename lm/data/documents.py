@@ -12,13 +12,13 @@ import lzma
 import re
 import zlib
 from collections.abc import Iterable, Iterator, Sequence
-from shlex import quote
 from typing import NamedTuple
 
 import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
+from lm.data.parquet import COLUMN
 from lm.data.text_files import TEXT_KEY, TextFile, find_files
 from lm.data.token_files import read_ids
 from lm.data.tokenizer import Tokenizer
@@ -26,11 +26,7 @@ from lm.errors import LmError, RequestError, RunError, first_line
 
 PIECE = 2**20  # characters of a text that are encoded at once; `tokenizers` needs 200 bytes for each
 PARQUET_ROWS = 256  # decoded at once; some million characters for usual documents
-AS_THEY_ARE = {
-    "parquet": "token ids are trained on as they are: --data.train",
-    "arrow": "token ids are trained on as they are, from Parquet: datasets.load_from_disk('FOLDER').to_parquet("
-    "'ids.parquet') makes it, for --data.train",
-}
+AS_THEY_ARE = "token ids in Parquet are trained on as they are: --data.train"
 SURROGATE = re.compile("[\ud800-\udfff]")
 
 
@@ -81,10 +77,7 @@ def read_pieces(
     except LmError:
         raise
     except (pa.ArrowException, OSError, EOFError, lzma.LZMAError, zlib.error, UnicodeDecodeError) as error:
-        fix = "is it damaged or truncated?"
-        if "too much memory" in str(error):
-            fix = f"its window is above 128 MiB: `zstd -d --rm --long=31 {quote(file.name)}` unpacks it"
-        raise RunError(f"{file.name} cannot be read ({first_line(error)}); {fix}") from error
+        raise RunError(f"{file.name} cannot be read ({first_line(error)}); is it damaged or truncated?") from error
 
 
 def _cut(chunks: Iterable[str]) -> Iterator[tuple[str, bool]]:
@@ -189,26 +182,22 @@ def _check_column(file: TextFile, schema: pa.Schema, column: str) -> None:
     kind = schema.field(column).type
     kind = kind.value_type if pa.types.is_dictionary(kind) else kind
     if not (pa.types.is_string(kind) or pa.types.is_large_string(kind) or pa.types.is_string_view(kind)):
-        fix = AS_THEY_ARE[file.kind] if pa.types.is_nested(kind) else f"give another with {TEXT_KEY}"
+        fix = AS_THEY_ARE if pa.types.is_nested(kind) else f"give another with {TEXT_KEY}"
         raise RunError(f"{file.name}: column {column!r} is not text but {kind}; {fix}")
 
 
 def _check_name(file: TextFile, names: Sequence[str], column: str) -> None:
     if column not in names:
+        hint = f"; {AS_THEY_ARE}" if COLUMN in names else ""
         raise RunError(
             f"{file.name} has no column {column!r} among {', '.join(map(repr, names))}; name the one with text by "
-            f"{TEXT_KEY}; {AS_THEY_ARE.get(file.kind, '')}".removesuffix("; ")
+            f"{TEXT_KEY}{hint}"
         )
 
 
 def _texts(file: TextFile, values: pa.Array, row: int, column: str) -> Iterator[tuple[str, str]]:
     """The texts of a part of a column, which begins at a row of the file."""
-    try:
-        texts = values.to_pylist()
-    except UnicodeDecodeError as error:
-        row += values.cast(pa.binary()).to_pylist().index(error.object)
-        raise RunError(f"{file.name}, row {row}: column {column!r} is not UTF-8 ({error})") from error
-    for row, text in enumerate(texts, start=row):
+    for row, text in enumerate(values.to_pylist(), start=row):
         if text is None:
             raise RunError(f"{file.name}, row {row}: column {column!r} is null; leave such rows out")
         yield f"{file.name}, row {row}", text

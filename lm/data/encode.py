@@ -35,7 +35,7 @@ from lm.data.parquet import PackedRows
 from lm.data.shard_writer import ROW_GROUP_TOKENS, ShardWriter
 from lm.data.text_files import TextFile
 from lm.data.tokenizer import Tokenizer
-from lm.errors import RequestError, RunError
+from lm.errors import RunError
 from lm.system.files import atomic_file, write_atomically
 from lm.system.hardware import allowed_cores
 
@@ -268,8 +268,6 @@ def _copy_packed(writer: ShardWriter, slices: Sequence[Slice], folder: Path, pac
     ends = np.concatenate([np.flatnonzero(ids == eos_id) + 1 + begin for ids, begin in zip(parts, begins)])
     lengths = np.diff(ends, prepend=0)
     with_text = lengths > 1  # the rest of a cut document may be only its end
-    if not with_text.any():
-        raise RequestError("there is too little text to hold some out: give more, or --val_fraction 0")
     packing = pack_documents((ends - lengths)[with_text], ends[with_text], seq_len)
     group_rows = max(1, ROW_GROUP_TOKENS // (seq_len + 1))
     edges = np.arange(0, packing.rows[-1] + 1 + group_rows, group_rows)

@@ -19,14 +19,11 @@ from typing import Any
 import numpy as np
 
 from lm.data.tokenizer import Tokenizer
-from lm.data.tokenizer_training import WORDS
 from lm.errors import first_line
 
 log = logging.getLogger(__name__)
 
 PASSAGE = 1000  # characters of a batch that are encoded twice
-# WORDS as earlier versions wrote it, which `gigatoken` does not know.
-OLD_WORDS = WORDS.replace("(?i:'s|'t|'re|'ve|'m|'ll|'d)", "(?i:'[sdmt]|'ll|'ve|'re)")
 # At least one of every kind that a pattern can distinguish: letters of contractions, digits, blanks, line ends, signs,
 # a combining mark.
 KINDS = "sLé\u4e001\u0663\u00b2 \t\n\r\v\x1c\u0085\u3000'._\u0301"
@@ -66,11 +63,10 @@ def _fast_encoder(tokenizer: Tokenizer) -> Any:
     if not tokenizer.byte_level or not _is_plain_bpe(tokenizer):
         return None
     description = {**tokenizer.description, "added_tokens": [], "post_processor": None}  # a text has no special tokens
-    written = json.dumps(description).replace(json.dumps(OLD_WORDS), json.dumps(WORDS))  # the same words
     try:
         import gigatoken
 
-        fast = gigatoken.Tokenizer.from_json(written)
+        fast = gigatoken.Tokenizer.from_json(json.dumps(description))
     except (ImportError, ValueError, RuntimeError) as error:
         log.info("encoding with tokenizers, which takes longer than gigatoken: %s", first_line(error))
         return None

@@ -22,7 +22,6 @@ from lm.data.blocks import BLOCK_TOKENS
 from lm.data.config import TIMEOUT
 from lm.data.parquet import IGNORED, Tokens
 from lm.data.sampler import BLOCKS_AHEAD, Order
-from lm.data.shard_checks import check_seq_len
 from lm.data.shards import Shards
 from lm.errors import DataError, RunError
 from lm.system.process import reader_pool
@@ -154,8 +153,6 @@ class Stream(IterableDataset):
         shuffle_buffer: int | None = None,
         timeout: float = TIMEOUT,
     ) -> None:
-        if global_batch % world:
-            raise ValueError(f"global_batch {global_batch} is not a multiple of {world} ranks")
         self.shards, self.order, self.seq_len, self.start = shards, order, seq_len, start
         self.global_batch, self.rank, self.world = global_batch, rank, world
         self.buffer = shuffle_buffer or (order.lanes + BLOCKS_AHEAD) * shards.index.largest.tokens
@@ -226,7 +223,6 @@ class Assembler:
         timeout: float = TIMEOUT,
     ) -> None:
         self.shards, self.seq_len = shards, seq_len
-        check_seq_len(shards, seq_len)
         self.stride = shards.index.stride(seq_len)
         self.buffer = BlockBuffer(shards, capacity, timeout)
         self.located = _locate_many(order, requests)

@@ -23,14 +23,13 @@ from lm.data.config import LEARNED, PrepareOptions
 from lm.data.preparation import PARTS, Preparation
 from lm.data.text_files import TextFile, find_files, split_by_names
 from lm.data.tokenizer import Tokenizer
-from lm.errors import Interrupted, LmError, RequestError
+from lm.errors import Interrupted, RequestError
 from lm.system.files import write_atomically
-from lm.system.parsing import parse_json
-from lm.system.units import format_bytes, listed, plural
+from lm.system.parsing import read_object
+from lm.system.units import listed, plural
 
 log = logging.getLogger(__name__)
 
-TOKENS_PER_BYTE = 0.22  # a token of 32,768 has 4.5 bytes of program sources, and 2 bytes or more on the disk
 VAL_BYTES = 80_000  # of text, 10,000 tokens or more; a loss over fewer is mostly noise
 CHANGED = ("Aa", "é", "a.b", "a  b", "a\nb")  # by tokenizers that fold letters or insert blanks between words
 PLAN, LOCK = f"{PARTS}/plan.json", ".lock"
@@ -109,22 +108,9 @@ def _examine(options: PrepareOptions) -> tuple[PrepareOptions, list[TextFile], T
         )
     if holds_other_files(output):
         raise RequestError(f"{output} holds other files: {fix_other_files(output)}")
-    if not (output / PLAN).exists() and not (output / MANIFEST).exists():
-        _check_disk(output, files)
     if known is not None and not (output / MANIFEST).exists() and (loss := describe_loss(known)):
         log.warning("%s", loss)
     return options, files, known
-
-
-def _check_disk(output: Path, files: list[TextFile]) -> None:
-    """RequestError where the shards and the encoded units that they are copied from would not fit on the disk."""
-    tokens = TOKENS_PER_BYTE * sum(file.size * (2 if file.compression else 1) for file in files if file.kind != "flat")
-    needed, place = int(tokens * 4), next(folder for folder in (output, *output.absolute().parents) if folder.exists())
-    if needed > (free := shutil.disk_usage(place).free):
-        raise RequestError(
-            f"{output} needs about {format_bytes(needed)} for shards and encoded text, and its disk has "
-            f"{format_bytes(free)} free: give an --output on another"
-        )
 
 
 def _finished(output: Path, plan: dict[str, Any]) -> dict[str, Any] | None:
@@ -133,17 +119,15 @@ def _finished(output: Path, plan: dict[str, Any]) -> dict[str, Any] | None:
         return None
     manifest = _read_manifest(output)
     if difference := _difference(manifest, plan):
-        raise RequestError(f"{output} was made with other options or files: {difference}; {_how_to_restart(output)}")
+        restart = f"give another --output, or `rm -r {shlex.quote(str(output))}` first"
+        raise RequestError(f"{output} was made with other options or files: {difference}; {restart}")
     log.info("%s is finished with these options and files; nothing to do", output)
     return manifest
 
 
 @contextmanager
 def _only_one(output: Path) -> Iterator[None]:
-    """Lock the folder, if its file system has locks; waits while another process makes it.
-
-    Where a text is refused before anything is encoded, nothing is left: the next attempt is a new one.
-    """
+    """Lock the folder, if its file system has locks; waits while another process makes it."""
     from filelock import FileLock, Timeout  # takes a while to import
 
     output.mkdir(parents=True, exist_ok=True)
@@ -156,15 +140,7 @@ def _only_one(output: Path) -> Iterator[None]:
             stack.enter_context(lock.acquire())
         except OSError:
             log.warning("%s is on a file system without locks: start this command once at a time", output)
-        try:
-            yield
-        except LmError:
-            if all(file.suffix == ".json" for file in (output / PARTS).glob("*")):
-                shutil.rmtree(output / PARTS, ignore_errors=True)
-                (output / LOCK).unlink(missing_ok=True)
-                with suppress(OSError):  # it holds something
-                    output.rmdir()
-            raise
+        yield
 
 
 def _plan(options: PrepareOptions, files: list[TextFile], known: Tokenizer | None) -> dict[str, Any]:
@@ -219,10 +195,6 @@ def fix_other_files(path: Path) -> str:
     return f"if they are texts, `lm data prepare {options}` makes shards of them; else give another folder"
 
 
-def _how_to_restart(output: Path) -> str:
-    return f"give another --output, or `rm -r {shlex.quote(str(output))}` first"
-
-
 def _difference(manifest: dict[str, Any], plan: dict[str, Any]) -> str:
     """A description of how a manifest's options and files differ from those of a plan; empty if they do not."""
     old, new = manifest["options"], plan["options"]
@@ -236,15 +208,9 @@ def _difference(manifest: dict[str, Any], plan: dict[str, Any]) -> str:
 
 
 def _read_manifest(output: Path) -> dict[str, Any]:
-    file = output / MANIFEST
-    try:
-        manifest = parse_json(file.read_bytes())
-        if not all(isinstance(entry["name"], str) for entry in manifest["sources"]):
-            raise ValueError("a source has no name")
-        old = {"packing": "stream", "keep_duplicates": False}  # of folders made before there were these options
-        return manifest | {"options": {**old, **manifest["options"]}}
-    except (OSError, KeyError, TypeError, ValueError) as error:
-        raise RequestError(f"{file} is damaged ({error}); {_how_to_restart(output)}") from error
+    manifest = read_object(output / MANIFEST)
+    old = {"packing": "stream", "keep_duplicates": False}  # of folders made before there were these options
+    return manifest | {"options": {**old, **manifest["options"]}}
 
 
 def describe_loss(tokenizer: Tokenizer) -> str | None:

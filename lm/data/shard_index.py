@@ -44,25 +44,21 @@ def read_index(
     RequestError if the index is of other files, or of another column, padding or tokenizer.
     """
     again = f"run `lm data index {source}` again"
-    try:
-        index = parse_json(text)
-        shards = {}
-        for name, entry in index["shards"].items():
-            packed = PackedRows(*entry["packed"]) if entry["packed"] else None
-            counts = tuple(map(int, entry["row_groups"]))
-            shards[name] = IndexedShard(**{**entry, "row_groups": counts, "packed": packed})
-        if changed := sizes.items() ^ {(name, shard.size) for name, shard in shards.items()}:
-            name, _ = min(changed)
-            raise RequestError(f"{source}/{name} is new, gone or changed since the folder was indexed: {again}")
-        for option, value in _options(column).items():
-            if index[option] != value:
-                was = f"{source} was indexed with {option} {index[option]}"
-                raise RequestError(f"{was}, and here it is {value}: {again}, with the options of `data`")
-        if None not in (index["tokenizer"], tokenizer_sha256) and index["tokenizer"] != tokenizer_sha256:
-            raise RequestError(f"{source} was indexed with another tokenizer: {again}, with --tokenizer")
-        return shards, index["vocab_size"]
-    except (AttributeError, KeyError, TypeError, ValueError) as error:
-        raise RequestError(f"the index of {source} is damaged ({error!r}): {again}") from error
+    index = parse_json(text)
+    shards = {}
+    for name, entry in index["shards"].items():
+        packed = PackedRows(*entry["packed"]) if entry["packed"] else None
+        shards[name] = IndexedShard(**{**entry, "row_groups": tuple(entry["row_groups"]), "packed": packed})
+    if changed := sizes.items() ^ {(name, shard.size) for name, shard in shards.items()}:
+        name, _ = min(changed)
+        raise RequestError(f"{source}/{name} is new, gone or changed since the folder was indexed: {again}")
+    for option, value in _options(column).items():
+        if index[option] != value:
+            was = f"{source} was indexed with {option} {index[option]}"
+            raise RequestError(f"{was}, and here it is {value}: {again}, with the options of `data`")
+    if None not in (index["tokenizer"], tokenizer_sha256) and index["tokenizer"] != tokenizer_sha256:
+        raise RequestError(f"{source} was indexed with another tokenizer: {again}, with --tokenizer")
+    return shards, index["vocab_size"]
 
 
 def _options(column: Column) -> dict[str, str | int | None]:

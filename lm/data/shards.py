@@ -4,7 +4,6 @@ Input: the catalog of a source (`data/catalog`); output: blocks of ids. `data/bl
 there are, `data/block_reader` reads them. `data/sampler` is next: it maps samples to windows of blocks.
 """
 
-import logging
 from collections.abc import Collection, Hashable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
@@ -22,8 +21,6 @@ from lm.system.sources import file_identity
 
 if TYPE_CHECKING:
     from lm.data.cache import BlockCache
-
-log = logging.getLogger(__name__)
 
 
 class Shards:
@@ -72,9 +69,7 @@ class Shards:
             ids = Column(column, max(size for _, size in catalogs), pad_id, eos_id)
         distinct: dict[Hashable, Shard] = {}
         for shard in (shard for shards, _ in catalogs for shard in shards):
-            first = distinct.setdefault(file_identity(shard.file), shard)
-            if first is not shard:
-                log.info("shard %s is %s again, and counts once", shard.file, first.file)
+            distinct.setdefault(file_identity(shard.file), shard)
         shards = [replace(shard, column=ids) for shard in distinct.values()]
         blocks = cut_blocks({shard.file: shard.row_groups for shard in shards}, block_tokens)
         return cls(shards, blocks, ids, ", ".join(sources), cache)
@@ -85,18 +80,31 @@ class Shards:
         first, *others = sources.values()
         if not others:
             return first
-        owners: dict[Hashable, str] = {}  # file, whatever its path -> the source that has it
-        for name, file in ((name, file) for name, shards in sources.items() for file in shards.by_file):
-            owner = owners.setdefault(file_identity(file), name)
-            if owner != name:
-                raise RequestError(
-                    f"data.sources {owner} and {name} both hold {file}: name it in one of them; a larger weight "
-                    "repeats it more often"
-                )
         shards = [shard for source in sources.values() for shard in source.by_file.values()]
         blocks = [block for source in sources.values() for block in source.index.blocks]
         cache = next((source.reader.cache for source in sources.values() if source.reader.cache is not None), None)
         return cls(shards, blocks, first.column, ", ".join(source.source for source in sources.values()), cache)
+
+    def check_seq_len(self, seq_len: int) -> None:
+        """RequestError if documents were packed for windows of another length."""
+        if self.packed is not None and self.packed.seq_len != seq_len:
+            raise RequestError(
+                f"{self.source}: documents were packed for samples of {self.packed.seq_len:,} tokens, and data.seq_len "
+                f"(model.decoder.max_position_embeddings) is {seq_len:,}: give --data.seq_len {self.packed.seq_len}, "
+                f"or run `lm data prepare` again with --seq_len {seq_len} and another --output"
+            )
+
+    def check_windows(self, seq_len: int) -> int:
+        """The number of windows; RequestError if it is 0."""
+        self.check_seq_len(seq_len)
+        total = int(self.index.windows(seq_len).sum())
+        if not total:
+            largest = max((block.tokens for block in self.index.blocks), default=0)
+            raise RequestError(
+                f"{self.source}: {self.index.tokens} tokens, at most {largest} of them in one block, but a window "
+                f"takes {seq_len + 1} (seq_len + 1): give more data or lower data.seq_len"
+            )
+        return total
 
     def block(self, index: int) -> Block:
         return self.index.blocks[index]

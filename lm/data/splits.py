@@ -96,8 +96,6 @@ def _gather(name: str, documents: list[PartDocuments]) -> Split:
 def _cut(split: Split, val_fraction: float, tokenizer: Tokenizer, folder: Path) -> list[Split]:
     """Hold out the end of a split that has all documents, cut where a line or document ends near the fraction."""
     total, dtype = split.counts["tokens"], id_type(tokenizer.vocab_size)
-    if total < 2:
-        raise RequestError("the input is a single token: there is nothing to train on")
     edge = min(total - 1, max(1, round(total * (1 - val_fraction))))
     stops = np.cumsum([piece.stop - piece.start for piece in split.slices])
     index = int(np.searchsorted(stops, edge, side="right"))

@@ -3,7 +3,6 @@
 The first step of `lm data prepare`; `data/documents` reads them.
 """
 
-import bz2
 import gzip
 import io
 import logging
@@ -57,8 +56,6 @@ DATA_SUFFIXES = {*KINDS, ".txt", ".text"}  # of datasets, beside which the follo
 CARD_TEXT = r"(readme|licen[cs]e|copying|notice|citation)([._-].*)?\.(md|txt|rst|bib)"
 CARD_JSON = r"(dataset_infos?|dataset_dict|dataset-metadata|state|croissant)\.json"
 CARD = re.compile(rf"(.*/)?({CARD_TEXT}|{CARD_JSON})", re.IGNORECASE)
-SEVERAL = "several"  # splits in one name
-NUMBERED = re.compile(r"(.*)\d{5}-of-(\d{5})(.*)")  # one file of several
 
 
 @dataclass(frozen=True)
@@ -105,39 +102,9 @@ class TextFile:
             raise EOFError("it is empty")
         if self.compression == "gzip":
             return gzip.open(stream)
-        if self.compression == "zstd":
-            return io.BufferedReader(pa.CompressedInputStream(stream, self.compression), 2**20)
-        return io.BufferedReader(_Members(stream, self.compression), 2**20)
-
-
-class _Members(io.RawIOBase):
-    """The content of all members of a .bz2 or .xz file; `bz2.open` and `lzma.open` end at the first damaged one."""
-
-    def __init__(self, stream: io.BufferedIOBase, compression: str) -> None:
-        self._stream = stream
-        self._new = {"bz2": bz2.BZ2Decompressor, "xz": lzma.LZMADecompressor}[compression]
-        self._member = self._new()
-
-    def readable(self) -> bool:
-        return True
-
-    def readinto(self, buffer: memoryview) -> int:
-        content = b""
-        while not content:
-            if self._member.eof:  # another one follows, or padding, or nothing
-                data = self._member.unused_data.lstrip(b"\0")
-                while not data and (more := self._stream.read(2**16)):
-                    data = more.lstrip(b"\0")
-                if not data:
-                    return 0
-                self._member = self._new()
-            elif not self._member.needs_input:
-                data = b""
-            elif not (data := self._stream.read(2**16)):
-                raise EOFError("it ends inside of a member")
-            content = self._member.decompress(data, len(buffer))
-        buffer[: len(content)] = content
-        return len(content)
+        if self.compression == "xz":  # which Arrow does not know
+            return lzma.open(stream)
+        return io.BufferedReader(pa.CompressedInputStream(stream, self.compression), 2**20)
 
 
 def find_files(inputs: Sequence[str]) -> list[TextFile]:
@@ -165,12 +132,10 @@ def split_by_names(files: list[TextFile]) -> list[TextFile]:
     for file, split in named:
         by_split.setdefault(split, []).append(file.name)
     shown = {split: listed(names, 3) for split, names in by_split.items()}
-    if len(by_split) == 1 or by_split.keys() <= {"train", SEVERAL, None}:
+    if len(by_split) == 1 or by_split.keys() <= {"train", None}:
         return files
     problem = ""
-    if SEVERAL in by_split:
-        problem = f"a name has several: {shown[SEVERAL]}"
-    elif 2 * len(by_split.get(None, [])) > len(files):
+    if 2 * len(by_split.get(None, [])) > len(files):
         problem = f"most names have none: {shown[None]}"
     elif by_split.keys() <= {"val", "test"}:
         problem = f"none is for training: {shown['val']}, {shown['test']}"
@@ -187,12 +152,15 @@ def split_by_names(files: list[TextFile]) -> list[TextFile]:
 
 
 def _named_split(path: str, below: int) -> str | None:
-    """The split in the name of a file, or else in that of the nearest of its folders, without the first `below`."""
+    """The split in the name of a file, or else in that of the nearest of its folders, without the first `below`.
+
+    A name with several has none.
+    """
     *folders, name = PurePosixPath(path.lower()).parts
     is_code = _split_suffixes(name)[0] in TEXT_SUFFIXES - {".txt", ".text"}
     for name in reversed([*folders[below:], "" if is_code else name]):
         if splits := {SPLITS[word] for word in re.split("[^a-z]+", name) if word in SPLITS}:
-            return splits.pop() if len(splits) == 1 else SEVERAL
+            return splits.pop() if len(splits) == 1 else None
     return None
 
 
@@ -216,11 +184,6 @@ def _find(source: str) -> Iterator[TextFile]:
             problem = f"{source}: the folder has no text, JSON lines or Parquet files, only {kinds}"
             problem = problem if kinds else f"{source}: the folder is empty"
             raise RequestError("; ".join([problem, *fixes]))
-        numbered = Counter(match.group(1, 2, 3) for name in files if (match := NUMBERED.fullmatch(name)))
-        for (start, total, end), count in numbered.items():
-            if count < int(total):
-                missing = f"{int(total) - count} of {start}*-of-{total}{end}"
-                log.warning("%s: %s are missing; was the download stopped?", source, missing)
         suffixes = Counter(map(_suffix, files))
         if skipped or len(suffixes) > 1:
             counts = ", ".join(f"{count} {suffix}" for suffix, count in suffixes.most_common(5))
@@ -244,17 +207,15 @@ def _texts_of_folder(files: dict[str, File]) -> tuple[dict[str, File], Counter[s
     has_data = any(_split_suffixes(name)[0] in DATA_SUFFIXES and not CARD.fullmatch(name) for name in visible)
     selected, skipped = {}, Counter()
     for name in visible:
-        packed = _split_suffixes(name)[1]
+        suffix = _split_suffixes(name)[0]
         if name.startswith(tuple(prepared)):
             skipped["in prepared folders"] += 1
         elif CARD.fullmatch(name) and (has_data or name.endswith(".json")):
             skipped[posixpath.basename(name)] += 1
-        elif packed and name[: -len(packed)] in files:
-            skipped[f"{packed} of files that are there unpacked"] += 1
-        elif not _is_known(name):
-            skipped[_suffix(name)] += 1
-        else:
+        elif suffix in TEXT_SUFFIXES or KINDS.get(suffix, "flat") != "flat":
             selected[name] = files[name]
+        else:  # flat ids too, which often stand beside their text
+            skipped[_suffix(name)] += 1
     return selected, skipped
 
 
@@ -266,9 +227,3 @@ def _split_suffixes(path: str) -> tuple[str, str]:
     """`a/b.jsonl.gz` -> (`.jsonl`, `.gz`), in lower case; the second is empty where there is no compression."""
     stem, suffix = posixpath.splitext(path.lower())
     return (posixpath.splitext(stem)[1], suffix) if suffix in COMPRESSIONS else (suffix, "")
-
-
-def _is_known(path: str) -> bool:
-    """Whether a file of a folder is read; flat ids are not, since they often stand beside their text."""
-    suffix = _split_suffixes(path)[0]
-    return suffix in TEXT_SUFFIXES or KINDS.get(suffix, "flat") != "flat"

@@ -71,18 +71,13 @@ def evaluate_items(
     """The outcomes of the items at `indices`. A step takes all of these items, so that their rows share batches."""
     context = config_of(decoder).max_position_embeddings
     prompts = [tokenize(task.kind, render(task, items, index), tokenizer, context, begin) for index in indices]
-    scores = _score_prompts(decoder, prompts, batch_tokens)
-    outcomes = []
-    for index, prompts_of_item, scores_of_item in zip(indices, prompts, scores, strict=True):
-        outcomes.append(decide(task.kind, items[index], prompts_of_item, scores_of_item))
-    return outcomes
-
-
-def _score_prompts(decoder: nn.Module, prompts: Sequence[Sequence[Prompt]], batch_tokens: int) -> list[list[Score]]:
-    """A score for each prompt of each item."""
     rows = [prompt for prompts_of_item in prompts for prompt in prompts_of_item]
     scores = iter(score(decoder, [row.ids for row in rows], [row.start for row in rows], batch_tokens))
-    return [list(islice(scores, len(prompts_of_item))) for prompts_of_item in prompts]
+    outcomes = []
+    for index, prompts_of_item in zip(indices, prompts, strict=True):
+        scores_of_item = list(islice(scores, len(prompts_of_item)))
+        outcomes.append(decide(task.kind, items[index], prompts_of_item, scores_of_item))
+    return outcomes
 
 
 def decide(kind: Kind, item: Item, prompts: Sequence[Prompt], scores: Sequence[Score]) -> Outcome:
@@ -238,11 +233,12 @@ def _result(task: Task, outcomes: Sequence[Outcome]) -> TaskResult:
 
 
 def check_items(task: Task, max_items: int | None) -> None:
-    """Raise RequestError if `max_items` is too few for the task's few-shot examples and a question."""
-    if max_items is not None and max_items <= task.num_fewshot:
+    """Raise RequestError if a task has too few items for its few-shot examples and a question."""
+    items = len(chosen_items(task, max_items))
+    if items <= task.num_fewshot:
         raise RequestError(
-            f"task {task.label!r}: max_items {max_items} must be at least {task.num_fewshot + 1}: a question "
-            f"and its {task.num_fewshot} few-shot examples"
+            f"task {task.label!r}: {items} items are too few for {task.num_fewshot} few-shot examples and a question; "
+            "lower num_fewshot, or raise max_items"
         )
 
 

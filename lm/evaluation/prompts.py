@@ -23,7 +23,6 @@ from typing import NamedTuple
 import numpy as np
 
 from lm.data.tokenizer import Begin, Tokenizer
-from lm.errors import RequestError
 from lm.evaluation.tasks import Item, Kind, Task
 
 SHUFFLE_SEED = 1337  # to shuffle the items, so that the first of them are a random sample
@@ -64,11 +63,6 @@ def render(task: Task, items: Sequence[Item], index: int) -> list[tuple[str, str
     delimiter, examples = task.continuation_delimiter, ""
     if task.num_fewshot:
         others = [item for item in items if item != items[index]]
-        if len(others) < task.num_fewshot:
-            raise RequestError(
-                f"task {task.label!r}: only {len(others)} items differ from {str(items[index])[:50]}, and it has "
-                f"{task.num_fewshot} few-shot examples; lower num_fewshot"
-            )
         for item in random.Random(EXAMPLES_SEED + index).sample(others, task.num_fewshot):
             question, answer = _answers(task, item)[0 if task.kind == "language_modeling" else item["gold"]]
             examples += f"{question}{delimiter}{answer}\n\n"

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from lm.errors import RequestError, RunError
 from lm.inference.sampling import Sampling
-from lm.inference.steps import Step, check_step, make_stepper
+from lm.inference.steps import Step, make_stepper
 from lm.model.build import config_of
 from lm.model.decoder import evaluating
 
@@ -56,7 +56,6 @@ def generate(
         step: `cuda_graph` replays the steps as a CUDA graph, see `steps`; `dynamic` does not.
     """
     device, context = next(decoder.parameters()).device, config_of(decoder).max_position_embeddings
-    check_step(step, device)
     if not prompts:
         return
     rows = [list(prompt) for prompt in prompts]
@@ -121,9 +120,6 @@ def choose_tokens(logits: Tensor, sampling: Sampling, generator: torch.Generator
     return (index if ids is None else ids.gather(-1, index))[:, 0].to(logits.device)
 
 
-TOP = 1024  # tokens; sorting only these, which usually are enough, is several times faster on a CPU than sorting all
-
-
 def candidates(logits: Tensor, sampling: Sampling) -> tuple[Tensor, Tensor | None]:
     """The tokens to choose from, at a temperature above 0, on the CPU.
 
@@ -135,10 +131,7 @@ def candidates(logits: Tensor, sampling: Sampling) -> tuple[Tensor, Tensor | Non
     if top_k is None and top_p is None:
         return probabilities.cpu(), None
     vocab_size = probabilities.shape[-1]
-    weights, ids = probabilities.topk(min(top_k or TOP, vocab_size))  # (B, k), the most probable first
-    if top_p is not None and top_k is None and (weights.sum(-1) < top_p).any():  # these are not enough
-        weights, ids = probabilities.topk(vocab_size)
-    weights, ids = weights.cpu(), ids.cpu()
+    weights, ids = (part.cpu() for part in probabilities.topk(min(top_k or vocab_size, vocab_size)))  # (B, k), sorted
     if top_p is not None:
         total = 1.0 if top_k is None else weights.sum(-1, keepdim=True)
         before = weights.cumsum(-1) - weights  # sum over more probable tokens

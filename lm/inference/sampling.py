@@ -7,8 +7,6 @@ from lm.data.tokenizer import Begin
 from lm.errors import require, require_at_least
 from lm.system.units import Count
 
-MAX_SEED = 2**63 - 1  # largest seed that torch accepts
-
 
 @dataclass(frozen=True)
 class Sampling:
@@ -42,5 +40,4 @@ class Sampling:
         require_at_least(1, "", max_new_tokens=self.max_new_tokens, top_k=self.top_k)
         require(0 <= self.temperature < math.inf, f"temperature {self.temperature} must not be below 0")
         require(self.top_p is None or 0 < self.top_p <= 1, f"top_p {self.top_p} must lie in (0, 1]")
-        require(0 <= (self.seed or 0) <= MAX_SEED, f"seed {self.seed} must lie in 0 to {MAX_SEED}")
         require("" not in self.stop, "a stop string is empty: every text would end before it begins")

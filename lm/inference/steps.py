@@ -9,7 +9,6 @@ from typing import Literal
 import torch
 from torch import Tensor, nn
 
-from lm.errors import RequestError
 from lm.inference.kv_cache import CachedDecoder
 from lm.model.build import config_of
 from lm.model.decoder import Decoder
@@ -87,11 +86,3 @@ def make_stepper(model: nn.Module, rows: int, slots: int, step: Step) -> CachedD
         return UncachedModel(model, rows)
     kind = GraphedDecoder if step == "cuda_graph" else CachedDecoder
     return kind(model, rows, slots)
-
-
-def check_step(step: Step, device: torch.device) -> None:
-    """Raise RequestError if a CUDA graph is requested but not possible."""
-    kind = device.type
-    if step == "cuda_graph" and (kind != "cuda" or torch.is_autocast_enabled(kind)):
-        where = "inside torch.autocast" if kind == "cuda" else f"on {kind}"
-        raise RequestError(f"a step of generation cannot be a CUDA graph {where}")

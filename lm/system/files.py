@@ -16,14 +16,13 @@ from fnmatch import fnmatch
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from lm.errors import RequestError, RunError, first_line
+from lm.errors import RequestError
 from lm.system.parsing import parse_line
 
 log = logging.getLogger(__name__)
 
 # ---- paths -----------------------------------------------------------------------------------------------------------
 
-DENIED = r"ACCESS_DENIED|PERMISSION_DENIED|INVALID_ACCESS_KEY_ID|SIGNATURE_DOES_NOT_MATCH"  # in pyarrow's errors
 PATIENCE = 150.0  # seconds for all attempts of one read of a remote file
 URL = re.compile(r"(?P<scheme>[A-Za-z][A-Za-z0-9+.-]+):/+(?P<rest>.*)")  # `Path` leaves one of the slashes
 
@@ -46,20 +45,6 @@ def check_local_path(option: str, path: str | Path, fix: str = "write to this ma
         if url["scheme"] == "file":
             fix = f"give the path alone: /{url['rest']}"
         raise RequestError(f"{option} {url['scheme']}://{url['rest']} is a URL, and only a path works here: {fix}")
-
-
-def is_denied(error: BaseException | None) -> bool:
-    """Whether a file system or store answered that reading is not allowed."""
-    return isinstance(error, PermissionError) or isinstance(error, OSError) and bool(re.search(DENIED, str(error)))
-
-
-def unreadable(name: str, error: Exception) -> RunError:
-    """The error of a file that does not exist or may not be read."""
-    if is_denied(error):
-        return RunError(
-            f"{name}: access denied ({first_line(error)}); check its permissions, or the credentials of its store"
-        )
-    return RunError(f"{name}: cannot be read ({first_line(error)}); if it was moved or deleted, put it back")
 
 
 def check_fetched(start: bytes, name: str | Path) -> None:

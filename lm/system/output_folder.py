@@ -4,7 +4,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from lm.errors import RequestError, RunError
+from lm.errors import RequestError
 from lm.system.files import atomic_folder, check_local_path
 
 
@@ -15,12 +15,9 @@ def new_folder(target: Path) -> Iterator[Path]:
     if target.exists() and (not target.is_dir() or any(target.iterdir())):
         raise RequestError(f"--output {target} is there already and not an empty folder; choose another")
     target = target.resolve()
-    try:
-        target.parent.mkdir(parents=True, exist_ok=True)
-        with atomic_folder(target) as folder:
-            yield folder
-    except OSError as error:
-        raise RunError(f"could not write {target}: {error.strerror or error}") from error
+    target.parent.mkdir(parents=True, exist_ok=True)
+    with atomic_folder(target) as folder:
+        yield folder
 
 
 def write_new_file(target: Path, text: str) -> None:
@@ -31,8 +28,6 @@ def write_new_file(target: Path, text: str) -> None:
             file.write(text)
     except FileExistsError:
         raise RequestError(f"--output {target} is there already; give another name, or remove it") from None
-    except OSError as error:
-        raise RunError(f"could not write {target}: {error.strerror or error}") from error
 
 
 def folder_bytes(path: Path) -> int:

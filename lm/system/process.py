@@ -183,19 +183,16 @@ def leave(code: int) -> NoReturn:
 
 # ---- clock -----------------------------------------------------------------------------------------------------------
 
+_OFFSET = time.time() - time.monotonic()
+
 
 def steady_time() -> float:
-    """Seconds since 1970 that never jump: the wall clock at the first call, plus the time since then.
+    """Seconds since 1970 that never jump: the wall clock when this is imported, plus the time since then.
 
     A run writes it to its log lines, so that curves over time are right even if the wall clock is set. To judge
     another machine's heartbeat, use the wall clock.
     """
-    return _offset() + time.monotonic()
-
-
-@cache
-def _offset() -> float:
-    return time.time() - time.monotonic()
+    return _OFFSET + time.monotonic()
 
 
 # ---- start of the process --------------------------------------------------------------------------------------------

@@ -27,7 +27,7 @@ import pyarrow as pa
 import pyarrow.fs as pafs
 
 from lm.errors import LmError, RequestError, RunError, first_line
-from lm.system.files import DENIED, PATIENCE, File, atomic_folder, unreadable
+from lm.system.files import PATIENCE, File, atomic_folder
 from lm.system.parsing import parse_json
 from lm.system.process import reader_pool
 
@@ -41,7 +41,9 @@ FRESH = 60.0  # seconds in which a copy is not renewed if the store gives no tim
 FACTS = ".source.json"  # in a copy: sizes and times of the files in the store
 GCS_LIMIT, GCS_SECONDS = "retry_limit_seconds", 10  # of pyarrow's own retries, in a URL; 15 minutes if not given
 ARROW_SCHEMES = ("s3", "gs", "gcs")
-_REFUSED = rf"{DENIED}|NO_SUCH_BUCKET|HTTP status 301\)"  # what a retry cannot fix
+# What a retry cannot fix, in pyarrow's errors.
+_DENIED = "ACCESS_DENIED|PERMISSION_DENIED|INVALID_ACCESS_KEY_ID|SIGNATURE_DOES_NOT_MATCH"
+_REFUSED = rf"{_DENIED}|NO_SUCH_BUCKET|HTTP status 301\)"
 _RATE_LIMIT = re.compile(r"\br\s*=\s*0\s*;\s*t\s*=\s*(\d+)")  # in the hub's `RateLimit: "api";r=0;t=55`
 _last_warnings: dict[str, float] = {}  # kind of a warning -> when it was last logged
 _asked_until = -math.inf  # until when a store has asked not to be called
@@ -187,7 +189,7 @@ class RemoteFile(io.RawIOBase):
         try:
             return with_retries(attempt, self._name, self._patience)
         except OSError as error:
-            raise unreadable(self._name, error) from error
+            raise RunError(f"{self._name}: cannot be read ({first_line(error)})") from error
 
 
 def read_exactly(handle: pa.NativeFile, count: int, place: int = 0) -> bytearray:

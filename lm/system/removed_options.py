@@ -1,4 +1,4 @@
-"""Options and commands that earlier versions had, so that an older config or run is read, or answered in one line."""
+"""Options that earlier versions had, so that an older config or run is read, or answered in one line."""
 
 from typing import Any
 
@@ -20,34 +20,14 @@ REMOVED = {
     "trainer.detect_anomaly": (False, "gone since 0.1: call `torch.autograd.set_detect_anomaly(True)` in a callback"),
     "trainer.profiler": (None, "gone since 0.1: `lm profile` says where the time goes"),
 }
-REMOVED_COMMANDS = {
-    "average": "gone since 0.1, as it gained nothing: average what `safetensors.torch.load_file` reads",
-}
 
 
-def without_removed(text: str) -> str:
-    """The YAML of a config without the options that are gone and have their default; else it is the same text."""
-    if not any(option.rpartition(".")[2] in text for option in REMOVED):
-        return text
-    import yaml
-
-    try:
-        top = yaml.compose(text, yaml.SafeLoader)
-    except (yaml.YAMLError, RecursionError):  # which whoever reads the config says
-        return text
-    changed = False
+def drop_removed(config: Any) -> None:
+    """Remove from a parsed config the options that are gone and have their default."""
     for option, (default, _) in REMOVED.items():
         *groups, last = option.split(".")
-        place: Any = top
+        place = config
         for group in groups:
-            place = next((value for key, value in _pairs(place) if key.value == group), None)
-        for pair in _pairs(place):
-            if pair[0].value == last and yaml.safe_load(yaml.serialize(pair[1])) == default:
-                place.value.remove(pair)
-                changed = True
-    return yaml.serialize(top) if changed else text
-
-
-def _pairs(node: Any) -> list[tuple[Any, Any]]:
-    """The keys and values of a mapping."""
-    return list(node.value) if getattr(node, "id", None) == "mapping" else []
+            place = place.get(group) if isinstance(place, dict) else None
+        if isinstance(place, dict) and last in place and place[last] == default:
+            del place[last]

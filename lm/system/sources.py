@@ -61,8 +61,6 @@ def list_files(source: str, patience: float = PATIENCE) -> Listing:
         path, kind, entries = find_entries(filesystem, typed, recursive, source, patience)
     except OSError as error:
         raise RequestError(f"{source}: cannot be listed ({first_line(error)})") from error
-    except UnicodeEncodeError as error:  # Arrow accepts no such names
-        raise RequestError(f"{source}: the name {error.object!r} is not UTF-8; rename it") from error
     if kind == pafs.FileType.NotFound:
         raise RequestError(f"{source}: no such file or folder")
     if kind == pafs.FileType.File and pattern is None:

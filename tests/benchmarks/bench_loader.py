@@ -34,7 +34,6 @@ from lm.data.datamodule import SOURCES_IN_BUFFER
 from lm.data.loader import Batch, Stream
 from lm.data.mixture import Mixture, Phase
 from lm.data.sampler import BLOCKS_AHEAD, Order, lanes_for
-from lm.data.shard_checks import check_windows
 from lm.data.shard_writer import ShardWriter
 from lm.data.shards import Shards
 from lm.errors import RequestError
@@ -137,7 +136,7 @@ def _memory(folder: Path) -> dict:
     gc.collect()
     before, most = _anonymous_memory(), 0
     batches = _stream(shards)
-    for number, _ in enumerate(islice(batches, check_windows(shards, SEQ_LEN) // ROWS)):
+    for number, _ in enumerate(islice(batches, shards.check_windows(SEQ_LEN) // ROWS)):
         if number % 64 == 0:
             most = max(most, _anonymous_memory() - before)
     batches.close()

@@ -18,9 +18,8 @@ from shard_files import write_folder, write_rows
 
 from lm.data.loader import Assembler, Batch, BlockBuffer, Stream, Windows
 from lm.data.sampler import Order
-from lm.data.shard_checks import check_buffer
 from lm.data.shards import Shards
-from lm.errors import RequestError, RunError
+from lm.errors import RunError
 from lm.system import remote
 
 SEQ_LEN = 8
@@ -52,14 +51,16 @@ def reference(shards, start, count, seed=5, lanes=8):
     st.sampled_from([(1, 24), (2, 4), (3, 8), (4, 2), (6, 1), (8, 3), (2, 12), (1, 1)]),
     st.integers(0, 1000),
     st.sampled_from([1, 8, 64]),
-    st.integers(60, 2000),
+    st.integers(1, 2000),
 )
 @settings(max_examples=15, deadline=None)
 def test_ranks_micro_batches_start_and_buffer_change_nothing(shards, division, start, lanes, buffer):
-    """Interleaving the ranks' micro-batches gives the samples of each step, in order, whatever division or memory."""
+    """Interleaving the ranks' micro-batches gives the samples of each step, in order, whatever division or memory.
+
+    The memory may be less than a block.
+    """
     world, micro = division
     expected = reference(shards, start, 24 * 4, lanes=lanes)
-    buffer = max(buffer, shards.index.largest.tokens)
     rows = np.empty_like(expected)
     for rank in range(world):
         batches = iter(stream(shards, start=start, rank=rank, world=world, lanes=lanes, shuffle_buffer=buffer))
@@ -96,14 +97,6 @@ def test_memory_stays_within_the_buffer(shards, blocks, start):
         resumed = stream(shards, start=start)
         list(Assembler(shards, resumed.order, SEQ_LEN, islice(resumed.requests(), 60), capacity).batches())
     assert most[0] > 0
-
-
-def test_a_row_group_larger_than_the_buffer_and_a_step_that_does_not_divide_are_refused(shards):
-    largest = shards.index.largest
-    with pytest.raises(RequestError, match=f"{largest.file_of(0)}.*more than.*; raise data.shuffle_buffer"):
-        check_buffer(shards, largest.tokens - 1)
-    with pytest.raises(ValueError, match="global_batch 24 is not a multiple of 5 ranks"):
-        stream(shards, world=5)
 
 
 @given(st.integers(1, 5), st.integers(1, 7), st.one_of(st.none(), st.integers(1, 400)))

@@ -1,17 +1,14 @@
 """`lm data prepare`: text becomes shards that hold exactly it, whoever works on it and however often it is stopped."""
 
-import gzip
 import hashlib
 import json
 import os
 import pickle
 import random
-import re
 import signal
 import subprocess
 import sys
 import time
-from types import SimpleNamespace
 
 import numpy as np
 import pyarrow as pa
@@ -247,10 +244,6 @@ def test_character_data_of_nanogpt(tmp_path):
     assert documents(tmp_path / "out", "train") == ["ab", "\n'"] and documents(tmp_path / "out", "val") == ["bb"]
     assert (manifest["splits"]["train"]["bytes"], manifest["splits"]["val"]["bytes"]) == (4, 2)
     assert Tokenizer.load(tmp_path / "out").eos_id == 4
-    for wrong in ({"a": 0, "b": 0}, ["a"], {"ab": 1}, {}):
-        (tmp_path / "meta.json").write_text(json.dumps({"stoi": wrong}))
-        with pytest.raises(RequestError, match="meta.json: stoi"):
-            Tokenizer.load(tmp_path)
 
 
 def test_a_name_on_the_hub_is_found_in_the_cache(tmp_path, monkeypatch):
@@ -264,8 +257,6 @@ def test_a_name_on_the_hub_is_found_in_the_cache(tmp_path, monkeypatch):
         assert Tokenizer.load(name).sha256 == train_char(["ab"]).sha256
     with pytest.raises(RequestError, match="`hf download org/other tokenizer.json tokenizer_config.json`"):
         Tokenizer.load("org/other")
-    with pytest.raises(RequestError, match="is not there"):
-        Tokenizer.load("a..b")
 
 
 def test_ids_beyond_sixteen_bits_are_written_wider(tmp_path):
@@ -535,33 +526,18 @@ def test_a_folder_with_other_things_is_not_touched(tmp_path):
     ({"tokenizer": "gpt2"}, "gpt2 is not there.*`hf download gpt2 tokenizer.json tokenizer_config.json`"),
     ({"shard_tokens": Count(0)}, "shard_tokens"), ({"eos_token": "</s>"}, "--eos_token"),
     ({"tokenizer": "bep"}, r"bep is not there: did you mean bpe\? Or give"), ({"tokenizer": "chra"}, "did you mean char"),
-    ({"output": "a.jsonl"}, "--output a.jsonl is a file: give the name of a folder"), ({"input": ["empty.jsonl"]}, "no text"),
+    ({"output": "a.jsonl"}, "--output a.jsonl is a file: give the name of a folder"),
 ])  # fmt: skip
 def test_a_wrong_request_is_refused(options, message, here):
     write_jsonl(here / "a.jsonl", ["text"])
-    write_jsonl(here / "empty.jsonl", ["", ""])
     with pytest.raises(RequestError, match=message):
         prepare.prepare(PrepareOptions(**{"input": ["a.jsonl"], "output": "out", **options}))
-    assert sorted(path.name for path in here.iterdir()) == ["a.jsonl", "empty.jsonl"]
-
-
-def test_a_text_for_which_the_disk_is_too_small_is_refused_before_it_is_read(here, monkeypatch):
-    write_jsonl(here / "a.jsonl", ["text"] * 10_000)
-    monkeypatch.setattr(prepare.shutil, "disk_usage", lambda path: SimpleNamespace(free=100_000))
-    with pytest.raises(RequestError, match=r"out/deep needs about .* KiB for .*, and its disk has 97.7 KiB free"):
-        prepare.prepare(PrepareOptions(input=["a.jsonl"], output="out/deep"))
     assert [path.name for path in here.iterdir()] == ["a.jsonl"]
 
 
-def test_a_large_file_that_one_process_reads_is_said_with_its_time(tmp_path, monkeypatch, caplog):
-    caplog.set_level("INFO")
-    monkeypatch.setattr(preparation, "LARGE_UNIT", 5000)
-    monkeypatch.setattr(preparation, "ENCODED_PER_SECOND", 100)
-    (tmp_path / "a.jsonl.gz").write_bytes(
-        gzip.compress(write_jsonl(tmp_path / "a.jsonl", make_texts(300)).read_bytes())
-    )
-    run(tmp_path / "out", tmp_path / "a.jsonl.gz")
-    assert re.search(r"a.jsonl.gz is read by one process, for about [1-9]\d* minutes", caplog.text)
+def test_texts_that_are_all_empty_are_refused(tmp_path):
+    with pytest.raises(RequestError, match="the input holds no text"):
+        run(tmp_path / "out", write_jsonl(tmp_path / "empty.jsonl", ["", ""]))
 
 
 MEASURED = """

@@ -54,7 +54,7 @@ def test_the_second_epoch_comes_from_the_cache(s3, tmp_path):
         assert np.array_equal(all_tokens(shards), first) and np.array_equal(first, tokens[:500])
         [entry] = tmp_path.iterdir()
         entry.write_bytes(entry.read_bytes()[:100])  # damaged: not believed
-        with pytest.raises(RunError, match="shard s3://corpus/bare/00000.parquet: cannot be read .* moved or deleted"):
+        with pytest.raises(RunError, match="shard s3://corpus/bare/00000.parquet: cannot be read .*No such file"):
             all_tokens(shards)
     finally:
         client.put_object(Bucket="corpus", Key="bare/00000.parquet", Body=content)
@@ -95,7 +95,6 @@ def test_a_copy_of_a_remote_folder_is_made_again_when_its_files_have_changed(tmp
 
 
 def test_a_damaged_remote_shard_is_not_taken_for_a_failing_network(tmp_path):
-    """It is fetched once more, for it may have been damaged on the way, and not for as long as there is patience."""
     write_shard(tmp_path / "0.parquet", np.random.default_rng(0).integers(0, 1000, 4000, np.uint16))
     content = bytearray((tmp_path / "0.parquet").read_bytes())
     content[2000] ^= 1

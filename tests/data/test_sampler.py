@@ -4,7 +4,6 @@ import doctest
 import pickle
 
 import numpy as np
-import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -91,10 +90,3 @@ def test_lanes_fit_the_buffer_with_space_for_reading_ahead():
     assert lanes_for(2**20, 67 * 2**20) == 32
     assert lanes_for(2**20, 10 * 2**20) == 4
     assert lanes_for(2**20, 2**20) == lanes_for(2**30, 2**20) == 1
-
-
-def test_nothing_to_order_is_refused():
-    with pytest.raises(ValueError, match="at least one window"):
-        Order([0, 0], seed=1)
-    with pytest.raises(ValueError, match="lanes"):
-        Order([5], seed=1, lanes=3)

@@ -88,13 +88,6 @@ def test_an_index_of_another_reading_is_refused(options, message, folder):
         Shards.open("shards", **{"vocab_size": 11, "pad_id": 0, "eos_id": 0, **options})
 
 
-@pytest.mark.parametrize("text", ["", "{}", "[]", '{"shards": [{"name": "a"}]}', '{"shards": 3}'])
-def test_a_damaged_index_is_one_line(text, folder):
-    (folder / INDEX).write_text(text)
-    with pytest.raises(RequestError, match="the index of shards is damaged .*: run `lm data index shards` again"):
-        open_shards()
-
-
 def test_what_cannot_be_indexed_is_refused(folder, capsys):
     for path, message in (("none", "is not a folder"), ("tokenizer.json", "is not a folder"), ("s3://a/b", "is a URL")):
         assert main(["data", "index", path]) == 2

@@ -19,7 +19,7 @@ from tokenizers import AddedToken, Regex, decoders, models, normalizers, pre_tok
 from tokenizers import Tokenizer as Backend
 from transformers import AutoTokenizer
 
-from lm.data.encoder import KINDS, OLD_WORDS, Encoder, trusted_codes
+from lm.data.encoder import KINDS, Encoder, trusted_codes
 from lm.data.prepare import describe_loss
 from lm.data.tokenizer import END_OF_TEXT, UNKNOWN, Tokenizer
 from lm.data.tokenizer_training import WORDS, train_bpe, train_char
@@ -242,7 +242,6 @@ FAST = {
     "ours": BPE,
     "gpt2": with_pre_tokenizer(pre_tokenizers.ByteLevel(add_prefix_space=False)),
     "prefixed": with_pre_tokenizer(pre_tokenizers.ByteLevel(add_prefix_space=True)),
-    "ours, as it was written before": with_pre_tokenizer(sequence(OLD_WORDS)),
 }
 SLOW = {
     "possessive": with_pre_tokenizer(sequence(r"[^\r\n\p{L}\p{N}]?+\p{L}++|\p{N}++| ?[^\s\p{L}\p{N}]++|\s++")),

@@ -200,7 +200,7 @@ def test_nothing_that_goes_wrong_stops_the_training_and_its_clock_is_stopped(wor
 
 @pytest.mark.parametrize("record, words", [
     ({"tasks": ["nowhere.yaml"]}, "nowhere.yaml: no such file"),
-    ({"tasks": ["words.jsonl"], "num_fewshot": 7, "max_items": 7}, "max_items 7 must be at least 8"),
+    ({"tasks": ["words.jsonl"], "num_fewshot": 7, "max_items": 7}, "7 items are too few for 7"),
 ])  # fmt: skip
 def test_tasks_that_cannot_be_asked_end_a_fit_before_it_begins_and_are_seen_by_plan(workplace, record, words):
     lm(workplace, "data", "prepare", "--input", "texts", "--output", "data/small", "--tokenizer", "char",

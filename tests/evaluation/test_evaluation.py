@@ -145,8 +145,6 @@ def test_a_file_of_items_alone_tells_its_kind_by_its_columns(tmp_path):
     (("dataset_uri: schema.jsonl", "dataset_uri: /etc/hosts"), "leads out of"),
     (("dataset_uri: schema.jsonl", "dataset_uri: nowhere.jsonl"), "there is no nowhere.jsonl"),
     (("icl_task_type: schema", "icl_task_type: generation"), "'generation' is none of multiple_choice"),
-    (("num_fewshot: [2]", "num_fewshot: [two]"), "num_fewshot is missing or wrong"),
-    (("num_fewshot: [2]", "num_fewshot: [14]"), "too few for 14 few-shot"),
     (("num_fewshot: [2]", "num_fewshots: [2]"), "'num_fewshots' is not known here"),
     (("label: schema_x", "label: multiple_choice_x"), "two tasks are called 'multiple_choice_x'"),
     (("icl_tasks:", "tasks:"), "expected a list of tasks under icl_tasks"),
@@ -174,7 +172,7 @@ WRONG_LINES = [
 
 
 @pytest.mark.parametrize("name, content, message", [
-    ("gone.yaml", None, "no such file"), ("empty.jsonl", "", "has no items"), ("bad.parquet", "no", "damaged"),
+    ("gone.yaml", None, "no such file"), ("empty.jsonl", "", "has no items"),
     ("other.jsonl", '{"text": "a"}\n', "its columns are text"),
     ("embedded:nothing", None, "give embedded:sotu"),
     *(("items.jsonl", ITEM + line, message) for line, message in WRONG_LINES),
@@ -203,8 +201,6 @@ def test_prompts_read_as_dclm_writes_them(tasks, tokenizer):
     for index in range(5):
         (before, _), *_ = render(tasks[0], twice, index)
         assert before.count(items[index]["query"]) == 1
-    with pytest.raises(RequestError, match="only 1 items differ from .*, and it has 2 few-shot"):
-        render(tasks[0], [items[0], items[0], items[1]], 0)
     shuffled = list(tasks[0].items)
     random.Random(1337).shuffle(shuffled)
     assert chosen_items(tasks[0], 6) == shuffled[:6]
@@ -303,7 +299,7 @@ def test_results_say_what_they_are(tasks, tokenizer):
     mean, interval = core(results)
     assert mean == pytest.approx(sum(result.centered for result in results) / 3)
     assert interval.low < mean < interval.high and core([]) is None
-    with pytest.raises(RequestError, match="max_items 2 must be at least 3"):
+    with pytest.raises(RequestError, match="2 items are too few for 2 few-shot examples and a question"):
         evaluate(decoder_of(tokenizer), tokenizer, tasks, max_items=2)
 
 

@@ -120,14 +120,13 @@ def test_plan_shows_the_epochs_of_each_source(place):
     ([source("low", max_epochs=0.5), source("high")], [],
      "data.sources low is repeated 1.08 times, more than its max_epochs 0.5: 40 of the 80 samples"),
     ([source("low"), source("high", tokenizer="other")], [], "low and high have different tokenizers: prepare the texts of "
-     "high again, to another folder, and give that as its path: `lm data prepare --input TEXTS --output data/high-low"),
+     "high again, to another folder, with --tokenizer tok"),
     ([source("low"), source("low")], [], "data.sources has two sources of the name low"),
     ([source("low", weight=0), source("high", weight=0)], [], "all weights are 0"),
     ([source("low", weight=-1), source("high")], [], "data.sources: the weight -1 of low must be a number, 0 or more"),
     ([source("low"), source("high")], [{"tokens": 512, "weights": {"web": 1}}], "there is no source web"),
     ([source("low"), source("high")], [{"tokens": 512, "weights": {"low": 1}}, {"tokens": 256, "weights": {"low": 1}}],
      "sort the phases by tokens"),
-    ([source("low"), {**source("high"), "train": "low/train"}], [], "both hold low/train/0.parquet"),
     ([source("low"), {"name": "high"}], [], "data.sources high: give one of path"),
     ([source("a/b")], [], "the name 'a/b' may have letters"),
 ])  # fmt: skip
