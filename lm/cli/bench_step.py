@@ -15,7 +15,6 @@ from lm.cli.brief_fit import WARMUP, describe_training, fit_briefly, now, print_
 from lm.cli.command_options import BenchOptions
 from lm.cli.hours import options_of_length, steps_of_hours, validation_tokens
 from lm.cli.request import Request
-from lm.errors import require_at_least
 from lm.model.estimates import describe_mfu
 from lm.model.memory import training_memory
 from lm.system.files import check_local_path, write_atomically
@@ -32,8 +31,6 @@ from lm.training.trainer import Trainer
 def bench_step(config: Request[BenchOptions]) -> None:
     """Time a training step: `lm bench step --config X [--steps N] [--checkpoints N] [--json] [--output FILE]`."""
     options = config.command_options
-    require_at_least(1, "--", steps=options.steps)
-    require_at_least(0, "--", checkpoints=options.checkpoints)
     check_local_path("--output", options.output or "")
     validated = 0 if options.hours is None else validation_tokens(config)  # before the measurement, which takes time
     steps = min(options.steps, config.trainer.log_interval)

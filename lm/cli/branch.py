@@ -11,7 +11,7 @@ import shutil
 from pathlib import Path
 from typing import Any
 
-from lm.cli.branch_options import BranchOptions
+from lm.cli.command_options import BranchOptions
 from lm.cli.fit import fit
 from lm.cli.request import make_request, override
 from lm.data.mixture import continued_mixture
@@ -43,8 +43,6 @@ def branch(options: BranchOptions, overrides: list[tuple[str, Any]]) -> None:
         raise RequestError(f"{checkpoint}: {damage}")
     progress, before = read_progress(checkpoint), trunk.settings()
     step = progress.step
-    if not before:
-        raise RequestError(f"{trunk.config} is damaged, so it is not known what the run was trained with")
     settings, root = trunk.settings(), trunk.path.parent
     settings["trainer"]["default_root_dir"] = str(root)
     if options.tokens:

@@ -41,7 +41,7 @@ class Command(NamedTuple):
 TABLE = (
     Command("fit", "fit:fit", "request", "train a model from a config, or resume a run"),
     Command("branch", "branch:branch", "overrides", "a new run from a checkpoint of another: a decay, other data",
-            "branch_options:BranchOptions"),
+            "command_options:BranchOptions"),
     Command("validate", "fit:validate_or_predict", "request",
             "loss, perplexity and bits per byte of a checkpoint on the validation data"),
     Command("test", "fit:validate_or_predict", "request", "the same on all of the test data"),
@@ -75,8 +75,8 @@ TABLE = (
             "a run for others: metrics, pictures, weights; or one HTML page"),
     Command("runs rebuild", "runs:rebuild", "function", "rebuild the registry of runs from the run folders"),
     Command("monitor", "monitor:monitor", "function", "watch runs live in the terminal, or print their state as JSON"),
-    Command("doctor", "doctor:doctor", "dataclass",
-            "whether this machine can train: GPU, kernels, disk, each with a fix", "command_options:DoctorOptions"),
+    Command("doctor", "doctor:doctor", "function",
+            "whether this machine can train: GPU, kernels, disk, each with a fix"),
     Command("bench step", "bench_step:bench_step", "request", "time of a training step, and what a checkpoint costs"),
 )  # fmt: skip
 TRAINING = ("fit", "branch", "ladder")  # a signal ends these with a checkpoint

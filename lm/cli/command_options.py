@@ -1,11 +1,11 @@
 """The options of commands themselves, besides those of a run; their docstrings are the help."""
 
-import math
 from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 
-from lm.errors import RequestError, require_at_least
+from lm.errors import RequestError
+from lm.runs.run import ROOT
 from lm.system.units import Count
 
 
@@ -63,9 +63,6 @@ class DeviceOptions:
     def __post_init__(self) -> None:
         if self.mfu is not None and not 0 < self.mfu <= 1:
             raise RequestError(f"--mfu {self.mfu} must lie in (0, 1]")
-        if self.peak_tflops is not None and not 0 < self.peak_tflops < math.inf:
-            raise RequestError(f"--peak_tflops {self.peak_tflops} must be above 0")
-        require_at_least(0, "--", rate_usd_per_hr=self.rate_usd_per_hr)
 
 
 @dataclass(frozen=True)
@@ -83,6 +80,47 @@ class PlanOptions(DeviceOptions):
     bench: Path | None = None
     fit: bool = False
     json: bool = False
+
+
+@dataclass
+class BranchOptions:
+    """Start a new run from a checkpoint of another: its weights, optimizer state, data position and random states.
+    Options of a run, such as `--data.path data/other` or `--model.optimizer.lr 1e-3`, override the other run's.
+
+    Args:
+        run: Run to branch from: its name, under the root or in the registry, or its path.
+        at: Checkpoint to branch from: a step, such as 200, `best` or `last`; the last if not given.
+        name: Name of the new run; made of the other run's name, the step and the kind of change if not given.
+        decay: Number of tokens to train on while the learning rate decays linearly to `final_fraction`.
+        constant: Number of tokens to train on at the constant learning rate of that step.
+        rewarm: Warm up again: tokens in which the rate first rises to its peak; part of `decay` or `constant`.
+        final_fraction: Learning rate at the end of `decay`, as a fraction of the peak.
+        make_only: Only create the run and print the command that trains it, for example on several machines.
+        root: Folder of the runs.
+    """
+
+    run: str
+    at: str | None = None
+    name: str | None = None
+    decay: Count | None = None
+    constant: Count | None = None
+    rewarm: Count | None = None
+    final_fraction: float = 0.0
+    make_only: bool = False
+    root: str = str(ROOT)
+
+    def __post_init__(self) -> None:
+        if self.decay and self.constant:
+            raise RequestError("give --decay or --constant: with the first the rate falls, with the second it stays")
+        if self.rewarm and not self.tokens:
+            raise RequestError("--rewarm is a part of --decay or of --constant: give one of them too")
+        if self.rewarm and self.rewarm >= self.tokens:
+            raise RequestError(f"--rewarm {self.rewarm:,} is all of the {self.tokens:,} tokens: make it shorter")
+
+    @property
+    def tokens(self) -> int:
+        """Tokens that the branch trains on; 0: as many as the other run has left."""
+        return self.decay or self.constant or 0
 
 
 @dataclass
@@ -117,17 +155,6 @@ class ProfileOptions:
 
     steps: Count = Count(30)
     trace: str | None = None
-    json: bool = False
-
-
-@dataclass
-class DoctorOptions:
-    """Check whether this machine has what training needs.
-
-    Args:
-        json: Print one JSON object instead of a page.
-    """
-
     json: bool = False
 
 

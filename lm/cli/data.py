@@ -23,11 +23,11 @@ from lm.data.shard_index import IndexedShard, write_index
 from lm.data.shard_statistics import padding_fraction
 from lm.data.shards import Shards
 from lm.data.tokenizer import Tokenizer
-from lm.errors import RequestError, first_line, require_at_least
+from lm.errors import RequestError, require_at_least
 from lm.runs.find import find_run
 from lm.runs.run import ROOT
 from lm.system.files import check_local_path
-from lm.system.parsing import DAMAGE_ERRORS, parse_json
+from lm.system.parsing import read_object
 from lm.system.process import harmless
 from lm.system.units import format_count, plural
 
@@ -70,8 +70,6 @@ class PrepareCommand(PrepareOptions):
 def main_prepare(**options: Any) -> None:
     """Tokenize texts into Parquet shards; the same command resumes where it was stopped."""
     settings = PrepareCommand(**options)
-    if settings.plan_only and settings.task:
-        raise RequestError("run it once with --plan_only and without --task, then each task without --plan_only")
     if settings.plan_only:
         plan_only(settings)
         return
@@ -105,14 +103,10 @@ def index(path: str, tokenizer: str | None = None, column: str = "input_ids", pa
         pad_id: Id of the padding, as in `data.pad_id`.
     """
     check_local_path("lm data index", path)
-    if not Path(path).is_dir():
-        raise RequestError(f"{path} is not a folder: give the folder that holds the shards")
     made_with = Tokenizer.load(tokenizer) if tokenizer else None
     sha256 = made_with and made_with.sha256
     ids = Column(column, made_with and made_with.vocab_size, pad_id, made_with and made_with.eos_id)
-    shards, known_size = find_shards(path, ids, sha256, use_index=False)
-    if known_size is not None:
-        raise RequestError(f"{path} was made by `lm data prepare`, whose manifest.json has it all: nothing to index")
+    shards, _ = find_shards(path, ids, sha256, use_index=False)
     facts = {shard.name: IndexedShard(*(getattr(shard, name) for name in IndexedShard._fields)) for shard in shards}
     write_index(Path(path) / INDEX, facts, ids, sha256)
     tokens = sum(sum(shard.row_groups) for shard in shards)
@@ -139,7 +133,9 @@ def inspect(path: str, column: str = "input_ids", seq_len: int | None = None, js
 
 def describe_folder(path: str, column: str = "input_ids", seq_len: int | None = None) -> dict[str, Any]:
     """What `lm data inspect --json` prints."""
-    recorded = _recorded_splits(Path(path) / MANIFEST)
+    manifest = Path(path) / MANIFEST
+    splits = read_object(manifest).get("splits", {}) if manifest.is_file() else {}
+    recorded = {name: splits[name] for name in ("train", "val") if name in splits}
     beside = next((at for at in (Path(path), Path(path).parent) if (at / "tokenizer.json").is_file()), None)
     tokenizer = beside and Tokenizer.load(beside)
     known = {} if tokenizer is None else {"vocab_size": tokenizer.vocab_size, "tokenizer_sha256": tokenizer.sha256}
@@ -163,21 +159,6 @@ def describe_folder(path: str, column: str = "input_ids", seq_len: int | None = 
         "splits": splits,
         "sample": None if tokenizer is None or not first.index.blocks else tokenizer.decode(first.read(0)[:100]),
     }
-
-
-def _recorded_splits(file: Path) -> dict[str, Any]:
-    """The splits of a prepared folder by its manifest; empty where there is none."""
-    if not file.is_file():
-        return {}
-    try:
-        splits = parse_json(file.read_bytes())["splits"]
-        names = [name for name, split in splits.items() if split["documents"] >= 0 and split["bytes"] >= 0]
-        if not names or any(name in ("", "..") or Path(name).name != name for name in names):
-            raise ValueError("it has no splits, or one outside of its folder")
-    except (OSError, *DAMAGE_ERRORS) as error:
-        anew = f"`rm -r {quote(str(file.parent))}`, and run `lm data prepare` again"
-        raise RequestError(f"{file} is damaged ({first_line(error)}); {anew}") from error
-    return splits
 
 
 def _counts(shards: Shards, seq_len: int, recorded: dict[str, Any] | None) -> dict[str, Any]:

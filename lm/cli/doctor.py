@@ -4,7 +4,7 @@ The page may stand in an issue: it has no names of people. Whether the data is t
 """
 
 import importlib.metadata
-import json
+import json as jsonlib
 import os
 import platform
 import re
@@ -19,7 +19,6 @@ from filelock import FileLock
 from rich.console import Console
 from rich.markup import escape
 
-from lm.cli.command_options import DoctorOptions
 from lm.errors import LmError, first_line
 from lm.kernels import runtime, swiglu
 from lm.model.attention_choice import Heads, kernel_names, why_it_fails
@@ -57,12 +56,16 @@ def error(name: str, what: str, fix: str) -> Check:
     return Check(name, "error", what, fix)
 
 
-def doctor(options: DoctorOptions) -> None:
-    """Print one line for each thing that training needs."""
+def doctor(json: bool = False) -> None:
+    """Check whether this machine has what training needs.
+
+    Args:
+        json: Print one JSON object instead of a page.
+    """
     checks = [check._replace(what=_anonymous(check.what), cure=_anonymous(check.cure)) for check in _checks()]
     errors = [check for check in checks if check.level == "error"]
-    if options.json:
-        print(json.dumps({"checks": [check._asdict() for check in checks], "ready": not errors}))
+    if json:
+        print(jsonlib.dumps({"checks": [check._asdict() for check in checks], "ready": not errors}))
     else:
         console, width = Console(highlight=False, soft_wrap=True), max(len(check.name) for check in checks)
         for check in checks:

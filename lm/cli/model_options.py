@@ -9,7 +9,7 @@ from typing import Literal
 
 from lm.cli.command_options import take_fields
 from lm.data.tokenizer import Begin
-from lm.errors import require, require_at_least
+from lm.errors import require
 from lm.inference.sampling import Sampling
 from lm.model.config import DTypeName
 from lm.runs.run import ROOT
@@ -66,10 +66,6 @@ class GenerateOptions(Sampling, PromptOptions):
     temperature: float = 0.8
     top_k: Count | None = Count(50)
 
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        require_at_least(1, "--", num_samples=self.num_samples)
-
     @property
     def sampling(self) -> Sampling:
         """The options of sampling, with a new random seed if none was given."""
@@ -105,10 +101,7 @@ class EvaluateOptions(ModelChoice):
     json: bool = False
 
     def __post_init__(self) -> None:
-        has_input = bool(self.tasks or self.texts)
-        require(has_input, "give something to evaluate on: --tasks embedded:sotu or --texts FILE")
-        require_at_least(1, "--", max_items=self.max_items, batch_tokens=self.batch_tokens)
-        require_at_least(0, "--", num_fewshot=self.num_fewshot)
+        require(bool(self.tasks or self.texts), "give something to evaluate on: --tasks embedded:sotu or --texts FILE")
 
 
 @dataclass(frozen=True)

@@ -214,9 +214,6 @@ SMALL_CHARTS = ("optim/grad_norm", "optim/lr", "perf/tokens_per_second")
 
 def page(watches: Sequence[LiveRun], width: int, height: int) -> Layout:
     """Lay out runs on one screen: side by side if it is wide; the more runs, the fewer lines each."""
-    if len(watches) > max(1, height):
-        others = Layout(Text(f"and {len(watches) - height + 1} more"), size=1)
-        return stacked(page(watches[: height - 1], width, height - 1), others) if height > 1 else others
     across = max(1, min(width // RUN_COLUMNS, math.ceil(len(watches) / 2)))
     down = math.ceil(len(watches) / across)
     apart = (0, int(across > 1), int(down > 1 and height // down > 5), 0)

@@ -27,8 +27,6 @@ def plan(request: Request[PlanOptions]) -> None:
     """Check a config, and print what it means."""
     quiet_lightning()
     options, name = request.command_options, request.run_name
-    if options.fit and options.strict:
-        raise RequestError("--fit is about a device, and --strict looks at none: give one of them")
     check_run_name(name)
     facts, findings = examine(with_classes(request), options)
     facts = {"config": name, **facts}

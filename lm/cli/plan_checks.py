@@ -108,10 +108,8 @@ def check_warmup(steps: dict[str, Any], config: Sections) -> Iterator[Finding]:
 
 
 def check_steps(steps: dict[str, Any], config: Sections) -> Iterator[Finding]:
-    """Findings on `inject_step`, and on a decay that does not end with the run."""
+    """Findings on a decay that does not end with the run."""
     schedule, total, decay = config.model.schedule, steps["max_steps"], steps["decay_steps"]
-    if (drill := config.guards.inject_step) is not None and drill > total:
-        yield error(f"guards.inject_step {drill:,}: the run ends with step {total:,}", "inject it before")
     if schedule.final_fraction >= 1:
         return
     end = f"and the run ends at step {total:,} with {lr_fraction(total - 1, total, schedule):.0%} of the peak rate"
@@ -192,12 +190,6 @@ def check_budget(
     itself, otherwise a warning, since the guard saves a checkpoint in time.
     """
     budget, hours, rate, usd = config.guards.budget, facts["hours"], facts["rate_usd_per_hr"], facts["usd"]
-    if budget.cap_usd is not None and rate is None and facts["spent_usd"] is not None:
-        yield warning(
-            f"{budget.file} has no rate_usd_per_hr: the cost is not known beforehand, nor when the file is not updated "
-            "any more",
-            "give guards.budget.rate_usd_per_hr too",
-        )
     if hours is None:
         return
     takes_hours = f"{format_figure(hours)} h"

@@ -4,7 +4,6 @@
 has the command.
 """
 
-import logging
 import math
 from dataclasses import replace
 from pathlib import Path
@@ -18,7 +17,7 @@ from lm.data.datamodule import DataModule
 from lm.data.shard_statistics import document_tokens, padding_fraction
 from lm.data.shards import Shards
 from lm.data.tokenizer import Tokenizer
-from lm.errors import LmError, RequestError, first_line
+from lm.errors import LmError, RequestError
 from lm.model.config import DecoderConfig
 from lm.model.estimates import checkpoint_bytes, flops_per_token, parameters, recomputed_flops_per_token
 from lm.model.memory import Step, largest_micro_batch, training_memory
@@ -26,8 +25,7 @@ from lm.runs.disk_space import disk_space
 from lm.runs.expected_loss import expected_loss
 from lm.runs.run import Run
 from lm.system.devices import Device, assumed_speed, find_device
-from lm.system.files import is_remote
-from lm.system.parsing import nonnegative, parse_json
+from lm.system.parsing import nonnegative, read_object
 from lm.system.process import program
 from lm.system.units import parse_bytes
 from lm.training.checks import find_problems, has_kernels
@@ -45,7 +43,7 @@ RESERVE_FRACTION = 0.05  # of the peak, for what the allocator cannot use
 CPU_RESERVE_BYTES = 2**26  # memory of libraries in a step, beyond what this process already has
 CPU_RESERVE_FRACTION = 0.6  # of the peak: glibc keeps freed memory, in holes that the next tensor may not fit into
 DISK_RATE = 500e6  # bytes a second, of a SATA SSD; cloud volumes start at 125e6 (AWS gp3)
-NETWORK_SECONDS = 3.0  # to wait for an object store
+STORE_SECONDS = 20.0  # to wait for data from an object store, at most
 
 
 # ---- data ------------------------------------------------------------------------------------------------------------
@@ -77,7 +75,7 @@ def data_facts(
     if opened is None and data.prepare and not is_prepared(data):
         return {"prepared": False, "from": list(data.prepare.input)}, find_tokenizer(data)
     if opened is None:
-        opened = DataModule(**vars(data))
+        opened = DataModule(**vars(replace(data, timeout=min(data.timeout, STORE_SECONDS))))
         opened.prepare_data()  # makes nothing; checks that the folder was made with these options
         opened.setup("fit")
 
@@ -99,57 +97,7 @@ def data_facts(
     return facts, opened.tokenizer
 
 
-def remote_sources(data: DataConfig) -> list[str]:
-    """The URLs among the data files of a config."""
-    urls = []
-    for source in (data, *(data.sources or [])):
-        for files in (source.train, source.val):
-            urls += [file for file in ([files] if isinstance(files, str) else files or []) if is_remote(file)]
-    return urls
-
-
-def open_data(
-    config: Sections, opened: DataModule | None, findings: list[Finding]
-) -> tuple[dict[str, Any], Tokenizer | None]:
-    """Call `data_facts`; errors, or no answer of an object store in `NETWORK_SECONDS`, are added to `findings`."""
-    data, document_mask = config.data, config.model.document_mask
-    try:
-        if opened is None and (urls := remote_sources(data)):
-            return _open_remote(data, document_mask, urls, findings)
-        return data_facts(data, opened, document_mask)
-    except (LmError, OSError) as problem:
-        findings.append(error(str(problem)))
-        return {"unknown": True}, None
-
-
-def _open_remote(
-    data: DataConfig, document_mask: bool, urls: list[str], findings: list[Finding]
-) -> tuple[dict[str, Any], Tokenizer | None]:
-    from lm.system.remote import NoAnswer, Unreachable, call_within
-
-    logging.getLogger("lm.system.remote").setLevel(logging.ERROR)  # the page says what failed
-    brief = replace(data, timeout=min(data.timeout, 2 * NETWORK_SECONDS))  # reads may take half
-    try:
-        return call_within(NETWORK_SECONDS, lambda: data_facts(brief, None, document_mask))
-    except (NoAnswer, Unreachable) as problem:
-        reason = first_line(problem.__cause__ if isinstance(problem, Unreachable) else problem)
-        what = f"{', '.join(urls)}: how many tokens there are is not known, since the store does not answer in"
-        fix = "check the network and the credentials, and plan again"
-        findings.append(plan_checks.warning(f"{what} {NETWORK_SECONDS:g} s: {reason}", fix))
-        return {"unknown": True}, find_tokenizer(data)  # which was read before
-
-
 # ---- steps -----------------------------------------------------------------------------------------------------------
-
-
-def ranks(devices: int | str | list[int], present: int) -> int:
-    """Number of devices per node in `trainer.devices`; `auto` means those that are `present` in this machine."""
-    count = device_count(devices)
-    if count is None:
-        count = present if str(devices) in ("auto", "-1") else 0
-    if count < 1:
-        raise RequestError(f"trainer.devices {devices} names no device: give how many, or which, or auto")
-    return count
 
 
 def step_facts(steps: Steps, config: Sections, data: dict[str, Any]) -> dict[str, Any]:
@@ -211,13 +159,6 @@ def computation(steps: Steps, config: Sections, device: Device, precision: str, 
         model.activation_checkpointing,
         data.get("train", {}).get("documents_per_token") or 0.0,
     )
-
-
-def memory_of_option(memory: str | None) -> int | None:
-    try:
-        return None if memory is None else parse_bytes(memory)
-    except ValueError as error:
-        raise RequestError(f"--memory: {error}") from error
 
 
 def memory_facts(
@@ -290,21 +231,15 @@ def time_facts(
 
 def read_bench(file: Path, model_parameters: int, seq_len: int) -> dict[str, Any]:
     """Read a file of `lm bench step --output`; `tokens_per_second` is per device, and `basis` says what it is from."""
-    try:
-        bench = parse_json(file.read_bytes())
-        shape = bench["parameters"], bench["seq_len"]
-        rate = float(bench["tokens_per_second"]) / bench.get("ranks", 1)  # of one device
-        if not rate > 0:
-            raise ValueError(f"{rate} tokens a second")
-    except (OSError, ValueError, KeyError, TypeError, ZeroDivisionError) as problem:
-        raise RequestError(f"--bench {file} is not a result of `lm bench step --output`: {problem}") from problem
+    bench = read_object(file)
+    shape = bench["parameters"], bench["seq_len"]
     if shape != (model_parameters, seq_len):
         raise RequestError(
             f"--bench {file} is of another model: {shape[0]:,} parameters and {shape[1]:,} tokens of context, this one "
             f"has {model_parameters:,} and {seq_len:,}"
         )
     basis = ", ".join([str(file), *(str(bench[name]) for name in ("device", "precision") if name in bench)])
-    return {**bench, "tokens_per_second": rate, "basis": basis}
+    return {**bench, "tokens_per_second": bench["tokens_per_second"] / bench.get("ranks", 1), "basis": basis}
 
 
 # ---- checkpoints and budget ------------------------------------------------------------------------------------------
@@ -352,7 +287,7 @@ def examine(
     """
     device, present = device_of_options(config, options)
     try:
-        on_node = ranks(config.trainer.devices, present)
+        on_node = device_count(config.trainer.devices) or present
         world_size = on_node * config.trainer.num_nodes
         steps = config.steps(world_size)
         warmup_and_decay_steps(steps.max_steps, config.model.schedule)
@@ -362,7 +297,11 @@ def examine(
     findings: list[Finding] = []
     data, tokenizer, known = {"prepared": False, "from": []}, None, Known()
     if not options.strict:
-        data, tokenizer = open_data(config, opened, findings)
+        try:
+            data, tokenizer = data_facts(config.data, opened, config.model.document_mask)
+        except (LmError, OSError) as problem:
+            data = {"unknown": True}
+            findings.append(error(str(problem)))
         known = Known(device, tokenizer)
     budget_file, rate = read_rate(config, options, findings)
     facts["steps"] = step_facts(steps, config, data)
@@ -420,6 +359,13 @@ def examine(
     facts["disk"] = space._asdict()
     findings += plan_checks.check_device(facts["memory"], space, facts["steps"], device, config, precision)
     return facts, findings
+
+
+def memory_of_option(memory: str | None) -> int | None:
+    try:
+        return None if memory is None else parse_bytes(memory)
+    except ValueError as error:
+        raise RequestError(f"--memory: {error}") from error
 
 
 def device_of_options(config: Sections, options: PlanOptions) -> tuple[Device, int]:

@@ -25,7 +25,6 @@ from lm.cli.brief_fit import WARMUP, describe_training, fit_briefly, now, print_
 from lm.cli.charts import plain_table
 from lm.cli.command_options import ProfileOptions
 from lm.cli.request import Request
-from lm.errors import RequestError, require_at_least
 from lm.system.files import check_local_path
 from lm.system.units import format_count
 from lm.training.trainer import Trainer
@@ -58,10 +57,7 @@ def profile(config: Request[ProfileOptions]) -> None:
     It trains on the config's data or, if that does not exist yet, on random tokens.
     """
     options = config.command_options
-    require_at_least(1, "--", steps=options.steps)
     check_local_path("--trace", options.trace or "")
-    if options.trace and (not Path(options.trace).absolute().parent.is_dir() or Path(options.trace).is_dir()):
-        raise RequestError(f"--trace {options.trace}: give a file in a folder that is there")
     ends = WARMUP + options.steps
     tracer = torch.profiler.profile() if options.trace else None
     last = 1 + ends + (TRACED if tracer else 0)
@@ -74,6 +70,7 @@ def profile(config: Request[ProfileOptions]) -> None:
     if not trainer.is_global_zero:
         return
     if tracer:
+        Path(options.trace).absolute().parent.mkdir(parents=True, exist_ok=True)
         tracer.export_chrome_trace(options.trace)
     result = describe_parts(config, parts.steps[WARMUP:ends], trainer, own_data)
     if options.json:
@@ -189,7 +186,3 @@ def show_parts(result: dict[str, Any]) -> None:
     rate = format_count(result["tokens_per_step"] / result["ms_per_step"] * 1e3)
     console.print(f"mean of {result['steps']} steps, a log line every {result['log_interval']}: {rate} tokens/s")
     console.print(f"the slowest callbacks, a step: {slowest}")
-    if result["accelerator"] == "cpu":
-        console.print("other work on this CPU changes the milliseconds; the shares are more reliable")
-    else:
-        console.print("the device was waited for after each part, which takes time: `lm bench step` times whole steps")

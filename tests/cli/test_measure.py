@@ -31,10 +31,7 @@ WAIT, HOOK = 0.06, 0.05  # seconds of the slow loader and of the slow callback, 
 
 @pytest.mark.parametrize("name, command, wrong, said", [
     ("bench step", bench_step, [], "--model.decoder.vocab_size"),  # a character tokenizer's size is not guessed
-    ("bench step", bench_step, ["--steps", "0"], "at least 1"),
     ("profile", profile, [], "--model.decoder.vocab_size"),
-    ("profile", profile, ["--steps", "0"], "at least 1"),
-    ("profile", profile, ["--trace", "no/t.json"], "no/t.json"),
 ])  # fmt: skip
 def test_a_wrong_request_is_refused_before_anything_is_run(here, name, command, wrong, said):
     write_config(here, **{"trainer.callbacks": None})
@@ -193,7 +190,7 @@ def test_the_parts_add_up_to_a_step(traced, capsys):
     assert {"RunLog", "Throughput", "Clock"} <= found["callbacks"].keys()
     show_parts(found)
     shown = capsys.readouterr().out
-    assert all(title in shown for title in TITLES.values()) and "shares are more reliable" in shown
+    assert all(title in shown for title in TITLES.values())
 
 
 def test_nothing_is_left_but_the_trace(traced, slowed):

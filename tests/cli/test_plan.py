@@ -124,9 +124,8 @@ def test_any_other_device_is_given_by_its_memory_and_its_peak(planned):
     assert rate == pytest.approx(0.4 * 120e12)
     assert planned("--device", "4060-ti", "--memory", "16GB")[1]["memory"]["device"] == 16 * 10**9
     assert "--memory 16GiB --peak_tflops" in planned("--device", "mi250")[2]
-    for wrong in (("--memory", "16"), ("--memory", "much"), ("--peak_tflops", "0")):
-        code, _, err = planned(*wrong)
-        assert code == 2 and wrong[0] in err and err.count("\n") == 1
+    code, _, err = planned("--memory", "16")
+    assert code == 2 and "expected a size with its unit, such as 16GiB, got '16'" in err and err.count("\n") == 1
 
 
 def test_fit_prints_the_flag_to_take(planned, capsys):
@@ -297,8 +296,6 @@ LONG_RUN = {"trainer.max_steps": 10_000, "model.optimizer.lr": 1e-3, "model.sche
     ([], {"trainer.val_interval": 1, "data.val_tokens": 4096}, "warning", "validations take"),
     (["--device", "v100"], {"trainer.precision": "bf16-mixed"}, "warning", "no bf16"),
     # What a fit would refuse by itself.
-    ([], {"trainer.devices": 0}, "error", "trainer.devices 0 names no device"),
-    (STRICT, {"trainer.devices": "eight"}, "error", "trainer.devices eight names no device"),
     # What costs days.
     (STRICT, LONG_RUN | {"model.schedule.decay_steps": 5000}, "warning",
      "the decay ends at step 5,000, and the run ends at step 10,000 with 10% of"),
@@ -319,11 +316,10 @@ def test_what_is_noted(planned, options, changes, level, words):
      "the size is not known before the tokenizer is made"),
     (["--fit", "--data.path", "elsewhere", "--data.prepare", "null"], "elsewhere holds no manifest.json"),
     (["--fit", "--model.decoder.hidden_size", "2Mi"], "not even a micro-batch of 1 fits"),
-    (["--rate_usd_per_hr", "-1"], "--rate_usd_per_hr -1.0 must be at least 0"),
     (["--trainer.val_interval", "0"], "trainer.val_interval 0 must be at least 1"),
     (["--data.path", "null", "--data.prepare", "null"], "give one of data.path"),
     (["--data.train", "a.parquet"], "data.train needs data.tokenizer"),
-    (["--bench", "broken.json"], "is not a result of `lm bench step --output`"),
+    (["--bench", "broken.json"], "--bench broken.json is of another model"),
 ])  # fmt: skip
 def test_a_question_that_has_no_answer_is_one_line(workplace, monkeypatch, capsys, options, words):
     monkeypatch.chdir(workplace)
@@ -412,14 +408,10 @@ def test_what_another_program_has_counted_is_added_to_the_cost(planned, workplac
     run = planned(*measured, **budget)
     assert run[0] == 0 and run[1]["budget"]["rate_usd_per_hr"] == 2.0, "the file's rate is the newer one"
     assert "0.85 h x 2.00 USD/h = 1.71 USD after 1.00 before it" in str(found(run, "warning"))
-    del file["rate_usd_per_hr"]
-    (workplace / "budget.json").write_text(json.dumps(file))
-    none = planned(**{"guards.budget": {"cap_usd": 2.5, "file": "budget.json"}})
-    assert none[0] == 0 and "budget.json has no rate_usd_per_hr" in str(found(none, "warning"))
 
 
-def test_an_object_store_that_does_not_answer_is_a_line_and_not_a_wait(workplace):
-    """Nobody listens at the port, or somebody who never says anything; the rest of the page is there."""
+def test_an_object_store_that_does_not_answer_is_an_error_and_not_a_long_wait(workplace):
+    """Nobody listens at the port, or somebody who never says anything; the steps are there."""
     begun, plans = time.monotonic(), {}
     with socket.socket() as closed, socket.socket() as silent:
         for server in (closed, silent):
@@ -431,8 +423,8 @@ def test_an_object_store_that_does_not_answer_is_a_line_and_not_a_wait(workplace
                 server.listen(64)
             plans[url] = start(workplace, "plan", "--config", config.name, "--device", "a100")
         shown = {url: plan.communicate(timeout=60) for url, plan in plans.items()}
-    assert time.monotonic() - begun < 30  # 3 s of waiting and 1 s until the reads are left to themselves
+    assert time.monotonic() - begun < 45  # 10 s of waiting, twice as long for the last attempt
     for url, (out, err) in shown.items():
-        (line,) = [line for line in out.splitlines() if line.startswith("warning s3://")]
-        assert url in line and "does not answer in 3 s" in line and err == ""
-        assert any(line.startswith("time ") for line in out.splitlines())
+        (line,) = [line for line in out.splitlines() if line.startswith("error   s3://")]
+        assert url in line and "check the network and the credentials" in line and "is retried" in err
+        assert any(line.startswith("steps ") for line in out.splitlines())

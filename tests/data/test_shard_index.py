@@ -89,7 +89,7 @@ def test_an_index_of_another_reading_is_refused(options, message, folder):
 
 
 def test_what_cannot_be_indexed_is_refused(folder, capsys):
-    for path, message in (("none", "is not a folder"), ("tokenizer.json", "is not a folder"), ("s3://a/b", "is a URL")):
+    for path, message in (("none", "none: no such file or folder"), ("s3://a/b", "is a URL")):
         assert main(["data", "index", path]) == 2
         assert message in capsys.readouterr().err
     assert main(["data", "index", "shards", "--column", "ids"]) == 2
