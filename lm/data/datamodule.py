@@ -37,6 +37,7 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 BLOCKS_IN_BUFFER = 8  # at least; small shards are joined into larger blocks only up to this, so that several are mixed
+MAX_LEFT_OVER = 0.01  # fraction of the tokens; a warning from there on
 SOURCES_IN_BUFFER = 8  # each source of a mixture shuffles with 1/8 of the buffer, so with more sources it grows
 
 
@@ -223,6 +224,12 @@ class DataModule(LightningDataModule):
         problems = [(self.shared, "take the texts that are in both out of one of them")] if self.shared else []
         train = self.by_source.get("train", {}).values()
         problems += filter(None, (describe_ends(shards, self.tokenizer) for shards in train))
+        for split, index in ((split, shards.index) for split, shards in self.shards.items()):
+            left_over = index.left_over(self.seq_len)
+            if left_over > MAX_LEFT_OVER * index.tokens:
+                what = f"{split}: {left_over:,} of {index.tokens:,} tokens, {left_over / index.tokens:.1%}, are in no "
+                what += f"sample of {self.seq_len:,} + 1: they are left over at the ends of blocks"
+                problems.append((what, "lower data.seq_len"))
         return problems
 
     @property

@@ -39,6 +39,8 @@ from lm.system.files import write_atomically
 from lm.system.units import format_count, plural
 
 log = logging.getLogger(__name__)
+LARGE_UNIT = 2 * 2**30  # bytes of text
+ENCODED_PER_SECOND = 30e6  # bytes of text, by one process: tests/benchmarks/README.md, "From text to shards"
 PARTS = ".parts"  # folder of what is done, in the folder of the shards
 
 
@@ -57,6 +59,10 @@ class Preparation:
         return [unit for unit in units if not record_path(unit, self.recipe).exists()]
 
     def encode(self, units: list[Unit]) -> None:
+        for unit in units:
+            if unit.text_bytes > LARGE_UNIT:  # of a compressed file, which only one process can read
+                file, minutes = unit.slices[0][0], unit.text_bytes / ENCODED_PER_SECOND / 60
+                log.info(f"{file.name} is read by one process, for about {minutes:.0f} minutes; smaller files at once")
         tasks = [(unit, self.recipe) for unit in units]
         run_tasks(encode_unit, tasks, [unit.text_bytes for unit in units], "encoding", self.options.workers)
 
@@ -152,6 +158,8 @@ def _tokenizer(options: PrepareOptions, parts: Path, units: list[Unit], known: T
         log.info("learning %s", LEARNED[options.tokenizer])
         texts = _sample(options, units)
         tokenizer = train_bpe(texts, options.vocab_size) if options.tokenizer == "bpe" else train_char(texts)
+        if options.tokenizer == "bpe" and tokenizer.vocab_size < options.vocab_size:
+            log.info("the text gives %d tokens, fewer than --vocab_size", tokenizer.vocab_size)
     for name, text in tokenizer.files().items():  # tokenizer_config.json is written last
         write_atomically(parts / name, text)
     return tokenizer

@@ -26,10 +26,11 @@ from lm.data.tokenizer import Tokenizer
 from lm.errors import Interrupted, RequestError
 from lm.system.files import write_atomically
 from lm.system.parsing import read_object
-from lm.system.units import listed, plural
+from lm.system.units import format_bytes, listed, plural
 
 log = logging.getLogger(__name__)
 
+TOKENS_PER_BYTE = 0.22  # a token of 32,768 has 4.5 bytes of program sources, and 2 bytes or more on the disk
 VAL_BYTES = 80_000  # of text, 10,000 tokens or more; a loss over fewer is mostly noise
 CHANGED = ("Aa", "é", "a.b", "a  b", "a\nb")  # by tokenizers that fold letters or insert blanks between words
 PLAN, LOCK = f"{PARTS}/plan.json", ".lock"
@@ -108,9 +109,22 @@ def _examine(options: PrepareOptions) -> tuple[PrepareOptions, list[TextFile], T
         )
     if holds_other_files(output):
         raise RequestError(f"{output} holds other files: {fix_other_files(output)}")
+    if not (output / PLAN).exists() and not (output / MANIFEST).exists():
+        _check_disk(output, files)
     if known is not None and not (output / MANIFEST).exists() and (loss := describe_loss(known)):
         log.warning("%s", loss)
     return options, files, known
+
+
+def _check_disk(output: Path, files: list[TextFile]) -> None:
+    """RequestError where the shards and the encoded units that they are copied from would not fit on the disk."""
+    tokens = TOKENS_PER_BYTE * sum(file.size * (2 if file.compression else 1) for file in files if file.kind != "flat")
+    needed, place = int(tokens * 4), next(folder for folder in (output, *output.absolute().parents) if folder.exists())
+    if needed > (free := shutil.disk_usage(place).free):
+        raise RequestError(
+            f"{output} needs about {format_bytes(needed)} for shards and encoded text, and its disk has "
+            f"{format_bytes(free)} free: give an --output on another"
+        )
 
 
 def _finished(output: Path, plan: dict[str, Any]) -> dict[str, Any] | None:

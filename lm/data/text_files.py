@@ -55,6 +55,7 @@ SPLITS = {word: split for split, words in SPLIT_WORDS.items() for word in words.
 DATA_SUFFIXES = {*KINDS, ".txt", ".text"}  # of datasets, beside which the following are not documents
 CARD_TEXT = r"(readme|licen[cs]e|copying|notice|citation)([._-].*)?\.(md|txt|rst|bib)"
 CARD_JSON = r"(dataset_infos?|dataset_dict|dataset-metadata|state|croissant)\.json"
+NUMBERED = re.compile(r"(.*)\d{5}-of-(\d{5})(.*)")  # one file of several
 CARD = re.compile(rf"(.*/)?({CARD_TEXT}|{CARD_JSON})", re.IGNORECASE)
 
 
@@ -184,6 +185,11 @@ def _find(source: str) -> Iterator[TextFile]:
             problem = f"{source}: the folder has no text, JSON lines or Parquet files, only {kinds}"
             problem = problem if kinds else f"{source}: the folder is empty"
             raise RequestError("; ".join([problem, *fixes]))
+        numbered = Counter(match.group(1, 2, 3) for name in files if (match := NUMBERED.fullmatch(name)))
+        for (start, total, end), count in numbered.items():
+            if count < int(total):
+                missing = f"{int(total) - count} of {start}*-of-{total}{end}"
+                log.warning("%s: %s are missing; was the download stopped?", source, missing)
         suffixes = Counter(map(_suffix, files))
         if skipped or len(suffixes) > 1:
             counts = ", ".join(f"{count} {suffix}" for suffix, count in suffixes.most_common(5))

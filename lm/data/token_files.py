@@ -20,7 +20,7 @@ import numpy as np
 
 from lm.data.encoder import id_type
 from lm.data.text_files import TextFile
-from lm.errors import RunError
+from lm.errors import RunError, first_line
 
 CHUNK = 8 * 2**20  # ids that are held at once
 LLM_C_HEADER = 1024  # bytes
@@ -130,9 +130,12 @@ def find_layout(file: TextFile, vocab_size: int) -> Layout:
 
 
 def _numpy(stream: io.BufferedIOBase, file: TextFile) -> Layout:
-    version = np.lib.format.read_magic(stream)
-    read_header = np.lib.format.read_array_header_1_0 if version == (1, 0) else np.lib.format.read_array_header_2_0
-    shape, _, dtype = read_header(stream)
+    try:
+        version = np.lib.format.read_magic(stream)
+        read_header = np.lib.format.read_array_header_1_0 if version == (1, 0) else np.lib.format.read_array_header_2_0
+        shape, _, dtype = read_header(stream)
+    except ValueError as error:
+        raise RunError(f"{file.name} is a damaged array of NumPy ({first_line(error)})") from error
     if len(shape) != 1 or dtype.kind not in "iu":
         raise RunError(
             f"{file.name} is an array {shape} of {dtype}, not a list of ids: np.load({file.name!r}).ravel()"

@@ -311,7 +311,6 @@ def test_what_is_noted(planned, options, changes, level, words):
 
 
 @pytest.mark.parametrize("options, words", [
-    (["--fit", "--strict"], "--strict looks at none"),
     (["--fit", "--model.decoder.vocab_size", "null", "--data.path", "elsewhere", "--data.prepare.input", "texts"],
      "the size is not known before the tokenizer is made"),
     (["--fit", "--data.path", "elsewhere", "--data.prepare", "null"], "elsewhere holds no manifest.json"),

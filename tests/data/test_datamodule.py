@@ -54,10 +54,15 @@ def test_training_data_that_contains_the_validation_data_is_refused(place):
 def test_tokens_that_are_left_over_are_reported(place):
     short = lm(place, "plan", "--config", config(place, "short")).stdout
     assert "train: 4.78K tokens in 100 shards, 149 samples, 12 tokens left over" in short
+    assert "val: 15 of 400 tokens, 3.8%, are in no sample of 32 + 1" in short
     shown = json.loads(lm(place, "data", "inspect", "short", "--seq_len", "32", "--json").stdout)["splits"][""]
     assert (shown["samples"], shown["left_over"]) == (149, 12)
     shown = lm(place, "data", "inspect", "short", "--seq_len", "32").stdout
     assert "149 samples at --seq_len 32, 12 tokens left over (0.3%)" in shown
+    done = lm(place, "fit", "--config", config(place, "short"))
+    log = (place / "checkpoints/short/log.txt").read_text()
+    warning = next(line for line in done.stderr.splitlines() if "val: 15 of 400 tok" in line)
+    assert warning.endswith("; lower data.seq_len") and warning in log
 
 
 def test_a_run_is_not_resumed_over_other_windows(place):

@@ -127,6 +127,7 @@ WRONG = {
         write_megatron(path, ENDED), change(path, lambda data: data[:-40])), "ends after .* it is truncated"),
     "an array of numbers": ("a.npy", lambda path: np.save(path, np.ones(9)), r"\(9,\) of float64, not a list of ids"),
     "a table": ("a.npy", lambda path: np.save(path, np.ones((3, 3), int)), r"\(3, 3\) of int64, .*ravel"),
+    "a damaged array": ("a.npy", lambda path: path.write_bytes(b"\x93NUMPY\1\0\x10\0abc"), "damaged array of NumPy"),
     "a negative id": ("a.npy", lambda path: np.save(path, np.array([3, -1])), "token 1: id -1 is outside"),
     "a mask of the loss": ("a.ds", lambda path: (
         write_datatrove(path, 2, True), (path.parent / "a.ds.loss").write_bytes(b"\1")), "mask of its loss"),
