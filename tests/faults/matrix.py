@@ -42,7 +42,7 @@ FAULTS = {
     22: ("an object store that fails, stalls or cuts answers", "bounded retries, then a stop that resumes"),
     23: ("a budget that the run would overspend", "a checkpoint and a stop under the cap"),
     24: ("the wall clock jumps", "time left, cost and heartbeat stay sane"),
-    25: ("1,000 random configs and 1,000 mutated files", "one line of ours or a right result; no traceback, no hang"),
+    25: ("1,000 random configs and 1,000 mutated files", "one line or a right result; no traceback, no hang"),
     26: ("under torchrun a rank or a machine dies, leaves or joins", "a restart; the same samples and losses"),
 }  # fmt: skip
 
