@@ -61,7 +61,10 @@ def check_data(data: dict[str, Any], steps: dict[str, Any], config: Sections) ->
     for source in config.data.sources or ():
         yield from check_source(source, data["sources"][source.name]["windows"], steps, limit)
     if "val" not in data:
-        yield warning("there is no validation data: no best checkpoint, no early stopping", "give data.val")
+        what = "there is no validation data: no best checkpoint, no early stopping"
+        if config.evaluation.tasks and config.evaluation.interval is None:
+            what += ", and no evaluation without evaluation.interval"
+        yield warning(what, "give data.val")
         return
     validated = min(config.data.val_tokens or data["val"]["tokens"], data["val"]["tokens"])
     # A validation has the forward pass alone, a third of a step's FLOPs.

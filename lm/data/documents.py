@@ -26,7 +26,7 @@ from lm.errors import LmError, RequestError, RunError, first_line
 
 PIECE = 2**20  # characters of a text that are encoded at once; `tokenizers` needs 200 bytes for each
 PARQUET_ROWS = 256  # decoded at once; some million characters for usual documents
-AS_THEY_ARE = "token ids in Parquet are trained on as they are: --data.train"
+AS_THEY_ARE = "token ids in Parquet, which `Dataset.to_parquet` makes, are trained on as they are: --data.train"
 SURROGATE = re.compile("[\ud800-\udfff]")
 
 

@@ -1,14 +1,17 @@
 """`lm data prepare`: text becomes shards that hold exactly it, whoever works on it and however often it is stopped."""
 
+import gzip
 import hashlib
 import json
 import os
 import pickle
 import random
+import re
 import signal
 import subprocess
 import sys
 import time
+from types import SimpleNamespace
 
 import numpy as np
 import pyarrow as pa
@@ -615,3 +618,22 @@ def test_nearest_line_end_is_looked_for_only_near_by(tmp_path, monkeypatch):
     (tmp_path / "input.txt").write_text("word " * 400)
     run(tmp_path / "out", tmp_path / "input.txt", tokenizer="char")
     assert len(documents(tmp_path / "out", "train")[0]) == 1801
+
+
+def test_a_text_for_which_the_disk_is_too_small_is_refused_before_it_is_read(here, monkeypatch):
+    write_jsonl(here / "a.jsonl", ["text"] * 10_000)
+    monkeypatch.setattr(prepare.shutil, "disk_usage", lambda path: SimpleNamespace(free=100_000))
+    with pytest.raises(RequestError, match=r"out/deep needs about .* KiB for .*, and its disk has 97.7 KiB free"):
+        prepare.prepare(PrepareOptions(input=["a.jsonl"], output="out/deep"))
+    assert [path.name for path in here.iterdir()] == ["a.jsonl"]
+
+
+def test_a_large_file_that_one_process_reads_is_said_with_its_time(tmp_path, monkeypatch, caplog):
+    caplog.set_level("INFO")
+    monkeypatch.setattr(preparation, "LARGE_UNIT", 5000)
+    monkeypatch.setattr(preparation, "ENCODED_PER_SECOND", 100)
+    (tmp_path / "a.jsonl.gz").write_bytes(
+        gzip.compress(write_jsonl(tmp_path / "a.jsonl", make_texts(300)).read_bytes())
+    )
+    run(tmp_path / "out", tmp_path / "a.jsonl.gz")
+    assert re.search(r"a.jsonl.gz is read by one process, for about [1-9]\d* minutes", caplog.text)

@@ -123,6 +123,8 @@ FOLDERS = {  # files of a folder -> those that are read, and what is logged
         [0], "skipped: 4 in prepared folders"),
     "an unfinished one": (["a.txt", "out/.parts/plan.json", "out/train/00000.parquet"], [0], "1 in prepared"),
     "another's manifest": (["a.txt", "m/manifest.json", "m/b.txt"], [0, 2, 1], "reads 2 .txt, 1 .json"),
+    "half a download": (["t-00001-of-00003.jsonl", "t-00000-of-00003.jsonl.part"], [0],
+                        "2 of t-*-of-00003.jsonl are missing"),
 }  # fmt: skip
 
 
@@ -332,7 +334,7 @@ def test_a_bad_parquet_file_is_named_with_its_row(tmp_path):
     path.write_bytes(path.read_bytes()[:-20])
     refuses(r"a\.parquet cannot be read")
     write_rows(path, [[1, 2]])
-    refuses("no column 'text' among 'input_ids'.*token ids in Parquet are trained on as they are")
+    refuses("no column 'text' among 'input_ids'.*trained on as they are")
     refuses("column 'input_ids' is not text but list<", text_key="input_ids")
 
 
