@@ -21,6 +21,7 @@ if TYPE_CHECKING:
 
 KERNELS_FROM = (8, 0)  # compute capability; see `model/fused`
 FP8_FROM = (8, 9)
+MONITORED = ("val/loss", "val/perplexity", "val/bpb")  # metrics of a validation that Lightning knows
 
 
 def find_problems(trainer: TrainerConfig, model: ModelConfig, known: Known) -> Iterator[Finding]:
@@ -40,6 +41,12 @@ def find_problems(trainer: TrainerConfig, model: ModelConfig, known: Known) -> I
             f"Hopper, Blackwell), and this is {'a cpu' if device.capability is None else device.name}",
             "take bf16-mixed",
         )
+    callbacks = trainer.callbacks or []
+    all_known = all(type(callback).__module__.startswith(("lightning.", "lm.")) for callback in callbacks)
+    for callback in callbacks if all_known else ():  # those of users may log more
+        if (monitor := getattr(callback, "monitor", None)) not in (None, *MONITORED):
+            name, fix = type(callback).__name__, f"give {' or '.join(MONITORED)}"
+            yield error(f"trainer.callbacks: {name} has no {monitor} to monitor", fix)
     if known.tokenizer is not None and rows is not None and rows < known.tokenizer.vocab_size:
         yield error(
             f"model.decoder.vocab_size {rows:,} is smaller than the tokenizer's {known.tokenizer.vocab_size:,}",

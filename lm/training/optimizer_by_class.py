@@ -31,8 +31,10 @@ def build_by_class(class_path: str, init_args: dict[str, Any], groups: list[dict
     try:
         optimizer = skippable(groups, **rate, **init_args)
     except Exception as error:
+        known = ", ".join(name for name in signature(kind).parameters if name not in ("params", *OURS))
+        takes = f"; it takes {known}" if isinstance(error, TypeError) else ""
         raise RequestError(
-            f"model.optimizer.class_path {class_path} with init_args {init_args}: {first_line(error)}"
+            f"model.optimizer.class_path {class_path} with init_args {init_args}: {first_line(error)}{takes}"
         ) from error
     optimizer.initial = [
         {name: _comparable(value) for name, value in _settings(group).items()} for group in optimizer.param_groups
