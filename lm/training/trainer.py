@@ -4,8 +4,7 @@
 
 import logging
 import warnings
-from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn, cast
@@ -21,18 +20,17 @@ from lightning.pytorch.strategies import Strategy
 from lightning.pytorch.trainer.states import TrainerFn
 
 from lm.data.datamodule import DataModule
-from lm.errors import DataError, Interrupted, LmError
 from lm.runs.checkpoint import read_progress
-from lm.runs.run import Run, how_to_resume
+from lm.runs.run import Run
 from lm.system.dataclass_arguments import arguments_from
 from lm.system.devices import find_device, peak_flops
 from lm.system.hardware import device_name, keep_freed_memory, process_bytes
 from lm.system.process import check_launcher
-from lm.system.stop_signals import STOP
 from lm.training.callback import TakesCheckpoints
 from lm.training.checkpoint_io import FolderCheckpointIO
 from lm.training.checks import check_parts, find_problems
 from lm.training.config import TrainerConfig
+from lm.training.end_of_run import end_run, explaining_memory, explaining_resume
 from lm.training.findings import Known, raise_if_any
 from lm.training.lightning_patches import PatchedTrainer
 from lm.training.precision import choose_precision, multiplication_precision
@@ -55,7 +53,10 @@ class Trainer(PatchedTrainer):
         optimizer = module.configure_optimizers()
         load(ckpt_path)                                  # weights, optimizer, position in the data, random generators
         for batch in datamodule.train_dataloader():      # one global batch: every rank gets its rows
-            module.training_step(batch)                  # one optimizer step, `training/step.optimizer_step`
+            for part in batch.split(micro_batch_size):   # from here to step(): `training/step.optimizer_step`
+                (decoder.losses(part).sum() / targets).backward()     # `targets` of all micro-batches and ranks
+            clip_grad_norm_(decoder.parameters(), gradient_clip_val)
+            optimizer.step()                             # with the learning rate of `training/schedule`
             if self.validates_after(self.global_step):
                 for batch in datamodule.val_dataloader():
                     module.validation_step(batch)
@@ -63,7 +64,7 @@ class Trainer(PatchedTrainer):
             if self.global_step == self.max_steps:
                 break
 
-    `around_fit` and `around_stage`, which `PatchedTrainer` enters around all of this, say how a run ends that fails.
+    `PatchedTrainer` enters `around_fit` around all of this, and `around_stage` around the loop: `training/end_of_run`.
     The arguments are the fields of `TrainerConfig`, where each is explained.
     """
 
@@ -79,7 +80,7 @@ class Trainer(PatchedTrainer):
         torch.set_float32_matmul_precision(config.matmul_precision)
         self.own_loggers = [config.logger] if isinstance(config.logger, Logger) else config.logger or []
         self.run_state = RunState(clip=config.gradient_clip_val)  # Lightning clips nothing here: `training/step` does
-        self._memory_before: int | None = None  # bytes of this process when the training began
+        self.memory_before: int | None = None  # bytes of this process when the training began
         self.checkpoint_io = FolderCheckpointIO()
         plugins: list[Any] = [self.checkpoint_io]
         devices, num_nodes = config.devices, config.num_nodes
@@ -93,7 +94,7 @@ class Trainer(PatchedTrainer):
         if isinstance(chosen, Precision):
             plugins.append(chosen)
         super().__init__(
-            max_steps=1,  # set anew when a fit starts
+            max_steps=1,  # `fit` sets those of the run
             max_epochs=-1,
             check_val_every_n_epoch=None,
             num_sanity_val_steps=0,
@@ -122,20 +123,21 @@ class Trainer(PatchedTrainer):
         check_parts(model, datamodule)
         datamodule.set_position(seq_len=datamodule.options.seq_len or model.config.max_position_embeddings)
         self._check_options(model)
-        state = self.run_state
-        state.start = read_progress(ckpt_path)
-        done = state.start.step, state.start.samples
-        state.steps = plan_steps(datamodule, self.world_size, self.options.max_steps, self.options.max_tokens, done)
-        warmup_and_decay_steps(state.steps.max_steps, model.options.schedule)  # refuses a schedule that does not fit
-        if state.start.step >= state.steps.max_steps and not state.start.pending_validation:
+        run_state = self.run_state
+        run_state.start = read_progress(ckpt_path)
+        done = run_state.start.step, run_state.start.samples
+        run_state.steps = plan_steps(datamodule, self.world_size, self.options.max_steps, self.options.max_tokens, done)
+        max_steps = run_state.steps.max_steps
+        warmup_and_decay_steps(max_steps, model.options.schedule)  # refuses a schedule that does not fit
+        if run_state.start.step >= max_steps and not run_state.start.pending_validation:
             limit = "max_steps" if self.options.max_tokens is None else "max_tokens"
             message = "the run has finished: all %d steps are done; to train on, give a larger --trainer.%s"
-            log.info(message, state.steps.max_steps, limit)
+            log.info(message, max_steps, limit)
             return
         if self.strategy.root_device.type == "cpu":
             keep_freed_memory()
-        datamodule.set_position(global_batch=state.steps.global_batch, consumed=0)  # a checkpoint sets `consumed`
-        self.fit_loop.epoch_loop.max_steps = state.steps.max_steps
+        datamodule.set_position(global_batch=run_state.steps.global_batch, consumed=0)  # a checkpoint sets `consumed`
+        self.fit_loop.epoch_loop.max_steps = max_steps
         super().fit(model, datamodule=datamodule, ckpt_path=ckpt_path)
 
     def _check_options(self, model: "LanguageModule") -> None:
@@ -143,46 +145,21 @@ class Trainer(PatchedTrainer):
         options = replace(self.options, num_nodes=self.num_nodes)  # as torchrun or SLURM says
         raise_if_any(find_problems(options, model.options, Known(device)))
 
-    @contextmanager
-    def around_fit(self) -> Iterator[None]:
-        """Turn out-of-memory errors into one that lists what needs memory.
+    def around_fit(self) -> AbstractContextManager:
+        return explaining_memory(self)
 
-        `PatchedTrainer` enters it around the whole fit, with the building of the model and the end of the run.
-        """
-        try:
-            yield
-        except (RuntimeError, MemoryError) as error:
-            from lm.training.out_of_memory import is_out_of_memory, out_of_memory_error
+    def around_stage(self) -> AbstractContextManager:
+        self.memory_before = process_bytes()
+        return explaining_resume(self)
 
-            module = self.lightning_module
-            if module is None or module.config.vocab_size is None or not is_out_of_memory(error):
-                raise
-            raise out_of_memory_error(error, self, self._memory_before) from error
+    def end_run(self, why: str = "") -> NoReturn:
+        """End the run after its last complete step, with a checkpoint; call it on every rank."""
+        end_run(self, why)
 
-    @contextmanager
-    def around_stage(self) -> Iterator[None]:
-        """Add how to resume the run to the error of damaged data, or to one raised after a signal.
-
-        `PatchedTrainer` enters it around the loop of training or evaluation alone.
-        """
-        self._memory_before = process_bytes()
-        try:
-            yield
-        except Exception as error:
-            STOP.disarm()  # the last checkpoint may take longer than stop_within
-            if isinstance(error, DataError) and self.fitting:  # the data of the next step cannot be read
-                self.run_state.pending_validation |= self.validating
-                if self.world_size == 1 and self.global_step and self.checkpoint_callback is not None:
-                    self._save_checkpoint()
-                    log.info("saved a checkpoint of step %d", self.global_step)
-                raise DataError(f"{error}; {how_to_resume(self.run)}") from error
-            if isinstance(error, LmError) or STOP.received is None or not self.fitting:
-                raise
-            # The signal may have ended other processes that this one depends on.
-            raise Interrupted(
-                f"{STOP.received.name}: ended without a checkpoint, because {type(error).__name__}: {error}; "
-                f"{how_to_resume(self.run)}"
-            ) from error
+    def save_and_wait(self) -> None:
+        """Save a checkpoint, and wait until it is on the disk."""
+        self.checkpoint_callback.save(self)
+        self.checkpoint_io.drain()
 
     @property
     def run(self) -> Run:
@@ -227,31 +204,6 @@ class Trainer(PatchedTrainer):
     def fitting(self) -> bool:
         """Whether this is a fit, also while it validates."""
         return self.state.fn == TrainerFn.FITTING
-
-    def end_run(self, why: str = "") -> NoReturn:
-        """End the run after its last complete step, with a checkpoint unless a guard wants none; call it on every rank.
-
-        It raises `run_state.stop` if that is set; otherwise, after a signal, Interrupted with `why` in its message.
-        """
-        STOP.disarm()
-        state, callback = self.run_state, self.checkpoint_callback
-        saves = callback is not None and self.global_step > 0 and (callback.requested or state.stop is None)
-        if saves:
-            self._save_checkpoint()
-        self.strategy.barrier()  # torchrun kills all processes when the first one ends
-        if state.stop is not None:
-            raise state.stop
-        signal = STOP.received.name if STOP.received is not None else "a signal on another rank"
-        where = f"after step {self.global_step}" if self.global_step else "in the first step"
-        if saves:
-            where += " with a checkpoint"
-        if state.pending_validation:
-            where += ", before its validation was done"
-        raise Interrupted(f"{signal}: stopped {where}{why}; {how_to_resume(self.run)}")
-
-    def _save_checkpoint(self) -> None:
-        self.checkpoint_callback.save(self)
-        self.checkpoint_io.drain()
 
     def validates_after(self, step: int) -> bool:
         """Whether a validation follows this optimizer step."""

@@ -51,7 +51,7 @@ class Checkpoints(ModelCheckpoint):
         super().__init__(monitor="val/loss", save_top_k=0, enable_version_counter=False)
         self.interval, self.keep, self.keep_every = interval, keep, keep_every
         self.requested = False  # save after this step
-        self.saved_step: int | None = None  # the newest step that was saved; None: save this one in any case
+        self.saved_step: int | None = None  # the newest that was saved, or passed over by `skip`; None: save this one
         self.best_loss = float("inf")  # of the validations so far
         self.best_name: str | None = None  # its checkpoint
         self.permanent: set[str] = set()  # checkpoints that are never removed, by the `keep_every` of their time
@@ -97,9 +97,9 @@ class Checkpoints(ModelCheckpoint):
         trainer.checkpoint_io.drain()
 
     def _is_due(self, step: int) -> bool:
-        return self.requested or step % self.interval == 0 or self._is_kept_forever(step)
+        return self.requested or step % self.interval == 0 or self._becomes_permanent(step)
 
-    def _is_kept_forever(self, step: int) -> bool:
+    def _becomes_permanent(self, step: int) -> bool:
         return self.keep_every is not None and step % self.keep_every == 0
 
     # ---- how ----------------------------------------------------------------------------------------------------
@@ -113,7 +113,7 @@ class Checkpoints(ModelCheckpoint):
         run, path = trainer.run, trainer.run.path / checkpoint_name(trainer)
         self._set_paths(run, path)
         self.stale.discard(path.name)
-        if self._is_kept_forever(self.saved_step):
+        if self._becomes_permanent(self.saved_step):
             self.permanent.add(path.name)
         step, best, rollback_step = self.saved_step, self.best_name, self._rollback_step
         protected, stale = {path.name, best, *self.permanent}, set(self.stale)  # copies, for the thread that writes
@@ -142,7 +142,7 @@ class Checkpoints(ModelCheckpoint):
         self.best_model_score = torch.tensor(self.best_loss)
 
     def on_save_checkpoint(self, trainer: Trainer, pl_module: LanguageModule, checkpoint: dict[str, Any]) -> None:
-        checkpoint["kept_for_good"] = checkpoint_name(trainer) in self.permanent  # even if it replaces one that was
+        checkpoint["kept_for_good"] = checkpoint_name(trainer) in self.permanent  # read by `is_permanent`
 
     def on_train_start(self, trainer: Trainer, pl_module: LanguageModule) -> None:
         """Mark later checkpoints than the one that is resumed as stale, so that a resume after a kill skips them."""
