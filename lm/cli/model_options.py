@@ -9,7 +9,7 @@ from typing import Literal
 
 from lm.cli.command_options import take_fields
 from lm.data.tokenizer import Begin
-from lm.errors import require
+from lm.errors import require, require_at_least
 from lm.inference.sampling import Sampling
 from lm.model.config import DTypeName
 from lm.runs.run import ROOT
@@ -102,6 +102,7 @@ class EvaluateOptions(ModelChoice):
 
     def __post_init__(self) -> None:
         require(bool(self.tasks or self.texts), "give something to evaluate on: --tasks embedded:sotu or --texts FILE")
+        require_at_least(1, "--", max_items=self.max_items, batch_tokens=self.batch_tokens)
 
 
 @dataclass(frozen=True)

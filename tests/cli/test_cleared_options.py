@@ -7,7 +7,6 @@ import yaml
 
 from lm.cli.plan_checks import check_optimizer
 from lm.cli.request import read
-from lm.errors import RequestError
 from lm.training.config import SECTIONS, GroupConfig, GroupsConfig, OptimizerConfig
 
 TINY = ["--config", "tiny.yaml"]
@@ -24,8 +23,6 @@ def test_the_rates_of_groups_follow_the_rate():
     )
     typed = optimizer("--model.optimizer.groups.embedding.lr", "0.5").groups.embedding
     assert (typed.lr, typed.lr_ratio) == (0.5, None)
-    with pytest.raises(RequestError, match="lr 1.0 and lr_ratio 2.0 both give its rate"):
-        OptimizerConfig(groups=GroupsConfig(norms=GroupConfig(lr=1.0, lr_ratio=2.0)))
 
 
 def test_a_rate_that_does_not_follow_is_said():

@@ -197,7 +197,6 @@ def test_a_trend_without_an_interval_is_not_shown():
     (["--depths", "2,300", "--max_steps", "6", "--aspect_ratio", "64"], "depth 300: "),
     (["--depths", "2", "--max_steps", "6", "--mfu", "2"], "--mfu 2.0 must lie in (0, 1]"),
     (["--depths", "2", "--trainer.max_steps", "5"], "give --max_steps"),
-    (["--depths", "2", "--max_steps", "6", "--root", "texts/000.txt"], "is a file, or in one"),
     (["--depths", "2", "--max_steps", "1", "--against", ""], "--max_steps 1 has no half"),
     *((["--depths", "2", "--max_steps", "6", "--against", recipe], message) for recipe, message in (
         ("--depths 3", "depths, seeds and folder are those of the ladder"),

@@ -226,7 +226,6 @@ def test_a_config_that_cannot_be_meant_is_refused(text, message, here):
     (["generate", "Once upon"], "did you mean `lm generate --prompt 'Once upon'`?"),
     (["data", "prepare", "my_texts"], "did you mean `lm data prepare --input my_texts --output data/my_texts`?"),
     (["data", "prepare", "texts/", "--output", "a"], "did you mean `lm data prepare --input texts/ --output a`?"),
-    (["data", "prepare", "--input", "a", "--output", "b", "--plan_only", "--task", "0/2"], "without --task, then each"),
     (["generate", "--ckpt_path", ".", "--dtype", "bf16"], "expected one of 'float32', 'bfloat16', "),
     (["plan", "--config", "tiny.yaml", "--trainer.precision", "bf16"], "expected one of '32-true', 'bf16-mixed', "),
     (["plan", "--config", "tiny.yaml", "--model.optimizer.betas", "0.9,0.95"], "expected a list: [a, b]"),

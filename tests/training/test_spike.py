@@ -156,8 +156,3 @@ def test_a_spike_is_noticed_from_the_tenth_log_line_on():
 def test_another_division_sees_the_same(workplace, drill):
     fit(workplace, "divided", **DRILL, **{"data.micro_batch_size": 2})
     assert rows_by_step(workplace / "trace.jsonl") == drill[2]
-
-
-def test_a_step_that_never_comes_is_refused(workplace):
-    refused, run = fit(workplace, "late", expect=2, **{"guards.inject_step": 13})
-    assert "guards.inject_step 13: the run ends with step 12" in refused.stderr and not run.path.exists()
