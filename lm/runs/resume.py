@@ -205,9 +205,16 @@ def repair_links(run: Run, checkpoint: Path) -> None:
 
 def check_config_changes(run: Run, config: dict[str, Any], force: bool) -> dict[str, list[Any]]:
     """Compare a config with a run's: `{key: [before, now]}`; raise RequestError if a resume may not change a key."""
+    settings = run.settings()
+    if not force and not settings:
+        state = "damaged" if run.config.exists() else "gone"
+        raise RequestError(
+            f"{run.config} is {state}, so it is not known what the run was trained with: put it back, or give --force "
+            "to resume with the config of this command"
+        )
     changed = {
         key: values
-        for key, values in differences([run.settings(), config]).items()
+        for key, values in differences([settings, config]).items()
         if not key.startswith("data.prepare.") or values[1] is not None
     }  # null: then the shards are compared
     fixed = not_allowed("resume", changed)

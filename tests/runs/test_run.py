@@ -186,7 +186,7 @@ def test_an_option_that_one_version_lacks_is_no_difference_where_it_is_off():
     assert differences([{"data": {"pad_id": 5}}, {}]) == {"data.pad_id": [5, None]}
 
 
-def test_a_run_without_a_readable_config_is_not_resumed(tmp_path):
+def test_a_config_of_a_run_that_is_damaged_is_named_and_not_compared(tmp_path):
     run = make(tmp_path, "a")
     text = "model: {decoder: {hidden_size: 8}}\ndata: {path: x}\n"
     config = {"model": {"decoder": {"hidden_size": 8}}, "data": {"path": "x"}}
@@ -194,7 +194,8 @@ def test_a_run_without_a_readable_config_is_not_resumed(tmp_path):
         run.config.write_text(text)
         assert list(check_config_changes(run, config, force=False)) == []
         run.config.unlink() if damaged is None else run.config.write_text(damaged)
-        with pytest.raises(RequestError, match="cannot be resumed with other options: data.path was None and is x now"):
+        state = "gone" if damaged is None else "damaged"
+        with pytest.raises(RequestError, match=f"config.yaml is {state}, .* put it back, or give --force"):
             check_config_changes(run, config, force=False)
         check_config_changes(run, config, force=True)
 
