@@ -76,7 +76,10 @@ def read_folder(folder: Path, optimizer: bool = True, verify: bool = True) -> di
     content = {key: decode(value) for key, value in document.items() if key not in ("format", "written_by")}
     for key, name in TENSORS.items():
         if name in digests and (key != "optimizer" or optimizer):
-            content[key] = load_file(folder / name)
+            try:
+                content[key] = load_file(folder / name)
+            except SafetensorError as error:
+                raise RequestError(f"{folder / name} was not written by safetensors: {error}") from error
     texts = digests.keys() - set(TENSORS.values())
     content["files"] = {name: (folder / name).read_text(encoding="utf-8") for name in sorted(texts)}
     return content

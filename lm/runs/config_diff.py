@@ -63,4 +63,6 @@ def _has(names: Sequence[str], key: str) -> bool:
 def describe_changes(run: Run | None, changed: dict[str, list[Any]]) -> list[str]:
     """A line for each of the `differences` between a run's config and that of its resume."""
     lines = [f"changed since the run was started: {key}: {old} -> {new}" for key, (old, new) in changed.items()]
-    return [*lines, f"`{run.resume_command()}` resumes it unchanged"] if run and changed else lines
+    if run and any(key.startswith("model.") for key in changed):
+        lines.append(f"`{run.resume_command()}` resumes it unchanged")
+    return lines

@@ -6,12 +6,12 @@ from typing import Any
 from lm.system.parsing import nonnegative
 
 NUMBER = (int, float)
-TYPES: dict[str, dict[str, Any]] = {  # file -> fact -> its type; a fact of another type is treated as missing
+TYPES: dict[str, dict[str, Any]] = {  # file -> fact -> its type, or that of a list's entries; a fact of another type is treated as missing
     "run.json": {
         "id": str, "name": str, "status": str, "reason": str, "device": str, "world_size": int, "turn": int,
-        "started": str, "entered": NUMBER, "command": list, "host": str, "python": str, "versions": dict, "git": str,
-        "step": int, "began_from": str, "left_behind": list, "stretches": list, "rollbacks": list, "injected": dict,
-        "tags": list, "note": str, "acceptance": dict, "machine": dict, "flops_per_token": NUMBER,
+        "started": str, "entered": NUMBER, "command": [str], "host": str, "python": str, "versions": dict, "git": str,
+        "step": int, "began_from": str, "left_behind": list, "stretches": [dict], "rollbacks": [dict], "injected": dict,
+        "tags": [str], "note": str, "acceptance": dict, "machine": dict, "flops_per_token": NUMBER,
         "mixture": dict, "branch": dict,
     },
     "state.json": {
@@ -31,6 +31,8 @@ def valid_facts(file: str, document: Any) -> dict[str, Any]:
 
 
 def _has_type(fact: Any, types: Any) -> bool:
+    if isinstance(types, list):
+        return isinstance(fact, list) and all(isinstance(entry, types[0]) for entry in fact)
     return isinstance(fact, types) and not isinstance(fact, bool) and (type(fact) is not float or math.isfinite(fact))
 
 

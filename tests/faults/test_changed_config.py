@@ -109,7 +109,7 @@ def test_what_may_change_is_shown_and_used(copied):
     lines = {line["step"]: line for line in run.metrics() if "optim/lr" in line}
     assert lines[7]["optim/lr"] > lines[6]["optim/lr"] and lines[8]["tokens"] == 6 * 256 + 2 * 512
     rises = "the learning rate rises from {:.2e} to {:.2e} in step 7,".format(*(lines[at]["optim/lr"] for at in (6, 7)))
-    assert rises in shown and "end this run, and `lm branch small --at 4`" in shown
+    assert rises in shown and "end this run now and `lm branch small --at 4`" in shown
     assert max(lines) == 9 and run.read("state.json")["max_tokens"] == lines[9]["tokens"] == 3072
     assert run.settings()["model"]["optimizer"]["lr"] == 0.02  # and the next one is compared with this
 

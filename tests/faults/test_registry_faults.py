@@ -65,7 +65,7 @@ def test_a_training_does_not_notice(workplace, fault):
     with fault(path) as reason:
         fit = lm(workplace, "fit", "--config", str(write_config(workplace)), LM_REGISTRY=str(path))
     said = [line for line in fit.stderr.splitlines() if "the registry" in line]
-    assert len(said) == 1 and reason in said[0] and "lm runs rebuild" in said[0]
+    assert len(said) == 2 and reason in said[0] and "lm runs rebuild" in said[0]  # where it begins and where it ends
     assert losses(workplace) == expected(workplace)
     row = rebuilt(workplace, str(path))
     assert (row["name"], row["status"], row["step"]) == ("small", "finished", 12)
@@ -81,7 +81,7 @@ def test_on_a_read_only_disk(workplace, mounts):
     here = {"LM_REGISTRY": "home/runs.db"}
     fit = mounts.lm("fit", "--config", str(write_config(workplace)), **here)
     said = [line for line in fit.stderr.splitlines() if "the registry" in line]
-    assert len(said) == 1 and "was not updated" in said[0], said
+    assert len(said) == 2 and "was not updated" in said[0], said
     assert losses(workplace) == expected(workplace)
     refused = mounts.lm("runs", "rebuild", expect=1, **here).stderr
     assert len(refused.splitlines()) == 1 and "cannot be written" in refused

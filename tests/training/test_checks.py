@@ -53,7 +53,7 @@ def folder(tmp_path_factory):
 @pytest.mark.slow
 @pytest.mark.parametrize("changes", [
     {"trainer.peak_tflops": -1}, {"trainer.early_stopping.patience": 0}, {"trainer.stop_within": -1},
-    {"trainer.keep_every": 0}, {"model.optimizer.eps": -1}, {"guards.inject_step": 400},
+    {"trainer.keep_every": 0}, {"model.optimizer.eps": -1},
     {"run": "a/b"}, {"seed_everything": True},
     {"model.schedule.name": "wsd", "model.schedule.decay_steps": 11},
     {"trainer.callbacks": [{"class_path": "lightning.pytorch.callbacks.EarlyStopping",
