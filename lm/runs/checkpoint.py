@@ -74,14 +74,14 @@ def read_folder(folder: Path, optimizer: bool = True, verify: bool = True) -> di
     document = read_document(folder)
     digests = document.pop("digests")
     content = {key: decode(value) for key, value in document.items() if key not in ("format", "written_by")}
-    for key, name in TENSORS.items():
-        if name in digests and (key != "optimizer" or optimizer):
-            try:
+    texts = sorted(digests.keys() - set(TENSORS.values()))
+    try:
+        for key, name in TENSORS.items():
+            if name in digests and (key != "optimizer" or optimizer):
                 content[key] = load_file(folder / name)
-            except SafetensorError as error:
-                raise RequestError(f"{folder / name} was not written by safetensors: {error}") from error
-    texts = digests.keys() - set(TENSORS.values())
-    content["files"] = {name: (folder / name).read_text(encoding="utf-8") for name in sorted(texts)}
+        content["files"] = {name: (folder / name).read_text(encoding="utf-8") for name in texts}
+    except (SafetensorError, UnicodeDecodeError) as error:
+        raise RequestError(f"checkpoint {folder} was not written by lm: {error}") from error
     return content
 
 

@@ -6,7 +6,8 @@ from typing import Any
 from lm.system.parsing import nonnegative
 
 NUMBER = (int, float)
-TYPES: dict[str, dict[str, Any]] = {  # file -> fact -> its type, or that of a list's entries; a fact of another type is treated as missing
+# File -> fact -> its type, or that of a list's entries; a fact of another type is treated as missing.
+TYPES: dict[str, dict[str, Any]] = {
     "run.json": {
         "id": str, "name": str, "status": str, "reason": str, "device": str, "world_size": int, "turn": int,
         "started": str, "entered": NUMBER, "command": [str], "host": str, "python": str, "versions": dict, "git": str,
