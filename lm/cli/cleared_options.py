@@ -56,7 +56,9 @@ def clear_earlier(settings: Mapping[str, Any], options: Iterable[tuple[str, Any]
     if optimizer and is_known and after != before:
         clear(place, OF_OPTIMIZER, f"{place} is {after} and was {before}")
         if "lr" in optimizer and f"{place}.lr" not in later:
-            log.info("%s.lr %s stays, the rate for %s", place, optimizer["lr"], before)
+            third = float(optimizer["lr"]) / 3  # of what Muon's matrices take: configs/tiny.yaml
+            fix = f"; --{place}.lr {third:.1e} is nearer to AdamW's" if (before, after) == ("muon", "adamw") else ""
+            log.info("%s.lr %s stays, the rate for %s%s", place, optimizer["lr"], before, fix)
         if f"{place}.class_path" not in later:
             cleared.append(f"{place}.class_path")  # which would count, and not the name
 
@@ -73,7 +75,8 @@ def clear_earlier(settings: Mapping[str, Any], options: Iterable[tuple[str, Any]
         if ratio not in later and (before := _value(settings, ratio) or 0) > TIED_RATIO:
             log.info(f"{ratio} {before} is for an untied embedding; --{ratio} {TIED_RATIO} is a rate for a tied one")
     folder, texts = str(later.get("data.path")), _value(settings, "data.prepare.input")
-    if "data.prepare" in cleared and "data.path" in later and texts and not (Path(folder) / "manifest.json").exists():
+    is_new = not Path(folder).is_file() and not (Path(folder) / "manifest.json").exists()
+    if "data.prepare" in cleared and "data.path" in later and texts and is_new:
         texts = shlex.join([texts] if isinstance(texts, str) else texts)
         log.info(f"data.path {folder} leaves data.prepare of the config out; --data.prepare.input {texts} keeps it")
     return cleared

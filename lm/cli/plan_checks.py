@@ -58,6 +58,10 @@ def check_data(data: dict[str, Any], steps: dict[str, Any], config: Sections) ->
     elif epochs > MANY_EPOCHS:
         length = f"the run of {plural(steps['max_steps'], 'step')} reads the data {epochs:,.0f} times"
         yield warning(length, "train for fewer steps, or give more data")
+    for phase in config.data.phases or ():
+        if phase.tokens >= steps["tokens"]:
+            what = f"data.phases: one begins after {phase.tokens:,} tokens, and the run ends after {steps['tokens']:,}"
+            yield warning(what, "let it begin earlier, or train for longer")
     for source in config.data.sources or ():
         yield from check_source(source, data["sources"][source.name]["windows"], steps, limit)
     if "val" not in data:

@@ -206,7 +206,8 @@ def check_names(command: str, typed: Iterable[tuple[str, Any]], configs: Mapping
         def hint(name: str, value: Any) -> str:
             if name in command_line_only:
                 return f"give --{name} on the command line"
-            if isinstance(value, Mapping) and (group := next((one for one in groups if one.endswith(f".{name}")), "")):
+            last = name.rpartition(".")[2]  # of a group in a wrong place
+            if isinstance(value, Mapping) and (group := next((one for one in groups if one.endswith(f".{last}")), "")):
                 return f"did you mean {group!r}?"
             return nearest_option(name, known) or f"`lm {command} --help all` lists them"
 

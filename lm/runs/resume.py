@@ -220,7 +220,7 @@ def check_config_changes(run: Run, config: dict[str, Any], force: bool) -> dict[
     fixed = not_allowed("resume", changed)
     if fixed and not force:
         values = "; ".join(f"{key} was {before} and is {now} now" for key, (before, now) in fixed.items())
-        fix = "start a new run without --ckpt_path"
+        fix = f"`{run.resume_command()}` resumes it as it was, or start a new run without --ckpt_path"
         if not any(key.startswith("model.decoder") for key in not_allowed("branch", fixed)):
             fix += ", or give --force"
         raise RequestError(f"run {run.path} cannot be resumed with other options: {values}; {fix}")

@@ -10,7 +10,7 @@ from inspect import signature
 from typing import Any
 
 from lightning.fabric.utilities.apply_func import apply_to_collection  # pyright: ignore[reportPrivateImportUsage]
-from torch import Tensor
+from torch import Tensor, optim
 from torch.optim import Optimizer
 
 from lm.errors import RequestError, first_line
@@ -48,9 +48,10 @@ def _class_of(class_path: str) -> type[Optimizer]:
     try:
         kind = getattr(import_module(module), name)
     except Exception as error:  # also what running a user's file raises
+        near = next((each for each in dir(optim) if each.lower() == name.lower()), "SGD")
         raise RequestError(
-            f"{place}: {first_line(error)}; give a class such as torch.optim.SGD, or my_optimizers.Lion for the class "
-            "Lion in my_optimizers.py in this folder"
+            f"{place}: {first_line(error)}; give a class such as torch.optim.{near}, or my_optimizers.Lion for Lion in "
+            "my_optimizers.py in this folder"
         ) from error
     if not (isinstance(kind, type) and issubclass(kind, Optimizer)):
         raise RequestError(f"{place} is not a torch.optim.Optimizer")

@@ -132,7 +132,7 @@ class Trainer(PatchedTrainer):
         if run_state.start.step >= max_steps and not run_state.start.pending_validation:
             limit = "max_steps" if self.options.max_tokens is None else "max_tokens"
             message = "the run has finished: all %d steps are done; to train on, give a larger --trainer.%s"
-            log.info(message, max_steps, limit)
+            log.info(message, run_state.start.step, limit)
             return
         if self.strategy.root_device.type == "cpu":
             keep_freed_memory()

@@ -55,6 +55,7 @@ MISTAKES = {  # typed -> said
     "a number for a group": ([*FIT, "--trainer.early_stopping", "3"], "such as --trainer.early_stopping.patience"),
     "PyTorch's number format": ([*FIT, "--trainer.precision", "bf16"], "did you mean bf16-mixed?"),
     "a group at the top": (["fit", "--config", "top.yaml"], "no option 'optimizer'; did you mean 'model.optimizer'?"),
+    "a group that is too deep": (["fit", "--config", "schedule.yaml"], "did you mean 'model.schedule'?"),
     "a run without its checkpoint": (["fit", "--run", "mine"], "--ckpt_path auto resumes the run mine; a new run needs"),
     "epochs for a length": ([*FIT, "--trainer.max_steps", "null", "--trainer.max_epochs", "2"], "max_epochs is only a limit"),
     "a trained tokenizer": ([*FIT, "--data.tokenizer", "bpe"], "data.tokenizer bpe is no file: give data.prepare.tokenizer"),
@@ -81,6 +82,7 @@ def test_a_mistake_is_answered_with_what_was_meant(typed, said, here, capsys):
     (here / "dedented.yaml").write_text(DEDENTED)
     (here / "deep.yaml").write_text("trainer:\n  max_steps: 3\n   val_interval: 2\n")
     (here / "top.yaml").write_text("optimizer: {name: muon}\n")
+    (here / "schedule.yaml").write_text("model: {optimizer: {schedule: {name: cosine}}}\n")
     (here / "colon.yaml").write_text("trainer:\n  max_steps:3\n  val_interval: 2\n")
     (here / "tab.yaml").write_text("trainer:\n\tmax_steps: 3\n")
     (here / "checkpoints/lost/last").mkdir(parents=True)
