@@ -1,4 +1,4 @@
-"""The documents in files of text: plain text, JSON lines, tables; those of token ids are read by `data/token_files`.
+"""The documents in files of text: plain text, JSON lines, tables; files of token ids are read by `data/token_files`.
 
 Between `data/text_files`, which finds the files, and `data/encode`. A document of any length streams through: it comes
 in pieces of at most PIECE characters, cut at line ends.
@@ -12,21 +12,20 @@ import lzma
 import re
 import zlib
 from collections.abc import Iterable, Iterator, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from lm.data.parquet import COLUMN
 from lm.data.text_files import TEXT_KEY, TextFile, find_files
-from lm.data.token_files import read_ids
+from lm.data.token_files import check_ids, read_ids
 from lm.data.tokenizer import Tokenizer
 from lm.errors import LmError, RequestError, RunError, first_line
 
 PIECE = 2**20  # characters of a text that are encoded at once; `tokenizers` needs 200 bytes for each
 PARQUET_ROWS = 256  # decoded at once; some million characters for usual documents
-AS_THEY_ARE = "token ids in Parquet, which `Dataset.to_parquet` makes, are trained on as they are: --data.train"
+LISTS = (pa.ListType, pa.LargeListType, pa.FixedSizeListType)
 SURROGATE = re.compile("[\ud800-\udfff]")
 
 
@@ -60,10 +59,7 @@ def read_pieces(
     """
     try:
         if file.kind == "flat":
-            if tokenizer is None:
-                raise RequestError(
-                    f"{file.name} holds token ids: give the tokenizer.json they were made with (--tokenizer)"
-                )
+            tokenizer = _tokenizer_of_ids(file, tokenizer)
             for where, ids, last in read_ids(file, tokenizer.vocab_size, tokenizer.eos_id):
                 yield Piece(where, ids, last, file.split)
             return
@@ -73,11 +69,30 @@ def read_pieces(
             readers = {"jsonl": _json_lines, "parquet": _parquet, "arrow": _arrow, "csv": _csv, "tsv": _csv}
             documents = ((where, (text,)) for where, text in readers[file.kind](file, part, parts, text_key))
         for where, chunks in documents:
-            yield from (Piece(where, text, last, file.split) for text, last in _cut(chunks) if text)
+            if isinstance(chunks, tuple) and isinstance(chunks[0], list):  # token ids of a row
+                ids = _ids_of_row(chunks[0], where, _tokenizer_of_ids(file, tokenizer))
+                yield from (Piece(where, document, True, file.split) for document in ids)
+            else:
+                yield from (Piece(where, text, last, file.split) for text, last in _cut(chunks) if text)
     except LmError:
         raise
     except (pa.ArrowException, OSError, EOFError, lzma.LZMAError, zlib.error, UnicodeDecodeError) as error:
         raise RunError(f"{file.name} cannot be read ({first_line(error)}); is it damaged or truncated?") from error
+
+
+def _tokenizer_of_ids(file: TextFile, tokenizer: Tokenizer | None) -> Tokenizer:
+    if tokenizer is None:
+        raise RequestError(f"{file.name} holds token ids: give the tokenizer.json they were made with (--tokenizer)")
+    return tokenizer
+
+
+def _ids_of_row(row: list[int], where: str, tokenizer: Tokenizer) -> Iterator[np.ndarray]:
+    """The documents in a row of token ids, which end with it and at each end-of-text token, without that."""
+    ids = np.asarray(row, np.int64)
+    check_ids(ids, where, 0, tokenizer.vocab_size)
+    for part in np.split(ids, np.flatnonzero(ids == tokenizer.eos_id)):
+        if len(document := part[part != tokenizer.eos_id]):
+            yield document
 
 
 def _cut(chunks: Iterable[str]) -> Iterator[tuple[str, bool]]:
@@ -153,7 +168,7 @@ def _json_text(line: bytes, key: str) -> str:
     return text
 
 
-def _parquet(file: TextFile, part: int, parts: int, column: str) -> Iterator[tuple[str, str]]:
+def _parquet(file: TextFile, part: int, parts: int, column: str) -> Iterator[tuple[str, Any]]:
     """The rows of a part of the row groups."""
     with file.open() as handle:
         parquet = pq.ParquetFile(handle)
@@ -166,7 +181,7 @@ def _parquet(file: TextFile, part: int, parts: int, column: str) -> Iterator[tup
             row += batch.num_rows
 
 
-def _arrow(file: TextFile, part: int, parts: int, column: str) -> Iterator[tuple[str, str]]:
+def _arrow(file: TextFile, part: int, parts: int, column: str) -> Iterator[tuple[str, Any]]:
     """The rows of a file of `datasets.save_to_disk`."""
     with file.open() as handle, pa.ipc.open_stream(handle) as batches:
         _check_column(file, batches.schema, column)
@@ -181,22 +196,22 @@ def _check_column(file: TextFile, schema: pa.Schema, column: str) -> None:
     _check_name(file, schema.names, column)
     kind = schema.field(column).type
     kind = kind.value_type if pa.types.is_dictionary(kind) else kind
-    if not (pa.types.is_string(kind) or pa.types.is_large_string(kind) or pa.types.is_string_view(kind)):
-        fix = AS_THEY_ARE if pa.types.is_nested(kind) else f"give another with {TEXT_KEY}"
-        raise RunError(f"{file.name}: column {column!r} is not text but {kind}; {fix}")
+    is_text = pa.types.is_string(kind) or pa.types.is_large_string(kind) or pa.types.is_string_view(kind)
+    is_ids = isinstance(kind, LISTS) and pa.types.is_integer(kind.value_type)
+    if not is_text and not is_ids:
+        raise RunError(f"{file.name}: column {column!r} is not text but {kind}; give another with {TEXT_KEY}")
 
 
 def _check_name(file: TextFile, names: Sequence[str], column: str) -> None:
     if column not in names:
-        hint = f"; {AS_THEY_ARE}" if COLUMN in names else ""
         raise RunError(
-            f"{file.name} has no column {column!r} among {', '.join(map(repr, names))}; name the one with text by "
-            f"{TEXT_KEY}{hint}"
+            f"{file.name} has no column {column!r} among {', '.join(map(repr, names))}; name the one with text or "
+            f"token ids by {TEXT_KEY}"
         )
 
 
-def _texts(file: TextFile, values: pa.Array, row: int, column: str) -> Iterator[tuple[str, str]]:
-    """The texts of a part of a column, which begins at a row of the file."""
+def _texts(file: TextFile, values: pa.Array, row: int, column: str) -> Iterator[tuple[str, Any]]:
+    """The texts, or the lists of ids, of a part of a column, which begins at a row of the file."""
     for row, text in enumerate(values.to_pylist(), start=row):
         if text is None:
             raise RunError(f"{file.name}, row {row}: column {column!r} is null; leave such rows out")

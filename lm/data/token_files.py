@@ -89,11 +89,16 @@ def _check(ids: np.ndarray, file: TextFile, position: int, vocab_size: int, dtyp
             f"{file.name}: every second id is 0, so an id has {actual} bytes, not {size}: np.fromfile("
             f"{file.name!r}, '<u{actual}').astype('<u{size}').tofile('train.bin') makes a file of {dtype}"
         )
+    check_ids(ids, file.name, position, vocab_size)
+
+
+def check_ids(ids: np.ndarray, where: str, position: int, vocab_size: int) -> None:
+    """RunError for an id outside the vocabulary; `position` ids are before these."""
     outside = (ids < 0) | (ids >= vocab_size)
     if outside.any():
         first = int(np.argmax(outside))
         raise RunError(
-            f"{file.name}, token {position + first}: id {ids[first]} is outside the vocabulary of {vocab_size}; was it "
+            f"{where}, token {position + first}: id {ids[first]} is outside the vocabulary of {vocab_size}; was it "
             "made with another tokenizer?"
         )
 

@@ -54,7 +54,7 @@ def test_a_folder_of_datasets_is_read_by_its_splits(tmp_path):
 
 
 DAMAGED = {  # name, content -> what is said
-    "no column": ("a.csv", b"id,body\n1,x\n", "no column 'text' among 'id', 'body'; name the one with text by --text_key"),
+    "no column": ("a.csv", b"id,body\n1,x\n", "no column 'text' among 'id', 'body'; name the one with text or token ids by --text_key"),
     "a short row": ("a.csv", b"id,text\n1,x\n2\n", "line 3: 1 columns where the first line names 2"),
     "an open quote": ("a.csv", b'text\n"x\ny\n', "a.csv, the row of lines 2 to 3: unexpected end of data; end its"),
     "not UTF-8": ("a.tsv", b"text\n\xff\n", "a.tsv cannot be read"),
@@ -71,10 +71,13 @@ def test_a_damaged_table_is_one_line(name, content, message, tmp_path):
     assert "\n" not in str(caught.value)
 
 
-def test_token_ids_in_place_of_a_text_are_explained(tmp_path):
-    write_arrow(tmp_path / "a.arrow", [[1, 2], [3]], pa.list_(pa.int32()))
-    with pytest.raises(LmError, match="not text but list<.*; token ids in Parquet, .*: --data.train"):
+def test_numbers_in_place_of_a_text_are_named(tmp_path):
+    write_arrow(tmp_path / "a.arrow", [[1.5], [3]], pa.list_(pa.float32()))
+    with pytest.raises(LmError, match="not text but list<.*; give another with"):
         texts_of(tmp_path / "a.arrow")
+    write_arrow(tmp_path / "b.arrow", [[1, 2], [3]], pa.list_(pa.int32()))
+    with pytest.raises(LmError, match=r"b.arrow holds token ids: give the tokenizer.json"):
+        texts_of(tmp_path / "b.arrow")
 
 
 def test_rows_without_a_text_are_named(tmp_path):

@@ -334,8 +334,7 @@ def test_a_bad_parquet_file_is_named_with_its_row(tmp_path):
     path.write_bytes(path.read_bytes()[:-20])
     refuses(r"a\.parquet cannot be read")
     write_rows(path, [[1, 2]])
-    refuses("no column 'text' among 'input_ids'.*trained on as they are")
-    refuses("column 'input_ids' is not text but list<", text_key="input_ids")
+    refuses("no column 'text' among 'input_ids'; name the one with")
 
 
 NOT_TEXT = {

@@ -5,6 +5,8 @@ import struct
 from itertools import accumulate
 
 import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 
 from lm.data.config import PrepareOptions
@@ -56,7 +58,19 @@ def write_datatrove(path, size, with_end):
     file.close()
 
 
+def write_rows_of_ids(path, rows):
+    """As `datasets.save_to_disk`, or as Parquet."""
+    table = pa.table({"text": pa.array(rows, pa.list_(pa.int32()))})
+    if path.suffix == ".parquet":
+        return pq.write_table(table, path)
+    with pa.ipc.new_stream(str(path), table.schema) as writer:
+        writer.write_table(table, max_chunksize=30)
+
+
 FORMATS = {
+    "datasets.arrow": lambda path: write_rows_of_ids(path, DOCUMENTS),
+    "ended.arrow": lambda path: write_rows_of_ids(path, [sum(ENDED[i : i + 5], []) for i in range(0, len(ENDED), 5)]),
+    "rows.parquet": lambda path: write_rows_of_ids(path, ENDED),
     "nanogpt.bin": lambda path: path.write_bytes(ids(ENDED)),
     "olmo.npy": lambda path: path.write_bytes(ids(ENDED)),
     "numpy.npy": lambda path: np.save(path, np.concatenate(ENDED)),
