@@ -212,7 +212,7 @@ class TrainingCLI(LightningCLI):
         run_choice, run, is_fit = self.request.run_choice, self.run, self.request.command == "fit"
         verified = self.checkpoint if is_fit or run_choice.ckpt_path not in (None, "best", "last") else None
         other_model = run_choice.force or is_fit and run is not None and "branch" in run.read("run.json")
-        self.trainer.load_with(optimizer=is_fit, verified=verified, other_model=other_model)
+        self.trainer.load_with(optimizer=is_fit, verified=verified, other_model=other_model, new_run=run is None)
         if not is_fit:
             self.trainer.run_state.run = run
 

@@ -86,7 +86,7 @@ class Trainer(BareTrainer):
         changed = check_config_changes(resumed, config, force) if resumed and checkpoint else {}
         self._folder.resume(resumed, auto, yaml.safe_dump({"run": self._name, **config}, sort_keys=False))
         self._checks.set_run(resumed, force, describe_changes(resumed, changed))
-        self.load_with(optimizer=True, verified=checkpoint, other_model=force)
+        self.load_with(optimizer=True, verified=checkpoint, other_model=force, new_run=resumed is None)
         with class_of_models(type(model)), logging_to_console(), STOP.borrowed():
             try:
                 super().fit(model, datamodule, ckpt_path=checkpoint and str(checkpoint))

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, NoReturn
 
-from lm.errors import DataError, Interrupted, LmError
+from lm.errors import DataError, Interrupted, LmError, RunError
 from lm.runs.run import how_to_resume
 from lm.system.stop_signals import STOP
 
@@ -20,9 +20,16 @@ log = logging.getLogger(__name__)
 
 @contextmanager
 def explaining_memory(trainer: "Trainer") -> Iterator[None]:
-    """Turn an out-of-memory error into one that lists what needs memory."""
+    """Turn an out-of-memory error into one that lists what needs memory, and `sys.exit(0)` into RunError."""
     try:
         yield
+    except SystemExit as error:
+        if not error.code:  # the run has failed, which 0 would hide
+            raise RunError(
+                f"the program was ended by sys.exit({error.code or ''}) after step {trainer.global_step} of the "
+                f"training; {how_to_resume(trainer.run)}"
+            ) from error
+        raise
     except (RuntimeError, MemoryError) as error:
         from lm.training.out_of_memory import is_out_of_memory, out_of_memory_error
 

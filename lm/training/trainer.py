@@ -20,6 +20,7 @@ from lightning.pytorch.strategies import Strategy
 from lightning.pytorch.trainer.states import TrainerFn
 
 from lm.data.datamodule import DataModule
+from lm.errors import RequestError
 from lm.runs.checkpoint import read_progress
 from lm.runs.run import Run
 from lm.system.dataclass_arguments import arguments_from
@@ -80,6 +81,7 @@ class Trainer(PatchedTrainer):
         torch.set_float32_matmul_precision(config.matmul_precision)
         self.own_loggers = [config.logger] if isinstance(config.logger, Logger) else config.logger or []
         self.run_state = RunState(clip=config.gradient_clip_val)  # Lightning clips nothing here: `training/step` does
+        self._new_run = False  # see `load_with`
         self.memory_before: int | None = None  # bytes of this process when the training began
         self.checkpoint_io = FolderCheckpointIO()
         plugins: list[Any] = [self.checkpoint_io]
@@ -131,8 +133,10 @@ class Trainer(PatchedTrainer):
         warmup_and_decay_steps(max_steps, model.options.schedule)  # refuses a schedule that does not fit
         if run_state.start.step >= max_steps and not run_state.start.pending_validation:
             limit = "max_steps" if self.options.max_tokens is None else "max_tokens"
-            message = "the run has finished: all %d steps are done; to train on, give a larger --trainer.%s"
-            log.info(message, run_state.start.step, limit)
+            finished = f"all {run_state.start.step} steps are done; to train on, give a larger --trainer.{limit}"
+            if self._new_run:
+                raise RequestError(f"a new run from {ckpt_path} has nothing to train: {finished}")
+            log.info("the run has finished: %s", finished)
             return
         if self.strategy.root_device.type == "cpu":
             keep_freed_memory()
@@ -175,10 +179,13 @@ class Trainer(PatchedTrainer):
         """Log to these from now on, and to those of the config."""
         self.loggers = [*loggers, *self.own_loggers]
 
-    def load_with(self, optimizer: bool, verified: Path | None = None, other_model: bool = False) -> None:
+    def load_with(
+        self, optimizer: bool, verified: Path | None = None, other_model: bool = False, new_run: bool = False
+    ) -> None:
         """Set how the next checkpoint is loaded: with or without optimizer state; `verified`: a folder whose digests
-        were just checked; `other_model`: allow a model that computes something else with the same weights."""
-        self.run_state.other_model = other_model
+        were just checked; `other_model`: allow a model that computes something else with the same weights; `new_run`:
+        it is not of the run that trains on, so one without steps to train is an error."""
+        self.run_state.other_model, self._new_run = other_model, new_run
         self.checkpoint_io.load_optimizer, self.checkpoint_io.verified = optimizer, verified
 
     @property

@@ -69,11 +69,13 @@ def test_every_fixed_key_is_refused_by_name_and_nothing_is_written(copied, monke
     assert {path: path.stat().st_mtime_ns for path in (copied / "checkpoints").rglob("*")} == before
 
 
-def test_a_new_run_from_a_checkpoint_with_all_the_steps_is_none(copied, caplog):
+def test_a_new_run_from_a_checkpoint_with_all_the_steps_is_refused(copied, capsys):
+    """Also where its model is another: it said "the run has finished", with code 0."""
     config, checkpoint = str(write_config(copied, **{"trainer.callbacks": None})), "checkpoints/small/step-00000006"
-    new = ["--run", "new", "--ckpt_path", checkpoint, "--trainer.max_steps", "6"]
-    assert main(["fit", "--config", config, *new]) == 0 and not (copied / "checkpoints/new").exists()
-    assert "all 6 steps are done; to train on, give a larger --trainer.max_steps" in caplog.text
+    for change in ([], LIES["model.decoder"]):
+        new = ["--run", "new", "--ckpt_path", checkpoint, "--trainer.max_steps", "6", *change]
+        assert main(["fit", "--config", config, *new]) == 2 and not (copied / "checkpoints/new").exists()
+        assert "has nothing to train: all 6 steps are done; to train on, give a larger --" in capsys.readouterr().err
 
 
 def test_data_that_was_prepared_is_resumed_as_it_is(copied):

@@ -59,7 +59,7 @@ class Alerts(Observer):
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         self.evaluator.load_state_dict(state_dict)
         self._reported = set(state_dict["reported"])
-        self._armed = dict(state_dict["not_true_at"])
+        self._armed = dict(state_dict.get("not_true_at", {}))  # which an older checkpoint lacks
 
 
 class Spike(Alerts):

@@ -213,6 +213,8 @@ def is_permanent(checkpoint: Path) -> bool:
 def check_writable(trainer: Trainer) -> None:
     """End a run soon after its checkpoints can no longer be written."""
     trainer.checkpoint_io.raise_failures()
+    if not trainer.is_global_zero:  # another machine need not have the folder
+        return
     try:
         os.stat(trainer.run.path)
     except FileNotFoundError as error:
