@@ -99,7 +99,10 @@ def find_shards(
         for name, file in files.items()
     ]
     if manifest is not None:
-        return _from_manifest(manifest, source, posixpath.basename(listing.path), shards, tokenizer_sha256)
+        try:
+            return _from_manifest(manifest, source, posixpath.basename(listing.path), shards, tokenizer_sha256)
+        except (AttributeError, KeyError, TypeError, ValueError) as error:
+            raise RequestError(f"the manifest.json of {source} is damaged ({error!r}): prepare it again") from error
     if listing.is_folder and use_index and (index := listing.files.get(INDEX)):
         from lm.data.shard_index import read_index
 
@@ -166,9 +169,10 @@ def _from_manifest(
         raise RequestError(f"{place}: layout {manifest['layout']!r} is not {LAYOUT}; made by another version of lm?")
     facts = manifest["splits"][split]
     entries = {entry["file"]: entry for entry in facts["shards"]}
-    if sum(sum(entry["row_groups"]) for entry in facts["shards"]) < facts["tokens"]:
-        raise RequestError(f"{place} is damaged: its row groups have fewer tokens than the split; {start_again}")
     packed = PackedRows(*manifest["packed"]) if manifest.get("packed") else None
+    stored = sum(sum(entry["row_groups"]) for entry in facts["shards"])
+    if stored < facts["tokens"] or packed is None and stored > facts["tokens"]:  # packed rows have padding too
+        raise RequestError(f"{place} is damaged: its row groups have not the tokens of the split; {start_again}")
     text_ratio = facts["bytes"] / counted if (counted := facts.get("token_bytes")) else None
     files = {f"{split}/{shard.name}": replace(shard, text_ratio=text_ratio, packed=packed) for shard in shards}
     if missing := entries.keys() - files.keys():

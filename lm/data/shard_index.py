@@ -44,11 +44,14 @@ def read_index(
     RequestError if the index is of other files, or of another column, padding or tokenizer.
     """
     again = f"run `lm data index {source}` again"
-    index = parse_json(text)
-    shards = {}
-    for name, entry in index["shards"].items():
-        packed = PackedRows(*entry["packed"]) if entry["packed"] else None
-        shards[name] = IndexedShard(**{**entry, "row_groups": tuple(entry["row_groups"]), "packed": packed})
+    try:
+        index = parse_json(text)
+        shards = {}
+        for name, entry in index["shards"].items():
+            packed = PackedRows(*entry["packed"]) if entry["packed"] else None
+            shards[name] = IndexedShard(**{**entry, "row_groups": tuple(entry["row_groups"]), "packed": packed})
+    except (AttributeError, KeyError, TypeError, ValueError) as error:
+        raise RequestError(f"the index of {source} is damaged ({error!r}): {again}") from error
     if changed := sizes.items() ^ {(name, shard.size) for name, shard in shards.items()}:
         name, _ = min(changed)
         raise RequestError(f"{source}/{name} is new, gone or changed since the folder was indexed: {again}")

@@ -49,6 +49,12 @@ class Keeps(Callback):
         return {"seen": {1, 2}}
 
 
+class Exits(Callback):
+    def on_train_batch_end(self, trainer, pl_module, *args):
+        if trainer.global_step == 5:
+            raise SystemExit(0)
+
+
 class OwnStep(Callback):  # by Lightning's `log`, which has no such names either
     def on_train_batch_end(self, trainer, pl_module, *args):
         pl_module.log_dict({"step": -1.0, "time": -1.0, "train/loss": -1.0})
@@ -164,6 +170,11 @@ def test_a_metric_replaces_none_that_is_there(workplace):
 def test_a_state_that_no_checkpoint_holds_ends_the_run_at_the_first_one(workplace):
     ended, _ = fit(workplace, "keeps", expect=1, callbacks=[equipment("my_callbacks.Keeps")])
     assert "a checkpoint cannot hold callbacks['Keeps']['seen'] of the type set: let its" in ended.stderr
+
+
+def test_an_exit_in_a_callback_is_a_failure(workplace):
+    ended, run = fit(workplace, "left", expect=1, callbacks=[equipment("my_callbacks.Exits")])
+    assert "ended by sys.exit() after step 5 of the training; `" in ended.stderr and run.status() == "failed"
 
 
 def test_weights_are_made_at_once_where_a_callback_sees_them():
