@@ -64,8 +64,8 @@ def test_every_fixed_key_is_refused_by_name_and_nothing_is_written(copied, monke
             assert main(["fit", "--config", config, "--ckpt_path", "auto", *change]) == 2, key
         assert re.search(rf"(other options: |; |, ){re.escape(key)}\b", err.getvalue()), err.getvalue()
         shapes = key == "model.decoder"  # of weights, which --force does not change
-        cure = "start a new run without --ckpt_path" + ", or give --force" * (not shapes)
-        assert err.getvalue().endswith(f"; {cure}\n")
+        cure = "or start a new run without --ckpt_path" + ", or give --force" * (not shapes)
+        assert err.getvalue().endswith(cure + "\n")
     assert {path: path.stat().st_mtime_ns for path in (copied / "checkpoints").rglob("*")} == before
 
 
