@@ -31,7 +31,7 @@ ALLOWED = (
 
 # Name of a metric in a condition -> its name in the log.
 NAMES = {metric.alert: name for name, metric in METRICS.items() if metric.alert} | {"step": "step"}
-LOGGED = {name.replace("/", "_"): metric.alert for name, metric in METRICS.items() if metric.alert}  # a likely mistake
+LOGGED = {name.replace("/", "_"): alert for alert, name in NAMES.items()}  # a condition may also say `val/loss`
 
 
 class Condition:
@@ -42,12 +42,14 @@ class Condition:
         shown, form = repr(self.text[:200]), FORM.fullmatch(self.text)
         if form is None:
             raise RequestError(f"condition {shown}: {ALLOWED}")
-        self.metric, sign, number, self.median_of, count = form.groups()
+        metric, sign, number, median_of, count = form.groups()
+        self.metric, self.median_of = (
+            name and LOGGED.get(name.replace("/", "_"), name) for name in (metric, median_of)
+        )
         self.compare, self.number, self.count = COMPARISONS[sign], float(number), int(count or 0)
         self.depths = {self.metric: 0} | ({self.median_of: self.count} if self.median_of else {})
         for name in self.depths.keys() - NAMES:
-            flat = name[:40].replace("/", "_")
-            close = [LOGGED[flat]] if flat in LOGGED else get_close_matches(flat, NAMES, 1, cutoff=0.5)
+            close = get_close_matches(name[:40].replace("/", "_"), NAMES, 1, cutoff=0.5)
             hint = f"; did you mean {close[0]}?" if close else ""
             raise RequestError(f"condition {shown}: no such metric {name[:40]}{hint}; there are {', '.join(NAMES)}")
 

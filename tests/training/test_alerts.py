@@ -52,6 +52,13 @@ def test_it_is_looked_at_when_its_metric_is_logged():
     assert {each.text for each in watch.evaluate({"val/loss": 2.0, "step": 4})} == {"val_loss > 1", "step > 1"}
 
 
+def test_a_condition_may_have_the_names_of_the_log():
+    watch = AlertEvaluator(["val/loss > 2 * median(train_loss, 1)"])
+    watch.evaluate({"train/loss": 1.0})
+    watch.evaluate({"train/loss": 1.5})
+    assert list(watch.evaluate({"val/loss": 3.0}).values()) == [True]
+
+
 def test_it_says_the_values_that_it_looked_at():
     watch = AlertEvaluator(["loss > 1.5 * median(loss, 2)", "loss > 1.5 * median(loss, 3)"])
     for loss in (9.0, 3.0, 3.5, 12.312):
@@ -69,7 +76,7 @@ WRONG = dict.fromkeys([
     "loss > 2 * median(loss, 10000)", "loss > 1\nloss > 2", "loss >\x1b[31m 1", "", "x" * 10**6,
     "loss > " + "9" * 10**6 + "x",
 ], FORM) | {
-    "los > 10": "did you mean loss?", "train_loss > 1": "did you mean loss?", "val/loss > 1": "did you mean val_loss?",
+    "los > 10": "did you mean loss?", "vall_loss > 1": "did you mean val_loss?",
     "gradnorm > 1": "did you mean grad_norm?", "loss > 2 * median(los, 5)": "did you mean loss?",
     "x" * 10**6 + " > 1": "there are loss, max_loss",
 }  # fmt: skip
