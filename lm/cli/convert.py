@@ -37,6 +37,12 @@ from lm.training.step_stats import StepStats
 
 log = logging.getLogger(__name__)
 
+# A model that continues texts gets the prompt as it is; Ollama would write a conversation otherwise.
+MODELFILE = """\
+FROM ./{file}
+TEMPLATE "{{{{ .Prompt }}}}"
+PARAMETER num_ctx {context}
+"""
 SHARD_BYTES = 5 * 10**9  # the most in one file of weights
 DESCRIBING = ("config.json", "generation_config.json")
 # What else a checkpoint before the first step holds: Lightning counts from the beginning where there are no `loops`.
@@ -64,12 +70,18 @@ def export(options: ExportOptions) -> None:
                 f"{chosen} holds a custom model, which Hugging Face's libraries do not have: give the folder to others "
                 "with the file of its class"
             )
-        model = load_pretrained(chosen, device="cpu", dtype=options.dtype)
+        quantized = options.dtype == "q8_0"
+        model = load_pretrained(chosen, device="cpu", dtype="float32" if quantized else options.dtype)
         model.decoder.to(model.dtype)
-        name = options.name or Path(output).resolve().name
-        write_model(model, Card(name, options.license, tuple(options.language)), folder)
-        loader, difference = check_reload(folder, model)
-    log.info("loaded it with %s: logits in fp32 differ by %.1e of the largest", loader, difference)
+        folder_name = Path(output).resolve().name
+        card = Card(options.name or folder_name, options.license, tuple(options.language))
+        if options.format == "gguf":
+            file = folder / f"{folder_name}.gguf"
+            write_for_llama_cpp(model, card, "q8_0" if quantized else dtype_name(model), file)
+        else:
+            write_model(model, card, folder)
+            loader, difference = check_reload(folder, model)
+            log.info("loaded it with %s: logits in fp32 differ by %.1e of the largest", loader, difference)
     if options.license == "unknown":
         log.info("the model card says that the licence is unknown: choose one with --license before you publish it")
     log.info("to publish it: hf upload OWNER/NAME %s", quote(output))
@@ -104,9 +116,24 @@ def config_of_command(run: Run) -> str | None:
     return next((str(value) for option, value in typed if option in ("--config", "-c")), None)
 
 
+def write_for_llama_cpp(model: Pretrained, card: Card, dtype: str, file: Path) -> None:
+    """Write the file of a model for llama.cpp and, beside it, a Modelfile for Ollama and the model card."""
+    from lm.inference.gguf import write_gguf
+
+    about = {"name": card.name, "license": card.license, "languages": card.language}
+    write_gguf(model, file, dtype, {name: value for name, value in about.items() if value})
+    modelfile = MODELFILE.format(file=file.name, context=model.config.max_position_embeddings)
+    file.with_name("Modelfile").write_text(modelfile, encoding="utf-8")
+    file.with_name("README.md").write_text(model_card(model, card), encoding="utf-8")
+
+
+def dtype_name(model: Pretrained) -> str:
+    return str(model.dtype).removeprefix("torch.")
+
+
 def write_model(model: Pretrained, card: Card, folder: Path) -> None:
     """Fill an empty folder with weights, in the model's dtype, tokenizer and model card."""
-    dtype = str(model.dtype).removeprefix("torch.")
+    dtype = dtype_name(model)
     weights = to_huggingface(model.decoder.state_dict(), model.config)
     for weight_name, weight in weights.items():
         if not torch.isfinite(weight).all():

@@ -107,22 +107,29 @@ class EvaluateOptions(ModelChoice):
 
 @dataclass(frozen=True)
 class ExportOptions(ModelChoice):
-    """Export a model to a folder in Hugging Face's format: weights, tokenizer and a model card.
+    """Export a model to a folder with weights, tokenizer and a model card: in Hugging Face's format, or for llama.cpp.
 
     Args:
         output: Folder to create; it must be empty or not exist.
+        format: huggingface; or gguf: one file that llama.cpp, Ollama and LM Studio run, with a Modelfile for Ollama.
+        dtype: Data type of the weights; as stored if not given. q8_0, of gguf alone, has 8.5 bits for each.
         name: Name of the model on its card; the folder's name if not given.
         license: Licence of the model, by its identifier on the Hugging Face Hub, such as apache-2.0.
         language: Languages of the training texts, by ISO 639 code, such as en.
     """
 
     output: str = ""
+    format: Literal["huggingface", "gguf"] = "huggingface"
+    dtype: DTypeName | Literal["q8_0"] | None = None
     name: str | None = None
     license: str = "unknown"
     language: list[str] = field(default_factory=list)
 
     def __post_init__(self) -> None:
         require(bool(self.output), "give the folder to make with --output")
+        require(
+            self.dtype != "q8_0" or self.format == "gguf", "--dtype q8_0 is a format of llama.cpp: give --format gguf"
+        )
 
 
 @dataclass(frozen=True)

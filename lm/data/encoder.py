@@ -70,10 +70,15 @@ def _fast_encoder(tokenizer: Tokenizer) -> Any:
     except (ImportError, ValueError, RuntimeError) as error:
         log.info("encoding with tokenizers, which takes longer than gigatoken: %s", first_line(error))
         return None
+    return fast if _agree(fast, tokenizer, hard_texts()) else None
+
+
+def hard_texts() -> list[str]:
+    """Thousands of short texts that two tokenizers hardly encode alike if they split any text differently."""
     draw = random.Random(0)
     short = ("".join(signs) for length in (1, 2, 3) for signs in product(KINDS, repeat=length))
     runs = ("".join(sign * draw.randint(1, 9) for sign in draw.choices(KINDS, k=12)) for _ in range(500))
-    return fast if _agree(fast, tokenizer, [*short, *runs]) else None
+    return [*short, *runs]
 
 
 def _agree(fast: Any, tokenizer: Tokenizer, texts: list[str]) -> bool:

@@ -66,14 +66,23 @@ def rotary_table(
 ) -> tuple[Tensor, Tensor]:
     """Cosines and sines `(length, head_dim / 2)` of the angles of pair `i`, `position * theta ** (-2i / head_dim)`.
 
-    `scaling` is `rope_scaling` of the config, computed as in Hugging Face.
-
     The table is not a buffer but computed in fp32 for every batch, at almost no cost: a buffer would be cast with the
     module, and be empty after a start on the meta device.
     """
     positions = torch.arange(length, device=device, dtype=torch.float32)
+    angles = positions[:, None] * rope_frequencies(head_dim, theta, device, scaling)  # (length, head_dim / 2)
+    return angles.cos(), angles.sin()
+
+
+def rope_frequencies(
+    head_dim: int, theta: float, device: torch.device | str = "cpu", scaling: dict[str, Any] | None = None
+) -> Tensor:
+    """Angle of each pair from one position to the next `(head_dim / 2,)`: `theta ** (-2i / head_dim)`.
+
+    `scaling` is `rope_scaling` of the config, computed as in Hugging Face.
+    """
     exponent = torch.arange(0, head_dim, 2, device=device, dtype=torch.float32) / head_dim
-    frequencies = 1.0 / theta**exponent  # (head_dim / 2,)
+    frequencies = 1.0 / theta**exponent
     if scaling and scaling["rope_type"] == "linear":
         frequencies = frequencies / scaling["factor"]
     elif scaling and scaling["rope_type"] == "llama3":  # pairs with few turns in the original context turn more slowly
@@ -81,8 +90,7 @@ def rotary_table(
         low, high = scaling["low_freq_factor"], scaling["high_freq_factor"]
         unscaled = ((turns - low) / (high - low)).clamp(0, 1)
         frequencies = frequencies * (unscaled + (1 - unscaled) / scaling["factor"])
-    angles = positions[:, None] * frequencies  # (length, head_dim / 2)
-    return angles.cos(), angles.sin()
+    return frequencies
 
 
 def rotate(x: Tensor, rotary: Rotary) -> Tensor:

@@ -1,0 +1,119 @@
+"""An export for llama.cpp: to llama.cpp itself it is the same model, with the same ids of any text."""
+
+import json
+from dataclasses import replace
+
+import llama_cpp
+import pytest
+import torch
+from decoders import LLAMA3, SHAPES, SMALL, trained_like, write_huggingface
+from other_tokenizers import byte_level
+from tokenizers import Regex, pre_tokenizers
+
+from lm.data.encoder import hard_texts
+from lm.data.tokenizer import Tokenizer as OurTokenizer
+from lm.data.tokenizer_training import WORDS, train_bpe, train_char
+from lm.errors import RequestError
+from lm.inference.gguf import write_gguf
+from lm.inference.pretrained import load_pretrained
+
+pytest.importorskip("xllamacpp")
+
+IDS = torch.randint(1, 250, (40,), generator=torch.Generator().manual_seed(1)).tolist()
+ROWS = 410  # of the embedding: more than the tokenizer has tokens
+TEXTS = ["It's the people's right, isn't it? I'LL say 1234 and 56.7%:\n\n  Zürich, 日本語 \t\n"] * 3 + hard_texts()
+LLAMAS = {
+    "llama 3": replace(SMALL, rope_scaling=LLAMA3, tie_word_embeddings=False, hidden_size=64, intermediate_size=96),
+    **{name: shape for name, shape in SHAPES.items() if shape.window_pattern is None},
+    "qwen3, untied": replace(SHAPES["qwen3, untied"], rope_scaling=None),
+}
+
+
+def ours(folder):
+    return train_bpe(TEXTS, 300)
+
+
+def splitting(expression, **model):
+    """A byte-level BPE that splits by an expression."""
+
+    def make(folder):
+        backend = byte_level(TEXTS)
+        split = pre_tokenizers.Split(Regex(expression), "isolated")
+        backend.pre_tokenizer = pre_tokenizers.Sequence([split, pre_tokenizers.ByteLevel(False, use_regex=False)])
+        document = json.loads(backend.to_str())
+        return OurTokenizer(json.dumps({**document, "model": {**document["model"], **model}}))
+
+    return make
+
+
+TOKENIZERS = {
+    "ours": ours,
+    "gpt-2": lambda folder: OurTokenizer(byte_level(TEXTS).to_str()),
+    "llama 3": splitting(WORDS, ignore_merges=True),
+    "qwen 2": splitting(WORDS.replace(r"\p{N}{1,3}", r"\p{N}")),
+}
+
+
+def make_model(folder, shape, tokenizer=None):
+    write_huggingface(trained_like(replace(shape, vocab_size=ROWS)), folder)
+    for name, text in (tokenizer or ours(folder)).files().items():
+        (folder / name).write_text(text)
+    return load_pretrained(folder, device="cpu")
+
+
+def log_probabilities(model):
+    """Of all tokens after each prefix of `IDS`: (len(IDS), ROWS)."""
+    with torch.no_grad():
+        return model.decoder(torch.tensor([IDS]))[0].log_softmax(-1)
+
+
+def following(model, file):
+    """The same by llama.cpp."""
+    prefixes = [IDS[: length + 1] for length in range(len(IDS))]
+    chosen = model.tokenizer.vocabulary["a"]
+    return torch.tensor(llama_cpp.ask(file, prompts=prefixes, rows=ROWS, chosen=chosen)[1])
+
+
+@pytest.mark.parametrize("shape", LLAMAS)
+def test_llama_cpp_computes_the_same(shape, tmp_path):
+    model = make_model(tmp_path, LLAMAS[shape])
+    write_gguf(model, tmp_path / "model.gguf", "float32", {"name": "small"})
+    difference = following(model, tmp_path / "model.gguf") - log_probabilities(model)
+    assert difference.abs().max().item() < 1e-3
+
+
+@pytest.mark.parametrize(
+    "kind", [pytest.param(kind, marks=[pytest.mark.slow] * (kind != "ours")) for kind in TOKENIZERS]
+)
+def test_every_text_has_the_same_ids(kind, tmp_path):
+    model = make_model(tmp_path, SMALL, TOKENIZERS[kind](tmp_path))
+    write_gguf(model, tmp_path / "model.gguf", "float16", {})
+    ids, _ = llama_cpp.ask(tmp_path / "model.gguf", texts=TEXTS)
+    different = [text for text, own, other in zip(TEXTS, model.tokenizer.encode_batch(TEXTS), ids) if own != other]
+    assert not different
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("dtype, tolerance", [("bfloat16", 0.01), ("float16", 0.001), ("q8_0", 0.01)])
+def test_the_perplexity_is_that_of_the_model(dtype, tolerance, tmp_path):
+    """Rows of 64 and 96 weights, of which q8_0 takes 32 at a time."""
+    model = make_model(tmp_path, replace(LLAMAS["llama 3"], initializer_range=0.05))
+    write_gguf(model, tmp_path / "model.gguf", dtype, {})
+    mine, theirs = (
+        rows[range(len(IDS) - 1), IDS[1:]].mean().neg().exp().item()
+        for rows in (log_probabilities(model)[:-1], following(model, tmp_path / "model.gguf")[:-1])
+    )
+    assert theirs == pytest.approx(mine, rel=tolerance)
+
+
+@pytest.mark.parametrize("shape, tokenizer, reason", [
+    (SHAPES["qwen3, windows"], None, "no sliding windows"),
+    (SHAPES["ministral, windows"], None, "no sliding windows"),
+    (SHAPES["qwen3, untied"], None, "llama3 in a Llama, not in a Qwen3"),
+    (SMALL, train_char(["abc"]), "byte-level BPE"),
+    (SMALL, splitting(r"\p{L}+|[^\p{L}]+")(None), "it would see other ids"),
+])  # fmt: skip
+def test_what_llama_cpp_would_compute_otherwise_is_refused(shape, tokenizer, reason, tmp_path):
+    model = make_model(tmp_path, shape, tokenizer)
+    with pytest.raises(RequestError, match=reason):
+        write_gguf(model, tmp_path / "model.gguf", "float32", {})
