@@ -35,6 +35,10 @@ SHAPES = {
     "qwen3, untied": replace(SMALL, qk_norm=True, tie_word_embeddings=False, rope_scaling=LLAMA3),
     "qwen3, tied, grouped wide heads": replace(SMALL, qk_norm=True, num_key_value_heads=2, head_dim=32),
     "qwen3, windows": replace(SMALL, qk_norm=True, num_hidden_layers=4, window_pattern="SSL", sliding_window=5),
+    "qwen2, grouped heads": replace(SMALL, attention_bias=True, num_key_value_heads=2, tie_word_embeddings=False),
+    "qwen2, windows": replace(
+        SMALL, attention_bias=True, tie_word_embeddings=False, window_pattern="LS", sliding_window=7
+    ),
     "ministral, windows": replace(SMALL, window_pattern="SL", sliding_window=9, num_key_value_heads=2),
 }
 

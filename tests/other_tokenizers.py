@@ -4,7 +4,7 @@ import json
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers, processors, trainers
+from tokenizers import Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors, trainers
 
 SPECIAL = ["<unk>", "<s>", "</s>"]
 BERT = ["[PAD]", "[UNK]", "[CLS]", "[SEP]"]
@@ -84,8 +84,20 @@ def llama3(texts: Sequence[str]) -> Tokenizer:
     return backend
 
 
+def qwen2(texts: Sequence[str]) -> Tokenizer:
+    """As Qwen 2: byte-level, each digit by itself. transformers splits so for every Qwen 2, whatever its file says."""
+    backend = byte_level(texts)
+    words = (
+        r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+"
+        r"|\s+(?!\S)|\s+"
+    )
+    split = pre_tokenizers.Split(Regex(words), "isolated")
+    backend.pre_tokenizer = pre_tokenizers.Sequence([split, pre_tokenizers.ByteLevel(False, use_regex=False)])
+    return backend
+
+
 KINDS: dict[str, Callable[[Sequence[str]], Tokenizer]] = {
-    kind.__name__: kind for kind in (byte_level, word_ends, wordpiece, unigram, word_level, llama, llama3)
+    kind.__name__: kind for kind in (byte_level, word_ends, wordpiece, unigram, word_level, llama, llama3, qwen2)
 }
 CONFIGS = {
     "wordpiece": {"eos_token": "[SEP]", "unk_token": "[UNK]", "pad_token": "[PAD]"},

@@ -22,7 +22,7 @@ from lm.errors import RequestError
 from lm.inference.pretrained import Pretrained
 from lm.model.config import DecoderConfig
 from lm.model.decoder import rope_frequencies
-from lm.model.huggingface import to_huggingface
+from lm.model.huggingface import architecture_name, to_huggingface
 
 CONTRACTIONS = "(?:'[sS]|'[tT]|'[rR][eE]|'[vV][eE]|'[mM]|'[lL][lL]|'[dD])"
 REST = r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
@@ -53,7 +53,7 @@ def write_gguf(model: Pretrained, file: Path, dtype: str, about: dict[str, Any])
         raise RequestError("--format gguf needs `pip install gguf`") from error
     config, tokenizer = model.config, model.tokenizer
     check_llama_cpp_has(config)
-    architecture = gguf.MODEL_ARCH.QWEN3 if config.qk_norm else gguf.MODEL_ARCH.LLAMA
+    architecture = gguf.MODEL_ARCH[architecture_name(config).upper()]
     writer = gguf.GGUFWriter(file, gguf.MODEL_ARCH_NAMES[architecture])
     for name, value in about.items():
         getattr(writer, f"add_{name}")(value)
@@ -68,7 +68,7 @@ def write_gguf(model: Pretrained, file: Path, dtype: str, about: dict[str, Any])
         if weight.shape[-1] % block:
             kind = gguf.GGMLQuantizationType.F32
         data = gguf.quantize(weight.float().contiguous().numpy(), kind)
-        writer.add_tensor(names.get_name(name, (".weight",)) or name, data, raw_dtype=kind)
+        writer.add_tensor(names.get_name(name, (".weight", ".bias")) or name, data, raw_dtype=kind)
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
@@ -76,14 +76,14 @@ def write_gguf(model: Pretrained, file: Path, dtype: str, about: dict[str, Any])
 
 
 def check_llama_cpp_has(config: DecoderConfig) -> None:
-    kind = "Qwen3" if config.qk_norm else "Llama"
+    kind = architecture_name(config)
     if any(window and window < config.max_position_embeddings for window in config.windows):
         raise RequestError(
             f"llama.cpp has no sliding windows in a {kind}: a model with model.decoder.window_pattern "
             f"{config.window_pattern} can only be exported to Hugging Face's format"
         )
-    if config.rope_scaling and config.qk_norm and config.rope_scaling["rope_type"] == "llama3":
-        raise RequestError("llama.cpp has the rope_scaling llama3 in a Llama, not in a Qwen3")
+    if config.rope_scaling and config.rope_scaling["rope_type"] == "llama3" and kind != "Llama":
+        raise RequestError(f"llama.cpp has the rope_scaling llama3 in a Llama, not in a {kind}")
 
 
 def add_shape(writer: Any, config: DecoderConfig) -> None:
@@ -110,12 +110,12 @@ def add_shape(writer: Any, config: DecoderConfig) -> None:
 def weights(config: DecoderConfig, state: dict[str, Tensor]) -> Iterator[tuple[str, Tensor]]:
     """The weights under Hugging Face's names, without `.weight`'s counterpart in llama.cpp, as that has them.
 
-    llama.cpp's Llama rotates neighbouring pairs of a head (0, 1), (2, 3), ..., where Hugging Face's and all Qwen3
+    llama.cpp's Llama rotates neighbouring pairs of a head (0, 1), (2, 3), ..., where Hugging Face's and every Qwen
     rotate (0, d / 2), (1, d / 2 + 1), ...: the rows of the matrices of queries and keys are put in that order.
     """
     half = int(config.head_dim) // 2
     for name, weight in to_huggingface(state, config).items():
-        if not config.qk_norm and name.endswith(("q_proj.weight", "k_proj.weight")):
+        if architecture_name(config) == "Llama" and name.endswith(("q_proj.weight", "k_proj.weight")):
             weight = weight.unflatten(0, (-1, 2, half)).transpose(1, 2).reshape(weight.shape)
         yield name, weight
     if config.rope_scaling and config.rope_scaling["rope_type"] == "llama3":

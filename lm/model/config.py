@@ -55,6 +55,7 @@ class DecoderConfig:
         sliding_window: Tokens that a token attends to in an S layer, itself included.
         qk_norm: RMSNorm on each query and key head before the rotation; exported as Qwen3, else as Llama, or with
             windows as Ministral.
+        attention_bias: For an imported Qwen2: a bias on queries, keys and values.
         initializer_range: Standard deviation of the initial weights. With `tie_word_embeddings` and
             `zero_init_residual`, 2 / hidden_size works well: the untrained model predicts its own input, with a logit
             of hidden_size times this.
@@ -78,6 +79,7 @@ class DecoderConfig:
     window_pattern: str | None = None
     sliding_window: Count | None = None
     qk_norm: bool = False
+    attention_bias: bool = False
     initializer_range: float = 0.02
     zero_init_residual: bool = False
     dropout: float = 0.0
@@ -93,6 +95,8 @@ class DecoderConfig:
             raise RequestError(f"dropout {self.dropout} must lie in [0, 1)")
         self._check_windows()
         self._check_rope_scaling()
+        if self.qk_norm and self.attention_bias:
+            raise RequestError("attention_bias is of a Qwen2, qk_norm of a Qwen3; no known architecture has both")
         if self.hidden_size % self.num_attention_heads:
             even = 2 * self.num_attention_heads  # a multiple of this has an even width of a head
             below = self.hidden_size // even * even

@@ -44,13 +44,13 @@ class RMSNorm(nn.Module):
 
 
 class Linear(nn.Linear):
-    """A weight matrix of a block, without a bias, multiplied in the precision of the activations."""
+    """A weight matrix of a block, multiplied in the precision of the activations; few models have a bias, too."""
 
-    def __init__(self, in_features: int, out_features: int) -> None:
-        super().__init__(in_features, out_features, bias=False)
+    def __init__(self, in_features: int, out_features: int, bias: bool = False) -> None:
+        super().__init__(in_features, out_features, bias)
 
     def forward(self, x: Tensor) -> Tensor:
-        return F.linear(x, self.weight.to(x.dtype))
+        return F.linear(x, self.weight.to(x.dtype), None if self.bias is None else self.bias.to(x.dtype))
 
 
 class Rotary(NamedTuple):
@@ -123,7 +123,8 @@ class SelfAttention(nn.Module):
         super().__init__()
         self.heads, self.kv_heads = config.num_attention_heads, int(config.num_key_value_heads)
         self.head_dim = int(config.head_dim)
-        self.qkv_proj = Linear(config.hidden_size, (self.heads + 2 * self.kv_heads) * self.head_dim)
+        rows = (self.heads + 2 * self.kv_heads) * self.head_dim
+        self.qkv_proj = Linear(config.hidden_size, rows, bias=config.attention_bias)
         self.o_proj = Linear(self.heads * self.head_dim, config.hidden_size)
         self.q_norm = RMSNorm(self.head_dim, config.rms_norm_eps) if config.qk_norm else None
         self.k_norm = RMSNorm(self.head_dim, config.rms_norm_eps) if config.qk_norm else None
@@ -183,7 +184,7 @@ class Continuation(NamedTuple):
 
 
 class Decoder(nn.Module):
-    """A decoder-only transformer with the architecture of Llama, or of Qwen3 with `qk_norm`."""
+    """A decoder-only transformer: a Llama, or with `qk_norm` a Qwen3, or with `attention_bias` a Qwen2."""
 
     def __init__(self, config: DecoderConfig) -> None:
         super().__init__()
@@ -326,13 +327,13 @@ def initialize(model: Decoder, weights: Iterable[tuple[str, Tensor]] | None = No
     |                                      | the stream's variance does not grow with depth (Radford et al.,     |
     |                                      | 2019, "Language Models are Unsupervised Multitask Learners");       |
     |                                      | 0 with zero_init_residual (Goyal et al., 2017, arXiv:1706.02677)    |
-    | norms                                | 1                                                                   |
+    | norms; biases                        | 1; 0                                                                |
     """
     std = model.config.initializer_range
     residual_std = 0.0 if model.config.zero_init_residual else std / math.sqrt(2 * model.config.num_hidden_layers)
     for name, weight in weights or model.named_parameters():
         if weight.ndim == 1:
-            nn.init.ones_(weight)
+            nn.init.constant_(weight, 0.0 if name.endswith(".bias") else 1.0)
         elif name.endswith(("o_proj.weight", "down_proj.weight")):
             nn.init.normal_(weight, std=residual_std)
         else:

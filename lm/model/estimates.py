@@ -15,12 +15,13 @@ def parameters(config: DecoderConfig) -> dict[str, int]:
         raise RequestError("vocab_size is not known: set it, or take it from a tokenizer before counting parameters")
     width, layers = config.hidden_size, config.num_hidden_layers
     heads, kv_heads = (n * config.head_dim for n in (config.num_attention_heads, config.num_key_value_heads))
+    biases = (heads + 2 * kv_heads) * config.attention_bias
     table = config.vocab_size * width
     parts = {
         "embedding": table,
         "attention": layers * width * (heads + 2 * kv_heads + heads),  # queries, keys and values, output
         "mlp": layers * 3 * width * config.intermediate_size,  # gate, up, down
-        "norms": layers * (2 * width + 2 * config.head_dim * config.qk_norm) + width,
+        "norms": layers * (2 * width + 2 * config.head_dim * config.qk_norm + biases) + width,  # all vectors
         "lm_head": 0 if config.tie_word_embeddings else table,
     }
     return {**parts, "total": sum(parts.values()), "non_embedding": parts["attention"] + parts["mlp"] + parts["norms"]}

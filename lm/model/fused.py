@@ -41,6 +41,8 @@ class FusedBlock(Block):
         part, norm = self.self_attn, self.input_layernorm
         # (B, T, C), (B, T, (H + 2 KV) * D)
         stream, qkv = norm_linear(branch, stream, norm.weight, norm.eps, part.qkv_proj.operand)
+        if part.qkv_proj.bias is not None:
+            qkv = qkv + part.qkv_proj.bias.to(qkv.dtype)
         q_weight, k_weight, eps = None, None, 0.0
         if part.q_norm is not None and part.k_norm is not None:
             q_weight, k_weight, eps = part.q_norm.weight, part.k_norm.weight, part.q_norm.eps

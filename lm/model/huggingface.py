@@ -1,6 +1,6 @@
 """Conversion between the decoder's weights and config and those of Hugging Face, both ways.
 
-A checkpoint folder is a Llama (Qwen3 with `qk_norm`, Ministral with windows and without it), so
+A checkpoint folder is a Llama (Qwen3 with `qk_norm`, Qwen2 with `attention_bias`, Ministral with windows alone), so
 `AutoModelForCausalLM.from_pretrained` reads it as it is.
 """
 
@@ -17,6 +17,7 @@ from lm.model.decoder import Decoder
 # Hugging Face's defaults of keys that a config.json may leave out; the other shapes have no sensible default.
 DEFAULTS = {
     "LlamaForCausalLM": {"num_key_value_heads": None, "head_dim": None},
+    "Qwen2ForCausalLM": {"num_key_value_heads": 32, "head_dim": None},
     "Qwen3ForCausalLM": {"num_key_value_heads": 32, "head_dim": 128},
     "MinistralForCausalLM": {"num_key_value_heads": 8, "head_dim": None},
 }
@@ -99,6 +100,13 @@ def _same(first: Tensor, second: Tensor) -> bool:
     return torch.allclose(first.double(), second.double(), 0, 0, equal_nan=True)
 
 
+def architecture_name(config: DecoderConfig) -> str:
+    """Name of the class in transformers, without `ForCausalLM`."""
+    if config.qk_norm or config.attention_bias:
+        return "Qwen3" if config.qk_norm else "Qwen2"
+    return "Ministral" if any(config.windows) else "Llama"
+
+
 def config_json(config: DecoderConfig, eos_id: int | None, dtype: str) -> dict[str, Any]:
     """The `config.json` of a decoder.
 
@@ -108,14 +116,16 @@ def config_json(config: DecoderConfig, eos_id: int | None, dtype: str) -> dict[s
     "float32", "bfloat16" or "float16".
     """
     windows = config.windows
-    kind = "Qwen3" if config.qk_norm else "Ministral" if any(windows) else "Llama"
+    kind = architecture_name(config)
     sliding = {
         "sliding_window": max((window for window in windows if window), default=None),
         "layer_types": [LAYERS["S" if window else "L"] for window in windows],
     }
     first = next((i for i, window in enumerate(windows) if window), len(windows))
+    qwen = {"use_sliding_window": any(windows), "max_window_layers": first, **sliding}
     of_kind = {
-        "Qwen3": {"attention_bias": False, "use_sliding_window": any(windows), "max_window_layers": first, **sliding},
+        "Qwen2": qwen,
+        "Qwen3": {"attention_bias": False, **qwen},
         "Ministral": sliding,
         "Llama": {"attention_bias": False, "mlp_bias": False},
     }
@@ -159,6 +169,7 @@ def config_from_json(document: dict[str, Any]) -> DecoderConfig:
     return DecoderConfig(
         **{name: values[name] for name in SHAPE},
         qk_norm=architecture == "Qwen3ForCausalLM",
+        attention_bias=architecture == "Qwen2ForCausalLM",
         window_pattern=pattern,
         sliding_window=window,
     )
@@ -166,7 +177,7 @@ def config_from_json(document: dict[str, Any]) -> DecoderConfig:
 
 def _windows(document: dict[str, Any], architecture: str) -> tuple[str | None, int | None]:
     """The shortest pattern that gives a file's kinds of layers, and the window; None twice where all are full."""
-    qwen = architecture == "Qwen3ForCausalLM"
+    qwen = architecture in ("Qwen2ForCausalLM", "Qwen3ForCausalLM")
     has_windows = document.get("use_sliding_window", False) if qwen else architecture == "MinistralForCausalLM"
     window = document.get("sliding_window", SLIDING_WINDOW) if has_windows else None
     first = document.get("max_window_layers", 28) if qwen else 0

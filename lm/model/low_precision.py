@@ -28,7 +28,8 @@ class LowPrecisionLinear(Linear):
     def forward(self, x: Tensor) -> Tensor:
         if self.scaling is None and self.copy is None:
             return super().forward(x)
-        return linear(x, self.operand)
+        out = linear(x, self.operand)
+        return out if self.bias is None else out + self.bias.to(out.dtype)
 
 
 def gradient_sum(weight: Tensor) -> Tensor | None:

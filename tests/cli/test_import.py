@@ -12,7 +12,15 @@ from decoders import LLAMA3, SHAPES, trained_like, write_huggingface
 from other_tokenizers import write_tokenizer
 from safetensors.torch import load_file, save_file
 from trainings import CORPUS, lm, losses, make_workplace, trace, write_config
-from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM, Qwen3Config, Qwen3ForCausalLM
+from transformers import (
+    AutoModelForCausalLM,
+    LlamaConfig,
+    LlamaForCausalLM,
+    Qwen2Config,
+    Qwen2ForCausalLM,
+    Qwen3Config,
+    Qwen3ForCausalLM,
+)
 
 from lm import load_model
 from lm.cli.convert import export, import_model
@@ -35,6 +43,7 @@ SIZES = {
 MODELS = {
     "llama": lambda **sizes: LlamaForCausalLM(LlamaConfig(**SIZES | {"tie_word_embeddings": False} | sizes)),
     "llama, tied, bf16": lambda: LlamaForCausalLM(LlamaConfig(**SIZES, tie_word_embeddings=True)).bfloat16(),
+    "qwen2": lambda: Qwen2ForCausalLM(Qwen2Config(**{name: size for name, size in SIZES.items() if name != "head_dim"})),
     "qwen3, bf16": lambda: Qwen3ForCausalLM(Qwen3Config(**SIZES, tie_word_embeddings=False)).bfloat16(),
     "qwen3, tied": lambda: Qwen3ForCausalLM(Qwen3Config(**SIZES, tie_word_embeddings=True)),
     "qwen3, windows": lambda: Qwen3ForCausalLM(Qwen3Config(

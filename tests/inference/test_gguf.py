@@ -7,7 +7,7 @@ import llama_cpp
 import pytest
 import torch
 from decoders import LLAMA3, SHAPES, SMALL, trained_like, write_huggingface
-from other_tokenizers import byte_level
+from other_tokenizers import byte_level, qwen2
 from tokenizers import Regex, pre_tokenizers
 
 from lm.data.encoder import hard_texts
@@ -50,7 +50,7 @@ TOKENIZERS = {
     "ours": ours,
     "gpt-2": lambda folder: OurTokenizer(byte_level(TEXTS).to_str()),
     "llama 3": splitting(WORDS, ignore_merges=True),
-    "qwen 2": splitting(WORDS.replace(r"\p{N}{1,3}", r"\p{N}")),
+    "qwen 2": lambda folder: OurTokenizer(qwen2(TEXTS).to_str()),
 }
 
 

@@ -7,7 +7,7 @@ from dataclasses import asdict, replace
 import pytest
 import torch
 from decoders import SHAPES, SMALL, trained_like, write_huggingface
-from transformers import AutoModelForCausalLM, LlamaConfig, MinistralConfig, Qwen3Config
+from transformers import AutoModelForCausalLM, LlamaConfig, MinistralConfig, Qwen2Config, Qwen3Config
 
 from lm.errors import RequestError
 from lm.model.decoder import Decoder
@@ -23,7 +23,8 @@ def test_from_pretrained_gives_the_same_logits_and_loss(config, tmp_path):
     model = trained_like(config)
     theirs, report = AutoModelForCausalLM.from_pretrained(write_huggingface(model, tmp_path), output_loading_info=True)
     assert not any(report[kind] for kind in ("missing_keys", "unexpected_keys", "mismatched_keys"))
-    expected = "Qwen3" if config.qk_norm else "Ministral" if config.window_pattern else "Llama"
+    qwen = "Qwen3" if config.qk_norm else "Qwen2" if config.attention_bias else None
+    expected = qwen or ("Ministral" if config.window_pattern else "Llama")
     assert type(theirs).__name__ == f"{expected}ForCausalLM"
     assert theirs.dtype == torch.float32
     assert theirs.generation_config.eos_token_id == theirs.config.eos_token_id == 7
@@ -46,13 +47,15 @@ def test_config_json_and_back_is_the_same_shape(config):
 @pytest.mark.parametrize("theirs", [
     LlamaConfig(architectures=["LlamaForCausalLM"], hidden_size=64, num_attention_heads=4, rms_norm_eps=1e-6),
     Qwen3Config(architectures=["Qwen3ForCausalLM"], hidden_size=64, num_attention_heads=4, num_key_value_heads=2),
-], ids=["llama", "qwen3"])  # fmt: skip
+    Qwen2Config(architectures=["Qwen2ForCausalLM"], hidden_size=64, num_attention_heads=4, num_key_value_heads=2),
+], ids=["llama", "qwen3", "qwen2"])  # fmt: skip
 def test_configs_that_transformers_writes_are_read(theirs):
     ours = config_from_json(json.loads(theirs.to_json_string(use_diff=False)))
-    own = {"rope_theta", "rope_scaling", "qk_norm", "dropout", "window_pattern", "sliding_window", "zero_init_residual"}
+    own = {"rope_theta", "rope_scaling", "qk_norm", "attention_bias", "dropout", "window_pattern", "sliding_window",
+           "zero_init_residual"}  # fmt: skip
     for name in asdict(ours).keys() - own:
-        assert getattr(ours, name) == getattr(theirs, name), name
-    assert ours.rope_theta == 10000.0
+        assert getattr(ours, name) == getattr(theirs, name, 16), name  # a Qwen 2 has no head_dim
+    assert ours.rope_theta == 10000.0 and ours.attention_bias is isinstance(theirs, Qwen2Config)
 
 
 BARE = {
