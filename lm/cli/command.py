@@ -77,6 +77,8 @@ TABLE = (
     Command("monitor", "monitor:monitor", "function", "watch runs live in the terminal, or print their state as JSON"),
     Command("doctor", "doctor:doctor", "function",
             "whether this machine can train: GPU, kernels, disk, each with a fix"),
+    Command("schema", "schema:schema", "function", "a JSON schema of a config, for editors"),
+    Command("completion", "completion:completion", "function", "completion of options in bash, zsh or fish"),
     Command("bench step", "bench_step:bench_step", "request", "time of a training step, and what a checkpoint costs"),
 )  # fmt: skip
 TRAINING = ("fit", "branch", "ladder")  # a signal ends these with a checkpoint

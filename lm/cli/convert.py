@@ -78,6 +78,9 @@ def export(options: ExportOptions) -> None:
         if options.format == "gguf":
             file = folder / f"{folder_name}.gguf"
             write_for_llama_cpp(model, card, "q8_0" if quantized else dtype_name(model), file)
+            log.info(
+                "to run it: llama-cli -m %s, or ollama create NAME -f %s/Modelfile", Path(output, file.name), output
+            )
         else:
             write_model(model, card, folder)
             loader, difference = check_reload(folder, model)

@@ -134,7 +134,7 @@ class ExportOptions(ModelChoice):
 
 @dataclass(frozen=True)
 class ImportOptions:
-    """Convert a Llama, Qwen3 or Ministral in Hugging Face's format, or one of ours, to a checkpoint to train from.
+    """Convert a Llama, Qwen or Ministral in Hugging Face's format, or one of ours, to a checkpoint to train from.
 
     Args:
         input: Folder of the model, with safetensors and a `tokenizer.json`; or of a run or a checkpoint, to start

@@ -26,31 +26,34 @@ class Option(NamedTuple):
     kind: str  # its type in a word
     default: Any  # None where it needs a value, or has nothing, an empty list or an empty dictionary
     help: str
+    hint: Any = str  # its type
 
 
 CONFIG = Option("config", "file", None, "A YAML file, also looked up in configs/; later files override earlier ones.")
 PRINT_CONFIG = Option("print_config", "bool", False, "Print the config with all options instead of running it.")
-SEED = Option("seed_everything", "int", 1337, "Seed of the initial weights and the order of the samples; also --seed.")
+SEED = Option(
+    "seed_everything", "int", 1337, "Seed of the initial weights and the order of the samples; also --seed.", int
+)
 
 
 def all_options(command: str) -> list[Option]:
     """All options of a command: first its own, then those of a run."""
-    run_choice = [] if command in ("plan", "bench step", "profile") else _options_of(RunChoice)
+    run_choice = [] if command in ("plan", "bench step", "profile") else options_of(RunChoice)
     options = [CONFIG, PRINT_CONFIG, *run_choice, SEED, *command_options(command)]
     for section in SECTIONS:
-        options += _options_of(section.options, f"{section.name}." if section.name else "")
+        options += options_of(section.options, f"{section.name}." if section.name else "")
         if section.name == "model" and process.module_class:
             known = {option.name for option in options}
-            options += [option for option in _options_of(process.module_class, "model.") if option.name not in known]
+            options += [option for option in options_of(process.module_class, "model.") if option.name not in known]
     return options
 
 
 def command_options(command: str) -> list[Option]:
     """The options of a command besides a config, the choice of a run, and the options of the run."""
-    return list(_options_of(COMMAND_OPTIONS[command])) if command in COMMAND_OPTIONS else []
+    return list(options_of(COMMAND_OPTIONS[command])) if command in COMMAND_OPTIONS else []
 
 
-def _options_of(kind: type, prefix: str = "") -> Iterator[Option]:
+def options_of(kind: type, prefix: str = "") -> Iterator[Option]:
     """The arguments of a dataclass or another class, those of the dataclasses among them in their place."""
     helps: dict[str, str] = {}
     for base in reversed(kind.__mro__):
@@ -59,10 +62,10 @@ def _options_of(kind: type, prefix: str = "") -> Iterator[Option]:
     for name, parameter in inspect.signature(kind).parameters.items():
         hint, default = parameter.annotation, parameter.default
         if group := next(filter(is_dataclass, get_args(hint) if get_origin(hint) in UNIONS else [hint]), None):
-            yield from _options_of(group, f"{prefix}{name}.")
+            yield from options_of(group, f"{prefix}{name}.")
         elif parameter.kind not in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD):
             has_value = isinstance(default, str | int | float | tuple)  # not None, nor that there is none
-            yield Option(prefix + name, _kind(hint), default if has_value else None, helps.get(name, ""))
+            yield Option(prefix + name, _kind(hint), default if has_value else None, helps.get(name, ""), hint)
 
 
 def _kind(hint: Any) -> str:
@@ -71,7 +74,7 @@ def _kind(hint: Any) -> str:
     if hint is inspect.Parameter.empty:
         return "value"
     if is_dataclass(hint):
-        return f"{{{', '.join(option.name for option in _options_of(hint))}}}"
+        return f"{{{', '.join(option.name for option in options_of(hint))}}}"
     if origin in UNIONS:
         return "|".join(_kind(part) for part in parts if part is not NoneType)
     if origin is Literal:

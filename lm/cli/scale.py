@@ -245,6 +245,7 @@ YAML = """\
 #   {command}
 #   lm data prepare --input texts/ --output {data} --tokenizer {tokenizer}
 #   lm plan --config {file} && lm fit --config {file}
+# yaml-language-server: $schema=lm.schema.json (for editors; made by `lm schema > lm.schema.json`)
 
 seed_everything: 1337  # the same seed gives the same weights and the same order of samples
 

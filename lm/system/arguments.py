@@ -61,6 +61,18 @@ def call(function: Callable[..., Any], arguments: list[str], prog: str, meant: s
     return function(**parse(function, arguments, prog, meant))
 
 
+def options_of_function(function: Callable[..., Any]) -> list[tuple[str, str, str]]:
+    """The options that `call` takes for a function: name, type or choices in words, and help."""
+    parser = Parser(allow_abbrev=False)
+    parser.add_function_arguments(function, as_group=False, as_positional=True)
+    kinds = {bool: "bool"}
+    return [
+        (action.dest, kinds.get(getattr(action, "_typehint", None), "value"), str(action.help or ""))
+        for action in parser._actions
+        if action.option_strings and action.dest != "help"
+    ]
+
+
 def parse(
     function: Callable[..., Any], arguments: list[str], prog: str, meant: str | None = None, defaults: bool = True
 ) -> dict[str, Any]:

@@ -1,0 +1,87 @@
+"""`lm completion bash`: a shell's completion of commands, options and their choices.
+
+The script that is printed has all of them, so that nothing of this project runs when a person presses TAB.
+"""
+
+from importlib import import_module
+from shlex import quote
+from typing import Literal
+
+from lm.cli.command import TABLE, Command
+from lm.cli.options import Option, all_options, options_of
+from lm.system.arguments import options_of_function
+
+BASH = """\
+_lm() {{
+  local current=${{COMP_WORDS[COMP_CWORD]}} words="{commands}"
+  case "${{COMP_WORDS[*]:1:3}}" in
+{cases}
+  esac
+  case "${{COMP_WORDS[COMP_CWORD-1]}}" in
+{choices}
+  esac
+  COMPREPLY=($(compgen -W "$words" -- "$current"))
+}}
+complete -o default -F _lm lm
+"""
+ZSH = "autoload -U +X compinit && compinit; autoload -U +X bashcompinit && bashcompinit\n"
+
+
+def completion(shell: Literal["bash", "zsh", "fish"]) -> None:
+    """Print the completion of commands and options: `source <(lm completion bash)`, or `lm completion fish | source`.
+
+    Args:
+        shell: The shell that is to read it.
+    """
+    table = {command.name: options_of_command(command) for command in TABLE}
+    print(fish_script(table) if shell == "fish" else ZSH * (shell == "zsh") + bash_script(table), end="")
+
+
+def options_of_command(command: Command) -> list[Option]:
+    if command.kind == "request":
+        return all_options(command.name)
+    module, _, name = (command.options_class or command.target).partition(":")
+    target = getattr(import_module(f"lm.cli.{module}"), name)
+    if command.kind == "function":
+        return [Option(name, kind, None, text) for name, kind, text in options_of_function(target)]
+    overrides = [option for option in all_options("fit") if "." in option.name]  # of a run's config
+    return [*options_of(target), *(overrides if command.kind == "overrides" else [])]
+
+
+def choices_of(option: Option) -> list[str]:
+    return ["true", "false"] if option.kind == "bool" else option.kind.split("|") if "|" in option.kind else []
+
+
+def bash_script(table: dict[str, list[Option]]) -> str:
+    cases = [
+        f"    {quote(f'{name} ')}*) words={quote(' '.join(f'--{option.name}' for option in options))} ;;"
+        for name, options in sorted(table.items(), key=lambda item: -len(item[0]))  # `data show` before `data`
+    ]
+    choices = {option.name: choices_of(option) for options in table.values() for option in options}
+    values = [f"    --{name}) words={quote(' '.join(words))} ;;" for name, words in choices.items() if words]
+    families = {name.split()[0]: [] for name in table if " " in name}
+    for name in table:
+        if " " in name:
+            families[name.split()[0]].append(name.split()[1])
+    cases += [f"    '{name} '*) words={quote(' '.join(seconds))} ;;" for name, seconds in families.items()]
+    commands = " ".join(dict.fromkeys(name.split()[0] for name in table))
+    return BASH.format(commands=commands, cases="\n".join(cases), choices="\n".join(values))
+
+
+def fish_script(table: dict[str, list[Option]]) -> str:
+    lines = ["complete -c lm -n __fish_use_subcommand -f"]
+    for command in TABLE:
+        first, *second = command.name.split()
+        where = "; and ".join(f"__fish_seen_subcommand_from {word}" for word in command.name.split())
+        help = command.help if not second else ""
+        lines.append(f"complete -c lm -n __fish_use_subcommand -a {first} -d {quote(help)}")
+        if second:
+            lines.append(
+                f"complete -c lm -n '__fish_seen_subcommand_from {first}' -a {second[0]} -d {quote(command.help)}"
+            )
+        for option in table[command.name]:
+            words = choices_of(option)
+            values = f" -x -a {quote(' '.join(words))}" if words else " -r"
+            text = quote(option.help.partition(". ")[0])
+            lines.append(f"complete -c lm -n {quote(where)} -l {option.name}{values} -d {text}")
+    return "\n".join(lines) + "\n"
