@@ -31,7 +31,7 @@ from lm.kernels.norm_linear import norm_linear
 from lm.kernels.qk_norm_rope import qk_norm_rope
 from lm.kernels.rms_norm import rms_norm
 from lm.model.attention import enter_kernels
-from lm.model.attention_choice import Heads, kernel_names, use_attention, why_it_fails
+from lm.model.attention_choice import kernel_names, use_attention, why_it_fails
 from lm.model.compile import checkpoint_activations, compile_decoder
 from lm.model.config import DecoderConfig
 from lm.model.decoder import Decoder, document_ids_from, rotary_table
@@ -252,13 +252,12 @@ def test_activation_checkpointing_changes_no_bit_and_takes_less_memory(mode, fus
 
 def test_every_attention_kernel_that_runs_gives_the_same_losses():
     config, device = VARIANTS["windows"], torch.device("cuda")
-    heads = Heads(config.num_attention_heads, config.num_key_value_heads, config.head_dim)
-    run = [name for name in kernel_names(device) if why_it_fails(name, device, torch.bfloat16, heads) is None]
+    run = [name for name in kernel_names(device) if why_it_fails(name, device, torch.bfloat16, config) is None]
     assert "flash" in run
     expected = gradients(built(config))[0]
     for name in run:
         model = built(config)
-        use_attention(model, name, device, torch.bfloat16, heads)
+        use_attention(model, name, device, torch.bfloat16, config)
         got = gradients(model)[0]
         assert (got - expected).norm() / expected.norm() < 1e-2, name
 

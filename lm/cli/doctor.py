@@ -21,8 +21,9 @@ from rich.markup import escape
 
 from lm.errors import LmError, first_line
 from lm.kernels import runtime, swiglu
-from lm.model.attention_choice import Heads, kernel_names, why_it_fails
+from lm.model.attention_choice import kernel_names, why_it_fails
 from lm.model.build import kernels_missing
+from lm.model.config import DecoderConfig
 from lm.runs import registry
 from lm.runs.run import ROOT
 from lm.system.devices import peak_flops
@@ -169,9 +170,10 @@ def _kernels() -> Iterator[Check]:
 def _attention() -> Iterator[Check]:
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     dtype = torch.bfloat16 if device.type == "cuda" and torch.cuda.is_bf16_supported() else torch.float32
-    tried = {name: why_it_fails(name, device, dtype, Heads(4, 2, 64)) for name in kernel_names(device)}
+    config = DecoderConfig(hidden_size=256, num_attention_heads=4, num_key_value_heads=2)
+    tried = {name: why_it_fails(name, device, dtype, config) for name in kernel_names(device)}
     if device.type == "cuda":  # a CPU needs a mask for windows, whatever the kernel
-        tried["flash with windows"] = why_it_fails("flash", device, dtype, Heads(4, 2, 64), window=64)
+        tried["flash with windows"] = why_it_fails("flash", device, dtype, config, window=64)
     run = sorted(name for name, why in tried.items() if why is None)
     not_run = "".join(f"; {name} does not: {why[:LONGEST_REASON]}" for name, why in tried.items() if why)
     if run:

@@ -86,10 +86,13 @@ def validate_or_predict(request: Request) -> None:
     quiet_lightning()
     checkpoint, run = find_start(request)
     log.info("run %s, checkpoint %s", run.name if run else "none", checkpoint)
-    request = with_available_hardware(request)
+    request, callbacks = with_available_hardware(request), []
     if request.command == "predict":
+        from lm.training.callbacks.predictions import Predictions
+
         request = request.with_values({"trainer.devices": 1, "trainer.num_nodes": 1})
-    run_command(request, checkpoint, run)
+        callbacks = [Predictions()]
+    run_command(request, checkpoint, run, callbacks)
 
 
 def run_command(

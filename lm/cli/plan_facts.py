@@ -30,7 +30,7 @@ from lm.system.process import program
 from lm.system.units import parse_bytes
 from lm.training.checks import find_problems, has_kernels
 from lm.training.config import BudgetConfig, OptimizerConfig
-from lm.training.findings import Finding, Known, error
+from lm.training.findings import Finding, error
 from lm.training.module import training_class
 from lm.training.optim import state_size
 from lm.training.precision import multiplication_precision, precision_for_cpu
@@ -295,18 +295,17 @@ def examine(
         return {}, [error(str(problem))]
     facts: dict[str, Any] = {}
     findings: list[Finding] = []
-    data, tokenizer, known = {"prepared": False, "from": []}, None, Known()
+    data, tokenizer = {"prepared": False, "from": []}, None
     if not options.strict:
         try:
             data, tokenizer = data_facts(config.data, opened, config.model.document_mask)
         except (LmError, OSError) as problem:
             data = {"unknown": True}
             findings.append(error(str(problem)))
-        known = Known(device, tokenizer)
     budget_file, rate = read_rate(config, options, findings)
     facts["steps"] = step_facts(steps, config, data)
     custom = training_class().is_custom()
-    findings += find_problems(config.trainer, config.model, known)
+    findings += find_problems(config.trainer, config.model, None if options.strict else device, tokenizer)
     findings += plan_checks.check_steps(facts["steps"], config)
     if resumed is None:
         findings += plan_checks.check_warmup(facts["steps"], config)

@@ -74,11 +74,7 @@ class Shard:
 
 
 def find_shards(
-    source: str,
-    column: Column,
-    tokenizer_sha256: str | None = None,
-    patience: float = PATIENCE,
-    use_index: bool = True,
+    source: str, column: Column, tokenizer_sha256: str | None = None, patience: float = PATIENCE, use_index: bool = True
 ) -> tuple[list[Shard], int | None]:
     """The shards of a source, as for `Shards.open`, with their token counts; the vocabulary's size, where it is known.
 

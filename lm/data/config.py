@@ -225,5 +225,4 @@ class DataConfig:
 
 
 def is_prepared(data: DataConfig) -> bool:
-    """Whether the data is already prepared, or needs no preparation."""
     return not data.path or not data.prepare or (Path(data.path) / "manifest.json").exists()

@@ -371,19 +371,15 @@ class DataModule(LightningDataModule):
             return batch.to(device)
         return batch.pin_memory().to(device, non_blocking=True)
 
-    def _limit(self, split: str) -> int | None:
-        """Number of windows of each source in an evaluation; None: all."""
-        if split != "val" or self.options.val_tokens is None:
-            return None
-        return max(1, self.options.val_tokens // self.seq_len // len(self.sources))
-
     def _windows(self, split: str) -> Any:
-        """The windows of a split in stored order, up to its limit."""
         if self.tokenizer is None:  # without a Trainer, which calls `setup`
             self.setup("validate" if split == "val" else split)
         if split not in self.shards:
             return []
-        options = {"seq_len": self.seq_len, "micro_batch": self.micro_batch_size, "limit": self._limit(split)}
+        limit = None  # of windows of each source
+        if split == "val" and self.options.val_tokens is not None:
+            limit = max(1, self.options.val_tokens // self.seq_len // len(self.sources))
+        options = {"seq_len": self.seq_len, "micro_batch": self.micro_batch_size, "limit": limit}
         by_source = self.by_source[split]
         parts = [
             Windows(by_source[source.name], source=index if self.mixed else None, **options, **self._rank_options())

@@ -18,6 +18,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
+from lm.data.parquet import is_list_of_integers
 from lm.data.text_files import TEXT_KEY, TextFile, find_files
 from lm.data.token_files import check_ids, read_ids
 from lm.data.tokenizer import Tokenizer
@@ -25,7 +26,6 @@ from lm.errors import LmError, RequestError, RunError, first_line
 
 PIECE = 2**20  # characters of a text that are encoded at once; `tokenizers` needs 200 bytes for each
 PARQUET_ROWS = 256  # decoded at once; some million characters for usual documents
-LISTS = (pa.ListType, pa.LargeListType, pa.FixedSizeListType)
 SURROGATE = re.compile("[\ud800-\udfff]")
 
 
@@ -169,7 +169,6 @@ def _json_text(line: bytes, key: str) -> str:
 
 
 def _parquet(file: TextFile, part: int, parts: int, column: str) -> Iterator[tuple[str, Any]]:
-    """The rows of a part of the row groups."""
     with file.open() as handle:
         parquet = pq.ParquetFile(handle)
         _check_column(file, parquet.schema_arrow, column)
@@ -182,7 +181,6 @@ def _parquet(file: TextFile, part: int, parts: int, column: str) -> Iterator[tup
 
 
 def _arrow(file: TextFile, part: int, parts: int, column: str) -> Iterator[tuple[str, Any]]:
-    """The rows of a file of `datasets.save_to_disk`."""
     with file.open() as handle, pa.ipc.open_stream(handle) as batches:
         _check_column(file, batches.schema, column)
         row = 0
@@ -197,8 +195,7 @@ def _check_column(file: TextFile, schema: pa.Schema, column: str) -> None:
     kind = schema.field(column).type
     kind = kind.value_type if pa.types.is_dictionary(kind) else kind
     is_text = pa.types.is_string(kind) or pa.types.is_large_string(kind) or pa.types.is_string_view(kind)
-    is_ids = isinstance(kind, LISTS) and pa.types.is_integer(kind.value_type)
-    if not is_text and not is_ids:
+    if not is_text and not is_list_of_integers(kind):
         raise RunError(f"{file.name}: column {column!r} is not text but {kind}; give another with {TEXT_KEY}")
 
 

@@ -182,7 +182,6 @@ class Part:
 
 
 def _encoded(pieces: Iterator[Piece], encoder: Encoder) -> Iterator[tuple[Piece, np.ndarray]]:
-    """Yield pieces with their ids, encoded in batches."""
     while batch := list(_take(pieces, BATCH)):
         ids = iter(encoder.encode([piece.content for piece in batch if isinstance(piece.content, str)]))
         for piece in batch:

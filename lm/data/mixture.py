@@ -26,8 +26,6 @@ MAX_PERIOD = 2**16  # samples; weights without a smaller common unit are rounded
 
 
 class Phase(NamedTuple):
-    """Weights from a sample on."""
-
     start: int
     shares: tuple[int, ...]  # of each source; 0 leaves it out
 

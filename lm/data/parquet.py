@@ -29,8 +29,6 @@ class BadBlock(RunError):
 
 
 class PackedRows(NamedTuple):
-    """What the rows of packed shards are."""
-
     seq_len: int  # tokens that a row predicts; it has one more
     eos_id: int  # of the end-of-text token
 
@@ -102,7 +100,7 @@ class Column:
             )
         for name in (self.name, *self.beside(schema)):
             kind = schema.field(name).type
-            if not _is_list_of_integers(kind, boolean=name == MASK):
+            if not is_list_of_integers(kind, boolean=name == MASK):
                 fix = f", one for each id of {self.name!r}; leave that out"
                 if name == self.name:
                     fix = "; tokenize it first with `lm data prepare`" if pa.types.is_string(kind) else ""
@@ -249,7 +247,7 @@ def _leaves(kind: pa.DataType) -> int:
     return sum(_leaves(kind.field(index).type) for index in range(kind.num_fields)) or 1
 
 
-def _is_list_of_integers(kind: pa.DataType, boolean: bool = False) -> bool:
+def is_list_of_integers(kind: pa.DataType, boolean: bool = False) -> bool:
     return isinstance(kind, LISTS) and (
         pa.types.is_integer(kind.value_type) or boolean and pa.types.is_boolean(kind.value_type)
     )

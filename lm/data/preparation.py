@@ -67,7 +67,6 @@ class Preparation:
         run_tasks(encode_unit, tasks, [unit.text_bytes for unit in units], "encoding", self.options.workers)
 
     def divide(self) -> tuple[list[Split], Repeated]:
-        """The splits, once all units are encoded."""
         records = [json.loads(record_path(unit, self.recipe).read_text()) for unit in self.units]
         parts = [part for record in records for part in record["parts"]]
         fraction, keep = self.recipe.val_fraction, self.options.keep_duplicates
@@ -129,18 +128,12 @@ class Preparation:
     def _report(self, splits: list[Split], repeated: Repeated) -> None:
         size, encoded_size = (sum(split.counts[name] for split in splits) for name in ("bytes", "token_bytes"))
         if encoded_size < 0.9 * size:
-            percent = 100 * encoded_size / size
-            log.warning(
-                "the tokens stand for %.0f %% of the bytes of the text; --tokenizer bpe knows all bytes", percent
-            )
+            part = f"{100 * encoded_size / size:.0f} % of the bytes of the text"
+            log.warning(f"the tokens stand for {part}; --tokenizer bpe knows all bytes")
         if repeated.documents:
             documents, tokens = plural(repeated.documents, "document"), format_count(repeated.tokens)
-            held_out = ""
-            if repeated.of_validation:
-                held_out = f", {repeated.of_validation:,} of them equal to one of the validation data"
-            log.info(
-                f"left out: {documents} that repeat another ({tokens} tokens){held_out}; --keep_duplicates keeps them"
-            )
+            what = f"{documents} that repeat another, {repeated.of_validation:,} of them one of the validation data"
+            log.info(f"left out: {what} ({tokens} tokens); --keep_duplicates keeps them")
         if self.named and len(splits) == 2:  # otherwise a hash of the text has chosen the documents
             train, val = (
                 Shards.open(str(self.output / name), vocab_size=self.tokenizer.vocab_size) for name in ("train", "val")

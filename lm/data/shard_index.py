@@ -65,5 +65,4 @@ def read_index(
 
 
 def _options(column: Column) -> dict[str, str | int | None]:
-    """What decides which ids of a shard count as tokens."""
     return {"column": column.name, "pad_id": column.pad_id, "eos_id": column.pad_id is not None and column.eos_id}

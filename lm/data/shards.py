@@ -110,7 +110,6 @@ class Shards:
         return self.index.blocks[index]
 
     def file_of(self, index: int, token: int) -> str:
-        """The file that contains a token of a block."""
         return self.block(index).file_of(token)
 
     def read_tokens(self, index: int) -> Tokens:
@@ -119,7 +118,6 @@ class Shards:
         return tokens if self.packed is None else tokens._replace(targets=self.packed.targets(tokens.ids))
 
     def read(self, index: int) -> np.ndarray:
-        """The ids of `read_tokens`."""
         return self.read_tokens(index).ids
 
     def beginning(self) -> np.ndarray:

@@ -34,8 +34,6 @@ class Repeated(NamedTuple):
 
 
 class PartDocuments(NamedTuple):
-    """The documents of a part."""
-
     part: str
     split: str
     facts: np.ndarray  # (documents,) DOCUMENT

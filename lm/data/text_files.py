@@ -80,7 +80,6 @@ class TextFile:
         return self.kind == "parquet" or (self.kind == "jsonl" and not self.compression)
 
     def open(self) -> pa.NativeFile:
-        """The file as it is, seekable."""
         return open_file(*open_filesystem(self.address)[:2], self.name)
 
     def read_beside(self, suffix: str, other: str) -> bytes | None:

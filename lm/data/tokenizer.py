@@ -82,7 +82,8 @@ class Tokenizer:
             text = file.read_text("utf-8")
             check_fetched(text[:64].encode(), f"tokenizer {file}")
             if file.name != "tokenizer.json" and isinstance(meta := parse_json(text), dict) and "stoi" in meta:
-                return _from_meta(meta)
+                last = max(meta["stoi"].values())
+                return tokenizer_of_characters({**meta["stoi"], END_OF_TEXT: last + 1, UNKNOWN: last + 2})
             # Not `parse_json`: transformers writes 10**30 as the length of a tokenizer that has no limit.
             config = json.loads(beside.read_text("utf-8")) if beside.exists() else None
             if template.exists():
@@ -314,13 +315,6 @@ def _find_file(path: Path) -> Path:
         models += [path.name, f"openai-community/{path.name}"]
     cached = [try_to_load_from_cache(model, "tokenizer.json") for model in models]
     return next((Path(file) for file in cached if isinstance(file, str)), path)
-
-
-def _from_meta(meta: dict[str, Any]) -> Tokenizer:
-    """The tokenizer of character data, with two more tokens: the end of a document, and an unknown character."""
-    stoi = meta["stoi"]
-    last = max(stoi.values())
-    return tokenizer_of_characters({**stoi, END_OF_TEXT: last + 1, UNKNOWN: last + 2})
 
 
 def _content(token: Any) -> str | None:

@@ -17,8 +17,6 @@ BROKEN = "\N{REPLACEMENT CHARACTER}"  # stands for bytes that are not a characte
 
 
 class Token(NamedTuple):
-    """A generated token."""
-
     id: int
     text: str  # text that it added; empty if it ended within a character, whose text comes with its last token
     log_probability: float  # nats, by the model's own distribution: at temperature 1, before any filter
@@ -34,8 +32,6 @@ class NewText(NamedTuple):
 
 
 class Written(NamedTuple):
-    """A prompt and its continuation."""
-
     prompt: str
     text: str  # the continuation, without the stop string
     tokens: list[Token]  # without the token that ends a document, with those of a stop string

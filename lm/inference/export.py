@@ -13,21 +13,20 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import yaml
 from huggingface_hub import ModelCardData
 from torch import Tensor
 
 from lm import __version__
-from lm.data.mixture import Phase, source_counts
 from lm.errors import RunError, first_line
 from lm.inference.pretrained import Pretrained, load_pretrained
 from lm.model.estimates import flops_per_token, parameters
 from lm.model.huggingface import config_json
 from lm.runs.checkpoint import read_progress
 from lm.runs.evaluations import evaluation_rows, merge_evaluations
-from lm.runs.history import time_spent
 from lm.runs.metrics import METRICS
 from lm.runs.run import Run
-from lm.system.units import format_count, format_duration, listed
+from lm.system.units import format_count, listed
 
 Rows = dict[str, Any]  # name -> value of a table; None if not known
 SHOWN_SOURCES = 12
@@ -67,7 +66,7 @@ def model_card(model: Pretrained, card: Card) -> str:
     sections = {}
     if run is not None:
         sections["Data"] = _table(data_rows(model, run))
-        sections["Training"] = _table(training_rows(model, run))
+        sections["Training"] = f"{_table(training_rows(model, run))}\n\n```yaml\n{training_options(run)}```"
         if results := result_rows(model, run):
             sections["Results"] = _table(results)
     sections["Use"] = USE.format(name=card.name)
@@ -80,7 +79,8 @@ def model_card(model: Pretrained, card: Card) -> str:
 
 
 def _front_matter(model: Pretrained, card: Card, run: Run | None) -> ModelCardData:
-    matches = [re.match(r"hf://datasets/([^/@]+/[^/@]+)", name) for name in (sources(run) if run else [])]
+    names = [name for source in _options(run) for name in files_of(run, source)] if run else []
+    matches = [re.match(r"hf://datasets/([^/@]+/[^/@]+)", name) for name in names]
     return ModelCardData(
         language=list(card.language) or None,
         license=card.license.lower(),
@@ -113,37 +113,21 @@ def _table(rows: Rows) -> str:
 
 
 def data_rows(model: Pretrained, run: Run) -> Rows:
-    """The training and validation data (of a mixture, by source) and the tokenizer."""
-    kind = model.tokenizer.description["model"].get("type", "")
+    """The training and validation data, the files of each source, and the tokenizer."""
+    kind, rows = model.tokenizer.description["model"].get("type", ""), {}
+    for source in _options(run):
+        files = listed(list(dict.fromkeys(map(public_name, files_of(run, source)))), SHOWN_SOURCES)
+        if source:  # of a mixture
+            rows[f"source {source}"] = f"{_tokens(run, 'train', source):,} tokens: {files}"
+        else:
+            rows["sources"] = files or None
     return {
-        **(mixture_rows(model, run) if mixed(run) else {"sources": _first_names(sources(run)) or None}),
+        **rows,
         "tokenizer": f"{'byte-level ' if model.tokenizer.byte_level else ''}{kind}, "
         f"{len(model.tokenizer.vocabulary):,} tokens",
         "training data": f"{_tokens(run, 'train'):,} tokens",
         "validation data": f"{held_out:,} tokens" if (held_out := _tokens(run, "val")) else None,
     }
-
-
-def mixture_rows(model: Pretrained, run: Run) -> Rows:
-    """For each source of a mixture: its share of the samples that this model has seen, epochs, and files."""
-    mixture, samples = run.read("run.json")["mixture"], read_progress(model.path).samples
-    length = seq_len_of(model, run)
-    counts = source_counts([Phase(start, tuple(shares)) for start, shares in mixture["phases"]], samples)  # (sources,)
-    rows = {}
-    for source, count in zip(mixture["sources"], counts.tolist()):
-        total = _tokens(run, "train", source)
-        epochs = f", {count * length / total:.2f} epochs of {total:,} tokens" if total else ""
-        files = _first_names(files_of(run, source))
-        rows[f"source {source}"] = f"{count / max(1, samples):.1%} of the samples{epochs}: {files}"
-    return rows
-
-
-def mixed(run: Run) -> bool:
-    return bool(run.read("run.json").get("mixture"))
-
-
-def _tokens(run: Run, split: str, source: str = "") -> int:
-    return sum(shard[2] for shard in _shards(run, split, source))
 
 
 def _shards(run: Run, split: str, source: str) -> list[list]:
@@ -152,17 +136,12 @@ def _shards(run: Run, split: str, source: str) -> list[list]:
     return [shard for shard in shards if not source or shard[0].startswith(f"{source}/")]
 
 
-def _first_names(files: list[str]) -> str:
-    return listed(list(dict.fromkeys(map(public_name, files))), SHOWN_SOURCES)
-
-
-def sources(run: Run) -> list[str]:
-    """The files or URLs that all data was made from; its shards if not known."""
-    return [file for source in _options(run) for file in files_of(run, source)]
+def _tokens(run: Run, split: str, source: str = "") -> int:
+    return sum(shard[2] for shard in _shards(run, split, source))
 
 
 def files_of(run: Run, source: str) -> list[str]:
-    """`sources` for one source of a mixture."""
+    """The files or URLs that a source, or all data for an empty name, was made from; its shards if not known."""
     if manifest := _manifest(run, source):
         return [entry["name"] for entry in manifest.get("sources", [])]
     options = _options(run).get(source, {})
@@ -199,51 +178,36 @@ def public_name(name: str) -> str:
 
 
 def training_rows(model: Pretrained, run: Run) -> Rows:
-    """How the model was trained: steps, batch, optimizer, hardware, FLOPs, time."""
+    """How the model was trained, beside its optimizer and schedule: steps, batch, hardware, FLOPs."""
     facts, (step, samples, *_), config = run.read("run.json"), read_progress(model.path), run.settings()
-    trainer, module = (config.get(name) or {} for name in ("trainer", "model"))
-    seq_len = seq_len_of(model, run)
-    tokens = samples * seq_len
-    total = 0 if mixed(run) else _tokens(run, "train")  # of a mixture the epochs are those of each source
-    planned = run.read("state.json").get("max_steps")
+    seq_len = (config.get("data") or {}).get("seq_len") or model.config.max_position_embeddings
+    planned, began_from = run.read("state.json").get("max_steps"), facts.get("began_from")
     batches = [entry["global_batch"] for entry in facts.get("stretches", []) if entry["step"] < step]
-    times = time_spent(run.metrics(), step)
-    seconds = times["computing"] + times["waiting for data"]
-    began_from = facts.get("began_from")
     return {
         "began from": f"the weights of {Path(began_from).name}" if began_from else None,
         "steps": f"{step:,}" + (f" of {planned:,}" if planned else ""),
-        "tokens": f"{tokens:,}" + (f", {tokens / total:.2f} times the data" if total else ""),
+        "tokens": f"{samples * seq_len:,}",
         "batch": f"{batches[-1] * seq_len:,} tokens: {batches[-1]:,} sequences of {seq_len:,}" if batches else None,
-        **_optimizer_rows(module),
-        "precision": trainer.get("precision"),
+        "precision": (config.get("trainer") or {}).get("precision"),
         "hardware": f"{facts.get('world_size') or 1} x {facts['device']}" if facts.get("device") else None,
-        "compute": f"{flops_per_token(model.config, seq_len) * tokens:.2e} floating-point operations: 6 a parameter "
-        "and token, and those of attention",
-        "time": f"{format_duration(seconds)} of optimizer steps" if seconds else None,
+        "compute": f"{flops_per_token(model.config, seq_len) * samples * seq_len:.2e} floating-point operations: 6 a "
+        "parameter and token, and those of attention",
         "seed": config.get("seed_everything"),
     }
 
 
-def seq_len_of(model: Pretrained, run: Run) -> int:
-    """Number of predicted tokens of a training sample."""
-    return (run.settings().get("data") or {}).get("seq_len") or model.config.max_position_embeddings
+def training_options(run: Run) -> str:
+    """Optimizer and schedule as YAML, without what is not set."""
+    model = run.settings().get("model") or {}
+    options = _without_empty({name: model.get(name) for name in ("optimizer", "schedule")})
+    return yaml.safe_dump(options, sort_keys=False, default_flow_style=None)
 
 
-def _optimizer_rows(module: dict[str, Any]) -> Rows:
-    optimizer, schedule = module.get("optimizer") or {}, module.get("schedule") or {}
-    rows: Rows = {"dropout": (module.get("decoder") or {}).get("dropout") or None}
-    if optimizer:
-        specific = {"betas": " and ".join(map(str, optimizer.get("betas", [])))}
-        if optimizer.get("class_path"):
-            specific = optimizer.get("init_args") or {}
-        settings = {"learning rate": optimizer.get("lr"), **specific, "weight decay": optimizer.get("weight_decay")}
-        name = optimizer.get("class_path") or optimizer.get("name")
-        rows["optimizer"] = ", ".join([str(name), *(f"{key} {value}" for key, value in settings.items())])
-    if schedule:
-        warmup = schedule.get("warmup_steps")
-        rows["schedule"] = f"{schedule.get('name')}" + (f" after {warmup:,} steps of warm-up" if warmup else "")
-    return rows
+def _without_empty(options: Any) -> Any:
+    if not isinstance(options, dict):
+        return options
+    given = {name: _without_empty(value) for name, value in options.items()}
+    return {name: value for name, value in given.items() if value not in (None, {})}
 
 
 # ---- results ---------------------------------------------------------------------------------------------------------
@@ -254,14 +218,10 @@ def result_rows(model: Pretrained, run: Run) -> Rows:
     rows: Rows = {}
     if model.step is None:
         return rows
-    ends = {"": ""} | {f"/{source}": f" of {source}" for source in _options(run) if source}
     for line in run.metrics():
-        if line["step"] == model.step:
-            for end, of_source in ends.items():
-                for name, metric in METRICS.items():
-                    if name.startswith("val/") and name + end in line:
-                        title = f"{metric.label}{of_source}, {metric.unit}".removesuffix(", ")
-                        rows[title] = metric.shown(line[name + end])
+        for name, metric in METRICS.items():
+            if line["step"] == model.step and name.startswith("val/") and name in line:
+                rows[f"{metric.label}, {metric.unit}".removesuffix(", ")] = metric.shown(line[name])
     evaluations = merge_evaluations(run.evaluations(), model.step)
     if evaluations is not None:
         rows |= {public_name(name): text for name, text in evaluation_rows(evaluations).items()}

@@ -20,8 +20,6 @@ Reason = Literal["eos", "stop", "length", "context"]
 
 
 class NewToken(NamedTuple):
-    """A generated token."""
-
     row: int  # index of the prompt that it continues
     token: int
     # Why this is the row's last token: end of a document, the caller's request, `max_new_tokens` reached, or the

@@ -191,21 +191,12 @@ BACKWARD = define(
 
 class _QkNormRope(torch.autograd.Function):
     @staticmethod
-    def forward(
-        ctx: Any,
-        qkv: Tensor,
-        q_weight: Tensor | None,
-        k_weight: Tensor | None,
-        cos: Tensor,
-        sin: Tensor,
-        positions: Tensor | None,
-        heads: int,
-        kv_heads: int,
-        eps: float,
-    ) -> Heads:
+    def forward(ctx: Any, *arguments: Any) -> Heads:
+        """The arguments are those of `qk_norm_rope`."""
+        qkv, q_weight, k_weight, cos, sin, positions, _, _, eps = arguments
         ctx.save_for_backward(qkv if q_weight is not None else None, q_weight, k_weight, cos, sin, positions)
         ctx.eps = eps
-        return FORWARD(qkv, q_weight, k_weight, cos, sin, positions, heads, kv_heads, eps)
+        return FORWARD(*arguments)
 
     @staticmethod
     def backward(ctx: Any, dq: Tensor, dk: Tensor, dv: Tensor) -> tuple:

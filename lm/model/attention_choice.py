@@ -1,7 +1,6 @@
 """An attention kernel by name, `model.attention`, in place of the order that `model/attention` has for a device."""
 
 from functools import partial
-from typing import NamedTuple
 
 import torch
 from torch import nn
@@ -9,29 +8,20 @@ from torch.nn.attention import SDPBackend
 
 from lm.errors import RequestError, first_line
 from lm.model.attention import AttentionMask, attend, backends, enter_kernels, kernel_order
-from lm.model.config import Attention
-
-
-class Heads(NamedTuple):
-    """The heads of a layer."""
-
-    queries: int
-    key_values: int
-    width: int
+from lm.model.config import Attention, DecoderConfig
 
 
 def use_attention(
-    decoder: nn.Module, name: Attention, device: torch.device, dtype: torch.dtype, heads: Heads
+    decoder: nn.Module, name: Attention, device: torch.device, dtype: torch.dtype, config: DecoderConfig
 ) -> SDPBackend:
     """Make a decoder use the kernel of this name; returns `backend(name)`. RequestError if it does not run."""
-    if reason := why_it_fails(name, device, dtype, heads):
+    if reason := why_it_fails(name, device, dtype, config):
         raise RequestError(f"model.attention {name} does not run here ({reason}): use auto")
     enter_kernels(decoder, backend(name))
     return backend(name)
 
 
 def backend(name: str) -> SDPBackend:
-    """torch's name of a kernel."""
     return SDPBackend.MATH if name == "math" else getattr(SDPBackend, f"{name.upper()}_ATTENTION")
 
 
@@ -44,15 +34,16 @@ def kernel_names(device: torch.device) -> list[str]:
 
 
 def why_it_fails(
-    name: str, device: torch.device, dtype: torch.dtype, heads: Heads, window: int | None = None
+    name: str, device: torch.device, dtype: torch.dtype, config: DecoderConfig, window: int | None = None
 ) -> str | None:
-    """Why a kernel does not run forward and backward on a device, by trying it; None if it does.
+    """Why a kernel does not run forward and backward for the heads of a model, by trying it; None if it does.
 
     With a window it is flash attention over sequences.
     """
     # Zeros, as random numbers would change those that the run draws.
     zeros = partial(torch.zeros, device=device, dtype=dtype, requires_grad=True)
-    q, k, v = (zeros(1, 128, count, heads.width) for count in (heads.queries, heads.key_values, heads.key_values))
+    heads, kv_heads = config.num_attention_heads, config.num_key_value_heads
+    q, k, v = (zeros(1, 128, count, config.head_dim) for count in (heads, kv_heads, kv_heads))
     offsets = None if window is None else torch.tensor([0, 128], dtype=torch.int32, device=device)
     try:
         with kernel_order([backend(name)]):

@@ -161,8 +161,6 @@ class Block(nn.Module):
 
 
 class Losses(NamedTuple):
-    """The loss of a batch."""
-
     total: Tensor  # scalar fp32, in nats: the sum over all tokens; differentiable
     per_token: Tensor  # (B, T) fp32, the cross-entropy of each token in nats, 0 where ignored; not differentiable
 

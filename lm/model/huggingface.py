@@ -144,7 +144,6 @@ def config_json(config: DecoderConfig, eos_id: int | None, dtype: str) -> dict[s
 
 
 def generation_config_json(eos_id: int | None) -> dict[str, Any]:
-    """The `generation_config.json`: generation stops at the end of a document."""
     return {"bos_token_id": None, "eos_token_id": eos_id, "pad_token_id": eos_id}
 
 

@@ -108,13 +108,13 @@ def last_value(run: Run, metric: str) -> float | None:
 # ---- where the time went ---------------------------------------------------------------------------------------------
 
 
-def time_spent(lines: list[dict[str, Any]], step: float = math.inf, tokens: int = 0) -> dict[str, float]:
+def time_spent(lines: list[dict[str, Any]], tokens: int = 0) -> dict[str, float]:
     """Seconds of a run by use: `computing`, `waiting for data`, and `pauses`, such as validations and stops.
 
-    `lines` are those of `Run.metrics()`; lines after `step` are ignored. The logged speed leaves out pauses, so
+    `lines` are those of `Run.metrics()`. The logged speed leaves out pauses, so
     tokens / speed is the time of training. `tokens` is where a branch begins: the tokens of its trunk.
     """
-    known = [line for line in lines if {"tokens", "time"} <= line.keys() and line["step"] <= step]
+    known = [line for line in lines if {"tokens", "time"} <= line.keys()]
     trained = [line for line in known if line.get("perf/tokens_per_second", 0) > 0]
     training, waiting = [], 0.0
     for line in trained:

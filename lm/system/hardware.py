@@ -42,7 +42,6 @@ def process_bytes() -> int:
 
 
 def driver_version() -> str | None:
-    """The version of NVIDIA's driver; None if there is none."""
     nvml = start_nvml()
     try:
         return nvml and nvml.nvmlSystemGetDriverVersion()

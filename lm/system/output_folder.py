@@ -31,5 +31,4 @@ def write_new_file(target: Path, text: str) -> None:
 
 
 def folder_bytes(path: Path) -> int:
-    """The size of the files below a folder."""
     return sum(file.lstat().st_size for file in path.rglob("*"))

@@ -213,7 +213,6 @@ def lm_version() -> str:
 
 
 def _git(*arguments: str) -> str:
-    """The output of git; empty if it fails."""
     try:
         return subprocess.run(["git", *arguments], capture_output=True, text=True, timeout=5).stdout.strip()
     except (OSError, subprocess.TimeoutExpired):
@@ -262,8 +261,6 @@ def harmless(text: str) -> str:
 
 
 class HarmlessFormatter(logging.Formatter):
-    """Formats log records with visible symbols for control characters."""
-
     def format(self, record: logging.LogRecord) -> str:
         return harmless(super().format(record))
 

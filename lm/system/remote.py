@@ -88,8 +88,6 @@ class _FSSpecHandler(pafs.FSSpecHandler):
     def open_input_file(self, path: str) -> pa.NativeFile:
         return pa.PythonFile(self.fs.open(path, mode="rb"), mode="r")
 
-    open_input_stream = open_input_file
-
 
 # ---- listing ---------------------------------------------------------------------------------------------------------
 
@@ -145,7 +143,6 @@ def _described(info: Mapping[str, Any]) -> File:
 
 
 def open_remote(filesystem: pafs.FileSystem, path: str, name: str, patience: float = PATIENCE) -> pa.NativeFile:
-    """Open a file for reading with retries; `name` is for messages."""
     return pa.PythonFile(RemoteFile(filesystem, path, name, patience), mode="r")
 
 

@@ -32,7 +32,6 @@ class Telemetry:
         self._has_read = False
 
     def read(self) -> dict[str, Any]:
-        """Make a reading: `cpu`, `memory`, `process` and `gpus`."""
         load, since_before = psutil.cpu_percent(), self._has_read
         self._has_read = True
         return {

@@ -37,7 +37,6 @@ class Meter:
         self._since = clock() - age
 
     def read(self, ahead: float = 0.0) -> Cost:
-        """The cost now, or some seconds ahead."""
         hours = (self._clock() + ahead - self._since) / 3600
         usd = self._base.usd if self.rate is None else (self._base.usd or 0.0) + hours * self.rate
         return Cost(self._base.hours + hours, usd)

@@ -63,7 +63,6 @@ def call_hook(trainer: Trainer, name: str, *args: Any) -> list[Any]:
 
 
 def has_hook(trainer: Trainer, name: str) -> bool:
-    """Whether a callback defines a hook of `Callback`."""
     nothing = (None, getattr(Callback, name))
     return any(getattr(type(callback), name, None) not in nothing for callback in trainer.callbacks)
 

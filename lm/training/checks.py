@@ -10,10 +10,11 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
 from lm.data.datamodule import DataModule
+from lm.data.tokenizer import Tokenizer
 from lm.errors import RequestError
 from lm.system.process import under_torchrun
 from lm.training.config import ModelConfig, TrainerConfig
-from lm.training.findings import Finding, Known, error
+from lm.training.findings import Finding, error
 from lm.training.world import srun_world
 
 if TYPE_CHECKING:
@@ -24,9 +25,12 @@ FP8_FROM = (8, 9)
 MONITORED = ("val/loss", "val/perplexity", "val/bpb")  # metrics of a validation that Lightning knows
 
 
-def find_problems(trainer: TrainerConfig, model: ModelConfig, known: Known) -> Iterator[Finding]:
-    """Find all problems of a training's options."""
-    nodes, device, rows = trainer.num_nodes, known.device, model.decoder.vocab_size
+def find_problems(
+    trainer: TrainerConfig, model: ModelConfig, device: "Device | None" = None, tokenizer: Tokenizer | None = None
+) -> Iterator[Finding]:
+    """Find all problems of a training's options; checks that need a device, one of several, or a tokenizer are skipped
+    without it."""
+    nodes, rows = trainer.num_nodes, model.decoder.vocab_size
     started = under_torchrun() or "MASTER_ADDR" in os.environ
     if device is not None and nodes > 1 and not started and srun_world() is None:
         yield error(
@@ -47,9 +51,9 @@ def find_problems(trainer: TrainerConfig, model: ModelConfig, known: Known) -> I
         if (monitor := getattr(callback, "monitor", None)) not in (None, *MONITORED):
             name, fix = type(callback).__name__, f"give {' or '.join(MONITORED)}"
             yield error(f"trainer.callbacks: {name} has no {monitor} to monitor", fix)
-    if known.tokenizer is not None and rows is not None and rows < known.tokenizer.vocab_size:
+    if tokenizer is not None and rows is not None and rows < tokenizer.vocab_size:
         yield error(
-            f"model.decoder.vocab_size {rows:,} is smaller than the tokenizer's {known.tokenizer.vocab_size:,}",
+            f"model.decoder.vocab_size {rows:,} is smaller than the tokenizer's {tokenizer.vocab_size:,}",
             "leave it out to take the tokenizer's",
         )
 

@@ -345,7 +345,6 @@ class BudgetConfig:
 
     @property
     def wanted(self) -> bool:
-        """Whether to count the cost."""
         return any(value is not None for value in (self.cap_usd, self.rate_usd_per_hr, self.max_hours, self.file))
 
 
@@ -399,10 +398,10 @@ class GuardsConfig:
     inject_step: int | None = None
 
     def __post_init__(self) -> None:
-        if conditions := [*self.alerts, *([self.spike] if self.spike else [])]:
-            from lm.training.alerts import AlertEvaluator
+        for condition in filter(None, (*self.alerts, self.spike)):
+            from lm.training.alerts import Condition
 
-            AlertEvaluator(conditions)  # refuses a typo
+            Condition(condition)  # refuses a typo
         require_at_least(1, "guards.", max_skipped=self.max_skipped, inject_step=self.inject_step)
         require_at_least(0, "guards.", max_rollbacks=self.max_rollbacks)
 

@@ -1,14 +1,6 @@
 """A problem of the options of a training run, as `lm plan` prints it and a fit refuses it."""
 
-from collections.abc import Iterable
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Literal, NamedTuple
-
-from lm.data.tokenizer import Tokenizer
-from lm.errors import RequestError
-
-if TYPE_CHECKING:
-    from lm.system.devices import Device
+from typing import Literal, NamedTuple
 
 
 class Finding(NamedTuple):
@@ -25,17 +17,3 @@ class Finding(NamedTuple):
 
 def error(what: str, cure: str = "") -> Finding:
     return Finding("error", what, cure)
-
-
-def raise_if_any(findings: Iterable[Finding]) -> None:
-    """Raise RequestError for the first of some findings of this module, which are all errors."""
-    if first := next(iter(findings), None):
-        raise RequestError(str(first))
-
-
-@dataclass(frozen=True)
-class Known:
-    """Known facts about a training run; None: not known yet, and checks that need it are skipped."""
-
-    device: "Device | None" = None  # one of those that are trained on
-    tokenizer: Tokenizer | None = None

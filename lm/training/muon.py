@@ -112,7 +112,6 @@ class Muon(Optimizer):
         self._owners = find_owners(matrices, self._ranks.world)
 
     def groups(self, kind: str) -> list[dict[str, Any]]:
-        """The groups that `muon` or `adamw` updates."""
         return [group for group in self.param_groups if group["kind"] == kind]
 
     @torch.no_grad()

@@ -8,7 +8,6 @@ import torch
 
 
 def rng_state() -> dict[str, Any]:
-    """This rank's random number generators: torch's, Python's and numpy's."""
     name, key, *rest = np.random.get_state()
     state = {"cpu": torch.get_rng_state(), "python": random.getstate(), "numpy": (name, key.tolist(), *rest)}
     if torch.cuda.is_available():

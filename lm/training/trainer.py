@@ -32,7 +32,6 @@ from lm.training.checkpoint_io import FolderCheckpointIO
 from lm.training.checks import check_parts, find_problems
 from lm.training.config import TrainerConfig
 from lm.training.end_of_run import end_run, explaining_memory, explaining_resume
-from lm.training.findings import Known, raise_if_any
 from lm.training.lightning_patches import PatchedTrainer
 from lm.training.precision import choose_precision, multiplication_precision
 from lm.training.run_state import RunState
@@ -147,7 +146,8 @@ class Trainer(PatchedTrainer):
     def _check_options(self, model: "LanguageModule") -> None:
         device, _ = find_device("auto" if self.strategy.root_device.type == "cuda" else "cpu")
         options = replace(self.options, num_nodes=self.num_nodes)  # as torchrun or SLURM says
-        raise_if_any(find_problems(options, model.options, Known(device)))
+        for finding in find_problems(options, model.options, device):
+            raise RequestError(str(finding))
 
     def around_fit(self) -> AbstractContextManager:
         return explaining_memory(self)
@@ -161,7 +161,6 @@ class Trainer(PatchedTrainer):
         end_run(self, why)
 
     def save_and_wait(self) -> None:
-        """Save a checkpoint, and wait until it is on the disk."""
         self.checkpoint_callback.save(self)
         self.checkpoint_io.drain()
 
@@ -213,7 +212,6 @@ class Trainer(PatchedTrainer):
         return self.state.fn == TrainerFn.FITTING
 
     def validates_after(self, step: int) -> bool:
-        """Whether a validation follows this optimizer step."""
         due = step % self.options.val_interval == 0 or step >= self.max_steps or self.should_stop
         return due and self.datamodule.has_validation
 

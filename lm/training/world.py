@@ -45,6 +45,5 @@ def device_count(devices: Devices) -> int | None:
 
 
 def devices_of_node(config: TrainerConfig, devices: Devices) -> int:
-    """How many devices of this machine are trained on."""
     on_gpu = config.accelerator in ("auto", "gpu", "cuda") and torch.cuda.is_available()
     return device_count(devices) or (torch.cuda.device_count() if on_gpu else 1)

@@ -10,13 +10,13 @@ from trainings import fit, write_config
 from lm.cli.command import main
 from lm.errors import RequestError
 from lm.training.alerts import NAMES as METRICS
-from lm.training.alerts import AlertEvaluator, Condition
+from lm.training.alerts import Condition
 from lm.training.callbacks.alerts import Alerts
 
 
 def holds(text, *lines):
     """What a condition says after these log lines, each a dict by short names; None: not looked at, or undecided."""
-    watch, said = AlertEvaluator([text]), {}
+    watch, said = Alerts({text: "warn"}), {}
     for line in lines:
         said = watch.evaluate({METRICS[name]: value for name, value in line.items()})
     return next(iter(said.values()), None)
@@ -46,7 +46,7 @@ def test_nothing_fires_until_a_window_is_full():
 
 
 def test_it_is_looked_at_when_its_metric_is_logged():
-    watch = AlertEvaluator(["loss > 1", "val_loss > 1", "step > 1"])
+    watch = Alerts(dict.fromkeys(["loss > 1", "val_loss > 1", "step > 1"], "warn"))
     seen = {each.text for each in watch.evaluate({"train/loss": 2.0, "step": 4})}
     assert seen == {"loss > 1", "step > 1"}
     assert {each.text for each in watch.evaluate({"val/loss": 2.0, "step": 4})} == {"val_loss > 1", "step > 1"}
@@ -60,7 +60,7 @@ def test_a_condition_may_have_the_names_of_the_log():
 
 
 def test_it_says_the_values_that_it_looked_at():
-    watch = AlertEvaluator(["loss > 1.5 * median(loss, 2)", "loss > 1.5 * median(loss, 3)"])
+    watch = Alerts(dict.fromkeys(["loss > 1.5 * median(loss, 2)", "loss > 1.5 * median(loss, 3)"], "warn"))
     for loss in (9.0, 3.0, 3.5, 12.312):
         condition, _ = watch.evaluate({"train/loss": loss})
     said = "loss > 1.5 * median(loss, 2): loss is 12.31, median(loss, 2) is 3.25 at step 130"
@@ -95,12 +95,12 @@ def test_what_is_no_condition_is_one_line_with_what_is(text, cure):
 
 def test_windows_continue_after_a_resume():
     """What a watch keeps is plain finite JSON, and another one continues from it as if nothing had been."""
-    texts = ["loss > 2 * median(loss, 4)", "val_loss > 1 * median(val_loss, 1)"]
+    texts = dict.fromkeys(["loss > 2 * median(loss, 4)", "val_loss > 1 * median(val_loss, 1)"], "warn")
     lines = [{"train/loss": loss, "val/loss": loss} for loss in (1, 2, math.inf, 1, 3, math.nan, 9, 1, 2, 30)]
-    whole, first = AlertEvaluator(texts), AlertEvaluator(texts)
+    whole, first = Alerts(texts), Alerts(texts)
     said = [list(whole.evaluate(line).values()) for line in lines]
     for cut in range(len(lines)):
-        second = AlertEvaluator(texts)
+        second = Alerts(texts)
         second.load_state_dict(json.loads(json.dumps(first.state_dict(), allow_nan=False)))
         assert [list(second.evaluate(line).values()) for line in lines[cut:]] == said[cut:]
         first.evaluate(lines[cut])

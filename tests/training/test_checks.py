@@ -11,37 +11,36 @@ from lm.model.config import DecoderConfig
 from lm.system.devices import DEVICES, Device
 from lm.training.checks import find_problems
 from lm.training.config import ModelConfig, TrainerConfig
-from lm.training.findings import Known
 
-H200, CPU = Known(DEVICES["h200"]), Known(Device("a processor", None, None))
+H200, CPU = DEVICES["h200"], Device("a processor", None, None)
 FP8 = {"precision": "fp8-rowwise"}
 
 
-def found(trainer={}, decoder={}, known=Known()):
+def found(trainer={}, decoder={}, device=None, tokenizer=None):
     model = ModelConfig(decoder=DecoderConfig(**vars(SMALL) | decoder))
-    return [str(finding) for finding in find_problems(TrainerConfig(**trainer), model, known)]
+    return [str(finding) for finding in find_problems(TrainerConfig(**trainer), model, device, tokenizer)]
 
 
 @pytest.mark.parametrize("device, words", [
     (DEVICES["a100"], "8.9 or later (Ada, Hopper, Blackwell), and this is NVIDIA A100"),
-    (CPU.device, "and this is a cpu: take bf16-mixed"),
+    (CPU, "and this is a cpu: take bf16-mixed"),
 ])  # fmt: skip
 def test_fp8_needs_a_new_gpu(device, words):
-    [line] = found(FP8, known=Known(device))
-    assert words in line and found(FP8, known=H200) == []
+    [line] = found(FP8, device=device)
+    assert words in line and found(FP8, device=H200) == []
 
 
 def test_nodes_that_nothing_has_started_are_not_waited_for(monkeypatch):
     for name in ("MASTER_ADDR", "SLURM_NTASKS"):
         monkeypatch.delenv(name, raising=False)
-    [line] = found({"num_nodes": 2}, known=CPU)
+    [line] = found({"num_nodes": 2}, device=CPU)
     assert re.match("trainer.num_nodes 2: .*torchrun --nnodes 2", line) and found({"num_nodes": 2}) == []
     monkeypatch.setenv("MASTER_ADDR", "here")
-    assert found({"num_nodes": 2}, known=CPU) == []
+    assert found({"num_nodes": 2}, device=CPU) == []
 
 
 def test_a_vocabulary_smaller_than_the_tokenizers():
-    [line] = found(decoder={"vocab_size": 3}, known=Known(tokenizer=train_char(["the context of"])))
+    [line] = found(decoder={"vocab_size": 3}, tokenizer=train_char(["the context of"]))
     assert "vocab_size 3 is smaller than the tokenizer's" in line
 
 

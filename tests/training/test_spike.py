@@ -14,7 +14,7 @@ from lm.data.loader import Batch
 from lm.data.rare import rare_rows, rare_tokens
 from lm.data.shards import Shards
 from lm.runs.postmortem import steps_of, still_open
-from lm.training.alerts import AlertEvaluator
+from lm.training.callbacks.alerts import Spike
 from lm.training.callbacks.postmortem import SpikeInjection
 from lm.training.config import GuardsConfig
 
@@ -146,7 +146,7 @@ def test_it_is_written_up_though_no_spike_is_noticed(workplace, pages, recovery,
 
 
 def test_a_spike_is_noticed_from_the_tenth_log_line_on():
-    evaluator = AlertEvaluator([GuardsConfig().spike])
+    evaluator = Spike(GuardsConfig().spike)
     for _ in range(8):
         evaluator.evaluate({"train/loss": 3.0, "train/max_loss": 3.0})
     assert list(evaluator.evaluate({"train/loss": 3.0, "train/max_loss": 9.0}).values()) == [None]

@@ -25,8 +25,6 @@ Results = tuple[Tensor, Tensor, Tensor, Tensor]  # values (rows, K), scale, tran
 
 
 class Scaled(NamedTuple):
-    """A matrix in FP8."""
-
     values: Tensor  # (..., K) in FP8, contiguous
     scale: Tensor  # () or (rows) in fp32: the divisor
 
@@ -166,7 +164,6 @@ def empty(
     matrix: bool,
     transpose: bool,
 ) -> Results:
-    """Allocate the results."""
     width = x.shape[-1] // (2 if source == "SWIGLU" else 1)
     rows = x.numel() // x.shape[-1]
     scales = (rows if matrix else 0) if rowwise else ()

@@ -1,6 +1,5 @@
 """When checkpoints are saved, which one is the best, and which ones are kept."""
 
-import logging
 import os
 from collections.abc import Collection
 from pathlib import Path
@@ -10,18 +9,13 @@ import torch
 from lightning.pytorch.callbacks import ModelCheckpoint
 
 from lm.errors import RequestError, RunError
-from lm.model.estimates import checkpoint_bytes
 from lm.runs.checkpoint import link_to
-from lm.runs.disk_space import disk_space
 from lm.runs.run import Run, how_to_resume
 from lm.runs.trainer_json import read_document
 from lm.system.files import remove_folder, stated_digest
 from lm.system.stop_signals import STOP
 from lm.training.module import LanguageModule
-from lm.training.optim import state_size
 from lm.training.trainer import Trainer
-
-log = logging.getLogger(__name__)
 
 
 class Checkpoints(ModelCheckpoint):
@@ -63,7 +57,6 @@ class Checkpoints(ModelCheckpoint):
         self.requested = True
 
     def skip(self, step: int) -> None:
-        """Save no checkpoint of this step."""
         self.saved_step = step
 
     def keep_for_rollback(self, step: int) -> None:
@@ -162,17 +155,6 @@ class Checkpoints(ModelCheckpoint):
                 link_to(run.path / resumed.name, self.best_name)
         except OSError as error:
             raise RunError(f"cannot write to the run folder {run.path}: {error.strerror or error}") from error
-        self._warn_of_full_disk(trainer, pl_module)
-
-    # ---- disk ---------------------------------------------------------------------------------------------------
-
-    def _warn_of_full_disk(self, trainer: Trainer, pl_module: LanguageModule) -> None:
-        item = next(pl_module.parameters()).element_size()
-        size = checkpoint_bytes(pl_module.config, item, state_size(pl_module.options.optimizer))
-        count = self.keep + (trainer.max_steps // self.keep_every if self.keep_every else 0)
-        needed = disk_space(trainer.run.path, size, count, present=len(trainer.run.steps()))
-        if not needed.suffices:
-            log.warning("the disk of %s will be full: %s; make room", trainer.run.path, needed)
 
     # ---- hooks of ModelCheckpoint that do nothing here ----------------------------------------------------------
 

@@ -44,10 +44,9 @@ def how_to_go_on(trainer: Trainer, began: int) -> str:
         )
     trainer.checkpoint_callback.keep_for_rollback(step)
     command = trainer.run.resume_command(f"step-{step:08d}")
-    place = " before the #" if "  # " in command else ""
     return (
-        f"`{command}` goes on from the newest checkpoint before step {began}; add what is to change{place}, since "
-        "the samples are the same"
+        f"`{command}` goes on from the newest checkpoint before step {began}; add what is to change, since the samples "
+        "are the same"
     )
 
 
@@ -158,12 +157,8 @@ class Rollback(Callback):
             returned = {"step": step, "to": to}
             trainer.run.describe(rollbacks=[*trainer.run.read("run.json").get("rollbacks", []), returned])
             log.warning(
-                "rollback %d of %d: weights and optimizer are those of step %d; training continues with step %d and "
-                "skips the samples in between",
-                self.done,
-                self.max_rollbacks,
-                to,
-                step + 1,
+                f"rollback {self.done} of {self.max_rollbacks}: weights and optimizer are those of step {to}; training "
+                f"continues with step {step + 1} and skips the samples in between"
             )
 
     def state_dict(self) -> dict[str, Any]:

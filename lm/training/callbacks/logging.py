@@ -60,7 +60,6 @@ class RunLog(Callback):
         write_state(trainer)
 
     def on_train_batch_start(self, trainer: Trainer, pl_module: LanguageModule, *args: Any) -> None:
-        """Note that torch compiles in the first step."""
         if self._compiles:
             self._compiles, self._compiling = False, time.monotonic()
             log.info("compiling with %s in the first step, which may take minutes", pl_module.options.compile)
@@ -129,7 +128,8 @@ def _write(trainer: Trainer, logged: dict[str, float]) -> None:
     if "train" in kinds:
         state.pace.add_line(step, time.monotonic())
     write_state(trainer)
-    lines.info(format_line(step, trainer.max_steps, metrics))
+    # A validation scrolls by above a progress bar.
+    (log if "val" in kinds else lines).info(format_line(step, trainer.max_steps, metrics))
 
 
 def write_state(trainer: Trainer, phase: str = "training") -> None:
@@ -244,7 +244,6 @@ class Throughput(Callback):
 
 
 def remaining(trainer: Trainer) -> tuple[int, int]:
-    """Number of optimizer steps and validations that are left."""
     step, end = trainer.global_step, trainer.max_steps
     validations = validations_left(step, end, trainer.options.val_interval) if trainer.datamodule.has_validation else 0
     return end - step, validations
@@ -254,7 +253,7 @@ def remaining(trainer: Trainer) -> tuple[int, int]:
 
 
 class ProgressBar(Callback):
-    """Shows the step, the time left and the newest metrics in a terminal; validations scroll by above it."""
+    """Shows the step, the time left and the newest metrics in a terminal."""
 
     def __init__(self) -> None:
         self._progress: Progress | None = None
@@ -276,22 +275,10 @@ class ProgressBar(Callback):
         if self._progress is not None:
             shown = ("train/loss", "perf/tokens_per_second", "perf/mfu", "perf/mfu_full_attention")
             newest = {name: value for name, value in trainer.run_state.latest.items() if name in shown}
-            seconds, elapsed = seconds_left(trainer), self._progress.tasks[0].elapsed
-            facts = [
-                f"{format_duration(seconds)} left" if seconds else "",
-                format_line(step, trainer.max_steps, newest).partition("  ")[2],
-                f"{format_duration(elapsed)} elapsed" if elapsed else "",
-            ]
-            text = "".join(f"  {fact}" for fact in facts if fact)
-            self._progress.update(self._task, completed=step, description=text)
-
-    def on_validation_end(self, trainer: Trainer, pl_module: LanguageModule) -> None:
-        if self._progress is not None:
-            latest = trainer.run_state.latest
-            newest = {name: value for name, value in latest.items() if name.startswith("val/")}
-            with suppress(OSError):  # the terminal was closed, and there is a checkpoint to take
-                text = format_line(trainer.global_step, trainer.max_steps, newest)
-                self._progress.console.print(text, highlight=False)
+            seconds = seconds_left(trainer)
+            left = f"  {format_duration(seconds)} left" if seconds else ""
+            metrics = format_line(step, trainer.max_steps, newest).partition("  ")[2]
+            self._progress.update(self._task, completed=step, description=f"{left}  {metrics}")
 
     def on_train_end(self, *args: Any, **kwargs: Any) -> None:
         if self._progress is not None:

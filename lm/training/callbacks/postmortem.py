@@ -192,23 +192,24 @@ DRILL_STEPS = 5
 class SpikeInjection(Callback):
     """A drill: replaces the samples of optimizer steps `first` to `first + 4` by sequences of rare tokens.
 
-    `run.json` lists the steps under `injected`. A resume from before them removes them from the list, and they are
-    injected again, as in a run that was never stopped.
+    `run.json` lists the steps under `injected`. After a resume those that are still to come are injected, as in a run
+    that was never stopped.
     """
 
     def __init__(self, first: int) -> None:
         self.first = first
         self._rare: np.ndarray | None = None  # token ids, computed when needed
-        self._done: list[int] = []  # the injected steps
+        self._steps: list[int] = []  # that were and will be injected
 
     def on_train_start(self, trainer: Trainer, pl_module: LanguageModule) -> None:
+        step = trainer.global_step
         noted = trainer.run.read("run.json").get("injected", {}).get("steps", []) if trainer.is_global_zero else []
-        noted = trainer.strategy.broadcast(noted)
-        self._done = [step for step in noted if step <= trainer.global_step]
-        if self._done != noted:
-            self._save_steps(trainer)
-        if not self._done and self.first <= trainer.global_step:
-            log.warning("guards.inject_step %d is past: the run is at step %d", self.first, trainer.global_step)
+        self._steps = [number for number in trainer.strategy.broadcast(noted) if number <= step]
+        self._steps += range(max(self.first, step + 1), self.first + DRILL_STEPS)
+        if not self._steps:
+            log.warning("guards.inject_step %d is past: the run is at step %d", self.first, step)
+        elif trainer.is_global_zero:
+            trainer.run.describe(injected={"steps": self._steps})
 
     def on_train_batch_start(self, trainer: Trainer, pl_module: LanguageModule, batch: Batch, batch_idx: int) -> None:
         step = trainer.global_step + 1
@@ -219,19 +220,12 @@ class SpikeInjection(Callback):
         pl_module.on_before_batch_transfer(rank_batch, 0)  # counts documents, of which there may be more than before
         batch.tokens.copy_(rank_batch.tokens)
         batch.row_documents = rank_batch.row_documents
-        if step not in self._done:
-            self._done.append(step)
-            self._save_steps(trainer)
-            if step == self.first:
-                log.warning(
-                    "step %d: the samples of steps %d to %d are replaced by rare tokens (guards.inject_step), drawn "
-                    "from %d tokens, the bottom %.0f %% of the text",
-                    step,
-                    step,
-                    step + DRILL_STEPS - 1,
-                    len(self._rare),
-                    100 * RARE_FRACTION,
-                )
+        if step == self.first:
+            log.warning(
+                f"step {step}: the samples of steps {step} to {step + DRILL_STEPS - 1} are replaced by rare tokens "
+                f"(guards.inject_step), drawn from {len(self._rare)} tokens, the bottom {100 * RARE_FRACTION:.0f} % of "
+                "the text"
+            )
 
     def on_metrics(self, trainer: Trainer, pl_module: LanguageModule, metrics: dict[str, float]) -> None:
         if "train/loss" in metrics:
@@ -257,9 +251,5 @@ class SpikeInjection(Callback):
         return rare_rows(self._rare, data.seed, step, trainer.steps.global_batch, data.seq_len + 1)
 
     def logged_metrics(self, trainer: Trainer, pl_module: LanguageModule) -> dict[str, float]:
-        injected = any(step.step in self._done for step in trainer.run_state.stats.recent)
+        injected = any(step.step in self._steps for step in trainer.run_state.stats.recent)
         return {"data/injected": 1.0} if injected else {}
-
-    def _save_steps(self, trainer: Trainer) -> None:
-        if trainer.is_global_zero:
-            trainer.run.describe(injected={"steps": self._done})

@@ -22,7 +22,6 @@ from lm.system.hardware import device_name, driver_version, memory
 from lm.system.process import run_facts, ssh_options
 from lm.training.callback import Callback
 from lm.training.config import RunOptions
-from lm.training.log_file import LogFile
 from lm.training.module import LanguageModule
 from lm.training.trainer import Trainer
 
@@ -31,6 +30,30 @@ log = logging.getLogger(__name__)
 STATUS = {Interrupted: "interrupted", GuardStop: "stopped"}  # how a run ends with these errors; with others, `failed`
 END_PATIENCE = 60.0  # seconds that the end of a run waits for the program of `on_event`
 CLAIM_WAIT = 2.0  # seconds for another process to describe a run folder that it has made
+
+
+class LogFile(logging.FileHandler):
+    """A log file for which a full disk is no error; the console has the same lines, and `Run.attempt` warns."""
+
+    def __init__(self, run: Run) -> None:
+        super().__init__(run.path / "log.txt", encoding="utf-8")
+        formatter = logging.Formatter("%(asctime)s  %(message)s", "%Y-%m-%d %H:%M:%SZ")
+        formatter.converter = time.gmtime
+        self.setFormatter(formatter)
+        logging.getLogger("lm").addHandler(self)
+
+    def write_alone(self, text: str, error: BaseException | None = None) -> None:
+        """Write a line, with the traceback of an error, to this file and not to the console."""
+        trace = error and (type(error), error, error.__traceback__)
+        self.handle(logging.makeLogRecord({"levelno": logging.INFO, "msg": text, "exc_info": trace}))
+
+    def handleError(self, record: logging.LogRecord) -> None:
+        pass
+
+    def close(self) -> None:
+        logging.getLogger("lm").removeHandler(self)
+        with suppress(OSError):
+            super().close()
 
 
 @dataclass(eq=False, repr=False)
@@ -90,7 +113,7 @@ class RunFolder(Callback):
             run.hold()
             if self.resumed is not None:
                 check_not_resumed_elsewhere(run)
-                from lm.training.data_checks import check_same_mixture, check_same_shards
+                from lm.training.checkpoint_checks import check_same_mixture, check_same_shards
 
                 new_sources = check_same_mixture(run, data, samples, self.force)
                 check_same_shards(run, shards, new_sources, self.force)
@@ -115,7 +138,6 @@ class RunFolder(Callback):
         return Run.create(self.name, root)
 
     def _describe(self, trainer: Trainer, run: Run, shards: dict[str, Any]) -> None:
-        """Write the run's config, shards and `run.json`."""
         run_line = f"run: {json.dumps(run.name)}"
         write_atomically(run.config, re.sub("^run: .*$", lambda match: run_line, self.config, flags=re.M))
         write_atomically(run.path / "data.json", json.dumps(shards) + "\n")
@@ -142,7 +164,12 @@ class RunFolder(Callback):
             turn=Run.next_start(run.path.parent),
             tags=self.options.tags,
             note=self.options.note,
-            machine=machine_facts(),
+            machine={
+                "cores": os.cpu_count(),
+                "memory_bytes": memory()["total_bytes"],
+                "driver": driver_version(),
+                "cuda": torch.version.cuda,
+            },
             flops_per_token=trainer.lightning_module.flops_per_token(),
             mixture=trainer.datamodule.describe_mixture(),
             rollbacks=[rollback for rollback in saved.get("rollbacks", []) if rollback["step"] <= start.step],
@@ -228,15 +255,6 @@ def check_not_resumed_elsewhere(run: Run) -> None:
             f"another process has resumed run {run.path} while this one started; the same command resumes from where "
             "that one ended"
         )
-
-
-def machine_facts() -> dict[str, Any]:
-    return {
-        "cores": os.cpu_count(),
-        "memory_bytes": memory()["total_bytes"],
-        "driver": driver_version(),
-        "cuda": torch.version.cuda,
-    }
 
 
 def make_checkpoint_folders(trainer: Trainer, run: Run | None) -> None:

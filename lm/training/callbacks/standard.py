@@ -50,7 +50,6 @@ def standard_callbacks(
         ("stopping", "EarlyStopping", None if early.patience is None else early),
         Checkpoints(trainer.checkpoint_interval, trainer.keep_checkpoints, trainer.keep_every),
         Interrupt(),
-        PredictionsOnPredict(),
     ]
     wanted_rows = [row for row in rows if not (isinstance(row, tuple) and row[2] is None)]
     callbacks = [_make(*row) if isinstance(row, tuple) else row for row in wanted_rows]
@@ -61,27 +60,18 @@ def _make(file: str, name: str, *options: Any) -> Any:
     return getattr(import_module(f"lm.training.callbacks.{file}"), name)(*options)
 
 
-class _StandIn(Callback):
-    """Stands in the list for a callback that most runs never need, until that is needed."""
-
-    def replace(self, trainer: Trainer, file: str, name: str) -> Any:
-        callback = _make(file, name)
-        trainer.callbacks[trainer.callbacks.index(self)] = callback
-        return callback
-
-
-class PostMortemOnGuard(_StandIn):
-    """Becomes `PostMortem` when a guard acts, or where an earlier process of the run wrote one."""
+class PostMortemOnGuard(Callback):
+    """Becomes `PostMortem`, which most runs never need, when a guard acts, or where an earlier process wrote one."""
 
     def on_train_start(self, trainer: Trainer, pl_module: LanguageModule) -> None:
         exists = trainer.is_global_zero and any(trainer.run.path.glob("postmortem-*"))
         if trainer.strategy.broadcast(exists):
-            self.replace(trainer, "postmortem", "PostMortem").on_train_start(trainer, pl_module)
+            self._replace(trainer).on_train_start(trainer, pl_module)
 
     def on_guard(self, trainer: Trainer, *args: Any) -> None:
-        self.replace(trainer, "postmortem", "PostMortem").on_guard(trainer, *args)
+        self._replace(trainer).on_guard(trainer, *args)
 
-
-class PredictionsOnPredict(_StandIn):
-    def on_predict_start(self, trainer: Trainer, pl_module: LanguageModule) -> None:
-        self.replace(trainer, "predictions", "Predictions").on_predict_start(trainer, pl_module)
+    def _replace(self, trainer: Trainer) -> Any:
+        callback = _make("postmortem", "PostMortem")
+        trainer.callbacks[trainer.callbacks.index(self)] = callback
+        return callback

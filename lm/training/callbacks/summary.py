@@ -1,7 +1,6 @@
 """Log lines about a fit: at its start what it will do, at its end what it did and which commands follow."""
 
 import logging
-import textwrap
 import time
 from pathlib import Path
 from typing import Any
@@ -21,7 +20,6 @@ from lm.training.module import LanguageModule
 from lm.training.trainer import Trainer
 
 log = logging.getLogger(__name__)
-SAMPLE_WIDTH = 300  # characters of a sample to show
 
 
 class Summary(Callback):
@@ -48,42 +46,22 @@ class Summary(Callback):
         if not trainer.is_global_zero:
             return
         since, first = self._began
-        seconds, steps = time.monotonic() - since, trainer.global_step - first
-        log.info(
-            "%s in %s, %s tokens in all",
-            plural(steps, "step"),
-            format_duration(seconds),
-            format_count(trainer.tokens_seen),
-        )
-        if trainer.global_step < trainer.max_steps:
+        step, duration = trainer.global_step, format_duration(time.monotonic() - since)
+        log.info(f"{plural(step - first, 'step')} in {duration}, {format_count(trainer.tokens_seen)} tokens in all")
+        if step < trainer.max_steps:
             reasons = [getattr(callback, "stopping_reason_message", None) for callback in trainer.callbacks]
-            log.info(
-                "stopped early, at step %d of %d: %s",
-                trainer.global_step,
-                trainer.max_steps,
-                " ".join(filter(None, reasons)) or "a callback asked for it",
-            )
+            reason = " ".join(filter(None, reasons)) or "a callback asked for it"
+            log.info(f"stopped early, at step {step} of {trainer.max_steps}: {reason}")
         best = trainer.run.link("best")
         if best is not None:
-            log.info(
-                "best %s %.4f, at step %d",
-                METRICS["val/loss"].label,
-                trainer.checkpoint_callback.best_loss,
-                read_progress(best).step,
-            )
+            loss, label = trainer.checkpoint_callback.best_loss, METRICS["val/loss"].label
+            log.info(f"best {label} {loss:.4f}, at step {read_progress(best).step}")
         link = trainer.run.path / ("last" if best is None else "best")
         model = link if link.exists() else trainer.run.link(link.name)  # without symbolic links
         if pl_module.builtin:
             log.info("model: %s, which Hugging Face transformers loads as it is", model)
         else:
             log.info("model: %s, which lm.load_model(path, module=%s) loads", model, type(pl_module).__name__)
-        if (trainer.run.path / "samples.jsonl").exists():
-            from lm.runs.history import read_samples
-
-            for line in read_samples(trainer.run)[-1:]:
-                log.info(
-                    "sample: %s", textwrap.shorten(line["prompt"] + line["text"], SAMPLE_WIDTH, placeholder=" ...")
-                )
         for command, purpose in next_commands(trainer.run.path, pl_module.builtin):
             log.info("%-60s  # %s", command, purpose)
 

@@ -24,7 +24,6 @@ class EventFile(TensorBoardLogger):
         replace_event_file(self.experiment, lambda path: _TolerantFile(path, run))
 
     def log_metrics(self, metrics: dict[str, float], step: int | None = None) -> None:
-        """Write the values of a step as one event."""
         from tensorboard.compat.proto.summary_pb2 import Summary  # pyright: ignore[reportAttributeAccessIssue]
 
         values = [Summary.Value(tag=tag, simple_value=value) for tag, value in metrics.items()]

@@ -69,14 +69,10 @@ class ThroughputGuard(Guard[ThroughputFloor]):
 
     def on_train_start(self, trainer: Trainer, pl_module: LanguageModule) -> None:
         built = pl_module.built
-        self.observer.begin(
-            f"attention {built.attention}, kernels {built.kernels}",
-            lambda: _clock_limits(trainer),
-        )
+        self.observer.begin(f"attention {built.attention}, kernels {built.kernels}", lambda: _clock_limits(trainer))
 
 
 def _clock_limits(trainer: Trainer) -> list[str]:
-    """The limits on the GPUs' clocks in the newest heartbeat."""
     gpus = trainer.run_state.machine.get("gpus") or []
     limits = [f"GPU {gpu['index']}: {', '.join(gpu['clocks_limited_by'])}" for gpu in gpus if gpu["clocks_limited_by"]]
     return [f"clocks are limited: {'; '.join(limits)}"] if limits else []
