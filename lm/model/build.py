@@ -6,7 +6,7 @@ Lightning, data or a Trainer.
 
 from collections.abc import Callable
 from contextlib import nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal, NamedTuple
 from weakref import WeakKeyDictionary
 
@@ -17,6 +17,7 @@ from lm.errors import RequestError, RunError
 from lm.model.attention import describe_attention, enter_kernels
 from lm.model.config import ActivationCheckpointing, Attention, Compile, DecoderConfig
 from lm.model.decoder import Decoder
+from lm.model.estimates import flops_per_token
 
 
 @dataclass(frozen=True)
@@ -96,7 +97,9 @@ def build(
             device, dtype, config.windows, options.document_mask, int(config.head_dim), kernel
         )
         if "masked" in attention and any(config.windows):
-            attention += " (windows save nothing: what is outside of them is computed too and left out)"
+            seq_len, full = config.max_position_embeddings, replace(config, window_pattern=None, sliding_window=None)
+            more = flops_per_token(full, seq_len) / flops_per_token(config, seq_len) - 1
+            attention += f" (what is outside of a window is computed too and left out: {more:.0%} more FLOPs)"
 
     if options.activation_checkpointing != "none" or options.compile != "none":
         from lm.model.compile import checkpoint_activations, compile_decoder

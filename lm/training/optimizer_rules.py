@@ -11,6 +11,8 @@ from lm.model.config import DecoderConfig
 from lm.training.builtin_optimizers import OptimizerName
 
 MATRICES = 3.0  # Muon's learning rate x width x sqrt(depth)
+SHORT_RUN = 500  # optimizer steps, below which Muon needs no warm-up
+SHORT_CONTEXT = 512  # tokens, up to which positions turn faster
 
 
 class OptimizerRules(NamedTuple):
@@ -46,6 +48,30 @@ def peak_rate(factor: float, depth: int, width: int) -> float:
     arXiv:2502.16982, table 2), nanochat's 9.6 at depth 12, in another architecture.
     """
     return factor / (width * math.sqrt(depth))
+
+
+def averaging(steps: int, share: float, shortest: float, longest: float) -> float:
+    """Decay rate of a running mean over `steps / share` optimizer steps, at least `shortest` and at most `longest`.
+
+    A mean that is long for its run is late all the way: in 300 steps at depth 6, the short ones here and a schedule
+    for short runs end 0.028 bits per byte below those of long runs (tests/benchmarks/README.md, "Short runs").
+    """
+    return 1 - 1 / min(max(steps / share, shortest), longest)
+
+
+def muon_values(steps: int) -> dict[str, str]:
+    """What depends on the length of a run with Muon, as the YAML has it."""
+    momentum, beta1, beta2 = averaging(steps, 45, 6.7, 20), averaging(steps, 150, 2, 5), averaging(steps, 6, 20, 50)
+    return {
+        "momentum": f"{momentum:.2g}",
+        "betas": f"[{beta1:.2g}, {beta2:.2g}]",
+        "decay_ratio": "0.5" if steps < SHORT_RUN else "0.65",
+    }
+
+
+def rope_theta(seq_len: int) -> int:
+    """Base of the rotary embedding: the usual one is for contexts of thousands of tokens."""
+    return 1_000 if seq_len <= SHORT_CONTEXT else 10_000
 
 
 RULES: dict[OptimizerName, OptimizerRules] = {

@@ -53,7 +53,7 @@ def test_it_is_looked_at_when_its_metric_is_logged():
 
 
 def test_a_condition_may_have_the_names_of_the_log():
-    watch = AlertEvaluator(["val/loss > 2 * median(train_loss, 1)"])
+    watch = Alerts({"val/loss > 2 * median(train_loss, 1)": "warn"})
     watch.evaluate({"train/loss": 1.0})
     watch.evaluate({"train/loss": 1.5})
     assert list(watch.evaluate({"val/loss": 3.0}).values()) == [True]
