@@ -1,9 +1,7 @@
 """What an option of a later config, or of the command line, clears of earlier ones: what means nothing any more."""
 
 import logging
-import shlex
 from collections.abc import Iterable, Mapping
-from pathlib import Path
 from typing import Any, get_args
 
 from lm.training.builtin_optimizers import OptimizerName
@@ -26,7 +24,6 @@ for _group in ("matrices", "embedding", "output", "norms"):
     _lr, _ratio = (f"model.optimizer.groups.{_group}.{name}" for name in ("lr", "lr_ratio"))
     SAME_THING |= {_lr: (_ratio,), _ratio: (_lr,)}
 OF_OPTIMIZER = ("groups", "betas", "eps", "momentum", "init_args")  # for the optimizer of the same config
-TIED_RATIO = 2.67  # of the rate of a tied embedding, as in the presets
 OF_SCHEDULE = ("decay_steps", "decay_ratio")
 DECAYS = {"wsd": "at the end", "cosine": "until then", "linear": "until then"}  # what a length of the decay means
 
@@ -35,7 +32,7 @@ def clear_earlier(settings: Mapping[str, Any], options: Iterable[tuple[str, Any]
     """The options of earlier configs, as nested `settings`, that these options with their dotted names clear.
 
     What is not obvious is logged: the settings of another optimizer, the decay of another schedule, the rate of an
-    output matrix that is tied now.
+    output matrix that is now tied to the embedding.
     """
     later = {name: value for name, value in options if value not in NULL}
     given = {part for name, _ in options for part in (name, ".".join(name.split(".")[:2]))}
@@ -56,9 +53,7 @@ def clear_earlier(settings: Mapping[str, Any], options: Iterable[tuple[str, Any]
     if optimizer and is_known and after != before:
         clear(place, OF_OPTIMIZER, f"{place} is {after} and was {before}")
         if "lr" in optimizer and f"{place}.lr" not in later:
-            third = float(optimizer["lr"]) / 3  # of what Muon's matrices take: configs/tiny.yaml
-            fix = f"; --{place}.lr {third:.1e} is nearer to AdamW's" if (before, after) == ("muon", "adamw") else ""
-            log.info("%s.lr %s stays, the rate for %s%s", place, optimizer["lr"], before, fix)
+            log.info("%s.lr %s stays, the rate for %s", place, optimizer["lr"], before)
         if f"{place}.class_path" not in later:
             cleared.append(f"{place}.class_path")  # which would count, and not the name
 
@@ -71,14 +66,6 @@ def clear_earlier(settings: Mapping[str, Any], options: Iterable[tuple[str, Any]
     if str(later.get("model.decoder.tie_word_embeddings")).lower() == "true":
         why = "model.decoder.tie_word_embeddings makes the output matrix the embedding"
         clear("model.optimizer", ["groups.output"], why)
-        ratio = "model.optimizer.groups.embedding.lr_ratio"
-        if ratio not in later and (before := _value(settings, ratio) or 0) > TIED_RATIO:
-            log.info(f"{ratio} {before} is for an untied embedding; --{ratio} {TIED_RATIO} is a rate for a tied one")
-    folder, texts = str(later.get("data.path")), _value(settings, "data.prepare.input")
-    is_new = not Path(folder).is_file() and not (Path(folder) / "manifest.json").exists()
-    if "data.prepare" in cleared and "data.path" in later and texts and is_new:
-        texts = shlex.join([texts] if isinstance(texts, str) else texts)
-        log.info(f"data.path {folder} leaves data.prepare of the config out; --data.prepare.input {texts} keeps it")
     return cleared
 
 

@@ -10,11 +10,10 @@ from typing import Any
 from lm.cli.request import Sections
 from lm.data.config import SourceConfig
 from lm.errors import RequestError
-from lm.model.config import DecoderConfig
 from lm.runs.disk_space import DiskSpace
 from lm.system.devices import Device
 from lm.system.units import format_bytes, format_count, format_figure, plural
-from lm.training.config import EvaluationConfig, OptimizerConfig
+from lm.training.config import EvaluationConfig
 from lm.training.findings import Finding, error
 from lm.training.schedule import lr_fraction
 
@@ -22,7 +21,6 @@ MANY_EPOCHS = 100  # more than any text is worth
 NEARLY_FULL = 0.92  # of the device's memory
 LONG_VALIDATION = 0.1  # fraction of the time
 BF16_FROM = (8, 0)  # compute capability
-FAR = 30  # times that the rate of a group is more, or less, than the optimizer's
 DECAY_OFF = 0.05  # fraction of the run between its end and that of its decay
 FORCE = "`lm fit` with --force"
 
@@ -43,11 +41,6 @@ def check_data(data: dict[str, Any], steps: dict[str, Any], config: Sections) ->
         return
     for problem, fix in data["warnings"]:
         yield warning(problem, fix)
-    if data["train"]["documents_per_token"] == 0:
-        yield warning(
-            "model.document_mask does nothing: no document ends in the first block of the training data",
-            "leave it out, or prepare data with its end-of-text token",
-        )
     limit, epochs = config.trainer.max_epochs, steps.get("epochs", 0.0)
     if limit is not None and epochs > limit:
         last, warmup = int(steps["max_steps"] * limit / epochs), steps["warmup_steps"]
@@ -65,9 +58,7 @@ def check_data(data: dict[str, Any], steps: dict[str, Any], config: Sections) ->
     for source in config.data.sources or ():
         yield from check_source(source, data["sources"][source.name]["windows"], steps, limit)
     if "val" not in data:
-        what = "there is no validation data: no best checkpoint, no early stopping"
-        if config.evaluation.tasks and config.evaluation.interval is None:
-            what += ", and no evaluation without evaluation.interval"
+        what = "there is no validation data: no best checkpoint, no early stopping, no evaluation of tasks after one"
         yield warning(what, "give data.val")
         return
     validated = min(config.data.val_tokens or data["val"]["tokens"], data["val"]["tokens"])
@@ -115,7 +106,6 @@ def check_warmup(steps: dict[str, Any], config: Sections) -> Iterator[Finding]:
 
 
 def check_steps(steps: dict[str, Any], config: Sections) -> Iterator[Finding]:
-    """Findings on a decay that does not end with the run."""
     schedule, total, decay = config.model.schedule, steps["max_steps"], steps["decay_steps"]
     if schedule.final_fraction >= 1:
         return
@@ -128,25 +118,6 @@ def check_steps(steps: dict[str, Any], config: Sections) -> Iterator[Finding]:
             option = "decay_ratio" if schedule.decay_ratio is not None else "decay_steps"
             fix = f"--model.schedule.{option} null ends it with the run"
             yield warning(f"the decay ends at step {decay:,}, {end}", fix)
-
-
-def check_optimizer(optimizer: OptimizerConfig) -> Iterator[Finding]:
-    """Findings on rates of groups that are far from the optimizer's."""
-    for name, group in vars(optimizer.groups).items():
-        if group.lr is not None and not 1 / FAR <= group.lr / optimizer.lr <= FAR:
-            place = f"model.optimizer.groups.{name}"
-            yield warning(
-                f"{place}.lr {group.lr:g} is {group.lr / optimizer.lr:.3g} times model.optimizer.lr "
-                f"{optimizer.lr:g}, which it does not follow",
-                f"--{place}.lr null --{place}.lr_ratio 8 makes it 8 times as large",
-            )
-
-
-def check_windows(decoder: DecoderConfig) -> Iterator[Finding]:
-    window, context = decoder.sliding_window, decoder.max_position_embeddings
-    if window is not None and window >= context:
-        what = f"model.decoder.sliding_window {window:,} is all of the context of {context:,}: S layers are as L layers"
-        yield warning(what, f"--model.decoder.sliding_window {context // 4} is a quarter of it")
 
 
 # ---- device, memory and disk -----------------------------------------------------------------------------------------

@@ -37,7 +37,6 @@ from lm.training.precision import multiplication_precision, precision_for_cpu
 from lm.training.schedule import Steps, warmup_and_decay_steps
 from lm.training.world import device_count
 
-SMALL_MODEL, SMALL_BATCH = 50e6, 8_192  # parameters and tokens of a micro-batch below which the host limits the speed
 RESERVE_BYTES = 2**30  # CUDA context and library workspaces
 RESERVE_FRACTION = 0.05  # of the peak, for what the allocator cannot use
 CPU_RESERVE_BYTES = 2**26  # memory of libraries in a step, beyond what this process already has
@@ -213,8 +212,6 @@ def time_facts(
         rate, basis = assumed
         if recomputed:
             basis += f"; {recomputed / flops:.0%} more work for activation checkpointing"
-        if model["parameters"]["total"] < SMALL_MODEL or steps["micro_batch_size"] * steps["seq_len"] < SMALL_BATCH:
-            basis += "; a model or micro-batch as small as this reaches less"
     rate *= steps["world_size"]
     seconds = steps["tokens"] / rate
     reached = rate * flops / (peak * steps["world_size"]) if peak else None
@@ -314,8 +311,6 @@ def examine(
         facts["data"] = data
         findings += plan_checks.check_data(data, facts["steps"], config)
         findings += plan_checks.check_tasks(config.evaluation)
-    findings += plan_checks.check_optimizer(config.model.optimizer)
-    findings += plan_checks.check_windows(config.model.decoder)
     decoder = with_vocabulary(config, tokenizer)
     if custom:
         measure = f"`{program()} bench step --config FILE` measures them"

@@ -5,9 +5,8 @@ import logging
 import pytest
 import yaml
 
-from lm.cli.plan_checks import check_optimizer
 from lm.cli.request import read
-from lm.training.config import SECTIONS, GroupConfig, GroupsConfig, OptimizerConfig
+from lm.training.config import SECTIONS, GroupConfig, OptimizerConfig
 
 TINY = ["--config", "tiny.yaml"]
 
@@ -25,14 +24,6 @@ def test_the_rates_of_groups_follow_the_rate():
     assert (typed.lr, typed.lr_ratio) == (0.5, None)
 
 
-def test_a_rate_that_does_not_follow_is_said():
-    far = OptimizerConfig(lr=1e-3, groups=GroupsConfig(embedding=GroupConfig(lr=0.09)))
-    [finding] = check_optimizer(far)
-    assert "lr 0.09 is 90 times model.optimizer.lr 0.001" in str(finding)
-    typed = finding.cure.partition(" makes")[0].split()
-    assert not list(check_optimizer(optimizer("--model.optimizer.lr", "1e-3", *typed)))
-
-
 CASES = {  # options over tiny.yaml -> what is left out, and what must be as it was
     "another optimizer": (["--model.optimizer.name", "adamw"], "left out of the config: groups, betas, momentum"),
     "its rate": (["--model.optimizer.name", "adamw"], "model.optimizer.lr 0.0112 stays, the rate for muon"),
@@ -41,8 +32,7 @@ CASES = {  # options over tiny.yaml -> what is left out, and what must be as it 
     "another schedule": (["--model.schedule.name", "cosine"], "was wsd: left out of the config: decay_ratio"),
     "no decay": (["--model.schedule.name", "constant"], "decay_ratio"),
     "tied": (["--model.decoder.tie_word_embeddings", "true"], "left out of the config: groups.output"),
-    "tied, and its rate": (["--model.decoder.tie_word_embeddings", "true"], "groups.embedding.lr_ratio 2.67 is a rate for"),
-    "another folder": (["--data.path", "data/elsewhere"], "out; --data.prepare.input embedded:sotu keeps it"),
+    "another folder": (["--data.path", "data/elsewhere"], ""),
     "the same optimizer": (["--model.optimizer.name", "muon"], ""),
     "the same schedule": (["--model.schedule.name", "wsd"], ""),
     "its own length": (["--model.schedule.name", "cosine", "--model.schedule.decay_ratio", "0.9"], ""),

@@ -11,7 +11,6 @@ from datetime import UTC, datetime
 from pathlib import Path
 
 import pytest
-from shard_files import write_rows
 from trainings import fit, lm, make_workplace, processes_of, start, write_config
 
 from lm.cli.command import main
@@ -58,18 +57,11 @@ def found(planned_run, level):
     return [f"{one['what']} {one['cure']}" for one in planned_run[1]["findings"] if one["level"] == level]
 
 
-def test_a_document_mask_without_documents_is_said(planned, workplace):
-    """And not where documents end, as in prepared data; the memory is that of as many sequences."""
+def test_a_document_mask_takes_the_memory_of_as_many_sequences(planned):
     changes = {"data.micro_batch_size": 256, "data.global_batch_tokens": None, "trainer.precision": "bf16-mixed"}
     plain, masked = planned(**changes), planned(**changes, **{"model.document_mask": True})
-    assert not [text for text in found(masked, "warning") if "document_mask" in text]
     assert masked[1]["data"]["train"]["documents_per_token"] > 0
     assert masked[1]["memory"]["working"] > plain[1]["memory"]["working"]
-    (workplace / "endless").mkdir()
-    write_rows(workplace / "endless" / "a.parquet", [list(range(3, 30)) * 40])
-    data = {"data.path": None, "data.prepare": None, "data.train": "endless", "data.tokenizer": "data/small"}
-    said = found(planned(**{"model.document_mask": True, **data}), "warning")
-    assert [text for text in said if "model.document_mask does nothing" in text]
 
 
 # ---- the page --------------------------------------------------------------------------------------------------------
