@@ -7,7 +7,6 @@ that a new run can start from its weights.
 import importlib.metadata
 import json
 import logging
-import math
 from dataclasses import asdict
 from pathlib import Path
 from shlex import quote
@@ -25,10 +24,7 @@ from lm.inference.pretrained import Pretrained, load_pretrained
 from lm.model.config import CUSTOM_MODEL_TYPE, DecoderConfig
 from lm.model.huggingface import to_huggingface
 from lm.runs.checkpoint import write_files
-from lm.runs.facts import run_row
 from lm.runs.resume import checkpoint_folder, chosen_model, hub_hint
-from lm.runs.run import Run, is_of_a_run
-from lm.system.arguments import typed_options
 from lm.system.files import is_remote
 from lm.system.output_folder import new_folder
 from lm.system.parsing import read_object
@@ -52,11 +48,8 @@ BEGINNING = {
 
 
 def export(options: ExportOptions) -> None:
-    """Make the folder, reload it as others do, and print its path."""
     output = options.output
     with new_folder(Path(output)) as folder:
-        if options.run is None and is_of_a_run(options.ckpt_path):
-            check_newest_is_meant(options.root)
         chosen = chosen_model(options.run, options.ckpt_path, options.root)
         described = Path(chosen) / "config.json"
         if described.exists() and read_object(described).get("model_type") == CUSTOM_MODEL_TYPE:
@@ -74,34 +67,6 @@ def export(options: ExportOptions) -> None:
         log.info("the model card says that the licence is unknown: choose one with --license before you publish it")
     log.info("to publish it: hf upload OWNER/NAME %s", quote(output))
     print(output)
-
-
-def check_newest_is_meant(root: str) -> None:
-    """Raise RequestError if the newest run, which is exported by default, may not be the one that is meant: it has not
-    finished, or there are others of its config, as of a sweep."""
-    runs = Run.all(root)
-    if not runs:
-        return
-    config = config_of_command(runs[-1])
-    sweep = [run for run in runs if config and config_of_command(run) == config]
-    name, status = runs[-1].name, runs[-1].status()
-    if status != "finished":
-        raise RequestError(f"the newest run, {name}, is {status}: name the one to export with --run")
-    if len(sweep) > 1:
-        names = [f"{run.name} ({run_row(run)['best_loss'] or math.nan:.4f})" for run in sweep]
-        raise RequestError(
-            f"there are {len(sweep)} runs of {config}: name the one to export with --run; with their lowest validation "
-            f"losses: {', '.join(names)}"
-        )
-
-
-def config_of_command(run: Run) -> str | None:
-    """The config that a run was started with."""
-    command = run.read("run.json").get("command", [])
-    if command[1:2] == ["fit"] and command[2:] and not command[2].startswith("-"):  # `lm fit tiny.yaml`
-        return command[2]
-    typed = typed_options(list(map(str, command)))
-    return next((str(value) for option, value in typed if option in ("--config", "-c")), None)
 
 
 def write_model(model: Pretrained, card: Card, folder: Path) -> None:

@@ -30,8 +30,7 @@ from lm.system.files import check_local_path, digest
 from lm.system.output_folder import new_folder
 from lm.system.parsing import finite_or_none, to_json
 
-VALIDATION_DATA = {"data.path", "data.val", "data.sources"}  # options that decide the text of validations
-X_LABELS = {"step": "step", "tokens": "tokens", "time": "hours"}
+X_LABELS = {"step": "optimizer step", "tokens": "tokens", "time": "hours since the first log line"}
 
 
 def compare(
@@ -56,7 +55,8 @@ def compare(
     folders = find_runs(runs, root)
     if len(folders) < 2:
         raise RequestError("name two runs or more; `lm runs ls` lists them")
-    folders, metrics = best_first(folders)
+    by_loss = sorted(((run, run.metrics()) for run in folders), key=lambda pair: lowest_losses(pair[1]))
+    folders, metrics = zip(*by_loss)
     names = labels(folders)
     series = [curve(name, lines, metric, x) for name, lines in zip(names, metrics, strict=True)]
     if not any(one.x for one in series):
@@ -67,7 +67,6 @@ def compare(
         summaries = {shown: summarize(lines, shown) for shown in (metric, "val/loss", "val/bpb")}
         rows.append({"run": name, "path": str(folder.path.resolve()), "status": folder.status(), **summaries})
     differing = differences([folder.settings() for folder in folders])
-    other_data = sorted(differing.keys() & VALIDATION_DATA)
     if png is not None:
         from lm.inspection.drawing import draw_curves  # matplotlib takes half a second
 
@@ -81,36 +80,26 @@ def compare(
     console = Console(highlight=False)
     console.print(chart(series, console.width, 20, X_LABELS[x], metric))
     console.print()
-    _print_values(console, rows, metric, not other_data)
-    if other_data:
-        what = f"{' and '.join(other_data)} differ: only of runs with the same validation text is one the best"
-        console.print(Text(what, style="dim"))
+    _print_values(console, rows, metric)
     _print_settings(console, names, differing)
 
 
-def best_first(runs: list[Run]) -> tuple[list[Run], list[list[dict[str, Any]]]]:
-    """Runs with their metrics, by the lowest bits per byte; by validation loss where one has no bits per byte."""
-    metrics = [run.metrics() for run in runs]
-    lowest = [
-        [summary["lowest"] if (summary := summarize(lines, name)) else math.inf for lines in metrics]
-        for name in ("val/bpb", "val/loss")
-    ]
-    losses = next((losses for losses in lowest if max(losses) < math.inf), lowest[-1])
-    order = sorted(range(len(runs)), key=lambda index: losses[index])
-    return [runs[index] for index in order], [metrics[index] for index in order]
+def lowest_losses(metrics: list[dict[str, Any]]) -> list[float]:
+    """The lowest bits per byte and validation loss of a run, by which runs are sorted; infinity for one without."""
+    summaries = (summarize(metrics, name) for name in ("val/bpb", "val/loss"))
+    return [summary["lowest"] if summary else math.inf for summary in summaries]
 
 
 # ---- the tables ------------------------------------------------------------------------------------------------------
 
 
-def _print_values(console: Console, rows: list[dict[str, Any]], metric: str, name_best: bool) -> None:
+def _print_values(console: Console, rows: list[dict[str, Any]], metric: str) -> None:
     cells = []
     for index, row in enumerate(rows):
         summary = row[metric] or {}
         numbers = [summary.get(name) for name in ("last", "lowest", "lowest_step")]
         numbers += [(row[name] or {}).get("lowest") for name in ("val/loss", "val/bpb")]
-        best = " (best)" if name_best and not index and numbers[3] is not None else ""
-        cells.append([MARKERS[index % len(MARKERS)], row["run"] + best, row["status"], *map(_number, numbers)])
+        cells.append([MARKERS[index % len(MARKERS)], row["run"], row["status"], *map(_number, numbers)])
     heads = ("", "run", "status", "last", "lowest", "at step", "val loss", "val bpb")
     console.print(plain_table(heads, "tttnnnnn", cells))
     console.print(Text(f"'last' and 'lowest' are of {metric}; 'val loss' and 'val bpb' are the lowest", style="dim"))
@@ -252,8 +241,7 @@ def draw_pictures(metrics: list[dict[str, Any]], folder: Path, title: str) -> No
     for file, (names, x, scale) in PICTURES.items():
         series = [curve(METRICS[name].label, metrics, name, x) for name in names]
         if any(one.x for one in series):
-            label = {"step": "optimizer step", "time": "hours since the first log line"}[x]
-            draw_curves(series, label, METRICS[names[0]].unit, title, scale).savefig(folder / file)
+            draw_curves(series, X_LABELS[x], METRICS[names[0]].unit, title, scale).savefig(folder / file)
 
 
 def _utc(seconds: float) -> str:

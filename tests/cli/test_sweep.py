@@ -1,11 +1,10 @@
-"""A sweep: its runs are compared, the best one first; the one to export is asked for; the rest is removed."""
+"""A sweep: its runs are compared, the best one first, and the rest is removed."""
 
 import json
 
 import pytest
 from run_folders import write_live_run, write_run
 
-from lm.cli.convert import check_newest_is_meant
 from lm.cli.runs import rm
 from lm.cli.runs_compare import compare
 from lm.errors import RequestError
@@ -26,18 +25,7 @@ def test_the_best_run_is_the_first(sweep, capsys):
     write_run(sweep, "lr-4", [{"step": 10, "train/loss": 1.0}])
     compare(["lr-*"], root=sweep)
     shown = capsys.readouterr().out
-    assert "lr-2 (best)" in shown and shown.count("(best)") == 1
-    assert shown.index("lr-1 ") < shown.index("lr-4 ")  # without a validation, the last
-
-
-def test_an_export_asks_which_run(sweep):
-    with pytest.raises(RequestError, match=r"3 runs of mine.yaml: .* --run; .* lr-1 \(3.5000\), lr-2 \(3.1000\)"):
-        check_newest_is_meant(sweep)
-    write_run(sweep, "other", status="interrupted", entered=2e9)
-    with pytest.raises(RequestError, match="the newest run, other, is interrupted: name the one"):
-        check_newest_is_meant(sweep)
-    write_run(sweep, "alone", entered=3e9, command=["lm", "fit", "alone.yaml"])
-    check_newest_is_meant(sweep)
+    assert shown.index("lr-2 ") < shown.index("lr-1 ") < shown.index("lr-4 ")  # without a validation, the last
 
 
 def test_runs_are_removed_once_it_is_confirmed(sweep, tmp_path, monkeypatch, capsys):
