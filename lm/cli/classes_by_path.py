@@ -1,12 +1,11 @@
 """Callbacks and loggers that a config names by their class path."""
 
+import json
 from dataclasses import replace
 from difflib import get_close_matches
 from importlib import import_module
-from inspect import signature
 from typing import Any
 
-import yaml
 from jsonargparse import set_dumper
 from lightning.pytorch import Callback, callbacks, loggers
 from lightning.pytorch.cli import LightningArgumentParser
@@ -46,14 +45,8 @@ class TrainingParser(OneLineErrors, LightningArgumentParser):
             raise
 
 
-class TextDumper(yaml.SafeDumper):
-    """Writes what YAML has no type for as text: the arguments of a callback may be an enum or a torch.device."""
-
-
-TextDumper.add_multi_representer(
-    object, lambda dumper, value: dumper.represent_str(f"{getattr(value, 'value', value)}")
-)
-set_dumper("text", lambda content: yaml.dump(content, Dumper=TextDumper))
+# What JSON has no type for becomes text: the arguments of a callback may be an enum or a torch.device.
+set_dumper("text", lambda content: json.dumps(content, default=lambda value: f"{getattr(value, 'value', value)}"))
 
 
 class TrainerClasses:
@@ -67,8 +60,7 @@ class TrainerClasses:
 def find_class(option: str, given: Any) -> Any:
     """A callback or logger of a config with the full path of its class.
 
-    RequestError for a module that is not there, a name without one that Lightning does not have, and an argument that
-    the class does not take.
+    RequestError for a module that is not there, and a name without one that Lightning does not have.
     """
     entry = given if isinstance(given, dict) else {"class_path": given}
     path, place = entry.get("class_path"), f"trainer.{option}: {entry.get('class_path')}"
@@ -89,16 +81,12 @@ def find_class(option: str, given: Any) -> Any:
             raise RequestError(f"trainer.{option}: Lightning has no {name}; {fix}")
         module = package.__name__
     try:
-        kind = getattr(import_module(module), name)
+        getattr(import_module(module), name)
     except ModuleNotFoundError as error:
         fix = f"its first part is a file {module.partition('.')[0]}.py in this folder, or an installed package"
         raise RequestError(f"{place}: there is no module {error.name}; {fix}") from error
     except AttributeError as error:
         raise RequestError(f"{place}: {module} has no {name}") from error
-    parameters = signature(kind).parameters
-    takes_all = any(parameter.kind == parameter.VAR_KEYWORD for parameter in parameters.values())
-    if unknown := [] if takes_all else sorted((entry.get("init_args") or {}).keys() - parameters.keys()):
-        raise RequestError(f"{place} takes no argument {unknown[0]}; it takes {', '.join(parameters) or 'none'}")
     return {**entry, "class_path": f"{module}.{name}"}
 
 
@@ -118,7 +106,7 @@ def with_arguments_of_classes(request: Request) -> Request:
     if not (request.trainer.callbacks or request.trainer.logger):
         return request
     parser, config = parse_classes(request)
-    complete = yaml.safe_load(parser.dump(config, format="text", skip_none=False, skip_check=True))["trainer"]
+    complete = json.loads(parser.dump(config, format="text", skip_none=False, skip_check=True))["trainer"]
     return replace(request, settings={**request.settings, "trainer": {**request.settings["trainer"], **complete}})
 
 

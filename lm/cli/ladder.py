@@ -36,7 +36,7 @@ from lm.system import process
 from lm.system.files import write_atomically
 from lm.system.parsing import to_json
 from lm.system.stop_signals import STOP
-from lm.system.units import format_bytes, format_count, format_duration, format_figure, format_time_and_cost, plural
+from lm.system.units import format_bytes, format_count, format_duration, format_time_and_cost, plural
 from lm.training.world import device_count
 
 log = logging.getLogger(__name__)
@@ -158,20 +158,10 @@ def check_same_settings(ladder_runs: list[LadderRun]) -> None:
 
 
 def check_same_validation(ladder_runs: list[LadderRun]) -> None:
-    """Raise RequestError if the recipes are validated on different texts."""
     configs = {one.recipe: yaml.safe_load(one.config) for one in ladder_runs}
-    for key, values in differences([configs[""], configs.get(AGAINST, configs[""])]).items():
-        if key.startswith(VALIDATION) and not (key == "data.path" and same_texts(*values)):
+    for key in differences([configs[""], configs.get(AGAINST, configs[""])]):
+        if key.startswith(VALIDATION):
             raise RequestError(f"--against changes {key}, and losses on other texts do not compare: give it to both")
-
-
-def same_texts(*folders: str) -> bool:
-    """Whether the folders have the same validation text (tokenizers may differ), and a validation reads all of it."""
-    splits = [scale.manifest(folder).get("splits", {}).get("val") for folder in folders]
-    if not all(splits):
-        return False
-    equal = len({(split["documents"], split["bytes"]) for split in splits}) == 1
-    return equal and all(split["tokens"] <= VALIDATED for split in splits)
 
 
 def planned_sizes(options: LadderOptions, ladder_runs: list[LadderRun]) -> list[dict[str, Any]]:
@@ -199,17 +189,12 @@ def print_plan(
         counts = [depth, parameters, f"{size['steps']:,}", tokens, "" if epochs is None else f"{epochs:.2f}"]
         time = "" if size["seconds"] is None else format_duration(size["seconds"])
         rows.append([*counts, f"{size['flops']:.2e}", format_bytes(memory), time, str(size["runs"] or "predicted")])
-    prices = [size["usd"] for size in sizes]
-    if usd_is_known := any(price is not None for price in prices):
-        heads.append("USD")
-        for row, size in zip(rows, sizes, strict=True):
-            row.append("" if size["usd"] is None else format_figure(size["runs"] * size["usd"]))
     console.print(plain_table(heads, "n" * len(heads), rows))
     finished, planned = sum(one.finished for one in to_train), [size for size in sizes if size["runs"]]
-    total = "" if finished else ": how long they take is known when the first one has ended"
+    total = ""
     if all(size["seconds"] is not None for size in planned):
         seconds = sum(size["runs"] * size["seconds"] for size in planned)
-        usd = sum(size["runs"] * (size["usd"] or 0.0) for size in planned) if usd_is_known else None
+        usd = sum(size["runs"] * (size["usd"] or 0.0) for size in planned) or None
         basis = ladder_runs[0].plan["time"]["basis"]
         total = f"; all take {format_time_and_cost(seconds, usd)} on one device ({basis})"
     console.print(f"{plural(len(to_train), 'run')}, {finished} of them finished{total}", soft_wrap=True)
@@ -225,18 +210,17 @@ def train(options: LadderOptions, to_train: list[LadderRun], ladder_runs: list[L
     """
     waiting = [one for one in to_train if not one.finished]
     places, failed = free_devices(waiting), []
-    running: dict[subprocess.Popen, tuple[LadderRun, str | None, float]] = {}
-    done: list[tuple[float, float]] = []  # FLOPs and seconds of each finished run
+    running: dict[subprocess.Popen, tuple[LadderRun, str | None]] = {}
     if waiting:
         log.info("watch them: %s", f"{process.program()} monitor --root {shlex.quote(str(options.folder))}")
     STOP.arm()
     while (waiting or running) and not STOP.received:
         while waiting and places:
             one, place = waiting.pop(0), places.pop(0)
-            running[start(one, place)] = one, place, time.monotonic()
+            running[start(one, place)] = one, place
         time.sleep(POLL)
         for child in [child for child in running if child.poll() is not None]:
-            one, place, began = running.pop(child)
+            one, place = running.pop(child)
             places.append(place)
             if child.returncode == Interrupted.exit_code:
                 stop(running)
@@ -245,33 +229,19 @@ def train(options: LadderOptions, to_train: list[LadderRun], ladder_runs: list[L
                 failed.append(one)
                 log.error("%s: %s", one.run.name, last_line(one.log))
                 continue
-            done.append((one.size.flops, time.monotonic() - began))
-            unfinished = [*waiting, *(training for training, _, _ in running.values())]
-            remaining = describe_remaining(options, unfinished, done, devices=len(places) + len(running))
+            remaining = plural(len(waiting) + len(running), "run")
             results = save_report(options, ladder_runs)
             loss = next(run["loss"] for run in results["runs"] if run["run"] == one.run.name)
             if loss is None:
                 failed.append(one)
-                log.error("%s ended without a finite loss%s", one.run.name, remaining)
+                log.error("%s ended without a finite loss; %s left", one.run.name, remaining)
             else:
-                log.info("%s: %.4f %s%s", one.run.name, loss, results["unit"], remaining)
+                log.info("%s: %.4f %s; %s left", one.run.name, loss, results["unit"], remaining)
     if STOP.received:
         stop(running)
         finished = f"{sum(one.finished for one in to_train)} of {len(to_train)} runs are finished"
         raise Interrupted(f"{STOP.received.name}: {finished}; the same command resumes the ladder")
     return failed
-
-
-def describe_remaining(
-    options: LadderOptions, unfinished: list[LadderRun], done: list[tuple[float, float]], devices: int
-) -> str:
-    """How long the unfinished runs take, and what they cost, by the FLOPs and seconds of those that are done."""
-    if not unfinished:
-        return ""
-    flops_per_second = sum(flops for flops, _ in done) / sum(seconds for _, seconds in done)
-    seconds = sum(one.size.flops for one in unfinished) / flops_per_second / devices
-    usd = seconds / 3600 * options.rate_usd_per_hr if options.rate_usd_per_hr else None
-    return f"; {plural(len(unfinished), 'run')} left, about {format_time_and_cost(seconds, usd)}"
 
 
 def free_devices(ladder_runs: Iterable[LadderRun]) -> list[str | None]:

@@ -125,12 +125,6 @@ def recipes(options: LadderOptions, overrides: Overrides) -> list[tuple[str, Lad
     words = shlex.split(options.against)
     if len(words) == 1 and not words[0].startswith("-"):
         config = flatten(read_config(find_config(words[0])))
-        if "seed_everything" in config:
-            raise RequestError(
-                f"--against {words[0]} is the config of one model, and a ladder makes one for each depth: leave in it "
-                "what the other recipe changes, as `optimizer: adamw` or `model: {optimizer: {momentum: 0.9}}`; two "
-                "models compare by `lm runs compare`"
-            )
         words = [f"--{key}={value if isinstance(value, str) else json.dumps(value)}" for key, value in config.items()]
     typed, changed = split_overrides(words, LadderOptions)
     other = replace(options, **parse(LadderOptions, typed, "lm ladder --against", defaults=False))

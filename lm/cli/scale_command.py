@@ -5,15 +5,12 @@ from pathlib import Path
 from shlex import quote
 from typing import Any
 
-from lm.cli.scale import TimedRequest, manifest, scaled_config
-from lm.cli.scaling_rules import rare_entries
+from lm.cli.scale import TimedRequest, scaled_config
 from lm.errors import RequestError
 from lm.runs.expected_loss import expected_loss, ladder_loss
 from lm.system.output_folder import write_new_file
-from lm.system.units import format_count
 
 log = logging.getLogger(__name__)
-MANY = 50  # parameters for each token of the text, of which 33 gain little over 10 (tests/benchmarks/README.md)
 
 
 def scale(**options: Any) -> None:
@@ -34,17 +31,6 @@ def scale(**options: Any) -> None:
         raise RequestError(f"--{next(iter(request.timing))} is for a run of some hours: give --hours too")
     else:
         recipe, config = scaled_config(request)
-        if recipe.multiplied > MANY * request.text_tokens:
-            few = f"{format_count(request.text_tokens)} tokens of {request.data}"
-            log.warning(
-                "warning: %s parameters for %s; without --depth the size follows from the text",
-                format_count(recipe.multiplied),
-                few,
-            )
-    if (prepared := manifest(request.data)) and (
-        warning := rare_entries(prepared["vocab_size"], prepared["splits"]["train"]["tokens"])
-    ):
-        log.warning("warning: %s: %s", request.data, warning)
     if request.ladder:
         expected = ladder_loss(Path(request.ladder), recipe.flops)
     else:

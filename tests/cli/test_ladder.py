@@ -14,7 +14,7 @@ from trainings import PLACES, lm, make_workplace, processes_of, start, wait_unti
 
 from lm.cli import ladder_report
 from lm.cli.command import main
-from lm.cli.ladder import free_devices, ladder, same_texts
+from lm.cli.ladder import free_devices, ladder
 from lm.cli.ladder_options import LadderOptions
 from lm.cli.ladder_report import LadderRun, ModelSize
 from lm.cli.settings import split_overrides
@@ -114,15 +114,6 @@ def test_another_recipe_is_compared_at_the_same_sizes(place, run_ladder):
     assert "begins" not in logged and "3 runs, 3 of them finished" in said
 
 
-def test_other_data_is_compared_where_the_whole_validation_text_is_the_same(tmp_path):
-    for name, size, tokens in (("a", 900, 300), ("b", 900, 250), ("other", 901, 300), ("long", 900, 2**20 + 1)):
-        (tmp_path / name).mkdir()
-        split = {"documents": 3, "bytes": size, "tokens": tokens}
-        (tmp_path / name / "manifest.json").write_text(json.dumps({"splits": {"val": split}}))
-    a, b, other, long, missing = (str(tmp_path / name) for name in ("a", "b", "other", "long", "missing"))
-    assert same_texts(a, b) and not any(same_texts(a, one) for one in (other, long, missing))
-
-
 def test_settings_that_change_the_loss_are_refused_and_others_are_not(run_ladder):
     _, refused = run_ladder(*LADDER, "--model.optimizer.lr", "0.3", expect=2)
     assert "ladder-d2-n6-s1 has model.optimizer.lr 0." in refused and "another --name" in refused
@@ -202,7 +193,7 @@ def test_a_trend_without_an_interval_is_not_shown():
         ("--depths 3", "depths, seeds and folder are those of the ladder"),
         ("--model.optimizer.lrr 3", "there is no option 'model.optimizer.lrr'"),
         ("--data.val_tokens 8K", "--against changes data.val_tokens, and losses"),
-        ("other.yaml", "no config 'other.yaml' here"), ("tiny.yaml", "tiny.yaml is the config of one model"),
+        ("other.yaml", "no config 'other.yaml' here"), ("tiny.yaml", "follows from the depth and the length of each run"),
     )),
 ])  # fmt: skip
 def test_bad_input_is_one_line_and_trains_nothing(place, monkeypatch, arguments, message):

@@ -13,7 +13,7 @@ from trainings import lm, make_workplace
 from lm.cli import request
 from lm.cli.command import main
 from lm.cli.scale import SMALL, ScaleRequest, scaled_config, shape
-from lm.cli.scaling_rules import batch_tokens, make_recipe, tokens_of_steps, weight_decay
+from lm.cli.scaling_rules import batch_tokens, make_recipe, rare_entries, tokens_of_steps, weight_decay
 from lm.model.estimates import flops_per_token, parameters
 from lm.system.units import parse_count
 from lm.training.optimizer_rules import RULES, adamw_learning_rate, peak_rate
@@ -192,6 +192,13 @@ def test_a_text_that_is_there_bounds_the_run(tmp_path):
     more = prepared(tmp_path / "more", 50_000_000)  # the decay of little text was not measured with so much
     many = yaml.safe_load(scaled_config(ScaleRequest(depth=4, seq_len=256, max_steps=9_999, **more))[1])
     assert many["data"]["reshuffle"] and many["model"]["optimizer"]["groups"]["output"]["weight_decay"] == 0
+
+
+def test_a_vocabulary_that_is_too_large_for_a_text_is_said():
+    assert "14 for each of the 25,015 entries of the vocabulary; prepare it with --vocab_size 4096" in rare_entries(
+        25_015, 350_000
+    )
+    assert rare_entries(4_096, 350_000) is rare_entries(32_768, 5_000_000) is None
 
 
 @pytest.mark.parametrize("tokens", [30_000, 300_000, 3_000_000])
