@@ -74,8 +74,6 @@ def branch(options: BranchOptions, overrides: list[tuple[str, Any]]) -> None:
             f"run {run.path} begins at step {step} of {trunk.path}",
             *(f"changed: {key}: {old} -> {new}" for key, (old, new) in changes.items()),
         ]
-        if not changes:
-            messages.append("nothing is changed, so it repeats that run's steps; --decay, for example, changes them")
         if options.make_only:
             log.info("%s", "\n".join(messages))
             print(run.resume_command())

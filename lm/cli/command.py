@@ -219,15 +219,11 @@ def _load(target: str) -> Callable[..., Any]:
 
 def _error_location(error: Exception) -> str:
     """The innermost line of this project or of a user's file where an exception was: `lm/data/loader.py, line 120`."""
-    root, libraries = Path(__file__).parents[2], [sysconfig.get_path(name) for name in ("stdlib", "purelib")]
-    location = ""
-    for frame in traceback.extract_tb(error.__traceback__):
-        file = Path(frame.filename)
-        if file.is_relative_to(root / "lm"):
-            location = f"{file.relative_to(root)}, line {frame.lineno}"
-        elif not any(map(file.is_relative_to, libraries)):
-            location = f"{file}, line {frame.lineno}"
-    return location
+    project, libraries = Path(__file__).parents[1], [sysconfig.get_path(name) for name in ("stdlib", "purelib")]
+    frames = [(Path(frame.filename), frame.lineno) for frame in traceback.extract_tb(error.__traceback__)]
+    own = [place for place in frames if project in place[0].parents or not any(map(place[0].is_relative_to, libraries))]
+    file, line = own[-1]
+    return f"{file.relative_to(project.parent) if project in file.parents else file}, line {line}"
 
 
 def _print_error(message: str) -> None:
@@ -239,19 +235,12 @@ def _print_error(message: str) -> None:
 
 
 def _command(arguments: Sequence[str]) -> Command | None:
-    """The command that a command line begins with."""
     return COMMANDS.get(" ".join(arguments[:2])) or COMMANDS.get(" ".join(arguments[:1]))
 
 
 def _unknown_command(arguments: list[str]) -> str:
-    """The message for a command that does not exist, with what was meant."""
-    for start in range(len(arguments) if arguments[0].startswith("-") else 0):
-        if command := _command(arguments[start:]):
-            words = command.name.split()
-            typed = shlex.join([*words, *arguments[:start], *arguments[start + len(words) :]])
-            return f"the command comes before its options: `lm {typed}`"
-    if arguments[0].partition("=")[0] in ("-c", "--config"):
-        return f"the command comes first: `lm {shlex.join(['fit', *arguments])}`"
+    if arguments[0].startswith("-"):
+        return "the command comes before its options, such as `lm fit --config tiny.yaml`; lm --help lists them"
     typed, options = " ".join(arguments[:2]), arguments[2:]
     close = get_close_matches(typed, [name for name in COMMANDS if " " in name], 1, cutoff=0.8)
     if not close:

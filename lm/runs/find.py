@@ -63,13 +63,11 @@ def unknown_run(name: str, root: str | Path) -> RequestError:
 def nearest_runs(name: str, root: str | Path) -> str:
     """`; did you mean tiny or tiny-2?`: the names of runs under `root` similar to a name; empty if there is none."""
     names = sorted(run.name for run in Run.all(root))
-    swapped = [known for known in names if sorted(known) == sorted(name)]  # swapped letters of a short name
-    close = get_close_matches(Path(name).name, names, 3) or swapped
+    close = get_close_matches(Path(name).name, names, 3)
     return f"; did you mean {' or '.join(close)}?" if close else ""
 
 
 def known_folders() -> list[Path]:
-    """The folders of runs in the registry that exist."""
     from lm.runs.registry import known_runs
 
     return [path for row in known_runs() if ((path := Path(row["path"])) / "run.json").is_file()]

@@ -142,7 +142,7 @@ def test_of_several_runs_of_a_config_the_newest_is_taken_and_named(tmp_path, cap
     ("model", "tiny", "`lm import --input model --output FOLDER` makes a checkpoint of it"),
     ("checkpoints/tiny", "tiny", "it is a run: give one of its checkpoints, such as checkpoints/tiny/last"),
     ("best", "tiny", "has no checkpoint 'best'; it has: step-00000001"),
-    ("last", "tyni", "no run 'tyni' under checkpoints or in the registry; did you mean tiny?"),
+    ("last", "tinny", "no run 'tinny' under checkpoints or in the registry; did you mean tiny?"),
     ("step-00000009", "tiny", "has no checkpoint 'step-00000009'; it has: step-00000001"),
 ])  # fmt: skip
 def test_a_checkpoint_that_is_not_there_is_explained(reference, name, message, here):
