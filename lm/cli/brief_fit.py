@@ -153,7 +153,6 @@ def now(device: torch.device) -> float:
 
 
 def describe_training(config: Request, trainer: Trainer) -> dict[str, Any]:
-    """The model, device, software and options of the measured run."""
     module, device, facts = trainer.lightning_module, trainer.strategy.root_device, run_facts()
     counts = ("seq_len", "micro_batch_size", "accumulate", "tokens_per_step")
     return {

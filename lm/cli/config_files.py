@@ -7,7 +7,6 @@ from pathlib import Path
 from typing import Any
 
 import lm
-from lm.cli.options import NAMES
 from lm.errors import RequestError
 from lm.model.config import CUSTOM_MODEL_TYPE
 from lm.runs.run import ROOT, Run, is_of_a_run
@@ -50,12 +49,6 @@ def read_config(path: Path) -> dict[str, Any]:
         raise RequestError(f"config {path} is empty; configs/tiny.yaml is one to begin with")
     if not isinstance(document, dict):
         raise RequestError(f"config {path} holds {shown(document)} where options such as `trainer:` belong")
-    for name in NAMES:
-        if not isinstance(document.get(name) or {}, dict):
-            raise RequestError(
-                f"config {path}: {name} is a group of options and not {shown(document[name])}: give them in lines "
-                f"below `{name}:`, indented, or leave it out"
-            )
     return document
 
 

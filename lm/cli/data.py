@@ -6,7 +6,7 @@ import re
 from collections.abc import Callable
 from dataclasses import dataclass
 from itertools import chain, count
-from pathlib import Path, PurePath
+from pathlib import Path
 from shlex import quote
 from typing import Any
 
@@ -33,13 +33,17 @@ from lm.system.units import format_count, plural
 
 log = logging.getLogger(__name__)
 TOKENIZER_FACTS = ("vocab_size", "eos_token", "eos_id", "sha256")
-COLUMNS: dict[str, Callable[[Any], str]] = {  # facts of a split, and how they are written in the table
+COUNTS: dict[str, Callable[[Any], str]] = {  # facts of a split, and how they are written in the table
     "documents": "{:,}".format,
     "tokens": format_count,
     "bytes": format_count,
     "bytes_per_token": "{:.3f}".format,
     "shards": str,
     "file_bytes": format_count,
+    "samples": "{:,}".format,  # of --seq_len tokens
+    "left_over": "{:,}".format,  # tokens that are in no sample
+    "filled_up": "{:.2%}".format,  # of packed samples: what only fills them up
+    "cut_documents": "{:,}".format,  # longer than a sample
 }
 
 
@@ -88,8 +92,7 @@ def main_prepare(**options: Any) -> None:
     ):
         log.warning("warning: %s --output OTHER", warning)
     names = (f"{Path(settings.output).name}{suffix}.yaml" for suffix in chain([""], (f"-{n}" for n in count(2))))
-    config = quote(next(name for name in names if not Path(name).exists()))
-    data = quote(settings.output)
+    data, config = quote(settings.output), quote(next(name for name in names if not Path(name).exists()))
     log.info("train on it: lm scale --data %s --output %s && lm fit --config %s", data, config, config)
 
 
@@ -139,13 +142,9 @@ def describe_folder(path: str, column: str = "input_ids", seq_len: int | None = 
     beside = next((at for at in (Path(path), Path(path).parent) if (at / "tokenizer.json").is_file()), None)
     tokenizer = beside and Tokenizer.load(beside)
     known = {} if tokenizer is None else {"vocab_size": tokenizer.vocab_size, "tokenizer_sha256": tokenizer.sha256}
-    if recorded:
-        opened = {name: Shards.open(f"{path}/{name}", column, **known) for name in recorded}
-    else:
-        opened = {"": Shards.open(path, column, **known)}
-        names = sorted({PurePath(file.name).parts[0] for file in opened[""].fingerprint()})
-        if {"train", "val"} <= set(names) and Path(path).is_dir():
-            opened = {name: Shards.open(f"{path}/{name}", column, **known) for name in names}
+    folders = [name for name in ("train", "val", "test") if (Path(path) / name).is_dir()]
+    names = list(recorded) or (folders if {"train", "val"} <= {*folders} else [""])
+    opened = {name: Shards.open(f"{path}/{name}" if name else path, column, **known) for name in names}
     first = opened.get("val") or next(iter(opened.values()))
     if seq_len is None:
         seq_len = first.packed.seq_len if first.packed else 1024
@@ -179,22 +178,14 @@ def _counts(shards: Shards, seq_len: int, recorded: dict[str, Any] | None) -> di
 
 
 def _print_folder(facts: dict[str, Any]) -> None:
-    console = Console(highlight=False)
+    console, splits = Console(highlight=False), facts["splits"]
     rows = []
-    for split, counts in facts["splits"].items():
-        rows.append([split, *(form(counts[name]) if name in counts else "unknown" for name, form in COLUMNS.items())])
-    console.print(facts["path"], markup=False)
-    console.print(plain_table(["split", *(name.replace("_", " ") for name in COLUMNS)], "tnnnnnn", rows))
-    for split, counts in facts["splits"].items():
-        console.print(
-            f"{split and split + ': '}{plural(counts['samples'], 'sample')} at --seq_len {facts['seq_len']}, "
-            f"{counts['left_over']:,} tokens left over ({counts['left_over'] / (counts['tokens'] or 1):.1%})"
-        )
-        if "filled_up" in counts:
-            console.print(
-                f"  of whole documents: {plural(counts['cut_documents'], 'longer one')} cut, "
-                f"{counts['filled_up']:.2%} of a sample only fills it up"
-            )
+    for name, form in COUNTS.items():
+        if any(name in counts for counts in splits.values()):
+            cells = (form(counts[name]) if name in counts else "unknown" for counts in splits.values())
+            rows.append([name.replace("_", " "), *cells])
+    console.print(f"{facts['path']}, in samples of {facts['seq_len']} tokens", markup=False, soft_wrap=True)
+    console.print(plain_table(["", *splits], "t" + "n" * len(splits), rows))
     tokenizer = facts["tokenizer"]
     if tokenizer is None:
         console.print("tokenizer: there is no tokenizer.json in the folder or beside it")

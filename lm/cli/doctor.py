@@ -45,18 +45,6 @@ class Check(NamedTuple):
     cure: str = ""  # the fix, by its name in the JSON
 
 
-def ok(name: str, what: str) -> Check:
-    return Check(name, "ok", what)
-
-
-def warning(name: str, what: str, fix: str) -> Check:
-    return Check(name, "warning", what, fix)
-
-
-def error(name: str, what: str, fix: str) -> Check:
-    return Check(name, "error", what, fix)
-
-
 def doctor(json: bool = False) -> None:
     """Check whether this machine has what training needs.
 
@@ -79,56 +67,62 @@ def doctor(json: bool = False) -> None:
 
 def _checks() -> Iterator[Check]:
     groups = {"Python": _python, "torch": _torch, "GPU": _gpus, "kernels": _kernels, "attention": _attention}
-    groups |= {"C++ compiler": _compiler, "disk": _disk, "registry": _registry}
+    groups |= {"disk": _disk, "registry": _registry}
     for name, group in groups.items():
         try:
             yield from group()
         except Exception as failure:  # the other checks are still of use
-            yield error(name, f"{type(failure).__name__}: {first_line(failure)}", "please report it with this page")
+            yield Check(
+                name, "error", f"{type(failure).__name__}: {first_line(failure)}", "please report it with this page"
+            )
 
 
 def _anonymous(text: str) -> str:
-    """Without the user's name in paths."""
+    """Without the user's name in paths of the home folder."""
     home = os.path.expanduser("~")
-    for name, instead in ((home, "~"), (f"/{Path(home).name}", "/USER")):
-        text = re.sub(rf"{re.escape(name)}(?![\w.-])", instead, text) if name != "/" else text
-    return text
+    return text if home == "/" else re.sub(rf"{re.escape(home)}(?![\w.-])", "~", text)
 
 
 def _python() -> Iterator[Check]:
-    yield ok("lm", f"{lm_version()} on {platform.platform()}")
-    yield ok("Python", f"{platform.python_version()} at {sys.executable}")
+    yield Check("lm", "ok", f"{lm_version()} on {platform.platform()}")
+    yield Check("Python", "ok", f"{platform.python_version()} at {sys.executable}")
     packages = ("lightning", "tokenizers", "pyarrow")
-    yield ok("packages", ", ".join(f"{name} {importlib.metadata.version(name)}" for name in packages))
+    yield Check("packages", "ok", ", ".join(f"{name} {importlib.metadata.version(name)}" for name in packages))
 
 
 def _torch() -> Iterator[Check]:
     gpus = "ROCm" if torch.version.hip else "CPUs"
-    yield ok("torch", f"{torch.__version__}, for {f'CUDA {torch.version.cuda}' if torch.version.cuda else gpus}")
+    yield Check(
+        "torch", "ok", f"{torch.__version__}, for {f'CUDA {torch.version.cuda}' if torch.version.cuda else gpus}"
+    )
     if not (driver := driver_version()):
         return
     cuda = "cu130" if int(driver.partition(".")[0]) >= 580 else "cu126"  # what PyTorch is built for
     index = f"--index-url https://download.pytorch.org/whl/{cuda}"
     reinstall = f"pip install --force-reinstall torch=={torch.__version__.partition('+')[0]} {index}"
     if not torch.version.cuda:
-        yield error("driver", f"there is an NVIDIA driver, {driver}, and this torch is for CPUs only", reinstall)
+        yield Check(
+            "driver", "error", f"there is an NVIDIA driver, {driver}, and this torch is for CPUs only", reinstall
+        )
     elif not torch.cuda.is_available():
         what = f"torch for CUDA {torch.version.cuda} finds no GPU with NVIDIA driver {driver}"
-        yield error("driver", what, f"install a newer driver, or {reinstall}; in a container, start it with --gpus all")
+        yield Check(
+            "driver", "error", what, f"install a newer driver, or {reinstall}; in a container, start it with --gpus all"
+        )
     else:
-        yield ok("driver", f"NVIDIA {driver}")
+        yield Check("driver", "ok", f"NVIDIA {driver}")
 
 
 def _gpus() -> Iterator[Check]:
     cores, size = os.cpu_count(), memory()["total_bytes"]
     half = f", {cpu_half_precision()} in hardware" if cpu_half_precision() else ""
-    yield ok("CPU", f"{device_name('cpu')}, {plural(cores or 1, 'core')}{half}; {format_bytes(size)}")
+    yield Check("CPU", "ok", f"{device_name('cpu')}, {plural(cores or 1, 'core')}{half}; {format_bytes(size)}")
     if not torch.cuda.is_available():
         if torch.backends.mps.is_available():
-            yield ok("GPU", "Apple's, by MPS")
+            yield Check("GPU", "ok", "Apple's, by MPS")
         else:
             fix = "a CPU trains models of a few million parameters; for more, rent a GPU"
-            yield warning("GPU", "none: training is on the CPU", fix)
+            yield Check("GPU", "warning", "none: training is on the CPU", fix)
         return
     for index in range(torch.cuda.device_count()):
         device = torch.device("cuda", index)
@@ -138,33 +132,33 @@ def _gpus() -> Iterator[Check]:
         known = f"peak {peak / 1e12:,.0f} TFLOP/s in bf16" if peak else "peak not known, so MFU is not shown"
         what = f"{name}, capability {major}.{minor}, {format_bytes(free)} of {format_bytes(total)} free, {known}"
         if free < 0.5 * total:
-            yield warning(f"GPU {index}", what, "another process uses it: `nvidia-smi` shows which")
+            yield Check(f"GPU {index}", "warning", what, "another process uses it: `nvidia-smi` shows which")
         else:
-            yield ok(f"GPU {index}", what)
+            yield Check(f"GPU {index}", "ok", what)
 
 
 def _kernels() -> Iterator[Check]:
     """Compile a kernel with NVRTC, and where there is a GPU run it beside plain PyTorch."""
     if not torch.cuda.is_available():
         if not runtime.available():
-            yield ok("kernels", "none are needed without a GPU")
+            yield Check("kernels", "ok", "none are needed without a GPU")
             return
         code, _ = runtime.compile_source("swiglu", "sm_90", **swiglu.constants(torch.bfloat16, 64, 8))
-        yield ok("kernels", f"NVRTC compiles them ({len(code):,} bytes for sm_90); no GPU to run them")
+        yield Check("kernels", "ok", f"NVRTC compiles them ({len(code):,} bytes for sm_90); no GPU to run them")
         return
     device = torch.device("cuda")
     if missing := kernels_missing(device):
         fix = "pip install cuda-bindings nvidia-cuda-nvrtc" if "NVRTC" in missing else "install a newer driver"
-        yield warning("kernels", f"{missing}; plain PyTorch is used, which is slower", fix)
+        yield Check("kernels", "warning", f"{missing}; plain PyTorch is used, which is slower", fix)
         return
     gate_up = torch.randn(8, 128, device=device, dtype=torch.bfloat16)
     ours = torch.ops.lm.swiglu(gate_up)
     difference = (ours.cpu() - torch.ops.lm.swiglu(gate_up.cpu())).abs().max().item()
     if difference < 0.05:
-        yield ok("kernels", f"compiled by NVRTC, loaded, and right on {device_name(device)}")
+        yield Check("kernels", "ok", f"compiled by NVRTC, loaded, and right on {device_name(device)}")
     else:
         fix = "--model.kernels off, and please report it with this page"
-        yield error("kernels", f"a kernel is wrong by {difference:.3g} on {device_name(device)}", fix)
+        yield Check("kernels", "error", f"a kernel is wrong by {difference:.3g} on {device_name(device)}", fix)
 
 
 def _attention() -> Iterator[Check]:
@@ -172,23 +166,12 @@ def _attention() -> Iterator[Check]:
     dtype = torch.bfloat16 if device.type == "cuda" and torch.cuda.is_bf16_supported() else torch.float32
     config = DecoderConfig(hidden_size=256, num_attention_heads=4, num_key_value_heads=2)
     tried = {name: why_it_fails(name, device, dtype, config) for name in kernel_names(device)}
-    if device.type == "cuda":  # a CPU needs a mask for windows, whatever the kernel
-        tried["flash with windows"] = why_it_fails("flash", device, dtype, config, window=64)
     run = sorted(name for name, why in tried.items() if why is None)
     not_run = "".join(f"; {name} does not: {why[:LONGEST_REASON]}" for name, why in tried.items() if why)
     if run:
-        yield ok("attention", f"{', '.join(run)} run forward and backward{not_run}")
+        yield Check("attention", "ok", f"{', '.join(run)} run forward and backward{not_run}")
     else:
-        yield error("attention", f"no kernel runs{not_run}", "install a torch that is built for this GPU")
-
-
-def _compiler() -> Iterator[Check]:
-    compiler = shutil.which(os.environ.get("CXX", "g++")) or shutil.which("clang++")
-    if compiler:
-        yield ok("C++ compiler", f"{compiler}: model.compile inductor works on a CPU")
-    elif not torch.cuda.is_available():
-        fix = "apt install g++, or leave model.compile at none"
-        yield warning("C++ compiler", "none: model.compile inductor does not work on a CPU", fix)
+        yield Check("attention", "error", f"no kernel runs{not_run}", "install a torch that is built for this GPU")
 
 
 def _disk() -> Iterator[Check]:
@@ -201,18 +184,18 @@ def _disk() -> Iterator[Check]:
         place.unlink(missing_ok=True)
     except OSError as failure:
         what = f"{existing} cannot be written to: {failure.strerror or failure}"
-        yield error("disk", what, "set trainer.default_root_dir to another folder")
+        yield Check("disk", "error", what, "set trainer.default_root_dir to another folder")
         return
     what = f"{existing.resolve()}: {format_bytes(free)} free, writable, locks work"
     if free < LITTLE_DISK:
-        yield warning("disk", what, "`lm plan` says what the checkpoints of a run need")
+        yield Check("disk", "warning", what, "`lm plan` says what the checkpoints of a run need")
     else:
-        yield ok("disk", what)
+        yield Check("disk", "ok", what)
 
 
 def _registry() -> Iterator[Check]:
     try:
         registry.forget([])  # opens it for writing and removes nothing
-        yield ok("registry", f"{registry.place()}, {plural(len(registry.known_runs()), 'run')}")
+        yield Check("registry", "ok", f"{registry.place()}, {plural(len(registry.known_runs()), 'run')}")
     except LmError as failure:
-        yield warning("registry", str(failure), "`lm runs rebuild` makes a new one; LM_REGISTRY names another")
+        yield Check("registry", "warning", str(failure), "`lm runs rebuild` makes a new one; LM_REGISTRY names another")

@@ -40,8 +40,6 @@ Bar = Callable[..., None]  # takes a name, how much of it is done, and how much 
 
 
 def evaluate(options: EvaluateOptions) -> None:
-    """Print the result as lines or as JSON."""
-
     def load() -> Pretrained:
         chosen = chosen_model(options.run, options.ckpt_path, options.root)
         return load_pretrained(chosen, options.device, options.dtype)
@@ -104,7 +102,6 @@ def short_names(sources: Sequence[str]) -> list[str]:
 
 @contextmanager
 def progress_bars() -> Iterator[Bar]:
-    """Progress bars on a terminal."""
     console = Console(stderr=True)
     columns = (TextColumn("{task.description}", markup=False), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
     with Progress(*columns, console=console, disable=not console.is_terminal) as progress:

@@ -131,7 +131,6 @@ def find_start(request: Request) -> tuple[Path | None, Run | None]:
 
 
 def log_resumable_run(root: str, name: str) -> None:
-    """Log how to resume the newest run of a name, if it did not finish."""
     for run in Run.all(root, name)[-1:]:
         steps, status = list(run.steps()), run.status()
         if status not in ("running", "finished"):
@@ -209,7 +208,6 @@ class TrainingCLI(LightningCLI):
             raise RequestError(f"trainer: {' '.join(str(error).split())}") from error
 
     def after_instantiate_classes(self) -> None:
-        """Tell the data its seed, and the Trainer how to load the checkpoint."""
         check_one_device_in_notebook(self.trainer)
         self.datamodule.set_position(seed=self.request.seed_everything)
         run_choice, run, is_fit = self.request.run_choice, self.run, self.request.command == "fit"

@@ -93,11 +93,9 @@ def fit(
 
 def _plain(settings: Mapping[str, Any]) -> dict[str, Any]:
     """Settings as a YAML file has them: a path as text, a number of numpy or torch as one of Python."""
-
-    def plain(value: Any) -> Any:
-        return value.item() if hasattr(value, "item") else str(value)
-
-    return json.loads(json.dumps(settings, default=plain))
+    return json.loads(
+        json.dumps(settings, default=lambda value: value.item() if hasattr(value, "item") else str(value))
+    )
 
 
 def evaluate(

@@ -12,7 +12,7 @@ from rich.console import Console
 from rich.progress import Progress
 from rich.text import Text
 
-from lm.cli.model_options import Compile, GenerateOptions
+from lm.cli.model_options import GenerateOptions
 from lm.errors import RequestError
 from lm.inference.completion import Written, gather_texts, generate_text
 from lm.inference.generation import Reason
@@ -30,17 +30,18 @@ TOGETHER = 64  # texts that are written at once, so that their cache fits
 
 
 def generate(options: GenerateOptions) -> None:
-    """Print what a model writes after each prompt, or ask for prompts."""
     prompts = options.prompt or ([] if sys.stdin.isatty() else [sys.stdin.read().removesuffix("\n")])
     if options.json and not prompts:
         raise RequestError("--json needs a prompt: give --prompt, or pipe a text in")
-    if len(prompts) > 1 and not any(" " in text for text in prompts):
-        log.info("%d prompts; one of several words stands in quotes: --prompt 'The people of'", len(prompts))
     model = load_pretrained(chosen_model(options.run, options.ckpt_path, options.root), options.device, options.dtype)
-    mode, step = choose_step(model, options.compile)
+    mode = {"auto": "cuda_graphs" if model.device.type == "cuda" else "none"}.get(options.compile, options.compile)
+    step, dtype = STEPS[mode], str(model.dtype).removeprefix("torch.")
+    log.info("%s, %s; %s; compile %s", device_name(model.device), dtype, model.kernels, mode)
     if not prompts:
         return converse(model, options, step)
     sampling = options.sampling
+    if len(prompts) > 1 and not any(" " in text for text in prompts):
+        log.info("%d prompts; one of several words stands in quotes: --prompt 'The people of'", len(prompts))
     prompts = [text for text in prompts for _ in range(options.num_samples)]
     if len(prompts) == 1 and not options.json:
         _, summary, reason = stream_to_terminal(model, prompts[0], sampling, step)
@@ -52,7 +53,7 @@ def generate(options: GenerateOptions) -> None:
     tokens = sum(len(one.tokens) for one in written)
     if options.json:
         about = {"checkpoint": str(model.path), "step": model.step, "device": device_name(model.device)}
-        about |= {"dtype": dtype_name(model), "kernels": model.kernels, "compile": mode, **asdict(sampling)}
+        about |= {"dtype": dtype, "kernels": model.kernels, "compile": mode, **asdict(sampling)}
         speed = {"first_token_seconds": first_token, "seconds": seconds, "tokens_per_second": tokens / seconds}
         samples = [describe_text(one) for one in written]
         print(json.dumps({**about, "samples": samples, "new_tokens": tokens, **speed}, ensure_ascii=False))
@@ -73,19 +74,6 @@ def describe_text(written: Written) -> dict[str, Any]:
     text = {"prompt": written.prompt, "text": written.text, "reason": written.reason}
     columns = {"token_ids": "id", "tokens": "text", "log_probabilities": "log_probability"}
     return text | {name: [getattr(token, field) for token in written.tokens] for name, field in columns.items()}
-
-
-def choose_step(model: Pretrained, compile: Compile) -> tuple[str, Step]:
-    """Decide how a step runs, prepare the decoder for it, and log the choice."""
-    mode = compile
-    if compile == "auto":
-        mode = "cuda_graphs" if model.device.type == "cuda" else "none"
-    log.info("%s, %s; %s; compile %s", device_name(model.device), dtype_name(model), model.kernels, mode)
-    return mode, STEPS[mode]
-
-
-def dtype_name(model: Pretrained) -> str:
-    return str(model.dtype).removeprefix("torch.")
 
 
 # ---- several texts at once -------------------------------------------------------------------------------------------

@@ -225,18 +225,16 @@ def _number(value: float | None, form: str) -> str:
 
 
 def size_rows(results: dict[str, Any]) -> tuple[list[str], list[list[str]]]:
-    several_seeds = any(size["seeds"] > 1 for size in results["sizes"])
-    heads = ["depth", "non-embedding", "tokens", "FLOPs", results["unit"], "seeds"]
+    heads = ["depth", "non-embedding", "tokens", "FLOPs", results["unit"], "seeds", "std. error"]
     rows = []
     for size in results["sizes"]:
         if not size["losses"]:
             continue
         depth = f"{size['depth']} (not fitted)" if size["held_out"] else str(size["depth"])
         counts = [format_count(float(size[name])) for name in ("parameters", "tokens")]
-        rows.append([depth, *counts, f"{size['flops']:.2e}", f"{size['mean']:.4f}", str(size["seeds"])])
-        if several_seeds:
-            rows[-1].append(_number(size["stderr"], ".2g"))
-    return heads + (["std. error"] if several_seeds else []), rows
+        losses = [f"{size['mean']:.4f}", str(size["seeds"]), _number(size["stderr"], ".2g")]
+        rows.append([depth, *counts, f"{size['flops']:.2e}", *losses])
+    return heads, rows
 
 
 def comparison_rows(results: dict[str, Any]) -> tuple[list[str], list[list[str]]]:

@@ -54,7 +54,6 @@ def title(state: dict[str, Any], width: int) -> Text:
 
 
 def progress(state: dict[str, Any]) -> RenderableType:
-    """A progress bar, steps, tokens, and the time that is left."""
     step, last = state.get("step"), state.get("max_steps")
     if not last:
         return Text("no step yet", "dim")
@@ -152,13 +151,13 @@ def checkpoint_facts(state: dict[str, Any]) -> list[Fact]:
     return facts or [("checkpoint", "none yet", "")]
 
 
-def alert_lines(state: dict[str, Any], most: int, folded: bool) -> list[Text]:
-    """The newest alerts, newest first; folded to the width, or cut off at it."""
+def alert_lines(state: dict[str, Any], most: int) -> list[Text]:
+    """The newest alerts, newest first, cut off at the width."""
     lines = []
     for alert in state.get("alerts", [])[::-1][:most]:
         at = time.strftime("%H:%M", time.localtime(alert["time"]))
         guard, message, action = (one_line(alert[name]) for name in ("guard", "message", "action"))
-        line = Text(no_wrap=not folded, overflow="fold" if folded else "ellipsis")
+        line = Text(no_wrap=True, overflow="ellipsis")
         lines.append(line.append(f"{at} {guard}", "bold yellow").append(f" {message} -> {action}"))
     return lines
 
@@ -172,44 +171,31 @@ def in_row(facts: list[Fact]) -> Columns:
 
 
 @dataclass
-class Chart:
-    """Curves that fill the space which rich gives them."""
+class LossChart:
+    """The training loss, a smoothed line through it, and the validations, in the space which rich gives them."""
 
-    curves: Sequence[Series]
-    title: str = ""
-    y_range: tuple[float, float] | None = None
+    watch: LiveRun
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> Iterator[Text]:
-        height = options.height or options.max_height
-        yield chart(self.curves, options.max_width, height, "step", self.title, self.y_range)
+        loss, validation = self.watch.curve("train/loss"), self.watch.curve("val/loss")
+        smoothed = smooth(loss.y, 1 - 1 / max(1.0, len(loss.y) / 60))
+        curves = [loss, Series("smoothed", loss.x, smoothed), Series("validation", validation.x, validation.y)]
+        shown = [curve for curve in curves if curve.x and (curve.name != "smoothed" or len(loss.x) > 120)]
+        size, y_range = (options.max_width, options.height or options.max_height), range_after_start(loss, validation)
+        yield chart(shown, *size, "step", "" if len(shown) > 1 else "loss", y_range)
 
 
-def loss_chart(watch: LiveRun) -> Chart:
-    """The training loss, a smoothed line through it, and the validations."""
-    loss, validation = watch.curve("train/loss"), watch.curve("val/loss")
-    smoothed = smooth(loss.y, 1 - 1 / max(1.0, len(loss.y) / 60))
-    curves = [loss, Series("smoothed", loss.x, smoothed), Series("validation", validation.x, validation.y)]
-    shown = [curve for curve in curves if curve.x and (curve.name != "smoothed" or len(loss.x) > 120)]
-    return Chart(shown, "" if len(shown) > 1 else "loss", range_after_start([*loss.y, *validation.y], loss.y))
-
-
-def range_after_start(values: list[float], losses: Sequence[float]) -> tuple[float, float] | None:
+def range_after_start(loss: Series, validation: Series) -> tuple[float, float] | None:
     """A y-axis range that ignores the first tenth of the losses, whose fall would make the rest look flat."""
-    known = [value for value in values if math.isfinite(value)]
-    later = [value for value in losses[len(losses) // 10 :] if math.isfinite(value)]
-    if len(later) < 20:
-        return None
-    low, high = min(known), max(later)
-    return (low, high) if high > low else None
+    known = [value for value in (*loss.y, *validation.y) if math.isfinite(value)]
+    later = [value for value in loss.y[len(loss.y) // 10 :] if math.isfinite(value)]
+    return (min(known), max(later)) if len(later) >= 20 and max(later) > min(known) else None
 
 
 # ---- the page --------------------------------------------------------------------------------------------------------
 
 RUN_COLUMNS = 76  # columns of a run beside another one
-WIDE_COLUMNS = 110  # columns from which on there are small charts below that of the loss
-LOSS_ROWS = 6, 12  # least rows of the chart of the loss, and where it has small charts below it
-SMALL_ROWS = 7, 15  # least and most rows of the small charts
-SMALL_CHARTS = ("optim/grad_norm", "optim/lr", "perf/tokens_per_second")
+LOSS_ROWS = 6  # least rows of the chart of the loss
 
 
 def page(watches: Sequence[LiveRun], width: int, height: int) -> Layout:
@@ -233,7 +219,7 @@ def stacked(*parts: Layout) -> Layout:
 
 @dataclass
 class RunView:
-    """One run in the space which rich gives it: figures above and below, charts in the rest."""
+    """One run in the space which rich gives it: figures above and below, the chart of the loss in the rest."""
 
     watch: LiveRun
 
@@ -243,22 +229,16 @@ class RunView:
         if state.get("reason") and state["status"] not in ("running", "dead"):
             above.append(Text(f"{state['status']}: {one_line(state['reason'])}", no_wrap=True, overflow="ellipsis"))
         above.append(in_row(training_facts(state)))
-        below: list[RenderableType] = [*alert_lines(state, height // 8, folded=height >= 30)]
+        below: list[RenderableType] = [*alert_lines(state, height // 8)]
         below += [in_row(machine_facts(state, height // 5)), in_row(checkpoint_facts(state))]
         room = height - height_of(above, console, width) - height_of(below, console, width)
-        if room < LOSS_ROWS[0] or not self.watch.curve("train/loss").x:
+        if room < LOSS_ROWS or not self.watch.curve("train/loss").x:
             yield Group(*above, *below)
             return
-        charts, small = [Layout(loss_chart(self.watch))], min(SMALL_ROWS[1], room // 3)
-        if width >= WIDE_COLUMNS and small >= SMALL_ROWS[0] and room - small >= LOSS_ROWS[1]:
-            charts.append(Layout(size=small))
-            small_charts = [Chart([self.watch.curve(name, 60)], METRICS[name].label) for name in SMALL_CHARTS]
-            charts[1].split_row(*(Padding(small_chart, (0, 2, 0, 0)) for small_chart in small_charts))
         top, bottom = (Layout(Group(*parts), size=height_of(parts, console, width)) for parts in (above, below))
-        places = stacked(top, *charts, bottom)
+        places = stacked(top, Layout(LossChart(self.watch)), bottom)
         yield from console.render(places, options)  # a Layout that is yielded directly would not get the height
 
 
 def height_of(parts: Sequence[RenderableType], console: Console, width: int) -> int:
-    """Number of lines of the parts, one below the other."""
     return len(console.render_lines(Group(*parts), console.options.update(width=width, height=None), pad=False))

@@ -24,7 +24,6 @@ from lm.training.findings import Finding
 
 
 def plan(request: Request[PlanOptions]) -> None:
-    """Check a config, and print what it means."""
     quiet_lightning()
     options, name = request.command_options, request.run_name
     check_run_name(name)
@@ -172,16 +171,16 @@ def _budget_lines(facts: dict[str, Any]) -> list[str]:
     budget = facts["budget"]
     if budget["hours"] is None:
         return ["unknown, since the time is"]
-    hours, parts = f"{format_figure(budget['hours'])} h", []
+    line = f"{format_figure(budget['hours'])} h"
     if budget["max_hours"]:
-        parts.append(f"{hours} of {format_figure(budget['max_hours'])}")
+        line += f" of {format_figure(budget['max_hours'])}"
     if budget["usd"] is not None:
-        cap = f" of {format_figure(budget['cap_usd'])}" if budget["cap_usd"] else ""
-        rate, usd = format_figure(budget["rate_usd_per_hr"]), format_figure(budget["usd"])
-        parts.append(f"{hours} x {rate} USD/h = {usd} USD{cap}")
-    if budget["spent_usd"]:
-        parts.append(f"{format_figure(budget['spent_usd'])} USD are spent already")
-    return ["; ".join(parts) or f"{hours}, and no rate is known"]
+        line += f" x {format_figure(budget['rate_usd_per_hr'])} USD/h = {format_figure(budget['usd'])} USD"
+    if budget["cap_usd"]:
+        line += (
+            f"; the cap is {format_figure(budget['cap_usd'])} USD, {format_figure(budget['spent_usd'] or 0)} are spent"
+        )
+    return [line]
 
 
 PAGE = {  # fact -> the lines that describe it

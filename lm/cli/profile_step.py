@@ -1,8 +1,7 @@
 """`lm profile`: where the time of a training step goes, by part.
 
 `Parts` assigns the time of Lightning's profiler spans to the parts of a step; it synchronizes the device after each
-part, so its steps are longer than those of `lm bench step`. On a GPU the parts are NVTX ranges too, for NVIDIA's own
-tools: `nsys profile --trace cuda,nvtx python -m lm profile --config X`.
+part, so its steps are longer than those of `lm bench step`.
 """
 
 import json
@@ -10,7 +9,7 @@ import re
 import statistics
 import time
 from collections import defaultdict
-from contextlib import ExitStack
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -100,8 +99,8 @@ class Parts(Profiler):
         self.steps: list[dict[str, float]] = []  # of each finished step, seconds by part
         self._tracer, self._begin = tracer, begin
         self._tracing = False
-        self._spans: list[tuple[str, ExitStack]] = []  # those that are open with their marks, outermost first
-        self._now = "rest"
+        # Parts of the spans that are open with their marks in the trace, outermost first.
+        self._spans: list[tuple[str, AbstractContextManager]] = [("rest", nullcontext())]
         self._since = time.perf_counter()
         self._seconds: dict[str, float] = defaultdict(float)
 
@@ -109,37 +108,32 @@ class Parts(Profiler):
         hook = action_name.rpartition(".")[2]
         if hook in ("train_dataloader_next", "on_train_epoch_end"):
             self._end_step()
-        part, marks = self._now, ExitStack()
-        if not part.startswith(CALLBACK):  # spans inside a callback's span belong to that callback
+        part = around = self._spans[-1][0]
+        if not around.startswith(CALLBACK):  # spans inside a callback's span belong to that callback
             callback = re.match(re.escape(CALLBACK) + r"\w+", action_name)
-            part = callback[0] if callback else SPANS.get(hook, part)
-        if part != self._now and self._tracing:
-            marks.enter_context(record_function(f"lm.{part}"))
-        if part != self._now and self.trainer.strategy.root_device.type == "cuda":
-            marks.enter_context(torch.cuda.nvtx.range(f"lm.{part}"))
-        self._spans.append((part, marks))
-        self._enter(part)
+            part = callback[0] if callback else SPANS.get(hook, around)
+        if part != around:
+            self._count(around)
+        mark = record_function(f"lm.{part}") if part != around and self._tracing else nullcontext()
+        mark.__enter__()
+        self._spans.append((part, mark))
 
     def stop(self, action_name: str) -> None:
-        _, marks = self._spans.pop()
-        self._enter(self._spans[-1][0] if self._spans else "rest")
-        marks.close()
+        part, mark = self._spans.pop()
+        if part != self._spans[-1][0]:
+            self._count(part)
+        mark.__exit__(None, None, None)
 
-    def _enter(self, part: str) -> None:
-        """Count the time since the last change of part; what follows counts for `part`."""
-        if part != self._now:
-            self._count()
-            self._now = part
-
-    def _count(self) -> None:
+    def _count(self, part: str) -> None:
+        """Count the time since the last change of part for `part`."""
         moment = now(self.trainer.strategy.root_device)
-        self._seconds[self._now] += moment - self._since
+        self._seconds[part] += moment - self._since
         self._since = moment
 
     def _end_step(self) -> None:
         if self.trainer.global_step <= len(self.steps):
             return
-        self._count()
+        self._count(self._spans[-1][0])
         self.steps.append(dict(self._seconds))
         self._seconds.clear()
         if self._tracer is not None and len(self.steps) in (self._begin, self._begin + TRACED):

@@ -45,8 +45,6 @@ from lm.training.schedule import Steps, plan_steps
 
 @dataclass(frozen=True, kw_only=True)
 class Sections:
-    """The sections of a config."""
-
     trainer: TrainerConfig
     model: ModelConfig
     data: DataConfig
@@ -217,7 +215,6 @@ class TrainerOptions:
 
 
 def make_parser(command: str) -> Parser:
-    """The parser of a run's options and of the command's own."""
     parser = Parser(prog=f"lm {command}", allow_abbrev=False)
     parser.add_argument(f"--{SEED.name}", type=int, default=SEED.default)
     custom = process.module_class

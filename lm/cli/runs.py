@@ -12,6 +12,7 @@ from typing import Any
 from rich.console import Console
 from rich.text import Text
 
+from lm.cli.charts import plain_table
 from lm.cli.runs_show import STYLES
 from lm.errors import LmError, RequestError
 from lm.runs import registry
@@ -46,7 +47,7 @@ def ls(all: bool = False, tag: str | None = None, root: str = str(ROOT), json: b
     under_root = [run for run in rows if Path(run["path"]).parent == root_folder]
     others = [run for run in rows if run not in under_root]
     shown = others if all else others[-SHOWN:]
-    console = Console(highlight=False, soft_wrap=True)
+    console = Console(highlight=False)
     if not rows and tag is not None:
         console.print(f"no run has the tag {tag}")
     elif not under_root and tag is None:
@@ -158,46 +159,29 @@ def collect_runs(root: str) -> list[dict[str, Any]]:
     return sorted(rows.values(), key=lambda run: (run.get("entered") or 0.0, run["name"]))
 
 
-HEADINGS = ("run", "status", "step", "best loss", "loss", "tokens/s", "age")
-
-
 def _print_table(all_runs: list[dict[str, Any]], console: Console) -> None:
-    """The runs of each folder, the last run's folder first; the columns of all folders are aligned."""
+    """The runs of each folder, the last run's folder first."""
     folders: dict[Path, list[dict[str, Any]]] = {}
     for run in reversed(all_runs):
         folders.setdefault(Path(run["path"]).parent, []).insert(0, run)
-    rows = {run["path"]: _cells(run) for run in all_runs}
-    widths = [max(map(len, column)) for column in zip(HEADINGS, *rows.values(), strict=True)]
-    widths[0] = min(widths[0], max(8, console.width - sum(widths[1:]) - 2 * len(widths)))
     for folder, runs in folders.items():
         where = folder.relative_to(Path.cwd()) if folder.is_relative_to(Path.cwd()) else folder
-        console.print(Text(str(where), style="bold"))
-        console.print(_table_line(HEADINGS, widths), style="dim")
-        for run in runs:
-            line, begin = _table_line(rows[run["path"]], widths), widths[0] + 4
-            line.stylize(STYLES.get(run["status"], ""), begin, begin + widths[1])
-            console.print(line)
-            if run["status"] in EXPLAINED and run["reason"]:
-                reason = Text(f"    {' '.join(harmless(run['reason']).split())}", style="dim")
-                reason.truncate(console.width, overflow="ellipsis")
-                console.print(reason)
+        console.print(Text(str(where), style="bold"), soft_wrap=True)
+        heads = ("run", "status", "step", "best loss", "loss", "tokens/s", "age")
+        console.print(plain_table(heads, "ttnnnnn", map(_cells, runs)))
 
 
-def _cells(run: dict[str, Any]) -> tuple[str, ...]:
-    step, last = run.get("step"), run.get("max_steps")
-    steps = "" if step is None else f"{_steps(step)}/{_steps(last)}" if last else _steps(step)
+def _cells(run: dict[str, Any]) -> tuple[str | Text, ...]:
+    status, reason = Text(run["status"], style=STYLES.get(run["status"], "")), run.get("reason")
+    if run["status"] in EXPLAINED and reason:
+        status.append(f": {' '.join(harmless(reason).split())}", style="dim")
+        status.truncate(50, overflow="ellipsis")  # `lm runs show` has all of it
+    steps = "/".join(_steps(run[name]) for name in ("step", "max_steps") if run.get(name) is not None)
     rate = run.get("tokens_per_second")
     since = "" if not run.get("entered") else format_duration(time.time() - run["entered"], parts=1)
     losses = ["" if run.get(key) is None else f"{run[key]:.4g}" for key in ("best_loss", "loss")]
-    return run["name"], run["status"], steps, *losses, "" if rate is None else format_count(float(rate)), since
+    return run["name"], status, steps, *losses, "" if rate is None else format_count(float(rate)), since
 
 
 def _steps(number: int) -> str:
     return str(number) if number < 100_000 else format_count(number)
-
-
-def _table_line(cells: tuple[str, ...], widths: list[int]) -> Text:
-    name, status, *numbers = cells
-    name = name if len(name) <= widths[0] else name[: widths[0] - 1] + "…"
-    rest = (f"{number:>{width}}" for number, width in zip(numbers, widths[2:], strict=True))
-    return Text("  ".join(["", f"{name:<{widths[0]}}", f"{status:<{widths[1]}}", *rest]))

@@ -21,9 +21,9 @@ from lm.runs.history import read_samples, time_spent
 from lm.runs.metrics import BY_SOURCE, METRICS
 from lm.runs.run import ROOT, Run
 from lm.system.output_folder import folder_bytes
-from lm.system.parsing import to_json
+from lm.system.parsing import flatten, to_json
 from lm.system.process import harmless, program
-from lm.system.units import format_bytes, format_count, format_duration, format_figure, plural
+from lm.system.units import format_bytes, format_count, format_duration, format_figure
 
 STYLES = {
     "running": "green",
@@ -40,11 +40,16 @@ FACTS = (
     *("max_tokens", "eta_seconds", "phase", "time", "pid", "note", "branch", "acceptance", "device", "world_size"),
     *("python", "versions", "git", "command", "budget"),
 )
+SETTINGS = (  # shown on the page
+    *("model.decoder.num_hidden_layers", "model.decoder.hidden_size", "model.decoder.num_attention_heads"),
+    *("model.optimizer.name", "model.optimizer.class_path", "model.optimizer.lr", "model.schedule.name"),
+    *("data.path", "data.seq_len", "data.global_batch_tokens", "trainer.precision", "seed_everything"),
+)
 SAMPLE_CHARACTERS = 200
 
 
 def show(run: str, json: bool = False, root: str = str(ROOT)) -> None:
-    """Show one run: progress, losses, speed, model, checkpoints, machine, cost, evaluation, alerts and samples.
+    """Show one run: progress, losses, speed, settings, checkpoints, machine, cost, evaluation, alerts and samples.
 
     Args:
         run: Name under the root or in the registry, or a path.
@@ -148,12 +153,11 @@ def _print_page(facts: dict[str, Any]) -> None:
         "losses": _losses(facts),
         "speed": _speed(facts),
         "time": _time(facts),
-        "model": _model(facts),
-        "training": _training(facts["config"]),
-        "checkpoints": _checkpoints(facts),
+        "settings": _settings(facts),
+        "checkpoints": [saved_checkpoints(facts)],
         "machine": [machine_of(facts), f"python {facts['python']}, {versions}"],
         "started as": [shlex.join(start_command(facts)), f"git {facts['git']}" if facts["git"] else ""],
-        "cost": _cost(facts["budget"]),
+        "cost": [cost(facts)],
         "evaluation": describe_evaluation(facts["evaluation"]),
         "alerts": _alerts(facts["alerts"]),
         "samples": _samples(facts),
@@ -175,6 +179,12 @@ def checks_of(facts: dict[str, Any]) -> list[Expectation]:
     """What a run was expected to end with, and did."""
     checks = (facts["acceptance"] or {}).get("checks", [])
     return [Expectation(each["metric"], each["low"], each["high"], each["value"]) for each in checks]
+
+
+def chosen_settings(config: dict[str, Any]) -> dict[str, Any]:
+    """Those of `SETTINGS` that a config has, by their names with dots."""
+    flat = flatten(config)
+    return {name: flat[name] for name in SETTINGS if flat.get(name) is not None}
 
 
 def start_command(facts: dict[str, Any]) -> list[str]:
@@ -251,57 +261,22 @@ def _time(facts: dict[str, Any]) -> list[str]:
     return [*lines, f"mean GPU load {load['mean']:.0f}%" if load else ""]
 
 
-def _model(facts: dict[str, Any]) -> list[str]:
-    decoder = facts["config"].get("model", {}).get("decoder", {})
-    total = "" if facts["parameters"] is None else f"{format_count(facts['parameters'])} parameters, "
-    heads = decoder.get("num_attention_heads")
-    if not decoder:
-        return [total.rstrip(", ")]
-    return [
-        f"{total}{plural(decoder.get('num_hidden_layers') or 0, 'layer')} of {decoder.get('hidden_size')}, "
-        f"{plural(heads or 0, 'head')} ({decoder.get('num_key_value_heads') or heads} for keys and values), "
-        f"context {decoder.get('max_position_embeddings')}"
-    ]
+def _settings(facts: dict[str, Any]) -> list[str]:
+    total = "" if facts["parameters"] is None else f"{format_count(facts['parameters'])} parameters"
+    return [total, ", ".join(f"{name} {value}" for name, value in chosen_settings(facts["config"]).items())]
 
 
-def _training(config: dict[str, Any]) -> list[str]:
-    model, data, trainer = (config.get(name) or {} for name in ("model", "data", "trainer"))
-    optimizer, schedule = model.get("optimizer") or {}, model.get("schedule") or {}
-    if not optimizer:
-        return []
-    mixture = []
-    for source in data.get("sources") or []:
-        weight, path = source.get("weight", 1), source.get("path") or source.get("train")
-        mixture.append(f"{source['name']} ({weight:g} of {path})")
-    tokens, rows = data.get("global_batch_tokens"), data.get("micro_batch_size") or 0
-    step = f"{tokens:,} tokens a step in rows" if tokens else f"{plural(rows, 'row')} a step and device"
-    return [
-        f"{optimizer.get('class_path') or optimizer.get('name')}, lr {optimizer.get('lr')}, {schedule.get('name')} "
-        f"schedule, {step} of {data.get('seq_len')} tokens, {trainer.get('precision')}, seed "
-        f"{config.get('seed_everything')}",
-        f"data {data.get('path') or data.get('train') or ', '.join(mixture)}",
-    ]
-
-
-def _checkpoints(facts: dict[str, Any]) -> list[str]:
+def saved_checkpoints(facts: dict[str, Any]) -> str:
     parts = []
     for one in facts["checkpoints"]:
         about = [*(mark for mark in ("best", "last") if one[mark]), format_bytes(one["bytes"])]
         parts.append(f"step {one['step']:,} ({', '.join(about)})")
-    return [", ".join(parts) or "none yet"]
+    return ", ".join(parts) or "none yet"
 
 
-def _cost(budget: dict[str, Any] | None) -> list[str]:
-    if not budget:
-        return []
-    texts = {
-        "spent_usd": "{} USD spent",
-        "cap_usd": "of {}",
-        "rate_usd_per_hr": "at {} an hour",
-        "projected_total_usd": "{} in the end",
-    }
-    known = [text.format(format_figure(budget[key])) for key, text in texts.items() if budget.get(key) is not None]
-    return [", ".join(known)]
+def cost(facts: dict[str, Any]) -> str:
+    budget, names = facts["budget"] or {}, ("spent_usd", "cap_usd", "rate_usd_per_hr", "projected_total_usd")
+    return ", ".join(f"{name} {format_figure(budget[name])}" for name in names if budget.get(name) is not None)
 
 
 def _alerts(alerts: list[dict[str, Any]]) -> list[str]:

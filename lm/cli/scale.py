@@ -291,7 +291,6 @@ samples:
 
 
 def scaled_config(request: ScaleRequest) -> tuple[Recipe, str]:
-    """Return the recipe of a request, and its complete config as YAML."""
     if request.depth is None:
         request = for_text(request)
     horizon = request.horizon
@@ -346,7 +345,6 @@ def interval(steps: int) -> int:
 
 
 def validated_samples(recipe: Recipe) -> int:
-    """Samples of a validation."""
     return math.ceil(VALIDATED * interval(recipe.steps) / INTERVAL) * recipe.batch
 
 
@@ -411,22 +409,14 @@ def write_yaml(
 
 
 def _horizon(recipe: Recipe, horizon: dict[str, float], options: ScaleOptions) -> str:
-    tokens, batch = format_count(recipe.tokens), spelled_count(recipe.batch_tokens)
-    if "max_steps" in horizon:
-        return f"as asked: {tokens} tokens, {recipe.tokens / recipe.multiplied:.3g} a parameter outside the embedding"
-    if "target_flops" in horizon:
-        flops = f"{_float(horizon['target_flops'])} FLOPs / {_float(recipe.flops_per_token)} a token"
-        return f"{tokens} tokens in steps of {batch}: {flops}"
-    if (
-        not horizon
-        and options.text_tokens < math.inf
-        and recipe.tokens < 0.9 * TOKENS_PER_PARAMETER * recipe.multiplied
-    ):
-        return f"{tokens} tokens: {EPOCHS} times the text, which teach nearly as much as new ones (arXiv:2305.16264)"
-    ratio = horizon.get("target_param_data_ratio", TOKENS_PER_PARAMETER)
-    source = "" if horizon else " (arXiv:2203.15556)"
-    count = format_count(recipe.multiplied)
-    return f"{tokens} tokens in steps of {batch}: {ratio:g} for each of {count} outside the embedding{source}"
+    """The length of a run in words, with its source if the length was not given."""
+    ratio, source = recipe.tokens / recipe.multiplied, ""
+    if not horizon:
+        source = " (arXiv:2203.15556)"
+        if options.text_tokens < math.inf and ratio < 0.9 * TOKENS_PER_PARAMETER:
+            source = f": {EPOCHS} times the text, which teach nearly as much as new ones (arXiv:2305.16264)"
+    each = f"{ratio:.3g} for each of {format_count(recipe.multiplied)} outside the embedding"
+    return f"{format_count(recipe.tokens)} tokens in steps of {spelled_count(recipe.batch_tokens)}: {each}{source}"
 
 
 def _float(number: float) -> str:

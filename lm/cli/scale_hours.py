@@ -61,7 +61,6 @@ class Candidate:
 
     @property
     def micro_batch(self) -> int:
-        """Samples of a micro-batch."""
         seq_len = self.recipe.decoder.max_position_embeddings
         return micro_batch(self.recipe.batch, seq_len, self.devices, self.fitting)
 
@@ -112,15 +111,8 @@ def config_for_time(request: scale.TimedRequest) -> tuple[Recipe, str]:
     for name in request.horizon:
         raise RequestError(f"--{name} gives the length of the run, and so does the time: give one of them")
     scaled = request if request.depth else scale.in_small_proportions(request)
-    best, others = Search(scaled).best([request.blocks] if request.blocks else None)
-    recipe, notes = best.recipe, []
-    if scaled.text_tokens < math.inf and best.seconds < request.seconds / 2:
-        used = f"{format_duration(best.seconds)} of {format_duration(request.seconds)}"
-        notes.append(f"The text ends first: {scale.EPOCHS} times it takes {used}.")
-    if others:
-        depths = {one.recipe.decoder.num_hidden_layers: format_count(one.recipe.tokens) for one in others}
-        beside = (f"depth {depth} on {tokens} tokens" for depth, tokens in depths.items())
-        notes.append(f"Other depths in the same time have a higher loss by arXiv:2404.10102: {'; '.join(beside)}.")
+    best = Search(scaled).best([request.blocks] if request.blocks else None)
+    recipe = best.recipe
     times = f", {recipe.tokens / scaled.text_tokens:.2g} times the text" if scaled.text_tokens < math.inf else ""
     devices = f"{best.devices} x " if best.devices > 1 else ""
     horizon = (
@@ -128,9 +120,7 @@ def config_for_time(request: scale.TimedRequest) -> tuple[Recipe, str]:
         f"embedding: {format_duration(best.seconds)} at {format_figure(best.step_seconds)} s a step "
         f"({devices}{best.speed.basis})"
     )
-    config = scale.write_yaml(recipe, request.command(request.timing), horizon, scaled, best.micro_batch)
-    title, body = config.split("\n", 1)
-    return recipe, "\n".join([title, *(f"# {note}" for note in notes), body])
+    return recipe, scale.write_yaml(recipe, request.command(request.timing), horizon, scaled, best.micro_batch)
 
 
 class Search:
@@ -153,15 +143,14 @@ class Search:
             )
         self.measured: dict[int, Speed] = {}
 
-    def best(self, depths: list[int] | None) -> tuple[Candidate, list[Candidate]]:
-        """The candidate with the lowest expected loss, and the next two."""
+    def best(self, depths: list[int] | None) -> Candidate:
         if self.is_this_machine:
             self.measure(depths[0] if depths else FIRST)
         while True:
-            candidates = sorted(self.candidates(depths), key=lambda one: one.loss)
-            depth = candidates[0].recipe.decoder.num_hidden_layers
+            best = min(self.candidates(depths), key=lambda one: one.loss)
+            depth = best.recipe.decoder.num_hidden_layers
             if not self.is_this_machine or depth in self.measured:
-                return candidates[0], candidates[1:3]
+                return best
             self.measure(depth)
 
     def candidates(self, depths: list[int] | None) -> Iterator[Candidate]:

@@ -36,7 +36,6 @@ def read_settings(command: str, arguments: list[str]) -> tuple[dict[str, Any], s
 
 
 def check_one_length(command: str, values: Mapping[str, Any]) -> None:
-    """Raise RequestError where a fit is given its length twice."""
     lengths = [name for name in ("trainer.max_steps", "trainer.max_tokens") if values.get(name) not in NULL]
     if lengths and command == "fit" and values.get("hours") not in NULL:
         raise RequestError(f"--{lengths[0]} gives the length of the run, and so does --hours: give one of them")

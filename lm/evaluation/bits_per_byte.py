@@ -22,8 +22,6 @@ GROUP = 16  # batches whose rows are held at once, to batch rows of similar leng
 
 @dataclass(frozen=True)
 class CorpusResult:
-    """How well a corpus is predicted."""
-
     loss: float  # mean over all tokens, in nats
     perplexity: float  # exp(loss)
     bits_per_byte: float  # nats / UTF-8 bytes of the text / ln 2

@@ -49,7 +49,6 @@ class TokenLoss(KeepsPrecision, Metric):
         """
 
         def add(sums: Tensor, values: Tensor) -> Tensor:
-            """Add the values `(B, T)` to the sums."""
             return sums + values.sum() if sources is None else sums.index_add(0, sources, values.sum(1))
 
         counted = labels != IGNORED  # (B, T)

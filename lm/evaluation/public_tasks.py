@@ -29,7 +29,6 @@ class PublicTask(NamedTuple):
         return f"hf://datasets/{self.dataset}@refs/convert/parquet/{self.config}/{self.split}"
 
     def items(self) -> list[dict[str, Any]]:
-        """All items, in order."""
         listing = list_files(self.source, patience=5.0)
         files = [open_file(listing.filesystem, file.path, listing.name(file)) for file in listing.files.values()]
         return [self.item(row) for file in files for row in pq.read_table(file).to_pylist()]

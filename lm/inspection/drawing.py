@@ -14,7 +14,6 @@ from numbers import Integral
 from typing import Any
 
 import numpy as np
-from cycler import cycler
 from matplotlib import colormaps
 from matplotlib.axes import Axes
 from matplotlib.colors import ListedColormap
@@ -49,10 +48,7 @@ def figure(
     `options` are for `subplots`, such as `sharey=True`.
     """
     picture = Picture(figsize=(width, height), dpi=110, layout="constrained")
-    axes = picture.subplots(rows, columns, **options)
-    for panel in picture.axes:
-        panel.set_prop_cycle(cycler(color=COLORS))
-    return picture, axes
+    return picture, picture.subplots(rows, columns, **options)
 
 
 def label_axes(axes: Axes, title: str = "", x: str = "", y: str = "") -> None:

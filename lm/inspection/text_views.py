@@ -5,7 +5,7 @@ Attention is computed from the queries and keys of the model's plain forward pas
 
 import math
 from collections.abc import Iterator, Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -28,8 +28,6 @@ CHUNK = 128  # tokens whose distributions are computed together
 
 
 class Attention(NamedTuple):
-    """The attention maps of a text."""
-
     tokens: list[str]  # T, text of each token, with visible blanks and line ends
     maps: np.ndarray  # (layers, heads, T, T), as from `attention_maps`
 
@@ -73,14 +71,15 @@ def attention_of(model: Pretrained, text: str) -> Attention:
 def draw_attention(attention: Attention, layer: int) -> Figure:
     """A heat map of each head of a layer, counted from 0; texts of up to 40 tokens are readable.
 
-    The colour grows with the square root of the weight.
+    The colour grows with the square root of the weight. Layer -1 is the last.
     """
     maps, length = attention.maps[layer], len(attention.tokens)
     columns = min(len(maps), 2 if length > 12 else COLUMNS)
     rows, side = -(-len(maps) // columns), 1.5 + 0.17 * length
     picture, grid = figure(rows, columns, width=max(6, side * columns + 0.8), height=side * rows + 0.6, squeeze=False)
+    unseen = np.triu(np.ones_like(maps[0], dtype=bool), 1)
     for head, (axes, weights) in enumerate(zip(grid.flat, maps, strict=False)):
-        _heat_map(axes, weights)
+        image = axes.imshow(np.ma.masked_array(weights, unseen), cmap=SEQUENTIAL, norm=PowerNorm(0.5, 0, 1))
         for axis in (axes.xaxis, axes.yaxis):
             axis.set_ticks(range(length), attention.tokens, fontsize=8, parse_math=False)
         axes.tick_params(axis="x", rotation=90)
@@ -88,35 +87,10 @@ def draw_attention(attention: Attention, layer: int) -> Figure:
         axes.grid(visible=False)
     for axes in grid.flat[len(maps) :]:
         axes.remove()
-    _color_bar(picture)
-    picture.suptitle(f"Layer {layer}: rows are tokens, columns what they attend to", fontsize=11)
-    return picture
-
-
-def draw_all_heads(maps: np.ndarray) -> Figure:
-    """A small heat map for every head of every layer, as an overview."""
-    layers, heads = maps.shape[:2]
-    picture, grid = figure(layers, heads, width=max(5, 1.2 + 1.2 * heads), height=0.8 + 1.2 * layers, squeeze=False)
-    for (layer, head), axes in np.ndenumerate(grid):
-        _heat_map(axes, maps[layer, head])
-        axes.set(xticks=[], yticks=[])
-        if head == 0:
-            axes.set_ylabel(f"layer {layer}", fontsize=9)
-        if layer == 0:
-            axes.set_title(f"head {head}", fontsize=9)
-    _color_bar(picture)
-    picture.suptitle("All heads: rows are tokens, columns what they attend to", fontsize=11)
-    return picture
-
-
-def _heat_map(axes: Any, weights: np.ndarray) -> None:
-    unseen = np.triu(np.ones_like(weights, dtype=bool), 1)
-    axes.imshow(np.ma.masked_array(weights, unseen), cmap=SEQUENTIAL, norm=PowerNorm(0.5, 0, 1))
-
-
-def _color_bar(picture: Figure) -> None:
-    image = picture.axes[0].images[0]  # all have the same colours
     picture.colorbar(image, ax=picture.axes, label="attention weight", ticks=(0, 0.05, 0.25, 0.5, 1), shrink=0.7)
+    number = layer % len(attention.maps)
+    picture.suptitle(f"Layer {number}: rows are tokens, columns what they attend to", fontsize=11)
+    return picture
 
 
 # ---- expectations ----------------------------------------------------------------------------------------------------
@@ -127,8 +101,6 @@ class Expectation(NamedTuple):
 
     text: str  # of the actual token
     probability: float  # of the actual token, in [0, 1]
-    rank: int  # of the actual token; 1: the most probable
-    entropy: float  # of the predicted distribution, in bits
     alternatives: list[tuple[str, float]]  # the most probable tokens, in order, and their probabilities
 
 
@@ -161,32 +133,17 @@ def expectations(model: Pretrained, text: str | Written, alternatives: int = 5) 
         logs = logits.float().log_softmax(-1).cpu()
         likely = logs.topk(min(alternatives, logs.shape[-1]))
         chosen = logs.gather(-1, torch.tensor(expected)[:, None])  # (n, 1)
-        ranks = (logs > chosen).sum(-1) + 1
-        entropies = torch.special.entr(logs.exp()).sum(-1) / math.log(2)
         for place, token in enumerate(expected):
             others = zip(likely.indices[place].tolist(), likely.values[place].exp().tolist(), strict=True)
-            results.append(
-                Expectation(
-                    text=decode([token]),
-                    probability=math.exp(chosen[place].item()),
-                    rank=ranks[place].item(),
-                    entropy=entropies[place].item(),
-                    alternatives=[(decode([other]), probability) for other, probability in others],
-                )
-            )
+            likely_others = [(decode([other]), probability) for other, probability in others]
+            results.append(Expectation(decode([token]), math.exp(chosen[place].item()), likely_others))
     return results[len(before) - 1 :]
-
-
-def mean_bits(written: Written) -> float:
-    """Mean -log2 probability of the generated tokens, before temperature and filters; NaN without any."""
-    bits = [-token.log_probability / math.log(2) for token in written.tokens]
-    return sum(bits) / len(bits) if bits else math.nan
 
 
 def color_expectations(expected: Sequence[Expectation]) -> Html:
     """The text, coloured by how unlikely each token was; the alternatives appear under the pointer."""
     notes = [
-        f"probability {token.probability:.3g}, rank {token.rank:,}, entropy {token.entropy:.2f} bits\nmost probable: "
+        f"probability {token.probability:.3g}\nmost probable: "
         + ", ".join(f"{visible(text)} {probability:.3g}" for text, probability in token.alternatives)
         for token in expected
     ]

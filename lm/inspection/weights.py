@@ -6,7 +6,6 @@ from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 import numpy as np
-import torch.nn.functional as F
 from matplotlib.cm import ScalarMappable
 from matplotlib.colors import Normalize
 from matplotlib.figure import Figure
@@ -15,7 +14,7 @@ from torch import Tensor, nn
 from lm.errors import RequestError
 from lm.inference.pretrained import Pretrained
 from lm.inspection.data import jensen_shannon
-from lm.inspection.drawing import BLACK, BLUE, COLORMAP_OF_LINES, ORANGE, SEQUENTIAL, figure, label_axes
+from lm.inspection.drawing import BLACK, BLUE, COLORMAP_OF_LINES, ORANGE, figure, label_axes
 from lm.inspection.text_views import predictions
 from lm.model.builtin import has_usual_weights
 from lm.model.decoder import Decoder
@@ -85,32 +84,12 @@ def draw_histograms(histograms: Mapping[str, Histogram]) -> Figure:
 # ---- drift -----------------------------------------------------------------------------------------------------------
 
 
-class Change(NamedTuple):
-    """The difference of one weight between two models."""
-
-    name: str  # as in Hugging Face's files
-    relative: float  # Frobenius norm of the difference / norm of the first weight; infinite if the first is zero
-    cosine: float  # cosine similarity of the two as vectors, in [-1, 1]
-
-
 class Divergence(NamedTuple):
     """The difference of two models' distributions of the next token, for N predicted tokens."""
 
     tokens: list[str]  # N, the text of each predicted token
     divergence: np.ndarray  # (N,) Jensen-Shannon, in bits: 0 for the same distribution, 1 for nothing in common
     agree: np.ndarray  # (N,) bool: whether the argmax is the same
-    bits: np.ndarray  # (N, 2), negative log2-probability of the token under the first and the second model
-
-
-def weight_drift(before: Decoder, after: Decoder) -> list[Change]:
-    """The difference of every weight between two models of the same shape, in the order of the model."""
-    first, second = (named_weights(model) for model in (before, after))
-    changes = []
-    for name, weight in first.items():
-        old, new = weight.double().cpu().flatten(), second[name].double().cpu().flatten()
-        relative = ((new - old).norm() / old.norm()).item() if (new != old).any() else 0.0
-        changes.append(Change(name, relative, F.cosine_similarity(old, new, dim=0).clamp(-1, 1).item()))
-    return changes
 
 
 def distribution_drift(before: Pretrained, after: Pretrained, texts: Sequence[str]) -> Divergence:
@@ -122,59 +101,24 @@ def distribution_drift(before: Pretrained, after: Pretrained, texts: Sequence[st
         raise RequestError(f"{before.path} and {after.path} have different tokenizers: their tokens cannot be compared")
     size = before.tokenizer.vocab_size  # a model may have rows for more tokens, which never occur
     context = min(model.config.max_position_embeddings for model in (before, after))
-    tokens, divergence, agree, bits = [], [], [], []
+    tokens, divergence, agree = [], [], []
     for text in texts:
         ids = [before.tokenizer.eos_id, *before.tokenizer.encode(text)]
         both = zip(predictions(before, ids, context), predictions(after, ids, context), strict=True)
         for (expected, logits), (_, others) in both:
-            logs = [part[:, :size].double().log_softmax(-1).cpu().numpy() for part in (logits, others)]  # (n, V) each
-            first, second = np.exp(logs)
+            first, second = (part[:, :size].double().softmax(-1).cpu().numpy() for part in (logits, others))  # (n, V)
             tokens += [before.tokenizer.decode([token]) for token in expected]
             divergence.append(jensen_shannon(first, second))
             agree.append(first.argmax(-1) == second.argmax(-1))
-            of_it = np.arange(len(expected)), expected
-            bits.append(-np.stack([log[of_it] for log in logs], -1) / math.log(2))
-    return Divergence(tokens, *map(np.concatenate, (divergence, agree, bits)))
-
-
-def draw_weight_drift(changes: Sequence[Change]) -> Figure:
-    """Relative change of the blocks' weights, with a row per kind and a column per layer."""
-    placed = {kind_and_layer(change.name): change.relative for change in changes}
-    kinds = list(dict.fromkeys(kind for kind, layer in placed if layer is not None))
-    layers = range(1 + max(layer for _, layer in placed if layer is not None))
-    values = np.array([[placed.get((kind, layer), np.nan) for layer in layers] for kind in kinds])
-    picture, axes = figure(width=max(6, 3.2 + 0.55 * len(layers)), height=1.2 + 0.4 * len(kinds))
-    high = max(np.nanmax(values), 1e-12)
-    axes.pcolormesh(np.ma.masked_invalid(values), cmap=SEQUENTIAL, vmin=0, vmax=high, edgecolors="white")
-    axes.set_xticks(np.arange(len(layers)) + 0.5, layers)
-    axes.set_yticks(np.arange(len(kinds)) + 0.5, kinds)
-    axes.tick_params(length=0)
-    axes.set_ylim(len(kinds), 0)
-    for (row, column), value in np.ndenumerate(values):
-        if np.isfinite(value):
-            ink = "black" if value > 0.6 * high else "white"
-            axes.annotate(f"{value:.2f}", (column + 0.5, row + 0.5), color=ink, ha="center", va="center", fontsize=8)
-    label_axes(axes, "Size of the change, as a share of the weights", "layer")
-    axes.grid(visible=False)
-    return picture
+    return Divergence(tokens, np.concatenate(divergence), np.concatenate(agree))
 
 
 def draw_divergence(divergence: Divergence) -> Figure:
-    """The distribution of the divergence over tokens, and the tokens' cost in bits under both models."""
-    picture, (over_tokens, in_bits) = figure(1, 2, width=10, height=4.2)
-    over_tokens.hist(divergence.divergence, bins=np.linspace(0, 1, 41), color=BLUE)
-    over_tokens.axvline(
-        divergence.divergence.mean(), color=ORANGE, linewidth=2, label=f"mean {divergence.divergence.mean():.3f} bits"
-    )
-    label_axes(
-        over_tokens,
-        f"Same most probable token: {divergence.agree.mean():.0%}",
-        "Jensen-Shannon divergence (bits)",
-        "tokens",
-    )
-    top = divergence.bits.max()
-    in_bits.scatter(*divergence.bits.T, s=8, alpha=0.5, color=BLUE, linewidths=0)
-    in_bits.plot((0, top), (0, top), color=ORANGE, linewidth=1.2, label="the same under both")
-    means = divergence.bits.mean(0)
-    label_axes(in_bits, f"Bits a token: {means[0]:.2f} before, {means[1]:.2f} after", "before (bits)", "after (bits)")
+    """The distribution of the divergence over tokens."""
+    picture, axes = figure()
+    mean = divergence.divergence.mean()
+    axes.hist(divergence.divergence, bins=np.linspace(0, 1, 41), color=BLUE)
+    axes.axvline(mean, color=ORANGE, linewidth=2, label=f"mean {mean:.3f} bits")
+    title = f"Same most probable token: {divergence.agree.mean():.0%}"
+    label_axes(axes, title, "Jensen-Shannon divergence (bits)", "tokens")
     return picture

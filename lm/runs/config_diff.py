@@ -1,34 +1,27 @@
 """Differences between configs, and which of them a resume, a branch or a continued ladder allows."""
 
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 from lm.runs.run import Run
 from lm.system.parsing import flatten
 
-
-class Rule(NamedTuple):
-    """Settings and groups of them, by dotted keys."""
-
-    fixed: tuple[str, ...]  # must not change; "" is all settings
-    free: tuple[str, ...] = ()  # exceptions, which may change
-
-
-PURPOSES = {
+# Settings and groups of them, by dotted keys: those that must not change ("" is all), and exceptions, which may.
+PURPOSES: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
     # A change would make it another run: another model, other data, another order of the samples.
-    "resume": Rule((
+    "resume": ((
         "seed_everything", "model.decoder", "model.document_mask", "data.path", "data.train", "data.tokenizer",
         "data.prepare", "data.column", "data.pad_id", "data.seq_len", "data.shuffle_buffer", "data.reshuffle",
-    )),
+    ), ()),
     # Of the decoder, only settings that change no weight's shape or meaning may change.
-    "branch": Rule(
+    "branch": (
         ("seed_everything", "model.optimizer.name", "model.optimizer.class_path", "model.decoder"),
         ("model.decoder.max_position_embeddings", "model.decoder.rope_theta", "model.decoder.rope_scaling",
          "model.decoder.dropout", "model.decoder.window_pattern", "model.decoder.sliding_window",
          "model.decoder.initializer_range", "model.decoder.zero_init_residual"),
     ),
     # Only settings that do not change the loss, beyond the order of additions, may change.
-    "ladder": Rule(("",), (
+    "ladder": (("",), (
         "trainer.default_root_dir", "trainer.devices", "trainer.log_interval", "trainer.val_interval",
         "trainer.checkpoint_interval", "trainer.keep_checkpoints", "trainer.keep_every", "trainer.stop_within",
         "data.micro_batch_size", "guards", "tags", "note", "on_event", "expect",
@@ -52,8 +45,8 @@ def differences(configs: Sequence[dict[str, Any]]) -> dict[str, list[Any]]:
 
 def not_allowed(purpose: str, differing: dict[str, list[Any]]) -> dict[str, list[Any]]:
     """Select those of `differences` that a purpose does not allow."""
-    rule = PURPOSES[purpose]
-    return {key: values for key, values in differing.items() if _has(rule.fixed, key) and not _has(rule.free, key)}
+    fixed, free = PURPOSES[purpose]
+    return {key: values for key, values in differing.items() if _has(fixed, key) and not _has(free, key)}
 
 
 def _has(names: Sequence[str], key: str) -> bool:

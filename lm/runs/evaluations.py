@@ -81,7 +81,6 @@ def describe_evaluation(evaluation: Evaluation | None) -> list[str]:
 
 
 def evaluation_rows(evaluation: Evaluation) -> dict[str, str]:
-    """The results of each task and text by its name, with 95 % intervals."""
     rows = {}
     for name, task in evaluation["tasks"].items():
         low, high = task["interval"]

@@ -23,8 +23,7 @@ class Expectation(NamedTuple):
     def __str__(self) -> str:
         expected = f"{self.low:g} to {self.high:g}"
         if self.value is None:
-            last = ", or was not finite at the end" if self.metric.startswith("val/") else ""
-            return f"{self.metric} was never logged{last}; expected {expected}"
+            return f"{self.metric} was never logged, or was not finite at the end; expected {expected}"
         return f"{self.metric} is {self.value:.4f}, {'within' if self.met else 'outside'} the expected range {expected}"
 
 

@@ -67,7 +67,7 @@ def run_row(run: Run) -> dict[str, Any]:
 # ---- a run while it trains -------------------------------------------------------------------------------------------
 
 MAX_POINTS = 1024  # of a curve
-CURVES = ("train/loss", "val/loss", "optim/lr", "optim/grad_norm", "perf/tokens_per_second")
+CURVES = ("train/loss", "val/loss")
 MAX_ALERTS = 20  # of the newest
 SHOWN = "status reason phase host device world_size step max_steps tokens max_tokens metrics".split()
 
@@ -86,9 +86,9 @@ class LiveRun:
         self._alerts: list[dict[str, Any]] = []
         self._read: dict[str, int] = {}  # file -> bytes of it that were read
 
-    def curve(self, metric: str, limit: int = MAX_POINTS) -> Series:
-        """The curve of a metric of `CURVES`, with at most `limit` points."""
-        return thin(curve(METRICS[metric].label, self._lines, metric), limit)
+    def curve(self, metric: str) -> Series:
+        """The curve of a metric of `CURVES`, with at most `MAX_POINTS` points."""
+        return thin(curve(METRICS[metric].label, self._lines, metric), MAX_POINTS)
 
     def refresh(self) -> dict[str, Any]:
         """Read what is new in the run's files, and return the object that `lm monitor --json` prints; None: not known.

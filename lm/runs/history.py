@@ -4,10 +4,8 @@
 """
 
 import math
-from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from statistics import fmean
 from typing import Any
 
@@ -67,16 +65,9 @@ def thin(series: Series, limit: int) -> Series:
 
 
 def labels(runs: Sequence[Run]) -> list[str]:
-    """The names of runs; with their folders if several have the same name."""
-    forms = [(path.name, str(Path(*path.parts[-3:])), str(path)) for path in (run.path.resolve() for run in runs)]
-    counts = [Counter(same) for same in zip(*forms)]
-    return [next(form for form, count in zip(each, counts) if count[form] == 1 or form is each[-1]) for each in forms]
-
-
-def beside(run: Run) -> list[Run]:
-    """The two newest other runs with log lines in the folder of a run; the newest last."""
-    others = [other for other in Run.all(run.path.resolve().parent) if other.path.resolve() != run.path.resolve()]
-    return [other for other in others if (other.path / "metrics.jsonl").exists()][-2:]
+    """The names of runs; their whole paths if several have the same name."""
+    names = [run.path.resolve().name for run in runs]
+    return [name if names.count(name) == 1 else str(run.path.resolve()) for name, run in zip(names, runs)]
 
 
 # ---- samples ---------------------------------------------------------------------------------------------------------
@@ -92,6 +83,13 @@ def read_samples(run: Run) -> list[dict[str, Any]]:
         if isinstance(sample.get("step"), int) and {"prompt", "text"} <= sample.keys():
             samples[sample["step"], sample["prompt"]] = sample
     return sorted(samples.values(), key=lambda sample: sample["step"])
+
+
+def spread_steps(samples: Sequence[dict[str, Any]], most: int) -> list[int]:
+    """At most so many of the steps of samples, in order: the first, the last and others between them."""
+    steps = sorted({sample["step"] for sample in samples})
+    count = min(most, len(steps))
+    return [steps[index * (len(steps) - 1) // max(1, count - 1)] for index in range(count)]
 
 
 # ---- last values -----------------------------------------------------------------------------------------------------

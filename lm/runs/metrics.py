@@ -18,7 +18,6 @@ class Metric(NamedTuple):
     chart: str = ""  # title of the chart it shares with others on the page of a run; default: the label
 
     def shown(self, value: float) -> str:
-        """Format a value for display."""
         return format_count(value) if self.form == "count" else self.form.format(value)
 
 

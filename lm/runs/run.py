@@ -181,7 +181,6 @@ class Run:
             self.write_heartbeat({})
 
     def release(self) -> None:
-        """Release the lock, if this process holds it."""
         if lock := _held.pop(str(self.path.resolve()), None):
             lock.release()
 

@@ -31,7 +31,6 @@ class PowerLaw:
         return self.offset + self.factor * x**-self.exponent
 
     def formula(self) -> str:
-        """The formula of a single law as text."""
         offset = f"{self.offset:.4g} + " if self.offset > 1e-4 else ""
         return f"{offset}{self.factor:.4g} / FLOPs^{self.exponent:.3g}"
 

@@ -38,7 +38,6 @@ def _has_type(fact: Any, types: Any) -> bool:
 
 
 def is_alert(line: dict[str, Any]) -> bool:
-    """Whether a line of `alerts.jsonl` is complete."""
     return TYPES["alerts.jsonl"].keys() <= valid_facts("alerts.jsonl", line).keys()
 
 

@@ -41,7 +41,7 @@ def test_the_page_has_not_the_users_name(tmp_path, monkeypatch, capsys):
     (tmp_path / "alice").mkdir()
     monkeypatch.chdir(tmp_path / "alice")
     monkeypatch.setenv("HOME", str(tmp_path / "alice"))
-    monkeypatch.setenv("LM_REGISTRY", "/data/alice/../alice/a.db")
+    monkeypatch.setenv("LM_REGISTRY", str(tmp_path / "alice" / "a.db"))
     assert main(["doctor", "--json"]) == 0
     found = checks_of(capsys.readouterr().out)
     assert found["disk"]["what"].startswith("~: ") and "alice" not in json.dumps(found)

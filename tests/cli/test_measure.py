@@ -6,19 +6,17 @@ import signal
 import subprocess
 import sys
 import time
-from types import SimpleNamespace
 
 import pytest
-import torch
 from lightning.pytorch import Callback
 from trainings import PLACES, lm, make_workplace, start, wait_until, write_config
 
-from lm.cli import profile_step, request
+from lm.cli import request
 from lm.cli.bench_step import bench_step, show_times
 from lm.cli.command import main
 from lm.cli.hours import steps_of_hours, validation_tokens
 from lm.cli.plan_facts import read_bench
-from lm.cli.profile_step import TITLES, Parts, profile, show_parts
+from lm.cli.profile_step import TITLES, profile, show_parts
 from lm.errors import RequestError
 from lm.model.memory import training_memory
 from lm.runs.run import Run
@@ -208,21 +206,6 @@ def test_the_trace_has_the_parts_as_ranges_around_the_operators(traced):
     assert len(forward) == 3 * 2  # three steps of two micro-batches
     products = [event["ts"] for event in events if event["name"] == "aten::linear"]
     assert products and all(any(f["ts"] <= at <= f["ts"] + f["dur"] for f in forward) for at in products)
-
-
-def test_on_a_gpu_the_parts_are_nvtx_ranges_with_a_trace_and_without(monkeypatch):
-    """Each is closed, also where the part ends with an error."""
-    calls = []
-    monkeypatch.setattr(torch.cuda.nvtx, "range_push", calls.append)
-    monkeypatch.setattr(torch.cuda.nvtx, "range_pop", lambda: calls.append("end"))
-    monkeypatch.setattr(profile_step, "now", lambda device: 0.0)
-    for device, tracing in (("cuda", False), ("cuda", True), ("cpu", True)):
-        parts = Parts(None, 0)
-        parts.trainer = SimpleNamespace(strategy=SimpleNamespace(root_device=torch.device(device)))
-        parts._tracing = tracing
-        with pytest.raises(MemoryError), parts.profile("forward"):
-            raise MemoryError
-    assert calls == ["lm.forward", "end"] * 2
 
 
 def test_a_slow_loader_is_waiting_for_data_and_a_slow_callback_is_logging(slowed):

@@ -54,8 +54,7 @@ def test_a_named_device(tmp_path):
     text = scale("--hours", 8, *H100)
     config = read(text, tmp_path)
     assert 8 <= config.model.decoder.num_hidden_layers <= 24 and "8 h at " in text and "40% MFU, assumed" in text
-    others = next(line for line in text.splitlines() if "Other depths in the same time" in line)
-    assert "depth 17 on " in others and "Expected loss: " in text.splitlines()[1]
+    assert "Expected loss: " in text.splitlines()[1]
     by_money = scale("--usd", 24, "--rate", 3, *H100)
     assert by_money.replace("--usd 24 --rate 3", "--hours 8") == text
     eight = read(scale("--hours", 8, *H100, "--devices", 8), tmp_path)
@@ -66,9 +65,7 @@ def test_a_named_device(tmp_path):
 
 def test_a_text_that_ends_before_the_hours(tmp_path):
     text = scale("--hours", 1, *H100, "--data", prepared(tmp_path, 300_000)["data"])
-    seconds = re.search(r"# The text ends first: 4 times it takes (\S+) s of 1 h\.", text)[1]
-    assert f": {seconds} s at " in text and float(seconds) < 600
-    assert "The text ends first" not in scale("--hours", 1, *H100)
+    assert "4 times the text" in text and float(re.search(r": (\S+) s at ", text)[1]) < 600
 
 
 def test_memory_limits_the_depth(tmp_path):

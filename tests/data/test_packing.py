@@ -101,7 +101,7 @@ def test_counts_are_in_the_manifest_and_the_commands_show_them(place):
     [entry] = manifest["splits"]["train"]["shards"]
     assert entry["padding"] == (~targets[:, 1:]).sum() and manifest["packed"][0] == SEQ_LEN
     shown = lm(place, "data", "inspect", "packed").stdout
-    assert f"{len(rows)} samples at --seq_len {SEQ_LEN}" in shown and "only fills it up" in shown
+    assert f"in samples of {SEQ_LEN} tokens" in shown and f" {len(rows)} " in shown and "filled up" in shown
     planned = lm(place, "plan", "--config", str(write_config(place, "planned", data=data("packed")))).stdout
     assert "only fills it up" in planned
 

@@ -79,23 +79,6 @@ def test_tokens_of_a_text_stand_beside_its_maps():
     assert found.tokens == ["<|endoftext|>", "w", "e", "␣", "a", "↵"] and found.maps.shape[-2:] == (6, 6)
 
 
-def test_drift_of_weights_that_changed_in_a_known_way():
-    before, after = trained_like(SMALL), trained_like(SMALL)
-    one = torch.randn(48, 48)
-    with torch.no_grad():
-        after.layers[0].self_attn.o_proj.weight += one
-        after.layers[1].self_attn.o_proj.weight *= 3
-        after.layers[2].self_attn.o_proj.weight.copy_(torch.randn(48, 48))
-        after.norm.weight *= -1
-    found = {change.name: change for change in weights.weight_drift(before, after)}
-    added, tripled, replaced = (found[f"model.layers.{layer}.self_attn.o_proj.weight"] for layer in range(3))
-    assert added.relative == pytest.approx((one.norm() / before.layers[0].self_attn.o_proj.weight.norm()).item(), 1e-5)
-    assert (tripled.relative, tripled.cosine) == pytest.approx((2, 1)) and abs(replaced.cosine) < 0.1
-    assert (found["model.norm.weight"].relative, found["model.norm.weight"].cosine) == pytest.approx((2, -1))
-    same = found["model.embed_tokens.weight"]
-    assert (same.relative, same.cosine) == pytest.approx((0, 1))
-
-
 def test_models_of_other_tokenizers_are_not_compared():
     other = ready(tokenizer=train_char(["other letters"]))
     with pytest.raises(RequestError, match="different tokenizers"):
@@ -117,15 +100,13 @@ def test_divergence_of_a_text_is_that_of_the_definition_token_by_token():
     expected = sum((log.exp() * (log - middle)).sum(-1) for log in logs) / 2 / math.log(2)
     assert "".join(found.tokens) == text
     np.testing.assert_allclose(found.divergence, expected.numpy(), atol=1e-6)
-    own = [-log[torch.arange(256), ids[1:]] / math.log(2) for log in logs]
-    np.testing.assert_allclose(found.bits, torch.stack(own, -1).numpy(), rtol=1e-4)
     assert (found.agree == (logs[0].argmax(-1) == logs[1].argmax(-1)).numpy()).all() and not found.agree.all()
     assert 0.01 < found.divergence.mean() < 1
     alike = weights.distribution_drift(before, ready(), [text])
     assert alike.divergence.max() < 1e-12 and alike.agree.all()
 
 
-def test_expectations_are_the_models_own_losses_ranks_and_entropies():
+def test_expectations_are_the_models_own_losses():
     model = ready()
     text = TEXT * 3  # longer than the context
     found = text_views.expectations(model, text, alternatives=3)
@@ -134,8 +115,6 @@ def test_expectations_are_the_models_own_losses_ranks_and_entropies():
     logs = torch.cat([model.decoder(ids[:64][None])[0], model.decoder(ids[64:-1][None])[0]]).log_softmax(-1)
     for place, (one, log, token) in enumerate(zip(found, logs, ids[1:].tolist(), strict=True)):
         assert math.log(one.probability) == pytest.approx(log[token].item(), abs=1e-4), place
-        assert one.rank == 1 + (log > log[token]).sum()
-        assert one.entropy == pytest.approx(torch.special.entr(log.exp()).sum().item() / math.log(2), abs=1e-4)
         assert [chance for _, chance in one.alternatives] == pytest.approx(log.exp().topk(3).values.tolist(), rel=1e-4)
     assert text_views.expectations(model, "") == []
 
@@ -148,8 +127,6 @@ def test_what_was_written_cost_what_the_writer_said(prompt):
     assert len(found) == len(written.tokens) == 20
     for one, token in zip(found, written.tokens, strict=True):
         assert math.log(one.probability) == pytest.approx(token.log_probability, abs=1e-4)
-    bits = [-math.log2(one.probability) for one in found]
-    assert text_views.mean_bits(written) == pytest.approx(sum(bits) / 20, rel=1e-4)
 
 
 def test_text_on_a_page_is_text_whatever_it_says():
@@ -171,16 +148,11 @@ def test_every_picture_of_a_model_is_drawn():
         expected = text_views.expectations(model, "a $b$ is < c\n")
         for picture in (
             weights.draw_histograms(weights.weight_histograms(model.decoder)),
-            text_views.draw_all_heads(seen.maps),
             text_views.draw_attention(seen, 0),
-            weights.draw_weight_drift(weights.weight_drift(model.decoder, other.decoder)),
-            weights.draw_weight_drift(weights.weight_drift(model.decoder, model.decoder)),
             weights.draw_divergence(weights.distribution_drift(model, other, [TEXT])),
         ):  # fmt: skip
             check_picture(picture)
         assert "a" in text_views.color_expectations(expected).source
-        changes = weights.weight_drift(model.decoder, other.decoder)
-        assert len(changes) == len(model.decoder.state_dict()) + 3 * config.num_hidden_layers
 
 
 def test_written_text_is_shown_with_its_alternatives():

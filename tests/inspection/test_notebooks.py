@@ -10,7 +10,7 @@ from lm.runs.run import Run
 
 FOLDER = Path(__file__).parent.parent.parent / "notebooks"
 BOOKS = {  # name -> the least it shows: figures, and tables or coloured texts
-    "inspect_run": (3, 3), "inspect_data": (0, 1), "inspect_model": (5, 0), "samples": (0, 4),
+    "inspect_run": (1, 3), "inspect_data": (0, 1), "inspect_model": (4, 0), "samples": (0, 4),
     "train": (1, 1),
 }  # fmt: skip
 

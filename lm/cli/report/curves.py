@@ -1,7 +1,6 @@
 """The curves of a run for `page.js`, which draws them, and their figures as text."""
 
 import math
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -9,8 +8,6 @@ import numpy as np
 from lm.cli.report.page import printable
 from lm.cli.report.public import public
 from lm.runs.metrics import BY_SOURCE, METRICS, Metric
-from lm.runs.run import Run
-from lm.system.files import read_lines
 
 POINTS = 1000  # of a curve
 ALL_POINTS = 30_000  # of all curves together, as long as each has `FEWEST_POINTS`
@@ -29,7 +26,7 @@ OTHERS = "Other metrics"  # the heading over those that a user's callbacks log
 EVALUATED = {"accuracy": "accuracy by task", "centered": "centred accuracy by task", "bpb": "bits per byte by text"}
 
 
-def chart_data(run: Run, metrics: list[dict[str, Any]]) -> tuple[dict[str, Any], list[tuple[str, ...]]]:
+def chart_data(metrics: list[dict[str, Any]]) -> tuple[dict[str, Any], list[tuple[str, ...]]]:
     """All curves of a run, and their figures as text.
 
     Returns:
@@ -37,7 +34,6 @@ def chart_data(run: Run, metrics: list[dict[str, Any]]) -> tuple[dict[str, Any],
         `charts`: each with `place`, `title`, `unit` and `curves`; a curve has `label`, `form` (of its values), `points`
         (whether it is drawn as points, too, and never smoothed), `table`, and values as in `_bucketed`;
         `tables`: x values by `step`, `tokens` and `hours`, each for all curves that were logged in the same lines;
-        `marks`: resumes and rollbacks, with `label` and their place on each axis;
         `size`: the most log lines that a point of a curve stands for.
     """
     places: dict[str, list[int]] = {}  # metric -> the lines that have it
@@ -67,7 +63,6 @@ def chart_data(run: Run, metrics: list[dict[str, Any]]) -> tuple[dict[str, Any],
     data = {
         "charts": [{**chart, "title": printable(chart["title"])} for chart in in_order],
         "tables": [table for _, table in tables.values()],
-        "marks": _marks(run, axes),
         "size": size,
     }
     return data, rows
@@ -122,19 +117,3 @@ def _figures(name: str, label: str, metric: Metric, values: np.ndarray, steps: n
     bad = len(values) - len(finite)
     full = label if label == name else f"{label} ({name})"
     return full, metric.shown(float(values[-1])), *ends[0], *ends[1], f"{len(values):,}", f"{bad:,}" if bad else ""
-
-
-def _marks(run: Run, axes: dict[str, np.ndarray]) -> list[dict[str, Any]]:
-    """Resumes and rollbacks, by step, with their place on each axis."""
-    resumed = read_lines(run.path / "metrics.jsonl", ('"resumed_at"',))
-    labels = {(line["resumed_at"], "resumed") for line in resumed if type(line.get("resumed_at")) is int}
-    if origin := run.read("run.json").get("branch"):
-        labels.discard((origin["step"], "resumed"))
-        labels.add((origin["step"], f"branched off {Path(origin['path']).name}"))
-    for rollback in run.read("run.json").get("rollbacks", []):
-        labels.add((rollback["step"], f"weights of step {rollback['to']:,}"))
-    marks = []
-    for step, label in sorted(labels) if len(axes["step"]) else ():
-        place = max(0, int(np.searchsorted(axes["step"], step, side="right")) - 1)
-        marks.append({"label": label, **{axis: values[place].item() for axis, values in axes.items()}, "step": step})
-    return marks

@@ -168,34 +168,13 @@
     return size && (size < 1e-3 || size >= 1e4) ? (+value.toPrecision(3)).toExponential() : String(+value.toPrecision(6));
   }
 
-  // Lines at resumes and rollbacks, with labels in the first chart, and a cross for values that are not finite.
+  // A cross for values that are not finite.
   function annotate(u, chart) {
     const {ctx, bbox} = u, ratio = devicePixelRatio || 1;
-    let free = bbox.left;
     ctx.save();
     ctx.beginPath();
     ctx.rect(bbox.left, bbox.top, bbox.width, bbox.height);
     ctx.clip();
-    ctx.font = `${11 * ratio}px system-ui, sans-serif`;
-    ctx.textAlign = "left";
-    ctx.textBaseline = "alphabetic";
-    ctx.lineWidth = ratio;
-    for (const mark of data.marks) {
-      const x = Math.round(u.valToPos(mark[view.x], "x", true));
-      if (x < bbox.left || x > bbox.left + bbox.width) continue;
-      ctx.strokeStyle = ctx.fillStyle = style(mark.label === "resumed" ? "--muted" : "--bad");
-      ctx.setLineDash([3 * ratio, 3 * ratio]);
-      ctx.beginPath();
-      ctx.moveTo(x, bbox.top);
-      ctx.lineTo(x, bbox.top + bbox.height);
-      ctx.stroke();
-      const width = ctx.measureText(mark.label).width;
-      if (chart === data.charts[0] && x >= free && x + width + 4 * ratio < bbox.left + bbox.width) {
-        ctx.fillText(mark.label, x + 4 * ratio, bbox.top + 11 * ratio);
-        free = x + width + 12 * ratio;
-      }
-    }
-    ctx.setLineDash([]);
     ctx.strokeStyle = style("--bad");
     ctx.lineWidth = 1.5 * ratio;
     for (const curve of chart.curves) {
