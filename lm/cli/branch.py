@@ -70,10 +70,13 @@ def branch(options: BranchOptions, overrides: list[tuple[str, Any]]) -> None:
         origin = {"run": trunk.name, "path": str(trunk.path.resolve()), "step": step, "changes": changes}
         turn = Run.next_start(root)
         run.describe(id=run.name, name=run.name, status="interrupted", step=step, branch=origin, turn=turn)
+        low = after["model"]["schedule"]["begin_fraction"]
         messages = [
             f"run {run.path} begins at step {step} of {trunk.path}",
             *(f"changed: {key}: {old} -> {new}" for key, (old, new) in changes.items()),
         ]
+        if options.decay and not options.rewarm and low < 0.5:
+            messages.append(f"the rate begins at {low:.2g} of its peak: --rewarm TOKENS lets it rise first")
         if not changes:
             messages.append("nothing is changed, so it repeats that run's steps; --decay, for example, changes them")
         if options.make_only:
@@ -95,7 +98,7 @@ def change_schedule(settings: dict[str, Any], step: int, options: BranchOptions,
     length, rise = round(options.tokens / tokens), round((options.rewarm or 0) / tokens)
     if length < 1 or (options.rewarm and rise < 1):
         raise RequestError(
-            f"lengths are tokens, a step has {tokens:,}, and one of the lengths is shorter: {10 * tokens} are 10 steps"
+            f"a length is a number of tokens, at least those of a step, {tokens:,}: {10 * tokens} are 10 steps"
         )
     max_steps = trainer["max_steps"] or -(-trainer["max_tokens"] // tokens_of_a_step(settings["data"]))
     rate = lr_fraction(max(0, step - 1), max(max_steps, step), ScheduleConfig(**schedule))

@@ -4,6 +4,7 @@ from dataclasses import replace
 from difflib import get_close_matches
 from importlib import import_module
 from inspect import signature
+from pathlib import Path
 from typing import Any
 
 import yaml
@@ -91,7 +92,7 @@ def find_class(option: str, given: Any) -> Any:
     try:
         kind = getattr(import_module(module), name)
     except ModuleNotFoundError as error:
-        fix = f"its first part is a file {module.partition('.')[0]}.py in this folder, or an installed package"
+        fix = f"a file {module.partition('.')[0]}.py is looked for in the folder where lm is started, {Path.cwd()}"
         raise RequestError(f"{place}: there is no module {error.name}; {fix}") from error
     except AttributeError as error:
         raise RequestError(f"{place}: {module} has no {name}") from error

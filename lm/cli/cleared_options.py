@@ -34,8 +34,8 @@ DECAYS = {"wsd": "at the end", "cosine": "until then", "linear": "until then"}  
 def clear_earlier(settings: Mapping[str, Any], options: Iterable[tuple[str, Any]]) -> list[str]:
     """The options of earlier configs, as nested `settings`, that these options with their dotted names clear.
 
-    What is not obvious is logged: the settings of another optimizer, the decay of another schedule, the rate of an
-    output matrix that is tied now.
+    What is not obvious is logged: the settings of another optimizer, the decay of another schedule, the rate of a tied
+    embedding.
     """
     later = {name: value for name, value in options if value not in NULL}
     given = {part for name, _ in options for part in (name, ".".join(name.split(".")[:2]))}
@@ -58,7 +58,7 @@ def clear_earlier(settings: Mapping[str, Any], options: Iterable[tuple[str, Any]
         if "lr" in optimizer and f"{place}.lr" not in later:
             third = float(optimizer["lr"]) / 3  # of what Muon's matrices take: configs/tiny.yaml
             fix = f"; --{place}.lr {third:.1e} is nearer to AdamW's" if (before, after) == ("muon", "adamw") else ""
-            log.info("%s.lr %s stays, the rate for %s%s", place, optimizer["lr"], before, fix)
+            log.info("%s.lr stays %s, which was for %s%s", place, optimizer["lr"], before, fix)
         if f"{place}.class_path" not in later:
             cleared.append(f"{place}.class_path")  # which would count, and not the name
 
@@ -69,8 +69,6 @@ def clear_earlier(settings: Mapping[str, Any], options: Iterable[tuple[str, Any]
         clear(place, OF_SCHEDULE, f"{place}.name is {after} and was {before}")
 
     if str(later.get("model.decoder.tie_word_embeddings")).lower() == "true":
-        why = "model.decoder.tie_word_embeddings makes the output matrix the embedding"
-        clear("model.optimizer", ["groups.output"], why)
         ratio = "model.optimizer.groups.embedding.lr_ratio"
         if ratio not in later and (before := _value(settings, ratio) or 0) > TIED_RATIO:
             log.info(f"{ratio} {before} is for an untied embedding; --{ratio} {TIED_RATIO} is a rate for a tied one")

@@ -205,7 +205,8 @@ class TrainingCLI(LightningCLI):
         try:
             return super().instantiate_trainer(**kwargs)
         except (MisconfigurationException, ValueError, TypeError) as error:
-            raise RequestError(f"trainer: {' '.join(str(error).split())}") from error
+            text = " ".join(str(error).split())
+            raise RequestError(f"trainer: {text}; `lm doctor` shows the devices of this machine") from error
 
     def after_instantiate_classes(self) -> None:
         check_one_device_in_notebook(self.trainer)

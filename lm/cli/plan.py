@@ -151,7 +151,8 @@ def _time_lines(facts: dict[str, Any]) -> list[str]:
 
 
 def _loss_lines(facts: dict[str, Any]) -> list[str]:
-    return [f"expected: {ExpectedLoss(**facts['loss'])}"]
+    loss = ExpectedLoss(**facts["loss"])
+    return [f"{'unknown' if loss.loss is None else 'expected'}: {loss}"]
 
 
 def _disk_lines(facts: dict[str, Any]) -> list[str]:

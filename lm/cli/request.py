@@ -11,6 +11,7 @@ The way of `lm fit --config tiny.yaml --model.optimizer.lr 1e-3`:
 
 import copy
 import json
+import logging
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields, is_dataclass, replace
@@ -41,6 +42,8 @@ from lm.training.config import (
     TrainerConfig,
 )
 from lm.training.schedule import Steps, plan_steps
+
+log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -168,6 +171,7 @@ def complete_settings(command: str, settings: dict[str, Any]) -> tuple[Parser, N
     except RequestError as error:
         raise RequestError(describe_option(command, str(error))) from error
     link_seq_len(completed)
+    clear_tied_output(completed)
     return parser, completed
 
 
@@ -177,7 +181,7 @@ def describe_option(command: str, message: str) -> str:
 
     name, _, problem = message.partition(": ")
     if name == "model.optimizer.name":
-        return f"{message}; for another class give model.optimizer.class_path"
+        return f"{message}; for another class give --model.optimizer.class_path, such as torch.optim.SGD"
     if name == "trainer.precision" and (near := OTHER_PRECISIONS.get(problem.rpartition("got ")[2])):
         return f"{message}; did you mean {near}?"
     for option in all_options(command):
@@ -285,6 +289,14 @@ def _check_nulls(options: type, group: Any, prefix: str) -> None:
         group_class = next((kind for kind in kinds if is_dataclass(kind)), None)
         if group_class is not None and not null and value is not ...:
             _check_nulls(group_class, value, f"{name}.")
+
+
+def clear_tied_output(config: Namespace) -> None:
+    """Leave out settings of the output matrix where it is the embedding."""
+    output = config.model.optimizer.groups.output
+    if config.model.decoder.tie_word_embeddings and any(value is not None for value in vars(output).values()):
+        log.info("model.decoder.tie_word_embeddings: model.optimizer.groups.output is left out of the config")
+        config.model.optimizer.groups.output = Namespace(dict.fromkeys(vars(output)))
 
 
 def link_seq_len(config: Namespace) -> None:

@@ -39,7 +39,7 @@ TEXT_SUFFIXES = set(
     ".proto .cmake .tf .zig .nim .dart .v .sv .vhd".split()
 )
 PANDOC = "`pandoc -t plain -o {0}.txt {0}` makes text of it"
-TEXT_KEY = "--text_key (lm fit: --data.prepare.text_key, lm predict: --data.text_key)"
+TEXT_KEY = "--text_key, in a config data.prepare.text_key (lm predict: data.text_key)"
 TABLE = f"make Parquet of it (pandas: read_excel, to_parquet), and name the column of its text with {TEXT_KEY}"
 NOT_TEXT = {  # suffixes -> what to do
     ".pdf": "`pdftotext {0}` makes text of it",

@@ -91,7 +91,7 @@ class Tokenizer:
         except FileNotFoundError as error:
             fetch = f"`hf download {path} tokenizer.json tokenizer_config.json` puts it into the cache"
             hub = f"; of a model on the hub, {fetch}; without a network, `lm data prepare --tokenizer bpe` learns one"
-            near = "".join(f"did you mean {name}? Or " for name in get_close_matches(str(path), LEARNED, 1))
+            near = "".join(f"did you mean {name}? Or " for name in get_close_matches(str(path).lower(), LEARNED, 1))
             raise RequestError(
                 f"tokenizer {file} is not there: {near}give a tokenizer.json or a folder with one"
                 f"{hub if HUB_NAME.fullmatch(str(path)) and not Path(path).exists() else ''}"

@@ -13,7 +13,7 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from lm.data.tokenizer import Tokenizer
-from lm.errors import RequestError
+from lm.errors import RequestError, first_line
 from lm.inference.completion import Written, gather_texts, generate_text
 from lm.inference.sampling import Sampling
 from lm.model.build import BuildOptions, build, config_of
@@ -94,7 +94,11 @@ def load_pretrained(
             folder = find_run(str(path)).path
     if (folder / "run.json").exists():
         folder = Run(folder).checkpoint()
-    device = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
+    try:
+        device = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
+        torch.empty(0, device=device)
+    except (AssertionError, RuntimeError) as error:  # no device of that name, or none here
+        raise RequestError(f"device {device}: {first_line(error)}; `cpu` is everywhere, `cuda` a GPU") from error
     of_weights: torch.dtype | None = getattr(torch, dtype) if isinstance(dtype, str) else dtype
     file = folder / "config.json"
     if not file.exists():

@@ -104,7 +104,7 @@ class DecoderConfig:
             kv_heads = self.num_key_value_heads
             also = ""
             if isinstance(kv_heads, int) and self.num_attention_heads % kv_heads:
-                also = f", and num_key_value_heads {kv_heads} does not divide it: null makes as many"
+                also = f", and num_key_value_heads {kv_heads} does not divide it: null makes one of each query head"
             raise RequestError(
                 f"num_attention_heads {self.num_attention_heads} does not divide hidden_size {self.hidden_size}: "
                 f"the nearest hidden_size that fits is {near}{also}"
@@ -120,7 +120,7 @@ class DecoderConfig:
         if self.num_attention_heads % self.num_key_value_heads:
             raise RequestError(
                 f"num_key_value_heads {self.num_key_value_heads} does not divide num_attention_heads "
-                f"{self.num_attention_heads}: every key head serves equally many query heads; null makes as many"
+                f"{self.num_attention_heads}: every key head serves equally many query heads; null makes one for each"
             )
         if self.head_dim % 2:
             raise RequestError(

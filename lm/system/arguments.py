@@ -12,6 +12,7 @@ from jsonargparse import ArgumentParser
 from jsonargparse.typing import register_type
 
 from lm.errors import RequestError
+from lm.system.parsing import expand_home
 from lm.system.units import Count, parse_count, shown
 
 OPTION = re.compile(r"--|-[a-z]$")
@@ -30,7 +31,8 @@ class OneLineErrors:
         if missing:
             raise RequestError(self.describe_missing(missing[1])) from ex
         for name in re.findall(r"^unrecognized arguments: --(\w+)", message, re.IGNORECASE):
-            if name in [action.dest for action in self._actions if not action.option_strings]:
+            positional = [action.dest for action in self._actions if not action.option_strings]
+            if name in positional or f"{name}s" in positional:
                 raise RequestError(f"give the {name} without a name: `{self.prog} {name.upper()}`") from ex
         raise RequestError(shorten(message, known_names(self))) from ex
 
@@ -42,11 +44,7 @@ class OneLineErrors:
         if self.prog.startswith("lm "):
             hint = "`lm runs ls` lists them" if name == "run" else f"`{self.prog} --help` shows what to give"
             return f"give a {name}, as in `{self.prog} {name.upper()}`; {hint}"
-        in_class = f"{{class_path: ..., init_args: {{{name}: ...}}}}"
-        return (  # of an entry of a list, or of a class that the config names
-            f"{name} is missing: `{{{name}: ..., ...}}`, or of a class `{in_class}`, or of a logger "
-            f"`--trainer.logger.init_args.{name} VALUE`"
-        )
+        return f"{name} is missing"  # of an entry of a list, or of a class that the config names
 
 
 class Parser(OneLineErrors, ArgumentParser):
@@ -80,11 +78,17 @@ def parse(
     parser = Parser(prog=prog, allow_abbrev=False, description=(function.__doc__ or "").partition("\n\n")[0])
     parser.add_function_arguments(function, as_group=False, as_positional=True)
     if meant and arguments and not arguments[0].startswith("-"):
-        fixed = meant.format(value=shlex.quote(arguments[0]), name=re.sub(r"\W+", "-", Path(arguments[0]).stem))
+        value, *arguments = arguments
+        name = re.sub(r"\W+", "-", Path(value).stem)
+        if "--output" in meant and arguments and not arguments[0].startswith("-"):  # as in `cp FROM TO`
+            meant = meant.partition(" --output ")[0] + " --output " + shlex.quote(arguments.pop(0))
+        if meant.split()[0] in (argument.partition("=")[0] for argument in arguments):  # `generate tiny --prompt The`
+            meant = "--run {value}"
+        fixed = meant.format(value=shlex.quote(value), name=name)
         if any(argument.partition("=")[0] == "--output" for argument in arguments):
             fixed = fixed.partition(" --output ")[0]
-        command = " ".join([prog, fixed, *map(shlex.quote, arguments[1:])])
-        raise RequestError(f"{shown(arguments[0])} belongs to no option; did you mean `{command}`?")
+        command = " ".join([prog, fixed, *map(shlex.quote, arguments)])
+        raise RequestError(f"{shown(value)} belongs to no option; did you mean `{command}`?")
     kinds = {action.dest: str(getattr(action, "_typehint", "")) for action in parser._actions}
     flags = [name for name, kind in kinds.items() if kind == "<class 'bool'>"]
     lists = [name for name, kind in kinds.items() if "list[" in kind]
@@ -108,10 +112,11 @@ def typed_options(
     """
     typed: list[tuple[str, str | list[str] | None]] = []
     repeated: dict[str, list[str]] = {}
-    words = list(arguments)
+    words = [expand_home(word) for word in joined_brackets(arguments)]
     while words:
         word = words.pop(0)
         option, equals, value = word.partition("=")
+        value = expand_home(value)
         name = option.lstrip("-")
         null = value == "null" if equals else words[:1] == ["null"] and "." in name
         if not word.startswith("-"):
@@ -133,6 +138,22 @@ def typed_options(
         else:
             typed.append((option, None))
     return typed
+
+
+def joined_brackets(words: Iterable[str]) -> list[str]:
+    """Words, with a list or mapping that was typed without quotes in one piece, such as `{name: a, path: b}`."""
+    joined: list[str] = []
+    is_open = False
+    for word in words:
+        if is_open and not word.startswith("--"):
+            if joined[-1][0] in "[{" and len(joined) > 1 and joined[-2].startswith("--"):
+                joined[-2:] = [f"{joined[-2]}={joined[-1]}"]  # what stands after an equals sign is no text
+            joined[-1] += f" {word}"
+        else:
+            joined.append(word)
+        text = joined[-1] if joined[-1][:1] in ("[", "{") else joined[-1].partition("=")[2]
+        is_open = text[:1] in ("[", "{") and sum(map(text.count, "[{")) > sum(map(text.count, "]}"))
+    return joined
 
 
 def _listed(text: str, as_yaml: bool) -> list[str]:
@@ -176,7 +197,7 @@ def shorten(message: str, known: list[str]) -> str:
         value = re.search(r"class_path'?[=:] ?'(\S+?)'", message) or re.search(r"(?s)Given value: (.*)", message)
         # Keep the error of a class itself, not that the value is of no other type.
         text = ", or ".join([each for each in reasons if not each.startswith(("Expected", "Not a"))] or reasons)
-        text += f", got {value[1]}" if value and not re.search("[Gg]ot |class_path", text) else ""
+        text += f", got {value[1]}" if value and not re.search("[Gg]ot |class_path| is missing", text) else ""
     else:
         text = message.partition('":')[2] if key else message
     text = re.sub(r"[Ee]xpected a <class '(?:\w+\.)*(\w+)'>", r"expected \1", " ".join(text.split()))
@@ -186,6 +207,9 @@ def shorten(message: str, known: list[str]) -> str:
     # The value of a list may contain a password.
     text = re.sub("expected (list|tuple), got .*", "expected a list: [a, b], or lines that begin with a dash", text)
     text = re.sub("Unable to load config .*", "this is a group of options: give each with its name", text)
+    if missing := re.fullmatch(r"(\w+) is missing", text):
+        of_class = key in ("trainer.callbacks", "trainer.logger")
+        text += f"; give --{key}.init_args.{missing[1]} VALUE" if of_class else f": `{{{missing[1]}: ..., ...}}`"
     if key == "hours":
         text += "; minutes are sixtieths: 0.5 for 30"
     text = f"{key}: {text}" if key else text

@@ -93,6 +93,9 @@ def nearest_option(name: str, known: list[str], section: str = "") -> str:
         return fixes[0]
     ours = [option for option, others in OPTIONS.items() if last in others.split()]
     close = [option for option in known if any(name == option or name.endswith(f".{option}") for name in ours)]
+    whole = [option for option in known if min(len(option), len(name)) > 3 and "." not in option]
+    alike = [option for option in whole if option.startswith(name) or name.startswith(option)]  # `text`, `train`
+    close = close or sorted(alike, key=lambda option: abs(len(option) - len(name)))
     close = close or sorted((option for option in known if option.endswith(f".{name}")), key=len)  # `lr`
     close = close or [option for option in known if option.rpartition(".")[2].startswith(name)]  # `temp`
     if close := close or get_close_matches(name, known, 1, cutoff=0.6):

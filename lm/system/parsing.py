@@ -2,6 +2,7 @@
 
 import json
 import math
+import os
 import re
 from collections.abc import Mapping
 from functools import cache
@@ -84,6 +85,9 @@ def _yaml_loader() -> type:
     import yaml
 
     class Loader(yaml.SafeLoader):  # in Python: the C parser crashes the process on deep nesting
+        def construct_scalar(self, node: Any) -> Any:
+            return expand_home(super().construct_scalar(node))
+
         def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict:
             first: dict[str, yaml.Mark] = {}
             for key, _ in node.value if isinstance(node, yaml.MappingNode) else ():
@@ -100,6 +104,11 @@ def _yaml_loader() -> type:
     exponent = re.compile(r"[-+]?([0-9][0-9_]*\.?[0-9_]*|\.[0-9][0-9_]*)[eE][-+]?[0-9]+$")
     Loader.add_implicit_resolver("tag:yaml.org,2002:float", exponent, list("-+.0123456789"))
     return Loader
+
+
+def expand_home(text: str) -> str:
+    """A path below `~` with the home folder in its place, as a shell writes it."""
+    return os.path.expanduser(text) if text.startswith("~/") else text
 
 
 def parse_line(line: bytes) -> dict[str, Any]:

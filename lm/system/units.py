@@ -37,7 +37,7 @@ def parse_count(value: str | int | float) -> Count:
         raise ValueError(f"expected a count of at most {MAX_NUMBER:.0e}, got {value!r:.40}")
     number *= MULTIPLIERS[match[2].upper()]
     if number != int(number):
-        raise ValueError(f"{value!r} is not a whole number")
+        raise ValueError(f"expected a whole number, got {value!r}")
     return Count(int(number))
 
 

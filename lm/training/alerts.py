@@ -43,5 +43,5 @@ class Condition:
         self.depths = {self.metric: 0} | ({self.median_of: self.count} if self.median_of else {})
         for name in self.depths.keys() - NAMES:
             close = get_close_matches(name[:40].replace("/", "_"), NAMES, 1, cutoff=0.5)
-            hint = f"; did you mean {close[0]}?" if close else ""
-            raise RequestError(f"condition {shown}: no such metric {name[:40]}{hint}; there are {', '.join(NAMES)}")
+            hint = f"did you mean {close[0]}? " if close else ""
+            raise RequestError(f"condition {shown}: no such metric {name[:40]}; {hint}There are {', '.join(NAMES)}")

@@ -94,12 +94,16 @@ class OptimizerConfig:
             self.class_path is not None or not self.init_args,
             "model.optimizer.init_args are for a class: give model.optimizer.class_path",
         )
+        require(
+            self.class_path is None or "." in self.class_path,
+            f"model.optimizer.class_path {self.class_path}: give the module too, such as torch.optim.SGD",
+        )
         for option in fields(self) if self.class_path else ():
             name, value = option.name, getattr(self, option.name)
             require(
                 value == option.default or name in ("name", "class_path", "init_args", "groups", *OURS),
-                f"model.optimizer.{name} is for the built-in optimizers: what {self.class_path} takes it gets by "
-                f"--model.optimizer.init_args '{{{name}: {value}}}'",
+                f"model.optimizer.{name} is for the built-in optimizers: leave it out; arguments of {self.class_path} "
+                "stand in model.optimizer.init_args",
             )
         for name in OURS:
             require(
