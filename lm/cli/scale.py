@@ -30,7 +30,7 @@ from lm.model.estimates import parameters
 from lm.system.parsing import parse_json
 from lm.system.units import Count, format_count, plural, spelled_count
 from lm.training.builtin_optimizers import OptimizerName
-from lm.training.optimizer_rules import MATRICES, RULES, peak_rate
+from lm.training.optimizer_rules import MATRICES, RULES, peak_rate, rope_theta
 
 EMBEDDING, OUTPUT = 24.0, 4.8  # learning rate x width x sqrt(depth)
 SMALL = {"seq_len": Count(256), "aspect_ratio": 32.0, "head_dim": Count(32), "window_pattern": "L"}  # for little text
@@ -222,6 +222,7 @@ def shape(depth: int, options: ScaleOptions = ScaleOptions()) -> DecoderConfig:
         num_attention_heads=hidden_size // head_dim,
         intermediate_size=mlp_width(hidden_size),
         max_position_embeddings=seq_len,
+        rope_theta=rope_theta(seq_len),
         window_pattern=windows,
         sliding_window=window if "S" in windows else None,
         qk_norm=True,
@@ -268,6 +269,7 @@ model:
     num_key_value_heads: {num_attention_heads}  # one per query head: a small model's cache is small
     intermediate_size: {intermediate_size:_}  # 8/3 x hidden_size, rounded up to a multiple of 128 (arXiv:2002.05202)
     max_position_embeddings: {max_position_embeddings:_}  # context length
+    rope_theta: {rope_theta:_.0f}  # base of the rotary position embedding; smaller in a short context (measured)
     window_pattern: {window_pattern}  # S: sliding window, L: full attention (nanochat: {usual.window_pattern})
 {window}    qk_norm: true  # bounds the attention logits, which allows larger learning rates (arXiv:2309.14322)
     tie_word_embeddings: false  # the output matrix is separate from the embedding, and has its own learning rate
@@ -354,9 +356,8 @@ def write_yaml(
     """The YAML of a recipe; `command` is the command that makes it, `horizon` explains the length of the run."""
     decoder, optimizer = recipe.decoder, RULES[recipe.optimizer]
     depth = decoder.num_hidden_layers
-    longest = optimizer.longest_warmup(recipe.batch_tokens)
-    warmup = "warmup_ratio: 0.1" if recipe.steps / 10 <= longest else f"warmup_steps: {int(longest):_}"
-    numbers = {"lr": _float(recipe.learning_rate), "flops": _float(recipe.block_flops), "warmup": warmup}
+    numbers = {"lr": _float(recipe.learning_rate), "flops": _float(recipe.block_flops)}
+    numbers |= optimizer.values(recipe.steps, recipe.batch_tokens)
     window = "" if decoder.sliding_window is None else WINDOW.format(decoder.sliding_window)
     repeated = recipe.tokens > options.text_tokens
     little = repeated and options.text_tokens <= LITTLE
@@ -416,7 +417,7 @@ def _horizon(recipe: Recipe, horizon: dict[str, float], options: ScaleOptions) -
         if options.text_tokens < math.inf and ratio < 0.9 * TOKENS_PER_PARAMETER:
             source = f": {EPOCHS} times the text, which teach nearly as much as new ones (arXiv:2305.16264)"
     each = f"{ratio:.3g} for each of {format_count(recipe.multiplied)} outside the embedding"
-    return f"{format_count(recipe.tokens)} tokens in steps of {spelled_count(recipe.batch_tokens)}: {each}{source}"
+    return f"{format_count(recipe.tokens)} tokens in steps of {spelled_count(recipe.batch_tokens)}, {each}{source}"
 
 
 def _float(number: float) -> str:

@@ -21,7 +21,7 @@ class OptimizerRules(NamedTuple):
     learning_rate: Callable[[DecoderConfig, float, float], float]  # peak; arguments as of `adamw_learning_rate`
     memory: Callable[[float], float]  # share of a run whose updates the matrices average, from tokens a parameter
     memory_source: str
-    longest_warmup: Callable[[int], float]  # in steps of so many tokens; otherwise a tenth of the run
+    values: Callable[[int, float], dict[str, str]]  # of the YAML, by optimizer steps, and tokens of a step
     optimizer_yaml: str  # lines of the config that `lm scale` prints, with the source of each number
     schedule_yaml: str
 
@@ -59,13 +59,26 @@ def averaging(steps: int, share: float, shortest: float, longest: float) -> floa
     return 1 - 1 / min(max(steps / share, shortest), longest)
 
 
-def muon_values(steps: int) -> dict[str, str]:
-    """What depends on the length of a run with Muon, as the YAML has it."""
+def warmup(steps: int, longest: float, source: str) -> str:
+    """The line of the YAML for a warm-up of a tenth of a run, and of at most `longest` optimizer steps."""
+    length = "warmup_ratio: 0.1" if steps / 10 <= longest else f"warmup_steps: {int(longest):_}"
+    return f"{length}  # a tenth of the run, at most {source}"
+
+
+def adamw_values(steps: int, batch: float) -> dict[str, str]:
+    # Bergsma et al., 2025, arXiv:2509.25087, table 2
+    return {"warmup": warmup(steps, 375e6 / batch, "375M tokens (arXiv:2509.25087)")}
+
+
+def muon_values(steps: int, batch: float) -> dict[str, str]:
     momentum, beta1, beta2 = averaging(steps, 45, 6.7, 20), averaging(steps, 150, 2, 5), averaging(steps, 6, 20, 50)
+    short = steps < SHORT_RUN
+    none = f"warmup_steps: 0  # none in fewer than {SHORT_RUN} steps (measured)"
     return {
         "momentum": f"{momentum:.2g}",
         "betas": f"[{beta1:.2g}, {beta2:.2g}]",
-        "decay_ratio": "0.5" if steps < SHORT_RUN else "0.65",
+        "warmup": none if short else warmup(steps, 40, "40 steps (nanochat)"),
+        "decay_ratio": "0.5" if short else "0.65",
     }
 
 
@@ -79,7 +92,7 @@ RULES: dict[OptimizerName, OptimizerRules] = {
         learning_rate=adamw_learning_rate,
         memory=lambda tokens: 1.084 * tokens**-0.527,
         memory_source="arXiv:2505.13738",  # Bergsma et al., 2025
-        longest_warmup=lambda batch: 375e6 / batch,  # Bergsma et al., 2025, arXiv:2509.25087, table 2
+        values=adamw_values,
         optimizer_yaml="""\
     name: adamw  # the rules for lr and weight_decay are fitted to it
     lr: {lr}  # peak: for {flops} operations in the blocks (arXiv:2401.02954), at this batch (arXiv:2205.10287)
@@ -87,7 +100,7 @@ RULES: dict[OptimizerName, OptimizerRules] = {
 """,
         schedule_yaml="""\
     name: linear  # linear decay to 0, better than a cosine to a tenth (arXiv:2502.15938)
-    {warmup}  # a tenth of the run, at most 375M tokens (arXiv:2509.25087)
+    {warmup}
     final_fraction: 0.0  # learning rate at the end, as a fraction of the peak
 """,
     ),
@@ -95,17 +108,17 @@ RULES: dict[OptimizerName, OptimizerRules] = {
         learning_rate=lambda decoder, flops, batch: peak_rate(MATRICES, decoder.num_hidden_layers, decoder.hidden_size),
         memory=lambda tokens: 1.0,  # the share that is best with AdamW, 0.22 of 20 tokens a parameter, is too short
         memory_source="measured",  # "Training-only gains" in tests/benchmarks/README.md
-        longest_warmup=lambda batch: 40,  # nanochat, scripts/base_train.py
+        values=muon_values,
         optimizer_yaml="""\
     name: muon  # for the matrices in the blocks; AdamW for the rest. --optimizer adamw for all
     lr: {lr}  # peak: {matrices:g} / (hidden_size x sqrt(depth)), swept at depths 2 to 8
-    momentum: 0.95  # Muon: decay rate of the running mean of the gradient
-    betas: [0.8, 0.95]  # AdamW: decay rates of the running means of the gradient and its square
+    momentum: {momentum}  # Muon: decay rate of the running mean of the gradient; smaller in short runs (measured)
+    betas: {betas}  # AdamW: decay rates of the running means of the gradient and its square; the same
 """,
         schedule_yaml="""\
     name: wsd  # constant, then linear decay (nanochat)
-    {warmup}  # a tenth of the run, at most 40 steps (nanochat)
-    decay_ratio: 0.65  # fraction of the run in which the learning rate decays (nanochat)
+    {warmup}
+    decay_ratio: {decay_ratio}  # fraction of the run in which the learning rate decays (nanochat: 0.65)
     final_fraction: 0.05  # learning rate at the end, as a fraction of the peak (nanochat)
 """,
     ),

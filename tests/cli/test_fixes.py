@@ -19,7 +19,20 @@ MISTAKES = {  # typed -> said
         [*FIT, "--data.path", "null", "--data.sources", "[{name: a, path: x, weigth: 2}]"],
         "data.sources has no 'weigth'; did you mean 'weight'?",
     ),
-    "another optimizer by name": ([*FIT, "--model.optimizer.name", "lion"], "give model.optimizer.class_path"),
+    "another optimizer by name": ([*FIT, "--model.optimizer.name", "lion"], "give --model.optimizer.class_path, such as"),
+    "an optimizer without its module": ([*FIT, "--model.optimizer.class_path", "lion"], "give the module too, such as torch."),
+    "a callback without its argument": (
+        [*FIT, "--trainer.callbacks", "EarlyStopping"], "give --trainer.callbacks.init_args.monitor VALUE",
+    ),
+    "a run and a prompt": (["generate", "tiny", "--prompt", "a b"], "did you mean `lm generate --run tiny --prompt 'a b'`?"),
+    "from and to": (["data", "prepare", "a.txt", "data/a"], "did you mean `lm data prepare --input a.txt --output data/a`?"),
+    "one text": (["evaluate", "--text", "a.txt"], "did you mean 'texts'?"),
+    "a section in the singular": (["fit", "--config", "sample.yaml"], "did you mean 'samples'?"),
+    "a section cut short": (["fit", "--config", "train.yaml"], "did you mean 'trainer'?"),
+    "betas for another class": (
+        [*FIT, "--model.optimizer", "{class_path: torch.optim.SGD, betas: [0.9, 0.95]}"],
+        "betas is for the built-in optimizers: leave it out; arguments of torch.optim.SGD stand in",
+    ),
     "Lightning's option": ([*FIT, "--trainer.limit_train_batches", "3"], "did you mean 'trainer.max_steps'?"),
     "a config for a run": (["generate", "--config", "small.yaml"], "did you mean 'run'?"),
     "the whole line": (["export", "mine", "--output", "x"], "did you mean `lm export --run mine --output x`?"),
@@ -36,7 +49,7 @@ MISTAKES = {  # typed -> said
     "a source without a name": ([*FIT, "--data.path", "null", "--data.sources", "[{path: x}]"], "name is missing: `{name: "),
     "heads and key heads": (
         [*FIT, "--model.decoder.num_attention_heads", "3", "--model.decoder.num_key_value_heads", "2"],
-        "fits is 30 or 36, and num_key_value_heads 2 does not divide it: null makes as many",
+        "fits is 30 or 36, and num_key_value_heads 2 does not divide it: null makes one of each query head",
     ),
     "a line too far in": (["fit", "--config", "deep.yaml"], "is it indented as the line above, with a blank after"),
     "a colon without a blank": (["fit", "--config", "colon.yaml"], "is it indented as the line above, with a blank after"),
@@ -81,6 +94,8 @@ def test_a_mistake_is_answered_with_what_was_meant(typed, said, here, capsys):
     write_config(here)
     (here / "dedented.yaml").write_text(DEDENTED)
     (here / "deep.yaml").write_text("trainer:\n  max_steps: 3\n   val_interval: 2\n")
+    (here / "sample.yaml").write_text("sample: {prompts: [a]}\n")
+    (here / "train.yaml").write_text("train: {max_steps: 3}\n")
     (here / "top.yaml").write_text("optimizer: {name: muon}\n")
     (here / "schedule.yaml").write_text("model: {optimizer: {schedule: {name: cosine}}}\n")
     (here / "colon.yaml").write_text("trainer:\n  max_steps:3\n  val_interval: 2\n")

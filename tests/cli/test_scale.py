@@ -94,9 +94,18 @@ def test_the_rules_give_their_sources_figures():
     assert peak_rate(9.6, 12, 768) * 0.2 * 768**0.5 == pytest.approx(0.02, rel=0.01)
     assert peak_rate(5.06, 12, 1_536) == pytest.approx(9.503e-4, rel=0.01)  # Moonlight's model of 399M parameters
     assert peak_rate(3.0, 4, 128) == pytest.approx(1.12e-2, rel=0.05)  # tiny.yaml
-    assert (RULES["muon"].longest_warmup(2**18), RULES["adamw"].longest_warmup(2**18)) == (40, 375e6 / 2**18)
-    assert "warmup_ratio: 0.1  #" in scale("--depth", 4, "--max_steps", 400)
-    assert "warmup_steps: 40  #" in scale("--depth", 4, "--max_steps", 401)
+    assert "warmup_steps: 1_430  #" in RULES["adamw"].values(10**5, 2**18)["warmup"]  # 375e6 / 2**18
+    assert "warmup_ratio: 0.1  #" in scale("--depth", 4, "--max_steps", 400, "--optimizer", "adamw")
+    assert "warmup_steps: 0  #" in scale("--depth", 4, "--max_steps", 499)
+    assert "warmup_steps: 40  #" in scale("--depth", 4, "--max_steps", 500)
+
+
+def test_short_runs_average_over_fewer_steps_and_short_contexts_turn_faster():
+    short, long = (yaml.safe_load(scale("--depth", 4, "--max_steps", steps, "--seq_len", length))["model"]
+                   for steps, length in ((300, 256), (5_000, 2_048)))  # fmt: skip
+    values = [(model["optimizer"]["momentum"], model["optimizer"]["betas"], model["schedule"]["decay_ratio"],
+               model["decoder"]["rope_theta"]) for model in (short, long)]  # fmt: skip
+    assert values == [(0.85, [0.5, 0.98], 0.5, 1_000), (0.95, [0.8, 0.98], 0.65, 10_000)]
     # The mean of AdamW's updates is over 22 % of a run at 20 tokens a parameter.
     assert RULES["adamw"].memory(20) == pytest.approx(0.2236, rel=1e-3)
     assert weight_decay(0.25, 1e-3, 10_000) == pytest.approx(0.4)
