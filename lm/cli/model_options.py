@@ -120,7 +120,7 @@ class ExportOptions(ModelChoice):
 
     output: str = ""
     format: Literal["huggingface", "gguf"] = "huggingface"
-    dtype: DTypeName | Literal["q8_0"] | None = None
+    dtype: DTypeName | Literal["q8_0"] | None = None  # pyright: ignore[reportIncompatibleVariableOverride]
     name: str | None = None
     license: str = "unknown"
     language: list[str] = field(default_factory=list)

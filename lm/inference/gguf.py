@@ -53,7 +53,7 @@ def write_gguf(model: Pretrained, file: Path, dtype: str, about: dict[str, Any])
         raise RequestError("--format gguf needs `pip install gguf`") from error
     config, tokenizer = model.config, model.tokenizer
     check_llama_cpp_has(config)
-    architecture = gguf.MODEL_ARCH[architecture_name(config).upper()]
+    architecture = gguf.MODEL_ARCH[kind_of(config).upper()]
     writer = gguf.GGUFWriter(file, gguf.MODEL_ARCH_NAMES[architecture])
     for name, value in about.items():
         getattr(writer, f"add_{name}")(value)
@@ -75,8 +75,15 @@ def write_gguf(model: Pretrained, file: Path, dtype: str, about: dict[str, Any])
     writer.close()
 
 
+def kind_of(config: DecoderConfig) -> str:
+    """The architecture of llama.cpp for a decoder; with windows as long as the context it is a Llama's."""
+    name = architecture_name(config)
+    return name if name in ("Qwen2", "Qwen3") else "Llama"
+
+
 def check_llama_cpp_has(config: DecoderConfig) -> None:
-    kind = architecture_name(config)
+    """Raise RequestError for what no architecture of llama.cpp computes."""
+    kind = kind_of(config)
     if any(window and window < config.max_position_embeddings for window in config.windows):
         raise RequestError(
             f"llama.cpp has no sliding windows in a {kind}: a model with model.decoder.window_pattern "
@@ -108,14 +115,14 @@ def add_shape(writer: Any, config: DecoderConfig) -> None:
 
 
 def weights(config: DecoderConfig, state: dict[str, Tensor]) -> Iterator[tuple[str, Tensor]]:
-    """The weights under Hugging Face's names, without `.weight`'s counterpart in llama.cpp, as that has them.
+    """The weights under Hugging Face's names, with their values as llama.cpp has them.
 
     llama.cpp's Llama rotates neighbouring pairs of a head (0, 1), (2, 3), ..., where Hugging Face's and every Qwen
     rotate (0, d / 2), (1, d / 2 + 1), ...: the rows of the matrices of queries and keys are put in that order.
     """
     half = int(config.head_dim) // 2
     for name, weight in to_huggingface(state, config).items():
-        if architecture_name(config) == "Llama" and name.endswith(("q_proj.weight", "k_proj.weight")):
+        if kind_of(config) == "Llama" and name.endswith(("q_proj.weight", "k_proj.weight")):
             weight = weight.unflatten(0, (-1, 2, half)).transpose(1, 2).reshape(weight.shape)
         yield name, weight
     if config.rope_scaling and config.rope_scaling["rope_type"] == "llama3":

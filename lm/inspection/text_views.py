@@ -5,7 +5,7 @@ Attention is computed from the queries and keys of the model's plain forward pas
 
 import math
 from collections.abc import Iterator, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -77,6 +77,7 @@ def draw_attention(attention: Attention, layer: int) -> Figure:
     columns = min(len(maps), 2 if length > 12 else COLUMNS)
     rows, side = -(-len(maps) // columns), 1.5 + 0.17 * length
     picture, grid = figure(rows, columns, width=max(6, side * columns + 0.8), height=side * rows + 0.6, squeeze=False)
+    image: Any = None
     unseen = np.triu(np.ones_like(maps[0], dtype=bool), 1)
     for head, (axes, weights) in enumerate(zip(grid.flat, maps, strict=False)):
         image = axes.imshow(np.ma.masked_array(weights, unseen), cmap=SEQUENTIAL, norm=PowerNorm(0.5, 0, 1))

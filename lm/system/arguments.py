@@ -63,9 +63,8 @@ def options_of_function(function: Callable[..., Any]) -> list[tuple[str, str, st
     """The options that `call` takes for a function: name, type or choices in words, and help."""
     parser = Parser(allow_abbrev=False)
     parser.add_function_arguments(function, as_group=False, as_positional=True)
-    kinds = {bool: "bool"}
     return [
-        (action.dest, kinds.get(getattr(action, "_typehint", None), "value"), str(action.help or ""))
+        (action.dest, "bool" if getattr(action, "_typehint", None) is bool else "value", str(action.help or ""))
         for action in parser._actions
         if action.option_strings and action.dest != "help"
     ]

@@ -26,6 +26,7 @@ LLAMAS = {
     "llama 3": replace(SMALL, rope_scaling=LLAMA3, tie_word_embeddings=False, hidden_size=64, intermediate_size=96),
     **{name: shape for name, shape in SHAPES.items() if shape.window_pattern is None},
     "qwen3, untied": replace(SHAPES["qwen3, untied"], rope_scaling=None),
+    "windows of the whole context": replace(SHAPES["ministral, windows"], sliding_window=64),
 }
 
 
