@@ -6,7 +6,7 @@ import re
 from collections.abc import Callable
 from dataclasses import dataclass
 from itertools import chain, count
-from pathlib import Path
+from pathlib import Path, PurePath
 from shlex import quote
 from typing import Any
 
@@ -142,8 +142,10 @@ def describe_folder(path: str, column: str = "input_ids", seq_len: int | None = 
     beside = next((at for at in (Path(path), Path(path).parent) if (at / "tokenizer.json").is_file()), None)
     tokenizer = beside and Tokenizer.load(beside)
     known = {} if tokenizer is None else {"vocab_size": tokenizer.vocab_size, "tokenizer_sha256": tokenizer.sha256}
-    folders = [name for name in ("train", "val", "test") if (Path(path) / name).is_dir()]
-    names = list(recorded) or (folders if {"train", "val"} <= {*folders} else [""])
+    names = list(recorded)
+    if not recorded:
+        names = sorted({PurePath(file.name).parts[0] for file in Shards.open(path, column, **known).fingerprint()})
+        names = names if {"train", "val"} <= {*names} and Path(path).is_dir() else [""]
     opened = {name: Shards.open(f"{path}/{name}" if name else path, column, **known) for name in names}
     first = opened.get("val") or next(iter(opened.values()))
     if seq_len is None:

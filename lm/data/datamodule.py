@@ -37,7 +37,7 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 BLOCKS_IN_BUFFER = 8  # at least; small shards are joined into larger blocks only up to this, so that several are mixed
-MAX_LEFT_OVER = 0.05  # fraction of the tokens; a warning from there on
+MAX_LEFT_OVER = 0.03  # fraction of the tokens; a warning from there on
 SOURCES_IN_BUFFER = 8  # each source of a mixture shuffles with 1/8 of the buffer, so with more sources it grows
 
 

@@ -93,7 +93,7 @@ def nearest_option(name: str, known: list[str], section: str = "") -> str:
         return fixes[0]
     ours = [option for option, others in OPTIONS.items() if last in others.split()]
     close = [option for option in known if any(name == option or name.endswith(f".{option}") for name in ours)]
-    whole = [option for option in known if min(len(option), len(name)) > 3 and "." not in option]
+    whole = [option for option in known if min(len(option), len(name)) > 3 and "." not in option + name]
     alike = [option for option in whole if option.startswith(name) or name.startswith(option)]  # `text`, `train`
     close = close or sorted(alike, key=lambda option: abs(len(option) - len(name)))
     close = close or sorted((option for option in known if option.endswith(f".{name}")), key=len)  # `lr`

@@ -35,12 +35,12 @@ def test_a_rate_that_does_not_follow_is_said():
 
 CASES = {  # options over tiny.yaml -> what is left out, and what must be as it was
     "another optimizer": (["--model.optimizer.name", "adamw"], "left out of the config: groups, betas, momentum"),
-    "its rate": (["--model.optimizer.name", "adamw"], "model.optimizer.lr 0.0112 stays, the rate for muon"),
+    "its rate": (["--model.optimizer.name", "adamw"], "model.optimizer.lr stays 0.0112, which was for muon"),
     "another class": (["--model.optimizer.class_path", "torch.optim.SGD"], "groups, betas, momentum"),
     "one of them given": (["--model.optimizer.name", "adamw", "--model.optimizer.betas", "[0.8, 0.9]"], "groups, momentum"),
     "another schedule": (["--model.schedule.name", "cosine"], "was wsd: left out of the config: decay_ratio"),
     "no decay": (["--model.schedule.name", "constant"], "decay_ratio"),
-    "tied": (["--model.decoder.tie_word_embeddings", "true"], "left out of the config: groups.output"),
+    "tied": (["--model.decoder.tie_word_embeddings", "true"], "model.optimizer.groups.output is left out of the config"),
     "tied, and its rate": (["--model.decoder.tie_word_embeddings", "true"], "groups.embedding.lr_ratio 2.67 is a rate for"),
     "another folder": (["--data.path", "data/elsewhere"], "out; --data.prepare.input embedded:sotu keeps it"),
     "the same optimizer": (["--model.optimizer.name", "muon"], ""),

@@ -78,7 +78,7 @@ def test_help_and_a_wrong_name_need_no_torch(tmp_path):
 @pytest.mark.parametrize("arguments, message", [
     (["fit", "--trainer.max_steps", "abc"], "lm fit: trainer.max_steps: expected a count such as 1000, 32_768, "),
     (["fit", "--config", "two.yaml"], "lm fit: trainer.val_interval: expected a count such as 1000, "),
-    (["plan", "--model.decoder.hidden_size=1.5"], "lm plan: model.decoder.hidden_size: '1.5' is not a whole number"),
+    (["plan", "--model.decoder.hidden_size=1.5"], "lm plan: model.decoder.hidden_size: expected a whole number, got '1.5'"),
     (["bench", "step", "--trainer.precision", "fp12"], "lm bench step: trainer.precision: expected one of '32-true'"),
     (["profile", "--model.optimizer.lr", "x"], "lm profile: model.optimizer.lr: expected float, got x"),
     (["plan", "--mfu", "much"], "lm plan: mfu: expected float, got much"),

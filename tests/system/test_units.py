@@ -17,7 +17,7 @@ def test_accepted(text, number):
 @pytest.mark.parametrize("text", ["", "ten", "-5", "1.5", "10 K B", "1e-3", True, None, "0x10", "5X", "nan", "inf",
                                   "1,5", "4,0960", ",100"])  # fmt: skip
 def test_refused(text):
-    with pytest.raises(ValueError, match="expected a count|not a whole number"):
+    with pytest.raises(ValueError, match="expected a (count|whole number)"):
         parse_count(text)
 
 

@@ -144,7 +144,7 @@ ZERO = "the learning rate of the run at step 8 is 0, and would stay 0: let it ri
     (["whole", "--constant", "512"], ZERO), (["trunkk", "--decay", "512"], "trunkk"), ([], "give a run"),
     (["--at", "5"], "has no checkpoint 'step-00000005'; it has: step-00000004, step-00000008, "),
     (["--at", "four"], "has no checkpoint 'four'"),
-    (["--decay", "100"], "one of the lengths is shorter: 2560 are 10 steps"), (["--at", "last"], "give --decay TOKENS or --con"),
+    (["--decay", "100"], "at least those of a step, 256: 2560 are 10 steps"), (["--at", "last"], "give --decay TOKENS or --con"),
     (["--rewarm", "512"], "is a part of --decay or of --constant"),
     (["--decay", "512", "--constant", "512"], "give --decay or --constant"),
     (["--decay", "512", "--model.decoder.hidden_size", "64"], "model.decoder.hidden_size was 32, now 64"),

@@ -74,7 +74,7 @@ def test_weights_and_biases_offline_and_mlflow_in_a_folder(place, monkeypatch):
 
 
 @pytest.mark.parametrize(("logger", "message"), [
-    ({"class_path": "lightning.pytorch.loggers.CSVLogger"}, "`--trainer.logger.init_args.save_dir VALUE`"),
+    ({"class_path": "lightning.pytorch.loggers.CSVLogger"}, "give --trainer.logger.init_args.save_dir VALUE"),
     ({"class_path": "torch.nn.Linear"}, "torch.nn.Linear"),
     ({"class_path": "my_logger.CSV"}, "my_logger.CSV: there is no module my_logger;"),
     ([{"class_path": "my_loggers.Refusing"}], "lm fit: trainer.logger: Refusing: this key is not valid\n"),

@@ -85,7 +85,7 @@ def test_the_trainer_in_python_resumes_no_run_with_other_settings(place):
         assert "RequestError: run checkpoints/objects cannot be resumed with other options: " in said, given
     assert "val/loss" in lm(place, "validate", "--run", "objects").stdout  # its config is there
     shown = " ".join(lm(place, "runs", "show", "objects").stdout.split())
-    assert "1 layer of 16, 2 heads" in shown and "2 rows a step and device of 16 tokens" in shown
+    assert "model.decoder.num_hidden_layers 1," in shown and "model.decoder.hidden_size 16" in shown
     said = lm(place, "generate", "--run", "objects", "--prompt", "The", "--max_new_tokens", "3", "--seed", "1").stderr
     assert re.search(r"\d+ tokens, [\d.]+ tokens/s, the first after [\d.e-]+ s, ended by length, seed ", said)
     lm(place, "objects.py", "{}")

@@ -17,7 +17,7 @@ import lm as package
 from lm.cli.request import make_parser
 from lm.errors import RequestError
 from lm.inference.generation import generate
-from lm.inspection.weights import distribution_drift, weight_drift
+from lm.inspection.weights import distribution_drift
 from lm.model.build import BuildOptions, attach_config, build, config_of
 from lm.model.builtin import is_builtin
 from lm.model.custom import (
@@ -100,8 +100,6 @@ def test_any_module(place, trained, monkeypatch):
     alone = [model.generate(prompt, **greedy)[0].text for prompt in prompts]
     assert [each.text for each in model.generate(prompts, **greedy)] == alone
     again = package.load_model(trained.path, module=kind)
-    changes = {change.name: change.relative for change in weight_drift(model.decoder, again.decoder)}
-    assert "gru.weight_ih_l0" in changes and not any(changes.values())
     assert distribution_drift(model, again, prompts).agree.all()
 
 
