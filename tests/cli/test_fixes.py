@@ -30,7 +30,7 @@ MISTAKES = {  # typed -> said
     "a section in the singular": (["fit", "--config", "sample.yaml"], "did you mean 'samples'?"),
     "a section cut short": (["fit", "--config", "train.yaml"], "did you mean 'trainer'?"),
     "betas for another class": (
-        [*FIT, "--model.optimizer", "{class_path: torch.optim.SGD, betas: [0.9, 0.95]}"],
+        [*FIT, "--model.optimizer", "{class_path: torch.optim.SGD, betas: [0.8, 0.9]}"],
         "betas is for the built-in optimizers: leave it out; arguments of torch.optim.SGD stand in",
     ),
     "Lightning's option": ([*FIT, "--trainer.limit_train_batches", "3"], "did you mean 'trainer.max_steps'?"),
