@@ -55,6 +55,9 @@ def check_data(data: dict[str, Any], steps: dict[str, Any], config: Sections) ->
         length = f"the run of {plural(steps['max_steps'], 'step')} reads the data {epochs:.3g} times"
         fix = f"--trainer.max_steps {max(1, last)}, or give more data, or raise trainer.max_epochs"
         yield error(f"{length}, and trainer.max_epochs {limit:g} ends after step {last:,}{within}", fix)
+    elif limit is not None and 0 < epochs < 0.9 * limit:
+        what = f"trainer.max_epochs {limit:g} is only a limit: the run ends after {epochs:.2g} epochs"
+        yield warning(what, f"--trainer.max_steps {int(steps['max_steps'] * limit / epochs)} is as long")
     elif epochs > MANY_EPOCHS:
         length = f"the run of {plural(steps['max_steps'], 'step')} reads the data {epochs:,.0f} times"
         yield warning(length, "train for fewer steps, or give more data")

@@ -43,6 +43,11 @@ def test_very_many_epochs_are_a_warning(workplace):
     assert "reads the data" not in lm(workplace, "plan", "--config", "small.yaml").stdout
 
 
+def test_epochs_that_set_no_length_are_a_warning(workplace):
+    said = lm(workplace, "plan", "--config", "small.yaml", "--trainer.max_steps", "9", "--trainer.max_epochs", "3").stdout
+    assert "trainer.max_epochs 3 is only a limit: the run ends after " in " ".join(said.split())
+
+
 def test_a_fit_is_refused_too(workplace):
     refused = lm(workplace, "fit", "--config", "small.yaml", "--trainer.max_epochs", "3", expect=2).stderr
     assert "trainer.max_epochs 3 ends after step" in refused and not (workplace / "checkpoints/small").exists()
