@@ -68,8 +68,9 @@ class Summary(Callback):
         if (trainer.run.path / "samples.jsonl").exists():
             from lm.runs.history import read_samples
 
-            line = read_samples(trainer.run)[-1]
-            log.info("sample: %s", textwrap.shorten(line["prompt"] + line["text"], SAMPLE_WIDTH, placeholder=" ..."))
+            for line in read_samples(trainer.run)[-1:]:
+                text = textwrap.shorten(line["prompt"] + line["text"], SAMPLE_WIDTH, placeholder=" ...")
+                log.info("sample: %s", text)
         for command, purpose in next_commands(trainer.run.path, pl_module.builtin):
             log.info("%-60s  # %s", command, purpose)
 
