@@ -8,7 +8,7 @@ import importlib.metadata
 import json
 import logging
 import math
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from shlex import quote
 from tempfile import TemporaryDirectory
@@ -127,7 +127,7 @@ def write_for_llama_cpp(model: Pretrained, card: Card, dtype: str, file: Path) -
     write_gguf(model, file, dtype, {name: value for name, value in about.items() if value})
     modelfile = MODELFILE.format(file=file.name, context=model.config.max_position_embeddings)
     file.with_name("Modelfile").write_text(modelfile, encoding="utf-8")
-    file.with_name("README.md").write_text(model_card(model, card), encoding="utf-8")
+    file.with_name("README.md").write_text(model_card(model, replace(card, gguf=file.name)), encoding="utf-8")
 
 
 def dtype_name(model: Pretrained) -> str:

@@ -10,7 +10,7 @@ from lm.system.units import Count
 
 # YAML 1.2, which editors read, has no digits grouped by underscores: they are text to it.
 NUMBER = r"^[-+]?[0-9][0-9_]*(\.[0-9_]*)?([eE][-+]?[0-9]+)?$"
-COUNT = r"^[0-9][0-9_]*(\.[0-9]+)?([KMGTB]|[KMGT]i)?$"
+COUNT = r"^[0-9][0-9_,]*(\.[0-9]+)?([eE][-+]?[0-9]+)?([kKmMbBgGtT]i?)?$"
 ANYTHING: dict[str, Any] = {}
 TYPES = {
     bool: {"type": "boolean"},
@@ -40,8 +40,7 @@ def _group(options: list[Option]) -> dict[str, Any]:
         head, _, rest = option.name.partition(".")
         groups.setdefault(head, []).append(option._replace(name=rest))
     properties = {name: _group(some) if some[0].name else _leaf(some[0]) for name, some in groups.items()}
-    # A group may be null, which clears it; a callback or logger of one's own has options that are not known here.
-    return {"type": ["object", "null"], "properties": properties, "additionalProperties": False}
+    return {"type": ["object", "null"], "properties": properties, "additionalProperties": False}  # null clears a group
 
 
 def _leaf(option: Option) -> dict[str, Any]:

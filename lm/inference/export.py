@@ -41,6 +41,10 @@ prompt = tokenizer("The", return_tensors="pt")
 tokens = model.generate(**prompt, max_new_tokens=50, do_sample=True, temperature=0.8)
 print(tokenizer.decode(tokens[0]))
 ```"""
+USE_LLAMA_CPP = """```sh
+llama-cli -m {file} -no-cnv -p "The"
+ollama create {name} -f Modelfile && ollama run {name} "The"
+```"""
 BEGINNING = (
     "`{eos}` ends every document that the model was trained on, and so begins the next: put it before a prompt that is "
     "to be the beginning of a text."
@@ -58,6 +62,7 @@ class Card:
     name: str
     license: str = "unknown"  # as the Hub names it
     language: tuple[str, ...] = ()  # ISO 639 codes
+    gguf: str | None = None  # the file for llama.cpp, in place of a Hugging Face folder
 
 
 def model_card(model: Pretrained, card: Card) -> str:
@@ -69,7 +74,7 @@ def model_card(model: Pretrained, card: Card) -> str:
         sections["Training"] = f"{_table(training_rows(model, run))}\n\n```yaml\n{training_options(run)}```"
         if results := result_rows(model, run):
             sections["Results"] = _table(results)
-    sections["Use"] = USE.format(name=card.name)
+    sections["Use"] = USE_LLAMA_CPP.format(name=card.name, file=card.gguf) if card.gguf else USE.format(name=card.name)
     if run is not None:
         sections["Use"] += "\n\n" + BEGINNING.format(eos=model.tokenizer.eos_token)
     sections["Limits"] = LIMITS.format(model.config.max_position_embeddings)
@@ -84,7 +89,7 @@ def _front_matter(model: Pretrained, card: Card, run: Run | None) -> ModelCardDa
     return ModelCardData(
         language=list(card.language) or None,
         license=card.license.lower(),
-        library_name="transformers",
+        library_name="gguf" if card.gguf else "transformers",
         pipeline_tag="text-generation",
         tags=["causal-lm", config_json(model.config, model.tokenizer.eos_id, "float32")["model_type"]],
         datasets=sorted({match[1] for match in matches if match}) or None,

@@ -45,7 +45,7 @@ def write_gguf(model: Pretrained, file: Path, dtype: str, about: dict[str, Any])
     Args:
         model: what to write; its weights are read in fp32.
         dtype: of the matrices, a key of `DTYPES`; vectors are fp32, and so is a matrix whose rows q8_0 cannot divide.
-        about: `name`, `license`, `languages` and `description` of the model.
+        about: what is known of `name`, `license` and `languages`.
     """
     try:
         import gguf

@@ -111,7 +111,7 @@ def typed_options(
     """
     typed: list[tuple[str, str | list[str] | None]] = []
     repeated: dict[str, list[str]] = {}
-    words = [expand_home(word) for word in joined_brackets(arguments)]
+    words = [expand_home(word) for word in joined_brackets(list(arguments))]
     while words:
         word = words.pop(0)
         option, equals, value = word.partition("=")
@@ -139,20 +139,26 @@ def typed_options(
     return typed
 
 
-def joined_brackets(words: Iterable[str]) -> list[str]:
-    """Words, with a list or mapping that was typed without quotes in one piece, such as `{name: a, path: b}`."""
-    joined: list[str] = []
-    is_open = False
-    for word in words:
-        if is_open and not word.startswith("--"):
-            if joined[-1][0] in "[{" and len(joined) > 1 and joined[-2].startswith("--"):
-                joined[-2:] = [f"{joined[-2]}={joined[-1]}"]  # what stands after an equals sign is no text
-            joined[-1] += f" {word}"
-        else:
-            joined.append(word)
-        text = joined[-1] if joined[-1][:1] in ("[", "{") else joined[-1].partition("=")[2]
-        is_open = text[:1] in ("[", "{") and sum(map(text.count, "[{")) > sum(map(text.count, "]}"))
-    return joined
+def joined_brackets(words: list[str]) -> list[str]:
+    """Words, with a list or mapping that was typed without quotes in one piece, such as `{name: a, path: b}`.
+
+    A text such as `[Applause` stays as it is: nothing closes it before the next option, or a blank shows its quotes.
+    """
+    for first, word in enumerate(words):
+        option, equals, value = word.partition("=") if word.startswith("--") else ("", "", word)
+        if value[:1] not in ("[", "{"):
+            continue
+        for last in range(first + 1, len(words)):
+            if words[last].startswith("--") or any(" " in each for each in words[first:last]):
+                break
+            text = " ".join([value, *words[first + 1 : last + 1]])
+            if sum(map(text.count, "[{")) == sum(map(text.count, "]}")):
+                # With an equals sign it is a list, also where a text may begin with a bracket.
+                option, begin = (option, first) if equals else (words[first - 1] if first else "", first - 1)
+                if not option.startswith("--") or not equals and "=" in option:
+                    break
+                return [*words[:begin], f"{option}={text}", *joined_brackets(words[last + 1 :])]
+    return words
 
 
 def _listed(text: str, as_yaml: bool) -> list[str]:
