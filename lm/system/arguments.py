@@ -145,20 +145,23 @@ def joined_brackets(words: list[str]) -> list[str]:
     A text such as `[Applause` stays as it is: nothing closes it before the next option, or a blank shows its quotes.
     """
     for first, word in enumerate(words):
-        option, equals, value = word.partition("=") if word.startswith("--") else ("", "", word)
-        if value[:1] not in ("[", "{"):
+        begin, option, value = first - 1, words[first - 1] if first else "", word
+        if word.startswith("--") and "=" in word:
+            begin, (option, value) = first, word.split("=", 1)
+        if not option.startswith("--") or "=" in option or value[:1] not in ("[", "{") or " " in value:
             continue
-        for last in range(first + 1, len(words)):
-            if words[last].startswith("--") or any(" " in each for each in words[first:last]):
-                break
-            text = " ".join([value, *words[first + 1 : last + 1]])
-            if sum(map(text.count, "[{")) == sum(map(text.count, "]}")):
-                # With an equals sign it is a list, also where a text may begin with a bracket.
-                option, begin = (option, first) if equals else (words[first - 1] if first else "", first - 1)
-                if not option.startswith("--") or not equals and "=" in option:
-                    break
-                return [*words[:begin], f"{option}={text}", *joined_brackets(words[last + 1 :])]
+        last = first
+        while not is_closed(value) and last + 1 < len(words) and not words[last + 1].startswith("--"):
+            last += 1
+            value += f" {words[last]}"
+        if last > first and is_closed(value) and not any(" " in each for each in words[first + 1 : last + 1]):
+            # With an equals sign it is a list, also where a text may begin with a bracket.
+            return [*words[:begin], f"{option}={value}", *joined_brackets(words[last + 1 :])]
     return words
+
+
+def is_closed(text: str) -> bool:
+    return sum(map(text.count, "[{")) == sum(map(text.count, "]}"))
 
 
 def _listed(text: str, as_yaml: bool) -> list[str]:

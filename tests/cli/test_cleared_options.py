@@ -5,6 +5,7 @@ import logging
 import pytest
 import yaml
 
+from lm.cli.config_files import find_config
 from lm.cli.plan_checks import check_optimizer
 from lm.cli.request import read
 from lm.training.config import SECTIONS, GroupConfig, GroupsConfig, OptimizerConfig
@@ -59,6 +60,16 @@ def test_what_means_nothing_any_more_is_dropped_and_said(options, message, caplo
     if "decay_ratio" in message:
         assert request.model.schedule.decay_ratio is None
     assert request.model.optimizer.lr == 1.12e-2  # what is the user's stays
+
+
+def test_a_tied_embedding_of_a_config_leaves_the_output_out(tmp_path, caplog):
+    tied = tmp_path / "tied.yaml"
+    tied.write_text(
+        find_config("tiny.yaml").read_text().replace("tie_word_embeddings: false", "tie_word_embeddings: true")
+    )
+    with caplog.at_level(logging.INFO, "lm"):
+        assert read("fit", ["--config", str(tied)]).model.optimizer.groups.output == GroupConfig()
+    assert "model.optimizer.groups.output is left out of the config" in caplog.text
 
 
 def test_a_name_counts_over_the_class_of_a_config(tmp_path):

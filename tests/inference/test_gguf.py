@@ -7,9 +7,12 @@ import llama_cpp
 import pytest
 import torch
 from decoders import LLAMA3, SHAPES, SMALL, trained_like, write_huggingface
+from gguf import GGUFReader
 from other_tokenizers import byte_level, qwen2
 from tokenizers import Regex, pre_tokenizers
 
+from lm.cli.convert import export
+from lm.cli.model_options import ExportOptions
 from lm.data.encoder import hard_texts
 from lm.data.tokenizer import Tokenizer as OurTokenizer
 from lm.data.tokenizer_training import WORDS, train_bpe, train_char
@@ -30,14 +33,14 @@ LLAMAS = {
 }
 
 
-def ours(folder):
+def ours():
     return train_bpe(TEXTS, 300)
 
 
 def splitting(expression, **model):
     """A byte-level BPE that splits by an expression."""
 
-    def make(folder):
+    def make():
         backend = byte_level(TEXTS)
         split = pre_tokenizers.Split(Regex(expression), "isolated")
         backend.pre_tokenizer = pre_tokenizers.Sequence([split, pre_tokenizers.ByteLevel(False, use_regex=False)])
@@ -47,17 +50,27 @@ def splitting(expression, **model):
     return make
 
 
+def smollm():
+    """As GPT-2, with each digit by itself."""
+    backend = byte_level(TEXTS)
+    digits = pre_tokenizers.Digits(individual_digits=True)
+    backend.pre_tokenizer = pre_tokenizers.Sequence([digits, pre_tokenizers.ByteLevel(add_prefix_space=False)])
+    return OurTokenizer(backend.to_str())
+
+
 TOKENIZERS = {
     "ours": ours,
-    "gpt-2": lambda folder: OurTokenizer(byte_level(TEXTS).to_str()),
+    "gpt-2": lambda: OurTokenizer(byte_level(TEXTS).to_str()),
     "llama 3": splitting(WORDS, ignore_merges=True),
-    "qwen 2": lambda folder: OurTokenizer(qwen2(TEXTS).to_str()),
+    "qwen 2": lambda: OurTokenizer(qwen2(TEXTS).to_str()),
+    "smollm": smollm,
 }
 
 
 def make_model(folder, shape, tokenizer=None):
+    folder.mkdir(exist_ok=True)
     write_huggingface(trained_like(replace(shape, vocab_size=ROWS)), folder)
-    for name, text in (tokenizer or ours(folder)).files().items():
+    for name, text in (tokenizer or ours()).files().items():
         (folder / name).write_text(text)
     return load_pretrained(folder, device="cpu")
 
@@ -87,7 +100,7 @@ def test_llama_cpp_computes_the_same(shape, tmp_path):
     "kind", [pytest.param(kind, marks=[pytest.mark.slow] * (kind != "ours")) for kind in TOKENIZERS]
 )
 def test_every_text_has_the_same_ids(kind, tmp_path):
-    model = make_model(tmp_path, SMALL, TOKENIZERS[kind](tmp_path))
+    model = make_model(tmp_path, SMALL, TOKENIZERS[kind]())
     write_gguf(model, tmp_path / "model.gguf", "float16", {})
     ids, _ = llama_cpp.ask(tmp_path / "model.gguf", texts=TEXTS)
     different = [text for text, own, other in zip(TEXTS, model.tokenizer.encode_batch(TEXTS), ids) if own != other]
@@ -112,9 +125,24 @@ def test_the_perplexity_is_that_of_the_model(dtype, tolerance, tmp_path):
     (SHAPES["ministral, windows"], None, "no sliding windows"),
     (SHAPES["qwen3, untied"], None, "llama3 in a Llama, not in a Qwen3"),
     (SMALL, train_char(["abc"]), "byte-level BPE"),
-    (SMALL, splitting(r"\p{L}+|[^\p{L}]+")(None), "it would see other ids"),
+    (SMALL, splitting(r"\p{L}+|[^\p{L}]+")(), "it would see other ids"),
 ])  # fmt: skip
 def test_what_llama_cpp_would_compute_otherwise_is_refused(shape, tokenizer, reason, tmp_path):
     model = make_model(tmp_path, shape, tokenizer)
     with pytest.raises(RequestError, match=reason):
         write_gguf(model, tmp_path / "model.gguf", "float32", {})
+
+
+def test_the_command_writes_a_file_a_modelfile_and_a_card(tmp_path):
+    make_model(tmp_path / "hf", SMALL)
+    options = {"ckpt_path": str(tmp_path / "hf"), "format": "gguf", "dtype": "q8_0", "license": "apache-2.0"}
+    export(ExportOptions(output=str(tmp_path / "out"), **options))
+    assert {path.name for path in (tmp_path / "out").iterdir()} == {"out.gguf", "Modelfile", "README.md"}
+    assert (tmp_path / "out/Modelfile").read_text().startswith("FROM ./out.gguf\n")
+    card = (tmp_path / "out/README.md").read_text()
+    assert "library_name: gguf" in card and "llama-cli -m out.gguf" in card and "from_pretrained" not in card
+    fields = GGUFReader(tmp_path / "out/out.gguf").fields
+    values = [fields[f"general.{name}"].contents() for name in ("architecture", "name", "license")]
+    assert values == ["llama", "out", "apache-2.0"]
+    with pytest.raises(RequestError, match="q8_0 is a format of llama.cpp: give --format gguf"):
+        ExportOptions(output="x", dtype="q8_0")

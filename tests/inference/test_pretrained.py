@@ -108,6 +108,12 @@ def test_values_of_another_kind_are_refused_in_one_line(folder, name, value, mes
         lm.load_model(folder)
 
 
+@pytest.mark.parametrize("device", ["cuda:99", "gpu"])
+def test_a_device_that_is_not_there_is_said_in_one_line(folder, device):
+    with pytest.raises(RequestError, match=f"device {device}: .*; `cpu` is everywhere, `cuda` a GPU"):
+        lm.load_model(folder, device=device)
+
+
 def test_integer_weights_are_refused(folder):
     with pytest.raises(AttributeError, match="bf16"):
         lm.load_model(folder, dtype="bf16")

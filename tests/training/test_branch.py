@@ -76,7 +76,9 @@ def test_it_says_where_it_comes_from_and_is_branched_itself(place):
 
 def test_made_and_trained_later(place):
     """By the command that is printed, from files that are links to those of the trunk."""
-    said = lm(place, "branch", "trunk", "--at", "8", "--decay", str(2 * STEP), "--name", "later", "--make_only").stdout
+    made = lm(place, "branch", "trunk", "--at", "8", "--decay", str(2 * STEP), "--name", "later", "--make_only")
+    said = made.stdout
+    assert "--rewarm" not in made.stderr  # the rate is at its peak
     assert not logged(place, "later") and "fit --config checkpoints/later/config.yaml --ckpt_path auto" in said
     lm(place, "fit", "--config", "checkpoints/later/config.yaml", "--ckpt_path", "auto")
     assert [step for step, *_ in logged(place, "later")] == [9, 10]
