@@ -63,9 +63,11 @@ def test_it_says_where_it_comes_from_and_is_branched_itself(place):
     assert "branches: trunk-8-branch at step 8" in " ".join(lm(place, "runs", "show", "trunk").stdout.split())
 
     lm(place, "branch", "trunk-8-branch", "--rewarm", str(2 * STEP), "--decay", str(4 * STEP), "--name", "rewarmed",
-       "--final_fraction", "0.5")  # fmt: skip
+       "--final_fraction", "0.4")  # fmt: skip
     rates = [round(rate / 0.02, 3) for _, _, rate in logged(place, "rewarmed")]
-    assert rates == [1.0, 1.0, 0.75, 0.5]  # its trunk ended at its peak
+    assert rates == [1.0, 1.0, 0.7, 0.4]  # its trunk ended at its peak
+    low = lm(place, "branch", "rewarmed", "--decay", str(2 * STEP), "--name", "low", "--make_only").stderr
+    assert "the rate begins at 0.4 of its peak: --rewarm TOKENS lets it rise first" in low
     lm(place, "branch", "whole", "--rewarm", str(2 * STEP), "--constant", str(3 * STEP), "--name", "again")
     assert [round(rate / 0.01, 3) for _, _, rate in logged(place, "again")] == [0.5, 1.0, 1.0]  # from 0
     lm(place, "branch", "again", "--at", "8", "--rewarm", str(2 * STEP), "--constant", str(3 * STEP), "--name", "third")
