@@ -206,7 +206,10 @@ class TrainingCLI(LightningCLI):
             return super().instantiate_trainer(**kwargs)
         except (MisconfigurationException, ValueError, TypeError) as error:
             text = " ".join(str(error).split())
-            raise RequestError(f"trainer: {text}; `lm doctor` shows the devices of this machine") from error
+            raise RequestError(
+                f"trainer: {text.rstrip('!')}; `lm doctor` shows the devices of this machine, and "
+                "--trainer.accelerator cpu is always there"
+            ) from error
 
     def after_instantiate_classes(self) -> None:
         check_one_device_in_notebook(self.trainer)

@@ -13,7 +13,7 @@ from lm.cli.options import CONFIG, PRINT_CONFIG, SEED, all_options, command_opti
 from lm.errors import RequestError
 from lm.system.arguments import typed_options
 from lm.system.parsing import parse_yaml
-from lm.system.units import shown
+from lm.system.units import listed, shown
 
 
 def read_settings(command: str, arguments: list[str]) -> tuple[dict[str, Any], str]:
@@ -211,13 +211,27 @@ def check_names(command: str, typed: Iterable[tuple[str, Any]], configs: Mapping
             return nearest_option(name, known) or f"`lm {command} --help all` lists them"
 
         messages = [
-            source + unknown_options({name: hint(name, value) for name, value in names.items()})
+            source
+            + (
+                _misplaced(names, {*options, *groups})
+                or unknown_options({name: hint(name, value) for name, value in names.items()})
+            )
             for source, names in reversed(unknown.items())
             if names
         ]
         raise RequestError("; ".join(messages))
     if missing := [name for name, value in values.items() if value is None]:
         raise RequestError(f"--{missing[0]} needs a value")
+
+
+def _misplaced(names: Iterable[str], known: Collection[str]) -> str:
+    """The message for options of a config that all stand in one wrong group, such as the decoder's in `model`."""
+    parents = {name.rpartition(".")[0] for name in names}
+    own = [name.rpartition(".")[2] for name in names]
+    homes = [group for group in option_groups(known) if all(f"{group}.{name}" in known for name in own)]
+    if len(own) < 2 or len(parents) > 1 or not homes:
+        return ""
+    return f"{listed(own, 3)} stand under {parents.pop() or 'no group'}: write them under {min(homes, key=len)}"
 
 
 def _is_known(name: str, options: Collection[str], groups: Collection[str]) -> bool:

@@ -102,7 +102,8 @@ class Shards:
             largest = max((block.tokens for block in self.index.blocks), default=0)
             raise RequestError(
                 f"{self.source}: {self.index.tokens} tokens, at most {largest} of them in one block, but a window "
-                f"takes {seq_len + 1} (seq_len + 1): give more data or lower data.seq_len"
+                f"takes {seq_len + 1}, a sample and the next token: give more data, or lower data.seq_len or "
+                "model.decoder.max_position_embeddings"
             )
         return total
 

@@ -134,9 +134,12 @@ class DecoderConfig:
             raise RequestError(f"window_pattern {pattern!r} must be made of S (a window) and L (all), such as SSSL")
         slides = "S" in (pattern or "")
         if slides and self.sliding_window is None:
-            raise RequestError(f"window_pattern {pattern} has windows: give sliding_window, their tokens")
+            raise RequestError(f"window_pattern {pattern} has windows: give model.decoder.sliding_window, their tokens")
         if not slides and self.sliding_window is not None:
-            raise RequestError(f"sliding_window {self.sliding_window} needs a window_pattern with an S, such as SSSL")
+            raise RequestError(
+                f"sliding_window {self.sliding_window} needs layers with an S: give model.decoder.window_pattern, "
+                "such as SSSL"
+            )
 
     def _check_rope_scaling(self) -> None:
         scaling = self.rope_scaling or {"rope_type": "linear", "factor": 1}

@@ -83,13 +83,13 @@ def checkpoint_folder(reference: str) -> Path:
     path = Path(reference)
     if path.is_dir():
         return path
-    if path.name in ("best", "last") and (checkpoint := Run(path.parent).link(path.name)):
-        return checkpoint  # on a file system without symbolic links
     if path.is_file():
         raise RequestError(f"{path} is a file: give its folder {path.parent}")
+    if (path.parent / "run.json").exists():  # `best` without symbolic links, or a checkpoint that was removed
+        return Run(path.parent).checkpoint(path.name)
     step = re.fullmatch(r"(?:step-)?(\d+)", reference)
     close = [f"step-{int(step[1]):08d}"] if step else get_close_matches(reference, REFERENCES, 1)
-    hint = f"did you mean {close[0]}?" if close else f"or give best, last or auto{hub_hint(reference)}"
+    hint = f"did you mean {close[0]}?" if close else f"give a folder, or best, last or auto{hub_hint(reference)}"
     with suppress(RequestError):
         find_run(reference)
         hint = f"it is a run: give --run {reference}, and best, last or auto as --ckpt_path"

@@ -11,7 +11,8 @@ MAX_OPTIONS, MAX_UNKNOWN = 10, 6  # options listed in a message
 OPTIONS = {
     "trainer.max_steps": "max_iters num_steps train_steps total_steps limit_train_batches",
     "trainer.val_interval": "val_check_interval eval_interval eval_every eval_steps val_every",
-    "trainer.checkpoint_interval": "save_every save_interval save_steps ckpt_interval checkpoint_every",
+    "trainer.checkpoint_interval": "save_every save_interval save_steps save_every_n_steps ckpt_interval "
+                                   "checkpoint_every",
     "trainer.keep_checkpoints": "save_total_limit save_top_k",
     "trainer.keep_every": "every_n_train_steps keep_period",
     "trainer.log_interval": "log_every_n_steps log_every logging_steps",
@@ -92,6 +93,7 @@ def nearest_option(name: str, known: list[str], section: str = "") -> str:
     if "trainer.max_steps" in known and (fixes := [fix for fix, others in FIXES.items() if last in others.split()]):
         return fixes[0]
     ours = [option for option, others in OPTIONS.items() if last in others.split()]
+    ours += OPTIONS.get(name, "").split()  # of another command, such as `--trainer.precision` at `generate`
     close = [option for option in known if any(name == option or name.endswith(f".{option}") for name in ours)]
     whole = [option for option in known if min(len(option), len(name)) > 3 and "." not in option + name]
     alike = [option for option in whole if option.startswith(name) or name.startswith(option)]  # `text`, `train`

@@ -66,15 +66,18 @@ def _describe(error: Exception, text: str | bytes) -> str:
     mark = getattr(error, "problem_mark", None)
     if mark is None:
         return " ".join(str(error).split())
-    line = (text if isinstance(text, str) else text.decode(errors="replace")).split("\n")[mark.line : mark.line + 1]
-    shown = f", {line[0].strip()[:60]!r}" if line else ""
+    lines = (text if isinstance(text, str) else text.decode(errors="replace")).split("\n")[: mark.line + 1]
+    for number, line in enumerate(lines, 1):  # YAML reads `lr:1` as a text, and stumbles over the lines after it
+        if key := re.match(r"[ -]*([a-z_.]+:)[^\s:/]", line):
+            return f"line {number}, {line.strip()[:60]!r}: write a space after {key[1]}"
+    shown = f", {lines[-1].strip()[:60]!r}" if len(lines) > mark.line else ""
     problem = " ".join(filter(None, (getattr(error, "context", None), getattr(error, "problem", None))))
     if "<block end>" in problem:
         problem = "its indentation does not fit the lines above it"
     elif "mapping values are not allowed" in problem:
-        problem = "a colon is not possible here: is it indented as the line above, with a blank after that one's colon?"
+        problem = "a colon is not possible here: is it indented as the line above, with a space after that one's colon?"
     elif "could not find expected ':'" in problem:
-        problem = "this line or the one above lacks a colon, or the blank after it"
+        problem = "this line or the one above lacks a colon, or the space after it"
     elif "'\\t'" in problem:
         problem = "it is indented with a tab: use spaces"
     return f"line {mark.line + 1}{shown}: {problem}"

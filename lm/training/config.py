@@ -98,13 +98,14 @@ class OptimizerConfig:
             self.class_path is None or "." in self.class_path,
             f"model.optimizer.class_path {self.class_path}: give the module too, such as torch.optim.SGD",
         )
-        for option in fields(self) if self.class_path else ():
-            name, value = option.name, getattr(self, option.name)
-            require(
-                value == option.default or name in ("name", "class_path", "init_args", "groups", *OURS),
-                f"model.optimizer.{name} is for the built-in optimizers: leave it out; arguments of {self.class_path} "
-                "stand in model.optimizer.init_args",
-            )
+        of_class = ("name", "class_path", "init_args", "groups", *OURS)
+        others = [option.name for option in fields(self) if getattr(self, option.name) != option.default]
+        others = [name for name in others if self.class_path and name not in of_class]
+        require(
+            not others,
+            f"model.optimizer: {' and '.join(others)} of the built-in optimizers: leave them out of the config; "
+            f"arguments of {self.class_path} stand in model.optimizer.init_args",
+        )
         for name in OURS:
             require(
                 name not in self.init_args,

@@ -132,7 +132,8 @@ class Trainer(PatchedTrainer):
         warmup_and_decay_steps(max_steps, model.options.schedule)  # refuses a schedule that does not fit
         if run_state.start.step >= max_steps and not run_state.start.pending_validation:
             limit = "max_steps" if self.options.max_tokens is None else "max_tokens"
-            finished = f"all {run_state.start.step} steps are done; to train on, give a larger --trainer.{limit}"
+            past = f" (it is at step {run_state.start.step})" if run_state.start.step > max_steps else ""
+            finished = f"all {max_steps} steps are done{past}; to train on, give a larger --trainer.{limit}"
             if self._new_run:
                 raise RequestError(f"a new run from {ckpt_path} has nothing to train: {finished}")
             log.info("the run has finished: %s", finished)

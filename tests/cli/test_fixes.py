@@ -31,7 +31,7 @@ MISTAKES = {  # typed -> said
     "a section cut short": (["fit", "--config", "train.yaml"], "did you mean 'trainer'?"),
     "betas for another class": (
         [*FIT, "--model.optimizer", "{class_path: torch.optim.SGD, betas: [0.8, 0.9]}"],
-        "betas is for the built-in optimizers: leave it out; arguments of torch.optim.SGD stand in",
+        "betas of the built-in optimizers: leave them out of the config; arguments of torch.optim.SGD stand in",
     ),
     "Lightning's option": ([*FIT, "--trainer.limit_train_batches", "3"], "did you mean 'trainer.max_steps'?"),
     "a config for a run": (["generate", "--config", "small.yaml"], "did you mean 'run'?"),
@@ -51,8 +51,8 @@ MISTAKES = {  # typed -> said
         [*FIT, "--model.decoder.num_attention_heads", "3", "--model.decoder.num_key_value_heads", "2"],
         "fits is 30 or 36, and num_key_value_heads 2 does not divide it: null makes one of each query head",
     ),
-    "a line too far in": (["fit", "--config", "deep.yaml"], "is it indented as the line above, with a blank after"),
-    "a colon without a blank": (["fit", "--config", "colon.yaml"], "is it indented as the line above, with a blank after"),
+    "a line too far in": (["fit", "--config", "deep.yaml"], "is it indented as the line above, with a space after"),
+    "a colon without a space": (["fit", "--config", "colon.yaml"], "line 2, 'max_steps:3': write a space after max_steps:"),
     "an optimizer of the Trainer": ([*FIT, "--trainer.optimizer", "adamw"], "did you mean 'model.optimizer.name'?"),
     "minutes": ([*FIT, "--trainer.max_steps", "null", "--hours", "30m"], "minutes are sixtieths: 0.5 for 30"),
     "less validation than a sample": ([*FIT, "--data.val_tokens", "10"], "10 is less than a sample, which has 32 tokens"),
@@ -69,6 +69,10 @@ MISTAKES = {  # typed -> said
     "PyTorch's number format": ([*FIT, "--trainer.precision", "bf16"], "did you mean bf16-mixed?"),
     "a group at the top": (["fit", "--config", "top.yaml"], "no option 'optimizer'; did you mean 'model.optimizer'?"),
     "a group that is too deep": (["fit", "--config", "schedule.yaml"], "did you mean 'model.schedule'?"),
+    "a group that is not there": (
+        ["fit", "--config", "flat.yaml"], "hidden_size, num_hidden_layers stand under model: write them under model.decoder",
+    ),
+    "an option of training": (["generate", "--trainer.precision", "bf16"], "did you mean 'dtype'?"),
     "a run without its checkpoint": (["fit", "--run", "mine"], "--ckpt_path auto resumes the run mine; a new run needs"),
     "epochs for a length": ([*FIT, "--trainer.max_steps", "null", "--trainer.max_epochs", "2"], "max_epochs is only a limit"),
     "a trained tokenizer": ([*FIT, "--data.tokenizer", "bpe"], "data.tokenizer bpe is no file: give data.prepare.tokenizer"),
@@ -99,6 +103,7 @@ def test_a_mistake_is_answered_with_what_was_meant(typed, said, here, capsys):
     (here / "top.yaml").write_text("optimizer: {name: muon}\n")
     (here / "schedule.yaml").write_text("model: {optimizer: {schedule: {name: cosine}}}\n")
     (here / "colon.yaml").write_text("trainer:\n  max_steps:3\n  val_interval: 2\n")
+    (here / "flat.yaml").write_text("model: {hidden_size: 64, num_hidden_layers: 2}\n")
     (here / "tab.yaml").write_text("trainer:\n\tmax_steps: 3\n")
     (here / "checkpoints/lost/last").mkdir(parents=True)
     (write_run("checkpoints", "bare").path / "config.yaml").unlink()

@@ -429,9 +429,9 @@ def test_the_mlp_is_8_3_of_the_width_unless_it_is_given(width, inside):
     ({"hidden_size": 24, "num_attention_heads": 8}, "head_dim 3 is odd"), ({"head_dim": 15}, "head_dim 15 is odd"),
     ({"dropout": 1.0}, r"dropout 1.0 must lie in \[0, 1\)"), ({"dropout": -0.1}, "dropout"),
     ({"window_pattern": "SSX"}, "window_pattern 'SSX' must be made of S"),
-    ({"window_pattern": ""}, "window_pattern '' must be made of S"), ({"window_pattern": "SL"}, "give sliding_window"),
-    ({"window_pattern": "LL", "sliding_window": 4}, "sliding_window 4 needs a window_pattern with an S"),
-    ({"sliding_window": 4}, "sliding_window 4 needs a window_pattern"),
+    ({"window_pattern": ""}, "window_pattern '' must be made of S"), ({"window_pattern": "SL"}, "give model.decoder.sliding_window"),
+    ({"window_pattern": "LL", "sliding_window": 4}, "sliding_window 4 needs layers with an S"),
+    ({"sliding_window": 4}, "sliding_window 4 needs layers with an S: give model.decoder.window_pattern"),
     *(({name: 0}, f"{name} 0 must be above 0") for name in (
         "vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads", "head_dim",
         "intermediate_size", "max_position_embeddings", "rms_norm_eps", "rope_theta", "initializer_range",

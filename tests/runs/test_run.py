@@ -135,7 +135,8 @@ def test_of_several_runs_of_a_config_the_newest_is_taken_and_named(tmp_path, cap
 
 
 @pytest.mark.parametrize("reference, name, message", [
-    ("nowhere", "tiny", "--ckpt_path nowhere: there is no such folder; or give best, last or auto$"),
+    ("nowhere", "tiny", "--ckpt_path nowhere: there is no such folder; give a folder, or best, last or auto$"),
+    ("checkpoints/tiny/step-00000009", "tiny", "run checkpoints/tiny has no checkpoint 'step-00000009'; it has: step-00000001"),
     ("1", "tiny", "--ckpt_path 1: there is no such folder; did you mean step-00000001?"),
     ("lats", "tiny", "--ckpt_path lats: there is no such folder; did you mean last?"),
     ("org/small-1b", "tiny", "Hub: `hf download org/small-1b --local-dir small-1b`"),

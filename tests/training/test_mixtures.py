@@ -146,7 +146,7 @@ HIGH = {"name": "high", "train": "high/train", "tokenizer": "tok"}
     (HIGH | {"train": "nowhere"}, "nowhere: no such file or folder"),
     (HIGH | {"val": "high/train/2.parquet"}, "high/train/2.parquet: no such file"),
     (HIGH | {"column": "ids"}, "has no column 'ids'; it has input_ids; set `column`"),
-    (HIGH | {"train": "short"}, "give more data or lower data.seq_len"),
+    (HIGH | {"train": "short"}, "give more data, or lower data.seq_len or model.decoder"),
 ])  # fmt: skip
 def test_an_error_of_a_source_names_it_in_one_line(place, monkeypatch, given, said):
     monkeypatch.chdir(place)

@@ -189,7 +189,8 @@ def test_muon_takes_the_matrices_of_the_blocks_and_nothing_else(tied):
 
 def test_an_option_that_a_class_would_not_get_is_refused():
     with pytest.raises(
-        RequestError, match="momentum is for the built-in optimizers: leave it out; arguments of .* stand in"
+        RequestError,
+        match="momentum of the built-in optimizers: leave them out of the config; arguments of .* stand in",
     ):
         OptimizerConfig(class_path="torch.optim.SGD", momentum=0.9)
     OptimizerConfig(class_path="torch.optim.SGD", name="muon", lr=0.1, init_args={"momentum": 0.5})
