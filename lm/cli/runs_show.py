@@ -184,6 +184,8 @@ def checks_of(facts: dict[str, Any]) -> list[Expectation]:
 def chosen_settings(config: dict[str, Any]) -> dict[str, Any]:
     """Those of `SETTINGS` that a config has, by their names with dots."""
     flat = flatten(config)
+    if flat.get("model.optimizer.class_path"):  # which counts, and not the name
+        flat["model.optimizer.name"] = None
     return {name: flat[name] for name in SETTINGS if flat.get(name) is not None}
 
 

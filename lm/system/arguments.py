@@ -91,6 +91,9 @@ def parse(
     kinds = {action.dest: str(getattr(action, "_typehint", "")) for action in parser._actions}
     flags = [name for name, kind in kinds.items() if kind == "<class 'bool'>"]
     lists = [name for name, kind in kinds.items() if "list[" in kind]
+    for action in parser._actions:
+        if action.dest in lists:
+            action.metavar = f"{action.dest.upper()} ..."
     typed = typed_options(arguments, flags, lists)
     words: Any = [value for option, value in typed if not option]
     if any(action.dest in lists and not action.option_strings for action in parser._actions):
