@@ -12,7 +12,7 @@ from datetime import UTC, datetime, timedelta
 from types import SimpleNamespace
 
 import pytest
-from trainings import HERE, write_config
+from trainings import HERE, wait_until, write_config
 
 from lm.cli.command import main
 from lm.errors import RequestError
@@ -248,7 +248,10 @@ def test_a_budget_is_kept_over_machines_and_ends_this_one(tmp_path):
 
     def keep(rate, cap):
         command = [KEEPER, file, "--rate", str(rate), "--cap", str(cap), "--at_cap", f"touch {tmp_path}/ended"]
+        before = file.read_text() if file.exists() else ""
         process = subprocess.Popen([*command, "--interval", "0.05"], stdout=subprocess.PIPE, text=True)
+        if cap > 1e6:
+            wait_until(lambda: file.exists() and file.read_text() != before, process)
         with suppress(subprocess.TimeoutExpired):
             process.wait(0.7 if cap > 1e6 else 30)
         process.kill()
