@@ -52,14 +52,14 @@ def _stride(vocab: int, dtype: torch.dtype) -> int:
 
 def _cpu(x: Tensor, weight: Tensor, labels: Tensor, ignore_index: int, gradient: bool) -> Results:
     def overwrite(logits: Tensor, labels: Tensor, losses: Tensor) -> None:
-        logits_fp32, counted = logits.float(), labels != ignore_index  # (chunk, V), (chunk,)
+        counted = labels != ignore_index  # (chunk,)
         target = labels.where(counted, 0)[:, None]  # (chunk, 1)
-        lse = logits_fp32.logsumexp(-1)  # (chunk,)
-        losses.copy_((lse - logits_fp32.gather(-1, target)[:, 0]).where(counted, 0.0))
+        log_p = logits.log_softmax(-1, dtype=torch.float32)  # (chunk, V)
+        losses.copy_((-log_p.gather(-1, target)[:, 0]).where(counted, 0.0))
         if gradient:
-            d = (logits_fp32 - lse[:, None]).exp()
-            d.scatter_add_(-1, target, -torch.ones_like(d[:, :1]))
-            logits.copy_(d * counted[:, None])
+            d = log_p.exp_()  # in place: half the time here is that of the memory
+            d.scatter_add_(-1, target, d.new_full(target.shape, -1))
+            logits.copy_(d.mul_(counted[:, None]))
 
     return _chunked(overwrite, x, weight, labels, gradient)
 

@@ -102,7 +102,7 @@ def test_qwen3_says_its_windows_without_layer_types_too(pattern):
     ({"architectures": ["MistralForCausalLM"]}, "MistralForCausalLM"),
     ({"architectures": None}, "architectures"), ({"model_type": "mistral"}, "model_type is mistral"),
     ({"architectures": ["MinistralForCausalLM"], "model_type": "ministral", "sliding_window": None,
-      "layer_types": ["sliding_attention"] * 3}, "give sliding_window"),
+      "layer_types": ["sliding_attention"] * 3}, "give model.decoder.sliding_window"),
     ({"rope_scaling": {"rope_type": "llama3", "factor": 8.0}}, "'low_freq_factor': None.* must be"),
     ({"rope_scaling": {"type": "linear", "factor": "2"}}, "'factor': '2'.* must be"),
     ({"rope_scaling": {"rope_type": "dynamic", "factor": math.nan}}, "'factor': nan.* must be"),
