@@ -42,10 +42,7 @@ SOURCES_IN_BUFFER = 8  # each source of a mixture shuffles with 1/8 of the buffe
 
 
 class DataModule(LightningDataModule):
-    """Streams pre-tokenized Parquet shards.
-
-    Its arguments are the fields of `DataConfig`, where each is explained.
-    """
+    """Streams pre-tokenized Parquet shards. Its arguments are the fields of `DataConfig`, where each is explained."""
 
     @arguments_from(DataConfig)
     def __init__(self, config: DataConfig) -> None:
