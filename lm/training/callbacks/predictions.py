@@ -24,7 +24,7 @@ SCHEMA = pa.schema(
 
 
 class Predictions(Callback):
-    """Writes them to Parquet, one row per window of a document."""
+    """Writes the log-probabilities to Parquet, one row per window of a document."""
 
     _writer: pq.ParquetWriter
 
