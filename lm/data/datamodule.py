@@ -42,10 +42,7 @@ SOURCES_IN_BUFFER = 8  # each source of a mixture shuffles with 1/8 of the buffe
 
 
 class DataModule(LightningDataModule):
-    """Streams pre-tokenized Parquet shards.
-
-    Its arguments are the fields of `DataConfig`, where each is explained.
-    """
+    """Streams pre-tokenized Parquet shards. Its arguments are the fields of `DataConfig`, where each is explained."""
 
     @arguments_from(DataConfig)
     def __init__(self, config: DataConfig) -> None:
@@ -119,7 +116,7 @@ class DataModule(LightningDataModule):
                 self.by_source[split], self.shards[split] = by_source, Shards.join(by_source)
         foreign = any(source.train or source.val for source in self.sources)
         if {"train", "val"} <= self.shards.keys() and (foreign or self.mixed):  # else `lm data prepare` has compared
-            from lm.data.overlap import common_file, describe_shared, shared_spans
+            from lm.data.overlap import common_file, describe_shared
 
             train, val = self.shards["train"], self.shards["val"]
             if files := common_file(train, val):
@@ -128,7 +125,7 @@ class DataModule(LightningDataModule):
                     f"the training data contains the validation data: {files[0]}{same}; name other files in data.train "
                     "or data.val, as a folder, a glob or a list"
                 )
-            self.shared = describe_shared(*shared_spans(train, val, self.tokenizer.eos_id), "passages")
+            self.shared = describe_shared(train, val, self.tokenizer.eos_id)
         if "train" in self.shards:
             prefix, sources = self.tokenizer.prefix, self.by_source["train"].values()
             if not prefix or any(shards.beginning()[: len(prefix)].tolist() != prefix for shards in sources):

@@ -85,15 +85,16 @@ def _hashes(ids: np.ndarray, length: int) -> np.ndarray:
     return hashes
 
 
-def describe_shared(count: int, total: int, what: str) -> str | None:
-    """That so many of `what` of validation are in the training data, in words; None where they are too few to matter.
+def describe_shared(train: Shards, val: Shards, eos_id: int) -> str | None:
+    """How much of validation is in the training data, in words; None where it is too little to matter.
 
-    Raises RequestError where they are so many that the validation loss would mean nothing.
+    Raises RequestError where it is so much that the validation loss would mean nothing.
     """
+    count, total = shared_spans(train, val, eos_id)
     fraction = count / max(1, total)
     if fraction < WARNING:
         return None
-    problem = f"{count:,} of {total:,} {what} of the validation data, {fraction:.1%}, are in the training data too"
+    problem = f"{count:,} of {total:,} passages of the validation data, {fraction:.1%}, are in the training data too"
     if fraction >= ERROR:
         raise RequestError(f"{problem}: take them out of one of the two, or hold out other text")
     return f"{problem}, so its loss is too low"

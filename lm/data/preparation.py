@@ -28,7 +28,7 @@ from lm.data.encode import (
     write_shard,
 )
 from lm.data.encoder import id_type
-from lm.data.overlap import describe_shared, shared_spans
+from lm.data.overlap import describe_shared
 from lm.data.parquet import COLUMN, LAYOUT, PackedRows
 from lm.data.shards import Shards
 from lm.data.splits import Repeated, Split, divide
@@ -138,7 +138,7 @@ class Preparation:
             train, val = (
                 Shards.open(str(self.output / name), vocab_size=self.tokenizer.vocab_size) for name in ("train", "val")
             )
-            if shared := describe_shared(*shared_spans(train, val, self.tokenizer.eos_id), "passages"):
+            if shared := describe_shared(train, val, self.tokenizer.eos_id):
                 log.warning("%s", shared)
 
 

@@ -38,9 +38,8 @@ PLAN, LOCK = f"{PARTS}/plan.json", ".lock"
 
 def prepare(options: PrepareOptions) -> dict[str, Any]:
     """Make shards, or continue an unfinished preparation; returns the content of `manifest.json`."""
-    options, files, known = _examine(options)
+    options, files, known, plan = _examine(options)
     output = Path(options.output)
-    plan = _plan(options, files, known)
     if (manifest := _finished(output, plan)) is None:
         try:
             with _only_one(output):
@@ -60,8 +59,8 @@ def prepare(options: PrepareOptions) -> dict[str, Any]:
 
 def plan_only(options: PrepareOptions) -> None:
     """Write the plan and the tokenizer of a preparation that several machines share by `prepare_part`."""
-    options, files, known = _examine(options)
-    _begin(Path(options.output), _plan(options, files, known))
+    options, files, known, plan = _examine(options)
+    _begin(Path(options.output), plan)
     preparation = Preparation(options, files, known)
     units, left = len(preparation.units), len(preparation.unencoded(preparation.units))
     log.info(f"the work: {plural(units, 'unit')} of text, {left} of them to encode; give it to tasks, as --task 0/4")
@@ -72,9 +71,8 @@ def prepare_part(options: PrepareOptions, task: int, tasks: int) -> str:
 
     Units are encoded first; once all are, the same tasks write the shards. No task waits for another.
     """
-    options, files, known = _examine(options)
+    options, files, known, plan = _examine(options)
     output = Path(options.output)
-    plan = _plan(options, files, known)
     if _finished(output, plan) is not None:
         return "nothing is left to do"
     if not (output / PLAN).exists() or (output / PLAN).read_text() != json.dumps(plan):
@@ -93,8 +91,8 @@ def prepare_part(options: PrepareOptions, task: int, tasks: int) -> str:
     return f"{waiting}run the same without --task, to check all and write the manifest"
 
 
-def _examine(options: PrepareOptions) -> tuple[PrepareOptions, list[TextFile], Tokenizer | None]:
-    """The options with a fraction for validation, the files, and the tokenizer unless one is to be learned."""
+def _examine(options: PrepareOptions) -> tuple[PrepareOptions, list[TextFile], Tokenizer | None, dict[str, Any]]:
+    """The options with a fraction for validation, the files, the tokenizer unless it is to be learned, and the plan."""
     options.check()
     output = Path(options.output)
     files = split_by_names(find_files(options.input))
@@ -113,7 +111,7 @@ def _examine(options: PrepareOptions) -> tuple[PrepareOptions, list[TextFile], T
         _check_disk(output, files)
     if known is not None and not (output / MANIFEST).exists() and (loss := describe_loss(known)):
         log.warning("%s", loss)
-    return options, files, known
+    return options, files, known, _plan(options, files, known)
 
 
 def _check_disk(output: Path, files: list[TextFile]) -> None:

@@ -14,15 +14,14 @@ def count_tokens(shards: Shards, vocab_size: int, stop: int) -> np.ndarray:
     Packed rows count without the first token of each, which is only context, and without padding.
     """
     counts = np.zeros(vocab_size, dtype=np.int64)
-    remaining = stop
     for block in range(len(shards.index.blocks)):
-        if remaining <= 0:
-            break
         ids = shards.read(block)
         if shards.packed is not None:
             ids = ids[shards.packed.targets(ids)]
-        counts += np.bincount(ids[:remaining], minlength=vocab_size)
-        remaining -= len(ids)
+        counts += np.bincount(ids[:stop], minlength=vocab_size)
+        stop = max(0, stop - len(ids))
+        if not stop:
+            break
     return counts
 
 

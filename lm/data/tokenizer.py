@@ -176,17 +176,17 @@ class Tokenizer:
         of special tokens as these; with `add_special_tokens=False, split_special_tokens=True` it gives the same ids.
         RequestError: the text has something without a token, and the tokenizer has no unknown token.
         """
-        try:
-            return self.encoder.encode(text, add_special_tokens=False).ids
-        except Exception as error:  # the library raises bare Exception
-            raise _no_token(error) from error
+        return self.encode_batch([text])[0]
 
     def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
         """Encode several texts, as `encode` does."""
         try:
             encodings = self.encoder.encode_batch_fast(list(texts), add_special_tokens=False)
-        except Exception as error:
-            raise _no_token(error) from error
+        except Exception as error:  # the library raises bare Exception
+            raise RequestError(
+                f"the tokenizer cannot encode a text ({first_line(error)}); use one with a token for every byte, or "
+                "with one for what is unknown"
+            ) from error
         return [encoding.ids for encoding in encodings]
 
     def decode(self, ids: Iterable[int]) -> str:
@@ -275,13 +275,6 @@ def tokenizer_of_characters(vocabulary: dict[str, int]) -> Tokenizer:
     backend.add_special_tokens([END_OF_TEXT, UNKNOWN])
     backend.decoder = decoders.Fuse()
     return Tokenizer(backend.to_str(pretty=True))
-
-
-def _no_token(error: Exception) -> RequestError:
-    return RequestError(
-        f"the tokenizer cannot encode a text ({first_line(error)}); use one with a token for every byte, or with one "
-        "for what is unknown"
-    )
 
 
 def _adding_nothing(step: dict[str, Any] | None) -> dict[str, Any] | None:

@@ -37,15 +37,16 @@ def train_bpe(texts: Iterable[str], vocab_size: int) -> Tokenizer:
         initial_alphabet=alphabet,
         show_progress=sys.stderr.isatty(),
     )
-    backend.pre_tokenizer = _words(WORDS.replace("+", f"{{1,{MAX_RUN}}}").replace("*", f"{{0,{MAX_RUN}}}"))
+    backend.pre_tokenizer = split_words(WORDS.replace("+", f"{{1,{MAX_RUN}}}").replace("*", f"{{0,{MAX_RUN}}}"))
     _wait_for(lambda stopped: backend.train_from_iterator(takewhile(lambda _: not stopped.is_set(), texts), trainer))
-    backend.pre_tokenizer = _words(WORDS)
+    backend.pre_tokenizer = split_words(WORDS)
     return Tokenizer(backend.to_str(pretty=True))
 
 
-def _words(pattern: str) -> pre_tokenizers.PreTokenizer:
-    split = pre_tokenizers.Split(tokenizers.Regex(pattern), "isolated")
-    return pre_tokenizers.Sequence([split, pre_tokenizers.ByteLevel(False, use_regex=False)])
+def split_words(*patterns: str) -> pre_tokenizers.PreTokenizer:
+    """Splits a text into words by regular expressions in turn, and spells them in bytes."""
+    splits = [pre_tokenizers.Split(tokenizers.Regex(pattern), "isolated") for pattern in patterns]
+    return pre_tokenizers.Sequence([*splits, pre_tokenizers.ByteLevel(False, use_regex=False)])
 
 
 def _wait_for(train: Callable[[threading.Event], None]) -> None:

@@ -13,11 +13,11 @@ from typing import Any
 
 import tokenizers
 import torch
-from tokenizers import models
 from torch import Tensor
 
 from lm.data.encoder import hard_texts
 from lm.data.tokenizer import Tokenizer
+from lm.data.tokenizer_training import split_words
 from lm.errors import RequestError
 from lm.inference.pretrained import Pretrained
 from lm.model.config import DecoderConfig
@@ -165,8 +165,8 @@ def add_tokenizer(writer: Any, tokenizer: Tokenizer, rows: int) -> None:
 
 def words_name(tokenizer: Tokenizer) -> str:
     """llama.cpp's name of the expression with which it gives the same ids; RequestError if it has none."""
-    model = tokenizer.description["model"]
-    if not tokenizer.byte_level or model.get("type") != "BPE" or tokenizer.description.get("normalizer"):
+    description, model = tokenizer.description, tokenizer.description["model"]
+    if not tokenizer.byte_level or model.get("type") != "BPE" or description.get("normalizer"):
         raise RequestError(
             "llama.cpp reads the byte-level BPE of GPT-2, Llama 3 and Qwen, which `lm data prepare --tokenizer bpe` "
             "makes; this model's tokenizer is another one"
@@ -174,18 +174,14 @@ def words_name(tokenizer: Tokenizer) -> str:
     texts = hard_texts()
     ids = tokenizer.encode_batch(texts)
     for name, (expressions, whole_words) in WORDS.items():
-        if bool(model.get("ignore_merges")) == whole_words and _splitting(model, expressions, texts) == ids:
+        if bool(model.get("ignore_merges")) == whole_words and _splitting(description, expressions, texts) == ids:
             return name
     raise RequestError("llama.cpp splits no text into words as this model's tokenizer does: it would see other ids")
 
 
-def _splitting(model: dict[str, Any], expressions: list[str], texts: list[str]) -> list[list[int]]:
-    """Ids of texts by a byte-level BPE that splits by expressions in turn, as llama.cpp does."""
-    splits = [
-        {"type": "Split", "pattern": {"Regex": each}, "behavior": "Isolated", "invert": False} for each in expressions
-    ]
-    levels = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": False}
-    backend = tokenizers.Tokenizer(models.BPE())
-    steps = {"pre_tokenizer": {"type": "Sequence", "pretokenizers": [*splits, levels]}, "model": model}
-    backend = tokenizers.Tokenizer.from_str(json.dumps({**json.loads(backend.to_str()), **steps}))
+def _splitting(description: dict[str, Any], expressions: list[str], texts: list[str]) -> list[list[int]]:
+    """Ids of texts by a tokenizer's BPE, if it splits by expressions in turn, as llama.cpp does."""
+    unused = dict.fromkeys(("post_processor", "truncation", "padding"))
+    backend = tokenizers.Tokenizer.from_str(json.dumps({**description, **unused, "added_tokens": []}))
+    backend.pre_tokenizer = split_words(*expressions)
     return [encoding.ids for encoding in backend.encode_batch_fast(texts, add_special_tokens=False)]

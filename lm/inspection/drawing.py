@@ -64,10 +64,7 @@ def label_axes(axes: Axes, title: str = "", x: str = "", y: str = "") -> None:
 
 
 def plot_curves(axes: Axes, series: Sequence[Series]) -> None:
-    """Plot curves, named if there are several; few points are marked.
-
-    Colour and style follow from the index of a curve.
-    """
+    """Plot curves, named if there are several; few points are marked."""
     shown = [index for index, line in enumerate(series) if np.isfinite(line.y).any()]
     for index in shown:
         line, style = series[index], STYLES[(index + index // len(COLORS)) % len(STYLES)]

@@ -66,9 +66,8 @@ def _cpu(x: Tensor, weight: Tensor, labels: Tensor, ignore_index: int, gradient:
 
 def constants(dtype: torch.dtype, vocab: int, gradient: bool) -> dict[str, Any]:
     """Preprocessor constants of the kernel for rows of `vocab` logits, with or without the gradient."""
-    vec, stride, warps = 16 // dtype.itemsize, _stride(vocab, dtype), 1
-    while warps < 32 and stride > vec * warps * 32 * 4:  # small enough for two rows per multiprocessor
-        warps *= 2
+    vec, stride = 16 // dtype.itemsize, _stride(vocab, dtype)
+    warps = runtime.warps(stride // vec, 4)  # few enough for two rows per multiprocessor
     return dict(T=runtime.TYPES[dtype], VOCAB=vocab, STRIDE=stride, VEC=vec, WARPS=warps, GRADIENT=int(gradient))
 
 

@@ -9,11 +9,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from lm.kernels.fp8.mlp import NormMlpFp8, SwigluLinearFp8
-from lm.kernels.linear import Weight, factor, weight_gradient
+from lm.kernels.fp8.mlp import NormMlpFp8
+from lm.kernels.linear import Weight, factor, linear, weight_gradient
 from lm.kernels.norm_linear import norm_linear
 from lm.kernels.rms_norm import check_shapes_and_dtypes
-from lm.kernels.swiglu import BACKWARD, FORWARD
+from lm.kernels.swiglu import BACKWARD, FORWARD, Swiglu
 
 
 class _SwigluLinear(torch.autograd.Function):
@@ -33,28 +33,13 @@ class _SwigluLinear(torch.autograd.Function):
         return dgate_up, dweight, None, None
 
 
-def swiglu_linear(gate_up: Tensor, weight: Weight) -> Tensor:
-    """`silu(gate) * up` (Shazeer, 2020, arXiv:2002.05202) in fp32 with one rounding at its end, then `linear`.
-
-    `gate_up` is `(..., 2 I)`, the weight `(C, I)`, the result `(..., C)`.
-    """
-    matrix = factor(weight, gate_up.dtype)
-    if weight.scaling is not None:
-        return SwigluLinearFp8.apply(gate_up, weight.parameter, matrix, weight.scaling)
-    return _SwigluLinear.apply(gate_up, weight.parameter, matrix, weight.total)
-
-
 def norm_mlp(
-    x: Tensor,
-    residual: Tensor | None,
-    norm_weight: Tensor,
-    eps: float,
-    up: Weight,
-    down: Weight,
+    x: Tensor, residual: Tensor | None, norm_weight: Tensor, eps: float, up: Weight, down: Weight
 ) -> tuple[Tensor, Tensor]:
-    """`norm_linear`, then `swiglu_linear`: the stream and the MLP's result, `(..., C)` each.
+    """`norm_linear`, SwiGLU (Shazeer, 2020, arXiv:2002.05202) and `linear`: the stream and the result, `(..., C)` each.
 
-    `up` is `(2 I, C)`, gate above up, and `down` `(C, I)`.
+    `up` is `(2 I, C)`, gate above up, and `down` `(C, I)`. SwiGLU, `silu(gate) * up`, is computed in fp32 and rounded
+    once.
     """
     if up.scaling is not None and up.scaling == down.scaling:
         check_shapes_and_dtypes(x, residual, norm_weight)
@@ -62,4 +47,6 @@ def norm_mlp(
         stream, out = NormMlpFp8.apply(x, residual, norm_weight, eps, *weights, up.scaling)
         return x if stream is None else stream, out
     stream, gate_up = norm_linear(x, residual, norm_weight, eps, up)
-    return stream, swiglu_linear(gate_up, down)
+    if down.scaling is not None:
+        return stream, linear(Swiglu.apply(gate_up), down)
+    return stream, _SwigluLinear.apply(gate_up, down.parameter, factor(down, gate_up.dtype), down.total)

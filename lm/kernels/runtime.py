@@ -10,6 +10,7 @@ import hashlib
 import os
 import threading
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -52,7 +53,11 @@ def cubin(name: str, arch: str, **defines: object) -> bytes:
     except (OSError, ValueError):  # absent, or damaged
         pass
     code, _ = compile_source(name, arch, **defines)
-    write_cached(path, hashlib.sha256(code).hexdigest().encode() + b"\n" + code)
+    with suppress(OSError):  # the cache cannot be written
+        path.parent.mkdir(parents=True, exist_ok=True)
+        temporary = path.with_suffix(f".{os.getpid()}-{threading.get_ident()}")  # no tempfile: others may read it
+        temporary.write_bytes(hashlib.sha256(code).hexdigest().encode() + b"\n" + code)
+        os.replace(temporary, path)
     return code
 
 
@@ -99,17 +104,6 @@ def _cache_key(name: str, arch: str, defines: dict[str, object]) -> str:
     for file in (f"{name}.cu", PRELUDE):
         digest.update((SOURCES / file).read_bytes())
     return digest.hexdigest()
-
-
-def write_cached(path: Path, content: bytes) -> None:
-    """Write a file of the cache by a rename; does nothing if the cache cannot be written."""
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        temporary = path.with_suffix(f".{os.getpid()}-{threading.get_ident()}")  # no tempfile: others may read it
-        temporary.write_bytes(content)
-        os.replace(temporary, path)
-    except OSError:
-        return
 
 
 # ---- launch ----------------------------------------------------------------------------------------------------------

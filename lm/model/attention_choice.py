@@ -33,21 +33,15 @@ def kernel_names(device: torch.device) -> list[str]:
     return [backend.name.removesuffix("_ATTENTION").lower() for backend in known]
 
 
-def why_it_fails(
-    name: str, device: torch.device, dtype: torch.dtype, config: DecoderConfig, window: int | None = None
-) -> str | None:
-    """Why a kernel does not run forward and backward for the heads of a model, by trying it; None if it does.
-
-    With a window it is flash attention over sequences.
-    """
+def why_it_fails(name: str, device: torch.device, dtype: torch.dtype, config: DecoderConfig) -> str | None:
+    """Why a kernel does not run forward and backward for the heads of a model, by trying it; None if it does."""
     # Zeros, as random numbers would change those that the run draws.
     zeros = partial(torch.zeros, device=device, dtype=dtype, requires_grad=True)
     heads, kv_heads = config.num_attention_heads, config.num_key_value_heads
     q, k, v = (zeros(1, 128, count, config.head_dim) for count in (heads, kv_heads, kv_heads))
-    offsets = None if window is None else torch.tensor([0, 128], dtype=torch.int32, device=device)
     try:
         with kernel_order([backend(name)]):
-            attend(q, k, v, AttentionMask(window, offsets, None)).sum().backward()
+            attend(q, k, v, AttentionMask(None, None, None)).sum().backward()
     except RuntimeError as error:  # not for these heads
         return first_line(error)
     return None

@@ -38,11 +38,8 @@ def gradient_sum(weight: Tensor) -> Tensor | None:
 
 
 def use_low_precision(decoder: nn.Module) -> None:
-    """Make every `Linear` of a decoder a `LowPrecisionLinear`, in place.
-
-    A module changes its class and stays the same object, as with torch's `fully_shard`: parameters, hooks and shards
-    are those that it had.
-    """
+    """Make every `Linear` of a decoder a `LowPrecisionLinear`, in place: a module changes its class, as with torch's
+    `fully_shard`, and keeps its parameters, hooks and shards."""
     for part in decoder.modules():
         if type(part) is Linear:  # a subclass has a product of its own
             part.__class__ = LowPrecisionLinear

@@ -5,7 +5,7 @@
         "epoch": 0, "global_step": 1000, "pytorch-lightning_version": ..., "loops": ..., "callbacks": ...,
         "lr_schedulers": [],
         # by `to_content`
-        "state_dict": {"model.norm.weight": Tensor, ...},           # by the names of Hugging Face
+        "state_dict": {"model.norm.weight": Tensor, ...},           # by the names of Hugging Face; a custom model's own
         "optimizer": {"norm.weight/exp_avg": Tensor, ...},          # by parameter and slot of its state
         "optimizer_values": {"written_by": {"name": "adamw"}},      # which optimizer; other classes add plain values
         "ranks": [{"rng": ...}, ...],                               # random number generators of each rank
@@ -42,12 +42,15 @@ def to_content(module: "LanguageModule", checkpoint: dict[str, Any]) -> dict[str
     hyper_parameters = (module.CHECKPOINT_HYPER_PARAMS_KEY, module.CHECKPOINT_HYPER_PARAMS_NAME)  # in config.json
     content = {key: value for key, value in checkpoint.items() if key not in ("optimizer_states", *hyper_parameters)}
     content["lr_schedulers"] = []  # a resume needs the key, which Lightning leaves out with `save_weights_only`
-    content["state_dict"] = named_weights(module, checkpoint["state_dict"])
+    weights = {name.removeprefix("decoder."): value for name, value in checkpoint["state_dict"].items()}
+    content["state_dict"] = to_huggingface(weights, module.config) if module.builtin else weights
     content["optimizer"] = {}
     states = checkpoint.get("optimizer_states")
     if states and states[0]:  # neither where it saves weights alone, nor on ranks other than zero
         content |= optimizer_content(module, states[0])
-    content["ranks"] = states_of_all_ranks({"rng": rng_state()}, module.trainer.world_size)
+    content["ranks"] = [{"rng": rng_state()}] * module.trainer.world_size
+    if module.trainer.world_size > 1:
+        torch.distributed.all_gather_object(content["ranks"], content["ranks"][0])
     content["files"] = huggingface_files(module)
     return content
 
@@ -72,22 +75,7 @@ def from_content(module: "LanguageModule", content: dict[str, Any]) -> dict[str,
     return checkpoint
 
 
-def states_of_all_ranks(rank_state: dict[str, Any], world_size: int) -> list[dict[str, Any]]:
-    """The `rank_state` of each rank, in their order; call it on every rank."""
-    if world_size == 1:
-        return [rank_state]
-    states = [{} for _ in range(world_size)]  # receives them
-    torch.distributed.all_gather_object(states, rank_state)
-    return states
-
-
 # ---- the model -------------------------------------------------------------------------------------------------------
-
-
-def named_weights(module: "LanguageModule", state_dict: dict[str, Tensor]) -> dict[str, Tensor]:
-    """The weights of a module by the names of Hugging Face, or of a custom decoder by its own names."""
-    weights = {name.removeprefix("decoder."): value for name, value in state_dict.items()}
-    return to_huggingface(weights, module.config) if weights and module.builtin else weights
 
 
 def huggingface_files(module: "LanguageModule") -> dict[str, str]:

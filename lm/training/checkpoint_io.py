@@ -63,7 +63,13 @@ class FolderCheckpointIO(CheckpointIO):
             for key in TENSORS:
                 if key in checkpoint:
                     content[key] = {name: self._copy((key, name), tensor) for name, tensor in checkpoint[key].items()}
-        self._task = self._writer.submit(write, Path(path), content, storage_options)
+
+        def write() -> None:
+            write_folder(Path(path), content)
+            if storage_options is not None:
+                storage_options()
+
+        self._task = self._writer.submit(write)
 
     def load_checkpoint(
         self, path: str | os.PathLike[str], map_location: Any = None, weights_only: bool | None = None
@@ -118,19 +124,9 @@ class FolderCheckpointIO(CheckpointIO):
     def _copy_to_host(self, place: Place, tensor: Tensor) -> Tensor:
         memory = self._host_memory.get(place)
         if memory is None or (memory.shape, memory.dtype) != (tensor.shape, tensor.dtype):
-            memory = self._host_memory[place] = allocate_host_memory(tensor)
+            try:
+                memory = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=tensor.is_cuda)
+            except RuntimeError:  # the system has too little memory to lock
+                memory = torch.empty(tensor.shape, dtype=tensor.dtype)
+            self._host_memory[place] = memory
         return memory.copy_(tensor.detach(), non_blocking=True).as_subclass(HostCopy)
-
-
-def write(folder: Path, content: dict[str, Any], after_write: Callable[[], None] | None) -> None:
-    write_folder(folder, content)
-    if after_write is not None:
-        after_write()
-
-
-def allocate_host_memory(tensor: Tensor) -> Tensor:
-    """Host memory for a copy of a tensor, page-locked if it is on a GPU and the system has enough of such memory."""
-    try:
-        return torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=tensor.is_cuda)
-    except RuntimeError:
-        return torch.empty(tensor.shape, dtype=tensor.dtype)

@@ -83,10 +83,7 @@ def _add_in_bf16(state: None, bucket: dist.GradBucket) -> Future[Tensor]:  # pyr
 
 
 class FullyShardedStrategy(RanksTogether, ModelParallelStrategy):
-    """FSDP2: every rank holds a shard of the parameters, gradients and optimizer state.
-
-    It extends Lightning's strategy to our checkpoint folders.
-    """
+    """FSDP2: every rank holds a shard of the parameters, gradients and optimizer state."""
 
     def __init__(self, world_size: int, rank_timeout: float, options: DistributedConfig = DistributedConfig()) -> None:
         super().__init__(

@@ -1,6 +1,7 @@
 """How a run ends before its last step: by a signal or a guard, out of memory, or because its data cannot be read.
 
-`training/trainer` enters the two context managers around a fit, and calls `end_run` between two steps.
+`training/lightning_patches` enters the two context managers around a fit; callbacks call `Trainer.end_run` between two
+steps.
 """
 
 import logging

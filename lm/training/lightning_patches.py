@@ -7,7 +7,7 @@ lets the others stand nowhere else.
 
 import sys
 from collections.abc import Callable, Iterable
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import nullcontext
 from dataclasses import fields
 from datetime import timedelta
 from pathlib import Path
@@ -20,6 +20,9 @@ from lightning.pytorch.loops.fit_loop import _FitLoop
 from lightning.pytorch.loops.training_epoch_loop import _TrainingEpochLoop
 from lightning.pytorch.profilers import Profiler
 from lightning.pytorch.strategies.launchers.subprocess_script import _SubprocessScriptLauncher
+
+from lm.system.hardware import process_bytes
+from lm.training.end_of_run import explaining_memory, explaining_resume
 
 if TYPE_CHECKING:  # it takes a quarter of a second, which `lm plan` need not wait for
     from torch.utils.tensorboard import SummaryWriter
@@ -52,7 +55,9 @@ class EpochLoop(_TrainingEpochLoop):
 
 
 class PatchedTrainer(lightning.Trainer):
-    """Lightning's Trainer with our loops, and with two hooks for which it has no public name."""
+    """Lightning's Trainer with our loops, and with `training/end_of_run` around a fit."""
+
+    memory_before: int | None = None  # bytes of this process when the training began
 
     def __init__(self, **options: Any) -> None:
         super().__init__(**options)
@@ -61,23 +66,15 @@ class PatchedTrainer(lightning.Trainer):
         self.fit_loop = FitLoop(self, max_epochs=-1)
         self.fit_loop.epoch_loop = EpochLoop(self, max_steps=1)
 
-    def around_fit(self) -> AbstractContextManager:
-        """A context around all of a fit on this rank, after other ranks were started; sees errors first of all.
-
-        Callbacks' `on_exception` gets an error and cannot replace it by another.
-        """
-        return nullcontext()
-
-    def around_stage(self) -> AbstractContextManager:
-        """A context around the training itself, or the evaluation, once model, data and callbacks are set up."""
-        return nullcontext()
-
     def _fit_impl(self, *args: Any, **kwargs: Any) -> None:
-        with self.around_fit():
+        """All of a fit on this rank; callbacks' `on_exception` gets an error and cannot replace it by another."""
+        with explaining_memory(self):
             super()._fit_impl(*args, **kwargs)
 
     def _run_stage(self) -> Any:
-        with self.around_stage():
+        """The training itself, or the evaluation, once model, data and callbacks are set up."""
+        self.memory_before = process_bytes()
+        with explaining_resume(self):
             return super()._run_stage()
 
 

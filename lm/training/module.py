@@ -214,10 +214,7 @@ class LanguageModule(LightningModule):
         }
 
     def flops_per_token(self, full_attention: bool = False) -> float:
-        """Floating-point operations of training on one token, forward and backward.
-
-        `full_attention`: count masked pairs of tokens too, as other projects do.
-        """
+        """As `estimates.flops_per_token`; of a custom model by the weights that are there."""
         seq_len = self.trainer.datamodule.seq_len
         if self.builtin:
             return flops_per_token(self.config, seq_len, full_attention)

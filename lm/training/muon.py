@@ -89,8 +89,6 @@ class Muon(Optimizer):
 
     The rank that orthogonalises a matrix needs all of it. With several ranks, sharded or replicated, all of them must
     call `step`; `assign_owners` divides the matrices among them.
-
-    The options are those of `OptimizerConfig`; `training/optim` makes the groups.
     """
 
     def __init__(

@@ -1,4 +1,4 @@
-"""How long the steps of a training take, and its rest."""
+"""How long the steps of a training take, and its rest: one estimate for log lines, progress bar and budget."""
 
 from collections import deque
 from collections.abc import Sequence
@@ -8,9 +8,7 @@ KEPT_LINES = 100  # of the newest, that a pace is the median of
 
 
 class StepTimeEstimator:
-    """How long the steps of a training take, and its rest: one estimate for log lines, progress bar and budget.
-
-    A step counts as the median over log lines, a validation as the median of all, so that one slow part does not
+    """A step counts as the median over log lines, a validation as the median of all, so that one slow part does not
     count. The line in which a session starts is left out. Other pauses, such as evaluations, count by the step: those
     after the first over the steps since then.
     """

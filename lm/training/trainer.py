@@ -4,7 +4,6 @@
 
 import logging
 import warnings
-from contextlib import AbstractContextManager
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn, cast
@@ -25,13 +24,13 @@ from lm.runs.checkpoint import read_progress
 from lm.runs.run import Run
 from lm.system.dataclass_arguments import arguments_from
 from lm.system.devices import find_device, peak_flops
-from lm.system.hardware import device_name, keep_freed_memory, process_bytes
+from lm.system.hardware import device_name, keep_freed_memory
 from lm.system.process import check_launcher
 from lm.training.callback import TakesCheckpoints
 from lm.training.checkpoint_io import FolderCheckpointIO
 from lm.training.checks import check_parts, find_problems
 from lm.training.config import TrainerConfig
-from lm.training.end_of_run import end_run, explaining_memory, explaining_resume
+from lm.training.end_of_run import end_run
 from lm.training.lightning_patches import PatchedTrainer
 from lm.training.precision import choose_precision, multiplication_precision
 from lm.training.run_state import RunState
@@ -64,7 +63,6 @@ class Trainer(PatchedTrainer):
             if self.global_step == self.max_steps:
                 break
 
-    `PatchedTrainer` enters `around_fit` around all of this, and `around_stage` around the loop: `training/end_of_run`.
     The arguments are the fields of `TrainerConfig`, where each is explained.
     """
 
@@ -81,7 +79,6 @@ class Trainer(PatchedTrainer):
         self.own_loggers = [config.logger] if isinstance(config.logger, Logger) else config.logger or []
         self.run_state = RunState(clip=config.gradient_clip_val)  # Lightning clips nothing here: `training/step` does
         self._new_run = False  # see `load_with`
-        self.memory_before: int | None = None  # bytes of this process when the training began
         self.checkpoint_io = FolderCheckpointIO()
         plugins: list[Any] = [self.checkpoint_io]
         devices, num_nodes = config.devices, config.num_nodes
@@ -123,7 +120,10 @@ class Trainer(PatchedTrainer):
         """
         check_parts(model, datamodule)
         datamodule.set_position(seq_len=datamodule.options.seq_len or model.config.max_position_embeddings)
-        self._check_options(model)
+        device, _ = find_device("auto" if self.strategy.root_device.type == "cuda" else "cpu")
+        options = replace(self.options, num_nodes=self.num_nodes)  # as torchrun or SLURM says
+        for problem in find_problems(options, model.options, device):
+            raise RequestError(str(problem))
         run_state = self.run_state
         run_state.start = read_progress(ckpt_path)
         done = run_state.start.step, run_state.start.samples
@@ -143,19 +143,6 @@ class Trainer(PatchedTrainer):
         datamodule.set_position(global_batch=run_state.steps.global_batch, consumed=0)  # a checkpoint sets `consumed`
         self.fit_loop.epoch_loop.max_steps = max_steps
         super().fit(model, datamodule=datamodule, ckpt_path=ckpt_path)
-
-    def _check_options(self, model: "LanguageModule") -> None:
-        device, _ = find_device("auto" if self.strategy.root_device.type == "cuda" else "cpu")
-        options = replace(self.options, num_nodes=self.num_nodes)  # as torchrun or SLURM says
-        for finding in find_problems(options, model.options, device):
-            raise RequestError(str(finding))
-
-    def around_fit(self) -> AbstractContextManager:
-        return explaining_memory(self)
-
-    def around_stage(self) -> AbstractContextManager:
-        self.memory_before = process_bytes()
-        return explaining_resume(self)
 
     def end_run(self, why: str = "") -> NoReturn:
         """End the run after its last complete step, with a checkpoint; call it on every rank."""

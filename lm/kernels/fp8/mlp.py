@@ -1,7 +1,6 @@
 """The MLP with the norm before it, in FP8: SwiGLU's result and its gradient are quantised as they are computed.
 
-That is why one function has both linear layers. `SwigluLinearFp8` has the second one alone, for an MLP whose first one
-is not in FP8.
+That is why one function has both linear layers.
 """
 
 from typing import Any
@@ -47,30 +46,7 @@ BACKWARD = define(
 )
 
 
-# ---- the second linear layer -----------------------------------------------------------------------------------------
-
-
-class SwigluLinearFp8(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, gate_up: Tensor, weight: Tensor, matrix: Float8, scaling: Scaling) -> Tensor:
-        ctx.dtype, ctx.scaling = weight.dtype, scaling
-        ctx.save_for_backward(gate_up, *(matrix.transpose or ()))
-        return product(quantize(gate_up, scaling, "SWIGLU").matrix, matrix.matrix, gate_up.dtype)
-
-    @staticmethod
-    def backward(ctx: Any, dout: Tensor) -> tuple[Tensor | None, ...]:
-        (gate_up, *weight), needs_dweight = ctx.saved_tensors, ctx.needs_input_grad[1]
-        gradient = quantize(dout, ctx.scaling, gradient=True, transpose=needs_dweight)
-        dz = product(gradient.matrix, Scaled(*weight), gate_up.dtype)  # (..., I)
-        dgate_up, z = swiglu.BACKWARD(dz, gate_up)  # (..., 2 I), (..., I)
-        dweight = None
-        if needs_dweight:
-            z = quantize(z, ctx.scaling, matrix=False, transpose=True).transpose
-            dweight = weight_gradient(gradient.transpose, z, ctx.dtype)  # (C, I)
-        return dgate_up, dweight, None, None
-
-
-# ---- both ------------------------------------------------------------------------------------------------------------
+# ---- the MLP ---------------------------------------------------------------------------------------------------------
 
 
 class NormMlpFp8(torch.autograd.Function):

@@ -108,17 +108,10 @@ def constants(
     }
 
 
-def _cuda(
-    x: Tensor,
-    dtype: torch.dtype,
-    source: Source = "MATRIX",
-    *norm: Tensor,
-    rowwise: bool,
-    matrix: bool,
-    transpose: bool,
-) -> Results:
-    results = empty(x, dtype, source, rowwise=rowwise, matrix=matrix, transpose=transpose)
-    launch(source, results, x.contiguous(), None, *norm, rowwise=rowwise)
+def _cuda(x: Tensor, dtype: torch.dtype, source: Source = "MATRIX", *norm: Tensor, **requested: bool) -> Results:
+    """The keywords are those of `quantize_on_cpu`."""
+    results = empty(x, dtype, source, **requested)
+    launch(source, results, x.contiguous(), None, *norm, rowwise=requested["rowwise"])
     return results
 
 

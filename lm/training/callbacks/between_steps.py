@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 from lm.errors import LmError, first_line
-from lm.training.callback import Callback
+from lm.training.callback import Callback, not_training
 from lm.training.callbacks.logging import log_metrics
 from lm.training.module import LanguageModule
 from lm.training.trainer import Trainer
@@ -44,7 +44,8 @@ class BetweenSteps(Callback, ABC):
         if pl_module.device.type == "cuda":
             torch.cuda.synchronize()  # queued work belongs to the training
         try:
-            metrics = self.run(trainer, pl_module)
+            with not_training(trainer):
+                metrics = self.run(trainer, pl_module)
         except Exception as error:  # such as of a custom model that computes no logits without labels
             foreseen = isinstance(error, LmError | OSError)
             if trainer.sharded and not foreseen:

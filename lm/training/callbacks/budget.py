@@ -22,10 +22,7 @@ from lm.training.trainer import Trainer
 
 
 class BudgetGuard(Guard[Budget]):
-    """Ends a run before it costs too much, and records its cost in `budget.json`.
-
-    The clock starts with the process, since the machine is paid for from then on.
-    """
+    """The clock starts with the process, since the machine is paid for from then on."""
 
     def __init__(self, config: BudgetConfig, clock: Callable[[], float] = time.monotonic) -> None:
         super().__init__(Budget(config, clock))

@@ -5,7 +5,6 @@ from dataclasses import asdict
 from lm.evaluation.benchmark import check_items, core, evaluate
 from lm.evaluation.tasks import Task, read_tasks
 from lm.runs.evaluations import evaluation_metrics, evaluation_record
-from lm.training.callback import not_training
 from lm.training.callbacks.between_steps import BetweenSteps
 from lm.training.callbacks.logging import write_state
 from lm.training.config import EvaluationConfig
@@ -44,7 +43,7 @@ class Evaluations(BetweenSteps):
         run, config = trainer.run, self.config
         write_state(trainer, "evaluating")
         try:
-            with not_training(trainer), trainer.precision_plugin.forward_context():
+            with trainer.precision_plugin.forward_context():
                 results = evaluate(
                     pl_module.decoder,
                     trainer.datamodule.tokenizer,

@@ -1,6 +1,6 @@
 """`lm predict`: the log-probability of every token of some texts."""
 
-from typing import Any, cast
+from typing import Any
 
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -24,10 +24,9 @@ SCHEMA = pa.schema(
 
 
 class Predictions(Callback):
-    """`lm predict`: writes the log-probability of every token to Parquet, one row per window of a document."""
+    """Writes the log-probabilities to Parquet, one row per window of a document."""
 
-    def __init__(self) -> None:
-        self._writer = cast(pq.ParquetWriter, None)
+    _writer: pq.ParquetWriter
 
     def on_predict_start(self, trainer: Trainer, pl_module: LanguageModule) -> None:
         if trainer.run is None:

@@ -7,7 +7,6 @@ from typing import cast
 from lm.inference.completion import gather_texts, generate_text
 from lm.inference.sampling import Sampling
 from lm.system.files import append_line
-from lm.training.callback import not_training
 from lm.training.callbacks.between_steps import BetweenSteps
 from lm.training.callbacks.tensorboard import EventFile
 from lm.training.config import SamplesConfig
@@ -26,10 +25,9 @@ class Samples(BetweenSteps):
 
     def run(self, trainer: Trainer, pl_module: LanguageModule) -> dict[str, float]:
         if self.prompts and (trainer.is_global_zero or trainer.sharded):
-            with not_training(trainer):
-                texts = self.written(trainer, pl_module)
-                if trainer.is_global_zero:
-                    self._write_samples(trainer, texts)
+            texts = self.written(trainer, pl_module)
+            if trainer.is_global_zero:
+                self._write_samples(trainer, texts)
         return {}
 
     def written(self, trainer: Trainer, pl_module: LanguageModule) -> list[str]:
