@@ -78,7 +78,7 @@ def branch(options: BranchOptions, overrides: list[tuple[str, Any]]) -> None:
         if options.decay and not options.rewarm and low < 0.5:
             messages.append(f"the rate begins at {low:.2g} of its peak: --rewarm TOKENS lets it rise first")
         if not changes:
-            messages.append("nothing is changed, so it repeats that run's steps; --decay, for example, changes them")
+            messages.append("nothing is changed: it trains on with that run's config; --decay, for example, changes it")
         if options.make_only:
             log.info("%s", "\n".join(messages))
             print(run.resume_command())

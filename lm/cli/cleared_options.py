@@ -69,7 +69,7 @@ def clear_earlier(settings: Mapping[str, Any], options: Iterable[tuple[str, Any]
         clear(place, OF_SCHEDULE, f"{place}.name is {after} and was {before}")
 
     size, mlp = "model.decoder.hidden_size", "model.decoder.intermediate_size"
-    if size in later and mlp not in later and (before := _value(settings, mlp)) and _value(settings, size):
+    if size in later and mlp not in given and (before := _value(settings, mlp)) and _value(settings, size):
         width = f"was for {size} {_value(settings, size)}; --{mlp} null makes it 8/3 of the new one"
         log.info(f"{mlp} stays {before}, which {width}")
 

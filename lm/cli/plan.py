@@ -157,7 +157,10 @@ def _loss_lines(facts: dict[str, Any]) -> list[str]:
 
 def _disk_lines(facts: dict[str, Any]) -> list[str]:
     size, at_once, free = (format_bytes(facts["disk"][name]) for name in ("checkpoint", "at_once", "free"))
-    lines = [f"{size} a checkpoint, {at_once} at once; {free} free", f"{size} of rank zero's memory for its copy"]
+    lines = [
+        f"{size} a checkpoint, {at_once} at once; {free} free",
+        f"{size} of memory for a copy of it, which is written while training goes on",
+    ]
     work = facts["checkpoints"]
     if "lost_seconds" in work:
         lines.append(

@@ -31,7 +31,6 @@ from lm.errors import RequestError, require
 from lm.system import process
 from lm.system.arguments import Parser
 from lm.system.dataclass_arguments import arguments_from
-from lm.system.units import shown
 from lm.training.config import (
     SECTIONS,
     EvaluationConfig,
@@ -266,11 +265,6 @@ def check_nulls(settings: Mapping[str, Any]) -> None:
 
 
 def _check_nulls(options: type, group: Any, prefix: str) -> None:
-    if not isinstance(group, Mapping):
-        raise RequestError(
-            f"{prefix.removesuffix('.')} is a group of options and not {shown(group)}: give one of them, "
-            f"such as --{prefix}{fields(options)[0].name}"
-        )
     for option in fields(options):
         name, value = f"{prefix}{option.name}", group.get(option.name, ...)
         kinds = get_args(option.type) or (option.type,)

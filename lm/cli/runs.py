@@ -100,6 +100,7 @@ def rm(runs: list[str], yes: bool = False, root: str = str(ROOT)) -> None:
             return
     for run in folders:
         remove_folder(run.path)
+    print("removed")
     with suppress(LmError):  # `lm runs ls` leaves them out all the same
         registry.forget(str(run.path.resolve()) for run in folders)
 

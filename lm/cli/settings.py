@@ -100,9 +100,14 @@ def combine(command: str, configs: Iterable[Mapping[str, Any]], typed: Iterable[
 
     A group of options that is null has its defaults.
     """
-    groups = option_groups(option.name for option in all_options(command))
+    names = [option.name for option in all_options(command)]
+    groups = option_groups(names)
     settings: dict[str, Any] = {}
     for options in [*(list(dotted(config, groups)) for config in configs), list(typed)]:
+        for name, value in options:
+            if name in groups and value not in NULL:
+                option = _option_for(name, value, names)
+                raise RequestError(f"{name} is a group of options and not {shown(value)}: {option}")
         for name in clear_earlier(settings, options):
             remove_option(settings, name)
         for name, value in options:
@@ -111,6 +116,15 @@ def combine(command: str, configs: Iterable[Mapping[str, Any]], typed: Iterable[
             else:
                 set_option(settings, name, value)
     return settings
+
+
+def _option_for(group: str, value: Any, options: Collection[str]) -> str:
+    """What to give in place of a value for a group of options."""
+    name = "class_path" if "." in str(value) else "name"
+    if isinstance(value, str) and f"{group}.{name}" in options:
+        return f"give --{group}.{name} {value}, or in a config {group.rpartition('.')[2]}: {{{name}: {value}}}"
+    first = next(option for option in options if option.startswith(f"{group}."))
+    return f"give one of them, such as --{first}, or null for their defaults"
 
 
 def dotted(settings: Mapping[str, Any], groups: set[str], prefix: str = "") -> Iterator[tuple[str, Any]]:
@@ -193,7 +207,10 @@ def check_names(command: str, typed: Iterable[tuple[str, Any]], configs: Mapping
     command_line_only = {option.name for option in (CONFIG, PRINT_CONFIG, *command_options(command))}
     in_config = (options | {option.name for option in fields(RunChoice)}) - command_line_only  # as in a run's config
     for path, config in configs.items():
-        given = dict(dotted(config, groups))
+        pairs = list(dotted(config, groups))
+        given = dict(pairs)
+        if twice := [name for place, (name, _) in enumerate(pairs) if name in dict(pairs[:place])]:
+            raise RequestError(f"config {path}: {twice[0]} is there twice, with a dot in its name and in its group")
         unknown[f"config {path}: "] = {
             name: value for name, value in given.items() if not _is_known(name, in_config, groups)
         }

@@ -257,7 +257,7 @@ def explain_damage(where: str, error: Exception) -> RunError:
         return RunError(f"{where}: not enough memory to decode it ({reason}), unless the file is damaged")
     return BadBlock(
         f"{where}: cannot be decoded ({reason}); is it Parquet? If so, it is truncated, damaged or was changed: fetch "
-        "or write it again; of other token ids `lm data prepare` makes Parquet"
+        "or write it again; of texts, and of other token ids, `lm data prepare` makes Parquet"
     )
 
 

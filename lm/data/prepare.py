@@ -9,6 +9,7 @@ finished when it has a `manifest.json`, which is written last; until then `.part
 
 import json
 import logging
+import re
 import shlex
 import shutil
 from collections.abc import Iterator
@@ -237,12 +238,19 @@ def describe_loss(tokenizer: Tokenizer) -> str | None:
 
 def check_same_options(options: PrepareOptions) -> None:
     """RequestError if a finished folder was made with options other than the config's; its texts may be gone by now."""
-    old = _read_manifest(Path(options.output))["options"]
+    manifest = _read_manifest(Path(options.output))
+    old, parts = manifest["options"], {part for source in manifest["sources"] for part in source["name"].split("/")}
+    other_way = "give --data.prepare null to train on it as it is, or another data.path"
+    for text in options.input:
+        if not re.search(r"[*?[]", text) and Path(text).name not in {*parts, ""}:  # the folder may have moved
+            made_from = listed([source["name"] for source in manifest["sources"]], 3)
+            raise RequestError(
+                f"{options.output} was made from {made_from}, and data.prepare.input has {text}: {other_way}"
+            )
     learned = {"bpe": ["tokenizer", "vocab_size"], "char": ["tokenizer"]}.get(options.tokenizer, [])
     for name in ["val_fraction", "text_key", *learned]:
         new = getattr(options, name)
         if name in old and new is not None and old[name] != new:
             raise RequestError(
-                f"{options.output} was made with {name} {old[name]}, and data.prepare.{name} is {new}: "
-                "give --data.prepare null to train on it as it is, or another data.path"
+                f"{options.output} was made with {name} {old[name]}, and data.prepare.{name} is {new}: {other_way}"
             )

@@ -1,5 +1,6 @@
 """Differences between configs, and which of them a resume, a branch or a continued ladder allows."""
 
+import shlex
 from collections.abc import Sequence
 from typing import Any
 
@@ -57,5 +58,7 @@ def describe_changes(run: Run | None, changed: dict[str, list[Any]]) -> list[str
     """A line for each of the `differences` between a run's config and that of its resume."""
     lines = [f"changed since the run was started: {key}: {old} -> {new}" for key, (old, new) in changed.items()]
     if run and any(key.startswith("model.") for key in changed):
-        lines.append(f"`{run.resume_command()}` resumes it unchanged")
+        length = ("trainer.max_steps", "trainer.max_tokens")  # the config of a run is that of its last start
+        before = [f"--{key}={value}" for key, (value, _) in changed.items() if key not in length]
+        lines.append(f"`{run.resume_command()} {shlex.join(before)}` resumes it with the earlier values")
     return lines

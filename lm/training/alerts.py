@@ -44,4 +44,4 @@ class Condition:
         for name in self.depths.keys() - NAMES:
             close = get_close_matches(name[:40].replace("/", "_"), NAMES, 1, cutoff=0.5)
             hint = f"did you mean {close[0]}? " if close else ""
-            raise RequestError(f"condition {shown}: no such metric {name[:40]}; {hint}There are {', '.join(NAMES)}")
+            raise RequestError(f"condition {shown}: no such metric {name[:40]}; {hint}there are {', '.join(NAMES)}")

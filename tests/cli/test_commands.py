@@ -124,6 +124,7 @@ BAD_REQUESTS = {
                            "in, data/small"),
     "texts for data": (["--data.path", "texts"], "`lm data prepare --input texts --output texts-tokens` makes shards"),
     "empty source": (["--data.path", "new", "--data.prepare.input", "nothing/"], "nothing"),
+    "other texts": (["--data.prepare.input", "mine.txt"], "data/small was made from texts/000.txt, texts/001.txt, texts/002.txt and 117 more, and data.prepare.input has mine.txt"),
     "other preparation": (["--data.prepare.tokenizer", "bpe"], "data/small was made with tokenizer char"),
     "seed": (["--seed_everything", "-1"], "seed_everything -1 must be a whole number from 0 to 4294967295"),
     "no such accelerator": (["--trainer.accelerator", "tpu"], "expected one of 'auto', 'cpu', 'gpu'"),

@@ -73,6 +73,14 @@ MISTAKES = {  # typed -> said
         ["fit", "--config", "flat.yaml"], "hidden_size, num_hidden_layers stand under model: write them under model.decoder",
     ),
     "an option of training": (["generate", "--trainer.precision", "bf16"], "did you mean 'dtype'?"),
+    "a name for a group": (
+        [*FIT, "--model.optimizer", "torch.optim.SGD", "--model.optimizer.init_args.momentum", "0.9"],
+        "give --model.optimizer.class_path torch.optim.SGD, or in a config optimizer: {class_path: torch.optim.SGD}",
+    ),
+    "a name for a group in a config": (["fit", "--config", "named.yaml"], "give --model.schedule.name cosine, or in a config"),
+    "a dotted name and its group": (["fit", "--config", "twice.yaml"], "twice.yaml: model.optimizer.lr is there twice"),
+    "no is no group": ([*FIT, "--samples", "false"], "such as --samples.prompts, or null for their defaults"),
+    "a run for a plan": (["plan", "--config", "small.yaml", "--run", "a"], "no option 'run'; `lm plan --help all` lists them"),
     "a run without its checkpoint": (["fit", "--run", "mine"], "--ckpt_path auto resumes the run mine; a new run needs"),
     "epochs for a length": ([*FIT, "--trainer.max_steps", "null", "--trainer.max_epochs", "2"], "max_epochs is only a limit"),
     "a trained tokenizer": ([*FIT, "--data.tokenizer", "bpe"], "data.tokenizer bpe is no file: give data.prepare.tokenizer"),
@@ -104,6 +112,8 @@ def test_a_mistake_is_answered_with_what_was_meant(typed, said, here, capsys):
     (here / "schedule.yaml").write_text("model: {optimizer: {schedule: {name: cosine}}}\n")
     (here / "colon.yaml").write_text("trainer:\n  max_steps:3\n  val_interval: 2\n")
     (here / "flat.yaml").write_text("model: {hidden_size: 64, num_hidden_layers: 2}\n")
+    (here / "named.yaml").write_text("model: {schedule: cosine}\n")
+    (here / "twice.yaml").write_text("model: {optimizer.lr: 1e-3, optimizer: {lr: 1e-2}}\n")
     (here / "tab.yaml").write_text("trainer:\n\tmax_steps: 3\n")
     (here / "checkpoints/lost/last").mkdir(parents=True)
     (write_run("checkpoints", "bare").path / "config.yaml").unlink()

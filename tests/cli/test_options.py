@@ -125,7 +125,8 @@ def test_wrong_values_and_missing_runs_are_refused_without_torch(arguments, mess
 ])  # fmt: skip
 def test_data_or_a_length_that_is_typed_replaces_that_of_the_config(typed, nulls):
     there = {
-        "data": dict.fromkeys(("path", "train", "val", "test", "tokenizer", "sources", "phases", "prepare"), "there"),
+        "data": dict.fromkeys(("path", "train", "val", "test", "tokenizer", "sources", "phases"), "there")
+        | {"prepare": {"input": "there"}},
         "trainer": dict.fromkeys(("max_steps", "max_tokens"), "there"),
     }
     combined = settings.combine("fit", [there], settings.read_options("fit", typed.split()))

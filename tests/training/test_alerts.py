@@ -78,7 +78,7 @@ WRONG = dict.fromkeys([
 ], FORM) | {
     "los > 10": "did you mean loss?", "vall_loss > 1": "did you mean val_loss?",
     "gradnorm > 1": "did you mean grad_norm?", "loss > 2 * median(los, 5)": "did you mean loss?",
-    "x" * 10**6 + " > 1": "There are loss, max_loss",
+    "x" * 10**6 + " > 1": "there are loss, max_loss",
 }  # fmt: skip
 
 
