@@ -87,8 +87,6 @@ def train_losses(folder, run):
 
 
 # ---- the checkpoint --------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("size", ["5GB", "10KB"])
 @pytest.mark.parametrize("kind", MODELS)
 def test_weights_and_shape_are_those_that_transformers_saved(kind, size, tmp_path):
@@ -193,8 +191,6 @@ def described_by_transformers(folder):
 
 
 # ---- training from it ------------------------------------------------------------------------------------------------
-
-
 def test_a_new_run_begins_with_the_loss_of_the_imported_model(workplace):
     """Step 0, a fresh optimizer, and the same loss to the first step as transformers computes of the same samples."""
     (workplace / "trace.jsonl").unlink(missing_ok=True)
@@ -263,8 +259,6 @@ def test_a_run_without_a_checkpoint_resumes_from_where_it_began(tmp_path):
 
 
 # ---- what is refused -------------------------------------------------------------------------------------------------
-
-
 def test_data_of_another_tokenizer_is_refused_before_there_is_a_run(workplace):
     arguments = config(workplace, "other", **{"data.path": "data/other", "data.prepare.tokenizer": "other.json"})
     vocabulary = json.loads((workplace / "models" / "qwen" / "tokenizer.json").read_text())

@@ -44,9 +44,8 @@ def test_very_many_epochs_are_a_warning(workplace):
 
 
 def test_epochs_that_set_no_length_are_a_warning(workplace):
-    said = lm(
-        workplace, "plan", "--config", "small.yaml", "--trainer.max_steps", "9", "--trainer.max_epochs", "3"
-    ).stdout
+    options = ("--trainer.max_steps", "9", "--trainer.max_epochs", "3")
+    said = lm(workplace, "plan", "--config", "small.yaml", *options).stdout
     assert "trainer.max_epochs 3 is only a limit: the run ends after " in " ".join(said.split())
 
 

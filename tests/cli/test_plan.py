@@ -73,8 +73,6 @@ def test_a_document_mask_without_documents_is_said(planned, workplace):
 
 
 # ---- the page --------------------------------------------------------------------------------------------------------
-
-
 def test_a_page_that_a_person_can_read(workplace):
     write_config(workplace, **PLAIN)
     before = sorted(os.walk(workplace))
@@ -170,8 +168,6 @@ def test_what_presets_say_of_plan_is_what_it_prints(capsys):
 
 
 # ---- the same checks when a fit begins -------------------------------------------------------------------------------
-
-
 @pytest.fixture
 def cwd(tmp_path, workplace):
     """A folder of its own, with the texts and the data."""
@@ -192,10 +188,8 @@ def test_a_fit_refuses_what_plan_calls_an_error(cwd):
     assert large[-1].startswith("lm fit: checkpoints of 225 GiB need 675 GiB at once, and")
     shutil.rmtree(cwd / "data")
     refused = lm(cwd, "fit", "--config", "small.yaml", expect=2).stderr
-    said = (
-        "the warm-up of 2 steps is not over when the run of 2 ends: --model.schedule.warmup_steps 0, or `lm fit` with"
-    )
-    assert refused.splitlines()[-1] == f"lm fit: {said} --force"
+    said = "the warm-up of 2 steps is not over when the run of 2 ends: --model.schedule.warmup_steps 0, or"
+    assert refused.splitlines()[-1] == f"lm fit: {said} `lm fit` with --force"
     assert not (cwd / "checkpoints").exists() and not (cwd / "data").exists()
     cured = lm(cwd, "fit", "--config", "small.yaml", "--model.schedule.warmup_steps", "0").stderr
     warning = "warning: validations take 17% as long as training: 512 tokens every 4 steps of 256"
@@ -264,8 +258,6 @@ def test_checkpointing_is_a_cure_only_where_it_helps(planned):
 
 
 # ---- what it must catch ----------------------------------------------------------------------------------------------
-
-
 def test_data_that_is_not_there(planned, workplace):
     run = planned(**{"data.path": "elsewhere", "data.prepare": None})
     assert run[0] == 2 and "elsewhere holds no manifest.json" in found(run, "error")[0] and "model" not in run[1]
@@ -295,8 +287,6 @@ LONG_RUN = {"trainer.max_steps": 10_000, "model.optimizer.lr": 1e-3, "model.sche
     (STRICT, {"data.global_batch_tokens": 200}, "error", "the nearest that fits is 256"),
     ([], {"trainer.val_interval": 1, "data.val_tokens": 4096}, "warning", "validations take"),
     (["--device", "v100"], {"trainer.precision": "bf16-mixed"}, "warning", "no bf16"),
-    # What a fit would refuse by itself.
-    # What costs days.
     (STRICT, LONG_RUN | {"model.schedule.decay_steps": 5000}, "warning",
      "the decay ends at step 5,000, and the run ends at step 10,000 with 10% of"),
     (STRICT, LONG_RUN | {"model.schedule.decay_ratio": 0.5}, "warning", "the decay ends at step 5,000, and the run ends"),
@@ -361,8 +351,6 @@ def test_strict_is_schema_and_algebra_alone(planned):
 
 
 # ---- what costs days -------------------------------------------------------------------------------------------------
-
-
 def test_sound_settings_are_not_warned_of(planned):
     for changes in ({}, {"model.schedule.decay_steps": 9_800}, {"model.schedule.name": "constant"},
                     {"model.schedule.name": "wsd", "model.schedule.decay_ratio": 0.2},

@@ -23,8 +23,6 @@ def holds(text, *lines):
 
 
 # ---- what it means ---------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize(("text", "true"), [
     ("loss > 2", [3]), ("loss >= 2.", [2, 3]), ("loss<2", [1]), ("loss <= 20e-1", [1, 2]), ("loss == +2.0", [2]),
     ("loss != 2", [1, 3]), ("loss > -.5", [1, 2, 3]),
@@ -68,7 +66,6 @@ def test_it_says_the_values_that_it_looked_at():
 
 
 # ---- what it refuses -------------------------------------------------------------------------------------------------
-
 FORM = "`metric op number`, such as `loss > 10`, or `metric op number * median(metric, n)`"
 WRONG = dict.fromkeys([
     "val_loss > 4 and step > 1000", "not loss > 1", "loss > mean(loss, 8)", "loss > 2 * previous(loss)", "1 < loss",
@@ -91,8 +88,6 @@ def test_what_is_no_condition_is_one_line_with_what_is(text, cure):
 
 
 # ---- what it keeps ---------------------------------------------------------------------------------------------------
-
-
 def test_windows_continue_after_a_resume():
     """What a watch keeps is plain finite JSON, and another one continues from it as if nothing had been."""
     texts = dict.fromkeys(["loss > 2 * median(loss, 4)", "val_loss > 1 * median(val_loss, 1)"], "warn")
@@ -107,8 +102,6 @@ def test_windows_continue_after_a_resume():
 
 
 # ---- in a training ---------------------------------------------------------------------------------------------------
-
-
 def test_a_training_warns_once_and_stops(workplace):
     """Both conditions stay true: the warning comes once; the stop ends the run with exit code 3, says why in one line,
     and leaves no checkpoint of weights that may be broken: `auto` resumes from the one before. What is true of an

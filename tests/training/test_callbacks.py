@@ -124,8 +124,6 @@ def test_lightnings_checkpoints_beside_ours(workplace):
 
 
 # ---- custom ones -----------------------------------------------------------------------------------------------------
-
-
 def test_an_embedding_is_frozen_and_the_rest_learns(workplace):
     """With two ranks too, which exchange the gradients of the rest."""
     changes = {"trainer.keep_checkpoints": 9, "trainer.devices": 2, "model.decoder.tie_word_embeddings": False}

@@ -20,11 +20,7 @@ from lm.inference.generation import generate
 from lm.inspection.weights import distribution_drift
 from lm.model.build import BuildOptions, attach_config, build, config_of
 from lm.model.builtin import is_builtin
-from lm.model.custom import (
-    call_for_losses,
-    check_causal,
-    custom_flops_per_token,
-)
+from lm.model.custom import call_for_losses, check_causal, custom_flops_per_token
 from lm.model.decoder import Decoder, DecoderConfig, losses_of
 from lm.model.estimates import flops_per_token
 from lm.runs.run import Run

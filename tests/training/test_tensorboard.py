@@ -58,8 +58,6 @@ def test_an_event_file_stays_small(killed):
 
 
 # ---- the real server -------------------------------------------------------------------------------------------------
-
-
 def test_a_tensorboard_server_serves_all_of_it(killed, tmp_path):
     """Both of its readers: the curves without doubles."""
     command = [sys.executable, "-m", "tensorboard.main", "--logdir", str(killed.path.parent), "--host", "127.0.0.1"]
