@@ -9,17 +9,16 @@ import sys
 import pyarrow.parquet as pq
 import pytest
 import torch
-from trainings import CORPUS, HERE, lm, make_workplace, trace, write_config
+from trainings import CORPUS, HERE, lm, trace, write_config
 
 from lm.cli.command import main
 from lm.runs.run import Run
 
 
 @pytest.fixture(scope="module")
-def workplace(tmp_path_factory):
-    folder = make_workplace(tmp_path_factory.mktemp("commands"))
-    lm(folder, "fit", "--config", str(write_config(folder)))
-    return folder
+def workplace(workplace):
+    lm(workplace, "fit", "--config", str(write_config(workplace)))
+    return workplace
 
 
 @pytest.fixture(scope="module")

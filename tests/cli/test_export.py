@@ -32,11 +32,10 @@ from lm.system.units import Count
 
 
 @pytest.fixture(scope="module")
-def workplace(tmp_path_factory):
+def workplace(workplace):
     """A folder with one finished run, `small`: 12 steps of 256 tokens, with the budget counted."""
-    folder = make_workplace(tmp_path_factory.mktemp("export"))
-    fit(folder, "small", "--guards.budget.rate_usd_per_hr", "2")
-    return folder
+    fit(workplace, "small", "--guards.budget.rate_usd_per_hr", "2")
+    return workplace
 
 
 def model_folder(path, config):

@@ -165,10 +165,9 @@ def traced(tmp_path_factory):
 
 
 @pytest.fixture(scope="module")
-def slowed(tmp_path_factory):
+def slowed(prepared):
     """A profile on the config's own data, with a loader and a callback that sleep."""
-    folder = make_workplace(tmp_path_factory.mktemp("slowed"), "data/small")
-    return profiled(folder, SlowData, SlowHook), folder
+    return profiled(prepared, SlowData, SlowHook), prepared
 
 
 def test_the_parts_add_up_to_a_step(traced, capsys):

@@ -23,13 +23,7 @@ from lm.model.build import BuildOptions, build
 from lm.model.config import DecoderConfig
 from lm.model.decoder import Decoder, document_ids_from
 
-
-@pytest.fixture(autouse=True)
-def one_thread():
-    torch.set_num_threads(1)
-    torch.manual_seed(0)
-
-
+pytestmark = pytest.mark.usefixtures("one_thread")
 IDS = torch.tensor([[0, 0, 0, 1, 1, 2, 2, 2, 2, 2, 2], [0, 1, 1, 1, 1, 1, 1, 1, 3, 3, 3]])
 
 

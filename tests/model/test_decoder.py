@@ -22,6 +22,7 @@ from lm.model.decoder import Decoder, RMSNorm, document_ids_from, initialize, ro
 from lm.model.fused import fuse
 from lm.model.low_precision import WeightCopies
 
+pytestmark = pytest.mark.usefixtures("one_thread")
 SMALL = DecoderConfig(
     vocab_size=53, hidden_size=32, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2,
     intermediate_size=48, max_position_embeddings=64, initializer_range=0.2,
@@ -34,12 +35,6 @@ VARIANTS = {
     "windows": replace(SMALL, window_pattern="SL", sliding_window=7),
 }
 EOS = 5
-
-
-@pytest.fixture(autouse=True)
-def one_thread():
-    torch.set_num_threads(1)
-    torch.manual_seed(0)
 
 
 @pytest.fixture(params=VARIANTS.values(), ids=VARIANTS.keys())

@@ -12,7 +12,7 @@ import pytest
 import torch
 from lightning.pytorch import callbacks
 from safetensors.torch import load_file
-from trainings import HERE, equipment, fit, lm, make_workplace, write_config
+from trainings import HERE, equipment, fit, lm, write_config
 
 from lm.cli import request
 from lm.cli.classes_by_path import with_classes
@@ -62,10 +62,9 @@ class OwnStep(Callback):  # by Lightning's `log`, which has no such names either
 
 
 @pytest.fixture(scope="module")
-def workplace(tmp_path_factory):
-    folder = make_workplace(tmp_path_factory.mktemp("callbacks"))
-    (folder / "my_callbacks.py").write_text(CALLBACKS + LOGGING)
-    return folder
+def workplace(workplace):
+    (workplace / "my_callbacks.py").write_text(CALLBACKS + LOGGING)
+    return workplace
 
 
 def test_a_wrong_argument_is_refused_in_one_line_and_leaves_no_run(workplace):

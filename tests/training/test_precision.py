@@ -34,6 +34,7 @@ from lm.training.fp8 import Float8Precision
 from lm.training.lightning_step import weight_copies
 from lm.training.precision import choose_precision
 
+pytestmark = pytest.mark.usefixtures("one_thread")
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
 HALF_STEP = {E4M3: 2.0**-4, E5M2: 2.0**-3}  # the largest relative error of rounding to 3 and to 2 bits of mantissa
 LEAST = {E4M3: 2.0**-9, E5M2: 2.0**-16}  # the smallest value above zero
@@ -42,12 +43,6 @@ SMALL = DecoderConfig(
     vocab_size=64, hidden_size=64, num_hidden_layers=3, num_attention_heads=4, num_key_value_heads=2,
     intermediate_size=96, max_position_embeddings=32,
 )  # fmt: skip
-
-
-@pytest.fixture(autouse=True)
-def one_thread():
-    torch.set_num_threads(1)
-    torch.manual_seed(0)
 
 
 # ---- the numbers ----------------------------------------------------------------------------------------------------
