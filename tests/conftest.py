@@ -5,6 +5,7 @@ import signal
 import tempfile
 
 import pytest
+from trainings import make_workplace
 
 pytest_plugins = ["fault_report"]
 
@@ -26,3 +27,24 @@ def here(tmp_path, monkeypatch):
     """An empty working directory."""
     monkeypatch.chdir(tmp_path)
     return tmp_path
+
+
+@pytest.fixture
+def one_thread():
+    """One thread of PyTorch, and one seed: the same numbers in every run of a test."""
+    import torch  # here, as many tests need none of it
+
+    torch.set_num_threads(1)
+    torch.manual_seed(0)
+
+
+@pytest.fixture(scope="module")
+def workplace(tmp_path_factory):
+    """A folder with texts, in which all tests of a file train; the first of them prepares the data."""
+    return make_workplace(tmp_path_factory.mktemp("workplace"))
+
+
+@pytest.fixture(scope="module")
+def prepared(tmp_path_factory):
+    """As `workplace`, with the data in `data/small`."""
+    return make_workplace(tmp_path_factory.mktemp("prepared"), "data/small")

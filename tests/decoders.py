@@ -12,33 +12,24 @@ from lm.model.decoder import Decoder
 from lm.model.huggingface import config_json, generation_config_json, to_huggingface
 
 SMALL = DecoderConfig(
-    vocab_size=101,
-    hidden_size=48,
-    num_hidden_layers=3,
-    num_attention_heads=4,
-    intermediate_size=80,
-    max_position_embeddings=64,
-    rms_norm_eps=1e-4,
-    rope_theta=5000.0,
-    initializer_range=0.2,
-)
+    vocab_size=101, hidden_size=48, num_hidden_layers=3, num_attention_heads=4, intermediate_size=80,
+    max_position_embeddings=64, rms_norm_eps=1e-4, rope_theta=5000.0, initializer_range=0.2,
+)  # fmt: skip
+LINEAR = {"rope_type": "linear", "factor": 3.0}
 LLAMA3 = {
     "rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
     "original_max_position_embeddings": 48,
 }  # fmt: skip
+QWEN2 = replace(SMALL, attention_bias=True, tie_word_embeddings=False)
 SHAPES = {
     "llama, tied": SMALL,
     "llama, untied, grouped heads": replace(SMALL, num_key_value_heads=2, tie_word_embeddings=False),
-    "llama, one kv head, wide heads": replace(
-        SMALL, num_key_value_heads=1, head_dim=32, rope_scaling={"rope_type": "linear", "factor": 3.0}
-    ),
+    "llama, one kv head, wide heads": replace(SMALL, num_key_value_heads=1, head_dim=32, rope_scaling=LINEAR),
     "qwen3, untied": replace(SMALL, qk_norm=True, tie_word_embeddings=False, rope_scaling=LLAMA3),
     "qwen3, tied, grouped wide heads": replace(SMALL, qk_norm=True, num_key_value_heads=2, head_dim=32),
     "qwen3, windows": replace(SMALL, qk_norm=True, num_hidden_layers=4, window_pattern="SSL", sliding_window=5),
-    "qwen2, grouped heads": replace(SMALL, attention_bias=True, num_key_value_heads=2, tie_word_embeddings=False),
-    "qwen2, windows": replace(
-        SMALL, attention_bias=True, tie_word_embeddings=False, window_pattern="LS", sliding_window=7
-    ),
+    "qwen2, grouped heads": replace(QWEN2, num_key_value_heads=2),
+    "qwen2, windows": replace(QWEN2, window_pattern="LS", sliding_window=7),
     "ministral, windows": replace(SMALL, window_pattern="SL", sliding_window=9, num_key_value_heads=2),
 }
 

@@ -1,16 +1,14 @@
 """Test equipment: a server at the loopback device that speaks the Hugging Face hub's protocol, and fails when told to.
 
 It has what reading needs: a repository's commit, what is at given paths, the tree in pages, and files with ranges, the
-large ones (LFS) by a redirect to another host. Of writing it has a new repository of models and a commit that holds its
-files. HF_ENDPOINT is how clients find it; huggingface_hub reads that when it
-is imported, so tests either start commands or set its constant.
+large ones (LFS) by a redirect to another host. HF_ENDPOINT is how clients find it; huggingface_hub reads that when it is
+imported, so tests either start commands or set its constant.
 """
 
 import hashlib
 import json
 import re
 import threading
-from base64 import b64decode
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
@@ -117,8 +115,8 @@ class _Handler(BaseHTTPRequestHandler):
 
     def answer(self) -> None:
         url = urlsplit(self.path)
-        self.form = self.read_form().decode()
-        self.query = parse_qs(f"{url.query}&{self.form}")
+        form = self.rfile.read(int(self.headers.get("Content-Length", 0))).decode()
+        self.query = parse_qs(f"{url.query}&{form}")
         fault = self.server.next_fault(f"{self.command} {url.path}")
         self.cut = fault is not None and fault.kind == "cut"
         if fault is not None and fault.kind == "stall":
@@ -135,15 +133,6 @@ class _Handler(BaseHTTPRequestHandler):
         self.refuse(404, "EntryNotFound", "no such page")
 
     do_GET = do_HEAD = do_POST = answer
-
-    def read_form(self) -> bytes:
-        if self.headers.get("Transfer-Encoding") != "chunked":
-            return self.rfile.read(int(self.headers.get("Content-Length", 0)))
-        form = b""
-        while count := int(self.rfile.readline(), 16):
-            form += self.rfile.read(count)
-            self.rfile.readline()
-        return form + self.rfile.readline()
 
     # ---- pages
 
@@ -195,29 +184,6 @@ class _Handler(BaseHTTPRequestHandler):
         else:
             self.send_file(self.server.files(repository, revision)[1][path], {"Accept-Ranges": "bytes"})
 
-    # ---- writing
-
-    def write(self, repository: str = "", page: str = "") -> None:
-        """Who asks, a new repository, what is in order, or a commit of files."""
-        about = [json.loads(line) for line in self.form.splitlines() if line.strip()]
-        if self.headers.get("Authorization") != f"Bearer {self.server.token}":
-            self.refuse(401, None, "Invalid credentials in Authorization header")
-        elif page == "repos/create":
-            name = "/".join(filter(None, (about[0].get("organization"), about[0]["name"])))
-            self.server.repositories.setdefault(name, [{}])
-            self.send_json({"url": f"{self.server.endpoint}/{name}", "id": name})
-        elif page == "preupload":
-            files = [
-                {"path": file["path"], "uploadMode": "regular", "shouldIgnore": False} for file in about[0]["files"]
-            ]
-            self.send_json({"files": files})
-        elif page == "commit":
-            files = [line["value"] for line in about if line["key"] == "file"]
-            commit = self.server.commit(repository, {file["path"]: b64decode(file["content"]) for file in files})
-            self.send_json({"commitOid": commit, "commitUrl": f"{self.server.endpoint}/{repository}/commit/{commit}"})
-        else:
-            self.send_json({"name": "owner", "type": "user", "orgs": [], "errors": [], "warnings": []})
-
     # ---- answers
 
     def open(self, repository: str, revision: str) -> tuple[str, dict[str, bytes]] | None:
@@ -262,9 +228,6 @@ class _Handler(BaseHTTPRequestHandler):
 
 REPOSITORY = r"(?P<repository>[^/]+/[^/]+)"
 ROUTES: list[tuple[str, Callable]] = [
-    ("/api/(?P<page>whoami-v2|repos/create|validate-yaml)", _Handler.write),
-    (f"/api/models/{REPOSITORY}/(?P<page>preupload|commit)/main", _Handler.write),
-    (f"/api/models/{REPOSITORY}(/revision/(?P<revision>[^/]+))?", _Handler.info),
     (f"/api/datasets/{REPOSITORY}", _Handler.info),
     (f"/api/datasets/{REPOSITORY}/revision/(?P<revision>[^/]+)", _Handler.info),
     (f"/api/datasets/{REPOSITORY}/paths-info/(?P<revision>[^/]+)", _Handler.paths_info),

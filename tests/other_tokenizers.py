@@ -16,10 +16,9 @@ def byte_level(texts: Sequence[str]) -> Tokenizer:
     backend = Tokenizer(models.BPE())
     backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     backend.decoder, backend.post_processor = decoders.ByteLevel(), processors.ByteLevel(trim_offsets=False)
-    alphabet = pre_tokenizers.ByteLevel.alphabet()
-    backend.train_from_iterator(
-        texts, trainers.BpeTrainer(vocab_size=400, special_tokens=["<|endoftext|>"], initial_alphabet=alphabet)
-    )
+    alphabet, special = pre_tokenizers.ByteLevel.alphabet(), ["<|endoftext|>"]
+    trainer = trainers.BpeTrainer(vocab_size=400, special_tokens=special, initial_alphabet=alphabet)
+    backend.train_from_iterator(texts, trainer)
     return backend
 
 
@@ -46,9 +45,8 @@ def unigram(texts: Sequence[str]) -> Tokenizer:
     """As T5: `</s>` is a word of the model, too."""
     backend = Tokenizer(models.Unigram())
     backend.pre_tokenizer, backend.decoder = pre_tokenizers.Metaspace(), decoders.Metaspace()
-    backend.train_from_iterator(
-        texts, trainers.UnigramTrainer(vocab_size=300, special_tokens=SPECIAL, unk_token="<unk>")
-    )
+    trainer = trainers.UnigramTrainer(vocab_size=300, special_tokens=SPECIAL, unk_token="<unk>")
+    backend.train_from_iterator(texts, trainer)
     return backend
 
 

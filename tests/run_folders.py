@@ -85,16 +85,9 @@ def write_live_run(
     beat = {"time": now, "pid": os.getpid(), "host": socket.gethostname(), "machine": machine}
     (run.path / "heartbeat.json").write_text(json.dumps(beat))
     for index in range(alerts):
-        run.append(
-            "alerts.jsonl",
-            {
-                "step": index,
-                "time": now,
-                "guard": "spike",
-                "action": "warn",
-                "message": f"number {index}: loss 9.1 > 1.5 * median(loss, 100) = 3.2\x1b[2J\nwhat next",
-            },
-        )
+        message = f"number {index}: loss 9.1 > 1.5 * median(loss, 100) = 3.2\x1b[2J\nwhat next"
+        alert = {"step": index, "time": now, "guard": "spike", "action": "warn", "message": message}
+        run.append("alerts.jsonl", alert)
     (run.path / "step-00000100").mkdir()
     (run.path / "step-00000100" / "trainer.json").write_text("{}")
     for link in ("last", "best"):

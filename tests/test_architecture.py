@@ -110,7 +110,6 @@ def test_no_cycles():
 
 
 # ---- what a command imports -----------------------------------------------------------------------------------------
-
 # Command -> the modules that run it, and the most lines of ours that they may import as they are imported.
 COMMANDS = {
     "fit": (["lm.cli.request", "lm.cli.fit"], 13_000),
@@ -238,7 +237,6 @@ def test_an_editable_install_is_found_beside_a_clone_that_is_called_lm(tmp_path)
 
 
 # ---- private names of other libraries --------------------------------------------------------------------------------
-
 # These two say why they use what a library does not promise; it stands nowhere else, except for:
 PRIVATE = ("lm.kernels.torch_private", "lm.training.lightning_patches")
 LIBRARIES = ("jsonargparse", "lightning", "tensorboard", "torch", "torchmetrics")

@@ -378,7 +378,6 @@ class Stopwatch:
 
 
 # ---- bench kernels ---------------------------------------------------------------------------------------------------
-
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 FORMULAS = {
     "gb_per_second": "bytes that the pass must move (each input read once, each output written once) / seconds / 1e9",
@@ -426,8 +425,6 @@ def kernels(
 
 
 # ---- measuring -------------------------------------------------------------------------------------------------------
-
-
 def report(cases: Cases, stopwatch: Stopwatch, rounds: int, inductor: bool) -> dict[str, Any]:
     """The JSON object."""
     device, facts = cases.device, run_facts()
@@ -524,8 +521,6 @@ def figures(turn: Turn, traffic: Traffic | None, case: Case, stopwatch: Stopwatc
 
 
 # ---- for people ------------------------------------------------------------------------------------------------------
-
-
 def show(found: dict[str, Any]) -> None:
     """The report as tables on standard output."""
     console = Console(highlight=False, soft_wrap=True, width=120)

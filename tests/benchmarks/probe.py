@@ -112,8 +112,6 @@ def random(*shape: int) -> torch.Tensor:
 
 
 # ---- entries ---------------------------------------------------------------------------------------------------------
-
-
 def versions() -> dict[str, Any]:
     found = {"python": sys.version.split()[0], **run_facts()["versions"], "cuda": torch.version.cuda}
     if CUDA:

@@ -1,6 +1,7 @@
 """What editors and shells complete: the schema of a config takes what `lm plan` takes; the completion knows all options."""
 
 import json
+import shlex
 import subprocess
 from pathlib import Path
 
@@ -75,11 +76,9 @@ def test_a_shell_completes(shell, line, expected, missing, tmp_path, capsys):
     script = tmp_path / "script"
     script.write_text(capsys.readouterr().out)
     words = f"lm {line}".split(" ")
-    bash = (
-        f"source {script}; COMP_WORDS=({' '.join(word or chr(39) * 2 for word in words)}); COMP_CWORD={len(words) - 1}"
-    )
+    typed = f"COMP_WORDS=({shlex.join(words)}); COMP_CWORD={len(words) - 1}"
     command = {
-        "bash": f'{bash}; _lm; printf "%s\\n" "${{COMPREPLY[@]}}"',
+        "bash": f'source {script}; {typed}; _lm; printf "%s\\n" "${{COMPREPLY[@]}}"',
         "fish": f"source {script}; complete -C 'lm {line}'",
     }
     done = subprocess.run([shell, "-c", command[shell]], capture_output=True, text=True)

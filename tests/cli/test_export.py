@@ -32,11 +32,10 @@ from lm.system.units import Count
 
 
 @pytest.fixture(scope="module")
-def workplace(tmp_path_factory):
+def workplace(workplace):
     """A folder with one finished run, `small`: 12 steps of 256 tokens, with the budget counted."""
-    folder = make_workplace(tmp_path_factory.mktemp("export"))
-    fit(folder, "small", "--guards.budget.rate_usd_per_hr", "2")
-    return folder
+    fit(workplace, "small", "--guards.budget.rate_usd_per_hr", "2")
+    return workplace
 
 
 def model_folder(path, config):
@@ -60,8 +59,6 @@ def compared(source: Path, folder: Path) -> str:
 
 
 # ---- the folder ------------------------------------------------------------------------------------------------------
-
-
 @pytest.fixture(scope="module")
 def exported(workplace):
     """`small` in bfloat16, by the command line."""
@@ -112,8 +109,6 @@ def test_the_code_on_the_card_runs(exported, monkeypatch, capsys):
 
 
 # ---- the card --------------------------------------------------------------------------------------------------------
-
-
 def card_of(folder: Path) -> tuple[dict, str]:
     _, front, text = (folder / "README.md").read_text().split("---\n", 2)
     return yaml.safe_load(front), text
@@ -211,8 +206,6 @@ def test_a_dataset_of_the_hub_is_named_where_the_hub_looks_for_it(run):
 
 
 # ---- what others load ------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("shape", SHAPES)
 def test_every_shape_reloads_with_the_same_logits_and_texts(shape, dtype, tmp_path):
@@ -308,8 +301,6 @@ def test_a_template_is_kept_where_the_shards_of_others_begin_with_it(kind, begun
 
 
 # ---- weights ---------------------------------------------------------------------------------------------------------
-
-
 def test_large_weights_are_several_files_that_transformers_reads(tmp_path, monkeypatch):
     source = model_folder(tmp_path / "hf", SHAPES["llama, untied, grouped heads"])
     monkeypatch.setattr(command, "SHARD_BYTES", 60_000)
@@ -320,23 +311,18 @@ def test_large_weights_are_several_files_that_transformers_reads(tmp_path, monke
     assert theirs.keys() == weights.keys() and all(torch.equal(theirs[name], weights[name]) for name in weights)
 
 
-@pytest.mark.parametrize(
-    "value, named",
-    [(1e6, "norm.weight has values that are not finite in float16"), (float("nan"), "not finite in float16")],
-)
-def test_weights_that_half_precision_cannot_hold_are_refused(value, named, tmp_path):
+@pytest.mark.parametrize("value", [1e6, float("nan")])
+def test_weights_that_half_precision_cannot_hold_are_refused(value, tmp_path):
     source = model_folder(tmp_path / "hf", SHAPES["llama, tied"])
     weights = read_weights(source)
     weights["model.norm.weight"][0] = value
     save_file(weights, source / "model.safetensors", metadata={"format": "pt"})
-    with pytest.raises(RequestError, match=named):
+    with pytest.raises(RequestError, match="norm.weight has values that are not finite in float16"):
         command.export(ExportOptions(ckpt_path=str(source), output=str(tmp_path / "out"), dtype="float16"))
     assert [path.name for path in tmp_path.iterdir()] == ["hf"]
 
 
 # ---- requests --------------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("arguments, named", [
     ([], "--output"), (["--output", "full"], "full is there already"),
     (["--output", "out", "--dtype", "float8"], "dtype"),

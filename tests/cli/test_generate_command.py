@@ -13,7 +13,7 @@ from dataclasses import replace
 import pytest
 from decoders import SMALL, trained_like, write_huggingface
 from terminal import Terminal, plain
-from trainings import fit, make_workplace
+from trainings import fit
 
 from lm import load_model
 from lm.cli import generate
@@ -24,11 +24,10 @@ PROMPTS = ["The letter", "", "of"]
 
 
 @pytest.fixture(scope="module")
-def workplace(tmp_path_factory):
+def workplace(workplace):
     """A run `small` of three steps."""
-    folder = make_workplace(tmp_path_factory.mktemp("generate"))
-    fit(folder, **{"trainer.max_steps": 3, "trainer.callbacks": None})
-    return folder
+    fit(workplace, **{"trainer.max_steps": 3, "trainer.callbacks": None})
+    return workplace
 
 
 @pytest.fixture(scope="module")

@@ -103,8 +103,6 @@ def make_rich_run(root: Path, name: str = "reich-λ") -> Run:
 
 
 # ---- what is on the page ---------------------------------------------------------------------------------------------
-
-
 def test_the_page_of_a_training(tmp_path):
     folder = make_workplace(tmp_path / "work")
     config = write_config(folder, **{"samples.prompts": ["The captain"], "samples.interval": 6, "note": "Mine."})
@@ -202,8 +200,6 @@ def test_a_run_that_has_hardly_begun_has_a_page(place, lines):
 
 
 # ---- the file --------------------------------------------------------------------------------------------------------
-
-
 def test_a_page_replaces_a_page_and_nothing_else(place):
     run = write_run("checkpoints")
     page_of(run)
@@ -224,8 +220,6 @@ def test_a_page_replaces_a_page_and_nothing_else(place):
 
 
 # ---- in a browser ----------------------------------------------------------------------------------------------------
-
-
 @pytest.fixture(scope="module")
 def browser():
     playwright = pytest.importorskip("playwright.sync_api")

@@ -11,7 +11,7 @@ import yaml
 from decoders import LLAMA3, SHAPES, trained_like, write_huggingface
 from other_tokenizers import write_tokenizer
 from safetensors.torch import load_file, save_file
-from trainings import CORPUS, lm, losses, make_workplace, trace, write_config
+from trainings import CORPUS, lm, losses, trace, write_config
 from transformers import (
     AutoModelForCausalLM,
     LlamaConfig,
@@ -65,13 +65,12 @@ def save(path, kind="llama", max_shard_size="5GB", **sizes):
 
 
 @pytest.fixture(scope="module")
-def workplace(tmp_path_factory):
+def workplace(workplace):
     """A folder with texts, a sharded model in bfloat16, and a checkpoint that was imported from it."""
-    folder = make_workplace(tmp_path_factory.mktemp("import"))
-    save(folder / "hf", "qwen3, bf16", max_shard_size="10KB")
-    done = lm(folder, "import", "--input", "hf", "--output", "models/qwen")
+    save(workplace / "hf", "qwen3, bf16", max_shard_size="10KB")
+    done = lm(workplace, "import", "--input", "hf", "--output", "models/qwen")
     assert done.stdout == "models/qwen\n" and "--ckpt_path models/qwen" in done.stderr
-    return folder
+    return workplace
 
 
 def config(folder, name, **changes):
@@ -87,8 +86,6 @@ def train_losses(folder, run):
 
 
 # ---- the checkpoint --------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("size", ["5GB", "10KB"])
 @pytest.mark.parametrize("kind", MODELS)
 def test_weights_and_shape_are_those_that_transformers_saved(kind, size, tmp_path):
@@ -193,8 +190,6 @@ def described_by_transformers(folder):
 
 
 # ---- training from it ------------------------------------------------------------------------------------------------
-
-
 def test_a_new_run_begins_with_the_loss_of_the_imported_model(workplace):
     """Step 0, a fresh optimizer, and the same loss to the first step as transformers computes of the same samples."""
     (workplace / "trace.jsonl").unlink(missing_ok=True)
@@ -208,11 +203,7 @@ def test_a_new_run_begins_with_the_loss_of_the_imported_model(workplace):
     assert ours[0] == pytest.approx(theirs(ids, labels=ids).loss.item(), rel=1e-5) and ours[-1] < ours[0]
     state = json.loads((run.path / "last" / "trainer.json").read_text())
     assert state["global_step"] == 4 and state["cursor"]["consumed"] == 32
-
-
-def test_the_imported_model_may_be_validated(workplace):
-    arguments = config(workplace, "validated")
-    done = lm(workplace, "validate", *arguments[1:], "--ckpt_path", "models/qwen")
+    done = lm(workplace, "validate", *config(workplace, "begun")[1:], "--ckpt_path", "models/qwen")
     assert done.stdout.startswith("val/loss ")
 
 
@@ -263,8 +254,6 @@ def test_a_run_without_a_checkpoint_resumes_from_where_it_began(tmp_path):
 
 
 # ---- what is refused -------------------------------------------------------------------------------------------------
-
-
 def test_data_of_another_tokenizer_is_refused_before_there_is_a_run(workplace):
     arguments = config(workplace, "other", **{"data.path": "data/other", "data.prepare.tokenizer": "other.json"})
     vocabulary = json.loads((workplace / "models" / "qwen" / "tokenizer.json").read_text())

@@ -50,11 +50,10 @@ def finish_ladder(place, *arguments):
 
 
 @pytest.fixture(scope="module")
-def place(tmp_path_factory):
+def place(prepared):
     """A workplace with data, and a finished ladder of three depths."""
-    place = make_workplace(tmp_path_factory.mktemp("ladder"), "data/small")
-    finish_ladder(place, *LADDER)
-    return place
+    finish_ladder(prepared, *LADDER)
+    return prepared
 
 
 @pytest.fixture

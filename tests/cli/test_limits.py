@@ -4,18 +4,17 @@ import re
 import shlex
 
 import pytest
-from trainings import lm, make_workplace, write_config
+from trainings import lm, write_config
 
 PRICE = ["--device", "h100", "--mfu", "0.0001", "--guards.budget.rate_usd_per_hr", "9"]
 
 
 @pytest.fixture(scope="module")
-def workplace(tmp_path_factory):
-    folder = make_workplace(tmp_path_factory.mktemp("limits"), prepared="data/small")
-    write_config(folder, **{"trainer.max_steps": 2000})
-    (folder / "other.txt").write_text("".join(f"The {number} rivers had sold the garden.\n" for number in range(200)))
-    lm(folder, "data", "prepare", "--input", "other.txt", "--tokenizer", "data/small", "--output", "data/other")
-    return folder
+def workplace(prepared):
+    write_config(prepared, **{"trainer.max_steps": 2000})
+    (prepared / "other.txt").write_text("".join(f"The {number} rivers had sold the garden.\n" for number in range(200)))
+    lm(prepared, "data", "prepare", "--input", "other.txt", "--tokenizer", "data/small", "--output", "data/other")
+    return prepared
 
 
 LIMITS = {  # options of `lm plan` -> what it says
@@ -37,16 +36,12 @@ def test_a_run_beyond_a_limit_is_refused_with_a_fix_that_is_right(workplace, opt
         lm(workplace, "plan", "--config", "small.yaml", *options, *shlex.split(fix), *shorter)
 
 
-def test_very_many_epochs_are_a_warning(workplace):
+def test_very_many_epochs_and_epochs_that_set_no_length_are_warnings(workplace):
     said = lm(workplace, "plan", "--config", "small.yaml", "--trainer.max_steps", "100000").stdout
     assert re.search(r"warning the run of 100,000 steps reads the data [\d,]+ times", " ".join(said.split()))
     assert "reads the data" not in lm(workplace, "plan", "--config", "small.yaml").stdout
-
-
-def test_epochs_that_set_no_length_are_a_warning(workplace):
-    said = lm(
-        workplace, "plan", "--config", "small.yaml", "--trainer.max_steps", "9", "--trainer.max_epochs", "3"
-    ).stdout
+    options = ("--trainer.max_steps", "9", "--trainer.max_epochs", "3")
+    said = lm(workplace, "plan", "--config", "small.yaml", *options).stdout
     assert "trainer.max_epochs 3 is only a limit: the run ends after " in " ".join(said.split())
 
 

@@ -39,8 +39,6 @@ def test_a_wrong_request_is_refused_before_anything_is_run(here, name, command, 
 
 
 # ---- lm bench step --------------------------------------------------------------------------------------------------
-
-
 @pytest.fixture(scope="module")
 def timed(tmp_path_factory):
     """The JSON object for a very small config, whose schedule is longer than the measurement."""
@@ -120,8 +118,6 @@ def test_the_ranks_of_torchrun_are_measured_together_and_planned_with_one_by_one
 
 
 # ---- lm profile -----------------------------------------------------------------------------------------------------
-
-
 class Clock(Callback):
     """Writes down when each optimizer step has ended."""
 
@@ -169,10 +165,9 @@ def traced(tmp_path_factory):
 
 
 @pytest.fixture(scope="module")
-def slowed(tmp_path_factory):
+def slowed(prepared):
     """A profile on the config's own data, with a loader and a callback that sleep."""
-    folder = make_workplace(tmp_path_factory.mktemp("slowed"), "data/small")
-    return profiled(folder, SlowData, SlowHook), folder
+    return profiled(prepared, SlowData, SlowHook), prepared
 
 
 def test_the_parts_add_up_to_a_step(traced, capsys):

@@ -43,8 +43,6 @@ def monitor(folder: Path, *arguments: str, expect: int = 0, **environment: str):
 
 
 # ---- the page --------------------------------------------------------------------------------------------------------
-
-
 @pytest.fixture(scope="module")
 def many(tmp_path_factory) -> list[LiveRun]:
     root = tmp_path_factory.mktemp("many") / "checkpoints"
@@ -101,8 +99,6 @@ def test_a_loss_that_is_no_number_and_the_reason_of_the_end_are_shown(tmp_path):
 
 
 # ---- reading ---------------------------------------------------------------------------------------------------------
-
-
 def test_what_is_shown_is_what_run_metrics_says_across_resumes(tmp_path):
     """Whatever the looks fall between: lines beyond the checkpoint that was resumed from do not count."""
     run = write_live_run(tmp_path, "a", lines=50)
@@ -164,8 +160,6 @@ def test_a_thin_curve_is_true():
 
 
 # ---- the time that is left -------------------------------------------------------------------------------------------
-
-
 def test_the_time_left_is_what_the_training_wrote_counted_down(tmp_path):
     run = write_live_run(tmp_path, "a")
     for eta, age, shown in ((100.0, 30.0, 70.0), (100.0, 130.0, 0.0), (100.0, -5000.0, 100.0), (None, 0.0, None)):
@@ -175,8 +169,6 @@ def test_the_time_left_is_what_the_training_wrote_counted_down(tmp_path):
 
 
 # ---- the command -----------------------------------------------------------------------------------------------------
-
-
 def test_json_tells_programs_how_a_run_stands(tmp_path):
     write_live_run(tmp_path / "checkpoints", "a", gpus=2, alerts=1)
     before = {path: path.stat().st_mtime_ns for path in (tmp_path / "checkpoints").rglob("*")}
@@ -227,10 +219,8 @@ def test_a_pipe_gets_one_plain_page(tmp_path):
 
 def test_it_starts_at_once_and_without_torch(here):
     write_live_run(here / "checkpoints", "a", lines=2000)
-    code = (
-        "import sys; from lm.cli.command import main; assert main(['monitor', 'a']) == 0; "
-        "assert not {'torch', 'lightning', 'pynvml', 'numpy'} & sys.modules.keys()"
-    )
+    code = "import sys; from lm.cli.command import main; assert main(['monitor', 'a']) == 0; "
+    code += "assert not {'torch', 'lightning', 'pynvml', 'numpy'} & sys.modules.keys()"
     assert run_python(code)[1] < 1.0  # 0.3 s of CPU time on two idle cores
 
 
@@ -250,8 +240,6 @@ def test_a_hundred_thousand_lines_are_no_reason_to_wait(tmp_path):
 
 
 # ---- a terminal ------------------------------------------------------------------------------------------------------
-
-
 @pytest.fixture
 def workplace(tmp_path):
     write_live_run(tmp_path / "checkpoints", "a", gpus=2, alerts=2)
@@ -298,8 +286,6 @@ def test_a_dumb_terminal_gets_one_page(workplace):
 
 
 # ---- real trainings --------------------------------------------------------------------------------------------------
-
-
 def test_a_training_is_running_until_it_is_killed_and_then_it_is_dead(tmp_path):
     """SIGKILL, as the system does it that runs out of memory: nobody writes a last word, and it is seen at once."""
     make_workplace(tmp_path)

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from trainings import CORPUS, lm, make_workplace, write_config
+from trainings import CORPUS, lm, write_config
 
 import lm as library
 from lm.runs.run import Run
@@ -26,11 +26,10 @@ PROMPT = "The capital of France is"
 
 
 @pytest.fixture(scope="module")
-def workplace(tmp_path_factory):
+def workplace(workplace):
     """A folder with texts, and the model as a checkpoint in `smollm2`."""
-    folder = make_workplace(tmp_path_factory.mktemp("smollm2"))
-    lm(folder, "import", "--input", str(FILES[0]), "--output", "smollm2")
-    return folder
+    lm(workplace, "import", "--input", str(FILES[0]), "--output", "smollm2")
+    return workplace
 
 
 @pytest.fixture(scope="module")

@@ -68,8 +68,6 @@ def in_terminal(*arguments, answer=""):
 
 
 # ---- ls --------------------------------------------------------------------------------------------------------------
-
-
 def test_ls_shows_every_run_newest_last_within_80_columns(place):
     make("finished", entered=1e9)
     make("elsewhere", root=place.parent / "other" / "checkpoints", entered=2e9 - 1e9 + 5)
@@ -145,16 +143,12 @@ def test_the_last_step_is_that_of_the_last_checkpoint_where_a_kill_left_the_log_
 
 def test_ls_answers_at_once_without_torch(place):
     registry.note([make(f"r{index}") for index in range(30)])
-    code = (
-        "import sys; from lm.cli.command import main; assert main(['runs', 'ls']) == 0;"
-        "assert not {'torch', 'lightning', 'numpy', 'pyarrow'} & set(sys.modules)"
-    )
+    code = "import sys; from lm.cli.command import main; assert main(['runs', 'ls']) == 0;"
+    code += "assert not {'torch', 'lightning', 'numpy', 'pyarrow'} & set(sys.modules)"
     assert run_python(code)[1] < 2  # usually a fifth of a second
 
 
 # ---- show ------------------------------------------------------------------------------------------------------------
-
-
 def test_show_puts_all_that_matters_on_a_page(trained):
     text = runs("show", str(trained.path)).stdout
     steps = [int(path.name.removeprefix("step-")) for path in trained.steps().values()]
@@ -236,8 +230,6 @@ def test_show_of_a_run_that_has_only_just_begun(place):
 
 
 # ---- compare ---------------------------------------------------------------------------------------------------------
-
-
 def test_compare_draws_both_and_shows_only_what_differs(place):
     make("slow", lr=0.1), make("fast", lr=0.2, steps=30)
     done = runs("compare", "slow", "fast", "--png", "both.png")
@@ -292,8 +284,6 @@ def test_compare_refuses_in_one_line(place, arguments, message):
 
 
 # ---- export ----------------------------------------------------------------------------------------------------------
-
-
 def test_an_export_holds_the_run_and_its_weights_byte_for_byte(trained, place):
     runs("export", str(trained.path), "--output", "out")
     out = place / "out"
@@ -353,8 +343,6 @@ def test_an_export_is_refused_or_whole(trained, place):
 
 
 # ---- rebuild ---------------------------------------------------------------------------------------------------------
-
-
 def test_a_rebuilt_registry_is_the_one_that_was_lost(place):
     here, there = make("a"), make("b", root=place.parent / "other")
     registry.note([here, there])
@@ -372,8 +360,6 @@ def test_a_rebuilt_registry_is_the_one_that_was_lost(place):
 
 
 # ---- the chart and the command line ----------------------------------------------------------------------------------
-
-
 def test_a_chart_is_exactly_as_large_as_asked_for():
     series = [Series("one", [1, 2, 9], [2.0, float("nan"), 4]), Series("y" * 40, [1, 2, 9], [3.0, 1, float("inf")])]
     for width in range(1, 90, 7):

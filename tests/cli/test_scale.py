@@ -191,9 +191,8 @@ def test_a_text_that_is_there_bounds_the_run(tmp_path):
     optimizer = yaml.safe_load(text)["model"]["optimizer"]
     assert float(optimizer["lr"]) * optimizer["weight_decay"] * made.steps == pytest.approx(1 / 0.65, rel=0.01)
     for group in optimizer["groups"].values():
-        assert float(optimizer["lr"]) * group["lr_ratio"] * group["weight_decay"] * made.steps == pytest.approx(
-            5, rel=0.01
-        )
+        rate = float(optimizer["lr"]) * group["lr_ratio"]
+        assert rate * group["weight_decay"] * made.steps == pytest.approx(5, rel=0.01)
     assert scaled_config(ScaleRequest(depth=8, seq_len=256, max_steps=999, **data))[0].steps == 999
     few = scaled_config(ScaleRequest(depth=8, seq_len=256, max_steps=9, batch_tokens=8192, **data))[1]
     assert "reshuffle" not in few

@@ -44,9 +44,8 @@ def test_expected_loss_is_the_published_one():
     """Chinchilla, 70B on 1.4T tokens: about 1.9 nats by the law as it was fitted again; its optimum is near it."""
     assert published_loss(70e9, 1.4e12) == pytest.approx(1.973, abs=0.01)
     flops = 6 * 70e9 * 1.4e12
-    best = min(
-        (10**power for power in [9 + i / 50 for i in range(150)]), key=lambda n: published_loss(n, flops / 6 / n)
-    )
+    sizes = [10 ** (9 + i / 50) for i in range(150)]
+    best = min(sizes, key=lambda size: published_loss(size, flops / 6 / size))
     assert 40e9 < best < 100e9
 
 

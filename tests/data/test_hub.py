@@ -121,8 +121,6 @@ def test_other_revisions_of_a_file_are_other_files(hub):
 
 
 # ---- too many requests, errors, stalls -------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("header, least, most", [
     ({"Retry-After": "30"}, 30, 34), ({"RateLimit": '"api";r=0;t=30', "Retry-After": "1"}, 30, 34),
     ({"Retry-After": "86400"}, 600, 661), ({"Retry-After": "soon"}, 0, 1),
@@ -158,7 +156,6 @@ def test_a_hub_that_only_fails_ends_in_one_line(hub, shards_on_hub):
 
 
 # ---- the cache -------------------------------------------------------------------------------------------------------
-
 READERS = """
 import sys
 from concurrent.futures import ThreadPoolExecutor
@@ -223,7 +220,6 @@ def test_a_reader_that_holds_a_block_and_stalls_does_not_stop_the_others(hub, sh
 
 
 # ---- commands --------------------------------------------------------------------------------------------------------
-
 TEXTS = [f"Document {number} is of kind {number % 7}, {'and long ' * (number % 11)}." for number in range(300)]
 
 
@@ -307,8 +303,6 @@ def test_a_killed_preparation_goes_on_where_it_was(hub, tmp_path, kind):
 
 
 # ---- wrong requests --------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("source, token, message", [
     ("datasets/o/none/a.txt", None, r"no such repository, or it is private: .* set HF_TOKEN"),
     ("datasets/o/private/a.txt", None, r"no such repository, or it is private: .* set HF_TOKEN"),

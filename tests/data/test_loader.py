@@ -15,6 +15,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from shard_files import write_folder, write_rows
+from trainings import wait_until
 
 from lm.data.loader import Assembler, Batch, BlockBuffer, Stream, Windows
 from lm.data.sampler import Order
@@ -161,31 +162,24 @@ def labelled(tmp_path_factory):
     return shards, shards.read(0).astype(int), np.concatenate([np.ones(150, bool), labels.ravel() != -100])
 
 
-def wait_for(condition):
-    deadline = time.monotonic() + 60
-    while not condition() and time.monotonic() < deadline:
-        time.sleep(0.001)
-    assert condition()
-
-
 def no_threads():
     return not [thread for thread in threading.enumerate() if thread.name.startswith("lm-")]
 
 
 def test_threads_end_with_their_iterator(shards):
-    wait_for(no_threads)
+    wait_until(no_threads)
     batches = iter(stream(shards))
     next(batches)
     assert not no_threads()
     batches.close()
-    wait_for(no_threads)
+    wait_until(no_threads)
     batches = iter(stream(shards))
     next(batches)
     del batches
     gc.collect()
-    wait_for(no_threads)
+    wait_until(no_threads)
     assert len(list(Windows(shards, seq_len=SEQ_LEN, micro_batch=4, limit=10))) == 3
-    wait_for(no_threads)
+    wait_until(no_threads)
 
 
 @pytest.mark.parametrize("asked", [False, True])
@@ -212,7 +206,7 @@ def test_the_next_blocks_are_decoded_while_a_batch_is_trained_on(shards):
     for step in range(1, 40):
         next(batches)
         needed = set(batch_stream.order.locate(np.arange(step * 4, step * 4 + 4))[0].tolist())
-        wait_for(lambda: needed <= read)
+        wait_until(lambda: needed <= read)
 
 
 def test_the_interpreter_exits_in_the_middle_of_a_stream(tmp_path):

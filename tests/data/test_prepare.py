@@ -72,8 +72,6 @@ def many_small_units(monkeypatch):
 
 
 # ---- what is in the shards ------------------------------------------------------------------------------------------
-
-
 def test_the_shards_hold_every_document_once_with_its_end(tmp_path):
     texts = make_texts(200)
     manifest = run(tmp_path / "out", write_jsonl(tmp_path / "a.jsonl", texts))
@@ -223,13 +221,10 @@ def test_of_equal_documents_the_first_is_kept(keep, tmp_path, many_small_units, 
     assert repeated["documents"] == (0 if keep else len(copies)) and ("left out: " in caplog.text) is not keep
     if not keep:  # a copy with other blanks may be chosen for the other split
         assert {" ".join(text.split()).casefold() for text in kept} == {" ".join(t.split()).casefold() for t in texts}
-        assert documents(tmp_path / "out", "val")[: plain["splits"]["val"]["documents"]] == documents(
-            tmp_path / "plain", "val"
-        )
-        sizes = [
-            sum(split[count] for split in manifest["splits"].values()) for count in ("documents", "tokens", "bytes")
-        ]
-        assert sizes[0] == len(kept) and sizes[2] == sum(len(text.encode()) for text in kept)
+        first = documents(tmp_path / "out", "val")[: plain["splits"]["val"]["documents"]]
+        assert first == documents(tmp_path / "plain", "val")
+        count, size = (sum(each[what] for each in manifest["splits"].values()) for what in ("documents", "bytes"))
+        assert count == len(kept) and size == sum(len(text.encode()) for text in kept)
 
 
 def test_character_data_of_nanogpt(tmp_path):
@@ -273,8 +268,6 @@ def test_ids_beyond_sixteen_bits_are_written_wider(tmp_path):
 
 
 # ---- what is for validation -----------------------------------------------------------------------------------------
-
-
 def test_documents_stay_in_their_split_when_others_come(tmp_path):
     texts = make_texts(300)
     first = write_jsonl(tmp_path / "in/m.jsonl", texts[:150])
@@ -367,8 +360,6 @@ def test_a_tokenizer_is_learned_from_no_more_than_the_sample(tmp_path):
 
 
 # ---- whoever works, and however often it is stopped -----------------------------------------------------------------
-
-
 def test_any_number_of_workers_makes_the_same_bytes(tmp_path, many_small_units):
     source = tmp_path / "in"
     for i in range(6):
@@ -569,8 +560,6 @@ def test_memory_does_not_grow_with_the_text(kind, tmp_path):
 
 
 # ---- the commands ---------------------------------------------------------------------------------------------------
-
-
 def test_inspect_prints_one_json_object_that_agrees_with_the_manifest(tmp_path, capsys):
     manifest = run(tmp_path / "out", write_jsonl(tmp_path / "a.jsonl", make_texts(100)))
     inspect(str(tmp_path / "out"), json=True)
@@ -632,8 +621,7 @@ def test_a_large_file_that_one_process_reads_is_said_with_its_time(tmp_path, mon
     caplog.set_level("INFO")
     monkeypatch.setattr(preparation, "LARGE_UNIT", 5000)
     monkeypatch.setattr(preparation, "ENCODED_PER_SECOND", 100)
-    (tmp_path / "a.jsonl.gz").write_bytes(
-        gzip.compress(write_jsonl(tmp_path / "a.jsonl", make_texts(300)).read_bytes())
-    )
+    lines = write_jsonl(tmp_path / "a.jsonl", make_texts(300)).read_bytes()
+    (tmp_path / "a.jsonl.gz").write_bytes(gzip.compress(lines))
     run(tmp_path / "out", tmp_path / "a.jsonl.gz")
     assert re.search(r"a.jsonl.gz is read by one process, for about [1-9]\d* minutes", caplog.text)

@@ -24,25 +24,21 @@ sys.exit(main(sys.argv[1:]))
 TASKS = 7
 
 
-def command(folder, *more, workers=1):
-    options = [
-        "--input",
-        "in",
-        "--output",
-        "out",
-        "--vocab_size",
-        "300",
-        "--val_fraction",
-        "0.1",
-        "--shard_tokens",
-        "20000",
-    ]
-    return [sys.executable, "-c", COMMAND, "data", "prepare", *options, "--workers", str(workers), *more]
+OPTIONS = "--input in --output out --vocab_size 300 --val_fraction 0.1 --shard_tokens 20000 --workers 1".split()
+
+
+def start(folder, *more):
+    command = [sys.executable, "-c", COMMAND, "data", "prepare", *OPTIONS, *more]
+    environment = {**os.environ, "PYTHONPATH": PLACES}
+    pipes = {"stdout": subprocess.DEVNULL, "stderr": subprocess.PIPE}
+    return subprocess.Popen(command, cwd=folder, env=environment, text=True, **pipes)
 
 
 def run(folder, *more):
-    environment = {**os.environ, "PYTHONPATH": PLACES}
-    return subprocess.run(command(folder, *more), cwd=folder, env=environment, capture_output=True, text=True)
+    """The exit code, and what is said."""
+    process = start(folder, *more)
+    said = process.communicate()[1]
+    return process.returncode, said
 
 
 @pytest.fixture(scope="module")
@@ -51,23 +47,19 @@ def source(tmp_path_factory):
     folder = tmp_path_factory.mktemp("source")
     for i in range(9):
         write_jsonl(folder / f"in/{i:02}.jsonl", make_texts(300, seed=i) + make_texts(20, seed=0))
-    assert run(folder).returncode == 0
+    assert run(folder)[0] == 0
     return folder, digests(folder / "out")
 
 
 def run_tasks(folder, draw, killed):
     """All tasks at once in any order; some are killed at a random moment and started again."""
-    environment = {**os.environ, "PYTHONPATH": PLACES}
     order = draw.sample(range(TASKS), TASKS)
-    start = lambda task: subprocess.Popen(  # noqa: E731
-        command(folder, "--task", f"{task}/{TASKS}"), cwd=folder, env=environment, stderr=subprocess.PIPE, text=True
-    )
-    processes = {task: start(task) for task in order}
+    processes = {task: start(folder, "--task", f"{task}/{TASKS}") for task in order}
     time.sleep(draw.uniform(0.5, 2.5))
     for task in order[:killed]:
         processes[task].send_signal(signal.SIGKILL)
         processes[task].communicate()
-        processes[task] = start(task)
+        processes[task] = start(folder, "--task", f"{task}/{TASKS}")
     said = {}
     for task, process in processes.items():
         said[task] = process.communicate()[1]
@@ -81,9 +73,9 @@ def test_tasks_make_what_one_process_makes(seed, source, tmp_path):
     folder, expected = source
     (tmp_path / "in").symlink_to(folder / "in")
     draw = random.Random(seed)
-    refused = run(tmp_path, "--task", "0/7")
-    assert refused.returncode == 2 and "run the same with --plan_only first" in refused.stderr
-    assert run(tmp_path, "--plan_only").returncode == 0
+    code, said = run(tmp_path, "--task", "0/7")
+    assert code == 2 and "run the same with --plan_only first" in said
+    assert run(tmp_path, "--plan_only")[0] == 0
     said = run_tasks(tmp_path, draw, killed=3)
     assert any("run every task once more, to write the shards" in line for line in said.values())
     said = run_tasks(tmp_path, draw, killed=3)
@@ -91,11 +83,11 @@ def test_tasks_make_what_one_process_makes(seed, source, tmp_path):
     assert not (tmp_path / "out/manifest.json").exists()
     written = {path: path.stat().st_mtime_ns for path in (tmp_path / "out").glob("*/*.parquet")}
     assert len(written) > 5
-    done = run(tmp_path)
-    assert done.returncode == 0, done.stderr
+    code, said = run(tmp_path)
+    assert code == 0, said
     assert digests(tmp_path / "out") == expected
     assert {path: path.stat().st_mtime_ns for path in written} == written  # the last command writes no shard again
-    assert "nothing is left to do" in run(tmp_path, "--task", "3/7").stderr
+    assert "nothing is left to do" in run(tmp_path, "--task", "3/7")[1]
 
 
 @pytest.mark.parametrize("task", ["7/7", "1", "a/b", "-1/3", "1/0"])

@@ -70,12 +70,9 @@ def test_ranks_and_start_change_nothing(shards, reshuffled, world, start):
     steps = 20
     located = zip(*map(np.ndarray.tolist, order(shards).locate(np.arange(start, start + 8 * steps))))
     expected = [reshuffled.read(block)[window * SEQ_LEN : window * SEQ_LEN + SEQ_LEN + 1] for block, window in located]
-    streams = [
-        Stream(reshuffled, order(shards), seq_len=SEQ_LEN, start=start, global_batch=8, rank=rank, world=world)
-        for rank in range(world)
-    ]
-    parts = [np.concatenate([batch.tokens.numpy() for batch in islice(stream, steps)]) for stream in streams]
-    for rank, part in enumerate(parts):
+    for rank in range(world):
+        stream = Stream(reshuffled, order(shards), seq_len=SEQ_LEN, start=start, global_batch=8, rank=rank, world=world)
+        part = np.concatenate([batch.tokens.numpy() for batch in islice(stream, steps)])
         assert np.array_equal(part, np.stack(expected[rank::world]))
 
 

@@ -67,9 +67,8 @@ def test_a_change_is_noticed(folder):
     path.write_bytes(content)
     others = [[9 if token == 8 else token for token in row] for row in rows]
     write_rows(folder / "part-04.parquet", others, compression="none", use_dictionary=False)
-    assert (folder / "part-04.parquet").stat().st_size == json.loads((folder / INDEX).read_text())["shards"][
-        "part-04.parquet"
-    ]["size"]
+    indexed = json.loads((folder / INDEX).read_text())["shards"]
+    assert (folder / "part-04.parquet").stat().st_size == indexed["part-04.parquet"]["size"]
     with pytest.raises(RunError, match="part-04.parquet.* footer is not the one that it had"):
         all_tokens(open_shards())  # of the same size
     run("--pad_id", "0", "--tokenizer", ".")

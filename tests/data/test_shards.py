@@ -161,12 +161,9 @@ def test_bad_ids_name_file_row_group_and_row(tmp_path, rows, kind, message, stat
 def test_a_column_that_does_not_hold_ids_is_refused(tmp_path):
     path = write_rows(tmp_path / "a.parquet", ROWS, columns={"text": ["x"] * len(ROWS)})
     write_rows(tmp_path / "b.parquet", [[0.5]], pa.list_(pa.float32()))
-    for name, column, message in (
-        ("a", "tokens", "no column 'tokens'; it has text, input_ids; set `column`"),
-        ("a", "text", "'text' is string, not a list of integers; tokenize it first"),
-        ("b", "input_ids", "b.parquet: column 'input_ids' is list<.*float>, not a list of integers"),
-    ):
-        refuses(message, path.with_stem(name), column=column)
+    refuses("no column 'tokens'; it has text, input_ids; set `column`", path, column="tokens")
+    refuses("'text' is string, not a list of integers; tokenize it first", path, column="text")
+    refuses("b.parquet: column 'input_ids' is list<.*float>, not a list of integers", path.with_stem("b"))
 
 
 def test_damaged_files_are_named(tmp_path):
@@ -299,8 +296,6 @@ def test_a_fingerprint_tells_changed_shards_and_survives_moving_them(tmp_path):
 
 
 # ---- short files -----------------------------------------------------------------------------------------------------
-
-
 def test_windows_run_across_the_files_of_a_split(tmp_path):
     """At most `seq_len` tokens in a block are in no window, however short the files are; they are counted."""
     random = np.random.default_rng(0)
@@ -325,8 +320,6 @@ def test_windows_run_across_the_files_of_a_split(tmp_path):
 
 
 # ---- which files are the same ----------------------------------------------------------------------------------------
-
-
 def test_a_file_counts_once_by_whatever_path(tmp_path):
     """A folder and its files, links, hard links, another spelling; a copy is another file."""
     write_rows(tmp_path / "a/0.parquet", [[1, 2]])
@@ -384,8 +377,6 @@ def test_a_file_in_both_splits_is_found(tmp_path):
 
 
 # ---- masks and labels ------------------------------------------------------------------------------------------------
-
-
 INTS = pa.list_(pa.int64())
 MASK_TYPES = [pa.list_(pa.int8()), pa.list_(pa.int64()), pa.list_(pa.bool_()), pa.large_list(pa.uint8())]
 
@@ -472,8 +463,6 @@ def test_an_id_that_fills_rows_up_is_left_out_where_it_is_given(tmp_path):
 
 
 # ---- what Arrow does not tell or takes for something else ------------------------------------------------------------
-
-
 def test_a_column_is_not_taken_for_one_whose_name_begins_alike(tmp_path):
     columns = {"tokens.raw": [[9, 8, 7, 6]] * 3, "tokens": [[1, 2]] * 3, "s": [{"a": 1, "b": [2]}] * 3}
     for number, order in enumerate(itertools.permutations(columns)):

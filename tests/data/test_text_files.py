@@ -181,8 +181,6 @@ def test_an_input_that_is_not_there_is_named(given, here):
 
 
 # ---- long documents and parts of files ------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("suffix", ["txt", "jsonl", "parquet"])
 def test_a_long_document_comes_in_pieces_that_end_with_lines(suffix, tmp_path, monkeypatch):
     monkeypatch.setattr("lm.data.documents.PIECE", 64)
@@ -208,8 +206,6 @@ def test_the_parts_of_a_file_are_the_file(parts, tmp_path):
 
 
 # ---- flat ids -------------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("piece", [2, 3, 1000])
 def test_flat_ids_are_cut_at_the_end_of_documents(piece, tmp_path, monkeypatch):
     monkeypatch.setattr("lm.data.token_files.CHUNK", piece)
@@ -237,9 +233,8 @@ def test_flat_ids_that_do_not_fit_are_refused(content, message, tmp_path):
 
 
 def test_flat_ids_of_a_large_vocabulary_have_four_bytes(tmp_path):
-    tokenizer = tokenizer_of_characters(
-        {chr(0x10000 + i): i for i in range(70_000)} | {END_OF_TEXT: 70_000, UNKNOWN: 70_001}
-    )
+    characters = {chr(0x10000 + i): i for i in range(70_000)}
+    tokenizer = tokenizer_of_characters(characters | {END_OF_TEXT: 70_000, UNKNOWN: 70_001})
     ids = [69_999, 5, 70_000, 65_536]
     for kind in ("<u4", "<u8"):
         (tmp_path / f"{kind}.bin").write_bytes(np.array(ids * 5, kind).tobytes())
@@ -250,42 +245,33 @@ def test_flat_ids_of_a_large_vocabulary_have_four_bytes(tmp_path):
 
 
 # ---- the split in the names ----------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    "names, splits",
-    [
-        (["train.txt", "val.txt"], ["train", "val"]),
-        (["train-00000-of-00001.parquet", "validation-00000-of-00001.parquet"], ["train", "val"]),
-        (["TinyStoriesV2-GPT4-train.txt", "TinyStoriesV2-GPT4-valid.txt"], ["train", "val"]),
-        (["wiki.train.jsonl.gz", "wiki.dev.jsonl.gz", "wiki.test.jsonl.gz"], ["train", "val"]),  # test is left out
-        (["train/a.txt", "val/a.txt"], ["train", "val"]),
-        (["train.txt", "test.txt"], [None]),
-        (["train.txt", "val.txt", "other.txt"], ["train", "val", "train"]),
-        (["input.txt", "eval.txt"], [None]),
-        (["train/en/a.txt", "train/de/a.txt", "x/dev-set/en/a.txt"], ["train", "train", "val"]),
-        (["/test/train/a.py", "/test/val/train.py"], ["train", "val"]),  # all are in the first folder
-        (["A Train.txt", "A Test.txt", "b.txt", "c.txt", "d.txt"], [None] * 5),
-        (["val.txt", "test.txt"], [None, None]),
-        (["train.txt"], [None]),
-        (["val.txt"], [None]),
-        (["train.py", "val.py", "test_a.py"], [None, None, None]),
-        (["train_val.txt", "val.txt"], ["train", "val"]),
-    ],
-)
+@pytest.mark.parametrize("names, splits", [
+    (["train.txt", "val.txt"], ["train", "val"]),
+    (["train-00000-of-00001.parquet", "validation-00000-of-00001.parquet"], ["train", "val"]),
+    (["TinyStoriesV2-GPT4-train.txt", "TinyStoriesV2-GPT4-valid.txt"], ["train", "val"]),
+    (["wiki.train.jsonl.gz", "wiki.dev.jsonl.gz", "wiki.test.jsonl.gz"], ["train", "val"]),  # test is left out
+    (["train/a.txt", "val/a.txt"], ["train", "val"]),
+    (["train.txt", "test.txt"], [None]),
+    (["train.txt", "val.txt", "other.txt"], ["train", "val", "train"]),
+    (["input.txt", "eval.txt"], [None]),
+    (["train/en/a.txt", "train/de/a.txt", "x/dev-set/en/a.txt"], ["train", "train", "val"]),
+    (["/test/train/a.py", "/test/val/train.py"], ["train", "val"]),  # all are in the first folder
+    (["A Train.txt", "A Test.txt", "b.txt", "c.txt", "d.txt"], [None] * 5),
+    (["val.txt", "test.txt"], [None, None]),
+    (["train.txt"], [None]),
+    (["val.txt"], [None]),
+    (["train.py", "val.py", "test_a.py"], [None, None, None]),
+    (["train_val.txt", "val.txt"], ["train", "val"]),
+])  # fmt: skip
 def test_names_decide_the_split_if_most_of_them_have_one(names, splits):
     files = [text_files.TextFile(name, "text", None, 1, None) for name in names]
     assert [file.split for file in split_by_names(files)] == splits
 
 
 # ---- what is wrong is named -----------------------------------------------------------------------------------------
-
 GOOD = json_lines(["a", "b"])
 BAD_LINES = {
-    "not json": (
-        GOOD + b"{'text': 1}\n",
-        "line 3: not a JSON object on one line .*at column 2.; write the line again, or leave it",
-    ),
+    "not json": (GOOD + b"{'text': 1}\n", "line 3: not a JSON object on one line .*at column 2.; write the line again"),
     "nested": (b"[" * 10**5 + b"\n", "line 1: not a JSON object"),
     "an array": (b'[\n{"text": "a"}\n]', "line 1: not a JSON object"),
     "a list": (GOOD + b"[1, 2]\n", "line 3: a JSON list"),
@@ -376,8 +362,6 @@ def test_a_truncated_or_damaged_compressed_file_is_named(name, tmp_path):
 
 
 # ---- remote ---------------------------------------------------------------------------------------------------------
-
-
 def test_texts_on_s3_are_read(s3_client, tmp_path):
     write_parquet(tmp_path / "c.parquet", DOCUMENTS)
     s3_client.upload_file(str(tmp_path / "c.parquet"), "corpus", "a/c.parquet")

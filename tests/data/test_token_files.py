@@ -50,9 +50,8 @@ def write_datatrove(path, size, with_end):
     """By datatrove itself."""
     tokenizer = pytest.importorskip("datatrove.pipeline.tokens.tokenizer")
     folder = pytest.importorskip("datatrove.io").get_datafolder(str(path.parent))
-    file = tokenizer.TokenizedFile(
-        folder, path.name, tokenizer_name_or_path="t", save_final_metadata=True, token_size=size
-    )
+    options = {"tokenizer_name_or_path": "t", "save_final_metadata": True, "token_size": size}
+    file = tokenizer.TokenizedFile(folder, path.name, **options)
     for document in ENDED if with_end else DOCUMENTS:
         file.write(document, None)
     file.close()

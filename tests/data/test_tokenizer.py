@@ -237,21 +237,19 @@ def test_marks_of_words_are_not_text(kind, tmp_path):
 
 
 # ---- the faster encoder ---------------------------------------------------------------------------------------------
-
 FAST = {
     "ours": BPE,
     "gpt2": with_pre_tokenizer(pre_tokenizers.ByteLevel(add_prefix_space=False)),
     "prefixed": with_pre_tokenizer(pre_tokenizers.ByteLevel(add_prefix_space=True)),
 }
+DIGITS = pre_tokenizers.Sequence([pre_tokenizers.Digits(True), pre_tokenizers.ByteLevel(False)])
 SLOW = {
     "possessive": with_pre_tokenizer(sequence(r"[^\r\n\p{L}\p{N}]?+\p{L}++|\p{N}++| ?[^\s\p{L}\p{N}]++|\s++")),
     "normalized": with_pre_tokenizer(sequence(WORDS), normalizers.NFC()),
     "lines": with_pre_tokenizer(sequence(r"\s+$|\s|\S+")),
     "other braces": with_pre_tokenizer(sequence(r"\p{N}{1,3}+|\p{L}+|[^\p{L}\p{N}]")),  # not possessive to Oniguruma
     "other class": with_pre_tokenizer(sequence(r"\w+|\W")),
-    "digits": with_pre_tokenizer(
-        pre_tokenizers.Sequence([pre_tokenizers.Digits(True), pre_tokenizers.ByteLevel(False)])
-    ),
+    "digits": with_pre_tokenizer(DIGITS),
 }
 ENCODERS = {name: Encoder(tokenizer) for name, tokenizer in {**FAST, **SLOW, "char": train_char(TEXTS)}.items()}
 

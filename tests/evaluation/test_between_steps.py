@@ -11,7 +11,7 @@ import torch
 from decoders import continued, written_by
 from lightning.pytorch import Callback
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
-from trainings import equipment, fit, lm, losses, make_workplace
+from trainings import equipment, fit, lm, losses
 
 from lm.data.tokenizer_training import train_bpe
 from lm.errors import RequestError, RunError
@@ -68,10 +68,9 @@ class Obstacles(Callback):
 
 
 @pytest.fixture(scope="module")
-def workplace(tmp_path_factory):
-    place = make_workplace(tmp_path_factory.mktemp("between"))
-    write_tasks(place)
-    return place
+def workplace(workplace):
+    write_tasks(workplace)
+    return workplace
 
 
 def write_tasks(place):

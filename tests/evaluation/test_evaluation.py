@@ -84,8 +84,6 @@ def decoder_of(tokenizer: Tokenizer, **changes) -> Decoder:
 
 
 # ---- how sure -------------------------------------------------------------------------------------------------------
-
-
 def test_wilson_intervals_are_those_of_the_paper():
     """Values of the score interval as Newcombe (1998, Statistics in Medicine 17, table I) prints them."""
     for right, total, low, high in ((81, 263, 0.2553, 0.3662), (15, 148, 0.0624, 0.1605), (0, 20, 0, 0.1611),
@@ -113,8 +111,6 @@ def test_the_interval_of_a_mean_is_as_lopsided_as_those_of_its_parts():
 
 
 # ---- files of tasks -------------------------------------------------------------------------------------------------
-
-
 def test_a_bundle_of_tasks_is_read_with_its_baselines(tmp_path):
     choice, schema, language = read_tasks([str(make_tasks(tmp_path))])
     assert (choice.label, choice.kind, choice.num_fewshot) == ("multiple_choice_x", "multiple_choice", 2)
@@ -185,8 +181,6 @@ def test_a_wrong_file_or_item_is_named_with_its_place(here, name, content, messa
 
 
 # ---- prompts and scores ---------------------------------------------------------------------------------------------
-
-
 def test_prompts_read_as_dclm_writes_them(tasks, tokenizer):
     """Other items of the task, drawn by the item's number, then the question; a blank line between them."""
     items = chosen_items(tasks[0], None)
@@ -305,9 +299,10 @@ def test_results_say_what_they_are(tasks, tokenizer):
 
 def same(some: list[TaskResult], others: list[TaskResult], tolerance: float = 1e-4) -> bool:
     pairs = [(a, b) for x, y in zip(some, others, strict=True) for a, b in zip(x.outcomes, y.outcomes, strict=True)]
-    return all(a.right_dclm == b.right_dclm and by_harness(a) == by_harness(b) for a, b in pairs) and all(
-        a.log_likelihoods == pytest.approx(b.log_likelihoods, abs=tolerance) for a, b in pairs
-    )
+    return all(
+        (a.right_dclm, by_harness(a)) == (b.right_dclm, by_harness(b))
+        and a.log_likelihoods == pytest.approx(b.log_likelihoods, abs=tolerance) for a, b in pairs
+    )  # fmt: skip
 
 
 def test_the_batch_size_changes_nothing(tasks, tokenizer):
@@ -361,7 +356,6 @@ def test_broken_weights_are_an_error_and_no_score(tasks, tokenizer):
 
 
 # ---- bits per byte --------------------------------------------------------------------------------------------------
-
 TEXTS = [" ".join(WORDS[i:] + WORDS[:i]) * (1 + i % 3) for i in range(9)]
 
 
@@ -420,8 +414,6 @@ def test_the_first_documents_can_be_measured_alone(corpus, tokenizer):
 
 
 # ---- the tasks in the package ---------------------------------------------------------------------------------------
-
-
 def test_the_shipped_tasks_are_made_again_to_the_byte(tmp_path):
     write_tasks(tmp_path)
     made = sorted(file.name for file in tmp_path.iterdir())

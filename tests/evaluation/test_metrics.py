@@ -39,16 +39,11 @@ def test_means_are_those_of_all_tokens_however_they_are_batched(size):
     assert result == pytest.approx(reference(losses, labels), rel=1e-12)
 
 
-@pytest.mark.parametrize(
-    ("losses", "labels", "loss", "tokens", "bits"),
-    [
-        # Tokens that stand for no bytes are left out of nats and bytes alike.
-        ([9.0, 1.0, 2.0], [0, 1, 3], 4, 3, 3 / 6 / math.log(2)),
-        ([2.0, math.nan], [1, -100], 2, 1, 2 / math.log(2)),
-        ([0.0, 0.0], [-100, -100], math.nan, 0, math.nan),
-    ],
-    ids=["no bytes", "an ignored label where the loss is nan", "nothing counted"],
-)
+@pytest.mark.parametrize(("losses", "labels", "loss", "tokens", "bits"), [
+    ([9.0, 1.0, 2.0], [0, 1, 3], 4, 3, 3 / 6 / math.log(2)),  # tokens of no bytes are left out of nats and bytes alike
+    ([2.0, math.nan], [1, -100], 2, 1, 2 / math.log(2)),
+    ([0.0, 0.0], [-100, -100], math.nan, 0, math.nan),
+], ids=["no bytes", "an ignored label where the loss is nan", "nothing counted"])  # fmt: skip
 def test_what_does_not_count(losses, labels, loss, tokens, bits):
     metric = TokenLoss()
     metric.update(torch.tensor([losses]), torch.tensor([labels]), TOKEN_BYTES)

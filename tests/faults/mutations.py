@@ -54,7 +54,6 @@ def bounds() -> Iterator[None]:
 
 
 # ---- values ----------------------------------------------------------------------------------------------------------
-
 NUMBERS = st.one_of(
     st.integers(-3, 70),
     st.sampled_from([2**31, 2**63, 2**64, 10**30, -(10**18), 0.5, -0.0, 1e-320, 1e308, math.inf, -math.inf, math.nan]),
@@ -90,8 +89,6 @@ class Content(bytes):
 
 
 # ---- damage to bytes -------------------------------------------------------------------------------------------------
-
-
 @st.composite
 def damaged(draw: Any, whole: bytes) -> bytes:
     """A file with bytes flipped, cut away, put in or doubled; or something else altogether."""

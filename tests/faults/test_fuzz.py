@@ -81,8 +81,6 @@ def place(uninterrupted, tmp_path_factory):
 
 
 # ---- configs ---------------------------------------------------------------------------------------------------------
-
-
 @st.composite
 def configs(draw):
     """A sound config with one to three keys changed, or unknown, or gone; or a text that was damaged."""
@@ -121,8 +119,6 @@ def test_a_fit_reads_any_config_or_refuses_it(place, text):
 
 
 # ---- files -----------------------------------------------------------------------------------------------------------
-
-
 def altered(path, as_json=False):
     """Strategy of what a file may have become: damaged bytes, or a JSON of other values."""
     whole = path.read_bytes()

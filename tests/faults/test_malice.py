@@ -70,8 +70,6 @@ def test_the_canary_sings(tmp_path, monkeypatch):
 
 
 # ---- pickles ---------------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("sealed", [False, True])
 def test_a_pickle_in_a_checkpoint_is_refused_by_every_command(place, poison, sealed):
     """Also where its digest is the right one, so that only its reader can refuse it."""
@@ -142,8 +140,6 @@ def test_a_pickle_for_what_a_run_says_of_itself_is_nothing_known(place, poison):
 
 
 # ---- texts that are code ---------------------------------------------------------------------------------------------
-
-
 def test_a_tag_that_would_make_an_object_is_refused_wherever_a_yaml_is_read(place):
     (place / "evil.yaml").write_text(f"trainer: {{max_steps: 3}}\nseed_everything: {TAGGED}\n")
     (place / "tasks.yaml").write_text(f"icl_tasks: {TAGGED}\n")
@@ -167,8 +163,6 @@ def test_an_alert_that_is_code_is_refused_before_a_run_begins(place, expression)
 
 
 # ---- paths that climb out --------------------------------------------------------------------------------------------
-
-
 def test_a_manifest_that_names_files_outside_of_its_folder_is_refused(place):
     shutil.copy(place / "data/small/val/00000.parquet", place / "outside.parquet")
     manifest = json.loads((place / "data/small/manifest.json").read_text())
@@ -222,8 +216,6 @@ def test_a_run_stays_within_the_folder_of_runs(place):
 
 
 # ---- a real fit ------------------------------------------------------------------------------------------------------
-
-
 def test_a_resume_meets_only_what_it_can_refuse(place):
     """A process of its own: `auto` with nothing but poison under the name of a checkpoint ends with 2, and a line."""
     folder = (place / "checkpoints/small/last").resolve()

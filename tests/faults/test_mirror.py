@@ -126,8 +126,6 @@ def write_checkpoint(run, step):
 
 
 # ---- with trainings --------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.slow
 @each_tool
 def test_a_run_resumes_on_another_machine_as_if_nothing_had_happened(machine, straight):
@@ -198,8 +196,6 @@ def test_checkpoints_and_tokenizers_are_read_from_the_store(machine, tmp_path, m
 
 
 # ---- whose copy it is ------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.slow
 @each_tool
 def test_nothing_is_lost_in_the_store_by_a_folder_that_lacks_it(machine):

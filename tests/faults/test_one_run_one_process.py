@@ -101,7 +101,6 @@ def test_without_a_checkpoint_to_resume_from_the_same_name_is_another_run_and_au
 
 
 # ---- the lock alone --------------------------------------------------------------------------------------------------
-
 HOLD = """
 import sys, time
 from lm.runs.run import Run

@@ -57,8 +57,6 @@ def test_a_kill_in_any_part_of_a_save_loses_nothing_that_was_whole(workplace):
 
 
 # ---- the disk --------------------------------------------------------------------------------------------------------
-
-
 def at_step(step, command):
     return equipment("at_step.AtStep", step=step, command=command)
 

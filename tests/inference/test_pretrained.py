@@ -6,7 +6,7 @@ import pytest
 import torch
 from decoders import SHAPES, SMALL, trained_like, write_huggingface
 from safetensors.torch import load_file, save_file
-from trainings import fit, make_workplace
+from trainings import fit
 
 import lm
 from lm.data.tokenizer_training import train_char
@@ -14,10 +14,9 @@ from lm.errors import RequestError
 
 
 @pytest.fixture(scope="module")
-def workplace(tmp_path_factory):
-    folder = make_workplace(tmp_path_factory.mktemp("pretrained"))
-    fit(folder)
-    return folder
+def workplace(workplace):
+    fit(workplace)
+    return workplace
 
 
 def write_model(decoder, folder):

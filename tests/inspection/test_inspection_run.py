@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 from shard_files import write_folder
 from tensorboard.backend.event_processing.event_accumulator import SCALARS, EventAccumulator
-from trainings import fit, make_workplace, trace
+from trainings import fit, trace
 
 from lm.data.rare import count_tokens
 from lm.data.shards import Shards
@@ -20,16 +20,11 @@ from lm.runs.run import Run
 
 
 @pytest.fixture(scope="module")
-def place(tmp_path_factory):
-    return make_workplace(tmp_path_factory.mktemp("inspection"))
-
-
-@pytest.fixture(scope="module")
-def run(place):
+def run(workplace):
     """A run that was really trained, and resumed from its middle."""
     changes = {"samples.prompts": ["Chapter 1", "The"], "trainer.keep_checkpoints": 5}
-    fit(place, "small", "--trainer.max_steps", "6", **changes)
-    return fit(place, "small", "--ckpt_path", "checkpoints/small/step-00000003", **changes)[1]
+    fit(workplace, "small", "--trainer.max_steps", "6", **changes)
+    return fit(workplace, "small", "--ckpt_path", "checkpoints/small/step-00000003", **changes)[1]
 
 
 @pytest.fixture
@@ -62,8 +57,8 @@ def test_time_is_that_of_training_of_waiting_and_of_pauses():
     assert time_spent([]) == {"computing": 0.0, "waiting for data": 0.0, "pauses": 0.0}
 
 
-def test_runs_differ_by_name_folder_and_settings(run, place, elsewhere):
-    assert run.started_in() == place
+def test_runs_differ_by_name_folder_and_settings(run, workplace, elsewhere):
+    assert run.started_in() == workplace
     other = Run.create("small", run.path.parent)
     other.describe(id=other.name, name="small", entered=1.0)
     other.config.write_text(run.config.read_text().replace("lr: 0.01", "lr: 0.02"))
@@ -87,9 +82,9 @@ def test_the_later_sample_of_a_step_counts_as_it_was_written(run, tmp_path):
     assert [(one["step"], one["text"]) for one in read_samples(Run(tmp_path))] == [(4, "new"), (8, text)]
 
 
-def test_what_a_step_saw_is_read_again_from_any_folder(run, place, elsewhere):
+def test_what_a_step_saw_is_read_again_from_any_folder(run, workplace, elsewhere):
     data = open_data(run)
-    seen = [tokens for entry in trace(place) if entry["step"] == 5 for tokens in entry["tokens"]]
+    seen = [tokens for entry in trace(workplace) if entry["step"] == 5 for tokens in entry["tokens"]]
     half = len(seen) // 2  # the step was taken twice, before and after the resume
     samples = read_step(run, data, 5)
     assert [token for one in samples for token in one.token_ids] == seen[:half] == seen[half:]

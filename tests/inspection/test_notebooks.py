@@ -4,7 +4,7 @@ import json
 from pathlib import Path
 
 import pytest
-from trainings import PLACES, fit, make_workplace
+from trainings import PLACES, fit
 
 from lm.runs.run import Run
 
@@ -16,13 +16,12 @@ BOOKS = {  # name -> the least it shows: figures, and tables or coloured texts
 
 
 @pytest.fixture(scope="module")
-def run(tmp_path_factory):
+def run(workplace):
     """A run with several checkpoints, samples and an alert, and another one beside it."""
-    place = make_workplace(tmp_path_factory.mktemp("notebooks"))
     changes = {"samples.prompts": ["Chapter 1"], "trainer.keep_checkpoints": 5, "guards.alerts": {"step > 10": "warn"}}
-    fit(place, "small", "--model.optimizer.lr", "0.02", **changes)
-    fit(place, "small", **changes)
-    return Run(place / "checkpoints/small-2")
+    fit(workplace, "small", "--model.optimizer.lr", "0.02", **changes)
+    fit(workplace, "small", **changes)
+    return Run(workplace / "checkpoints/small-2")
 
 
 def test_every_notebook_is_known_here():

@@ -41,8 +41,6 @@ def close(got, true, tolerance):
 
 
 # ---- parity ---------------------------------------------------------------------------------------------------------
-
-
 SHAPES = [(1, 1, 1), (5, 7, 8), (13, 260, 8), (6, 4099, 5), (2, 32768, 3), (2, 50257, 3)]  # tokens, vocabulary, width
 
 
@@ -121,8 +119,6 @@ def test_a_confident_row_keeps_the_digits_of_its_loss(emulated):
 
 
 # ---- through torch --------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("gradient", [True, False])
 def test_torch_accepts_the_op(dtype, gradient):

@@ -47,8 +47,6 @@ def exact_norm(x, residual, weight, dstream, dy, dtype):
 
 
 # ---- parity ---------------------------------------------------------------------------------------------------------
-
-
 def in_dtypes(*shapes):
     """Every shape in fp32 and bf16, the last one in fp16, too."""
     cases = [(dtype, *shape) for dtype in DTYPES for shape in shapes]
@@ -125,10 +123,8 @@ def test_rows_that_do_not_start_at_16_bytes(emulated):
     """A view into the middle of other memory is loaded one by one, and is right."""
     x = torch.randn(4 * 64 + 1).bfloat16()[1:].view(4, 64)
     aligned = x.clone()
-    assert torch.equal(
-        rms_norm._cuda_forward(x, None, torch.ones(64), EPS)[1],
-        rms_norm._cuda_forward(aligned, None, torch.ones(64), EPS)[1],
-    )
+    normed, expected = (rms_norm._cuda_forward(rows, None, torch.ones(64), EPS)[1] for rows in (x, aligned))
+    assert torch.equal(normed, expected)
     assert torch.equal(swiglu._cuda_forward(x), swiglu._cuda_forward(aligned))
 
 
@@ -148,8 +144,6 @@ def test_rms_norm_takes_rows_that_are_no_neighbours(emulated, which):
 
 
 # ---- the same through torch -----------------------------------------------------------------------------------------
-
-
 def norm_arguments(dtype=torch.float32):
     return torch.randn(2, 5, 16, dtype=dtype), torch.randn(2, 5, 16, dtype=dtype), torch.randn(16)
 
@@ -203,9 +197,8 @@ def test_gradients_are_those_of_plain_pytorch(name, compiled):
 @pytest.mark.parametrize("compiled", [False, True])
 def test_the_stream_alone_may_be_used(name, compiled):
     """Its gradient is that of both summands; the norm and what follows it have none."""
-    up, down = (
-        Weight(torch.randn(rows, width), "rowwise" if "fp8" in name else None) for rows, width in ((32, 16), (16, 16))
-    )
+    scaling = "rowwise" if "fp8" in name else None
+    up, down = Weight(torch.randn(32, 16), scaling), Weight(torch.randn(16, 16), scaling)
     op = {"rms_norm": rms_norm.rms_norm, "norm_linear": lambda *inputs: norm_linear(*inputs, up),
           "norm_mlp": lambda *inputs: norm_mlp(*inputs, up, down)}[name.removeprefix("fp8 ")]  # fmt: skip
     x, residual, norm = (torch.randn(*shape, requires_grad=True) for shape in ((6, 16), (6, 16), (16,)))
@@ -291,7 +284,6 @@ def test_where_a_kernel_does_not_load_plain_pytorch_is_taken_and_the_reason_said
 
 
 # ---- compiled for real architectures --------------------------------------------------------------------------------
-
 needs_nvrtc = pytest.mark.skipif(not runtime.available(), reason="NVRTC is not installed")
 
 
@@ -332,11 +324,9 @@ def sources(dtype, arch):
 
 
 @needs_nvrtc
-@pytest.mark.parametrize(
-    "dtype, arch",
-    [(torch.float32, "sm_80"), (torch.float32, "sm_90"), *((torch.bfloat16, f"sm_{n}") for n in (80, 89, 90, 100))],
-    ids=str,
-)
+@pytest.mark.parametrize("dtype, arch", [
+    (torch.float32, "sm_80"), (torch.float32, "sm_90"), *((torch.bfloat16, f"sm_{n}") for n in (80, 89, 90, 100)),
+], ids=str)  # fmt: skip
 def test_every_architecture_compiles_without_spills(dtype, arch):
     for name, constants in sources(dtype, arch):
         compiled_without_spills(name, arch, constants)

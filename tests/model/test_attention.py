@@ -23,13 +23,7 @@ from lm.model.build import BuildOptions, build
 from lm.model.config import DecoderConfig
 from lm.model.decoder import Decoder, document_ids_from
 
-
-@pytest.fixture(autouse=True)
-def one_thread():
-    torch.set_num_threads(1)
-    torch.manual_seed(0)
-
-
+pytestmark = pytest.mark.usefixtures("one_thread")
 IDS = torch.tensor([[0, 0, 0, 1, 1, 2, 2, 2, 2, 2, 2], [0, 1, 1, 1, 1, 1, 1, 1, 3, 3, 3]])
 
 
@@ -55,10 +49,8 @@ def exact(q, k, v, window, ids, scale=None):
 def assert_same(ours, true, out, expected):
     """Also the gradients."""
     weights = torch.randn_like(out)
-    found, wanted = (
-        (result, *torch.autograd.grad((result * weights).sum(), inputs))
-        for result, inputs in ((out, ours), (expected, true))
-    )
+    found, wanted = ((result, *torch.autograd.grad((result * weights).sum(), inputs))
+                     for result, inputs in ((out, ours), (expected, true)))  # fmt: skip
     torch.testing.assert_close(found, wanted)
 
 
@@ -199,8 +191,6 @@ def test_the_documents_of_the_gpu_tests_are_within_their_limits():
 def test_windows_that_save_nothing_are_said_with_their_cost():
     shape = dict(vocab_size=64, hidden_size=32, num_hidden_layers=2, num_attention_heads=2, max_position_embeddings=256)
     windows = DecoderConfig(**shape, window_pattern="SL", sliding_window=32)
-    told, plain = (
-        build(config, BuildOptions(), torch.device("cpu"), torch.float32).attention
-        for config in (windows, DecoderConfig(**shape))
-    )
+    told, plain = (build(config, BuildOptions(), torch.device("cpu"), torch.float32).attention
+                   for config in (windows, DecoderConfig(**shape)))  # fmt: skip
     assert re.search(r"computed too and left out: \d+% more FLOPs", told) and "window" not in plain

@@ -10,11 +10,10 @@ SHORT = {"trainer.max_steps": 5, "trainer.val_interval": 5}
 
 
 @pytest.fixture(scope="module")
-def eager(tmp_path_factory):
+def eager(workplace):
     """A plain run: its losses, and what it says."""
-    folder = make_workplace(tmp_path_factory.mktemp("eager"))
-    ended, _ = fit(folder, **SHORT)
-    return losses(folder), ended.stderr
+    ended, _ = fit(workplace, **SHORT)
+    return losses(workplace), ended.stderr
 
 
 @pytest.mark.parametrize("way", ["yaml", "flag"])

@@ -22,6 +22,7 @@ from lm.model.decoder import Decoder, RMSNorm, document_ids_from, initialize, ro
 from lm.model.fused import fuse
 from lm.model.low_precision import WeightCopies
 
+pytestmark = pytest.mark.usefixtures("one_thread")
 SMALL = DecoderConfig(
     vocab_size=53, hidden_size=32, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2,
     intermediate_size=48, max_position_embeddings=64, initializer_range=0.2,
@@ -34,12 +35,6 @@ VARIANTS = {
     "windows": replace(SMALL, window_pattern="SL", sliding_window=7),
 }
 EOS = 5
-
-
-@pytest.fixture(autouse=True)
-def one_thread():
-    torch.set_num_threads(1)
-    torch.manual_seed(0)
 
 
 @pytest.fixture(params=VARIANTS.values(), ids=VARIANTS.keys())
@@ -63,8 +58,6 @@ def batch(rows=3, length=24, vocab=53):
 
 
 # ---- what comes out -------------------------------------------------------------------------------------------------
-
-
 def test_every_parameter_receives_a_gradient(config):
     model = Decoder(config)
     ids, labels = batch()
@@ -110,8 +103,6 @@ def test_dropout_acts_only_while_training_on_embeddings_and_residual_branches():
 
 
 # ---- documents ------------------------------------------------------------------------------------------------------
-
-
 def test_document_ids_step_at_the_end_token_and_positions_restart():
     """It predicts the first token of the next document, and is its first context."""
     ids = torch.tensor([[1, 2, EOS, 3, EOS, EOS, 4, 4], [EOS, 1, 1, 1, 1, 1, 1, EOS]])
@@ -140,8 +131,6 @@ def test_masked_documents_give_the_logits_and_losses_of_each_document_alone(conf
 
 
 # ---- numbers --------------------------------------------------------------------------------------------------------
-
-
 def test_rms_norm_keeps_fp32_statistics_in_bf16():
     x = (torch.randn(64, 512) * 3).bfloat16()
     normed = RMSNorm(512, 1e-5)(x)
@@ -199,8 +188,6 @@ def test_initial_weights_have_the_documented_spread(zero):
 
 
 # ---- the fused forward pass -----------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("documents", [False, True])
 def test_the_fused_forward_pass_is_the_plain_one(config, documents):
     """Logits, losses and gradients, with norms that are not all one, ignored labels and the same dropout."""
@@ -327,8 +314,6 @@ def test_activation_checkpointing_changes_no_bit_and_saves_memory(name, mode, co
 
 
 # ---- how it may be built and run ------------------------------------------------------------------------------------
-
-
 @both
 def test_a_model_built_on_meta_is_whole_after_initialize(config, fused):
     torch.manual_seed(1)
@@ -365,9 +350,7 @@ def test_compiled_blocks_share_a_graph_and_are_eager_to_the_bit(name, fused):
     torch.testing.assert_close(*results, rtol=0, atol=0)
 
 
-@pytest.mark.parametrize(
-    "fused, training", [(False, True), (True, True), (True, False)], ids=["plain", "fused", "fused, infer"]
-)
+@pytest.mark.parametrize("fused, training", [(False, True), (True, True), (True, False)])
 def test_compiled_blocks_take_any_number_of_documents(fused, training, flash_on_cpu, monkeypatch):  # noqa: F811
     """On a GPU documents become sequences, in other numbers in every batch. The blocks are compiled once for the first
     number and once for all others, and what they compute is what masks give."""
@@ -405,8 +388,6 @@ def test_a_sequence_beyond_the_context_is_refused():
 
 
 # ---- the request ----------------------------------------------------------------------------------------------------
-
-
 def test_what_is_left_open_follows_from_the_rest():
     """Also after `dataclasses.replace` with another width, which keeps what was given."""
     config = DecoderConfig(hidden_size=96, num_attention_heads=6)

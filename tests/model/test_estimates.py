@@ -94,7 +94,6 @@ def test_windows_count_what_their_tokens_see_and_full_attention_what_the_causal_
 
 
 # ---- memory ----------------------------------------------------------------------------------------------------------
-
 PRESET = DecoderConfig(vocab_size=32_768, hidden_size=1024, num_hidden_layers=24, num_attention_heads=16,
                        num_key_value_heads=4, intermediate_size=4096, max_position_embeddings=1024,
                        tie_word_embeddings=True)  # fmt: skip
@@ -170,9 +169,7 @@ def without_code(graph, inputs):
 ])  # fmt: skip
 def test_inductor_keeps_what_is_predicted(precision, code, monkeypatch):
     compiled, backend = torch.compile, "inductor" if code else without_code
-    monkeypatch.setattr(
-        torch, "compile", lambda function, **options: compiled(function, **options | {"backend": backend})
-    )
+    monkeypatch.setattr(torch, "compile", lambda *given, **options: compiled(*given, **options | {"backend": backend}))
     step = Step(4, 128, precision, False, "inductor")
     predicted = activations(TIED, step) + casts(TIED, step)
     assert predicted == pytest.approx(kept_bytes(TIED, step), rel=0.01)

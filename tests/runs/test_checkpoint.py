@@ -214,7 +214,6 @@ def test_a_failure_behind_is_that_of_the_next_save(tmp_path, place, error, messa
 
 
 # ---- a kill at any moment of a save ----------------------------------------------------------------------------------
-
 STEPS = {1: "step-00000001", 2: "step-00000002"}
 OPERATIONS = {"open", "os.rename", "os.mkdir", "os.remove", "os.rmdir", "os.symlink", "os.chmod", "os.scandir"}
 
@@ -308,8 +307,6 @@ def test_a_checkpoint_that_somebody_has_removed_by_hand_does_not_matter(run):
 
 
 # ---- which one `auto` takes ------------------------------------------------------------------------------------------
-
-
 def auto(run):
     return find_checkpoint("auto", "run", str(run.path.parent), named=False, command="fit")[0]
 
@@ -351,8 +348,6 @@ def test_without_a_checkpoint_the_run_starts_again_and_says_so(tmp_path, caplog)
 
 
 # ---- memory of copies ------------------------------------------------------------------------------------------------
-
-
 def test_copies_reuse_the_memory_of_the_checkpoint_before(monkeypatch):
     """Where the system locks no more memory, a copy goes into memory that is not locked."""
     io, tensor, empty, refused = FolderCheckpointIO(), torch.randn(3, 2), torch.empty, []

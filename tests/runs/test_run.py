@@ -173,9 +173,7 @@ def test_a_changed_config_is_refused_only_where_it_makes_the_run_a_lie(tmp_path)
     config = {"seed_everything": 1, "model": {"optimizer": {"lr": 0.2}}, "data": {"path": "x", "micro_batch_size": 4}}
     assert list(check_config_changes(run, config, force=False)) == ["data.micro_batch_size", "model.optimizer.lr"]
     for changed in ({"seed_everything": 2}, {"data": {"path": "y"}}):
-        with pytest.raises(
-            RequestError, match="cannot be resumed with other options: (seed_everything|data.path) was .*--force"
-        ):
+        with pytest.raises(RequestError, match=f"with other options: {next(iter(changed))}.* was .*--force"):
             check_config_changes(run, config | changed, force=False)
         check_config_changes(run, config | changed, force=True)
 

@@ -27,23 +27,13 @@ def test_peaks_are_the_data_sheets_dense_figures(name, precision, teraflops):
     assert peak_flops(name, precision) == pytest.approx(teraflops * 1e12, rel=2e-3)
 
 
-@pytest.mark.parametrize(
-    "name, precision",
-    [
-        ("NVIDIA H300", "bf16"),
-        ("NVIDIA GeForce RTX 4090 Laptop GPU", "bf16"),
-        ("NVIDIA GeForce RTX 2080 Ti", "bf16"),
-        ("NVIDIA RTX A4000", "fp8"),
-        ("NVIDIA A100-SXM4-80GB MIG 3g.40gb", "bf16"),
-        ("AMD EPYC 9654 96-Core Processor", "32-true"),
-        ("cpu", "32-true"),
-        ("", "bf16"),
-        ("Tesla T4", "bf16"),  # emulated there
-        ("NVIDIA A100-SXM4-80GB", "fp8-rowwise"),
-        ("Tesla V100-SXM2-16GB", "tf32"),
-        ("NVIDIA H200", "transformer-engine"),
-    ],
-)
+@pytest.mark.parametrize("name, precision", [
+    ("NVIDIA H300", "bf16"), ("NVIDIA GeForce RTX 4090 Laptop GPU", "bf16"), ("NVIDIA GeForce RTX 2080 Ti", "bf16"),
+    ("NVIDIA RTX A4000", "fp8"), ("NVIDIA A100-SXM4-80GB MIG 3g.40gb", "bf16"), ("", "bf16"), ("cpu", "32-true"),
+    ("AMD EPYC 9654 96-Core Processor", "32-true"), ("NVIDIA A100-SXM4-80GB", "fp8-rowwise"),
+    ("Tesla T4", "bf16"),  # emulated there
+    ("Tesla V100-SXM2-16GB", "tf32"), ("NVIDIA H200", "transformer-engine"),
+])  # fmt: skip
 def test_the_unknown_is_none(name, precision):
     assert peak_flops(name, precision) is None
 
@@ -71,19 +61,12 @@ def test_half_precision_is_only_what_the_cpu_has_in_hardware(cpuinfo, expected, 
     assert cpu_half_precision() == expected
 
 
-@pytest.mark.parametrize(
-    ("key", "names"),
-    {
-        "4090": ["rtx4090", "RTX 4090", "rtx-4090", "RTX_4090", "geforce rtx 4090", "NVIDIA GeForce RTX 4090"],
-        "a100": ["A100-80GB", "a100 80gb", "A100-SXM4-80GB", "NVIDIA A100-SXM4-80GB"],
-        "a100-40gb": ["a100_40gb", "NVIDIA A100-SXM4-40GB"],
-        "h100": ["H100", "H100-SXM5", "h100 80GB HBM3"],
-        "h100-pcie": ["NVIDIA H100 PCIe"],
-        "t4": ["Tesla T4"],
-        "v100": ["v100-32gb"],
-        "a6000": ["RTX A6000"],
-    }.items(),
-)
+@pytest.mark.parametrize(("key", "names"), [
+    ("4090", ["rtx4090", "RTX 4090", "rtx-4090", "RTX_4090", "geforce rtx 4090", "NVIDIA GeForce RTX 4090"]),
+    ("a100", ["A100-80GB", "a100 80gb", "A100-SXM4-80GB", "NVIDIA A100-SXM4-80GB"]), ("t4", ["Tesla T4"]),
+    ("a100-40gb", ["a100_40gb", "NVIDIA A100-SXM4-40GB"]), ("h100", ["H100", "H100-SXM5", "h100 80GB HBM3"]),
+    ("h100-pcie", ["NVIDIA H100 PCIe"]), ("v100", ["v100-32gb"]), ("a6000", ["RTX A6000"]),
+])  # fmt: skip
 def test_a_device_is_known_by_any_spelling_of_its_name(key, names):
     assert [find_device(name)[0] for name in names] == [DEVICES[key]] * len(names)
 

@@ -78,8 +78,6 @@ def read(*gpus: dict, wanted: list[str] | None = None) -> list[dict]:
 
 
 # ---- GPUs ------------------------------------------------------------------------------------------------------------
-
-
 LOST = pynvml.NVMLError(pynvml.NVML_ERROR_GPU_IS_LOST)
 FIGURES = {
     "index": 0, "name": "NVIDIA H200", "load_percent": 97, "memory_used_bytes": 71 * GIB,
@@ -154,8 +152,6 @@ def test_a_real_gpu_is_the_one_that_torch_has():
 
 
 # ---- the machine and this process ------------------------------------------------------------------------------------
-
-
 def test_work_shows_as_load_of_the_process_and_the_machine():
     telemetry, began = Telemetry(), time.monotonic()
     assert telemetry.read()["cpu"]["load_percent"] is None  # it is a mean since the reading before
@@ -206,8 +202,6 @@ def test_cores_of_a_container_are_those_of_its_quota(monkeypatch):
 
 
 # ---- the heartbeat ---------------------------------------------------------------------------------------------------
-
-
 @pytest.fixture
 def beating(tmp_path):
     """A heartbeat, twenty times a second, of a fit on a CPU."""

@@ -6,7 +6,7 @@ import shutil
 
 import pytest
 from safetensors.torch import load_file
-from trainings import fit, lm, make_workplace
+from trainings import fit, lm
 
 from lm.runs.run import Run
 
@@ -17,12 +17,11 @@ STEP = 256  # tokens
 
 
 @pytest.fixture(scope="module")
-def place(tmp_path_factory):
+def place(workplace):
     """A trunk of twelve steps with a constant rate, and a whole run whose rate falls in the last four of eight."""
-    place = make_workplace(tmp_path_factory.mktemp("branch"))
-    fit(place, "trunk", **TRUNK)
-    fit(place, "whole", **TRUNK | {"trainer.max_steps": 8, "model.schedule.decay_steps": 4})
-    return place
+    fit(workplace, "trunk", **TRUNK)
+    fit(workplace, "whole", **TRUNK | {"trainer.max_steps": 8, "model.schedule.decay_steps": 4})
+    return workplace
 
 
 def logged(place, run):

@@ -37,8 +37,6 @@ class Clock:
 
 
 # ---- counting --------------------------------------------------------------------------------------------------------
-
-
 def test_the_meter_continues_over_sessions_and_from_the_start_of_the_process():
     """Two hours before at $2, then a session that started half an hour ago at $3 and continues for an hour."""
     clock = Clock()
@@ -87,8 +85,6 @@ def test_an_inconsistent_budget_is_refused(wrong, word):
 
 
 # ---- another program's count -----------------------------------------------------------------------------------------
-
-
 def stamp(seconds_ago=0.0):
     return (datetime.now(UTC) - timedelta(seconds=seconds_ago)).strftime("%Y-%m-%dT%H:%M:%SZ")
 
@@ -117,8 +113,6 @@ def test_a_sidecar_is_read_when_it_has_news(tmp_path):
 
 
 # ---- a run, with the clock turned ------------------------------------------------------------------------------------
-
-
 class Simulation:
     """A run of 1000 steps with a log line every 10, on a clock of its own; `act` is what the guard asked for."""
 
@@ -330,8 +324,6 @@ def test_a_cap_that_cannot_be_counted_is_refused_by_a_fit_before_it_writes_and_b
 
 
 # ---- time left ------------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("log_interval", [10, 100])  # with 100 a validation lies between any two lines
 def test_the_time_left_is_right_to_a_second_after_a_hang_too(log_interval):
     """2,000 steps of 0.5 s, compilation in the first, a validation of 20 s every 100; the disk hangs for 600 s once."""

@@ -12,7 +12,7 @@ import pytest
 import torch
 from lightning.pytorch import callbacks
 from safetensors.torch import load_file
-from trainings import HERE, equipment, fit, lm, make_workplace, write_config
+from trainings import HERE, equipment, fit, lm, write_config
 
 from lm.cli import request
 from lm.cli.classes_by_path import with_classes
@@ -62,10 +62,9 @@ class OwnStep(Callback):  # by Lightning's `log`, which has no such names either
 
 
 @pytest.fixture(scope="module")
-def workplace(tmp_path_factory):
-    folder = make_workplace(tmp_path_factory.mktemp("callbacks"))
-    (folder / "my_callbacks.py").write_text(CALLBACKS + LOGGING)
-    return folder
+def workplace(workplace):
+    (workplace / "my_callbacks.py").write_text(CALLBACKS + LOGGING)
+    return workplace
 
 
 def test_a_wrong_argument_is_refused_in_one_line_and_leaves_no_run(workplace):
@@ -124,8 +123,6 @@ def test_lightnings_checkpoints_beside_ours(workplace):
 
 
 # ---- custom ones -----------------------------------------------------------------------------------------------------
-
-
 def test_an_embedding_is_frozen_and_the_rest_learns(workplace):
     """With two ranks too, which exchange the gradients of the rest."""
     changes = {"trainer.keep_checkpoints": 9, "trainer.devices": 2, "model.decoder.tie_word_embeddings": False}

@@ -4,7 +4,7 @@ import re
 
 import pytest
 from decoders import SMALL
-from trainings import lm, make_workplace, write_config
+from trainings import lm, write_config
 
 from lm.data.tokenizer_training import train_char
 from lm.model.config import DecoderConfig
@@ -44,11 +44,6 @@ def test_a_vocabulary_smaller_than_the_tokenizers():
     assert "vocab_size 3 is smaller than the tokenizer's" in line
 
 
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory):
-    return make_workplace(tmp_path_factory.mktemp("checks"), "data/small")
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("changes", [
     {"trainer.peak_tflops": -1}, {"trainer.early_stopping.patience": 0}, {"trainer.stop_within": -1},
@@ -59,10 +54,10 @@ def folder(tmp_path_factory):
                             "init_args": {"monitor": "val/loss", "mode": "lowest"}}]},
     {"model.decoder.vocab_size": 5},
 ], ids=str)  # fmt: skip
-def test_plan_and_fit_refuse_the_same_in_the_same_words(folder, changes):
-    config = str(write_config(folder, "wrong", **changes))
-    planned = lm(folder, "plan", "--config", config, "--json", expect=2).stderr
-    refused = lm(folder, "fit", "--config", config, expect=2).stderr.strip().splitlines()[-1]
+def test_plan_and_fit_refuse_the_same_in_the_same_words(prepared, changes):
+    config = str(write_config(prepared, "wrong", **changes))
+    planned = lm(prepared, "plan", "--config", config, "--json", expect=2).stderr
+    refused = lm(prepared, "fit", "--config", config, expect=2).stderr.strip().splitlines()[-1]
     what = re.sub(r"^lm plan: (wrong is not ready: 1 error[^:]*: )?", "", planned.strip().splitlines()[-1])
     assert refused.removeprefix("lm fit: ").startswith(what) or "seed_everything" in changes  # of which parsers know
-    assert not (folder / "checkpoints").exists()
+    assert not (prepared / "checkpoints").exists()

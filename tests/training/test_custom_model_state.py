@@ -4,7 +4,7 @@ import json
 import re
 
 import pytest
-from trainings import lm, make_workplace, write_config
+from trainings import lm, write_config
 
 from lm.runs.run import Run
 
@@ -87,10 +87,9 @@ SHORT = {"trainer.max_steps": 6, "trainer.checkpoint_interval": 2, "trainer.val_
 
 
 @pytest.fixture(scope="module")
-def place(tmp_path_factory):
-    place = make_workplace(tmp_path_factory.mktemp("state"), "data/small")
-    (place / "bigram.py").write_text(MODEL)
-    return place
+def place(prepared):
+    (prepared / "bigram.py").write_text(MODEL)
+    return prepared
 
 
 def write_variant(place, variant):

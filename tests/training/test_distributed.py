@@ -24,6 +24,7 @@ from safetensors.torch import load_file
 from torch import Tensor, nn
 from torch.distributed import distributed_c10d
 from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
@@ -72,8 +73,6 @@ PLAIN = {
 
 
 # ---- what a config names ---------------------------------------------------------------------------------------------
-
-
 class Fail(Callback):
     """Rank one fails, while rank zero does not listen, as one that waits for a GPU."""
 
@@ -96,9 +95,8 @@ TWO_STEPS = {"trainer.max_steps": 2, "model.schedule.warmup_steps": 1}
 ENDLESS = {"trainer.max_steps": 100_000, "trainer.val_interval": 100_000}
 ENVIRONMENT = {**os.environ, "PYTHONPATH": PLACES, "OMP_NUM_THREADS": "1"}
 
+
 # ---- how it is looked at ---------------------------------------------------------------------------------------------
-
-
 @pytest.fixture(scope="module")
 def alone(workplace):
     """By optimizer, the run of one process without a stop, and the samples of its steps."""
@@ -139,8 +137,6 @@ def complaints(text: str) -> list[str]:
 
 
 # ---- the same training -----------------------------------------------------------------------------------------------
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("division, optimizer", [("ddp", "muon"), ("fsdp2-whole", "muon"), ("fsdp2-compiled", "adamw")])
 def test_two_ranks_train_as_one_process(workplace, alone, division, optimizer):
@@ -274,16 +270,13 @@ def shard_on_a_rank(rank: int, rendezvous: str, world: int, precision: str, opti
         whole, generator = built(make), torch.get_rng_state()
         decoder = built(make, strategy)
         for name, first in decoder.state_dict().items():
-            assert torch.equal(getattr(first, "full_tensor", lambda first=first: first)(), whole.state_dict()[name]), (
-                name
-            )
+            gathered = first.full_tensor() if isinstance(first, DTensor) else first
+            assert torch.equal(gathered, whole.state_dict()[name]), name
         assert rank or torch.equal(torch.get_rng_state(), generator)
     assert devices == ["cpu", "cpu", "cpu", "meta"]  # ours has no memory before it is sharded
     strategy.on_train_start()
-    waits = {
-        group: group._get_backend(torch.device("cpu")).options._timeout for group in distributed_c10d._world.pg_map
-    }
-    assert len(waits) > 1 and set(waits.values()) == {timedelta(seconds=60)}
+    backends = [group._get_backend(torch.device("cpu")) for group in distributed_c10d._world.pg_map]
+    assert len(backends) > 1 and {each.options._timeout for each in backends} == {timedelta(seconds=60)}
     angles = []
     decoder.layers[0].register_forward_pre_hook(lambda _, args: angles.append(args[1].cos.dtype))
     ids = torch.randint(50, (2, 32), generator=torch.Generator().manual_seed(0))
@@ -385,8 +378,6 @@ def test_validate_counts_every_window_once(workplace, alone):
 
 
 # ---- one start -------------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.slow
 def test_two_tasks_of_srun_are_two_ranks_of_one_run(workplace):
     """Without `trainer.devices`, which is one on a CPU; only rank zero speaks."""
@@ -404,15 +395,10 @@ def test_two_tasks_of_srun_are_two_ranks_of_one_run(workplace):
 
 
 # ---- one end ---------------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    ("changes", "message"),
-    [
-        ({"data.global_batch_tokens": 250}, "250 / 128 = 1.953"),  # before the other rank is started
-        ({"model.decoder.vocab_size": 3}, "smaller than the tokenizer's"),  # on both ranks
-    ],
-)
+@pytest.mark.parametrize(("changes", "message"), [
+    ({"data.global_batch_tokens": 250}, "250 / 128 = 1.953"),  # before the other rank is started
+    ({"model.decoder.vocab_size": 3}, "smaller than the tokenizer's"),  # on both ranks
+])  # fmt: skip
 def test_a_wrong_request_is_one_line_and_exit_code_2(workplace, changes, message):
     done, run = train(workplace, "wrong", "ddp", expect=2, **changes)
     lines = complaints(done.stderr)

@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 from aiosmtpd.controller import Controller
 from run_folders import write_run
-from trainings import lm, make_workplace, start, wait_until, write_config
+from trainings import lm, start, wait_until, write_config
 
 from lm.runs.run import Run
 from lm.training.callbacks import events
@@ -29,11 +29,10 @@ print(json.dumps(facts), file=open(sys.argv[1], "a"))
 
 
 @pytest.fixture(scope="module")
-def place(tmp_path_factory):
-    folder = make_workplace(tmp_path_factory.mktemp("events"))
-    (folder / "keep.py").write_text(KEEP)
-    (folder / "keep.py").chmod(0o755)
-    return folder
+def place(workplace):
+    (workplace / "keep.py").write_text(KEEP)
+    (workplace / "keep.py").chmod(0o755)
+    return workplace
 
 
 def configured(place, name, command=None, **changes):
@@ -97,6 +96,7 @@ def test_what_takes_too_long_is_killed_and_what_fails_is_one_line(tmp_path, monk
         (["sh", "-c", "sleep 60 & sleep 60"], "sh was killed, because it took longer than 0.5 s"),
         (["sh", "-c", "exit 3"], "sh ended with exit code 3"),
         (["/dev/null"], "/dev/null cannot be started: Permission denied"),
+        (["./nowhere"], "./nowhere cannot be started: No such file or directory"),
     ):
         caplog.clear()
         program = events.EventProgram(command)

@@ -137,10 +137,9 @@ def test_the_trainer_takes_the_other_sections_of_a_config_by_name():
     assert [each.prompts for each in callbacks if isinstance(each, Samples)] == [["a"]]
 
 
-@pytest.mark.parametrize(
-    "kind, config",
-    [(BareTrainer, TrainerConfig), (package.LanguageModule, ModelConfig), (package.DataModule, DataConfig)],
-)
+@pytest.mark.parametrize("kind, config", [
+    (BareTrainer, TrainerConfig), (package.LanguageModule, ModelConfig), (package.DataModule, DataConfig),
+])  # fmt: skip
 def test_help_shows_the_fields_of_the_dataclass(kind, config):
     """Each call makes its own defaults: a change of one is not seen by the next."""
     parameters = signature(kind).parameters
@@ -317,9 +316,7 @@ def logged(folder, name):
 
 def test_lightning_s_own_trainer(workplace):
     """Validations, checkpoints of its kind, whose weights are loaded; what is missing is said."""
-    script = (
-        PLAIN.replace("DEVICES", "1")
-        + """
+    script = PLAIN.replace("DEVICES", "1") + """
 loaded = lm.LanguageModule.load_from_checkpoint(f"saved-{name}/step=8.ckpt", decoder=decoder)
 print(all(a.equal(b) for a, b in zip(loaded.state_dict().values(), module.state_dict().values(), strict=True)))
 expected = trainer.callback_metrics["val/loss"].item()
@@ -339,8 +336,7 @@ except RequestError as error:
     print(error)
 quiet = lightning.Trainer(max_steps=2, barebones=True, accelerator="cpu")
 quiet.fit(lm.LanguageModule(decoder), datamodule=data)
-"""
-    )
+"""  # fmt: skip
     (workplace / "plain.py").write_text(script)
     said = lm(workplace, "plain.py", "whole")
     assert said.stdout.split().count("True") == 4

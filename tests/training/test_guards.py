@@ -252,8 +252,6 @@ def test_all_ranks_agree(workplace, strategy):
 
 
 # ---- pieces ----------------------------------------------------------------------------------------------------------
-
-
 def test_the_sums_leave_out_steps_that_were_not_applied_but_for_overflows_of_the_scaler():
     stats, batch = StepStats(), Batch(torch.zeros(1, 5, dtype=torch.uint16))
     taken = [(8.0, 1.0, False), (math.nan, 1.0, True), (12.0, math.inf, False), (16.0, math.inf, True)]

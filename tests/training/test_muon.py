@@ -39,8 +39,6 @@ def groups_of(parameters):
 
 
 # ---- one step -------------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("rows, columns", SHAPES)
 def test_it_applies_the_polynomial_to_the_singular_values(rows, columns):
     """Matrices of known singular vectors and values, in a batch whose members differ in size by six orders."""
@@ -168,8 +166,6 @@ def test_under_a_gradient_scaler_it_takes_the_same_steps_and_none_from_infinity(
 
 
 # ---- a training -----------------------------------------------------------------------------------------------------
-
-
 def test_a_group_takes_its_own_rate_through_the_schedule(workplace):
     """An embedding whose rate is next to nothing stays where it began; the rest does not."""
     optimizer = {"name": "muon", "lr": 1e-2, "groups": {"embedding": {"lr": 1e-30, "weight_decay": 0.0}}}
@@ -182,7 +178,6 @@ def test_a_group_takes_its_own_rate_through_the_schedule(workplace):
 
 
 # ---- several ranks --------------------------------------------------------------------------------------------------
-
 # Shape: rows. Over three ranks the first one's shards have 6, 6 and 4 rows, and its matrices begin somewhere else; one
 # row leaves two ranks without.
 MUON_GROUPS = {(16, 20): 4, (24, 16): 24, (1, 16): 1}

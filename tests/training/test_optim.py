@@ -14,13 +14,7 @@ from lm.errors import RequestError
 from lm.model.config import DecoderConfig, matrix_rows
 from lm.model.decoder import Decoder
 from lm.training.checkpoint_content import index_state, name_state, parameter_names
-from lm.training.config import (
-    GroupConfig,
-    GroupsConfig,
-    OptimizerConfig,
-    ScheduleConfig,
-    TrainerConfig,
-)
+from lm.training.config import GroupConfig, GroupsConfig, OptimizerConfig, ScheduleConfig, TrainerConfig
 from lm.training.optim import build_optimizer, parameter_groups
 from lm.training.schedule import lr_fraction, plan_steps, warmup_and_decay_steps
 
@@ -50,8 +44,6 @@ def settings(model, config):
 
 
 # ---- schedules ------------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("name", ["cosine", "linear", "constant", "wsd"])
 def test_warm_up_rises_to_the_peak_and_stays_within_bounds(name):
     values = curve(ScheduleConfig(name, warmup_steps=10, final_fraction=0.1, decay_steps=20 if name == "wsd" else None))
@@ -99,7 +91,6 @@ def test_shares_that_make_a_whole_fill_every_run(warmup):
 
 
 # ---- steps ----------------------------------------------------------------------------------------------------------
-
 DATA = DataConfig("data/a", seq_len=1024, micro_batch_size=16, global_batch_tokens=524_288)
 REQUEST = dict(data=DATA, world_size=1, max_steps=10, max_tokens=None)
 
@@ -147,8 +138,6 @@ def test_nonsense_is_refused(config, changes, message):
 
 
 # ---- groups ---------------------------------------------------------------------------------------------------------
-
-
 def test_without_groups_adamw_has_matrices_and_vectors():
     """Two launches of the fused step, in this order, as ever."""
     model = decoder()
@@ -188,10 +177,8 @@ def test_muon_takes_the_matrices_of_the_blocks_and_nothing_else(tied):
 
 
 def test_an_option_that_a_class_would_not_get_is_refused():
-    with pytest.raises(
-        RequestError,
-        match="momentum of the built-in optimizers: leave them out of the config; arguments of .* stand in",
-    ):
+    message = "momentum of the built-in optimizers: leave them out of the config; arguments of .* stand in"
+    with pytest.raises(RequestError, match=message):
         OptimizerConfig(class_path="torch.optim.SGD", momentum=0.9)
     OptimizerConfig(class_path="torch.optim.SGD", name="muon", lr=0.1, init_args={"momentum": 0.5})
     OptimizerConfig(name="muon", momentum=0.9)
@@ -204,8 +191,6 @@ def test_nothing_to_train_is_refused(given):
 
 
 # ---- state ----------------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("name", ["adamw", "muon"])
 def test_state_starts_empty_and_survives_its_names(name):
     model = decoder()

@@ -7,7 +7,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 from torch import nn
-from trainings import fit, make_workplace
+from trainings import fit
 
 from lm.errors import RequestError
 from lm.model.config import DecoderConfig
@@ -23,20 +23,15 @@ EVERYTHING = {"class_path": "my_optimizers.Everything", "lr": 0.01, "weight_deca
 OWN = {"class_path": "my_optimizers.Lion", "init_args": {"beta": 0.95}, "lr": 0.003}
 
 
-@pytest.fixture(scope="module")
-def place(tmp_path_factory):
-    return make_workplace(tmp_path_factory.mktemp("place"), "data/small")
-
-
 @pytest.mark.parametrize("optimizer, slots, values", [
     (SGD, {"momentum_buffer": torch.float32}, {"state": {}, "groups": [{}]}),  # without a decay there is one group
     (OWN, {"mean": torch.float32}, {"groups": [{"rounds": 3}, {"rounds": 3}]}),
     (EVERYTHING, {"half": torch.bfloat16, "byte": torch.uint8, "row": torch.float32, "large": torch.float32,
                   "late": torch.float32}, {"entries": {"steps": 3}}),
 ], ids=["SGD", "Lion", "Everything"])  # fmt: skip
-def test_a_checkpoint_has_its_state_as_tensors_and_plain_values(place, optimizer, slots, values):
+def test_a_checkpoint_has_its_state_as_tensors_and_plain_values(prepared, optimizer, slots, values):
     name = optimizer["class_path"].rpartition(".")[2]
-    _, run = fit(place, name, **{"model.optimizer": optimizer, "trainer.max_steps": 3})
+    _, run = fit(prepared, name, **{"model.optimizer": optimizer, "trainer.max_steps": 3})
     tensors = load_file(run.checkpoint("last") / "optimizer.safetensors")
     assert {key.rpartition("/")[2]: value.dtype for key, value in tensors.items()} == slots
     found = json.loads((run.checkpoint("last") / "trainer.json").read_text())["optimizer_values"]
@@ -77,8 +72,8 @@ def test_a_step_that_is_to_be_skipped_changes_nothing():
     ({"class_path": "torch.optim.SGD", "init_args": {"speed": 1}}, "unexpected keyword argument 'speed'"),
     ({"class_path": "torch.optim.SGD", "init_args": {"lr": 1}}, "init_args.lr: give model.optimizer.lr"),
 ])  # fmt: skip
-def test_what_cannot_train_is_one_line(place, optimizer, message):
-    refused, run = fit(place, "wrong", expect=2, **{"model.optimizer": optimizer})
+def test_what_cannot_train_is_one_line(prepared, optimizer, message):
+    refused, run = fit(prepared, "wrong", expect=2, **{"model.optimizer": optimizer})
     assert message in refused.stderr.strip().splitlines()[-1] and not run.path.exists()
 
 
@@ -98,8 +93,8 @@ def test_the_class_that_wrote_a_checkpoint_decides(written, now, message):
 
 
 @pytest.mark.parametrize(("name", "what"), [("LateHoarder", "['queue']"), ("Hoarder", "['state'][0]['kept']")])
-def test_what_a_checkpoint_cannot_hold_is_refused_at_the_first_one(place, name, what):
+def test_what_a_checkpoint_cannot_hold_is_refused_at_the_first_one(prepared, name, what):
     optimizer = {"class_path": f"my_optimizers.{name}", "weight_decay": 0}
-    refused, _ = fit(place, "late", expect=2, **{"model.optimizer": optimizer})
+    refused, _ = fit(prepared, "late", expect=2, **{"model.optimizer": optimizer})
     said = f"my_optimizers.{name}: of its state_dict a checkpoint cannot hold {what} of the type object"
     assert said in refused.stderr.splitlines()[-1]

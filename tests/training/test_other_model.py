@@ -5,7 +5,7 @@ import re
 import shutil
 
 import pytest
-from trainings import lm, make_workplace, write_config
+from trainings import lm, write_config
 
 MODEL = {"model.decoder.num_hidden_layers": 2, "model.decoder.window_pattern": "SL", "model.decoder.sliding_window": 8,
          "trainer.max_steps": 4, "trainer.checkpoint_interval": 4, "trainer.val_interval": 4, "trainer.callbacks": [],
@@ -13,11 +13,10 @@ MODEL = {"model.decoder.num_hidden_layers": 2, "model.decoder.window_pattern": "
 
 
 @pytest.fixture(scope="module")
-def place(tmp_path_factory):
-    place = make_workplace(tmp_path_factory.mktemp("model"), "data/small")
-    lm(place, "fit", "--config", str(write_config(place, "trained", **MODEL)))
-    shutil.copytree(place / "checkpoints/trained/step-00000004", place / "elsewhere")  # of no run
-    return place
+def place(prepared):
+    lm(prepared, "fit", "--config", str(write_config(prepared, "trained", **MODEL)))
+    shutil.copytree(prepared / "checkpoints/trained/step-00000004", prepared / "elsewhere")  # of no run
+    return prepared
 
 
 OTHER = {  # the command that refuses it, what is other, and what it says

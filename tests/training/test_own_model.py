@@ -11,7 +11,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 from torch import nn
-from trainings import HERE, lm, make_workplace, write_config
+from trainings import HERE, lm, write_config
 
 import lm as package
 from lm.cli.request import make_parser
@@ -20,11 +20,7 @@ from lm.inference.generation import generate
 from lm.inspection.weights import distribution_drift
 from lm.model.build import BuildOptions, attach_config, build, config_of
 from lm.model.builtin import is_builtin
-from lm.model.custom import (
-    call_for_losses,
-    check_causal,
-    custom_flops_per_token,
-)
+from lm.model.custom import call_for_losses, check_causal, custom_flops_per_token
 from lm.model.decoder import Decoder, DecoderConfig, losses_of
 from lm.model.estimates import flops_per_token
 from lm.runs.run import Run
@@ -39,11 +35,10 @@ SHORT = {"trainer.max_steps": 4, "trainer.checkpoint_interval": 2, "trainer.keep
 
 
 @pytest.fixture(scope="module")
-def place(tmp_path_factory):
-    place = make_workplace(tmp_path_factory.mktemp("own"), "data/small")
+def place(prepared):
     for name, text in FILES.items():
-        (place / name).write_text(text)
-    return place
+        (prepared / name).write_text(text)
+    return prepared
 
 
 def run(place, *arguments, expect=0):

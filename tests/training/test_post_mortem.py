@@ -45,8 +45,6 @@ def section(page, title):
 
 
 # ---- in a training ---------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("compile", ["none", pytest.param("triton_free", marks=pytest.mark.slow)])
 def test_losses_are_those_of_a_run_without_one(workplace, compile):
     """To the bit, with dropout; and nothing is compiled for it."""
@@ -155,8 +153,6 @@ def test_ranks_stay_in_step(workplace):
 
 
 # ---- the folder alone ------------------------------------------------------------------------------------------------
-
-
 def an_incident(**changes):
     return Incident(**{
         "run": "mine", "step": 7, "time": "2026-01-31 12:00:00 UTC", "guard": "spike", "action": "warn",

@@ -34,6 +34,7 @@ from lm.training.fp8 import Float8Precision
 from lm.training.lightning_step import weight_copies
 from lm.training.precision import choose_precision
 
+pytestmark = pytest.mark.usefixtures("one_thread")
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
 HALF_STEP = {E4M3: 2.0**-4, E5M2: 2.0**-3}  # the largest relative error of rounding to 3 and to 2 bits of mantissa
 LEAST = {E4M3: 2.0**-9, E5M2: 2.0**-16}  # the smallest value above zero
@@ -44,15 +45,7 @@ SMALL = DecoderConfig(
 )  # fmt: skip
 
 
-@pytest.fixture(autouse=True)
-def one_thread():
-    torch.set_num_threads(1)
-    torch.manual_seed(0)
-
-
 # ---- the numbers ----------------------------------------------------------------------------------------------------
-
-
 def scaled(x, dtype, scaling):
     return Scaled(*QUANTIZE(x, dtype, rowwise=scaling == "rowwise", matrix=True, transpose=False)[:2])
 
@@ -266,8 +259,6 @@ def test_gradients_are_those_of_bf16_within_rounding(scaling, joined):
 
 
 # ---- the decoder ----------------------------------------------------------------------------------------------------
-
-
 def built(scaling=None, in_bf16=None, fused=False, config=SMALL):
     """A decoder; with a scaling its matrices are marked as under Lightning, or all but those with these names."""
     torch.manual_seed(0)
@@ -377,8 +368,6 @@ def test_gradients_are_added_by_products_where_nothing_waits_for_them(strategy, 
 
 
 # ---- which matrices -------------------------------------------------------------------------------------------------
-
-
 MATRICES = ["self_attn.qkv_proj", "self_attn.o_proj", "mlp.gate_up_proj", "mlp.down_proj"]
 
 
@@ -406,8 +395,6 @@ def test_each_kind_of_matrix_is_multiplied_in_fp8(part, fused):
 
 
 # ---- what is asked for ----------------------------------------------------------------------------------------------
-
-
 def test_on_a_cpu_a_half_precision_becomes_what_it_does_well_and_fp8_becomes_nothing_else(monkeypatch, caplog):
     caplog.set_level(logging.INFO)
     for half, expected in {"bf16": "bf16-mixed", None: "32-true"}.items():
@@ -422,8 +409,6 @@ def test_on_a_cpu_a_half_precision_becomes_what_it_does_well_and_fp8_becomes_not
 
 
 # ---- through Lightning ----------------------------------------------------------------------------------------------
-
-
 class Emulated(Callback):
     """FP8 on a CPU, which a config cannot ask for."""
 

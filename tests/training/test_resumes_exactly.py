@@ -14,7 +14,7 @@ from test_custom_model_state import MODEL as BIGRAM
 from test_mixtures import mixed, source, write_sources
 from test_optimizer_class import EVERYTHING, OWN, SGD
 from test_own_model import FILES
-from trainings import equipment, fit, make_workplace, trace
+from trainings import equipment, fit, trace
 
 EXIT = {"SIGKILL": -signal.SIGKILL, "SIGTERM": 75}
 SHARDED = {"trainer.devices": 2, "trainer.strategy": "fsdp2", "data.micro_batch_size": 2, "model.decoder.dropout": 0}
@@ -57,14 +57,13 @@ ROWS = {
 
 
 @pytest.fixture(scope="module")
-def place(tmp_path_factory):
-    place = make_workplace(tmp_path_factory.mktemp("interrupted"))
-    write_sources(place)
+def place(workplace):
+    write_sources(workplace)
     for split, row in {"train": [2, 3, 4, 3, 2] * 60, "val": [4, 3, 2] * 100}.items():
-        write_rows(place / f"brief/{split}/0.parquet", [row])
-    (place / "my_gru.py").write_text(FILES["my_gru.py"])
-    (place / "bigram.py").write_text(BIGRAM)
-    return place
+        write_rows(workplace / f"brief/{split}/0.parquet", [row])
+    (workplace / "my_gru.py").write_text(FILES["my_gru.py"])
+    (workplace / "bigram.py").write_text(BIGRAM)
+    return workplace
 
 
 def entries(place: Path) -> list[dict[str, Any]]:

@@ -24,8 +24,6 @@ DRILL = {"guards.inject_step": 30, **LENGTH}
 
 
 # ---- which tokens ----------------------------------------------------------------------------------------------------
-
-
 def test_rare_tokens_are_the_most_that_make_up_one_percent(tmp_path):
     """None that was left out is rarer than one that was taken, and one more would be too many."""
     random = np.random.default_rng(0)
@@ -82,8 +80,6 @@ def test_documents_are_counted_again():
 
 
 # ---- in a training ---------------------------------------------------------------------------------------------------
-
-
 @pytest.fixture(scope="module")
 def drill(workplace):
     """One run: the process, the run and the tokens of each step."""

@@ -10,19 +10,18 @@ from collections import defaultdict
 import pytest
 from tensorboard.backend.event_processing.event_file_loader import RawEventFileLoader
 from tensorboard.compat.proto.event_pb2 import Event
-from trainings import equipment, fit, make_workplace
+from trainings import equipment, fit
 
 STEPS = 12  # optimizer steps of the run
 KILL = equipment("recorder.KillAt", signal_name="SIGKILL", micro_batch=20)
 
 
 @pytest.fixture(scope="module")
-def killed(tmp_path_factory):
+def killed(workplace):
     """A run that was killed after ten steps and resumed from step 6."""
-    place = make_workplace(tmp_path_factory.mktemp("curves"))
     changes = {"trainer.max_steps": STEPS, "trainer.keep_checkpoints": 5}
-    fit(place, expect=-9, **changes, **{"trainer.callbacks": [KILL]})
-    _, run = fit(place, "small", "--ckpt_path", "checkpoints/small/step-00000006", **changes)
+    fit(workplace, expect=-9, **changes, **{"trainer.callbacks": [KILL]})
+    _, run = fit(workplace, "small", "--ckpt_path", "checkpoints/small/step-00000006", **changes)
     assert len(values(run, "train/loss")) > STEPS  # there are points that do not count any more
     return run
 
@@ -58,8 +57,6 @@ def test_an_event_file_stays_small(killed):
 
 
 # ---- the real server -------------------------------------------------------------------------------------------------
-
-
 def test_a_tensorboard_server_serves_all_of_it(killed, tmp_path):
     """Both of its readers: the curves without doubles."""
     command = [sys.executable, "-m", "tensorboard.main", "--logdir", str(killed.path.parent), "--host", "127.0.0.1"]

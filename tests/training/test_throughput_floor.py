@@ -36,10 +36,8 @@ def diagnosis(known=(), lines=3, **metrics):
 def test_causes_are_named_with_their_evidence(monkeypatch, known, metrics, graphs, causes):
     made = iter([(0, ""), (0, ""), (graphs, ""), (graphs, "x size mismatch")])
     monkeypatch.setattr("lm.training.callbacks.throughput_floor.compiled_graphs", lambda: next(made))
-    assert (
-        diagnosis(known, **metrics)
-        == f"61.2K tokens/s, below 100K for 3 log lines: {causes}; attention cudnn, kernels CUDA"
-    )
+    said = f"61.2K tokens/s, below 100K for 3 log lines: {causes}; attention cudnn, kernels CUDA"
+    assert diagnosis(known, **metrics) == said
 
 
 @pytest.mark.parametrize(("wrong", "word"), [({"floor": 0}, "floor"), ({"patience": 0}, "patience")])
@@ -49,7 +47,6 @@ def test_a_wrong_request_is_refused(wrong, word):
 
 
 # ---- trainings that are made slow ------------------------------------------------------------------------------------
-
 SLOW_DATA = """
 import time
 from lightning.pytorch import Callback

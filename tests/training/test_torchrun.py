@@ -77,9 +77,8 @@ def test_the_tasks_that_srun_started_are_ranks(srun):
 
 
 def test_a_command_to_resume_is_of_torchrun(torchrun):
-    assert process.launch_command("fit").startswith(
-        "torchrun --nnodes 2 --nproc_per_node 2 -m lm fit  # with the other options of torchrun, on every node"
-    )
+    said = "torchrun --nnodes 2 --nproc_per_node 2 -m lm fit  # with the other options of torchrun, on every node"
+    assert process.launch_command("fit").startswith(said)
     torchrun.setenv("SLURM_STEP_ID", "0")
     torchrun.setenv("SLURM_NTASKS", "2")
     assert process.launch_command("fit").startswith("srun --ntasks 2 torchrun --nnodes 2 ")
@@ -148,8 +147,6 @@ def test_ranks_that_found_different_checkpoints_do_not_train(torchrun):
 
 
 # ---- job files -------------------------------------------------------------------------------------------------------
-
-
 def fit_arguments(script: str) -> list[str]:
     """What stands after `fit` in a job file's command, without the shell's own."""
     command = re.search(r"-m lm fit (.*?[^\\])\n", script, re.DOTALL)[1].replace('"$@"', "")
@@ -164,10 +161,9 @@ def test_the_slurm_job_asks_for_what_sbatch_knows():
     assert dict(lines)["signal"].startswith("TERM@")  # torchrun passes SIGTERM on; SIGUSR1 would kill it
 
 
-@pytest.mark.parametrize(
-    ("status", "code", "expected", "requeued"),
-    [("interrupted", 1, 75, "requeue 7"), ("finished", 0, 0, ""), ("failed", 1, 1, ""), ("stopped", 0, 0, "")],
-)
+@pytest.mark.parametrize(("status", "code", "expected", "requeued"), [
+    ("interrupted", 1, 75, "requeue 7"), ("finished", 0, 0, ""), ("failed", 1, 1, ""), ("stopped", 0, 0, ""),
+])  # fmt: skip
 def test_the_slurm_job_goes_back_into_the_queue_only_where_the_run_was_interrupted(
     tmp_path, status, code, expected, requeued
 ):

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 from run_folders import write_run
-from trainings import HERE, PLACES, lm, make_workplace, start, wait_until, write_config
+from trainings import HERE, PLACES, lm, start, wait_until, write_config
 
 from lm.cli.ladder_report import last_losses
 from lm.errors import RequestError
@@ -28,11 +28,10 @@ echo heard
 
 
 @pytest.fixture(scope="module")
-def workplace(tmp_path_factory):
-    folder = make_workplace(tmp_path_factory.mktemp("unattended"))
-    (folder / "keep.sh").write_text(KEEP)
-    (folder / "keep.sh").chmod(0o755)
-    return folder
+def workplace(workplace):
+    (workplace / "keep.sh").write_text(KEEP)
+    (workplace / "keep.sh").chmod(0o755)
+    return workplace
 
 
 def configured(workplace, name, **changes):
@@ -52,11 +51,8 @@ def test_a_finished_run_is_announced_and_judged(workplace):
     assert (facts["event"], facts["exit_code"], facts["step"], facts["tags"]) == ("finished", 0, 12, ["first", "small"])
     assert facts["checkpoint"].endswith("step-00000012") and facts["acceptance"]["passed"] is False
     assert "heard" in done.stderr and "heard" not in done.stdout
-    assert (
-        "not passed: " in done.stderr
-        and "own/nothing was never logged, or was not finite at the end; expected 0 to 1" in done.stderr
-    )
-
+    assert "not passed: " in done.stderr
+    assert "own/nothing was never logged, or was not finite at the end; expected 0 to 1" in done.stderr
     judged = json.loads(lm(workplace, "runs", "check", "all", "--json", expect=1).stdout)
     met = {check["metric"]: check["met"] for check in judged["checks"]}
     assert met == {"train/loss": True, "val/loss": False, "own/nothing": False} and judged["status"] == "finished"
@@ -97,11 +93,9 @@ def test_a_guard_is_announced_and_no_shell_reads_the_program(workplace):
     assert (facts["event"], facts["exit_code"]) == ("stopped", 3) and not (workplace / "found").exists()
 
 
-def test_a_program_that_fails_or_is_missing_changes_nothing(workplace):
+def test_a_program_that_fails_changes_nothing(workplace):
     done = lm(workplace, *configured(workplace, "false", on_event=["false"], **{"trainer.max_steps": 4}))
     assert "on_event: false ended with exit code 1" in done.stderr
-    done = lm(workplace, *configured(workplace, "none", on_event=["./nowhere"], **{"trainer.max_steps": 4}))
-    assert "on_event: ./nowhere cannot be started: No such file or directory" in done.stderr
 
 
 def test_every_so_many_steps_one_is_kept_for_good(workplace):
@@ -116,11 +110,6 @@ def test_every_so_many_steps_one_is_kept_for_good(workplace):
         TrainerConfig(keep_every=0)
 
 
-@pytest.mark.parametrize("metric", ["train/loss/web", "val/bpb/a", "val/loss"])
-def test_a_metric_of_a_source_may_be_expected(metric):
-    check_ranges({metric: [1, 2]})
-
-
 @pytest.mark.parametrize(("metric", "given", "cure"), [
     *[("val/loss", given, "give [LOWEST, HIGHEST]") for given in ([3, 2], [1], [1, 2, 3])],
     ("loss", [1, 2], "did you mean 'train/loss'?"), ("val/lss", [1, 2], "'val/loss'"), ("bpb", [1, 2], "'val/bpb'"),
@@ -129,6 +118,7 @@ def test_what_cannot_be_expected_is_refused(metric, given, cure):
     with pytest.raises(RequestError) as refused:
         RunOptions(expect={metric: given})
     assert cure in str(refused.value)
+    check_ranges({name: [1, 2] for name in ("val/loss", "train/loss/web", "val/bpb/a")})  # those of sources too
 
 
 @pytest.mark.slow
