@@ -159,7 +159,7 @@ def _disk_lines(facts: dict[str, Any]) -> list[str]:
     size, at_once, free = (format_bytes(facts["disk"][name]) for name in ("checkpoint", "at_once", "free"))
     lines = [
         f"{size} a checkpoint, {at_once} at once; {free} free",
-        f"{size} of memory for a copy of it, which is written while training goes on",
+        f"{size} of memory, to write it while training goes on",
     ]
     work = facts["checkpoints"]
     if "lost_seconds" in work:

@@ -93,9 +93,7 @@ def nearest_option(name: str, known: list[str], section: str = "") -> str:
     if "trainer.max_steps" in known and (fixes := [fix for fix, others in FIXES.items() if last in others.split()]):
         return fixes[0]
     ours = [option for option, others in OPTIONS.items() if last in others.split()]
-    ours += (
-        OPTIONS.get(name, "").split() if "." in name else []
-    )  # of another command, such as `--trainer.precision` at `generate`
+    ours += OPTIONS.get(name, "").split() if "." in name else []  # as for `generate --trainer.precision`
     close = [option for option in known if any(name == option or name.endswith(f".{option}") for name in ours)]
     whole = [option for option in known if min(len(option), len(name)) > 3 and "." not in option + name]
     alike = [option for option in whole if option.startswith(name) or name.startswith(option)]  # `text`, `train`

@@ -78,7 +78,7 @@ def test_a_page_that_a_person_can_read(prepared):
         assert any(line.startswith(part) for line in shown.splitlines()), part
     assert "4 x 32 tokens x 2 micro-batches x 1 rank = 256 tokens a step" in shown
     assert re.search(
-        r"^disk +(.+) a checkpoint, .*\n +\1 of memory for a copy of it, which is written while training goes on$",
+        r"^disk +(.+) a checkpoint, .*\n +\1 of memory, to write it while training goes on$",
         shown,
         re.MULTILINE,
     )
