@@ -83,13 +83,20 @@ class ChatTemplate:
 
         Names of special tokens in a message have MARK in them, so those without are the template's.
         """
-        text = json.dumps(messages, ensure_ascii=False, default=str)
-        marked = json.loads(self._special.sub(lambda name: name[0][0] + MARK + name[0][1:], text))
-        options = {"messages": marked, "add_generation_prompt": add_generation_prompt, **self.tokens}
+        options = {"messages": self._marked(messages), "add_generation_prompt": add_generation_prompt, **self.tokens}
         try:
             return self.template.render(options)
-        except (jinja2.TemplateError, TypeError, ValueError, LookupError) as error:
+        except Exception as error:  # a template may do anything with the messages
             raise RequestError(f"the chat template refuses the messages: {first_line(error)}") from error
+
+    def _marked(self, value: Any) -> Any:
+        if isinstance(value, str):
+            return self._special.sub(lambda name: name[0][0] + MARK + name[0][1:], value)
+        if isinstance(value, list):
+            return [self._marked(item) for item in value]
+        if isinstance(value, dict):
+            return {key: self._marked(item) for key, item in value.items()}
+        return value
 
     def encode_text(self, text: str) -> list[int]:
         """Ids of a rendered text."""

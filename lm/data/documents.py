@@ -181,7 +181,8 @@ def _json_text(line: bytes, key: str, chat: bool) -> Any:
     if not isinstance(entry, dict):
         raise ValueError(f"a JSON {type(entry).__name__} where one object a line is expected")
     if key not in entry:
-        raise ValueError(f"there is no key {key!r} among {', '.join(map(repr, entry))}; name it with {TEXT_KEY}")
+        fix = "; conversations need --chat" if "messages" in entry else f"; name it with {TEXT_KEY}"
+        raise ValueError(f"there is no key {key!r} among {', '.join(map(repr, entry))}{fix}")
     text = entry[key]
     if chat:
         return text

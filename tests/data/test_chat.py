@@ -274,6 +274,12 @@ def test_roles_that_do_not_alternate_are_left_to_the_template(tmp_path):
         ChatTemplate(write_chat_tokenizer(tmp_path / "1", "mistral")).encode(messages)
 
 
+def test_conversations_without_the_option_are_told_of_it(place):
+    (place / "a.jsonl").write_text(HELLO)
+    done = lm(place, "data", "prepare", "--input", "a.jsonl", "--output", "never", expect=1)
+    assert "line 1: there is no key 'text' among 'messages'; conversations need --chat" in done.stderr
+
+
 @pytest.mark.parametrize("options, message", [
     ("--input empty.jsonl", "empty.jsonl: no conversation has an answer of the assistant, which is what is learned"),
     ("--input text.txt", "text.txt is no JSON lines or Parquet, which have conversations for --chat: write a line of"),
