@@ -30,4 +30,6 @@ def test_the_harness_answers_as_ours(shape, here):
     answers = compare(here / "exported", tasks, [sys.executable, "-m", "lm_eval"])
     for task in tasks:
         assert answers[task.label]["largest_difference"] < 1e-3
-        assert not any(metric["items_that_differ"] for metric in answers[task.label].values() if isinstance(metric, dict))
+        assert not any(
+            metric["items_that_differ"] for metric in answers[task.label].values() if isinstance(metric, dict)
+        )
