@@ -173,15 +173,16 @@ def place(tmp_path_factory):
     )
     lengths = [*np.random.default_rng(0).integers(40, SEQ_LEN, 60).tolist(), SEQ_LEN, SEQ_LEN, SEQ_LEN + 1]
     chats = [numbered(number, length) for number, length in enumerate(lengths)]
-    chats += [[user("q" * SEQ_LEN), assistant("a")], chats[0]]
+    chats.append([user("q" * SEQ_LEN), assistant("a")])
+    chats.insert(30, chats[0])
     (place / "chats.jsonl").write_text("".join(json.dumps({"messages": chat}) + "\n" for chat in chats))
     pq.write_table(pa.table({"messages": chats}), place / "chats.parquet")
     return place
 
 
-def make(place, output, source="chats.jsonl", **options):
+def make(place, output, source="chats.jsonl", val_fraction=0.1):
     config = PrepareOptions([str(place / source)], str(place / output), str(place / "letters"), chat=True,
-                            seq_len=Count(SEQ_LEN), val_fraction=0.1, **options)  # fmt: skip
+                            seq_len=Count(SEQ_LEN), val_fraction=val_fraction)  # fmt: skip
     return prepare(config)
 
 
@@ -239,8 +240,8 @@ def test_parquet_several_units_and_a_stop_give_the_same_shards(place, monkeypatc
 def test_few_conversations_are_held_out_whole(place):
     chats = [numbered(number, 60) for number in range(3)]
     (place / "few.jsonl").write_text("".join(json.dumps({"messages": chat}) + "\n" for chat in chats))
-    splits = make(place, "few", "few.jsonl", keep_duplicates=True)["splits"]
-    assert [splits[name]["documents"] for name in ("train", "val")] in ([2, 1], [1, 2])
+    splits = make(place, "few", "few.jsonl", 1e-9)["splits"]
+    assert [splits[name]["documents"] for name in ("train", "val")] == [2, 1]
 
 
 HELLO = '{"messages": [{"role": "user", "content": "Hello"}, {"role": "assistant", "content": "Hi"}]}\n'
