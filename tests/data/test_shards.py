@@ -248,7 +248,9 @@ def test_a_source_without_shards_is_refused(tmp_path):
     with pytest.raises(RequestError, match="no shards were named"):
         Shards.open([])
     shards = Shards.open(str(write_rows(tmp_path / "a.parquet", ROWS)))
-    with pytest.raises(RequestError, match=r"9 tokens, at most 9 .* one block, but a window takes 10, a sample and the next"):
+    with pytest.raises(
+        RequestError, match=r"9 tokens, at most 9 .* one block, but a window takes 10, a sample and the next"
+    ):
         shards.check_windows(9)
     assert shards.check_windows(8) == 1
 
