@@ -86,7 +86,7 @@ COMMANDS = {command.name: command for command in TABLE}
 # Names that people may try -> the command.
 ALIASES = {name.split()[-1]: name for name in COMMANDS if name.split()[-1] not in COMMANDS} | {
     "train": "fit", "pretrain": "fit", "resume": "fit --ckpt_path auto --run", "finetune": "branch", "eval": "evaluate",
-    "sample": "generate", "chat": "generate", "list": "runs ls",
+    "sample": "generate", "chat": "generate --chat", "list": "runs ls",
 }  # fmt: skip
 # What a value without an option is meant for.
 POSITIONAL_HINTS = {

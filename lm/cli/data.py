@@ -91,6 +91,15 @@ def main_prepare(**options: Any) -> None:
         warning := rare_entries(manifest["vocab_size"], manifest["splits"]["train"]["tokens"])
     ):
         log.warning("warning: %s --output OTHER", warning)
+    if settings.chat:
+        model, data = quote(settings.tokenizer), quote(settings.output)
+        log.info(
+            "train on it: lm import --input %s --output models/chat && lm fit --config finetune/chat.yaml "
+            "--config models/chat/model.yaml --ckpt_path models/chat --data.path %s",
+            model,
+            data,
+        )
+        return
     names = (f"{Path(settings.output).name}{suffix}.yaml" for suffix in chain([""], (f"-{n}" for n in count(2))))
     data, config = quote(settings.output), quote(next(name for name in names if not Path(name).exists()))
     log.info("train on it: lm scale --data %s --output %s && lm fit --config %s", data, config, config)

@@ -1,9 +1,13 @@
-"""`lm generate`: a checkpoint continues prompts: as the text comes, several at once, as JSON, or interactively."""
+"""`lm generate`: a checkpoint continues prompts: as the text comes, several at once, as JSON, or interactively.
+
+With --chat it answers messages, by the chat template that it was trained with.
+"""
 
 import json
 import logging
 import sys
 import time
+from collections.abc import Callable
 from contextlib import closing, suppress
 from dataclasses import asdict, replace
 from typing import Any, Literal
@@ -30,15 +34,19 @@ TOGETHER = 64  # texts that are written at once, so that their cache fits
 
 
 def generate(options: GenerateOptions) -> None:
-    prompts = options.prompt or ([] if sys.stdin.isatty() else [sys.stdin.read().removesuffix("\n")])
+    reads_lines = sys.stdin.isatty() or options.chat
+    prompts = options.prompt or ([] if reads_lines else [sys.stdin.read().removesuffix("\n")])
     if options.json and not prompts:
         raise RequestError("--json needs a prompt: give --prompt, or pipe a text in")
     model = load_pretrained(chosen_model(options.run, options.ckpt_path, options.root), options.device, options.dtype)
     mode = {"auto": "cuda_graphs" if model.device.type == "cuda" else "none"}.get(options.compile, options.compile)
     step, dtype = STEPS[mode], str(model.dtype).removeprefix("torch.")
     log.info("%s, %s; %s; compile %s", device_name(model.device), dtype, model.kernels, mode)
+    if options.chat:
+        return chat(Conversation(model, options, step), prompts)
     if not prompts:
-        return converse(model, options, step)
+        print("A line is a prompt, and an empty one continues the text so far. Ctrl-C ends a text, Ctrl-D leaves.")
+        return converse(Continuation(model, options, step).add)
     sampling = options.sampling
     if len(prompts) > 1 and not any(" " in text for text in prompts):
         log.info("%d prompts; one of several words stands in quotes: --prompt 'The people of'", len(prompts))
@@ -102,18 +110,18 @@ def write_texts(
 
 
 def stream_to_terminal(
-    model: Pretrained, prompt: str, sampling: Sampling, step: Step, begin: str | None = None
+    model: Pretrained, prompt: str | list[int], sampling: Sampling, step: Step, begin: str | None = None
 ) -> tuple[str, str, Reason | Literal["Ctrl-C"] | None]:
     """Write a text to standard output while it comes, after `begin`, which is its prompt if not given.
 
-    It returns the text, its figures in a line, and why it ended.
+    A prompt of ids needs `begin`. It returns the text, its figures in a line, and why it ended.
     """
     began, first_token, text, tokens, reason = time.perf_counter(), None, "", 0, None
     try:
         with closing(generate_text(model.decoder, model.tokenizer, [prompt], sampling, step=step)) as news:
             for new in news:
                 if first_token is None:  # the prompt was not refused
-                    print_text(prompt if begin is None else begin, "bold")
+                    print_text(str(prompt) if begin is None else begin, "bold")
                     first_token = time.perf_counter() - began
                 text += new.text
                 tokens += new.token is not None
@@ -140,22 +148,71 @@ def print_text(text: str, style: str | None = None) -> None:
 # ---- interactive -----------------------------------------------------------------------------------------------------
 
 
-def converse(model: Pretrained, options: GenerateOptions, step: Step) -> None:
-    """Ask for one prompt after the other; an empty one continues the text so far."""
+class Continuation:
+    """A text that grows by prompts and what the model writes after them."""
+
+    def __init__(self, model: Pretrained, options: GenerateOptions, step: Step) -> None:
+        self.model, self.options, self.step, self.text = model, options, step, ""
+
+    def add(self, line: str) -> str:
+        """Continue a prompt, or the text so far if it is empty; returns the figures in a line."""
+        prompt = line or self.text
+        written, summary, _ = stream_to_terminal(self.model, prompt, self.options.sampling, self.step, begin=line)
+        self.text = prompt + written
+        return summary
+
+
+def converse(reply: Callable[[str], str]) -> None:
+    """Reply to one line after the other, and print the figures that it returns."""
     with suppress(ImportError):  # not on every system
         import readline  # noqa: F401  it gives `input` a history and keys to edit with
-    print("A line is a prompt, and an empty one continues the text so far. Ctrl-C ends a text, Ctrl-D leaves.")
-    text = ""
     while True:
         try:
-            line = input("> ")
-            prompt = line or text
-            written, summary, _ = stream_to_terminal(model, prompt, options.sampling, step, begin=line)
-            text = prompt + written
-            print(summary)
+            print(reply(input("> ")))
         except RequestError as error:  # such as a prompt that fills the context
             print(harmless(str(error)), file=sys.stderr)
         except KeyboardInterrupt:
             print()
         except EOFError:
             return print()
+
+
+# ---- answers to messages ---------------------------------------------------------------------------------------------
+
+
+class Conversation:
+    """The messages so far, and the model that answers them."""
+
+    def __init__(self, model: Pretrained, options: GenerateOptions, step: Step) -> None:
+        from lm.data.chat import ChatTemplate
+
+        self.model, self.options, self.step = model, options, step
+        try:
+            self.template = ChatTemplate(model.tokenizer)
+        except RequestError as error:
+            raise RequestError(f"{model.path}: {error}") from error
+        self.messages: list[dict[str, str]] = []
+
+    def answer(self, message: str) -> str:
+        """Write the answer to a message, of which an empty one begins anew; returns the figures in a line."""
+        if not message:
+            self.messages = []
+            return "a new conversation"
+        messages = [*self.messages, {"role": "user", "content": message}]
+        prompt, sampling = self.template.encode_prompt(messages), self.options.sampling
+        if end := self.template.end_of_answer:
+            sampling = replace(sampling, stop=[*sampling.stop, end])
+        text, summary, reason = stream_to_terminal(self.model, prompt, sampling, self.step, begin="")
+        if reason == "Ctrl-C" and (self.options.prompt or not sys.stdin.isatty()):
+            raise KeyboardInterrupt
+        self.messages = [*messages, {"role": "assistant", "content": text}]
+        return summary
+
+
+def chat(conversation: Conversation, prompts: list[str]) -> None:
+    """Answer prompts one after the other; without any, the lines of a terminal or of a pipe."""
+    if not prompts and sys.stdin.isatty():
+        print("A line is a message, and an empty one begins anew. Ctrl-C ends an answer, Ctrl-D leaves.")
+        return converse(conversation.answer)
+    for line in prompts or map(str.rstrip, sys.stdin):
+        log.info("%s", conversation.answer(line))

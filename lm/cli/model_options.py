@@ -45,6 +45,8 @@ class PromptOptions(ModelChoice):
         device: Device to compute on; the GPU if there is one.
         compile: How decoding steps run: `cuda_graphs`: captured as CUDA graphs; `auto`: that on a GPU, else `none`.
         json: Print one JSON object instead of texts.
+        chat: Answer prompts as the assistant of a conversation, by the model's chat template; each continues the one
+            before. Without prompts, those of standard input, line by line.
     """
 
     prompt: list[str] = field(default_factory=list)
@@ -52,6 +54,7 @@ class PromptOptions(ModelChoice):
     device: str | None = None
     compile: Compile = "auto"
     json: bool = False
+    chat: bool = False
 
 
 @dataclass(frozen=True)
@@ -65,6 +68,11 @@ class GenerateOptions(Sampling, PromptOptions):
 
     temperature: float = 0.8
     top_k: Count | None = Count(50)
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        one_text = not self.json and self.num_samples == 1
+        require(one_text or not self.chat, "--chat answers one text at a time: leave --json and --num_samples out")
 
     @property
     def sampling(self) -> Sampling:

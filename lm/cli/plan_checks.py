@@ -48,6 +48,9 @@ def check_data(data: dict[str, Any], steps: dict[str, Any], config: Sections) ->
             "model.document_mask does nothing: no document ends in the first block of the training data",
             "leave it out, or prepare data with its end-of-text token",
         )
+    if config.model.document_mask and data["train"]["answers_end_documents"]:
+        what = "model.document_mask separates the turns of a conversation, whose answers end with the end-of-text token"
+        yield error(what, "leave it out")
     limit, epochs = config.trainer.max_epochs, steps.get("epochs", 0.0)
     if limit is not None and epochs > limit:
         last, warmup = int(steps["max_steps"] * limit / epochs), steps["warmup_steps"]

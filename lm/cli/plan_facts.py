@@ -14,6 +14,7 @@ from lm.cli.command_options import PlanOptions
 from lm.cli.request import Sections
 from lm.data.config import LEARNED, DataConfig, is_prepared
 from lm.data.datamodule import DataModule
+from lm.data.document_ends import answers_end_documents
 from lm.data.shard_statistics import document_tokens, padding_fraction
 from lm.data.shards import Shards
 from lm.data.tokenizer import Tokenizer
@@ -90,6 +91,7 @@ def data_facts(
             "filled_up": padding_fraction(shards),
             "dtype": str(shards.column.dtype),
             "documents_per_token": opened.documents_per_token(split) if document_mask else None,
+            "answers_end_documents": answers_end_documents(shards, opened.tokenizer),
         }
     if opened.mixed:
         sources = zip(opened.sources, opened.by_source["train"].values(), strict=True)

@@ -170,7 +170,8 @@ def _from_manifest(
     if stored < facts["tokens"] or packed is None and stored > facts["tokens"]:  # packed rows have padding too
         raise RequestError(f"{place} is damaged: its row groups have not the tokens of the split; {start_again}")
     text_ratio = facts["bytes"] / counted if (counted := facts.get("token_bytes")) else None
-    files = {f"{split}/{shard.name}": replace(shard, text_ratio=text_ratio, packed=packed) for shard in shards}
+    known = {"text_ratio": text_ratio, "packed": packed, "labels": manifest.get("labels", False)}
+    files = {f"{split}/{shard.name}": replace(shard, **known) for shard in shards}
     if missing := entries.keys() - files.keys():
         raise RequestError(f"{place} lists {min(missing)!r}, which is missing; fetch it, or {start_again}")
     if others := files.keys() - entries.keys():

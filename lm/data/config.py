@@ -36,7 +36,11 @@ class PrepareOptions:
             sample, which begins and ends anywhere. "whole": a document that fits into a sample is never cut. A sample
             begins with a document, or continues a longer one, and ends with padding, which is not trained on.
         seq_len: For "whole": predicted tokens per sample, which is the context of the model.
-        text_key: Key or column of the text in JSON lines and tables.
+        text_key: Key or column of the text in JSON lines and tables; with `chat` "messages" if not given.
+        chat: JSON lines or Parquet of conversations, as TRL and `datasets` have them: "messages", a list of objects
+            with "role" and "content". Only the answers of the assistant are learned. The tokenizer is that of the model
+            to train; its chat template, or one of plain words if it has none, is kept with it. Rows are of whole
+            conversations, of `seq_len` tokens: the model's context if not given.
         eos_token: Token that ends a document, if the tokenizer's own files do not name it.
         keep_duplicates: Keep documents that repeat another, apart from case and blanks; else the first of them alone
             is kept, and one of the validation data before one of the training data.
@@ -53,10 +57,16 @@ class PrepareOptions:
     packing: Packing = "stream"
     seq_len: Count | None = None
     text_key: str = "text"
+    chat: bool = False
     eos_token: str | None = None
     keep_duplicates: bool = False
     shard_tokens: Count = Count(100_000_000)
     sample_bytes: Count = Count(200_000_000)
+
+    def __post_init__(self) -> None:
+        if self.chat:
+            self.packing = "whole"
+            self.text_key = "messages" if self.text_key == "text" else self.text_key
 
     def check(self) -> None:
         if not self.output:
@@ -66,8 +76,11 @@ class PrepareOptions:
         if self.val_fraction is not None and not 0 <= self.val_fraction < 1:
             raise RequestError(f"--val_fraction {self.val_fraction} must be at least 0 and less than 1")
         require_at_least(1, "--", workers=self.workers, shard_tokens=self.shard_tokens, sample_bytes=self.sample_bytes)
+        if self.chat and self.tokenizer in LEARNED:
+            raise RequestError("--chat needs --tokenizer: the folder of the checkpoint that is to be trained")
         if self.packing == "whole" and self.seq_len is None:
-            raise RequestError("--packing whole needs --seq_len: the model's max_position_embeddings")
+            option = "--chat" if self.chat else "--packing whole"
+            raise RequestError(f"{option} needs --seq_len: the model's max_position_embeddings")
         if self.packing == "stream" and self.seq_len is not None:
             raise RequestError("--seq_len is for --packing whole; a stream is cut into samples when it is trained on")
         require_at_least(2, "--", seq_len=self.seq_len)

@@ -30,3 +30,10 @@ def describe_ends(shards: Shards, tokenizer: Tokenizer) -> tuple[str, str] | Non
         f"no document ends in the first {len(ids):,} tokens of {shards.source}: the model will never stop",
         f"end each with {tokenizer.eos_token} ({tokenizer.eos_id}), its attention_mask 1 and its label not -100",
     )
+
+
+def answers_end_documents(shards: Shards, tokenizer: Tokenizer) -> bool:
+    """Whether the end-of-text token also ends answers inside of conversations, by the chat template."""
+    template = str(tokenizer.config.get("chat_template"))
+    by_lm = any(shard.labels and shard.packed for shard in shards.by_file.values())
+    return by_lm and ("eos_token" in template or tokenizer.eos_token in template)

@@ -12,7 +12,7 @@ import lzma
 import re
 import zlib
 from collections.abc import Iterable, Iterator, Sequence
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 import pyarrow as pa
@@ -23,6 +23,9 @@ from lm.data.text_files import TEXT_KEY, TextFile, find_files
 from lm.data.token_files import check_ids, read_ids
 from lm.data.tokenizer import Tokenizer
 from lm.errors import LmError, RequestError, RunError, first_line
+
+if TYPE_CHECKING:
+    from lm.data.chat import ChatTemplate
 
 PIECE = 2**20  # characters of a text that are encoded at once; `tokenizers` needs 200 bytes for each
 PARQUET_ROWS = 256  # decoded at once; some million characters for usual documents
@@ -36,6 +39,7 @@ class Piece(NamedTuple):
     content: str | np.ndarray  # text, or (n,) ids without the end-of-text token
     last: bool  # whether the document ends here
     split: str | None = None  # "train" or "val" where the names of the files decide it
+    learned: np.ndarray | None = None  # of a conversation: which ids, and whether its end, (n + 1,) bool
 
 
 def read_documents(inputs: Sequence[str], text_key: str = "text") -> Iterator[tuple[str, str]]:
@@ -50,14 +54,24 @@ def read_documents(inputs: Sequence[str], text_key: str = "text") -> Iterator[tu
 
 
 def read_pieces(
-    file: TextFile, part: int = 0, parts: int = 1, text_key: str = "text", tokenizer: Tokenizer | None = None
+    file: TextFile,
+    part: int = 0,
+    parts: int = 1,
+    text_key: str = "text",
+    tokenizer: Tokenizer | None = None,
+    chat: "ChatTemplate | None" = None,
 ) -> Iterator[Piece]:
     """Documents of a part, from 0, of a file; empty ones are left out. Flat ids need the tokenizer that made them.
 
-    The documents of all parts one after the other are those of the file; there are several of divisible files only.
-    RunError names the line, byte or row of a file that cannot be read.
+    With a chat template they are conversations, and the file's kind is one of `CHAT_KINDS`. The documents of all parts
+    one after the other are those of the file; there are several of divisible files only. RunError names the line, byte
+    or row of a file that cannot be read.
     """
     try:
+        if chat is not None:
+            for where, messages in CHAT_KINDS[file.kind](file, part, parts, text_key, chat=True):
+                yield _conversation(messages, where, chat, file.split)
+            return
         if file.kind == "flat":
             tokenizer = _tokenizer_of_ids(file, tokenizer)
             for where, ids, last in read_ids(file, tokenizer.vocab_size, tokenizer.eos_id):
@@ -78,6 +92,14 @@ def read_pieces(
         raise
     except (pa.ArrowException, OSError, EOFError, lzma.LZMAError, zlib.error, UnicodeDecodeError) as error:
         raise RunError(f"{file.name} cannot be read ({first_line(error)}); is it damaged or truncated?") from error
+
+
+def _conversation(messages: Any, where: str, chat: "ChatTemplate", split: str | None) -> Piece:
+    try:
+        ids, learned = chat.encode(messages)
+    except RequestError as error:
+        raise RunError(f"{where}: {error}") from error
+    return Piece(where, ids, True, split, learned)
 
 
 def _tokenizer_of_ids(file: TextFile, tokenizer: Tokenizer | None) -> Tokenizer:
@@ -128,7 +150,7 @@ def _decoded(file: TextFile) -> Iterator[str]:
             lines += text.count("\n")
 
 
-def _json_lines(file: TextFile, part: int, parts: int, key: str) -> Iterator[tuple[str, str]]:
+def _json_lines(file: TextFile, part: int, parts: int, key: str, chat: bool = False) -> Iterator[tuple[str, Any]]:
     """The lines that begin in a part of the file."""
     start, stop = (file.size * edge // parts for edge in (part, part + 1))
     position = max(0, start - 1)
@@ -142,15 +164,15 @@ def _json_lines(file: TextFile, part: int, parts: int, key: str) -> Iterator[tup
             if line.strip():
                 where = f"{file.name}, line {number}" if start == 0 else f"{file.name}, byte {position}"
                 try:
-                    text = _json_text(line, key)
+                    text = _json_text(line, key, chat)
                 except ValueError as error:
                     raise RunError(f"{where}: {error}") from error
                 yield where, text
             position += len(line)
 
 
-def _json_text(line: bytes, key: str) -> str:
-    """The text of a line; ValueError where there is none."""
+def _json_text(line: bytes, key: str, chat: bool) -> Any:
+    """The text of a line, or its messages, which are not checked; ValueError where there is none."""
     try:
         entry = json.loads(line.decode("utf-8-sig"))
     except (ValueError, RecursionError) as error:
@@ -159,8 +181,11 @@ def _json_text(line: bytes, key: str) -> str:
     if not isinstance(entry, dict):
         raise ValueError(f"a JSON {type(entry).__name__} where one object a line is expected")
     if key not in entry:
-        raise ValueError(f"there is no key {key!r} among {', '.join(map(repr, entry))}; name it with {TEXT_KEY}")
+        fix = "; conversations need --chat" if "messages" in entry else f"; name it with {TEXT_KEY}"
+        raise ValueError(f"there is no key {key!r} among {', '.join(map(repr, entry))}{fix}")
     text = entry[key]
+    if chat:
+        return text
     if not isinstance(text, str):
         raise ValueError(f"{key!r} is not a text but {json.dumps(text)[:40]}")
     if not text.isascii() and SURROGATE.search(text):
@@ -168,10 +193,10 @@ def _json_text(line: bytes, key: str) -> str:
     return text
 
 
-def _parquet(file: TextFile, part: int, parts: int, column: str) -> Iterator[tuple[str, Any]]:
+def _parquet(file: TextFile, part: int, parts: int, column: str, chat: bool = False) -> Iterator[tuple[str, Any]]:
     with file.open() as handle:
         parquet = pq.ParquetFile(handle)
-        _check_column(file, parquet.schema_arrow, column)
+        _check_column(file, parquet.schema_arrow, column, chat)
         groups = parquet.num_row_groups
         chosen = range(groups * part // parts, groups * (part + 1) // parts)
         row = sum(parquet.metadata.row_group(group).num_rows for group in range(chosen.start))
@@ -180,9 +205,9 @@ def _parquet(file: TextFile, part: int, parts: int, column: str) -> Iterator[tup
             row += batch.num_rows
 
 
-def _arrow(file: TextFile, part: int, parts: int, column: str) -> Iterator[tuple[str, Any]]:
+def _arrow(file: TextFile, part: int, parts: int, column: str, chat: bool = False) -> Iterator[tuple[str, Any]]:
     with file.open() as handle, pa.ipc.open_stream(handle) as batches:
-        _check_column(file, batches.schema, column)
+        _check_column(file, batches.schema, column, chat)
         row = 0
         for batch in batches:
             for start in range(0, batch.num_rows, PARQUET_ROWS):
@@ -190,8 +215,10 @@ def _arrow(file: TextFile, part: int, parts: int, column: str) -> Iterator[tuple
             row += batch.num_rows
 
 
-def _check_column(file: TextFile, schema: pa.Schema, column: str) -> None:
+def _check_column(file: TextFile, schema: pa.Schema, column: str, chat: bool) -> None:
     _check_name(file, schema.names, column)
+    if chat:  # each row is checked
+        return
     kind = schema.field(column).type
     kind = kind.value_type if pa.types.is_dictionary(kind) else kind
     is_text = pa.types.is_string(kind) or pa.types.is_large_string(kind) or pa.types.is_string_view(kind)
@@ -234,3 +261,6 @@ def _csv(file: TextFile, part: int, parts: int, column: str) -> Iterator[tuple[s
         except csv.Error as error:
             where = f"{file.name}, the row of lines {last + 1} to {rows.line_num}"
             raise RunError(f"{where}: {error}; end its text with a quote, and write one inside twice") from error
+
+
+CHAT_KINDS = {"jsonl": _json_lines, "parquet": _parquet, "arrow": _arrow}  # of files that may hold conversations

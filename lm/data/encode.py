@@ -22,7 +22,7 @@ from functools import lru_cache
 from hashlib import blake2b
 from itertools import pairwise, starmap
 from pathlib import Path
-from typing import Any, BinaryIO, NamedTuple
+from typing import TYPE_CHECKING, Any, BinaryIO, NamedTuple
 
 import numpy as np
 from rich.console import Console
@@ -31,13 +31,16 @@ from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, T
 from lm.data.documents import Piece, read_pieces
 from lm.data.encoder import Encoder, id_type
 from lm.data.packing import pack_documents
-from lm.data.parquet import PackedRows
+from lm.data.parquet import IGNORED, PackedRows
 from lm.data.shard_writer import ROW_GROUP_TOKENS, ShardWriter
 from lm.data.text_files import TextFile
 from lm.data.tokenizer import Tokenizer
 from lm.errors import RunError
 from lm.system.files import atomic_file, write_atomically
 from lm.system.hardware import allowed_cores
+
+if TYPE_CHECKING:
+    from lm.data.chat import ChatTemplate
 
 UNIT_BYTES = 64 * 2**20  # of text, approximately; smaller for a small corpus, so that all processes have work
 MIN_UNIT_BYTES = 4 * 2**20
@@ -50,6 +53,7 @@ COUNTS = ("tokens", "bytes", "token_bytes")
 # The facts of a document, in a file beside the ids of a part: a digest without case and blanks, and its counts.
 DOCUMENT = np.dtype([("digest", "<u8"), *((name, "<i8") for name in COUNTS)])
 DOCUMENTS = ".documents"  # suffix of that file
+LEARNED = ".learned"  # suffix of another, of conversations: which tokens are learned, a bool for each
 BLANKS = b" \t\n\r\f\v"
 
 # ---- units and their parts -------------------------------------------------------------------------------------------
@@ -76,7 +80,8 @@ class Recipe:
     """How every unit is encoded."""
 
     folder: Path  # of the parts and the tokenizer
-    tokenizer: str  # its digest and the token that ends a document
+    tokenizer: str  # its digest and the token that ends a document; of conversations, also the next and the template
+    chat_tokens: int | None  # the documents are conversations, of at most so many tokens; None: texts
     text_key: str  # field or column with the text
     val_fraction: float  # of the documents
     shard_tokens: int  # a part is closed after the document with which it reaches this length
@@ -99,9 +104,27 @@ def plan_units(files: list[TextFile]) -> list[Unit]:
     return [Unit(tuple(group), size) for group, size in zip(groups, sizes) if group]
 
 
-def unit_pieces(unit: Unit, text_key: str, tokenizer: Tokenizer | None) -> Iterator[Piece]:
+def unit_pieces(
+    unit: Unit, text_key: str, tokenizer: Tokenizer | None, chat: "ChatTemplate | None" = None
+) -> Iterator[Piece]:
     for file, part, parts in unit.slices:
-        yield from read_pieces(file, part, parts, text_key, tokenizer)
+        yield from read_pieces(file, part, parts, text_key, tokenizer, chat)
+
+
+def unit_conversations(unit: Unit, recipe: Recipe, tokenizer: Tokenizer, counts: dict[str, int]) -> Iterator[Piece]:
+    """Conversations with an answer, none longer than a row; `counts` has those that are cut or left out."""
+    from lm.data.chat import ChatTemplate
+
+    for piece in unit_pieces(unit, recipe.text_key, tokenizer, ChatTemplate(tokenizer)):
+        assert piece.learned is not None and recipe.chat_tokens is not None
+        last = recipe.chat_tokens - 1  # index of the end-of-text token of one that is cut
+        is_long = len(piece.content) > last
+        learned = np.append(piece.learned[:last], False) if is_long else piece.learned
+        if learned.any():
+            counts["cut"] += is_long
+            yield piece._replace(content=piece.content[:last], learned=learned)
+        else:
+            counts["left_out"] += 1
 
 
 def split_hash(content: str | np.ndarray) -> float:
@@ -131,10 +154,15 @@ def encode_unit(unit: Unit, recipe: Recipe) -> None:
     path = record_path(unit, recipe)
     encoder, sizes = _tools(recipe)
     parts: list[Part] = []
+    conversations = {"cut": 0, "left_out": 0}
+    if recipe.chat_tokens is None:
+        pieces = unit_pieces(unit, recipe.text_key, encoder.tokenizer)
+    else:
+        pieces = unit_conversations(unit, recipe, encoder.tokenizer, conversations)
     with ExitStack() as stack:
         open_parts: dict[str, Part] = {}  # by split
         split = None  # of the document that has begun
-        for piece, ids in _encoded(unit_pieces(unit, recipe.text_key, encoder.tokenizer), encoder):
+        for piece, ids in _encoded(pieces, encoder):
             split = split or split_of(piece, recipe.val_fraction)
             if split not in open_parts:
                 name = f"{path.stem}-{len(parts):03d}-{split}"
@@ -150,7 +178,11 @@ def encode_unit(unit: Unit, recipe: Recipe) -> None:
     for part in parts:
         with atomic_file(recipe.folder / f"{part.name}{DOCUMENTS}") as file:
             np.array(part.documents, DOCUMENT).tofile(file)
-    write_atomically(path, json.dumps({"parts": [{"file": part.name, "split": part.split} for part in parts]}))
+        if part.learned:
+            with atomic_file(recipe.folder / f"{part.name}{LEARNED}") as file:
+                np.concatenate(part.learned).tofile(file)
+    files = [{"file": part.name, "split": part.split} for part in parts]
+    write_atomically(path, json.dumps({"parts": files, "conversations": conversations}))
 
 
 class Part:
@@ -159,6 +191,7 @@ class Part:
     def __init__(self, file: BinaryIO, name: str, split: str, tokenizer: Tokenizer, sizes: np.ndarray) -> None:
         self.file, self.name, self.split = file, name, split
         self.documents: list[tuple[int, ...]] = []  # with the fields of DOCUMENT
+        self.learned: list[np.ndarray] = []  # of each conversation
         self.tokens = 0
         self._tokenizer, self._sizes = tokenizer, sizes  # sizes: bytes of each token
         self._eos = np.array([tokenizer.eos_id], id_type(tokenizer.vocab_size)).tobytes()
@@ -166,6 +199,8 @@ class Part:
 
     def write(self, piece: Piece, ids: np.ndarray) -> None:
         self.file.write(ids.tobytes() + (self._eos if piece.last else b""))
+        if piece.learned is not None:
+            self.learned.append(piece.learned)
         tokens, token_bytes = len(ids) + piece.last, int(self._sizes[ids].sum())
         if isinstance(piece.content, str):
             text = piece.content.encode()
@@ -238,7 +273,8 @@ def write_shard(task: ShardTask, recipe: Recipe) -> None:
     packed = None if task.seq_len is None else PackedRows(task.seq_len, tokenizer.eos_id)
     facts: dict[str, Any] = {}
     with atomic_file(task.path) as file:
-        writer = ShardWriter(file, id_type(tokenizer.vocab_size), tokenizer.sha256, packed)
+        labels = recipe.chat_tokens is not None
+        writer = ShardWriter(file, id_type(tokenizer.vocab_size), tokenizer.sha256, packed, labels)
         if packed is None:
             _copy_documents(writer, task.slices, folder, tokenizer.eos_id)
         else:
@@ -264,7 +300,11 @@ def _copy_packed(writer: ShardWriter, slices: Sequence[Slice], folder: Path, pac
     # A document that was cut for the validation has no end-of-text token.
     parts = [ids if ids[-1] == eos_id else np.append(ids, writer.dtype.type(eos_id)) for ids in parts]
     begins = np.cumsum([0, *map(len, parts)])  # offset of each part in all parts end to end
-    ends = np.concatenate([np.flatnonzero(ids == eos_id) + 1 + begin for ids, begin in zip(parts, begins)])
+    inner_ends = [_document_ends(folder, piece) for piece in slices]
+    ends = np.concatenate([np.append(inner, len(ids)) + begin for inner, ids, begin in zip(inner_ends, parts, begins)])
+    marks = []  # of each part, which of its ids are learned
+    if writer.with_labels:
+        marks = [part_ids(folder, file + LEARNED, np.dtype(bool))[start:stop] for file, start, stop in slices]
     lengths = np.diff(ends, prepend=0)
     with_text = lengths > 1  # the rest of a cut document may be only its end
     packing = pack_documents((ends - lengths)[with_text], ends[with_text], seq_len)
@@ -277,16 +317,26 @@ def _copy_packed(writer: ShardWriter, slices: Sequence[Slice], folder: Path, pac
         columns = 1 + before - before[np.searchsorted(rows, rows)]
         source = np.searchsorted(begins, starts, side="right") - 1
         ids = np.full((int(rows[-1]) + 1, seq_len + 1), eos_id, writer.dtype)
+        learned = np.zeros(ids.shape, bool)
         spans = (starts - begins[source], stops - begins[source], source, rows, columns)
         for start, stop, part, row, column in zip(*(values.tolist() for values in spans)):
             ids[row, column : column + stop - start] = parts[part][start:stop]
             if column == 1 and start > 0:
                 ids[row, 0] = parts[part][start - 1]
-        writer.write(ids.ravel(), np.arange(1, len(ids) + 1) * (seq_len + 1))
+            if marks:
+                learned[row, column : column + stop - start] = marks[part][start:stop]
+        labels = np.where(learned, ids.astype(np.int32), IGNORED).ravel() if marks else None
+        writer.write(ids.ravel(), np.arange(1, len(ids) + 1) * (seq_len + 1), labels)
     return {
         "padding": int(packing.rows[-1] + 1) * seq_len - int((packing.stops - packing.starts).sum()),
         "cut_documents": int((lengths > seq_len).sum()),
     }
+
+
+def _document_ends(folder: Path, piece: Slice) -> np.ndarray:
+    """Where documents end inside of a slice; not after each end-of-text token, which may end an answer, too."""
+    ends = np.cumsum(np.fromfile(folder / f"{piece.part}{DOCUMENTS}", DOCUMENT)["tokens"])
+    return ends[(ends > piece.start) & (ends < piece.stop)] - piece.start
 
 
 # ---- processes -------------------------------------------------------------------------------------------------------

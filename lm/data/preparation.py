@@ -31,10 +31,11 @@ from lm.data.encoder import id_type
 from lm.data.overlap import describe_shared
 from lm.data.parquet import COLUMN, LAYOUT, PackedRows
 from lm.data.shards import Shards
-from lm.data.splits import Repeated, Split, divide
+from lm.data.splits import Repeated, Split, divide, divide_conversations
 from lm.data.text_files import TextFile
 from lm.data.tokenizer import Tokenizer
 from lm.data.tokenizer_training import train_bpe, train_char
+from lm.errors import RequestError
 from lm.system.files import write_atomically
 from lm.system.units import format_count, plural
 
@@ -52,8 +53,13 @@ class Preparation:
         self.named = any(file.split for file in files)  # whether the names of files decide the splits
         self.units = plan_units(files)
         self.tokenizer = _tokenizer(options, self.parts, self.units, known)
-        identity = self.tokenizer.sha256 + self.tokenizer.eos_token
-        self.recipe = Recipe(self.parts, identity, options.text_key, options.val_fraction or 0.0, options.shard_tokens)
+        identity, chat_tokens = self.tokenizer.sha256 + self.tokenizer.eos_token, None
+        if options.chat:
+            chat_tokens = options.seq_len
+            identity += f" {chat_tokens} {self.tokenizer.config['chat_template']}"
+        self.recipe = Recipe(
+            self.parts, identity, chat_tokens, options.text_key, options.val_fraction or 0.0, options.shard_tokens
+        )
 
     def unencoded(self, units: list[Unit]) -> list[Unit]:
         return [unit for unit in units if not record_path(unit, self.recipe).exists()]
@@ -70,7 +76,18 @@ class Preparation:
         records = [json.loads(record_path(unit, self.recipe).read_text()) for unit in self.units]
         parts = [part for record in records for part in record["parts"]]
         fraction, keep = self.recipe.val_fraction, self.options.keep_duplicates
-        return divide(parts, fraction, self.tokenizer, self.parts, keep)
+        if not self.options.chat:
+            return divide(parts, fraction, self.tokenizer, self.parts, keep)
+        cut, left_out = (sum(record["conversations"][name] for record in records) for name in ("cut", "left_out"))
+        if not parts:
+            where = ", ".join(self.options.input)
+            raise RequestError(f"{where}: no conversation has an answer of the assistant, which is what is learned")
+        within = f"{self.recipe.chat_tokens:,} tokens (--seq_len)"
+        if cut:
+            log.warning(f"cut at the end: {plural(cut, 'conversation')} of more than {within}")
+        if left_out:
+            log.warning(f"left out: {plural(left_out, 'conversation')} without an answer in the first {within}")
+        return divide_conversations(parts, fraction, self.parts, keep)
 
     def shards(self, split: Split) -> list[ShardTask]:
         """The shards of a split, each filled in turn."""
@@ -112,6 +129,7 @@ class Preparation:
             "vocab_size": tokenizer.vocab_size,
             "eos_id": tokenizer.eos_id,
             "packed": None if seq_len is None else PackedRows(seq_len, tokenizer.eos_id),
+            "labels": self.options.chat,
             "repeated": repeated._asdict(),
             "splits": {split.name: split.counts | {"shards": entries[split.name]} for split in splits},
         }

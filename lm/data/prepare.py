@@ -16,6 +16,7 @@ from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import asdict, replace
 from difflib import get_close_matches
+from hashlib import blake2b
 from pathlib import Path
 from typing import Any
 
@@ -94,6 +95,8 @@ def prepare_part(options: PrepareOptions, task: int, tasks: int) -> str:
 
 def _examine(options: PrepareOptions) -> tuple[PrepareOptions, list[TextFile], Tokenizer | None, dict[str, Any]]:
     """The options with a fraction for validation, the files, the tokenizer unless it is to be learned, and the plan."""
+    if options.chat and options.seq_len is None:
+        options = replace(options, seq_len=_context(options.tokenizer))
     options.check()
     output = Path(options.output)
     files = split_by_names(find_files(options.input))
@@ -101,6 +104,8 @@ def _examine(options: PrepareOptions) -> tuple[PrepareOptions, list[TextFile], T
         fraction = VAL_BYTES / max(1, sum(file.text_bytes for file in files))
         options = replace(options, val_fraction=round(min(0.1, max(0.01, fraction)), 3))
     known = None if options.tokenizer in LEARNED else Tokenizer.load(options.tokenizer, options.eos_token).bare()
+    if options.chat and known is not None:
+        known = _with_template(known, files)
     if known is None and any(file.kind == "flat" for file in files):
         raise RequestError(
             "a file of token ids needs the tokenizer.json that they were made with (--tokenizer), or the meta.json of "
@@ -113,6 +118,28 @@ def _examine(options: PrepareOptions) -> tuple[PrepareOptions, list[TextFile], T
     if known is not None and not (output / MANIFEST).exists() and (loss := describe_loss(known)):
         log.warning("%s", loss)
     return options, files, known, _plan(options, files, known)
+
+
+def _with_template(tokenizer: Tokenizer, files: list[TextFile]) -> Tokenizer:
+    """The tokenizer with a chat template; RequestError if that or a file is not one for conversations."""
+    from lm.data.chat import ChatTemplate, with_template
+    from lm.data.documents import CHAT_KINDS
+
+    for file in files:
+        if file.kind not in CHAT_KINDS:
+            raise RequestError(
+                f"{file.name} is no JSON lines or Parquet, which have conversations for --chat: write a line of each, "
+                'such as {"messages": [{"role": "user", "content": "Hello"}, {"role": "assistant", "content": "Hi"}]}'
+            )
+    tokenizer = with_template(tokenizer)
+    ChatTemplate(tokenizer)
+    return tokenizer
+
+
+def _context(tokenizer: str) -> int | None:
+    """The context of the model in a tokenizer's folder; None if there is no model."""
+    file = Path(tokenizer) / "config.json"
+    return read_object(file).get("max_position_embeddings") if file.is_file() else None
 
 
 def _check_disk(output: Path, files: list[TextFile]) -> None:
@@ -162,11 +189,14 @@ def _plan(options: PrepareOptions, files: list[TextFile], known: Tokenizer | Non
     if known is not None:
         options = replace(options, tokenizer=known.sha256, eos_token=known.eos_token)
         ignored |= {"vocab_size", "sample_bytes"}
+    of_options = {key: value for key, value in asdict(options).items() if key not in ignored}
+    if options.chat and known is not None:
+        of_options["chat"] = blake2b(known.config["chat_template"].encode(), digest_size=8).hexdigest()
     sources = [{"name": file.name, "size": file.size, "modified": file.modified} for file in files]
     for source, file in zip(sources, files, strict=True):
         if file.split:
             source["split"] = file.split
-    return {"sources": sources, "options": {key: value for key, value in asdict(options).items() if key not in ignored}}
+    return {"sources": sources, "options": of_options}
 
 
 def _begin(output: Path, plan: dict[str, Any]) -> None:
@@ -222,7 +252,8 @@ def _difference(manifest: dict[str, Any], plan: dict[str, Any]) -> str:
 
 def _read_manifest(output: Path) -> dict[str, Any]:
     manifest = read_object(output / MANIFEST)
-    old = {"packing": "stream", "keep_duplicates": False}  # of folders made before there were these options
+    # Of folders made before there were these options.
+    old = {"packing": "stream", "keep_duplicates": False, "chat": False}
     return manifest | {"options": {**old, **manifest["options"]}}
 
 

@@ -116,7 +116,9 @@ class Shards:
     def read_tokens(self, index: int) -> Tokens:
         """Read a block, as `BlockReader.read` does; of packed rows, with the ids that are targets."""
         tokens = self.reader.read(self.index.blocks[index])
-        return tokens if self.packed is None else tokens._replace(targets=self.packed.targets(tokens.ids))
+        if self.packed is None or tokens.targets is not None:  # labels say it, too
+            return tokens
+        return tokens._replace(targets=self.packed.targets(tokens.ids))
 
     def read(self, index: int) -> np.ndarray:
         return self.read_tokens(index).ids

@@ -56,6 +56,27 @@ def divide(
     return _cut(only, val_fraction, tokenizer, folder) if val_fraction > 0 else [only], repeated
 
 
+def divide_conversations(
+    parts: list[dict[str, Any]], val_fraction: float, folder: Path, keep_duplicates: bool
+) -> tuple[list[Split], Repeated]:
+    """As `divide`, but none is cut: if all of few are in one split, the last of them are held out."""
+    documents, repeated = read_documents(parts, folder, keep_duplicates)
+    if val_fraction > 0 and len({part.split for part in documents if part.kept.any()}) < 2:
+        total = sum(int(part.kept.sum()) for part in documents)
+        if total < 2:
+            raise RequestError("a single conversation is too little to hold some out: --val_fraction 0 trains on it")
+        held_out, number = total - max(1, round(total * val_fraction)), 0
+        divided = []
+        for part in documents:
+            is_val = number + np.cumsum(part.kept) > held_out
+            number += int(part.kept.sum())
+            divided += [part._replace(split="train", kept=part.kept & ~is_val)]
+            divided += [part._replace(split="val", kept=part.kept & is_val)]
+        documents = divided
+    splits = [_gather(name, [part for part in documents if part.split == name]) for name in ("train", "val")]
+    return [split for split in splits if split.slices], repeated
+
+
 def read_documents(
     parts: list[dict[str, Any]], folder: Path, keep_duplicates: bool
 ) -> tuple[list[PartDocuments], Repeated]:

@@ -102,7 +102,7 @@ class Tokenizer:
 
     def _end_token(self, eos_token: str | None, name: str) -> str:
         known = next((token for token in END_NAMES if token in self.vocabulary), "")
-        end = eos_token or _content(self.config.get("eos_token")) or known
+        end = eos_token or token_name(self.config.get("eos_token")) or known
         if end not in self.vocabulary:
             problem = f"has no {end!r} to end a document with" if end else "does not say which token ends a document"
             raise RequestError(f"{name} {problem}; give it with --eos_token, or as eos_token in tokenizer_config.json")
@@ -246,7 +246,7 @@ class Tokenizer:
         """Names and contents of the files that `transformers.AutoTokenizer.from_pretrained(folder)` needs."""
         config: dict[str, Any] = {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": self.eos_token}
         for name in ("bos_token", "unk_token", "pad_token"):
-            if token := _content(self.config.get(name)):
+            if token := token_name(self.config.get(name)):
                 config[name] = token
         if template := self.config.get("chat_template"):
             config["chat_template"] = template
@@ -310,7 +310,7 @@ def _find_file(path: Path) -> Path:
     return next((Path(file) for file in cached if isinstance(file, str)), path)
 
 
-def _content(token: Any) -> str | None:
+def token_name(token: Any) -> str | None:
     """The text of a token in a tokenizer_config.json, where it is a string or an object."""
     token = token.get("content") if isinstance(token, dict) else token
     return token if isinstance(token, str) else None

@@ -41,11 +41,11 @@ class Written(NamedTuple):
 def generate_text(
     decoder: Decoder,
     tokenizer: Tokenizer,
-    prompts: Sequence[str],
+    prompts: Sequence[str | list[int]],
     sampling: Sampling = Sampling(),
     step: Step = "dynamic",
 ) -> Iterator[NewText]:
-    """Continue texts by `generation.generate`; for each token, yield the new text that no later token can change."""
+    """Continue texts, or their ids, by `generation.generate`; for each token, yield the text that is final with it."""
     ids = [encode_prompt(tokenizer, prompt, sampling.begin) for prompt in prompts]
     texts = [GrowingText(tokenizer, prompt, sampling.stop) for prompt in ids]
     eos_id = None if sampling.ignore_eos else tokenizer.eos_id
@@ -71,9 +71,9 @@ def gather_texts(prompts: Sequence[str], news: Iterable[NewText]) -> list[Writte
     ]
 
 
-def encode_prompt(tokenizer: Tokenizer, prompt: str, begin: Begin = "nothing") -> list[int]:
+def encode_prompt(tokenizer: Tokenizer, prompt: str | list[int], begin: Begin = "nothing") -> list[int]:
     """Encode a prompt to at least one id: an empty prompt begins a document."""
-    ids = tokenizer.encode(prompt)
+    ids = tokenizer.encode(prompt) if isinstance(prompt, str) else prompt
     return [tokenizer.eos_id, *ids] if begin == "eos" or not ids else ids
 
 

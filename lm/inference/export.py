@@ -102,6 +102,8 @@ def _opening(model: Pretrained, run: Run | None) -> str:
     if run is None:
         return text
     began = "from the weights of another model" if run.read("run.json").get("began_from") else "from scratch"
+    if _manifest(run).get("labels"):
+        return f"{text} It was trained {began} on conversations, of which it learned the assistant's answers."
     return f"{text} It was trained {began} on plain text; it was not tuned to follow instructions or to chat."
 
 
