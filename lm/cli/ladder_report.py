@@ -44,7 +44,7 @@ class LadderRun:
     size: ModelSize
     seed: int
     run: Run
-    config: str = ""  # YAML with all options
+    settings: dict[str, Any] = field(default_factory=dict)  # all options
     plan: dict[str, Any] = field(default_factory=dict)  # the facts of `lm plan`
     recipe: str = ""  # "": the ladder's own; HALF: the same at half the length; AGAINST: the one compared with it
 
