@@ -51,9 +51,6 @@ def bench_step(config: Request[BenchOptions]) -> None:
         show_times(result)
 
 
-# ---- the measurement -------------------------------------------------------------------------------------------------
-
-
 class StepTimer(Callback):
     """Times rounds of optimizer steps after the warm-up, then some checkpoints, one a step.
 
@@ -133,9 +130,6 @@ def peak_memory(device: torch.device) -> int | None:
     if device.type != "cpu":
         return None
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
-
-
-# ---- the report ------------------------------------------------------------------------------------------------------
 
 
 def describe_times(config: Request, timer: StepTimer, trainer: Trainer) -> dict[str, Any]:

@@ -149,9 +149,6 @@ def now(device: torch.device) -> float:
     return time.perf_counter()
 
 
-# ---- reports ---------------------------------------------------------------------------------------------------------
-
-
 def describe_training(config: Request, trainer: Trainer) -> dict[str, Any]:
     module, device, facts = trainer.lightning_module, trainer.strategy.root_device, run_facts()
     counts = ("seq_len", "micro_batch_size", "accumulate", "tokens_per_step")

@@ -97,9 +97,6 @@ def data_facts(
     return facts, opened.tokenizer
 
 
-# ---- steps -----------------------------------------------------------------------------------------------------------
-
-
 def step_facts(steps: Steps, config: Sections, data: dict[str, Any]) -> dict[str, Any]:
     """The counts of the run: tokens, epochs, warm-up, validations, checkpoints."""
     warmup, decay = warmup_and_decay_steps(steps.max_steps, config.model.schedule)
@@ -125,9 +122,6 @@ def step_facts(steps: Steps, config: Sections, data: dict[str, Any]) -> dict[str
             for (name, source), count in zip(data["sources"].items(), samples.tolist(), strict=True)
         }
     return facts
-
-
-# ---- model -----------------------------------------------------------------------------------------------------------
 
 
 def model_facts(decoder: DecoderConfig, seq_len: int) -> dict[str, Any]:

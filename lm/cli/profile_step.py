@@ -82,9 +82,6 @@ def profile(config: Request[ProfileOptions]) -> None:
         print(f"trace: {options.trace}, for https://ui.perfetto.dev or chrome://tracing")
 
 
-# ---- the measurement -------------------------------------------------------------------------------------------------
-
-
 class Parts(Profiler):
     """Lightning profiler that sums the seconds of each part of every step; a callback is a part with its span's name.
 
@@ -143,9 +140,6 @@ class Parts(Profiler):
                 self._tracer.start()
             self._tracing = not self._tracing
         self._since = time.perf_counter()
-
-
-# ---- the report ------------------------------------------------------------------------------------------------------
 
 
 def describe_parts(

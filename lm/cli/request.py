@@ -106,9 +106,6 @@ def override(settings: Mapping[str, Any], typed: Sequence[tuple[str, Any]]) -> R
     return make_request("fit", combine("fit", [config], typed))
 
 
-# ---- dataclasses -----------------------------------------------------------------------------------------------------
-
-
 def make_request(command: str, settings: dict[str, Any], run_name: str = "run") -> Request[Any]:
     """Make the dataclasses of settings, which check their values.
 
