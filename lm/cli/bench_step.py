@@ -7,7 +7,6 @@ import sys
 from typing import Any
 
 import torch
-import torch.profiler
 from lightning.pytorch import Callback
 from rich.console import Console
 

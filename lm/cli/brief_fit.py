@@ -14,7 +14,6 @@ from typing import Any
 import lightning
 import numpy as np
 import torch
-import torch.profiler
 from lightning.pytorch import Callback
 from rich.console import Console
 from tokenizers import Tokenizer as Backend
@@ -108,8 +107,7 @@ class OnlySteps(Callback):
     def on_validation_end(self, trainer: Trainer, pl_module: LanguageModule) -> None:
         trainer.checkpoint_callback.skip(trainer.global_step)
 
-    def on_train_end(self, trainer: Trainer, pl_module: LanguageModule) -> None:
-        self.on_validation_end(trainer, pl_module)
+    on_train_end = on_validation_end
 
 
 def find_vocab_size(config: Request) -> int:

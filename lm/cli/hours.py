@@ -34,7 +34,7 @@ def with_measured_length(request: Request[FitOptions]) -> tuple[Request[FitOptio
     parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
     parser.add_argument("--hours")
     other_options = parser.parse_known_args(arguments())[1]  # which starts the other processes of the run
-    runs, length = [], {}
+    runs = []
     if run_choice.ckpt_path:
         runs = runs_of_name(request.trainer.default_root_dir, request.run_name, named=run_choice.run is not None)
     if runs:

@@ -95,7 +95,6 @@ class Parts(Profiler):
         super().__init__()
         self.steps: list[dict[str, float]] = []  # of each finished step, seconds by part
         self._tracer, self._begin = tracer, begin
-        self._tracing = False
         # Parts of the spans that are open with their marks in the trace, outermost first.
         self._spans: list[tuple[str, AbstractContextManager]] = [("rest", nullcontext())]
         self._since = time.perf_counter()
@@ -111,7 +110,7 @@ class Parts(Profiler):
             part = callback[0] if callback else SPANS.get(hook, around)
         if part != around:
             self._count(around)
-        mark = record_function(f"lm.{part}") if part != around and self._tracing else nullcontext()
+        mark = record_function(f"lm.{part}") if part != around and self._tracer else nullcontext()
         mark.__enter__()
         self._spans.append((part, mark))
 
@@ -133,12 +132,10 @@ class Parts(Profiler):
         self._count(self._spans[-1][0])
         self.steps.append(dict(self._seconds))
         self._seconds.clear()
-        if self._tracer is not None and len(self.steps) in (self._begin, self._begin + TRACED):
-            if self._tracing:
-                self._tracer.stop()
-            else:
-                self._tracer.start()
-            self._tracing = not self._tracing
+        if self._tracer is not None and len(self.steps) == self._begin:
+            self._tracer.start()
+        elif self._tracer is not None and len(self.steps) == self._begin + TRACED:
+            self._tracer.stop()
         self._since = time.perf_counter()
 
 
