@@ -1,7 +1,4 @@
-"""A run of a few steps, to measure them: what `lm bench step` and `lm profile` have in common.
-
-`fit_briefly` trains as `lm fit` does, in a folder that is removed afterwards.
-"""
+"""A run of a few steps, to measure them: what `lm bench step` and `lm profile` have in common."""
 
 import logging
 import tempfile

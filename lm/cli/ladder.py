@@ -216,10 +216,7 @@ def print_plan(
 
 
 def train(options: LadderOptions, to_train: list[LadderRun], ladder_runs: list[LadderRun]) -> list[LadderRun]:
-    """Train the unfinished runs, one process at a time on each device, and write the report after each.
-
-    Returns the runs that failed.
-    """
+    """Train the unfinished runs, one at a time on each device, with a report after each; returns those that failed."""
     waiting = [one for one in to_train if not one.finished]
     places, failed = free_devices(waiting), []
     running: dict[subprocess.Popen, tuple[LadderRun, str | None, float]] = {}

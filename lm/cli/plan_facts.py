@@ -1,7 +1,6 @@
 """The numbers of `lm plan`, subject by subject: a config in tokens, steps, bytes, hours and dollars.
 
-`examine` returns them with the findings on them, which are those of `cli/plan_checks` and `training/checks`. `cli/plan`
-has the command.
+`examine` returns them with the findings of `cli/plan_checks` and `training/checks`. `cli/plan` has the command.
 """
 
 import math

@@ -1,8 +1,4 @@
-"""`lm profile`: where the time of a training step goes, by part.
-
-`Parts` assigns the time of Lightning's profiler spans to the parts of a step; it synchronizes the device after each
-part, so its steps are longer than those of `lm bench step`.
-"""
+"""`lm profile`: where the time of a training step goes, by part."""
 
 import json
 import re
@@ -85,8 +81,8 @@ def profile(config: Request[ProfileOptions]) -> None:
 class Parts(Profiler):
     """Lightning profiler that sums the seconds of each part of every step; a callback is a part with its span's name.
 
-    It synchronizes the device between parts; otherwise the device's work would count for a later part. With a
-    `tracer`, it traces `TRACED` steps after step `begin`.
+    It synchronizes the device between parts, so its steps are longer than those of `lm bench step`; otherwise the
+    device's work would count for a later part. With a `tracer`, it traces `TRACED` steps after step `begin`.
     """
 
     trainer: Trainer
